@@ -1,0 +1,43 @@
+# Everything a person needs: make demo, make serve, make test, make check, make bench.
+# Needs only Python >= 3.11, pip, make and git; uv and every dependency are installed below .tools and .venv.
+.DEFAULT_GOAL := help
+PYTHON ?= python3
+UV := .tools/bin/uv
+RUN := $(UV) run --frozen --no-sync
+
+.venv/.installed: pyproject.toml client/pyproject.toml uv.lock
+	@test -x $(UV) || ($(PYTHON) -m venv .tools && .tools/bin/pip install --quiet --disable-pip-version-check uv==0.13.9)
+	$(UV) sync --quiet --frozen --compile-bytecode --python $(PYTHON)
+	@touch $@
+
+.PHONY: help setup demo serve test check format bench clean
+help:  ## what each target does
+	@grep -hE '^[a-z]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 12
+
+setup: .venv/.installed  ## install uv and all dependencies into this folder
+
+demo: .venv/.installed  ## the main job, live: fill two GPUs, preempt, checkpoint, resume
+	@$(RUN) python -m examples.demo
+
+serve: .venv/.installed  ## start the service in the foreground
+	@$(RUN) gpubroker serve
+
+test: .venv/.installed  ## run all tests
+	$(RUN) pytest
+
+check: .venv/.installed  ## formatting, lint, types, contracts, sizes, migrations, openapi
+	$(RUN) ruff format --check .
+	$(RUN) ruff check .
+	$(RUN) mypy
+	$(RUN) lint-imports
+	$(RUN) pytest -q tests/architecture tests/migrations
+
+format: .venv/.installed  ## rewrite formatting and imports
+	$(RUN) ruff format .
+	$(RUN) ruff check --fix .
+
+bench: .venv/.installed  ## list the benchmarks; run one with: uv run python -m bench NAME
+	@$(RUN) python -m bench --help
+
+clean:  ## remove what was installed and built here
+	rm -rf .venv .tools dist build

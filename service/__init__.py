@@ -1,0 +1,1 @@
+"""The gpubroker service; other programs use the gpubroker package instead."""

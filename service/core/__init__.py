@@ -1,0 +1,1 @@
+"""Decisions as pure functions over plain values: no clock, no randomness, no input or output."""

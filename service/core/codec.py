@@ -1,0 +1,125 @@
+"""Rows as plain JSON values and back: one spelling for the event log, snapshots and followers."""
+
+from dataclasses import fields as dataclass_fields
+from dataclasses import replace
+from enum import StrEnum
+from typing import Any
+
+from service.core.device import Device, Node
+from service.core.lease import HolderKind, Lease, LeaseState, Pledge
+from service.core.plan import Fields, Request, TaskWrite
+from service.core.task import Demand, StopReason, Task, TaskState
+
+_DEMAND_DEFAULTS = Demand()
+_DEMAND_NAMES = tuple(f.name for f in dataclass_fields(Demand))
+_TASK_NAMES = tuple(f.name for f in dataclass_fields(Task))
+_DEVICE_NAMES = tuple(f.name for f in dataclass_fields(Device))
+_NODE_NAMES = tuple(f.name for f in dataclass_fields(Node))
+_LEASE_NAMES = tuple(f.name for f in dataclass_fields(Lease))
+_PLEDGE_NAMES = tuple(f.name for f in dataclass_fields(Pledge))
+
+
+def demand_fields(demand: Demand) -> dict[str, Any]:
+    """Only what differs from the default; an empty dict is the empty demand."""
+    return {
+        name: value
+        for name in _DEMAND_NAMES
+        if (value := getattr(demand, name)) != getattr(_DEMAND_DEFAULTS, name)
+    }
+
+
+def demand_from(fields: Fields) -> Demand:
+    if "custom" in fields:
+        pairs = tuple(sorted((str(name), float(amount)) for name, amount in fields["custom"]))
+        return Demand(**{**fields, "custom": pairs})
+    return Demand(**fields)
+
+
+def _plain(value: Any) -> Any:
+    return value.value if isinstance(value, StrEnum) else value
+
+
+def task_fields(task: Task) -> dict[str, Any]:
+    """Every field of a task, for its first event and for snapshots."""
+    row = {name: _plain(getattr(task, name)) for name in _TASK_NAMES}
+    row["demand"] = demand_fields(task.demand)
+    return row
+
+
+def task_from(fields: Fields) -> Task:
+    row = dict(fields)
+    row["demand"] = demand_from(row["demand"])
+    return Task(**_typed(row))
+
+
+def task_changes(write: TaskWrite) -> dict[str, Any]:
+    """The state and the changed hot fields, for every event after the first."""
+    row: dict[str, Any] = {"state": write.task.state.value}
+    for name in write.changed:
+        row[name] = _plain(getattr(write.task, name))
+    return row
+
+
+def changed_task(task: Task, version: int, fields: Fields) -> Task:
+    """The task after one more event."""
+    return replace(task, version=version, **_typed(dict(fields)))
+
+
+def _typed(row: dict[str, Any]) -> dict[str, Any]:
+    if "state" in row:
+        row["state"] = TaskState(row["state"])
+    if row.get("stop_reason") is not None:
+        row["stop_reason"] = StopReason(row["stop_reason"])
+    return row
+
+
+def lease_fields(lease: Lease) -> dict[str, Any]:
+    return {name: _plain(getattr(lease, name)) for name in _LEASE_NAMES}
+
+
+def lease_from(fields: Fields) -> Lease:
+    row = dict(fields)
+    row["holder_kind"] = HolderKind(row["holder_kind"])
+    row["state"] = LeaseState(row["state"])
+    return Lease(**row)
+
+
+def pledge_fields(pledge: Pledge) -> dict[str, Any]:
+    return {name: getattr(pledge, name) for name in _PLEDGE_NAMES}
+
+
+def pledge_from(fields: Fields) -> Pledge:
+    return Pledge(**fields)
+
+
+def device_fields(device: Device) -> dict[str, Any]:
+    return {name: getattr(device, name) for name in _DEVICE_NAMES}
+
+
+def device_from(fields: Fields) -> Device:
+    return Device(**fields)
+
+
+def node_fields(node: Node) -> dict[str, Any]:
+    return {name: getattr(node, name) for name in _NODE_NAMES}
+
+
+def node_from(fields: Fields) -> Node:
+    row = dict(fields)
+    row["labels"] = tuple((str(name), str(value)) for name, value in row["labels"])
+    return Node(**row)
+
+
+def request_fields(request: Request) -> dict[str, Any]:
+    return {
+        "id": request.id,
+        "task": request.task,
+        "tenant": request.tenant,
+        "what": request.what,
+        "fields": dict(request.fields),
+        "made_at": request.made_at,
+    }
+
+
+def request_from(fields: Fields) -> Request:
+    return Request(**fields)

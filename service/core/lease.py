@@ -1,0 +1,111 @@
+"""Leases and pledges: who holds, or will hold, how many MiB of which device."""
+
+from dataclasses import dataclass, replace
+from enum import StrEnum
+
+from service.core.errors import IllegalTransition
+from service.core.units import DeviceKey, Fence, Instant, Mib, TaskId
+
+
+class HolderKind(StrEnum):
+    RUN = "run"
+    GANG_MEMBER = "gang_member"
+    MODEL = "model"
+    WORKER = "worker"
+    SERVER = "server"
+    """The base cost of a model server."""
+    EXTERNAL = "external"
+
+
+class LeaseState(StrEnum):
+    RESERVED = "reserved"
+    """Promised in a committed decision; nobody has confirmed a process yet. No timeout releases it."""
+    HELD = "held"
+    """The agent confirmed the process that occupies it."""
+    RELEASING = "releasing"
+    """The holder ended; its process is not yet confirmed gone."""
+    RELEASED = "released"
+    """Confirmed gone. The lease is history."""
+    QUARANTINED = "quarantined"
+    """The holder should be gone and nobody can confirm it. Counts as used until there is proof."""
+
+
+_NEXT = {
+    LeaseState.RESERVED: {
+        LeaseState.HELD,
+        LeaseState.RELEASING,
+        LeaseState.RELEASED,
+        LeaseState.QUARANTINED,
+    },
+    LeaseState.HELD: {LeaseState.RELEASING, LeaseState.RELEASED, LeaseState.QUARANTINED},
+    LeaseState.RELEASING: {LeaseState.RELEASED, LeaseState.QUARANTINED},
+    LeaseState.QUARANTINED: {LeaseState.RELEASED},
+    LeaseState.RELEASED: set(),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Lease:
+    """A holder's right to `mb` MiB of one device. Identity: (holder_kind, holder, fence, rank, device).
+
+    `holder` is the id of a task, model, worker, server or external lease. `priority` and `tenant` are the
+    holder's, so that a device can be judged without looking the holder up.
+    """
+
+    holder_kind: HolderKind
+    holder: str
+    fence: Fence
+    device: DeviceKey
+    mb: Mib
+    tenant: str
+    priority: int
+    since: Instant
+    state: LeaseState = LeaseState.RESERVED
+    version: int = 1
+    rank: int = 0
+
+    @property
+    def key(self) -> str:
+        return f"{self.holder_kind}:{self.holder}:{self.fence}:{self.rank}:{self.device}"
+
+
+def move_lease(lease: Lease, state: LeaseState) -> Lease:
+    """The lease in its next state, version + 1. Raises IllegalTransition; the lease is unchanged."""
+    if state not in _NEXT[lease.state]:
+        raise IllegalTransition(f"lease {lease.key} is {lease.state}; it cannot become {state}")
+    return replace(lease, state=state, version=lease.version + 1)
+
+
+class PledgeEnd(StrEnum):
+    """The four ends of a pledge; it comes to exactly one of them."""
+
+    CONSUMED = "consumed"
+    """Its task was admitted onto the pledged memory."""
+    WITHDRAWN = "withdrawn"
+    """Its task is no longer pending, or found room elsewhere."""
+    TAKEN = "taken"
+    """A task of strictly higher priority took the memory."""
+    DISSOLVED = "dissolved"
+    """A victim was not confirmed gone in time; the task is planned again."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pledge:
+    """MiB of one device that are being freed for one waiting preemptor. Identity: (preemptor, device).
+
+    The runs being stopped for it carry `freeing_for == preemptor`. Of `mb`, what those runs still hold on
+    the device has yet to come; the rest is kept free for the preemptor and counts as taken for others.
+    """
+
+    preemptor: TaskId
+    device: DeviceKey
+    mb: Mib
+    priority: int
+    tenant: str
+    made_at: Instant
+    deadline_at: Instant
+    """The latest stop deadline of its victims; 10 s later an unconfirmed pledge is dissolved."""
+
+    @property
+    def key(self) -> str:
+        return f"{self.preemptor}:{self.device}"

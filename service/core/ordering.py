@@ -1,0 +1,120 @@
+"""The order of the queue, and the queue itself: groups of equal demands, each in order of submission."""
+
+from bisect import bisect_left, insort
+from collections.abc import Iterator
+
+from service.core.policy import Policy, band_of
+from service.core.task import Demand, Task
+from service.core.units import Instant, TaskId
+
+GroupKey = tuple[str, int, Demand]
+"""(tenant, priority, demand): tasks that differ in nothing the planner looks at but their age."""
+
+Member = tuple[float, TaskId]
+"""(submitted_at, id)"""
+
+
+def aged_priority(priority: int, waited_seconds: float, policy: Policy) -> float:
+    """Priority plus one point per `ageing_seconds_per_point`, never above the top of its own band."""
+    top = band_of(priority)[2]
+    return min(float(top), priority + max(0.0, waited_seconds) / policy.ageing_seconds_per_point)
+
+
+def order_key(
+    priority: int, submitted_at: Instant, task: TaskId, now: Instant, policy: Policy
+) -> tuple[int, float, float, TaskId]:
+    """Smallest first. Total, so that no plan depends on chance:
+
+    1. higher band
+    2. higher aged priority
+    3. earlier submit time
+    4. smaller id
+    """
+    band_top = band_of(priority)[2]
+    return (-band_top, -aged_priority(priority, now - submitted_at, policy), submitted_at, task)
+
+
+class Group:
+    """Pending tasks of one key in order of submission. Removal at the head is the common case and cheap."""
+
+    __slots__ = ("_first", "_members", "key")
+
+    def __init__(self, key: GroupKey) -> None:
+        self.key = key
+        self._members: list[Member] = []
+        self._first = 0
+
+    def __len__(self) -> int:
+        return len(self._members) - self._first
+
+    def member(self, index: int) -> Member:
+        return self._members[self._first + index]
+
+    def __iter__(self) -> Iterator[Member]:
+        return iter(self._members[self._first :])
+
+    def add(self, member: Member) -> None:
+        if not self._members or member > self._members[-1]:
+            self._members.append(member)
+        else:
+            insort(self._members, member, lo=self._first)
+
+    def remove(self, member: Member) -> None:
+        at = bisect_left(self._members, member, lo=self._first)
+        if at == self._first:
+            self._first += 1
+            if self._first > 64 and self._first * 2 > len(self._members):
+                del self._members[: self._first]
+                self._first = 0
+        else:
+            del self._members[at]
+
+
+class PendingQueue:
+    """All pending tasks that may be planned, grouped; those held or delayed stand aside."""
+
+    def __init__(self) -> None:
+        self.groups: dict[GroupKey, Group] = {}
+        self.delayed: dict[TaskId, Instant] = {}
+        self.held: set[TaskId] = set()
+        self._where: dict[TaskId, GroupKey] = {}
+
+    def __len__(self) -> int:
+        return len(self._where) + len(self.delayed) + len(self.held)
+
+    def add(self, task: Task) -> None:
+        if task.held:
+            self.held.add(task.id)
+        elif task.not_before is not None:
+            self.delayed[task.id] = task.not_before
+        else:
+            key = (task.tenant, task.priority, task.demand)
+            group = self.groups.get(key)
+            if group is None:
+                group = self.groups[key] = Group(key)
+            group.add((task.submitted_at, task.id))
+            self._where[task.id] = key
+
+    def remove(self, task: Task) -> None:
+        self.held.discard(task.id)
+        self.delayed.pop(task.id, None)
+        key = self._where.pop(task.id, None)
+        if key is not None:
+            group = self.groups[key]
+            group.remove((task.submitted_at, task.id))
+            if not group:
+                del self.groups[key]
+
+    def due(self, now: Instant) -> list[TaskId]:
+        """Delayed tasks whose time has come, earliest first."""
+        return sorted(
+            (task for task, at in self.delayed.items() if at <= now), key=lambda t: (self.delayed[t], t)
+        )
+
+    def enter(self, task: Task) -> None:
+        """Let a delayed task whose time has come into its group."""
+        del self.delayed[task.id]
+        key = (task.tenant, task.priority, task.demand)
+        group = self.groups.setdefault(key, Group(key))
+        group.add((task.submitted_at, task.id))
+        self._where[task.id] = key

@@ -1,0 +1,182 @@
+"""What the leader asks of a node agent, and what the agent reports back. Plain values, both ways.
+
+Every order names the holder, its fence and rank, the leader's term and the agent incarnation that the
+leader knew when it decided. An agent refuses lower terms, other incarnations and any (holder, fence, rank)
+it has already started.
+"""
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from service.core.device import DeviceSample, Node
+from service.core.task import StopReason
+from service.core.units import DeviceKey, Fence, Instant, Mib, NodeName, Seconds, TaskId
+
+
+@dataclass(frozen=True, slots=True)
+class StartOrder:
+    """Start one run. The payload (entrypoint, arguments, checkpoint) is attached by dispatch on its way."""
+
+    task: TaskId
+    fence: Fence
+    node: NodeName
+    incarnation: str
+    devices: tuple[tuple[DeviceKey, Mib], ...]
+    shareable: bool
+    rank: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class StopOrder:
+    """Give notice; kill whatever is left after `grace_seconds` (0: kill at once)."""
+
+    task: TaskId
+    fence: Fence
+    node: NodeName
+    incarnation: str
+    reason: StopReason
+    grace_seconds: Seconds
+    rank: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class ForgetOrder:
+    """The outcome of this run is durable; the agent may drop what it kept of it."""
+
+    task: TaskId
+    fence: Fence
+    node: NodeName
+    incarnation: str
+    rank: int = 0
+
+
+Order = StartOrder | StopOrder | ForgetOrder
+
+
+class Ending(StrEnum):
+    SUCCEEDED = "succeeded"
+    FAILED = "failed"
+    """User code raised, or what it returned cannot be carried. Uses up a retry."""
+    STOPPED = "stopped"
+    """It gave way to a stop notice."""
+    LOST = "lost"
+    """The process went away without a word: killed, crashed or out of memory. Uses up a retry unless a
+    stop had been ordered or the whole node is gone."""
+    NEVER_STARTED = "never_started"
+    """The agent knows the order and refused it, or was asked about a run it has never seen."""
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """Why a run failed, for people. `traceback` is text, at most 64 KiB."""
+
+    kind: str
+    """Stable token: exception, unserializable_result, result_too_large, import_failed, exit_code, killed,
+    out_of_memory, corrupt_order, timeout, dependency."""
+    message: str
+    traceback: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Started:
+    task: TaskId
+    fence: Fence
+    at: Instant
+    pid: int
+    rank: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Progressed:
+    task: TaskId
+    fence: Fence
+    at: Instant
+    fraction: float | None
+    message: str
+    rank: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpointed:
+    """The run saved its state: `data` itself, or the `uri` of what was too large to travel."""
+
+    task: TaskId
+    fence: Fence
+    at: Instant
+    sequence: int
+    digest: str
+    """sha256 of `data`, lowercase hex, computed where the checkpoint was taken."""
+    data: bytes | None
+    uri: str | None
+    rank: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """The outcome of a run. Its memory is not yet free: that takes a Gone."""
+
+    task: TaskId
+    fence: Fence
+    at: Instant
+    ending: Ending
+    result: bytes | None = None
+    result_format: str = "json"
+    """`json` or `cloudpickle`; pickled bytes are opened by the SDK only."""
+    failure: Failure | None = None
+    log_tail: bytes = b""
+    rank: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Gone:
+    """Proof that no process of this run is left. `samples` were taken after that."""
+
+    task: TaskId
+    fence: Fence
+    at: Instant
+    proof: str
+    """process_absent, boot_changed, never_started, shared_process (nothing of its own to free)."""
+    samples: tuple[DeviceSample, ...] = ()
+    rank: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class NodeSeen:
+    """An agent answered this leader's term: its node, its devices, and every run it knows of."""
+
+    node: Node
+    devices: tuple["SeenDevice", ...]
+    runs: tuple[tuple[TaskId, Fence], ...]
+    at: Instant
+
+
+@dataclass(frozen=True, slots=True)
+class SeenDevice:
+    uuid: str
+    kind: str
+    index: int
+    physical_mb: Mib
+    simulated: bool
+
+
+@dataclass(frozen=True, slots=True)
+class NodeLost:
+    """The cluster says that the node or its agent is dead. Its processes may still live."""
+
+    node: NodeName
+    incarnation: str
+    at: Instant
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """A heartbeat with the newest samples; kept in memory, never an event."""
+
+    node: NodeName
+    at: Instant
+    samples: tuple[DeviceSample, ...]
+
+
+Report = Started | Progressed | Checkpointed | Ended | Gone | NodeSeen | NodeLost | Sampled
+"""`task`, `fence` and `rank` of the first five name the run; a report with a stale fence changes nothing."""

@@ -1,0 +1,105 @@
+"""Decisions: what should change, as values. Each is committed whole or not at all; nothing acts before."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from service.core.device import Device, Node
+from service.core.lease import Lease, LeaseState, Pledge, PledgeEnd
+from service.core.orders import Checkpointed, Failure, Order
+from service.core.task import Move, Task, move
+from service.core.units import Instant, TaskId
+
+Fields = Mapping[str, Any]
+"""Plain JSON values only: what an event carries and `World.apply` reads."""
+
+
+@dataclass(frozen=True, slots=True)
+class TaskWrite:
+    """One changed task row. The store writes it only where the row's version is `task.version - 1`."""
+
+    task: Task
+    what: Move
+    changed: tuple[str, ...]
+    """Names of the changed fields besides `state`; the event carries exactly these."""
+
+
+def write_move(task: Task, what: Move, **changes: Any) -> TaskWrite:
+    """Move a task and remember what changed. Raises IllegalTransition; nothing is changed."""
+    return TaskWrite(move(task, what, **changes), what, tuple(changes))
+
+
+@dataclass(frozen=True, slots=True)
+class PledgeWrite:
+    """A pledge that was made (`end` is None) or came to one of its four ends."""
+
+    pledge: Pledge
+    end: PledgeEnd | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What a run left behind. The newest accepted outcome of a task is its result."""
+
+    task: TaskId
+    fence: int
+    ending: str
+    at: Instant
+    result: bytes | None = None
+    result_format: str = "json"
+    failure: Failure | None = None
+    log_tail: bytes = b""
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """Rows that change together, and the orders to send once they have.
+
+    Guarded by the leader's term and by the version of every task and lease in it. A lease of version 1 is
+    new. `leases` moving to RELEASED give their MiB back to the device row in the same transaction.
+    """
+
+    subject: str
+    """Task id or node name, for logs."""
+    why: str
+    """Stable token: admit, preempt, preempted, ended, cancel, change, retry, node_seen, ..."""
+    tasks: tuple[TaskWrite, ...] = ()
+    leases: tuple[Lease, ...] = ()
+    pledges: tuple[PledgeWrite, ...] = ()
+    devices: tuple[Device, ...] = ()
+    nodes: tuple[Node, ...] = ()
+    outcome: Outcome | None = None
+    checkpoint: Checkpointed | None = None
+    requests_done: tuple[str, ...] = ()
+    orders: tuple[Order, ...] = ()
+
+    def is_empty(self) -> bool:
+        return not (
+            self.tasks or self.leases or self.pledges or self.devices or self.nodes or self.requests_done
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What a client asked of a task that exists: a gateway inserts it, only the leader carries it out.
+
+    `what` is cancel (fields: grace_seconds, or nothing), or change (fields: priority, held).
+    """
+
+    id: str
+    task: TaskId
+    tenant: str
+    what: str
+    fields: Fields
+    made_at: Instant
+
+
+def released_mb(decision: Decision) -> dict[str, int]:
+    """Device key -> change of its `leased_mb` if this decision commits (negative where memory returns)."""
+    delta: dict[str, int] = {}
+    for lease in decision.leases:
+        if lease.version == 1:
+            delta[lease.device] = delta.get(lease.device, 0) + lease.mb
+        elif lease.state is LeaseState.RELEASED:
+            delta[lease.device] = delta.get(lease.device, 0) - lease.mb
+    return delta

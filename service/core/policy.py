@@ -1,0 +1,48 @@
+"""The operator's choices that decisions depend on, as one value."""
+
+from dataclasses import dataclass
+
+from service.core.units import Seconds
+
+BANDS: tuple[tuple[str, int, int], ...] = (
+    ("critical", 90, 100),
+    ("interactive", 70, 89),
+    ("batch", 40, 69),
+    ("background", 10, 39),
+    ("idle", 0, 9),
+)
+"""(name, lowest, highest), highest band first."""
+
+BAND_NAMES: dict[str, int] = {name: (low + high) // 2 for name, low, high in BANDS}
+"""A band's name stands for its middle value wherever a priority is accepted."""
+
+
+def band_of(priority: int) -> tuple[str, int, int]:
+    """The (name, lowest, highest) of the band a priority lies in."""
+    for band in BANDS:
+        if priority >= band[1]:
+            return band
+    raise ValueError(f"priority {priority} lies outside 0..100")
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    ageing_seconds_per_point: Seconds = Seconds(60.0)
+    """A waiting task gains one point of order per so many seconds, at most to the top of its band.
+    Ageing changes the order of the queue; it never grants the right to preempt."""
+    preemption: bool = True
+    preemption_budget: int = 3
+    """After so many preemptions a task is shielded until its next checkpoint or so many
+    `shield_seconds` of running. Critical tasks ignore the shield."""
+    shield_seconds: Seconds = Seconds(600.0)
+    pledge_patience_seconds: Seconds = Seconds(10.0)
+    """How long after its victims' deadline a pledge is kept."""
+    kill_patience_seconds: Seconds = Seconds(10.0)
+    """How long after a stop deadline an unconfirmed run's leases stay RELEASING before quarantine."""
+    sample_period_seconds: Seconds = Seconds(2.0)
+    """A device whose sample is older than three periods takes nothing new."""
+    retry_first_seconds: Seconds = Seconds(1.0)
+    retry_factor: float = 2.0
+    retry_cap_seconds: Seconds = Seconds(300.0)
+    custom_limits: tuple[tuple[str, float], ...] = ()
+    """Cluster-wide amounts of custom resources, sorted by name."""

@@ -1,0 +1,188 @@
+"""A task, its states, and the one table that says how it may move between them."""
+
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
+from typing import Any
+
+from service.core.errors import IllegalTransition
+from service.core.units import DeviceKey, Fence, Instant, Mib, NodeName, Seconds, TaskId
+
+
+class TaskState(StrEnum):
+    PENDING = "pending"
+    """Accepted and on disk, waiting for room. The leader's cycle moves it on; a crash leaves it as it is."""
+    ADMITTED = "admitted"
+    """Leases are committed and the order is on its way. The agent's answer moves it on; after a crash
+    `reconcile` asks the agent whether the order ever arrived."""
+    RUNNING = "running"
+    """The agent reported that user code began. Its end, a stop or the loss of its node moves it on."""
+    STOPPING = "stopping"
+    """Notice given, memory still held, a deadline set. The agent's proof that the process is gone moves it
+    on; past the deadline the run is killed."""
+    SUCCEEDED = "succeeded"
+    FAILED = "failed"
+    CANCELLED = "cancelled"
+    EXPIRED = "expired"
+    """Its queue time-to-live or its deadline passed before it ran."""
+
+
+TERMINAL = frozenset({TaskState.SUCCEEDED, TaskState.FAILED, TaskState.CANCELLED, TaskState.EXPIRED})
+ACTIVE = frozenset({TaskState.ADMITTED, TaskState.RUNNING, TaskState.STOPPING})
+
+
+class Move(StrEnum):
+    """What can happen to a task; also the second half of its event's kind."""
+
+    SUBMITTED = "submitted"
+    ADMITTED = "admitted"
+    STARTED = "started"
+    STOPPING = "stopping"
+    REQUEUED = "requeued"
+    SUCCEEDED = "succeeded"
+    FAILED = "failed"
+    CANCELLED = "cancelled"
+    EXPIRED = "expired"
+    CHANGED = "changed"
+    """Priority, hold or checkpoint changed; the state did not."""
+
+
+_P, _A, _R, _S = TaskState.PENDING, TaskState.ADMITTED, TaskState.RUNNING, TaskState.STOPPING
+
+TRANSITIONS: dict[tuple[TaskState, Move], TaskState] = {
+    (_P, Move.ADMITTED): _A,
+    (_P, Move.FAILED): TaskState.FAILED,
+    (_P, Move.CANCELLED): TaskState.CANCELLED,
+    (_P, Move.EXPIRED): TaskState.EXPIRED,
+    (_P, Move.CHANGED): _P,
+    (_A, Move.STARTED): _R,
+    (_A, Move.STOPPING): _S,
+    (_A, Move.REQUEUED): _P,
+    (_A, Move.SUCCEEDED): TaskState.SUCCEEDED,
+    (_A, Move.FAILED): TaskState.FAILED,
+    (_A, Move.CHANGED): _A,
+    (_R, Move.STOPPING): _S,
+    (_R, Move.REQUEUED): _P,
+    (_R, Move.SUCCEEDED): TaskState.SUCCEEDED,
+    (_R, Move.FAILED): TaskState.FAILED,
+    (_R, Move.CHANGED): _R,
+    (_S, Move.REQUEUED): _P,
+    (_S, Move.SUCCEEDED): TaskState.SUCCEEDED,
+    (_S, Move.FAILED): TaskState.FAILED,
+    (_S, Move.CANCELLED): TaskState.CANCELLED,
+    (_S, Move.CHANGED): _S,
+}
+"""(state, move) -> next state. A move that is not here is a bug of ours, never a client's.
+ADMITTED may end at once: a short run reports its start and its end together."""
+
+
+class StopReason(StrEnum):
+    CANCEL = "cancel"
+    PREEMPT = "preempt"
+    TIMEOUT = "timeout"
+
+
+@dataclass(frozen=True, slots=True)
+class Demand:
+    """What a task asks for. Sizes are per device; `cpu` and `memory_mb` are of the one node it runs on.
+
+    `gpus` devices of `gpu_mb` MiB each; with neither `gpu_mb` nor `gpu_fraction`, whole devices.
+    `custom` is sorted by name, so that equal demands compare and hash equal.
+    """
+
+    gpus: int = 0
+    gpu_mb: Mib | None = None
+    gpu_fraction: float | None = None
+    exclusive: bool = False
+    cpu: float = 0.0
+    memory_mb: Mib = Mib(0)
+    custom: tuple[tuple[str, float], ...] = ()
+    placement: str = "pack"
+
+    @property
+    def takes_whole_devices(self) -> bool:
+        return self.gpus > 0 and (self.exclusive or (self.gpu_mb is None and self.gpu_fraction is None))
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """The hot half of a task: what decisions need. Arguments, results and labels live beside it in SQL.
+
+    `version` counts changes of the row and guards every write. `fence` counts claims. `failures` are the
+    attempts that used up a retry; `preemptions` and node losses do not.
+    """
+
+    id: TaskId
+    tenant: str
+    name: str
+    priority: int
+    demand: Demand
+    submitted_at: Instant
+    max_retries: int = 0
+    timeout_seconds: Seconds | None = None
+    grace_seconds: Seconds = Seconds(30.0)
+    shareable: bool = False
+    """May run beside others in one warm process: an entrypoint, no GPU, less than one CPU, no env."""
+    state: TaskState = TaskState.PENDING
+    version: int = 1
+    fence: Fence = Fence(0)
+    held: bool = False
+    not_before: Instant | None = None
+    failures: int = 0
+    preemptions: int = 0
+    node: NodeName | None = None
+    admitted_at: Instant | None = None
+    started_at: Instant | None = None
+    checkpoint_at: Instant | None = None
+    finished_at: Instant | None = None
+    stop_reason: StopReason | None = None
+    stop_deadline_at: Instant | None = None
+    freeing_for: TaskId | None = None
+    """The preemptor whose pledge this run's memory goes to while it is STOPPING."""
+
+    @property
+    def is_terminal(self) -> bool:
+        return self.state in TERMINAL
+
+    @property
+    def is_active(self) -> bool:
+        return self.state in ACTIVE
+
+
+HOT_FIELDS = (
+    "priority",
+    "state",
+    "fence",
+    "held",
+    "not_before",
+    "failures",
+    "preemptions",
+    "node",
+    "admitted_at",
+    "started_at",
+    "checkpoint_at",
+    "finished_at",
+    "stop_reason",
+    "stop_deadline_at",
+    "freeing_for",
+)
+"""The fields of a task that change after submit, in the order of its table."""
+
+
+def move(task: Task, what: Move, **changes: Any) -> Task:
+    """The task after one move: next state, version + 1, and the given fields changed.
+
+    Raises IllegalTransition; the task is unchanged.
+    """
+    try:
+        state = TRANSITIONS[task.state, what]
+    except KeyError:
+        raise IllegalTransition(f"task {task.id} is {task.state}; it cannot be {what}") from None
+    return replace(task, state=state, version=task.version + 1, **changes)
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Where a task will run: one node, and one (device, MiB) pair per GPU in key order."""
+
+    node: NodeName
+    devices: tuple[tuple[DeviceKey, Mib], ...] = field(default=())

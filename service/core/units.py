@@ -1,0 +1,31 @@
+"""Names for numbers, so that a MiB is never mistaken for a byte, nor a fence for a version."""
+
+from typing import NewType
+
+Mib = NewType("Mib", int)
+Seconds = NewType("Seconds", float)
+Instant = NewType("Instant", float)
+"""Seconds since 1970-01-01T00:00:00Z on the database's clock."""
+
+TaskId = NewType("TaskId", str)
+NodeName = NewType("NodeName", str)
+DeviceKey = NewType("DeviceKey", str)
+"""`cluster/node/uuid`: outlives Ray node ids, driver restarts and renumbering."""
+
+Fence = NewType("Fence", int)
+"""Number of a claim on a holder: +1 at each claim, never reset. 0 means never claimed."""
+
+Term = NewType("Term", int)
+"""Number of an unbroken spell of leadership."""
+
+Position = NewType("Position", int)
+"""Place in the event log; gap-free, in commit order. 0 stands before the first event."""
+
+
+def device_key(cluster: str, node: str, uuid: str) -> DeviceKey:
+    return DeviceKey(f"{cluster}/{node}/{uuid}")
+
+
+def in_gib(mb: float) -> str:
+    """MiB for people, as GiB with one decimal: 18432 -> '18.0 GiB'."""
+    return f"{mb / 1024:.1f} GiB"

@@ -1,0 +1,222 @@
+"""The picture of everything decisions depend on, built from the event log and from nothing else."""
+
+from collections import Counter
+from collections.abc import Iterable
+
+from service.core.codec import (
+    changed_task,
+    device_from,
+    lease_from,
+    node_from,
+    pledge_from,
+    request_from,
+    task_from,
+)
+from service.core.device import Device, DeviceSample, Node
+from service.core.events import Event
+from service.core.lease import HolderKind, Lease, LeaseState, Pledge, move_lease
+from service.core.ledger import Book
+from service.core.ordering import PendingQueue
+from service.core.plan import Request
+from service.core.task import Task, TaskState
+from service.core.units import DeviceKey, Instant, NodeName, Position, TaskId
+
+
+class NodeUse:
+    """What the active runs of one node take of its CPU, host memory and run slots."""
+
+    __slots__ = ("cpu", "memory_mb", "runs")
+
+    def __init__(self, cpu: float = 0.0, memory_mb: int = 0, runs: int = 0) -> None:
+        self.cpu = cpu
+        self.memory_mb = memory_mb
+        self.runs = runs
+
+    def copy(self) -> "NodeUse":
+        return NodeUse(self.cpu, self.memory_mb, self.runs)
+
+    def count(self, task: Task, sign: int) -> None:
+        self.cpu = round(self.cpu + sign * task.demand.cpu, 6)
+        self.memory_mb += sign * task.demand.memory_mb
+        self.runs += sign
+
+
+class World:
+    """Mutable, owned by one loop, changed only by `apply` (committed events) and `measure` (samples).
+
+    `tasks` holds every task that is not terminal, and terminal ones until their last lease is released.
+    """
+
+    def __init__(self) -> None:
+        self.position = Position(0)
+        self.as_of = Instant(0.0)
+        self.tasks: dict[TaskId, Task] = {}
+        self.queue = PendingQueue()
+        self.nodes: dict[NodeName, Node] = {}
+        self.books: dict[DeviceKey, Book] = {}
+        self.by_node: dict[NodeName, list[DeviceKey]] = {}
+        self.leases: dict[tuple[str, int], dict[str, Lease]] = {}
+        """(holder, fence) -> its leases that are not released, by key."""
+        self.pledges: dict[TaskId, dict[DeviceKey, Pledge]] = {}
+        self.requests: dict[str, Request] = {}
+        self.use: dict[NodeName, NodeUse] = {}
+        self.custom_use: dict[str, float] = {}
+        self.active: set[TaskId] = set()
+        self.finished: Counter[tuple[str, TaskState]] = Counter()
+        """(tenant, terminal state) -> how many ever ended so; survives pruning."""
+
+    def apply(self, events: Iterable[Event]) -> None:
+        """Take over committed events in position order; one already applied changes nothing."""
+        for event in events:
+            if event.position <= self.position:
+                continue
+            subject, _, what = event.kind.partition(".")
+            match subject:
+                case "task":
+                    self._apply_task(event, what)
+                case "lease":
+                    self._apply_lease(event)
+                case "pledge":
+                    self._apply_pledge(event, what)
+                case "device":
+                    self.add_device(device_from(event.fields))
+                case "node":
+                    self.add_node(node_from(event.fields))
+                case "request":
+                    self._apply_request(event, what)
+            self.position = event.position
+            self.as_of = event.at
+
+    def measure(self, samples: Iterable[DeviceSample]) -> None:
+        """Take over device samples; a device nobody registered is ignored."""
+        for sample in samples:
+            book = self.books.get(sample.device)
+            if book is not None and (book.sampled_at is None or sample.at >= book.sampled_at):
+                book.measure(sample)
+
+    def add_task(self, task: Task) -> None:
+        """Enter a task row as it stands, from a snapshot or from its first event."""
+        self.tasks[task.id] = task
+        self._count_in(task)
+
+    def add_lease(self, lease: Lease) -> None:
+        run = self.leases.setdefault((lease.holder, lease.fence), {})
+        run[lease.key] = lease
+        book = self.books.get(lease.device)
+        if book is not None:
+            book.put(lease, self._freeing_for(lease))
+
+    def add_pledge(self, pledge: Pledge) -> None:
+        self.pledges.setdefault(pledge.preemptor, {})[pledge.device] = pledge
+        self.books[pledge.device].pledges[pledge.preemptor] = pledge
+
+    def add_device(self, device: Device) -> None:
+        known = self.books.get(device.key)
+        if known is not None:
+            known.device = device
+            return
+        self.books[device.key] = Book(device)
+        keys = self.by_node.setdefault(device.node, [])
+        keys.append(device.key)
+        keys.sort()
+
+    def add_node(self, node: Node) -> None:
+        self.nodes[node.name] = node
+        self.use.setdefault(node.name, NodeUse())
+
+    def add_request(self, request: Request) -> None:
+        self.requests[request.id] = request
+
+    def leases_of(self, task: Task) -> list[Lease]:
+        """The leases of a task's newest claim that are not released, in key order."""
+        run = self.leases.get((task.id, task.fence), {})
+        return [run[key] for key in sorted(run)]
+
+    def enter_due(self, now: Instant) -> None:
+        """Let delayed tasks whose time has come into the queue."""
+        for task in self.queue.due(now):
+            self.queue.enter(self.tasks[task])
+
+    def _apply_task(self, event: Event, what: str) -> None:
+        if what == "submitted":
+            self.add_task(task_from(event.fields))
+            return
+        before = self.tasks.get(TaskId(event.key))
+        if before is None:
+            return
+        after = changed_task(before, event.version, event.fields)
+        self._count_out(before)
+        self.tasks[after.id] = after
+        self._count_in(after)
+        if before.freeing_for != after.freeing_for:
+            for lease in self.leases_of(after):
+                self.books[lease.device].put(lease, self._freeing_for(lease))
+        if after.is_terminal:
+            self.finished[after.tenant, after.state] += 1
+            self._drop_if_done(after.id)
+
+    def _apply_lease(self, event: Event) -> None:
+        if event.version == 1:
+            self.add_lease(lease_from(event.fields))
+            return
+        kind, holder, fence, _rest = event.key.split(":", 3)
+        run = self.leases.get((holder, int(fence)), {})
+        before = run.get(event.key)
+        if before is None:
+            return
+        after = move_lease(before, LeaseState(event.fields["state"]))
+        self.books[after.device].put(after, self._freeing_for(after))
+        if after.state is not LeaseState.RELEASED:
+            run[event.key] = after
+            return
+        del run[event.key]
+        if not run:
+            del self.leases[holder, int(fence)]
+            if kind == HolderKind.RUN:
+                self._drop_if_done(TaskId(holder))
+
+    def _apply_pledge(self, event: Event, what: str) -> None:
+        pledge = pledge_from(event.fields)
+        if what == "made":
+            self.add_pledge(pledge)
+            return
+        mine = self.pledges.get(pledge.preemptor, {})
+        mine.pop(pledge.device, None)
+        if not mine:
+            self.pledges.pop(pledge.preemptor, None)
+        self.books[pledge.device].pledges.pop(pledge.preemptor, None)
+
+    def _apply_request(self, event: Event, what: str) -> None:
+        if what == "made":
+            self.add_request(request_from(event.fields))
+        else:
+            self.requests.pop(event.key, None)
+
+    def _freeing_for(self, lease: Lease) -> TaskId | None:
+        task = self.tasks.get(TaskId(lease.holder))
+        return task.freeing_for if task is not None and task.fence == lease.fence else None
+
+    def _count_in(self, task: Task) -> None:
+        if task.state is TaskState.PENDING:
+            self.queue.add(task)
+        elif task.is_active:
+            self._count_active(task, +1)
+            self.active.add(task.id)
+
+    def _count_out(self, task: Task) -> None:
+        if task.state is TaskState.PENDING:
+            self.queue.remove(task)
+        elif task.is_active:
+            self._count_active(task, -1)
+            self.active.discard(task.id)
+
+    def _count_active(self, task: Task, sign: int) -> None:
+        if task.node is not None:
+            self.use.setdefault(task.node, NodeUse()).count(task, sign)
+        for name, amount in task.demand.custom:
+            self.custom_use[name] = self.custom_use.get(name, 0.0) + sign * amount
+
+    def _drop_if_done(self, task: TaskId) -> None:
+        row = self.tasks.get(task)
+        if row is not None and row.is_terminal and (task, row.fence) not in self.leases:
+            del self.tasks[task]

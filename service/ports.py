@@ -1,0 +1,295 @@
+"""The doors to the world, as Protocols. Adapters implement them; gateway and broker know nothing else."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any, Protocol
+
+from service.core.device import Device, Node
+from service.core.events import Event
+from service.core.lease import Lease, Pledge
+from service.core.orders import Order, Report, SeenDevice
+from service.core.plan import Decision, Request
+from service.core.task import Task, TaskState
+from service.core.units import Instant, Mib, Position, TaskId, Term
+
+
+class Clock(Protocol):
+    def now(self) -> Instant:
+        """The database's time, interpolated between readings by a clock that never jumps back."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class RunSpec:
+    """What a task runs: the cold half of a task, as submitted. What is too large is a blob."""
+
+    kind: str
+    """entrypoint, command or function."""
+    entrypoint: str = ""
+    """`module:function`, for kind entrypoint."""
+    command: tuple[str, ...] = ()
+    arguments: bytes = b""
+    """JSON `{"args": [], "kwargs": {}}` for an entrypoint; the cloudpickle of (function, args, kwargs) for a
+    function; empty for a command."""
+    arguments_digest: str | None = None
+    """Where `arguments` are when they were too large to stay in the row."""
+    python: str = ""
+    """`3.11`: the Python minor that pickled a function."""
+    env: Mapping[str, str] = field(default_factory=dict)
+    result_format: str = "json"
+    labels: Mapping[str, str] = field(default_factory=dict)
+    model_type: str = ""
+    working_directory: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Submission:
+    """One task on its way in. The id is made before the commit, so a retry of the commit is harmless."""
+
+    task: Task
+    spec: RunSpec
+    idempotency_key: str | None = None
+    body_hash: str = ""
+
+
+class SubmitVerdict(StrEnum):
+    ACCEPTED = "accepted"
+    DUPLICATE = "duplicate"
+    """Same key, same body: `task` is the first one's id."""
+    KEY_REUSED = "key_reused"
+    """Same key, other body: nothing was stored."""
+
+
+@dataclass(frozen=True, slots=True)
+class SubmitOutcome:
+    verdict: SubmitVerdict
+    task: TaskId
+
+
+class CommitVerdict(StrEnum):
+    COMMITTED = "committed"
+    STALE = "stale"
+    """A row of the decision had changed; nothing of it was written. Plan again."""
+    REFUSED = "refused"
+    """A constraint said no, which a correct plan never meets; nothing of it was written."""
+
+
+class StaleTerm(Exception):
+    """Another leader has taken over. The caller must stop leading."""
+
+
+class StoreUnavailable(Exception):
+    """The database cannot be reached; whether the last write happened is known to be 'no'."""
+
+
+@dataclass(frozen=True, slots=True)
+class TaskRecord:
+    """Both halves of a task, and the outcome if there is one."""
+
+    task: Task
+    spec: RunSpec
+    failure: Mapping[str, Any] | None = None
+    has_result: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class StoredResult:
+    """`data` inline, or `digest` of the blob that holds it."""
+
+    ending: str
+    format: str
+    data: bytes | None
+    digest: str | None
+    failure: Mapping[str, Any] | None
+    log_tail: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class StoredCheckpoint:
+    sequence: int
+    at: Instant
+    digest: str
+    size_bytes: int
+    uri: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class TaskFilter:
+    """What `GET /tasks` narrows by. `labels` must all match. Newest first, after `cursor`."""
+
+    tenant: str
+    states: tuple[TaskState, ...] = ()
+    min_priority: int | None = None
+    max_priority: int | None = None
+    labels: Mapping[str, str] = field(default_factory=dict)
+    name: str | None = None
+    after: TaskId | None = None
+    limit: int = 100
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """Hot rows and the log position they stand at, read in one database snapshot."""
+
+    position: Position
+    at: Instant
+    tasks: Sequence[Task]
+    """Not terminal, or terminal with a lease that is not released."""
+    leases: Sequence[Lease]
+    pledges: Sequence[Pledge]
+    devices: Sequence[Device]
+    nodes: Sequence[Node]
+    requests: Sequence[Request]
+    finished: Mapping[tuple[str, TaskState], int]
+
+
+EventListener = Callable[[Sequence[Event]], None]
+"""Called on the event loop's thread with what one group commit appended, in position order."""
+
+
+class TaskStore(Protocol):
+    """The queue, the ledger's rows and the event log. Every write is durable when its call returns."""
+
+    def listen(self, listener: EventListener) -> None:
+        """Hear this process's own commits before the call that made them returns."""
+        ...
+
+    async def submit(self, submission: Submission) -> SubmitOutcome: ...
+
+    async def request(self, request: Request) -> None:
+        """Store a cancel or change request; the leader reads it from the log."""
+        ...
+
+    async def take_term(self, holder: str) -> Term:
+        """Become leader: the next term, committed. Every older term's commits fail from now on."""
+        ...
+
+    async def commit(self, term: Term, decisions: Sequence[Decision]) -> Sequence[CommitVerdict]:
+        """One verdict per decision, in order; each is written whole or not at all. Raises StaleTerm."""
+        ...
+
+    async def snapshot(self) -> Snapshot: ...
+
+    async def events(self, after: Position, limit: int, task: TaskId | None = None) -> Sequence[Event]: ...
+
+    async def head(self) -> Position: ...
+
+    async def record(self, task: TaskId) -> TaskRecord | None: ...
+
+    async def records(self, wanted: TaskFilter) -> Sequence[TaskRecord]: ...
+
+    async def specs(self, tasks: Sequence[TaskId]) -> Mapping[TaskId, RunSpec]: ...
+
+    async def result(self, task: TaskId) -> StoredResult | None: ...
+
+    async def checkpoints(self, task: TaskId) -> Sequence[StoredCheckpoint]:
+        """Newest first."""
+        ...
+
+    async def put_token(self, token: "TokenRow") -> None: ...
+
+    async def tokens(self) -> Sequence["TokenRow"]: ...
+
+    async def drop_token(self, name: str) -> bool: ...
+
+    async def database_time(self) -> Instant: ...
+
+    async def close(self) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class TokenRow:
+    """A token as stored: only its hash. `scopes` are sorted; `*` is every scope."""
+
+    name: str
+    sha256: str
+    tenant: str
+    scopes: tuple[str, ...]
+    max_priority: int
+    created_at: Instant
+    expires_at: Instant | None = None
+
+
+class BlobStore(Protocol):
+    """Objects by sha256 digest. `put` is durable when it returns."""
+
+    async def put(self, data: bytes, *, owner: str) -> str: ...
+
+    async def get(self, digest: str) -> bytes:
+        """Raises BlobMissing or BlobCorrupt; what is returned has this digest."""
+        ...
+
+    async def delete(self, digest: str) -> None: ...
+
+
+class BlobMissing(Exception):
+    """No object has this digest."""
+
+
+class BlobCorrupt(Exception):
+    """The object's bytes do not have its digest; they are not handed out."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunPayload:
+    """What travels with a StartOrder to the process that runs it."""
+
+    spec: RunSpec
+    arguments: bytes
+    resume_state: bytes | None
+    resume_uri: str | None
+    attempt: int
+    name: str
+    tenant: str
+    timeout_seconds: float | None
+
+
+class Executor(Protocol):
+    """Carries orders to node agents and brings their reports back. Neither call waits for user code."""
+
+    async def start(self, term: Term) -> None:
+        """Connect and announce the term; nodes and running work come back as NodeSeen reports."""
+        ...
+
+    async def send(self, orders: Sequence[Order], payloads: Mapping[TaskId, RunPayload]) -> None:
+        """Hand over committed orders. An order that cannot be delivered comes back as a report."""
+        ...
+
+    async def reports(self) -> Sequence[Report]:
+        """Wait for at least one report; all that have come in since, in order per run."""
+        ...
+
+    def status(self) -> Mapping[str, Any]:
+        """For people: connected or not, address, why not. Keys: state, address, message."""
+        ...
+
+    async def close(self, *, stop_cluster: bool) -> None: ...
+
+
+class DeviceProbe(Protocol):
+    """What is in this machine and how much of it is used. Used by the node agent."""
+
+    def inventory(self) -> Sequence[SeenDevice]: ...
+
+    def sample(self, holders: Mapping[str, "ProcessGroup"]) -> Sequence["MeasuredDevice"]:
+        """One entry per device. `holders` maps `task:fence` to the processes and leases of that run."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessGroup:
+    pids: frozenset[int]
+    leased_mb: Mapping[str, Mib]
+    """Device UUID -> MiB."""
+
+
+@dataclass(frozen=True, slots=True)
+class MeasuredDevice:
+    """A DeviceSample before the cluster's name for the device is known: by UUID."""
+
+    uuid: str
+    used_mb: Mib
+    foreign_mb: Mib
+    by_holder: Mapping[str, Mib]
+    utilization: float | None
