@@ -46,6 +46,8 @@ class Outcome:
     ending: str
     at: Instant
     result: bytes | None = None
+    result_digest: str | None = None
+    """Where the result is when it was too large to stay in a row; then `result` is None."""
     result_format: str = "json"
     failure: Failure | None = None
     log_tail: bytes = b""
