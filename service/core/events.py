@@ -3,9 +3,21 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from service.core.codec import device_fields, lease_fields, node_fields, pledge_fields, task_changes
-from service.core.plan import Decision, Fields
-from service.core.units import Instant, Position
+from service.core.codec import (
+    device_fields,
+    lease_fields,
+    node_fields,
+    pledge_fields,
+    request_fields,
+    task_changes,
+    task_fields,
+)
+from service.core.lease import HolderKind
+from service.core.plan import Decision, Fields, Request
+from service.core.task import Task
+from service.core.units import Instant, Position, TaskId
+
+_HOLDERS_OF_TASKS = frozenset({HolderKind.RUN.value, HolderKind.GANG_MEMBER.value})
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +45,30 @@ class NewEvent:
     fields: Fields
 
 
+def submitted(task: Task) -> NewEvent:
+    """The first event of a task: every field of it."""
+    return NewEvent("task.submitted", task.id, task.version, task.tenant, task_fields(task))
+
+
+def requested(request: Request) -> NewEvent:
+    return NewEvent("request.made", request.id, 1, request.tenant, request_fields(request))
+
+
+def task_of(event: Event | NewEvent) -> TaskId | None:
+    """The task whose history an event belongs to; None for nodes, devices and holders that are no runs."""
+    match event.kind.partition(".")[0]:
+        case "task":
+            return TaskId(event.key)
+        case "pledge":
+            return TaskId(event.fields["preemptor"])
+        case "request":
+            return TaskId(event.fields["task"])
+        case "lease":
+            kind, holder, _rest = event.key.split(":", 2)
+            return TaskId(holder) if kind in _HOLDERS_OF_TASKS else None
+    return None
+
+
 def events_of(decision: Decision) -> Iterator[NewEvent]:
     """The log lines of one decision, in a fixed order: nodes, devices, tasks, leases, pledges, requests."""
     for node in decision.nodes:
@@ -50,4 +86,4 @@ def events_of(decision: Decision) -> Iterator[NewEvent]:
         what = "made" if end is None else str(end)
         yield NewEvent(f"pledge.{what}", pledge.key, 1, pledge.tenant, pledge_fields(pledge))
     for request in decision.requests_done:
-        yield NewEvent("request.done", request, 1, "", {})
+        yield NewEvent("request.done", request, 1, "", {"task": decision.subject})

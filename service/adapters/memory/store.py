@@ -1,0 +1,249 @@
+"""The task store in memory: the same guards and the same log as in SQL, and nothing survives the process."""
+
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict
+
+from service.core.device import Device, Node
+from service.core.events import Event, NewEvent, events_of, requested, submitted, task_of
+from service.core.lease import Lease, LeaseState, Pledge
+from service.core.plan import Decision, Outcome, Request, released_mb
+from service.core.task import Task, TaskState
+from service.core.units import DeviceKey, Instant, NodeName, Position, TaskId, Term
+from service.ports import (
+    CommitVerdict,
+    EventListener,
+    RunSpec,
+    Snapshot,
+    StaleTerm,
+    StoredCheckpoint,
+    StoredResult,
+    Submission,
+    SubmitOutcome,
+    SubmitVerdict,
+    TaskFilter,
+    TaskRecord,
+    TokenRow,
+)
+
+_CHECKPOINTS_KEPT = 3
+
+
+class MemoryStore:
+    """A TaskStore for one event loop: no call awaits anything, so each is atomic."""
+
+    def __init__(self, now: Callable[[], float] = time.time) -> None:
+        self._now = now
+        self._listeners: list[EventListener] = []
+        self._term = Term(0)
+        self._leader = ""
+        self._tasks: dict[TaskId, Task] = {}
+        self._specs: dict[TaskId, RunSpec] = {}
+        self._keys: dict[tuple[str, str], tuple[TaskId, str]] = {}
+        self._leases: dict[str, Lease] = {}
+        self._pledges: dict[str, Pledge] = {}
+        self._devices: dict[DeviceKey, Device] = {}
+        self._leased_mb: Counter[str] = Counter()
+        self._nodes: dict[NodeName, Node] = {}
+        self._requests: dict[str, Request] = {}
+        self._outcomes: dict[TaskId, Outcome] = {}
+        self._checkpoints: dict[TaskId, dict[tuple[int, int], StoredCheckpoint]] = {}
+        self._finished: Counter[tuple[str, TaskState]] = Counter()
+        self._tokens: dict[str, TokenRow] = {}
+        self._log: list[tuple[Event, TaskId | None]] = []
+
+    def listen(self, listener: EventListener) -> None:
+        self._listeners.append(listener)
+
+    async def submit(self, submission: Submission) -> SubmitOutcome:
+        task = submission.task
+        if submission.idempotency_key is not None:
+            key = (task.tenant, submission.idempotency_key)
+            first, body_hash = self._keys.setdefault(key, (task.id, submission.body_hash))
+            if body_hash != submission.body_hash:
+                return SubmitOutcome(SubmitVerdict.KEY_REUSED, first)
+            if first != task.id:
+                return SubmitOutcome(SubmitVerdict.DUPLICATE, first)
+        if task.id not in self._tasks:
+            self._tasks[task.id] = task
+            self._specs[task.id] = submission.spec
+            self._append([submitted(task)])
+        return SubmitOutcome(SubmitVerdict.ACCEPTED, task.id)
+
+    async def request(self, request: Request) -> None:
+        if request.id not in self._requests:
+            self._requests[request.id] = request
+            self._append([requested(request)])
+
+    async def take_term(self, holder: str) -> Term:
+        self._term = Term(self._term + 1)
+        self._leader = holder
+        return self._term
+
+    async def commit(self, term: Term, decisions: Sequence[Decision]) -> Sequence[CommitVerdict]:
+        if term != self._term:
+            raise StaleTerm(f"term {term} is over: {self._leader} leads term {self._term}; stop leading")
+        verdicts: list[CommitVerdict] = []
+        new: list[NewEvent] = []
+        for decision in decisions:
+            verdict = self._judge(decision)
+            if verdict is CommitVerdict.COMMITTED:
+                self._write(decision)
+                new += events_of(decision)
+            verdicts.append(verdict)
+        self._append(new)
+        return verdicts
+
+    def _judge(self, decision: Decision) -> CommitVerdict:
+        for write in decision.tasks:
+            row = self._tasks.get(write.task.id)
+            if row is None or row.version != write.task.version - 1:
+                return CommitVerdict.STALE
+        for lease in decision.leases:
+            known = self._leases.get(lease.key)
+            if (known.version if known is not None else 0) != lease.version - 1:
+                return CommitVerdict.STALE
+        for written in decision.pledges:
+            if written.end is not None and written.pledge.key not in self._pledges:
+                return CommitVerdict.STALE
+        return CommitVerdict.COMMITTED if self._fits(decision) else CommitVerdict.REFUSED
+
+    def _fits(self, decision: Decision) -> bool:
+        """The net below the ledger: no device is leased beyond what it physically has, or below nothing."""
+        physical = {device.key: device.physical_mb for device in decision.devices}
+        delta = released_mb(decision)
+        for key in {*physical, *delta}:
+            known = self._devices.get(DeviceKey(key))
+            whole = physical.get(DeviceKey(key), known.physical_mb if known is not None else None)
+            if whole is None or not 0 <= self._leased_mb[key] + delta.get(key, 0) <= whole:
+                return False
+        return True
+
+    def _write(self, decision: Decision) -> None:
+        self._nodes.update((node.name, node) for node in decision.nodes)
+        self._devices.update((device.key, device) for device in decision.devices)
+        for key, mb in released_mb(decision).items():
+            self._leased_mb[key] += mb
+        for write in decision.tasks:
+            self._tasks[write.task.id] = write.task
+            if write.task.is_terminal:
+                self._finished[write.task.tenant, write.task.state] += 1
+        self._leases.update((lease.key, lease) for lease in decision.leases)
+        for written in decision.pledges:
+            if written.end is None:
+                self._pledges[written.pledge.key] = written.pledge
+            else:
+                del self._pledges[written.pledge.key]
+        if decision.outcome is not None:
+            self._outcomes[decision.outcome.task] = decision.outcome
+        self._keep_checkpoint(decision)
+        for request in decision.requests_done:
+            self._requests.pop(request, None)
+
+    def _keep_checkpoint(self, decision: Decision) -> None:
+        saved = decision.checkpoint
+        if saved is None:
+            return
+        size_bytes = len(saved.data) if saved.data is not None else 0
+        row = StoredCheckpoint(saved.sequence, saved.at, saved.digest, size_bytes, saved.uri)
+        kept = {**self._checkpoints.get(saved.task, {}), (saved.fence, saved.sequence): row}
+        newest = sorted(kept, reverse=True)[:_CHECKPOINTS_KEPT]
+        self._checkpoints[saved.task] = {key: kept[key] for key in newest}
+
+    def _append(self, new: Iterable[NewEvent]) -> None:
+        at = Instant(self._now())
+        events = [
+            Event(Position(position), at, line.kind, line.key, line.version, line.tenant, line.fields)
+            for position, line in enumerate(new, start=len(self._log) + 1)
+        ]
+        if not events:
+            return
+        self._log += [(event, task_of(event)) for event in events]
+        for listener in self._listeners:
+            listener(events)
+
+    async def snapshot(self) -> Snapshot:
+        leases = [lease for lease in self._leases.values() if lease.state is not LeaseState.RELEASED]
+        holders = {lease.holder for lease in leases}
+        return Snapshot(
+            position=Position(len(self._log)),
+            at=Instant(self._now()),
+            tasks=[task for task in self._tasks.values() if not task.is_terminal or task.id in holders],
+            leases=leases,
+            pledges=list(self._pledges.values()),
+            devices=list(self._devices.values()),
+            nodes=list(self._nodes.values()),
+            requests=list(self._requests.values()),
+            finished=dict(self._finished),
+        )
+
+    async def events(self, after: Position, limit: int, task: TaskId | None = None) -> Sequence[Event]:
+        tail = self._log[after:]
+        return [event for event, owner in tail if task is None or owner == task][:limit]
+
+    async def head(self) -> Position:
+        return Position(len(self._log))
+
+    async def record(self, task: TaskId) -> TaskRecord | None:
+        row = self._tasks.get(task)
+        return None if row is None else self._record(row)
+
+    async def records(self, wanted: TaskFilter) -> Sequence[TaskRecord]:
+        found = (self._tasks[task] for task in sorted(self._tasks, reverse=True))
+        rows = [task for task in found if _matches(task, self._specs[task.id], wanted)]
+        return [self._record(task) for task in rows[: wanted.limit]]
+
+    def _record(self, task: Task) -> TaskRecord:
+        outcome = self._outcomes.get(task.id)
+        if outcome is None:
+            return TaskRecord(task, self._specs[task.id])
+        failure = None if outcome.failure is None else asdict(outcome.failure)
+        has_result = outcome.result is not None or outcome.result_digest is not None
+        return TaskRecord(task, self._specs[task.id], failure, has_result)
+
+    async def specs(self, tasks: Sequence[TaskId]) -> Mapping[TaskId, RunSpec]:
+        return {task: self._specs[task] for task in tasks if task in self._specs}
+
+    async def result(self, task: TaskId) -> StoredResult | None:
+        outcome = self._outcomes.get(task)
+        if outcome is None:
+            return None
+        return StoredResult(
+            ending=outcome.ending,
+            format=outcome.result_format,
+            data=outcome.result,
+            digest=outcome.result_digest,
+            failure=None if outcome.failure is None else asdict(outcome.failure),
+            log_tail=outcome.log_tail,
+        )
+
+    async def checkpoints(self, task: TaskId) -> Sequence[StoredCheckpoint]:
+        return list(self._checkpoints.get(task, {}).values())
+
+    async def put_token(self, token: TokenRow) -> None:
+        self._tokens[token.name] = token
+
+    async def tokens(self) -> Sequence[TokenRow]:
+        return [self._tokens[name] for name in sorted(self._tokens)]
+
+    async def drop_token(self, name: str) -> bool:
+        return self._tokens.pop(name, None) is not None
+
+    async def database_time(self) -> Instant:
+        return Instant(self._now())
+
+    async def close(self) -> None:
+        self._listeners.clear()
+
+
+def _matches(task: Task, spec: RunSpec, wanted: TaskFilter) -> bool:
+    return (
+        task.tenant == wanted.tenant
+        and (wanted.after is None or task.id < wanted.after)
+        and (not wanted.states or task.state in wanted.states)
+        and (wanted.min_priority is None or task.priority >= wanted.min_priority)
+        and (wanted.max_priority is None or task.priority <= wanted.max_priority)
+        and (wanted.name is None or task.name == wanted.name)
+        and all(spec.labels.get(key) == value for key, value in wanted.labels.items())
+    )
