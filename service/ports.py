@@ -245,6 +245,15 @@ class RunPayload:
     timeout_seconds: float | None
 
 
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """The last thing a run said about itself; in memory only."""
+
+    at: Instant
+    fraction: float | None
+    message: str
+
+
 class Executor(Protocol):
     """Carries orders to node agents and brings their reports back. Neither call waits for user code."""
 

@@ -1,0 +1,1 @@
+"""The loops of the one leader: observe what happened, plan, commit, and only then act."""
