@@ -17,8 +17,8 @@ from service.core.orders import (
     Report,
     Sampled,
     SeenDevice,
-    StartOrder,
     Started,
+    StartOrder,
     StopOrder,
 )
 from service.core.units import DeviceKey, Fence, Mib, NodeName, TaskId, Term, device_key
