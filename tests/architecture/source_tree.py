@@ -1,0 +1,64 @@
+"""The repository's files as the architecture tests see them: parsed Python, and pages."""
+
+import ast
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+CORE = "service/core"
+SHIPPED = ("service", "client")
+PYTHON_FOLDERS = (*SHIPPED, "migrations", "bench", "examples", "tests")
+PAGE_FOLDERS = ("docs", "deploy")
+
+Function = ast.FunctionDef | ast.AsyncFunctionDef
+
+
+@dataclass(frozen=True)
+class Module:
+    path: str
+    """Relative to the repository, with forward slashes."""
+    text: str
+    tree: ast.Module
+
+    @property
+    def lines(self) -> int:
+        return len(self.text.splitlines())
+
+    def functions(self) -> Iterator[Function]:
+        for node in ast.walk(self.tree):
+            if isinstance(node, Function):
+                yield node
+
+    def imported_tops(self) -> Iterator[tuple[int, str]]:
+        """(line, first part of the imported name), imports inside functions included."""
+        for node in ast.walk(self.tree):
+            if isinstance(node, ast.Import):
+                for alias in node.names:
+                    yield node.lineno, alias.name.partition(".")[0]
+            elif isinstance(node, ast.ImportFrom) and node.module and node.level == 0:
+                yield node.lineno, node.module.partition(".")[0]
+
+
+@cache
+def modules(*folders: str) -> tuple[Module, ...]:
+    """Every Python file below these folders, in path order."""
+    found = []
+    for folder in folders:
+        for path in sorted((ROOT / folder).rglob("*.py")):
+            text = path.read_text(encoding="utf-8")
+            found.append(Module(path.relative_to(ROOT).as_posix(), text, ast.parse(text, str(path))))
+    return tuple(found)
+
+
+def pages() -> list[Path]:
+    """Everything people read that is not Python: top-level files, documentation, deployment files."""
+    top = [path for path in ROOT.iterdir() if path.is_file() and path.suffix != ".lock"]
+    below = [path for folder in PAGE_FOLDERS for path in (ROOT / folder).rglob("*") if path.is_file()]
+    return sorted(top + below)
+
+
+def is_stdlib(name: str) -> bool:
+    return name in sys.stdlib_module_names
