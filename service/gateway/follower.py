@@ -1,0 +1,67 @@
+"""Those who wait: for the end of a task, or for the leader to carry out a request. The log wakes them."""
+
+import asyncio
+import contextlib
+from collections.abc import Iterator, Sequence
+
+from service.core.events import Event
+from service.core.task import TERMINAL
+from service.core.units import Seconds
+
+_WAKING = frozenset({*(f"task.{state}" for state in TERMINAL), "request.done"})
+"""Kinds of events that somebody may wait for. The key is the task's or the request's id."""
+
+
+class Expectation:
+    """One client's wait for one key. Made before the row is read, so that no end falls in between."""
+
+    def __init__(self) -> None:
+        self._happened = asyncio.Event()
+
+    def fulfil(self) -> None:
+        self._happened.set()
+
+    async def within(self, seconds: Seconds) -> bool:
+        """True once it happened; False if the time ran out first."""
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._happened.wait(), seconds)
+        return self._happened.is_set()
+
+
+class Waiters:
+    """All expectations by key. Lives on the event loop; `on_events` must be called on its thread."""
+
+    def __init__(self) -> None:
+        self._waiting: dict[str, set[Expectation]] = {}
+
+    def __len__(self) -> int:
+        return sum(len(expectations) for expectations in self._waiting.values())
+
+    @contextlib.contextmanager
+    def expect(self, key: str) -> Iterator[Expectation]:
+        expectation = Expectation()
+        self._waiting.setdefault(key, set()).add(expectation)
+        try:
+            yield expectation
+        finally:
+            others = self._waiting.get(key, set())
+            others.discard(expectation)
+            if not others:
+                self._waiting.pop(key, None)
+
+    def on_events(self, events: Sequence[Event]) -> None:
+        """Wake whoever waits for what these committed events say."""
+        if not self._waiting:
+            return
+        for event in events:
+            if event.kind in _WAKING:
+                self._fulfil(event.key)
+
+    def close(self) -> None:
+        """Wake everybody: the service stops, and no answer may hold it up."""
+        for key in list(self._waiting):
+            self._fulfil(key)
+
+    def _fulfil(self, key: str) -> None:
+        for expectation in self._waiting.pop(key, ()):
+            expectation.fulfil()

@@ -1,0 +1,111 @@
+"""Who is asking: bearer tokens, kept as hashes, held in memory and read again when they change."""
+
+import asyncio
+import base64
+import hashlib
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+import structlog
+
+from service.core.units import Instant, Seconds
+from service.ports import Clock, StoreUnavailable, TaskStore, TokenRow
+
+log = structlog.get_logger("gpubroker.identity")
+
+TOKEN_PREFIX = "gpb_"  # noqa: S105  # not a secret: it marks one, for people and for leak scanners
+EVERY_SCOPE = "*"
+
+
+class Scope(StrEnum):
+    """What a token may do. `*` in a token stands for all of them."""
+
+    TASKS_READ = "tasks:read"
+    TASKS_WRITE = "tasks:write"
+    TASKS_CODE = "tasks:code"
+    """Submit pickled functions: any code, as the user that runs tasks."""
+    TASKS_COMMAND = "tasks:command"
+    """Submit commands: any program, as the user that runs tasks."""
+    CLUSTER_READ = "cluster:read"
+    METRICS_READ = "metrics:read"
+    ADMIN = "admin"
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """The holder of a token, as far as the service knows."""
+
+    name: str
+    tenant: str
+    scopes: frozenset[str]
+    max_priority: int
+    expires_at: Instant | None = None
+
+    def may(self, scope: str) -> bool:
+        return scope in self.scopes or EVERY_SCOPE in self.scopes
+
+
+def new_secret() -> str:
+    """`gpb_` and 32 random bytes in lowercase base32: 256 bit, no character that a shell or URL minds."""
+    return TOKEN_PREFIX + base64.b32encode(secrets.token_bytes(32)).decode().rstrip("=").lower()
+
+
+def hash_of(secret: str) -> str:
+    """What is stored of a token. Plain SHA-256 is enough: 256 random bits cannot be guessed offline."""
+    return hashlib.sha256(secret.encode()).hexdigest()
+
+
+def new_token(
+    name: str,
+    *,
+    tenant: str,
+    scopes: Sequence[str],
+    max_priority: int,
+    now: Instant,
+    expires_at: Instant | None = None,
+) -> tuple[str, TokenRow]:
+    """The secret, which exists nowhere else, and the row to store."""
+    secret = new_secret()
+    row = TokenRow(name, hash_of(secret), tenant, tuple(sorted(scopes)), max_priority, now, expires_at)
+    return secret, row
+
+
+class Tokens:
+    """All tokens of the store, by hash."""
+
+    def __init__(self, store: TaskStore, clock: Clock, *, refresh_seconds: Seconds = Seconds(5.0)) -> None:
+        self._store = store
+        self._clock = clock
+        self._refresh_seconds = refresh_seconds
+        self._by_hash: dict[str, Identity] = {}
+
+    async def load(self) -> None:
+        """Read all rows; called at start and after a change."""
+        rows = await self._store.tokens()
+        self._by_hash = {
+            row.sha256: Identity(
+                row.name, row.tenant, frozenset(row.scopes), row.max_priority, row.expires_at
+            )
+            for row in rows
+        }
+
+    async def keep_fresh(self) -> None:
+        """Follow the changes that other processes make, until cancelled."""
+        while True:
+            await asyncio.sleep(self._refresh_seconds)
+            try:
+                await self.load()
+            except StoreUnavailable as fault:
+                log.warning("tokens not refreshed; those known stay valid", fault=str(fault))
+
+    def identify(self, secret: str) -> Identity | None:
+        """None if nobody has this token or it has expired."""
+        found = hash_of(secret)
+        identity = self._by_hash.get(found)
+        if identity is None:
+            return None
+        if identity.expires_at is not None and identity.expires_at <= self._clock.now():
+            return None
+        return identity

@@ -1,0 +1,73 @@
+"""What the gateway is put together from. The composition root fills this in; nothing here reads settings."""
+
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from service.core.policy import Policy
+from service.core.units import Seconds, TaskId, Term
+from service.core.world import World
+from service.gateway.follower import Waiters
+from service.gateway.identity import Tokens
+from service.ports import BlobStore, Clock, Progress, TaskStore
+
+PYTHON_MINOR = f"{sys.version_info.major}.{sys.version_info.minor}"
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    body_bytes: int = 8 * 1024 * 1024
+    inline_bytes: int = 64 * 1024
+    """Arguments up to this size stay in the row; larger ones become blobs."""
+    stale_seconds: Seconds = Seconds(30.0)
+    """Overviews older than this are refused."""
+    wait_seconds: Seconds = Seconds(60.0)
+    """No answer is held back longer than this, whatever the client prefers."""
+    settle_seconds: Seconds = Seconds(1.0)
+    """How long an answer to cancel or change waits for the leader to carry it out."""
+    page_items: int = 500
+    """A page holds at most so many items; who asks for more gets so many."""
+
+
+@dataclass(frozen=True, slots=True)
+class Defaults:
+    """What a submit that leaves it out gets."""
+
+    priority: int = 50
+    cpu: float = 1.0
+    max_retries: int = 0
+    grace_seconds: Seconds = Seconds(30.0)
+
+
+@dataclass(frozen=True, slots=True)
+class GatewayParts:
+    store: TaskStore
+    world: World
+    """Kept up to date by the composition root, on the same event loop; only read here."""
+    policy: Policy
+    blobs: BlobStore
+    clock: Clock
+    limits: Limits
+    defaults: Defaults
+    identity: Tokens
+    allowed_entrypoints: tuple[str, ...]
+    """Patterns of `module:function` that tasks may name, such as `myteam.*:*`."""
+    allowed_hosts: tuple[str, ...]
+    """Names, besides loopback ones, under which clients may address the service."""
+    progress: Mapping[TaskId, Progress]
+    """The last word of each run about itself."""
+    executor_status: Callable[[], Mapping[str, Any]]
+    """As `Executor.status`."""
+    age_seconds: Callable[[], float]
+    """Seconds since the World was last known to stand at the head of the log."""
+    shutdown: Callable[[bool], None]
+    """Begin an orderly stop; True stops the local cluster as well. Returns at once."""
+    term: Callable[[], Term | None] = lambda: None
+    """The term of the leader in this process; None if it does not lead."""
+    store_numbers: Callable[[], Mapping[str, float]] = dict
+    """What the store counts of itself, by the metric names in `telemetry.STORE_METRICS`."""
+    waiters: Waiters = field(default_factory=Waiters)
+    """Fed with every batch of committed events by the composition root."""
+    python: str = PYTHON_MINOR
+    """The Python minor that runs pickled functions."""
