@@ -1,1 +1,69 @@
-"""Python SDK and command line of gpubroker."""
+"""Python SDK of gpubroker.
+
+    from gpubroker import Broker
+
+    with Broker() as broker:
+        task = broker.submit("team.training:fit", kwargs={"epochs": 3}, gpu_mb=18 * 1024)
+        print(broker.result(task))
+
+Inside a task, `from gpubroker import current_task` gives progress, checkpoints and the notice to stop. Names
+are imported when they are first used, so that a task's process does not pay for an HTTP client.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from gpubroker.async_broker import AsyncBroker
+    from gpubroker.broker import Broker
+    from gpubroker.errors import BrokerError, Refused, TaskCancelled, TaskFailed, Unreachable, WaitTimeout
+    from gpubroker.models import Event, Explanation, Gpu, Node, Outcome, Page, Stats, Task, TaskState, Token
+    from gpubroker.runtime import Stopped, current_task
+
+__version__ = "0.1.0"
+
+_HOME = {
+    "AsyncBroker": "async_broker",
+    "Broker": "broker",
+    **dict.fromkeys(
+        ("BrokerError", "Refused", "TaskCancelled", "TaskFailed", "Unreachable", "WaitTimeout"), "errors"
+    ),
+    **dict.fromkeys(
+        ("Event", "Explanation", "Gpu", "Node", "Outcome", "Page", "Stats", "Task", "TaskState", "Token"),
+        "models",
+    ),
+    **dict.fromkeys(("Stopped", "current_task"), "runtime"),
+}
+
+__all__ = [
+    "AsyncBroker",
+    "Broker",
+    "BrokerError",
+    "Event",
+    "Explanation",
+    "Gpu",
+    "Node",
+    "Outcome",
+    "Page",
+    "Refused",
+    "Stats",
+    "Stopped",
+    "Task",
+    "TaskCancelled",
+    "TaskFailed",
+    "TaskState",
+    "Token",
+    "Unreachable",
+    "WaitTimeout",
+    "current_task",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'gpubroker' has no attribute {name!r}")
+    return getattr(import_module(f"gpubroker.{_HOME[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*__all__, "__version__"])

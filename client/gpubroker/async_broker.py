@@ -1,0 +1,152 @@
+"""The SDK for asyncio: the same surface as `Broker`, awaited."""
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from types import TracebackType
+from typing import Any, Self, TypeVar, Unpack
+
+import httpx
+
+from gpubroker.connection import Connection, find_service
+from gpubroker.exchange import Answer, Call, Pause, Steps
+from gpubroker.models import Event, Explanation, Gpu, Node, Outcome, Page, Stats, Task, Token
+from gpubroker.operations import EVENTS_PER_PAGE, FOLLOW_PAUSE_SECONDS, AnyTask, ListOptions, Operations
+from gpubroker.submission import SubmitOptions, Target
+from gpubroker.wire import answer_of, client_settings, request_of, unreachable
+
+T = TypeVar("T")
+
+
+class AsyncBroker:
+    """`Broker` for asyncio: same arguments, same methods, same exceptions. Close it, or use `async with`.
+
+    `list` and `events` are asynchronous iterators; everything else is awaited.
+    """
+
+    def __init__(
+        self,
+        url: str | None = None,
+        token: str | None = None,
+        *,
+        timeout_seconds: float = 30.0,
+        retry_seconds: float = 30.0,
+        transport: httpx.AsyncBaseTransport | None = None,
+    ) -> None:
+        self.connection: Connection = find_service(url, token)
+        self._do = Operations(retry_seconds)
+        self._timeout_seconds = timeout_seconds
+        self._http = httpx.AsyncClient(transport=transport, **client_settings(self.connection))
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        await self._http.aclose()
+
+    async def submit(self, target: Target, *args: Any, **options: Unpack[SubmitOptions]) -> Task:
+        return await self._carry_out(self._do.submit(target, args, options))
+
+    async def get(self, task: AnyTask) -> Task:
+        return await self._carry_out(self._do.get(task))
+
+    async def wait(self, task: AnyTask, timeout_seconds: float | None = None) -> Task:
+        return await self._carry_out(self._do.wait(task, timeout_seconds))
+
+    async def result(self, task: AnyTask, timeout_seconds: float | None = None) -> Any:
+        return await self._carry_out(self._do.result(task, timeout_seconds))
+
+    async def outcome(self, task: AnyTask) -> Outcome:
+        return await self._carry_out(self._do.outcome(task))
+
+    async def cancel(
+        self, task: AnyTask, *, grace_seconds: float | None = None, reason: str | None = None
+    ) -> Task:
+        return await self._carry_out(self._do.cancel(task, grace_seconds, reason))
+
+    async def change(
+        self, task: AnyTask, *, priority: int | str | None = None, held: bool | None = None
+    ) -> Task:
+        return await self._carry_out(self._do.change(task, priority, held))
+
+    async def list(self, **wanted: Unpack[ListOptions]) -> AsyncIterator[Task]:
+        cursor: str | None = None
+        while True:
+            page = await self._carry_out(self._do.page(cursor, wanted))
+            for item in page.items:
+                yield item
+            cursor = page.next_cursor
+            if cursor is None:
+                return
+
+    async def explain(self, task: AnyTask) -> Explanation:
+        return await self._carry_out(self._do.explain(task))
+
+    async def events(
+        self, task: AnyTask | None = None, *, after: int = 0, follow: bool = False
+    ) -> AsyncIterator[Event]:
+        while True:
+            page = await self._carry_out(self._do.events(task, after, EVENTS_PER_PAGE))
+            for item in page.items:
+                yield item
+            after = page.raw["next_after"]
+            if page.items:
+                continue
+            if not follow:
+                return
+            await asyncio.sleep(FOLLOW_PAUSE_SECONDS)
+
+    async def gpus(self) -> Page[Gpu]:
+        return await self._carry_out(self._do.gpus())
+
+    async def nodes(self) -> Page[Node]:
+        return await self._carry_out(self._do.nodes())
+
+    async def stats(self) -> Stats:
+        return await self._carry_out(self._do.stats())
+
+    async def tokens(self) -> tuple[Token, ...]:
+        return await self._carry_out(self._do.tokens())
+
+    async def create_token(
+        self,
+        name: str,
+        *,
+        scopes: Sequence[str],
+        tenant: str | None = None,
+        max_priority: int | None = None,
+    ) -> Token:
+        return await self._carry_out(
+            self._do.create_token(name, scopes=scopes, tenant=tenant, max_priority=max_priority)
+        )
+
+    async def revoke_token(self, name: str) -> None:
+        await self._carry_out(self._do.revoke_token(name))
+
+    async def shutdown(self, *, stop_cluster: bool = False) -> None:
+        await self._carry_out(self._do.shutdown(stop_cluster))
+
+    async def _carry_out(self, steps: Steps[T]) -> T:
+        answer: Answer | None = None
+        failure: Exception | None = None
+        while True:
+            try:
+                step = steps.send(answer) if failure is None else steps.throw(failure)
+            except StopIteration as done:
+                result: T = done.value
+                return result
+            answer = failure = None
+            if isinstance(step, Pause):
+                await asyncio.sleep(step.seconds)
+                continue
+            try:
+                answer = await self._send(step)
+            except httpx.TransportError as error:
+                failure = unreachable(self.connection, error)
+
+    async def _send(self, call: Call) -> Answer:
+        return answer_of(await self._http.request(**request_of(call, self._timeout_seconds)))

@@ -1,0 +1,171 @@
+"""The synchronous SDK: one method per operation, carried out over one pooled HTTP connection."""
+
+import time
+from collections.abc import Iterator, Sequence
+from types import TracebackType
+from typing import Any, Self, TypeVar, Unpack
+
+import httpx
+
+from gpubroker.connection import Connection, find_service
+from gpubroker.exchange import Answer, Call, Pause, Steps
+from gpubroker.models import Event, Explanation, Gpu, Node, Outcome, Page, Stats, Task, Token
+from gpubroker.operations import EVENTS_PER_PAGE, FOLLOW_PAUSE_SECONDS, AnyTask, ListOptions, Operations
+from gpubroker.submission import SubmitOptions, Target
+from gpubroker.wire import answer_of, client_settings, request_of, unreachable
+
+T = TypeVar("T")
+
+
+class Broker:
+    """A gpubroker service. Safe to share between threads; close it, or use it in a `with`.
+
+    The address and the token come from the arguments, else from GPUBROKER_URL and GPUBROKER_TOKEN, else
+    from the file that a service on this machine leaves for its users. `timeout_seconds` limits one request;
+    lost connections and answers of 'not now' are tried again for `retry_seconds`, which is safe because
+    every submit carries an idempotency key. Every method may raise Unreachable, Refused or BrokerError.
+    """
+
+    def __init__(
+        self,
+        url: str | None = None,
+        token: str | None = None,
+        *,
+        timeout_seconds: float = 30.0,
+        retry_seconds: float = 30.0,
+        transport: httpx.BaseTransport | None = None,
+    ) -> None:
+        self.connection: Connection = find_service(url, token)
+        self._do = Operations(retry_seconds)
+        self._timeout_seconds = timeout_seconds
+        self._http = httpx.Client(transport=transport, **client_settings(self.connection))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        self._http.close()
+
+    def submit(self, target: Target, *args: Any, **options: Unpack[SubmitOptions]) -> Task:
+        """Queue a task; when this returns it is on the service's disk.
+
+            broker.submit("team.training:fit", "s3://data", kwargs={"epochs": 3}, gpu_mb=18 * 1024)
+            broker.submit(["python", "train.py", "--epochs", "3"], gpus=1, priority="batch")
+            broker.submit(function, 1, 2)
+
+        `target` is an entrypoint by name (arguments and result are JSON), a command as a list of words, or a
+        function, which is pickled and needs the scope `tasks:code`; modules that it imports must be
+        importable where it runs. Raises Refused, also for a task that could never fit.
+        """
+        return self._carry_out(self._do.submit(target, args, options))
+
+    def get(self, task: AnyTask) -> Task:
+        return self._carry_out(self._do.get(task))
+
+    def wait(self, task: AnyTask, timeout_seconds: float | None = None) -> Task:
+        """Return when the task is finished, however it ended. Raises WaitTimeout; the task goes on."""
+        return self._carry_out(self._do.wait(task, timeout_seconds))
+
+    def result(self, task: AnyTask, timeout_seconds: float | None = None) -> Any:
+        """Wait for the task and return what it returned. Raises TaskFailed, TaskCancelled or WaitTimeout.
+
+        A result in cloudpickle format, the default for functions, is unpickled here, which runs code that
+        the task chose: use `outcome` for tasks you do not trust.
+        """
+        return self._carry_out(self._do.result(task, timeout_seconds))
+
+    def outcome(self, task: AnyTask) -> Outcome:
+        """How a finished task ended, with its pickled result as bytes and the end of its log."""
+        return self._carry_out(self._do.outcome(task))
+
+    def cancel(self, task: AnyTask, *, grace_seconds: float | None = None, reason: str | None = None) -> Task:
+        """Ask for the task's end; a running one gets notice and then its grace period."""
+        return self._carry_out(self._do.cancel(task, grace_seconds, reason))
+
+    def change(self, task: AnyTask, *, priority: int | str | None = None, held: bool | None = None) -> Task:
+        """Change the priority of a task, or hold it in the queue (`held=True`) and release it again."""
+        return self._carry_out(self._do.change(task, priority, held))
+
+    def list(self, **wanted: Unpack[ListOptions]) -> Iterator[Task]:
+        """All tasks that match, newest first, fetched page by page as they are used."""
+        cursor: str | None = None
+        while True:
+            page = self._carry_out(self._do.page(cursor, wanted))
+            yield from page.items
+            cursor = page.next_cursor
+            if cursor is None:
+                return
+
+    def explain(self, task: AnyTask) -> Explanation:
+        """Why the task waits, with a verdict per device; or where it runs."""
+        return self._carry_out(self._do.explain(task))
+
+    def events(self, task: AnyTask | None = None, *, after: int = 0, follow: bool = False) -> Iterator[Event]:
+        """The event log after a position, oldest first; of one task if given. `follow` never ends."""
+        while True:
+            page = self._carry_out(self._do.events(task, after, EVENTS_PER_PAGE))
+            yield from page.items
+            after = page.raw["next_after"]
+            if page.items:
+                continue
+            if not follow:
+                return
+            time.sleep(FOLLOW_PAUSE_SECONDS)
+
+    def gpus(self) -> Page[Gpu]:
+        return self._carry_out(self._do.gpus())
+
+    def nodes(self) -> Page[Node]:
+        return self._carry_out(self._do.nodes())
+
+    def stats(self) -> Stats:
+        return self._carry_out(self._do.stats())
+
+    def tokens(self) -> tuple[Token, ...]:
+        return self._carry_out(self._do.tokens())
+
+    def create_token(
+        self,
+        name: str,
+        *,
+        scopes: Sequence[str],
+        tenant: str | None = None,
+        max_priority: int | None = None,
+    ) -> Token:
+        """A new token; its secret is in `.token` of this answer and nowhere else."""
+        return self._carry_out(
+            self._do.create_token(name, scopes=scopes, tenant=tenant, max_priority=max_priority)
+        )
+
+    def revoke_token(self, name: str) -> None:
+        self._carry_out(self._do.revoke_token(name))
+
+    def shutdown(self, *, stop_cluster: bool = False) -> None:
+        """Ask the service to stop, and with `stop_cluster` the local Ray it started as well."""
+        self._carry_out(self._do.shutdown(stop_cluster))
+
+    def _carry_out(self, steps: Steps[T]) -> T:
+        answer: Answer | None = None
+        failure: Exception | None = None
+        while True:
+            try:
+                step = steps.send(answer) if failure is None else steps.throw(failure)
+            except StopIteration as done:
+                result: T = done.value
+                return result
+            answer = failure = None
+            if isinstance(step, Pause):
+                time.sleep(step.seconds)
+                continue
+            try:
+                answer = self._send(step)
+            except httpx.TransportError as error:
+                failure = unreachable(self.connection, error)
+
+    def _send(self, call: Call) -> Answer:
+        return answer_of(self._http.request(**request_of(call, self._timeout_seconds)))

@@ -1,0 +1,75 @@
+"""Where the service is and how to prove who asks: arguments, then the environment, then client.json."""
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from gpubroker.errors import Unreachable
+
+URL_VARIABLE = "GPUBROKER_URL"
+TOKEN_VARIABLE = "GPUBROKER_TOKEN"  # noqa: S105 - the name of a variable, not a token
+
+
+@dataclass(frozen=True, slots=True)
+class Connection:
+    url: str
+    token: str | None = field(repr=False)
+    source: str
+    """Where the address came from, for error messages."""
+
+
+def find_service(
+    url: str | None = None, token: str | None = None, *, environ: Mapping[str, str] = os.environ
+) -> Connection:
+    """The service to talk to: `url` and `token` if given, else the environment, else `client.json`, which
+    the service writes for the users of its own machine.
+
+    The token in that file is only ever sent to the address in that file. Raises Unreachable when no
+    address is known.
+    """
+    path = client_file(environ)
+    written_url, written_token = _read(path)
+    token = token or environ.get(TOKEN_VARIABLE)
+    if url:
+        source = "given"
+    elif url := environ.get(URL_VARIABLE):
+        source = f"from {URL_VARIABLE}"
+    elif url := written_url:
+        source = f"from {path}"
+    else:
+        raise Unreachable(
+            f"no gpubroker service is known here: no url was given, {URL_VARIABLE} is not set and {path} "
+            f"does not exist; start one with `gpubroker serve`, or set {URL_VARIABLE} and {TOKEN_VARIABLE}",
+            code="no-service",
+        )
+    if not url.startswith(("http://", "https://")):
+        raise Unreachable(
+            f"the address {url!r} ({source}) must begin with http:// or https://", code="no-service"
+        )
+    url = url.rstrip("/")
+    if token is None and written_url is not None and url == written_url.rstrip("/"):
+        token = written_token
+    return Connection(url, token, source)
+
+
+def client_file(environ: Mapping[str, str] = os.environ) -> Path:
+    """`client.json` in the data directory of a service on this machine, whether it exists or not."""
+    if given := environ.get("GPUBROKER_DATA_DIR"):
+        return Path(given).expanduser() / "client.json"
+    state = environ.get("XDG_STATE_HOME")
+    base = Path(state) if state else Path.home() / ".local" / "state"
+    return base / "gpubroker" / "client.json"
+
+
+def _read(path: Path) -> tuple[str | None, str | None]:
+    try:
+        written = json.loads(path.read_text())
+    except FileNotFoundError:
+        return None, None
+    except (OSError, ValueError) as error:
+        raise Unreachable(
+            f"{path} cannot be read ({error}); set {URL_VARIABLE} and {TOKEN_VARIABLE}"
+        ) from error
+    return written.get("url"), written.get("token")

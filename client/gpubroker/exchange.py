@@ -1,0 +1,121 @@
+"""One request and its answer as values, and the rules for asking again. Nothing here touches a socket.
+
+An operation is a generator: it yields a Call or a Pause, is sent the Answer to each Call, and returns what
+its caller wanted. `Broker` and `AsyncBroker` differ only in how they carry those steps out.
+"""
+
+import itertools
+import json
+import random
+import time
+from collections.abc import Generator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from gpubroker.errors import BrokerError, Refused, Unreachable
+
+T = TypeVar("T")
+
+_FIRST_PAUSE_SECONDS = 0.1
+_LONGEST_PAUSE_SECONDS = 5.0
+_TRY_AGAIN = frozenset({429, 502, 503, 504})
+"""Statuses that promise that nothing was done and that asking again may help."""
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One HTTP request. `patience_seconds` is how long the service itself may take on top of the usual."""
+
+    method: str
+    path: str
+    params: Mapping[str, Any] = field(default_factory=dict)
+    body: bytes | None = None
+    headers: Mapping[str, str] = field(default_factory=dict)
+    patience_seconds: float = 0.0
+    repeatable: bool = True
+    """Whether doing it twice is the same as doing it once."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pause:
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """`headers` has lower-case names."""
+
+    status: int
+    headers: Mapping[str, str]
+    content: bytes
+
+    def json(self) -> Any:
+        try:
+            return json.loads(self.content)
+        except ValueError:
+            start = self.content[:80].decode("utf-8", "replace")
+            raise BrokerError(
+                f"the answer is not JSON (it starts with {start!r}); is this address a gpubroker service?",
+                code="not-a-service",
+                status=self.status,
+            ) from None
+
+
+Steps = Generator[Call | Pause, Answer | None, T]
+
+
+def exchange(call: Call, retry_seconds: float) -> Steps[Answer]:
+    """Send a call; repeat it after a lost connection or a 'not now' until `retry_seconds` have passed.
+
+    A call that is not repeatable is repeated only where the answer said that nothing was done.
+    Raises Refused, Unreachable or BrokerError; an answer that is returned is a good one.
+    """
+    give_up_at = time.monotonic() + retry_seconds
+    for attempt in itertools.count():
+        wanted_pause = min(_FIRST_PAUSE_SECONDS * 2**attempt, _LONGEST_PAUSE_SECONDS)
+        pause = wanted_pause * random.uniform(0.5, 1.0)  # noqa: S311 - spreads retries, guards nothing
+        try:
+            answer = yield call
+        except Unreachable as error:
+            failure: BrokerError = error
+            again = call.repeatable
+        else:
+            assert answer is not None, "a Call is always answered"
+            if answer.status < 400:
+                return answer
+            failure = error_of(answer)
+            again = answer.status in _TRY_AGAIN
+            pause = max(pause, _retry_after_seconds(answer))
+        if not again or time.monotonic() + pause > give_up_at:
+            raise failure
+        yield Pause(pause)
+    raise AssertionError("unreachable: count() does not end")
+
+
+def error_of(answer: Answer) -> BrokerError:
+    """The exception for an answer of 400 or more, from its problem document where it has one."""
+    try:
+        problem = json.loads(answer.content)
+    except ValueError:
+        problem = {}
+    if not isinstance(problem, dict):
+        problem = {}
+    detail = problem.get("detail") or problem.get("title") or f"the service answered {answer.status}"
+    kind = (
+        Unreachable if answer.status in (502, 503, 504) else Refused if answer.status < 500 else BrokerError
+    )
+    return kind(
+        str(detail),
+        code=str(problem.get("code", "")),
+        status=answer.status,
+        request_id=problem.get("request_id") or answer.headers.get("request-id"),
+        errors=problem.get("errors") or (),
+    )
+
+
+def _retry_after_seconds(answer: Answer) -> float:
+    """Seconds from `Retry-After`; its date form is treated as not given."""
+    try:
+        return max(0.0, float(answer.headers.get("retry-after", "0")))
+    except ValueError:
+        return 0.0

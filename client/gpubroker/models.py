@@ -1,0 +1,351 @@
+"""What the service answers, as light values. Nothing is checked: the service did, and newer ones say more.
+
+Every model keeps the whole answer in `raw`. Times are aware datetimes in UTC.
+A field that the service did not send has its default.
+"""
+
+from base64 import b64decode
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import MISSING, dataclass, field, fields
+from datetime import datetime
+from enum import StrEnum
+from typing import Any, Generic, TypeVar
+
+T = TypeVar("T")
+Raw = Mapping[str, Any]
+
+
+class TaskState(StrEnum):
+    PENDING = "pending"
+    ADMITTED = "admitted"
+    """Memory is leased and the start is on its way."""
+    RUNNING = "running"
+    STOPPING = "stopping"
+    """Told to stop, by a cancel, a preemption or its time limit; still holds its memory."""
+    SUCCEEDED = "succeeded"
+    FAILED = "failed"
+    CANCELLED = "cancelled"
+    EXPIRED = "expired"
+    UNKNOWN = "unknown"
+    """A state that this version of the SDK does not know; `task.raw["state"]` names it."""
+
+    @classmethod
+    def _missing_(cls, _value: object) -> "TaskState":
+        return cls.UNKNOWN
+
+    @property
+    def is_terminal(self) -> bool:
+        return self in (TaskState.SUCCEEDED, TaskState.FAILED, TaskState.CANCELLED, TaskState.EXPIRED)
+
+
+_TIMES = frozenset({"at", "as_of", "not_before"})
+"""Fields that are times though their names do not end in `_at`."""
+
+
+def _of(model: type[T], raw: Raw, **read: Any) -> T:
+    """Fill a model from an answer by name; `read` holds the fields that are models themselves."""
+    given: dict[str, Any] = {"raw": raw}
+    for wanted in fields(model):  # type: ignore[arg-type]  # every model here is a dataclass
+        name = wanted.name
+        value = read.get(name, raw.get(name))
+        if isinstance(value, str) and (name.endswith("_at") or name in _TIMES):
+            given[name] = datetime.fromisoformat(value)
+        elif value is not None:
+            given[name] = value
+        elif wanted.default is MISSING and wanted.default_factory is MISSING:
+            given[name] = ""
+    return model(**given)
+
+
+def _optional(model: type[T], raw: Raw | None) -> T | None:
+    return None if raw is None else _of(model, raw)
+
+
+def _each(model: type[T], raws: Sequence[Raw] | None) -> tuple[T, ...]:
+    return tuple(_of(model, raw) for raw in raws or ())
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """Why a task, or its last attempt, failed. `kind` is a stable token, `traceback` the task's own text."""
+
+    kind: str
+    message: str
+    traceback: str | None = None
+    raw: Raw = field(default_factory=dict, repr=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Pending:
+    """Why a task waits. `position` counts from 1 at the head of the queue."""
+
+    reason: str
+    message: str
+    position: int | None = None
+    raw: Raw = field(default_factory=dict, repr=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """What a run last said of itself; `fraction` from 0 to 1."""
+
+    fraction: float | None = None
+    message: str | None = None
+    at: datetime | None = None
+    raw: Raw = field(default_factory=dict, repr=False)
+
+
+@dataclass(frozen=True, slots=True)
+class TaskDevice:
+    """A device that a task holds memory on."""
+
+    uuid: str
+    gpu_mb: int = 0
+    state: str = ""
+    raw: Raw = field(default_factory=dict, repr=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    id: str
+    name: str
+    tenant: str
+    state: TaskState
+    priority: int = 0
+    band: str = ""
+    run: Raw = field(default_factory=dict)
+    resources: Raw = field(default_factory=dict)
+    placement: str = ""
+    max_retries: int = 0
+    timeout_seconds: float | None = None
+    grace_seconds: float | None = None
+    labels: Mapping[str, str] = field(default_factory=dict)
+    model_type: str | None = None
+    result_format: str = "json"
+    held: bool = False
+    attempt: int = 0
+    """How often it was admitted so far; 0 before the first time."""
+    failures: int = 0
+    preemptions: int = 0
+    node: str | None = None
+    devices: tuple[TaskDevice, ...] = ()
+    submitted_at: datetime | None = None
+    admitted_at: datetime | None = None
+    started_at: datetime | None = None
+    checkpoint_at: datetime | None = None
+    not_before: datetime | None = None
+    finished_at: datetime | None = None
+    stop_reason: str | None = None
+    stop_deadline_at: datetime | None = None
+    progress: Progress | None = None
+    pending: Pending | None = None
+    error: Failure | None = None
+    raw: Raw = field(default_factory=dict, repr=False)
+
+    @property
+    def is_finished(self) -> bool:
+        return self.state.is_terminal
+
+    @classmethod
+    def of(cls, raw: Raw) -> "Task":
+        return _of(
+            cls,
+            raw,
+            state=TaskState(raw.get("state", "")),
+            devices=_each(TaskDevice, raw.get("devices")),
+            progress=_optional(Progress, raw.get("progress")),
+            pending=_optional(Pending, raw.get("pending")),
+            error=_optional(Failure, raw.get("error")),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How a task ended. `value` is the JSON result; a pickled one stays bytes in `data` until opened."""
+
+    id: str
+    state: TaskState
+    format: str = "json"
+    value: Any = None
+    data: bytes | None = None
+    error: Failure | None = None
+    log_tail: str = ""
+    raw: Raw = field(default_factory=dict, repr=False)
+
+    @classmethod
+    def of(cls, raw: Raw) -> "Outcome":
+        packed = raw.get("data_base64")
+        return _of(
+            cls,
+            raw,
+            state=TaskState(raw.get("state", "")),
+            value=raw.get("result"),
+            data=None if packed is None else b64decode(packed),
+            error=_optional(Failure, raw.get("error")),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Holder:
+    """Who holds memory on a device: what it leased and what was last measured."""
+
+    kind: str
+    id: str
+    name: str
+    priority: int = 0
+    band: str = ""
+    gpu_mb: int = 0
+    measured_mb: int | None = None
+    state: str = ""
+    stopping: bool = False
+    raw: Raw = field(default_factory=dict, repr=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Pledge:
+    """Memory that is being freed for one waiting task; `arrived_mb` of it is free already."""
+
+    task: str
+    gpu_mb: int = 0
+    arrived_mb: int = 0
+    priority: int = 0
+    deadline_at: datetime | None = None
+    raw: Raw = field(default_factory=dict, repr=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Gpu:
+    """One device. All sizes in MiB. `free_mb` is what a new task could lease now."""
+
+    key: str
+    uuid: str
+    node: str
+    kind: str
+    index: int = 0
+    simulated: bool = False
+    physical_mb: int = 0
+    reserve_mb: int = 0
+    leased_mb: int = 0
+    used_mb: int = 0
+    foreign_mb: int = 0
+    """Used by processes that hold no lease."""
+    unaccounted_mb: int = 0
+    """Used by holders beyond what they leased."""
+    pledged_mb: int = 0
+    free_mb: int = 0
+    utilization: float | None = None
+    """0 to 1."""
+    sampled_at: datetime | None = None
+    stale: bool = False
+    holders: tuple[Holder, ...] = ()
+    pledges: tuple[Pledge, ...] = ()
+    raw: Raw = field(default_factory=dict, repr=False)
+
+    @classmethod
+    def of(cls, raw: Raw) -> "Gpu":
+        return _of(
+            cls, raw, holders=_each(Holder, raw.get("holders")), pledges=_each(Pledge, raw.get("pledges"))
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """One machine. `cpu`, `memory_mb` and `runs` hold what is used of what there is."""
+
+    name: str
+    ready: bool = True
+    cordoned: bool = False
+    incarnation: str = ""
+    cpu: Mapping[str, float] = field(default_factory=dict)
+    memory_mb: Mapping[str, int] = field(default_factory=dict)
+    runs: Mapping[str, int] = field(default_factory=dict)
+    gpus: Any = None
+    labels: Mapping[str, str] = field(default_factory=dict)
+    raw: Raw = field(default_factory=dict, repr=False)
+
+    @classmethod
+    def of(cls, raw: Raw) -> "Node":
+        return _of(cls, raw)
+
+
+@dataclass(frozen=True, slots=True)
+class Stats:
+    """Counts over the whole cluster: `tasks` by state, `waiting` by reason."""
+
+    gpu: Mapping[str, Any] = field(default_factory=dict)
+    tasks: Mapping[str, int] = field(default_factory=dict)
+    waiting: Mapping[str, int] = field(default_factory=dict)
+    executor: Mapping[str, Any] = field(default_factory=dict)
+    leader: Mapping[str, Any] = field(default_factory=dict)
+    as_of: datetime | None = None
+    age_seconds: float | None = None
+    position: int = 0
+    raw: Raw = field(default_factory=dict, repr=False)
+
+    @classmethod
+    def of(cls, raw: Raw) -> "Stats":
+        return _of(cls, raw)
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """One line of the event log; `position` counts without gaps, in the order of commits."""
+
+    position: int = 0
+    at: datetime | None = None
+    kind: str = ""
+    key: str = ""
+    version: int = 0
+    fields: Raw = field(default_factory=dict)
+    raw: Raw = field(default_factory=dict, repr=False)
+
+    @classmethod
+    def of(cls, raw: Raw) -> "Event":
+        return _of(cls, raw)
+
+
+@dataclass(frozen=True, slots=True)
+class Explanation:
+    """Why a task is where it is: a stable `reason`, a sentence, and everything else in `raw`."""
+
+    reason: str
+    message: str
+    position: int | None = None
+    raw: Raw = field(default_factory=dict, repr=False)
+
+    @classmethod
+    def of(cls, raw: Raw) -> "Explanation":
+        return _of(cls, raw)
+
+
+@dataclass(frozen=True, slots=True)
+class Token:
+    """A token as the service lists it. `token` is its secret, known only in the answer to its creation."""
+
+    name: str
+    tenant: str = ""
+    scopes: tuple[str, ...] = ()
+    max_priority: int = 100
+    created_at: datetime | None = None
+    expires_at: datetime | None = None
+    token: str | None = field(default=None, repr=False)
+    raw: Raw = field(default_factory=dict, repr=False)
+
+    @classmethod
+    def of(cls, raw: Raw) -> "Token":
+        return _of(cls, raw, scopes=tuple(raw.get("scopes", ())))
+
+
+@dataclass(frozen=True, slots=True)
+class Page(Generic[T]):
+    """Some items of a list, and where the next ones begin; None after the last."""
+
+    items: tuple[T, ...]
+    next_cursor: str | None = None
+    raw: Raw = field(default_factory=dict, repr=False)
+
+    def __iter__(self) -> Iterator[T]:
+        return iter(self.items)
+
+    def __len__(self) -> int:
+        return len(self.items)

@@ -1,0 +1,211 @@
+"""Every operation of the API once, for the sync and the async broker alike: what to send, what to return."""
+
+import json
+import time
+import uuid
+from collections.abc import Mapping, Sequence
+from typing import Any, TypedDict
+from urllib.parse import quote
+
+from gpubroker.errors import BrokerError, TaskCancelled, TaskFailed, WaitTimeout
+from gpubroker.exchange import Answer, Call, Steps, exchange
+from gpubroker.models import (
+    Event,
+    Explanation,
+    Failure,
+    Gpu,
+    Node,
+    Outcome,
+    Page,
+    Stats,
+    Task,
+    TaskState,
+    Token,
+)
+from gpubroker.submission import SubmitOptions, Target, opened, submission_body
+
+_LONG_POLL_SECONDS = 30.0
+"""How long one request may wait for a task; the service answers at once when the task ends."""
+
+EVENTS_PER_PAGE = 500
+FOLLOW_PAUSE_SECONDS = 0.5
+
+AnyTask = Task | str
+"""A task, or its id."""
+
+
+class ListOptions(TypedDict, total=False):
+    """What `list` narrows by; all given must match."""
+
+    state: Sequence[str] | str
+    min_priority: int
+    max_priority: int
+    labels: Mapping[str, str]
+    name: str
+    limit: int
+    """Tasks per page; all pages are fetched as they are used."""
+
+
+def id_of(task: AnyTask) -> str:
+    return task.id if isinstance(task, Task) else task
+
+
+class Operations:
+    """Generators, one per operation (see `gpubroker.exchange`). Holds nothing but how long to try again."""
+
+    def __init__(self, retry_seconds: float) -> None:
+        self._retry_seconds = retry_seconds
+
+    def _send(self, call: Call) -> Steps[Answer]:
+        return (yield from exchange(call, self._retry_seconds))
+
+    def _ask(
+        self, method: str, path: str, body: Mapping[str, Any] | None = None, **params: Any
+    ) -> Steps[Any]:
+        """One call whose answer is JSON. Parameters that are None are left out."""
+        answer = yield from self._send(Call(method, path, params=_given(params), body=_json(body)))
+        return answer.json()
+
+    # Tasks
+
+    def submit(self, target: Target, args: Sequence[Any], options: SubmitOptions) -> Steps[Task]:
+        key = options.get("idempotency_key") or uuid.uuid4().hex
+        body = submission_body(target, args, options)
+        call = Call("POST", "/tasks", body=body, headers={"Idempotency-Key": f'"{key}"'})
+        answer = yield from self._send(call)
+        return Task.of(answer.json())
+
+    def get(self, task: AnyTask) -> Steps[Task]:
+        return Task.of((yield from self._ask("GET", _path(task))))
+
+    def wait(self, task: AnyTask, timeout_seconds: float | None) -> Steps[Task]:
+        began = time.monotonic()
+        while True:
+            left = _LONG_POLL_SECONDS
+            if timeout_seconds is not None:
+                left = min(left, max(0.0, timeout_seconds - (time.monotonic() - began)))
+            call = Call(
+                "GET",
+                f"{_path(task)}/wait",
+                params={"timeout_seconds": round(left, 3)},
+                patience_seconds=left,
+            )
+            answer = yield from self._send(call)
+            seen = Task.of(answer.json())
+            if seen.is_finished:
+                return seen
+            waited = time.monotonic() - began
+            if timeout_seconds is not None and waited >= timeout_seconds:
+                raise WaitTimeout(seen.id, str(seen.raw.get("state")), timeout_seconds)
+
+    def outcome(self, task: AnyTask) -> Steps[Outcome]:
+        return Outcome.of((yield from self._ask("GET", f"{_path(task)}/result")))
+
+    def result(self, task: AnyTask, timeout_seconds: float | None) -> Steps[Any]:
+        yield from self.wait(task, timeout_seconds)
+        return value_of((yield from self.outcome(task)))
+
+    def cancel(self, task: AnyTask, grace_seconds: float | None, reason: str | None) -> Steps[Task]:
+        body = _given({"grace_seconds": grace_seconds, "reason": reason})
+        return Task.of((yield from self._ask("POST", f"{_path(task)}/cancel", body)))
+
+    def change(self, task: AnyTask, priority: int | str | None, held: bool | None) -> Steps[Task]:
+        return Task.of(
+            (yield from self._ask("PATCH", _path(task), _given({"priority": priority, "held": held})))
+        )
+
+    def page(self, cursor: str | None, wanted: ListOptions) -> Steps[Page[Task]]:
+        params: dict[str, Any] = dict(wanted)
+        params |= {f"label.{key}": value for key, value in (params.pop("labels", None) or {}).items()}
+        raw = yield from self._ask("GET", "/tasks", **params, cursor=cursor)
+        return Page(tuple(Task.of(item) for item in raw["items"]), raw.get("next_cursor"), raw)
+
+    def explain(self, task: AnyTask) -> Steps[Explanation]:
+        return Explanation.of((yield from self._ask("GET", f"{_path(task)}/explain")))
+
+    def events(self, task: AnyTask | None, after: int, limit: int) -> Steps[Page[Event]]:
+        path = "/events" if task is None else f"{_path(task)}/events"
+        raw = yield from self._ask("GET", path, after=after, limit=limit)
+        return Page(tuple(Event.of(item) for item in raw["items"]), raw.get("next_after"), raw)
+
+    # The cluster
+
+    def gpus(self) -> Steps[Page[Gpu]]:
+        raw = yield from self._ask("GET", "/gpus")
+        return Page(tuple(Gpu.of(item) for item in raw["items"]), raw=raw)
+
+    def nodes(self) -> Steps[Page[Node]]:
+        raw = yield from self._ask("GET", "/nodes")
+        return Page(tuple(Node.of(item) for item in raw["items"]), raw=raw)
+
+    def stats(self) -> Steps[Stats]:
+        return Stats.of((yield from self._ask("GET", "/stats")))
+
+    # Administration
+
+    def tokens(self) -> Steps[tuple[Token, ...]]:
+        raw = yield from self._ask("GET", "/tokens")
+        return tuple(Token.of(item) for item in raw["items"])
+
+    def create_token(
+        self,
+        name: str,
+        *,
+        scopes: Sequence[str],
+        tenant: str | None = None,
+        max_priority: int | None = None,
+        expires_at: str | None = None,
+    ) -> Steps[Token]:
+        wanted = {
+            "name": name,
+            "scopes": list(scopes),
+            "tenant": tenant,
+            "max_priority": max_priority,
+            "expires_at": expires_at,
+        }
+        call = Call("POST", "/tokens", body=_json(_given(wanted)), repeatable=False)
+        answer = yield from self._send(call)
+        return Token.of(answer.json())
+
+    def revoke_token(self, name: str) -> Steps[None]:
+        yield from self._send(Call("DELETE", f"/tokens/{_quoted(name)}", repeatable=False))
+
+    def shutdown(self, stop_cluster: bool) -> Steps[None]:
+        body = _json({"stop_cluster": stop_cluster})
+        yield from self._send(Call("POST", "/shutdown", body=body, repeatable=False))
+
+
+def value_of(outcome: Outcome) -> Any:
+    """The result of a finished task; unpickles it if it is a pickle. Raises TaskFailed or TaskCancelled."""
+    if outcome.state is TaskState.CANCELLED:
+        raise TaskCancelled(outcome.id)
+    if outcome.state is not TaskState.SUCCEEDED:
+        error = outcome.error or Failure(str(outcome.raw.get("state")), "it left no message")
+        raise TaskFailed(
+            outcome.id,
+            kind=error.kind,
+            message=error.message,
+            traceback=error.traceback,
+            log_tail=outcome.log_tail,
+        )
+    if outcome.format == "cloudpickle":
+        if outcome.data is None:
+            raise BrokerError(f"the result of task {outcome.id} is said to be pickled and has no data")
+        return opened(outcome.data)
+    return outcome.value
+
+
+def _path(task: AnyTask) -> str:
+    return f"/tasks/{_quoted(id_of(task))}"
+
+
+def _quoted(name: str) -> str:
+    return quote(name, safe="")
+
+
+def _given(fields: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in fields.items() if value is not None}
+
+
+def _json(body: Mapping[str, Any] | None) -> bytes | None:
+    return None if body is None else json.dumps(body, allow_nan=False).encode()

@@ -1,0 +1,109 @@
+"""From what a caller wants to run to the body of `POST /tasks`, and from a result's bytes back to a value."""
+
+import base64
+import json
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypedDict
+
+import cloudpickle
+
+Target = str | Sequence[str] | Callable[..., Any]
+"""`"module:function"` names an entrypoint the operator allows; a list of words is a command; a function is
+pickled with its arguments and travels along."""
+
+
+class SubmitOptions(TypedDict, total=False):
+    """What `submit` takes by name besides the positional arguments of the task. All may be left out."""
+
+    kwargs: Mapping[str, Any]
+    """The task's own keyword arguments."""
+    name: str
+    priority: int | str
+    """0 to 100, or the name of a band: critical, interactive, batch, background, idle."""
+    gpu_mb: int
+    """MiB per device; without `gpus`, of one device."""
+    gpus: int
+    """How many devices; without `gpu_mb` and `gpu_fraction`, whole ones."""
+    gpu_fraction: float
+    exclusive: bool
+    cpu: float
+    memory_mb: int
+    custom: Mapping[str, float]
+    placement: str
+    """`pack` or `spread`."""
+    model_type: str
+    labels: Mapping[str, str]
+    env: Mapping[str, str]
+    max_retries: int
+    timeout_seconds: float
+    """Limit for one run, not for waiting in the queue."""
+    grace_seconds: float
+    """How long the task may take to stop after it was told to."""
+    result_format: str
+    """`json` (default) or `cloudpickle` (default for functions)."""
+    working_directory: str
+    """For commands."""
+    idempotency_key: str
+    """Submits with the same key and body are one task. Made up by the SDK if not given."""
+
+
+_RESOURCES = ("gpu_mb", "gpus", "gpu_fraction", "exclusive", "cpu", "memory_mb", "custom")
+_TOP_LEVEL = (
+    "name", "priority", "model_type", "placement", "labels", "env",
+    "max_retries", "timeout_seconds", "grace_seconds", "result_format",
+)  # fmt: skip
+
+
+def submission_body(target: Target, args: Sequence[Any], options: SubmitOptions) -> bytes:
+    """The JSON of `POST /tasks`. Raises TypeError for what no service could accept."""
+    unknown = options.keys() - SubmitOptions.__annotations__.keys()
+    if unknown:
+        raise TypeError(
+            f"submit() knows no option {', '.join(sorted(unknown))}; keyword arguments of the task itself go "
+            "into kwargs={...}"
+        )
+    body: dict[str, Any] = {"run": _run_of(target, args, options)}
+    if callable(target):
+        body["result_format"] = "cloudpickle"
+    given: Mapping[str, Any] = options
+    body |= {name: given[name] for name in _TOP_LEVEL if given.get(name) is not None}
+    resources = {name: given[name] for name in _RESOURCES if given.get(name) is not None}
+    if resources:
+        body["resources"] = resources
+    try:
+        return json.dumps(body, separators=(",", ":"), allow_nan=False).encode()
+    except (TypeError, ValueError) as error:
+        raise TypeError(
+            f"the arguments of {target!r} do not fit into JSON ({error}); pass plain values, or submit the "
+            "function itself instead of its name, so that it travels pickled"
+        ) from None
+
+
+def _run_of(target: Target, args: Sequence[Any], options: SubmitOptions) -> dict[str, Any]:
+    kwargs = options.get("kwargs") or {}
+    directory = options.get("working_directory")
+    if directory is not None and (callable(target) or isinstance(target, str)):
+        raise TypeError("working_directory is for commands; functions run where their worker runs")
+    if callable(target):
+        pickled = cloudpickle.dumps((target, tuple(args), dict(kwargs)))
+        return {
+            "function": base64.b64encode(pickled).decode(),
+            "python": f"{sys.version_info.major}.{sys.version_info.minor}",
+            "cloudpickle": ".".join(cloudpickle.__version__.split(".")[:2]),
+        }
+    if isinstance(target, str):
+        if ":" not in target:
+            raise TypeError(
+                f"{target!r} names no entrypoint; write module:function, or give a command as a list of words"
+            )
+        return {"entrypoint": target, "args": list(args), "kwargs": dict(kwargs)}
+    if args or kwargs:
+        raise TypeError("a command takes no arguments beside its words; put them into the list")
+    run: dict[str, Any] = {"command": [str(word) for word in target]}
+    return run if directory is None else run | {"working_directory": directory}
+
+
+def opened(data: bytes) -> Any:
+    """Unpickle a result. This runs code that the task chose: open only results of tasks you trust."""
+    return cloudpickle.loads(data)
