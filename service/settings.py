@@ -146,6 +146,11 @@ class Settings(BaseSettings):
             [word.strip() for word in value.split(",") if word.strip()] if isinstance(value, str) else value
         )
 
+    @field_validator("data_dir")
+    @classmethod
+    def _home_is_expanded(cls, path: Path) -> Path:
+        return path.expanduser()
+
     @field_validator("entrypoints")
     @classmethod
     def _patterns_name_functions(cls, patterns: list[str]) -> list[str]:

@@ -1,0 +1,104 @@
+"""Settings: four sources in order, and wrong ones refused with the fix named."""
+
+from pathlib import Path
+
+import pytest
+import yaml
+from pydantic import BaseModel
+
+from service.settings import Settings, SettingsRefused, load_settings
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def a_file(folder: Path, text: str, name: str = "config.yaml") -> Path:
+    path = folder / name
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def names_of(model: type[BaseModel], prefix: str = "") -> set[str]:
+    names = set()
+    for name, field in model.model_fields.items():
+        nested = field.annotation
+        if isinstance(nested, type) and issubclass(nested, BaseModel):
+            names |= names_of(nested, f"{prefix}{name}.")
+        else:
+            names.add(prefix + name)
+    return names
+
+
+def flattened(tree: dict[str, object], settings: set[str], prefix: str = "") -> set[str]:
+    names = set()
+    for name, value in tree.items():
+        if prefix + name not in settings and isinstance(value, dict):
+            names |= flattened(value, settings, f"{prefix}{name}.")
+        else:
+            names.add(prefix + name)
+    return names
+
+
+def test_the_example_file_holds_every_setting_and_no_other() -> None:
+    example = yaml.safe_load((ROOT / "config.example.yaml").read_text(encoding="utf-8"))
+    known = names_of(Settings)
+    assert flattened(example, known) == known
+
+
+def test_the_example_file_loads_and_shows_the_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("GPUBROKER_DATA_DIR", raising=False)
+    loaded = load_settings(ROOT / "config.example.yaml")
+    shown = loaded.model_dump(exclude={"data_dir"})
+    assert shown == Settings().model_dump(exclude={"data_dir"})
+
+
+def test_each_source_overrides_the_one_before_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = a_file(tmp_path, "port: 1\nlog_level: DEBUG\nray: {spares: 1, warm_runners: 1, max_runs: 1}\n")
+    a_file(tmp_path, "ray: {spares: 2, warm_runners: 2}\n", name="config.yaml.local")
+    monkeypatch.setenv("GPUBROKER_RAY__WARM_RUNNERS", "3")
+    settings = load_settings(config, port=4)
+    assert (settings.ray.max_runs, settings.ray.spares, settings.ray.warm_runners) == (1, 2, 3)
+    assert (settings.port, settings.log_level) == (4, "DEBUG")
+
+
+def test_the_environment_gives_lists_as_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GPUBROKER_ENTRYPOINTS", "a.b:*, c:d")
+    assert load_settings().entrypoints == ["a.b:*", "c:d"]
+
+
+def test_the_data_directory_may_name_the_home_directory(tmp_path: Path) -> None:
+    assert load_settings(a_file(tmp_path, "data_dir: ~/here\n")).data_dir == Path.home() / "here"
+
+
+def test_a_flag_that_was_not_given_changes_nothing(tmp_path: Path) -> None:
+    assert load_settings(a_file(tmp_path, "port: 1\n"), port=None).port == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        ("prot: 1\n", "prot"),
+        ("port: -1\n", "port"),
+        ("port: many\n", "port"),
+        ("ray: {spares: -1}\n", "ray.spares"),
+        ("ray: {sparse: 1}\n", "ray.sparse"),
+        ("simulated_devices: [{memory_mb: 0}]\n", "simulated_devices.0.memory_mb"),
+        ("entrypoints: [train]\n", "module:function"),
+        ("ray: {address: 'ray://head:10001'}\n", "host:6379"),
+        ("host: 0.0.0.0\n", "allowed_hosts"),
+        ("- a\n", "settings by name"),
+        ("{\n", "not YAML"),
+    ],
+)
+def test_a_wrong_setting_is_refused_by_name(tmp_path: Path, text: str, named: str) -> None:
+    with pytest.raises(SettingsRefused) as refused:
+        load_settings(a_file(tmp_path, text))
+    assert named in str(refused.value)
+
+
+def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
+    with pytest.raises(SettingsRefused, match="nowhere.yaml"):
+        load_settings(tmp_path / "nowhere.yaml")
+
+
+def test_an_open_address_is_accepted_once_its_host_names_are_known() -> None:
+    assert load_settings(host="0.0.0.0", allowed_hosts=["gpu.example"]).host == "0.0.0.0"
