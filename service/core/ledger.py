@@ -28,7 +28,7 @@ class Book:
     free = allocatable - foreign - sum of max(lease, measured) - pledged bytes already freed
     """
 
-    __slots__ = ("device", "foreign_mb", "holdings", "pledges", "sampled_at")
+    __slots__ = ("device", "foreign_mb", "holdings", "pledges", "sampled_at", "used_mb", "utilization")
 
     def __init__(self, device: Device) -> None:
         self.device = device
@@ -36,6 +36,8 @@ class Book:
         self.pledges: dict[TaskId, Pledge] = {}
         self.foreign_mb: Mib = device.declared_foreign_mb
         self.sampled_at: Instant | None = None
+        self.used_mb: Mib | None = None
+        self.utilization: float | None = None
 
     def copy(self) -> "Book":
         twin = Book.__new__(Book)
@@ -44,6 +46,8 @@ class Book:
         twin.pledges = dict(self.pledges)
         twin.foreign_mb = self.foreign_mb
         twin.sampled_at = self.sampled_at
+        twin.used_mb = self.used_mb
+        twin.utilization = self.utilization
         return twin
 
     def put(self, lease: Lease, freeing_for: TaskId | None = None) -> None:
@@ -58,6 +62,8 @@ class Book:
     def measure(self, sample: DeviceSample) -> None:
         """Take over a sample: foreign memory, and what each holder really uses."""
         self.sampled_at = sample.at
+        self.used_mb = sample.used_mb
+        self.utilization = sample.utilization
         self.foreign_mb = max(sample.foreign_mb, self.device.declared_foreign_mb)
         for key, holding in self.holdings.items():
             lease = holding.lease
