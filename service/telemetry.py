@@ -1,0 +1,219 @@
+"""Names of metrics, labels and log fields: one table. Some are counted here, the rest is read at scrape."""
+
+import logging
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from importlib.metadata import version
+from typing import Literal
+
+import structlog
+from prometheus_client import CollectorRegistry, Histogram
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
+
+from service.core.lease import LeaseState
+from service.core.ledger import Book
+from service.core.policy import band_of
+from service.core.task import TERMINAL, TaskState
+from service.core.units import Term
+from service.core.world import World
+
+LOG_FIELDS: Mapping[str, str] = {
+    "request": "id of the HTTP request, as in the Request-Id header",
+    "task": "id of the task",
+    "node": "name of the node",
+    "device": "key of the device: cluster/node/uuid",
+    "term": "number of the unbroken spell of leadership",
+    "subject": "task or node that a decision is about",
+    "why": "stable token of a decision's reason",
+    "fault": "what went wrong, as text",
+}
+"""Fields that structured log lines carry, always by these names."""
+
+_MIB = 1024 * 1024
+_GPU = ("gpu", "UUID", "hostname")
+"""Spelled as dcgm-exporter spells them, so that both join on UUID without relabelling."""
+
+GAUGES: Mapping[str, tuple[str, tuple[str, ...]]] = {
+    "gpubroker_build_info": ("Always 1; what runs here.", ("version",)),
+    "gpubroker_tasks": ("Tasks that are not finished.", ("state", "band")),
+    "gpubroker_pending_tasks": (
+        "Pending tasks by the reason that can be told without planning.",
+        ("reason",),
+    ),
+    "gpubroker_gpu_info": ("Always 1; what each device is.", (*_GPU, "modelName")),
+    "gpubroker_gpu_memory_capacity_bytes": ("Physical memory of the device.", _GPU),
+    "gpubroker_gpu_memory_leased_bytes": ("Memory that holders have a right to.", _GPU),
+    "gpubroker_gpu_memory_quarantined_bytes": ("Leased to holders not confirmed gone.", _GPU),
+    "gpubroker_gpu_memory_used_bytes": ("Memory in use, as last measured.", _GPU),
+    "gpubroker_gpu_memory_foreign_bytes": ("Memory used by processes without a lease.", _GPU),
+    "gpubroker_gpu_memory_free_bytes": ("Memory that a task without a pledge could take now.", _GPU),
+    "gpubroker_gpu_utilization_ratio": ("Share of time the device computed, as last measured.", _GPU),
+    "gpubroker_event_log_position": ("Position of the last event this process has applied.", ()),
+    "gpubroker_world_age_seconds": ("Seconds since the picture was last known to be current.", ()),
+    "gpubroker_leader_term": ("Term of the leader in this process; absent if it does not lead.", ()),
+}
+COUNTERS: Mapping[str, tuple[str, tuple[str, ...]]] = {
+    "gpubroker_tasks_finished": ("Tasks that ever finished; survives pruning.", ("state",)),
+}
+STORE_METRICS: Mapping[str, tuple[str, str]] = {
+    "commits": ("gpubroker_store_commits", "Group commits."),
+    "commit_writes": ("gpubroker_store_commit_writes", "Writes that shared those commits."),
+    "commit_seconds": ("gpubroker_store_commit_seconds", "Time spent in those commits, in seconds."),
+}
+"""What a store may count of itself: its name there -> (counter, help). All only ever grow."""
+
+REQUEST_SECONDS = "gpubroker_http_request_duration_seconds"
+_REQUEST_LABELS = ("method", "route", "status")
+_REQUEST_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 10.0, 60.0)
+_METHODS = frozenset({"GET", "POST", "PATCH", "DELETE", "PUT", "HEAD", "OPTIONS"})
+
+
+@dataclass(frozen=True, slots=True)
+class Sources:
+    """Where the figures come from that are read at scrape."""
+
+    world: World
+    age_seconds: Callable[[], float]
+    term: Callable[[], Term | None]
+    store_numbers: Callable[[], Mapping[str, float]]
+
+
+class Telemetry:
+    """One registry per app, so that two apps in one process never mix their figures."""
+
+    def __init__(self, sources: Sources) -> None:
+        self.registry = CollectorRegistry()
+        self.registry.register(WorldCollector(sources))
+        self._requests = Histogram(
+            REQUEST_SECONDS,
+            "Time to answer, by route template.",
+            _REQUEST_LABELS,
+            buckets=_REQUEST_BUCKETS,
+            registry=self.registry,
+        )
+        self._series: dict[tuple[str, str, int], Histogram] = {}
+
+    def on_request(self, method: str, route: str, status: int, seconds: float) -> None:
+        key = (method, route, status)
+        series = self._series.get(key)
+        if series is None:
+            known = method if method in _METHODS else "other"
+            series = self._series[key] = self._requests.labels(known, route, str(status))
+        series.observe(seconds)
+
+
+class WorldCollector(Collector):
+    """Reads the ledger when asked. Costs what is held and active, not what is queued. No task is a label."""
+
+    def __init__(self, sources: Sources) -> None:
+        self._sources = sources
+
+    def collect(self) -> Iterable[Metric]:
+        sources = self._sources
+        yield _gauge("gpubroker_build_info", [((version("gpubroker-server"),), 1)])
+        yield from _task_metrics(sources.world)
+        yield from _device_metrics(sources.world)
+        yield _gauge("gpubroker_event_log_position", [((), sources.world.position)])
+        yield _gauge("gpubroker_world_age_seconds", [((), sources.age_seconds())])
+        term = sources.term()
+        yield _gauge("gpubroker_leader_term", [] if term is None else [((), term)])
+        numbers = sources.store_numbers()
+        for name, (metric, about) in STORE_METRICS.items():
+            if name in numbers:
+                yield CounterMetricFamily(metric, about, value=numbers[name])
+
+
+def _gauge(name: str, samples: Iterable[tuple[tuple[str, ...], float]]) -> Metric:
+    about, labels = GAUGES[name]
+    family = GaugeMetricFamily(name, about, labels=labels)
+    for values, value in samples:
+        family.add_metric(values, value)
+    return family
+
+
+def _task_metrics(world: World) -> Iterator[Metric]:
+    queue = world.queue
+    waiting: Counter[int] = Counter()
+    for (_tenant, priority, _demand), group in queue.groups.items():
+        waiting[priority] += len(group)
+    live: Counter[tuple[str, str]] = Counter()
+    for priority, count in waiting.items():
+        live[TaskState.PENDING.value, band_of(priority)[0]] += count
+    for task in (*queue.held, *queue.delayed, *world.active):
+        row = world.tasks[task]
+        live[row.state.value, band_of(row.priority)[0]] += 1
+    yield _gauge("gpubroker_tasks", live.items())
+    reasons = {"held": len(queue.held), "not_before": len(queue.delayed), "waiting": waiting.total()}
+    yield _gauge("gpubroker_pending_tasks", [((reason,), count) for reason, count in reasons.items()])
+    about, labels = COUNTERS["gpubroker_tasks_finished"]
+    finished = CounterMetricFamily("gpubroker_tasks_finished", about, labels=labels)
+    for state in sorted(TERMINAL):
+        total = sum(count for (_tenant, ended), count in world.finished.items() if ended is state)
+        finished.add_metric((state.value,), total)
+    yield finished
+
+
+def _device_metrics(world: World) -> Iterator[Metric]:
+    books = [world.books[key] for key in sorted(world.books)]
+    labels = {book.device.key: (str(book.device.index), book.device.uuid, book.device.node) for book in books}
+    yield _gauge("gpubroker_gpu_info", [((*labels[b.device.key], b.device.kind), 1) for b in books])
+
+    def per_device(name: str, read: Callable[[Book], float | None]) -> Metric:
+        values = ((labels[book.device.key], read(book)) for book in books)
+        return _gauge(name, [(at, value) for at, value in values if value is not None])
+
+    yield per_device("gpubroker_gpu_memory_capacity_bytes", lambda b: b.device.physical_mb * _MIB)
+    yield per_device("gpubroker_gpu_memory_leased_bytes", lambda b: _leased_mb(b) * _MIB)
+    yield per_device("gpubroker_gpu_memory_quarantined_bytes", lambda b: _quarantined_mb(b) * _MIB)
+    yield per_device(
+        "gpubroker_gpu_memory_used_bytes", lambda b: None if b.used_mb is None else b.used_mb * _MIB
+    )
+    yield per_device("gpubroker_gpu_memory_foreign_bytes", lambda b: b.foreign_mb * _MIB)
+    yield per_device("gpubroker_gpu_memory_free_bytes", lambda b: max(0, b.free_mb()) * _MIB)
+    yield per_device("gpubroker_gpu_utilization_ratio", lambda b: b.utilization)
+
+
+def _leased_mb(book: Book) -> int:
+    return sum(holding.lease.mb for holding in book.holdings.values())
+
+
+def _quarantined_mb(book: Book) -> int:
+    leases = (holding.lease for holding in book.holdings.values())
+    return sum(lease.mb for lease in leases if lease.state is LeaseState.QUARANTINED)
+
+
+def configure_logs(level: str, form: Literal["console", "json"]) -> None:
+    """Structured lines to stderr, from this process's own code and from the libraries it uses."""
+    shared: list[structlog.typing.Processor] = [
+        structlog.contextvars.merge_contextvars,
+        structlog.stdlib.add_log_level,
+        structlog.processors.TimeStamper(fmt="iso", utc=True),
+    ]
+    # Tracebacks without local variables: those hold tokens and what users submit.
+    plain = structlog.dev.ConsoleRenderer(colors=False, exception_formatter=structlog.dev.plain_traceback)
+    frames = structlog.processors.ExceptionRenderer(
+        structlog.tracebacks.ExceptionDictTransformer(show_locals=False)
+    )
+    render: list[structlog.typing.Processor] = (
+        [frames, structlog.processors.JSONRenderer()] if form == "json" else [plain]
+    )
+    structlog.configure(
+        processors=[*shared, structlog.stdlib.ProcessorFormatter.wrap_for_formatter],
+        wrapper_class=structlog.make_filtering_bound_logger(logging.getLevelNamesMapping()[level]),
+        logger_factory=structlog.stdlib.LoggerFactory(),
+        cache_logger_on_first_use=True,
+    )
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(
+        structlog.stdlib.ProcessorFormatter(
+            foreign_pre_chain=shared,
+            processors=[structlog.stdlib.ProcessorFormatter.remove_processors_meta, *render],
+        )
+    )
+    root = logging.getLogger()
+    root.handlers[:] = [handler]
+    root.setLevel(level)
