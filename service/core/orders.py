@@ -72,7 +72,7 @@ class Failure:
 
     kind: str
     """Stable token: exception, unserializable_result, result_too_large, import_failed, exit_code, killed,
-    out_of_memory, corrupt_order, timeout, dependency."""
+    out_of_memory, stopped_unasked, corrupt_order, timeout, dependency."""
     message: str
     traceback: str = ""
 
@@ -135,7 +135,8 @@ class Gone:
     fence: Fence
     at: Instant
     proof: str
-    """process_absent, boot_changed, never_started, shared_process (nothing of its own to free)."""
+    """process_absent, boot_changed, agent_restarted (a later agent on that host found no trace of it),
+    never_started, shared_process (nothing of its own to free)."""
     samples: tuple[DeviceSample, ...] = ()
     rank: int = 0
 

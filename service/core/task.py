@@ -43,7 +43,7 @@ class Move(StrEnum):
     CANCELLED = "cancelled"
     EXPIRED = "expired"
     CHANGED = "changed"
-    """Priority, hold or checkpoint changed; the state did not."""
+    """Priority, hold, checkpoint or outcome changed; the state did not."""
 
 
 _P, _A, _R, _S = TaskState.PENDING, TaskState.ADMITTED, TaskState.RUNNING, TaskState.STOPPING

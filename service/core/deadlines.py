@@ -1,0 +1,120 @@
+"""What time alone makes due: run limits, kills, runs nobody confirms, pledges that waited too long."""
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from math import inf
+
+from service.core.lease import LeaseState, PledgeEnd, move_lease
+from service.core.orders import Ending
+from service.core.plan import Decision, Outcome, PledgeWrite, write_move
+from service.core.policy import Policy
+from service.core.stopping import after_stop, give_notice, stop_order, timed_out
+from service.core.task import Move, StopReason, Task, TaskState
+from service.core.units import Instant, Seconds, TaskId
+from service.core.world import World
+
+KILL_AGAIN_SECONDS = 3.0
+"""A kill order may be lost with its connection; it is sent again this often until the run is given up."""
+
+GAP_SECONDS = 5.0
+"""A leader that did not look for so long may have reports waiting: what they say comes first."""
+
+
+@dataclass(frozen=True, slots=True)
+class Watch:
+    """Since when the leader has looked without a gap, and when it looked last."""
+
+    since: Instant
+    last: Instant
+
+
+def keep_watch(watch: Watch | None, now: Instant) -> Watch:
+    """The watch after a look at `now`. None starts one; a gap starts it anew."""
+    if watch is None or now - watch.last > GAP_SECONDS:
+        return Watch(since=now, last=now)
+    return Watch(since=watch.since, last=now)
+
+
+def due(world: World, now: Instant, policy: Policy, watch: Watch | None) -> list[Decision]:
+    """Decisions that time has made due; `watch` is how it stood after the look before this one.
+
+    A leader that was late, slept or has just taken over counts nobody as unconfirmed before the whole
+    patience has passed again. Looks at the active tasks and at the pledges only.
+    """
+    since = keep_watch(watch, now).since
+    decisions: list[Decision] = []
+    given_up: dict[TaskId, TaskId | None] = {}
+    for task in _overdue(world, now):
+        if task.state is TaskState.RUNNING:
+            decisions.append(_stop_for_time(world, task, now))
+        elif _is_over(task.stop_deadline_at, policy.kill_patience_seconds, since, now):
+            decisions.append(_give_up(world, task, now))
+            given_up[task.id] = task.freeing_for
+        elif watch is None or _is_kill_due(task.stop_deadline_at, watch.last, now):
+            kill = stop_order(world, task, Seconds(0.0))
+            decisions.append(Decision(task.id, "kill", orders=(kill,)))
+    for preemptor, pledges in world.pledges.items():
+        deadline_at = max(pledge.deadline_at for pledge in pledges.values())
+        late = _is_over(deadline_at, policy.pledge_patience_seconds, since, now)
+        if late or preemptor in given_up.values():
+            decisions.append(_dissolve(world, preemptor, given_up))
+    return decisions
+
+
+def _overdue(world: World, now: Instant) -> list[Task]:
+    """RUNNING past the limit or STOPPING past the deadline, in order of id."""
+    active = (world.tasks[name] for name in world.active)
+    return sorted((task for task in active if now >= _limit_of(task)), key=lambda task: task.id)
+
+
+def _limit_of(task: Task) -> float:
+    if task.state is TaskState.STOPPING and task.stop_deadline_at is not None:
+        return task.stop_deadline_at
+    if task.state is TaskState.RUNNING and task.started_at is not None and task.timeout_seconds is not None:
+        return task.started_at + task.timeout_seconds
+    return inf
+
+
+def _is_over(deadline_at: Instant | None, patience_seconds: Seconds, since: Instant, now: Instant) -> bool:
+    return deadline_at is not None and now >= max(deadline_at, since) + patience_seconds
+
+
+def _is_kill_due(deadline_at: Instant | None, last: Instant, now: Instant) -> bool:
+    """At the deadline and every KILL_AGAIN_SECONDS after it, however often the leader looks."""
+    assert deadline_at is not None
+    return (now - deadline_at) // KILL_AGAIN_SECONDS > (last - deadline_at) // KILL_AGAIN_SECONDS
+
+
+def _stop_for_time(world: World, task: Task, now: Instant) -> Decision:
+    """The verdict is written with the notice; what the run still leaves behind is added to it."""
+    notice, order = give_notice(world, task, StopReason.TIMEOUT, task.grace_seconds, now)
+    verdict = Outcome(task.id, task.fence, Ending.FAILED, now, failure=timed_out(task))
+    return Decision(task.id, "timeout", tasks=(notice,), outcome=verdict, orders=(order,))
+
+
+def _give_up(world: World, task: Task, now: Instant) -> Decision:
+    """Nobody confirms that the run is gone: its task moves on, its memory does not come back."""
+    leases = (lease for lease in world.leases_of(task) if lease.state is not LeaseState.QUARANTINED)
+    what, changes = after_stop(task, now)
+    return Decision(
+        task.id,
+        "unconfirmed",
+        tasks=(write_move(task, what, **changes),),
+        leases=tuple(move_lease(lease, LeaseState.QUARANTINED) for lease in leases),
+    )
+
+
+def _dissolve(world: World, preemptor: TaskId, given_up: Collection[TaskId]) -> Decision:
+    """The preemptor is planned again; what its victims still free is nobody's in particular."""
+    pledges = world.pledges[preemptor]
+    victims = (world.tasks[name] for name in sorted(world.active - set(given_up)))
+    return Decision(
+        preemptor,
+        "dissolved",
+        tasks=tuple(
+            write_move(victim, Move.CHANGED, freeing_for=None)
+            for victim in victims
+            if victim.freeing_for == preemptor
+        ),
+        pledges=tuple(PledgeWrite(pledges[key], PledgeEnd.DISSOLVED) for key in sorted(pledges)),
+    )

@@ -1,0 +1,146 @@
+"""What rows say of a node, held against what its agent says: the answer of the agent wins."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from service.core.device import Device, Node
+from service.core.lease import HolderKind
+from service.core.orders import ForgetOrder, Gone, NodeSeen, Order, SeenDevice, StopOrder
+from service.core.plan import Decision
+from service.core.policy import Policy
+from service.core.runs import react
+from service.core.stopping import stop_order
+from service.core.task import StopReason, Task, TaskState
+from service.core.units import Fence, Instant, Mib, Seconds, TaskId, device_key
+from service.core.world import World
+
+
+def take_over(world: World) -> Decision | None:
+    """The first decision of a term: nothing is placed on a node before its agent has answered this term.
+
+    From that answer on, starts which an older term had ordered can no longer arrive, because agents refuse
+    lower terms. That makes the answer a proof of what never started.
+    """
+    ready = (node for name, node in sorted(world.nodes.items()) if node.ready)
+    nodes = tuple(replace(node, ready=False, version=node.version + 1) for node in ready)
+    return Decision("cluster", "take_over", nodes=nodes) if nodes else None
+
+
+def reconcile(
+    world: World, seen: NodeSeen, now: Instant, policy: Policy, *, cluster: str, reserve_mb: Mib
+) -> list[Decision]:
+    """First the node and its devices, then one decision per task whose run is not there, then orders.
+
+    Runs that both sides know go on. Runs that only rows know are gone, whatever they were; runs that only
+    the agent knows are killed.
+    """
+    decisions = []
+    nodes, devices = _node_row(world, seen), _device_rows(world, seen, cluster, reserve_mb)
+    if nodes or devices:
+        decisions.append(Decision(seen.node.name, "node_seen", nodes=nodes, devices=devices))
+    absent = (replace(d, orders=()) for d in react(world, _absences(world, seen), now, policy))
+    decisions += [decision for decision in absent if not decision.is_empty()]
+    orders = (*_notices_again(world, seen, now), *_unwanted(world, seen))
+    if orders:
+        decisions.append(Decision(seen.node.name, "reconcile", orders=orders))
+    return decisions
+
+
+def _node_row(world: World, seen: NodeSeen) -> tuple[Node, ...]:
+    """Whether it is cordoned is the operator's word, not the agent's."""
+    known = world.nodes.get(seen.node.name)
+    if known is None:
+        return (replace(seen.node, ready=True, version=1),)
+    row = replace(seen.node, ready=True, cordoned=known.cordoned, version=known.version)
+    return () if row == known else (replace(row, version=known.version + 1),)
+
+
+def _device_rows(world: World, seen: NodeSeen, cluster: str, reserve_mb: Mib) -> tuple[Device, ...]:
+    rows = []
+    for device in seen.devices:
+        row = _device(seen, device, cluster, reserve_mb)
+        book = world.books.get(row.key)
+        if book is not None:
+            known = book.device
+            row = replace(row, declared_foreign_mb=known.declared_foreign_mb, version=known.version)
+            if row == known:
+                continue
+            row = replace(row, version=known.version + 1)
+        rows.append(row)
+    return tuple(rows)
+
+
+def _device(seen: NodeSeen, device: SeenDevice, cluster: str, reserve_mb: Mib) -> Device:
+    return Device(
+        key=device_key(cluster, seen.node.name, device.uuid),
+        node=seen.node.name,
+        uuid=device.uuid,
+        kind=device.kind,
+        index=device.index,
+        physical_mb=device.physical_mb,
+        reserve_mb=reserve_mb,
+        simulated=device.simulated,
+    )
+
+
+def _absences(world: World, seen: NodeSeen) -> Iterator[Gone]:
+    """One proof for each claim that rows place on this node and its agent does not know."""
+    known = world.nodes.get(seen.node.name)
+    if known is None:
+        return
+    there = set(seen.runs)
+    node_proof = _node_proof(known, seen.node)
+    expected = set()
+    for task in _active_on(world, seen):
+        expected.add((task.id, task.fence))
+        if (task.id, task.fence) in there:
+            continue
+        if task.started_at is not None:
+            yield Gone(task.id, task.fence, seen.at, node_proof or "process_absent")
+        elif node_proof or not known.ready:
+            yield Gone(task.id, task.fence, seen.at, node_proof or "never_started")
+        # Otherwise this agent has answered this term before, and the start may be on its way to it.
+    for holder, fence in _claims_on(world, seen):
+        if (holder, fence) not in there | expected:
+            yield Gone(holder, fence, seen.at, node_proof or "process_absent")
+
+
+def _node_proof(known: Node, answering: Node) -> str:
+    """Why nothing that ran under the agent we knew can still run; empty if that agent answers."""
+    if answering.boot_id != known.boot_id:
+        return "boot_changed"
+    return "agent_restarted" if answering.incarnation != known.incarnation else ""
+
+
+def _active_on(world: World, seen: NodeSeen) -> list[Task]:
+    active = (world.tasks[name] for name in sorted(world.active))
+    return [task for task in active if task.node == seen.node.name]
+
+
+def _claims_on(world: World, seen: NodeSeen) -> list[tuple[TaskId, Fence]]:
+    """Claims with memory on this node, of tasks that have moved on or ended as well."""
+    books = (world.books[key] for key in world.by_node.get(seen.node.name, ()))
+    leases = (holding.lease for book in books for holding in book.holdings.values())
+    return sorted(
+        {(TaskId(lease.holder), lease.fence) for lease in leases if lease.holder_kind is HolderKind.RUN}
+    )
+
+
+def _notices_again(world: World, seen: NodeSeen, now: Instant) -> Iterator[Order]:
+    """A notice may have been lost with the leader or the agent that carried it."""
+    there = set(seen.runs)
+    for task in _active_on(world, seen):
+        if task.state is TaskState.STOPPING and (task.id, task.fence) in there:
+            assert task.stop_deadline_at is not None
+            left = Seconds(max(0.0, task.stop_deadline_at - now))
+            yield replace(stop_order(world, task, left), incarnation=seen.node.incarnation)
+
+
+def _unwanted(world: World, seen: NodeSeen) -> Iterator[Order]:
+    """Runs whose outcome nobody will accept: of tasks that ended, moved on or were never ours."""
+    name, incarnation = seen.node.name, seen.node.incarnation
+    wanted = {(task.id, task.fence) for task in _active_on(world, seen)}
+    for task, fence in seen.runs:
+        if (task, fence) not in wanted:
+            yield StopOrder(task, fence, name, incarnation, StopReason.CANCEL, Seconds(0.0))
+            yield ForgetOrder(task, fence, name, incarnation)

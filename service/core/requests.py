@@ -1,0 +1,91 @@
+"""What clients ask of tasks that exist: cancel and change. Only the leader carries it out."""
+
+from dataclasses import replace
+from typing import Any
+
+from service.core.lease import PledgeEnd
+from service.core.orders import StopOrder
+from service.core.plan import Decision, PledgeWrite, Request, write_move
+from service.core.stopping import give_notice, stop_order
+from service.core.task import Move, StopReason, Task, TaskState
+from service.core.units import Instant, Seconds, TaskId
+from service.core.world import World
+
+
+def carry_out(world: World, request: Request, now: Instant) -> Decision:
+    """One decision that settles the request, whatever becomes of it.
+
+    A request that comes too late, or that a newer version wrote and this one does not know, is settled
+    without a change.
+    """
+    done = Decision(subject=request.task, why=request.what, requests_done=(request.id,))
+    task = world.tasks.get(request.task)
+    if task is None or task.is_terminal:
+        return done
+    match request.what:
+        case "cancel":
+            grace_seconds = request.fields.get("grace_seconds")
+            return _cancel(world, task, None if grace_seconds is None else Seconds(grace_seconds), now, done)
+        case "change":
+            return _change(world, task, request, done)
+        case _:
+            return done
+
+
+def _cancel(
+    world: World, task: Task, grace_seconds: Seconds | None, now: Instant, done: Decision
+) -> Decision:
+    if task.state is TaskState.PENDING:
+        write = write_move(task, Move.CANCELLED, finished_at=now)
+        return replace(done, tasks=(write,), pledges=_withdrawn(world, task.id))
+    if task.state is TaskState.STOPPING:
+        return _cancel_stopping(world, task, grace_seconds, now, done)
+    grace = task.grace_seconds if grace_seconds is None else grace_seconds
+    notice, order = give_notice(world, task, StopReason.CANCEL, grace, now)
+    return replace(done, tasks=(notice,), orders=(order,))
+
+
+def _cancel_stopping(
+    world: World, task: Task, grace_seconds: Seconds | None, now: Instant, done: Decision
+) -> Decision:
+    """A preempted run will not come back; a run past its limit still ends as timed out.
+
+    A shorter grace period than the one that runs takes its place, a longer one does not.
+    """
+    assert task.stop_deadline_at is not None
+    changes: dict[str, Any] = {}
+    orders: tuple[StopOrder, ...] = ()
+    if task.stop_reason is StopReason.PREEMPT:
+        changes["stop_reason"] = StopReason.CANCEL
+    if grace_seconds is not None and now + grace_seconds < task.stop_deadline_at:
+        changes["stop_deadline_at"] = Instant(now + grace_seconds)
+        orders = (stop_order(world, task, grace_seconds),)
+    if not changes:
+        return done
+    return replace(done, tasks=(write_move(task, Move.CHANGED, **changes),), orders=orders)
+
+
+def _change(world: World, task: Task, request: Request, done: Decision) -> Decision:
+    """`held` means something only while the task waits. Leases keep the priority of their admission;
+    decisions about a run read its task's."""
+    changes: dict[str, Any] = {}
+    priority = request.fields.get("priority", task.priority)
+    held = request.fields.get("held", task.held)
+    if priority != task.priority:
+        changes["priority"] = priority
+    if held != task.held and task.state is TaskState.PENDING:
+        changes["held"] = held
+    if not changes:
+        return done
+    gives_up_its_turn = changes.get("held", False) or priority < task.priority
+    return replace(
+        done,
+        tasks=(write_move(task, Move.CHANGED, **changes),),
+        pledges=_withdrawn(world, task.id) if gives_up_its_turn else (),
+    )
+
+
+def _withdrawn(world: World, preemptor: TaskId) -> tuple[PledgeWrite, ...]:
+    """What is still being freed for it becomes free for all."""
+    pledges = world.pledges.get(preemptor, {})
+    return tuple(PledgeWrite(pledges[device], PledgeEnd.WITHDRAWN) for device in sorted(pledges))

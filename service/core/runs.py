@@ -1,0 +1,204 @@
+"""What the reports of node agents do to tasks and leases."""
+
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any
+
+from service.core.device import Node
+from service.core.fold import Fold, Folds
+from service.core.lease import LeaseState, PledgeEnd
+from service.core.orders import (
+    Checkpointed,
+    Ended,
+    Ending,
+    Failure,
+    Gone,
+    NodeLost,
+    NodeSeen,
+    Progressed,
+    Report,
+    Sampled,
+    Started,
+)
+from service.core.plan import Decision, Outcome, PledgeWrite
+from service.core.policy import Policy
+from service.core.retry import next_retry_at
+from service.core.stopping import OFF_THE_NODE, after_stop, forget_order, timed_out
+from service.core.task import Move, StopReason, Task, TaskState
+from service.core.units import Instant, NodeName, TaskId
+from service.core.world import World
+
+_NODE_PROOFS = frozenset({"boot_changed", "agent_restarted"})
+"""The run went down with its node or its agent: no fault of its own, so no retry is used up."""
+
+_KILLED = Failure(
+    "killed", "the process went away without a word: it was killed or it crashed; its log may say why"
+)
+_STOPPED_UNASKED = Failure(
+    "stopped_unasked", "the run says that it gave way to a stop notice, but none was given"
+)
+
+
+def react(world: World, reports: Iterable[Report], now: Instant, policy: Policy) -> list[Decision]:
+    """At most one decision per task, in order of its first report, then one per lost node.
+
+    Reports of one run must be in the order in which its agent made them. A report whose (task, fence) is
+    no longer the task's running claim never touches the task; its Gone still releases that claim's leases.
+    NodeSeen is for `reconcile`, in its place between the other reports; Sampled and Progressed are no rows.
+    """
+    folds = Folds(world)
+    nodes: dict[NodeName, Decision] = {}
+    for report in reports:
+        match report:
+            case Started():
+                _started(folds[report.task], report, now)
+            case Checkpointed():
+                _checkpointed(folds[report.task], report, now)
+            case Ended():
+                _ended(folds[report.task], world, report, now, policy)
+            case Gone():
+                _gone(folds[report.task], world, report, now, policy)
+            case NodeLost():
+                node = world.nodes.get(report.node)
+                if node is not None and node.incarnation == report.incarnation:
+                    _give_up_runs(world, node, folds, now)
+                    nodes |= _close(world, node)
+            case NodeSeen() | Sampled() | Progressed():
+                pass
+    return [*folds.decisions(), *nodes.values()]
+
+
+def _started(fold: Fold, report: Started, now: Instant) -> None:
+    task = fold.live(report.fence)
+    if task is None:
+        return
+    if task.state is TaskState.ADMITTED:
+        fold.move(Move.STARTED, "started", started_at=_credible(report.at, task, now))
+    fold.move_leases(report.fence, LeaseState.HELD)
+
+
+def _checkpointed(fold: Fold, report: Checkpointed, now: Instant) -> None:
+    task = fold.live(report.fence)
+    if task is None or (fold.checkpoint is not None and fold.checkpoint.sequence >= report.sequence):
+        return
+    fold.checkpoint = report
+    fold.move(Move.CHANGED, "checkpoint", checkpoint_at=_credible(report.at, task, now))
+
+
+def _ended(fold: Fold, world: World, report: Ended, now: Instant, policy: Policy) -> None:
+    task = fold.live(report.fence)
+    if task is None:
+        return
+    forget = forget_order(world, task)
+    at = _credible(report.at, task, now)
+    if report.ending is Ending.SUCCEEDED:
+        fold.outcome = _outcome(report, at, None)
+        fold.move(Move.SUCCEEDED, "ended", finished_at=at)
+    elif task.state is TaskState.STOPPING:
+        _ended_by_stop(fold, task, report, at)
+    elif report.ending is Ending.NEVER_STARTED:
+        _requeue(fold, "never_started", not_before=next_retry_at(1, now, policy))
+    else:
+        fold.outcome = _outcome(report, at, _failure_of(report))
+        _fail(fold, task, at, now, policy)
+    fold.move_leases(report.fence, LeaseState.RELEASING)
+    fold.orders.append(forget)
+
+
+def _ended_by_stop(fold: Fold, task: Task, report: Ended, at: Instant) -> None:
+    """The state waits for the proof that the memory is free; what the run left behind is kept now."""
+    if report.ending is Ending.NEVER_STARTED:
+        return
+    failure = timed_out(task) if task.stop_reason is StopReason.TIMEOUT else report.failure
+    fold.outcome = _outcome(report, at, failure)
+    fold.move(Move.CHANGED, "ended")
+
+
+def _gone(fold: Fold, world: World, report: Gone, now: Instant, policy: Policy) -> None:
+    fold.move_leases(report.fence, LeaseState.RELEASED)
+    task = fold.live(report.fence)
+    if task is None:
+        fold.forget_whom_it_freed(report.fence)
+        return
+    forget = forget_order(world, task)
+    if task.state is TaskState.STOPPING:
+        what, changes = after_stop(task, now)
+        fold.move(what, "stopped", **changes)
+    elif report.proof == "never_started":
+        _requeue(fold, "never_started", not_before=next_retry_at(1, now, policy))
+    elif report.proof in _NODE_PROOFS:
+        _requeue(fold, "node_lost")
+    else:
+        fold.outcome = Outcome(task.id, task.fence, Ending.LOST, now, failure=_KILLED)
+        _fail(fold, task, now, now, policy)
+    fold.orders.append(forget)
+
+
+def _fail(fold: Fold, task: Task, at: Instant, now: Instant, policy: Policy) -> None:
+    failures = task.failures + 1
+    if failures > task.max_retries:
+        fold.move(Move.FAILED, "ended", failures=failures, finished_at=at)
+    else:
+        _requeue(fold, "retry", failures=failures, not_before=next_retry_at(failures, now, policy))
+
+
+def _requeue(fold: Fold, why: str, **changes: Any) -> None:
+    fold.move(Move.REQUEUED, why, **{**OFF_THE_NODE, **changes})
+
+
+def _give_up_runs(world: World, node: Node, folds: Folds, now: Instant) -> None:
+    """Processes on a lost node may still live: every lease there is quarantined until there is proof."""
+    for key in world.by_node.get(node.name, ()):
+        for holding in world.books[key].holdings.values():
+            lease = holding.lease
+            folds[TaskId(lease.holder)].move_leases(lease.fence, LeaseState.QUARANTINED)
+    for name in sorted(task for task in world.active if world.tasks[task].node == node.name):
+        fold = folds[name]
+        task = fold.task
+        if task is None or not task.is_active:
+            continue
+        if task.state is TaskState.STOPPING:
+            what, changes = after_stop(task, now)
+            fold.move(what, "node_lost", **changes)
+        else:
+            _requeue(fold, "node_lost")
+
+
+def _close(world: World, node: Node) -> dict[NodeName, Decision]:
+    """The node takes nothing new, and nobody waits any longer for memory that was being freed there."""
+    devices = world.by_node.get(node.name, ())
+    waiting = {preemptor for key in devices for preemptor in world.books[key].pledges}
+    pledges = tuple(
+        PledgeWrite(pledge, PledgeEnd.DISSOLVED)
+        for preemptor in sorted(waiting)
+        for pledge in world.pledges[preemptor].values()
+    )
+    if not node.ready and not pledges:
+        return {}
+    closed = replace(node, ready=False, version=node.version + 1)
+    return {node.name: Decision(node.name, "node_lost", nodes=(closed,), pledges=pledges)}
+
+
+def _outcome(report: Ended, at: Instant, failure: Failure | None) -> Outcome:
+    return Outcome(
+        task=report.task,
+        fence=report.fence,
+        ending=report.ending,
+        at=at,
+        result=report.result if report.ending is Ending.SUCCEEDED else None,
+        result_format=report.result_format,
+        failure=failure,
+        log_tail=report.log_tail,
+    )
+
+
+def _failure_of(report: Ended) -> Failure:
+    if report.failure is not None:
+        return report.failure
+    return _STOPPED_UNASKED if report.ending is Ending.STOPPED else _KILLED
+
+
+def _credible(at: Instant, task: Task, now: Instant) -> Instant:
+    """An agent's clock may be wrong: nothing happens before the admission, nor after now."""
+    earliest = task.started_at or task.admitted_at or now
+    return Instant(min(max(at, earliest), now))
