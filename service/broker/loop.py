@@ -9,12 +9,13 @@ from dataclasses import dataclass
 import structlog
 
 from service.broker.dispatch import Dispatcher
-from service.broker.observe import Observer
+from service.broker.observe import Observer, next_batch
 from service.core.cycle import plan_cycle
 from service.core.events import Event
 from service.core.orders import Report
 from service.core.plan import Decision
 from service.core.policy import Policy
+from service.core.reconcile import take_over
 from service.core.units import Term
 from service.core.world import World
 from service.ports import Clock, CommitVerdict, Executor, StoreUnavailable, TaskStore
@@ -82,6 +83,8 @@ class Leader:
         self.leadership.term = await self._store.take_term(self._name)
         self.leadership.leading = True
         log.info("leading", term=self.leadership.term)
+        taken_over = take_over(self._world)
+        await self._carry_out([taken_over] if taken_over else [])
         try:
             async with asyncio.TaskGroup() as group:
                 group.create_task(self._listen())
@@ -117,21 +120,23 @@ class Leader:
 
     async def _settle_reports(self) -> None:
         """A report stays in hand until what it means is committed. Raises PictureDiverged."""
-        for _ in range(STALE_TRIES):
-            if not self._heard:
-                return
-            reports = list(self._heard)
-            decisions = await self._observer.on_reports(reports, self._clock.now())
+        left, tries = len(self._heard), STALE_TRIES
+        while left > 0:
+            batch = next_batch(self._heard)
+            decisions = await self._observer.on_reports(batch, self._clock.now())
             verdicts = await self._carry_out(decisions)
-            if CommitVerdict.STALE in verdicts:
-                log.info("reports met a changed row; looking again", reports=len(reports))
+            if CommitVerdict.STALE not in verdicts:
+                for _ in batch:
+                    self._heard.popleft()
+                left, tries = left - len(batch), STALE_TRIES
                 continue
-            for _ in reports:
-                self._heard.popleft()
-        raise PictureDiverged(
-            f"{STALE_TRIES} times in a row the database refused what the leader made of its reports; "
-            "restart the service, which reads the picture anew"
-        )
+            log.info("reports met a changed row; looking again", reports=len(batch))
+            tries -= 1
+            if tries == 0:
+                raise PictureDiverged(
+                    f"{STALE_TRIES} times in a row the database refused what the leader made of its reports; "
+                    "restart the service, which reads the picture anew"
+                )
 
     async def _plan(self) -> None:
         cursor = None

@@ -1,6 +1,6 @@
 """What came in since the last cycle: reports, requests and deadlines, turned into decisions by the core."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import structlog
@@ -9,7 +9,7 @@ from service.core import deadlines, reconcile, requests, runs
 from service.core.orders import Checkpointed, NodeSeen, Progressed, Report, Sampled
 from service.core.plan import Decision, Outcome
 from service.core.policy import Policy
-from service.core.units import Instant, TaskId
+from service.core.units import Instant, Mib, TaskId
 from service.core.world import World
 from service.ports import BlobStore, Progress
 
@@ -22,6 +22,20 @@ class InventoryRules:
 
     cluster: str
     reserve_mb: int
+
+
+def next_batch(heard: Iterable[Report]) -> list[Report]:
+    """The reports up to the next NodeSeen, or that one alone.
+
+    What an agent says of all its runs holds in its place between the other reports: what came before must
+    be committed when it is read, and what came after must not.
+    """
+    batch: list[Report] = []
+    for report in heard:
+        if isinstance(report, NodeSeen):
+            return batch or [report]
+        batch.append(report)
+    return batch
 
 
 class Observer:
@@ -42,8 +56,10 @@ class Observer:
         self._inventory = inventory
         self._inline_bytes = inline_bytes
         self._progress = progress
+        self._watch: deadlines.Watch | None = None
 
     async def on_reports(self, reports: Sequence[Report], now: Instant) -> list[Decision]:
+        """Of one batch as `next_batch` cuts it."""
         about_runs: list[Report] = []
         decisions: list[Decision] = []
         for report in reports:
@@ -57,8 +73,9 @@ class Observer:
                         self._world,
                         report,
                         now,
+                        self._policy,
                         cluster=self._inventory.cluster,
-                        reserve_mb=self._inventory.reserve_mb,
+                        reserve_mb=Mib(self._inventory.reserve_mb),
                     )
                 case _:
                     about_runs.append(report)
@@ -67,12 +84,13 @@ class Observer:
 
     def on_requests(self, now: Instant) -> list[Decision]:
         return [
-            requests.carry_out(self._world, request, now, self._policy)
-            for request in list(self._world.requests.values())
+            requests.carry_out(self._world, request, now) for request in list(self._world.requests.values())
         ]
 
     def on_time(self, now: Instant) -> list[Decision]:
-        return deadlines.due(self._world, now, self._policy)
+        decisions = deadlines.due(self._world, now, self._policy, self._watch)
+        self._watch = deadlines.keep_watch(self._watch, now)
+        return decisions
 
     def _on_progress(self, report: Progressed) -> None:
         task = self._world.tasks.get(report.task)
