@@ -1,0 +1,98 @@
+"""How many tasks per second are accepted durably, against a bare FastAPI route that returns a constant.
+
+Each POST is one row, its event and its place in the queue, on disk before the answer leaves; the sender is
+identified by its token, and the leader plans a queue that does not fit its one device. The bare app runs
+under the same server settings. One of the two is loaded at a time, in short alternating rounds.
+"""
+
+import json
+import statistics
+from argparse import ArgumentParser, Namespace
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from bench.load import Load, Measured, Target
+from bench.measuring import Figure, Pair, median_ratio, percentile, say
+from bench.postgres import postgres
+from bench.processes import Service, bare_app, service, settle
+
+DEVICE_MB = 24_576
+
+TASK = {"run": {"entrypoint": "bench.tasks:noop"}, "resources": {"gpu_mb": 1024}}
+
+
+def add_options(parser: ArgumentParser) -> None:
+    parser.add_argument("--database", choices=["sqlite", "postgres", "both"], default="both")
+    parser.add_argument("--connections", type=int, default=32)
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--seconds", type=float, default=3.0, help="of load per round and side")
+
+
+def measure(options: Namespace) -> Iterator[Figure]:
+    if options.database in ("sqlite", "both"):
+        with full_service() as running:
+            yield from rounds_against_bare(running, "sqlite", "WAL, synchronous=FULL", options)
+    if options.database in ("postgres", "both"):
+        with postgres() as (url, durability), full_service(DATABASE_URL=url) as running:
+            yield from rounds_against_bare(running, "postgres", durability, options)
+
+
+@contextmanager
+def full_service(**settings: str) -> Iterator[Service]:
+    """A service whose only device is held by a task that stays, so that nothing else fits."""
+    simulated = {
+        "ENGINE": "simulated",
+        "SIMULATED_DEVICES": json.dumps([{"memory_mb": DEVICE_MB}]),
+        "ENTRYPOINTS": "bench.tasks:*",
+    }
+    with service(**simulated, **settings) as running:
+        holder = running.ask(
+            "POST",
+            "/tasks",
+            {
+                "run": {"entrypoint": "bench.tasks:noop", "kwargs": {"seconds": 86_400}},
+                "resources": {"gpu_mb": DEVICE_MB},
+            },
+        )
+        running.wait_until(holder["id"], "running")
+        yield running
+
+
+def rounds_against_bare(running: Service, name: str, durability: str, options: Namespace) -> Iterator[Figure]:
+    ours = Target(running.port, "POST", "/tasks", running.headers, json.dumps(TASK))
+    accepted: list[Measured] = []
+    pairs: list[Pair] = []
+    with bare_app() as port, Load() as load:
+        bare = Target(port, "GET", "/")
+
+        def one_round(seconds: float) -> tuple[Measured, Measured]:
+            constant = load.measure(bare, connections=options.connections, seconds=seconds)
+            posted = load.measure(ours, connections=options.connections, seconds=seconds)
+            settle(running.process)
+            return posted.must_all_be(202), constant.must_all_be(200)
+
+        one_round(0.5 * options.seconds)
+        for number in range(1, options.rounds + 1):
+            posted, constant = one_round(options.seconds)
+            accepted.append(posted)
+            pairs.append(Pair(posted.per_second, constant.per_second))
+            say(f"  {name} round {number}: {posted.per_second:,.0f}/s, bare {constant.per_second:,.0f}/s")
+    latencies = [ms for measured in accepted for ms in measured.latencies_ms]
+    yield Figure(
+        bench="accept",
+        figure=f"accept.{name}",
+        value=statistics.median(pair.ours_per_second for pair in pairs),
+        unit="tasks/s",
+        n=len(latencies),
+        durability=durability,
+        baseline=statistics.median(pair.baseline_per_second for pair in pairs),
+        ratio=median_ratio(pairs),
+    )
+    yield Figure(
+        bench="accept",
+        figure=f"accept.{name}.p99_ms",
+        value=percentile(latencies, 99),
+        unit="ms",
+        n=len(latencies),
+        durability=durability,
+    )

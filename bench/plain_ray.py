@@ -1,0 +1,73 @@
+"""The baseline of `bench run`: one asyncio driver and plain warm actors on a Ray of their own."""
+
+import asyncio
+import os
+import secrets
+import time
+
+import ray
+
+from bench.companion import Companion, answer_commands
+from bench.tasks import noop
+
+CONFINED = {"RAY_AUTH_MODE": "token", "RAY_USAGE_STATS_ENABLED": "0"}
+"""Reachable from this machine and with a token only, like the Ray that the service starts."""
+
+
+class PlainRay(Companion):
+    module = "bench.plain_ray"
+
+    def calls_per_second(self, *, processes: int, in_flight: int, seconds: float) -> float:
+        answer = self.ask(processes=processes, in_flight=in_flight, seconds=seconds)
+        return float(answer["calls"] / answer["seconds"])
+
+
+@ray.remote(num_cpus=0)
+class PlainActor:
+    def call(self) -> None:
+        return noop()
+
+
+ACTORS: list["ray.actor.ActorHandle"] = []
+
+
+async def call_for(seconds: float, in_flight: int) -> dict[str, float]:
+    """Keep so many calls in flight, round robin over the actors, each awaited by itself."""
+    began = time.perf_counter()
+    calls = 0
+
+    async def one_line(number: int) -> None:
+        nonlocal calls
+        actor = ACTORS[number % len(ACTORS)]
+        while time.perf_counter() < began + seconds:
+            await actor.call.remote()
+            calls += 1
+
+    await asyncio.gather(*(one_line(number) for number in range(in_flight)))
+    return {"calls": calls, "seconds": time.perf_counter() - began}
+
+
+def carry_out(processes: int, in_flight: int, seconds: float) -> dict[str, float]:
+    while len(ACTORS) < processes:
+        ACTORS.append(PlainActor.remote())
+    return asyncio.run(call_for(seconds, in_flight))
+
+
+def main() -> None:
+    os.environ.update(CONFINED, RAY_AUTH_TOKEN=secrets.token_hex(32))
+    ray.init(
+        address="local",
+        include_dashboard=False,
+        log_to_driver=False,
+        logging_level="ERROR",
+        object_store_memory=128 * 2**20,
+        _node_ip_address="127.0.0.1",
+    )
+    try:
+        answer_commands(carry_out)
+    finally:
+        ray.shutdown()
+
+
+if __name__ == "__main__":
+    main()

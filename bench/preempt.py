@@ -1,0 +1,56 @@
+"""How long a critical task waits for its first line of user code when a victim must be stopped first.
+
+The victim holds the whole device and checkpoints within milliseconds of its notice; a spare process is ready.
+The critical task returns the clock reading of its first line; it is compared with one taken just before the
+POST was sent.
+"""
+
+import json
+import statistics
+import time
+from argparse import ArgumentParser, Namespace
+from collections.abc import Iterator
+
+from bench.measuring import Figure, percentile, say
+from bench.processes import Service, service
+
+DEVICE_MB = 24_576
+
+
+def add_options(parser: ArgumentParser) -> None:
+    parser.add_argument("--times", type=int, default=25, help="preemptions to measure")
+    parser.add_argument(
+        "--pause", type=float, default=2.0, help="seconds between them, for spares to be made"
+    )
+
+
+def measure(options: Namespace) -> Iterator[Figure]:
+    simulated = {
+        "SIMULATED_DEVICES": json.dumps([{"memory_mb": DEVICE_MB}]),
+        "ENTRYPOINTS": "bench.tasks:*",
+    }
+    waits_ms: list[float] = []
+    with service(**simulated) as running:
+        victim = running.ask("POST", "/tasks", task("bench.tasks:victim", priority=20))["id"]
+        for number in range(1, options.times + 1):
+            running.wait_until(victim, "running")
+            time.sleep(options.pause)
+            waits_ms.append(preempted_in_ms(running))
+            say(f"  preemption {number}: {waits_ms[-1]:.0f} ms")
+        running.ask("POST", f"/tasks/{victim}/cancel", {"grace_seconds": 0})
+    yield Figure("preempt", "preempt.p50_ms", statistics.median(waits_ms), "ms", len(waits_ms))
+    yield Figure("preempt", "preempt.p90_ms", percentile(waits_ms, 90), "ms", len(waits_ms))
+
+
+def preempted_in_ms(running: Service) -> float:
+    sent_at = time.time_ns()
+    critical = running.ask("POST", "/tasks", task("bench.tasks:first_line", priority=95), prefer="wait=60")
+    return (critical["result"] - sent_at) / 1e6
+
+
+def task(entrypoint: str, *, priority: int) -> dict[str, object]:
+    return {
+        "run": {"entrypoint": entrypoint},
+        "priority": priority,
+        "resources": {"gpu_mb": DEVICE_MB, "cpu": 0.5},
+    }

@@ -1,0 +1,134 @@
+"""Server processes under measurement: the service with a data directory of its own, and the bare baseline."""
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import psutil
+
+ROOT = Path(__file__).resolve().parents[1]
+START_SECONDS = 90.0
+STOP_SECONDS = 60.0
+
+T = TypeVar("T")
+
+
+class NotReady(RuntimeError):
+    """A server did not come up or go down in time; the text ends with its last lines."""
+
+
+@dataclass(frozen=True)
+class Service:
+    """A running service and the admin token it made for itself."""
+
+    process: psutil.Popen
+    port: int
+    token: str
+    data_dir: Path
+
+    @property
+    def headers(self) -> dict[str, str]:
+        return {"Authorization": f"Bearer {self.token}", "Content-Type": "application/json"}
+
+    def ask(self, method: str, path: str, body: Any = None, *, prefer: str = "") -> Any:
+        """The JSON answer. Raises urllib.error.HTTPError for 4xx and 5xx."""
+        request = urllib.request.Request(
+            f"http://127.0.0.1:{self.port}{path}",
+            method=method,
+            data=None if body is None else json.dumps(body).encode(),
+            headers={**self.headers, "Prefer": prefer} if prefer else self.headers,
+        )
+        with urllib.request.urlopen(request, timeout=90) as answer:
+            return json.loads(answer.read() or b"null")
+
+    def wait_until(self, task: str, state: str) -> None:
+        """Raises NotReady when the task does not reach the state in time."""
+        deadline = time.monotonic() + START_SECONDS
+        while (seen := self.ask("GET", f"/tasks/{task}"))["state"] != state:
+            if time.monotonic() > deadline:
+                raise NotReady(f"task {task} should be {state} by now: {json.dumps(seen)}")
+            time.sleep(0.02)
+
+
+@contextmanager
+def service(**settings: str) -> Iterator[Service]:
+    """`gpubroker serve` with these settings (environment names without GPUBROKER_), ready to be asked.
+
+    Everything it started, its local Ray included, is stopped again, and its data directory removed.
+    """
+    with tempfile.TemporaryDirectory(prefix="gpb-bench-") as data_dir:
+        given = {"DATA_DIR": data_dir, "PORT": "0", "LOG_LEVEL": "WARNING", **settings}
+        environment = {**os.environ, **{f"GPUBROKER_{name}": value for name, value in given.items()}}
+        command = [sys.executable, "-m", "service", "serve"]
+        with _started(command, environment, Path(data_dir) / "bench.log") as process:
+            running = _wait_until_ready(process, Path(data_dir))
+            try:
+                yield running
+            finally:
+                running.ask("POST", "/shutdown", {"stop_cluster": True})
+                process.wait(STOP_SECONDS)
+
+
+@contextmanager
+def bare_app() -> Iterator[int]:
+    """The baseline under the service's server settings; its port."""
+    with tempfile.TemporaryDirectory(prefix="gpb-bare-") as folder:
+        log = Path(folder) / "bare.log"
+        with _started([sys.executable, "-m", "bench.bare"], dict(os.environ), log) as process:
+            yield int(_wait_for(log.read_text, process, log))
+
+
+def settle(process: psutil.Process, *, busy: float = 0.2, patience_seconds: float = 10.0) -> None:
+    """Wait until a process uses less than `busy` of one core, so as not to disturb its rival's round."""
+    deadline = time.monotonic() + patience_seconds
+    process.cpu_percent()
+    while time.monotonic() < deadline:
+        time.sleep(0.25)
+        if process.cpu_percent() < 100 * busy:
+            return
+
+
+@contextmanager
+def _started(command: Sequence[str], environment: Mapping[str, str], log: Path) -> Iterator[psutil.Popen]:
+    with log.open("wb") as out:
+        process = psutil.Popen(command, cwd=ROOT, env=environment, stdout=out, stderr=subprocess.STDOUT)
+    try:
+        yield process
+    finally:
+        process.terminate()
+        try:
+            process.wait(STOP_SECONDS)
+        except psutil.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+def _wait_until_ready(process: psutil.Popen, data_dir: Path) -> Service:
+    log = data_dir / "bench.log"
+    known = json.loads(_wait_for((data_dir / "client.json").read_text, process, log))
+    port = int(known["url"].rpartition(":")[2])
+    running = Service(process, port, known["token"], data_dir)
+    _wait_for(lambda: running.ask("GET", "/readyz"), process, log)
+    return running
+
+
+def _wait_for(question: Callable[[], T], process: psutil.Popen, log: Path) -> T:
+    """Ask until there is an answer. Raises NotReady when the process ended or the time is up."""
+    deadline = time.monotonic() + START_SECONDS
+    while time.monotonic() < deadline and process.poll() is None:
+        with contextlib.suppress(OSError):
+            if answer := question():
+                return answer
+        time.sleep(0.05)
+    tail = "\n".join(log.read_text().splitlines()[-20:])
+    raise NotReady(f"{' '.join(process.args)} did not get ready; its last lines:\n{tail}")

@@ -1,0 +1,22 @@
+"""The entrypoints that benchmarks run."""
+
+import time
+
+from gpubroker import current_task
+
+
+def noop() -> None:
+    """What is left is the way there and back."""
+
+
+def first_line() -> int:
+    """When user code began: nanoseconds of this machine's clock."""
+    return time.time_ns()
+
+
+def victim() -> None:
+    """Holds its memory until it is told to leave; then saves a small state and leaves at once."""
+    task = current_task()
+    while not task.should_stop:
+        time.sleep(0.001)
+    task.checkpoint(b"enough to go on from")
