@@ -1,0 +1,152 @@
+"""Limits, kills, runs nobody confirms, and pledges that waited too long."""
+
+from typing import Any
+
+import pytest
+
+from service.core.deadlines import GAP_SECONDS, KILL_AGAIN_SECONDS, Watch, due, keep_watch
+from service.core.lease import LeaseState, PledgeEnd
+from service.core.orders import StopOrder
+from service.core.policy import Policy
+from service.core.task import StopReason, TaskState
+from service.core.units import Instant, TaskId
+from tests.builders import GIB, NOW, Holding, a_device, a_node, a_pledge, a_task, a_world, commit, holding
+
+POLICY = Policy()
+
+
+def watched(now: float, looked_seconds_ago: float = 0.5) -> Watch:
+    """The watch of a leader that never slept."""
+    return Watch(since=Instant(0.0), last=Instant(now - looked_seconds_ago))
+
+
+def stopping(id: str = "run", reason: StopReason = StopReason.PREEMPT, **fields: Any) -> Holding:
+    """A run whose grace ends at NOW."""
+    facts = {"stop_reason": reason, "stop_deadline_at": NOW, **fields}
+    return holding(a_task(id, gpu_mb=8 * GIB), "gpu0", state=TaskState.STOPPING, **facts)
+
+
+def test_a_run_past_its_limit_gets_notice_and_the_verdict_is_written_with_it() -> None:
+    world = a_world(holding(a_task(timeout_seconds=100.0, grace_seconds=7.0), node="n1"), a_device())
+    (decision,) = due(world, NOW, POLICY, watched(NOW))
+    task = decision.tasks[0].task
+    assert (task.state, task.stop_reason) == (TaskState.STOPPING, StopReason.TIMEOUT)
+    assert task.stop_deadline_at == NOW + 7.0
+    assert decision.orders == (StopOrder(task.id, task.fence, "n1", "n1-1", StopReason.TIMEOUT, 7.0),)
+    assert decision.outcome is not None
+    assert decision.outcome.failure is not None
+    assert (decision.outcome.failure.kind, decision.outcome.fence) == ("timeout", task.fence)
+
+
+def test_nothing_is_due_before_a_limit_or_without_one() -> None:
+    limited = holding(a_task("limited", timeout_seconds=100.5), node="n1")
+    world = a_world(a_node(), limited, holding(a_task("free"), node="n1"), a_task("waiting"))
+    assert due(world, NOW, POLICY, watched(NOW)) == []
+
+
+def test_a_run_that_has_not_started_uses_up_none_of_its_limit() -> None:
+    world = a_world(a_node(), holding(a_task(timeout_seconds=1.0), node="n1", state=TaskState.ADMITTED))
+    assert due(world, NOW, POLICY, watched(NOW)) == []
+
+
+def test_a_run_that_overstays_its_grace_is_killed_without_touching_a_row() -> None:
+    (decision,) = due(a_world(stopping()), NOW, POLICY, watched(NOW))
+    assert decision.is_empty()
+    assert [order.grace_seconds for order in decision.orders] == [0.0]
+
+
+def test_a_kill_is_sent_again_every_few_seconds_however_often_the_leader_looks() -> None:
+    world = a_world(stopping())
+    kills = 0
+    watch = None
+    for step in range(38):
+        now = Instant(NOW - 1.0 + step * 0.25)
+        kills += len(due(world, now, POLICY, watch))
+        watch = keep_watch(watch, now)
+    assert now < NOW + 3 * KILL_AGAIN_SECONDS
+    assert kills == 3
+
+
+@pytest.mark.parametrize(
+    ("reason", "state"),
+    [
+        (StopReason.PREEMPT, TaskState.PENDING),
+        (StopReason.CANCEL, TaskState.CANCELLED),
+        (StopReason.TIMEOUT, TaskState.FAILED),
+    ],
+)
+def test_a_run_nobody_confirms_lets_its_task_go_and_keeps_its_memory(
+    reason: StopReason, state: TaskState
+) -> None:
+    world = a_world(stopping(reason=reason))
+    now = Instant(NOW + POLICY.kill_patience_seconds)
+    (decision,) = due(world, now, POLICY, watched(now))
+    assert decision.tasks[0].task.state is state
+    assert [lease.state for lease in decision.leases] == [LeaseState.QUARANTINED]
+    commit(world, decision)
+    assert world.active == set()
+    assert sum(book.held_mb() for book in world.books.values()) == 8 * GIB
+
+
+def test_a_preempted_run_nobody_confirms_comes_back_as_preempted_and_not_as_failed() -> None:
+    world = a_world(stopping(preemptions=2, failures=1))
+    now = Instant(NOW + POLICY.kill_patience_seconds)
+    (decision,) = due(world, now, POLICY, watched(now))
+    task = decision.tasks[0].task
+    assert (task.preemptions, task.failures, task.node, task.not_before) == (3, 1, None, None)
+
+
+def test_a_leader_that_slept_gives_every_run_the_whole_patience_again() -> None:
+    world = a_world(stopping())
+    woken = Instant(NOW + 3600.0)
+    assert [d.why for d in due(world, woken, POLICY, Watch(Instant(0.0), NOW))] == ["kill"]
+    watch = keep_watch(Watch(Instant(0.0), NOW), woken)
+    almost = Instant(woken + POLICY.kill_patience_seconds - 0.1)
+    assert "unconfirmed" not in {d.why for d in due(world, almost, POLICY, Watch(watch.since, almost))}
+    after = Instant(woken + POLICY.kill_patience_seconds)
+    assert [d.why for d in due(world, after, POLICY, Watch(watch.since, almost))] == ["unconfirmed"]
+
+
+def test_a_new_leader_gives_up_nobody_at_its_first_look() -> None:
+    late = Instant(NOW + 3600.0)
+    preemptor = a_task("high", gpu_mb=8 * GIB)
+    world = a_world(stopping(freeing_for="high"), preemptor, a_pledge(preemptor, "gpu0", 8 * GIB))
+    assert [d.why for d in due(world, late, POLICY, None)] == ["kill"]
+
+
+def test_a_watch_goes_on_while_the_leader_keeps_looking() -> None:
+    watch = keep_watch(keep_watch(None, NOW), Instant(NOW + GAP_SECONDS))
+    assert watch == Watch(since=NOW, last=Instant(NOW + GAP_SECONDS))
+
+
+def test_a_pledge_whose_victims_are_late_is_dissolved_and_its_victims_free_for_all() -> None:
+    preemptor = a_task("high", gpu_mb=8 * GIB)
+    victim = stopping(freeing_for="high", stop_deadline_at=Instant(NOW + 100.0))
+    pledge = a_pledge(preemptor, "gpu0", 8 * GIB, deadline_at=NOW)
+    other = stopping("other", freeing_for="someone", stop_deadline_at=Instant(NOW + 100.0))
+    world = a_world(preemptor, victim, pledge, other)
+    now = Instant(NOW + POLICY.pledge_patience_seconds)
+    assert due(world, Instant(now - 0.1), POLICY, watched(now)) == []
+    (decision,) = due(world, now, POLICY, watched(now))
+    assert [written.end for written in decision.pledges] == [PledgeEnd.DISSOLVED]
+    assert [(w.task.id, w.task.state, w.task.freeing_for) for w in decision.tasks] == [
+        ("run", TaskState.STOPPING, None)
+    ]
+    commit(world, decision)
+    assert world.pledges == {}
+    assert world.tasks[TaskId("other")].freeing_for == "someone"
+
+
+def test_a_pledge_does_not_outlive_the_victim_that_was_given_up() -> None:
+    preemptor = a_task("high", gpu_mb=16 * GIB)
+    first = stopping("first", freeing_for="high")
+    second = stopping("second", freeing_for="high", stop_deadline_at=Instant(NOW + 100.0))
+    pledge = a_pledge(preemptor, "gpu0", 16 * GIB, deadline_at=Instant(NOW + 100.0))
+    world = a_world(preemptor, first, second, pledge)
+    now = Instant(NOW + POLICY.kill_patience_seconds)
+    decisions = due(world, now, POLICY, watched(now))
+    assert [(d.subject, d.why) for d in decisions] == [("first", "unconfirmed"), ("high", "dissolved")]
+    commit(world, decisions)
+    assert world.pledges == {}
+    assert world.tasks[TaskId("first")].state is TaskState.PENDING
+    assert world.tasks[TaskId("second")].freeing_for is None
