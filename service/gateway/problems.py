@@ -1,0 +1,114 @@
+"""Every way in which the API says no: RFC 9457 documents, one code each, explained in docs/errors.md."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from pydantic_core import to_json
+from starlette.responses import Response
+from typing_extensions import TypedDict
+
+DOCS: Final = "https://github.com/gpubroker/gpubroker/blob/main/docs/errors.md"
+MEDIA_TYPE: Final = "application/problem+json"
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """What is the same for every problem of one code."""
+
+    status: int
+    title: str
+    retryable: bool = False
+    """Whether the very same request may succeed later."""
+
+
+CATALOGUE: Final[Mapping[str, Kind]] = {
+    "malformed-json": Kind(400, "The body is not JSON"),
+    "cursor-invalid": Kind(400, "The cursor does not belong to this list"),
+    "unauthenticated": Kind(401, "A token is needed"),
+    "forbidden": Kind(403, "The token does not allow this"),
+    "priority-not-allowed": Kind(403, "The priority is above the token's cap"),
+    "not-found": Kind(404, "There is no such thing"),
+    "method-not-allowed": Kind(405, "This path does not know the method"),
+    "task-already-finished": Kind(409, "The task has already finished"),
+    "task-not-finished": Kind(409, "The task has not finished", retryable=True),
+    "task-not-pending": Kind(409, "The task no longer waits"),
+    "token-exists": Kind(409, "A token of this name exists"),
+    "payload-too-large": Kind(413, "The body is too large"),
+    "unsupported-media-type": Kind(415, "The body is of a type or encoding that is not read here"),
+    "host-not-allowed": Kind(421, "The service does not go by this name"),
+    "validation-failed": Kind(422, "The request does not fit its schema"),
+    "exceeds-capacity": Kind(422, "The task could never run here"),
+    "entrypoint-not-allowed": Kind(422, "The operator does not allow this entrypoint"),
+    "python-mismatch": Kind(422, "The function was pickled by another Python"),
+    "idempotency-key-reused": Kind(422, "The idempotency key belongs to another body"),
+    "internal-error": Kind(500, "The service made a mistake"),
+    "result-damaged": Kind(500, "The stored bytes are missing or damaged"),
+    "follower-stale": Kind(503, "The overview is too old to be trusted", retryable=True),
+    "store-unavailable": Kind(503, "The database cannot be reached", retryable=True),
+}
+
+_RETRY_AFTER_SECONDS = "1"
+
+
+class Fault(TypedDict):
+    """One thing that is wrong with a request."""
+
+    pointer: str
+    """RFC 6901 pointer into the body (`/resources/gpu_mb`, empty: the whole body), or `query:NAME`,
+    `header:NAME`."""
+    detail: str
+    code: str
+
+
+class ProblemDocument(TypedDict):
+    """RFC 9457 problem details. `code` is stable, `detail` is for people."""
+
+    type: str
+    title: str
+    status: int
+    detail: str
+    instance: str
+    code: str
+    request_id: str
+    retryable: bool
+    errors: list[Fault]
+
+
+class Problem(Exception):
+    """Ends a request with this problem. `code` must be in the catalogue."""
+
+    def __init__(
+        self,
+        code: str,
+        detail: str,
+        *,
+        errors: Sequence[Fault] = (),
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(detail)
+        self.code = code
+        self.kind = CATALOGUE[code]
+        self.detail = detail
+        self.errors = errors
+        self.headers = headers or {}
+
+
+def problem_response(problem: Problem, scope: Mapping[str, Any]) -> Response:
+    """The answer to the request of this ASGI scope."""
+    kind = problem.kind
+    document: ProblemDocument = {
+        "type": f"{DOCS}#{problem.code}",
+        "title": kind.title,
+        "status": kind.status,
+        "detail": problem.detail,
+        "instance": scope["path"],
+        "code": problem.code,
+        "request_id": scope["state"]["request_id"],
+        "retryable": kind.retryable,
+        "errors": list(problem.errors),
+    }
+    headers = dict(problem.headers)
+    if kind.status == 503:
+        headers["Retry-After"] = _RETRY_AFTER_SECONDS
+    return Response(to_json(document), kind.status, headers, MEDIA_TYPE)

@@ -1,0 +1,310 @@
+"""What clients may send. Strict: an unknown field, a wrong type or a number that is none is refused."""
+
+import base64
+import binascii
+import re
+from typing import Annotated, Any, ClassVar, Literal, Self
+
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Discriminator,
+    Field,
+    JsonValue,
+    StringConstraints,
+    Tag,
+    WithJsonSchema,
+    model_validator,
+)
+from pydantic_core import PydanticCustomError
+
+from service.core.policy import BAND_NAMES
+from service.core.task import TaskState
+from service.gateway.identity import EVERY_SCOPE, Scope
+
+ENV_BYTES = 32 * 1024
+RESERVED_ENV = ("CUDA_", "NVIDIA_", "RAY_", "GPUBROKER_", "LD_", "PYTHON")
+"""Variables that decide which devices and which code a process sees; the broker sets them, nobody else."""
+
+_ENV_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+_DAY_SECONDS = 24 * 3600
+
+
+def _band_value(value: Any) -> Any:
+    if not isinstance(value, str) or value.isdecimal():
+        return value
+    if value not in BAND_NAMES:
+        names = ", ".join(BAND_NAMES)
+        raise PydanticCustomError(
+            "priority", "must be a number from 0 to 100 or one of {names}", {"names": names}
+        )
+    return BAND_NAMES[value]
+
+
+def _decoded(value: str) -> bytes:
+    try:
+        return base64.b64decode(value, validate=True)
+    except (binascii.Error, ValueError):
+        raise PydanticCustomError(
+            "base64", "must be standard base64 with padding, without line breaks"
+        ) from None
+
+
+def _free_to_set(env: dict[str, str]) -> dict[str, str]:
+    for name in env:
+        if _ENV_NAME.fullmatch(name) is None:
+            raise PydanticCustomError(
+                "env_name", 'variable name "{name}" must be letters, digits and _', {"name": name}
+            )
+        if name.startswith(RESERVED_ENV):
+            prefixes = ", ".join(f"{prefix}*" for prefix in RESERVED_ENV)
+            raise PydanticCustomError(
+                "env_reserved",
+                'variable "{name}" is set by the broker alone (as all of {prefixes}); leave it out',
+                {"name": name, "prefixes": prefixes},
+            )
+    size = sum(len(name.encode()) + len(value.encode()) for name, value in env.items())
+    if size > ENV_BYTES:
+        raise PydanticCustomError(
+            "env_size",
+            "names and values take {size} bytes; at most {most}",
+            {"size": size, "most": ENV_BYTES},
+        )
+    return env
+
+
+def _line(most: int, least: int = 0) -> StringConstraints:
+    """One line of text: no control characters, which neither databases nor terminals take well."""
+    return StringConstraints(min_length=least, max_length=most, pattern=r"^[^\x00-\x1f\x7f]*$")
+
+
+Text = Annotated[str, StringConstraints(pattern=r"^[^\x00]*$")]
+Name = Annotated[str, _line(200)]
+LabelKey = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9]([A-Za-z0-9._/-]{0,61}[A-Za-z0-9])?$")]
+LabelValue = Annotated[str, _line(255)]
+Priority = Annotated[
+    int,
+    Field(ge=0, le=100),
+    BeforeValidator(_band_value),
+    WithJsonSchema(
+        {
+            "description": "0 (least) to 100, or the name of a band, which stands for its middle value.",
+            "anyOf": [
+                {"type": "integer", "minimum": 0, "maximum": 100},
+                {"type": "string", "enum": list(BAND_NAMES)},
+            ],
+        }
+    ),
+]
+GraceSeconds = Annotated[float, Field(ge=0, le=3600)]
+Env = Annotated[dict[str, Text], Field(max_length=64), AfterValidator(_free_to_set)]
+Labels = Annotated[dict[LabelKey, LabelValue], Field(max_length=32)]
+
+
+class Body(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, frozen=True)
+
+
+class Entrypoint(Body):
+    """A function that the operator allows, by name."""
+
+    tag: ClassVar = "entrypoint"
+    entrypoint: Annotated[
+        str,
+        StringConstraints(
+            max_length=500, pattern=r"^[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*(\.[A-Za-z_]\w*)*$"
+        ),
+        Field(description="`module:function`; may be `async def`.", examples=["myteam.training:train"]),
+    ]
+    args: Annotated[list[JsonValue], Field(max_length=10_000)] = []
+    kwargs: dict[str, JsonValue] = {}
+
+
+class Command(Body):
+    """A program and its arguments, without a shell. Needs the scope `tasks:command`."""
+
+    tag: ClassVar = "command"
+    command: Annotated[
+        list[Annotated[Text, Field(max_length=131_071)]],
+        Field(min_length=1, max_length=1000, examples=[["python", "train.py", "--epochs", "3"]]),
+    ]
+    working_directory: (
+        Annotated[
+            str,
+            StringConstraints(max_length=4095, pattern=r"^/[^\x00]*$"),
+            Field(description="An absolute path."),
+        ]
+        | None
+    ) = None
+
+
+class Function(Body):
+    """A pickled function, stored and handed on unopened. Needs the scope `tasks:code`."""
+
+    tag: ClassVar = "function"
+    function: Annotated[
+        bytes,
+        BeforeValidator(lambda value: _decoded(value) if isinstance(value, str) else value),
+        Field(min_length=1, description="Base64 of the cloudpickle of `(callable, args, kwargs)`."),
+        WithJsonSchema({"type": "string", "contentEncoding": "base64", "minLength": 4}),
+    ]
+    python: Annotated[
+        str,
+        StringConstraints(pattern=r"^[0-9]{1,2}\.[0-9]{1,3}$"),
+        Field(description="The Python minor that pickled it.", examples=["3.11"]),
+    ]
+    cloudpickle: Annotated[str, StringConstraints(pattern=r"^[0-9][0-9A-Za-z.]{0,30}$")] | None = None
+    runtime: Annotated[Literal[1], Field(description="Version of the protocol inside the process.")] = 1
+
+
+def _kind_of(run: Any) -> str | None:
+    """The one of the three that is there; None if it is not exactly one."""
+    named = [
+        kind.tag for kind in (Entrypoint, Command, Function) if isinstance(run, dict) and kind.tag in run
+    ]
+    return named[0] if len(named) == 1 else None
+
+
+Run = Annotated[
+    Annotated[Entrypoint, Tag(Entrypoint.tag)]
+    | Annotated[Command, Tag(Command.tag)]
+    | Annotated[Function, Tag(Function.tag)],
+    Discriminator(
+        _kind_of,
+        custom_error_type="run_kind",
+        custom_error_message="must have exactly one of entrypoint, command, function",
+    ),
+]
+
+
+class Resources(Body):
+    """What a task needs to run. Sizes are MiB; GPU sizes are per device."""
+
+    gpu_mb: Annotated[int, Field(ge=1, le=16_777_216)] | None = None
+    gpus: Annotated[int, Field(ge=0, le=1024)] | None = None
+    gpu_fraction: (
+        Annotated[float, Field(gt=0, le=1, description="Share of each device's memory, instead of `gpu_mb`.")]
+        | None
+    ) = None
+    exclusive: Annotated[bool, Field(description="No other holder on the same devices.")] = False
+    cpu: Annotated[float, Field(ge=0, le=100_000)] | None = None
+    memory_mb: Annotated[int, Field(ge=0, le=1_073_741_824)] = 0
+    custom: Annotated[
+        dict[LabelKey, Annotated[float, Field(gt=0, le=1e9)]],
+        Field(max_length=32, description="Amounts of resources that the operator named."),
+    ] = {}
+
+    @property
+    def wants_gpu(self) -> bool:
+        return self.exclusive or self.gpu_mb is not None or self.gpu_fraction is not None
+
+    @model_validator(mode="after")
+    def _agree(self) -> Self:
+        if self.gpu_mb is not None and self.gpu_fraction is not None:
+            raise PydanticCustomError("contradiction", "give gpu_mb or gpu_fraction, not both")
+        if self.gpus == 0 and self.wants_gpu:
+            raise PydanticCustomError(
+                "contradiction",
+                "gpus is 0, but gpu_mb, gpu_fraction or exclusive asks for one; leave gpus out: it becomes 1",
+            )
+        return self
+
+
+class SubmitTask(Body):
+    """One task. Only `run` is required."""
+
+    run: Run
+    name: Name = ""
+    priority: Priority | None = None
+    model_type: Annotated[str, _line(100)] = ""
+    resources: Resources = Resources()
+    placement: Annotated[
+        Literal["pack", "spread"],
+        Field(description="Fill devices that are in use, or take empty ones first."),
+    ] = "pack"
+    max_retries: Annotated[int, Field(ge=0, le=100)] | None = None
+    timeout_seconds: Annotated[float, Field(gt=0, le=30 * _DAY_SECONDS)] | None = None
+    grace_seconds: GraceSeconds | None = None
+    labels: Labels = {}
+    env: Env = {}
+    result_format: Literal["json", "cloudpickle"] = "json"
+
+
+class CancelTask(Body):
+    grace_seconds: Annotated[
+        GraceSeconds | None, Field(description="Time between notice and force; left out: the task's own.")
+    ] = None
+    reason: Annotated[str, _line(500)] = ""
+
+
+class ChangeTask(Body):
+    """What to change; what is left out stays."""
+
+    priority: Priority | None = None
+    held: Annotated[bool | None, Field(description="A held task is not planned until it is released.")] = None
+
+    @model_validator(mode="after")
+    def _say_something(self) -> Self:
+        if self.priority is None and self.held is None:
+            raise PydanticCustomError("nothing_to_change", "give priority, held or both")
+        return self
+
+
+class CreateToken(Body):
+    name: Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$")]
+    scopes: Annotated[
+        list[Scope | Literal["*"]], Field(min_length=1, description=f"`{EVERY_SCOPE}` is every scope.")
+    ]
+    tenant: Annotated[
+        str | None,
+        StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$"),
+        Field(description="Left out: the tenant of the token that asks."),
+    ] = None
+    max_priority: Annotated[int, Field(ge=0, le=100)] | None = None
+    expires_in_seconds: Annotated[float, Field(gt=0, le=3650 * _DAY_SECONDS)] | None = None
+
+
+class ShutDown(Body):
+    stop_cluster: Annotated[
+        bool, Field(description="Stop the local Ray and everything that runs on it as well.")
+    ] = False
+
+
+class Query(BaseModel):
+    """Query parameters. Unknown names are refused, except those that start with `open_prefix`."""
+
+    model_config = ConfigDict(extra="allow", allow_inf_nan=False, frozen=True)
+    open_prefix: ClassVar[str | None] = None
+
+
+class TaskQuery(Query):
+    open_prefix: ClassVar[str | None] = "label."
+
+    state: Annotated[
+        list[TaskState], Field(description="One or more states, repeated or separated by commas.")
+    ] = []
+    min_priority: Priority | None = None
+    max_priority: Priority | None = None
+    name: Annotated[Name | None, Field(description="The exact name.")] = None
+    limit: Annotated[int, Field(ge=1, description="Above the server's maximum: so many as that.")] = 100
+    cursor: Annotated[str | None, Field(max_length=200, description="`next_cursor` of the page before.")] = (
+        None
+    )
+
+    @property
+    def labels(self) -> dict[str, str]:
+        extra: dict[str, str] = self.model_extra or {}
+        return {name.removeprefix("label."): value for name, value in extra.items()}
+
+
+class EventQuery(Query):
+    after: Annotated[int, Field(ge=0, le=2**63 - 1, description="`next_after` of the page before.")] = 0
+    limit: Annotated[int, Field(ge=1)] = 100
+
+
+class WaitQuery(Query):
+    timeout_seconds: Annotated[
+        float, Field(ge=0, description="At most 60 seconds are waited, whatever is asked.")
+    ] = 30.0

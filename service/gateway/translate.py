@@ -1,0 +1,239 @@
+"""From what clients say to what the store keeps, and back. Pure."""
+
+import base64
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Any
+
+from service.core.events import Event
+from service.core.lease import Lease
+from service.core.policy import band_of
+from service.core.task import Demand, Task
+from service.core.units import Instant, Mib, Seconds, TaskId
+from service.gateway.faults import refused
+from service.gateway.parts import Defaults
+from service.gateway.problems import Fault
+from service.gateway.schemas import Command, Entrypoint, Function, Resources, SubmitTask
+from service.gateway.views import (
+    DeviceShare,
+    ErrorView,
+    EventView,
+    PendingView,
+    ProgressView,
+    ResourcesView,
+    RunView,
+    TaskView,
+)
+from service.ports import Progress, RunSpec, TaskRecord
+
+SHARED_BELOW_CPU = 1.0
+"""An entrypoint that asks for less than one CPU, and for no GPU and no env, may share a warm process."""
+
+
+def demand_of(resources: Resources, placement: str, defaults: Defaults) -> Demand:
+    """A GPU size without a number of GPUs means one; CPU that is left out becomes the default."""
+    gpus = resources.gpus if resources.gpus is not None else int(resources.wants_gpu)
+    return Demand(
+        gpus=gpus,
+        gpu_mb=None if resources.gpu_mb is None else Mib(resources.gpu_mb),
+        gpu_fraction=resources.gpu_fraction,
+        exclusive=resources.exclusive,
+        cpu=defaults.cpu if resources.cpu is None else resources.cpu,
+        memory_mb=Mib(resources.memory_mb),
+        custom=tuple(sorted(resources.custom.items())),
+        placement=placement,
+    )
+
+
+def task_of(
+    body: SubmitTask, demand: Demand, tenant: str, defaults: Defaults, *, id: TaskId, now: Instant
+) -> Task:
+    grace = defaults.grace_seconds if body.grace_seconds is None else body.grace_seconds
+    timeout = body.timeout_seconds
+    shares = isinstance(body.run, Entrypoint) and demand.gpus == 0 and demand.cpu < SHARED_BELOW_CPU
+    return Task(
+        id=id,
+        tenant=tenant,
+        name=body.name,
+        priority=defaults.priority if body.priority is None else body.priority,
+        demand=demand,
+        submitted_at=now,
+        max_retries=defaults.max_retries if body.max_retries is None else body.max_retries,
+        timeout_seconds=None if timeout is None else Seconds(timeout),
+        grace_seconds=Seconds(grace),
+        shareable=shares and not body.env,
+    )
+
+
+def arguments_of(run: Entrypoint | Command | Function) -> bytes:
+    """What the process is handed. Raises Problem where JSON arguments hold NaN or an infinity."""
+    match run:
+        case Entrypoint():
+            try:
+                text = json.dumps(
+                    {"args": run.args, "kwargs": run.kwargs},
+                    allow_nan=False,
+                    ensure_ascii=False,
+                    separators=(",", ":"),
+                )
+            except ValueError:
+                detail = (
+                    "arguments must be JSON values; NaN, Infinity and numbers beyond 64-bit floats are none"
+                )
+                raise refused([Fault(pointer="/run", detail=detail, code="finite-number")]) from None
+            return text.encode()
+        case Function():
+            return run.function
+        case Command():
+            return b""
+
+
+def spec_of(body: SubmitTask, arguments: bytes, digest: str | None) -> RunSpec:
+    """`digest` names the blob that holds the arguments; then they stay out of the row."""
+    run = body.run
+    return RunSpec(
+        kind=run.tag,
+        entrypoint=run.entrypoint if isinstance(run, Entrypoint) else "",
+        command=tuple(run.command) if isinstance(run, Command) else (),
+        arguments=arguments if digest is None else b"",
+        arguments_digest=digest,
+        python=run.python if isinstance(run, Function) else "",
+        env=body.env,
+        result_format=body.result_format,
+        labels=body.labels,
+        model_type=body.model_type,
+        working_directory=(run.working_directory or "") if isinstance(run, Command) else "",
+    )
+
+
+def rfc3339(at: Instant) -> str:
+    return datetime.fromtimestamp(at, UTC).isoformat(timespec="milliseconds")[:-6] + "Z"
+
+
+def rfc3339_or_none(at: Instant | None) -> str | None:
+    return None if at is None else rfc3339(at)
+
+
+@dataclass(frozen=True, slots=True)
+class Live:
+    """What is known of a task beside its row."""
+
+    leases: list[Lease]
+    uuids: Mapping[str, str]
+    """Device key -> UUID."""
+    progress: Progress | None = None
+    pending: PendingView | None = None
+
+
+NOTHING_LIVE = Live([], {})
+
+
+def task_view(record: TaskRecord, live: Live = NOTHING_LIVE) -> TaskView:
+    task, spec = record.task, record.spec
+    url = f"/tasks/{task.id}"
+    return {
+        "id": task.id,
+        "name": task.name,
+        "tenant": task.tenant,
+        "state": task.state.value,
+        "priority": task.priority,
+        "band": band_of(task.priority)[0],
+        "run": _run_view(spec),
+        "resources": _resources_view(task.demand),
+        "placement": task.demand.placement,
+        "max_retries": task.max_retries,
+        "timeout_seconds": task.timeout_seconds,
+        "grace_seconds": task.grace_seconds,
+        "labels": dict(spec.labels),
+        "model_type": spec.model_type,
+        "result_format": spec.result_format,
+        "held": task.held,
+        "attempt": task.fence,
+        "failures": task.failures,
+        "preemptions": task.preemptions,
+        "node": task.node,
+        "devices": [_share(lease, live.uuids) for lease in live.leases],
+        "submitted_at": rfc3339(task.submitted_at),
+        "admitted_at": rfc3339_or_none(task.admitted_at),
+        "started_at": rfc3339_or_none(task.started_at),
+        "checkpoint_at": rfc3339_or_none(task.checkpoint_at),
+        "not_before": rfc3339_or_none(task.not_before),
+        "finished_at": rfc3339_or_none(task.finished_at),
+        "stop_reason": None if task.stop_reason is None else task.stop_reason.value,
+        "stop_deadline_at": rfc3339_or_none(task.stop_deadline_at),
+        "progress": None if live.progress is None else _progress_view(live.progress),
+        "pending": live.pending,
+        "error": error_view(record.failure),
+        "urls": {
+            "self": url,
+            "result": f"{url}/result",
+            "events": f"{url}/events",
+            "explain": f"{url}/explain",
+            "cancel": f"{url}/cancel",
+        },
+    }
+
+
+def _run_view(spec: RunSpec) -> RunView:
+    return {
+        "kind": spec.kind,
+        "entrypoint": spec.entrypoint or None,
+        "command": list(spec.command) or None,
+    }
+
+
+def _resources_view(demand: Demand) -> ResourcesView:
+    return {
+        "gpus": demand.gpus,
+        "gpu_mb": demand.gpu_mb,
+        "gpu_fraction": demand.gpu_fraction,
+        "exclusive": demand.exclusive,
+        "cpu": demand.cpu,
+        "memory_mb": demand.memory_mb,
+        "custom": dict(demand.custom),
+    }
+
+
+def _share(lease: Lease, uuids: Mapping[str, str]) -> DeviceShare:
+    return {
+        "uuid": uuids.get(lease.device, lease.device),
+        "gpu_mb": lease.mb,
+        "state": lease.state.value,
+    }
+
+
+def _progress_view(progress: Progress) -> ProgressView:
+    return {"fraction": progress.fraction, "message": progress.message, "at": rfc3339(progress.at)}
+
+
+def error_view(failure: Mapping[str, Any] | None) -> ErrorView | None:
+    if failure is None:
+        return None
+    return {
+        "kind": str(failure.get("kind", "")),
+        "message": str(failure.get("message", "")),
+        "traceback": str(failure.get("traceback", "")),
+    }
+
+
+def event_view(event: Event) -> EventView:
+    return {
+        "position": event.position,
+        "at": rfc3339(event.at),
+        "kind": event.kind,
+        "key": event.key,
+        "version": event.version,
+        "fields": {name: _readable(name, value) for name, value in event.fields.items()},
+    }
+
+
+def _readable(name: str, value: Any) -> Any:
+    """Rows keep instants as seconds; people and clients get RFC 3339 everywhere."""
+    is_instant = name.endswith("_at") or name in {"since", "not_before"}
+    return rfc3339(Instant(value)) if is_instant and isinstance(value, int | float) else value
+
+
+def base64_text(data: bytes) -> str:
+    return base64.b64encode(data).decode()

@@ -1,0 +1,297 @@
+"""What the API answers. Clients must accept more fields and more values than they know."""
+
+from typing import Annotated, Any, Literal, NotRequired
+
+from pydantic import Field
+from typing_extensions import TypedDict
+
+Time = Annotated[str, Field(json_schema_extra={"format": "date-time"}, examples=["2026-11-21T10:02:11.412Z"])]
+"""RFC 3339 in UTC, with Z."""
+
+
+class RunView(TypedDict):
+    kind: Annotated[str, Field(description="entrypoint, command or function.")]
+    entrypoint: str | None
+    command: list[str] | None
+
+
+class ResourcesView(TypedDict):
+    gpus: int
+    gpu_mb: int | None
+    gpu_fraction: float | None
+    exclusive: bool
+    cpu: float
+    memory_mb: int
+    custom: dict[str, float]
+
+
+class DeviceShare(TypedDict):
+    """What a task holds of one device."""
+
+    uuid: str
+    gpu_mb: int
+    state: Annotated[str, Field(description="reserved, held, releasing or quarantined.")]
+
+
+class ProgressView(TypedDict):
+    fraction: float | None
+    message: str
+    at: Time
+
+
+class PendingView(TypedDict):
+    """Why a task waits."""
+
+    reason: Annotated[str, Field(description="A stable token.")]
+    message: str
+    position: Annotated[int | None, Field(description="1 is next.")]
+
+
+class ErrorView(TypedDict):
+    kind: Annotated[str, Field(description="A stable token, such as exception, out_of_memory, timeout.")]
+    message: str
+    traceback: str
+
+
+class TaskUrls(TypedDict):
+    self: str
+    result: str
+    events: str
+    explain: str
+    cancel: str
+
+
+class TaskView(TypedDict):
+    """A task as it stands. `pending` is told in answers about a single task, not in lists."""
+
+    id: str
+    name: str
+    tenant: str
+    state: str
+    priority: int
+    band: str
+    run: RunView
+    resources: ResourcesView
+    placement: str
+    max_retries: int
+    timeout_seconds: float | None
+    grace_seconds: float
+    labels: dict[str, str]
+    model_type: str
+    result_format: str
+    held: bool
+    attempt: Annotated[int, Field(description="How often the task was given devices so far.")]
+    failures: Annotated[int, Field(description="Attempts that used up a retry.")]
+    preemptions: int
+    node: str | None
+    devices: list[DeviceShare]
+    submitted_at: Time
+    admitted_at: Time | None
+    started_at: Time | None
+    checkpoint_at: Time | None
+    not_before: Time | None
+    finished_at: Time | None
+    stop_reason: str | None
+    stop_deadline_at: Annotated[Time | None, Field(description="Whatever is left then is killed.")]
+    progress: ProgressView | None
+    pending: PendingView | None
+    error: ErrorView | None
+    urls: TaskUrls
+    result: NotRequired[
+        Annotated[Any, Field(description="In answers that waited for the end; JSON results.")]
+    ]
+    data_base64: NotRequired[
+        Annotated[str, Field(description="In answers that waited for the end; results that are not JSON.")]
+    ]
+
+
+class TaskPage(TypedDict):
+    items: list[TaskView]
+    next_cursor: str | None
+    has_more: bool
+
+
+class ResultView(TypedDict):
+    id: str
+    state: str
+    format: str
+    result: NotRequired[Annotated[Any, Field(description="The value, if the format is json.")]]
+    data_base64: NotRequired[Annotated[str, Field(description="The bytes, if they are not JSON.")]]
+    error: ErrorView | None
+    log_tail: Annotated[str, Field(description="The end of what the run wrote to stdout and stderr.")]
+
+
+class EventView(TypedDict):
+    position: Annotated[int, Field(description="Place in the log; gap-free, in commit order.")]
+    at: Time
+    kind: str
+    key: Annotated[str, Field(description="The row that changed.")]
+    version: int
+    fields: dict[str, Any]
+
+
+class EventPage(TypedDict):
+    items: list[EventView]
+    next_after: Annotated[int, Field(description="Pass it as `after` to go on.")]
+
+
+class AsOf(TypedDict):
+    as_of: Annotated[Time, Field(description="When the newest event in this picture was committed.")]
+    age_seconds: Annotated[float, Field(description="Since the picture was last known to be current.")]
+    position: Annotated[int, Field(description="Of the newest event in this picture.")]
+
+
+class HolderView(TypedDict):
+    """Who holds memory. `id` and `name` are null for other tenants' holders, unless an admin asks."""
+
+    kind: str
+    id: str | None
+    name: str | None
+    tenant: str
+    priority: int
+    band: str
+    gpu_mb: int
+    measured_mb: int
+    state: str
+    since: Time
+    stopping: bool
+
+
+class PledgeView(TypedDict):
+    """Memory that is being freed for one waiting task; `task` is null if it is another tenant's."""
+
+    task: str | None
+    gpu_mb: int
+    arrived_mb: Annotated[int, Field(description="How much of it is free already, and kept for the task.")]
+    priority: int
+    deadline_at: Time
+
+
+class GpuView(TypedDict):
+    key: str
+    uuid: str
+    node: str
+    kind: str
+    index: int
+    simulated: bool
+    physical_mb: int
+    reserve_mb: Annotated[int, Field(description="Never leased.")]
+    leased_mb: int
+    used_mb: Annotated[int | None, Field(description="As measured; null before the first sample.")]
+    foreign_mb: Annotated[int, Field(description="Used by processes without a lease.")]
+    unaccounted_mb: Annotated[
+        int, Field(description="Used beyond what holders and foreign processes explain.")
+    ]
+    pledged_mb: int
+    free_mb: Annotated[int, Field(description="What a task without a pledge could take now.")]
+    utilization: Annotated[float | None, Field(description="0 to 1, as last measured.")]
+    sampled_at: Time | None
+    stale: Annotated[bool, Field(description="Not measured lately: takes nothing new.")]
+    holders: list[HolderView]
+    pledges: list[PledgeView]
+
+
+class GpuList(AsOf):
+    items: list[GpuView]
+
+
+class Amount(TypedDict):
+    total: float
+    used: float
+
+
+class MebibyteAmount(TypedDict):
+    total: int
+    used: int
+
+
+class RunAmount(TypedDict):
+    limit: int
+    used: int
+
+
+class NodeView(TypedDict):
+    name: str
+    ready: Annotated[bool, Field(description="Its agent has answered the leader.")]
+    cordoned: bool
+    incarnation: Annotated[str, Field(description="Changes with each start of the node's agent.")]
+    cpu: Amount
+    memory_mb: MebibyteAmount
+    runs: RunAmount
+    gpus: int
+    labels: dict[str, str]
+
+
+class NodeList(AsOf):
+    items: list[NodeView]
+
+
+class GpuTotals(TypedDict):
+    total_mb: int
+    leased_mb: int
+    used_mb: int
+    free_mb: int
+    utilization: Annotated[float | None, Field(description="Mean over the measured devices, 0 to 1.")]
+
+
+class TaskCounts(TypedDict):
+    """The last four count every task that ever ended so, also those no longer kept."""
+
+    pending: int
+    admitted: int
+    running: int
+    stopping: int
+    completed: int
+    failed: int
+    cancelled: int
+    expired: int
+
+
+class ExecutorView(TypedDict):
+    state: str
+    address: str
+    message: str
+
+
+class LeaderView(TypedDict):
+    term: Annotated[int | None, Field(description="Null if this process does not lead.")]
+
+
+class Stats(AsOf):
+    gpu: GpuTotals
+    tasks: TaskCounts
+    executor: ExecutorView
+    leader: LeaderView
+
+
+class TokenView(TypedDict):
+    name: str
+    tenant: str
+    scopes: list[str]
+    max_priority: int
+    created_at: Time
+    expires_at: Time | None
+
+
+class NewToken(TokenView):
+    token: Annotated[str, Field(description="The secret. It is shown here and nowhere else.")]
+
+
+class TokenList(TypedDict):
+    items: list[TokenView]
+
+
+class Health(TypedDict):
+    status: Literal["ok"]
+
+
+class Readiness(TypedDict):
+    """Each part is `ok` or says in one word what it is instead."""
+
+    status: Literal["ready", "not_ready"]
+    parts: dict[str, str]
+
+
+class Stopping(TypedDict):
+    stopping: Literal[True]
+    stop_cluster: bool
