@@ -1,7 +1,7 @@
 """`python -m bench NAME [options]`: figures as JSON lines on stdout, sentences on stderr."""
 
-import argparse
 import sys
+from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from types import ModuleType
 
 from bench import accept, preempt, run
@@ -10,13 +10,16 @@ from bench.measuring import publish
 BENCHMARKS: dict[str, ModuleType] = {"accept": accept, "run": run, "preempt": preempt}
 
 
-def parser() -> argparse.ArgumentParser:
+def parser() -> ArgumentParser:
     """One subcommand per benchmark; its help is the first line of its module."""
-    root = argparse.ArgumentParser(prog="python -m bench", description=__doc__)
+    root = ArgumentParser(prog="python -m bench", description=__doc__)
     names = root.add_subparsers(dest="name", metavar="NAME", required=True)
     for name, module in BENCHMARKS.items():
         summary = (module.__doc__ or "").partition("\n")[0]
-        module.add_options(names.add_parser(name, help=summary, description=module.__doc__))
+        described = names.add_parser(
+            name, help=summary, description=module.__doc__, formatter_class=RawDescriptionHelpFormatter
+        )
+        module.add_options(described)
     return root
 
 

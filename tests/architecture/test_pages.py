@@ -1,0 +1,127 @@
+"""What the pages say is there: commands, links, files of the image. And no page names somebody's machine."""
+
+import re
+import shlex
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+
+import typer
+from gpubroker.cli.app import app
+from typer.core import TyperGroup
+from typer.main import get_command
+
+from bench.__main__ import BENCHMARKS
+from tests.architecture.source_tree import PYTHON_FOLDERS, ROOT, modules, pages
+
+FENCED = re.compile(r"^```(?:sh|bash|console)\n(.*?)^```", re.MULTILINE | re.DOTALL)
+LINK = re.compile(r"\[[^\]]*\]\(([^)#\s]+)(?:#[^)]*)?\)")
+PRIVATE_PATH = re.compile(r"(?<![\w.~}])/(?:home|root|work|Users)/\w|\.\./shared\b")
+
+
+def markdown() -> list[Path]:
+    return [page for page in pages() if page.suffix == ".md"]
+
+
+def commands_in(text: str) -> Iterator[list[str]]:
+    """The words of each command line in the page's shell blocks, continued lines joined."""
+    for block in FENCED.findall(text):
+        for line in block.replace("\\\n", " ").splitlines():
+            words = shlex.split(line.removeprefix("$ "), comments=True)
+            if words:
+                yield words
+
+
+def is_unknown(words: list[str]) -> bool:
+    match words:
+        case ["make", *targets]:
+            return not {word for word in targets if "=" not in word} <= make_targets()
+        case ["gpubroker", *rest]:
+            return not is_verb([word for word in rest if not word.startswith("-")])
+        case ["uv", "run", "python", "-m", "bench", name, *_]:
+            return name not in {*BENCHMARKS, "--help"}
+        case _:
+            return False
+
+
+def is_verb(words: list[str]) -> bool:
+    """`token create` is two verbs; what follows the last one is its arguments."""
+    found = get_command(app)
+    for word in words:
+        if not isinstance(found, TyperGroup):
+            return True
+        found = found.get_command(typer.Context(found), word)
+    return found is not None
+
+
+def make_targets() -> set[str]:
+    return set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
+
+
+def test_every_command_shown_on_a_page_exists() -> None:
+    unknown = [
+        f"{page.relative_to(ROOT)}: {' '.join(words)}"
+        for page in markdown()
+        for words in commands_in(page.read_text(encoding="utf-8"))
+        if is_unknown(words)
+    ]
+    assert unknown == []
+
+
+def test_the_readme_shows_how_to_run_see_and_test_it() -> None:
+    shown = {tuple(words[:2]) for words in commands_in((ROOT / "README.md").read_text(encoding="utf-8"))}
+    verbs = ("submit", "ps", "show", "explain", "cancel", "gpus", "stats", "token", "down")
+    assert {("make", "demo"), ("make", "serve"), ("make", "test")} <= shown
+    assert {("gpubroker", verb) for verb in verbs} <= shown
+
+
+def test_a_command_that_does_not_exist_would_be_seen() -> None:
+    assert is_unknown(["make", "coffee"])
+    assert is_unknown(["gpubroker", "brew"])
+    assert is_unknown(["uv", "run", "python", "-m", "bench", "coffee"])
+    assert not is_unknown(["gpubroker", "ps", "-o", "json"])
+
+
+def test_links_between_pages_lead_somewhere() -> None:
+    broken = [
+        f"{page.relative_to(ROOT)} -> {target}"
+        for page in markdown()
+        for target in LINK.findall(page.read_text(encoding="utf-8"))
+        if "://" not in target and not (page.parent / target).exists()
+    ]
+    assert broken == []
+
+
+def test_no_page_or_source_names_a_path_of_somebodys_machine() -> None:
+    texts = {module.path: module.text for module in modules(*PYTHON_FOLDERS)}
+    texts |= {str(page.relative_to(ROOT)): page.read_text(encoding="utf-8") for page in pages()}
+    texts.pop(Path(__file__).relative_to(ROOT).as_posix())
+    found = [
+        f"{path}: {match.group()}"
+        for path, text in texts.items()
+        for match in PRIVATE_PATH.finditer(text)
+        if not match.group().startswith("/home/gpubroker"[: len(match.group())])
+    ]
+    assert found == []
+
+
+def test_the_image_copies_only_what_exists_and_does_not_run_as_root() -> None:
+    lines = (ROOT / "Dockerfile").read_text(encoding="utf-8").splitlines()
+    copied = [line.split()[1:-1] for line in lines if line.startswith("COPY") and "--from=" not in line]
+    assert [name for names in copied for name in names if not (ROOT / name).exists()] == []
+    last_stage = lines[max(i for i, line in enumerate(lines) if line.startswith("FROM")) :]
+    assert [line for line in last_stage if line.startswith("USER")] == ["USER gpubroker"]
+
+
+def test_the_image_is_built_from_all_that_the_build_needs() -> None:
+    kept = {line[1:] for line in (ROOT / ".dockerignore").read_text().splitlines() if line.startswith("!")}
+    copied = re.findall(r"^COPY (?!--from)(.+) \S+$", (ROOT / "Dockerfile").read_text(), re.MULTILINE)
+    assert {name for names in copied for name in names.split()} == kept
+
+
+def test_both_packages_carry_the_same_version() -> None:
+    server, client = (
+        tomllib.loads((ROOT / path).read_text(encoding="utf-8"))["project"]["version"]
+        for path in ("pyproject.toml", "client/pyproject.toml")
+    )
+    assert server == client
