@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from gpubroker.broker import Broker
     from gpubroker.errors import BrokerError, Refused, TaskCancelled, TaskFailed, Unreachable, WaitTimeout
     from gpubroker.models import Event, Explanation, Gpu, Node, Outcome, Page, Stats, Task, TaskState, Token
-    from gpubroker.runtime import Stopped, current_task
+    from gpubroker.runtime import CheckpointTooLarge, NoCurrentTask, RunningTask, Stopped, current_task
 
 __version__ = "0.1.0"
 
@@ -32,20 +32,25 @@ _HOME = {
         ("Event", "Explanation", "Gpu", "Node", "Outcome", "Page", "Stats", "Task", "TaskState", "Token"),
         "models",
     ),
-    **dict.fromkeys(("Stopped", "current_task"), "runtime"),
+    **dict.fromkeys(
+        ("CheckpointTooLarge", "NoCurrentTask", "RunningTask", "Stopped", "current_task"), "runtime"
+    ),
 }
 
 __all__ = [
     "AsyncBroker",
     "Broker",
     "BrokerError",
+    "CheckpointTooLarge",
     "Event",
     "Explanation",
     "Gpu",
+    "NoCurrentTask",
     "Node",
     "Outcome",
     "Page",
     "Refused",
+    "RunningTask",
     "Stats",
     "Stopped",
     "Task",

@@ -1,7 +1,7 @@
 """The SDK for asyncio: the same surface as `Broker`, awaited."""
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self, TypeVar, Unpack
 
@@ -109,6 +109,9 @@ class AsyncBroker:
     async def stats(self) -> Stats:
         return await self._carry_out(self._do.stats())
 
+    async def ready(self) -> Mapping[str, str]:
+        return await self._carry_out(self._do.ready())
+
     async def tokens(self) -> tuple[Token, ...]:
         return await self._carry_out(self._do.tokens())
 
@@ -119,9 +122,16 @@ class AsyncBroker:
         scopes: Sequence[str],
         tenant: str | None = None,
         max_priority: int | None = None,
+        expires_in_seconds: float | None = None,
     ) -> Token:
         return await self._carry_out(
-            self._do.create_token(name, scopes=scopes, tenant=tenant, max_priority=max_priority)
+            self._do.create_token(
+                name,
+                scopes=scopes,
+                tenant=tenant,
+                max_priority=max_priority,
+                expires_in_seconds=expires_in_seconds,
+            )
         )
 
     async def revoke_token(self, name: str) -> None:

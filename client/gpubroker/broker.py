@@ -1,7 +1,7 @@
 """The synchronous SDK: one method per operation, carried out over one pooled HTTP connection."""
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self, TypeVar, Unpack
 
@@ -126,6 +126,10 @@ class Broker:
     def stats(self) -> Stats:
         return self._carry_out(self._do.stats())
 
+    def ready(self) -> Mapping[str, str]:
+        """Return once the service can take and run tasks. Raises Unreachable after `retry_seconds`."""
+        return self._carry_out(self._do.ready())
+
     def tokens(self) -> tuple[Token, ...]:
         return self._carry_out(self._do.tokens())
 
@@ -136,10 +140,17 @@ class Broker:
         scopes: Sequence[str],
         tenant: str | None = None,
         max_priority: int | None = None,
+        expires_in_seconds: float | None = None,
     ) -> Token:
         """A new token; its secret is in `.token` of this answer and nowhere else."""
         return self._carry_out(
-            self._do.create_token(name, scopes=scopes, tenant=tenant, max_priority=max_priority)
+            self._do.create_token(
+                name,
+                scopes=scopes,
+                tenant=tenant,
+                max_priority=max_priority,
+                expires_in_seconds=expires_in_seconds,
+            )
         )
 
     def revoke_token(self, name: str) -> None:

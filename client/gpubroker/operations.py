@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, TypedDict
 from urllib.parse import quote
 
-from gpubroker.errors import BrokerError, TaskCancelled, TaskFailed, WaitTimeout
+from gpubroker.errors import TaskCancelled, TaskFailed, WaitTimeout
 from gpubroker.exchange import Answer, Call, Steps, exchange
 from gpubroker.models import (
     Event,
@@ -141,6 +141,10 @@ class Operations:
     def stats(self) -> Steps[Stats]:
         return Stats.of((yield from self._ask("GET", "/stats")))
 
+    def ready(self) -> Steps[Mapping[str, str]]:
+        parts: Mapping[str, str] = (yield from self._ask("GET", "/readyz"))["parts"]
+        return parts
+
     # Administration
 
     def tokens(self) -> Steps[tuple[Token, ...]]:
@@ -154,14 +158,14 @@ class Operations:
         scopes: Sequence[str],
         tenant: str | None = None,
         max_priority: int | None = None,
-        expires_at: str | None = None,
+        expires_in_seconds: float | None = None,
     ) -> Steps[Token]:
         wanted = {
             "name": name,
             "scopes": list(scopes),
             "tenant": tenant,
             "max_priority": max_priority,
-            "expires_at": expires_at,
+            "expires_in_seconds": expires_in_seconds,
         }
         call = Call("POST", "/tokens", body=_json(_given(wanted)), repeatable=False)
         answer = yield from self._send(call)
@@ -175,8 +179,8 @@ class Operations:
         yield from self._send(Call("POST", "/shutdown", body=body, repeatable=False))
 
 
-def value_of(outcome: Outcome) -> Any:
-    """The result of a finished task; unpickles it if it is a pickle. Raises TaskFailed or TaskCancelled."""
+def check_success(outcome: Outcome) -> None:
+    """Raises TaskFailed or TaskCancelled for a task that ended without a result."""
     if outcome.state is TaskState.CANCELLED:
         raise TaskCancelled(outcome.id)
     if outcome.state is not TaskState.SUCCEEDED:
@@ -188,11 +192,12 @@ def value_of(outcome: Outcome) -> Any:
             traceback=error.traceback,
             log_tail=outcome.log_tail,
         )
-    if outcome.format == "cloudpickle":
-        if outcome.data is None:
-            raise BrokerError(f"the result of task {outcome.id} is said to be pickled and has no data")
-        return opened(outcome.data)
-    return outcome.value
+
+
+def value_of(outcome: Outcome) -> Any:
+    """The result of a finished task; unpickles it if it is a pickle. Raises as `check_success` does."""
+    check_success(outcome)
+    return outcome.value if outcome.data is None else opened(outcome.data)
 
 
 def _path(task: AnyTask) -> str:

@@ -1,0 +1,42 @@
+"""The `gpubroker` command line."""
+
+import sys
+
+from gpubroker import errors
+
+EXIT_OK = 0
+EXIT_ERROR = 1
+EXIT_USAGE = 2
+EXIT_TASK_FAILED = 3
+EXIT_CANCELLED = 4
+EXIT_WAIT_TIMEOUT = 5
+EXIT_REFUSED = 6
+EXIT_UNREACHABLE = 7
+EXIT_INTERRUPTED = 130
+
+
+def main() -> None:
+    """Run the command line and leave with one of the codes above."""
+    from gpubroker.cli.app import app
+
+    try:
+        app()
+    except errors.BrokerError as error:
+        print(f"gpubroker: {error}", file=sys.stderr)
+        sys.exit(exit_code(error))
+
+
+def exit_code(error: errors.BrokerError) -> int:
+    match error:
+        case errors.TaskFailed():
+            return EXIT_TASK_FAILED
+        case errors.TaskCancelled():
+            return EXIT_CANCELLED
+        case errors.WaitTimeout():
+            return EXIT_WAIT_TIMEOUT
+        case errors.Refused():
+            return EXIT_REFUSED
+        case errors.Unreachable():
+            return EXIT_UNREACHABLE
+        case _:
+            return EXIT_ERROR

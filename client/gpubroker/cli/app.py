@@ -1,0 +1,77 @@
+"""The commands, and those that other packages add through the entry-point group `gpubroker.commands`."""
+
+from importlib.metadata import entry_points
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperGroup
+from typer.main import get_group
+
+from gpubroker.cli import EXIT_USAGE, administer, cluster, control, submit, tasks
+from gpubroker.cli.session import Format, Output, say
+
+_SERVER_COMMANDS = frozenset({"serve", "down", "migrate", "openapi", "gateway", "broker"})
+
+
+class Commands(TyperGroup):
+    """Our commands at once; those of other packages only when one of them, or the help, is asked for."""
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        if own := super().get_command(ctx, cmd_name):
+            return own
+        if added := self._added().get(cmd_name):
+            return added
+        if cmd_name in _SERVER_COMMANDS:
+            say(f"`gpubroker {cmd_name}` belongs to the service: pip install gpubroker-server")
+            raise typer.Exit(EXIT_USAGE)
+        return None
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        return [*super().list_commands(ctx), *self._added()]
+
+    def _added(self) -> dict[str, Any]:
+        app = typer.Typer(add_completion=False)
+        app.callback()(lambda: None)
+        for point in entry_points(group="gpubroker.commands"):
+            try:
+                point.load()(app)
+            except ImportError as error:
+                say(f"the commands of {point.value} cannot be loaded: {error}")
+        for command in app.registered_commands:
+            command.rich_help_panel = "Service"
+        return dict(get_group(app).commands)
+
+
+app = typer.Typer(
+    cls=Commands,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    epilog="Exit codes: 0 ok, 2 usage, 3 task failed, 4 cancelled, 5 wait timeout, 6 refused, 7 unreachable.",
+)
+
+
+@app.callback()
+def options(
+    url: Annotated[str | None, typer.Option(help="Address of the service. [GPUBROKER_URL]")] = None,
+    token: Annotated[str | None, typer.Option(help="Token to show to it. [GPUBROKER_TOKEN]")] = None,
+) -> None:
+    """Queue work for shared GPUs, see who holds what, and why a task waits.
+
+    \b
+    gpubroker submit team.training:fit -i epochs=3 --gpu-memory 18GiB --wait
+    gpubroker ps
+    gpubroker explain last
+    """
+
+
+def version(output: Output = Format.TABLE) -> None:
+    """The version of this command line."""
+    from gpubroker import __version__
+
+    typer.echo(f"gpubroker {__version__}" if output is Format.TABLE else f'{{"version": "{__version__}"}}')
+
+
+for part in (submit, tasks, control, cluster, administer):
+    part.add_to(app)
+app.command(rich_help_panel="Administration")(version)

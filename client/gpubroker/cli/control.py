@@ -1,0 +1,69 @@
+"""Commands that ask for a change of tasks: cancel, hold, release, priority."""
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from gpubroker.cli import quantities
+from gpubroker.cli.session import Format, Output, TaskWord, TaskWords, broker_of, emit_all, task_id
+
+if TYPE_CHECKING:
+    from gpubroker.broker import Broker
+    from gpubroker.models import Task
+
+
+def cancel(
+    context: typer.Context,
+    tasks: TaskWords,
+    grace: Annotated[
+        float | None,
+        typer.Option(parser=quantities.seconds, metavar="DURATION", help="Time to stop in after notice."),
+    ] = None,
+    reason: Annotated[str | None, typer.Option(help="Kept with the task.")] = None,
+    output: Output = Format.TABLE,
+) -> None:
+    """End tasks: waiting ones at once, running ones after notice and their grace period."""
+    _change(
+        context,
+        tasks,
+        output,
+        lambda broker, task: broker.cancel(task, grace_seconds=grace, reason=reason),
+    )
+
+
+def hold(context: typer.Context, tasks: TaskWords, output: Output = Format.TABLE) -> None:
+    """Keep tasks in the queue until they are released."""
+    _change(context, tasks, output, lambda broker, task: broker.change(task, held=True))
+
+
+def release(context: typer.Context, tasks: TaskWords, output: Output = Format.TABLE) -> None:
+    """Let held tasks run when there is room."""
+    _change(context, tasks, output, lambda broker, task: broker.change(task, held=False))
+
+
+def priority(
+    context: typer.Context,
+    task: TaskWord,
+    value: Annotated[str, typer.Argument(metavar="PRIORITY", help="0 to 100, or the name of a band.")],
+    output: Output = Format.TABLE,
+) -> None:
+    """Change the priority of a task."""
+    wanted = quantities.priority(value)
+    _change(context, [task], output, lambda broker, found: broker.change(found, priority=wanted))
+
+
+def _change(
+    context: typer.Context, words: Sequence[str], output: Format, change: Callable[["Broker", str], "Task"]
+) -> None:
+    """Find all the tasks before changing any, so that a mistyped word changes nothing."""
+    from gpubroker.cli import draw
+
+    with broker_of(context) as broker:
+        found = [task_id(broker, word) for word in words]
+        emit_all(output, [change(broker, task) for task in found], draw.tasks)
+
+
+def add_to(app: typer.Typer) -> None:
+    for command in (cancel, hold, release, priority):
+        app.command(rich_help_panel="Tasks")(command)

@@ -1,0 +1,63 @@
+"""What people type: sizes, durations, key=value pairs and JSON values. Each raises typer.BadParameter."""
+
+import json
+import math
+import re
+from typing import Any
+
+import typer
+
+_BYTES = {
+    "": 1024**2, "m": 1024**2, "mib": 1024**2, "mb": 10**6,
+    "g": 1024**3, "gib": 1024**3, "gb": 10**9, "t": 1024**4, "tib": 1024**4, "tb": 10**12,
+}  # fmt: skip
+_SECONDS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
+
+
+def size_mb(text: str) -> int:
+    """`18GiB`, `18g`, `512MiB`, `80GB` or a bare number of MiB, as MiB, rounded up."""
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", text)
+    if found is None or found[2].lower() not in _BYTES:
+        raise typer.BadParameter(f"{text!r} is no size; write 18GiB, 512MiB, or a number of MiB")
+    return math.ceil(float(found[1]) * _BYTES[found[2].lower()] / 1024**2)
+
+
+def seconds(text: str) -> float:
+    """`90`, `90s`, `15m`, `1h30m` or `2d`, as seconds."""
+    if re.fullmatch(r"\d+(\.\d+)?", text):
+        return float(text)
+    parts = re.findall(r"(\d+(?:\.\d+)?)(ms|s|m|h|d)", text)
+    if not parts or "".join(number + unit for number, unit in parts) != text:
+        raise typer.BadParameter(f"{text!r} is no duration; write 90s, 15m or 1h30m")
+    return sum(float(number) * _SECONDS[unit] for number, unit in parts)
+
+
+def priority(text: str) -> int | str:
+    """A number, or the name of a band, which the service knows."""
+    return int(text) if re.fullmatch(r"[+-]?\d+", text) else text
+
+
+def amount(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise typer.BadParameter(f"{text!r} is no number") from None
+
+
+def json_or_text(text: str) -> Any:
+    """The JSON value that was typed; what is not JSON is a string, so `-i name=resnet` needs no quotes."""
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
+
+
+def pairs(words: list[str], option: str) -> dict[str, str]:
+    """`["a=1", "b=x=y"]` as `{"a": "1", "b": "x=y"}`."""
+    found: dict[str, str] = {}
+    for word in words:
+        name, equals, value = word.partition("=")
+        if not name or not equals:
+            raise typer.BadParameter(f"{option} {word!r} must be NAME=VALUE")
+        found[name] = value
+    return found

@@ -1,0 +1,152 @@
+"""`gpubroker submit`: queue an entrypoint or a command."""
+
+import os
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Annotated, Any, cast
+
+import typer
+from typer.core import TyperCommand
+
+from gpubroker.cli import quantities
+from gpubroker.cli.outcome import wait_and_show
+from gpubroker.cli.session import Format, Output, broker_of, emit, say
+
+if TYPE_CHECKING:
+    from gpubroker.submission import SubmitOptions
+
+_SIZE = {"parser": quantities.size_mb, "metavar": "SIZE"}
+_SECONDS = {"parser": quantities.seconds, "metavar": "DURATION"}
+
+Target = Annotated[str | None, typer.Argument(help="module:function; or nothing, and `-- COMMAND ...`.")]
+Args = Annotated[
+    list[str] | None, typer.Option("--arg", "-a", help="Positional argument, JSON or text; repeatable.")
+]
+Kwargs = Annotated[
+    list[str] | None,
+    typer.Option("--input", "-i", metavar="NAME=VALUE", help="Keyword argument, JSON or text; repeatable."),
+]
+Priority = Annotated[
+    Any,
+    typer.Option(
+        "--priority",
+        "-p",
+        parser=quantities.priority,
+        metavar="PRIORITY",
+        help="0 to 100, or critical, interactive, batch, background, idle.",
+    ),
+]
+GpuMb = Annotated[
+    Any, typer.Option("--gpu-memory", "--gpu-mb", help="Memory per GPU: 18GiB, or a number of MiB.", **_SIZE)
+]
+Gpus = Annotated[int | None, typer.Option(help="How many GPUs; whole ones if no memory is given.")]
+Fraction = Annotated[float | None, typer.Option(help="Share of one GPU, such as 0.5.")]
+Exclusive = Annotated[bool, typer.Option("--exclusive", help="Share the GPUs with nobody.")]
+Cpu = Annotated[float | None, typer.Option(help="CPUs; 1 if not given.")]
+Memory = Annotated[Any, typer.Option("--memory", help="Host memory, such as 4GiB.", **_SIZE)]
+Custom = Annotated[list[str] | None, typer.Option(metavar="NAME=AMOUNT", help="Custom resource; repeatable.")]
+Placement = Annotated[str | None, typer.Option(help="pack or spread.")]
+ModelType = Annotated[str | None, typer.Option(help="Kind of model, for defaults and statistics.")]
+Name = Annotated[str | None, typer.Option("--name", "-n", help="Name shown in lists.")]
+Labels = Annotated[
+    list[str] | None, typer.Option("--label", "-l", metavar="NAME=VALUE", help="To find it by; repeatable.")
+]
+Env = Annotated[
+    list[str] | None, typer.Option("--env", "-e", metavar="NAME=VALUE", help="For the task; repeatable.")
+]
+Retries = Annotated[int | None, typer.Option("--retries", help="How often a failed run is tried again.")]
+Timeout = Annotated[Any, typer.Option("--timeout", help="Limit for one run, such as 15m.", **_SECONDS)]
+Grace = Annotated[Any, typer.Option("--grace", help="Time to stop in after notice.", **_SECONDS)]
+ResultFormat = Annotated[str | None, typer.Option(help="json or cloudpickle.")]
+Directory = Annotated[str | None, typer.Option("--working-directory", "-C", help="Where the command runs.")]
+Key = Annotated[str | None, typer.Option(help="Submits with the same key are one task.")]
+Wait = Annotated[bool, typer.Option("--wait", "-w", help="Wait for the end and print the result.")]
+WaitTimeout = Annotated[Any, typer.Option(help="Wait no longer; the task goes on.", **_SECONDS)]
+
+
+class CommandAfterDashes(TyperCommand):
+    """Keeps everything behind `--` apart: those are the words of the task's own command."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        if "--" in args:
+            at = args.index("--")
+            ctx.obj = args[at + 1 :]
+            args = args[:at]
+        return super().parse_args(ctx, args)
+
+
+def submit(
+    context: typer.Context,
+    target: Target = None,
+    args: Args = None,
+    kwargs: Kwargs = None,
+    priority: Priority = None,
+    gpu_mb: GpuMb = None,
+    gpus: Gpus = None,
+    gpu_fraction: Fraction = None,
+    exclusive: Exclusive = False,
+    cpu: Cpu = None,
+    memory_mb: Memory = None,
+    custom: Custom = None,
+    placement: Placement = None,
+    model_type: ModelType = None,
+    name: Name = None,
+    labels: Labels = None,
+    env: Env = None,
+    max_retries: Retries = None,
+    timeout_seconds: Timeout = None,
+    grace_seconds: Grace = None,
+    result_format: ResultFormat = None,
+    working_directory: Directory = None,
+    idempotency_key: Key = None,
+    wait: Wait = False,
+    wait_timeout: WaitTimeout = None,
+    output: Output = Format.TABLE,
+) -> None:
+    """Queue a task: a function the service allows, or any command behind two dashes.
+
+    \b
+    gpubroker submit team.training:fit -i epochs=3 --gpu-memory 18GiB
+    gpubroker submit --gpus 1 --priority batch -- python train.py --epochs 3
+    """
+    options = _options(locals())
+    command: list[str] = context.obj or []
+    if (target is None) == (not command):
+        raise typer.BadParameter("name one thing to run: module:function, or a command behind --")
+    with broker_of(context) as broker:
+        words = [quantities.json_or_text(word) for word in args or []]
+        task = broker.submit(target or command, *words, **options)
+        say(f"queued {task.name or 'task'}; why it waits: gpubroker explain {task.id}")
+        if wait:
+            wait_and_show(broker, task.id, wait_timeout, output)
+        else:
+            emit(output, task, lambda queued: queued.id)
+
+
+def _options(given: Mapping[str, Any]) -> "SubmitOptions":
+    """Those of the command's parameters that the SDK takes under the same name, read as it wants them."""
+    from gpubroker.submission import SubmitOptions as Known
+
+    options = {
+        name: value
+        for name in Known.__annotations__
+        if (value := given[name]) is not None and value is not False and value != []
+    }
+    for name, option in (
+        ("kwargs", "--input"),
+        ("labels", "--label"),
+        ("env", "--env"),
+        ("custom", "--custom"),
+    ):
+        if name in options:
+            options[name] = quantities.pairs(options[name], option)
+    if "kwargs" in options:
+        options["kwargs"] = {n: quantities.json_or_text(v) for n, v in options["kwargs"].items()}
+    if "working_directory" in options:
+        options["working_directory"] = os.path.abspath(options["working_directory"])
+    if "custom" in options:
+        options["custom"] = {n: quantities.amount(v) for n, v in options["custom"].items()}
+    return cast("SubmitOptions", options)
+
+
+def add_to(app: typer.Typer) -> None:
+    app.command(cls=CommandAfterDashes, rich_help_panel="Tasks")(submit)

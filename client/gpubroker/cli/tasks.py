@@ -1,0 +1,149 @@
+"""Commands that look at tasks: ps, show, explain, wait, result, events."""
+
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from gpubroker.cli import outcome, quantities
+from gpubroker.cli.session import (
+    Format,
+    Output,
+    TaskWord,
+    Watch,
+    broker_of,
+    emit,
+    emit_all,
+    task_id,
+    watch,
+)
+
+if TYPE_CHECKING:
+    from gpubroker.broker import Broker
+    from gpubroker.models import Task
+    from gpubroker.operations import ListOptions
+
+_UNFINISHED = ("pending", "admitted", "running", "stopping")
+_REASONS_ASKED = 20
+
+WaitTimeout = Annotated[
+    float | None,
+    typer.Option(
+        "--timeout", parser=quantities.seconds, metavar="DURATION", help="Wait no longer, such as 90s."
+    ),
+]
+
+
+def ps(
+    context: typer.Context,
+    everything: Annotated[bool, typer.Option("--all", "-a", help="Finished ones, too.")] = False,
+    state: Annotated[list[str] | None, typer.Option("--state", "-s", help="Only these; repeatable.")] = None,
+    label: Annotated[list[str] | None, typer.Option("--label", "-l", metavar="NAME=VALUE")] = None,
+    name: Annotated[str | None, typer.Option("--name", "-n", help="Only tasks of this name.")] = None,
+    limit: Annotated[int, typer.Option(help="At most so many, newest first.")] = 50,
+    watching: Watch = False,
+    output: Output = Format.TABLE,
+) -> None:
+    """Tasks, newest first, and why the waiting ones wait."""
+    from gpubroker.cli import draw
+
+    wanted: ListOptions = {"limit": min(limit, 200)}
+    if state or not everything:
+        wanted["state"] = state or _UNFINISHED
+    if label:
+        wanted["labels"] = quantities.pairs(label, "--label")
+    if name:
+        wanted["name"] = name
+    with broker_of(context) as broker:
+
+        def listed() -> "list[Task]":
+            found = list(islice(broker.list(**wanted), limit))
+            return _with_reasons(broker, found) if output is Format.TABLE else found
+
+        if watching:
+            watch(output, listed, draw.tasks)
+        else:
+            emit_all(output, listed(), draw.tasks)
+
+
+def _with_reasons(broker: "Broker", listed: list["Task"]) -> list["Task"]:
+    """Lists do not say why a task waits, since that is worked out per task; ask for the newest of them."""
+    asked = [task.id for task in listed if task.state == "pending"][:_REASONS_ASKED]
+    return [broker.get(task.id) if task.id in asked else task for task in listed]
+
+
+def show(context: typer.Context, task: TaskWord, output: Output = Format.TABLE) -> None:
+    """Everything about one task."""
+    from gpubroker.cli import draw
+
+    with broker_of(context) as broker:
+        emit(output, broker.get(task_id(broker, task)), draw.task)
+
+
+def explain(context: typer.Context, task: TaskWord, output: Output = Format.TABLE) -> None:
+    """Why a task waits, with a verdict per device; or where it runs."""
+    from gpubroker.cli import draw
+
+    with broker_of(context) as broker:
+        emit(output, broker.explain(task_id(broker, task)), draw.explanation)
+
+
+def wait(
+    context: typer.Context, task: TaskWord, timeout: WaitTimeout = None, output: Output = Format.TABLE
+) -> None:
+    """Wait until a task is finished. The exit code says how it ended."""
+    from gpubroker.cli import draw
+    from gpubroker.operations import check_success
+
+    with broker_of(context) as broker:
+        wanted = task_id(broker, task)
+        outcome.wait(broker, wanted, timeout)
+        emit(output, broker.get(wanted), draw.task)
+        check_success(broker.outcome(wanted))
+
+
+def result(
+    context: typer.Context,
+    task: TaskWord,
+    wait: Annotated[bool, typer.Option("--wait", "-w", help="Wait for the end first.")] = False,
+    timeout: WaitTimeout = None,
+    save: Annotated[Path | None, typer.Option(help="Write the result to this file.")] = None,
+    output: Output = Format.TABLE,
+) -> None:
+    """Print what a finished task returned; its log goes to standard error."""
+    with broker_of(context) as broker:
+        wanted = task_id(broker, task)
+        if wait:
+            outcome.wait(broker, wanted, timeout)
+        outcome.show(broker.outcome(wanted), output, save)
+
+
+def events(
+    context: typer.Context,
+    task: Annotated[str | None, typer.Argument(help="Only of this task.")] = None,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on as they happen.")] = False,
+    after: Annotated[int | None, typer.Option(help="Begin after this position of the log.")] = None,
+    last: Annotated[int, typer.Option("--last", "-n", help="Without --after: so many of the newest.")] = 50,
+    output: Output = Format.TABLE,
+) -> None:
+    """The event log: every change of a task, lease, pledge, device and node, in order."""
+    from gpubroker.cli import draw
+
+    with broker_of(context) as broker:
+        wanted = None if task is None else task_id(broker, task)
+        if after is None:
+            after = 0 if wanted else max(0, broker.stats().position - last)
+        if output is Format.JSON and not follow:
+            emit_all(output, list(broker.events(wanted, after=after)), draw.events)
+            return
+        try:
+            for line in broker.events(wanted, after=after, follow=follow):
+                emit(Format.NDJSON if output is Format.JSON else output, line, draw.event)
+        except KeyboardInterrupt:
+            return
+
+
+def add_to(app: typer.Typer) -> None:
+    for command in (ps, show, explain, wait, result, events):
+        app.command(rich_help_panel="Tasks")(command)
