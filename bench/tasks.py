@@ -2,7 +2,7 @@
 
 import time
 
-from gpubroker import current_task
+from gpubroker import Stopped, current_task
 
 
 def noop() -> None:
@@ -17,6 +17,6 @@ def first_line() -> int:
 def victim() -> None:
     """Holds its memory until it is told to leave; then saves a small state and leaves at once."""
     task = current_task()
-    while not task.should_stop:
-        time.sleep(0.001)
+    task.wait_for_stop()
     task.checkpoint(b"enough to go on from")
+    raise Stopped
