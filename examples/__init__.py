@@ -1,0 +1,1 @@
+"""Programs that show how gpubroker is used. `make demo` runs examples.demo."""

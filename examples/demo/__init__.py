@@ -1,0 +1,1 @@
+"""The main job, live: fill two GPUs, preempt for a critical task, resume from checkpoints, compare."""

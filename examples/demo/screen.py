@@ -1,0 +1,80 @@
+"""The demo on a terminal, as one picture that changes; and anywhere else, as lines."""
+
+from collections import deque
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Self
+
+from gpubroker import Gpu, Task
+from gpubroker.cli import draw
+from rich.console import Console, Group
+from rich.live import Live
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+
+from examples.demo.story import Ending
+
+_LINES_SHOWN = 14
+
+
+class PlainScreen:
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        return
+
+    def show(self, gpus: Sequence[Gpu], tasks: Sequence[Task], lines: Sequence[str]) -> None:
+        for line in lines:
+            print(line, flush=True)
+
+
+class LiveScreen:
+    """GPU memory, the queue, and the newest lines. What was said stays on the terminal at the end."""
+
+    def __init__(self, console: Console) -> None:
+        self._lines: deque[str] = deque(maxlen=_LINES_SHOWN)
+        self._live = Live(
+            Text("starting the service and a local Ray ..."), console=console, auto_refresh=False
+        )
+
+    def __enter__(self) -> Self:
+        self._live.__enter__()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._live.__exit__(kind, error, trace)
+
+    def show(self, gpus: Sequence[Gpu], tasks: Sequence[Task], lines: Sequence[str]) -> None:
+        self._lines.extend(lines)
+        picture = Group(
+            Panel(draw.gpus(gpus), title="GPU memory", title_align="left", border_style="dim"),
+            Panel(draw.tasks(tasks), title="tasks", title_align="left", border_style="dim"),
+            *(Text(line, overflow="ellipsis", no_wrap=True) for line in self._lines),
+        )
+        self._live.update(picture, refresh=True)
+
+
+def screen_on(console: Console) -> PlainScreen | LiveScreen:
+    return LiveScreen(console) if console.is_terminal else PlainScreen()
+
+
+def summary(ending: Ending) -> Table:
+    table = Table(title="resumed runs reach what undisturbed runs reach", title_justify="left")
+    for column in ("task", "preempted", "resumed at epoch", "accuracy", "undisturbed"):
+        table.add_column(column)
+    for name, accuracy in ending.accuracy.items():
+        reference = ending.reference.get(name)
+        table.add_row(
+            name,
+            str(ending.preemptions.get(name, "")),
+            str(ending.resumed_at_epoch.get(name, "")),
+            f"{accuracy:.6f}",
+            "" if reference is None else f"{reference:.6f}",
+        )
+    return table

@@ -1,0 +1,93 @@
+"""The demo's tasks, and what they must come to when nothing disturbs them."""
+
+import json
+import os
+import subprocess
+import sys
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+from gpubroker import Broker, Task
+
+from examples.digits import accuracy, learn, new_model
+
+_GIB = 1024  # in MiB
+_ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+"""These matrices are small: more threads would only take the machine's cores from each other."""
+
+_REFERENCE_SECONDS = 60.0
+
+
+@dataclass(frozen=True)
+class Work:
+    name: str
+    entrypoint: str
+    arguments: dict[str, Any]
+    gpu_mb: int
+    priority: str
+
+    def submit(self, broker: Broker) -> Task:
+        return broker.submit(
+            self.entrypoint,
+            kwargs=self.arguments,
+            name=self.name,
+            gpu_mb=self.gpu_mb,
+            cpu=0.5,
+            priority=self.priority,
+            grace_seconds=10,
+            env=_ONE_THREAD,
+        )
+
+
+def _training(name: str, seed: int, hidden: int, gpu_gib: int) -> Work:
+    arguments = {"seed": seed, "hidden": hidden, "epochs": 300, "pace_seconds": 0.012}
+    return Work(name, "examples.digits:train", arguments, gpu_gib * _GIB, "background")
+
+
+TRAININGS = (
+    _training("train-large", seed=1, hidden=64, gpu_gib=20),
+    _training("train-medium", seed=2, hidden=48, gpu_gib=14),
+    _training("train-small", seed=3, hidden=32, gpu_gib=10),
+)
+"""44 of the 48 GiB of two GPUs, and no way to place the 18 GiB of the evaluation beside them."""
+
+EVALUATION = Work("evaluate-release", "examples.digits:evaluate", {"folds": 5}, 18 * _GIB, "critical")
+
+
+class Reference:
+    """The same work without a broker, in a process of its own that gives way to everything else."""
+
+    def __init__(self) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "examples.demo.workload"],
+            stdout=subprocess.PIPE,
+            env=os.environ | _ONE_THREAD,
+            start_new_session=True,
+        )
+        with suppress(OSError):
+            os.setpriority(os.PRIO_PROCESS, self._process.pid, 10)
+
+    def accuracies(self) -> dict[str, float]:
+        """Task name -> accuracy. Waits for the process."""
+        output, _ = self._process.communicate(timeout=_REFERENCE_SECONDS)
+        known: dict[str, float] = json.loads(output)
+        return known
+
+    def end(self) -> None:
+        self._process.kill()
+        self._process.communicate()
+
+
+def undisturbed() -> dict[str, float]:
+    reached = {}
+    for work in TRAININGS:
+        model = new_model(work.arguments["seed"], work.arguments["hidden"])
+        for _ in learn(model, work.arguments["epochs"]):
+            pass
+        reached[work.name] = accuracy(model)
+    return reached
+
+
+if __name__ == "__main__":
+    print(json.dumps(undisturbed()))
