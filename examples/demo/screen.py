@@ -27,7 +27,7 @@ class PlainScreen:
     ) -> None:
         return
 
-    def show(self, gpus: Sequence[Gpu], tasks: Sequence[Task], lines: Sequence[str]) -> None:
+    def show(self, _gpus: Sequence[Gpu], _tasks: Sequence[Task], lines: Sequence[str], /) -> None:
         for line in lines:
             print(line, flush=True)
 
@@ -37,9 +37,8 @@ class LiveScreen:
 
     def __init__(self, console: Console) -> None:
         self._lines: deque[str] = deque(maxlen=_LINES_SHOWN)
-        self._live = Live(
-            Text("starting the service and a local Ray ..."), console=console, auto_refresh=False
-        )
+        first = Text("starting the service and a local Ray ...")
+        self._live = Live(first, console=console, auto_refresh=False)
 
     def __enter__(self) -> Self:
         self._live.__enter__()
@@ -50,7 +49,7 @@ class LiveScreen:
     ) -> None:
         self._live.__exit__(kind, error, trace)
 
-    def show(self, gpus: Sequence[Gpu], tasks: Sequence[Task], lines: Sequence[str]) -> None:
+    def show(self, gpus: Sequence[Gpu], tasks: Sequence[Task], lines: Sequence[str], /) -> None:
         self._lines.extend(lines)
         picture = Group(
             Panel(draw.gpus(gpus), title="GPU memory", title_align="left", border_style="dim"),

@@ -114,7 +114,7 @@ def _alive() -> list[psutil.Process]:
     """Our descendants, after burying those that have ended."""
     found = psutil.Process().children(recursive=True)
     _, alive = psutil.wait_procs(found, timeout=0)
-    return alive
+    return list(alive)
 
 
 def _tail(log: Path) -> str:

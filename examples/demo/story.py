@@ -20,7 +20,7 @@ class Deviation(Exception):
 
 
 class Screen(Protocol):
-    def show(self, gpus: Sequence[Gpu], tasks: Sequence[Task], lines: Sequence[str]) -> None:
+    def show(self, gpus: Sequence[Gpu], tasks: Sequence[Task], lines: Sequence[str], /) -> None:
         """The present picture, and the lines that are new since the last one."""
         ...
 

@@ -41,7 +41,7 @@ class Work:
 
 
 def _training(name: str, seed: int, hidden: int, gpu_gib: int) -> Work:
-    arguments = {"seed": seed, "hidden": hidden, "epochs": 300, "pace_seconds": 0.012}
+    arguments = {"seed": seed, "hidden": hidden, "epochs": 150, "pace_seconds": 0.025}
     return Work(name, "examples.digits:train", arguments, gpu_gib * _GIB, "background")
 
 
