@@ -30,7 +30,7 @@ class LeaseState(StrEnum):
     """The holder should be gone and nobody can confirm it. Counts as used until there is proof."""
 
 
-_NEXT = {
+NEXT_STATES = {
     LeaseState.RESERVED: {
         LeaseState.HELD,
         LeaseState.RELEASING,
@@ -42,6 +42,8 @@ _NEXT = {
     LeaseState.QUARANTINED: {LeaseState.RELEASED},
     LeaseState.RELEASED: set(),
 }
+"""state -> where it may go in one step. A lease goes forward only and may skip steps: a short run is over
+before anybody has heard of its start."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +73,7 @@ class Lease:
 
 def move_lease(lease: Lease, state: LeaseState) -> Lease:
     """The lease in its next state, version + 1. Raises IllegalTransition; the lease is unchanged."""
-    if state not in _NEXT[lease.state]:
+    if state not in NEXT_STATES[lease.state]:
         raise IllegalTransition(f"lease {lease.key} is {lease.state}; it cannot become {state}")
     return replace(lease, state=state, version=lease.version + 1)
 

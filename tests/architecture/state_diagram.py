@@ -1,0 +1,80 @@
+"""docs/states.md, made from the core's tables: `python -m tests.architecture.state_diagram` writes it."""
+
+import ast
+from collections.abc import Iterable
+from enum import StrEnum
+from itertools import pairwise
+from pathlib import Path
+
+from service.core import lease, task
+from service.core.lease import NEXT_STATES, LeaseState, PledgeEnd
+from service.core.task import TERMINAL, TRANSITIONS, Move, TaskState
+from tests.architecture.source_tree import ROOT
+
+PAGE = ROOT / "docs" / "states.md"
+
+SOURCE = """\
+Made from the tables in `service/core/task.py` and `service/core/lease.py`; a test fails when they differ. What is
+not drawn here cannot happen: the code refuses it, and the database guards every row by its version."""
+
+NOT_DRAWN = """\
+A change of priority, hold, checkpoint or outcome leaves the state as it is and is not drawn."""
+
+Arrow = tuple[str, str, str]
+"""(from, to, label)"""
+
+
+def page() -> str:
+    sections = (
+        "# States and moves",
+        SOURCE,
+        "## Task",
+        mermaid(["[*] --> pending: submitted"], task_arrows(), TERMINAL),
+        meanings(TaskState, Path(task.__file__)),
+        NOT_DRAWN,
+        "## Lease",
+        mermaid(["[*] --> reserved: admitted"], lease_arrows(), [LeaseState.RELEASED]),
+        meanings(LeaseState, Path(lease.__file__)),
+        "## Pledge",
+        "A pledge is made, and comes to exactly one of these ends.",
+        meanings(PledgeEnd, Path(lease.__file__)),
+    )
+    return "\n\n".join(sections) + "\n"
+
+
+def task_arrows() -> list[Arrow]:
+    return [(old, new, move) for (old, move), new in TRANSITIONS.items() if move is not Move.CHANGED]
+
+
+def lease_arrows() -> list[Arrow]:
+    order = list(LeaseState)
+    return [(old, new, "") for old in order for new in order if new in NEXT_STATES[old]]
+
+
+def mermaid(first: list[str], arrows: Iterable[Arrow], last: Iterable[str]) -> str:
+    drawn = [f"{old} --> {new}: {label}" if label else f"{old} --> {new}" for old, new, label in arrows]
+    ends = [f"{state} --> [*]" for state in sorted(last)]
+    lines = "\n".join(f"    {line}" for line in (*first, *drawn, *ends))
+    return f"```mermaid\nstateDiagram-v2\n{lines}\n```"
+
+
+def meanings(states: type[StrEnum], source: Path) -> str:
+    """A table of the values and of the comments that stand below them in the source."""
+    comments = _comments_below(states.__name__, source)
+    rows = [f"| `{state}` | {comments.get(state.name, 'The end.')} |" for state in states]
+    return "\n".join(["| State | What it is, and what moves it on |", "|---|---|", *rows])
+
+
+def _comments_below(name: str, source: Path) -> dict[str, str]:
+    tree = ast.parse(source.read_text(encoding="utf-8"))
+    (body,) = [node.body for node in tree.body if isinstance(node, ast.ClassDef) and node.name == name]
+    found = {}
+    for value, comment in pairwise(body):
+        match value, comment:
+            case ast.Assign(targets=[ast.Name(id=member)]), ast.Expr(value=ast.Constant(value=str(text))):
+                found[member] = " ".join(text.split())
+    return found
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(), encoding="utf-8")
