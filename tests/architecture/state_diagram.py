@@ -14,8 +14,8 @@ from tests.architecture.source_tree import ROOT
 PAGE = ROOT / "docs" / "states.md"
 
 SOURCE = """\
-Made from the tables in `service/core/task.py` and `service/core/lease.py`; a test fails when they differ. What is
-not drawn here cannot happen: the code refuses it, and the database guards every row by its version."""
+Made from the tables in `service/core/task.py` and `service/core/lease.py`; a test fails when they differ.
+What is not drawn cannot happen: the code refuses it, and the database guards every row by its version."""
 
 NOT_DRAWN = """\
 A change of priority, hold, checkpoint or outcome leaves the state as it is and is not drawn."""
