@@ -79,12 +79,21 @@ class Leader:
         if any(event.kind in {"task.submitted", "request.made"} for event in events):
             self._woken.set()
 
-    async def run(self) -> None:
+    def hear(self, reports: Sequence[Report]) -> None:
+        """Keep what agents said, in order, for the next cycle."""
+        self._heard.extend(reports)
+        self._woken.set()
+
+    async def take_over(self) -> None:
+        """Begin a term: every older leader's commits fail, and no node is used before its agent answered."""
         self.leadership.term = await self._store.take_term(self._name)
         self.leadership.leading = True
         log.info("leading", term=self.leadership.term)
-        taken_over = take_over(self._world)
-        await self._carry_out([taken_over] if taken_over else [])
+        decision = take_over(self._world)
+        await self._carry_out([decision] if decision else [])
+
+    async def run(self) -> None:
+        await self.take_over()
         try:
             async with asyncio.TaskGroup() as group:
                 group.create_task(self._listen())
@@ -95,8 +104,7 @@ class Leader:
     async def _listen(self) -> None:
         await self._executor.start(self.leadership.term)
         while True:
-            self._heard.extend(await self._executor.reports())
-            self._woken.set()
+            self.hear(await self._executor.reports())
 
     async def _lead(self) -> None:
         while True:
