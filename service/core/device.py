@@ -25,6 +25,11 @@ class Device:
     def allocatable_mb(self) -> Mib:
         return Mib(self.physical_mb - self.reserve_mb)
 
+    @property
+    def label(self) -> str:
+        """For people: `n1/gpu3`."""
+        return f"{self.node}/gpu{self.index}"
+
 
 @dataclass(frozen=True, slots=True)
 class DeviceSample:

@@ -1,11 +1,33 @@
 """A picture of the World in which a plan is tried out: copy on write, thrown away or made into decisions."""
 
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
+
 from service.core.errors import Overcommitted
 from service.core.lease import Lease, Pledge
 from service.core.ledger import Book
-from service.core.task import Task
-from service.core.units import DeviceKey, NodeName, TaskId
-from service.core.world import NodeUse, World
+from service.core.policy import Policy
+from service.core.task import Task, TaskState
+from service.core.units import DeviceKey, Instant, NodeName, TaskId
+from service.core.world import NodeUse, World, count_custom, notice_of
+
+
+class Headroom(NamedTuple):
+    """What is left of one node beside its devices."""
+
+    cpu: float
+    memory_mb: int
+    runs: int
+
+    def fits(self, task: Task) -> bool:
+        demand = task.demand
+        return self.runs >= 1 and self.cpu >= demand.cpu and self.memory_mb >= demand.memory_mb
+
+    def with_room_of(self, task: Task, sign: int = 1) -> "Headroom":
+        """As if the task had left (or, with -1, come)."""
+        demand = task.demand
+        cpu = round(self.cpu + sign * demand.cpu, 6)
+        return Headroom(cpu, self.memory_mb + sign * demand.memory_mb, self.runs + sign)
 
 
 class Draft:
@@ -13,11 +35,14 @@ class Draft:
 
     def __init__(self, world: World) -> None:
         self.world = world
+        self.custom_use: dict[str, float] = dict(world.custom_use)
         self._books: dict[DeviceKey, Book] = {}
         self._use: dict[NodeName, NodeUse] = {}
         self._tasks: dict[TaskId, Task] = {}
-        self.custom_use: dict[str, float] = dict(world.custom_use)
-        self._pledges: dict[TaskId, dict[DeviceKey, Pledge]] = {}
+        self._pledges: dict[TaskId, dict[DeviceKey, Pledge]] = dict(world.pledges)
+        self._waiting: dict[NodeName, list[tuple[int, Task]]] | None = None
+        self._largest_mb: dict[NodeName, int] = {}
+        self._lowest_priority: dict[NodeName, int] = {}
 
     def task(self, task: TaskId) -> Task:
         return self._tasks.get(task) or self.world.tasks[task]
@@ -26,48 +51,135 @@ class Draft:
         """The book to read; never change what this returns."""
         return self._books.get(device) or self.world.books[device]
 
+    def books_on(self, node: NodeName) -> Iterator[Book]:
+        """In key order; never change what this yields."""
+        return map(self.book, self.world.by_node.get(node, ()))
+
+    def usable_nodes(self) -> Iterator[NodeName]:
+        """Nodes on which something may be placed, in no particular order."""
+        return (node.name for node in self.world.nodes.values() if node.ready and not node.cordoned)
+
+    def usable_books(self, node: NodeName, policy: Policy, now: Instant) -> Iterator[Book]:
+        """The books whose last sample is fresh enough to be believed, in key order."""
+        period = policy.sample_period_seconds
+        return (book for book in self.books_on(node) if not book.is_stale(now, period))
+
     def use(self, node: NodeName) -> NodeUse:
         """The node's use to read; never change what this returns."""
         return self._use.get(node) or self.world.use[node]
 
     def pledges_of(self, task: TaskId) -> dict[DeviceKey, Pledge]:
-        known = self._pledges.get(task)
-        return self.world.pledges.get(task, {}) if known is None else known
+        return self._pledges.get(task, {})
+
+    def pledged(self) -> Iterator[TaskId]:
+        """Whoever has a live pledge, in no particular order."""
+        return iter(self._pledges)
+
+    def runs_on(self, node: NodeName) -> Iterator[Task]:
+        """The runs that were on the node before this draft, as they stand now, in no particular order."""
+        return map(self.task, self.world.runs.get(node, ()))
+
+    def lowest_priority(self, node: NodeName) -> int:
+        """Nothing on the node has a lower priority; 101 if there is nothing."""
+        lowest = self._lowest_priority.get(node)
+        if lowest is None:
+            lowest = min((run.priority for run in self.runs_on(node)), default=101)
+            self._lowest_priority[node] = lowest
+        return lowest
+
+    def largest_mb(self, node: NodeName) -> int:
+        """The most that anybody could find free on one device of the node, whatever is pledged."""
+        largest = self._largest_mb.get(node)
+        if largest is None:
+            largest = max((book.unheld_mb() for book in self.books_on(node)), default=0)
+            self._largest_mb[node] = largest
+        return largest
+
+    def headroom(self, node: NodeName, task: Task) -> Headroom:
+        """What this task could take of the node: what is unused, less what is kept for whom it must respect.
+
+        A preemptor with pledges here will need a run slot, CPU and host memory too when its devices are free.
+        """
+        row, use = self.world.nodes[node], self.use(node)
+        room = Headroom(round(row.cpu - use.cpu, 6), row.memory_mb - use.memory_mb, row.max_runs - use.runs)
+        for other in self._respected(node, task):
+            room = room.with_room_of(other, -1)
+        return room
+
+    def headroom_soon(self, node: NodeName, task: Task) -> Headroom:
+        """The same once everybody on the node who is under notice has left."""
+        room = self.headroom(node, task)
+        for run in self.runs_on(node):
+            if run.state is TaskState.STOPPING:
+                room = room.with_room_of(run)
+        return room
+
+    def short_of(self, task: Task, limits: Iterable[tuple[str, float]]) -> list[str]:
+        """The cluster-wide resources of which there is too little left for this task now, in name order."""
+        if not task.demand.custom:
+            return []
+        left = {name: limit - self.custom_use.get(name, 0.0) for name, limit in limits}
+        for node in self._preemptors():
+            for other in self._respected(node, task):
+                for name, amount in other.demand.custom:
+                    left[name] = left.get(name, 0.0) - amount
+        return [name for name, amount in task.demand.custom if amount > round(left.get(name, 0.0), 6)]
 
     def replace_task(self, before: Task, after: Task) -> None:
         """Enter a moved task and count it on the node it came to or left."""
         self._tasks[after.id] = after
         if before.is_active and before.node is not None:
             self._own_use(before.node).count(before, -1)
-            self._count_custom(before, -1)
+            count_custom(self.custom_use, before, -1)
         if after.is_active and after.node is not None:
             self._own_use(after.node).count(after, +1)
-            self._count_custom(after, +1)
-        if before.freeing_for != after.freeing_for:
+            count_custom(self.custom_use, after, +1)
+        if notice_of(before) != notice_of(after):
+            freeing_for, stopping = notice_of(after)
             for lease in self.world.leases_of(after):
-                self._own(lease.device).put(lease, after.freeing_for)
+                self._own(lease.device).put(lease, freeing_for, stopping=stopping)
 
     def put_lease(self, lease: Lease) -> None:
-        """Enter a lease. Raises Overcommitted if a new one does not fit even without any pledge."""
-        book = self._own(lease.device)
-        book.put(lease)
-        if lease.version == 1 and book.free_mb(priority=101) < 0:
+        """Enter a new lease. Raises Overcommitted if it does not fit, pledges aside; nothing is changed."""
+        if lease.mb > self.book(lease.device).unheld_mb():
             raise Overcommitted(f"{lease.key}: {lease.mb} MiB do not fit on {lease.device}")
+        self._own(lease.device).put(lease)
 
     def put_pledge(self, pledge: Pledge) -> None:
         self._own(pledge.device).pledges[pledge.preemptor] = pledge
         self._pledges[pledge.preemptor] = {**self.pledges_of(pledge.preemptor), pledge.device: pledge}
+        self._waiting = None
 
-    def end_pledge(self, pledge: Pledge) -> None:
-        self._own(pledge.device).pledges.pop(pledge.preemptor, None)
-        mine = dict(self.pledges_of(pledge.preemptor))
-        mine.pop(pledge.device, None)
-        self._pledges[pledge.preemptor] = mine
+    def end_pledges(self, preemptor: TaskId) -> tuple[Pledge, ...]:
+        """All pledges of a preemptor end together; returns them in device order."""
+        ended = self._pledges.pop(preemptor, {})
+        for device in ended:
+            del self._own(device).pledges[preemptor]
+        self._waiting = None
+        return tuple(ended[device] for device in sorted(ended))
+
+    def _respected(self, node: NodeName, task: Task) -> Iterator[Task]:
+        for priority, other in self._preemptors().get(node, ()):
+            if other.id != task.id and priority >= task.priority:
+                yield other
+
+    def _preemptors(self) -> dict[NodeName, list[tuple[int, Task]]]:
+        """Node -> (priority of its pledges, task) of each that waits for room there; one node per task."""
+        if self._waiting is None:
+            self._waiting = {}
+            for preemptor, pledges in self._pledges.items():
+                task = self.world.tasks.get(preemptor)
+                if task is not None and task.state is TaskState.PENDING:
+                    device, pledge = next(iter(pledges.items()))
+                    node = self.book(device).device.node
+                    self._waiting.setdefault(node, []).append((pledge.priority, task))
+        return self._waiting
 
     def _own(self, device: DeviceKey) -> Book:
         book = self._books.get(device)
         if book is None:
             book = self._books[device] = self.world.books[device].copy()
+        self._largest_mb.pop(book.device.node, None)
         return book
 
     def _own_use(self, node: NodeName) -> NodeUse:
@@ -75,7 +187,3 @@ class Draft:
         if use is None:
             use = self._use[node] = self.world.use[node].copy()
         return use
-
-    def _count_custom(self, task: Task, sign: int) -> None:
-        for name, amount in task.demand.custom:
-            self.custom_use[name] = self.custom_use.get(name, 0.0) + sign * amount

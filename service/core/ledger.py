@@ -15,98 +15,124 @@ class Holding:
     lease: Lease
     measured_mb: Mib = Mib(0)
     freeing_for: TaskId | None = None
+    stopping: bool = False
+    """Its run is under notice."""
 
     @property
     def takes_mb(self) -> Mib:
         """What it counts for: its lease or its measured use, whichever is more."""
         return max(self.lease.mb, self.measured_mb)
 
+    @property
+    def is_leaving(self) -> bool:
+        """Its memory is on its way back: its run is over or under notice, and nobody doubts that it goes."""
+        state = self.lease.state
+        return state is LeaseState.RELEASING or (self.stopping and state is not LeaseState.QUARANTINED)
+
 
 class Book:
     """Mutable account of one device; owned by one World, or copied into one Draft.
 
     free = allocatable - foreign - sum of max(lease, measured) - pledged bytes already freed
+
+    A pledge is a claim: of its MiB, what its own victims still hold has yet to come, and the rest is kept
+    from everybody of the same or lower priority, as far as it is there.
     """
 
-    __slots__ = ("device", "foreign_mb", "holdings", "pledges", "sampled_at", "used_mb", "utilization")
+    __slots__ = ("_unheld_mb", "device", "holdings", "pledges", "sample")
 
     def __init__(self, device: Device) -> None:
         self.device = device
         self.holdings: dict[str, Holding] = {}
         self.pledges: dict[TaskId, Pledge] = {}
-        self.foreign_mb: Mib = device.declared_foreign_mb
-        self.sampled_at: Instant | None = None
-        self.used_mb: Mib | None = None
-        self.utilization: float | None = None
+        self.sample: DeviceSample | None = None
+        """The newest one; None until the node's agent has sent one."""
+        self._unheld_mb: int | None = None
 
     def copy(self) -> "Book":
-        twin = Book.__new__(Book)
-        twin.device = self.device
+        twin = Book(self.device)
         twin.holdings = dict(self.holdings)
         twin.pledges = dict(self.pledges)
-        twin.foreign_mb = self.foreign_mb
-        twin.sampled_at = self.sampled_at
-        twin.used_mb = self.used_mb
-        twin.utilization = self.utilization
+        twin.sample = self.sample
         return twin
 
-    def put(self, lease: Lease, freeing_for: TaskId | None = None) -> None:
+    @property
+    def sampled_at(self) -> Instant | None:
+        return None if self.sample is None else self.sample.at
+
+    @property
+    def foreign_mb(self) -> Mib:
+        """What processes of no lease use: as measured, and at least as the operator declared."""
+        measured = Mib(0) if self.sample is None else self.sample.foreign_mb
+        return max(measured, self.device.declared_foreign_mb)
+
+    def register(self, device: Device) -> None:
+        """Take over a new row of the same device."""
+        self.device = device
+        self._unheld_mb = None
+
+    def put(self, lease: Lease, freeing_for: TaskId | None = None, *, stopping: bool = False) -> None:
         """Enter or update a lease; a released one leaves the book."""
+        self._unheld_mb = None
         if lease.state is LeaseState.RELEASED:
             self.holdings.pop(lease.key, None)
             return
-        known = self.holdings.get(lease.key)
-        measured = known.measured_mb if known else Mib(0)
-        self.holdings[lease.key] = Holding(lease, measured, freeing_for)
+        measured = self._measured_mb(lease)
+        self.holdings[lease.key] = Holding(lease, measured, freeing_for, stopping)
 
     def measure(self, sample: DeviceSample) -> None:
         """Take over a sample: foreign memory, and what each holder really uses."""
-        self.sampled_at = sample.at
-        self.used_mb = sample.used_mb
-        self.utilization = sample.utilization
-        self.foreign_mb = max(sample.foreign_mb, self.device.declared_foreign_mb)
+        self._unheld_mb = None
+        self.sample = sample
         for key, holding in self.holdings.items():
-            lease = holding.lease
-            measured = sample.by_holder.get(f"{lease.holder}:{lease.fence}", Mib(0))
+            measured = self._measured_mb(holding.lease)
             if measured != holding.measured_mb:
-                self.holdings[key] = Holding(lease, measured, holding.freeing_for)
+                self.holdings[key] = Holding(holding.lease, measured, holding.freeing_for, holding.stopping)
 
     def held_mb(self) -> int:
         return sum(holding.takes_mb for holding in self.holdings.values())
 
+    def unheld_mb(self) -> int:
+        """What nobody holds or uses, pledged or not; negative if over-used."""
+        if self._unheld_mb is None:
+            self._unheld_mb = self.device.allocatable_mb - self.foreign_mb - self.held_mb()
+        return self._unheld_mb
+
     def yet_to_come_mb(self, preemptor: TaskId) -> int:
-        """What the runs being stopped for this preemptor still hold here."""
-        return sum(h.takes_mb for h in self.holdings.values() if h.freeing_for == preemptor)
+        """What the runs being stopped for this preemptor still hold here, and will give back."""
+        return sum(h.takes_mb for h in self.holdings.values() if h.freeing_for == preemptor and h.is_leaving)
 
     def kept_free_mb(self, pledge: Pledge) -> int:
-        """The part of a pledge that has already been freed and waits for its preemptor."""
+        """What others must leave for this preemptor: its pledge without what its victims will bring."""
         return max(0, pledge.mb - self.yet_to_come_mb(pledge.preemptor))
 
     def free_mb(self, *, task: TaskId | None = None, priority: int = -1) -> int:
-        """MiB that a task of this id and priority could take now; negative if over-used.
+        """MiB that a task of this id and priority could take now; negative if over-used or over-claimed.
 
         Its own pledge counts as free, and so do pledges of strictly lower priority.
         """
-        free = self.device.allocatable_mb - self.foreign_mb - self.held_mb()
+        free = self.unheld_mb()
         for pledge in self.pledges.values():
             if pledge.preemptor != task and pledge.priority >= priority:
                 free -= self.kept_free_mb(pledge)
         return free
 
-    def overtaken(self, *, task: TaskId) -> Iterator[Pledge]:
-        """Pledges, lowest priority first, that no longer fit once the room they kept was used by `task`."""
-        free = self.free_mb(task=task)
-        for pledge in sorted(self.pledges.values(), key=lambda p: (p.priority, p.preemptor)):
-            if free >= 0:
-                return
-            if pledge.preemptor != task:
-                free += self.kept_free_mb(pledge)
-                yield pledge
+    def leaving(self) -> Iterator[Holding]:
+        return (holding for holding in self.holdings.values() if holding.is_leaving)
 
-    def is_empty(self) -> bool:
-        """Nobody holds, keeps or uses anything: a whole-device demand may have it."""
-        return not self.holdings and not self.pledges and self.foreign_mb == 0
+    def soon_mb(self, *, task: TaskId | None = None, priority: int = -1) -> int:
+        """The same as `free_mb` once everybody who is leaving has left; negative if too much is pledged."""
+        soon = self.unheld_mb() + sum(holding.takes_mb for holding in self.leaving())
+        for pledge in self.pledges.values():
+            if pledge.preemptor != task and pledge.priority >= priority:
+                soon -= pledge.mb
+        return soon
 
     def is_stale(self, now: Instant, period_seconds: float) -> bool:
         """Its last sample is older than three periods, or there is none: it takes nothing new."""
-        return self.sampled_at is None or now - self.sampled_at > 3 * period_seconds
+        return self.sample is None or now - self.sample.at > 3 * period_seconds
+
+    def _measured_mb(self, lease: Lease) -> Mib:
+        if self.sample is None:
+            return Mib(0)
+        return self.sample.by_holder.get(f"{lease.holder}:{lease.fence}", Mib(0))

@@ -1,6 +1,6 @@
 """The order of the queue, and the queue itself: groups of equal demands, each in order of submission."""
 
-from bisect import bisect_left, insort
+from bisect import bisect_left, bisect_right, insort
 from collections.abc import Iterator
 
 from service.core.policy import Policy, band_of
@@ -13,6 +13,9 @@ GroupKey = tuple[str, int, Demand]
 Member = tuple[float, TaskId]
 """(submitted_at, id)"""
 
+OrderKey = tuple[int, float, float, TaskId]
+"""A task's place in the order of the queue: smallest first, never equal to another's."""
+
 
 def aged_priority(priority: int, waited_seconds: float, policy: Policy) -> float:
     """Priority plus one point per `ageing_seconds_per_point`, never above the top of its own band."""
@@ -20,9 +23,7 @@ def aged_priority(priority: int, waited_seconds: float, policy: Policy) -> float
     return min(float(top), priority + max(0.0, waited_seconds) / policy.ageing_seconds_per_point)
 
 
-def order_key(
-    priority: int, submitted_at: Instant, task: TaskId, now: Instant, policy: Policy
-) -> tuple[int, float, float, TaskId]:
+def order_key(priority: int, submitted_at: Instant, task: TaskId, now: Instant, policy: Policy) -> OrderKey:
     """Smallest first. Total, so that no plan depends on chance:
 
     1. higher band
@@ -53,6 +54,17 @@ class Group:
     def __iter__(self) -> Iterator[Member]:
         return iter(self._members[self._first :])
 
+    def count_until(self, key: OrderKey, now: Instant, policy: Policy) -> int:
+        """How many members stand at this place of the queue or before it. Order of submission is order of
+        the queue within a group, so this takes a few looks only."""
+        priority = self.key[1]
+
+        def place(index: int) -> OrderKey:
+            submitted_at, task = self.member(index)
+            return order_key(priority, Instant(submitted_at), task, now, policy)
+
+        return bisect_right(range(len(self)), key, key=place)
+
     def add(self, member: Member) -> None:
         if not self._members or member > self._members[-1]:
             self._members.append(member)
@@ -81,6 +93,10 @@ class PendingQueue:
 
     def __len__(self) -> int:
         return len(self._where) + len(self.delayed) + len(self.held)
+
+    def __contains__(self, task: TaskId) -> bool:
+        """Whether a task may be planned: pending, neither held nor delayed."""
+        return task in self._where
 
     def add(self, task: Task) -> None:
         if task.held:

@@ -41,10 +41,22 @@ class NodeUse:
         self.runs += sign
 
 
+def count_custom(use: dict[str, float], task: Task, sign: int) -> None:
+    """Add or take away a task's custom resources; rounded, so that what was added can be taken away."""
+    for name, amount in task.demand.custom:
+        use[name] = round(use.get(name, 0.0) + sign * amount, 6)
+
+
+def notice_of(task: Task) -> tuple[TaskId | None, bool]:
+    """(for whom the task's memory is being freed, whether its run is under notice)"""
+    return task.freeing_for, task.state is TaskState.STOPPING
+
+
 class World:
     """Mutable, owned by one loop, changed only by `apply` (committed events) and `measure` (samples).
 
     `tasks` holds every task that is not terminal, and terminal ones until their last lease is released.
+    From a snapshot, rows are added in this order: nodes, devices, tasks, leases, pledges, requests.
     """
 
     def __init__(self) -> None:
@@ -62,6 +74,8 @@ class World:
         self.use: dict[NodeName, NodeUse] = {}
         self.custom_use: dict[str, float] = {}
         self.active: set[TaskId] = set()
+        self.runs: dict[NodeName, set[TaskId]] = {}
+        """The active tasks of each node."""
         self.finished: Counter[tuple[str, TaskState]] = Counter()
         """(tenant, terminal state) -> how many ever ended so; survives pruning."""
 
@@ -100,11 +114,8 @@ class World:
         self._count_in(task)
 
     def add_lease(self, lease: Lease) -> None:
-        run = self.leases.setdefault((lease.holder, lease.fence), {})
-        run[lease.key] = lease
-        book = self.books.get(lease.device)
-        if book is not None:
-            book.put(lease, self._freeing_for(lease))
+        self._enter(lease)
+        self.leases.setdefault((lease.holder, lease.fence), {})[lease.key] = lease
 
     def add_pledge(self, pledge: Pledge) -> None:
         self.pledges.setdefault(pledge.preemptor, {})[pledge.device] = pledge
@@ -113,7 +124,7 @@ class World:
     def add_device(self, device: Device) -> None:
         known = self.books.get(device.key)
         if known is not None:
-            known.device = device
+            known.register(device)
             return
         self.books[device.key] = Book(device)
         keys = self.by_node.setdefault(device.node, [])
@@ -148,9 +159,9 @@ class World:
         self._count_out(before)
         self.tasks[after.id] = after
         self._count_in(after)
-        if before.freeing_for != after.freeing_for:
+        if notice_of(before) != notice_of(after):
             for lease in self.leases_of(after):
-                self.books[lease.device].put(lease, self._freeing_for(lease))
+                self._enter(lease)
         if after.is_terminal:
             self.finished[after.tenant, after.state] += 1
             self._drop_if_done(after.id)
@@ -165,7 +176,7 @@ class World:
         if before is None:
             return
         after = move_lease(before, LeaseState(event.fields["state"]))
-        self.books[after.device].put(after, self._freeing_for(after))
+        self._enter(after)
         if after.state is not LeaseState.RELEASED:
             run[event.key] = after
             return
@@ -192,9 +203,13 @@ class World:
         else:
             self.requests.pop(event.key, None)
 
-    def _freeing_for(self, lease: Lease) -> TaskId | None:
+    def _enter(self, lease: Lease) -> None:
+        """Book a lease, with what its run's notice says. Raises KeyError for a device nobody registered."""
         task = self.tasks.get(TaskId(lease.holder))
-        return task.freeing_for if task is not None and task.fence == lease.fence else None
+        freeing_for, stopping = None, False
+        if task is not None and task.fence == lease.fence:
+            freeing_for, stopping = notice_of(task)
+        self.books[lease.device].put(lease, freeing_for, stopping=stopping)
 
     def _count_in(self, task: Task) -> None:
         if task.state is TaskState.PENDING:
@@ -213,8 +228,9 @@ class World:
     def _count_active(self, task: Task, sign: int) -> None:
         if task.node is not None:
             self.use.setdefault(task.node, NodeUse()).count(task, sign)
-        for name, amount in task.demand.custom:
-            self.custom_use[name] = self.custom_use.get(name, 0.0) + sign * amount
+            runs = self.runs.setdefault(task.node, set())
+            (runs.add if sign > 0 else runs.discard)(task.id)
+        count_custom(self.custom_use, task, sign)
 
     def _drop_if_done(self, task: TaskId) -> None:
         row = self.tasks.get(task)

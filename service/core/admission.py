@@ -1,0 +1,107 @@
+"""What is refused at the door: only what could never run here, whatever leaves and however long it waits."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from service.core.device import Device, Node
+from service.core.need import need_mb
+from service.core.policy import Policy
+from service.core.task import Demand
+from service.core.units import in_gib
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    code: str
+    """exceeds-capacity or unknown-resource."""
+    message: str
+    """What was asked, what there is, what to do."""
+    field: str
+    """The field of the demand that is at fault: gpu_mb, gpu_fraction, gpus, cpu, memory_mb, custom/NAME."""
+
+
+def check(demand: Demand, devices: Iterable[Device], nodes: Iterable[Node], policy: Policy) -> Refusal | None:
+    """Why this demand could never run, or None. Nodes count whether ready or not: they may come back.
+
+    While no node is known, a service that has just started cannot tell; it lets every size pass.
+    """
+    known = sorted(nodes, key=lambda node: node.name)
+    refusal = _over_limit(demand, policy)
+    if refusal is not None or not known:
+        return refusal
+    return _over_devices(demand, list(devices), known) if demand.gpus else _over_nodes(demand, known)
+
+
+def _over_limit(demand: Demand, policy: Policy) -> Refusal | None:
+    limits = dict(policy.custom_limits)
+    for name, amount in demand.custom:
+        if name not in limits:
+            known = ", ".join(limits) or "none"
+            message = f"nobody offers the resource {name!r}; configured are: {known}"
+            return Refusal("unknown-resource", message, f"custom/{name}")
+        if amount > limits[name]:
+            message = f"{amount:g} of {name!r} exceed the cluster's limit of {limits[name]:g}; ask for less"
+            return Refusal("exceeds-capacity", message, f"custom/{name}")
+    return None
+
+
+def _over_devices(demand: Demand, devices: Sequence[Device], nodes: Sequence[Node]) -> Refusal | None:
+    large = [device for device in devices if need_mb(demand, device) is not None]
+    if not large:
+        return _too_large(demand, devices)
+    count = {node.name: 0 for node in nodes}
+    for device in large:
+        count[device.node] = count.get(device.node, 0) + 1
+    most = max(sorted(count), key=lambda name: count[name])
+    if demand.gpus > count[most]:
+        size = f" of {in_gib(demand.gpu_mb)}" if demand.gpu_mb is not None else ""
+        message = (
+            f"{demand.gpus} GPUs{size} on one node: the node with the most has {count[most]} ({most}); "
+            "ask for fewer GPUs, or split the task"
+        )
+        return Refusal("exceeds-capacity", message, "gpus")
+    return _over_nodes(demand, [node for node in nodes if count[node.name] >= demand.gpus] or nodes)
+
+
+def _too_large(demand: Demand, devices: Sequence[Device]) -> Refusal:
+    if not devices:
+        message = "a GPU is asked for, and no node has one; add a node with GPUs, or ask for none"
+        return Refusal("exceeds-capacity", message, "gpus")
+    largest = max(devices, key=lambda device: (device.allocatable_mb, device.key))
+    there_is = f"{in_gib(largest.allocatable_mb)} of {largest.kind} {largest.node}/gpu{largest.index}"
+    if demand.gpu_mb is None:
+        message = (
+            f"{demand.gpu_fraction or 1:g} of a GPU is more than any GPU has; the largest offers {there_is}"
+        )
+        return Refusal("exceeds-capacity", message, "gpu_fraction")
+    message = (
+        f"{in_gib(demand.gpu_mb)} on one GPU exceed the largest, which offers {there_is}; "
+        "ask for less per GPU and for more GPUs, or add a larger device"
+    )
+    return Refusal("exceeds-capacity", message, "gpu_mb")
+
+
+def _over_nodes(demand: Demand, nodes: Sequence[Node]) -> Refusal | None:
+    """`nodes`: those with enough GPUs, of which one must have the CPU and the host memory as well."""
+    which = f" with {demand.gpus} such GPUs" if demand.gpus else ""
+    by_cpu = max(nodes, key=lambda node: node.cpu)
+    if demand.cpu > by_cpu.cpu:
+        message = (
+            f"{demand.cpu:g} CPUs exceed the largest node{which}, {by_cpu.name} with {by_cpu.cpu:g}; "
+            "ask for less"
+        )
+        return Refusal("exceeds-capacity", message, "cpu")
+    by_memory = max(nodes, key=lambda node: node.memory_mb)
+    if demand.memory_mb > by_memory.memory_mb:
+        message = (
+            f"{in_gib(demand.memory_mb)} of host memory exceed the largest node{which}, "
+            f"{by_memory.name} with {in_gib(by_memory.memory_mb)}; ask for less"
+        )
+        return Refusal("exceeds-capacity", message, "memory_mb")
+    if not any(node.cpu >= demand.cpu and node.memory_mb >= demand.memory_mb for node in nodes):
+        message = (
+            f"no node{which} has {demand.cpu:g} CPUs and {in_gib(demand.memory_mb)} of host memory together; "
+            "ask for less of one"
+        )
+        return Refusal("exceeds-capacity", message, "memory_mb")
+    return None

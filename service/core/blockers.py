@@ -1,0 +1,165 @@
+"""What keeps a task from being placed right now, most structural first, in words for people."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from service.core.admission import check
+from service.core.reasons import Reason
+from service.core.survey import OPEN, DeviceFinding, NodeFinding, Survey, Verdict
+from service.core.units import in_gib
+
+
+@dataclass(frozen=True, slots=True)
+class Blocker:
+    reason: Reason
+    message: str
+
+    @property
+    def tier(self) -> int:
+        return self.reason.tier
+
+
+def room_blockers(seen: Survey) -> list[Blocker]:
+    """Everything that stands between the task and a placement; empty if there is one."""
+    demand, world = seen.task.demand, seen.draft.world
+    devices = [book.device for book in world.books.values()]
+    refusal = check(demand, devices, world.nodes.values(), seen.policy)
+    if refusal is not None:
+        return [Blocker(Reason.EXCEEDS_CAPACITY, refusal.message)]
+    nodes = [node for node in seen.nodes if node.is_large_enough]
+    blockers = _custom(seen)
+    structural = _structural(seen, nodes)
+    if structural is not None:
+        return [structural, *blockers]
+    nodes = [node for node in nodes if _is_open(node, demand.gpus)]
+    roomy = [node for node in nodes if node.count(Verdict.FITS) >= demand.gpus]
+    if not any(node.has_headroom for node in roomy or nodes):
+        blockers.append(_no_headroom(seen, roomy or nodes))
+    if seen.draft.pledges_of(seen.task.id) and (blockers or not roomy):
+        blockers.append(_waiting_for_preemption(seen))
+    elif not roomy:
+        blockers.append(_no_memory(seen, nodes))
+    return sorted(blockers, key=lambda blocker: blocker.tier)
+
+
+def _is_open(node: NodeFinding, gpus: int) -> bool:
+    """Usable, and its devices are known well enough."""
+    return node.is_usable and node.count(*OPEN) >= gpus
+
+
+def _custom(seen: Survey) -> list[Blocker]:
+    limits, asked = dict(seen.policy.custom_limits), dict(seen.task.demand.custom)
+    return [
+        Blocker(
+            Reason.CONCURRENCY_LIMITED,
+            f"needs {asked[name]:g} of {name!r}; of the cluster's {limits[name]:g} too few are left",
+        )
+        for name in seen.draft.short_of(seen.task, seen.policy.custom_limits)
+    ]
+
+
+def _structural(seen: Survey, nodes: list[NodeFinding]) -> Blocker | None:
+    """`nodes`: those large enough. Why not one of them can be used, whatever is free on it."""
+    if not seen.nodes:
+        return Blocker(Reason.BACKEND_UNAVAILABLE, "no node has joined yet")
+    if not any(node.node.ready for node in seen.nodes):
+        return Blocker(
+            Reason.BACKEND_UNAVAILABLE, f"no node answers ({_some(n.node.name for n in seen.nodes)})"
+        )
+    names = _some(node.node.name for node in nodes)
+    if not any(node.node.ready for node in nodes):
+        return Blocker(Reason.NO_MATCHING_DEVICE, f"the nodes that are large enough do not answer ({names})")
+    if not any(node.is_usable for node in nodes):
+        return Blocker(
+            Reason.NO_MATCHING_DEVICE,
+            f"the nodes that are large enough are cordoned or do not answer ({names})",
+        )
+    if not any(_is_open(node, seen.task.demand.gpus) for node in nodes):
+        return Blocker(
+            Reason.BACKEND_UNAVAILABLE, f"the memory use of the GPUs has not been reported lately ({names})"
+        )
+    return None
+
+
+def _no_headroom(seen: Survey, nodes: list[NodeFinding]) -> Blocker:
+    """`nodes`: those with room on their devices, if there are any."""
+    task, demand = seen.task, seen.task.demand
+    node = max(nodes, key=lambda n: (seen.draft.headroom(n.node.name, task), n.node.name)).node
+    room = seen.draft.headroom(node.name, task)
+    message = (
+        f"needs a run slot, {demand.cpu:g} CPUs and {in_gib(demand.memory_mb)} of host memory; "
+        f"the node with the most CPU left, {node.name}, has {max(0, room.runs)} slots, "
+        f"{max(0.0, room.cpu):g} CPUs and {in_gib(max(0, room.memory_mb))}"
+    )
+    return Blocker(Reason.CONCURRENCY_LIMITED, message)
+
+
+def _waiting_for_preemption(seen: Survey) -> Blocker:
+    draft, task = seen.draft, seen.task.id
+    pledges = draft.pledges_of(task)
+    victims = sorted(run for run in draft.world.active if draft.task(run).freeing_for == task)
+    size = in_gib(sum(pledge.mb for pledge in pledges.values()))
+    where = _some(draft.book(device).device.label for device in sorted(pledges))
+    who = f"{_some(victims)} to stop" if victims else "what is leaving to be gone"
+    left = max(pledge.deadline_at for pledge in pledges.values()) - seen.now
+    when = f"within {left:.0f} s" if left > 0 else f"due {-left:.0f} s ago"
+    return Blocker(
+        Reason.WAITING_FOR_PREEMPTION, f"{size} on {where} are kept for it; waits for {who} ({when})"
+    )
+
+
+def _no_memory(seen: Survey, nodes: list[NodeFinding]) -> Blocker:
+    """`nodes`: those that nothing but memory keeps it from. None has enough devices with room."""
+    gpus = seen.task.demand.gpus
+    for node in nodes:
+        if node.count(Verdict.FITS, Verdict.KEPT_FOR_OTHERS) >= gpus:
+            return _kept_for_others(node)
+    devices = [finding for node in nodes for finding in node.open_devices]
+    smallest = min(finding.need_mb or 0 for finding in devices)
+    total = sum(finding.free_mb for finding in devices)
+    largest = max(devices, key=lambda finding: (finding.free_mb, finding.book.device.key))
+    block = f"{in_gib(largest.free_mb)} ({largest.book.device.label})"
+    needs = _needs(seen, smallest) + _coming(seen, devices)
+    if total < gpus * smallest:
+        return Blocker(Reason.WAITING_FOR_MEMORY, f"{needs}; the largest free block is {block}")
+    message = f"{needs}; {in_gib(total)} are free in all, but the largest block is {block}"
+    if gpus > 1:
+        most = max(node.count(Verdict.FITS) for node in nodes)
+        message += f" and no node has more than {most} GPUs with room"
+    return Blocker(Reason.FRAGMENTED, message)
+
+
+def _kept_for_others(node: NodeFinding) -> Blocker:
+    """There is room on this node, but pledges that the task must respect have it."""
+    kept = [finding for finding in node.devices if finding.verdict is Verdict.KEPT_FOR_OTHERS]
+    pledges = sorted(
+        {(-pledge.priority, pledge.preemptor) for finding in kept for pledge in finding.book.pledges.values()}
+    )
+    where = _some(finding.book.device.label for finding in kept)
+    who = _some(f"{preemptor} (priority {-negated})" for negated, preemptor in pledges)
+    return Blocker(Reason.BEHIND_HIGHER_PRIORITY, f"what is free on {where} is kept for {who}")
+
+
+def _needs(seen: Survey, smallest_mb: int) -> str:
+    demand = seen.task.demand
+    each = "one GPU" if demand.gpus == 1 else f"each of {demand.gpus} GPUs of one node"
+    if demand.takes_whole_devices:
+        return f"needs all of {each}"
+    return f"needs {in_gib(smallest_mb)} on {each}"
+
+
+def _coming(seen: Survey, devices: Iterable[DeviceFinding]) -> str:
+    """Why nobody is stopped for it: room on one device that somebody is leaving anyway."""
+    if seen.task.demand.gpus == 1:
+        for finding in devices:
+            soon = finding.book.soon_mb(task=seen.task.id, priority=seen.task.priority)
+            if soon >= (finding.need_mb or 0):
+                return f", which is being released on {finding.book.device.label}"
+    return ""
+
+
+def _some(names: Iterable[str]) -> str:
+    """At most three names, and how many more there are."""
+    shown = list(names)
+    rest = f" and {len(shown) - 3} more" if len(shown) > 3 else ""
+    return ", ".join(shown[:3]) + rest

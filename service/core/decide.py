@@ -1,0 +1,96 @@
+"""Placements and evictions as decisions: the rows that change together, and the orders that follow.
+
+Each function enters what it decides into the draft, so that the next one builds on it.
+"""
+
+from service.core.draft import Draft
+from service.core.lease import HolderKind, Lease, Pledge, PledgeEnd
+from service.core.orders import StartOrder, StopOrder
+from service.core.plan import Decision, PledgeWrite, TaskWrite, write_move
+from service.core.preemption import Eviction
+from service.core.task import Move, Placement, StopReason, Task
+from service.core.units import DeviceKey, Fence, Instant, TaskId
+
+_OF_THE_LAST_ATTEMPT = ("not_before", "started_at", "stop_reason", "stop_deadline_at", "freeing_for")
+"""What a new claim forgets. The checkpoint stays: the run resumes from it."""
+
+
+def admit(draft: Draft, task: Task, placement: Placement, now: Instant) -> Decision:
+    """The task takes its place: a new claim, its leases, the end of its pledges, the order to start."""
+    fence = Fence(task.fence + 1)
+    forgotten = {name: None for name in _OF_THE_LAST_ATTEMPT if getattr(task, name) is not None}
+    write = write_move(task, Move.ADMITTED, fence=fence, node=placement.node, admitted_at=now, **forgotten)
+    devices = {device for device, _ in placement.devices}
+    pledges = [_end_own(pledge, devices) for pledge in draft.end_pledges(task.id)]
+    leases = tuple(
+        Lease(HolderKind.RUN, task.id, fence, device, mb, task.tenant, task.priority, since=now)
+        for device, mb in placement.devices
+    )
+    draft.replace_task(task, write.task)
+    for lease in leases:
+        draft.put_lease(lease)
+    pledges += _overtake(draft, devices, task.priority)
+    incarnation = draft.world.nodes[placement.node].incarnation
+    order = StartOrder(task.id, fence, placement.node, incarnation, placement.devices, task.shareable)
+    return Decision(task.id, "admit", tasks=(write,), leases=leases, pledges=tuple(pledges), orders=(order,))
+
+
+def evict(draft: Draft, task: Task, eviction: Eviction, now: Instant) -> Decision:
+    """The victims get notice, and what they free is pledged to the task, which stays pending."""
+    stops = [_stop(draft, victim, task.id, now) for victim in eviction.victims]
+    made = []
+    for device, mb in eviction.devices:
+        pledge = Pledge(task.id, device, mb, task.priority, task.tenant, now, eviction.deadline_at)
+        draft.put_pledge(pledge)
+        made.append(PledgeWrite(pledge))
+    taken = _overtake(draft, {device for device, _ in eviction.devices}, task.priority)
+    return Decision(
+        task.id,
+        "preempt",
+        tasks=tuple(write for write, _ in stops),
+        pledges=(*made, *taken),
+        orders=tuple(order for _, order in stops),
+    )
+
+
+def withdraw(draft: Draft, preemptor: TaskId) -> Decision:
+    """Give back what was kept for a task that no longer waits for it."""
+    ended = draft.end_pledges(preemptor)
+    writes = tuple(PledgeWrite(pledge, PledgeEnd.WITHDRAWN) for pledge in ended)
+    return Decision(preemptor, "withdraw", pledges=writes)
+
+
+def _stop(draft: Draft, victim: Task, preemptor: TaskId, now: Instant) -> tuple[TaskWrite, StopOrder]:
+    assert victim.node is not None
+    write = write_move(
+        victim,
+        Move.STOPPING,
+        stop_reason=StopReason.PREEMPT,
+        stop_deadline_at=Instant(now + victim.grace_seconds),
+        freeing_for=preemptor,
+    )
+    draft.replace_task(victim, write.task)
+    incarnation = draft.world.nodes[victim.node].incarnation
+    grace = victim.grace_seconds
+    order = StopOrder(victim.id, victim.fence, victim.node, incarnation, StopReason.PREEMPT, grace)
+    return write, order
+
+
+def _end_own(pledge: Pledge, devices: set[DeviceKey]) -> PledgeWrite:
+    """Room elsewhere may have come sooner than what was pledged."""
+    return PledgeWrite(pledge, PledgeEnd.CONSUMED if pledge.device in devices else PledgeEnd.WITHDRAWN)
+
+
+def _overtake(draft: Draft, devices: set[DeviceKey], priority: int) -> list[PledgeWrite]:
+    """End the pledges of lower priority, lowest first, that these devices can no longer honour.
+
+    A preemptor that loses one pledge loses all: what is left would be too little to start on.
+    """
+    taken: list[PledgeWrite] = []
+    for device in sorted(devices):
+        by_rank = sorted(draft.book(device).pledges.values(), key=lambda p: (p.priority, p.preemptor))
+        for pledge in by_rank:
+            if pledge.priority >= priority or draft.book(device).soon_mb() >= 0:
+                break
+            taken += (PledgeWrite(p, PledgeEnd.TAKEN) for p in draft.end_pledges(pledge.preemptor))
+    return taken

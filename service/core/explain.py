@@ -1,0 +1,171 @@
+"""Why a task waits, as of now: every blocker, every device, and its place in the queue. Changes nothing."""
+
+from dataclasses import dataclass
+
+from service.core.blockers import Blocker, room_blockers
+from service.core.draft import Draft
+from service.core.ledger import Holding
+from service.core.ordering import order_key
+from service.core.policy import Policy
+from service.core.reasons import Reason
+from service.core.survey import DeviceFinding, Survey, Verdict, survey
+from service.core.task import Task, TaskState
+from service.core.units import DeviceKey, Instant, Mib, NodeName, TaskId, in_gib
+from service.core.world import World
+
+
+@dataclass(frozen=True, slots=True)
+class Holder:
+    """Who holds memory of a device, at the priority at which it was admitted."""
+
+    id: str
+    priority: int
+    mb: Mib
+    """Its lease, or what it was measured to use if that is more."""
+    stopping: bool
+    """It is under notice, or its run is over and its memory about to return."""
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceVerdict:
+    device: DeviceKey
+    node: NodeName
+    index: int
+    kind: str
+    verdict: Verdict
+    message: str
+    """Why not, or that it fits."""
+    need_mb: Mib | None
+    """None if the device is too small even when empty."""
+    free_mb: Mib
+    """For this task: its own pledge and those of lower priority count as free."""
+    allocatable_mb: Mib
+    holders: tuple[Holder, ...]
+    """The largest first."""
+
+
+@dataclass(frozen=True, slots=True)
+class Explanation:
+    task: TaskId
+    state: TaskState
+    reason: Reason | None
+    """The most structural blocker's; None unless the task is pending."""
+    message: str
+    evaluated_at: Instant
+    position: int | None
+    """1 is next; None for a task that is not in the queue: not pending, held, or not due."""
+    queue_length: int
+    """All pending tasks, held and delayed ones included."""
+    blockers: tuple[Blocker, ...]
+    """Most structural first; never empty for a pending task."""
+    devices: tuple[DeviceVerdict, ...]
+    """In key order; empty unless the task is pending and asks for GPUs."""
+
+
+def explain(world: World, task_id: TaskId, policy: Policy, now: Instant) -> Explanation:
+    """Say what a task waits for, or what it is doing. Raises KeyError if the World does not know it."""
+    task = world.tasks[task_id]
+    if task.state is not TaskState.PENDING:
+        return Explanation(
+            task_id, task.state, None, _statement(task, now), now, None, len(world.queue), (), ()
+        )
+    seen = survey(Draft(world), task, policy, now)
+    position = position_of(world, task, policy, now)
+    blockers = tuple(_blockers(seen, position))
+    devices = [_verdict(finding, task) for node in seen.nodes for finding in node.devices]
+    return Explanation(
+        task_id,
+        task.state,
+        blockers[0].reason,
+        blockers[0].message,
+        now,
+        position,
+        len(world.queue),
+        blockers,
+        tuple(sorted(devices, key=lambda verdict: verdict.device)) if task.demand.gpus else (),
+    )
+
+
+def position_of(world: World, task: Task, policy: Policy, now: Instant) -> int | None:
+    """A task's place in the order of the queue, from 1. Costs as much as there are different demands."""
+    if task.id not in world.queue:
+        return None
+    key = order_key(task.priority, task.submitted_at, task.id, now, policy)
+    return sum(group.count_until(key, now, policy) for group in world.queue.groups.values())
+
+
+def _blockers(seen: Survey, position: int | None) -> list[Blocker]:
+    task, now = seen.task, seen.now
+    blockers = room_blockers(seen)
+    if task.held:
+        blockers.append(Blocker(Reason.HELD, "held by a person; release it to let it run"))
+    if task.not_before is not None and task.not_before > now:
+        message = f"not to be started for another {task.not_before - now:.0f} s"
+        if task.failures:
+            message += f", because it has failed {task.failures} of at most {task.max_retries + 1} times"
+        blockers.append(Blocker(Reason.NOT_BEFORE, message))
+    if not blockers:
+        ahead = f" after the {position - 1} ahead of it" if position and position > 1 else ""
+        message = f"there is room for it now; the next cycle looks at it{ahead}"
+        blockers.append(Blocker(Reason.PENDING_EVALUATION, message))
+    return sorted(blockers, key=lambda blocker: blocker.tier)
+
+
+def _statement(task: Task, now: Instant) -> str:
+    """What a task that is not pending is doing."""
+    match task.state:
+        case TaskState.ADMITTED:
+            return f"admitted to {task.node}; its order is on the way"
+        case TaskState.RUNNING:
+            return f"running on {task.node} for {now - (task.started_at or now):.0f} s"
+        case TaskState.STOPPING:
+            left = (task.stop_deadline_at or now) - now
+            whom = f" to make room for {task.freeing_for}" if task.freeing_for else ""
+            return f"asked to stop ({task.stop_reason}){whom}; {max(0.0, left):.0f} s of grace are left"
+        case _:
+            return f"{task.state}; it no longer waits for anything"
+
+
+def _verdict(finding: DeviceFinding, task: Task) -> DeviceVerdict:
+    book = finding.book
+    device = book.device
+    holders = sorted(map(_holder, book.holdings.values()), key=lambda holder: (-holder.mb, holder.id))
+    return DeviceVerdict(
+        device.key,
+        device.node,
+        device.index,
+        device.kind,
+        finding.verdict,
+        _why(finding, task),
+        finding.need_mb,
+        finding.free_mb,
+        device.allocatable_mb,
+        tuple(holders),
+    )
+
+
+def _holder(holding: Holding) -> Holder:
+    lease = holding.lease
+    return Holder(lease.holder, lease.priority, holding.takes_mb, holding.is_leaving)
+
+
+def _why(finding: DeviceFinding, task: Task) -> str:
+    free, size = in_gib(finding.free_mb), in_gib(finding.book.device.allocatable_mb)
+    match finding.verdict:
+        case Verdict.TOO_SMALL:
+            return f"too small: {size} in all"
+        case Verdict.NODE_NOT_READY:
+            return "its node does not answer"
+        case Verdict.CORDONED:
+            return "its node is cordoned"
+        case Verdict.STALE:
+            return "its memory use has not been reported lately"
+        case Verdict.FITS:
+            return f"fits: {free} are free"
+        case Verdict.KEPT_FOR_OTHERS:
+            return f"what is free is kept for {', '.join(sorted(finding.book.pledges))}"
+    foreign = finding.book.foreign_mb
+    elsewhere = f", {in_gib(foreign)} are used by processes that are not ours" if foreign else ""
+    if task.demand.takes_whole_devices:
+        return f"not empty: {free} of {size} are free{elsewhere}"
+    return f"{in_gib(finding.need_mb or 0)} are needed, {free} are free{elsewhere}"

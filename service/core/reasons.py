@@ -1,0 +1,57 @@
+"""Why a task waits: stable tokens in a total order, so that the most structural one wins."""
+
+from enum import StrEnum
+
+
+class Reason(StrEnum):
+    """Published; a token is never renamed. Clients must expect new ones."""
+
+    HELD = "Held"
+    QUEUE_PAUSED = "QueuePaused"
+    MISCONFIGURED = "Misconfigured"
+    EXCEEDS_CAPACITY = "ExceedsCapacity"
+    """It can never fit: no device, node or limit is large enough."""
+    NO_MATCHING_DEVICE = "NoMatchingDevice"
+    """What is large enough is not ready or is cordoned."""
+    BACKEND_UNAVAILABLE = "BackendUnavailable"
+    """No node answers, or nobody knows how much memory is in use."""
+    NOT_BEFORE = "NotBefore"
+    DEPENDENCY_PENDING = "DependencyPending"
+    QUOTA_EXHAUSTED = "QuotaExhausted"
+    CONCURRENCY_LIMITED = "ConcurrencyLimited"
+    """Run slots, CPU, host memory or a custom resource is used up."""
+    FRAGMENTED = "Fragmented"
+    """Enough is free in sum, but not in one piece."""
+    WAITING_FOR_MEMORY = "WaitingForMemory"
+    BEHIND_HIGHER_PRIORITY = "BehindHigherPriority"
+    """It would fit, but what is free is kept for others."""
+    WAITING_FOR_PREEMPTION = "WaitingForPreemption"
+    """Runs are being stopped to make room for it."""
+    MODEL_LOADING = "ModelLoading"
+    PENDING_EVALUATION = "PendingEvaluation"
+    """Nothing stands in its way; the next cycle looks at it."""
+
+    @property
+    def tier(self) -> int:
+        """Lower wins."""
+        return _TIERS[self]
+
+
+_TIERS = {
+    Reason.HELD: 1,
+    Reason.QUEUE_PAUSED: 2,
+    Reason.MISCONFIGURED: 3,
+    Reason.EXCEEDS_CAPACITY: 4,
+    Reason.NO_MATCHING_DEVICE: 5,
+    Reason.BACKEND_UNAVAILABLE: 6,
+    Reason.NOT_BEFORE: 7,
+    Reason.DEPENDENCY_PENDING: 7,
+    Reason.QUOTA_EXHAUSTED: 8,
+    Reason.CONCURRENCY_LIMITED: 9,
+    Reason.FRAGMENTED: 10,
+    Reason.WAITING_FOR_MEMORY: 11,
+    Reason.BEHIND_HIGHER_PRIORITY: 12,
+    Reason.WAITING_FOR_PREEMPTION: 13,
+    Reason.MODEL_LOADING: 14,
+    Reason.PENDING_EVALUATION: 15,
+}

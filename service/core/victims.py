@@ -1,0 +1,143 @@
+"""Who may be asked to leave, what that would cost, and the cheapest set of them that makes room."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from service.core.draft import Draft, Headroom
+from service.core.policy import Policy, band_of
+from service.core.task import Task, TaskState
+from service.core.units import DeviceKey, Instant, NodeName
+
+EXACT_LIMIT = 8
+"""Up to so many candidates every subset is considered; above, cheapest first and then filled back."""
+
+Cost = tuple[float, int]
+"""(lost GPU-seconds, number of victims)"""
+
+Suffices = Callable[[Sequence["Candidate"]], bool]
+"""Whether there is room once these have left. Monotone: more leavers never mean less room."""
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A run that may be stopped, and what it would give back on its node."""
+
+    task: Task
+    lost: float
+    """GPU-seconds of work since its start or newest checkpoint."""
+    frees: dict[DeviceKey, int]
+    """MiB by device."""
+
+
+def candidates(draft: Draft, node: NodeName, task: Task, policy: Policy, now: Instant) -> list[Candidate]:
+    """The runs of a node that this task may have stopped, cheapest first:
+
+    1. fewer lost GPU-seconds
+    2. lower priority
+    3. more memory given back
+    4. smaller id
+    """
+    runs = (draft.task(run) for run in draft.world.runs.get(node, ()))
+    found = [
+        Candidate(run, lost_gpu_seconds(run, now), _frees(draft, run))
+        for run in runs
+        if run.priority < task.priority and may_be_stopped(run, task.priority, policy, now)
+    ]
+    return sorted(found, key=lambda c: (c.lost, c.task.priority, -sum(c.frees.values()), c.task.id))
+
+
+def may_be_stopped(run: Task, for_priority: int, policy: Policy, now: Instant) -> bool:
+    """Only what holds on and is not shielded. What was admitted in this very cycle may begin first."""
+    if run.state not in (TaskState.ADMITTED, TaskState.RUNNING):
+        return False
+    if run.admitted_at is not None and run.admitted_at >= now:
+        return False
+    return band_of(for_priority)[0] == "critical" or not is_shielded(run, policy, now)
+
+
+def is_shielded(run: Task, policy: Policy, now: Instant) -> bool:
+    """Its preemption budget is spent, and this attempt has neither saved its work nor run for long."""
+    if run.preemptions < policy.preemption_budget:
+        return False
+    if run.started_at is None:
+        return True
+    if run.checkpoint_at is not None and run.checkpoint_at > run.started_at:
+        return False
+    return now - run.started_at < policy.shield_seconds
+
+
+def lost_gpu_seconds(run: Task, now: Instant) -> float:
+    """Work that stopping would throw away. A run without GPU counts as if it had one."""
+    if run.started_at is None:
+        return 0.0
+    saved_at = max(run.started_at, run.checkpoint_at or run.started_at)
+    return max(0.0, now - saved_at) * max(1, run.demand.gpus)
+
+
+def after(room: Headroom, leavers: Sequence[Candidate]) -> Headroom:
+    for leaver in leavers:
+        room = room.with_room_of(leaver.task)
+    return room
+
+
+def cost_of(victims: Sequence[Candidate]) -> Cost:
+    return sum(victim.lost for victim in victims), len(victims)
+
+
+def cheapest(found: Sequence[Candidate], suffices: Suffices) -> list[Candidate] | None:
+    """The set with the least lost work, then the fewest victims; None if all together do not suffice.
+
+    `found` is in order of cost. Exact up to EXACT_LIMIT candidates; above, minimal by inclusion.
+    """
+    if not suffices(found):
+        return None
+    if len(found) > EXACT_LIMIT:
+        return filled_back(found, suffices)
+    return _exact(found, suffices)
+
+
+def filled_back(found: Sequence[Candidate], suffices: Suffices) -> list[Candidate]:
+    """Take candidates in the given order until it suffices, then put back whoever is not needed after all.
+
+    The costliest is put back first. `suffices` being monotone, one pass leaves a set that is minimal by
+    inclusion. After Kueue's fill-back.
+    """
+    taken: list[Candidate] = []
+    for candidate in found:
+        if suffices(taken):
+            break
+        taken.append(candidate)
+    for candidate in sorted(taken, key=lambda c: (c.lost, c.task.id), reverse=True):
+        rest = [other for other in taken if other is not candidate]
+        if suffices(rest):
+            taken = rest
+    return taken
+
+
+def _exact(found: Sequence[Candidate], suffices: Suffices) -> list[Candidate]:
+    """Depth first over all subsets, cut where it already costs as much as the best so far."""
+    best = list(found)
+    best_cost = cost_of(best)
+
+    def search(taken: list[Candidate], cost: Cost, at: int) -> None:
+        nonlocal best, best_cost
+        if cost >= best_cost:
+            return
+        if suffices(taken):
+            best, best_cost = list(taken), cost
+            return
+        if at < len(found) and suffices([*taken, *found[at:]]):
+            candidate = found[at]
+            search([*taken, candidate], (cost[0] + candidate.lost, cost[1] + 1), at + 1)
+            search(taken, cost, at + 1)
+
+    search([], (0.0, 0), 0)
+    return best
+
+
+def _frees(draft: Draft, run: Task) -> dict[DeviceKey, int]:
+    freed: dict[DeviceKey, int] = {}
+    for lease in draft.world.leases_of(run):
+        holding = draft.book(lease.device).holdings[lease.key]
+        freed[lease.device] = freed.get(lease.device, 0) + holding.takes_mb
+    return freed
