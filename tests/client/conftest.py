@@ -1,0 +1,43 @@
+import asyncio
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from gpubroker import AsyncBroker, Broker
+
+from tests.client.recorded_service import RecordedService
+
+Do = Callable[..., Any]
+
+
+@pytest.fixture(autouse=True)
+def no_service_of_this_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for name in ("GPUBROKER_URL", "GPUBROKER_TOKEN", "XDG_STATE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("GPUBROKER_DATA_DIR", str(tmp_path / "data"))
+
+
+@pytest.fixture
+def service() -> Iterator[RecordedService]:
+    with RecordedService() as running:
+        yield running
+
+
+@pytest.fixture(params=["sync", "async"])
+def do(request: pytest.FixtureRequest, service: RecordedService) -> Do:
+    """Call a method of the SDK by name, of `Broker` and of `AsyncBroker`; iterators become lists."""
+
+    def do_sync(name: str, *args: Any, **options: Any) -> Any:
+        with Broker(service.url, "gpb_secret", retry_seconds=5) as broker:
+            found = getattr(broker, name)(*args, **options)
+            return list(found) if name in ("list", "events") else found
+
+    async def do_async(name: str, *args: Any, **options: Any) -> Any:
+        async with AsyncBroker(service.url, "gpb_secret", retry_seconds=5) as broker:
+            found = getattr(broker, name)(*args, **options)
+            return [item async for item in found] if name in ("list", "events") else await found
+
+    if request.param == "sync":
+        return do_sync
+    return lambda name, *args, **options: asyncio.run(do_async(name, *args, **options))

@@ -1,0 +1,111 @@
+"""An HTTP server that gives the answers it was told to give and remembers what it was asked."""
+
+import json
+import threading
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from types import TracebackType
+from typing import Any, Self
+from urllib.parse import parse_qsl, urlsplit
+
+
+@dataclass(frozen=True)
+class Asked:
+    method: str
+    path: str
+    params: list[tuple[str, str]]
+    headers: Mapping[str, str]
+    body: Any
+
+
+@dataclass(frozen=True)
+class Reply:
+    status: int = 200
+    body: Any = field(default_factory=dict)
+    headers: Mapping[str, str] = field(default_factory=dict)
+
+
+HANG_UP = Reply(status=0)
+"""Close the connection without an answer."""
+
+
+class RecordedService:
+    """Answers in the order they were `told`. More questions than answers get a 500 that says so."""
+
+    def __init__(self) -> None:
+        self.asked: list[Asked] = []
+        self._replies: deque[Reply] = deque()
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), self._handler())
+        self._thread = threading.Thread(target=self._server.serve_forever, kwargs={"poll_interval": 0.01})
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self._server.server_port}"
+
+    def told(self, *replies: Reply) -> Self:
+        self._replies.extend(replies)
+        return self
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()
+
+    def _handler(service) -> type[BaseHTTPRequestHandler]:  # noqa: N805 - the handler has a self of its own
+        class Handler(BaseHTTPRequestHandler):
+            def answer(self) -> None:
+                length = int(self.headers.get("content-length", 0))
+                text = self.rfile.read(length)
+                parts = urlsplit(self.path)
+                service.asked.append(
+                    Asked(
+                        self.command,
+                        parts.path,
+                        parse_qsl(parts.query),
+                        {name.lower(): value for name, value in self.headers.items()},
+                        json.loads(text) if text else None,
+                    )
+                )
+                missing = Reply(500, {"detail": f"no answer was recorded for {self.path}"})
+                reply = service._replies.popleft() if service._replies else missing
+                if reply is HANG_UP:
+                    self.close_connection = True
+                    return
+                data = reply.body if isinstance(reply.body, bytes) else json.dumps(reply.body).encode()
+                self.send_response(reply.status)
+                for name, value in {"Content-Length": str(len(data)), **reply.headers}.items():
+                    self.send_header(name, value)
+                self.end_headers()
+                self.wfile.write(data)
+
+            do_GET = do_POST = do_PATCH = do_DELETE = answer  # noqa: N815 - http.server says so
+
+            def log_message(self, format: str, *args: Any) -> None:
+                return
+
+        return Handler
+
+
+def a_task(id: str = "task_1", state: str = "pending", **more: Any) -> dict[str, Any]:
+    """A task as the service answers it, as far as a client needs it."""
+    return {
+        "id": id,
+        "name": "",
+        "tenant": "default",
+        "state": state,
+        "priority": 50,
+        "band": "batch",
+        **more,
+    }
+
+
+def a_problem(status: int, code: str, detail: str = "no", **more: Any) -> Reply:
+    return Reply(status, {"status": status, "code": code, "detail": detail, "request_id": "req_7", **more})

@@ -1,0 +1,66 @@
+from typing import Any
+
+import pytest
+from gpubroker import Gpu
+from gpubroker.cli import draw
+from gpubroker.cli.bars import bar, shares
+from gpubroker.cli.session import console
+
+GIB = 1024
+
+
+def a_gpu(physical: int = 24 * GIB, **more: Any) -> Gpu:
+    return Gpu.of(
+        {
+            "key": "local/n1/GPU-1",
+            "uuid": "GPU-1",
+            "node": "n1",
+            "kind": "sim",
+            "physical_mb": physical,
+            **more,
+        }
+    )
+
+
+def test_a_bar_tells_used_from_leased_from_free() -> None:
+    gpu = a_gpu(leased_mb=18 * GIB, used_mb=12 * GIB, free_mb=6 * GIB)
+    assert bar(gpu, width=24) == "█" * 12 + "▒" * 6 + "░" * 6
+
+
+def test_memory_that_nobody_leased_is_foreign_and_not_the_holders() -> None:
+    gpu = a_gpu(leased_mb=12 * GIB, used_mb=18 * GIB, foreign_mb=4 * GIB, unaccounted_mb=2 * GIB)
+    assert bar(gpu, width=24) == "█" * 12 + "░" * 6 + "!" * 6
+
+
+def test_memory_kept_for_a_waiting_task_is_not_free() -> None:
+    pledges = [{"task": "task_9", "gpu_mb": 20 * GIB, "arrived_mb": 12 * GIB}]
+    assert bar(a_gpu(pledges=pledges), width=24) == "▓" * 12 + "░" * 12
+
+
+def test_a_sliver_is_seen_and_the_bar_keeps_its_width() -> None:
+    gpu = a_gpu(leased_mb=23 * GIB, used_mb=1, foreign_mb=1)
+    drawn = bar(gpu, width=10)
+    assert len(drawn) == 10
+    assert set(drawn) == set("█▒░!") - {"█"} or "!" in drawn
+
+
+@pytest.mark.parametrize("numbers", [{"leased_mb": 30 * GIB}, {"foreign_mb": 30 * GIB, "leased_mb": GIB}, {}])
+def test_the_parts_add_up_whatever_was_measured(numbers: dict[str, int]) -> None:
+    part = shares(a_gpu(**numbers))
+    assert part.used + part.reserved + part.pledged + part.foreign + part.free == 24 * GIB
+    assert min(part.used, part.reserved, part.pledged, part.foreign, part.free) >= 0
+
+
+def test_a_gpu_line_names_its_holders_and_who_memory_is_freed_for() -> None:
+    gpu = a_gpu(
+        leased_mb=14 * GIB,
+        free_mb=10 * GIB,
+        holders=[{"kind": "run", "id": "task_1", "name": "train", "gpu_mb": 14 * GIB, "stopping": True}],
+        pledges=[{"task": "task_00000009", "gpu_mb": 20 * GIB, "arrived_mb": 0}],
+    )
+    out = console()
+    with out.capture() as captured:
+        out.print(draw.gpus([gpu]))
+    assert "10.0 GiB free of 24.0" in captured.get()
+    assert "train 14.0 (stopping)" in captured.get()
+    assert "0.0 of 20.0 freed for 00000009" in captured.get()

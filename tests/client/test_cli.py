@@ -1,0 +1,304 @@
+"""The command line against recorded answers: what is asked, what is printed where, and how it ends."""
+
+import base64
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from gpubroker.cli import main
+
+from tests.client.recorded_service import RecordedService, Reply, a_problem, a_task
+
+FULL_ID = "task_01k9z6x8d2000abcdefghjkmnp"
+
+
+@dataclass(frozen=True)
+class Ended:
+    code: int
+    out: str
+    err: str
+
+    @property
+    def json(self) -> Any:
+        return json.loads(self.out)
+
+
+Run = Callable[..., Ended]
+
+
+@pytest.fixture
+def run(service: RecordedService, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
+    monkeypatch.setenv("GPUBROKER_URL", service.url)
+    monkeypatch.setenv("GPUBROKER_TOKEN", "gpb_secret")
+    monkeypatch.setenv("COLUMNS", "200")
+
+    def run(*words: str) -> Ended:
+        monkeypatch.setattr("sys.argv", ["gpubroker", *words])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        said = capsys.readouterr()
+        return Ended(int(ended.value.code or 0), said.out, said.err)
+
+    return run
+
+
+def outcome(state: str, **more: Any) -> Reply:
+    ended = {"id": FULL_ID, "state": state, "format": "json", "error": None, "log_tail": "", **more}
+    return Reply(200, ended)
+
+
+def test_submit_prints_the_id_and_nothing_else_to_standard_output(service: RecordedService, run: Run) -> None:
+    service.told(Reply(202, a_task(FULL_ID)))
+    ended = run(
+        "submit", "team.work:fit", "--arg", "5", "--arg", "s3://x", "-i", "epochs=3", "-i", "name=resnet"
+    )
+    assert (ended.code, ended.out) == (0, f"{FULL_ID}\n")
+    assert f"gpubroker explain {FULL_ID}" in ended.err
+    assert service.asked[0].body["run"] == {
+        "entrypoint": "team.work:fit",
+        "args": [5, "s3://x"],
+        "kwargs": {"epochs": 3, "name": "resnet"},
+    }
+
+
+def test_submit_reads_sizes_durations_and_pairs(service: RecordedService, run: Run) -> None:
+    service.told(Reply(202, a_task(FULL_ID)))
+    words = "submit a:b --gpu-memory 18GiB --gpus 2 --memory 4g --cpu 0 --priority critical --name n --label run=x"
+    more = "--label user=me --env SEED=1 --timeout 1h30m --grace 0 --retries 0 --custom licence=2 --exclusive"
+    assert run(*words.split(), *more.split()).code == 0
+    sent = service.asked[0].body
+    del sent["run"]
+    assert sent == {
+        "name": "n",
+        "priority": "critical",
+        "resources": {
+            "gpu_mb": 18432,
+            "gpus": 2,
+            "exclusive": True,
+            "cpu": 0,
+            "memory_mb": 4096,
+            "custom": {"licence": 2},
+        },
+        "labels": {"run": "x", "user": "me"},
+        "env": {"SEED": "1"},
+        "timeout_seconds": 5400,
+        "grace_seconds": 0,
+        "max_retries": 0,
+    }
+
+
+def test_words_behind_two_dashes_are_a_command_with_its_own_options(
+    service: RecordedService, run: Run
+) -> None:
+    service.told(Reply(202, a_task(FULL_ID)))
+    assert (
+        run("submit", "--gpus", "1", "--priority", "7", "--", "python", "train.py", "--gpus", "9").code == 0
+    )
+    sent = service.asked[0].body
+    assert sent["run"] == {"command": ["python", "train.py", "--gpus", "9"]}
+    assert (sent["resources"], sent["priority"]) == ({"gpus": 1}, 7)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["submit"],
+        ["submit", "a:b", "--", "ls"],
+        ["submit", "a:b", "--gpu-memory", "much"],
+        ["submit", "a:b", "--timeout", "soon"],
+        ["submit", "a:b", "-i", "epochs"],
+        ["submit", "a:b", "--custom", "licence=two"],
+        ["submit", "a:b", "--nonsense"],
+        ["nonsense"],
+    ],
+)
+def test_what_cannot_be_meant_is_a_usage_error_and_asks_nothing(
+    service: RecordedService, run: Run, words: list[str]
+) -> None:
+    ended = run(*words)
+    assert (ended.code, ended.out) == (2, "")
+    assert ended.err
+    assert not service.asked
+
+
+def test_submit_and_wait_prints_the_result(service: RecordedService, run: Run) -> None:
+    service.told(
+        Reply(202, a_task(FULL_ID)),
+        Reply(200, a_task(FULL_ID, "succeeded")),
+        outcome("succeeded", result={"accuracy": 0.9}, log_tail="epoch 3\n"),
+    )
+    ended = run("submit", "a:b", "--wait")
+    assert (ended.code, ended.json) == (0, {"accuracy": 0.9})
+    assert "epoch 3" in ended.err
+
+
+def failed(state: str = "failed") -> Reply:
+    error = {"kind": "exception", "message": "no luck", "traceback": "Traceback ...\nValueError: no luck"}
+    return outcome(state, error=error)
+
+
+@pytest.mark.parametrize(
+    ("replies", "code", "says"),
+    [
+        ([Reply(200, a_task(FULL_ID, "failed")), failed()], 3, "ValueError: no luck"),
+        ([Reply(200, a_task(FULL_ID, "cancelled")), outcome("cancelled")], 4, "was cancelled"),
+        ([Reply(202, a_task(FULL_ID, "running"))], 5, "it goes on"),
+        ([a_problem(404, "not-found", "no such task")], 6, "no such task"),
+        ([a_problem(500, "internal-error", "our mistake")], 1, "our mistake"),
+    ],
+)
+def test_the_exit_code_says_how_it_ended(
+    service: RecordedService, run: Run, replies: list[Reply], code: int, says: str
+) -> None:
+    service.told(*replies)
+    ended = run("result", FULL_ID, "--wait", "--timeout", "0")
+    assert (ended.code, ended.out) == (code, "")
+    assert says in ended.err
+
+
+def test_wait_ends_as_the_task_did(service: RecordedService, run: Run) -> None:
+    shown = Reply(200, a_task(FULL_ID, "failed"))
+    service.told(shown, shown, failed())
+    ended = run("wait", FULL_ID, "-o", "json")
+    assert (ended.code, ended.json["state"]) == (3, "failed")
+
+
+def test_no_service_and_nobody_listening_are_unreachable(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gpubroker.cli.session._RETRY_SECONDS", 0)
+    assert run("--url", "http://127.0.0.1:1", "stats").code == 7
+    monkeypatch.delenv("GPUBROKER_URL")
+    ended = run("stats")
+    assert ended.code == 7
+    assert "gpubroker serve" in ended.err
+
+
+def test_a_pickled_result_is_saved_and_never_opened(
+    service: RecordedService, run: Run, tmp_path: Path
+) -> None:
+    boom = b"cos\nabort\n(tR."
+    told = outcome("succeeded", format="cloudpickle", data_base64=base64.b64encode(boom).decode())
+    service.told(told, told)
+    ended = run("result", FULL_ID)
+    assert (ended.code, ended.out) == (0, "")
+    assert "--save" in ended.err
+    assert run("result", FULL_ID, "--save", str(tmp_path / "r")).code == 0
+    assert (tmp_path / "r").read_bytes() == boom
+
+
+def page(*ids: str) -> Reply:
+    return Reply(200, {"items": [a_task(id) for id in ids], "next_cursor": None, "has_more": False})
+
+
+def test_a_task_may_be_named_by_its_beginning_its_end_or_as_last(service: RecordedService, run: Run) -> None:
+    other = FULL_ID[:-1] + "q"
+    for word in (FULL_ID[:-1] + "p", FULL_ID[5:], FULL_ID[-4:]):
+        service.asked.clear()
+        needs_search = len(word) != len(FULL_ID)
+        service.told(*([page(other, FULL_ID)] if needs_search else []), Reply(200, a_task(FULL_ID)))
+        assert run("show", word, "-o", "json").json["id"] == FULL_ID
+        assert service.asked[-1].path == f"/tasks/{FULL_ID}"
+    service.told(page(other), Reply(200, a_task(other)))
+    assert run("show", "last", "-o", "json").json["id"] == other
+
+
+def test_a_word_that_means_several_tasks_or_none_changes_nothing(service: RecordedService, run: Run) -> None:
+    service.told(page(FULL_ID), page(FULL_ID, FULL_ID[:-1] + "q"), page(FULL_ID))
+    ended = run("cancel", "mnp", "task_01k9")
+    assert ended.code == 6
+    assert "2 tasks" in ended.err
+    assert run("cancel", "zzz").code == 6
+    assert {asked.method for asked in service.asked} == {"GET"}
+
+
+def test_tasks_can_be_cancelled_held_released_and_moved(service: RecordedService, run: Run) -> None:
+    service.told(*[Reply(200, a_task(FULL_ID))] * 4)
+    run("cancel", FULL_ID, "--grace", "5s", "--reason", "wrong data")
+    run("hold", FULL_ID)
+    run("release", FULL_ID)
+    run("priority", FULL_ID, "interactive")
+    assert [asked.body for asked in service.asked] == [
+        {"grace_seconds": 5, "reason": "wrong data"},
+        {"held": True},
+        {"held": False},
+        {"priority": "interactive"},
+    ]
+
+
+def test_ps_says_why_the_waiting_ones_wait(service: RecordedService, run: Run) -> None:
+    waiting, running = a_task(FULL_ID, name="fit"), a_task("task_2", "running", name="judge")
+    pending = {"reason": "WaitingForMemory", "message": "needs 18.0 GiB", "position": 2}
+    service.told(
+        Reply(200, {"items": [waiting, running], "next_cursor": None}),
+        Reply(200, {**waiting, "pending": pending}),
+    )
+    ended = run("ps")
+    [head, first, second] = ended.out.splitlines()
+    assert "NOTE" in head
+    assert FULL_ID[-8:] in first
+    assert "needs 18.0 GiB (position 2)" in first
+    assert "judge" in second
+    assert ("state", "pending") in service.asked[0].params
+    assert ("state", "succeeded") not in service.asked[0].params
+
+
+def test_ndjson_is_one_line_per_item_and_json_is_one_document(service: RecordedService, run: Run) -> None:
+    service.told(page("task_1", "task_2"), page("task_1", "task_2"))
+    lines = run("ps", "-o", "ndjson").out.splitlines()
+    assert [json.loads(line)["id"] for line in lines] == ["task_1", "task_2"]
+    assert [item["id"] for item in run("ps", "--output", "json").json] == ["task_1", "task_2"]
+
+
+def test_the_newest_events_are_shown_in_order(service: RecordedService, run: Run) -> None:
+    at = "2026-11-21T10:02:11.412Z"
+    lines = [
+        {"position": n, "at": at, "kind": "task.started", "key": FULL_ID, "fields": {}} for n in (99, 100)
+    ]
+    service.told(
+        Reply(200, {"position": 100}),
+        Reply(200, {"items": lines, "next_after": 100}),
+        Reply(200, {"items": [], "next_after": 100}),
+    )
+    ended = run("events", "-n", "2")
+    assert dict(service.asked[1].params)["after"] == "98"
+    assert [line.split()[0] for line in ended.out.splitlines()] == ["99", "100"]
+
+
+def test_a_token_s_secret_is_all_that_goes_to_standard_output(service: RecordedService, run: Run) -> None:
+    service.told(Reply(201, {"name": "ci", "scopes": ["tasks:write"], "token": "gpb_new"}))
+    ended = run("token", "create", "ci", "--scope", "tasks:write", "--max-priority", "50", "--expires", "30d")
+    assert ended.out == "gpb_new\n"
+    assert service.asked[0].body == {
+        "name": "ci",
+        "scopes": ["tasks:write"],
+        "max_priority": 50,
+        "expires_in_seconds": 30 * 86400,
+    }
+
+
+def test_without_the_service_its_commands_name_the_package(
+    service: RecordedService, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gpubroker.cli.app.entry_points", lambda group: [])
+    for command in ("serve", "down", "migrate", "gateway", "broker"):
+        ended = run(command)
+        assert (ended.code, ended.out) == (2, "")
+        assert "pip install gpubroker-server" in ended.err
+
+
+def test_a_package_whose_commands_cannot_be_loaded_breaks_no_other_command(
+    service: RecordedService, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Broken:
+        value = "broken:commands"
+
+        def load(self) -> Any:
+            raise ImportError("no module named broken")
+
+    monkeypatch.setattr("gpubroker.cli.app.entry_points", lambda group: [Broken()])
+    ended = run("--help")
+    assert ended.code == 0
+    assert "submit" in ended.out
+    assert "broken:commands cannot be loaded" in ended.err

@@ -1,0 +1,55 @@
+import json
+from pathlib import Path
+
+import pytest
+from gpubroker import Unreachable
+from gpubroker.connection import find_service
+
+
+def written(data_dir: Path, url: str = "http://127.0.0.1:8470", token: str = "from-file") -> dict[str, str]:
+    """An environment in whose data directory a service left its client.json."""
+    data_dir.mkdir(exist_ok=True)
+    (data_dir / "client.json").write_text(json.dumps({"url": url, "token": token}))
+    return {"GPUBROKER_DATA_DIR": str(data_dir)}
+
+
+def test_arguments_win_over_the_environment_and_that_over_the_file(tmp_path: Path) -> None:
+    environ = written(tmp_path)
+    found = find_service(environ=environ)
+    assert (found.url, found.token) == ("http://127.0.0.1:8470", "from-file")
+    environ |= {"GPUBROKER_URL": "http://env:1/", "GPUBROKER_TOKEN": "from-env"}
+    found = find_service(environ=environ)
+    assert (found.url, found.token) == ("http://env:1", "from-env")
+    found = find_service("http://given:2", "given", environ=environ)
+    assert (found.url, found.token) == ("http://given:2", "given")
+
+
+def test_the_token_in_the_file_goes_to_no_other_address(tmp_path: Path) -> None:
+    environ = written(tmp_path, url="http://127.0.0.1:8470")
+    assert find_service("http://elsewhere:8470", environ=environ).token is None
+    assert find_service("http://127.0.0.1:8470/", environ=environ).token == "from-file"
+
+
+def test_the_file_is_looked_for_where_the_service_writes_it(tmp_path: Path) -> None:
+    written(tmp_path / "gpubroker")
+    assert find_service(environ={"XDG_STATE_HOME": str(tmp_path)}).token == "from-file"
+
+
+def test_knowing_no_service_says_what_to_do(tmp_path: Path) -> None:
+    with pytest.raises(Unreachable) as error:
+        find_service(environ={"GPUBROKER_DATA_DIR": str(tmp_path)})
+    assert "gpubroker serve" in str(error.value)
+    assert "GPUBROKER_URL" in str(error.value)
+    assert str(tmp_path / "client.json") in str(error.value)
+
+
+def test_a_damaged_file_and_an_address_without_a_scheme_are_named(tmp_path: Path) -> None:
+    (tmp_path / "client.json").write_text("{")
+    with pytest.raises(Unreachable, match=r"client\.json cannot be read"):
+        find_service(environ={"GPUBROKER_DATA_DIR": str(tmp_path)})
+    with pytest.raises(Unreachable, match=r"'localhost:8470' \(given\) must begin with http"):
+        find_service("localhost:8470", environ={"GPUBROKER_DATA_DIR": str(tmp_path / "none")})
+
+
+def test_a_token_is_not_shown_when_a_connection_is(tmp_path: Path) -> None:
+    assert "from-file" not in repr(find_service(environ=written(tmp_path)))

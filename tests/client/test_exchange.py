@@ -1,0 +1,91 @@
+import json
+from typing import Any
+
+import pytest
+from gpubroker import BrokerError, Refused, Unreachable
+from gpubroker.exchange import Answer, Call, Pause, error_of, exchange
+
+GET = Call("GET", "/stats")
+ONCE = Call("POST", "/tokens", repeatable=False)
+
+
+def answer(status: int, body: Any = None, **headers: str) -> Answer:
+    names = {name.replace("_", "-"): value for name, value in headers.items()}
+    return Answer(status, names, b"" if body is None else json.dumps(body).encode())
+
+
+def test_a_not_now_is_asked_again_after_the_time_the_service_named() -> None:
+    steps = exchange(GET, retry_seconds=60)
+    assert next(steps) is GET
+    pause = steps.send(answer(503, retry_after="2"))
+    assert isinstance(pause, Pause)
+    assert 2 <= pause.seconds < 3
+    assert steps.send(None) is GET
+    with pytest.raises(StopIteration) as done:
+        steps.send(answer(200, {"ok": True}))
+    assert done.value.value.json() == {"ok": True}
+
+
+def test_pauses_grow_until_patience_ends_and_the_last_error_is_told() -> None:
+    steps = exchange(GET, retry_seconds=3600)
+    pauses = []
+    next(steps)
+    for _ in range(6):
+        pause = steps.throw(Unreachable("nobody there"))
+        assert isinstance(pause, Pause)
+        pauses.append(pause.seconds)
+        assert next(steps) is GET
+    assert all(0.5 * 0.1 * 2**n <= pause <= 0.1 * 2**n for n, pause in enumerate(pauses))
+
+    steps = exchange(GET, retry_seconds=0)
+    next(steps)
+    with pytest.raises(Unreachable, match="nobody there"):
+        steps.throw(Unreachable("nobody there"))
+
+
+def test_a_call_that_is_not_repeatable_is_not_repeated_when_its_answer_is_lost() -> None:
+    steps = exchange(ONCE, retry_seconds=3600)
+    next(steps)
+    with pytest.raises(Unreachable):
+        steps.throw(Unreachable("reset"))
+
+
+def test_a_call_that_is_not_repeatable_is_repeated_when_nothing_was_done() -> None:
+    steps = exchange(ONCE, retry_seconds=3600)
+    next(steps)
+    assert isinstance(steps.send(answer(503)), Pause)
+
+
+def test_a_no_is_not_asked_again() -> None:
+    steps = exchange(GET, retry_seconds=3600)
+    next(steps)
+    problem = {
+        "code": "exceeds-capacity",
+        "detail": "90 GiB exceed the largest device",
+        "request_id": "req_1",
+        "errors": [{"pointer": "/resources/gpu_mb", "detail": "too large", "code": "capacity"}],
+    }
+    with pytest.raises(Refused) as refused:
+        steps.send(answer(422, problem))
+    error = refused.value
+    assert (error.code, error.status, error.request_id) == ("exceeds-capacity", 422, "req_1")
+    assert "/resources/gpu_mb: too large" in str(error)
+    assert "req_1" in str(error)
+
+
+@pytest.mark.parametrize(
+    ("status", "kind"),
+    [(400, Refused), (409, Refused), (500, BrokerError), (502, Unreachable), (503, Unreachable)],
+)
+def test_the_status_says_which_exception_it_is(status: int, kind: type[BrokerError]) -> None:
+    assert type(error_of(answer(status, {"detail": "so"}))) is kind
+
+
+@pytest.mark.parametrize("content", [b"<html>", b"[1]", b""])
+def test_an_error_that_is_no_problem_document_still_tells_its_status(content: bytes) -> None:
+    assert "418" in str(error_of(Answer(418, {}, content)))
+
+
+def test_an_answer_that_is_not_json_asks_whether_the_address_is_right() -> None:
+    with pytest.raises(BrokerError, match="is this address a gpubroker service"):
+        Answer(200, {}, b"<html>welcome").json()

@@ -1,0 +1,37 @@
+import subprocess
+import sys
+
+import pytest
+
+HEAVY = {"ray", "sqlalchemy", "fastapi", "starlette", "pydantic", "service", "sklearn", "numpy"}
+
+
+def loaded_by(statement: str) -> set[str]:
+    """Top-level names of the modules that a fresh interpreter has loaded after the statement."""
+    asked = f"{statement}\nimport sys; print(*{{name.partition('.')[0] for name in sys.modules}})"
+    output = subprocess.run([sys.executable, "-c", asked], check=True, capture_output=True, text=True).stdout
+    return set(output.split())
+
+
+@pytest.mark.parametrize(
+    "statement", ["from gpubroker import Broker, AsyncBroker", "import gpubroker.cli.app"]
+)
+def test_the_client_loads_nothing_of_the_service_nor_its_libraries(statement: str) -> None:
+    assert not loaded_by(statement) & HEAVY
+
+
+def test_a_task_does_not_pay_for_an_http_client() -> None:
+    assert not loaded_by("from gpubroker import current_task, Stopped") & {"httpx", "rich", "typer"}
+
+
+def test_the_command_line_asks_for_nothing_it_may_not_need() -> None:
+    assert not loaded_by("import gpubroker.cli.app") & {"httpx", "cloudpickle"}
+
+
+def test_every_public_name_is_there() -> None:
+    import gpubroker
+
+    assert set(gpubroker.__all__) <= set(dir(gpubroker))
+    assert all(getattr(gpubroker, name) for name in gpubroker.__all__)
+    with pytest.raises(AttributeError, match="no attribute 'Brocker'"):
+        gpubroker.Brocker  # noqa: B018 - the access is the test

@@ -1,0 +1,64 @@
+import base64
+import json
+import sys
+from typing import Any
+
+import cloudpickle
+import pytest
+from gpubroker.submission import submission_body
+
+
+def body(target: Any, *args: Any, **options: Any) -> dict[str, Any]:
+    sent: dict[str, Any] = json.loads(submission_body(target, args, options))  # type: ignore[arg-type]  # on purpose
+    return sent
+
+
+def test_a_name_is_an_entrypoint_and_only_what_was_given_is_sent() -> None:
+    assert body("team.work:fit", 1, kwargs={"epochs": 3}) == {
+        "run": {"entrypoint": "team.work:fit", "args": [1], "kwargs": {"epochs": 3}}
+    }
+
+
+def test_options_go_where_the_service_expects_them() -> None:
+    sent = body(
+        "a:b", gpu_mb=1024, gpus=2, cpu=0, priority="critical", max_retries=0, name="n", exclusive=True
+    )
+    assert sent["resources"] == {"gpu_mb": 1024, "gpus": 2, "cpu": 0, "exclusive": True}
+    assert {name: sent[name] for name in ("priority", "max_retries", "name")} == {
+        "priority": "critical",
+        "max_retries": 0,
+        "name": "n",
+    }
+
+
+def test_a_list_of_words_is_a_command() -> None:
+    sent = body(["python", "train.py"], working_directory="/srv")
+    assert sent == {"run": {"command": ["python", "train.py"], "working_directory": "/srv"}}
+
+
+def test_a_function_travels_with_its_arguments_and_its_python() -> None:
+    sent = body(lambda a, b: a - b, 5, kwargs={"b": 3})
+    function, args, kwargs = cloudpickle.loads(base64.b64decode(sent["run"]["function"]))
+    assert function(*args, **kwargs) == 2
+    assert sent["run"]["python"] == f"{sys.version_info.major}.{sys.version_info.minor}"
+    assert cloudpickle.__version__.startswith(sent["run"]["cloudpickle"])
+    assert sent["result_format"] == "cloudpickle"
+    assert body(len, [1], result_format="json")["result_format"] == "json"
+
+
+@pytest.mark.parametrize(
+    ("target", "args", "options", "says"),
+    [
+        ("team.work.fit", (), {}, "write module:function"),
+        ("a:b", (), {"epochs": 3}, "knows no option epochs"),
+        ("a:b", (float("nan"),), {}, "do not fit into JSON"),
+        ("a:b", (object(),), {}, "submit the function itself"),
+        (["ls"], ("-l",), {}, "takes no arguments beside its words"),
+        ("a:b", (), {"working_directory": "/srv"}, "is for commands"),
+    ],
+)
+def test_what_no_service_could_accept_is_refused_with_advice(
+    target: Any, args: tuple[Any, ...], options: dict[str, Any], says: str
+) -> None:
+    with pytest.raises(TypeError, match=says):
+        body(target, *args, **options)
