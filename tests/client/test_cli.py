@@ -2,6 +2,7 @@
 
 import base64
 import json
+import shlex
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,8 +36,8 @@ def run(service: RecordedService, monkeypatch: pytest.MonkeyPatch, capsys: pytes
     monkeypatch.setenv("GPUBROKER_TOKEN", "gpb_secret")
     monkeypatch.setenv("COLUMNS", "200")
 
-    def run(*words: str) -> Ended:
-        monkeypatch.setattr("sys.argv", ["gpubroker", *words])
+    def run(line: str, *words: str) -> Ended:
+        monkeypatch.setattr("sys.argv", ["gpubroker", *shlex.split(line), *words])
         with pytest.raises(SystemExit) as ended:
             main()
         said = capsys.readouterr()
@@ -52,7 +53,7 @@ def outcome(state: str, **more: Any) -> Reply:
 
 def test_submit_prints_the_id_and_nothing_else_to_standard_output(service: RecordedService, run: Run) -> None:
     service.told(Reply(202, a_task(FULL_ID)))
-    ended = run(*"submit team.work:fit --arg 5 --arg s3://x -i epochs=3 -i name=resnet".split())
+    ended = run("submit team.work:fit --arg 5 --arg s3://x -i epochs=3 -i name=resnet")
     assert (ended.code, ended.out) == (0, f"{FULL_ID}\n")
     assert f"gpubroker explain {FULL_ID}" in ended.err
     assert service.asked[0].body["run"] == {
@@ -68,7 +69,7 @@ def test_submit_reads_sizes_durations_and_pairs(service: RecordedService, run: R
     more = (
         "--label run=x --label user=me --env SEED=1 --timeout 1h30m --grace 0 --retries 0 --custom licence=2"
     )
-    assert run(*words.split(), "--exclusive", *more.split()).code == 0
+    assert run(f"{words} --exclusive {more}").code == 0
     sent = service.asked[0].body
     del sent["run"]
     assert sent == {
@@ -94,9 +95,7 @@ def test_words_behind_two_dashes_are_a_command_with_its_own_options(
     service: RecordedService, run: Run
 ) -> None:
     service.told(Reply(202, a_task(FULL_ID)))
-    assert (
-        run("submit", "--gpus", "1", "--priority", "7", "--", "python", "train.py", "--gpus", "9").code == 0
-    )
+    assert run("submit --gpus 1 --priority 7 -- python train.py --gpus 9").code == 0
     sent = service.asked[0].body
     assert sent["run"] == {"command": ["python", "train.py", "--gpus", "9"]}
     assert (sent["resources"], sent["priority"]) == ({"gpus": 1}, 7)
@@ -130,7 +129,7 @@ def test_submit_and_wait_prints_the_result(service: RecordedService, run: Run) -
         Reply(200, a_task(FULL_ID, "succeeded")),
         outcome("succeeded", result={"accuracy": 0.9}, log_tail="epoch 3\n"),
     )
-    ended = run("submit", "a:b", "--wait")
+    ended = run("submit a:b --wait")
     assert (ended.code, ended.json) == (0, {"accuracy": 0.9})
     assert "epoch 3" in ended.err
 
@@ -168,7 +167,7 @@ def test_wait_ends_as_the_task_did(service: RecordedService, run: Run) -> None:
 
 def test_no_service_and_nobody_listening_are_unreachable(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("gpubroker.cli.session._RETRY_SECONDS", 0)
-    assert run("--url", "http://127.0.0.1:1", "stats").code == 7
+    assert run("--url http://127.0.0.1:1 stats").code == 7
     monkeypatch.delenv("GPUBROKER_URL")
     ended = run("stats")
     assert ended.code == 7
@@ -246,9 +245,9 @@ def test_ps_says_why_the_waiting_ones_wait(service: RecordedService, run: Run) -
 
 def test_ndjson_is_one_line_per_item_and_json_is_one_document(service: RecordedService, run: Run) -> None:
     service.told(page("task_1", "task_2"), page("task_1", "task_2"))
-    lines = run("ps", "-o", "ndjson").out.splitlines()
+    lines = run("ps -o ndjson").out.splitlines()
     assert [json.loads(line)["id"] for line in lines] == ["task_1", "task_2"]
-    assert [item["id"] for item in run("ps", "--output", "json").json] == ["task_1", "task_2"]
+    assert [item["id"] for item in run("ps --output json").json] == ["task_1", "task_2"]
 
 
 def test_the_newest_events_are_shown_in_order(service: RecordedService, run: Run) -> None:
@@ -260,14 +259,14 @@ def test_the_newest_events_are_shown_in_order(service: RecordedService, run: Run
         Reply(200, {"items": lines, "next_after": 100}),
         Reply(200, {"items": [], "next_after": 100}),
     )
-    ended = run("events", "-n", "2")
+    ended = run("events -n 2")
     assert dict(service.asked[1].params)["after"] == "98"
     assert [line.split()[0] for line in ended.out.splitlines()] == ["99", "100"]
 
 
 def test_a_token_s_secret_is_all_that_goes_to_standard_output(service: RecordedService, run: Run) -> None:
     service.told(Reply(201, {"name": "ci", "scopes": ["tasks:write"], "token": "gpb_new"}))
-    ended = run("token", "create", "ci", "--scope", "tasks:write", "--max-priority", "50", "--expires", "30d")
+    ended = run("token create ci --scope tasks:write --max-priority 50 --expires 30d")
     assert ended.out == "gpb_new\n"
     assert service.asked[0].body == {
         "name": "ci",
