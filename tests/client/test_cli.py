@@ -300,3 +300,71 @@ def test_a_package_whose_commands_cannot_be_loaded_breaks_no_other_command(
     assert ended.code == 0
     assert "submit" in ended.out
     assert "broken:commands cannot be loaded" in ended.err
+
+
+GPU = {"key": "local/n1/GPU-1", "uuid": "GPU-1", "node": "n1", "kind": "sim-24g", "physical_mb": 24576}
+NODE = {
+    "name": "n1",
+    "ready": True,
+    "cpu": {"total": 4, "used": 1.5},
+    "memory_mb": {"total": 8192, "used": 0},
+}
+STATS = {
+    "gpu": {"leased_mb": 1024, "total_mb": 2048},
+    "tasks": {"pending": 7},
+    "age_seconds": 0.2,
+    "position": 9,
+}
+EXPLAINED = {
+    "reason": "WaitingForMemory",
+    "message": "needs 18.0 GiB on one GPU",
+    "position": 4,
+    "devices": [{"device": "GPU-1", "free_mb": 11468, "verdict": "too little is free"}],
+}
+
+
+@pytest.mark.parametrize(
+    ("line", "answer", "says"),
+    [
+        ("gpus", {"items": [{**GPU, "free_mb": 24576}]}, ["n1  1 GPU ", "24.0 GiB free of 24.0", "░ free"]),
+        ("nodes", {"items": [NODE]}, ["n1", "ready", "1.5/4", "0.0/8.0 GiB"]),
+        ("stats", STATS, ["leased 1.0 GiB · total 2.0 GiB", "pending 7", "0.2 s ago, event 9"]),
+        (
+            f"explain {FULL_ID}",
+            EXPLAINED,
+            ["WaitingForMemory: needs 18.0 GiB", "(position 4)", "too little is free"],
+        ),
+        (
+            f"show {FULL_ID}",
+            a_task(FULL_ID, labels={"run": "[bold]"}, run={"entrypoint": "a:b"}),
+            ["run=[bold]"],
+        ),
+        ("token list", {"items": [{"name": "ci", "scopes": ["tasks:write"]}]}, ["ci", "tasks:write"]),
+    ],
+)
+def test_answers_are_drawn_for_people(
+    service: RecordedService, run: Run, line: str, answer: dict[str, Any], says: list[str]
+) -> None:
+    service.told(Reply(200, answer))
+    ended = run(line)
+    assert (ended.code, ended.err) == (0, "")
+    for text in says:
+        assert text in ended.out
+
+
+def test_a_watch_into_a_pipe_is_one_answer_after_another(
+    service: RecordedService, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    naps = iter([None, KeyboardInterrupt])
+
+    def sleep(_seconds: float) -> None:
+        if (trouble := next(naps)) is not None:
+            raise trouble
+
+    monkeypatch.setattr("gpubroker.cli.session.time.sleep", sleep)
+    service.told(
+        Reply(200, {"items": [{**GPU, "free_mb": 1}]}), Reply(200, {"items": [{**GPU, "free_mb": 2}]})
+    )
+    ended = run("gpus --watch -o ndjson")
+    assert [json.loads(line)["free_mb"] for line in ended.out.splitlines()] == [1, 2]
+    assert ended.code == 0

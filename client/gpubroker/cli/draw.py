@@ -142,7 +142,8 @@ def gpus(listed: Sequence[Gpu]) -> RenderableType:
         there = list(devices)
         physical = sum(gpu.physical_mb for gpu in there)
         leased, used = sum(gpu.leased_mb for gpu in there), sum(gpu.used_mb for gpu in there)
-        head = f"  {len(there)} GPUs   leased {gib(leased)} · used {gib(used)} of {gib(physical)} GiB"
+        count = "1 GPU" if len(there) == 1 else f"{len(there)} GPUs"
+        head = f"  {count}   leased {gib(leased)} · used {gib(used)} of {gib(physical)} GiB"
         parts.append(Text.assemble((node, "bold"), head))
         parts += [_gpu_line(gpu) for gpu in there]
     return Group(*parts, Text(LEGEND, style="dim")) if parts else Text("no GPUs")

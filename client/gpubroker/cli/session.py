@@ -137,4 +137,4 @@ def console() -> "Console":
     """Standard output for tables. A pipe gets the full width, so that nothing is cut off for a program."""
     from rich.console import Console
 
-    return Console(highlight=False, width=None if sys.stdout.isatty() else 200)
+    return Console(highlight=False, markup=False, width=None if sys.stdout.isatty() else 200)

@@ -1,0 +1,75 @@
+"""The example's training, in a run without a node agent: stopped anywhere, it ends where it would have."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from gpubroker import Stopped
+from gpubroker.runtime.journal import START_OVER, Journal
+from gpubroker.runtime.messages import RunOrder
+from gpubroker.runtime.task import RunningTask, enter_task, leave_task
+
+from examples import digits
+
+WORK = {"seed": 1, "hidden": 8, "epochs": 25}
+
+
+class Run:
+    """One attempt of a task. `stop_after` gives notice as soon as that many epochs are done."""
+
+    def __init__(self, attempt: int = 1, resume_state: bytes | None = None) -> None:
+        self.journal = Journal(lambda _delay_seconds: None)
+        order = RunOrder("task_1", attempt, "entrypoint", attempt=attempt, resume_state=resume_state)
+        self.task = RunningTask(order, self.journal)
+
+    def call(self, function: Callable[..., Any], **arguments: Any) -> Any:
+        entered = enter_task(self.task)
+        try:
+            return function(**arguments)
+        finally:
+            leave_task(entered)
+
+    def checkpoints(self) -> list[bytes]:
+        """The saved states, oldest first."""
+        reports = [report for _, report in self.journal.take(START_OVER, 2**30)]
+        return [report[7] for report in reports if report[0] == "checkpointed"]
+
+
+def undisturbed() -> float:
+    return float(Run().call(digits.train, **WORK)["accuracy"])
+
+
+def test_a_training_that_was_stopped_resumes_to_the_very_same_accuracy() -> None:
+    first = Run()
+    first.task.give_notice()
+    with pytest.raises(Stopped):
+        first.call(digits.train, **WORK)
+    [state] = first.checkpoints()
+
+    second = Run(2, state)
+    assert second.call(digits.train, **WORK) == {
+        "accuracy": undisturbed(),
+        "resumed_at_epoch": 1,
+        "attempt": 2,
+    }
+
+
+def test_a_training_that_was_killed_resumes_from_its_last_checkpoint() -> None:
+    killed = Run()
+    killed.call(digits.train, **WORK)
+    states = killed.checkpoints()
+    assert len(states) == WORK["epochs"] // digits.CHECKPOINT_EVERY
+
+    ended = Run(2, states[-1]).call(digits.train, **WORK)
+    assert (ended["accuracy"], ended["resumed_at_epoch"]) == (undisturbed(), 20)
+
+
+def test_a_checkpoint_travels_with_the_reports() -> None:
+    run = Run()
+    run.call(digits.train, **WORK)
+    assert max(len(state) for state in run.checkpoints()) < 1024 * 1024
+
+
+def test_the_evaluation_tells_the_best_of_its_models() -> None:
+    ended = Run().call(digits.evaluate, folds=2)
+    assert ended["accuracy"] == max(ended["scores"].values()) > 0.9
