@@ -35,13 +35,13 @@ def main() -> int:
 
 def run(console: Console, began: float) -> Ending:
     narrator = Narrator(began)
-    with screen_on(console) as screen, running_service() as broker:
-        reference = Reference()
-        try:
+    reference = Reference()
+    try:
+        with screen_on(console) as screen, running_service() as broker:
             narrator.says(f"the service is ready at {broker.connection.url}")
             return Story(broker, screen, narrator).tell(reference)
-        finally:
-            reference.end()
+    finally:
+        reference.end()
 
 
 def _interrupt(_signal: int, _frame: Any) -> None:

@@ -10,8 +10,6 @@ from typing import Any
 
 from gpubroker import Broker, Task
 
-from examples.digits import accuracy, learn, new_model
-
 _GIB = 1024  # in MiB
 _ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 """These matrices are small: more threads would only take the machine's cores from each other."""
@@ -80,6 +78,8 @@ class Reference:
 
 
 def undisturbed() -> dict[str, float]:
+    from examples.digits import accuracy, learn, new_model
+
     reached = {}
     for work in TRAININGS:
         model = new_model(work.arguments["seed"], work.arguments["hidden"])
