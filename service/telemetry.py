@@ -147,7 +147,7 @@ def _task_metrics(world: World) -> Iterator[Metric]:
         row = world.tasks[task]
         live[row.state.value, band_of(row.priority)[0]] += 1
     yield _gauge("gpubroker_tasks", live.items())
-    reasons = {"held": len(queue.held), "not_before": len(queue.delayed), "waiting": waiting.total()}
+    reasons = {"Held": len(queue.held), "NotBefore": len(queue.delayed), "Queued": waiting.total()}
     yield _gauge("gpubroker_pending_tasks", [((reason,), count) for reason, count in reasons.items()])
     about, labels = COUNTERS["gpubroker_tasks_finished"]
     finished = CounterMetricFamily("gpubroker_tasks_finished", about, labels=labels)
@@ -170,11 +170,11 @@ def _device_metrics(world: World) -> Iterator[Metric]:
     yield per_device("gpubroker_gpu_memory_leased_bytes", lambda b: _leased_mb(b) * _MIB)
     yield per_device("gpubroker_gpu_memory_quarantined_bytes", lambda b: _quarantined_mb(b) * _MIB)
     yield per_device(
-        "gpubroker_gpu_memory_used_bytes", lambda b: None if b.used_mb is None else b.used_mb * _MIB
+        "gpubroker_gpu_memory_used_bytes", lambda b: None if b.sample is None else b.sample.used_mb * _MIB
     )
     yield per_device("gpubroker_gpu_memory_foreign_bytes", lambda b: b.foreign_mb * _MIB)
     yield per_device("gpubroker_gpu_memory_free_bytes", lambda b: max(0, b.free_mb()) * _MIB)
-    yield per_device("gpubroker_gpu_utilization_ratio", lambda b: b.utilization)
+    yield per_device("gpubroker_gpu_utilization_ratio", _utilization)
 
 
 def _leased_mb(book: Book) -> int:
@@ -184,6 +184,10 @@ def _leased_mb(book: Book) -> int:
 def _quarantined_mb(book: Book) -> int:
     leases = (holding.lease for holding in book.holdings.values())
     return sum(lease.mb for lease in leases if lease.state is LeaseState.QUARANTINED)
+
+
+def _utilization(book: Book) -> float | None:
+    return None if book.sample is None else book.sample.utilization
 
 
 def configure_logs(level: str, form: Literal["console", "json"]) -> None:

@@ -20,7 +20,7 @@ EVERY_SCOPE = "*"
 
 
 class Scope(StrEnum):
-    """What a token may do. `*` in a token stands for all of them."""
+    """What a token may do. `*` stands for all of them."""
 
     TASKS_READ = "tasks:read"
     TASKS_WRITE = "tasks:write"
@@ -31,6 +31,8 @@ class Scope(StrEnum):
     CLUSTER_READ = "cluster:read"
     METRICS_READ = "metrics:read"
     ADMIN = "admin"
+    """Tokens, shutdown, and the names of other tenants' holders."""
+    EVERY = EVERY_SCOPE
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,6 +10,7 @@ from service.core.units import Seconds, TaskId, Term
 from service.core.world import World
 from service.gateway.follower import Waiters
 from service.gateway.identity import Tokens
+from service.gateway.ids import Ids
 from service.ports import BlobStore, Clock, Progress, TaskStore
 
 PYTHON_MINOR = f"{sys.version_info.major}.{sys.version_info.minor}"
@@ -69,5 +70,6 @@ class GatewayParts:
     """What the store counts of itself, by the metric names in `telemetry.STORE_METRICS`."""
     waiters: Waiters = field(default_factory=Waiters)
     """Fed with every batch of committed events by the composition root."""
+    ids: Ids = field(default_factory=Ids)
     python: str = PYTHON_MINOR
     """The Python minor that runs pickled functions."""

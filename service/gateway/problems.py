@@ -39,6 +39,7 @@ CATALOGUE: Final[Mapping[str, Kind]] = {
     "host-not-allowed": Kind(421, "The service does not go by this name"),
     "validation-failed": Kind(422, "The request does not fit its schema"),
     "exceeds-capacity": Kind(422, "The task could never run here"),
+    "unknown-resource": Kind(422, "Nobody offers this resource"),
     "entrypoint-not-allowed": Kind(422, "The operator does not allow this entrypoint"),
     "python-mismatch": Kind(422, "The function was pickled by another Python"),
     "idempotency-key-reused": Kind(422, "The idempotency key belongs to another body"),

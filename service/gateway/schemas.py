@@ -22,7 +22,7 @@ from pydantic_core import PydanticCustomError
 
 from service.core.policy import BAND_NAMES
 from service.core.task import TaskState
-from service.gateway.identity import EVERY_SCOPE, Scope
+from service.gateway.identity import Scope
 
 ENV_BYTES = 32 * 1024
 RESERVED_ENV = ("CUDA_", "NVIDIA_", "RAY_", "GPUBROKER_", "LD_", "PYTHON")
@@ -254,9 +254,7 @@ class ChangeTask(Body):
 
 class CreateToken(Body):
     name: Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$")]
-    scopes: Annotated[
-        list[Scope | Literal["*"]], Field(min_length=1, description=f"`{EVERY_SCOPE}` is every scope.")
-    ]
+    scopes: Annotated[list[Scope], Field(min_length=1, description="`*` is every scope.")]
     tenant: Annotated[
         str | None,
         StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$"),

@@ -1,6 +1,6 @@
 """What the API answers. Clients must accept more fields and more values than they know."""
 
-from typing import Annotated, Any, Literal, NotRequired
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 from typing_extensions import TypedDict
@@ -61,8 +61,18 @@ class TaskUrls(TypedDict):
     cancel: str
 
 
-class TaskView(TypedDict):
-    """A task as it stands. `pending` is told in answers about a single task, not in lists."""
+class ResultFields(TypedDict, total=False):
+    """One of both, where a task has ended."""
+
+    result: Annotated[Any, Field(description="The value, if it is JSON; null if the task left none.")]
+    data_base64: Annotated[str, Field(description="The bytes, if they are not JSON.")]
+
+
+class TaskView(ResultFields):
+    """A task as it stands. `pending` is told in answers about a single task, not in lists.
+
+    `result` or `data_base64` are there only in answers that waited for the end.
+    """
 
     id: str
     name: str
@@ -97,12 +107,6 @@ class TaskView(TypedDict):
     pending: PendingView | None
     error: ErrorView | None
     urls: TaskUrls
-    result: NotRequired[
-        Annotated[Any, Field(description="In answers that waited for the end; JSON results.")]
-    ]
-    data_base64: NotRequired[
-        Annotated[str, Field(description="In answers that waited for the end; results that are not JSON.")]
-    ]
 
 
 class TaskPage(TypedDict):
@@ -111,12 +115,10 @@ class TaskPage(TypedDict):
     has_more: bool
 
 
-class ResultView(TypedDict):
+class ResultView(ResultFields):
     id: str
     state: str
     format: str
-    result: NotRequired[Annotated[Any, Field(description="The value, if the format is json.")]]
-    data_base64: NotRequired[Annotated[str, Field(description="The bytes, if they are not JSON.")]]
     error: ErrorView | None
     log_tail: Annotated[str, Field(description="The end of what the run wrote to stdout and stderr.")]
 
@@ -139,6 +141,54 @@ class AsOf(TypedDict):
     as_of: Annotated[Time, Field(description="When the newest event in this picture was committed.")]
     age_seconds: Annotated[float, Field(description="Since the picture was last known to be current.")]
     position: Annotated[int, Field(description="Of the newest event in this picture.")]
+
+
+class BlockerView(TypedDict):
+    reason: Annotated[str, Field(description="A stable token.")]
+    tier: Annotated[int, Field(description="Lower is more structural.")]
+    message: str
+
+
+class DeviceHolder(TypedDict):
+    """`id` is null for another tenant's holder, unless an admin asks."""
+
+    id: str | None
+    priority: int
+    gpu_mb: int
+    stopping: bool
+
+
+class DeviceVerdictView(TypedDict):
+    """One device, judged for one task."""
+
+    key: str
+    node: str
+    index: int
+    kind: str
+    verdict: Annotated[str, Field(description="A stable token, such as fits, no_room, too_small.")]
+    message: str
+    need_mb: int | None
+    free_mb: Annotated[int, Field(description="For this task: what is kept for it counts as free.")]
+    allocatable_mb: int
+    holders: list[DeviceHolder]
+
+
+class ExplanationView(TypedDict):
+    """Why a task waits, or what it is doing. `blockers` names all that stands in its way."""
+
+    id: str
+    state: str
+    reason: Annotated[
+        str | None, Field(description="Of the most structural blocker; null if it does not wait.")
+    ]
+    message: str
+    evaluated_at: Time
+    position: Annotated[int | None, Field(description="Place in the queue; 1 is next.")]
+    queue_length: int
+    blockers: list[BlockerView]
+    devices: list[DeviceVerdictView]
+    as_of: Time
+    age_seconds: float
 
 
 class HolderView(TypedDict):

@@ -1,0 +1,163 @@
+"""The cluster as the World shows it: devices, nodes, totals. Each answer says how old it is."""
+
+from collections import Counter
+
+from service.core.device import Node
+from service.core.ledger import Book, Holding
+from service.core.policy import band_of
+from service.core.task import TaskState
+from service.core.units import TaskId
+from service.core.world import NodeUse, World
+from service.gateway.identity import Identity, Scope
+from service.gateway.parts import GatewayParts
+from service.gateway.problems import Problem
+from service.gateway.translate import rfc3339, rfc3339_or_none
+from service.gateway.views import (
+    AsOf,
+    GpuTotals,
+    GpuView,
+    HolderView,
+    NodeView,
+    PledgeView,
+    TaskCounts,
+)
+
+
+def as_of(parts: GatewayParts) -> AsOf:
+    """Raises Problem if the World is too old to be shown as the truth."""
+    age_seconds = parts.age_seconds()
+    if age_seconds > parts.limits.stale_seconds:
+        raise Problem(
+            "follower-stale",
+            f"the overview is {age_seconds:.0f} s old, older than {parts.limits.stale_seconds:.0f} s; "
+            "single tasks can still be read, and /readyz says which part is away",
+        )
+    world = parts.world
+    return {"as_of": rfc3339(world.as_of), "age_seconds": round(age_seconds, 3), "position": world.position}
+
+
+def gpu_views(parts: GatewayParts, viewer: Identity) -> list[GpuView]:
+    return [_gpu_view(parts, parts.world.books[key], viewer) for key in sorted(parts.world.books)]
+
+
+def _gpu_view(parts: GatewayParts, book: Book, viewer: Identity) -> GpuView:
+    device = book.device
+    holdings = [book.holdings[key] for key in sorted(book.holdings)]
+    return {
+        "key": device.key,
+        "uuid": device.uuid,
+        "node": device.node,
+        "kind": device.kind,
+        "index": device.index,
+        "simulated": device.simulated,
+        "physical_mb": device.physical_mb,
+        "reserve_mb": device.reserve_mb,
+        "leased_mb": _leased_mb(book),
+        "used_mb": None if book.sample is None else book.sample.used_mb,
+        "foreign_mb": book.foreign_mb,
+        "unaccounted_mb": _unaccounted_mb(book),
+        "pledged_mb": sum(pledge.mb for pledge in book.pledges.values()),
+        "free_mb": max(0, book.free_mb()),
+        "utilization": None if book.sample is None else book.sample.utilization,
+        "sampled_at": rfc3339_or_none(book.sampled_at),
+        "stale": book.is_stale(parts.clock.now(), parts.policy.sample_period_seconds),
+        "holders": [_holder_view(parts.world, holding, viewer) for holding in holdings],
+        "pledges": _pledge_views(book, viewer),
+    }
+
+
+def _leased_mb(book: Book) -> int:
+    return sum(holding.lease.mb for holding in book.holdings.values())
+
+
+def _unaccounted_mb(book: Book) -> int:
+    """What is in use and neither foreign nor covered by a holder, by its lease or by its measured use."""
+    if book.sample is None:
+        return 0
+    return max(0, book.sample.used_mb - book.foreign_mb - book.held_mb())
+
+
+def _holder_view(world: World, holding: Holding, viewer: Identity) -> HolderView:
+    lease = holding.lease
+    task = world.tasks.get(TaskId(lease.holder))
+    known = sees(viewer, lease.tenant)
+    return {
+        "kind": lease.holder_kind.value,
+        "id": lease.holder if known else None,
+        "name": task.name if task is not None and known else None,
+        "tenant": lease.tenant,
+        "priority": lease.priority,
+        "band": band_of(lease.priority)[0],
+        "gpu_mb": lease.mb,
+        "measured_mb": holding.measured_mb,
+        "state": lease.state.value,
+        "since": rfc3339(lease.since),
+        "stopping": holding.stopping,
+    }
+
+
+def _pledge_views(book: Book, viewer: Identity) -> list[PledgeView]:
+    return [
+        {
+            "task": pledge.preemptor if sees(viewer, pledge.tenant) else None,
+            "gpu_mb": pledge.mb,
+            "arrived_mb": book.kept_free_mb(pledge),
+            "priority": pledge.priority,
+            "deadline_at": rfc3339(pledge.deadline_at),
+        }
+        for _preemptor, pledge in sorted(book.pledges.items())
+    ]
+
+
+def sees(viewer: Identity, tenant: str) -> bool:
+    """Whether this token may know by name what belongs to this tenant."""
+    return viewer.tenant == tenant or viewer.may(Scope.ADMIN)
+
+
+def node_views(world: World) -> list[NodeView]:
+    return [_node_view(world, world.nodes[name]) for name in sorted(world.nodes)]
+
+
+def _node_view(world: World, node: Node) -> NodeView:
+    use = world.use.get(node.name, NodeUse())
+    return {
+        "name": node.name,
+        "ready": node.ready,
+        "cordoned": node.cordoned,
+        "incarnation": node.incarnation,
+        "cpu": {"total": node.cpu, "used": use.cpu},
+        "memory_mb": {"total": node.memory_mb, "used": use.memory_mb},
+        "runs": {"limit": node.max_runs, "used": use.runs},
+        "gpus": len(world.by_node.get(node.name, ())),
+        "labels": dict(node.labels),
+    }
+
+
+def gpu_totals(world: World) -> GpuTotals:
+    books = list(world.books.values())
+    samples = [book.sample for book in books if book.sample is not None]
+    measured = [sample.utilization for sample in samples if sample.utilization is not None]
+    return {
+        "total_mb": sum(book.device.physical_mb for book in books),
+        "leased_mb": sum(_leased_mb(book) for book in books),
+        "used_mb": sum(sample.used_mb for sample in samples),
+        "free_mb": sum(max(0, book.free_mb()) for book in books),
+        "utilization": sum(measured) / len(measured) if measured else None,
+    }
+
+
+def task_counts(world: World) -> TaskCounts:
+    active = Counter(world.tasks[task].state for task in world.active)
+    ended: Counter[TaskState] = Counter()
+    for (_tenant, state), count in world.finished.items():
+        ended[state] += count
+    return {
+        "pending": len(world.queue),
+        "admitted": active[TaskState.ADMITTED],
+        "running": active[TaskState.RUNNING],
+        "stopping": active[TaskState.STOPPING],
+        "completed": ended[TaskState.SUCCEEDED],
+        "failed": ended[TaskState.FAILED],
+        "cancelled": ended[TaskState.CANCELLED],
+        "expired": ended[TaskState.EXPIRED],
+    }

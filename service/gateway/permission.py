@@ -1,0 +1,58 @@
+"""What the operator and the token allow a submit to do. Raises Problem; says nothing about capacity."""
+
+from fnmatch import translate
+from functools import lru_cache
+from re import Pattern
+from re import compile as compile_pattern
+
+from service.gateway.direct import Call
+from service.gateway.identity import Scope
+from service.gateway.parts import GatewayParts
+from service.gateway.problems import Fault, Problem
+from service.gateway.schemas import Command, Entrypoint, Function, Run
+
+
+def check_run(call: Call, run: Run) -> None:
+    match run:
+        case Entrypoint():
+            _check_entrypoint(call.parts.allowed_entrypoints, run.entrypoint)
+        case Command():
+            call.require(Scope.TASKS_COMMAND, "submitting a command")
+        case Function():
+            call.require(Scope.TASKS_CODE, "submitting a function")
+            _check_python(call.parts, run)
+
+
+def check_priority(call: Call, priority: int) -> None:
+    identity = call.identity
+    if priority > identity.max_priority:
+        raise Problem(
+            "priority-not-allowed",
+            f'priority {priority} is above {identity.max_priority}, the cap of token "{identity.name}"; '
+            "ask for less, or have an admin make a token with a higher max_priority",
+            errors=[Fault(pointer="/priority", detail=f"at most {identity.max_priority}", code="above-cap")],
+        )
+
+
+def _check_entrypoint(patterns: tuple[str, ...], entrypoint: str) -> None:
+    if any(pattern.fullmatch(entrypoint) for pattern in _compiled(patterns)):
+        return
+    allowed = ", ".join(patterns) or "nothing yet"
+    detail = f'"{entrypoint}" is not allowed; the operator allows {allowed} (setting entrypoints)'
+    fault = Fault(pointer="/run/entrypoint", detail=detail, code="entrypoint-not-allowed")
+    raise Problem("entrypoint-not-allowed", detail, errors=[fault])
+
+
+@lru_cache(maxsize=8)
+def _compiled(patterns: tuple[str, ...]) -> tuple[Pattern[str], ...]:
+    return tuple(compile_pattern(translate(pattern)) for pattern in patterns)
+
+
+def _check_python(parts: GatewayParts, run: Function) -> None:
+    if run.python != parts.python:
+        detail = (
+            f"the function was pickled by Python {run.python} and would be opened by Python {parts.python}; "
+            f"submit it from Python {parts.python}, or name an entrypoint instead"
+        )
+        fault = Fault(pointer="/run/python", detail=detail, code="python-mismatch")
+        raise Problem("python-mismatch", detail, errors=[fault])

@@ -1,0 +1,60 @@
+"""Whether the process lives, and whether it can do its work. Open: probes carry no tokens."""
+
+import asyncio
+
+from fastapi import APIRouter, Response
+
+from service.gateway.direct import Call, DirectRoute, answer, problems
+from service.gateway.parts import GatewayParts
+from service.gateway.views import Health, Readiness
+from service.ports import StoreUnavailable
+
+router = APIRouter(route_class=DirectRoute, tags=["operations"])
+
+OK = "ok"
+CONNECTED = "connected"
+"""What an executor that can take orders calls its state."""
+STORE_PATIENCE_SECONDS = 2.0
+
+
+@router.get("/healthz", operation_id="health_get", response_model=Health, responses=problems())
+async def get_health(call: Call) -> Response:  # noqa: ARG001  # every endpoint takes the call
+    """Answer that the process lives."""
+    view: Health = {"status": "ok"}
+    return answer(view)
+
+
+@router.get(
+    "/readyz",
+    operation_id="readiness_get",
+    response_model=Readiness,
+    responses={
+        503: {"model": Readiness, "description": "A part is away; `parts` says which."},
+        **problems(),
+    },
+)
+async def get_readiness(call: Call) -> Response:
+    """Answer whether tasks can be taken and run: database, picture of the cluster, executor."""
+    parts = call.parts
+    states = {
+        "store": await _store_state(parts),
+        "world": OK if parts.age_seconds() <= parts.limits.stale_seconds else "stale",
+        "executor": _executor_state(parts),
+    }
+    ready = all(state == OK for state in states.values())
+    view: Readiness = {"status": "ready" if ready else "not_ready", "parts": states}
+    return answer(view, 200 if ready else 503)
+
+
+async def _store_state(parts: GatewayParts) -> str:
+    try:
+        async with asyncio.timeout(STORE_PATIENCE_SECONDS):
+            await parts.store.head()
+    except (StoreUnavailable, TimeoutError):
+        return "unavailable"
+    return OK
+
+
+def _executor_state(parts: GatewayParts) -> str:
+    state = str(parts.executor_status().get("state", "unknown"))
+    return OK if state == CONNECTED else state

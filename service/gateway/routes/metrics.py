@@ -1,0 +1,25 @@
+"""What Prometheus scrapes."""
+
+from fastapi import APIRouter, Response
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+
+from service.gateway.direct import Call, DirectRoute, needs, problems
+from service.gateway.identity import Scope
+from service.telemetry import Telemetry
+
+router = APIRouter(route_class=DirectRoute, tags=["operations"])
+
+
+@router.get(
+    "/metrics",
+    operation_id="metrics_get",
+    dependencies=[needs(Scope.METRICS_READ)],
+    responses={
+        200: {"description": "Prometheus text.", "content": {"text/plain": {"schema": {"type": "string"}}}},
+        **problems("unauthenticated", "forbidden"),
+    },
+)
+async def get_metrics(call: Call) -> Response:
+    """Read all metrics in Prometheus's text format. They are listed in docs/metrics.md."""
+    telemetry: Telemetry = call.app.state.telemetry
+    return Response(generate_latest(telemetry.registry), media_type=CONTENT_TYPE_LATEST)

@@ -1,0 +1,23 @@
+"""Nodes: the machines, and what their runs take beside GPUs."""
+
+from fastapi import APIRouter, Response
+
+from service.gateway.direct import Call, DirectRoute, answer, needs, problems
+from service.gateway.identity import Scope
+from service.gateway.overview import as_of, node_views
+from service.gateway.views import NodeList
+
+router = APIRouter(route_class=DirectRoute, tags=["cluster"])
+
+
+@router.get(
+    "/nodes",
+    operation_id="nodes_list",
+    dependencies=[needs(Scope.CLUSTER_READ)],
+    response_model=NodeList,
+    responses=problems("unauthenticated", "forbidden", "follower-stale"),
+)
+async def list_nodes(call: Call) -> Response:
+    """List all nodes with their CPU, host memory and run slots, in all and in use."""
+    view: NodeList = {**as_of(call.parts), "items": node_views(call.parts.world)}
+    return answer(view)

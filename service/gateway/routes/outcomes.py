@@ -1,0 +1,65 @@
+"""How tasks end: wait for it, fetch what they left."""
+
+from typing import Annotated
+
+from fastapi import APIRouter, Query, Response
+
+from service.gateway.direct import Call, DirectRoute, answer, needs, problems
+from service.gateway.identity import Scope
+from service.gateway.lookup import at_its_end, find, finished_view, live_of, result_fields
+from service.gateway.problems import Problem
+from service.gateway.schemas import WaitQuery
+from service.gateway.translate import error_view, task_view
+from service.gateway.views import ResultView, TaskView
+
+router = APIRouter(route_class=DirectRoute, tags=["tasks"])
+
+
+@router.get(
+    "/tasks/{task_id}/wait",
+    operation_id="tasks_wait",
+    dependencies=[needs(Scope.TASKS_READ)],
+    response_model=TaskView,
+    response_description="The task has ended; see `result`.",
+    responses={
+        202: {"model": TaskView, "description": "The time is over and the task goes on; ask again."},
+        **problems("unauthenticated", "forbidden", "not-found", "validation-failed", "result-damaged"),
+    },
+)
+async def wait_for_task(call: Call, task_id: str, query: Annotated[WaitQuery, Query()]) -> Response:
+    """Wait for the end of a task. Answers the moment it ends."""
+    parts = call.parts
+    seconds = min(query.timeout_seconds, parts.limits.wait_seconds)
+    record = await at_its_end(parts, await find(call, task_id), seconds)
+    if record.task.is_terminal:
+        return answer(await finished_view(parts, record))
+    return answer(task_view(record, live_of(parts, record.task)), 202)
+
+
+@router.get(
+    "/tasks/{task_id}/result",
+    operation_id="tasks_result",
+    dependencies=[needs(Scope.TASKS_READ)],
+    response_model=ResultView,
+    responses=problems("unauthenticated", "forbidden", "not-found", "task-not-finished", "result-damaged"),
+)
+async def get_result(call: Call, task_id: str) -> Response:
+    """Fetch what a finished task left: its result or its error, and the end of its log."""
+    record = await find(call, task_id)
+    task = record.task
+    if not task.is_terminal:
+        raise Problem(
+            "task-not-finished",
+            f"task {task.id} is {task.state}; /tasks/{task.id}/wait answers when it ends",
+        )
+    stored = await call.parts.store.result(task.id)
+    view: ResultView = {
+        "id": task.id,
+        "state": task.state.value,
+        "format": record.spec.result_format if stored is None else stored.format,
+        "error": error_view(record.failure),
+        "log_tail": "" if stored is None else stored.log_tail.decode("utf-8", "replace"),
+    }
+    if stored is None:
+        return answer({**view, "result": None})
+    return answer({**view, **await result_fields(call.parts, stored)})

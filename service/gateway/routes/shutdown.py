@@ -1,0 +1,25 @@
+"""The orderly end of the service, on request."""
+
+from fastapi import APIRouter, Response
+
+from service.gateway.direct import Call, DirectRoute, answer, needs, problems
+from service.gateway.identity import Scope
+from service.gateway.schemas import ShutDown
+from service.gateway.views import Stopping
+
+router = APIRouter(route_class=DirectRoute, tags=["operations"])
+
+
+@router.post(
+    "/shutdown",
+    operation_id="service_shutdown",
+    dependencies=[needs(Scope.ADMIN)],
+    status_code=202,
+    response_model=Stopping,
+    responses=problems("unauthenticated", "forbidden", "validation-failed"),
+)
+async def shut_down(call: Call, body: ShutDown = ShutDown()) -> Response:  # noqa: B008  # frozen
+    """Stop the service. Tasks go on, unless the local cluster is to stop as well."""
+    call.parts.shutdown(body.stop_cluster)
+    view: Stopping = {"stopping": True, "stop_cluster": body.stop_cluster}
+    return answer(view, 202)

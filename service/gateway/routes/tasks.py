@@ -1,0 +1,288 @@
+"""Tasks: submit, list, read, change, cancel."""
+
+import hashlib
+import re
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Header, Query, Response
+
+from service.core.admission import check
+from service.core.plan import Request
+from service.core.policy import Policy
+from service.core.reasons import Reason
+from service.core.task import Demand, Task, TaskState
+from service.core.units import TaskId
+from service.core.world import World
+from service.gateway.cursor import filter_hash, read_cursor, write_cursor
+from service.gateway.direct import Call, DirectRoute, answer, needs, problems
+from service.gateway.identity import Scope
+from service.gateway.lookup import at_its_end, find, finished_view, live_of, reread
+from service.gateway.permission import check_priority, check_run
+from service.gateway.problems import Fault, Problem
+from service.gateway.schemas import CancelTask, ChangeTask, SubmitTask, TaskQuery
+from service.gateway.translate import Live, arguments_of, demand_of, spec_of, task_of, task_view
+from service.gateway.views import TaskPage, TaskView
+from service.ports import Submission, SubmitVerdict, TaskFilter, TaskRecord
+
+router = APIRouter(route_class=DirectRoute, tags=["tasks"])
+
+IdempotencyKey = Annotated[
+    str | None,
+    Header(
+        alias="Idempotency-Key",
+        pattern=r'^("[\x21\x23-\x7e]{1,255}"|[\x21\x23-\x7e]{1,255})$',
+        description="The same key with the same body answers with the first task, however often it is sent.",
+    ),
+]
+Prefer = Annotated[
+    str | None,
+    Header(
+        alias="Prefer", description="`wait=20` holds the answer back until the task ends, at most 20 seconds."
+    ),
+]
+_WAIT = re.compile(r"(?:^|[,;\s])wait\s*=\s*\"?(\d{1,9})\"?(?=$|[,;\s])", re.IGNORECASE)
+
+_JUST_ACCEPTED = Live(
+    leases=[],
+    uuids={},
+    pending={
+        "reason": Reason.PENDING_EVALUATION.value,
+        "message": "on disk; the next planning cycle looks at it",
+        "position": None,
+    },
+)
+
+
+@router.post(
+    "/tasks",
+    operation_id="tasks_submit",
+    dependencies=[needs(Scope.TASKS_WRITE)],
+    status_code=202,
+    response_model=TaskView,
+    response_description="The task is on disk and will run as soon as there is room.",
+    responses={
+        201: {"model": TaskView, "description": "It ended while the answer was held back; see `result`."},
+        **problems(
+            "malformed-json",
+            "unauthenticated",
+            "forbidden",
+            "priority-not-allowed",
+            "payload-too-large",
+            "unsupported-media-type",
+            "validation-failed",
+            "exceeds-capacity",
+            "unknown-resource",
+            "entrypoint-not-allowed",
+            "python-mismatch",
+            "idempotency-key-reused",
+            "store-unavailable",
+        ),
+    },
+)
+async def submit_task(
+    call: Call, body: SubmitTask, idempotency_key: IdempotencyKey = None, prefer: Prefer = None
+) -> Response:
+    """Submit a task.
+
+    What could never run here is refused at once. When the answer leaves, the task is on disk.
+    """
+    parts = call.parts
+    demand = demand_of(body.resources, body.placement, parts.defaults)
+    now = parts.clock.now()
+    task = task_of(body, demand, call.identity.tenant, parts.defaults, id=parts.ids.task(now), now=now)
+    check_run(call, body.run)
+    check_priority(call, task.priority)
+    check_capacity(parts.world, parts.policy, demand)
+    submission = await _submission(call, body, task, idempotency_key)
+    outcome = await parts.store.submit(submission)
+    wait_seconds, headers = _wait_of(prefer, parts.limits.wait_seconds)
+    headers["Location"] = f"/tasks/{outcome.task}"
+    match outcome.verdict:
+        case SubmitVerdict.KEY_REUSED:
+            raise Problem(
+                "idempotency-key-reused",
+                f'the key "{submission.idempotency_key}" was used with another body, for {outcome.task}; '
+                "nothing was stored; use a new key for a new task",
+            )
+        case SubmitVerdict.DUPLICATE:
+            headers["Idempotency-Replayed"] = "true"
+            record = await find(call, outcome.task)
+            live = live_of(parts, record.task)
+        case SubmitVerdict.ACCEPTED:
+            record, live = TaskRecord(task, submission.spec), _JUST_ACCEPTED
+    if wait_seconds is None:
+        return answer(task_view(record, live), 202, headers)
+    record = await at_its_end(parts, record, wait_seconds)
+    if record.task.is_terminal:
+        return answer(await finished_view(parts, record), 201, headers)
+    return answer(task_view(record, live_of(parts, record.task)), 202, headers)
+
+
+def check_capacity(world: World, policy: Policy, demand: Demand) -> None:
+    """Raises Problem for a demand that no device, node or limit could ever satisfy."""
+    devices = [book.device for book in world.books.values()]
+    refusal = check(demand, devices, world.nodes.values(), policy)
+    if refusal is not None:
+        fault = Fault(pointer=f"/resources/{refusal.field}", detail=refusal.message, code=refusal.code)
+        raise Problem(refusal.code, refusal.message, errors=[fault])
+
+
+async def _submission(call: Call, body: SubmitTask, task: Task, idempotency_key: str | None) -> Submission:
+    """Large arguments are on disk before the row that names them."""
+    parts = call.parts
+    arguments = arguments_of(body.run)
+    digest = None
+    if len(arguments) > parts.limits.inline_bytes:
+        digest = await parts.blobs.put(arguments, owner=task.id)
+    spec = spec_of(body, arguments, digest)
+    if idempotency_key is None:
+        return Submission(task, spec)
+    body_hash = hashlib.sha256(task.tenant.encode() + b"\0" + await call.body()).hexdigest()
+    return Submission(task, spec, idempotency_key.strip('"'), body_hash)
+
+
+def _wait_of(prefer: str | None, most_seconds: float) -> tuple[float | None, dict[str, str]]:
+    """How long to hold the answer back, and the header that says so; None if nobody asked (RFC 7240)."""
+    asked = _WAIT.search(prefer) if prefer else None
+    if asked is None:
+        return None, {}
+    seconds = min(int(asked[1]), int(most_seconds))
+    return seconds, {"Preference-Applied": f"wait={seconds}"}
+
+
+@router.get(
+    "/tasks",
+    operation_id="tasks_list",
+    dependencies=[needs(Scope.TASKS_READ)],
+    response_model=TaskPage,
+    responses=problems("cursor-invalid", "unauthenticated", "forbidden", "validation-failed"),
+    openapi_extra={
+        "parameters": [
+            {
+                "name": "label",
+                "in": "query",
+                "style": "form",
+                "explode": True,
+                "description": "`label.team=vision`: only tasks with this label; all given must match.",
+                "schema": {"type": "object", "patternProperties": {r"^label\.": {"type": "string"}}},
+            }
+        ]
+    },
+)
+async def list_tasks(call: Call, query: Annotated[TaskQuery, Query()]) -> Response:
+    """List your tenant's tasks, newest first."""
+    parts = call.parts
+    limit = min(query.limit, parts.limits.page_items)
+    wanted: dict[str, Any] = {
+        "tenant": call.identity.tenant,
+        "states": tuple(query.state),
+        "min_priority": query.min_priority,
+        "max_priority": query.max_priority,
+        "labels": query.labels,
+        "name": query.name,
+    }
+    filtered_by = filter_hash(wanted)
+    after = None if query.cursor is None else TaskId(read_cursor(query.cursor, filtered_by))
+    records = await parts.store.records(TaskFilter(**wanted, after=after, limit=limit + 1))
+    page = records[:limit]
+    has_more = len(records) > limit
+    view: TaskPage = {
+        "items": [task_view(record, live_of(parts, record.task, explained=False)) for record in page],
+        "next_cursor": write_cursor(page[-1].task.id, filtered_by) if has_more else None,
+        "has_more": has_more,
+    }
+    return answer(view)
+
+
+@router.get(
+    "/tasks/{task_id}",
+    operation_id="tasks_get",
+    dependencies=[needs(Scope.TASKS_READ)],
+    response_model=TaskView,
+    responses=problems("unauthenticated", "forbidden", "not-found"),
+)
+async def get_task(call: Call, task_id: str) -> Response:
+    """Read a task: its state, what it holds, and why it waits if it does."""
+    record = await find(call, task_id)
+    return answer(task_view(record, live_of(call.parts, record.task)))
+
+
+@router.patch(
+    "/tasks/{task_id}",
+    operation_id="tasks_change",
+    dependencies=[needs(Scope.TASKS_WRITE)],
+    response_model=TaskView,
+    responses={
+        202: {"model": TaskView, "description": "Asked for; the leader has not carried it out yet."},
+        **problems(
+            "malformed-json",
+            "unauthenticated",
+            "forbidden",
+            "priority-not-allowed",
+            "not-found",
+            "task-already-finished",
+            "task-not-pending",
+            "validation-failed",
+        ),
+    },
+)
+async def change_task(call: Call, task_id: str, body: ChangeTask) -> Response:
+    """Change a task's priority, hold it, or release it.
+
+    A higher priority is planned again at once; what runs already is not moved.
+    """
+    record = await find(call, task_id)
+    if body.priority is not None:
+        check_priority(call, body.priority)
+    if record.task.is_terminal:
+        raise _already_finished(record.task)
+    if body.held is not None and record.task.state is not TaskState.PENDING:
+        raise Problem(
+            "task-not-pending",
+            f"task {task_id} is {record.task.state}; only a task that waits can be held or released",
+        )
+    settled = await _ask_leader(call, record.task, "change", body.model_dump(exclude_none=True))
+    record = await reread(call.parts, record)
+    return answer(task_view(record, live_of(call.parts, record.task)), 200 if settled else 202)
+
+
+@router.post(
+    "/tasks/{task_id}/cancel",
+    operation_id="tasks_cancel",
+    dependencies=[needs(Scope.TASKS_WRITE)],
+    status_code=202,
+    response_model=TaskView,
+    response_description="Asked for. `stop_deadline_at` says when its memory is back at the latest.",
+    responses={
+        200: {"model": TaskView, "description": "It had been cancelled before."},
+        **problems("unauthenticated", "forbidden", "not-found", "task-already-finished", "validation-failed"),
+    },
+)
+async def cancel_task(call: Call, task_id: str, body: CancelTask = CancelTask()) -> Response:  # noqa: B008  # frozen
+    """Cancel a task. One that runs hears the stop notice and is killed when its grace period is over."""
+    record = await find(call, task_id)
+    if record.task.state is TaskState.CANCELLED:
+        return answer(task_view(record, live_of(call.parts, record.task)))
+    if record.task.is_terminal:
+        raise _already_finished(record.task)
+    asked = body.model_dump(exclude_none=True, exclude_defaults=True)
+    await _ask_leader(call, record.task, "cancel", asked)
+    record = await reread(call.parts, record)
+    return answer(task_view(record, live_of(call.parts, record.task)), 202)
+
+
+async def _ask_leader(call: Call, task: Task, what: str, fields: dict[str, Any]) -> bool:
+    """Store the request; whether the leader has carried it out by the time this returns."""
+    parts = call.parts
+    now = parts.clock.now()
+    request = Request(parts.ids.request(now), task.id, task.tenant, what, fields, now)
+    with parts.waiters.expect(request.id) as done:
+        await parts.store.request(request)
+        return await done.within(parts.limits.settle_seconds)
+
+
+def _already_finished(task: Task) -> Problem:
+    return Problem(
+        "task-already-finished",
+        f"task {task.id} has {task.state}; nothing can change it any more, but it can be submitted again",
+    )

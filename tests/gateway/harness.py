@@ -1,0 +1,290 @@
+"""The real gateway over a store in memory. Its events feed one World; the leader is played by hand.
+
+Every answer is held against the OpenAPI document: status, content type and body.
+"""
+
+import asyncio
+import json
+import re
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any
+
+import httpx
+from jsonschema import Draft202012Validator
+
+from service.adapters.memory.store import MemoryStore
+from service.core.events import Event
+from service.core.lease import HolderKind, Lease, LeaseState, move_lease
+from service.core.orders import Failure
+from service.core.plan import Decision, Outcome, write_move
+from service.core.policy import Policy
+from service.core.requests import carry_out
+from service.core.task import Move, Task, TaskState
+from service.core.units import Fence, Instant, Mib, TaskId, Term
+from service.core.world import World
+from service.gateway.app import create_app, openapi_document
+from service.gateway.identity import EVERY_SCOPE, Tokens, new_token
+from service.gateway.parts import Defaults, GatewayParts, Limits
+from service.ports import BlobMissing, Progress
+from tests.builders import GIB, NOW, a_device, a_node, a_sample, key
+
+DOCUMENT = openapi_document()
+PATIENCE_SECONDS = 10.0
+
+
+class ManualClock:
+    def __init__(self) -> None:
+        self.at: Instant = NOW
+
+    def now(self) -> Instant:
+        return self.at
+
+    def advance(self, seconds: float) -> None:
+        self.at = Instant(self.at + seconds)
+
+
+class Blobs:
+    """Objects in memory, by digest."""
+
+    def __init__(self) -> None:
+        self.objects: dict[str, bytes] = {}
+
+    async def put(self, data: bytes, *, owner: str) -> str:
+        digest = f"digest-of-{owner}"
+        self.objects[digest] = data
+        return digest
+
+    async def get(self, digest: str) -> bytes:
+        try:
+            return self.objects[digest]
+        except KeyError:
+            raise BlobMissing(digest) from None
+
+    async def delete(self, digest: str) -> None:
+        del self.objects[digest]
+
+
+class Gateway:
+    """`async with Gateway() as gateway:` has one node with one 80 GiB device, and an admin's client."""
+
+    def __init__(self, **limits: Any) -> None:
+        self.clock = ManualClock()
+        self.store = MemoryStore(now=self.clock.now)
+        self.world = World()
+        self.blobs = Blobs()
+        self.policy = Policy(custom_limits=(("licence", 4.0),))
+        self.progress: dict[TaskId, Progress] = {}
+        self.executor: dict[str, Any] = {"state": "connected", "address": "here", "message": ""}
+        self.age_seconds = 0.0
+        self.shutdowns: list[bool] = []
+        self.numbers: dict[str, float] = {}
+        self.term = Term(0)
+        self.leads = True
+        self.parts = GatewayParts(
+            store=self.store,
+            world=self.world,
+            policy=self.policy,
+            blobs=self.blobs,
+            clock=self.clock,
+            limits=Limits(**limits),
+            defaults=Defaults(),
+            identity=Tokens(self.store, self.clock),
+            allowed_entrypoints=("myteam.*:*", "tools:resize"),
+            allowed_hosts=("broker.example",),
+            progress=self.progress,
+            executor_status=lambda: self.executor,
+            age_seconds=lambda: self.age_seconds,
+            shutdown=self.shutdowns.append,
+            term=lambda: self.term,
+            store_numbers=lambda: self.numbers,
+            python="3.11",
+        )
+        self.app = create_app(self.parts)
+        self.clients: list[httpx.AsyncClient] = []
+
+    async def __aenter__(self) -> "Gateway":
+        self.store.listen(self._on_events)
+        self.term = await self.store.take_term("test")
+        await self.commit(Decision("n1", "node_seen", nodes=(a_node(),), devices=(a_device(),)))
+        self.world.measure([a_sample("gpu0")])
+        self.admin = await self.client("admin")
+        return self
+
+    async def __aexit__(self, *_exit: object) -> None:
+        for client in self.clients:
+            await client.aclose()
+
+    async def client(
+        self,
+        name: str,
+        *scopes: str,
+        tenant: str = "default",
+        max_priority: int = 100,
+        expires_at: Instant | None = None,
+    ) -> "Client":
+        """A client with a token of its own; every scope unless told otherwise."""
+        secret, row = new_token(
+            name,
+            tenant=tenant,
+            scopes=scopes or [EVERY_SCOPE],
+            max_priority=max_priority,
+            now=self.clock.now(),
+            expires_at=expires_at,
+        )
+        await self.store.put_token(row)
+        await self.parts.identity.load()
+        return self.with_secret(secret)
+
+    def with_secret(self, secret: str | None) -> "Client":
+        headers = {} if secret is None else {"Authorization": f"Bearer {secret}"}
+        transport = httpx.ASGITransport(self.app, raise_app_exceptions=False)
+        client = Client(transport=transport, base_url="http://127.0.0.1:8470", headers=headers)
+        self.clients.append(client)
+        return client
+
+    def _on_events(self, events: list[Event]) -> None:
+        self.world.apply(events)
+        self.parts.waiters.on_events(events)
+        if self.leads and any(event.kind == "request.made" for event in events):
+            asyncio.get_running_loop().call_soon(asyncio.ensure_future, self._carry_out())
+
+    async def _carry_out(self) -> None:
+        for request in list(self.world.requests.values()):
+            await self.commit(carry_out(self.world, request, self.clock.now()))
+
+    async def commit(self, *decisions: Decision) -> None:
+        await self.store.commit(self.term, decisions)
+
+    def task(self, task_id: str) -> Task:
+        return self.world.tasks[TaskId(task_id)]
+
+    async def admit(self, task_id: str, *, mb: int = 10 * GIB, device: str = "gpu0") -> None:
+        """Give the task a lease and let it start."""
+        task = self.task(task_id)
+        now, fence = self.clock.now(), Fence(task.fence + 1)
+        write = write_move(task, Move.ADMITTED, fence=fence, node="n1", admitted_at=now)
+        lease = Lease(HolderKind.RUN, task.id, fence, key(device), Mib(mb), task.tenant, task.priority, now)
+        await self.commit(Decision(task.id, "admit", tasks=(write,), leases=(lease,)))
+        started = write_move(self.task(task_id), Move.STARTED, started_at=now)
+        held = move_lease(lease, LeaseState.HELD)
+        await self.commit(Decision(task.id, "started", tasks=(started,), leases=(held,)))
+
+    async def end(
+        self,
+        task_id: str,
+        result: bytes | None = b"null",
+        *,
+        failure: Failure | None = None,
+        form: str = "json",
+        digest: str | None = None,
+        log_tail: bytes = b"",
+    ) -> None:
+        """The run ended and is gone: outcome accepted, leases released. Admits the task first if it waits."""
+        if self.task(task_id).state is TaskState.PENDING:
+            await self.admit(task_id)
+        task, now = self.task(task_id), self.clock.now()
+        what = Move.SUCCEEDED if failure is None else Move.FAILED
+        outcome = Outcome(
+            task.id,
+            task.fence,
+            str(what),
+            now,
+            result=None if failure or digest else result,
+            result_digest=digest,
+            result_format=form,
+            failure=failure,
+            log_tail=log_tail,
+        )
+        leases = tuple(move_lease(lease, LeaseState.RELEASED) for lease in self.world.leases_of(task))
+        write = write_move(task, what, finished_at=now)
+        await self.commit(Decision(task.id, "ended", tasks=(write,), leases=leases, outcome=outcome))
+
+    async def next_task(self) -> str:
+        """The id of the first task that anybody submits."""
+        await until(lambda: bool(self.world.tasks))
+        return next(iter(self.world.tasks))
+
+    async def waits(self, task_id: str) -> None:
+        """Until some request waits for the end of this task."""
+        await until(lambda: task_id in self.parts.waiters._waiting)
+
+
+class Client(httpx.AsyncClient):
+    """Holds every answer against the document."""
+
+    async def send(self, request: httpx.Request, **options: Any) -> httpx.Response:
+        response = await super().send(request, **options)
+        check_answer(request.method, request.url.path, response)
+        return response
+
+    async def submit(self, run: Mapping[str, Any] | None = None, **fields: Any) -> str:
+        """Submit a task that must be accepted; its id."""
+        response = await self.post("/tasks", json=a_body(run, **fields))
+        assert response.status_code == 202, response.text
+        return str(response.json()["id"])
+
+
+def a_body(run: Mapping[str, Any] | None = None, **fields: Any) -> dict[str, Any]:
+    return {"run": run or {"entrypoint": "myteam.training:train"}, **fields}
+
+
+def check_answer(method: str, path: str, response: httpx.Response) -> None:
+    assert response.headers["request-id"].startswith("req_")
+    operation = operation_of(method, path)
+    if operation is None:
+        assert response.headers["content-type"] in {"application/problem+json", "application/json"}
+        return
+    known = operation["responses"]
+    status = str(response.status_code)
+    assert status in known or status in {"404", "405", "413", "415", "421", "500", "503"}, (
+        f"{method} {path} answered {status}, which its operation does not declare"
+    )
+    content = known.get(status, known.get("default", {})).get("content", {})
+    given = response.headers.get("content-type", "").partition(";")[0]
+    assert (given in content) if content else not response.content, f"{status} came as {given!r}"
+    if given.endswith("json"):
+        schema = content[given]["schema"]
+        whole = {**schema, "components": DOCUMENT["components"]}
+        faults = [fault.message for fault in Draft202012Validator(whole).iter_errors(response.json())]
+        assert faults == [], f"{method} {path} {status}: {faults}"
+
+
+def operation_of(method: str, path: str) -> dict[str, Any] | None:
+    for template, operations in DOCUMENT["paths"].items():
+        pattern = re.sub(r"\{[^}]+\}", "[^/]+", template)
+        if re.fullmatch(pattern, path.rstrip("/") or "/"):
+            found: dict[str, Any] | None = operations.get(method.lower())
+            if found is not None:
+                return found
+    return None
+
+
+def problem(response: httpx.Response, status: int, code: str) -> dict[str, Any]:
+    """The problem document of a refusal, which must be of this status and code."""
+    assert response.status_code == status, response.text
+    assert response.headers["content-type"] == "application/problem+json"
+    document: dict[str, Any] = json.loads(response.content)
+    assert document["code"] == code
+    assert document["request_id"] == response.headers["request-id"]
+    return document
+
+
+def fault(response: httpx.Response, pointer: str) -> str:
+    """The detail of the fault at this place, in a request that does not fit its schema."""
+    faults = {
+        found["pointer"]: found["detail"] for found in problem(response, 422, "validation-failed")["errors"]
+    }
+    assert pointer in faults, faults
+    return str(faults[pointer])
+
+
+async def until(true: Callable[[], bool]) -> None:
+    """Give the loop turn after turn until this holds, with a deadline that fails the test."""
+    async with asyncio.timeout(PATIENCE_SECONDS):
+        while not true():  # noqa: ASYNC110  # turns of the loop, not time
+            await asyncio.sleep(0)
+
+
+async def before(deadline_seconds: float, awaitable: Awaitable[Any]) -> Any:
+    async with asyncio.timeout(deadline_seconds):
+        return await awaitable

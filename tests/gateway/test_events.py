@@ -1,0 +1,65 @@
+"""The event log over HTTP."""
+
+from tests.gateway.harness import Client, Gateway, fault
+
+
+async def test_the_events_of_a_task_tell_its_story(gateway: Gateway, api: Client) -> None:
+    await api.submit()
+    task_id = await api.submit()
+    await gateway.end(task_id)
+    events = (await api.get(f"/tasks/{task_id}/events")).json()["items"]
+    assert [event["kind"] for event in events] == [
+        "task.submitted",
+        "task.admitted",
+        "lease.reserved",
+        "task.started",
+        "lease.held",
+        "task.succeeded",
+        "lease.released",
+    ]
+    assert events[1]["fields"]["admitted_at"] == "1970-01-12T13:46:40.000Z"
+
+
+async def test_pages_of_the_log_join_without_gap_or_repetition(gateway: Gateway, api: Client) -> None:
+    for _ in range(3):
+        await gateway.end(await api.submit())
+    whole = (await api.get("/events", params={"limit": 500})).json()
+    pieces, after = [], 0
+    while True:
+        page = (await api.get("/events", params={"after": after, "limit": 4})).json()
+        if page["next_after"] == after:
+            break
+        pieces += page["items"]
+        after = page["next_after"]
+    assert pieces == whole["items"]
+    assert [event["position"] for event in pieces] == list(range(1, after + 1))
+
+
+async def test_a_tenant_sees_its_own_events_only(gateway: Gateway, api: Client) -> None:
+    mine = await api.submit()
+    other = await gateway.client("other", "tasks:read", "tasks:write", tenant="vision")
+    theirs = await other.submit()
+    page = (await other.get("/events")).json()
+    assert [event["key"] for event in page["items"]] == [theirs]
+    assert page["next_after"] == await gateway.store.head()
+    assert mine not in str(page)
+
+
+async def test_who_may_read_the_cluster_sees_nodes_and_devices_too(gateway: Gateway) -> None:
+    viewer = await gateway.client("viewer", "tasks:read", "cluster:read", tenant="vision")
+    assert {event["kind"] for event in (await viewer.get("/events")).json()["items"]} == {
+        "node.seen",
+        "device.seen",
+    }
+
+
+async def test_an_admin_sees_every_tenant(gateway: Gateway, api: Client) -> None:
+    other = await gateway.client("other", tenant="vision")
+    theirs = await other.submit()
+    assert theirs in {event["key"] for event in (await api.get("/events")).json()["items"]}
+
+
+async def test_bad_places_in_the_log_are_refused(api: Client) -> None:
+    fault(await api.get("/events", params={"after": -1}), "query:after")
+    fault(await api.get("/events", params={"after": 2**63}), "query:after")
+    fault(await api.get("/events", params={"limit": 0}), "query:limit")

@@ -1,0 +1,51 @@
+"""GET /tasks/{id}/explain: why it waits, device by device."""
+
+from tests.builders import GIB
+from tests.gateway.harness import Client, Gateway, problem
+
+
+async def test_a_waiting_task_is_explained_down_to_the_device(gateway: Gateway, api: Client) -> None:
+    holder = await api.submit(resources={"gpu_mb": 60 * GIB}, priority=80)
+    await gateway.admit(holder, mb=60 * GIB)
+    task_id = await api.submit(resources={"gpu_mb": 40 * GIB})
+    found = (await api.get(f"/tasks/{task_id}/explain")).json()
+    assert (found["reason"], found["position"], found["queue_length"]) == ("WaitingForMemory", 1, 1)
+    assert found["blockers"][0]["reason"] == "WaitingForMemory"
+    device = found["devices"][0]
+    assert (device["verdict"], device["need_mb"], device["free_mb"]) == ("no_room", 40 * GIB, 20 * GIB)
+    assert device["holders"] == [{"id": holder, "priority": 80, "gpu_mb": 60 * GIB, "stopping": False}]
+    pending = (await api.get(f"/tasks/{task_id}")).json()["pending"]
+    assert pending == {"reason": found["reason"], "message": found["message"], "position": 1}
+
+
+async def test_another_tenants_holder_is_not_named(gateway: Gateway, api: Client) -> None:
+    holder = await api.submit(resources={"gpu_mb": 60 * GIB})
+    await gateway.admit(holder, mb=60 * GIB)
+    other = await gateway.client("other", "tasks:read", "tasks:write", tenant="vision")
+    task_id = await other.submit(resources={"gpu_mb": 40 * GIB})
+    found = await other.get(f"/tasks/{task_id}/explain")
+    assert found.json()["devices"][0]["holders"][0]["id"] is None
+    assert holder not in found.text
+
+
+async def test_a_held_task_says_that_a_person_holds_it(api: Client) -> None:
+    task_id = await api.submit()
+    await api.patch(f"/tasks/{task_id}", json={"held": True})
+    found = (await api.get(f"/tasks/{task_id}/explain")).json()
+    assert (found["reason"], found["position"]) == ("Held", None)
+
+
+async def test_a_task_that_does_not_wait_says_what_it_does(gateway: Gateway, api: Client) -> None:
+    task_id = await api.submit()
+    await gateway.admit(task_id)
+    running = (await api.get(f"/tasks/{task_id}/explain")).json()
+    assert (running["state"], running["reason"]) == ("running", None)
+    await gateway.end(task_id)
+    ended = (await api.get(f"/tasks/{task_id}/explain")).json()
+    assert (ended["state"], ended["reason"], ended["blockers"]) == ("succeeded", None, [])
+
+
+async def test_an_explanation_from_an_old_picture_is_refused(gateway: Gateway, api: Client) -> None:
+    task_id = await api.submit()
+    gateway.age_seconds = 31
+    problem(await api.get(f"/tasks/{task_id}/explain"), 503, "follower-stale")

@@ -1,0 +1,182 @@
+"""Devices, nodes, totals, metrics: what the World shows of the cluster."""
+
+import re
+
+from service.core.plan import Decision, write_move
+from service.core.task import Move, StopReason
+from service.core.units import Instant
+from tests.builders import GIB, a_pledge, a_sample
+from tests.gateway.harness import Client, Gateway, problem
+
+
+async def test_a_device_shows_what_is_leased_used_foreign_and_unaccounted_for(
+    gateway: Gateway, api: Client
+) -> None:
+    task_id = await api.submit(name="train", resources={"gpu_mb": 40 * GIB}, priority=72)
+    await gateway.admit(task_id, mb=40 * GIB)
+    sample = a_sample(
+        "gpu0", used_mb=50 * GIB, foreign_mb=4 * GIB, by_holder={f"{task_id}:1": 41 * GIB}, utilization=0.5
+    )
+    gateway.world.measure([sample])
+    gpu = (await api.get("/gpus")).json()["items"][0]
+    assert {
+        name: gpu[name]
+        for name in ("uuid", "node", "kind", "physical_mb", "leased_mb", "used_mb", "foreign_mb")
+    } == {
+        "uuid": "gpu0",
+        "node": "n1",
+        "kind": "H100",
+        "physical_mb": 80 * GIB,
+        "leased_mb": 40 * GIB,
+        "used_mb": 50 * GIB,
+        "foreign_mb": 4 * GIB,
+    }
+    assert (gpu["unaccounted_mb"], gpu["free_mb"], gpu["utilization"]) == (5 * GIB, 35 * GIB, 0.5)
+    holder = gpu["holders"][0]
+    assert (holder["id"], holder["name"], holder["band"]) == (task_id, "train", "interactive")
+    assert (holder["gpu_mb"], holder["measured_mb"], holder["state"]) == (40 * GIB, 41 * GIB, "held")
+    assert holder["stopping"] is False
+
+
+async def test_a_holder_under_notice_is_shown_as_stopping(gateway: Gateway, api: Client) -> None:
+    task_id = await api.submit(resources={"gpu_mb": 1024})
+    await gateway.admit(task_id)
+    notice = write_move(
+        gateway.task(task_id),
+        Move.STOPPING,
+        stop_reason=StopReason.PREEMPT,
+        stop_deadline_at=Instant(1_000_030.0),
+    )
+    await gateway.commit(Decision(task_id, "preempt", tasks=(notice,)))
+    assert (await api.get("/gpus")).json()["items"][0]["holders"][0]["stopping"] is True
+
+
+async def test_pledged_memory_is_shown_with_what_has_arrived(gateway: Gateway, api: Client) -> None:
+    task_id = await api.submit(resources={"gpu_mb": 20 * GIB})
+    pledge = a_pledge(gateway.task(task_id), "gpu0", 20 * GIB)
+    gateway.world.add_pledge(pledge)
+    gpu = (await api.get("/gpus")).json()["items"][0]
+    assert (gpu["pledged_mb"], gpu["free_mb"]) == (20 * GIB, 60 * GIB)
+    assert gpu["pledges"][0]["arrived_mb"] == 20 * GIB
+    assert gpu["pledges"][0]["task"] == task_id
+
+
+async def test_other_tenants_holders_have_no_name(gateway: Gateway, api: Client) -> None:
+    task_id = await api.submit(name="secret-plan", resources={"gpu_mb": 1024})
+    await gateway.admit(task_id)
+    viewer = await gateway.client("viewer", "cluster:read", tenant="vision")
+    answer = await viewer.get("/gpus")
+    holder = answer.json()["items"][0]["holders"][0]
+    assert (holder["id"], holder["name"], holder["tenant"]) == (None, None, "default")
+    assert "secret-plan" not in answer.text
+    assert task_id not in answer.text
+
+
+async def test_a_device_without_a_sample_of_late_is_stale(gateway: Gateway, api: Client) -> None:
+    assert (await api.get("/gpus")).json()["items"][0]["stale"] is False
+    gateway.clock.advance(7)
+    assert (await api.get("/gpus")).json()["items"][0]["stale"] is True
+
+
+async def test_a_node_shows_what_its_runs_take(gateway: Gateway, api: Client) -> None:
+    task_id = await api.submit(resources={"cpu": 4, "memory_mb": 2048})
+    await gateway.admit(task_id)
+    node = (await api.get("/nodes")).json()["items"][0]
+    assert (node["name"], node["ready"], node["gpus"]) == ("n1", True, 1)
+    assert node["cpu"] == {"total": 64.0, "used": 4.0}
+    assert node["memory_mb"] == {"total": 256 * GIB, "used": 2048}
+    assert node["runs"] == {"limit": 64, "used": 1}
+
+
+async def test_the_totals_count_every_task_once(gateway: Gateway, api: Client) -> None:
+    await api.submit()
+    running = await api.submit(resources={"gpu_mb": 10 * GIB})
+    await gateway.admit(running)
+    await gateway.end(await api.submit())
+    await api.post(f"/tasks/{await api.submit()}/cancel")
+    stats = (await api.get("/stats")).json()
+    assert stats["tasks"] == {
+        "pending": 1,
+        "admitted": 0,
+        "running": 1,
+        "stopping": 0,
+        "completed": 1,
+        "failed": 0,
+        "cancelled": 1,
+        "expired": 0,
+    }
+    assert (stats["gpu"]["total_mb"], stats["gpu"]["leased_mb"]) == (80 * GIB, 10 * GIB)
+    assert stats["executor"] == {"state": "connected", "address": "here", "message": ""}
+    assert stats["leader"] == {"term": 1}
+
+
+async def test_overviews_say_how_old_they_are(gateway: Gateway, api: Client) -> None:
+    gateway.age_seconds = 1.5
+    for path in ("/gpus", "/nodes", "/stats"):
+        view = (await api.get(path)).json()
+        assert (view["age_seconds"], view["position"]) == (1.5, gateway.world.position)
+        assert view["as_of"] == "1970-01-12T13:46:40.000Z"
+
+
+async def test_an_overview_that_is_too_old_is_refused(gateway: Gateway, api: Client) -> None:
+    task_id = await api.submit()
+    gateway.age_seconds = 31
+    for path in ("/gpus", "/nodes", "/stats"):
+        response = await api.get(path)
+        assert problem(response, 503, "follower-stale")["retryable"] is True
+        assert response.headers["retry-after"] == "1"
+    assert (await api.get(f"/tasks/{task_id}")).status_code == 200
+
+
+async def test_metrics_show_tasks_devices_and_requests(gateway: Gateway, api: Client) -> None:
+    await api.submit(priority=95)
+    held = await api.submit(priority=5)
+    await api.patch(f"/tasks/{held}", json={"held": True})
+    running = await api.submit(resources={"gpu_mb": 10 * GIB})
+    await gateway.admit(running)
+    await gateway.end(await api.submit())
+    gateway.world.measure([a_sample("gpu0", used_mb=11 * GIB, utilization=0.25)])
+    text = (await api.get("/metrics")).text
+    gpu = 'UUID="gpu0",gpu="0",hostname="n1"'
+    requests = "gpubroker_http_request_duration_seconds_count"
+    for line in (
+        'gpubroker_tasks{band="critical",state="pending"} 1.0',
+        'gpubroker_tasks{band="idle",state="pending"} 1.0',
+        'gpubroker_tasks{band="batch",state="running"} 1.0',
+        'gpubroker_pending_tasks{reason="Held"} 1.0',
+        'gpubroker_pending_tasks{reason="Queued"} 1.0',
+        'gpubroker_tasks_finished_total{state="succeeded"} 1.0',
+        f"gpubroker_gpu_memory_capacity_bytes{{{gpu}}} {80 * GIB * 2**20:.12g}",
+        f"gpubroker_gpu_utilization_ratio{{{gpu}}} 0.25",
+        f'gpubroker_gpu_info{{{gpu},modelName="H100"}} 1.0',
+        f"gpubroker_event_log_position {float(gateway.world.position)}",
+        "gpubroker_leader_term 1.0",
+        f'{requests}{{method="POST",route="/tasks",status="202"}} 4.0',
+        f'{requests}{{method="PATCH",route="/tasks/{{task_id}}",status="200"}} 1.0',
+    ):
+        assert _normal(line) in {_normal(found) for found in text.splitlines()}, line
+
+
+async def test_no_task_is_a_label(gateway: Gateway, api: Client) -> None:
+    task_id = await api.submit(name="nightly", resources={"gpu_mb": 1024})
+    await gateway.admit(task_id)
+    await api.get(f"/tasks/{task_id}")
+    await api.get(f"/nowhere/{task_id}")
+    text = (await api.get("/metrics")).text
+    assert "task_0" not in text
+    assert "nightly" not in text
+    assert 'route="unmatched",status="404"' in text
+
+
+async def test_the_store_may_add_figures_of_its_own() -> None:
+    async with Gateway() as gateway:
+        gateway.numbers["commits"] = 3.0
+        assert "gpubroker_store_commits_total 3.0" in (await gateway.admin.get("/metrics")).text
+
+
+def _normal(line: str) -> str:
+    """Numbers as floats, so that 8.589934592e+010 and 85899345920 are equal."""
+    name, _, value = line.rpartition(" ")
+    return (
+        line if line.startswith("#") or not re.fullmatch(r"[-+.0-9e]+", value) else f"{name} {float(value)}"
+    )

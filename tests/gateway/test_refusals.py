@@ -1,0 +1,268 @@
+"""What POST /tasks refuses, and that each refusal says where, what was found, and what to do."""
+
+import base64
+import json
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+
+from tests.builders import GIB
+from tests.gateway.harness import Client, Gateway, a_body, fault, problem
+
+PICKLED = base64.b64encode(b"pickle").decode()
+
+
+async def test_an_unknown_field_is_named_with_the_one_that_was_meant(api: Client) -> None:
+    response = await api.post("/tasks", json=a_body(resources={"gpu_memory": 1}, nmae="x"))
+    assert fault(response, "/resources/gpu_memory") == 'unknown field "gpu_memory"; did you mean "gpu_mb"?'
+    assert fault(response, "/nmae") == 'unknown field "nmae"; did you mean "name"?'
+
+
+async def test_a_field_at_the_wrong_level_is_told_where_it_belongs(api: Client) -> None:
+    response = await api.post("/tasks", json=a_body(gpu_mb=1, args=[]))
+    assert fault(response, "/gpu_mb") == 'unknown field "gpu_mb"; did you mean "resources.gpu_mb"?'
+    assert fault(response, "/args") == 'unknown field "args"; did you mean "run.args"?'
+
+
+async def test_a_field_unlike_any_other_gets_the_list_of_those_that_exist(api: Client) -> None:
+    response = await api.post("/tasks", json=a_body({"command": ["a"], "zzz": 1}))
+    assert fault(response, "/run/zzz") == 'unknown field "zzz"; known are command, working_directory'
+
+
+async def test_all_faults_come_in_one_answer(api: Client) -> None:
+    body = {
+        "run": {"entrypoint": 1},
+        "priority": "urgent",
+        "timeout_seconds": -1,
+        "labels": {"a b": "c"},
+        "x": 1,
+    }
+    document = problem(await api.post("/tasks", json=body), 422, "validation-failed")
+    pointers = {found["pointer"] for found in document["errors"]}
+    assert pointers == {"/run/entrypoint", "/priority", "/timeout_seconds", "/labels/a b", "/x"}
+    assert "(and 4 more)" in document["detail"]
+
+
+async def test_pointers_are_escaped_as_rfc_6901_says(api: Client) -> None:
+    fault(await api.post("/tasks", json=a_body(labels={"a/b~c": "x"})), "/labels/a~1b~0c")
+
+
+@pytest.mark.parametrize(
+    ("pointer", "fields"),
+    [
+        ("/resources/gpu_mb", {"resources": {"gpu_mb": "18GiB"}}),
+        ("/resources/gpu_mb", {"resources": {"gpu_mb": True}}),
+        ("/resources/gpu_mb", {"resources": {"gpu_mb": 1024.0}}),
+        ("/resources/gpu_mb", {"resources": {"gpu_mb": -1}}),
+        ("/resources/gpu_mb", {"resources": {"gpu_mb": 0}}),
+        ("/resources/gpu_mb", {"resources": {"gpu_mb": 10**12}}),
+        ("/resources/gpus", {"resources": {"gpus": 1025}}),
+        ("/resources/gpus", {"resources": {"gpus": -1}}),
+        ("/resources/gpu_fraction", {"resources": {"gpu_fraction": 0}}),
+        ("/resources/gpu_fraction", {"resources": {"gpu_fraction": 1.5}}),
+        ("/resources/exclusive", {"resources": {"exclusive": 1}}),
+        ("/resources/cpu", {"resources": {"cpu": -0.5}}),
+        ("/resources/cpu", {"resources": {"cpu": True}}),
+        ("/resources/memory_mb", {"resources": {"memory_mb": -1}}),
+        ("/resources/memory_mb", {"resources": {"memory_mb": None}}),
+        ("/resources/custom/licence", {"resources": {"custom": {"licence": 0}}}),
+        ("/resources", {"resources": {"gpu_mb": 1, "gpu_fraction": 0.5}}),
+        ("/resources", {"resources": {"gpu_mb": 1, "gpus": 0}}),
+        ("/resources", {"resources": []}),
+        ("/priority", {"priority": 101}),
+        ("/priority", {"priority": -1}),
+        ("/priority", {"priority": 50.5}),
+        ("/priority", {"priority": True}),
+        ("/priority", {"priority": "high"}),
+        ("/max_retries", {"max_retries": 101}),
+        ("/timeout_seconds", {"timeout_seconds": 0}),
+        ("/timeout_seconds", {"timeout_seconds": 31 * 86400}),
+        ("/grace_seconds", {"grace_seconds": 3601}),
+        ("/placement", {"placement": "scatter"}),
+        ("/result_format", {"result_format": "pickle"}),
+        ("/name", {"name": "x" * 201}),
+        ("/name", {"name": "two\nlines"}),
+        ("/name", {"name": "nul\0"}),
+        ("/model_type", {"model_type": 7}),
+        ("/labels", {"labels": {f"k{i}": "v" for i in range(33)}}),
+        ("/labels/k", {"labels": {"k": "v" * 256}}),
+        ("/labels/k", {"labels": {"k": 1}}),
+        ("/labels/" + "k" * 64, {"labels": {"k" * 64: "v"}}),
+        ("/env/A", {"env": {"A": "nul\0"}}),
+        ("/env", {"env": {f"K{i}": "v" for i in range(65)}}),
+        ("/env", {"env": {"A": "x" * 33_000}}),
+        ("/env", {"env": {"1A": "x"}}),
+        ("/env", {"env": {"A-B": "x"}}),
+        ("/env", {"env": {"": "x"}}),
+        ("/run", {"run": {}}),
+        ("/run", {"run": "myteam.a:b"}),
+        ("/run", {"run": {"entrypoint": "myteam.a:b", "command": ["true"]}}),
+        ("/run/entrypoint", {"run": {"entrypoint": "no colon"}}),
+        ("/run/entrypoint", {"run": {"entrypoint": "myteam.a:b; rm"}}),
+        ("/run/args", {"run": {"entrypoint": "myteam.a:b", "args": {}}}),
+        ("/run/command", {"run": {"command": []}}),
+        ("/run/command", {"run": {"command": "ls -l"}}),
+        ("/run/command/1", {"run": {"command": ["ls", "nul\0"]}}),
+        ("/run/working_directory", {"run": {"command": ["ls"], "working_directory": "relative"}}),
+        ("/run/function", {"run": {"function": "not base64!", "python": "3.11"}}),
+        ("/run/function", {"run": {"function": PICKLED[:-1], "python": "3.11"}}),
+        ("/run/function", {"run": {"function": "", "python": "3.11"}}),
+        ("/run/python", {"run": {"function": PICKLED}}),
+        ("/run/python", {"run": {"function": PICKLED, "python": "3"}}),
+        ("/run/runtime", {"run": {"function": PICKLED, "python": "3.11", "runtime": 2}}),
+    ],
+)
+async def test_a_value_out_of_bounds_is_refused_where_it_stands(
+    api: Client, pointer: str, fields: dict[str, Any]
+) -> None:
+    fault(await api.post("/tasks", json={**a_body(), **fields}), pointer)
+
+
+@pytest.mark.parametrize(
+    "name", ["CUDA_VISIBLE_DEVICES", "NVIDIA_X", "RAY_ADDRESS", "GPUBROKER_TOKEN", "LD_PRELOAD", "PYTHONPATH"]
+)
+async def test_variables_that_the_broker_sets_are_refused_by_name(api: Client, name: str) -> None:
+    assert f'"{name}"' in fault(await api.post("/tasks", json=a_body(env={name: "1"})), "/env")
+
+
+@pytest.mark.parametrize("number", ["NaN", "Infinity", "-Infinity", "1e999"])
+@pytest.mark.parametrize(
+    "place", ['"resources": {"cpu": %s}', '"timeout_seconds": %s', '"resources": {"custom": {"licence": %s}}']
+)
+async def test_numbers_that_are_none_are_refused(api: Client, number: str, place: str) -> None:
+    body = '{"run": {"entrypoint": "myteam.a:b"}, ' + place % number + "}"
+    problem(await api.post("/tasks", content=body), 422, "validation-failed")
+
+
+@pytest.mark.parametrize("number", ["NaN", "Infinity", "-Infinity", "1e999"])
+async def test_arguments_hold_no_such_numbers_either(api: Client, number: str) -> None:
+    body = '{"run": {"entrypoint": "myteam.a:b", "kwargs": {"deep": [{"x": ' + number + "}]}}}"
+    assert "NaN" in fault(await api.post("/tasks", content=body), "/run")
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"{",
+        b'{"run": {"entrypoint": "a:b"},}',
+        b"\xff\xfe",
+        b'{"run": {"entrypoint": "\xff"}}',
+        b'{"run": {"entrypoint": "\\ud800"}}',
+        b'{"run": ' + b"[" * 100_000,
+        b'{"run": {"entrypoint": "myteam.a:b", "args": ' + b"[" * 300 + b"]" * 300 + b"}}",
+        b'{"priority": ' + b"9" * 5000 + b"}",
+    ],
+    ids=["empty", "cut", "comma", "no-utf8", "bad-utf8", "surrogate", "unclosed", "deep", "long-number"],
+)
+async def test_what_is_no_json_is_refused_as_such(api: Client, body: bytes) -> None:
+    problem(await api.post("/tasks", content=body), 400, "malformed-json")
+
+
+@pytest.mark.parametrize("body", ["[]", "null", '"text"', "7", "true"])
+async def test_json_that_is_no_object_is_refused(api: Client, body: str) -> None:
+    assert "must be an object" in fault(await api.post("/tasks", content=body), "")
+
+
+async def test_a_body_of_another_type_is_refused_with_the_type_to_use(api: Client) -> None:
+    response = await api.post("/tasks", data={"run": "x"})
+    assert "application/json" in problem(response, 415, "unsupported-media-type")["detail"]
+
+
+async def test_an_encoded_body_is_refused_unread(api: Client) -> None:
+    response = await api.post("/tasks", content=b"\x1f\x8b", headers={"Content-Encoding": "gzip"})
+    assert '"gzip"' in problem(response, 415, "unsupported-media-type")["detail"]
+
+
+async def test_a_body_over_the_limit_is_refused_by_its_announced_length() -> None:
+    async with Gateway(body_bytes=1000) as gateway:
+        response = await gateway.admin.post("/tasks", json=a_body(name="x" * 1000))
+        assert "1000 bytes" in problem(response, 413, "payload-too-large")["detail"]
+
+
+async def test_a_body_over_the_limit_is_refused_while_it_comes_in_pieces() -> None:
+    sent = 0
+
+    async def pieces() -> AsyncIterator[bytes]:
+        nonlocal sent
+        for _ in range(1000):
+            sent += 100
+            yield b" " * 100
+
+    async with Gateway(body_bytes=1000) as gateway:
+        problem(await gateway.admin.post("/tasks", content=pieces()), 413, "payload-too-large")
+    assert sent < 100_000
+
+
+async def test_a_body_in_pieces_below_the_limit_is_read(api: Client) -> None:
+    async def pieces() -> AsyncIterator[bytes]:
+        for byte in json.dumps(a_body()).encode():
+            yield bytes([byte])
+
+    assert (await api.post("/tasks", content=pieces())).status_code == 202
+
+
+async def test_a_demand_larger_than_any_device_is_refused_with_the_largest(api: Client) -> None:
+    response = await api.post("/tasks", json=a_body(resources={"gpu_mb": 90 * GIB}))
+    document = problem(response, 422, "exceeds-capacity")
+    assert "90.0 GiB" in document["detail"]
+    assert "80.0 GiB of H100" in document["detail"]
+    assert document["errors"][0]["pointer"] == "/resources/gpu_mb"
+
+
+async def test_a_resource_that_nobody_offers_is_refused(api: Client) -> None:
+    response = await api.post("/tasks", json=a_body(resources={"custom": {"tpu": 1}}))
+    assert problem(response, 422, "unknown-resource")["errors"][0]["pointer"] == "/resources/custom/tpu"
+
+
+@pytest.mark.parametrize("entrypoint", ["os:system", "myteam:train", "tools:resize2", "xmyteam.a:b"])
+async def test_an_entrypoint_outside_the_list_is_refused_with_the_list(api: Client, entrypoint: str) -> None:
+    document = problem(
+        await api.post("/tasks", json=a_body({"entrypoint": entrypoint})), 422, "entrypoint-not-allowed"
+    )
+    assert "myteam.*:*, tools:resize" in document["detail"]
+    assert document["errors"][0]["pointer"] == "/run/entrypoint"
+
+
+async def test_a_function_of_another_python_minor_is_refused_with_both_named(api: Client) -> None:
+    response = await api.post("/tasks", json=a_body({"function": PICKLED, "python": "3.12"}))
+    document = problem(response, 422, "python-mismatch")
+    assert "Python 3.12" in document["detail"]
+    assert "Python 3.11" in document["detail"]
+
+
+async def test_a_priority_above_the_cap_is_refused_with_the_cap(gateway: Gateway) -> None:
+    capped = await gateway.client("capped", "tasks:write", max_priority=60)
+    assert (await capped.post("/tasks", json=a_body(priority=60))).status_code == 202
+    response = await capped.post("/tasks", json=a_body(priority="critical"))
+    assert "priority 95 is above 60" in problem(response, 403, "priority-not-allowed")["detail"]
+
+
+async def test_the_default_priority_is_capped_as_well(gateway: Gateway) -> None:
+    capped = await gateway.client("capped", "tasks:write", max_priority=40)
+    problem(await capped.post("/tasks", json=a_body()), 403, "priority-not-allowed")
+
+
+@pytest.mark.parametrize(
+    ("run", "scope"),
+    [({"command": ["true"]}, "tasks:command"), ({"function": PICKLED, "python": "3.11"}, "tasks:code")],
+)
+async def test_commands_and_functions_need_a_scope_of_their_own(
+    gateway: Gateway, run: dict[str, Any], scope: str
+) -> None:
+    plain = await gateway.client("plain", "tasks:write")
+    assert scope in problem(await plain.post("/tasks", json=a_body(run)), 403, "forbidden")["detail"]
+    trusted = await gateway.client("trusted", "tasks:write", scope)
+    assert (await trusted.post("/tasks", json=a_body(run))).status_code == 202
+
+
+@pytest.mark.parametrize("key", ["", "x" * 256, "two words", 'qu"ote', '"open'])
+async def test_a_bad_idempotency_key_is_refused_by_its_header(api: Client, key: str) -> None:
+    fault(await api.post("/tasks", json=a_body(), headers={"Idempotency-Key": key}), "header:Idempotency-Key")
+
+
+async def test_nothing_that_was_refused_is_stored(gateway: Gateway, api: Client) -> None:
+    await api.post("/tasks", json=a_body(priority=101))
+    await api.post("/tasks", json=a_body(resources={"gpu_mb": 90 * GIB}))
+    assert not gateway.world.tasks

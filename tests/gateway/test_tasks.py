@@ -1,0 +1,255 @@
+"""Tasks that exist: read, list, change, cancel."""
+
+from typing import Any
+
+import pytest
+
+from service.core.task import TaskState
+from service.core.units import Instant
+from service.ports import Progress
+from tests.builders import GIB
+from tests.gateway.harness import Client, Gateway, fault, problem
+
+NOBODY = "task_" + "0" * 26
+
+
+async def test_a_waiting_task_says_why(api: Client) -> None:
+    task_id = await api.submit()
+    pending = (await api.get(f"/tasks/{task_id}")).json()["pending"]
+    assert pending["reason"]
+    assert pending["message"]
+
+
+async def test_a_running_task_shows_its_devices_and_its_progress(gateway: Gateway, api: Client) -> None:
+    task_id = await api.submit(resources={"gpu_mb": 18 * GIB})
+    await gateway.admit(task_id, mb=18 * GIB)
+    gateway.progress[gateway.task(task_id).id] = Progress(Instant(1_000_001.5), 0.4, "400/1000")
+    task = (await api.get(f"/tasks/{task_id}")).json()
+    assert (task["state"], task["attempt"], task["node"]) == ("running", 1, "n1")
+    assert task["devices"] == [{"uuid": "gpu0", "gpu_mb": 18 * GIB, "state": "held"}]
+    assert task["progress"] == {"fraction": 0.4, "message": "400/1000", "at": "1970-01-12T13:46:41.500Z"}
+    assert task["pending"] is None
+
+
+async def test_a_finished_task_holds_nothing(gateway: Gateway, api: Client) -> None:
+    task_id = await api.submit()
+    await gateway.end(task_id)
+    task = (await api.get(f"/tasks/{task_id}")).json()
+    assert (task["state"], task["devices"], task["progress"]) == ("succeeded", [], None)
+    assert task["finished_at"].endswith("Z")
+
+
+async def test_the_urls_of_a_task_lead_somewhere(gateway: Gateway, api: Client) -> None:
+    task_id = await api.submit()
+    urls = (await api.get(f"/tasks/{task_id}")).json()["urls"]
+    await gateway.end(task_id)
+    for name in ("self", "result", "events"):
+        assert (await api.get(urls[name])).status_code == 200, name
+    assert (await api.post(urls["cancel"])).status_code == 409
+
+
+@pytest.mark.parametrize("task_id", [NOBODY, "task_1", "nonsense", "task_%00", "task_" + "u" * 26, "é"])
+@pytest.mark.parametrize("rest", ["", "/result", "/wait", "/events", "/explain"])
+async def test_a_task_that_is_not_there_is_404(api: Client, task_id: str, rest: str) -> None:
+    problem(await api.get(f"/tasks/{task_id}{rest}"), 404, "not-found")
+
+
+async def test_a_task_of_another_tenant_is_not_there(gateway: Gateway, api: Client) -> None:
+    task_id = await api.submit()
+    other = await gateway.client("other", tenant="vision")
+    for rest in ("", "/result", "/wait", "/events", "/explain"):
+        problem(await other.get(f"/tasks/{task_id}{rest}"), 404, "not-found")
+    problem(await other.post(f"/tasks/{task_id}/cancel"), 404, "not-found")
+    problem(await other.patch(f"/tasks/{task_id}", json={"priority": 1}), 404, "not-found")
+    assert (await other.get("/tasks")).json()["items"] == []
+    assert gateway.task(task_id).state is TaskState.PENDING
+
+
+async def test_the_list_is_newest_first_and_pages_to_its_end(gateway: Gateway, api: Client) -> None:
+    ids = []
+    for _ in range(5):
+        ids.append(await api.submit())
+        gateway.clock.advance(0.001)
+    seen: list[str] = []
+    params: dict[str, Any] = {"limit": 2}
+    while True:
+        page = (await api.get("/tasks", params=params)).json()
+        seen += [task["id"] for task in page["items"]]
+        assert page["has_more"] is (page["next_cursor"] is not None)
+        if not page["has_more"]:
+            break
+        params["cursor"] = page["next_cursor"]
+    assert seen == ids[::-1]
+
+
+async def test_a_task_submitted_meanwhile_disturbs_no_page(api: Client) -> None:
+    first = await api.submit()
+    await api.submit()
+    page = (await api.get("/tasks", params={"limit": 1})).json()
+    await api.submit()
+    rest = (await api.get("/tasks", params={"limit": 1, "cursor": page["next_cursor"]})).json()
+    assert [task["id"] for task in rest["items"]] == [first]
+
+
+async def test_filters_narrow_the_list(gateway: Gateway, api: Client) -> None:
+    low = await api.submit(priority=10, labels={"team": "vision"}, name="a")
+    high = await api.submit(priority=80, labels={"team": "vision", "run": "1"}, name="b")
+    done = await api.submit(priority=50, name="c")
+    await gateway.end(done)
+    for params, wanted in [
+        ({"state": "succeeded"}, [done]),
+        ({"state": "succeeded,pending", "max_priority": "50"}, [done, low]),
+        ([("state", "succeeded"), ("state", "running")], [done]),
+        ({"min_priority": "interactive"}, [high]),
+        ({"label.team": "vision"}, [high, low]),
+        ({"label.team": "vision", "label.run": "1"}, [high]),
+        ({"name": "a"}, [low]),
+        ({"name": "a", "label.run": "1"}, []),
+    ]:
+        page = (await api.get("/tasks", params=params)).json()
+        assert [task["id"] for task in page["items"]] == wanted, params
+
+
+async def test_a_page_larger_than_the_server_gives_is_cut() -> None:
+    async with Gateway(page_items=2) as gateway:
+        for _ in range(3):
+            await gateway.admin.submit()
+        page = (await gateway.admin.get("/tasks", params={"limit": 1000})).json()
+        assert (len(page["items"]), page["has_more"]) == (2, True)
+
+
+@pytest.mark.parametrize(
+    ("params", "pointer"),
+    [
+        ({"limit": "0"}, "query:limit"),
+        ({"limit": "-1"}, "query:limit"),
+        ({"limit": "many"}, "query:limit"),
+        ({"state": "done"}, "query:state"),
+        ({"min_priority": "101"}, "query:min_priority"),
+        ({"max_priority": "urgent"}, "query:max_priority"),
+        ({"name": "nul\0"}, "query:name"),
+    ],
+)
+async def test_a_bad_filter_is_refused_by_name(api: Client, params: dict[str, str], pointer: str) -> None:
+    fault(await api.get("/tasks", params=params), pointer)
+
+
+async def test_an_unknown_filter_is_refused_with_the_one_that_was_meant(api: Client) -> None:
+    response = await api.get("/tasks", params={"states": "pending", "labels.team": "x"})
+    assert fault(response, "query:states") == 'unknown parameter "states"; did you mean "state"?'
+    fault(response, "query:labels.team")
+
+
+@pytest.mark.parametrize("cursor", ["", "nonsense", "é", "%00", "A" * 68, "a"])
+async def test_a_cursor_that_is_none_is_refused(api: Client, cursor: str) -> None:
+    problem(await api.get("/tasks", params={"cursor": cursor}), 400, "cursor-invalid")
+
+
+async def test_a_cursor_of_another_filter_is_refused(api: Client) -> None:
+    for _ in range(2):
+        await api.submit()
+    cursor = (await api.get("/tasks", params={"limit": 1})).json()["next_cursor"]
+    response = await api.get("/tasks", params={"cursor": cursor, "state": "pending"})
+    assert "other filters" in problem(response, 400, "cursor-invalid")["detail"]
+
+
+async def test_cancelling_a_waiting_task_ends_it(api: Client) -> None:
+    task_id = await api.submit()
+    response = await api.post(f"/tasks/{task_id}/cancel")
+    assert (response.status_code, response.json()["state"]) == (202, "cancelled")
+
+
+async def test_cancelling_a_running_task_says_when_its_memory_is_back(gateway: Gateway, api: Client) -> None:
+    task_id = await api.submit(resources={"gpu_mb": 1024}, grace_seconds=30)
+    await gateway.admit(task_id)
+    body = {"grace_seconds": 5, "reason": "wrong data"}
+    task = (await api.post(f"/tasks/{task_id}/cancel", json=body)).json()
+    assert (task["state"], task["stop_reason"]) == ("stopping", "cancel")
+    assert task["stop_deadline_at"] == "1970-01-12T13:46:45.000Z"
+    made = [
+        event
+        for event in (await api.get(f"/tasks/{task_id}/events")).json()["items"]
+        if event["kind"] == "request.made"
+    ]
+    assert made[0]["fields"]["fields"] == body
+
+
+async def test_cancelling_twice_is_answered_with_the_task(api: Client) -> None:
+    task_id = await api.submit()
+    await api.post(f"/tasks/{task_id}/cancel")
+    again = await api.post(f"/tasks/{task_id}/cancel")
+    assert (again.status_code, again.json()["state"]) == (200, "cancelled")
+
+
+async def test_cancelling_what_has_finished_is_refused(gateway: Gateway, api: Client) -> None:
+    task_id = await api.submit()
+    await gateway.end(task_id)
+    problem(await api.post(f"/tasks/{task_id}/cancel"), 409, "task-already-finished")
+
+
+async def test_a_cancel_that_no_leader_hears_is_kept_for_the_next_one() -> None:
+    async with Gateway(settle_seconds=0) as gateway:
+        gateway.leads = False
+        task_id = await gateway.admin.submit()
+        response = await gateway.admin.post(f"/tasks/{task_id}/cancel")
+        assert (response.status_code, response.json()["state"]) == (202, "pending")
+        assert [request.what for request in gateway.world.requests.values()] == ["cancel"]
+
+
+@pytest.mark.parametrize(
+    "body", [{"grace_seconds": -1}, {"grace_seconds": True}, {"mode": "hard"}, {"reason": 1}]
+)
+async def test_a_bad_cancel_is_refused(api: Client, body: dict[str, Any]) -> None:
+    task_id = await api.submit()
+    problem(await api.post(f"/tasks/{task_id}/cancel", json=body), 422, "validation-failed")
+
+
+async def test_a_changed_priority_is_in_the_answer(gateway: Gateway, api: Client) -> None:
+    task_id = await api.submit()
+    response = await api.patch(f"/tasks/{task_id}", json={"priority": "critical"})
+    assert (response.status_code, response.json()["priority"]) == (200, 95)
+    assert gateway.task(task_id).priority == 95
+
+
+async def test_a_task_is_held_and_released(api: Client) -> None:
+    task_id = await api.submit()
+    assert (await api.patch(f"/tasks/{task_id}", json={"held": True})).json()["held"] is True
+    assert (await api.patch(f"/tasks/{task_id}", json={"held": False})).json()["held"] is False
+
+
+async def test_a_change_that_no_leader_hears_is_answered_as_asked_for() -> None:
+    async with Gateway(settle_seconds=0) as gateway:
+        gateway.leads = False
+        task_id = await gateway.admin.submit()
+        response = await gateway.admin.patch(f"/tasks/{task_id}", json={"priority": 1})
+        assert (response.status_code, response.json()["priority"]) == (202, 50)
+
+
+async def test_a_change_above_the_cap_is_refused(gateway: Gateway, api: Client) -> None:
+    task_id = await api.submit()
+    capped = await gateway.client("capped", "tasks:write", max_priority=60)
+    problem(await capped.patch(f"/tasks/{task_id}", json={"priority": 61}), 403, "priority-not-allowed")
+
+
+async def test_what_runs_cannot_be_held(gateway: Gateway, api: Client) -> None:
+    task_id = await api.submit()
+    await gateway.admit(task_id)
+    problem(await api.patch(f"/tasks/{task_id}", json={"held": True}), 409, "task-not-pending")
+
+
+async def test_what_has_finished_cannot_be_changed(gateway: Gateway, api: Client) -> None:
+    task_id = await api.submit()
+    await gateway.end(task_id)
+    problem(await api.patch(f"/tasks/{task_id}", json={"priority": 1}), 409, "task-already-finished")
+
+
+@pytest.mark.parametrize(
+    "body", [{}, {"priority": None}, {"state": "cancelled"}, {"held": "yes"}, {"priority": 101}]
+)
+async def test_a_bad_change_is_refused(api: Client, body: dict[str, Any]) -> None:
+    task_id = await api.submit()
+    problem(await api.patch(f"/tasks/{task_id}", json=body), 422, "validation-failed")
+
+
+async def test_a_change_needs_a_body(api: Client) -> None:
+    problem(await api.patch(f"/tasks/{await api.submit()}"), 400, "malformed-json")
