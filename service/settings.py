@@ -33,6 +33,13 @@ def default_data_dir() -> Path:
     return Path(state) / "gpubroker"
 
 
+def words(value: Any) -> Any:
+    """The environment gives lists as comma-separated words; anything else is left as it is."""
+    if not isinstance(value, str):
+        return value
+    return [word.strip() for word in value.split(",") if word.strip()]
+
+
 class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -62,6 +69,14 @@ class RaySettings(Section):
     object_store_mb: Annotated[int, Field(ge=75)] = 128
     idle_stop_seconds: Annotated[float, Field(gt=0)] = 600.0
     """A local Ray without a broker and without runs stops by itself after so long."""
+
+    inherit_env: Annotated[list[str], NoDecode] = []
+    """Names of the service's environment variables that tasks get too."""
+
+    @field_validator("inherit_env", mode="before")
+    @classmethod
+    def _split(cls, value: Any) -> Any:
+        return words(value)
 
 
 class PolicySettings(Section):
@@ -166,10 +181,11 @@ class Settings(BaseSettings):
                 f"host {self.host!r} is reachable from other machines; name the host names clients use "
                 "in allowed_hosts (and put TLS in front), or bind 127.0.0.1"
             )
-        if self.ray.address.startswith("ray://"):
+        host, _, port = self.ray.address.rpartition(":")
+        if self.ray.address and (not host or "//" in host or not port.isdigit()):
             raise ValueError(
-                f"ray.address {self.ray.address!r} names a Ray client server; give the address of the head "
-                "itself, host:6379"
+                f"ray.address {self.ray.address!r} is not the address of a Ray head; give host:6379 (not the "
+                "ray:// address of a client server)"
             )
         return self
 

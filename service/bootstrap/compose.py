@@ -1,0 +1,107 @@
+"""From settings to the parts they describe."""
+
+import os
+
+import psutil
+
+from service.adapters.memory.executor import SimulatedNode, WaitingExecutor
+from service.adapters.ray.executor import RayExecutor
+from service.adapters.ray.options import RayOptions
+from service.core.orders import SeenDevice
+from service.core.policy import Policy
+from service.core.units import Mib, Seconds
+from service.core.world import World
+from service.gateway.parts import Defaults, Limits
+from service.ports import Clock, Executor, Snapshot
+from service.settings import Settings
+
+MIB_BYTES = 2**20
+
+
+def policy_of(settings: Settings) -> Policy:
+    chosen = settings.policy.model_dump()
+    limits = tuple(sorted(chosen.pop("custom_limits").items()))
+    return Policy(**chosen, custom_limits=limits)
+
+
+def new_executor(settings: Settings, clock: Clock) -> Executor:
+    devices = simulated_devices(settings)
+    ray = settings.ray
+    if settings.engine == "simulated":
+        node = SimulatedNode(
+            name=ray.node_name,
+            cluster=ray.cluster,
+            cpu=ray.cpu or float(os.cpu_count() or 1),
+            memory_mb=ray.memory_mb or psutil.virtual_memory().total // MIB_BYTES,
+            max_runs=ray.max_runs,
+            devices=devices,
+        )
+        return WaitingExecutor(node, clock, settings.policy.sample_period_seconds)
+    options = RayOptions(
+        data_dir=settings.data_dir,
+        address=ray.address or None,
+        node_name=ray.node_name,
+        cluster=ray.cluster,
+        devices=devices or None,
+        spares=ray.spares,
+        warm_runners=ray.warm_runners,
+        cpu=ray.cpu,
+        memory_mb=ray.memory_mb,
+        max_runs=ray.max_runs,
+        task_path=tuple(str(path) for path in settings.task_path),
+        task_user=settings.task_user,
+        object_store_bytes=ray.object_store_mb * MIB_BYTES,
+        result_limit_bytes=settings.limits.result_bytes,
+        checkpoint_limit_bytes=settings.limits.checkpoint_bytes,
+        sample_period_seconds=settings.policy.sample_period_seconds,
+        idle_stop_seconds=ray.idle_stop_seconds,
+        inherit_env=tuple(ray.inherit_env),
+    )
+    return RayExecutor(options)
+
+
+def simulated_devices(settings: Settings) -> tuple[SeenDevice, ...]:
+    """Numbered through, with names that say what they are."""
+    kinds = [device for device in settings.simulated_devices for _ in range(device.count)]
+    return tuple(
+        SeenDevice(f"GPU-sim-{settings.ray.node_name}-{i}", device.kind, i, Mib(device.memory_mb), True)
+        for i, device in enumerate(kinds)
+    )
+
+
+def limits_of(settings: Settings) -> Limits:
+    given = settings.limits
+    return Limits(
+        body_bytes=given.body_bytes,
+        inline_bytes=given.inline_bytes,
+        stale_seconds=Seconds(given.stale_seconds),
+    )
+
+
+def defaults_of(settings: Settings) -> Defaults:
+    given = settings.defaults
+    return Defaults(
+        priority=given.priority,
+        cpu=given.cpu,
+        max_retries=given.max_retries,
+        grace_seconds=Seconds(given.grace_seconds),
+    )
+
+
+def fill(world: World, snapshot: Snapshot) -> None:
+    """Bring an empty World to where the database stands."""
+    for node in snapshot.nodes:
+        world.add_node(node)
+    for device in snapshot.devices:
+        world.add_device(device)
+    for task in snapshot.tasks:
+        world.add_task(task)
+    for lease in snapshot.leases:
+        world.add_lease(lease)
+    for pledge in snapshot.pledges:
+        world.add_pledge(pledge)
+    for request in snapshot.requests:
+        world.add_request(request)
+    world.finished.update(snapshot.finished)
+    world.position = snapshot.position
+    world.as_of = snapshot.at

@@ -1,0 +1,203 @@
+"""One process that is gateway and leader at once, around one World."""
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Sequence
+
+import structlog
+import uvicorn
+
+from service.adapters.blobs.directory import DirectoryBlobs
+from service.adapters.sql.clock import DatabaseClock
+from service.adapters.sql.store import SqlStore
+from service.bootstrap.compose import defaults_of, fill, limits_of, new_executor, policy_of
+from service.bootstrap.premises import write_private
+from service.broker.dispatch import Dispatcher
+from service.broker.loop import Leader
+from service.broker.observe import InventoryRules, Observer
+from service.core.events import Event
+from service.core.units import TaskId
+from service.core.world import World
+from service.gateway.app import create_app
+from service.gateway.follower import Waiters
+from service.gateway.identity import EVERY_SCOPE, Tokens, new_token
+from service.gateway.parts import GatewayParts
+from service.ports import Progress
+from service.settings import Settings
+
+log = structlog.get_logger("gpubroker")
+
+
+class Service:
+    """One process that is gateway and leader at once, around one World."""
+
+    def __init__(self, settings: Settings, listener: socket.socket, store: SqlStore) -> None:
+        self._settings = settings
+        self._listener = listener
+        self._store = store
+        self._clock = DatabaseClock(store)
+        self._world = World()
+        self._waiters = Waiters()
+        self._progress: dict[TaskId, Progress] = {}
+        self._blobs = DirectoryBlobs(settings.data_dir / "blobs")
+        self._executor = new_executor(settings, self._clock)
+        self._policy = policy_of(settings)
+        self._leader = self._new_leader()
+        self._tokens = Tokens(store, self._clock)
+        self._verified_at = time.monotonic()
+        self._stop = asyncio.Event()
+        self._stop_cluster = False
+
+    async def run(self) -> int:
+        """Lead and serve until asked to stop. The cluster goes on unless the stop said otherwise."""
+        await self._clock.read()
+        fill(self._world, await self._store.snapshot())
+        self._store.listen(self._on_events)
+        await self._tokens.load()
+        await self._write_client_file()
+        server = QuietServer(self._http_config())
+        self._stop_on_signals()
+        jobs = [
+            asyncio.create_task(self._leader.run()),
+            asyncio.create_task(self._clock.keep()),
+            asyncio.create_task(self._tokens.keep_fresh()),
+            asyncio.create_task(self._verify()),
+        ]
+        serving = asyncio.create_task(server.serve(sockets=[self._listener]))
+        stopping = asyncio.create_task(self._stop.wait())
+        sys.stderr.write("".join(f"{line}\n" for line in greeting(self._settings, self._url)))
+        sys.stderr.flush()
+        await asyncio.wait([*jobs, serving, stopping], return_when=asyncio.FIRST_COMPLETED)
+        failed = next((job for job in jobs if job.done() and not job.cancelled()), None)
+        self._waiters.close()
+        server.should_exit = True
+        await serving
+        for job in jobs:
+            job.cancel()
+        await asyncio.gather(*jobs, stopping, return_exceptions=True)
+        await self._executor.close(stop_cluster=self._stop_cluster)
+        if failed is not None and (fault := failed.exception()) is not None:
+            log.error("stopped: a part of the service ended", fault=repr(fault), exc_info=fault)
+            return 1
+        return 0
+
+    def _new_leader(self) -> Leader:
+        settings = self._settings
+        observer = Observer(
+            self._world,
+            self._policy,
+            self._blobs,
+            InventoryRules(settings.ray.cluster, settings.device_reserve_mb),
+            settings.limits.inline_bytes,
+            self._progress,
+        )
+        dispatcher = Dispatcher(self._store, self._blobs, self._executor, self._world, self._clock)
+        return Leader(
+            name=f"{socket.gethostname()}:{os.getpid()}",
+            world=self._world,
+            policy=self._policy,
+            store=self._store,
+            executor=self._executor,
+            observer=observer,
+            dispatcher=dispatcher,
+            clock=self._clock,
+        )
+
+    def _on_events(self, events: Sequence[Event]) -> None:
+        self._world.apply(events)
+        self._verified_at = time.monotonic()
+        self._leader.on_events(events)
+        self._waiters.on_events(events)
+
+    async def _verify(self) -> None:
+        """Compare with the head of the log, so that `as_of` is a fact even when nothing happens."""
+        while True:
+            began = time.monotonic()
+            if await self._store.head() <= self._world.position:
+                self._verified_at = began
+            await asyncio.sleep(1.0)
+
+    def _http_config(self) -> uvicorn.Config:
+        settings = self._settings
+        parts = GatewayParts(
+            store=self._store,
+            world=self._world,
+            policy=self._policy,
+            blobs=self._blobs,
+            clock=self._clock,
+            limits=limits_of(settings),
+            defaults=defaults_of(settings),
+            identity=self._tokens,
+            allowed_entrypoints=tuple(settings.entrypoints),
+            allowed_hosts=tuple(settings.allowed_hosts),
+            progress=self._progress,
+            executor_status=self._executor.status,
+            age_seconds=lambda: time.monotonic() - self._verified_at,
+            shutdown=self._shut_down,
+            term=lambda: self._leader.leadership.term if self._leader.leadership.leading else None,
+            waiters=self._waiters,
+        )
+        return uvicorn.Config(
+            create_app(parts), http="httptools", loop="none", log_config=None, access_log=False,
+            lifespan="off", server_header=False, timeout_graceful_shutdown=5,
+        )  # fmt: skip
+
+    def _shut_down(self, stop_cluster: bool) -> None:
+        self._stop_cluster = stop_cluster
+        self._stop.set()
+
+    def _stop_on_signals(self) -> None:
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._shut_down, False)
+
+    @property
+    def _url(self) -> str:
+        host, port = self._listener.getsockname()[:2]
+        return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+    async def _write_client_file(self) -> None:
+        """On the first start make the admin token; always say where this service is."""
+        path = self._settings.data_dir / "client.json"
+        known = json.loads(path.read_text()) if path.exists() else {}
+        secret = known.get("token", "")
+        if self._tokens.identify(secret) is None:
+            name = f"admin-{int(self._clock.now())}" if await self._store.tokens() else "admin"
+            secret, row = new_token(
+                name, tenant="default", scopes=[EVERY_SCOPE], max_priority=100, now=self._clock.now()
+            )
+            await self._store.put_token(row)
+            await self._tokens.load()
+        write_private(path, json.dumps({"url": self._url, "token": secret}))
+
+
+class QuietServer(uvicorn.Server):
+    """Signals are the service's business; uvicorn would raise them again after its own end."""
+
+    def capture_signals(self) -> contextlib.AbstractContextManager[None]:  # type: ignore[override]
+        return contextlib.nullcontext()
+
+
+def greeting(settings: Settings, url: str) -> list[str]:
+    """What the person who started the service reads first."""
+    lines = [
+        f"gpubroker listens on {url}",
+        f"  address and token for this machine: {settings.data_dir / 'client.json'}",
+        "  try: gpubroker gpus",
+    ]
+    if not settings.entrypoints:
+        lines.append("  note: no entrypoint is allowed yet; set entrypoints, such as myteam.*:*")
+    if os.geteuid() != 0:
+        lines.append("  note: the scopes tasks:code and tasks:command equal a shell as this user")
+    elif not settings.task_user:
+        lines.append(
+            "  warning: tasks run as root, so the scopes tasks:code and tasks:command equal a root shell; "
+            "set task_user"
+        )
+    return lines

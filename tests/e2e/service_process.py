@@ -1,0 +1,135 @@
+"""The whole service as its users start it: a process of its own, spoken to over HTTP only."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+
+import httpx
+import psutil
+import yaml
+
+from gpubroker import Broker
+
+ROOT = Path(__file__).resolve().parents[2]
+READY_SECONDS = 60.0
+GIB = 1024
+
+
+def until(true: Callable[[], bool], what: str, seconds: float = 30.0) -> None:
+    """Wait for a fact that only polling can see (a file, a process), with a deadline that fails the test."""
+    deadline = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < deadline, f"waited {seconds:g} s in vain until {what}"
+        time.sleep(0.02)
+
+
+class ServiceProcess:
+    """`gpubroker serve` on a data directory, which outlives it."""
+
+    def __init__(self, data_dir: Path, **settings: object) -> None:
+        self.data_dir = data_dir
+        self._config = data_dir.with_suffix(".yaml")
+        self._log = data_dir.with_suffix(".log")
+        defaults = {
+            "data_dir": str(data_dir),
+            "port": 0,
+            "entrypoints": ["tests.e2e.work:*"],
+            "task_path": [str(ROOT)],
+            "simulated_devices": [{"kind": "sim-24g", "memory_mb": 24 * GIB, "count": 2}],
+        }
+        self._config.write_text(yaml.safe_dump({**defaults, **settings}), encoding="utf-8")
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def __enter__(self) -> "ServiceProcess":
+        return self.start()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
+
+    def spawn(self) -> subprocess.Popen[bytes]:
+        """Start the process and wait for nothing."""
+        environment = {key: value for key, value in os.environ.items() if not key.startswith("GPUBROKER_")}
+        with self._log.open("ab") as log:
+            return subprocess.Popen(
+                [sys.executable, "-m", "service", "serve", "--config", str(self._config)],
+                stdout=log,
+                stderr=log,
+                env=environment,
+                cwd=ROOT,
+            )
+
+    def start(self) -> "ServiceProcess":
+        stale = self.data_dir / "client.json"
+        before = stale.stat().st_mtime_ns if stale.exists() else 0
+        self._process = self.spawn()
+        until(
+            lambda: self._died() or (stale.exists() and stale.stat().st_mtime_ns != before),
+            "the service says where it listens",
+            READY_SECONDS,
+        )
+        until(lambda: self._died() or self._is_ready(), "the service is ready", READY_SECONDS)
+        assert not self._died(), self.log()
+        return self
+
+    @property
+    def pid(self) -> int:
+        assert self._process is not None
+        return self._process.pid
+
+    @property
+    def broker(self) -> Broker:
+        found = yaml.safe_load((self.data_dir / "client.json").read_text(encoding="utf-8"))
+        return Broker(url=found["url"], token=found["token"])
+
+    def log(self) -> str:
+        return self._log.read_text(encoding="utf-8", errors="replace")
+
+    def driver(self) -> psutil.Process:
+        """The Ray driver: the one child of the main process that talks to Ray."""
+        drivers = [
+            child
+            for child in psutil.Process(self.pid).children()
+            if "service.adapters.ray.driver" in child.cmdline()
+        ]
+        assert len(drivers) == 1, drivers
+        return drivers[0]
+
+    def kill_9(self) -> None:
+        assert self._process is not None
+        self._process.send_signal(signal.SIGKILL)
+        self._process.wait()
+
+    def terminate(self) -> int:
+        """SIGTERM, as an init system stops it: runs go on. The exit code."""
+        assert self._process is not None
+        self._process.terminate()
+        return self._process.wait(30)
+
+    def stop(self) -> None:
+        """`gpubroker down`: the service and its local Ray."""
+        subprocess.run(
+            [sys.executable, "-m", "service", "down", "--config", str(self._config)],
+            check=True,
+            capture_output=True,
+            timeout=60,
+            cwd=ROOT,
+        )
+        if self._process is not None:
+            self._process.wait(30)
+
+    def _died(self) -> bool:
+        return self._process is not None and self._process.poll() is not None
+
+    def _is_ready(self) -> bool:
+        try:
+            found = yaml.safe_load((self.data_dir / "client.json").read_text(encoding="utf-8"))
+            return httpx.get(f"{found['url']}/readyz").status_code == 200
+        except httpx.TransportError:
+            return False

@@ -1,0 +1,80 @@
+"""The main job on real Ray: admit by memory, preempt with notice, resume from the checkpoint."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from gpubroker import Broker, TaskFailed
+from tests.e2e.service_process import ServiceProcess, until
+
+
+@pytest.fixture(scope="module")
+def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServiceProcess]:
+    with ServiceProcess(tmp_path_factory.mktemp("service") / "data", ray={"spares": 3}) as running:
+        yield running
+
+
+@pytest.fixture
+def broker(service: ServiceProcess) -> Broker:
+    return service.broker
+
+
+def counted(witness: Path) -> list[int]:
+    return [int(line) for line in witness.read_text(encoding="utf-8").split()] if witness.exists() else []
+
+
+def test_a_victim_saves_its_work_gives_way_and_resumes(broker: Broker, tmp_path: Path) -> None:
+    witnesses = [tmp_path / "one", tmp_path / "two"]
+    victims = [
+        broker.submit(
+            "tests.e2e.work:count",
+            kwargs={"witness": str(witness), "steps": 200},
+            gpu_mb=16_000,
+            priority="background",
+            grace_seconds=20,
+        )
+        for witness in witnesses
+    ]
+    until(lambda: all(len(counted(witness)) > 5 for witness in witnesses), "both victims are at work")
+    urgent = broker.submit("tests.e2e.work:add", 20, 22, gpu_mb=20_000, priority="critical")
+    assert broker.result(urgent.id, timeout_seconds=30) == 42
+    for victim, witness in zip(victims, witnesses, strict=True):
+        assert broker.result(victim.id, timeout_seconds=60) == list(range(200))
+        assert counted(witness) == list(range(200))
+    assert sorted(broker.get(victim.id).raw["preemptions"] for victim in victims) == [0, 1]
+
+
+def test_a_task_that_does_not_fit_says_why_and_cancelling_it_is_immediate(
+    broker: Broker, tmp_path: Path
+) -> None:
+    flag = tmp_path / "flag"
+    work = {"witness": str(tmp_path / "witness"), "until": str(flag)}
+    holders = [broker.submit("tests.e2e.work:hold", kwargs=work, gpus=1) for _ in range(2)]
+    until(lambda: all(broker.get(task.id).state == "running" for task in holders), "both devices are taken")
+    waiting = broker.submit("tests.e2e.work:add", 1, 1, gpu_mb=1000)
+    explained = broker.explain(waiting.id)
+    assert explained["reason"] == "WaitingForMemory"
+    assert broker.cancel(waiting.id).state == "cancelled"
+    for holder in holders:
+        broker.cancel(holder.id)
+    until(lambda: all(broker.get(task.id).state == "cancelled" for task in holders), "the holders are gone")
+    until(lambda: all(gpu.leased_mb == 0 for gpu in broker.gpus()), "their memory is free")
+
+
+def test_a_coroutine_a_command_and_a_function_run_too(broker: Broker) -> None:
+    coroutine = broker.submit("tests.e2e.work:add_later", 2, 3, cpu=0.1)
+    command = broker.submit(["python3", "-c", "print('from a command')"], cpu=0.5)
+    function = broker.submit(lambda a, b: {"sum": a + b}, 4, 5, cpu=0.5)
+    assert broker.result(coroutine.id, timeout_seconds=30) == 5
+    assert broker.result(command.id, timeout_seconds=30) == {"exit_code": 0}
+    assert broker.result(function.id, timeout_seconds=30) == {"sum": 9}
+
+
+def test_a_failure_comes_back_with_its_traceback_after_its_retries(broker: Broker) -> None:
+    task = broker.submit("tests.e2e.work:fail", "no luck", cpu=0.1, max_retries=1)
+    with pytest.raises(TaskFailed) as failed:
+        broker.result(task.id, timeout_seconds=30)
+    assert "no luck" in str(failed.value)
+    assert "ValueError" in broker.get(task.id).raw["error"]["traceback"]
+    assert broker.get(task.id).raw["failures"] == 2

@@ -1,0 +1,85 @@
+"""kill -9 in the middle of a run loses nothing and repeats nothing."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.e2e.service_process import ServiceProcess, until
+
+
+@pytest.fixture
+def service(tmp_path: Path) -> Iterator[ServiceProcess]:
+    with ServiceProcess(tmp_path / "data", ray={"spares": 2}) as running:
+        yield running
+
+
+def lines(path: Path) -> list[str]:
+    return path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+
+
+def assert_ledger_is_empty(service: ServiceProcess) -> None:
+    until(lambda: all(gpu.leased_mb == 0 for gpu in service.broker.gpus()), "every lease is released")
+
+
+def test_a_run_survives_kill_9_of_the_main_process(service: ServiceProcess, tmp_path: Path) -> None:
+    witness, flag = tmp_path / "witness", tmp_path / "flag"
+    broker = service.broker
+    work = {"witness": str(witness), "until": str(flag)}
+    running = broker.submit("tests.e2e.work:hold", kwargs=work, gpu_mb=20_000)
+    other = broker.submit("tests.e2e.work:hold", kwargs=work, gpu_mb=20_000)
+    waiting = broker.submit("tests.e2e.work:hold", kwargs=work, gpu_mb=20_000)
+    finished = broker.submit("tests.e2e.work:add", 2, 3, cpu=0.1)
+    assert broker.result(finished.id) == 5
+    until(lambda: len(lines(witness)) == 2, "two runs have begun")
+
+    service.kill_9()
+    flag.touch()
+    service.start()
+
+    broker = service.broker
+    assert [broker.result(task.id, timeout_seconds=30) for task in (running, other, waiting)] == [1, 1, 1]
+    assert len(lines(witness)) == 3
+    assert broker.result(finished.id) == 5
+    assert_ledger_is_empty(service)
+
+
+def test_a_run_survives_kill_9_of_the_ray_driver(service: ServiceProcess, tmp_path: Path) -> None:
+    witness, flag = tmp_path / "witness", tmp_path / "flag"
+    broker = service.broker
+    work = {"witness": str(witness), "until": str(flag)}
+    running = broker.submit("tests.e2e.work:hold", kwargs=work, gpu_mb=20_000)
+    until(lambda: len(lines(witness)) == 1, "the run has begun")
+
+    driver = service.driver()
+    driver.kill()
+    until(lambda: not driver.is_running() or driver.status() == psutil.STATUS_ZOMBIE, "the driver is dead")
+    flag.touch()
+
+    assert broker.result(running.id, timeout_seconds=30) == 1
+    after = broker.submit("tests.e2e.work:add", 1, 1, cpu=0.1)
+    assert broker.result(after.id, timeout_seconds=30) == 2
+    assert len(lines(witness)) == 1
+    assert_ledger_is_empty(service)
+
+
+def test_memory_is_not_promised_twice_while_a_run_outlives_the_service(
+    service: ServiceProcess, tmp_path: Path
+) -> None:
+    witness, flag = tmp_path / "witness", tmp_path / "flag"
+    work = {"witness": str(witness), "until": str(flag)}
+    for _ in range(2):
+        service.broker.submit("tests.e2e.work:hold", kwargs=work, gpu_mb=20_000)
+    until(lambda: len(lines(witness)) == 2, "both devices are taken")
+
+    service.kill_9()
+    service.start()
+
+    broker = service.broker
+    third = broker.submit("tests.e2e.work:hold", kwargs=work, gpu_mb=20_000)
+    assert broker.explain(third.id)["reason"] == "WaitingForMemory"
+    assert [gpu.leased_mb for gpu in broker.gpus()] == [20_000, 20_000]
+    assert len(lines(witness)) == 2
+    flag.touch()
+    assert broker.result(third.id, timeout_seconds=30) == 1
