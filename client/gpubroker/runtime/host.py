@@ -1,0 +1,94 @@
+"""Runs tasks in threads of this process and keeps what they reported until it is acknowledged."""
+
+import contextlib
+import os
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from gpubroker.runtime.command import run_command
+from gpubroker.runtime.invoke import invoke
+from gpubroker.runtime.journal import SOON, Journal
+from gpubroker.runtime.messages import Outcome, Report, RunKey, RunOrder, ended, failed, started
+from gpubroker.runtime.outcome import describe, raised, trace_of
+from gpubroker.runtime.output import FileOutput, MemoryOutput, Output, enter_output, leave_output
+from gpubroker.runtime.process import Claim, claim
+from gpubroker.runtime.task import RunningTask, enter_task, leave_task, own_process
+
+MOST_THREADS = 256
+
+
+class RunHost:
+    """The runs of one process: many small ones side by side, or one that owns the process.
+
+    User code never runs in the thread that calls these methods. What it reports goes to the journal.
+    """
+
+    def __init__(self, journal: Journal) -> None:
+        self._journal = journal
+        self.orders: dict[RunKey, RunOrder] = {}
+        """Runs that have not ended."""
+        self.starts: dict[RunKey, Report] = {}
+        self._tasks: dict[RunKey, RunningTask] = {}
+        self._threads = ThreadPoolExecutor(MOST_THREADS, thread_name_prefix="run")
+
+    @property
+    def busy(self) -> bool:
+        return bool(self.orders)
+
+    def start_shared(self, order: RunOrder) -> None:
+        """Run it beside others: nothing of the process is its own but a thread."""
+        self._submit(order, RunningTask(order, self._journal), MemoryOutput())
+
+    def start_alone(self, order: RunOrder, given: Claim) -> None:
+        """Give it the whole process; the process must not be used again."""
+        try:
+            claim(order, given)
+        except (OSError, KeyError) as fault:
+            self._refuse(order, fault, given.log)
+            return
+        task = RunningTask(order, self._journal)
+        own_process(task)
+        self._submit(order, task, FileOutput(given.log))
+
+    def stop(self, key: RunKey) -> None:
+        """Give notice; a run that is not here has ended."""
+        task = self._tasks.get(key)
+        if task is not None:
+            task.give_notice()
+
+    def _submit(self, order: RunOrder, task: RunningTask, output: Output) -> None:
+        self.orders[order.key] = order
+        self._tasks[order.key] = task
+        self._threads.submit(self._run, order, task, output)
+
+    def _run(self, order: RunOrder, task: RunningTask, output: Output) -> None:
+        key = order.key
+        told = self.starts[key] = started(key, os.getpid())
+        self._journal.add(told, SOON)
+        entered = enter_task(task)
+        printing = enter_output(output) if isinstance(output, MemoryOutput) else None
+        outcome = _outcome_of(order, task)
+        leave_task(entered)
+        if printing is not None:
+            leave_output(printing)
+        # Told before it is struck off: whoever sees no run left has been told of every end.
+        self._journal.add(ended(key, outcome, output.tail()), after_news_of=key)
+        del self.orders[key], self._tasks[key], self.starts[key]
+
+    def _refuse(self, order: RunOrder, fault: Exception, log: Path) -> None:
+        message = f"the process could not be prepared: {describe(fault)}"
+        outcome = failed("exception", message, trace_of(fault))
+        self._journal.add(started(order.key, os.getpid()), SOON)
+        self._journal.add(ended(order.key, outcome, FileOutput(log).tail()))
+
+
+def _outcome_of(order: RunOrder, task: RunningTask) -> Outcome:
+    try:
+        return run_command(order, task) if order.kind == "command" else invoke(order)
+    except BaseException as fault:
+        return raised(fault)
+    finally:
+        # Buffers of streams that user code put in place of ours; they may be closed or broken.
+        with contextlib.suppress(Exception):
+            sys.stdout.flush()

@@ -1,0 +1,81 @@
+"""From what user code returned or raised to an outcome that can travel."""
+
+import json
+import sys
+import traceback
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+
+from gpubroker.runtime.messages import Outcome, failed
+from gpubroker.runtime.task import Stopped
+
+TRACEBACK_BYTES = 64 * 1024
+MESSAGE_CHARS = 4096
+
+_OURS = str(Path(__file__).parent)
+
+
+def succeeded(value: Any, result_format: str, limit_bytes: int) -> Outcome:
+    """The value in its wire form, or a failure that says why it has none."""
+    try:
+        data = cloudpickle.dumps(value) if result_format == "cloudpickle" else _as_json(value)
+    except Exception as fault:
+        return failed("unserializable_result", _cannot_carry(value, result_format, fault))
+    if len(data) > limit_bytes:
+        return failed(
+            "result_too_large",
+            f"the result takes {len(data) / 2**20:.1f} MiB and the limit is {limit_bytes / 2**20:.1f} MiB; "
+            "write it to a file or an object store and return its address",
+        )
+    return Outcome("succeeded", result=data, result_format=result_format)
+
+
+def raised(fault: BaseException) -> Outcome:
+    """Every exception of user code is a failure of the run, SystemExit too; Stopped gives way."""
+    if isinstance(fault, Stopped):
+        return Outcome("stopped")
+    return failed("exception", describe(fault), trace_of(fault))
+
+
+def describe(fault: BaseException) -> str:
+    """`ValueError: text`, also where the exception's own `__str__` fails."""
+    try:
+        text = str(fault)
+    except Exception:
+        text = "(its message cannot be read)"
+    name = type(fault).__qualname__
+    return (f"{name}: {text}" if text else name)[:MESSAGE_CHARS]
+
+
+def trace_of(fault: BaseException) -> str:
+    """The traceback without frames of this package; of a long one the beginning and the end."""
+    frames = fault.__traceback__
+    while frames is not None and frames.tb_frame.f_code.co_filename.startswith(_OURS):
+        frames = frames.tb_next
+    try:
+        text = "".join(traceback.format_exception(type(fault), fault, frames))
+    except Exception:
+        return describe(fault)
+    data = text.encode(errors="replace")
+    if len(data) <= TRACEBACK_BYTES:
+        return data.decode()
+    half = TRACEBACK_BYTES // 2 - 32
+    return data[:half].decode(errors="ignore") + "\n  [...]\n" + data[-half:].decode(errors="ignore")
+
+
+def _as_json(value: Any) -> bytes:
+    # NaN and infinities are no JSON: other languages refuse the whole document.
+    return json.dumps(value, allow_nan=False, ensure_ascii=False, separators=(",", ":")).encode()
+
+
+def _cannot_carry(value: Any, result_format: str, fault: Exception) -> str:
+    what = f"a result of type {type(value).__qualname__} cannot be carried as {result_format}: {fault}"
+    if result_format == "cloudpickle":
+        return f"{what}; return plain data instead of open files, locks or connections"[:MESSAGE_CHARS]
+    python = f"{sys.version_info.major}.{sys.version_info.minor}"
+    return (
+        f"{what}; return dicts with text keys, lists, text, finite numbers, booleans or None, or submit with "
+        f"result_format=cloudpickle, which the SDK opens under Python {python}"
+    )[:MESSAGE_CHARS]

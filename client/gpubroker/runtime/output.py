@@ -1,0 +1,115 @@
+"""What runs print: the newest bytes of each are kept, so that a failure can be read without a shell."""
+
+import contextvars
+import io
+import os
+import sys
+import threading
+from pathlib import Path
+from typing import IO, Protocol
+
+TAIL_BYTES = 16 * 1024
+
+
+class Output(Protocol):
+    def tail(self) -> bytes:
+        """The newest bytes printed, at most TAIL_BYTES."""
+        ...
+
+
+class FileOutput:
+    """Everything this process and its children print, in one file."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def tail(self) -> bytes:
+        return tail_of_file(self._path)
+
+
+def tail_of_file(path: Path) -> bytes:
+    """The newest bytes of a log; empty if there is none."""
+    try:
+        with path.open("rb") as file:
+            file.seek(0, os.SEEK_END)
+            file.seek(max(0, file.tell() - TAIL_BYTES))
+            return file.read()
+    except OSError:
+        return b""
+
+
+class MemoryOutput:
+    """What one of many runs in this process printed through `sys.stdout` and `sys.stderr`."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._kept = bytearray()
+
+    def write(self, data: bytes) -> None:
+        with self._lock:
+            self._kept += data
+            if len(self._kept) > 2 * TAIL_BYTES:
+                del self._kept[:-TAIL_BYTES]
+
+    def tail(self) -> bytes:
+        with self._lock:
+            return bytes(self._kept[-TAIL_BYTES:])
+
+
+_SINK: contextvars.ContextVar[MemoryOutput | None] = contextvars.ContextVar("gpubroker_output", default=None)
+
+
+def enter_output(output: MemoryOutput) -> contextvars.Token[MemoryOutput | None]:
+    return _SINK.set(output)
+
+
+def leave_output(token: contextvars.Token[MemoryOutput | None]) -> None:
+    _SINK.reset(token)
+
+
+class SortedStream(io.TextIOBase):
+    """Stands in for `sys.stdout`: what a run prints goes to that run, the rest where it went before."""
+
+    def __init__(self, otherwise: IO[str]) -> None:
+        self._otherwise = otherwise
+
+    @property
+    def encoding(self) -> str:  # type: ignore[override]
+        return "utf-8"
+
+    def writable(self) -> bool:
+        return True
+
+    def fileno(self) -> int:
+        return self._otherwise.fileno()
+
+    def write(self, text: str) -> int:
+        sink = _SINK.get()
+        if sink is None:
+            return self._otherwise.write(text)
+        sink.write(text.encode(errors="replace"))
+        return len(text)
+
+    def flush(self) -> None:
+        if _SINK.get() is None:
+            self._otherwise.flush()
+
+
+def sort_output_by_run() -> None:
+    """From now on `print` and logging of each run are kept apart. For a process that many runs share."""
+    sys.stdout = SortedStream(sys.stdout)
+    sys.stderr = SortedStream(sys.stderr)
+
+
+def print_to_file(path: Path) -> None:
+    """Send all output of this process and its future children to a file of mode 0600, raw writes included."""
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    os.close(descriptor)
+    sys.stdout = io.TextIOWrapper(
+        os.fdopen(1, "wb", 0, closefd=False), "utf-8", "replace", write_through=True
+    )
+    sys.stderr = io.TextIOWrapper(
+        os.fdopen(2, "wb", 0, closefd=False), "utf-8", "replace", write_through=True
+    )

@@ -1,0 +1,72 @@
+"""Make this process the property of one run: its devices, environment, directory, output and user."""
+
+import ctypes
+import os
+import pwd
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from gpubroker.runtime.messages import RunOrder
+from gpubroker.runtime.output import print_to_file
+
+RUN_MARK = "GPUBROKER_RUN"
+"""`task:fence` in the environment of everything a run starts; leftovers are found by it."""
+
+INSTANCE_MARK = "GPUBROKER_INSTANCE"
+"""Which broker's run it is: several may share a machine."""
+
+_PR_SET_CHILD_SUBREAPER = 36
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """What a process is given besides its order."""
+
+    instance: str
+    log: Path
+    user: str = ""
+    """System user to become; empty keeps the service's own."""
+
+
+def hide_devices() -> None:
+    """Until a run comes, no library here may see (and so occupy) a GPU."""
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
+
+def look_for_modules_in(directories: Sequence[str]) -> None:
+    """Put the operator's directories before everything else that is imported from."""
+    sys.path[:0] = [path for path in directories if path not in sys.path]
+
+
+def claim(order: RunOrder, given: Claim) -> None:
+    """Once per process, before user code. Raises OSError or KeyError if something of it cannot be had."""
+    print_to_file(given.log)
+    os.environ.update(order.env)
+    os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(uuid for uuid, _mb in order.leases)
+    os.environ[RUN_MARK] = str(order.key)
+    os.environ[INSTANCE_MARK] = given.instance
+    os.environ["GPUBROKER_TASK"] = order.task
+    os.environ["GPUBROKER_ATTEMPT"] = str(order.attempt)
+    adopt_orphans()
+    if given.user:
+        become(given.user)
+    if order.working_directory:
+        os.chdir(order.working_directory)
+
+
+def adopt_orphans() -> None:
+    """Descendants whose parent ends become children of this process: none can slip out of its tree."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER)")
+
+
+def become(user: str) -> None:
+    """Drop root for good: groups first, user last."""
+    entry = pwd.getpwnam(user)
+    os.initgroups(user, entry.pw_gid)
+    os.setgid(entry.pw_gid)
+    os.setuid(entry.pw_uid)
+    os.environ |= {"HOME": entry.pw_dir, "USER": user, "LOGNAME": user}

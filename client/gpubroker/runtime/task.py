@@ -1,0 +1,170 @@
+"""The handle a running task has on itself: progress, checkpoints and the notice to stop."""
+
+import contextvars
+import hashlib
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import cloudpickle
+
+from gpubroker.runtime.journal import Journal
+from gpubroker.runtime.messages import RunKey, RunOrder, checkpointed, progressed
+
+_PLAIN, _PICKLED = b"\x00", b"\x01"
+"""First byte of a saved state: bytes as they were handed in, or a cloudpickle."""
+
+_ATTEMPT_STRIDE = 1_000_000
+"""Checkpoints are numbered attempt * stride + n, so that a later attempt's are always newer."""
+
+
+class Stopped(BaseException):
+    """Raise it to give way to a stop notice; a preempted run is resumed later from its newest checkpoint.
+
+    No Exception, so that a training loop's `except Exception` does not swallow it.
+    """
+
+
+class NoCurrentTask(RuntimeError):
+    """`current_task()` was called where no task runs."""
+
+
+class CheckpointTooLarge(ValueError):
+    """The state is larger than what travels with reports; nothing was saved."""
+
+
+_CURRENT: contextvars.ContextVar["RunningTask"] = contextvars.ContextVar("gpubroker_task")
+_only_task: "RunningTask | None" = None
+
+
+def current_task() -> "RunningTask":
+    """The task this code runs in. Raises NoCurrentTask outside of one.
+
+    Works in the task's own thread, in its coroutines and in `asyncio.to_thread`. In a process of its own (a
+    task with a GPU, a whole CPU or an `env`) it also works in threads the task starts itself.
+    """
+    task = _CURRENT.get(None) or _only_task
+    if task is None:
+        raise NoCurrentTask(
+            "no task runs here: current_task() works inside a function that gpubroker started; a thread that "
+            "a small task starts by itself needs contextvars.copy_context().run"
+        )
+    return task
+
+
+def enter_task(task: "RunningTask") -> contextvars.Token["RunningTask"]:
+    return _CURRENT.set(task)
+
+
+def leave_task(token: contextvars.Token["RunningTask"]) -> None:
+    _CURRENT.reset(token)
+
+
+def own_process(task: "RunningTask") -> None:
+    """Make the task the current one of every thread: this process runs nothing else."""
+    global _only_task
+    _only_task = task
+
+
+class RunningTask:
+    """One run, seen from inside. Every method may be called from any thread."""
+
+    def __init__(self, order: RunOrder, journal: Journal) -> None:
+        self._order = order
+        self._journal = journal
+        self._stop = threading.Event()
+        self._lock = threading.Lock()
+        self._saved = 0
+        self._on_stop: list[Callable[[], None]] = []
+
+    @property
+    def id(self) -> str:
+        return self._order.task
+
+    @property
+    def attempt(self) -> int:
+        """1 for the first start; goes up with every start, whatever ended the one before."""
+        return self._order.attempt
+
+    @property
+    def name(self) -> str:
+        return self._order.name
+
+    @property
+    def tenant(self) -> str:
+        return self._order.tenant
+
+    @property
+    def devices(self) -> tuple[str, ...]:
+        """UUIDs of the GPUs it was given; the first is `cuda:0` here."""
+        return tuple(uuid for uuid, _mb in self._order.leases)
+
+    def progress(self, fraction: float | None = None, message: str = "") -> None:
+        """Say how far it is (0..1), in words, or both. Cheap: only the newest is told, ten times a second."""
+        known = None if fraction is None else min(1.0, max(0.0, float(fraction)))
+        self._journal.note(self._key, progressed(self._key, known, str(message)[:500]))
+
+    def checkpoint(self, state: Any = None, *, uri: str | None = None) -> None:
+        """Save `state` (bytes, or anything cloudpickle can carry), or say where it was saved by `uri`.
+
+        The state is copied before this returns; it is on the broker's disk a moment later. A later attempt
+        finds the newest as `resume_state` or `resume_uri`. Raises CheckpointTooLarge over the limit.
+        """
+        data = None if uri is not None else self._packed(state)
+        digest = hashlib.sha256(data if data is not None else str(uri).encode()).hexdigest()
+        with self._lock:
+            self._saved += 1
+            sequence = self._order.attempt * _ATTEMPT_STRIDE + self._saved
+            self._journal.add(checkpointed(self._key, sequence, digest, data, uri), after_news_of=self._key)
+
+    @property
+    def resume_state(self) -> Any:
+        """What the newest checkpoint saved; None at the first start, or if it handed over a `uri`."""
+        data = self._order.resume_state
+        if data is None:
+            return None
+        return cloudpickle.loads(data[1:]) if data[:1] == _PICKLED else data[1:]
+
+    @property
+    def resume_uri(self) -> str | None:
+        return self._order.resume_uri
+
+    @property
+    def should_stop(self) -> bool:
+        """Notice was given: save what is worth saving and `raise Stopped` within the grace period."""
+        return self._stop.is_set()
+
+    def wait_for_stop(self, timeout_seconds: float | None = None) -> bool:
+        """Sleep until notice is given; whether it was."""
+        return self._stop.wait(timeout_seconds)
+
+    def give_notice(self) -> None:
+        """For the process that runs the task, not for the task."""
+        with self._lock:
+            self._stop.set()
+            callbacks, self._on_stop = self._on_stop, []
+        for callback in callbacks:
+            callback()
+
+    def call_on_stop(self, callback: Callable[[], None]) -> None:
+        """Call it when notice is given; at once if it already was."""
+        with self._lock:
+            if not self._stop.is_set():
+                self._on_stop.append(callback)
+                return
+        callback()
+
+    @property
+    def _key(self) -> RunKey:
+        return self._order.key
+
+    def _packed(self, state: Any) -> bytes:
+        plain = isinstance(state, bytes | bytearray | memoryview)
+        data = _PLAIN + bytes(state) if plain else _PICKLED + cloudpickle.dumps(state)
+        limit = self._order.checkpoint_limit_bytes
+        if len(data) > limit:
+            raise CheckpointTooLarge(
+                f"the state takes {len(data) / 2**20:.1f} MiB and the limit is {limit / 2**20:.1f} MiB; save "
+                "it where the next attempt can read it and hand over its address: checkpoint(uri=...)"
+            )
+        return data

@@ -1,0 +1,123 @@
+"""GPUs through NVIDIA's management library, and what each process group uses of them."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from service.core.orders import SeenDevice
+from service.core.units import Mib
+from service.ports import DeviceProbe, MeasuredDevice, ProcessGroup
+
+MIB = 2**20
+
+
+def load_nvml() -> Any | None:
+    """The initialised `pynvml` module; None where there is no NVIDIA driver. The one import of it."""
+    import pynvml
+
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError:
+        return None
+    return pynvml
+
+
+def new_probe(simulated: Sequence[SeenDevice] | None) -> DeviceProbe:
+    """Simulated devices if the configuration names some (also an empty list), else what NVML finds."""
+    from service.adapters.nvml.simulated import SimulatedProbe
+
+    if simulated is not None:
+        return SimulatedProbe(simulated)
+    nvml = load_nvml()
+    return SimulatedProbe(()) if nvml is None else NvmlProbe(nvml)
+
+
+class NvmlProbe:
+    """Implements `ports.DeviceProbe`. What NVML cannot tell is None or left out, never an error.
+
+    Where it does not say which process uses how much (containers without the host's process ids, MIG) a
+    device is in `unattributable`: nobody's use is told there, foreign use is not either.
+    """
+
+    def __init__(self, nvml: Any) -> None:
+        self._nvml = nvml
+        self._handles: dict[str, Any] = {}
+        self._devices: list[SeenDevice] = []
+        self.unattributable: set[str] = set()
+        for index in range(nvml.nvmlDeviceGetCount()):
+            handle = nvml.nvmlDeviceGetHandleByIndex(index)
+            uuid = _text(nvml.nvmlDeviceGetUUID(handle))
+            self._handles[uuid] = handle
+            self._devices.append(
+                SeenDevice(
+                    uuid=uuid,
+                    kind=_text(nvml.nvmlDeviceGetName(handle)),
+                    index=index,
+                    physical_mb=Mib(nvml.nvmlDeviceGetMemoryInfo(handle).total // MIB),
+                    simulated=False,
+                )
+            )
+
+    def inventory(self) -> Sequence[SeenDevice]:
+        return self._devices
+
+    def sample(self, holders: Mapping[str, ProcessGroup]) -> Sequence[MeasuredDevice]:
+        """A device that fell off the bus has no entry: its sample gets stale and it takes nothing new."""
+        owners = {pid: holder for holder, group in holders.items() for pid in group.pids}
+        measured = []
+        for uuid, handle in self._handles.items():
+            try:
+                measured.append(self._measure(uuid, handle, owners))
+            except self._nvml.NVMLError:
+                continue
+        return measured
+
+    def _measure(self, uuid: str, handle: Any, owners: Mapping[int, str]) -> MeasuredDevice:
+        used_mb = Mib(self._nvml.nvmlDeviceGetMemoryInfo(handle).used // MIB)
+        by_holder: dict[str, Mib] = {}
+        foreign_mb = 0
+        processes = dict(self._processes(handle))
+        if None in processes.values() or self._is_split(handle):
+            self.unattributable.add(uuid)
+            processes = {}
+        for pid, mb in processes.items():
+            holder = owners.get(pid)
+            if holder is None:
+                foreign_mb += mb or 0
+            else:
+                by_holder[holder] = Mib(by_holder.get(holder, 0) + (mb or 0))
+        return MeasuredDevice(uuid, used_mb, Mib(foreign_mb), by_holder, self._utilization(handle))
+
+    def _processes(self, handle: Any) -> Iterator[tuple[int, int | None]]:
+        """(pid, MiB or None). One process may be listed for compute and graphics with the same sum."""
+        nvml = self._nvml
+        compute, graphics = (
+            nvml.nvmlDeviceGetComputeRunningProcesses,
+            nvml.nvmlDeviceGetGraphicsRunningProcesses,
+        )
+        for listing in (compute, graphics):
+            try:
+                listed = listing(handle)
+            except nvml.NVMLError_NotSupported:
+                continue
+            for process in listed:
+                known = process.usedGpuMemory
+                yield process.pid, None if known is None else known // MIB
+
+    def _is_split(self, handle: Any) -> bool:
+        """MIG: the processes of an instance are not listed with the whole device."""
+        try:
+            current, _pending = self._nvml.nvmlDeviceGetMigMode(handle)
+        except self._nvml.NVMLError:
+            return False
+        return bool(current)
+
+    def _utilization(self, handle: Any) -> float | None:
+        try:
+            return float(self._nvml.nvmlDeviceGetUtilizationRates(handle).gpu) / 100.0
+        except self._nvml.NVMLError:
+            return None
+
+
+def _text(value: str | bytes) -> str:
+    """Older bindings answer bytes."""
+    return value.decode() if isinstance(value, bytes) else value

@@ -1,0 +1,212 @@
+"""The node agent: one per node, in a process that runs no user code, so that nothing starves it.
+
+It answers one leader at a time. `announce` opens an incarnation: orders and polls of every earlier one are
+refused from then on, and everything that is not forgotten is told again.
+"""
+
+import asyncio
+import contextlib
+import logging
+import os
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+from gpubroker.runtime.journal import AT_ONCE
+from gpubroker.runtime.mailbox import Mailbox
+from gpubroker.runtime.messages import Report, RunKey, RunOrder
+
+from service.adapters.nvml.probe import new_probe
+from service.adapters.ray.keeper import RunKeeper
+from service.adapters.ray.options import AgentConfig
+from service.adapters.ray.processes import ProcessId, boot_id, descendants, process_table
+from service.adapters.ray.wire import PROTOCOL, WireSample, unpack, write_reports
+from service.core.units import Mib
+from service.ports import DeviceProbe, ProcessGroup
+
+log = logging.getLogger("gpubroker.agent")
+
+DESERTED_SECONDS = 60.0
+"""Without a poll for so long nothing is collected for the reader; the next one announces itself anyway."""
+
+FIRST_BEAT_SECONDS = 0.2
+"""After an announcement samples come quickly at first, so that new devices are placeable at once."""
+
+
+class NodeAgent:
+    """Implements `keeper.Ear`. All methods run on the actor's event loop."""
+
+    def __init__(self, config: str) -> None:
+        self._config = AgentConfig.from_json(config)
+        self._probe = new_probe(self._config.simulated)
+        self._id = uuid4().hex[:8]
+        self._announcements = 0
+        self._term = 0
+        self._broker = ""
+        self._mailbox: Mailbox | None = None
+        self._keeper: RunKeeper | None = None
+        self._beating: asyncio.Task[None] | None = None
+        self._opening = asyncio.Lock()
+        self._announced_at = 0.0
+        self._attended_at = time.monotonic()
+
+    async def announce(self, protocol: int, config: str, broker: str, term: int) -> tuple[str, str]:
+        """(`welcome`, the new incarnation), or why not: (`outdated`, ...) and (`stale`, the known term).
+
+        An outdated agent is of another release or has another configuration; kill it and make a new one.
+        """
+        if protocol != PROTOCOL or config != self._config.to_json():
+            return "outdated", f"protocol {PROTOCOL}"
+        if term < self._term:
+            return "stale", str(self._term)
+        async with self._opening:
+            keeper = await self._open_keeper()
+            if self._broker not in ("", broker):
+                keeper.pool.retire_shared()
+            self._term, self._broker = term, broker
+            self._announcements += 1
+            self._announced_at = self._attended_at = time.monotonic()
+            self._change_mailbox(Mailbox())
+            self.say(self._described(keeper))
+            for report in keeper.book.everything_told():
+                self.say(report)
+            self._beat_anew(keeper)
+        return "welcome", self._incarnation
+
+    async def orders(self, protocol: int, term: int, packed: bytes) -> None:
+        """Carry out what is for this incarnation. A start for another one is answered: it never started."""
+        if protocol != PROTOCOL or self._keeper is None:
+            raise ValueError(f"orders of protocol {protocol} before an announcement of protocol {PROTOCOL}")
+        for order in unpack(packed):
+            self._carry_out(self._keeper, term, order)
+
+    async def poll(self, incarnation: str, acknowledged: int, timeout_seconds: float) -> tuple[int, bytes]:
+        """(number to acknowledge next, reports as bytes); (-1, b"") if another announcement was made."""
+        mailbox = self._mailbox
+        if mailbox is None or incarnation != self._incarnation:
+            return -1, b""
+        self._attended_at = time.monotonic()
+        read = await mailbox.read(acknowledged, may_come=lambda: True, timeout_seconds=timeout_seconds)
+        if incarnation != self._incarnation:
+            return -1, b""
+        self._attended_at = time.monotonic()
+        if not read:
+            return acknowledged, b""
+        return read[-1][0], write_reports(self._config.node, time.time(), [report for _, report in read])
+
+    async def leave(self) -> None:
+        """Kill every run and every process of ours on this node, then this one."""
+        if self._beating is not None:
+            self._beating.cancel()
+        if self._keeper is not None:
+            await self._keeper.close()
+        os._exit(0)
+
+    def say(self, report: Report, delay_seconds: float = AT_ONCE) -> None:
+        if self._mailbox is not None:
+            key = RunKey(*report[1:4]) if report[0] in ("ended", "checkpointed") else None
+            self._mailbox.journal.add(report, delay_seconds, after_news_of=key)
+
+    def note(self, key: RunKey, report: Report) -> None:
+        if self._mailbox is not None:
+            self._mailbox.journal.note(key, report, AT_ONCE)
+
+    @property
+    def _incarnation(self) -> str:
+        return f"{self._id}.{self._announcements}"
+
+    def _carry_out(self, keeper: RunKeeper, term: int, order: tuple[Any, ...]) -> None:
+        """A stop or a forget names one claim: it is right whichever incarnation it was meant for."""
+        outdated = term < self._term
+        match order:
+            case ("start", incarnation, shareable, run):
+                wanted = RunOrder(**run)
+                if outdated or incarnation != self._incarnation:
+                    keeper.refuse(wanted.key)
+                else:
+                    keeper.start(wanted, shareable=shareable)
+            case ("stop", task, fence, rank, _reason, grace_seconds) if not outdated:
+                keeper.stop(RunKey(task, fence, rank), grace_seconds)
+            case ("forget", task, fence, rank) if not outdated:
+                keeper.forget(RunKey(task, fence, rank))
+
+    async def _open_keeper(self) -> RunKeeper:
+        """Made at the first announcement: only then is there an event loop."""
+        if self._keeper is None:
+            self._keeper = RunKeeper(self._config, self, self._measure)
+            await self._keeper.adopt()
+        return self._keeper
+
+    def _change_mailbox(self, mailbox: Mailbox | None) -> None:
+        if self._mailbox is not None:
+            self._mailbox.close()
+        self._mailbox = mailbox
+
+    def _described(self, keeper: RunKeeper) -> Report:
+        config = self._config
+        memory_mb = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2**20
+        node = {
+            "name": config.node,
+            "cpu": config.cpu or float(len(os.sched_getaffinity(0))),
+            "memory_mb": config.memory_mb or memory_mb,
+            "max_runs": config.max_runs,
+            "incarnation": self._incarnation,
+            "boot_id": boot_id(),
+        }
+        devices = [(d.uuid, d.kind, d.index, d.physical_mb, d.simulated) for d in self._probe.inventory()]
+        runs = [(key.task, key.fence) for key in keeper.book.runs]
+        return ("node_seen", time.time(), node, devices, runs)
+
+    async def _measure(self) -> Sequence[WireSample]:
+        """What every device holds now; empty if it cannot be told."""
+        assert self._keeper is not None
+        try:
+            return await asyncio.to_thread(_sample, self._probe, self._keeper.gpu_processes())
+        except Exception:
+            log.exception("devices cannot be measured; they take nothing new until they can")
+            return ()
+
+    def _beat_anew(self, keeper: RunKeeper) -> None:
+        if self._beating is not None:
+            self._beating.cancel()
+        self._beating = asyncio.create_task(self._beat(keeper))
+
+    async def _beat(self, keeper: RunKeeper) -> None:
+        while True:
+            samples = await self._measure()
+            if self._mailbox is not None:
+                self._mailbox.journal.note("sampled", ("sampled", time.time(), samples), AT_ONCE)
+            now = time.monotonic()
+            unattended = now - self._attended_at
+            if unattended > DESERTED_SECONDS and self._mailbox is not None:
+                self._announcements += 1
+                self._change_mailbox(None)
+            if unattended < DESERTED_SECONDS or not keeper.is_idle:
+                self._keep_alive()
+            elif not self._config.keepalive and unattended > self._config.idle_stop_seconds:
+                await self.leave()
+            since = now - self._announced_at
+            await asyncio.sleep(min(self._config.sample_period_seconds, max(FIRST_BEAT_SECONDS, since)))
+
+    def _keep_alive(self) -> None:
+        if self._config.keepalive:
+            with contextlib.suppress(OSError):
+                Path(self._config.keepalive).touch()
+
+
+def _sample(probe: DeviceProbe, processes: dict[str, tuple[ProcessId, dict[str, int]]]) -> list[WireSample]:
+    table = process_table() if processes else {}
+    groups = {
+        mark: ProcessGroup(
+            frozenset({process.pid, *(child.pid for child in descendants(process.pid, table))}),
+            {uuid: Mib(mb) for uuid, mb in leases.items()},
+        )
+        for mark, (process, leases) in processes.items()
+        if process.pid in table and table[process.pid].id == process
+    }
+    return [
+        (device.uuid, device.used_mb, device.foreign_mb, dict(device.by_holder), device.utilization)
+        for device in probe.sample(groups)
+    ]

@@ -1,0 +1,100 @@
+"""One runner process as the agent sees it: given orders, listened to, watched to its end."""
+
+import asyncio
+import logging
+import signal
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from gpubroker.runtime.journal import START_OVER
+from gpubroker.runtime.messages import PROTOCOL, Report, RunKey
+from ray.exceptions import OutOfMemoryError, RayError
+
+from service.adapters.ray.processes import ProcessId, Watched
+
+log = logging.getLogger("gpubroker.agent")
+
+
+class Lane:
+    """One runner process and the conversation with it.
+
+    `on_report` hears every report once, in order. `on_end` is called once, when the process is gone and
+    nothing more will be heard of it.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        actor: Any,
+        process: ProcessId,
+        *,
+        shared: bool,
+        on_report: Callable[["Lane", Report], None],
+        on_end: Callable[["Lane"], None],
+    ) -> None:
+        """Raises ProcessLookupError if the process is gone."""
+        self.name = name
+        self.shared = shared
+        self.runs: set[RunKey] = set()
+        """Runs that have not ended."""
+        self.retiring = False
+        self.out_of_memory = False
+        self.watched = Watched(process, self._note_end)
+        self._actor = actor
+        self._on_report = on_report
+        self._on_end = on_end
+        self._heard = 0
+        self._calls = 0
+        self._open_calls: set[asyncio.Task[None]] = set()
+        self._waiting: list[tuple[Any, ...]] = []
+
+    def hand_over(self, *items: tuple[Any, ...]) -> None:
+        """Send orders; those of one turn of the event loop travel together."""
+        if not self._waiting:
+            asyncio.get_running_loop().call_soon(self._send)
+        self._waiting += items
+
+    def listen_again(self) -> None:
+        """Hear everything that the process still keeps: for an agent that did not make it."""
+        self._heard = START_OVER
+        self._call([])
+
+    def _send(self) -> None:
+        items, self._waiting = self._waiting, []
+        self._call(items)
+
+    def _call(self, items: Sequence[tuple[Any, ...]]) -> None:
+        self._calls += 1
+        call = asyncio.create_task(self._exchange(self._calls, items))
+        self._open_calls.add(call)
+        call.add_done_callback(self._open_calls.discard)
+
+    async def _exchange(self, number: int, items: Sequence[tuple[Any, ...]]) -> None:
+        try:
+            reply = await self._actor.exchange.remote(PROTOCOL, self._heard, items)
+        except OutOfMemoryError:
+            self.out_of_memory = True
+            return
+        except RayError as fault:
+            # Usually its process has just ended. One that lives but cannot be talked to is of no use.
+            log.info("runner %s is lost: %s", self.name, fault)
+            self.watched.signal(signal.SIGKILL)
+            return
+        for position, report in reply:
+            if position > self._heard:
+                self._heard = position
+                self._on_report(self, report)
+        if number == self._calls and self.runs:
+            self._call([])
+
+    def _note_end(self) -> None:
+        end = asyncio.create_task(self._silence())
+        self._open_calls.add(end)
+        end.add_done_callback(self._open_calls.discard)
+
+    async def _silence(self) -> None:
+        """Its last words may still be on their way when the process is gone."""
+        calls = self._open_calls - {asyncio.current_task()}
+        if calls:
+            await asyncio.wait(calls, timeout=5.0)
+        self._on_end(self)

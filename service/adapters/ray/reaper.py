@@ -1,0 +1,61 @@
+"""Ends the processes of a run, and proves that none of them is left."""
+
+import asyncio
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+from service.adapters.ray.processes import (
+    ProcessId,
+    Watched,
+    descendants,
+    has_stopped,
+    holders_of,
+    kill_all,
+    marked_runs,
+    process_table,
+)
+
+FIRST_PAUSE_SECONDS = 0.002
+LONGEST_PAUSE_SECONDS = 1.0
+
+
+async def put_down(runner: Watched) -> None:
+    """Kill a run's process with everything below it; back when all of it has ended.
+
+    The process adopts its orphans, so all its descendants are below it for as long as it lives. It is stopped
+    first: what stands still starts no child while its tree is being emptied. Waits for ever on a process
+    that the kernel does not let go.
+    """
+    runner.signal(signal.SIGSTOP)
+    await _until(lambda: runner.ended or (has_stopped(runner.id.pid) and not _kill_below(runner.id)))
+    runner.signal(signal.SIGKILL)
+    await runner.wait()
+
+
+async def sweep(instance: str, mark: str, log: Path) -> None:
+    """Kill what a run left behind anywhere on this machine; back when a look around finds nothing.
+
+    Found by the mark in its environment, or by the log it prints to.
+    """
+    await _until(lambda: not _kill_leftovers(instance, mark, log))
+
+
+def _kill_below(runner: ProcessId) -> bool:
+    left = descendants(runner.pid, process_table())
+    kill_all(left)
+    return bool(left)
+
+
+def _kill_leftovers(instance: str, mark: str, log: Path) -> bool:
+    left = {process for found, process in marked_runs(instance) if found == mark} | set(holders_of(log))
+    kill_all(left)
+    return bool(left)
+
+
+async def _until(done: Callable[[], bool]) -> None:
+    """Ask again, less and less often, in a thread: the process table of a large machine takes a while."""
+    pause = FIRST_PAUSE_SECONDS
+    while not await asyncio.to_thread(done):
+        await asyncio.sleep(pause)
+        pause = min(2 * pause, LONGEST_PAUSE_SECONDS)

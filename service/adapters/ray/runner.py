@@ -1,0 +1,67 @@
+"""The Ray actor around a process that runs tasks. What it does is in `gpubroker.runtime`."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from gpubroker.runtime.host import RunHost
+from gpubroker.runtime.mailbox import Mailbox
+from gpubroker.runtime.messages import PROTOCOL, Report, RunKey, RunOrder
+from gpubroker.runtime.output import sort_output_by_run
+from gpubroker.runtime.process import Claim, hide_devices, look_for_modules_in
+
+
+class WrongProtocol(Exception):
+    """The agent and this process come from different releases."""
+
+
+class Runner:
+    """Blank until its first run. A spare takes one run and is killed after it; a shared one takes many.
+
+    All methods run on the actor's event loop, and user code never does.
+    """
+
+    def __init__(self, task_path: Sequence[str], *, shared: bool) -> None:
+        hide_devices()
+        look_for_modules_in(task_path)
+        if shared:
+            sort_output_by_run()
+        self._mailbox: Mailbox | None = None
+        self._host: RunHost | None = None
+
+    async def describe(self) -> dict[str, Any]:
+        """Who this is, and which runs have not ended here."""
+        import os
+
+        host, _ = self._parts()
+        return {"protocol": PROTOCOL, "pid": os.getpid(), "runs": [o.to_wire() for o in host.orders.values()]}
+
+    async def exchange(
+        self, protocol: int, acknowledged: int, items: Sequence[tuple[Any, ...]]
+    ) -> list[tuple[int, Report]]:
+        """Take orders, then wait for reports; see Mailbox.read. Back at once when no run is left."""
+        if protocol != PROTOCOL:
+            raise WrongProtocol(f"this process speaks protocol {PROTOCOL}, the agent {protocol}")
+        host, mailbox = self._parts()
+        for item in items:
+            _carry_out(host, item)
+        return await mailbox.read(acknowledged, may_come=lambda: host.busy)
+
+    def _parts(self) -> tuple[RunHost, Mailbox]:
+        """Made at the first call: only then is there an event loop."""
+        if self._host is None or self._mailbox is None:
+            self._mailbox = Mailbox()
+            self._host = RunHost(self._mailbox.journal)
+        return self._host, self._mailbox
+
+
+def _carry_out(host: RunHost, item: tuple[Any, ...]) -> None:
+    match item:
+        case ("share", order):
+            host.start_shared(RunOrder(**order))
+        case ("own", order, instance, log, user):
+            host.start_alone(RunOrder(**order), Claim(instance, Path(log), user))
+        case ("stop", key):
+            host.stop(RunKey(*key))
+        case _:
+            raise ValueError(f"unknown order {item[0]!r}")
