@@ -4,6 +4,7 @@ import asyncio
 from typing import Any
 
 import pytest
+from structlog.testing import capture_logs
 
 from service.core.units import Instant
 from service.gateway.identity import Tokens, hash_of, new_token
@@ -115,9 +116,11 @@ async def test_a_mistake_of_ours_leaves_a_request_id_and_no_trace(
         raise RuntimeError("secret internals")
 
     monkeypatch.setattr(gateway.store, "records", broken)
-    response = await api.get("/tasks")
+    with capture_logs() as lines:
+        response = await api.get("/tasks")
     document = problem(response, 500, "internal-error")
     assert document["request_id"] in document["detail"]
+    assert [(line["request"], line["path"]) for line in lines] == [(document["request_id"], "/tasks")]
     assert "secret internals" not in response.text
     assert "Traceback" not in response.text
 

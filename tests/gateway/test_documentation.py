@@ -1,0 +1,42 @@
+"""What the API says of itself is written down: every error code, every metric."""
+
+import re
+
+from service.gateway.problems import CATALOGUE
+from service.telemetry import COUNTERS, GAUGES, REQUEST_SECONDS, STORE_METRICS
+from tests.architecture.source_tree import ROOT
+from tests.gateway.harness import DOCUMENT
+
+ERRORS = (ROOT / "docs/errors.md").read_text(encoding="utf-8")
+METRICS = (ROOT / "docs/metrics.md").read_text(encoding="utf-8")
+
+
+def test_every_error_code_has_its_section_and_no_section_lacks_a_code() -> None:
+    assert re.findall(r"^## (.+)$", ERRORS, re.MULTILINE) == list(CATALOGUE)
+
+
+def test_every_section_states_status_and_whether_trying_again_helps() -> None:
+    stated = re.findall(r"^## (\S+)\n\n\*\*(\d+)(, retryable)?\.\*\*", ERRORS, re.MULTILINE)
+    assert [(code, int(status), bool(retryable)) for code, status, retryable in stated] == [
+        (code, kind.status, kind.retryable) for code, kind in CATALOGUE.items()
+    ]
+
+
+def test_every_metric_is_listed_with_its_labels() -> None:
+    rows = re.findall(r"^\| `(\w+)` \|([^|]*)\|", METRICS, re.MULTILINE)
+    listed = {name: tuple(re.findall(r"`(\w+)`", labels)) for name, labels in rows}
+    told = {name: labels for name, (_about, labels) in GAUGES.items()}
+    told |= {f"{name}_total": labels for name, (_about, labels) in COUNTERS.items()}
+    told |= {f"{name}_total": () for name, _about in STORE_METRICS.values()}
+    told[REQUEST_SECONDS] = ("method", "route", "status")
+    assert listed == told
+
+
+def test_every_operation_has_a_name_a_summary_and_the_problems_it_may_answer() -> None:
+    names = []
+    for operations in DOCUMENT["paths"].values():
+        for operation in operations.values():
+            names.append(operation["operationId"])
+            assert operation["summary"]
+            assert "application/problem+json" in operation["responses"]["default"]["content"]
+    assert len(names) == len(set(names))
