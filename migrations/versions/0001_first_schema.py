@@ -1,0 +1,336 @@
+"""first schema"""
+
+from typing import Any
+
+import sqlalchemy as sa
+from alembic import op
+
+revision = "0001"
+down_revision = None
+branch_labels = None
+depends_on = None
+
+ID = sa.Text().with_variant(sa.Text(collation="C"), "postgresql")
+COUNT = sa.BigInteger().with_variant(sa.Integer(), "sqlite")
+HOT: dict[str, Any] = {
+    "sqlite_with_rowid": False,
+    "postgresql_with": {
+        "fillfactor": "70",
+        "autovacuum_vacuum_scale_factor": "0.02",
+        "autovacuum_vacuum_threshold": "200",
+        "autovacuum_analyze_scale_factor": "0.02",
+    },
+}
+
+
+def upgrade() -> None:
+    _tasks()
+    _beside_tasks()
+    _ledger()
+    _log()
+    _people()
+    op.execute("INSERT INTO log_head (id, position) VALUES (1, 0)")
+    op.execute("INSERT INTO leadership (id, term, holder, taken_at) VALUES (1, 0, '', 0)")
+
+
+def _tasks() -> None:
+    op.create_table(
+        "task",
+        sa.Column("id", ID, nullable=False),
+        sa.Column("tenant", sa.Text(), nullable=False),
+        sa.Column("name", sa.Text(), nullable=False),
+        sa.Column("priority", sa.Integer(), nullable=False),
+        sa.Column("demand", sa.Text(), nullable=False),
+        sa.Column("submitted_at", sa.Double(), nullable=False),
+        sa.Column("max_retries", sa.Integer(), nullable=False),
+        sa.Column("timeout_seconds", sa.Double(), nullable=True),
+        sa.Column("grace_seconds", sa.Double(), nullable=False),
+        sa.Column("shareable", sa.Boolean(), nullable=False),
+        sa.Column("state", sa.Text(), server_default="pending", nullable=False),
+        sa.Column("version", sa.Integer(), server_default=sa.text("1"), nullable=False),
+        sa.Column("fence", sa.Integer(), server_default=sa.text("0"), nullable=False),
+        sa.Column("held", sa.Boolean(), nullable=False),
+        sa.Column("not_before", sa.Double(), nullable=True),
+        sa.Column("failures", sa.Integer(), server_default=sa.text("0"), nullable=False),
+        sa.Column("preemptions", sa.Integer(), server_default=sa.text("0"), nullable=False),
+        sa.Column("node", sa.Text(), nullable=True),
+        sa.Column("admitted_at", sa.Double(), nullable=True),
+        sa.Column("started_at", sa.Double(), nullable=True),
+        sa.Column("checkpoint_at", sa.Double(), nullable=True),
+        sa.Column("finished_at", sa.Double(), nullable=True),
+        sa.Column("stop_reason", sa.Text(), nullable=True),
+        sa.Column("stop_deadline_at", sa.Double(), nullable=True),
+        sa.Column("freeing_for", ID, nullable=True),
+        sa.Column("finished", sa.Boolean(), server_default=sa.false(), nullable=False),
+        sa.Column("idem_key", sa.Text(), nullable=True),
+        sa.Column("body_hash", sa.Text(), nullable=True),
+        sa.CheckConstraint(
+            "finished = (state IN ('cancelled', 'expired', 'failed', 'succeeded'))",
+            name=op.f("ck_task_finished"),
+        ),
+        sa.CheckConstraint(
+            "state IN ('pending', 'admitted', 'running', 'stopping', "
+            "'succeeded', 'failed', 'cancelled', 'expired')",
+            name=op.f("ck_task_state"),
+        ),
+        sa.PrimaryKeyConstraint("id", name=op.f("pk_task")),
+        **HOT,
+    )
+    op.create_index(
+        "ix_task_finished",
+        "task",
+        ["tenant", "state", "id"],
+        sqlite_where=sa.text("finished = 1"),
+        postgresql_where=sa.text("finished"),
+    )
+    op.create_index("ix_task_tenant_id", "task", ["tenant", "id"])
+    op.create_index(
+        "ix_task_tenant_idem_key",
+        "task",
+        ["tenant", "idem_key"],
+        unique=True,
+        sqlite_where=sa.text("idem_key IS NOT NULL"),
+        postgresql_where=sa.text("idem_key IS NOT NULL"),
+    )
+    op.create_index(
+        "ix_task_unfinished",
+        "task",
+        ["tenant", "id"],
+        sqlite_where=sa.text("finished = 0"),
+        postgresql_where=sa.text("NOT finished"),
+    )
+
+
+def _beside_tasks() -> None:
+    op.create_table(
+        "task_spec",
+        sa.Column("task", ID, nullable=False),
+        sa.Column("kind", sa.Text(), nullable=False),
+        sa.Column("entrypoint", sa.Text(), nullable=False),
+        sa.Column("command", sa.Text(), nullable=False),
+        sa.Column("arguments", sa.LargeBinary(), nullable=False),
+        sa.Column("arguments_digest", sa.Text(), nullable=True),
+        sa.Column("python", sa.Text(), nullable=False),
+        sa.Column("env", sa.Text(), nullable=False),
+        sa.Column("result_format", sa.Text(), nullable=False),
+        sa.Column("labels", sa.Text(), nullable=False),
+        sa.Column("model_type", sa.Text(), nullable=False),
+        sa.Column("working_directory", sa.Text(), nullable=False),
+        sa.PrimaryKeyConstraint("task", name=op.f("pk_task_spec")),
+    )
+    op.create_table(
+        "task_label",
+        sa.Column("tenant", sa.Text(), nullable=False),
+        sa.Column("key", sa.Text(), nullable=False),
+        sa.Column("value", sa.Text(), nullable=False),
+        sa.Column("task", ID, nullable=False),
+        sa.PrimaryKeyConstraint("tenant", "key", "value", "task", name=op.f("pk_task_label")),
+        sqlite_with_rowid=False,
+    )
+    op.create_table(
+        "outcome",
+        sa.Column("task", ID, nullable=False),
+        sa.Column("fence", sa.Integer(), nullable=False),
+        sa.Column("ending", sa.Text(), nullable=False),
+        sa.Column("at", sa.Double(), nullable=False),
+        sa.Column("result", sa.LargeBinary(), nullable=True),
+        sa.Column("result_digest", sa.Text(), nullable=True),
+        sa.Column("result_format", sa.Text(), nullable=False),
+        sa.Column("failure", sa.Text(), nullable=True),
+        sa.Column("log_tail", sa.LargeBinary(), nullable=False),
+        sa.PrimaryKeyConstraint("task", "fence", name=op.f("pk_outcome")),
+    )
+    op.create_table(
+        "checkpoint",
+        sa.Column("task", ID, nullable=False),
+        sa.Column("fence", sa.Integer(), nullable=False),
+        sa.Column("sequence", sa.Integer(), nullable=False),
+        sa.Column("at", sa.Double(), nullable=False),
+        sa.Column("digest", sa.Text(), nullable=False),
+        sa.Column("size_bytes", COUNT, nullable=False),
+        sa.Column("uri", sa.Text(), nullable=True),
+        sa.PrimaryKeyConstraint("task", "fence", "sequence", name=op.f("pk_checkpoint")),
+    )
+    op.create_table(
+        "request",
+        sa.Column("id", ID, nullable=False),
+        sa.Column("task", ID, nullable=False),
+        sa.Column("tenant", sa.Text(), nullable=False),
+        sa.Column("what", sa.Text(), nullable=False),
+        sa.Column("fields", sa.Text(), nullable=False),
+        sa.Column("made_at", sa.Double(), nullable=False),
+        sa.PrimaryKeyConstraint("id", name=op.f("pk_request")),
+        **HOT,
+    )
+
+
+def _ledger() -> None:
+    op.create_table(
+        "device",
+        sa.Column("key", sa.Text(), nullable=False),
+        sa.Column("node", sa.Text(), nullable=False),
+        sa.Column("uuid", sa.Text(), nullable=False),
+        sa.Column("kind", sa.Text(), nullable=False),
+        sa.Column("index", sa.Integer(), nullable=False),
+        sa.Column("physical_mb", sa.Integer(), nullable=False),
+        sa.Column("reserve_mb", sa.Integer(), nullable=False),
+        sa.Column("declared_foreign_mb", sa.Integer(), nullable=False),
+        sa.Column("simulated", sa.Boolean(), nullable=False),
+        sa.Column("version", sa.Integer(), nullable=False),
+        sa.Column("leased_mb", sa.Integer(), server_default=sa.text("0"), nullable=False),
+        sa.CheckConstraint("leased_mb >= 0 AND leased_mb <= physical_mb", name=op.f("ck_device_leased_mb")),
+        sa.PrimaryKeyConstraint("key", name=op.f("pk_device")),
+        **HOT,
+    )
+    op.create_table(
+        "lease",
+        sa.Column("holder_kind", sa.Text(), nullable=False),
+        sa.Column("holder", ID, nullable=False),
+        sa.Column("fence", sa.Integer(), nullable=False),
+        sa.Column("rank", sa.Integer(), nullable=False),
+        sa.Column("device", sa.Text(), nullable=False),
+        sa.Column("mb", sa.Integer(), nullable=False),
+        sa.Column("tenant", sa.Text(), nullable=False),
+        sa.Column("priority", sa.Integer(), nullable=False),
+        sa.Column("since", sa.Double(), nullable=False),
+        sa.Column("state", sa.Text(), nullable=False),
+        sa.Column("version", sa.Integer(), nullable=False),
+        sa.Column("released", sa.Boolean(), server_default=sa.false(), nullable=False),
+        sa.CheckConstraint("released = (state = 'released')", name=op.f("ck_lease_released")),
+        sa.CheckConstraint(
+            "state IN ('reserved', 'held', 'releasing', 'released', 'quarantined')",
+            name=op.f("ck_lease_state"),
+        ),
+        sa.CheckConstraint("mb >= 0", name=op.f("ck_lease_mb")),
+        sa.PrimaryKeyConstraint("holder_kind", "holder", "fence", "rank", "device", name=op.f("pk_lease")),
+        **HOT,
+    )
+    op.create_index(
+        "ix_lease_unreleased",
+        "lease",
+        ["holder"],
+        sqlite_where=sa.text("released = 0"),
+        postgresql_where=sa.text("NOT released"),
+    )
+    op.create_table(
+        "pledge",
+        sa.Column("preemptor", ID, nullable=False),
+        sa.Column("device", sa.Text(), nullable=False),
+        sa.Column("mb", sa.Integer(), nullable=False),
+        sa.Column("priority", sa.Integer(), nullable=False),
+        sa.Column("tenant", sa.Text(), nullable=False),
+        sa.Column("made_at", sa.Double(), nullable=False),
+        sa.Column("deadline_at", sa.Double(), nullable=False),
+        sa.PrimaryKeyConstraint("preemptor", "device", name=op.f("pk_pledge")),
+        **HOT,
+    )
+    op.create_table(
+        "node",
+        sa.Column("name", sa.Text(), nullable=False),
+        sa.Column("cpu", sa.Double(), nullable=False),
+        sa.Column("memory_mb", sa.Integer(), nullable=False),
+        sa.Column("max_runs", sa.Integer(), nullable=False),
+        sa.Column("incarnation", sa.Text(), nullable=False),
+        sa.Column("boot_id", sa.Text(), nullable=False),
+        sa.Column("ready", sa.Boolean(), nullable=False),
+        sa.Column("cordoned", sa.Boolean(), nullable=False),
+        sa.Column("labels", sa.Text(), nullable=False),
+        sa.Column("version", sa.Integer(), nullable=False),
+        sa.PrimaryKeyConstraint("name", name=op.f("pk_node")),
+        **HOT,
+    )
+
+
+def _log() -> None:
+    op.create_table(
+        "log_head",
+        sa.Column("id", sa.Integer(), autoincrement=False, nullable=False),
+        sa.Column("position", COUNT, nullable=False),
+        sa.CheckConstraint("id = 1", name=op.f("ck_log_head_one_row")),
+        sa.PrimaryKeyConstraint("id", name=op.f("pk_log_head")),
+        **HOT,
+    )
+    op.create_table(
+        "event",
+        sa.Column("position", COUNT, autoincrement=False, nullable=False),
+        sa.Column("at", sa.Double(), nullable=False),
+        sa.Column("kind", sa.Text(), nullable=False),
+        sa.Column("key", sa.Text(), nullable=False),
+        sa.Column("version", sa.Integer(), nullable=False),
+        sa.Column("tenant", sa.Text(), nullable=False),
+        sa.Column("task", ID, nullable=True),
+        sa.Column("fields", sa.Text(), nullable=False),
+        sa.PrimaryKeyConstraint("position", name=op.f("pk_event")),
+    )
+    op.create_index(
+        "ix_event_task_position",
+        "event",
+        ["task", "position"],
+        sqlite_where=sa.text("task IS NOT NULL"),
+        postgresql_where=sa.text("task IS NOT NULL"),
+    )
+    op.create_table(
+        "leadership",
+        sa.Column("id", sa.Integer(), autoincrement=False, nullable=False),
+        sa.Column("term", sa.Integer(), nullable=False),
+        sa.Column("holder", sa.Text(), nullable=False),
+        sa.Column("taken_at", sa.Double(), nullable=False),
+        sa.CheckConstraint("id = 1", name=op.f("ck_leadership_one_row")),
+        sa.PrimaryKeyConstraint("id", name=op.f("pk_leadership")),
+        **HOT,
+    )
+    op.create_table(
+        "finished",
+        sa.Column("tenant", sa.Text(), nullable=False),
+        sa.Column("state", sa.Text(), nullable=False),
+        sa.Column("n", COUNT, nullable=False),
+        sa.PrimaryKeyConstraint("tenant", "state", name=op.f("pk_finished")),
+        **HOT,
+    )
+
+
+def _people() -> None:
+    op.create_table(
+        "token",
+        sa.Column("name", sa.Text(), nullable=False),
+        sa.Column("sha256", sa.Text(), nullable=False),
+        sa.Column("tenant", sa.Text(), nullable=False),
+        sa.Column("scopes", sa.Text(), nullable=False),
+        sa.Column("max_priority", sa.Integer(), nullable=False),
+        sa.Column("created_at", sa.Double(), nullable=False),
+        sa.Column("expires_at", sa.Double(), nullable=True),
+        sa.PrimaryKeyConstraint("name", name=op.f("pk_token")),
+        sa.UniqueConstraint("sha256", name=op.f("uq_token_sha256")),
+    )
+    op.create_table(
+        "audit",
+        sa.Column("id", COUNT, autoincrement=True, nullable=False),
+        sa.Column("at", sa.Double(), nullable=False),
+        sa.Column("tenant", sa.Text(), nullable=False),
+        sa.Column("actor", sa.Text(), nullable=False),
+        sa.Column("action", sa.Text(), nullable=False),
+        sa.Column("subject", sa.Text(), nullable=False),
+        sa.PrimaryKeyConstraint("id", name=op.f("pk_audit")),
+    )
+
+
+def downgrade() -> None:
+    for table in (
+        "audit",
+        "token",
+        "finished",
+        "leadership",
+        "event",
+        "log_head",
+        "node",
+        "pledge",
+        "lease",
+        "device",
+        "request",
+        "checkpoint",
+        "outcome",
+        "task_label",
+        "task_spec",
+        "task",
+    ):
+        op.drop_table(table)

@@ -1,0 +1,1 @@
+"""Where large bytes are kept: objects by their digest."""

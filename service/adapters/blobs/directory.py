@@ -1,0 +1,97 @@
+"""Objects as files below one directory: `ab/cd/abcd…`, named by the sha256 of what is in them."""
+
+import asyncio
+import hashlib
+import os
+import tempfile
+from contextlib import suppress
+from pathlib import Path
+
+from service.ports import BlobCorrupt, BlobMissing
+
+_DIGEST_LENGTH = 64
+
+
+class BlobTooLarge(ValueError):
+    """The object exceeds what this store takes; nothing was written."""
+
+
+class DirectoryBlobs:
+    """A BlobStore. A file is complete and synced under its name, or it is not there under its name."""
+
+    def __init__(self, root: Path, max_bytes: int = 64 * 1024 * 1024) -> None:
+        self._root = root
+        self._max_bytes = max_bytes
+
+    async def put(self, data: bytes, *, owner: str) -> str:
+        if len(data) > self._max_bytes:
+            raise BlobTooLarge(
+                f"{owner} gave an object of {len(data)} bytes; at most {self._max_bytes} bytes are kept"
+            )
+        return await asyncio.to_thread(self._put, data)
+
+    async def get(self, digest: str) -> bytes:
+        return await asyncio.to_thread(self._get, digest)
+
+    async def delete(self, digest: str) -> None:
+        """One that is not there is deleted already."""
+        path = self._path(digest)
+        await asyncio.to_thread(path.unlink, missing_ok=True)
+
+    def _put(self, data: bytes) -> str:
+        digest = hashlib.sha256(data).hexdigest()
+        path = self._path(digest)
+        if self._holds(path, data):
+            return digest
+        self._make(path.parent)
+        handle, name = tempfile.mkstemp(dir=path.parent, prefix=".new-")
+        try:
+            with os.fdopen(handle, "wb") as file:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(name, path)
+        except BaseException:
+            with suppress(FileNotFoundError):
+                os.unlink(name)
+            raise
+        _sync(path.parent)
+        return digest
+
+    def _holds(self, path: Path, data: bytes) -> bool:
+        """It is there whole; a damaged one is written again."""
+        try:
+            return path.read_bytes() == data
+        except FileNotFoundError:
+            return False
+
+    def _get(self, digest: str) -> bytes:
+        path = self._path(digest)
+        try:
+            data = path.read_bytes()
+        except FileNotFoundError:
+            raise BlobMissing(f"no object has the digest {digest}") from None
+        found = hashlib.sha256(data).hexdigest()
+        if found != digest:
+            raise BlobCorrupt(f"{path} holds bytes of the digest {found}; restore it from a backup")
+        return data
+
+    def _make(self, folder: Path) -> None:
+        """Make the two levels of folders, each entered durably in the one above."""
+        for level in (self._root, folder.parent, folder):
+            if not level.is_dir():
+                level.mkdir(mode=0o700, parents=level == self._root, exist_ok=True)
+                _sync(level.parent)
+
+    def _path(self, digest: str) -> Path:
+        if len(digest) != _DIGEST_LENGTH or not set(digest) <= set("0123456789abcdef"):
+            raise BlobMissing(f"{digest!r} is no sha256 digest")
+        return self._root / digest[:2] / digest[2:4] / digest
+
+
+def _sync(folder: Path) -> None:
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

@@ -1,0 +1,1 @@
+"""The task store in SQL: SQLite for one process, PostgreSQL for several."""

@@ -1,0 +1,47 @@
+"""The database's time without asking the database each time."""
+
+import asyncio
+import time
+from typing import Protocol
+
+from service.core.units import Instant, Seconds
+from service.ports import StoreUnavailable
+
+
+class TimeSource(Protocol):
+    async def database_time(self) -> Instant: ...
+
+
+def _ticks() -> float:
+    """Seconds that never jump back and that go on while the machine sleeps."""
+    return time.clock_gettime(time.CLOCK_BOOTTIME)
+
+
+class DatabaseClock:
+    """Interpolates between readings of the database's clock; `now` never goes back."""
+
+    def __init__(self, source: TimeSource, every_seconds: Seconds = Seconds(30.0)) -> None:
+        self._source = source
+        self._every_seconds = every_seconds
+        self._offset_seconds = time.time() - _ticks()
+        self._latest = Instant(0.0)
+
+    def now(self) -> Instant:
+        self._latest = max(self._latest, Instant(_ticks() + self._offset_seconds))
+        return self._latest
+
+    async def read(self) -> None:
+        """Ask the database. Half of the time the answer took is counted as its way back."""
+        asked = _ticks()
+        there = await self._source.database_time()
+        answered = _ticks()
+        self._offset_seconds = there - (asked + answered) / 2
+
+    async def keep(self) -> None:
+        """Read again and again, until cancelled; a database that is away leaves the last reading in force."""
+        while True:
+            await asyncio.sleep(self._every_seconds)
+            try:
+                await self.read()
+            except StoreUnavailable:
+                continue

@@ -1,0 +1,112 @@
+"""From a URL to an open database: checked, locked if it is a file, and brought to the newest schema."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from sqlalchemy import Connection, Engine, create_engine, event
+from sqlalchemy.engine import make_url
+from sqlalchemy.exc import ArgumentError
+from sqlalchemy.pool import NullPool, QueuePool
+
+from service.adapters.sql import postgres
+from service.adapters.sql.schema import bring_to
+from service.adapters.sql.session import DatabaseRefused, Session
+from service.adapters.sql.sqlite import SqliteFile, SqliteSession
+
+READERS = 4
+"""Threads and connections that read; each query takes one for its time."""
+
+
+@dataclass(frozen=True, slots=True)
+class Database:
+    session: Session
+    readers: Engine
+    begin_snapshot: str
+    """SQL that begins a transaction in which all reads see one state."""
+    release: Callable[[], None]
+    """Let others open it; after the session and the readers are closed."""
+
+
+def open_database(url: str) -> Database:
+    """Open and migrate. Raises DatabaseRefused."""
+    return _open_file(_path_of(url)) if _is_file(url) else _open_server(url)
+
+
+def migrate(url: str, revision: str) -> str:
+    """Bring the schema to a revision (`head`, `base`, `-1`, ...); the revision it has now.
+
+    Raises DatabaseRefused; the database is unchanged.
+    """
+    if not _is_file(url):
+        postgres.check_server(url)
+        return bring_to(_server_engine(url), revision, "the database")
+    file = SqliteFile(_path_of(url))
+    try:
+        return bring_to(_file_engine(file), revision, str(file.path))
+    finally:
+        file.close()
+
+
+def _is_file(url: str) -> bool:
+    if url.startswith(("postgresql://", "postgres://")):
+        return False
+    if url.startswith("sqlite:///"):
+        return True
+    raise DatabaseRefused(
+        f"--database-url must begin with sqlite:/// or postgresql://, but is {url.partition(':')[0]}:..."
+    )
+
+
+def _path_of(url: str) -> Path:
+    try:
+        name = make_url(url).database
+    except ArgumentError:
+        name = None
+    if not name or name == ":memory:":
+        raise DatabaseRefused(
+            "--database-url must name a file, such as sqlite:////var/lib/gpubroker/gpubroker.db"
+        )
+    return Path(name)
+
+
+def _open_file(path: Path) -> Database:
+    file = SqliteFile(path)
+    try:
+        bring_to(_file_engine(file), "head", str(path))
+        readers = _readers("sqlite://", file.reader)
+        return Database(SqliteSession(file.writer()), readers, "BEGIN", file.close)
+    except BaseException:
+        file.close()
+        raise
+
+
+def _file_engine(file: SqliteFile) -> Engine:
+    """For migrations: one connection, and real transactions around changes of tables as well."""
+    engine = create_engine("sqlite://", creator=file.writer, poolclass=NullPool)
+
+    @event.listens_for(engine, "begin")
+    def _begin(connection: Connection) -> None:
+        connection.exec_driver_sql("BEGIN IMMEDIATE")
+
+    return engine
+
+
+def _open_server(url: str) -> Database:
+    postgres.check_server(url)
+    bring_to(_server_engine(url), "head", "the database")
+    readers = _readers("postgresql+psycopg://", partial(postgres.connect_reader, url))
+    snapshot = "BEGIN ISOLATION LEVEL REPEATABLE READ, READ ONLY"
+    return Database(postgres.PostgresSession(url), readers, snapshot, lambda: None)
+
+
+def _readers(dialect: str, connect: Callable[[], Any]) -> Engine:
+    return create_engine(dialect, creator=connect, poolclass=QueuePool, pool_size=READERS, max_overflow=0)
+
+
+def _server_engine(url: str) -> Engine:
+    return create_engine(
+        "postgresql+psycopg://", creator=partial(postgres.connect_migrator, url), poolclass=NullPool
+    )

@@ -1,0 +1,160 @@
+"""Units of work, and one transaction for many of them."""
+
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from service.adapters.sql import statements as sql
+from service.adapters.sql.rows import Written, event_row, row_of_request, rows_of_decision, rows_of_submission
+from service.adapters.sql.rowset import Row, SetStatement
+from service.adapters.sql.session import CommitUnknown, ConstraintFailed, GuardMissed, Session
+from service.core.events import Event, NewEvent, events_of, requested, submitted
+from service.core.plan import Decision, Request, released_mb
+from service.core.task import TaskState
+from service.core.units import Position, TaskId, Term
+from service.ports import CommitVerdict, Submission, SubmitOutcome, SubmitVerdict
+
+
+class Unit:
+    """The smallest thing that is written whole or not at all, made ready on the caller's thread.
+
+    `answer` is what the caller gets: a value, or an exception to raise.
+    """
+
+    term: Term | None = None
+    memory: Mapping[str, int] = {}
+    """Device key -> change of its leased MiB."""
+    finished: Sequence[tuple[str, TaskState]] = ()
+
+    def __init__(self, rows: Sequence[Written], events: Sequence[NewEvent]) -> None:
+        self.rows = rows
+        self.events = events
+        self.event_rows = [event_row(event) for event in events]
+        self.answer: Any = None
+
+    def on_written(self) -> None:
+        raise NotImplementedError
+
+    def on_failed(self, error: Exception) -> None:
+        """It was alone in its transaction, and nothing of it was written."""
+        self.answer = error
+
+
+class NewTask(Unit):
+    def __init__(self, submission: Submission) -> None:
+        super().__init__(list(rows_of_submission(submission)), [submitted(submission.task)])
+        self.submission = submission
+        self.key = (submission.task.tenant, submission.idempotency_key)
+
+    def on_written(self) -> None:
+        self.answer = SubmitOutcome(SubmitVerdict.ACCEPTED, self.submission.task.id)
+
+    def on_known(self, task: TaskId, body_hash: str | None) -> None:
+        """A task with this key was there before."""
+        if body_hash != self.submission.body_hash:
+            self.answer = SubmitOutcome(SubmitVerdict.KEY_REUSED, task)
+        elif task != self.submission.task.id:
+            self.answer = SubmitOutcome(SubmitVerdict.DUPLICATE, task)
+        else:
+            self.on_written()
+
+
+class NewRequest(Unit):
+    def __init__(self, request: Request) -> None:
+        super().__init__([row_of_request(request)], [requested(request)])
+
+    def on_written(self) -> None:
+        self.answer = None
+
+    def on_failed(self, error: Exception) -> None:
+        stored_before = isinstance(error, GuardMissed)
+        self.answer = None if stored_before else error
+
+
+class Change(Unit):
+    def __init__(self, term: Term, decision: Decision) -> None:
+        super().__init__(list(rows_of_decision(decision)), list(events_of(decision)))
+        self.term = term
+        self.memory = released_mb(decision)
+        self.finished = [(w.task.tenant, w.task.state) for w in decision.tasks if w.task.is_terminal]
+
+    def on_written(self) -> None:
+        self.answer = CommitVerdict.COMMITTED
+
+    def on_failed(self, error: Exception) -> None:
+        match error:
+            case GuardMissed(statement=sql.LEASE_MEMORY) | ConstraintFailed():
+                self.answer = CommitVerdict.REFUSED
+            case GuardMissed():
+                self.answer = CommitVerdict.STALE
+            case _:
+                self.answer = error
+
+
+def write_group(session: Session, units: Sequence[Unit]) -> list[Event]:
+    """Write all units in one transaction, or none. The events as committed, in order.
+
+    Raises what the session raises. CommitUnknown carries the events to look for.
+    """
+    session.begin()
+    for term in {unit.term for unit in units if unit.term is not None}:
+        session.require_term(term)
+    rows = _rows_by_statement(units)
+    for statement in sql.IN_ORDER:
+        if statement in rows:
+            session.write(statement, rows[statement])
+    first, at = session.number(sum(len(unit.events) for unit in units))
+    events: list[Event] = []
+    numbered: list[Row] = []
+    for unit in units:
+        for event, row in zip(unit.events, unit.event_rows, strict=True):
+            position = Position(first + len(events))
+            events.append(
+                Event(position, at, event.kind, event.key, event.version, event.tenant, event.fields)
+            )
+            numbered.append((position, at, *row))
+    if numbered:
+        session.write(sql.INSERT_EVENTS, numbered)
+    try:
+        session.commit()
+    except CommitUnknown as unknown:
+        unknown.events = events
+        raise
+    return events
+
+
+def _rows_by_statement(units: Sequence[Unit]) -> Mapping[SetStatement, list[Row]]:
+    rows: dict[SetStatement, list[Row]] = defaultdict(list)
+    memory: Counter[str] = Counter()
+    finished: Counter[tuple[str, TaskState]] = Counter()
+    for unit in units:
+        for statement, row in unit.rows:
+            rows[statement].append(row)
+        memory.update(unit.memory)
+        finished.update(unit.finished)
+    if memory:
+        rows[sql.LEASE_MEMORY] = sorted(memory.items())
+    if finished:
+        rows[sql.COUNT_FINISHED] = [
+            (tenant, state.value, n) for (tenant, state), n in sorted(finished.items())
+        ]
+    return rows
+
+
+def answer_known(session: Session, units: Sequence[Unit]) -> list[Unit]:
+    """Answer the submissions that were stored before; the units that remain to be written."""
+    tasks = [unit for unit in units if isinstance(unit, NewTask)]
+    if not tasks:
+        return list(units)
+    keys = [task.key for task in tasks if task.key[1] is not None]
+    by_key = {(row[0], row[1]): (row[2], row[3]) for row in session.fetch(sql.KNOWN_KEYS, keys)}
+    ids = {row[0] for row in session.fetch(sql.KNOWN_IDS, [(task.submission.task.id,) for task in tasks])}
+    left: list[Unit] = []
+    for unit in units:
+        if isinstance(unit, NewTask) and unit.key in by_key:
+            unit.on_known(*by_key[unit.key])
+        elif isinstance(unit, NewTask) and unit.submission.task.id in ids:
+            unit.on_written()
+        else:
+            left.append(unit)
+    return left

@@ -1,0 +1,207 @@
+"""PostgreSQL: the same groups of statements, sent in pipelines, so that a group costs two waits.
+
+A connection that answers nothing for two seconds counts as lost, and a transaction of ours that does nothing
+for two seconds is ended by the server: so a leader that hangs does not hold the log's head.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
+from typing import Any
+
+import psycopg
+from psycopg import errors
+
+from service.adapters.sql.rowset import Row, SetStatement, postgres_rows, postgres_text
+from service.adapters.sql.session import (
+    CommitUnknown,
+    ConnectionLost,
+    ConstraintFailed,
+    DatabaseRefused,
+    GuardMissed,
+)
+from service.core.events import Event
+from service.core.units import Instant, Position, Term
+from service.ports import StaleTerm, StoreUnavailable
+
+_NOW = "SELECT extract(epoch from clock_timestamp())::float8"
+_TAKE_HEAD = (
+    "UPDATE log_head SET position = position + %s WHERE id = 1 "
+    "RETURNING position, extract(epoch from clock_timestamp())::float8"
+)
+
+_CONNECTION: Mapping[str, Any] = {
+    "connect_timeout": 2,
+    "tcp_user_timeout": 2000,
+    "keepalives": 1,
+    "keepalives_idle": 1,
+    "keepalives_interval": 1,
+    "keepalives_count": 2,
+    "application_name": "gpubroker",
+}
+_WRITER = """
+SET idle_in_transaction_session_timeout = '2s';
+SET lock_timeout = '5s';
+SET statement_timeout = '10s';
+SELECT set_config('synchronous_commit', 'on', false) WHERE current_setting('synchronous_commit') = 'off';
+-- Every statement here finds its rows by key. A plan made while a table was small must not scan it later.
+SET enable_seqscan = off; SET enable_hashjoin = off; SET enable_mergejoin = off; SET jit = off;
+"""
+_READER = "SET statement_timeout = '30s'; SET default_transaction_read_only = on;"
+_OLDEST = 140000
+
+
+def connect_writer(url: str) -> psycopg.Connection[Any]:
+    return _connect(url, _WRITER)
+
+
+def connect_reader(url: str) -> psycopg.Connection[Any]:
+    return _connect(url, _READER)
+
+
+def connect_migrator(url: str) -> psycopg.Connection[Any]:
+    return psycopg.connect(url, **_CONNECTION)
+
+
+def check_server(url: str) -> None:
+    """Raises DatabaseRefused when the server cannot be reached, is too old, or only repeats another."""
+    try:
+        with psycopg.connect(url, autocommit=True, **_CONNECTION) as connection:
+            version = connection.info.server_version
+            standby = connection.execute("SELECT pg_is_in_recovery()").fetchone()
+    except psycopg.Error as error:
+        raise DatabaseRefused(
+            f"cannot use PostgreSQL at {_without_password(url)}: {str(error).strip()}; "
+            "start it, or correct --database-url"
+        ) from None
+    if version < _OLDEST:
+        raise DatabaseRefused(
+            f"PostgreSQL at {_without_password(url)} is {version // 10000}; 14 is the oldest"
+        )
+    if standby == (True,):
+        raise DatabaseRefused(
+            f"PostgreSQL at {_without_password(url)} is a read-only standby; "
+            "name the primary in --database-url"
+        )
+
+
+def _connect(url: str, prepare: str) -> psycopg.Connection[Any]:
+    connection: psycopg.Connection[Any] = psycopg.connect(
+        url, autocommit=True, prepare_threshold=0, **_CONNECTION
+    )
+    connection.execute(prepare, prepare=False)
+    return connection
+
+
+def _without_password(url: str) -> str:
+    settings = psycopg.conninfo.conninfo_to_dict(url)
+    return f"{settings.get('host', 'the local socket')}, database {settings.get('dbname', '(default)')}"
+
+
+class PostgresSession:
+    """The writer's connection to a server."""
+
+    def __init__(self, url: str) -> None:
+        self._url = url
+        self._connection = connect_writer(url)
+        self._pipeline: AbstractContextManager[Any] | None = None
+        self._sent: list[tuple[SetStatement, int, psycopg.Cursor[Any]]] = []
+        self._terms: list[tuple[Term, psycopg.Cursor[Any]]] = []
+
+    def begin(self) -> None:
+        with self._translated():
+            self._sent.clear()
+            self._terms.clear()
+            self._pipeline = self._connection.pipeline()
+            self._pipeline.__enter__()
+            self._connection.execute("BEGIN")
+
+    def write(self, statement: SetStatement, rows: Sequence[Row]) -> None:
+        with self._translated():
+            cursor = self._connection.execute(
+                postgres_text(statement), {"rows": postgres_rows(statement, rows)}
+            )
+            if statement.exact:
+                self._sent.append((statement, len(rows), cursor))
+
+    def fetch(self, statement: SetStatement, rows: Sequence[Row]) -> Sequence[Sequence[Any]]:
+        with self._translated():
+            parameters = {"rows": postgres_rows(statement, rows)}
+            return self._connection.execute(postgres_text(statement), parameters).fetchall()
+
+    def require_term(self, term: Term) -> None:
+        with self._translated():
+            cursor = self._connection.execute("SELECT term, holder FROM leadership WHERE id = 1 FOR UPDATE")
+            self._terms.append((term, cursor))
+
+    def number(self, events: int) -> tuple[Position, Instant]:
+        with self._translated():
+            cursor = self._connection.execute(_TAKE_HEAD, [events])
+            [(last, at)] = cursor.fetchall()
+            for term, leader in self._terms:
+                [(current, holder)] = leader.fetchall()
+                if current != term:
+                    raise StaleTerm(f"term {term} is over: {holder} leads term {current}; stop leading")
+            for statement, given, written in self._sent:
+                if written.rowcount != given:
+                    raise GuardMissed(statement, given, written.rowcount)
+            return Position(last - events + 1), Instant(at)
+
+    def commit(self) -> None:
+        try:
+            with self._translated():
+                self._connection.execute("COMMIT")
+                self._leave_pipeline()
+        except ConnectionLost as lost:
+            raise CommitUnknown(str(lost)) from lost
+
+    def rollback(self) -> None:
+        with suppress(psycopg.Error):
+            self._leave_pipeline()
+        with suppress(psycopg.Error):
+            if self._connection.info.transaction_status != psycopg.pq.TransactionStatus.IDLE:
+                self._connection.execute("ROLLBACK")
+
+    def has_event(self, event: Event) -> bool:
+        # A commit of ours that is still under way holds the head of the log until it is over.
+        with self._translated(), self._connection.transaction():
+            self._connection.execute("SELECT position FROM log_head WHERE id = 1 FOR UPDATE")
+            cursor = self._connection.execute(
+                "SELECT kind, key, version FROM event WHERE position = %s", [event.position]
+            )
+            return cursor.fetchall() == [(event.kind, event.key, event.version)]
+
+    def now(self) -> Instant:
+        with self._translated():
+            [(at,)] = self._connection.execute(_NOW).fetchall()
+            return Instant(at)
+
+    def reconnect(self) -> None:
+        self.close()
+        try:
+            self._connection = connect_writer(self._url)
+        except psycopg.Error as error:
+            raise StoreUnavailable(f"the database cannot be reached: {str(error).strip()}") from error
+
+    def close(self) -> None:
+        with suppress(psycopg.Error):
+            self._leave_pipeline()
+        self._connection.close()
+
+    def _leave_pipeline(self) -> None:
+        """Wait for everything sent; raises the first error of it."""
+        pipeline, self._pipeline = self._pipeline, None
+        if pipeline is not None:
+            pipeline.__exit__(None, None, None)
+
+    @contextmanager
+    def _translated(self) -> Iterator[None]:
+        try:
+            yield
+        except errors.IntegrityError as error:
+            raise ConstraintFailed(str(error)) from error
+        except (errors.DeadlockDetected, errors.SerializationFailure):
+            raise
+        except errors.OperationalError as error:
+            if self._connection.closed or self._connection.broken:
+                raise ConnectionLost(str(error).strip()) from error
+            raise StoreUnavailable(f"the database did not do it: {str(error).strip()}") from error

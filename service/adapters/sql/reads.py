@@ -1,0 +1,171 @@
+"""Everything that is read, as functions of one connection. They never wait for the writer."""
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
+from typing import Any
+
+from pydantic_core import from_json
+from sqlalchemy import Connection, Double, Executable, Select, and_, extract, func, or_, select
+
+from service.adapters.sql import rows, tables
+from service.adapters.sql.statements import EVENT
+from service.core.device import Device
+from service.core.events import Event
+from service.core.lease import Lease, Pledge
+from service.core.task import TERMINAL, Task, TaskState
+from service.core.units import Instant, Position, TaskId
+from service.ports import (
+    RunSpec,
+    Snapshot,
+    StoredCheckpoint,
+    StoredResult,
+    TaskFilter,
+    TaskRecord,
+    TokenRow,
+)
+
+_task, _spec, _outcome, _label = tables.task, tables.task_spec, tables.outcome, tables.task_label
+
+TASK = tuple(_task.c[field.name] for field in fields(Task))
+_LEASE = tuple(tables.lease.c[field.name] for field in fields(Lease))
+_PLEDGE = tuple(tables.pledge.c[field.name] for field in fields(Pledge))
+_DEVICE = tuple(tables.device.c[field.name] for field in fields(Device))
+_SPEC = tuple(_spec.c)
+_other = _outcome.alias("other")
+_NEWEST = select(func.max(_other.c.fence)).where(_other.c.task == _task.c.id).scalar_subquery()
+_HAS_RESULT = or_(_outcome.c.result.isnot(None), _outcome.c.result_digest.isnot(None)).label("has_result")
+
+_RECORD = (
+    select(*TASK, *_SPEC, _outcome.c.failure, _HAS_RESULT)
+    .join(_spec, _spec.c.task == _task.c.id)
+    .outerjoin(_outcome, and_(_outcome.c.task == _task.c.id, _outcome.c.fence == _NEWEST))
+)
+_NOW = select(extract("epoch", func.clock_timestamp()).cast(Double))
+_TASK_NAMES = tuple(column.name for column in TASK)
+
+
+def _found(connection: Connection, query: Executable) -> list[dict[str, Any]]:
+    """The rows by column name."""
+    result = connection.execute(query)
+    names = tuple(result.keys())
+    return [dict(zip(names, row, strict=True)) for row in result]
+
+
+def record(connection: Connection, task: TaskId) -> TaskRecord | None:
+    return next((_record_of(row) for row in _found(connection, _RECORD.where(_task.c.id == task))), None)
+
+
+def records(connection: Connection, wanted: TaskFilter) -> Sequence[TaskRecord]:
+    query = _narrowed(_RECORD, wanted).order_by(_task.c.id.desc()).limit(wanted.limit)
+    return [_record_of(row) for row in _found(connection, query)]
+
+
+def _narrowed(query: Select[Any], wanted: TaskFilter) -> Select[Any]:
+    query = query.where(_task.c.tenant == wanted.tenant)
+    if wanted.after is not None:
+        query = query.where(_task.c.id < wanted.after)
+    if wanted.states:
+        query = query.where(
+            _task.c.state.in_([state.value for state in wanted.states]), *_half(wanted.states)
+        )
+    if wanted.min_priority is not None:
+        query = query.where(_task.c.priority >= wanted.min_priority)
+    if wanted.max_priority is not None:
+        query = query.where(_task.c.priority <= wanted.max_priority)
+    if wanted.name is not None:
+        query = query.where(_task.c.name == wanted.name)
+    for key, value in wanted.labels.items():
+        here = (_label.c.tenant == wanted.tenant) & (_label.c.key == key) & (_label.c.value == value)
+        query = query.where(_task.c.id.in_(select(_label.c.task).where(here)))
+    return query
+
+
+def _half(states: Sequence[TaskState]) -> list[Any]:
+    """States that lie all before or all after the end: said in the words of the index for that half."""
+    ended = {state in TERMINAL for state in states}
+    if ended == {True}:
+        return [_task.c.finished]
+    return [~_task.c.finished] if ended == {False} else []
+
+
+def _record_of(row: Mapping[str, Any]) -> TaskRecord:
+    failure = row["failure"]
+    return TaskRecord(
+        task=rows.task_of_row({name: row[name] for name in _TASK_NAMES}),
+        spec=rows.spec_of_row(row),
+        failure=None if failure is None else from_json(failure),
+        has_result=bool(row["has_result"]),
+    )
+
+
+def specs(connection: Connection, tasks: Sequence[TaskId]) -> Mapping[TaskId, RunSpec]:
+    found = _found(connection, select(*_SPEC).where(_spec.c.task.in_(tasks)))
+    return {TaskId(row["task"]): rows.spec_of_row(row) for row in found}
+
+
+def result(connection: Connection, task: TaskId) -> StoredResult | None:
+    newest = select(_outcome).where(_outcome.c.task == task).order_by(_outcome.c.fence.desc()).limit(1)
+    found = _found(connection, newest)
+    if not found:
+        return None
+    row = found[0]
+    return StoredResult(
+        ending=row["ending"],
+        format=row["result_format"],
+        data=row["result"],
+        digest=row["result_digest"],
+        failure=None if row["failure"] is None else from_json(row["failure"]),
+        log_tail=row["log_tail"],
+    )
+
+
+def checkpoints(connection: Connection, task: TaskId) -> Sequence[StoredCheckpoint]:
+    saved = tables.checkpoint.c
+    query = select(saved.sequence, saved.at, saved.digest, saved.size_bytes, saved.uri)
+    newest_first = query.where(saved.task == task).order_by(saved.fence.desc(), saved.sequence.desc())
+    return [StoredCheckpoint(*row) for row in connection.execute(newest_first)]
+
+
+def events(connection: Connection, after: Position, limit: int, task: TaskId | None) -> Sequence[Event]:
+    query = select(*EVENT).where(tables.event.c.position > after)
+    if task is not None:
+        query = query.where(tables.event.c.task == task)
+    found = connection.execute(query.order_by(tables.event.c.position).limit(limit))
+    return [rows.event_of_row(row) for row in found]
+
+
+def head(connection: Connection) -> Position:
+    return Position(connection.execute(select(tables.log_head.c.position)).scalar_one())
+
+
+def tokens(connection: Connection) -> Sequence[TokenRow]:
+    found = _found(connection, select(tables.token).order_by(tables.token.c.name))
+    return [rows.token_of_row(row) for row in found]
+
+
+def snapshot(connection: Connection, at: Instant) -> Snapshot:
+    """Inside one transaction that sees one state of the database."""
+    lease, finished = tables.lease, tables.finished
+    holders = select(lease.c.holder).where(~lease.c.released)
+    unfinished = _found(connection, select(*TASK).where(~_task.c.finished))
+    leaving = _found(connection, select(*TASK).where(_task.c.finished, _task.c.id.in_(holders)))
+    leases = _found(connection, select(*_LEASE).where(~lease.c.released))
+    counted = connection.execute(select(finished.c.tenant, finished.c.state, finished.c.n))
+    return Snapshot(
+        position=head(connection),
+        at=at,
+        tasks=[rows.task_of_row(row) for row in (*unfinished, *leaving)],
+        leases=[rows.lease_of_row(row) for row in leases],
+        pledges=[Pledge(*row) for row in connection.execute(select(*_PLEDGE))],
+        devices=[Device(*row) for row in connection.execute(select(*_DEVICE))],
+        nodes=[rows.node_of_row(row) for row in _found(connection, select(tables.node))],
+        requests=[rows.request_of_row(row) for row in _found(connection, select(tables.request))],
+        finished={(tenant, TaskState(state)): n for tenant, state, n in counted},
+    )
+
+
+def now(connection: Connection) -> Instant:
+    if connection.dialect.name == "sqlite":
+        return Instant(time.time())
+    return Instant(connection.execute(_NOW).scalar_one())

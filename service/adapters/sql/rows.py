@@ -1,0 +1,198 @@
+"""Tasks, leases and the rest as rows, and back. JSON columns hold what no statement looks into."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from functools import lru_cache
+from typing import Any
+
+from pydantic_core import from_json, to_json
+
+from service.adapters.sql import statements as sql
+from service.adapters.sql.rowset import Row, SetStatement
+from service.core.codec import demand_fields, demand_from
+from service.core.device import Node
+from service.core.events import Event, NewEvent, task_of
+from service.core.lease import HolderKind, Lease, LeaseState
+from service.core.orders import Checkpointed
+from service.core.plan import Decision, Outcome, Request
+from service.core.task import HOT_FIELDS, Demand, StopReason, Task, TaskState
+from service.ports import RunSpec, Submission, TokenRow
+
+Written = tuple[SetStatement, Row]
+
+
+def json_text(value: Any) -> str:
+    return to_json(value).decode()
+
+
+@lru_cache(4096)
+def demand_text(demand: Demand) -> str:
+    """Tasks come in many, demands in few kinds."""
+    return json_text(demand_fields(demand))
+
+
+@lru_cache(4096)
+def demand_of(text: str) -> Demand:
+    return demand_from(from_json(text))
+
+
+def event_row(event: NewEvent) -> Row:
+    """An event without its position and time, which stand first in the table."""
+    return (event.kind, event.key, event.version, event.tenant, task_of(event), json_text(event.fields))
+
+
+def rows_of_submission(submission: Submission) -> Iterator[Written]:
+    task, spec = submission.task, submission.spec
+    if task.state is not TaskState.PENDING or task.version != 1:
+        raise ValueError(
+            f"task {task.id} is {task.state} in version {task.version}; only a new one is submitted"
+        )
+    key = submission.idempotency_key
+    yield sql.INSERT_TASKS, (
+        task.id, task.tenant, task.name, task.priority, demand_text(task.demand), task.submitted_at,
+        task.max_retries, task.timeout_seconds, task.grace_seconds, task.shareable, task.held,
+        task.not_before, key, submission.body_hash if key is not None else None,
+    )  # fmt: skip
+    yield sql.INSERT_SPECS, (
+        task.id, spec.kind, spec.entrypoint, json_text(spec.command), spec.arguments, spec.arguments_digest,
+        spec.python, json_text(spec.env), spec.result_format, json_text(spec.labels), spec.model_type,
+        spec.working_directory,
+    )  # fmt: skip
+    for name, value in spec.labels.items():
+        yield sql.INSERT_LABELS, (task.tenant, name, value, task.id)
+
+
+def row_of_request(request: Request) -> Written:
+    return sql.INSERT_REQUESTS, (
+        request.id, request.task, request.tenant, request.what, json_text(request.fields), request.made_at,
+    )  # fmt: skip
+
+
+def rows_of_decision(decision: Decision) -> Iterator[Written]:
+    """Its rows, except the sums of leased memory and of finished tasks, which a whole group adds up."""
+    for node in decision.nodes:
+        yield sql.WRITE_NODES, _node_row(node)
+    for device in decision.devices:
+        yield sql.WRITE_DEVICES, tuple(getattr(device, name) for name in sql.DEVICE_IN)
+    for write in decision.tasks:
+        yield sql.MOVE_TASKS, _moved_task_row(write.task)
+    for lease in decision.leases:
+        yield (sql.INSERT_LEASES, _lease_row(lease)) if lease.version == 1 else _moved_lease(lease)
+    for written in decision.pledges:
+        pledge = written.pledge
+        if written.end is not None:
+            yield sql.END_PLEDGES, (pledge.preemptor, pledge.device)
+        else:
+            yield sql.MAKE_PLEDGES, (
+                pledge.preemptor, pledge.device, pledge.mb, pledge.priority, pledge.tenant, pledge.made_at,
+                pledge.deadline_at,
+            )  # fmt: skip
+    if decision.outcome is not None:
+        yield sql.WRITE_OUTCOMES, _outcome_row(decision.outcome)
+    if decision.checkpoint is not None:
+        yield sql.WRITE_CHECKPOINTS, _checkpoint_row(decision.checkpoint)
+        yield sql.TRIM_CHECKPOINTS, (decision.checkpoint.task,)
+    for request in decision.requests_done:
+        yield sql.DELETE_REQUESTS, (request,)
+
+
+def _plain(value: Any) -> Any:
+    return value.value if isinstance(value, TaskState | StopReason) else value
+
+
+def _moved_task_row(task: Task) -> Row:
+    return (
+        task.id, task.version, *(_plain(getattr(task, name)) for name in HOT_FIELDS), task.is_terminal
+    )  # fmt: skip
+
+
+def _lease_row(lease: Lease) -> Row:
+    return (
+        lease.holder_kind.value, lease.holder, lease.fence, lease.rank, lease.device, lease.mb, lease.tenant,
+        lease.priority, lease.since, lease.state.value, lease.version, lease.state is LeaseState.RELEASED,
+    )  # fmt: skip
+
+
+def _moved_lease(lease: Lease) -> Written:
+    return sql.MOVE_LEASES, (
+        lease.holder_kind.value, lease.holder, lease.fence, lease.rank, lease.device, lease.version,
+        lease.state.value, lease.state is LeaseState.RELEASED,
+    )  # fmt: skip
+
+
+def _node_row(node: Node) -> Row:
+    return (
+        node.name, node.cpu, node.memory_mb, node.max_runs, node.incarnation, node.boot_id, node.ready,
+        node.cordoned, json_text(node.labels), node.version,
+    )  # fmt: skip
+
+
+def _outcome_row(outcome: Outcome) -> Row:
+    failure = None if outcome.failure is None else json_text(outcome.failure)
+    return (
+        outcome.task, outcome.fence, outcome.ending, outcome.at, outcome.result, outcome.result_digest,
+        outcome.result_format, failure, outcome.log_tail,
+    )  # fmt: skip
+
+
+def _checkpoint_row(saved: Checkpointed) -> Row:
+    size_bytes = len(saved.data) if saved.data is not None else 0
+    return (saved.task, saved.fence, saved.sequence, saved.at, saved.digest, size_bytes, saved.uri)
+
+
+def token_row(token: TokenRow) -> Row:
+    return (
+        token.name, token.sha256, token.tenant, json_text(token.scopes), token.max_priority, token.created_at,
+        token.expires_at,
+    )  # fmt: skip
+
+
+def event_of_row(row: Sequence[Any]) -> Event:
+    """`row` has the columns of `statements.EVENT`."""
+    position, at, kind, key, version, tenant, fields = row
+    return Event(position, at, kind, key, version, tenant, from_json(fields))
+
+
+def task_of_row(row: Mapping[str, Any]) -> Task:
+    """`row` has the columns of `reads.TASK`, which are a task's fields."""
+    fields = dict(row)
+    fields["demand"] = demand_of(fields["demand"])
+    fields["state"] = TaskState(fields["state"])
+    if fields["stop_reason"] is not None:
+        fields["stop_reason"] = StopReason(fields["stop_reason"])
+    return Task(**fields)
+
+
+def spec_of_row(row: Mapping[str, Any]) -> RunSpec:
+    return RunSpec(
+        kind=row["kind"],
+        entrypoint=row["entrypoint"],
+        command=tuple(from_json(row["command"])),
+        arguments=bytes(row["arguments"]),
+        arguments_digest=row["arguments_digest"],
+        python=row["python"],
+        env=from_json(row["env"]),
+        result_format=row["result_format"],
+        labels=from_json(row["labels"]),
+        model_type=row["model_type"],
+        working_directory=row["working_directory"],
+    )
+
+
+def lease_of_row(row: Mapping[str, Any]) -> Lease:
+    fields = dict(row)
+    fields["holder_kind"] = HolderKind(fields["holder_kind"])
+    fields["state"] = LeaseState(fields["state"])
+    return Lease(**fields)
+
+
+def node_of_row(row: Mapping[str, Any]) -> Node:
+    labels = tuple((name, value) for name, value in from_json(row["labels"]))
+    return Node(**{**row, "labels": labels})
+
+
+def request_of_row(row: Mapping[str, Any]) -> Request:
+    return Request(**{**row, "fields": from_json(row["fields"])})
+
+
+def token_of_row(row: Mapping[str, Any]) -> TokenRow:
+    return TokenRow(**{**row, "scopes": tuple(from_json(row["scopes"]))})

@@ -1,0 +1,79 @@
+"""What a group commit asks of a database connection, whichever database it is."""
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from service.adapters.sql.rowset import Row, SetStatement
+from service.core.events import Event
+from service.core.units import Instant, Position, Term
+
+
+class DatabaseRefused(Exception):
+    """This database must not or cannot be used; the text says why and what to do."""
+
+
+class GuardMissed(Exception):
+    """Fewer rows were written than the statement was given: some were changed or taken meanwhile."""
+
+    def __init__(self, statement: SetStatement, given: int, written: int) -> None:
+        super().__init__(f"{statement.name}: {written} of {given} rows written")
+        self.statement = statement
+
+
+class ConstraintFailed(Exception):
+    """A constraint of a table said no."""
+
+
+class ConnectionLost(Exception):
+    """The connection broke before COMMIT was sent: nothing of the transaction was kept."""
+
+
+class CommitUnknown(Exception):
+    """The connection broke after COMMIT was sent."""
+
+    events: Sequence[Event] = ()
+    """What will be in the log if it was committed."""
+
+
+class Session(Protocol):
+    """The one writing connection of a process, used by its writer thread alone.
+
+    Errors of the driver come out as the exceptions above, as StoreUnavailable, or, when a value cannot be
+    stored at all, as they are. After any of them the transaction must be rolled back.
+    """
+
+    def begin(self) -> None: ...
+
+    def write(self, statement: SetStatement, rows: Sequence[Row]) -> None:
+        """Send rows. A guard may be judged only by `number`, which waits for everything sent so far."""
+        ...
+
+    def fetch(self, statement: SetStatement, rows: Sequence[Row]) -> Sequence[Sequence[Any]]:
+        """Send rows and wait for what comes back; inside a transaction or outside of one."""
+        ...
+
+    def require_term(self, term: Term) -> None:
+        """Lock the leader's row and see to it that `term` still holds. Raises StaleTerm, by `number`."""
+        ...
+
+    def number(self, events: int) -> tuple[Position, Instant]:
+        """Take the head of the log: the first of `events` new positions, and the database's time."""
+        ...
+
+    def commit(self) -> None: ...
+
+    def rollback(self) -> None:
+        """End the transaction, if there is one; raises nothing."""
+        ...
+
+    def has_event(self, event: Event) -> bool:
+        """Whether exactly this event is in the log; waits for a commit of it that is still under way."""
+        ...
+
+    def now(self) -> Instant: ...
+
+    def reconnect(self) -> None:
+        """Raises StoreUnavailable."""
+        ...
+
+    def close(self) -> None: ...

@@ -1,0 +1,198 @@
+"""SQLite: one file, one process, one writing connection.
+
+WAL with synchronous=FULL: a commit is on disk when it returns. Versions up to 3.51.2 can damage a database
+whose connections write and checkpoint at the same time; here one connection does both, and a lock file keeps
+every other process out.
+"""
+
+import fcntl
+import os
+import sqlite3
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+from service.adapters.sql.rowset import Row, SetStatement, sqlite_chunks, sqlite_text
+from service.adapters.sql.session import ConstraintFailed, DatabaseRefused, GuardMissed
+from service.core.events import Event
+from service.core.units import Instant, Position, Term
+from service.ports import StaleTerm, StoreUnavailable
+
+APPLICATION_ID = 0x67706272
+"""`gpbr` in the file's header: this is a gpubroker database."""
+
+_OLDEST = (3, 38, 0)
+_TAKE_HEAD = "UPDATE log_head SET position = position + ? WHERE id = 1 RETURNING position"
+_MAGIC = b"SQLite format 3\0"
+
+
+class SqliteFile:
+    """The file and the lock that keeps other processes out of it. Opening refuses what is not ours."""
+
+    def __init__(self, path: Path) -> None:
+        if sqlite3.sqlite_version_info < _OLDEST:
+            raise DatabaseRefused(
+                f"this Python's SQLite is {sqlite3.sqlite_version}; gpubroker needs 3.38 or newer: "
+                "use another Python, or PostgreSQL with --database-url"
+            )
+        self.path = path
+        self._lock = _lock(path)
+        try:
+            _check_header(path)
+        except DatabaseRefused:
+            self.close()
+            raise
+
+    def writer(self) -> sqlite3.Connection:
+        """The connection that writes. Makes the file if there is none."""
+        with _refusing(self.path):
+            if not self.path.exists():
+                os.close(os.open(self.path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600))
+            connection = _connect(self.path)
+            # Before WAL, so that it is in the file's header and not only in its log.
+            if connection.execute("PRAGMA application_id").fetchone()[0] != APPLICATION_ID:
+                connection.execute(f"PRAGMA application_id = {APPLICATION_ID}")
+            [(mode,)] = connection.execute("PRAGMA journal_mode = WAL").fetchall()
+            if mode != "wal":
+                raise DatabaseRefused(
+                    f"{self.path} lies on a file system where SQLite's write-ahead log does not work; "
+                    "name a file on a local disk with --database-url"
+                )
+            connection.execute("PRAGMA synchronous = FULL")
+            connection.execute("PRAGMA fullfsync = ON")
+            connection.execute("PRAGMA cache_size = -32768")
+            return connection
+
+    def reader(self) -> sqlite3.Connection:
+        """A connection that neither writes nor checkpoints."""
+        connection = _connect(self.path)
+        connection.execute("PRAGMA query_only = ON")
+        connection.execute("PRAGMA wal_autocheckpoint = 0")
+        return connection
+
+    def close(self) -> None:
+        os.close(self._lock)
+
+
+def _connect(path: Path) -> sqlite3.Connection:
+    connection = sqlite3.connect(path, isolation_level=None, check_same_thread=False, cached_statements=256)
+    connection.execute("PRAGMA busy_timeout = 5000")
+    return connection
+
+
+def _lock(path: Path) -> int:
+    """Hold `<file>.lock` until closed; its text is our pid, for whoever comes second."""
+    with _refusing(path):
+        handle = os.open(f"{path}.lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        holder = os.pread(handle, 32, 0).decode(errors="replace").strip() or "unknown"
+        os.close(handle)
+        raise DatabaseRefused(
+            f"{path} is in use by process {holder}; "
+            "stop that one first, or name another file with --database-url"
+        ) from None
+    os.ftruncate(handle, 0)
+    os.pwrite(handle, f"{os.getpid()}\n".encode(), 0)
+    return handle
+
+
+def _check_header(path: Path) -> None:
+    with _refusing(path):
+        header = b""
+        if path.exists():
+            with path.open("rb") as file:
+                header = file.read(100)
+    if not header:
+        return
+    is_sqlite = header.startswith(_MAGIC)
+    if not is_sqlite or int.from_bytes(header[68:72], "big") != APPLICATION_ID:
+        what = "the SQLite database of another program" if is_sqlite else "no SQLite database at all"
+        raise DatabaseRefused(
+            f"{path} is not a gpubroker database but {what}; "
+            "name another file with --database-url, or move it away"
+        )
+
+
+@contextmanager
+def _refusing(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise DatabaseRefused(
+            f"cannot open the database {path}: {error.strerror}; "
+            "give this user access to it, or name another file with --database-url"
+        ) from None
+    except sqlite3.Error as error:
+        raise DatabaseRefused(
+            f"cannot open the database {path}: {error}; "
+            "restore it from a backup, or name another file with --database-url"
+        ) from None
+
+
+class SqliteSession:
+    """The writer's connection to a file."""
+
+    def __init__(self, connection: sqlite3.Connection) -> None:
+        self._connection = connection
+
+    def begin(self) -> None:
+        self._execute("BEGIN IMMEDIATE")
+
+    def write(self, statement: SetStatement, rows: Sequence[Row]) -> None:
+        before = self._connection.total_changes
+        for chunk in sqlite_chunks(rows):
+            self._execute(sqlite_text(statement, len(chunk)), list(chain.from_iterable(chunk)))
+        written = self._connection.total_changes - before
+        if statement.exact and written != len(rows):
+            raise GuardMissed(statement, len(rows), written)
+
+    def fetch(self, statement: SetStatement, rows: Sequence[Row]) -> Sequence[Sequence[Any]]:
+        found: list[Sequence[Any]] = []
+        for chunk in sqlite_chunks(rows):
+            found += self._execute(sqlite_text(statement, len(chunk)), list(chain.from_iterable(chunk)))
+        return found
+
+    def require_term(self, term: Term) -> None:
+        [(current, holder)] = self._execute("SELECT term, holder FROM leadership WHERE id = 1")
+        if current != term:
+            raise StaleTerm(f"term {term} is over: {holder} leads term {current}; stop leading")
+
+    def number(self, events: int) -> tuple[Position, Instant]:
+        [(last,)] = self._execute(_TAKE_HEAD, [events])
+        return Position(last - events + 1), self.now()
+
+    def commit(self) -> None:
+        self._execute("COMMIT")
+
+    def rollback(self) -> None:
+        if self._connection.in_transaction:
+            self._connection.rollback()
+
+    def has_event(self, event: Event) -> bool:
+        found = self._execute("SELECT kind, key, version FROM event WHERE position = ?", [event.position])
+        return found == [(event.kind, event.key, event.version)]
+
+    def now(self) -> Instant:
+        return Instant(time.time())
+
+    def reconnect(self) -> None:
+        """A file is never disconnected."""
+
+    def close(self) -> None:
+        self._connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+        self._connection.close()
+
+    def _execute(self, text: str, values: Sequence[Any] = ()) -> list[Any]:
+        try:
+            return self._connection.execute(text, values).fetchall()
+        except sqlite3.IntegrityError as error:
+            raise ConstraintFailed(str(error)) from error
+        except (sqlite3.DataError, sqlite3.ProgrammingError):
+            raise
+        except sqlite3.DatabaseError as error:
+            raise StoreUnavailable(f"the database cannot be written: {error}") from error

@@ -1,0 +1,182 @@
+"""Every statement that writes, each over a set of rows. Guards are part of the statement itself."""
+
+from collections.abc import Iterable, Sequence
+from enum import Enum, auto
+from typing import Any
+
+from sqlalchemy import (
+    Column,
+    FromClause,
+    Integer,
+    Table,
+    Text,
+    delete,
+    func,
+    literal_column,
+    select,
+    true,
+    tuple_,
+    update,
+)
+
+from service.adapters.sql import tables
+from service.adapters.sql.rowset import SetStatement
+from service.core.task import HOT_FIELDS
+
+_ONE: Any = literal_column("1", Integer)
+
+
+def _columns(table: Table, names: Iterable[str] | None = None) -> tuple[Column[Any], ...]:
+    return tuple(table.c[name] for name in names) if names is not None else tuple(table.c)
+
+
+class OnConflict(Enum):
+    """What becomes of a row whose key is there already."""
+
+    FAIL = auto()
+    SKIP = auto()
+    REPLACE = auto()
+
+
+def _insert(
+    table: Table, names: Sequence[str] | None = None, *, known: OnConflict, exact: bool = False
+) -> SetStatement:
+    columns = _columns(table, names)
+
+    def build(insert: Any, r: FromClause) -> Any:
+        source = select(*(r.c[c.name] for c in columns)).where(true())
+        statement = insert(table).from_select([c.name for c in columns], source)
+        key = list(table.primary_key.columns)
+        rest = {c.name: statement.excluded[c.name] for c in columns if c not in key}
+        match known:
+            case OnConflict.FAIL:
+                return statement
+            case OnConflict.SKIP:
+                return statement.on_conflict_do_nothing()
+            case OnConflict.REPLACE:
+                return statement.on_conflict_do_update(index_elements=key, set_=rest)
+
+    return SetStatement(f"insert {table.name}", columns, build, exact)
+
+
+def _update_guarded(table: Table, names: Sequence[str]) -> SetStatement:
+    """Write rows of version n over rows of version n - 1; `names` are key, version and what changes."""
+    key = list(table.primary_key.columns)
+
+    def build(_insert: Any, r: FromClause) -> Any:
+        same = [column == r.c[column.name] for column in key]
+        changes = {name: r.c[name] for name in names if name not in {column.name for column in key}}
+        return update(table).values(changes).where(*same, table.c.version == r.c.version - _ONE)
+
+    return SetStatement(f"update {table.name}", _columns(table, names), build, exact=True)
+
+
+def _delete(table: Table, names: Sequence[str], *, exact: bool) -> SetStatement:
+    columns = _columns(table, names)
+
+    def build(_insert: Any, r: FromClause) -> Any:
+        chosen = select(*(r.c[name] for name in names))
+        return delete(table).where(tuple_(*columns).in_(chosen))
+
+    return SetStatement(f"delete {table.name}", columns, build, exact)
+
+
+def _add(table: Table, name: str) -> SetStatement:
+    """Add to a number of a row, made if it is not there."""
+
+    def build(insert: Any, r: FromClause) -> Any:
+        statement = insert(table).from_select([c.name for c in table.c], select(*r.c).where(true()))
+        total = table.c[name] + statement.excluded[name]
+        key = list(table.primary_key.columns)
+        return statement.on_conflict_do_update(index_elements=key, set_={name: total})
+
+    return SetStatement(f"count {table.name}", tuple(table.c), build)
+
+
+def _lease_memory(_insert: Any, r: FromClause) -> Any:
+    device = tables.device
+    return update(device).values(leased_mb=device.c.leased_mb + r.c.mb).where(device.c.key == r.c.key)
+
+
+def _trim_checkpoints(_insert: Any, r: FromClause) -> Any:
+    """Keep the newest three of each task."""
+    old, newer = tables.checkpoint, tables.checkpoint.alias("newer")
+    later = tuple_(newer.c.fence, newer.c.sequence) > tuple_(old.c.fence, old.c.sequence)
+    count = select(func.count()).select_from(newer).where(newer.c.task == old.c.task, later)
+    return delete(old).where(old.c.task.in_(select(r.c.task)), count.scalar_subquery() >= literal_column("3"))
+
+
+def _known_keys(_insert: Any, r: FromClause) -> Any:
+    task = tables.task
+    same = (task.c.tenant == r.c.tenant) & (task.c.idem_key == r.c.idem_key)
+    return select(task.c.tenant, task.c.idem_key, task.c.id, task.c.body_hash).select_from(r.join(task, same))
+
+
+def _known_ids(_insert: Any, r: FromClause) -> Any:
+    return select(tables.task.c.id).select_from(r.join(tables.task, tables.task.c.id == r.c.id))
+
+
+def _events_between(_insert: Any, r: FromClause) -> Any:
+    event = tables.event
+    inside = (event.c.position > r.c.after) & (event.c.position <= r.c.last)
+    return select(*EVENT).select_from(r.join(event, inside)).order_by(event.c.position)
+
+
+def _take_term(_insert: Any, r: FromClause) -> Any:
+    leader = tables.leadership
+    change = update(leader).values(term=leader.c.term + _ONE, holder=r.c.holder, taken_at=r.c.taken_at)
+    return change.where(leader.c.id == r.c.id).returning(leader.c.term)
+
+
+def _drop_token(_insert: Any, r: FromClause) -> Any:
+    return (
+        delete(tables.token).where(tables.token.c.name.in_(select(r.c.name))).returning(tables.token.c.name)
+    )
+
+
+EVENT = _columns(tables.event, ("position", "at", "kind", "key", "version", "tenant", "fields"))
+TASK_IN = (
+    "id", "tenant", "name", "priority", "demand", "submitted_at", "max_retries", "timeout_seconds",
+    "grace_seconds", "shareable", "held", "not_before", "idem_key", "body_hash",
+)  # fmt: skip
+LEASE_KEY = ("holder_kind", "holder", "fence", "rank", "device")
+DEVICE_IN = tuple(c.name for c in tables.device.c if c.name != "leased_mb")
+
+INSERT_TASKS = _insert(tables.task, TASK_IN, known=OnConflict.SKIP, exact=True)
+INSERT_SPECS = _insert(tables.task_spec, known=OnConflict.SKIP)
+INSERT_LABELS = _insert(tables.task_label, known=OnConflict.SKIP)
+INSERT_REQUESTS = _insert(tables.request, known=OnConflict.SKIP, exact=True)
+WRITE_NODES = _insert(tables.node, known=OnConflict.REPLACE)
+WRITE_DEVICES = _insert(tables.device, DEVICE_IN, known=OnConflict.REPLACE)
+MOVE_TASKS = _update_guarded(tables.task, ("id", "version", *HOT_FIELDS, "finished"))
+INSERT_LEASES = _insert(tables.lease, known=OnConflict.SKIP, exact=True)
+MOVE_LEASES = _update_guarded(tables.lease, (*LEASE_KEY, "version", "state", "released"))
+LEASE_MEMORY = SetStatement(
+    "lease memory", (tables.device.c.key, Column("mb", Integer)), _lease_memory, exact=True
+)
+END_PLEDGES = _delete(tables.pledge, ("preemptor", "device"), exact=True)
+MAKE_PLEDGES = _insert(tables.pledge, known=OnConflict.REPLACE)
+WRITE_OUTCOMES = _insert(tables.outcome, known=OnConflict.REPLACE)
+WRITE_CHECKPOINTS = _insert(tables.checkpoint, known=OnConflict.REPLACE)
+TRIM_CHECKPOINTS = SetStatement("trim checkpoint", (tables.checkpoint.c.task,), _trim_checkpoints)
+DELETE_REQUESTS = _delete(tables.request, ("id",), exact=False)
+COUNT_FINISHED = _add(tables.finished, "n")
+INSERT_EVENTS = _insert(tables.event, known=OnConflict.FAIL)
+
+IN_ORDER = (
+    INSERT_TASKS, INSERT_SPECS, INSERT_LABELS, INSERT_REQUESTS, WRITE_NODES, WRITE_DEVICES, MOVE_TASKS,
+    INSERT_LEASES, MOVE_LEASES, LEASE_MEMORY, END_PLEDGES, MAKE_PLEDGES, WRITE_OUTCOMES, WRITE_CHECKPOINTS,
+    TRIM_CHECKPOINTS, DELETE_REQUESTS, COUNT_FINISHED,
+)  # fmt: skip
+"""The order in which one group runs them. Devices before the leases that count on them, ends of pledges
+before new pledges of the same key."""
+
+KNOWN_KEYS = SetStatement("known keys", (tables.task.c.tenant, tables.task.c.idem_key), _known_keys)
+KNOWN_IDS = SetStatement("known ids", (tables.task.c.id,), _known_ids)
+EVENTS_BETWEEN = SetStatement(
+    "events between", (Column("after", tables.Count), Column("last", tables.Count)), _events_between
+)
+TAKE_TERM = SetStatement("take term", _columns(tables.leadership, ("id", "holder", "taken_at")), _take_term)
+WRITE_TOKENS = _insert(tables.token, known=OnConflict.REPLACE)
+DROP_TOKENS = SetStatement("drop token", (Column("name", Text),), _drop_token)
+INSERT_AUDIT = _insert(tables.audit, ("at", "tenant", "actor", "action", "subject"), known=OnConflict.FAIL)

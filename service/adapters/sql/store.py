@@ -1,0 +1,178 @@
+"""The TaskStore on SQLite and PostgreSQL: one writer thread, and a few that read."""
+
+import asyncio
+from asyncio import get_running_loop
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Any, TypeVar
+
+from sqlalchemy import Connection
+from sqlalchemy.exc import DBAPIError
+
+from service.adapters.sql import reads
+from service.adapters.sql import statements as sql
+from service.adapters.sql.database import READERS, Database, migrate, open_database
+from service.adapters.sql.group import Change, NewRequest, NewTask, Unit
+from service.adapters.sql.rows import token_row
+from service.adapters.sql.session import DatabaseRefused, Session
+from service.adapters.sql.writer import Work, Writer
+from service.core.events import Event
+from service.core.plan import Decision, Request
+from service.core.units import Instant, Position, TaskId, Term
+from service.ports import (
+    CommitVerdict,
+    EventListener,
+    RunSpec,
+    Snapshot,
+    StoredCheckpoint,
+    StoredResult,
+    StoreUnavailable,
+    Submission,
+    SubmitOutcome,
+    TaskFilter,
+    TaskRecord,
+    TokenRow,
+)
+
+__all__ = ["DatabaseRefused", "SqlStore", "migrate", "open_store"]
+
+T = TypeVar("T")
+
+
+async def open_store(url: str) -> "SqlStore":
+    """Open `sqlite:///path` or `postgresql://...`, bringing its schema to the newest first.
+
+    A SQLite file is locked until `close`; on PostgreSQL an advisory lock lets one of several processes
+    migrate. Raises DatabaseRefused.
+    """
+    database = await asyncio.to_thread(open_database, url)
+    return await asyncio.to_thread(SqlStore, database)
+
+
+class SqlStore:
+    """Writes go to the writer thread and are answered after their commit; reads take a reader's thread."""
+
+    def __init__(self, database: Database) -> None:
+        self._database = database
+        self._readers = ThreadPoolExecutor(READERS, thread_name_prefix="gpubroker-reader")
+        self._listeners: list[EventListener] = []
+        self._writer = Writer(database.session, self._query(reads.head), self._deliver)
+
+    def listen(self, listener: EventListener) -> None:
+        self._listeners.append(listener)
+
+    async def submit(self, submission: Submission) -> SubmitOutcome:
+        [answer] = await self._write([NewTask(submission)])
+        return answer  # type: ignore[no-any-return]  # what NewTask answers
+
+    async def request(self, request: Request) -> None:
+        await self._write([NewRequest(request)])
+
+    async def commit(self, term: Term, decisions: Sequence[Decision]) -> Sequence[CommitVerdict]:
+        return await self._write([Change(term, decision) for decision in decisions]) if decisions else ()
+
+    async def take_term(self, holder: str) -> Term:
+        def act(session: Session) -> Term:
+            at = session.now()
+            [(term,)] = session.fetch(sql.TAKE_TERM, [(1, holder, at)])
+            session.write(sql.INSERT_AUDIT, [(at, "", holder, "term.taken", str(term))])
+            return Term(term)
+
+        return await self._write_alone(act)
+
+    async def put_token(self, token: TokenRow) -> None:
+        def act(session: Session) -> None:
+            session.write(sql.WRITE_TOKENS, [token_row(token)])
+            session.write(sql.INSERT_AUDIT, [(session.now(), token.tenant, "", "token.put", token.name)])
+
+        await self._write_alone(act)
+
+    async def drop_token(self, name: str) -> bool:
+        def act(session: Session) -> bool:
+            if not session.fetch(sql.DROP_TOKENS, [(name,)]):
+                return False
+            session.write(sql.INSERT_AUDIT, [(session.now(), "", "", "token.dropped", name)])
+            return True
+
+        return await self._write_alone(act)
+
+    async def snapshot(self) -> Snapshot:
+        at = await self.database_time()
+
+        def read(connection: Connection) -> Snapshot:
+            connection.exec_driver_sql(self._database.begin_snapshot)
+            return reads.snapshot(connection, at)
+
+        return await self._read(read)
+
+    async def events(self, after: Position, limit: int, task: TaskId | None = None) -> Sequence[Event]:
+        return await self._read(reads.events, after, limit, task)
+
+    async def head(self) -> Position:
+        return await self._read(reads.head)
+
+    async def record(self, task: TaskId) -> TaskRecord | None:
+        return await self._read(reads.record, task)
+
+    async def records(self, wanted: TaskFilter) -> Sequence[TaskRecord]:
+        return await self._read(reads.records, wanted)
+
+    async def specs(self, tasks: Sequence[TaskId]) -> Mapping[TaskId, RunSpec]:
+        return await self._read(reads.specs, tasks)
+
+    async def result(self, task: TaskId) -> StoredResult | None:
+        return await self._read(reads.result, task)
+
+    async def checkpoints(self, task: TaskId) -> Sequence[StoredCheckpoint]:
+        return await self._read(reads.checkpoints, task)
+
+    async def tokens(self) -> Sequence[TokenRow]:
+        return await self._read(reads.tokens)
+
+    async def database_time(self) -> Instant:
+        return await self._read(reads.now)
+
+    async def close(self) -> None:
+        """Write what is waiting, then let go of the database."""
+        await asyncio.to_thread(self._close)
+
+    def _close(self) -> None:
+        self._readers.shutdown()
+        self._database.readers.dispose()
+        self._writer.close()
+        self._database.release()
+
+    async def _write(self, units: Sequence[Unit]) -> Sequence[Any]:
+        work = Work(get_running_loop(), units)
+        self._writer.put(work)
+        return await work.future  # type: ignore[no-any-return]  # each unit's own answer
+
+    async def _write_alone(self, act: Callable[[Session], T]) -> T:
+        work = Work(get_running_loop(), alone=act)
+        self._writer.put(work)
+        return await work.future  # type: ignore[no-any-return]  # what `act` returned
+
+    def _deliver(self, events: Sequence[Event], works: Sequence[Work]) -> None:
+        try:
+            if events:
+                for listener in self._listeners:
+                    listener(events)
+        finally:
+            for work in works:
+                work.finish()
+
+    async def _read(self, query: Callable[..., T], *values: Any) -> T:
+        return await get_running_loop().run_in_executor(self._readers, partial(self._query, query, *values))
+
+    def _query(self, query: Callable[..., T], *values: Any) -> T:
+        """Read on one of the readers' connections; once more if that one turns out to be broken."""
+        for attempt in (1, 2):
+            try:
+                with self._database.readers.connect() as connection:
+                    return query(connection, *values)
+            except DBAPIError as error:
+                if attempt == 1 and error.connection_invalidated:
+                    continue
+                raise StoreUnavailable(f"the database cannot be read: {error.orig}") from error
+        raise AssertionError("unreachable")

@@ -1,0 +1,211 @@
+"""The one thread that writes: takes whatever is waiting, writes it in one transaction, then answers all."""
+
+import threading
+from asyncio import AbstractEventLoop, Future
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from queue import Empty, SimpleQueue
+from typing import Any
+
+from service.adapters.sql import statements as sql
+from service.adapters.sql.group import Unit, answer_known, write_group
+from service.adapters.sql.rows import event_of_row
+from service.adapters.sql.session import CommitUnknown, ConnectionLost, Session
+from service.core.events import Event
+from service.core.units import Position
+from service.ports import StoreUnavailable
+
+_UNITS_PER_GROUP = 512
+_TRIES = 3
+_RETRY_SECONDS = 0.25
+
+Deliver = Callable[[Sequence[Event], Sequence["Work"]], None]
+"""Runs on the event loop: hands out the events, then answers the works."""
+
+
+class Work:
+    """What one caller waits for: units to write, or something that needs a transaction of its own."""
+
+    def __init__(
+        self,
+        loop: AbstractEventLoop,
+        units: Sequence[Unit] = (),
+        alone: Callable[[Session], Any] | None = None,
+    ) -> None:
+        self.units = units
+        self.alone = alone
+        self.answer: Any = None
+        self.future: Future[Any] = loop.create_future()
+
+    def finish(self) -> None:
+        """Answer the caller; on the event loop."""
+        if self.future.cancelled():
+            return
+        answers = [unit.answer for unit in self.units] if self.alone is None else [self.answer]
+        error = next((answer for answer in answers if isinstance(answer, Exception)), None)
+        if error is not None:
+            self.future.set_exception(error)
+        else:
+            self.future.set_result(answers if self.alone is None else self.answer)
+
+
+class Writer:
+    """Owns the session from `start` to `close`. `put` never blocks."""
+
+    def __init__(self, session: Session, heard: Position, deliver: Deliver) -> None:
+        self._session = session
+        self._heard = heard
+        self._deliver = deliver
+        self._inbox: SimpleQueue[Work | None] = SimpleQueue()
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="gpubroker-writer", daemon=True)
+        self._thread.start()
+
+    def put(self, work: Work) -> None:
+        if self._closing.is_set():
+            raise StoreUnavailable("the store is closed")
+        self._inbox.put(work)
+
+    def close(self) -> None:
+        """Write what is waiting, then end. Blocks until done."""
+        self._closing.set()
+        self._inbox.put(None)
+        self._thread.join()
+
+    def _run(self) -> None:
+        while (first := self._inbox.get()) is not None:
+            works = self._with_waiting(first)
+            group = [work for work in works if work.alone is None]
+            events = self._write([unit for work in group for unit in work.units])
+            self._answer(events, group)
+            for work in works:
+                if work.alone is not None:
+                    work.answer = self._run_alone(work.alone)
+                    self._answer((), [work])
+        self._session.close()
+
+    def _with_waiting(self, first: Work) -> list[Work]:
+        works, units = [first], len(first.units)
+        while units < _UNITS_PER_GROUP and (work := self._next_waiting()) is not None:
+            works.append(work)
+            units += len(work.units)
+        return works
+
+    def _next_waiting(self) -> Work | None:
+        try:
+            work = self._inbox.get_nowait()
+        except Empty:
+            return None
+        if work is None:
+            self._inbox.put(None)  # the end is for `_run` to see
+        return work
+
+    def _answer(self, events: Sequence[Event], works: Sequence[Work]) -> None:
+        if works:
+            with suppress(RuntimeError):  # the loop is closed: nobody is left to hear
+                works[0].future.get_loop().call_soon_threadsafe(self._deliver, events, works)
+
+    def _write(self, units: Sequence[Unit]) -> list[Event]:
+        """Write units, together if possible; each has its answer afterwards."""
+        events: list[Event] = []
+        groups: deque[Sequence[Unit]] = deque([units] if units else [])
+        while groups:
+            group = groups.popleft()
+            try:
+                events += self._without_gap(self._transact(group))
+            except StoreUnavailable as error:
+                for unit in (*group, *(unit for later in groups for unit in later)):
+                    unit.answer = error
+                break
+            except Exception as error:
+                groups.extendleft(reversed(self._parts(group, error)))
+            else:
+                for unit in group:
+                    unit.on_written()
+        return events
+
+    def _without_gap(self, events: list[Event]) -> list[Event]:
+        """With what other processes appended in between, so that listeners hear every position once."""
+        if not events:
+            return events
+        if events[0].position != self._heard + 1:
+            span = (self._heard, events[-1].position)
+            try:
+                events = [event_of_row(row) for row in self._session.fetch(sql.EVENTS_BETWEEN, [span])]
+            except (ConnectionLost, StoreUnavailable):
+                return []  # the next group reads on from the same position
+        self._heard = events[-1].position
+        return events
+
+    def _parts(self, group: Sequence[Unit], error: Exception) -> list[Sequence[Unit]]:
+        """What is left to write of a group that failed: without what was stored before, else one by one."""
+        try:
+            left = answer_known(self._session, group)
+        except ConnectionLost:
+            return [group]
+        except Exception as failed:
+            for unit in group:
+                unit.answer = failed
+            return []
+        if len(left) < len(group):
+            return [left] if left else []
+        if len(group) > 1:
+            return [[unit] for unit in group]
+        group[0].on_failed(error)
+        return []
+
+    def _transact(self, units: Sequence[Unit]) -> list[Event]:
+        """One transaction, tried again when the connection broke and nothing was kept."""
+        for _ in range(_TRIES):
+            try:
+                return write_group(self._session, units)
+            except ConnectionLost:
+                self._session.reconnect()
+            except CommitUnknown as unknown:
+                if not unknown.events or self._was_committed(unknown.events[0]):
+                    return list(unknown.events)
+            except Exception:
+                self._session.rollback()
+                raise
+        raise StoreUnavailable("the connection to the database breaks again and again; nothing was written")
+
+    def _was_committed(self, first: Event) -> bool:
+        """Read back an unknown commit, however long the database is away. Meanwhile others are refused."""
+        while not self._closing.is_set():
+            try:
+                self._session.reconnect()
+                return self._session.has_event(first)
+            except (ConnectionLost, StoreUnavailable) as error:
+                self._refuse_waiting(str(error))
+                self._closing.wait(_RETRY_SECONDS)
+        raise StoreUnavailable("the store was closed before an unknown commit could be read back")
+
+    def _refuse_waiting(self, why: str) -> None:
+        refused: list[Work] = []
+        while (work := self._next_waiting()) is not None:
+            work.answer = StoreUnavailable(why)
+            for unit in work.units:
+                unit.answer = work.answer
+            refused.append(work)
+        self._answer((), refused)
+
+    def _run_alone(self, act: Callable[[Session], Any]) -> Any:
+        """A transaction of its own. Its acts do no harm when done twice, so a lost commit is done again."""
+        for _ in range(_TRIES):
+            try:
+                self._session.begin()
+                answer = act(self._session)
+                self._session.number(0)
+                self._session.commit()
+            except (ConnectionLost, CommitUnknown):
+                try:
+                    self._session.reconnect()
+                except StoreUnavailable as error:
+                    return error
+            except Exception as error:
+                self._session.rollback()
+                return error
+            else:
+                return answer
+        return StoreUnavailable("the connection to the database breaks again and again")
