@@ -47,6 +47,11 @@ class Draft:
     def task(self, task: TaskId) -> Task:
         return self._tasks.get(task) or self.world.tasks[task]
 
+    def holder(self, lease: Lease) -> Task | None:
+        """The task whose newest claim the lease belongs to; None if that is over, or was never a task's."""
+        task = self._tasks.get(TaskId(lease.holder)) or self.world.tasks.get(TaskId(lease.holder))
+        return task if task is not None and task.fence == lease.fence else None
+
     def book(self, device: DeviceKey) -> Book:
         """The book to read; never change what this returns."""
         return self._books.get(device) or self.world.books[device]

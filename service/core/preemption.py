@@ -9,7 +9,7 @@ from service.core.need import need_mb
 from service.core.placement import NoFit, no_fit
 from service.core.policy import Policy
 from service.core.task import Task
-from service.core.units import DeviceKey, Instant, Mib, NodeName, TaskId
+from service.core.units import DeviceKey, Instant, Mib, NodeName
 from service.core.victims import (
     EXACT_LIMIT,
     Candidate,
@@ -175,6 +175,6 @@ def _freed_mb(gone: Sequence[Candidate], device: DeviceKey) -> int:
 
 def _deadlines_of_leavers(draft: Draft, device: DeviceKey) -> Iterator[Instant]:
     for holding in draft.book(device).leaving():
-        run = draft.world.tasks.get(TaskId(holding.lease.holder))
+        run = draft.holder(holding.lease)
         if run is not None and run.stop_deadline_at is not None:
             yield run.stop_deadline_at

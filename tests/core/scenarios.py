@@ -1,0 +1,188 @@
+"""Random clusters and what may happen to them, for properties that must hold whatever happens."""
+
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+from hypothesis import strategies as st
+
+from service.core.lease import LeaseState, move_lease
+from service.core.plan import Decision, write_move
+from service.core.policy import Policy
+from service.core.task import Move, StopReason, Task, TaskState
+from service.core.units import Instant
+from service.core.world import World
+from tests.builders import NOW, a_device, a_node, a_sample, a_task, a_world, commit, let_go, submit
+
+POLICY = Policy(custom_limits=(("licence", 3.0),), preemption_budget=1, shield_seconds=40.0)
+
+SIZES = (10, 20, 30, 50)
+"""MiB: small numbers make small counter-examples."""
+
+SHAPES: tuple[dict[str, Any], ...] = (
+    *({"gpu_mb": size} for size in SIZES),
+    *({"gpu_mb": size, "cpu": 1.0} for size in SIZES),
+    {"gpus": 1},
+    {"gpus": 2},
+    {"gpus": 2, "gpu_mb": 20},
+    {"gpus": 2, "gpu_mb": 30, "cpu": 2.0},
+    {"gpu_mb": 20, "exclusive": True},
+    {"gpu_fraction": 0.5},
+    {"gpu_mb": 10, "custom": {"licence": 2.0}},
+    {"gpu_mb": 20, "placement": "spread"},
+    {"cpu": 1.0},
+    {"cpu": 2.0, "memory_mb": 40, "placement": "spread"},
+)
+
+
+@st.composite
+def clusters(draw: st.DrawFn) -> World:
+    """One to three nodes of one or two devices; now and then a node or a device is out of use."""
+    parts: list[Any] = []
+    for number in range(1, draw(st.integers(1, 3)) + 1):
+        node = f"n{number}"
+        odd = draw(st.sampled_from(("", "", "", "", "cordoned", "away", "stale", "foreign")))
+        parts.append(
+            a_node(
+                node,
+                cpu=draw(st.sampled_from((2.0, 4.0, 8.0))),
+                memory_mb=100,
+                max_runs=draw(st.sampled_from((2, 4, 8))),
+                cordoned=odd == "cordoned",
+                ready=odd != "away",
+            )
+        )
+        for index in range(draw(st.integers(1, 2))):
+            foreign = 10 if odd == "foreign" else 0
+            size = draw(st.sampled_from((40, 80)))
+            device = a_device(f"gpu{index}", node, mb=size, reserve_mb=4, declared_foreign_mb=foreign)
+            parts.append(device)
+            if odd == "stale" and index == 0:
+                parts.append(a_sample(device.key, NOW + 1.0))
+    world = a_world(*parts)
+    for book in world.books.values():
+        if book.sampled_at != NOW:
+            book.sample = replace(book.sample, at=Instant(NOW - 60.0))
+    return world
+
+
+@st.composite
+def submissions(draw: st.DrawFn) -> dict[str, Any]:
+    return {
+        "priority": draw(st.sampled_from((5, 20, 50, 60, 80, 95))),
+        "submitted_at": NOW - draw(st.sampled_from((0, 10, 500))),
+        "grace_seconds": draw(st.sampled_from((5.0, 30.0))),
+        **draw(st.sampled_from(SHAPES)),
+    }
+
+
+ACTS = ("start", "start", "leave", "leave", "end", "cancel", "quarantine", "hold", "delay", "save", "wait")
+
+Chapter = tuple[list[dict[str, Any]], list[tuple[str, int]]]
+"""What is submitted, and what then happens; after that the planner has its turn."""
+
+stories: st.SearchStrategy[list[Chapter]] = st.lists(
+    st.tuples(
+        st.lists(submissions(), min_size=1, max_size=4),
+        st.lists(st.tuples(st.sampled_from(ACTS), st.integers(0, 7)), min_size=2, max_size=6),
+    ),
+    min_size=4,
+    max_size=8,
+)
+
+
+@dataclass
+class Story:
+    """A cluster to which things happen."""
+
+    world: World
+    now: float = NOW
+    number: int = 0
+
+    def happens(self, chapter: Chapter) -> Iterator[None]:
+        """Tell one chapter, pausing after each thing that happened."""
+        submitted, acts = chapter
+        for fields in submitted:
+            self.submit(fields)
+            yield
+        for what, pick in acts:
+            self.act(what, pick)
+            yield
+
+    def submit(self, fields: dict[str, Any]) -> None:
+        self.number += 1
+        submit(self.world, a_task(f"t{self.number:02}", **fields))
+
+    def act(self, what: str, pick: int) -> None:
+        match what:
+            case "wait":
+                self.now += 25.0
+                self._sample()
+            case "leave":
+                if gone := self._some(pick, TaskState.STOPPING):
+                    let_go(self.world, gone.id)
+                elif run := self._over(pick):
+                    let_go(self.world, run)
+            case _:
+                self._change(what, pick)
+
+    def _change(self, what: str, pick: int) -> None:
+        """Move one task in the way that is asked for, if there is one that can."""
+        now = Instant(self.now)
+        match what:
+            case "start" if task := self._some(pick, TaskState.ADMITTED):
+                self._move(task, Move.STARTED, LeaseState.HELD, started_at=now)
+            case "end" if task := self._some(pick, TaskState.RUNNING):
+                self._move(task, Move.SUCCEEDED, LeaseState.RELEASING, finished_at=now)
+            case "cancel" if task := self._some(pick, TaskState.RUNNING, TaskState.ADMITTED):
+                until = Instant(now + 30.0)
+                self._move(task, Move.STOPPING, None, stop_reason=StopReason.CANCEL, stop_deadline_at=until)
+            case "quarantine" if task := self._some(pick, TaskState.STOPPING):
+                off = {"node": None, "stop_reason": None, "stop_deadline_at": None, "freeing_for": None}
+                spent = task.preemptions + 1
+                self._move(task, Move.REQUEUED, LeaseState.QUARANTINED, preemptions=spent, **off)
+            case "hold" if task := self._some(pick, TaskState.PENDING):
+                self._move(task, Move.CHANGED, None, held=not task.held)
+            case "delay" if task := self._some(pick, TaskState.PENDING):
+                self._move(task, Move.CHANGED, None, not_before=Instant(now + 20.0))
+            case "save" if task := self._some(pick, TaskState.RUNNING):
+                self._move(task, Move.CHANGED, None, checkpoint_at=now)
+
+    def _move(self, task: Task, what: Move, leases: LeaseState | None, **changes: Any) -> None:
+        moved = [move_lease(ls, leases) for ls in self.world.leases_of(task)] if leases else []
+        writes = (write_move(task, what, **changes),)
+        commit(self.world, Decision(task.id, "story", tasks=writes, leases=tuple(moved)))
+
+    def _some(self, pick: int, *states: TaskState) -> Task | None:
+        found = sorted(t.id for t in self.world.tasks.values() if t.state in states)
+        return self.world.tasks[found[pick % len(found)]] if found else None
+
+    def _over(self, pick: int) -> str | None:
+        """A run that is over and whose memory is on its way back."""
+        found = sorted(t.id for t in self.world.tasks.values() if t.is_terminal)
+        return found[pick % len(found)] if found else None
+
+    def _sample(self) -> None:
+        for book in self.world.books.values():
+            if book.sample is not None and book.sample.at >= NOW:
+                self.world.measure([replace(book.sample, at=Instant(self.now))])
+
+
+def twin(world: World, seed: int) -> World:
+    """The same rows in a World of their own, entered in another order."""
+    shuffle = random.Random(seed).shuffle
+    other = World()
+    other.position, other.as_of = world.position, world.as_of
+    for rows, add in (
+        (list(world.nodes.values()), other.add_node),
+        ([book.device for book in world.books.values()], other.add_device),
+        (list(world.tasks.values()), other.add_task),
+        ([lease for run in world.leases.values() for lease in run.values()], other.add_lease),
+        ([pledge for mine in world.pledges.values() for pledge in mine.values()], other.add_pledge),
+    ):
+        shuffle(rows)
+        for row in rows:
+            add(row)
+    other.measure(book.sample for book in world.books.values() if book.sample is not None)
+    return other

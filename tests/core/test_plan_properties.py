@@ -1,0 +1,105 @@
+"""What must hold for any cluster, any queue and any order of events."""
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from service.core.cycle import Plan, plan_cycle
+from service.core.draft import Draft
+from service.core.explain import explain
+from service.core.lease import LeaseState
+from service.core.placement import place
+from service.core.plan import Decision
+from service.core.reasons import Reason
+from service.core.task import TaskState
+from service.core.units import Instant
+from service.core.world import World
+from tests.builders import check_ledger, commit
+from tests.core.naive import Naive, Step
+from tests.core.scenarios import POLICY, Chapter, Story, clusters, stories, twin
+
+
+def step_of(decision: Decision) -> Step:
+    """What a decision does, in the naive twin's words."""
+    ended = sorted((w.pledge.preemptor, w.pledge.device, str(w.end)) for w in decision.pledges if w.end)
+    match decision.why:
+        case "admit":
+            task = decision.tasks[0].task
+            devices = tuple((lease.device, lease.mb) for lease in decision.leases)
+            return ("admit", task.id, task.node, devices, tuple(ended))
+        case "preempt":
+            victims = tuple(write.task.id for write in decision.tasks)
+            made = sorted((w.pledge.device, w.pledge.mb) for w in decision.pledges if not w.end)
+            return ("preempt", decision.subject, victims, tuple(made), tuple(ended))
+    return ("withdraw", decision.subject, tuple(ended))
+
+
+def whole_plan(world: World, now: float) -> Plan:
+    return plan_cycle(world, POLICY, Instant(now), budget=10_000)
+
+
+def check_pledges(world: World) -> None:
+    """Every pledge is covered by what is free and what is leaving, so its preemptor will get its room."""
+    for book in world.books.values():
+        stuck = any(h.lease.state is LeaseState.QUARANTINED for h in book.holdings.values())
+        assert stuck or book.soon_mb() >= 0, f"{book.device.key} has promised more than it will have"
+
+
+@given(clusters(), stories)
+@settings(max_examples=60, deadline=None)
+def test_the_plan_is_the_naive_twins_whatever_happened_before(world: World, story: list[Chapter]):
+    tale = Story(world)
+    for chapter in story:
+        for _ in tale.happens(chapter):
+            pass
+        expected = Naive(world, POLICY, tale.now).plan()
+        plan = whole_plan(world, tale.now)
+        assert [step_of(decision) for decision in plan.decisions] == expected
+        commit(world, plan.decisions, tale.now)
+
+
+@given(clusters(), stories, st.integers(1, 4))
+@settings(max_examples=60, deadline=None)
+def test_no_byte_is_leased_or_promised_twice_and_slices_and_orders_of_rows_do_not_matter(
+    world: World, story: list[Chapter], budget: int
+):
+    tale = Story(world)
+    for chapter in story:
+        for _ in tale.happens(chapter):
+            check_ledger(world)
+            check_pledges(world)
+        shuffled, sliced = twin(world, budget), twin(world, budget + 1)
+        plan = whole_plan(world, tale.now)
+        assert whole_plan(shuffled, tale.now) == plan
+        assert in_slices(sliced, tale.now, budget) == list(plan.decisions)
+        commit(world, plan.decisions, tale.now)
+        check_ledger(world)
+        check_pledges(world)
+
+
+def in_slices(world: World, now: float, budget: int) -> list[Decision]:
+    decisions: list[Decision] = []
+    cursor = None
+    while True:
+        plan = plan_cycle(world, POLICY, Instant(now), cursor, budget)
+        commit(world, plan.decisions, now)
+        decisions += plan.decisions
+        cursor = plan.cursor
+        if cursor is None:
+            return decisions
+
+
+@given(clusters(), stories)
+@settings(max_examples=60, deadline=None)
+def test_every_pending_task_is_answered(world: World, story: list[Chapter]):
+    tale = Story(world)
+    for chapter in story:
+        for _ in tale.happens(chapter):
+            pass
+        for task in [task for task in world.tasks.values() if task.state is TaskState.PENDING]:
+            told = explain(world, task.id, POLICY, Instant(tale.now))
+            assert told.blockers
+            assert told.reason is told.blockers[0].reason
+            fits = place(Draft(world), task, POLICY, Instant(tale.now)) is not None
+            waits = task.held or (task.not_before or 0.0) > tale.now
+            assert (told.reason is Reason.PENDING_EVALUATION) == (fits and not waits)
+        commit(world, whole_plan(world, tale.now).decisions, tale.now)
