@@ -57,7 +57,7 @@ def new_executor(settings: Settings, clock: Clock) -> Executor:
         idle_stop_seconds=ray.idle_stop_seconds,
         inherit_env=tuple(ray.inherit_env),
     )
-    return RayExecutor(options)
+    return RayExecutor(options, clock)
 
 
 def simulated_devices(settings: Settings) -> tuple[SeenDevice, ...]:

@@ -45,7 +45,10 @@ class Service:
         self._world = World()
         self._waiters = Waiters()
         self._progress: dict[TaskId, Progress] = {}
-        self._blobs = DirectoryBlobs(settings.data_dir / "blobs")
+        self._blobs = DirectoryBlobs(
+            settings.data_dir / "blobs",
+            max_bytes=max(settings.limits.result_bytes, settings.limits.checkpoint_bytes),
+        )
         self._executor = new_executor(settings, self._clock)
         self._policy = policy_of(settings)
         self._leader = self._new_leader()
