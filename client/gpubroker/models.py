@@ -305,17 +305,61 @@ class Event:
 
 
 @dataclass(frozen=True, slots=True)
-class Explanation:
-    """Why a task is where it is: a stable `reason`, a sentence, and everything else in `raw`."""
+class Blocker:
+    """One thing in a task's way. `reason` is a stable token; a lower `tier` is more structural."""
 
     reason: str
     message: str
+    tier: int = 0
+    raw: Raw = field(default_factory=dict, repr=False)
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceVerdict:
+    """What one device says to a waiting task. `need_mb` is None if it is too small even when empty."""
+
+    key: str
+    node: str
+    kind: str
+    verdict: str
+    message: str
+    index: int = 0
+    need_mb: int | None = None
+    free_mb: int = 0
+    allocatable_mb: int = 0
+    holders: tuple[Holder, ...] = ()
+    raw: Raw = field(default_factory=dict, repr=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Explanation:
+    """Why a task waits, or what it is doing. `reason` is the first blocker's; None if it does not wait."""
+
+    id: str
+    message: str
+    state: TaskState
+    reason: str | None = None
+    evaluated_at: datetime | None = None
     position: int | None = None
+    """1 is next."""
+    queue_length: int = 0
+    blockers: tuple[Blocker, ...] = ()
+    devices: tuple[DeviceVerdict, ...] = ()
     raw: Raw = field(default_factory=dict, repr=False)
 
     @classmethod
     def of(cls, raw: Raw) -> "Explanation":
-        return _of(cls, raw)
+        devices = tuple(
+            _of(DeviceVerdict, device, holders=_each(Holder, device.get("holders")))
+            for device in raw.get("devices") or ()
+        )
+        return _of(
+            cls,
+            raw,
+            state=TaskState(raw.get("state", "")),
+            blockers=_each(Blocker, raw.get("blockers")),
+            devices=devices,
+        )
 
 
 @dataclass(frozen=True, slots=True)

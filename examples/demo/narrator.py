@@ -35,9 +35,9 @@ class Narrator:
             if line := self._retold(event, labels):
                 self.says(line)
         for task in tasks:
-            reason = task.pending.message if task.pending else ""
-            if reason and self._waits.get(task.id) != reason:
-                self.says(f"{task.name:<17} waits: {reason}")
+            reason = task.pending.reason if task.pending else ""
+            if task.pending and self._waits.get(task.id) != reason:
+                self.says(f"{task.name:<17} waits: {self._with_names(task.pending.message)}")
             self._waits[task.id] = reason
 
     def first(self, kind: str, name: str) -> Event | None:
@@ -69,6 +69,11 @@ class Narrator:
                 return f"{name:<17} {event.kind.removeprefix('task.')}"
             case _:
                 return None
+
+    def _with_names(self, message: str) -> str:
+        for task, name in self._names.items():
+            message = message.replace(task, name)
+        return message
 
     def _subject(self, event: Event) -> str:
         """The id of the task an event is about: for leases and pledges it is in the key."""

@@ -316,11 +316,35 @@ STATS = {
     "position": 9,
 }
 EXPLAINED = {
+    "id": FULL_ID,
+    "state": "pending",
     "reason": "WaitingForMemory",
     "message": "needs 18.0 GiB on one GPU",
     "position": 4,
-    "devices": [{"device": "GPU-1", "free_mb": 11468, "verdict": "too little is free"}],
+    "queue_length": 7,
+    "blockers": [
+        {"reason": "WaitingForMemory", "tier": 11, "message": "needs 18.0 GiB on one GPU"},
+        {"reason": "WaitingForPreemption", "tier": 13, "message": "one run is stopping"},
+    ],
+    "devices": [
+        {
+            "node": "n1",
+            "index": 3,
+            "kind": "sim-24g",
+            "free_mb": 4096,
+            "allocatable_mb": 24576,
+            "message": "18.0 GiB are needed, 4.0 GiB are free",
+            "holders": [{"id": None, "priority": 25, "gpu_mb": 20480, "stopping": True}],
+        }
+    ],
 }
+
+EXPLAINED_SAYS = [
+    "WaitingForMemory: needs 18.0 GiB on one GPU",
+    "position 4 of 7",
+    "also WaitingForPreemption: one run is stopping",
+    "n1 3 sim-24g  4.0/24.0  another tenant 20.0 at 25 (stopping)  18.0 GiB are needed",
+]
 
 
 @pytest.mark.parametrize(

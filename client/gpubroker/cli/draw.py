@@ -25,9 +25,12 @@ _STATE_STYLES = {
 }
 
 
-def short_id(task: str) -> str:
-    """The end of an id: unlike its beginning, which is a time, it differs between tasks of one moment."""
-    return task[-_SHOWN_ID_LENGTH:]
+def short_id(task: str | None) -> str:
+    """The end of an id: unlike its beginning, which is a time, it differs between tasks of one moment.
+
+    Of another tenant's task the service tells no id.
+    """
+    return task[-_SHOWN_ID_LENGTH:] if task else "another tenant"
 
 
 def gib(mb: float) -> str:
@@ -122,16 +125,27 @@ def task(shown: Task) -> RenderableType:
 
 
 def explanation(explained: Explanation) -> RenderableType:
-    """The reason first; then every list in the answer as a table of its own."""
-    where = f"  (position {explained.position})" if explained.position else ""
-    parts: list[RenderableType] = [Text.assemble((explained.reason, "bold"), f": {explained.message}{where}")]
-    for name, rows in explained.raw.items():
-        if isinstance(rows, list) and rows and all(isinstance(row, dict) for row in rows):
-            columns = list(dict.fromkeys(key for row in rows for key in row))
-            table = _table(*(column.upper() for column in columns))
-            for row in rows:
-                table.add_row(*(Text(_cell(row.get(column))) for column in columns))
-            parts += [Text(), Text(name, style="dim"), table]
+    """The sentence; what else is in the way; and what each device says."""
+    reason = explained.reason or str(explained.raw.get("state", ""))
+    parts: list[RenderableType] = [Text.assemble((reason, "bold"), f": {explained.message}")]
+    if explained.position:
+        parts.append(Text(f"position {explained.position} of {explained.queue_length} in the queue"))
+    parts += [Text(f"also {blocker.reason}: {blocker.message}") for blocker in explained.blockers[1:]]
+    if explained.devices:
+        table = _table("GPU", "FREE GiB", "HOLDERS", "VERDICT")
+        for device in explained.devices:
+            holders = " · ".join(
+                f"{short_id(holder.id)} {gib(holder.gpu_mb)} at {holder.priority}"
+                f"{' (stopping)' if holder.stopping else ''}"
+                for holder in device.holders
+            )
+            table.add_row(
+                f"{device.node} {device.index} {device.kind}",
+                f"{gib(device.free_mb)}/{gib(device.allocatable_mb)}",
+                holders,
+                Text(device.message),
+            )
+        parts += [Text(), table]
     return Group(*parts)
 
 

@@ -1,0 +1,164 @@
+"""The SDK against the real gateway: what one says the other understands, operation by operation."""
+
+from collections.abc import AsyncIterator
+
+import cloudpickle
+import httpx
+import pytest
+from gpubroker import AsyncBroker, Refused, TaskFailed, TaskState, WaitTimeout
+
+from service.core.orders import Failure
+from service.gateway.identity import EVERY_SCOPE
+from tests.gateway.harness import Gateway
+
+
+@pytest.fixture
+async def gateway() -> AsyncIterator[Gateway]:
+    async with Gateway() as running:
+        yield running
+
+
+@pytest.fixture
+async def broker(gateway: Gateway) -> AsyncIterator[AsyncBroker]:
+    token = (await gateway.client("sdk")).headers["authorization"].removeprefix("Bearer ")
+    transport = httpx.ASGITransport(gateway.app)
+    async with AsyncBroker("http://127.0.0.1:8470", token, retry_seconds=0, transport=transport) as broker:
+        yield broker
+
+
+async def test_everything_a_submit_can_say_arrives(broker: AsyncBroker) -> None:
+    task = await broker.submit(
+        "myteam.training:fit",
+        "s3://data",
+        kwargs={"epochs": 3},
+        name="nightly",
+        priority="batch",
+        gpu_mb=1024,
+        cpu=2,
+        memory_mb=512,
+        custom={"licence": 1.0},
+        placement="spread",
+        model_type="llm",
+        labels={"run": "nightly"},
+        env={"SEED": "1"},
+        max_retries=2,
+        timeout_seconds=60,
+        grace_seconds=5,
+    )
+    assert (task.name, task.band, task.placement, task.model_type) == ("nightly", "batch", "spread", "llm")
+    assert (task.max_retries, task.timeout_seconds, task.grace_seconds) == (2, 60, 5)
+    assert (task.labels, task.run["entrypoint"]) == ({"run": "nightly"}, "myteam.training:fit")
+    assert task.resources["gpu_mb"] == 1024
+    assert task.submitted_at is not None
+    assert (await broker.get(task)).run == task.run
+
+
+async def test_commands_and_functions_arrive(broker: AsyncBroker) -> None:
+    command = await broker.submit(["ls", "-l"], working_directory="/srv")
+    assert (command.run["kind"], command.run["command"]) == ("command", ["ls", "-l"])
+    function = await broker.submit(lambda x: x + 1, 1)
+    assert (function.run["kind"], function.result_format) == ("function", "cloudpickle")
+
+
+async def test_the_same_key_is_the_same_task(broker: AsyncBroker) -> None:
+    first = await broker.submit("myteam.training:fit", idempotency_key="nightly")
+    again = await broker.submit("myteam.training:fit", idempotency_key="nightly")
+    assert first.id == again.id
+    with pytest.raises(Refused) as refused:
+        await broker.submit("myteam.training:fit", 1, idempotency_key="nightly")
+    assert refused.value.code == "idempotency-key-reused"
+
+
+async def test_a_refusal_names_what_is_wrong(broker: AsyncBroker) -> None:
+    with pytest.raises(Refused) as refused:
+        await broker.submit("myteam.training:fit", max_retries=1000)
+    assert refused.value.code == "validation-failed"
+    assert [error["pointer"] for error in refused.value.errors] == ["/max_retries"]
+    with pytest.raises(Refused) as refused:
+        await broker.submit("os:system", "ls")
+    assert refused.value.code == "entrypoint-not-allowed"
+
+
+async def test_results_come_back_as_they_were_made(gateway: Gateway, broker: AsyncBroker) -> None:
+    plain = await broker.submit("myteam.training:fit")
+    with pytest.raises(WaitTimeout):
+        await broker.wait(plain, timeout_seconds=0)
+    await gateway.end(plain.id, b'{"accuracy": 0.9}', log_tail=b"epoch 3\n")
+    assert (await broker.wait(plain)).state is TaskState.SUCCEEDED
+    assert await broker.result(plain) == {"accuracy": 0.9}
+    assert (await broker.outcome(plain)).log_tail == "epoch 3\n"
+
+    pickled = await broker.submit(len, [1, 2])
+    await gateway.end(pickled.id, cloudpickle.dumps({1, 2}), form="cloudpickle")
+    assert await broker.result(pickled) == {1, 2}
+
+
+async def test_a_failure_comes_back_as_the_task_left_it(gateway: Gateway, broker: AsyncBroker) -> None:
+    task = await broker.submit("myteam.training:fit")
+    await gateway.end(task.id, failure=Failure("exception", "no luck", "Traceback ..."))
+    with pytest.raises(TaskFailed) as failed:
+        await broker.result(task)
+    assert (failed.value.kind, failed.value.message, failed.value.traceback) == (
+        "exception",
+        "no luck",
+        "Traceback ...",
+    )
+
+
+async def test_tasks_are_changed_and_cancelled(broker: AsyncBroker) -> None:
+    task = await broker.submit("myteam.training:fit")
+    assert (await broker.change(task, priority="interactive")).band == "interactive"
+    assert (await broker.change(task, held=True)).held
+    assert (await broker.cancel(task, reason="wrong data")).state is TaskState.CANCELLED
+
+
+async def test_lists_are_filtered_and_paged(broker: AsyncBroker) -> None:
+    for number in range(5):
+        await broker.submit("myteam.training:fit", labels={"odd": str(number % 2)}, name=f"t{number}")
+    found = [task.name async for task in broker.list(labels={"odd": "1"}, state=["pending"], limit=1)]
+    assert found == ["t3", "t1"]
+    assert [task.name async for task in broker.list(name="t4", min_priority=1)] == ["t4"]
+
+
+async def test_a_waiting_task_is_explained(broker: AsyncBroker) -> None:
+    task = await broker.submit("myteam.training:fit", gpu_mb=1024)
+    explained = await broker.explain(task)
+    assert explained.reason
+    assert explained.message
+    seen = await broker.get(task)
+    assert seen.pending is not None
+    assert seen.pending.reason == explained.reason
+
+
+async def test_the_cluster_can_be_seen(gateway: Gateway, broker: AsyncBroker) -> None:
+    task = await broker.submit("myteam.training:fit", gpu_mb=10 * 1024, name="fit")
+    await gateway.admit(task.id)
+    [gpu] = await broker.gpus()
+    assert (gpu.leased_mb, gpu.free_mb + gpu.leased_mb + gpu.reserve_mb) == (10 * 1024, gpu.physical_mb)
+    assert [(holder.name, holder.gpu_mb) for holder in gpu.holders] == [("fit", 10 * 1024)]
+    [node] = await broker.nodes()
+    assert (node.name, node.ready) == ("n1", True)
+    stats = await broker.stats()
+    assert (stats.tasks["running"], stats.gpu["leased_mb"]) == (1, 10 * 1024)
+    events = [event async for event in broker.events()]
+    assert [event.position for event in events] == list(range(1, stats.position + 1))
+    mine = [event.kind async for event in broker.events(task)]
+    assert mine[:2] == ["task.submitted", "task.admitted"]
+
+
+async def test_tokens_are_made_listed_and_revoked(broker: AsyncBroker) -> None:
+    made = await broker.create_token("ci", scopes=["tasks:write"], max_priority=50, expires_in_seconds=60)
+    assert made.token is not None
+    assert made.token not in repr(made)
+    listed = {token.name: token for token in await broker.tokens()}
+    assert (listed["ci"].scopes, listed["ci"].max_priority) == (("tasks:write",), 50)
+    assert listed["ci"].expires_at is not None
+    assert listed["sdk"].scopes == (EVERY_SCOPE,)
+    await broker.revoke_token("ci")
+    assert "ci" not in [token.name for token in await broker.tokens()]
+
+
+async def test_readiness_and_shutdown(gateway: Gateway, broker: AsyncBroker) -> None:
+    assert set((await broker.ready()).values()) == {"ok"}
+    await broker.shutdown(stop_cluster=True)
+    assert gateway.shutdowns == [True]
