@@ -7,6 +7,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -27,6 +28,10 @@ class NotReady(RuntimeError):
     """A server did not come up or go down in time; the text ends with its last lines."""
 
 
+class Refused(OSError):
+    """The service answered with an error; the text holds its whole answer."""
+
+
 @dataclass(frozen=True)
 class Service:
     """A running service and the admin token it made for itself."""
@@ -41,15 +46,18 @@ class Service:
         return {"Authorization": f"Bearer {self.token}", "Content-Type": "application/json"}
 
     def ask(self, method: str, path: str, body: Any = None, *, prefer: str = "") -> Any:
-        """The JSON answer. Raises urllib.error.HTTPError for 4xx and 5xx."""
+        """The JSON answer. Raises Refused for 4xx and 5xx."""
         request = urllib.request.Request(
             f"http://127.0.0.1:{self.port}{path}",
             method=method,
             data=None if body is None else json.dumps(body).encode(),
             headers={**self.headers, "Prefer": prefer} if prefer else self.headers,
         )
-        with urllib.request.urlopen(request, timeout=90) as answer:
-            return json.loads(answer.read() or b"null")
+        try:
+            with urllib.request.urlopen(request, timeout=90) as answer:
+                return json.loads(answer.read() or b"null")
+        except urllib.error.HTTPError as error:
+            raise Refused(f"{method} {path}: {error.code} {error.read().decode()}") from None
 
     def wait_until(self, task: str, state: str) -> None:
         """Raises NotReady when the task does not reach the state in time."""
@@ -105,12 +113,10 @@ def _started(command: Sequence[str], environment: Mapping[str, str], log: Path) 
     try:
         yield process
     finally:
-        process.terminate()
-        try:
-            process.wait(STOP_SECONDS)
-        except psutil.TimeoutExpired:
-            process.kill()
-            process.wait()
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.terminate()
+            if psutil.wait_procs([process], STOP_SECONDS)[1]:
+                process.kill()
 
 
 def _wait_until_ready(process: psutil.Popen, data_dir: Path) -> Service:
