@@ -356,7 +356,7 @@ EXPLAINED_SAYS = [
         (
             f"explain {FULL_ID}",
             EXPLAINED,
-            ["WaitingForMemory: needs 18.0 GiB", "(position 4)", "too little is free"],
+            EXPLAINED_SAYS,
         ),
         (
             f"show {FULL_ID}",
