@@ -29,7 +29,10 @@ def check(demand: Demand, devices: Iterable[Device], nodes: Iterable[Node], poli
     refusal = _over_limit(demand, policy)
     if refusal is not None or not known:
         return refusal
-    return _over_devices(demand, list(devices), known) if demand.gpus else _over_nodes(demand, known)
+    if not demand.gpus:
+        return _over_nodes(demand, known)
+    names = {node.name for node in known}
+    return _over_devices(demand, [device for device in devices if device.node in names], known)
 
 
 def _over_limit(demand: Demand, policy: Policy) -> Refusal | None:
@@ -51,8 +54,8 @@ def _over_devices(demand: Demand, devices: Sequence[Device], nodes: Sequence[Nod
         return _too_large(demand, devices)
     count = {node.name: 0 for node in nodes}
     for device in large:
-        count[device.node] = count.get(device.node, 0) + 1
-    most = max(sorted(count), key=lambda name: count[name])
+        count[device.node] += 1
+    most = max(count, key=lambda name: count[name])
     if demand.gpus > count[most]:
         size = f" of {in_gib(demand.gpu_mb)}" if demand.gpu_mb is not None else ""
         message = (
@@ -60,7 +63,7 @@ def _over_devices(demand: Demand, devices: Sequence[Device], nodes: Sequence[Nod
             "ask for fewer GPUs, or split the task"
         )
         return Refusal("exceeds-capacity", message, "gpus")
-    return _over_nodes(demand, [node for node in nodes if count[node.name] >= demand.gpus] or nodes)
+    return _over_nodes(demand, [node for node in nodes if count[node.name] >= demand.gpus])
 
 
 def _too_large(demand: Demand, devices: Sequence[Device]) -> Refusal:

@@ -1,0 +1,119 @@
+"""The book of one device."""
+
+from service.core.lease import LeaseState
+from service.core.ledger import Book
+from service.core.units import Instant
+from tests.builders import NOW, a_device, a_lease, a_pledge, a_sample, a_task
+
+DEVICE = a_device(mb=100, reserve_mb=10)
+LOW = a_task("low", priority=10, fence=1)
+HIGH = a_task("high", priority=80)
+
+
+def a_book(**lease: object) -> Book:
+    """90 MiB that may be leased; `low` holds 60 of them."""
+    book = Book(DEVICE)
+    book.put(a_lease(LOW, DEVICE.key, 60, **lease))
+    return book
+
+
+def test_the_reserve_is_never_free():
+    assert Book(DEVICE).free_mb() == 90
+
+
+def test_a_holder_counts_for_its_lease_or_for_its_measured_use_whichever_is_more():
+    book = a_book()
+    book.measure(a_sample(DEVICE.key, by_holder={"low:1": 70}))
+    assert book.free_mb() == 20
+    book.measure(a_sample(DEVICE.key, by_holder={"low:1": 10}))
+    assert book.free_mb() == 30
+
+
+def test_what_was_measured_of_an_older_claim_is_not_counted_for_the_new_one():
+    book = a_book()
+    book.measure(a_sample(DEVICE.key, by_holder={"low:0": 80}))
+    assert book.free_mb() == 30
+
+
+def test_a_lease_that_changes_keeps_what_was_measured_of_its_holder():
+    book = a_book()
+    book.measure(a_sample(DEVICE.key, by_holder={"low:1": 70}))
+    book.put(a_lease(LOW, DEVICE.key, 60, state=LeaseState.RELEASING))
+    assert book.free_mb() == 20
+
+
+def test_foreign_memory_counts_as_measured_and_at_least_as_declared():
+    book = Book(a_device(mb=100, declared_foreign_mb=20))
+    assert book.free_mb() == 80
+    book.measure(a_sample(DEVICE.key, foreign_mb=30))
+    assert book.free_mb() == 70
+
+
+def test_a_new_declaration_of_foreign_memory_counts_at_once():
+    book = Book(a_device(mb=100))
+    assert book.free_mb() == 100
+    book.register(a_device(mb=100, declared_foreign_mb=40))
+    assert book.free_mb() == 60
+
+
+def test_a_released_lease_leaves_the_book():
+    book = a_book()
+    book.put(a_lease(LOW, DEVICE.key, 60, state=LeaseState.RELEASED))
+    assert book.free_mb() == 90
+    assert book.held_mb() == 0
+
+
+def test_of_a_pledge_only_what_its_victims_will_not_bring_is_kept():
+    book = Book(DEVICE)
+    book.put(a_lease(LOW, DEVICE.key, 60), HIGH.id, stopping=True)
+    pledge = a_pledge(HIGH, DEVICE.key, 70)
+    book.pledges[HIGH.id] = pledge
+    assert book.kept_free_mb(pledge) == 10
+    assert book.free_mb() == 20
+    book.put(a_lease(LOW, DEVICE.key, 60, state=LeaseState.RELEASED))
+    assert book.kept_free_mb(pledge) == 70
+    assert book.free_mb() == 20
+
+
+def test_a_pledge_is_free_for_its_preemptor_and_for_strictly_higher_priorities_only():
+    book = Book(DEVICE)
+    book.pledges[HIGH.id] = a_pledge(HIGH, DEVICE.key, 70)
+    assert book.free_mb(priority=79) == 20
+    assert book.free_mb(priority=80) == 20
+    assert book.free_mb(priority=81) == 90
+    assert book.free_mb(task=HIGH.id, priority=0) == 90
+
+
+def test_a_quarantined_victim_brings_nothing_so_its_preemptors_pledge_is_kept_in_full():
+    book = Book(DEVICE)
+    book.put(a_lease(LOW, DEVICE.key, 60, state=LeaseState.QUARANTINED), HIGH.id, stopping=True)
+    pledge = a_pledge(HIGH, DEVICE.key, 70)
+    book.pledges[HIGH.id] = pledge
+    assert book.kept_free_mb(pledge) == 70
+    assert book.soon_mb() == 30 - 70
+
+
+def test_what_is_leaving_is_free_soon_less_what_is_promised_of_it():
+    book = a_book(state=LeaseState.RELEASING)
+    assert (book.free_mb(), book.soon_mb()) == (30, 90)
+    book.pledges[HIGH.id] = a_pledge(HIGH, DEVICE.key, 70)
+    assert book.soon_mb(priority=80) == 20
+    assert book.soon_mb(priority=81) == 90
+
+
+def test_a_copy_changes_nothing_in_the_original():
+    book = a_book()
+    copy = book.copy()
+    copy.put(a_lease(HIGH, DEVICE.key, 20))
+    copy.pledges[HIGH.id] = a_pledge(HIGH, DEVICE.key, 5)
+    assert book.free_mb() == 30
+    assert copy.free_mb() == 5
+
+
+def test_a_device_is_stale_without_a_sample_and_after_three_periods():
+    book = Book(DEVICE)
+    assert book.is_stale(NOW, 2.0)
+    book.measure(a_sample(DEVICE.key, NOW))
+    assert not book.is_stale(Instant(NOW + 6.0), 2.0)
+    assert book.is_stale(Instant(NOW + 6.1), 2.0)
+    assert book.sampled_at == NOW
