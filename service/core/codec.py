@@ -3,6 +3,7 @@
 from dataclasses import fields as dataclass_fields
 from dataclasses import replace
 from enum import StrEnum
+from operator import attrgetter
 from typing import Any
 
 from service.core.device import Device, Node
@@ -13,6 +14,7 @@ from service.core.task import Demand, StopReason, Task, TaskState
 _DEMAND_DEFAULTS = Demand()
 _DEMAND_NAMES = tuple(f.name for f in dataclass_fields(Demand))
 _TASK_NAMES = tuple(f.name for f in dataclass_fields(Task))
+_task_values = attrgetter(*_TASK_NAMES)
 _DEVICE_NAMES = tuple(f.name for f in dataclass_fields(Device))
 _NODE_NAMES = tuple(f.name for f in dataclass_fields(Node))
 _LEASE_NAMES = tuple(f.name for f in dataclass_fields(Lease))
@@ -41,7 +43,9 @@ def _plain(value: Any) -> Any:
 
 def task_fields(task: Task) -> dict[str, Any]:
     """Every field of a task, for its first event and for snapshots."""
-    row = {name: _plain(getattr(task, name)) for name in _TASK_NAMES}
+    row: dict[str, Any] = dict(zip(_TASK_NAMES, _task_values(task), strict=True))
+    row["state"] = task.state.value
+    row["stop_reason"] = _plain(task.stop_reason)
     row["demand"] = demand_fields(task.demand)
     return row
 

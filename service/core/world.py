@@ -66,6 +66,8 @@ class World:
         self.queue = PendingQueue()
         self.nodes: dict[NodeName, Node] = {}
         self.books: dict[DeviceKey, Book] = {}
+        self.inventory_version = 0
+        """Rises with every new or changed row of a node or device."""
         self.by_node: dict[NodeName, list[DeviceKey]] = {}
         self.leases: dict[tuple[str, int], dict[str, Lease]] = {}
         """(holder, fence) -> its leases that are not released, by key."""
@@ -122,6 +124,7 @@ class World:
         self.books[pledge.device].pledges[pledge.preemptor] = pledge
 
     def add_device(self, device: Device) -> None:
+        self.inventory_version += 1
         known = self.books.get(device.key)
         if known is not None:
             known.register(device)
@@ -132,6 +135,7 @@ class World:
         keys.sort()
 
     def add_node(self, node: Node) -> None:
+        self.inventory_version += 1
         self.nodes[node.name] = node
         self.use.setdefault(node.name, NodeUse())
 

@@ -4,8 +4,10 @@ from typing import Any
 
 from fastapi import FastAPI, Request, Response
 from fastapi.routing import APIRoute
+from fastapi.telemetry import TelemetryConfig
 from starlette.exceptions import HTTPException
 
+from service.gateway.capacity import Capacity
 from service.gateway.document import complete
 from service.gateway.door import Door
 from service.gateway.parts import GatewayParts
@@ -28,12 +30,15 @@ from service.telemetry import Sources, Telemetry
 _RESOURCES = (tasks, outcomes, explain, events, gpus, nodes, stats, tokens, health, metrics, shutdown)
 """In the order in which paths are matched and documented; the busiest first."""
 
+_NO_TRACES: TelemetryConfig = {"tracing": False, "metrics": False, "logs": False}
+"""FastAPI would look for an OpenTelemetry provider at each request; what we measure is in `telemetry`."""
+
 
 def create_app(parts: GatewayParts) -> FastAPI:
     """The application. It starts nothing: the composition root feeds `parts.world` and `parts.waiters`."""
     app = _routed()
     telemetry = Telemetry(Sources(parts.world, parts.age_seconds, parts.term, parts.store_numbers))
-    app.state.parts = parts
+    app.state.capacity = Capacity(parts.world, parts.policy)
     app.state.telemetry = telemetry
     app.add_middleware(Door, parts=parts, telemetry=telemetry)
     app.add_exception_handler(HTTPException, _on_no_route)
@@ -46,7 +51,7 @@ def openapi_document() -> dict[str, Any]:
 
 
 def _routed() -> FastAPI:
-    app = FastAPI(docs_url=None, redoc_url=None, redirect_slashes=False)
+    app = FastAPI(docs_url=None, redoc_url=None, redirect_slashes=False, telemetry=_NO_TRACES)
     for resource in _RESOURCES:
         # Flat rather than included: FastAPI matches the routes of an included router twice per request.
         app.router.routes.extend(resource.router.routes)

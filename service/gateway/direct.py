@@ -8,7 +8,7 @@ more requests per second, and one place where every fault of a request is collec
 """
 
 import inspect
-from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from collections.abc import Callable, Mapping
 from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 from fastapi import Request, Response, Security, params
@@ -16,7 +16,11 @@ from fastapi.routing import APIRoute
 from fastapi.security import HTTPBearer
 from pydantic import BaseModel, TypeAdapter, ValidationError
 from pydantic_core import to_json
+from starlette.requests import ClientDisconnect
+from starlette.types import Receive, Send
+from starlette.types import Scope as ScopeOfRequest
 
+from service.gateway.capacity import Capacity
 from service.gateway.faults import Faulty, body_faults, parameter_faults, refused, unknown_parameter
 from service.gateway.identity import Identity, Scope
 from service.gateway.parts import GatewayParts
@@ -30,16 +34,38 @@ _JSON = "application/json"
 class Call(Request):
     """One request, with what a route needs at hand."""
 
+    async def body(self) -> bytes:
+        """All of it. Most bodies come in one piece, for which Starlette's stream of pieces is slow."""
+        if not hasattr(self, "_body"):
+            message = await self.receive()
+            pieces = [message.get("body", b"")]
+            while message.get("more_body", False):
+                message = await self.receive()
+                pieces.append(message.get("body", b""))
+            if message["type"] == "http.disconnect":
+                raise ClientDisconnect
+            self._body = b"".join(pieces)
+        return self._body
+
     @property
     def parts(self) -> GatewayParts:
-        parts: GatewayParts = self.app.state.parts
+        parts: GatewayParts = self.scope["state"]["parts"]
         return parts
+
+    @property
+    def capacity(self) -> Capacity:
+        capacity: Capacity = self.app.state.capacity
+        return capacity
 
     @property
     def identity(self) -> Identity:
         """Who asks. Only open paths have nobody, and they do not look."""
         identity: Identity = self.scope["state"]["identity"]
         return identity
+
+    def header(self, name: str) -> str | None:
+        value: bytes | None = self.scope["state"]["headers"].get(name.lower().encode())
+        return None if value is None else value.decode("latin-1")
 
     def require(self, scope: str, what_for: str = "") -> None:
         """Raises Problem if the token lacks the scope."""
@@ -82,30 +108,33 @@ Reader = Callable[[Call, bytes], Any]
 
 
 class DirectRoute(APIRoute):
-    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-        endpoint: Callable[..., Awaitable[Response]] = self.endpoint
+    def __init__(self, path: str, endpoint: Callable[..., Any], **options: Any) -> None:
+        super().__init__(path, endpoint, **options)
         needed = [need for need in self.dependencies if isinstance(need, params.Security)]
-        scopes = [scope for need in needed for scope in need.scopes or ()]
-        readers = _readers_of(endpoint, self.param_convertors)
-        has_body = self.body_field is not None
+        self._scopes = [scope for need in needed for scope in need.scopes or ()]
+        self._readers = _readers_of(endpoint, self.param_convertors)
+        self.app = self._answer
 
-        async def handle(request: Request) -> Response:
-            call = Call(request.scope, request.receive)
-            for scope in scopes:
-                call.require(scope)
-            raw = await call.body() if has_body else b""
-            arguments: dict[str, Any] = {}
-            faults: list[Fault] = []
-            for name, read in readers:
-                try:
-                    arguments[name] = read(call, raw)
-                except Faulty as faulty:
-                    faults += faulty.faults
-            if faults:
-                raise refused(faults)
-            return await endpoint(call, **arguments)
+    async def _answer(self, scope: ScopeOfRequest, receive: Receive, send: Send) -> None:
+        call = Call(scope, receive)
+        for needed in self._scopes:
+            call.require(needed)
+        response = await self.endpoint(call, **await self._arguments(call))
+        await response(scope, receive, send)
 
-        return handle
+    async def _arguments(self, call: Call) -> dict[str, Any]:
+        """What the endpoint asks for. Raises one Problem with all faults of the request."""
+        raw = b"" if self.body_field is None else await call.body()
+        arguments: dict[str, Any] = {}
+        faults: list[Fault] = []
+        for name, read in self._readers:
+            try:
+                arguments[name] = read(call, raw)
+            except Faulty as faulty:
+                faults += faulty.faults
+        if faults:
+            raise refused(faults)
+        return arguments
 
 
 def _readers_of(endpoint: Callable[..., Any], path_names: Mapping[str, Any]) -> list[tuple[str, Reader]]:
@@ -141,7 +170,7 @@ def _body_reader(model: type[BaseModel], default: Any) -> Reader:
     def read(call: Call, raw: bytes) -> Any:
         if optional and not raw:
             return default
-        _check_content_type(call.headers.get("content-type"))
+        _check_content_type(call.header("Content-Type"))
         try:
             return validate(raw)
         except ValidationError as error:
@@ -188,9 +217,14 @@ def _query_reader(model: type[Query]) -> Reader:
 
 
 def _header_reader(header: str, adapter: TypeAdapter[Any]) -> Reader:
+    """Headers are optional here: one that was not sent is None."""
+
     def read(call: Call, _raw: bytes) -> Any:
+        given = call.header(header)
+        if given is None:
+            return None
         try:
-            return adapter.validate_python(call.headers.get(header))
+            return adapter.validate_python(given)
         except ValidationError as error:
             detail = error.errors(include_url=False)[0]["msg"]
             raise Faulty([Fault(pointer=f"header:{header}", detail=detail, code="bad-header")]) from None

@@ -37,6 +37,7 @@ class Door:
         telemetry: Telemetry,
     ) -> None:
         self._app = app
+        self._parts = parts
         self._tokens = parts.identity
         self._clock = parts.clock
         self._ids = parts.ids
@@ -55,7 +56,7 @@ class Door:
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         began = time.perf_counter()
         request_id = self._ids.request(self._clock.now())
-        state = scope["state"] = {**scope.get("state", {}), "request_id": request_id}
+        state = scope["state"] = {"parts": self._parts, "request_id": request_id}
         status = 0
 
         async def leave(message: Message) -> None:
@@ -68,8 +69,8 @@ class Door:
         path = scope["path"]
         if path.endswith("/") and path != "/":
             scope["path"] = path.rstrip("/") or "/"
+        headers = state["headers"] = dict(scope["headers"])
         try:
-            headers = dict(scope["headers"])
             self._check_host(headers)
             state["identity"] = self._identity(scope["path"], headers)
             await self._app(scope, self._limited(headers, receive), leave)

@@ -1,9 +1,6 @@
 """What the operator and the token allow a submit to do. Raises Problem; says nothing about capacity."""
 
-from fnmatch import translate
-from functools import lru_cache
-from re import Pattern
-from re import compile as compile_pattern
+from fnmatch import fnmatchcase
 
 from service.gateway.direct import Call
 from service.gateway.identity import Scope
@@ -35,17 +32,12 @@ def check_priority(call: Call, priority: int) -> None:
 
 
 def _check_entrypoint(patterns: tuple[str, ...], entrypoint: str) -> None:
-    if any(pattern.fullmatch(entrypoint) for pattern in _compiled(patterns)):
+    if any(fnmatchcase(entrypoint, pattern) for pattern in patterns):
         return
     allowed = ", ".join(patterns) or "nothing yet"
     detail = f'"{entrypoint}" is not allowed; the operator allows {allowed} (setting entrypoints)'
     fault = Fault(pointer="/run/entrypoint", detail=detail, code="entrypoint-not-allowed")
     raise Problem("entrypoint-not-allowed", detail, errors=[fault])
-
-
-@lru_cache(maxsize=8)
-def _compiled(patterns: tuple[str, ...]) -> tuple[Pattern[str], ...]:
-    return tuple(compile_pattern(translate(pattern)) for pattern in patterns)
 
 
 def _check_python(parts: GatewayParts, run: Function) -> None:

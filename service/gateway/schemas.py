@@ -104,6 +104,8 @@ Labels = Annotated[dict[LabelKey, LabelValue], Field(max_length=32)]
 
 
 class Body(BaseModel):
+    """Defaults are immutable or made by a factory: pydantic would copy a `{}` for each request."""
+
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, frozen=True)
 
 
@@ -118,8 +120,8 @@ class Entrypoint(Body):
         ),
         Field(description="`module:function`; may be `async def`.", examples=["myteam.training:train"]),
     ]
-    args: Annotated[list[JsonValue], Field(max_length=10_000)] = []
-    kwargs: dict[str, JsonValue] = {}
+    args: Annotated[list[JsonValue], Field(max_length=10_000)] = Field(default_factory=list)
+    kwargs: dict[str, JsonValue] = Field(default_factory=dict)
 
 
 class Command(Body):
@@ -194,7 +196,7 @@ class Resources(Body):
     custom: Annotated[
         dict[LabelKey, Annotated[float, Field(gt=0, le=1e9)]],
         Field(max_length=32, description="Amounts of resources that the operator named."),
-    ] = {}
+    ] = Field(default_factory=dict)
 
     @property
     def wants_gpu(self) -> bool:
@@ -227,8 +229,8 @@ class SubmitTask(Body):
     max_retries: Annotated[int, Field(ge=0, le=100)] | None = None
     timeout_seconds: Annotated[float, Field(gt=0, le=30 * _DAY_SECONDS)] | None = None
     grace_seconds: GraceSeconds | None = None
-    labels: Labels = {}
-    env: Env = {}
+    labels: Labels = Field(default_factory=dict)
+    env: Env = Field(default_factory=dict)
     result_format: Literal["json", "cloudpickle"] = "json"
 
 

@@ -30,6 +30,7 @@ from service.ports import Progress, RunSpec, TaskRecord
 
 SHARED_BELOW_CPU = 1.0
 """An entrypoint that asks for less than one CPU, and for no GPU and no env, may share a warm process."""
+_STRICT_JSON = json.JSONEncoder(allow_nan=False, ensure_ascii=False, separators=(",", ":"))
 
 
 def demand_of(resources: Resources, placement: str, defaults: Defaults) -> Demand:
@@ -72,18 +73,12 @@ def arguments_of(run: Entrypoint | Command | Function) -> bytes:
     match run:
         case Entrypoint():
             try:
-                text = json.dumps(
-                    {"args": run.args, "kwargs": run.kwargs},
-                    allow_nan=False,
-                    ensure_ascii=False,
-                    separators=(",", ":"),
-                )
+                return _STRICT_JSON.encode({"args": run.args, "kwargs": run.kwargs}).encode()
             except ValueError:
                 detail = (
                     "arguments must be JSON values; NaN, Infinity and numbers beyond 64-bit floats are none"
                 )
                 raise refused([Fault(pointer="/run", detail=detail, code="finite-number")]) from None
-            return text.encode()
         case Function():
             return run.function
         case Command():

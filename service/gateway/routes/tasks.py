@@ -6,19 +6,16 @@ from typing import Annotated, Any
 
 from fastapi import APIRouter, Header, Query, Response
 
-from service.core.admission import check
 from service.core.plan import Request
-from service.core.policy import Policy
 from service.core.reasons import Reason
-from service.core.task import Demand, Task, TaskState
+from service.core.task import Task, TaskState
 from service.core.units import TaskId
-from service.core.world import World
 from service.gateway.cursor import filter_hash, read_cursor, write_cursor
 from service.gateway.direct import Call, DirectRoute, answer, needs, problems
 from service.gateway.identity import Scope
 from service.gateway.lookup import at_its_end, find, finished_view, live_of, reread
 from service.gateway.permission import check_priority, check_run
-from service.gateway.problems import Fault, Problem
+from service.gateway.problems import Problem
 from service.gateway.schemas import CancelTask, ChangeTask, SubmitTask, TaskQuery
 from service.gateway.translate import Live, arguments_of, demand_of, spec_of, task_of, task_view
 from service.gateway.views import TaskPage, TaskView
@@ -92,7 +89,7 @@ async def submit_task(
     task = task_of(body, demand, call.identity.tenant, parts.defaults, id=parts.ids.task(now), now=now)
     check_run(call, body.run)
     check_priority(call, task.priority)
-    check_capacity(parts.world, parts.policy, demand)
+    call.capacity.check(demand)
     submission = await _submission(call, body, task, idempotency_key)
     outcome = await parts.store.submit(submission)
     wait_seconds, headers = _wait_of(prefer, parts.limits.wait_seconds)
@@ -116,15 +113,6 @@ async def submit_task(
     if record.task.is_terminal:
         return answer(await finished_view(parts, record), 201, headers)
     return answer(task_view(record, live_of(parts, record.task)), 202, headers)
-
-
-def check_capacity(world: World, policy: Policy, demand: Demand) -> None:
-    """Raises Problem for a demand that no device, node or limit could ever satisfy."""
-    devices = [book.device for book in world.books.values()]
-    refusal = check(demand, devices, world.nodes.values(), policy)
-    if refusal is not None:
-        fault = Fault(pointer=f"/resources/{refusal.field}", detail=refusal.message, code=refusal.code)
-        raise Problem(refusal.code, refusal.message, errors=[fault])
 
 
 async def _submission(call: Call, body: SubmitTask, task: Task, idempotency_key: str | None) -> Submission:
