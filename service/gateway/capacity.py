@@ -1,0 +1,40 @@
+"""Whether a demand could ever run here, remembered per demand: a large cluster is not searched per submit."""
+
+from service.core.admission import Refusal, check
+from service.core.policy import Policy
+from service.core.task import Demand
+from service.core.world import World
+from service.gateway.problems import Fault, Problem
+
+REMEMBERED = 4096
+"""Distinct demands; with more, all are forgotten and learned again."""
+
+
+class Capacity:
+    """Answers from one inventory of nodes and devices until that changes."""
+
+    def __init__(self, world: World, policy: Policy) -> None:
+        self._world = world
+        self._policy = policy
+        self._known: dict[Demand, Refusal | None] = {}
+        self._inventory_version = -1
+
+    def check(self, demand: Demand) -> None:
+        """Raises Problem for a demand that no device, node or limit could ever satisfy."""
+        refusal = self._refusal(demand)
+        if refusal is not None:
+            fault = Fault(pointer=f"/resources/{refusal.field}", detail=refusal.message, code=refusal.code)
+            raise Problem(refusal.code, refusal.message, errors=[fault])
+
+    def _refusal(self, demand: Demand) -> Refusal | None:
+        world = self._world
+        if self._inventory_version != world.inventory_version or len(self._known) >= REMEMBERED:
+            self._known.clear()
+            self._inventory_version = world.inventory_version
+        try:
+            return self._known[demand]
+        except KeyError:
+            devices = [book.device for book in world.books.values()]
+            refusal = check(demand, devices, world.nodes.values(), self._policy)
+            self._known[demand] = refusal
+            return refusal
