@@ -6,7 +6,7 @@ from dataclasses import fields
 from typing import Any
 
 from pydantic_core import from_json
-from sqlalchemy import Connection, Double, Executable, Select, and_, extract, func, or_, select
+from sqlalchemy import Connection, Double, Executable, Select, and_, bindparam, extract, func, or_, select
 
 from service.adapters.sql import rows, tables
 from service.adapters.sql.statements import EVENT
@@ -41,19 +41,37 @@ _RECORD = (
     .join(_spec, _spec.c.task == _task.c.id)
     .outerjoin(_outcome, and_(_outcome.c.task == _task.c.id, _outcome.c.fence == _NEWEST))
 )
+# Fixed statements with parameters: building one anew costs more than running it.
+_ONE_RECORD = _RECORD.where(_task.c.id == bindparam("task"))
+_NEWEST_OUTCOME = (
+    select(_outcome).where(_outcome.c.task == bindparam("task")).order_by(_outcome.c.fence.desc()).limit(1)
+)
+_CHECKPOINTS = (
+    select(*(tables.checkpoint.c[field.name] for field in fields(StoredCheckpoint)))
+    .where(tables.checkpoint.c.task == bindparam("task"))
+    .order_by(tables.checkpoint.c.fence.desc(), tables.checkpoint.c.sequence.desc())
+)
+_EVENTS = (
+    select(*EVENT)
+    .where(tables.event.c.position > bindparam("after"))
+    .order_by(tables.event.c.position)
+    .limit(bindparam("most"))
+)
+_EVENTS_OF_TASK = _EVENTS.where(tables.event.c.task == bindparam("task"))
+_HEAD = select(tables.log_head.c.position)
 _NOW = select(extract("epoch", func.clock_timestamp()).cast(Double))
 _TASK_NAMES = tuple(column.name for column in TASK)
 
 
-def _found(connection: Connection, query: Executable) -> list[dict[str, Any]]:
+def _found(connection: Connection, query: Executable, **values: Any) -> list[dict[str, Any]]:
     """The rows by column name."""
-    result = connection.execute(query)
+    result = connection.execute(query, values)
     names = tuple(result.keys())
     return [dict(zip(names, row, strict=True)) for row in result]
 
 
 def record(connection: Connection, task: TaskId) -> TaskRecord | None:
-    return next((_record_of(row) for row in _found(connection, _RECORD.where(_task.c.id == task))), None)
+    return next((_record_of(row) for row in _found(connection, _ONE_RECORD, task=task)), None)
 
 
 def records(connection: Connection, wanted: TaskFilter) -> Sequence[TaskRecord]:
@@ -105,8 +123,7 @@ def specs(connection: Connection, tasks: Sequence[TaskId]) -> Mapping[TaskId, Ru
 
 
 def result(connection: Connection, task: TaskId) -> StoredResult | None:
-    newest = select(_outcome).where(_outcome.c.task == task).order_by(_outcome.c.fence.desc()).limit(1)
-    found = _found(connection, newest)
+    found = _found(connection, _NEWEST_OUTCOME, task=task)
     if not found:
         return None
     row = found[0]
@@ -121,22 +138,17 @@ def result(connection: Connection, task: TaskId) -> StoredResult | None:
 
 
 def checkpoints(connection: Connection, task: TaskId) -> Sequence[StoredCheckpoint]:
-    saved = tables.checkpoint.c
-    query = select(saved.sequence, saved.at, saved.digest, saved.size_bytes, saved.uri)
-    newest_first = query.where(saved.task == task).order_by(saved.fence.desc(), saved.sequence.desc())
-    return [StoredCheckpoint(*row) for row in connection.execute(newest_first)]
+    return [StoredCheckpoint(*row) for row in connection.execute(_CHECKPOINTS, {"task": task})]
 
 
 def events(connection: Connection, after: Position, limit: int, task: TaskId | None) -> Sequence[Event]:
-    query = select(*EVENT).where(tables.event.c.position > after)
-    if task is not None:
-        query = query.where(tables.event.c.task == task)
-    found = connection.execute(query.order_by(tables.event.c.position).limit(limit))
+    query = _EVENTS if task is None else _EVENTS_OF_TASK
+    found = connection.execute(query, {"after": after, "most": limit, "task": task})
     return [rows.event_of_row(row) for row in found]
 
 
 def head(connection: Connection) -> Position:
-    return Position(connection.execute(select(tables.log_head.c.position)).scalar_one())
+    return Position(connection.execute(_HEAD).scalar_one())
 
 
 def tokens(connection: Connection) -> Sequence[TokenRow]:

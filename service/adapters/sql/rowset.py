@@ -6,7 +6,7 @@ lengths, PostgreSQL as one JSON parameter. Both were measured; see docs/decision
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
@@ -43,6 +43,15 @@ class SetStatement:
     """(the dialect's `insert`, the rows as a table `r`) -> the statement."""
     exact: bool = False
     """Every row given must be written; one that is not was changed or taken by somebody else."""
+    names: tuple[str, ...] = field(init=False)
+    binary: tuple[int, ...] = field(init=False)
+    """Places of the columns that hold bytes."""
+
+    def __post_init__(self) -> None:
+        # Plain strings: the names of a Table's columns are of a class that is slow as a key.
+        object.__setattr__(self, "names", tuple(str(c.name) for c in self.columns))
+        places = (at for at, c in enumerate(self.columns) if isinstance(c.type, LargeBinary))
+        object.__setattr__(self, "binary", tuple(places))
 
 
 def sqlite_chunks(rows: Sequence[Row]) -> Iterator[Sequence[Row]]:
@@ -75,11 +84,9 @@ def postgres_text(statement: SetStatement) -> str:
 
 
 def postgres_rows(statement: SetStatement, rows: Sequence[Row]) -> str:
-    names = tuple(c.name for c in statement.columns)
-    binary = [at for at, c in enumerate(statement.columns) if isinstance(c.type, LargeBinary)]
-    if binary:
-        rows = [_with_hex(row, binary) for row in rows]
-    return to_json([dict(zip(names, row, strict=True)) for row in rows]).decode()
+    if statement.binary:
+        rows = [_with_hex(row, statement.binary) for row in rows]
+    return to_json([dict(zip(statement.names, row, strict=True)) for row in rows]).decode()
 
 
 def _with_hex(row: Row, binary: Sequence[int]) -> Row:
