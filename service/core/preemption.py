@@ -139,8 +139,10 @@ def _on_devices(
         victims = cheapest(found, suffices)
     elif suffices(found):
         targets, union = _cheapest_devices(targets, gpus, found)
-        order = [*union, *(candidate for candidate in found if candidate not in union)]
-        victims = filled_back(order, lambda gone: suffices(gone, targets))
+        # Beyond them somebody must leave only if CPU, host memory or run slots are short as well.
+        rest = [candidate for candidate in found if candidate not in union]
+        rest.sort(key=lambda candidate: (candidate.lost, -candidate.task.demand.cpu, candidate.task.id))
+        victims = filled_back([*union, *rest], lambda gone: suffices(gone, targets))
     else:
         victims = None
     if victims is None:
