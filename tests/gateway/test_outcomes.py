@@ -6,6 +6,9 @@ import base64
 import pytest
 
 from service.core.orders import Failure
+from service.core.task import TaskState
+from service.core.units import TaskId
+from service.gateway.lookup import at_its_end
 from tests.gateway.harness import PATIENCE_SECONDS, Client, Gateway, before, fault, problem, until
 
 
@@ -141,3 +144,12 @@ async def test_the_result_of_what_still_runs_is_refused_with_the_way_to_wait(api
     document = problem(await api.get(f"/tasks/{task_id}/result"), 409, "task-not-finished")
     assert f"/tasks/{task_id}/wait" in document["detail"]
     assert document["retryable"] is True
+
+
+async def test_an_end_between_reading_and_waiting_is_not_missed(gateway: Gateway, api: Client) -> None:
+    task_id = await api.submit()
+    read_before = await gateway.store.record(TaskId(task_id))
+    assert read_before is not None
+    await gateway.end(task_id)
+    ended = await before(PATIENCE_SECONDS, at_its_end(gateway.parts, read_before, 60))
+    assert ended.task.state is TaskState.SUCCEEDED

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from tests.builders import GIB
+from service.core.plan import Decision
+from tests.builders import GIB, a_device
 from tests.gateway.harness import Client, Gateway, a_body, fault, problem
 
 PICKLED = base64.b64encode(b"pickle").decode()
@@ -266,3 +267,10 @@ async def test_nothing_that_was_refused_is_stored(gateway: Gateway, api: Client)
     await api.post("/tasks", json=a_body(priority=101))
     await api.post("/tasks", json=a_body(resources={"gpu_mb": 90 * GIB}))
     assert not gateway.world.tasks
+
+
+async def test_a_larger_device_that_joins_lifts_the_refusal(gateway: Gateway, api: Client) -> None:
+    body = a_body(resources={"gpu_mb": 90 * GIB})
+    problem(await api.post("/tasks", json=body), 422, "exceeds-capacity")
+    await gateway.commit(Decision("n1", "node_seen", devices=(a_device("gpu1", mb=141 * GIB),)))
+    assert (await api.post("/tasks", json=body)).status_code == 202
