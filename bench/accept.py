@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from bench.load import Load, Measured, Target
 from bench.measuring import Figure, Pair, median_ratio, percentile, say
 from bench.postgres import postgres
-from bench.processes import Service, bare_app, service, settle
+from bench.processes import SQLITE_DURABILITY, Service, bare_app, service, settle
 
 DEVICE_MB = 24_576
 
@@ -31,7 +31,7 @@ def add_options(parser: ArgumentParser) -> None:
 def measure(options: Namespace) -> Iterator[Figure]:
     if options.database in ("sqlite", "both"):
         with full_service() as running:
-            yield from rounds_against_bare(running, "sqlite", "WAL, synchronous=FULL", options)
+            yield from rounds_against_bare(running, "sqlite", SQLITE_DURABILITY, options)
     if options.database in ("postgres", "both"):
         with postgres() as (url, durability), full_service(DATABASE_URL=url) as running:
             yield from rounds_against_bare(running, "postgres", durability, options)
@@ -71,13 +71,14 @@ def rounds_against_bare(running: Service, name: str, durability: str, options: N
             settle(running.process)
             return posted.must_all_be(202), constant.must_all_be(200)
 
-        one_round(0.5 * options.seconds)
+        warm_up, _ = one_round(0.5 * options.seconds)
         for number in range(1, options.rounds + 1):
             posted, constant = one_round(options.seconds)
             accepted.append(posted)
             pairs.append(Pair(posted.per_second, constant.per_second))
             say(f"  {name} round {number}: {posted.per_second:,.0f}/s, bare {constant.per_second:,.0f}/s")
     latencies = [ms for measured in accepted for ms in measured.latencies_ms]
+    must_be_queued(running, len(latencies) + len(warm_up.latencies_ms))
     yield Figure(
         bench="accept",
         figure=f"accept.{name}",
@@ -96,3 +97,10 @@ def rounds_against_bare(running: Service, name: str, durability: str, options: N
         n=len(latencies),
         durability=durability,
     )
+
+
+def must_be_queued(running: Service, accepted: int) -> None:
+    """An answer without its task would make every figure here worthless. Raises RuntimeError."""
+    queued = running.ask("GET", "/stats")["tasks"]["pending"]
+    if queued != accepted:
+        raise RuntimeError(f"{accepted} tasks were accepted and {queued} are queued")

@@ -12,7 +12,7 @@ from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator
 
 from bench.measuring import Figure, percentile, say
-from bench.processes import Service, service
+from bench.processes import SQLITE_DURABILITY, Service, service
 
 DEVICE_MB = 24_576
 
@@ -38,8 +38,8 @@ def measure(options: Namespace) -> Iterator[Figure]:
             waits_ms.append(preempted_in_ms(running))
             say(f"  preemption {number}: {waits_ms[-1]:.0f} ms")
         running.ask("POST", f"/tasks/{victim}/cancel", {"grace_seconds": 0})
-    yield Figure("preempt", "preempt.p50_ms", statistics.median(waits_ms), "ms", len(waits_ms))
-    yield Figure("preempt", "preempt.p90_ms", percentile(waits_ms, 90), "ms", len(waits_ms))
+    for figure, value in (("p50", statistics.median(waits_ms)), ("p90", percentile(waits_ms, 90))):
+        yield Figure("preempt", f"preempt.{figure}_ms", value, "ms", len(waits_ms), SQLITE_DURABILITY)
 
 
 def preempted_in_ms(running: Service) -> float:

@@ -21,6 +21,8 @@ ROOT = Path(__file__).resolve().parents[1]
 START_SECONDS = 90.0
 STOP_SECONDS = 60.0
 
+SQLITE_DURABILITY = "SQLite, journal_mode=WAL, synchronous=FULL"
+
 T = TypeVar("T")
 
 
