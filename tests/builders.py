@@ -74,8 +74,8 @@ def a_lease(task: Task, device: str | DeviceKey, mb: int, **fields: Any) -> Leas
 
 
 def a_pledge(preemptor: Task, device: str | DeviceKey, mb: int, **fields: Any) -> Pledge:
-    facts = {"made_at": NOW, "deadline_at": Instant(NOW + 30.0), **fields}
-    return Pledge(preemptor.id, key(device), Mib(mb), preemptor.priority, preemptor.tenant, **facts)
+    facts = {"priority": preemptor.priority, "made_at": NOW, "deadline_at": Instant(NOW + 30.0), **fields}
+    return Pledge(preemptor.id, key(device), Mib(mb), tenant=preemptor.tenant, **facts)
 
 
 def a_sample(device: str | DeviceKey, at: float = NOW, **fields: Any) -> DeviceSample:
@@ -188,12 +188,12 @@ def _append(world: World, events: Iterable[NewEvent], now: float | None = None) 
 
 
 def let_go(world: World, task: str, *, requeue: bool = True) -> None:
-    """The run is confirmed gone: its leases are released and it is pending again (or cancelled)."""
+    """The run is confirmed gone: its leases are released, and it is pending again (or it has succeeded)."""
     row = world.tasks[TaskId(task)]
     cleared = {"node": None, "stop_reason": None, "stop_deadline_at": None, "freeing_for": None}
     writes: list[TaskWrite] = []
     if not row.is_terminal:
-        what = Move.REQUEUED if requeue else Move.CANCELLED
+        what = Move.REQUEUED if requeue else Move.SUCCEEDED
         writes.append(write_move(row, what, **cleared))
     leases = [move_lease(lease, LeaseState.RELEASED) for lease in world.leases_of(row)]
     commit(world, Decision(row.id, "gone", tasks=tuple(writes), leases=tuple(leases)))
