@@ -110,6 +110,7 @@ class DefaultSettings(Section):
 
     priority: Annotated[int, Field(ge=0, le=100)] = 50
     cpu: Annotated[float, Field(ge=0)] = 1.0
+    """For tasks without a GPU; those with one take none unless they say so."""
     max_retries: Annotated[int, Field(ge=0, le=100)] = 0
     grace_seconds: Annotated[float, Field(ge=0, le=3600)] = 30.0
 

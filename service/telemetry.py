@@ -25,10 +25,14 @@ from service.core.world import World
 
 LOG_FIELDS: Mapping[str, str] = {
     "request": "id of the HTTP request, as in the Request-Id header",
+    "path": "path of the HTTP request",
     "task": "id of the task",
-    "node": "name of the node",
-    "device": "key of the device: cluster/node/uuid",
+    "sequence": "number of a checkpoint within its run",
+    "digest": "sha256 of an object's bytes",
+    "expected": "the digest that was announced",
+    "found": "the digest of the bytes that came",
     "term": "number of the unbroken spell of leadership",
+    "reports": "how many reports of node agents",
     "subject": "task or node that a decision is about",
     "why": "stable token of a decision's reason",
     "fault": "what went wrong, as text",

@@ -34,14 +34,15 @@ _STRICT_JSON = json.JSONEncoder(allow_nan=False, ensure_ascii=False, separators=
 
 
 def demand_of(resources: Resources, placement: str, defaults: Defaults) -> Demand:
-    """A GPU size without a number of GPUs means one; CPU that is left out becomes the default."""
+    """A GPU size without a number of GPUs means one. CPU that is left out is the default, or none on a GPU."""
     gpus = resources.gpus if resources.gpus is not None else int(resources.wants_gpu)
+    cpu = 0.0 if gpus else defaults.cpu
     return Demand(
         gpus=gpus,
         gpu_mb=None if resources.gpu_mb is None else Mib(resources.gpu_mb),
         gpu_fraction=resources.gpu_fraction,
         exclusive=resources.exclusive,
-        cpu=defaults.cpu if resources.cpu is None else resources.cpu,
+        cpu=cpu if resources.cpu is None else resources.cpu,
         memory_mb=Mib(resources.memory_mb),
         custom=tuple(sorted(resources.custom.items())),
         placement=placement,

@@ -54,7 +54,7 @@ def test_a_task_that_does_not_fit_says_why_and_cancelling_it_is_immediate(
     until(lambda: all(broker.get(task.id).state == "running" for task in holders), "both devices are taken")
     waiting = broker.submit("tests.e2e.work:add", 1, 1, gpu_mb=1000)
     explained = broker.explain(waiting.id)
-    assert explained["reason"] == "WaitingForMemory"
+    assert explained.reason == "WaitingForMemory"
     assert broker.cancel(waiting.id).state == "cancelled"
     for holder in holders:
         broker.cancel(holder.id)

@@ -78,7 +78,7 @@ def test_memory_is_not_promised_twice_while_a_run_outlives_the_service(
 
     broker = service.broker
     third = broker.submit("tests.e2e.work:hold", kwargs=work, gpu_mb=20_000)
-    assert broker.explain(third.id)["reason"] == "WaitingForMemory"
+    assert broker.explain(third.id).reason == "WaitingForMemory"
     assert [gpu.leased_mb for gpu in broker.gpus()] == [20_000, 20_000]
     assert len(lines(witness)) == 2
     flag.touch()

@@ -78,6 +78,11 @@ async def test_a_gpu_size_without_a_number_means_one_gpu(api: Client, size: dict
     assert task["resources"]["gpus"] == 1
 
 
+async def test_a_gpu_task_that_states_no_cpu_takes_none(api: Client) -> None:
+    task = (await api.post("/tasks", json=a_body(resources={"gpu_mb": 1024}))).json()
+    assert task["resources"]["cpu"] == 0.0
+
+
 @pytest.mark.parametrize(
     ("name", "number"),
     [("critical", 95), ("interactive", 79), ("batch", 54), ("background", 24), ("idle", 4)],
