@@ -1,12 +1,15 @@
 """What keeps a task from being placed right now, most structural first, in words for people."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from service.core.admission import check
 from service.core.reasons import Reason
 from service.core.survey import OPEN, DeviceFinding, NodeFinding, Survey, Verdict
 from service.core.units import in_gib
+
+_SETTLED_BY_PLEDGES = frozenset({Reason.FRAGMENTED, Reason.WAITING_FOR_MEMORY, Reason.BEHIND_HIGHER_PRIORITY})
+"""Memory is on its way to a task that has pledges; it need not hear that there is none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,20 +29,26 @@ def room_blockers(seen: Survey) -> list[Blocker]:
     refusal = check(demand, devices, world.nodes.values(), seen.policy)
     if refusal is not None:
         return [Blocker(Reason.EXCEEDS_CAPACITY, refusal.message)]
-    nodes = [node for node in seen.nodes if node.is_large_enough]
     blockers = _custom(seen)
-    structural = _structural(seen, nodes)
+    large = [node for node in seen.nodes if node.is_large_enough]
+    structural = _structural(seen, large)
     if structural is not None:
-        return [structural, *blockers]
-    nodes = [node for node in nodes if _is_open(node, demand.gpus)]
-    roomy = [node for node in nodes if node.count(Verdict.FITS) >= demand.gpus]
-    if not any(node.has_headroom for node in roomy or nodes):
-        blockers.append(_no_headroom(seen, roomy or nodes))
-    if seen.draft.pledges_of(seen.task.id) and (blockers or not roomy):
+        blockers.append(structural)
+    else:
+        blockers += _lack_of_room(seen, [node for node in large if _is_open(node, demand.gpus)])
+    if blockers and seen.draft.pledges_of(seen.task.id):
+        blockers = [b for b in blockers if b.reason not in _SETTLED_BY_PLEDGES]
         blockers.append(_waiting_for_preemption(seen))
-    elif not roomy:
-        blockers.append(_no_memory(seen, nodes))
     return sorted(blockers, key=lambda blocker: blocker.tier)
+
+
+def _lack_of_room(seen: Survey, nodes: list[NodeFinding]) -> Iterator[Blocker]:
+    """`nodes`: those that could take the task if they had room."""
+    roomy = [node for node in nodes if node.count(Verdict.FITS) >= seen.task.demand.gpus]
+    if not any(node.has_headroom for node in roomy or nodes):
+        yield _no_headroom(seen, roomy or nodes)
+    if not roomy:
+        yield _no_memory(seen, nodes)
 
 
 def _is_open(node: NodeFinding, gpus: int) -> bool:
@@ -141,10 +150,10 @@ def _kept_for_others(node: NodeFinding) -> Blocker:
 
 
 def _needs(seen: Survey, smallest_mb: int) -> str:
-    demand = seen.task.demand
-    each = "one GPU" if demand.gpus == 1 else f"each of {demand.gpus} GPUs of one node"
-    if demand.takes_whole_devices:
-        return f"needs all of {each}"
+    gpus = seen.task.demand.gpus
+    if seen.task.demand.takes_whole_devices:
+        return "needs a whole GPU" if gpus == 1 else f"needs {gpus} whole GPUs of one node"
+    each = "one GPU" if gpus == 1 else f"each of {gpus} GPUs of one node"
     return f"needs {in_gib(smallest_mb)} on {each}"
 
 

@@ -1,0 +1,307 @@
+"""What people are told about a task that waits."""
+
+from typing import Any
+
+import pytest
+
+from service.core.cycle import plan_cycle
+from service.core.explain import Explanation, explain
+from service.core.lease import LeaseState
+from service.core.policy import Policy
+from service.core.reasons import Reason
+from service.core.survey import Verdict
+from service.core.task import StopReason, TaskState
+from service.core.units import Instant, TaskId
+from service.core.world import World
+from tests.builders import (
+    GIB,
+    NOW,
+    a_device,
+    a_lease,
+    a_node,
+    a_pledge,
+    a_sample,
+    a_task,
+    a_world,
+    commit,
+    holding,
+)
+
+POLICY = Policy(custom_limits=(("licence", 4.0),))
+
+
+def told(world: World, task: str = "new", *, now: float = NOW) -> Explanation:
+    return explain(world, TaskId(task), POLICY, Instant(now))
+
+
+def reasons(explanation: Explanation) -> list[Reason]:
+    return [blocker.reason for blocker in explanation.blockers]
+
+
+def test_a_task_that_waits_for_memory_is_told_what_it_needs_and_the_largest_free_block():
+    world = a_world(
+        a_device(),
+        a_device("gpu1"),
+        holding(a_task("a", gpu_mb=70 * GIB), "gpu0"),
+        holding(a_task("b", gpu_mb=76 * GIB), "gpu1"),
+        a_task("new", gpu_mb=18 * GIB),
+    )
+    explanation = told(world)
+    assert explanation.reason is Reason.WAITING_FOR_MEMORY
+    assert explanation.message == "needs 18.0 GiB on one GPU; the largest free block is 10.0 GiB (n1/gpu0)"
+    assert (explanation.position, explanation.queue_length, explanation.evaluated_at) == (1, 1, NOW)
+
+
+def test_free_memory_in_pieces_is_told_as_such():
+    world = a_world(
+        a_device(),
+        a_device("gpu1"),
+        holding(a_task("a", gpu_mb=70 * GIB), "gpu0"),
+        holding(a_task("b", gpu_mb=68 * GIB), "gpu1"),
+        a_task("new", gpu_mb=18 * GIB),
+    )
+    message = (
+        "needs 18.0 GiB on one GPU; 22.0 GiB are free in all, but the largest block is 12.0 GiB (n1/gpu1)"
+    )
+    assert (told(world).reason, told(world).message) == (Reason.FRAGMENTED, message)
+
+
+def test_whole_gpus_in_pieces_are_told_with_the_best_node():
+    world = a_world(
+        a_device("gpu0", "n1"),
+        a_device("gpu1", "n1"),
+        a_device("gpu0", "n2"),
+        a_device("gpu1", "n2"),
+        holding(a_task("a", gpus=1), "n1/gpu0", mb=80 * GIB),
+        holding(a_task("b", gpus=1), "n2/gpu1", mb=80 * GIB),
+        a_task("new", gpus=2),
+    )
+    assert told(world).reason is Reason.FRAGMENTED
+    assert told(world).message == (
+        "needs 2 whole GPUs of one node; 160.0 GiB are free in all, "
+        "but the largest block is 80.0 GiB (n2/gpu0) and no node has more than 1 GPUs with room"
+    )
+
+
+def test_memory_that_is_coming_is_pointed_out():
+    over = a_task("over", gpu_mb=60 * GIB, fence=1)
+    releasing = a_lease(over, "gpu0", 60 * GIB, state=LeaseState.RELEASING)
+    world = a_world(a_device(), releasing, a_task("new", gpu_mb=30 * GIB))
+    assert "which is being released on n1/gpu0" in told(world).message
+
+
+def test_memory_kept_for_a_preemptor_is_told_with_its_name_and_priority():
+    preemptor = a_task("first", priority=80, gpu_mb=60 * GIB)
+    world = a_world(
+        a_device(), preemptor, a_pledge(preemptor, "gpu0", 60 * GIB), a_task("new", gpu_mb=30 * GIB)
+    )
+    assert told(world).reason is Reason.BEHIND_HIGHER_PRIORITY
+    assert told(world).message == "what is free on n1/gpu0 is kept for first (priority 80)"
+    assert told(world).devices[0].message == "what is free is kept for first"
+
+
+def test_a_preemptor_is_told_its_victims_and_their_deadline():
+    world = a_world(
+        *(holding(a_task(f"low{n}", priority=10, gpu_mb=20 * GIB), "gpu0") for n in range(4)),
+        a_device(),
+        a_task("new", priority=80, gpu_mb=70 * GIB),
+    )
+    commit(world, plan_cycle(world, POLICY, NOW).decisions)
+    assert reasons(told(world)) == [Reason.WAITING_FOR_PREEMPTION]
+    world.measure([a_sample("gpu0", NOW + 35.0)])
+    assert told(world, now=NOW + 10.0).message == (
+        "70.0 GiB on n1/gpu0 are kept for it; waits for low0, low1, low2 and 1 more to stop (within 20 s)"
+    )
+    assert "(due 5 s ago)" in told(world, now=NOW + 35.0).message
+
+
+def test_a_preemptor_is_told_what_else_stands_in_its_way():
+    waiting = a_task("new", priority=80, gpu_mb=60 * GIB)
+    world = a_world(a_device(), waiting, a_pledge(waiting, "gpu0", 60 * GIB))
+    assert reasons(told(world, now=NOW + 60.0)) == [Reason.BACKEND_UNAVAILABLE, Reason.WAITING_FOR_PREEMPTION]
+
+
+def test_a_preemptor_whose_victims_have_ended_waits_for_what_is_leaving():
+    waiting = a_task("new", priority=80, gpu_mb=60 * GIB)
+    over = a_task("over", gpu_mb=60 * GIB, fence=1, freeing_for="new", state=TaskState.SUCCEEDED)
+    releasing = a_lease(over, "gpu0", 60 * GIB, state=LeaseState.RELEASING)
+    world = a_world(a_device(), over, releasing, waiting, a_pledge(waiting, "gpu0", 60 * GIB))
+    assert "waits for what is leaving to be gone" in told(world).message
+
+
+def test_all_blockers_are_told_most_structural_first():
+    world = a_world(
+        a_node(max_runs=1),
+        a_device(),
+        holding(a_task("run", gpu_mb=60 * GIB, custom={"licence": 4.0}), "gpu0"),
+        a_task(
+            "new",
+            gpu_mb=30 * GIB,
+            held=True,
+            not_before=Instant(NOW + 60.0),
+            failures=2,
+            max_retries=5,
+            custom={"licence": 1.0},
+        ),
+    )
+    explanation = told(world)
+    assert reasons(explanation) == [
+        Reason.HELD,
+        Reason.NOT_BEFORE,
+        Reason.CONCURRENCY_LIMITED,
+        Reason.CONCURRENCY_LIMITED,
+        Reason.WAITING_FOR_MEMORY,
+    ]
+    messages = [blocker.message for blocker in explanation.blockers]
+    assert messages[1] == "not to be started for another 60 s, because it has failed 2 of at most 6 times"
+    assert messages[2] == "needs 1 of 'licence'; of the cluster's 4 too few are left"
+    assert [blocker.tier for blocker in explanation.blockers] == [1, 7, 9, 9, 11]
+    assert explanation.position is None
+
+
+def test_a_full_node_is_told_with_what_it_has_left():
+    run = holding(a_task("run", cpu=3.0, memory_mb=20 * GIB), node="n1")
+    world = a_world(a_node(cpu=4.0, memory_mb=32 * GIB, max_runs=5), run, a_task("new", cpu=2.0))
+    assert told(world).message == (
+        "needs a run slot, 2 CPUs and 0.0 GiB of host memory; the node with the most CPU left, n1, "
+        "has 4 slots, 1 CPUs and 12.0 GiB"
+    )
+
+
+def test_a_task_with_room_waits_for_the_next_cycle_and_is_told_how_many_are_ahead():
+    tasks = [a_task("urgent", priority=95), a_task("older", submitted_at=NOW - 1.0), a_task("new")]
+    world = a_world(a_device(), *tasks, a_task("later", priority=10))
+    assert told(world, "urgent").message == "there is room for it now; the next cycle looks at it"
+    assert (told(world).reason, told(world).position) == (Reason.PENDING_EVALUATION, 3)
+    assert told(world).message.endswith("after the 2 ahead of it")
+
+
+def test_a_delayed_task_whose_time_has_come_waits_for_the_next_cycle():
+    world = a_world(a_node(), a_task("new", not_before=Instant(NOW - 1.0)))
+    assert (told(world).reason, told(world).position) == (Reason.PENDING_EVALUATION, None)
+
+
+def test_positions_are_places_in_the_order_in_which_tasks_are_planned():
+    tasks = [
+        a_task(f"t{n:02}", priority=40 + 7 * (n % 4), submitted_at=NOW - 37.0 * (n % 5), cpu=float(n % 2))
+        for n in range(40)
+    ]
+    world = a_world(a_node(cpu=1000.0, max_runs=100), *tasks)
+    planned = [decision.subject for decision in plan_cycle(world, POLICY, NOW).decisions]
+    assert len(planned) == 40
+    assert [told(world, name).position for name in planned] == list(range(1, 41))
+
+
+def test_what_can_never_run_is_told_what_there_is():
+    world = a_world(a_device(), a_task("new", gpu_mb=90 * GIB, priority=10))
+    assert reasons(told(world)) == [Reason.EXCEEDS_CAPACITY]
+    assert "90.0 GiB on one GPU exceed the largest" in told(world).message
+    assert told(world).devices[0].message == "too small: 80.0 GiB in all"
+
+
+def some_verdicts(world: World) -> dict[str, tuple[Verdict, str]]:
+    return {
+        f"{verdict.node}/gpu{verdict.index}": (verdict.verdict, verdict.message)
+        for verdict in told(world).devices
+    }
+
+
+def test_every_device_is_judged_with_its_holders_and_why_not():
+    waiting = a_task("first", priority=80, gpu_mb=60 * GIB)
+    low = holding(a_task("low", priority=10, gpu_mb=60 * GIB), "n1/gpu1")
+    world = a_world(
+        a_node("n2", ready=False),
+        a_node("n3", cordoned=True),
+        *(a_device(f"gpu{n}", "n1") for n in range(5)),
+        a_device("gpu5", "n1", mb=10 * GIB, kind="T4"),
+        a_device("gpu0", "n2"),
+        a_device("gpu0", "n3"),
+        low,
+        a_lease(a_task("dead", fence=1), "n1/gpu1", 1 * GIB, state=LeaseState.RELEASING),
+        a_sample("n1/gpu1", by_holder={"low:1": 70 * GIB}),
+        a_sample("n1/gpu2", foreign_mb=75 * GIB),
+        waiting,
+        a_pledge(waiting, "n1/gpu3", 80 * GIB),
+        a_task("new", gpu_mb=30 * GIB),
+    )
+    stale = world.books["test/n1/gpu4"]
+    stale.measure(a_sample("n1/gpu4", NOW - 60.0))
+    assert some_verdicts(world) == {
+        "n1/gpu0": (Verdict.FITS, "fits: 80.0 GiB are free"),
+        "n1/gpu1": (Verdict.NO_ROOM, "30.0 GiB are needed, 9.0 GiB are free"),
+        "n1/gpu2": (
+            Verdict.NO_ROOM,
+            "30.0 GiB are needed, 5.0 GiB are free, 75.0 GiB are used by processes that are not ours",
+        ),
+        "n1/gpu3": (Verdict.KEPT_FOR_OTHERS, "what is free is kept for first"),
+        "n1/gpu4": (Verdict.STALE, "its memory use has not been reported lately"),
+        "n1/gpu5": (Verdict.TOO_SMALL, "too small: 10.0 GiB in all"),
+        "n2/gpu0": (Verdict.NODE_NOT_READY, "its node does not answer"),
+        "n3/gpu0": (Verdict.CORDONED, "its node is cordoned"),
+    }
+    crowded = told(world).devices[1]
+    assert [(h.id, h.priority, h.mb, h.stopping) for h in crowded.holders] == [
+        ("low", 10, 70 * GIB, False),
+        ("dead", 50, 1 * GIB, True),
+    ]
+    assert (crowded.need_mb, crowded.free_mb, crowded.allocatable_mb) == (30 * GIB, 9 * GIB, 80 * GIB)
+
+
+def test_a_whole_device_is_told_why_it_cannot_be_had_whole():
+    world = a_world(a_device(), a_sample("gpu0", foreign_mb=512), a_task("new", gpus=1))
+    assert told(world).devices[0].message == (
+        "not empty: 79.5 GiB of 80.0 GiB are free, 0.5 GiB are used by processes that are not ours"
+    )
+
+
+def test_a_task_without_gpu_is_told_nothing_about_devices():
+    assert told(a_world(a_device(), a_task("new", cpu=1.0))).devices == ()
+
+
+@pytest.mark.parametrize(
+    ("state", "fields", "message"),
+    [
+        (TaskState.ADMITTED, {}, "admitted to n1; its order is on the way"),
+        (TaskState.RUNNING, {}, "running on n1 for 100 s"),
+        (
+            TaskState.STOPPING,
+            {
+                "stop_reason": StopReason.PREEMPT,
+                "stop_deadline_at": Instant(NOW + 7.0),
+                "freeing_for": "high",
+            },
+            "asked to stop (preempt) to make room for high; 7 s of grace are left",
+        ),
+        (
+            TaskState.STOPPING,
+            {"stop_reason": StopReason.CANCEL, "stop_deadline_at": Instant(NOW - 7.0)},
+            "asked to stop (cancel); 0 s of grace are left",
+        ),
+        (TaskState.SUCCEEDED, {}, "succeeded; it no longer waits for anything"),
+    ],
+)
+def test_a_task_that_does_not_wait_is_told_what_it_does(
+    state: TaskState, fields: dict[str, Any], message: str
+):
+    world = a_world(holding(a_task("new", gpu_mb=1), "gpu0", state=state, **fields))
+    explanation = told(world)
+    assert (explanation.state, explanation.reason, explanation.message) == (state, None, message)
+    assert (explanation.blockers, explanation.devices, explanation.position) == ((), (), None)
+
+
+def test_a_task_that_nobody_knows_is_a_mistake():
+    with pytest.raises(KeyError):
+        told(World())
+
+
+def test_the_published_reasons_are_a_total_order_with_one_shared_place():
+    tiers = [reason.tier for reason in Reason]
+    assert tiers == sorted(tiers)
+    assert set(tiers) == set(range(1, 16))
+    assert Reason.NOT_BEFORE.tier == Reason.DEPENDENCY_PENDING.tier
+
+
+def test_explaining_changes_nothing():
+    world = a_world(a_device(), a_task("new", gpu_mb=1), a_task("late", not_before=Instant(NOW - 1.0)))
+    assert told(world) == told(world)
+    assert TaskId("late") not in world.queue
