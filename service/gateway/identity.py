@@ -75,7 +75,7 @@ def new_token(
 
 
 class Tokens:
-    """All tokens of the store, by hash."""
+    """All tokens of the store, by hash: how long a look-up takes says nothing about any secret."""
 
     def __init__(self, store: TaskStore, clock: Clock, *, refresh_seconds: Seconds = Seconds(5.0)) -> None:
         self._store = store

@@ -14,8 +14,7 @@ _VERSION_7 = 0x7 << 76
 _VARIANT = 0b10 << 62
 _COUNTER_TOP = 0xFFF
 
-TASK_ID_PATTERN = r"^task_[0-7][0-9a-hjkmnp-tv-z]{25}$"
-_TASK_ID = re.compile(TASK_ID_PATTERN)
+_TASK_ID = re.compile(r"task_[0-7][0-9a-hjkmnp-tv-z]{25}")
 
 
 class Ids:
