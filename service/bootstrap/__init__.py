@@ -4,13 +4,13 @@ import asyncio
 import socket
 
 import uvloop
-import yaml
 
 from service.adapters.sql.session import DatabaseRefused
 from service.adapters.sql.store import migrate, open_store
 from service.bootstrap.down import stop_everything
 from service.bootstrap.premises import StartRefused, listening_socket, prepare_data_dir
 from service.bootstrap.process import Service
+from service.gateway import document
 from service.gateway.app import openapi_document
 from service.settings import Settings
 from service.telemetry import configure_logs
@@ -50,4 +50,5 @@ def migrate_database(settings: Settings, revision: str) -> str:
 
 
 def openapi_yaml() -> str:
-    return yaml.safe_dump(openapi_document(), sort_keys=False, allow_unicode=True, width=110)
+    """The API's document, as `openapi.yaml` holds it."""
+    return document.openapi_yaml(openapi_document())
