@@ -25,14 +25,15 @@ class Mailbox:
         more may come."""
         self._dismiss()
         self._ripe |= acknowledged == START_OVER
-        while not self._ripe and may_come():
+        while True:
+            coming = may_come()
+            if self._ripe or not coming:
+                taken = self.journal.take(acknowledged, BATCH_BYTES)
+                self._ripe = self.journal.has_more()
+                if taken or not coming:
+                    return taken
             if not await self._woken(timeout_seconds):
                 return []
-        self._ripe = False
-        taken = self.journal.take(acknowledged, BATCH_BYTES)
-        if taken and self.journal.has_more():
-            self._ripe = True
-        return taken
 
     def close(self) -> None:
         """Send the reader home."""
