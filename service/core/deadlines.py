@@ -5,9 +5,10 @@ from dataclasses import dataclass
 from math import inf
 
 from service.core.lease import LeaseState, PledgeEnd, move_lease
-from service.core.orders import Ending
+from service.core.orders import Ending, NodeLost
 from service.core.plan import Decision, Outcome, PledgeWrite, write_move
 from service.core.policy import Policy
+from service.core.runs import react
 from service.core.stopping import after_stop, give_notice, stop_order, timed_out
 from service.core.task import Move, StopReason, Task, TaskState
 from service.core.units import Instant, Seconds, TaskId
@@ -18,6 +19,9 @@ KILL_AGAIN_SECONDS = 3.0
 
 GAP_SECONDS = 5.0
 """A leader that did not look for so long may have reports waiting: what they say comes first."""
+
+NODE_PATIENCE_SECONDS = 30.0
+"""How long a new term waits for the agent of a node with runs before it gives the node up."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +46,8 @@ def due(world: World, now: Instant, policy: Policy, watch: Watch | None) -> list
     patience has passed again. Looks at the active tasks and at the pledges only.
     """
     since = keep_watch(watch, now).since
+    if now >= since + NODE_PATIENCE_SECONDS and (silent := _silent(world, now)):
+        return react(world, silent, now, policy)
     decisions: list[Decision] = []
     given_up: dict[TaskId, TaskId | None] = {}
     for task in _overdue(world, now):
@@ -59,6 +65,21 @@ def due(world: World, now: Instant, policy: Policy, watch: Watch | None) -> list
         if late or preemptor in given_up.values():
             decisions.append(_dissolve(world, preemptor, given_up))
     return decisions
+
+
+def _silent(world: World, now: Instant) -> list[NodeLost]:
+    """Nodes with runs whose agent has not answered this term, though others have.
+
+    While no agent at all answers, it is the leader that is cut off, and giving up runs would free nothing.
+    """
+    if not any(node.ready for node in world.nodes.values()):
+        return []
+    nodes = (world.nodes[name] for name in sorted(world.runs) if world.runs[name])
+    return [
+        NodeLost(node.name, node.incarnation, now, "its agent has not answered")
+        for node in nodes
+        if not node.ready
+    ]
 
 
 def _overdue(world: World, now: Instant) -> list[Task]:

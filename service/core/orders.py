@@ -143,7 +143,12 @@ class Gone:
 
 @dataclass(frozen=True, slots=True)
 class NodeSeen:
-    """An agent answered this leader's term: its node, its devices, and every run it knows of."""
+    """An agent answered this leader's term: its node, its devices, and every run it knows of.
+
+    A run that is not named is proven absent. So the agent answers after every order that was sent to it
+    before the question, names each run until its outcome is forgotten and its process is gone, and the
+    answer keeps its place between its other reports.
+    """
 
     node: Node
     devices: tuple["SeenDevice", ...]

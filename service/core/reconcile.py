@@ -113,8 +113,7 @@ def _node_proof(known: Node, answering: Node) -> str:
 
 
 def _active_on(world: World, seen: NodeSeen) -> list[Task]:
-    active = (world.tasks[name] for name in sorted(world.active))
-    return [task for task in active if task.node == seen.node.name]
+    return [world.tasks[name] for name in sorted(world.runs.get(seen.node.name, ()))]
 
 
 def _claims_on(world: World, seen: NodeSeen) -> list[tuple[TaskId, Fence]]:

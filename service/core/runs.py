@@ -152,7 +152,7 @@ def _give_up_runs(world: World, node: Node, folds: Folds, now: Instant) -> None:
         for holding in world.books[key].holdings.values():
             lease = holding.lease
             folds[TaskId(lease.holder)].move_leases(lease.fence, LeaseState.QUARANTINED)
-    for name in sorted(task for task in world.active if world.tasks[task].node == node.name):
+    for name in sorted(world.runs.get(node.name, ())):
         fold = folds[name]
         task = fold.task
         if task is None or not task.is_active:

@@ -4,12 +4,20 @@ from typing import Any
 
 import pytest
 
-from service.core.deadlines import GAP_SECONDS, KILL_AGAIN_SECONDS, Watch, due, keep_watch
+from service.core.deadlines import (
+    GAP_SECONDS,
+    KILL_AGAIN_SECONDS,
+    NODE_PATIENCE_SECONDS,
+    Watch,
+    due,
+    keep_watch,
+)
 from service.core.lease import LeaseState, PledgeEnd
 from service.core.orders import StopOrder
 from service.core.policy import Policy
 from service.core.task import StopReason, TaskState
 from service.core.units import Instant, TaskId
+from service.core.world import World
 from tests.builders import GIB, NOW, Holding, a_device, a_node, a_pledge, a_task, a_world, commit, holding
 
 POLICY = Policy()
@@ -150,3 +158,24 @@ def test_a_pledge_does_not_outlive_the_victim_that_was_given_up() -> None:
     assert world.pledges == {}
     assert world.tasks[TaskId("first")].state is TaskState.PENDING
     assert world.tasks[TaskId("second")].freeing_for is None
+
+
+def nodes_after_a_take_over(*ready: str) -> World:
+    """Three nodes with a run each; only some agents have answered the new term."""
+    names = ("n1", "n2", "n3")
+    runs = (holding(a_task(f"on-{name}"), node=name) for name in names)
+    return a_world(*(a_node(name, ready=name in ready) for name in names), *runs)
+
+
+def test_a_node_whose_agent_does_not_answer_a_new_term_is_given_up_with_its_runs() -> None:
+    world = nodes_after_a_take_over("n1", "n3")
+    watch = Watch(since=NOW, last=Instant(NOW + NODE_PATIENCE_SECONDS - 0.5))
+    assert due(world, Instant(NOW + NODE_PATIENCE_SECONDS - 0.1), POLICY, watch) == []
+    (decision,) = due(world, Instant(NOW + NODE_PATIENCE_SECONDS), POLICY, watch)
+    assert (decision.subject, decision.why) == ("on-n2", "node_lost")
+    assert decision.tasks[0].task.state is TaskState.PENDING
+
+
+def test_a_leader_that_hears_no_agent_at_all_gives_up_no_run() -> None:
+    later = Instant(NOW + 3600.0)
+    assert due(nodes_after_a_take_over(), later, POLICY, Watch(NOW, Instant(later - 0.5))) == []

@@ -1,0 +1,302 @@
+"""A day of a small cluster, replayed from a seed: the real leader and core against simulated machines."""
+
+import inspect
+import json
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from random import Random
+from typing import Any
+
+from structlog.testing import capture_logs
+
+from service.adapters.memory.store import MemoryStore
+from service.broker.dispatch import Dispatcher
+from service.broker.loop import Leader
+from service.broker.observe import InventoryRules, Observer
+from service.core.admission import check
+from service.core.events import Event
+from service.core.orders import Report, SeenDevice
+from service.core.plan import Decision, Request
+from service.core.policy import Policy
+from service.core.units import Mib, NodeName, TaskId, Term
+from service.core.world import World
+from service.ports import CommitVerdict, RunSpec, StoreUnavailable, Submission
+from tests.simulation.auditor import Auditor, Violation, require
+from tests.simulation.cluster import Cluster, LeaderDied
+from tests.simulation.machine import CLUSTER, Machine, Program
+from tests.simulation.timeline import Timeline
+from tests.simulation.workload import Workload
+
+START = 1_700_000_000.0
+POLICY = Policy(custom_limits=(("licence", 3.0),))
+MACHINES = {"n1": 4, "n2": 2, "n3": 2}
+TICK_SECONDS = 2.0
+REACTION_SECONDS = 0.05
+PATIENCE_HOURS = 48.0
+"""So long after the last arrival every task must have come to its end."""
+
+
+@dataclass(frozen=True)
+class DayReport:
+    seed: int
+    hours: float
+    submitted: int
+    refused: int
+    terms: int
+    digest: str
+    counts: Counter[str]
+    drained_after_hours: float
+
+
+class FlakyStore(MemoryStore):
+    """The store in memory; now and then the database is not reached, and nothing was written."""
+
+    def __init__(self, timeline: Timeline) -> None:
+        super().__init__(timeline.now)
+        self.is_away = False
+
+    async def commit(self, term: Term, decisions: Sequence[Decision]) -> Sequence[CommitVerdict]:
+        if self.is_away:
+            raise StoreUnavailable("away")
+        return await super().commit(term, decisions)
+
+
+class Day:
+    def __init__(self, seed: int, hours: float) -> None:
+        self._seed = seed
+        self._end = START + hours * 3600.0
+        self._hours = hours
+        self._chance = Random(f"{seed}/faults")
+        self._timeline = Timeline(START)
+        self._programs: dict[TaskId, Program] = {}
+        self._cluster = Cluster(self._timeline, Random(f"{seed}/cluster"), self._hear)
+        for name, gpus in MACHINES.items():
+            devices = tuple(SeenDevice(f"gpu{i}", "H100", i, Mib(80 * 1024), True) for i in range(gpus))
+            chance = Random(f"{seed}/{name}")
+            machine = Machine(name, devices, self._programs, self._timeline, chance, self._cluster.deliver)
+            self._cluster.machines[NodeName(name)] = machine
+        self._workload = Workload(Random(f"{seed}/workload"))
+        self._auditor = Auditor(self._cluster.machines.values)
+        self._store = FlakyStore(self._timeline)
+        self._store.listen(self._on_events)
+        self._world = World()
+        self._leader: Leader | None = None
+        self._turn_is_planned = self._is_paused = False
+        self._requests = self._submitted = self._refused = self._terms = 0
+
+    async def run(self) -> DayReport:
+        with capture_logs() as logs:
+            await self._lead()
+            self._tick()
+            self._arrive_later()
+            self._plan_faults()
+            await self._live_until_all_is_done()
+        errors = [line for line in logs if line["log_level"] in ("error", "critical")]
+        require(not errors, "nothing that must not happen was logged", errors=errors[:3])
+        await self._compare_with_rows()
+        return DayReport(
+            seed=self._seed,
+            hours=self._hours,
+            submitted=self._submitted,
+            refused=self._refused,
+            terms=self._terms,
+            digest=self._auditor.digest,
+            counts=self._auditor.counts,
+            drained_after_hours=(self._timeline.now() - self._end) / 3600.0,
+        )
+
+    async def _live_until_all_is_done(self) -> None:
+        deadline = self._end + PATIENCE_HOURS * 3600.0
+        while self._timeline.now() < self._end or self._auditor.unfinished():
+            if self._timeline.now() > deadline:
+                stuck = [self._world.tasks.get(TaskId(task)) for task in self._auditor.unfinished()[:3]]
+                raise Violation(
+                    f"every accepted task ends: {len(self._auditor.unfinished())} did not: {stuck}"
+                )
+            done = self._timeline.step()
+            if inspect.isawaitable(done):
+                await done
+            self._auditor.look()
+
+    def _on_events(self, events: Sequence[Event]) -> None:
+        """Everything the World learns has been through JSON, as it is with a database."""
+        plain = [replace(event, fields=json.loads(json.dumps(dict(event.fields)))) for event in events]
+        self._auditor.read(plain)
+        self._world.apply(plain)
+
+    def _hear(self, report: Report) -> None:
+        if self._leader is not None:
+            self._leader.hear([report])
+            self._wake()
+
+    # The leader
+
+    async def _lead(self) -> None:
+        """A new process: it knows the rows and nothing else."""
+        self._terms += 1
+        self._world = await self._world_from_rows()
+        observer = Observer(self._world, POLICY, None, InventoryRules(CLUSTER, 0), 65536, {})
+        self._leader = Leader(
+            name=f"leader-{self._terms}",
+            world=self._world,
+            policy=POLICY,
+            store=self._store,
+            executor=self._cluster,
+            observer=observer,
+            dispatcher=Dispatcher(self._store, None, self._cluster, self._world, self._timeline),
+            clock=self._timeline,
+        )
+        try:
+            await self._leader.take_over()
+        except StoreUnavailable:
+            self._die()
+            return
+        await self._cluster.start(self._leader.leadership.term)
+        self._wake()
+
+    async def _world_from_rows(self) -> World:
+        snapshot = await self._store.snapshot()
+        world = World()
+        for rows, add in (
+            (snapshot.nodes, world.add_node),
+            (snapshot.devices, world.add_device),
+            (snapshot.tasks, world.add_task),
+            (snapshot.leases, world.add_lease),
+            (snapshot.pledges, world.add_pledge),
+            (snapshot.requests, world.add_request),
+        ):
+            for row in rows:
+                add(row)
+        world.finished.update(snapshot.finished)
+        world.position = snapshot.position
+        world.as_of = snapshot.at
+        return world
+
+    def _tick(self) -> None:
+        self._wake()
+        self._timeline.after(TICK_SECONDS, self._tick)
+
+    def _wake(self) -> None:
+        if not self._turn_is_planned:
+            self._turn_is_planned = True
+            self._timeline.after(REACTION_SECONDS, self._turn)
+
+    async def _turn(self) -> None:
+        self._turn_is_planned = False
+        if self._leader is None or self._is_paused:
+            return
+        for machine in self._cluster.machines.values():
+            if machine.can_be_measured:
+                self._world.measure(machine.samples())
+        try:
+            with suppress(StoreUnavailable):
+                await self._leader.cycle()
+        except LeaderDied:
+            self._die()
+        self._check_use()
+
+    def _die(self) -> None:
+        self._leader = None
+        self._timeline.after(self._chance.uniform(0.5, 40.0), self._lead)
+
+    def _check_use(self) -> None:
+        for name, use in self._world.use.items():
+            node = self._world.nodes[name]
+            fits = use.cpu <= node.cpu and use.memory_mb <= node.memory_mb and use.runs <= node.max_runs
+            require(
+                fits, "runs fit on their node", node=node, cpu=use.cpu, memory=use.memory_mb, runs=use.runs
+            )
+        for resource, limit in POLICY.custom_limits:
+            used = self._world.custom_use.get(resource, 0.0)
+            require(used <= limit, "custom resources keep their limit", resource=resource, used=used)
+
+    async def _compare_with_rows(self) -> None:
+        rows, seen = await self._world_from_rows(), self._world
+        for name in ("tasks", "leases", "pledges", "nodes", "active", "requests", "finished", "custom_use"):
+            mine, theirs = _known(getattr(seen, name)), _known(getattr(rows, name))
+            require(mine == theirs, "the picture from the log is the picture from the rows", part=name)
+
+    # What people do
+
+    def _arrive_later(self) -> None:
+        self._timeline.after(self._workload.pause_seconds(), self._arrive)
+
+    async def _arrive(self) -> None:
+        if self._timeline.now() >= self._end:
+            return
+        self._arrive_later()
+        arrival = self._workload.arrival(self._timeline.now())
+        task = arrival.task
+        devices = [book.device for book in self._world.books.values()]
+        if check(task.demand, devices, self._world.nodes.values(), POLICY) is not None:
+            self._refused += 1
+            return
+        self._submitted += 1
+        self._programs[task.id] = arrival.program
+        await self._store.submit(Submission(task, RunSpec("command")))
+        for seconds, what, fields in arrival.requests:
+            self._timeline.after(seconds, lambda what=what, fields=fields: self._ask(task.id, what, fields))
+        self._wake()
+
+    async def _ask(self, task: TaskId, what: str, fields: dict[str, Any]) -> None:
+        self._requests += 1
+        request = Request(f"r{self._requests:05}", task, "red", what, fields, self._timeline.now())
+        await self._store.request(request)
+        self._wake()
+
+    # What breaks
+
+    def _plan_faults(self) -> None:
+        for machine in self._cluster.machines.values():
+            self._often(3.0, lambda machine=machine: self._cluster.cut(machine, self._draw(1.0, 120.0)))
+            self._often(
+                8.0, lambda machine=machine: self._cluster.lose_power(machine, self._draw(30.0, 900.0))
+            )
+            self._often(4.0, lambda machine=machine: self._lose_agent(machine))
+        self._often(3.0, self._kill_leader)
+        self._often(4.0, self._pause_leader)
+        self._often(2.0, self._lose_store)
+
+    def _often(self, mean_hours: float, fault: Any) -> None:
+        """A fault every so many hours on average, until people have gone home."""
+
+        def strike() -> None:
+            if self._timeline.now() < self._end:
+                fault()
+                self._often(mean_hours, fault)
+
+        self._timeline.after(self._chance.expovariate(1 / (mean_hours * 3600.0)), strike)
+
+    def _draw(self, low: float, high: float) -> float:
+        return self._chance.uniform(low, high)
+
+    def _lose_agent(self, machine: Machine) -> None:
+        with_processes = self._chance.random() < 0.5
+        self._cluster.lose_agent(machine, self._draw(0.5, 40.0), with_processes=with_processes)
+
+    def _kill_leader(self) -> None:
+        if self._chance.random() < 0.5:
+            self._cluster.dies_at_next_order = True
+        elif self._leader is not None:
+            self._die()
+
+    def _pause_leader(self) -> None:
+        """Its machine sleeps: reports wait, requests wait, and deadlines pass."""
+        self._is_paused = True
+        self._timeline.after(self._draw(5.0, 300.0), self._resume_leader)
+
+    def _resume_leader(self) -> None:
+        self._is_paused = False
+
+    def _lose_store(self) -> None:
+        self._store.is_away = True
+        self._timeline.after(self._draw(1.0, 60.0), self._find_store)
+
+    def _find_store(self) -> None:
+        self._store.is_away = False
+
+
+def _known(rows: Any) -> Any:
+    return {key: value for key, value in rows.items() if value} if isinstance(rows, dict) else rows

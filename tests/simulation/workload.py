@@ -1,0 +1,92 @@
+"""What people submit in a day, drawn from a seed: every band, every shape of demand and of program."""
+
+from dataclasses import dataclass
+from random import Random
+from typing import Any
+
+from service.core.orders import Ending
+from service.core.task import Demand, Task
+from service.core.units import Instant, Mib, Seconds, TaskId
+from tests.simulation.machine import Program
+
+GIB = 1024
+PRIORITIES = (3, 25, 25, 50, 50, 50, 60, 75, 80, 95)
+MEAN_PAUSE_SECONDS = 45.0
+
+
+@dataclass(frozen=True)
+class Arrival:
+    task: Task
+    program: Program
+    requests: tuple[tuple[float, str, dict[str, Any]], ...]
+    """(seconds after submit, what, fields)"""
+
+
+class Workload:
+    def __init__(self, chance: Random) -> None:
+        self._chance = chance
+        self._count = 0
+
+    def pause_seconds(self) -> float:
+        return self._chance.expovariate(1 / MEAN_PAUSE_SECONDS)
+
+    def arrival(self, now: Instant) -> Arrival:
+        self._count += 1
+        chance = self._chance
+        program = self._program()
+        task = Task(
+            id=TaskId(f"t{self._count:05}"),
+            tenant=chance.choice(("red", "blue")),
+            name=f"task {self._count}",
+            priority=chance.choice(PRIORITIES),
+            demand=self._demand(),
+            submitted_at=now,
+            max_retries=chance.randint(0, 3),
+            timeout_seconds=Seconds(chance.uniform(300.0, 3600.0)) if chance.random() < 0.2 else None,
+            grace_seconds=Seconds(chance.choice((0.0, 5.0, 30.0, 120.0))),
+        )
+        return Arrival(task, program, self._requests(task))
+
+    def _demand(self) -> Demand:
+        chance = self._chance
+        cpu, memory_mb = chance.choice((0.5, 1.0, 2.0, 4.0)), Mib(chance.randint(1, 8) * GIB)
+        shapes: list[tuple[int, dict[str, Any]]] = [
+            (50, {"gpus": 1, "gpu_mb": Mib(chance.randint(2, 60) * GIB)}),
+            (10, {"gpus": 1, "gpu_fraction": chance.choice((0.25, 0.5, 1.0))}),
+            (5, {"gpus": 1}),
+            (5, {"gpus": 1, "gpu_mb": Mib(10 * GIB), "exclusive": True}),
+            (6, {"gpus": 2, "gpu_mb": Mib(chance.randint(10, 70) * GIB)}),
+            (2, {"gpus": chance.choice((2, 4))}),
+            (7, {"custom": (("licence", 1.0),)}),
+            (15, {}),
+        ]
+        (shape,) = chance.choices([fields for _, fields in shapes], [weight for weight, _ in shapes])
+        return Demand(cpu=cpu, memory_mb=memory_mb, placement=chance.choice(("pack", "spread")), **shape)
+
+    def _program(self) -> Program:
+        chance = self._chance
+        fails = chance.random() < 0.12
+        return Program(
+            work_seconds=min(2 * 3600.0, chance.expovariate(1 / 600.0)),
+            bad_end=chance.choice((Ending.FAILED, Ending.LOST)),
+            bad_attempts=chance.randint(1, 3) if fails else 0,
+            saves_every_seconds=chance.uniform(20.0, 300.0) if chance.random() < 0.6 else None,
+            heeds_notice=chance.random() < 0.85,
+            leaves_after_seconds=chance.uniform(30.0, 200.0)
+            if chance.random() < 0.02
+            else chance.uniform(0.0, 2.0),
+        )
+
+    def _requests(self, task: Task) -> tuple[tuple[float, str, dict[str, Any]], ...]:
+        chance = self._chance
+        after = chance.expovariate(1 / 300.0)
+        kind = chance.random()
+        if kind < 0.05:
+            return ((after, "cancel", {}),)
+        if kind < 0.07:
+            return ((after, "cancel", {}), (after + 3.0, "cancel", {"grace_seconds": 0}))
+        if kind < 0.12:
+            return ((after, "change", {"priority": chance.choice(PRIORITIES)}),)
+        if kind < 0.16:
+            return ((after, "change", {"held": True}), (after + 600.0, "change", {"held": False}))
+        return ()
