@@ -1,8 +1,46 @@
-"""What holds for every test: examples are the same on every machine, and a slow one fails nothing."""
+"""What holds for every test: examples are the same on every machine, and a slow one fails nothing.
 
+PostgreSQL is started once, when the first test asks for it; each test finds its database as if it were new.
+"""
+
+from collections.abc import Iterator
+
+import pytest
 from hypothesis import HealthCheck, settings
+
+from service.adapters.sql.store import migrate
+from tests.postgres import PostgresServer, a_server, reset
 
 settings.register_profile(
     "repeatable", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
 )
 settings.load_profile("repeatable")
+
+
+@pytest.fixture(scope="session")
+def postgres_server() -> Iterator[PostgresServer]:
+    with a_server() as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def _postgres_database(postgres_server: PostgresServer) -> Iterator[str]:
+    url = postgres_server.new_database()
+    migrate(url, "head")
+    yield url
+    postgres_server.drop(url)
+
+
+@pytest.fixture
+def postgres_url(_postgres_database: str) -> str:
+    """A database at the newest schema, as it is right after its migration."""
+    reset(_postgres_database)
+    return _postgres_database
+
+
+@pytest.fixture
+def empty_postgres_url(postgres_server: PostgresServer) -> Iterator[str]:
+    """A database in which there is nothing, not even a schema."""
+    url = postgres_server.new_database()
+    yield url
+    postgres_server.drop(url)

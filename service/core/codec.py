@@ -23,11 +23,14 @@ _PLEDGE_NAMES = tuple(f.name for f in dataclass_fields(Pledge))
 
 def demand_fields(demand: Demand) -> dict[str, Any]:
     """Only what differs from the default; an empty dict is the empty demand."""
-    return {
+    row = {
         name: value
         for name in _DEMAND_NAMES
         if (value := getattr(demand, name)) != getattr(_DEMAND_DEFAULTS, name)
     }
+    if demand.custom:
+        row["custom"] = [list(pair) for pair in demand.custom]
+    return row
 
 
 def demand_from(fields: Fields) -> Demand:
@@ -105,7 +108,9 @@ def device_from(fields: Fields) -> Device:
 
 
 def node_fields(node: Node) -> dict[str, Any]:
-    return {name: getattr(node, name) for name in _NODE_NAMES}
+    row = {name: getattr(node, name) for name in _NODE_NAMES}
+    row["labels"] = [list(pair) for pair in node.labels]
+    return row
 
 
 def node_from(fields: Fields) -> Node:

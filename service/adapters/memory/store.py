@@ -58,6 +58,8 @@ class MemoryStore:
 
     async def submit(self, submission: Submission) -> SubmitOutcome:
         task = submission.task
+        if task.state is not TaskState.PENDING or task.version != 1:
+            raise ValueError(f"task {task.id} is {task.state} in version {task.version}; submit a new one")
         if submission.idempotency_key is not None:
             key = (task.tenant, submission.idempotency_key)
             first, body_hash = self._keys.setdefault(key, (task.id, submission.body_hash))

@@ -134,17 +134,22 @@ class PostgresSession:
             self._terms.append((term, cursor))
 
     def number(self, events: int) -> tuple[Position, Instant]:
-        with self._translated():
-            cursor = self._connection.execute(_TAKE_HEAD, [events])
-            [(last, at)] = cursor.fetchall()
-            for term, leader in self._terms:
-                [(current, holder)] = leader.fetchall()
+        try:
+            with self._translated():
+                [(last, at)] = self._connection.execute(_TAKE_HEAD, [events]).fetchall()
+        finally:
+            # Of a guard that missed and a constraint that then failed, the guard is what went wrong.
+            self._check_guards()
+        return Position(last - events + 1), Instant(at)
+
+    def _check_guards(self) -> None:
+        for term, leader in self._terms:
+            for current, holder in leader.fetchall() if leader.rowcount >= 0 else ():
                 if current != term:
                     raise StaleTerm(f"term {term} is over: {holder} leads term {current}; stop leading")
-            for statement, given, written in self._sent:
-                if written.rowcount != given:
-                    raise GuardMissed(statement, given, written.rowcount)
-            return Position(last - events + 1), Instant(at)
+        for statement, given, written in self._sent:
+            if 0 <= written.rowcount != given:
+                raise GuardMissed(statement, given, written.rowcount)
 
     def commit(self) -> None:
         try:
@@ -199,6 +204,8 @@ class PostgresSession:
             yield
         except errors.IntegrityError as error:
             raise ConstraintFailed(str(error)) from error
+        except errors.DataError as error:
+            raise ValueError(f"a value cannot be stored: {str(error).strip()}") from error
         except (errors.DeadlockDetected, errors.SerializationFailure):
             raise
         except errors.OperationalError as error:

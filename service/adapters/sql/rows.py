@@ -43,9 +43,7 @@ def event_row(event: NewEvent) -> Row:
 def rows_of_submission(submission: Submission) -> Iterator[Written]:
     task, spec = submission.task, submission.spec
     if task.state is not TaskState.PENDING or task.version != 1:
-        raise ValueError(
-            f"task {task.id} is {task.state} in version {task.version}; only a new one is submitted"
-        )
+        raise ValueError(f"task {task.id} is {task.state} in version {task.version}; submit a new one")
     key = submission.idempotency_key
     yield sql.INSERT_TASKS, (
         task.id, task.tenant, task.name, task.priority, demand_text(task.demand), task.submitted_at,

@@ -1,0 +1,35 @@
+"""One suite, three stores: what a test here claims holds in memory, on SQLite and on PostgreSQL."""
+
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+
+import pytest
+
+from service.adapters.memory.store import MemoryStore
+from service.adapters.sql.store import open_store
+from service.ports import TaskStore
+
+Open = Callable[[], Awaitable[TaskStore]]
+
+
+def database_url(name: str, request: pytest.FixtureRequest, folder: Path) -> str:
+    if name == "sqlite":
+        return f"sqlite:///{folder / 'gpubroker.db'}"
+    return str(request.getfixturevalue("postgres_url"))
+
+
+@pytest.fixture(params=["memory", "sqlite", "postgres"])
+async def store(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[TaskStore]:
+    store: TaskStore
+    if request.param == "memory":
+        store = MemoryStore()
+    else:
+        store = await open_store(database_url(request.param, request, tmp_path))
+    yield store
+    await store.close()
+
+
+@pytest.fixture(params=["sqlite", "postgres"])
+def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    """A database that outlives the store that has it open."""
+    return database_url(request.param, request, tmp_path)

@@ -1,0 +1,119 @@
+"""What the store's tests say in one line."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from service.core.device import Device, Node
+from service.core.events import Event
+from service.core.lease import HolderKind, Lease, LeaseState, Pledge, move_lease
+from service.core.orders import Checkpointed, Failure
+from service.core.plan import Decision, Outcome, PledgeWrite, write_move
+from service.core.task import Move, Task
+from service.core.units import Fence, Instant, Mib, NodeName, Position, TaskId, Term
+from service.core.world import World
+from service.ports import RunSpec, Submission, TaskStore
+from tests.builders import GIB, NOW, a_device, a_node, a_task, key
+
+GPU0 = key("gpu0")
+
+
+def a_submission(
+    task: Task | str = "task", key: str | None = None, body: str = "body", **spec: Any
+) -> Submission:
+    """An entrypoint; a name stands for a task of 10 GiB."""
+    row = a_task(task, gpu_mb=10 * GIB) if isinstance(task, str) else task
+    facts = {"entrypoint": "jobs:train", "arguments": b'{"args": [], "kwargs": {}}', **spec}
+    return Submission(row, RunSpec("entrypoint", **facts), key, body)
+
+
+def node_seen(*devices: Device, node: Node | None = None) -> Decision:
+    """A node of `a_node` with these devices, or with one of 80 GiB."""
+    return Decision("n1", "node_seen", nodes=(node or a_node(),), devices=devices or (a_device(),))
+
+
+def a_new_lease(task: Task, mb: int = 10 * GIB, device: str = "gpu0") -> Lease:
+    return Lease(
+        HolderKind.RUN, task.id, task.fence, key(device), Mib(mb), task.tenant, task.priority, Instant(NOW)
+    )
+
+
+def claimed(task: Task) -> Task:
+    """The task after its admission, for what comes next."""
+    return admission(task).tasks[0].task
+
+
+def admission(task: Task, mb: int = 10 * GIB, device: str = "gpu0") -> Decision:
+    write = write_move(
+        task, Move.ADMITTED, fence=Fence(task.fence + 1), node=NodeName("n1"), admitted_at=Instant(NOW)
+    )
+    return Decision(task.id, "admit", tasks=(write,), leases=(a_new_lease(write.task, mb, device),))
+
+
+def start(task: Task) -> Decision:
+    """Of a task as `claimed` leaves it."""
+    return Decision(task.id, "started", tasks=(write_move(task, Move.STARTED, started_at=Instant(NOW)),))
+
+
+def end(task: Task, result: bytes | None = b"42", failure: Failure | None = None, **outcome: Any) -> Decision:
+    """Success, or failure without another try."""
+    what = Move.SUCCEEDED if failure is None else Move.FAILED
+    left = Outcome(task.id, task.fence, str(what), Instant(NOW), result, failure=failure, **outcome)
+    write = write_move(task, what, finished_at=Instant(NOW))
+    return Decision(task.id, "ended", tasks=(write,), outcome=left)
+
+
+def release(lease: Lease) -> Decision:
+    return Decision(lease.holder, "gone", leases=(move_lease(lease, LeaseState.RELEASED),))
+
+
+def a_checkpoint(task: Task, sequence: int) -> Decision:
+    """Saves state; of a claimed task that already has `sequence - 1` of them."""
+    at = Instant(NOW + sequence)
+    row = replace(task, version=task.version + sequence - 1)
+    saved = Checkpointed(task.id, task.fence, at, sequence, f"digest-{sequence}", b"x" * sequence, None)
+    write = write_move(row, Move.CHANGED, checkpoint_at=at)
+    return Decision(task.id, "checkpoint", tasks=(write,), checkpoint=saved)
+
+
+def a_pledge_of(preemptor: str, mb: int = 10 * GIB) -> Pledge:
+    return Pledge(TaskId(preemptor), GPU0, Mib(mb), 80, "default", Instant(NOW), Instant(NOW + 30.0))
+
+
+def makes(pledge: Pledge) -> Decision:
+    return Decision(pledge.preemptor, "preempt", pledges=(PledgeWrite(pledge),))
+
+
+async def with_gpu(store: TaskStore, *tasks: Task) -> Term:
+    """A term, a node with one device of 80 GiB, and these tasks submitted."""
+    term = await store.take_term("leader")
+    await store.commit(term, [node_seen()])
+    for task in tasks:
+        await store.submit(a_submission(task))
+    return term
+
+
+async def log_of(store: TaskStore) -> Sequence[Event]:
+    return await store.events(Position(0), 10_000)
+
+
+def replayed(events: Sequence[Event]) -> World:
+    world = World()
+    world.apply(events)
+    return world
+
+
+def picture(world: World) -> dict[str, Any]:
+    """Everything of a World that a store keeps."""
+    return {
+        "position": world.position,
+        "tasks": world.tasks,
+        "leases": world.leases,
+        "pledges": world.pledges,
+        "devices": {key: book.device for key, book in world.books.items()},
+        "holdings": {key: book.holdings for key, book in world.books.items()},
+        "nodes": world.nodes,
+        "requests": world.requests,
+        "finished": dict(world.finished),
+        "use": {node: (use.cpu, use.memory_mb, use.runs) for node, use in world.use.items()},
+    }

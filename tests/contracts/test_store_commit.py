@@ -1,0 +1,402 @@
+"""What the leader writes: guarded decisions, the ledger's net, terms, and what runs leave behind."""
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+
+from service.core.events import Event
+from service.core.lease import LeaseState, PledgeEnd, move_lease
+from service.core.orders import Failure
+from service.core.plan import Decision, PledgeWrite, Request, write_move
+from service.core.task import Move, TaskState
+from service.core.units import Fence, Instant, Mib, NodeName, Position, TaskId, Term
+from service.core.world import World
+from service.ports import CommitVerdict, StaleTerm, TaskStore
+from tests.builders import GIB, NOW, a_device, a_node, a_task
+from tests.contracts.scenes import (
+    GPU0,
+    a_checkpoint,
+    a_new_lease,
+    a_pledge_of,
+    a_submission,
+    admission,
+    claimed,
+    end,
+    log_of,
+    makes,
+    node_seen,
+    picture,
+    release,
+    replayed,
+    start,
+    with_gpu,
+)
+
+COMMITTED, STALE, REFUSED = CommitVerdict.COMMITTED, CommitVerdict.STALE, CommitVerdict.REFUSED
+
+
+async def test_a_committed_decision_is_in_every_row_it_names(store: TaskStore) -> None:
+    task = a_task("t1")
+    term = await with_gpu(store, task)
+    assert await store.commit(term, [admission(task)]) == [COMMITTED]
+    snapshot = await store.snapshot()
+    assert list(snapshot.tasks) == [claimed(task)]
+    assert list(snapshot.leases) == [a_new_lease(claimed(task))]
+    assert list(snapshot.devices) == [a_device()]
+    assert list(snapshot.nodes) == [a_node()]
+    kinds = [event.kind for event in await log_of(store)]
+    assert kinds == ["node.seen", "device.seen", "task.submitted", "task.admitted", "lease.reserved"]
+
+
+async def test_a_decision_over_a_version_that_is_gone_changes_nothing(store: TaskStore) -> None:
+    task = a_task("t1")
+    term = await with_gpu(store, task)
+    await store.commit(term, [admission(task)])
+    before = await store.snapshot()
+    assert await store.commit(term, [admission(task, device="gpu0")]) == [STALE]
+    after = await store.snapshot()
+    assert replace(after, at=before.at) == before
+
+
+async def test_one_stale_lease_drops_the_whole_decision(store: TaskStore) -> None:
+    task, other = a_task("t1"), a_task("t2")
+    term = await with_gpu(store, task, other)
+    never_made = replace(a_new_lease(claimed(other)), version=3, state=LeaseState.HELD)
+    both = replace(admission(task), leases=(*admission(task).leases, never_made))
+    assert await store.commit(term, [both]) == [STALE]
+    snapshot = await store.snapshot()
+    assert {row.state for row in snapshot.tasks} == {TaskState.PENDING}
+    assert snapshot.leases == []
+    assert snapshot.position == 4
+
+
+async def test_a_bad_decision_does_not_take_its_neighbours_with_it(store: TaskStore) -> None:
+    first, second = a_task("t1"), a_task("t2")
+    term = await with_gpu(store, first, second)
+    unknown = admission(a_task("unknown"))
+    too_much = admission(a_task("t3"), mb=81 * GIB)
+    await store.submit(a_submission(a_task("t3")))
+    verdicts = await store.commit(term, [admission(first), unknown, too_much, admission(second)])
+    assert verdicts == [COMMITTED, STALE, REFUSED, COMMITTED]
+    states = {row.id: row.state for row in (await store.snapshot()).tasks}
+    assert states == {"t1": TaskState.ADMITTED, "t2": TaskState.ADMITTED, "t3": TaskState.PENDING}
+
+
+async def test_two_decisions_over_one_task_follow_each_other(store: TaskStore) -> None:
+    task = a_task("t1")
+    term = await with_gpu(store, task)
+    assert await store.commit(term, [admission(task), start(claimed(task))]) == [COMMITTED, COMMITTED]
+    [row] = (await store.snapshot()).tasks
+    assert (row.state, row.version) == (TaskState.RUNNING, 3)
+
+
+async def test_nothing_to_commit_is_committed(store: TaskStore) -> None:
+    assert list(await store.commit(Term(0), [])) == []
+
+
+@pytest.mark.parametrize("mb", [80 * GIB + 1, 10_000 * GIB])
+async def test_no_device_is_leased_beyond_what_it_has(store: TaskStore, mb: int) -> None:
+    task = a_task("t1")
+    term = await with_gpu(store, task)
+    assert await store.commit(term, [admission(task, mb=mb)]) == [REFUSED]
+    assert (await store.snapshot()).leases == []
+
+
+async def test_leases_of_many_runs_add_up_on_their_device(store: TaskStore) -> None:
+    tasks = [a_task(f"t{n}") for n in range(5)]
+    term = await with_gpu(store, *tasks)
+    verdicts = await store.commit(term, [admission(task, mb=20 * GIB) for task in tasks])
+    assert verdicts == [COMMITTED] * 4 + [REFUSED]
+
+
+async def test_a_lease_on_a_device_that_nobody_registered_is_refused(store: TaskStore) -> None:
+    task = a_task("t1")
+    term = await with_gpu(store, task)
+    assert await store.commit(term, [admission(task, device="gpu9")]) == [REFUSED]
+
+
+async def test_a_device_cannot_become_smaller_than_its_leases(store: TaskStore) -> None:
+    task = a_task("t1")
+    term = await with_gpu(store, task)
+    await store.commit(term, [admission(task, mb=60 * GIB)])
+    assert await store.commit(term, [node_seen(a_device(mb=40 * GIB))]) == [REFUSED]
+    assert await store.commit(term, [node_seen(a_device(mb=60 * GIB))]) == [COMMITTED]
+
+
+async def test_memory_returns_when_its_lease_is_released_and_only_once(store: TaskStore) -> None:
+    first, second = a_task("t1"), a_task("t2")
+    term = await with_gpu(store, first, second)
+    await store.commit(term, [admission(first, mb=60 * GIB)])
+    lease = a_new_lease(claimed(first), mb=60 * GIB)
+    assert await store.commit(term, [release(lease), release(lease)]) == [COMMITTED, STALE]
+    assert await store.commit(term, [admission(second, mb=80 * GIB)]) == [COMMITTED]
+
+
+async def test_a_released_lease_is_never_granted_again(store: TaskStore) -> None:
+    task = a_task("t1")
+    term = await with_gpu(store, task)
+    await store.commit(term, [admission(task)])
+    lease = a_new_lease(claimed(task))
+    await store.commit(term, [release(lease)])
+    assert await store.commit(term, [Decision("t1", "admit", leases=(lease,))]) == [STALE]
+
+
+async def test_a_node_is_known_as_it_was_last_seen(store: TaskStore) -> None:
+    term = await with_gpu(store)
+    node = a_node(incarnation="n1-2", labels=(("zone", "a"),), version=2)
+    bigger = a_device(mb=96 * GIB, version=2)
+    await store.commit(term, [node_seen(bigger, node=node)])
+    snapshot = await store.snapshot()
+    assert (list(snapshot.nodes), list(snapshot.devices)) == ([node], [bigger])
+
+
+async def test_a_new_term_ends_every_older_one(store: TaskStore) -> None:
+    task = a_task("t1")
+    old = await with_gpu(store, task)
+    new = await store.take_term("second")
+    assert new == old + 1
+    with pytest.raises(StaleTerm, match="second leads term 2"):
+        await store.commit(old, [admission(task)])
+    assert (await store.snapshot()).tasks == [task]
+    assert await store.commit(new, [admission(task)]) == [COMMITTED]
+
+
+async def test_an_old_leader_does_not_disturb_those_who_submit(store: TaskStore) -> None:
+    task = a_task("t1")
+    old = await with_gpu(store, task)
+    await store.take_term("second")
+    outcomes = await asyncio.gather(
+        store.submit(a_submission("t2")),
+        store.commit(old, [admission(task)]),
+        store.submit(a_submission("t3")),
+        return_exceptions=True,
+    )
+    assert isinstance(outcomes[1], StaleTerm)
+    assert {row.id for row in (await store.snapshot()).tasks} == {"t1", "t2", "t3"}
+
+
+async def test_a_pledge_comes_to_its_end_once(store: TaskStore) -> None:
+    term = await with_gpu(store, a_task("t1"))
+    pledge = a_pledge_of("t1")
+    await store.commit(term, [makes(pledge)])
+    assert list((await store.snapshot()).pledges) == [pledge]
+    ends = Decision("t1", "withdraw", pledges=(PledgeWrite(pledge, PledgeEnd.WITHDRAWN),))
+    assert await store.commit(term, [ends, ends]) == [COMMITTED, STALE]
+    assert (await store.snapshot()).pledges == []
+    assert [event.kind for event in await log_of(store)][-2:] == ["pledge.made", "pledge.withdrawn"]
+
+
+async def test_a_pledge_can_be_ended_and_made_anew_in_one_decision(store: TaskStore) -> None:
+    term = await with_gpu(store, a_task("t1"))
+    small, large = a_pledge_of("t1"), a_pledge_of("t1", mb=20 * GIB)
+    await store.commit(term, [makes(small)])
+    anew = Decision("t1", "preempt", pledges=(PledgeWrite(small, PledgeEnd.DISSOLVED), PledgeWrite(large)))
+    assert await store.commit(term, [anew]) == [COMMITTED]
+    assert list((await store.snapshot()).pledges) == [large]
+
+
+async def test_a_request_that_was_carried_out_is_gone_from_the_snapshot(store: TaskStore) -> None:
+    task = a_task("t1")
+    term = await with_gpu(store, task)
+    await store.request(Request("r1", task.id, "default", "change", {"priority": 9}, Instant(NOW)))
+    write = write_move(task, Move.CHANGED, priority=9)
+    await store.commit(term, [Decision("t1", "change", tasks=(write,), requests_done=("r1",))])
+    snapshot = await store.snapshot()
+    assert snapshot.requests == []
+    assert [row.priority for row in snapshot.tasks] == [9]
+
+
+async def test_every_hot_field_of_a_task_is_kept(store: TaskStore) -> None:
+    task = a_task("t1")
+    term = await with_gpu(store, task)
+    admitted = claimed(task)
+    await store.commit(term, [admission(task), start(admitted)])
+    [running] = (await store.snapshot()).tasks
+    stopping = write_move(
+        running, Move.STOPPING, stop_reason="preempt", stop_deadline_at=Instant(NOW + 5), preemptions=2,
+        failures=1, not_before=Instant(NOW + 1), held=True, freeing_for=TaskId("t9"),
+        checkpoint_at=Instant(NOW), priority=3, fence=Fence(4), node=NodeName("n2"), started_at=Instant(NOW + 2),
+    )  # fmt: skip
+    await store.commit(term, [Decision("t1", "preempt", tasks=(stopping,))])
+    assert (await store.snapshot()).tasks == [stopping.task]
+
+
+async def test_a_task_that_ended_stays_in_the_snapshot_until_its_memory_is_free(store: TaskStore) -> None:
+    task = a_task("t1")
+    term = await with_gpu(store, task)
+    lease = a_new_lease(claimed(task))
+    await store.commit(term, [admission(task), end(claimed(task))])
+    assert [row.state for row in (await store.snapshot()).tasks] == [TaskState.SUCCEEDED]
+    await store.commit(term, [release(lease)])
+    snapshot = await store.snapshot()
+    assert (snapshot.tasks, snapshot.leases) == ([], [])
+    assert snapshot.finished == {("default", TaskState.SUCCEEDED): 1}
+
+
+async def test_finished_tasks_are_counted_by_tenant_and_end(store: TaskStore) -> None:
+    tasks = [a_task(f"t{n}", tenant="lab" if n < 3 else "web") for n in range(5)]
+    term = await with_gpu(store, *tasks)
+    await store.commit(term, [admission(task) for task in tasks])
+    crash = Failure("exception", "boom", "Traceback …")
+    ends = [end(claimed(task), failure=crash if task.id == "t0" else None) for task in tasks]
+    await store.commit(term, ends[:2])
+    await store.commit(term, ends[2:])
+    assert (await store.snapshot()).finished == {
+        ("lab", TaskState.FAILED): 1,
+        ("lab", TaskState.SUCCEEDED): 2,
+        ("web", TaskState.SUCCEEDED): 2,
+    }
+
+
+async def test_a_result_is_kept_byte_by_byte(store: TaskStore) -> None:
+    task = a_task("t1")
+    term = await with_gpu(store, task)
+    assert await store.result(task.id) is None
+    left = end(claimed(task), b"\x80\x00\xff", result_format="cloudpickle", log_tail=b"\xffline")
+    await store.commit(term, [admission(task), left])
+    result = await store.result(task.id)
+    assert result is not None
+    assert (result.data, result.digest) == (b"\x80\x00\xff", None)
+    assert (result.ending, result.format, result.log_tail) == ("succeeded", "cloudpickle", b"\xffline")
+    record = await store.record(task.id)
+    assert record is not None
+    assert (record.has_result, record.failure) == (True, None)
+
+
+async def test_a_result_elsewhere_is_known_by_its_digest(store: TaskStore) -> None:
+    task = a_task("t1")
+    term = await with_gpu(store, task)
+    await store.commit(term, [admission(task), end(claimed(task), None, result_digest="ab" * 32)])
+    result, record = await store.result(task.id), await store.record(task.id)
+    assert result is not None
+    assert record is not None
+    assert (result.data, result.digest, record.has_result) == (None, "ab" * 32, True)
+
+
+async def test_a_failure_says_why(store: TaskStore) -> None:
+    task = a_task("t1")
+    term = await with_gpu(store, task)
+    why = Failure("exception", "ValueError: é", 'File "x"\n')
+    await store.commit(term, [admission(task), end(claimed(task), None, why)])
+    expected = {"kind": "exception", "message": "ValueError: é", "traceback": 'File "x"\n'}
+    result, record = await store.result(task.id), await store.record(task.id)
+    assert result is not None
+    assert record is not None
+    assert (result.failure, record.failure, record.has_result) == (expected, expected, False)
+
+
+async def test_the_outcome_of_the_newest_run_counts(store: TaskStore) -> None:
+    task = a_task("t1")
+    term = await with_gpu(store, task)
+    failed = end(claimed(task), None, Failure("exception", "first try"))
+    again = write_move(claimed(task), Move.REQUEUED, failures=1, node=None)
+    await store.commit(term, [admission(task), replace(failed, tasks=(again,))])
+    record = await store.record(task.id)
+    assert record is not None
+    assert record.failure is not None
+    assert record.failure["message"] == "first try"
+    await store.commit(term, [admission(again.task), end(claimed(again.task), b"2")])
+    result, record = await store.result(task.id), await store.record(task.id)
+    assert result is not None
+    assert record is not None
+    assert (result.data, record.failure, record.has_result) == (b"2", None, True)
+
+
+async def test_the_newest_three_checkpoints_are_kept_newest_first(store: TaskStore) -> None:
+    task, other = a_task("t1"), a_task("t2")
+    term = await with_gpu(store, task, other)
+    await store.commit(term, [admission(task), admission(other)])
+    await store.commit(term, [a_checkpoint(claimed(other), 1)])
+    for sequence in range(1, 6):
+        await store.commit(term, [a_checkpoint(claimed(task), sequence)])
+    kept = await store.checkpoints(task.id)
+    assert [(saved.sequence, saved.digest, saved.size_bytes) for saved in kept] == [
+        (5, "digest-5", 5), (4, "digest-4", 4), (3, "digest-3", 3),
+    ]  # fmt: skip
+    assert [saved.at for saved in kept] == [NOW + 5, NOW + 4, NOW + 3]
+    assert len(await store.checkpoints(other.id)) == 1
+
+
+async def test_many_checkpoints_at_once_are_kept_the_same_way(store: TaskStore) -> None:
+    task = a_task("t1")
+    term = await with_gpu(store, task)
+    await store.commit(term, [admission(task)])
+    await store.commit(term, [a_checkpoint(claimed(task), sequence) for sequence in range(1, 8)])
+    assert [saved.sequence for saved in await store.checkpoints(task.id)] == [7, 6, 5]
+
+
+async def test_the_history_of_a_task_holds_its_leases_pledges_and_requests(store: TaskStore) -> None:
+    task = a_task("t1")
+    term = await with_gpu(store, a_task("t0"), task, a_task("t2"))
+    await store.commit(term, [admission(a_task("t0")), makes(a_pledge_of("t1")), admission(task)])
+    await store.request(Request("r1", task.id, "default", "cancel", {}, Instant(NOW)))
+    await store.commit(term, [Decision("t1", "cancel", requests_done=("r1",))])
+    kinds = [event.kind for event in await store.events(Position(0), 100, task.id)]
+    assert kinds == [
+        "task.submitted", "pledge.made", "task.admitted", "lease.reserved", "request.made", "request.done",
+    ]  # fmt: skip
+
+
+async def a_busy_day(store: TaskStore) -> Sequence[Event]:
+    """Submissions, admissions, ends, a pledge and a request; what a listener heard of it."""
+    heard: list[Event] = []
+    store.listen(heard.extend)
+    tasks = [a_task(f"t{n}", tenant="lab" if n % 2 else "web", cpu=1.0) for n in range(8)]
+    term = await with_gpu(store, *tasks)
+    await store.commit(term, [admission(task, mb=8 * GIB) for task in tasks[:6]])
+    await asyncio.gather(
+        store.commit(term, [start(claimed(task)) for task in tasks[:4]]),
+        store.submit(a_submission(a_task("late", priority=90))),
+        store.request(Request("r1", tasks[0].id, "web", "cancel", {}, Instant(NOW))),
+    )
+    held = [move_lease(a_new_lease(claimed(task), 8 * GIB), LeaseState.HELD) for task in tasks[:6]]
+    await store.commit(term, [Decision("n1", "held", leases=tuple(held))])
+    ended = [end(start(claimed(task)).tasks[0].task) for task in tasks[:2]]
+    await store.commit(term, [*ended, release(held[0]), makes(a_pledge_of("late", mb=4 * GIB))])
+    return heard
+
+
+async def test_a_world_from_a_snapshot_is_the_world_from_the_whole_log(store: TaskStore) -> None:
+    heard = await a_busy_day(store)
+    snapshot = await store.snapshot()
+    world = World()
+    for node in snapshot.nodes:
+        world.add_node(node)
+    for device in snapshot.devices:
+        world.add_device(device)
+    for task in snapshot.tasks:
+        world.add_task(task)
+    for lease in snapshot.leases:
+        world.add_lease(lease)
+    for pledge in snapshot.pledges:
+        world.add_pledge(pledge)
+    for request in snapshot.requests:
+        world.add_request(request)
+    world.finished.update(snapshot.finished)
+    world.position = snapshot.position
+    log = await log_of(store)
+    assert heard == log
+    assert picture(world) == picture(replayed(log))
+    assert world.position == await store.head()
+
+
+async def test_the_log_read_back_says_what_listeners_heard(store: TaskStore) -> None:
+    heard = await a_busy_day(store)
+    assert picture(replayed(heard)) == picture(replayed(await log_of(store)))
+
+
+async def test_times_of_events_are_the_databases_and_do_not_go_back(store: TaskStore) -> None:
+    before = await store.database_time()
+    await a_busy_day(store)
+    times = [event.at for event in await log_of(store)]
+    assert times == sorted(times)
+    assert before <= times[0] <= times[-1] <= await store.database_time()
+
+
+async def test_leased_memory_counts_for_every_kind_of_holder(store: TaskStore) -> None:
+    term = await with_gpu(store, a_task("t1"))
+    model = replace(a_new_lease(claimed(a_task("t1"))), holder="llama", mb=Mib(75 * GIB), device=GPU0)
+    await store.commit(term, [Decision("n1", "load", leases=(model,))])
+    assert await store.commit(term, [admission(a_task("t1"))]) == [REFUSED]

@@ -1,0 +1,116 @@
+"""What people look up: lists, specs, tokens."""
+
+from dataclasses import replace
+
+import pytest
+
+from service.core.task import TaskState
+from service.core.units import Instant, TaskId
+from service.ports import TaskFilter, TaskStore, TokenRow
+from tests.builders import NOW, a_task
+from tests.contracts.scenes import a_submission, admission, claimed, end, with_gpu
+
+
+async def listed(store: TaskStore, tenant: str = "lab", **wanted: object) -> list[str]:
+    return [row.task.id for row in await store.records(replace(TaskFilter(tenant), **wanted))]  # type: ignore[arg-type]  # fields of the filter
+
+
+@pytest.fixture
+async def six(store: TaskStore) -> TaskStore:
+    """t1…t6 of lab: t1 admitted, t2 succeeded, priorities 10…60, `even` and `third` as labels; t7 of web."""
+    term = await with_gpu(store)
+    tasks = [a_task(f"t{n}", tenant="lab", name=f"job-{n % 2}", priority=n * 10) for n in range(1, 7)]
+    for n, task in enumerate(tasks, start=1):
+        labels = {"even": str(n % 2 == 0).lower(), **({"third": "yes"} if n % 3 == 0 else {})}
+        await store.submit(a_submission(task, labels=labels))
+    await store.submit(a_submission(a_task("t7", tenant="web"), labels={"even": "true"}))
+    await store.commit(term, [admission(tasks[0]), admission(tasks[1]), end(claimed(tasks[1]))])
+    return store
+
+
+async def test_a_tenant_sees_its_own_tasks_newest_first(six: TaskStore) -> None:
+    assert await listed(six) == ["t6", "t5", "t4", "t3", "t2", "t1"]
+    assert await listed(six, "web") == ["t7"]
+    assert await listed(six, "nobody") == []
+
+
+async def test_pages_follow_each_other_without_gap_or_repetition(six: TaskStore) -> None:
+    first = await listed(six, limit=4)
+    assert first == ["t6", "t5", "t4", "t3"]
+    assert await listed(six, limit=4, after=TaskId("t3")) == ["t2", "t1"]
+    await six.submit(a_submission(a_task("t8", tenant="lab")))
+    assert await listed(six, limit=4, after=TaskId("t3")) == ["t2", "t1"]
+
+
+@pytest.mark.parametrize(
+    ("states", "expected"),
+    [
+        ((TaskState.PENDING,), ["t6", "t5", "t4", "t3"]),
+        ((TaskState.ADMITTED,), ["t1"]),
+        ((TaskState.SUCCEEDED,), ["t2"]),
+        ((TaskState.SUCCEEDED, TaskState.FAILED), ["t2"]),
+        ((TaskState.ADMITTED, TaskState.SUCCEEDED), ["t2", "t1"]),
+        ((TaskState.EXPIRED,), []),
+    ],
+)
+async def test_a_list_is_narrowed_by_state(
+    six: TaskStore, states: tuple[TaskState, ...], expected: list[str]
+) -> None:
+    assert await listed(six, states=states) == expected
+
+
+async def test_a_list_is_narrowed_by_priority_and_name(six: TaskStore) -> None:
+    assert await listed(six, min_priority=50) == ["t6", "t5"]
+    assert await listed(six, max_priority=20) == ["t2", "t1"]
+    assert await listed(six, min_priority=20, max_priority=40, name="job-0") == ["t4", "t2"]
+
+
+async def test_all_given_labels_must_match(six: TaskStore) -> None:
+    assert await listed(six, labels={"even": "true"}) == ["t6", "t4", "t2"]
+    assert await listed(six, labels={"even": "true", "third": "yes"}) == ["t6"]
+    assert await listed(six, labels={"even": "yes"}) == []
+    assert await listed(six, labels={"even": "false"}, states=(TaskState.PENDING,), limit=1) == ["t5"]
+
+
+async def test_a_listed_record_is_the_record(six: TaskStore) -> None:
+    for row in await six.records(TaskFilter("lab")):
+        assert row == await six.record(row.task.id)
+
+
+async def test_what_is_not_there_is_not_found(six: TaskStore) -> None:
+    assert await six.record(TaskId("nothing")) is None
+    assert await six.result(TaskId("t1")) is None
+    assert list(await six.checkpoints(TaskId("t1"))) == []
+    assert list(await six.specs([TaskId("t1"), TaskId("nothing")])) == ["t1"]
+    assert await six.specs([]) == {}
+
+
+def a_token(name: str = "ci", **fields: object) -> TokenRow:
+    facts = {"tenant": "lab", "scopes": ("tasks:read", "tasks:write"), "max_priority": 60}
+    row = {"sha256": f"hash-of-{name}", "created_at": Instant(NOW), "expires_at": None, **facts, **fields}
+    return TokenRow(name=name, **row)  # type: ignore[arg-type]  # fields of the token
+
+
+async def test_tokens_are_listed_by_name_as_they_were_put(store: TaskStore) -> None:
+    tokens = [a_token("b", expires_at=Instant(NOW + 60)), a_token("a", scopes=("*",))]
+    for token in tokens:
+        await store.put_token(token)
+    assert list(await store.tokens()) == [tokens[1], tokens[0]]
+
+
+async def test_a_token_put_again_is_replaced(store: TaskStore) -> None:
+    await store.put_token(a_token("a"))
+    newer = a_token("a", sha256="another", max_priority=10)
+    await store.put_token(newer)
+    assert list(await store.tokens()) == [newer]
+
+
+async def test_a_token_is_dropped_once(store: TaskStore) -> None:
+    await store.put_token(a_token("a"))
+    assert [await store.drop_token("a"), await store.drop_token("a")] == [True, False]
+    assert list(await store.tokens()) == []
+
+
+async def test_tokens_are_no_events(store: TaskStore) -> None:
+    await store.put_token(a_token("a"))
+    assert await store.head() == 0

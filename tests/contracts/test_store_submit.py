@@ -1,0 +1,174 @@
+"""What comes in: tasks, idempotency keys, requests."""
+
+import asyncio
+from collections.abc import Sequence
+
+import pytest
+
+from service.core.events import Event
+from service.core.plan import Request
+from service.core.task import Demand, Task
+from service.core.units import Instant, Position, TaskId
+from service.ports import RunSpec, Submission, SubmitVerdict, TaskStore
+from tests.builders import NOW, a_task
+from tests.contracts.scenes import a_submission, log_of
+
+
+async def test_what_was_submitted_reads_back_as_it_was(store: TaskStore) -> None:
+    task = a_task(
+        "t1", tenant="lab", name="train", priority=71, gpu_mb=2048, cpu=2.5, custom={"slots": 2.0},
+        max_retries=3, timeout_seconds=60.0, grace_seconds=5.0, not_before=Instant(NOW + 9), held=True,
+    )  # fmt: skip
+    spec = RunSpec(
+        kind="function", entrypoint="a:b", command=("echo", "ü"), arguments=b"\x80\x00\xff",
+        arguments_digest="ab" * 32, python="3.11", env={"A": "1"}, result_format="cloudpickle",
+        labels={"team": "vision", "run": "7"}, model_type="llm", working_directory="/srv",
+    )  # fmt: skip
+    await store.submit(Submission(task, spec, "key", "hash"))
+    record = await store.record(task.id)
+    assert record is not None
+    assert (record.task, record.spec) == (task, spec)
+    assert (record.failure, record.has_result) == (None, False)
+
+
+async def test_the_first_event_of_a_task_carries_all_of_it(store: TaskStore) -> None:
+    task = a_task("t1", cpu=1.0)
+    await store.submit(a_submission(task))
+    [event] = await log_of(store)
+    assert (event.position, event.kind, event.key, event.version) == (1, "task.submitted", "t1", 1)
+    assert event.fields["name"] == "t1"
+    assert event.fields["demand"] == {"cpu": 1.0}
+
+
+async def test_the_same_key_and_body_answer_with_the_first_task(store: TaskStore) -> None:
+    await store.submit(a_submission("t1", key="k"))
+    again = await store.submit(a_submission("t2", key="k"))
+    assert (again.verdict, again.task) == (SubmitVerdict.DUPLICATE, "t1")
+    assert await store.record(TaskId("t2")) is None
+    assert len(await log_of(store)) == 1
+
+
+async def test_the_same_key_with_another_body_stores_nothing(store: TaskStore) -> None:
+    await store.submit(a_submission("t1", key="k"))
+    reused = await store.submit(a_submission("t2", key="k", body="other"))
+    assert (reused.verdict, reused.task) == (SubmitVerdict.KEY_REUSED, "t1")
+    assert await store.record(TaskId("t2")) is None
+    assert await store.specs([TaskId("t2")]) == {}
+
+
+async def test_a_key_belongs_to_its_tenant(store: TaskStore) -> None:
+    await store.submit(a_submission(a_task("t1", tenant="lab"), key="k"))
+    other = await store.submit(a_submission(a_task("t2", tenant="web"), key="k"))
+    assert (other.verdict, other.task) == (SubmitVerdict.ACCEPTED, "t2")
+
+
+async def test_tasks_without_a_key_are_never_duplicates(store: TaskStore) -> None:
+    outcomes = [await store.submit(a_submission(name)) for name in ("t1", "t2")]
+    assert [outcome.verdict for outcome in outcomes] == [SubmitVerdict.ACCEPTED] * 2
+
+
+async def test_a_repeated_commit_of_one_submission_is_harmless(store: TaskStore) -> None:
+    submission = a_submission("t1")
+    first, second = await store.submit(submission), await store.submit(submission)
+    assert first == second
+    assert first.verdict is SubmitVerdict.ACCEPTED
+    assert len(await log_of(store)) == 1
+
+
+async def test_of_many_with_one_key_at_the_same_time_exactly_one_is_accepted(store: TaskStore) -> None:
+    names = [f"t{n:02}" for n in range(20)]
+    outcomes = await asyncio.gather(*(store.submit(a_submission(name, key="k")) for name in names))
+    accepted = [outcome for outcome in outcomes if outcome.verdict is SubmitVerdict.ACCEPTED]
+    assert len(accepted) == 1
+    assert {outcome.task for outcome in outcomes} == {accepted[0].task}
+    assert len(await log_of(store)) == 1
+
+
+async def test_duplicates_do_not_disturb_others_in_their_group(store: TaskStore) -> None:
+    await store.submit(a_submission("first", key="k"))
+    group = [a_submission(f"t{n:02}", key="k" if n % 3 == 0 else f"k{n}") for n in range(12)]
+    outcomes = await asyncio.gather(*(store.submit(submission) for submission in group))
+    expected = [SubmitVerdict.DUPLICATE if n % 3 == 0 else SubmitVerdict.ACCEPTED for n in range(12)]
+    assert [outcome.verdict for outcome in outcomes] == expected
+    assert len(await log_of(store)) == 1 + 8
+
+
+async def test_only_new_tasks_are_submitted(store: TaskStore) -> None:
+    with pytest.raises(ValueError, match="version 2"):
+        await store.submit(a_submission(a_task("t1", version=2)))
+    assert await log_of(store) == []
+
+
+async def test_positions_have_no_gap_and_listeners_hear_each_once(store: TaskStore) -> None:
+    heard: list[Event] = []
+    store.listen(heard.extend)
+    await asyncio.gather(*(store.submit(a_submission(f"t{n:03}", key=f"k{n % 40}")) for n in range(60)))
+    log = await log_of(store)
+    assert [event.position for event in log] == list(range(1, 41))
+    assert heard == log
+    assert await store.head() == 40
+
+
+async def test_listeners_hear_of_a_task_before_its_submit_returns(store: TaskStore) -> None:
+    heard: set[str] = set()
+
+    def listen(events: Sequence[Event]) -> None:
+        heard.update(event.key for event in events)
+
+    store.listen(listen)
+
+    async def submit(name: str) -> bool:
+        await store.submit(a_submission(name))
+        return name in heard
+
+    assert all(await asyncio.gather(*(submit(f"t{n:02}") for n in range(30))))
+
+
+async def test_a_submitter_that_goes_away_takes_nobody_with_it(store: TaskStore) -> None:
+    leaving = asyncio.create_task(store.submit(a_submission("t1")))
+    staying = asyncio.create_task(store.submit(a_submission("t2")))
+    await asyncio.sleep(0)
+    leaving.cancel()
+    assert (await staying).verdict is SubmitVerdict.ACCEPTED
+    assert await store.record(TaskId("t2")) is not None
+
+
+def a_cancel(id: str = "r1", task: str = "t1") -> Request:
+    return Request(id, TaskId(task), "default", "cancel", {"grace_seconds": 5.0}, Instant(NOW))
+
+
+async def test_a_request_waits_for_the_leader_until_it_is_done(store: TaskStore) -> None:
+    await store.submit(a_submission("t1"))
+    await store.request(a_cancel())
+    assert list((await store.snapshot()).requests) == [a_cancel()]
+    made = (await log_of(store))[-1]
+    assert (made.kind, made.key, made.tenant, made.fields["task"]) == ("request.made", "r1", "default", "t1")
+
+
+async def test_a_repeated_request_is_one_request(store: TaskStore) -> None:
+    await store.request(a_cancel())
+    await store.request(a_cancel())
+    assert len((await store.snapshot()).requests) == 1
+    assert len(await log_of(store)) == 1
+
+
+async def test_events_are_read_from_a_position_and_up_to_a_number(store: TaskStore) -> None:
+    for n in range(5):
+        await store.submit(a_submission(f"t{n}"))
+    assert [event.position for event in await store.events(Position(2), 2)] == [3, 4]
+    assert await store.events(Position(5), 10) == []
+
+
+async def test_a_demand_of_every_kind_survives(store: TaskStore) -> None:
+    demands = [
+        Demand(),
+        Demand(gpus=8),
+        Demand(gpus=1, gpu_fraction=0.25, cpu=0.5, memory_mb=512),
+        Demand(gpus=2, gpu_mb=1024, exclusive=True, placement="spread"),
+        Demand(custom=(("a", 1.0), ("b", 2.5))),
+    ]
+    tasks: list[Task] = [a_task(f"t{n}", demand=demand) for n, demand in enumerate(demands)]
+    for task in tasks:
+        await store.submit(a_submission(task))
+    rows = {task.id: task for task in (await store.snapshot()).tasks}
+    assert [rows[task.id].demand for task in tasks] == demands
