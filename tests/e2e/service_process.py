@@ -31,12 +31,12 @@ def until(true: Callable[[], bool], what: str, seconds: float = 30.0) -> None:
 class ServiceProcess:
     """`gpubroker serve` on a data directory, which outlives it."""
 
-    def __init__(self, data_dir: Path, **settings: object) -> None:
-        self.data_dir = data_dir
-        self._config = data_dir.with_suffix(".yaml")
-        self._log = data_dir.with_suffix(".log")
+    def __init__(self, home: Path, **settings: object) -> None:
+        self.data_dir = home
+        self._config = home.with_suffix(".yaml")
+        self._log = home.with_suffix(".log")
         defaults = {
-            "data_dir": str(data_dir),
+            "data_dir": str(home),
             "port": 0,
             "entrypoints": ["tests.e2e.work:*"],
             "task_path": [str(ROOT)],

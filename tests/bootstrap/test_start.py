@@ -1,0 +1,139 @@
+"""What stops a start, and what a start leaves on disk. The process is the real one; its engine only waits."""
+
+import json
+import os
+import socket
+import sqlite3
+import stat
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.service_process import ServiceProcess
+
+WAITING = {"engine": "simulated"}
+
+
+@pytest.fixture
+def service(tmp_path: Path) -> Iterator[ServiceProcess]:
+    with ServiceProcess(tmp_path / "data", **WAITING) as running:
+        yield running
+
+
+def refusal(service: ServiceProcess) -> str:
+    """The exit code must be 2, and the last line of the log says why."""
+    process = service.spawn()
+    try:
+        assert process.wait(30) == 2, service.log()
+    finally:
+        process.kill()
+    lines = service.log().splitlines()
+    assert not any("Traceback" in line for line in lines), service.log()
+    return lines[-1]
+
+
+def test_the_first_start_makes_an_admin_token_that_only_its_owner_can_read(service: ServiceProcess) -> None:
+    path = service.data_dir / "client.json"
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert stat.S_IMODE(service.data_dir.stat().st_mode) == 0o700
+    [token] = service.broker.tokens()
+    assert (token.name, token.tenant, token.max_priority) == ("admin", "default", 100)
+
+
+def test_a_second_start_keeps_the_token_and_the_tasks(service: ServiceProcess) -> None:
+    task = service.broker.submit("tests.e2e.work:add", 1, 2, cpu=0.5)
+    service.broker.wait(task.id)
+    before = json.loads((service.data_dir / "client.json").read_text())["token"]
+    assert service.terminate() == 0
+    service.start()
+    assert json.loads((service.data_dir / "client.json").read_text())["token"] == before
+    assert service.broker.get(task.id).state == "succeeded"
+
+
+def test_a_lost_token_file_is_replaced_by_one_with_a_new_admin_token(service: ServiceProcess) -> None:
+    assert service.terminate() == 0
+    (service.data_dir / "client.json").unlink()
+    service.start()
+    names = {token.name for token in service.broker.tokens()}
+    assert "admin" in names
+    assert len(names) == 2
+
+
+def test_a_second_serve_on_one_file_is_refused_and_names_the_first(service: ServiceProcess) -> None:
+    said = refusal(ServiceProcess(service.data_dir, **WAITING))
+    assert str(service.pid) in said
+    assert service.broker.stats().tasks["pending"] == 0
+
+
+def test_a_port_in_use_is_refused_with_another_way_named(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        said = refusal(ServiceProcess(tmp_path / "data", port=port, **WAITING))
+    assert f"127.0.0.1:{port}" in said
+    assert "--port" in said
+    assert f"process {os.getpid()}" in said
+
+
+def test_a_database_of_somebody_else_is_left_alone(tmp_path: Path) -> None:
+    path = tmp_path / "theirs.db"
+    with sqlite3.connect(path) as theirs:
+        theirs.execute("CREATE TABLE orders (id)")
+    before = path.read_bytes()
+    said = refusal(ServiceProcess(tmp_path / "data", database_url=f"sqlite:///{path}", **WAITING))
+    assert "theirs.db" in said
+    assert "--database-url" in said
+    assert path.read_bytes() == before
+
+
+def test_a_file_that_is_no_database_is_left_alone(tmp_path: Path) -> None:
+    path = tmp_path / "notes.txt"
+    path.write_text("not a database, and long enough to be taken for one\n" * 40)
+    said = refusal(ServiceProcess(tmp_path / "data", database_url=f"sqlite:///{path}", **WAITING))
+    assert "notes.txt" in said
+    assert path.read_text().startswith("not a database")
+
+
+def test_a_data_directory_that_cannot_be_made_is_named_with_the_way_out(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    said = refusal(ServiceProcess(tmp_path / "other", data_dir=str(tmp_path / "file" / "data"), **WAITING))
+    assert str(tmp_path / "file" / "data") in said
+    assert "--data-dir" in said
+
+
+def test_a_wrong_setting_stops_the_start(tmp_path: Path) -> None:
+    service = ServiceProcess(tmp_path / "data", prot=1)
+    refusal(service)
+    assert "prot" in service.log()
+
+
+def test_a_database_server_that_is_away_is_refused_at_the_start(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+    url = f"postgresql://nobody@127.0.0.1:{port}/none"
+    service = ServiceProcess(tmp_path / "data", database_url=url, **WAITING)
+    assert "--database-url" in refusal(service)
+    assert str(port) in service.log()
+
+
+def test_down_without_a_service_says_so(tmp_path: Path) -> None:
+    config = ServiceProcess(tmp_path / "data", **WAITING)
+    config.stop()
+    assert not (tmp_path / "data").exists()
+
+
+def test_sigterm_ends_the_service_within_its_time_and_without_complaint(service: ServiceProcess) -> None:
+    assert service.terminate() == 0
+    assert "Traceback" not in service.log()
+
+
+def test_the_greeting_says_where_to_go_next(service: ServiceProcess) -> None:
+    greeting = service.log()
+    assert str(service.data_dir / "client.json") in greeting
+    assert "gpubroker gpus" in greeting
+
+
+def test_a_command_of_the_server_explains_itself() -> None:
+    asked = subprocess.run(["gpubroker", "serve", "--help"], capture_output=True, text=True, check=True)
+    assert "--data-dir" in asked.stdout
