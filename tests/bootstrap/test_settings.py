@@ -96,7 +96,7 @@ def test_a_wrong_setting_is_refused_by_name(tmp_path: Path, text: str, named: st
 
 
 def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
-    with pytest.raises(SettingsRefused, match="nowhere.yaml"):
+    with pytest.raises(SettingsRefused, match=r"nowhere\.yaml"):
         load_settings(tmp_path / "nowhere.yaml")
 
 

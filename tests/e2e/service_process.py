@@ -12,7 +12,6 @@ from types import TracebackType
 import httpx
 import psutil
 import yaml
-
 from gpubroker import Broker
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -4,8 +4,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-
 from gpubroker import Broker, TaskFailed
+
 from tests.e2e.service_process import ServiceProcess, until
 
 
