@@ -35,13 +35,9 @@ def main() -> int:
 
 def run(console: Console, began: float) -> Ending:
     narrator = Narrator(began)
-    reference = Reference()
-    try:
-        with screen_on(console) as screen, running_service() as broker:
-            narrator.says(f"the service is ready at {broker.connection.url}")
-            return Story(broker, screen, narrator).tell(reference)
-    finally:
-        reference.end()
+    with screen_on(console) as screen, running_service() as broker, Reference() as reference:
+        narrator.says(f"the service is ready at {broker.connection.url}")
+        return Story(broker, screen, narrator).tell(reference)
 
 
 def _interrupt(_signal: int, _frame: Any) -> None:

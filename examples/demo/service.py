@@ -40,9 +40,11 @@ def running_service() -> Iterator[Broker]:
     child = _start(data_dir, log)
     try:
         with _connected(child, data_dir, log) as broker:
-            yield broker
-            broker.shutdown(stop_cluster=True)
-            left = _left_after(_STOP_SECONDS)
+            try:
+                yield broker
+            finally:
+                broker.shutdown(stop_cluster=True)
+                left = _left_after(_STOP_SECONDS)
             if left:
                 raise ServiceFailed(f"still running after the shutdown: {', '.join(left)}\n{_tail(log)}")
     finally:

@@ -6,7 +6,8 @@ import subprocess
 import sys
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from types import TracebackType
+from typing import Any, Self
 
 from gpubroker import Broker, Task
 
@@ -72,7 +73,12 @@ class Reference:
         known: dict[str, float] = json.loads(output)
         return known
 
-    def end(self) -> None:
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self._process.kill()
         self._process.communicate()
 
