@@ -20,7 +20,6 @@ from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Send
 from starlette.types import Scope as ScopeOfRequest
 
-from service.gateway.capacity import Capacity
 from service.gateway.faults import Faulty, body_faults, parameter_faults, refused, unknown_parameter
 from service.gateway.identity import Identity, Scope
 from service.gateway.parts import GatewayParts
@@ -51,11 +50,6 @@ class Call(Request):
     def parts(self) -> GatewayParts:
         parts: GatewayParts = self.scope["state"]["parts"]
         return parts
-
-    @property
-    def capacity(self) -> Capacity:
-        capacity: Capacity = self.app.state.capacity
-        return capacity
 
     @property
     def identity(self) -> Identity:

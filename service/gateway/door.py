@@ -4,8 +4,11 @@ import re
 import time
 
 import structlog
+from fastapi import APIRouter
+from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.routing import Route
+from starlette.types import Message, Receive, Scope, Send
 
 from service.gateway.identity import Identity
 from service.gateway.parts import GatewayParts
@@ -31,12 +34,12 @@ class Door:
 
     def __init__(
         self,
-        app: ASGIApp,
+        router: APIRouter,
         *,
         parts: GatewayParts,
         telemetry: Telemetry,
     ) -> None:
-        self._app = app
+        self._router = router
         self._parts = parts
         self._tokens = parts.identity
         self._clock = parts.clock
@@ -47,7 +50,7 @@ class Door:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
-            await self._app(scope, receive, send)
+            await self._router(scope, receive, send)
         elif scope["type"] == "http":
             await self._answer(scope, receive, send)
         else:
@@ -73,9 +76,11 @@ class Door:
         try:
             self._check_host(headers)
             state["identity"] = self._identity(scope["path"], headers)
-            await self._app(scope, self._limited(headers, receive), leave)
+            await self._router(scope, self._limited(headers, receive), leave)
         except Problem as problem:
             await problem_response(problem, scope)(scope, receive, leave)
+        except HTTPException:
+            await problem_response(self._no_route(scope), scope)(scope, receive, leave)
         except StoreUnavailable as fault:
             log.warning("database not reached", request=request_id, fault=str(fault))
             await problem_response(_STORE_AWAY, scope)(scope, receive, leave)
@@ -142,6 +147,20 @@ class Door:
             return message
 
         return counted
+
+    def _no_route(self, scope: Scope) -> Problem:
+        """404 or 405. The router itself knows only the first of several routes of a path."""
+        method, path = scope["method"], scope["path"]
+        routes = [route for route in self._router.routes if isinstance(route, Route)]
+        here = [route for route in routes if route.path_regex.match(path)]
+        allowed = ", ".join(sorted({known for route in here for known in route.methods or ()}))
+        if not here:
+            return Problem("not-found", f"there is nothing at {path[:200]}; /openapi.json lists all paths")
+        return Problem(
+            "method-not-allowed",
+            f"{method} is not known at {path}; known are {allowed}",
+            headers={"Allow": allowed},
+        )
 
     def _too_large(self, found: str) -> Problem:
         return Problem(

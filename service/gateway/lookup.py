@@ -4,7 +4,6 @@ import asyncio
 
 from pydantic_core import from_json
 
-from service.core.explain import explain
 from service.core.task import Task, TaskState
 from service.core.units import Seconds, TaskId
 from service.gateway.direct import Call
@@ -12,7 +11,7 @@ from service.gateway.ids import is_task_id
 from service.gateway.parts import GatewayParts
 from service.gateway.problems import Problem
 from service.gateway.translate import Live, base64_text, task_view
-from service.gateway.views import PendingView, ResultFields, TaskView
+from service.gateway.views import ResultFields, TaskView
 from service.ports import BlobCorrupt, BlobMissing, StoredResult, TaskRecord
 
 _PARSED_INLINE_BYTES = 256 * 1024
@@ -52,17 +51,8 @@ def live_of(parts: GatewayParts, task: Task, *, explained: bool = True) -> Live:
         leases=[leases[key] for key in sorted(leases)],
         uuids={lease.device: parts.world.books[lease.device].device.uuid for lease in leases.values()},
         progress=parts.progress.get(task.id) if task.is_active else None,
-        pending=_pending(parts, task) if waits else None,
+        pending=parts.pending.of(task, parts.clock.now()) if waits else None,
     )
-
-
-def _pending(parts: GatewayParts, task: Task) -> PendingView | None:
-    if task.id not in parts.world.tasks:
-        return None
-    found = explain(parts.world, task.id, parts.policy, parts.clock.now())
-    if found.reason is None:
-        return None
-    return {"reason": found.reason.value, "message": found.message, "position": found.position}
 
 
 async def finished_view(parts: GatewayParts, record: TaskRecord) -> TaskView:

@@ -8,9 +8,11 @@ from typing import Any
 from service.core.policy import Policy
 from service.core.units import Seconds, TaskId, Term
 from service.core.world import World
+from service.gateway.capacity import Capacity
 from service.gateway.follower import Waiters
 from service.gateway.identity import Tokens
 from service.gateway.ids import Ids
+from service.gateway.pending import PendingReasons
 from service.ports import BlobStore, Clock, Progress, TaskStore
 
 PYTHON_MINOR = f"{sys.version_info.major}.{sys.version_info.minor}"
@@ -73,3 +75,9 @@ class GatewayParts:
     ids: Ids = field(default_factory=Ids)
     python: str = PYTHON_MINOR
     """The Python minor that runs pickled functions."""
+    capacity: Capacity = field(init=False)
+    pending: PendingReasons = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "capacity", Capacity(self.world, self.policy))
+        object.__setattr__(self, "pending", PendingReasons(self.world, self.policy))

@@ -191,7 +191,12 @@ class Resources(Body):
         | None
     ) = None
     exclusive: Annotated[bool, Field(description="No other holder on the same devices.")] = False
-    cpu: Annotated[float, Field(ge=0, le=100_000)] | None = None
+    cpu: (
+        Annotated[
+            float, Field(ge=0, le=100_000, description="Left out: 0 for a task with GPUs, otherwise 1.")
+        ]
+        | None
+    ) = None
     memory_mb: Annotated[int, Field(ge=0, le=1_073_741_824)] = 0
     custom: Annotated[
         dict[LabelKey, Annotated[float, Field(gt=0, le=1e9)]],

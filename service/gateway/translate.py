@@ -34,7 +34,7 @@ _STRICT_JSON = json.JSONEncoder(allow_nan=False, ensure_ascii=False, separators=
 
 
 def demand_of(resources: Resources, placement: str, defaults: Defaults) -> Demand:
-    """A GPU size without a number of GPUs means one. CPU that is left out is the default, or none on a GPU."""
+    """A GPU size without a number of GPUs means one. CPU left out is the default, or none beside GPUs."""
     gpus = resources.gpus if resources.gpus is not None else int(resources.wants_gpu)
     cpu = 0.0 if gpus else defaults.cpu
     return Demand(

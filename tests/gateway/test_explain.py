@@ -1,6 +1,8 @@
 """GET /tasks/{id}/explain: why it waits, device by device."""
 
-from tests.builders import GIB
+from typing import Any
+
+from tests.builders import GIB, a_pledge
 from tests.gateway.harness import Client, Gateway, problem
 
 
@@ -49,3 +51,32 @@ async def test_an_explanation_from_an_old_picture_is_refused(gateway: Gateway, a
     task_id = await api.submit()
     gateway.age_seconds = 31
     problem(await api.get(f"/tasks/{task_id}/explain"), 503, "follower-stale")
+
+
+async def test_tasks_alike_share_one_survey_for_a_second_but_not_their_place(
+    gateway: Gateway, api: Client
+) -> None:
+    holder = await api.submit(resources={"gpu_mb": 60 * GIB})
+    await gateway.admit(holder, mb=60 * GIB)
+    first, second = [await api.submit(resources={"gpu_mb": 40 * GIB}) for _ in range(2)]
+    assert (await pending(api, first))["reason"] == "WaitingForMemory"
+    await gateway.end(holder)
+    remembered = await pending(api, second)
+    assert (remembered["reason"], remembered["position"]) == ("WaitingForMemory", 2)
+    gateway.clock.advance(1.5)
+    assert (await pending(api, second))["reason"] == "PendingEvaluation"
+
+
+async def test_a_task_that_memory_is_freed_for_has_a_reason_of_its_own(gateway: Gateway, api: Client) -> None:
+    holder = await api.submit(resources={"gpu_mb": 60 * GIB}, priority=10)
+    await gateway.admit(holder, mb=60 * GIB)
+    other, preemptor = [await api.submit(resources={"gpu_mb": 40 * GIB}, priority=80) for _ in range(2)]
+    assert (await pending(api, other))["reason"] == "WaitingForMemory"
+    gateway.world.add_pledge(a_pledge(gateway.task(preemptor), "gpu0", 40 * GIB))
+    assert (await pending(api, preemptor))["reason"] == "WaitingForPreemption"
+    assert (await pending(api, other))["reason"] == "WaitingForMemory"
+
+
+async def pending(api: Client, task_id: str) -> dict[str, Any]:
+    found: dict[str, Any] = (await api.get(f"/tasks/{task_id}")).json()["pending"]
+    return found

@@ -73,9 +73,9 @@ async def test_everything_a_submit_says_comes_back(gateway: Gateway, api: Client
 
 
 @pytest.mark.parametrize("size", [{"gpu_mb": 1024}, {"gpu_fraction": 0.25}, {"exclusive": True}])
-async def test_a_gpu_size_without_a_number_means_one_gpu(api: Client, size: dict[str, object]) -> None:
+async def test_a_gpu_size_alone_means_one_gpu_and_no_cpu(api: Client, size: dict[str, object]) -> None:
     task = (await api.post("/tasks", json=a_body(resources=size))).json()
-    assert task["resources"]["gpus"] == 1
+    assert (task["resources"]["gpus"], task["resources"]["cpu"]) == (1, 0.0)
 
 
 async def test_a_gpu_task_that_states_no_cpu_takes_none(api: Client) -> None:

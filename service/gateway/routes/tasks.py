@@ -89,7 +89,7 @@ async def submit_task(
     task = task_of(body, demand, call.identity.tenant, parts.defaults, id=parts.ids.task(now), now=now)
     check_run(call, body.run)
     check_priority(call, task.priority)
-    call.capacity.check(demand)
+    parts.capacity.check(demand)
     submission = await _submission(call, body, task, idempotency_key)
     outcome = await parts.store.submit(submission)
     wait_seconds, headers = _wait_of(prefer, parts.limits.wait_seconds)

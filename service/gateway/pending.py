@@ -1,0 +1,54 @@
+"""Why tasks wait, for answers that show it in passing: remembered per kind of demand for a moment."""
+
+from service.core.explain import explain, position_of
+from service.core.policy import Policy
+from service.core.reasons import Reason
+from service.core.task import Demand, Task, TaskState
+from service.core.units import Instant, Seconds
+from service.core.world import World
+from service.gateway.views import PendingView
+
+REMEMBERED_SECONDS = Seconds(1.0)
+"""Surveying a thousand devices takes tens of milliseconds, and many tasks alike are polled."""
+
+REMEMBERED = 4096
+
+_Alike = tuple[str, int, bool, Demand]
+"""(tenant, priority, held, demand): tasks that wait for the same reason."""
+
+
+class PendingReasons:
+    def __init__(self, world: World, policy: Policy) -> None:
+        self._world = world
+        self._policy = policy
+        self._known: dict[_Alike, tuple[Instant, PendingView]] = {}
+
+    def of(self, task: Task, now: Instant) -> PendingView | None:
+        """None if the World does not know the task yet, or no longer as one that waits."""
+        row = self._world.tasks.get(task.id)
+        if row is None or row.state is not TaskState.PENDING:
+            return None
+        alike = (row.tenant, row.priority, row.held, row.demand)
+        seen_at, view = self._known.get(alike, (None, None))
+        if seen_at is None or view is None or now - seen_at > REMEMBERED_SECONDS or self._is_special(row):
+            return self._explained(row, alike, now)
+        return {**view, "position": position_of(self._world, row, self._policy, now)}
+
+    def _explained(self, row: Task, alike: _Alike, now: Instant) -> PendingView | None:
+        found = explain(self._world, row.id, self._policy, now)
+        if found.reason is None:
+            return None
+        view: PendingView = {
+            "reason": found.reason.value,
+            "message": found.message,
+            "position": found.position,
+        }
+        if found.reason is not Reason.PENDING_EVALUATION and not self._is_special(row):
+            if len(self._known) >= REMEMBERED:
+                self._known.clear()
+            self._known[alike] = (now, view)
+        return view
+
+    def _is_special(self, row: Task) -> bool:
+        """It waits for its own hour, or for memory that is being freed for it alone."""
+        return row.not_before is not None or row.id in self._world.pledges
