@@ -164,7 +164,7 @@ class RunKeeper:
             if lane.shared:
                 self._depart(run, "process_absent")
             else:
-                self._do(self._prove_gone(run))
+                self._do(self._prove_gone(run, lane.watched.id))
 
     def _place(self, run: Run) -> bool:
         lane = self.pool.least_busy_shared() if run.shared else self.pool.take_spare()
@@ -225,8 +225,9 @@ class RunKeeper:
             failure = ("killed", f"{why}; the last lines of its log may say more", "")
         return _ended(run.key, "lost", failure, tail_of_file(self._files.log_of(run.key)))
 
-    async def _prove_gone(self, run: Run, proof: str = "process_absent") -> None:
-        await sweep(self._config.instance, str(run.key), self._files.log_of(run.key))
+    async def _prove_gone(self, run: Run, process: ProcessId, proof: str = "process_absent") -> None:
+        log = self._files.log_of(run.key)
+        await sweep(self._config.instance, str(run.key), log, process.start_ticks)
         samples = await self._measure() if run.order.leases else ()
         self._files.remove_card(run.key)
         self._depart(run, proof, samples)
@@ -259,11 +260,11 @@ class RunKeeper:
         with contextlib.suppress(ProcessLookupError):
             await put_down(Watched(card.process))
         if card.ray_node != self.pool.ray_node:
-            await self._prove_gone(run, "agent_restarted")
+            await self._prove_gone(run, card.process, "agent_restarted")
             return
         failure = ("killed", "its process ended while no agent watched", "")
         self._end(run, _ended(run.key, "lost", failure, tail_of_file(self._files.log_of(run.key))))
-        await self._prove_gone(run)
+        await self._prove_gone(run, card.process)
 
     async def _adopt_runner(self, name: str, *, shared: bool) -> None:
         actor = await asyncio.to_thread(ray.get_actor, name, NAMESPACE)

@@ -10,9 +10,8 @@ from service.adapters.ray.processes import (
     Watched,
     descendants,
     has_stopped,
-    holders_of,
     kill_all,
-    marked_runs,
+    leftovers,
     process_table,
 )
 
@@ -33,12 +32,9 @@ async def put_down(runner: Watched) -> None:
     await runner.wait()
 
 
-async def sweep(instance: str, mark: str, log: Path) -> None:
-    """Kill what a run left behind anywhere on this machine; back when a look around finds nothing.
-
-    Found by the mark in its environment, or by the log it prints to.
-    """
-    await _until(lambda: not _kill_leftovers(instance, mark, log))
+async def sweep(instance: str, mark: str, log: Path, since_ticks: int = 0) -> None:
+    """Kill what a run left behind anywhere on this machine; back when a look around finds nothing."""
+    await _until(lambda: not _kill_leftovers(instance, mark, log, since_ticks))
 
 
 def _kill_below(runner: ProcessId) -> bool:
@@ -47,8 +43,8 @@ def _kill_below(runner: ProcessId) -> bool:
     return bool(left)
 
 
-def _kill_leftovers(instance: str, mark: str, log: Path) -> bool:
-    left = {process for found, process in marked_runs(instance) if found == mark} | set(holders_of(log))
+def _kill_leftovers(instance: str, mark: str, log: Path, since_ticks: int) -> bool:
+    left = leftovers(instance, mark, log, since_ticks)
     kill_all(left)
     return bool(left)
 
