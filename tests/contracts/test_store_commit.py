@@ -217,7 +217,8 @@ async def test_every_hot_field_of_a_task_is_kept(store: TaskStore) -> None:
     stopping = write_move(
         running, Move.STOPPING, stop_reason="preempt", stop_deadline_at=Instant(NOW + 5), preemptions=2,
         failures=1, not_before=Instant(NOW + 1), held=True, freeing_for=TaskId("t9"),
-        checkpoint_at=Instant(NOW), priority=3, fence=Fence(4), node=NodeName("n2"), started_at=Instant(NOW + 2),
+        checkpoint_at=Instant(NOW), started_at=Instant(NOW + 2), priority=3, fence=Fence(4),
+        node=NodeName("n2"),
     )  # fmt: skip
     await store.commit(term, [Decision("t1", "preempt", tasks=(stopping,))])
     assert (await store.snapshot()).tasks == [stopping.task]

@@ -113,7 +113,7 @@ class PostgresSession:
             self._terms.clear()
             self._pipeline = self._connection.pipeline()
             self._pipeline.__enter__()
-            self._connection.execute("BEGIN")
+            self._connection.execute("BEGIN", prepare=False)
 
     def write(self, statement: SetStatement, rows: Sequence[Row]) -> None:
         with self._translated():
@@ -154,7 +154,7 @@ class PostgresSession:
     def commit(self) -> None:
         try:
             with self._translated():
-                self._connection.execute("COMMIT")
+                self._connection.execute("COMMIT", prepare=False)
                 self._leave_pipeline()
         except ConnectionLost as lost:
             raise CommitUnknown(str(lost)) from lost

@@ -1,0 +1,160 @@
+"""A SQLite file: whose it is, who may open it, and what is said when it is not ours."""
+
+import asyncio
+import os
+import sqlite3
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import psycopg
+import pytest
+
+from service.adapters.sql.session import DatabaseRefused
+from service.adapters.sql.sqlite import APPLICATION_ID, SqliteFile
+from service.adapters.sql.store import migrate, open_store
+from tests.contracts.scenes import a_submission
+
+
+async def refusal(url: str) -> str:
+    with pytest.raises(DatabaseRefused) as refused:
+        await open_store(url)
+    return str(refused.value)
+
+
+async def made(path: Path) -> str:
+    """A database of ours with one task in it; its URL."""
+    store = await open_store(f"sqlite:///{path}")
+    await store.submit(a_submission("t1"))
+    await store.close()
+    return f"sqlite:///{path}"
+
+
+async def test_the_file_is_ours_alone_and_says_whose_it_is(tmp_path: Path) -> None:
+    path = tmp_path / "gpubroker.db"
+    await made(path)
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    with sqlite3.connect(path) as connection:
+        assert connection.execute("PRAGMA application_id").fetchone() == (APPLICATION_ID,)
+        assert connection.execute("PRAGMA journal_mode").fetchone() == ("wal",)
+        assert connection.execute("PRAGMA integrity_check").fetchone() == ("ok",)
+    connection.close()
+
+
+def test_every_commit_of_the_writer_is_synced_to_disk(tmp_path: Path) -> None:
+    file = SqliteFile(tmp_path / "gpubroker.db")
+    writer = file.writer()
+    assert writer.execute("PRAGMA synchronous").fetchone() == (2,)  # FULL
+    writer.close()
+    file.close()
+
+
+def test_a_reader_neither_writes_nor_checkpoints(tmp_path: Path) -> None:
+    file = SqliteFile(tmp_path / "gpubroker.db")
+    file.writer().close()
+    reader = file.reader()
+    with pytest.raises(sqlite3.OperationalError, match="readonly"):
+        reader.execute("CREATE TABLE t (x)")
+    assert reader.execute("PRAGMA wal_autocheckpoint").fetchone() == (0,)
+    reader.close()
+    file.close()
+
+
+async def test_a_closed_file_leaves_nothing_in_its_write_ahead_log(tmp_path: Path) -> None:
+    await made(tmp_path / "gpubroker.db")
+    wal = tmp_path / "gpubroker.db-wal"
+    assert not wal.exists() or wal.stat().st_size == 0
+
+
+async def test_another_programs_database_is_left_alone(tmp_path: Path) -> None:
+    path = tmp_path / "photos.db"
+    with sqlite3.connect(path) as connection:
+        connection.execute("CREATE TABLE photo (id INTEGER)")
+    connection.close()
+    before = path.read_bytes()
+    text = await refusal(f"sqlite:///{path}")
+    assert "is not a gpubroker database but the SQLite database of another program" in text
+    assert "--database-url" in text
+    assert path.read_bytes() == before
+
+
+async def test_a_file_that_is_no_database_is_left_alone(tmp_path: Path) -> None:
+    path = tmp_path / "notes.txt"
+    path.write_text("buy milk\n" * 100)
+    assert "no SQLite database at all" in await refusal(f"sqlite:///{path}")
+    assert path.read_text() == "buy milk\n" * 100
+
+
+async def test_an_empty_file_becomes_a_database(tmp_path: Path) -> None:
+    path = tmp_path / "gpubroker.db"
+    path.touch()
+    await made(path)
+
+
+async def test_a_damaged_database_is_refused_with_what_to_do(tmp_path: Path) -> None:
+    path = tmp_path / "gpubroker.db"
+    url = await made(path)
+    with path.open("r+b") as file:
+        file.seek(100)
+        file.write(os.urandom(path.stat().st_size - 100))
+    assert "restore it from a backup" in await refusal(url)
+
+
+async def test_a_second_process_is_refused_and_told_who_is_first(tmp_path: Path) -> None:
+    url = f"sqlite:///{tmp_path / 'gpubroker.db'}"
+    store = await open_store(url)
+    code = (
+        "import asyncio, sys\n"
+        "from service.adapters.sql.store import DatabaseRefused, migrate, open_store\n"
+        "for act in (lambda: asyncio.run(open_store(sys.argv[1])), lambda: migrate(sys.argv[1], 'head')):\n"
+        "    try: act()\n"
+        "    except DatabaseRefused as refused: print(refused)\n"
+    )
+    ran = await asyncio.to_thread(
+        subprocess.run, [sys.executable, "-c", code, url], capture_output=True, text=True, check=True
+    )
+    lines = ran.stdout.splitlines()
+    assert len(lines) == 2
+    assert all(f"is in use by process {os.getpid()}; stop that one first" in line for line in lines)
+    await store.close()
+    await made(tmp_path / "gpubroker.db")
+
+
+async def test_a_newer_schema_is_refused_and_kept(tmp_path: Path) -> None:
+    url = await made(tmp_path / "gpubroker.db")
+    with sqlite3.connect(tmp_path / "gpubroker.db") as connection:
+        connection.execute("UPDATE alembic_version SET version_num = '9999'")
+    connection.close()
+    text = await refusal(url)
+    assert "written by a newer gpubroker (its schema is 9999" in text
+    assert "upgrade gpubroker" in text
+    with pytest.raises(DatabaseRefused, match="newer gpubroker"):
+        migrate(url, "head")
+
+
+@pytest.mark.parametrize("below", ["missing/gpubroker.db", "file/gpubroker.db", "."])
+async def test_a_path_that_cannot_be_a_file_is_refused_by_name(tmp_path: Path, below: str) -> None:
+    (tmp_path / "file").touch()
+    text = await refusal(f"sqlite:///{tmp_path / below}")
+    assert f"cannot open the database {tmp_path}" in text
+    assert "--database-url" in text
+
+
+@pytest.mark.parametrize(
+    "url", ["mysql://host/x", "gpubroker.db", "sqlite://", "sqlite:///:memory:", "sqlite:///"]
+)
+async def test_an_address_of_no_known_kind_is_refused(url: str) -> None:
+    assert "--database-url must" in await refusal(url)
+
+
+async def test_a_server_that_is_not_there_is_refused_quickly_and_without_its_password() -> None:
+    text = await refusal("postgresql://me:geheim@127.0.0.1:1/none")
+    assert "cannot use PostgreSQL at 127.0.0.1, database none" in text
+    assert "geheim" not in text
+
+
+async def test_a_foreign_table_of_our_name_is_left_alone(empty_postgres_url: str) -> None:
+    with psycopg.connect(empty_postgres_url) as connection:
+        connection.execute("CREATE TABLE task (todo TEXT)")
+    assert "has a table `task` that is not gpubroker's" in await refusal(empty_postgres_url)

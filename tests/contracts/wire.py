@@ -1,0 +1,87 @@
+"""A wire between a client and PostgreSQL that can be cut at a chosen moment."""
+
+import asyncio
+import tempfile
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from enum import Enum, auto
+from pathlib import Path
+
+from psycopg.conninfo import conninfo_to_dict
+
+
+class Cut(Enum):
+    NEVER = auto()
+    BEFORE_COMMIT = auto()
+    """The server never sees the COMMIT."""
+    AFTER_COMMIT = auto()
+    """The server commits, and its answer is lost."""
+
+
+class Wire:
+    """Passes bytes on; `cut` is what happens at the next COMMIT, once."""
+
+    def __init__(self, target: str) -> None:
+        self._target = target
+        self._writers: set[asyncio.StreamWriter] = set()
+        self.cut = Cut.NEVER
+        self.was_cut = asyncio.Event()
+        self.is_down = False
+
+    async def connect(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if self.is_down:
+            writer.close()
+            return
+        there_reader, there_writer = await asyncio.open_unix_connection(self._target)
+        self._writers |= {writer, there_writer}
+        passing = (
+            self._pass(reader, there_writer, writer, watch=True),
+            self._pass(there_reader, writer, there_writer),
+        )
+        with suppress(asyncio.CancelledError):  # the test is over
+            await asyncio.gather(*passing)
+
+    async def _pass(
+        self,
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+        back: asyncio.StreamWriter,
+        watch: bool = False,
+    ) -> None:
+        try:
+            while data := await reader.read(65536):
+                cut = self.cut if watch and b"COMMIT" in data else Cut.NEVER
+                if cut is not Cut.NEVER:
+                    self.cut = Cut.NEVER
+                    self.was_cut.set()
+                    back.close()
+                if cut is Cut.BEFORE_COMMIT:
+                    break
+                writer.write(data)
+                await writer.drain()
+        except (ConnectionError, BrokenPipeError):
+            pass
+        finally:
+            writer.close()
+            back.close()
+
+    def go_down(self) -> None:
+        """Cut every connection and take no new one."""
+        self.is_down = True
+        for writer in self._writers:
+            writer.close()
+
+    def come_back(self) -> None:
+        self.is_down = False
+
+
+@asynccontextmanager
+async def a_wire(url: str) -> AsyncIterator[tuple[Wire, str]]:
+    """The wire to a server on a Unix socket, and the URL that goes through it."""
+    parts = conninfo_to_dict(url)
+    wire = Wire(str(Path(str(parts["host"])) / f".s.PGSQL.{parts.get('port', 5432)}"))
+    with tempfile.TemporaryDirectory(prefix="gpubroker-wire-", dir="/tmp") as folder:
+        server = await asyncio.start_unix_server(wire.connect, f"{folder}/.s.PGSQL.5432")
+        yield wire, f"postgresql://{parts['user']}@/{parts['dbname']}?host={folder}"
+        server.close()
+        wire.go_down()
