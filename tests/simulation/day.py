@@ -3,7 +3,7 @@
 import inspect
 import json
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from random import Random
@@ -32,8 +32,8 @@ from tests.simulation.workload import Workload
 START = 1_700_000_000.0
 POLICY = Policy(custom_limits=(("licence", 3.0),))
 MACHINES = {"n1": 4, "n2": 2, "n3": 2}
-TICK_SECONDS = 2.0
-REACTION_SECONDS = 0.05
+TICK_SECONDS = 4.0
+REACTION_SECONDS = 0.5
 PATIENCE_HOURS = 48.0
 """So long after the last arrival every task must have come to its end."""
 
@@ -50,21 +50,30 @@ class DayReport:
     drained_after_hours: float
 
 
-class FlakyStore(MemoryStore):
-    """The store in memory; now and then the database is not reached, and nothing was written."""
+Tamper = Callable[[Decision], Decision]
 
-    def __init__(self, timeline: Timeline) -> None:
+
+class FlakyStore(MemoryStore):
+    """The store in memory; now and then the database is not reached, and nothing was written.
+
+    `tamper` falsifies what is committed, to show that the auditor sees it.
+    """
+
+    def __init__(self, timeline: Timeline, tamper: Tamper | None) -> None:
         super().__init__(timeline.now)
         self.is_away = False
+        self._tamper = tamper
 
     async def commit(self, term: Term, decisions: Sequence[Decision]) -> Sequence[CommitVerdict]:
         if self.is_away:
             raise StoreUnavailable("away")
+        if self._tamper is not None:
+            decisions = [self._tamper(decision) for decision in decisions]
         return await super().commit(term, decisions)
 
 
 class Day:
-    def __init__(self, seed: int, hours: float) -> None:
+    def __init__(self, seed: int, hours: float, tamper: Tamper | None = None) -> None:
         self._seed = seed
         self._end = START + hours * 3600.0
         self._hours = hours
@@ -79,7 +88,7 @@ class Day:
             self._cluster.machines[NodeName(name)] = machine
         self._workload = Workload(Random(f"{seed}/workload"))
         self._auditor = Auditor(self._cluster.machines.values)
-        self._store = FlakyStore(self._timeline)
+        self._store = FlakyStore(self._timeline, tamper)
         self._store.listen(self._on_events)
         self._world = World()
         self._leader: Leader | None = None

@@ -59,6 +59,7 @@ class Workload:
             (2, {"gpus": chance.choice((2, 4))}),
             (7, {"custom": (("licence", 1.0),)}),
             (15, {}),
+            (1, {"gpus": 1, "gpu_mb": Mib(90 * GIB)}),
         ]
         (shape,) = chance.choices([fields for _, fields in shapes], [weight for weight, _ in shapes])
         return Demand(cpu=cpu, memory_mb=memory_mb, placement=chance.choice(("pack", "spread")), **shape)
@@ -72,9 +73,9 @@ class Workload:
             bad_attempts=chance.randint(1, 3) if fails else 0,
             saves_every_seconds=chance.uniform(20.0, 300.0) if chance.random() < 0.6 else None,
             heeds_notice=chance.random() < 0.85,
-            leaves_after_seconds=chance.uniform(30.0, 200.0)
-            if chance.random() < 0.02
-            else chance.uniform(0.0, 2.0),
+            leaves_after_seconds=chance.uniform(0.0, 2.0)
+            if chance.random() < 0.95
+            else chance.uniform(30.0, 200.0),
         )
 
     def _requests(self, task: Task) -> tuple[tuple[float, str, dict[str, Any]], ...]:
