@@ -47,7 +47,8 @@ def listening_socket(host: str, port: int) -> socket.socket:
 def _port_owner(port: int) -> str:
     with contextlib.suppress(psutil.Error):
         for connection in psutil.net_connections("tcp"):
-            if connection.status == psutil.CONN_LISTEN and connection.laddr.port == port and connection.pid:
+            listens = connection.status == psutil.CONN_LISTEN and bool(connection.laddr)
+            if listens and connection.laddr[1] == port and connection.pid:
                 return f" (process {connection.pid}, {psutil.Process(connection.pid).name()})"
     return ""
 
