@@ -60,7 +60,7 @@ class Narrator:
                 return f"{name:<17} is confirmed gone: its {_gib(mb)} are free"
             case "pledge.made":
                 place = labels.get(fields["device"], "")
-                return f"{name:<17} is pledged {_gib(fields['mb'])} of {place} while its holder gives way"
+                return f"{name:<17} is pledged {_gib(fields['mb'])} of {place} while others give way"
             case "task.stopping":
                 return f"{name:<17} is told to stop ({fields.get('stop_reason')})"
             case "task.requeued":

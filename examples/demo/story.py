@@ -54,7 +54,7 @@ class Story:
         require(free_mb < EVALUATION.gpu_mb, f"{free_mb} MiB are free on one GPU: nothing needs to give way")
         self._submit(EVALUATION)
         self._until(lambda: all(task.is_finished for task in self._tasks.values()), "all tasks are finished")
-        self._until(lambda: not any(gpu.leased_mb for gpu in self._gpus), "all memory is free again")
+        self._until(lambda: not any(gpu.leased_mb or gpu.used_mb for gpu in self._gpus), "all memory is free")
         return self._judged(reference.accuracies())
 
     def _submit(self, work: Work) -> None:

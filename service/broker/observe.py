@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 import structlog
 
 from service.core import deadlines, reconcile, requests, runs
-from service.core.orders import Checkpointed, NodeSeen, Progressed, Report, Sampled
+from service.core.orders import Checkpointed, Gone, NodeSeen, Progressed, Report, Sampled
 from service.core.plan import Decision, Outcome
 from service.core.policy import Policy
 from service.core.units import Instant, Mib, TaskId
@@ -66,6 +66,10 @@ class Observer:
             match report:
                 case Sampled():
                     self._world.measure(report.samples)
+                case Gone():
+                    # Measured after its process was gone, so that nobody takes what it used for a stranger's.
+                    self._world.measure(report.samples)
+                    about_runs.append(report)
                 case Progressed():
                     self._on_progress(report)
                 case NodeSeen():

@@ -1,0 +1,28 @@
+"""What the leader takes from reports besides decisions."""
+
+from pathlib import Path
+
+from service.adapters.blobs.directory import DirectoryBlobs
+from service.broker.observe import InventoryRules, Observer
+from service.core.lease import LeaseState
+from service.core.orders import Gone
+from service.core.policy import Policy
+from service.core.units import Fence, Instant, TaskId
+from tests.builders import GIB, NOW, a_device, a_sample, a_task, a_world, commit, holding, key
+
+
+async def test_a_release_comes_with_the_sample_taken_after_the_process_was_gone(tmp_path: Path) -> None:
+    task = a_task("ends", gpu_mb=60 * GIB)
+    before = a_sample("gpu0", used_mb=60 * GIB, by_holder={"ends:1": 60 * GIB})
+    world = a_world(a_device("gpu0"), holding(task, "gpu0"), before)
+    observer = Observer(world, Policy(), DirectoryBlobs(tmp_path), InventoryRules("test", 0), 65536, {})
+    now = Instant(NOW + 1.0)
+
+    gone = Gone(TaskId("ends"), Fence(1), now, "process_absent", samples=(a_sample("gpu0", now, used_mb=0),))
+    decisions = await observer.on_reports([gone], now)
+    commit(world, decisions)
+
+    assert [lease.state for decision in decisions for lease in decision.leases] == [LeaseState.RELEASED]
+    book = world.books[key("gpu0")]
+    assert book.sample is not None
+    assert (book.sample.used_mb, book.free_mb()) == (0, 80 * GIB)
