@@ -41,9 +41,16 @@ class DirectoryBlobs:
     def _put(self, data: bytes) -> str:
         digest = hashlib.sha256(data).hexdigest()
         path = self._path(digest)
-        if self._holds(path, data):
-            return digest
-        self._make(path.parent)
+        if not self._holds(path, data):
+            self._write(path, data)
+        # Also when it was there: whoever wrote it may not have come this far.
+        for folder in (path.parent, path.parent.parent, self._root, self._root.parent):
+            _sync(folder)
+        return digest
+
+    def _write(self, path: Path, data: bytes) -> None:
+        for folder in (self._root, path.parent.parent, path.parent):
+            folder.mkdir(mode=0o700, parents=folder == self._root, exist_ok=True)
         handle, name = tempfile.mkstemp(dir=path.parent, prefix=".new-")
         try:
             with os.fdopen(handle, "wb") as file:
@@ -55,8 +62,6 @@ class DirectoryBlobs:
             with suppress(FileNotFoundError):
                 os.unlink(name)
             raise
-        _sync(path.parent)
-        return digest
 
     def _holds(self, path: Path, data: bytes) -> bool:
         """It is there whole; a damaged one is written again."""
@@ -75,13 +80,6 @@ class DirectoryBlobs:
         if found != digest:
             raise BlobCorrupt(f"{path} holds bytes of the digest {found}; restore it from a backup")
         return data
-
-    def _make(self, folder: Path) -> None:
-        """Make the two levels of folders, each entered durably in the one above."""
-        for level in (self._root, folder.parent, folder):
-            if not level.is_dir():
-                level.mkdir(mode=0o700, parents=level == self._root, exist_ok=True)
-                _sync(level.parent)
 
     def _path(self, digest: str) -> Path:
         if len(digest) != _DIGEST_LENGTH or not set(digest) <= set("0123456789abcdef"):

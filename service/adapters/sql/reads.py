@@ -75,11 +75,12 @@ def record(connection: Connection, task: TaskId) -> TaskRecord | None:
 
 
 def records(connection: Connection, wanted: TaskFilter) -> Sequence[TaskRecord]:
-    query = _narrowed(_RECORD, wanted).order_by(_task.c.id.desc()).limit(wanted.limit)
-    return [_record_of(row) for row in _found(connection, query)]
+    return [_record_of(row) for row in _found(connection, listing(wanted))]
 
 
-def _narrowed(query: Select[Any], wanted: TaskFilter) -> Select[Any]:
+def listing(wanted: TaskFilter) -> Select[Any]:
+    """The records that match, newest first."""
+    query = _RECORD.order_by(_task.c.id.desc()).limit(wanted.limit)
     query = query.where(_task.c.tenant == wanted.tenant)
     if wanted.after is not None:
         query = query.where(_task.c.id < wanted.after)

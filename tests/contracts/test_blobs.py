@@ -1,0 +1,122 @@
+"""Objects in a directory: what is handed out has the digest that was asked for, or nothing is."""
+
+import asyncio
+import hashlib
+import os
+import stat
+from pathlib import Path
+
+import pytest
+
+from service.adapters.blobs.directory import BlobTooLarge, DirectoryBlobs
+from service.ports import BlobCorrupt, BlobMissing
+
+DIGEST = hashlib.sha256(b"weights").hexdigest()
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    return tmp_path / "blobs"
+
+
+@pytest.fixture
+def blobs(root: Path) -> DirectoryBlobs:
+    return DirectoryBlobs(root, max_bytes=1000)
+
+
+def files_below(root: Path) -> list[Path]:
+    return [path for path in root.rglob("*") if path.is_file()]
+
+
+def folders_below(root: Path) -> list[Path]:
+    return [path for path in root.rglob("*") if path.is_dir()]
+
+
+def mode_of(path: Path) -> int:
+    return stat.S_IMODE(path.stat().st_mode)
+
+
+async def test_an_object_comes_back_by_the_digest_of_its_bytes(blobs: DirectoryBlobs) -> None:
+    assert await blobs.put(b"weights", owner="t1") == DIGEST
+    assert await blobs.get(DIGEST) == b"weights"
+
+
+async def test_an_empty_object_is_an_object(blobs: DirectoryBlobs) -> None:
+    assert await blobs.get(await blobs.put(b"", owner="t1")) == b""
+
+
+async def test_equal_objects_are_kept_once(blobs: DirectoryBlobs, root: Path) -> None:
+    digests = await asyncio.gather(*(blobs.put(b"weights", owner=f"t{n}") for n in range(8)))
+    assert set(digests) == {DIGEST}
+    assert files_below(root) == [root / DIGEST[:2] / DIGEST[2:4] / DIGEST]
+
+
+async def test_nobody_else_may_read_them(blobs: DirectoryBlobs, root: Path) -> None:
+    await blobs.put(b"weights", owner="t1")
+    folders = [root, *folders_below(root)]
+    assert {mode_of(folder) for folder in folders} == {0o700}
+    assert {mode_of(file) for file in files_below(root)} == {0o600}
+
+
+async def test_what_is_not_there_is_missing(blobs: DirectoryBlobs) -> None:
+    with pytest.raises(BlobMissing, match=DIGEST):
+        await blobs.get(DIGEST)
+
+
+@pytest.mark.parametrize("digest", ["", "../../etc/passwd", "ab", "AB" * 32, "zz" * 32, "a" * 63 + "/"])
+async def test_what_is_no_digest_is_missing_and_names_no_path(blobs: DirectoryBlobs, digest: str) -> None:
+    with pytest.raises(BlobMissing):
+        await blobs.get(digest)
+    with pytest.raises(BlobMissing):
+        await blobs.delete(digest)
+
+
+@pytest.mark.parametrize("damage", [b"weightz", b"weight", b"", b"weights\0"])
+async def test_damaged_bytes_are_not_handed_out(blobs: DirectoryBlobs, root: Path, damage: bytes) -> None:
+    await blobs.put(b"weights", owner="t1")
+    files_below(root)[0].write_bytes(damage)
+    with pytest.raises(BlobCorrupt, match="restore it from a backup"):
+        await blobs.get(DIGEST)
+
+
+async def test_putting_an_object_again_mends_a_damaged_one(blobs: DirectoryBlobs, root: Path) -> None:
+    await blobs.put(b"weights", owner="t1")
+    files_below(root)[0].write_bytes(b"damaged")
+    await blobs.put(b"weights", owner="t2")
+    assert await blobs.get(DIGEST) == b"weights"
+
+
+async def test_an_object_that_is_too_large_is_refused_and_leaves_nothing(
+    blobs: DirectoryBlobs, root: Path
+) -> None:
+    with pytest.raises(BlobTooLarge, match="t1 gave an object of 1001 bytes; at most 1000"):
+        await blobs.put(b"x" * 1001, owner="t1")
+    assert files_below(root) == []
+    await blobs.put(b"x" * 1000, owner="t1")
+
+
+async def test_an_object_is_deleted_once_and_for_all(blobs: DirectoryBlobs) -> None:
+    await blobs.put(b"weights", owner="t1")
+    await blobs.delete(DIGEST)
+    await blobs.delete(DIGEST)
+    with pytest.raises(BlobMissing):
+        await blobs.get(DIGEST)
+
+
+async def test_an_object_that_cannot_be_written_leaves_nothing_behind(
+    blobs: DirectoryBlobs, root: Path
+) -> None:
+    await blobs.put(b"weights", owner="t1")
+    path = files_below(root)[0]
+    path.unlink()
+    path.mkdir()  # nothing can be renamed onto it
+    (path / "inside").touch()
+    with pytest.raises(OSError, match=DIGEST):
+        await blobs.put(b"weights", owner="t1")
+    assert files_below(root) == [path / "inside"]
+
+
+async def test_objects_outlive_the_store_that_wrote_them(root: Path) -> None:
+    data = os.urandom(900)
+    digest = await DirectoryBlobs(root).put(data, owner="t1")
+    assert await DirectoryBlobs(root).get(digest) == data

@@ -1,0 +1,73 @@
+"""The database's time between two readings of it."""
+
+import asyncio
+import time
+from itertools import pairwise
+
+from service.adapters.sql.clock import DatabaseClock
+from service.adapters.sql.store import open_store
+from service.core.units import Instant, Seconds
+from service.ports import StoreUnavailable
+
+
+class Away:
+    """A database whose clock is `ahead` of ours by so many seconds; it answers after the first failures."""
+
+    def __init__(self, ahead: float, failures: int = 0) -> None:
+        self.ahead = ahead
+        self.failures = failures
+        self.asked = 0
+        self.answered = asyncio.Event()
+
+    async def database_time(self) -> Instant:
+        self.asked += 1
+        if self.asked <= self.failures:
+            raise StoreUnavailable("away")
+        self.answered.set()
+        return Instant(time.time() + self.ahead)
+
+
+async def test_before_the_first_reading_it_is_the_local_time() -> None:
+    assert abs(DatabaseClock(Away(500.0)).now() - time.time()) < 1.0
+
+
+async def test_after_a_reading_it_is_the_databases_time() -> None:
+    clock = DatabaseClock(Away(500.0))
+    await clock.read()
+    assert abs(clock.now() - time.time() - 500.0) < 1.0
+
+
+async def test_it_never_goes_back_when_a_reading_is_earlier() -> None:
+    database = Away(500.0)
+    clock = DatabaseClock(database)
+    await clock.read()
+    before = clock.now()
+    database.ahead = -500.0
+    await clock.read()
+    assert clock.now() == before
+
+
+async def test_it_goes_on_between_readings() -> None:
+    clock = DatabaseClock(Away(0.0))
+    await clock.read()
+    times = [clock.now() for _ in range(1000)]
+    assert all(earlier <= later for earlier, later in pairwise(times))
+    assert times[-1] > times[0]
+
+
+async def test_it_keeps_reading_when_the_database_was_away() -> None:
+    database = Away(500.0, failures=2)
+    clock = DatabaseClock(database, every_seconds=Seconds(0.001))
+    keeping = asyncio.create_task(clock.keep())
+    await asyncio.wait_for(database.answered.wait(), 10)
+    await asyncio.sleep(0)
+    assert clock.now() > time.time() + 400.0
+    keeping.cancel()
+
+
+async def test_it_reads_a_real_servers_clock(postgres_url: str) -> None:
+    store = await open_store(postgres_url)
+    clock = DatabaseClock(store)
+    await clock.read()
+    assert abs(clock.now() - await store.database_time()) < 1.0
+    await store.close()

@@ -1,0 +1,167 @@
+"""The schema that migrations make is the schema that the code expects, up and down, on both databases."""
+
+import re
+import subprocess
+import sys
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from alembic.autogenerate import compare_metadata
+from alembic.runtime.migration import MigrationContext
+from sqlalchemy import Connection, Engine, create_engine, inspect, text
+from sqlalchemy.pool import NullPool
+
+from service.adapters.sql.session import DatabaseRefused
+from service.adapters.sql.store import migrate, open_store
+from service.adapters.sql.tables import metadata
+from service.core.lease import LeaseState
+from service.core.task import TaskState
+from tests.contracts.scenes import a_submission
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+POSTGRES_FACTS = (
+    """
+    SELECT table_name || '.' || column_name || ' ' || data_type || coalesce(' ' || collation_name, '')
+        || ' ' || is_nullable || ' ' || coalesce(column_default, '')
+    FROM information_schema.columns WHERE table_schema = 'public'
+    """,
+    """
+    SELECT conrelid::regclass || ': ' || conname || ' ' || pg_get_constraintdef(oid)
+    FROM pg_constraint WHERE connamespace = 'public'::regnamespace
+    """,
+    "SELECT indexdef FROM pg_indexes WHERE schemaname = 'public'",
+    """
+    SELECT relname || ': ' || reloptions::text FROM pg_class
+    WHERE relnamespace = 'public'::regnamespace AND reloptions IS NOT NULL
+    """,
+)
+
+
+@pytest.fixture(params=["sqlite", "postgres"])
+def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    """An empty database."""
+    if request.param == "sqlite":
+        return f"sqlite:///{tmp_path / 'gpubroker.db'}"
+    return str(request.getfixturevalue("empty_postgres_url"))
+
+
+def engine_of(url: str) -> Engine:
+    return create_engine(url.replace("postgresql://", "postgresql+psycopg://"), poolclass=NullPool)
+
+
+def looked_at(url: str, look: Callable[[Connection], Any]) -> Any:
+    with engine_of(url).connect() as connection:
+        return look(connection)
+
+
+def tables_of(connection: Connection) -> set[str]:
+    return set(inspect(connection).get_table_names()) - {"alembic_version"}
+
+
+def facts_of(connection: Connection) -> set[str]:
+    """Everything that a database says of its own schema, line by line."""
+    if connection.dialect.name == "sqlite":
+        made = connection.execute(text("SELECT name, sql FROM sqlite_master WHERE sql IS NOT NULL"))
+        return {
+            f"{name}: {' '.join(line.split()).rstrip(',')}"
+            for name, sql in made
+            if name != "alembic_version"
+            for line in sql.splitlines()
+        }
+    lines = {line for query in POSTGRES_FACTS for (line,) in connection.execute(text(query))}
+    return {line for line in lines if "alembic_version" not in line}
+
+
+def test_the_newest_schema_is_the_one_in_tables(url: str) -> None:
+    migrate(url, "head")
+
+    def differences(connection: Connection) -> list[Any]:
+        return list(compare_metadata(MigrationContext.configure(connection), metadata))
+
+    assert looked_at(url, differences) == []
+
+
+def test_checks_partial_indexes_and_storage_are_the_ones_in_tables(url: str) -> None:
+    migrate(url, "head")
+    migrated = looked_at(url, facts_of)
+    migrate(url, "base")
+    with engine_of(url).begin() as connection:
+        metadata.create_all(connection)
+    assert migrated == looked_at(url, facts_of)
+
+
+def test_a_schema_goes_down_to_nothing_and_up_again(url: str) -> None:
+    assert migrate(url, "head") == "0001"
+    before = looked_at(url, facts_of)
+    assert migrate(url, "base") == "base"
+    assert looked_at(url, tables_of) == set()
+    assert migrate(url, "head") == "0001"
+    assert looked_at(url, facts_of) == before
+
+
+def test_a_schema_at_the_newest_revision_stays_as_it_is(url: str) -> None:
+    assert [migrate(url, "head"), migrate(url, "head"), migrate(url, "0001")] == ["0001"] * 3
+
+
+def test_a_revision_that_does_not_exist_changes_nothing(url: str) -> None:
+    migrate(url, "head")
+    before = looked_at(url, facts_of)
+    with pytest.raises(DatabaseRefused, match="cannot be brought to revision 4711"):
+        migrate(url, "4711")
+    assert looked_at(url, facts_of) == before
+
+
+async def test_a_store_migrates_what_it_opens_and_keeps_what_is_in_it(url: str) -> None:
+    store = await open_store(url)
+    await store.submit(a_submission("t1"))
+    await store.close()
+    assert migrate(url, "head") == "0001"
+    store = await open_store(url)
+    assert await store.head() == 1
+    await store.close()
+
+
+@pytest.mark.parametrize(("table", "states"), [("task", TaskState), ("lease", LeaseState)])
+def test_a_states_check_names_the_states_of_the_core(url: str, table: str, states: Any) -> None:
+    migrate(url, "head")
+
+    def words(connection: Connection) -> set[str]:
+        checks = inspect(connection).get_check_constraints(table)
+        [check] = [check["sqltext"] for check in checks if check["name"] == f"ck_{table}_state"]
+        return set(re.findall(r"'(\w+)'", str(check)))
+
+    assert looked_at(url, words) == {str(state) for state in states}
+
+
+def test_processes_that_start_together_migrate_once(empty_postgres_url: str) -> None:
+    code = "import sys; from service.adapters.sql.store import migrate; print(migrate(sys.argv[1], 'head'))"
+    command = [sys.executable, "-c", code, empty_postgres_url]
+    running = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT) for _ in range(3)]
+    assert [process.communicate()[0].strip() for process in running] == ["0001"] * 3
+
+
+def test_an_installed_package_brings_its_migrations(tmp_path: Path) -> None:
+    uv = ROOT / ".tools" / "bin" / "uv"
+    command = [str(uv), "build", "--wheel", "--quiet", "--offline", "--out-dir", str(tmp_path), str(ROOT)]
+    subprocess.run(command, check=True)
+    [wheel] = tmp_path.glob("*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(tmp_path / "installed")
+    code = (
+        "import sys; from service.adapters.sql import schema, store; "
+        "print(schema.__file__, store.migrate(sys.argv[1], 'head'))"
+    )
+    url = f"sqlite:///{tmp_path / 'gpubroker.db'}"
+    ran = subprocess.run(
+        [sys.executable, "-c", code, url],
+        cwd=tmp_path / "installed", env={"PYTHONPATH": str(tmp_path / "installed")},
+        capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    where, revision = ran.stdout.split()
+    assert where.startswith(str(tmp_path / "installed"))
+    assert revision == "0001"
