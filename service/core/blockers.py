@@ -93,11 +93,14 @@ def _structural(seen: Survey, nodes: list[NodeFinding]) -> Blocker | None:
 def _no_headroom(seen: Survey, nodes: list[NodeFinding]) -> Blocker:
     """`nodes`: those with room on their devices, if there are any."""
     task, demand = seen.task, seen.task.demand
-    node = max(nodes, key=lambda n: (seen.draft.headroom(n.node.name, task), n.node.name)).node
-    room = seen.draft.headroom(node.name, task)
+    rooms = {
+        n.node.name: seen.draft.headroom(n.node.name, task=task.id, priority=task.priority) for n in nodes
+    }
+    best = max(rooms, key=lambda name: (rooms[name], name))
+    room = rooms[best]
     message = (
         f"needs a run slot, {demand.cpu:g} CPUs and {in_gib(demand.memory_mb)} of host memory; "
-        f"the node with the most CPU left, {node.name}, has {max(0, room.runs)} slots, "
+        f"the node with the most CPU left, {best}, has {max(0, room.runs)} slots, "
         f"{max(0.0, room.cpu):g} CPUs and {in_gib(max(0, room.memory_mb))}"
     )
     return Blocker(Reason.CONCURRENCY_LIMITED, message)

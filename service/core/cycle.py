@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from service.core.agenda import Agenda
 from service.core.decide import admit, evict, withdraw
 from service.core.draft import Draft
+from service.core.offers import Offers
 from service.core.ordering import OrderKey
 from service.core.placement import place
 from service.core.plan import Decision
@@ -51,6 +52,7 @@ def plan_cycle(
         cursor = Cursor(ordered_at=now)
         stragglers = sorted(task for task in draft.pledged() if task not in world.queue)
         decisions += [withdraw(draft, task) for task in stragglers]
+    offers = Offers(draft, policy, now)
     agenda = Agenda(world, policy, cursor.ordered_at, cursor.after, cursor.refused)
     after = cursor.after
     for _ in range(budget):
@@ -61,7 +63,7 @@ def plan_cycle(
         task = world.tasks[head.task]
         if not draft.pledges_of(task.id) and agenda.has_refused(task.demand, task.priority):
             continue
-        decision = decide(draft, task, policy, now)
+        decision = decide(draft, offers, task, now)
         if decision is not None:
             decisions.append(decision)
         elif not draft.pledges_of(task.id):
@@ -69,12 +71,12 @@ def plan_cycle(
     return Plan(tuple(decisions), Cursor(cursor.ordered_at, after, agenda.refused))
 
 
-def decide(draft: Draft, task: Task, policy: Policy, now: Instant) -> Decision | None:
+def decide(draft: Draft, offers: Offers, task: Task, now: Instant) -> Decision | None:
     """Admit the task, or make room for it, or neither. One with pledges waits for what they bring."""
-    placement = place(draft, task, policy, now)
+    placement = place(draft, task, offers.policy, now)
     if placement is not None:
         return admit(draft, task, placement, now)
     if draft.pledges_of(task.id):
         return None
-    eviction = plan_eviction(draft, task, policy, now)
+    eviction = plan_eviction(offers, task, now)
     return None if eviction is None else evict(draft, task, eviction, now)

@@ -1,5 +1,6 @@
 """A picture of the World in which a plan is tried out: copy on write, thrown away or made into decisions."""
 
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
@@ -42,7 +43,7 @@ class Draft:
         self._pledges: dict[TaskId, dict[DeviceKey, Pledge]] = dict(world.pledges)
         self._waiting: dict[NodeName, list[tuple[int, Task]]] | None = None
         self._largest_mb: dict[NodeName, int] = {}
-        self._lowest_priority: dict[NodeName, int] = {}
+        self._revisions: Counter[NodeName] = Counter()
 
     def task(self, task: TaskId) -> Task:
         return self._tasks.get(task) or self.world.tasks[task]
@@ -73,6 +74,10 @@ class Draft:
         """The node's use to read; never change what this returns."""
         return self._use.get(node) or self.world.use[node]
 
+    def revision(self, node: NodeName) -> int:
+        """Grows whenever something changes on the node in this draft."""
+        return self._revisions[node]
+
     def pledges_of(self, task: TaskId) -> dict[DeviceKey, Pledge]:
         return self._pledges.get(task, {})
 
@@ -84,14 +89,6 @@ class Draft:
         """The runs that were on the node before this draft, as they stand now, in no particular order."""
         return map(self.task, self.world.runs.get(node, ()))
 
-    def lowest_priority(self, node: NodeName) -> int:
-        """Nothing on the node has a lower priority; 101 if there is nothing."""
-        lowest = self._lowest_priority.get(node)
-        if lowest is None:
-            lowest = min((run.priority for run in self.runs_on(node)), default=101)
-            self._lowest_priority[node] = lowest
-        return lowest
-
     def largest_mb(self, node: NodeName) -> int:
         """The most that anybody could find free on one device of the node, whatever is pledged."""
         largest = self._largest_mb.get(node)
@@ -100,20 +97,20 @@ class Draft:
             self._largest_mb[node] = largest
         return largest
 
-    def headroom(self, node: NodeName, task: Task) -> Headroom:
-        """What this task could take of the node: what is unused, less what is kept for whom it must respect.
+    def headroom(self, node: NodeName, *, task: TaskId | None = None, priority: int = -1) -> Headroom:
+        """What a task of this id and priority could take of the node: what is unused and not kept for others.
 
         A preemptor with pledges here will need a run slot, CPU and host memory too when its devices are free.
         """
         row, use = self.world.nodes[node], self.use(node)
         room = Headroom(round(row.cpu - use.cpu, 6), row.memory_mb - use.memory_mb, row.max_runs - use.runs)
-        for other in self._respected(node, task):
+        for other in self._respected(node, task, priority):
             room = room.with_room_of(other, -1)
         return room
 
-    def headroom_soon(self, node: NodeName, task: Task) -> Headroom:
+    def headroom_soon(self, node: NodeName, *, priority: int) -> Headroom:
         """The same once everybody on the node who is under notice has left."""
-        room = self.headroom(node, task)
+        room = self.headroom(node, priority=priority)
         for run in self.runs_on(node):
             if run.state is TaskState.STOPPING:
                 room = room.with_room_of(run)
@@ -125,18 +122,17 @@ class Draft:
             return []
         left = {name: limit - self.custom_use.get(name, 0.0) for name, limit in limits}
         for node in self._preemptors():
-            for other in self._respected(node, task):
+            for other in self._respected(node, task.id, task.priority):
                 for name, amount in other.demand.custom:
                     left[name] = left.get(name, 0.0) - amount
         return [name for name, amount in task.demand.custom if amount > round(left.get(name, 0.0), 6)]
 
     def replace_task(self, before: Task, after: Task) -> None:
-        """Enter a moved task and count it on the node it came to or left."""
+        """Enter a task that was admitted, which now counts on its node, or a run that was given notice."""
+        assert after.node is not None
         self._tasks[after.id] = after
-        if before.is_active and before.node is not None:
-            self._own_use(before.node).count(before, -1)
-            count_custom(self.custom_use, before, -1)
-        if after.is_active and after.node is not None:
+        self._revisions[after.node] += 1
+        if not before.is_active:
             self._own_use(after.node).count(after, +1)
             count_custom(self.custom_use, after, +1)
         if notice_of(before) != notice_of(after):
@@ -163,9 +159,9 @@ class Draft:
         self._waiting = None
         return tuple(ended[device] for device in sorted(ended))
 
-    def _respected(self, node: NodeName, task: Task) -> Iterator[Task]:
-        for priority, other in self._preemptors().get(node, ()):
-            if other.id != task.id and priority >= task.priority:
+    def _respected(self, node: NodeName, task: TaskId | None, priority: int) -> Iterator[Task]:
+        for pledged, other in self._preemptors().get(node, ()):
+            if other.id != task and pledged >= priority:
                 yield other
 
     def _preemptors(self) -> dict[NodeName, list[tuple[int, Task]]]:
@@ -185,6 +181,7 @@ class Draft:
         if book is None:
             book = self._books[device] = self.world.books[device].copy()
         self._largest_mb.pop(book.device.node, None)
+        self._revisions[book.device.node] += 1
         return book
 
     def _own_use(self, node: NodeName) -> NodeUse:

@@ -62,7 +62,7 @@ def _place_on(
     demand = task.demand
     if demand.gpus and draft.largest_mb(node) < (demand.gpu_mb or 1):
         return None
-    room = draft.headroom(node, task)
+    room = draft.headroom(node, task=task.id, priority=task.priority)
     if not room.fits(task):
         return None
     sign = -1 if demand.placement == "spread" else 1

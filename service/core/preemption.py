@@ -1,25 +1,18 @@
 """Whom to stop so that a task of higher priority can run: the node, the devices and the victims."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
+from math import inf
 
-from service.core.draft import Draft, Headroom
-from service.core.ledger import Book
+from service.core.draft import Draft
 from service.core.need import need_mb
+from service.core.offers import Offer, Offers, Site
 from service.core.placement import NoFit, no_fit
 from service.core.policy import Policy
 from service.core.task import Task
 from service.core.units import DeviceKey, Instant, Mib, NodeName
-from service.core.victims import (
-    EXACT_LIMIT,
-    Candidate,
-    Cost,
-    after,
-    candidates,
-    cheapest,
-    cost_of,
-    filled_back,
-)
+from service.core.victims import EXACT_LIMIT, Candidate, Cost, Suffices, after, cheapest, cost_of, filled_back
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,144 +28,153 @@ class Eviction:
     """When the last of the victims, and of those who leave anyway and are counted on, must be gone."""
 
 
-class _Target:
-    """One device that the preemptor might get: its need, and what is free there once leavers are gone."""
-
-    __slots__ = ("_free_mb", "_soon_mb", "key", "need_mb")
-
-    def __init__(self, book: Book, need: Mib, task: Task) -> None:
-        self.key = book.device.key
-        self.need_mb = need
-        self._free_mb = book.free_mb(task=task.id, priority=task.priority)
-        self._soon_mb = book.soon_mb(task=task.id, priority=task.priority)
-
-    def left_mb(self, gone: Sequence[Candidate]) -> int:
-        """What would be left of it beside the preemptor, once these and whoever leaves anyway are gone."""
-        return self._soon_mb - self.need_mb + _freed_mb(gone, self.key)
-
-    def has_room(self, gone: Sequence[Candidate]) -> bool:
-        return self.left_mb(gone) >= 0
-
-    def counts_on_leavers(self, gone: Sequence[Candidate]) -> bool:
-        return self._free_mb - self.need_mb + _freed_mb(gone, self.key) < 0
+Target = tuple[Site, Mib]
+"""A device that the preemptor might get, and its need there."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Option:
-    node: NodeName
-    targets: tuple[_Target, ...]
+    offer: Offer
+    targets: tuple[Target, ...]
     victims: tuple[Candidate, ...]
-
-    @property
-    def rank(self) -> tuple[Cost, NodeName, tuple[DeviceKey, ...]]:
-        return cost_of(self.victims), self.node, tuple(target.key for target in self.targets)
+    cost: Cost
 
 
 def choose_victims(draft: Draft, task: Task, policy: Policy, now: Instant) -> Eviction | NoFit:
     """The eviction that makes room for a task which fits nowhere now, or why there is none."""
-    return plan_eviction(draft, task, policy, now) or no_fit(draft, task, policy, now)
+    return plan_eviction(Offers(draft, policy, now), task, now) or no_fit(draft, task, policy, now)
 
 
-def plan_eviction(draft: Draft, task: Task, policy: Policy, now: Instant) -> Eviction | None:
+def plan_eviction(offers: Offers, task: Task, now: Instant) -> Eviction | None:
     """The eviction that costs least: lost GPU-seconds, then number of victims, then node and device names.
 
     Only runs of strictly lower priority are named, and only if the task fits once they have left. What is
     leaving anyway and is promised to nobody counts first: if that alone will do, the task waits. Only
     demands for GPUs preempt, because freed memory can be kept for the preemptor and a freed CPU cannot.
     """
-    best = _best_option(draft, task, policy, now)
+    best = _best_option(offers, task)
     if best is None or not best.victims:
         return None
     victims = sorted((candidate.task for candidate in best.victims), key=lambda run: run.id)
     deadlines = [now + victim.grace_seconds for victim in victims]
-    for target in best.targets:
-        if target.counts_on_leavers(best.victims):
-            deadlines += _deadlines_of_leavers(draft, target.key)
-    devices = sorted((target.key, target.need_mb) for target in best.targets)
-    return Eviction(best.node, tuple(devices), tuple(victims), Instant(max(deadlines)))
+    for site, need in best.targets:
+        if site.after_mb(best.victims) - site.soon_mb + site.free_mb < need:
+            deadlines += _deadlines_of_leavers(offers.draft, site.device.key)
+    devices = sorted((site.device.key, need) for site, need in best.targets)
+    return Eviction(best.offer.node, tuple(devices), tuple(victims), Instant(max(deadlines)))
 
 
-def _best_option(draft: Draft, task: Task, policy: Policy, now: Instant) -> _Option | None:
-    if not policy.preemption or not task.demand.gpus or draft.short_of(task, policy.custom_limits):
+def _best_option(offers: Offers, task: Task) -> _Option | None:
+    """Nodes and devices are looked at by name, and a later one must cost less: names decide ties."""
+    policy = offers.policy
+    if not policy.preemption or not task.demand.gpus or offers.lowest_priority >= task.priority:
         return None
-    nodes = sorted(draft.usable_nodes())
-    if all(draft.lowest_priority(node) >= task.priority for node in nodes):
+    if offers.draft.short_of(task, policy.custom_limits):
         return None
-    return _best(_on_node(draft, node, task, policy, now) for node in nodes)
+    best: _Option | None = None
+    for node in offers.nodes:
+        offer = offers.of(node, task.priority)
+        best = _on_one(offer, task, best) if task.demand.gpus == 1 else _on_several(offer, task, best)
+        if best is not None and not best.victims:
+            return best
+    return best
 
 
-def _on_node(draft: Draft, node: NodeName, task: Task, policy: Policy, now: Instant) -> _Option | None:
+def _on_one(offer: Offer, task: Task, best: _Option | None) -> _Option | None:
+    """The best way to one device of this node, if it costs less than the best so far."""
+    has_room = offer.room.fits(task)
+    for site in offer.sites:
+        need = need_mb(task.demand, site.device)
+        if need is None or need > site.most_mb:
+            continue
+        target = (site, need)
+        if has_room and need <= site.soon_mb:
+            return _Option(offer, (target,), (), (0.0, 0))
+        if has_room and site.least_cost(need - site.soon_mb) < _cost(best):
+            victims = cheapest(site.holders, partial(_clears, site, need), _cost(best))
+            best = _cheaper(best, offer, task, [target], victims)
+        elif not has_room and _may_cost_less(offer.found, best):
+            victims = cheapest(offer.found, _suffices(offer, task, [target]), _cost(best))
+            best = _cheaper(best, offer, task, [target], victims)
+    return best
+
+
+def _on_several(offer: Offer, task: Task, best: _Option | None) -> _Option | None:
+    """The same for several devices: exact for few candidates; above, device by device and filled back."""
     targets = [
-        _Target(book, need, task)
-        for book in draft.usable_books(node, policy, now)
-        if (need := need_mb(task.demand, book.device)) is not None
+        (site, need)
+        for site in offer.sites
+        if (need := need_mb(task.demand, site.device)) is not None and need <= site.most_mb
     ]
     if len(targets) < task.demand.gpus:
-        return None
-    room = draft.headroom_soon(node, task)
-    found = candidates(draft, node, task, policy, now)
-    if task.demand.gpus == 1:
-        return _best(_on_device(node, target, room, task, found) for target in targets)
-    return _on_devices(node, targets, room, task, found)
+        return best
+    suffices = _suffices(offer, task, targets)
+    if suffices(()):
+        return _Option(offer, tuple(targets), (), (0.0, 0))
+    if not _may_cost_less(offer.found, best):
+        return best
+    if len(offer.found) <= EXACT_LIMIT:
+        return _cheaper(best, offer, task, targets, cheapest(offer.found, suffices, _cost(best)))
+    targets, order = _cheapest_devices(targets, task.demand.gpus, offer.found)
+    suffices = _suffices(offer, task, targets)
+    return _cheaper(best, offer, task, targets, filled_back(order, suffices) if suffices(order) else None)
 
 
-def _on_device(
-    node: NodeName, target: _Target, room: Headroom, task: Task, found: Sequence[Candidate]
+def _suffices(offer: Offer, task: Task, targets: Sequence[Target]) -> Suffices:
+    """Whether the task fits on as many of these devices as it asks for once such candidates have left."""
+
+    def suffices(gone: Sequence[Candidate]) -> bool:
+        roomy = sum(site.after_mb(gone) >= need for site, need in targets)
+        return roomy >= task.demand.gpus and after(offer.room, gone).fits(task)
+
+    return suffices
+
+
+def _may_cost_less(found: Sequence[Candidate], best: _Option | None) -> bool:
+    """Whoever is stopped, it costs at least as much as the cheapest of them."""
+    return bool(found) and (found[0].lost, 1) < _cost(best)
+
+
+def _cost(best: _Option | None) -> Cost:
+    return (inf, 0) if best is None else best.cost
+
+
+def _cheaper(
+    best: _Option | None,
+    offer: Offer,
+    task: Task,
+    targets: Sequence[Target],
+    victims: Sequence[Candidate] | None,
 ) -> _Option | None:
-    if room.fits(task):
-        found = [candidate for candidate in found if target.key in candidate.frees]
-    victims = cheapest(found, lambda gone: target.has_room(gone) and after(room, gone).fits(task))
-    return None if victims is None else _Option(node, (target,), tuple(victims))
-
-
-def _on_devices(
-    node: NodeName, targets: Sequence[_Target], room: Headroom, task: Task, found: Sequence[Candidate]
-) -> _Option | None:
-    """Exact for few candidates; above, the devices that are cheapest one by one, then filled back."""
-    gpus = task.demand.gpus
-
-    def suffices(gone: Sequence[Candidate], among: Sequence[_Target] = targets) -> bool:
-        roomy = sum(target.has_room(gone) for target in among)
-        return roomy >= gpus and after(room, gone).fits(task)
-
-    if len(found) <= EXACT_LIMIT:
-        victims = cheapest(found, suffices)
-    elif suffices(found):
-        targets, union = _cheapest_devices(targets, gpus, found)
-        # Beyond them somebody must leave only if CPU, host memory or run slots are short as well.
-        rest = [candidate for candidate in found if candidate not in union]
-        rest.sort(key=lambda candidate: (candidate.lost, -candidate.task.demand.cpu, candidate.task.id))
-        victims = filled_back([*union, *rest], lambda gone: suffices(gone, targets))
-    else:
-        victims = None
-    if victims is None:
-        return None
-    roomy = sorted((left, t.key, t) for t in targets if (left := t.left_mb(victims)) >= 0)
-    return _Option(node, tuple(target for _, _, target in roomy[:gpus]), tuple(victims))
+    """The better of the best so far and of stopping these; of the devices then free, the fullest."""
+    if victims is None or cost_of(victims) >= _cost(best):
+        return best
+    left = [(site.after_mb(victims) - need, site.device.key, (site, need)) for site, need in targets]
+    roomy = sorted(option for option in left if option[0] >= 0)
+    chosen = tuple(target for _, _, target in roomy[: task.demand.gpus])
+    return _Option(offer, chosen, tuple(victims), cost_of(victims))
 
 
 def _cheapest_devices(
-    targets: Sequence[_Target], gpus: int, found: Sequence[Candidate]
-) -> tuple[list[_Target], list[Candidate]]:
-    """The devices that are cheapest to clear one by one, and whoever that would take, in order of cost."""
+    targets: Sequence[Target], gpus: int, found: Sequence[Candidate]
+) -> tuple[list[Target], list[Candidate]]:
+    """The devices that are cheapest to clear one by one, and all candidates, those who must leave first."""
     priced = []
-    for target in targets:
-        there = [candidate for candidate in found if target.key in candidate.frees]
-        victims = cheapest(there, target.has_room)
+    for site, need in targets:
+        victims = cheapest(site.holders, partial(_clears, site, need))
         if victims is not None:
-            priced.append((cost_of(victims), target.key, target, victims))
-    chosen = sorted(priced, key=lambda price: price[:2])[:gpus]
-    wanted = {victim.task.id for _, _, _, victims in chosen for victim in victims}
-    union = [candidate for candidate in found if candidate.task.id in wanted]
-    return [target for _, _, target, _ in chosen], union
+            priced.append((cost_of(victims), site.device.key, (site, need), victims))
+    priced.sort(key=lambda price: price[:2])
+    wanted = {victim.task.id for *_, victims in priced[:gpus] for victim in victims}
+    first = [candidate for candidate in found if candidate.task.id in wanted]
+    # Beyond them somebody must leave only if CPU, host memory or run slots are short as well.
+    rest = [candidate for candidate in found if candidate.task.id not in wanted]
+    rest.sort(key=lambda candidate: (candidate.lost, -candidate.task.demand.cpu, candidate.task.id))
+    return [target for _, _, target, _ in priced[:gpus]], first + rest
 
 
-def _best(options: Iterable[_Option | None]) -> _Option | None:
-    return min((o for o in options if o is not None), key=lambda option: option.rank, default=None)
-
-
-def _freed_mb(gone: Sequence[Candidate], device: DeviceKey) -> int:
-    return sum(candidate.frees.get(device, 0) for candidate in gone)
+def _clears(site: Site, need: Mib, gone: Sequence[Candidate]) -> bool:
+    return site.after_mb(gone) >= need
 
 
 def _deadlines_of_leavers(draft: Draft, device: DeviceKey) -> Iterator[Instant]:

@@ -98,7 +98,7 @@ def _judge(draft: Draft, task: Task, policy: Policy, now: Instant, node: Node) -
         is_large_enough=matching >= demand.gpus
         and node.cpu >= demand.cpu
         and node.memory_mb >= demand.memory_mb,
-        has_headroom=draft.headroom(node.name, task).fits(task),
+        has_headroom=draft.headroom(node.name, task=task.id, priority=task.priority).fits(task),
     )
 
 

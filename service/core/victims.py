@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from math import inf
 
 from service.core.draft import Draft, Headroom
 from service.core.policy import Policy, band_of
@@ -29,28 +30,27 @@ class Candidate:
     """MiB by device."""
 
 
-def candidates(draft: Draft, node: NodeName, task: Task, policy: Policy, now: Instant) -> list[Candidate]:
-    """The runs of a node that this task may have stopped, cheapest first:
+def candidates(draft: Draft, node: NodeName, now: Instant) -> list[Candidate]:
+    """Every run of a node that could be stopped for somebody, cheapest first:
 
     1. fewer lost GPU-seconds
     2. lower priority
     3. more memory given back
     4. smaller id
+
+    What was admitted in this very cycle may begin first.
     """
-    runs = (draft.task(run) for run in draft.world.runs.get(node, ()))
     found = [
         Candidate(run, lost_gpu_seconds(run, now), _frees(draft, run))
-        for run in runs
-        if run.priority < task.priority and may_be_stopped(run, task.priority, policy, now)
+        for run in draft.runs_on(node)
+        if run.state in (TaskState.ADMITTED, TaskState.RUNNING) and (run.admitted_at or 0.0) < now
     ]
     return sorted(found, key=lambda c: (c.lost, c.task.priority, -sum(c.frees.values()), c.task.id))
 
 
 def may_be_stopped(run: Task, for_priority: int, policy: Policy, now: Instant) -> bool:
-    """Only what holds on and is not shielded. What was admitted in this very cycle may begin first."""
-    if run.state not in (TaskState.ADMITTED, TaskState.RUNNING):
-        return False
-    if run.admitted_at is not None and run.admitted_at >= now:
+    """Strictly lower priority, and not shielded; who is critical ignores the shield."""
+    if run.priority >= for_priority:
         return False
     return band_of(for_priority)[0] == "critical" or not is_shielded(run, policy, now)
 
@@ -84,16 +84,19 @@ def cost_of(victims: Sequence[Candidate]) -> Cost:
     return sum(victim.lost for victim in victims), len(victims)
 
 
-def cheapest(found: Sequence[Candidate], suffices: Suffices) -> list[Candidate] | None:
-    """The set with the least lost work, then the fewest victims; None if all together do not suffice.
+def cheapest(
+    found: Sequence[Candidate], suffices: Suffices, below: Cost = (inf, 0)
+) -> list[Candidate] | None:
+    """The set with the least lost work, then the fewest victims; None if none suffices and costs less.
 
     `found` is in order of cost. Exact up to EXACT_LIMIT candidates; above, minimal by inclusion.
     """
     if not suffices(found):
         return None
-    if len(found) > EXACT_LIMIT:
-        return filled_back(found, suffices)
-    return _exact(found, suffices)
+    if len(found) <= EXACT_LIMIT:
+        return _exact(found, suffices, below)
+    victims = filled_back(found, suffices)
+    return victims if cost_of(victims) < below else None
 
 
 def filled_back(found: Sequence[Candidate], suffices: Suffices) -> list[Candidate]:
@@ -114,21 +117,20 @@ def filled_back(found: Sequence[Candidate], suffices: Suffices) -> list[Candidat
     return taken
 
 
-def _exact(found: Sequence[Candidate], suffices: Suffices) -> list[Candidate]:
-    """Depth first over all subsets, cut where it already costs as much as the best so far."""
-    best = list(found)
-    best_cost = cost_of(best)
+def _exact(found: Sequence[Candidate], suffices: Suffices, below: Cost) -> list[Candidate] | None:
+    """Depth first over all subsets, cut where it costs too much or where the rest cannot suffice."""
+    best: list[Candidate] | None = None
 
     def search(taken: list[Candidate], cost: Cost, at: int) -> None:
-        nonlocal best, best_cost
-        if cost >= best_cost:
+        nonlocal best, below
+        if cost >= below:
             return
         if suffices(taken):
-            best, best_cost = list(taken), cost
+            best, below = taken, cost
             return
-        if at < len(found) and suffices([*taken, *found[at:]]):
-            candidate = found[at]
-            search([*taken, candidate], (cost[0] + candidate.lost, cost[1] + 1), at + 1)
+        candidate = found[at]
+        search([*taken, candidate], (cost[0] + candidate.lost, cost[1] + 1), at + 1)
+        if suffices([*taken, *found[at + 1 :]]):
             search(taken, cost, at + 1)
 
     search([], (0.0, 0), 0)

@@ -1,0 +1,37 @@
+"""A draft is tried out beside the World."""
+
+import pytest
+
+from service.core.draft import Draft
+from service.core.errors import Overcommitted
+from tests.builders import GIB, a_device, a_lease, a_pledge, a_task, a_world, holding, key
+from tests.core.test_world import picture
+
+
+def test_a_lease_that_does_not_fit_is_a_mistake_and_changes_nothing():
+    draft = Draft(a_world(a_device(), holding(a_task("run", gpu_mb=60 * GIB), "gpu0")))
+    with pytest.raises(Overcommitted, match="do not fit"):
+        draft.put_lease(a_lease(a_task("new"), "gpu0", 21 * GIB))
+    assert draft.book(key("gpu0")).free_mb() == 20 * GIB
+    draft.put_lease(a_lease(a_task("new"), "gpu0", 20 * GIB))
+    assert draft.book(key("gpu0")).free_mb() == 0
+
+
+def test_what_changes_in_a_draft_stays_there():
+    high = a_task("high", priority=80, gpu_mb=20 * GIB)
+    world = a_world(a_device(), high, holding(a_task("run", gpu_mb=60 * GIB, cpu=2.0), "gpu0"))
+    before = str(picture(world))
+    draft = Draft(world)
+    draft.put_pledge(a_pledge(high, "gpu0", 20 * GIB))
+    draft.put_lease(a_lease(a_task("new"), "gpu0", 10 * GIB))
+    draft.end_pledges(high.id)
+    assert str(picture(world)) == before
+
+
+def test_the_holder_of_a_lease_is_the_task_whose_newest_claim_it_is():
+    world = a_world(a_device(), holding(a_task("run", gpu_mb=1), "gpu0", fence=2))
+    draft = Draft(world)
+    (lease,) = world.leases_of(world.tasks["run"])
+    assert draft.holder(lease) is world.tasks["run"]
+    assert draft.holder(a_lease(a_task("run", fence=1), "gpu0", 1)) is None
+    assert draft.holder(a_lease(a_task("nobody"), "gpu0", 1)) is None
