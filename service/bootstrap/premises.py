@@ -47,8 +47,8 @@ def listening_socket(host: str, port: int) -> socket.socket:
 def _port_owner(port: int) -> str:
     with contextlib.suppress(psutil.Error):
         for connection in psutil.net_connections("tcp"):
-            listens = connection.status == psutil.CONN_LISTEN and bool(connection.laddr)
-            if listens and connection.laddr[1] == port and connection.pid:
+            listens = connection.status == psutil.CONN_LISTEN
+            if listens and getattr(connection.laddr, "port", None) == port and connection.pid:
                 return f" (process {connection.pid}, {psutil.Process(connection.pid).name()})"
     return ""
 

@@ -71,6 +71,8 @@ class Leader:
         self._dispatcher = dispatcher
         self._clock = clock
         self._heard: deque[Report] = deque()
+        self._undispatched: list[Decision] = []
+        """Committed, and their orders not yet on their way: what a start needs is in the database."""
         self._woken = asyncio.Event()
         self.leadership = Leadership()
 
@@ -121,6 +123,7 @@ class Leader:
 
     async def cycle(self) -> None:
         """One turn: reports, requests, deadlines, then the plan. Raises StaleTerm, StoreUnavailable."""
+        await self._dispatch()
         await self._settle_reports()
         await self._carry_out(self._observer.on_requests(self._clock.now()))
         await self._carry_out(self._observer.on_time(self._clock.now()))
@@ -163,14 +166,19 @@ class Leader:
         writing = [decision for decision in decisions if not decision.is_empty()]
         verdicts = await self._store.commit(self.leadership.term, writing) if writing else ()
         fate = {id(decision): verdict for decision, verdict in zip(writing, verdicts, strict=True)}
-        committed = []
         for decision in decisions:
             verdict = fate.get(id(decision), CommitVerdict.COMMITTED)
             if verdict is CommitVerdict.COMMITTED:
-                committed.append(decision)
+                self._undispatched.append(decision)
             elif verdict is CommitVerdict.REFUSED:
                 log.error("the database refused a decision", subject=decision.subject, why=decision.why)
         if CommitVerdict.STALE in verdicts:
             self._woken.set()
-        self._heard.extend(await self._dispatcher.send(committed))
+        await self._dispatch()
         return verdicts
+
+    async def _dispatch(self) -> None:
+        """Send the orders of what was committed. Raises StoreUnavailable; they stay for the next cycle."""
+        if self._undispatched:
+            self._heard.extend(await self._dispatcher.send(self._undispatched))
+            self._undispatched = []

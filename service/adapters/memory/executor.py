@@ -65,6 +65,7 @@ class WaitingExecutor:
             boot_id="simulated",
         )
         self._say(NodeSeen(node, self._node.devices, tuple(self._runs), self._clock.now()))
+        self.measure()
         self._heartbeat = asyncio.create_task(self._beat())
 
     async def send(self, orders: Sequence[Order], payloads: Mapping[TaskId, RunPayload]) -> None:
@@ -123,10 +124,14 @@ class WaitingExecutor:
             DeviceSample(key, now, Mib(used.get(key, 0)), by_holder=by_holder.get(key, {})) for key in keys
         )
 
+    def measure(self) -> None:
+        """Report what every device holds now."""
+        self._say(Sampled(NodeName(self._node.name), self._clock.now(), self._samples()))
+
     async def _beat(self) -> None:
         while True:
-            self._say(Sampled(NodeName(self._node.name), self._clock.now(), self._samples()))
             await asyncio.sleep(self._period_seconds)
+            self.measure()
 
     def _say(self, report: Report) -> None:
         self._pending.append(report)

@@ -1,0 +1,131 @@
+"""A leader on a stage: the real loop, store, blobs and executor, one turn at a time on one clock."""
+
+import json
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from service.adapters.blobs.directory import DirectoryBlobs
+from service.adapters.memory.executor import SimulatedNode, WaitingExecutor
+from service.adapters.memory.store import MemoryStore
+from service.broker.dispatch import Dispatcher
+from service.broker.loop import Leader
+from service.broker.observe import InventoryRules, Observer
+from service.core.orders import Order, Report, SeenDevice
+from service.core.plan import Decision
+from service.core.policy import Policy
+from service.core.task import Task
+from service.core.units import Instant, Mib, TaskId, Term
+from service.core.world import World
+from service.ports import CommitVerdict, Progress, RunPayload, RunSpec, StoreUnavailable, Submission
+from tests.builders import GIB, NOW, a_task
+
+
+class Hands:
+    """A clock that a test turns."""
+
+    def __init__(self) -> None:
+        self.time = NOW
+
+    def now(self) -> Instant:
+        return self.time
+
+
+class WitnessedExecutor(WaitingExecutor):
+    """Notes what was durable at the moment when orders were handed over."""
+
+    def __init__(self, store: MemoryStore, clock: Hands) -> None:
+        devices = tuple(SeenDevice(f"gpu{i}", "sim", i, Mib(24 * GIB), True) for i in range(2))
+        super().__init__(SimulatedNode("n1", "test", 64.0, 256 * GIB, 64, devices), clock, 2.0)
+        self._store = store
+        self.payloads: dict[TaskId, RunPayload] = {}
+        self.sent: list[tuple[Order, Task]] = []
+        """Each order with its task's row as the store had it then."""
+
+    async def send(self, orders: Sequence[Order], payloads: Mapping[TaskId, RunPayload]) -> None:
+        for order in orders:
+            record = await self._store.record(order.task)
+            assert record is not None
+            self.sent.append((order, record.task))
+        self.payloads.update(payloads)
+        await super().send(orders, payloads)
+
+
+class ForgetfulStore(MemoryStore):
+    """A memory store whose connection can be cut."""
+
+    away = False
+
+    async def commit(self, term: Term, decisions: Sequence[Decision]) -> Sequence[CommitVerdict]:
+        if self.away:
+            raise StoreUnavailable("cut by the test")
+        return await super().commit(term, decisions)
+
+
+class Stage:
+    def __init__(self, folder: Path) -> None:
+        self.clock = Hands()
+        self.store = ForgetfulStore(self.clock.now)
+        self.world = World()
+        self.blobs_folder = folder
+        self.blobs = DirectoryBlobs(folder)
+        self.executor = WitnessedExecutor(self.store, self.clock)
+        self.progress: dict[TaskId, Progress] = {}
+        policy = Policy()
+        observer = Observer(self.world, policy, self.blobs, InventoryRules("test", 0), 1024, self.progress)
+        dispatcher = Dispatcher(self.store, self.blobs, self.executor, self.world, self.clock)
+        self.leader = Leader(
+            name="test",
+            world=self.world,
+            policy=policy,
+            store=self.store,
+            executor=self.executor,
+            observer=observer,
+            dispatcher=dispatcher,
+            clock=self.clock,
+        )
+        self.store.listen(self.world.apply)
+
+    async def submit(
+        self, id: str, seconds: float = 0.0, spec: Mapping[str, Any] | None = None, **fields: Any
+    ) -> Task:
+        arguments = json.dumps({"args": [], "kwargs": {"seconds": seconds}}).encode()
+        task = a_task(id, **fields)
+        run = RunSpec(kind="entrypoint", entrypoint="m:f", arguments=arguments)
+        await self.store.submit(Submission(task, replace(run, **(spec or {}))))
+        return task
+
+    async def hear(self, *reports: Report) -> None:
+        """One turn of the leader that begins with these reports."""
+        self.leader.hear(reports)
+        await self.leader.cycle()
+
+    async def turn(self) -> None:
+        """One turn of the leader that begins with what its executor has to say."""
+        await self.hear(*await self.executor.reports())
+
+    async def later(self, seconds: float) -> None:
+        """Let time pass, measure again, and give the leader its turn."""
+        self.clock.time = Instant(self.clock.time + seconds)
+        self.executor.measure()
+        await self.turn()
+
+    async def row(self, id: str) -> Task:
+        record = await self.store.record(TaskId(id))
+        assert record is not None
+        return record.task
+
+
+@asynccontextmanager
+async def a_stage(folder: Path) -> AsyncIterator[Stage]:
+    """A leader with its term, whose one node has answered."""
+    stage = Stage(folder)
+    await stage.leader.take_over()
+    await stage.executor.start(stage.leader.leadership.term)
+    await stage.turn()
+    try:
+        yield stage
+    finally:
+        await stage.executor.close(stop_cluster=True)

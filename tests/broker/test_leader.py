@@ -1,0 +1,179 @@
+"""The leader's loop: nothing acts before its commit, nothing heard is lost, bad bytes stop one run only."""
+
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from hashlib import sha256
+from pathlib import Path
+
+import pytest
+
+from service.core.orders import Checkpointed, Ended, Ending, Progressed, StartOrder, StopOrder
+from service.core.plan import Request
+from service.core.task import TaskState
+from service.core.units import Fence, Instant, TaskId
+from service.ports import StaleTerm, StoreUnavailable
+from tests.broker.stage import Stage, a_stage
+from tests.builders import GIB, NOW
+
+HOUR = 3600.0
+
+
+@pytest.fixture
+async def stage(tmp_path: Path) -> AsyncIterator[Stage]:
+    async with a_stage(tmp_path / "blobs") as stage:
+        yield stage
+
+
+async def running(stage: Stage, id: str, **fields: object) -> None:
+    """Submit a task that works for an hour, and hear that it has begun."""
+    await stage.submit(id, seconds=HOUR, **fields)  # type: ignore[arg-type]
+    await stage.leader.cycle()
+    await stage.turn()
+
+
+def saved(task: str, sequence: int, data: bytes, digest: str = "") -> Checkpointed:
+    digest = digest or sha256(data).hexdigest()
+    return Checkpointed(TaskId(task), Fence(1), Instant(NOW), sequence, digest, data, None)
+
+
+async def test_an_order_to_start_leaves_only_after_its_admission_is_durable(stage: Stage) -> None:
+    await stage.submit("one", gpu_mb=GIB)
+    await stage.leader.cycle()
+    [(order, row)] = stage.executor.sent
+    assert isinstance(order, StartOrder)
+    assert (row.state, row.fence, order.fence) == (TaskState.ADMITTED, 1, 1)
+
+
+async def test_a_notice_leaves_only_after_the_victims_stop_is_durable(stage: Stage) -> None:
+    await running(stage, "low", priority=10, gpus=2)
+    stage.executor.sent.clear()
+    await stage.submit("high", priority=95, gpu_mb=20 * GIB)
+    await stage.leader.cycle()
+    [(order, row)] = stage.executor.sent
+    assert isinstance(order, StopOrder)
+    assert (row.id, row.state, row.freeing_for) == ("low", TaskState.STOPPING, "high")
+
+
+async def test_the_preemptor_runs_once_its_victim_is_gone_and_the_victim_comes_back(stage: Stage) -> None:
+    await running(stage, "low", priority=10, gpus=2)
+    await stage.submit("high", priority=95, gpu_mb=20 * GIB)
+    await stage.leader.cycle()
+    await stage.turn()
+    await stage.turn()
+    assert (await stage.row("high")).state is TaskState.SUCCEEDED
+    low = await stage.row("low")
+    assert (low.preemptions, low.failures) == (1, 0)
+
+
+async def test_nothing_is_dispatched_while_the_database_is_away_and_nothing_is_lost(stage: Stage) -> None:
+    await stage.submit("one", gpu_mb=GIB)
+    stage.store.away = True
+    with pytest.raises(StoreUnavailable):
+        await stage.leader.cycle()
+    assert stage.executor.sent == []
+    stage.store.away = False
+    await stage.leader.cycle()
+    assert [order.task for order, _ in stage.executor.sent] == ["one"]
+
+
+async def test_a_report_heard_while_the_database_is_away_counts_afterwards(stage: Stage) -> None:
+    await stage.submit("one", gpu_mb=GIB)
+    await stage.leader.cycle()
+    stage.store.away = True
+    with pytest.raises(StoreUnavailable):
+        await stage.turn()
+    assert (await stage.row("one")).state is TaskState.ADMITTED
+    stage.store.away = False
+    await stage.turn()
+    assert (await stage.row("one")).state is TaskState.SUCCEEDED
+
+
+async def test_a_leader_whose_term_is_over_writes_nothing_and_starts_nothing(stage: Stage) -> None:
+    await stage.store.take_term("another")
+    await stage.submit("one", gpu_mb=GIB)
+    with pytest.raises(StaleTerm):
+        await stage.leader.cycle()
+    assert (await stage.row("one")).state is TaskState.PENDING
+    assert stage.executor.sent == []
+
+
+async def test_two_requests_about_one_task_are_both_carried_out(stage: Stage) -> None:
+    task = await stage.submit("one", gpu_mb=100 * GIB)
+    for number, fields in enumerate(({"held": True}, {"priority": 70})):
+        await stage.store.request(Request(f"r{number}", task.id, "default", "change", fields, Instant(NOW)))
+    for _ in range(2):
+        await stage.leader.cycle()
+    row = await stage.row("one")
+    assert (row.held, row.priority) == (True, 70)
+    assert not stage.world.requests
+
+
+async def test_a_run_resumes_from_its_newest_checkpoint(stage: Stage) -> None:
+    await running(stage, "one", gpu_mb=GIB, max_retries=1)
+    await stage.hear(saved("one", 1, b"first"), saved("one", 2, b"second"))
+    await stage.hear(Ended(TaskId("one"), Fence(1), Instant(NOW), Ending.FAILED))
+    await stage.later(10.0)
+    assert stage.executor.payloads[TaskId("one")].resume_state == b"second"
+
+
+async def test_a_checkpoint_that_is_corrupt_on_disk_is_passed_over_for_the_one_before_it(
+    stage: Stage,
+) -> None:
+    await running(stage, "one", gpu_mb=GIB, max_retries=1)
+    await stage.hear(saved("one", 1, b"first"))
+    await stage.hear(saved("one", 2, b"second"))
+    digest = sha256(b"second").hexdigest()
+    [blob] = [path for path in stage.blobs_folder.rglob("*") if path.is_file() and digest in str(path)]
+    blob.write_bytes(b"rotten")
+    await stage.hear(Ended(TaskId("one"), Fence(1), Instant(NOW), Ending.FAILED))
+    await stage.later(10.0)
+    assert stage.executor.payloads[TaskId("one")].resume_state == b"first"
+
+
+async def test_a_checkpoint_whose_bytes_changed_on_their_way_leaves_the_one_before_in_force(
+    stage: Stage,
+) -> None:
+    await running(stage, "one", gpu_mb=GIB, max_retries=1)
+    await stage.hear(saved("one", 1, b"first"))
+    await stage.hear(saved("one", 2, b"garbled", digest=sha256(b"second").hexdigest()))
+    assert [kept.sequence for kept in await stage.store.checkpoints(TaskId("one"))] == [1]
+
+
+async def test_a_run_whose_stored_arguments_are_gone_fails_and_says_so(stage: Stage) -> None:
+    await stage.submit("one", gpu_mb=GIB, spec={"arguments": b"", "arguments_digest": "0" * 64})
+    await stage.leader.cycle()
+    await stage.leader.cycle()
+    result = await stage.store.result(TaskId("one"))
+    assert (await stage.row("one")).state is TaskState.FAILED
+    assert result is not None
+    assert result.failure is not None
+    assert result.failure["kind"] == "corrupt_order"
+    assert "submit the task again" in result.failure["message"]
+    assert stage.executor.sent == [] or all(not isinstance(o, StartOrder) for o, _ in stage.executor.sent)
+    assert stage.world.books[stage.world.by_node["n1"][0]].free_mb() == 24 * GIB  # type: ignore[index]
+
+
+async def test_a_large_result_becomes_a_blob_before_its_row(stage: Stage) -> None:
+    await running(stage, "one", gpu_mb=GIB)
+    large = b'"' + b"x" * 5000 + b'"'
+    await stage.hear(Ended(TaskId("one"), Fence(1), Instant(NOW), Ending.SUCCEEDED, result=large))
+    stored = await stage.store.result(TaskId("one"))
+    assert stored is not None
+    assert stored.data is None
+    assert stored.digest is not None
+    assert await stage.blobs.get(stored.digest) == large
+
+
+async def test_progress_is_kept_in_memory_and_is_no_event(stage: Stage) -> None:
+    await running(stage, "one", gpu_mb=GIB)
+    before = await stage.store.head()
+    await stage.hear(Progressed(TaskId("one"), Fence(1), Instant(NOW), 0.5, "half"))
+    assert stage.progress[TaskId("one")].fraction == 0.5
+    assert await stage.store.head() == before
+
+
+async def test_progress_of_an_older_attempt_is_not_shown(stage: Stage) -> None:
+    await running(stage, "one", gpu_mb=GIB)
+    stale = Progressed(TaskId("one"), Fence(0), Instant(NOW), 0.9, "from the past")
+    await stage.hear(stale, replace(stale, task=TaskId("unknown")))
+    assert stage.progress == {}
