@@ -8,7 +8,7 @@ from service.core.decide import admit, evict, withdraw
 from service.core.draft import Draft
 from service.core.offers import Offers
 from service.core.ordering import OrderKey
-from service.core.placement import place
+from service.core.placement import Places
 from service.core.plan import Decision
 from service.core.policy import Policy
 from service.core.preemption import plan_eviction
@@ -52,7 +52,7 @@ def plan_cycle(
         cursor = Cursor(ordered_at=now)
         stragglers = sorted(task for task in draft.pledged() if task not in world.queue)
         decisions += [withdraw(draft, task) for task in stragglers]
-    offers = Offers(draft, policy, now)
+    places, offers = Places(draft, policy, now), Offers(draft, policy, now)
     agenda = Agenda(world, policy, cursor.ordered_at, cursor.after, cursor.refused)
     after = cursor.after
     for _ in range(budget):
@@ -63,7 +63,7 @@ def plan_cycle(
         task = world.tasks[head.task]
         if not draft.pledges_of(task.id) and agenda.has_refused(task.demand, task.priority):
             continue
-        decision = decide(draft, offers, task, now)
+        decision = decide(draft, places, offers, task, now)
         if decision is not None:
             decisions.append(decision)
         elif not draft.pledges_of(task.id):
@@ -71,9 +71,9 @@ def plan_cycle(
     return Plan(tuple(decisions), Cursor(cursor.ordered_at, after, agenda.refused))
 
 
-def decide(draft: Draft, offers: Offers, task: Task, now: Instant) -> Decision | None:
+def decide(draft: Draft, places: Places, offers: Offers, task: Task, now: Instant) -> Decision | None:
     """Admit the task, or make room for it, or neither. One with pledges waits for what they bring."""
-    placement = place(draft, task, offers.policy, now)
+    placement = places.best(task)
     if placement is not None:
         return admit(draft, task, placement, now)
     if draft.pledges_of(task.id):

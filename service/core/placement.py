@@ -1,5 +1,6 @@
 """Where a task can run now: one node, and on it as many devices as it asks for."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from heapq import nsmallest
 
@@ -9,13 +10,14 @@ from service.core.need import need_mb
 from service.core.policy import Policy
 from service.core.reasons import Reason
 from service.core.survey import survey
-from service.core.task import Placement, Task
+from service.core.task import Demand, Placement, Task
 from service.core.units import DeviceKey, Instant, Mib, NodeName
 
 Option = tuple[float, DeviceKey, Mib]
 """(MiB left on the device afterwards, negated for `spread`; the device; MiB to lease)"""
 
-Score = tuple[float, float, tuple[str, ...]]
+Found = tuple[tuple[float, float, tuple[str, ...]], Placement]
+"""((room left on the devices, CPU left on the node, names), placement): the smallest is the best."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +31,7 @@ class NoFit:
 
 def find_placement(draft: Draft, task: Task, policy: Policy, now: Instant) -> Placement | NoFit:
     """The best place for a task right now, or why there is none."""
-    return place(draft, task, policy, now) or no_fit(draft, task, policy, now)
+    return Places(draft, policy, now).best(task) or no_fit(draft, task, policy, now)
 
 
 def no_fit(draft: Draft, task: Task, policy: Policy, now: Instant) -> NoFit:
@@ -39,50 +41,61 @@ def no_fit(draft: Draft, task: Task, policy: Policy, now: Instant) -> NoFit:
     return NoFit(reasons[0] if reasons else Reason.PENDING_EVALUATION, seen.largest_free_mb)
 
 
-def place(draft: Draft, task: Task, policy: Policy, now: Instant) -> Placement | None:
-    """The best place for a task right now. Total order, smallest first (`spread`: largest first):
+class Places:
+    """The places of one draft. For equal tasks only nodes on which something changed are looked at again."""
 
-    1. room left on its devices
-    2. CPU left on the node
-    3. names of node and devices (always smallest first)
-    """
-    if draft.short_of(task, policy.custom_limits):
-        return None
-    best: tuple[Score, Placement] | None = None
-    for node in draft.usable_nodes():
-        found = _place_on(draft, node, task, policy, now)
-        if found is not None and (best is None or found[0] < best[0]):
-            best = found
-    return best and best[1]
+    def __init__(self, draft: Draft, policy: Policy, now: Instant) -> None:
+        self._draft = draft
+        self._policy = policy
+        self._now = now
+        self._nodes = tuple(draft.usable_nodes())
+        self._known: dict[tuple[Demand, int], dict[NodeName, tuple[int, Found | None]]] = {}
 
+    def best(self, task: Task) -> Placement | None:
+        """The best place for a task. Total order, smallest first (`spread`: largest first):
 
-def _place_on(
-    draft: Draft, node: NodeName, task: Task, policy: Policy, now: Instant
-) -> tuple[Score, Placement] | None:
-    demand = task.demand
-    if demand.gpus and draft.largest_mb(node) < (demand.gpu_mb or 1):
-        return None
-    room = draft.headroom(node, task=task.id, priority=task.priority)
-    if not room.fits(task):
-        return None
-    sign = -1 if demand.placement == "spread" else 1
-    chosen = _devices_on(draft, node, task, policy, now, sign) if demand.gpus else []
-    if len(chosen) < demand.gpus:
-        return None
-    devices = tuple(sorted((key, mb) for _, key, mb in chosen))
-    names = (node, *(key for key, _ in devices))
-    return (sum(left for left, _, _ in chosen), sign * room.cpu, names), Placement(node, devices)
+        1. room left on its devices
+        2. CPU left on the node
+        3. names of node and devices (always smallest first)
+        """
+        if self._draft.short_of(task, self._policy.custom_limits):
+            return None
+        found = [place for place in self._on_each_node(task) if place is not None]
+        return min(found)[1] if found else None
 
+    def _on_each_node(self, task: Task) -> Iterator[Found | None]:
+        if self._draft.pledges_of(task.id):  # what is kept for it makes it unlike any other
+            yield from (self._on(node, task) for node in self._nodes)
+            return
+        known = self._known.setdefault((task.demand, task.priority), {})
+        for node in self._nodes:
+            revision = self._draft.revision(node)
+            place = known.get(node)
+            if place is None or place[0] != revision:
+                place = known[node] = revision, self._on(node, task)
+            yield place[1]
 
-def _devices_on(
-    draft: Draft, node: NodeName, task: Task, policy: Policy, now: Instant, sign: int
-) -> list[Option]:
-    options: list[Option] = []
-    for book in draft.usable_books(node, policy, now):
-        need = need_mb(task.demand, book.device)
-        if need is None or need > book.unheld_mb():
-            continue
-        left = book.free_mb(task=task.id, priority=task.priority) - need
-        if left >= 0:
-            options.append((sign * left, book.device.key, need))
-    return nsmallest(task.demand.gpus, options)
+    def _on(self, node: NodeName, task: Task) -> Found | None:
+        demand = task.demand
+        if demand.gpus and self._draft.largest_mb(node) < (demand.gpu_mb or 1):
+            return None
+        room = self._draft.headroom(node, task=task.id, priority=task.priority)
+        if not room.fits(task):
+            return None
+        sign = -1 if demand.placement == "spread" else 1
+        chosen = nsmallest(demand.gpus, self._devices(node, task, sign))
+        if len(chosen) < demand.gpus:
+            return None
+        devices = tuple(sorted((key, mb) for _, key, mb in chosen))
+        names = (node, *(key for key, _ in devices))
+        return (sum(left for left, _, _ in chosen), sign * room.cpu, names), Placement(node, devices)
+
+    def _devices(self, node: NodeName, task: Task, sign: int) -> Iterator[Option]:
+        if not task.demand.gpus:
+            return
+        for book in self._draft.usable_books(node, self._policy, self._now):
+            need = need_mb(task.demand, book.device)
+            if need is not None and need <= book.unheld_mb():
+                left = book.free_mb(task=task.id, priority=task.priority) - need
+                if left >= 0:
+                    yield sign * left, book.device.key, need

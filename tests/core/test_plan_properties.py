@@ -7,7 +7,7 @@ from service.core.cycle import Plan, plan_cycle
 from service.core.draft import Draft
 from service.core.explain import explain
 from service.core.lease import LeaseState
-from service.core.placement import place
+from service.core.placement import Places
 from service.core.plan import Decision
 from service.core.reasons import Reason
 from service.core.task import TaskState
@@ -99,7 +99,7 @@ def test_every_pending_task_is_answered(world: World, story: list[Chapter]):
             told = explain(world, task.id, POLICY, Instant(tale.now))
             assert told.blockers
             assert told.reason is told.blockers[0].reason
-            fits = place(Draft(world), task, POLICY, Instant(tale.now)) is not None
+            fits = Places(Draft(world), POLICY, Instant(tale.now)).best(task) is not None
             waits = task.held or (task.not_before or 0.0) > tale.now
             assert (told.reason is Reason.PENDING_EVALUATION) == (fits and not waits)
         commit(world, whole_plan(world, tale.now).decisions, tale.now)

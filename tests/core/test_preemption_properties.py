@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from service.core.draft import Draft
 from service.core.offers import Offers
-from service.core.placement import place
+from service.core.placement import Places
 from service.core.policy import Policy
 from service.core.preemption import Eviction, plan_eviction
 from service.core.task import Task
@@ -85,7 +85,7 @@ def test_every_victim_is_of_lower_priority_and_is_needed(
     naive = Naive(world, POLICY, NOW)
     if eviction is None:
         lower = naive.stoppable(naive.nodes[0], task)
-        fits = place(Draft(world), task, POLICY, NOW) is not None
+        fits = Places(Draft(world), POLICY, NOW).best(task) is not None
         assert fits or not can_be_cleared(naive, task, gpus, lower)
         return
     assert all(victim.priority < 60 for victim in eviction.victims)
