@@ -29,6 +29,7 @@ async def running(stage: Stage, id: str, **fields: object) -> None:
     await stage.submit(id, seconds=HOUR, **fields)  # type: ignore[arg-type]
     await stage.leader.cycle()
     await stage.turn()
+    await stage.later(1.0)
 
 
 def saved(task: str, sequence: int, data: bytes, digest: str = "") -> Checkpointed:
