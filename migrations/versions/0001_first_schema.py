@@ -26,6 +26,7 @@ HOT: dict[str, Any] = {
 def upgrade() -> None:
     _tasks()
     _beside_tasks()
+    _left_by_runs()
     _ledger()
     _log()
     _people()
@@ -118,6 +119,13 @@ def _beside_tasks() -> None:
         sa.Column("working_directory", sa.Text(), nullable=False),
         sa.PrimaryKeyConstraint("task", name=op.f("pk_task_spec")),
     )
+    op.create_index(
+        "ix_task_spec_arguments_digest",
+        "task_spec",
+        ["arguments_digest"],
+        sqlite_where=sa.text("arguments_digest IS NOT NULL"),
+        postgresql_where=sa.text("arguments_digest IS NOT NULL"),
+    )
     op.create_table(
         "task_label",
         sa.Column("tenant", sa.Text(), nullable=False),
@@ -127,6 +135,9 @@ def _beside_tasks() -> None:
         sa.PrimaryKeyConstraint("tenant", "key", "value", "task", name=op.f("pk_task_label")),
         sqlite_with_rowid=False,
     )
+
+
+def _left_by_runs() -> None:
     op.create_table(
         "outcome",
         sa.Column("task", ID, nullable=False),
@@ -140,6 +151,13 @@ def _beside_tasks() -> None:
         sa.Column("log_tail", sa.LargeBinary(), nullable=False),
         sa.PrimaryKeyConstraint("task", "fence", name=op.f("pk_outcome")),
     )
+    op.create_index(
+        "ix_outcome_result_digest",
+        "outcome",
+        ["result_digest"],
+        sqlite_where=sa.text("result_digest IS NOT NULL"),
+        postgresql_where=sa.text("result_digest IS NOT NULL"),
+    )
     op.create_table(
         "checkpoint",
         sa.Column("task", ID, nullable=False),
@@ -151,6 +169,7 @@ def _beside_tasks() -> None:
         sa.Column("uri", sa.Text(), nullable=True),
         sa.PrimaryKeyConstraint("task", "fence", "sequence", name=op.f("pk_checkpoint")),
     )
+    op.create_index("ix_checkpoint_digest", "checkpoint", ["digest"])
     op.create_table(
         "request",
         sa.Column("id", ID, nullable=False),

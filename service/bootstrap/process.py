@@ -74,6 +74,7 @@ class Service:
             asyncio.create_task(self._leader.run()),
             asyncio.create_task(self._clock.keep()),
             asyncio.create_task(self._tokens.keep_fresh()),
+            asyncio.create_task(self._blobs.keep_clean(self._store.referenced)),
             asyncio.create_task(self._verify()),
         ]
         serving = asyncio.create_task(server.serve(sockets=[self._listener]))

@@ -4,12 +4,17 @@ import asyncio
 import hashlib
 import os
 import stat
+import time
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 import pytest
 
-from service.adapters.blobs.directory import BlobTooLarge, DirectoryBlobs
-from service.ports import BlobCorrupt, BlobMissing
+from service.adapters.blobs.directory import BlobTooLarge, DirectoryBlobs, Referenced
+from service.core.units import Seconds
+from service.ports import BlobCorrupt, BlobMissing, TaskStore
+from tests.builders import a_task
+from tests.contracts.scenes import a_checkpoint, a_submission, admission, claimed, end, with_gpu
 
 DIGEST = hashlib.sha256(b"weights").hexdigest()
 
@@ -120,3 +125,73 @@ async def test_objects_outlive_the_store_that_wrote_them(root: Path) -> None:
     data = os.urandom(900)
     digest = await DirectoryBlobs(root).put(data, owner="t1")
     assert await DirectoryBlobs(root).get(digest) == data
+
+
+HOUR = Seconds(3600.0)
+
+
+def grow_old(root: Path) -> None:
+    for path in files_below(root):
+        os.utime(path, (time.time() - 7200, time.time() - 7200))
+
+
+def naming(*needed: str) -> Referenced:
+    async def referenced(digests: Sequence[str]) -> Collection[str]:
+        return [digest for digest in digests if digest in needed]
+
+    return referenced
+
+
+async def test_a_sweep_deletes_what_no_row_names(blobs: DirectoryBlobs, root: Path) -> None:
+    kept = await blobs.put(b"kept", owner="t1")
+    await blobs.put(b"dropped", owner="t1")
+    grow_old(root)
+    assert await blobs.sweep(naming(kept), age_seconds=HOUR) == 1
+    assert [path.name for path in files_below(root)] == [kept]
+    assert await blobs.get(kept) == b"kept"
+
+
+async def test_a_sweep_spares_what_was_put_a_moment_ago(blobs: DirectoryBlobs, root: Path) -> None:
+    await blobs.put(b"weights", owner="t1")
+    grow_old(root)
+    await blobs.put(b"weights", owner="t2")
+    await blobs.put(b"new", owner="t2")
+    assert await blobs.sweep(naming(), age_seconds=HOUR) == 0
+    assert await blobs.get(DIGEST) == b"weights"
+
+
+async def test_what_is_put_again_during_a_sweep_survives_it(blobs: DirectoryBlobs, root: Path) -> None:
+    await blobs.put(b"weights", owner="t1")
+    grow_old(root)
+
+    async def put_again(digests: Sequence[str]) -> Collection[str]:
+        assert list(digests) == [DIGEST]
+        await blobs.put(b"weights", owner="t2")
+        return ()
+
+    assert await blobs.sweep(put_again, age_seconds=HOUR) == 0
+    assert await blobs.get(DIGEST) == b"weights"
+
+
+async def test_a_sweep_clears_writes_that_were_cut_short(blobs: DirectoryBlobs, root: Path) -> None:
+    await blobs.put(b"weights", owner="t1")
+    (files_below(root)[0].parent / ".new-abc").touch()
+    grow_old(root)
+    await blobs.sweep(naming(DIGEST), age_seconds=HOUR)
+    assert [path.name for path in files_below(root)] == [DIGEST]
+
+
+async def test_a_sweep_of_nothing_deletes_nothing(blobs: DirectoryBlobs) -> None:
+    assert await blobs.sweep(naming(), age_seconds=HOUR) == 0
+
+
+async def test_a_store_names_the_blobs_of_arguments_results_and_kept_checkpoints(store: TaskStore) -> None:
+    first, second = a_task("t1"), a_task("t2")
+    term = await with_gpu(store, second)
+    await store.submit(a_submission(first, arguments_digest="arguments"))
+    await store.commit(term, [admission(first), admission(second)])
+    await store.commit(term, [a_checkpoint(claimed(first), sequence) for sequence in range(1, 6)])
+    await store.commit(term, [end(claimed(second), None, result_digest="result")])
+    asked = ["arguments", "result", *(f"digest-{n}" for n in range(1, 6)), "nobody's"]
+    assert await store.referenced(asked) == {"arguments", "result", "digest-3", "digest-4", "digest-5"}
+    assert await store.referenced([]) == set()

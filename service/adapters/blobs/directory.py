@@ -4,12 +4,19 @@ import asyncio
 import hashlib
 import os
 import tempfile
+import time
+from collections.abc import Awaitable, Callable, Collection, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from service.ports import BlobCorrupt, BlobMissing
+from service.core.units import Seconds
+from service.ports import BlobCorrupt, BlobMissing, StoreUnavailable
 
 _DIGEST_LENGTH = 64
+_ASKED_AT_ONCE = 500
+
+Referenced = Callable[[Sequence[str]], Awaitable[Collection[str]]]
+"""Of these digests, those that a row names."""
 
 
 class BlobTooLarge(ValueError):
@@ -38,6 +45,57 @@ class DirectoryBlobs:
         path = self._path(digest)
         await asyncio.to_thread(path.unlink, missing_ok=True)
 
+    async def keep_clean(
+        self,
+        referenced: Referenced,
+        *,
+        every_seconds: Seconds = Seconds(900.0),
+        age_seconds: Seconds = Seconds(3600.0),
+    ) -> None:
+        """Sweep again and again, until cancelled; while the database is away nothing is swept."""
+        while True:
+            await asyncio.sleep(every_seconds)
+            with suppress(StoreUnavailable):
+                await self.sweep(referenced, age_seconds=age_seconds)
+
+    async def sweep(self, referenced: Referenced, *, age_seconds: Seconds) -> int:
+        """Delete what no row names, if it was put at least so long ago; how many were deleted.
+
+        The row of a younger one may still be on its way.
+        """
+        before = time.time() - age_seconds
+        old = await asyncio.to_thread(lambda: list(self._older_than(before)))
+        deleted = 0
+        for start in range(0, len(old), _ASKED_AT_ONCE):
+            digests = old[start : start + _ASKED_AT_ONCE]
+            needed = await referenced(digests)
+            for digest in set(digests) - set(needed):
+                deleted += await asyncio.to_thread(self._drop, digest, before)
+        return deleted
+
+    def _older_than(self, before: float) -> Iterator[str]:
+        for path in self._root.glob("??/??/*"):
+            with suppress(FileNotFoundError):
+                if path.stat().st_mtime <= before:
+                    if len(path.name) == _DIGEST_LENGTH:
+                        yield path.name
+                    else:
+                        path.unlink()  # left over from a write that was cut short
+
+    def _drop(self, digest: str, before: float) -> bool:
+        """Take it off its name first: if it was put again meanwhile, that is seen, and it is put back."""
+        path = self._path(digest)
+        aside = path.with_name(f".old-{digest}")
+        try:
+            os.rename(path, aside)
+        except FileNotFoundError:
+            return False
+        if aside.stat().st_mtime > before:
+            os.rename(aside, path)
+            return False
+        aside.unlink()
+        return True
+
     def _put(self, data: bytes) -> str:
         digest = hashlib.sha256(data).hexdigest()
         path = self._path(digest)
@@ -64,11 +122,14 @@ class DirectoryBlobs:
             raise
 
     def _holds(self, path: Path, data: bytes) -> bool:
-        """It is there whole; a damaged one is written again."""
+        """It is there whole, and counts as put now; a damaged one is written again."""
         try:
-            return path.read_bytes() == data
+            if path.read_bytes() != data:
+                return False
+            os.utime(path)
         except FileNotFoundError:
             return False
+        return True
 
     def _get(self, digest: str) -> bytes:
         path = self._path(digest)

@@ -223,6 +223,12 @@ class MemoryStore:
     async def checkpoints(self, task: TaskId) -> Sequence[StoredCheckpoint]:
         return list(self._checkpoints.get(task, {}).values())
 
+    async def referenced(self, digests: Sequence[str]) -> frozenset[str]:
+        named = {spec.arguments_digest for spec in self._specs.values()}
+        named |= {outcome.result_digest for outcome in self._outcomes.values()}
+        named |= {saved.digest for kept in self._checkpoints.values() for saved in kept.values()}
+        return frozenset(digest for digest in digests if digest in named)
+
     async def put_token(self, token: TokenRow) -> None:
         self._tokens[token.name] = token
 

@@ -1,5 +1,6 @@
 """The Ray actor around a process that runs tasks. What it does is in `gpubroker.runtime`."""
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -31,8 +32,6 @@ class Runner:
 
     async def describe(self) -> dict[str, Any]:
         """Who this is, and which runs have not ended here."""
-        import os
-
         host, _ = self._parts()
         return {"protocol": PROTOCOL, "pid": os.getpid(), "runs": [o.to_wire() for o in host.orders.values()]}
 
@@ -60,7 +59,7 @@ def _carry_out(host: RunHost, item: tuple[Any, ...]) -> None:
         case ("share", order):
             host.start_shared(RunOrder(**order))
         case ("own", order, instance, log, user):
-            host.start_alone(RunOrder(**order), Claim(instance, Path(log), user))
+            host.start_alone(RunOrder(**order), Claim(instance, user), Path(log))
         case ("stop", key):
             host.stop(RunKey(*key))
         case _:

@@ -142,6 +142,15 @@ def checkpoints(connection: Connection, task: TaskId) -> Sequence[StoredCheckpoi
     return [StoredCheckpoint(*row) for row in connection.execute(_CHECKPOINTS, {"task": task})]
 
 
+def referenced(connection: Connection, digests: Sequence[str]) -> frozenset[str]:
+    places = (_spec.c.arguments_digest, _outcome.c.result_digest, tables.checkpoint.c.digest)
+    return frozenset(
+        digest
+        for column in places
+        for (digest,) in connection.execute(select(column).where(column.in_(digests)))
+    )
+
+
 def events(connection: Connection, after: Position, limit: int, task: TaskId | None) -> Sequence[Event]:
     query = _EVENTS if task is None else _EVENTS_OF_TASK
     found = connection.execute(query, {"after": after, "most": limit, "task": task})

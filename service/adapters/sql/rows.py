@@ -24,6 +24,11 @@ def json_text(value: Any) -> str:
     return to_json(value).decode()
 
 
+def mapping_text(mapping: Mapping[str, str]) -> str:
+    """Most tasks have no labels and no environment."""
+    return json_text(mapping) if mapping else "{}"
+
+
 @lru_cache(4096)
 def demand_text(demand: Demand) -> str:
     """Tasks come in many, demands in few kinds."""
@@ -52,7 +57,7 @@ def rows_of_submission(submission: Submission) -> Iterator[Written]:
     )  # fmt: skip
     yield sql.INSERT_SPECS, (
         task.id, spec.kind, spec.entrypoint, json_text(spec.command), spec.arguments, spec.arguments_digest,
-        spec.python, json_text(spec.env), spec.result_format, json_text(spec.labels), spec.model_type,
+        spec.python, mapping_text(spec.env), spec.result_format, mapping_text(spec.labels), spec.model_type,
         spec.working_directory,
     )  # fmt: skip
     for name, value in spec.labels.items():

@@ -139,6 +139,7 @@ class SqliteSession:
 
     def __init__(self, connection: sqlite3.Connection) -> None:
         self._connection = connection
+        self._latest = Instant(0.0)
 
     def begin(self) -> None:
         self._execute("BEGIN IMMEDIATE")
@@ -178,7 +179,8 @@ class SqliteSession:
         return found == [(event.kind, event.key, event.version)]
 
     def now(self) -> Instant:
-        return Instant(time.time())
+        self._latest = max(self._latest, Instant(time.time()))
+        return self._latest
 
     def reconnect(self) -> None:
         """A file is never disconnected."""

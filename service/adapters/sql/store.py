@@ -127,6 +127,9 @@ class SqlStore:
     async def checkpoints(self, task: TaskId) -> Sequence[StoredCheckpoint]:
         return await self._read(reads.checkpoints, task)
 
+    async def referenced(self, digests: Sequence[str]) -> frozenset[str]:
+        return await self._read(reads.referenced, digests)
+
     async def tokens(self) -> Sequence[TokenRow]:
         return await self._read(reads.tokens)
 

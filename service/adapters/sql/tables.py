@@ -127,6 +127,8 @@ task_spec = Table(
 )
 """The cold half, as submitted; never changes. `command`, `env` and `labels` are JSON."""
 
+Index("ix_task_spec_arguments_digest", task_spec.c.arguments_digest, **where("arguments_digest IS NOT NULL"))
+
 task_label = Table(
     "task_label",
     metadata,
@@ -155,6 +157,8 @@ outcome = Table(
 )
 """What each run left behind; the one with the highest fence is the task's."""
 
+Index("ix_outcome_result_digest", outcome.c.result_digest, **where("result_digest IS NOT NULL"))
+
 checkpoint = Table(
     "checkpoint",
     metadata,
@@ -168,6 +172,8 @@ checkpoint = Table(
     PrimaryKeyConstraint("task", "fence", "sequence"),
 )
 """The newest three of each task."""
+
+Index("ix_checkpoint_digest", checkpoint.c.digest)
 
 lease = Table(
     "lease",
