@@ -32,7 +32,8 @@ async def at_its_end(parts: GatewayParts, record: TaskRecord, seconds: float) ->
     if task.is_terminal or seconds <= 0:
         return record
     with parts.waiters.expect(task.id) as end:
-        record = await reread(parts, record)
+        if task.id not in parts.world.tasks:
+            record = await reread(parts, record)  # it ended meanwhile, or the World has yet to hear of it
         if not record.task.is_terminal:
             await end.within(Seconds(seconds))
             record = await reread(parts, record)

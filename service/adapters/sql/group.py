@@ -74,6 +74,7 @@ class NewRequest(Unit):
 class Change(Unit):
     def __init__(self, term: Term, decision: Decision) -> None:
         super().__init__(list(rows_of_decision(decision)), list(events_of(decision)))
+        self.decision = decision
         self.term = term
         self.memory = released_mb(decision)
         self.finished = [(w.task.tenant, w.task.state) for w in decision.tasks if w.task.is_terminal]

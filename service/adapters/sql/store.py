@@ -14,6 +14,7 @@ from service.adapters.sql import reads
 from service.adapters.sql import statements as sql
 from service.adapters.sql.database import READERS, Database, migrate, open_database
 from service.adapters.sql.group import Change, NewRequest, NewTask, Unit
+from service.adapters.sql.recent import Recent
 from service.adapters.sql.rows import token_row
 from service.adapters.sql.session import DatabaseRefused, Session
 from service.adapters.sql.writer import Work, Writer
@@ -30,6 +31,7 @@ from service.ports import (
     StoreUnavailable,
     Submission,
     SubmitOutcome,
+    SubmitVerdict,
     TaskFilter,
     TaskRecord,
     TokenRow,
@@ -57,13 +59,17 @@ class SqlStore:
         self._database = database
         self._readers = ThreadPoolExecutor(READERS, thread_name_prefix="gpubroker-reader")
         self._listeners: list[EventListener] = []
+        self._recent = Recent()
         self._writer = Writer(database.session, self._query(reads.head), self._deliver)
 
     def listen(self, listener: EventListener) -> None:
         self._listeners.append(listener)
 
     async def submit(self, submission: Submission) -> SubmitOutcome:
+        self._recent.note_submission(submission)
         [answer] = await self._write([NewTask(submission)])
+        if answer.verdict is not SubmitVerdict.ACCEPTED:
+            self._recent.forget(submission.task.id)
         return answer  # type: ignore[no-any-return]  # what NewTask answers
 
     async def request(self, request: Request) -> None:
@@ -113,16 +119,18 @@ class SqlStore:
         return await self._read(reads.head)
 
     async def record(self, task: TaskId) -> TaskRecord | None:
-        return await self._read(reads.record, task)
+        return self._recent.record(task) or await self._read(reads.record, task)
 
     async def records(self, wanted: TaskFilter) -> Sequence[TaskRecord]:
         return await self._read(reads.records, wanted)
 
     async def specs(self, tasks: Sequence[TaskId]) -> Mapping[TaskId, RunSpec]:
-        return await self._read(reads.specs, tasks)
+        known = {task: spec for task in tasks if (spec := self._recent.spec(task)) is not None}
+        missing = [task for task in tasks if task not in known]
+        return {**known, **await self._read(reads.specs, missing)} if missing else known
 
     async def result(self, task: TaskId) -> StoredResult | None:
-        return await self._read(reads.result, task)
+        return self._recent.result(task) or await self._read(reads.result, task)
 
     async def checkpoints(self, task: TaskId) -> Sequence[StoredCheckpoint]:
         return await self._read(reads.checkpoints, task)
@@ -157,6 +165,8 @@ class SqlStore:
         return await work.future  # type: ignore[no-any-return]  # what `act` returned
 
     def _deliver(self, events: Sequence[Event], works: Sequence[Work]) -> None:
+        for work in works:
+            self._recent.note_ends(work.units)
         try:
             if events:
                 for listener in self._listeners:
