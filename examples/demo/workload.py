@@ -4,7 +4,6 @@ import json
 import os
 import subprocess
 import sys
-from contextlib import suppress
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self
@@ -55,7 +54,7 @@ EVALUATION = Work("evaluate-release", "examples.digits:evaluate", {"folds": 5}, 
 
 
 class Reference:
-    """The same work without a broker, in a process of its own that gives way to everything else."""
+    """The same work without a broker, in a process of its own."""
 
     def __init__(self) -> None:
         self._process = subprocess.Popen(
@@ -64,8 +63,6 @@ class Reference:
             env=os.environ | _ONE_THREAD,
             start_new_session=True,
         )
-        with suppress(OSError):
-            os.setpriority(os.PRIO_PROCESS, self._process.pid, 10)
 
     def accuracies(self) -> dict[str, float]:
         """Task name -> accuracy. Waits for the process."""
