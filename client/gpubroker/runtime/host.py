@@ -40,16 +40,18 @@ class RunHost:
         """Run it beside others: nothing of the process is its own but a thread."""
         self._submit(order, RunningTask(order, self._journal), MemoryOutput())
 
-    def start_alone(self, order: RunOrder, given: Claim) -> None:
+    def start_alone(self, order: RunOrder, given: Claim, log: Path) -> None:
         """Give it the whole process; the process must not be used again."""
         try:
+            output = FileOutput(log)
+            output.take_over()
             claim(order, given)
         except (OSError, KeyError) as fault:
-            self._refuse(order, fault, given.log)
+            self._refuse(order, fault)
             return
         task = RunningTask(order, self._journal)
         own_process(task)
-        self._submit(order, task, FileOutput(given.log))
+        self._submit(order, task, output)
 
     def stop(self, key: RunKey) -> None:
         """Give notice; a run that is not here has ended."""
@@ -76,11 +78,11 @@ class RunHost:
         self._journal.add(ended(key, outcome, output.tail()), after_news_of=key)
         del self.orders[key], self._tasks[key], self.starts[key]
 
-    def _refuse(self, order: RunOrder, fault: Exception, log: Path) -> None:
+    def _refuse(self, order: RunOrder, fault: Exception) -> None:
         message = f"the process could not be prepared: {describe(fault)}"
         outcome = failed("exception", message, trace_of(fault))
         self._journal.add(started(order.key, os.getpid()), SOON)
-        self._journal.add(ended(order.key, outcome, FileOutput(log).tail()))
+        self._journal.add(ended(order.key, outcome, b""))
 
 
 def _outcome_of(order: RunOrder, task: RunningTask) -> Outcome:

@@ -18,24 +18,39 @@ class Output(Protocol):
 
 
 class FileOutput:
-    """Everything this process and its children print, in one file."""
+    """Everything this process and its children print, in one file of mode 0600."""
 
     def __init__(self, path: Path) -> None:
-        self._path = path
+        # Kept open: the run may become a user who could not open it again.
+        self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600)
+
+    def take_over(self) -> None:
+        """Send standard output and error here, raw writes and future children included."""
+        os.dup2(self._descriptor, 1)
+        os.dup2(self._descriptor, 2)
+        sys.stdout, sys.stderr = _stream(1), _stream(2)
 
     def tail(self) -> bytes:
-        return tail_of_file(self._path)
+        return _tail(self._descriptor)
 
 
 def tail_of_file(path: Path) -> bytes:
     """The newest bytes of a log; empty if there is none."""
     try:
         with path.open("rb") as file:
-            file.seek(0, os.SEEK_END)
-            file.seek(max(0, file.tell() - TAIL_BYTES))
-            return file.read()
+            return _tail(file.fileno())
     except OSError:
         return b""
+
+
+def _tail(descriptor: int) -> bytes:
+    size = os.fstat(descriptor).st_size
+    return os.pread(descriptor, TAIL_BYTES, max(0, size - TAIL_BYTES))
+
+
+def _stream(descriptor: int) -> io.TextIOWrapper:
+    raw = os.fdopen(descriptor, "wb", 0, closefd=False)
+    return io.TextIOWrapper(raw, "utf-8", "replace", write_through=True)
 
 
 class MemoryOutput:
@@ -99,17 +114,3 @@ def sort_output_by_run() -> None:
     """From now on `print` and logging of each run are kept apart. For a process that many runs share."""
     sys.stdout = SortedStream(sys.stdout)
     sys.stderr = SortedStream(sys.stderr)
-
-
-def print_to_file(path: Path) -> None:
-    """Send all output of this process and its future children to a file of mode 0600, raw writes included."""
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-    os.dup2(descriptor, 1)
-    os.dup2(descriptor, 2)
-    os.close(descriptor)
-    sys.stdout = io.TextIOWrapper(
-        os.fdopen(1, "wb", 0, closefd=False), "utf-8", "replace", write_through=True
-    )
-    sys.stderr = io.TextIOWrapper(
-        os.fdopen(2, "wb", 0, closefd=False), "utf-8", "replace", write_through=True
-    )

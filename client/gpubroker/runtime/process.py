@@ -1,4 +1,4 @@
-"""Make this process the property of one run: its devices, environment, directory, output and user."""
+"""Make this process the property of one run: its devices, environment, directory and user."""
 
 import ctypes
 import os
@@ -6,10 +6,8 @@ import pwd
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from gpubroker.runtime.messages import RunOrder
-from gpubroker.runtime.output import print_to_file
 
 RUN_MARK = "GPUBROKER_RUN"
 """`task:fence` in the environment of everything a run starts; leftovers are found by it."""
@@ -25,7 +23,6 @@ class Claim:
     """What a process is given besides its order."""
 
     instance: str
-    log: Path
     user: str = ""
     """System user to become; empty keeps the service's own."""
 
@@ -42,7 +39,6 @@ def look_for_modules_in(directories: Sequence[str]) -> None:
 
 def claim(order: RunOrder, given: Claim) -> None:
     """Once per process, before user code. Raises OSError or KeyError if something of it cannot be had."""
-    print_to_file(given.log)
     os.environ.update(order.env)
     os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(uuid for uuid, _mb in order.leases)
     os.environ[RUN_MARK] = str(order.key)

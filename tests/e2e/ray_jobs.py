@@ -1,0 +1,124 @@
+"""What the runs of the Ray tests do."""
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from gpubroker import Stopped, current_task
+
+
+def add(a: float, b: float) -> float:
+    return a + b
+
+
+async def add_slowly(a: float, b: float) -> float:
+    await asyncio.sleep(0.01)
+    return a + b
+
+
+def who() -> dict[str, Any]:
+    """What a run sees of itself."""
+    task = current_task()
+    return {
+        "id": task.id,
+        "attempt": task.attempt,
+        "devices": list(task.devices),
+        "cuda": os.environ["CUDA_VISIBLE_DEVICES"],
+        "greeting": os.environ.get("GREETING"),
+        "secret": os.environ.get("GPUBROKER_TEST_SECRET"),
+        "uid": os.getuid(),
+        "directory": os.getcwd(),
+    }
+
+
+def give(value: str) -> Any:
+    """Results that are hard to carry, by name."""
+    makers: dict[str, Callable[[], Any]] = {
+        "lock": __import__("threading").Lock,
+        "nan": lambda: float("nan"),
+        "set": lambda: {1, 2},
+        "large": lambda: "x" * 3_000_000,
+    }
+    return makers[value]()
+
+
+def fail(message: str) -> None:
+    print("before the fault")
+    raise ValueError(message)
+
+
+def leave() -> None:
+    sys.exit(3)
+
+
+def say(text: str) -> None:
+    print(text)
+
+
+def crash() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def wait_for_file(path: str) -> str:
+    """Until somebody makes the file."""
+    while not Path(path).exists():
+        time.sleep(0.01)
+    return "seen"
+
+
+def count_until_stopped() -> None:
+    """Counts on from its checkpoint; saves and gives way when asked to."""
+    task = current_task()
+    count = (task.resume_state or {"count": 0})["count"]
+    while not task.wait_for_stop(0.01):
+        count += 1
+        task.progress(message=f"counted {count}")
+    task.checkpoint({"count": count})
+    raise Stopped
+
+
+def finish_after_notice() -> str:
+    current_task().wait_for_stop()
+    return "finished anyway"
+
+
+def ignore_the_notice() -> None:
+    current_task().progress(0.5, "deaf")
+    while True:
+        time.sleep(0.05)
+
+
+def resume() -> Any:
+    return current_task().resume_state
+
+
+def save(count: int) -> None:
+    task = current_task()
+    for number in range(count):
+        task.progress(number / count)
+        task.checkpoint(b"state %d" % number)
+
+
+def save_too_much() -> None:
+    current_task().checkpoint(b"x" * 2_000_000)
+
+
+def hand_over(uri: str) -> None:
+    current_task().checkpoint(uri=uri)
+
+
+def leave_children_behind() -> dict[str, int]:
+    """One in a session of its own, one that was only forked: neither dies with its parent."""
+    started = subprocess.Popen(["sleep", "300"], start_new_session=True)
+    forked = os.fork()
+    if forked == 0:
+        os.setsid()
+        while True:
+            time.sleep(1)
+    return {"run": os.getpid(), "started": started.pid, "forked": forked}

@@ -1,0 +1,136 @@
+"""The local head as a neighbour: what it listens on, what it leaves behind, who may join it."""
+
+import asyncio
+import os
+import signal
+import stat
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+from pathlib import Path
+
+import psutil
+import pytest
+
+from service.adapters.ray.executor import RayExecutor
+from service.adapters.ray.head import HeadState, read_state, write_state
+from service.adapters.ray.options import RayOptions
+from service.core.orders import Ended, Started
+from service.core.units import Term
+from tests.e2e.ray_lab import Lab, SystemClock, agents_of, eventually, is_there, lab_options
+
+OpenLab = Callable[..., Awaitable[Lab]]
+
+pytestmark = pytest.mark.asyncio(loop_scope="session")
+
+
+def session_of(head: HeadState) -> list[int]:
+    """Everything that the head started and that is still there."""
+    found = []
+    for pid in psutil.pids():
+        try:
+            if os.getsid(pid) == head.pid and is_there(pid):
+                found.append(pid)
+        except ProcessLookupError:
+            continue
+    return found
+
+
+async def test_nothing_listens_outside_this_machine(lab: Lab) -> None:
+    await (await lab.start("add", 1, 2, shareable=True)).result()
+    ours = set(session_of(lab.head)) | {child.pid for child in psutil.Process().children()}
+    listening = {
+        (connection.pid, connection.laddr.ip.removeprefix("::ffff:"))
+        for connection in psutil.net_connections("inet")
+        if connection.status == psutil.CONN_LISTEN and connection.pid in ours
+    }
+    assert len(listening) > 4
+    assert {address for _pid, address in listening} == {"127.0.0.1"}
+
+
+async def test_the_secrets_of_the_head_are_for_its_user_only(lab: Lab) -> None:
+    home = lab.options.data_dir
+    assert stat.S_IMODE((home / "ray-token").stat().st_mode) == 0o600
+    assert stat.S_IMODE((home / "runs" / "local").stat().st_mode) == 0o700
+
+
+async def test_a_cluster_that_is_stopped_leaves_no_process_and_no_directory(open_lab: OpenLab) -> None:
+    lab = await open_lab()
+    run = await lab.start("ignore_the_notice")
+    await run.first(Started)
+    head = lab.head
+    assert len(session_of(head)) > 4
+    await lab.close(stop_cluster=True)
+    assert_cleared_away(head, lab)
+
+
+async def test_a_head_stays_while_it_is_of_use_and_stops_by_itself_later(open_lab: OpenLab) -> None:
+    lab = await open_lab()
+    head = lab.head
+    sign_of_life = head.keepalive.stat().st_mtime
+    await eventually(lambda: head.keepalive.stat().st_mtime > sign_of_life)
+    await lab.close(stop_cluster=False)
+    [agent] = agents_of(head)
+    os.kill(agent, signal.SIGSTOP)
+    long_ago = time.time() - lab.options.idle_stop_seconds - 1
+    os.utime(head.keepalive, (long_ago, long_ago))
+    await eventually(lambda: not is_there(head.pid))
+    assert_cleared_away(head, lab)
+
+
+async def test_a_head_of_another_release_is_neither_adopted_nor_killed(lab: Lab, tmp_path: Path) -> None:
+    write_state(tmp_path, replace(lab.head, ray="1.0.0"))
+    executor = RayExecutor(lab_options(tmp_path), SystemClock())
+    starting = asyncio.create_task(executor.start(Term(1)))
+    await eventually(lambda: executor.status()["state"] == "failed")
+    assert "a Ray 1.0.0 head" in executor.status()["message"]
+    starting.cancel()
+    await executor.close(stop_cluster=False)
+    assert is_there(lab.head.pid)
+
+
+@pytest.fixture
+def as_guest(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The address of the shared head, and the environment that somebody who joins it needs."""
+    monkeypatch.setenv("RAY_AUTH_MODE", "token")
+    monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", str(lab.options.data_dir / "ray-token"))
+    monkeypatch.setenv("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
+    return lab.head.address
+
+
+async def test_a_joined_cluster_is_used_and_never_stopped(lab: Lab, as_guest: str, open_lab: OpenLab) -> None:
+    guest = await open_lab(address=as_guest)
+    assert (await guest.node()).node.name != (await lab.node()).node.name
+    run = await guest.start("ignore_the_notice")
+    pid = (await run.first(Started)).pid
+    await guest.close(stop_cluster=True)
+    assert not is_there(pid)
+    await eventually(lambda: len(agents_of(lab.head)) == 1)
+    assert await (await lab.start("add", 1, 2, shareable=True)).result() == 3
+
+
+async def test_a_run_becomes_the_task_user_where_the_service_is_root(
+    as_guest: str, open_lab: OpenLab
+) -> None:
+    guest = await open_lab(address=as_guest, task_user="nobody")
+    run = await guest.start(kind="command", command=("id", "-un"), arguments=b"")
+    ended = await run.first(Ended)
+    if os.geteuid() == 0:
+        assert ended.log_tail == b"nobody\n"
+    else:
+        assert ended.failure is not None
+        assert "could not be prepared" in ended.failure.message
+
+
+@pytest.mark.parametrize(
+    ("address", "advice"), [("ray://head:10001", "head:6379"), ("head", "10.0.0.5:6379"), ("", "host:port")]
+)
+async def test_an_address_that_cannot_be_joined_names_the_right_form(address: str, advice: str) -> None:
+    with pytest.raises(ValueError, match=advice):
+        RayOptions(Path(), address=address)
+
+
+def assert_cleared_away(head: HeadState, lab: Lab) -> None:
+    assert session_of(head) == []
+    assert not Path(head.temp_dir).exists()
+    assert read_state(lab.options.data_dir) is None

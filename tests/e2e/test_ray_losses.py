@@ -1,0 +1,106 @@
+"""What may die around a run without harm to it: the driver, the agent, the service, its Ray head."""
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import pytest
+
+from service.adapters.ray.head import read_state
+from service.core.orders import Ended, Ending, Gone, NodeLost, NodeSeen, Started
+from tests.e2e.ray_lab import Lab, Run, agents_of, command_lines, is_there
+
+OpenLab = Callable[..., Awaitable[Lab]]
+
+pytestmark = pytest.mark.asyncio(loop_scope="session")
+
+
+async def a_waiting_run(lab: Lab, tmp_path: Path) -> tuple[Run, Path]:
+    """Running, and ending as soon as the file is made."""
+    gate = tmp_path / "gate"
+    run = await lab.start("wait_for_file", str(gate), gpu_mb=1000)
+    await run.first(Started)
+    return run, gate
+
+
+async def next_answer(lab: Lab, before: int) -> NodeSeen:
+    seen = await lab.until(lambda: [n for n in lab.nodes[before:] if isinstance(n, NodeSeen)])
+    return seen[-1]
+
+
+async def test_a_run_outlives_the_driver_process(lab: Lab, tmp_path: Path) -> None:
+    run, gate = await a_waiting_run(lab, tmp_path)
+    before = len(lab.nodes)
+    [driver] = driver_pids(os.getpid())
+    os.kill(driver, signal.SIGKILL)
+    ordered_meanwhile = await lab.start("add", 1, 2, shareable=True)
+    seen = await next_answer(lab, before)
+    assert (run.order.task, 1) in seen.runs
+    assert (await ordered_meanwhile.first(Ended)).ending is Ending.NEVER_STARTED
+    gate.touch()
+    assert await run.result() == "seen"
+    await run.first(Gone)
+
+
+async def test_a_run_outlives_the_node_agent(lab: Lab, tmp_path: Path) -> None:
+    run, gate = await a_waiting_run(lab, tmp_path)
+    before = len(lab.nodes)
+    [agent] = agents_of(lab.head)
+    os.kill(agent, signal.SIGKILL)
+    seen = await next_answer(lab, before)
+    assert (run.order.task, 1) in seen.runs
+    assert not [node for node in lab.nodes[before:] if isinstance(node, NodeLost)]
+    gate.touch()
+    assert await run.result() == "seen"
+    assert (await run.first(Gone)).proof == "process_absent"
+
+
+async def test_a_restarted_service_finds_the_head_and_the_run_and_takes_its_result(
+    open_lab: OpenLab, tmp_path: Path
+) -> None:
+    home, gate = tmp_path / "home", tmp_path / "gate"
+    home.mkdir()
+    service = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "tests.e2e.ray_service", str(home), str(gate)), stdout=subprocess.PIPE
+    )
+    assert service.stdout is not None
+    assert await service.stdout.readline() == b"running\n"
+    service.kill()
+    await service.wait()
+    head = read_state(home)
+
+    lab = await open_lab(term=2, data_dir=home)
+    assert read_state(home) == head
+    assert ("survivor", 1) in (await lab.node()).runs
+    gate.touch()
+    survivor = await lab.run_of("survivor")
+    assert await survivor.result() == "seen"
+    assert (await survivor.first(Gone)).proof == "process_absent"
+
+
+async def test_a_head_that_was_shot_is_replaced_and_says_what_became_of_its_runs(
+    open_lab: OpenLab, tmp_path: Path
+) -> None:
+    lab = await open_lab()
+    run, _gate = await a_waiting_run(lab, tmp_path)
+    head = lab.head
+    pid = (await run.first(Started)).pid
+    before = len(lab.nodes)
+    os.kill(head.pid, signal.SIGKILL)
+    lost = await lab.until(lambda: [node for node in lab.nodes[before:] if isinstance(node, NodeLost)])
+    assert lost[0].why == "the local Ray head ended"
+    assert (run.order.task, 1) in (await next_answer(lab, before)).runs
+    assert (await run.first(Gone)).proof == "agent_restarted"
+    assert not is_there(pid)
+    assert not any(isinstance(report, Ended) for report in run.reports)
+    assert lab.head != head
+
+
+def driver_pids(parent: int) -> list[int]:
+    """Driver processes of one service."""
+    drivers = command_lines("service.adapters.ray.driver")
+    return [pid for pid in drivers if f"PPid:\t{parent}\n" in Path(f"/proc/{pid}/status").read_text()]

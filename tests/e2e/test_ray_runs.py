@@ -1,0 +1,157 @@
+"""What a run is given, and what comes back of it, on real Ray."""
+
+import os
+import sys
+
+import cloudpickle
+import pytest
+
+from service.core.orders import Checkpointed, Ended, Ending, Gone, Progressed
+from tests.e2e.ray_lab import Lab
+
+pytestmark = pytest.mark.asyncio(loop_scope="session")
+
+SHARED = {"shareable": True}
+FUNCTION = {"kind": "function", **SHARED}
+PYTHON = f"{sys.version_info.major}.{sys.version_info.minor}"
+
+
+@pytest.mark.parametrize("shareable", [True, False])
+@pytest.mark.parametrize("name", ["add", "add_slowly"])
+async def test_an_entrypoint_returns_its_result_as_json(lab: Lab, name: str, shareable: bool) -> None:
+    run = await lab.start(name, 2, 3, shareable=shareable)
+    assert await run.result() == 5
+    gone = await run.first(Gone)
+    assert gone.proof == ("shared_process" if shareable else "process_absent")
+    assert run.order_of_kinds() == ["Started", "Ended", "Gone"]
+
+
+async def test_a_pickled_function_runs_and_its_pickled_result_comes_back_unopened(lab: Lab) -> None:
+    factor = 3
+    function = cloudpickle.dumps((lambda xs: {x * factor for x in xs}, ([1, 2],), {}))
+    run = await lab.start(kind="function", arguments=function, python=PYTHON, result_format="cloudpickle")
+    ended = await run.first(Ended)
+    assert ended.result_format == "cloudpickle"
+    assert ended.result is not None
+    assert cloudpickle.loads(ended.result) == {3, 6}
+
+
+async def test_a_command_runs_without_a_shell_in_its_directory_and_with_its_environment(lab: Lab) -> None:
+    command = (sys.executable, "-c", "import os; print(os.environ['GREETING'], os.getcwd(), '$HOME')")
+    run = await lab.start(
+        kind="command", command=command, env={"GREETING": "hi"}, working_directory="/usr", arguments=b""
+    )
+    assert await run.result() == {"exit_code": 0}
+    assert (await run.first(Ended)).log_tail == b"hi /usr $HOME\n"
+
+
+async def test_a_run_sees_its_devices_by_uuid_and_its_own_environment_only(
+    lab: Lab, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("GPUBROKER_TEST_SECRET", "of the service")
+    run = await lab.start("who", gpu_mb=1000, env={"GREETING": "hi"}, working_directory="/usr", fence=7)
+    assert await run.result() == {
+        "id": run.order.task,
+        "attempt": 7,
+        "devices": ["GPU-sim-0"],
+        "cuda": "GPU-sim-0",
+        "greeting": "hi",
+        "secret": None,
+        "uid": os.getuid(),
+        "directory": "/usr",
+    }
+
+
+async def test_a_run_without_devices_sees_none(lab: Lab) -> None:
+    run = await lab.start("who")
+    assert (await run.result())["cuda"] == ""
+
+
+async def test_two_hundred_small_runs_share_a_process_and_each_answers_for_itself(lab: Lab) -> None:
+    runs = [await lab.start("add", number, 1, shareable=True) for number in range(200)]
+    assert [await run.result() for run in runs] == [number + 1 for number in range(200)]
+    assert len({report.pid for run in runs for report in run.reports if hasattr(report, "pid")}) == 1
+
+
+async def test_what_small_runs_print_is_kept_apart(lab: Lab) -> None:
+    runs = [await lab.start("say", f"I am {number}", shareable=True) for number in range(5)]
+    tails = [(await run.first(Ended)).log_tail for run in runs]
+    assert tails == [b"I am %d\n" % number for number in range(5)]
+
+
+async def test_an_exception_comes_back_with_its_traceback_and_what_was_printed(lab: Lab) -> None:
+    ended = await (await lab.start("fail", "no luck")).first(Ended)
+    assert ended.ending is Ending.FAILED
+    assert ended.failure is not None
+    assert (ended.failure.kind, ended.failure.message) == ("exception", "ValueError: no luck")
+    assert "raise ValueError(message)" in ended.failure.traceback
+    assert "invoke.py" not in ended.failure.traceback
+    assert ended.log_tail == b"before the fault\n"
+
+
+@pytest.mark.parametrize(
+    ("spec", "kind", "words"),
+    [
+        ({"name": "leave", **SHARED}, "exception", "SystemExit: 3"),
+        ({"entrypoint": "no.such.module:f", **SHARED}, "import_failed", "No module named 'no'"),
+        ({"entrypoint": "tests.e2e.ray_jobs:missing", **SHARED}, "import_failed", "missing"),
+        ({**FUNCTION, "arguments": b"junk", "python": PYTHON}, "import_failed", "cannot be opened"),
+        ({**FUNCTION, "arguments": b"", "python": "3.8"}, "import_failed", "Python 3.8"),
+        ({"kind": "command", "command": ("/bin/sh", "-c", "exit 4")}, "exit_code", "exit code 4"),
+        ({"kind": "command", "command": ("/bin/sh", "-c", "kill -SEGV $$")}, "exit_code", "SIGSEGV"),
+        ({"kind": "command", "command": ("/no/such/program",)}, "exit_code", "cannot start"),
+        ({"kind": "command", "command": ("true",), "working_directory": "/no/such"}, "exception", "prepared"),
+    ],
+)
+async def test_a_run_that_cannot_succeed_says_why(
+    lab: Lab, spec: dict[str, object], kind: str, words: str
+) -> None:
+    ended = await (await lab.start(**spec)).first(Ended)  # type: ignore[arg-type]  # as parametrized
+    assert ended.ending is Ending.FAILED
+    assert ended.failure is not None
+    assert ended.failure.kind == kind
+    assert words in ended.failure.message
+
+
+@pytest.mark.parametrize(
+    ("what", "kind", "remedy"),
+    [
+        ("lock", "unserializable_result", "result_format=cloudpickle"),
+        ("nan", "unserializable_result", "finite numbers"),
+        ("set", "unserializable_result", "result_format=cloudpickle"),
+        ("large", "result_too_large", "return its address"),
+    ],
+)
+async def test_a_result_that_cannot_be_carried_names_the_remedy(
+    lab: Lab, what: str, kind: str, remedy: str
+) -> None:
+    ended = await (await lab.start("give", what, shareable=True)).first(Ended)
+    assert ended.failure is not None
+    assert ended.failure.kind == kind
+    assert remedy in ended.failure.message
+
+
+async def test_checkpoints_and_progress_come_before_the_end_and_the_next_attempt_resumes(lab: Lab) -> None:
+    first = await lab.start("save", 3, shareable=True)
+    await first.first(Ended)
+    saved = [report for report in first.reports if isinstance(report, Checkpointed)]
+    assert [report.sequence for report in saved] == [1_000_001, 1_000_002, 1_000_003]
+    assert first.order_of_kinds()[-2:] == ["Ended", "Gone"]
+    newest = [report for report in first.reports if isinstance(report, Progressed)][-1]
+    assert newest.fraction == pytest.approx(2 / 3)
+    second = await lab.start("resume", fence=2, resume_state=saved[-1].data, result_format="cloudpickle")
+    ended = await second.first(Ended)
+    assert ended.result is not None
+    assert cloudpickle.loads(ended.result) == b"state 2"
+
+
+async def test_a_checkpoint_over_the_limit_is_refused_and_names_the_way_out(lab: Lab) -> None:
+    ended = await (await lab.start("save_too_much", shareable=True)).first(Ended)
+    assert ended.failure is not None
+    assert "checkpoint(uri=...)" in ended.failure.message
+
+
+async def test_a_checkpoint_may_be_an_address(lab: Lab) -> None:
+    run = await lab.start("hand_over", "s3://bucket/state", shareable=True)
+    saved = await run.first(Checkpointed)
+    assert (saved.uri, saved.data) == ("s3://bucket/state", None)
