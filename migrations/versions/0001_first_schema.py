@@ -25,9 +25,11 @@ HOT: dict[str, Any] = {
 
 def upgrade() -> None:
     _tasks()
+    _task_indexes()
     _beside_tasks()
     _left_by_runs()
-    _ledger()
+    _nodes_and_devices()
+    _leases_and_pledges()
     _log()
     _people()
     op.execute("INSERT INTO log_head (id, position) VALUES (1, 0)")
@@ -77,6 +79,9 @@ def _tasks() -> None:
         sa.PrimaryKeyConstraint("id", name=op.f("pk_task")),
         **HOT,
     )
+
+
+def _task_indexes() -> None:
     op.create_index(
         "ix_task_finished",
         "task",
@@ -183,7 +188,22 @@ def _left_by_runs() -> None:
     )
 
 
-def _ledger() -> None:
+def _nodes_and_devices() -> None:
+    op.create_table(
+        "node",
+        sa.Column("name", sa.Text(), nullable=False),
+        sa.Column("cpu", sa.Double(), nullable=False),
+        sa.Column("memory_mb", sa.Integer(), nullable=False),
+        sa.Column("max_runs", sa.Integer(), nullable=False),
+        sa.Column("incarnation", sa.Text(), nullable=False),
+        sa.Column("boot_id", sa.Text(), nullable=False),
+        sa.Column("ready", sa.Boolean(), nullable=False),
+        sa.Column("cordoned", sa.Boolean(), nullable=False),
+        sa.Column("labels", sa.Text(), nullable=False),
+        sa.Column("version", sa.Integer(), nullable=False),
+        sa.PrimaryKeyConstraint("name", name=op.f("pk_node")),
+        **HOT,
+    )
     op.create_table(
         "device",
         sa.Column("key", sa.Text(), nullable=False),
@@ -201,6 +221,9 @@ def _ledger() -> None:
         sa.PrimaryKeyConstraint("key", name=op.f("pk_device")),
         **HOT,
     )
+
+
+def _leases_and_pledges() -> None:
     op.create_table(
         "lease",
         sa.Column("holder_kind", sa.Text(), nullable=False),
@@ -241,21 +264,6 @@ def _ledger() -> None:
         sa.Column("made_at", sa.Double(), nullable=False),
         sa.Column("deadline_at", sa.Double(), nullable=False),
         sa.PrimaryKeyConstraint("preemptor", "device", name=op.f("pk_pledge")),
-        **HOT,
-    )
-    op.create_table(
-        "node",
-        sa.Column("name", sa.Text(), nullable=False),
-        sa.Column("cpu", sa.Double(), nullable=False),
-        sa.Column("memory_mb", sa.Integer(), nullable=False),
-        sa.Column("max_runs", sa.Integer(), nullable=False),
-        sa.Column("incarnation", sa.Text(), nullable=False),
-        sa.Column("boot_id", sa.Text(), nullable=False),
-        sa.Column("ready", sa.Boolean(), nullable=False),
-        sa.Column("cordoned", sa.Boolean(), nullable=False),
-        sa.Column("labels", sa.Text(), nullable=False),
-        sa.Column("version", sa.Integer(), nullable=False),
-        sa.PrimaryKeyConstraint("name", name=op.f("pk_node")),
         **HOT,
     )
 

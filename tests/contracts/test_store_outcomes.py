@@ -1,0 +1,87 @@
+"""What runs leave behind in a store: results, failures and checkpoints."""
+
+from dataclasses import replace
+
+from service.core.orders import Failure
+from service.core.plan import write_move
+from service.core.task import Move
+from service.ports import TaskStore
+from tests.builders import NOW, a_task
+from tests.contracts.scenes import a_checkpoint, admission, claimed, end, with_gpu
+
+
+async def test_a_result_is_kept_byte_by_byte(store: TaskStore) -> None:
+    task = a_task("t1")
+    term = await with_gpu(store, task)
+    assert await store.result(task.id) is None
+    left = end(claimed(task), b"\x80\x00\xff", result_format="cloudpickle", log_tail=b"\xffline")
+    await store.commit(term, [admission(task), left])
+    result = await store.result(task.id)
+    assert result is not None
+    assert (result.data, result.digest) == (b"\x80\x00\xff", None)
+    assert (result.ending, result.format, result.log_tail) == ("succeeded", "cloudpickle", b"\xffline")
+    record = await store.record(task.id)
+    assert record is not None
+    assert (record.has_result, record.failure) == (True, None)
+
+
+async def test_a_result_elsewhere_is_known_by_its_digest(store: TaskStore) -> None:
+    task = a_task("t1")
+    term = await with_gpu(store, task)
+    await store.commit(term, [admission(task), end(claimed(task), None, result_digest="ab" * 32)])
+    result, record = await store.result(task.id), await store.record(task.id)
+    assert result is not None
+    assert record is not None
+    assert (result.data, result.digest, record.has_result) == (None, "ab" * 32, True)
+
+
+async def test_a_failure_says_why(store: TaskStore) -> None:
+    task = a_task("t1")
+    term = await with_gpu(store, task)
+    why = Failure("exception", "ValueError: é", 'File "x"\n')
+    await store.commit(term, [admission(task), end(claimed(task), None, why)])
+    expected = {"kind": "exception", "message": "ValueError: é", "traceback": 'File "x"\n'}
+    result, record = await store.result(task.id), await store.record(task.id)
+    assert result is not None
+    assert record is not None
+    assert (result.failure, record.failure, record.has_result) == (expected, expected, False)
+
+
+async def test_the_outcome_of_the_newest_run_counts(store: TaskStore) -> None:
+    task = a_task("t1")
+    term = await with_gpu(store, task)
+    failed = end(claimed(task), None, Failure("exception", "first try"))
+    again = write_move(claimed(task), Move.REQUEUED, failures=1, node=None)
+    await store.commit(term, [admission(task), replace(failed, tasks=(again,))])
+    record = await store.record(task.id)
+    assert record is not None
+    assert record.failure is not None
+    assert record.failure["message"] == "first try"
+    await store.commit(term, [admission(again.task), end(claimed(again.task), b"2")])
+    result, record = await store.result(task.id), await store.record(task.id)
+    assert result is not None
+    assert record is not None
+    assert (result.data, record.failure, record.has_result) == (b"2", None, True)
+
+
+async def test_the_newest_three_checkpoints_are_kept_newest_first(store: TaskStore) -> None:
+    task, other = a_task("t1"), a_task("t2")
+    term = await with_gpu(store, task, other)
+    await store.commit(term, [admission(task), admission(other)])
+    await store.commit(term, [a_checkpoint(claimed(other), 1)])
+    for sequence in range(1, 6):
+        await store.commit(term, [a_checkpoint(claimed(task), sequence)])
+    kept = await store.checkpoints(task.id)
+    assert [(saved.sequence, saved.digest, saved.size_bytes) for saved in kept] == [
+        (5, "digest-5", 5), (4, "digest-4", 4), (3, "digest-3", 3),
+    ]  # fmt: skip
+    assert [saved.at for saved in kept] == [NOW + 5, NOW + 4, NOW + 3]
+    assert len(await store.checkpoints(other.id)) == 1
+
+
+async def test_many_checkpoints_at_once_are_kept_the_same_way(store: TaskStore) -> None:
+    task = a_task("t1")
+    term = await with_gpu(store, task)
+    await store.commit(term, [admission(task)])
+    await store.commit(term, [a_checkpoint(claimed(task), sequence) for sequence in range(1, 8)])
+    assert [saved.sequence for saved in await store.checkpoints(task.id)] == [7, 6, 5]
