@@ -25,6 +25,10 @@ log = structlog.get_logger("gpubroker.broker")
 TICK_SECONDS = 0.25
 """How often deadlines and due retries are looked at when nothing else happens."""
 
+PACE_SECONDS = 0.005
+"""Cycles begin at least so far apart: what came in meanwhile shares one plan and two commits. After a quiet
+moment the first one begins at once."""
+
 SLICE = 256
 """Tasks examined before the event loop gets its turn again."""
 
@@ -109,10 +113,14 @@ class Leader:
             self.hear(await self._executor.reports())
 
     async def _lead(self) -> None:
+        loop = asyncio.get_running_loop()
+        began = 0.0
         while True:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(TICK_SECONDS):
                     await self._woken.wait()
+            await asyncio.sleep(max(0.0, began + PACE_SECONDS - loop.time()))
+            began = loop.time()
             self._woken.clear()
             try:
                 await self.cycle()

@@ -16,16 +16,18 @@ class Expectation:
     """One client's wait for one key. Made before the row is read, so that no end falls in between."""
 
     def __init__(self) -> None:
-        self._happened = asyncio.Event()
+        self._happened: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def fulfil(self) -> None:
-        self._happened.set()
+        if not self._happened.done():
+            self._happened.set_result(None)
 
     async def within(self, seconds: Seconds) -> bool:
         """True once it happened; False if the time ran out first."""
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._happened.wait(), seconds)
-        return self._happened.is_set()
+            async with asyncio.timeout(seconds):
+                await self._happened
+        return self._happened.done() and not self._happened.cancelled()
 
 
 class Waiters:

@@ -16,7 +16,7 @@ from service.broker.observe import InventoryRules, Observer
 from service.core.orders import Order, Report, SeenDevice
 from service.core.plan import Decision
 from service.core.policy import Policy
-from service.core.task import Task
+from service.core.task import Task, TaskState
 from service.core.units import Instant, Mib, TaskId, Term
 from service.core.world import World
 from service.ports import CommitVerdict, Progress, RunPayload, RunSpec, StoreUnavailable, Submission
@@ -105,6 +105,11 @@ class Stage:
     async def turn(self) -> None:
         """One turn of the leader that begins with what its executor has to say."""
         await self.hear(*await self.executor.reports())
+
+    async def turns_until(self, id: str, state: TaskState) -> None:
+        """As many turns as it takes; the time limit of the test ends a wait in vain."""
+        while (await self.row(id)).state is not state:
+            await self.turn()
 
     async def later(self, seconds: float) -> None:
         """Let time pass, measure again, and give the leader its turn."""

@@ -59,9 +59,8 @@ async def test_the_preemptor_runs_once_its_victim_is_gone_and_the_victim_comes_b
     await running(stage, "low", priority=10, gpus=2)
     await stage.submit("high", priority=95, gpu_mb=20 * GIB)
     await stage.leader.cycle()
-    await stage.turn()
-    await stage.turn()
-    assert (await stage.row("high")).state is TaskState.SUCCEEDED
+    await stage.turns_until("high", TaskState.SUCCEEDED)
+    await stage.turns_until("low", TaskState.RUNNING)
     low = await stage.row("low")
     assert (low.preemptions, low.failures) == (1, 0)
 
