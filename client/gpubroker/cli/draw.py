@@ -226,9 +226,8 @@ def events(listed: Sequence[Event]) -> RenderableType:
 def event(line: Event) -> Text:
     at = f"{line.at:%H:%M:%S}" if line.at else ""
     said = " ".join(f"{name}={_cell(value)}" for name, value in line.fields.items() if value is not None)
-    return Text.assemble(
-        (f"{line.position:>6} {at} ", "dim"), (f"{line.kind:<20}", "bold"), f" {line.key} {said}"
-    )
+    parts = ((f"{line.position:>6} {at} ", "dim"), (f"{line.kind:<20}", "bold"), f" {line.key} {said}")
+    return Text.assemble(*parts, no_wrap=True, overflow="ellipsis")
 
 
 def tokens(listed: Sequence[Token]) -> RenderableType:

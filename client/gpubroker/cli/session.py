@@ -23,6 +23,7 @@ _TASKS_SEARCHED = 2000
 _RETRY_SECONDS = 3.0
 """A person at a terminal would rather read that nothing answers than wait for a service to come back."""
 _WATCH_SECONDS = 1.0
+_PIPE_WIDTH = 1000
 
 
 class Format(StrEnum):
@@ -137,4 +138,4 @@ def console() -> "Console":
     """Standard output for tables. A pipe gets the full width, so that nothing is cut off for a program."""
     from rich.console import Console
 
-    return Console(highlight=False, markup=False, width=None if sys.stdout.isatty() else 200)
+    return Console(highlight=False, markup=False, width=None if sys.stdout.isatty() else _PIPE_WIDTH)

@@ -41,7 +41,7 @@ GpuMb = Annotated[
 Gpus = Annotated[int | None, typer.Option(help="How many GPUs; whole ones if no memory is given.")]
 Fraction = Annotated[float | None, typer.Option(help="Share of one GPU, such as 0.5.")]
 Exclusive = Annotated[bool, typer.Option("--exclusive", help="Share the GPUs with nobody.")]
-Cpu = Annotated[float | None, typer.Option(help="CPUs; 1 if not given.")]
+Cpu = Annotated[float | None, typer.Option(help="CPUs; if not given, 1, or 0 beside a GPU.")]
 Memory = Annotated[Any, typer.Option("--memory", help="Host memory, such as 4GiB.", **_SIZE)]
 Custom = Annotated[list[str] | None, typer.Option(metavar="NAME=AMOUNT", help="Custom resource; repeatable.")]
 Placement = Annotated[str | None, typer.Option(help="pack or spread.")]

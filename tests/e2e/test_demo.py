@@ -1,0 +1,73 @@
+"""`make demo` does what the first screen says, and leaves nothing behind, interrupted or not."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import uuid
+from contextlib import suppress
+from pathlib import Path
+
+import psutil
+
+ROOT = Path(__file__).resolve().parents[2]
+MARK = "MARK_OF_THIS_DEMO"
+
+
+class Demo:
+    """The demo as a process that writes lines, and everything that carries its mark."""
+
+    def __init__(self) -> None:
+        self._mark = uuid.uuid4().hex
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "examples.demo"],
+            cwd=ROOT,
+            env=os.environ | {MARK: self._mark},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+
+    def lines(self) -> list[str]:
+        assert self.process.stdout is not None
+        return list(self.process.stdout)
+
+    def lines_until(self, said: str) -> list[str]:
+        assert self.process.stdout is not None
+        lines = []
+        for line in self.process.stdout:
+            lines.append(line)
+            if said in line:
+                break
+        return lines
+
+    def left(self) -> list[str]:
+        found = []
+        for process in psutil.process_iter():
+            with suppress(psutil.Error):
+                if process.environ().get(MARK) == self._mark:
+                    found.append(f"{process.pid} {process.name()}")
+        return found
+
+
+def test_the_demo_preempts_resumes_and_ends_as_if_undisturbed() -> None:
+    demo = Demo()
+    lines = demo.lines()
+    assert demo.process.wait() == 0, "".join(lines)
+    told = json.loads(lines[-1])
+    assert told["demo"] == "ok"
+    assert sum(told["preemptions"].values()) > 0
+    assert all(epoch > 0 for epoch in told["resumed_at_epoch"].values())
+    assert all(abs(told["accuracy"][name] - expected) < 1e-9 for name, expected in told["reference"].items())
+    assert demo.left() == []
+
+
+def test_an_interrupted_demo_stops_its_service_and_its_cluster() -> None:
+    demo = Demo()
+    lines = demo.lines_until("evaluate-release  submitted")
+    assert len(demo.left()) > 3, "".join(lines)
+    demo.process.send_signal(signal.SIGINT)
+    lines += demo.lines()
+    assert demo.process.wait() == 130, "".join(lines)
+    assert demo.left() == []
