@@ -43,9 +43,7 @@ class Agenda:
         self._pledged = frozenset(task for task in world.pledges if task in world.queue)
         self._heads: list[Head] = []
         for group in world.queue.groups.values():
-            if not self._is_refused(group):
-                at = 0 if after is None else group.count_until(after, ordered_at, policy)
-                self._push(group, at)
+            self._push(group, 0 if after is None else group.count_until(after, ordered_at, policy))
         for name in self._pledged:
             task = world.tasks[name]
             key = order_key(task.priority, task.submitted_at, name, ordered_at, policy)
@@ -59,7 +57,7 @@ class Agenda:
             head = heappop(self._heads)
             if head.group is None:
                 return head
-            if not self._is_refused(head.group):
+            if not self.has_refused(head.group.demand, head.group.priority):
                 self._push(head.group, head.at + 1)
                 return head
         return None
@@ -72,16 +70,12 @@ class Agenda:
     def has_refused(self, demand: Demand, priority: int) -> bool:
         return priority <= self.refused.get(demand, -1)
 
-    def _is_refused(self, group: Group) -> bool:
-        _, priority, demand = group.key
-        return self.has_refused(demand, priority)
-
     def _push(self, group: Group, at: int) -> None:
         """Let in the member at this place, or the next one that does not stand for itself."""
         while at < len(group):
             submitted_at, task = group.member(at)
             if task not in self._pledged:
-                key = order_key(group.key[1], Instant(submitted_at), task, self._ordered_at, self._policy)
+                key = order_key(group.priority, Instant(submitted_at), task, self._ordered_at, self._policy)
                 heappush(self._heads, Head(key, task, group, at))
                 return
             at += 1

@@ -29,7 +29,7 @@ def admit(draft: Draft, task: Task, placement: Placement, now: Instant) -> Decis
     draft.replace_task(task, write.task)
     for lease in leases:
         draft.put_lease(lease)
-    pledges += _overtake(draft, devices, task.priority)
+    pledges += _overtake(draft, devices)
     incarnation = draft.world.nodes[placement.node].incarnation
     order = StartOrder(task.id, fence, placement.node, incarnation, placement.devices, task.shareable)
     return Decision(task.id, "admit", tasks=(write,), leases=leases, pledges=tuple(pledges), orders=(order,))
@@ -43,7 +43,7 @@ def evict(draft: Draft, task: Task, eviction: Eviction, now: Instant) -> Decisio
         pledge = Pledge(task.id, device, mb, task.priority, task.tenant, now, eviction.deadline_at)
         draft.put_pledge(pledge)
         made.append(PledgeWrite(pledge))
-    taken = _overtake(draft, {device for device, _ in eviction.devices}, task.priority)
+    taken = _overtake(draft, {device for device, _ in eviction.devices})
     return Decision(
         task.id,
         "preempt",
@@ -81,16 +81,17 @@ def _end_own(pledge: Pledge, devices: set[DeviceKey]) -> PledgeWrite:
     return PledgeWrite(pledge, PledgeEnd.CONSUMED if pledge.device in devices else PledgeEnd.WITHDRAWN)
 
 
-def _overtake(draft: Draft, devices: set[DeviceKey], priority: int) -> list[PledgeWrite]:
-    """End the pledges of lower priority, lowest first, that these devices can no longer honour.
+def _overtake(draft: Draft, devices: set[DeviceKey]) -> list[PledgeWrite]:
+    """End the pledges, lowest priority first, that these devices can no longer honour.
 
-    A preemptor that loses one pledge loses all: what is left would be too little to start on.
+    Whoever found room here left enough for all of its own or a higher priority: those are never reached.
+    A preemptor that loses one pledge loses all, because what is left would be too little to start on.
     """
     taken: list[PledgeWrite] = []
     for device in sorted(devices):
         by_rank = sorted(draft.book(device).pledges.values(), key=lambda p: (p.priority, p.preemptor))
         for pledge in by_rank:
-            if pledge.priority >= priority or draft.book(device).soon_mb() >= 0:
+            if draft.book(device).soon_mb() >= 0:
                 break
             taken += (PledgeWrite(p, PledgeEnd.TAKEN) for p in draft.end_pledges(pledge.preemptor))
     return taken

@@ -45,6 +45,14 @@ class Group:
         self._members: list[Member] = []
         self._first = 0
 
+    @property
+    def priority(self) -> int:
+        return self.key[1]
+
+    @property
+    def demand(self) -> Demand:
+        return self.key[2]
+
     def __len__(self) -> int:
         return len(self._members) - self._first
 
@@ -57,11 +65,10 @@ class Group:
     def count_until(self, key: OrderKey, now: Instant, policy: Policy) -> int:
         """How many members stand at this place of the queue or before it. Order of submission is order of
         the queue within a group, so this takes a few looks only."""
-        priority = self.key[1]
 
         def place(index: int) -> OrderKey:
             submitted_at, task = self.member(index)
-            return order_key(priority, Instant(submitted_at), task, now, policy)
+            return order_key(self.priority, Instant(submitted_at), task, now, policy)
 
         return bisect_right(range(len(self)), key, key=place)
 

@@ -45,7 +45,7 @@ def check_pledges(world: World) -> None:
 
 
 @given(clusters(), stories)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=120, deadline=None)
 def test_the_plan_is_the_naive_twins_whatever_happened_before(world: World, story: list[Chapter]):
     tale = Story(world)
     for chapter in story:
@@ -58,7 +58,7 @@ def test_the_plan_is_the_naive_twins_whatever_happened_before(world: World, stor
 
 
 @given(clusters(), stories, st.integers(1, 4))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=120, deadline=None)
 def test_no_byte_is_leased_or_promised_twice_and_slices_and_orders_of_rows_do_not_matter(
     world: World, story: list[Chapter], budget: int
 ):
@@ -89,7 +89,7 @@ def in_slices(world: World, now: float, budget: int) -> list[Decision]:
 
 
 @given(clusters(), stories)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=120, deadline=None)
 def test_every_pending_task_is_answered(world: World, story: list[Chapter]):
     tale = Story(world)
     for chapter in story:
