@@ -17,7 +17,8 @@ if TYPE_CHECKING:
     from gpubroker.async_broker import AsyncBroker
     from gpubroker.broker import Broker
     from gpubroker.errors import BrokerError, Refused, TaskCancelled, TaskFailed, Unreachable, WaitTimeout
-    from gpubroker.models import Event, Explanation, Gpu, Node, Outcome, Page, Stats, Task, TaskState, Token
+    from gpubroker.fleet import Gpu, Node, Stats
+    from gpubroker.models import Event, Explanation, Outcome, Page, Task, TaskState, Token
     from gpubroker.runtime import CheckpointTooLarge, NoCurrentTask, RunningTask, Stopped, current_task
 
 __version__ = "0.1.0"
@@ -28,10 +29,8 @@ _HOME = {
     **dict.fromkeys(
         ("BrokerError", "Refused", "TaskCancelled", "TaskFailed", "Unreachable", "WaitTimeout"), "errors"
     ),
-    **dict.fromkeys(
-        ("Event", "Explanation", "Gpu", "Node", "Outcome", "Page", "Stats", "Task", "TaskState", "Token"),
-        "models",
-    ),
+    **dict.fromkeys(("Gpu", "Node", "Stats"), "fleet"),
+    **dict.fromkeys(("Event", "Explanation", "Outcome", "Page", "Task", "TaskState", "Token"), "models"),
     **dict.fromkeys(
         ("CheckpointTooLarge", "NoCurrentTask", "RunningTask", "Stopped", "current_task"), "runtime"
     ),

@@ -1,18 +1,20 @@
-"""What the service answers, as light values. Nothing is checked: the service did, and newer ones say more.
+"""What the service answers about tasks, events and tokens, as light values; about devices: `gpubroker.fleet`.
 
 Every model keeps the whole answer in `raw`. Times are aware datetimes in UTC.
 A field that the service did not send has its default.
 """
 
 from base64 import b64decode
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import MISSING, dataclass, field, fields
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from datetime import datetime
 from enum import StrEnum
 from typing import Any, Generic, TypeVar
 
+from gpubroker.decoding import Raw, each, filled, optional
+from gpubroker.fleet import Holder
+
 T = TypeVar("T")
-Raw = Mapping[str, Any]
 
 
 class TaskState(StrEnum):
@@ -36,33 +38,6 @@ class TaskState(StrEnum):
     @property
     def is_terminal(self) -> bool:
         return self in (TaskState.SUCCEEDED, TaskState.FAILED, TaskState.CANCELLED, TaskState.EXPIRED)
-
-
-_TIMES = frozenset({"at", "as_of", "not_before"})
-"""Fields that are times though their names do not end in `_at`."""
-
-
-def _of(model: type[T], raw: Raw, **read: Any) -> T:
-    """Fill a model from an answer by name; `read` holds the fields that are models themselves."""
-    given: dict[str, Any] = {"raw": raw}
-    for wanted in fields(model):  # type: ignore[arg-type]  # every model here is a dataclass
-        name = wanted.name
-        value = read.get(name, raw.get(name))
-        if isinstance(value, str) and (name.endswith("_at") or name in _TIMES):
-            given[name] = datetime.fromisoformat(value)
-        elif value is not None:
-            given[name] = value
-        elif wanted.default is MISSING and wanted.default_factory is MISSING:
-            given[name] = ""
-    return model(**given)
-
-
-def _optional(model: type[T], raw: Raw | None) -> T | None:
-    return None if raw is None else _of(model, raw)
-
-
-def _each(model: type[T], raws: Sequence[Raw] | None) -> tuple[T, ...]:
-    return tuple(_of(model, raw) for raw in raws or ())
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,14 +123,14 @@ class Task:
 
     @classmethod
     def of(cls, raw: Raw) -> "Task":
-        return _of(
+        return filled(
             cls,
             raw,
             state=TaskState(raw.get("state", "")),
-            devices=_each(TaskDevice, raw.get("devices")),
-            progress=_optional(Progress, raw.get("progress")),
-            pending=_optional(Pending, raw.get("pending")),
-            error=_optional(Failure, raw.get("error")),
+            devices=each(TaskDevice, raw.get("devices")),
+            progress=optional(Progress, raw.get("progress")),
+            pending=optional(Pending, raw.get("pending")),
+            error=optional(Failure, raw.get("error")),
         )
 
 
@@ -175,116 +150,14 @@ class Outcome:
     @classmethod
     def of(cls, raw: Raw) -> "Outcome":
         packed = raw.get("data_base64")
-        return _of(
+        return filled(
             cls,
             raw,
             state=TaskState(raw.get("state", "")),
             value=raw.get("result"),
             data=None if packed is None else b64decode(packed),
-            error=_optional(Failure, raw.get("error")),
+            error=optional(Failure, raw.get("error")),
         )
-
-
-@dataclass(frozen=True, slots=True)
-class Holder:
-    """Who holds memory on a device: what it leased and what was last measured."""
-
-    kind: str
-    id: str
-    name: str
-    priority: int = 0
-    band: str = ""
-    gpu_mb: int = 0
-    measured_mb: int | None = None
-    state: str = ""
-    stopping: bool = False
-    raw: Raw = field(default_factory=dict, repr=False)
-
-
-@dataclass(frozen=True, slots=True)
-class Pledge:
-    """Memory that is being freed for one waiting task; `arrived_mb` of it is free already."""
-
-    task: str
-    gpu_mb: int = 0
-    arrived_mb: int = 0
-    priority: int = 0
-    deadline_at: datetime | None = None
-    raw: Raw = field(default_factory=dict, repr=False)
-
-
-@dataclass(frozen=True, slots=True)
-class Gpu:
-    """One device. All sizes in MiB. `free_mb` is what a new task could lease now."""
-
-    key: str
-    uuid: str
-    node: str
-    kind: str
-    index: int = 0
-    simulated: bool = False
-    physical_mb: int = 0
-    reserve_mb: int = 0
-    leased_mb: int = 0
-    used_mb: int = 0
-    foreign_mb: int = 0
-    """Used by processes that hold no lease."""
-    unaccounted_mb: int = 0
-    """Used by holders beyond what they leased."""
-    pledged_mb: int = 0
-    free_mb: int = 0
-    utilization: float | None = None
-    """0 to 1."""
-    sampled_at: datetime | None = None
-    stale: bool = False
-    holders: tuple[Holder, ...] = ()
-    pledges: tuple[Pledge, ...] = ()
-    raw: Raw = field(default_factory=dict, repr=False)
-
-    @classmethod
-    def of(cls, raw: Raw) -> "Gpu":
-        return _of(
-            cls, raw, holders=_each(Holder, raw.get("holders")), pledges=_each(Pledge, raw.get("pledges"))
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class Node:
-    """One machine. `cpu`, `memory_mb` and `runs` hold what is used of what there is."""
-
-    name: str
-    ready: bool = True
-    cordoned: bool = False
-    incarnation: str = ""
-    cpu: Mapping[str, float] = field(default_factory=dict)
-    memory_mb: Mapping[str, int] = field(default_factory=dict)
-    runs: Mapping[str, int] = field(default_factory=dict)
-    gpus: Any = None
-    labels: Mapping[str, str] = field(default_factory=dict)
-    raw: Raw = field(default_factory=dict, repr=False)
-
-    @classmethod
-    def of(cls, raw: Raw) -> "Node":
-        return _of(cls, raw)
-
-
-@dataclass(frozen=True, slots=True)
-class Stats:
-    """Counts over the whole cluster: `tasks` by state, `waiting` by reason."""
-
-    gpu: Mapping[str, Any] = field(default_factory=dict)
-    tasks: Mapping[str, int] = field(default_factory=dict)
-    waiting: Mapping[str, int] = field(default_factory=dict)
-    executor: Mapping[str, Any] = field(default_factory=dict)
-    leader: Mapping[str, Any] = field(default_factory=dict)
-    as_of: datetime | None = None
-    age_seconds: float | None = None
-    position: int = 0
-    raw: Raw = field(default_factory=dict, repr=False)
-
-    @classmethod
-    def of(cls, raw: Raw) -> "Stats":
-        return _of(cls, raw)
 
 
 @dataclass(frozen=True, slots=True)
@@ -301,7 +174,7 @@ class Event:
 
     @classmethod
     def of(cls, raw: Raw) -> "Event":
-        return _of(cls, raw)
+        return filled(cls, raw)
 
 
 @dataclass(frozen=True, slots=True)
@@ -350,14 +223,14 @@ class Explanation:
     @classmethod
     def of(cls, raw: Raw) -> "Explanation":
         devices = tuple(
-            _of(DeviceVerdict, device, holders=_each(Holder, device.get("holders")))
+            filled(DeviceVerdict, device, holders=each(Holder, device.get("holders")))
             for device in raw.get("devices") or ()
         )
-        return _of(
+        return filled(
             cls,
             raw,
             state=TaskState(raw.get("state", "")),
-            blockers=_each(Blocker, raw.get("blockers")),
+            blockers=each(Blocker, raw.get("blockers")),
             devices=devices,
         )
 
@@ -377,7 +250,7 @@ class Token:
 
     @classmethod
     def of(cls, raw: Raw) -> "Token":
-        return _of(cls, raw, scopes=tuple(raw.get("scopes", ())))
+        return filled(cls, raw, scopes=tuple(raw.get("scopes", ())))
 
 
 @dataclass(frozen=True, slots=True)

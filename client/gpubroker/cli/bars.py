@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from gpubroker.models import Gpu
+from gpubroker.fleet import Gpu
 
 LEGEND = "█ leased and used  ▒ leased, not yet used  ▓ being freed for a waiting task  ░ free  ! not leased"
 

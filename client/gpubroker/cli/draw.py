@@ -11,7 +11,8 @@ from rich.table import Table
 from rich.text import Text
 
 from gpubroker.cli.bars import LEGEND, bar
-from gpubroker.models import Event, Explanation, Gpu, Node, Stats, Task, TaskState, Token
+from gpubroker.fleet import Gpu, Node, Stats
+from gpubroker.models import Event, Explanation, Task, TaskState, Token
 
 _SHOWN_ID_LENGTH = 8
 _STATE_STYLES = {

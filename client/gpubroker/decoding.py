@@ -1,0 +1,35 @@
+"""From the JSON of the service to models, by name. Nothing is checked: newer services say more."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import MISSING, fields
+from datetime import datetime
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+Raw = Mapping[str, Any]
+
+_TIMES = frozenset({"at", "as_of", "not_before"})
+"""Fields that are times though their names do not end in `_at`."""
+
+
+def filled(model: type[T], raw: Raw, **read: Any) -> T:
+    """Fill a model from an answer by name; `read` holds the fields that are models themselves."""
+    given: dict[str, Any] = {"raw": raw}
+    for wanted in fields(model):  # type: ignore[arg-type]  # every model here is a dataclass
+        name = wanted.name
+        value = read.get(name, raw.get(name))
+        if isinstance(value, str) and (name.endswith("_at") or name in _TIMES):
+            given[name] = datetime.fromisoformat(value)
+        elif value is not None:
+            given[name] = value
+        elif wanted.default is MISSING and wanted.default_factory is MISSING:
+            given[name] = ""
+    return model(**given)
+
+
+def optional(model: type[T], raw: Raw | None) -> T | None:
+    return None if raw is None else filled(model, raw)
+
+
+def each(model: type[T], raws: Sequence[Raw] | None) -> tuple[T, ...]:
+    return tuple(filled(model, raw) for raw in raws or ())

@@ -1,0 +1,110 @@
+"""What the service answers about devices, machines and the whole cluster; see `gpubroker.models`."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from datetime import datetime
+from typing import Any
+
+from gpubroker.decoding import Raw, each, filled
+
+
+@dataclass(frozen=True, slots=True)
+class Holder:
+    """Who holds memory on a device: what it leased and what was last measured."""
+
+    kind: str
+    id: str
+    name: str
+    priority: int = 0
+    band: str = ""
+    gpu_mb: int = 0
+    measured_mb: int | None = None
+    state: str = ""
+    stopping: bool = False
+    raw: Raw = field(default_factory=dict, repr=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Pledge:
+    """Memory that is being freed for one waiting task; `arrived_mb` of it is free already."""
+
+    task: str
+    gpu_mb: int = 0
+    arrived_mb: int = 0
+    priority: int = 0
+    deadline_at: datetime | None = None
+    raw: Raw = field(default_factory=dict, repr=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Gpu:
+    """One device. All sizes in MiB. `free_mb` is what a new task could lease now."""
+
+    key: str
+    uuid: str
+    node: str
+    kind: str
+    index: int = 0
+    simulated: bool = False
+    physical_mb: int = 0
+    reserve_mb: int = 0
+    leased_mb: int = 0
+    used_mb: int = 0
+    foreign_mb: int = 0
+    """Used by processes that hold no lease."""
+    unaccounted_mb: int = 0
+    """Used by holders beyond what they leased."""
+    pledged_mb: int = 0
+    free_mb: int = 0
+    utilization: float | None = None
+    """0 to 1."""
+    sampled_at: datetime | None = None
+    stale: bool = False
+    holders: tuple[Holder, ...] = ()
+    pledges: tuple[Pledge, ...] = ()
+    raw: Raw = field(default_factory=dict, repr=False)
+
+    @classmethod
+    def of(cls, raw: Raw) -> "Gpu":
+        return filled(
+            cls, raw, holders=each(Holder, raw.get("holders")), pledges=each(Pledge, raw.get("pledges"))
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """One machine. `cpu`, `memory_mb` and `runs` hold what is used of what there is."""
+
+    name: str
+    ready: bool = True
+    cordoned: bool = False
+    incarnation: str = ""
+    cpu: Mapping[str, float] = field(default_factory=dict)
+    memory_mb: Mapping[str, int] = field(default_factory=dict)
+    runs: Mapping[str, int] = field(default_factory=dict)
+    gpus: Any = None
+    labels: Mapping[str, str] = field(default_factory=dict)
+    raw: Raw = field(default_factory=dict, repr=False)
+
+    @classmethod
+    def of(cls, raw: Raw) -> "Node":
+        return filled(cls, raw)
+
+
+@dataclass(frozen=True, slots=True)
+class Stats:
+    """Counts over the whole cluster: `tasks` by state, `waiting` by reason."""
+
+    gpu: Mapping[str, Any] = field(default_factory=dict)
+    tasks: Mapping[str, int] = field(default_factory=dict)
+    waiting: Mapping[str, int] = field(default_factory=dict)
+    executor: Mapping[str, Any] = field(default_factory=dict)
+    leader: Mapping[str, Any] = field(default_factory=dict)
+    as_of: datetime | None = None
+    age_seconds: float | None = None
+    position: int = 0
+    raw: Raw = field(default_factory=dict, repr=False)
+
+    @classmethod
+    def of(cls, raw: Raw) -> "Stats":
+        return filled(cls, raw)
