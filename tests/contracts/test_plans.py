@@ -1,21 +1,24 @@
 """No statement reads a whole table of tasks: what each database plans for what runs often."""
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import psycopg
 import pytest
 from sqlalchemy.dialects import postgresql, sqlite
 
 from service.adapters.sql import reads, statements
-from service.adapters.sql.postgres import connect_writer
+from service.adapters.sql.postgres import connect_reader, connect_writer
 from service.adapters.sql.rowset import SetStatement, postgres_text, sqlite_text
 from service.adapters.sql.sqlite import SqliteFile
-from service.adapters.sql.store import migrate
+from service.adapters.sql.store import migrate, open_store
 from service.core.task import TaskState
 from service.core.units import TaskId
 from service.ports import TaskFilter
+from tests.builders import a_task
+from tests.contracts.scenes import admission, with_gpu
 
 BY_KEY = [
     statement
@@ -44,8 +47,14 @@ def sqlite_plan(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Explain]:
 
 
 @pytest.fixture
-def postgres_plan(postgres_url: str) -> Iterator[Explain]:
+async def postgres_plan(postgres_url: str) -> AsyncIterator[Explain]:
+    """Of tables whose statistics say that they are small: the moment at which a planner likes to scan."""
+    store = await open_store(postgres_url)
+    term = await with_gpu(store, a_task("t1"))
+    await store.commit(term, [admission(a_task("t1"))])
+    await store.close()
     with connect_writer(postgres_url) as connection:
+        connection.execute("ANALYZE")
 
         def explain(sql: str, values: dict[str, Any]) -> str:
             return "\n".join(line for (line,) in connection.execute(f"EXPLAIN {sql}", values))
@@ -66,11 +75,40 @@ def test_postgresql_finds_the_rows_of_a_group_by_key(postgres_plan: Explain, sta
     assert "Seq Scan" not in plan, plan
 
 
+MANY_TASKS = """
+INSERT INTO task (id, tenant, name, priority, demand, submitted_at, max_retries, grace_seconds, shareable,
+    held, state, finished)
+SELECT lpad(n::text, 6, '0'), 'tenant-' || n % 20, 'job', 50, '{}', 0, 0, 30, false, false,
+    CASE WHEN n % 11 = 0 THEN 'pending' WHEN n % 11 = 1 THEN 'failed' ELSE 'succeeded' END, n % 11 > 0
+FROM generate_series(1, 20000) AS n
+"""
+THEIR_SPECS = """
+INSERT INTO task_spec (task, kind, entrypoint, command, arguments, python, env, result_format, labels,
+    model_type, working_directory)
+SELECT id, 'entrypoint', 'jobs:train', '[]', '', '', '{}', 'json', '{}', '', '' FROM task
+"""
+
+
+@pytest.fixture
+def postgres_plan_of_many(postgres_url: str) -> Iterator[Explain]:
+    """As a reader sees it, of 20,000 tasks of 20 tenants, one in eleven of them pending."""
+    with psycopg.connect(postgres_url, autocommit=True) as connection:
+        connection.execute(MANY_TASKS)
+        connection.execute(THEIR_SPECS)
+        connection.execute("ANALYZE")
+    with connect_reader(postgres_url) as connection:
+
+        def explain(sql: str, values: dict[str, Any]) -> str:
+            return "\n".join(line for (line,) in connection.execute(f"EXPLAIN {sql}", values))
+
+        yield explain
+
+
 LISTS = [
-    (TaskFilter("lab"), "ix_task_tenant_id"),
-    (TaskFilter("lab", after=TaskId("t")), "ix_task_tenant_id"),
-    (TaskFilter("lab", states=(TaskState.PENDING,)), "ix_task_unfinished"),
-    (TaskFilter("lab", states=(TaskState.FAILED,)), "ix_task_finished"),
+    (TaskFilter("tenant-0"), "ix_task_tenant_id"),
+    (TaskFilter("tenant-0", after=TaskId("004000")), "ix_task_tenant_id"),
+    (TaskFilter("tenant-0", states=(TaskState.PENDING,)), "ix_task_unfinished"),
+    (TaskFilter("tenant-0", states=(TaskState.FAILED,)), "ix_task_finished"),
 ]
 
 
@@ -84,10 +122,12 @@ def test_sqlite_lists_along_an_index(sqlite_plan: Explain, wanted: TaskFilter, i
     assert "SCAN task" not in plan
 
 
-@pytest.mark.parametrize(("wanted", "index"), LISTS)
-def test_postgresql_lists_along_an_index(postgres_plan: Explain, wanted: TaskFilter, index: str) -> None:
+@pytest.mark.parametrize("wanted", [wanted for wanted, _ in LISTS])
+def test_postgresql_lists_without_reading_all_tasks(
+    postgres_plan_of_many: Explain, wanted: TaskFilter
+) -> None:
     compiled = reads.listing(wanted).compile(
         dialect=postgresql.psycopg.dialect(), compile_kwargs={"render_postcompile": True}
     )
-    plan = postgres_plan(str(compiled), dict(compiled.params))
-    assert index in plan, plan
+    plan = postgres_plan_of_many(str(compiled), dict(compiled.params))
+    assert "Seq Scan on task " not in plan, plan

@@ -32,17 +32,23 @@ _LEASE = tuple(tables.lease.c[field.name] for field in fields(Lease))
 _PLEDGE = tuple(tables.pledge.c[field.name] for field in fields(Pledge))
 _DEVICE = tuple(tables.device.c[field.name] for field in fields(Device))
 _SPEC = tuple(_spec.c)
-_other = _outcome.alias("other")
-_NEWEST = select(func.max(_other.c.fence)).where(_other.c.task == _task.c.id).scalar_subquery()
 _HAS_RESULT = or_(_outcome.c.result.isnot(None), _outcome.c.result_digest.isnot(None)).label("has_result")
 
-_RECORD = (
-    select(*TASK, *_SPEC, _outcome.c.failure, _HAS_RESULT)
-    .join(_spec, _spec.c.task == _task.c.id)
-    .outerjoin(_outcome, and_(_outcome.c.task == _task.c.id, _outcome.c.fence == _NEWEST))
-)
+
+def _completed(tasks: Select[Any]) -> Select[Any]:
+    """Chosen rows of `TASK` as records. Chosen first, so that nothing is joined to what is not asked for."""
+    chosen, other = tasks.subquery("chosen"), _outcome.alias("other")
+    newest = select(func.max(other.c.fence)).where(other.c.task == chosen.c.id).scalar_subquery()
+    return (
+        select(*chosen.c, *_SPEC, _outcome.c.failure, _HAS_RESULT)
+        .join(_spec, _spec.c.task == chosen.c.id)
+        .outerjoin(_outcome, and_(_outcome.c.task == chosen.c.id, _outcome.c.fence == newest))
+        .order_by(chosen.c.id.desc())
+    )
+
+
 # Fixed statements with parameters: building one anew costs more than running it.
-_ONE_RECORD = _RECORD.where(_task.c.id == bindparam("task"))
+_ONE_RECORD = _completed(select(*TASK).where(_task.c.id == bindparam("task")))
 _NEWEST_OUTCOME = (
     select(_outcome).where(_outcome.c.task == bindparam("task")).order_by(_outcome.c.fence.desc()).limit(1)
 )
@@ -80,8 +86,7 @@ def records(connection: Connection, wanted: TaskFilter) -> Sequence[TaskRecord]:
 
 def listing(wanted: TaskFilter) -> Select[Any]:
     """The records that match, newest first."""
-    query = _RECORD.order_by(_task.c.id.desc()).limit(wanted.limit)
-    query = query.where(_task.c.tenant == wanted.tenant)
+    query = select(*TASK).where(_task.c.tenant == wanted.tenant)
     if wanted.after is not None:
         query = query.where(_task.c.id < wanted.after)
     if wanted.states:
@@ -97,7 +102,7 @@ def listing(wanted: TaskFilter) -> Select[Any]:
     for key, value in wanted.labels.items():
         here = (_label.c.tenant == wanted.tenant) & (_label.c.key == key) & (_label.c.value == value)
         query = query.where(_task.c.id.in_(select(_label.c.task).where(here)))
-    return query
+    return _completed(query.order_by(_task.c.id.desc()).limit(wanted.limit))
 
 
 def _half(states: Sequence[TaskState]) -> list[Any]:
