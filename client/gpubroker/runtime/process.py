@@ -15,6 +15,9 @@ RUN_MARK = "GPUBROKER_RUN"
 INSTANCE_MARK = "GPUBROKER_INSTANCE"
 """Which broker's run it is: several may share a machine."""
 
+YIELDING = 10
+"""Niceness of a run: on a busy machine the agent and the service come first, or nobody could be told."""
+
 _PR_SET_CHILD_SUBREAPER = 36
 
 
@@ -45,6 +48,7 @@ def claim(order: RunOrder, given: Claim) -> None:
     os.environ[INSTANCE_MARK] = given.instance
     os.environ["GPUBROKER_TASK"] = order.task
     os.environ["GPUBROKER_ATTEMPT"] = str(order.attempt)
+    os.nice(YIELDING)
     adopt_orphans()
     if given.user:
         become(given.user)

@@ -62,9 +62,11 @@ class NvmlProbe:
 
     def sample(self, holders: Mapping[str, ProcessGroup]) -> Sequence[MeasuredDevice]:
         """A device that fell off the bus has no entry: its sample gets stale and it takes nothing new."""
-        owners = {pid: holder for holder, group in holders.items() for pid in group.pids}
         measured = []
         for uuid, handle in self._handles.items():
+            # A run on a device that it has no lease of is as foreign there as anybody.
+            here = {name: group for name, group in holders.items() if uuid in group.leased_mb}
+            owners = {pid: name for name, group in here.items() for pid in group.pids}
             try:
                 measured.append(self._measure(uuid, handle, owners))
             except self._nvml.NVMLError:

@@ -19,6 +19,9 @@ from service.adapters.ray.options import NAMESPACE, AgentConfig
 
 log = logging.getLogger("gpubroker.driver")
 
+CONNECT_SECONDS = 60.0
+"""Ray itself tries for minutes."""
+
 LOOK_SECONDS = 1.0
 """How often Ray is asked which nodes there are; it takes half a millisecond."""
 
@@ -64,10 +67,11 @@ class Driver:
     async def look_after_nodes(self) -> None:
         """Connect, then keep one link per node that is alive."""
         try:
-            await asyncio.to_thread(_connect, self._opening.address)
+            async with asyncio.timeout(CONNECT_SECONDS):
+                await asyncio.to_thread(_connect, self._opening.address)
         except Exception as fault:
             log.exception("cannot connect to Ray at %s", self._opening.address)
-            await self.tell("failed", f"cannot connect to Ray at {self._opening.address}: {fault}")
+            await self.tell("failed", f"cannot connect to Ray at {self._opening.address}: {fault!r}")
             os._exit(1)
         await self.tell("connected")
         while True:

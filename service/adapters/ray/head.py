@@ -130,6 +130,8 @@ def ray_environment(options: RayOptions) -> dict[str, str]:
             "RAY_AUTH_TOKEN_PATH": str(_token_file(options.data_dir)),
             # What keeps every port on 127.0.0.1: without it Ray takes the machine's outward address.
             "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
+            # Ray makes all its workers nice, the node agent too; runs become nice by themselves.
+            "RAY_worker_niceness": "0",
         }
     return environment
 

@@ -1,0 +1,100 @@
+"""Reports on their way from threads to the one reader that waits for them."""
+
+import asyncio
+import threading
+
+import pytest
+from gpubroker.runtime.journal import LAZILY, SOON, START_OVER
+from gpubroker.runtime.mailbox import Mailbox
+
+LONG = 10**9
+
+
+@pytest.fixture
+async def mailbox() -> Mailbox:
+    return Mailbox()
+
+
+async def read(mailbox: Mailbox, acknowledged: int = 0) -> list[object]:
+    taken = await mailbox.read(acknowledged, may_come=lambda: True)
+    return [report[0] for _, report in taken]
+
+
+async def test_a_reader_wakes_for_what_another_thread_writes(mailbox: Mailbox) -> None:
+    reading = asyncio.create_task(read(mailbox))
+    await asyncio.sleep(0)
+    threading.Thread(target=mailbox.journal.add, args=(("ended",),)).start()
+    assert await reading == ["ended"]
+
+
+async def test_a_start_waits_for_its_end_so_that_both_travel_together(mailbox: Mailbox) -> None:
+    mailbox.journal.add(("started",), SOON)
+    reading = asyncio.create_task(read(mailbox))
+    await asyncio.sleep(0)
+    mailbox.journal.add(("ended",))
+    assert await reading == ["started", "ended"]
+
+
+async def test_a_start_without_an_end_travels_by_itself(mailbox: Mailbox) -> None:
+    mailbox.journal.add(("started",), SOON)
+    assert await read(mailbox) == ["started"]
+
+
+async def test_of_news_only_the_newest_is_read(mailbox: Mailbox) -> None:
+    for number in range(5):
+        mailbox.journal.note("progress", (number,), LAZILY)
+    assert await read(mailbox) == [4]
+
+
+async def test_a_later_reader_takes_the_place_of_an_earlier_one(mailbox: Mailbox) -> None:
+    earlier = asyncio.create_task(read(mailbox))
+    await asyncio.sleep(0)
+    later = asyncio.create_task(read(mailbox))
+    assert await earlier == []
+    mailbox.journal.add(("ended",))
+    assert await later == ["ended"]
+
+
+async def test_nothing_is_read_twice_unless_the_reader_starts_over(mailbox: Mailbox) -> None:
+    mailbox.journal.add(("a",))
+    assert await read(mailbox) == ["a"]
+    mailbox.journal.add(("b",))
+    assert await read(mailbox) == ["b"]
+    assert await read(mailbox, START_OVER) == ["a", "b"]
+
+
+async def test_what_was_acknowledged_is_gone_for_a_reader_that_starts_over_too(mailbox: Mailbox) -> None:
+    mailbox.journal.add(("a",))
+    [(number, _)] = await mailbox.read(0, may_come=lambda: True)
+    mailbox.journal.add(("b",))
+    assert await read(mailbox, number) == ["b"]
+    assert await read(mailbox, START_OVER) == ["b"]
+
+
+async def test_a_reader_goes_home_when_nothing_more_may_come(mailbox: Mailbox) -> None:
+    assert await mailbox.read(0, may_come=lambda: False) == []
+
+
+async def test_a_reader_goes_home_when_its_time_is_up(mailbox: Mailbox) -> None:
+    assert await mailbox.read(0, may_come=lambda: True, timeout_seconds=0.01) == []
+
+
+async def test_an_early_wake_up_sends_nobody_home(mailbox: Mailbox) -> None:
+    """The wake-up of a report that was read meanwhile must not end the next wait."""
+    mailbox.journal.add(("a",))
+    assert await mailbox.read(0, may_come=lambda: False) == [(1, ("a",))]
+    reading = asyncio.create_task(read(mailbox, 1))
+    await asyncio.sleep(0.01)
+    assert not reading.done()
+    mailbox.journal.add(("b",))
+    assert await reading == ["b"]
+
+
+async def test_a_batch_ends_after_the_report_that_exceeds_its_size_and_the_rest_follows(
+    mailbox: Mailbox, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gpubroker.runtime.mailbox.BATCH_BYTES", 100)
+    for name in ("a", "b", "c"):
+        mailbox.journal.add((name, b"x" * 60))
+    assert await read(mailbox) == ["a", "b"]
+    assert await read(mailbox) == ["c"]

@@ -1,0 +1,75 @@
+"""What user code returned or raised, in a form that can travel."""
+
+import json
+
+import cloudpickle
+import pytest
+from gpubroker.runtime import Stopped
+from gpubroker.runtime.messages import Fault, Outcome
+from gpubroker.runtime.outcome import raised, succeeded
+
+LIMIT = 1000
+
+
+def fault_of(outcome: Outcome) -> Fault:
+    assert outcome.fault is not None
+    return outcome.fault
+
+
+def caught(text: str) -> ValueError:
+    try:
+        raise ValueError(text)
+    except ValueError as fault:
+        return fault
+
+
+def test_plain_data_travels_as_compact_json_in_its_own_letters() -> None:
+    outcome = succeeded({"a": (1, 2.5, None, True), "ö": "ü"}, "json", LIMIT)
+    assert outcome.result == '{"a":[1,2.5,null,true],"ö":"ü"}'.encode()
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), {1}, b"bytes", object(), {(1, 2): 3}])
+def test_what_json_cannot_carry_is_refused_with_the_other_format_named(value: object) -> None:
+    fault = fault_of(succeeded(value, "json", LIMIT))
+    assert fault.kind == "unserializable_result"
+    assert type(value).__name__ in fault.message
+    assert "result_format=cloudpickle" in fault.message
+
+
+def test_a_value_that_contains_itself_is_refused_and_not_followed_for_ever() -> None:
+    value: list[object] = []
+    value.append(value)
+    assert fault_of(succeeded(value, "json", LIMIT)).kind == "unserializable_result"
+
+
+def test_cloudpickle_carries_what_json_cannot() -> None:
+    outcome = succeeded({1, 2}, "cloudpickle", LIMIT)
+    assert outcome.result is not None
+    assert cloudpickle.loads(outcome.result) == {1, 2}
+
+
+def test_a_result_of_exactly_the_limit_is_carried_and_one_byte_more_is_not() -> None:
+    fits = "x" * (LIMIT - 2)
+    assert succeeded(fits, "json", LIMIT).result == json.dumps(fits).encode()
+    assert fault_of(succeeded(fits + "x", "json", LIMIT)).kind == "result_too_large"
+
+
+def test_giving_way_is_no_failure() -> None:
+    assert raised(Stopped()) == Outcome("stopped")
+
+
+def test_a_long_traceback_keeps_its_beginning_and_its_end() -> None:
+    fault = fault_of(raised(caught("x" * 200_000 + "the end")))
+    assert len(fault.traceback.encode()) <= 64 * 1024
+    assert fault.traceback.startswith("Traceback")
+    assert fault.traceback.rstrip().endswith("the end")
+    assert len(fault.message) <= 4096
+
+
+def test_an_exception_that_cannot_be_shown_is_still_told() -> None:
+    class Mute(Exception):
+        def __str__(self) -> str:
+            raise RuntimeError("no words")
+
+    fault = fault_of(raised(Mute()))
+    assert "Mute" in fault.message

@@ -1,0 +1,105 @@
+"""The handle that a task has on itself."""
+
+import hashlib
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from gpubroker import Stopped, current_task
+from gpubroker.runtime import CheckpointTooLarge, NoCurrentTask, RunningTask
+from gpubroker.runtime.journal import START_OVER, Journal
+from gpubroker.runtime.messages import Report, RunOrder
+
+ORDER = RunOrder(task="t", fence=2, kind="entrypoint", attempt=2, leases=(("GPU-a", 100), ("GPU-b", 100)))
+
+
+class Recorded:
+    """A running task, and what it told."""
+
+    def __init__(self, **changes: Any) -> None:
+        self.journal = Journal(lambda _delay: None)
+        self.task = RunningTask(replace(ORDER, **changes), self.journal)
+
+    def told(self) -> list[Report]:
+        return [report for _, report in self.journal.take(START_OVER, 10**9)]
+
+
+def test_outside_of_a_task_the_error_says_where_it_works() -> None:
+    with pytest.raises(NoCurrentTask, match="inside a function that gpubroker started"):
+        current_task()
+
+
+def test_the_devices_are_the_uuids_in_the_order_of_their_numbers() -> None:
+    assert Recorded().task.devices == ("GPU-a", "GPU-b")
+
+
+@pytest.mark.parametrize("state", [b"raw \x00 bytes", {"step": 3, "xs": {1, 2}}, None, [b""], ""])
+def test_a_saved_state_comes_back_as_it_was(state: Any) -> None:
+    saving = Recorded()
+    saving.task.checkpoint(state)
+    [(_kind, _task, _fence, _rank, _at, _sequence, digest, data, uri)] = saving.told()
+    assert digest == hashlib.sha256(data).hexdigest()
+    assert uri is None
+    assert Recorded(resume_state=data).task.resume_state == state
+
+
+def test_the_first_attempt_resumes_from_nothing() -> None:
+    assert (Recorded().task.resume_state, Recorded().task.resume_uri) == (None, None)
+
+
+def test_later_attempts_number_their_checkpoints_higher() -> None:
+    numbers = []
+    for attempt in (1, 2, 10):
+        saving = Recorded(attempt=attempt)
+        saving.task.checkpoint(b"")
+        saving.task.checkpoint(b"")
+        numbers += [report[5] for report in saving.told()]
+    assert numbers == sorted(set(numbers))
+
+
+def test_a_state_over_the_limit_is_not_saved_at_all() -> None:
+    saving = Recorded(checkpoint_limit_bytes=1000)
+    with pytest.raises(CheckpointTooLarge, match="checkpoint\\(uri="):
+        saving.task.checkpoint(b"x" * 1000)
+    assert saving.told() == []
+
+
+def test_only_the_newest_progress_is_told_and_it_lies_between_0_and_1() -> None:
+    working = Recorded()
+    for fraction in (0.1, 0.5, 7.0):
+        working.task.progress(fraction, "x" * 1000)
+    [(*_, fraction, message)] = working.told()
+    assert fraction == 1.0
+    assert len(message) == 500
+
+
+def test_progress_is_told_before_the_checkpoint_that_follows_it() -> None:
+    working = Recorded()
+    working.task.progress(0.5)
+    working.task.checkpoint(b"half")
+    assert [report[0] for report in working.told()] == ["progressed", "checkpointed"]
+
+
+def test_notice_wakes_who_waits_and_calls_who_asked_once() -> None:
+    task = Recorded().task
+    called: list[str] = []
+    task.call_on_stop(lambda: called.append("before"))
+    assert not task.should_stop
+    assert not task.wait_for_stop(0)
+    task.give_notice()
+    task.give_notice()
+    task.call_on_stop(lambda: called.append("after"))
+    assert task.should_stop
+    assert task.wait_for_stop(None)
+    assert called == ["before", "after"]
+
+
+def test_a_handler_of_all_exceptions_does_not_swallow_the_way_out() -> None:
+    def careless_loop() -> None:
+        try:
+            raise Stopped
+        except Exception:
+            pytest.fail("Stopped was swallowed")
+
+    with pytest.raises(Stopped):
+        careless_loop()

@@ -1,0 +1,95 @@
+"""A machine with GPUs as NVIDIA's library tells it: the part of `pynvml` that the probe calls, scripted."""
+
+from dataclasses import dataclass, field
+
+MIB = 2**20
+
+
+class NVMLError(Exception):
+    """Base of all of the library's errors."""
+
+
+class NVMLError_NotSupported(NVMLError):  # noqa: N801  # the library's name
+    """This device cannot tell."""
+
+
+class NVMLError_GpuIsLost(NVMLError):  # noqa: N801  # the library's name
+    """It fell off the bus."""
+
+
+@dataclass
+class Process:
+    pid: int
+    usedGpuMemory: int | None  # noqa: N815  # the library's name
+
+
+@dataclass
+class Memory:
+    total: int
+    used: int
+
+
+@dataclass
+class Rates:
+    gpu: int
+
+
+@dataclass
+class Gpu:
+    uuid: str
+    total_mb: int = 24_000
+    used_mb: int = 0
+    compute: list[Process] = field(default_factory=list)
+    graphics: list[Process] | None = field(default_factory=list)
+    busy_percent: int | None = 0
+    mig: bool | None = None
+    lost: bool = False
+
+
+def process(pid: int, mb: int | None) -> Process:
+    return Process(pid, None if mb is None else mb * MIB)
+
+
+class Machine:
+    """Stands in for the module. None in a Gpu means that the device cannot tell."""
+
+    NVMLError = NVMLError
+    NVMLError_NotSupported = NVMLError_NotSupported
+
+    def __init__(self, *gpus: Gpu) -> None:
+        self.gpus = gpus
+
+    def nvmlDeviceGetCount(self) -> int:  # noqa: N802
+        return len(self.gpus)
+
+    def nvmlDeviceGetHandleByIndex(self, index: int) -> Gpu:  # noqa: N802
+        return self.gpus[index]
+
+    def nvmlDeviceGetUUID(self, gpu: Gpu) -> str:  # noqa: N802
+        return gpu.uuid
+
+    def nvmlDeviceGetName(self, gpu: Gpu) -> bytes:  # noqa: N802
+        return b"NVIDIA H100"
+
+    def nvmlDeviceGetMemoryInfo(self, gpu: Gpu) -> Memory:  # noqa: N802
+        if gpu.lost:
+            raise NVMLError_GpuIsLost
+        return Memory(gpu.total_mb * MIB, gpu.used_mb * MIB)
+
+    def nvmlDeviceGetComputeRunningProcesses(self, gpu: Gpu) -> list[Process]:  # noqa: N802
+        return gpu.compute
+
+    def nvmlDeviceGetGraphicsRunningProcesses(self, gpu: Gpu) -> list[Process]:  # noqa: N802
+        if gpu.graphics is None:
+            raise NVMLError_NotSupported
+        return gpu.graphics
+
+    def nvmlDeviceGetMigMode(self, gpu: Gpu) -> tuple[int, int]:  # noqa: N802
+        if gpu.mig is None:
+            raise NVMLError_NotSupported
+        return int(gpu.mig), int(gpu.mig)
+
+    def nvmlDeviceGetUtilizationRates(self, gpu: Gpu) -> Rates:  # noqa: N802
+        if gpu.busy_percent is None:
+            raise NVMLError_NotSupported
+        return Rates(gpu.busy_percent)

@@ -1,0 +1,126 @@
+"""What the door to devices promises, for simulated ones and for GPUs as NVML tells them."""
+
+from collections.abc import Callable, Iterable
+
+import pytest
+
+from service.adapters.nvml.probe import NvmlProbe, new_probe
+from service.adapters.nvml.simulated import SimulatedProbe
+from service.core.orders import SeenDevice
+from service.core.units import Mib
+from service.ports import DeviceProbe, MeasuredDevice, ProcessGroup
+from tests.contracts.nvml_machine import Gpu, Machine, process
+
+UUIDS = ("GPU-a", "GPU-b")
+
+NewProbe = Callable[[], DeviceProbe]
+
+
+def a_simulated_probe() -> DeviceProbe:
+    return SimulatedProbe([SeenDevice(uuid, "sim", i, Mib(24_000), True) for i, uuid in enumerate(UUIDS)])
+
+
+def an_nvml_probe() -> DeviceProbe:
+    """Of a machine on which process 11 uses 700 MiB of the first GPU."""
+    return NvmlProbe(Machine(Gpu("GPU-a", used_mb=700, compute=[process(11, 700)]), Gpu("GPU-b")))
+
+
+def a_group(pids: Iterable[int], **leased_mb: int) -> ProcessGroup:
+    by_uuid = {name.replace("_", "-"): Mib(mb) for name, mb in leased_mb.items()}
+    return ProcessGroup(frozenset(pids), by_uuid)
+
+
+@pytest.fixture(params=[a_simulated_probe, an_nvml_probe])
+def probe(request: pytest.FixtureRequest) -> DeviceProbe:
+    made: DeviceProbe = request.param()
+    return made
+
+
+def test_every_device_is_listed_by_uuid_in_the_order_of_its_number(probe: DeviceProbe) -> None:
+    assert [(device.index, device.uuid) for device in probe.inventory()] == list(enumerate(UUIDS))
+    assert {device.physical_mb for device in probe.inventory()} == {24_000}
+
+
+def test_a_sample_has_one_entry_per_device(probe: DeviceProbe) -> None:
+    assert [measured.uuid for measured in probe.sample({})] == list(UUIDS)
+
+
+def test_what_the_processes_of_a_run_use_is_that_runs(probe: DeviceProbe) -> None:
+    first, second = probe.sample({"t:1": a_group([10, 11], GPU_a=700)})
+    assert (first.by_holder, first.used_mb, first.foreign_mb) == ({"t:1": 700}, 700, 0)
+    assert (second.by_holder, second.used_mb) == ({}, 0)
+
+
+def test_a_run_without_processes_uses_nothing(probe: DeviceProbe) -> None:
+    [first, _] = probe.sample({"t:1": a_group([], GPU_a=700)})
+    assert first.by_holder == {}
+
+
+def measured(*gpus: Gpu, **groups: ProcessGroup) -> list[MeasuredDevice]:
+    return list(NvmlProbe(Machine(*gpus)).sample(groups))
+
+
+def test_what_nobody_here_started_is_foreign() -> None:
+    gpu = Gpu("GPU-a", used_mb=900, compute=[process(11, 700)], graphics=[process(99, 200)])
+    [first] = measured(gpu, run=a_group([11], GPU_a=700))
+    assert (first.by_holder, first.foreign_mb) == ({"run": 700}, 200)
+
+
+def test_a_run_on_a_device_that_it_has_no_lease_of_is_foreign_there() -> None:
+    gpu = Gpu("GPU-a", used_mb=700, compute=[process(11, 700)])
+    [first] = measured(gpu, run=a_group([11], GPU_b=700))
+    assert (first.by_holder, first.foreign_mb) == ({}, 700)
+
+
+def test_a_process_listed_for_compute_and_graphics_counts_once() -> None:
+    gpu = Gpu("GPU-a", used_mb=700, compute=[process(11, 700)], graphics=[process(11, 700)])
+    [first] = measured(gpu, run=a_group([11], GPU_a=700))
+    assert first.by_holder == {"run": 700}
+
+
+def test_several_processes_of_a_run_add_up() -> None:
+    gpu = Gpu("GPU-a", used_mb=700, compute=[process(11, 300), process(12, 400)])
+    [first] = measured(gpu, run=a_group([11, 12], GPU_a=700))
+    assert first.by_holder == {"run": 700}
+
+
+@pytest.mark.parametrize(
+    "gpu",
+    [
+        Gpu("GPU-a", used_mb=700, compute=[process(11, None)]),
+        Gpu("GPU-a", used_mb=700, compute=[process(11, 700)], mig=True),
+    ],
+)
+def test_where_processes_cannot_be_attributed_nobody_is_blamed(gpu: Gpu) -> None:
+    probe = NvmlProbe(Machine(gpu))
+    [first] = probe.sample({"run": a_group([11], GPU_a=700)})
+    assert (first.used_mb, first.foreign_mb, first.by_holder) == (700, 0, {})
+    assert probe.unattributable == {"GPU-a"}
+
+
+def test_what_a_device_cannot_tell_is_left_out() -> None:
+    [first] = measured(Gpu("GPU-a", graphics=None, busy_percent=None, compute=[process(11, 5)]))
+    assert first.utilization is None
+    assert first.foreign_mb == 5
+
+
+def test_utilization_is_a_share_of_one() -> None:
+    [first] = measured(Gpu("GPU-a", busy_percent=40))
+    assert first.utilization == pytest.approx(0.4)
+
+
+def test_a_lost_device_gets_no_sample_and_the_others_do() -> None:
+    lost, fine = Gpu("GPU-a"), Gpu("GPU-b")
+    probe = NvmlProbe(Machine(lost, fine))
+    lost.lost = True
+    assert [measured.uuid for measured in probe.sample({})] == ["GPU-b"]
+
+
+def test_a_machine_without_nvml_has_no_devices_and_no_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("service.adapters.nvml.probe.load_nvml", lambda: None)
+    assert list(new_probe(None).inventory()) == []
+
+
+def test_configured_devices_take_the_place_of_real_ones() -> None:
+    devices = a_simulated_probe().inventory()
+    assert list(new_probe(devices).inventory()) == list(devices)
