@@ -22,7 +22,8 @@ class Cluster:
 
     def __init__(self, timeline: Timeline, chance: Random, hear: Callable[[Report], None]) -> None:
         self.machines: dict[NodeName, Machine] = {}
-        self.dies_at_next_order = False
+        self.dies_before: type[Order] | None = None
+        """The leader's process ends when it is about to send an order of this kind."""
         self._timeline = timeline
         self._chance = chance
         self._hear = hear
@@ -38,8 +39,8 @@ class Cluster:
             self._announce(machine)
 
     async def send(self, orders: Sequence[Order], payloads: Mapping[TaskId, RunPayload]) -> None:
-        if self.dies_at_next_order:
-            self.dies_at_next_order = False
+        if self.dies_before is not None and any(isinstance(order, self.dies_before) for order in orders):
+            self.dies_before = None
             raise LeaderDied
         for order in orders:
             machine = self.machines[order.node]

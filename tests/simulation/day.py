@@ -17,7 +17,7 @@ from service.broker.loop import Leader
 from service.broker.observe import InventoryRules, Observer
 from service.core.admission import check
 from service.core.events import Event
-from service.core.orders import Report, SeenDevice
+from service.core.orders import ForgetOrder, Report, SeenDevice, StartOrder, StopOrder
 from service.core.plan import Decision, Request
 from service.core.policy import Policy
 from service.core.units import Mib, NodeName, TaskId, Term
@@ -259,14 +259,14 @@ class Day:
 
     def _plan_faults(self) -> None:
         for machine in self._cluster.machines.values():
-            self._often(3.0, lambda machine=machine: self._cluster.cut(machine, self._draw(1.0, 120.0)))
+            self._often(1.5, lambda machine=machine: self._cluster.cut(machine, self._draw(1.0, 120.0)))
             self._often(
                 8.0, lambda machine=machine: self._cluster.lose_power(machine, self._draw(30.0, 900.0))
             )
-            self._often(4.0, lambda machine=machine: self._lose_agent(machine))
-        self._often(3.0, self._kill_leader)
-        self._often(4.0, self._pause_leader)
-        self._often(2.0, self._lose_store)
+            self._often(2.0, lambda machine=machine: self._lose_agent(machine))
+        self._often(0.7, self._kill_leader)
+        self._often(2.0, self._pause_leader)
+        self._often(1.0, self._lose_store)
 
     def _often(self, mean_hours: float, fault: Any) -> None:
         """A fault every so many hours on average, until people have gone home."""
@@ -286,8 +286,9 @@ class Day:
         self._cluster.lose_agent(machine, self._draw(0.5, 40.0), with_processes=with_processes)
 
     def _kill_leader(self) -> None:
-        if self._chance.random() < 0.5:
-            self._cluster.dies_at_next_order = True
+        kind = self._chance.choice((None, StartOrder, StopOrder, ForgetOrder))
+        if kind is not None:
+            self._cluster.dies_before = kind
         elif self._leader is not None:
             self._die()
 
