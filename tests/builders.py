@@ -200,8 +200,10 @@ def let_go(world: World, task: str, *, requeue: bool = True) -> None:
 
 
 def check_ledger(world: World) -> None:
-    """No byte is leased twice: on no device do leases and foreign memory exceed what may be leased."""
+    """No byte is leased or promised twice: on no device do leases, foreign memory and what is kept free
+    for preemptors exceed what may be leased."""
     for book in world.books.values():
         leased = sum(holding.lease.mb for holding in book.holdings.values())
-        foreign = book.foreign_mb
-        assert leased + foreign <= book.device.allocatable_mb, f"{book.device.key} is overcommitted"
+        kept = sum(book.kept_free_mb(pledge) for pledge in book.pledges.values())
+        there_is = book.device.allocatable_mb - book.foreign_mb
+        assert leased + kept <= there_is, f"{book.device.key} is overcommitted"

@@ -102,9 +102,17 @@ class Book:
         """What the runs being stopped for this preemptor still hold here, and will give back."""
         return sum(h.takes_mb for h in self.holdings.values() if h.freeing_for == preemptor and h.is_leaving)
 
-    def kept_free_mb(self, pledge: Pledge) -> int:
+    def claim_mb(self, pledge: Pledge) -> int:
         """What others must leave for this preemptor: its pledge without what its victims will bring."""
         return max(0, pledge.mb - self.yet_to_come_mb(pledge.preemptor))
+
+    def kept_free_mb(self, pledge: Pledge) -> int:
+        """The part of a claim that is there and waits for its preemptor; higher priorities come first."""
+        left = max(0, self.unheld_mb())
+        for other in self.pledges.values():
+            if (-other.priority, other.preemptor) < (-pledge.priority, pledge.preemptor):
+                left -= self.claim_mb(other)
+        return max(0, min(left, self.claim_mb(pledge)))
 
     def free_mb(self, *, task: TaskId | None = None, priority: int = -1) -> int:
         """MiB that a task of this id and priority could take now; negative if over-used or over-claimed.
@@ -114,7 +122,7 @@ class Book:
         free = self.unheld_mb()
         for pledge in self.pledges.values():
             if pledge.preemptor != task and pledge.priority >= priority:
-                free -= self.kept_free_mb(pledge)
+                free -= self.claim_mb(pledge)
         return free
 
     def leaving(self) -> Iterator[Holding]:

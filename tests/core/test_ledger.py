@@ -89,8 +89,16 @@ def test_a_quarantined_victim_brings_nothing_so_its_preemptors_pledge_is_kept_in
     book.put(a_lease(LOW, DEVICE.key, 60, state=LeaseState.QUARANTINED), HIGH.id, stopping=True)
     pledge = a_pledge(HIGH, DEVICE.key, 70)
     book.pledges[HIGH.id] = pledge
-    assert book.kept_free_mb(pledge) == 70
+    assert book.claim_mb(pledge) == 70
     assert book.soon_mb() == 30 - 70
+
+
+def test_what_is_there_is_kept_for_the_highest_priority_first():
+    book = a_book(state=LeaseState.RELEASING)
+    claims = [a_pledge(a_task(f"p{p}", priority=p), DEVICE.key, 20) for p in (20, 60, 40)]
+    for claim in claims:
+        book.pledges[claim.preemptor] = claim
+    assert [book.kept_free_mb(claim) for claim in claims] == [0, 20, 10]
 
 
 def test_what_is_leaving_is_free_soon_less_what_is_promised_of_it():
