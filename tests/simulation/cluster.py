@@ -45,8 +45,8 @@ class Cluster:
         for order in orders:
             machine = self.machines[order.node]
             if machine.has_agent:
-                resumed = payloads[order.task].resume_uri if isinstance(order, StartOrder) else None
-                done_seconds = float(resumed.removeprefix("done:")) if resumed else 0.0
+                saved = payloads[order.task].resume_state if isinstance(order, StartOrder) else None
+                done_seconds = float(saved) if saved is not None else 0.0
                 machine.orders.send((self._term, order, done_seconds))
             elif isinstance(order, StartOrder):
                 self._return_to_sender(order)

@@ -6,12 +6,14 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from hashlib import sha256
 from random import Random
 from typing import Any
 
 from structlog.testing import capture_logs
 
 from service.adapters.memory.store import MemoryStore
+from service.bootstrap.compose import fill
 from service.broker.dispatch import Dispatcher
 from service.broker.loop import Leader
 from service.broker.observe import InventoryRules, Observer
@@ -53,6 +55,24 @@ class DayReport:
 Tamper = Callable[[Decision], Decision]
 
 
+class Blobs:
+    """Checkpoints in memory, by digest."""
+
+    def __init__(self) -> None:
+        self._objects: dict[str, bytes] = {}
+
+    async def put(self, data: bytes, *, owner: str) -> str:
+        digest = sha256(data).hexdigest()
+        self._objects[digest] = data
+        return digest
+
+    async def get(self, digest: str) -> bytes:
+        return self._objects[digest]
+
+    async def delete(self, digest: str) -> None:
+        del self._objects[digest]
+
+
 class FlakyStore(MemoryStore):
     """The store in memory; now and then the database is not reached, and nothing was written.
 
@@ -89,6 +109,7 @@ class Day:
         self._workload = Workload(Random(f"{seed}/workload"))
         self._auditor = Auditor(self._cluster.machines.values)
         self._store = FlakyStore(self._timeline, tamper)
+        self._blobs = Blobs()
         self._store.listen(self._on_events)
         self._world = World()
         self._leader: Leader | None = None
@@ -146,7 +167,7 @@ class Day:
         """A new process: it knows the rows and nothing else."""
         self._terms += 1
         self._world = await self._world_from_rows()
-        observer = Observer(self._world, POLICY, None, InventoryRules(CLUSTER, 0), 65536, {})
+        observer = Observer(self._world, POLICY, self._blobs, InventoryRules(CLUSTER, 0), 65536, {})
         self._leader = Leader(
             name=f"leader-{self._terms}",
             world=self._world,
@@ -154,7 +175,7 @@ class Day:
             store=self._store,
             executor=self._cluster,
             observer=observer,
-            dispatcher=Dispatcher(self._store, None, self._cluster, self._world, self._timeline),
+            dispatcher=Dispatcher(self._store, self._blobs, self._cluster, self._world, self._timeline),
             clock=self._timeline,
         )
         try:
@@ -166,21 +187,8 @@ class Day:
         self._wake()
 
     async def _world_from_rows(self) -> World:
-        snapshot = await self._store.snapshot()
         world = World()
-        for rows, add in (
-            (snapshot.nodes, world.add_node),
-            (snapshot.devices, world.add_device),
-            (snapshot.tasks, world.add_task),
-            (snapshot.leases, world.add_lease),
-            (snapshot.pledges, world.add_pledge),
-            (snapshot.requests, world.add_request),
-        ):
-            for row in rows:
-                add(row)
-        world.finished.update(snapshot.finished)
-        world.position = snapshot.position
-        world.as_of = snapshot.at
+        fill(world, await self._store.snapshot())
         return world
 
     def _tick(self) -> None:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from hashlib import sha256
 from random import Random
 
 from service.core.device import DeviceSample, Node
@@ -245,8 +246,8 @@ class Machine:
         now = self._timeline.now()
         run.saved += 1
         done = run.done_seconds + now - run.began_at
-        digest = f"{run.order.task}:{run.order.fence}:{run.saved}"
-        checkpoint = Checkpointed(*run.claim, now, run.saved, digest, None, f"done:{done}")
+        data = str(done).encode()
+        checkpoint = Checkpointed(*run.claim, now, run.saved, sha256(data).hexdigest(), data, None)
         self._say(run, checkpoint, again=False)
         if again:
             self._timeline.after(run.program.saves_every_seconds, lambda: self._save(run, again=True))
