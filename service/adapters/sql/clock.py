@@ -12,9 +12,12 @@ class TimeSource(Protocol):
     async def database_time(self) -> Instant: ...
 
 
+_TICKING: int = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)
+"""Never jumps back; on Linux it goes on while the machine sleeps."""
+
+
 def _ticks() -> float:
-    """Seconds that never jump back and that go on while the machine sleeps."""
-    return time.clock_gettime(time.CLOCK_BOOTTIME)
+    return time.clock_gettime(_TICKING)
 
 
 class DatabaseClock:

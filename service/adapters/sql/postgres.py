@@ -65,6 +65,12 @@ def connect_migrator(url: str) -> psycopg.Connection[Any]:
 def check_server(url: str) -> None:
     """Raises DatabaseRefused when the server cannot be reached, is too old, or only repeats another."""
     try:
+        psycopg.conninfo.conninfo_to_dict(url)
+    except psycopg.ProgrammingError:
+        raise DatabaseRefused(
+            "--database-url is no address of PostgreSQL; write postgresql://user@host:port/database"
+        ) from None
+    try:
         with psycopg.connect(url, autocommit=True, **_CONNECTION) as connection:
             version = connection.info.server_version
             standby = connection.execute("SELECT pg_is_in_recovery()").fetchone()
@@ -154,8 +160,10 @@ class PostgresSession:
     def commit(self) -> None:
         try:
             with self._translated():
-                self._connection.execute("COMMIT", prepare=False)
+                done = self._connection.execute("COMMIT", prepare=False)
                 self._leave_pipeline()
+                if done.statusmessage != "COMMIT":  # a failed transaction answers ROLLBACK, and no error
+                    raise StoreUnavailable(f"the database answered COMMIT with {done.statusmessage}")
         except ConnectionLost as lost:
             raise CommitUnknown(str(lost)) from lost
 

@@ -10,7 +10,7 @@ import os
 import sqlite3
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -171,8 +171,9 @@ class SqliteSession:
         self._execute("COMMIT")
 
     def rollback(self) -> None:
-        if self._connection.in_transaction:
-            self._connection.rollback()
+        with suppress(sqlite3.Error):
+            if self._connection.in_transaction:
+                self._connection.rollback()
 
     def has_event(self, event: Event) -> bool:
         found = self._execute("SELECT kind, key, version FROM event WHERE position = ?", [event.position])
@@ -186,7 +187,8 @@ class SqliteSession:
         """A file is never disconnected."""
 
     def close(self) -> None:
-        self._connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+        with suppress(sqlite3.Error):  # what stays in the log is read from there at the next start
+            self._connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
         self._connection.close()
 
     def _execute(self, text: str, values: Sequence[Any] = ()) -> list[Any]:
