@@ -49,7 +49,13 @@ async def open_store(url: str) -> "SqlStore":
     migrate. Raises DatabaseRefused.
     """
     database = await asyncio.to_thread(open_database, url)
-    return await asyncio.to_thread(SqlStore, database)
+    try:
+        return await asyncio.to_thread(SqlStore, database)
+    except BaseException:
+        database.session.close()
+        database.readers.dispose()
+        database.release()
+        raise
 
 
 class SqlStore:
@@ -60,6 +66,7 @@ class SqlStore:
         self._readers = ThreadPoolExecutor(READERS, thread_name_prefix="gpubroker-reader")
         self._listeners: list[EventListener] = []
         self._recent = Recent()
+        self._of_this_turn: list[Work] = []
         self._writer = Writer(database.session, self._query(reads.head), self._deliver)
 
     def listen(self, listener: EventListener) -> None:
@@ -146,6 +153,7 @@ class SqlStore:
 
     async def close(self) -> None:
         """Write what is waiting, then let go of the database."""
+        self._wake_writer()
         await asyncio.to_thread(self._close)
 
     def _close(self) -> None:
@@ -156,13 +164,29 @@ class SqlStore:
 
     async def _write(self, units: Sequence[Unit]) -> Sequence[Any]:
         work = Work(get_running_loop(), units)
-        self._writer.put(work)
+        self._hand_over(work)
         return await work.future  # type: ignore[no-any-return]  # each unit's own answer
 
     async def _write_alone(self, act: Callable[[Session], T]) -> T:
         work = Work(get_running_loop(), alone=act)
-        self._writer.put(work)
+        self._hand_over(work)
         return await work.future  # type: ignore[no-any-return]  # what `act` returned
+
+    def _hand_over(self, work: Work) -> None:
+        """What one turn of the event loop asks for reaches the writer at once: each wake-up costs."""
+        if not self._of_this_turn:
+            get_running_loop().call_soon(self._wake_writer)
+        self._of_this_turn.append(work)
+
+    def _wake_writer(self) -> None:
+        works, self._of_this_turn = self._of_this_turn, []
+        if not works:
+            return  # `close` was quicker
+        try:
+            self._writer.put(works)
+        except StoreUnavailable as closed:
+            for work in works:
+                work.future.set_exception(closed)
 
     def _deliver(self, events: Sequence[Event], works: Sequence[Work]) -> None:
         for work in works:

@@ -57,15 +57,16 @@ class Writer:
         self._session = session
         self._heard = heard
         self._deliver = deliver
-        self._inbox: SimpleQueue[Work | None] = SimpleQueue()
+        self._inbox: SimpleQueue[Sequence[Work] | None] = SimpleQueue()
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="gpubroker-writer", daemon=True)
         self._thread.start()
 
-    def put(self, work: Work) -> None:
+    def put(self, works: Sequence[Work]) -> None:
+        """Raises StoreUnavailable after `close`."""
         if self._closing.is_set():
             raise StoreUnavailable("the store is closed")
-        self._inbox.put(work)
+        self._inbox.put(works)
 
     def close(self) -> None:
         """Write what is waiting, then end. Blocks until done."""
@@ -85,21 +86,23 @@ class Writer:
                     self._answer((), [work])
         self._session.close()
 
-    def _with_waiting(self, first: Work) -> list[Work]:
-        works, units = [first], len(first.units)
-        while units < _UNITS_PER_GROUP and (work := self._next_waiting()) is not None:
-            works.append(work)
-            units += len(work.units)
+    def _with_waiting(self, first: Sequence[Work]) -> list[Work]:
+        works = list(first)
+        while sum(len(work.units) for work in works) < _UNITS_PER_GROUP:
+            more = self._next_waiting()
+            if not more:
+                break
+            works += more
         return works
 
-    def _next_waiting(self) -> Work | None:
+    def _next_waiting(self) -> Sequence[Work]:
         try:
-            work = self._inbox.get_nowait()
+            works = self._inbox.get_nowait()
         except Empty:
-            return None
-        if work is None:
+            return ()
+        if works is None:
             self._inbox.put(None)  # the end is for `_run` to see
-        return work
+        return works or ()
 
     def _answer(self, events: Sequence[Event], works: Sequence[Work]) -> None:
         if works:
@@ -183,11 +186,12 @@ class Writer:
 
     def _refuse_waiting(self, why: str) -> None:
         refused: list[Work] = []
-        while (work := self._next_waiting()) is not None:
-            work.answer = StoreUnavailable(why)
-            for unit in work.units:
-                unit.answer = work.answer
-            refused.append(work)
+        while works := self._next_waiting():
+            for work in works:
+                work.answer = StoreUnavailable(why)
+                for unit in work.units:
+                    unit.answer = work.answer
+            refused += works
         self._answer((), refused)
 
     def _run_alone(self, act: Callable[[Session], Any]) -> Any:
