@@ -272,6 +272,29 @@ def test_one_preemption_for_each_of_several_equal_tasks():
     assert stopped(decisions) == ["low0", "low1"]
 
 
+def test_a_preemptor_that_waits_holds_back_none_of_its_likes():
+    waits, like = (a_task(name, priority=80, gpu_mb=80 * GIB) for name in ("a", "b"))
+    notice = {"stop_reason": StopReason.PREEMPT, "freeing_for": waits.id}
+    victim = a_task("victim", priority=10, gpu_mb=80 * GIB)
+    world = a_world(
+        a_device(),
+        a_device("gpu1"),
+        holding(victim, "gpu0", state=TaskState.STOPPING, **notice),
+        a_pledge(waits, "gpu0", 80 * GIB),
+        holding(a_task("low", priority=10, gpu_mb=80 * GIB), "gpu1"),
+        waits,
+        like,
+    )
+    assert stopped(cycle(world)) == ["low"]
+
+
+def test_a_preemptor_whose_room_has_come_starts_even_if_its_like_was_refused():
+    early = a_task("early", priority=80, gpu_mb=80 * GIB, submitted_at=Instant(NOW - 9.0))
+    pledged = a_task("pledged", priority=80, gpu_mb=80 * GIB)
+    world = a_world(a_device(), early, pledged, a_pledge(pledged, "gpu0", 80 * GIB))
+    assert started(cycle(world)) == ["pledged"]
+
+
 def test_a_refused_demand_is_looked_at_once_however_many_tasks_share_it():
     world = a_world(
         holding(a_task("peer", priority=95, gpu_mb=80 * GIB), "gpu0"),

@@ -179,7 +179,7 @@ def test_a_task_without_gpu_goes_to_the_node_with_least_cpu_left_and_spread_to_t
 def test_what_is_pledged_to_the_same_or_a_higher_priority_is_not_free():
     preemptor = a_task("waiting", priority=80, gpu_mb=60 * GIB)
     world = a_world(a_device(), preemptor, a_pledge(preemptor, "gpu0", 60 * GIB))
-    assert reason(world, gpu_mb=30 * GIB, priority=80) is Reason.BEHIND_HIGHER_PRIORITY
+    assert reason(world, gpu_mb=80 * GIB, priority=80) is Reason.BEHIND_HIGHER_PRIORITY
     assert devices(world, gpu_mb=30 * GIB, priority=81) == ["n1/gpu0"]
     assert isinstance(find_placement(Draft(world), preemptor, POLICY, NOW), Placement)
 

@@ -231,18 +231,14 @@ def test_the_deadline_is_that_of_whoever_leaves_last():
     assert choice.deadline_at == NOW + 90.0
 
 
-def test_the_deadline_includes_who_leaves_anyway_only_if_that_room_is_needed():
-    cancelled = a_run(
-        "cancelled", "gpu0", 40, state=TaskState.STOPPING, stop_deadline_at=Instant(NOW + 500.0)
-    )
-    world = a_world(cancelled, a_run("low", "gpu0", 30, grace_seconds=5.0))
-    needed, not_needed = (
-        chosen(world, gpu_mb=60 * GIB),
-        chosen(a_world(cancelled, a_run("low", "gpu0", 40)), gpu_mb=50 * GIB),
-    )
-    assert isinstance(needed, Eviction)
-    assert needed.deadline_at == NOW + 500.0
-    assert isinstance(not_needed, Eviction)
+@pytest.mark.parametrize(("gib", "seconds"), [(70, 5.0), (71, 500.0)])
+def test_the_deadline_includes_who_leaves_anyway_only_if_that_room_is_needed(gib: int, seconds: float):
+    """10 GiB are free, 60 come from the victim, 10 from a run that was cancelled."""
+    until = Instant(NOW + 500.0)
+    cancelled = a_run("cancelled", "gpu0", 10, state=TaskState.STOPPING, stop_deadline_at=until)
+    choice = chosen(a_world(cancelled, a_run("low", "gpu0", 60, grace_seconds=5.0)), gpu_mb=gib * GIB)
+    assert isinstance(choice, Eviction)
+    assert choice.deadline_at == NOW + seconds
 
 
 def test_run_slots_and_cpu_come_from_the_same_victims():
