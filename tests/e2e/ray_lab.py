@@ -211,9 +211,9 @@ async def eventually(true: Callable[[], Any], seconds: float = PATIENCE_SECONDS)
 
 
 def is_there(pid: int) -> bool:
-    """A process that has ended and is not buried yet is not there."""
+    """A process that has ended is not there, though it may wait to be buried (Z) or be dead (X)."""
     with contextlib.suppress(OSError):
-        return "State:\tZ" not in Path(f"/proc/{pid}/status").read_text()
+        return Path(f"/proc/{pid}/status").read_text().partition("State:\t")[2][:1] not in "ZX"
     return False
 
 

@@ -28,8 +28,8 @@ from service.ports import DeviceProbe, ProcessGroup
 
 log = logging.getLogger("gpubroker.agent")
 
-DESERTED_SECONDS = 60.0
-"""Without a poll for so long nothing is collected for the reader; the next one announces itself anyway."""
+DESERTED_SECONDS = 30.0
+"""Without a poll for so long there is no broker: nothing is collected for it; the next announces itself."""
 
 FIRST_BEAT_SECONDS = 0.2
 """After an announcement samples come quickly at first, so that new devices are placeable at once."""

@@ -1,6 +1,7 @@
 """One small file per run that has a process of its own: what a later agent must know to take it over."""
 
 import json
+import os
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -43,7 +44,10 @@ class RunFiles:
     """Cards and logs of one node's runs, in one directory of mode 0700."""
 
     def __init__(self, directory: Path) -> None:
+        """Raises PermissionError if somebody else owns the directory."""
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if directory.stat().st_uid != os.geteuid():
+            raise PermissionError(f"{directory} belongs to another user; remove it or give it to this one")
         # As the kernel spells it, because leftovers are found by the log they print to.
         self._directory = directory.resolve()
 

@@ -15,7 +15,7 @@ import ray
 
 from service.adapters.ray.frames import frame, read_frame
 from service.adapters.ray.node_link import NodeLink
-from service.adapters.ray.options import NAMESPACE, AgentConfig
+from service.adapters.ray.options import AgentConfig
 
 log = logging.getLogger("gpubroker.driver")
 
@@ -71,7 +71,7 @@ class Driver:
                 await asyncio.to_thread(_connect, self._opening.address)
         except Exception as fault:
             log.exception("cannot connect to Ray at %s", self._opening.address)
-            await self.tell("failed", f"cannot connect to Ray at {self._opening.address}: {fault!r}")
+            await self.tell("trouble", f"cannot connect to Ray at {self._opening.address}: {fault!r}")
             os._exit(1)
         await self.tell("connected")
         while True:
@@ -109,7 +109,7 @@ class Driver:
 
     def _link(self, ray_node: str, name: str) -> None:
         if name in self._links:
-            log.error("a second node is called %s; start it with a --node-name of its own", name)
+            log.error("two nodes are called %s; start one with a --node-name of its own", name)
             return
         config = AgentConfig.from_json(self._opening.agent_config)
         self._links[name] = NodeLink(ray_node, config.on_node(name), self._opening.broker, self._term, self)
@@ -117,7 +117,7 @@ class Driver:
 
 def _connect(address: str) -> None:
     """In a thread: on the main thread Ray would put its own signal handlers in place."""
-    ray.init(address=address, namespace=NAMESPACE, log_to_driver=False, logging_level=logging.ERROR)
+    ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
 
 
 def _name_of(node: dict[str, Any]) -> str:

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections import deque
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
@@ -33,6 +34,7 @@ START_PATIENCE_SECONDS = 30.0
 FIRST_PAUSE_SECONDS = 0.2
 LONGEST_PAUSE_SECONDS = 5.0
 LEAVE_SECONDS = 10.0
+LOG_BYTES = 4 * 2**20
 
 RunId = tuple[TaskId, Fence, int]
 
@@ -52,6 +54,7 @@ class RayExecutor:
         self._broker = uuid4().hex
         self._term = Term(0)
         self._keeping: asyncio.Task[None] | None = None
+        self._finding: asyncio.Future[HeadState] | None = None
         self._writer: asyncio.StreamWriter | None = None
         self._seen: dict[NodeName, str] = {}
         """Nodes whose agent has answered through the present driver, and their incarnation."""
@@ -115,6 +118,8 @@ class RayExecutor:
         if self._keeping is not None:
             self._keeping.cancel()
             await asyncio.gather(self._keeping, return_exceptions=True)
+        if self._finding is not None:
+            await asyncio.gather(self._finding, return_exceptions=True)
         if stop_cluster and self._options.is_local:
             await stop_head(self._options.data_dir)
         self._state, self._message = "stopped", "closed"
@@ -126,7 +131,7 @@ class RayExecutor:
             self._ready.clear()
             self._state, self._message = "starting", "connecting to Ray"
             try:
-                head = await running_head(self._options) if self._options.is_local else None
+                head = await self._find_head() if self._options.is_local else None
                 self._address = head.address if head is not None else self._address
                 await self._drive(head)
                 self._state = "reconnecting"
@@ -134,9 +139,17 @@ class RayExecutor:
             except (HeadRefused, OSError) as fault:
                 self._state, self._message = "failed", str(fault)
                 log.error("Ray cannot be reached: %s", fault)
+            except Exception as fault:
+                self._state, self._message = "failed", repr(fault)
+                log.exception("the Ray driver process is given up; starting another")
             pause = FIRST_PAUSE_SECONDS if self._seen else min(2 * pause, LONGEST_PAUSE_SECONDS)
             self._seen.clear()
             await asyncio.sleep(pause)
+
+    async def _find_head(self) -> HeadState:
+        """Not cut short by `close`: a head that nobody knows of would stay behind."""
+        self._finding = asyncio.ensure_future(running_head(self._options))
+        return await asyncio.shield(self._finding)
 
     async def _drive(self, head: HeadState | None) -> None:
         """Back when the driver has ended. A head that ends takes the driver with it."""
@@ -166,7 +179,7 @@ class RayExecutor:
     def _start_driver(self, channel: socket.socket) -> "subprocess.Popen[bytes]":
         options = self._options
         environment = {name: text for name, text in os.environ.items() if name != "RAY_ADDRESS"}
-        with (options.data_dir / "ray-driver.log").open("wb") as output:
+        with _log_of(options.data_dir).open("ab") as output:
             return subprocess.Popen(  # noqa: S603  # our own module
                 [sys.executable, "-m", "service.adapters.ray.driver", str(channel.fileno())],
                 stdin=subprocess.DEVNULL,
@@ -190,8 +203,8 @@ class RayExecutor:
                     self._on_report(report)
             case ("connected",):
                 self._message = "waiting for node agents"
-            case ("failed", why):
-                self._message = why
+            case ("trouble", what):
+                self._message = what
             case ("left",):
                 self._left.set()
 
@@ -233,3 +246,11 @@ class RayExecutor:
     def _tell(self, *parts: Any) -> None:
         if self._writer is not None:
             self._writer.write(frame(*parts))
+
+
+def _log_of(data_dir: Path) -> Path:
+    """Where drivers write; begun anew when it has grown large."""
+    path = data_dir / "ray-driver.log"
+    if path.exists() and path.stat().st_size > LOG_BYTES:
+        path.unlink()
+    return path

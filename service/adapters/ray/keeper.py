@@ -15,7 +15,7 @@ from gpubroker.runtime.output import tail_of_file
 
 from service.adapters.ray.cards import Card, RunFiles
 from service.adapters.ray.lane import Lane
-from service.adapters.ray.options import NAMESPACE, AgentConfig
+from service.adapters.ray.options import AgentConfig
 from service.adapters.ray.pool import Pool, describe
 from service.adapters.ray.processes import ProcessId, Watched, boot_id, process_id
 from service.adapters.ray.reaper import put_down, sweep
@@ -108,10 +108,10 @@ class RunKeeper:
                 await self._adopt_run(card)
             else:
                 self._files.remove_card(card.key)
-        prefix = f"runner/{self._config.node}/"
-        for name in await asyncio.to_thread(ray.util.list_named_actors):
-            if name.startswith(prefix) and name not in taken:
-                await self._adopt_runner(name, shared=name.startswith(f"{prefix}shared/"))
+        for name in await asyncio.to_thread(self.pool.left_over):
+            if name not in taken:
+                with contextlib.suppress(ValueError, ProcessLookupError):
+                    await self._adopt_runner(name)
         self.pool.keep_full()
 
     async def close(self) -> None:
@@ -128,8 +128,8 @@ class RunKeeper:
     def on_report(self, lane: Lane, report: Report) -> None:
         kind, key = report[0], RunKey(*report[1:4])
         run = self.book.runs.get(key)
-        if run is None or run.has_ended:
-            return
+        if run is None or run.lane is not lane or run.has_ended:
+            return  # user code may have forged it
         if kind == "progressed":
             self._ear.note(key, report)
             return
@@ -247,7 +247,7 @@ class RunKeeper:
         run = self.book.runs[card.key] = Run(order, shared=False)
         self.book.note_fence(card.key)
         try:
-            actor = await asyncio.to_thread(ray.get_actor, card.runner, NAMESPACE)
+            actor = await asyncio.to_thread(ray.get_actor, card.runner, self._config.namespace)
             run.lane = self.pool.adopt(card.runner, actor, card.process, shared=False)
         except (ValueError, ProcessLookupError):
             self._do(self._bury(run, card))
@@ -266,10 +266,11 @@ class RunKeeper:
         self._end(run, _ended(run.key, "lost", failure, tail_of_file(self._files.log_of(run.key))))
         await self._prove_gone(run, card.process)
 
-    async def _adopt_runner(self, name: str, *, shared: bool) -> None:
-        actor = await asyncio.to_thread(ray.get_actor, name, NAMESPACE)
+    async def _adopt_runner(self, name: str) -> None:
+        """Raises ValueError or ProcessLookupError if it is gone."""
+        actor = await asyncio.to_thread(ray.get_actor, name, self._config.namespace)
         told = await describe(actor)
-        if told is None or not shared:
+        if told is None or not told["shared"]:
             # Without a card it is blank, and soon made again.
             await asyncio.to_thread(ray.kill, actor)
             return

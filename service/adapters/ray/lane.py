@@ -44,6 +44,7 @@ class Lane:
         self._on_report = on_report
         self._on_end = on_end
         self._heard = 0
+        self._early: dict[int, Report] = {}
         self._calls = 0
         self._open_calls: set[asyncio.Task[None]] = set()
         self._waiting: list[tuple[Any, ...]] = []
@@ -80,12 +81,18 @@ class Lane:
             log.info("runner %s is lost: %s", self.name, fault)
             self.watched.signal(signal.SIGKILL)
             return
-        for position, report in reply:
-            if position > self._heard:
-                self._heard = position
-                self._on_report(self, report)
+        self._hear(reply)
         if number == self._calls and self.runs:
             self._call([])
+
+    def _hear(self, reply: Sequence[tuple[int, Report]]) -> None:
+        """A later call's reply may come first: reports wait for those that were written before them."""
+        self._early.update((number, report) for number, report in reply if number > self._heard)
+        if self._heard == START_OVER and self._early:
+            self._heard = min(self._early) - 1
+        while (report := self._early.pop(self._heard + 1, None)) is not None:
+            self._heard += 1
+            self._on_report(self, report)
 
     def _note_end(self) -> None:
         end = asyncio.create_task(self._silence())

@@ -11,12 +11,14 @@ from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from service.adapters.ray.agent import NodeAgent
-from service.adapters.ray.options import NAMESPACE, AgentConfig
+from service.adapters.ray.options import AgentConfig
 from service.adapters.ray.wire import PROTOCOL, write_reports
 
 log = logging.getLogger("gpubroker.driver")
 
 POLL_SECONDS = 20.0
+ANSWER_SECONDS = 20.0
+"""How much later than asked for an agent may answer. One that hangs is replaced; its runs go on."""
 FIRST_PAUSE_SECONDS = 0.1
 LONGEST_PAUSE_SECONDS = 5.0
 AGENT_PATIENCE_SECONDS = 20.0
@@ -87,8 +89,10 @@ class NodeLink:
                     pause = FIRST_PAUSE_SECONDS
                     await self._listen(agent)
             except (RayError, ValueError) as fault:
-                log.warning("the agent of %s is away: %s", self._config.node, fault)
                 await self._on_absence(str(fault))
+            except TimeoutError:
+                log.error("the agent of %s does not answer; replacing it", self._config.node)
+                await asyncio.to_thread(ray.kill, agent)
             self._agent = None
             await asyncio.sleep(pause)
             pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
@@ -97,7 +101,7 @@ class NodeLink:
         """The agent that is there, or a new one. Blocks for as long as Ray's control service does."""
         options = {
             "name": f"agent/{self._config.node}",
-            "namespace": NAMESPACE,
+            "namespace": self._config.namespace,
             "lifetime": "detached",
             "get_if_exists": True,
             "num_cpus": 0,
@@ -128,11 +132,15 @@ class NodeLink:
         acknowledged = 0
         while acknowledged >= 0:
             self._answered_at = time.monotonic()
-            acknowledged, packed = await agent.poll.remote(self._incarnation, acknowledged, POLL_SECONDS)
+            async with asyncio.timeout(POLL_SECONDS + ANSWER_SECONDS):
+                reply = await agent.poll.remote(self._incarnation, acknowledged, POLL_SECONDS)
+            acknowledged, packed = reply
             if packed:
                 await self._listener.tell("reports", packed)
 
     async def _on_absence(self, why: str) -> None:
+        log.warning("the agent of %s is away: %s", self._config.node, why)
+        await self._listener.tell("trouble", f"the agent of node {self._config.node} is away: {why}")
         away_seconds = time.monotonic() - self._answered_at
         if away_seconds > AGENT_PATIENCE_SECONDS and not self._told_lost:
             self._told_lost = True

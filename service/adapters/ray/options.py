@@ -12,9 +12,6 @@ from typing import Any
 from service.core.orders import SeenDevice
 from service.core.units import Mib
 
-NAMESPACE = "gpubroker"
-"""Ray namespace of all our actors."""
-
 
 @dataclass(frozen=True, slots=True)
 class RayOptions:
@@ -112,6 +109,11 @@ class AgentConfig:
     idle_stop_seconds: float
     keepalive: str
     """File that is touched while the node is of use to somebody; empty: the agent leaves by itself."""
+
+    @property
+    def namespace(self) -> str:
+        """Ray namespace of our actors: other brokers may be guests of the same cluster."""
+        return f"gpubroker-{self.instance}"
 
     def on_node(self, name: str) -> "AgentConfig":
         return replace(self, node=name)

@@ -14,7 +14,7 @@ from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from service.adapters.ray.lane import Lane
-from service.adapters.ray.options import NAMESPACE, AgentConfig
+from service.adapters.ray.options import AgentConfig
 from service.adapters.ray.processes import ProcessId, process_id
 from service.adapters.ray.runner import Runner
 
@@ -41,6 +41,7 @@ class Pool:
     def __init__(self, config: AgentConfig, audience: Audience, waiting_starts: Callable[[], int]) -> None:
         self._config = config
         self._audience = audience
+        self._prefix = f"runner/{config.node}/"
         self._waiting_starts = waiting_starts
         self.ray_node: str = ray.get_runtime_context().get_node_id()
         self._spares: deque[Lane] = deque()
@@ -52,9 +53,11 @@ class Pool:
 
     def take_spare(self) -> Lane | None:
         """A blank process, never handed out again."""
-        lane = self._spares.popleft() if self._spares else None
+        lane = None
+        while self._spares and (lane is None or lane.watched.ended):
+            lane = self._spares.popleft()
         self.keep_full()
-        return lane
+        return lane if lane is not None and not lane.watched.ended else None
 
     def least_busy_shared(self) -> Lane | None:
         lanes = [lane for lane in self._shared if not lane.retiring]
@@ -80,11 +83,17 @@ class Pool:
         self.keep_full()
 
     def keep_full(self) -> None:
-        """Make what is missing: at once if a run waits for it, otherwise after a pause."""
+        """Make what is missing: at once if the next run would have to wait for it, else after a pause."""
         if self._refill is not None:
             self._refill.cancel()
-        pause = 0.0 if self._waiting_starts() or not self._shared else REFILL_PAUSE_SECONDS
+        pause = REFILL_PAUSE_SECONDS if self._spares else 0.0
         self._refill = asyncio.get_running_loop().call_later(pause, self._make_missing)
+
+    def left_over(self) -> list[str]:
+        """Names of this node's runners that are alive in Ray. Blocks."""
+        named = ray.util.list_named_actors(all_namespaces=True)
+        ours = (actor["name"] for actor in named if actor["namespace"] == self._config.namespace)
+        return [name for name in ours if name.startswith(self._prefix)]
 
     def adopt(self, name: str, actor: Any, process: ProcessId, *, shared: bool) -> Lane:
         """Take over a runner that an earlier agent made. Raises ProcessLookupError if it is gone."""
@@ -124,7 +133,7 @@ class Pool:
         self._make_missing()
 
     async def _make(self, shared: bool) -> None:
-        name = f"runner/{self._config.node}/{'shared' if shared else 'spare'}/{uuid4().hex[:8]}"
+        name = f"{self._prefix}{uuid4().hex[:8]}"
         try:
             actor = await asyncio.to_thread(self._create, name, shared)
             told = await actor.describe.remote()
@@ -145,7 +154,7 @@ class Pool:
         """Blocks for as long as Ray's control service does: never on the event loop."""
         options = {
             "name": name,
-            "namespace": NAMESPACE,
+            "namespace": self._config.namespace,
             "lifetime": "detached",
             "num_cpus": 0,
             "num_gpus": 0,

@@ -33,7 +33,12 @@ class Entry:
     id: ProcessId
     parent: int
     state: str
-    """One letter of ps; Z has ended and holds nothing."""
+    """One letter, as in ps."""
+
+    @property
+    def has_ended(self) -> bool:
+        """Z waits to be buried, X is being buried; neither runs or holds anything."""
+        return self.state in "ZX"
 
 
 def entry_of(pid: int) -> Entry | None:
@@ -58,7 +63,7 @@ def process_table() -> dict[int, Entry]:
     """All processes that have not ended, by pid."""
     pids = (int(name) for name in os.listdir("/proc") if name.isdigit())
     entries = (entry_of(pid) for pid in pids)
-    return {entry.id.pid: entry for entry in entries if entry is not None and entry.state != "Z"}
+    return {entry.id.pid: entry for entry in entries if entry is not None and not entry.has_ended}
 
 
 def name_of(pid: int) -> str:
@@ -92,7 +97,7 @@ def descendants(root: int, table: dict[int, Entry]) -> list[ProcessId]:
 
 def is_alive(process: ProcessId) -> bool:
     entry = entry_of(process.pid)
-    return entry is not None and entry.id == process and entry.state != "Z"
+    return entry is not None and entry.id == process and not entry.has_ended
 
 
 def send_signal(process: ProcessId, number: signal.Signals) -> bool:

@@ -1,5 +1,6 @@
 """The Ray actor around a process that runs tasks. What it does is in `gpubroker.runtime`."""
 
+import contextlib
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -25,15 +26,19 @@ class Runner:
     def __init__(self, task_path: Sequence[str], *, shared: bool) -> None:
         hide_devices()
         look_for_modules_in(task_path)
+        with contextlib.suppress(OSError):
+            os.chdir(task_path[0])  # it need not exist on every node
         if shared:
             sort_output_by_run()
+        self._shared = shared
         self._mailbox: Mailbox | None = None
         self._host: RunHost | None = None
 
     async def describe(self) -> dict[str, Any]:
         """Who this is, and which runs have not ended here."""
         host, _ = self._parts()
-        return {"protocol": PROTOCOL, "pid": os.getpid(), "runs": [o.to_wire() for o in host.orders.values()]}
+        runs = [order.to_wire() for order in host.orders.values()]
+        return {"protocol": PROTOCOL, "pid": os.getpid(), "shared": self._shared, "runs": runs}
 
     async def exchange(
         self, protocol: int, acknowledged: int, items: Sequence[tuple[Any, ...]]

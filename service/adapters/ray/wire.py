@@ -1,5 +1,6 @@
 """Orders and reports as bytes and back: plain values in msgpack, with a number that names the form."""
 
+import logging
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -29,6 +30,8 @@ from service.core.orders import (
 from service.core.units import Fence, Instant, Mib, NodeName, TaskId, device_key
 from service.ports import RunPayload
 
+log = logging.getLogger("gpubroker.ray")
+
 PROTOCOL = 1
 """First value of every message between driver and agent. Another number is refused."""
 
@@ -38,7 +41,8 @@ WireSample = tuple[Any, ...]
 
 
 def pack(value: Any) -> bytes:
-    packed: bytes = msgpack.packb(value, use_bin_type=True)
+    # Text of runs may hold what no encoding knows; one such letter must not hold up a node's reports.
+    packed: bytes = msgpack.packb(value, use_bin_type=True, unicode_errors="replace")
     return packed
 
 
@@ -112,7 +116,15 @@ class ReportForm:
         if protocol != PROTOCOL:
             raise ValueError(f"reports of node {node} have form {protocol}, this service reads {PROTOCOL}")
         shift = self._now() - sent_at
-        return [self._report(node, shift, report) for report in reports]
+        return [read for report in reports if (read := self._readable(node, shift, report)) is not None]
+
+    def _readable(self, node: str, shift: float, report: WireReport) -> Report | None:
+        """A process that user code runs in may have written anything; what is no report is left out."""
+        try:
+            return self._report(node, shift, report)
+        except (ValueError, TypeError) as fault:
+            log.error("node %s sent what is no report: %s", node, fault)
+            return None
 
     def _report(self, node: str, shift: float, report: WireReport) -> Report:
         match report:
