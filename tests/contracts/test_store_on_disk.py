@@ -13,6 +13,8 @@ from pathlib import Path
 import psycopg
 import pytest
 
+from service.adapters.sql.postgres import PostgresSession
+from service.adapters.sql.session import CommitUnknown
 from service.adapters.sql.store import SqlStore, open_store
 from service.core.events import Event
 from service.core.task import TaskState
@@ -100,6 +102,8 @@ async def test_what_postgresql_alone_refuses_fails_alone(postgres_url: str) -> N
 
 SUBMITTER = """
 import asyncio, sys
+from service.adapters.sql.postgres import PostgresSession
+from service.adapters.sql.session import CommitUnknown
 from service.adapters.sql.store import open_store
 from tests.contracts.scenes import a_submission
 
@@ -250,6 +254,19 @@ def file_size_limit(size_bytes: int) -> Iterator[None]:
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+async def test_a_process_that_hangs_in_a_commit_does_not_hold_up_the_others(postgres_url: str) -> None:
+    hanging = PostgresSession(postgres_url)
+    hanging.begin()
+    hanging.number(1)  # it has the head of the log, and now does nothing
+    async with opened(postgres_url) as store:
+        outcome = await asyncio.wait_for(store.submit(a_submission("t1")), DEADLINE_SECONDS)
+        assert outcome.verdict is SubmitVerdict.ACCEPTED
+        assert await store.head() == 1
+    with pytest.raises(CommitUnknown):
+        hanging.commit()
+    hanging.close()
 
 
 async def test_a_full_disk_is_said_and_harms_nothing(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from sqlalchemy import Connection, Engine, create_engine, event
-from sqlalchemy.engine import make_url
+from sqlalchemy.engine import ExceptionContext, make_url
 from sqlalchemy.exc import ArgumentError
 from sqlalchemy.pool import NullPool, QueuePool
 
@@ -98,6 +98,12 @@ def _open_server(url: str) -> Database:
     postgres.check_server(url)
     bring_to(_server_engine(url), "head", "the database")
     readers = _readers("postgresql+psycopg://", partial(postgres.connect_reader, url))
+
+    @event.listens_for(readers, "handle_error")
+    def _hear_goodbyes(context: ExceptionContext) -> None:
+        if isinstance(context.original_exception, postgres.GOODBYES):
+            context.is_disconnect = True
+
     snapshot = "BEGIN ISOLATION LEVEL REPEATABLE READ, READ ONLY"
     return Database(postgres.PostgresSession(url), readers, snapshot, lambda: None)
 

@@ -49,6 +49,14 @@ SET enable_seqscan = off; SET enable_hashjoin = off; SET enable_mergejoin = off;
 _READER = "SET statement_timeout = '30s'; SET default_transaction_read_only = on;"
 _OLDEST = 140000
 
+GOODBYES = (
+    errors.AdminShutdown,
+    errors.CrashShutdown,
+    errors.CannotConnectNow,
+    errors.IdleInTransactionSessionTimeout,
+)
+"""What a server says before it hangs up; the connection counts as lost although it is still open."""
+
 
 def connect_writer(url: str) -> psycopg.Connection[Any]:
     return _connect(url, _WRITER)
@@ -216,7 +224,9 @@ class PostgresSession:
             raise ValueError(f"a value cannot be stored: {str(error).strip()}") from error
         except (errors.DeadlockDetected, errors.SerializationFailure):
             raise
-        except errors.OperationalError as error:
-            if self._connection.closed or self._connection.broken:
+        except psycopg.Error as error:
+            if isinstance(error, GOODBYES) or self._connection.closed or self._connection.broken:
                 raise ConnectionLost(str(error).strip()) from error
-            raise StoreUnavailable(f"the database did not do it: {str(error).strip()}") from error
+            if isinstance(error, psycopg.OperationalError):
+                raise StoreUnavailable(f"the database did not do it: {str(error).strip()}") from error
+            raise
