@@ -5,7 +5,7 @@ for two seconds is ended by the server: so a leader that hangs does not hold the
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
 import psycopg
@@ -117,7 +117,9 @@ class PostgresSession:
     def __init__(self, url: str) -> None:
         self._url = url
         self._connection = connect_writer(url)
-        self._pipeline: AbstractContextManager[Any] | None = None
+        self._open = ExitStack()
+        self._pipeline: psycopg.Pipeline
+        """Of the transaction that is open."""
         self._sent: list[tuple[SetStatement, int, psycopg.Cursor[Any]]] = []
         self._terms: list[tuple[Term, psycopg.Cursor[Any]]] = []
 
@@ -125,8 +127,7 @@ class PostgresSession:
         with self._translated():
             self._sent.clear()
             self._terms.clear()
-            self._pipeline = self._connection.pipeline()
-            self._pipeline.__enter__()
+            self._pipeline = self._open.enter_context(self._connection.pipeline())
             self._connection.execute("BEGIN", prepare=False)
 
     def write(self, statement: SetStatement, rows: Sequence[Row]) -> None:
@@ -150,7 +151,11 @@ class PostgresSession:
     def number(self, events: int) -> tuple[Position, Instant]:
         try:
             with self._translated():
-                [(last, at)] = self._connection.execute(_TAKE_HEAD, [events]).fetchall()
+                head = self._connection.execute(_TAKE_HEAD, [events])
+                # A sync, and not a mere read of the answer: only then does the server count us as idle,
+                # and end a transaction that hangs with the head of the log in its hand.
+                self._pipeline.sync()
+                [(last, at)] = head.fetchall()
         finally:
             # Of a guard that missed and a constraint that then failed, the guard is what went wrong.
             self._check_guards()
@@ -169,7 +174,7 @@ class PostgresSession:
         try:
             with self._translated():
                 done = self._connection.execute("COMMIT", prepare=False)
-                self._leave_pipeline()
+                self._open.close()  # waits for everything sent; raises the first error of it
                 if done.statusmessage != "COMMIT":  # a failed transaction answers ROLLBACK, and no error
                     raise StoreUnavailable(f"the database answered COMMIT with {done.statusmessage}")
         except ConnectionLost as lost:
@@ -177,7 +182,7 @@ class PostgresSession:
 
     def rollback(self) -> None:
         with suppress(psycopg.Error):
-            self._leave_pipeline()
+            self._open.close()
         with suppress(psycopg.Error):
             if self._connection.info.transaction_status != psycopg.pq.TransactionStatus.IDLE:
                 self._connection.execute("ROLLBACK")
@@ -205,14 +210,8 @@ class PostgresSession:
 
     def close(self) -> None:
         with suppress(psycopg.Error):
-            self._leave_pipeline()
+            self._open.close()
         self._connection.close()
-
-    def _leave_pipeline(self) -> None:
-        """Wait for everything sent; raises the first error of it."""
-        pipeline, self._pipeline = self._pipeline, None
-        if pipeline is not None:
-            pipeline.__exit__(None, None, None)
 
     @contextmanager
     def _translated(self) -> Iterator[None]:
