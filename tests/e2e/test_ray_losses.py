@@ -59,7 +59,7 @@ async def test_a_run_outlives_the_node_agent(lab: Lab, tmp_path: Path) -> None:
     assert (await run.first(Gone)).proof == "process_absent"
 
 
-async def test_a_restarted_service_finds_the_head_and_the_run_and_takes_its_result(
+async def test_a_service_restarted_with_other_settings_finds_head_and_run_and_takes_the_result(
     open_lab: OpenLab, tmp_path: Path
 ) -> None:
     home, gate = tmp_path / "home", tmp_path / "gate"
@@ -73,13 +73,17 @@ async def test_a_restarted_service_finds_the_head_and_the_run_and_takes_its_resu
     await service.wait()
     head = read_state(home)
 
-    lab = await open_lab(term=2, data_dir=home)
+    lab = await open_lab(term=2, data_dir=home, max_runs=7)
     assert read_state(home) == head
-    assert ("survivor", 1) in (await lab.node()).runs
+    seen = await lab.node()
+    assert ("survivor", 1) in seen.runs
+    assert seen.node.max_runs == 7
     gate.touch()
     survivor = await lab.run_of("survivor")
     assert await survivor.result() == "seen"
-    assert (await survivor.first(Gone)).proof == "process_absent"
+    gone = await survivor.first(Gone)
+    assert gone.proof == "process_absent"
+    assert gone.samples
 
 
 async def test_a_head_that_was_shot_is_replaced_and_says_what_became_of_its_runs(

@@ -53,14 +53,14 @@ class NodeAgent:
         self._attended_at = time.monotonic()
 
     async def announce(self, protocol: int, config: str, broker: str, term: int) -> tuple[str, str]:
-        """(`welcome`, the new incarnation), or why not: (`outdated`, ...) and (`stale`, the known term).
+        """(`welcome`, the new incarnation), or why not: (`stale`, the known term) and (`outdated`, ...).
 
         An outdated agent is of another release or has another configuration; kill it and make a new one.
         """
-        if protocol != PROTOCOL or config != self._config.to_json():
-            return "outdated", f"protocol {PROTOCOL}"
         if term < self._term:
             return "stale", str(self._term)
+        if protocol != PROTOCOL or config != self._config.to_json():
+            return "outdated", f"protocol {PROTOCOL}"
         async with self._opening:
             keeper = await self._open_keeper()
             if self._broker not in ("", broker):

@@ -120,12 +120,12 @@ def send_signal(process: ProcessId, number: signal.Signals) -> bool:
 def leftovers(instance: str, mark: str, log: Path, since_ticks: int) -> list[ProcessId]:
     """Everything a run of this broker started, after `since_ticks`, that is still there.
 
-    Found by the mark in its environment or by the log it prints to: a child that was forked, not executed,
-    shows the environment of the process that it was forked from.
+    Found by the mark in its environment, or by the run's log being open: a child that was forked and never
+    executed anything shows the environment of the process that it was forked from.
     """
     marks = {f"{RUN_MARK}={mark}".encode(), f"{INSTANCE_MARK}={instance}".encode()}
     young = (entry for entry in process_table().values() if entry.id.start_ticks >= since_ticks)
-    return [entry.id for entry in young if _prints_to(entry.id.pid, log) or _has_marks(entry.id.pid, marks)]
+    return [entry.id for entry in young if _has_open(entry.id.pid, log) or _has_marks(entry.id.pid, marks)]
 
 
 def _has_marks(pid: int, marks: set[bytes]) -> bool:
@@ -134,11 +134,12 @@ def _has_marks(pid: int, marks: set[bytes]) -> bool:
     return False
 
 
-def _prints_to(pid: int, log: Path) -> bool:
-    for descriptor in (1, 2):
-        with contextlib.suppress(OSError):
-            if os.readlink(f"/proc/{pid}/fd/{descriptor}") == str(log):
-                return True
+def _has_open(pid: int, log: Path) -> bool:
+    with contextlib.suppress(OSError):
+        for descriptor in os.listdir(f"/proc/{pid}/fd"):
+            with contextlib.suppress(OSError):
+                if os.readlink(f"/proc/{pid}/fd/{descriptor}") == str(log):
+                    return True
     return False
 
 
