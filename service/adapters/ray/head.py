@@ -159,23 +159,17 @@ async def _start(options: RayOptions) -> HeadState:
 
 def _run_supervisor(options: RayOptions, log_file: Path) -> bool:
     """Start it in the background and wait until it says that Ray is up; False if it does not."""
-    orders = {
-        "data_dir": str(options.data_dir),
-        "temp_dir": tempfile.mkdtemp(prefix="gpb-", dir="/tmp"),  # socket paths must stay short
-        "object_store_bytes": options.object_store_bytes,
-        "idle_stop_seconds": options.idle_stop_seconds,
-    }
     reading, writing = os.pipe()
     try:
         with log_file.open("wb") as output:
+            orders = {
+                "data_dir": str(options.data_dir),
+                "temp_dir": tempfile.mkdtemp(prefix="gpb-", dir="/tmp"),  # socket paths must stay short
+                "object_store_bytes": options.object_store_bytes,
+                "idle_stop_seconds": options.idle_stop_seconds,
+            }
             subprocess.run(  # noqa: S603  # our own module
-                [
-                    sys.executable,
-                    "-m",
-                    "service.adapters.ray.head_supervisor",
-                    json.dumps(orders),
-                    str(writing),
-                ],
+                [sys.executable, "-m", SUPERVISOR, json.dumps(orders), str(writing)],
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
