@@ -186,7 +186,7 @@ class SqlStore:
             self._writer.put(works)
         except StoreUnavailable as closed:
             for work in works:
-                work.future.set_exception(closed)
+                work.refuse(closed)
 
     def _deliver(self, events: Sequence[Event], works: Sequence[Work]) -> None:
         for work in works:

@@ -38,6 +38,11 @@ class Work:
         self.answer: Any = None
         self.future: Future[Any] = loop.create_future()
 
+    def refuse(self, error: Exception) -> None:
+        """Answer a caller whose work the writer never saw; on the event loop."""
+        if not self.future.done():
+            self.future.set_exception(error)
+
     def finish(self) -> None:
         """Answer the caller; on the event loop."""
         if self.future.cancelled():
