@@ -15,7 +15,7 @@ RUN_MARK = "GPUBROKER_RUN"
 INSTANCE_MARK = "GPUBROKER_INSTANCE"
 """Which broker's run it is: several may share a machine."""
 
-YIELDING = 10
+YIELDING = 5
 """Niceness of a run: on a busy machine the agent and the service come first, or nobody could be told."""
 
 _PR_SET_CHILD_SUBREAPER = 36
