@@ -71,7 +71,7 @@ def clusters(draw: st.DrawFn) -> World:
 def submissions(draw: st.DrawFn) -> dict[str, Any]:
     return {
         "priority": draw(st.sampled_from((5, 20, 50, 60, 80, 95))),
-        "submitted_at": NOW - draw(st.sampled_from((0, 10, 500))),
+        "submitted_at": NOW - draw(st.sampled_from((0, 10, 900))),
         "grace_seconds": draw(st.sampled_from((5.0, 30.0))),
         **draw(st.sampled_from(SHAPES)),
     }

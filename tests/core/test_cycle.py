@@ -327,6 +327,24 @@ def test_a_slice_examines_no_more_tasks_than_its_budget_and_the_next_goes_on():
     assert rest.cursor is None
 
 
+def test_ageing_stands_still_during_a_cycle_so_that_nobody_is_skipped():
+    """A thousand seconds later `old` would stand before the others, where the cycle has been already."""
+    old = a_task("old", priority=40, submitted_at=Instant(NOW - 1000.0))
+    world = a_world(a_node(), old, a_task("first", priority=69), a_task("second", priority=68))
+    names, cursor = [], None
+    for now in (NOW, NOW + 1000.0, NOW + 2000.0):
+        plan = plan_cycle(world, POLICY, Instant(now), cursor, budget=1)
+        commit(world, plan.decisions)
+        names += started(list(plan.decisions))
+        cursor = plan.cursor
+    assert names == ["first", "second", "old"]
+
+
+def test_tasks_start_in_the_order_of_their_aged_priority():
+    aged = a_task("aged", priority=50, submitted_at=Instant(NOW - 900.0))
+    assert started(cycle(a_world(a_node(), aged, a_task("new", priority=60)))) == ["aged", "new"]
+
+
 def test_a_task_that_was_refused_in_one_slice_is_not_examined_in_the_next():
     world = a_world(
         holding(a_task("peer", priority=95, gpu_mb=80 * GIB), "gpu0"),
