@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import pwd
 import signal
 import stat
 import time
@@ -112,11 +113,13 @@ async def test_a_joined_cluster_is_used_and_never_stopped(lab: Lab, as_guest: st
 async def test_a_run_becomes_the_task_user_where_the_service_is_root(
     as_guest: str, open_lab: OpenLab
 ) -> None:
-    guest = await open_lab(address=as_guest, task_user="nobody")
-    run = await guest.start(kind="command", command=("id", "-un"), arguments=b"")
-    ended = await run.first(Ended)
+    guest = await open_lab(address=as_guest, task_user="nobody", warm_runners=int(os.geteuid() == 0))
+    own = await guest.start(kind="command", command=("id", "-un"), arguments=b"")
+    shared = await guest.start(entrypoint="os:getuid", shareable=True)
+    ended = await own.first(Ended)
     if os.geteuid() == 0:
         assert ended.log_tail == b"nobody\n"
+        assert await shared.result() == pwd.getpwnam("nobody").pw_uid
     else:
         assert ended.failure is not None
         assert "could not be prepared" in ended.failure.message

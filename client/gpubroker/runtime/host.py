@@ -9,7 +9,7 @@ from pathlib import Path
 from gpubroker.runtime.command import run_command
 from gpubroker.runtime.invoke import invoke
 from gpubroker.runtime.journal import SOON, Journal
-from gpubroker.runtime.messages import Outcome, Report, RunKey, RunOrder, ended, failed, started
+from gpubroker.runtime.messages import Outcome, RunKey, RunOrder, ended, failed, started
 from gpubroker.runtime.outcome import describe, raised, trace_of
 from gpubroker.runtime.output import FileOutput, MemoryOutput, Output, enter_output, leave_output
 from gpubroker.runtime.process import Claim, claim
@@ -28,7 +28,6 @@ class RunHost:
         self._journal = journal
         self.orders: dict[RunKey, RunOrder] = {}
         """Runs that have not ended."""
-        self.starts: dict[RunKey, Report] = {}
         self._tasks: dict[RunKey, RunningTask] = {}
         self._threads = ThreadPoolExecutor(MOST_THREADS, thread_name_prefix="run")
 
@@ -66,8 +65,7 @@ class RunHost:
 
     def _run(self, order: RunOrder, task: RunningTask, output: Output) -> None:
         key = order.key
-        told = self.starts[key] = started(key, os.getpid())
-        self._journal.add(told, SOON)
+        self._journal.add(started(key, os.getpid()), SOON)
         entered = enter_task(task)
         printing = enter_output(output) if isinstance(output, MemoryOutput) else None
         outcome = _outcome_of(order, task)
@@ -76,7 +74,7 @@ class RunHost:
             leave_output(printing)
         # Told before it is struck off: whoever sees no run left has been told of every end.
         self._journal.add(ended(key, outcome, output.tail()), after_news_of=key)
-        del self.orders[key], self._tasks[key], self.starts[key]
+        del self.orders[key], self._tasks[key]
 
     def _refuse(self, order: RunOrder, fault: Exception) -> None:
         message = f"the process could not be prepared: {describe(fault)}"

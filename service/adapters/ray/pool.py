@@ -161,7 +161,12 @@ class Pool:
             "max_restarts": 0,
             "scheduling_strategy": NodeAffinitySchedulingStrategy(self.ray_node, soft=False),
         }
-        return ray.remote(Runner).options(**options).remote(self._config.task_path, shared=shared)
+        config = self._config
+        return (
+            ray.remote(Runner)
+            .options(**options)
+            .remote(config.task_path, shared=shared, user=config.task_user)
+        )
 
     def _lane(self, name: str, actor: Any, process: ProcessId, *, shared: bool) -> Lane:
         audience = self._audience

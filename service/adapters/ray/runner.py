@@ -10,7 +10,7 @@ from gpubroker.runtime.host import RunHost
 from gpubroker.runtime.mailbox import Mailbox
 from gpubroker.runtime.messages import PROTOCOL, Report, RunKey, RunOrder
 from gpubroker.runtime.output import sort_output_by_run
-from gpubroker.runtime.process import Claim, hide_devices, look_for_modules_in
+from gpubroker.runtime.process import Claim, become, hide_devices, look_for_modules_in
 
 
 class WrongProtocol(Exception):
@@ -23,13 +23,16 @@ class Runner:
     All methods run on the actor's event loop, and user code never does.
     """
 
-    def __init__(self, task_path: Sequence[str], *, shared: bool) -> None:
+    def __init__(self, task_path: Sequence[str], *, shared: bool, user: str = "") -> None:
+        """`user` is who a shared one becomes. A spare becomes it with its run, whose log it opens before."""
         hide_devices()
         look_for_modules_in(task_path)
         with contextlib.suppress(OSError):
             os.chdir(task_path[0])  # it need not exist on every node
         if shared:
             sort_output_by_run()
+            if user:
+                become(user)
         self._shared = shared
         self._mailbox: Mailbox | None = None
         self._host: RunHost | None = None
