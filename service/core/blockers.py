@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from service.core.admission import check
 from service.core.reasons import Reason
 from service.core.survey import OPEN, DeviceFinding, NodeFinding, Survey, Verdict
-from service.core.units import in_gib
+from service.core.task import Task
+from service.core.units import TaskId, in_gib
 
 _SETTLED_BY_PLEDGES = frozenset({Reason.FRAGMENTED, Reason.WAITING_FOR_MEMORY, Reason.BEHIND_HIGHER_PRIORITY})
 """Memory is on its way to a task that has pledges; it need not hear that there is none."""
@@ -49,6 +50,11 @@ def _lack_of_room(seen: Survey, nodes: list[NodeFinding]) -> Iterator[Blocker]:
         yield _no_headroom(seen, roomy or nodes)
     if not roomy:
         yield _no_memory(seen, nodes)
+
+
+def called(other: TaskId, tenant: str, task: Task) -> str:
+    """What people who ask about `task` may call another one: its id, if it is of the same tenant."""
+    return other if tenant == task.tenant else "a task of another tenant"
 
 
 def _is_open(node: NodeFinding, gpus: int) -> bool:
@@ -107,9 +113,10 @@ def _no_headroom(seen: Survey, nodes: list[NodeFinding]) -> Blocker:
 
 
 def _waiting_for_preemption(seen: Survey) -> Blocker:
-    draft, task = seen.draft, seen.task.id
-    pledges = draft.pledges_of(task)
-    victims = sorted(run for run in draft.world.active if draft.task(run).freeing_for == task)
+    draft, task = seen.draft, seen.task
+    pledges = draft.pledges_of(task.id)
+    runs = map(draft.task, sorted(draft.world.active))
+    victims = [called(run.id, run.tenant, task) for run in runs if run.freeing_for == task.id]
     size = in_gib(sum(pledge.mb for pledge in pledges.values()))
     where = _some(draft.book(device).device.label for device in sorted(pledges))
     who = f"{_some(victims)} to stop" if victims else "what is leaving to be gone"
@@ -125,7 +132,7 @@ def _no_memory(seen: Survey, nodes: list[NodeFinding]) -> Blocker:
     gpus = seen.task.demand.gpus
     for node in nodes:
         if node.count(Verdict.FITS, Verdict.KEPT_FOR_OTHERS) >= gpus:
-            return _kept_for_others(node)
+            return _kept_for_others(seen.task, node)
     devices = [finding for node in nodes for finding in node.open_devices]
     smallest = min(finding.need_mb or 0 for finding in devices)
     total = sum(finding.free_mb for finding in devices)
@@ -141,14 +148,15 @@ def _no_memory(seen: Survey, nodes: list[NodeFinding]) -> Blocker:
     return Blocker(Reason.FRAGMENTED, message)
 
 
-def _kept_for_others(node: NodeFinding) -> Blocker:
+def _kept_for_others(task: Task, node: NodeFinding) -> Blocker:
     """There is room on this node, but pledges that the task must respect have it."""
     kept = [finding for finding in node.devices if finding.verdict is Verdict.KEPT_FOR_OTHERS]
-    pledges = sorted(
-        {(-pledge.priority, pledge.preemptor) for finding in kept for pledge in finding.book.pledges.values()}
-    )
+    pledges = {pledge.preemptor: pledge for finding in kept for pledge in finding.book.pledges.values()}
     where = _some(finding.book.device.label for finding in kept)
-    who = _some(f"{preemptor} (priority {-negated})" for negated, preemptor in pledges)
+    who = _some(
+        f"{called(pledge.preemptor, pledge.tenant, task)} (priority {pledge.priority})"
+        for pledge in sorted(pledges.values(), key=lambda p: (-p.priority, p.preemptor))
+    )
     return Blocker(Reason.BEHIND_HIGHER_PRIORITY, f"what is free on {where} is kept for {who}")
 
 

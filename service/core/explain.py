@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from service.core.blockers import Blocker, room_blockers
+from service.core.blockers import Blocker, called, room_blockers
 from service.core.draft import Draft
 from service.core.ledger import Holding
 from service.core.ordering import order_key
@@ -67,7 +67,7 @@ def explain(world: World, task_id: TaskId, policy: Policy, now: Instant) -> Expl
     task = world.tasks[task_id]
     if task.state is not TaskState.PENDING:
         return Explanation(
-            task_id, task.state, None, _statement(task, now), now, None, len(world.queue), (), ()
+            task_id, task.state, None, _statement(world, task, now), now, None, len(world.queue), (), ()
         )
     seen = survey(Draft(world), task, policy, now)
     position = position_of(world, task, policy, now)
@@ -111,7 +111,7 @@ def _blockers(seen: Survey, position: int | None) -> list[Blocker]:
     return sorted(blockers, key=lambda blocker: blocker.tier)
 
 
-def _statement(task: Task, now: Instant) -> str:
+def _statement(world: World, task: Task, now: Instant) -> str:
     """What a task that is not pending is doing."""
     match task.state:
         case TaskState.ADMITTED:
@@ -120,10 +120,15 @@ def _statement(task: Task, now: Instant) -> str:
             return f"running on {task.node} for {now - (task.started_at or now):.0f} s"
         case TaskState.STOPPING:
             left = (task.stop_deadline_at or now) - now
-            whom = f" to make room for {task.freeing_for}" if task.freeing_for else ""
+            whom = f" to make room for {_preemptor(world, task)}" if task.freeing_for else ""
             return f"asked to stop ({task.stop_reason}){whom}; {max(0.0, left):.0f} s of grace are left"
         case _:
             return f"{task.state}; it no longer waits for anything"
+
+
+def _preemptor(world: World, task: Task) -> str:
+    other = world.tasks.get(task.freeing_for) if task.freeing_for else None
+    return "a task that has ended" if other is None else called(other.id, other.tenant, task)
 
 
 def _verdict(finding: DeviceFinding, task: Task) -> DeviceVerdict:
@@ -163,7 +168,9 @@ def _why(finding: DeviceFinding, task: Task) -> str:
         case Verdict.FITS:
             return f"fits: {free} are free"
         case Verdict.KEPT_FOR_OTHERS:
-            return f"what is free is kept for {', '.join(sorted(finding.book.pledges))}"
+            pledges = finding.book.pledges
+            names = sorted(called(name, pledges[name].tenant, task) for name in pledges)
+            return f"what is free is kept for {', '.join(names)}"
     foreign = finding.book.foreign_mb
     elsewhere = f", {in_gib(foreign)} are used by processes that are not ours" if foreign else ""
     if task.demand.takes_whole_devices:

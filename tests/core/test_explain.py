@@ -100,6 +100,21 @@ def test_memory_kept_for_a_preemptor_is_told_with_its_name_and_priority():
     assert told(world).devices[0].message == "what is free is kept for first"
 
 
+def test_tasks_of_other_tenants_are_not_named():
+    theirs = {"tenant": "theirs", "gpu_mb": 40 * GIB}
+    waiting, mine = a_task("secret", priority=80, **theirs), a_task("new", priority=80, gpu_mb=60 * GIB)
+    leaving = {"state": TaskState.STOPPING, "stop_reason": StopReason.PREEMPT}
+    kept = a_world(a_device(), waiting, a_pledge(waiting, "gpu0", 60 * GIB), mine)
+    assert told(kept).message == "what is free on n1/gpu0 is kept for a task of another tenant (priority 80)"
+    assert told(kept).devices[0].message == "what is free is kept for a task of another tenant"
+    victim = holding(a_task("secret", **theirs), "gpu0", freeing_for="new", **leaving)
+    pledged = a_world(a_device(), victim, mine, a_pledge(mine, "gpu0", 80 * GIB))
+    assert "waits for a task of another tenant to stop" in told(pledged).message
+    stopping = holding(mine, "gpu0", freeing_for="secret", **leaving)
+    assert "to make room for a task of another tenant;" in told(a_world(stopping, waiting)).message
+    assert "to make room for a task that has ended;" in told(a_world(stopping)).message
+
+
 def test_a_preemptor_is_told_its_victims_and_their_deadline():
     world = a_world(
         *(holding(a_task(f"low{n}", priority=10, gpu_mb=20 * GIB), "gpu0") for n in range(4)),
@@ -283,7 +298,8 @@ def test_a_task_without_gpu_is_told_nothing_about_devices():
 def test_a_task_that_does_not_wait_is_told_what_it_does(
     state: TaskState, fields: dict[str, Any], message: str
 ):
-    world = a_world(holding(a_task("new", gpu_mb=1), "gpu0", state=state, **fields))
+    run = holding(a_task("new", gpu_mb=1), "gpu0", state=state, **fields)
+    world = a_world(run, a_task("high", priority=80))
     explanation = told(world)
     assert (explanation.state, explanation.reason, explanation.message) == (state, None, message)
     assert (explanation.blockers, explanation.devices, explanation.position) == ((), (), None)
