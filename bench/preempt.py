@@ -52,5 +52,5 @@ def task(entrypoint: str, *, priority: int) -> dict[str, object]:
     return {
         "run": {"entrypoint": entrypoint},
         "priority": priority,
-        "resources": {"gpu_mb": DEVICE_MB, "cpu": 0.5},
+        "resources": {"gpu_mb": DEVICE_MB},
     }
