@@ -2,6 +2,7 @@
 
 import json
 import os
+import select
 import subprocess
 import sys
 from collections.abc import Callable
@@ -50,4 +51,12 @@ class Companion:
 def answer_commands(carry_out: Callable[..., Any]) -> None:
     """The companion's side: one answer per command until stdin ends."""
     for line in sys.stdin:
-        print(json.dumps(carry_out(**json.loads(line))), flush=True)
+        _say(json.dumps(carry_out(**json.loads(line))) + "\n")
+
+
+def _say(text: str) -> None:
+    """All of it, also through a pipe that does not take it in one piece."""
+    left = memoryview(text.encode())
+    while left:
+        select.select([], [1], [])
+        left = left[os.write(1, left) :]

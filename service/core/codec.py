@@ -1,7 +1,7 @@
 """Rows as plain JSON values and back: one spelling for the event log, snapshots and followers."""
 
+from dataclasses import MISSING, replace
 from dataclasses import fields as dataclass_fields
-from dataclasses import replace
 from enum import StrEnum
 from operator import attrgetter
 from typing import Any
@@ -14,6 +14,8 @@ from service.core.task import Demand, StopReason, Task, TaskState
 _DEMAND_DEFAULTS = Demand()
 _DEMAND_NAMES = tuple(f.name for f in dataclass_fields(Demand))
 _TASK_NAMES = tuple(f.name for f in dataclass_fields(Task))
+_TASK_DEFAULTS = {f.name: f.default for f in dataclass_fields(Task) if f.default is not MISSING}
+_REQUIRED = object()
 _task_values = attrgetter(*_TASK_NAMES)
 _DEVICE_NAMES = tuple(f.name for f in dataclass_fields(Device))
 _NODE_NAMES = tuple(f.name for f in dataclass_fields(Node))
@@ -45,10 +47,12 @@ def _plain(value: Any) -> Any:
 
 
 def task_fields(task: Task) -> dict[str, Any]:
-    """Every field of a task, for its first event and for snapshots."""
-    row: dict[str, Any] = dict(zip(_TASK_NAMES, _task_values(task), strict=True))
-    row["state"] = task.state.value
-    row["stop_reason"] = _plain(task.stop_reason)
+    """What differs from the defaults of a task, for its first event."""
+    row = {
+        name: _plain(value)
+        for name, value in zip(_TASK_NAMES, _task_values(task), strict=True)
+        if value != _TASK_DEFAULTS.get(name, _REQUIRED)
+    }
     row["demand"] = demand_fields(task.demand)
     return row
 
