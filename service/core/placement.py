@@ -91,8 +91,6 @@ class Places:
         return (sum(left for left, _, _ in chosen), sign * room.cpu, names), Placement(node, devices)
 
     def _devices(self, node: NodeName, task: Task, sign: int) -> Iterator[Option]:
-        if not task.demand.gpus:
-            return
         for book in self._draft.usable_books(node, self._policy, self._now):
             need = need_mb(task.demand, book.device)
             if need is not None and need <= book.unheld_mb():

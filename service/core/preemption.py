@@ -162,8 +162,8 @@ def _cheapest_devices(
     priced = []
     for site, need in targets:
         victims = cheapest(site.holders, partial(_clears, site, need))
-        if victims is not None:
-            priced.append((cost_of(victims), site.device.key, (site, need), victims))
+        assert victims is not None, "a device that cannot be cleared is no target"
+        priced.append((cost_of(victims), site.device.key, (site, need), victims))
     priced.sort(key=lambda price: price[:2])
     wanted = {victim.task.id for *_, victims in priced[:gpus] for victim in victims}
     first = [candidate for candidate in found if candidate.task.id in wanted]

@@ -151,6 +151,14 @@ def test_events_of_a_task_or_a_lease_that_is_gone_change_nothing():
     assert picture(world) == before
 
 
+def test_an_event_of_a_kind_that_nobody_knows_moves_the_position_only():
+    world = a_world()
+    before = picture(world)
+    world.apply([Event(Position(1), Instant(NOW + 5.0), "model.loaded", "m", 1, "", {})])
+    assert picture(world) == before
+    assert (world.position, world.as_of) == (1, NOW + 5.0)
+
+
 def test_amounts_of_custom_resources_add_up_to_nothing_once_everybody_has_left():
     world = a_world(a_node())
     for number in range(3):
