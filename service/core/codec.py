@@ -47,12 +47,13 @@ def _plain(value: Any) -> Any:
 
 
 def task_fields(task: Task) -> dict[str, Any]:
-    """What differs from the defaults of a task, for its first event."""
+    """The state, and what differs from the defaults of a task, for its first event."""
     row = {
         name: _plain(value)
         for name, value in zip(_TASK_NAMES, _task_values(task), strict=True)
         if value != _TASK_DEFAULTS.get(name, _REQUIRED)
     }
+    row["state"] = task.state.value
     row["demand"] = demand_fields(task.demand)
     return row
 
