@@ -24,7 +24,17 @@ from service.adapters.ray.head import (
 from service.adapters.ray.options import RayOptions
 from service.adapters.ray.processes import Watched
 from service.adapters.ray.wire import OrderForm, ReportForm, key_of, pack
-from service.core.orders import Ended, Ending, Gone, NodeLost, NodeSeen, Order, Report, StartOrder
+from service.core.orders import (
+    Ended,
+    Ending,
+    ForgetOrder,
+    Gone,
+    NodeLost,
+    NodeSeen,
+    Order,
+    Report,
+    StartOrder,
+)
 from service.core.units import Fence, Instant, NodeName, TaskId, Term
 from service.ports import Clock, RunPayload
 
@@ -34,6 +44,8 @@ START_PATIENCE_SECONDS = 30.0
 FIRST_PAUSE_SECONDS = 0.2
 LONGEST_PAUSE_SECONDS = 5.0
 LEAVE_SECONDS = 10.0
+FORGET_SECONDS = 0.05
+"""To forget a run is never urgent: it travels with the next order, or so much later."""
 LOG_BYTES = 4 * 2**20
 
 RunId = tuple[TaskId, Fence, int]
@@ -59,6 +71,9 @@ class RayExecutor:
         self._seen: dict[NodeName, str] = {}
         """Nodes whose agent has answered through the present driver, and their incarnation."""
         self._held: dict[NodeName, deque[bytes]] = {}
+        self._written: dict[NodeName, list[Any]] = {}
+        """Orders that wait for company on their way."""
+        self._later: asyncio.TimerHandle | None = None
         self._unanswered: dict[RunId, NodeName] = {}
         """Starts of which no report has come yet."""
         self._reports: list[Report] = []
@@ -80,20 +95,20 @@ class RayExecutor:
 
     async def send(self, orders: Sequence[Order], payloads: Mapping[TaskId, RunPayload]) -> None:
         """A start without a payload is left out: its run ended between commit and dispatch."""
-        by_node: dict[NodeName, list[Any]] = {}
+        urgent = set()
         for order in orders:
             payload = payloads.get(order.task)
             if isinstance(order, StartOrder):
                 if payload is None:
                     continue
                 self._unanswered[order.task, order.fence, order.rank] = order.node
-            by_node.setdefault(order.node, []).append(self._order_form.write(order, payload))
-        for node, written in by_node.items():
-            packed = pack(written)
-            if node in self._seen:
-                self._tell("orders", node, packed)
-            else:
-                self._held.setdefault(node, deque()).append(packed)
+            if not isinstance(order, ForgetOrder):
+                urgent.add(order.node)
+            self._written.setdefault(order.node, []).append(self._order_form.write(order, payload))
+        for node in urgent:
+            self._dispatch(node)
+        if self._written and self._later is None:
+            self._later = asyncio.get_running_loop().call_later(FORGET_SECONDS, self._dispatch_rest)
         if self._writer is not None:
             with contextlib.suppress(ConnectionError):
                 await self._writer.drain()
@@ -115,6 +130,8 @@ class RayExecutor:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(LEAVE_SECONDS):
                     await self._left.wait()
+        if self._later is not None:
+            self._later.cancel()
         if self._keeping is not None:
             self._keeping.cancel()
             await asyncio.gather(self._keeping, return_exceptions=True)
@@ -124,12 +141,24 @@ class RayExecutor:
             await stop_head(self._options.data_dir)
         self._state, self._message = "stopped", "closed"
 
+    def _dispatch(self, node: NodeName) -> None:
+        packed = pack(self._written.pop(node))
+        if node in self._seen:
+            self._tell("orders", node, packed)
+        else:
+            self._held.setdefault(node, deque()).append(packed)
+
+    def _dispatch_rest(self) -> None:
+        self._later = None
+        for node in list(self._written):
+            self._dispatch(node)
+
     async def _keep(self) -> None:
         """One driver after another, and a local head for it where none was given."""
         pause = FIRST_PAUSE_SECONDS
+        self._state, self._message = "starting", "connecting to Ray"
         while True:
             self._ready.clear()
-            self._state, self._message = "starting", "connecting to Ray"
             try:
                 head = await self._find_head() if self._options.is_local else None
                 self._address = head.address if head is not None else self._address
