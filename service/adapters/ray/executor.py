@@ -88,6 +88,7 @@ class RayExecutor:
         if self._keeping is None:
             self._keeping = asyncio.create_task(self._keep())
         else:
+            self._dispatch_rest()
             self._tell("term", term)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(START_PATIENCE_SECONDS):
@@ -149,7 +150,9 @@ class RayExecutor:
             self._held.setdefault(node, deque()).append(packed)
 
     def _dispatch_rest(self) -> None:
-        self._later = None
+        if self._later is not None:
+            self._later.cancel()
+            self._later = None
         for node in list(self._written):
             self._dispatch(node)
 
