@@ -32,8 +32,6 @@ from service.gateway.parts import GatewayParts
 from service.ports import Progress
 from service.settings import Settings
 
-SWITCH_SECONDS = 0.0005
-
 log = structlog.get_logger("gpubroker")
 
 
@@ -62,7 +60,7 @@ class Service:
 
     async def run(self) -> int:
         """Lead and serve until asked to stop. The cluster goes on unless the stop said otherwise."""
-        share_the_interpreter()
+        make_full_collections_rare()
         await self._clock.read()
         fill(self._world, await self._store.snapshot())
         self._store.listen(self._on_events)
@@ -192,14 +190,8 @@ class QuietServer(uvicorn.Server):
         return contextlib.nullcontext()
 
 
-def share_the_interpreter() -> None:
-    """The event loop and the writer thread take turns on one interpreter lock.
-
-    A thread that waits for the lock gets it after the switch interval; five times per group commit the
-    writer waits, so 5 ms (the default) is what a client would feel. The queue in memory is large and lives
-    long: a full garbage collection walks all of it and finds nothing, so it is made rare.
-    """
-    sys.setswitchinterval(SWITCH_SECONDS)
+def make_full_collections_rare() -> None:
+    """The queue in memory is large and lives long: a full collection walks all of it and finds nothing."""
     gc.freeze()
     gc.set_threshold(50_000, 20, 100)
 

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from service.bootstrap.compose import fill
 from service.core.events import Event
 from service.core.lease import LeaseState, PledgeEnd, move_lease
 from service.core.orders import Failure
@@ -285,20 +286,7 @@ async def test_a_world_from_a_snapshot_is_the_world_from_the_whole_log(store: Ta
     heard = await a_busy_day(store)
     snapshot = await store.snapshot()
     world = World()
-    for node in snapshot.nodes:
-        world.add_node(node)
-    for device in snapshot.devices:
-        world.add_device(device)
-    for task in snapshot.tasks:
-        world.add_task(task)
-    for lease in snapshot.leases:
-        world.add_lease(lease)
-    for pledge in snapshot.pledges:
-        world.add_pledge(pledge)
-    for request in snapshot.requests:
-        world.add_request(request)
-    world.finished.update(snapshot.finished)
-    world.position = snapshot.position
+    fill(world, snapshot)
     log = await log_of(store)
     assert heard == log
     assert picture(world) == picture(replayed(log))
