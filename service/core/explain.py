@@ -123,7 +123,12 @@ def _statement(world: World, task: Task, now: Instant) -> str:
             whom = f" to make room for {_preemptor(world, task)}" if task.freeing_for else ""
             return f"asked to stop ({task.stop_reason}){whom}; {max(0.0, left):.0f} s of grace are left"
         case _:
-            return f"{task.state}; it no longer waits for anything"
+            return ended_message(task.state)
+
+
+def ended_message(state: TaskState) -> str:
+    """All there is to say of a task that has ended; the World need not know it any more."""
+    return f"{state}; it no longer waits for anything"
 
 
 def _preemptor(world: World, task: Task) -> str:

@@ -127,8 +127,8 @@ def task(shown: Task) -> RenderableType:
 
 def explanation(explained: Explanation) -> RenderableType:
     """The sentence; what else is in the way; and what each device says."""
-    reason = explained.reason or str(explained.raw.get("state", ""))
-    parts: list[RenderableType] = [Text.assemble((reason, "bold"), f": {explained.message}")]
+    because = (f"{explained.reason}: ", "bold") if explained.reason else ""
+    parts: list[RenderableType] = [Text.assemble(because, explained.message)]
     if explained.position:
         parts.append(Text(f"position {explained.position} of {explained.queue_length} in the queue"))
     parts += [Text(f"also {blocker.reason}: {blocker.message}") for blocker in explained.blockers[1:]]
@@ -161,7 +161,11 @@ def gpus(listed: Sequence[Gpu]) -> RenderableType:
         head = f"  {count}   leased {gib(leased)} · used {gib(used)} of {gib(physical)} GiB"
         parts.append(Text.assemble((node, "bold"), head))
         parts += [_gpu_line(gpu) for gpu in there]
-    return Group(*parts, Text(LEGEND, style="dim")) if parts else Text("no GPUs")
+    return (
+        Group(*parts, Text(LEGEND, style="dim"))
+        if parts
+        else Text("no GPUs; to try things without one, declare simulated_devices in the service's settings")
+    )
 
 
 def _gpu_line(gpu: Gpu) -> Text:

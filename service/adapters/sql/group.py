@@ -1,5 +1,6 @@
 """Units of work, and one transaction for many of them."""
 
+from abc import ABC, abstractmethod
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -15,7 +16,7 @@ from service.core.units import Position, TaskId, Term
 from service.ports import CommitVerdict, Submission, SubmitOutcome, SubmitVerdict
 
 
-class Unit:
+class Unit(ABC):
     """The smallest thing that is written whole or not at all, made ready on the caller's thread.
 
     `answer` is what the caller gets: a value, or an exception to raise.
@@ -32,8 +33,9 @@ class Unit:
         self.event_rows = [event_row(event) for event in events]
         self.answer: Any = None
 
+    @abstractmethod
     def on_written(self) -> None:
-        raise NotImplementedError
+        """It is in the database."""
 
     def on_failed(self, error: Exception) -> None:
         """It was alone in its transaction, and nothing of it was written."""

@@ -3,7 +3,7 @@
 from fastapi import APIRouter, Response
 
 from service.core.blockers import Blocker
-from service.core.explain import DeviceVerdict, explain
+from service.core.explain import DeviceVerdict, ended_message, explain
 from service.core.world import World
 from service.gateway.direct import Call, DirectRoute, answer, needs, problems
 from service.gateway.identity import Identity, Scope
@@ -36,7 +36,7 @@ def _view(call: Call, record: TaskRecord) -> ExplanationView:
         "id": task.id,
         "state": task.state.value,
         "reason": None,
-        "message": f"{task.state.value}; it no longer waits for anything",
+        "message": ended_message(task.state),
         "evaluated_at": rfc3339(now),
         "position": None,
         "queue_length": len(parts.world.queue),
