@@ -3,6 +3,7 @@
 from dataclasses import MISSING, replace
 from dataclasses import fields as dataclass_fields
 from enum import StrEnum
+from functools import lru_cache
 from operator import attrgetter
 from typing import Any
 
@@ -23,8 +24,10 @@ _LEASE_NAMES = tuple(f.name for f in dataclass_fields(Lease))
 _PLEDGE_NAMES = tuple(f.name for f in dataclass_fields(Pledge))
 
 
-def demand_fields(demand: Demand) -> dict[str, Any]:
-    """Only what differs from the default; an empty dict is the empty demand."""
+@lru_cache(4096)
+def demand_fields(demand: Demand) -> Fields:
+    """Only what differs from the default; an empty dict is the empty demand. Tasks come in many, demands in
+    few kinds: all tasks of a kind share the answer."""
     row = {
         name: value
         for name in _DEMAND_NAMES

@@ -57,8 +57,9 @@ class Call(Request):
         identity: Identity = self.scope["state"]["identity"]
         return identity
 
-    def header(self, name: str) -> str | None:
-        value: bytes | None = self.scope["state"]["headers"].get(name.lower().encode())
+    def header(self, name: bytes) -> str | None:
+        """`name` in lower case, as ASGI has it."""
+        value: bytes | None = self.scope["state"]["headers"].get(name)
         return None if value is None else value.decode("latin-1")
 
     def require(self, scope: str, what_for: str = "") -> None:
@@ -107,9 +108,9 @@ class DirectRoute(APIRoute):
         needed = [need for need in self.dependencies if isinstance(need, params.Security)]
         self._scopes = [scope for need in needed for scope in need.scopes or ()]
         self._readers = _readers_of(endpoint, self.param_convertors)
-        self.app = self._answer
+        self.app = self.answer
 
-    async def _answer(self, scope: ScopeOfRequest, receive: Receive, send: Send) -> None:
+    async def answer(self, scope: ScopeOfRequest, receive: Receive, send: Send) -> None:
         call = Call(scope, receive)
         for needed in self._scopes:
             call.require(needed)
@@ -164,7 +165,7 @@ def _body_reader(model: type[BaseModel], default: Any) -> Reader:
     def read(call: Call, raw: bytes) -> Any:
         if optional and not raw:
             return default
-        _check_content_type(call.header("Content-Type"))
+        _check_content_type(call.header(b"content-type"))
         try:
             return validate(raw)
         except ValidationError as error:
@@ -175,7 +176,9 @@ def _body_reader(model: type[BaseModel], default: Any) -> Reader:
 
 def _check_content_type(given: str | None) -> None:
     """JSON by any of its names, or nothing said. What the body is then decides its parser."""
-    kind = (given or _JSON).partition(";")[0].strip().lower()
+    if given is None or given == _JSON:
+        return
+    kind = given.partition(";")[0].strip().lower()
     if kind == _JSON or (kind.startswith("application/") and kind.endswith("+json")):
         return
     raise Problem(
@@ -212,9 +215,10 @@ def _query_reader(model: type[Query]) -> Reader:
 
 def _header_reader(header: str, adapter: TypeAdapter[Any]) -> Reader:
     """Headers are optional here: one that was not sent is None."""
+    name = header.lower().encode()
 
     def read(call: Call, _raw: bytes) -> Any:
-        given = call.header(header)
+        given = call.header(name)
         if given is None:
             return None
         try:

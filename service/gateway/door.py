@@ -2,6 +2,7 @@
 
 import re
 import time
+from functools import lru_cache
 
 import structlog
 from fastapi import APIRouter
@@ -10,6 +11,7 @@ from starlette.requests import ClientDisconnect
 from starlette.routing import Route
 from starlette.types import Message, Receive, Scope, Send
 
+from service.gateway.direct import DirectRoute
 from service.gateway.identity import Identity
 from service.gateway.parts import GatewayParts
 from service.gateway.problems import Problem, problem_response
@@ -40,9 +42,15 @@ class Door:
         telemetry: Telemetry,
     ) -> None:
         self._router = router
+        self._fixed = {
+            (method, route.path): route
+            for route in reversed(router.routes)
+            if isinstance(route, DirectRoute) and not route.param_convertors
+            for method in route.methods or ()
+        }
+        """Routes whose path has no parameters: found at once, not by trying pattern after pattern."""
         self._parts = parts
         self._tokens = parts.identity
-        self._clock = parts.clock
         self._ids = parts.ids
         self._hosts = LOOPBACK_NAMES | {host.strip("[]").lower() for host in parts.allowed_hosts}
         self._body_bytes = parts.limits.body_bytes
@@ -58,7 +66,7 @@ class Door:
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         began = time.perf_counter()
-        request_id = self._ids.request(self._clock.now())
+        request_id = self._ids.exchange()
         state = scope["state"] = {"parts": self._parts, "request_id": request_id}
         status = 0
 
@@ -76,7 +84,13 @@ class Door:
         try:
             self._check_host(headers)
             state["identity"] = self._identity(scope["path"], headers)
-            await self._router(scope, self._limited(headers, receive), leave)
+            receive = self._limited(headers, receive)
+            route = self._fixed.get((scope["method"], scope["path"]))
+            if route is None:
+                await self._router(scope, receive, leave)
+            else:
+                scope["route"] = route
+                await route.answer(scope, receive, leave)
         except Problem as problem:
             await problem_response(problem, scope)(scope, receive, leave)
         except HTTPException:
@@ -95,12 +109,12 @@ class Door:
             )
             await problem_response(mistake, scope)(scope, receive, leave)
         finally:
-            route = getattr(scope.get("route"), "path", _NO_ROUTE)
-            self._telemetry.on_request(scope["method"], route, status, time.perf_counter() - began)
+            template = getattr(scope.get("route"), "path", _NO_ROUTE)
+            self._telemetry.on_request(scope["method"], template, status, time.perf_counter() - began)
 
     def _check_host(self, headers: dict[bytes, bytes]) -> None:
         """A page that a browser was lured to may know our address, but it cannot fake this name."""
-        host = _without_port(headers.get(b"host", b"").decode("latin-1"))
+        host = _without_port(headers.get(b"host", b""))
         if host not in self._hosts:
             known = ", ".join(sorted(self._hosts))
             raise Problem(
@@ -180,7 +194,9 @@ def _unauthenticated(found: str, challenge: str) -> Problem:
     )
 
 
-def _without_port(host: str) -> str:
+@lru_cache(256)
+def _without_port(header: bytes) -> str:
     """`[::1]:8470` -> `::1`, `localhost:8470` -> `localhost`; what is neither stays as it is."""
+    host = header.decode("latin-1")
     parts = _HOST.fullmatch(host)
     return host if parts is None else (parts["six"] or parts["name"]).lower()

@@ -1,6 +1,7 @@
 """What the operator and the token allow a submit to do. Raises Problem; says nothing about capacity."""
 
 from fnmatch import fnmatchcase
+from functools import lru_cache
 
 from service.gateway.direct import Call
 from service.gateway.identity import Scope
@@ -32,12 +33,17 @@ def check_priority(call: Call, priority: int) -> None:
 
 
 def _check_entrypoint(patterns: tuple[str, ...], entrypoint: str) -> None:
-    if any(fnmatchcase(entrypoint, pattern) for pattern in patterns):
+    if _is_allowed(patterns, entrypoint):
         return
     allowed = ", ".join(patterns) or "nothing yet"
     detail = f'"{entrypoint}" is not allowed; the operator allows {allowed} (setting entrypoints)'
     fault = Fault(pointer="/run/entrypoint", detail=detail, code="entrypoint-not-allowed")
     raise Problem("entrypoint-not-allowed", detail, errors=[fault])
+
+
+@lru_cache(1024)
+def _is_allowed(patterns: tuple[str, ...], entrypoint: str) -> bool:
+    return any(fnmatchcase(entrypoint, pattern) for pattern in patterns)
 
 
 def _check_python(parts: GatewayParts, run: Function) -> None:

@@ -30,6 +30,7 @@ from service.ports import Progress, RunSpec, TaskRecord
 
 SHARED_BELOW_CPU = 1.0
 """An entrypoint that asks for less than one CPU, and for no GPU and no env, may share a warm process."""
+_NO_ARGUMENTS = b'{"args":[],"kwargs":{}}'
 _STRICT_JSON = json.JSONEncoder(allow_nan=False, ensure_ascii=False, separators=(",", ":"))
 
 
@@ -72,6 +73,8 @@ def task_of(
 def arguments_of(run: Entrypoint | Command | Function) -> bytes:
     """What the process is handed. Raises Problem where JSON arguments hold NaN or an infinity."""
     match run:
+        case Entrypoint() if not run.args and not run.kwargs:
+            return _NO_ARGUMENTS
         case Entrypoint():
             try:
                 return _STRICT_JSON.encode({"args": run.args, "kwargs": run.kwargs}).encode()
