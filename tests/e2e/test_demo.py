@@ -2,6 +2,7 @@
 
 import json
 import os
+import pty
 import signal
 import subprocess
 import sys
@@ -18,13 +19,13 @@ MARK = "TMPDIR"
 class Demo:
     """The demo as a process that writes lines, and everything that carries its mark."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, output: int = subprocess.PIPE) -> None:
         self._mark = str(folder)
         self.process = subprocess.Popen(
             [sys.executable, "-m", "examples.demo"],
             cwd=ROOT,
-            env=os.environ | {MARK: self._mark},
-            stdout=subprocess.PIPE,
+            env=os.environ | {MARK: self._mark, "TERM": "xterm", "COLUMNS": "120", "LINES": "50"},
+            stdout=output,
             stderr=subprocess.STDOUT,
             text=True,
         )
@@ -51,12 +52,26 @@ class Demo:
         return found
 
 
+def on_a_terminal(folder: Path) -> tuple[Demo, str]:
+    """The demo at its end, and all that its terminal was sent."""
+    ours, its = pty.openpty()
+    demo = Demo(folder, its)
+    os.close(its)
+    sent = bytearray()
+    with suppress(OSError), open(ours, "rb", buffering=0) as terminal:  # EIO: its other side is closed
+        while piece := terminal.read(65536):
+            sent += piece
+    return demo, sent.decode()
+
+
 def test_the_demo_preempts_resumes_and_ends_as_if_undisturbed(tmp_path: Path) -> None:
-    demo = Demo(tmp_path)
-    lines = demo.lines()
-    assert demo.process.wait() == 0, "".join(lines)
-    told = json.loads(lines[-1])
+    demo, shown = on_a_terminal(tmp_path)
+    assert demo.process.wait() == 0, shown
+    told = json.loads(shown.splitlines()[-1])
     assert told["demo"] == "ok"
+    for part in ("GPU memory", "░░░", "▓", "is told to stop (preempt)", "resumed runs reach"):
+        assert part in shown
+    assert "waits: 18.0 GiB on local/gpu0 are kept for it" in shown
     assert sum(told["preemptions"].values()) > 0
     assert all(epoch > 0 for epoch in told["resumed_at_epoch"].values())
     assert all(abs(told["accuracy"][name] - expected) < 1e-9 for name, expected in told["reference"].items())
