@@ -136,7 +136,7 @@ class Settings(BaseSettings):
     allowed_hosts: Words = []
     """Names, besides loopback ones, under which clients may address the service (its Host check)."""
     entrypoints: Words = []
-    """Patterns of `module:function` that tasks may name, such as `myteam.training:*`."""
+    """Patterns of `module:function` that tasks may name, such as `myteam.training:*`; `*` is no dot there."""
     task_path: Annotated[list[Path], NoDecode] = []
     """Directories from which tasks import their modules; empty: where the service was started."""
     engine: Literal["ray", "simulated"] = "ray"

@@ -43,7 +43,22 @@ def _check_entrypoint(patterns: tuple[str, ...], entrypoint: str) -> None:
 
 @lru_cache(1024)
 def _is_allowed(patterns: tuple[str, ...], entrypoint: str) -> bool:
-    return any(fnmatchcase(entrypoint, pattern) for pattern in patterns)
+    return any(_matches(entrypoint, pattern) for pattern in patterns)
+
+
+def _matches(entrypoint: str, pattern: str) -> bool:
+    """A wildcard left of the colon covers whole packages; right of it, name by name.
+
+    With `jobs:*`, `jobs:os.system` would otherwise reach whatever the module imports.
+    """
+    module, _, path = entrypoint.partition(":")
+    wanted_module, _, wanted_path = pattern.partition(":")
+    names, wanted_names = path.split("."), wanted_path.split(".")
+    return (
+        fnmatchcase(module, wanted_module)
+        and len(names) == len(wanted_names)
+        and all(map(fnmatchcase, names, wanted_names))
+    )
 
 
 def _check_python(parts: GatewayParts, run: Function) -> None:

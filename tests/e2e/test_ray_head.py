@@ -115,7 +115,7 @@ async def test_a_run_becomes_the_task_user_where_the_service_is_root(
 ) -> None:
     guest = await open_lab(address=as_guest, task_user="nobody", warm_runners=int(os.geteuid() == 0))
     own = await guest.start(kind="command", command=("id", "-un"), arguments=b"")
-    shared = await guest.start(entrypoint="os:getuid", shareable=True)
+    shared = await guest.start(entrypoint="posix:getuid", shareable=True)
     ended = await own.first(Ended)
     if os.geteuid() == 0:
         assert ended.log_tail == b"nobody\n"

@@ -89,7 +89,7 @@ class Gateway:
             limits=Limits(**limits),
             defaults=Defaults(),
             identity=Tokens(self.store, self.clock),
-            allowed_entrypoints=("myteam.*:*", "tools:resize"),
+            allowed_entrypoints=("myteam.*:*", "tools:resize", "tools:Image.*"),
             allowed_hosts=("broker.example",),
             progress=self.progress,
             executor_status=lambda: self.executor,

@@ -217,13 +217,29 @@ async def test_a_resource_that_nobody_offers_is_refused(api: Client) -> None:
     assert problem(response, 422, "unknown-resource")["errors"][0]["pointer"] == "/resources/custom/tpu"
 
 
-@pytest.mark.parametrize("entrypoint", ["os:system", "myteam:train", "tools:resize2", "xmyteam.a:b"])
+@pytest.mark.parametrize(
+    "entrypoint",
+    [
+        "os:system",
+        "myteam:train",
+        "tools:resize2",
+        "xmyteam.a:b",
+        "myteam.training:os.system",
+        "tools:Image",
+        "tools:Image.io.remove",
+    ],
+)
 async def test_an_entrypoint_outside_the_list_is_refused_with_the_list(api: Client, entrypoint: str) -> None:
     document = problem(
         await api.post("/tasks", json=a_body({"entrypoint": entrypoint})), 422, "entrypoint-not-allowed"
     )
     assert "myteam.*:*, tools:resize" in document["detail"]
     assert document["errors"][0]["pointer"] == "/run/entrypoint"
+
+
+@pytest.mark.parametrize("entrypoint", ["myteam.a.b:train", "tools:resize", "tools:Image.crop"])
+async def test_an_entrypoint_on_the_list_is_accepted(api: Client, entrypoint: str) -> None:
+    await api.submit({"entrypoint": entrypoint})
 
 
 async def test_a_function_of_another_python_minor_is_refused_with_both_named(api: Client) -> None:

@@ -63,12 +63,28 @@ def _opened_entrypoint(order: RunOrder) -> Call:
         raise CannotOpen(
             failed("import_failed", f"{order.entrypoint} is a {type(target).__name__}, no function")
         )
+    _check_home(order.entrypoint, function)
     try:
         given = json.loads(order.arguments or b"{}")
         return Call(function, tuple(given.get("args", ())), dict(given.get("kwargs", {})))
     except (ValueError, TypeError, AttributeError) as fault:
         message = f"the arguments are not {{'args': [...], 'kwargs': {{...}}}}: {describe(fault)}"
         raise CannotOpen(failed("corrupt_order", message)) from None
+
+
+def _check_home(entrypoint: str, function: Any) -> None:
+    """An allowed module opens its own functions and those of its package, not all that it imports."""
+    module_name, _, path = entrypoint.partition(":")
+    home = getattr(function, "__module__", None) or "builtins"
+    if home == module_name or home.startswith(f"{module_name}."):
+        return
+    raise CannotOpen(
+        failed(
+            "import_failed",
+            f"{entrypoint} is defined in {home}, and {module_name} only imports it; submit it as "
+            f"{home}:{path}, or call it from a function of {module_name}",
+        )
+    )
 
 
 def _opened_function(order: RunOrder) -> Call:

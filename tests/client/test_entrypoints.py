@@ -1,0 +1,58 @@
+"""What a run's entrypoint opens: the functions of the module it names, not everything the module imports."""
+
+import json
+from functools import wraps
+from os import system as system
+from subprocess import run as run
+from typing import Any
+
+import pytest
+from gpubroker.runtime.invoke import invoke
+from gpubroker.runtime.messages import Outcome, RunOrder
+
+
+def double(number: int) -> int:
+    return 2 * number
+
+
+@wraps(double)
+def wrapped(number: int) -> int:
+    return double(number)
+
+
+class Model:
+    @staticmethod
+    def fit(number: int) -> int:
+        return double(number)
+
+
+def called(entrypoint: str, *args: Any) -> Outcome:
+    arguments = json.dumps({"args": args}).encode()
+    return invoke(RunOrder("t", 1, "entrypoint", entrypoint=entrypoint, arguments=arguments))
+
+
+@pytest.mark.parametrize("name", ["double", "wrapped", "Model.fit"])
+def test_a_module_opens_what_it_defines(name: str) -> None:
+    assert called(f"{__name__}:{name}", 4).result == b"8"
+
+
+def test_a_package_opens_what_its_own_modules_define() -> None:
+    assert called("asyncio:iscoroutine", 1).result == b"false"
+
+
+@pytest.mark.parametrize(
+    ("name", "home"),
+    [
+        ("run", "subprocess"),
+        ("system", "posix"),
+        ("json.dumps", "json"),
+        ("pytest.importorskip", "_pytest.outcomes"),
+        ("Model.__subclasses__", "builtins"),
+        ("double.__call__", "builtins"),
+    ],
+)
+def test_a_module_does_not_open_what_it_imports(name: str, home: str) -> None:
+    fault = called(f"{__name__}:{name}", "true").fault
+    assert fault is not None
+    assert fault.kind == "import_failed"
+    assert f"is defined in {home}," in fault.message
