@@ -32,7 +32,8 @@ async def at_its_end(parts: GatewayParts, record: TaskRecord, seconds: float) ->
     if task.is_terminal or seconds <= 0:
         return record
     with parts.waiters.expect(task.id) as end:
-        if task.id not in parts.world.tasks:
+        row = parts.world.tasks.get(task.id)
+        if row is None or row.is_terminal:
             record = await reread(parts, record)  # it ended meanwhile, or the World has yet to hear of it
         if not record.task.is_terminal:
             await end.within(Seconds(seconds))

@@ -1,32 +1,34 @@
-"""The real gateway over a store in memory. Its events feed one World; the leader is played by hand.
+"""The real gateway over a store in memory, and a leader that decides as the real one does, when it is told to.
 
-Every answer is held against the OpenAPI document: status, content type and body.
+Its events feed one World. Every answer is held against the OpenAPI document: status, content type and body.
 """
 
 import asyncio
 import json
 import re
 from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import httpx
 from jsonschema import Draft202012Validator
 
 from service.adapters.memory.store import MemoryStore
+from service.core.cycle import plan_cycle
 from service.core.events import Event
-from service.core.lease import HolderKind, Lease, LeaseState, move_lease
-from service.core.orders import Failure
-from service.core.plan import Decision, Outcome, write_move
+from service.core.orders import Ended, Ending, Failure, Gone, Report, Started
+from service.core.plan import Decision
 from service.core.policy import Policy
 from service.core.requests import carry_out
-from service.core.task import Move, Task, TaskState
-from service.core.units import Fence, Instant, Mib, TaskId, Term
+from service.core.runs import react
+from service.core.task import Task, TaskState
+from service.core.units import Instant, TaskId, Term
 from service.core.world import World
 from service.gateway.app import create_app, openapi_document
 from service.gateway.identity import EVERY_SCOPE, Tokens, new_token
 from service.gateway.parts import Defaults, GatewayParts, Limits
-from service.ports import BlobMissing, Progress
-from tests.builders import GIB, NOW, a_device, a_node, a_sample, key
+from service.ports import BlobMissing, CommitVerdict, Progress
+from tests.builders import NOW, a_device, a_node, a_sample
 
 DOCUMENT = openapi_document()
 PATIENCE_SECONDS = 10.0
@@ -153,51 +155,59 @@ class Gateway:
             await self.commit(carry_out(self.world, request, self.clock.now()))
 
     async def commit(self, *decisions: Decision) -> None:
-        await self.store.commit(self.term, decisions)
+        verdicts = await self.store.commit(self.term, decisions)
+        assert set(verdicts) <= {CommitVerdict.COMMITTED}, verdicts
 
     def task(self, task_id: str) -> Task:
         return self.world.tasks[TaskId(task_id)]
 
-    async def admit(self, task_id: str, *, mb: int = 10 * GIB, device: str = "gpu0") -> None:
-        """Give the task a lease and let it start."""
+    async def plan(self, task_id: str) -> None:
+        """Commit what the planner decides for this task: its admission, or room for it. Others wait on.
+
+        Nobody is stopped in the moment of its admission: let the clock go on before.
+        """
+        decisions = plan_cycle(self.world, self.policy, self.clock.now()).decisions
+        about_it = [decision for decision in decisions if decision.subject == task_id]
+        assert about_it, f"the planner does nothing for {task_id}"
+        await self.commit(*about_it)
+
+    async def hear(self, *reports: Report) -> None:
+        """Commit what follows from these reports. Large results go to the blobs before their row."""
+        for decision in react(self.world, reports, self.clock.now(), self.policy):
+            outcome = decision.outcome
+            if outcome is not None and len(outcome.result or b"") > self.parts.limits.inline_bytes:
+                assert outcome.result is not None
+                digest = await self.blobs.put(outcome.result, owner=outcome.task)
+                outcome = replace(outcome, result=None, result_digest=digest)
+                decision = replace(decision, outcome=outcome)
+            if not decision.is_empty():
+                await self.commit(decision)
+
+    async def admit(self, task_id: str) -> None:
+        """Give the task what it asks for and let it start."""
+        await self.plan(task_id)
         task = self.task(task_id)
-        now, fence = self.clock.now(), Fence(task.fence + 1)
-        write = write_move(task, Move.ADMITTED, fence=fence, node="n1", admitted_at=now)
-        lease = Lease(HolderKind.RUN, task.id, fence, key(device), Mib(mb), task.tenant, task.priority, now)
-        await self.commit(Decision(task.id, "admit", tasks=(write,), leases=(lease,)))
-        started = write_move(self.task(task_id), Move.STARTED, started_at=now)
-        held = move_lease(lease, LeaseState.HELD)
-        await self.commit(Decision(task.id, "started", tasks=(started,), leases=(held,)))
+        assert task.state is TaskState.ADMITTED
+        await self.hear(Started(task.id, task.fence, self.clock.now(), pid=1))
 
     async def end(
         self,
         task_id: str,
-        result: bytes | None = b"null",
+        result: bytes = b"null",
         *,
         failure: Failure | None = None,
         form: str = "json",
-        digest: str | None = None,
         log_tail: bytes = b"",
+        is_gone: bool = True,
     ) -> None:
-        """The run ended and is gone: outcome accepted, leases released. Admits the task first if it waits."""
+        """The run ended, and its process is gone unless told otherwise. Admits the task first if it waits."""
         if self.task(task_id).state is TaskState.PENDING:
             await self.admit(task_id)
         task, now = self.task(task_id), self.clock.now()
-        what = Move.SUCCEEDED if failure is None else Move.FAILED
-        outcome = Outcome(
-            task.id,
-            task.fence,
-            str(what),
-            now,
-            result=None if failure or digest else result,
-            result_digest=digest,
-            result_format=form,
-            failure=failure,
-            log_tail=log_tail,
-        )
-        leases = tuple(move_lease(lease, LeaseState.RELEASED) for lease in self.world.leases_of(task))
-        write = write_move(task, what, finished_at=now)
-        await self.commit(Decision(task.id, "ended", tasks=(write,), leases=leases, outcome=outcome))
+        ending = Ending.SUCCEEDED if failure is None else Ending.FAILED
+        await self.hear(Ended(task.id, task.fence, now, ending, result, form, failure, log_tail))
+        if is_gone:
+            await self.hear(Gone(task.id, task.fence, now, "process_absent"))
 
     async def next_task(self) -> str:
         """The id of the first task that anybody submits."""

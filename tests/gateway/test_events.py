@@ -5,7 +5,7 @@ from tests.gateway.harness import Client, Gateway, fault
 
 async def test_the_events_of_a_task_tell_its_story(gateway: Gateway, api: Client) -> None:
     await api.submit()
-    task_id = await api.submit()
+    task_id = await api.submit(resources={"gpu_mb": 1024})
     await gateway.end(task_id)
     events = (await api.get(f"/tasks/{task_id}/events")).json()["items"]
     assert [event["kind"] for event in events] == [
@@ -15,6 +15,7 @@ async def test_the_events_of_a_task_tell_its_story(gateway: Gateway, api: Client
         "task.started",
         "lease.held",
         "task.succeeded",
+        "lease.releasing",
         "lease.released",
     ]
     assert events[1]["fields"]["admitted_at"] == "1970-01-12T13:46:40.000Z"

@@ -2,13 +2,13 @@
 
 from typing import Any
 
-from tests.builders import GIB, a_pledge
+from tests.builders import GIB
 from tests.gateway.harness import Client, Gateway, problem
 
 
 async def test_a_waiting_task_is_explained_down_to_the_device(gateway: Gateway, api: Client) -> None:
     holder = await api.submit(resources={"gpu_mb": 60 * GIB}, priority=80)
-    await gateway.admit(holder, mb=60 * GIB)
+    await gateway.admit(holder)
     task_id = await api.submit(resources={"gpu_mb": 40 * GIB})
     found = (await api.get(f"/tasks/{task_id}/explain")).json()
     assert (found["reason"], found["position"], found["queue_length"]) == ("WaitingForMemory", 1, 1)
@@ -22,7 +22,7 @@ async def test_a_waiting_task_is_explained_down_to_the_device(gateway: Gateway, 
 
 async def test_another_tenants_holder_is_not_named(gateway: Gateway, api: Client) -> None:
     holder = await api.submit(resources={"gpu_mb": 60 * GIB})
-    await gateway.admit(holder, mb=60 * GIB)
+    await gateway.admit(holder)
     other = await gateway.client("other", "tasks:read", "tasks:write", tenant="vision")
     task_id = await other.submit(resources={"gpu_mb": 40 * GIB})
     found = await other.get(f"/tasks/{task_id}/explain")
@@ -57,7 +57,7 @@ async def test_tasks_alike_share_one_survey_for_a_second_but_not_their_place(
     gateway: Gateway, api: Client
 ) -> None:
     holder = await api.submit(resources={"gpu_mb": 60 * GIB})
-    await gateway.admit(holder, mb=60 * GIB)
+    await gateway.admit(holder)
     first, second = [await api.submit(resources={"gpu_mb": 40 * GIB}) for _ in range(2)]
     assert (await pending(api, first))["reason"] == "WaitingForMemory"
     await gateway.end(holder)
@@ -69,10 +69,11 @@ async def test_tasks_alike_share_one_survey_for_a_second_but_not_their_place(
 
 async def test_a_task_that_memory_is_freed_for_has_a_reason_of_its_own(gateway: Gateway, api: Client) -> None:
     holder = await api.submit(resources={"gpu_mb": 60 * GIB}, priority=10)
-    await gateway.admit(holder, mb=60 * GIB)
-    other, preemptor = [await api.submit(resources={"gpu_mb": 40 * GIB}, priority=80) for _ in range(2)]
+    await gateway.admit(holder)
+    preemptor, other = [await api.submit(resources={"gpu_mb": 40 * GIB}, priority=80) for _ in range(2)]
     assert (await pending(api, other))["reason"] == "WaitingForMemory"
-    gateway.world.add_pledge(a_pledge(gateway.task(preemptor), "gpu0", 40 * GIB))
+    gateway.clock.advance(1)
+    await gateway.plan(preemptor)
     assert (await pending(api, preemptor))["reason"] == "WaitingForPreemption"
     assert (await pending(api, other))["reason"] == "WaitingForMemory"
 

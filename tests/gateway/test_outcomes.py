@@ -9,6 +9,7 @@ from service.core.orders import Failure
 from service.core.task import TaskState
 from service.core.units import TaskId
 from service.gateway.lookup import at_its_end
+from tests.builders import GIB
 from tests.gateway.harness import PATIENCE_SECONDS, Client, Gateway, before, fault, problem, until
 
 
@@ -47,14 +48,16 @@ async def test_many_wait_for_one_task(gateway: Gateway, api: Client) -> None:
 
 
 async def test_a_preemption_wakes_nobody(gateway: Gateway, api: Client) -> None:
-    task_id = await api.submit()
+    task_id = await api.submit(resources={"gpu_mb": 60 * GIB}, priority=10)
     waiting = asyncio.create_task(api.get(f"/tasks/{task_id}/wait"))
     await gateway.waits(task_id)
     await gateway.admit(task_id)
+    gateway.clock.advance(1)
+    await gateway.plan(await api.submit(resources={"gpu_mb": 60 * GIB}, priority=90))
     await gateway.waits(task_id)
     assert not waiting.done()
     gateway.parts.waiters.close()
-    assert (await before(PATIENCE_SECONDS, waiting)).json()["state"] == "running"
+    assert (await before(PATIENCE_SECONDS, waiting)).json()["state"] == "stopping"
 
 
 async def test_a_service_that_stops_holds_nobody_up(gateway: Gateway, api: Client) -> None:
@@ -108,15 +111,17 @@ async def test_a_result_that_only_claims_to_be_json_is_handed_on_as_bytes(
 
 async def test_a_large_result_is_fetched_from_its_blob(gateway: Gateway, api: Client) -> None:
     task_id = await api.submit()
-    digest = await gateway.blobs.put(b'"' + b"x" * 500_000 + b'"', owner=task_id)
-    await gateway.end(task_id, digest=digest)
+    await gateway.end(task_id, b'"' + b"x" * 500_000 + b'"')
+    assert len(gateway.blobs.objects) == 1
     assert (await api.get(f"/tasks/{task_id}/result")).json()["result"] == "x" * 500_000
 
 
 async def test_a_result_whose_bytes_are_gone_is_reported_as_damaged(gateway: Gateway, api: Client) -> None:
     task_id = await api.submit()
-    await gateway.end(task_id, digest="lost")
-    assert "lost" in problem(await api.get(f"/tasks/{task_id}/result"), 500, "result-damaged")["detail"]
+    await gateway.end(task_id, b'"' + b"x" * 500_000 + b'"')
+    [digest] = gateway.blobs.objects
+    await gateway.blobs.delete(digest)
+    assert digest in problem(await api.get(f"/tasks/{task_id}/result"), 500, "result-damaged")["detail"]
 
 
 async def test_a_failure_comes_with_its_traceback_and_its_log(gateway: Gateway, api: Client) -> None:
@@ -146,10 +151,13 @@ async def test_the_result_of_what_still_runs_is_refused_with_the_way_to_wait(api
     assert document["retryable"] is True
 
 
-async def test_an_end_between_reading_and_waiting_is_not_missed(gateway: Gateway, api: Client) -> None:
-    task_id = await api.submit()
+@pytest.mark.parametrize("is_gone", [True, False])
+async def test_an_end_between_reading_and_waiting_is_not_missed(
+    gateway: Gateway, api: Client, is_gone: bool
+) -> None:
+    task_id = await api.submit(resources={"gpu_mb": 1024})
     read_before = await gateway.store.record(TaskId(task_id))
     assert read_before is not None
-    await gateway.end(task_id)
-    ended = await before(PATIENCE_SECONDS, at_its_end(gateway.parts, read_before, 60))
+    await gateway.end(task_id, is_gone=is_gone)
+    ended = await before(2.0, at_its_end(gateway.parts, read_before, 60))
     assert ended.task.state is TaskState.SUCCEEDED

@@ -2,10 +2,7 @@
 
 import re
 
-from service.core.plan import Decision, write_move
-from service.core.task import Move, StopReason
-from service.core.units import Instant
-from tests.builders import GIB, a_pledge, a_sample
+from tests.builders import GIB, a_sample
 from tests.gateway.harness import Client, Gateway, problem
 
 
@@ -13,7 +10,7 @@ async def test_a_device_shows_what_is_leased_used_foreign_and_unaccounted_for(
     gateway: Gateway, api: Client
 ) -> None:
     task_id = await api.submit(name="train", resources={"gpu_mb": 40 * GIB}, priority=72)
-    await gateway.admit(task_id, mb=40 * GIB)
+    await gateway.admit(task_id)
     sample = a_sample(
         "gpu0", used_mb=50 * GIB, foreign_mb=4 * GIB, by_holder={f"{task_id}:1": 41 * GIB}, utilization=0.5
     )
@@ -39,26 +36,25 @@ async def test_a_device_shows_what_is_leased_used_foreign_and_unaccounted_for(
 
 
 async def test_a_holder_under_notice_is_shown_as_stopping(gateway: Gateway, api: Client) -> None:
-    task_id = await api.submit(resources={"gpu_mb": 1024})
+    task_id = await api.submit(resources={"gpu_mb": 60 * GIB}, priority=10)
     await gateway.admit(task_id)
-    notice = write_move(
-        gateway.task(task_id),
-        Move.STOPPING,
-        stop_reason=StopReason.PREEMPT,
-        stop_deadline_at=Instant(1_000_030.0),
-    )
-    await gateway.commit(Decision(task_id, "preempt", tasks=(notice,)))
+    gateway.clock.advance(1)
+    await gateway.plan(await api.submit(resources={"gpu_mb": 60 * GIB}, priority=90))
     assert (await api.get("/gpus")).json()["items"][0]["holders"][0]["stopping"] is True
 
 
 async def test_pledged_memory_is_shown_with_what_has_arrived(gateway: Gateway, api: Client) -> None:
-    task_id = await api.submit(resources={"gpu_mb": 20 * GIB})
-    pledge = a_pledge(gateway.task(task_id), "gpu0", 20 * GIB)
-    gateway.world.add_pledge(pledge)
-    gpu = (await api.get("/gpus")).json()["items"][0]
-    assert (gpu["pledged_mb"], gpu["free_mb"]) == (20 * GIB, 60 * GIB)
-    assert gpu["pledges"][0]["arrived_mb"] == 20 * GIB
-    assert gpu["pledges"][0]["task"] == task_id
+    victim = await api.submit(resources={"gpu_mb": 70 * GIB}, priority=10)
+    await gateway.admit(victim)
+    task_id = await api.submit(resources={"gpu_mb": 20 * GIB}, priority=90)
+    gateway.clock.advance(1)
+    await gateway.plan(task_id)
+    before = (await api.get("/gpus")).json()["items"][0]
+    await gateway.end(victim)
+    after = (await api.get("/gpus")).json()["items"][0]
+    for gpu, arrived_mb, free_mb in ((before, 0, 10 * GIB), (after, 20 * GIB, 60 * GIB)):
+        assert (gpu["pledged_mb"], gpu["pledges"][0]["task"]) == (20 * GIB, task_id)
+        assert (gpu["pledges"][0]["arrived_mb"], gpu["free_mb"]) == (arrived_mb, free_mb)
 
 
 async def test_other_tenants_holders_have_no_name(gateway: Gateway, api: Client) -> None:

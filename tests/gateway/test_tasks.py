@@ -22,7 +22,7 @@ async def test_a_waiting_task_says_why(api: Client) -> None:
 
 async def test_a_running_task_shows_its_devices_and_its_progress(gateway: Gateway, api: Client) -> None:
     task_id = await api.submit(resources={"gpu_mb": 18 * GIB})
-    await gateway.admit(task_id, mb=18 * GIB)
+    await gateway.admit(task_id)
     gateway.progress[gateway.task(task_id).id] = Progress(Instant(1_000_001.5), 0.4, "400/1000")
     task = (await api.get(f"/tasks/{task_id}")).json()
     assert (task["state"], task["attempt"], task["node"]) == ("running", 1, "n1")
@@ -32,11 +32,19 @@ async def test_a_running_task_shows_its_devices_and_its_progress(gateway: Gatewa
 
 
 async def test_a_finished_task_holds_nothing(gateway: Gateway, api: Client) -> None:
-    task_id = await api.submit()
+    task_id = await api.submit(resources={"gpu_mb": 1024})
     await gateway.end(task_id)
     task = (await api.get(f"/tasks/{task_id}")).json()
     assert (task["state"], task["devices"], task["progress"]) == ("succeeded", [], None)
     assert task["finished_at"].endswith("Z")
+
+
+async def test_a_finished_task_shows_what_is_not_yet_free(gateway: Gateway, api: Client) -> None:
+    task_id = await api.submit(resources={"gpu_mb": 1024})
+    await gateway.end(task_id, is_gone=False)
+    task = (await api.get(f"/tasks/{task_id}")).json()
+    assert task["state"] == "succeeded"
+    assert task["devices"] == [{"uuid": "gpu0", "gpu_mb": 1024, "state": "releasing"}]
 
 
 async def test_the_urls_of_a_task_lead_somewhere(gateway: Gateway, api: Client) -> None:
