@@ -12,7 +12,7 @@ from service.core.runs import react
 from service.core.stopping import after_stop, give_notice, stop_order, timed_out
 from service.core.task import Move, StopReason, Task, TaskState
 from service.core.units import Instant, Seconds, TaskId
-from service.core.world import World
+from service.core.world import Claim, World
 
 KILL_AGAIN_SECONDS = 3.0
 """A kill order may be lost with its connection; it is sent again this often until the run is given up."""
@@ -43,7 +43,8 @@ def due(world: World, now: Instant, policy: Policy, watch: Watch | None) -> list
     """Decisions that time has made due; `watch` is how it stood after the look before this one.
 
     A leader that was late, slept or has just taken over counts nobody as unconfirmed before the whole
-    patience has passed again. Looks at the active tasks and at the pledges only.
+    patience has passed again. Looks at the active tasks, at the runs that are over and not confirmed gone,
+    and at the pledges only.
     """
     since = keep_watch(watch, now).since
     if now >= since + NODE_PATIENCE_SECONDS and (silent := _silent(world, now)):
@@ -59,6 +60,13 @@ def due(world: World, now: Instant, policy: Policy, watch: Watch | None) -> list
         elif watch is None or _is_kill_due(task.stop_deadline_at, watch.last, now):
             kill = stop_order(world, task, Seconds(0.0))
             decisions.append(Decision(task.id, "kill", orders=(kill,)))
+    for claim, ended_at in world.releasing.items():
+        run = world.holder(*claim)
+        has_notice = run is not None and run.is_active  # then its deadline is looked at above
+        if not has_notice and _is_over(ended_at, policy.kill_patience_seconds, since, now):
+            decisions.append(_quarantine(world, claim))
+            if run is not None:
+                given_up[run.id] = run.freeing_for
     for preemptor, pledges in world.pledges.items():
         deadline_at = max(pledge.deadline_at for pledge in pledges.values())
         late = _is_over(deadline_at, policy.pledge_patience_seconds, since, now)
@@ -122,6 +130,16 @@ def _give_up(world: World, task: Task, now: Instant) -> Decision:
         "unconfirmed",
         tasks=(write_move(task, what, **changes),),
         leases=tuple(move_lease(lease, LeaseState.QUARANTINED) for lease in leases),
+    )
+
+
+def _quarantine(world: World, claim: Claim) -> Decision:
+    """A run is over and its process stays: nobody waits any longer for what it holds."""
+    leases = world.leases[claim]
+    return Decision(
+        claim[0],
+        "unconfirmed",
+        leases=tuple(move_lease(leases[key], LeaseState.QUARANTINED) for key in sorted(leases)),
     )
 
 

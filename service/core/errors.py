@@ -11,3 +11,7 @@ class IllegalTransition(CoreError):
 
 class Overcommitted(CoreError):
     """A draft was about to promise more memory than a device has."""
+
+
+class OutOfStep(CoreError):
+    """The log and the picture made of it do not fit together; the picture must be read anew from rows."""

@@ -23,7 +23,8 @@ class LeaseState(StrEnum):
     HELD = "held"
     """The agent confirmed the process that occupies it."""
     RELEASING = "releasing"
-    """The holder ended; its process is not yet confirmed gone."""
+    """The holder ended; its process is not yet confirmed gone. Its agent's proof moves it on; `deadlines`
+    does if that does not come in time."""
     RELEASED = "released"
     """Confirmed gone. The lease is history."""
     QUARANTINED = "quarantined"

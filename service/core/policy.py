@@ -38,7 +38,8 @@ class Policy:
     pledge_patience_seconds: Seconds = Seconds(10.0)
     """How long after its victims' deadline a pledge is kept."""
     kill_patience_seconds: Seconds = Seconds(10.0)
-    """How long after a stop deadline an unconfirmed run's leases stay RELEASING before quarantine."""
+    """How long after its stop deadline, or after its end, a run that nobody confirms to be gone keeps its
+    leases out of quarantine."""
     sample_period_seconds: Seconds = Seconds(2.0)
     """A device whose sample is older than three periods takes nothing new."""
     retry_first_seconds: Seconds = Seconds(1.0)

@@ -13,6 +13,7 @@ from service.core.codec import (
     task_from,
 )
 from service.core.device import Device, DeviceSample, Node
+from service.core.errors import OutOfStep
 from service.core.events import Event
 from service.core.lease import HolderKind, Lease, LeaseState, Pledge, move_lease
 from service.core.ledger import Book
@@ -20,6 +21,10 @@ from service.core.ordering import PendingQueue
 from service.core.plan import Request
 from service.core.task import Task, TaskState
 from service.core.units import DeviceKey, Instant, NodeName, Position, TaskId
+
+
+Claim = tuple[str, int]
+"""(holder, fence)"""
 
 
 class NodeUse:
@@ -69,8 +74,10 @@ class World:
         self.inventory_version = 0
         """Rises with every new or changed row of a node or device."""
         self.by_node: dict[NodeName, list[DeviceKey]] = {}
-        self.leases: dict[tuple[str, int], dict[str, Lease]] = {}
-        """(holder, fence) -> its leases that are not released, by key."""
+        self.leases: dict[Claim, dict[str, Lease]] = {}
+        """The leases of each claim that are not released, by key."""
+        self.releasing: dict[Claim, Instant] = {}
+        """Claims whose run is over and not confirmed gone, and since when; rows tell only that it is so."""
         self.pledges: dict[TaskId, dict[DeviceKey, Pledge]] = {}
         self.requests: dict[str, Request] = {}
         self.use: dict[NodeName, NodeUse] = {}
@@ -82,24 +89,26 @@ class World:
         """(tenant, terminal state) -> how many ever ended so; survives pruning."""
 
     def apply(self, events: Iterable[Event]) -> None:
-        """Take over committed events in position order; one already applied changes nothing."""
-        for event in events:
-            if event.position <= self.position:
-                continue
-            subject, _, what = event.kind.partition(".")
-            match subject:
-                case "task":
-                    self._apply_task(event, what)
-                case "lease":
-                    self._apply_lease(event)
-                case "pledge":
-                    self._apply_pledge(event, what)
-                case "device":
-                    self.add_device(device_from(event.fields))
-                case "node":
-                    self.add_node(node_from(event.fields))
-                case "request":
-                    self._apply_request(event, what)
+        """Take over committed events in position order; those already applied change nothing.
+
+        Raises OutOfStep if one is missing: then nothing is changed. Raises it, too, if one does not fit what
+        is known: then the events before that one are applied.
+        """
+        fresh = [event for event in events if event.position > self.position]
+        for expected, event in enumerate(fresh, start=self.position + 1):
+            if event.position != expected:
+                raise OutOfStep(
+                    f"after position {self.position}, event {event.position} came: {expected} is missing; "
+                    "read the picture anew from the rows"
+                )
+        for event in fresh:
+            try:
+                self._take_over(event)
+            except Exception as fault:
+                raise OutOfStep(
+                    f"event {event.position} ({event.kind} {event.key}) does not fit what is known: {fault!r}; "
+                    f"the picture stands at {self.position}; read it anew from the rows"
+                ) from fault
             self.position = event.position
             self.as_of = event.at
 
@@ -118,6 +127,7 @@ class World:
     def add_lease(self, lease: Lease) -> None:
         self._enter(lease)
         self.leases.setdefault((lease.holder, lease.fence), {})[lease.key] = lease
+        self._note_release(lease, self.as_of)
 
     def add_pledge(self, pledge: Pledge) -> None:
         self.pledges.setdefault(pledge.preemptor, {})[pledge.device] = pledge
@@ -147,10 +157,31 @@ class World:
         run = self.leases.get((task.id, task.fence), {})
         return [run[key] for key in sorted(run)]
 
+    def holder(self, holder: str, fence: int) -> Task | None:
+        """The task whose newest claim this is; None if that is over, or was never a task's."""
+        task = self.tasks.get(TaskId(holder))
+        return task if task is not None and task.fence == fence else None
+
     def enter_due(self, now: Instant) -> None:
         """Let delayed tasks whose time has come into the queue."""
         for task in self.queue.due(now):
             self.queue.enter(self.tasks[task])
+
+    def _take_over(self, event: Event) -> None:
+        subject, _, what = event.kind.partition(".")
+        match subject:
+            case "task":
+                self._apply_task(event, what)
+            case "lease":
+                self._apply_lease(event)
+            case "pledge":
+                self._apply_pledge(event, what)
+            case "device":
+                self.add_device(device_from(event.fields))
+            case "node":
+                self.add_node(node_from(event.fields))
+            case "request":
+                self._apply_request(event, what)
 
     def _apply_task(self, event: Event, what: str) -> None:
         if what == "submitted":
@@ -181,6 +212,7 @@ class World:
             return
         after = move_lease(before, LeaseState(event.fields["state"]))
         self._enter(after)
+        self._note_release(after, event.at)
         if after.state is not LeaseState.RELEASED:
             run[event.key] = after
             return
@@ -209,11 +241,16 @@ class World:
 
     def _enter(self, lease: Lease) -> None:
         """Book a lease, with what its run's notice says. Raises KeyError for a device nobody registered."""
-        task = self.tasks.get(TaskId(lease.holder))
-        freeing_for, stopping = None, False
-        if task is not None and task.fence == lease.fence:
-            freeing_for, stopping = notice_of(task)
+        task = self.holder(lease.holder, lease.fence)
+        freeing_for, stopping = (None, False) if task is None else notice_of(task)
         self.books[lease.device].put(lease, freeing_for, stopping=stopping)
+
+    def _note_release(self, lease: Lease, at: Instant) -> None:
+        """All leases of a claim are given back together."""
+        if lease.state is LeaseState.RELEASING:
+            self.releasing.setdefault((lease.holder, lease.fence), at)
+        else:
+            self.releasing.pop((lease.holder, lease.fence), None)
 
     def _count_in(self, task: Task) -> None:
         if task.state is TaskState.PENDING:

@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 
+from service.core.cycle import plan_cycle
 from service.core.deadlines import (
     GAP_SECONDS,
     KILL_AGAIN_SECONDS,
@@ -13,12 +14,28 @@ from service.core.deadlines import (
     keep_watch,
 )
 from service.core.lease import LeaseState, PledgeEnd
-from service.core.orders import StopOrder
+from service.core.orders import Ended, Ending, Gone, StopOrder
 from service.core.policy import Policy
+from service.core.runs import react
 from service.core.task import StopReason, TaskState
-from service.core.units import Instant, TaskId
+from service.core.units import Fence, Instant, TaskId
 from service.core.world import World
-from tests.builders import GIB, NOW, Holding, a_device, a_node, a_pledge, a_task, a_world, commit, holding
+from tests.builders import (
+    GIB,
+    NOW,
+    Holding,
+    a_device,
+    a_lease,
+    a_node,
+    a_pledge,
+    a_sample,
+    a_task,
+    a_world,
+    commit,
+    holding,
+    key,
+    submit,
+)
 
 POLICY = Policy()
 
@@ -158,6 +175,97 @@ def test_a_pledge_does_not_outlive_the_victim_that_was_given_up() -> None:
     assert world.pledges == {}
     assert world.tasks[TaskId("first")].state is TaskState.PENDING
     assert world.tasks[TaskId("second")].freeing_for is None
+
+
+def after_its_end(ending: Ending = Ending.SUCCEEDED, **task: Any) -> World:
+    """`run` held all of gpu0 and ended at NOW; nobody has confirmed that its process is gone."""
+    run = holding(a_task("run", gpu_mb=80 * GIB, **task), "gpu0")
+    world = a_world(a_device(), a_device("gpu1"), run)
+    commit(world, react(world, [Ended(TaskId("run"), Fence(1), NOW, ending)], NOW, POLICY), NOW)
+    return world
+
+
+def lease_states(world: World) -> list[LeaseState]:
+    return [lease.state for claim in world.leases.values() for lease in claim.values()]
+
+
+def look(world: World, now: float) -> list[str]:
+    """What a leader that never slept does at its next look, carried out."""
+    decisions = due(world, Instant(now), POLICY, watched(now))
+    commit(world, decisions, now)
+    return [decision.why for decision in decisions]
+
+
+@pytest.mark.parametrize(
+    ("ending", "max_retries"), [(Ending.SUCCEEDED, 0), (Ending.FAILED, 0), (Ending.FAILED, 1)]
+)
+def test_memory_of_a_run_that_ended_and_is_not_confirmed_gone_is_quarantined(
+    ending: Ending, max_retries: int
+) -> None:
+    world = after_its_end(ending, max_retries=max_retries)
+    assert look(world, NOW + POLICY.kill_patience_seconds - 0.1) == []
+    assert look(world, NOW + POLICY.kill_patience_seconds) == ["unconfirmed"]
+    assert lease_states(world) == [LeaseState.QUARANTINED]
+    assert look(world, NOW + 3600.0) == []
+
+
+def test_memory_in_quarantine_comes_back_with_the_proof_that_its_process_is_gone() -> None:
+    world = after_its_end()
+    look(world, NOW + POLICY.kill_patience_seconds)
+    gone = Gone(TaskId("run"), Fence(1), Instant(NOW + 60.0), "process_absent")
+    commit(world, react(world, [gone], gone.at, POLICY))
+    assert (lease_states(world), world.tasks) == ([], {})
+
+
+def test_a_run_confirmed_gone_in_time_is_not_quarantined() -> None:
+    world = after_its_end(Ending.FAILED, max_retries=1)
+    gone = Gone(TaskId("run"), Fence(1), Instant(NOW + 1.0), "process_absent")
+    commit(world, react(world, [gone], gone.at, POLICY))
+    assert look(world, NOW + 3600.0) == []
+
+
+def test_a_run_under_notice_that_has_ended_is_given_up_at_its_own_deadline() -> None:
+    world = a_world(stopping(stop_deadline_at=Instant(NOW + 100.0)))
+    ended = Ended(TaskId("run"), Fence(1), NOW, Ending.STOPPED)
+    commit(world, react(world, [ended], NOW, POLICY), NOW)
+    assert look(world, NOW + POLICY.kill_patience_seconds) == []
+    assert look(world, NOW + 100.0 + POLICY.kill_patience_seconds) == ["unconfirmed"]
+
+
+def test_a_new_leader_gives_a_run_that_ended_the_whole_patience_again() -> None:
+    over = a_task("over", gpu_mb=8 * GIB, fence=1, state=TaskState.SUCCEEDED)
+    world = a_world(a_device(), over, a_lease(over, "gpu0", 8 * GIB, state=LeaseState.RELEASING))
+    later = Instant(NOW + 3600.0)
+    assert due(world, later, POLICY, None) == []
+    almost = Instant(later + POLICY.kill_patience_seconds - 0.1)
+    assert due(world, almost, POLICY, Watch(since=later, last=almost)) == []
+    after = Instant(later + POLICY.kill_patience_seconds)
+    assert [d.why for d in due(world, after, POLICY, Watch(since=later, last=almost))] == ["unconfirmed"]
+
+
+def test_a_pledge_does_not_outlive_a_victim_that_finished_and_stays() -> None:
+    world = a_world(holding(a_task("low", priority=10, gpu_mb=80 * GIB, grace_seconds=900.0), "gpu0"))
+    submit(world, a_task("high", priority=80, gpu_mb=80 * GIB))
+    commit(world, plan_cycle(world, POLICY, NOW).decisions, NOW)
+    done = Ended(TaskId("low"), Fence(1), NOW, Ending.SUCCEEDED)
+    commit(world, react(world, [done], NOW, POLICY), NOW)
+    assert look(world, NOW + POLICY.kill_patience_seconds) == ["unconfirmed", "dissolved"]
+    assert world.pledges == {}
+
+
+def test_a_process_that_stays_after_its_runs_end_keeps_nobody_waiting_for_ever() -> None:
+    world = after_its_end()
+    low = holding(a_task("low", priority=10, gpu_mb=80 * GIB), "gpu1")
+    world.add_task(low.task)
+    world.add_lease(low.leases[0])
+    submit(world, a_task("high", priority=95, gpu_mb=60 * GIB))
+    assert plan_cycle(world, POLICY, NOW).decisions == ()
+    later = Instant(NOW + POLICY.kill_patience_seconds)
+    look(world, later)
+    world.measure([a_sample("gpu0", later), a_sample("gpu1", later)])
+    (decision,) = plan_cycle(world, POLICY, later).decisions
+    assert (decision.why, [write.task.id for write in decision.tasks]) == ("preempt", ["low"])
+    assert [written.pledge.device for written in decision.pledges] == [key("gpu1")]
 
 
 def nodes_after_a_take_over(*ready: str) -> World:

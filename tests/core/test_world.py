@@ -3,8 +3,9 @@
 import pytest
 from hypothesis import given, settings
 
-from service.core.codec import device_fields, node_fields, request_fields
+from service.core.codec import device_fields, lease_fields, node_fields, request_fields
 from service.core.cycle import plan_cycle
+from service.core.errors import OutOfStep
 from service.core.events import Event
 from service.core.lease import LeaseState, move_lease
 from service.core.plan import Decision, Request, write_move
@@ -35,6 +36,7 @@ def picture(world: World) -> dict[str, object]:
     return {
         "tasks": world.tasks,
         "leases": world.leases,
+        "releasing": set(world.releasing),
         "pledges": world.pledges,
         "waiting": {group.key: list(group) for group in world.queue.groups.values()},
         "aside": (world.queue.delayed, world.queue.held),
@@ -71,6 +73,33 @@ def test_an_event_that_was_applied_already_changes_nothing():
     world.apply([event])
     assert world.position == 1
     assert world.nodes["n7"] is before
+
+
+def node_events(*positions: int) -> list[Event]:
+    """One new node for each position of the log."""
+    rows = {position: a_node(f"n{position}") for position in positions}
+    return [
+        Event(Position(p), NOW, "node.seen", row.name, 1, "", node_fields(row)) for p, row in rows.items()
+    ]
+
+
+def test_a_gap_in_the_log_is_a_mistake_and_nothing_of_the_batch_is_applied():
+    world = World()
+    world.apply(node_events(1, 2))
+    with pytest.raises(OutOfStep, match="after position 2, event 4 came: 3 is missing"):
+        world.apply(node_events(2, 4))
+    with pytest.raises(OutOfStep, match="event 5 came: 4 is missing"):
+        world.apply(node_events(3, 5))
+    assert (world.position, set(world.nodes)) == (2, {"n1", "n2"})
+
+
+def test_an_event_that_does_not_fit_the_picture_is_named_and_what_came_before_it_stands():
+    world = World()
+    lease = a_lease(a_task("run"), "gpu7", 1, version=1)
+    strange = Event(Position(2), NOW, "lease.reserved", lease.key, 1, "default", lease_fields(lease))
+    with pytest.raises(OutOfStep, match=rf"event 2 \(lease\.reserved {lease.key}\).*the picture stands at 1"):
+        world.apply([*node_events(1), strange, *node_events(3)])
+    assert (world.position, set(world.nodes)) == (1, {"n1"})
 
 
 def test_nodes_devices_and_requests_come_from_the_log():
