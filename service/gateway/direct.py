@@ -198,7 +198,7 @@ def _query_reader(model: type[Query]) -> Reader:
         for name, value in call.query_params.multi_items():
             if name in lists:
                 values.setdefault(name, []).extend(part for part in value.split(",") if part)
-            elif name in known or (model.open_prefix and name.startswith(model.open_prefix)):
+            elif name in known or (model.open_names and model.open_names.fullmatch(name)):
                 values[name] = value
             else:
                 faults.append(unknown_parameter(name, model))

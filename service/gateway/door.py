@@ -15,7 +15,7 @@ from service.gateway.direct import DirectRoute
 from service.gateway.identity import Identity
 from service.gateway.parts import GatewayParts
 from service.gateway.problems import Problem, problem_response
-from service.ports import StoreUnavailable
+from service.ports import StoreUnavailable, Unstorable
 from service.telemetry import Telemetry
 
 log = structlog.get_logger("gpubroker.gateway")
@@ -27,7 +27,9 @@ LOOPBACK_NAMES = frozenset({"127.0.0.1", "localhost", "::1"})
 _HOST = re.compile(r"(?:\[(?P<six>[0-9A-Fa-f:.]+)\]|(?P<name>[^:\[\]]+))(?::\d{1,5})?")
 _NO_ROUTE = "unmatched"
 _STORE_AWAY = Problem(
-    "store-unavailable", "the database cannot be reached and nothing was changed; send the request again"
+    "store-unavailable",
+    "the database or the disk for large objects cannot be reached and nothing was changed; "
+    "send the request again",
 )
 
 
@@ -98,6 +100,8 @@ class Door:
         except StoreUnavailable as fault:
             log.warning("database not reached", request=request_id, fault=str(fault))
             await problem_response(_STORE_AWAY, scope)(scope, receive, leave)
+        except Unstorable as fault:
+            await problem_response(Problem("validation-failed", str(fault)), scope)(scope, receive, leave)
         except ClientDisconnect:
             pass
         except Exception as fault:

@@ -82,7 +82,8 @@ def _line(most: int, least: int = 0) -> StringConstraints:
 
 Text = Annotated[str, StringConstraints(pattern=r"^[^\x00]*$")]
 Name = Annotated[str, _line(200)]
-LabelKey = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9]([A-Za-z0-9._/-]{0,61}[A-Za-z0-9])?$")]
+_LABEL_KEY = "[A-Za-z0-9]([A-Za-z0-9._/-]{0,61}[A-Za-z0-9])?"
+LabelKey = Annotated[str, StringConstraints(pattern=f"^{_LABEL_KEY}$")]
 LabelValue = Annotated[str, _line(255)]
 Priority = Annotated[
     int,
@@ -278,14 +279,15 @@ class ShutDown(Body):
 
 
 class Query(BaseModel):
-    """Query parameters. Unknown names are refused, except those that start with `open_prefix`."""
+    """Query parameters. Unknown names are refused, except those that match `open_names`."""
 
     model_config = ConfigDict(extra="allow", allow_inf_nan=False, frozen=True)
-    open_prefix: ClassVar[str | None] = None
+    open_names: ClassVar[re.Pattern[str] | None] = None
 
 
 class TaskQuery(Query):
-    open_prefix: ClassVar[str | None] = "label."
+    open_names: ClassVar = re.compile(rf"label\.{_LABEL_KEY}")
+    __pydantic_extra__: dict[str, LabelValue]
 
     state: Annotated[
         list[TaskState], Field(description="One or more states, repeated or separated by commas.")

@@ -2,7 +2,7 @@
 
 import base64
 import json
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
@@ -217,14 +217,18 @@ def error_view(failure: Mapping[str, Any] | None) -> ErrorView | None:
     }
 
 
-def event_view(event: Event) -> EventView:
+def event_view(event: Event, strangers: Container[str] = ()) -> EventView:
+    """`strangers` are tasks that whoever reads this may not know by name; null stands for each."""
     return {
         "position": event.position,
         "at": rfc3339(event.at),
         "kind": event.kind,
         "key": event.key,
         "version": event.version,
-        "fields": {name: _readable(name, value) for name, value in event.fields.items()},
+        "fields": {
+            name: None if name == "freeing_for" and value in strangers else _readable(name, value)
+            for name, value in event.fields.items()
+        },
     }
 
 

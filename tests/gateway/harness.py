@@ -1,4 +1,4 @@
-"""The real gateway over a store in memory, and a leader that decides as the real one does, when it is told to.
+"""The real gateway over a store in memory, and a leader that decides as the real one does when it is told to.
 
 Its events feed one World. Every answer is held against the OpenAPI document: status, content type and body.
 """

@@ -1,5 +1,6 @@
 """The event log over HTTP."""
 
+from tests.builders import GIB
 from tests.gateway.harness import Client, Gateway, fault
 
 
@@ -44,6 +45,42 @@ async def test_a_tenant_sees_its_own_events_only(gateway: Gateway, api: Client) 
     assert [event["key"] for event in page["items"]] == [theirs]
     assert page["next_after"] == await gateway.store.head()
     assert mine not in str(page)
+
+
+async def test_a_victim_does_not_learn_whose_task_it_makes_room_for(gateway: Gateway, api: Client) -> None:
+    other = await gateway.client("other", "tasks:read", "tasks:write", "cluster:read", tenant="vision")
+    victim = await other.submit(resources={"gpu_mb": 60 * GIB}, priority=10)
+    await gateway.admit(victim)
+    preemptor = await api.submit(resources={"gpu_mb": 60 * GIB}, priority=90)
+    gateway.clock.advance(1)
+    await gateway.plan(preemptor)
+    for path in (f"/tasks/{victim}/events", "/events"):
+        page = await other.get(path)
+        [notice] = [event for event in page.json()["items"] if event["kind"] == "task.stopping"]
+        assert notice["fields"]["freeing_for"] is None
+        assert preemptor not in page.text
+    [seen] = [e for e in (await api.get("/events")).json()["items"] if e["kind"] == "task.stopping"]
+    assert seen["fields"]["freeing_for"] == preemptor
+
+
+async def test_a_victim_learns_which_task_of_its_own_tenant_it_makes_room_for(gateway: Gateway) -> None:
+    client = await gateway.client("plain", "tasks:read", "tasks:write")
+    victim = await client.submit(resources={"gpu_mb": 60 * GIB}, priority=10)
+    await gateway.admit(victim)
+    preemptor = await client.submit(resources={"gpu_mb": 60 * GIB}, priority=90)
+    gateway.clock.advance(1)
+    await gateway.plan(preemptor)
+    assert preemptor in (await client.get(f"/tasks/{victim}/events")).text
+
+
+async def test_what_became_of_a_request_names_no_task_of_another_tenant(
+    gateway: Gateway, api: Client
+) -> None:
+    task_id = await api.submit()
+    await api.post(f"/tasks/{task_id}/cancel")
+    viewer = await gateway.client("viewer", "tasks:read", "cluster:read", tenant="vision")
+    assert task_id not in (await viewer.get("/events")).text
+    assert "request.done" in (await api.get(f"/tasks/{task_id}/events")).text
 
 
 async def test_who_may_read_the_cluster_sees_nodes_and_devices_too(gateway: Gateway) -> None:

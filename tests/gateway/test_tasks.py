@@ -136,6 +136,10 @@ async def test_a_page_larger_than_the_server_gives_is_cut() -> None:
         ({"min_priority": "101"}, "query:min_priority"),
         ({"max_priority": "urgent"}, "query:max_priority"),
         ({"name": "nul\0"}, "query:name"),
+        ({"label.team": "nul\0"}, "query:label.team"),
+        ({"label.team": "x" * 256}, "query:label.team"),
+        ({"label.nul\0": "x"}, "query:label.nul\0"),
+        ({"label.": "x"}, "query:label."),
     ],
 )
 async def test_a_bad_filter_is_refused_by_name(api: Client, params: dict[str, str], pointer: str) -> None:

@@ -5,11 +5,12 @@ from typing import Annotated
 
 from fastapi import APIRouter, Query, Response
 
-from service.core.events import Event
-from service.core.units import Position
+from service.core.events import Event, task_of
+from service.core.units import Position, TaskId
 from service.gateway.direct import Call, DirectRoute, answer, needs, problems
 from service.gateway.identity import Identity, Scope
 from service.gateway.lookup import find
+from service.gateway.overview import sees
 from service.gateway.schemas import EventQuery
 from service.gateway.translate import event_view
 from service.gateway.views import EventPage
@@ -29,7 +30,7 @@ async def list_task_events(call: Call, task_id: str, query: Annotated[EventQuery
     record = await find(call, task_id)
     limit = min(query.limit, call.parts.limits.page_items)
     events = await call.parts.store.events(Position(query.after), limit, record.task.id)
-    return answer(_page(events, events, query.after))
+    return answer(await _page(call, events, events, query.after))
 
 
 @router.get(
@@ -47,17 +48,30 @@ async def list_events(call: Call, query: Annotated[EventQuery, Query()]) -> Resp
     limit = min(query.limit, call.parts.limits.page_items)
     events = await call.parts.store.events(Position(query.after), limit)
     visible = [event for event in events if _sees(call.identity, event)]
-    return answer(_page(events, visible, query.after))
+    return answer(await _page(call, events, visible, query.after))
 
 
 def _sees(identity: Identity, event: Event) -> bool:
-    if event.tenant == identity.tenant:
+    if sees(identity, event.tenant):
         return True
-    return identity.may(Scope.ADMIN) or (not event.tenant and identity.may(Scope.CLUSTER_READ))
+    is_of_cluster = not event.tenant and task_of(event) is None
+    return is_of_cluster and identity.may(Scope.CLUSTER_READ)
 
 
-def _page(read: Sequence[Event], shown: Sequence[Event], after: int) -> EventPage:
+async def _page(call: Call, read: Sequence[Event], shown: Sequence[Event], after: int) -> EventPage:
+    strangers = await _strangers(call, shown)
     return {
-        "items": [event_view(event) for event in shown],
+        "items": [event_view(event, strangers) for event in shown],
         "next_after": read[-1].position if read else after,
     }
+
+
+async def _strangers(call: Call, events: Sequence[Event]) -> frozenset[str]:
+    """Of the tasks that a victim's events say room is made for, those that this token may not know."""
+    named = {TaskId(task) for event in events if (task := event.fields.get("freeing_for"))}
+    known = {task: await call.parts.store.record(task) for task in sorted(named)}
+    return frozenset(
+        task
+        for task, record in known.items()
+        if record is None or not sees(call.identity, record.task.tenant)
+    )

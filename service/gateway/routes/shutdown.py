@@ -1,11 +1,17 @@
 """The orderly end of the service, on request."""
 
+import contextlib
+
+import structlog
 from fastapi import APIRouter, Response
 
 from service.gateway.direct import Call, DirectRoute, answer, needs, problems
 from service.gateway.identity import Scope
 from service.gateway.schemas import ShutDown
 from service.gateway.views import Stopping
+from service.ports import StoreUnavailable
+
+log = structlog.get_logger("gpubroker.gateway")
 
 router = APIRouter(route_class=DirectRoute, tags=["operations"])
 
@@ -20,6 +26,15 @@ router = APIRouter(route_class=DirectRoute, tags=["operations"])
 )
 async def shut_down(call: Call, body: ShutDown = ShutDown()) -> Response:  # noqa: B008  # frozen
     """Stop the service. Tasks go on, unless the local cluster is to stop as well."""
+    await _note(call, "everything" if body.stop_cluster else "service")
     call.parts.shutdown(body.stop_cluster)
     view: Stopping = {"stopping": True, "stop_cluster": body.stop_cluster}
     return answer(view, 202)
+
+
+async def _note(call: Call, subject: str) -> None:
+    """A database that is away must not keep the service from stopping."""
+    who = call.identity
+    log.info("asked to stop", by=who.name, subject=subject)
+    with contextlib.suppress(StoreUnavailable):
+        await call.parts.store.audit(by=who.name, tenant=who.tenant, action="shutdown", subject=subject)

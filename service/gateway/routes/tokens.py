@@ -40,10 +40,6 @@ async def create_token(call: Call, body: CreateToken) -> Response:
     parts = call.parts
     cap = call.identity.max_priority if body.max_priority is None else body.max_priority
     _check_gift(call.identity, body, cap)
-    if any(row.name == body.name for row in await parts.store.tokens()):
-        raise Problem(
-            "token-exists", f'a token "{body.name}" exists; withdraw it first, or choose another name'
-        )
     now = parts.clock.now()
     lasts = body.expires_in_seconds
     secret, row = new_token(
@@ -54,7 +50,10 @@ async def create_token(call: Call, body: CreateToken) -> Response:
         now=now,
         expires_at=None if lasts is None else Instant(now + lasts),
     )
-    await parts.store.put_token(row)
+    if not await parts.store.put_token(row, by=call.identity.name):
+        raise Problem(
+            "token-exists", f'a token "{body.name}" exists; withdraw it first, or choose another name'
+        )
     await parts.identity.load()
     view: NewToken = {**_view(row), "token": secret}
     return answer(view, 201, {"Cache-Control": "no-store", "Location": f"/tokens/{row.name}"})
@@ -70,7 +69,7 @@ async def create_token(call: Call, body: CreateToken) -> Response:
 async def delete_token(call: Call, name: str) -> Response:
     """Withdraw a token. This process refuses it at once, others within seconds."""
     known = any(row.name == name for row in await call.parts.store.tokens())
-    if not known or not await call.parts.store.drop_token(name):
+    if not known or not await call.parts.store.drop_token(name, by=call.identity.name):
         raise Problem("not-found", f'there is no token "{name[:100]}"; GET /tokens lists them')
     await call.parts.identity.load()
     return Response(status_code=204)
