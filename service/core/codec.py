@@ -1,7 +1,7 @@
 """Rows as plain JSON values and back: one spelling for the event log, snapshots and followers."""
 
-from dataclasses import replace
 from dataclasses import fields as dataclass_fields
+from dataclasses import replace
 from enum import StrEnum
 from functools import lru_cache
 from operator import attrgetter
@@ -24,18 +24,22 @@ _LEASE_NAMES = tuple(f.name for f in dataclass_fields(Lease))
 _PLEDGE_NAMES = tuple(f.name for f in dataclass_fields(Pledge))
 
 
+def demand_fields(demand: Demand) -> dict[str, Any]:
+    """Only what differs from the default; an empty dict is the empty demand. Whoever asks may keep it."""
+    row = dict(_demand_row(demand))
+    if demand.custom:
+        row["custom"] = [list(pair) for pair in demand.custom]
+    return row
+
+
 @lru_cache(4096)
-def demand_fields(demand: Demand) -> Fields:
-    """Only what differs from the default; an empty dict is the empty demand. Tasks come in many, demands in
-    few kinds: all tasks of a kind share the answer."""
-    row = {
+def _demand_row(demand: Demand) -> Fields:
+    """Tasks come in many, demands in few kinds: worked out once for all of a kind, and not to be changed."""
+    return {
         name: value
         for name in _DEMAND_NAMES
         if (value := getattr(demand, name)) != getattr(_DEMAND_DEFAULTS, name)
     }
-    if demand.custom:
-        row["custom"] = [list(pair) for pair in demand.custom]
-    return row
 
 
 def demand_from(fields: Fields) -> Demand:

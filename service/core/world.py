@@ -22,7 +22,6 @@ from service.core.plan import Request
 from service.core.task import Task, TaskState
 from service.core.units import DeviceKey, Instant, NodeName, Position, TaskId
 
-
 Claim = tuple[str, int]
 """(holder, fence)"""
 
@@ -106,8 +105,8 @@ class World:
                 self._take_over(event)
             except Exception as fault:
                 raise OutOfStep(
-                    f"event {event.position} ({event.kind} {event.key}) does not fit what is known: {fault!r}; "
-                    f"the picture stands at {self.position}; read it anew from the rows"
+                    f"event {event.position} ({event.kind} {event.key}) does not fit what is known: "
+                    f"{fault!r}; the picture stands at {self.position}; read it anew from the rows"
                 ) from fault
             self.position = event.position
             self.as_of = event.at
