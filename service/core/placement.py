@@ -1,15 +1,11 @@
 """Where a task can run now: one node, and on it as many devices as it asks for."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from heapq import nsmallest
 
-from service.core.blockers import room_blockers
 from service.core.draft import Draft
 from service.core.need import need_mb
 from service.core.policy import Policy
-from service.core.reasons import Reason
-from service.core.survey import survey
 from service.core.task import Demand, Placement, Task
 from service.core.units import DeviceKey, Instant, Mib, NodeName
 
@@ -18,27 +14,6 @@ Option = tuple[float, DeviceKey, Mib]
 
 Found = tuple[tuple[float, float, tuple[str, ...]], Placement]
 """((room left on the devices, CPU left on the node, names), placement): the smallest is the best."""
-
-
-@dataclass(frozen=True, slots=True)
-class NoFit:
-    """There is no room now. Nothing is wrong: the task waits."""
-
-    reason: Reason
-    largest_free_mb: Mib
-    """The most that this task could have on one usable device."""
-
-
-def find_placement(draft: Draft, task: Task, policy: Policy, now: Instant) -> Placement | NoFit:
-    """The best place for a task right now, or why there is none."""
-    return Places(draft, policy, now).best(task) or no_fit(draft, task, policy, now)
-
-
-def no_fit(draft: Draft, task: Task, policy: Policy, now: Instant) -> NoFit:
-    """Why a task for which there is no place has none. Looks at every device: not for the planner's loop."""
-    seen = survey(draft, task, policy, now)
-    reasons = [blocker.reason for blocker in room_blockers(seen)]
-    return NoFit(reasons[0] if reasons else Reason.PENDING_EVALUATION, seen.largest_free_mb)
 
 
 class Places:

@@ -8,8 +8,6 @@ from math import inf
 from service.core.draft import Draft
 from service.core.need import need_mb
 from service.core.offers import Offer, Offers, Site
-from service.core.placement import NoFit, no_fit
-from service.core.policy import Policy
 from service.core.task import Task
 from service.core.units import DeviceKey, Instant, Mib, NodeName
 from service.core.victims import EXACT_LIMIT, Candidate, Cost, Suffices, after, cheapest, cost_of, filled_back
@@ -38,11 +36,6 @@ class _Option:
     targets: tuple[Target, ...]
     victims: tuple[Candidate, ...]
     cost: Cost
-
-
-def choose_victims(draft: Draft, task: Task, policy: Policy, now: Instant) -> Eviction | NoFit:
-    """The eviction that makes room for a task which fits nowhere now, or why there is none."""
-    return plan_eviction(Offers(draft, policy, now), task, now) or no_fit(draft, task, policy, now)
 
 
 def plan_eviction(offers: Offers, task: Task, now: Instant) -> Eviction | None:

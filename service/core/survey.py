@@ -73,11 +73,6 @@ class Survey:
     nodes: tuple[NodeFinding, ...]
     """In name order, their devices in key order."""
 
-    @property
-    def largest_free_mb(self) -> Mib:
-        found = (finding.free_mb for node in self.nodes for finding in node.open_devices)
-        return max(found, default=Mib(0))
-
 
 def survey(draft: Draft, task: Task, policy: Policy, now: Instant) -> Survey:
     """Look at every node for this task. Changes nothing; costs as much as there are devices."""

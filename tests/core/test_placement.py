@@ -4,12 +4,14 @@ from typing import Any
 
 import pytest
 
+from service.core.blockers import Blocker, room_blockers
 from service.core.draft import Draft
 from service.core.lease import LeaseState
-from service.core.placement import NoFit, find_placement
+from service.core.placement import Places
 from service.core.policy import Policy
 from service.core.reasons import Reason
-from service.core.task import Placement
+from service.core.survey import survey
+from service.core.task import Placement, Task
 from service.core.units import Instant
 from service.core.world import World
 from tests.builders import (
@@ -29,8 +31,15 @@ from tests.builders import (
 POLICY = Policy(custom_limits=(("licence", 4.0),))
 
 
-def found(world: World, *, policy: Policy = POLICY, now: float = NOW, **task: Any) -> Placement | NoFit:
-    return find_placement(Draft(world), a_task("new", **task), policy, Instant(now))
+def place_of(world: World, task: Task, now: float = NOW) -> Placement | Blocker:
+    """Where it goes, or what above all keeps it from going anywhere."""
+    draft = Draft(world)
+    place = Places(draft, POLICY, Instant(now)).best(task)
+    return place or room_blockers(survey(draft, task, POLICY, Instant(now)))[0]
+
+
+def found(world: World, *, now: float = NOW, **task: Any) -> Placement | Blocker:
+    return place_of(world, a_task("new", **task), now)
 
 
 def devices(world: World, **task: Any) -> list[str]:
@@ -42,7 +51,7 @@ def devices(world: World, **task: Any) -> list[str]:
 
 def reason(world: World, **task: Any) -> Reason:
     placement = found(world, **task)
-    assert isinstance(placement, NoFit), placement
+    assert isinstance(placement, Blocker), placement
     return placement.reason
 
 
@@ -113,7 +122,7 @@ def test_memory_of_a_run_that_is_not_confirmed_gone_is_not_free(state: LeaseStat
 
 def test_a_device_whose_sample_is_too_old_takes_nothing():
     world = a_world(a_device())
-    assert found(world, gpu_mb=1, now=NOW + 6.5) == NoFit(Reason.BACKEND_UNAVAILABLE, 0)
+    assert reason(world, gpu_mb=1, now=NOW + 6.5) is Reason.BACKEND_UNAVAILABLE
 
 
 @pytest.mark.parametrize(
@@ -140,7 +149,7 @@ def test_without_any_node_the_backend_is_unavailable():
 
 
 def test_memory_that_is_free_in_sum_but_not_in_one_piece_is_fragmented():
-    assert found(a_world(*filled(60, 60)), gpu_mb=40 * GIB) == NoFit(Reason.FRAGMENTED, 20 * GIB)
+    assert reason(a_world(*filled(60, 60)), gpu_mb=40 * GIB) is Reason.FRAGMENTED
 
 
 def test_gpus_that_are_free_on_different_nodes_are_fragmented():
@@ -149,7 +158,7 @@ def test_gpus_that_are_free_on_different_nodes_are_fragmented():
 
 
 def test_too_little_memory_in_sum_is_waited_for():
-    assert found(a_world(*filled(60, 65)), gpu_mb=40 * GIB) == NoFit(Reason.WAITING_FOR_MEMORY, 20 * GIB)
+    assert reason(a_world(*filled(60, 65)), gpu_mb=40 * GIB) is Reason.WAITING_FOR_MEMORY
 
 
 @pytest.mark.parametrize("demand", [{"cpu": 3.0}, {"memory_mb": 30 * GIB}, {"gpu_mb": 1, "cpu": 3.0}])
@@ -181,7 +190,7 @@ def test_what_is_pledged_to_the_same_or_a_higher_priority_is_not_free():
     world = a_world(a_device(), preemptor, a_pledge(preemptor, "gpu0", 60 * GIB))
     assert reason(world, gpu_mb=80 * GIB, priority=80) is Reason.BEHIND_HIGHER_PRIORITY
     assert devices(world, gpu_mb=30 * GIB, priority=81) == ["n1/gpu0"]
-    assert isinstance(find_placement(Draft(world), preemptor, POLICY, NOW), Placement)
+    assert isinstance(place_of(world, preemptor), Placement)
 
 
 def test_cpu_and_slots_are_kept_for_a_preemptor_as_well():

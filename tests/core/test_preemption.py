@@ -4,11 +4,14 @@ from typing import Any
 
 import pytest
 
+from service.core.blockers import room_blockers
 from service.core.draft import Draft
 from service.core.lease import LeaseState
+from service.core.offers import Offers
 from service.core.policy import Policy
-from service.core.preemption import Eviction, choose_victims
+from service.core.preemption import Eviction, plan_eviction
 from service.core.reasons import Reason
+from service.core.survey import survey
 from service.core.task import StopReason, TaskState
 from service.core.units import Instant, Seconds
 from service.core.world import World
@@ -39,9 +42,10 @@ def a_run(
 
 
 def chosen(world: World, *, policy: Policy = POLICY, **task: Any) -> Eviction | Reason:
-    fields = {"priority": 80, **task}
-    choice = choose_victims(Draft(world), a_task("high", **fields), policy, NOW)
-    return choice if isinstance(choice, Eviction) else choice.reason
+    """Who must leave for a task of priority 80, or why nobody does."""
+    draft, high = Draft(world), a_task("high", **{"priority": 80, **task})
+    eviction = plan_eviction(Offers(draft, policy, NOW), high, NOW)
+    return eviction or room_blockers(survey(draft, high, policy, NOW))[0].reason
 
 
 def victims(world: World, **task: Any) -> list[str]:
