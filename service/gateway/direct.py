@@ -93,9 +93,14 @@ def problems(*codes: str) -> dict[int | str, dict[str, Any]]:
     return declared
 
 
-def answer(content: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
-    """A JSON answer, from plain dicts and lists."""
-    return Response(to_json(content, inf_nan_mode="null"), status, headers, _JSON)
+def answer(
+    content: Any, status: int = 200, headers: Mapping[str, str] | None = None, *, member: bytes = b""
+) -> Response:
+    """A JSON answer, from plain dicts and lists. `member` is one more of the object's, as JSON text."""
+    body = to_json(content, inf_nan_mode="null")
+    if member:
+        body = b"".join((body[:-1], b",", member, b"}"))
+    return Response(body, status, headers, _JSON)
 
 
 Reader = Callable[[Call, bytes], Any]

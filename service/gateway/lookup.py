@@ -1,21 +1,18 @@
 """One task as its row and the World know it, for the token that asks."""
 
-import asyncio
+from collections.abc import Mapping
 
-from pydantic_core import from_json
+from fastapi import Response
 
 from service.core.task import Task, TaskState
 from service.core.units import Seconds, TaskId
-from service.gateway.direct import Call
+from service.gateway.direct import Call, answer
 from service.gateway.ids import is_task_id
 from service.gateway.parts import GatewayParts
 from service.gateway.problems import Problem
-from service.gateway.translate import Live, base64_text, task_view
-from service.gateway.views import ResultFields, TaskView
-from service.ports import BlobCorrupt, BlobMissing, StoredResult, TaskRecord
-
-_PARSED_INLINE_BYTES = 256 * 1024
-"""Larger results are parsed on a thread, so that nobody else waits for them."""
+from service.gateway.results import result_member
+from service.gateway.translate import Live, task_view
+from service.ports import TaskRecord
 
 
 async def find(call: Call, task_id: str) -> TaskRecord:
@@ -57,42 +54,10 @@ def live_of(parts: GatewayParts, task: Task, *, explained: bool = True) -> Live:
     )
 
 
-async def finished_view(parts: GatewayParts, record: TaskRecord) -> TaskView:
-    """The view of a task that has ended, with its result in it."""
+async def finished(
+    parts: GatewayParts, record: TaskRecord, status: int = 200, headers: Mapping[str, str] | None = None
+) -> Response:
+    """The answer about a task that has ended, with its result in it."""
     view = task_view(record, live_of(parts, record.task))
     stored = await parts.store.result(record.task.id)
-    fields: ResultFields = {"result": None} if stored is None else await result_fields(parts, stored)
-    return {**view, **fields}
-
-
-async def result_fields(parts: GatewayParts, stored: StoredResult) -> ResultFields:
-    """`result` or `data_base64`, whichever the bytes are. Raises Problem result-damaged."""
-    data = await _bytes_of(parts, stored)
-    if data is None:
-        return {"result": None}
-    if stored.format != "json":
-        return {"data_base64": base64_text(data)}
-    try:
-        return {"result": await _parsed(data)}
-    except ValueError:
-        # Written by a process that runs user code: hand on what it wrote rather than fail.
-        return {"data_base64": base64_text(data)}
-
-
-async def _parsed(data: bytes) -> object:
-    if len(data) <= _PARSED_INLINE_BYTES:
-        return from_json(data, allow_inf_nan=False)
-    return await asyncio.to_thread(from_json, data, allow_inf_nan=False)
-
-
-async def _bytes_of(parts: GatewayParts, stored: StoredResult) -> bytes | None:
-    if stored.digest is None:
-        return stored.data
-    try:
-        return await parts.blobs.get(stored.digest)
-    except (BlobMissing, BlobCorrupt):
-        raise Problem(
-            "result-damaged",
-            f"the result was stored as object {stored.digest}, whose bytes are missing or damaged; "
-            "run the task again, and check the disk that holds the blobs",
-        ) from None
+    return answer(view, status, headers, member=await result_member(parts, stored))

@@ -1,6 +1,5 @@
 """From what clients say to what the store keeps, and back. Pure."""
 
-import base64
 import json
 from collections.abc import Container, Mapping
 from dataclasses import dataclass
@@ -236,7 +235,3 @@ def _readable(name: str, value: Any) -> Any:
     """Rows keep instants as seconds; people and clients get RFC 3339 everywhere."""
     is_instant = name.endswith("_at") or name in {"since", "not_before"}
     return rfc3339(Instant(value)) if is_instant and isinstance(value, int | float) else value
-
-
-def base64_text(data: bytes) -> str:
-    return base64.b64encode(data).decode()

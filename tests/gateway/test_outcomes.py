@@ -99,7 +99,9 @@ async def test_a_pickled_result_comes_as_bytes(gateway: Gateway, api: Client) ->
     assert waited["data_base64"] == outcome["data_base64"]
 
 
-@pytest.mark.parametrize("data", [b"NaN", b"{", b"\xff"])
+@pytest.mark.parametrize(
+    "data", [b"NaN", b"[1, -Infinity]", b"{", b"\xff", b'1,"state":"failed"', b"", b"[" * 100_000]
+)
 async def test_a_result_that_only_claims_to_be_json_is_handed_on_as_bytes(
     gateway: Gateway, api: Client, data: bytes
 ) -> None:
@@ -114,6 +116,14 @@ async def test_a_large_result_is_fetched_from_its_blob(gateway: Gateway, api: Cl
     await gateway.end(task_id, b'"' + b"x" * 500_000 + b'"')
     assert len(gateway.blobs.objects) == 1
     assert (await api.get(f"/tasks/{task_id}/result")).json()["result"] == "x" * 500_000
+
+
+async def test_a_large_pickle_comes_whole(gateway: Gateway, api: Client) -> None:
+    task_id = await api.submit(result_format="cloudpickle")
+    pickled = b"\x80\x04" + bytes(range(256)) * 8000
+    await gateway.end(task_id, pickled, form="cloudpickle")
+    outcome = (await api.get(f"/tasks/{task_id}/result")).json()
+    assert base64.b64decode(outcome["data_base64"]) == pickled
 
 
 async def test_a_result_whose_bytes_are_gone_is_reported_as_damaged(gateway: Gateway, api: Client) -> None:

@@ -6,8 +6,9 @@ from fastapi import APIRouter, Query, Response
 
 from service.gateway.direct import Call, DirectRoute, answer, needs, problems
 from service.gateway.identity import Scope
-from service.gateway.lookup import at_its_end, find, finished_view, live_of, result_fields
+from service.gateway.lookup import at_its_end, find, finished, live_of
 from service.gateway.problems import Problem
+from service.gateway.results import result_member
 from service.gateway.schemas import WaitQuery
 from service.gateway.translate import error_view, task_view
 from service.gateway.views import ResultView, TaskView
@@ -32,7 +33,7 @@ async def wait_for_task(call: Call, task_id: str, query: Annotated[WaitQuery, Qu
     seconds = min(query.timeout_seconds, parts.limits.wait_seconds)
     record = await at_its_end(parts, await find(call, task_id), seconds)
     if record.task.is_terminal:
-        return answer(await finished_view(parts, record))
+        return await finished(parts, record)
     return answer(task_view(record, live_of(parts, record.task)), 202)
 
 
@@ -60,6 +61,4 @@ async def get_result(call: Call, task_id: str) -> Response:
         "error": error_view(record.failure),
         "log_tail": "" if stored is None else stored.log_tail.decode("utf-8", "replace"),
     }
-    if stored is None:
-        return answer({**view, "result": None})
-    return answer({**view, **await result_fields(call.parts, stored)})
+    return answer(view, member=await result_member(call.parts, stored))

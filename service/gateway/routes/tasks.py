@@ -13,7 +13,7 @@ from service.core.units import TaskId
 from service.gateway.cursor import filter_hash, read_cursor, write_cursor
 from service.gateway.direct import Call, DirectRoute, answer, needs, problems
 from service.gateway.identity import Scope
-from service.gateway.lookup import at_its_end, find, finished_view, live_of, reread
+from service.gateway.lookup import at_its_end, find, finished, live_of, reread
 from service.gateway.permission import check_priority, check_run
 from service.gateway.problems import Problem
 from service.gateway.schemas import CancelTask, ChangeTask, SubmitTask, TaskQuery
@@ -111,7 +111,7 @@ async def submit_task(
         return answer(task_view(record, live), 202, headers)
     record = await at_its_end(parts, record, wait_seconds)
     if record.task.is_terminal:
-        return answer(await finished_view(parts, record), 201, headers)
+        return await finished(parts, record, 201, headers)
     return answer(task_view(record, live_of(parts, record.task)), 202, headers)
 
 
