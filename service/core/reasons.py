@@ -4,11 +4,11 @@ from enum import StrEnum
 
 
 class Reason(StrEnum):
-    """Published; a token is never renamed. Clients must expect new ones."""
+    """Published; a token is never renamed. Clients must expect new ones. Nobody is given a reserved one."""
 
     HELD = "Held"
-    QUEUE_PAUSED = "QueuePaused"
-    MISCONFIGURED = "Misconfigured"
+    QUEUE_PAUSED = "QueuePaused"  # reserved
+    MISCONFIGURED = "Misconfigured"  # reserved
     EXCEEDS_CAPACITY = "ExceedsCapacity"
     """It can never fit: no device, node or limit is large enough."""
     NO_MATCHING_DEVICE = "NoMatchingDevice"
@@ -16,8 +16,8 @@ class Reason(StrEnum):
     BACKEND_UNAVAILABLE = "BackendUnavailable"
     """No node answers, or nobody knows how much memory is in use."""
     NOT_BEFORE = "NotBefore"
-    DEPENDENCY_PENDING = "DependencyPending"
-    QUOTA_EXHAUSTED = "QuotaExhausted"
+    DEPENDENCY_PENDING = "DependencyPending"  # reserved
+    QUOTA_EXHAUSTED = "QuotaExhausted"  # reserved
     CONCURRENCY_LIMITED = "ConcurrencyLimited"
     """Run slots, CPU, host memory or a custom resource is used up."""
     FRAGMENTED = "Fragmented"
@@ -27,7 +27,7 @@ class Reason(StrEnum):
     """It would fit, but what is free is kept for others."""
     WAITING_FOR_PREEMPTION = "WaitingForPreemption"
     """Runs are being stopped to make room for it."""
-    MODEL_LOADING = "ModelLoading"
+    MODEL_LOADING = "ModelLoading"  # reserved
     PENDING_EVALUATION = "PendingEvaluation"
     """Nothing stands in its way; the next cycle looks at it."""
 

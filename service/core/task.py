@@ -23,7 +23,7 @@ class TaskState(StrEnum):
     FAILED = "failed"
     CANCELLED = "cancelled"
     EXPIRED = "expired"
-    """Its queue time-to-live or its deadline passed before it ran."""
+    """Its queue time-to-live or its deadline passed before it ran. Reserved: no task has either yet."""
 
 
 TERMINAL = frozenset({TaskState.SUCCEEDED, TaskState.FAILED, TaskState.CANCELLED, TaskState.EXPIRED})
@@ -73,6 +73,9 @@ TRANSITIONS: dict[tuple[TaskState, Move], TaskState] = {
 }
 """(state, move) -> next state. A move that is not here is a bug of ours, never a client's.
 ADMITTED may end at once: a short run reports its start and its end together."""
+
+RESERVED_MOVES = frozenset({(_P, Move.FAILED), (_P, Move.EXPIRED)})
+"""In the table, and made by nothing yet: for tasks whose dependency failed or whose time to wait is up."""
 
 
 class StopReason(StrEnum):
