@@ -26,9 +26,9 @@ from service.core.events import Event
 from service.core.units import TaskId
 from service.core.world import World
 from service.gateway.app import create_app
-from service.gateway.follower import Waiters
 from service.gateway.identity import EVERY_SCOPE, Tokens, new_token
 from service.gateway.parts import GatewayParts
+from service.gateway.waiters import Waiters
 from service.ports import Progress
 from service.settings import Settings
 

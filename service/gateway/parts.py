@@ -9,10 +9,10 @@ from service.core.policy import Policy
 from service.core.units import Seconds, TaskId, Term
 from service.core.world import World
 from service.gateway.capacity import Capacity
-from service.gateway.follower import Waiters
 from service.gateway.identity import Tokens
 from service.gateway.ids import Ids
 from service.gateway.pending import PendingReasons
+from service.gateway.waiters import Waiters
 from service.ports import BlobStore, Clock, Progress, TaskStore
 
 PYTHON_MINOR = f"{sys.version_info.major}.{sys.version_info.minor}"
