@@ -26,19 +26,16 @@ def find_service(
     """The service to talk to: `url` and `token` if given, else the environment, else `client.json`, which
     the service writes for the users of its own machine.
 
-    The token in that file is only ever sent to the address in that file. Raises Unreachable when no
-    address is known.
+    The file is only read for what is still missing, and the token in it is only ever sent to the address in
+    it. Raises Unreachable when no address is known, or when what is needed of the file cannot be read.
     """
     path = client_file(environ)
-    written_url, written_token = _read(path)
     token = token or environ.get(TOKEN_VARIABLE)
-    if url:
-        source = "given"
-    elif url := environ.get(URL_VARIABLE):
-        source = f"from {URL_VARIABLE}"
-    elif url := written_url:
-        source = f"from {path}"
-    else:
+    url, source = (url, "given") if url else (environ.get(URL_VARIABLE), f"from {URL_VARIABLE}")
+    written_url, written_token = (None, None) if url and token else _read(path)
+    if not url:
+        url, source = written_url, f"from {path}"
+    if not url:
         raise Unreachable(
             f"no gpubroker service is known here: no url was given, {URL_VARIABLE} is not set and {path} "
             f"does not exist; start one with `gpubroker serve`, or set {URL_VARIABLE} and {TOKEN_VARIABLE}",
@@ -66,10 +63,10 @@ def client_file(environ: Mapping[str, str] = os.environ) -> Path:
 def _read(path: Path) -> tuple[str | None, str | None]:
     try:
         written = json.loads(path.read_text())
+        return written.get("url"), written.get("token")
     except FileNotFoundError:
         return None, None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, AttributeError) as error:
         raise Unreachable(
-            f"{path} cannot be read ({error}); set {URL_VARIABLE} and {TOKEN_VARIABLE}"
+            f"{path} cannot be read ({error}); set {URL_VARIABLE} and {TOKEN_VARIABLE}", code="no-service"
         ) from error
-    return written.get("url"), written.get("token")

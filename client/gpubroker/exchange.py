@@ -18,8 +18,10 @@ T = TypeVar("T")
 
 _FIRST_PAUSE_SECONDS = 0.1
 _LONGEST_PAUSE_SECONDS = 5.0
-_TRY_AGAIN = frozenset({429, 502, 503, 504})
+_NOTHING_DONE = frozenset({429, 503})
 """Statuses that promise that nothing was done and that asking again may help."""
+_NO_WORD = frozenset({502, 504})
+"""Of a proxy: the service may have done it all the same."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +86,7 @@ def exchange(call: Call, retry_seconds: float) -> Steps[Answer]:
             if answer.status < 400:
                 return answer
             failure = error_of(answer)
-            again = answer.status in _TRY_AGAIN
+            again = answer.status in _NOTHING_DONE or (call.repeatable and answer.status in _NO_WORD)
             pause = max(pause, _retry_after_seconds(answer))
         if not again or time.monotonic() + pause > give_up_at:
             raise failure

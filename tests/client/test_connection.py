@@ -44,11 +44,20 @@ def test_knowing_no_service_says_what_to_do(tmp_path: Path) -> None:
 
 
 def test_a_damaged_file_and_an_address_without_a_scheme_are_named(tmp_path: Path) -> None:
-    (tmp_path / "client.json").write_text("{")
-    with pytest.raises(Unreachable, match=r"client\.json cannot be read"):
-        find_service(environ={"GPUBROKER_DATA_DIR": str(tmp_path)})
+    for damaged in ("{", "[]"):
+        (tmp_path / "client.json").write_text(damaged)
+        with pytest.raises(Unreachable, match=r"client\.json cannot be read"):
+            find_service(environ={"GPUBROKER_DATA_DIR": str(tmp_path)})
     with pytest.raises(Unreachable, match=r"'localhost:8470' \(given\) must begin with http"):
         find_service("localhost:8470", environ={"GPUBROKER_DATA_DIR": str(tmp_path / "none")})
+
+
+def test_a_damaged_file_is_in_nobodys_way_who_needs_nothing_of_it(tmp_path: Path) -> None:
+    (tmp_path / "client.json").write_text("{")
+    environ = {"GPUBROKER_DATA_DIR": str(tmp_path)}
+    assert find_service("http://given:2", "given", environ=environ).token == "given"
+    environ |= {"GPUBROKER_URL": "http://env:1", "GPUBROKER_TOKEN": "from-env"}
+    assert find_service(environ=environ).source == "from GPUBROKER_URL"
 
 
 def test_a_token_is_not_shown_when_a_connection_is(tmp_path: Path) -> None:

@@ -56,6 +56,17 @@ def test_a_call_that_is_not_repeatable_is_repeated_when_nothing_was_done() -> No
     assert isinstance(steps.send(answer(503)), Pause)
 
 
+@pytest.mark.parametrize("status", [502, 504])
+def test_a_proxy_that_heard_nothing_promises_nothing(status: int) -> None:
+    steps = exchange(ONCE, retry_seconds=3600)
+    next(steps)
+    with pytest.raises(Unreachable):
+        steps.send(answer(status))
+    steps = exchange(GET, retry_seconds=3600)
+    next(steps)
+    assert isinstance(steps.send(answer(status)), Pause)
+
+
 def test_a_no_is_not_asked_again() -> None:
     steps = exchange(GET, retry_seconds=3600)
     next(steps)
