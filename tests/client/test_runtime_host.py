@@ -2,8 +2,10 @@
 
 import asyncio
 import json
+import os
 import sys
 import threading
+from pathlib import Path
 from typing import Any
 
 import cloudpickle
@@ -12,7 +14,7 @@ from gpubroker import current_task
 from gpubroker.runtime.host import RunHost
 from gpubroker.runtime.journal import START_OVER, Journal
 from gpubroker.runtime.messages import Report, RunKey, RunOrder
-from gpubroker.runtime.output import sort_output_by_run
+from gpubroker.runtime.output import FileOutput, sort_output_by_run
 
 from tests.client.runtime_jobs import COMPANY
 
@@ -155,6 +157,12 @@ def test_a_run_that_closes_standard_output_still_ends(
 
     monkeypatch.setattr(sys, "stdout", Broken())
     assert hosted.result_of(hosted.call(lambda: 1)) == 1
+
+
+def test_a_run_that_closed_its_log_has_no_last_lines_and_still_ends(tmp_path: Path) -> None:
+    output = FileOutput(tmp_path / "log")
+    os.close(output._descriptor)
+    assert output.tail() == b""
 
 
 def sort_output(streams: pytest.MonkeyPatch) -> None:

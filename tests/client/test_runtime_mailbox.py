@@ -42,8 +42,40 @@ async def test_a_start_without_an_end_travels_by_itself(mailbox: Mailbox) -> Non
 
 async def test_of_news_only_the_newest_is_read(mailbox: Mailbox) -> None:
     for number in range(5):
-        mailbox.journal.note("progress", (number,), LAZILY)
-    assert await read(mailbox) == [4]
+        mailbox.journal.note("run", ("progressed", number), LAZILY)
+    [(_, report)] = await mailbox.read(0, may_come=lambda: True)
+    assert report == ("progressed", 4)
+
+
+async def test_news_of_several_kinds_and_runs_are_each_kept_and_read_in_the_order_of_the_newest(
+    mailbox: Mailbox,
+) -> None:
+    for run, kind in ("a", "progressed"), ("a", "checkpointed"), ("b", "checkpointed"), ("a", "progressed"):
+        mailbox.journal.note(run, (kind, run))
+    assert [report for _, report in await mailbox.read(0, may_come=lambda: True)] == [
+        ("checkpointed", "a"),
+        ("progressed", "a"),
+        ("checkpointed", "b"),
+    ]
+
+
+async def test_what_must_not_be_lost_comes_after_all_news_of_its_run(mailbox: Mailbox) -> None:
+    mailbox.journal.note("run", ("checkpointed",))
+    mailbox.journal.note("run", ("progressed",))
+    mailbox.journal.add(("ended",), after_news_of="run")
+    assert await read(mailbox) == ["checkpointed", "progressed", "ended"]
+
+
+async def test_news_that_a_full_batch_left_behind_are_still_replaced_by_newer_ones(
+    mailbox: Mailbox, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gpubroker.runtime.mailbox.BATCH_BYTES", 100)
+    for run in ("a", "b"):
+        mailbox.journal.note(run, ("checkpointed", b"old" * 50))
+    first = await mailbox.read(0, may_come=lambda: True)
+    mailbox.journal.note("b", ("checkpointed", b"new"))
+    rest = await mailbox.read(first[-1][0], may_come=lambda: True)
+    assert [len(first), [report for _, report in rest]] == [1, [("checkpointed", b"new")]]
 
 
 async def test_a_later_reader_takes_the_place_of_an_earlier_one(mailbox: Mailbox) -> None:
@@ -84,7 +116,8 @@ async def test_an_early_wake_up_sends_nobody_home(mailbox: Mailbox) -> None:
     mailbox.journal.add(("a",))
     assert await mailbox.read(0, may_come=lambda: False) == [(1, ("a",))]
     reading = asyncio.create_task(read(mailbox, 1))
-    await asyncio.sleep(0.01)
+    for _ in range(10):
+        await asyncio.sleep(0)
     assert not reading.done()
     mailbox.journal.add(("b",))
     assert await reading == ["b"]

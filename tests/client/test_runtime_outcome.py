@@ -73,3 +73,11 @@ def test_an_exception_that_cannot_be_shown_is_still_told() -> None:
 
     fault = fault_of(raised(Mute()))
     assert "Mute" in fault.message
+
+
+def test_an_exception_whose_text_ends_the_program_is_still_told() -> None:
+    class Deadly(Exception):
+        def __str__(self) -> str:
+            raise SystemExit
+
+    assert "Deadly" in fault_of(raised(Deadly())).message

@@ -2,13 +2,14 @@
 
 import hashlib
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 from gpubroker import Stopped, current_task
 from gpubroker.runtime import CheckpointTooLarge, NoCurrentTask, RunningTask
 from gpubroker.runtime.journal import START_OVER, Journal
-from gpubroker.runtime.messages import Report, RunOrder
+from gpubroker.runtime.messages import Report, RunOrder, is_report
 
 ORDER = RunOrder(task="t", fence=2, kind="entrypoint", attempt=2, leases=(("GPU-a", 100), ("GPU-b", 100)))
 
@@ -78,6 +79,44 @@ def test_progress_is_told_before_the_checkpoint_that_follows_it() -> None:
     working.task.progress(0.5)
     working.task.checkpoint(b"half")
     assert [report[0] for report in working.told()] == ["progressed", "checkpointed"]
+
+
+def test_of_checkpoints_that_nobody_fetched_only_the_newest_is_kept() -> None:
+    saving = Recorded()
+    for number in range(100):
+        saving.task.checkpoint(b"%d" % number)
+    [(*_, sequence, _digest, data, _uri)] = saving.told()
+    assert (sequence % 1_000_000, data) == (100, b"\x0099")
+
+
+def test_a_path_is_an_address() -> None:
+    saving = Recorded()
+    saving.task.checkpoint(uri=Path("/data/state"))
+    [report] = saving.told()
+    assert report[-2:] == (None, "/data/state")
+    assert is_report(report)
+
+
+@pytest.mark.parametrize("uri", ["", "a\0b", "half \ud800", "x" * 2049])
+def test_an_address_that_no_database_takes_is_refused_where_it_is_given(uri: str) -> None:
+    saving = Recorded()
+    with pytest.raises(ValueError, match="1 to 2048 characters"):
+        saving.task.checkpoint(uri=uri)
+    assert saving.told() == []
+
+
+@pytest.mark.parametrize("uri", [3, b"/data", object()])
+def test_what_is_no_address_is_refused_where_it_is_given(uri: Any) -> None:
+    with pytest.raises(TypeError):
+        Recorded().task.checkpoint(uri=uri)
+
+
+def test_progress_in_words_that_no_database_takes_is_told_without_them() -> None:
+    working = Recorded()
+    working.task.progress(message="a\0b\ud800c")
+    [report] = working.told()
+    assert report[-1] == "a\N{REPLACEMENT CHARACTER}b?c"
+    assert is_report(report)
 
 
 def test_notice_wakes_who_waits_and_calls_who_asked_once() -> None:

@@ -2,7 +2,7 @@
 
 import threading
 from collections import deque
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
 
 from gpubroker.runtime.messages import Report
 
@@ -27,24 +27,29 @@ class Journal:
         self._wake = wake
         self._lock = threading.Lock()
         self._entries: deque[tuple[int, Report]] = deque()
-        self._newest: dict[Hashable, Report] = {}
+        self._news: dict[Hashable, dict[str, Report]] = {}
+        """What was noted and not yet taken: key -> kind -> the newest."""
         self._last = 0
         self._taken = 0
         self._due: float | None = None
 
     def add(self, report: Report, delay_seconds: float = AT_ONCE, *, after_news_of: Hashable = None) -> None:
-        """Enter a report that must not be lost, after the news noted under the given key."""
+        """Enter a report that must not be lost, after all news noted under the given key."""
         with self._lock:
-            self._enter_news(after_news_of)
+            for news in self._news.pop(after_news_of, {}).values():
+                self._enter(news)
             self._enter(report)
             wanted = self._wants_wake(delay_seconds)
         if wanted:
             self._wake(delay_seconds)
 
     def note(self, key: Hashable, report: Report, delay_seconds: float = LAZILY) -> None:
-        """Enter news of which only the newest matters: it replaces what was noted and not yet taken."""
+        """Enter news of which only the newest matters: it replaces what was noted of the same kind and key
+        and not yet taken, so that a reader who stays away costs no memory."""
         with self._lock:
-            self._newest[key] = report
+            kinds = self._news.setdefault(key, {})
+            kinds.pop(report[0], None)
+            kinds[report[0]] = report
             wanted = self._wants_wake(delay_seconds)
         if wanted:
             self._wake(delay_seconds)
@@ -60,13 +65,9 @@ class Journal:
                 self._entries.popleft()
             if acknowledged == START_OVER:
                 self._taken = 0
-            for key in list(self._newest):
-                self._enter_news(key)
             self._due = None
             taken = []
-            for number, report in self._entries:
-                if number <= self._taken:
-                    continue
+            for number, report in self._untaken():
                 taken.append((number, report))
                 self._taken = number
                 limit_bytes -= sum(len(part) for part in report if isinstance(part, bytes))
@@ -76,16 +77,22 @@ class Journal:
 
     def has_more(self) -> bool:
         with self._lock:
-            return self._taken < self._last or bool(self._newest)
+            return self._taken < self._last or bool(self._news)
 
     def _enter(self, report: Report) -> None:
         self._last += 1
         self._entries.append((self._last, report))
 
-    def _enter_news(self, key: Hashable) -> None:
-        report = self._newest.pop(key, None)
-        if report is not None:
-            self._enter(report)
+    def _untaken(self) -> Iterator[tuple[int, Report]]:
+        """News get their numbers only when somebody comes so far: until then a newer one replaces them."""
+        yield from [entry for entry in self._entries if entry[0] > self._taken]
+        while self._news:
+            key = next(iter(self._news))
+            kinds = self._news[key]
+            self._enter(kinds.pop(next(iter(kinds))))
+            if not kinds:
+                del self._news[key]
+            yield self._entries[-1]
 
     def _wants_wake(self, delay_seconds: float) -> bool:
         if self._due is not None and self._due <= delay_seconds:

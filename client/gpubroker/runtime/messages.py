@@ -4,13 +4,19 @@ Every report is a tuple `(kind, task, fence, rank, at, ...)`; `at` is seconds si
 clock. The agent passes reports on as they are.
 """
 
+import math
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, NamedTuple
 
-PROTOCOL = 1
+PROTOCOL = 2
 """First value of every message between agent and run process. Another number is refused."""
+
+URI_CHARS = 2048
+PROGRESS_CHARS = 500
+MESSAGE_CHARS = 4096
+TRACEBACK_BYTES = 64 * 1024
 
 Report = tuple[Any, ...]
 
@@ -49,6 +55,8 @@ class RunOrder:
     leases: tuple[tuple[str, int], ...] = ()
     result_limit_bytes: int = 64 * 1024 * 1024
     checkpoint_limit_bytes: int = 16 * 1024 * 1024
+    priority: int = 0
+    """Of several that wait for a process the highest gets the next one."""
 
     @property
     def key(self) -> RunKey:
@@ -81,12 +89,17 @@ def failed(kind: str, message: str, traceback: str = "") -> Outcome:
     return Outcome("failed", fault=Fault(kind, message, traceback))
 
 
+def plain_text(text: str, limit: int) -> str:
+    """What every wire, database and screen takes: whole letters, no NUL, at most `limit` characters."""
+    return text[:limit].encode(errors="replace").decode().replace("\0", "\N{REPLACEMENT CHARACTER}")
+
+
 def started(key: RunKey, pid: int) -> Report:
     return ("started", *key, time.time(), pid)
 
 
 def progressed(key: RunKey, fraction: float | None, message: str) -> Report:
-    return ("progressed", *key, time.time(), fraction, message)
+    return ("progressed", *key, time.time(), fraction, plain_text(message, PROGRESS_CHARS))
 
 
 def checkpointed(key: RunKey, sequence: int, digest: str, data: bytes | None, uri: str | None) -> Report:
@@ -94,8 +107,92 @@ def checkpointed(key: RunKey, sequence: int, digest: str, data: bytes | None, ur
 
 
 def ended(key: RunKey, outcome: Outcome, log_tail: bytes) -> Report:
-    fault = outcome.fault
-    failure = None if fault is None else (fault.kind, fault.message, fault.traceback)
+    failure, fault = None, outcome.fault
+    if fault is not None:
+        message = plain_text(fault.message, MESSAGE_CHARS)
+        failure = (fault.kind, message, plain_text(fault.traceback, TRACEBACK_BYTES))
     return (
         "ended", *key, time.time(), outcome.ending, outcome.result, outcome.result_format, failure, log_tail,
     )  # fmt: skip
+
+
+def is_report(given: Any) -> bool:
+    """Whether a run's process may say this. User code shares that process and may have said it instead."""
+    if type(given) is not tuple or len(given) < 5 or type(given[0]) is not str:
+        return False
+    fields = _FIELDS.get(given[0])
+    return (
+        fields is not None
+        and _is_key(given[1:4])
+        and _is_finite(given[4])
+        and len(given) == 5 + len(fields)
+        and all(fits(value) for fits, value in zip(fields, given[5:], strict=True))
+    )
+
+
+def tellable(report: Any) -> Report:
+    """The report; or, if nothing could carry it, the end of its run, so that no other run is held up."""
+    if is_report(report):
+        return tuple(report)
+    if not isinstance(report, tuple) or not _is_key(report[1:4]):
+        return ("nonsense",)
+    message = "something in its process wrote a report that cannot be carried; report by current_task() only"
+    return ended(RunKey(*report[1:4]), failed("exception", message), b"")
+
+
+Fits = Callable[[Any], bool]
+
+
+def _is_key(given: Any) -> bool:
+    return len(given) == 3 and type(given[0]) is str and _is_number(given[1]) and _is_number(given[2])
+
+
+def _is_number(value: Any) -> bool:
+    return type(value) is int and 0 <= value < 2**31
+
+
+def _is_finite(value: Any) -> bool:
+    return type(value) is float and math.isfinite(value)
+
+
+def _is_fraction(value: Any) -> bool:
+    return _is_finite(value) and 0.0 <= value <= 1.0
+
+
+def _is_bytes(value: Any) -> bool:
+    return type(value) is bytes
+
+
+def _is_ending(value: Any) -> bool:
+    return type(value) is str and value in ("succeeded", "failed", "stopped")
+
+
+def _is_format(value: Any) -> bool:
+    return type(value) is str and value in ("json", "cloudpickle")
+
+
+def _is_text(limit: int) -> Fits:
+    return lambda value: type(value) is str and len(value) <= limit and "\0" not in value
+
+
+def _is_failure(value: Any) -> bool:
+    return (
+        type(value) is tuple
+        and len(value) == 3
+        and all(fits(v) for fits, v in zip(_FAILURE, value, strict=True))
+    )
+
+
+def _or_none(fits: Fits) -> Fits:
+    return lambda value: value is None or fits(value)
+
+
+_FAILURE = (_is_text(64), _is_text(MESSAGE_CHARS), _is_text(TRACEBACK_BYTES))
+
+_FIELDS: Mapping[str, tuple[Fits, ...]] = {
+    "started": (_is_number,),
+    "progressed": (_or_none(_is_fraction), _is_text(PROGRESS_CHARS)),
+    "checkpointed": (_is_number, _is_text(64), _or_none(_is_bytes), _or_none(_is_text(URI_CHARS))),
+    "ended": (_is_ending, _or_none(_is_bytes), _is_format, _or_none(_is_failure), _is_bytes),
+}
+"""What follows kind, key and time in each report."""

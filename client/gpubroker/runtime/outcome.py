@@ -8,11 +8,8 @@ from typing import Any
 
 import cloudpickle
 
-from gpubroker.runtime.messages import Outcome, failed
+from gpubroker.runtime.messages import MESSAGE_CHARS, TRACEBACK_BYTES, Outcome, failed
 from gpubroker.runtime.task import Stopped
-
-TRACEBACK_BYTES = 64 * 1024
-MESSAGE_CHARS = 4096
 
 _OURS = str(Path(__file__).parent)
 
@@ -40,13 +37,13 @@ def raised(fault: BaseException) -> Outcome:
 
 
 def describe(fault: BaseException) -> str:
-    """`ValueError: text`, also where the exception's own `__str__` fails."""
+    """`ValueError: text`, also where the exception's own `__str__` fails, in whatever way."""
+    name = type(fault).__qualname__
     try:
         text = str(fault)
-    except Exception:
-        text = "(its message cannot be read)"
-    name = type(fault).__qualname__
-    return (f"{name}: {text}" if text else name)[:MESSAGE_CHARS]
+        return (f"{name}: {text}" if text else name)[:MESSAGE_CHARS]
+    except BaseException:
+        return f"{name}: (its message cannot be read)"[:MESSAGE_CHARS]
 
 
 def trace_of(fault: BaseException) -> str:
@@ -56,7 +53,7 @@ def trace_of(fault: BaseException) -> str:
         frames = frames.tb_next
     try:
         text = "".join(traceback.format_exception(type(fault), fault, frames))
-    except Exception:
+    except BaseException:
         return describe(fault)
     data = text.encode(errors="replace")
     if len(data) <= TRACEBACK_BYTES:

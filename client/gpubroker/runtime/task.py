@@ -2,14 +2,22 @@
 
 import contextvars
 import hashlib
+import os
 import threading
 from collections.abc import Callable
 from typing import Any
 
 import cloudpickle
 
-from gpubroker.runtime.journal import Journal
-from gpubroker.runtime.messages import RunKey, RunOrder, checkpointed, progressed
+from gpubroker.runtime.journal import AT_ONCE, Journal
+from gpubroker.runtime.messages import (
+    URI_CHARS,
+    RunKey,
+    RunOrder,
+    checkpointed,
+    plain_text,
+    progressed,
+)
 
 _PLAIN, _PICKLED = b"\x00", b"\x01"
 """First byte of a saved state: bytes as they were handed in, or a cloudpickle."""
@@ -102,20 +110,23 @@ class RunningTask:
     def progress(self, fraction: float | None = None, message: str = "") -> None:
         """Say how far it is (0..1), in words, or both. Cheap: only the newest is told, ten times a second."""
         known = None if fraction is None else min(1.0, max(0.0, float(fraction)))
-        self._journal.note(self._key, progressed(self._key, known, str(message)[:500]))
+        self._journal.note(self._key, progressed(self._key, known, str(message)))
 
-    def checkpoint(self, state: Any = None, *, uri: str | None = None) -> None:
+    def checkpoint(self, state: Any = None, *, uri: str | os.PathLike[str] | None = None) -> None:
         """Save `state` (bytes, or anything cloudpickle can carry), or say where it was saved by `uri`.
 
-        The state is copied before this returns; it is on the broker's disk a moment later. A later attempt
-        finds the newest as `resume_state` or `resume_uri`. Raises CheckpointTooLarge over the limit.
+        The state is copied before this returns; it is on the broker's disk a moment later, unless a newer
+        one overtakes it on the way. A later attempt finds the newest as `resume_state` or `resume_uri`.
+        Raises CheckpointTooLarge over the limit, TypeError or ValueError for what is no address.
         """
-        data = None if uri is not None else self._packed(state)
-        digest = hashlib.sha256(data if data is not None else str(uri).encode()).hexdigest()
+        address = None if uri is None else _address(uri)
+        data = None if address is not None else self._packed(state)
+        digest = hashlib.sha256((address or "").encode() if data is None else data).hexdigest()
         with self._lock:
             self._saved += 1
             sequence = self._order.attempt * _ATTEMPT_STRIDE + self._saved
-            self._journal.add(checkpointed(self._key, sequence, digest, data, uri), after_news_of=self._key)
+            report = checkpointed(self._key, sequence, digest, data, address)
+            self._journal.note(self._key, report, AT_ONCE)
 
     @property
     def resume_state(self) -> Any:
@@ -168,3 +179,16 @@ class RunningTask:
                 "it where the next attempt can read it and hand over its address: checkpoint(uri=...)"
             )
         return data
+
+
+def _address(uri: str | os.PathLike[str]) -> str:
+    text = os.fspath(uri)
+    if not isinstance(text, str):
+        raise TypeError(f"a checkpoint's uri is text or a path, not {type(text).__name__}")
+    plain = plain_text(text, URI_CHARS)
+    if not plain or plain != text:
+        raise ValueError(
+            f"a checkpoint's uri has 1 to {URI_CHARS} characters, all of them valid text without NUL; this "
+            f"one has {len(text)}: {plain[:80]!r}"
+        )
+    return plain
