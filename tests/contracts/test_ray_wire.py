@@ -3,7 +3,8 @@
 import pytest
 from gpubroker.runtime.messages import RunOrder
 
-from service.adapters.ray.wire import OrderForm, ReportForm, pack, unpack, write_reports
+from service.adapters.ray.report_form import MALFORMED, ReportForm
+from service.adapters.ray.wire import OrderForm, pack, unpack, write_reports
 from service.core.device import DeviceSample, Node
 from service.core.orders import (
     Checkpointed,
@@ -34,8 +35,17 @@ DEVICE = SeenDevice("GPU-a", "sim", 0, Mib(9), True)
 NODE = {"name": "n1", "cpu": 2.0, "memory_mb": 10, "max_runs": 4, "incarnation": "i", "boot_id": "b"}
 
 
-def carried(*wire_reports: tuple[object, ...], sent_at: float = 1000.0, now: float = 1000.0) -> list[Report]:
-    return ReportForm("c", lambda: now).read(write_reports("n1", sent_at, wire_reports))
+def carried(
+    *wire_reports: object,
+    sent_at: float = 1000.0,
+    now: float = 1000.0,
+    asked_seconds_ago: float = 0.0,
+    held_seconds: float = 0.0,
+) -> list[Report]:
+    data = write_reports("n1", sent_at, wire_reports, held_seconds)  # type: ignore[arg-type]  # also junk
+    node, reports = ReportForm("c", lambda: now).read(data, asked_seconds_ago)
+    assert node == "n1"
+    return reports
 
 
 @pytest.mark.parametrize(
@@ -82,9 +92,96 @@ def test_times_are_moved_from_the_nodes_clock_to_the_readers() -> None:
     assert report.at == 4990.0
 
 
+def test_what_waited_on_its_way_is_as_old_as_it_is() -> None:
+    [report] = carried(("sampled", 999.0, WIRE_SAMPLE), now=5000.0, asked_seconds_ago=80.0, held_seconds=20.0)
+    assert isinstance(report, Sampled)
+    assert report.at == report.samples[0].at == 4939.0
+
+
+def test_nothing_is_younger_than_the_message_that_tells_of_it() -> None:
+    [report] = carried(("started", "t", 3, 0, 1e300, 42))
+    assert isinstance(report, Started)
+    assert report.at == 1000.0
+
+
+STARTED = ("started", "t", 3, 0, 1000.0, 42)
+PROGRESSED = ("progressed", "t", 3, 0, 1000.0, 0.5, "hm")
+CHECKPOINTED = ("checkpointed", "t", 3, 0, 1000.0, 7, "abc", b"state", None)
+ENDED = ("ended", "t", 3, 0, 1000.0, "succeeded", b"{}", "json", None, b"")
+NAN = float("nan")
+
+
+def swapped(report: tuple[object, ...], place: int, value: object) -> tuple[object, ...]:
+    return (*report[:place], value, *report[place + 1 :])
+
+
+@pytest.mark.parametrize(
+    "told",
+    [
+        *(swapped(STARTED, 4, at) for at in (None, "now", NAN, -1e300)),
+        *(swapped(STARTED, 5, pid) for pid in (None, "42", 4.2, True, -1, 2**40)),
+        *(swapped(PROGRESSED, 5, fraction) for fraction in ("half", NAN, 2.0)),
+        swapped(PROGRESSED, 6, b"bytes"),
+        swapped(PROGRESSED, 6, "x" * 200_000),
+        *(swapped(CHECKPOINTED, 5, sequence) for sequence in ("7", None, 2**31)),
+        *(swapped(CHECKPOINTED, 6, digest) for digest in (None, "a\0b")),
+        *(swapped(CHECKPOINTED, 7, data) for data in ("text", None, 5)),
+        *((*CHECKPOINTED[:7], None, uri) for uri in (5, "a\0b", "x" * 3000)),
+        swapped(CHECKPOINTED, 8, "data and uri"),
+        *(swapped(ENDED, 5, ending) for ending in ("won", None, [])),
+        *(swapped(ENDED, 6, result) for result in (5, "text", None)),
+        *(swapped(ENDED, 7, form) for form in ("yaml", None, {})),
+        *(swapped(ENDED, 8, failure) for failure in ("no", ("exception", "no"), ("exception", 5, ""))),
+        *(swapped(ENDED, 9, tail) for tail in (None, "text", b"x" * 2_000_000)),
+        STARTED[:5],
+        (*ENDED, "more"),
+    ],
+)
+def test_a_run_that_tells_what_no_report_says_has_failed_and_nobody_else(told: tuple[object, ...]) -> None:
+    failed, other = carried(told, ("started", "u", 1, 0, 1000.0, 43))
+    assert isinstance(failed, Ended)
+    assert (failed.task, failed.fence, failed.ending) == (T, F, Ending.FAILED)
+    assert failed.failure is not None
+    assert failed.failure.kind == MALFORMED
+    assert other == Started(TaskId("u"), Fence(1), AT, 43)
+
+
+@pytest.mark.parametrize(
+    "told",
+    [
+        5,
+        None,
+        "ended",
+        (),
+        (None,),
+        ("unheard-of", "t", 3, 0, 1000.0),
+        ("started", None, 3, 0, 1000.0, 42),
+        ("ended", "t", "3", 0, 1000.0, "succeeded", b"{}", "json", None, b""),
+        ("gone", "t", 3, 0, 1000.0, "process_absent", [("GPU-a", "5", 1, {}, None)]),
+        ("sampled", 1000.0, [("GPU-a", 5, 1, {"t:3": None}, 0.5)]),
+        ("sampled", 1000.0, None),
+        ("node_seen", 1000.0, {"name": "n1"}, [], []),
+        ("node_seen", 1000.0, {**NODE, "cpu": "many"}, [], []),
+        ("node_seen", 1000.0, NODE, [("GPU-a", "sim", 0, 9)], []),
+        ("node_seen", 1000.0, NODE, [], [("t",)]),
+    ],
+)
+def test_what_names_no_run_and_cannot_be_read_is_left_out(told: object) -> None:
+    assert carried(told, STARTED) == [Started(T, F, AT, 42)]
+
+
+def test_what_people_wrote_may_hold_any_letter() -> None:
+    progressed, ended = carried(
+        swapped(PROGRESSED, 6, "a\0b"), swapped(ENDED, 8, ("exception", "embedded \0 and \ud800", ""))
+    )
+    assert isinstance(progressed, Progressed)
+    assert isinstance(ended, Ended)
+    assert ended.ending is Ending.SUCCEEDED
+
+
 def test_reports_of_another_release_are_refused() -> None:
     with pytest.raises(ValueError, match="form 999"):
-        ReportForm("c", lambda: 0.0).read(pack((999, "n1", 0.0, [])))
+        ReportForm("c", lambda: 0.0).read(pack((999, "n1", 0.0, 0.0, [])), 0.0)
 
 
 def test_a_start_carries_what_the_run_needs_and_devices_by_uuid() -> None:

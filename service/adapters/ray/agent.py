@@ -87,14 +87,16 @@ class NodeAgent:
         mailbox = self._mailbox
         if mailbox is None or incarnation != self._incarnation:
             return -1, b""
-        self._attended_at = time.monotonic()
+        asked_at = self._attended_at = time.monotonic()
         read = await mailbox.read(acknowledged, may_come=lambda: True, timeout_seconds=timeout_seconds)
         if incarnation != self._incarnation:
             return -1, b""
         self._attended_at = time.monotonic()
         if not read:
             return acknowledged, b""
-        return read[-1][0], write_reports(self._config.node, time.time(), [report for _, report in read])
+        reports = [report for _, report in read]
+        held_seconds = self._attended_at - asked_at
+        return read[-1][0], write_reports(self._config.node, time.time(), reports, held_seconds)
 
     async def leave(self) -> None:
         """Kill every run and every process of ours on this node, then this one."""

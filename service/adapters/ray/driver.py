@@ -1,10 +1,12 @@
 """The Ray driver: an expendable process that talks to Ray, so that nothing Ray does ends the service.
 
 Started as `python -m service.adapters.ray.driver DESCRIPTOR`. It reads frames of orders from the service and
-writes frames of reports, both unopened. When the service is gone it ends; the runs go on.
+writes frames of reports, both unopened. When the service is gone it ends, and so it does when any part of it
+fails: the service starts another. The runs go on.
 """
 
 import asyncio
+import contextlib
 import logging
 import os
 import socket
@@ -12,18 +14,26 @@ import sys
 from typing import Any, NamedTuple
 
 import ray
+import structlog
 
 from service.adapters.ray.frames import frame, read_frame
 from service.adapters.ray.node_link import NodeLink
 from service.adapters.ray.options import AgentConfig
+from service.telemetry import configure_logs
 
-log = logging.getLogger("gpubroker.driver")
+log = structlog.get_logger("gpubroker.driver")
 
 CONNECT_SECONDS = 60.0
 """Ray itself tries for minutes."""
 
 LOOK_SECONDS = 1.0
 """How often Ray is asked which nodes there are; it takes half a millisecond."""
+
+LOOK_PATIENCE_SECONDS = 10.0
+"""Without Ray's control service for so long people are told; agents can be talked to without it."""
+
+UNTAKEN_BYTES = 32 * 2**20
+"""No agent is asked for more reports while the service has more than this to take."""
 
 
 class Opening(NamedTuple):
@@ -37,11 +47,13 @@ class Opening(NamedTuple):
     term: int
 
 
+class CannotConnect(Exception):
+    """Ray let us not in; the text says where and why."""
+
+
 def main() -> None:
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
+    configure_logs("INFO", "console")
     asyncio.run(_drive(socket.socket(fileno=int(sys.argv[1]))))
-    # Without Ray's own farewell, which may wait for a control service that is gone.
-    os._exit(0)
 
 
 async def _drive(channel: socket.socket) -> None:
@@ -49,33 +61,56 @@ async def _drive(channel: socket.socket) -> None:
     opening = await read_frame(reader)
     if opening is None:
         return
-    driver = Driver(Opening(*opening), writer)
-    looking = asyncio.create_task(driver.look_after_nodes())
-    while (message := await read_frame(reader)) is not None:
-        await driver.on_message(message)
-    looking.cancel()
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            driver = Driver(Opening(*opening), writer, tasks)
+            tasks.create_task(driver.look_after_nodes())
+            while (message := await read_frame(reader)) is not None:
+                await driver.on_message(message)
+            # Without Ray's own farewell, which may wait for a control service that is gone.
+            os._exit(0)
+    except* Exception as faults:
+        log.exception("a part of the driver failed; it ends")
+        with contextlib.suppress(ConnectionError):
+            writer.write(frame("trouble", "; ".join(_texts(faults))))
+            await writer.drain()
+    os._exit(1)
+
+
+def _texts(faults: BaseExceptionGroup[BaseException]) -> list[str]:
+    return [str(fault) if isinstance(fault, CannotConnect) else repr(fault) for fault in faults.exceptions]
 
 
 class Driver:
-    def __init__(self, opening: Opening, writer: asyncio.StreamWriter) -> None:
+    """Implements `node_link.Listener`."""
+
+    def __init__(self, opening: Opening, writer: asyncio.StreamWriter, tasks: asyncio.TaskGroup) -> None:
         self._opening = opening
         self._writer = writer
+        self._tasks = tasks
         self._term = opening.term
         self._links: dict[str, NodeLink] = {}
         """By node name."""
+        self._untaken_bytes = 0
+        self._has_room = asyncio.Event()
+        self._has_room.set()
 
     async def look_after_nodes(self) -> None:
-        """Connect, then keep one link per node that is alive."""
+        """Connect, then keep one link per node that is alive. Raises CannotConnect."""
+        address = self._opening.address
         try:
             async with asyncio.timeout(CONNECT_SECONDS):
-                await asyncio.to_thread(_connect, self._opening.address)
+                await asyncio.to_thread(_connect, address)
+        except TimeoutError:
+            raise CannotConnect(
+                f"Ray at {address} did not let us in within {CONNECT_SECONDS:g} s; it must be a Ray head; "
+                "one with tokens needs RAY_AUTH_TOKEN_PATH in this service's environment"
+            ) from None
         except Exception as fault:
-            log.exception("cannot connect to Ray at %s", self._opening.address)
-            await self.tell("trouble", f"cannot connect to Ray at {self._opening.address}: {fault!r}")
-            os._exit(1)
+            raise CannotConnect(f"cannot connect to Ray at {address}: {fault}") from fault
         await self.tell("connected")
         while True:
-            await self._follow(await asyncio.to_thread(ray.nodes))
+            await self._follow(await self._nodes())
             await asyncio.sleep(LOOK_SECONDS)
 
     async def on_message(self, message: tuple[Any, ...]) -> None:
@@ -83,17 +118,50 @@ class Driver:
             case ("orders", node, packed):
                 if (link := self._links.get(node)) is not None:
                     link.send(packed)
+            case ("ping",):
+                await self.tell("pong")
+            case ("taken", taken_bytes):
+                self._change_untaken(-taken_bytes)
             case ("term", term):
                 self._term = term
                 for link in self._links.values():
                     link.announce_again(term)
             case ("leave",):
-                await asyncio.gather(*(link.dismiss() for link in self._links.values()))
-                await self.tell("left")
+                self._tasks.create_task(self._leave())
 
     async def tell(self, *parts: Any) -> None:
         self._writer.write(frame(*parts))
         await self._writer.drain()
+
+    async def tell_reports(self, packed: bytes, asked_at: float) -> None:
+        self._change_untaken(len(packed))
+        await self.tell("reports", packed, asked_at)
+
+    async def room(self) -> None:
+        await self._has_room.wait()
+
+    def _change_untaken(self, more_bytes: int) -> None:
+        self._untaken_bytes += more_bytes
+        if self._untaken_bytes > UNTAKEN_BYTES:
+            self._has_room.clear()
+        else:
+            self._has_room.set()
+
+    async def _leave(self) -> None:
+        await asyncio.gather(*(link.dismiss() for link in self._links.values()))
+        await self.tell("left")
+
+    async def _nodes(self) -> list[dict[str, Any]]:
+        """Waits for Ray's control service as long as Ray does, and says so."""
+        asking = asyncio.ensure_future(asyncio.to_thread(ray.nodes))
+        seconds = 0.0
+        while not (await asyncio.wait({asking}, timeout=LOOK_PATIENCE_SECONDS))[0]:
+            seconds += LOOK_PATIENCE_SECONDS
+            await self.tell("trouble", f"Ray's control service has not answered for {seconds:g} s")
+        if seconds > 0:
+            await self.tell("connected")
+        nodes: list[dict[str, Any]] = asking.result()
+        return nodes
 
     async def _follow(self, nodes: list[dict[str, Any]]) -> None:
         alive = {node["NodeID"]: node for node in nodes if node["Alive"]}
@@ -109,10 +177,10 @@ class Driver:
 
     def _link(self, ray_node: str, name: str) -> None:
         if name in self._links:
-            log.error("two nodes are called %s; start one with a --node-name of its own", name)
+            log.error("two nodes have one name; start one with a --node-name of its own", node=name)
             return
-        config = AgentConfig.from_json(self._opening.agent_config)
-        self._links[name] = NodeLink(ray_node, config.on_node(name), self._opening.broker, self._term, self)
+        config = AgentConfig.from_json(self._opening.agent_config).on_node(name)
+        self._links[name] = NodeLink(ray_node, config, self._opening.broker, self._term, self, self._tasks)
 
 
 def _connect(address: str) -> None:

@@ -2,28 +2,22 @@
 
 import asyncio
 import contextlib
-import logging
+import errno
 import os
-import socket
-import subprocess
-import sys
 from collections import deque
 from collections.abc import Mapping, Sequence
-from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from uuid import uuid4
 
-from service.adapters.ray.frames import frame, read_frame
-from service.adapters.ray.head import (
-    HeadRefused,
-    HeadState,
-    ray_environment,
-    running_head,
-    stop_head,
-)
+import structlog
+
+from service.adapters.ray.driver_link import DriverLink
+from service.adapters.ray.frames import boot_seconds
+from service.adapters.ray.head import HeadRefused, HeadState, running_head, stop_head
 from service.adapters.ray.options import RayOptions
 from service.adapters.ray.processes import Watched
-from service.adapters.ray.wire import OrderForm, ReportForm, key_of, pack
+from service.adapters.ray.report_form import MALFORMED, ReportForm
+from service.adapters.ray.wire import OrderForm, key_of, pack
 from service.core.orders import (
     Ended,
     Ending,
@@ -34,21 +28,32 @@ from service.core.orders import (
     Order,
     Report,
     StartOrder,
+    StopOrder,
 )
-from service.core.units import Fence, Instant, NodeName, TaskId, Term
+from service.core.task import StopReason
+from service.core.units import Fence, Instant, NodeName, Seconds, TaskId, Term
 from service.ports import Clock, RunPayload
 
-log = logging.getLogger("gpubroker.ray")
+log = structlog.get_logger("gpubroker.ray")
 
 START_PATIENCE_SECONDS = 30.0
 FIRST_PAUSE_SECONDS = 0.2
 LONGEST_PAUSE_SECONDS = 5.0
 LEAVE_SECONDS = 10.0
+REACH_SECONDS = 5.0
 FORGET_SECONDS = 0.05
 """To forget a run is never urgent: it travels with the next order, or so much later."""
-LOG_BYTES = 4 * 2**20
+UNANSWERED_BYTES = 256 * 2**20
+"""Starts of more than this are not on their way at once; what is beyond comes back as never started."""
 
 RunId = tuple[TaskId, Fence, int]
+
+
+class OnItsWay(NamedTuple):
+    """A start of which no report has come yet."""
+
+    node: NodeName
+    size_bytes: int
 
 
 class RayExecutor:
@@ -67,16 +72,18 @@ class RayExecutor:
         self._term = Term(0)
         self._keeping: asyncio.Task[None] | None = None
         self._finding: asyncio.Future[HeadState] | None = None
-        self._writer: asyncio.StreamWriter | None = None
+        self._driver: DriverLink | None = None
         self._seen: dict[NodeName, str] = {}
         """Nodes whose agent has answered through the present driver, and their incarnation."""
         self._held: dict[NodeName, deque[bytes]] = {}
         self._written: dict[NodeName, list[Any]] = {}
         """Orders that wait for company on their way."""
         self._later: asyncio.TimerHandle | None = None
-        self._unanswered: dict[RunId, NodeName] = {}
-        """Starts of which no report has come yet."""
+        self._unanswered: dict[RunId, OnItsWay] = {}
+        self._unanswered_bytes = 0
         self._reports: list[Report] = []
+        self._untaken_bytes = 0
+        """What the driver sent and nobody has fetched; beyond a bound the driver asks agents for no more."""
         self._arrived = asyncio.Event()
         self._ready = asyncio.Event()
         self._left = asyncio.Event()
@@ -95,14 +102,12 @@ class RayExecutor:
                 await self._ready.wait()
 
     async def send(self, orders: Sequence[Order], payloads: Mapping[TaskId, RunPayload]) -> None:
-        """A start without a payload is left out: its run ended between commit and dispatch."""
+        """Never waits. A start without a payload is left out: its run ended between commit and dispatch."""
         urgent = set()
         for order in orders:
             payload = payloads.get(order.task)
-            if isinstance(order, StartOrder):
-                if payload is None:
-                    continue
-                self._unanswered[order.task, order.fence, order.rank] = order.node
+            if isinstance(order, StartOrder) and (payload is None or not self._has_room_for(order, payload)):
+                continue
             if not isinstance(order, ForgetOrder):
                 urgent.add(order.node)
             self._written.setdefault(order.node, []).append(self._order_form.write(order, payload))
@@ -110,15 +115,15 @@ class RayExecutor:
             self._dispatch(node)
         if self._written and self._later is None:
             self._later = asyncio.get_running_loop().call_later(FORGET_SECONDS, self._dispatch_rest)
-        if self._writer is not None:
-            with contextlib.suppress(ConnectionError):
-                await self._writer.drain()
 
     async def reports(self) -> Sequence[Report]:
         while not self._reports:
             self._arrived.clear()
             await self._arrived.wait()
         reports, self._reports = self._reports, []
+        if self._untaken_bytes:
+            self._tell("taken", self._untaken_bytes)
+            self._untaken_bytes = 0
         return reports
 
     def status(self) -> Mapping[str, Any]:
@@ -126,7 +131,7 @@ class RayExecutor:
 
     async def close(self, *, stop_cluster: bool) -> None:
         """With `stop_cluster` every run is killed and a local head ends; a joined cluster stays up."""
-        if stop_cluster and not self._options.is_local and self._writer is not None:
+        if stop_cluster and not self._options.is_local and self._driver is not None:
             self._tell("leave")
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(LEAVE_SECONDS):
@@ -141,6 +146,23 @@ class RayExecutor:
         if stop_cluster and self._options.is_local:
             await stop_head(self._options.data_dir)
         self._state, self._message = "stopped", "closed"
+
+    def _has_room_for(self, order: StartOrder, payload: RunPayload) -> bool:
+        """Notes a start that is sent, and answers one that is not."""
+        size_bytes = len(payload.arguments) + len(payload.resume_state or b"")
+        if self._unanswered and self._unanswered_bytes + size_bytes > UNANSWERED_BYTES:
+            log.warning("too much is on its way to the agents; this start waits", task=order.task)
+            self._never_started(order.task, order.fence, order.rank, self._clock.now())
+            return False
+        self._answer((order.task, order.fence, order.rank))
+        self._unanswered[order.task, order.fence, order.rank] = OnItsWay(order.node, size_bytes)
+        self._unanswered_bytes += size_bytes
+        return True
+
+    def _answer(self, run: RunId) -> None:
+        answered = self._unanswered.pop(run, None)
+        if answered is not None:
+            self._unanswered_bytes -= answered.size_bytes
 
     def _dispatch(self, node: NodeName) -> None:
         packed = pack(self._written.pop(node))
@@ -163,14 +185,12 @@ class RayExecutor:
         while True:
             self._ready.clear()
             try:
-                head = await self._find_head() if self._options.is_local else None
-                self._address = head.address if head is not None else self._address
-                await self._drive(head)
-                self._state = "reconnecting"
-                log.warning("the Ray driver process ended: %s; starting another", self._message)
+                self._message = await self._drive(await self._find_head())
+                self._state = "reconnecting" if self._seen else "failed"
+                log.warning("no Ray driver process; starting another", fault=self._message)
             except (HeadRefused, OSError) as fault:
-                self._state, self._message = "failed", str(fault)
-                log.error("Ray cannot be reached: %s", fault)
+                self._state, self._message = "failed", _advice(fault, self._options)
+                log.error("Ray cannot be reached; trying again", fault=self._message)
             except Exception as fault:
                 self._state, self._message = "failed", repr(fault)
                 log.exception("the Ray driver process is given up; starting another")
@@ -178,49 +198,39 @@ class RayExecutor:
             self._seen.clear()
             await asyncio.sleep(pause)
 
-    async def _find_head(self) -> HeadState:
-        """Not cut short by `close`: a head that nobody knows of would stay behind."""
-        self._finding = asyncio.ensure_future(running_head(self._options))
-        return await asyncio.shield(self._finding)
+    async def _find_head(self) -> HeadState | None:
+        """The local one, or None and the given one answers. Raises HeadRefused, OSError.
 
-    async def _drive(self, head: HeadState | None) -> None:
-        """Back when the driver has ended. A head that ends takes the driver with it."""
-        ours, theirs = socket.socketpair()
-        with theirs:
-            child = self._start_driver(theirs)
+        Not cut short by `close`: a local head that nobody knows of would stay behind.
+        """
+        if not self._options.is_local:
+            await _reach(self._address)
+            return None
+        self._finding = asyncio.ensure_future(running_head(self._options))
+        head = await asyncio.shield(self._finding)
+        self._address = head.address
+        return head
+
+    async def _drive(self, head: HeadState | None) -> str:
+        """Why the driver has ended, when it has. A head that ends takes the driver with it."""
+        driver = await DriverLink.open(self._options)
         watched = None
         try:
-            watched = Watched(head.process, child.kill) if head is not None else None
-            reader, self._writer = await asyncio.open_unix_connection(sock=ours)
-            self._writer.write(frame(*self._opening(head)))
-            while (message := await read_frame(reader)) is not None:
-                self._on_message(message)
-            if watched is not None and watched.ended:
-                self._lose_nodes("the local Ray head ended")
+            watched = Watched(head.process, driver.kill) if head is not None else None
+            self._driver, self._untaken_bytes = driver, 0
+            driver.tell(*self._opening(head))
+            await driver.listen(self._on_message)
+            if watched is None or not watched.ended:
+                return driver.fault
+            self._lose_nodes("the local Ray head ended")
         except ProcessLookupError:
-            self._message = "the local Ray head ended"
+            pass
         finally:
+            self._driver = None
             if watched is not None:
                 watched.close()
-            if self._writer is not None:
-                self._writer.close()
-                self._writer = None
-            child.kill()
-            child.wait()
-
-    def _start_driver(self, channel: socket.socket) -> "subprocess.Popen[bytes]":
-        options = self._options
-        environment = {name: text for name, text in os.environ.items() if name != "RAY_ADDRESS"}
-        with _log_of(options.data_dir).open("ab") as output:
-            return subprocess.Popen(  # noqa: S603  # our own module
-                [sys.executable, "-m", "service.adapters.ray.driver", str(channel.fileno())],
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=output,
-                env=environment | ray_environment(options),
-                pass_fds=(channel.fileno(),),
-                start_new_session=True,
-            )
+            await driver.close()
+        return "the local Ray head ended"
 
     def _opening(self, head: HeadState | None) -> tuple[Any, ...]:
         options = self._options
@@ -230,35 +240,46 @@ class RayExecutor:
 
     def _on_message(self, message: tuple[Any, ...]) -> None:
         match message:
-            case ("reports", packed):
-                for report in self._report_form.read(packed):
-                    self._on_report(report)
+            case ("reports", packed, asked_at):
+                self._untaken_bytes += len(packed)
+                node, reports = self._report_form.read(packed, boot_seconds() - asked_at)
+                for report in reports:
+                    self._on_report(node, report)
             case ("connected",):
-                self._message = "waiting for node agents"
+                self._message = f"{len(self._seen)} nodes answer" if self._seen else "waiting for node agents"
             case ("trouble", what):
                 self._message = what
             case ("left",):
                 self._left.set()
 
-    def _on_report(self, report: Report) -> None:
+    def _on_report(self, node: NodeName, report: Report) -> None:
         key = key_of(report)
         if key is not None:
-            self._unanswered.pop(key, None)
+            self._answer(key)
         self._say(report)
-        if isinstance(report, NodeSeen):
-            self._on_node(report)
-        elif isinstance(report, NodeLost):
-            self._seen.pop(report.node, None)
+        match report:
+            case NodeSeen():
+                self._on_node(report)
+            case NodeLost():
+                self._seen.pop(report.node, None)
+            case Ended(failure=fault) if fault is not None and fault.kind == MALFORMED:
+                self._kill(node, report)
+
+    def _kill(self, node: NodeName, ended: Ended) -> None:
+        """What it says cannot be read, but it may live."""
+        agent = self._seen.get(node, "")
+        stop = StopOrder(ended.task, ended.fence, node, agent, StopReason.CANCEL, Seconds(0.0), ended.rank)
+        self._written.setdefault(node, []).append(self._order_form.write(stop, None))
+        self._dispatch(node)
 
     def _on_node(self, seen: NodeSeen) -> None:
         """This agent starts nothing ordered before it answered: what it does not have has never begun."""
         name = seen.node.name
         there = set(seen.runs)
-        for task, fence, rank in [run for run, node in self._unanswered.items() if node == name]:
+        for task, fence, rank in [run for run, start in self._unanswered.items() if start.node == name]:
             if (task, fence) not in there:
-                del self._unanswered[task, fence, rank]
-                self._say(Ended(task, fence, seen.at, Ending.NEVER_STARTED, rank=rank))
-                self._say(Gone(task, fence, seen.at, "never_started", rank=rank))
+                self._answer((task, fence, rank))
+                self._never_started(task, fence, rank, seen.at)
         self._seen[name] = seen.node.incarnation
         for packed in self._held.pop(name, ()):
             self._tell("orders", name, packed)
@@ -269,20 +290,39 @@ class RayExecutor:
         now = Instant(self._clock.now())
         for name, incarnation in self._seen.items():
             self._say(NodeLost(name, incarnation, now, why))
-        self._message = why
+
+    def _never_started(self, task: TaskId, fence: Fence, rank: int, at: Instant) -> None:
+        self._say(Ended(task, fence, at, Ending.NEVER_STARTED, rank=rank))
+        self._say(Gone(task, fence, at, "never_started", rank=rank))
 
     def _say(self, report: Report) -> None:
         self._reports.append(report)
         self._arrived.set()
 
     def _tell(self, *parts: Any) -> None:
-        if self._writer is not None:
-            self._writer.write(frame(*parts))
+        if self._driver is not None:
+            self._driver.tell(*parts)
 
 
-def _log_of(data_dir: Path) -> Path:
-    """Where drivers write; begun anew when it has grown large."""
-    path = data_dir / "ray-driver.log"
-    if path.exists() and path.stat().st_size > LOG_BYTES:
-        path.unlink()
-    return path
+async def _reach(address: str) -> None:
+    """Raises HeadRefused if nothing answers there: Ray itself would say so only after minutes."""
+    host, _, port = address.rpartition(":")
+    try:
+        async with asyncio.timeout(REACH_SECONDS):
+            _reader, writer = await asyncio.open_connection(host.strip("[]"), int(port))
+    except (OSError, TimeoutError) as fault:
+        why = getattr(fault, "strerror", None) or f"no answer within {REACH_SECONDS:g} s"
+        raise HeadRefused(
+            f"nothing answers at {address}, the configured ray.address: {why}; start the head of the cluster "
+            "there, correct ray.address, or leave it out to have a local Ray started"
+        ) from None
+    writer.close()
+
+
+def _advice(fault: Exception, options: RayOptions) -> str:
+    if not isinstance(fault, OSError) or fault.errno not in (errno.EACCES, errno.EPERM, errno.EROFS):
+        return str(fault)
+    return (
+        f"cannot start Ray: {fault.strerror}: {fault.filename}; give {options.data_dir} and all in it to "
+        f"the service's user (uid {os.geteuid()}), or choose another directory with --data-dir"
+    )

@@ -1,24 +1,27 @@
 """The driver's end of the conversation with one node agent."""
 
 import asyncio
-import logging
 import time
 from collections import deque
 from typing import Any, Protocol
 
 import ray
-from ray.exceptions import RayError
+import structlog
+from ray.exceptions import RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from service.adapters.ray.agent import NodeAgent
+from service.adapters.ray.frames import boot_seconds
 from service.adapters.ray.options import AgentConfig
 from service.adapters.ray.wire import PROTOCOL, write_reports
 
-log = logging.getLogger("gpubroker.driver")
+log = structlog.get_logger("gpubroker.driver")
 
 POLL_SECONDS = 20.0
 ANSWER_SECONDS = 20.0
 """How much later than asked for an agent may answer. One that hangs is replaced; its runs go on."""
+ANNOUNCE_SECONDS = 60.0
+"""For an agent to be started, to find what an earlier one left, and to answer."""
 FIRST_PAUSE_SECONDS = 0.1
 LONGEST_PAUSE_SECONDS = 5.0
 AGENT_PATIENCE_SECONDS = 20.0
@@ -27,28 +30,46 @@ CALLS_AT_ONCE = 4
 
 
 class Listener(Protocol):
+    """Who hears what agents tell: the service, through the driver."""
+
     async def tell(self, *parts: Any) -> None: ...
+
+    async def tell_reports(self, packed: bytes, asked_at: float) -> None:
+        """`asked_at`: in `boot_seconds`, when the agent was asked for them."""
+        ...
+
+    async def room(self) -> None:
+        """Back when there is room for more reports."""
+        ...
 
 
 class NodeLink:
     """Finds or makes the agent, announces the term, carries orders there and reports back; over and over."""
 
     def __init__(
-        self, ray_node: str, config: AgentConfig, broker: str, term: int, listener: Listener
+        self,
+        ray_node: str,
+        config: AgentConfig,
+        broker: str,
+        term: int,
+        listener: Listener,
+        tasks: asyncio.TaskGroup,
     ) -> None:
         self.ray_node = ray_node
         self._config = config
         self._broker = broker
         self._term = term
         self._listener = listener
+        self._tasks = tasks
         self._agent: Any = None
         """None while no agent has answered this term."""
         self._incarnation = ""
         self._queue: deque[bytes] = deque()
         self._calls: set[asyncio.Task[None]] = set()
         self._told_lost = False
+        self._pause_seconds = FIRST_PAUSE_SECONDS
         self._answered_at = time.monotonic()
-        self._talking = asyncio.create_task(self._talk())
+        self._talking = tasks.create_task(self._talk())
 
     def send(self, packed: bytes) -> None:
         """Orders for an agent that is away wait for it; it will know which of them are outdated."""
@@ -59,7 +80,7 @@ class NodeLink:
         self._term = term
         self._agent = None
         self._talking.cancel()
-        self._talking = asyncio.create_task(self._talk())
+        self._talking = self._tasks.create_task(self._talk())
 
     def close(self) -> None:
         self._talking.cancel()
@@ -72,30 +93,41 @@ class NodeLink:
             try:
                 await agent.leave.remote()
             except RayError:
-                log.info("the agent of %s has left", self._config.node)
+                log.info("the agent has left", node=self._config.node)
 
     async def tell_lost(self, why: str) -> None:
         if self._incarnation:
             now = time.time()
             lost = ("node_lost", now, self._incarnation, why)
-            await self._listener.tell("reports", write_reports(self._config.node, now, [lost]))
+            await self._listener.tell_reports(write_reports(self._config.node, now, [lost]), boot_seconds())
 
     async def _talk(self) -> None:
-        pause = FIRST_PAUSE_SECONDS
         while True:
             try:
-                agent = await asyncio.to_thread(self._find_agent)
-                if await self._is_welcome(agent):
-                    pause = FIRST_PAUSE_SECONDS
-                    await self._listen(agent)
-            except (RayError, ValueError) as fault:
-                await self._on_absence(str(fault))
-            except TimeoutError:
-                log.error("the agent of %s does not answer; replacing it", self._config.node)
-                await asyncio.to_thread(ray.kill, agent)
+                await self._converse()
+            except RayError as fault:
+                await self._on_absence(_why(fault))
+            except Exception as fault:
+                log.exception("the conversation with an agent failed", node=self._config.node)
+                await self._on_absence(repr(fault))
             self._agent = None
-            await asyncio.sleep(pause)
-            pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
+            await asyncio.sleep(self._pause_seconds)
+            self._pause_seconds = min(2 * self._pause_seconds, LONGEST_PAUSE_SECONDS)
+
+    async def _converse(self) -> None:
+        """With one agent, until it is gone, hangs, or hears another announcement."""
+        agent = await asyncio.to_thread(self._find_agent)
+        try:
+            if await self._is_welcome(agent):
+                self._pause_seconds = FIRST_PAUSE_SECONDS
+                await self._listen(agent)
+        except TimeoutError as fault:
+            if isinstance(fault, RayError):
+                raise  # the agent answered, with a fault of that name
+            log.error("the agent does not answer; replacing it", node=self._config.node)
+            await asyncio.to_thread(ray.kill, agent)
+            if self._agent is None:
+                await self._on_absence(f"it did not answer within {ANNOUNCE_SECONDS:g} s")
 
     def _find_agent(self) -> Any:
         """The agent that is there, or a new one. Blocks for as long as Ray's control service does."""
@@ -112,14 +144,15 @@ class NodeLink:
         return ray.remote(NodeAgent).options(**options).remote(self._config.to_json())
 
     async def _is_welcome(self, agent: Any) -> bool:
-        verdict, detail = await agent.announce.remote(
-            PROTOCOL, self._config.to_json(), self._broker, self._term
-        )
+        async with asyncio.timeout(ANNOUNCE_SECONDS):
+            verdict, detail = await agent.announce.remote(
+                PROTOCOL, self._config.to_json(), self._broker, self._term
+            )
         if verdict == "outdated":
-            log.info("replacing the agent of %s: other release or configuration", self._config.node)
+            log.info("replacing an agent of another release or configuration", node=self._config.node)
             await asyncio.to_thread(ray.kill, agent)
         elif verdict == "stale":
-            log.warning("term %s is over: %s knows term %s", self._term, self._config.node, detail)
+            log.warning("this term is over; the agent knows a later one", node=self._config.node, term=detail)
         else:
             self._incarnation = detail
             self._agent = agent
@@ -131,15 +164,16 @@ class NodeLink:
         """Forward reports until another announcement is made."""
         acknowledged = 0
         while acknowledged >= 0:
-            self._answered_at = time.monotonic()
+            await self._listener.room()
+            self._answered_at, asked_at = time.monotonic(), boot_seconds()
             async with asyncio.timeout(POLL_SECONDS + ANSWER_SECONDS):
                 reply = await agent.poll.remote(self._incarnation, acknowledged, POLL_SECONDS)
             acknowledged, packed = reply
             if packed:
-                await self._listener.tell("reports", packed)
+                await self._listener.tell_reports(packed, asked_at)
 
     async def _on_absence(self, why: str) -> None:
-        log.warning("the agent of %s is away: %s", self._config.node, why)
+        log.warning("the agent is away", node=self._config.node, fault=why)
         await self._listener.tell("trouble", f"the agent of node {self._config.node} is away: {why}")
         away_seconds = time.monotonic() - self._answered_at
         if away_seconds > AGENT_PATIENCE_SECONDS and not self._told_lost:
@@ -148,17 +182,27 @@ class NodeLink:
 
     def _flush(self) -> None:
         while self._queue and self._agent is not None and len(self._calls) < CALLS_AT_ONCE:
-            call = asyncio.create_task(self._deliver(self._agent, self._queue.popleft()))
+            call = self._tasks.create_task(self._deliver(self._agent, self._queue.popleft()))
             self._calls.add(call)
             call.add_done_callback(self._on_delivered)
 
     async def _deliver(self, agent: Any, packed: bytes) -> None:
-        """What is lost here is known lost at the next announcement: the agent tells which runs it has."""
+        """What may be lost is asked for: the agent tells at each announcement which runs it has."""
         try:
-            await agent.orders.remote(PROTOCOL, self._term, packed)
-        except RayError as fault:
-            log.warning("orders did not reach the agent of %s: %s", self._config.node, fault)
+            async with asyncio.timeout(ANSWER_SECONDS):
+                await agent.orders.remote(PROTOCOL, self._term, packed)
+        except (RayError, TimeoutError) as fault:
+            log.warning("orders did not reach the agent", node=self._config.node, fault=_why(fault))
+            if agent is self._agent:
+                self.announce_again(self._term)
 
     def _on_delivered(self, call: "asyncio.Task[None]") -> None:
         self._calls.discard(call)
         self._flush()
+
+
+def _why(fault: Exception) -> str:
+    """What the agent itself raised, where it did; Ray's text around that is a traceback."""
+    if isinstance(fault, RayTaskError):
+        return repr(fault.cause)
+    return str(fault) or repr(fault)

@@ -39,6 +39,8 @@ class RayOptions:
     checkpoint_limit_bytes: int = 16 * 2**20
     sample_period_seconds: float = 2.0
     idle_stop_seconds: float = 600.0
+    driver_patience_seconds: float = 15.0
+    """A driver process that does not answer for so long is replaced."""
     inherit_env: tuple[str, ...] = ()
     """Names of this process's environment variables that tasks get too, besides locale and paths."""
 
