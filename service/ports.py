@@ -73,6 +73,10 @@ class CommitVerdict(StrEnum):
     """A row of the decision had changed; nothing of it was written. Plan again."""
     REFUSED = "refused"
     """A constraint said no, which a correct plan never meets; nothing of it was written."""
+    UNSTORABLE = "unstorable"
+    """It holds a value that the database cannot keep; nothing of it was written, and nothing ever will be."""
+    UNAVAILABLE = "unavailable"
+    """The database could not be reached; nothing of it was written. Commit it again later."""
 
 
 class StaleTerm(Exception):
@@ -80,7 +84,12 @@ class StaleTerm(Exception):
 
 
 class StoreUnavailable(Exception):
-    """The database cannot be reached; whether the last write happened is known to be 'no'."""
+    """What is stored cannot be reached or written now; of the call that raises this nothing was written."""
+
+
+class Unstorable(ValueError):
+    """A value that the database cannot keep or look for: a NUL in a text, half a surrogate pair, a number out
+    of range. Nothing was written. It is the fault of whoever sent it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,13 +161,19 @@ class TaskStore(Protocol):
     """The queue, the ledger's rows and the event log. Every write is durable when its call returns."""
 
     def listen(self, listener: EventListener) -> None:
-        """Hear this process's own commits before the call that made them returns."""
+        """Hear this process's own commits before the call that made them returns.
+
+        A listener must not raise. If it does, the call raises that as well, and so does every later write:
+        nobody may go on deciding with a picture that has lost a part of the log.
+        """
         ...
 
-    async def submit(self, submission: Submission) -> SubmitOutcome: ...
+    async def submit(self, submission: Submission) -> SubmitOutcome:
+        """Raises Unstorable."""
+        ...
 
     async def request(self, request: Request) -> None:
-        """Store a cancel or change request; the leader reads it from the log."""
+        """Store a cancel or change request; the leader reads it from the log. Raises Unstorable."""
         ...
 
     async def take_term(self, holder: str) -> Term:
@@ -166,7 +181,10 @@ class TaskStore(Protocol):
         ...
 
     async def commit(self, term: Term, decisions: Sequence[Decision]) -> Sequence[CommitVerdict]:
-        """One verdict per decision, in order; each is written whole or not at all. Raises StaleTerm."""
+        """One verdict per decision, in order; each is written whole or not at all.
+
+        Raises StaleTerm, and StoreUnavailable after `close`: then nothing of any was written.
+        """
         ...
 
     async def snapshot(self) -> Snapshot: ...
@@ -191,11 +209,19 @@ class TaskStore(Protocol):
         """Of these blobs, those that some row names; the others are nobody's."""
         ...
 
-    async def put_token(self, token: "TokenRow") -> None: ...
+    async def put_token(self, token: "TokenRow", *, by: str) -> bool:
+        """Add a token; False if another one has its name already, which then stays. `by` is who asked."""
+        ...
 
     async def tokens(self) -> Sequence["TokenRow"]: ...
 
-    async def drop_token(self, name: str) -> bool: ...
+    async def drop_token(self, name: str, *, by: str) -> bool:
+        """False if there is none of this name."""
+        ...
+
+    async def audit(self, *, by: str, tenant: str, action: str, subject: str) -> None:
+        """Note who did something that is no row of its own, such as `service.shutdown`."""
+        ...
 
     async def database_time(self) -> Instant: ...
 
@@ -216,15 +242,21 @@ class TokenRow:
 
 
 class BlobStore(Protocol):
-    """Objects by sha256 digest. `put` is durable when it returns."""
+    """Objects by sha256 digest. Each call raises StoreUnavailable while the objects cannot be reached."""
 
-    async def put(self, data: bytes, *, owner: str) -> str: ...
+    async def put(self, data: bytes, *, owner: str) -> str:
+        """Durable when it returns. Raises BlobTooLarge. `owner` is the task, for messages."""
+        ...
 
     async def get(self, digest: str) -> bytes:
         """Raises BlobMissing or BlobCorrupt; what is returned has this digest."""
         ...
 
     async def delete(self, digest: str) -> None: ...
+
+
+class BlobTooLarge(Exception):
+    """The object exceeds what the store takes; nothing was written."""
 
 
 class BlobMissing(Exception):

@@ -17,11 +17,18 @@ import uvicorn
 from service.adapters.blobs.directory import DirectoryBlobs
 from service.adapters.sql.clock import DatabaseClock
 from service.adapters.sql.store import SqlStore
-from service.bootstrap.compose import defaults_of, fill, limits_of, new_executor, policy_of
+from service.bootstrap.compose import (
+    defaults_of,
+    fill,
+    inventory_rules_of,
+    limits_of,
+    new_executor,
+    policy_of,
+)
 from service.bootstrap.premises import write_private
 from service.broker.dispatch import Dispatcher
 from service.broker.loop import Leader
-from service.broker.observe import InventoryRules, Observer
+from service.broker.observe import Observer
 from service.core.events import Event
 from service.core.units import TaskId
 from service.core.world import World
@@ -39,6 +46,7 @@ class Service:
     """One process that is gateway and leader at once, around one World."""
 
     def __init__(self, settings: Settings, listener: socket.socket, store: SqlStore) -> None:
+        self._name = f"{socket.gethostname()}:{os.getpid()}"
         self._settings = settings
         self._listener = listener
         self._store = store
@@ -99,13 +107,13 @@ class Service:
             self._world,
             self._policy,
             self._blobs,
-            InventoryRules(settings.ray.cluster, settings.device_reserve_mb),
+            inventory_rules_of(settings),
             settings.limits.inline_bytes,
             self._progress,
         )
         dispatcher = Dispatcher(self._store, self._blobs, self._executor, self._world, self._clock)
         return Leader(
-            name=f"{socket.gethostname()}:{os.getpid()}",
+            name=self._name,
             world=self._world,
             policy=self._policy,
             store=self._store,
@@ -178,7 +186,7 @@ class Service:
             secret, row = new_token(
                 name, tenant="default", scopes=[EVERY_SCOPE], max_priority=100, now=self._clock.now()
             )
-            await self._store.put_token(row)
+            await self._store.put_token(row, by=self._name)
             await self._tokens.load()
         write_private(path, json.dumps({"url": self._url, "token": secret}))
 

@@ -50,7 +50,7 @@ async def test_everything_is_there_after_a_restart(url: str) -> None:
         term = await with_gpu(store, first, second)
         await store.commit(term, [admission(first), admission(second), end(claimed(second))])
         await store.commit(term, [a_checkpoint(claimed(first), 1)])
-        await store.put_token(TokenRow("ci", "hash", "lab", ("*",), 100, NOW))
+        await store.put_token(TokenRow("ci", "hash", "lab", ("*",), 100, NOW), by="admin")
         before, log = await store.snapshot(), await log_of(store)
     async with opened(url) as store:
         after = await store.snapshot()

@@ -1,5 +1,6 @@
 """What people look up: lists, specs, tokens."""
 
+import asyncio
 from dataclasses import replace
 
 import pytest
@@ -94,23 +95,24 @@ def a_token(name: str = "ci", **fields: object) -> TokenRow:
 async def test_tokens_are_listed_by_name_as_they_were_put(store: TaskStore) -> None:
     tokens = [a_token("b", expires_at=Instant(NOW + 60)), a_token("a", scopes=("*",))]
     for token in tokens:
-        await store.put_token(token)
+        assert await store.put_token(token, by="admin")
     assert list(await store.tokens()) == [tokens[1], tokens[0]]
 
 
-async def test_a_token_put_again_is_replaced(store: TaskStore) -> None:
-    await store.put_token(a_token("a"))
-    newer = a_token("a", sha256="another", max_priority=10)
-    await store.put_token(newer)
-    assert list(await store.tokens()) == [newer]
+async def test_of_two_tokens_of_one_name_put_at_once_the_first_stays(store: TaskStore) -> None:
+    both = [a_token("a", sha256="one"), a_token("a", sha256="other", max_priority=10)]
+    stored = await asyncio.gather(*(store.put_token(token, by="admin") for token in both))
+    assert sorted(stored) == [False, True]
+    assert list(await store.tokens()) == [both[stored.index(True)]]
 
 
 async def test_a_token_is_dropped_once(store: TaskStore) -> None:
-    await store.put_token(a_token("a"))
-    assert [await store.drop_token("a"), await store.drop_token("a")] == [True, False]
+    await store.put_token(a_token("a"), by="admin")
+    assert [await store.drop_token("a", by="admin") for _ in range(2)] == [True, False]
     assert list(await store.tokens()) == []
 
 
 async def test_tokens_are_no_events(store: TaskStore) -> None:
-    await store.put_token(a_token("a"))
+    await store.put_token(a_token("a"), by="admin")
+    await store.audit(by="admin", tenant="lab", action="shutdown", subject="service")
     assert await store.head() == 0

@@ -201,7 +201,7 @@ async def test_tokens_of_other_processes_are_seen_in_time(gateway: Gateway) -> N
     tokens = Tokens(gateway.store, gateway.clock, refresh_seconds=0.001)
     secret, row = new_token("late", tenant="t", scopes=["*"], max_priority=1, now=gateway.clock.now())
     following = asyncio.create_task(tokens.keep_fresh())
-    await gateway.store.put_token(row)
+    await gateway.store.put_token(row, by="test")
     await until(lambda: tokens.identify(secret) is not None)
     following.cancel()
 

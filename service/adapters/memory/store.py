@@ -36,6 +36,7 @@ class MemoryStore:
     def __init__(self, now: Callable[[], float] = time.time) -> None:
         self._now = now
         self._listeners: list[EventListener] = []
+        self._fault: Exception | None = None
         self._term = Term(0)
         self._leader = ""
         self._tasks: dict[TaskId, Task] = {}
@@ -57,6 +58,7 @@ class MemoryStore:
         self._listeners.append(listener)
 
     async def submit(self, submission: Submission) -> SubmitOutcome:
+        self._check_listeners()
         task = submission.task
         if task.state is not TaskState.PENDING or task.version != 1:
             raise ValueError(f"task {task.id} is {task.state} in version {task.version}; submit a new one")
@@ -74,6 +76,7 @@ class MemoryStore:
         return SubmitOutcome(SubmitVerdict.ACCEPTED, task.id)
 
     async def request(self, request: Request) -> None:
+        self._check_listeners()
         if request.id not in self._requests:
             self._requests[request.id] = request
             self._append([requested(request)])
@@ -84,6 +87,7 @@ class MemoryStore:
         return self._term
 
     async def commit(self, term: Term, decisions: Sequence[Decision]) -> Sequence[CommitVerdict]:
+        self._check_listeners()
         if term != self._term:
             raise StaleTerm(f"term {term} is over: {self._leader} leads term {self._term}; stop leading")
         verdicts: list[CommitVerdict] = []
@@ -162,8 +166,16 @@ class MemoryStore:
         if not events:
             return
         self._log += [(event, task_of(event)) for event in events]
-        for listener in self._listeners:
-            listener(events)
+        try:
+            for listener in self._listeners:
+                listener(events)
+        except Exception as fault:
+            self._fault = fault
+            raise
+
+    def _check_listeners(self) -> None:
+        if self._fault is not None:
+            raise self._fault
 
     async def snapshot(self) -> Snapshot:
         leases = [lease for lease in self._leases.values() if lease.state is not LeaseState.RELEASED]
@@ -229,14 +241,17 @@ class MemoryStore:
         named |= {saved.digest for kept in self._checkpoints.values() for saved in kept.values()}
         return frozenset(digest for digest in digests if digest in named)
 
-    async def put_token(self, token: TokenRow) -> None:
-        self._tokens[token.name] = token
+    async def put_token(self, token: TokenRow, *, by: str) -> bool:  # noqa: ARG002  # no audit outlives it
+        return self._tokens.setdefault(token.name, token).sha256 == token.sha256
 
     async def tokens(self) -> Sequence[TokenRow]:
         return [self._tokens[name] for name in sorted(self._tokens)]
 
-    async def drop_token(self, name: str) -> bool:
+    async def drop_token(self, name: str, *, by: str) -> bool:  # noqa: ARG002
         return self._tokens.pop(name, None) is not None
+
+    async def audit(self, *, by: str, tenant: str, action: str, subject: str) -> None:
+        """Nobody could read it once the process has ended."""
 
     async def database_time(self) -> Instant:
         return Instant(self._now())

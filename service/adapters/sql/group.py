@@ -8,12 +8,24 @@ from typing import Any
 from service.adapters.sql import statements as sql
 from service.adapters.sql.rows import Written, event_row, row_of_request, rows_of_decision, rows_of_submission
 from service.adapters.sql.rowset import Row, SetStatement
-from service.adapters.sql.session import CommitUnknown, ConstraintFailed, GuardMissed, Session
+from service.adapters.sql.session import (
+    CommitUnknown,
+    ConstraintFailed,
+    GuardMissed,
+    Session,
+)
 from service.core.events import Event, NewEvent, events_of, requested, submitted
 from service.core.plan import Decision, Request, released_mb
 from service.core.task import TaskState
 from service.core.units import Position, TaskId, Term
-from service.ports import CommitVerdict, Submission, SubmitOutcome, SubmitVerdict
+from service.ports import (
+    CommitVerdict,
+    StoreUnavailable,
+    Submission,
+    SubmitOutcome,
+    SubmitVerdict,
+    Unstorable,
+)
 
 
 class Unit(ABC):
@@ -38,7 +50,7 @@ class Unit(ABC):
         """It is in the database."""
 
     def on_failed(self, error: Exception) -> None:
-        """It was alone in its transaction, and nothing of it was written."""
+        """Nothing of it was written, and this is its own error or one that holds for everybody."""
         self.answer = error
 
 
@@ -90,6 +102,10 @@ class Change(Unit):
                 self.answer = CommitVerdict.REFUSED
             case GuardMissed():
                 self.answer = CommitVerdict.STALE
+            case Unstorable():
+                self.answer = CommitVerdict.UNSTORABLE
+            case StoreUnavailable():
+                self.answer = CommitVerdict.UNAVAILABLE
             case _:
                 self.answer = error
 

@@ -13,6 +13,7 @@ from psycopg import errors
 
 from service.adapters.sql.rowset import Row, SetStatement, postgres_rows, postgres_text
 from service.adapters.sql.session import (
+    Collided,
     CommitUnknown,
     ConnectionLost,
     ConstraintFailed,
@@ -21,7 +22,7 @@ from service.adapters.sql.session import (
 )
 from service.core.events import Event
 from service.core.units import Instant, Position, Term
-from service.ports import StaleTerm, StoreUnavailable
+from service.ports import StaleTerm, StoreUnavailable, Unstorable
 
 _NOW = "SELECT extract(epoch from clock_timestamp())::float8"
 _TAKE_HEAD = (
@@ -54,8 +55,10 @@ GOODBYES = (
     errors.CrashShutdown,
     errors.CannotConnectNow,
     errors.IdleInTransactionSessionTimeout,
+    errors.ReadOnlySqlTransaction,
 )
-"""What a server says before it hangs up; the connection counts as lost although it is still open."""
+"""What a server says before it hangs up, or when it has become a standby; the connection counts as lost
+although it is still open."""
 
 
 def connect_writer(url: str) -> psycopg.Connection[Any]:
@@ -220,12 +223,12 @@ class PostgresSession:
         except errors.IntegrityError as error:
             raise ConstraintFailed(str(error)) from error
         except errors.DataError as error:
-            raise ValueError(f"a value cannot be stored: {str(error).strip()}") from error
-        except (errors.DeadlockDetected, errors.SerializationFailure):
-            raise
+            raise Unstorable(f"a value cannot be stored: {str(error).strip()}") from error
+        except (errors.DeadlockDetected, errors.SerializationFailure) as error:
+            raise Collided(str(error).strip()) from error
         except psycopg.Error as error:
             if isinstance(error, GOODBYES) or self._connection.closed or self._connection.broken:
                 raise ConnectionLost(str(error).strip()) from error
-            if isinstance(error, psycopg.OperationalError):
+            if isinstance(error, psycopg.OperationalError | psycopg.InternalError):
                 raise StoreUnavailable(f"the database did not do it: {str(error).strip()}") from error
             raise

@@ -4,10 +4,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
-from pydantic_core import from_json, to_json
+from pydantic_core import from_json
 
 from service.adapters.sql import statements as sql
-from service.adapters.sql.rowset import Row, SetStatement
+from service.adapters.sql.rowset import Row, SetStatement, json_text
 from service.core.codec import demand_fields, demand_from
 from service.core.device import Node
 from service.core.events import Event, NewEvent, task_of
@@ -18,10 +18,6 @@ from service.core.task import HOT_FIELDS, Demand, StopReason, Task, TaskState
 from service.ports import RunSpec, Submission, TokenRow
 
 Written = tuple[SetStatement, Row]
-
-
-def json_text(value: Any) -> str:
-    return to_json(value).decode()
 
 
 def mapping_text(mapping: Mapping[str, str]) -> str:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
-from pydantic_core import to_json
+from pydantic_core import PydanticSerializationError, to_json
 from sqlalchemy import (
     JSON,
     Column,
@@ -23,6 +23,8 @@ from sqlalchemy import (
 )
 from sqlalchemy import values as values_list
 from sqlalchemy.dialects import postgresql, sqlite
+
+from service.ports import Unstorable
 
 Row = tuple[Any, ...]
 """Values in the order of the statement's columns."""
@@ -86,7 +88,15 @@ def postgres_text(statement: SetStatement) -> str:
 def postgres_rows(statement: SetStatement, rows: Sequence[Row]) -> str:
     if statement.binary:
         rows = [_with_hex(row, statement.binary) for row in rows]
-    return to_json([dict(zip(statement.names, row, strict=True)) for row in rows]).decode()
+    return json_text([dict(zip(statement.names, row, strict=True)) for row in rows])
+
+
+def json_text(value: Any) -> str:
+    """Raises Unstorable for what is no text in any encoding."""
+    try:
+        return to_json(value).decode()
+    except PydanticSerializationError as error:
+        raise Unstorable(f"a value cannot be stored: {error}") from error
 
 
 def _with_hex(row: Row, binary: Sequence[int]) -> Row:

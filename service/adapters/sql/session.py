@@ -24,6 +24,10 @@ class ConstraintFailed(Exception):
     """A constraint of a table said no."""
 
 
+class Collided(Exception):
+    """The database ended the transaction because it stood in another one's way; tried again it may pass."""
+
+
 class ConnectionLost(Exception):
     """The connection broke before COMMIT was sent: nothing of the transaction was kept."""
 
@@ -38,8 +42,8 @@ class CommitUnknown(Exception):
 class Session(Protocol):
     """The one writing connection of a process, used by its writer thread alone.
 
-    Errors of the driver come out as the exceptions above, as StoreUnavailable, or, when a value cannot be
-    stored at all, as they are. After any of them the transaction must be rolled back.
+    Errors of the driver come out as the exceptions above, as StoreUnavailable, as Unstorable, or, when they
+    are mistakes of ours, as they are. After any of them the transaction must be rolled back.
     """
 
     def begin(self) -> None: ...

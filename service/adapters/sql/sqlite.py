@@ -19,7 +19,7 @@ from service.adapters.sql.rowset import Row, SetStatement, sqlite_chunks, sqlite
 from service.adapters.sql.session import ConstraintFailed, DatabaseRefused, GuardMissed
 from service.core.events import Event
 from service.core.units import Instant, Position, Term
-from service.ports import StaleTerm, StoreUnavailable
+from service.ports import StaleTerm, StoreUnavailable, Unstorable
 
 APPLICATION_ID = 0x67706272
 """`gpbr` in the file's header: this is a gpubroker database."""
@@ -196,7 +196,9 @@ class SqliteSession:
             return self._connection.execute(text, values).fetchall()
         except sqlite3.IntegrityError as error:
             raise ConstraintFailed(str(error)) from error
-        except (sqlite3.DataError, sqlite3.ProgrammingError):
+        except (sqlite3.DataError, UnicodeError, OverflowError) as error:
+            raise Unstorable(f"a value cannot be stored: {error}") from error
+        except sqlite3.ProgrammingError:
             raise
         except sqlite3.DatabaseError as error:
             raise StoreUnavailable(f"the database cannot be written: {error}") from error

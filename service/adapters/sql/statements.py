@@ -128,10 +128,21 @@ def _take_term(_insert: Any, r: FromClause) -> Any:
     return change.where(leader.c.id == r.c.id).returning(leader.c.term)
 
 
+def _add_token(insert: Any, r: FromClause) -> Any:
+    token = tables.token
+    source = select(*(r.c[c.name] for c in token.c)).where(true())
+    added = insert(token).from_select([c.name for c in token.c], source)
+    return added.on_conflict_do_nothing().returning(token.c.name)
+
+
 def _drop_token(_insert: Any, r: FromClause) -> Any:
-    return (
-        delete(tables.token).where(tables.token.c.name.in_(select(r.c.name))).returning(tables.token.c.name)
-    )
+    token = tables.token
+    return delete(token).where(token.c.name.in_(select(r.c.name))).returning(token.c.name, token.c.tenant)
+
+
+def _token_hash(_insert: Any, r: FromClause) -> Any:
+    token = tables.token
+    return select(token.c.sha256).where(token.c.name.in_(select(r.c.name)))
 
 
 EVENT = _columns(tables.event, ("position", "at", "kind", "key", "version", "tenant", "fields"))
@@ -177,6 +188,7 @@ EVENTS_BETWEEN = SetStatement(
     "events between", (Column("after", tables.Count), Column("last", tables.Count)), _events_between
 )
 TAKE_TERM = SetStatement("take term", _columns(tables.leadership, ("id", "holder", "taken_at")), _take_term)
-WRITE_TOKENS = _insert(tables.token, known=OnConflict.REPLACE)
+ADD_TOKENS = SetStatement("add token", tuple(tables.token.c), _add_token)
 DROP_TOKENS = SetStatement("drop token", (Column("name", Text),), _drop_token)
+TOKEN_HASHES = SetStatement("token hash", (Column("name", Text),), _token_hash)
 INSERT_AUDIT = _insert(tables.audit, ("at", "tenant", "actor", "action", "subject"), known=OnConflict.FAIL)

@@ -4,11 +4,12 @@ import asyncio
 from asyncio import get_running_loop
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from functools import partial
 from typing import Any, TypeVar
 
 from sqlalchemy import Connection
-from sqlalchemy.exc import DBAPIError
+from sqlalchemy.exc import DataError, DBAPIError
 
 from service.adapters.sql import reads
 from service.adapters.sql import statements as sql
@@ -35,6 +36,7 @@ from service.ports import (
     TaskFilter,
     TaskRecord,
     TokenRow,
+    Unstorable,
 )
 
 __all__ = ["DatabaseRefused", "SqlStore", "migrate", "open_store"]
@@ -65,6 +67,8 @@ class SqlStore:
         self._database = database
         self._readers = ThreadPoolExecutor(READERS, thread_name_prefix="gpubroker-reader")
         self._listeners: list[EventListener] = []
+        self._fault: Exception | None = None
+        """What a listener raised: from then on nothing is written."""
         self._recent = Recent()
         self._of_this_turn: list[Work] = []
         self._writer = Writer(database.session, self._query(reads.head), self._deliver)
@@ -83,7 +87,15 @@ class SqlStore:
         await self._write([NewRequest(request)])
 
     async def commit(self, term: Term, decisions: Sequence[Decision]) -> Sequence[CommitVerdict]:
-        return await self._write([Change(term, decision) for decision in decisions]) if decisions else ()
+        verdicts = [CommitVerdict.UNSTORABLE] * len(decisions)
+        units: dict[int, Change] = {}
+        for at, decision in enumerate(decisions):
+            with suppress(Unstorable):
+                units[at] = Change(term, decision)
+        if units:
+            for at, verdict in zip(units, await self._write(list(units.values())), strict=True):
+                verdicts[at] = verdict
+        return verdicts
 
     async def take_term(self, holder: str) -> Term:
         def act(session: Session) -> Term:
@@ -94,21 +106,30 @@ class SqlStore:
 
         return await self._write_alone(act)
 
-    async def put_token(self, token: TokenRow) -> None:
-        def act(session: Session) -> None:
-            session.write(sql.WRITE_TOKENS, [token_row(token)])
-            session.write(sql.INSERT_AUDIT, [(session.now(), token.tenant, "", "token.put", token.name)])
-
-        await self._write_alone(act)
-
-    async def drop_token(self, name: str) -> bool:
+    async def put_token(self, token: TokenRow, *, by: str) -> bool:
         def act(session: Session) -> bool:
-            if not session.fetch(sql.DROP_TOKENS, [(name,)]):
-                return False
-            session.write(sql.INSERT_AUDIT, [(session.now(), "", "", "token.dropped", name)])
+            if not session.fetch(sql.ADD_TOKENS, [token_row(token)]):
+                # The name is taken: by another one, or by this very one if the answer to its commit was lost.
+                return session.fetch(sql.TOKEN_HASHES, [(token.name,)]) == [(token.sha256,)]
+            session.write(sql.INSERT_AUDIT, [(session.now(), token.tenant, by, "token.put", token.name)])
             return True
 
         return await self._write_alone(act)
+
+    async def drop_token(self, name: str, *, by: str) -> bool:
+        def act(session: Session) -> bool:
+            for _, tenant in session.fetch(sql.DROP_TOKENS, [(name,)]):
+                session.write(sql.INSERT_AUDIT, [(session.now(), tenant, by, "token.dropped", name)])
+                return True
+            return False
+
+        return await self._write_alone(act)
+
+    async def audit(self, *, by: str, tenant: str, action: str, subject: str) -> None:
+        def act(session: Session) -> None:
+            session.write(sql.INSERT_AUDIT, [(session.now(), tenant, by, action, subject)])
+
+        await self._write_alone(act)
 
     async def snapshot(self) -> Snapshot:
         at = await self.database_time()
@@ -174,6 +195,8 @@ class SqlStore:
 
     def _hand_over(self, work: Work) -> None:
         """What one turn of the event loop asks for reaches the writer at once: each wake-up costs."""
+        if self._fault is not None:
+            raise self._fault
         if not self._of_this_turn:
             get_running_loop().call_soon(self._wake_writer)
         self._of_this_turn.append(work)
@@ -192,12 +215,16 @@ class SqlStore:
         for work in works:
             self._recent.note_ends(work.units)
         try:
-            if events:
+            if events and self._fault is None:
                 for listener in self._listeners:
                     listener(events)
-        finally:
-            for work in works:
+        except Exception as fault:
+            self._fault = fault
+        for work in works:
+            if self._fault is None:
                 work.finish()
+            else:
+                work.refuse(self._fault)
 
     async def _read(self, query: Callable[..., T], *values: Any) -> T:
         return await get_running_loop().run_in_executor(self._readers, partial(self._query, query, *values))
@@ -208,6 +235,8 @@ class SqlStore:
             try:
                 with self._database.readers.connect() as connection:
                     return query(connection, *values)
+            except DataError as error:
+                raise Unstorable(f"no row can hold what was asked for: {error.orig}") from error
             except DBAPIError as error:
                 if attempt == 1 and error.connection_invalidated:
                     continue

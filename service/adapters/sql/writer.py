@@ -6,12 +6,12 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from queue import Empty, SimpleQueue
-from typing import Any
+from typing import Any, TypeVar
 
 from service.adapters.sql import statements as sql
 from service.adapters.sql.group import Unit, answer_known, write_group
 from service.adapters.sql.rows import event_of_row
-from service.adapters.sql.session import CommitUnknown, ConnectionLost, Session
+from service.adapters.sql.session import Collided, CommitUnknown, ConnectionLost, Session
 from service.core.events import Event
 from service.core.units import Position
 from service.ports import StoreUnavailable
@@ -19,6 +19,8 @@ from service.ports import StoreUnavailable
 _UNITS_PER_GROUP = 512
 _TRIES = 3
 _RETRY_SECONDS = 0.25
+
+T = TypeVar("T")
 
 Deliver = Callable[[Sequence[Event], Sequence["Work"]], None]
 """Runs on the event loop: hands out the events, then answers the works."""
@@ -39,7 +41,7 @@ class Work:
         self.future: Future[Any] = loop.create_future()
 
     def refuse(self, error: Exception) -> None:
-        """Answer a caller whose work the writer never saw; on the event loop."""
+        """Answer with an error, whatever became of the work; on the event loop."""
         if not self.future.done():
             self.future.set_exception(error)
 
@@ -121,29 +123,33 @@ class Writer:
         while groups:
             group = groups.popleft()
             try:
-                events += self._without_gap(self._transact(group))
+                written = self._transact(group)
             except StoreUnavailable as error:
                 for unit in (*group, *(unit for later in groups for unit in later)):
-                    unit.answer = error
+                    unit.on_failed(error)
                 break
             except Exception as error:
                 groups.extendleft(reversed(self._parts(group, error)))
             else:
                 for unit in group:
                     unit.on_written()
+                events += self._without_gap(written)
         return events
 
     def _without_gap(self, events: list[Event]) -> list[Event]:
-        """With what other processes appended in between, so that listeners hear every position once."""
+        """With what other processes appended in between, so that listeners hear every position once.
+
+        Nobody hears of a commit before its events can be handed out: a caller that goes on with a picture
+        from before its own commit would decide the same again.
+        """
         if not events:
             return events
         if events[0].position != self._heard + 1:
             span = (self._heard, events[-1].position)
-            try:
-                events = [event_of_row(row) for row in self._session.fetch(sql.EVENTS_BETWEEN, [span])]
-            except (ConnectionLost, StoreUnavailable):
-                return []  # the next group reads on from the same position
-        self._heard = events[-1].position
+            rows = self._insist(lambda: self._session.fetch(sql.EVENTS_BETWEEN, [span]))
+            events = [event_of_row(row) for row in rows or ()]
+        if events:
+            self._heard = events[-1].position
         return events
 
     def _parts(self, group: Sequence[Unit], error: Exception) -> list[Sequence[Unit]]:
@@ -153,8 +159,9 @@ class Writer:
         except ConnectionLost:
             return [group]
         except Exception as failed:
-            for unit in group:
-                unit.answer = failed
+            if len(group) > 1:
+                return [[unit] for unit in group]
+            group[0].on_failed(failed)
             return []
         if len(left) < len(group):
             return [left] if left else []
@@ -164,7 +171,7 @@ class Writer:
         return []
 
     def _transact(self, units: Sequence[Unit]) -> list[Event]:
-        """One transaction, tried again when the connection broke and nothing was kept."""
+        """One transaction, tried again when nothing was kept for no fault of its own."""
         for _ in range(_TRIES):
             try:
                 return write_group(self._session, units)
@@ -173,21 +180,36 @@ class Writer:
             except CommitUnknown as unknown:
                 if not unknown.events or self._was_committed(unknown.events[0]):
                     return list(unknown.events)
+            except Collided:
+                self._session.rollback()
             except Exception:
                 self._session.rollback()
                 raise
-        raise StoreUnavailable("the connection to the database breaks again and again; nothing was written")
+        raise StoreUnavailable("the database breaks off again and again; nothing was written")
 
     def _was_committed(self, first: Event) -> bool:
-        """Read back an unknown commit, however long the database is away. Meanwhile others are refused."""
-        while not self._closing.is_set():
+        """Read back an unknown commit."""
+        with suppress(StoreUnavailable):
+            self._session.reconnect()
+        known = self._insist(lambda: self._session.has_event(first))
+        if known is None:
+            raise StoreUnavailable("the store was closed before an unknown commit could be read back")
+        return known
+
+    def _insist(self, ask: Callable[[], T]) -> T | None:
+        """What the database says, however long it is away; None if the store is closed before it says it.
+
+        Meanwhile all others are refused.
+        """
+        while True:
             try:
-                self._session.reconnect()
-                return self._session.has_event(first)
+                return ask()
             except (ConnectionLost, StoreUnavailable) as error:
                 self._refuse_waiting(str(error))
-                self._closing.wait(_RETRY_SECONDS)
-        raise StoreUnavailable("the store was closed before an unknown commit could be read back")
+                if self._closing.wait(_RETRY_SECONDS):
+                    return None
+                with suppress(StoreUnavailable):
+                    self._session.reconnect()
 
     def _refuse_waiting(self, why: str) -> None:
         refused: list[Work] = []
@@ -195,7 +217,7 @@ class Writer:
             for work in works:
                 work.answer = StoreUnavailable(why)
                 for unit in work.units:
-                    unit.answer = work.answer
+                    unit.on_failed(work.answer)
             refused += works
         self._answer((), refused)
 
@@ -212,9 +234,11 @@ class Writer:
                     self._session.reconnect()
                 except StoreUnavailable as error:
                     return error
+            except Collided:
+                self._session.rollback()
             except Exception as error:
                 self._session.rollback()
                 return error
             else:
                 return answer
-        return StoreUnavailable("the connection to the database breaks again and again")
+        return StoreUnavailable("the database breaks off again and again; nothing was written")

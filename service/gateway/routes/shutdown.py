@@ -2,7 +2,6 @@
 
 import contextlib
 
-import structlog
 from fastapi import APIRouter, Response
 
 from service.gateway.direct import Call, DirectRoute, answer, needs, problems
@@ -10,8 +9,6 @@ from service.gateway.identity import Scope
 from service.gateway.schemas import ShutDown
 from service.gateway.views import Stopping
 from service.ports import StoreUnavailable
-
-log = structlog.get_logger("gpubroker.gateway")
 
 router = APIRouter(route_class=DirectRoute, tags=["operations"])
 
@@ -35,6 +32,5 @@ async def shut_down(call: Call, body: ShutDown = ShutDown()) -> Response:  # noq
 async def _note(call: Call, subject: str) -> None:
     """A database that is away must not keep the service from stopping."""
     who = call.identity
-    log.info("asked to stop", by=who.name, subject=subject)
     with contextlib.suppress(StoreUnavailable):
         await call.parts.store.audit(by=who.name, tenant=who.tenant, action="shutdown", subject=subject)
