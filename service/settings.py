@@ -9,7 +9,15 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 from pydantic_settings import (
     BaseSettings,
     InitSettingsSource,
@@ -33,11 +41,14 @@ def default_data_dir() -> Path:
     return Path(state) / "gpubroker"
 
 
-def words(value: Any) -> Any:
+def _words(value: Any) -> Any:
     """The environment gives lists as comma-separated words; anything else is left as it is."""
     if not isinstance(value, str):
         return value
     return [word.strip() for word in value.split(",") if word.strip()]
+
+
+Words = Annotated[list[str], NoDecode, BeforeValidator(_words)]
 
 
 class Section(BaseModel):
@@ -70,13 +81,8 @@ class RaySettings(Section):
     idle_stop_seconds: Annotated[float, Field(gt=0)] = 600.0
     """A local Ray without a broker and without runs stops by itself after so long."""
 
-    inherit_env: Annotated[list[str], NoDecode] = []
+    inherit_env: Words = []
     """Names of the service's environment variables that tasks get too."""
-
-    @field_validator("inherit_env", mode="before")
-    @classmethod
-    def _split(cls, value: Any) -> Any:
-        return words(value)
 
 
 class PolicySettings(Section):
@@ -115,9 +121,6 @@ class DefaultSettings(Section):
     grace_seconds: Annotated[float, Field(ge=0, le=3600)] = 30.0
 
 
-Words = Annotated[list[str], NoDecode]
-
-
 class Settings(BaseSettings):
     model_config = SettingsConfigDict(
         env_prefix="GPUBROKER_",
@@ -136,8 +139,8 @@ class Settings(BaseSettings):
     allowed_hosts: Words = []
     """Names, besides loopback ones, under which clients may address the service (its Host check)."""
     entrypoints: Words = []
-    """Patterns of `module:function` that tasks may name, such as `myteam.training:*`; `*` is no dot there."""
-    task_path: Annotated[list[Path], NoDecode] = []
+    """Patterns of `module:function` that tasks may name, such as `myteam.training:*` (here `*` is no dot)."""
+    task_path: Annotated[list[Path], NoDecode, BeforeValidator(_words)] = []
     """Directories from which tasks import their modules; empty: where the service was started."""
     engine: Literal["ray", "simulated"] = "ray"
     """`simulated` runs nothing: a task only waits `kwargs.seconds` on a node that exists in memory."""
@@ -153,14 +156,6 @@ class Settings(BaseSettings):
     policy: PolicySettings = PolicySettings()
     limits: LimitSettings = LimitSettings()
     defaults: DefaultSettings = DefaultSettings()
-
-    @field_validator("allowed_hosts", "entrypoints", "task_path", mode="before")
-    @classmethod
-    def _split_words(cls, value: Any) -> Any:
-        """The environment gives lists as comma-separated words."""
-        return (
-            [word.strip() for word in value.split(",") if word.strip()] if isinstance(value, str) else value
-        )
 
     @field_validator("data_dir")
     @classmethod

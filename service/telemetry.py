@@ -52,6 +52,7 @@ GAUGES: Mapping[str, tuple[str, tuple[str, ...]]] = {
     ),
     "gpubroker_gpu_info": ("Always 1; what each device is.", (*_GPU, "modelName")),
     "gpubroker_gpu_memory_capacity_bytes": ("Physical memory of the device.", _GPU),
+    "gpubroker_node_ready": ("1 if the node's agent has answered the leader, else 0.", ("hostname",)),
     "gpubroker_gpu_memory_leased_bytes": ("Memory that holders have a right to.", _GPU),
     "gpubroker_gpu_memory_quarantined_bytes": ("Leased to holders not confirmed gone.", _GPU),
     "gpubroker_gpu_memory_used_bytes": ("Memory in use, as last measured.", _GPU),
@@ -65,13 +66,6 @@ GAUGES: Mapping[str, tuple[str, tuple[str, ...]]] = {
 COUNTERS: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "gpubroker_tasks_finished": ("Tasks that ever finished; survives pruning.", ("state",)),
 }
-STORE_METRICS: Mapping[str, tuple[str, str]] = {
-    "commits": ("gpubroker_store_commits", "Group commits."),
-    "commit_writes": ("gpubroker_store_commit_writes", "Writes that shared those commits."),
-    "commit_seconds": ("gpubroker_store_commit_seconds", "Time spent in those commits, in seconds."),
-}
-"""What a store may count of itself: its name there -> (counter, help). All only ever grow."""
-
 REQUEST_SECONDS = "gpubroker_http_request_duration_seconds"
 _REQUEST_LABELS = ("method", "route", "status")
 _REQUEST_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 10.0, 60.0)
@@ -85,7 +79,6 @@ class Sources:
     world: World
     age_seconds: Callable[[], float]
     term: Callable[[], Term | None]
-    store_numbers: Callable[[], Mapping[str, float]]
 
 
 class Telemetry:
@@ -140,13 +133,11 @@ class WorldCollector(Collector):
         yield from _task_metrics(sources.world)
         yield from _device_metrics(sources.world)
         yield _gauge("gpubroker_event_log_position", [((), sources.world.position)])
+        nodes = sources.world.nodes.values()
+        yield _gauge("gpubroker_node_ready", [((node.name,), node.ready) for node in nodes])
         yield _gauge("gpubroker_world_age_seconds", [((), sources.age_seconds())])
         term = sources.term()
         yield _gauge("gpubroker_leader_term", [] if term is None else [((), term)])
-        numbers = sources.store_numbers()
-        for name, (metric, about) in STORE_METRICS.items():
-            if name in numbers:
-                yield CounterMetricFamily(metric, about, value=numbers[name])
 
 
 def _gauge(name: str, samples: Iterable[tuple[tuple[str, ...], float]]) -> Metric:
@@ -189,7 +180,7 @@ def _device_metrics(world: World) -> Iterator[Metric]:
         return _gauge(name, [(at, value) for at, value in values if value is not None])
 
     yield per_device("gpubroker_gpu_memory_capacity_bytes", lambda b: b.device.physical_mb * _MIB)
-    yield per_device("gpubroker_gpu_memory_leased_bytes", lambda b: _leased_mb(b) * _MIB)
+    yield per_device("gpubroker_gpu_memory_leased_bytes", lambda b: b.leased_mb() * _MIB)
     yield per_device("gpubroker_gpu_memory_quarantined_bytes", lambda b: _quarantined_mb(b) * _MIB)
     yield per_device(
         "gpubroker_gpu_memory_used_bytes", lambda b: None if b.sample is None else b.sample.used_mb * _MIB
@@ -197,10 +188,6 @@ def _device_metrics(world: World) -> Iterator[Metric]:
     yield per_device("gpubroker_gpu_memory_foreign_bytes", lambda b: b.foreign_mb * _MIB)
     yield per_device("gpubroker_gpu_memory_free_bytes", lambda b: max(0, b.free_mb()) * _MIB)
     yield per_device("gpubroker_gpu_utilization_ratio", _utilization)
-
-
-def _leased_mb(book: Book) -> int:
-    return sum(holding.lease.mb for holding in book.holdings.values())
 
 
 def _quarantined_mb(book: Book) -> int:

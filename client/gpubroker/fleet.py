@@ -53,7 +53,7 @@ class Gpu:
     foreign_mb: int = 0
     """Used by processes that hold no lease."""
     unaccounted_mb: int = 0
-    """Used by holders beyond what they leased."""
+    """Used beyond what holders and foreign processes explain."""
     pledged_mb: int = 0
     free_mb: int = 0
     utilization: float | None = None
@@ -82,7 +82,7 @@ class Node:
     cpu: Mapping[str, float] = field(default_factory=dict)
     memory_mb: Mapping[str, int] = field(default_factory=dict)
     runs: Mapping[str, int] = field(default_factory=dict)
-    gpus: Any = None
+    gpus: int = 0
     labels: Mapping[str, str] = field(default_factory=dict)
     raw: Raw = field(default_factory=dict, repr=False)
 
@@ -93,11 +93,10 @@ class Node:
 
 @dataclass(frozen=True, slots=True)
 class Stats:
-    """Counts over the whole cluster: `tasks` by state, `waiting` by reason."""
+    """Counts over the whole cluster: `tasks` by state."""
 
     gpu: Mapping[str, Any] = field(default_factory=dict)
     tasks: Mapping[str, int] = field(default_factory=dict)
-    waiting: Mapping[str, int] = field(default_factory=dict)
     executor: Mapping[str, Any] = field(default_factory=dict)
     leader: Mapping[str, Any] = field(default_factory=dict)
     as_of: datetime | None = None

@@ -106,6 +106,9 @@ class Book:
         """What others must leave for this preemptor: its pledge without what its victims will bring."""
         return max(0, pledge.mb - self.yet_to_come_mb(pledge.preemptor))
 
+    def leased_mb(self) -> int:
+        return sum(holding.lease.mb for holding in self.holdings.values())
+
     def kept_free_mb(self, pledge: Pledge) -> int:
         """The part of a claim that is there and waits for its preemptor; higher priorities come first."""
         left = max(0, self.unheld_mb())

@@ -33,7 +33,7 @@ _NO_TRACES: TelemetryConfig = {"tracing": False, "metrics": False, "logs": False
 def create_app(parts: GatewayParts) -> FastAPI:
     """The application. It starts nothing: the composition root feeds `parts.world` and `parts.waiters`."""
     app = _routed()
-    telemetry = Telemetry(Sources(parts.world, parts.age_seconds, parts.term, parts.store_numbers))
+    telemetry = Telemetry(Sources(parts.world, parts.age_seconds, parts.term))
     app.state.telemetry = telemetry
     # The door is the whole stack. FastAPI's own layers serve dependencies and uploads, which no route has,
     # and turn exceptions into answers, which the door does.

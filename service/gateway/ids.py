@@ -29,7 +29,8 @@ class Ids:
         return TaskId("task_" + self._next(now))
 
     def request(self, now: Instant) -> str:
-        return "req_" + self._next(now)
+        """Names what was asked of the leader, which the log tells; `req_` is an HTTP request."""
+        return "ask_" + self._next(now)
 
     def exchange(self) -> str:
         """Marks one HTTP exchange in its answer and in the log: unique, and in no order, which is cheaper."""

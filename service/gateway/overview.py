@@ -52,7 +52,7 @@ def _gpu_view(parts: GatewayParts, book: Book, viewer: Identity) -> GpuView:
         "simulated": device.simulated,
         "physical_mb": device.physical_mb,
         "reserve_mb": device.reserve_mb,
-        "leased_mb": _leased_mb(book),
+        "leased_mb": book.leased_mb(),
         "used_mb": None if book.sample is None else book.sample.used_mb,
         "foreign_mb": book.foreign_mb,
         "unaccounted_mb": _unaccounted_mb(book),
@@ -139,7 +139,7 @@ def gpu_totals(world: World) -> GpuTotals:
     measured = [sample.utilization for sample in samples if sample.utilization is not None]
     return {
         "total_mb": sum(book.device.physical_mb for book in books),
-        "leased_mb": sum(_leased_mb(book) for book in books),
+        "leased_mb": sum(book.leased_mb() for book in books),
         "used_mb": sum(sample.used_mb for sample in samples),
         "free_mb": sum(max(0, book.free_mb()) for book in books),
         "utilization": sum(measured) / len(measured) if measured else None,

@@ -68,8 +68,6 @@ class GatewayParts:
     """Begin an orderly stop; True stops the local cluster as well. Returns at once."""
     term: Callable[[], Term | None] = lambda: None
     """The term of the leader in this process; None if it does not lead."""
-    store_numbers: Callable[[], Mapping[str, float]] = dict
-    """What the store counts of itself, by the metric names in `telemetry.STORE_METRICS`."""
     waiters: Waiters = field(default_factory=Waiters)
     """Fed with every batch of committed events by the composition root."""
     ids: Ids = field(default_factory=Ids)

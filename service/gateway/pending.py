@@ -13,6 +13,13 @@ REMEMBERED_SECONDS = Seconds(1.0)
 
 REMEMBERED = 4096
 
+NOT_YET_SEEN: PendingView = {
+    "reason": Reason.PENDING_EVALUATION.value,
+    "message": "on disk; the next planning cycle looks at it",
+    "position": None,
+}
+"""Of a task that the World has yet to hear of."""
+
 _Alike = tuple[str, int, bool, Demand]
 """(tenant, priority, held, demand): tasks that wait for the same reason."""
 

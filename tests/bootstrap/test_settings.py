@@ -62,7 +62,12 @@ def test_each_source_overrides_the_one_before_it(tmp_path: Path, monkeypatch: py
 
 def test_the_environment_gives_lists_as_words(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GPUBROKER_ENTRYPOINTS", "a.b:*, c:d")
-    assert load_settings().entrypoints == ["a.b:*", "c:d"]
+    monkeypatch.setenv("GPUBROKER_TASK_PATH", "/srv/a,/srv/b")
+    monkeypatch.setenv("GPUBROKER_RAY__INHERIT_ENV", "HOME, LANG")
+    settings = load_settings()
+    assert settings.entrypoints == ["a.b:*", "c:d"]
+    assert settings.task_path == [Path("/srv/a"), Path("/srv/b")]
+    assert settings.ray.inherit_env == ["HOME", "LANG"]
 
 
 def test_the_data_directory_may_name_the_home_directory(tmp_path: Path) -> None:

@@ -3,12 +3,13 @@
 import re
 
 from service.gateway.problems import CATALOGUE
-from service.telemetry import COUNTERS, GAUGES, REQUEST_SECONDS, STORE_METRICS
+from service.telemetry import COUNTERS, GAUGES, REQUEST_SECONDS
 from tests.architecture.source_tree import ROOT
-from tests.gateway.harness import DOCUMENT
+from tests.gateway.harness import DOCUMENT, Client, Gateway
 
 ERRORS = (ROOT / "docs/errors.md").read_text(encoding="utf-8")
 METRICS = (ROOT / "docs/metrics.md").read_text(encoding="utf-8")
+OPERATIONS = (ROOT / "docs/operations.md").read_text(encoding="utf-8")
 
 
 def test_every_error_code_has_its_section_and_no_section_lacks_a_code() -> None:
@@ -27,9 +28,17 @@ def test_every_metric_is_listed_with_its_labels() -> None:
     listed = {name: tuple(re.findall(r"`(\w+)`", labels)) for name, labels in rows}
     told = {name: labels for name, (_about, labels) in GAUGES.items()}
     told |= {f"{name}_total": labels for name, (_about, labels) in COUNTERS.items()}
-    told |= {f"{name}_total": () for name, _about in STORE_METRICS.values()}
     told[REQUEST_SECONDS] = ("method", "route", "status")
     assert listed == told
+
+
+async def test_every_metric_worth_an_alert_is_exported(gateway: Gateway, api: Client) -> None:
+    await gateway.admit(await api.submit(resources={"gpu_mb": 1024}))
+    exported = (await api.get("/metrics")).text
+    worth_an_alert = re.findall(r"^\| `(gpubroker_\w+)((?:\{.+\})?)` \|", OPERATIONS, re.MULTILINE)
+    assert len(worth_an_alert) >= 4
+    for name, labels in worth_an_alert:
+        assert re.search(rf"^{name}{re.escape(labels) or '[{ ]'}", exported, re.MULTILINE), name + labels
 
 
 def test_every_operation_has_a_name_a_summary_and_the_problems_it_may_answer() -> None:

@@ -47,6 +47,26 @@ async def test_a_task_that_does_not_wait_says_what_it_does(gateway: Gateway, api
     assert (ended["state"], ended["reason"], ended["blockers"]) == ("succeeded", None, [])
 
 
+async def test_a_task_that_has_ended_and_still_holds_memory_does_not_wait(
+    gateway: Gateway, api: Client
+) -> None:
+    task_id = await api.submit(resources={"gpu_mb": 1024})
+    await gateway.end(task_id, is_gone=False)
+    found = (await api.get(f"/tasks/{task_id}/explain")).json()
+    assert (found["state"], found["reason"], found["blockers"]) == ("succeeded", None, [])
+
+
+async def test_a_task_that_the_picture_has_yet_to_hear_of_waits_for_its_first_look(
+    gateway: Gateway, api: Client
+) -> None:
+    gateway.hears = False
+    task_id = await api.submit()
+    found = (await api.get(f"/tasks/{task_id}/explain")).json()
+    assert (found["state"], found["reason"]) == ("pending", "PendingEvaluation")
+    assert found["message"] == found["blockers"][0]["message"]
+    assert "no longer" not in found["message"]
+
+
 async def test_an_explanation_from_an_old_picture_is_refused(gateway: Gateway, api: Client) -> None:
     task_id = await api.submit()
     gateway.age_seconds = 31

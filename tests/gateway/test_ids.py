@@ -37,6 +37,12 @@ def test_an_id_is_a_uuid_of_version_7_that_holds_its_time() -> None:
     assert value.int >> 80 == 1_763_719_331_412
 
 
+def test_an_exchange_and_what_is_asked_of_the_leader_cannot_be_taken_for_each_other() -> None:
+    ids = Ids()
+    assert ids.exchange().startswith("req_")
+    assert ids.request(Instant(1.0)).startswith("ask_")
+
+
 def test_only_our_ids_are_task_ids() -> None:
     made = Ids().task(Instant(1.0))
     assert is_task_id(made)

@@ -145,6 +145,7 @@ async def test_metrics_show_tasks_devices_and_requests(gateway: Gateway, api: Cl
         f"gpubroker_gpu_memory_capacity_bytes{{{gpu}}} {80 * GIB * 2**20:.12g}",
         f"gpubroker_gpu_utilization_ratio{{{gpu}}} 0.25",
         f'gpubroker_gpu_info{{{gpu},modelName="H100"}} 1.0',
+        'gpubroker_node_ready{hostname="n1"} 1.0',
         f"gpubroker_event_log_position {float(gateway.world.position)}",
         "gpubroker_leader_term 1.0",
         f'{requests}{{method="POST",route="/tasks",status="202"}} 4.0',
@@ -162,12 +163,6 @@ async def test_no_task_is_a_label(gateway: Gateway, api: Client) -> None:
     assert "task_0" not in text
     assert "nightly" not in text
     assert 'route="unmatched",status="404"' in text
-
-
-async def test_the_store_may_add_figures_of_its_own() -> None:
-    async with Gateway() as gateway:
-        gateway.numbers["commits"] = 3.0
-        assert "gpubroker_store_commits_total 3.0" in (await gateway.admin.get("/metrics")).text
 
 
 def _normal(line: str) -> str:

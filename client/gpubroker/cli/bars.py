@@ -19,7 +19,7 @@ class Shares:
 
 
 def shares(gpu: Gpu) -> Shares:
-    """Foreign memory is what processes without a lease use, and what holders use beyond theirs."""
+    """Foreign memory is what processes without a lease use, and what nothing explains."""
     foreign = min(gpu.foreign_mb + gpu.unaccounted_mb, gpu.physical_mb)
     leased = min(gpu.leased_mb, gpu.physical_mb - foreign)
     used = min(leased, max(0, gpu.used_mb - foreign))

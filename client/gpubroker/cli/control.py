@@ -20,7 +20,7 @@ def cancel(
         float | None,
         typer.Option(parser=quantities.seconds, metavar="DURATION", help="Time to stop in after notice."),
     ] = None,
-    reason: Annotated[str | None, typer.Option(help="Kept with the task.")] = None,
+    reason: Annotated[str | None, typer.Option(help="Told in the event log.")] = None,
     output: Output = Format.TABLE,
 ) -> None:
     """End tasks: waiting ones at once, running ones after notice and their grace period."""

@@ -194,14 +194,13 @@ def nodes(listed: Sequence[Node]) -> RenderableType:
     table = _table("NODE", "STATE", "CPU", "MEMORY", "RUNS", "GPUS")
     for node in listed:
         state = "cordoned" if node.cordoned else "ready" if node.ready else "not answering"
-        count = len(node.gpus) if isinstance(node.gpus, list) else node.gpus
         table.add_row(
             node.name,
             Text(state, style="green" if state == "ready" else "yellow"),
             f"{node.cpu.get('used', 0):g}/{node.cpu.get('total', 0):g}",
             f"{gib(node.memory_mb.get('used', 0))}/{gib(node.memory_mb.get('total', 0))} GiB",
             f"{node.runs.get('used', 0)}/{node.runs.get('limit', 0)}",
-            str(count if count is not None else ""),
+            str(node.gpus),
         )
     return table if listed else Text("no nodes")
 
@@ -216,8 +215,6 @@ def stats(shown: Stats) -> RenderableType:
     )
     table.add_row("gpu memory", sizes)
     table.add_row("tasks", " · ".join(f"{state} {count}" for state, count in shown.tasks.items()))
-    if shown.waiting:
-        table.add_row("waiting", " · ".join(f"{reason} {count}" for reason, count in shown.waiting.items()))
     table.add_row("executor", " ".join(str(value) for value in shown.executor.values() if value))
     if shown.age_seconds is not None:
         table.add_row("as of", f"{shown.age_seconds:.1f} s ago, event {shown.position}")

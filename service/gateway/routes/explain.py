@@ -4,11 +4,13 @@ from fastapi import APIRouter, Response
 
 from service.core.blockers import Blocker
 from service.core.explain import DeviceVerdict, ended_message, explain
+from service.core.reasons import Reason
 from service.core.world import World
 from service.gateway.direct import Call, DirectRoute, answer, needs, problems
 from service.gateway.identity import Identity, Scope
-from service.gateway.lookup import find
+from service.gateway.lookup import find, reread
 from service.gateway.overview import as_of, sees
+from service.gateway.pending import NOT_YET_SEEN
 from service.gateway.translate import rfc3339
 from service.gateway.views import BlockerView, DeviceVerdictView, ExplanationView
 from service.ports import TaskRecord
@@ -26,6 +28,8 @@ router = APIRouter(route_class=DirectRoute, tags=["tasks"])
 async def explain_task(call: Call, task_id: str) -> Response:
     """Explain why a task waits: every blocker, every device, and its place in the queue."""
     record = await find(call, task_id)
+    if record.task.id not in call.parts.world.tasks:
+        record = await reread(call.parts, record)  # it may have ended meanwhile
     return answer(_view(call, record))
 
 
@@ -46,7 +50,7 @@ def _view(call: Call, record: TaskRecord) -> ExplanationView:
         "age_seconds": age["age_seconds"],
     }
     if task.id not in parts.world.tasks:
-        return view
+        return view if task.is_terminal else _not_yet_seen(view)
     found = explain(parts.world, task.id, parts.policy, now)
     return {
         **view,
@@ -57,6 +61,12 @@ def _view(call: Call, record: TaskRecord) -> ExplanationView:
         "blockers": [_blocker_view(blocker) for blocker in found.blockers],
         "devices": [_verdict_view(parts.world, verdict, call.identity) for verdict in found.devices],
     }
+
+
+def _not_yet_seen(view: ExplanationView) -> ExplanationView:
+    reason, message = Reason.PENDING_EVALUATION, NOT_YET_SEEN["message"]
+    blockers = [_blocker_view(Blocker(reason, message))]
+    return {**view, "reason": reason.value, "message": message, "blockers": blockers}
 
 
 def _blocker_view(blocker: Blocker) -> BlockerView:

@@ -7,13 +7,13 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Header, Query, Response
 
 from service.core.plan import Request
-from service.core.reasons import Reason
 from service.core.task import Task, TaskState
 from service.core.units import TaskId
 from service.gateway.cursor import filter_hash, read_cursor, write_cursor
 from service.gateway.direct import Call, DirectRoute, answer, needs, problems
 from service.gateway.identity import Scope
 from service.gateway.lookup import at_its_end, find, finished, live_of, reread
+from service.gateway.pending import NOT_YET_SEEN
 from service.gateway.permission import check_priority, check_run
 from service.gateway.problems import Problem
 from service.gateway.schemas import CancelTask, ChangeTask, SubmitTask, TaskQuery
@@ -39,15 +39,7 @@ Prefer = Annotated[
 ]
 _WAIT = re.compile(r"(?:^|[,;\s])wait\s*=\s*\"?(\d{1,9})\"?(?=$|[,;\s])", re.IGNORECASE)
 
-_JUST_ACCEPTED = Live(
-    leases=[],
-    uuids={},
-    pending={
-        "reason": Reason.PENDING_EVALUATION.value,
-        "message": "on disk; the next planning cycle looks at it",
-        "position": None,
-    },
-)
+_JUST_ACCEPTED = Live(leases=[], uuids={}, pending=NOT_YET_SEEN)
 
 
 @router.post(
