@@ -5,8 +5,10 @@ environment (`GPUBROKER_PORT`, `GPUBROKER_RAY__SPARES`), flags.
 """
 
 import os
+from collections.abc import Iterator, Mapping, Sequence
+from difflib import get_close_matches
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Final, Literal, get_args
 
 import yaml
 from pydantic import (
@@ -18,6 +20,7 @@ from pydantic import (
     field_validator,
     model_validator,
 )
+from pydantic_core import ErrorDetails
 from pydantic_settings import (
     BaseSettings,
     InitSettingsSource,
@@ -25,6 +28,8 @@ from pydantic_settings import (
     PydanticBaseSettingsSource,
     SettingsConfigDict,
 )
+
+from service.core.policy import BAND_NAMES
 
 LOOPBACK = frozenset({"127.0.0.1", "::1", "localhost"})
 
@@ -46,6 +51,14 @@ def _words(value: Any) -> Any:
     if not isinstance(value, str):
         return value
     return [word.strip() for word in value.split(",") if word.strip()]
+
+
+def _band_value(value: Any) -> Any:
+    if not isinstance(value, str) or value.isdecimal():
+        return value
+    if value not in BAND_NAMES:
+        raise ValueError(f"should be 0 to 100 or one of {', '.join(BAND_NAMES)}; found {value!r}")
+    return BAND_NAMES[value]
 
 
 Words = Annotated[list[str], NoDecode, BeforeValidator(_words)]
@@ -114,7 +127,8 @@ class LimitSettings(Section):
 class DefaultSettings(Section):
     """What a submit that leaves it out gets."""
 
-    priority: Annotated[int, Field(ge=0, le=100)] = 50
+    priority: Annotated[int, Field(ge=0, le=100), BeforeValidator(_band_value)] = BAND_NAMES["batch"]
+    """A number, or the name of a band, which stands for its middle."""
     cpu: Annotated[float, Field(ge=0)] = 1.0
     """For tasks without a GPU; those with one take none unless they say so."""
     max_retries: Annotated[int, Field(ge=0, le=100)] = 0
@@ -145,9 +159,11 @@ class Settings(BaseSettings):
     engine: Literal["ray", "simulated"] = "ray"
     """`simulated` runs nothing: a task only waits `kwargs.seconds` on a node that exists in memory."""
     task_user: str = ""
-    """System user that tasks run as when the service runs as root."""
+    """System user that tasks run as when the service runs as root; it must exist on every node."""
     device_reserve_mb: Annotated[int, Field(ge=0)] = 0
     """MiB of each device that are never leased."""
+    declared_foreign_mb: dict[str, Annotated[int, Field(ge=0)]] = {}
+    """MiB of each GPU that processes outside this service use, by node or by kind of GPU; a node's wins."""
     simulated_devices: list[SimulatedDevice] = []
     """Instead of the GPUs found by NVML."""
     log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = "INFO"
@@ -212,24 +228,102 @@ def load_settings(config: Path | None = None, **flags: Any) -> Settings:
     """Read all sources. Flags that are None count as not given. Raises SettingsRefused."""
     given = {name: value for name, value in flags.items() if value is not None}
     named = config or (Path(path) if (path := os.environ.get("GPUBROKER_CONFIG")) else None)
+    files = _read_files(named)
+    merged: dict[str, Any] = {}
+    for tree in files.values():
+        merged = _merge(merged, tree)
+    wrong = list(_misspelled_variables())
     try:
-        return Settings(_files=_read_files(named), **given)  # type: ignore[call-arg]  # see the sources above
+        settings = Settings(_files=merged, **given)  # type: ignore[call-arg]  # see the sources above
     except ValidationError as refused:
-        lines = [
-            f"  {'.'.join(str(part) for part in fault['loc']) or 'settings'}: {fault['msg']}"
-            + (f" (found {fault['input']!r})" if fault["loc"] else "")
-            for fault in refused.errors()
-        ]
-        hint = "every setting is in config.example.yaml"
-        raise SettingsRefused("wrong settings:\n" + "\n".join(lines) + f"\n{hint}") from None
+        wrong += [_told(fault, _origin(fault["loc"], given, files)) for fault in refused.errors()]
+    if wrong:
+        lines = "".join(f"\n  {line}" for line in wrong)
+        raise SettingsRefused(f"wrong settings:{lines}\nevery setting is in config.example.yaml")
+    return settings
 
 
-def _read_files(config: Path | None) -> dict[str, Any]:
+def _told(fault: ErrorDetails, origin: str) -> str:
+    """One fault in words: which setting, what is wrong with it, what was found, and where."""
+    path, found = fault["loc"], fault["input"]
+    said = fault["msg"].removeprefix("Value error, ").removeprefix("Input ")
+    match fault["type"]:
+        case "extra_forbidden":
+            said = f"there is no such setting{_remedy(str(path[-1]), _section_at(path[:-1]))}"
+        case "missing":
+            said = "is required"
+        case "model_type":
+            said = f"should hold settings by name; found {found!r}"
+        case "value_error":
+            pass  # our own words, which name what was found
+        case _:
+            said = f"{said}; found {found!r}"
+    name = ".".join(str(part) for part in path)
+    return (f"{name}: " if name else "") + said + (f" (in {origin})" if origin else "")
+
+
+def _section_at(path: Sequence[int | str]) -> type[BaseModel]:
+    section: type[BaseModel] = Settings
+    for part in path:
+        if isinstance(part, str):
+            annotation = section.model_fields[part].annotation
+            inner = (annotation, *get_args(annotation))
+            section = next(one for one in inner if isinstance(one, type) and issubclass(one, BaseModel))
+    return section
+
+
+def _remedy(name: str, section: type[BaseModel]) -> str:
+    """The same setting in the section where it belongs, or the nearest one of this section."""
+    for inner, field in section.model_fields.items():
+        home = field.annotation
+        if isinstance(home, type) and issubclass(home, Section) and name in home.model_fields:
+            return f'; did you mean "{inner}.{name}"?'
+    near = get_close_matches(name, section.model_fields, n=1)
+    return f'; did you mean "{near[0]}"?' if near else f"; known are {', '.join(section.model_fields)}"
+
+
+def _origin(path: Sequence[int | str], flags: Mapping[str, Any], files: dict[str, Any]) -> str:
+    """Where a setting's value came from: the flag, the variable or the file; empty if none holds it."""
+    if not path:
+        return ""
+    if path[0] in flags:
+        return f"--{path[0]}".replace("_", "-")
+    for length in range(len(path), 0, -1):
+        variable = _PREFIX + "__".join(str(part) for part in path[:length]).upper()
+        if variable in os.environ:
+            return variable
+    return next((file for file, tree in reversed(files.items()) if _holds(tree, path[:2])), "")
+
+
+def _holds(tree: Any, path: Sequence[int | str]) -> bool:
+    for part in path:
+        if isinstance(tree, dict):
+            if part not in tree:
+                return False
+            tree = tree[part]
+    return True
+
+
+def _misspelled_variables() -> Iterator[str]:
+    """Variables that nobody reads and that look like one of ours; others may belong to somebody else."""
+    for variable in os.environ:
+        name = variable.removeprefix(_PREFIX).lower()
+        if variable.startswith(_PREFIX) and "__" not in name and name not in _VARIABLES:
+            for meant in get_close_matches(name, _VARIABLES, n=1, cutoff=0.8):
+                yield f"{variable}: there is no such variable; did you mean {_PREFIX}{meant.upper()}?"
+
+
+_PREFIX: Final = "GPUBROKER_"
+_VARIABLES: Final = (*Settings.model_fields, "config", "url", "token")
+"""Names of ours behind the prefix: the settings, the file that holds them, and what clients read."""
+
+
+def _read_files(config: Path | None) -> dict[str, dict[str, Any]]:
+    """What each file says, by its path; later ones win."""
     if config is None:
         return {}
-    merged = _read_yaml(config)
     local = config.with_name(config.name + ".local")
-    return _merge(merged, _read_yaml(local)) if local.exists() else merged
+    return {str(path): _read_yaml(path) for path in (config, local) if path == config or path.exists()}
 
 
 def _read_yaml(path: Path) -> dict[str, Any]:

@@ -7,20 +7,34 @@ import uvloop
 
 from service.adapters.sql.session import DatabaseRefused
 from service.adapters.sql.store import migrate, open_store
-from service.bootstrap.down import stop_everything
-from service.bootstrap.premises import StartRefused, listening_socket, prepare_data_dir
+from service.bootstrap.down import StillRunning, stop_everything
+from service.bootstrap.premises import (
+    StartRefused,
+    check_task_surroundings,
+    listening_socket,
+    prepare_data_dir,
+)
 from service.bootstrap.process import Service
 from service.gateway import document
 from service.gateway.app import openapi_document
+from service.ports import StoreUnavailable
 from service.settings import Settings
 from service.telemetry import configure_logs
 
-__all__ = ["StartRefused", "migrate_database", "openapi_yaml", "run_service", "stop_everything"]
+__all__ = [
+    "StartRefused",
+    "StillRunning",
+    "migrate_database",
+    "openapi_yaml",
+    "run_service",
+    "stop_everything",
+]
 
 
 def run_service(settings: Settings) -> int:
     """Run in the foreground until SIGTERM, SIGINT or a shutdown request; the exit code."""
     configure_logs(settings.log_level, settings.log_format)
+    check_task_surroundings(settings)
     prepare_data_dir(settings.data_dir)
     with (
         listening_socket(settings.host, settings.port) as listener,
@@ -31,11 +45,13 @@ def run_service(settings: Settings) -> int:
 
 async def _serve(settings: Settings, listener: socket.socket) -> int:
     try:
-        store = await open_store(settings.database)
+        store = await open_store(settings.database, alone=True)
     except DatabaseRefused as refused:
         raise StartRefused(str(refused)) from None
     try:
         return await Service(settings, listener, store).run()
+    except StoreUnavailable as fault:
+        raise StartRefused(f"{fault}; start the database, or correct --database-url") from None
     finally:
         await store.close()
 

@@ -2,10 +2,13 @@
 
 import contextlib
 import os
+import pwd
 import socket
 from pathlib import Path
 
 import psutil
+
+from service.settings import Settings
 
 
 class StartRefused(Exception):
@@ -26,6 +29,22 @@ def prepare_data_dir(data_dir: Path) -> None:
         ) from None
 
 
+def check_task_surroundings(settings: Settings) -> None:
+    """Whom tasks run as and where their modules are, as far as this machine knows. Raises StartRefused."""
+    if settings.ray.address or settings.engine != "ray":
+        return
+    if settings.task_user:
+        try:
+            pwd.getpwnam(settings.task_user)
+        except KeyError:
+            raise StartRefused(
+                f"task_user: this machine has no user {settings.task_user!r}; make one, or name another"
+            ) from None
+    for path in settings.task_path:
+        if not path.is_dir():
+            raise StartRefused(f"task_path: {path} is no directory; make it, or name where the modules are")
+
+
 def listening_socket(host: str, port: int) -> socket.socket:
     """Bind before anything is started, so that a port in use costs nothing. Raises StartRefused."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -42,6 +61,11 @@ def listening_socket(host: str, port: int) -> socket.socket:
             "stop that process, or choose another port with --port (0 takes a free one)"
         ) from None
     return listener
+
+
+def own_host(bound: str) -> str:
+    """How clients on this machine reach what is bound to this address; one that stands for all is no name."""
+    return {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(bound, bound)  # noqa: S104  # nothing is bound here
 
 
 def _port_owner(port: int) -> str:

@@ -55,7 +55,7 @@ def _gpu_view(parts: GatewayParts, book: Book, viewer: Identity) -> GpuView:
         "leased_mb": book.leased_mb(),
         "used_mb": None if book.sample is None else book.sample.used_mb,
         "foreign_mb": book.foreign_mb,
-        "unaccounted_mb": _unaccounted_mb(book),
+        "unaccounted_mb": book.unexplained_mb,
         "pledged_mb": sum(pledge.mb for pledge in book.pledges.values()),
         "free_mb": max(0, book.free_mb()),
         "utilization": None if book.sample is None else book.sample.utilization,
@@ -64,17 +64,6 @@ def _gpu_view(parts: GatewayParts, book: Book, viewer: Identity) -> GpuView:
         "holders": [_holder_view(parts.world, holding, viewer) for holding in holdings],
         "pledges": _pledge_views(book, viewer),
     }
-
-
-def _leased_mb(book: Book) -> int:
-    return sum(holding.lease.mb for holding in book.holdings.values())
-
-
-def _unaccounted_mb(book: Book) -> int:
-    """What is in use and neither foreign nor covered by a holder, by its lease or by its measured use."""
-    if book.sample is None:
-        return 0
-    return max(0, book.sample.used_mb - book.foreign_mb - book.held_mb())
 
 
 def _holder_view(world: World, holding: Holding, viewer: Identity) -> HolderView:
@@ -156,7 +145,7 @@ def task_counts(world: World) -> TaskCounts:
         "admitted": active[TaskState.ADMITTED],
         "running": active[TaskState.RUNNING],
         "stopping": active[TaskState.STOPPING],
-        "completed": ended[TaskState.SUCCEEDED],
+        "succeeded": ended[TaskState.SUCCEEDED],
         "failed": ended[TaskState.FAILED],
         "cancelled": ended[TaskState.CANCELLED],
         "expired": ended[TaskState.EXPIRED],

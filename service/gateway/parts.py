@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from service.core.policy import Policy
+from service.core.policy import BAND_NAMES, Policy
 from service.core.units import Seconds, TaskId, Term
 from service.core.world import World
 from service.gateway.capacity import Capacity
@@ -37,7 +37,7 @@ class Limits:
 class Defaults:
     """What a submit that leaves it out gets."""
 
-    priority: int = 50
+    priority: int = BAND_NAMES["batch"]
     cpu: float = 1.0
     max_retries: int = 0
     grace_seconds: Seconds = Seconds(30.0)

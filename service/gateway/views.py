@@ -291,7 +291,7 @@ class TaskCounts(TypedDict):
     admitted: int
     running: int
     stopping: int
-    completed: int
+    succeeded: int
     failed: int
     cancelled: int
     expired: int

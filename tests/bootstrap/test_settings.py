@@ -78,10 +78,21 @@ def test_a_flag_that_was_not_given_changes_nothing(tmp_path: Path) -> None:
     assert load_settings(a_file(tmp_path, "port: 1\n"), port=None).port == 1
 
 
+def test_the_default_priority_is_what_the_name_of_its_band_stands_for(tmp_path: Path) -> None:
+    assert load_settings().defaults.priority == 54
+    assert load_settings(a_file(tmp_path, "defaults: {priority: critical}\n")).defaults.priority == 95
+
+
 @pytest.mark.parametrize(
     ("text", "named"),
     [
-        ("prot: 1\n", "prot"),
+        ("prot: 1\n", 'prot: there is no such setting; did you mean "port"? (in '),
+        ("spares: 1\n", 'did you mean "ray.spares"?'),
+        ("banana: 1\n", "known are data_dir, "),
+        ("simulated_devices: [{memory: 1}]\n", 'did you mean "memory_mb"?'),
+        ("port: -1\n", "port: should be greater than or equal to 0; found -1 (in "),
+        ("defaults: {priority: high}\n", "one of critical, "),
+        ("ray: 5\n", "ray: should hold settings by name"),
         ("port: -1\n", "port"),
         ("port: many\n", "port"),
         ("ray: {spares: -1}\n", "ray.spares"),
@@ -98,6 +109,29 @@ def test_a_wrong_setting_is_refused_by_name(tmp_path: Path, text: str, named: st
     with pytest.raises(SettingsRefused) as refused:
         load_settings(a_file(tmp_path, text))
     assert named in str(refused.value)
+
+
+def test_a_wrong_setting_names_the_file_the_variable_or_the_flag_it_came_from(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = a_file(tmp_path, "device_reserve_mb: 1\n")
+    local = a_file(tmp_path, "device_reserve_mb: -1\n", name="config.yaml.local")
+    monkeypatch.setenv("GPUBROKER_RAY__SPARES", "many")
+    with pytest.raises(SettingsRefused) as refused:
+        load_settings(config, log_level="LOUD")
+    said = str(refused.value)
+    assert f"(in {local})" in said
+    assert "found 'many' (in GPUBROKER_RAY__SPARES)" in said
+    assert "(in --log-level)" in said
+
+
+def test_a_variable_that_looks_like_one_of_ours_is_not_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("GPUBROKER_URL", "GPUBROKER_TOKEN", "GPUBROKER_CI_STAGE"):
+        monkeypatch.setenv(name, "x")
+    load_settings()
+    monkeypatch.setenv("GPUBROKER_PRT", "1")
+    with pytest.raises(SettingsRefused, match="did you mean GPUBROKER_PORT"):
+        load_settings()
 
 
 def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:

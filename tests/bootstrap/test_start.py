@@ -34,6 +34,19 @@ def refusal(service: ServiceProcess) -> str:
     return lines[-1]
 
 
+@pytest.mark.parametrize(
+    ("setting", "value", "says"),
+    [
+        ("task_user", "nobody-of-this-name", "no user 'nobody-of-this-name'"),
+        ("task_path", ["/nowhere/at/all"], "/nowhere/at/all is no directory"),
+    ],
+)
+def test_tasks_that_could_only_fail_are_not_waited_for(
+    tmp_path: Path, setting: str, value: object, says: str
+) -> None:
+    assert says in refusal(ServiceProcess(tmp_path / "data", **{setting: value}))
+
+
 def test_the_first_start_makes_an_admin_token_that_only_its_owner_can_read(service: ServiceProcess) -> None:
     path = service.data_dir / "client.json"
     assert stat.S_IMODE(path.stat().st_mode) == 0o600

@@ -96,7 +96,7 @@ async def test_the_totals_count_every_task_once(gateway: Gateway, api: Client) -
         "admitted": 0,
         "running": 1,
         "stopping": 0,
-        "completed": 1,
+        "succeeded": 1,
         "failed": 0,
         "cancelled": 1,
         "expired": 0,

@@ -27,7 +27,7 @@ async def test_an_accepted_task_is_in_the_store_when_the_answer_arrives(
 
 async def test_what_a_submit_leaves_out_is_filled_in(api: Client) -> None:
     task = (await api.post("/tasks", json=a_body())).json()
-    assert (task["priority"], task["band"]) == (50, "batch")
+    assert (task["priority"], task["band"]) == (54, "batch")
     assert (task["max_retries"], task["timeout_seconds"], task["grace_seconds"]) == (0, None, 30.0)
     assert task["resources"] == {
         "gpus": 0,

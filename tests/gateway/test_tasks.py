@@ -234,7 +234,7 @@ async def test_a_change_that_no_leader_hears_is_answered_as_asked_for() -> None:
         gateway.leads = False
         task_id = await gateway.admin.submit()
         response = await gateway.admin.patch(f"/tasks/{task_id}", json={"priority": 1})
-        assert (response.status_code, response.json()["priority"]) == (202, 50)
+        assert (response.status_code, response.json()["priority"]) == (202, 54)
 
 
 async def test_a_change_above_the_cap_is_refused(gateway: Gateway, api: Client) -> None:
