@@ -53,6 +53,7 @@ async def test_the_secrets_of_the_head_are_for_its_user_only(lab: Lab) -> None:
     home = lab.options.data_dir
     assert stat.S_IMODE((home / "ray-token").stat().st_mode) == 0o600
     assert stat.S_IMODE((home / "runs" / "local").stat().st_mode) == 0o700
+    assert stat.S_IMODE(os.stat(lab.head.temp_dir).st_mode) == 0o700
 
 
 async def test_a_cluster_that_is_stopped_leaves_no_process_and_no_directory(open_lab: OpenLab) -> None:
@@ -73,6 +74,9 @@ async def test_a_head_stays_while_it_is_of_use_and_stops_by_itself_later(open_la
     await lab.close(stop_cluster=False)
     [agent] = agents_of(head)
     os.kill(agent, signal.SIGSTOP)
+    head.keepalive.unlink()
+    await eventually(head.keepalive.exists)
+    assert is_there(head.pid)
     long_ago = time.time() - lab.options.idle_stop_seconds - 1
     os.utime(head.keepalive, (long_ago, long_ago))
     await eventually(lambda: not is_there(head.pid))
@@ -88,15 +92,6 @@ async def test_a_head_of_another_release_is_neither_adopted_nor_killed(lab: Lab,
     starting.cancel()
     await executor.close(stop_cluster=False)
     assert is_there(lab.head.pid)
-
-
-@pytest.fixture
-def as_guest(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> str:
-    """The address of the shared head, and the environment that somebody who joins it needs."""
-    monkeypatch.setenv("RAY_AUTH_MODE", "token")
-    monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", str(lab.options.data_dir / "ray-token"))
-    monkeypatch.setenv("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
-    return lab.head.address
 
 
 async def test_a_joined_cluster_is_used_and_never_stopped(lab: Lab, as_guest: str, open_lab: OpenLab) -> None:

@@ -46,6 +46,24 @@ async def test_a_run_outlives_the_driver_process(lab: Lab, tmp_path: Path) -> No
     await run.first(Gone)
 
 
+async def test_a_driver_that_hangs_takes_no_order_with_it_and_is_replaced(
+    as_guest: str, open_lab: OpenLab, tmp_path: Path
+) -> None:
+    others = driver_pids(os.getpid())
+    lab = await open_lab(address=as_guest, driver_patience_seconds=2.0)
+    run, gate = await a_waiting_run(lab, tmp_path)
+    before = len(lab.nodes)
+    [driver] = set(driver_pids(os.getpid())) - set(others)
+    os.kill(driver, signal.SIGSTOP)
+    async with asyncio.timeout(1.0):
+        ordered_meanwhile = await lab.start("add", "x" * 2**20, "y")
+    assert (run.order.task, 1) in (await next_answer(lab, before)).runs
+    assert not is_there(driver)
+    assert (await ordered_meanwhile.first(Ended)).ending is Ending.NEVER_STARTED
+    gate.touch()
+    assert await run.result() == "seen"
+
+
 async def test_a_run_outlives_the_node_agent(lab: Lab, tmp_path: Path) -> None:
     run, gate = await a_waiting_run(lab, tmp_path)
     before = len(lab.nodes)

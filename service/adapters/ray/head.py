@@ -1,8 +1,8 @@
 """The local Ray head: started apart from the service, adopted again after a restart, stopped on request."""
 
 import asyncio
+import errno
 import json
-import logging
 import os
 import secrets
 import select
@@ -10,10 +10,12 @@ import shutil
 import signal
 import subprocess
 import sys
-import tempfile
+import time
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
+
+import structlog
 
 from service.adapters.ray.options import RayOptions
 from service.adapters.ray.processes import (
@@ -26,7 +28,7 @@ from service.adapters.ray.processes import (
     session_of,
 )
 
-log = logging.getLogger("gpubroker.ray")
+log = structlog.get_logger("gpubroker.ray")
 
 START_SECONDS = 60.0
 STOP_SECONDS = 15.0
@@ -47,13 +49,15 @@ class HeadRefused(Exception):
 
 @dataclass(frozen=True, slots=True)
 class HeadState:
-    """`<data_dir>/ray-head.json`, written by the head's supervisor when Ray is up."""
+    """`<data_dir>/ray-head.json`: written by the head's supervisor when it begins and when Ray is up."""
 
     pid: int
     start_ticks: int
     boot_id: str
     address: str
+    """Empty until Ray is up."""
     temp_dir: str
+    """Nobody else can look into it, whatever modes Ray gives to what is in it."""
     ray: str
     python: str
 
@@ -64,6 +68,11 @@ class HeadState:
     @property
     def keepalive(self) -> Path:
         return Path(self.temp_dir) / "alive"
+
+    @property
+    def ray_dir(self) -> Path:
+        """Ray opens its own directory to everybody. Its name is short: paths of sockets have 107 bytes."""
+        return Path(self.temp_dir) / "r"
 
     def is_running(self) -> bool:
         return self.boot_id == boot_id() and is_alive(self.process)
@@ -91,13 +100,14 @@ def versions() -> tuple[str, str]:
 
 
 async def running_head(options: RayOptions) -> HeadState:
-    """The head of this data directory: the one that runs, or a new one. Raises HeadRefused."""
+    """The head of this data directory: the one that runs, or a new one. Raises HeadRefused, OSError."""
+    _check_access(options.data_dir)
     known = read_state(options.data_dir)
-    if known is not None and known.is_running():
+    if known is not None and known.is_running() and known.address:
         _check_versions(known)
         return known
     if known is not None:
-        _clear_away(known)
+        await asyncio.to_thread(_clear_away, options.data_dir, known)
     return await _start(options)
 
 
@@ -111,8 +121,7 @@ async def stop_head(data_dir: Path) -> None:
         if not state.is_running():
             break
         await asyncio.sleep(POLL_SECONDS)
-    _clear_away(state)
-    state_file(data_dir).unlink(missing_ok=True)
+    await asyncio.to_thread(_clear_away, data_dir, state)
 
 
 def ray_environment(options: RayOptions) -> dict[str, str]:
@@ -147,27 +156,40 @@ def _token_file(data_dir: Path) -> Path:
     return path
 
 
+def _check_access(data_dir: Path) -> None:
+    """What the node agent and Ray's own processes need of this directory. Raises PermissionError."""
+    runs = data_dir / "runs"
+    runs.mkdir(mode=0o700, exist_ok=True)
+    for path, wanted in ((runs, os.W_OK | os.X_OK), (_token_file(data_dir), os.R_OK)):
+        if not os.access(path, wanted):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+
+
 async def _start(options: RayOptions) -> HeadState:
     log_file = options.data_dir / "ray-head.log"
     is_up = await asyncio.to_thread(_run_supervisor, options, log_file)
     state = read_state(options.data_dir)
     if is_up and state is not None:
         return state
-    tail = log_file.read_text(errors="replace")[-2000:]
-    raise HeadRefused(f"the local Ray head did not start; the end of {log_file}:\n{tail}")
+    if state is not None:
+        await asyncio.to_thread(_clear_away, options.data_dir, state)
+    tail = log_file.read_text(errors="replace")[-1000:]
+    raise HeadRefused(
+        f"the local Ray head did not start within {START_SECONDS:g} s or failed; the service goes on trying. "
+        f"Mend what {log_file} says, or join a cluster that runs with ray.address. It ends:\n{tail}"
+    )
 
 
 def _run_supervisor(options: RayOptions, log_file: Path) -> bool:
     """Start it in the background and wait until it says that Ray is up; False if it does not."""
     reading, writing = os.pipe()
-    try:
+    with os.fdopen(reading, "rb", 0) as ready, os.fdopen(writing, "wb", 0) as theirs:
+        orders = {
+            "data_dir": str(options.data_dir),
+            "object_store_bytes": options.object_store_bytes,
+            "idle_stop_seconds": options.idle_stop_seconds,
+        }
         with log_file.open("wb") as output:
-            orders = {
-                "data_dir": str(options.data_dir),
-                "temp_dir": tempfile.mkdtemp(prefix="gpb-", dir="/tmp"),  # socket paths must stay short
-                "object_store_bytes": options.object_store_bytes,
-                "idle_stop_seconds": options.idle_stop_seconds,
-            }
             subprocess.run(  # noqa: S603  # our own module
                 [sys.executable, "-m", SUPERVISOR, json.dumps(orders), str(writing)],
                 stdin=subprocess.DEVNULL,
@@ -177,11 +199,9 @@ def _run_supervisor(options: RayOptions, log_file: Path) -> bool:
                 pass_fds=(writing,),
                 check=False,
             )
-        os.close(writing)
-        ready, _, _ = select.select([reading], [], [], START_SECONDS)
-        return bool(ready) and os.read(reading, 1) == b"1"
-    finally:
-        os.close(reading)
+        theirs.close()
+        answered, _, _ = select.select([ready], [], [], START_SECONDS)
+        return bool(answered) and ready.read(1) == b"1"
 
 
 def _inherited(options: RayOptions) -> dict[str, str]:
@@ -199,16 +219,23 @@ def _check_versions(state: HeadState) -> None:
         )
 
 
-def _clear_away(state: HeadState) -> None:
-    """After a head that was killed: its processes are in a session of their own, which nobody else joins."""
+def _clear_away(data_dir: Path, state: HeadState) -> None:
+    """After a head that was killed or never came up: kills what is left of it, and removes its directory."""
+    deadline = time.monotonic() + STOP_SECONDS
+    while (left := _processes_of(state)) and time.monotonic() < deadline:
+        log.warning("killing what a Ray head left behind", processes=len(left))
+        kill_all(left)
+        time.sleep(POLL_SECONDS)
+    shutil.rmtree(state.temp_dir, ignore_errors=True)
+    state_file(data_dir).unlink(missing_ok=True)
+
+
+def _processes_of(state: HeadState) -> list[ProcessId]:
+    """They are in a session of their own, which nobody else joins."""
     if state.boot_id != boot_id():
-        return
-    left = [
+        return []
+    return [
         entry.id
         for pid, entry in process_table().items()
         if session_of(pid) == state.pid and entry.id.start_ticks >= state.start_ticks
     ]
-    if left:
-        log.warning("killing %d processes that a Ray head left behind", len(left))
-        kill_all(left)
-    shutil.rmtree(state.temp_dir, ignore_errors=True)
