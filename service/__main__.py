@@ -36,10 +36,14 @@ def serve(
 
 def down(config: Config = None, data_dir: DataDir = None) -> None:
     """Stop the service of this data directory and the local Ray it left running."""
-    from service.bootstrap import stop_everything
+    from service.bootstrap import StillRunning, stop_everything
 
-    for line in stop_everything(_settings(config, data_dir=data_dir)):
-        typer.echo(line, err=True)
+    try:
+        for line in stop_everything(_settings(config, data_dir=data_dir)):
+            typer.echo(line, err=True)
+    except StillRunning as refused:
+        typer.echo(f"gpubroker: {refused}", err=True)
+        raise typer.Exit(1) from None
 
 
 def migrate(

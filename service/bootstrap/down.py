@@ -4,18 +4,29 @@ import asyncio
 import json
 import socket
 import time
-import urllib.error
-import urllib.request
-from collections.abc import Sequence
 from pathlib import Path
+from urllib.parse import urlsplit
+
+from gpubroker import Broker, BrokerError, Unreachable
 
 from service.adapters.ray.head import read_state, stop_head
 from service.settings import Settings
 
+ANSWER_SECONDS = 30.0
+CLOSE_SECONDS = 30.0
 
-def stop_everything(settings: Settings) -> Sequence[str]:
-    """Stop the service of this data directory, then the local Ray it may have left; what was done."""
-    said = [_ask_to_stop(settings.data_dir / "client.json")]
+
+class StillRunning(Exception):
+    """The service may go on, so its local Ray was left alone; the text says why and what to do."""
+
+
+def stop_everything(settings: Settings) -> list[str]:
+    """Stop the service of this data directory, then the local Ray it may have left; what was done.
+
+    Runs die with their Ray: it is only stopped once no service is there that counts on it.
+    Raises StillRunning.
+    """
+    said = [_stop_service(settings.data_dir / "client.json")]
     head = read_state(settings.data_dir)
     if head is not None:
         asyncio.run(stop_head(settings.data_dir))
@@ -23,32 +34,47 @@ def stop_everything(settings: Settings) -> Sequence[str]:
     return said
 
 
-def _ask_to_stop(client_file: Path) -> str:
+def _stop_service(client_file: Path) -> str:
     if not client_file.exists():
         return f"no service has run in {client_file.parent}"
-    known = json.loads(client_file.read_text(encoding="utf-8"))
-    request = urllib.request.Request(  # noqa: S310  # the address is our own file's
-        f"{known['url']}/shutdown",
-        data=b'{"stop_cluster": true}',
-        headers={"Authorization": f"Bearer {known['token']}", "Content-Type": "application/json"},
-    )
     try:
-        with urllib.request.urlopen(request, timeout=10):  # noqa: S310
-            pass
-    except urllib.error.HTTPError as error:
-        return f"{known['url']} refused to stop: {error.code} {error.reason}; is another service there?"
-    except OSError:
-        return f"no service answers on {known['url']}"
-    _wait_until_closed(known["url"])
-    return f"service on {known['url']} stopped"
+        known = json.loads(client_file.read_text(encoding="utf-8"))
+        url, token = known["url"], known["token"]
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise StillRunning(
+            f"{client_file} does not say where the service is ({error!r}); start the service again, which "
+            "writes it anew, or end its process"
+        ) from None
+    try:
+        with Broker(url, token, timeout_seconds=ANSWER_SECONDS, retry_seconds=0) as broker:
+            broker.shutdown(stop_cluster=True)
+    except Unreachable as error:
+        if _listens(url):
+            raise StillRunning(f"somebody listens on {url} and does not answer: {error}; try again") from None
+        return f"no service answers on {url}"
+    except BrokerError as error:
+        raise StillRunning(
+            f"{url} refused to stop: {error.status} {error}; is the service of another data directory there?"
+        ) from None
+    _wait_until_closed(url)
+    return f"service on {url} stopped"
 
 
-def _wait_until_closed(url: str, patience_seconds: float = 30.0) -> None:
-    deadline = time.monotonic() + patience_seconds
-    host, port = url.removeprefix("http://").rsplit(":", 1)
-    while time.monotonic() < deadline:
-        try:
-            socket.create_connection((host.strip("[]"), int(port)), timeout=1).close()
-        except OSError:
-            return
+def _wait_until_closed(url: str) -> None:
+    deadline = time.monotonic() + CLOSE_SECONDS
+    while _listens(url):
+        if time.monotonic() > deadline:
+            raise StillRunning(f"{url} said that it stops and still listens after {CLOSE_SECONDS:.0f} s")
         time.sleep(0.05)
+
+
+def _listens(url: str) -> bool:
+    """Whether anybody takes a connection. One that is neither taken nor refused in time is taken for busy."""
+    address = urlsplit(url)
+    try:
+        socket.create_connection((address.hostname or "", address.port or 80), timeout=1).close()
+    except TimeoutError:
+        return True
+    except OSError:
+        return False
+    return True

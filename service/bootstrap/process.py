@@ -25,7 +25,7 @@ from service.bootstrap.compose import (
     new_executor,
     policy_of,
 )
-from service.bootstrap.premises import write_private
+from service.bootstrap.premises import own_host, write_private
 from service.broker.dispatch import Dispatcher
 from service.broker.loop import Leader
 from service.broker.observe import Observer
@@ -149,7 +149,7 @@ class Service:
             defaults=defaults_of(settings),
             identity=self._tokens,
             allowed_entrypoints=tuple(settings.entrypoints),
-            allowed_hosts=tuple(settings.allowed_hosts),
+            allowed_hosts=(*settings.allowed_hosts, self._host),
             progress=self._progress,
             executor_status=self._executor.status,
             age_seconds=lambda: time.monotonic() - self._verified_at,
@@ -173,7 +173,7 @@ class Service:
 
     @property
     def _url(self) -> str:
-        host, port = self._listener.getsockname()[:2]
+        host, port = self._host, self._listener.getsockname()[1]
         return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
     async def _write_client_file(self) -> None:
@@ -201,6 +201,10 @@ class QuietServer(uvicorn.Server):
 def make_full_collections_rare() -> None:
     """The queue in memory is large and lives long: a full collection walks all of it and finds nothing."""
     gc.freeze()
+    @property
+    def _host(self) -> str:
+        return own_host(self._listener.getsockname()[0])
+
     gc.set_threshold(50_000, 20, 100)
 
 
