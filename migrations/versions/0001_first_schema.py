@@ -111,6 +111,7 @@ def _beside_tasks() -> None:
     op.create_table(
         "task_spec",
         sa.Column("task", ID, nullable=False),
+        sa.Column("tenant", sa.Text(), nullable=False),
         sa.Column("kind", sa.Text(), nullable=False),
         sa.Column("entrypoint", sa.Text(), nullable=False),
         sa.Column("command", sa.Text(), nullable=False),
@@ -147,6 +148,7 @@ def _left_by_runs() -> None:
         "outcome",
         sa.Column("task", ID, nullable=False),
         sa.Column("fence", sa.Integer(), nullable=False),
+        sa.Column("tenant", sa.Text(), nullable=False),
         sa.Column("ending", sa.Text(), nullable=False),
         sa.Column("at", sa.Double(), nullable=False),
         sa.Column("result", sa.LargeBinary(), nullable=True),
@@ -168,6 +170,7 @@ def _left_by_runs() -> None:
         sa.Column("task", ID, nullable=False),
         sa.Column("fence", sa.Integer(), nullable=False),
         sa.Column("sequence", sa.Integer(), nullable=False),
+        sa.Column("tenant", sa.Text(), nullable=False),
         sa.Column("at", sa.Double(), nullable=False),
         sa.Column("digest", sa.Text(), nullable=False),
         sa.Column("size_bytes", COUNT, nullable=False),

@@ -9,7 +9,8 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
+from typing import Any
 
 import structlog
 import uvicorn
@@ -36,7 +37,7 @@ from service.gateway.app import create_app
 from service.gateway.identity import EVERY_SCOPE, Tokens, new_token
 from service.gateway.parts import GatewayParts
 from service.gateway.waiters import Waiters
-from service.ports import Progress
+from service.ports import Progress, StoreUnavailable
 from service.settings import Settings
 
 log = structlog.get_logger("gpubroker")
@@ -56,7 +57,9 @@ class Service:
         self._progress: dict[TaskId, Progress] = {}
         self._blobs = DirectoryBlobs(
             settings.data_dir / "blobs",
-            max_bytes=max(settings.limits.result_bytes, settings.limits.checkpoint_bytes),
+            max_bytes=max(
+                settings.limits.body_bytes, settings.limits.result_bytes, settings.limits.checkpoint_bytes
+            ),
         )
         self._executor = new_executor(settings, self._clock)
         self._policy = policy_of(settings)
@@ -65,9 +68,16 @@ class Service:
         self._verified_at = time.monotonic()
         self._stop = asyncio.Event()
         self._stop_cluster = False
+        self._fault: BaseException | None = None
+        """Why this process must not go on."""
 
     async def run(self) -> int:
-        """Lead and serve until asked to stop. The cluster goes on unless the stop said otherwise."""
+        """Lead and serve until asked to stop; the exit code.
+
+        The cluster goes on unless the stop said otherwise. Each part lives as long as the service: one that
+        ends before, for whatever reason, ends the service, which a supervisor then starts anew. Raises
+        StoreUnavailable if the database goes away before anything has begun.
+        """
         make_full_collections_rare()
         await self._clock.read()
         fill(self._world, await self._store.snapshot())
@@ -76,30 +86,41 @@ class Service:
         await self._write_client_file()
         server = QuietServer(self._http_config())
         self._stop_on_signals()
+        serving = self._begin("http", server.serve(sockets=[self._listener]))
         jobs = [
-            asyncio.create_task(self._leader.run()),
-            asyncio.create_task(self._clock.keep()),
-            asyncio.create_task(self._tokens.keep_fresh()),
-            asyncio.create_task(self._blobs.keep_clean(self._store.referenced)),
-            asyncio.create_task(self._verify()),
+            self._begin("leader", self._leader.run()),
+            self._begin("clock", self._clock.keep()),
+            self._begin("tokens", self._tokens.keep_fresh()),
+            self._begin("objects", self._blobs.keep_clean(self._store.referenced)),
+            self._begin("picture", self._verify()),
         ]
-        serving = asyncio.create_task(server.serve(sockets=[self._listener]))
-        stopping = asyncio.create_task(self._stop.wait())
         sys.stderr.write("".join(f"{line}\n" for line in greeting(self._settings, self._url)))
         sys.stderr.flush()
-        await asyncio.wait([*jobs, serving, stopping], return_when=asyncio.FIRST_COMPLETED)
-        failed = next((job for job in jobs if job.done() and not job.cancelled()), None)
+        await self._stop.wait()
         self._waiters.close()
         server.should_exit = True
-        await serving
+        await asyncio.wait([serving])
         for job in jobs:
             job.cancel()
-        await asyncio.gather(*jobs, stopping, return_exceptions=True)
+        await asyncio.wait(jobs)
         await self._executor.close(stop_cluster=self._stop_cluster)
-        if failed is not None and (fault := failed.exception()) is not None:
-            log.error("stopped: a part of the service ended", fault=repr(fault), exc_info=fault)
-            return 1
-        return 0
+        return 0 if self._fault is None else 1
+
+    def _begin(self, name: str, part: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = asyncio.create_task(part, name=name)
+        task.add_done_callback(self._on_end)
+        return task
+
+    def _on_end(self, part: asyncio.Task[None]) -> None:
+        if not self._stop.is_set():
+            fault = None if part.cancelled() else part.exception()
+            self._fail(part.get_name(), fault or RuntimeError("it ended, though nobody had asked it to"))
+
+    def _fail(self, part: str, fault: BaseException) -> None:
+        """Stop, and say so: going on without this part would look like service and be none."""
+        log.error("stopping: a part of the service ended", subject=part, fault=repr(fault), exc_info=fault)
+        self._fault = fault
+        self._stop.set()
 
     def _new_leader(self) -> Leader:
         settings = self._settings
@@ -124,17 +145,26 @@ class Service:
         )
 
     def _on_events(self, events: Sequence[Event]) -> None:
-        self._world.apply(events)
-        self._verified_at = time.monotonic()
-        self._leader.on_events(events)
-        self._waiters.on_events(events)
+        """Raises what went wrong, so that the store hears of it as well and lets nobody write any more."""
+        try:
+            self._world.apply(events)
+            self._verified_at = time.monotonic()
+            self._leader.on_events(events)
+            self._waiters.on_events(events)
+        except Exception as fault:
+            self._fail("picture", fault)
+            raise
 
     async def _verify(self) -> None:
-        """Compare with the head of the log, so that `as_of` is a fact even when nothing happens."""
+        """Compare with the head of the log, so that `as_of` is a fact even when nothing happens.
+
+        While the database is away the picture grows old, and says so.
+        """
         while True:
             began = time.monotonic()
-            if await self._store.head() <= self._world.position:
-                self._verified_at = began
+            with contextlib.suppress(StoreUnavailable):
+                if await self._store.head() <= self._world.position:
+                    self._verified_at = began
             await asyncio.sleep(1.0)
 
     def _http_config(self) -> uvicorn.Config:
@@ -172,6 +202,10 @@ class Service:
             loop.add_signal_handler(number, self._shut_down, False)
 
     @property
+    def _host(self) -> str:
+        return own_host(self._listener.getsockname()[0])
+
+    @property
     def _url(self) -> str:
         host, port = self._host, self._listener.getsockname()[1]
         return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
@@ -201,10 +235,6 @@ class QuietServer(uvicorn.Server):
 def make_full_collections_rare() -> None:
     """The queue in memory is large and lives long: a full collection walks all of it and finds nothing."""
     gc.freeze()
-    @property
-    def _host(self) -> str:
-        return own_host(self._listener.getsockname()[0])
-
     gc.set_threshold(50_000, 20, 100)
 
 

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from service.adapters.blobs.directory import BlobTooLarge, DirectoryBlobs, Referenced
+from service.adapters.blobs.directory import DirectoryBlobs, Referenced
 from service.core.units import Seconds
-from service.ports import BlobCorrupt, BlobMissing, TaskStore
+from service.ports import BlobCorrupt, BlobMissing, BlobTooLarge, StoreUnavailable, TaskStore
 from tests.builders import a_task
 from tests.contracts.scenes import a_checkpoint, a_submission, admission, claimed, end, with_gpu
 
@@ -116,7 +116,7 @@ async def test_an_object_that_cannot_be_written_leaves_nothing_behind(
     path.unlink()
     path.mkdir()  # nothing can be renamed onto it
     (path / "inside").touch()
-    with pytest.raises(OSError, match=DIGEST):
+    with pytest.raises(StoreUnavailable, match="cannot be written: Is a directory"):
         await blobs.put(b"weights", owner="t1")
     assert files_below(root) == [path / "inside"]
 

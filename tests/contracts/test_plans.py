@@ -83,9 +83,9 @@ SELECT lpad(n::text, 6, '0'), 'tenant-' || n % 20, 'job', 50, '{}', 0, 0, 30, fa
 FROM generate_series(1, 20000) AS n
 """
 THEIR_SPECS = """
-INSERT INTO task_spec (task, kind, entrypoint, command, arguments, python, env, result_format, labels,
+INSERT INTO task_spec (task, tenant, kind, entrypoint, command, arguments, python, env, result_format, labels,
     model_type, working_directory)
-SELECT id, 'entrypoint', 'jobs:train', '[]', '', '', '{}', 'json', '{}', '', '' FROM task
+SELECT id, tenant, 'entrypoint', 'jobs:train', '[]', '', '', '{}', 'json', '{}', '', '' FROM task
 """
 
 

@@ -1,18 +1,22 @@
 """A SQLite file: whose it is, who may open it, and what is said when it is not ours."""
 
 import asyncio
+import fcntl
 import os
+import shutil
 import sqlite3
 import stat
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import psycopg
 import pytest
 
 from service.adapters.sql.session import DatabaseRefused
-from service.adapters.sql.sqlite import APPLICATION_ID, SqliteFile
+from service.adapters.sql.sqlite import APPLICATION_ID, SqliteFile, Version
 from service.adapters.sql.store import migrate, open_store
 from tests.contracts.scenes import a_submission
 
@@ -50,15 +54,95 @@ def test_every_commit_of_the_writer_is_synced_to_disk(tmp_path: Path) -> None:
     file.close()
 
 
-def test_a_reader_neither_writes_nor_checkpoints(tmp_path: Path) -> None:
-    file = SqliteFile(tmp_path / "gpubroker.db")
-    file.writer().close()
-    reader = file.reader()
-    with pytest.raises(sqlite3.OperationalError, match="readonly"):
-        reader.execute("CREATE TABLE t (x)")
-    assert reader.execute("PRAGMA wal_autocheckpoint").fetchone() == (0,)
-    reader.close()
+@contextmanager
+def with_a_log(path: Path) -> Iterator[SqliteFile]:
+    """A file whose newest row is in its write-ahead log alone, where a checkpoint would take it from."""
+    file = SqliteFile(path)
+    writer = file.writer()
+    writer.execute("CREATE TABLE t (x)")
+    writer.execute("INSERT INTO t VALUES (1)")
+    yield file
+    writer.close()
     file.close()
+
+
+def bytes_of(path: Path) -> tuple[bytes, bytes]:
+    """The file and its write-ahead log."""
+    return path.read_bytes(), path.with_name(f"{path.name}-wal").read_bytes()
+
+
+@pytest.mark.parametrize(
+    "act",
+    ["INSERT INTO t VALUES (2)", "PRAGMA wal_checkpoint(PASSIVE)", "PRAGMA wal_checkpoint(TRUNCATE)"],
+)
+def test_a_reader_can_neither_write_nor_checkpoint(tmp_path: Path, act: str) -> None:
+    path = tmp_path / "gpubroker.db"
+    with with_a_log(path) as file:
+        before = bytes_of(path)
+        reader = file.reader()
+        assert reader.execute("SELECT x FROM t").fetchall() == [(1,)]
+        with pytest.raises(sqlite3.OperationalError):
+            reader.execute(act)
+        reader.close()
+        assert bytes_of(path) == before
+
+
+def test_a_reader_that_is_the_last_to_close_leaves_the_log_as_it_is(tmp_path: Path) -> None:
+    path = tmp_path / "gpubroker.db"
+    with with_a_log(path):
+        for name in ("gpubroker.db", "gpubroker.db-wal"):  # what a crash leaves of it
+            shutil.copy(tmp_path / name, tmp_path / f"after-{name}")
+    after = tmp_path / "after-gpubroker.db"
+    before = bytes_of(after)
+    file = SqliteFile(after)
+    reader = file.reader()
+    assert reader.execute("SELECT x FROM t").fetchall() == [(1,)]
+    reader.close()
+    assert bytes_of(after) == before
+    file.close()
+
+
+@pytest.mark.parametrize(
+    ("version", "has_it"),
+    [
+        ((3, 38, 0), True), ((3, 44, 5), True), ((3, 44, 6), False), ((3, 45, 0), True), ((3, 50, 6), True),
+        ((3, 50, 7), False), ((3, 51, 2), True), ((3, 51, 3), False), ((3, 53, 0), False),
+    ],
+)  # fmt: skip
+def test_a_version_that_can_damage_its_log_gets_one_writing_connection_at_a_time(
+    tmp_path: Path, version: Version, has_it: bool
+) -> None:
+    file = SqliteFile(tmp_path / "gpubroker.db", version)
+    first = file.writer()
+    if has_it:
+        with pytest.raises(RuntimeError, match="bears only one"):
+            file.writer()
+        first.close()
+    file.writer().close()
+    first.close()
+    file.close()
+
+
+async def test_a_store_has_one_writing_connection_and_the_others_cannot_write(tmp_path: Path) -> None:
+    """As the service has them open: looked up among this process's own open files."""
+    path = tmp_path / "gpubroker.db"
+    store = await open_store(f"sqlite:///{path}")
+    await asyncio.gather(*(store.submit(a_submission(f"t{n}")) for n in range(20)))
+    await asyncio.gather(*(store.head() for _ in range(20)))
+    modes = [how_opened(number) for number in open_files(path)]
+    assert modes.count(os.O_RDWR) == 1
+    assert modes.count(os.O_RDONLY) >= 1
+    await store.close()
+
+
+def open_files(path: Path) -> list[int]:
+    """Descriptors of this process that name the file."""
+    links = [link for link in Path("/proc/self/fd").iterdir() if link.is_symlink()]
+    return [int(link.name) for link in links if os.path.realpath(link) == str(path)]
+
+
+def how_opened(descriptor: int) -> int:
+    return fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_ACCMODE
 
 
 async def test_a_closed_file_leaves_nothing_in_its_write_ahead_log(tmp_path: Path) -> None:

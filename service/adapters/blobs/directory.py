@@ -6,21 +6,21 @@ import os
 import tempfile
 import time
 from collections.abc import Awaitable, Callable, Collection, Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
+import structlog
+
 from service.core.units import Seconds
-from service.ports import BlobCorrupt, BlobMissing, StoreUnavailable
+from service.ports import BlobCorrupt, BlobMissing, BlobTooLarge, StoreUnavailable
+
+log = structlog.get_logger("gpubroker.blobs")
 
 _DIGEST_LENGTH = 64
 _ASKED_AT_ONCE = 500
 
 Referenced = Callable[[Sequence[str]], Awaitable[Collection[str]]]
 """Of these digests, those that a row names."""
-
-
-class BlobTooLarge(ValueError):
-    """The object exceeds what this store takes; nothing was written."""
 
 
 class DirectoryBlobs:
@@ -35,15 +35,29 @@ class DirectoryBlobs:
             raise BlobTooLarge(
                 f"{owner} gave an object of {len(data)} bytes; at most {self._max_bytes} bytes are kept"
             )
-        return await asyncio.to_thread(self._put, data)
+        with self._reachable("written"):
+            return await asyncio.to_thread(self._put, data)
 
     async def get(self, digest: str) -> bytes:
-        return await asyncio.to_thread(self._get, digest)
+        with self._reachable("read"):
+            return await asyncio.to_thread(self._get, digest)
 
     async def delete(self, digest: str) -> None:
         """One that is not there is deleted already."""
         path = self._path(digest)
-        await asyncio.to_thread(path.unlink, missing_ok=True)
+        with self._reachable("deleted"):
+            await asyncio.to_thread(path.unlink, missing_ok=True)
+
+    @contextmanager
+    def _reachable(self, what: str) -> Iterator[None]:
+        """A full disk, a lost mount or a missing right may pass: what was asked for is worth asking again."""
+        try:
+            yield
+        except OSError as error:
+            raise StoreUnavailable(
+                f"an object below {self._root} cannot be {what}: {error.strerror}; "
+                "make room, or give this user access"
+            ) from error
 
     async def keep_clean(
         self,
@@ -52,16 +66,18 @@ class DirectoryBlobs:
         every_seconds: Seconds = Seconds(900.0),
         age_seconds: Seconds = Seconds(3600.0),
     ) -> None:
-        """Sweep again and again, until cancelled; while the database is away nothing is swept."""
+        """Sweep again and again, until cancelled; while the database or the disk is away nothing is swept."""
         while True:
             await asyncio.sleep(every_seconds)
-            with suppress(StoreUnavailable):
+            try:
                 await self.sweep(referenced, age_seconds=age_seconds)
+            except (StoreUnavailable, OSError) as fault:
+                log.warning("objects not swept; trying again later", fault=str(fault))
 
     async def sweep(self, referenced: Referenced, *, age_seconds: Seconds) -> int:
         """Delete what no row names, if it was put at least so long ago; how many were deleted.
 
-        The row of a younger one may still be on its way.
+        The row of a younger one may still be on its way. A file that cannot be touched is passed over.
         """
         before = time.time() - age_seconds
         old = await asyncio.to_thread(lambda: list(self._older_than(before)))
@@ -70,12 +86,13 @@ class DirectoryBlobs:
             digests = old[start : start + _ASKED_AT_ONCE]
             needed = await referenced(digests)
             for digest in set(digests) - set(needed):
-                deleted += await asyncio.to_thread(self._drop, digest, before)
+                with _passing_over(digest):
+                    deleted += await asyncio.to_thread(self._drop, digest, before)
         return deleted
 
     def _older_than(self, before: float) -> Iterator[str]:
         for path in self._root.glob("??/??/*"):
-            with suppress(FileNotFoundError):
+            with _passing_over(path.name):
                 if path.stat().st_mtime <= before:
                     if len(path.name) == _DIGEST_LENGTH:
                         yield path.name
@@ -146,6 +163,16 @@ class DirectoryBlobs:
         if len(digest) != _DIGEST_LENGTH or not set(digest) <= set("0123456789abcdef"):
             raise BlobMissing(f"{digest!r} is no sha256 digest")
         return self._root / digest[:2] / digest[2:4] / digest
+
+
+@contextmanager
+def _passing_over(name: str) -> Iterator[None]:
+    try:
+        yield
+    except FileNotFoundError:
+        pass  # somebody was quicker
+    except OSError as error:
+        log.warning("object cannot be swept", digest=name, fault=str(error))
 
 
 def _sync(folder: Path) -> None:

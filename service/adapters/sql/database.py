@@ -30,9 +30,9 @@ class Database:
     """Let others open it; after the session and the readers are closed."""
 
 
-def open_database(url: str) -> Database:
+def open_database(url: str, *, alone: bool) -> Database:
     """Open and migrate. Raises DatabaseRefused."""
-    return _open_file(_path_of(url)) if _is_file(url) else _open_server(url)
+    return _open_file(_path_of(url)) if _is_file(url) else _open_server(url, alone=alone)
 
 
 def migrate(url: str, revision: str) -> str:
@@ -94,9 +94,14 @@ def _file_engine(file: SqliteFile) -> Engine:
     return engine
 
 
-def _open_server(url: str) -> Database:
+def _open_server(url: str, *, alone: bool) -> Database:
     postgres.check_server(url)
-    bring_to(_server_engine(url), "head", "the database")
+    session = postgres.PostgresSession(url, alone=alone)
+    try:
+        bring_to(_server_engine(url), "head", "the database")
+    except BaseException:
+        session.close()
+        raise
     readers = _readers("postgresql+psycopg://", partial(postgres.connect_reader, url))
 
     @event.listens_for(readers, "handle_error")
@@ -105,7 +110,7 @@ def _open_server(url: str) -> Database:
             context.is_disconnect = True
 
     snapshot = "BEGIN ISOLATION LEVEL REPEATABLE READ, READ ONLY"
-    return Database(postgres.PostgresSession(url), readers, snapshot, lambda: None)
+    return Database(session, readers, snapshot, lambda: None)
 
 
 def _readers(dialect: str, connect: Callable[[], Any]) -> Engine:

@@ -2,8 +2,13 @@
 
 A connection that answers nothing for two seconds counts as lost, and a transaction of ours that does nothing
 for two seconds is ended by the server: so a leader that hangs does not hold the log's head.
+
+Who serves a database holds an advisory lock in it, which goes with its connection. The lock keeps a second
+service from taking the term of a living one; that two leaders never write is up to the term alone.
 """
 
+import os
+import socket
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
@@ -43,12 +48,25 @@ _WRITER = """
 SET idle_in_transaction_session_timeout = '2s';
 SET lock_timeout = '5s';
 SET statement_timeout = '10s';
+SET idle_session_timeout = 0;
+-- The server notices within seconds when the machine of whoever serves is gone, and lets go of the lock.
+SET tcp_keepalives_idle = 1; SET tcp_keepalives_interval = 1;
 SELECT set_config('synchronous_commit', 'on', false) WHERE current_setting('synchronous_commit') = 'off';
 -- Every statement here finds its rows by key. A plan made while a table was small must not scan it later.
 SET enable_seqscan = off; SET enable_hashjoin = off; SET enable_mergejoin = off; SET jit = off;
 """
 _READER = "SET statement_timeout = '30s'; SET default_transaction_read_only = on;"
 _OLDEST = 140000
+
+_SERVING = 0x67706273
+"""Advisory lock of the one service of a database."""
+_SERVING_PATIENCE = "2s"
+"""One that has just been stopped or killed may still be on its way out."""
+_WHO_SERVES = """
+SELECT a.application_name FROM pg_locks l JOIN pg_stat_activity a USING (pid)
+WHERE l.locktype = 'advisory' AND l.granted AND l.objid = %s AND l.objsubid = 1
+    AND l.database = (SELECT oid FROM pg_database WHERE datname = current_database())
+"""
 
 GOODBYES = (
     errors.AdminShutdown,
@@ -115,16 +133,41 @@ def _without_password(url: str) -> str:
 
 
 class PostgresSession:
-    """The writer's connection to a server."""
+    """The writer's connection to a server.
 
-    def __init__(self, url: str) -> None:
+    With `alone` it keeps other such sessions out of the database. Raises DatabaseRefused if there is one.
+    """
+
+    def __init__(self, url: str, *, alone: bool = False) -> None:
         self._url = url
+        self._alone = alone
         self._connection = connect_writer(url)
+        if alone:
+            self._claim()
         self._open = ExitStack()
         self._pipeline: psycopg.Pipeline
         """Of the transaction that is open."""
         self._sent: list[tuple[SetStatement, int, psycopg.Cursor[Any]]] = []
         self._terms: list[tuple[Term, psycopg.Cursor[Any]]] = []
+
+    def _claim(self) -> None:
+        self._say_who_serves()
+        try:
+            with self._connection.transaction():
+                self._connection.execute(f"SET LOCAL lock_timeout = '{_SERVING_PATIENCE}'")
+                self._connection.execute("SELECT pg_advisory_lock(%s)", [_SERVING])
+        except errors.LockNotAvailable:
+            others = self._connection.execute(_WHO_SERVES, [_SERVING]).fetchall()
+            self._connection.close()
+            raise DatabaseRefused(
+                f"PostgreSQL at {_without_password(self._url)} is served by "
+                f"{', '.join(name for (name,) in others) or 'another gpubroker'}; "
+                "stop that one first, or name another database with --database-url"
+            ) from None
+
+    def _say_who_serves(self) -> None:
+        name = f"gpubroker, process {os.getpid()} on {socket.gethostname()}"
+        self._connection.execute("SELECT set_config('application_name', %s, false)", [name])
 
     def begin(self) -> None:
         with self._translated():
@@ -208,6 +251,10 @@ class PostgresSession:
         self.close()
         try:
             self._connection = connect_writer(self._url)
+            if self._alone:
+                self._say_who_serves()
+                # If somebody came in while we were away, our term is over, and the next commit says so.
+                self._connection.execute("SELECT pg_try_advisory_lock(%s)", [_SERVING])
         except psycopg.Error as error:
             raise StoreUnavailable(f"the database cannot be reached: {str(error).strip()}") from error
 

@@ -31,7 +31,7 @@ TASK = tuple(_task.c[field.name] for field in fields(Task))
 _LEASE = tuple(tables.lease.c[field.name] for field in fields(Lease))
 _PLEDGE = tuple(tables.pledge.c[field.name] for field in fields(Pledge))
 _DEVICE = tuple(tables.device.c[field.name] for field in fields(Device))
-_SPEC = tuple(_spec.c)
+_SPEC = tuple(column for column in _spec.c if column.name != "tenant")  # which the task's row has
 _HAS_RESULT = or_(_outcome.c.result.isnot(None), _outcome.c.result_digest.isnot(None)).label("has_result")
 
 

@@ -52,9 +52,9 @@ def rows_of_submission(submission: Submission) -> Iterator[Written]:
         task.not_before, key, submission.body_hash if key is not None else None,
     )  # fmt: skip
     yield sql.INSERT_SPECS, (
-        task.id, spec.kind, spec.entrypoint, json_text(spec.command), spec.arguments, spec.arguments_digest,
-        spec.python, mapping_text(spec.env), spec.result_format, mapping_text(spec.labels), spec.model_type,
-        spec.working_directory,
+        task.id, task.tenant, spec.kind, spec.entrypoint, json_text(spec.command), spec.arguments,
+        spec.arguments_digest, spec.python, mapping_text(spec.env), spec.result_format,
+        mapping_text(spec.labels), spec.model_type, spec.working_directory,
     )  # fmt: skip
     for name, value in spec.labels.items():
         yield sql.INSERT_LABELS, (task.tenant, name, value, task.id)
@@ -67,7 +67,10 @@ def row_of_request(request: Request) -> Written:
 
 
 def rows_of_decision(decision: Decision) -> Iterator[Written]:
-    """Its rows, except the sums of leased memory and of finished tasks, which a whole group adds up."""
+    """Its rows, except the sums of leased memory and of finished tasks, which a whole group adds up.
+
+    What a run left behind comes with a change of its task, whose tenant it takes.
+    """
     for node in decision.nodes:
         yield sql.WRITE_NODES, _node_row(node)
     for device in decision.devices:
@@ -85,10 +88,11 @@ def rows_of_decision(decision: Decision) -> Iterator[Written]:
                 pledge.preemptor, pledge.device, pledge.mb, pledge.priority, pledge.tenant, pledge.made_at,
                 pledge.deadline_at,
             )  # fmt: skip
+    tenants = {write.task.id: write.task.tenant for write in decision.tasks}
     if decision.outcome is not None:
-        yield sql.WRITE_OUTCOMES, _outcome_row(decision.outcome)
+        yield sql.WRITE_OUTCOMES, _outcome_row(decision.outcome, tenants[decision.outcome.task])
     if decision.checkpoint is not None:
-        yield sql.WRITE_CHECKPOINTS, _checkpoint_row(decision.checkpoint)
+        yield sql.WRITE_CHECKPOINTS, _checkpoint_row(decision.checkpoint, tenants[decision.checkpoint.task])
         yield sql.TRIM_CHECKPOINTS, (decision.checkpoint.task,)
     for request in decision.requests_done:
         yield sql.DELETE_REQUESTS, (request,)
@@ -125,17 +129,17 @@ def _node_row(node: Node) -> Row:
     )  # fmt: skip
 
 
-def _outcome_row(outcome: Outcome) -> Row:
+def _outcome_row(outcome: Outcome, tenant: str) -> Row:
     failure = None if outcome.failure is None else json_text(outcome.failure)
     return (
-        outcome.task, outcome.fence, outcome.ending, outcome.at, outcome.result, outcome.result_digest,
-        outcome.result_format, failure, outcome.log_tail,
+        outcome.task, outcome.fence, tenant, outcome.ending, outcome.at, outcome.result,
+        outcome.result_digest, outcome.result_format, failure, outcome.log_tail,
     )  # fmt: skip
 
 
-def _checkpoint_row(saved: Checkpointed) -> Row:
+def _checkpoint_row(saved: Checkpointed, tenant: str) -> Row:
     size_bytes = len(saved.data) if saved.data is not None else 0
-    return (saved.task, saved.fence, saved.sequence, saved.at, saved.digest, size_bytes, saved.uri)
+    return (saved.task, saved.fence, saved.sequence, tenant, saved.at, saved.digest, size_bytes, saved.uri)
 
 
 def token_row(token: TokenRow) -> Row:

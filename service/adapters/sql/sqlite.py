@@ -1,8 +1,8 @@
 """SQLite: one file, one process, one writing connection.
 
-WAL with synchronous=FULL: a commit is on disk when it returns. Versions up to 3.51.2 can damage a database
-whose connections write and checkpoint at the same time; here one connection does both, and a lock file keeps
-every other process out.
+WAL with synchronous=FULL: a commit is on disk when it returns. Many versions can damage a database whose
+connections write and checkpoint at the same time (docs/decisions/0014): on those one connection does both,
+and a lock file keeps every other process out.
 """
 
 import fcntl
@@ -14,6 +14,7 @@ from contextlib import contextmanager, suppress
 from itertools import chain
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 from service.adapters.sql.rowset import Row, SetStatement, sqlite_chunks, sqlite_text
 from service.adapters.sql.session import ConstraintFailed, DatabaseRefused, GuardMissed
@@ -24,21 +25,34 @@ from service.ports import StaleTerm, StoreUnavailable, Unstorable
 APPLICATION_ID = 0x67706272
 """`gpbr` in the file's header: this is a gpubroker database."""
 
-_OLDEST = (3, 38, 0)
+Version = tuple[int, int, int]
+
+_OLDEST: Version = (3, 38, 0)
+_WAL_RESET_MENDED: Version = (3, 51, 3)
+_WAL_RESET_MENDED_IN = {(3, 44): 6, (3, 50): 7}
+"""Older lines, and the first of their releases that have it mended as well."""
 _TAKE_HEAD = "UPDATE log_head SET position = position + ? WHERE id = 1 RETURNING position"
 _MAGIC = b"SQLite format 3\0"
+
+
+def has_wal_reset_bug(version: Version) -> bool:
+    """Two connections that write or checkpoint at once may damage the database; see sqlite.org/wal.html."""
+    mended = _WAL_RESET_MENDED_IN.get(version[:2])
+    return version < _WAL_RESET_MENDED and (mended is None or version[2] < mended)
 
 
 class SqliteFile:
     """The file and the lock that keeps other processes out of it. Opening refuses what is not ours."""
 
-    def __init__(self, path: Path) -> None:
-        if sqlite3.sqlite_version_info < _OLDEST:
+    def __init__(self, path: Path, version: Version = sqlite3.sqlite_version_info[:3]) -> None:
+        if version < _OLDEST:
             raise DatabaseRefused(
-                f"this Python's SQLite is {sqlite3.sqlite_version}; gpubroker needs 3.38 or newer: "
+                f"this Python's SQLite is {'.'.join(map(str, version))}; gpubroker needs 3.38 or newer: "
                 "use another Python, or PostgreSQL with --database-url"
             )
         self.path = path
+        self._one_writer = has_wal_reset_bug(version)
+        self._writer: sqlite3.Connection | None = None
         self._lock = _lock(path)
         try:
             _check_header(path)
@@ -47,7 +61,16 @@ class SqliteFile:
             raise
 
     def writer(self) -> sqlite3.Connection:
-        """The connection that writes. Makes the file if there is none."""
+        """The connection that writes and checkpoints. Makes the file if there is none.
+
+        A version that cannot bear two at a time gets one only: close it before you ask again.
+        """
+        if self._one_writer and self._writer is not None and _is_open(self._writer):
+            raise RuntimeError(f"{self.path} has a writing connection already, and SQLite bears only one")
+        self._writer = self._new_writer()
+        return self._writer
+
+    def _new_writer(self) -> sqlite3.Connection:
         with _refusing(self.path):
             if not self.path.exists():
                 os.close(os.open(self.path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600))
@@ -67,20 +90,27 @@ class SqliteFile:
             return connection
 
     def reader(self) -> sqlite3.Connection:
-        """A connection that neither writes nor checkpoints."""
-        connection = _connect(self.path)
-        connection.execute("PRAGMA query_only = ON")
-        connection.execute("PRAGMA wal_autocheckpoint = 0")
-        return connection
+        """A connection that can neither write nor checkpoint, not even when it is the last one to close."""
+        return _connect(self.path, "ro")
 
     def close(self) -> None:
         os.close(self._lock)
 
 
-def _connect(path: Path) -> sqlite3.Connection:
-    connection = sqlite3.connect(path, isolation_level=None, check_same_thread=False, cached_statements=256)
+def _connect(path: Path, mode: str = "rw") -> sqlite3.Connection:
+    connection = sqlite3.connect(
+        f"file:{quote(str(path))}?mode={mode}",
+        uri=True, isolation_level=None, check_same_thread=False, cached_statements=256,
+    )  # fmt: skip
     connection.execute("PRAGMA busy_timeout = 5000")
     return connection
+
+
+def _is_open(connection: sqlite3.Connection) -> bool:
+    try:
+        return connection.total_changes >= 0
+    except sqlite3.ProgrammingError:
+        return False
 
 
 def _lock(path: Path) -> int:

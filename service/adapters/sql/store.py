@@ -44,13 +44,13 @@ __all__ = ["DatabaseRefused", "SqlStore", "migrate", "open_store"]
 T = TypeVar("T")
 
 
-async def open_store(url: str) -> "SqlStore":
+async def open_store(url: str, *, alone: bool = False) -> "SqlStore":
     """Open `sqlite:///path` or `postgresql://...`, bringing its schema to the newest first.
 
-    A SQLite file is locked until `close`; on PostgreSQL an advisory lock lets one of several processes
-    migrate. Raises DatabaseRefused.
+    A SQLite file is locked until `close`. On PostgreSQL any number of processes may open one database, of
+    which one migrates at a time; of those that open it `alone` there is one. Raises DatabaseRefused.
     """
-    database = await asyncio.to_thread(open_database, url)
+    database = await asyncio.to_thread(open_database, url, alone=alone)
     try:
         return await asyncio.to_thread(SqlStore, database)
     except BaseException:

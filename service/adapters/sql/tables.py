@@ -113,6 +113,7 @@ task_spec = Table(
     "task_spec",
     metadata,
     Column("task", Id, primary_key=True),
+    Column("tenant", Text, nullable=False),
     Column("kind", Text, nullable=False),
     Column("entrypoint", Text, nullable=False),
     Column("command", Text, nullable=False),
@@ -146,6 +147,7 @@ outcome = Table(
     metadata,
     Column("task", Id, nullable=False),
     Column("fence", Integer, nullable=False),
+    Column("tenant", Text, nullable=False),
     Column("ending", Text, nullable=False),
     Column("at", Double, nullable=False),
     Column("result", LargeBinary),
@@ -165,6 +167,7 @@ checkpoint = Table(
     Column("task", Id, nullable=False),
     Column("fence", Integer, nullable=False),
     Column("sequence", Integer, nullable=False),
+    Column("tenant", Text, nullable=False),
     Column("at", Double, nullable=False),
     Column("digest", Text, nullable=False),
     Column("size_bytes", Count, nullable=False),
@@ -331,4 +334,5 @@ audit = Table(
     Column("action", Text, nullable=False),
     Column("subject", Text, nullable=False),
 )
-"""Who took the lead, and which tokens came and went; written in the transaction that did it."""
+"""Who took the lead, which tokens came and went and by whose word, and who stopped the service. What is a row
+of its own is noted in the transaction that wrote it."""
