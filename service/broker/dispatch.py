@@ -4,10 +4,10 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import structlog
 
-from service.core.orders import Ended, Ending, Failure, Gone, Order, Report, StartOrder
+from service.core.orders import Ended, Ending, Failure, Gone, Report, StartOrder
 from service.core.plan import Decision
 from service.core.task import Task
-from service.core.units import TaskId
+from service.core.units import Fence, TaskId
 from service.core.world import World
 from service.ports import (
     BlobCorrupt,
@@ -17,10 +17,15 @@ from service.ports import (
     Executor,
     RunPayload,
     RunSpec,
+    StoredCheckpoint,
+    StoreUnavailable,
     TaskStore,
 )
 
 log = structlog.get_logger("gpubroker.dispatch")
+
+Rows = Mapping[tuple[TaskId, Fence], Task]
+"""Each claim's task, as the decision that made the claim wrote it."""
 
 
 class Dispatcher:
@@ -35,20 +40,32 @@ class Dispatcher:
         self._world = world
         self._clock = clock
 
-    async def send(self, committed: Iterable[Decision]) -> Sequence[Report]:
-        """Send all orders in decision order. Returns reports about starts that could not be made."""
+    async def send(self, committed: Sequence[Decision]) -> Sequence[Report]:
+        """Send all orders in decision order. Returns reports about starts that could not be made.
+
+        Raises StoreUnavailable: then nothing was sent.
+        """
         orders = [order for decision in committed for order in decision.orders]
-        if not orders:
-            return ()
-        starts = [order for order in orders if isinstance(order, StartOrder)]
-        payloads, impossible = await self._payloads(starts)
-        unsent = {report.task for report in impossible if isinstance(report, Ended)}
-        sendable = [order for order in orders if not _is_start_of(order, unsent)]
-        await self._executor.send(sendable, payloads)
+        starts = [order for order in orders if isinstance(order, StartOrder) and not self._is_over(order)]
+        rows = {(w.task.id, w.task.fence): w.task for decision in committed for w in decision.tasks}
+        payloads, impossible = await self._payloads(starts, rows)
+        ready = {(order.task, order.fence) for order in starts if order.task in payloads}
+        sendable = [
+            order
+            for order in orders
+            if not isinstance(order, StartOrder) or (order.task, order.fence) in ready
+        ]
+        if sendable:
+            await self._executor.send(sendable, payloads)
         return impossible
 
+    def _is_over(self, order: StartOrder) -> bool:
+        """It ended between commit and dispatch, and its agent must not hear of it."""
+        task = self._world.tasks.get(order.task)
+        return task is None or task.fence > order.fence or (task.fence == order.fence and not task.is_active)
+
     async def _payloads(
-        self, starts: Sequence[StartOrder]
+        self, starts: Sequence[StartOrder], rows: Rows
     ) -> tuple[Mapping[TaskId, RunPayload], Sequence[Report]]:
         if not starts:
             return {}, ()
@@ -56,20 +73,21 @@ class Dispatcher:
         payloads: dict[TaskId, RunPayload] = {}
         impossible: list[Report] = []
         for order in starts:
-            task = self._world.tasks.get(order.task)
-            if task is None or task.fence != order.fence:
-                continue  # it ended between commit and dispatch; the agent must not hear of it
+            task = rows[order.task, order.fence]
+            saved = await self._store.checkpoints(task.id) if task.checkpoint_at is not None else ()
             try:
-                payloads[order.task] = await self._payload(task, specs[order.task])
+                payloads[task.id] = await self._payload(task, specs[task.id], saved)
+            except StoreUnavailable as fault:
+                impossible.append(self._put_back(order, fault))
             except (BlobMissing, BlobCorrupt) as fault:
                 impossible += self._never_started(order, fault)
         return payloads, impossible
 
-    async def _payload(self, task: Task, spec: RunSpec) -> RunPayload:
+    async def _payload(self, task: Task, spec: RunSpec, saved: Sequence[StoredCheckpoint]) -> RunPayload:
         arguments = spec.arguments
         if spec.arguments_digest is not None:
             arguments = await self._blobs.get(spec.arguments_digest)
-        state, uri = await self._newest_valid_checkpoint(task)
+        state, uri = await self._newest_valid(task, saved)
         return RunPayload(
             spec=spec,
             arguments=arguments,
@@ -81,24 +99,29 @@ class Dispatcher:
             timeout_seconds=task.timeout_seconds,
         )
 
-    async def _newest_valid_checkpoint(self, task: Task) -> tuple[bytes | None, str | None]:
+    async def _newest_valid(
+        self, task: Task, saved: Iterable[StoredCheckpoint]
+    ) -> tuple[bytes | None, str | None]:
         """A checkpoint whose bytes no longer match is passed over for the one before it."""
-        if task.checkpoint_at is None:
-            return None, None
-        for saved in await self._store.checkpoints(task.id):
-            if saved.uri is not None:
-                return None, saved.uri
+        for checkpoint in saved:
+            if checkpoint.uri is not None:
+                return None, checkpoint.uri
             try:
-                return await self._blobs.get(saved.digest), None
+                return await self._blobs.get(checkpoint.digest), None
             except (BlobMissing, BlobCorrupt) as fault:
                 log.warning(
                     "checkpoint passed over; the run resumes from an older one or from the start",
                     task=task.id,
-                    sequence=saved.sequence,
-                    digest=saved.digest,
+                    sequence=checkpoint.sequence,
+                    digest=checkpoint.digest,
                     fault=str(fault),
                 )
         return None, None
+
+    def _put_back(self, order: StartOrder, fault: StoreUnavailable) -> Report:
+        """The task waits a moment and is planned anew; others do not wait for its bytes."""
+        log.error("run not started: what it needs cannot be read now", task=order.task, fault=str(fault))
+        return Gone(order.task, order.fence, self._clock.now(), "never_started", rank=order.rank)
 
     def _never_started(self, order: StartOrder, fault: Exception) -> list[Report]:
         now = self._clock.now()
@@ -110,7 +133,3 @@ class Dispatcher:
             Ended(order.task, order.fence, now, Ending.FAILED, failure=failure, rank=order.rank),
             Gone(order.task, order.fence, now, "never_started", rank=order.rank),
         ]
-
-
-def _is_start_of(order: Order, tasks: set[TaskId]) -> bool:
-    return isinstance(order, StartOrder) and order.task in tasks

@@ -3,20 +3,20 @@
 import asyncio
 import contextlib
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import structlog
 
 from service.broker.dispatch import Dispatcher
-from service.broker.observe import Observer, next_batch
+from service.broker.observe import Observer, next_batch, plainer
 from service.core.cycle import plan_cycle
 from service.core.events import Event
 from service.core.orders import Report
 from service.core.plan import Decision
 from service.core.policy import Policy
 from service.core.reconcile import take_over
-from service.core.units import Term
+from service.core.units import Instant, Term
 from service.core.world import World
 from service.ports import Clock, CommitVerdict, Executor, StoreUnavailable, TaskStore
 
@@ -32,11 +32,19 @@ moment the first one begins at once."""
 SLICE = 256
 """Tasks examined before the event loop gets its turn again."""
 
-STALE_TRIES = 20
-"""A leader is the only writer of states; if its picture is refused so often, the picture is wrong."""
+TRIES = 20
+"""A leader is the only writer of states; if what it decides is refused so often, its picture is wrong."""
 
 STORE_PATIENCE_SECONDS = 1.0
 """Pause before a commit is tried again when the database could not be reached."""
+
+
+COMMITTED = CommitVerdict.COMMITTED
+_NEVER = frozenset({CommitVerdict.REFUSED, CommitVerdict.UNSTORABLE})
+_DIVERGED = (
+    f"{TRIES} times in a row the database refused what the leader made of {{}}; "
+    "restart the service, which reads the picture anew"
+)
 
 
 class PictureDiverged(Exception):
@@ -77,11 +85,16 @@ class Leader:
         self._heard: deque[Report] = deque()
         self._undispatched: list[Decision] = []
         """Committed, and their orders not yet on their way: what a start needs is in the database."""
+        self._refused: set[str] = set()
+        """Subjects that the database refused in this cycle, and did not accept in it either."""
+        self._in_vain: Mapping[str, int] = {}
+        """Subject -> cycles in a row in which it was refused."""
         self._woken = asyncio.Event()
         self.leadership = Leadership()
 
     def on_events(self, events: Sequence[Event]) -> None:
         """Wake up for what gateways inserted; the leader's own commits need no second look."""
+        self._observer.on_events(events)
         if any(event.kind in {"task.submitted", "request.made"} for event in events):
             self._woken.set()
 
@@ -93,13 +106,17 @@ class Leader:
     async def take_over(self) -> None:
         """Begin a term: every older leader's commits fail, and no node is used before its agent answered."""
         self.leadership.term = await self._store.take_term(self._name)
-        self.leadership.leading = True
-        log.info("leading", term=self.leadership.term)
         decision = take_over(self._world)
         await self._carry_out([decision] if decision else [])
+        self.leadership.leading = True
+        log.info("leading", term=self.leadership.term)
 
     async def run(self) -> None:
-        await self.take_over()
+        while not self.leadership.leading:
+            try:
+                await self.take_over()
+            except StoreUnavailable as fault:
+                await self._wait_for_store(fault)
         try:
             async with asyncio.TaskGroup() as group:
                 group.create_task(self._listen())
@@ -125,37 +142,65 @@ class Leader:
             try:
                 await self.cycle()
             except StoreUnavailable as fault:
-                log.warning("database not reached; trying again", fault=str(fault))
-                await asyncio.sleep(STORE_PATIENCE_SECONDS)
-                self._woken.set()
+                await self._wait_for_store(fault)
+
+    async def _wait_for_store(self, fault: StoreUnavailable) -> None:
+        log.warning("what is stored is not reached; trying again", fault=str(fault))
+        await asyncio.sleep(STORE_PATIENCE_SECONDS)
+        self._woken.set()
 
     async def cycle(self) -> None:
-        """One turn: reports, requests, deadlines, then the plan. Raises StaleTerm, StoreUnavailable."""
+        """One turn: reports, requests, deadlines, then the plan.
+
+        Raises StaleTerm, PictureDiverged, and StoreUnavailable: then the next turn takes up what is left.
+        """
         await self._dispatch()
         await self._settle_reports()
-        await self._carry_out(self._observer.on_requests(self._clock.now()))
+        self._refused.clear()
+        await self._settle_requests()
         await self._carry_out(self._observer.on_time(self._clock.now()))
         await self._plan()
+        self._count_refusals()
 
     async def _settle_reports(self) -> None:
         """A report stays in hand until what it means is committed. Raises PictureDiverged."""
-        left, tries = len(self._heard), STALE_TRIES
+        left, tries = len(self._heard), TRIES
         while left > 0:
             batch = next_batch(self._heard)
-            decisions = await self._observer.on_reports(batch, self._clock.now())
+            now = self._clock.now()
+            decisions = await self._observer.on_reports(batch, now)
             verdicts = await self._carry_out(decisions)
             if CommitVerdict.STALE not in verdicts:
                 for _ in batch:
                     self._heard.popleft()
-                left, tries = left - len(batch), STALE_TRIES
+                again = self._said_plainly(batch, _never(decisions, verdicts), now)
+                self._heard.extendleft(reversed(again))
+                left, tries = left - len(batch) + len(again), TRIES
                 continue
             log.info("reports met a changed row; looking again", reports=len(batch))
             tries -= 1
             if tries == 0:
-                raise PictureDiverged(
-                    f"{STALE_TRIES} times in a row the database refused what the leader made of its reports; "
-                    "restart the service, which reads the picture anew"
-                )
+                raise PictureDiverged(_DIVERGED.format("its reports"))
+
+    def _said_plainly(
+        self, batch: Sequence[Report], refused: Iterable[Decision], now: Instant
+    ) -> list[Report]:
+        """What a run says must not stop the leader: the run fails of it, and the others go on."""
+        again: list[Report] = []
+        for decision in refused:
+            plain = plainer(batch, decision.subject, now)
+            if not plain:
+                log.error("reports dropped: the database refuses them", subject=decision.subject)
+            again += plain
+        return again
+
+    async def _settle_requests(self) -> None:
+        """A request whose change the database can never keep is settled without it."""
+        decisions = self._observer.on_requests(self._clock.now())
+        verdicts = await self._carry_out(decisions)
+        await self._carry_out(
+            [Decision(d.subject, d.why, requests_done=d.requests_done) for d in _never(decisions, verdicts)]
+        )
 
     async def _plan(self) -> None:
         cursor = None
@@ -172,21 +217,41 @@ class Leader:
         if not decisions:
             return ()
         writing = [decision for decision in decisions if not decision.is_empty()]
-        verdicts = await self._store.commit(self.leadership.term, writing) if writing else ()
-        fate = {id(decision): verdict for decision, verdict in zip(writing, verdicts, strict=True)}
-        for decision in decisions:
-            verdict = fate.get(id(decision), CommitVerdict.COMMITTED)
-            if verdict is CommitVerdict.COMMITTED:
+        written = await self._store.commit(self.leadership.term, writing) if writing else ()
+        fate = {id(decision): verdict for decision, verdict in zip(writing, written, strict=True)}
+        verdicts = [fate.get(id(decision), CommitVerdict.COMMITTED) for decision in decisions]
+        accepted = {d.subject for d, v in zip(decisions, verdicts, strict=True) if v is COMMITTED}
+        for decision, verdict in zip(decisions, verdicts, strict=True):
+            if verdict is COMMITTED:
                 self._undispatched.append(decision)
-            elif verdict is CommitVerdict.REFUSED:
-                log.error("the database refused a decision", subject=decision.subject, why=decision.why)
+            elif decision.subject not in accepted and verdict is not CommitVerdict.UNAVAILABLE:
+                self._refused.add(decision.subject)
+            if verdict in _NEVER:
+                log.error(
+                    "the database refused a decision",
+                    subject=decision.subject, why=decision.why, fault=verdict.value,
+                )  # fmt: skip
         if CommitVerdict.STALE in verdicts:
             self._woken.set()
         await self._dispatch()
+        if CommitVerdict.UNAVAILABLE in verdicts:
+            raise StoreUnavailable("the database went away in the middle of a commit")
         return verdicts
+
+    def _count_refusals(self) -> None:
+        """Reports have their own count. Raises PictureDiverged."""
+        self._in_vain = {subject: self._in_vain.get(subject, 0) + 1 for subject in self._refused}
+        for subject, cycles in self._in_vain.items():
+            if cycles == TRIES:
+                raise PictureDiverged(_DIVERGED.format(subject))
 
     async def _dispatch(self) -> None:
         """Send the orders of what was committed. Raises StoreUnavailable; they stay for the next cycle."""
         if self._undispatched:
             self._heard.extend(await self._dispatcher.send(self._undispatched))
             self._undispatched = []
+
+
+def _never(decisions: Sequence[Decision], verdicts: Sequence[CommitVerdict]) -> list[Decision]:
+    """Those that the database would refuse again, however often they are tried."""
+    return [d for d, verdict in zip(decisions, verdicts, strict=True) if verdict in _NEVER]

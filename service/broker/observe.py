@@ -1,27 +1,39 @@
 """What came in since the last cycle: reports, requests and deadlines, turned into decisions by the core."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import structlog
 
-from service.core import deadlines, reconcile, requests, runs
-from service.core.orders import Checkpointed, Gone, NodeSeen, Progressed, Report, Sampled
+from service.core import deadlines, requests, runs
+from service.core.events import Event
+from service.core.orders import (
+    Checkpointed,
+    Ended,
+    Ending,
+    Failure,
+    Gone,
+    NodeSeen,
+    Progressed,
+    Report,
+    Sampled,
+)
 from service.core.plan import Decision, Outcome
 from service.core.policy import Policy
-from service.core.units import Instant, Mib, TaskId
+from service.core.reconcile import InventoryRules, reconcile
+from service.core.task import Move
+from service.core.units import Instant, TaskId
 from service.core.world import World
-from service.ports import BlobStore, Progress
+from service.ports import BlobStore, BlobTooLarge, Progress
 
 log = structlog.get_logger("gpubroker.observe")
 
-
-@dataclass(frozen=True, slots=True)
-class InventoryRules:
-    """How devices that agents report are entered."""
-
-    cluster: str
-    reserve_mb: int
+_ENDS_OF_A_RUN = frozenset(
+    f"task.{move}" for move in (Move.REQUEUED, Move.SUCCEEDED, Move.FAILED, Move.CANCELLED)
+)
+_UNSTORABLE = Failure(
+    "unstorable", "what the run left behind holds a value that the database cannot keep, such as a NUL"
+)
 
 
 def next_batch(heard: Iterable[Report]) -> list[Report]:
@@ -36,6 +48,33 @@ def next_batch(heard: Iterable[Report]) -> list[Report]:
             return batch or [report]
         batch.append(report)
     return batch
+
+
+def plainer(reports: Sequence[Report], task: str, now: Instant) -> list[Report]:
+    """What is left of the reports about one task that the database refused, in words of our own.
+
+    Nothing if they were as plain as this already.
+    """
+    mine = [report for report in reports if getattr(report, "task", None) == task]
+    plain: list[Report] = []
+    for report in mine:
+        match report:
+            case Checkpointed():
+                continue
+            case Ended() if report.failure is not _UNSTORABLE:
+                failed = Ended(report.task, report.fence, now, Ending.FAILED, failure=_UNSTORABLE)
+                plain.append(replace(failed, rank=report.rank))
+            case _:
+                plain.append(report)
+    return [] if plain == mine else plain
+
+
+class _NotKept(Exception):
+    """The bytes of this report are refused; what to read in its place, if anything."""
+
+    def __init__(self, report: Report, instead: Report | None = None) -> None:
+        self.report = report
+        self.instead = instead
 
 
 class Observer:
@@ -73,18 +112,20 @@ class Observer:
                 case Progressed():
                     self._on_progress(report)
                 case NodeSeen():
-                    decisions += reconcile.reconcile(
-                        self._world,
-                        report,
-                        now,
-                        self._policy,
-                        cluster=self._inventory.cluster,
-                        reserve_mb=Mib(self._inventory.reserve_mb),
-                    )
+                    decisions += reconcile(self._world, report, now, self._policy, self._inventory)
                 case _:
                     about_runs.append(report)
-        decisions += runs.react(self._world, about_runs, now, self._policy)
-        return [await self._with_blobs(decision) for decision in decisions]
+        return decisions + await self._on_runs(about_runs, now)
+
+    async def _on_runs(self, reports: Sequence[Report], now: Instant) -> list[Decision]:
+        """Decisions whose bytes are on disk. A report whose bytes are refused is as if never said."""
+        while True:
+            decisions = runs.react(self._world, reports, now, self._policy)
+            try:
+                return [await self._with_blobs(decision, reports) for decision in decisions]
+            except _NotKept as refused:
+                heard = [refused.instead if report is refused.report else report for report in reports]
+                reports = [report for report in heard if report is not None]
 
     def on_requests(self, now: Instant) -> list[Decision]:
         return [
@@ -101,31 +142,52 @@ class Observer:
         if task is not None and task.fence == report.fence and task.is_active:
             self._progress[report.task] = Progress(report.at, report.fraction, report.message)
 
-    async def _with_blobs(self, decision: Decision) -> Decision:
-        """Bytes first, row after: a committed row never names an object that is not on disk."""
+    def on_events(self, events: Iterable[Event]) -> None:
+        """Forget what a run said of itself when it is over."""
+        for event in events:
+            if event.kind in _ENDS_OF_A_RUN:
+                self._progress.pop(TaskId(event.key), None)
+
+    async def _with_blobs(self, decision: Decision, reports: Sequence[Report]) -> Decision:
+        """Bytes first, row after: a committed row never names an object that is not on disk.
+
+        Raises _NotKept, StoreUnavailable.
+        """
         if decision.checkpoint is not None and decision.checkpoint.data is not None:
-            decision = replace(decision, checkpoint=await self._stored_checkpoint(decision.checkpoint))
+            await self._store_checkpoint(decision.checkpoint, decision.checkpoint.data)
         outcome = decision.outcome
-        if outcome is not None and outcome.result is not None and len(outcome.result) > self._inline_bytes:
-            decision = replace(decision, outcome=await self._stored_outcome(outcome))
-        return decision
+        if outcome is None or outcome.result is None or len(outcome.result) <= self._inline_bytes:
+            return decision
+        try:
+            digest = await self._blobs.put(outcome.result, owner=outcome.task)
+        except BlobTooLarge as fault:
+            raise _too_large(reports, outcome, fault) from None
+        return replace(decision, outcome=replace(outcome, result=None, result_digest=digest))
 
-    async def _stored_checkpoint(self, checkpoint: Checkpointed) -> Checkpointed | None:
-        """None if the bytes changed on their way: the checkpoint before it stays the newest."""
-        assert checkpoint.data is not None
-        digest = await self._blobs.put(checkpoint.data, owner=checkpoint.task)
-        if digest == checkpoint.digest:
-            return checkpoint
-        log.warning(
-            "checkpoint refused: its bytes do not have the digest taken where it was saved",
-            task=checkpoint.task,
-            sequence=checkpoint.sequence,
-            expected=checkpoint.digest,
-            found=digest,
-        )
-        return None
+    async def _store_checkpoint(self, checkpoint: Checkpointed, data: bytes) -> None:
+        """Without one that is refused the checkpoint before it stays the newest."""
+        try:
+            digest = await self._blobs.put(data, owner=checkpoint.task)
+        except BlobTooLarge as fault:
+            log.warning(
+                "checkpoint refused", task=checkpoint.task, sequence=checkpoint.sequence, fault=str(fault)
+            )
+            raise _NotKept(checkpoint) from None
+        if digest != checkpoint.digest:
+            log.warning(
+                "checkpoint refused: its bytes do not have the digest taken where it was saved",
+                task=checkpoint.task,
+                sequence=checkpoint.sequence,
+                expected=checkpoint.digest,
+                found=digest,
+            )
+            raise _NotKept(checkpoint)
 
-    async def _stored_outcome(self, outcome: Outcome) -> Outcome:
-        assert outcome.result is not None
-        digest = await self._blobs.put(outcome.result, owner=outcome.task)
-        return replace(outcome, result=None, result_digest=digest)
+
+def _too_large(reports: Iterable[Report], outcome: Outcome, fault: BlobTooLarge) -> _NotKept:
+    """The run did its work, but nobody could ever fetch what came of it."""
+    failure = Failure("result_too_large", f"{fault}; return less, or raise limits.result_bytes")
+    for report in reports:
+        if isinstance(report, Ended) and report.result is outcome.result:
+            return _NotKept(report, replace(report, ending=Ending.FAILED, result=None, failure=failure))
+    raise AssertionError(f"the result of {outcome.task} came with no report")
