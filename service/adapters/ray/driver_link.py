@@ -20,6 +20,7 @@ LOOKS = 5
 """How often it is asked within its patience."""
 KILL_SECONDS = 5.0
 LOG_BYTES = 4 * 2**20
+ENDED = "the Ray driver process ended"
 
 
 class DriverLink:
@@ -38,7 +39,7 @@ class DriverLink:
         self._patience_seconds = patience_seconds
         self._connected = False
         self._heard = False
-        self.fault = "the Ray driver process ended"
+        self.fault = ENDED
         """Why it ended, as far as it is known."""
 
     @classmethod
@@ -64,19 +65,17 @@ class DriverLink:
         try:
             while (message := await read_frame(self._reader)) is not None:
                 self._heard = True
-                match message:
-                    case ("pong",):
-                        continue
-                    case ("connected",):
-                        self._connected = True
-                    case ("trouble", what):
-                        self.fault = what
+                if message[0] == "pong":
+                    continue
+                self._connected |= message[0] == "connected"
+                self.fault = message[1] if message[0] == "trouble" else ENDED
                 on_message(message)
         finally:
             watching.cancel()
 
     def kill(self) -> None:
         self._child.kill()
+        self._writer.transport.abort()
 
     async def close(self) -> None:
         """Back when the process is buried."""

@@ -1,0 +1,196 @@
+"""The executor and its driver process: what it does when that one is silent, slow, or tells nonsense."""
+
+import asyncio
+import socket
+import subprocess
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from service.adapters.ray import driver_link, executor
+from service.adapters.ray.driver import UNTAKEN_BYTES, Driver, Opening
+from service.adapters.ray.executor import RayExecutor
+from service.adapters.ray.frames import boot_seconds, frame, read_frame
+from service.adapters.ray.options import RayOptions
+from service.adapters.ray.report_form import MALFORMED
+from service.adapters.ray.wire import unpack, write_reports
+from service.core.orders import Ended, Ending, Gone, NodeSeen, StartOrder
+from service.core.units import Fence, Instant, NodeName, TaskId, Term
+from service.ports import RunPayload, RunSpec
+
+NODE = {"name": "n1", "cpu": 2.0, "memory_mb": 10, "max_runs": 4, "incarnation": "i.1", "boot_id": "b"}
+SEEN: tuple[Any, ...] = ("node_seen", 1.0, NODE, [], [])
+
+
+class Clock:
+    def now(self) -> Instant:
+        return Instant(1.0)
+
+
+class StandIn:
+    """What a driver process would say, said by the test. The process itself only waits."""
+
+    def __init__(self, child: "subprocess.Popen[bytes]", channel: socket.socket) -> None:
+        self.child = child
+        self._channel = channel
+
+    async def meet(self) -> "StandIn":
+        self._reader, self._writer = await asyncio.open_unix_connection(sock=self._channel)
+        await self.next("127.0.0.1")
+        self.tell("connected")
+        return self
+
+    def tell(self, *parts: Any) -> None:
+        self._writer.write(frame(*parts))
+
+    def tell_reports(self, *reports: tuple[Any, ...]) -> None:
+        self.tell("reports", write_reports("n1", 1.0, reports), boot_seconds())
+
+    async def next(self, kind: str) -> tuple[Any, ...]:
+        """The next message of this kind; pings are answered meanwhile."""
+        while (message := await read_frame(self._reader)) is not None:
+            if message[0] == "ping":
+                self.tell("pong")
+            if str(message[0]).startswith(kind):
+                return message
+        raise AssertionError(f"the service left before it said {kind}")
+
+    def leave(self) -> None:
+        self._writer.close()
+
+
+class Bench:
+    """An executor that joins a cluster which only listens, and the drivers it starts."""
+
+    def __init__(self, options: RayOptions) -> None:
+        self.executor = RayExecutor(options, Clock())
+        self._drivers: asyncio.Queue[StandIn] = asyncio.Queue()
+        self._starting: asyncio.Task[None] | None = None
+
+    def begin(self) -> None:
+        self._starting = asyncio.create_task(self.executor.start(Term(1)))
+
+    def start_driver(self, _options: RayOptions, channel: socket.socket) -> "subprocess.Popen[bytes]":
+        child = subprocess.Popen(["sleep", "60"])
+        self._drivers.put_nowait(StandIn(child, channel.dup()))
+        return child
+
+    async def started(self) -> StandIn:
+        """The next one that is started; it has not said a word."""
+        return await self._drivers.get()
+
+    async def driver(self) -> StandIn:
+        """The next one that is started, connected."""
+        return await (await self.started()).meet()
+
+    async def send(self, task: str, arguments: bytes = b"") -> None:
+        order = StartOrder(TaskId(task), Fence(1), NodeName("n1"), "i.1", (), shareable=False)
+        payload = RunPayload(RunSpec("entrypoint"), arguments, None, None, 1, "", "default", None)
+        await self.executor.send([order], {order.task: payload})
+
+    async def close(self) -> None:
+        if self._starting is not None:
+            self._starting.cancel()
+        await self.executor.close(stop_cluster=False)
+
+
+@pytest.fixture
+async def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Bench]:
+    async def ignore(_reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.close()
+
+    async with await asyncio.start_server(ignore, "127.0.0.1", 0) as cluster:
+        port = cluster.sockets[0].getsockname()[1]
+        options = RayOptions(tmp_path, address=f"127.0.0.1:{port}", driver_patience_seconds=0.5)
+        bench = Bench(options)
+        monkeypatch.setattr(driver_link, "_start_driver", bench.start_driver)
+        bench.begin()
+        yield bench
+        await bench.close()
+
+
+async def test_a_driver_that_falls_silent_is_killed_and_replaced(bench: Bench) -> None:
+    silent = await bench.driver()
+    silent.tell_reports(SEEN)
+    [seen] = await bench.executor.reports()
+    assert isinstance(seen, NodeSeen)
+    assert bench.executor.status()["state"] == "connected"
+    await bench.driver()
+    assert silent.child.poll() is not None
+
+
+async def test_a_driver_that_answers_is_left_alone_however_little_it_has_to_say(bench: Bench) -> None:
+    driver = await bench.driver()
+    for _ in range(2 * driver_link.LOOKS):
+        await driver.next("ping")
+    assert driver.child.poll() is None
+
+
+async def test_a_driver_that_ends_says_why_to_whoever_asks(bench: Bench) -> None:
+    driver = await bench.driver()
+    driver.tell("trouble", "Ray has other plans")
+    driver.leave()
+    await bench.started()
+    assert bench.executor.status()["state"] == "failed"
+    assert bench.executor.status()["message"] == "Ray has other plans"
+
+
+async def test_sending_waits_for_nobody_and_what_is_too_much_has_never_started(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(executor, "UNANSWERED_BYTES", 2**20)
+    driver = await bench.driver()
+    driver.tell_reports(SEEN)
+    await bench.executor.reports()
+    await bench.send("first", b"x" * 2**20)
+    await bench.send("second", b"x")
+    ended, gone = await bench.executor.reports()
+    assert isinstance(ended, Ended)
+    assert (ended.task, ended.ending) == ("second", Ending.NEVER_STARTED)
+    assert isinstance(gone, Gone)
+    assert gone.proof == "never_started"
+    _, _, packed = await driver.next("orders")
+    assert [order[3]["task"] for order in unpack(packed)] == ["first"]
+    driver.tell_reports(("started", "first", 1, 0, 1.0, 42))
+    await bench.executor.reports()
+    await bench.send("third", b"x")
+    _, _, packed = await driver.next("orders")
+    assert [order[3]["task"] for order in unpack(packed)] == ["third"]
+
+
+async def test_a_run_that_tells_nonsense_has_failed_and_is_killed(bench: Bench) -> None:
+    driver = await bench.driver()
+    driver.tell_reports(SEEN, ("progressed", "t", 3, 0, 1.0, "half", ""))
+    _, ended = await bench.executor.reports()
+    assert isinstance(ended, Ended)
+    assert ended.failure is not None
+    assert ended.failure.kind == MALFORMED
+    _, node, packed = await driver.next("orders")
+    assert (node, unpack(packed)) == ("n1", (("stop", "t", 3, 0, "cancel", 0.0),))
+
+
+async def test_the_driver_hears_what_was_taken_when_it_was_taken(bench: Bench) -> None:
+    driver = await bench.driver()
+    driver.tell_reports(SEEN)
+    await driver.next("ping")
+    await bench.executor.reports()
+    _, taken_bytes = await driver.next("taken")
+    assert taken_bytes == len(write_reports("n1", 1.0, [SEEN]))
+
+
+async def test_nobody_is_asked_for_more_than_the_service_takes() -> None:
+    ours, theirs = socket.socketpair()
+    reader, _theirs = await asyncio.open_unix_connection(sock=theirs, limit=2 * UNTAKEN_BYTES)
+    _reader, writer = await asyncio.open_unix_connection(sock=ours)
+    async with asyncio.TaskGroup() as tasks:
+        driver = Driver(Opening("", "", "", "", 1), writer, tasks)
+        await driver.room()
+        reading = tasks.create_task(read_frame(reader))
+        await driver.tell_reports(b"x" * (UNTAKEN_BYTES + 1), 0.0)
+        waiting = tasks.create_task(driver.room())
+        await reading
+        assert not waiting.done()
+        await driver.on_message(("taken", 1))
+    assert waiting.done()

@@ -1,0 +1,141 @@
+"""The conversation with one node agent, when it does not go as it should."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+from ray.exceptions import RayError
+
+from service.adapters.ray import node_link
+from service.adapters.ray.node_link import NodeLink
+from service.adapters.ray.options import RayOptions
+
+
+class Call:
+    """A method of an actor handle. Each call is answered when the test says so."""
+
+    def __init__(self) -> None:
+        self._made: asyncio.Queue[asyncio.Future[Any]] = asyncio.Queue()
+
+    def remote(self, *_arguments: Any) -> "asyncio.Future[Any]":
+        reply = asyncio.get_running_loop().create_future()
+        self._made.put_nowait(reply)
+        return reply
+
+    async def made(self) -> "asyncio.Future[Any]":
+        return await self._made.get()
+
+    async def answer(self, reply: Any) -> None:
+        (await self.made()).set_result(reply)
+
+
+class Agent:
+    def __init__(self) -> None:
+        self.announce, self.poll, self.orders = Call(), Call(), Call()
+
+
+class Ears:
+    """Implements `node_link.Listener`."""
+
+    def __init__(self) -> None:
+        self.told: asyncio.Queue[tuple[Any, ...]] = asyncio.Queue()
+        self.has_room = asyncio.Event()
+        self.has_room.set()
+
+    async def tell(self, *parts: Any) -> None:
+        self.told.put_nowait(parts)
+
+    async def tell_reports(self, packed: bytes, asked_at: float) -> None:
+        self.told.put_nowait(("reports", packed))
+
+    async def room(self) -> None:
+        await self.has_room.wait()
+
+
+class Talk:
+    """A link whose agents are the test's, and what it says of them."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.ears = Ears()
+        self.found: asyncio.Queue[Agent] = asyncio.Queue()
+        self.killed: list[Agent] = []
+        self.faults: list[Exception] = []
+        self._loop = asyncio.get_running_loop()
+        monkeypatch.setattr(ray, "kill", self.killed.append)
+        monkeypatch.setattr(NodeLink, "_find_agent", lambda _link: self._find())
+
+    def _find(self) -> Agent:
+        """In a thread, as Ray's own."""
+        if self.faults:
+            raise self.faults.pop()
+        agent = Agent()
+        self._loop.call_soon_threadsafe(self.found.put_nowait, agent)
+        return agent
+
+
+@pytest.fixture
+def talking(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., Any]:
+    @asynccontextmanager
+    async def talk(*faults: Exception) -> AsyncIterator[tuple[Talk, NodeLink]]:
+        config = RayOptions(tmp_path).agent_config("").on_node("n1")
+        scene = Talk(monkeypatch)
+        scene.faults += faults
+        async with asyncio.TaskGroup() as tasks:
+            link = NodeLink("ray-node", config, "broker", 1, scene.ears, tasks)
+            yield scene, link
+            link.close()
+
+    return talk
+
+
+async def test_an_agent_that_never_answers_an_announcement_is_replaced(
+    talking: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(node_link, "ANNOUNCE_SECONDS", 0.02)
+    async with talking() as (scene, _link):
+        hung = await scene.found.get()
+        assert "did not answer" in (await scene.ears.told.get())[1]
+        await scene.found.get()
+        assert scene.killed[0] is hung
+
+
+async def test_orders_that_did_not_arrive_are_asked_for_by_another_announcement(
+    talking: Callable[..., Any],
+) -> None:
+    async with talking() as (scene, link):
+        agent = await scene.found.get()
+        await agent.announce.answer(("welcome", "i.1"))
+        await agent.poll.made()
+        link.send(b"orders")
+        (await agent.orders.made()).set_exception(RayError("on their way"))
+        again = await scene.found.get()
+        await again.announce.made()
+        assert scene.killed == []
+
+
+@pytest.mark.parametrize("fault", [RuntimeError("of ray.kill"), KeyError("unforeseen"), RayError("foreseen")])
+async def test_no_fault_ends_the_conversation_for_good(talking: Callable[..., Any], fault: Exception) -> None:
+    async with talking(fault) as (scene, _link):
+        assert "n1 is away" in (await scene.ears.told.get())[1]
+        agent = await scene.found.get()
+        await agent.announce.answer(("welcome", "i.1"))
+        await agent.poll.answer((1, b"reports"))
+        assert await scene.ears.told.get() == ("reports", b"reports")
+
+
+async def test_an_agent_is_asked_for_no_reports_while_there_is_no_room(talking: Callable[..., Any]) -> None:
+    async with talking() as (scene, link):
+        scene.ears.has_room.clear()
+        agent = await scene.found.get()
+        await agent.announce.answer(("welcome", "i.1"))
+        link.send(b"orders")
+        await agent.orders.answer(None)
+        polled = asyncio.ensure_future(agent.poll.made())
+        await asyncio.sleep(0)
+        assert not polled.done()
+        scene.ears.has_room.set()
+        await polled
