@@ -35,6 +35,10 @@ LOG_FIELDS: Mapping[str, str] = {
     "reports": "how many reports of node agents",
     "subject": "task or node that a decision is about",
     "why": "stable token of a decision's reason",
+    "node": "name of the node",
+    "processes": "how many processes",
+    "runner": "name of a process that runs tasks, as Ray knows it",
+    "job": "what a node agent is at",
     "fault": "what went wrong, as text",
 }
 """Fields that structured log lines carry, always by these names."""
@@ -50,9 +54,9 @@ GAUGES: Mapping[str, tuple[str, tuple[str, ...]]] = {
         "Pending tasks by the reason that can be told without planning.",
         ("reason",),
     ),
+    "gpubroker_node_ready": ("1 if the node's agent has answered the leader, else 0.", ("hostname",)),
     "gpubroker_gpu_info": ("Always 1; what each device is.", (*_GPU, "modelName")),
     "gpubroker_gpu_memory_capacity_bytes": ("Physical memory of the device.", _GPU),
-    "gpubroker_node_ready": ("1 if the node's agent has answered the leader, else 0.", ("hostname",)),
     "gpubroker_gpu_memory_leased_bytes": ("Memory that holders have a right to.", _GPU),
     "gpubroker_gpu_memory_quarantined_bytes": ("Leased to holders not confirmed gone.", _GPU),
     "gpubroker_gpu_memory_used_bytes": ("Memory in use, as last measured.", _GPU),
@@ -131,10 +135,10 @@ class WorldCollector(Collector):
         sources = self._sources
         yield _gauge("gpubroker_build_info", [((version("gpubroker-server"),), 1)])
         yield from _task_metrics(sources.world)
-        yield from _device_metrics(sources.world)
-        yield _gauge("gpubroker_event_log_position", [((), sources.world.position)])
         nodes = sources.world.nodes.values()
         yield _gauge("gpubroker_node_ready", [((node.name,), node.ready) for node in nodes])
+        yield from _device_metrics(sources.world)
+        yield _gauge("gpubroker_event_log_position", [((), sources.world.position)])
         yield _gauge("gpubroker_world_age_seconds", [((), sources.age_seconds())])
         term = sources.term()
         yield _gauge("gpubroker_leader_term", [] if term is None else [((), term)])

@@ -31,7 +31,15 @@ def admit(draft: Draft, task: Task, placement: Placement, now: Instant) -> Decis
         draft.put_lease(lease)
     pledges += _overtake(draft, devices)
     incarnation = draft.world.nodes[placement.node].incarnation
-    order = StartOrder(task.id, fence, placement.node, incarnation, placement.devices, task.shareable)
+    order = StartOrder(
+        task.id,
+        fence,
+        placement.node,
+        incarnation,
+        placement.devices,
+        task.shareable,
+        priority=task.priority,
+    )
     return Decision(task.id, "admit", tasks=(write,), leases=leases, pledges=tuple(pledges), orders=(order,))
 
 

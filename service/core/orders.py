@@ -24,6 +24,8 @@ class StartOrder:
     devices: tuple[tuple[DeviceKey, Mib], ...]
     shareable: bool
     rank: int = 0
+    priority: int = 0
+    """Starts that wait on the node are served by it, the highest first, then in order of arrival."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,6 +11,7 @@ from gpubroker.runtime.messages import Report, RunKey
 
 from service.adapters.ray.lane import Lane
 from service.adapters.ray.processes import ProcessId, process_id
+from service.adapters.ray.wire import pack
 
 KEY = RunKey("t", 1, 0)
 
@@ -37,7 +38,7 @@ class Actor:
 
     async def answer(self, number: int, *reply: tuple[int, Report]) -> None:
         _, future = await self.call(number)
-        future.set_result(list(reply))
+        future.set_result(pack(list(reply)))
         await asyncio.sleep(0)
         await asyncio.sleep(0)
 
@@ -128,6 +129,46 @@ async def test_the_end_is_told_after_the_last_words(listened: Listened) -> None:
     listened.lane.watched.signal(9)
     await listened.lane.watched.wait()
     assert not listened.ended.is_set()
-    reply.set_result([(1, ("ended",))])
+    reply.set_result(pack([(1, ("ended",))]))
     await asyncio.wait_for(listened.ended.wait(), 10)
     assert listened.heard == ["ended"]
+
+
+@pytest.mark.parametrize("reply", [b"\xc1 no msgpack", pack([1, 2]), ["an object"]])
+async def test_who_cannot_be_understood_is_ended_so_that_its_runs_are_not_waited_for(
+    listened: Listened, reply: object
+) -> None:
+    listened.lane.hand_over(("share", 1))
+    _, future = await listened.actor.call(0)
+    future.set_result(reply)
+    await asyncio.wait_for(listened.ended.wait(), 10)
+    assert listened.lane.watched.ended
+
+
+async def test_a_fault_of_whoever_hears_a_report_ends_the_process_and_not_the_listening(
+    listened: Listened, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stumble(_lane: Lane, _report: Report) -> None:
+        raise RuntimeError("a mistake")
+
+    monkeypatch.setattr(listened.lane, "_on_report", stumble)
+    listened.lane.hand_over(("share", 1))
+    await listened.actor.answer(0, (1, ("started",)))
+    await asyncio.wait_for(listened.ended.wait(), 10)
+
+
+async def test_an_end_that_could_not_be_noted_is_told_again(
+    listened: Listened, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[str] = []
+
+    def stumble_once(_lane: Lane) -> None:
+        told.append("told")
+        if len(told) == 1:
+            raise OSError("no descriptor left")
+        listened.ended.set()
+
+    monkeypatch.setattr(listened.lane, "_on_end", stumble_once)
+    listened.lane.watched.signal(9)
+    await asyncio.wait_for(listened.ended.wait(), 10)
+    assert told == ["told", "told"]

@@ -187,7 +187,7 @@ def test_reports_of_another_release_are_refused() -> None:
 def test_a_start_carries_what_the_run_needs_and_devices_by_uuid() -> None:
     spec = RunSpec(kind="function", python="3.11", env={"A": "b"}, result_format="cloudpickle")
     payload = RunPayload(spec, b"\x80args", b"state", None, 3, "name", "tenant", 60.0)
-    order = StartOrder(T, F, N, "i", ((DeviceKey("c/n1/GPU-a"), Mib(100)),), shareable=False)
+    order = StartOrder(T, F, N, "i", ((DeviceKey("c/n1/GPU-a"), Mib(100)),), shareable=False, priority=70)
     written = unpack(pack(OrderForm(1000, 500).write(order, payload)))
     assert written[:3] == ("start", "i", False)
     assert RunOrder(**written[3]) == RunOrder(
@@ -203,6 +203,7 @@ def test_a_start_carries_what_the_run_needs_and_devices_by_uuid() -> None:
         name="name",
         tenant="tenant",
         leases=(("GPU-a", 100),),
+        priority=70,
         result_limit_bytes=1000,
         checkpoint_limit_bytes=500,
     )

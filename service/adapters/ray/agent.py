@@ -6,27 +6,27 @@ refused from then on, and everything that is not forgotten is told again.
 
 import asyncio
 import contextlib
-import logging
 import os
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
+import structlog
 from gpubroker.runtime.journal import AT_ONCE
 from gpubroker.runtime.mailbox import Mailbox
 from gpubroker.runtime.messages import Report, RunKey, RunOrder
 
 from service.adapters.nvml.probe import new_probe
 from service.adapters.ray.keeper import RunKeeper
+from service.adapters.ray.meter import MEASURE_SECONDS, Meter
 from service.adapters.ray.options import AgentConfig
-from service.adapters.ray.processes import ProcessId, boot_id, descendants, process_table
+from service.adapters.ray.persist import until_done
+from service.adapters.ray.processes import boot_id
+from service.adapters.ray.runners import RayRunners, Runners
 from service.adapters.ray.wire import PROTOCOL, WireSample, unpack, write_reports
-from service.core.units import Mib
-from service.ports import DeviceProbe, ProcessGroup
 
-log = logging.getLogger("gpubroker.agent")
+log = structlog.get_logger("gpubroker.agent")
 
 DESERTED_SECONDS = 30.0
 """Without a poll for so long there is no broker: nothing is collected for it; the next announces itself."""
@@ -34,13 +34,19 @@ DESERTED_SECONDS = 30.0
 FIRST_BEAT_SECONDS = 0.2
 """After an announcement samples come quickly at first, so that new devices are placeable at once."""
 
+OPENING_MEASURE_SECONDS = 5.0
+"""An answer to the leader waits no longer for the devices; they can be measured later."""
+
+TIDY_SECONDS = 30.0
+
 
 class NodeAgent:
     """Implements `keeper.Ear`. All methods run on the actor's event loop."""
 
-    def __init__(self, config: str) -> None:
+    def __init__(self, config: str, runners: Runners | None = None) -> None:
         self._config = AgentConfig.from_json(config)
-        self._probe = new_probe(self._config.simulated)
+        self._meter = Meter(new_probe(self._config.simulated))
+        self._runners = runners or RayRunners(self._config)
         self._id = uuid4().hex[:8]
         self._announcements = 0
         self._term = 0
@@ -48,8 +54,10 @@ class NodeAgent:
         self._mailbox: Mailbox | None = None
         self._keeper: RunKeeper | None = None
         self._beating: asyncio.Task[None] | None = None
+        self._leaving: asyncio.Task[None] | None = None
         self._opening = asyncio.Lock()
         self._announced_at = 0.0
+        self._tidied_at = 0.0
         self._attended_at = time.monotonic()
 
     async def announce(self, protocol: int, config: str, broker: str, term: int) -> tuple[str, str]:
@@ -57,30 +65,34 @@ class NodeAgent:
 
         An outdated agent is of another release or has another configuration; kill it and make a new one.
         """
-        if term < self._term:
-            return "stale", str(self._term)
-        if protocol != PROTOCOL or config != self._config.to_json():
-            return "outdated", f"protocol {PROTOCOL}"
         async with self._opening:
+            if self._leaving is not None:
+                await asyncio.shield(self._leaving)  # whoever asks again finds the next agent
+            # Asked in here: a later term may have been announced while this one waited its turn.
+            if term < self._term:
+                return "stale", str(self._term)
+            if protocol != PROTOCOL or config != self._config.to_json():
+                return "outdated", f"protocol {PROTOCOL}"
+            self._term = term
             keeper = await self._open_keeper()
-            if self._broker not in ("", broker):
-                keeper.pool.retire_shared()
-            self._term, self._broker = term, broker
-            self._announcements += 1
-            self._announced_at = self._attended_at = time.monotonic()
-            self._change_mailbox(Mailbox())
-            self.say(self._described(keeper))
-            for report in keeper.book.everything_told():
-                self.say(report)
-            self._beat_anew(keeper)
+            samples = await self._sampled(keeper, OPENING_MEASURE_SECONDS)
+            self._answer(keeper, broker, samples)
         return "welcome", self._incarnation
 
     async def orders(self, protocol: int, term: int, packed: bytes) -> None:
         """Carry out what is for this incarnation. A start for another one is answered: it never started."""
         if protocol != PROTOCOL or self._keeper is None:
             raise ValueError(f"orders of protocol {protocol} before an announcement of protocol {PROTOCOL}")
+        faults = []
         for order in unpack(packed):
-            self._carry_out(self._keeper, term, order)
+            try:
+                self._carry_out(self._keeper, term, order)
+            except Exception as fault:
+                log.exception("an order cannot be carried out")
+                faults.append(repr(fault))
+        if faults:
+            # The driver announces itself again, and hears which runs are here and which never started.
+            raise ValueError(f"{len(faults)} orders could not be carried out: {faults[0]}")
 
     async def poll(self, incarnation: str, acknowledged: int, timeout_seconds: float) -> tuple[int, bytes]:
         """(number to acknowledge next, reports as bytes); (-1, b"") if another announcement was made."""
@@ -99,21 +111,22 @@ class NodeAgent:
         return read[-1][0], write_reports(self._config.node, time.time(), reports, held_seconds)
 
     async def leave(self) -> None:
-        """Kill every run and every process of ours on this node, then this one."""
-        if self._beating is not None:
-            self._beating.cancel()
-        if self._keeper is not None:
-            await self._keeper.close()
-        os._exit(0)
+        """Kill every run and every process of ours on this node, then this one; no file stays behind."""
+        if self._leaving is None:
+            self._leaving = asyncio.create_task(self._leave())
+        await asyncio.shield(self._leaving)
 
     def say(self, report: Report, delay_seconds: float = AT_ONCE) -> None:
-        if self._mailbox is not None:
-            key = RunKey(*report[1:4]) if report[0] in ("ended", "checkpointed") else None
-            self._mailbox.journal.add(report, delay_seconds, after_news_of=key)
-
-    def note(self, key: RunKey, report: Report) -> None:
-        if self._mailbox is not None:
-            self._mailbox.journal.note(key, report, AT_ONCE)
+        """Of progress and checkpoints only the newest of a run waits for the next poll."""
+        if self._mailbox is None:
+            return
+        journal = self._mailbox.journal
+        if report[0] in ("progressed", "checkpointed"):
+            journal.note(RunKey(*report[1:4]), report, AT_ONCE)
+        elif report[0] == "ended":
+            journal.add(report, delay_seconds, after_news_of=RunKey(*report[1:4]))
+        else:
+            journal.add(report, delay_seconds)
 
     @property
     def _incarnation(self) -> str:
@@ -135,11 +148,35 @@ class NodeAgent:
                 keeper.forget(RunKey(task, fence, rank))
 
     async def _open_keeper(self) -> RunKeeper:
-        """Made at the first announcement: only then is there an event loop."""
+        """Made at the first announcement: only then is there an event loop.
+
+        One that does not know yet what is on this node must not answer: whatever it does not name is gone.
+        """
         if self._keeper is None:
-            self._keeper = RunKeeper(self._config, self, self._measure)
-            await self._keeper.adopt()
+            keeper = RunKeeper(self._config, self, self._meter, self._runners)
+            await keeper.adopt()
+            self._keeper = keeper
         return self._keeper
+
+    def _answer(self, keeper: RunKeeper, broker: str, samples: list[WireSample] | None) -> None:
+        """The samples first: what the answer proves gone was gone when they were taken."""
+        if self._broker not in ("", broker):
+            keeper.pool.retire_shared()
+        self._broker = broker
+        self._announcements += 1
+        self._announced_at = self._attended_at = time.monotonic()
+        self._change_mailbox(Mailbox())
+        if samples is not None:
+            self.say(("sampled", time.time(), samples))
+        self.say(self._described(keeper))
+        for report in keeper.book.everything_told():
+            self.say(report)
+        self._beat_anew(keeper)
+
+    async def _leave(self) -> None:
+        if self._keeper is not None:
+            await until_done("leaving the node", self._keeper.close)
+        os._exit(0)
 
     def _change_mailbox(self, mailbox: Mailbox | None) -> None:
         if self._mailbox is not None:
@@ -157,18 +194,17 @@ class NodeAgent:
             "incarnation": self._incarnation,
             "boot_id": boot_id(),
         }
-        devices = [(d.uuid, d.kind, d.index, d.physical_mb, d.simulated) for d in self._probe.inventory()]
+        devices = [(d.uuid, d.kind, d.index, d.physical_mb, d.simulated) for d in self._meter.inventory()]
         runs = [(key.task, key.fence) for key in keeper.book.runs]
         return ("node_seen", time.time(), node, devices, runs)
 
-    async def _measure(self) -> Sequence[WireSample]:
-        """What every device holds now; empty if it cannot be told."""
-        assert self._keeper is not None
+    async def _sampled(self, keeper: RunKeeper, timeout_seconds: float) -> list[WireSample] | None:
+        """None if it cannot be told what the devices hold."""
         try:
-            return await asyncio.to_thread(_sample, self._probe, self._keeper.gpu_processes())
+            return await keeper.measure(timeout_seconds=timeout_seconds)
         except Exception:
             log.exception("devices cannot be measured; they take nothing new until they can")
-            return ()
+            return None
 
     def _beat_anew(self, keeper: RunKeeper) -> None:
         if self._beating is not None:
@@ -177,38 +213,31 @@ class NodeAgent:
 
     async def _beat(self, keeper: RunKeeper) -> None:
         while True:
-            samples = await self._measure()
-            if self._mailbox is not None:
+            samples = await self._sampled(keeper, MEASURE_SECONDS)
+            if samples is not None and self._mailbox is not None:
                 self._mailbox.journal.note("sampled", ("sampled", time.time(), samples), AT_ONCE)
-            now = time.monotonic()
-            unattended = now - self._attended_at
-            if unattended > DESERTED_SECONDS and self._mailbox is not None:
-                self._announcements += 1
-                self._change_mailbox(None)
-            if unattended < DESERTED_SECONDS or not keeper.is_idle:
-                self._keep_alive()
-            elif not self._config.keepalive and unattended > self._config.idle_stop_seconds:
-                await self.leave()
-            since = now - self._announced_at
+            try:
+                await self._look_after(keeper)
+            except Exception:
+                log.exception("a beat of the node agent failed; it goes on")
+            since = time.monotonic() - self._announced_at
             await asyncio.sleep(min(self._config.sample_period_seconds, max(FIRST_BEAT_SECONDS, since)))
+
+    async def _look_after(self, keeper: RunKeeper) -> None:
+        now = time.monotonic()
+        unattended = now - self._attended_at
+        if unattended > DESERTED_SECONDS and self._mailbox is not None:
+            self._announcements += 1
+            self._change_mailbox(None)
+        if unattended < DESERTED_SECONDS or not keeper.is_idle:
+            self._keep_alive()
+        elif not self._config.keepalive and unattended > self._config.idle_stop_seconds:
+            await self.leave()
+        if now > self._tidied_at + TIDY_SECONDS:
+            self._tidied_at = now
+            await keeper.tidy()
 
     def _keep_alive(self) -> None:
         if self._config.keepalive:
             with contextlib.suppress(OSError):
                 Path(self._config.keepalive).touch()
-
-
-def _sample(probe: DeviceProbe, processes: dict[str, tuple[ProcessId, dict[str, int]]]) -> list[WireSample]:
-    table = process_table() if processes else {}
-    groups = {
-        mark: ProcessGroup(
-            frozenset({process.pid, *(child.pid for child in descendants(process.pid, table))}),
-            {uuid: Mib(mb) for uuid, mb in leases.items()},
-        )
-        for mark, (process, leases) in processes.items()
-        if process.pid in table and table[process.pid].id == process
-    }
-    return [
-        (device.uuid, device.used_mb, device.foreign_mb, dict(device.by_holder), device.utilization)
-        for device in probe.sample(groups)
-    ]

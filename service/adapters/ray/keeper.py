@@ -1,28 +1,33 @@
 """The runs of one node: started, stopped, listened to, and proven gone."""
 
 import asyncio
+import bisect
 import contextlib
 import time
-from collections import deque
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
-import ray
+import structlog
 from gpubroker.runtime.journal import AT_ONCE, SOON
-from gpubroker.runtime.messages import Report, RunKey, RunOrder
+from gpubroker.runtime.messages import Report, RunKey, RunOrder, is_report
 from gpubroker.runtime.output import tail_of_file
 
 from service.adapters.ray.cards import Card, RunFiles
+from service.adapters.ray.inheritance import look_around
 from service.adapters.ray.lane import Lane
+from service.adapters.ray.meter import MEASURE_SECONDS, Meter
 from service.adapters.ray.options import AgentConfig
-from service.adapters.ray.pool import Pool, describe
+from service.adapters.ray.persist import until_done
+from service.adapters.ray.pool import Pool
 from service.adapters.ray.processes import ProcessId, Watched, boot_id, process_id
 from service.adapters.ray.reaper import put_down, sweep
 from service.adapters.ray.runbook import Run, RunBook
+from service.adapters.ray.runners import Runners
 from service.adapters.ray.wire import WireSample
 
-Measure = Callable[[], Awaitable[Sequence[WireSample]]]
+log = structlog.get_logger("gpubroker.agent")
 
 
 class Ear(Protocol):
@@ -30,34 +35,37 @@ class Ear(Protocol):
 
     def say(self, report: Report, delay_seconds: float = AT_ONCE) -> None: ...
 
-    def note(self, key: RunKey, report: Report) -> None: ...
-
 
 class RunKeeper:
     """Implements `pool.Audience`. Everything here happens on one event loop."""
 
-    def __init__(self, config: AgentConfig, ear: Ear, measure: Measure) -> None:
+    def __init__(self, config: AgentConfig, ear: Ear, meter: Meter, runners: Runners) -> None:
+        """Raises PermissionError if others could forge cards."""
         self._config = config
         self._ear = ear
-        self._measure = measure
-        self._files = RunFiles(Path(config.run_dir) / config.node)
-        self._boot = boot_id()
-        self._waiting: deque[Run] = deque()
+        self._meter = meter
+        self._runners = runners
+        self._files = RunFiles(Path(config.run_dir) / config.node, boot_id())
+        self._waiting: list[Run] = []
+        """The highest priority first, then in order of arrival."""
         self._jobs: set[asyncio.Task[None]] = set()
         self.book = RunBook()
-        self.pool = Pool(config, self, lambda: sum(not run.shared for run in self._waiting))
+        self.pool = Pool(config, runners, self, lambda: sum(not run.shared for run in self._waiting))
 
     @property
     def is_idle(self) -> bool:
         return all(run.has_ended or run.is_gone for run in self.book.runs.values())
 
-    def gpu_processes(self) -> dict[str, tuple[ProcessId, dict[str, int]]]:
-        """`task:fence` of every run that holds devices and has a process -> that process, and its leases."""
-        return {
+    async def measure(
+        self, needed: Sequence[str] = (), timeout_seconds: float = MEASURE_SECONDS
+    ) -> list[WireSample]:
+        """What every device holds now; see Meter.measure."""
+        processes = {
             str(run.key): (run.lane.watched.id, dict(run.order.leases))
             for run in self.book.runs.values()
             if run.order.leases and run.lane is not None and not run.lane.watched.ended
         }
+        return await self._meter.measure(processes, needed, timeout_seconds)
 
     def start(self, order: RunOrder, *, shareable: bool) -> None:
         """A run that was heard of before is not started again."""
@@ -68,7 +76,7 @@ class RunKeeper:
         run = Run(order, shared=small and not self.book.is_suspect(order.task))
         self.book.runs[order.key] = run
         if not self._place(run):
-            self._waiting.append(run)
+            bisect.insort(self._waiting, run, key=lambda waiting: -waiting.order.priority)
             self.pool.keep_full()
 
     def refuse(self, key: RunKey) -> None:
@@ -99,26 +107,42 @@ class RunKeeper:
             self.book.drop_if_done(run)
 
     async def adopt(self) -> None:
-        """Take over what an earlier agent of this node left: runs, remains of runs, processes kept ready."""
-        self._files.prune_logs()
-        taken = set()
-        for card in list(self._files.cards()):
-            if card.boot_id == self._boot:
-                taken.add(card.runner)
-                await self._adopt_run(card)
-            else:
-                self._files.remove_card(card.key)
-        for name in await asyncio.to_thread(self.pool.left_over):
-            if name not in taken:
-                with contextlib.suppress(ValueError, ProcessLookupError):
-                    await self._adopt_runner(name)
+        """Take over what an earlier agent of this node left: runs, remains of runs, processes kept ready.
+
+        Nothing is changed unless all of it could be found out. Raises UnreadableCard, OSError, RayError.
+        """
+        left = await look_around(self._files, self._runners)
+        lanes: list[Lane] = []
+        try:
+            lost = [card for card, runner in left.carded if not self._adopt_run(card, runner, lanes)]
+            blank = [
+                runner
+                for name, runner, told in left.others
+                if not self._adopt_runner(name, runner, told, lanes)
+            ]
+        except BaseException:
+            for lane in lanes:
+                lane.watched.close()
+            raise
+        for lane in lanes:
+            lane.listen_again()
+        for card in lost:
+            self._do(f"burying run {card.key}", partial(self._bury, self.book.runs[card.key], card))
+        for runner in blank:
+            self._do("ending a blank runner", partial(asyncio.to_thread, self._runners.kill, runner))
+        self._files.remove_outdated()
         self.pool.keep_full()
 
+    async def tidy(self) -> None:
+        await asyncio.to_thread(self._files.tidy)
+
     async def close(self) -> None:
-        """Kill every run and every process kept ready."""
-        self.pool.close()
-        lanes = {run.lane for run in self.book.runs.values() if run.lane is not None}
-        await asyncio.gather(*(put_down(lane.watched) for lane in lanes))
+        """Kill every run and every process kept ready; back when nothing of them is left, files included."""
+        await self.pool.close()
+        runs = list(self.book.runs.values())
+        what = "ending a run before leaving"
+        await asyncio.gather(*(until_done(what, partial(self._clear_away, run)) for run in runs))
+        self._files.remove_all()
 
     def on_ready(self) -> None:
         for run in list(self._waiting):
@@ -126,15 +150,16 @@ class RunKeeper:
                 self._waiting.remove(run)
 
     def on_report(self, lane: Lane, report: Report) -> None:
+        if not is_report(report):
+            log.error("a process said what is no report", runner=lane.name)
+            return
         kind, key = report[0], RunKey(*report[1:4])
         run = self.book.runs.get(key)
         if run is None or run.lane is not lane or run.has_ended:
             return  # user code may have forged it
-        if kind == "progressed":
-            self._ear.note(key, report)
-            return
         if kind != "ended":
-            run.told[kind] = report
+            if kind != "progressed":
+                run.told[kind] = report
             self._ear.say(report, SOON if kind == "started" else AT_ONCE)
             return
         self._end(run, report)
@@ -143,7 +168,7 @@ class RunKeeper:
             self._depart(run, "shared_process")
             self.pool.dismiss_if_done(lane)
         else:
-            self._do(put_down(lane.watched))
+            self._put_down(run, lane)
 
     def on_end(self, lane: Lane) -> None:
         """The process of a lane is gone; whoever it ran and has not ended is lost."""
@@ -164,24 +189,38 @@ class RunKeeper:
             if lane.shared:
                 self._depart(run, "process_absent")
             else:
-                self._do(self._prove_gone(run, lane.watched.id))
+                self._prove_gone(run, lane.watched.id)
 
     def _place(self, run: Run) -> bool:
+        """Whether it has to wait no longer: it starts, or never will."""
         lane = self.pool.least_busy_shared() if run.shared else self.pool.take_spare()
         if lane is None:
             return False
-        order = run.order
+        order, config = run.order, self._config
+        if run.shared:
+            begin: tuple[Any, ...] = ("share", order.to_wire())
+        elif self._has_card(run, lane):
+            log_path = str(self._files.log_of(order.key))
+            begin = ("own", order.to_wire(), config.instance, log_path, config.task_user)
+        else:
+            self.pool.give_back(lane)
+            self._end(run, _ended(order.key, "never_started"))
+            self._depart(run, "never_started")
+            return True
         run.lane = lane
         lane.runs.add(order.key)
-        if run.shared:
-            lane.hand_over(("share", order.to_wire()))
-            return True
-        self._files.write_card(
-            Card(*order.key, order.leases, lane.name, *lane.watched.id, self._boot, self.pool.ray_node)
-        )
-        log_path = str(self._files.log_of(order.key))
-        config = self._config
-        lane.hand_over(("own", order.to_wire(), config.instance, log_path, config.task_user))
+        lane.hand_over(begin)
+        return True
+
+    def _has_card(self, run: Run, lane: Lane) -> bool:
+        """Without one a later agent would not know of the run; then it must not start."""
+        order = run.order
+        card = Card(*order.key, order.leases, lane.name, *lane.watched.id, self._runners.node)
+        try:
+            self._files.write_card(card)
+        except OSError as fault:
+            log.error("a run cannot start, its card cannot be written", task=order.task, fault=str(fault))
+            return False
         return True
 
     def _kill_later(self, run: Run, grace_seconds: float) -> None:
@@ -200,7 +239,7 @@ class RunKeeper:
             if grace_seconds > 0
             else "it was killed"
         )
-        self._do(put_down(run.lane.watched))
+        self._put_down(run, run.lane)
 
     def _stop_unknown(self, key: RunKey) -> None:
         departure = self.book.departure_of(key)
@@ -209,7 +248,7 @@ class RunKeeper:
         elif self.book.is_new(key):
             self.refuse(key)
         else:
-            self._do(self._prove_absent(key))
+            self._do(f"proving run {key} absent", partial(self._say_absent, key))
 
     def _end(self, run: Run, report: Report) -> None:
         if run.kill is not None:
@@ -225,16 +264,30 @@ class RunKeeper:
             failure = ("killed", f"{why}; the last lines of its log may say more", "")
         return _ended(run.key, "lost", failure, tail_of_file(self._files.log_of(run.key)))
 
-    async def _prove_gone(self, run: Run, process: ProcessId, proof: str = "process_absent") -> None:
-        log = self._files.log_of(run.key)
-        await sweep(self._config.instance, str(run.key), log, process.start_ticks)
-        samples = await self._measure() if run.order.leases else ()
-        self._files.remove_card(run.key)
-        self._depart(run, proof, samples)
+    def _put_down(self, run: Run, lane: Lane) -> None:
+        self._do(f"ending the process of run {run.key}", partial(put_down, lane.watched))
 
-    async def _prove_absent(self, key: RunKey) -> None:
+    def _prove_gone(self, run: Run, process: ProcessId, proof: str = "process_absent") -> None:
+        self._do(f"proving run {run.key} gone", partial(self._say_gone, run, process, proof))
+
+    async def _say_gone(self, run: Run, process: ProcessId, proof: str) -> None:
+        """Its memory is free: it is measured, on each of its devices, after its last process has gone."""
+        if not run.is_gone:
+            log_path = self._files.log_of(run.key)
+            await sweep(self._config.instance, str(run.key), log_path, process.start_ticks)
+            leased = [uuid for uuid, _mb in run.order.leases]
+            self._depart(run, proof, await self.measure(leased) if leased else ())
+        self._files.remove_card(run.key)
+
+    async def _say_absent(self, key: RunKey) -> None:
         await sweep(self._config.instance, str(key), self._files.log_of(key))
-        self._ear.say(_gone(key, "process_absent", await self._measure()))
+        self._ear.say(_gone(key, "process_absent", await self.measure()))
+
+    async def _clear_away(self, run: Run) -> None:
+        if run.lane is not None:
+            await put_down(run.lane.watched)
+        if not run.shared:
+            await sweep(self._config.instance, str(run.key), self._files.log_of(run.key))
 
     def _depart(self, run: Run, proof: str, samples: Sequence[WireSample] = ()) -> None:
         run.lane = None
@@ -242,49 +295,52 @@ class RunKeeper:
         self._ear.say(run.told["gone"])
         self.book.drop_if_done(run)
 
-    async def _adopt_run(self, card: Card) -> None:
+    def _adopt_run(self, card: Card, runner: Any | None, lanes: list[Lane]) -> bool:
+        """Whether somebody can still talk to it."""
         order = RunOrder(task=card.task, fence=card.fence, rank=card.rank, kind="", leases=card.leases)
         run = self.book.runs[card.key] = Run(order, shared=False)
         self.book.note_fence(card.key)
+        if runner is None:
+            return False
         try:
-            actor = await asyncio.to_thread(ray.get_actor, card.runner, self._config.namespace)
-            run.lane = self.pool.adopt(card.runner, actor, card.process, shared=False)
-        except (ValueError, ProcessLookupError):
-            self._do(self._bury(run, card))
-            return
+            run.lane = self.pool.adopt(card.runner, runner, card.process, shared=False)
+        except ProcessLookupError:
+            return False
         run.lane.runs.add(card.key)
-        run.lane.listen_again()
+        lanes.append(run.lane)
+        return True
+
+    def _adopt_runner(self, name: str, runner: Any, told: dict[str, Any] | None, lanes: list[Lane]) -> bool:
+        """Whether it is of use. A blank one is not, it is soon made again; nor is one that went away."""
+        if told is None or not (told["shared"] or told["runs"]):
+            return False
+        try:
+            lane = self.pool.adopt(name, runner, process_id(told["pid"]), shared=told["shared"])
+        except ProcessLookupError:
+            return False
+        lanes.append(lane)
+        for wire in told["runs"]:
+            order = RunOrder(**wire)
+            self.book.runs[order.key] = Run(order, shared=told["shared"], lane=lane)
+            self.book.note_fence(order.key)
+            lane.runs.add(order.key)
+        return True
 
     async def _bury(self, run: Run, card: Card) -> None:
         """Nobody can talk to it any more: its process is gone, or its Ray is."""
         with contextlib.suppress(ProcessLookupError):
             await put_down(Watched(card.process))
-        if card.ray_node != self.pool.ray_node:
-            await self._prove_gone(run, card.process, "agent_restarted")
+        if card.ray_node != self._runners.node:
+            await self._say_gone(run, card.process, "agent_restarted")
             return
-        failure = ("killed", "its process ended while no agent watched", "")
-        self._end(run, _ended(run.key, "lost", failure, tail_of_file(self._files.log_of(run.key))))
-        await self._prove_gone(run, card.process)
+        if not run.has_ended:
+            failure = ("killed", "its process ended while no agent watched", "")
+            self._end(run, _ended(run.key, "lost", failure, tail_of_file(self._files.log_of(run.key))))
+        await self._say_gone(run, card.process, "process_absent")
 
-    async def _adopt_runner(self, name: str) -> None:
-        """Raises ValueError or ProcessLookupError if it is gone."""
-        actor = await asyncio.to_thread(ray.get_actor, name, self._config.namespace)
-        told = await describe(actor)
-        if told is None or not told["shared"]:
-            # Without a card it is blank, and soon made again.
-            await asyncio.to_thread(ray.kill, actor)
-            return
-        lane = self.pool.adopt(name, actor, process_id(told["pid"]), shared=True)
-        for wire in told["runs"]:
-            order = RunOrder(**wire)
-            self.book.runs[order.key] = Run(order, shared=True, lane=lane)
-            self.book.note_fence(order.key)
-            lane.runs.add(order.key)
-        lane.listen_again()
-
-    def _do(self, job: Coroutine[Any, Any, None]) -> None:
-        """Run it to its end in the background."""
-        task = asyncio.create_task(job)
+    def _do(self, what: str, attempt: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        """In the background, over and over until it succeeds."""
+        task = asyncio.create_task(until_done(what, attempt))
         self._jobs.add(task)
         task.add_done_callback(self._jobs.discard)
 

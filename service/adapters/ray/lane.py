@@ -1,25 +1,27 @@
 """One runner process as the agent sees it: given orders, listened to, watched to its end."""
 
 import asyncio
-import logging
 import signal
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import structlog
 from gpubroker.runtime.journal import START_OVER
 from gpubroker.runtime.messages import PROTOCOL, Report, RunKey
 from ray.exceptions import OutOfMemoryError, RayError
 
+from service.adapters.ray.persist import until_done
 from service.adapters.ray.processes import ProcessId, Watched
+from service.adapters.ray.wire import unpack
 
-log = logging.getLogger("gpubroker.agent")
+log = structlog.get_logger("gpubroker.agent")
 
 
 class Lane:
     """One runner process and the conversation with it.
 
-    `on_report` hears every report once, in order. `on_end` is called once, when the process is gone and
-    nothing more will be heard of it.
+    `on_report` hears every report once, in order. `on_end` is called when the process is gone and nothing
+    more will be heard of it; again, if it raised.
     """
 
     def __init__(
@@ -72,18 +74,20 @@ class Lane:
 
     async def _exchange(self, number: int, items: Sequence[tuple[Any, ...]]) -> None:
         try:
-            reply = await self._actor.exchange.remote(PROTOCOL, self._heard, items)
+            self._hear(unpack(await self._actor.exchange.remote(PROTOCOL, self._heard, items)))
         except OutOfMemoryError:
             self.out_of_memory = True
-            return
         except RayError as fault:
             # Usually its process has just ended. One that lives but cannot be talked to is of no use.
-            log.info("runner %s is lost: %s", self.name, fault)
+            log.info("a runner is lost", runner=self.name, fault=str(fault))
             self.watched.signal(signal.SIGKILL)
-            return
-        self._hear(reply)
-        if number == self._calls and self.runs:
-            self._call([])
+        except Exception:
+            # Nothing that it says would be heard any more, the ends of its runs included.
+            log.exception("a runner cannot be listened to; ending it", runner=self.name)
+            self.watched.signal(signal.SIGKILL)
+        else:
+            if number == self._calls and self.runs:
+                self._call([])
 
     def _hear(self, reply: Sequence[tuple[int, Report]]) -> None:
         """A later call's reply may come first: reports wait for those that were written before them."""
@@ -104,4 +108,7 @@ class Lane:
         calls = self._open_calls - {asyncio.current_task()}
         if calls:
             await asyncio.wait(calls, timeout=5.0)
+        await until_done(f"taking note that runner {self.name} has ended", self._tell_end)
+
+    async def _tell_end(self) -> None:
         self._on_end(self)

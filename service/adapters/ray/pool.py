@@ -1,30 +1,28 @@
 """Runner processes made ahead: blank spares for one run each, and warm ones that small runs share."""
 
 import asyncio
-import logging
 import signal
 from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol
-from uuid import uuid4
 
-import ray
+import structlog
 from gpubroker.runtime.messages import PROTOCOL, Report
-from ray.exceptions import RayError
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from service.adapters.ray.lane import Lane
 from service.adapters.ray.options import AgentConfig
 from service.adapters.ray.processes import ProcessId, process_id
-from service.adapters.ray.runner import Runner
+from service.adapters.ray.runners import Runners
+from service.adapters.ray.wire import unpack
 
-log = logging.getLogger("gpubroker.agent")
+log = structlog.get_logger("gpubroker.agent")
 
 MAKING_AT_ONCE = 2
 REFILL_PAUSE_SECONDS = 0.2
 """A process start takes a CPU for a moment; the run that has just begun comes first."""
 RETRY_PAUSE_SECONDS = 1.0
-ANSWER_SECONDS = 10.0
+BIRTH_SECONDS = 60.0
+"""A process that has not answered by then never will: it makes room for the next try."""
 
 
 class Audience(Protocol):
@@ -38,12 +36,13 @@ class Audience(Protocol):
 
 
 class Pool:
-    def __init__(self, config: AgentConfig, audience: Audience, waiting_starts: Callable[[], int]) -> None:
+    def __init__(
+        self, config: AgentConfig, runners: Runners, audience: Audience, waiting_starts: Callable[[], int]
+    ) -> None:
         self._config = config
+        self._runners = runners
         self._audience = audience
-        self._prefix = f"runner/{config.node}/"
         self._waiting_starts = waiting_starts
-        self.ray_node: str = ray.get_runtime_context().get_node_id()
         self._spares: deque[Lane] = deque()
         self._shared: list[Lane] = []
         self._making: dict[asyncio.Task[None], bool] = {}
@@ -58,6 +57,10 @@ class Pool:
             lane = self._spares.popleft()
         self.keep_full()
         return lane if lane is not None and not lane.watched.ended else None
+
+    def give_back(self, lane: Lane) -> None:
+        """A spare that was taken and has heard of no run."""
+        self._spares.appendleft(lane)
 
     def least_busy_shared(self) -> Lane | None:
         lanes = [lane for lane in self._shared if not lane.retiring]
@@ -89,12 +92,6 @@ class Pool:
         pause = REFILL_PAUSE_SECONDS if self._spares else 0.0
         self._refill = asyncio.get_running_loop().call_later(pause, self._make_missing)
 
-    def left_over(self) -> list[str]:
-        """Names of this node's runners that are alive in Ray. Blocks."""
-        named = ray.util.list_named_actors(all_namespaces=True)
-        ours = (actor["name"] for actor in named if actor["namespace"] == self._config.namespace)
-        return [name for name in ours if name.startswith(self._prefix)]
-
     def adopt(self, name: str, actor: Any, process: ProcessId, *, shared: bool) -> Lane:
         """Take over a runner that an earlier agent made. Raises ProcessLookupError if it is gone."""
         lane = self._lane(name, actor, process, shared=shared)
@@ -102,12 +99,12 @@ class Pool:
             self._shared.append(lane)
         return lane
 
-    def close(self) -> None:
+    async def close(self) -> None:
+        """Kill all that are ready, and those that are being made when they are."""
         self._closed = True
-        for maker in self._making:
-            maker.cancel()
         for lane in (*self._spares, *self._shared):
             lane.watched.signal(signal.SIGKILL)
+        await asyncio.gather(*self._making, return_exceptions=True)
 
     def _make_missing(self) -> None:
         if self._closed:
@@ -133,40 +130,30 @@ class Pool:
         self._make_missing()
 
     async def _make(self, shared: bool) -> None:
-        name = f"{self._prefix}{uuid4().hex[:8]}"
         try:
-            actor = await asyncio.to_thread(self._create, name, shared)
-            told = await actor.describe.remote()
-            lane = self._lane(name, actor, process_id(told["pid"]), shared=shared)
-        except (RayError, ProcessLookupError, ValueError) as fault:
-            log.warning("cannot start a runner process, trying again: %s", fault)
+            self._take_in(await self._made_lane(shared))
+        except Exception as fault:
+            log.warning("cannot start a runner process; trying again", fault=repr(fault))
             await asyncio.sleep(RETRY_PAUSE_SECONDS)
-            return
+
+    async def _made_lane(self, shared: bool) -> Lane:
+        name, actor = await asyncio.to_thread(self._runners.make, shared=shared)
+        try:
+            told = await describe(actor, BIRTH_SECONDS)
+            return self._lane(name, actor, process_id(told["pid"]), shared=shared)
+        except Exception:
+            await asyncio.to_thread(self._runners.kill, actor)
+            raise
+
+    def _take_in(self, lane: Lane) -> None:
         if self._closed:
             lane.watched.signal(signal.SIGKILL)
-        elif shared:
+            return
+        if lane.shared:
             self._shared.append(lane)
         else:
             self._spares.append(lane)
         self._audience.on_ready()
-
-    def _create(self, name: str, shared: bool) -> Any:
-        """Blocks for as long as Ray's control service does: never on the event loop."""
-        options = {
-            "name": name,
-            "namespace": self._config.namespace,
-            "lifetime": "detached",
-            "num_cpus": 0,
-            "num_gpus": 0,
-            "max_restarts": 0,
-            "scheduling_strategy": NodeAffinitySchedulingStrategy(self.ray_node, soft=False),
-        }
-        config = self._config
-        return (
-            ray.remote(Runner)
-            .options(**options)
-            .remote(config.task_path, shared=shared, user=config.task_user)
-        )
 
     def _lane(self, name: str, actor: Any, process: ProcessId, *, shared: bool) -> Lane:
         audience = self._audience
@@ -175,10 +162,10 @@ class Pool:
         )  # fmt: skip
 
 
-async def describe(actor: Any) -> dict[str, Any] | None:
-    """What a runner says of itself; None if it does not answer, or speaks another protocol."""
-    try:
-        told: dict[str, Any] = await asyncio.wait_for(actor.describe.remote(), ANSWER_SECONDS)
-    except (RayError, TimeoutError):
-        return None
-    return told if told["protocol"] == PROTOCOL else None
+async def describe(actor: Any, timeout_seconds: float) -> dict[str, Any]:
+    """What a runner says of itself. Raises RayError, TimeoutError, or ValueError for another protocol."""
+    async with asyncio.timeout(timeout_seconds):
+        told: dict[str, Any] = unpack(await actor.describe.remote())
+    if told["protocol"] != PROTOCOL:
+        raise ValueError(f"it speaks protocol {told['protocol']}, this agent {PROTOCOL}")
+    return told

@@ -1,4 +1,7 @@
-"""The Ray actor around a process that runs tasks. What it does is in `gpubroker.runtime`."""
+"""The Ray actor around a process that runs tasks. What it does is in `gpubroker.runtime`.
+
+It answers with bytes of msgpack and nothing else: what Ray carries as an object, the agent would unpickle.
+"""
 
 import contextlib
 import os
@@ -6,9 +9,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import msgpack
 from gpubroker.runtime.host import RunHost
 from gpubroker.runtime.mailbox import Mailbox
-from gpubroker.runtime.messages import PROTOCOL, Report, RunKey, RunOrder
+from gpubroker.runtime.messages import PROTOCOL, RunKey, RunOrder, tellable
 from gpubroker.runtime.output import sort_output_by_run
 from gpubroker.runtime.process import Claim, become, hide_devices, look_for_modules_in
 
@@ -37,22 +41,24 @@ class Runner:
         self._mailbox: Mailbox | None = None
         self._host: RunHost | None = None
 
-    async def describe(self) -> dict[str, Any]:
-        """Who this is, and which runs have not ended here."""
+    async def describe(self) -> bytes:
+        """Who this is, and which runs have not ended here: a dict."""
         host, _ = self._parts()
         runs = [order.to_wire() for order in host.orders.values()]
-        return {"protocol": PROTOCOL, "pid": os.getpid(), "shared": self._shared, "runs": runs}
+        return _packed({"protocol": PROTOCOL, "pid": os.getpid(), "shared": self._shared, "runs": runs})
 
-    async def exchange(
-        self, protocol: int, acknowledged: int, items: Sequence[tuple[Any, ...]]
-    ) -> list[tuple[int, Report]]:
-        """Take orders, then wait for reports; see Mailbox.read. Back at once when no run is left."""
+    async def exchange(self, protocol: int, acknowledged: int, items: Sequence[tuple[Any, ...]]) -> bytes:
+        """Take orders, then wait for reports; see Mailbox.read. Back at once when no run is left.
+
+        (number, report) of each.
+        """
         if protocol != PROTOCOL:
             raise WrongProtocol(f"this process speaks protocol {PROTOCOL}, the agent {protocol}")
         host, mailbox = self._parts()
         for item in items:
             _carry_out(host, item)
-        return await mailbox.read(acknowledged, may_come=lambda: host.busy)
+        told = await mailbox.read(acknowledged, may_come=lambda: host.busy)
+        return _packed([(number, tellable(report)) for number, report in told])
 
     def _parts(self) -> tuple[RunHost, Mailbox]:
         """Made at the first call: only then is there an event loop."""
@@ -72,3 +78,8 @@ def _carry_out(host: RunHost, item: tuple[Any, ...]) -> None:
             host.stop(RunKey(*key))
         case _:
             raise ValueError(f"unknown order {item[0]!r}")
+
+
+def _packed(value: Any) -> bytes:
+    packed: bytes = msgpack.packb(value, use_bin_type=True)
+    return packed

@@ -69,6 +69,7 @@ class OrderForm:
             task=order.task,
             fence=order.fence,
             rank=order.rank,
+            priority=order.priority,
             kind=spec.kind,
             entrypoint=spec.entrypoint,
             command=spec.command,

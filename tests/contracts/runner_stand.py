@@ -1,0 +1,182 @@
+"""Runners without Ray: a real process each, which does nothing; the test says what it reports."""
+
+import asyncio
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from gpubroker.runtime.mailbox import Mailbox
+from gpubroker.runtime.messages import PROTOCOL, Report, RunOrder
+from ray.exceptions import RayActorError
+
+from service.adapters.ray.agent import NodeAgent
+from service.adapters.ray.options import AgentConfig
+from service.adapters.ray.processes import Watched, process_id
+from service.adapters.ray.wire import PROTOCOL as AGENT_PROTOCOL
+from service.adapters.ray.wire import pack, unpack
+
+GPU = "GPU-sim-0"
+
+
+def an_agent_config(run_dir: Path, **changes: Any) -> AgentConfig:
+    given: dict[str, Any] = {
+        "node": "n1",
+        "instance": "test",
+        "devices": ((GPU, "simulated", 0, 24_000),),
+        "spares": 0,
+        "warm_runners": 0,
+        "cpu": 4.0,
+        "memory_mb": 1000,
+        "max_runs": 10,
+        "task_path": (),
+        "task_user": "",
+        "run_dir": str(run_dir / "runs"),
+        "sample_period_seconds": 60.0,
+        "idle_stop_seconds": 600.0,
+        "keepalive": "",
+    }
+    return AgentConfig(**{**given, **changes})
+
+
+class _Method:
+    """What an actor's handle has for each of its methods."""
+
+    def __init__(self, method: Callable[..., Any]) -> None:
+        self._method = method
+
+    def remote(self, *arguments: Any) -> "asyncio.Future[Any]":
+        return asyncio.ensure_future(self._method(*arguments))
+
+
+class Runner:
+    """One handle. `items` are the orders that came, `say` is what its process reports."""
+
+    def __init__(self, name: str, shared: bool, started: list[str]) -> None:
+        self.name = name
+        self.shared = shared
+        self._started = started
+        self.process = subprocess.Popen(["sleep", "600"])
+        self.items: list[Any] = []
+        self.runs: list[RunOrder] = []
+        self.is_mute = False
+        self.describe = _Method(self._describe)
+        self.exchange = _Method(self._exchange)
+        self._mailbox: Mailbox | None = None
+
+    def say(self, *reports: Report) -> None:
+        assert self._mailbox is not None
+        for report in reports:
+            self._mailbox.journal.add(report)
+
+    async def _describe(self) -> bytes:
+        if self.is_mute:
+            await asyncio.Event().wait()
+        runs = [order.to_wire() for order in self.runs]
+        return pack({"protocol": PROTOCOL, "pid": self.process.pid, "shared": self.shared, "runs": runs})
+
+    async def _exchange(self, _protocol: int, acknowledged: int, items: Any) -> bytes:
+        self._mailbox = self._mailbox or Mailbox()
+        self.items += items
+        self._started += [item[1]["task"] for item in items if item[0] in ("own", "share")]
+        try:
+            watched = Watched(process_id(self.process.pid))
+        except ProcessLookupError:
+            raise RayActorError from None
+        reading = asyncio.ensure_future(self._mailbox.read(acknowledged, may_come=lambda: True))
+        ended = asyncio.ensure_future(watched.wait())
+        await asyncio.wait({reading, ended}, return_when=asyncio.FIRST_COMPLETED)
+        ended.cancel()
+        watched.close()
+        if not reading.done():
+            reading.cancel()
+            raise RayActorError
+        return pack(reading.result())
+
+
+class Stand:
+    """Implements `runners.Runners`."""
+
+    def __init__(self) -> None:
+        self.node = "a Ray node"
+        self.runners: list[Runner] = []
+        self.started: list[str] = []
+        """Tasks, in the order in which a runner was told to start them."""
+        self.birth: Callable[[Runner], None] = lambda _runner: None
+        """What happens to each new one."""
+
+    def make(self, *, shared: bool) -> tuple[str, Any]:
+        runner = Runner(f"runner-{len(self.runners)}", shared, self.started)
+        self.birth(runner)
+        self.runners.append(runner)
+        return runner.name, runner
+
+    def names(self) -> list[str]:
+        return [runner.name for runner in self.runners if runner.process.poll() is None]
+
+    def find(self, name: str) -> Any | None:
+        return next((runner for runner in self.runners if runner.name == name), None)
+
+    def kill(self, runner: Any) -> None:
+        runner.process.kill()
+
+    def runner_of(self, task: str) -> Runner:
+        """That was told to start it."""
+        return next(r for r in self.runners if any(item[1]["task"] == task for item in r.items))
+
+    def close(self) -> None:
+        for runner in self.runners:
+            runner.process.kill()
+            runner.process.wait()
+
+
+class Line:
+    """A leader's conversation with one agent: what it hears, in order."""
+
+    def __init__(self, agent: NodeAgent, config: AgentConfig, term: int = 1) -> None:
+        self.agent = agent
+        self.config = config
+        self.term = term
+        self.incarnation = ""
+        self.heard: list[Report] = []
+        self._acknowledged = 0
+
+    async def announce(self) -> str:
+        """The verdict."""
+        asked = self.config.to_json()
+        verdict, self.incarnation = await self.agent.announce(AGENT_PROTOCOL, asked, "broker", self.term)
+        self._acknowledged = 0
+        return verdict
+
+    async def start(self, task: str, *, shareable: bool = False, fence: int = 1, **order: Any) -> None:
+        run = RunOrder(task=task, fence=fence, kind="entrypoint", **order)
+        await self.order("start", self.incarnation, shareable, run.to_wire())
+
+    async def stop(self, task: str, grace_seconds: float = 0.0) -> None:
+        await self.order("stop", task, 1, 0, "cancel", grace_seconds)
+
+    async def order(self, *order: Any) -> None:
+        await self.agent.orders(AGENT_PROTOCOL, self.term, pack([order]))
+
+    async def hear(self, kind: str, task: str = "") -> Report:
+        """The first report of this kind (about this task), as soon as it has come."""
+        async with asyncio.timeout(10):
+            while True:
+                for report in self.heard:
+                    if report[0] == kind and (not task or report[1] == task):
+                        return report
+                await self._poll()
+
+    async def until(self, true: Callable[[], Any]) -> None:
+        """For what an agent does and does not tell."""
+        async with asyncio.timeout(10):
+            while not true():  # noqa: ASYNC110  # processes and files send no events
+                await asyncio.sleep(0.005)
+
+    def told_of(self, task: str) -> list[str]:
+        return [report[0] for report in self.heard if report[1] == task]
+
+    async def _poll(self) -> None:
+        self._acknowledged, packed = await self.agent.poll(self.incarnation, self._acknowledged, 10.0)
+        if packed:
+            self.heard += unpack(packed)[-1]

@@ -1,0 +1,233 @@
+"""What a node agent answers, refuses and never forgets, on runners that only wait."""
+
+import asyncio
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from gpubroker.runtime.messages import RunKey, RunOrder, checkpointed, ended, failed, started
+from ray.exceptions import RaySystemError
+
+from service.adapters.ray import pool
+from service.adapters.ray.agent import NodeAgent
+from service.adapters.ray.cards import Card, RunFiles, UnreadableCard
+from service.adapters.ray.options import AgentConfig
+from service.adapters.ray.processes import boot_id, process_id
+from tests.contracts.runner_stand import GPU, Line, Runner, Stand, an_agent_config
+
+OpenLine = Callable[..., Line]
+
+
+@pytest.fixture
+def stand() -> Iterator[Stand]:
+    stand = Stand()
+    yield stand
+    stand.close()
+
+
+@pytest.fixture
+def open_line(stand: Stand, tmp_path: Path) -> OpenLine:
+    def open_one(**changes: Any) -> Line:
+        config = an_agent_config(tmp_path, **changes)
+        return Line(NodeAgent(config.to_json(), stand), config)
+
+    return open_one
+
+
+def files_of(config: AgentConfig) -> Path:
+    return Path(config.run_dir) / config.node
+
+
+def leave_a_run(stand: Stand, config: AgentConfig, task: str) -> Runner:
+    """As an agent leaves one that is killed: its runner lives, its card is there."""
+    name, runner = stand.make(shared=False)
+    card = Card(task, 1, 0, ((GPU, 1000),), name, *process_id(runner.process.pid), stand.node)
+    RunFiles(files_of(config), boot_id()).write_card(card)
+    assert isinstance(runner, Runner)
+    return runner
+
+
+def runs_seen(line: Line) -> list[tuple[str, int]]:
+    return list([report[4] for report in line.heard if report[0] == "node_seen"][-1])
+
+
+async def test_an_agent_answers_nobody_while_one_card_cannot_be_read(
+    stand: Stand, open_line: OpenLine
+) -> None:
+    line = open_line()
+    leave_a_run(stand, line.config, "left")
+    broken = files_of(line.config) / f"broken-1-0@{boot_id()}.json"
+    broken.write_text("")
+    for _ in range(2):
+        with pytest.raises(UnreadableCard, match=r"broken-1-0.*remove the file"):
+            await line.announce()
+    broken.unlink()
+    assert await line.announce() == "welcome"
+    await line.hear("node_seen")
+    assert runs_seen(line) == [("left", 1)]
+
+
+async def test_an_agent_answers_nobody_while_ray_cannot_say_what_is_there(
+    stand: Stand, open_line: OpenLine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    line = open_line()
+    leave_a_run(stand, line.config, "left")
+
+    def away() -> list[str]:
+        raise RaySystemError("the control service is away")
+
+    with monkeypatch.context() as ray:
+        ray.setattr(stand, "names", away)
+        for _ in range(2):
+            with pytest.raises(RaySystemError):
+                await line.announce()
+    assert await line.announce() == "welcome"
+    await line.hear("node_seen")
+    assert runs_seen(line) == [("left", 1)]
+
+
+async def test_an_adopted_run_is_listened_to_and_proven_gone_with_a_measurement(
+    stand: Stand, open_line: OpenLine
+) -> None:
+    line = open_line()
+    runner = leave_a_run(stand, line.config, "left")
+    await line.announce()
+    await line.until(lambda: runner._mailbox)
+    runner.say(ended(RunKey("left", 1, 0), failed("exception", "no"), b""))
+    gone = await line.hear("gone", "left")
+    assert gone[5:] == ("process_absent", ((GPU, 0, 0, {}, 0.0),))
+    await line.until(lambda: not list(files_of(line.config).glob("*.json")))
+    assert runner.process.poll() is not None
+
+
+async def test_what_a_power_cut_left_of_a_card_holds_nobody_up(stand: Stand, open_line: OpenLine) -> None:
+    line = open_line()
+    files_of(line.config).mkdir(parents=True)
+    (files_of(line.config) / "old-1-0@another-boot.json").write_text("")
+    assert await line.announce() == "welcome"
+    assert list(files_of(line.config).iterdir()) == []
+
+
+async def test_a_run_whose_card_was_removed_is_known_by_what_its_runner_says(
+    stand: Stand, open_line: OpenLine
+) -> None:
+    _, runner = stand.make(shared=False)
+    runner.runs = [RunOrder(task="left", fence=1, kind="entrypoint", leases=((GPU, 1000),))]
+    line = open_line()
+    await line.announce()
+    await line.hear("node_seen")
+    assert runs_seen(line) == [("left", 1)]
+    assert runner.process.poll() is None
+
+
+async def test_blank_runners_of_an_earlier_agent_are_ended(stand: Stand, open_line: OpenLine) -> None:
+    _, runner = stand.make(shared=False)
+    line = open_line()
+    await line.announce()
+    await line.until(lambda: runner.process.poll() is not None)
+
+
+async def test_an_older_term_that_waited_for_a_newer_ones_adoption_is_stale(
+    stand: Stand, open_line: OpenLine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    newer = open_line()
+    newer.term = 6
+    older = Line(newer.agent, newer.config, term=5)
+    asked, go_on = threading.Event(), threading.Event()
+
+    def names() -> list[str]:
+        asked.set()
+        assert go_on.wait(10)
+        return []
+
+    monkeypatch.setattr(stand, "names", names)
+    announcing = asyncio.create_task(newer.announce())
+    await newer.until(asked.is_set)
+    too_late = asyncio.create_task(older.announce())
+    await asyncio.sleep(0)
+    go_on.set()
+    assert (await announcing, await too_late) == ("welcome", "stale")
+
+
+async def test_what_one_run_writes_instead_of_a_report_stops_no_other(
+    stand: Stand, open_line: OpenLine
+) -> None:
+    line = open_line(warm_runners=1)
+    await line.announce()
+    for task in "ab":
+        await line.start(task, shareable=True)
+    await line.until(lambda: len(stand.started) == 2)
+    [runner] = stand.runners
+    runner.say(("checkpointed", "a", 1, 0, 1.0, 7, "abc", None, {"no": "address"}))
+    runner.say(("nonsense",), ("ended", "b", "one", 0, 1.0))
+    runner.say(ended(RunKey("b", 1, 0), failed("exception", "no"), b""))
+    await line.hear("gone", "b")
+    assert line.told_of("a") == []
+
+
+async def test_of_checkpoints_that_no_leader_fetched_the_newest_is_kept(open_line: OpenLine) -> None:
+    line = open_line()
+    await line.announce()
+    key = RunKey("t", 1, 0)
+    line.agent.say(started(key, 42))
+    for number in range(50):
+        line.agent.say(checkpointed(key, number, "abc", b"state", None))
+    line.agent.say(ended(key, failed("exception", "no"), b""))
+    await line.hear("ended")
+    assert line.told_of("t") == ["started", "checkpointed", "ended"]
+    assert (await line.hear("checkpointed"))[5] == 49
+
+
+async def test_starts_that_wait_are_served_by_priority_and_then_in_order_of_arrival(
+    stand: Stand, open_line: OpenLine
+) -> None:
+    line = open_line()
+    await line.announce()
+    for task, priority in ("a", 10), ("b", 90), ("c", 10), ("d", 90):
+        await line.start(task, priority=priority)
+    await line.until(lambda: len(stand.started) == 4)
+    assert stand.started == ["b", "d", "a", "c"]
+
+
+async def test_a_run_whose_card_cannot_be_written_never_starts_and_its_process_serves_the_next(
+    stand: Stand, open_line: OpenLine
+) -> None:
+    line = open_line()
+    await line.announce()
+    (files_of(line.config) / "full-1-0.new").mkdir()
+    await line.start("full", leases=((GPU, 1000),))
+    assert (await line.hear("ended", "full"))[5] == "never_started"
+    assert (await line.hear("gone", "full"))[5] == "never_started"
+    await line.start("next")
+    await line.until(lambda: stand.started == ["next"])
+
+
+async def test_an_order_that_cannot_be_carried_out_is_told_after_the_others_were(
+    stand: Stand, open_line: OpenLine
+) -> None:
+    line = open_line(warm_runners=1)
+    await line.announce()
+    with pytest.raises(ValueError, match="1 orders could not be carried out"):
+        await line.order("start", line.incarnation, True, {"no": "order"})
+    await line.start("next", shareable=True)
+    await line.until(lambda: stand.started == ["next"])
+
+
+async def test_makers_of_processes_that_never_answer_make_room_for_others(
+    stand: Stand, open_line: OpenLine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pool, "BIRTH_SECONDS", 0.05)
+    monkeypatch.setattr(pool, "RETRY_PAUSE_SECONDS", 0.0)
+
+    def mute_at_first(runner: Runner) -> None:
+        runner.is_mute = len(stand.runners) < pool.MAKING_AT_ONCE
+
+    stand.birth = mute_at_first
+    line = open_line()
+    await line.announce()
+    for task in "abc":
+        await line.start(task)
+    await line.until(lambda: len(stand.started) == 3)
+    assert all(runner.process.wait(10) for runner in stand.runners if runner.is_mute)

@@ -1,0 +1,117 @@
+"""That memory is told free only after it was measured, whatever stands in the way."""
+
+import asyncio
+import os
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from gpubroker.runtime.journal import AT_ONCE
+from gpubroker.runtime.messages import Report, RunOrder
+
+from service.adapters.ray.keeper import RunKeeper
+from service.adapters.ray.meter import Meter
+from service.core.orders import SeenDevice
+from service.core.units import Mib
+from service.ports import MeasuredDevice, ProcessGroup
+from tests.contracts.runner_stand import GPU, Stand, an_agent_config
+
+
+class Probe:
+    """Implements `ports.DeviceProbe` of one device, which answers only when the test says so."""
+
+    def __init__(self) -> None:
+        self.fault: Exception | None = None
+        self.is_on_the_bus = True
+        self.asked = 0
+
+    def inventory(self) -> Sequence[SeenDevice]:
+        return [SeenDevice(GPU, "sim", 0, Mib(1000), True)]
+
+    def sample(self, holders: Mapping[str, ProcessGroup]) -> Sequence[MeasuredDevice]:
+        self.asked += 1
+        if self.fault is not None:
+            raise self.fault
+        used = Mib(sum(group.leased_mb[GPU] for group in holders.values()))
+        return [MeasuredDevice(GPU, used, Mib(0), {}, None)] if self.is_on_the_bus else []
+
+
+class Kept:
+    """A keeper, and what it said."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self.stand = Stand()
+        self.probe = Probe()
+        self.said: list[Report] = []
+        self.config = an_agent_config(run_dir)
+        self.keeper = RunKeeper(self.config, self, Meter(self.probe), self.stand)
+
+    def say(self, report: Report, _delay_seconds: float = AT_ONCE) -> None:
+        self.said.append(report)
+
+    async def start(self, task: str, *devices: str) -> int:
+        """The process that runs it."""
+        leases = tuple((uuid, 1000) for uuid in devices)
+        self.keeper.start(RunOrder(task=task, fence=1, kind="entrypoint", leases=leases), shareable=False)
+        await self.until(lambda: task in self.stand.started)
+        return self.stand.runner_of(task).process.pid
+
+    async def until(self, true: Callable[[], Any]) -> None:
+        async with asyncio.timeout(10):
+            while not true():  # noqa: ASYNC110  # processes send no events
+                await asyncio.sleep(0.005)
+
+    def gone(self) -> list[Report]:
+        return [report for report in self.said if report[0] == "gone"]
+
+
+@pytest.fixture
+async def kept(tmp_path: Path) -> AsyncIterator[Kept]:
+    kept = Kept(tmp_path)
+    await kept.keeper.adopt()
+    yield kept
+    kept.stand.close()
+
+
+async def test_a_run_with_memory_is_gone_only_when_its_devices_can_be_measured(kept: Kept) -> None:
+    await kept.start("t", GPU)
+    kept.probe.fault = RuntimeError("the driver does not answer")
+    kept.stand.runner_of("t").process.kill()
+    await kept.until(lambda: kept.probe.asked >= 2)
+    assert kept.gone() == []
+    kept.probe.fault = None
+    await kept.until(kept.gone)
+    [(*_, proof, samples)] = kept.gone()
+    assert (proof, samples) == ("process_absent", ((GPU, 0, 0, {}, None),))
+
+
+async def test_a_device_that_does_not_answer_is_waited_for(kept: Kept) -> None:
+    await kept.start("t", GPU)
+    kept.probe.is_on_the_bus = False
+    kept.stand.runner_of("t").process.kill()
+    await kept.until(lambda: kept.probe.asked >= 2)
+    assert kept.gone() == []
+    kept.probe.is_on_the_bus = True
+    await kept.until(kept.gone)
+
+
+async def test_a_device_that_is_not_in_this_machine_any_more_holds_nothing_up(kept: Kept) -> None:
+    await kept.start("t", GPU, "GPU-taken-out")
+    kept.stand.runner_of("t").process.kill()
+    await kept.until(kept.gone)
+
+
+async def test_a_run_without_memory_is_gone_without_a_measurement(kept: Kept) -> None:
+    await kept.start("t")
+    kept.probe.fault = RuntimeError("the driver does not answer")
+    kept.stand.runner_of("t").process.kill()
+    await kept.until(kept.gone)
+
+
+async def test_who_leaves_a_node_leaves_no_process_and_no_file(kept: Kept, tmp_path: Path) -> None:
+    await kept.start("a", GPU)
+    await kept.start("b")
+    await kept.keeper.close()
+    assert kept.stand.names() == []
+    assert os.listdir(tmp_path) == []

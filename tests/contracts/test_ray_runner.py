@@ -1,0 +1,67 @@
+"""What the process of a run answers its agent: bytes of plain values, whatever user code left there."""
+
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+import pytest
+from gpubroker import current_task
+from gpubroker.runtime.messages import PROTOCOL, RunOrder
+
+from service.adapters.ray.runner import Runner
+from service.adapters.ray.wire import unpack
+
+PYTHON = f"{sys.version_info.major}.{sys.version_info.minor}"
+
+
+@pytest.fixture
+def runner(monkeypatch: pytest.MonkeyPatch) -> Runner:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    return Runner([os.getcwd()], shared=False)
+
+
+def share(task: str, function: Any) -> tuple[str, dict[str, Any]]:
+    arguments = cloudpickle.dumps((function, (), {}))
+    return "share", RunOrder(
+        task=task, fence=1, kind="function", python=PYTHON, arguments=arguments
+    ).to_wire()
+
+
+async def ends(runner: Runner, *items: Any) -> dict[str, tuple[Any, ...]]:
+    """Task -> its first end, of every run that was ordered."""
+    found: dict[str, tuple[Any, ...]] = {}
+    acknowledged, wanted = 0, {item[1]["task"] for item in items}
+    while set(found) != wanted:
+        packed = await runner.exchange(PROTOCOL, acknowledged, items)
+        assert type(packed) is bytes
+        items = ()
+        told = unpack(packed)
+        acknowledged = told[-1][0]
+        for _, report in told:
+            if report[0] == "ended":
+                found.setdefault(report[1], report)
+    return found
+
+
+async def test_it_says_who_it_is_in_bytes(runner: Runner) -> None:
+    packed = await runner.describe()
+    assert type(packed) is bytes
+    assert unpack(packed) == {"protocol": PROTOCOL, "pid": os.getpid(), "shared": False, "runs": ()}
+
+
+async def test_an_address_that_is_a_path_ends_no_run(runner: Runner) -> None:
+    told = await ends(runner, share("t", lambda: current_task().checkpoint(uri=Path("/data"))))
+    assert told["t"][5] == "succeeded"
+
+
+async def test_what_no_wire_carries_fails_its_run_and_holds_up_no_other(runner: Runner) -> None:
+    def forge() -> None:
+        task = current_task()
+        task._journal.add(("checkpointed", task.id, 1, 0, 1.0, 7, "abc", None, object()))
+
+    told = await ends(runner, share("forger", forge), share("other", lambda: 1))
+    assert told["other"][5:7] == ("succeeded", b"1")
+    assert told["forger"][5] == "failed"
+    assert "cannot be carried" in told["forger"][8][1]
