@@ -331,10 +331,11 @@ class ProcessGroup:
 
 @dataclass(frozen=True, slots=True)
 class MeasuredDevice:
-    """A DeviceSample before the cluster's name for the device is known: by UUID."""
+    """A DeviceSample before the cluster's name for the device is known: by UUID. `foreign_mb` is None, and
+    `by_holder` empty, where use cannot be attributed to processes."""
 
     uuid: str
     used_mb: Mib
-    foreign_mb: Mib
+    foreign_mb: Mib | None
     by_holder: Mapping[str, Mib]
     utilization: float | None

@@ -205,5 +205,5 @@ def check_ledger(world: World) -> None:
     for book in world.books.values():
         leased = sum(holding.lease.mb for holding in book.holdings.values())
         kept = sum(book.kept_free_mb(pledge) for pledge in book.pledges.values())
-        there_is = book.device.allocatable_mb - book.foreign_mb
+        there_is = book.device.physical_mb - book.device.reserve_mb - book.foreign_mb
         assert leased + kept <= there_is, f"{book.device.key} is overcommitted"

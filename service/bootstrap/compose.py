@@ -9,6 +9,7 @@ from service.adapters.ray.executor import RayExecutor
 from service.adapters.ray.options import RayOptions
 from service.core.orders import SeenDevice
 from service.core.policy import Policy
+from service.core.reconcile import InventoryRules
 from service.core.units import Mib, Seconds
 from service.core.world import World
 from service.gateway.parts import Defaults, Limits
@@ -66,6 +67,14 @@ def simulated_devices(settings: Settings) -> tuple[SeenDevice, ...]:
     return tuple(
         SeenDevice(f"GPU-sim-{settings.ray.node_name}-{i}", device.kind, i, Mib(device.memory_mb), True)
         for i, device in enumerate(kinds)
+    )
+
+
+def inventory_rules_of(settings: Settings) -> InventoryRules:
+    return InventoryRules(
+        cluster=settings.ray.cluster,
+        reserve_mb=Mib(settings.device_reserve_mb),
+        declared_foreign_mb={name: Mib(mb) for name, mb in settings.declared_foreign_mb.items()},
     )
 
 

@@ -4,6 +4,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from service.core.admission import check
+from service.core.ledger import Book
 from service.core.reasons import Reason
 from service.core.survey import OPEN, DeviceFinding, NodeFinding, Survey, Verdict
 from service.core.task import Task
@@ -138,7 +139,7 @@ def _no_memory(seen: Survey, nodes: list[NodeFinding]) -> Blocker:
     total = sum(finding.free_mb for finding in devices)
     largest = max(devices, key=lambda finding: (finding.free_mb, finding.book.device.key))
     block = f"{in_gib(largest.free_mb)} ({largest.book.device.label})"
-    needs = _needs(seen, smallest) + _coming(seen, devices)
+    needs = _needs(seen, smallest) + _coming(seen, devices) + _not_whole(seen, devices)
     if total < gpus * smallest:
         return Blocker(Reason.WAITING_FOR_MEMORY, f"{needs}; the largest free block is {block}")
     message = f"{needs}; {in_gib(total)} are free in all, but the largest block is {block}"
@@ -176,6 +177,27 @@ def _coming(seen: Survey, devices: Iterable[DeviceFinding]) -> str:
             if soon >= (finding.need_mb or 0):
                 return f", which is being released on {finding.book.device.label}"
     return ""
+
+
+def _not_whole(seen: Survey, devices: Iterable[DeviceFinding]) -> str:
+    """What keeps a GPU on which nobody has a lease from being had whole."""
+    if seen.task.demand.takes_whole_devices:
+        for finding in devices:
+            others = used_by_others(finding.book)
+            if others and finding.verdict is Verdict.NO_ROOM and not finding.book.holdings:
+                where = finding.book.device.label
+                return f", and of {where} {others}: end those, or ask for a size (gpu_mb)"
+    return ""
+
+
+def used_by_others(book: Book) -> str:
+    """How much of a device goes to whom no lease is for; empty if nothing does."""
+    parts = []
+    if book.foreign_mb:
+        parts.append(f"{in_gib(book.foreign_mb)} go to processes that are not ours")
+    if book.unexplained_mb:
+        parts.append(f"{in_gib(book.unexplained_mb)} are in use by nobody who is known")
+    return " and ".join(parts)
 
 
 def _some(names: Iterable[str]) -> str:

@@ -17,13 +17,14 @@ class Device:
     physical_mb: Mib
     reserve_mb: Mib = Mib(0)
     declared_foreign_mb: Mib = Mib(0)
-    """Foreign memory stated by the operator, where processes cannot be attributed."""
+    """What the operator says that others always use: set aside, and expected to be in use."""
     simulated: bool = False
     version: int = 1
 
     @property
     def allocatable_mb(self) -> Mib:
-        return Mib(self.physical_mb - self.reserve_mb)
+        """What leases may come to in all; a whole device is so much of it."""
+        return Mib(max(0, self.physical_mb - self.reserve_mb - self.declared_foreign_mb))
 
     @property
     def label(self) -> str:
@@ -33,17 +34,15 @@ class Device:
 
 @dataclass(frozen=True, slots=True)
 class DeviceSample:
-    """What was measured on one device at one instant.
-
-    `by_holder` maps `holder:fence` to the MiB of that holder's process group; `foreign_mb` is what
-    processes of no lease use.
-    """
+    """What was measured on one device at one instant."""
 
     device: DeviceKey
     at: Instant
     used_mb: Mib
-    foreign_mb: Mib = Mib(0)
+    foreign_mb: Mib | None = Mib(0)
+    """What processes of no lease use; None where use cannot be attributed to processes."""
     by_holder: dict[str, Mib] = field(default_factory=dict)
+    """`holder:fence` -> MiB of that holder's process group; empty where use cannot be attributed."""
     utilization: float | None = None
 
 

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from service.core.blockers import Blocker, called, room_blockers
+from service.core.blockers import Blocker, called, room_blockers, used_by_others
 from service.core.draft import Draft
 from service.core.ledger import Holding
 from service.core.ordering import order_key
@@ -176,8 +176,8 @@ def _why(finding: DeviceFinding, task: Task) -> str:
             pledges = finding.book.pledges
             names = sorted(called(name, pledges[name].tenant, task) for name in pledges)
             return f"what is free is kept for {', '.join(names)}"
-    foreign = finding.book.foreign_mb
-    elsewhere = f", {in_gib(foreign)} are used by processes that are not ours" if foreign else ""
+    others = used_by_others(finding.book)
+    elsewhere = f", {others}" if others else ""
     if task.demand.takes_whole_devices:
         return f"not empty: {free} of {size} are free{elsewhere}"
     return f"{in_gib(finding.need_mb or 0)} are needed, {free} are free{elsewhere}"

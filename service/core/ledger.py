@@ -7,6 +7,9 @@ from service.core.device import Device, DeviceSample
 from service.core.lease import Lease, LeaseState, Pledge
 from service.core.units import Instant, Mib, TaskId
 
+NOISE_DIVISOR = 256
+"""Of a device's memory, this part may be in use without a process that uses it: contexts and the driver."""
+
 
 @dataclass(frozen=True, slots=True)
 class Holding:
@@ -33,7 +36,7 @@ class Holding:
 class Book:
     """Mutable account of one device; owned by one World, or copied into one Draft.
 
-    free = allocatable - foreign - sum of max(lease, measured) - pledged bytes already freed
+    free = physical - reserve - foreign - unexplained - sum of max(lease, measured) - pledged and freed
 
     A pledge is a claim: of its MiB, what its own victims still hold has yet to come, and the rest is kept
     from everybody of the same or lower priority, as far as it is there.
@@ -63,8 +66,22 @@ class Book:
     @property
     def foreign_mb(self) -> Mib:
         """What processes of no lease use: as measured, and at least as the operator declared."""
-        measured = Mib(0) if self.sample is None else self.sample.foreign_mb
-        return max(measured, self.device.declared_foreign_mb)
+        measured = None if self.sample is None else self.sample.foreign_mb
+        return max(measured or Mib(0), self.device.declared_foreign_mb)
+
+    @property
+    def unexplained_mb(self) -> Mib:
+        """What is in use though nobody is known to use it: by a dying process, or from another container.
+
+        Where use cannot be attributed, that is all beyond what was declared and what is leased to runs that
+        have begun. The reserve covers it first, and a little of it is noise of the driver; see ADR 20.
+        """
+        sample, device = self.sample, self.device
+        if sample is None:
+            return Mib(0)
+        known = self._begun_mb() if sample.foreign_mb is None else sum(sample.by_holder.values())
+        beyond = sample.used_mb - self.foreign_mb - known - device.reserve_mb
+        return Mib(beyond if beyond > device.physical_mb // NOISE_DIVISOR else 0)
 
     def register(self, device: Device) -> None:
         """Take over a new row of the same device."""
@@ -89,13 +106,17 @@ class Book:
             if measured != holding.measured_mb:
                 self.holdings[key] = Holding(holding.lease, measured, holding.freeing_for, holding.stopping)
 
+    def leased_mb(self) -> int:
+        return sum(holding.lease.mb for holding in self.holdings.values())
+
     def held_mb(self) -> int:
         return sum(holding.takes_mb for holding in self.holdings.values())
 
     def unheld_mb(self) -> int:
         """What nobody holds or uses, pledged or not; negative if over-used."""
         if self._unheld_mb is None:
-            self._unheld_mb = self.device.allocatable_mb - self.foreign_mb - self.held_mb()
+            usable = self.device.physical_mb - self.device.reserve_mb
+            self._unheld_mb = usable - self.foreign_mb - self.unexplained_mb - self.held_mb()
         return self._unheld_mb
 
     def yet_to_come_mb(self, preemptor: TaskId) -> int:
@@ -105,9 +126,6 @@ class Book:
     def claim_mb(self, pledge: Pledge) -> int:
         """What others must leave for this preemptor: its pledge without what its victims will bring."""
         return max(0, pledge.mb - self.yet_to_come_mb(pledge.preemptor))
-
-    def leased_mb(self) -> int:
-        return sum(holding.lease.mb for holding in self.holdings.values())
 
     def kept_free_mb(self, pledge: Pledge) -> int:
         """The part of a claim that is there and waits for its preemptor; higher priorities come first."""
@@ -142,6 +160,11 @@ class Book:
     def is_stale(self, now: Instant, period_seconds: float) -> bool:
         """Its last sample is older than three periods, or there is none: it takes nothing new."""
         return self.sample is None or now - self.sample.at > 3 * period_seconds
+
+    def _begun_mb(self) -> int:
+        """The leases whose runs may use memory. A run that is not known to have begun explains nothing."""
+        leases = (holding.lease for holding in self.holdings.values())
+        return sum(lease.mb for lease in leases if lease.state is not LeaseState.RESERVED)
 
     def _measured_mb(self, lease: Lease) -> Mib:
         if self.sample is None:

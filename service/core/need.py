@@ -10,8 +10,8 @@ from service.core.units import Mib
 def need_mb(demand: Demand, device: Device) -> Mib | None:
     """MiB to lease on this device; None if the device could not give that much even when empty.
 
-    A whole device is all that may be leased of it, so that nobody else fits beside. A fraction is of the
-    same amount, rounded down.
+    A whole device is all that may be leased of it, so that nobody else fits beside, and no stranger beyond
+    what the operator declared. A fraction is of the same amount, rounded down.
     """
     room = device.allocatable_mb
     if demand.takes_whole_devices:

@@ -1,7 +1,7 @@
 """What rows say of a node, held against what its agent says: the answer of the agent wins."""
 
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
 
 from service.core.device import Device, Node
 from service.core.lease import HolderKind
@@ -26,8 +26,18 @@ def take_over(world: World) -> Decision | None:
     return Decision("cluster", "take_over", nodes=nodes) if nodes else None
 
 
+@dataclass(frozen=True, slots=True)
+class InventoryRules:
+    """How devices that agents report are entered."""
+
+    cluster: str
+    reserve_mb: Mib = Mib(0)
+    declared_foreign_mb: Mapping[str, Mib] = field(default_factory=dict)
+    """Per GPU, by the name of its node or by its kind; the node's number wins."""
+
+
 def reconcile(
-    world: World, seen: NodeSeen, now: Instant, policy: Policy, *, cluster: str, reserve_mb: Mib
+    world: World, seen: NodeSeen, now: Instant, policy: Policy, rules: InventoryRules
 ) -> list[Decision]:
     """First the node and its devices, then one decision per task whose run is not there, then orders.
 
@@ -35,7 +45,7 @@ def reconcile(
     the agent knows are killed.
     """
     decisions = []
-    nodes, devices = _node_row(world, seen), _device_rows(world, seen, cluster, reserve_mb)
+    nodes, devices = _node_row(world, seen), _device_rows(world, seen, rules)
     if nodes or devices:
         decisions.append(Decision(seen.node.name, "node_seen", nodes=nodes, devices=devices))
     absent = (replace(d, orders=()) for d in react(world, _absences(world, seen), now, policy))
@@ -55,30 +65,32 @@ def _node_row(world: World, seen: NodeSeen) -> tuple[Node, ...]:
     return () if row == known else (replace(row, version=known.version + 1),)
 
 
-def _device_rows(world: World, seen: NodeSeen, cluster: str, reserve_mb: Mib) -> tuple[Device, ...]:
+def _device_rows(world: World, seen: NodeSeen, rules: InventoryRules) -> tuple[Device, ...]:
     rows = []
     for device in seen.devices:
-        row = _device(seen, device, cluster, reserve_mb)
+        row = _device(seen, device, rules)
         book = world.books.get(row.key)
         if book is not None:
-            known = book.device
-            row = replace(row, declared_foreign_mb=known.declared_foreign_mb, version=known.version)
-            if row == known:
+            row = replace(row, version=book.device.version)
+            if row == book.device:
                 continue
-            row = replace(row, version=known.version + 1)
+            row = replace(row, version=row.version + 1)
         rows.append(row)
     return tuple(rows)
 
 
-def _device(seen: NodeSeen, device: SeenDevice, cluster: str, reserve_mb: Mib) -> Device:
+def _device(seen: NodeSeen, device: SeenDevice, rules: InventoryRules) -> Device:
+    node = seen.node.name
+    declared = rules.declared_foreign_mb
     return Device(
-        key=device_key(cluster, seen.node.name, device.uuid),
-        node=seen.node.name,
+        key=device_key(rules.cluster, node, device.uuid),
+        node=node,
         uuid=device.uuid,
         kind=device.kind,
         index=device.index,
         physical_mb=device.physical_mb,
-        reserve_mb=reserve_mb,
+        reserve_mb=rules.reserve_mb,
+        declared_foreign_mb=declared.get(node, declared.get(device.kind, Mib(0))),
         simulated=device.simulated,
     )
 

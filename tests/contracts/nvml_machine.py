@@ -13,6 +13,10 @@ class NVMLError_NotSupported(NVMLError):  # noqa: N801  # the library's name
     """This device cannot tell."""
 
 
+class NVMLError_FunctionNotFound(NVMLError):  # noqa: N801  # the library's name
+    """The driver is older than this question."""
+
+
 class NVMLError_GpuIsLost(NVMLError):  # noqa: N801  # the library's name
     """It fell off the bus."""
 
@@ -27,6 +31,12 @@ class Process:
 class Memory:
     total: int
     used: int
+    free: int
+
+
+@dataclass
+class MemoryV2(Memory):
+    reserved: int
 
 
 @dataclass
@@ -39,6 +49,9 @@ class Gpu:
     uuid: str
     total_mb: int = 24_000
     used_mb: int = 0
+    """By processes, seen or not."""
+    reserved_mb: int = 0
+    """By the driver, for itself."""
     compute: list[Process] = field(default_factory=list)
     graphics: list[Process] | None = field(default_factory=list)
     busy_percent: int | None = 0
@@ -55,9 +68,11 @@ class Machine:
 
     NVMLError = NVMLError
     NVMLError_NotSupported = NVMLError_NotSupported
+    nvmlMemory_v2 = 0x02000028  # noqa: N815  # the library's name
 
-    def __init__(self, *gpus: Gpu) -> None:
+    def __init__(self, *gpus: Gpu, is_old: bool = False) -> None:
         self.gpus = gpus
+        self._is_old = is_old
 
     def nvmlDeviceGetCount(self) -> int:  # noqa: N802
         return len(self.gpus)
@@ -71,10 +86,16 @@ class Machine:
     def nvmlDeviceGetName(self, gpu: Gpu) -> bytes:  # noqa: N802
         return b"NVIDIA H100"
 
-    def nvmlDeviceGetMemoryInfo(self, gpu: Gpu) -> Memory:  # noqa: N802
+    def nvmlDeviceGetMemoryInfo(self, gpu: Gpu, version: int | None = None) -> Memory:  # noqa: N802
         if gpu.lost:
             raise NVMLError_GpuIsLost
-        return Memory(gpu.total_mb * MIB, gpu.used_mb * MIB)
+        total, used, reserved = gpu.total_mb * MIB, gpu.used_mb * MIB, gpu.reserved_mb * MIB
+        free = total - used - reserved
+        if version is None:
+            return Memory(total, used + reserved, free)
+        if self._is_old or version != self.nvmlMemory_v2:
+            raise NVMLError_FunctionNotFound
+        return MemoryV2(total, used, free, reserved)
 
     def nvmlDeviceGetComputeRunningProcesses(self, gpu: Gpu) -> list[Process]:  # noqa: N802
         return gpu.compute

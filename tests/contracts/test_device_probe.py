@@ -1,10 +1,11 @@
 """What the door to devices promises, for simulated ones and for GPUs as NVML tells them."""
 
 from collections.abc import Callable, Iterable
+from pathlib import Path
 
 import pytest
 
-from service.adapters.nvml.probe import NvmlProbe, new_probe
+from service.adapters.nvml.probe import NvmlProbe, new_probe, shares_pids
 from service.adapters.nvml.simulated import SimulatedProbe
 from service.core.orders import SeenDevice
 from service.core.units import Mib
@@ -91,11 +92,41 @@ def test_several_processes_of_a_run_add_up() -> None:
         Gpu("GPU-a", used_mb=700, compute=[process(11, 700)], mig=True),
     ],
 )
-def test_where_processes_cannot_be_attributed_nobody_is_blamed(gpu: Gpu) -> None:
-    probe = NvmlProbe(Machine(gpu))
-    [first] = probe.sample({"run": a_group([11], GPU_a=700)})
-    assert (first.used_mb, first.foreign_mb, first.by_holder) == (700, 0, {})
-    assert probe.unattributable == {"GPU-a"}
+def test_where_use_cannot_be_attributed_nobody_is_blamed(gpu: Gpu) -> None:
+    [first] = measured(gpu, run=a_group([11], GPU_a=700))
+    assert (first.used_mb, first.foreign_mb, first.by_holder) == (700, None, {})
+
+
+def test_in_a_container_with_process_ids_of_its_own_nobody_is_blamed() -> None:
+    machine = Machine(Gpu("GPU-a", used_mb=700, compute=[process(11, 700)]))
+    [first] = NvmlProbe(machine, shares_pids=False).sample({"run": a_group([11], GPU_a=700)})
+    assert (first.used_mb, first.foreign_mb, first.by_holder) == (700, None, {})
+
+
+@pytest.mark.parametrize(
+    ("namespace", "shared"), [("pid:[4026531836]", True), ("pid:[4026532201]", False), (None, False)]
+)
+def test_process_ids_are_the_drivers_only_in_the_first_namespace(
+    tmp_path: Path, namespace: str | None, shared: bool
+) -> None:
+    if namespace is not None:
+        (tmp_path / "pid").symlink_to(namespace)
+    assert shares_pids(tmp_path / "pid") is shared
+
+
+@pytest.mark.parametrize(("is_old", "physical_mb", "used_mb"), [(False, 23_400, 700), (True, 24_000, 1300)])
+def test_what_the_driver_keeps_for_itself_is_no_memory_for_processes(
+    is_old: bool, physical_mb: int, used_mb: int
+) -> None:
+    """Old drivers do not tell it apart from what is in use."""
+    probe = NvmlProbe(Machine(Gpu("GPU-a", used_mb=700, reserved_mb=600), is_old=is_old))
+    assert [device.physical_mb for device in probe.inventory()] == [physical_mb]
+    assert [device.used_mb for device in probe.sample({})] == [used_mb]
+
+
+def test_what_is_in_use_without_a_process_is_told_as_used_and_not_as_foreign() -> None:
+    [first] = measured(Gpu("GPU-a", used_mb=900, compute=[process(11, 700)]), run=a_group([11], GPU_a=700))
+    assert (first.used_mb, first.foreign_mb, first.by_holder) == (900, 0, {"run": 700})
 
 
 def test_what_a_device_cannot_tell_is_left_out() -> None:

@@ -42,8 +42,18 @@ class Naive:
             and self.now - book.sample.at <= 3 * self.policy.sample_period_seconds
         ]
 
-    def foreign(self, device: Any) -> int:
-        return next(book.foreign_mb for book in self.books if book.device.key == device.key)
+    def strangers(self, device: Any) -> int:
+        """What must be left to whoever has no lease: as listed, as declared, and what nobody explains."""
+        book = next(book for book in self.books if book.device.key == device.key)
+        listed = book.sample.foreign_mb
+        foreign = max(listed or 0, device.declared_foreign_mb)
+        if listed is None:
+            begun = [lease for lease in self.leases if lease.state is not LeaseState.RESERVED]
+            ours = sum(lease.mb for lease in begun if lease.device == device.key)
+        else:
+            ours = sum(book.sample.by_holder.values())
+        hidden = book.sample.used_mb - foreign - ours - device.reserve_mb
+        return foreign + (hidden if hidden > device.physical_mb / 256 else 0)
 
     def takes(self, lease: Lease) -> int:
         book = next(book for book in self.books if book.device.key == lease.device)
@@ -63,7 +73,7 @@ class Naive:
 
     def unheld(self, device: Any) -> int:
         held = sum(self.takes(lease) for lease in self.leases if lease.device == device.key)
-        return device.physical_mb - device.reserve_mb - self.foreign(device) - held
+        return device.physical_mb - device.reserve_mb - self.strangers(device) - held
 
     def respected(self, device: Any, task: Task) -> list[Pledge]:
         return [
@@ -126,7 +136,7 @@ class Naive:
         return True
 
     def needs(self, demand: Demand, device: Any) -> int | None:
-        whole = device.physical_mb - device.reserve_mb
+        whole = device.physical_mb - device.reserve_mb - device.declared_foreign_mb
         if demand.exclusive or (demand.gpu_mb is None and demand.gpu_fraction is None):
             return whole if whole >= (demand.gpu_mb or 0) else None
         size = demand.gpu_mb if demand.gpu_mb is not None else max(1, int(demand.gpu_fraction * whole))

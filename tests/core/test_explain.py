@@ -246,7 +246,7 @@ def test_every_device_is_judged_with_its_holders_and_why_not():
         "n1/gpu1": (Verdict.NO_ROOM, "30.0 GiB are needed, 9.0 GiB are free"),
         "n1/gpu2": (
             Verdict.NO_ROOM,
-            "30.0 GiB are needed, 5.0 GiB are free, 75.0 GiB are used by processes that are not ours",
+            "30.0 GiB are needed, 5.0 GiB are free, 75.0 GiB go to processes that are not ours",
         ),
         "n1/gpu3": (Verdict.KEPT_FOR_OTHERS, "what is free is kept for first"),
         "n1/gpu4": (Verdict.STALE, "its memory use has not been reported lately"),
@@ -262,11 +262,21 @@ def test_every_device_is_judged_with_its_holders_and_why_not():
     assert (crowded.need_mb, crowded.free_mb, crowded.allocatable_mb) == (30 * GIB, 9 * GIB, 80 * GIB)
 
 
-def test_a_whole_device_is_told_why_it_cannot_be_had_whole():
-    world = a_world(a_device(), a_sample("gpu0", foreign_mb=512), a_task("new", gpus=1))
-    assert told(world).devices[0].message == (
-        "not empty: 79.5 GiB of 80.0 GiB are free, 0.5 GiB are used by processes that are not ours"
+def test_a_whole_device_is_told_who_else_is_on_it_and_what_to_do():
+    world = a_world(a_device(), a_sample("gpu0", used_mb=1536, foreign_mb=512), a_task("new", gpus=1))
+    others = "0.5 GiB go to processes that are not ours and 1.0 GiB are in use by nobody who is known"
+    assert told(world).devices[0].message == f"not empty: 78.5 GiB of 80.0 GiB are free, {others}"
+    assert told(world).reason is Reason.WAITING_FOR_MEMORY
+    assert told(world).message == (
+        f"needs a whole GPU, and of n1/gpu0 {others}: end those, or ask for a size (gpu_mb); "
+        "the largest free block is 78.5 GiB (n1/gpu0)"
     )
+
+
+def test_a_whole_device_is_told_nothing_of_others_where_a_lease_is_in_its_way():
+    run = holding(a_task("run", gpu_mb=8 * GIB), "gpu0")
+    world = a_world(a_device(), run, a_sample("gpu0", foreign_mb=512), a_task("new", gpus=1))
+    assert told(world).message == "needs a whole GPU; the largest free block is 71.5 GiB (n1/gpu0)"
 
 
 def test_a_task_without_gpu_is_told_nothing_about_devices():

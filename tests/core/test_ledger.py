@@ -1,5 +1,9 @@
 """The book of one device."""
 
+from typing import Any
+
+import pytest
+
 from service.core.lease import LeaseState
 from service.core.ledger import Book
 from service.core.units import Instant
@@ -47,6 +51,74 @@ def test_foreign_memory_counts_as_measured_and_at_least_as_declared():
     assert book.free_mb() == 80
     book.measure(a_sample(DEVICE.key, foreign_mb=30))
     assert book.free_mb() == 70
+
+
+def a_measured_book(used_mb: int, foreign_mb: int | None = 0, **device: Any) -> Book:
+    """100 MiB, of which `low` has leased 60 and was seen to use 50 of what is in use."""
+    book = Book(a_device(mb=100, **device))
+    book.put(a_lease(LOW, DEVICE.key, 60))
+    by_holder = {} if foreign_mb is None else {"low:1": 50}
+    book.measure(a_sample(DEVICE.key, used_mb=used_mb, foreign_mb=foreign_mb, by_holder=by_holder))
+    return book
+
+
+def test_what_is_in_use_and_used_by_nobody_who_is_known_is_not_free():
+    assert (a_measured_book(50).unexplained_mb, a_measured_book(50).free_mb()) == (0, 40)
+    assert (a_measured_book(70).unexplained_mb, a_measured_book(70).free_mb()) == (20, 20)
+    assert (a_measured_book(70, 5).unexplained_mb, a_measured_book(70, 5).free_mb()) == (15, 20)
+
+
+def test_listed_processes_may_add_up_to_more_than_is_in_use():
+    assert a_measured_book(40).unexplained_mb == 0
+
+
+def test_what_was_declared_explains_what_is_in_use():
+    book = a_measured_book(70, declared_foreign_mb=20)
+    assert (book.foreign_mb, book.unexplained_mb, book.free_mb()) == (20, 0, 20)
+
+
+def test_the_reserve_covers_what_nobody_explains():
+    book = a_measured_book(70, reserve_mb=15)
+    assert (book.unexplained_mb, book.free_mb()) == (5, 100 - 15 - 5 - 60)
+
+
+@pytest.mark.parametrize(("used_mb", "unexplained_mb"), [(320, 0), (321, 321)])
+def test_a_little_use_without_a_process_is_noise(used_mb: int, unexplained_mb: int):
+    book = Book(a_device())
+    book.measure(a_sample(book.device.key, used_mb=used_mb))
+    assert book.unexplained_mb == unexplained_mb
+
+
+def test_where_use_cannot_be_attributed_what_is_beyond_the_leases_is_not_free():
+    assert (a_measured_book(50, None).unexplained_mb, a_measured_book(50, None).free_mb()) == (0, 40)
+    assert (a_measured_book(75, None).unexplained_mb, a_measured_book(75, None).free_mb()) == (15, 25)
+
+
+def test_where_use_cannot_be_attributed_what_was_declared_is_not_counted_twice():
+    book = a_measured_book(75, None, declared_foreign_mb=10)
+    assert (book.foreign_mb, book.unexplained_mb, book.free_mb()) == (10, 5, 25)
+
+
+@pytest.mark.parametrize(
+    ("state", "unexplained_mb"),
+    [
+        (LeaseState.RESERVED, 75),
+        (LeaseState.HELD, 15),
+        (LeaseState.RELEASING, 15),
+        (LeaseState.QUARANTINED, 15),
+        (LeaseState.RELEASED, 75),
+    ],
+)
+def test_where_use_cannot_be_attributed_only_a_run_that_may_use_memory_explains_any(
+    state: LeaseState, unexplained_mb: int
+):
+    book = a_measured_book(75, None)
+    book.put(a_lease(LOW, DEVICE.key, 60, state=state))
+    assert book.unexplained_mb == unexplained_mb
+
+
+def test_a_device_that_was_never_measured_hides_nothing():
+    assert Book(DEVICE).unexplained_mb == 0
 
 
 def test_a_new_declaration_of_foreign_memory_counts_at_once():

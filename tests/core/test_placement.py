@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 
 from service.core.blockers import Blocker, room_blockers
+from service.core.cycle import plan_cycle
 from service.core.draft import Draft
 from service.core.lease import LeaseState
 from service.core.placement import Places
@@ -26,6 +27,7 @@ from tests.builders import (
     a_world,
     holding,
     key,
+    submit,
 )
 
 POLICY = Policy(custom_limits=(("licence", 4.0),))
@@ -111,6 +113,28 @@ def test_foreign_memory_is_not_given_away():
     world = a_world(a_device(), a_sample("gpu0", foreign_mb=30 * GIB))
     assert devices(world, gpu_mb=50 * GIB) == ["n1/gpu0"]
     assert reason(world, gpu_mb=51 * GIB) is Reason.WAITING_FOR_MEMORY
+
+
+@pytest.mark.parametrize(
+    "measured", [{"foreign_mb": 1}, {"used_mb": 1 * GIB}, {"used_mb": GIB, "foreign_mb": 1}]
+)
+def test_a_device_that_strangers_use_is_not_whole(measured: dict[str, Any]):
+    world = a_world(a_device(), a_sample("gpu0", **measured))
+    assert reason(world, gpus=1) is Reason.WAITING_FOR_MEMORY
+    assert reason(world, gpu_mb=1, exclusive=True) is Reason.WAITING_FOR_MEMORY
+    assert devices(world, gpu_mb=70 * GIB) == ["n1/gpu0"]
+
+
+def test_a_device_is_whole_although_strangers_use_what_was_declared_of_it():
+    world = a_world(a_device(declared_foreign_mb=2 * GIB), a_sample("gpu0", used_mb=GIB, foreign_mb=GIB))
+    assert found(world, gpus=1) == Placement("n1", ((key("gpu0"), 78 * GIB),))
+
+
+def test_nobody_is_stopped_for_a_whole_device_that_strangers_use():
+    low = holding(a_task("low", priority=10, gpu_mb=8 * GIB), "gpu0")
+    world = a_world(a_device(), low, a_sample("gpu0", foreign_mb=1))
+    submit(world, a_task("high", priority=95, gpus=1))
+    assert plan_cycle(world, POLICY, NOW).decisions == ()
 
 
 @pytest.mark.parametrize("state", [LeaseState.RELEASING, LeaseState.QUARANTINED])

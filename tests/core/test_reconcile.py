@@ -5,12 +5,12 @@ from typing import Any
 
 import pytest
 
-from service.core.device import Node
+from service.core.device import Device, Node
 from service.core.lease import LeaseState
 from service.core.orders import ForgetOrder, NodeSeen, SeenDevice, StopOrder
 from service.core.plan import Decision
 from service.core.policy import Policy
-from service.core.reconcile import reconcile, take_over
+from service.core.reconcile import InventoryRules, reconcile, take_over
 from service.core.task import StopReason, Task, TaskState
 from service.core.units import Fence, Instant, Mib, NodeName, TaskId
 from service.core.world import World
@@ -38,7 +38,7 @@ def hear(world: World, *runs: Claim, uuids: tuple[str, ...] = ("gpu0",), **node:
     devices = tuple(SeenDevice(uuid, "H100", i, Mib(80 * GIB), True) for i, uuid in enumerate(uuids))
     known = tuple((TaskId(task), Fence(fence)) for task, fence in runs)
     seen = NodeSeen(a_node(**node), devices, known, NOW)
-    decisions = reconcile(world, seen, NOW, Policy(), cluster="test", reserve_mb=Mib(0))
+    decisions = reconcile(world, seen, NOW, Policy(), InventoryRules("test"))
     commit(world, decisions)
     return decisions
 
@@ -97,18 +97,37 @@ def test_an_answer_opens_the_node_and_keeps_it_cordoned() -> None:
     assert world.nodes[N1] == a_node(ready=True, cordoned=True, version=5)
 
 
-def test_a_changed_device_keeps_what_the_operator_declared() -> None:
-    world = a_world(a_device(mb=40 * GIB, declared_foreign_mb=Mib(512), version=2))
+def the_device(world: World, **rules: Any) -> Device:
+    """A device of 1000 MiB as it is entered under these rules."""
+    seen = NodeSeen(a_node(), (SeenDevice("gpu0", "H100", 0, Mib(1000), False),), (), NOW)
+    commit(world, reconcile(world, seen, NOW, Policy(), InventoryRules("test", **rules)))
+    return world.books[key("gpu0")].device
+
+
+def test_a_device_that_changed_is_written_anew() -> None:
+    world = a_world(a_device(mb=40 * GIB, version=2))
     hear(world)
     device = world.books[key("gpu0")].device
-    assert (device.physical_mb, device.declared_foreign_mb, device.version) == (80 * GIB, 512, 3)
+    assert (device.physical_mb, device.version) == (80 * GIB, 3)
 
 
 def test_the_reserve_is_kept_from_every_device() -> None:
+    assert the_device(World(), reserve_mb=100).allocatable_mb == 900
+
+
+@pytest.mark.parametrize(
+    ("declared", "mb"), [({"H100": 50}, 50), ({"n1": 70}, 70), ({"H100": 50, "n1": 0}, 0), ({"T4": 9}, 0)]
+)
+def test_foreign_memory_is_declared_by_kind_or_by_node_and_the_nodes_number_wins(
+    declared: dict[str, int], mb: int
+) -> None:
+    assert the_device(World(), declared_foreign_mb=declared).declared_foreign_mb == mb
+
+
+def test_another_declaration_takes_the_place_of_the_one_before() -> None:
     world = World()
-    seen = NodeSeen(a_node(), (SeenDevice("gpu0", "H100", 0, Mib(1000), False),), (), NOW)
-    commit(world, reconcile(world, seen, NOW, Policy(), cluster="test", reserve_mb=Mib(100)))
-    assert world.books[key("gpu0")].device.allocatable_mb == 900
+    the_device(world, declared_foreign_mb={"H100": 50})
+    assert the_device(world) == replace(the_device(World()), version=2)
 
 
 @pytest.mark.parametrize("state", [TaskState.ADMITTED, TaskState.RUNNING])

@@ -16,12 +16,13 @@ from service.adapters.memory.store import MemoryStore
 from service.bootstrap.compose import fill
 from service.broker.dispatch import Dispatcher
 from service.broker.loop import Leader
-from service.broker.observe import InventoryRules, Observer
+from service.broker.observe import Observer
 from service.core.admission import check
 from service.core.events import Event
 from service.core.orders import ForgetOrder, Report, SeenDevice, StartOrder, StopOrder
 from service.core.plan import Decision, Request
 from service.core.policy import Policy
+from service.core.reconcile import InventoryRules
 from service.core.units import Mib, NodeName, TaskId, Term
 from service.core.world import World
 from service.ports import CommitVerdict, RunSpec, StoreUnavailable, Submission
@@ -167,7 +168,7 @@ class Day:
         """A new process: it knows the rows and nothing else."""
         self._terms += 1
         self._world = await self._world_from_rows()
-        observer = Observer(self._world, POLICY, self._blobs, InventoryRules(CLUSTER, 0), 65536, {})
+        observer = Observer(self._world, POLICY, self._blobs, InventoryRules(CLUSTER), 65536, {})
         self._leader = Leader(
             name=f"leader-{self._terms}",
             world=self._world,

@@ -1,6 +1,7 @@
 """GPUs through NVIDIA's management library, and what each process group uses of them."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from service.core.orders import SeenDevice
@@ -8,6 +9,9 @@ from service.core.units import Mib
 from service.ports import DeviceProbe, MeasuredDevice, ProcessGroup
 
 MIB = 2**20
+
+_FIRST_PID_NAMESPACE = "pid:[4026531836]"
+"""The one that Linux starts with; its number is fixed (PROC_PID_INIT_INO)."""
 
 
 def load_nvml() -> Any | None:
@@ -28,21 +32,33 @@ def new_probe(simulated: Sequence[SeenDevice] | None) -> DeviceProbe:
     if simulated is not None:
         return SimulatedProbe(simulated)
     nvml = load_nvml()
-    return SimulatedProbe(()) if nvml is None else NvmlProbe(nvml)
+    return SimulatedProbe(()) if nvml is None else NvmlProbe(nvml, shares_pids=shares_pids())
+
+
+def shares_pids(own_namespace: Path = Path("/proc/self/ns/pid")) -> bool:
+    """Whether process ids mean the same here as to the driver.
+
+    In a container with process ids of its own, drivers answer with the host's ids, with translated ones, or
+    with translated ones and no memory, depending on their release: none of it can be relied on.
+    """
+    try:
+        return str(own_namespace.readlink()) == _FIRST_PID_NAMESPACE
+    except OSError:
+        return False
 
 
 class NvmlProbe:
     """Implements `ports.DeviceProbe`. What NVML cannot tell is None or left out, never an error.
 
-    Where it does not say which process uses how much (containers without the host's process ids, MIG) a
-    device is in `unattributable`: nobody's use is told there, foreign use is not either.
+    Where it does not say which process uses how much (MIG, a driver that does not tell), or says it in
+    process ids that are not ours (`shares_pids` is False), use is attributed to nobody.
     """
 
-    def __init__(self, nvml: Any) -> None:
+    def __init__(self, nvml: Any, *, shares_pids: bool = True) -> None:
         self._nvml = nvml
+        self._shares_pids = shares_pids
         self._handles: dict[str, Any] = {}
         self._devices: list[SeenDevice] = []
-        self.unattributable: set[str] = set()
         for index in range(nvml.nvmlDeviceGetCount()):
             handle = nvml.nvmlDeviceGetHandleByIndex(index)
             uuid = _text(nvml.nvmlDeviceGetUUID(handle))
@@ -52,7 +68,7 @@ class NvmlProbe:
                     uuid=uuid,
                     kind=_text(nvml.nvmlDeviceGetName(handle)),
                     index=index,
-                    physical_mb=Mib(nvml.nvmlDeviceGetMemoryInfo(handle).total // MIB),
+                    physical_mb=self._memory(handle)[0],
                     simulated=False,
                 )
             )
@@ -74,20 +90,35 @@ class NvmlProbe:
         return measured
 
     def _measure(self, uuid: str, handle: Any, owners: Mapping[int, str]) -> MeasuredDevice:
-        used_mb = Mib(self._nvml.nvmlDeviceGetMemoryInfo(handle).used // MIB)
+        _, used_mb = self._memory(handle)
+        utilization = self._utilization(handle)
+        processes = dict(self._processes(handle))
+        if not self._shares_pids or None in processes.values() or self._is_split(handle):
+            return MeasuredDevice(uuid, used_mb, None, {}, utilization)
         by_holder: dict[str, Mib] = {}
         foreign_mb = 0
-        processes = dict(self._processes(handle))
-        if None in processes.values() or self._is_split(handle):
-            self.unattributable.add(uuid)
-            processes = {}
         for pid, mb in processes.items():
             holder = owners.get(pid)
             if holder is None:
                 foreign_mb += mb or 0
             else:
                 by_holder[holder] = Mib(by_holder.get(holder, 0) + (mb or 0))
-        return MeasuredDevice(uuid, used_mb, Mib(foreign_mb), by_holder, self._utilization(handle))
+        return MeasuredDevice(uuid, used_mb, Mib(foreign_mb), by_holder, utilization)
+
+    def _memory(self, handle: Any) -> tuple[Mib, Mib]:
+        """(what processes can have, what of it is in use). What the driver keeps for itself is in neither.
+
+        Drivers before 510 do not tell the latter apart; it is in both then.
+        """
+        nvml = self._nvml
+        try:
+            memory = nvml.nvmlDeviceGetMemoryInfo(handle, version=nvml.nvmlMemory_v2)
+            reserved = memory.reserved
+        except nvml.NVMLError:
+            memory, reserved = nvml.nvmlDeviceGetMemoryInfo(handle), 0
+        # Releases disagree on whether `used` includes what is reserved; `free` means the same in all.
+        physical = memory.total - reserved
+        return Mib(physical // MIB), Mib((physical - memory.free) // MIB)
 
     def _processes(self, handle: Any) -> Iterator[tuple[int, int | None]]:
         """(pid, MiB or None). One process may be listed for compute and graphics with the same sum."""

@@ -177,7 +177,7 @@ def _sample(batch: _Batch, at: Instant, told: Any) -> DeviceSample:
                 device_key(batch.cluster, batch.node, _name(uuid, "uuid")),
                 at,
                 Mib(_count(used, "used_mb")),
-                Mib(_count(foreign, "foreign_mb")),
+                None if foreign is None else Mib(_count(foreign, "foreign_mb")),
                 {_name(holder, "holder"): Mib(_count(mb, "by_holder")) for holder, mb in by_holder.items()},
                 None if utilization is None else _number(utilization, "utilization"),
             )
