@@ -16,7 +16,15 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from gpubroker.async_broker import AsyncBroker
     from gpubroker.broker import Broker
-    from gpubroker.errors import BrokerError, Refused, TaskCancelled, TaskFailed, Unreachable, WaitTimeout
+    from gpubroker.errors import (
+        BrokerError,
+        Refused,
+        TaskCancelled,
+        TaskFailed,
+        Unreachable,
+        WaitTimeout,
+        WrongArgument,
+    )
     from gpubroker.fleet import Gpu, Node, Stats
     from gpubroker.models import Event, Explanation, Outcome, Page, Task, TaskState, Token
     from gpubroker.runtime import CheckpointTooLarge, NoCurrentTask, RunningTask, Stopped, current_task
@@ -27,7 +35,16 @@ _HOME = {
     "AsyncBroker": "async_broker",
     "Broker": "broker",
     **dict.fromkeys(
-        ("BrokerError", "Refused", "TaskCancelled", "TaskFailed", "Unreachable", "WaitTimeout"), "errors"
+        (
+            "BrokerError",
+            "Refused",
+            "TaskCancelled",
+            "TaskFailed",
+            "Unreachable",
+            "WaitTimeout",
+            "WrongArgument",
+        ),
+        "errors",
     ),
     **dict.fromkeys(("Gpu", "Node", "Stats"), "fleet"),
     **dict.fromkeys(("Event", "Explanation", "Outcome", "Page", "Task", "TaskState", "Token"), "models"),
@@ -59,6 +76,7 @@ __all__ = [
     "Token",
     "Unreachable",
     "WaitTimeout",
+    "WrongArgument",
     "current_task",
 ]
 

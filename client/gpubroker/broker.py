@@ -62,6 +62,11 @@ class Broker:
         `target` is an entrypoint by name (arguments and result are JSON), a command as a list of words, or a
         function, which is pickled and needs the scope `tasks:code`; modules that it imports must be
         importable where it runs. Raises Refused, also for a task that could never fit.
+
+        The options are those of `SubmitOptions`, all by name: kwargs (the task's own), name, priority,
+        labels, model_type; gpu_mb (MiB per GPU), gpus, gpu_fraction, exclusive, placement, cpu, memory_mb,
+        custom; max_retries, timeout_seconds, grace_seconds; env, working_directory (of commands),
+        result_format, idempotency_key.
         """
         return self._carry_out(self._do.submit(target, args, options))
 

@@ -29,11 +29,16 @@ class BrokerError(Exception):
         self.errors = tuple(errors)
 
     def __str__(self) -> str:
+        """The first wrong part is told in `detail`, the others below it."""
         parts = [self.detail]
-        parts += [f"  {error.get('pointer', '')}: {error.get('detail', '')}" for error in self.errors]
-        if self.request_id:
+        parts += [f"  {error.get('pointer', '')}: {error.get('detail', '')}" for error in self.errors[1:]]
+        if self.request_id and self.status >= 500:
             parts.append(f"  (request {self.request_id})")
         return "\n".join(parts)
+
+
+class WrongArgument(TypeError):
+    """What was given can be no request at all; nothing was sent."""
 
 
 class Unreachable(BrokerError):

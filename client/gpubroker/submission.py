@@ -4,9 +4,12 @@ import base64
 import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypedDict
+from difflib import get_close_matches
+from typing import Any, Final, TypedDict
 
 import cloudpickle
+
+from gpubroker.errors import WrongArgument
 
 Target = str | Sequence[str] | Callable[..., Any]
 """`"module:function"` names an entrypoint the operator allows; a list of words is a command; a function is
@@ -19,23 +22,33 @@ class SubmitOptions(TypedDict, total=False):
     kwargs: Mapping[str, Any]
     """The task's own keyword arguments."""
     name: str
+    """Shown in lists."""
     priority: int | str
-    """0 to 100, or the name of a band: critical, interactive, batch, background, idle."""
+    """0 to 100, or the name of a band: critical, interactive, batch (default), background, idle."""
     gpu_mb: int
     """MiB per device; without `gpus`, of one device."""
     gpus: int
     """How many devices; without `gpu_mb` and `gpu_fraction`, whole ones."""
     gpu_fraction: float
+    """Share of each device's memory, instead of `gpu_mb`."""
     exclusive: bool
+    """Share the devices with nobody."""
     cpu: float
+    """1 if not given, and 0 for tasks with a GPU."""
     memory_mb: int
+    """Host memory, in MiB."""
     custom: Mapping[str, float]
+    """Amounts of resources that the operator has named."""
     placement: str
-    """`pack` or `spread`."""
+    """`pack` (default) fills devices that are in use, `spread` takes empty ones first."""
     model_type: str
+    """Kind of model, for statistics."""
     labels: Mapping[str, str]
+    """To find it by."""
     env: Mapping[str, str]
+    """Environment variables of its process."""
     max_retries: int
+    """How often a failed run is tried again; being preempted counts for nothing."""
     timeout_seconds: float
     """Limit for one run, not for waiting in the queue."""
     grace_seconds: float
@@ -55,14 +68,29 @@ _TOP_LEVEL = (
 )  # fmt: skip
 
 
+_WORDS_OF_OTHERS: Final[Mapping[str, str]] = {
+    "gpu": "gpus",
+    "gpu_memory": "gpu_mb",
+    "fraction": "gpu_fraction",
+    "memory": "memory_mb",
+    "timeout": "timeout_seconds",
+    "grace": "grace_seconds",
+    "retries": "max_retries",
+    "input": "kwargs",
+    "inputs": "kwargs",
+    "args": "kwargs",
+    "directory": "working_directory",
+    "cwd": "working_directory",
+    "key": "idempotency_key",
+}
+"""What the command line and other systems call our options."""
+
+
 def submission_body(target: Target, args: Sequence[Any], options: SubmitOptions) -> bytes:
-    """The JSON of `POST /tasks`. Raises TypeError for what no service could accept."""
-    unknown = options.keys() - SubmitOptions.__annotations__.keys()
-    if unknown:
-        raise TypeError(
-            f"submit() knows no option {', '.join(sorted(unknown))}; keyword arguments of the task itself go "
-            "into kwargs={...}"
-        )
+    """The JSON of `POST /tasks`. Raises WrongArgument for what no service could accept."""
+    for name in options:
+        if name not in SubmitOptions.__annotations__:
+            raise WrongArgument(_unknown_option(name))
     body: dict[str, Any] = {"run": _run_of(target, args, options)}
     if callable(target):
         body["result_format"] = "cloudpickle"
@@ -74,17 +102,26 @@ def submission_body(target: Target, args: Sequence[Any], options: SubmitOptions)
     try:
         return json.dumps(body, separators=(",", ":"), allow_nan=False).encode()
     except (TypeError, ValueError) as error:
-        raise TypeError(
+        raise WrongArgument(
             f"the arguments of {target!r} do not fit into JSON ({error}); pass plain values, or submit the "
             "function itself instead of its name, so that it travels pickled"
         ) from None
+
+
+def _unknown_option(name: str) -> str:
+    near = get_close_matches(_WORDS_OF_OTHERS.get(name, name), SubmitOptions.__annotations__, n=1)
+    meant = f"did you mean {near[0]}? " if near else ""
+    return (
+        f"submit() knows no option {name}; {meant}Keyword arguments of the task itself go into "
+        f"kwargs={{{name!r}: ...}}"
+    )
 
 
 def _run_of(target: Target, args: Sequence[Any], options: SubmitOptions) -> dict[str, Any]:
     kwargs = options.get("kwargs") or {}
     directory = options.get("working_directory")
     if directory is not None and (callable(target) or isinstance(target, str)):
-        raise TypeError("working_directory is for commands; functions run where their worker runs")
+        raise WrongArgument("working_directory is for commands; functions run where their worker runs")
     if callable(target):
         pickled = cloudpickle.dumps((target, tuple(args), dict(kwargs)))
         return {
@@ -94,12 +131,16 @@ def _run_of(target: Target, args: Sequence[Any], options: SubmitOptions) -> dict
         }
     if isinstance(target, str):
         if ":" not in target:
-            raise TypeError(
+            raise WrongArgument(
                 f"{target!r} names no entrypoint; write module:function, or give a command as a list of words"
             )
         return {"entrypoint": target, "args": list(args), "kwargs": dict(kwargs)}
+    if not isinstance(target, Sequence) or not target:
+        raise WrongArgument(
+            f"{target!r} cannot be run; give module:function, a command as a list of words, or a function"
+        )
     if args or kwargs:
-        raise TypeError("a command takes no arguments beside its words; put them into the list")
+        raise WrongArgument("a command takes no arguments beside its words; put them into the list")
     run: dict[str, Any] = {"command": [str(word) for word in target]}
     return run if directory is None else run | {"working_directory": directory}
 

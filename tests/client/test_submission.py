@@ -5,7 +5,8 @@ from typing import Any
 
 import cloudpickle
 import pytest
-from gpubroker.submission import submission_body
+from gpubroker import Broker, WrongArgument
+from gpubroker.submission import SubmitOptions, submission_body
 
 
 def body(target: Any, *args: Any, **options: Any) -> dict[str, Any]:
@@ -50,7 +51,12 @@ def test_a_function_travels_with_its_arguments_and_its_python() -> None:
     ("target", "args", "options", "says"),
     [
         ("team.work.fit", (), {}, "write module:function"),
-        ("a:b", (), {"epochs": 3}, "knows no option epochs"),
+        ("a:b", (), {"epochs": 3}, r"knows no option epochs; Keyword .* kwargs=\{'epochs'"),
+        (len, ([],), {"gpu_memory": 5}, "did you mean gpu_mb"),
+        (len, ([],), {"time_out_seconds": 5}, "did you mean timeout_seconds"),
+        (len, ([],), {"inputs": {}}, "did you mean kwargs"),
+        (None, (), {}, "None cannot be run; give module:function"),
+        ([], (), {}, "cannot be run"),
         ("a:b", (float("nan"),), {}, "do not fit into JSON"),
         ("a:b", (object(),), {}, "submit the function itself"),
         (["ls"], ("-l",), {}, "takes no arguments beside its words"),
@@ -60,5 +66,10 @@ def test_a_function_travels_with_its_arguments_and_its_python() -> None:
 def test_what_no_service_could_accept_is_refused_with_advice(
     target: Any, args: tuple[Any, ...], options: dict[str, Any], says: str
 ) -> None:
-    with pytest.raises(TypeError, match=says):
+    with pytest.raises(WrongArgument, match=says):
         body(target, *args, **options)
+
+
+def test_every_option_is_told_where_help_is_looked_for() -> None:
+    told = Broker.submit.__doc__ or ""
+    assert [name for name in SubmitOptions.__annotations__ if name not in told] == []
