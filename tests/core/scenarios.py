@@ -11,7 +11,7 @@ from service.core.lease import LeaseState, move_lease
 from service.core.plan import Decision, write_move
 from service.core.policy import Policy
 from service.core.task import Move, StopReason, Task, TaskState
-from service.core.units import Instant
+from service.core.units import Instant, Mib
 from service.core.world import World
 from tests.builders import NOW, a_device, a_node, a_sample, a_task, a_world, commit, let_go, submit
 
@@ -36,13 +36,19 @@ SHAPES: tuple[dict[str, Any], ...] = (
 )
 
 
+ODDITIES = ("cordoned", "away", "stale", "foreign", "hidden", "unlisted")
+"""What may be odd about a node: on the last two somebody unknown uses memory, or nobody knows who does."""
+
+HIDDEN_MB = 10
+
+
 @st.composite
 def clusters(draw: st.DrawFn) -> World:
-    """One to three nodes of one or two devices; now and then a node or a device is out of use."""
+    """One to three nodes of one or two devices; now and then something is odd about a node."""
     parts: list[Any] = []
     for number in range(1, draw(st.integers(1, 3)) + 1):
         node = f"n{number}"
-        odd = draw(st.sampled_from(("", "", "", "", "cordoned", "away", "stale", "foreign")))
+        odd = draw(st.sampled_from(("", "", "", "", *ODDITIES)))
         parts.append(
             a_node(
                 node,
@@ -60,6 +66,10 @@ def clusters(draw: st.DrawFn) -> World:
             parts.append(device)
             if odd == "stale" and index == 0:
                 parts.append(a_sample(device.key, NOW + 1.0))
+            if odd in ("hidden", "unlisted"):
+                parts.append(
+                    a_sample(device.key, used_mb=HIDDEN_MB, foreign_mb=0 if odd == "hidden" else None)
+                )
     world = a_world(*parts)
     for book in world.books.values():
         if book.sampled_at != NOW:
@@ -126,6 +136,15 @@ class Story:
                     let_go(self.world, run)
             case _:
                 self._change(what, pick)
+        self._use()
+
+    def _use(self) -> None:
+        """Where use is not attributed, it is that of a stranger and of the runs that have begun."""
+        for book in self.world.books.values():
+            if book.sample is not None and book.sample.foreign_mb is None:
+                leases = [holding.lease for holding in book.holdings.values()]
+                begun = sum(lease.mb for lease in leases if lease.state is not LeaseState.RESERVED)
+                self.world.measure([replace(book.sample, used_mb=Mib(HIDDEN_MB + begun))])
 
     def _change(self, what: str, pick: int) -> None:
         """Move one task in the way that is asked for, if there is one that can."""
