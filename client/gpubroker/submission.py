@@ -5,7 +5,7 @@ import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from difflib import get_close_matches
-from typing import Any, Final, TypedDict
+from typing import Any, Final, TypedDict, cast
 
 import cloudpickle
 
@@ -135,7 +135,7 @@ def _run_of(target: Target, args: Sequence[Any], options: SubmitOptions) -> dict
                 f"{target!r} names no entrypoint; write module:function, or give a command as a list of words"
             )
         return {"entrypoint": target, "args": list(args), "kwargs": dict(kwargs)}
-    if not isinstance(target, Sequence) or not target:
+    if not target or not isinstance(cast("object", target), Sequence):
         raise WrongArgument(
             f"{target!r} cannot be run; give module:function, a command as a list of words, or a function"
         )

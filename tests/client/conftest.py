@@ -13,8 +13,9 @@ Do = Callable[..., Any]
 
 @pytest.fixture(autouse=True)
 def no_service_of_this_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    for name in ("GPUBROKER_URL", "GPUBROKER_TOKEN", "XDG_STATE_HOME"):
+    for name in ("GPUBROKER_URL", "GPUBROKER_TOKEN"):
         monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     monkeypatch.setenv("GPUBROKER_DATA_DIR", str(tmp_path / "data"))
 
 

@@ -2,48 +2,22 @@
 
 import base64
 import json
-import shlex
-from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
-from gpubroker.cli import main
 
+from tests.client.command_line import Run, command_line
 from tests.client.recorded_service import RecordedService, Reply, a_problem, a_task
 
 FULL_ID = "task_01k9z6x8d2000abcdefghjkmnp"
-
-
-@dataclass(frozen=True)
-class Ended:
-    code: int
-    out: str
-    err: str
-
-    @property
-    def json(self) -> Any:
-        return json.loads(self.out)
-
-
-Run = Callable[..., Ended]
 
 
 @pytest.fixture
 def run(service: RecordedService, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
     monkeypatch.setenv("GPUBROKER_URL", service.url)
     monkeypatch.setenv("GPUBROKER_TOKEN", "gpb_secret")
-    monkeypatch.setenv("COLUMNS", "200")
-
-    def run(line: str, *words: str) -> Ended:
-        monkeypatch.setattr("sys.argv", ["gpubroker", *shlex.split(line), *words])
-        with pytest.raises(SystemExit) as ended:
-            main()
-        said = capsys.readouterr()
-        return Ended(int(ended.value.code or 0), said.out, said.err)
-
-    return run
+    return command_line(monkeypatch, capsys)
 
 
 def outcome(state: str, **more: Any) -> Reply:
@@ -123,6 +97,28 @@ def test_what_cannot_be_meant_is_a_usage_error_and_asks_nothing(
     assert not service.asked
 
 
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        ("submit train.py", "gpubroker submit -- python train.py"),
+        ("submit team.training.fit", "write module:function"),
+        ("submit echo hi 'a b'", "gpubroker submit -- echo hi 'a b'"),
+        ("submit a:b epochs=3", "'epochs=3' is one word too many"),
+        ("submit a:b -C /srv", "working_directory is for commands"),
+        ("submit a:b --cpu nan", "do not fit into JSON"),
+    ],
+)
+def test_the_mistakes_of_the_first_day_are_told_in_one_line(
+    service: RecordedService, run: Run, line: str, says: str
+) -> None:
+    ended = run(line)
+    assert (ended.code, ended.out) == (2, "")
+    # A box on a terminal would cut the line: what counts is the words.
+    assert says in " ".join(ended.err.replace("│", " ").split())
+    assert "Traceback" not in ended.err
+    assert not service.asked
+
+
 def test_submit_and_wait_prints_the_result(service: RecordedService, run: Run) -> None:
     service.told(
         Reply(202, a_task(FULL_ID)),
@@ -191,7 +187,7 @@ def page(*ids: str) -> Reply:
     return Reply(200, {"items": [a_task(id) for id in ids], "next_cursor": None, "has_more": False})
 
 
-def test_a_task_may_be_named_by_its_beginning_its_end_or_as_last(service: RecordedService, run: Run) -> None:
+def test_a_task_may_be_named_by_its_beginning_or_its_end(service: RecordedService, run: Run) -> None:
     other = FULL_ID[:-1] + "q"
     for word in (FULL_ID, FULL_ID[5:], FULL_ID[-4:]):
         service.asked.clear()
@@ -199,16 +195,63 @@ def test_a_task_may_be_named_by_its_beginning_its_end_or_as_last(service: Record
         service.told(*([page(other, FULL_ID)] if needs_search else []), Reply(200, a_task(FULL_ID)))
         assert run("show", word, "-o", "json").json["id"] == FULL_ID
         assert service.asked[-1].path == f"/tasks/{FULL_ID}"
-    service.told(page(other), Reply(200, a_task(other)))
-    assert run("show", "last", "-o", "json").json["id"] == other
+
+
+def test_last_is_the_newest_task_submitted_from_here(service: RecordedService, run: Run) -> None:
+    service.told(Reply(202, a_task("task_1")), Reply(202, a_task("task_2")), Reply(200, a_task("task_2")))
+    run("submit a:b")
+    run("submit a:b")
+    run("cancel last")
+    assert (service.asked[-1].method, service.asked[-1].path) == ("POST", "/tasks/task_2/cancel")
+
+
+def test_where_nothing_was_submitted_last_may_be_looked_at_but_not_changed(
+    service: RecordedService, run: Run
+) -> None:
+    somebodys = a_task(FULL_ID, name="theirs")
+    newest = Reply(200, {"items": [somebodys], "next_cursor": None})
+    service.told(newest, Reply(200, somebodys), *[newest] * 4)
+    shown = run("show last")
+    assert shown.code == 0
+    assert "nothing was submitted from here" in shown.err
+    for words in ("cancel last", "hold last", "release last", "priority last 3"):
+        refused = run(words)
+        assert refused.code == 6
+        assert f"{FULL_ID} (theirs)" in refused.err
+    assert {asked.method for asked in service.asked} == {"GET"}
+
+
+def test_a_task_may_be_named_by_its_name_if_it_is_the_only_one(service: RecordedService, run: Run) -> None:
+    two = page(FULL_ID, FULL_ID[:-1] + "q")
+    service.told(page(FULL_ID), page(FULL_ID), Reply(200, a_task(FULL_ID)), page(FULL_ID), two)
+    assert run("show", "fit", "-o", "json").json["id"] == FULL_ID
+    assert ("name", "fit") in service.asked[1].params
+    ended = run("show", "fit")
+    assert ended.code == 6
+    assert ended.err.startswith("gpubroker: 'fit' may be any of ")
+
+
+def test_a_refused_token_is_traced_to_where_it_came_from(service: RecordedService, run: Run) -> None:
+    refused = a_problem(401, "unauthenticated", "the token is unknown")
+    service.told(refused, refused)
+    assert "came from GPUBROKER_TOKEN" in run("ps").err
+    assert "came from --token" in run("--token gpb_x ps").err
+
+
+def test_each_fault_of_a_refusal_is_told_once(service: RecordedService, run: Run) -> None:
+    faults = [{"pointer": f"/{name}", "detail": f"{name} is wrong", "code": "x"} for name in "abc"]
+    service.told(a_problem(422, "validation-failed", "/a: a is wrong (and 2 more)", errors=faults))
+    said = run("submit a:b").err
+    assert [said.count(f"/{name}: {name} is wrong") for name in "abc"] == [1, 1, 1]
+    assert said.startswith("gpubroker: /a")
 
 
 def test_a_word_that_means_several_tasks_or_none_changes_nothing(service: RecordedService, run: Run) -> None:
-    service.told(page(FULL_ID), page(FULL_ID, FULL_ID[:-1] + "q"), page(FULL_ID))
+    service.told(page(FULL_ID), page(FULL_ID, FULL_ID[:-1] + "q"), page(FULL_ID), page())
     ended = run("cancel", "mnp", "task_01k9")
     assert ended.code == 6
-    assert "2 tasks" in ended.err
-    assert run("cancel", "zzz").code == 6
+    assert "may be any of" in ended.err
+    assert "no task is named 'zzz'" in run("cancel", "zzz").err
     assert {asked.method for asked in service.asked} == {"GET"}
 
 
@@ -280,7 +323,7 @@ def test_without_the_service_its_commands_name_the_package(
     service: RecordedService, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("gpubroker.cli.app.entry_points", lambda group: [])
-    for command in ("serve", "down", "migrate", "gateway", "broker"):
+    for command in ("serve", "down", "migrate", "openapi"):
         ended = run(command)
         assert (ended.code, ended.out) == (2, "")
         assert "pip install gpubroker-server" in ended.err

@@ -21,13 +21,16 @@ def main() -> None:
 
     try:
         app()
-    except errors.BrokerError as error:
-        print(f"gpubroker: {error}", file=sys.stderr)
+    except (errors.BrokerError, errors.WrongArgument) as error:
+        for line in (f"gpubroker: {error}", *getattr(error, "__notes__", ())):
+            print(line, file=sys.stderr)
         sys.exit(exit_code(error))
 
 
-def exit_code(error: errors.BrokerError) -> int:
+def exit_code(error: errors.BrokerError | errors.WrongArgument) -> int:
     match error:
+        case errors.WrongArgument():
+            return EXIT_USAGE
         case errors.TaskFailed():
             return EXIT_TASK_FAILED
         case errors.TaskCancelled():

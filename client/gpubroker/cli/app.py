@@ -10,7 +10,7 @@ from typer.main import get_group
 from gpubroker.cli import EXIT_USAGE, administer, cluster, control, submit, tasks
 from gpubroker.cli.session import Format, Output, say
 
-_SERVER_COMMANDS = frozenset({"serve", "down", "migrate", "openapi", "gateway", "broker"})
+_SERVER_COMMANDS = frozenset({"serve", "down", "migrate", "openapi"})
 
 
 class Commands(TyperGroup):

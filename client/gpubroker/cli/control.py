@@ -60,7 +60,7 @@ def _change(
     from gpubroker.cli import draw
 
     with broker_of(context) as broker:
-        found = [task_id(broker, word) for word in words]
+        found = [task_id(broker, word, to_change=True) for word in words]
         emit_all(output, [change(broker, task) for task in found], draw.tasks)
 
 

@@ -1,6 +1,7 @@
 """What every command needs: a broker to ask, the task a person meant, and the shape of the output."""
 
 import json
+import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -11,7 +12,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Protocol, TypeVar
 
 import typer
 
-from gpubroker.cli import EXIT_REFUSED
+from gpubroker.cli import EXIT_REFUSED, last
+from gpubroker.connection import TOKEN_VARIABLE, client_file
+from gpubroker.errors import Refused
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
@@ -34,12 +37,9 @@ class Format(StrEnum):
 
 Output = Annotated[Format, typer.Option("--output", "-o", help="Shape of what goes to standard output.")]
 Watch = Annotated[bool, typer.Option("--watch", "-w", help="Show it again each second, until Ctrl-C.")]
-TaskWord = Annotated[
-    str, typer.Argument(metavar="TASK", help="Id, a unique beginning or end of one, or `last`.")
-]
-TaskWords = Annotated[
-    list[str], typer.Argument(metavar="TASK...", help="Ids, unique beginnings or ends, or `last`.")
-]
+_WORDS = "a unique beginning or end of one, a unique name, or `last`: the newest you submitted from here"
+TaskWord = Annotated[str, typer.Argument(metavar="TASK", help=f"Id, {_WORDS}.")]
+TaskWords = Annotated[list[str], typer.Argument(metavar="TASK...", help=f"For each: id, {_WORDS}.")]
 
 
 @contextmanager
@@ -49,29 +49,68 @@ def broker_of(context: typer.Context) -> Iterator["Broker"]:
 
     chosen: Mapping[str, str | None] = context.find_root().params
     with Broker(chosen.get("url"), chosen.get("token"), retry_seconds=_RETRY_SECONDS) as broker:
-        yield broker
+        try:
+            yield broker
+        except Refused as refused:
+            if refused.code == "unauthenticated":
+                refused.add_note(_about_token(broker.connection.url, chosen.get("token")))
+            raise
 
 
-def task_id(broker: "Broker", word: str) -> str:
-    """The id of the task a person meant. Looks through the newest 2000 tasks; leaves with 6 if in doubt."""
+def _about_token(url: str, given: str | None) -> str:
+    """Where the refused token came from; one of another service's data directory is the usual mistake."""
+    variable = os.environ.get(TOKEN_VARIABLE)
+    source = "--token" if given else TOKEN_VARIABLE if variable else str(client_file())
+    return (
+        f"it was sent to {url} and came from {source}; give another with --token or {TOKEN_VARIABLE}, or "
+        "name the service's data directory in GPUBROKER_DATA_DIR"
+    )
+
+
+def task_id(broker: "Broker", word: str, *, to_change: bool = False) -> str:
+    """The id of the task a person meant; leaves with 6 if in doubt.
+
+    `last` is a task of the person's own. To look at, any newest one will do where there is none; what is
+    going to be changed must be named then.
+    """
     if word.startswith("task_") and len(word) == _TASK_ID_LENGTH:
         return word
     if word == "last":
-        found = [task.id for task in islice(broker.list(limit=1), 1)]
-    else:
-        recent = islice(broker.list(limit=500), _TASKS_SEARCHED)
-        found = [task.id for task in recent if _is_meant(task.id, word)]
-    if len(found) == 1:
-        return found[0]
-    if word == "last":
-        say("there is no task yet")
-    elif found:
-        say(
-            f"{word!r} is the beginning or end of {len(found)} tasks: {', '.join(found[:5])}; type more of it"
+        return _last(broker, to_change)
+    recent = islice(broker.list(limit=500), _TASKS_SEARCHED)
+    found = [task.id for task in recent if _is_meant(task.id, word)]
+    found = found or [task.id for task in islice(broker.list(name=word, limit=6), 6)]
+    match found:
+        case [only]:
+            return only
+        case []:
+            raise _doubt(
+                f"no task is named {word!r}, and no id of the newest {_TASKS_SEARCHED} begins or ends so"
+            )
+    raise _doubt(
+        f"{word!r} may be any of {', '.join(found[:5])}{' ...' if found[5:] else ''}; type one of them"
+    )
+
+
+def _last(broker: "Broker", to_change: bool) -> str:
+    url = broker.connection.url
+    if known := last.submitted(url):
+        return known
+    newest = next(broker.list(limit=1), None)
+    if newest is None:
+        raise _doubt("there is no task yet")
+    if to_change:
+        raise _doubt(
+            f"`last` is what you submitted from here, and that is nothing yet; the newest task of {url} is "
+            f"{newest.id}{f' ({newest.name})' if newest.name else ''}; if you mean it, type its id"
         )
-    else:
-        say(f"none of the newest {_TASKS_SEARCHED} tasks has an id that begins or ends with {word!r}")
-    raise typer.Exit(EXIT_REFUSED)
+    say(f"nothing was submitted from here yet; this is the newest task of {url}")
+    return newest.id
+
+
+def _doubt(message: str) -> typer.Exit:
+    say(f"gpubroker: {message}")
+    return typer.Exit(EXIT_REFUSED)
 
 
 def _is_meant(task: str, word: str) -> bool:

@@ -1,13 +1,14 @@
 """`gpubroker submit`: queue an entrypoint or a command."""
 
 import os
+import shlex
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 from typer.core import TyperCommand
 
-from gpubroker.cli import quantities
+from gpubroker.cli import last, quantities
 from gpubroker.cli.outcome import wait_and_show
 from gpubroker.cli.session import Format, Output, broker_of, emit, say
 
@@ -110,16 +111,29 @@ def submit(
     """
     options = _options(locals())
     command: list[str] = context.obj or []
-    if (target is None) == (not command):
-        raise typer.BadParameter("name one thing to run: module:function, or a command behind --")
+    _check_target(target, context.args, command)
     with broker_of(context) as broker:
         words = [quantities.json_or_text(word) for word in args or []]
         task = broker.submit(target or command, *words, **options)
-        say(f"queued {task.name or 'task'}; why it waits: gpubroker explain {task.id}")
+        last.remember(broker.connection.url, task.id)
         if wait:
             wait_and_show(broker, task.id, wait_timeout, output)
         else:
+            say(f"accepted {task.name or 'task'}; how it is doing: gpubroker explain {task.id}")
             emit(output, task, lambda queued: queued.id)
+
+
+def _check_target(target: str | None, more: list[str], command: list[str]) -> None:
+    """Most who leave out the dashes, or the colon, do so when they see this for the first time."""
+    if target is not None and not command and (more or ":" not in target):
+        words = [*(["python"] if target.endswith(".py") else []), target, *more]
+        wrong = f"{target!r} names no function" if ":" not in target else f"{more[0]!r} is one word too many"
+        raise typer.BadParameter(
+            f"{wrong}; write module:function, or put a command behind two dashes: "
+            f"gpubroker submit -- {shlex.join(words)}"
+        )
+    if more or (target is None) == (not command):
+        raise typer.BadParameter("name one thing to run: module:function, or a command behind two dashes")
 
 
 def _options(given: Mapping[str, Any]) -> "SubmitOptions":
@@ -149,4 +163,5 @@ def _options(given: Mapping[str, Any]) -> "SubmitOptions":
 
 
 def add_to(app: typer.Typer) -> None:
-    app.command(cls=CommandAfterDashes, rich_help_panel="Tasks")(submit)
+    settings = {"allow_extra_args": True}  # to be told what is wrong with them
+    app.command(cls=CommandAfterDashes, context_settings=settings, rich_help_panel="Tasks")(submit)

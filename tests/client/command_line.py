@@ -1,0 +1,38 @@
+"""The command line in this process: what it prints where, and how it ends."""
+
+import json
+import shlex
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+from gpubroker.cli import main
+
+
+@dataclass(frozen=True)
+class Ended:
+    code: int
+    out: str
+    err: str
+
+    @property
+    def json(self) -> Any:
+        return json.loads(self.out)
+
+
+Run = Callable[..., Ended]
+"""`run("show last", "-o", "json")`: the first argument is split as a shell does, the others are words."""
+
+
+def command_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
+    monkeypatch.setenv("COLUMNS", "200")
+
+    def run(line: str, *words: str) -> Ended:
+        monkeypatch.setattr("sys.argv", ["gpubroker", *shlex.split(line), *words])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        said = capsys.readouterr()
+        return Ended(int(ended.value.code or 0), said.out, said.err)
+
+    return run
