@@ -113,6 +113,13 @@ def hand_over(uri: str) -> None:
     current_task().checkpoint(uri=uri)
 
 
+def forge_a_report() -> None:
+    """As a mistake in a library that knows the runtime too well might."""
+    task = current_task()
+    task._journal.add(("checkpointed", *task._key, 1.0, 7, "digest", None, Path("/data")))
+    task.wait_for_stop()
+
+
 def leave_children_behind() -> dict[str, int]:
     """One in a session of its own, one that was only forked: neither dies with its parent."""
     started = subprocess.Popen(["sleep", "300"], start_new_session=True)

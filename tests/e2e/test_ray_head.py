@@ -99,9 +99,13 @@ async def test_a_joined_cluster_is_used_and_never_stopped(lab: Lab, as_guest: st
     assert (await guest.node()).node.name != (await lab.node()).node.name
     run = await guest.start("ignore_the_notice")
     pid = (await run.first(Started)).pid
+    node = (await guest.node()).node.name
+    run_dir = Path(guest.options.agent_config("").run_dir)
+    await eventually((run_dir / node).is_dir)
     await guest.close(stop_cluster=True)
     assert not is_there(pid)
     await eventually(lambda: len(agents_of(lab.head)) == 1)
+    await eventually(lambda: not run_dir.exists())
     assert await (await lab.start("add", 1, 2, shareable=True)).result() == 3
 
 

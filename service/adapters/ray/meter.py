@@ -41,11 +41,10 @@ class Meter:
         loop = asyncio.get_running_loop()
         async with asyncio.timeout(timeout_seconds):
             samples = await loop.run_in_executor(self._thread, self._sample, processes)
-        missing = {device.uuid for device in self.inventory()} & set(needed) - {
-            sample[0] for sample in samples
-        }
-        if missing:
-            raise NotMeasured(f"no answer of {', '.join(sorted(missing))}")
+        answered = {uuid for uuid, *_ in samples}
+        silent = {device.uuid for device in self.inventory()} & set(needed) - answered
+        if silent:
+            raise NotMeasured(f"no answer of {', '.join(sorted(silent))}")
         return samples
 
     def _sample(self, processes: Mapping[str, tuple[ProcessId, Mapping[str, int]]]) -> list[WireSample]:
