@@ -72,6 +72,12 @@ def wait_for_file(path: str) -> str:
     return "seen"
 
 
+def wait(seconds: float = 0.0) -> None:
+    """So long, unless it is given notice."""
+    if current_task().wait_for_stop(seconds):
+        raise Stopped
+
+
 def count_until_stopped() -> None:
     """Counts on from its checkpoint; saves and gives way when asked to."""
     task = current_task()

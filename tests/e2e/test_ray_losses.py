@@ -12,7 +12,8 @@ import pytest
 
 from service.adapters.ray.head import read_state
 from service.core.orders import Ended, Ending, Gone, NodeLost, NodeSeen, Started
-from tests.e2e.ray_lab import Lab, Run, agents_of, command_lines, is_there
+from tests.contracts.executor_bench import Run
+from tests.e2e.ray_lab import Lab, agents_of, command_lines, is_there
 
 OpenLab = Callable[..., Awaitable[Lab]]
 

@@ -7,7 +7,8 @@ import signal
 import pytest
 
 from service.core.orders import Checkpointed, Ended, Ending, Gone, Progressed, Started
-from tests.e2e.ray_lab import GPU, Lab, eventually, is_there, marked_with
+from tests.contracts.executor_bench import GPU
+from tests.e2e.ray_lab import Lab, eventually, is_there, marked_with
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 

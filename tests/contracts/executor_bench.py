@@ -1,0 +1,172 @@
+"""An executor and everything it reported, so that a test is its scenario and its claim."""
+
+import asyncio
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import count
+from typing import Any, TypeVar
+
+from service.core.orders import (
+    Checkpointed,
+    Ended,
+    ForgetOrder,
+    Gone,
+    NodeLost,
+    NodeSeen,
+    Order,
+    Report,
+    Sampled,
+    Started,
+    StartOrder,
+    StopOrder,
+)
+from service.core.task import StopReason
+from service.core.units import DeviceKey, Fence, Mib, Seconds, TaskId, Term
+from service.ports import Executor, RunPayload, RunSpec
+
+PATIENCE_SECONDS = 60.0
+GPU = DeviceKey("local/local/GPU-sim-0")
+JOBS = "tests.e2e.ray_jobs"
+
+Kind = TypeVar("Kind", Started, Checkpointed, Ended, Gone)
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    bench: "Bench"
+    order: StartOrder
+
+    @property
+    def reports(self) -> list[Report]:
+        """What was reported of it, in order."""
+        return self.bench.heard.get((self.order.task, self.order.fence), [])
+
+    async def first(self, kind: type[Kind]) -> Kind:
+        found = await self.bench.until(lambda: next((r for r in self.reports if isinstance(r, kind)), None))
+        assert isinstance(found, kind)
+        return found
+
+    async def result(self) -> Any:
+        """Of a run that must succeed; as JSON."""
+        ended = await self.first(Ended)
+        assert ended.ending == "succeeded", ended
+        assert ended.result is not None
+        return json.loads(ended.result)
+
+    async def stop(self, grace_seconds: float) -> None:
+        order = self.order
+        await self.bench.send(
+            StopOrder(
+                order.task,
+                order.fence,
+                order.node,
+                order.incarnation,
+                StopReason.PREEMPT,
+                Seconds(grace_seconds),
+            )
+        )
+
+    async def forget(self) -> None:
+        order = self.order
+        await self.bench.send(ForgetOrder(order.task, order.fence, order.node, order.incarnation))
+
+    def order_of_kinds(self) -> list[str]:
+        return [type(report).__name__ for report in self.reports]
+
+
+class Bench:
+    _numbers = count(1)
+
+    def __init__(self, executor: Executor) -> None:
+        self.executor = executor
+        self.term = 0
+        self.heard: dict[tuple[TaskId, Fence], list[Report]] = {}
+        self.nodes: list[NodeSeen | NodeLost] = []
+        self.samples: list[Sampled] = []
+        self._news = asyncio.Event()
+        self._listening: asyncio.Task[None] | None = None
+
+    async def open(self, term: int = 1) -> None:
+        self.term = term
+        await self.executor.start(Term(term))
+        self._listening = asyncio.create_task(self._listen())
+
+    async def close(self, *, stop_cluster: bool = True) -> None:
+        if self._listening is not None:
+            self._listening.cancel()
+        await self.executor.close(stop_cluster=stop_cluster)
+
+    async def announce_again(self) -> NodeSeen:
+        """Begin another term; what the agent answers to that."""
+        before = len(self.nodes)
+        self.term += 1
+        await self.executor.start(Term(self.term))
+        seen = await self.until(lambda: [n for n in self.nodes[before:] if isinstance(n, NodeSeen)])
+        assert isinstance(seen[0], NodeSeen)
+        return seen[0]
+
+    async def node(self) -> NodeSeen:
+        """The newest answer of an agent."""
+        seen = await self.until(lambda: [node for node in self.nodes if isinstance(node, NodeSeen)])
+        newest: NodeSeen = seen[-1]
+        return newest
+
+    async def start(
+        self,
+        name: str = "",
+        *args: Any,
+        shareable: bool = False,
+        gpu_mb: int = 0,
+        fence: int = 1,
+        task: str = "",
+        incarnation: str = "",
+        resume_state: bytes | None = None,
+        **spec: Any,
+    ) -> Run:
+        """Order a run of `tests.e2e.ray_jobs:<name>`, or of whatever `spec` says."""
+        seen = await self.node()
+        given = {"kind": "entrypoint", "entrypoint": f"{JOBS}:{name}", **spec}
+        order = StartOrder(
+            task=TaskId(task or f"{name or given['kind']}-{next(self._numbers)}"),
+            fence=Fence(fence),
+            node=seen.node.name,
+            incarnation=incarnation or seen.node.incarnation,
+            devices=((GPU, Mib(gpu_mb)),) if gpu_mb else (),
+            shareable=shareable,
+        )
+        payload = RunPayload(
+            spec=RunSpec(**{key: value for key, value in given.items() if key != "arguments"}),
+            arguments=given.get("arguments", json.dumps({"args": args}).encode()),
+            resume_state=resume_state,
+            resume_uri=None,
+            attempt=fence,
+            name="a test",
+            tenant="default",
+            timeout_seconds=None,
+        )
+        await self.executor.send([order], {order.task: payload})
+        return Run(self, order)
+
+    async def send(self, *orders: Order) -> None:
+        await self.executor.send(orders, {})
+
+    async def until(self, found: Callable[[], Any]) -> Any:
+        """What `found` says as soon as it is true; looked at again whenever reports come in."""
+        async with asyncio.timeout(PATIENCE_SECONDS):
+            while not (answer := found()):
+                self._news.clear()
+                await self._news.wait()
+        return answer
+
+    async def _listen(self) -> None:
+        while True:
+            for report in await self.executor.reports():
+                match report:
+                    case NodeSeen() | NodeLost():
+                        self.nodes.append(report)
+                    case Sampled():
+                        self.samples.append(report)
+                    case _:
+                        self.heard.setdefault((report.task, report.fence), []).append(report)
+            self._news.set()

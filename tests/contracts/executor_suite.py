@@ -1,0 +1,153 @@
+"""What the leader relies on, whatever executor it has: a class per executor inherits this."""
+
+import json
+from typing import Any
+
+import pytest
+
+from service.core.orders import Ended, Ending, ForgetOrder, Gone, Sampled, Started, StartOrder
+from service.core.units import Fence, TaskId
+from tests.contracts.executor_bench import GPU, Bench, Run
+
+LONG_SECONDS = 600.0
+
+
+async def a_wait(bench: Bench, seconds: Any = 0.0, **given: Any) -> Run:
+    """A run that waits so long, unless it is given notice."""
+    return await bench.start("wait", arguments=json.dumps({"kwargs": {"seconds": seconds}}).encode(), **given)
+
+
+async def has_settled(bench: Bench) -> None:
+    """What was ordered before has been looked at: orders of one node keep their order."""
+    await (await a_wait(bench)).first(Gone)
+
+
+class ExecutorSuite:
+    @pytest.fixture
+    def bench(self) -> Bench:
+        raise NotImplementedError("each executor brings its own")
+
+    async def test_a_node_is_seen_with_its_devices_and_measured(self, bench: Bench) -> None:
+        seen = await bench.node()
+        assert [device.uuid for device in seen.devices] == ["GPU-sim-0", "GPU-sim-1"]
+        samples = await bench.until(lambda: bench.samples)
+        assert isinstance(samples[0], Sampled)
+        assert GPU in {sample.device for sample in samples[0].samples}
+        assert bench.executor.status()["state"] == "connected"
+
+    async def test_a_run_starts_ends_and_is_gone_in_this_order(self, bench: Bench) -> None:
+        run = await a_wait(bench, gpu_mb=1000)
+        gone = await run.first(Gone)
+        assert run.order_of_kinds() == ["Started", "Ended", "Gone"]
+        assert await run.result() is None
+        [sample] = [sample for sample in gone.samples if sample.device == GPU]
+        assert f"{run.order.task}:1" not in sample.by_holder
+
+    async def test_a_claim_starts_once(self, bench: Bench) -> None:
+        run = await a_wait(bench, gpu_mb=1000)
+        await run.first(Gone)
+        before = list(run.reports)
+        await a_wait(bench, task=run.order.task)
+        await has_settled(bench)
+        assert run.reports == before
+
+    async def test_a_claim_starts_once_also_while_it_runs(self, bench: Bench) -> None:
+        run = await a_wait(bench, LONG_SECONDS)
+        await run.first(Started)
+        await a_wait(bench, task=run.order.task)
+        await has_settled(bench)
+        assert run.order_of_kinds() == ["Started"]
+        await run.stop(grace_seconds=0)
+        await run.first(Gone)
+
+    async def test_a_later_claim_of_the_same_task_starts_and_an_earlier_one_does_not(
+        self, bench: Bench
+    ) -> None:
+        second = await a_wait(bench, task="claimed-twice", fence=2)
+        await second.first(Gone)
+        first = await a_wait(bench, task="claimed-twice", fence=1)
+        third = await a_wait(bench, task="claimed-twice", fence=3)
+        assert await third.result() is None
+        await has_settled(bench)
+        assert first.reports == []
+
+    async def test_a_start_for_another_incarnation_never_starts_then_or_later(self, bench: Bench) -> None:
+        refused = await a_wait(bench, incarnation="somebody.1")
+        assert (await refused.first(Ended)).ending is Ending.NEVER_STARTED
+        assert (await refused.first(Gone)).proof == "never_started"
+        await a_wait(bench, task=refused.order.task)
+        await has_settled(bench)
+        assert refused.order_of_kinds() == ["Ended", "Gone"]
+
+    async def test_a_start_without_what_it_needs_is_left_out(self, bench: Bench) -> None:
+        node = (await bench.node()).node
+        order = StartOrder(TaskId("bare"), Fence(1), node.name, node.incarnation, (), shareable=False)
+        await bench.send(order)
+        await has_settled(bench)
+        assert (order.task, order.fence) not in bench.heard
+
+    async def test_a_run_that_is_given_notice_gives_way(self, bench: Bench) -> None:
+        run = await a_wait(bench, LONG_SECONDS, gpu_mb=1000)
+        await run.first(Started)
+        await run.stop(grace_seconds=20)
+        assert (await run.first(Ended)).ending is Ending.STOPPED
+        assert (await run.first(Gone)).proof == "process_absent"
+
+    async def test_a_run_without_a_grace_period_is_killed(self, bench: Bench) -> None:
+        run = await a_wait(bench, LONG_SECONDS, gpu_mb=1000)
+        await run.first(Started)
+        await run.stop(grace_seconds=0)
+        ended = await run.first(Ended)
+        assert ended.ending is Ending.LOST
+        assert ended.failure is not None
+        assert ended.failure.kind == "killed"
+        await run.first(Gone)
+
+    async def test_a_stop_for_a_run_that_was_never_heard_of_keeps_it_from_starting(
+        self, bench: Bench
+    ) -> None:
+        node = (await bench.node()).node
+        ghost = StartOrder(TaskId("ghost"), Fence(7), node.name, node.incarnation, (), shareable=False)
+        run = Run(bench, ghost)
+        await run.stop(grace_seconds=5)
+        assert (await run.first(Gone)).proof == "never_started"
+        await a_wait(bench, task="ghost", fence=7)
+        await has_settled(bench)
+        assert run.order_of_kinds() == ["Ended", "Gone"]
+
+    async def test_a_stop_for_a_run_that_is_gone_and_forgotten_says_so_again(self, bench: Bench) -> None:
+        run = await a_wait(bench, gpu_mb=1000)
+        await run.first(Gone)
+        await run.forget()
+        await run.stop(grace_seconds=0)
+        await bench.until(lambda: run.order_of_kinds() == ["Started", "Ended", "Gone", "Gone"])
+
+    async def test_arguments_that_make_no_sense_fail_their_run_and_nothing_else(self, bench: Bench) -> None:
+        wrong = await a_wait(bench, "soon")
+        ended = await wrong.first(Ended)
+        assert ended.ending is Ending.FAILED
+        assert ended.failure is not None
+        assert ended.failure.kind == "exception"
+        await wrong.first(Gone)
+        await has_settled(bench)
+
+    async def test_a_new_term_hears_again_what_is_not_forgotten(self, bench: Bench) -> None:
+        """A leader that died before its commit leaves it to the next one."""
+        run = await a_wait(bench, gpu_mb=1000)
+        await run.first(Gone)
+        assert (run.order.task, 1) in (await bench.announce_again()).runs
+        await bench.until(lambda: run.order_of_kinds() == ["Started", "Ended", "Gone"] * 2)
+        await run.forget()
+        assert (run.order.task, 1) not in (await bench.announce_again()).runs
+
+    async def test_a_run_goes_on_while_terms_change(self, bench: Bench) -> None:
+        run = await a_wait(bench, LONG_SECONDS)
+        await run.first(Started)
+        assert (run.order.task, 1) in (await bench.announce_again()).runs
+        await run.stop(grace_seconds=20)
+        assert (await run.first(Ended)).ending is Ending.STOPPED
+
+    async def test_forgetting_what_nobody_has_heard_of_changes_nothing(self, bench: Bench) -> None:
+        node = (await bench.node()).node
+        await bench.send(ForgetOrder(TaskId("unheard-of"), Fence(1), node.name, node.incarnation))
+        await has_settled(bench)
