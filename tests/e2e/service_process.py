@@ -27,6 +27,11 @@ def until(true: Callable[[], bool], what: str, seconds: float = 30.0) -> None:
         time.sleep(0.02)
 
 
+def environment() -> dict[str, str]:
+    """Without the tester's own settings, which would win over those of the configuration file."""
+    return {name: value for name, value in os.environ.items() if not name.startswith("GPUBROKER_")}
+
+
 class ServiceProcess:
     """`gpubroker serve` on a data directory, which outlives it."""
 
@@ -52,16 +57,16 @@ class ServiceProcess:
     ) -> None:
         self.stop()
 
-    def spawn(self) -> subprocess.Popen[bytes]:
-        """Start the process and wait for nothing."""
-        environment = {key: value for key, value in os.environ.items() if not key.startswith("GPUBROKER_")}
+    def spawn(self, begin: Callable[[], None] | None = None) -> subprocess.Popen[bytes]:
+        """Start the process, which calls `begin` first, and wait for nothing."""
         with self._log.open("ab") as log:
             return subprocess.Popen(
                 [sys.executable, "-m", "service", "serve", "--config", str(self._config)],
                 stdout=log,
                 stderr=log,
-                env=environment,
+                env=environment(),
                 cwd=ROOT,
+                preexec_fn=begin,  # noqa: PLW1509  # the child has one thread
             )
 
     def start(self) -> "ServiceProcess":
@@ -118,6 +123,7 @@ class ServiceProcess:
             check=True,
             capture_output=True,
             timeout=60,
+            env=environment(),
             cwd=ROOT,
         )
         if self._process is not None:

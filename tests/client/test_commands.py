@@ -1,0 +1,142 @@
+"""Every command against the real service, whose engine only lets time pass."""
+
+import json
+import re
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+import yaml
+from gpubroker.cli.app import app
+from typer.core import TyperGroup
+from typer.main import get_command
+
+from tests.client.command_line import Run, command_line
+from tests.e2e.service_process import ServiceProcess, until
+
+WORK = "tests.e2e.work:hold"
+"""An entrypoint that the service allows; here it waits for `seconds` and returns nothing."""
+
+
+@pytest.fixture(scope="module")
+def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServiceProcess]:
+    with ServiceProcess(tmp_path_factory.mktemp("service") / "data", engine="simulated") as running:
+        yield running
+
+
+@pytest.fixture
+def gpubroker(
+    service: ServiceProcess, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Run:
+    """The command line of somebody on the service's own machine."""
+    monkeypatch.setenv("GPUBROKER_DATA_DIR", str(service.data_dir))
+    return command_line(monkeypatch, capsys)
+
+
+@pytest.fixture
+def holder(service: ServiceProcess) -> Iterator[str]:
+    """A task that holds both GPUs until the test is over."""
+    with service.broker as broker:
+        task = broker.submit(WORK, kwargs={"seconds": 600}, gpus=2, name="holder", priority=100)
+        until(lambda: broker.get(task).state == "running", "the holder runs")
+        yield task.id
+        broker.cancel(task)
+        broker.wait(task)
+
+
+def test_a_task_is_submitted_and_its_result_is_printed(gpubroker: Run) -> None:
+    submitted = gpubroker(f"submit {WORK} -i seconds=0 --gpu-memory 2GiB --name fit --label run=a --wait")
+    assert (submitted.code, submitted.out) == (0, "null\n")
+    shown = gpubroker("show last -o json").json
+    assert (shown["name"], shown["state"], shown["labels"]) == ("fit", "succeeded", {"run": "a"})
+    assert shown["resources"]["gpu_mb"] == 2048
+    for text in ("fit", "succeeded", WORK, "2.0 GiB", "run=a"):
+        assert text in gpubroker("show last").out
+    assert gpubroker("wait last -o json").json["state"] == "succeeded"
+    assert gpubroker("result last").out == "null\n"
+    assert gpubroker("result last -o json").json["result"] is None
+    happened = gpubroker("events", shown["id"], "-o", "ndjson").out.splitlines()
+    kinds = [json.loads(line)["kind"] for line in happened]
+    assert kinds[0] == "task.submitted"
+    assert {"task.admitted", "task.succeeded", "lease.released"} <= set(kinds)
+    assert "task.succeeded" in gpubroker("events --last 20").out
+
+
+def test_a_waiting_task_is_explained_held_moved_released_and_cancelled(gpubroker: Run, holder: str) -> None:
+    task_id = gpubroker(f"submit {WORK} --gpu-memory 18GiB --name waiting --priority batch").out.strip()
+    listed = gpubroker("ps").out.splitlines()
+    assert listed[0].split()[:3] == ["ID", "NAME", "STATE"]
+    assert any(task_id[-8:] in line and "needs 18.0 GiB" in line for line in listed)
+    assert any(holder[-8:] in line and "running" in line for line in listed)
+
+    explained = gpubroker("explain", task_id).out
+    assert "WaitingForMemory: needs 18.0 GiB" in explained
+    assert "position 1 of 1" in explained
+    assert f"{holder[-8:]} 24.0 at 100" in explained
+
+    assert gpubroker("hold", task_id).code == 0
+    assert gpubroker("explain last").out.startswith("Held: ")
+    assert gpubroker("release", task_id[-8:]).code == 0
+    assert gpubroker("priority", task_id, "interactive", "-o", "json").json[0]["band"] == "interactive"
+    cancelled = gpubroker("cancel", task_id, "--reason", "wrong data")
+    assert "cancelled" in cancelled.out
+    assert "wrong data" in gpubroker("events", task_id).out
+    assert gpubroker("wait", task_id).code == 4
+    assert gpubroker("cancel", task_id).code == 0
+    assert gpubroker("explain", task_id).code == 0
+
+
+def test_what_is_refused_says_why(gpubroker: Run) -> None:
+    refused = gpubroker("submit os:system -a true")
+    assert (refused.code, refused.out) == (6, "")
+    assert "tests.e2e.work:*" in refused.err
+    too_large = gpubroker(f"submit {WORK} --gpu-memory 30GiB")
+    assert too_large.code == 6
+    assert "24.0 GiB of sim-24g" in too_large.err
+
+
+def test_devices_nodes_and_totals_are_shown(gpubroker: Run, holder: str) -> None:
+    gpus = gpubroker("gpus").out
+    assert "2 GPUs   leased 48.0" in gpus
+    assert gpus.count("holder 24.0") == 2
+    assert gpus.count("0.0 GiB free of 24.0") == 2
+    [node] = gpubroker("nodes -o json").json
+    assert node["gpus"] == 2
+    assert re.search(r"^local +ready .* 1/256 +2 *$", gpubroker("nodes").out, re.MULTILINE)
+    totals = gpubroker("stats").out
+    assert "leased 48.0 GiB" in totals
+    assert "running 1" in totals
+    assert "connected simulated" in totals
+
+
+def test_a_token_is_made_used_listed_and_revoked(gpubroker: Run) -> None:
+    secret = gpubroker("token create reader --scope tasks:read --max-priority 10 --expires 1h").out.strip()
+    listed = gpubroker("token list").out
+    assert re.search(r"^reader +default +10 +tasks:read ", listed, re.MULTILINE)
+    assert secret not in listed
+    assert gpubroker("--token", secret, "ps").code == 0
+    assert "lacks the scope cluster:read" in gpubroker("--token", secret, "stats").err
+    assert gpubroker("token revoke reader").code == 0
+    assert gpubroker("--token", secret, "ps").code == 6
+
+
+def test_commands_that_need_no_service_work_without_one(gpubroker: Run, tmp_path: Path) -> None:
+    assert gpubroker("version").out.startswith("gpubroker ")
+    document: dict[str, Any] = yaml.safe_load(gpubroker("openapi").out)
+    assert "/tasks" in document["paths"]
+    assert "the database is now at" in gpubroker("migrate --data-dir", str(tmp_path / "new")).err
+    assert "no service has run in" in gpubroker("down --data-dir", str(tmp_path / "new")).err
+    words = ["gpubroker", "serve", "--data-dir", "/dev/null/x"]  # apart: it takes the process over
+    refused = subprocess.run(words, capture_output=True, text=True)
+    assert refused.returncode == 2
+    assert "cannot write to the data directory" in refused.stderr
+
+
+def test_no_command_is_missing_here() -> None:
+    group = get_command(app)
+    assert isinstance(group, TyperGroup)
+    tried = set(re.findall(r'gpubroker(?:\(f?"|", ")(\w+)', Path(__file__).read_text(encoding="utf-8")))
+    assert set(group.list_commands(typer.Context(group))) <= tried
