@@ -249,9 +249,9 @@ def greeting(settings: Settings, url: str) -> list[str]:
         lines.append("  note: no entrypoint is allowed yet; set entrypoints, such as myteam.*:*")
     if os.geteuid() != 0:
         lines.append("  note: the scopes tasks:code and tasks:command equal a shell as this user")
-    elif not settings.task_user:
+    else:
         lines.append(
-            "  warning: tasks run as root, so the scopes tasks:code and tasks:command equal a root shell; "
-            "set task_user"
+            "  warning: the service is root, so the scopes tasks:code and tasks:command equal a root shell; "
+            "task_user keeps accidents from that, not attackers"
         )
     return lines
