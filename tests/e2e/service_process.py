@@ -66,7 +66,7 @@ class ServiceProcess:
                 stderr=log,
                 env=environment(),
                 cwd=ROOT,
-                preexec_fn=begin,  # noqa: PLW1509  # the child has one thread
+                preexec_fn=begin,
             )
 
     def start(self) -> "ServiceProcess":

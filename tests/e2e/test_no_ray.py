@@ -1,0 +1,153 @@
+"""Where Ray cannot be had, people are told why and what to do, and everything else goes on."""
+
+import asyncio
+import ctypes
+import os
+import signal
+import socket
+import subprocess
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+import pytest
+
+from service.adapters.ray import head
+from service.adapters.ray.head import HeadRefused, HeadState, read_state, running_head, versions, write_state
+from service.adapters.ray.processes import boot_id, process_id
+from tests.e2e.ray_lab import command_lines, eventually, is_there, lab_options
+from tests.e2e.service_process import ServiceProcess, until
+
+PR_CAPBSET_DROP, CAP_DAC_OVERRIDE, CAP_DAC_READ_SEARCH = 24, 1, 2
+"""From Linux' own headers."""
+
+
+@contextmanager
+def running(service: ServiceProcess, begin: Callable[[], None] | None = None) -> Iterator[ServiceProcess]:
+    """Serves, and is not ready, for want of Ray."""
+    process = service.spawn(begin)
+    try:
+        listens = service.data_dir / "client.json"
+        until(lambda: listens.exists() or process.poll() is not None, "the service listens")
+        yield service
+    finally:
+        service.stop()
+        assert process.wait(30) == 0, service.log()
+
+
+def what_is_said(service: ServiceProcess, part: str) -> str:
+    """The message about the executor, which must come to hold this part. Everything else must work."""
+    said = ""
+
+    def comes() -> bool:
+        nonlocal said
+        executor = service.broker.stats().executor
+        said = f"{executor['state']}: {executor['message']}"
+        return part in said
+
+    until(comes, f"people are told of {part}")
+    url = service.broker.connection.url
+    assert httpx.get(f"{url}/healthz").status_code == 200
+    assert httpx.get(f"{url}/readyz").status_code == 503
+    task = service.broker.submit("tests.e2e.work:add", 1, 2)
+    assert service.broker.get(task.id).state == "pending"
+    return said
+
+
+def broken_ray(folder: Path, what_it_does: str) -> str:
+    """A PYTHONPATH on which Ray is something else."""
+    package = folder / "broken" / "ray"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text(what_it_does)
+    return str(package.parent)
+
+
+def heed_modes() -> None:
+    """Give up what root may do in spite of a file's mode; for everybody else nothing changes."""
+    if os.geteuid() == 0:
+        libc = ctypes.CDLL(None)
+        for capability in (CAP_DAC_OVERRIDE, CAP_DAC_READ_SEARCH):
+            assert libc.prctl(PR_CAPBSET_DROP, capability, 0, 0, 0) == 0
+
+
+def test_a_head_that_cannot_start_is_told_with_what_its_log_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", broken_ray(tmp_path, "raise ImportError('this Ray is broken')"))
+    with running(ServiceProcess(tmp_path / "data")) as service:
+        said = what_is_said(service, "this Ray is broken")
+    assert said.startswith("failed: the local Ray head did not start")
+    assert str(tmp_path / "data" / "ray-head.log") in said
+    assert "ray.address" in said
+
+
+def test_a_cluster_that_does_not_answer_is_told_with_the_setting_that_names_it(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+    with running(ServiceProcess(tmp_path / "data", ray={"address": address})) as service:
+        said = what_is_said(service, "nothing answers")
+    assert said.startswith(f"failed: nothing answers at {address}, the configured ray.address")
+    assert "start the head of the cluster there" in said
+
+
+@pytest.mark.parametrize(("name", "mode"), [("ray-head.log", 0o400), ("ray-token", 0o000)])
+def test_a_file_of_ray_that_is_not_ours_is_named_with_the_way_out(
+    tmp_path: Path, name: str, mode: int
+) -> None:
+    data_dir = tmp_path / "data"
+    data_dir.mkdir()
+    (data_dir / name).touch(mode=mode)
+    with running(ServiceProcess(data_dir), heed_modes) as service:
+        said = what_is_said(service, "Permission denied")
+    assert said.startswith(f"failed: cannot start Ray: Permission denied: {data_dir / name}; give {data_dir}")
+    assert f"uid {os.geteuid()}" in said
+    assert "--data-dir" in said
+
+
+def test_a_run_directory_that_cannot_be_written_is_told_and_once_it_can_be_work_begins(
+    tmp_path: Path,
+) -> None:
+    runs = tmp_path / "data" / "runs"
+    runs.mkdir(parents=True, mode=0o500)
+    with running(ServiceProcess(tmp_path / "data"), heed_modes) as service:
+        said = what_is_said(service, "Permission denied")
+        assert str(runs) in said
+        runs.chmod(0o700)
+        [waiting] = service.broker.list()
+        assert service.broker.result(waiting.id, timeout_seconds=60) == 3
+
+
+async def test_a_head_that_takes_too_long_is_ended_before_another_is_tried(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", broken_ray(tmp_path, "import time; time.sleep(600)"))
+    monkeypatch.setattr(head, "START_SECONDS", 3.0)
+    starting = asyncio.create_task(running_head(lab_options(tmp_path)))
+    slow = await eventually(lambda: read_state(tmp_path))
+    with pytest.raises(HeadRefused, match="did not start within 3 s"):
+        await starting
+    assert not is_there(slow.pid)
+    assert command_lines(slow.temp_dir) == {}
+    await eventually(lambda: not os.path.exists(slow.temp_dir))
+    assert read_state(tmp_path) is None
+
+
+@pytest.fixture
+def left_behind(tmp_path: Path) -> Iterator["subprocess.Popen[bytes]"]:
+    """Stands for a head that has begun and is not up."""
+    ray, python = versions()
+    with subprocess.Popen(["sleep", "600"], start_new_session=True) as left:
+        state = HeadState(*process_id(left.pid), boot_id(), "", str(tmp_path / "nowhere"), ray, python)
+        write_state(tmp_path, state)
+        yield left
+        left.kill()
+
+
+async def test_a_head_that_a_killed_service_was_starting_is_ended(
+    left_behind: "subprocess.Popen[bytes]", tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", broken_ray(tmp_path, "raise ImportError"))
+    with pytest.raises(HeadRefused):
+        await running_head(lab_options(tmp_path))
+    assert left_behind.wait(10) == -signal.SIGKILL
