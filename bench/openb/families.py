@@ -1,0 +1,81 @@
+"""Traces like those of the paper's families, made of the default trace, for whoever has only that one.
+
+Counted in the published files: `cpuNNN` has NN.N % CPU-only tasks; `gpushareNN` asks for NN % of its GPUs by
+tasks that share one, at an unchanged number of GPU tasks; `multigpuNN` has tasks of several GPUs added until
+they ask for NN %; in `gpuspecNN` NN % of GPU tasks name the kinds they need. Which kinds is drawn here with
+the frequencies seen in two excerpts of gpuspec33, some 120 tasks.
+"""
+
+import random
+import re
+from collections.abc import Sequence
+
+from bench.openb.trace import WHOLE_GPU, Job
+
+ANY_V100 = ("V100M16", "V100M32")
+NO_G3 = ("G2", "P100", "T4", *ANY_V100)
+SHARED_KINDS = {("T4",): 38, ("P100",): 13, NO_G3: 2}
+WHOLE_KINDS = {
+    ("T4",): 25,
+    ANY_V100: 17,
+    ("G2",): 13,
+    ("P100", *ANY_V100): 5,
+    ("G3",): 3,
+    ("P100", "T4", *ANY_V100): 2,
+    NO_G3: 1,
+    ("V100M32",): 1,
+}
+EIGHT_KINDS = {kinds: n for kinds, n in WHOLE_KINDS.items() if {"G2", "G3", "V100M32"} & set(kinds)}
+
+
+def synthesise(family: str, default: Sequence[Job]) -> list[Job]:
+    """A trace of this family; always the same. Raises ValueError for a family that is not known."""
+    match = re.fullmatch(r"(cpu|gpushare|multigpu|gpuspec)(\d+)", family)
+    if match is None:
+        raise ValueError(f"no such family: {family!r}; known are cpuNNN, gpushareNN, multigpuNN, gpuspecNN")
+    name, number = match[1], int(match[2])
+    make = {"cpu": more_cpu, "gpushare": more_shared, "multigpu": more_multi, "gpuspec": more_picky}[name]
+    return make(default, number / (1000 if name == "cpu" else 100), random.Random(family))
+
+
+def more_cpu(default: Sequence[Job], part: float, chance: random.Random) -> list[Job]:
+    gpu = [job for job in default if job.gpus]
+    count = round(len(gpu) * part / (1 - part))
+    return chance.choices([job for job in default if not job.gpus], k=count) + gpu
+
+
+def more_shared(default: Sequence[Job], part: float, chance: random.Random) -> list[Job]:
+    shared = [job for job in default if shares(job)]
+    whole = [job for job in default if job.gpus and not shares(job)]
+    per_shared, per_whole = mean_milli(shared), mean_milli(whole)
+    both = len(shared) + len(whole)
+    count = round(both * part * per_whole / (per_shared * (1 - part) + per_whole * part))
+    cpu = [job for job in default if not job.gpus]
+    return cpu + chance.choices(shared, k=count) + chance.choices(whole, k=both - count)
+
+
+def more_multi(default: Sequence[Job], part: float, chance: random.Random) -> list[Job]:
+    multi = [job for job in default if job.gpus > 1]
+    made = [job for job in default if job.gpus < 2]
+    missing = sum(job.total_milli for job in made) * part / (1 - part)
+    while missing > 0:
+        made.append(chance.choice(multi))
+        missing -= made[-1].total_milli
+    return made
+
+
+def more_picky(default: Sequence[Job], part: float, chance: random.Random) -> list[Job]:
+    return [picky(job, chance) if job.gpus and chance.random() < part else job for job in default]
+
+
+def picky(job: Job, chance: random.Random) -> Job:
+    kinds = SHARED_KINDS if shares(job) else EIGHT_KINDS if job.gpus == 8 else WHOLE_KINDS
+    return job._replace(kinds=chance.choices(list(kinds), list(kinds.values()))[0])
+
+
+def shares(job: Job) -> bool:
+    return job.gpus == 1 and job.gpu_milli < WHOLE_GPU
+
+
+def mean_milli(jobs: Sequence[Job]) -> float:
+    return sum(job.total_milli for job in jobs) / len(jobs)

@@ -1,0 +1,82 @@
+"""One run of a trace through one policy: tasks come one by one, never leave, and fail if nothing has room."""
+
+from collections.abc import Collection, Sequence
+
+from bench.openb.policies import Node, Policy, group
+from bench.openb.trace import Job, Machine
+from service.core.fragmentation import Room, Spot
+
+TOO_FULL = -1
+"""Stands for the score of a node that has no room."""
+
+
+class Candidates:
+    """The scores of all nodes for equal tasks; only what changed since is looked at again."""
+
+    def __init__(self, nodes: int) -> None:
+        self.scores = [TOO_FULL] * nodes
+        self.spots: list[Spot | None] = [None] * nodes
+        self.seen = 0
+        """How much of the log of changes is taken into account."""
+
+
+class Replay:
+    """A cluster being filled. Nodes stand in the order in which ties are decided."""
+
+    def __init__(self, machines: Sequence[Machine], policy: Policy) -> None:
+        self.nodes = [Node(machine) for machine in machines]
+        self.capacity_milli = sum(sum(node.room.left) for node in self.nodes)
+        self.allocated_milli = 0
+        self._policy = policy
+        self._changed = list(range(len(self.nodes)))
+        self._candidates: dict[Job, Candidates] = {}
+
+    def allocated(self, jobs: Sequence[Job], arrivals: Collection[int]) -> dict[int, float]:
+        """For each arrival asked for the GPUs allocated by then, both in % of all; the last task ends all."""
+        found: dict[int, float] = {}
+        waiting = sorted(arrivals)
+        arrived = 0
+        for job in jobs:
+            self.place(job)
+            arrived += job.total_milli
+            while waiting and 100 * arrived >= waiting[0] * self.capacity_milli:
+                found[waiting.pop(0)] = self.allocated_percent()
+        return found | {arrival: self.allocated_percent() for arrival in waiting}
+
+    def allocated_percent(self) -> float:
+        return 100 * self.allocated_milli / self.capacity_milli
+
+    def place(self, job: Job) -> str | None:
+        """The name of the node that took the task; None if none could."""
+        candidates = self._up_to_date(job)
+        chosen = self._policy.choose(candidates.scores)
+        if chosen is None:
+            return None
+        node, spot = self.nodes[chosen], candidates.spots[chosen]
+        assert spot is not None
+        self._take(job, node, spot.devices)
+        self._changed.append(chosen)
+        return node.machine.name
+
+    def _up_to_date(self, job: Job) -> Candidates:
+        candidates = self._candidates.get(job)
+        if candidates is None:
+            candidates = self._candidates[job] = Candidates(len(self.nodes))
+        for place in set(self._changed[candidates.seen :]):
+            node = self.nodes[place]
+            possible = node.memory_mb >= job.memory_mb and (not job.kinds or node.machine.kind in job.kinds)
+            spot = self._policy.spot(job, node) if possible else None
+            candidates.spots[place] = spot
+            candidates.scores[place] = TOO_FULL if spot is None else spot.score
+        candidates.seen = len(self._changed)
+        return candidates
+
+    def _take(self, job: Job, node: Node, devices: tuple[int, ...]) -> None:
+        left = list(node.room.left)
+        for place in devices:
+            left[place] -= job.gpu_milli
+        node.room = Room(node.room.cpu - job.cpu_milli, tuple(left), node.room.kind)
+        node.memory_mb -= job.memory_mb
+        self.allocated_milli += job.total_milli
+        if job.gpus:
+            node.groups.add(group(job))

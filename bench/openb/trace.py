@@ -1,0 +1,106 @@
+"""Nodes and tasks of the openb traces, and in which order they come (alibaba/clusterdata, gpu-v2023).
+
+The files are read where the operator keeps them; they carry no licence and are no part of this repository.
+"""
+
+import csv
+import random
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+WHOLE_GPU = 1000
+"""Thousandths."""
+
+FULL_ARRIVAL = 130
+"""Tasks come until this many % of all GPUs are asked for."""
+
+NODES = "openb_node_list_gpu_node.csv"
+TASKS = "openb_pod_list_{}.csv"
+
+
+class Machine(NamedTuple):
+    """One node as it is when empty."""
+
+    name: str
+    cpu_milli: int
+    memory_mb: int
+    gpus: int
+    kind: str
+
+
+class Job(NamedTuple):
+    """What one task of a trace asks for. Without `kinds` any kind of GPU will do."""
+
+    cpu_milli: int
+    memory_mb: int
+    gpus: int
+    gpu_milli: int
+    """Of each GPU."""
+    kinds: tuple[str, ...] = ()
+
+    @property
+    def total_milli(self) -> int:
+        return self.gpus * self.gpu_milli
+
+
+def read_machines(data: Path) -> list[Machine]:
+    """In name order."""
+    with open(data / NODES, newline="") as file:
+        rows = list(csv.DictReader(file))
+    machines = [
+        Machine(row["sn"], int(row["cpu_milli"]), int(row["memory_mib"]), int(row["gpu"]), row["model"])
+        for row in rows
+    ]
+    return sorted(machines)
+
+
+def read_jobs(data: Path, trace: str) -> list[Job]:
+    """In the order of the file, which is by name."""
+    with open(data / TASKS.format(trace), newline="") as file:
+        return [job_of(row) for row in csv.DictReader(file)]
+
+
+def job_of(row: dict[str, str]) -> Job:
+    gpus = int(row["num_gpu"])
+    kinds = tuple(sorted({kind for kind in (row.get("gpu_spec") or "").split("|") if kind}))
+    milli = int(row["gpu_milli"]) if gpus else 0
+    return Job(int(row["cpu_milli"]), int(row["memory_mib"]), gpus, milli, kinds if gpus else ())
+
+
+def traces_in(data: Path) -> list[str]:
+    """Names of the traces whose files lie there."""
+    before, after = TASKS.split("{}")
+    return sorted(path.name[len(before) : -len(after)] for path in data.glob(TASKS.format("*")))
+
+
+def total_milli(machines: Sequence[Machine]) -> int:
+    return WHOLE_GPU * sum(machine.gpus for machine in machines)
+
+
+def arrivals(jobs: Sequence[Job], capacity_milli: int, chance: random.Random) -> list[Job]:
+    """The trace shuffled, then tasks drawn from it until one GPU of the next would pass the full arrival.
+
+    A trace that asks for more loses tasks at random instead.
+    """
+    limit = FULL_ARRIVAL * capacity_milli // 100
+    order = list(jobs)
+    chance.shuffle(order)
+    asked = sum(job.total_milli for job in order)
+    while asked > limit:
+        asked -= order.pop(chance.randrange(len(order))).total_milli
+    while asked + (drawn := chance.choice(jobs)).gpu_milli <= limit:
+        asked += drawn.total_milli
+        order.append(drawn)
+    return order
+
+
+def renamed(machines: Sequence[Machine], chance: random.Random) -> list[Machine]:
+    """In the order of the names that the paper's simulator gives its nodes, with a random number in front.
+
+    Ties go to the smallest name, so this order decides much. Nothing tells but the simulator itself, where
+    nodes are created (pkg/simulator/simulator.go); the random numbers are those of the run's seed.
+    """
+    order = list(machines)
+    chance.shuffle(order)
+    return order
