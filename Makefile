@@ -10,7 +10,7 @@ RUN := $(UV) run --frozen --no-sync
 	$(UV) sync --quiet --frozen --compile-bytecode --python $(PYTHON)
 	@touch $@
 
-.PHONY: help setup demo serve test check format bench clean
+.PHONY: help setup demo serve test check coverage properties format bench clean
 help:  ## what each target does
 	@grep -hE '^[a-z]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 12
 
@@ -31,6 +31,13 @@ check: .venv/.installed  ## formatting, lint, types, contracts, sizes, migration
 	$(RUN) mypy
 	$(RUN) lint-imports
 	$(RUN) pytest -q tests/architecture tests/migrations
+
+coverage: .venv/.installed  ## every branch of the core is tested by the core's own tests
+	$(RUN) coverage run -m pytest -q tests/core tests/architecture/test_state_diagram.py
+	$(RUN) coverage report
+
+properties: .venv/.installed  ## the properties, with other random examples each time
+	$(RUN) pytest -q --hypothesis-profile=random -m hypothesis tests/core tests/gateway
 
 format: .venv/.installed  ## rewrite formatting and imports
 	$(RUN) ruff format .

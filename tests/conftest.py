@@ -1,5 +1,7 @@
 """What holds for every test: examples are the same on every machine, and a slow one fails nothing.
 
+`--hypothesis-profile=random` draws new examples each time, and prints how to see one that fails again.
+
 PostgreSQL is started once, when the first test asks for it; each test finds its database as if it were new.
 """
 
@@ -13,6 +15,9 @@ from tests.postgres import PostgresServer, a_server, reset
 
 settings.register_profile(
     "repeatable", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
+)
+settings.register_profile(
+    "random", settings.get_profile("repeatable"), derandomize=False, print_blob=True
 )
 settings.load_profile("repeatable")
 

@@ -85,8 +85,7 @@ def changed_task(task: Task, version: int, fields: Fields) -> Task:
 
 
 def _typed(row: dict[str, Any]) -> dict[str, Any]:
-    if "state" in row:
-        row["state"] = TaskState(row["state"])
+    row["state"] = TaskState(row["state"])
     if row.get("stop_reason") is not None:
         row["stop_reason"] = StopReason(row["stop_reason"])
     return row

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 from dataclasses import replace
-from typing import Any
+from typing import Any, assert_never
 
 from service.core.device import Node
 from service.core.fold import Fold, Folds
@@ -65,6 +65,8 @@ def react(world: World, reports: Iterable[Report], now: Instant, policy: Policy)
                     nodes |= _close(world, node)
             case NodeSeen() | Sampled() | Progressed():
                 pass
+            case _:
+                assert_never(report)
     return [*folds.decisions(), *nodes.values()]
 
 

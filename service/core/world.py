@@ -261,15 +261,15 @@ class World:
     def _count_out(self, task: Task) -> None:
         if task.state is TaskState.PENDING:
             self.queue.remove(task)
-        elif task.is_active:
+        else:  # active: what has ended changes no more
             self._count_active(task, -1)
             self.active.discard(task.id)
 
     def _count_active(self, task: Task, sign: int) -> None:
-        if task.node is not None:
-            self.use.setdefault(task.node, NodeUse()).count(task, sign)
-            runs = self.runs.setdefault(task.node, set())
-            (runs.add if sign > 0 else runs.discard)(task.id)
+        assert task.node is not None, "an active task has its place"
+        self.use.setdefault(task.node, NodeUse()).count(task, sign)
+        runs = self.runs.setdefault(task.node, set())
+        (runs.add if sign > 0 else runs.discard)(task.id)
         count_custom(self.custom_use, task, sign)
 
     def _drop_if_done(self, task: TaskId) -> None:

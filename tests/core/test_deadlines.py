@@ -243,6 +243,16 @@ def test_a_new_leader_gives_a_run_that_ended_the_whole_patience_again() -> None:
     assert [d.why for d in due(world, after, POLICY, Watch(since=later, last=almost))] == ["unconfirmed"]
 
 
+def test_what_an_earlier_attempt_left_behind_is_quarantined_beside_the_next_attempt() -> None:
+    world = a_world(
+        a_device(),
+        holding(a_task("run", gpu_mb=8 * GIB), "gpu0", fence=2),
+        a_lease(a_task("run", fence=1), "gpu0", 8 * GIB, state=LeaseState.RELEASING),
+    )
+    assert look(world, NOW + POLICY.kill_patience_seconds) == ["unconfirmed"]
+    assert sorted(lease_states(world)) == [LeaseState.HELD, LeaseState.QUARANTINED]
+
+
 def test_a_pledge_does_not_outlive_a_victim_that_finished_and_stays() -> None:
     world = a_world(holding(a_task("low", priority=10, gpu_mb=80 * GIB, grace_seconds=900.0), "gpu0"))
     submit(world, a_task("high", priority=80, gpu_mb=80 * GIB))

@@ -21,6 +21,12 @@ def a_book(**lease: object) -> Book:
     return book
 
 
+def test_what_is_leased_is_told_apart_from_what_is_held():
+    book = a_book()
+    book.measure(a_sample(DEVICE.key, by_holder={"low:1": 70}))
+    assert (book.leased_mb(), book.held_mb()) == (60, 70)
+
+
 def test_the_reserve_is_never_free():
     assert Book(DEVICE).free_mb() == 90
 

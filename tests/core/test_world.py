@@ -1,5 +1,7 @@
 """The World is what the log says, whichever way it was read."""
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given, settings
 
@@ -7,7 +9,7 @@ from service.core.codec import device_fields, lease_fields, node_fields, request
 from service.core.cycle import plan_cycle
 from service.core.errors import OutOfStep
 from service.core.events import Event
-from service.core.lease import LeaseState, move_lease
+from service.core.lease import HolderKind, LeaseState, move_lease
 from service.core.plan import Decision, Request, write_move
 from service.core.task import Move, TaskState
 from service.core.units import Instant, Position, TaskId
@@ -178,6 +180,15 @@ def test_events_of_a_task_or_a_lease_that_is_gone_change_nothing():
         ]
     )
     assert picture(world) == before
+
+
+def test_a_lease_of_a_holder_that_is_no_run_comes_and_goes_by_the_log():
+    world = a_world()
+    lease = replace(a_lease(a_task("m", fence=1), "gpu0", 30 * GIB, version=1), holder_kind=HolderKind.MODEL)
+    commit(world, Decision("m", "load", leases=(lease,)))
+    assert world.books[key("gpu0")].free_mb() == 50 * GIB
+    commit(world, Decision("m", "unload", leases=(move_lease(lease, LeaseState.RELEASED),)))
+    assert (world.books[key("gpu0")].free_mb(), world.leases) == (80 * GIB, {})
 
 
 def test_an_event_of_a_kind_that_nobody_knows_moves_the_position_only():

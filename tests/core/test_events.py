@@ -1,0 +1,65 @@
+"""What a decision, a submission and a request write into the log, and whose history each line belongs to."""
+
+import pytest
+
+from service.core.events import NewEvent, events_of, requested, submitted, task_of
+from service.core.lease import LeaseState, PledgeEnd, move_lease
+from service.core.plan import Decision, PledgeWrite, Request, released_mb, write_move
+from service.core.task import Move
+from service.core.units import TaskId
+from tests.builders import NOW, a_device, a_lease, a_node, a_pledge, a_task, key
+
+REQUEST = Request("r1", TaskId("t"), "default", "cancel", {"grace_seconds": 5.0}, NOW)
+
+
+def test_the_lines_of_a_decision_come_in_one_order_and_carry_what_changed():
+    run, high = a_task("t", priority=10), a_task("high")
+    new, old = a_lease(run, "gpu0", 20, version=1), a_lease(run, "gpu1", 30)
+    decision = Decision(
+        "t",
+        "everything",
+        tasks=(write_move(run, Move.CHANGED, priority=60),),
+        leases=(new, move_lease(old, LeaseState.RELEASED)),
+        pledges=(
+            PledgeWrite(a_pledge(high, "gpu0", 5)),
+            PledgeWrite(a_pledge(run, "gpu0", 5), PledgeEnd.TAKEN),
+        ),
+        devices=(a_device(),),
+        nodes=(a_node(),),
+        requests_done=("r1",),
+    )
+    lines = list(events_of(decision))
+    assert [line.kind for line in lines] == [
+        "node.seen",
+        "device.seen",
+        "task.changed",
+        "lease.held",
+        "lease.released",
+        "pledge.made",
+        "pledge.taken",
+        "request.done",
+    ]
+    assert lines[2].fields == {"state": "pending", "priority": 60}
+    assert lines[4].fields == {"state": "released"}
+
+
+def test_a_decision_takes_what_is_new_and_gives_back_what_is_released():
+    run = a_task("t")
+    kept, gone = a_lease(run, "gpu1", 30, state=LeaseState.RELEASING), a_lease(run, "gpu2", 40)
+    leases = (a_lease(run, "gpu0", 20, version=1), kept, move_lease(gone, LeaseState.RELEASED))
+    assert released_mb(Decision("t", "ended", leases=leases)) == {key("gpu0"): 20, key("gpu2"): -40}
+
+
+@pytest.mark.parametrize(
+    ("event", "task"),
+    [
+        (submitted(a_task("t")), "t"),
+        (requested(REQUEST), "t"),
+        (NewEvent("pledge.made", "t:c/n1/gpu0", 1, "", {"preemptor": "t"}), "t"),
+        (NewEvent("lease.held", "run:t:1:0:c/n1/gpu0", 2, "", {}), "t"),
+        (NewEvent("lease.held", "model:m:1:0:c/n1/gpu0", 2, "", {}), None),
+        (NewEvent("node.seen", "n1", 1, "", {}), None),
+    ],
+)
+def test_a_line_belongs_to_the_history_of_one_task_or_of_none(event: NewEvent, task: str | None):
+    assert task_of(event) == task
