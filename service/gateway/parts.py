@@ -3,6 +3,7 @@
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from importlib.metadata import version
 from typing import Any
 
 from service.core.policy import BAND_NAMES, Policy
@@ -73,6 +74,8 @@ class GatewayParts:
     ids: Ids = field(default_factory=Ids)
     python: str = PYTHON_MINOR
     """The Python minor that runs pickled functions."""
+    cloudpickle: str = version("cloudpickle")
+    """What opens them there."""
     capacity: Capacity = field(init=False)
     pending: PendingReasons = field(init=False)
 

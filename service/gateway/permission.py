@@ -18,7 +18,7 @@ def check_run(call: Call, run: Run) -> None:
             call.require(Scope.TASKS_COMMAND, "submitting a command")
         case Function():
             call.require(Scope.TASKS_CODE, "submitting a function")
-            _check_python(call.parts, run)
+            _check_pickle(call.parts, run)
 
 
 def check_priority(call: Call, priority: int) -> None:
@@ -61,11 +61,27 @@ def _matches(entrypoint: str, pattern: str) -> bool:
     )
 
 
-def _check_python(parts: GatewayParts, run: Function) -> None:
+def _check_pickle(parts: GatewayParts, run: Function) -> None:
+    """Code pickled by another Python minor cannot be opened; nor can what a newer major cloudpickle wrote."""
     if run.python != parts.python:
-        detail = (
+        raise _mismatch(
+            "python",
             f"the function was pickled by Python {run.python} and would be opened by Python {parts.python}; "
-            f"submit it from Python {parts.python}, or name an entrypoint instead"
+            f"submit it from Python {parts.python}, or name an entrypoint instead",
         )
-        fault = Fault(pointer="/run/python", detail=detail, code="python-mismatch")
-        raise Problem("python-mismatch", detail, errors=[fault])
+    if run.cloudpickle is not None and _major(run.cloudpickle) > _major(parts.cloudpickle):
+        raise _mismatch(
+            "cloudpickle",
+            f"the function was pickled by cloudpickle {run.cloudpickle} and would be opened by "
+            f"{parts.cloudpickle}, which does not know all it writes; install cloudpickle "
+            f"{_major(parts.cloudpickle)} where you submit, or name an entrypoint instead",
+        )
+
+
+def _mismatch(field: str, detail: str) -> Problem:
+    fault = Fault(pointer=f"/run/{field}", detail=detail, code=f"{field}-mismatch")
+    return Problem("python-mismatch", detail, errors=[fault])
+
+
+def _major(version: str) -> int:
+    return int(version.partition(".")[0])

@@ -158,7 +158,14 @@ class Function(Body):
         StringConstraints(pattern=r"^[0-9]{1,2}\.[0-9]{1,3}$"),
         Field(description="The Python minor that pickled it.", examples=["3.11"]),
     ]
-    cloudpickle: Annotated[str, StringConstraints(pattern=r"^[0-9][0-9A-Za-z.]{0,30}$")] | None = None
+    cloudpickle: (
+        Annotated[
+            str,
+            StringConstraints(pattern=r"^[0-9]{1,4}(\.[0-9A-Za-z]{1,10}){0,3}$"),
+            Field(description="The cloudpickle that pickled it.", examples=["3.1"]),
+        ]
+        | None
+    ) = None
     runtime: Annotated[Literal[1], Field(description="Version of the protocol inside the process.")] = 1
 
 

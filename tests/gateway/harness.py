@@ -99,6 +99,7 @@ class Gateway:
             shutdown=self.shutdowns.append,
             term=lambda: self.term,
             python="3.11",
+            cloudpickle="3.1",
         )
         self.app = create_app(self.parts)
         self.clients: list[httpx.AsyncClient] = []

@@ -170,6 +170,13 @@ async def test_a_name_is_not_given_twice(gateway: Gateway, api: Client) -> None:
     assert {row.name: row for row in await gateway.store.tokens()}["admin"] == before
 
 
+async def test_of_two_tokens_of_one_name_made_at_once_the_first_stays(gateway: Gateway, api: Client) -> None:
+    body = {"name": "ci", "scopes": ["tasks:read"]}
+    first, second = await asyncio.gather(*(api.post("/tokens", json=body) for _ in range(2)))
+    problem(second, 409, "token-exists")
+    assert (await gateway.with_secret(first.json()["token"]).get("/tasks")).status_code == 200
+
+
 async def test_nobody_gives_what_he_has_not(gateway: Gateway) -> None:
     limited = await gateway.client("limited", "admin", "tasks:read", max_priority=60)
     wanted: dict[str, Any] = {"name": "x", "scopes": ["tasks:code", "*"], "max_priority": 61}

@@ -249,6 +249,17 @@ async def test_a_function_of_another_python_minor_is_refused_with_both_named(api
     assert "Python 3.11" in document["detail"]
 
 
+async def test_a_function_of_a_newer_cloudpickle_is_refused_with_both_named(api: Client) -> None:
+    run = {"function": PICKLED, "python": "3.11", "cloudpickle": "2.2"}
+    await api.submit(run)
+    document = problem(
+        await api.post("/tasks", json=a_body({**run, "cloudpickle": "4.0"})), 422, "python-mismatch"
+    )
+    assert document["errors"][0]["pointer"] == "/run/cloudpickle"
+    assert "cloudpickle 4.0" in document["detail"]
+    assert "by 3.1" in document["detail"]
+
+
 async def test_a_priority_above_the_cap_is_refused_with_the_cap(gateway: Gateway) -> None:
     capped = await gateway.client("capped", "tasks:write", max_priority=60)
     assert (await capped.post("/tasks", json=a_body(priority=60))).status_code == 202
