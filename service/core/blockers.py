@@ -186,7 +186,7 @@ def _not_whole(seen: Survey, devices: Iterable[DeviceFinding]) -> str:
             others = used_by_others(finding.book)
             if others and finding.verdict is Verdict.NO_ROOM and not finding.book.holdings:
                 where = finding.book.device.label
-                return f", and of {where} {others}: end those, or ask for a size (gpu_mb)"
+                return f", and of {where} {others}: end or declare those, or ask for a size (gpu_mb)"
     return ""
 
 

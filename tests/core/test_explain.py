@@ -268,7 +268,7 @@ def test_a_whole_device_is_told_who_else_is_on_it_and_what_to_do():
     assert told(world).devices[0].message == f"not empty: 78.5 GiB of 80.0 GiB are free, {others}"
     assert told(world).reason is Reason.WAITING_FOR_MEMORY
     assert told(world).message == (
-        f"needs a whole GPU, and of n1/gpu0 {others}: end those, or ask for a size (gpu_mb); "
+        f"needs a whole GPU, and of n1/gpu0 {others}: end or declare those, or ask for a size (gpu_mb); "
         "the largest free block is 78.5 GiB (n1/gpu0)"
     )
 
