@@ -70,6 +70,10 @@ def carried(
             Gone(T, F, AT, "process_absent", SAMPLE),
         ),
         (("sampled", 1000.0, WIRE_SAMPLE), Sampled(N, AT, SAMPLE)),
+        (
+            ("sampled", 1000.0, [("GPU-a", 5, None, {}, None)]),
+            Sampled(N, AT, (DeviceSample(DeviceKey("c/n1/GPU-a"), AT, Mib(5), None),)),
+        ),
         (("node_lost", 1000.0, "i", "dead"), NodeLost(N, "i", AT, "dead")),
         (
             ("node_seen", 1000.0, NODE, [("GPU-a", "sim", 0, 9, True)], [("t", 3)]),

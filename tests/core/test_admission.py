@@ -37,6 +37,15 @@ def test_a_demand_of_exactly_what_may_be_leased_is_accepted():
     assert check(a_demand(gpu_mb=78 * GIB, gpus=2), DEVICES, NODES, POLICY) is None
 
 
+def test_what_was_declared_to_be_used_by_others_is_offered_to_nobody():
+    device = a_device("gpu0", "n1", mb=80 * GIB, declared_foreign_mb=2 * GIB)
+    assert check(a_demand(gpu_mb=78 * GIB), [device], NODES, POLICY) is None
+    assert check(a_demand(gpus=1), [device], NODES, POLICY) is None
+    assert check(a_demand(gpu_mb=79 * GIB), [device], NODES, POLICY) is not None
+    taken = a_device("gpu0", "n1", mb=GIB, declared_foreign_mb=2 * GIB)
+    assert check(a_demand(gpus=1), [taken], NODES, POLICY) is not None
+
+
 def test_more_gpus_of_a_size_than_any_node_has_are_refused():
     refusal = refused(gpu_mb=30 * GIB, gpus=3)
     assert (refusal.code, refusal.field) == ("exceeds-capacity", "gpus")

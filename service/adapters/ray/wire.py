@@ -25,7 +25,7 @@ PROTOCOL = 2
 
 
 WireSample = tuple[Any, ...]
-"""(uuid, used_mb, foreign_mb, by_holder, utilization)"""
+"""(uuid, used_mb, foreign_mb or None, by_holder, utilization or None)"""
 
 
 def pack(value: Any) -> bytes:
