@@ -150,9 +150,10 @@ class BlockerView(TypedDict):
 
 
 class DeviceHolder(TypedDict):
-    """`id` is null for another tenant's holder, unless an admin asks."""
+    """`id` and `name` are null for another tenant's holder, unless an admin asks."""
 
     id: str | None
+    name: str | None
     priority: int
     gpu_mb: int
     stopping: bool

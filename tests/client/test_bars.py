@@ -54,5 +54,5 @@ def test_a_gpu_line_names_its_holders_and_who_memory_is_freed_for() -> None:
     with out.capture() as captured:
         out.print(draw.gpus([gpu]))
     assert "10.0 GiB free of 24.0" in captured.get()
-    assert "train 14.0 (stopping)" in captured.get()
-    assert "0.0 of 20.0 freed for 00000009" in captured.get()
+    assert "train 14.0 GiB (stopping)" in captured.get()
+    assert "0.0 GiB of 20.0 GiB freed for 00000009" in captured.get()

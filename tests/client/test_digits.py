@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 from gpubroker import Stopped
-from gpubroker.runtime.journal import START_OVER, Journal
-from gpubroker.runtime.messages import RunOrder
+from gpubroker.runtime.journal import Journal
+from gpubroker.runtime.messages import Report, RunOrder
 from gpubroker.runtime.task import RunningTask, enter_task, leave_task
 
 from examples import digits
@@ -18,9 +18,10 @@ class Run:
     """One attempt of a task. `stop_after` gives notice as soon as that many epochs are done."""
 
     def __init__(self, attempt: int = 1, resume_state: bytes | None = None) -> None:
-        self.journal = Journal(lambda _delay_seconds: None)
+        self._reports: list[Report] = []
+        self._journal = Journal(self._read)
         order = RunOrder("task_1", attempt, "entrypoint", attempt=attempt, resume_state=resume_state)
-        self.task = RunningTask(order, self.journal)
+        self.task = RunningTask(order, self._journal)
 
     def call(self, function: Callable[..., Any], **arguments: Any) -> Any:
         entered = enter_task(self.task)
@@ -31,8 +32,11 @@ class Run:
 
     def checkpoints(self) -> list[bytes]:
         """The saved states, oldest first."""
-        reports = [report for _, report in self.journal.take(START_OVER, 2**30)]
-        return [report[7] for report in reports if report[0] == "checkpointed"]
+        return [report[7] for report in self._reports if report[0] == "checkpointed"]
+
+    def _read(self, _delay_seconds: float) -> None:
+        """Fetched as it is reported: of what waits only the newest checkpoint is kept."""
+        self._reports += [report for _, report in self._journal.take(0, 2**30)]
 
 
 def undisturbed() -> float:

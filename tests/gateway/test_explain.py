@@ -15,7 +15,9 @@ async def test_a_waiting_task_is_explained_down_to_the_device(gateway: Gateway, 
     assert found["blockers"][0]["reason"] == "WaitingForMemory"
     device = found["devices"][0]
     assert (device["verdict"], device["need_mb"], device["free_mb"]) == ("no_room", 40 * GIB, 20 * GIB)
-    assert device["holders"] == [{"id": holder, "priority": 80, "gpu_mb": 60 * GIB, "stopping": False}]
+    assert device["holders"] == [
+        {"id": holder, "name": "", "priority": 80, "gpu_mb": 60 * GIB, "stopping": False}
+    ]
     pending = (await api.get(f"/tasks/{task_id}")).json()["pending"]
     assert pending == {"reason": found["reason"], "message": found["message"], "position": 1}
 
@@ -27,6 +29,7 @@ async def test_another_tenants_holder_is_not_named(gateway: Gateway, api: Client
     task_id = await other.submit(resources={"gpu_mb": 40 * GIB})
     found = await other.get(f"/tasks/{task_id}/explain")
     assert found.json()["devices"][0]["holders"][0]["id"] is None
+    assert found.json()["devices"][0]["holders"][0]["name"] is None
     assert holder not in found.text
 
 

@@ -1,7 +1,7 @@
 """The commands, and those that other packages add through the entry-point group `gpubroker.commands`."""
 
 from importlib.metadata import entry_points
-from typing import Annotated, Any
+from typing import Annotated, Any, Final
 
 import typer
 from typer.core import TyperGroup
@@ -11,6 +11,15 @@ from gpubroker.cli import EXIT_USAGE, administer, cluster, control, submit, task
 from gpubroker.cli.session import Format, Output, say
 
 _SERVER_COMMANDS = frozenset({"serve", "down", "migrate", "openapi"})
+
+_WORDS_OF_OTHERS: Final = {
+    "list": "ps", "ls": "ps", "status": "ps", "queue": "ps", "squeue": "ps", "jobs": "ps",
+    "get": "show", "describe": "show", "info": "show", "why": "explain",
+    "run": "submit", "sbatch": "submit", "start": "serve", "tokens": "token list",
+    "kill": "cancel", "stop": "cancel", "rm": "cancel", "scancel": "cancel",
+    "top": "gpus", "devices": "gpus", "log": "logs", "output": "logs",
+}  # fmt: skip
+"""What other systems call our commands."""
 
 
 class Commands(TyperGroup):
@@ -22,7 +31,10 @@ class Commands(TyperGroup):
         if added := self._added().get(cmd_name):
             return added
         if cmd_name in _SERVER_COMMANDS:
-            say(f"`gpubroker {cmd_name}` belongs to the service: pip install gpubroker-server")
+            say(f"gpubroker: `gpubroker {cmd_name}` belongs to the service: pip install gpubroker-server")
+            raise typer.Exit(EXIT_USAGE)
+        if meant := _WORDS_OF_OTHERS.get(cmd_name):
+            say(f"gpubroker: there is no command {cmd_name!r}; did you mean: gpubroker {meant}")
             raise typer.Exit(EXIT_USAGE)
         return None
 
@@ -51,10 +63,19 @@ app = typer.Typer(
 )
 
 
+def _say_version(wanted: bool) -> None:
+    if wanted:
+        version()
+        raise typer.Exit
+
+
 @app.callback()
 def options(
     url: Annotated[str | None, typer.Option(help="Address of the service. [GPUBROKER_URL]")] = None,
     token: Annotated[str | None, typer.Option(help="Token to show to it. [GPUBROKER_TOKEN]")] = None,
+    _version: Annotated[
+        bool, typer.Option("--version", is_eager=True, callback=_say_version, help="Print it and leave.")
+    ] = False,
 ) -> None:
     """Queue work for shared GPUs, see who holds what, and why a task waits.
 

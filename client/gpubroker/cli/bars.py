@@ -4,7 +4,9 @@ from dataclasses import dataclass
 
 from gpubroker.fleet import Gpu
 
-LEGEND = "█ leased and used  ▒ leased, not yet used  ▓ being freed for a waiting task  ░ free  ! not leased"
+LEGEND = (
+    "█ leased and used  ▒ leased, not yet used  ▓ freed and kept for a waiting task  ░ free  ! not leased"
+)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,8 +1,26 @@
 """Commands that look at the cluster: gpus, nodes, stats."""
 
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
 import typer
 
-from gpubroker.cli.session import Format, Output, Watch, broker_of, emit, emit_all, watch
+from gpubroker.cli.session import (
+    Format,
+    Output,
+    Watch,
+    broker_of,
+    emit,
+    emit_all,
+    stats_if_allowed,
+    watch,
+)
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+    from gpubroker.broker import Broker
+    from gpubroker.fleet import Gpu
 
 
 def gpus(context: typer.Context, watching: Watch = False, output: Output = Format.TABLE) -> None:
@@ -10,10 +28,23 @@ def gpus(context: typer.Context, watching: Watch = False, output: Output = Forma
     from gpubroker.cli import draw
 
     with broker_of(context) as broker:
+
+        def drawn(listed: "Sequence[Gpu]") -> "RenderableType":
+            return draw.gpus(listed) if listed else _why_none(broker)
+
         if watching:
-            watch(output, lambda: broker.gpus().items, draw.gpus)
+            watch(output, lambda: broker.gpus().items, drawn)
         else:
-            emit_all(output, broker.gpus().items, draw.gpus)
+            emit_all(output, broker.gpus().items, drawn)
+
+
+def _why_none(broker: "Broker") -> str:
+    from gpubroker.cli import draw
+
+    stats = stats_if_allowed(broker)
+    if stats and stats.executor.get("state") != "connected":
+        return f"no GPUs yet: {draw.executor(stats)}"
+    return "no GPUs; to try things without one, declare simulated_devices in the service's settings"
 
 
 def nodes(context: typer.Context, output: Output = Format.TABLE) -> None:

@@ -39,7 +39,7 @@ def show(outcome: "Outcome", output: Format, save: Path | None = None) -> None:
         check_success(outcome)
     finally:
         if outcome.log_tail:
-            say(outcome.log_tail.rstrip())
+            say(log_of(outcome).rstrip())
     if save is not None:
         save.write_bytes(_bytes_of(outcome))
         say(f"wrote {save}")
@@ -53,6 +53,18 @@ def show(outcome: "Outcome", output: Format, save: Path | None = None) -> None:
             value = outcome.value
             typer.echo(value if isinstance(value, str) else json.dumps(value, indent=2))
     sys.stdout.flush()
+
+
+def log_of(outcome: "Outcome") -> str:
+    """The end of what the task printed, from the first whole line on; what is missing is said."""
+    from gpubroker.runtime.output import TAIL_BYTES
+
+    printed = outcome.log_tail
+    if len(printed.encode()) < TAIL_BYTES:
+        return printed
+    _, newline, rest = printed.partition("\n")
+    whole = rest if newline else printed
+    return f"[only the last {TAIL_BYTES // 1024} KiB were kept]\n{whole}"
 
 
 def _bytes_of(outcome: "Outcome") -> bytes:

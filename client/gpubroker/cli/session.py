@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from rich.console import Console, RenderableType
 
     from gpubroker.broker import Broker
+    from gpubroker.fleet import Stats
 
 _TASK_ID_LENGTH = len("task_") + 26
 _TASKS_SEARCHED = 2000
@@ -117,6 +118,14 @@ def _is_meant(task: str, word: str) -> bool:
     return task.startswith((word, f"task_{word}")) or task.endswith(word)
 
 
+def stats_if_allowed(broker: "Broker") -> "Stats | None":
+    """For a hint only: who may not see the cluster goes without."""
+    try:
+        return broker.stats()
+    except Refused:
+        return None
+
+
 def say(message: str) -> None:
     """A message for the person, on standard error."""
     typer.echo(message, err=True)
@@ -135,7 +144,7 @@ A = TypeVar("A", bound=Answered)
 def emit(output: Format, answer: A, draw: Callable[[A], "RenderableType"]) -> None:
     """Write one answer to standard output; `draw` is only called where a table is wanted."""
     if output is Format.TABLE:
-        console().print(draw(answer))
+        show(draw(answer))
     else:
         typer.echo(json.dumps(answer.raw, indent=2 if output is Format.JSON else None))
 
@@ -144,7 +153,7 @@ def emit_all(output: Format, answers: Sequence[A], draw: Callable[[Sequence[A]],
     """Write a list to standard output: one table, one JSON array, or one line of JSON each."""
     match output:
         case Format.TABLE:
-            console().print(draw(answers))
+            show(draw(answers))
         case Format.JSON:
             typer.echo(json.dumps([answer.raw for answer in answers], indent=2))
         case Format.NDJSON:
@@ -171,6 +180,17 @@ def watch(
             time.sleep(_WATCH_SECONDS)
     except KeyboardInterrupt:
         return
+
+
+def show(drawn: "RenderableType") -> None:
+    """Tables fill their lines up; what only a terminal would need is left out of pipes and files."""
+    out = console()
+    if out.is_terminal:
+        out.print(drawn)
+        return
+    with out.capture() as captured:
+        out.print(drawn)
+    typer.echo("\n".join(line.rstrip() for line in captured.get().splitlines()))
 
 
 def console() -> "Console":

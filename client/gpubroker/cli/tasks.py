@@ -1,5 +1,6 @@
-"""Commands that look at tasks: ps, show, explain, wait, result, events."""
+"""Commands that look at tasks: ps, show, explain, wait, result, logs, events."""
 
+from collections.abc import Iterator, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -15,17 +16,21 @@ from gpubroker.cli.session import (
     broker_of,
     emit,
     emit_all,
+    stats_if_allowed,
     task_id,
     watch,
 )
 
 if TYPE_CHECKING:
+    from rich.console import RenderableType
+
     from gpubroker.broker import Broker
-    from gpubroker.models import Task
+    from gpubroker.models import Explanation, Task
     from gpubroker.operations import ListOptions
 
 _UNFINISHED = ("pending", "admitted", "running", "stopping")
 _REASONS_ASKED = 20
+_NOTHING_TO_DO = "nothing waits or runs; gpubroker ps --all shows what has ended"
 
 WaitTimeout = Annotated[
     float | None,
@@ -41,7 +46,7 @@ def ps(
     state: Annotated[list[str] | None, typer.Option("--state", "-s", help="Only these; repeatable.")] = None,
     label: Annotated[list[str] | None, typer.Option("--label", "-l", metavar="NAME=VALUE")] = None,
     name: Annotated[str | None, typer.Option("--name", "-n", help="Only tasks of this name.")] = None,
-    limit: Annotated[int, typer.Option(help="At most so many, newest first.")] = 50,
+    limit: Annotated[int, typer.Option(min=1, help="At most so many, newest first.")] = 50,
     watching: Watch = False,
     output: Output = Format.TABLE,
 ) -> None:
@@ -61,10 +66,14 @@ def ps(
             found = list(islice(broker.list(**wanted), limit))
             return _with_reasons(broker, found) if output is Format.TABLE else found
 
+        def drawn(found: "Sequence[Task]") -> "RenderableType":
+            narrow = state or label or name or everything
+            return draw.tasks(found, "no such task" if narrow else _NOTHING_TO_DO)
+
         if watching:
-            watch(output, listed, draw.tasks)
+            watch(output, listed, drawn)
         else:
-            emit_all(output, listed(), draw.tasks)
+            emit_all(output, listed(), drawn)
 
 
 def _with_reasons(broker: "Broker", listed: list["Task"]) -> list["Task"]:
@@ -75,18 +84,39 @@ def _with_reasons(broker: "Broker", listed: list["Task"]) -> list["Task"]:
 
 def show(context: typer.Context, task: TaskWord, output: Output = Format.TABLE) -> None:
     """Everything about one task."""
-    from gpubroker.cli import draw
+    from gpubroker.cli import draw, history
 
     with broker_of(context) as broker:
-        emit(output, broker.get(task_id(broker, task)), draw.task)
+        emit(
+            output,
+            broker.get(task_id(broker, task)),
+            lambda found: draw.task(found, history.told(broker, found)),
+        )
 
 
 def explain(context: typer.Context, task: TaskWord, output: Output = Format.TABLE) -> None:
-    """Why a task waits, with a verdict per device; or where it runs."""
+    """Why a task waits, with a verdict per device; or where it runs, or how it ended."""
     from gpubroker.cli import draw
 
     with broker_of(context) as broker:
-        emit(output, broker.explain(task_id(broker, task)), draw.explanation)
+        emit(
+            output,
+            broker.explain(task_id(broker, task)),
+            lambda found: draw.explanation(found, _about(broker, found)),
+        )
+
+
+def _about(broker: "Broker", explained: "Explanation") -> "Iterator[str]":
+    """What the next question would be: why it failed, who preempted it, whether the cluster is there."""
+    from gpubroker.cli import draw, history
+
+    found = broker.get(explained.id)
+    if found.error and found.is_finished:
+        yield f"{found.error.kind}: {draw.failure(found)}; more: gpubroker show {found.id}"
+    for name, line in history.told(broker, found).items():
+        yield f"{name} {line}"
+    if explained.reason == "BackendUnavailable" and (stats := stats_if_allowed(broker)):
+        yield f"executor: {draw.executor(stats)}"
 
 
 def wait(
@@ -119,6 +149,15 @@ def result(
         outcome.show(broker.outcome(wanted), output, save)
 
 
+def logs(context: typer.Context, task: TaskWord) -> None:
+    """Print the end of what a finished task printed, at most 16 KiB.
+
+    Of a running task nothing can be read yet.
+    """
+    with broker_of(context) as broker:
+        typer.echo(outcome.log_of(broker.outcome(task_id(broker, task))), nl=False)
+
+
 def events(
     context: typer.Context,
     task: Annotated[str | None, typer.Argument(help="Only of this task.")] = None,
@@ -129,6 +168,7 @@ def events(
 ) -> None:
     """The event log: every change of a task, lease, pledge, device and node, in order."""
     from gpubroker.cli import draw
+    from gpubroker.cli.retell import retold
 
     with broker_of(context) as broker:
         wanted = None if task is None else task_id(broker, task)
@@ -139,11 +179,11 @@ def events(
             return
         try:
             for line in broker.events(wanted, after=after, follow=follow):
-                emit(Format.NDJSON if output is Format.JSON else output, line, draw.event)
+                emit(Format.NDJSON if output is Format.JSON else output, line, retold)
         except KeyboardInterrupt:
             return
 
 
 def add_to(app: typer.Typer) -> None:
-    for command in (ps, show, explain, wait, result, events):
+    for command in (ps, show, explain, wait, result, logs, events):
         app.command(rich_help_panel="Tasks")(command)

@@ -5,6 +5,7 @@ from fastapi import APIRouter, Response
 from service.core.blockers import Blocker
 from service.core.explain import DeviceVerdict, ended_message, explain
 from service.core.reasons import Reason
+from service.core.units import TaskId
 from service.core.world import World
 from service.gateway.direct import Call, DirectRoute, answer, needs, problems
 from service.gateway.identity import Identity, Scope
@@ -89,6 +90,7 @@ def _verdict_view(world: World, verdict: DeviceVerdict, viewer: Identity) -> Dev
         "holders": [
             {
                 "id": holder.id if holder.id in known else None,
+                "name": _name(world, holder.id) if holder.id in known else None,
                 "priority": holder.priority,
                 "gpu_mb": holder.mb,
                 "stopping": holder.stopping,
@@ -96,3 +98,8 @@ def _verdict_view(world: World, verdict: DeviceVerdict, viewer: Identity) -> Dev
             for holder in verdict.holders
         ],
     }
+
+
+def _name(world: World, holder: str) -> str | None:
+    task = world.tasks.get(TaskId(holder))
+    return None if task is None else task.name

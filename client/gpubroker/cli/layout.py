@@ -1,0 +1,84 @@
+"""How answers fit the terminal: words for sizes, times and ids, and tables that give way."""
+
+import re
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import datetime
+
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.table import Table
+from rich.text import Text
+
+_SHOWN_ID_LENGTH = 8
+_LEAST_CELLS = 8
+_WHOLE_ID = re.compile(r"task_[0-9a-z]{26}")
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    title: str
+    from_width: int = 0
+    """On a narrower terminal the column is left out."""
+    share: float = 1.0
+    """It takes at most this part of the width; what is longer ends in an ellipsis."""
+    wraps: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """A table without lines that shows as much as the width allows."""
+
+    columns: Sequence[Column]
+    rows: Sequence[Sequence[str | Text]]
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        width = options.max_width
+        shown = [at for at, column in enumerate(self.columns) if width >= column.from_width]
+        table = Table(box=None, pad_edge=False, header_style="dim")
+        for column in (self.columns[at] for at in shown):
+            table.add_column(
+                column.title,
+                no_wrap=not column.wraps,
+                overflow="fold" if column.wraps else "ellipsis",
+                max_width=max(_LEAST_CELLS, int(width * column.share)),
+            )
+        for row in self.rows:
+            table.add_row(*(row[at] for at in shown))
+        yield table
+
+
+def short_id(task: str | None) -> str:
+    """The end of an id: unlike its beginning, which is a time, it differs between tasks of one moment.
+
+    Of another tenant's task the service tells no id.
+    """
+    return task[-_SHOWN_ID_LENGTH:] if task else "another tenant"
+
+
+def with_short_ids(message: str) -> str:
+    return _WHOLE_ID.sub(lambda found: short_id(found[0]), message)
+
+
+def gib(mb: float) -> str:
+    return f"{mb / 1024:.1f}"
+
+
+def size(mb: float) -> str:
+    """In GiB; in MiB where that would round to nothing."""
+    return f"{mb:.0f} MiB" if 0 < mb < 103 else f"{gib(mb)} GiB"
+
+
+def ago(at: datetime | None) -> str:
+    if at is None:
+        return ""
+    seconds = max(0.0, time.time() - at.timestamp())
+    if seconds < 100:
+        return f"{seconds:.0f}s"
+    if seconds < 6000:
+        return f"{seconds / 60:.0f}m"
+    return f"{seconds / 3600:.0f}h" if seconds < 360_000 else f"{seconds / 86400:.0f}d"
+
+
+def moment(at: datetime | None) -> str:
+    return f"{at:%Y-%m-%d %H:%M:%S}Z" if at else ""
