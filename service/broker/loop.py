@@ -12,7 +12,7 @@ from service.broker.dispatch import Dispatcher
 from service.broker.observe import Observer, next_batch, plainer
 from service.core.cycle import plan_cycle
 from service.core.events import Event
-from service.core.orders import Report
+from service.core.orders import Checkpointed, Ended, Report
 from service.core.plan import Decision
 from service.core.policy import Policy
 from service.core.reconcile import take_over
@@ -45,6 +45,11 @@ _DIVERGED = (
     f"{TRIES} times in a row the database refused what the leader made of {{}}; "
     "restart the service, which reads the picture anew"
 )
+
+
+MOST_HEARD = 10_000
+MOST_HEARD_BYTES = 64 * 2**20
+"""With more in hand than this, which only happens while it cannot be committed, no reports are fetched."""
 
 
 class PictureDiverged(Exception):
@@ -90,6 +95,9 @@ class Leader:
         self._in_vain: Mapping[str, int] = {}
         """Subject -> cycles in a row in which it was refused."""
         self._woken = asyncio.Event()
+        self._has_room = asyncio.Event()
+        """No more reports are fetched without it: they wait at the executor, which stops asking for them."""
+        self._has_room.set()
         self.leadership = Leadership()
 
     def on_events(self, events: Sequence[Event]) -> None:
@@ -101,6 +109,7 @@ class Leader:
     def hear(self, reports: Sequence[Report]) -> None:
         """Keep what agents said, in order, for the next cycle."""
         self._heard.extend(reports)
+        self._look_for_room()
         self._woken.set()
 
     async def take_over(self) -> None:
@@ -127,6 +136,7 @@ class Leader:
     async def _listen(self) -> None:
         await self._executor.start(self.leadership.term)
         while True:
+            await self._has_room.wait()
             self.hear(await self._executor.reports())
 
     async def _lead(self) -> None:
@@ -181,6 +191,13 @@ class Leader:
             tries -= 1
             if tries == 0:
                 raise PictureDiverged(_DIVERGED.format("its reports"))
+        self._look_for_room()
+
+    def _look_for_room(self) -> None:
+        if len(self._heard) <= MOST_HEARD and sum(map(_size_bytes, self._heard)) <= MOST_HEARD_BYTES:
+            self._has_room.set()
+        else:
+            self._has_room.clear()
 
     def _said_plainly(
         self, batch: Sequence[Report], refused: Iterable[Decision], now: Instant
@@ -255,3 +272,12 @@ class Leader:
 def _never(decisions: Sequence[Decision], verdicts: Sequence[CommitVerdict]) -> list[Decision]:
     """Those that the database would refuse again, however often they are tried."""
     return [d for d, verdict in zip(decisions, verdicts, strict=True) if verdict in _NEVER]
+
+
+def _size_bytes(report: Report) -> int:
+    """Of what makes a report large."""
+    match report:
+        case Checkpointed(data=bytes(data)) | Ended(result=bytes(data)):
+            return len(data)
+        case _:
+            return 0

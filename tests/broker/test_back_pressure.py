@@ -1,0 +1,45 @@
+"""A leader that cannot settle what it heard asks for nothing more."""
+
+import asyncio
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from service.broker import loop
+from service.core.orders import Sampled
+from service.core.plan import Decision
+from service.core.units import Term
+from service.ports import CommitVerdict
+from tests.broker.stage import ForgetfulStore, Hands, a_stage
+
+
+class WatchedStore(ForgetfulStore):
+    """Tells when somebody wanted to commit and could not."""
+
+    def __init__(self) -> None:
+        super().__init__(Hands().now)
+        self.missed = asyncio.Event()
+
+    async def commit(self, term: Term, decisions: Sequence[Decision]) -> Sequence[CommitVerdict]:
+        if self.away:
+            self.missed.set()
+        return await super().commit(term, decisions)
+
+
+async def test_reports_wait_at_the_executor_while_too_many_are_in_hand(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loop, "MOST_HEARD", 0)
+    store = WatchedStore()
+    async with a_stage(tmp_path, store) as stage:
+        await stage.submit("one", seconds=600)
+        await stage.leader.cycle()
+        store.away = True
+        leading = asyncio.create_task(stage.leader.run())
+        await store.missed.wait()
+        stage.executor.measure()
+        [waiting] = await asyncio.wait_for(stage.executor.reports(), 10)
+        assert isinstance(waiting, Sampled)
+        leading.cancel()
+        await asyncio.gather(leading, return_exceptions=True)
