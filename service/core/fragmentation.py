@@ -17,8 +17,8 @@ COVERAGE = 0.95
 CAPACITY_SHARE = 0.1
 """How much the capacity measure counts in ours; chosen on the openb traces, flat from 0.05 to 0.2."""
 
-CACHED = 200_000
-"""Answers kept before a measure starts to remember afresh; some 100 bytes each."""
+CACHED = 50_000
+"""Answers kept before a measure starts to remember afresh: some 20 MB."""
 
 
 class Shape(NamedTuple):
@@ -100,13 +100,14 @@ class Measure:
         self._tables: dict[tuple[tuple[int, ...], str], Table] = {}
         self._lost: dict[Room, float] = {}
         self._spots: dict[Shape, dict[Room, Spot | None]] = {}
-        self._asked = 0
+        self._remembered = 0
 
     def lost(self, room: Room) -> float:
         """What usual demands could not use of this room: at least 0, at most `whole`."""
         key = Room(room.cpu, tuple(sorted(room.left)), room.kind)
         lost = self._lost.get(key)
         if lost is None:
+            self._make_room()
             lost = self._lost[key] = self._table(key.left, key.kind).lost(key.cpu)
         return lost
 
@@ -123,9 +124,7 @@ class Measure:
         try:
             return spots[room]
         except KeyError:
-            self._asked += 1
-            if self._asked > CACHED:
-                self._forget()
+            self._make_room()
             spot = spots[room] = self._best(shape, room)
             return spot
 
@@ -165,8 +164,11 @@ class Measure:
             terms.append(Term(shape.cpu, shape.devices, amount, weight / each))
         return sorted(terms, key=lambda term: term.cpu)
 
-    def _forget(self) -> None:
-        self._asked = 0
+    def _make_room(self) -> None:
+        self._remembered += 1
+        if self._remembered <= CACHED:
+            return
+        self._remembered = 0
         self._tables.clear()
         self._lost.clear()
         for spots in self._spots.values():
