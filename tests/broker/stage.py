@@ -12,14 +12,24 @@ from service.adapters.memory.executor import SimulatedNode, WaitingExecutor
 from service.adapters.memory.store import MemoryStore
 from service.broker.dispatch import Dispatcher
 from service.broker.loop import Leader
-from service.broker.observe import InventoryRules, Observer
+from service.broker.observe import Observer
+from service.core.events import Event
 from service.core.orders import Order, Report, SeenDevice
 from service.core.plan import Decision
 from service.core.policy import Policy
+from service.core.reconcile import InventoryRules
 from service.core.task import Task, TaskState
 from service.core.units import Instant, Mib, TaskId, Term
 from service.core.world import World
-from service.ports import CommitVerdict, Progress, RunPayload, RunSpec, StoreUnavailable, Submission
+from service.ports import (
+    CommitVerdict,
+    Progress,
+    RunPayload,
+    RunSpec,
+    StoreUnavailable,
+    Submission,
+    TaskStore,
+)
 from tests.builders import GIB, NOW, a_task
 
 
@@ -36,7 +46,7 @@ class Hands:
 class WitnessedExecutor(WaitingExecutor):
     """Notes what was durable at the moment when orders were handed over."""
 
-    def __init__(self, store: MemoryStore, clock: Hands) -> None:
+    def __init__(self, store: TaskStore, clock: Hands) -> None:
         devices = tuple(SeenDevice(f"gpu{i}", "sim", i, Mib(24 * GIB), True) for i in range(2))
         super().__init__(SimulatedNode("n1", "test", 64.0, 256 * GIB, 64, devices), clock, 2.0)
         self._store = store
@@ -54,27 +64,43 @@ class WitnessedExecutor(WaitingExecutor):
 
 
 class ForgetfulStore(MemoryStore):
-    """A memory store whose connection can be cut."""
+    """A memory store whose connection can be cut, at once or in the middle of a commit."""
 
     away = False
+    until_away: int | None = None
+    """So many more decisions are written before it is cut."""
 
-    async def commit(self, term: Term, decisions: Sequence[Decision]) -> Sequence[CommitVerdict]:
+    async def take_term(self, holder: str) -> Term:
         if self.away:
             raise StoreUnavailable("cut by the test")
-        return await super().commit(term, decisions)
+        return await super().take_term(holder)
+
+    async def commit(self, term: Term, decisions: Sequence[Decision]) -> Sequence[CommitVerdict]:
+        written = list(decisions[: self.until_away])
+        if self.until_away is not None:
+            self.until_away -= len(written)
+            self.away |= len(written) < len(decisions)
+        elif self.away:
+            written = []
+        verdicts = await super().commit(term, written)
+        return [*verdicts, *[CommitVerdict.UNAVAILABLE] * (len(decisions) - len(written))]
+
+    def come_back(self) -> None:
+        self.away, self.until_away = False, None
 
 
 class Stage:
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, store: TaskStore | None = None) -> None:
         self.clock = Hands()
-        self.store = ForgetfulStore(self.clock.now)
+        self.memory = ForgetfulStore(self.clock.now)
+        self.store: TaskStore = store or self.memory
         self.world = World()
         self.blobs_folder = folder
-        self.blobs = DirectoryBlobs(folder)
+        self.blobs = DirectoryBlobs(folder, max_bytes=10_000)
         self.executor = WitnessedExecutor(self.store, self.clock)
         self.progress: dict[TaskId, Progress] = {}
         policy = Policy()
-        observer = Observer(self.world, policy, self.blobs, InventoryRules("test", 0), 1024, self.progress)
+        observer = Observer(self.world, policy, self.blobs, InventoryRules("test", Mib(0)), 1024, self.progress)
         dispatcher = Dispatcher(self.store, self.blobs, self.executor, self.world, self.clock)
         self.leader = Leader(
             name="test",
@@ -86,7 +112,11 @@ class Stage:
             dispatcher=dispatcher,
             clock=self.clock,
         )
-        self.store.listen(self.world.apply)
+        self.store.listen(self._on_events)
+
+    def _on_events(self, events: Sequence[Event]) -> None:
+        self.world.apply(events)
+        self.leader.on_events(events)
 
     async def submit(
         self, id: str, seconds: float = 0.0, spec: Mapping[str, Any] | None = None, **fields: Any
@@ -124,9 +154,9 @@ class Stage:
 
 
 @asynccontextmanager
-async def a_stage(folder: Path) -> AsyncIterator[Stage]:
+async def a_stage(folder: Path, store: TaskStore | None = None) -> AsyncIterator[Stage]:
     """A leader with its term, whose one node has answered."""
-    stage = Stage(folder)
+    stage = Stage(folder, store)
     await stage.leader.take_over()
     await stage.executor.start(stage.leader.leadership.term)
     await stage.turn()

@@ -67,11 +67,11 @@ async def test_the_preemptor_runs_once_its_victim_is_gone_and_the_victim_comes_b
 
 async def test_nothing_is_dispatched_while_the_database_is_away_and_nothing_is_lost(stage: Stage) -> None:
     await stage.submit("one", gpu_mb=GIB)
-    stage.store.away = True
+    stage.memory.away = True
     with pytest.raises(StoreUnavailable):
         await stage.leader.cycle()
     assert stage.executor.sent == []
-    stage.store.away = False
+    stage.memory.come_back()
     await stage.leader.cycle()
     assert [order.task for order, _ in stage.executor.sent] == ["one"]
 
@@ -79,11 +79,11 @@ async def test_nothing_is_dispatched_while_the_database_is_away_and_nothing_is_l
 async def test_a_report_heard_while_the_database_is_away_counts_afterwards(stage: Stage) -> None:
     await stage.submit("one", gpu_mb=GIB)
     await stage.leader.cycle()
-    stage.store.away = True
+    stage.memory.away = True
     with pytest.raises(StoreUnavailable):
         await stage.turn()
     assert (await stage.row("one")).state is TaskState.ADMITTED
-    stage.store.away = False
+    stage.memory.come_back()
     await stage.turn()
     assert (await stage.row("one")).state is TaskState.SUCCEEDED
 
@@ -135,8 +135,11 @@ async def test_a_checkpoint_whose_bytes_changed_on_their_way_leaves_the_one_befo
 ) -> None:
     await running(stage, "one", gpu_mb=GIB, max_retries=1)
     await stage.hear(saved("one", 1, b"first"))
+    at = (await stage.row("one")).checkpoint_at
+    stage.clock.time = Instant(stage.clock.time + 60.0)
     await stage.hear(saved("one", 2, b"garbled", digest=sha256(b"second").hexdigest()))
     assert [kept.sequence for kept in await stage.store.checkpoints(TaskId("one"))] == [1]
+    assert (await stage.row("one")).checkpoint_at == at
 
 
 async def test_a_run_whose_stored_arguments_are_gone_fails_and_says_so(stage: Stage) -> None:
@@ -149,7 +152,7 @@ async def test_a_run_whose_stored_arguments_are_gone_fails_and_says_so(stage: St
     assert result.failure is not None
     assert result.failure["kind"] == "corrupt_order"
     assert "submit the task again" in result.failure["message"]
-    assert stage.executor.sent == [] or all(not isinstance(o, StartOrder) for o, _ in stage.executor.sent)
+    assert all(not isinstance(order, StartOrder) for order, _ in stage.executor.sent)
     assert stage.world.books[stage.world.by_node["n1"][0]].free_mb() == 24 * GIB  # type: ignore[index]
 
 
@@ -170,6 +173,17 @@ async def test_progress_is_kept_in_memory_and_is_no_event(stage: Stage) -> None:
     await stage.hear(Progressed(TaskId("one"), Fence(1), Instant(NOW), 0.5, "half"))
     assert stage.progress[TaskId("one")].fraction == 0.5
     assert await stage.store.head() == before
+
+
+async def test_progress_is_forgotten_with_its_run(stage: Stage) -> None:
+    for id in ("ends", "retried"):
+        await running(stage, id, gpu_mb=GIB, max_retries=1)
+        await stage.hear(Progressed(TaskId(id), Fence(1), Instant(NOW), 0.5, "half"))
+    await stage.hear(
+        Ended(TaskId("ends"), Fence(1), Instant(NOW), Ending.SUCCEEDED, result=b"1"),
+        Ended(TaskId("retried"), Fence(1), Instant(NOW), Ending.FAILED),
+    )
+    assert stage.progress == {}
 
 
 async def test_progress_of_an_older_attempt_is_not_shown(stage: Stage) -> None:

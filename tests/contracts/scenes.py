@@ -1,9 +1,11 @@
 """What the store's tests say in one line."""
 
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Any
 
+from service.adapters.sql.store import SqlStore, open_store
 from service.core.device import Device, Node
 from service.core.events import Event
 from service.core.lease import HolderKind, Lease, LeaseState, Pledge, move_lease
@@ -16,6 +18,15 @@ from service.ports import RunSpec, Submission, TaskStore
 from tests.builders import GIB, NOW, a_device, a_node, a_task, key
 
 GPU0 = key("gpu0")
+
+
+@asynccontextmanager
+async def opened(url: str) -> AsyncIterator[SqlStore]:
+    store = await open_store(url)
+    try:
+        yield store
+    finally:
+        await store.close()
 
 
 def a_submission(

@@ -27,6 +27,9 @@ class Wire:
         self.cut = Cut.NEVER
         self.was_cut = asyncio.Event()
         self.is_down = False
+        self.down_at: bytes | None = None
+        """What a client says, after a COMMIT has passed, that makes the wire go down before it gets there."""
+        self._committed = False
 
     async def connect(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         if self.is_down:
@@ -50,6 +53,12 @@ class Wire:
     ) -> None:
         try:
             while data := await reader.read(65536):
+                if watch and self.down_at is not None:
+                    if self._committed and self.down_at in data:
+                        self.was_cut.set()
+                        self.go_down()
+                        break
+                    self._committed |= b"COMMIT" in data
                 cut = self.cut if watch and b"COMMIT" in data else Cut.NEVER
                 if cut is not Cut.NEVER:
                     self.cut = Cut.NEVER
@@ -73,6 +82,7 @@ class Wire:
 
     def come_back(self) -> None:
         self.is_down = False
+        self.down_at = None
 
 
 @asynccontextmanager

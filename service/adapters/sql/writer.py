@@ -19,6 +19,7 @@ from service.ports import StoreUnavailable
 _UNITS_PER_GROUP = 512
 _TRIES = 3
 _RETRY_SECONDS = 0.25
+_GIVE_WAY_SECONDS = 0.05
 
 T = TypeVar("T")
 
@@ -182,6 +183,7 @@ class Writer:
                     return list(unknown.events)
             except Collided:
                 self._session.rollback()
+                self._closing.wait(_GIVE_WAY_SECONDS)
             except Exception:
                 self._session.rollback()
                 raise
@@ -236,6 +238,7 @@ class Writer:
                     return error
             except Collided:
                 self._session.rollback()
+                self._closing.wait(_GIVE_WAY_SECONDS)
             except Exception as error:
                 self._session.rollback()
                 return error

@@ -1,0 +1,275 @@
+"""What a store on a server promises: connections may break, other processes write as well, one serves."""
+
+import asyncio
+import os
+import time
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any
+
+import psycopg
+import pytest
+
+from service.adapters.sql.postgres import PostgresSession
+from service.adapters.sql.session import CommitUnknown, DatabaseRefused
+from service.adapters.sql.store import open_store
+from service.core.events import Event
+from service.core.plan import write_move
+from service.core.task import Move, TaskState
+from service.core.units import NodeName, TaskId
+from service.ports import (
+    CommitVerdict,
+    StaleTerm,
+    StoreUnavailable,
+    SubmitVerdict,
+    TaskFilter,
+    TokenRow,
+    Unstorable,
+)
+from tests.builders import NOW, a_task
+from tests.contracts.scenes import (
+    a_submission,
+    admission,
+    log_of,
+    opened,
+    with_gpu,
+)
+from tests.contracts.wire import Cut, a_wire
+
+DEADLINE_SECONDS = 20.0
+
+
+async def test_a_broken_connection_is_made_again(postgres_url: str) -> None:
+    async with opened(postgres_url) as store:
+        await store.submit(a_submission("t1"))
+        with psycopg.connect(postgres_url, autocommit=True) as connection:
+            connection.execute(
+                "SELECT pg_terminate_backend(pid) FROM pg_stat_activity "
+                "WHERE datname = current_database() AND pid <> pg_backend_pid()"
+            )
+        assert (await store.submit(a_submission("t2"))).verdict is SubmitVerdict.ACCEPTED
+        assert await store.record(TaskId("t2")) is not None
+        assert await store.head() == 2
+
+
+@pytest.mark.parametrize("cut", [Cut.BEFORE_COMMIT, Cut.AFTER_COMMIT])
+async def test_a_commit_whose_answer_is_lost_is_done_once(postgres_url: str, cut: Cut) -> None:
+    heard: list[Event] = []
+    async with a_wire(postgres_url) as (wire, url), opened(url) as store:
+        store.listen(heard.extend)
+        await store.submit(a_submission("t1"))
+        wire.cut = cut
+        group = [store.submit(a_submission(f"t{n}", key=f"k{n}")) for n in range(2, 10)]
+        outcomes = await asyncio.wait_for(asyncio.gather(*group), DEADLINE_SECONDS)
+        assert wire.was_cut.is_set()
+        assert {outcome.verdict for outcome in outcomes} == {SubmitVerdict.ACCEPTED}
+        log = await log_of(store)
+        assert [event.position for event in log] == list(range(1, 10))
+        assert heard == log
+
+
+@pytest.mark.parametrize("cut", [Cut.BEFORE_COMMIT, Cut.AFTER_COMMIT])
+async def test_a_decision_whose_commit_is_lost_is_committed_not_stale(postgres_url: str, cut: Cut) -> None:
+    task = a_task("t1")
+    async with a_wire(postgres_url) as (wire, url), opened(url) as store:
+        term = await with_gpu(store, task)
+        wire.cut = cut
+        assert await store.commit(term, [admission(task)]) == [CommitVerdict.COMMITTED]
+        assert wire.was_cut.is_set()
+        assert [row.version for row in (await store.snapshot()).tasks] == [2]
+
+
+async def test_a_commit_that_is_cut_in_the_middle_says_what_was_written(postgres_url: str) -> None:
+    tasks = [a_task(f"t{n}") for n in range(3)]
+    async with a_wire(postgres_url) as (wire, url), opened(url) as store:
+        term = await with_gpu(store, *tasks)
+        wire.down_at = b"BEGIN"
+        stale = admission(a_task("unknown"))  # one that fails, so that each is written by itself
+        decisions = [admission(tasks[0]), stale, admission(tasks[1]), admission(tasks[2])]
+        verdicts = await store.commit(term, decisions)
+        assert wire.was_cut.is_set()
+        assert verdicts == [CommitVerdict.COMMITTED, *[CommitVerdict.UNAVAILABLE] * 3]
+        wire.come_back()
+        assert await store.commit(term, decisions[2:]) == [CommitVerdict.COMMITTED] * 2
+        states = {row.id: row.state for row in (await store.snapshot()).tasks}
+        assert states == {task.id: TaskState.ADMITTED for task in tasks}
+
+
+async def test_nobody_hears_of_a_commit_before_the_events_that_belong_to_it(postgres_url: str) -> None:
+    """What another process wrote in between must be read first, and the database is away just then."""
+    heard: list[Event] = []
+    async with a_wire(postgres_url) as (wire, url), opened(url) as one, opened(postgres_url) as two:
+        one.listen(heard.extend)
+        await two.submit(a_submission("t1"))
+        wire.down_at = b"JOIN event"
+        waiting = asyncio.create_task(one.submit(a_submission("t2")))
+        await asyncio.wait_for(wire.was_cut.wait(), DEADLINE_SECONDS)
+        with pytest.raises(StoreUnavailable):
+            await one.submit(a_submission("t3"))
+        assert (waiting.done(), heard) == (False, [])
+        wire.come_back()
+        outcome = await asyncio.wait_for(waiting, DEADLINE_SECONDS)
+        assert outcome.verdict is SubmitVerdict.ACCEPTED
+        assert [event.key for event in heard] == ["t1", "t2"]
+
+
+SAME_KEY = """
+INSERT INTO task (id, tenant, name, priority, demand, submitted_at, max_retries, grace_seconds, shareable,
+    held, idem_key) VALUES ('other', 'default', '', 50, '{}', 0, 0, 30, false, false, 'key')
+"""
+WAITING = "SELECT count(*) FROM pg_locks WHERE NOT granted"
+
+
+def insert_once_somebody_waits(connection: psycopg.Connection[Any], statement: str) -> None:
+    deadline = time.monotonic() + DEADLINE_SECONDS
+    while connection.execute(WAITING).fetchone() == (0,):
+        assert time.monotonic() < deadline, "nobody waits for a lock"
+    with suppress(psycopg.errors.DeadlockDetected):  # ours came back before this one had moved on
+        connection.execute(statement)
+
+
+async def test_a_commit_that_stands_in_the_way_of_another_one_gives_way_and_is_tried_again(
+    postgres_url: str,
+) -> None:
+    """Ours has the key and waits for the head of the log, the other has the head and asks for the key."""
+    async with opened(postgres_url) as store:
+        with psycopg.connect(postgres_url) as other:
+            other.execute("UPDATE log_head SET position = position")
+            ours = asyncio.create_task(store.submit(a_submission("t1", key="key")))
+            await asyncio.to_thread(insert_once_somebody_waits, other, SAME_KEY)
+            other.rollback()
+        outcome = await asyncio.wait_for(ours, DEADLINE_SECONDS)
+        assert (outcome.verdict, outcome.task) == (SubmitVerdict.ACCEPTED, "t1")
+        assert [event.key for event in await log_of(store)] == ["t1"]
+
+
+UNSTORABLE = ["half a pair: \ud800", "nul: \0"]
+
+
+@pytest.mark.parametrize("text", UNSTORABLE, ids=["half a pair", "nul"])
+async def test_a_decision_that_no_row_can_hold_is_told_so_and_its_neighbours_are_written(
+    postgres_url: str, text: str
+) -> None:
+    first, second = a_task("t1"), a_task("t2")
+    async with opened(postgres_url) as store:
+        term = await with_gpu(store, first, second)
+        bad = replace(admission(first), tasks=(write_move(first, Move.ADMITTED, node=NodeName(text)),))
+        verdicts = await store.commit(term, [bad, admission(second)])
+        assert verdicts == [CommitVerdict.UNSTORABLE, CommitVerdict.COMMITTED]
+
+
+async def test_what_no_row_can_hold_cannot_be_looked_for(postgres_url: str) -> None:
+    async with opened(postgres_url) as store:
+        for wanted in (TaskFilter("lab", name="nul: \0"), TaskFilter("lab", labels={"team": "nul: \0"})):
+            with pytest.raises(Unstorable, match="no row can hold"):
+                await store.records(wanted)
+        with pytest.raises(Unstorable):
+            await store.record(TaskId("nul: \0"))
+
+
+async def test_a_token_whose_commit_was_lost_is_put_once_and_is_ours(postgres_url: str) -> None:
+    async with a_wire(postgres_url) as (wire, url), opened(url) as store:
+        wire.cut = Cut.AFTER_COMMIT
+        assert await store.put_token(TokenRow("ci", "hash", "lab", ("*",), 100, NOW), by="alice")
+        assert wire.was_cut.is_set()
+    with psycopg.connect(postgres_url) as connection:
+        assert connection.execute("SELECT actor FROM audit").fetchall() == [("alice",)]
+
+
+async def test_one_service_at_a_time_has_a_database_of_a_server(postgres_url: str) -> None:
+    first = await open_store(postgres_url, alone=True)
+    with pytest.raises(DatabaseRefused, match=f"is served by gpubroker, process {os.getpid()} on .*; stop"):
+        await open_store(postgres_url, alone=True)
+    async with opened(postgres_url) as beside_it:
+        await beside_it.submit(a_submission("t1"))
+    await first.close()
+    await (await open_store(postgres_url, alone=True)).close()
+
+
+async def test_a_service_that_lost_its_connection_has_the_database_again(postgres_url: str) -> None:
+    async with a_wire(postgres_url) as (wire, url):
+        first = await open_store(url, alone=True)
+        wire.cut = Cut.BEFORE_COMMIT
+        await first.submit(a_submission("t1"))
+        assert wire.was_cut.is_set()
+        with pytest.raises(DatabaseRefused, match="is served by"):
+            await open_store(postgres_url, alone=True)
+        await first.close()
+
+
+async def test_while_the_database_is_away_callers_are_told_and_later_served(postgres_url: str) -> None:
+    async with a_wire(postgres_url) as (wire, url), opened(url) as store:
+        await store.submit(a_submission("t1"))
+        wire.go_down()
+        with pytest.raises(StoreUnavailable):
+            await store.submit(a_submission("t2"))
+        with pytest.raises(StoreUnavailable):
+            await store.record(TaskId("t1"))
+        with pytest.raises(StoreUnavailable):
+            await store.take_term("leader")
+        wire.come_back()
+        assert (await store.submit(a_submission("t2"))).verdict is SubmitVerdict.ACCEPTED
+        assert [event.key for event in await log_of(store)] == ["t1", "t2"]
+        assert await store.take_term("leader") == 1
+
+
+async def test_an_unknown_commit_waits_until_it_can_be_read_back(postgres_url: str) -> None:
+    async with a_wire(postgres_url) as (wire, url), opened(url) as store:
+        await store.submit(a_submission("t1"))
+        wire.cut, wire.is_down = Cut.AFTER_COMMIT, True
+        waiting = asyncio.create_task(store.submit(a_submission("t2")))
+        await wire.was_cut.wait()
+        with pytest.raises(StoreUnavailable):
+            await store.submit(a_submission("t3"))
+        assert not waiting.done()
+        wire.come_back()
+        outcome = await asyncio.wait_for(waiting, DEADLINE_SECONDS)
+        assert outcome.verdict is SubmitVerdict.ACCEPTED
+        assert [event.key for event in await log_of(store)] == ["t1", "t2"]
+
+
+async def test_two_processes_number_one_log_and_each_hears_all_of_it(postgres_url: str) -> None:
+    async with opened(postgres_url) as one, opened(postgres_url) as two:
+        heard: list[Event] = []
+        one.listen(heard.extend)
+        names = [(store, f"{name}-{n:02}") for n in range(40) for store, name in ((one, "one"), (two, "two"))]
+        await asyncio.gather(*(store.submit(a_submission(name)) for store, name in names))
+        await one.submit(a_submission("last"))
+        log = await log_of(two)
+        assert [event.position for event in log] == list(range(1, 82))
+        assert heard == log
+
+
+async def test_one_key_at_two_processes_is_one_task(postgres_url: str) -> None:
+    async with opened(postgres_url) as one, opened(postgres_url) as two:
+        submissions = [
+            store.submit(a_submission(f"{name}{n}", key=f"k{n}"))
+            for n in range(20)
+            for store, name in ((one, "one"), (two, "two"))
+        ]
+        outcomes = await asyncio.gather(*submissions)
+        accepted = [outcome for outcome in outcomes if outcome.verdict is SubmitVerdict.ACCEPTED]
+        assert len(accepted) == 20
+        assert {outcome.task for outcome in outcomes} == {outcome.task for outcome in accepted}
+
+
+async def test_a_leader_in_another_process_ends_this_one(postgres_url: str) -> None:
+    task = a_task("t1")
+    async with opened(postgres_url) as one, opened(postgres_url) as two:
+        old = await with_gpu(one, task)
+        await two.take_term("two")
+        with pytest.raises(StaleTerm, match="two leads term 2"):
+            await one.commit(old, [admission(task)])
+
+
+async def test_a_process_that_hangs_in_a_commit_does_not_hold_up_the_others(postgres_url: str) -> None:
+    hanging = PostgresSession(postgres_url)
+    hanging.begin()
+    hanging.number(1)  # it has the head of the log, and now does nothing
+    async with opened(postgres_url) as store:
+        outcome = await asyncio.wait_for(store.submit(a_submission("t1")), DEADLINE_SECONDS)
+        assert outcome.verdict is SubmitVerdict.ACCEPTED
+        assert await store.head() == 1
+    with pytest.raises(CommitUnknown):
+        hanging.commit()
+    hanging.close()
