@@ -1,6 +1,7 @@
 """What a node agent answers, refuses and never forgets, on runners that only wait."""
 
 import asyncio
+import os
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -10,7 +11,7 @@ import pytest
 from gpubroker.runtime.messages import RunKey, RunOrder, checkpointed, ended, failed, started
 from ray.exceptions import RaySystemError
 
-from service.adapters.ray import pool
+from service.adapters.ray import agent, pool
 from service.adapters.ray.agent import NodeAgent
 from service.adapters.ray.cards import Card, RunFiles, UnreadableCard
 from service.adapters.ray.options import AgentConfig
@@ -213,6 +214,20 @@ async def test_an_order_that_cannot_be_carried_out_is_told_after_the_others_were
         await line.order("start", line.incarnation, True, {"no": "order"})
     await line.start("next", shareable=True)
     await line.until(lambda: stand.started == ["next"])
+
+
+async def test_an_agent_that_nobody_asks_leaves_and_leaves_nothing(
+    stand: Stand, open_line: OpenLine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    left: list[int] = []
+    monkeypatch.setattr(os, "_exit", left.append)
+    monkeypatch.setattr(agent, "DESERTED_SECONDS", 0.0)
+    line = open_line(warm_runners=1, idle_stop_seconds=0.0, sample_period_seconds=0.01)
+    await line.announce()
+    await line.until(lambda: left)
+    assert left == [0]
+    await line.until(lambda: not stand.names())
+    assert os.listdir(tmp_path) == []
 
 
 async def test_makers_of_processes_that_never_answer_make_room_for_others(

@@ -137,7 +137,7 @@ def tellable(report: Any) -> Report:
     if not isinstance(report, tuple) or not _is_key(report[1:4]):
         return ("nonsense",)
     message = "something in its process wrote a report that cannot be carried; report by current_task() only"
-    return ended(RunKey(*report[1:4]), failed("exception", message), b"")
+    return ended(RunKey(*report[1:4]), failed("malformed_report", message), b"")
 
 
 Fits = Callable[[Any], bool]

@@ -44,7 +44,8 @@ class Runner:
     async def describe(self) -> bytes:
         """Who this is, and which runs have not ended here: a dict."""
         host, _ = self._parts()
-        runs = [order.to_wire() for order in host.orders.values()]
+        # A copy first: the threads of runs strike off what has ended.
+        runs = [order.to_wire() for order in list(host.orders.values())]
         return _packed({"protocol": PROTOCOL, "pid": os.getpid(), "shared": self._shared, "runs": runs})
 
     async def exchange(self, protocol: int, acknowledged: int, items: Sequence[tuple[Any, ...]]) -> bytes:
