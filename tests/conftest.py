@@ -16,9 +16,7 @@ from tests.postgres import PostgresServer, a_server, reset
 settings.register_profile(
     "repeatable", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
 )
-settings.register_profile(
-    "random", settings.get_profile("repeatable"), derandomize=False, print_blob=True
-)
+settings.register_profile("random", settings.get_profile("repeatable"), derandomize=False, print_blob=True)
 settings.load_profile("repeatable")
 
 
