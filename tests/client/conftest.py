@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 from gpubroker import AsyncBroker, Broker
 
+from tests.client.command_line import Run, command_line
 from tests.client.recorded_service import RecordedService
 
 Do = Callable[..., Any]
@@ -23,6 +24,14 @@ def no_service_of_this_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
 def service() -> Iterator[RecordedService]:
     with RecordedService() as running:
         yield running
+
+
+@pytest.fixture
+def run(service: RecordedService, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
+    """The command line, talking to recorded answers."""
+    monkeypatch.setenv("GPUBROKER_URL", service.url)
+    monkeypatch.setenv("GPUBROKER_TOKEN", "gpb_secret")
+    return command_line(monkeypatch, capsys)
 
 
 @pytest.fixture(params=["sync", "async"])

@@ -94,6 +94,9 @@ class RecordedService:
         return Handler
 
 
+FULL_ID = "task_01k9z6x8d2000abcdefghjkmnp"
+
+
 def a_task(id: str = "task_1", state: str = "pending", **more: Any) -> dict[str, Any]:
     """A task as the service answers it, as far as a client needs it."""
     return {
@@ -109,3 +112,12 @@ def a_task(id: str = "task_1", state: str = "pending", **more: Any) -> dict[str,
 
 def a_problem(status: int, code: str, detail: str = "no", **more: Any) -> Reply:
     return Reply(status, {"status": status, "code": code, "detail": detail, "request_id": "req_7", **more})
+
+
+def outcome(state: str, **more: Any) -> Reply:
+    ended = {"id": FULL_ID, "state": state, "format": "json", "error": None, "log_tail": "", **more}
+    return Reply(200, ended)
+
+
+def page(*ids: str) -> Reply:
+    return Reply(200, {"items": [a_task(id) for id in ids], "next_cursor": None, "has_more": False})

@@ -74,13 +74,20 @@ def test_a_no_is_not_asked_again() -> None:
         "code": "exceeds-capacity",
         "detail": "90 GiB exceed the largest device",
         "request_id": "req_1",
-        "errors": [{"pointer": "/resources/gpu_mb", "detail": "too large", "code": "capacity"}],
+        "errors": [
+            {"pointer": "/resources/gpu_mb", "detail": "90 GiB exceed the largest device", "code": "x"},
+            {"pointer": "/priority", "detail": "at most 60", "code": "above-cap"},
+        ],
     }
     with pytest.raises(Refused) as refused:
         steps.send(answer(422, problem))
     error = refused.value
     assert (error.code, error.status, error.request_id) == ("exceeds-capacity", 422, "req_1")
-    assert "/resources/gpu_mb: too large" in str(error)
+    assert str(error) == "90 GiB exceed the largest device\n  /priority: at most 60"
+
+
+def test_a_mistake_of_the_service_names_the_request_that_its_log_has_more_about() -> None:
+    error = error_of(answer(500, {"detail": "the service made a mistake", "request_id": "req_1"}))
     assert "req_1" in str(error)
 
 

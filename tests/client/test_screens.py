@@ -1,0 +1,204 @@
+"""What the command line shows people, drawn from recorded answers."""
+
+import json
+from typing import Any
+
+import pytest
+
+from tests.client.command_line import Run
+from tests.client.recorded_service import FULL_ID, RecordedService, Reply, a_task, outcome, page
+
+GPU = {"key": "local/n1/GPU-1", "uuid": "GPU-1", "node": "n1", "kind": "sim-24g", "physical_mb": 24576}
+NODE = {
+    "name": "n1",
+    "ready": True,
+    "cpu": {"total": 4, "used": 1.5},
+    "memory_mb": {"total": 8192, "used": 0},
+}
+STATS = {
+    "gpu": {"leased_mb": 1024, "total_mb": 2048},
+    "tasks": {"pending": 7},
+    "age_seconds": 0.2,
+    "position": 9,
+}
+EXPLAINED = {
+    "id": FULL_ID,
+    "state": "pending",
+    "reason": "WaitingForMemory",
+    "message": "needs 18.0 GiB on one GPU",
+    "position": 4,
+    "queue_length": 7,
+    "blockers": [
+        {"reason": "WaitingForMemory", "tier": 11, "message": "needs 18.0 GiB on one GPU"},
+        {"reason": "WaitingForPreemption", "tier": 13, "message": "one run is stopping"},
+    ],
+    "devices": [
+        {
+            "node": "n1",
+            "index": 3,
+            "kind": "sim-24g",
+            "free_mb": 4096,
+            "allocatable_mb": 24576,
+            "message": "18.0 GiB are needed, 4.0 GiB are free",
+            "holders": [{"id": None, "priority": 25, "gpu_mb": 20480, "stopping": True}],
+        }
+    ],
+}
+
+EXPLAINED_SAYS = [
+    "WaitingForMemory: needs 18.0 GiB on one GPU",
+    "position 4 of 7",
+    "also WaitingForPreemption: one run is stopping",
+    "n1 3 sim-24g  4.0/24.0  another tenant 20.0 GiB (priority 25, stopping)  18.0 GiB are needed",
+]
+
+
+@pytest.mark.parametrize(
+    ("line", "answer", "says"),
+    [
+        ("gpus", {"items": [{**GPU, "free_mb": 24576}]}, ["n1  1 GPU ", "24.0 GiB free of 24.0", "░ free"]),
+        ("nodes", {"items": [NODE]}, ["n1", "ready", "1.5/4", "0.0/8.0 GiB"]),
+        ("stats", STATS, ["leased 1.0 GiB · total 2.0 GiB", "pending 7", "0.2 s ago, event 9"]),
+        (
+            f"explain {FULL_ID}",
+            EXPLAINED,
+            EXPLAINED_SAYS,
+        ),
+        (
+            f"show {FULL_ID}",
+            a_task(FULL_ID, labels={"run": "[bold]"}, run={"entrypoint": "a:b"}),
+            ["run=[bold]"],
+        ),
+        ("token list", {"items": [{"name": "ci", "scopes": ["tasks:write"]}]}, ["ci", "tasks:write"]),
+    ],
+)
+def test_answers_are_drawn_for_people(
+    service: RecordedService, run: Run, line: str, answer: dict[str, Any], says: list[str]
+) -> None:
+    service.told(Reply(200, answer), Reply(200, a_task(FULL_ID)))
+    ended = run(line)
+    assert (ended.code, ended.err) == (0, "")
+    for text in says:
+        assert text in ended.out
+
+
+EVENTS = [
+    {"kind": "task.stopping", "key": FULL_ID, "fields": {"stop_reason": "preempt", "freeing_for": "task_2"}},
+    {"kind": "task.requeued", "key": FULL_ID, "fields": {"preemptions": 1}},
+]
+
+
+def test_who_was_preempted_says_so_and_by_whom_and_from_where_it_goes_on(
+    service: RecordedService, run: Run
+) -> None:
+    at = "2026-11-21T10:02:11.412Z"
+    pending = {"reason": "WaitingForMemory", "message": "needs 18.0 GiB", "position": 1}
+    victim = a_task(FULL_ID, preemptions=1, checkpoint_at=at, pending=pending)
+    history = [
+        Reply(200, {"items": [{**event, "at": at} for event in EVENTS], "next_after": 9}),
+        Reply(200, a_task("task_2", name="vip")),
+        Reply(200, {"items": [], "next_after": 9}),
+    ]
+    explained = Reply(200, {**EXPLAINED, "devices": []})
+    listed = Reply(200, {"items": [victim], "next_cursor": None})
+    service.told(
+        Reply(200, victim), *history, explained, Reply(200, victim), *history, listed, Reply(200, victim)
+    )
+    by_whom = (
+        "at 2026-11-21 10:02:11Z for vip (task_2); it goes on from its checkpoint of 2026-11-21 10:02:11Z"
+    )
+    assert by_whom in run("show", FULL_ID).out
+    assert f"preempted {by_whom}" in run("explain", FULL_ID).out
+    assert "(position 1); preempted 1×" in run("ps").out
+
+
+def test_what_cancelled_a_task_is_shown_with_it(service: RecordedService, run: Run) -> None:
+    asked = {"kind": "request.made", "key": "ask_1", "at": "2026-11-21T10:02:11Z"}
+    fields = {"task": FULL_ID, "what": "cancel", "fields": {"reason": "wrong data"}}
+    service.told(
+        Reply(200, a_task(FULL_ID, "cancelled")),
+        Reply(200, {"items": [{**asked, "fields": fields}], "next_after": 9}),
+        Reply(200, {"items": [], "next_after": 9}),
+    )
+    assert "cancelled  asked for at 2026-11-21 10:02:11Z: wrong data" in run("show", FULL_ID).out
+
+
+def test_a_failed_task_is_explained_by_its_error(service: RecordedService, run: Run) -> None:
+    error = {"kind": "exception", "message": "no luck\nat all", "traceback": ""}
+    explained = {"id": FULL_ID, "state": "failed", "message": "failed; it no longer waits for anything"}
+    service.told(Reply(200, explained), Reply(200, a_task(FULL_ID, "failed", error=error)))
+    assert f"exception: no luck; more: gpubroker show {FULL_ID[-8:]}" in run("explain", FULL_ID).out
+
+
+def test_a_log_whose_beginning_is_gone_says_so_and_begins_with_a_whole_line(
+    service: RecordedService, run: Run
+) -> None:
+    printed = "".join(f"line {number}\n" for number in range(4000))
+    service.told(
+        outcome("succeeded", log_tail="all of it\n"), outcome("succeeded", log_tail=printed[-16384:])
+    )
+    assert run("logs", FULL_ID).out == "all of it\n"
+    [mark, first, *_, last] = run("logs", FULL_ID).out.splitlines()
+    assert mark == "[only the last 16 KiB were kept]"
+    assert first in printed.splitlines()
+    assert last == "line 3999"
+
+
+def test_a_list_without_unfinished_tasks_says_where_the_others_are(
+    service: RecordedService, run: Run
+) -> None:
+    service.told(page(), page())
+    assert "gpubroker ps --all" in run("ps").out
+    assert run("ps --all").out == "no such task\n"
+
+
+def test_no_gpus_while_the_cluster_starts_is_no_reason_to_declare_some(
+    service: RecordedService, run: Run
+) -> None:
+    for state, says in (
+        ("connecting", "no GPUs yet: connecting"),
+        ("connected", "declare simulated_devices"),
+    ):
+        service.told(Reply(200, {"items": []}), Reply(200, {"executor": {"state": state}}))
+        assert says in run("gpus").out
+
+
+def test_commands_of_other_systems_are_answered_with_ours(service: RecordedService, run: Run) -> None:
+    for word, ours in (("list", "gpubroker ps"), ("kill", "gpubroker cancel")):
+        ended = run(word)
+        assert (ended.code, ended.out) == (2, "")
+        assert ours in ended.err
+    assert run("--version").out.startswith("gpubroker ")
+
+
+@pytest.mark.parametrize("columns", [60, 80, 100, 140])
+def test_a_long_name_takes_nothing_from_the_others(
+    service: RecordedService, run: Run, monkeypatch: pytest.MonkeyPatch, columns: int
+) -> None:
+    monkeypatch.setattr("gpubroker.cli.session._PIPE_WIDTH", columns)
+    pending = {"reason": "WaitingForMemory", "message": "needs room", "position": None}
+    waiting = a_task(FULL_ID, name="n" * 200, pending=pending)
+    service.told(Reply(200, {"items": [waiting], "next_cursor": None}), Reply(200, waiting))
+    [head, line] = run("ps").out.splitlines()
+    assert len(head) <= columns
+    assert len(line) <= columns
+    for text in (FULL_ID[-8:], "pending", "50 batch", "needs room", "n…"):
+        assert text in line
+
+
+def test_a_watch_into_a_pipe_is_one_answer_after_another(
+    service: RecordedService, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    naps = iter([None, KeyboardInterrupt])
+
+    def sleep(_seconds: float) -> None:
+        if (trouble := next(naps)) is not None:
+            raise trouble
+
+    monkeypatch.setattr("gpubroker.cli.session.time.sleep", sleep)
+    service.told(
+        Reply(200, {"items": [{**GPU, "free_mb": 1}]}), Reply(200, {"items": [{**GPU, "free_mb": 2}]})
+    )
+    ended = run("gpus --watch -o ndjson")
+    assert [json.loads(line)["free_mb"] for line in ended.out.splitlines()] == [1, 2]
+    assert ended.code == 0
