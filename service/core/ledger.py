@@ -79,7 +79,7 @@ class Book:
         sample, device = self.sample, self.device
         if sample is None:
             return Mib(0)
-        known = self._begun_mb() if sample.foreign_mb is None else sum(sample.by_holder.values())
+        known = self._begun_mb() if sample.foreign_mb is None else self._measured_of_holders_mb()
         beyond = sample.used_mb - self.foreign_mb - known - device.reserve_mb
         return Mib(beyond if beyond > device.physical_mb // NOISE_DIVISOR else 0)
 
@@ -165,6 +165,10 @@ class Book:
         """The leases whose runs may use memory. A run that is not known to have begun explains nothing."""
         leases = (holding.lease for holding in self.holdings.values())
         return sum(lease.mb for lease in leases if lease.state is not LeaseState.RESERVED)
+
+    def _measured_of_holders_mb(self) -> int:
+        """Whose lease was released explains nothing: until the next sample, what it used counts as taken."""
+        return sum(holding.measured_mb for holding in self.holdings.values())
 
     def _measured_mb(self, lease: Lease) -> Mib:
         if self.sample is None:

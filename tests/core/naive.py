@@ -51,7 +51,8 @@ class Naive:
             begun = [lease for lease in self.leases if lease.state is not LeaseState.RESERVED]
             ours = sum(lease.mb for lease in begun if lease.device == device.key)
         else:
-            ours = sum(book.sample.by_holder.values())
+            here = {f"{lease.holder}:{lease.fence}" for lease in self.leases if lease.device == device.key}
+            ours = sum(mb for holder, mb in book.sample.by_holder.items() if holder in here)
         hidden = book.sample.used_mb - foreign - ours - device.reserve_mb
         return foreign + (hidden if hidden > device.physical_mb / 256 else 0)
 

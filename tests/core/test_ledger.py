@@ -74,6 +74,14 @@ def test_what_is_in_use_and_used_by_nobody_who_is_known_is_not_free():
     assert (a_measured_book(70, 5).unexplained_mb, a_measured_book(70, 5).free_mb()) == (15, 20)
 
 
+def test_what_a_run_used_is_free_only_when_the_device_was_measured_without_it():
+    book = a_measured_book(50)
+    book.put(a_lease(LOW, DEVICE.key, 60, state=LeaseState.RELEASED))
+    assert (book.unexplained_mb, book.free_mb()) == (50, 50)
+    book.measure(a_sample(DEVICE.key, NOW + 2.0))
+    assert (book.unexplained_mb, book.free_mb()) == (0, 100)
+
+
 def test_listed_processes_may_add_up_to_more_than_is_in_use():
     assert a_measured_book(40).unexplained_mb == 0
 
