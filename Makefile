@@ -1,4 +1,4 @@
-# Everything a person needs: make demo, make serve, make test, make check, make bench.
+# Everything a person needs: make demo, make try, make serve, make test, make check, make bench.
 # Needs only Python >= 3.11, pip, make and git; uv and every dependency are installed below .tools and .venv.
 .DEFAULT_GOAL := help
 PYTHON ?= python3
@@ -10,7 +10,7 @@ RUN := $(UV) run --frozen --no-sync
 	$(UV) sync --quiet --frozen --compile-bytecode --python $(PYTHON)
 	@touch $@
 
-.PHONY: help setup demo serve test check coverage properties format bench clean
+.PHONY: help setup demo try serve test check coverage properties format bench clean
 help:  ## what each target does
 	@grep -hE '^[a-z]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 12
 
@@ -19,8 +19,11 @@ setup: .venv/.installed  ## install uv and all dependencies into this folder
 demo: .venv/.installed  ## the main job, live: fill two GPUs, preempt, checkpoint, resume
 	@$(RUN) python -m examples.demo
 
-serve: .venv/.installed  ## start the service in the foreground
-	@$(RUN) gpubroker serve
+try: .venv/.installed  ## start the service with two simulated GPUs and an example function
+	@$(RUN) gpubroker serve --config examples/try.yaml
+
+serve: .venv/.installed  ## start the service in the foreground; settings: make serve CONFIG=config.yaml
+	@$(RUN) gpubroker serve $(if $(CONFIG),--config $(CONFIG))
 
 test: .venv/.installed  ## run all tests
 	$(RUN) pytest
@@ -43,8 +46,8 @@ format: .venv/.installed  ## rewrite formatting and imports
 	$(RUN) ruff format .
 	$(RUN) ruff check --fix .
 
-bench: .venv/.installed  ## list the benchmarks; run one with: uv run python -m bench NAME
-	@$(RUN) python -m bench --help
+bench: .venv/.installed  ## list the benchmarks; run one with: make bench NAME=accept
+	@$(RUN) python -m bench $(or $(NAME),--help)
 
 clean:  ## remove what was installed and built here
 	rm -rf .venv .tools dist build

@@ -38,7 +38,7 @@ def is_unknown(words: list[str]) -> bool:
             return not {word for word in targets if "=" not in word} <= make_targets()
         case ["gpubroker", *rest]:
             return not is_verb([word for word in rest if not word.startswith("-")])
-        case ["uv", "run", "python", "-m", "bench", name, *_]:
+        case ["python", "-m", "bench", name, *_]:
             return name not in {*BENCHMARKS, "--help"}
         case _:
             return False
@@ -71,14 +71,14 @@ def test_every_command_shown_on_a_page_exists() -> None:
 def test_the_readme_shows_how_to_run_see_and_test_it() -> None:
     shown = {tuple(words[:2]) for words in commands_in((ROOT / "README.md").read_text(encoding="utf-8"))}
     verbs = ("submit", "ps", "show", "explain", "cancel", "gpus", "stats", "token", "down")
-    assert {("make", "demo"), ("make", "serve"), ("make", "test")} <= shown
+    assert {("make", "demo"), ("make", "try"), ("make", "serve"), ("make", "test")} <= shown
     assert {("gpubroker", verb) for verb in verbs} <= shown
 
 
 def test_a_command_that_does_not_exist_would_be_seen() -> None:
     assert is_unknown(["make", "coffee"])
     assert is_unknown(["gpubroker", "brew"])
-    assert is_unknown(["uv", "run", "python", "-m", "bench", "coffee"])
+    assert is_unknown(["python", "-m", "bench", "coffee"])
     assert not is_unknown(["gpubroker", "ps", "-o", "json"])
 
 

@@ -9,7 +9,7 @@ from tests.architecture.state_diagram import PAGE, page
 from tests.builders import a_lease, a_task
 
 HOW = (
-    "docs/states.md differs from the tables; write it anew: uv run python -m tests.architecture.state_diagram"
+    "docs/states.md differs from the tables; write it anew: python -m tests.architecture.state_diagram"
 )
 
 RUN_ENDS = {Move.REQUEUED, Move.SUCCEEDED, Move.FAILED}

@@ -1,72 +1,77 @@
-"""What the README tells people to type first, typed: against a service whose GPUs are both taken."""
+"""What the README tells people to type first, typed as it stands, to the service of `make try`."""
 
 import json
+import re
 import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
-from tests.architecture.test_pages import FENCED, commands_in
-from tests.client.command_line import Run, command_line
-from tests.e2e.service_process import ROOT, ServiceProcess, until
+from tests.e2e.service_process import ROOT, ServiceProcess
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-[CURL] = [block for block in FENCED.findall(README) if "curl" in block]
-COMMANDS = [words[1:] for words in commands_in(README) if words[0] == "gpubroker"]
+SHELL = re.findall(r"^```sh\n(.*?)^```", README, re.MULTILINE | re.DOTALL)
+[COMMANDS] = [block for block in SHELL if "gpubroker submit" in block]
+[CURL] = [block for block in SHELL if "curl" in block]
+[PROGRAM] = re.findall(r"^```python\n(.*?)^```", README, re.MULTILINE | re.DOTALL)
+TRIED: dict[str, Any] = yaml.safe_load((ROOT / "examples/try.yaml").read_text(encoding="utf-8"))
 
 
-@pytest.fixture
-def state_home(tmp_path: Path) -> Path:
-    return tmp_path
-
-
-@pytest.fixture
-def service(state_home: Path) -> Iterator[ServiceProcess]:
-    allowed = ["team.training:*"]
-    with ServiceProcess(state_home / "gpubroker", engine="simulated", entrypoints=allowed) as running:
-        with running.broker as broker:
-            holder = broker.submit("team.training:fit", kwargs={"seconds": 600}, gpus=2, priority=100)
-            until(lambda: broker.get(holder).state == "running", "both GPUs are taken")
+@pytest.fixture(scope="module")
+def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServiceProcess]:
+    with ServiceProcess(tmp_path_factory.mktemp("state") / "gpubroker", **TRIED) as running:
         yield running
 
 
-def test_the_commands_do_what_they_are_listed_for(
-    service: ServiceProcess, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("GPUBROKER_DATA_DIR", str(service.data_dir))
-    gpubroker: Run = command_line(monkeypatch, capsys)
-    said = {words[0]: ended for words in COMMANDS if (ended := gpubroker("", *words)).code == 0}
-    assert said.keys() == {words[0] for words in COMMANDS}
-    assert "fit" in said["show"].out
-    assert "WaitingForMemory" in said["explain"].out
-    assert "cancelled" in said["cancel"].out
-    assert "stopped" in said["down"].err
+def typed(service: ServiceProcess, script: str) -> str:
+    """What a shell prints that knows of the service what the README says: only that it is on this machine."""
+    state = service.data_dir.parent
+    activated = f"{Path(sys.executable).parent}:/usr/bin:/bin"
+    environment = {"PATH": activated, "HOME": str(state), "XDG_STATE_HOME": str(state), "COLUMNS": "200"}
+    shell = ["bash", "-euo", "pipefail", "-c", script]
+    ran = subprocess.run(shell, capture_output=True, text=True, env=environment, cwd=ROOT, timeout=120)
+    assert ran.returncode == 0, (script, ran.stdout, ran.stderr)
+    return ran.stdout
 
 
-def test_the_curl_lines_work_as_they_stand(service: ServiceProcess, state_home: Path) -> None:
+def test_the_commands_do_what_they_are_listed_for(service: ServiceProcess) -> None:
+    said = {}
+    for line in COMMANDS.splitlines():
+        command, _, _comment = line.partition("  #")
+        if command.startswith("gpubroker"):
+            said[command.strip()] = typed(service, command)
+    told = {command.removeprefix("gpubroker "): words for command, words in said.items()}
+    assert (
+        told["submit --wait -- python -c 'print(\"hello\")'"] == json.dumps({"exit_code": 0}, indent=2) + "\n"
+    )
+    assert "WaitingForMemory" in told["explain last"]
+    assert re.search(r"small +pending +54 batch", told["ps"])
+    assert re.search(r"large +running +54 batch", told["ps"])
+    assert json.loads(told["result last --wait"])["epoch"] == 3
+    assert re.search(r"preempted +at .* for small .* on from its checkpoint of 20", told["show large"])
+    assert re.search(r"cancelled|stopping", told["cancel large"])
+    assert "2 GPUs (simulated)" in told["gpus"]
+    assert "succeeded 2" in told["stats"]
+    assert told["token create ci --scope tasks:read --scope tasks:write"].startswith("gpb_")
+
+
+def test_the_curl_lines_work_as_they_stand(service: ServiceProcess) -> None:
     listening = service.broker.connection.url
-    lines = CURL.replace("http://127.0.0.1:8470", listening).splitlines()
-    begin = next(at for at, line in enumerate(lines) if line.startswith("ask http"))
-    environment = {"PATH": "/usr/bin:/bin", "HOME": str(state_home), "XDG_STATE_HOME": str(state_home)}
-
-    def typed(*typed_lines: str) -> list[Any]:
-        script = "\n".join([*lines[:begin], *typed_lines])
-        ran = subprocess.run(
-            ["bash", "-euc", script], capture_output=True, text=True, check=True, env=environment
-        )
-        return list(documents_in(ran.stdout.replace("\n", "")))
-
-    [queued] = typed(lines[begin])
-    assert queued["state"] == "pending"
-    asked = [line.replace("TASK", queued["id"]) for line in lines[begin + 1 :]]
-    pending, explained, cancelled, gpus, stats = typed(*asked)
-    assert [task["id"] for task in pending["items"]] == [queued["id"]]
-    assert explained["reason"] == "WaitingForMemory"
-    assert cancelled["state"] == "cancelled"
+    printed = typed(service, CURL.replace("http://127.0.0.1:8470", listening))
+    running, explained, cancelled, gpus, stats = documents_in(printed)
+    assert all(task["state"] == "running" for task in running["items"])
+    assert explained["state"] in ("pending", "admitted", "running")
+    assert cancelled["state"] in ("cancelled", "stopping")
     assert len(gpus["items"]) == 2
-    assert stats["tasks"]["cancelled"] == 1
+    assert stats["executor"]["state"] == "connected"
+
+
+def test_the_program_prints_what_it_works_out(service: ServiceProcess) -> None:
+    assert typed(service, f"python - <<'END'\n{PROGRAM}END\n") == "42\n"
 
 
 def documents_in(text: str) -> Iterator[Any]:
@@ -75,3 +80,4 @@ def documents_in(text: str) -> Iterator[Any]:
     while at < len(text):
         document, at = decoder.raw_decode(text, at)
         yield document
+        at += len(text[at:]) - len(text[at:].lstrip())

@@ -1,5 +1,6 @@
 """What a task's own events tell of it and its present state does not: who made it stop, and why."""
 
+from datetime import datetime
 from typing import TYPE_CHECKING
 
 from gpubroker.cli.layout import moment, short_id
@@ -12,28 +13,38 @@ if TYPE_CHECKING:
 
 def told(broker: "Broker", task: "Task") -> dict[str, str]:
     """Lines about the past by what they are about; asks for the events only of a task that was stopped."""
-    stopped_by_person = task.state is TaskState.CANCELLED or task.stop_reason == "cancel"
-    if not (task.preemptions or task.stop_reason or stopped_by_person):
+    if not task.preemptions and not task.stop_reason and task.state is not TaskState.CANCELLED:
         return {}
     lines: dict[str, str] = {}
+    notice: Event | None = None
+    saved_at, after = None, ""
     for event in broker.events(task):
-        if event.kind == "task.stopping" and event.fields.get("stop_reason") == "preempt":
-            lines["preempted"] = _preempted(broker, task, event)
-        elif event.kind == "request.made" and event.fields.get("what") == "cancel":
-            lines["cancelled"] = f"asked for at {moment(event.at)}{_because(event)}"
+        fields = event.fields
+        saved_at = fields.get("checkpoint_at") or saved_at
+        match event.kind:
+            case "task.stopping" if fields.get("stop_reason") == "preempt":
+                notice, after = event, ""
+            case "task.requeued" if notice and not after:
+                after = _from_where(task, saved_at)
+            case "request.made" if fields.get("what") == "cancel":
+                lines["cancelled"] = f"asked for at {moment(event.at)}{_because(event)}"
+    if notice is not None:
+        lines["preempted"] = _preempted(broker, task, notice) + after
     return lines
 
 
-def _preempted(broker: "Broker", task: "Task", event: "Event") -> str:
-    other = event.fields.get("freeing_for")
+def _preempted(broker: "Broker", task: "Task", notice: "Event") -> str:
+    other = notice.fields.get("freeing_for")
     whom = f"{_name(broker, other)} ({short_id(other)})" if other else "a task of another tenant"
-    times = f"{task.preemptions}×, " if task.preemptions > 1 else ""
-    said = f"{times}last at {moment(event.at)} for {whom}" if times else f"at {moment(event.at)} for {whom}"
-    if task.state is not TaskState.PENDING:
-        return said
-    if task.checkpoint_at is None:
-        return f"{said}; it has no checkpoint and begins anew"
-    return f"{said}; it goes on from its checkpoint of {moment(task.checkpoint_at)}"
+    times = f"{task.preemptions}×, last " if task.preemptions > 1 else ""
+    return f"{times}at {moment(notice.at)} for {whom}"
+
+
+def _from_where(task: "Task", saved_at: str | None) -> str:
+    goes, begins = ("goes", "begins") if task.state is TaskState.PENDING else ("went", "began")
+    if saved_at is None:
+        return f"; without a checkpoint it {begins} anew"
+    return f"; it {goes} on from its checkpoint of {moment(datetime.fromisoformat(saved_at))}"
 
 
 def _name(broker: "Broker", task: str) -> str:
