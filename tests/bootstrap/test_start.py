@@ -11,27 +11,14 @@ from pathlib import Path
 
 import pytest
 
+from tests.bootstrap.refusals import WAITING, refusal
 from tests.e2e.service_process import ServiceProcess
-
-WAITING = {"engine": "simulated"}
 
 
 @pytest.fixture
 def service(tmp_path: Path) -> Iterator[ServiceProcess]:
     with ServiceProcess(tmp_path / "data", **WAITING) as running:
         yield running
-
-
-def refusal(service: ServiceProcess) -> str:
-    """The exit code must be 2, and the last line of the log says why."""
-    process = service.spawn()
-    try:
-        assert process.wait(30) == 2, service.log()
-    finally:
-        process.kill()
-    lines = service.log().splitlines()
-    assert not any("Traceback" in line for line in lines), service.log()
-    return lines[-1]
 
 
 @pytest.mark.parametrize(

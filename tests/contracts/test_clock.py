@@ -45,6 +45,9 @@ async def test_it_never_goes_back_when_a_reading_is_earlier() -> None:
     database.ahead = -500.0
     await clock.read()
     assert clock.now() == before
+    database.ahead = 600.0
+    await clock.read()
+    assert clock.now() > before
 
 
 async def test_it_goes_on_between_readings() -> None:

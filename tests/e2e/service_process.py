@@ -69,10 +69,10 @@ class ServiceProcess:
                 preexec_fn=begin,
             )
 
-    def start(self) -> "ServiceProcess":
+    def start(self, begin: Callable[[], None] | None = None) -> "ServiceProcess":
         stale = self.data_dir / "client.json"
         before = stale.stat().st_mtime_ns if stale.exists() else 0
-        self._process = self.spawn()
+        self._process = self.spawn(begin)
         until(
             lambda: self._died() or (stale.exists() and stale.stat().st_mtime_ns != before),
             "the service says where it listens",

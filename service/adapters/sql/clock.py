@@ -21,7 +21,11 @@ def _ticks() -> float:
 
 
 class DatabaseClock:
-    """Interpolates between readings of the database's clock; `now` never goes back."""
+    """Interpolates between readings of the database's clock; `now` never goes back.
+
+    When the database's clock is set back, `now` stands still until that clock has caught up: nothing falls
+    due meanwhile, and no moment is lived twice. A restart of the service takes over the new time at once.
+    """
 
     def __init__(self, source: TimeSource, every_seconds: Seconds = Seconds(30.0)) -> None:
         self._source = source

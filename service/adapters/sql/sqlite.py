@@ -135,7 +135,8 @@ def _check_header(path: Path) -> None:
     with _refusing(path):
         header = b""
         if path.exists():
-            with path.open("rb") as file:
+            # To write as well: SQLite takes a file that it may only read, and says so at the first commit.
+            with path.open("r+b") as file:
                 header = file.read(100)
     if not header:
         return
@@ -158,9 +159,10 @@ def _refusing(path: Path) -> Iterator[None]:
             "give this user access to it, or name another file with --database-url"
         ) from None
     except sqlite3.Error as error:
+        denied = not os.access(path, os.R_OK | os.W_OK) or not os.access(path.parent, os.W_OK)
+        remedy = "give this user access to it" if denied else "restore it from a backup"
         raise DatabaseRefused(
-            f"cannot open the database {path}: {error}; "
-            "restore it from a backup, or name another file with --database-url"
+            f"cannot open the database {path}: {error}; {remedy}, or name another file with --database-url"
         ) from None
 
 

@@ -1,0 +1,20 @@
+"""Starts that must fail."""
+
+from collections.abc import Callable
+
+from tests.e2e.service_process import ServiceProcess
+
+WAITING = {"engine": "simulated"}
+"""An engine whose tasks only wait."""
+
+
+def refusal(service: ServiceProcess, begin: Callable[[], None] | None = None) -> str:
+    """The exit code must be 2, and the last line of the log says why."""
+    process = service.spawn(begin)
+    try:
+        assert process.wait(30) == 2, service.log()
+    finally:
+        process.kill()
+    lines = service.log().splitlines()
+    assert not any("Traceback" in line for line in lines), service.log()
+    return lines[-1]
