@@ -52,7 +52,7 @@ Fleet = Mapping[str, tuple[int, int]]
 """kind -> (how many devices, the whole amount of one)"""
 
 
-class Term(NamedTuple):
+class Usual(NamedTuple):
     """One usual demand as it counts on nodes of one kind."""
 
     cpu: float
@@ -96,7 +96,7 @@ class Measure:
         self._capacity_share = capacity_share
         self._step = step
         self._in_tasks = in_tasks
-        self._terms: dict[str, tuple[Term, ...]] = {}
+        self._usual: dict[str, tuple[Usual, ...]] = {}
         self._tables: dict[tuple[tuple[int, ...], str], Table] = {}
         self._lost: dict[Room, float] = {}
         self._spots: dict[Shape, dict[Room, Spot | None]] = {}
@@ -150,19 +150,19 @@ class Measure:
     def _table(self, left: tuple[int, ...], kind: str) -> "Table":
         table = self._tables.get((left, kind))
         if table is None:
-            terms = self._terms.get(kind)
-            if terms is None:
-                terms = self._terms[kind] = tuple(self._on(kind))
-            table = self._tables[left, kind] = Table(left, terms, self._capacity_share)
+            known = self._usual.get(kind)
+            if known is None:
+                known = self._usual[kind] = tuple(self._on(kind))
+            table = self._tables[left, kind] = Table(left, known, self._capacity_share)
         return table
 
-    def _on(self, kind: str) -> list[Term]:
-        terms = []
+    def _on(self, kind: str) -> list[Usual]:
+        known = []
         for shape, weight in self._weights:
             amount = dict(shape.amounts).get(kind)
             each = task_amount(shape, kind) if self._in_tasks else 1
-            terms.append(Term(shape.cpu, shape.devices, amount, weight / each))
-        return sorted(terms, key=lambda term: term.cpu)
+            known.append(Usual(shape.cpu, shape.devices, amount, weight / each))
+        return sorted(known, key=lambda one: one.cpu)
 
     def _make_room(self) -> None:
         self._remembered += 1
@@ -178,11 +178,11 @@ class Measure:
 class Table:
     """What usual demands could use of one row of devices, for any CPU left beside them."""
 
-    def __init__(self, left: tuple[int, ...], terms: tuple[Term, ...], capacity_share: float) -> None:
-        self.whole = sum(left) * math.fsum(term.weight for term in terms)
+    def __init__(self, left: tuple[int, ...], known: tuple[Usual, ...], capacity_share: float) -> None:
+        self.whole = sum(left) * math.fsum(one.weight for one in known)
         self._uses: list[tuple[float, float, float, int]] = []
         """(CPU of one, what counts if one fits, what for each that fits, how many fit if CPU allows)"""
-        for cpu, devices, amount, weight in terms:
+        for cpu, devices, amount, weight in known:
             if amount is None:
                 continue
             fitting = [room for room in left if room >= amount]
