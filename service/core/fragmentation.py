@@ -27,8 +27,8 @@ class Shape(NamedTuple):
     cpu: float
     devices: int
     amounts: tuple[tuple[str, int], ...] = ()
-    """(kind, amount on each device), sorted by kind; what is not listed cannot host it. A whole device is
-    asked for by naming all that a device of the kind has."""
+    """(kind, amount on each device, at least 1), sorted by kind; what is not listed cannot host it. A whole
+    device is asked for by naming all that a device of the kind has."""
 
 
 class Room(NamedTuple):
@@ -144,7 +144,7 @@ class Measure:
         return best
 
     def _score(self, before: Room, behind: Room) -> int:
-        gain = (self.lost(before) - self.lost(behind)) / self._step
+        gain = max(-700.0, (self.lost(before) - self.lost(behind)) / self._step)  # exp(710) overflows
         return math.floor(100 / (1 + math.exp(-gain)))
 
     def _table(self, left: tuple[int, ...], kind: str) -> "Table":

@@ -198,6 +198,14 @@ def test_only_ours_sees_that_idle_devices_without_cpu_are_stranded():
     assert ours.lost(starved) > ours.lost(room) > 0
 
 
+def test_a_placement_that_strands_out_of_all_proportion_scores_nothing():
+    large = Shape(0, 1, (("big", 100_000),))
+    measure = tasks_lost(usual({large: 1}), {"big": (1, 100_000), "tiny": (1_000_000, 1)})
+    spot = measure.spot(Shape(0, 1, (("big", 1),)), Room(0, (100_000,), "big"))
+    assert spot is not None
+    assert spot.score == 0
+
+
 def test_usual_are_the_most_frequent_until_nearly_all_tasks_are_covered():
     often, seldom, rare = a_shape(8), a_shape(), CPU_ONLY
     known = usual({rare: 4, often: 80, seldom: 16})
