@@ -110,6 +110,11 @@ class ServiceProcess:
         self._process.send_signal(signal.SIGKILL)
         self._process.wait()
 
+    def ended(self) -> int:
+        """Wait until it ends of itself; the exit code."""
+        assert self._process is not None
+        return self._process.wait(30)
+
     def terminate(self) -> int:
         """SIGTERM, as an init system stops it: runs go on. The exit code."""
         assert self._process is not None

@@ -1,0 +1,44 @@
+"""A part that ends takes the whole service with it: visibly, and without leaving anything behind."""
+
+import asyncio
+import socket
+import sqlite3
+from pathlib import Path
+
+import pytest
+from gpubroker import BrokerError
+from structlog.testing import capture_logs
+
+from service.adapters.sql.store import open_store
+from service.bootstrap.process import Service
+from service.settings import load_settings
+from tests.bootstrap.refusals import WAITING
+from tests.e2e.service_process import ServiceProcess
+
+
+async def test_a_service_that_cannot_listen_ends_and_leaves_nothing_running(tmp_path: Path) -> None:
+    settings = load_settings(data_dir=tmp_path, engine="simulated")
+    store = await open_store(settings.database)
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as no_listener, capture_logs() as logs:
+        no_listener.bind(("127.0.0.1", 0))
+        assert await asyncio.wait_for(Service(settings, no_listener, store).run(), 30.0) == 1
+    [line] = [line for line in logs if line["log_level"] == "error"]
+    assert line["subject"] == "http"
+    assert asyncio.all_tasks() == {asyncio.current_task()}
+    await store.close()
+
+
+def test_a_log_with_a_hole_ends_the_service_and_the_next_start_reads_the_picture_anew(
+    tmp_path: Path,
+) -> None:
+    with ServiceProcess(tmp_path / "data", **WAITING) as service:
+        with sqlite3.connect(tmp_path / "data" / "gpubroker.db") as database:
+            database.execute("UPDATE log_head SET position = position + 1")
+        database.close()
+        with pytest.raises(BrokerError):
+            service.broker.submit("tests.e2e.work:add", cpu=0.5)
+        assert service.ended() == 1
+        assert "is missing; read the picture anew" in service.log()
+        service.start()
+        task = service.broker.submit("tests.e2e.work:add", cpu=0.5)
+        assert service.broker.wait(task.id, timeout_seconds=30).state == "succeeded"
