@@ -13,7 +13,7 @@ COPY client ./client
 COPY service ./service
 COPY migrations ./migrations
 # Compiled ahead: every start of a Ray process would otherwise compile again.
-RUN uv sync --frozen --no-default-groups --no-editable --compile-bytecode
+RUN UV_PYTHON_DOWNLOADS=never uv sync --frozen --no-default-groups --no-editable --compile-bytecode
 
 FROM python:${PYTHON}-slim
 RUN useradd --create-home --uid 10001 gpubroker \

@@ -38,7 +38,7 @@ from service.gateway.identity import EVERY_SCOPE, Tokens, new_token
 from service.gateway.parts import GatewayParts
 from service.gateway.waiters import Waiters
 from service.ports import Progress, StoreUnavailable
-from service.settings import Settings
+from service.settings import Settings, default_data_dir
 
 log = structlog.get_logger("gpubroker")
 
@@ -104,6 +104,7 @@ class Service:
             job.cancel()
         await asyncio.wait(jobs)
         await self._executor.close(stop_cluster=self._stop_cluster)
+        sys.stderr.write(f"{farewell(self._settings, len(self._world.active), self._stop_cluster)}\n")
         return 0 if self._fault is None else 1
 
     def _begin(self, name: str, part: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
@@ -245,6 +246,8 @@ def greeting(settings: Settings, url: str) -> list[str]:
         f"  address and token for this machine: {settings.data_dir / 'client.json'}",
         "  try: gpubroker gpus",
     ]
+    if settings.data_dir != default_data_dir():
+        lines.append(f"  clients find it with: export GPUBROKER_DATA_DIR={settings.data_dir}")
     if not settings.entrypoints:
         lines.append("  note: no entrypoint is allowed yet; set entrypoints, such as myteam.*:*")
     if os.geteuid() != 0:
@@ -255,3 +258,12 @@ def greeting(settings: Settings, url: str) -> list[str]:
             "task_user keeps accidents from that, not attackers"
         )
     return lines
+
+
+def farewell(settings: Settings, runs: int, stop_cluster: bool) -> str:
+    """What the person who stopped the service reads last: a stop ends neither runs nor Ray."""
+    if stop_cluster or settings.engine != "ray":
+        return "gpubroker stopped"
+    ray = "Ray" if settings.ray.address else "the local Ray"
+    who = f"{runs} {'run' if runs == 1 else 'runs'} and {ray} go on" if runs else f"{ray} goes on"
+    return f"gpubroker stopped; {who} and will be found again at the next start; `gpubroker down` ends them"

@@ -105,11 +105,16 @@ def _no_headroom(seen: Survey, nodes: list[NodeFinding]) -> Blocker:
     }
     best = max(rooms, key=lambda name: (rooms[name], name))
     room = rooms[best]
-    message = (
-        f"needs a run slot, {demand.cpu:g} CPUs and {in_gib(demand.memory_mb)} of host memory; "
-        f"the node with the most CPU left, {best}, has {max(0, room.runs)} slots, "
-        f"{max(0.0, room.cpu):g} CPUs and {in_gib(max(0, room.memory_mb))}"
-    )
+    short = []
+    if room.runs < 1:
+        short.append("a run slot, and none is left")
+    if room.cpu < demand.cpu:
+        unit = "CPU" if demand.cpu == 1 else "CPUs"
+        short.append(f"{demand.cpu:g} {unit}, of which {max(0.0, room.cpu):g} are left")
+    if room.memory_mb < demand.memory_mb:
+        left = in_gib(max(0, room.memory_mb))
+        short.append(f"{in_gib(demand.memory_mb)} of host memory, of which {left} are left")
+    message = f"needs {'; '.join(short)} (on {best}, the node with the most CPU left)"
     return Blocker(Reason.CONCURRENCY_LIMITED, message)
 
 
@@ -140,13 +145,21 @@ def _no_memory(seen: Survey, nodes: list[NodeFinding]) -> Blocker:
     largest = max(devices, key=lambda finding: (finding.free_mb, finding.book.device.key))
     block = f"{in_gib(largest.free_mb)} ({largest.book.device.label})"
     needs = _needs(seen, smallest) + _coming(seen, devices) + _not_whole(seen, devices)
-    if total < gpus * smallest:
-        return Blocker(Reason.WAITING_FOR_MEMORY, f"{needs}; the largest free block is {block}")
-    message = f"{needs}; {in_gib(total)} are free in all, but the largest block is {block}"
+    reason = Reason.WAITING_FOR_MEMORY if total < gpus * smallest else Reason.FRAGMENTED
     if gpus > 1:
-        most = max(node.count(Verdict.FITS) for node in nodes)
-        message += f" and no node has more than {most} GPUs with room"
-    return Blocker(Reason.FRAGMENTED, message)
+        return Blocker(reason, f"{needs}; {_most_on_one_node(seen.task, nodes)}")
+    if reason is Reason.WAITING_FOR_MEMORY:
+        return Blocker(reason, f"{needs}; the largest free block is {block}")
+    return Blocker(reason, f"{needs}; {in_gib(total)} are free in all, but the largest block is {block}")
+
+
+def _most_on_one_node(task: Task, nodes: list[NodeFinding]) -> str:
+    """For a demand of several devices: how near the best node comes, since one large block is no help."""
+    best = max(nodes, key=lambda node: (node.count(Verdict.FITS), node.node.name))
+    fitting = [one.book.device.label for one in best.devices if one.verdict is Verdict.FITS]
+    where = f" ({_some(fitting)})" if fitting else ""
+    free = "empty" if task.demand.takes_whole_devices else "with that much free"
+    return f"no node has {f'more than {len(fitting)}' if fitting else 'one'} {free}{where}"
 
 
 def _kept_for_others(task: Task, node: NodeFinding) -> Blocker:

@@ -9,6 +9,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from service.gateway.problems import Fault, Problem
+from service.gateway.schemas import PATTERNS_IN_WORDS
 
 WORDS_OF_OTHERS: Final[Mapping[str, str]] = {
     "gpu_memory": "gpu_mb",
@@ -29,6 +30,7 @@ WORDS_OF_OTHERS: Final[Mapping[str, str]] = {
 """What other systems call our fields."""
 
 _CODES: Final[Mapping[str, str]] = {"extra_forbidden": "unknown-field", "json_invalid": "malformed-json"}
+_RUN_KINDS = ("entrypoint", "command", "function")
 _SHOWN_CHARACTERS = 60
 
 
@@ -85,12 +87,32 @@ def _detail(found: ErrorDetails, path: Sequence[int | str], model: type[BaseMode
             name = str(path[-1])
             owner = _model_at(model, path[:-1], found["loc"])
             return f'unknown field "{name}"{_remedy(name, owner)}'
+        case "run_kind":
+            return f"{found['msg']}{_instead(found['input'])}"
+        case "string_pattern_mismatch":
+            pattern = str(found["ctx"]["pattern"])
+            what = PATTERNS_IN_WORDS.get(pattern, f"must match {pattern}")
+            return f"{what}; found {_shown(found['input'])}"
+        case "too_short":
+            bounds = found["ctx"]
+            return f"must have at least {bounds['min_length']}; found {bounds['actual_length']}"
         case "model_type" | "model_attributes_type":
             return f"must be an object; found {_shown(found['input'])}"
     said = found["msg"].removeprefix("Value error, ").removeprefix("Input ")
     if isinstance(found["input"], dict | list):
         return said
     return f"{said}; found {_shown(found['input'])}"
+
+
+def _instead(run: Any) -> str:
+    """What of a run names no kind, or more than one, and which was probably meant."""
+    if not isinstance(run, dict) or not run:
+        return ""
+    for name in run:
+        near = get_close_matches(WORDS_OF_OTHERS.get(name, name), _RUN_KINDS, n=1)
+        if near and name not in _RUN_KINDS:
+            return f'; unknown field "{name}"; did you mean "{near[0]}"?'
+    return f"; found {', '.join(map(_shown, run))}"
 
 
 def _shown(value: Any) -> str:
@@ -107,7 +129,7 @@ def _shown(value: Any) -> str:
         case str() if len(value) > _SHOWN_CHARACTERS:
             return f"a string of {len(value)} characters"
         case str():
-            return f'"{value}"'
+            return f'"{value}"' if value.isprintable() else ascii(value)
     return str(value)[:_SHOWN_CHARACTERS]
 
 

@@ -28,6 +28,12 @@ ENV_BYTES = 32 * 1024
 RESERVED_ENV = ("CUDA_", "NVIDIA_", "RAY_", "GPUBROKER_", "LD_", "PYTHON")
 """Variables that decide which devices and which code a process sees; the broker sets them, nobody else."""
 
+_LINE = r"^[^\x00-\x1f\x7f]*$"
+_ENTRYPOINT = r"^[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*(\.[A-Za-z_]\w*)*$"
+PATTERNS_IN_WORDS = {
+    _LINE: "must be one line without control characters",
+    _ENTRYPOINT: "must be module:function",
+}
 _ENV_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _DAY_SECONDS = 24 * 3600
 
@@ -77,7 +83,7 @@ def _free_to_set(env: dict[str, str]) -> dict[str, str]:
 
 def _line(most: int, least: int = 0) -> StringConstraints:
     """One line of text: no control characters, which neither databases nor terminals take well."""
-    return StringConstraints(min_length=least, max_length=most, pattern=r"^[^\x00-\x1f\x7f]*$")
+    return StringConstraints(min_length=least, max_length=most, pattern=_LINE)
 
 
 Text = Annotated[str, StringConstraints(pattern=r"^[^\x00]*$")]
@@ -116,9 +122,7 @@ class Entrypoint(Body):
     tag: ClassVar = "entrypoint"
     entrypoint: Annotated[
         str,
-        StringConstraints(
-            max_length=500, pattern=r"^[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*(\.[A-Za-z_]\w*)*$"
-        ),
+        StringConstraints(max_length=500, pattern=_ENTRYPOINT),
         Field(description="`module:function`; may be `async def`.", examples=["myteam.training:train"]),
     ]
     args: Annotated[list[JsonValue], Field(max_length=10_000)] = Field(default_factory=list)

@@ -77,10 +77,20 @@ def test_whole_gpus_in_pieces_are_told_with_the_best_node():
         a_task("new", gpus=2),
     )
     assert told(world).reason is Reason.FRAGMENTED
+    assert told(world).message == ("needs 2 whole GPUs of one node; no node has more than 1 empty (n2/gpu0)")
+
+
+def test_several_gpus_are_told_how_near_the_best_node_comes_not_of_one_large_block():
+    taken = holding(a_task("a", gpu_mb=75 * GIB), "gpu0")
+    world = a_world(a_device(), a_device("gpu1"), taken, a_task("new", gpus=2, gpu_mb=44 * GIB))
+    assert told(world).reason is Reason.WAITING_FOR_MEMORY
     assert told(world).message == (
-        "needs 2 whole GPUs of one node; 160.0 GiB are free in all, "
-        "but the largest block is 80.0 GiB (n2/gpu0) and no node has more than 1 GPUs with room"
+        "needs 44.0 GiB on each of 2 GPUs of one node; no node has more than 1 with that much free (n1/gpu1)"
     )
+    full = a_world(
+        a_device(), a_device("gpu1"), taken, a_task("new", gpus=2), holding(a_task("b"), "gpu1", mb=1)
+    )
+    assert told(full).message == "needs 2 whole GPUs of one node; no node has one empty"
 
 
 def test_memory_that_is_coming_is_pointed_out():
@@ -178,8 +188,16 @@ def test_a_full_node_is_told_with_what_it_has_left():
     run = holding(a_task("run", cpu=3.0, memory_mb=20 * GIB), node="n1")
     world = a_world(a_node(cpu=4.0, memory_mb=32 * GIB, max_runs=5), run, a_task("new", cpu=2.0))
     assert told(world).message == (
-        "needs a run slot, 2 CPUs and 0.0 GiB of host memory; the node with the most CPU left, n1, "
-        "has 4 slots, 1 CPUs and 12.0 GiB"
+        "needs 2 CPUs, of which 1 are left (on n1, the node with the most CPU left)"
+    )
+
+
+def test_a_full_node_names_only_what_is_short():
+    run = holding(a_task("run", cpu=3.0, memory_mb=20 * GIB), node="n1")
+    wanted = a_task("new", cpu=1.0, memory_mb=16 * GIB)
+    world = a_world(a_node(cpu=4.0, memory_mb=32 * GIB, max_runs=1), run, wanted)
+    assert told(world).message.startswith(
+        "needs a run slot, and none is left; 16.0 GiB of host memory, of which 12.0 GiB are left (on n1"
     )
 
 

@@ -121,6 +121,27 @@ async def test_a_value_out_of_bounds_is_refused_where_it_stands(
 
 
 @pytest.mark.parametrize(
+    ("fields", "pointer", "says"),
+    [
+        ({"run": {"comand": ["ls"]}}, "/run", 'unknown field "comand"; did you mean "command"?'),
+        ({"run": {"cmd": ["ls"]}}, "/run", 'did you mean "command"?'),
+        ({"run": {"entrypoint": "a:b", "command": ["ls"]}}, "/run", 'found "entrypoint", "command"'),
+        ({"run": {"entrypoint": "a.b"}}, "/run/entrypoint", "must be module:function"),
+        ({"run": {"command": []}}, "/run/command", "must have at least 1; found 0"),
+        (
+            {"name": "evil\x1b[31m"},
+            "/name",
+            r"must be one line without control characters; found 'evil\x1b[31m'",
+        ),
+    ],
+)
+async def test_a_refusal_says_what_was_meant_and_shows_nothing_that_a_terminal_obeys(
+    api: Client, fields: dict[str, Any], pointer: str, says: str
+) -> None:
+    assert says in fault(await api.post("/tasks", json={**a_body(), **fields}), pointer)
+
+
+@pytest.mark.parametrize(
     "name", ["CUDA_VISIBLE_DEVICES", "NVIDIA_X", "RAY_ADDRESS", "GPUBROKER_TOKEN", "LD_PRELOAD", "PYTHONPATH"]
 )
 async def test_variables_that_the_broker_sets_are_refused_by_name(api: Client, name: str) -> None:

@@ -55,6 +55,8 @@ def broker_of(context: typer.Context) -> Iterator["Broker"]:
         except Refused as refused:
             if refused.code == "unauthenticated":
                 refused.add_note(_about_token(broker.connection.url, chosen.get("token")))
+            if refused.code == "task-not-finished":
+                refused.add_note("wait for it: gpubroker result TASK --wait")
             raise
 
 

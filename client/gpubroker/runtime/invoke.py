@@ -101,7 +101,10 @@ def _opened_function(order: RunOrder) -> Call:
         function, args, kwargs = cloudpickle.loads(order.arguments)
         return Call(function, tuple(args), dict(kwargs))
     except BaseException as fault:
-        message = f"the pickled function cannot be opened here: {describe(fault)}; are its modules installed?"
+        message = (
+            f"the pickled function cannot be opened here: {describe(fault)}; put its module into the "
+            "service's task_path, or let it travel too: cloudpickle.register_pickle_by_value(module)"
+        )
         raise CannotOpen(failed("import_failed", message, trace_of(fault))) from None
 
 

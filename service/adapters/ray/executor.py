@@ -238,6 +238,9 @@ class RayExecutor:
         local_node = options.node_name if options.is_local else ""
         return self._address, local_node, config, self._broker, self._term
 
+    def _answering(self) -> str:
+        return "1 node answers" if len(self._seen) == 1 else f"{len(self._seen)} nodes answer"
+
     def _on_message(self, message: tuple[Any, ...]) -> None:
         match message:
             case ("reports", packed, asked_at):
@@ -246,7 +249,7 @@ class RayExecutor:
                 for report in reports:
                     self._on_report(node, report)
             case ("connected",):
-                self._message = f"{len(self._seen)} nodes answer" if self._seen else "waiting for node agents"
+                self._message = self._answering() if self._seen else "waiting for node agents"
             case ("trouble", what):
                 self._message = what
             case ("left",):
@@ -283,7 +286,7 @@ class RayExecutor:
         self._seen[name] = seen.node.incarnation
         for packed in self._held.pop(name, ()):
             self._tell("orders", name, packed)
-        self._state, self._message = "connected", f"{len(self._seen)} nodes answer"
+        self._state, self._message = "connected", self._answering()
         self._ready.set()
 
     def _lose_nodes(self, why: str) -> None:

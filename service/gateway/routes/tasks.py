@@ -264,5 +264,5 @@ async def _ask_leader(call: Call, task: Task, what: str, fields: dict[str, Any])
 def _already_finished(task: Task) -> Problem:
     return Problem(
         "task-already-finished",
-        f"task {task.id} has {task.state}; nothing can change it any more, but it can be submitted again",
+        f"task {task.id} has {task.state}; nothing can change it any more",
     )

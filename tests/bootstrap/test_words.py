@@ -1,0 +1,20 @@
+"""What the person at the terminal reads when the service starts and stops."""
+
+from pathlib import Path
+
+from service.bootstrap.process import farewell, greeting
+from service.settings import Settings, default_data_dir
+
+
+def test_a_data_directory_that_clients_would_not_look_in_is_told_to_them() -> None:
+    told = "export GPUBROKER_DATA_DIR=/srv/gpubroker"
+    assert told in "\n".join(greeting(Settings(data_dir=Path("/srv/gpubroker")), "http://127.0.0.1:1"))
+    assert "export" not in "\n".join(greeting(Settings(data_dir=default_data_dir()), "http://127.0.0.1:1"))
+
+
+def test_a_stop_says_what_goes_on_and_how_to_end_it() -> None:
+    said = farewell(Settings(), 2, stop_cluster=False)
+    assert "2 runs and the local Ray go on" in said
+    assert "gpubroker down" in said
+    assert "the local Ray goes on" in farewell(Settings(), 0, stop_cluster=False)
+    assert farewell(Settings(), 2, stop_cluster=True) == "gpubroker stopped"
