@@ -100,7 +100,9 @@ class Stage:
         self.executor = WitnessedExecutor(self.store, self.clock)
         self.progress: dict[TaskId, Progress] = {}
         policy = Policy()
-        observer = Observer(self.world, policy, self.blobs, InventoryRules("test", Mib(0)), 1024, self.progress)
+        observer = Observer(
+            self.world, policy, self.blobs, InventoryRules("test", Mib(0)), 1024, self.progress
+        )
         dispatcher = Dispatcher(self.store, self.blobs, self.executor, self.world, self.clock)
         self.leader = Leader(
             name="test",

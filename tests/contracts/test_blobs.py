@@ -15,6 +15,7 @@ from service.core.units import Seconds
 from service.ports import BlobCorrupt, BlobMissing, BlobTooLarge, StoreUnavailable, TaskStore
 from tests.builders import a_task
 from tests.contracts.scenes import a_checkpoint, a_submission, admission, claimed, end, with_gpu
+from tests.full_disk import file_size_limit
 
 DIGEST = hashlib.sha256(b"weights").hexdigest()
 
@@ -179,6 +180,24 @@ async def test_a_sweep_clears_writes_that_were_cut_short(blobs: DirectoryBlobs, 
     grow_old(root)
     await blobs.sweep(naming(DIGEST), age_seconds=HOUR)
     assert [path.name for path in files_below(root)] == [DIGEST]
+
+
+async def test_a_sweep_passes_over_what_it_cannot_delete(blobs: DirectoryBlobs, root: Path) -> None:
+    stuck = root / DIGEST[:2] / DIGEST[2:4] / DIGEST
+    stuck.mkdir(parents=True)
+    (stuck / "inside").touch()
+    await blobs.put(b"dropped", owner="t1")
+    grow_old(root)
+    os.utime(stuck, (0, 0))
+    assert await blobs.sweep(naming(), age_seconds=HOUR) == 1
+    assert [path.name for path in files_below(root)] == ["inside"]
+
+
+async def test_a_full_disk_is_said_and_leaves_nothing_behind(blobs: DirectoryBlobs, root: Path) -> None:
+    with file_size_limit(100), pytest.raises(StoreUnavailable, match="cannot be written: File too large"):
+        await blobs.put(b"x" * 1000, owner="t1")
+    assert files_below(root) == []
+    await blobs.put(b"x" * 1000, owner="t1")
 
 
 async def test_a_sweep_of_nothing_deletes_nothing(blobs: DirectoryBlobs) -> None:
