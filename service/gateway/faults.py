@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from difflib import get_close_matches
+from itertools import islice
 from types import UnionType
 from typing import Any, Final, Union, get_args, get_origin
 
@@ -111,8 +112,8 @@ def _instead(run: Any) -> str:
     for name in run:
         near = get_close_matches(WORDS_OF_OTHERS.get(name, name), _RUN_KINDS, n=1)
         if near and name not in _RUN_KINDS:
-            return f'; unknown field "{name}"; did you mean "{near[0]}"?'
-    return f"; found {', '.join(map(_shown, run))}"
+            return f'; unknown field {_shown(name)}; did you mean "{near[0]}"?'
+    return f"; found {', '.join(map(_shown, islice(run, 5)))}"
 
 
 def _shown(value: Any) -> str:

@@ -71,7 +71,7 @@ def _fact(name: str, value: Any) -> str:
         case "held":
             return "held" if value else "released"
         case "gpus" if value > 1:
-            return f"{value} GPUs of"
+            return f"{value} GPUs"
         case "stop_deadline_at" | "checkpoint_at" | "not_before" | "deadline_at":
             words = {"checkpoint_at": "saved at", "not_before": "not before"}
             return f"{words.get(name, 'at the latest')} {str(value)[11:19]}"
