@@ -46,6 +46,8 @@ class Gpu:
     kind: str
     index: int = 0
     simulated: bool = False
+    present: bool = True
+    """False once its node no longer has it; it is shown while something is leased on it."""
     physical_mb: int = 0
     reserve_mb: int = 0
     leased_mb: int = 0

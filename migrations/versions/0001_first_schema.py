@@ -218,6 +218,7 @@ def _nodes_and_devices() -> None:
         sa.Column("reserve_mb", sa.Integer(), nullable=False),
         sa.Column("declared_foreign_mb", sa.Integer(), nullable=False),
         sa.Column("simulated", sa.Boolean(), nullable=False),
+        sa.Column("present", sa.Boolean(), nullable=False),
         sa.Column("version", sa.Integer(), nullable=False),
         sa.Column("leased_mb", sa.Integer(), server_default=sa.text("0"), nullable=False),
         sa.CheckConstraint("leased_mb >= 0 AND leased_mb <= physical_mb", name=op.f("ck_device_leased_mb")),

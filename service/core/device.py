@@ -19,11 +19,16 @@ class Device:
     declared_foreign_mb: Mib = Mib(0)
     """What the operator says that others always use: set aside, and expected to be in use."""
     simulated: bool = False
+    present: bool = True
+    """Its node's agent finds it in the machine. One that is gone offers nothing; what was leased on it stays
+    in the book until its holders are confirmed gone."""
     version: int = 1
 
     @property
     def allocatable_mb(self) -> Mib:
         """What leases may come to in all; a whole device is so much of it."""
+        if not self.present:
+            return Mib(0)
         return Mib(max(0, self.physical_mb - self.reserve_mb - self.declared_foreign_mb))
 
     @property

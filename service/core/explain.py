@@ -162,6 +162,8 @@ def _holder(holding: Holding) -> Holder:
 def _why(finding: DeviceFinding, task: Task) -> str:
     free, size = in_gib(finding.free_mb), in_gib(finding.book.device.allocatable_mb)
     match finding.verdict:
+        case Verdict.GONE:
+            return "its node no longer has it"
         case Verdict.TOO_SMALL:
             return f"too small: {size} in all"
         case Verdict.NODE_NOT_READY:

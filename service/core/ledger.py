@@ -115,7 +115,8 @@ class Book:
     def unheld_mb(self) -> int:
         """What nobody holds or uses, pledged or not; negative if over-used."""
         if self._unheld_mb is None:
-            usable = self.device.physical_mb - self.device.reserve_mb
+            device = self.device
+            usable = device.physical_mb - device.reserve_mb if device.present else 0
             self._unheld_mb = usable - self.foreign_mb - self.unexplained_mb - self.held_mb()
         return self._unheld_mb
 

@@ -8,7 +8,7 @@ from service.core.lease import HolderKind
 from service.core.orders import ForgetOrder, Gone, NodeSeen, Order, SeenDevice, StopOrder
 from service.core.plan import Decision
 from service.core.policy import Policy
-from service.core.runs import react
+from service.core.runs import dissolved, react
 from service.core.stopping import stop_order
 from service.core.task import StopReason, Task, TaskState
 from service.core.units import Fence, Instant, Mib, Seconds, TaskId, device_key
@@ -47,7 +47,9 @@ def reconcile(
     decisions = []
     nodes, devices = _node_row(world, seen), _device_rows(world, seen, rules)
     if nodes or devices:
-        decisions.append(Decision(seen.node.name, "node_seen", nodes=nodes, devices=devices))
+        gone = [device.key for device in devices if not device.present]
+        pledges = dissolved(world, gone)
+        decisions.append(Decision(seen.node.name, "node_seen", pledges=pledges, nodes=nodes, devices=devices))
     absent = (replace(d, orders=()) for d in react(world, _absences(world, seen), now, policy))
     decisions += [decision for decision in absent if not decision.is_empty()]
     orders = (*_notices_again(world, seen, now), *_unwanted(world, seen))
@@ -76,7 +78,16 @@ def _device_rows(world: World, seen: NodeSeen, rules: InventoryRules) -> tuple[D
                 continue
             row = replace(row, version=row.version + 1)
         rows.append(row)
-    return tuple(rows)
+    return (*rows, *_gone_devices(world, seen))
+
+
+def _gone_devices(world: World, seen: NodeSeen) -> Iterator[Device]:
+    """Those that the rows know on this node and its agent no longer finds."""
+    found = {device.uuid for device in seen.devices}
+    for key in world.by_node.get(seen.node.name, ()):
+        device = world.books[key].device
+        if device.present and device.uuid not in found:
+            yield replace(device, present=False, version=device.version + 1)
 
 
 def _device(seen: NodeSeen, device: SeenDevice, rules: InventoryRules) -> Device:

@@ -25,7 +25,7 @@ from service.core.policy import Policy
 from service.core.retry import next_retry_at
 from service.core.stopping import OFF_THE_NODE, after_stop, forget_order, timed_out
 from service.core.task import Move, StopReason, Task, TaskState
-from service.core.units import Instant, NodeName, TaskId
+from service.core.units import DeviceKey, Instant, NodeName, TaskId
 from service.core.world import World
 
 _NODE_PROOFS = frozenset({"boot_changed", "agent_restarted"})
@@ -168,17 +168,21 @@ def _give_up_runs(world: World, node: Node, folds: Folds, now: Instant) -> None:
 
 def _close(world: World, node: Node) -> dict[NodeName, Decision]:
     """The node takes nothing new, and nobody waits any longer for memory that was being freed there."""
-    devices = world.by_node.get(node.name, ())
-    waiting = {preemptor for key in devices for preemptor in world.books[key].pledges}
-    pledges = tuple(
-        PledgeWrite(pledge, PledgeEnd.DISSOLVED)
-        for preemptor in sorted(waiting)
-        for pledge in world.pledges[preemptor].values()
-    )
+    pledges = dissolved(world, world.by_node.get(node.name, ()))
     if not node.ready and not pledges:
         return {}
     closed = replace(node, ready=False, version=node.version + 1)
     return {node.name: Decision(node.name, "node_lost", nodes=(closed,), pledges=pledges)}
+
+
+def dissolved(world: World, devices: Iterable[DeviceKey]) -> tuple[PledgeWrite, ...]:
+    """The end of all pledges of everybody who waits for memory of these devices."""
+    waiting = {preemptor for key in devices for preemptor in world.books[key].pledges}
+    return tuple(
+        PledgeWrite(pledge, PledgeEnd.DISSOLVED)
+        for preemptor in sorted(waiting)
+        for pledge in world.pledges[preemptor].values()
+    )
 
 
 def _outcome(report: Ended, at: Instant, failure: Failure | None) -> Outcome:

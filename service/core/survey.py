@@ -15,6 +15,8 @@ from service.core.units import Instant, Mib
 class Verdict(StrEnum):
     """One device, judged for one task. The first that applies."""
 
+    GONE = "gone"
+    """Its node no longer has it."""
     TOO_SMALL = "too_small"
     """Even empty it could not give what is asked."""
     NODE_NOT_READY = "node_not_ready"
@@ -100,7 +102,9 @@ def _judge(draft: Draft, task: Task, policy: Policy, now: Instant, node: Node) -
 def _judge_device(book: Book, task: Task, node: Node, *, stale: bool) -> DeviceFinding:
     need = need_mb(task.demand, book.device) if task.demand.gpus else Mib(0)
     free = Mib(max(0, book.free_mb(task=task.id, priority=task.priority)))
-    if need is None:
+    if not book.device.present:
+        verdict = Verdict.GONE
+    elif need is None:
         verdict = Verdict.TOO_SMALL
     elif not node.ready:
         verdict = Verdict.NODE_NOT_READY

@@ -137,6 +137,7 @@ class World:
         known = self.books.get(device.key)
         if known is not None:
             known.register(device)
+            self._drop_if_gone(known)
             return
         self.books[device.key] = Book(device)
         keys = self.by_node.setdefault(device.node, [])
@@ -230,7 +231,9 @@ class World:
         mine.pop(pledge.device, None)
         if not mine:
             self.pledges.pop(pledge.preemptor, None)
-        self.books[pledge.device].pledges.pop(pledge.preemptor, None)
+        book = self.books[pledge.device]
+        book.pledges.pop(pledge.preemptor, None)
+        self._drop_if_gone(book)
 
     def _apply_request(self, event: Event, what: str) -> None:
         if what == "made":
@@ -242,7 +245,9 @@ class World:
         """Book a lease, with what its run's notice says. Raises KeyError for a device nobody registered."""
         task = self.holder(lease.holder, lease.fence)
         freeing_for, stopping = (None, False) if task is None else notice_of(task)
-        self.books[lease.device].put(lease, freeing_for, stopping=stopping)
+        book = self.books[lease.device]
+        book.put(lease, freeing_for, stopping=stopping)
+        self._drop_if_gone(book)
 
     def _note_release(self, lease: Lease, at: Instant) -> None:
         """All leases of a claim are given back together."""
@@ -271,6 +276,14 @@ class World:
         runs = self.runs.setdefault(task.node, set())
         (runs.add if sign > 0 else runs.discard)(task.id)
         count_custom(self.custom_use, task, sign)
+
+    def _drop_if_gone(self, book: Book) -> None:
+        """A device that left its machine is forgotten when nobody holds or awaits anything of it."""
+        device = book.device
+        if not (device.present or book.holdings or book.pledges):
+            self.inventory_version += 1
+            del self.books[device.key]
+            self.by_node[device.node].remove(device.key)
 
     def _drop_if_done(self, task: TaskId) -> None:
         row = self.tasks.get(task)

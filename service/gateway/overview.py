@@ -50,6 +50,7 @@ def _gpu_view(parts: GatewayParts, book: Book, viewer: Identity) -> GpuView:
         "kind": device.kind,
         "index": device.index,
         "simulated": device.simulated,
+        "present": device.present,
         "physical_mb": device.physical_mb,
         "reserve_mb": device.reserve_mb,
         "leased_mb": book.leased_mb(),
@@ -124,10 +125,10 @@ def _node_view(world: World, node: Node) -> NodeView:
 
 def gpu_totals(world: World) -> GpuTotals:
     books = list(world.books.values())
-    samples = [book.sample for book in books if book.sample is not None]
+    samples = [book.sample for book in books if book.sample is not None and book.device.present]
     measured = [sample.utilization for sample in samples if sample.utilization is not None]
     return {
-        "total_mb": sum(book.device.physical_mb for book in books),
+        "total_mb": sum(book.device.physical_mb for book in books if book.device.present),
         "leased_mb": sum(book.leased_mb() for book in books),
         "used_mb": sum(sample.used_mb for sample in samples),
         "free_mb": sum(max(0, book.free_mb()) for book in books),

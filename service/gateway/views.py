@@ -225,6 +225,7 @@ class GpuView(TypedDict):
     kind: str
     index: int
     simulated: bool
+    present: Annotated[bool, Field(description="False once its node no longer has it; kept while leased.")]
     physical_mb: int
     reserve_mb: Annotated[int, Field(description="Never leased.")]
     leased_mb: int

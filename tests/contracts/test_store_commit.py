@@ -236,6 +236,20 @@ async def test_a_task_that_ended_stays_in_the_snapshot_until_its_memory_is_free(
     assert snapshot.finished == {("default", TaskState.SUCCEEDED): 1}
 
 
+async def test_a_device_that_left_its_machine_stays_in_the_snapshot_until_it_is_free(
+    store: TaskStore,
+) -> None:
+    task = a_task("t1")
+    term = await with_gpu(store, task)
+    lease = a_new_lease(claimed(task))
+    [device] = (await store.snapshot()).devices
+    gone = replace(device, present=False, version=device.version + 1)
+    await store.commit(term, [admission(task), Decision("n1", "node_seen", devices=(gone,))])
+    assert (await store.snapshot()).devices == [gone]
+    await store.commit(term, [end(claimed(task)), release(lease)])
+    assert (await store.snapshot()).devices == []
+
+
 async def test_finished_tasks_are_counted_by_tenant_and_end(store: TaskStore) -> None:
     tasks = [a_task(f"t{n}", tenant="lab" if n < 3 else "web") for n in range(5)]
     term = await with_gpu(store, *tasks)

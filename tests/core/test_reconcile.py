@@ -130,6 +130,40 @@ def test_another_declaration_takes_the_place_of_the_one_before() -> None:
     assert the_device(world) == replace(the_device(World()), version=2)
 
 
+def test_a_device_that_left_its_machine_is_forgotten() -> None:
+    world = a_world(a_device("gpu0"), a_device("gpu1"))
+    hear(world)
+    assert list(world.books) == [key("gpu0")]
+    assert world.by_node[N1] == [key("gpu0")]
+    assert hear(world) == [], "it is said once"
+
+
+def test_a_device_that_came_back_counts_again() -> None:
+    world = a_world(a_device("gpu0"), a_device("gpu1"))
+    hear(world)
+    hear(world, uuids=("gpu0", "gpu1"))
+    assert world.books[key("gpu1")].device.present
+
+
+def test_what_is_leased_on_a_device_that_left_stays_in_the_book_until_its_holder_is_gone() -> None:
+    world = a_world(a_device("gpu0"), a_device("gpu1"), holding(a_task("run", gpu_mb=8 * GIB), "gpu1"))
+    hear(world, ("run", 1))
+    book = world.books[key("gpu1")]
+    assert (book.device.present, book.device.allocatable_mb, book.leased_mb()) == (False, 0, 8 * GIB)
+    assert book.free_mb() < 0
+
+    hear(world)
+    assert list(world.books) == [key("gpu0")], "nobody holds anything of it any more"
+
+
+def test_nobody_waits_for_memory_of_a_device_that_left() -> None:
+    waiting = a_task("high", priority=90, gpu_mb=8 * GIB)
+    world = a_world(a_device("gpu0"), a_device("gpu1"), waiting, a_pledge(waiting, "gpu1", mb=8 * GIB))
+    hear(world)
+    assert world.pledges == {}
+    assert list(world.books) == [key("gpu0")]
+
+
 @pytest.mark.parametrize("state", [TaskState.ADMITTED, TaskState.RUNNING])
 @pytest.mark.parametrize("node", [{}, {"incarnation": "n1-2"}])
 def test_a_run_that_both_sides_know_goes_on(state: TaskState, node: dict[str, Any]) -> None:

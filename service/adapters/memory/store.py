@@ -186,7 +186,7 @@ class MemoryStore:
             tasks=[task for task in self._tasks.values() if not task.is_terminal or task.id in holders],
             leases=leases,
             pledges=list(self._pledges.values()),
-            devices=list(self._devices.values()),
+            devices=[d for d in self._devices.values() if d.present or self._leased_mb[d.key]],
             nodes=list(self._nodes.values()),
             requests=list(self._requests.values()),
             finished=dict(self._finished),

@@ -173,11 +173,12 @@ def tokens(connection: Connection) -> Sequence[TokenRow]:
 
 def snapshot(connection: Connection, at: Instant) -> Snapshot:
     """Inside one transaction that sees one state of the database."""
-    lease, finished = tables.lease, tables.finished
+    lease, finished, device = tables.lease, tables.finished, tables.device
     holders = select(lease.c.holder).where(~lease.c.released)
     unfinished = _found(connection, select(*TASK).where(~_task.c.finished))
     leaving = _found(connection, select(*TASK).where(_task.c.finished, _task.c.id.in_(holders)))
     leases = _found(connection, select(*_LEASE).where(~lease.c.released))
+    devices = connection.execute(select(*_DEVICE).where(device.c.present | (device.c.leased_mb > 0)))
     counted = connection.execute(select(finished.c.tenant, finished.c.state, finished.c.n))
     return Snapshot(
         position=head(connection),
@@ -185,7 +186,7 @@ def snapshot(connection: Connection, at: Instant) -> Snapshot:
         tasks=[rows.task_of_row(row) for row in (*unfinished, *leaving)],
         leases=[rows.lease_of_row(row) for row in leases],
         pledges=[Pledge(*row) for row in connection.execute(select(*_PLEDGE))],
-        devices=[Device(*row) for row in connection.execute(select(*_DEVICE))],
+        devices=[Device(*row) for row in devices],
         nodes=[rows.node_of_row(row) for row in _found(connection, select(tables.node))],
         requests=[rows.request_of_row(row) for row in _found(connection, select(tables.request))],
         finished={(tenant, TaskState(state)): n for tenant, state, n in counted},

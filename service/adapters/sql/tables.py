@@ -228,6 +228,7 @@ device = Table(
     Column("reserve_mb", Integer, nullable=False),
     Column("declared_foreign_mb", Integer, nullable=False),
     Column("simulated", Boolean, nullable=False),
+    Column("present", Boolean, nullable=False),
     Column("version", Integer, nullable=False),
     Column("leased_mb", Integer, nullable=False, server_default=text("0")),
     CheckConstraint("leased_mb >= 0 AND leased_mb <= physical_mb", name="leased_mb"),
