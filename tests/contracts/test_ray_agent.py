@@ -246,3 +246,29 @@ async def test_makers_of_processes_that_never_answer_make_room_for_others(
         await line.start(task)
     await line.until(lambda: len(stand.started) == 3)
     assert all(runner.process.wait(10) for runner in stand.runners if runner.is_mute)
+
+
+async def test_a_warm_runner_of_an_earlier_agent_is_ended_when_it_has_nothing_to_run(
+    stand: Stand, open_line: OpenLine
+) -> None:
+    _, idle = stand.make(shared=True)
+    line = open_line(warm_runners=1)
+    await line.announce()
+    await line.until(lambda: idle.process.poll() is not None)
+
+
+async def test_a_warm_runner_of_an_earlier_agent_finishes_its_runs_and_takes_no_new_ones(
+    stand: Stand, open_line: OpenLine
+) -> None:
+    """It was made with that agent's user and paths, which may be others now."""
+    _, old = stand.make(shared=True)
+    old.runs = [RunOrder(task="left", fence=1, kind="entrypoint")]
+    line = open_line(warm_runners=1)
+    await line.announce()
+    await line.start("new", shareable=True)
+    await line.until(lambda: "new" in stand.started)
+    assert stand.runner_of("new") is not old
+
+    old.say(ended(RunKey("left", 1, 0), failed("exception", "no"), b""))
+    await line.hear("gone", "left")
+    await line.until(lambda: old.process.poll() is not None)

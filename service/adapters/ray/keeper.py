@@ -311,8 +311,8 @@ class RunKeeper:
         return True
 
     def _adopt_runner(self, name: str, runner: Any, told: dict[str, Any] | None, lanes: list[Lane]) -> bool:
-        """Whether it is of use. A blank one is not, it is soon made again; nor is one that went away."""
-        if told is None or not (told["shared"] or told["runs"]):
+        """Whether it runs anything. One that does not is soon made again, as this agent is told to make it."""
+        if told is None or not told["runs"]:
             return False
         try:
             lane = self.pool.adopt(name, runner, process_id(told["pid"]), shared=told["shared"])

@@ -93,8 +93,12 @@ class Pool:
         self._refill = asyncio.get_running_loop().call_later(pause, self._make_missing)
 
     def adopt(self, name: str, actor: Any, process: ProcessId, *, shared: bool) -> Lane:
-        """Take over a runner that an earlier agent made. Raises ProcessLookupError if it is gone."""
+        """Take over a runner that an earlier agent made. Raises ProcessLookupError if it is gone.
+
+        It finishes its runs and gets no new ones: the user and the paths it was made with may be others now.
+        """
         lane = self._lane(name, actor, process, shared=shared)
+        lane.retiring = True
         if shared:
             self._shared.append(lane)
         return lane
