@@ -83,6 +83,7 @@ def test_answers_are_drawn_for_people(
 
 
 EVENTS = [
+    {"kind": "task.changed", "key": FULL_ID, "fields": {"checkpoint_at": "2026-11-21T10:02:10Z"}},
     {"kind": "task.stopping", "key": FULL_ID, "fields": {"stop_reason": "preempt", "freeing_for": "task_2"}},
     {"kind": "task.requeued", "key": FULL_ID, "fields": {"preemptions": 1}},
 ]
@@ -96,8 +97,8 @@ def test_who_was_preempted_says_so_and_by_whom_and_from_where_it_goes_on(
     victim = a_task(FULL_ID, preemptions=1, checkpoint_at=at, pending=pending)
     history = [
         Reply(200, {"items": [{**event, "at": at} for event in EVENTS], "next_after": 9}),
-        Reply(200, a_task("task_2", name="vip")),
         Reply(200, {"items": [], "next_after": 9}),
+        Reply(200, a_task("task_2", name="vip")),
     ]
     explained = Reply(200, {**EXPLAINED, "devices": []})
     listed = Reply(200, {"items": [victim], "next_cursor": None})
@@ -105,7 +106,7 @@ def test_who_was_preempted_says_so_and_by_whom_and_from_where_it_goes_on(
         Reply(200, victim), *history, explained, Reply(200, victim), *history, listed, Reply(200, victim)
     )
     by_whom = (
-        "at 2026-11-21 10:02:11Z for vip (task_2); it goes on from its checkpoint of 2026-11-21 10:02:11Z"
+        "at 2026-11-21 10:02:11Z for vip (task_2); it goes on from its checkpoint of 2026-11-21 10:02:10Z"
     )
     assert by_whom in run("show", FULL_ID).out
     assert f"preempted {by_whom}" in run("explain", FULL_ID).out
