@@ -67,11 +67,19 @@ def test_a_state_over_the_limit_is_not_saved_at_all() -> None:
 
 def test_only_the_newest_progress_is_told_and_it_lies_between_0_and_1() -> None:
     working = Recorded()
-    for fraction in (0.1, 0.5, 7.0):
+    for fraction in (0.1, 0.5, 1.000001):
         working.task.progress(fraction, "x" * 1000)
     [(*_, fraction, message)] = working.told()
     assert fraction == 1.0
     assert len(message) == 500
+
+
+@pytest.mark.parametrize("fraction", [50, -1, float("nan"), float("inf")])
+def test_progress_that_is_no_fraction_is_a_mistake_that_names_the_remedy(fraction: float) -> None:
+    working = Recorded()
+    with pytest.raises(ValueError, match="from 0 to 1.*done / all"):
+        working.task.progress(fraction)
+    assert working.told() == []
 
 
 def test_progress_is_told_before_the_checkpoint_that_follows_it() -> None:

@@ -22,6 +22,9 @@ from gpubroker.runtime.messages import (
 _PLAIN, _PICKLED = b"\x00", b"\x01"
 """First byte of a saved state: bytes as they were handed in, or a cloudpickle."""
 
+_ROUNDING = 0.01
+"""A fraction may be so far outside 0..1: sums of steps are seldom exact."""
+
 _ATTEMPT_STRIDE = 1_000_000
 """Checkpoints are numbered attempt * stride + n, so that a later attempt's are always newer."""
 
@@ -108,8 +111,15 @@ class RunningTask:
         return tuple(uuid for uuid, _mb in self._order.leases)
 
     def progress(self, fraction: float | None = None, message: str = "") -> None:
-        """Say how far it is (0..1), in words, or both. Cheap: only the newest is told, ten times a second."""
+        """Say how far it is (0..1), in words, or both. Cheap: only the newest is told, ten times a second.
+
+        Raises ValueError for a fraction that is none; what rounding adds or takes is let pass.
+        """
         known = None if fraction is None else min(1.0, max(0.0, float(fraction)))
+        if fraction is not None and not abs(float(fraction) - known) < _ROUNDING:
+            raise ValueError(
+                f"progress takes a fraction from 0 to 1; found {fraction}; write it as done / all"
+            )
         self._journal.note(self._key, progressed(self._key, known, str(message)))
 
     def checkpoint(self, state: Any = None, *, uri: str | os.PathLike[str] | None = None) -> None:

@@ -311,7 +311,7 @@ class RunKeeper:
         return True
 
     def _adopt_runner(self, name: str, runner: Any, told: dict[str, Any] | None, lanes: list[Lane]) -> bool:
-        """Whether it runs anything. One that does not is soon made again, as this agent is told to make it."""
+        """Whether it runs anything. One that does not is soon made again, in the way this agent was told."""
         if told is None or not told["runs"]:
             return False
         try:
