@@ -77,7 +77,7 @@ def test_only_the_newest_progress_is_told_and_it_lies_between_0_and_1() -> None:
 @pytest.mark.parametrize("fraction", [50, -1, float("nan"), float("inf")])
 def test_progress_that_is_no_fraction_is_a_mistake_that_names_the_remedy(fraction: float) -> None:
     working = Recorded()
-    with pytest.raises(ValueError, match="from 0 to 1.*done / all"):
+    with pytest.raises(ValueError, match=r"from 0 to 1.*done / all"):
         working.task.progress(fraction)
     assert working.told() == []
 
