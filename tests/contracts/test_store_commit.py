@@ -277,6 +277,23 @@ async def test_the_history_of_a_task_holds_its_leases_pledges_and_requests(store
     ]  # fmt: skip
 
 
+async def test_a_listener_that_fails_stops_all_writing(store: TaskStore) -> None:
+    def fails(_events: Sequence[Event]) -> None:
+        raise RuntimeError("lost the thread")
+
+    task = a_task("t1")
+    term = await with_gpu(store)
+    before = await store.head()
+    store.listen(fails)
+    with pytest.raises(RuntimeError, match="lost the thread"):
+        await store.submit(a_submission(task))
+    with pytest.raises(RuntimeError, match="lost the thread"):
+        await store.commit(term, [admission(task)])
+    with pytest.raises(RuntimeError, match="lost the thread"):
+        await store.take_term("another")
+    assert await store.head() == before + 1
+
+
 async def a_busy_day(store: TaskStore) -> Sequence[Event]:
     """Submissions, admissions, ends, a pledge and a request; what a listener heard of it."""
     heard: list[Event] = []

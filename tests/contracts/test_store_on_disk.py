@@ -5,7 +5,6 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,7 +12,6 @@ import pytest
 from sqlalchemy import create_engine, text
 
 from service.adapters.sql.store import open_store
-from service.core.events import Event
 from service.core.task import TaskState
 from service.core.units import TaskId
 from service.ports import (
@@ -130,20 +128,6 @@ async def test_nothing_acknowledged_is_lost_when_the_process_is_killed(url: str)
         assert [event.position for event in log] == list(range(1, len(log) + 1))
         specs = await store.specs([TaskId(event.key) for event in log])
         assert len(specs) == len(log)
-
-
-async def test_a_listener_that_fails_stops_all_writing(url: str) -> None:
-    def fails(_events: Sequence[Event]) -> None:
-        raise RuntimeError("lost the thread")
-
-    async with opened(url) as store:
-        store.listen(fails)
-        for _ in range(2):
-            with pytest.raises(RuntimeError, match="lost the thread"):
-                await store.submit(a_submission("t1"))
-        with pytest.raises(RuntimeError, match="lost the thread"):
-            await store.take_term("leader")
-        assert [event.key for event in await log_of(store)] == ["t1"]
 
 
 async def test_the_audit_names_who_did_it(url: str) -> None:

@@ -250,3 +250,12 @@ async def test_a_shutdown_is_passed_on(gateway: Gateway, api: Client) -> None:
     assert gateway.shutdowns == [False, True]
     fault(await api.post("/shutdown", json={"stop_cluster": "yes"}), "/stop_cluster")
     assert gateway.shutdowns == [False, True]
+
+
+async def test_of_two_requests_for_a_token_of_one_name_one_gets_it(api: Client) -> None:
+    body = {"name": "ci", "scopes": ["tasks:read"]}
+    answers = await asyncio.gather(*(api.post("/tokens", json=body) for _ in range(2)))
+    assert sorted(answer.status_code for answer in answers) == [201, 409]
+    [made] = [answer.json() for answer in answers if answer.status_code == 201]
+    listed = await api.get("/tasks", headers={"Authorization": f"Bearer {made['token']}"})
+    assert listed.status_code == 200

@@ -82,6 +82,7 @@ class MemoryStore:
             self._append([requested(request)])
 
     async def take_term(self, holder: str) -> Term:
+        self._check_listeners()
         self._term = Term(self._term + 1)
         self._leader = holder
         return self._term
