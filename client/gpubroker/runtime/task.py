@@ -115,11 +115,7 @@ class RunningTask:
 
         Raises ValueError for a fraction that is none; what rounding adds or takes is let pass.
         """
-        known = None if fraction is None else min(1.0, max(0.0, float(fraction)))
-        if fraction is not None and not abs(float(fraction) - known) < _ROUNDING:
-            raise ValueError(
-                f"progress takes a fraction from 0 to 1; found {fraction}; write it as done / all"
-            )
+        known = None if fraction is None else _share(float(fraction))
         self._journal.note(self._key, progressed(self._key, known, str(message)))
 
     def checkpoint(self, state: Any = None, *, uri: str | os.PathLike[str] | None = None) -> None:
@@ -189,6 +185,13 @@ class RunningTask:
                 "it where the next attempt can read it and hand over its address: checkpoint(uri=...)"
             )
         return data
+
+
+def _share(fraction: float) -> float:
+    share = min(1.0, max(0.0, fraction))
+    if abs(fraction - share) < _ROUNDING:
+        return share
+    raise ValueError(f"progress takes a fraction from 0 to 1; found {fraction}; write it as done / all")
 
 
 def _address(uri: str | os.PathLike[str]) -> str:
