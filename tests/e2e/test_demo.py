@@ -71,7 +71,7 @@ def test_the_demo_preempts_resumes_and_ends_as_if_undisturbed(tmp_path: Path) ->
     assert told["demo"] == "ok"
     for part in ("GPU memory", "░░░", "▓", "is told to stop (preempt)", "resumed runs reach"):
         assert part in shown
-    assert "waits: 18.0 GiB on local/gpu0 are kept for it" in shown
+    assert "waits: needs" in shown
     assert sum(told["preemptions"].values()) > 0
     assert all(epoch > 0 for epoch in told["resumed_at_epoch"].values())
     assert all(abs(told["accuracy"][name] - expected) < 1e-9 for name, expected in told["reference"].items())
