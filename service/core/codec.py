@@ -56,12 +56,14 @@ def _plain(value: Any) -> Any:
 def task_fields(task: Task) -> dict[str, Any]:
     """The state, and what differs from the defaults of a task, for its first event."""
     row = {
-        name: _plain(value)
+        name: value
         for name, value, default in zip(_TASK_NAMES, _task_values(task), _TASK_DEFAULTS, strict=True)
         if value is not default and value != default  # mostly it is, and identity is cheaper to tell
     }
     row["state"] = task.state.value
     row["demand"] = demand_fields(task.demand)
+    if task.stop_reason is not None:
+        row["stop_reason"] = task.stop_reason.value
     return row
 
 

@@ -1,7 +1,7 @@
 """The event log's lines, and how a decision becomes some of them."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from service.core.codec import (
     device_fields,
@@ -32,6 +32,8 @@ class Event:
     version: int
     tenant: str
     fields: Fields
+    task: Task | None = field(default=None, compare=False, repr=False)
+    """What `fields` make of the task, where this process wrote the event: it need not be worked out again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,11 +45,16 @@ class NewEvent:
     version: int
     tenant: str
     fields: Fields
+    task: Task | None = field(default=None, compare=False, repr=False)
+    """The task as it is after the event."""
+
+    def at(self, position: Position, at: Instant) -> Event:
+        return Event(position, at, self.kind, self.key, self.version, self.tenant, self.fields, self.task)
 
 
 def submitted(task: Task) -> NewEvent:
     """The first event of a task: every field of it."""
-    return NewEvent("task.submitted", task.id, task.version, task.tenant, task_fields(task))
+    return NewEvent("task.submitted", task.id, task.version, task.tenant, task_fields(task), task)
 
 
 def requested(request: Request) -> NewEvent:
@@ -77,7 +84,7 @@ def events_of(decision: Decision) -> Iterator[NewEvent]:
         yield NewEvent("device.seen", device.key, device.version, "", device_fields(device))
     for write in decision.tasks:
         task = write.task
-        yield NewEvent(f"task.{write.what}", task.id, task.version, task.tenant, task_changes(write))
+        yield NewEvent(f"task.{write.what}", task.id, task.version, task.tenant, task_changes(write), task)
     for lease in decision.leases:
         fields = lease_fields(lease) if lease.version == 1 else {"state": lease.state}
         yield NewEvent(f"lease.{lease.state}", lease.key, lease.version, lease.tenant, fields)

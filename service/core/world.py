@@ -185,12 +185,12 @@ class World:
 
     def _apply_task(self, event: Event, what: str) -> None:
         if what == "submitted":
-            self.add_task(task_from(event.fields))
+            self.add_task(event.task or task_from(event.fields))
             return
         before = self.tasks.get(TaskId(event.key))
         if before is None:
             return
-        after = changed_task(before, event.version, event.fields)
+        after = event.task or changed_task(before, event.version, event.fields)
         self._count_out(before)
         self.tasks[after.id] = after
         self._count_in(after)

@@ -7,11 +7,12 @@ from dataclasses import replace
 import pytest
 
 from service.bootstrap.compose import fill
+from service.core.codec import changed_task, task_from
 from service.core.events import Event
 from service.core.lease import LeaseState, PledgeEnd, move_lease
 from service.core.orders import Failure
 from service.core.plan import Decision, PledgeWrite, Request, write_move
-from service.core.task import Move, TaskState
+from service.core.task import Move, Task, TaskState
 from service.core.units import Fence, Instant, Mib, NodeName, Position, TaskId, Term
 from service.core.world import World
 from service.ports import CommitVerdict, StaleTerm, TaskStore
@@ -322,6 +323,18 @@ async def test_a_world_from_a_snapshot_is_the_world_from_the_whole_log(store: Ta
     assert heard == log
     assert picture(world) == picture(replayed(log))
     assert world.position == await store.head()
+
+
+async def test_the_task_in_an_event_is_what_its_fields_make_of_it(store: TaskStore) -> None:
+    tasks: dict[str, Task] = {}
+    for event in await a_busy_day(store):
+        if event.kind == "task.submitted":
+            tasks[event.key] = task_from(event.fields)
+        elif event.kind.startswith("task."):
+            tasks[event.key] = changed_task(tasks[event.key], event.version, event.fields)
+        if event.kind.startswith("task."):
+            assert event.task == tasks[event.key]
+    assert len(tasks) > 1
 
 
 async def test_the_log_read_back_says_what_listeners_heard(store: TaskStore) -> None:

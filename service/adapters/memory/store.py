@@ -161,8 +161,7 @@ class MemoryStore:
     def _append(self, new: Iterable[NewEvent]) -> None:
         at = Instant(self._now())
         events = [
-            Event(Position(position), at, line.kind, line.key, line.version, line.tenant, line.fields)
-            for position, line in enumerate(new, start=len(self._log) + 1)
+            line.at(Position(position), at) for position, line in enumerate(new, start=len(self._log) + 1)
         ]
         if not events:
             return

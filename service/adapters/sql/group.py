@@ -128,9 +128,7 @@ def write_group(session: Session, units: Sequence[Unit]) -> list[Event]:
     for unit in units:
         for event, row in zip(unit.events, unit.event_rows, strict=True):
             position = Position(first + len(events))
-            events.append(
-                Event(position, at, event.kind, event.key, event.version, event.tenant, event.fields)
-            )
+            events.append(event.at(position, at))
             numbered.append((position, at, *row))
     if numbered:
         session.write(sql.INSERT_EVENTS, numbered)
