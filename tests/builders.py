@@ -11,11 +11,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from service.core.codec import task_fields
+from service.core.demand import Demand
 from service.core.device import Device, DeviceSample, Node
 from service.core.events import Event, NewEvent, events_of
 from service.core.lease import HolderKind, Lease, LeaseState, Pledge, move_lease
 from service.core.plan import Decision, Request, TaskWrite, write_move
-from service.core.task import Demand, Move, Task, TaskState
+from service.core.task import Move, Task, TaskState
 from service.core.units import DeviceKey, Fence, Instant, Mib, NodeName, Position, TaskId, device_key
 from service.core.world import World
 

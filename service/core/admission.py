@@ -3,10 +3,10 @@
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from service.core.demand import Demand
 from service.core.device import Device, Node
 from service.core.need import need_mb
 from service.core.policy import Policy
-from service.core.task import Demand
 from service.core.units import in_gib
 
 

@@ -4,9 +4,10 @@ from collections.abc import Mapping
 from heapq import heapify, heappop, heappush
 from typing import NamedTuple
 
+from service.core.demand import Demand
 from service.core.ordering import Group, OrderKey, order_key
 from service.core.policy import Policy
-from service.core.task import Demand, Task
+from service.core.task import Task
 from service.core.units import Instant, TaskId
 from service.core.world import World
 

@@ -7,10 +7,11 @@ from functools import lru_cache
 from operator import attrgetter
 from typing import Any
 
+from service.core.demand import Demand
 from service.core.device import Device, Node
 from service.core.lease import HolderKind, Lease, LeaseState, Pledge
 from service.core.plan import Fields, Request, TaskWrite
-from service.core.task import Demand, StopReason, Task, TaskState
+from service.core.task import StopReason, Task, TaskState
 
 _DEMAND_DEFAULTS = Demand()
 _DEMAND_NAMES = tuple(f.name for f in dataclass_fields(Demand))

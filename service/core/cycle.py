@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 
 from service.core.agenda import Agenda
 from service.core.decide import admit, evict, withdraw
+from service.core.demand import Demand
 from service.core.draft import Draft
 from service.core.offers import Offers
 from service.core.ordering import OrderKey
@@ -12,7 +13,7 @@ from service.core.placement import Places
 from service.core.plan import Decision
 from service.core.policy import Policy
 from service.core.preemption import plan_eviction
-from service.core.task import Demand, Task
+from service.core.task import Task
 from service.core.units import Instant
 from service.core.world import World
 

@@ -2,8 +2,8 @@
 
 import math
 
+from service.core.demand import Demand
 from service.core.device import Device
-from service.core.task import Demand
 from service.core.units import Mib
 
 

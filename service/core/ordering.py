@@ -3,8 +3,9 @@
 from bisect import bisect_left, bisect_right, insort
 from collections.abc import Iterator
 
+from service.core.demand import Demand
 from service.core.policy import Policy, band_of
-from service.core.task import Demand, Task
+from service.core.task import Task
 from service.core.units import Instant, TaskId
 
 GroupKey = tuple[str, int, Demand]

@@ -3,10 +3,11 @@
 from collections.abc import Iterator
 from heapq import nsmallest
 
+from service.core.demand import Demand
 from service.core.draft import Draft
 from service.core.need import need_mb
 from service.core.policy import Policy
-from service.core.task import Demand, Placement, Task
+from service.core.task import Placement, Task
 from service.core.units import DeviceKey, Instant, Mib, NodeName
 
 Option = tuple[float, DeviceKey, Mib]

@@ -1,8 +1,8 @@
 """Whether a demand could ever run here, remembered per demand: a large cluster is not searched per submit."""
 
 from service.core.admission import Refusal, check
+from service.core.demand import Demand
 from service.core.policy import Policy
-from service.core.task import Demand
 from service.core.world import World
 from service.gateway.problems import Fault, Problem
 

@@ -1,9 +1,10 @@
 """Why tasks wait, for answers that show it in passing: remembered per kind of demand for a moment."""
 
+from service.core.demand import Demand
 from service.core.explain import explain, position_of
 from service.core.policy import Policy
 from service.core.reasons import Reason
-from service.core.task import Demand, Task, TaskState
+from service.core.task import Task, TaskState
 from service.core.units import Instant, Seconds
 from service.core.world import World
 from service.gateway.views import PendingView

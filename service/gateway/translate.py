@@ -6,10 +6,11 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
 
+from service.core.demand import Demand
 from service.core.events import Event
 from service.core.lease import Lease
 from service.core.policy import band_of
-from service.core.task import Demand, Task
+from service.core.task import Task
 from service.core.units import Instant, Mib, Seconds, TaskId
 from service.gateway.faults import refused
 from service.gateway.parts import Defaults

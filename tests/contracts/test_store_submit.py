@@ -5,9 +5,10 @@ from collections.abc import Sequence
 
 import pytest
 
+from service.core.demand import Demand
 from service.core.events import Event
 from service.core.plan import Request
-from service.core.task import Demand, Task
+from service.core.task import Task
 from service.core.units import Instant, Position, TaskId
 from service.ports import RunSpec, Submission, SubmitVerdict, TaskStore
 from tests.builders import NOW, a_task

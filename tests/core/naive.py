@@ -8,9 +8,10 @@ from dataclasses import replace
 from itertools import combinations
 from typing import Any
 
+from service.core.demand import Demand
 from service.core.lease import HolderKind, Lease, LeaseState, Pledge
 from service.core.policy import Policy
-from service.core.task import Demand, Task, TaskState
+from service.core.task import Task, TaskState
 from service.core.world import World
 
 Step = tuple[Any, ...]

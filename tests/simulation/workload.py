@@ -4,8 +4,9 @@ from dataclasses import dataclass
 from random import Random
 from typing import Any
 
+from service.core.demand import Demand
 from service.core.orders import Ending
-from service.core.task import Demand, Task
+from service.core.task import Task
 from service.core.units import Instant, Mib, Seconds, TaskId
 from tests.simulation.machine import Program
 

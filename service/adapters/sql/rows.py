@@ -9,12 +9,13 @@ from pydantic_core import from_json
 from service.adapters.sql import statements as sql
 from service.adapters.sql.rowset import Row, SetStatement, json_text
 from service.core.codec import demand_fields, demand_from
+from service.core.demand import Demand
 from service.core.device import Node
 from service.core.events import Event, NewEvent, task_of
 from service.core.lease import HolderKind, Lease, LeaseState
 from service.core.orders import Checkpointed
 from service.core.plan import Decision, Outcome, Request
-from service.core.task import HOT_FIELDS, Demand, StopReason, Task, TaskState
+from service.core.task import HOT_FIELDS, StopReason, Task, TaskState
 from service.ports import RunSpec, Submission, TokenRow
 
 Written = tuple[SetStatement, Row]
