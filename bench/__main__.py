@@ -4,10 +4,16 @@ import sys
 from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from types import ModuleType
 
-from bench import accept, openb, preempt, run
+from bench import accept, openb, plan, preempt, run
 from bench.measuring import publish
 
-BENCHMARKS: dict[str, ModuleType] = {"accept": accept, "run": run, "preempt": preempt, "openb": openb}
+BENCHMARKS: dict[str, ModuleType] = {
+    "accept": accept,
+    "run": run,
+    "preempt": preempt,
+    "openb": openb,
+    "plan": plan,
+}
 
 
 def parser() -> ArgumentParser:
