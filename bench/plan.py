@@ -114,10 +114,8 @@ class Room:
         began = perf_counter()
         for decision in decisions:
             self.world.apply(
-                Event(
-                    Position(at), self.now, new.kind, new.key, new.version, new.tenant, new.fields, new.task
-                )
-                for at, new in enumerate(events_of(decision), start=self.world.position + 1)
+                new.at(Position(position), self.now)
+                for position, new in enumerate(events_of(decision), start=self.world.position + 1)
             )
         self.applied_s += perf_counter() - began
 
