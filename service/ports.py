@@ -6,6 +6,7 @@ from enum import StrEnum
 from typing import Any, Protocol
 
 from service.core.device import Device, Node
+from service.core.estimate import Sketch, Topic
 from service.core.events import Event
 from service.core.lease import Lease, Pledge
 from service.core.orders import Order, Report, SeenDevice
@@ -151,6 +152,8 @@ class Snapshot:
     nodes: Sequence[Node]
     requests: Sequence[Request]
     finished: Mapping[tuple[str, TaskState], int]
+    estimates: Sequence[tuple[Topic, Sketch]]
+    """The one that learned last comes last."""
 
 
 EventListener = Callable[[Sequence[Event]], None]

@@ -31,6 +31,7 @@ def upgrade() -> None:
     _nodes_and_devices()
     _leases_and_pledges()
     _log()
+    _estimates()
     _people()
     op.execute("INSERT INTO log_head (id, position) VALUES (1, 0)")
     op.execute("INSERT INTO leadership (id, term, holder, taken_at) VALUES (1, 0, '', 0)")
@@ -49,6 +50,7 @@ def _tasks() -> None:
         sa.Column("timeout_seconds", sa.Double(), nullable=True),
         sa.Column("grace_seconds", sa.Double(), nullable=False),
         sa.Column("shareable", sa.Boolean(), nullable=False),
+        sa.Column("subject", sa.Text(), nullable=False),
         sa.Column("state", sa.Text(), server_default="pending", nullable=False),
         sa.Column("version", sa.Integer(), server_default=sa.text("1"), nullable=False),
         sa.Column("fence", sa.Integer(), server_default=sa.text("0"), nullable=False),
@@ -320,6 +322,21 @@ def _log() -> None:
     )
 
 
+def _estimates() -> None:
+    op.create_table(
+        "estimate",
+        sa.Column("tenant", sa.Text(), nullable=False),
+        sa.Column("subject", sa.Text(), nullable=False),
+        sa.Column("kind", sa.Text(), nullable=False),
+        sa.Column("what", sa.Text(), nullable=False),
+        sa.Column("learned_at", sa.Double(), nullable=False),
+        sa.Column("counts", sa.Text(), nullable=False),
+        sa.CheckConstraint("what IN ('gpu_mb', 'seconds')", name=op.f("ck_estimate_what")),
+        sa.PrimaryKeyConstraint("tenant", "subject", "kind", "what", name=op.f("pk_estimate")),
+        **HOT,
+    )
+
+
 def _people() -> None:
     op.create_table(
         "token",
@@ -349,6 +366,7 @@ def downgrade() -> None:
     for table in (
         "audit",
         "token",
+        "estimate",
         "finished",
         "leadership",
         "event",

@@ -112,5 +112,7 @@ def fill(world: World, snapshot: Snapshot) -> None:
     for request in snapshot.requests:
         world.add_request(request)
     world.finished.update(snapshot.finished)
+    for topic, sketch in snapshot.estimates:
+        world.learned.put(topic, sketch)
     world.position = snapshot.position
     world.as_of = snapshot.at

@@ -7,6 +7,7 @@ import structlog
 
 from service.core import deadlines, requests, runs
 from service.core.events import Event
+from service.core.lessons import learn
 from service.core.orders import (
     Checkpointed,
     Ended,
@@ -120,7 +121,7 @@ class Observer:
     async def _on_runs(self, reports: Sequence[Report], now: Instant) -> list[Decision]:
         """Decisions whose bytes are on disk. A report whose bytes are refused is as if never said."""
         while True:
-            decisions = runs.react(self._world, reports, now, self._policy)
+            decisions = learn(self._world, runs.react(self._world, reports, now, self._policy), now)
             try:
                 return [await self._with_blobs(decision, reports) for decision in decisions]
             except _NotKept as refused:

@@ -4,9 +4,13 @@ The sketch is DDSketch (Masson, Rim, Lee: "DDSketch: a fast and fully-mergeable 
 relative-error guarantees", VLDB 2019): counts in buckets whose bounds grow by a constant factor.
 """
 
+from bisect import bisect_left
 from collections.abc import Iterable
 from dataclasses import dataclass
+from enum import StrEnum
 from math import ceil, log
+
+from service.core.units import Instant
 
 RELATIVE_ERROR = 0.02
 """No quantile is further from the value that it stands for than this share of it."""
@@ -34,12 +38,20 @@ class Sketch:
 
     def add(self, value: float) -> "Sketch":
         """With one more value, in whatever unit this sketch is kept."""
-        bucket = ceil(log(max(value, _SMALLEST)) / _LOG_GROWTH)
-        counts = dict(self.counts)
-        counts[bucket] = counts.get(bucket, 0) + 1
+        counts, bucket = self.counts, _bucket_of(value)
+        at = bisect_left(counts, (bucket,))
+        rest, count = at, 1
+        if at < len(counts) and counts[at][0] == bucket:
+            rest, count = at + 1, counts[at][1] + 1
+        more = (*counts[:at], (bucket, count), *counts[rest:])
         if self.n >= MOST_COUNTED:
-            counts = {at: count // 2 for at, count in counts.items()}
-        return Sketch(tuple(sorted((at, count) for at, count in counts.items() if count)))
+            more = tuple((bucket, count // 2) for bucket, count in more if count > 1)
+        return Sketch(more)
+
+    def above(self, value: float) -> "Sketch":
+        """Of the values larger than this one only, as far as the error lets them be told apart."""
+        bucket = _bucket_of(value)
+        return Sketch(tuple(pair for pair in self.counts if pair[0] > bucket))
 
     def quantile(self, share: float) -> float | None:
         """The value below or at which this share (0 to 1) of all lies; None as long as there is none."""
@@ -50,6 +62,42 @@ class Sketch:
             if below > wanted:
                 return 2 * _GROWTH**bucket / (_GROWTH + 1)
         return None
+
+
+def _bucket_of(value: float) -> int:
+    return ceil(log(max(value, _SMALLEST)) / _LOG_GROWTH)
+
+
+class What(StrEnum):
+    """What is learned of runs, and the unit it is kept in."""
+
+    GPU_MB = "gpu_mb"
+    """The most memory that a run was measured to use of one device."""
+    SECONDS = "seconds"
+    """From the start of a run to its end."""
+
+
+@dataclass(frozen=True, slots=True)
+class Topic:
+    """What one sketch is about."""
+
+    tenant: str
+    subject: str
+    """As `Task.subject`: the runs of one subject are taken to be alike."""
+    kind: str
+    """Of the devices that the runs had; empty for runs without one."""
+    what: What
+
+
+@dataclass(frozen=True, slots=True)
+class Lesson:
+    """One value that the end of a run adds."""
+
+    topic: Topic
+    value: float
+    sketch: Sketch
+    """With this value and all that came before it; what the row of the topic becomes."""
+    at: Instant
 
 
 def sketch_of(values: Iterable[float]) -> Sketch:

@@ -1,7 +1,8 @@
 """The event log's lines, and how a decision becomes some of them."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from itertools import groupby
 
 from service.core.codec import (
     device_fields,
@@ -12,6 +13,7 @@ from service.core.codec import (
     task_changes,
     task_fields,
 )
+from service.core.estimate import Topic
 from service.core.lease import HolderKind
 from service.core.plan import Decision, Fields, Request
 from service.core.task import Task
@@ -77,7 +79,8 @@ def task_of(event: Event | NewEvent) -> TaskId | None:
 
 
 def events_of(decision: Decision) -> Iterator[NewEvent]:
-    """The log lines of one decision, in a fixed order: nodes, devices, tasks, leases, pledges, requests."""
+    """The log lines of one decision, in a fixed order: nodes, devices, tasks, leases, pledges, requests,
+    estimates."""
     for node in decision.nodes:
         yield NewEvent("node.seen", node.name, node.version, "", node_fields(node))
     for device in decision.devices:
@@ -94,3 +97,12 @@ def events_of(decision: Decision) -> Iterator[NewEvent]:
         yield NewEvent(f"pledge.{what}", pledge.key, 1, pledge.tenant, pledge_fields(pledge))
     for request in decision.requests_done:
         yield NewEvent("request.done", request, 1, "", {"task": decision.subject})
+    yield from _estimates("learned", ((lesson.topic, lesson.value) for lesson in decision.lessons))
+    yield from _estimates("forgotten", ((topic, None) for topic in decision.forgotten))
+
+
+def _estimates(what: str, topics: Iterable[tuple[Topic, float | None]]) -> Iterator[NewEvent]:
+    """What one run teaches is one line. A line holds values, never a sketch."""
+    for (tenant, subject), group in groupby(topics, key=lambda pair: (pair[0].tenant, pair[0].subject)):
+        values = [[topic.kind, topic.what.value, value] for topic, value in group]
+        yield NewEvent(f"estimate.{what}", subject, 1, tenant, {"values": values})

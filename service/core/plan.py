@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from service.core.device import Device, Node
+from service.core.estimate import Lesson, Topic
 from service.core.lease import Lease, LeaseState, Pledge, PledgeEnd
 from service.core.orders import Checkpointed, Failure, Order
 from service.core.task import Move, Task, move
@@ -74,6 +75,9 @@ class Decision:
     checkpoint: Checkpointed | None = None
     requests_done: tuple[str, ...] = ()
     orders: tuple[Order, ...] = ()
+    lessons: tuple[Lesson, ...] = ()
+    """What the runs that it ends teach."""
+    forgotten: tuple[Topic, ...] = ()
 
     def is_empty(self) -> bool:
         return not (

@@ -104,6 +104,9 @@ class Task:
     grace_seconds: Seconds = Seconds(30.0)
     shareable: bool = False
     """May run beside others in one warm process: an entrypoint, no GPU, less than one CPU, no env."""
+    subject: str = ""
+    """What its runs have in common with those of other tasks, for learning from them: its model type, else
+    its name, else its entrypoint. Empty: nothing is learned from it."""
     state: TaskState = TaskState.PENDING
     version: int = 1
     fence: Fence = Fence(0)

@@ -15,6 +15,7 @@ from service.core.codec import (
 from service.core.device import Device, DeviceSample, Node
 from service.core.errors import OutOfStep
 from service.core.events import Event
+from service.core.learned import Learned
 from service.core.lease import HolderKind, Lease, LeaseState, Pledge, move_lease
 from service.core.ledger import Book
 from service.core.ordering import PendingQueue
@@ -86,6 +87,7 @@ class World:
         """The active tasks of each node."""
         self.finished: Counter[tuple[str, TaskState]] = Counter()
         """(tenant, terminal state) -> how many ever ended so; survives pruning."""
+        self.learned = Learned()
 
     def apply(self, events: Iterable[Event]) -> None:
         """Take over committed events in position order; those already applied change nothing.
@@ -117,6 +119,7 @@ class World:
             book = self.books.get(sample.device)
             if book is not None and (book.sampled_at is None or sample.at >= book.sampled_at):
                 book.measure(sample)
+                self.learned.measure(book.holdings)
 
     def add_task(self, task: Task) -> None:
         """Enter a task row as it stands, from a snapshot or from its first event."""
@@ -182,6 +185,8 @@ class World:
                 self.add_node(node_from(event.fields))
             case "request":
                 self._apply_request(event, what)
+            case "estimate":
+                self.learned.apply(event, what)
 
     def _apply_task(self, event: Event, what: str) -> None:
         if what == "submitted":
@@ -217,6 +222,7 @@ class World:
             run[event.key] = after
             return
         del run[event.key]
+        self.learned.peaks.pop(event.key, None)
         if not run:
             del self.leases[holder, int(fence)]
             if kind == HolderKind.RUN:

@@ -67,6 +67,7 @@ def task_of(
         timeout_seconds=None if timeout is None else Seconds(timeout),
         grace_seconds=Seconds(grace),
         shareable=shares and not body.env,
+        subject=body.model_type or body.name or getattr(body.run, "entrypoint", ""),
     )
 
 

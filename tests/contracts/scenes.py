@@ -126,5 +126,6 @@ def picture(world: World) -> dict[str, Any]:
         "nodes": world.nodes,
         "requests": world.requests,
         "finished": dict(world.finished),
+        "estimates": world.learned.sketches,
         "use": {node: (use.cpu, use.memory_mb, use.runs) for node, use in world.use.items()},
     }

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
 
 from service.core.device import Device, Node
+from service.core.estimate import Sketch, Topic
 from service.core.events import Event, NewEvent, events_of, requested, submitted, task_of
 from service.core.lease import Lease, LeaseState, Pledge
 from service.core.plan import Decision, Outcome, Request, released_mb
@@ -51,6 +52,7 @@ class MemoryStore:
         self._outcomes: dict[TaskId, Outcome] = {}
         self._checkpoints: dict[TaskId, dict[tuple[int, int], StoredCheckpoint]] = {}
         self._finished: Counter[tuple[str, TaskState]] = Counter()
+        self._estimates: dict[Topic, Sketch] = {}
         self._tokens: dict[str, TokenRow] = {}
         self._log: list[tuple[Event, TaskId | None]] = []
 
@@ -147,6 +149,11 @@ class MemoryStore:
         self._keep_checkpoint(decision)
         for request in decision.requests_done:
             self._requests.pop(request, None)
+        for lesson in decision.lessons:
+            self._estimates.pop(lesson.topic, None)
+            self._estimates[lesson.topic] = lesson.sketch
+        for topic in decision.forgotten:
+            self._estimates.pop(topic, None)
 
     def _keep_checkpoint(self, decision: Decision) -> None:
         saved = decision.checkpoint
@@ -190,6 +197,7 @@ class MemoryStore:
             nodes=list(self._nodes.values()),
             requests=list(self._requests.values()),
             finished=dict(self._finished),
+            estimates=list(self._estimates.items()),
         )
 
     async def events(self, after: Position, limit: int, task: TaskId | None = None) -> Sequence[Event]:

@@ -6,7 +6,14 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from service.adapters.sql import statements as sql
-from service.adapters.sql.rows import Written, event_row, row_of_request, rows_of_decision, rows_of_submission
+from service.adapters.sql.rows import (
+    Written,
+    estimate_row,
+    event_row,
+    row_of_request,
+    rows_of_decision,
+    rows_of_submission,
+)
 from service.adapters.sql.rowset import Row, SetStatement
 from service.adapters.sql.session import (
     CommitUnknown,
@@ -14,6 +21,7 @@ from service.adapters.sql.session import (
     GuardMissed,
     Session,
 )
+from service.core.estimate import Lesson, Topic
 from service.core.events import Event, NewEvent, events_of, requested, submitted
 from service.core.plan import Decision, Request, released_mb
 from service.core.task import TaskState
@@ -38,6 +46,7 @@ class Unit(ABC):
     memory: Mapping[str, int] = {}
     """Device key -> change of its leased MiB."""
     finished: Sequence[tuple[str, TaskState]] = ()
+    lessons: Sequence[Lesson] = ()
 
     def __init__(self, rows: Sequence[Written], events: Sequence[NewEvent]) -> None:
         self.rows = rows
@@ -91,6 +100,7 @@ class Change(Unit):
         self.decision = decision
         self.term = term
         self.memory = released_mb(decision)
+        self.lessons = decision.lessons
         self.finished = [(w.task.tenant, w.task.state) for w in decision.tasks if w.task.is_terminal]
 
     def on_written(self) -> None:
@@ -144,17 +154,21 @@ def _rows_by_statement(units: Sequence[Unit]) -> Mapping[SetStatement, list[Row]
     rows: dict[SetStatement, list[Row]] = defaultdict(list)
     memory: Counter[str] = Counter()
     finished: Counter[tuple[str, TaskState]] = Counter()
+    lessons: dict[Topic, Lesson] = {}
     for unit in units:
         for statement, row in unit.rows:
             rows[statement].append(row)
         memory.update(unit.memory)
         finished.update(unit.finished)
+        lessons.update((lesson.topic, lesson) for lesson in unit.lessons)
     if memory:
         rows[sql.LEASE_MEMORY] = sorted(memory.items())
     if finished:
         rows[sql.COUNT_FINISHED] = [
             (tenant, state.value, n) for (tenant, state), n in sorted(finished.items())
         ]
+    if lessons:
+        rows[sql.WRITE_ESTIMATES] = [estimate_row(lesson) for lesson in lessons.values()]
     return rows
 
 

@@ -32,6 +32,8 @@ _LEASE = tuple(tables.lease.c[field.name] for field in fields(Lease))
 _PLEDGE = tuple(tables.pledge.c[field.name] for field in fields(Pledge))
 _DEVICE = tuple(tables.device.c[field.name] for field in fields(Device))
 _SPEC = tuple(column for column in _spec.c if column.name != "tenant")  # which the task's row has
+ESTIMATE = tuple(tables.estimate.c[name] for name in ("tenant", "subject", "kind", "what", "counts"))
+_ESTIMATES = select(*ESTIMATE).order_by(tables.estimate.c.learned_at)
 _HAS_RESULT = or_(_outcome.c.result.isnot(None), _outcome.c.result_digest.isnot(None)).label("has_result")
 
 
@@ -190,6 +192,7 @@ def snapshot(connection: Connection, at: Instant) -> Snapshot:
         nodes=[rows.node_of_row(row) for row in _found(connection, select(tables.node))],
         requests=[rows.request_of_row(row) for row in _found(connection, select(tables.request))],
         finished={(tenant, TaskState(state)): n for tenant, state, n in counted},
+        estimates=[rows.estimate_of_row(row) for row in connection.execute(_ESTIMATES)],
     )
 
 

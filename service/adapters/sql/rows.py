@@ -11,6 +11,7 @@ from service.adapters.sql.rowset import Row, SetStatement, json_text
 from service.core.codec import demand_fields, demand_from
 from service.core.demand import Demand
 from service.core.device import Node
+from service.core.estimate import Lesson, Sketch, Topic, What
 from service.core.events import Event, NewEvent, task_of
 from service.core.lease import HolderKind, Lease, LeaseState
 from service.core.orders import Checkpointed
@@ -49,7 +50,7 @@ def rows_of_submission(submission: Submission) -> Iterator[Written]:
     key = submission.idempotency_key
     yield sql.INSERT_TASKS, (
         task.id, task.tenant, task.name, task.priority, demand_text(task.demand), task.submitted_at,
-        task.max_retries, task.timeout_seconds, task.grace_seconds, task.shareable, task.held,
+        task.max_retries, task.timeout_seconds, task.grace_seconds, task.shareable, task.subject, task.held,
         task.not_before, key, submission.body_hash if key is not None else None,
     )  # fmt: skip
     yield sql.INSERT_SPECS, (
@@ -68,7 +69,8 @@ def row_of_request(request: Request) -> Written:
 
 
 def rows_of_decision(decision: Decision) -> Iterator[Written]:
-    """Its rows, except the sums of leased memory and of finished tasks, which a whole group adds up.
+    """Its rows, except the sums of leased memory and of finished tasks, which a whole group adds up,
+    and except what it teaches, of which a group writes the last about each topic.
 
     What a run left behind comes with a change of its task, whose tenant it takes.
     """
@@ -97,6 +99,20 @@ def rows_of_decision(decision: Decision) -> Iterator[Written]:
         yield sql.TRIM_CHECKPOINTS, (decision.checkpoint.task,)
     for request in decision.requests_done:
         yield sql.DELETE_REQUESTS, (request,)
+    for topic in decision.forgotten:
+        yield sql.FORGET_ESTIMATES, (topic.tenant, topic.subject, topic.kind, topic.what.value)
+
+
+def estimate_row(lesson: Lesson) -> Row:
+    topic, counts = lesson.topic, json_text(lesson.sketch.counts)
+    return (topic.tenant, topic.subject, topic.kind, topic.what.value, lesson.at, counts)
+
+
+def estimate_of_row(row: Sequence[Any]) -> tuple[Topic, Sketch]:
+    """`row` has the columns of `reads.ESTIMATE`."""
+    tenant, subject, kind, what, counts = row
+    pairs = tuple((bucket, count) for bucket, count in from_json(counts))
+    return Topic(tenant, subject, kind, What(what)), Sketch(pairs)
 
 
 def _plain(value: Any) -> Any:

@@ -148,7 +148,7 @@ def _token_hash(_insert: Any, r: FromClause) -> Any:
 EVENT = _columns(tables.event, ("position", "at", "kind", "key", "version", "tenant", "fields"))
 TASK_IN = (
     "id", "tenant", "name", "priority", "demand", "submitted_at", "max_retries", "timeout_seconds",
-    "grace_seconds", "shareable", "held", "not_before", "idem_key", "body_hash",
+    "grace_seconds", "shareable", "subject", "held", "not_before", "idem_key", "body_hash",
 )  # fmt: skip
 LEASE_KEY = ("holder_kind", "holder", "fence", "rank", "device")
 DEVICE_IN = tuple(c.name for c in tables.device.c if c.name != "leased_mb")
@@ -171,13 +171,15 @@ WRITE_OUTCOMES = _insert(tables.outcome, known=OnConflict.REPLACE)
 WRITE_CHECKPOINTS = _insert(tables.checkpoint, known=OnConflict.REPLACE)
 TRIM_CHECKPOINTS = SetStatement("trim checkpoint", (tables.checkpoint.c.task,), _trim_checkpoints)
 DELETE_REQUESTS = _delete(tables.request, ("id",), exact=False)
+FORGET_ESTIMATES = _delete(tables.estimate, ("tenant", "subject", "kind", "what"), exact=False)
+WRITE_ESTIMATES = _insert(tables.estimate, known=OnConflict.REPLACE)
 COUNT_FINISHED = _add(tables.finished, "n")
 INSERT_EVENTS = _insert(tables.event, known=OnConflict.FAIL)
 
 IN_ORDER = (
     INSERT_TASKS, INSERT_SPECS, INSERT_LABELS, INSERT_REQUESTS, WRITE_NODES, WRITE_DEVICES, MOVE_TASKS,
     INSERT_LEASES, MOVE_LEASES, LEASE_MEMORY, END_PLEDGES, MAKE_PLEDGES, WRITE_OUTCOMES, WRITE_CHECKPOINTS,
-    TRIM_CHECKPOINTS, DELETE_REQUESTS, COUNT_FINISHED,
+    TRIM_CHECKPOINTS, DELETE_REQUESTS, FORGET_ESTIMATES, WRITE_ESTIMATES, COUNT_FINISHED,
 )  # fmt: skip
 """The order in which one group runs them. Devices before the leases that count on them, ends of pledges
 before new pledges of the same key."""

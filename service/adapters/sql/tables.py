@@ -25,6 +25,7 @@ from sqlalchemy import (
     text,
 )
 
+from service.core.estimate import What
 from service.core.lease import LeaseState
 from service.core.task import TERMINAL, TaskState
 
@@ -76,6 +77,7 @@ task = Table(
     Column("timeout_seconds", Double),
     Column("grace_seconds", Double, nullable=False),
     Column("shareable", Boolean, nullable=False),
+    Column("subject", Text, nullable=False),
     Column("state", Text, nullable=False, server_default=TaskState.PENDING.value),
     Column("version", Integer, nullable=False, server_default=text("1")),
     Column("fence", Integer, nullable=False, server_default=text("0")),
@@ -311,6 +313,21 @@ finished = Table(
     **HOT,
 )
 """How many tasks ever ended so; survives the removal of old tasks."""
+
+estimate = Table(
+    "estimate",
+    metadata,
+    Column("tenant", Text, nullable=False),
+    Column("subject", Text, nullable=False),
+    Column("kind", Text, nullable=False),
+    Column("what", Text, nullable=False),
+    Column("learned_at", Double, nullable=False),
+    Column("counts", Text, nullable=False),
+    PrimaryKeyConstraint("tenant", "subject", "kind", "what"),
+    one_of("what", What),
+    **HOT,
+)
+"""What past runs took. `counts` is a sketch as JSON."""
 
 token = Table(
     "token",

@@ -1,0 +1,43 @@
+"""What a World knows of past runs, and the most that each present run was measured to use."""
+
+from collections.abc import Mapping
+
+from service.core.estimate import Sketch, Topic, What
+from service.core.events import Event
+from service.core.ledger import Holding
+from service.core.units import Mib
+
+
+class Learned:
+    """Mutable, owned by one World.
+
+    Peaks live in memory only: after a restart those of the present runs begin anew.
+    """
+
+    def __init__(self) -> None:
+        self.sketches: dict[Topic, Sketch] = {}
+        """The one that learned last comes last."""
+        self.peaks: dict[str, Mib] = {}
+        """Lease key -> the most that its holder was measured to use of its device."""
+
+    def put(self, topic: Topic, sketch: Sketch) -> None:
+        self.sketches.pop(topic, None)
+        self.sketches[topic] = sketch
+
+    def sketch(self, topic: Topic) -> Sketch:
+        """Empty if nothing was learned about it."""
+        return self.sketches.get(topic, Sketch())
+
+    def apply(self, event: Event, what: str) -> None:
+        for kind, about, value in event.fields["values"]:
+            topic = Topic(event.tenant, event.key, kind, What(about))
+            if what == "learned":
+                self.put(topic, self.sketch(topic).add(value))
+            else:
+                self.sketches.pop(topic, None)
+
+    def measure(self, holdings: Mapping[str, Holding]) -> None:
+        """Look at the holdings of a device after it was measured."""
+        for key, holding in holdings.items():
+            if holding.measured_mb > self.peaks.get(key, 0):
+                self.peaks[key] = holding.measured_mb

@@ -1,0 +1,78 @@
+"""What the end of a run teaches about the next run of the same subject."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import islice
+
+from service.core.estimate import Lesson, Sketch, Topic, What
+from service.core.plan import Decision, TaskWrite
+from service.core.task import Move, Task
+from service.core.units import Instant
+from service.core.world import World
+
+MOST_TOPICS = 10_000
+"""With more, those are forgotten that have learned nothing for the longest time."""
+
+_OTHER_ENDS = frozenset({Move.REQUEUED, Move.FAILED, Move.CANCELLED})
+
+
+def learn(
+    world: World, decisions: Sequence[Decision], now: Instant, most_topics: int = MOST_TOPICS
+) -> list[Decision]:
+    """The decisions of one batch, each with what the runs that it ends teach.
+
+    A run that succeeded teaches the most that it used of each kind of device, and how long it took unless
+    it resumed earlier work. One that ended otherwise did not do its work and teaches nothing, except how
+    much memory it took where that was more than its lease: else nobody would ever lease enough.
+    """
+    known: dict[Topic, Sketch] = {}
+    taught: list[Decision] = []
+    for decision in decisions:
+        lessons: list[Lesson] = []
+        for write in decision.tasks:
+            for topic, value in _values(world, write):
+                sketch = known.get(topic) or world.learned.sketch(topic)
+                known[topic] = sketch.add(value)
+                lessons.append(Lesson(topic, value, known[topic], now))
+        taught.append(replace(decision, lessons=tuple(lessons)) if lessons else decision)
+    if known:
+        last = max(at for at, decision in enumerate(taught) if decision.lessons)
+        taught[last] = replace(taught[last], forgotten=_too_many(world, known, most_topics))
+    return taught
+
+
+def _values(world: World, write: TaskWrite) -> Iterator[tuple[Topic, float]]:
+    before, after = world.tasks.get(write.task.id), write.task
+    if before is None or not before.subject or not before.is_active:
+        return
+    succeeded = write.what is Move.SUCCEEDED
+    if not succeeded and write.what not in _OTHER_ENDS:
+        return
+    peaks: dict[str, int] = {}
+    kinds: set[str] = set()
+    for lease in world.leases_of(before):
+        kind = world.books[lease.device].device.kind
+        kinds.add(kind)
+        peak = world.learned.peaks.get(lease.key, 0)
+        if succeeded or peak > lease.mb:
+            peaks[kind] = max(peak, peaks.get(kind, 0))
+    for kind in sorted(peaks):
+        if peaks[kind] > 0:  # else the run was over before its device was measured
+            yield Topic(before.tenant, before.subject, kind, What.GPU_MB), peaks[kind]
+    if succeeded and (seconds := _run_seconds(after)) is not None:
+        yield Topic(before.tenant, before.subject, min(kinds, default=""), What.SECONDS), seconds
+
+
+def _run_seconds(task: Task) -> float | None:
+    """How long the whole work took; None if nobody knows."""
+    if task.started_at is None or task.finished_at is None:
+        return None
+    resumed = task.checkpoint_at is not None and task.checkpoint_at < task.started_at
+    return None if resumed else round(task.finished_at - task.started_at, 3)
+
+
+def _too_many(world: World, learning: dict[Topic, Sketch], most_topics: int) -> tuple[Topic, ...]:
+    known = world.learned.sketches
+    excess = len(known) + sum(topic not in known for topic in learning) - most_topics
+    idle = (topic for topic in known if topic not in learning)
+    return tuple(islice(idle, max(0, excess)))

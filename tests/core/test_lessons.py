@@ -1,0 +1,184 @@
+"""What the end of a run teaches, and what it does not."""
+
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from service.core.estimate import RELATIVE_ERROR, Lesson, Topic, What
+from service.core.lessons import learn
+from service.core.orders import Ended, Ending, Gone, Report
+from service.core.plan import Decision, Request
+from service.core.policy import Policy
+from service.core.requests import carry_out
+from service.core.runs import react
+from service.core.task import StopReason, TaskState
+from service.core.units import Fence, Instant, TaskId
+from service.core.world import World
+from tests.builders import (
+    GIB,
+    NOW,
+    Holding,
+    a_device,
+    a_lease,
+    a_node,
+    a_sample,
+    a_task,
+    a_world,
+    commit,
+    holding,
+    key,
+)
+
+SIZE = Topic("default", "resnet", "H100", What.GPU_MB)
+TIME = Topic("default", "resnet", "H100", What.SECONDS)
+
+
+def a_run(id: str = "run", *devices: str, **fields: Any) -> Holding:
+    """A run of resnet for 100 s on a device, of which it leased 10 GiB."""
+    task = a_task(id, subject="resnet", gpu_mb=10 * GIB)
+    return holding(task, *(devices or ("gpu0",)), **fields)
+
+
+def measured(world: World, mb: int, id: str = "run", device: str = "gpu0") -> None:
+    world.measure([a_sample(device, used_mb=mb, by_holder={f"{id}:1": mb})])
+
+
+def ended(id: str = "run", ending: Ending = Ending.SUCCEEDED) -> Ended:
+    return Ended(TaskId(id), Fence(1), NOW, ending)
+
+
+def taught(world: World, *reports: Report, most_topics: int = 100) -> list[Decision]:
+    return learn(world, react(world, reports, NOW, Policy()), NOW, most_topics)
+
+
+def lessons(decisions: Iterable[Decision]) -> dict[Topic, float]:
+    return {lesson.topic: lesson.value for decision in decisions for lesson in decision.lessons}
+
+
+def test_a_run_that_succeeded_teaches_its_peak_and_its_time():
+    world = a_world(a_run())
+    for mb in (3 * GIB, 8 * GIB, 5 * GIB):
+        measured(world, mb)
+    assert lessons(taught(world, ended())) == {SIZE: 8 * GIB, TIME: 100.0}
+
+
+def test_a_run_without_a_device_teaches_its_time():
+    world = a_world(a_node(), holding(a_task("run", subject="resnet", cpu=1.0), node="n1"))
+    assert lessons(taught(world, ended())) == {replace(TIME, kind=""): 100.0}
+
+
+def test_a_run_that_was_over_before_its_device_was_measured_teaches_no_size():
+    assert lessons(taught(a_world(a_run()), ended())) == {TIME: 100.0}
+
+
+def test_of_several_devices_of_a_kind_the_one_that_it_used_most_counts():
+    world = a_world(a_device("gpu0"), a_device("gpu1"), a_run("run", "gpu0", "gpu1"))
+    measured(world, 2 * GIB)
+    measured(world, 6 * GIB, device="gpu1")
+    assert lessons(taught(world, ended()))[SIZE] == 6 * GIB
+
+
+def test_each_kind_of_device_has_a_size_of_its_own():
+    world = a_world(a_device("gpu0"), a_device("gpu1", kind="L4"), a_run("run", "gpu0", "gpu1"))
+    measured(world, 2 * GIB)
+    measured(world, 1 * GIB, device="gpu1")
+    sizes = {
+        topic.kind: mb for topic, mb in lessons(taught(world, ended())).items() if topic.what == "gpu_mb"
+    }
+    assert sizes == {"H100": 2 * GIB, "L4": 1 * GIB}
+
+
+def test_a_run_that_resumed_earlier_work_does_not_teach_its_time():
+    world = a_world(a_run(checkpoint_at=Instant(NOW - 200.0)))
+    measured(world, GIB)
+    assert lessons(taught(world, ended())) == {SIZE: GIB}
+
+
+def test_a_checkpoint_of_its_own_changes_nothing():
+    assert TIME in lessons(taught(a_world(a_run(checkpoint_at=Instant(NOW - 50.0))), ended()))
+
+
+@pytest.mark.parametrize("peak_mb", [4 * GIB, 10 * GIB])
+def test_a_run_that_failed_within_its_lease_teaches_nothing(peak_mb: int):
+    world = a_world(a_run())
+    measured(world, peak_mb)
+    assert lessons(taught(world, ended(ending=Ending.FAILED))) == {}
+
+
+def test_a_run_that_failed_above_its_lease_teaches_what_it_took():
+    world = a_world(a_run())
+    measured(world, 14 * GIB)
+    assert lessons(taught(world, ended(ending=Ending.FAILED))) == {SIZE: 14 * GIB}
+
+
+def test_a_run_that_was_stopped_above_its_lease_teaches_what_it_took():
+    deadline_at = Instant(NOW + 30.0)
+    stopping = {"stop_reason": StopReason.PREEMPT, "stop_deadline_at": deadline_at}
+    world = a_world(a_run(state=TaskState.STOPPING, **stopping))
+    measured(world, 14 * GIB)
+    gone = Gone(TaskId("run"), Fence(1), NOW, "process_absent")
+    assert lessons(taught(world, gone)) == {SIZE: 14 * GIB}
+
+
+def test_nothing_is_learned_without_a_subject():
+    world = a_world(holding(a_task("run", gpu_mb=10 * GIB), "gpu0"))
+    measured(world, GIB)
+    assert lessons(taught(world, ended())) == {}
+
+
+def test_the_end_of_a_task_that_waits_again_teaches_nothing_twice():
+    claimed = replace(a_task("run", subject="resnet", gpu_mb=10 * GIB), fence=Fence(1))
+    world = a_world(claimed, a_lease(claimed, "gpu0", 10 * GIB))
+    measured(world, 14 * GIB)
+    cancelled = carry_out(world, Request("r1", TaskId("run"), "default", "cancel", {}, NOW), NOW)
+    assert lessons(learn(world, [cancelled], NOW)) == {}
+
+
+def test_a_run_that_never_said_when_it_began_does_not_teach_its_time():
+    world = a_world(a_run(state=TaskState.ADMITTED))
+    assert lessons(taught(world, ended())) == {}
+
+
+def test_two_ends_in_one_batch_both_count():
+    world = a_world(a_run("one"), a_run("two"))
+    decisions = taught(world, ended("one"), ended("two"))
+    written = [lesson.sketch.n for d in decisions for lesson in d.lessons if lesson.topic == TIME]
+    assert written == [1, 2]
+    commit(world, decisions)
+    assert world.learned.sketches[TIME].n == 2
+
+
+def test_the_log_holds_values_and_the_world_makes_the_sketch_that_the_row_holds():
+    world = a_world(a_run())
+    measured(world, 8 * GIB)
+    decisions = taught(world, ended())
+    commit(world, decisions)
+    rows = {lesson.topic: lesson.sketch for decision in decisions for lesson in decision.lessons}
+    assert world.learned.sketches == rows
+    median = world.learned.sketches[SIZE].quantile(0.5)
+    assert median == pytest.approx(8 * GIB, rel=RELATIVE_ERROR)
+
+
+def test_with_too_many_topics_the_one_that_learned_nothing_for_the_longest_time_goes():
+    world = a_world()
+    for name in ("first", "second", "third"):
+        topic = replace(TIME, subject=name)
+        commit(world, Decision("x", "ended", lessons=(Lesson(topic, 1.0, world.learned.sketch(topic), NOW),)))
+    again = replace(TIME, subject="first")
+    commit(world, Decision("x", "ended", lessons=(Lesson(again, 2.0, world.learned.sketch(again), NOW),)))
+    world.add_task(a_run().task)
+    for lease in a_run().leases:
+        world.add_lease(lease)
+    commit(world, taught(world, ended(), most_topics=3))
+    assert [topic.subject for topic in world.learned.sketches] == ["third", "first", "resnet"]
+
+
+def test_a_peak_is_forgotten_with_its_lease():
+    world = a_world(a_run())
+    measured(world, 8 * GIB)
+    commit(world, taught(world, ended(), Gone(TaskId("run"), Fence(1), NOW, "process_absent")))
+    measured(world, 8 * GIB)
+    assert world.learned.peaks == {}
+    assert world.books[key("gpu0")].holdings == {}
