@@ -98,6 +98,31 @@ class RaySettings(Section):
     """Names of the service's environment variables that tasks get too."""
 
 
+class CustomSettings(Section):
+    """A custom resource: how much there is of it, and for whom."""
+
+    limit: Annotated[float, Field(ge=0)]
+    per: Literal["cluster", "node"] = "cluster"
+    """Of `node`, each node has so much."""
+    priority_threshold: Annotated[int, Field(ge=0, le=100), BeforeValidator(_band_value)] = 0
+    """Tasks of lower priority are given none."""
+
+
+def _limit_alone(value: Any) -> Any:
+    """A number is the amount that the cluster has in all."""
+    return {"limit": value} if isinstance(value, int | float | str) else value
+
+
+class MaximumSettings(Section):
+    """The most that one task may ask for; what is left out is not limited."""
+
+    gpus: Annotated[int, Field(ge=0)] | None = None
+    gpu_mb: Annotated[int, Field(gt=0)] | None = None
+    """MiB per GPU. Whole GPUs and shares are not given then: they differ from GPU to GPU."""
+    cpu: Annotated[float, Field(ge=0)] | None = None
+    memory_mb: Annotated[int, Field(ge=0)] | None = None
+
+
 class PolicySettings(Section):
     ageing_seconds_per_point: Annotated[float, Field(gt=0)] = 60.0
     preemption: bool = True
@@ -109,8 +134,9 @@ class PolicySettings(Section):
     retry_first_seconds: Annotated[float, Field(gt=0)] = 1.0
     retry_factor: Annotated[float, Field(ge=1)] = 2.0
     retry_cap_seconds: Annotated[float, Field(gt=0)] = 300.0
-    custom_limits: dict[str, Annotated[float, Field(ge=0)]] = {}
-    """Cluster-wide amounts of custom resources, by name."""
+    custom_limits: dict[str, Annotated[CustomSettings, BeforeValidator(_limit_alone)]] = {}
+    """Amounts of custom resources, by name."""
+    maximum: MaximumSettings = MaximumSettings()
 
 
 class LimitSettings(Section):
@@ -133,6 +159,18 @@ class DefaultSettings(Section):
     """For tasks without a GPU; those with one take none unless they say so."""
     max_retries: Annotated[int, Field(ge=0, le=100)] = 0
     grace_seconds: Annotated[float, Field(ge=0, le=3600)] = 30.0
+
+
+class ModelTypeSettings(Section):
+    """What a submit that names this model type and leaves it out gets."""
+
+    priority: Annotated[int, Field(ge=0, le=100), BeforeValidator(_band_value)] | None = None
+    gpu_mb: Annotated[int, Field(gt=0)] | None = None
+    """Only for a submit that says nothing of GPUs."""
+    cpu: Annotated[float, Field(ge=0)] | None = None
+    memory_mb: Annotated[int, Field(ge=0)] | None = None
+    timeout_seconds: Annotated[float, Field(gt=0)] | None = None
+    max_retries: Annotated[int, Field(ge=0, le=100)] | None = None
 
 
 class Settings(BaseSettings):
@@ -172,6 +210,8 @@ class Settings(BaseSettings):
     policy: PolicySettings = PolicySettings()
     limits: LimitSettings = LimitSettings()
     defaults: DefaultSettings = DefaultSettings()
+    model_types: dict[str, ModelTypeSettings] = {}
+    """Defaults by `model_type`; they win over `defaults`."""
 
     @field_validator("data_dir")
     @classmethod

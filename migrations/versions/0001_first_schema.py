@@ -205,6 +205,7 @@ def _nodes_and_devices() -> None:
         sa.Column("ready", sa.Boolean(), nullable=False),
         sa.Column("cordoned", sa.Boolean(), nullable=False),
         sa.Column("labels", sa.Text(), nullable=False),
+        sa.Column("custom", sa.Text(), nullable=False),
         sa.Column("version", sa.Integer(), nullable=False),
         sa.PrimaryKeyConstraint("name", name=op.f("pk_node")),
         **HOT,

@@ -8,11 +8,11 @@ from service.adapters.memory.executor import SimulatedNode, WaitingExecutor
 from service.adapters.ray.executor import RayExecutor
 from service.adapters.ray.options import RayOptions
 from service.core.orders import SeenDevice
-from service.core.policy import Policy
+from service.core.policy import CustomLimit, Maximum, Policy
 from service.core.reconcile import InventoryRules
 from service.core.units import Mib, Seconds
 from service.core.world import World
-from service.gateway.parts import Defaults, Limits
+from service.gateway.parts import Defaults, Limits, ModelType
 from service.ports import Clock, Executor, Snapshot
 from service.settings import Settings
 
@@ -21,8 +21,12 @@ MIB_BYTES = 2**20
 
 def policy_of(settings: Settings) -> Policy:
     chosen = settings.policy.model_dump()
-    limits = tuple(sorted(chosen.pop("custom_limits").items()))
-    return Policy(**chosen, custom_limits=limits)
+    chosen["maximum"] = Maximum(**chosen["maximum"])
+    chosen["custom_limits"] = tuple(
+        CustomLimit(name, custom.limit, custom.per == "node", custom.priority_threshold)
+        for name, custom in sorted(settings.policy.custom_limits.items())
+    )
+    return Policy(**chosen)
 
 
 def new_executor(settings: Settings, clock: Clock) -> Executor:
@@ -75,6 +79,11 @@ def inventory_rules_of(settings: Settings) -> InventoryRules:
         cluster=settings.ray.cluster,
         reserve_mb=Mib(settings.device_reserve_mb),
         declared_foreign_mb={name: Mib(mb) for name, mb in settings.declared_foreign_mb.items()},
+        node_custom=tuple(
+            (name, custom.limit)
+            for name, custom in sorted(settings.policy.custom_limits.items())
+            if custom.per == "node"
+        ),
     )
 
 
@@ -94,6 +103,7 @@ def defaults_of(settings: Settings) -> Defaults:
         cpu=given.cpu,
         max_retries=given.max_retries,
         grace_seconds=Seconds(given.grace_seconds),
+        model_types={name: ModelType(**chosen.model_dump()) for name, chosen in settings.model_types.items()},
     )
 
 

@@ -13,11 +13,24 @@ from service.core.units import in_gib
 @dataclass(frozen=True, slots=True)
 class Refusal:
     code: str
-    """exceeds-capacity or unknown-resource."""
+    """exceeds-capacity, exceeds-maximum, unknown-resource or priority-too-low."""
     message: str
     """What was asked, what there is, what to do."""
     field: str
     """The field of the demand that is at fault: gpu_mb, gpu_fraction, gpus, cpu, memory_mb, custom/NAME."""
+
+
+def check_priority(demand: Demand, priority: int, policy: Policy) -> Refusal | None:
+    """Why a task of this priority is never given what it asks for, however much there is; or None."""
+    asked = dict(demand.custom)
+    for limit in policy.custom_limits:
+        if limit.name in asked and priority < limit.priority_threshold:
+            message = (
+                f"{limit.name!r} is for tasks of priority {limit.priority_threshold} and above, and this one "
+                f"has {priority}; raise its priority, or do without {limit.name!r}"
+            )
+            return Refusal("priority-too-low", message, f"custom/{limit.name}")
+    return None
 
 
 def check(demand: Demand, devices: Iterable[Device], nodes: Iterable[Node], policy: Policy) -> Refusal | None:
@@ -26,7 +39,7 @@ def check(demand: Demand, devices: Iterable[Device], nodes: Iterable[Node], poli
     While no node is known, a service that has just started cannot tell; it lets every size pass.
     """
     known = sorted(nodes, key=lambda node: node.name)
-    refusal = _over_limit(demand, policy)
+    refusal = _over_maximum(demand, policy) or _over_limit(demand, policy)
     if refusal is not None or not known:
         return refusal
     if not demand.gpus:
@@ -35,15 +48,41 @@ def check(demand: Demand, devices: Iterable[Device], nodes: Iterable[Node], poli
     return _over_devices(demand, [device for device in devices if device.node in names], known)
 
 
+def _over_maximum(demand: Demand, policy: Policy) -> Refusal | None:
+    """Where the size per GPU is limited, it must be stated: whole GPUs and shares differ from GPU to GPU."""
+    most = policy.maximum
+    if most.gpu_mb is not None and _differs_by_device(demand):
+        message = (
+            f"one task may have at most {in_gib(most.gpu_mb)} of a GPU here, so whole GPUs and shares are "
+            "not given; say how much with gpu_mb"
+        )
+        return Refusal("exceeds-maximum", message, "gpu_mb")
+    for field, asked, limit in (
+        ("gpus", demand.gpus, most.gpus),
+        ("gpu_mb", demand.gpu_mb or 0, most.gpu_mb),
+        ("cpu", demand.cpu, most.cpu),
+        ("memory_mb", demand.memory_mb, most.memory_mb),
+    ):
+        if limit is not None and asked > limit:
+            message = f"{field} {asked}: one task may have at most {limit} here; ask for less"
+            return Refusal("exceeds-maximum", message, field)
+    return None
+
+
+def _differs_by_device(demand: Demand) -> bool:
+    return demand.takes_whole_devices or demand.gpu_fraction is not None
+
+
 def _over_limit(demand: Demand, policy: Policy) -> Refusal | None:
-    limits = dict(policy.custom_limits)
-    for name, amount in demand.custom:
+    limits = {limit.name: limit for limit in policy.custom_limits}
+    for name, asked in demand.custom:
         if name not in limits:
             known = ", ".join(limits) or "none"
             message = f"nobody offers the resource {name!r}; configured are: {known}"
             return Refusal("unknown-resource", message, f"custom/{name}")
-        if amount > limits[name]:
-            message = f"{amount:g} of {name!r} exceed the cluster's limit of {limits[name]:g}; ask for less"
+        if asked > limits[name].amount:
+            whose = "each node's" if limits[name].per_node else "the cluster's"
+            message = f"{asked:g} of {name!r} exceed {whose} limit of {limits[name].amount:g}; ask for less"
             return Refusal("exceeds-capacity", message, f"custom/{name}")
     return None
 

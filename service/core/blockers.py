@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from service.core.admission import check
+from service.core.admission import check, check_priority
 from service.core.ledger import Book
 from service.core.reasons import Reason
 from service.core.survey import OPEN, DeviceFinding, NodeFinding, Survey, Verdict
@@ -29,6 +29,7 @@ def room_blockers(seen: Survey) -> list[Blocker]:
     demand, world = seen.task.demand, seen.draft.world
     devices = [book.device for book in world.books.values()]
     refusal = check(demand, devices, world.nodes.values(), seen.policy)
+    refusal = refusal or check_priority(demand, seen.task.priority, seen.policy)
     if refusal is not None:
         return [Blocker(Reason.EXCEEDS_CAPACITY, refusal.message)]
     blockers = _custom(seen)
@@ -64,7 +65,8 @@ def _is_open(node: NodeFinding, gpus: int) -> bool:
 
 
 def _custom(seen: Survey) -> list[Blocker]:
-    limits, asked = dict(seen.policy.custom_limits), dict(seen.task.demand.custom)
+    limits = {limit.name: limit.amount for limit in seen.policy.custom_limits}
+    asked = dict(seen.task.demand.custom)
     return [
         Blocker(
             Reason.CONCURRENCY_LIMITED,
@@ -114,6 +116,11 @@ def _no_headroom(seen: Survey, nodes: list[NodeFinding]) -> Blocker:
     if room.memory_mb < demand.memory_mb:
         left = in_gib(max(0, room.memory_mb))
         short.append(f"{in_gib(demand.memory_mb)} of host memory, of which {left} are left")
+    asked, left_of = dict(demand.custom), dict(room.custom)
+    short += [
+        f"{asked[name]:g} of {name!r}, of which {max(0.0, left_of[name]):g} are left"
+        for name in room.short_of(task)
+    ]
     message = f"needs {'; '.join(short)} (on {best}, the node with the most CPU left)"
     return Blocker(Reason.CONCURRENCY_LIMITED, message)
 

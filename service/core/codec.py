@@ -124,12 +124,14 @@ def device_from(fields: Fields) -> Device:
 def node_fields(node: Node) -> dict[str, Any]:
     row = {name: getattr(node, name) for name in _NODE_NAMES}
     row["labels"] = [list(pair) for pair in node.labels]
+    row["custom"] = [list(pair) for pair in node.custom]
     return row
 
 
 def node_from(fields: Fields) -> Node:
     row = dict(fields)
     row["labels"] = tuple((str(name), str(value)) for name, value in row["labels"])
+    row["custom"] = tuple((str(name), float(amount)) for name, amount in row["custom"])
     return Node(**row)
 
 

@@ -66,4 +66,6 @@ class Node:
     """The agent has answered this leader's term; otherwise nothing is placed here."""
     cordoned: bool = False
     labels: tuple[tuple[str, str], ...] = ()
+    custom: tuple[tuple[str, float], ...] = ()
+    """Amounts of the custom resources that each node has for itself, sorted by name."""
     version: int = 1

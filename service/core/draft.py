@@ -2,12 +2,13 @@
 
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from math import inf
 from typing import NamedTuple
 
 from service.core.errors import Overcommitted
 from service.core.lease import Lease, Pledge
 from service.core.ledger import Book
-from service.core.policy import Policy
+from service.core.policy import CustomLimit, Policy
 from service.core.task import Task, TaskState
 from service.core.units import DeviceKey, Instant, NodeName, TaskId
 from service.core.world import NodeUse, World, count_custom, notice_of
@@ -19,16 +20,30 @@ class Headroom(NamedTuple):
     cpu: float
     memory_mb: int
     runs: int
+    custom: tuple[tuple[str, float], ...] = ()
+    """Of the custom resources that each node has for itself."""
 
     def fits(self, task: Task) -> bool:
         demand = task.demand
-        return self.runs >= 1 and self.cpu >= demand.cpu and self.memory_mb >= demand.memory_mb
+        enough = self.runs >= 1 and self.cpu >= demand.cpu and self.memory_mb >= demand.memory_mb
+        return enough and not self.short_of(task)
+
+    def short_of(self, task: Task) -> list[str]:
+        """The node's own resources of which there is too little left, in name order."""
+        if not (self.custom and task.demand.custom):
+            return []
+        asked = dict(task.demand.custom)
+        return [name for name, left in self.custom if asked.get(name, 0.0) > left]
 
     def with_room_of(self, task: Task, sign: int = 1) -> "Headroom":
         """As if the task had left (or, with -1, come)."""
         demand = task.demand
         cpu = round(self.cpu + sign * demand.cpu, 6)
-        return Headroom(cpu, self.memory_mb + sign * demand.memory_mb, self.runs + sign)
+        custom = self.custom
+        if custom and demand.custom:
+            took = dict(demand.custom)
+            custom = tuple((name, round(left + sign * took.get(name, 0.0), 6)) for name, left in custom)
+        return Headroom(cpu, self.memory_mb + sign * demand.memory_mb, self.runs + sign, custom)
 
 
 class Draft:
@@ -103,7 +118,9 @@ class Draft:
         A preemptor with pledges here will need a run slot, CPU and host memory too when its devices are free.
         """
         row, use = self.world.nodes[node], self.use(node)
-        room = Headroom(round(row.cpu - use.cpu, 6), row.memory_mb - use.memory_mb, row.max_runs - use.runs)
+        custom = tuple((name, round(has - use.custom.get(name, 0.0), 6)) for name, has in row.custom)
+        cpu = round(row.cpu - use.cpu, 6)
+        room = Headroom(cpu, row.memory_mb - use.memory_mb, row.max_runs - use.runs, custom)
         for other in self._respected(node, task, priority):
             room = room.with_room_of(other, -1)
         return room
@@ -116,11 +133,18 @@ class Draft:
                 room = room.with_room_of(run)
         return room
 
-    def short_of(self, task: Task, limits: Iterable[tuple[str, float]]) -> list[str]:
-        """The cluster-wide resources of which there is too little left for this task now, in name order."""
+    def short_of(self, task: Task, limits: Iterable[CustomLimit]) -> list[str]:
+        """The cluster-wide resources of which there is too little left for this task now, in name order.
+
+        Of what is kept for higher priorities there is nothing, and a node's own resources never fall short
+        here: `Headroom` knows those.
+        """
         if not task.demand.custom:
             return []
-        left = {name: limit - self.custom_use.get(name, 0.0) for name, limit in limits}
+        left: dict[str, float] = {}
+        for limit in limits:
+            there_is = inf if limit.per_node else limit.amount - self.custom_use.get(limit.name, 0.0)
+            left[limit.name] = there_is if task.priority >= limit.priority_threshold else 0.0
         for node in self._preemptors():
             for other in self._respected(node, task.id, task.priority):
                 for name, amount in other.demand.custom:

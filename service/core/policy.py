@@ -1,8 +1,9 @@
 """The operator's choices that decisions depend on, as one value."""
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
-from service.core.units import Seconds
+from service.core.units import Mib, Seconds
 
 BANDS: tuple[tuple[str, int, int], ...] = (
     ("critical", 90, 100),
@@ -25,6 +26,28 @@ def band_of(priority: int) -> tuple[str, int, int]:
     raise ValueError(f"priority {priority} lies outside 0..100")
 
 
+class CustomLimit(NamedTuple):
+    """How much there is of a custom resource, and for whom."""
+
+    name: str
+    amount: float
+    per_node: bool = False
+    """Each node has so much of it; otherwise the cluster has, in all."""
+    priority_threshold: int = 0
+    """Tasks of lower priority are given none."""
+
+
+@dataclass(frozen=True, slots=True)
+class Maximum:
+    """The most that one task may ask for, whatever the cluster has; None is no limit."""
+
+    gpus: int | None = None
+    gpu_mb: Mib | None = None
+    """Per GPU."""
+    cpu: float | None = None
+    memory_mb: Mib | None = None
+
+
 @dataclass(frozen=True, slots=True)
 class Policy:
     ageing_seconds_per_point: Seconds = Seconds(60.0)
@@ -45,5 +68,6 @@ class Policy:
     retry_first_seconds: Seconds = Seconds(1.0)
     retry_factor: float = 2.0
     retry_cap_seconds: Seconds = Seconds(300.0)
-    custom_limits: tuple[tuple[str, float], ...] = ()
-    """Cluster-wide amounts of custom resources, sorted by name."""
+    custom_limits: tuple[CustomLimit, ...] = ()
+    """Sorted by name."""
+    maximum: Maximum = Maximum()  # frozen

@@ -34,6 +34,8 @@ class InventoryRules:
     reserve_mb: Mib = Mib(0)
     declared_foreign_mb: Mapping[str, Mib] = field(default_factory=dict)
     """Per GPU, by the name of its node or by its kind; the node's number wins."""
+    node_custom: tuple[tuple[str, float], ...] = ()
+    """Amounts of the custom resources that each node has for itself, sorted by name."""
 
 
 def reconcile(
@@ -45,7 +47,7 @@ def reconcile(
     the agent knows are killed.
     """
     decisions = []
-    nodes, devices = _node_row(world, seen), _device_rows(world, seen, rules)
+    nodes, devices = _node_row(world, seen, rules), _device_rows(world, seen, rules)
     if nodes or devices:
         gone = [device.key for device in devices if not device.present]
         pledges = dissolved(world, gone)
@@ -58,12 +60,13 @@ def reconcile(
     return decisions
 
 
-def _node_row(world: World, seen: NodeSeen) -> tuple[Node, ...]:
+def _node_row(world: World, seen: NodeSeen, rules: InventoryRules) -> tuple[Node, ...]:
     """Whether it is cordoned is the operator's word, not the agent's."""
     known = world.nodes.get(seen.node.name)
+    row = replace(seen.node, ready=True, version=1, custom=rules.node_custom)
     if known is None:
-        return (replace(seen.node, ready=True, version=1),)
-    row = replace(seen.node, ready=True, cordoned=known.cordoned, version=known.version)
+        return (row,)
+    row = replace(row, cordoned=known.cordoned, version=known.version)
     return () if row == known else (replace(row, version=known.version + 1),)
 
 

@@ -28,22 +28,26 @@ Claim = tuple[str, int]
 
 
 class NodeUse:
-    """What the active runs of one node take of its CPU, host memory and run slots."""
+    """What the active runs of one node take of its CPU, host memory, run slots and custom resources."""
 
-    __slots__ = ("cpu", "memory_mb", "runs")
+    __slots__ = ("cpu", "custom", "memory_mb", "runs")
 
     def __init__(self, cpu: float = 0.0, memory_mb: int = 0, runs: int = 0) -> None:
         self.cpu = cpu
         self.memory_mb = memory_mb
         self.runs = runs
+        self.custom: dict[str, float] = {}
 
     def copy(self) -> "NodeUse":
-        return NodeUse(self.cpu, self.memory_mb, self.runs)
+        twin = NodeUse(self.cpu, self.memory_mb, self.runs)
+        twin.custom = dict(self.custom)
+        return twin
 
     def count(self, task: Task, sign: int) -> None:
         self.cpu = round(self.cpu + sign * task.demand.cpu, 6)
         self.memory_mb += sign * task.demand.memory_mb
         self.runs += sign
+        count_custom(self.custom, task, sign)
 
 
 def count_custom(use: dict[str, float], task: Task, sign: int) -> None:

@@ -1,6 +1,6 @@
 """Whether a demand could ever run here, remembered per demand: a large cluster is not searched per submit."""
 
-from service.core.admission import Refusal, check
+from service.core.admission import Refusal, check, check_priority
 from service.core.demand import Demand
 from service.core.policy import Policy
 from service.core.world import World
@@ -19,11 +19,18 @@ class Capacity:
         self._known: dict[Demand, Refusal | None] = {}
         self._inventory_version = -1
 
-    def check(self, demand: Demand) -> None:
-        """Raises Problem for a demand that no device, node or limit could ever satisfy."""
-        refusal = self._refusal(demand)
+    def check(self, demand: Demand, priority: int) -> None:
+        """Raises Problem for a demand that could never be satisfied, or never at this priority."""
+        refusal = self._refusal(demand) or check_priority(demand, priority, self._policy)
         if refusal is not None:
             fault = Fault(pointer=f"/resources/{refusal.field}", detail=refusal.message, code=refusal.code)
+            raise Problem(refusal.code, refusal.message, errors=[fault])
+
+    def check_priority(self, demand: Demand, priority: int) -> None:
+        """Raises Problem for a priority at which a task would never get what it asks for."""
+        refusal = check_priority(demand, priority, self._policy)
+        if refusal is not None:
+            fault = Fault(pointer="/priority", detail=refusal.message, code=refusal.code)
             raise Problem(refusal.code, refusal.message, errors=[fault])
 
     def _refusal(self, demand: Demand) -> Refusal | None:

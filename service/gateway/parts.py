@@ -35,6 +35,19 @@ class Limits:
 
 
 @dataclass(frozen=True, slots=True)
+class ModelType:
+    """What a submit of this model type gets where it says nothing; None: what every submit gets."""
+
+    priority: int | None = None
+    gpu_mb: int | None = None
+    """Only for a submit that says nothing of GPUs."""
+    cpu: float | None = None
+    memory_mb: int | None = None
+    timeout_seconds: float | None = None
+    max_retries: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Defaults:
     """What a submit that leaves it out gets."""
 
@@ -42,6 +55,7 @@ class Defaults:
     cpu: float = 1.0
     max_retries: int = 0
     grace_seconds: Seconds = Seconds(30.0)
+    model_types: Mapping[str, ModelType] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

@@ -209,11 +209,15 @@ class Resources(Body):
         ]
         | None
     ) = None
-    memory_mb: Annotated[int, Field(ge=0, le=1_073_741_824)] = 0
+    memory_mb: Annotated[int, Field(ge=0, le=1_073_741_824, description="Left out: 0.")] | None = None
     custom: Annotated[
         dict[LabelKey, Annotated[float, Field(gt=0, le=1e9)]],
         Field(max_length=32, description="Amounts of resources that the operator named."),
     ] = Field(default_factory=dict)
+
+    @property
+    def mentions_gpus(self) -> bool:
+        return self.gpus is not None or self.wants_gpu
 
     @property
     def wants_gpu(self) -> bool:
@@ -237,7 +241,11 @@ class SubmitTask(Body):
     run: Run
     name: Name = ""
     priority: Priority | None = None
-    model_type: Annotated[str, _line(100)] = ""
+    model_type: Annotated[
+        str,
+        _line(100),
+        Field(description="The operator may have set defaults for it: priority, sizes, timeout, retries."),
+    ] = ""
     resources: Resources = Resources()
     placement: Annotated[
         Literal["pack", "spread"],

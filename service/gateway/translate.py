@@ -13,9 +13,9 @@ from service.core.policy import band_of
 from service.core.task import Task
 from service.core.units import Instant, Mib, Seconds, TaskId
 from service.gateway.faults import refused
-from service.gateway.parts import Defaults
+from service.gateway.parts import Defaults, ModelType
 from service.gateway.problems import Fault
-from service.gateway.schemas import Command, Entrypoint, Function, Resources, SubmitTask
+from service.gateway.schemas import Command, Entrypoint, Function, SubmitTask
 from service.gateway.views import (
     DeviceShare,
     ErrorView,
@@ -34,41 +34,52 @@ _NO_ARGUMENTS = b'{"args":[],"kwargs":{}}'
 _STRICT_JSON = json.JSONEncoder(allow_nan=False, ensure_ascii=False, separators=(",", ":"))
 
 
-def demand_of(resources: Resources, placement: str, defaults: Defaults) -> Demand:
+_NO_TYPE = ModelType()
+
+
+def demand_of(body: SubmitTask, defaults: Defaults) -> Demand:
     """A GPU size without a number of GPUs means one. CPU left out is the default, or none beside GPUs."""
-    gpus = resources.gpus if resources.gpus is not None else int(resources.wants_gpu)
-    cpu = 0.0 if gpus else defaults.cpu
+    resources, usual = body.resources, defaults.model_types.get(body.model_type, _NO_TYPE)
+    gpu_mb = resources.gpu_mb if resources.mentions_gpus else usual.gpu_mb
+    gpus = int(resources.wants_gpu or gpu_mb is not None) if resources.gpus is None else resources.gpus
+    cpu = usual.cpu if usual.cpu is not None else 0.0 if gpus else defaults.cpu
     return Demand(
         gpus=gpus,
-        gpu_mb=None if resources.gpu_mb is None else Mib(resources.gpu_mb),
+        gpu_mb=None if gpu_mb is None else Mib(gpu_mb),
         gpu_fraction=resources.gpu_fraction,
         exclusive=resources.exclusive,
         cpu=cpu if resources.cpu is None else resources.cpu,
-        memory_mb=Mib(resources.memory_mb),
+        memory_mb=Mib((usual.memory_mb or 0) if resources.memory_mb is None else resources.memory_mb),
         custom=tuple(sorted(resources.custom.items())),
-        placement=placement,
+        placement=body.placement,
     )
 
 
 def task_of(
     body: SubmitTask, demand: Demand, tenant: str, defaults: Defaults, *, id: TaskId, now: Instant
 ) -> Task:
+    usual = defaults.model_types.get(body.model_type, _NO_TYPE)
     grace = defaults.grace_seconds if body.grace_seconds is None else body.grace_seconds
-    timeout = body.timeout_seconds
+    timeout = _first(body.timeout_seconds, usual.timeout_seconds)
     shares = isinstance(body.run, Entrypoint) and demand.gpus == 0 and demand.cpu < SHARED_BELOW_CPU
     return Task(
         id=id,
         tenant=tenant,
         name=body.name,
-        priority=defaults.priority if body.priority is None else body.priority,
+        priority=_first(body.priority, usual.priority, defaults.priority),
         demand=demand,
         submitted_at=now,
-        max_retries=defaults.max_retries if body.max_retries is None else body.max_retries,
+        max_retries=_first(body.max_retries, usual.max_retries, defaults.max_retries),
         timeout_seconds=None if timeout is None else Seconds(timeout),
         grace_seconds=Seconds(grace),
         shareable=shares and not body.env,
         subject=body.model_type or body.name or getattr(body.run, "entrypoint", ""),
     )
+
+
+def _first(*values: Any) -> Any:
+    """The first that somebody gave; None if nobody did."""
+    return next((value for value in values if value is not None), None)
 
 
 def arguments_of(run: Entrypoint | Command | Function) -> bytes:

@@ -2,8 +2,10 @@
 
 import pytest
 
-from service.bootstrap.compose import inventory_rules_of
+from service.bootstrap.compose import defaults_of, inventory_rules_of, policy_of
+from service.core.policy import CustomLimit, Maximum
 from service.core.reconcile import InventoryRules
+from service.gateway.parts import ModelType
 from service.settings import SettingsRefused, load_settings
 
 
@@ -15,3 +17,17 @@ def test_what_is_kept_from_leases_comes_from_the_settings() -> None:
 def test_negative_foreign_memory_is_refused_by_name() -> None:
     with pytest.raises(SettingsRefused, match=r"declared_foreign_mb\.n1"):
         load_settings(declared_foreign_mb={"n1": -1})
+
+
+def test_a_number_alone_is_what_the_cluster_has_of_a_custom_resource() -> None:
+    customs = {"licence": 4, "fpga": {"limit": 2, "per": "node", "priority_threshold": "interactive"}}
+    settings = load_settings(policy={"custom_limits": customs, "maximum": {"gpus": 8}})
+    policy = policy_of(settings)
+    assert policy.custom_limits == (CustomLimit("fpga", 2.0, True, 79), CustomLimit("licence", 4.0))
+    assert policy.maximum == Maximum(gpus=8)
+    assert inventory_rules_of(settings).node_custom == (("fpga", 2.0),)
+
+
+def test_defaults_of_model_types_come_from_the_settings() -> None:
+    settings = load_settings(model_types={"llm": {"priority": "interactive", "gpu_mb": 8192}})
+    assert defaults_of(settings).model_types == {"llm": ModelType(priority=79, gpu_mb=8192)}

@@ -146,7 +146,7 @@ async def test_a_released_lease_is_never_granted_again(store: TaskStore) -> None
 
 async def test_a_node_is_known_as_it_was_last_seen(store: TaskStore) -> None:
     term = await with_gpu(store)
-    node = a_node(incarnation="n1-2", labels=(("zone", "a"),), version=2)
+    node = a_node(incarnation="n1-2", labels=(("zone", "a"),), custom=(("fpga", 2.0),), version=2)
     bigger = a_device(mb=96 * GIB, version=2)
     await store.commit(term, [node_seen(bigger, node=node)])
     snapshot = await store.snapshot()

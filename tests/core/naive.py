@@ -129,11 +129,26 @@ class Naive:
 
     def custom_is_there(self, task: Task) -> bool:
         for name, amount in task.demand.custom:
+            limit = next(limit for limit in self.policy.custom_limits if limit.name == name)
+            if task.priority < limit.priority_threshold:
+                return False
+            if limit.per_node:
+                continue
             users = [run for run in self.tasks.values() if run.is_active]
             for node in self.nodes:
                 users += self.waiting_here(node, task)
             used = sum(dict(user.demand.custom).get(name, 0.0) for user in users)
-            if amount > round(dict(self.policy.custom_limits)[name] - used, 6):
+            if amount > round(limit.amount - used, 6):
+                return False
+        return True
+
+    def node_has(self, node: Any, task: Task, gone: Sequence[Task] = ()) -> bool:
+        """Of its own resources, enough for this task once these have left."""
+        runs = [run for run in self.tasks.values() if run.is_active and run.node == node.name]
+        taken = [run for run in runs if run not in gone] + self.waiting_here(node, task)
+        for name, has in node.custom:
+            used = sum(dict(run.demand.custom).get(name, 0.0) for run in taken)
+            if dict(task.demand.custom).get(name, 0.0) > round(has - used, 6):
                 return False
         return True
 
@@ -154,7 +169,7 @@ class Naive:
             cpu, memory, runs = self.room(node, task)
             if not node.ready or node.cordoned or not self.custom_is_there(task):
                 continue
-            if cpu < demand.cpu or memory < demand.memory_mb or runs < 1:
+            if cpu < demand.cpu or memory < demand.memory_mb or runs < 1 or not self.node_has(node, task):
                 continue
             for chosen in combinations(self.devices(node.name), demand.gpus):
                 needs = [self.needs(demand, device) for device in chosen]
@@ -207,6 +222,8 @@ class Naive:
         for run in [*leavers, *gone]:
             cpu, memory, runs = cpu + run.demand.cpu, memory + run.demand.memory_mb, runs + 1
         if round(cpu, 6) < task.demand.cpu or memory < task.demand.memory_mb or runs < 1:
+            return False
+        if not self.node_has(node, task, [*leavers, *gone]):
             return False
         return all(self.left_after(device, task, gone) >= 0 for device in devices)
 

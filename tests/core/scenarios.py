@@ -9,13 +9,21 @@ from hypothesis import strategies as st
 
 from service.core.lease import LeaseState, move_lease
 from service.core.plan import Decision, write_move
-from service.core.policy import Policy
+from service.core.policy import CustomLimit, Policy
 from service.core.task import Move, StopReason, Task, TaskState
 from service.core.units import Instant, Mib
 from service.core.world import World
 from tests.builders import NOW, a_device, a_node, a_sample, a_task, a_world, commit, let_go, submit
 
-POLICY = Policy(custom_limits=(("licence", 3.0),), preemption_budget=1, shield_seconds=40.0)
+POLICY = Policy(
+    custom_limits=(
+        CustomLimit("fpga", 2.0, per_node=True),
+        CustomLimit("licence", 3.0),
+        CustomLimit("seat", 2.0, priority_threshold=50),
+    ),
+    preemption_budget=1,
+    shield_seconds=40.0,
+)
 
 SIZES = (10, 20, 30, 50)
 """MiB: small numbers make small counter-examples."""
@@ -30,6 +38,8 @@ SHAPES: tuple[dict[str, Any], ...] = (
     {"gpu_mb": 20, "exclusive": True},
     {"gpu_fraction": 0.5},
     {"gpu_mb": 10, "custom": {"licence": 2.0}},
+    {"gpu_mb": 20, "custom": {"fpga": 1.0}},
+    {"gpu_mb": 10, "custom": {"fpga": 2.0, "seat": 1.0}},
     {"gpu_mb": 20, "placement": "spread"},
     {"cpu": 1.0},
     {"cpu": 2.0, "memory_mb": 40, "placement": "spread"},
@@ -57,6 +67,7 @@ def clusters(draw: st.DrawFn) -> World:
                 max_runs=draw(st.sampled_from((2, 4, 8))),
                 cordoned=odd == "cordoned",
                 ready=odd != "away",
+                custom=(("fpga", draw(st.sampled_from((1.0, 2.0)))),),
             )
         )
         for index in range(draw(st.integers(1, 2))):

@@ -4,9 +4,9 @@ from typing import Any
 
 import pytest
 
-from service.core.admission import Refusal, check
+from service.core.admission import Refusal, check, check_priority
 from service.core.need import need_mb
-from service.core.policy import Policy
+from service.core.policy import CustomLimit, Maximum, Policy
 from tests.builders import GIB, a_demand, a_device, a_node
 
 NODES = (a_node("n1", cpu=16.0, memory_mb=64 * GIB), a_node("n2", cpu=64.0, memory_mb=32 * GIB))
@@ -15,7 +15,7 @@ DEVICES = (
     a_device("gpu0", "n2", mb=80 * GIB, reserve_mb=2 * GIB, kind="H100"),
     a_device("gpu1", "n2", mb=80 * GIB, reserve_mb=2 * GIB, kind="H100"),
 )
-POLICY = Policy(custom_limits=(("licence", 4.0),))
+POLICY = Policy(custom_limits=(CustomLimit("licence", 4.0),))
 
 
 def refused(**demand: Any) -> Refusal:
@@ -131,3 +131,49 @@ def test_a_device_whose_node_is_unknown_is_no_place_to_run():
 )
 def test_what_a_demand_comes_to_on_a_device_of_100_mib(demand: dict[str, Any], mb: int | None):
     assert need_mb(a_demand(**demand), a_device(mb=110, reserve_mb=10)) == mb
+
+
+@pytest.mark.parametrize(
+    ("field", "asked"),
+    [
+        ("gpus", {"gpus": 3, "gpu_mb": GIB}),
+        ("gpu_mb", {"gpu_mb": 5 * GIB}),
+        ("cpu", {"cpu": 9.0}),
+        ("memory_mb", {"memory_mb": 9 * GIB}),
+    ],
+)
+def test_more_than_one_task_may_have_is_refused_however_much_there_is(field: str, asked: dict[str, Any]):
+    most = Maximum(gpus=2, gpu_mb=4 * GIB, cpu=8.0, memory_mb=8 * GIB)
+    refusal = check(a_demand(**asked), DEVICES, NODES, Policy(maximum=most))
+    assert refusal is not None
+    assert (refusal.code, refusal.field) == ("exceeds-maximum", field)
+    assert "one task may have at most" in refusal.message
+    allowed = a_demand(gpus=2, gpu_mb=4 * GIB, cpu=8.0, memory_mb=8 * GIB)
+    assert check(allowed, DEVICES, NODES, Policy(maximum=most)) is None
+
+
+@pytest.mark.parametrize("asked", [{"gpus": 1}, {"gpu_fraction": 0.1}, {"gpu_mb": GIB, "exclusive": True}])
+def test_where_the_size_per_gpu_is_limited_it_must_be_stated(asked: dict[str, Any]):
+    refusal = check(a_demand(**asked), DEVICES, NODES, Policy(maximum=Maximum(gpu_mb=4 * GIB)))
+    assert refusal is not None
+    assert (refusal.code, refusal.field) == ("exceeds-maximum", "gpu_mb")
+    assert "say how much with gpu_mb" in refusal.message
+
+
+def test_what_each_node_has_for_itself_is_no_more_than_that_for_one_task():
+    policy = Policy(custom_limits=(CustomLimit("fpga", 2.0, per_node=True),))
+    assert check(a_demand(cpu=1.0, custom={"fpga": 2.0}), DEVICES, NODES, policy) is None
+    refusal = check(a_demand(cpu=1.0, custom={"fpga": 3.0}), DEVICES, NODES, policy)
+    assert refusal is not None
+    assert "3 of 'fpga' exceed each node's limit of 2" in refusal.message
+
+
+def test_what_is_kept_for_higher_priorities_is_refused_with_the_threshold():
+    policy = Policy(custom_limits=(CustomLimit("seat", 2.0, priority_threshold=70),))
+    demand = a_demand(cpu=1.0, custom={"seat": 1.0})
+    assert check_priority(demand, 70, policy) is None
+    assert check_priority(a_demand(cpu=1.0), 10, policy) is None
+    refusal = check_priority(demand, 69, policy)
+    assert refusal is not None
+    assert (refusal.code, refusal.field) == ("priority-too-low", "custom/seat")
+    assert "'seat' is for tasks of priority 70 and above, and this one has 69" in refusal.message

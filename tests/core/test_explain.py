@@ -7,7 +7,7 @@ import pytest
 from service.core.cycle import plan_cycle
 from service.core.explain import Explanation, explain
 from service.core.lease import LeaseState
-from service.core.policy import Policy
+from service.core.policy import CustomLimit, Policy
 from service.core.reasons import Reason
 from service.core.survey import Verdict
 from service.core.task import StopReason, TaskState
@@ -25,9 +25,10 @@ from tests.builders import (
     a_world,
     commit,
     holding,
+    submit,
 )
 
-POLICY = Policy(custom_limits=(("licence", 4.0),))
+POLICY = Policy(custom_limits=(CustomLimit("licence", 4.0),))
 
 
 def told(world: World, task: str = "new", *, now: float = NOW) -> Explanation:
@@ -349,3 +350,22 @@ def test_explaining_changes_nothing():
     world = a_world(a_device(), a_task("new", gpu_mb=1), a_task("late", not_before=Instant(NOW - 1.0)))
     assert told(world) == told(world)
     assert TaskId("late") not in world.queue
+
+
+def test_a_node_that_has_too_little_of_a_resource_of_its_own_is_said_to():
+    policy = Policy(custom_limits=(CustomLimit("fpga", 2.0, per_node=True),))
+    run = holding(a_task("run", cpu=1.0, custom={"fpga": 1.0}), node="n1")
+    world = a_world(a_node("n1", custom=(("fpga", 2.0),)), run)
+    submit(world, a_task("new", cpu=1.0, custom={"fpga": 2.0}))
+    told = explain(world, TaskId("new"), policy, NOW)
+    assert told.reason is Reason.CONCURRENCY_LIMITED
+    assert told.message == "needs 2 of 'fpga', of which 1 are left (on n1, the node with the most CPU left)"
+
+
+def test_a_task_that_was_lowered_below_a_threshold_is_told_so():
+    policy = Policy(custom_limits=(CustomLimit("seat", 2.0, priority_threshold=70),))
+    world = a_world(a_node("n1"))
+    submit(world, a_task("new", priority=50, cpu=1.0, custom={"seat": 1.0}))
+    told = explain(world, TaskId("new"), policy, NOW)
+    assert told.reason is Reason.EXCEEDS_CAPACITY
+    assert "priority 70 and above" in told.message

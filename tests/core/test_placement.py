@@ -9,7 +9,7 @@ from service.core.cycle import plan_cycle
 from service.core.draft import Draft
 from service.core.lease import LeaseState
 from service.core.placement import Places
-from service.core.policy import Policy
+from service.core.policy import CustomLimit, Policy
 from service.core.reasons import Reason
 from service.core.survey import survey
 from service.core.task import Placement, Task
@@ -30,7 +30,7 @@ from tests.builders import (
     submit,
 )
 
-POLICY = Policy(custom_limits=(("licence", 4.0),))
+POLICY = Policy(custom_limits=(CustomLimit("licence", 4.0),))
 
 
 def place_of(world: World, task: Task, now: float = NOW) -> Placement | Blocker:

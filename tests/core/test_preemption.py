@@ -8,7 +8,7 @@ from service.core.blockers import room_blockers
 from service.core.draft import Draft
 from service.core.lease import LeaseState
 from service.core.offers import Offers
-from service.core.policy import Policy
+from service.core.policy import CustomLimit, Policy
 from service.core.preemption import Eviction, plan_eviction
 from service.core.reasons import Reason
 from service.core.survey import survey
@@ -268,7 +268,7 @@ def test_a_task_without_gpu_preempts_nobody():
 
 
 def test_nobody_is_stopped_while_a_custom_resource_is_missing():
-    policy = Policy(custom_limits=(("licence", 1.0),))
+    policy = Policy(custom_limits=(CustomLimit("licence", 1.0),))
     user = holding(a_task("user", priority=95, custom={"licence": 1.0}), node="n1")
     world = a_world(a_device(), user, a_run("low", "gpu0", 80))
     assert (

@@ -301,3 +301,11 @@ def test_a_new_term_waits_for_every_agent() -> None:
     )
     commit(world, decision)
     assert take_over(world) is None
+
+
+def test_a_node_is_entered_with_what_each_node_has_for_itself() -> None:
+    world = World()
+    the_device(world, node_custom=(("fpga", 2.0),))
+    assert world.nodes[N1].custom == (("fpga", 2.0),)
+    the_device(world, node_custom=(("fpga", 3.0),))
+    assert world.nodes[N1] == a_node(custom=(("fpga", 3.0),), version=2)

@@ -18,15 +18,15 @@ from service.core.cycle import plan_cycle
 from service.core.events import Event
 from service.core.orders import Ended, Ending, Failure, Gone, Report, Started
 from service.core.plan import Decision
-from service.core.policy import Policy
+from service.core.policy import CustomLimit, Maximum, Policy
 from service.core.requests import carry_out
 from service.core.runs import react
 from service.core.task import Task, TaskState
-from service.core.units import Instant, TaskId, Term
+from service.core.units import Instant, Mib, TaskId, Term
 from service.core.world import World
 from service.gateway.app import create_app, openapi_document
 from service.gateway.identity import EVERY_SCOPE, Tokens, new_token
-from service.gateway.parts import Defaults, GatewayParts, Limits
+from service.gateway.parts import Defaults, GatewayParts, Limits, ModelType
 from service.ports import BlobMissing, CommitVerdict, Progress
 from tests.builders import NOW, a_device, a_node, a_sample
 
@@ -74,7 +74,17 @@ class Gateway:
         self.store = MemoryStore(now=self.clock.now)
         self.world = World()
         self.blobs = Blobs()
-        self.policy = Policy(custom_limits=(("licence", 4.0),))
+        self.policy = Policy(
+            custom_limits=(
+                CustomLimit("fpga", 2.0, per_node=True),
+                CustomLimit("licence", 4.0),
+                CustomLimit("seat", 2.0, priority_threshold=70),
+            ),
+            maximum=Maximum(memory_mb=Mib(128 * 1024)),
+        )
+        llm = ModelType(
+            priority=79, gpu_mb=8192, cpu=2.0, memory_mb=4096, timeout_seconds=900.0, max_retries=1
+        )
         self.progress: dict[TaskId, Progress] = {}
         self.executor: dict[str, Any] = {"state": "connected", "address": "here", "message": ""}
         self.age_seconds = 0.0
@@ -89,7 +99,7 @@ class Gateway:
             blobs=self.blobs,
             clock=self.clock,
             limits=Limits(**limits),
-            defaults=Defaults(),
+            defaults=Defaults(model_types={"llm": llm}),
             identity=Tokens(self.store, self.clock),
             allowed_entrypoints=("myteam.*:*", "tools:resize", "tools:Image.*"),
             allowed_hosts=("broker.example",),

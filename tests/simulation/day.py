@@ -21,7 +21,7 @@ from service.core.admission import check
 from service.core.events import Event
 from service.core.orders import ForgetOrder, Report, SeenDevice, StartOrder, StopOrder
 from service.core.plan import Decision, Request
-from service.core.policy import Policy
+from service.core.policy import CustomLimit, Policy
 from service.core.reconcile import InventoryRules
 from service.core.units import Mib, NodeName, TaskId, Term
 from service.core.world import World
@@ -33,7 +33,7 @@ from tests.simulation.timeline import Timeline
 from tests.simulation.workload import Workload
 
 START = 1_700_000_000.0
-POLICY = Policy(custom_limits=(("licence", 3.0),))
+POLICY = Policy(custom_limits=(CustomLimit("licence", 3.0),))
 MACHINES = {"n1": 4, "n2": 2, "n3": 2}
 TICK_SECONDS = 4.0
 REACTION_SECONDS = 0.5
@@ -226,9 +226,9 @@ class Day:
             require(
                 fits, "runs fit on their node", node=node, cpu=use.cpu, memory=use.memory_mb, runs=use.runs
             )
-        for resource, limit in POLICY.custom_limits:
-            used = self._world.custom_use.get(resource, 0.0)
-            require(used <= limit, "custom resources keep their limit", resource=resource, used=used)
+        for limit in POLICY.custom_limits:
+            used = self._world.custom_use.get(limit.name, 0.0)
+            require(used <= limit.amount, "custom resources keep their limit", resource=limit.name, used=used)
 
     async def _compare_with_rows(self) -> None:
         rows, seen = await self._world_from_rows(), self._world

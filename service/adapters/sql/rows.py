@@ -142,7 +142,7 @@ def _moved_lease(lease: Lease) -> Written:
 def _node_row(node: Node) -> Row:
     return (
         node.name, node.cpu, node.memory_mb, node.max_runs, node.incarnation, node.boot_id, node.ready,
-        node.cordoned, json_text(node.labels), node.version,
+        node.cordoned, json_text(node.labels), json_text(node.custom), node.version,
     )  # fmt: skip
 
 
@@ -206,8 +206,11 @@ def lease_of_row(row: Mapping[str, Any]) -> Lease:
 
 
 def node_of_row(row: Mapping[str, Any]) -> Node:
-    labels = tuple((name, value) for name, value in from_json(row["labels"]))
-    return Node(**{**row, "labels": labels})
+    pairs = {
+        column: tuple((name, value) for name, value in from_json(row[column]))
+        for column in ("labels", "custom")
+    }
+    return Node(**{**row, **pairs})
 
 
 def request_of_row(row: Mapping[str, Any]) -> Request:

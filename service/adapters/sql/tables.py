@@ -251,6 +251,7 @@ node = Table(
     Column("ready", Boolean, nullable=False),
     Column("cordoned", Boolean, nullable=False),
     Column("labels", Text, nullable=False),
+    Column("custom", Text, nullable=False),
     Column("version", Integer, nullable=False),
     **HOT,
 )

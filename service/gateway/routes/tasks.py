@@ -60,7 +60,9 @@ _JUST_ACCEPTED = Live(leases=[], uuids={}, pending=NOT_YET_SEEN)
             "unsupported-media-type",
             "validation-failed",
             "exceeds-capacity",
+            "exceeds-maximum",
             "unknown-resource",
+            "priority-too-low",
             "entrypoint-not-allowed",
             "python-mismatch",
             "idempotency-key-reused",
@@ -76,12 +78,12 @@ async def submit_task(
     What could never run here is refused at once. When the answer leaves, the task is on disk.
     """
     parts = call.parts
-    demand = demand_of(body.resources, body.placement, parts.defaults)
+    demand = demand_of(body, parts.defaults)
     now = parts.clock.now()
     task = task_of(body, demand, call.identity.tenant, parts.defaults, id=parts.ids.task(now), now=now)
     check_run(call, body.run)
     check_priority(call, task.priority)
-    parts.capacity.check(demand)
+    parts.capacity.check(demand, task.priority)
     submission = await _submission(call, body, task, idempotency_key)
     outcome = await parts.store.submit(submission)
     wait_seconds, headers = _wait_of(prefer, parts.limits.wait_seconds)
@@ -202,6 +204,7 @@ async def get_task(call: Call, task_id: str) -> Response:
             "not-found",
             "task-already-finished",
             "task-not-pending",
+            "priority-too-low",
             "validation-failed",
         ),
     },
@@ -214,6 +217,7 @@ async def change_task(call: Call, task_id: str, body: ChangeTask) -> Response:
     record = await find(call, task_id)
     if body.priority is not None:
         check_priority(call, body.priority)
+        call.parts.capacity.check_priority(record.task.demand, body.priority)
     if record.task.is_terminal:
         raise _already_finished(record.task)
     if body.held is not None and record.task.state is not TaskState.PENDING:

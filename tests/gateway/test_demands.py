@@ -1,0 +1,59 @@
+"""What a task may ask for beside sizes: what its type fills in, and what the operator limits or keeps."""
+
+import pytest
+
+from tests.gateway.harness import Client, a_body, problem
+
+
+async def test_a_model_type_fills_in_what_a_submit_leaves_out(api: Client) -> None:
+    task = (await api.post("/tasks", json=a_body(model_type="llm"))).json()
+    assert (task["priority"], task["timeout_seconds"], task["max_retries"]) == (79, 900.0, 1)
+    asked = task["resources"]
+    assert (asked["gpus"], asked["gpu_mb"], asked["cpu"], asked["memory_mb"]) == (1, 8192, 2.0, 4096)
+
+
+async def test_what_a_submit_says_wins_over_its_model_type(api: Client) -> None:
+    said = {
+        "priority": 0,
+        "timeout_seconds": 5.0,
+        "max_retries": 0,
+        "resources": {"gpu_mb": 1024, "cpu": 0, "memory_mb": 0},
+    }
+    task = (await api.post("/tasks", json=a_body(model_type="llm", **said))).json()
+    assert (task["priority"], task["timeout_seconds"], task["max_retries"]) == (0, 5.0, 0)
+    asked = task["resources"]
+    assert (asked["gpu_mb"], asked["cpu"], asked["memory_mb"]) == (1024, 0, 0)
+
+
+@pytest.mark.parametrize("gpus", [{"gpus": 1}, {"gpus": 0}, {"exclusive": True}, {"gpu_fraction": 0.5}])
+async def test_a_model_type_sizes_no_gpus_that_a_submit_speaks_of(
+    api: Client, gpus: dict[str, object]
+) -> None:
+    task = (await api.post("/tasks", json=a_body(model_type="llm", resources=gpus))).json()
+    assert task["resources"]["gpu_mb"] is None
+
+
+async def test_more_than_one_task_may_have_is_refused(api: Client) -> None:
+    response = await api.post("/tasks", json=a_body(resources={"memory_mb": 200 * 1024}))
+    document = problem(response, 422, "exceeds-maximum")
+    assert document["errors"][0]["pointer"] == "/resources/memory_mb"
+    assert "one task may have at most 131072" in document["detail"]
+
+
+async def test_more_of_a_resource_than_one_node_has_is_refused(api: Client) -> None:
+    assert (await api.post("/tasks", json=a_body(resources={"custom": {"fpga": 2}}))).status_code == 202
+    response = await api.post("/tasks", json=a_body(resources={"custom": {"fpga": 3}}))
+    assert "each node's limit of 2" in problem(response, 422, "exceeds-capacity")["detail"]
+
+
+async def test_what_is_kept_for_higher_priorities_is_refused_with_the_threshold(api: Client) -> None:
+    response = await api.post("/tasks", json=a_body(priority=69, resources={"custom": {"seat": 1}}))
+    document = problem(response, 422, "priority-too-low")
+    assert document["errors"][0]["pointer"] == "/resources/custom/seat"
+    assert "priority 70 and above" in document["detail"]
+
+
+async def test_a_task_is_not_lowered_below_what_it_needs(api: Client) -> None:
+    task = (await api.post("/tasks", json=a_body(priority=70, resources={"custom": {"seat": 1}}))).json()
+    response = await api.patch(f"/tasks/{task['id']}", json={"priority": 69})
+    assert problem(response, 422, "priority-too-low")["errors"][0]["pointer"] == "/priority"
