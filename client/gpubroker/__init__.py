@@ -25,6 +25,7 @@ if TYPE_CHECKING:
         WaitTimeout,
         WrongArgument,
     )
+    from gpubroker.estimates import Estimate
     from gpubroker.fleet import Gpu, Node, Stats
     from gpubroker.models import Event, Explanation, Outcome, Page, Task, TaskState, Token
     from gpubroker.runtime import CheckpointTooLarge, NoCurrentTask, RunningTask, Stopped, current_task
@@ -46,6 +47,7 @@ _HOME = {
         ),
         "errors",
     ),
+    "Estimate": "estimates",
     **dict.fromkeys(("Gpu", "Node", "Stats"), "fleet"),
     **dict.fromkeys(("Event", "Explanation", "Outcome", "Page", "Task", "TaskState", "Token"), "models"),
     **dict.fromkeys(
@@ -58,6 +60,7 @@ __all__ = [
     "Broker",
     "BrokerError",
     "CheckpointTooLarge",
+    "Estimate",
     "Event",
     "Explanation",
     "Gpu",

@@ -8,6 +8,7 @@ from typing import Any, Self, TypeVar, Unpack
 import httpx
 
 from gpubroker.connection import Connection, find_service
+from gpubroker.estimates import Estimate
 from gpubroker.exchange import Answer, Call, Pause, Steps
 from gpubroker.fleet import Gpu, Node, Stats
 from gpubroker.models import Event, Explanation, Outcome, Page, Task, Token
@@ -100,6 +101,9 @@ class AsyncBroker:
             if not follow:
                 return
             await asyncio.sleep(FOLLOW_PAUSE_SECONDS)
+
+    async def estimates(self, subject: str | None = None) -> Page[Estimate]:
+        return await self._carry_out(self._do.estimates(subject))
 
     async def gpus(self) -> Page[Gpu]:
         return await self._carry_out(self._do.gpus())

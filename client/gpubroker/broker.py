@@ -8,6 +8,7 @@ from typing import Any, Self, TypeVar, Unpack
 import httpx
 
 from gpubroker.connection import Connection, find_service
+from gpubroker.estimates import Estimate
 from gpubroker.exchange import Answer, Call, Pause, Steps
 from gpubroker.fleet import Gpu, Node, Stats
 from gpubroker.models import Event, Explanation, Outcome, Page, Task, Token
@@ -122,6 +123,10 @@ class Broker:
             if not follow:
                 return
             time.sleep(FOLLOW_PAUSE_SECONDS)
+
+    def estimates(self, subject: str | None = None) -> Page[Estimate]:
+        """What your past runs took, by model type (else name, else entrypoint) and kind of device."""
+        return self._carry_out(self._do.estimates(subject))
 
     def gpus(self) -> Page[Gpu]:
         return self._carry_out(self._do.gpus())

@@ -8,6 +8,7 @@ from typing import Any, TypedDict
 from urllib.parse import quote
 
 from gpubroker.errors import TaskCancelled, TaskFailed, WaitTimeout
+from gpubroker.estimates import Estimate
 from gpubroker.exchange import Answer, Call, Steps, exchange
 from gpubroker.fleet import Gpu, Node, Stats
 from gpubroker.models import Event, Explanation, Failure, Outcome, Page, Task, TaskState, Token
@@ -116,6 +117,10 @@ class Operations:
         path = "/events" if task is None else f"{_path(task)}/events"
         raw = yield from self._ask("GET", path, after=after, limit=limit)
         return Page(tuple(Event.of(item) for item in raw["items"]), raw.get("next_after"), raw)
+
+    def estimates(self, subject: str | None) -> Steps[Page[Estimate]]:
+        raw = yield from self._ask("GET", "/estimates", subject=subject)
+        return Page(tuple(Estimate.of(item) for item in raw["items"]), raw=raw)
 
     # The cluster
 

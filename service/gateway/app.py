@@ -9,6 +9,7 @@ from service.gateway.document import complete
 from service.gateway.door import Door
 from service.gateway.parts import GatewayParts
 from service.gateway.routes import (
+    estimates,
     events,
     explain,
     gpus,
@@ -23,7 +24,20 @@ from service.gateway.routes import (
 )
 from service.telemetry import Sources, Telemetry
 
-_RESOURCES = (tasks, outcomes, explain, events, gpus, nodes, stats, tokens, health, metrics, shutdown)
+_RESOURCES = (
+    tasks,
+    outcomes,
+    explain,
+    estimates,
+    events,
+    gpus,
+    nodes,
+    stats,
+    tokens,
+    health,
+    metrics,
+    shutdown,
+)
 """In the order in which paths are matched and documented; the busiest first."""
 
 _NO_TRACES: TelemetryConfig = {"tracing": False, "metrics": False, "logs": False}

@@ -325,6 +325,12 @@ class TaskQuery(Query):
         return {name.removeprefix("label."): value for name, value in extra.items()}
 
 
+class EstimateQuery(Query):
+    subject: Annotated[
+        str | None, Field(max_length=500, description="Only of this model type, name or entrypoint.")
+    ] = None
+
+
 class EventQuery(Query):
     after: Annotated[int, Field(ge=0, le=2**63 - 1, description="`next_after` of the page before.")] = 0
     limit: Annotated[int, Field(ge=1)] = 100

@@ -7,7 +7,9 @@ import httpx
 import pytest
 from gpubroker import AsyncBroker, Refused, TaskFailed, TaskState, WaitTimeout
 
+from service.core.estimate import Lesson, Topic, What, sketch_of
 from service.core.orders import Failure
+from service.core.plan import Decision
 from service.gateway.identity import EVERY_SCOPE
 from tests.gateway.harness import Gateway
 
@@ -162,3 +164,14 @@ async def test_readiness_and_shutdown(gateway: Gateway, broker: AsyncBroker) -> 
     assert set((await broker.ready()).values()) == {"ok"}
     await broker.shutdown(stop_cluster=True)
     assert gateway.shutdowns == [True]
+
+
+async def test_what_was_learned_is_told(gateway: Gateway, broker: AsyncBroker) -> None:
+    topic = Topic("default", "resnet", "H100", What.SECONDS)
+    lesson = Lesson(topic, 60.0, sketch_of([60.0]), gateway.clock.now())
+    await gateway.commit(Decision("run", "ended", lessons=(lesson,)))
+    [known] = (await broker.estimates("resnet")).items
+    assert (known.subject, known.kind, known.gpu_mb) == ("resnet", "H100", None)
+    assert known.seconds is not None
+    assert (known.seconds.n, round(known.seconds.p50)) == (1, 60)
+    assert (await broker.estimates("bert")).items == ()

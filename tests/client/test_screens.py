@@ -45,6 +45,12 @@ EXPLAINED = {
     ],
 }
 
+ESTIMATE = {
+    "subject": "resnet",
+    "kind": "H100",
+    "gpu_mb": {"n": 12, "p50": 8000.0, "p90": 9000.0, "p95": 9216.0},
+    "seconds": {"n": 11, "p50": 1.5, "p90": 180.0, "p95": 200.0},
+}
 EXPLAINED_SAYS = [
     "WaitingForMemory: needs 18.0 GiB on one GPU",
     "position 4 of 7",
@@ -69,6 +75,12 @@ EXPLAINED_SAYS = [
             a_task(FULL_ID, labels={"run": "[bold]"}, run={"entrypoint": "a:b"}),
             ["run=[bold]"],
         ),
+        (
+            "estimates",
+            {"items": [ESTIMATE]},
+            ["resnet", "H100", "12", "7.8 GiB", "9.0 GiB", "1.5s", "3m"],
+        ),
+        ("estimates", {"items": []}, ["nothing learned yet"]),
         ("token list", {"items": [{"name": "ci", "scopes": ["tasks:write"]}]}, ["ci", "tasks:write"]),
     ],
 )

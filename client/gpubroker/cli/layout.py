@@ -70,9 +70,12 @@ def size(mb: float) -> str:
 
 
 def ago(at: datetime | None) -> str:
-    if at is None:
-        return ""
-    seconds = max(0.0, time.time() - at.timestamp())
+    return "" if at is None else span(max(0.0, time.time() - at.timestamp()))
+
+
+def span(seconds: float) -> str:
+    if seconds < 10:
+        return f"{seconds:.2g}s"
     if seconds < 100:
         return f"{seconds:.0f}s"
     if seconds < 6000:
