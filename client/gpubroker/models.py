@@ -23,7 +23,7 @@ class TaskState(StrEnum):
     """Memory is leased and the start is on its way."""
     RUNNING = "running"
     STOPPING = "stopping"
-    """Told to stop, by a cancel, a preemption or its time limit; still holds its memory."""
+    """Told to stop, by a cancel, a preemption, its time limit or its deadline; still holds its memory."""
     SUCCEEDED = "succeeded"
     FAILED = "failed"
     CANCELLED = "cancelled"
@@ -94,6 +94,7 @@ class Task:
     max_retries: int = 0
     timeout_seconds: float | None = None
     grace_seconds: float | None = None
+    expected_seconds: float | None = None
     labels: Mapping[str, str] = field(default_factory=dict)
     model_type: str | None = None
     result_format: str = "json"
@@ -109,6 +110,10 @@ class Task:
     started_at: datetime | None = None
     checkpoint_at: datetime | None = None
     not_before: datetime | None = None
+    expires_at: datetime | None = None
+    """Until then it waits for its first start."""
+    deadline_at: datetime | None = None
+    """By then it has ended, or is told to stop."""
     finished_at: datetime | None = None
     stop_reason: str | None = None
     stop_deadline_at: datetime | None = None

@@ -4,6 +4,7 @@ import base64
 import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from datetime import datetime
 from difflib import get_close_matches
 from typing import Any, Final, TypedDict, cast
 
@@ -53,6 +54,16 @@ class SubmitOptions(TypedDict, total=False):
     """Limit for one run, not for waiting in the queue."""
     grace_seconds: float
     """How long the task may take to stop after it was told to."""
+    not_before: datetime | str
+    """It is not started earlier. An aware datetime, or RFC 3339 with an offset or Z."""
+    queue_ttl_seconds: float
+    """So long it waits for its first start, from `not_before` on; then it expires."""
+    deadline_at: datetime | str
+    """If it still waits then it expires; if it runs it is told to stop."""
+    deadline_seconds: float
+    """`deadline_at`, counted from now."""
+    expected_seconds: float
+    """How long one run takes. For forecasts; it limits nothing."""
     result_format: str
     """`json` (default) or `cloudpickle` (default for functions)."""
     working_directory: str
@@ -64,7 +75,8 @@ class SubmitOptions(TypedDict, total=False):
 _RESOURCES = ("gpu_mb", "gpus", "gpu_fraction", "exclusive", "cpu", "memory_mb", "custom")
 _TOP_LEVEL = (
     "name", "priority", "model_type", "placement", "labels", "env",
-    "max_retries", "timeout_seconds", "grace_seconds", "result_format",
+    "max_retries", "timeout_seconds", "grace_seconds", "not_before", "queue_ttl_seconds", "deadline_at",
+    "deadline_seconds", "expected_seconds", "result_format",
 )  # fmt: skip
 
 
@@ -76,6 +88,10 @@ _WORDS_OF_OTHERS: Final[Mapping[str, str]] = {
     "timeout": "timeout_seconds",
     "grace": "grace_seconds",
     "retries": "max_retries",
+    "ttl": "queue_ttl_seconds",
+    "queue_ttl": "queue_ttl_seconds",
+    "deadline": "deadline_seconds",
+    "start_after": "not_before",
     "input": "kwargs",
     "inputs": "kwargs",
     "args": "kwargs",
@@ -95,7 +111,7 @@ def submission_body(target: Target, args: Sequence[Any], options: SubmitOptions)
     if callable(target):
         body["result_format"] = "cloudpickle"
     given: Mapping[str, Any] = options
-    body |= {name: given[name] for name in _TOP_LEVEL if given.get(name) is not None}
+    body |= {name: _plain(name, given[name]) for name in _TOP_LEVEL if given.get(name) is not None}
     resources = {name: given[name] for name in _RESOURCES if given.get(name) is not None}
     if resources:
         body["resources"] = resources
@@ -106,6 +122,15 @@ def submission_body(target: Target, args: Sequence[Any], options: SubmitOptions)
             f"the arguments of {target!r} do not fit into JSON ({error}); pass plain values, or submit the "
             "function itself instead of its name, so that it travels pickled"
         ) from None
+
+
+def _plain(name: str, value: Any) -> Any:
+    """Times as the service reads them."""
+    if not isinstance(value, datetime):
+        return value
+    if value.tzinfo is None:
+        raise WrongArgument(f"{name} has no time zone; give an aware datetime, such as datetime.now(UTC)")
+    return value.isoformat()
 
 
 def _unknown_option(name: str) -> str:

@@ -30,7 +30,7 @@ from service.ports import BlobStore, BlobTooLarge, Progress
 log = structlog.get_logger("gpubroker.observe")
 
 _ENDS_OF_A_RUN = frozenset(
-    f"task.{move}" for move in (Move.REQUEUED, Move.SUCCEEDED, Move.FAILED, Move.CANCELLED)
+    f"task.{move}" for move in (Move.REQUEUED, Move.SUCCEEDED, Move.FAILED, Move.CANCELLED, Move.EXPIRED)
 )
 _UNSTORABLE = Failure(
     "unstorable", "what the run left behind holds a value that the database cannot keep, such as a NUL"

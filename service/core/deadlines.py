@@ -1,15 +1,15 @@
-"""What time alone makes due: run limits, kills, runs nobody confirms, pledges that waited too long."""
+"""What time alone makes due: limits of runs and of waiting, kills, runs nobody confirms, late pledges."""
 
 from collections.abc import Collection
 from dataclasses import dataclass
 from math import inf
 
 from service.core.lease import LeaseState, PledgeEnd, move_lease
-from service.core.orders import Ending, NodeLost
-from service.core.plan import Decision, Outcome, PledgeWrite, write_move
+from service.core.orders import Ending, Failure, NodeLost
+from service.core.plan import Decision, Outcome, PledgeWrite, withdrawn, write_move
 from service.core.policy import Policy
 from service.core.runs import react
-from service.core.stopping import after_stop, give_notice, stop_order, timed_out
+from service.core.stopping import after_stop, give_notice, out_of_time, stop_order
 from service.core.task import Move, StopReason, Task, TaskState
 from service.core.units import Instant, Seconds, TaskId
 from service.core.world import Claim, World
@@ -44,7 +44,7 @@ def due(world: World, now: Instant, policy: Policy, watch: Watch | None) -> list
 
     A leader that was late, slept or has just taken over counts nobody as unconfirmed before the whole
     patience has passed again. Looks at the active tasks, at the runs that are over and not confirmed gone,
-    and at the pledges only.
+    at the pledges, and at those pending tasks whose time is up.
     """
     since = keep_watch(watch, now).since
     if now >= since + NODE_PATIENCE_SECONDS and (silent := _silent(world, now)):
@@ -52,7 +52,7 @@ def due(world: World, now: Instant, policy: Policy, watch: Watch | None) -> list
     decisions: list[Decision] = []
     given_up: dict[TaskId, TaskId | None] = {}
     for task in _overdue(world, now):
-        if task.state is TaskState.RUNNING:
+        if task.state is not TaskState.STOPPING:
             decisions.append(_stop_for_time(world, task, now))
         elif _is_over(task.stop_deadline_at, policy.kill_patience_seconds, since, now):
             decisions.append(_give_up(world, task, now))
@@ -72,6 +72,7 @@ def due(world: World, now: Instant, policy: Policy, watch: Watch | None) -> list
         late = _is_over(deadline_at, policy.pledge_patience_seconds, since, now)
         if late or preemptor in given_up.values():
             decisions.append(_dissolve(world, preemptor, given_up))
+    decisions += [_expire(world, world.tasks[task], now) for task in world.expiring.due(now)]
     return decisions
 
 
@@ -91,17 +92,21 @@ def _silent(world: World, now: Instant) -> list[NodeLost]:
 
 
 def _overdue(world: World, now: Instant) -> list[Task]:
-    """RUNNING past the limit or STOPPING past the deadline, in order of id."""
+    """Active past a limit or STOPPING past its grace period, in order of id."""
     active = (world.tasks[name] for name in world.active)
     return sorted((task for task in active if now >= _limit_of(task)), key=lambda task: task.id)
 
 
 def _limit_of(task: Task) -> float:
-    if task.state is TaskState.STOPPING and task.stop_deadline_at is not None:
-        return task.stop_deadline_at
-    if task.state is TaskState.RUNNING and task.started_at is not None and task.timeout_seconds is not None:
-        return task.started_at + task.timeout_seconds
-    return inf
+    if task.state is TaskState.STOPPING:
+        return inf if task.stop_deadline_at is None else task.stop_deadline_at
+    return min(_timeout_of(task), inf if task.deadline_at is None else task.deadline_at)
+
+
+def _timeout_of(task: Task) -> float:
+    if task.started_at is None or task.timeout_seconds is None:
+        return inf
+    return task.started_at + task.timeout_seconds
 
 
 def _is_over(deadline_at: Instant | None, patience_seconds: Seconds, since: Instant, now: Instant) -> bool:
@@ -116,9 +121,35 @@ def _is_kill_due(deadline_at: Instant | None, last: Instant, now: Instant) -> bo
 
 def _stop_for_time(world: World, task: Task, now: Instant) -> Decision:
     """The verdict is written with the notice; what the run still leaves behind is added to it."""
-    notice, order = give_notice(world, task, StopReason.TIMEOUT, task.grace_seconds, now)
-    verdict = Outcome(task.id, task.fence, Ending.FAILED, now, failure=timed_out(task))
-    return Decision(task.id, "timeout", tasks=(notice,), outcome=verdict, orders=(order,))
+    timed_out = _timeout_of(task) <= _limit_of(task)
+    reason = StopReason.TIMEOUT if timed_out else StopReason.DEADLINE
+    notice, order = give_notice(world, task, reason, task.grace_seconds, now)
+    verdict = Outcome(task.id, task.fence, Ending.FAILED, now, failure=out_of_time(task, reason))
+    return Decision(task.id, reason, tasks=(notice,), outcome=verdict, orders=(order,))
+
+
+def _expire(world: World, task: Task, now: Instant) -> Decision:
+    """A task that still waits when its time to wait, or its deadline, is over."""
+    if task.deadline_at is not None and now >= task.deadline_at:
+        missed = Failure("deadline", "its deadline passed while it waited" + _attempts(task))
+    else:
+        waited_seconds = (task.expires_at or now) - max(task.submitted_at, task.not_before or 0.0)
+        missed = Failure(
+            "expired", f"it was not given its devices within the {waited_seconds:g} s it was to wait for them"
+        )
+    return Decision(
+        task.id,
+        "expire",
+        tasks=(write_move(task, Move.EXPIRED, finished_at=now),),
+        pledges=withdrawn(world.pledges.get(task.id, {})),
+        outcome=Outcome(task.id, task.fence, TaskState.EXPIRED, now, failure=missed),
+    )
+
+
+def _attempts(task: Task) -> str:
+    """What came before, of a task that comes back to the queue."""
+    past = [f"{n} {what}" for n, what in ((task.failures, "failed"), (task.preemptions, "preempted")) if n]
+    return f" (attempts before: {', '.join(past)})" if past else ""
 
 
 def _give_up(world: World, task: Task, now: Instant) -> Decision:

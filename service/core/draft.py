@@ -11,7 +11,8 @@ from service.core.ledger import Book
 from service.core.policy import CustomLimit, Policy
 from service.core.task import Task, TaskState
 from service.core.units import DeviceKey, Instant, NodeName, TaskId
-from service.core.world import NodeUse, World, count_custom, notice_of
+from service.core.use import NodeUse, count_custom
+from service.core.world import World, notice_of
 
 
 class Headroom(NamedTuple):

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from service.core.demand import Demand
 from service.core.policy import Policy, band_of
 from service.core.task import Task
+from service.core.timetable import Timetable
 from service.core.units import Instant, TaskId
 
 GroupKey = tuple[str, int, Demand]
@@ -95,7 +96,7 @@ class PendingQueue:
 
     def __init__(self) -> None:
         self.groups: dict[GroupKey, Group] = {}
-        self.delayed: dict[TaskId, Instant] = {}
+        self.delayed = Timetable()
         self.held: set[TaskId] = set()
         self._where: dict[TaskId, GroupKey] = {}
 
@@ -131,9 +132,7 @@ class PendingQueue:
 
     def due(self, now: Instant) -> list[TaskId]:
         """Delayed tasks whose time has come, earliest first."""
-        return sorted(
-            (task for task, at in self.delayed.items() if at <= now), key=lambda t: (self.delayed[t], t)
-        )
+        return self.delayed.due(now)
 
     def enter(self, task: Task) -> None:
         """Let a delayed task whose time has come into its group."""

@@ -9,7 +9,7 @@ from service.core.estimate import Lesson, Topic
 from service.core.lease import Lease, LeaseState, Pledge, PledgeEnd
 from service.core.orders import Checkpointed, Failure, Order
 from service.core.task import Move, Task, move
-from service.core.units import Instant, TaskId
+from service.core.units import DeviceKey, Instant, TaskId
 
 Fields = Mapping[str, Any]
 """Plain JSON values only: what an event carries and `World.apply` reads."""
@@ -36,6 +36,11 @@ class PledgeWrite:
 
     pledge: Pledge
     end: PledgeEnd | None = None
+
+
+def withdrawn(pledges: Mapping[DeviceKey, Pledge]) -> tuple[PledgeWrite, ...]:
+    """The end of the pledges of a task that no longer waits: what is still freed for it is free for all."""
+    return tuple(PledgeWrite(pledges[device], PledgeEnd.WITHDRAWN) for device in sorted(pledges))
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,12 +3,11 @@
 from dataclasses import replace
 from typing import Any
 
-from service.core.lease import PledgeEnd
 from service.core.orders import StopOrder
-from service.core.plan import Decision, PledgeWrite, Request, write_move
+from service.core.plan import Decision, Request, withdrawn, write_move
 from service.core.stopping import give_notice, stop_order
 from service.core.task import Move, StopReason, Task, TaskState
-from service.core.units import Instant, Seconds, TaskId
+from service.core.units import Instant, Seconds
 from service.core.world import World
 
 
@@ -37,7 +36,7 @@ def _cancel(
 ) -> Decision:
     if task.state is TaskState.PENDING:
         write = write_move(task, Move.CANCELLED, finished_at=now)
-        return replace(done, tasks=(write,), pledges=_withdrawn(world, task.id))
+        return replace(done, tasks=(write,), pledges=withdrawn(world.pledges.get(task.id, {})))
     if task.state is TaskState.STOPPING:
         return _cancel_stopping(world, task, grace_seconds, now, done)
     grace = task.grace_seconds if grace_seconds is None else grace_seconds
@@ -81,11 +80,5 @@ def _change(world: World, task: Task, request: Request, done: Decision) -> Decis
     return replace(
         done,
         tasks=(write_move(task, Move.CHANGED, **changes),),
-        pledges=_withdrawn(world, task.id) if gives_up_its_turn else (),
+        pledges=withdrawn(world.pledges.get(task.id, {})) if gives_up_its_turn else (),
     )
-
-
-def _withdrawn(world: World, preemptor: TaskId) -> tuple[PledgeWrite, ...]:
-    """What is still being freed for it becomes free for all."""
-    pledges = world.pledges.get(preemptor, {})
-    return tuple(PledgeWrite(pledges[device], PledgeEnd.WITHDRAWN) for device in sorted(pledges))

@@ -23,8 +23,8 @@ from service.core.orders import (
 from service.core.plan import Decision, Outcome, PledgeWrite
 from service.core.policy import Policy
 from service.core.retry import next_retry_at
-from service.core.stopping import OFF_THE_NODE, after_stop, forget_order, timed_out
-from service.core.task import Move, StopReason, Task, TaskState
+from service.core.stopping import OFF_THE_NODE, after_stop, forget_order, out_of_time
+from service.core.task import Move, Task, TaskState
 from service.core.units import DeviceKey, Instant, NodeName, TaskId
 from service.core.world import World
 
@@ -111,8 +111,7 @@ def _ended_by_stop(fold: Fold, task: Task, report: Ended, at: Instant) -> None:
     """The state waits for the proof that the memory is free; what the run left behind is kept now."""
     if report.ending is Ending.NEVER_STARTED:
         return
-    failure = timed_out(task) if task.stop_reason is StopReason.TIMEOUT else report.failure
-    fold.outcome = _outcome(report, at, failure)
+    fold.outcome = _outcome(report, at, out_of_time(task, task.stop_reason) or report.failure)
     fold.move(Move.CHANGED, "ended")
 
 

@@ -36,13 +36,23 @@ def after_stop(task: Task, now: Instant) -> tuple[Move, dict[str, Any]]:
             return Move.REQUEUED, {**OFF_THE_NODE, "preemptions": task.preemptions + 1}
         case StopReason.CANCEL:
             return Move.CANCELLED, {"finished_at": now, "freeing_for": None}
+        case StopReason.DEADLINE:
+            return Move.EXPIRED, {"finished_at": now, "freeing_for": None}
         case _:
             return Move.FAILED, {"finished_at": now, "freeing_for": None}
 
 
-def timed_out(task: Task) -> Failure:
-    """What people read of a run that passed its time limit, whatever else it left behind."""
-    return Failure("timeout", f"the run passed its limit of {task.timeout_seconds:g} s")
+def out_of_time(task: Task, reason: StopReason | None) -> Failure | None:
+    """What people read of a run that was stopped by the clock, whatever else it left behind."""
+    match reason:
+        case StopReason.TIMEOUT:
+            return Failure("timeout", f"the run passed its limit of {task.timeout_seconds:g} s")
+        case StopReason.DEADLINE:
+            began_at = task.started_at or task.admitted_at or task.submitted_at
+            ran_seconds = (task.deadline_at or began_at) - began_at
+            return Failure("deadline", f"its deadline passed when the run had had {ran_seconds:.0f} s")
+        case _:
+            return None
 
 
 def stop_order(world: World, task: Task, grace_seconds: Seconds) -> StopOrder:

@@ -24,7 +24,7 @@ class TaskState(StrEnum):
     FAILED = "failed"
     CANCELLED = "cancelled"
     EXPIRED = "expired"
-    """Its queue time-to-live or its deadline passed before it ran. Reserved: no task has either yet."""
+    """It was not given devices within its time to wait, or not done by its deadline."""
 
 
 TERMINAL = frozenset({TaskState.SUCCEEDED, TaskState.FAILED, TaskState.CANCELLED, TaskState.EXPIRED})
@@ -70,19 +70,23 @@ TRANSITIONS: dict[tuple[TaskState, Move], TaskState] = {
     (_S, Move.SUCCEEDED): TaskState.SUCCEEDED,
     (_S, Move.FAILED): TaskState.FAILED,
     (_S, Move.CANCELLED): TaskState.CANCELLED,
+    (_S, Move.EXPIRED): TaskState.EXPIRED,
     (_S, Move.CHANGED): _S,
 }
 """(state, move) -> next state. A move that is not here is a bug of ours, never a client's.
 ADMITTED may end at once: a short run reports its start and its end together."""
 
-RESERVED_MOVES = frozenset({(_P, Move.FAILED), (_P, Move.EXPIRED)})
-"""In the table, and made by nothing yet: for tasks whose dependency failed or whose time to wait is up."""
+RESERVED_MOVES = frozenset({(_P, Move.FAILED)})
+"""In the table, and made by nothing yet: for tasks whose dependency failed."""
 
 
 class StopReason(StrEnum):
     CANCEL = "cancel"
     PREEMPT = "preempt"
     TIMEOUT = "timeout"
+    """The run passed its own limit."""
+    DEADLINE = "deadline"
+    """The task's deadline passed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +108,12 @@ class Task:
     grace_seconds: Seconds = Seconds(30.0)
     shareable: bool = False
     """May run beside others in one warm process: an entrypoint, no GPU, less than one CPU, no env."""
+    expires_at: Instant | None = None
+    """Until then it waits for its first admission, no longer."""
+    deadline_at: Instant | None = None
+    """By then it has ended: until then it waits, and until then it runs."""
+    expected_seconds: Seconds | None = None
+    """How long one run takes, as its submitter says; nothing ends because of it."""
     subject: str = ""
     """What its runs have in common with those of other tasks, for learning from them: its model type, else
     its name, else its entrypoint. Empty: nothing is learned from it."""
@@ -131,6 +141,14 @@ class Task:
     @property
     def is_active(self) -> bool:
         return self.state in ACTIVE
+
+    @property
+    def waits_until(self) -> Instant | None:
+        """When it expires if it is still pending; None if it never does. Its time to wait is that for its
+        first admission: a task that has run, and comes back, is not lost by it."""
+        if self.expires_at is None or self.fence > 0:
+            return self.deadline_at
+        return self.expires_at if self.deadline_at is None else min(self.expires_at, self.deadline_at)
 
 
 HOT_FIELDS = (

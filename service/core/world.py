@@ -21,39 +21,12 @@ from service.core.ledger import Book
 from service.core.ordering import PendingQueue
 from service.core.plan import Request
 from service.core.task import Task, TaskState
+from service.core.timetable import Timetable
 from service.core.units import DeviceKey, Instant, NodeName, Position, TaskId
+from service.core.use import NodeUse, count_custom
 
 Claim = tuple[str, int]
 """(holder, fence)"""
-
-
-class NodeUse:
-    """What the active runs of one node take of its CPU, host memory, run slots and custom resources."""
-
-    __slots__ = ("cpu", "custom", "memory_mb", "runs")
-
-    def __init__(self, cpu: float = 0.0, memory_mb: int = 0, runs: int = 0) -> None:
-        self.cpu = cpu
-        self.memory_mb = memory_mb
-        self.runs = runs
-        self.custom: dict[str, float] = {}
-
-    def copy(self) -> "NodeUse":
-        twin = NodeUse(self.cpu, self.memory_mb, self.runs)
-        twin.custom = dict(self.custom)
-        return twin
-
-    def count(self, task: Task, sign: int) -> None:
-        self.cpu = round(self.cpu + sign * task.demand.cpu, 6)
-        self.memory_mb += sign * task.demand.memory_mb
-        self.runs += sign
-        count_custom(self.custom, task, sign)
-
-
-def count_custom(use: dict[str, float], task: Task, sign: int) -> None:
-    """Add or take away a task's custom resources; rounded, so that what was added can be taken away."""
-    for name, amount in task.demand.custom:
-        use[name] = round(use.get(name, 0.0) + sign * amount, 6)
 
 
 def notice_of(task: Task) -> tuple[TaskId | None, bool]:
@@ -73,6 +46,8 @@ class World:
         self.as_of = Instant(0.0)
         self.tasks: dict[TaskId, Task] = {}
         self.queue = PendingQueue()
+        self.expiring = Timetable()
+        """The pending tasks that do not wait for ever, and until when they do."""
         self.nodes: dict[NodeName, Node] = {}
         self.books: dict[DeviceKey, Book] = {}
         self.inventory_version = 0
@@ -269,6 +244,8 @@ class World:
     def _count_in(self, task: Task) -> None:
         if task.state is TaskState.PENDING:
             self.queue.add(task)
+            if task.waits_until is not None:
+                self.expiring[task.id] = task.waits_until
         elif task.is_active:
             self._count_active(task, +1)
             self.active.add(task.id)
@@ -276,6 +253,7 @@ class World:
     def _count_out(self, task: Task) -> None:
         if task.state is TaskState.PENDING:
             self.queue.remove(task)
+            self.expiring.pop(task.id, None)
         else:  # active: what has ended changes no more
             self._count_active(task, -1)
             self.active.discard(task.id)

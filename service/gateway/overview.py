@@ -7,7 +7,8 @@ from service.core.ledger import Book, Holding
 from service.core.policy import band_of
 from service.core.task import TaskState
 from service.core.units import TaskId
-from service.core.world import NodeUse, World
+from service.core.use import NodeUse
+from service.core.world import World
 from service.gateway.identity import Identity, Scope
 from service.gateway.parts import GatewayParts
 from service.gateway.problems import Problem

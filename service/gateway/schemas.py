@@ -7,6 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import (
     AfterValidator,
+    AwareDatetime,
     BaseModel,
     BeforeValidator,
     ConfigDict,
@@ -36,6 +37,7 @@ PATTERNS_IN_WORDS = {
 }
 _ENV_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _DAY_SECONDS = 24 * 3600
+_YEAR_SECONDS = 366 * _DAY_SECONDS
 
 
 def _band_value(value: Any) -> Any:
@@ -254,9 +256,54 @@ class SubmitTask(Body):
     max_retries: Annotated[int, Field(ge=0, le=100)] | None = None
     timeout_seconds: Annotated[float, Field(gt=0, le=30 * _DAY_SECONDS)] | None = None
     grace_seconds: GraceSeconds | None = None
+    not_before: (
+        Annotated[
+            AwareDatetime, Field(description="It is not started earlier.", examples=["2026-11-21T22:00:00Z"])
+        ]
+        | None
+    ) = None
+    queue_ttl_seconds: (
+        Annotated[
+            float,
+            Field(
+                gt=0,
+                le=_YEAR_SECONDS,
+                description="So long it waits for its first start, from `not_before` on; then it expires.",
+            ),
+        ]
+        | None
+    ) = None
+    deadline_at: (
+        Annotated[
+            AwareDatetime,
+            Field(description="If it still waits then it expires; if it runs it hears the stop notice."),
+        ]
+        | None
+    ) = None
+    deadline_seconds: (
+        Annotated[float, Field(gt=0, le=_YEAR_SECONDS, description="`deadline_at`, counted from the submit.")]
+        | None
+    ) = None
+    expected_seconds: (
+        Annotated[
+            float,
+            Field(
+                gt=0,
+                le=_YEAR_SECONDS,
+                description="How long one run takes. For forecasts; it limits nothing.",
+            ),
+        ]
+        | None
+    ) = None
     labels: Labels = Field(default_factory=dict)
     env: Env = Field(default_factory=dict)
     result_format: Literal["json", "cloudpickle"] = "json"
+
+    @model_validator(mode="after")
+    def _one_deadline(self) -> Self:
+        if self.deadline_at is not None and self.deadline_seconds is not None:
+            raise PydanticCustomError("contradiction", "give deadline_at or deadline_seconds, not both")
+        return self
 
 
 class CancelTask(Body):

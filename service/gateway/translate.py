@@ -16,6 +16,7 @@ from service.gateway.faults import refused
 from service.gateway.parts import Defaults, ModelType
 from service.gateway.problems import Fault
 from service.gateway.schemas import Command, Entrypoint, Function, SubmitTask
+from service.gateway.timing import timing_of
 from service.gateway.views import (
     DeviceShare,
     ErrorView,
@@ -61,6 +62,7 @@ def task_of(
     usual = defaults.model_types.get(body.model_type, _NO_TYPE)
     grace = defaults.grace_seconds if body.grace_seconds is None else body.grace_seconds
     timeout = _first(body.timeout_seconds, usual.timeout_seconds)
+    timing = timing_of(body, now)
     shares = isinstance(body.run, Entrypoint) and demand.gpus == 0 and demand.cpu < SHARED_BELOW_CPU
     return Task(
         id=id,
@@ -73,6 +75,10 @@ def task_of(
         timeout_seconds=None if timeout is None else Seconds(timeout),
         grace_seconds=Seconds(grace),
         shareable=shares and not body.env,
+        not_before=timing.not_before,
+        expires_at=timing.expires_at,
+        deadline_at=timing.deadline_at,
+        expected_seconds=timing.expected_seconds,
         subject=body.model_type or body.name or getattr(body.run, "entrypoint", ""),
     )
 
@@ -157,6 +163,7 @@ def task_view(record: TaskRecord, live: Live = NOTHING_LIVE) -> TaskView:
         "max_retries": task.max_retries,
         "timeout_seconds": task.timeout_seconds,
         "grace_seconds": task.grace_seconds,
+        "expected_seconds": task.expected_seconds,
         "labels": dict(spec.labels),
         "model_type": spec.model_type,
         "result_format": spec.result_format,
@@ -171,6 +178,8 @@ def task_view(record: TaskRecord, live: Live = NOTHING_LIVE) -> TaskView:
         "started_at": rfc3339_or_none(task.started_at),
         "checkpoint_at": rfc3339_or_none(task.checkpoint_at),
         "not_before": rfc3339_or_none(task.not_before),
+        "expires_at": rfc3339_or_none(task.expires_at),
+        "deadline_at": rfc3339_or_none(task.deadline_at),
         "finished_at": rfc3339_or_none(task.finished_at),
         "stop_reason": None if task.stop_reason is None else task.stop_reason.value,
         "stop_deadline_at": rfc3339_or_none(task.stop_deadline_at),

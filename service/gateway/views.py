@@ -86,6 +86,7 @@ class TaskView(ResultFields):
     max_retries: int
     timeout_seconds: float | None
     grace_seconds: float
+    expected_seconds: Annotated[float | None, Field(description="Of one run, as the submitter said.")]
     labels: dict[str, str]
     model_type: str
     result_format: str
@@ -100,6 +101,8 @@ class TaskView(ResultFields):
     started_at: Time | None
     checkpoint_at: Time | None
     not_before: Time | None
+    expires_at: Annotated[Time | None, Field(description="Until then it waits for its first start.")]
+    deadline_at: Annotated[Time | None, Field(description="By then it has ended, or is told to stop.")]
     finished_at: Time | None
     stop_reason: str | None
     stop_deadline_at: Annotated[Time | None, Field(description="Whatever is left then is killed.")]

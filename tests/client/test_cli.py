@@ -2,6 +2,8 @@
 
 import base64
 import json
+import time
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +63,18 @@ def test_words_behind_two_dashes_are_a_command_with_its_own_options(
     assert (sent["resources"], sent["priority"]) == ({"gpus": 1}, 7)
 
 
+def test_submit_reads_times_as_instants_or_as_durations_from_now(service: RecordedService, run: Run) -> None:
+    service.told(Reply(202, a_task(FULL_ID)))
+    began = datetime.fromtimestamp(time.time(), UTC)
+    line = "submit a:b --not-before 2026-11-21T22:00Z --deadline 2h --queue-ttl 30m --expected 90"
+    assert run(line).code == 0
+    sent = service.asked[0].body
+    assert datetime.fromisoformat(sent["not_before"]) == datetime(2026, 11, 21, 22, tzinfo=UTC)
+    ahead = datetime.fromisoformat(sent["deadline_at"]) - began
+    assert timedelta(hours=2) <= ahead < timedelta(hours=2, minutes=1)
+    assert (sent["queue_ttl_seconds"], sent["expected_seconds"]) == (1800, 90)
+
+
 @pytest.mark.parametrize(
     "words",
     [
@@ -68,6 +82,7 @@ def test_words_behind_two_dashes_are_a_command_with_its_own_options(
         ["submit", "a:b", "--", "ls"],
         ["submit", "a:b", "--gpu-memory", "much"],
         ["submit", "a:b", "--timeout", "soon"],
+        ["submit", "a:b", "--deadline", "tomorrow"],
         ["submit", "a:b", "-i", "epochs"],
         ["submit", "a:b", "--custom", "licence=two"],
         ["submit", "a:b", "--nonsense"],

@@ -1,6 +1,7 @@
 """The SDK against the real gateway: what one says the other understands, operation by operation."""
 
 from collections.abc import AsyncIterator
+from datetime import UTC, datetime, timedelta
 
 import cloudpickle
 import httpx
@@ -46,12 +47,19 @@ async def test_everything_a_submit_can_say_arrives(broker: AsyncBroker) -> None:
         max_retries=2,
         timeout_seconds=60,
         grace_seconds=5,
+        not_before=datetime.fromtimestamp(0, UTC),
+        queue_ttl_seconds=3600,
+        deadline_seconds=7200,
+        expected_seconds=30,
     )
     assert (task.name, task.band, task.placement, task.model_type) == ("nightly", "batch", "spread", "llm")
     assert (task.max_retries, task.timeout_seconds, task.grace_seconds) == (2, 60, 5)
     assert (task.labels, task.run["entrypoint"]) == ({"run": "nightly"}, "myteam.training:fit")
     assert task.resources["gpu_mb"] == 1024
     assert task.submitted_at is not None
+    assert task.expires_at == task.submitted_at + timedelta(hours=1)
+    assert task.deadline_at == task.submitted_at + timedelta(hours=2)
+    assert (task.not_before, task.expected_seconds) == (None, 30)
     assert (await broker.get(task)).run == task.run
 
 

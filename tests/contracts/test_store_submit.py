@@ -19,6 +19,7 @@ async def test_what_was_submitted_reads_back_as_it_was(store: TaskStore) -> None
     task = a_task(
         "t1", tenant="lab", name="train", priority=71, gpu_mb=2048, cpu=2.5, custom={"slots": 2.0},
         max_retries=3, timeout_seconds=60.0, grace_seconds=5.0, not_before=Instant(NOW + 9), held=True,
+        expires_at=Instant(NOW + 60), deadline_at=Instant(NOW + 90), expected_seconds=30.0,
     )  # fmt: skip
     spec = RunSpec(
         kind="function", entrypoint="a:b", command=("echo", "ü"), arguments=b"\x80\x00\xff",

@@ -63,6 +63,93 @@ def test_a_run_past_its_limit_gets_notice_and_the_verdict_is_written_with_it() -
     assert (decision.outcome.failure.kind, decision.outcome.fence) == ("timeout", task.fence)
 
 
+@pytest.mark.parametrize("state", [TaskState.ADMITTED, TaskState.RUNNING])
+def test_a_run_past_its_tasks_deadline_gets_notice_and_ends_expired(state: TaskState) -> None:
+    world = a_world(holding(a_task(deadline_at=NOW, grace_seconds=7.0), node="n1", state=state), a_device())
+    assert due(world, Instant(NOW - 0.1), POLICY, watched(NOW)) == []
+    (decision,) = due(world, NOW, POLICY, watched(NOW))
+    assert [order.reason for order in decision.orders if isinstance(order, StopOrder)] == [
+        StopReason.DEADLINE
+    ]
+    commit(world, decision)
+    task = world.tasks[TaskId("task")]
+    assert (task.state, task.stop_deadline_at) == (TaskState.STOPPING, NOW + 7.0)
+    (ended,) = react(world, [Gone(task.id, task.fence, NOW, "process_absent")], NOW, POLICY)
+    assert ended.tasks[0].task.state is TaskState.EXPIRED
+    assert decision.outcome is not None
+    assert decision.outcome.failure is not None
+    assert decision.outcome.failure.kind == "deadline"
+    assert decision.outcome.failure.message == "its deadline passed when the run had had 100 s"
+
+
+def test_a_result_that_arrives_after_the_deadline_and_before_the_confirmation_is_accepted() -> None:
+    world = a_world(stopping(reason=StopReason.DEADLINE))
+    done = Ended(TaskId("run"), Fence(1), NOW, Ending.SUCCEEDED, result=b"1")
+    (decision,) = react(world, [done, Gone(TaskId("run"), Fence(1), NOW, "process_absent")], NOW, POLICY)
+    assert decision.tasks[0].task.state is TaskState.SUCCEEDED
+
+
+def test_a_run_that_fails_after_its_deadline_is_not_tried_again() -> None:
+    world = a_world(stopping(reason=StopReason.DEADLINE, max_retries=5, deadline_at=NOW))
+    failed = Ended(TaskId("run"), Fence(1), NOW, Ending.FAILED)
+    (decision,) = react(world, [failed, Gone(TaskId("run"), Fence(1), NOW, "process_absent")], NOW, POLICY)
+    assert decision.tasks[0].task.state is TaskState.EXPIRED
+    assert decision.outcome is not None
+    assert decision.outcome.failure is not None
+    assert decision.outcome.failure.kind == "deadline"
+
+
+@pytest.mark.parametrize(
+    ("timeout_seconds", "reason"), [(90.0, StopReason.TIMEOUT), (110.0, StopReason.DEADLINE)]
+)
+def test_the_limit_that_was_reached_first_is_the_reason(timeout_seconds: float, reason: StopReason) -> None:
+    task = a_task(timeout_seconds=timeout_seconds, deadline_at=NOW)
+    world = a_world(holding(task, node="n1"), a_device())
+    (decision,) = due(world, Instant(NOW + 60.0), POLICY, watched(NOW + 60.0))
+    assert decision.tasks[0].task.stop_reason is reason
+
+
+def expired(world: World, now: float = NOW) -> list[str]:
+    decisions = due(world, Instant(now), POLICY, watched(now))
+    commit(world, decisions)
+    assert all(decision.tasks[0].task.state is TaskState.EXPIRED for decision in decisions)
+    return [
+        decision.outcome.failure.message
+        for decision in decisions
+        if decision.outcome is not None and decision.outcome.failure is not None
+    ]
+
+
+@pytest.mark.parametrize("aside", [{}, {"held": True}, {"not_before": Instant(NOW + 50.0)}])
+def test_a_task_that_waits_past_its_time_expires_even_where_it_stands_aside(aside: dict[str, Any]) -> None:
+    world = a_world(a_task(expires_at=Instant(NOW + 60.0), **aside))
+    assert expired(world, NOW + 59.0) == []
+    waited = 10 if "not_before" in aside else 60
+    assert expired(world, NOW + 60.0) == [
+        f"it was not given its devices within the {waited} s it was to wait for them"
+    ]
+    assert (world.tasks, len(world.queue)) == ({}, 0)
+    assert due(world, Instant(NOW + 99.0), POLICY, watched(NOW + 99.0)) == []
+
+
+def test_a_task_that_has_run_is_not_lost_by_its_time_to_wait_but_by_its_deadline() -> None:
+    fields: dict[str, Any] = {"fence": Fence(2), "preemptions": 1, "failures": 1}
+    world = a_world(a_task(expires_at=NOW, deadline_at=Instant(NOW + 9.0), **fields))
+    assert expired(world, NOW + 8.0) == []
+    assert expired(world, NOW + 9.0) == [
+        "its deadline passed while it waited (attempts before: 1 failed, 1 preempted)"
+    ]
+
+
+def test_a_preemptor_that_expires_gives_back_what_was_being_freed_for_it() -> None:
+    preemptor = a_task(gpu_mb=8 * GIB, deadline_at=NOW)
+    world = a_world(preemptor, a_pledge(preemptor, "gpu0", 8 * GIB))
+    (decision,) = due(world, NOW, POLICY, watched(NOW))
+    assert [written.end for written in decision.pledges] == [PledgeEnd.WITHDRAWN]
+    commit(world, decision)
+    assert world.pledges == {}
+
+
 def test_nothing_is_due_before_a_limit_or_without_one() -> None:
     limited = holding(a_task("limited", timeout_seconds=100.5), node="n1")
     world = a_world(a_node(), limited, holding(a_task("free"), node="n1"), a_task("waiting"))

@@ -15,6 +15,7 @@ from jsonschema import Draft202012Validator
 
 from service.adapters.memory.store import MemoryStore
 from service.core.cycle import plan_cycle
+from service.core.deadlines import due, keep_watch
 from service.core.events import Event
 from service.core.orders import Ended, Ending, Failure, Gone, Report, Started
 from service.core.plan import Decision
@@ -194,6 +195,11 @@ class Gateway:
                 decision = replace(decision, outcome=outcome)
             if not decision.is_empty():
                 await self.commit(decision)
+
+    async def pass_time(self) -> None:
+        """Commit what time has made due. Let the clock go on before."""
+        now = self.clock.now()
+        await self.commit(*due(self.world, now, self.policy, keep_watch(None, now)))
 
     async def admit(self, task_id: str) -> None:
         """Give the task what it asks for and let it start."""

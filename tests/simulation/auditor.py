@@ -2,8 +2,9 @@
 
 import json
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from hashlib import sha256
+from math import inf
 from typing import Any
 
 from service.core.events import Event
@@ -34,6 +35,7 @@ class Auditor:
         self._digest = sha256()
         self._fences: dict[str, int] = {}
         self._states: dict[str, str] = {}
+        self._submitted: dict[str, Mapping[str, Any]] = {}
         self._leases: dict[str, dict[str, Any]] = {}
         self._leased_mb: Counter[str] = Counter()
         self._allocatable_mb: dict[str, int] = {}
@@ -82,6 +84,9 @@ class Auditor:
         task, state = event.key, event.fields["state"]
         require(self._states.get(task) not in _TERMINAL, "what has ended stays ended", event=event)
         self._states[task] = state
+        if what == "submitted":
+            self._submitted[task] = event.fields
+        self._on_time(event, what, self._submitted[task])
         if what == "admitted":
             fence = event.fields["fence"]
             require(fence == self._fences.get(task, 0) + 1, "each claim has the next fence", event=event)
@@ -92,6 +97,20 @@ class Auditor:
             fence = self._fences[task]
             done = any((task, fence) in machine.succeeded for machine in self._machines())
             require(done, "a success is that of the accepted claim", event=event, fence=fence)
+
+    def _on_time(self, event: Event, what: str, submitted: Mapping[str, Any]) -> None:
+        """Nothing starts too early or too late, and nothing expires before its time."""
+        is_first = self._fences.get(event.key, 0) == 0
+        until = [
+            submitted[name] for name in ("deadline_at", "expires_at")[: 1 + is_first] if name in submitted
+        ]
+        if what == "admitted":
+            require(
+                event.at >= submitted.get("not_before", 0.0), "nothing starts before its time", event=event
+            )
+            require(event.at < min(until, default=inf), "nothing starts after its time", event=event)
+        if what == "expired":
+            require(event.at >= min(until, default=inf), "nothing expires before its time", event=event)
 
     def _on_lease(self, event: Event) -> None:
         if event.version == 1:

@@ -232,7 +232,17 @@ class Day:
 
     async def _compare_with_rows(self) -> None:
         rows, seen = await self._world_from_rows(), self._world
-        for name in ("tasks", "leases", "pledges", "nodes", "active", "requests", "finished", "custom_use"):
+        for name in (
+            "tasks",
+            "leases",
+            "pledges",
+            "nodes",
+            "active",
+            "requests",
+            "finished",
+            "custom_use",
+            "expiring",
+        ):
             mine, theirs = _known(getattr(seen, name)), _known(getattr(rows, name))
             require(mine == theirs, "the picture from the log is the picture from the rows", part=name)
 

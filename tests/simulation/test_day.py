@@ -22,7 +22,7 @@ def replay(seed: int, hours: float, tamper: Callable[[Decision], Decision] | Non
 @pytest.mark.parametrize("seed", [1, 2, 3, 4])
 def test_hours_of_faults_break_no_rule_and_every_task_ends(seed: int) -> None:
     report = replay(seed, hours=3.0)
-    ends = [report.counts[f"task.{end}"] for end in ("succeeded", "failed", "cancelled")]
+    ends = [report.counts[f"task.{end}"] for end in ("succeeded", "failed", "cancelled", "expired")]
     assert sum(ends) == report.submitted
     assert min(ends) > 0
 

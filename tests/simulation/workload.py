@@ -45,8 +45,16 @@ class Workload:
             max_retries=chance.randint(0, 3),
             timeout_seconds=Seconds(chance.uniform(300.0, 3600.0)) if chance.random() < 0.2 else None,
             grace_seconds=Seconds(chance.choice((0.0, 5.0, 30.0, 120.0))),
+            not_before=self._at(now, 0.1, 1200.0),
+            expires_at=self._at(now, 0.1, 1800.0),
+            deadline_at=self._at(now, 0.1, 7200.0),
         )
         return Arrival(task, program, self._requests(task))
+
+    def _at(self, now: Instant, share: float, most_seconds: float) -> Instant | None:
+        """A time ahead, for that share of the tasks."""
+        at = self._chance.uniform(1.0, most_seconds)
+        return Instant(now + at) if self._chance.random() < share else None
 
     def _demand(self) -> Demand:
         chance = self._chance

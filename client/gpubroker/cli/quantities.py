@@ -3,6 +3,9 @@
 import json
 import math
 import re
+import time
+from contextlib import suppress
+from datetime import UTC, datetime
 from typing import Any
 
 import typer
@@ -30,6 +33,15 @@ def seconds(text: str) -> float:
     if not parts or "".join(number + unit for number, unit in parts) != text:
         raise typer.BadParameter(f"{text!r} is no duration; write 90s, 15m or 1h30m")
     return sum(float(number) * _SECONDS[unit] for number, unit in parts)
+
+
+def time_ahead(text: str) -> datetime:
+    """A time with or without a date's zone (then the one of this machine), or a duration from now."""
+    with suppress(ValueError):
+        return datetime.fromisoformat(text).astimezone()
+    with suppress(typer.BadParameter):
+        return datetime.fromtimestamp(time.time() + seconds(text), UTC)
+    raise typer.BadParameter(f"{text!r} is no time; write 2026-11-21T22:00, or 2h for in two hours")
 
 
 def priority(text: str) -> int | str:

@@ -57,6 +57,28 @@ Env = Annotated[
 Retries = Annotated[int | None, typer.Option("--retries", help="How often a failed run is tried again.")]
 Timeout = Annotated[Any, typer.Option("--timeout", help="Limit for one run, such as 15m.", **_SECONDS)]
 Grace = Annotated[Any, typer.Option("--grace", help="Time to stop in after notice.", **_SECONDS)]
+NotBefore = Annotated[
+    Any,
+    typer.Option(
+        "--not-before",
+        parser=quantities.time_ahead,
+        metavar="TIME",
+        help="Do not start it earlier: 2026-11-21T22:00Z, or 2h for in two hours.",
+    ),
+]
+QueueTtl = Annotated[
+    Any, typer.Option("--queue-ttl", help="Wait so long for the first start, then expire.", **_SECONDS)
+]
+Deadline = Annotated[
+    Any,
+    typer.Option(
+        "--deadline",
+        parser=quantities.time_ahead,
+        metavar="TIME",
+        help="Expire, or stop, when it has not ended by then: a time, or 2h.",
+    ),
+]
+Expected = Annotated[Any, typer.Option("--expected", help="How long a run takes, for forecasts.", **_SECONDS)]
 ResultFormat = Annotated[str | None, typer.Option(help="json or cloudpickle.")]
 Directory = Annotated[str | None, typer.Option("--working-directory", "-C", help="Where the command runs.")]
 Key = Annotated[str | None, typer.Option(help="Submits with the same key are one task.")]
@@ -96,6 +118,10 @@ def submit(
     max_retries: Retries = None,
     timeout_seconds: Timeout = None,
     grace_seconds: Grace = None,
+    not_before: NotBefore = None,
+    queue_ttl_seconds: QueueTtl = None,
+    deadline_at: Deadline = None,
+    expected_seconds: Expected = None,
     result_format: ResultFormat = None,
     working_directory: Directory = None,
     idempotency_key: Key = None,
@@ -143,7 +169,7 @@ def _options(given: Mapping[str, Any]) -> "SubmitOptions":
     options = {
         name: value
         for name in Known.__annotations__
-        if (value := given[name]) is not None and value is not False and value != []
+        if (value := given.get(name)) is not None and value is not False and value != []
     }
     for name, option in (
         ("kwargs", "--input"),

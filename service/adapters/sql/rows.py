@@ -50,8 +50,9 @@ def rows_of_submission(submission: Submission) -> Iterator[Written]:
     key = submission.idempotency_key
     yield sql.INSERT_TASKS, (
         task.id, task.tenant, task.name, task.priority, demand_text(task.demand), task.submitted_at,
-        task.max_retries, task.timeout_seconds, task.grace_seconds, task.shareable, task.subject, task.held,
-        task.not_before, key, submission.body_hash if key is not None else None,
+        task.max_retries, task.timeout_seconds, task.grace_seconds, task.shareable, task.expires_at,
+        task.deadline_at, task.expected_seconds, task.subject, task.held, task.not_before, key,
+        submission.body_hash if key is not None else None,
     )  # fmt: skip
     yield sql.INSERT_SPECS, (
         task.id, task.tenant, spec.kind, spec.entrypoint, json_text(spec.command), spec.arguments,

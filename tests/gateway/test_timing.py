@@ -1,0 +1,96 @@
+"""When a task may start, how long it waits, by when it has ended: from POST /tasks to its end."""
+
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+import pytest
+
+from service.core.orders import Failure
+from tests.gateway.harness import Client, Gateway, a_body, problem
+
+
+def at(gateway: Gateway, seconds: float) -> str:
+    now = datetime.fromtimestamp(gateway.clock.now(), UTC)
+    return (now + timedelta(seconds=seconds)).isoformat()
+
+
+async def test_times_come_back_in_utc_and_a_duration_is_counted_from_the_submit(
+    gateway: Gateway, api: Client
+) -> None:
+    said = {"not_before": "2099-01-01T02:00:00+02:00"}
+    refused = problem(await api.post("/tasks", json=a_body(**said)), 422, "validation-failed")
+    assert refused["errors"][0]["code"] == "too-far-ahead"
+    fields = {"not_before": at(gateway, 60), "queue_ttl_seconds": 30, "deadline_seconds": 600}
+    task = (await api.post("/tasks", json=a_body(**fields, expected_seconds=20))).json()
+    row = gateway.task(task["id"])
+    assert row.not_before is not None
+    assert (row.expires_at, row.expected_seconds) == (row.not_before + 30, 20)
+    assert row.deadline_at == row.submitted_at + 600
+    assert [task[name][-1] for name in ("not_before", "expires_at", "deadline_at")] == ["Z", "Z", "Z"]
+    assert task["expected_seconds"] == 20
+
+
+async def test_a_start_in_the_past_means_nothing(gateway: Gateway, api: Client) -> None:
+    task = (await api.post("/tasks", json=a_body(not_before="0001-01-01T00:00:00+14:00"))).json()
+    assert task["not_before"] is None
+
+
+@pytest.mark.parametrize(
+    ("fields", "pointer", "code"),
+    [
+        ({"not_before": "2026-11-21T22:00:00"}, "/not_before", "timezone-aware"),
+        ({"not_before": 5}, "/not_before", None),
+        ({"deadline_at": "1970-01-01T00:00:00Z"}, "/deadline_at", "deadline-passed"),
+        ({"deadline_at": "1970-01-01T00:00:00Z", "deadline_seconds": 5}, "", "contradiction"),
+        ({"deadline_seconds": 0}, "/deadline_seconds", None),
+        ({"queue_ttl_seconds": -1}, "/queue_ttl_seconds", None),
+        ({"expected_seconds": 1e300}, "/expected_seconds", None),
+        ({"deadline_at": "9999-12-31T23:59:59Z"}, "/deadline_at", "too-far-ahead"),
+    ],
+)
+async def test_times_that_cannot_be_kept_are_refused_and_named(
+    api: Client, fields: dict[str, Any], pointer: str, code: str | None
+) -> None:
+    (fault,) = problem(await api.post("/tasks", json=a_body(**fields)), 422, "validation-failed")["errors"]
+    assert fault["pointer"] == pointer
+    assert code is None or fault["code"] == code
+
+
+async def test_a_deadline_before_the_start_is_refused_with_how_much_it_lacks(
+    gateway: Gateway, api: Client
+) -> None:
+    body = a_body(not_before=at(gateway, 600), deadline_seconds=60)
+    refused = problem(await api.post("/tasks", json=body), 422, "validation-failed")
+    assert "before the task may start; give it time to run" in refused["detail"]
+
+
+async def test_a_task_that_nobody_could_start_in_time_expires_and_says_so(
+    gateway: Gateway, api: Client
+) -> None:
+    task_id = await api.submit(queue_ttl_seconds=30)
+    gateway.clock.advance(30)
+    await gateway.pass_time()
+    task = (await api.get(f"/tasks/{task_id}")).json()
+    assert (task["state"], task["error"]["kind"]) == ("expired", "expired")
+    assert "within the 30 s it was to wait" in task["error"]["message"]
+    assert [item["id"] for item in (await api.get("/tasks?state=expired")).json()["items"]] == [task_id]
+    ended = (await api.get(f"/tasks/{task_id}/result")).json()
+    assert (ended["state"], ended["error"]["kind"]) == ("expired", "expired")
+    assert (await api.get("/stats")).json()["tasks"]["expired"] == 1
+
+
+async def test_a_run_past_its_deadline_hears_the_notice_and_may_still_succeed(
+    gateway: Gateway, api: Client
+) -> None:
+    late, done = [await api.submit(deadline_seconds=30) for _ in range(2)]
+    for task_id in (late, done):
+        await gateway.admit(task_id)
+    gateway.clock.advance(30)
+    await gateway.pass_time()
+    stopping = (await api.get(f"/tasks/{late}")).json()
+    assert (stopping["state"], stopping["stop_reason"]) == ("stopping", "deadline")
+    await gateway.end(done, b"7")
+    await gateway.end(late, failure=Failure("exception", "interrupted"))
+    assert (await api.get(f"/tasks/{done}/result")).json()["result"] == 7
+    ended = (await api.get(f"/tasks/{late}")).json()
+    assert (ended["state"], ended["error"]["kind"]) == ("expired", "deadline")
