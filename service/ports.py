@@ -42,6 +42,8 @@ class RunSpec:
     labels: Mapping[str, str] = field(default_factory=dict)
     model_type: str = ""
     working_directory: str = ""
+    sizing: Mapping[str, Any] | None = None
+    """How its `gpu_mb` was learned at submit, with the fields of `Size`; None if its submitter said it."""
 
 
 @dataclass(frozen=True, slots=True)

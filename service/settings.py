@@ -134,6 +134,9 @@ class PolicySettings(Section):
     retry_first_seconds: Annotated[float, Field(gt=0)] = 1.0
     retry_factor: Annotated[float, Field(ge=1)] = 2.0
     retry_cap_seconds: Annotated[float, Field(gt=0)] = 300.0
+    learned_margin: Annotated[float, Field(ge=0, le=10)] = 0.15
+    """What a learned size has beyond what 95 of 100 runs used at most, as a share of that."""
+    learned_least_runs: Annotated[int, Field(ge=1, le=1000)] = 5
     custom_limits: dict[str, Annotated[CustomSettings, BeforeValidator(_limit_alone)]] = {}
     """Amounts of custom resources, by name."""
     maximum: MaximumSettings = MaximumSettings()

@@ -1,6 +1,7 @@
-"""What the service has learned from past runs; see `gpubroker.models`."""
+"""What the service has learned from past runs, and what it makes of that; see `gpubroker.models`."""
 
 from dataclasses import dataclass, field
+from datetime import datetime
 
 from gpubroker.decoding import Raw, filled, optional
 
@@ -37,3 +38,29 @@ class Estimate:
             gpu_mb=optional(Quantiles, raw.get("gpu_mb")),
             seconds=optional(Quantiles, raw.get("seconds")),
         )
+
+
+@dataclass(frozen=True, slots=True)
+class Sizing:
+    """How the size of a task was learned when it was submitted. `gpu_mb` is None for whole devices."""
+
+    gpu_mb: int | None = None
+    p95_mb: int | None = None
+    n: int = 0
+    kind: str | None = None
+    message: str = ""
+    raw: Raw = field(default_factory=dict, repr=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Eta:
+    """When a run is likely to end: one in two by the first time, nine in ten by the second."""
+
+    p50_at: datetime | None = None
+    p90_at: datetime | None = None
+    p50_seconds: float = 0.0
+    p90_seconds: float = 0.0
+    n: int = 0
+    """Of how many runs this speaks: those that took longer than this one has taken already. 0: it is what the
+    task's submitter said."""
+    raw: Raw = field(default_factory=dict, repr=False)

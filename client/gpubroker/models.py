@@ -12,6 +12,7 @@ from enum import StrEnum
 from typing import Any, Generic, TypeVar
 
 from gpubroker.decoding import Raw, each, filled, optional
+from gpubroker.estimates import Eta, Sizing
 from gpubroker.fleet import Holder
 
 T = TypeVar("T")
@@ -90,6 +91,7 @@ class Task:
     band: str = ""
     run: Raw = field(default_factory=dict)
     resources: Raw = field(default_factory=dict)
+    sizing: Sizing | None = None
     placement: str = ""
     max_retries: int = 0
     timeout_seconds: float | None = None
@@ -119,6 +121,7 @@ class Task:
     stop_deadline_at: datetime | None = None
     progress: Progress | None = None
     pending: Pending | None = None
+    eta: Eta | None = None
     error: Failure | None = None
     raw: Raw = field(default_factory=dict, repr=False)
 
@@ -135,6 +138,8 @@ class Task:
             devices=each(TaskDevice, raw.get("devices")),
             progress=optional(Progress, raw.get("progress")),
             pending=optional(Pending, raw.get("pending")),
+            sizing=optional(Sizing, raw.get("sizing")),
+            eta=optional(Eta, raw.get("eta")),
             error=optional(Failure, raw.get("error")),
         )
 

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from difflib import get_close_matches
-from typing import Any, Final, TypedDict, cast
+from typing import Any, Final, Literal, TypedDict, cast
 
 import cloudpickle
 
@@ -26,8 +26,9 @@ class SubmitOptions(TypedDict, total=False):
     """Shown in lists."""
     priority: int | str
     """0 to 100, or the name of a band: critical, interactive, batch (default), background, idle."""
-    gpu_mb: int
-    """MiB per device; without `gpus`, of one device."""
+    gpu_mb: int | Literal["learned"]
+    """MiB per device; without `gpus`, of one device. `"learned"`: what earlier runs of the same model type
+    (else name, else entrypoint) used, and a margin; whole devices as long as too few are known."""
     gpus: int
     """How many devices; without `gpu_mb` and `gpu_fraction`, whole ones."""
     gpu_fraction: float

@@ -128,6 +128,7 @@ def _beside_tasks() -> None:
         sa.Column("labels", sa.Text(), nullable=False),
         sa.Column("model_type", sa.Text(), nullable=False),
         sa.Column("working_directory", sa.Text(), nullable=False),
+        sa.Column("sizing", sa.Text(), nullable=True),
         sa.PrimaryKeyConstraint("task", name=op.f("pk_task_spec")),
     )
     op.create_index(

@@ -55,11 +55,11 @@ class Sketch:
 
     def quantile(self, share: float) -> float | None:
         """The value below or at which this share (0 to 1) of all lies; None as long as there is none."""
-        wanted = share * (self.n - 1)
+        wanted = max(1, ceil(share * self.n))
         below = 0
         for bucket, count in self.counts:
             below += count
-            if below > wanted:
+            if below >= wanted:
                 return 2 * _GROWTH**bucket / (_GROWTH + 1)
         return None
 

@@ -49,10 +49,8 @@ def _values(world: World, write: TaskWrite) -> Iterator[tuple[Topic, float]]:
     if not succeeded and write.what not in _OTHER_ENDS:
         return
     peaks: dict[str, int] = {}
-    kinds: set[str] = set()
     for lease in world.leases_of(before):
         kind = world.books[lease.device].device.kind
-        kinds.add(kind)
         peak = world.learned.peaks.get(lease.key, 0)
         if succeeded or peak > lease.mb:
             peaks[kind] = max(peak, peaks.get(kind, 0))
@@ -60,7 +58,12 @@ def _values(world: World, write: TaskWrite) -> Iterator[tuple[Topic, float]]:
         if peaks[kind] > 0:  # else the run was over before its device was measured
             yield Topic(before.tenant, before.subject, kind, What.GPU_MB), peaks[kind]
     if succeeded and (seconds := _run_seconds(after)) is not None:
-        yield Topic(before.tenant, before.subject, min(kinds, default=""), What.SECONDS), seconds
+        yield Topic(before.tenant, before.subject, kind_of_run(world, before), What.SECONDS), seconds
+
+
+def kind_of_run(world: World, task: Task) -> str:
+    """Of its devices, by which run times are told apart; empty if it has none."""
+    return min((world.books[lease.device].device.kind for lease in world.leases_of(task)), default="")
 
 
 def _run_seconds(task: Task) -> float | None:

@@ -34,6 +34,27 @@ class EstimateList(TypedDict):
     items: list[EstimateView]
 
 
+class SizingView(TypedDict):
+    """How the size of a task was learned from earlier runs when it was submitted."""
+
+    gpu_mb: Annotated[int | None, Field(description="Per device; null: whole devices.")]
+    p95_mb: Annotated[int | None, Field(description="What 95 of 100 runs stayed below.")]
+    n: Annotated[int, Field(description="Runs that were measured by then.")]
+    kind: Annotated[str | None, Field(description="Of the devices that they had.")]
+    message: str
+
+
+class EtaView(TypedDict):
+    """When a run is likely to end: as its submitter said (`expected_seconds`), else going by runs like it
+    that took longer than it has taken so far."""
+
+    p50_at: Annotated[str, Field(json_schema_extra={"format": "date-time"})]
+    p90_at: Annotated[str, Field(json_schema_extra={"format": "date-time"})]
+    p50_seconds: Annotated[float, Field(description="From now on; one run in two needs no longer.")]
+    p90_seconds: Annotated[float, Field(description="From now on; nine runs in ten need no longer.")]
+    n: Annotated[int, Field(description="Of how many runs this speaks; 0: of none, it was stated.")]
+
+
 def estimate_views(world: World, tenant: str, subject: str | None) -> Iterator[EstimateView]:
     """In order of subject and kind; of one subject, if one is given."""
     sketches = world.learned.sketches

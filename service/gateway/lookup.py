@@ -4,14 +4,17 @@ from collections.abc import Mapping
 
 from fastapi import Response
 
+from service.core.expectations import remaining_seconds
+from service.core.lessons import kind_of_run
 from service.core.task import Task, TaskState
 from service.core.units import Seconds, TaskId
 from service.gateway.direct import Call, answer
+from service.gateway.estimates import EtaView
 from service.gateway.ids import is_task_id
 from service.gateway.parts import GatewayParts
 from service.gateway.problems import Problem
 from service.gateway.results import result_member
-from service.gateway.translate import Live, task_view
+from service.gateway.translate import Live, eta_view, task_view
 from service.ports import TaskRecord
 
 
@@ -50,8 +53,18 @@ def live_of(parts: GatewayParts, task: Task, *, explained: bool = True) -> Live:
         leases=[leases[key] for key in sorted(leases)],
         uuids={lease.device: parts.world.books[lease.device].device.uuid for lease in leases.values()},
         progress=parts.progress.get(task.id) if task.is_active else None,
+        eta=_eta_of(parts, task),
         pending=parts.pending.of(task, parts.clock.now()) if waits else None,
     )
+
+
+def _eta_of(parts: GatewayParts, task: Task) -> EtaView | None:
+    if task.state is not TaskState.RUNNING:
+        return None
+    now = parts.clock.now()
+    kind = kind_of_run(parts.world, task)
+    remaining = remaining_seconds(task, parts.world.learned.sketches, now, kind=kind)
+    return None if remaining is None else eta_view(remaining, now)
 
 
 async def finished(

@@ -23,6 +23,7 @@ from pydantic_core import PydanticCustomError
 
 from service.core.policy import BAND_NAMES
 from service.core.task import TaskState
+from service.gateway.gpu_size import GpuMb
 from service.gateway.identity import Scope
 
 ENV_BYTES = 32 * 1024
@@ -198,7 +199,7 @@ Run = Annotated[
 class Resources(Body):
     """What a task needs to run. Sizes are MiB; GPU sizes are per device."""
 
-    gpu_mb: Annotated[int, Field(ge=1, le=16_777_216)] | None = None
+    gpu_mb: GpuMb | None = None
     gpus: Annotated[int, Field(ge=0, le=1024)] | None = None
     gpu_fraction: (
         Annotated[float, Field(gt=0, le=1, description="Share of each device's memory, instead of `gpu_mb`.")]

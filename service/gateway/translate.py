@@ -2,17 +2,20 @@
 
 import json
 from collections.abc import Container, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from typing import Any
 
 from service.core.demand import Demand
 from service.core.events import Event
+from service.core.expectations import Remaining, Size
 from service.core.lease import Lease
 from service.core.policy import band_of
 from service.core.task import Task
 from service.core.units import Instant, Mib, Seconds, TaskId
+from service.gateway.estimates import EtaView, SizingView
 from service.gateway.faults import refused
+from service.gateway.gpu_size import LEARNED
 from service.gateway.parts import Defaults, ModelType
 from service.gateway.problems import Fault
 from service.gateway.schemas import Command, Entrypoint, Function, SubmitTask
@@ -38,11 +41,18 @@ _STRICT_JSON = json.JSONEncoder(allow_nan=False, ensure_ascii=False, separators=
 _NO_TYPE = ModelType()
 
 
-def demand_of(body: SubmitTask, defaults: Defaults) -> Demand:
+def subject_of(body: SubmitTask) -> str:
+    """As `Task.subject`."""
+    return body.model_type or body.name or getattr(body.run, "entrypoint", "")
+
+
+def demand_of(body: SubmitTask, defaults: Defaults, learned: Size | None = None) -> Demand:
     """A GPU size without a number of GPUs means one. CPU left out is the default, or none beside GPUs."""
     resources, usual = body.resources, defaults.model_types.get(body.model_type, _NO_TYPE)
     gpu_mb = resources.gpu_mb if resources.mentions_gpus else usual.gpu_mb
     gpus = int(resources.wants_gpu or gpu_mb is not None) if resources.gpus is None else resources.gpus
+    if gpu_mb == LEARNED:
+        gpu_mb = None if learned is None else learned.gpu_mb
     cpu = usual.cpu if usual.cpu is not None else 0.0 if gpus else defaults.cpu
     return Demand(
         gpus=gpus,
@@ -79,7 +89,7 @@ def task_of(
         expires_at=timing.expires_at,
         deadline_at=timing.deadline_at,
         expected_seconds=timing.expected_seconds,
-        subject=body.model_type or body.name or getattr(body.run, "entrypoint", ""),
+        subject=subject_of(body),
     )
 
 
@@ -107,7 +117,7 @@ def arguments_of(run: Entrypoint | Command | Function) -> bytes:
             return b""
 
 
-def spec_of(body: SubmitTask, arguments: bytes, digest: str | None) -> RunSpec:
+def spec_of(body: SubmitTask, arguments: bytes, digest: str | None, learned: Size | None = None) -> RunSpec:
     """`digest` names the blob that holds the arguments; then they stay out of the row."""
     run = body.run
     return RunSpec(
@@ -122,6 +132,7 @@ def spec_of(body: SubmitTask, arguments: bytes, digest: str | None) -> RunSpec:
         labels=body.labels,
         model_type=body.model_type,
         working_directory=(run.working_directory or "") if isinstance(run, Command) else "",
+        sizing=None if learned is None else asdict(learned),
     )
 
 
@@ -142,6 +153,7 @@ class Live:
     """Device key -> UUID."""
     progress: Progress | None = None
     pending: PendingView | None = None
+    eta: EtaView | None = None
 
 
 NOTHING_LIVE = Live([], {})
@@ -159,6 +171,7 @@ def task_view(record: TaskRecord, live: Live = NOTHING_LIVE) -> TaskView:
         "band": band_of(task.priority)[0],
         "run": _run_view(spec),
         "resources": _resources_view(task.demand),
+        "sizing": sizing_view(spec.sizing),
         "placement": task.demand.placement,
         "max_retries": task.max_retries,
         "timeout_seconds": task.timeout_seconds,
@@ -185,6 +198,7 @@ def task_view(record: TaskRecord, live: Live = NOTHING_LIVE) -> TaskView:
         "stop_deadline_at": rfc3339_or_none(task.stop_deadline_at),
         "progress": None if live.progress is None else _progress_view(live.progress),
         "pending": live.pending,
+        "eta": live.eta,
         "error": error_view(record.failure),
         "urls": {
             "self": url,
@@ -193,6 +207,28 @@ def task_view(record: TaskRecord, live: Live = NOTHING_LIVE) -> TaskView:
             "explain": f"{url}/explain",
             "cancel": f"{url}/cancel",
         },
+    }
+
+
+def sizing_view(sizing: Mapping[str, Any] | None) -> SizingView | None:
+    if sizing is None:
+        return None
+    return {
+        "gpu_mb": sizing["gpu_mb"],
+        "p95_mb": sizing["p95_mb"],
+        "n": sizing["n"],
+        "kind": sizing["kind"] or None,
+        "message": sizing["message"],
+    }
+
+
+def eta_view(remaining: Remaining, now: Instant) -> EtaView:
+    return {
+        "p50_at": rfc3339(Instant(now + remaining.p50_seconds)),
+        "p90_at": rfc3339(Instant(now + remaining.p90_seconds)),
+        "p50_seconds": round(remaining.p50_seconds, 3),
+        "p90_seconds": round(remaining.p90_seconds, 3),
+        "n": remaining.n,
     }
 
 

@@ -5,6 +5,8 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 from typing_extensions import TypedDict
 
+from service.gateway.estimates import EtaView, SizingView
+
 Time = Annotated[str, Field(json_schema_extra={"format": "date-time"}, examples=["2026-11-21T10:02:11.412Z"])]
 """RFC 3339 in UTC, with Z."""
 
@@ -82,6 +84,7 @@ class TaskView(ResultFields):
     band: str
     run: RunView
     resources: ResourcesView
+    sizing: Annotated[SizingView | None, Field(description="How `gpu_mb: learned` was settled at submit.")]
     placement: str
     max_retries: int
     timeout_seconds: float | None
@@ -108,6 +111,7 @@ class TaskView(ResultFields):
     stop_deadline_at: Annotated[Time | None, Field(description="Whatever is left then is killed.")]
     progress: ProgressView | None
     pending: PendingView | None
+    eta: Annotated[EtaView | None, Field(description="When it is likely to end, while it runs.")]
     error: ErrorView | None
     urls: TaskUrls
 

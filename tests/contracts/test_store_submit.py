@@ -20,11 +20,13 @@ async def test_what_was_submitted_reads_back_as_it_was(store: TaskStore) -> None
         "t1", tenant="lab", name="train", priority=71, gpu_mb=2048, cpu=2.5, custom={"slots": 2.0},
         max_retries=3, timeout_seconds=60.0, grace_seconds=5.0, not_before=Instant(NOW + 9), held=True,
         expires_at=Instant(NOW + 60), deadline_at=Instant(NOW + 90), expected_seconds=30.0,
+        subject="llm",
     )  # fmt: skip
     spec = RunSpec(
         kind="function", entrypoint="a:b", command=("echo", "ü"), arguments=b"\x80\x00\xff",
         arguments_digest="ab" * 32, python="3.11", env={"A": "1"}, result_format="cloudpickle",
         labels={"team": "vision", "run": "7"}, model_type="llm", working_directory="/srv",
+        sizing={"gpu_mb": 9420, "p95_mb": 8192, "n": 12, "kind": "H100", "message": "ü"},
     )  # fmt: skip
     await store.submit(Submission(task, spec, "key", "hash"))
     record = await store.record(task.id)

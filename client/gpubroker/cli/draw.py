@@ -12,6 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from gpubroker.cli.bars import LEGEND, bar
+from gpubroker.cli.draw_learned import expected_end
 from gpubroker.cli.layout import Column, Rows, ago, gib, moment, short_id, size, with_short_ids
 from gpubroker.cli.retell import retold
 from gpubroker.fleet import Gpu, Holder, Node, Stats
@@ -115,9 +116,11 @@ def task(shown: Task, history: Mapping[str, str] = NO_HISTORY) -> RenderableType
         "state": shown.raw.get("state"),
         "why": "" if shown.state is TaskState.RUNNING else _now(shown),
         "progress": _progress(shown),
+        "ends": expected_end(shown.eta) if shown.eta else None,
         "priority": f"{shown.priority} ({shown.band})",
         "runs": run.get("entrypoint") or shlex.join(run.get("command") or ()) or run.get("kind"),
         "gpu": demand(shown.resources),
+        "size": shown.sizing.message if shown.sizing else None,
         "node": shown.node,
         "devices": ", ".join(f"{held.uuid} {size(held.gpu_mb)} {held.state}" for held in shown.devices),
         "attempt": shown.attempt or None,

@@ -6,7 +6,7 @@ from rich.console import RenderableType
 from rich.text import Text
 
 from gpubroker.cli.layout import Column, Rows, size, span
-from gpubroker.estimates import Estimate
+from gpubroker.estimates import Estimate, Eta
 
 _COLUMNS = (
     Column("SUBJECT", share=0.4),
@@ -35,3 +35,10 @@ def _row(estimate: Estimate) -> tuple[str, ...]:
         span(time.p50) if time else "",
         span(time.p90) if time else "",
     )
+
+
+def expected_end(eta: Eta) -> str:
+    if not eta.n:
+        return f"in about {span(eta.p50_seconds)}, as its submitter said"
+    runs = "1 run" if eta.n == 1 else f"{eta.n} runs"
+    return f"in about {span(eta.p50_seconds)}, 9 of 10 within {span(eta.p90_seconds)} (going by {runs})"

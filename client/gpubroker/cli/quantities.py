@@ -25,6 +25,11 @@ def size_mb(text: str) -> int:
     return math.ceil(float(found[1]) * _BYTES[found[2].lower()] / 1024**2)
 
 
+def gpu_size(text: str) -> int | str:
+    """A size, or `learned`."""
+    return text if text == "learned" else size_mb(text)
+
+
 def seconds(text: str) -> float:
     """`90`, `90s`, `15m`, `1h30m` or `2d`, as seconds."""
     if re.fullmatch(r"\d+(\.\d+)?", text):

@@ -37,7 +37,14 @@ Priority = Annotated[
     ),
 ]
 GpuMb = Annotated[
-    Any, typer.Option("--gpu-memory", "--gpu-mb", help="Memory per GPU: 18GiB, or a number of MiB.", **_SIZE)
+    Any,
+    typer.Option(
+        "--gpu-memory",
+        "--gpu-mb",
+        parser=quantities.gpu_size,
+        metavar="SIZE",
+        help="Memory per GPU: 18GiB, a number of MiB, or learned: what such runs used before.",
+    ),
 ]
 Gpus = Annotated[int | None, typer.Option(help="How many GPUs; whole ones if no memory is given.")]
 Fraction = Annotated[float | None, typer.Option(help="Share of one GPU, such as 0.5.")]
@@ -146,6 +153,8 @@ def submit(
             wait_and_show(broker, task.id, wait_timeout, output)
         else:
             say(f"accepted {task.name or 'task'}; how it is doing: gpubroker explain {task.id}")
+            if task.sizing:
+                say(task.sizing.message)
             emit(output, task, lambda queued: queued.id)
 
 

@@ -58,6 +58,7 @@ def rows_of_submission(submission: Submission) -> Iterator[Written]:
         task.id, task.tenant, spec.kind, spec.entrypoint, json_text(spec.command), spec.arguments,
         spec.arguments_digest, spec.python, mapping_text(spec.env), spec.result_format,
         mapping_text(spec.labels), spec.model_type, spec.working_directory,
+        None if spec.sizing is None else json_text(spec.sizing),
     )  # fmt: skip
     for name, value in spec.labels.items():
         yield sql.INSERT_LABELS, (task.tenant, name, value, task.id)
@@ -196,6 +197,7 @@ def spec_of_row(row: Mapping[str, Any]) -> RunSpec:
         labels=from_json(row["labels"]),
         model_type=row["model_type"],
         working_directory=row["working_directory"],
+        sizing=None if row["sizing"] is None else from_json(row["sizing"]),
     )
 
 

@@ -130,8 +130,9 @@ task_spec = Table(
     Column("labels", Text, nullable=False),
     Column("model_type", Text, nullable=False),
     Column("working_directory", Text, nullable=False),
+    Column("sizing", Text),
 )
-"""The cold half, as submitted; never changes. `command`, `env` and `labels` are JSON."""
+"""The cold half, as submitted; never changes. `command`, `env`, `labels` and `sizing` are JSON."""
 
 Index("ix_task_spec_arguments_digest", task_spec.c.arguments_digest, **where("arguments_digest IS NOT NULL"))
 

@@ -6,18 +6,28 @@ from typing import Annotated, Any
 
 from fastapi import APIRouter, Header, Query, Response
 
+from service.core.expectations import Size, learned_size
 from service.core.plan import Request
 from service.core.task import Task, TaskState
 from service.core.units import TaskId
 from service.gateway.cursor import filter_hash, read_cursor, write_cursor
 from service.gateway.direct import Call, DirectRoute, answer, needs, problems
+from service.gateway.gpu_size import LEARNED
 from service.gateway.identity import Scope
 from service.gateway.lookup import at_its_end, find, finished, live_of, reread
 from service.gateway.pending import NOT_YET_SEEN
 from service.gateway.permission import check_priority, check_run
 from service.gateway.problems import Problem
 from service.gateway.schemas import CancelTask, ChangeTask, SubmitTask, TaskQuery
-from service.gateway.translate import Live, arguments_of, demand_of, spec_of, task_of, task_view
+from service.gateway.translate import (
+    Live,
+    arguments_of,
+    demand_of,
+    spec_of,
+    subject_of,
+    task_of,
+    task_view,
+)
 from service.gateway.views import TaskPage, TaskView
 from service.ports import Submission, SubmitVerdict, TaskFilter, TaskRecord
 
@@ -78,13 +88,14 @@ async def submit_task(
     What could never run here is refused at once. When the answer leaves, the task is on disk.
     """
     parts = call.parts
-    demand = demand_of(body, parts.defaults)
+    learned = _learned_size(call, body)
+    demand = demand_of(body, parts.defaults, learned)
     now = parts.clock.now()
     task = task_of(body, demand, call.identity.tenant, parts.defaults, id=parts.ids.task(now), now=now)
     check_run(call, body.run)
     check_priority(call, task.priority)
     parts.capacity.check(demand, task.priority)
-    submission = await _submission(call, body, task, idempotency_key)
+    submission = await _submission(call, body, task, idempotency_key, learned)
     outcome = await parts.store.submit(submission)
     wait_seconds, headers = _wait_of(prefer, parts.limits.wait_seconds)
     headers["Location"] = f"/tasks/{outcome.task}"
@@ -109,14 +120,26 @@ async def submit_task(
     return answer(task_view(record, live_of(parts, record.task)), 202, headers)
 
 
-async def _submission(call: Call, body: SubmitTask, task: Task, idempotency_key: str | None) -> Submission:
+def _learned_size(call: Call, body: SubmitTask) -> Size | None:
+    """What runs like it used, if the submit asks for that."""
+    if body.resources.gpu_mb != LEARNED:
+        return None
+    world = call.parts.world
+    devices = [book.device for book in world.books.values()]
+    subject, tenant = subject_of(body), call.identity.tenant
+    return learned_size(world.learned.sketches, tenant, subject, devices, call.parts.policy)
+
+
+async def _submission(
+    call: Call, body: SubmitTask, task: Task, idempotency_key: str | None, learned: Size | None
+) -> Submission:
     """Large arguments are on disk before the row that names them."""
     parts = call.parts
     arguments = arguments_of(body.run)
     digest = None
     if len(arguments) > parts.limits.inline_bytes:
         digest = await parts.blobs.put(arguments, owner=task.id)
-    spec = spec_of(body, arguments, digest)
+    spec = spec_of(body, arguments, digest, learned)
     if idempotency_key is None:
         return Submission(task, spec)
     body_hash = hashlib.sha256(task.tenant.encode() + b"\0" + await call.body()).hexdigest()

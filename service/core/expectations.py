@@ -1,0 +1,98 @@
+"""What is to be expected of a task, going by what runs like it took."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from math import ceil
+
+from service.core.device import Device
+from service.core.estimate import Sketch, Topic, What
+from service.core.policy import Policy
+from service.core.task import Task
+from service.core.units import Instant, Mib, Seconds, in_gib
+
+Sketches = Mapping[Topic, Sketch]
+
+
+@dataclass(frozen=True, slots=True)
+class Size:
+    """What a task that leaves its size to be learned is given, and why."""
+
+    gpu_mb: Mib | None
+    """MiB per device; None is a whole device, because too few runs are known."""
+    p95_mb: Mib | None
+    n: int
+    """How many runs are known."""
+    kind: str
+    """Of the device that the runs had."""
+    message: str
+
+
+def learned_size(
+    sketches: Sketches, tenant: str, subject: str, devices: Iterable[Device], policy: Policy
+) -> Size:
+    """What 95 of 100 runs of this subject stayed below, and a margin.
+
+    Of several kinds of device the one counts on which runs took most, since a task may come to any of them.
+    Never more than the largest device of that kind can give: there the runs had room, too.
+    """
+    largest: dict[str, int] = {}
+    for device in devices:
+        largest[device.kind] = max(device.allocatable_mb, largest.get(device.kind, 0))
+    known = {kind: sketches.get(Topic(tenant, subject, kind, What.GPU_MB), Sketch()) for kind in largest}
+    enough = {
+        kind: sketch.quantile(0.95) or 0.0
+        for kind, sketch in known.items()
+        if sketch.n >= policy.learned_least_runs
+    }
+    if not enough:
+        return _whole(subject, max((sketch.n for sketch in known.values()), default=0), policy)
+    kind = max(sorted(enough), key=lambda kind: enough[kind])
+    p95_mb, n = ceil(enough[kind]), known[kind].n
+    gpu_mb = min(ceil(enough[kind] * (1 + policy.learned_margin)), largest[kind])
+    message = (
+        f"95 of 100 runs of {subject} used at most {in_gib(p95_mb)} of a GPU ({n} runs on {kind}); "
+        f"with a margin of {policy.learned_margin:.0%} that makes {in_gib(gpu_mb)}"
+    )
+    return Size(Mib(gpu_mb), Mib(p95_mb), n, kind, message)
+
+
+def _whole(subject: str, n: int, policy: Policy) -> Size:
+    if not subject:
+        message = "nothing is learned of a task without model type, name and entrypoint: it gets whole GPUs"
+    else:
+        message = (
+            f"{n} runs of {subject} have been measured, and it takes {policy.learned_least_runs} to know its "
+            "size: it gets whole GPUs"
+        )
+    return Size(None, None, n, "", message)
+
+
+@dataclass(frozen=True, slots=True)
+class Remaining:
+    """How much longer a run is expected to take: one in two takes no longer than the first, nine in ten no
+    longer than the second."""
+
+    p50_seconds: Seconds
+    p90_seconds: Seconds
+    n: int
+    """Of how many runs this speaks: those that took longer than this one has taken already. 0: it is what the
+    task's submitter said."""
+
+
+def remaining_seconds(task: Task, sketches: Sketches, now: Instant, *, kind: str = "") -> Remaining | None:
+    """As its submitter said, else going by runs like it. `kind`: of the device that the run has.
+
+    None if it does not run, or has outlasted what was said and all that are known.
+    """
+    if task.started_at is None or not task.is_active:
+        return None
+    elapsed = max(0.0, now - task.started_at)
+    if task.expected_seconds is not None and task.expected_seconds > elapsed:
+        stated = Seconds(task.expected_seconds - elapsed)
+        return Remaining(stated, stated, 0)
+    known = sketches.get(Topic(task.tenant, task.subject, kind, What.SECONDS), Sketch())
+    longer = known.above(elapsed)
+    p50, p90 = longer.quantile(0.5), longer.quantile(0.9)
+    if p50 is None or p90 is None:
+        return None
+    return Remaining(Seconds(max(0.0, p50 - elapsed)), Seconds(max(0.0, p90 - elapsed)), longer.n)
