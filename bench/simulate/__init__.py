@@ -1,0 +1,92 @@
+"""What another policy would have made of the same work: the planner's core against a clock that jumps.
+
+The work is a generated day (`--day SEED`), a trace (`--openb DIR`), or what a service did (`--history FILE`):
+the events that `gpubroker events --after 0 -o ndjson` prints. Each `--policy NAME:setting=value,...` is one
+column of the table; `shipped` is the policy as it comes.
+"""
+
+from argparse import ArgumentParser, ArgumentTypeError, Namespace
+from collections.abc import Iterator
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+from bench.measuring import Figure, say
+from bench.simulate.history import a_history
+from bench.simulate.replay import Replay, Seen
+from bench.simulate.work import Scene, a_day, an_openb_day
+from service.core.policy import Policy
+
+Named = tuple[str, Policy]
+SHIPPED: Named = ("shipped", Policy())
+
+
+def add_options(parser: ArgumentParser) -> None:
+    source = parser.add_mutually_exclusive_group()
+    source.add_argument("--day", type=int, metavar="SEED", help="a day made up from this seed (default: 1)")
+    source.add_argument("--openb", type=Path, metavar="DIR", help="folder with the openb_*.csv files")
+    source.add_argument("--history", type=Path, metavar="FILE", help="events of a service, one JSON per line")
+    parser.add_argument("--hours", type=float, default=24.0, help="of the generated day")
+    parser.add_argument("--gpus", type=int, default=64, help="of the generated day, 8 per node")
+    parser.add_argument("--nodes", type=int, default=12, help="of the trace, the largest ones")
+    parser.add_argument("--load", type=float, default=1.2, help="what the day asks for, of what there is")
+    parser.add_argument(
+        "--policy", type=named_policy, action="append", help="NAME:setting=value,... (may be repeated)"
+    )
+
+
+def named_policy(text: str) -> Named:
+    """Raises ArgumentTypeError that names what there is to set."""
+    name, _, settings = text.partition(":")
+    return name, replace(Policy(), **dict(_setting(part) for part in settings.split(",") if part))
+
+
+def _setting(text: str) -> tuple[str, Any]:
+    name, _, given = text.partition("=")
+    plain = {f.name: f.default for f in fields(Policy) if isinstance(f.default, bool | int | float | str)}
+    if name not in plain:
+        raise ArgumentTypeError(f"no setting {name!r}; known are {', '.join(plain)}")
+    if isinstance(plain[name], bool):
+        if given not in ("true", "false"):
+            raise ArgumentTypeError(f"{name} is true or false, not {given!r}")
+        return name, given == "true"
+    try:
+        return name, type(plain[name])(given)
+    except ValueError:
+        raise ArgumentTypeError(f"{name} takes a {type(plain[name]).__name__}, not {given!r}") from None
+
+
+def measure(options: Namespace) -> Iterator[Figure]:
+    scene = _scene(options)
+    hours = scene.seconds / 3600.0
+    say(f"{scene.name}: {len(scene.works):,} tasks over {hours:.1f} h on {len(scene.devices):,} GPUs")
+    seen = {name: Replay(scene, policy).run() for name, policy in options.policy or [SHIPPED]}
+    for line in table(seen):
+        say(line)
+    for name, outcome in seen.items():
+        for metric, (value, unit) in outcome.figures().items():
+            yield Figure("simulate", f"simulate.{scene.name}.{name}.{metric}", value, unit, len(scene.works))
+
+
+def _scene(options: Namespace) -> Scene:
+    if options.openb is not None:
+        return an_openb_day(options.openb, options.nodes)
+    if options.history is not None:
+        return a_history(options.history)
+    return a_day(1 if options.day is None else options.day, options.hours, options.gpus, options.load)
+
+
+def table(seen: dict[str, Seen]) -> Iterator[str]:
+    """One row per figure, one column per policy."""
+    names = list(seen)
+    widest = max(len(metric) for outcome in seen.values() for metric in outcome.figures())
+    columns = [max(12, len(name)) for name in names]
+    yield (
+        " " * widest
+        + "  "
+        + "  ".join(f"{name:>{width}}" for name, width in zip(names, columns, strict=True))
+    )
+    for metric, (_, unit) in next(iter(seen.values())).figures().items():
+        values = (outcome.figures()[metric][0] for outcome in seen.values())
+        cells = (f"{value:>{width},.1f}" for value, width in zip(values, columns, strict=True))
+        yield f"{metric:<{widest}}  {'  '.join(cells)} {unit}"

@@ -1,0 +1,76 @@
+"""What a service did, read back from its own events: who was there, what was asked for, how long it ran."""
+
+import json
+from collections.abc import Iterable
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from bench.simulate.work import Scene, Work
+from service.core.codec import device_from, node_from, task_from
+from service.core.device import Device, Node
+from service.core.task import Task
+from service.core.units import DeviceKey, Instant, NodeName, TaskId
+
+_ENDS = ("task.succeeded", "task.failed", "task.cancelled")
+_BREAKS = ("task.requeued", *_ENDS)
+
+
+class NoHistory(SystemExit):
+    """The file does not hold what is needed; the text says what to do."""
+
+
+def a_history(path: Path) -> Scene:
+    """The events of one log from its beginning. Tasks that never ran are left out. Raises NoHistory."""
+    with path.open() as file:
+        lines = [json.loads(line) for line in file if line.strip()]
+    events = [item for line in lines for item in line.get("items", [line])]
+    nodes: dict[NodeName, Node] = {}
+    devices: dict[DeviceKey, Device] = {}
+    for event in events:
+        if event["kind"] == "node.seen":
+            node = node_from(event["fields"])
+            nodes[node.name] = node
+        elif event["kind"] == "device.seen":
+            device = device_from(event["fields"])
+            devices[device.key] = device
+    works = list(_works(events))
+    if not devices or not works:
+        raise NoHistory(
+            f"{path} has {len(devices)} devices and {len(works)} tasks that ran; export the whole log: "
+            "gpubroker events --after 0 -o ndjson > history.ndjson"
+        )
+    works.sort(key=lambda work: (work.task.submitted_at, work.task.id))
+    return Scene(f"history-{path.stem}", list(nodes.values()), list(devices.values()), works)
+
+
+def _works(events: Iterable[dict[str, Any]]) -> Iterable[Work]:
+    tasks: dict[TaskId, Task] = {}
+    started: dict[TaskId, float] = {}
+    ran: dict[TaskId, float] = {}
+    saved: set[TaskId] = set()
+    for event in events:
+        key, at, fields = TaskId(event["key"]), _seconds(event["at"]), event["fields"]
+        match event["kind"]:
+            case "task.submitted":
+                tasks[key] = task_from({name: _plain(name, value) for name, value in fields.items()})
+            case "task.started":
+                started[key] = at
+            case kind if kind in _BREAKS and key in started:
+                ran[key] = ran.get(key, 0.0) + at - started.pop(key)
+        if fields.get("checkpoint_at") is not None:
+            saved.add(key)
+    for key, seconds in ran.items():
+        if key in tasks:
+            yield Work(tasks[key], max(seconds, 0.001), checkpoints=key in saved)
+
+
+def _plain(name: str, value: Any) -> Any:
+    """The API tells instants as people read them; rows keep seconds."""
+    return Instant(_seconds(value)) if name.endswith("_at") and isinstance(value, str) else value
+
+
+def _seconds(at: str | float) -> float:
+    return (
+        at if isinstance(at, int | float) else datetime.fromisoformat(at.replace("Z", "+00:00")).timestamp()
+    )

@@ -1,0 +1,157 @@
+"""What is replayed: a cluster, and tasks that arrive at their time and would run so long."""
+
+import csv
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from random import Random
+from typing import NamedTuple
+
+from bench.openb.trace import TASKS, read_machines
+from service.core.admission import check
+from service.core.demand import Demand
+from service.core.device import Device, Node
+from service.core.policy import Policy
+from service.core.task import Task
+from service.core.units import Instant, Mib, NodeName, TaskId, device_key
+
+GIB = 1024
+GPUS_PER_NODE = 8
+GPU_MB = 80 * GIB
+TRACE_GPU_MB = 32 * GIB
+"""The traces tell shares of GPUs; this is what a whole one comes to."""
+CLUSTER = "simulated"
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """A task that would run `seconds`, undisturbed; one that checkpoints loses nothing when it gives way."""
+
+    task: Task
+    seconds: float
+    checkpoints: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Scene:
+    name: str
+    nodes: Sequence[Node]
+    devices: Sequence[Device]
+    works: Sequence[Work]
+    """In order of submission."""
+
+    @property
+    def seconds(self) -> float:
+        """From the first submit to the last."""
+        return self.works[-1].task.submitted_at - self.works[0].task.submitted_at if self.works else 0.0
+
+
+def a_node(
+    name: str, gpus: int, cpu: float, memory_mb: int, kind: str, gpu_mb: int
+) -> tuple[Node, list[Device]]:
+    node = Node(NodeName(name), cpu, Mib(memory_mb), 10_000, "1", "boot")
+    devices = [
+        Device(
+            device_key(CLUSTER, node.name, f"gpu{i}"),
+            node.name,
+            f"gpu{i}",
+            kind,
+            i,
+            Mib(gpu_mb),
+            simulated=True,
+        )
+        for i in range(gpus)
+    ]
+    return node, devices
+
+
+class Kind(NamedTuple):
+    """One sort of work of a generated day."""
+
+    name: str
+    weight: float
+    priorities: tuple[int, ...]
+    gpus: tuple[int, ...]
+    gib: tuple[int, ...]
+    """On each GPU."""
+    minutes: tuple[float, float]
+    checkpoints: bool = False
+    by_day: bool = False
+    """Comes when people are there, most of it after noon."""
+
+
+KINDS = (
+    Kind("train", 1.6, (40, 54, 60), (1, 1, 2, 4, 8), (20, 40, 70), (30, 360), checkpoints=True),
+    Kind("sweep", 10.0, (20, 30), (1,), (8, 16, 24), (5, 60)),
+    Kind("notebook", 2.0, (70, 75), (1,), (4, 10, 20), (10, 120), by_day=True),
+    Kind("evaluate", 0.6, (90, 95), (1, 2), (40, 60), (5, 20)),
+    Kind("fill", 3.0, (0, 5), (1,), (10, 30), (20, 120), checkpoints=True),
+)
+
+
+def a_day(seed: int, hours: float, gpus: int, load: float) -> Scene:
+    """Trainings and sweeps around the clock, people by day, evaluations now and then, idle fill beneath.
+
+    Tasks are drawn until they ask for `load` times the memory that all GPUs have in that time.
+    """
+    chance = Random(f"{seed}/day")
+    made = [
+        a_node(f"n{i:03}", GPUS_PER_NODE, 128.0, 1024 * GIB, "H100", GPU_MB)
+        for i in range(max(1, gpus // GPUS_PER_NODE))
+    ]
+    devices = [device for _, there in made for device in there]
+    wanted = load * hours * 3600.0 * sum(device.allocatable_mb for device in devices)
+    works: list[Work] = []
+    while wanted > 0:
+        work = _some_work(chance, hours, len(works))
+        demand = work.task.demand
+        wanted -= work.seconds * demand.gpus * (demand.gpu_mb or 0)
+        works.append(work)
+    works.sort(key=lambda work: work.task.submitted_at)
+    return Scene(f"day{seed}", [node for node, _ in made], devices, works)
+
+
+def _some_work(chance: Random, hours: float, number: int) -> Work:
+    [kind] = chance.choices(KINDS, [kind.weight for kind in KINDS])
+    hour = chance.triangular(0, hours, hours * 0.6) if kind.by_day else chance.uniform(0, hours)
+    task = Task(
+        TaskId(f"{kind.name}-{number:06}"),
+        tenant=chance.choice(("red", "blue")),
+        name=kind.name,
+        priority=chance.choice(kind.priorities),
+        demand=Demand(gpus=chance.choice(kind.gpus), gpu_mb=Mib(chance.choice(kind.gib) * GIB)),
+        submitted_at=Instant(hour * 3600.0),
+    )
+    return Work(task, 60.0 * chance.uniform(*kind.minutes), kind.checkpoints)
+
+
+def an_openb_day(data: Path, nodes: int, trace: str = "default") -> Scene:
+    """The tasks of a trace when they really came, for as long as they really ran; GPU kinds left aside.
+
+    They kept a small part of their cluster busy, so only its largest nodes are taken, and of the tasks those
+    that one of them could run. Priorities by the trace's classes of service: latency-sensitive 70,
+    guaranteed 60, burstable 50, best effort 20.
+    """
+    machines = sorted(read_machines(data), key=lambda m: (-m.gpus, -m.cpu_milli, m.name))[:nodes]
+    made = [a_node(m.name, m.gpus, m.cpu_milli / 1000, m.memory_mb, m.kind, TRACE_GPU_MB) for m in machines]
+    there, devices = [node for node, _ in made], [device for _, of_node in made for device in of_node]
+    priorities = {"LS": 70, "Guaranteed": 60, "Burstable": 50, "BE": 20}
+    works = []
+    with open(data / TASKS.format(trace), newline="") as file:
+        for row in csv.DictReader(file):
+            gpus = int(row["num_gpu"])
+            share = int(row["gpu_milli"]) / 1000 if gpus else 0.0
+            demand = Demand(
+                gpus=gpus,
+                gpu_mb=Mib(max(1, round(share * TRACE_GPU_MB))) if gpus else None,
+                cpu=int(row["cpu_milli"]) / 1000,
+                memory_mb=Mib(int(row["memory_mib"])),
+            )
+            came = float(row["creation_time"])
+            ran = float(row["deletion_time"]) - float(row["scheduled_time"] or row["creation_time"])
+            priority = priorities.get(row["qos"], 50)
+            task = Task(TaskId(row["name"]), "trace", row["qos"], priority, demand, Instant(came))
+            if check(demand, devices, there, Policy()) is None:
+                works.append(Work(task, max(1.0, ran)))
+    works.sort(key=lambda work: (work.task.submitted_at, work.task.id))
+    return Scene(f"openb-{trace}", there, devices, works)
