@@ -137,6 +137,10 @@ class PolicySettings(Section):
     learned_margin: Annotated[float, Field(ge=0, le=10)] = 0.15
     """What a learned size has beyond what 95 of 100 runs used at most, as a share of that."""
     learned_least_runs: Annotated[int, Field(ge=1, le=1000)] = 5
+    overuse: Literal["report", "stop"] = "report"
+    """What becomes of a run that uses more of a GPU than it leased."""
+    overuse_tolerance: Annotated[float, Field(ge=0, le=10)] = 0.05
+    """So much more than its lease, as a share of it, a run may use."""
     custom_limits: dict[str, Annotated[CustomSettings, BeforeValidator(_limit_alone)]] = {}
     """Amounts of custom resources, by name."""
     maximum: MaximumSettings = MaximumSettings()

@@ -60,6 +60,7 @@ GAUGES: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "gpubroker_gpu_memory_leased_bytes": ("Memory that holders have a right to.", _GPU),
     "gpubroker_gpu_memory_quarantined_bytes": ("Leased to holders not confirmed gone.", _GPU),
     "gpubroker_gpu_memory_used_bytes": ("Memory in use, as last measured.", _GPU),
+    "gpubroker_gpu_memory_overused_bytes": ("Memory that runs use beyond their leases.", _GPU),
     "gpubroker_gpu_memory_foreign_bytes": ("Memory in use that no lease explains.", _GPU),
     "gpubroker_gpu_memory_free_bytes": ("Memory that a task without a pledge could take now.", _GPU),
     "gpubroker_gpu_utilization_ratio": ("Share of time the device computed, as last measured.", _GPU),
@@ -189,6 +190,7 @@ def _device_metrics(world: World) -> Iterator[Metric]:
     yield per_device(
         "gpubroker_gpu_memory_used_bytes", lambda b: None if b.sample is None else b.sample.used_mb * _MIB
     )
+    yield per_device("gpubroker_gpu_memory_overused_bytes", lambda b: (b.held_mb() - b.leased_mb()) * _MIB)
     yield per_device("gpubroker_gpu_memory_foreign_bytes", lambda b: (b.foreign_mb + b.unexplained_mb) * _MIB)
     yield per_device("gpubroker_gpu_memory_free_bytes", lambda b: max(0, b.free_mb()) * _MIB)
     yield per_device("gpubroker_gpu_utilization_ratio", _utilization)

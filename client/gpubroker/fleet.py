@@ -19,6 +19,8 @@ class Holder:
     band: str = ""
     gpu_mb: int = 0
     measured_mb: int | None = None
+    overused_mb: int | None = None
+    """What its run used when that was first found to be more than its lease."""
     state: str = ""
     stopping: bool = False
     raw: Raw = field(default_factory=dict, repr=False)

@@ -78,6 +78,8 @@ class TaskDevice:
     uuid: str
     gpu_mb: int = 0
     state: str = ""
+    overused_mb: int | None = None
+    """What the run used when that was first found to be more than its lease."""
     raw: Raw = field(default_factory=dict, repr=False)
 
 

@@ -249,6 +249,7 @@ def _leases_and_pledges() -> None:
         sa.Column("state", sa.Text(), nullable=False),
         sa.Column("version", sa.Integer(), nullable=False),
         sa.Column("released", sa.Boolean(), server_default=sa.false(), nullable=False),
+        sa.Column("overused_mb", sa.Integer(), nullable=False),
         sa.CheckConstraint("released = (state = 'released')", name=op.f("ck_lease_released")),
         sa.CheckConstraint(
             "state IN ('reserved', 'held', 'releasing', 'released', 'quarantined')",

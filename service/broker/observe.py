@@ -19,6 +19,7 @@ from service.core.orders import (
     Report,
     Sampled,
 )
+from service.core.overuse import overuse
 from service.core.plan import Decision, Outcome
 from service.core.policy import Policy
 from service.core.reconcile import InventoryRules, reconcile
@@ -136,7 +137,9 @@ class Observer:
     def on_time(self, now: Instant) -> list[Decision]:
         decisions = deadlines.due(self._world, now, self._policy, self._watch)
         self._watch = deadlines.keep_watch(self._watch, now)
-        return decisions
+        decided = {decision.subject for decision in decisions}
+        over = overuse(self._world, now, self._policy)
+        return [*decisions, *(decision for decision in over if decision.subject not in decided)]
 
     def _on_progress(self, report: Progressed) -> None:
         task = self._world.tasks.get(report.task)

@@ -98,6 +98,15 @@ def lease_fields(lease: Lease) -> dict[str, Any]:
     return {name: _plain(getattr(lease, name)) for name in _LEASE_NAMES}
 
 
+def lease_change(lease: Lease) -> tuple[str, dict[str, Any]]:
+    """What happened to a lease, and what its event carries: all of a new one, else what changed."""
+    if lease.version == 1:
+        return lease.state.value, lease_fields(lease)
+    if lease.state is LeaseState.HELD and lease.overused_mb:  # it is marked only while it is held
+        return "overused", {"overused_mb": lease.overused_mb, "mb": lease.mb}
+    return lease.state.value, {"state": lease.state.value}
+
+
 def lease_from(fields: Fields) -> Lease:
     row = dict(fields)
     row["holder_kind"] = HolderKind(row["holder_kind"])

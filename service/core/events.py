@@ -6,7 +6,7 @@ from itertools import groupby
 
 from service.core.codec import (
     device_fields,
-    lease_fields,
+    lease_change,
     node_fields,
     pledge_fields,
     request_fields,
@@ -89,8 +89,8 @@ def events_of(decision: Decision) -> Iterator[NewEvent]:
         task = write.task
         yield NewEvent(f"task.{write.what}", task.id, task.version, task.tenant, task_changes(write), task)
     for lease in decision.leases:
-        fields = lease_fields(lease) if lease.version == 1 else {"state": lease.state}
-        yield NewEvent(f"lease.{lease.state}", lease.key, lease.version, lease.tenant, fields)
+        what, fields = lease_change(lease)
+        yield NewEvent(f"lease.{what}", lease.key, lease.version, lease.tenant, fields)
     for written in decision.pledges:
         pledge, end = written.pledge, written.end
         what = "made" if end is None else str(end)

@@ -117,13 +117,23 @@ def _statement(world: World, task: Task, now: Instant) -> str:
         case TaskState.ADMITTED:
             return f"admitted to {task.node}; its order is on the way"
         case TaskState.RUNNING:
-            return f"running on {task.node} for {now - (task.started_at or now):.0f} s"
+            return f"running on {task.node} for {now - (task.started_at or now):.0f} s{_overuse(world, task)}"
         case TaskState.STOPPING:
             left = (task.stop_deadline_at or now) - now
             whom = f" to make room for {_preemptor(world, task)}" if task.freeing_for else ""
             return f"asked to stop ({task.stop_reason}){whom}; {max(0.0, left):.0f} s of grace are left"
         case _:
             return ended_message(task.state)
+
+
+def _overuse(world: World, task: Task) -> str:
+    """What to say of a run that used more than it leased."""
+    over = [lease for lease in world.leases_of(task) if lease.overused_mb]
+    return "".join(
+        f"; it used {in_gib(lease.overused_mb)} of {world.books[lease.device].device.label}, "
+        f"of which it leased {in_gib(lease.mb)}"
+        for lease in over
+    )
 
 
 def ended_message(state: TaskState) -> str:

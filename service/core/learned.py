@@ -19,6 +19,8 @@ class Learned:
         """The one that learned last comes last."""
         self.peaks: dict[str, Mib] = {}
         """Lease key -> the most that its holder was measured to use of its device."""
+        self.above: dict[str, Holding] = {}
+        """Lease key -> the holding, where its holder was last measured to use more than its lease."""
 
     def put(self, topic: Topic, sketch: Sketch) -> None:
         self.sketches.pop(topic, None)
@@ -41,3 +43,12 @@ class Learned:
         for key, holding in holdings.items():
             if holding.measured_mb > self.peaks.get(key, 0):
                 self.peaks[key] = holding.measured_mb
+            if holding.measured_mb > holding.lease.mb:
+                self.above[key] = holding
+            else:
+                self.above.pop(key, None)
+
+    def drop(self, lease: str) -> None:
+        """Its lease is released."""
+        self.peaks.pop(lease, None)
+        self.above.pop(lease, None)

@@ -66,6 +66,8 @@ class Lease:
     state: LeaseState = LeaseState.RESERVED
     version: int = 1
     rank: int = 0
+    overused_mb: Mib = Mib(0)
+    """What its holder was measured to use when that was first found to be too much; 0 if it never was."""
 
     @property
     def key(self) -> str:
@@ -77,6 +79,10 @@ def move_lease(lease: Lease, state: LeaseState) -> Lease:
     if state not in NEXT_STATES[lease.state]:
         raise IllegalTransition(f"lease {lease.key} is {lease.state}; it cannot become {state}")
     return replace(lease, state=state, version=lease.version + 1)
+
+
+def mark_overused(lease: Lease, measured_mb: Mib) -> Lease:
+    return replace(lease, overused_mb=measured_mb, version=lease.version + 1)
 
 
 class PledgeEnd(StrEnum):

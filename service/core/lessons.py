@@ -13,7 +13,7 @@ from service.core.world import World
 MOST_TOPICS = 10_000
 """With more, those are forgotten that have learned nothing for the longest time."""
 
-_OTHER_ENDS = frozenset({Move.REQUEUED, Move.FAILED, Move.CANCELLED})
+_OTHER_ENDS = frozenset({Move.REQUEUED, Move.FAILED, Move.CANCELLED, Move.EXPIRED})
 
 
 def learn(

@@ -72,6 +72,10 @@ class Policy:
     """A learned size is what 95 of 100 runs stayed below, and so much more of it."""
     learned_least_runs: int = 5
     """With fewer runs that were measured no size is learned."""
+    overuse: str = "report"
+    """`report` or `stop`: what becomes of a run that is measured above its lease."""
+    overuse_tolerance: float = 0.05
+    """So much more than its lease, as a share of it, a run may use."""
     custom_limits: tuple[CustomLimit, ...] = ()
     """Sorted by name."""
     maximum: Maximum = Maximum()  # frozen

@@ -23,7 +23,7 @@ from service.core.orders import (
 from service.core.plan import Decision, Outcome, PledgeWrite
 from service.core.policy import Policy
 from service.core.retry import next_retry_at
-from service.core.stopping import OFF_THE_NODE, after_stop, forget_order, out_of_time
+from service.core.stopping import OFF_THE_NODE, after_stop, forget_order, out_of_time, over_use
 from service.core.task import Move, Task, TaskState
 from service.core.units import DeviceKey, Instant, NodeName, TaskId
 from service.core.world import World
@@ -97,7 +97,7 @@ def _ended(fold: Fold, world: World, report: Ended, now: Instant, policy: Policy
         fold.outcome = _outcome(report, at, None)
         fold.move(Move.SUCCEEDED, "ended", finished_at=at)
     elif task.state is TaskState.STOPPING:
-        _ended_by_stop(fold, task, report, at)
+        _ended_by_stop(fold, world, task, report, at)
     elif report.ending is Ending.NEVER_STARTED:
         _requeue(fold, "never_started", not_before=next_retry_at(1, now, policy))
     else:
@@ -107,11 +107,13 @@ def _ended(fold: Fold, world: World, report: Ended, now: Instant, policy: Policy
     fold.orders.append(forget)
 
 
-def _ended_by_stop(fold: Fold, task: Task, report: Ended, at: Instant) -> None:
+def _ended_by_stop(fold: Fold, world: World, task: Task, report: Ended, at: Instant) -> None:
     """The state waits for the proof that the memory is free; what the run left behind is kept now."""
     if report.ending is Ending.NEVER_STARTED:
         return
-    fold.outcome = _outcome(report, at, out_of_time(task, task.stop_reason) or report.failure)
+    why = task.stop_reason
+    told = out_of_time(task, why) or over_use(why, world.leases_of(task)) or report.failure
+    fold.outcome = _outcome(report, at, told)
     fold.move(Move.CHANGED, "ended")
 
 

@@ -1,11 +1,13 @@
 """How a run is asked to leave, and what becomes of its task once it has left."""
 
+from collections.abc import Iterable
 from typing import Any
 
+from service.core.lease import Lease
 from service.core.orders import Failure, ForgetOrder, StopOrder
 from service.core.plan import TaskWrite, write_move
 from service.core.task import Move, StopReason, Task
-from service.core.units import Instant, Seconds
+from service.core.units import Instant, Seconds, in_gib
 from service.core.world import World
 
 OFF_THE_NODE: dict[str, Any] = {
@@ -53,6 +55,18 @@ def out_of_time(task: Task, reason: StopReason | None) -> Failure | None:
             return Failure("deadline", f"its deadline passed when the run had had {ran_seconds:.0f} s")
         case _:
             return None
+
+
+def over_use(reason: StopReason | None, leases: Iterable[Lease]) -> Failure | None:
+    """What people read of a run that was stopped because it used more than it leased."""
+    if reason is not StopReason.OVERUSE:
+        return None
+    used = "; ".join(
+        f"{in_gib(lease.overused_mb)} of a GPU of which it leased {in_gib(lease.mb)}"
+        for lease in leases
+        if lease.overused_mb
+    )
+    return Failure("over_use", f"the run used {used}; ask for more gpu_mb, or for gpu_mb: learned")
 
 
 def stop_order(world: World, task: Task, grace_seconds: Seconds) -> StopOrder:

@@ -87,6 +87,8 @@ class StopReason(StrEnum):
     """The run passed its own limit."""
     DEADLINE = "deadline"
     """The task's deadline passed."""
+    OVERUSE = "overuse"
+    """The run used more GPU memory than it leased."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ from service.core.device import Device, DeviceSample, Node
 from service.core.errors import OutOfStep
 from service.core.events import Event
 from service.core.learned import Learned
-from service.core.lease import HolderKind, Lease, LeaseState, Pledge, move_lease
+from service.core.lease import HolderKind, Lease, LeaseState, Pledge, mark_overused, move_lease
 from service.core.ledger import Book
 from service.core.ordering import PendingQueue
 from service.core.plan import Request
@@ -194,14 +194,18 @@ class World:
         before = run.get(event.key)
         if before is None:
             return
-        after = move_lease(before, LeaseState(event.fields["state"]))
+        overused_mb = event.fields.get("overused_mb")
+        if overused_mb is not None:
+            after = mark_overused(before, overused_mb)
+        else:
+            after = move_lease(before, LeaseState(event.fields["state"]))
         self._enter(after)
         self._note_release(after, event.at)
         if after.state is not LeaseState.RELEASED:
             run[event.key] = after
             return
         del run[event.key]
-        self.learned.peaks.pop(event.key, None)
+        self.learned.drop(event.key)
         if not run:
             del self.leases[holder, int(fence)]
             if kind == HolderKind.RUN:

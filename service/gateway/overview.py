@@ -81,6 +81,7 @@ def _holder_view(world: World, holding: Holding, viewer: Identity) -> HolderView
         "band": band_of(lease.priority)[0],
         "gpu_mb": lease.mb,
         "measured_mb": holding.measured_mb,
+        "overused_mb": lease.overused_mb or None,
         "state": lease.state.value,
         "since": rfc3339(lease.since),
         "stopping": holding.stopping,

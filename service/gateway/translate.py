@@ -257,6 +257,7 @@ def _share(lease: Lease, uuids: Mapping[str, str]) -> DeviceShare:
         "uuid": uuids.get(lease.device, lease.device),
         "gpu_mb": lease.mb,
         "state": lease.state.value,
+        "overused_mb": lease.overused_mb or None,
     }
 
 

@@ -11,6 +11,11 @@ Time = Annotated[str, Field(json_schema_extra={"format": "date-time"}, examples=
 """RFC 3339 in UTC, with Z."""
 
 
+Overused = Annotated[
+    int | None, Field(description="What the run used when that was first found to be more than its lease.")
+]
+
+
 class RunView(TypedDict):
     kind: Annotated[str, Field(description="entrypoint, command or function.")]
     entrypoint: str | None
@@ -33,6 +38,7 @@ class DeviceShare(TypedDict):
     uuid: str
     gpu_mb: int
     state: Annotated[str, Field(description="reserved, held, releasing or quarantined.")]
+    overused_mb: Overused
 
 
 class ProgressView(TypedDict):
@@ -210,6 +216,7 @@ class HolderView(TypedDict):
     band: str
     gpu_mb: int
     measured_mb: int
+    overused_mb: Overused
     state: str
     since: Time
     stopping: bool

@@ -90,7 +90,7 @@ class ForgetfulStore(MemoryStore):
 
 
 class Stage:
-    def __init__(self, folder: Path, store: TaskStore | None = None) -> None:
+    def __init__(self, folder: Path, store: TaskStore | None = None, **policy: Any) -> None:
         self.clock = Hands()
         self.memory = ForgetfulStore(self.clock.now)
         self.store: TaskStore = store or self.memory
@@ -99,15 +99,15 @@ class Stage:
         self.blobs = DirectoryBlobs(folder, max_bytes=10_000)
         self.executor = WitnessedExecutor(self.store, self.clock)
         self.progress: dict[TaskId, Progress] = {}
-        policy = Policy()
+        rules = Policy(**policy)
         observer = Observer(
-            self.world, policy, self.blobs, InventoryRules("test", Mib(0)), 1024, self.progress
+            self.world, rules, self.blobs, InventoryRules("test", Mib(0)), 1024, self.progress
         )
         dispatcher = Dispatcher(self.store, self.blobs, self.executor, self.world, self.clock)
         self.leader = Leader(
             name="test",
             world=self.world,
-            policy=policy,
+            policy=rules,
             store=self.store,
             executor=self.executor,
             observer=observer,
@@ -156,9 +156,9 @@ class Stage:
 
 
 @asynccontextmanager
-async def a_stage(folder: Path, store: TaskStore | None = None) -> AsyncIterator[Stage]:
+async def a_stage(folder: Path, store: TaskStore | None = None, **policy: Any) -> AsyncIterator[Stage]:
     """A leader with its term, whose one node has answered."""
-    stage = Stage(folder, store)
+    stage = Stage(folder, store, **policy)
     await stage.leader.take_over()
     await stage.executor.start(stage.leader.leadership.term)
     await stage.turn()

@@ -5,13 +5,24 @@ from dataclasses import replace
 
 from service.bootstrap.compose import fill
 from service.core.estimate import Lesson, Sketch, Topic, What, sketch_of
+from service.core.lease import LeaseState, mark_overused, move_lease
 from service.core.plan import Decision
 from service.core.task import Task
-from service.core.units import Instant
+from service.core.units import Instant, Mib, Position
 from service.core.world import World
 from service.ports import CommitVerdict, TaskStore
-from tests.builders import NOW, a_task
-from tests.contracts.scenes import admission, claimed, end, log_of, picture, replayed, with_gpu
+from tests.builders import GIB, NOW, a_task
+from tests.contracts.scenes import (
+    a_new_lease,
+    admission,
+    claimed,
+    end,
+    log_of,
+    picture,
+    release,
+    replayed,
+    with_gpu,
+)
 
 SIZE = Topic("default", "resnet", "H100", What.GPU_MB)
 TIME = Topic("default", "resnet", "", What.SECONDS)
@@ -88,3 +99,22 @@ async def test_a_world_from_the_rows_knows_what_one_from_the_log_knows(store: Ta
     from_rows = World()
     fill(from_rows, await store.snapshot())
     assert picture(from_rows) == picture(replayed(await log_of(store)))
+
+
+async def test_a_mark_of_overuse_is_kept_and_the_lease_goes_on(store: TaskStore) -> None:
+    task = a_task("t1")
+    term = await with_gpu(store, task)
+    await store.commit(term, [admission(task)])
+    held = move_lease(a_new_lease(claimed(task)), LeaseState.HELD)
+    marked = mark_overused(held, Mib(12 * GIB))
+    for lease in (held, marked):
+        assert await store.commit(term, [Decision("t1", "overuse", leases=(lease,))]) == [COMMITTED]
+    assert list((await store.snapshot()).leases) == [marked]
+    assert await store.commit(term, [Decision("t1", "overuse", leases=(marked,))]) == [STALE]
+    events = await store.events(Position(0), 100, task.id)
+    assert [event.kind for event in events][-2:] == ["lease.held", "lease.overused"]
+    from_rows = World()
+    fill(from_rows, await store.snapshot())
+    assert picture(from_rows) == picture(replayed(await log_of(store)))
+    assert await store.commit(term, [release(marked)]) == [COMMITTED]
+    assert list((await store.snapshot()).leases) == []

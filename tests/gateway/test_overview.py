@@ -2,6 +2,7 @@
 
 import re
 
+from service.core.overuse import overuse
 from tests.builders import GIB, a_sample
 from tests.gateway.harness import Client, Gateway, problem
 
@@ -171,3 +172,22 @@ def _normal(line: str) -> str:
     return (
         line if line.startswith("#") or not re.fullmatch(r"[-+.0-9e]+", value) else f"{name} {float(value)}"
     )
+
+
+async def test_a_run_that_uses_more_than_it_leased_is_shown(gateway: Gateway, api: Client) -> None:
+    task_id = await api.submit(name="train", resources={"gpu_mb": 10 * GIB})
+    await gateway.admit(task_id)
+    used = a_sample("gpu0", used_mb=12 * GIB, by_holder={f"{task_id}:1": 12 * GIB})
+    gateway.world.measure([used])
+    [holder] = (await api.get("/gpus")).json()["items"][0]["holders"]
+    assert holder["overused_mb"] is None
+    await gateway.commit(*overuse(gateway.world, gateway.clock.now(), gateway.policy))
+    [holder] = (await api.get("/gpus")).json()["items"][0]["holders"]
+    assert (holder["gpu_mb"], holder["measured_mb"], holder["overused_mb"]) == (10 * GIB, 12 * GIB, 12 * GIB)
+    [device] = (await api.get(f"/tasks/{task_id}")).json()["devices"]
+    assert device["overused_mb"] == 12 * GIB
+    assert "used 12.0 GiB of n1/gpu0" in (await api.get(f"/tasks/{task_id}/explain")).json()["message"]
+    metrics = (await api.get("/metrics")).text
+    over = re.search(r"^gpubroker_gpu_memory_overused_bytes{.*} (.*)$", metrics, re.MULTILINE)
+    assert over is not None
+    assert float(over[1]) == 2 * 2**30

@@ -221,7 +221,7 @@ def _sums(there: Sequence[Gpu]) -> str:
 def _gpu_facts(gpu: Gpu) -> str:
     holders = " · ".join(
         f"{_cut(holder.name) or short_id(holder.id)} {size(holder.gpu_mb)}"
-        f"{' (stopping)' if holder.stopping else ''}"
+        f"{' (stopping)' if holder.stopping else ''}{_overuse(holder)}"
         for holder in gpu.holders
     )
     pledges = " · ".join(
@@ -238,6 +238,10 @@ def _gpu_facts(gpu: Gpu) -> str:
         "no recent measurement" if gpu.stale else "",
     )
     return "   ".join(fact for fact in said if fact)
+
+
+def _overuse(holder: Holder) -> str:
+    return f" (! used {size(holder.overused_mb)})" if holder.overused_mb else ""
 
 
 def _cut(name: str) -> str:

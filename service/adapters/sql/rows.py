@@ -131,13 +131,14 @@ def _lease_row(lease: Lease) -> Row:
     return (
         lease.holder_kind.value, lease.holder, lease.fence, lease.rank, lease.device, lease.mb, lease.tenant,
         lease.priority, lease.since, lease.state.value, lease.version, lease.state is LeaseState.RELEASED,
+        lease.overused_mb,
     )  # fmt: skip
 
 
 def _moved_lease(lease: Lease) -> Written:
     return sql.MOVE_LEASES, (
         lease.holder_kind.value, lease.holder, lease.fence, lease.rank, lease.device, lease.version,
-        lease.state.value, lease.state is LeaseState.RELEASED,
+        lease.state.value, lease.state is LeaseState.RELEASED, lease.overused_mb,
     )  # fmt: skip
 
 

@@ -162,7 +162,7 @@ WRITE_NODES = _insert(tables.node, known=OnConflict.REPLACE)
 WRITE_DEVICES = _insert(tables.device, DEVICE_IN, known=OnConflict.REPLACE)
 MOVE_TASKS = _update_guarded(tables.task, ("id", "version", *HOT_FIELDS, "finished"))
 INSERT_LEASES = _insert(tables.lease, known=OnConflict.SKIP, exact=True)
-MOVE_LEASES = _update_guarded(tables.lease, (*LEASE_KEY, "version", "state", "released"))
+MOVE_LEASES = _update_guarded(tables.lease, (*LEASE_KEY, "version", "state", "released", "overused_mb"))
 LEASE_MEMORY = SetStatement(
     "lease memory", (tables.device.c.key, Column("mb", Integer)), _lease_memory, exact=True
 )

@@ -199,6 +199,7 @@ lease = Table(
     Column("state", Text, nullable=False),
     Column("version", Integer, nullable=False),
     Column("released", Boolean, nullable=False, server_default=false()),
+    Column("overused_mb", Integer, nullable=False),
     PrimaryKeyConstraint("holder_kind", "holder", "fence", "rank", "device"),
     one_of("state", LeaseState),
     CheckConstraint("released = (state = 'released')", name="released"),
