@@ -1,12 +1,14 @@
 """What the door to devices promises, for simulated ones and for GPUs as NVML tells them."""
 
+import os
+import subprocess
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import pytest
 
 from service.adapters.nvml.probe import NvmlProbe, new_probe, shares_pids
-from service.adapters.nvml.simulated import SimulatedProbe
+from service.adapters.nvml.simulated import SAYS_WHAT_IT_USES, SimulatedProbe
 from service.core.orders import SeenDevice
 from service.core.units import Mib
 from service.ports import DeviceProbe, MeasuredDevice, ProcessGroup
@@ -155,3 +157,19 @@ def test_a_machine_without_nvml_has_no_devices_and_no_fault(monkeypatch: pytest.
 def test_configured_devices_take_the_place_of_real_ones() -> None:
     devices = a_simulated_probe().inventory()
     assert list(new_probe(devices).inventory()) == list(devices)
+
+
+def test_a_process_may_say_what_it_uses_of_a_simulated_device() -> None:
+    with subprocess.Popen(["sleep", "60"], env={**os.environ, SAYS_WHAT_IT_USES: "9000"}) as process:
+        group = a_group([process.pid, os.getpid()], GPU_a=8000)
+        [first, _second] = a_simulated_probe().sample({"task:1": group})
+        process.kill()
+    assert (first.used_mb, first.by_holder) == (9000, {"task:1": 9000})
+
+
+@pytest.mark.parametrize("said", ["", "much", "-5"])
+def test_what_is_no_size_is_not_heard(said: str) -> None:
+    with subprocess.Popen(["sleep", "60"], env={**os.environ, SAYS_WHAT_IT_USES: said}) as process:
+        [first, _second] = a_simulated_probe().sample({"task:1": a_group([process.pid], GPU_a=8000)})
+        process.kill()
+    assert first.by_holder == {"task:1": 8000}

@@ -8,7 +8,7 @@ import pytest
 
 from service.core.estimate import RELATIVE_ERROR, Lesson, Topic, What
 from service.core.lessons import learn
-from service.core.orders import Ended, Ending, Gone, Report
+from service.core.orders import Ended, Ending, Gone, Report, Started
 from service.core.plan import Decision, Request
 from service.core.policy import Policy
 from service.core.requests import carry_out
@@ -120,6 +120,12 @@ def test_a_run_that_was_stopped_above_its_lease_teaches_what_it_took():
     measured(world, 14 * GIB)
     gone = Gone(TaskId("run"), Fence(1), NOW, "process_absent")
     assert lessons(taught(world, gone)) == {SIZE: 14 * GIB}
+
+
+def test_a_run_that_goes_on_teaches_nothing():
+    world = a_world(a_run(state=TaskState.ADMITTED))
+    measured(world, 14 * GIB)
+    assert lessons(taught(world, Started(TaskId("run"), Fence(1), NOW, pid=1))) == {}
 
 
 def test_nothing_is_learned_without_a_subject():

@@ -1,0 +1,53 @@
+"""Runs are measured on real Ray, what they used is learned, and one that takes more than that is stopped."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from gpubroker import Broker, Task
+
+from tests.e2e.service_process import ServiceProcess, until
+
+POLICY = {"sample_period_seconds": 0.2, "learned_least_runs": 3, "overuse": "stop"}
+
+
+@pytest.fixture
+def broker(tmp_path: Path) -> Iterator[Broker]:
+    with ServiceProcess(tmp_path / "data", ray={"spares": 3}, policy=POLICY) as running:
+        yield running.broker
+
+
+def using(broker: Broker, mb: int, flag: Path, gpu_mb: object) -> Task:
+    """A command of model type resnet that uses so much of a simulated GPU until the flag is there."""
+    wait = f"until [ -e {flag} ]; do sleep 0.02; done"
+    env = {"SIMULATED_GPU_MB": str(mb)}
+    return broker.submit(["sh", "-c", wait], model_type="resnet", gpu_mb=gpu_mb, env=env, grace_seconds=5)
+
+
+def measured(broker: Broker) -> list[int | None]:
+    return [holder.measured_mb for gpu in broker.gpus() for holder in gpu.holders]
+
+
+def test_what_runs_used_is_given_to_the_next_and_it_must_not_use_more(broker: Broker, tmp_path: Path) -> None:
+    flag = tmp_path / "flag"
+    runs = [using(broker, 4096, flag, gpu_mb=8192) for _ in range(3)]
+    until(lambda: measured(broker) == [4096] * 3, "all three runs are measured")
+    flag.touch()
+    for run in runs:
+        assert broker.wait(run, timeout_seconds=30).state == "succeeded"
+    [known] = broker.estimates("resnet")
+    assert known.gpu_mb is not None
+    assert (known.kind, known.gpu_mb.n, known.gpu_mb.p95) == ("sim-24g", 3, pytest.approx(4096, rel=0.02))
+
+    greedy = using(broker, 9000, tmp_path / "never", gpu_mb="learned")
+    assert greedy.sizing is not None
+    assert greedy.sizing.gpu_mb == greedy.resources["gpu_mb"] == pytest.approx(1.15 * 4096, rel=0.02)
+    ended = broker.wait(greedy, timeout_seconds=30)
+    assert ended.state == "failed"
+    assert ended.error is not None
+    assert ended.error.kind == "over_use"
+    [event] = [event for event in broker.events(greedy) if event.kind == "lease.overused"]
+    assert event.fields["overused_mb"] == 9000
+    [known] = broker.estimates("resnet")
+    assert known.gpu_mb is not None
+    assert (known.gpu_mb.n, known.gpu_mb.p95) == (4, pytest.approx(9000, rel=0.02))
