@@ -18,6 +18,8 @@ class Holder:
     priority: int = 0
     band: str = ""
     gpu_mb: int = 0
+    context_mb: int = 0
+    """Of `gpu_mb`, the process's own cost beyond what was asked for."""
     measured_mb: int | None = None
     overused_mb: int | None = None
     """What its run used when that was first found to be more than its lease."""
@@ -48,6 +50,10 @@ class Gpu:
     kind: str
     index: int = 0
     simulated: bool = False
+    power: int = 0
+    """Rank of its kind; more is stronger, 0 is not ranked."""
+    context_mb: int = 0
+    """What each process takes beyond what it asked for."""
     present: bool = True
     """False once its node no longer has it; it is shown while something is leased on it."""
     physical_mb: int = 0

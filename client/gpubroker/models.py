@@ -77,6 +77,8 @@ class TaskDevice:
 
     uuid: str
     gpu_mb: int = 0
+    context_mb: int = 0
+    """Of `gpu_mb`, the process's own cost beyond what was asked for."""
     state: str = ""
     overused_mb: int | None = None
     """What the run used when that was first found to be more than its lease."""

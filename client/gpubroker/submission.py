@@ -41,6 +41,18 @@ class SubmitOptions(TypedDict, total=False):
     """Host memory, in MiB."""
     custom: Mapping[str, float]
     """Amounts of resources that the operator has named."""
+    kinds: Sequence[str]
+    """Only GPUs of one of these kinds, such as `["H100", "A100"]`."""
+    min_power: int
+    """Only kinds of this rank or above; the operator ranks them."""
+    min_device_mb: int
+    """Only GPUs with so much memory in all, in MiB."""
+    nodes: Mapping[str, Sequence[str]]
+    """Only nodes with one of the values of each label; the label `node` is the name."""
+    prefer_kinds: Sequence[str]
+    """Best first; no more than a wish."""
+    prefer_nodes: Mapping[str, Sequence[str]]
+    """As `nodes`, and no more than a wish."""
     placement: str
     """`pack` (default) fills devices that are in use, `spread` takes empty ones first."""
     model_type: str
@@ -73,7 +85,10 @@ class SubmitOptions(TypedDict, total=False):
     """Submits with the same key and body are one task. Made up by the SDK if not given."""
 
 
-_RESOURCES = ("gpu_mb", "gpus", "gpu_fraction", "exclusive", "cpu", "memory_mb", "custom")
+_RESOURCES = (
+    "gpu_mb", "gpus", "gpu_fraction", "exclusive", "cpu", "memory_mb", "custom",
+    "kinds", "min_power", "min_device_mb", "nodes", "prefer_kinds", "prefer_nodes",
+)  # fmt: skip
 _TOP_LEVEL = (
     "name", "priority", "model_type", "placement", "labels", "env",
     "max_retries", "timeout_seconds", "grace_seconds", "not_before", "queue_ttl_seconds", "deadline_at",

@@ -7,6 +7,7 @@ import psutil
 from service.adapters.memory.executor import SimulatedNode, WaitingExecutor
 from service.adapters.ray.executor import RayExecutor
 from service.adapters.ray.options import RayOptions
+from service.core.kinds import Kind
 from service.core.orders import SeenDevice
 from service.core.policy import CustomLimit, Maximum, Policy
 from service.core.reconcile import InventoryRules
@@ -83,6 +84,10 @@ def inventory_rules_of(settings: Settings) -> InventoryRules:
             (name, custom.limit)
             for name, custom in sorted(settings.policy.custom_limits.items())
             if custom.per == "node"
+        ),
+        node_labels=settings.node_labels,
+        kinds=tuple(
+            Kind(name, kind.power, Mib(kind.context_mb)) for name, kind in sorted(settings.kinds.items())
         ),
     )
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from service.core.demand import Demand
 from service.core.device import Device, Node
-from service.core.need import need_mb
+from service.core.need import may_use_device, may_use_node, need_mb
 from service.core.policy import Policy
 from service.core.units import in_gib
 
@@ -13,11 +13,12 @@ from service.core.units import in_gib
 @dataclass(frozen=True, slots=True)
 class Refusal:
     code: str
-    """exceeds-capacity, exceeds-maximum, unknown-resource or priority-too-low."""
+    """exceeds-capacity, exceeds-maximum, no-matching-device, unknown-resource or priority-too-low."""
     message: str
     """What was asked, what there is, what to do."""
     field: str
-    """The field of the demand that is at fault: gpu_mb, gpu_fraction, gpus, cpu, memory_mb, custom/NAME."""
+    """The field of the demand that is at fault: gpu_mb, gpu_fraction, gpus, cpu, memory_mb, kinds, min_power,
+    min_device_mb, nodes, custom/NAME."""
 
 
 def check_priority(demand: Demand, priority: int, policy: Policy) -> Refusal | None:
@@ -42,10 +43,49 @@ def check(demand: Demand, devices: Iterable[Device], nodes: Iterable[Node], poli
     refusal = _over_maximum(demand, policy) or _over_limit(demand, policy)
     if refusal is not None or not known:
         return refusal
+    open_nodes = [node for node in known if may_use_node(demand, node)]
+    if not open_nodes:
+        return _no_such_node(demand, known)
     if not demand.gpus:
-        return _over_nodes(demand, known)
-    names = {node.name for node in known}
-    return _over_devices(demand, [device for device in devices if device.node in names], known)
+        return _over_nodes(demand, open_nodes)
+    names = {node.name for node in open_nodes}
+    there = [device for device in devices if device.node in names]
+    usable = [device for device in there if may_use_device(demand, device)]
+    if there and not usable:
+        return _no_such_device(demand, there)
+    return _over_devices(demand, usable, open_nodes)
+
+
+def wanted(demand: Demand) -> str:
+    """Which devices and nodes it may use, in words; empty if all."""
+    where = demand.where
+    parts = [
+        f"kinds {', '.join(where.kinds)}" if where.kinds else "",
+        f"power {where.min_power} or more" if where.min_power else "",
+        f"memory {in_gib(where.min_device_mb)} or more" if where.min_device_mb else "",
+        *(f"{label} {' or '.join(values)}" for label, values in where.nodes),
+    ]
+    return "; ".join(part for part in parts if part)
+
+
+def _no_such_node(demand: Demand, nodes: Sequence[Node]) -> Refusal:
+    there_are = ", ".join(_named(node) for node in nodes[:5]) + (", ..." if len(nodes) > 5 else "")
+    message = f"no node is {wanted(demand)}; there are {there_are}; ask for others, or label a node so"
+    return Refusal("no-matching-device", message, "nodes")
+
+
+def _named(node: Node) -> str:
+    labels = ", ".join(f"{label}={value}" for label, value in node.labels)
+    return f"{node.name} ({labels})" if labels else node.name
+
+
+def _no_such_device(demand: Demand, devices: Sequence[Device]) -> Refusal:
+    where = demand.where
+    kinds = sorted({(device.kind, device.power, device.physical_mb) for device in devices})
+    there_are = ", ".join(f"{kind} (power {power}, {in_gib(size)})" for kind, power, size in kinds[:5])
+    message = f"no GPU is of {wanted(demand)}; there are {there_are}; ask for one of those"
+    field = "kinds" if where.kinds else "min_power" if where.min_power else "min_device_mb"
+    return Refusal("no-matching-device", message, field)
 
 
 def _over_maximum(demand: Demand, policy: Policy) -> Refusal | None:
@@ -107,10 +147,13 @@ def _over_devices(demand: Demand, devices: Sequence[Device], nodes: Sequence[Nod
 
 def _too_large(demand: Demand, devices: Sequence[Device]) -> Refusal:
     if not devices:
-        message = "a GPU is asked for, and no node has one; add a node with GPUs, or ask for none"
+        which = f"no node that is {wanted(demand)}" if demand.where.nodes else "no node"
+        message = f"a GPU is asked for, and {which} has one; add a node with GPUs, or ask for none"
         return Refusal("exceeds-capacity", message, "gpus")
-    largest = max(devices, key=lambda device: (device.allocatable_mb, device.key))
-    there_is = f"{in_gib(largest.allocatable_mb)} of {largest.kind} {largest.node}/gpu{largest.index}"
+    largest = max(devices, key=lambda device: (device.allocatable_mb - device.context_mb, device.key))
+    beside = f" beside {in_gib(largest.context_mb)} for each process" if largest.context_mb else ""
+    offers_mb = largest.allocatable_mb - largest.context_mb
+    there_is = f"{in_gib(offers_mb)} of {largest.kind} {largest.node}/gpu{largest.index}{beside}"
     if demand.gpu_mb is None:
         message = (
             f"{demand.gpu_fraction or 1:g} of a GPU is more than any GPU has; the largest offers {there_is}"

@@ -29,6 +29,8 @@ def room_blockers(seen: Survey) -> list[Blocker]:
     demand, world = seen.task.demand, seen.draft.world
     devices = [book.device for book in world.books.values()]
     refusal = check(demand, devices, world.nodes.values(), seen.policy)
+    if refusal is not None and refusal.code == "no-matching-device":
+        return [Blocker(Reason.NO_MATCHING_DEVICE, refusal.message)]
     refusal = refusal or check_priority(demand, seen.task.priority, seen.policy)
     if refusal is not None:
         return [Blocker(Reason.EXCEEDS_CAPACITY, refusal.message)]
@@ -105,7 +107,7 @@ def _no_headroom(seen: Survey, nodes: list[NodeFinding]) -> Blocker:
     rooms = {
         n.node.name: seen.draft.headroom(n.node.name, task=task.id, priority=task.priority) for n in nodes
     }
-    best = max(rooms, key=lambda name: (rooms[name], name))
+    best = max(rooms, key=lambda name: (rooms[name][:3], name))
     room = rooms[best]
     short = []
     if room.runs < 1:

@@ -7,7 +7,7 @@ from functools import lru_cache
 from operator import attrgetter
 from typing import Any
 
-from service.core.demand import Demand
+from service.core.demand import ANYWHERE, Demand, Where
 from service.core.device import Device, Node
 from service.core.lease import HolderKind, Lease, LeaseState, Pledge
 from service.core.plan import Fields, Request, TaskWrite
@@ -15,6 +15,7 @@ from service.core.task import StopReason, Task, TaskState
 
 _DEMAND_DEFAULTS = Demand()
 _DEMAND_NAMES = tuple(f.name for f in dataclass_fields(Demand))
+_WHERE_NAMES = tuple(f.name for f in dataclass_fields(Where))
 _TASK_NAMES = tuple(f.name for f in dataclass_fields(Task))
 _TASK_DEFAULTS = tuple(f.default for f in dataclass_fields(Task))
 """MISSING, which equals no value, where a field has none."""
@@ -30,6 +31,8 @@ def demand_fields(demand: Demand) -> dict[str, Any]:
     row = dict(_demand_row(demand))
     if demand.custom:
         row["custom"] = [list(pair) for pair in demand.custom]
+    if demand.where is not ANYWHERE and demand.where != ANYWHERE:
+        row["where"] = _where_fields(demand.where)
     return row
 
 
@@ -44,10 +47,35 @@ def _demand_row(demand: Demand) -> Fields:
 
 
 def demand_from(fields: Fields) -> Demand:
-    if "custom" in fields:
-        pairs = tuple(sorted((str(name), float(amount)) for name, amount in fields["custom"]))
-        return Demand(**{**fields, "custom": pairs})
-    return Demand(**fields)
+    if "custom" not in fields and "where" not in fields:
+        return Demand(**fields)
+    row = dict(fields)
+    row["custom"] = tuple(sorted((str(name), float(amount)) for name, amount in row.get("custom", ())))
+    if "where" in row:
+        row["where"] = _where_from(row["where"])
+    return Demand(**row)
+
+
+def _where_fields(where: Where) -> dict[str, Any]:
+    row = {}
+    for name in _WHERE_NAMES:
+        value = getattr(where, name)
+        if value != getattr(ANYWHERE, name):
+            row[name] = _as_lists(value)
+    return row
+
+
+def _where_from(fields: Fields) -> Where:
+    row = {name: _as_tuples(value) for name, value in fields.items()}
+    return Where(**row)
+
+
+def _as_lists(value: Any) -> Any:
+    return [_as_lists(part) for part in value] if isinstance(value, tuple) else value
+
+
+def _as_tuples(value: Any) -> Any:
+    return tuple(_as_tuples(part) for part in value) if isinstance(value, list | tuple) else value
 
 
 def _plain(value: Any) -> Any:

@@ -5,6 +5,7 @@ Each function enters what it decides into the draft, so that the next one builds
 
 from service.core.draft import Draft
 from service.core.lease import HolderKind, Lease, Pledge, PledgeEnd
+from service.core.need import context_mb
 from service.core.orders import StartOrder, StopOrder
 from service.core.plan import Decision, PledgeWrite, TaskWrite, write_move
 from service.core.preemption import Eviction
@@ -23,7 +24,17 @@ def admit(draft: Draft, task: Task, placement: Placement, now: Instant) -> Decis
     devices = {device for device, _ in placement.devices}
     pledges = [_end_own(pledge, devices) for pledge in draft.end_pledges(task.id)]
     leases = tuple(
-        Lease(HolderKind.RUN, task.id, fence, device, mb, task.tenant, task.priority, since=now)
+        Lease(
+            HolderKind.RUN,
+            task.id,
+            fence,
+            device,
+            mb,
+            task.tenant,
+            task.priority,
+            since=now,
+            context_mb=context_mb(task.demand, draft.book(device).device),
+        )
         for device, mb in placement.devices
     )
     draft.replace_task(task, write.task)

@@ -4,10 +4,35 @@ from dataclasses import dataclass
 
 from service.core.units import Mib
 
+Labels = tuple[tuple[str, tuple[str, ...]], ...]
+"""(label, values), sorted: one value of each. The label `node` is the node's name."""
+
+
+@dataclass(frozen=True, slots=True)
+class Where:
+    """Which devices and nodes a task may use (all of it must hold) and which it would rather have."""
+
+    kinds: tuple[str, ...] = ()
+    """One of these; names as operators and drivers use them."""
+    min_power: int = 0
+    min_device_mb: Mib = Mib(0)
+    """Physical memory."""
+    nodes: Labels = ()
+    prefer_kinds: tuple[str, ...] = ()
+    """Best first. A preference orders placements and never forbids one."""
+    prefer_nodes: Labels = ()
+
+    @property
+    def speaks_of_devices(self) -> bool:
+        return bool(self.kinds or self.min_power or self.min_device_mb)
+
+
+ANYWHERE = Where()
+
 
 @dataclass(frozen=True, slots=True)
 class Demand:
-    """What a task asks for. Sizes are per device; `cpu` and `memory_mb` are of the one node it runs on.
+    """Sizes are per device; `cpu` and `memory_mb` are of the one node that the task runs on.
 
     `gpus` devices of `gpu_mb` MiB each; with neither `gpu_mb` nor `gpu_fraction`, whole devices.
     `custom` is sorted by name, so that equal demands compare and hash equal.
@@ -21,6 +46,7 @@ class Demand:
     memory_mb: Mib = Mib(0)
     custom: tuple[tuple[str, float], ...] = ()
     placement: str = "pack"
+    where: Where = ANYWHERE
 
     @property
     def takes_whole_devices(self) -> bool:

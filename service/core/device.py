@@ -18,6 +18,10 @@ class Device:
     reserve_mb: Mib = Mib(0)
     declared_foreign_mb: Mib = Mib(0)
     """What the operator says that others always use: set aside, and expected to be in use."""
+    power: int = 0
+    """The rank of its kind: more is stronger; 0 if nobody has ranked it."""
+    context_mb: Mib = Mib(0)
+    """What a process takes here beyond what it asked for; part of its lease."""
     simulated: bool = False
     present: bool = True
     """Its node's agent finds it in the machine. One that is gone offers nothing; what was leased on it stays

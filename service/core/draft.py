@@ -5,9 +5,11 @@ from collections.abc import Iterable, Iterator
 from math import inf
 from typing import NamedTuple
 
+from service.core.device import Node
 from service.core.errors import Overcommitted
 from service.core.lease import Lease, Pledge
 from service.core.ledger import Book
+from service.core.need import may_use_node
 from service.core.policy import CustomLimit, Policy
 from service.core.task import Task, TaskState
 from service.core.units import DeviceKey, Instant, NodeName, TaskId
@@ -23,11 +25,17 @@ class Headroom(NamedTuple):
     runs: int
     custom: tuple[tuple[str, float], ...] = ()
     """Of the custom resources that each node has for itself."""
+    node: Node | None = None
+    """Whose it is, for demands that may not use every node."""
 
     def fits(self, task: Task) -> bool:
         demand = task.demand
         enough = self.runs >= 1 and self.cpu >= demand.cpu and self.memory_mb >= demand.memory_mb
-        return enough and not self.short_of(task)
+        return enough and self.is_open_to(task) and not self.short_of(task)
+
+    def is_open_to(self, task: Task) -> bool:
+        """Whether the task may use the node at all."""
+        return self.node is None or may_use_node(task.demand, self.node)
 
     def short_of(self, task: Task) -> list[str]:
         """The node's own resources of which there is too little left, in name order."""
@@ -44,7 +52,7 @@ class Headroom(NamedTuple):
         if custom and demand.custom:
             took = dict(demand.custom)
             custom = tuple((name, round(left + sign * took.get(name, 0.0), 6)) for name, left in custom)
-        return Headroom(cpu, self.memory_mb + sign * demand.memory_mb, self.runs + sign, custom)
+        return Headroom(cpu, self.memory_mb + sign * demand.memory_mb, self.runs + sign, custom, self.node)
 
 
 class Draft:
@@ -121,7 +129,7 @@ class Draft:
         row, use = self.world.nodes[node], self.use(node)
         custom = tuple((name, round(has - use.custom.get(name, 0.0), 6)) for name, has in row.custom)
         cpu = round(row.cpu - use.cpu, 6)
-        room = Headroom(cpu, row.memory_mb - use.memory_mb, row.max_runs - use.runs, custom)
+        room = Headroom(cpu, row.memory_mb - use.memory_mb, row.max_runs - use.runs, custom, row)
         for other in self._respected(node, task, priority):
             room = room.with_room_of(other, -1)
         return room

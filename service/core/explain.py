@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from service.core.admission import wanted
 from service.core.blockers import Blocker, called, room_blockers, used_by_others
 from service.core.draft import Draft
 from service.core.ledger import Holding
@@ -36,7 +37,7 @@ class DeviceVerdict:
     message: str
     """Why not, or that it fits."""
     need_mb: Mib | None
-    """None if the device is too small even when empty."""
+    """None if the device is too small even when empty, or may not be used."""
     free_mb: Mib
     """For this task: its own pledge and those of lower priority count as free."""
     allocatable_mb: Mib
@@ -174,6 +175,8 @@ def _why(finding: DeviceFinding, task: Task) -> str:
     match finding.verdict:
         case Verdict.GONE:
             return "its node no longer has it"
+        case Verdict.NOT_WANTED:
+            return f"not among what is asked for ({wanted(task.demand)})"
         case Verdict.TOO_SMALL:
             return f"too small: {size} in all"
         case Verdict.NODE_NOT_READY:

@@ -66,6 +66,8 @@ class Lease:
     state: LeaseState = LeaseState.RESERVED
     version: int = 1
     rank: int = 0
+    context_mb: Mib = Mib(0)
+    """How much of `mb` is what a process costs there, beyond what was asked for."""
     overused_mb: Mib = Mib(0)
     """What its holder was measured to use when that was first found to be too much; 0 if it never was."""
 

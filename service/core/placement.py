@@ -5,7 +5,7 @@ from heapq import nsmallest
 
 from service.core.demand import Demand
 from service.core.draft import Draft
-from service.core.need import need_mb
+from service.core.need import need_mb, unwanted_device, unwanted_node
 from service.core.policy import Policy
 from service.core.task import Placement, Task
 from service.core.units import DeviceKey, Instant, Mib, NodeName
@@ -15,6 +15,10 @@ Option = tuple[float, DeviceKey, Mib]
 
 Found = tuple[tuple[float, float, tuple[str, ...]], Placement]
 """((room left on the devices, CPU left on the node, names), placement): the smallest is the best."""
+
+
+FAR_MB = 2**40
+"""A place that is less wanted comes after all that are more so, as if more were left there than GPUs have."""
 
 
 class Places:
@@ -30,9 +34,10 @@ class Places:
     def best(self, task: Task) -> Placement | None:
         """The best place for a task. Total order, smallest first (`spread`: largest first):
 
-        1. room left on its devices
-        2. CPU left on the node
-        3. names of node and devices (always smallest first)
+        1. unmet preferences (always smallest first): of kinds, device by device, and of nodes
+        2. room left on its devices
+        3. CPU left on the node
+        4. names of node and devices (always smallest first)
         """
         if self._draft.short_of(task, self._policy.custom_limits):
             return None
@@ -64,7 +69,8 @@ class Places:
             return None
         devices = tuple(sorted((key, mb) for _, key, mb in chosen))
         names = (node, *(key for key, _ in devices))
-        return (sum(left for left, _, _ in chosen), sign * room.cpu, names), Placement(node, devices)
+        far = FAR_MB * unwanted_node(demand, self._draft.world.nodes[node])
+        return (far + sum(left for left, _, _ in chosen), sign * room.cpu, names), Placement(node, devices)
 
     def _devices(self, node: NodeName, task: Task, sign: int) -> Iterator[Option]:
         for book in self._draft.usable_books(node, self._policy, self._now):
@@ -72,4 +78,5 @@ class Places:
             if need is not None and need <= book.unheld_mb():
                 left = book.free_mb(task=task.id, priority=task.priority) - need
                 if left >= 0:
-                    yield sign * left, book.device.key, need
+                    far = FAR_MB * unwanted_device(task.demand, book.device)
+                    yield sign * left + far, book.device.key, need

@@ -12,7 +12,7 @@ class Reason(StrEnum):
     EXCEEDS_CAPACITY = "ExceedsCapacity"
     """It can never fit: no device, node or limit is large enough."""
     NO_MATCHING_DEVICE = "NoMatchingDevice"
-    """What is large enough is not ready or is cordoned."""
+    """What is large enough is not ready or is cordoned, or nothing is of the kind that is asked for."""
     BACKEND_UNAVAILABLE = "BackendUnavailable"
     """No node answers, or nobody knows how much memory is in use."""
     NOT_BEFORE = "NotBefore"

@@ -4,6 +4,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 from service.core.device import Device, Node
+from service.core.kinds import Kind, kind_of
 from service.core.lease import HolderKind
 from service.core.orders import ForgetOrder, Gone, NodeSeen, Order, SeenDevice, StopOrder
 from service.core.plan import Decision
@@ -36,6 +37,9 @@ class InventoryRules:
     """Per GPU, by the name of its node or by its kind; the node's number wins."""
     node_custom: tuple[tuple[str, float], ...] = ()
     """Amounts of the custom resources that each node has for itself, sorted by name."""
+    node_labels: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    """The operator's labels by name of the node; they win over the agent's own."""
+    kinds: tuple[Kind, ...] = ()
 
 
 def reconcile(
@@ -63,7 +67,10 @@ def reconcile(
 def _node_row(world: World, seen: NodeSeen, rules: InventoryRules) -> tuple[Node, ...]:
     """Whether it is cordoned is the operator's word, not the agent's."""
     known = world.nodes.get(seen.node.name)
-    row = replace(seen.node, ready=True, version=1, custom=rules.node_custom)
+    labels = {**dict(seen.node.labels), **rules.node_labels.get(seen.node.name, {})}
+    row = replace(
+        seen.node, ready=True, version=1, custom=rules.node_custom, labels=tuple(sorted(labels.items()))
+    )
     if known is None:
         return (row,)
     row = replace(row, cordoned=known.cordoned, version=known.version)
@@ -96,6 +103,7 @@ def _gone_devices(world: World, seen: NodeSeen) -> Iterator[Device]:
 def _device(seen: NodeSeen, device: SeenDevice, rules: InventoryRules) -> Device:
     node = seen.node.name
     declared = rules.declared_foreign_mb
+    kind = kind_of(device.kind, rules.kinds)
     return Device(
         key=device_key(rules.cluster, node, device.uuid),
         node=node,
@@ -105,6 +113,8 @@ def _device(seen: NodeSeen, device: SeenDevice, rules: InventoryRules) -> Device
         physical_mb=device.physical_mb,
         reserve_mb=rules.reserve_mb,
         declared_foreign_mb=declared.get(node, declared.get(device.kind, Mib(0))),
+        power=0 if kind is None else kind.power,
+        context_mb=Mib(0) if kind is None else kind.context_mb,
         simulated=device.simulated,
     )
 

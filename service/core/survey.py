@@ -6,7 +6,7 @@ from enum import StrEnum
 from service.core.device import Node
 from service.core.draft import Draft
 from service.core.ledger import Book
-from service.core.need import need_mb
+from service.core.need import may_use_device, may_use_node, need_mb
 from service.core.policy import Policy
 from service.core.task import Task
 from service.core.units import Instant, Mib
@@ -17,6 +17,8 @@ class Verdict(StrEnum):
 
     GONE = "gone"
     """Its node no longer has it."""
+    NOT_WANTED = "not_wanted"
+    """The task may not use it: its kind, its power, its size or its node is not among what is asked for."""
     TOO_SMALL = "too_small"
     """Even empty it could not give what is asked."""
     NODE_NOT_READY = "node_not_ready"
@@ -38,7 +40,7 @@ class DeviceFinding:
     book: Book
     verdict: Verdict
     need_mb: Mib | None
-    """None if it is too small."""
+    """None if it is too small, or not wanted."""
     free_mb: Mib
     """What this task could have of it now: its own pledge and those of lower priority count as free."""
 
@@ -48,7 +50,7 @@ class NodeFinding:
     node: Node
     devices: tuple[DeviceFinding, ...]
     is_large_enough: bool
-    """Empty, it could run the task."""
+    """Empty, it could run the task, and the task may use it."""
     has_headroom: bool
     """A run slot, CPU and host memory are left for it."""
 
@@ -92,7 +94,8 @@ def _judge(draft: Draft, task: Task, policy: Policy, now: Instant, node: Node) -
     return NodeFinding(
         node,
         devices,
-        is_large_enough=matching >= demand.gpus
+        is_large_enough=may_use_node(demand, node)
+        and matching >= demand.gpus
         and node.cpu >= demand.cpu
         and node.memory_mb >= demand.memory_mb,
         has_headroom=draft.headroom(node.name, task=task.id, priority=task.priority).fits(task),
@@ -100,10 +103,13 @@ def _judge(draft: Draft, task: Task, policy: Policy, now: Instant, node: Node) -
 
 
 def _judge_device(book: Book, task: Task, node: Node, *, stale: bool) -> DeviceFinding:
-    need = need_mb(task.demand, book.device) if task.demand.gpus else Mib(0)
+    demand = task.demand
+    need = need_mb(demand, book.device) if demand.gpus else Mib(0)
     free = Mib(max(0, book.free_mb(task=task.id, priority=task.priority)))
     if not book.device.present:
         verdict = Verdict.GONE
+    elif not (may_use_node(demand, node) and may_use_device(demand, book.device)):
+        verdict = Verdict.NOT_WANTED
     elif need is None:
         verdict = Verdict.TOO_SMALL
     elif not node.ready:

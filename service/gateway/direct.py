@@ -24,7 +24,7 @@ from service.gateway.faults import Faulty, body_faults, parameter_faults, refuse
 from service.gateway.identity import Identity, Scope
 from service.gateway.parts import GatewayParts
 from service.gateway.problems import CATALOGUE, MEDIA_TYPE, Fault, Problem
-from service.gateway.schemas import Query
+from service.gateway.queries import Query
 
 _BEARER = HTTPBearer(scheme_name="token", description="`Authorization: Bearer gpb_...`", auto_error=False)
 _JSON = "application/json"

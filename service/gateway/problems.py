@@ -39,6 +39,7 @@ CATALOGUE: Final[Mapping[str, Kind]] = {
     "host-not-allowed": Kind(421, "The service does not go by this name"),
     "validation-failed": Kind(422, "The request does not fit its schema"),
     "exceeds-capacity": Kind(422, "The task could never run here"),
+    "no-matching-device": Kind(422, "There is no such GPU or node here"),
     "exceeds-maximum": Kind(422, "The task asks for more than one task may have"),
     "priority-too-low": Kind(422, "What the task asks for is kept for higher priorities"),
     "unknown-resource": Kind(422, "Nobody offers this resource"),

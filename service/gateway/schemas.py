@@ -22,7 +22,6 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 from service.core.policy import BAND_NAMES
-from service.core.task import TaskState
 from service.gateway.gpu_size import GpuMb
 from service.gateway.identity import Scope
 
@@ -91,8 +90,8 @@ def _line(most: int, least: int = 0) -> StringConstraints:
 
 Text = Annotated[str, StringConstraints(pattern=r"^[^\x00]*$")]
 Name = Annotated[str, _line(200)]
-_LABEL_KEY = "[A-Za-z0-9]([A-Za-z0-9._/-]{0,61}[A-Za-z0-9])?"
-LabelKey = Annotated[str, StringConstraints(pattern=f"^{_LABEL_KEY}$")]
+LABEL_KEY = "[A-Za-z0-9]([A-Za-z0-9._/-]{0,61}[A-Za-z0-9])?"
+LabelKey = Annotated[str, StringConstraints(pattern=f"^{LABEL_KEY}$")]
 LabelValue = Annotated[str, _line(255)]
 Priority = Annotated[
     int,
@@ -196,6 +195,12 @@ Run = Annotated[
 ]
 
 
+KindName = Annotated[str, StringConstraints(max_length=100, pattern=r"[A-Za-z0-9]")]
+NodeLabels = Annotated[
+    dict[LabelKey, Annotated[list[LabelValue], Field(min_length=1, max_length=100)]], Field(max_length=32)
+]
+
+
 class Resources(Body):
     """What a task needs to run. Sizes are MiB; GPU sizes are per device."""
 
@@ -218,6 +223,34 @@ class Resources(Body):
         Field(max_length=32, description="Amounts of resources that the operator named."),
     ] = Field(default_factory=dict)
 
+    kinds: Annotated[
+        list[KindName],
+        Field(max_length=32, description="Only GPUs of one of these kinds.", examples=[["H100", "A100"]]),
+    ] = Field(default_factory=list)
+    min_power: Annotated[int, Field(ge=0, le=1_000_000, description="Only kinds of this rank or above.")] = 0
+    min_device_mb: Annotated[
+        int, Field(ge=0, le=16_777_216, description="Only GPUs with so much memory in all.")
+    ] = 0
+    nodes: Annotated[
+        NodeLabels,
+        Field(
+            description="Only nodes with one of the values of each label; the label `node` is the name.",
+            examples=[{"zone": ["a", "b"]}],
+        ),
+    ] = Field(default_factory=dict)
+    prefer_kinds: Annotated[
+        list[KindName],
+        Field(max_length=32, description="Best first. A preference never keeps a task waiting."),
+    ] = Field(default_factory=list)
+    prefer_nodes: Annotated[NodeLabels, Field(description="As `nodes`, and no more than a wish.")] = Field(
+        default_factory=dict
+    )
+
+    @property
+    def names_devices(self) -> bool:
+        """Asks for some GPUs and not for others, which is to ask for one."""
+        return bool(self.kinds or self.min_power or self.min_device_mb)
+
     @property
     def mentions_gpus(self) -> bool:
         return self.gpus is not None or self.wants_gpu
@@ -230,10 +263,11 @@ class Resources(Body):
     def _agree(self) -> Self:
         if self.gpu_mb is not None and self.gpu_fraction is not None:
             raise PydanticCustomError("contradiction", "give gpu_mb or gpu_fraction, not both")
-        if self.gpus == 0 and self.wants_gpu:
+        if self.gpus == 0 and (self.wants_gpu or self.names_devices):
             raise PydanticCustomError(
                 "contradiction",
-                "gpus is 0, but gpu_mb, gpu_fraction or exclusive asks for one; leave gpus out: it becomes 1",
+                "gpus is 0, but gpu_mb, gpu_fraction, exclusive, kinds, min_power or min_device_mb asks for "
+                "one; leave gpus out: it becomes 1",
             )
         return self
 
@@ -343,48 +377,3 @@ class ShutDown(Body):
     stop_cluster: Annotated[
         bool, Field(description="Stop the local Ray and everything that runs on it as well.")
     ] = False
-
-
-class Query(BaseModel):
-    """Query parameters. Unknown names are refused, except those that match `open_names`."""
-
-    model_config = ConfigDict(extra="allow", allow_inf_nan=False, frozen=True)
-    open_names: ClassVar[re.Pattern[str] | None] = None
-
-
-class TaskQuery(Query):
-    open_names: ClassVar = re.compile(rf"label\.{_LABEL_KEY}")
-    __pydantic_extra__: dict[str, LabelValue]
-
-    state: Annotated[
-        list[TaskState], Field(description="One or more states, repeated or separated by commas.")
-    ] = []
-    min_priority: Priority | None = None
-    max_priority: Priority | None = None
-    name: Annotated[Name | None, Field(description="The exact name.")] = None
-    limit: Annotated[int, Field(ge=1, description="Above the server's maximum: so many as that.")] = 100
-    cursor: Annotated[str | None, Field(max_length=200, description="`next_cursor` of the page before.")] = (
-        None
-    )
-
-    @property
-    def labels(self) -> dict[str, str]:
-        extra: dict[str, str] = self.model_extra or {}
-        return {name.removeprefix("label."): value for name, value in extra.items()}
-
-
-class EstimateQuery(Query):
-    subject: Annotated[
-        str | None, Field(max_length=500, description="Only of this model type, name or entrypoint.")
-    ] = None
-
-
-class EventQuery(Query):
-    after: Annotated[int, Field(ge=0, le=2**63 - 1, description="`next_after` of the page before.")] = 0
-    limit: Annotated[int, Field(ge=1)] = 100
-
-
-class WaitQuery(Query):
-    timeout_seconds: Annotated[
-        float, Field(ge=0, description="At most 60 seconds are waited, whatever is asked.")
-    ] = 30.0

@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from typing import Any
 
-from service.core.demand import Demand
+from service.core.demand import Demand, Labels, Where
 from service.core.events import Event
 from service.core.expectations import Remaining, Size
 from service.core.lease import Lease
@@ -18,7 +18,7 @@ from service.gateway.faults import refused
 from service.gateway.gpu_size import LEARNED
 from service.gateway.parts import Defaults, ModelType
 from service.gateway.problems import Fault
-from service.gateway.schemas import Command, Entrypoint, Function, SubmitTask
+from service.gateway.schemas import Command, Entrypoint, Function, Resources, SubmitTask
 from service.gateway.timing import timing_of
 from service.gateway.views import (
     DeviceShare,
@@ -50,7 +50,8 @@ def demand_of(body: SubmitTask, defaults: Defaults, learned: Size | None = None)
     """A GPU size without a number of GPUs means one. CPU left out is the default, or none beside GPUs."""
     resources, usual = body.resources, defaults.model_types.get(body.model_type, _NO_TYPE)
     gpu_mb = resources.gpu_mb if resources.mentions_gpus else usual.gpu_mb
-    gpus = int(resources.wants_gpu or gpu_mb is not None) if resources.gpus is None else resources.gpus
+    wants_gpu = resources.wants_gpu or resources.names_devices or gpu_mb is not None
+    gpus = int(wants_gpu) if resources.gpus is None else resources.gpus
     if gpu_mb == LEARNED:
         gpu_mb = None if learned is None else learned.gpu_mb
     cpu = usual.cpu if usual.cpu is not None else 0.0 if gpus else defaults.cpu
@@ -63,6 +64,7 @@ def demand_of(body: SubmitTask, defaults: Defaults, learned: Size | None = None)
         memory_mb=Mib((usual.memory_mb or 0) if resources.memory_mb is None else resources.memory_mb),
         custom=tuple(sorted(resources.custom.items())),
         placement=body.placement,
+        where=_where_of(resources),
     )
 
 
@@ -91,6 +93,21 @@ def task_of(
         expected_seconds=timing.expected_seconds,
         subject=subject_of(body),
     )
+
+
+def _where_of(resources: Resources) -> Where:
+    return Where(
+        kinds=tuple(resources.kinds),
+        min_power=resources.min_power,
+        min_device_mb=Mib(resources.min_device_mb),
+        nodes=_labels_of(resources.nodes),
+        prefer_kinds=tuple(resources.prefer_kinds),
+        prefer_nodes=_labels_of(resources.prefer_nodes),
+    )
+
+
+def _labels_of(wanted: Mapping[str, list[str]]) -> Labels:
+    return tuple(sorted((label, tuple(sorted(set(values)))) for label, values in wanted.items()))
 
 
 def _first(*values: Any) -> Any:
@@ -241,6 +258,7 @@ def _run_view(spec: RunSpec) -> RunView:
 
 
 def _resources_view(demand: Demand) -> ResourcesView:
+    where = demand.where
     return {
         "gpus": demand.gpus,
         "gpu_mb": demand.gpu_mb,
@@ -249,6 +267,12 @@ def _resources_view(demand: Demand) -> ResourcesView:
         "cpu": demand.cpu,
         "memory_mb": demand.memory_mb,
         "custom": dict(demand.custom),
+        "kinds": list(where.kinds),
+        "min_power": where.min_power,
+        "min_device_mb": where.min_device_mb,
+        "nodes": {label: list(values) for label, values in where.nodes},
+        "prefer_kinds": list(where.prefer_kinds),
+        "prefer_nodes": {label: list(values) for label, values in where.prefer_nodes},
     }
 
 
@@ -256,6 +280,7 @@ def _share(lease: Lease, uuids: Mapping[str, str]) -> DeviceShare:
     return {
         "uuid": uuids.get(lease.device, lease.device),
         "gpu_mb": lease.mb,
+        "context_mb": lease.context_mb,
         "state": lease.state.value,
         "overused_mb": lease.overused_mb or None,
     }

@@ -30,6 +30,12 @@ class ResourcesView(TypedDict):
     cpu: float
     memory_mb: int
     custom: dict[str, float]
+    kinds: list[str]
+    min_power: int
+    min_device_mb: int
+    nodes: dict[str, list[str]]
+    prefer_kinds: list[str]
+    prefer_nodes: dict[str, list[str]]
 
 
 class DeviceShare(TypedDict):
@@ -37,6 +43,7 @@ class DeviceShare(TypedDict):
 
     uuid: str
     gpu_mb: int
+    context_mb: Annotated[int, Field(description="Of `gpu_mb`, the process's own cost beyond its demand.")]
     state: Annotated[str, Field(description="reserved, held, releasing or quarantined.")]
     overused_mb: Overused
 
@@ -215,6 +222,7 @@ class HolderView(TypedDict):
     priority: int
     band: str
     gpu_mb: int
+    context_mb: Annotated[int, Field(description="Of `gpu_mb`, the process's own cost beyond its demand.")]
     measured_mb: int
     overused_mb: Overused
     state: str
@@ -239,6 +247,8 @@ class GpuView(TypedDict):
     kind: str
     index: int
     simulated: bool
+    power: Annotated[int, Field(description="Rank of its kind; more is stronger, 0 is not ranked.")]
+    context_mb: Annotated[int, Field(description="What each process takes beyond what it asked for.")]
     present: Annotated[bool, Field(description="False once its node no longer has it; kept while leased.")]
     physical_mb: int
     reserve_mb: Annotated[int, Field(description="Never leased.")]

@@ -3,6 +3,7 @@
 import pytest
 
 from service.bootstrap.compose import defaults_of, inventory_rules_of, policy_of
+from service.core.kinds import SHIPPED, Kind
 from service.core.policy import CustomLimit, Maximum
 from service.core.reconcile import InventoryRules
 from service.gateway.parts import ModelType
@@ -11,7 +12,17 @@ from service.settings import SettingsRefused, load_settings
 
 def test_what_is_kept_from_leases_comes_from_the_settings() -> None:
     settings = load_settings(device_reserve_mb=256, declared_foreign_mb={"n1": 2048, "NVIDIA L4": 512})
-    assert inventory_rules_of(settings) == InventoryRules("local", 256, {"n1": 2048, "NVIDIA L4": 512})
+    kinds = tuple(sorted(SHIPPED))
+    assert inventory_rules_of(settings) == InventoryRules(
+        "local", 256, {"n1": 2048, "NVIDIA L4": 512}, kinds=kinds
+    )
+
+
+def test_a_power_alone_ranks_a_kind_and_labels_are_taken_as_they_are() -> None:
+    settings = load_settings(kinds={"L4": 100, "T4": {"context_mb": 300}}, node_labels={"n1": {"zone": "a"}})
+    rules = inventory_rules_of(settings)
+    assert rules.kinds == (Kind("L4", 100), Kind("T4", 0, 300))
+    assert rules.node_labels == {"n1": {"zone": "a"}}
 
 
 def test_negative_foreign_memory_is_refused_by_name() -> None:

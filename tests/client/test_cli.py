@@ -31,7 +31,10 @@ def test_submit_reads_sizes_durations_and_pairs(service: RecordedService, run: R
     more = (
         "--label run=x --label user=me --env SEED=1 --timeout 1h30m --grace 0 --retries 0 --custom licence=2"
     )
-    assert run(f"{words} --exclusive {more}").code == 0
+    where = (
+        "--kind H100 --kind A100 --min-power 600 --min-device-memory 40GiB --on zone=a,b --prefer-on node=n1"
+    )
+    assert run(f"{words} --exclusive {more} {where} --prefer-kind H100").code == 0
     sent = service.asked[0].body
     del sent["run"]
     assert sent == {
@@ -44,6 +47,12 @@ def test_submit_reads_sizes_durations_and_pairs(service: RecordedService, run: R
             "cpu": 0,
             "memory_mb": 4096,
             "custom": {"licence": 2},
+            "kinds": ["H100", "A100"],
+            "min_power": 600,
+            "min_device_mb": 40960,
+            "nodes": {"zone": ["a", "b"]},
+            "prefer_kinds": ["H100"],
+            "prefer_nodes": {"node": ["n1"]},
         },
         "labels": {"run": "x", "user": "me"},
         "env": {"SEED": "1"},

@@ -45,7 +45,15 @@ def node_seen(*devices: Device, node: Node | None = None) -> Decision:
 
 def a_new_lease(task: Task, mb: int = 10 * GIB, device: str = "gpu0") -> Lease:
     return Lease(
-        HolderKind.RUN, task.id, task.fence, key(device), Mib(mb), task.tenant, task.priority, Instant(NOW)
+        HolderKind.RUN,
+        task.id,
+        task.fence,
+        key(device),
+        Mib(mb),
+        task.tenant,
+        task.priority,
+        Instant(NOW),
+        context_mb=Mib(100),
     )
 
 

@@ -153,11 +153,39 @@ class Naive:
         return True
 
     def needs(self, demand: Demand, device: Any) -> int | None:
+        if self.is_barred(demand, device):
+            return None
         whole = device.physical_mb - device.reserve_mb - device.declared_foreign_mb
         if demand.exclusive or (demand.gpu_mb is None and demand.gpu_fraction is None):
-            return whole if whole >= (demand.gpu_mb or 0) else None
-        size = demand.gpu_mb if demand.gpu_mb is not None else max(1, int(demand.gpu_fraction * whole))
+            own = demand.gpu_mb + device.context_mb if demand.gpu_mb is not None else 0
+            return whole if whole >= own else None
+        if demand.gpu_mb is not None:
+            size = demand.gpu_mb + device.context_mb
+        else:
+            size = max(1, int(demand.gpu_fraction * whole))
         return size if size <= whole else None
+
+    def is_barred(self, demand: Demand, device: Any) -> bool:
+        """Kinds are single words in these stories."""
+        where = demand.where
+        if where.kinds and not set(where.kinds) & set(device.kind.split()):
+            return True
+        return device.power < where.min_power or device.physical_mb < where.min_device_mb
+
+    def is_open(self, node: Any, task: Task) -> bool:
+        has = [("node", node.name), *node.labels]
+        return all(any((label, v) in has for v in values) for label, values in task.demand.where.nodes)
+
+    def unmet(self, node: Any, devices: Sequence[Any], task: Task) -> int:
+        """What the task would rather have had: per device, how far down its list; per label, one."""
+        where = task.demand.where
+        has = [("node", node.name), *node.labels]
+        count = sum(not any((label, v) in has for v in values) for label, values in where.prefer_nodes)
+        for device in devices:
+            words = device.kind.split()
+            places = [place for place, kind in enumerate(where.prefer_kinds) if kind in words]
+            count += min(places, default=len(where.prefer_kinds))
+        return count
 
     # What fits
 
@@ -168,6 +196,8 @@ class Naive:
         for node in self.nodes:
             cpu, memory, runs = self.room(node, task)
             if not node.ready or node.cordoned or not self.custom_is_there(task):
+                continue
+            if not self.is_open(node, task):
                 continue
             if cpu < demand.cpu or memory < demand.memory_mb or runs < 1 or not self.node_has(node, task):
                 continue
@@ -180,7 +210,7 @@ class Naive:
                 left = sum(self.free(d, task) - need for d, need in zip(chosen, needs, strict=True))
                 names = (node.name, *(device.key for device in chosen))
                 devices = tuple((d.key, need) for d, need in zip(chosen, needs, strict=True))
-                yield (sign * left, sign * cpu, names), node.name, devices
+                yield (self.unmet(node, chosen, task), sign * left, sign * cpu, names), node.name, devices
 
     # Who must leave
 
@@ -237,7 +267,7 @@ class Naive:
         if not self.policy.preemption or not task.demand.gpus or not self.custom_is_there(task):
             return
         for node in self.nodes:
-            if not node.ready or node.cordoned:
+            if not node.ready or node.cordoned or not self.is_open(node, task):
                 continue
             found = self.stoppable(node, task)
             for count in range(len(found) + 1):

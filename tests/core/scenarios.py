@@ -7,6 +7,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
+from service.core.demand import Where
 from service.core.lease import LeaseState, move_lease
 from service.core.plan import Decision, write_move
 from service.core.policy import CustomLimit, Policy
@@ -28,6 +29,8 @@ POLICY = Policy(
 SIZES = (10, 20, 30, 50)
 """MiB: small numbers make small counter-examples."""
 
+ZONE_A = (("zone", ("a",)),)
+
 SHAPES: tuple[dict[str, Any], ...] = (
     *({"gpu_mb": size} for size in SIZES),
     *({"gpu_mb": size, "cpu": 1.0} for size in SIZES),
@@ -40,6 +43,11 @@ SHAPES: tuple[dict[str, Any], ...] = (
     {"gpu_mb": 10, "custom": {"licence": 2.0}},
     {"gpu_mb": 20, "custom": {"fpga": 1.0}},
     {"gpu_mb": 10, "custom": {"fpga": 2.0, "seat": 1.0}},
+    {"gpu_mb": 20, "where": Where(kinds=("big", "odd"))},
+    {"gpus": 2, "gpu_mb": 20, "where": Where(prefer_kinds=("big", "small"), prefer_nodes=ZONE_A)},
+    {"gpus": 1, "where": Where(min_power=2, nodes=(("node", ("n1", "n2")),))},
+    {"cpu": 1.0, "where": Where(nodes=ZONE_A, min_device_mb=Mib(80))},
+    {"gpu_mb": 30, "where": Where(min_device_mb=Mib(80), prefer_nodes=(("node", ("n2",)),))},
     {"gpu_mb": 20, "placement": "spread"},
     {"cpu": 1.0},
     {"cpu": 2.0, "memory_mb": 40, "placement": "spread"},
@@ -68,12 +76,17 @@ def clusters(draw: st.DrawFn) -> World:
                 cordoned=odd == "cordoned",
                 ready=odd != "away",
                 custom=(("fpga", draw(st.sampled_from((1.0, 2.0)))),),
+                labels=(("zone", draw(st.sampled_from("ab"))),),
             )
         )
         for index in range(draw(st.integers(1, 2))):
             foreign = 10 if odd == "foreign" else 0
             size = draw(st.sampled_from((40, 80)))
-            device = a_device(f"gpu{index}", node, mb=size, reserve_mb=4, declared_foreign_mb=foreign)
+            kind, power, context_mb = draw(st.sampled_from((("a big", 2, 3), ("a small", 1, 0))))
+            facts = {"kind": kind, "power": power, "context_mb": context_mb}
+            device = a_device(
+                f"gpu{index}", node, mb=size, reserve_mb=4, declared_foreign_mb=foreign, **facts
+            )
             parts.append(device)
             if odd == "stale" and index == 0:
                 parts.append(a_sample(device.key, NOW + 1.0))

@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 
 from service.core.admission import Refusal, check, check_priority
+from service.core.demand import Where
 from service.core.need import need_mb
 from service.core.policy import CustomLimit, Maximum, Policy
 from tests.builders import GIB, a_demand, a_device, a_node
@@ -177,3 +178,55 @@ def test_what_is_kept_for_higher_priorities_is_refused_with_the_threshold():
     assert refusal is not None
     assert (refusal.code, refusal.field) == ("priority-too-low", "custom/seat")
     assert "'seat' is for tasks of priority 70 and above, and this one has 69" in refusal.message
+
+
+KNOWN = (
+    a_device("gpu0", "n1", mb=24 * GIB, kind="NVIDIA L40S", power=300),
+    a_device("gpu0", "n2", mb=80 * GIB, kind="NVIDIA H100 80GB HBM3", power=2000, context_mb=512),
+)
+ZONES = (a_node("n1", labels=(("zone", "a"),)), a_node("n2", labels=(("zone", "b"),)))
+
+
+@pytest.mark.parametrize(
+    ("where", "field", "said"),
+    [
+        (Where(kinds=("A100", "L40")), "kinds", "no GPU is of kinds A100, L40; there are NVIDIA H100 80GB"),
+        (Where(min_power=2001), "min_power", "no GPU is of power 2001 or more"),
+        (Where(min_device_mb=81 * GIB), "min_device_mb", "no GPU is of memory 81.0 GiB or more"),
+        (Where(nodes=(("zone", ("c",)),)), "nodes", "no node is zone c; there are n1 (zone=a), n2 (zone=b)"),
+        (
+            Where(kinds=("H100",), nodes=(("zone", ("a",)),)),
+            "kinds",
+            "there are NVIDIA L40S (power 300,",
+        ),
+    ],
+)
+def test_what_no_gpu_or_node_is_is_refused_with_what_there_is(where: Where, field: str, said: str):
+    refusal = check(a_demand(gpus=1, where=where), KNOWN, ZONES, POLICY)
+    assert refusal is not None
+    assert (refusal.code, refusal.field) == ("no-matching-device", field)
+    assert said in refusal.message
+
+
+@pytest.mark.parametrize(
+    "where",
+    [
+        Where(kinds=("h100",)),
+        Where(kinds=("A100", "H100 80GB"), min_power=2000, min_device_mb=80 * GIB, nodes=(("zone", ("b",)),)),
+        Where(nodes=(("node", ("n1", "n9")),)),
+        Where(prefer_kinds=("A100",), prefer_nodes=(("zone", ("c",)),)),
+    ],
+)
+def test_what_some_gpu_is_is_accepted_and_a_wish_refuses_nothing(where: Where):
+    assert check(a_demand(gpus=1, where=where), KNOWN, ZONES, POLICY) is None
+
+
+def test_what_a_process_costs_comes_on_top_of_a_stated_size():
+    assert need_mb(a_demand(gpu_mb=10 * GIB), KNOWN[1]) == 10 * GIB + 512
+    assert need_mb(a_demand(gpus=1), KNOWN[1]) == 80 * GIB
+    assert need_mb(a_demand(gpu_fraction=0.5), KNOWN[1]) == 40 * GIB
+    refusal = check(a_demand(gpu_mb=80 * GIB), KNOWN, ZONES, POLICY)
+    assert refusal is not None
+    assert (
+        "offers 79.5 GiB of NVIDIA H100 80GB HBM3 n2/gpu0 beside 0.5 GiB for each process" in refusal.message
+    )

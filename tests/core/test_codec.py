@@ -3,9 +3,11 @@
 import json
 
 from service.core.codec import demand_fields, demand_from, task_fields, task_from
+from service.core.demand import Where
 from tests.builders import a_demand, a_task
 
-DEMAND = a_demand(gpu_mb=2048, cpu=1.0, custom={"licence": 2.0, "a": 1.0})
+WHERE = Where(kinds=("H100",), min_power=5, nodes=(("zone", ("a", "b")),), prefer_nodes=(("node", ("n1",)),))
+DEMAND = a_demand(gpu_mb=2048, cpu=1.0, custom={"licence": 2.0, "a": 1.0}, where=WHERE)
 
 
 def test_a_task_comes_back_from_json_as_it_was():
@@ -22,4 +24,5 @@ def test_what_one_event_carries_belongs_to_no_other():
     first = demand_fields(DEMAND)
     first["gpu_mb"] = 1
     first["custom"][0][1] = 9.0
+    first["where"]["kinds"].append("A100")
     assert demand_from(demand_fields(DEMAND)) == DEMAND

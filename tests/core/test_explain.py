@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 
 from service.core.cycle import plan_cycle
+from service.core.demand import Where
 from service.core.explain import Explanation, explain
 from service.core.lease import LeaseState
 from service.core.policy import CustomLimit, Policy
@@ -369,3 +370,11 @@ def test_a_task_that_was_lowered_below_a_threshold_is_told_so():
     told = explain(world, TaskId("new"), policy, NOW)
     assert told.reason is Reason.EXCEEDS_CAPACITY
     assert "priority 70 and above" in told.message
+
+
+def test_a_gpu_that_is_not_asked_for_is_said_to_be_none():
+    task = a_task("new", gpus=1, where=Where(kinds=("A100",)))
+    world = a_world(a_device("gpu0", kind="H100"), a_device("gpu1", kind="A100"), task)
+    told = explain(world, task.id, POLICY, NOW)
+    assert [verdict.verdict for verdict in told.devices] == [Verdict.NOT_WANTED, Verdict.FITS]
+    assert told.devices[0].message == "not among what is asked for (kinds A100)"

@@ -6,6 +6,7 @@ import pytest
 
 from service.core.blockers import Blocker, room_blockers
 from service.core.cycle import plan_cycle
+from service.core.demand import Where
 from service.core.draft import Draft
 from service.core.lease import LeaseState
 from service.core.placement import Places
@@ -230,3 +231,42 @@ def test_a_pledge_whose_task_is_gone_keeps_no_cpu():
     gone = a_task("gone", priority=80, cpu=4.0)
     world = a_world(a_node(cpu=4.0), a_device(), a_pledge(gone, "gpu0", 60 * GIB))
     assert isinstance(found(world, cpu=4.0), Placement)
+
+
+KINDS = (
+    a_device("gpu0", "n1", kind="NVIDIA A100", power=624),
+    a_device("gpu0", "n2", kind="NVIDIA H100", power=2000, context_mb=512),
+    a_device("gpu0", "n3", kind="NVIDIA L40S"),
+    a_node("n1", labels=(("zone", "a"),)),
+    a_node("n2", labels=(("zone", "b"),)),
+    a_node("n3", labels=(("zone", "b"),)),
+)
+
+
+@pytest.mark.parametrize(
+    ("where", "device"),
+    [
+        (Where(kinds=("H100",)), "n2/gpu0"),
+        (Where(min_power=625), "n2/gpu0"),
+        (Where(nodes=(("node", ("n3",)),)), "n3/gpu0"),
+        (Where(nodes=(("zone", ("b",)),), prefer_kinds=("L40S",)), "n3/gpu0"),
+        (Where(prefer_kinds=("B200", "H100", "A100")), "n2/gpu0"),
+        (Where(prefer_nodes=(("zone", ("b",)),)), "n2/gpu0"),
+    ],
+)
+def test_a_task_goes_where_it_may_and_rather_where_it_wants(where: Where, device: str):
+    assert devices(a_world(*KINDS), gpu_mb=10 * GIB, where=where) == [device]
+
+
+def test_a_wish_keeps_nobody_waiting():
+    taken = holding(a_task("run", gpu_mb=80 * GIB), "n2/gpu0")
+    assert devices(a_world(*KINDS, taken), gpus=1, where=Where(prefer_kinds=("H100",))) == ["n1/gpu0"]
+
+
+def test_a_task_waits_for_what_it_insists_on():
+    taken = holding(a_task("run", gpu_mb=80 * GIB), "n2/gpu0")
+    assert reason(a_world(*KINDS, taken), gpus=1, where=Where(kinds=("H100",))) is Reason.WAITING_FOR_MEMORY
+
+
+def test_what_is_of_no_kind_that_is_asked_for_is_no_match():
+    assert reason(a_world(*KINDS), gpus=1, where=Where(kinds=("B200",))) is Reason.NO_MATCHING_DEVICE

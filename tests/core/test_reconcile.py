@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from service.core.device import Device, Node
+from service.core.kinds import Kind
 from service.core.lease import LeaseState
 from service.core.orders import ForgetOrder, NodeSeen, SeenDevice, StopOrder
 from service.core.plan import Decision
@@ -309,3 +310,18 @@ def test_a_node_is_entered_with_what_each_node_has_for_itself() -> None:
     assert world.nodes[N1].custom == (("fpga", 2.0),)
     the_device(world, node_custom=(("fpga", 3.0),))
     assert world.nodes[N1] == a_node(custom=(("fpga", 3.0),), version=2)
+
+
+def test_a_device_is_entered_with_the_rank_and_the_cost_of_its_kind() -> None:
+    device = the_device(World(), kinds=(Kind("H100", 2000, Mib(500)),))
+    assert (device.power, device.context_mb) == (2000, 500)
+    assert the_device(World(), kinds=(Kind("A100", 624, Mib(500)),)).power == 0
+
+
+def test_the_operators_labels_win_over_the_agents() -> None:
+    world = World()
+    agents = a_node(labels=(("disk", "ssd"), ("zone", "a")))
+    seen = NodeSeen(agents, (), (), NOW)
+    rules = InventoryRules("test", node_labels={"n1": {"zone": "b"}, "n2": {"zone": "c"}})
+    commit(world, reconcile(world, seen, NOW, Policy(), rules))
+    assert world.nodes[N1].labels == (("disk", "ssd"), ("zone", "b"))

@@ -2,7 +2,10 @@
 
 import pytest
 
-from tests.gateway.harness import Client, a_body, problem
+from service.core.device import Device
+from service.core.plan import Decision
+from tests.builders import GIB, a_device, a_node
+from tests.gateway.harness import Client, Gateway, a_body, problem
 
 
 async def test_a_model_type_fills_in_what_a_submit_leaves_out(api: Client) -> None:
@@ -57,3 +60,53 @@ async def test_a_task_is_not_lowered_below_what_it_needs(api: Client) -> None:
     task = (await api.post("/tasks", json=a_body(priority=70, resources={"custom": {"seat": 1}}))).json()
     response = await api.patch(f"/tasks/{task['id']}", json={"priority": 69})
     assert problem(response, 422, "priority-too-low")["errors"][0]["pointer"] == "/priority"
+
+
+WISHES = {
+    "kinds": ["H100", "H200"],
+    "min_power": 0,
+    "min_device_mb": 40960,
+    "nodes": {"node": ["n1", "n2"]},
+    "prefer_kinds": ["H200"],
+    "prefer_nodes": {"zone": ["a"]},
+}
+
+
+async def test_kinds_and_nodes_come_back_as_they_were_said_and_alone_ask_for_one_gpu(api: Client) -> None:
+    task = (await api.post("/tasks", json=a_body(resources=WISHES))).json()
+    assert {name: task["resources"][name] for name in WISHES} == WISHES
+    assert (task["resources"]["gpus"], task["resources"]["cpu"]) == (1, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("resources", "pointer"),
+    [
+        ({"kinds": ["B200"]}, "/resources/kinds"),
+        ({"min_power": 1}, "/resources/min_power"),
+        ({"gpu_mb": 1, "min_device_mb": 100 * GIB}, "/resources/min_device_mb"),
+        ({"nodes": {"zone": ["a"]}}, "/resources/nodes"),
+    ],
+)
+async def test_what_is_not_there_is_refused_with_what_is(
+    api: Client, resources: dict[str, object], pointer: str
+) -> None:
+    document = problem(await api.post("/tasks", json=a_body(resources=resources)), 422, "no-matching-device")
+    assert document["errors"][0]["pointer"] == pointer
+    assert "there are" in document["detail"]
+
+
+async def test_no_gpus_and_a_kind_of_gpu_is_a_contradiction(api: Client) -> None:
+    response = await api.post("/tasks", json=a_body(resources={"gpus": 0, "kinds": ["H100"]}))
+    assert problem(response, 422, "validation-failed")["errors"][0]["pointer"] == "/resources"
+
+
+async def test_what_a_process_costs_is_shown_apart(gateway: Gateway, api: Client) -> None:
+    costly: Device = a_device(power=2000, context_mb=512, version=2)
+    await gateway.commit(Decision("n1", "node_seen", nodes=(a_node(version=2),), devices=(costly,)))
+    task = (await api.post("/tasks", json=a_body(resources={"gpu_mb": 1024}))).json()
+    await gateway.admit(task["id"])
+    [device] = (await api.get(f"/tasks/{task['id']}")).json()["devices"]
+    assert (device["gpu_mb"], device["context_mb"]) == (1536, 512)
+    [gpu] = (await api.get("/gpus")).json()["items"]
+    assert (gpu["power"], gpu["context_mb"], gpu["leased_mb"]) == (2000, 512, 1536)
+    assert gpu["holders"][0]["context_mb"] == 512

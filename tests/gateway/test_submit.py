@@ -37,6 +37,12 @@ async def test_what_a_submit_leaves_out_is_filled_in(api: Client) -> None:
         "cpu": 1.0,
         "memory_mb": 0,
         "custom": {},
+        "kinds": [],
+        "min_power": 0,
+        "min_device_mb": 0,
+        "nodes": {},
+        "prefer_kinds": [],
+        "prefer_nodes": {},
     }
 
 

@@ -26,7 +26,9 @@ async def test_a_running_task_shows_its_devices_and_its_progress(gateway: Gatewa
     gateway.progress[gateway.task(task_id).id] = Progress(Instant(1_000_001.5), 0.4, "400/1000")
     task = (await api.get(f"/tasks/{task_id}")).json()
     assert (task["state"], task["attempt"], task["node"]) == ("running", 1, "n1")
-    assert task["devices"] == [{"uuid": "gpu0", "gpu_mb": 18 * GIB, "state": "held"}]
+    assert task["devices"] == [
+        {"uuid": "gpu0", "gpu_mb": 18 * GIB, "context_mb": 0, "state": "held", "overused_mb": None}
+    ]
     assert task["progress"] == {"fraction": 0.4, "message": "400/1000", "at": "1970-01-12T13:46:41.500Z"}
     assert task["pending"] is None
 
@@ -44,7 +46,9 @@ async def test_a_finished_task_shows_what_is_not_yet_free(gateway: Gateway, api:
     await gateway.end(task_id, is_gone=False)
     task = (await api.get(f"/tasks/{task_id}")).json()
     assert task["state"] == "succeeded"
-    assert task["devices"] == [{"uuid": "gpu0", "gpu_mb": 1024, "state": "releasing"}]
+    assert task["devices"] == [
+        {"uuid": "gpu0", "gpu_mb": 1024, "context_mb": 0, "state": "releasing", "overused_mb": None}
+    ]
 
 
 async def test_the_urls_of_a_task_lead_somewhere(gateway: Gateway, api: Client) -> None:

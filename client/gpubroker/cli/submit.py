@@ -52,6 +52,26 @@ Exclusive = Annotated[bool, typer.Option("--exclusive", help="Share the GPUs wit
 Cpu = Annotated[float | None, typer.Option(help="CPUs; if not given, 1, or 0 beside a GPU.")]
 Memory = Annotated[Any, typer.Option("--memory", help="Host memory, such as 4GiB.", **_SIZE)]
 Custom = Annotated[list[str] | None, typer.Option(metavar="NAME=AMOUNT", help="Custom resource; repeatable.")]
+Kinds = Annotated[
+    list[str] | None, typer.Option("--kind", help="Only GPUs of this kind, such as H100; repeatable.")
+]
+PreferKinds = Annotated[
+    list[str] | None, typer.Option("--prefer-kind", help="Rather a GPU of this kind; repeatable, best first.")
+]
+MinPower = Annotated[int | None, typer.Option(help="Only kinds of this rank or above.")]
+MinDevice = Annotated[
+    Any, typer.Option("--min-device-memory", help="Only GPUs with so much in all.", **_SIZE)
+]
+Nodes = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--on", metavar="LABEL=VALUE[,VALUE]", help="Only such nodes: node=n1, zone=a,b; repeatable."
+    ),
+]
+PreferNodes = Annotated[
+    list[str] | None,
+    typer.Option("--prefer-on", metavar="LABEL=VALUE[,VALUE]", help="Rather such nodes; repeatable."),
+]
 Placement = Annotated[str | None, typer.Option(help="pack or spread.")]
 ModelType = Annotated[str | None, typer.Option(help="Kind of model, for defaults and statistics.")]
 Name = Annotated[str | None, typer.Option("--name", "-n", help="Name shown in lists.")]
@@ -117,6 +137,12 @@ def submit(
     cpu: Cpu = None,
     memory_mb: Memory = None,
     custom: Custom = None,
+    kinds: Kinds = None,
+    prefer_kinds: PreferKinds = None,
+    min_power: MinPower = None,
+    min_device_mb: MinDevice = None,
+    nodes: Nodes = None,
+    prefer_nodes: PreferNodes = None,
     placement: Placement = None,
     model_type: ModelType = None,
     name: Name = None,
@@ -185,11 +211,15 @@ def _options(given: Mapping[str, Any]) -> "SubmitOptions":
         ("labels", "--label"),
         ("env", "--env"),
         ("custom", "--custom"),
+        ("nodes", "--on"),
+        ("prefer_nodes", "--prefer-on"),
     ):
         if name in options:
             options[name] = quantities.pairs(options[name], option)
     if "kwargs" in options:
         options["kwargs"] = {n: quantities.json_or_text(v) for n, v in options["kwargs"].items()}
+    for name in {"nodes", "prefer_nodes"} & options.keys():
+        options[name] = {label: values.split(",") for label, values in options[name].items()}
     if "working_directory" in options:
         options["working_directory"] = os.path.abspath(options["working_directory"])
     if "custom" in options:

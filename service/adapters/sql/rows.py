@@ -130,8 +130,8 @@ def _moved_task_row(task: Task) -> Row:
 def _lease_row(lease: Lease) -> Row:
     return (
         lease.holder_kind.value, lease.holder, lease.fence, lease.rank, lease.device, lease.mb, lease.tenant,
-        lease.priority, lease.since, lease.state.value, lease.version, lease.state is LeaseState.RELEASED,
-        lease.overused_mb,
+        lease.priority, lease.since, lease.state.value, lease.version, lease.context_mb,
+        lease.state is LeaseState.RELEASED, lease.overused_mb,
     )  # fmt: skip
 
 

@@ -7,7 +7,7 @@ from fastapi import APIRouter, Query, Response
 from service.gateway.direct import Call, DirectRoute, answer, needs, problems
 from service.gateway.estimates import EstimateList, estimate_views
 from service.gateway.identity import Scope
-from service.gateway.schemas import EstimateQuery
+from service.gateway.queries import EstimateQuery
 
 router = APIRouter(route_class=DirectRoute, tags=["tasks"])
 

@@ -11,7 +11,7 @@ from service.gateway.direct import Call, DirectRoute, answer, needs, problems
 from service.gateway.identity import Identity, Scope
 from service.gateway.lookup import find
 from service.gateway.overview import sees
-from service.gateway.schemas import EventQuery
+from service.gateway.queries import EventQuery
 from service.gateway.translate import event_view
 from service.gateway.views import EventPage
 

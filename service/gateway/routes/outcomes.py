@@ -8,8 +8,8 @@ from service.gateway.direct import Call, DirectRoute, answer, needs, problems
 from service.gateway.identity import Scope
 from service.gateway.lookup import at_its_end, find, finished, live_of
 from service.gateway.problems import Problem
+from service.gateway.queries import WaitQuery
 from service.gateway.results import result_member
-from service.gateway.schemas import WaitQuery
 from service.gateway.translate import error_view, task_view
 from service.gateway.views import ResultView, TaskView
 

@@ -18,7 +18,8 @@ from service.gateway.lookup import at_its_end, find, finished, live_of, reread
 from service.gateway.pending import NOT_YET_SEEN
 from service.gateway.permission import check_priority, check_run
 from service.gateway.problems import Problem
-from service.gateway.schemas import CancelTask, ChangeTask, SubmitTask, TaskQuery
+from service.gateway.queries import TaskQuery
+from service.gateway.schemas import CancelTask, ChangeTask, SubmitTask
 from service.gateway.translate import (
     Live,
     arguments_of,
@@ -70,6 +71,7 @@ _JUST_ACCEPTED = Live(leases=[], uuids={}, pending=NOT_YET_SEEN)
             "unsupported-media-type",
             "validation-failed",
             "exceeds-capacity",
+            "no-matching-device",
             "exceeds-maximum",
             "unknown-resource",
             "priority-too-low",

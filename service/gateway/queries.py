@@ -1,0 +1,54 @@
+"""What clients may ask for behind the question mark."""
+
+import re
+from typing import Annotated, ClassVar
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from service.core.task import TaskState
+from service.gateway.schemas import LABEL_KEY, LabelValue, Name, Priority
+
+
+class Query(BaseModel):
+    """Query parameters. Unknown names are refused, except those that match `open_names`."""
+
+    model_config = ConfigDict(extra="allow", allow_inf_nan=False, frozen=True)
+    open_names: ClassVar[re.Pattern[str] | None] = None
+
+
+class TaskQuery(Query):
+    open_names: ClassVar = re.compile(rf"label\.{LABEL_KEY}")
+    __pydantic_extra__: dict[str, LabelValue]
+
+    state: Annotated[
+        list[TaskState], Field(description="One or more states, repeated or separated by commas.")
+    ] = []
+    min_priority: Priority | None = None
+    max_priority: Priority | None = None
+    name: Annotated[Name | None, Field(description="The exact name.")] = None
+    limit: Annotated[int, Field(ge=1, description="Above the server's maximum: so many as that.")] = 100
+    cursor: Annotated[str | None, Field(max_length=200, description="`next_cursor` of the page before.")] = (
+        None
+    )
+
+    @property
+    def labels(self) -> dict[str, str]:
+        extra: dict[str, str] = self.model_extra or {}
+        return {name.removeprefix("label."): value for name, value in extra.items()}
+
+
+class EstimateQuery(Query):
+    subject: Annotated[
+        str | None, Field(max_length=500, description="Only of this model type, name or entrypoint.")
+    ] = None
+
+
+class EventQuery(Query):
+    after: Annotated[int, Field(ge=0, le=2**63 - 1, description="`next_after` of the page before.")] = 0
+    limit: Annotated[int, Field(ge=1)] = 100
+
+
+class WaitQuery(Query):
+    timeout_seconds: Annotated[
+        float, Field(ge=0, description="At most 60 seconds are waited, whatever is asked.")
+    ] = 30.0

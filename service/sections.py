@@ -1,0 +1,157 @@
+"""The sections of the settings: what each may hold, and its default."""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic_settings import NoDecode
+
+from service.core.policy import BAND_NAMES
+
+
+def comma_separated(value: Any) -> Any:
+    """The environment gives lists as comma-separated words; anything else is left as it is."""
+    if not isinstance(value, str):
+        return value
+    return [word.strip() for word in value.split(",") if word.strip()]
+
+
+def _band_value(value: Any) -> Any:
+    if not isinstance(value, str) or value.isdecimal():
+        return value
+    if value not in BAND_NAMES:
+        raise ValueError(f"should be 0 to 100 or one of {', '.join(BAND_NAMES)}; found {value!r}")
+    return BAND_NAMES[value]
+
+
+Words = Annotated[list[str], NoDecode, BeforeValidator(comma_separated)]
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class SimulatedDevice(Section):
+    """Devices that exist only in the ledger: for trying things out, and for tests."""
+
+    kind: str = "simulated"
+    memory_mb: Annotated[int, Field(gt=0, le=4_194_304)]
+    count: Annotated[int, Field(gt=0, le=1024)] = 1
+
+
+class RaySettings(Section):
+    address: str = ""
+    """`host:port` of a cluster to join; empty starts a local Ray."""
+    node_name: str = "local"
+    cluster: str = "local"
+    spares: Annotated[int, Field(ge=0, le=64)] = 2
+    """Blank processes kept ready per node, so that no start waits for a fresh one."""
+    warm_runners: Annotated[int, Field(ge=0, le=64)] = 1
+    """Processes per node that small tasks without GPU share."""
+    cpu: Annotated[float, Field(gt=0)] | None = None
+    """CPUs a node offers; empty: what it has."""
+    memory_mb: Annotated[int, Field(gt=0)] | None = None
+    max_runs: Annotated[int, Field(gt=0)] = 256
+    """How many runs may be on one node at once, however small."""
+    object_store_mb: Annotated[int, Field(ge=75)] = 128
+    idle_stop_seconds: Annotated[float, Field(gt=0)] = 600.0
+    """A local Ray without a broker and without runs stops by itself after so long."""
+
+    inherit_env: Words = []
+    """Names of the service's environment variables that tasks get too."""
+
+
+class CustomSettings(Section):
+    """A custom resource: how much there is of it, and for whom."""
+
+    limit: Annotated[float, Field(ge=0)]
+    per: Literal["cluster", "node"] = "cluster"
+    """Of `node`, each node has so much."""
+    priority_threshold: Annotated[int, Field(ge=0, le=100), BeforeValidator(_band_value)] = 0
+    """Tasks of lower priority are given none."""
+
+
+def _limit_alone(value: Any) -> Any:
+    """A number is the amount that the cluster has in all."""
+    return {"limit": value} if isinstance(value, int | float | str) else value
+
+
+class MaximumSettings(Section):
+    """The most that one task may ask for; what is left out is not limited."""
+
+    gpus: Annotated[int, Field(ge=0)] | None = None
+    gpu_mb: Annotated[int, Field(gt=0)] | None = None
+    """MiB per GPU. Whole GPUs and shares are not given then: they differ from GPU to GPU."""
+    cpu: Annotated[float, Field(ge=0)] | None = None
+    memory_mb: Annotated[int, Field(ge=0)] | None = None
+
+
+class PolicySettings(Section):
+    ageing_seconds_per_point: Annotated[float, Field(gt=0)] = 60.0
+    preemption: bool = True
+    preemption_budget: Annotated[int, Field(ge=0)] = 3
+    shield_seconds: Annotated[float, Field(ge=0)] = 600.0
+    pledge_patience_seconds: Annotated[float, Field(gt=0)] = 10.0
+    kill_patience_seconds: Annotated[float, Field(gt=0)] = 10.0
+    sample_period_seconds: Annotated[float, Field(gt=0)] = 2.0
+    retry_first_seconds: Annotated[float, Field(gt=0)] = 1.0
+    retry_factor: Annotated[float, Field(ge=1)] = 2.0
+    retry_cap_seconds: Annotated[float, Field(gt=0)] = 300.0
+    learned_margin: Annotated[float, Field(ge=0, le=10)] = 0.15
+    """What a learned size has beyond what 95 of 100 runs used at most, as a share of that."""
+    learned_least_runs: Annotated[int, Field(ge=1, le=1000)] = 5
+    overuse: Literal["report", "stop"] = "report"
+    """What becomes of a run that uses more of a GPU than it leased."""
+    overuse_tolerance: Annotated[float, Field(ge=0, le=10)] = 0.05
+    """So much more than its lease, as a share of it, a run may use."""
+    custom_limits: dict[str, Annotated[CustomSettings, BeforeValidator(_limit_alone)]] = {}
+    """Amounts of custom resources, by name."""
+    maximum: MaximumSettings = MaximumSettings()
+
+
+class LimitSettings(Section):
+    body_bytes: Annotated[int, Field(gt=0)] = 8 * 1024 * 1024
+    inline_bytes: Annotated[int, Field(gt=0)] = 64 * 1024
+    """Arguments and results up to this size stay in the row; larger ones become blobs."""
+    result_bytes: Annotated[int, Field(gt=0)] = 64 * 1024 * 1024
+    checkpoint_bytes: Annotated[int, Field(gt=0)] = 16 * 1024 * 1024
+    """Larger checkpoints are kept by the task itself, which hands over a URI."""
+    stale_seconds: Annotated[float, Field(gt=0)] = 30.0
+    """Overviews older than this are refused with 503."""
+
+
+class DefaultSettings(Section):
+    """What a submit that leaves it out gets."""
+
+    priority: Annotated[int, Field(ge=0, le=100), BeforeValidator(_band_value)] = BAND_NAMES["batch"]
+    """A number, or the name of a band, which stands for its middle."""
+    cpu: Annotated[float, Field(ge=0)] = 1.0
+    """For tasks without a GPU; those with one take none unless they say so."""
+    max_retries: Annotated[int, Field(ge=0, le=100)] = 0
+    grace_seconds: Annotated[float, Field(ge=0, le=3600)] = 30.0
+
+
+class KindSettings(Section):
+    """A kind of GPU; its name is found as words in what the driver reports."""
+
+    power: Annotated[int, Field(ge=0)] = 0
+    context_mb: Annotated[int, Field(ge=0)] = 0
+    """MiB that each process takes there beyond what it asked for."""
+
+
+def _power_alone(value: Any) -> Any:
+    return {"power": value} if isinstance(value, int | str) else value
+
+
+Kinds = dict[str, Annotated[KindSettings, BeforeValidator(_power_alone)]]
+
+
+class ModelTypeSettings(Section):
+    """What a submit that names this model type and leaves it out gets."""
+
+    priority: Annotated[int, Field(ge=0, le=100), BeforeValidator(_band_value)] | None = None
+    gpu_mb: Annotated[int, Field(gt=0)] | None = None
+    """Only for a submit that says nothing of GPUs."""
+    cpu: Annotated[float, Field(ge=0)] | None = None
+    memory_mb: Annotated[int, Field(ge=0)] | None = None
+    timeout_seconds: Annotated[float, Field(gt=0)] | None = None
+    max_retries: Annotated[int, Field(ge=0, le=100)] | None = None
