@@ -130,9 +130,10 @@ def lease_change(lease: Lease) -> tuple[str, dict[str, Any]]:
     """What happened to a lease, and what its event carries: all of a new one, else what changed."""
     if lease.version == 1:
         return lease.state.value, lease_fields(lease)
+    changed = {"state": lease.state.value}
     if lease.state is LeaseState.HELD and lease.overused_mb:  # it is marked only while it is held
-        return "overused", {"overused_mb": lease.overused_mb, "mb": lease.mb}
-    return lease.state.value, {"state": lease.state.value}
+        return "overused", {**changed, "mb": lease.mb, "overused_mb": lease.overused_mb}
+    return lease.state.value, changed
 
 
 def lease_from(fields: Fields) -> Lease:

@@ -1,5 +1,7 @@
 """Sizes and times that were learned, on the command line and in the SDK."""
 
+import pytest
+
 from tests.client.command_line import Run
 from tests.client.conftest import Do
 from tests.client.recorded_service import FULL_ID, RecordedService, Reply, a_task
@@ -42,3 +44,44 @@ def test_show_tells_how_a_size_was_learned_and_when_a_run_may_end(service: Recor
     told = run(f"show {FULL_ID}").out
     assert SIZING["message"] in told
     assert "in about 90s, 9 of 10 within 10m (going by 12 runs)" in told
+
+
+def event(kind: str, key: str, **fields: object) -> dict[str, object]:
+    return {"position": 1, "at": AT, "kind": kind, "key": key, "version": 3, "fields": fields}
+
+
+@pytest.mark.parametrize(
+    ("told", "says"),
+    [
+        (
+            event(
+                "lease.overused",
+                f"run:{FULL_ID}:1:0:local/n1/GPU-1",
+                state="held",
+                mb=8192,
+                overused_mb=12288,
+            ),
+            f"{FULL_ID[-8:]}  on GPU-1, 8.0 GiB, used 12.0 GiB",
+        ),
+        (
+            event("estimate.learned", "resnet", values=[["L4", "gpu_mb", 8192], ["L4", "seconds", 61.5]]),
+            "resnet  8.0 GiB on L4, 61.5 s on L4",
+        ),
+        (
+            event("estimate.forgotten", "resnet", values=[["", "seconds", None]]),
+            "resnet  seconds",
+        ),
+    ],
+)
+def test_events_say_what_was_used_and_learned(
+    service: RecordedService, run: Run, told: dict[str, object], says: str
+) -> None:
+    service.told(Reply(200, {"items": [told], "next_after": 1}), Reply(200, {"items": [], "next_after": 1}))
+    assert says in run("events --after 0").out
+
+
+def test_gpus_shows_who_uses_more_than_it_leased(service: RecordedService, run: Run) -> None:
+    holder = {"kind": "run", "id": FULL_ID, "name": "train", "gpu_mb": 8192, "overused_mb": 12288}
+    gpu = {"key": "local/n1/GPU-1", "node": "n1", "kind": "L4", "physical_mb": 24576, "holders": [holder]}
+    service.told(Reply(200, {"items": [gpu]}))
+    assert "train 8.0 GiB (! used 12.0 GiB)" in run("gpus").out

@@ -56,7 +56,7 @@ def test_a_run_above_its_lease_is_marked_once_with_what_it_used():
     [decision] = over(world)
     [event] = events_of(decision)
     assert (event.kind, event.key) == ("lease.overused", f"run:run:1:0:{key('gpu0')}")
-    assert event.fields == {"overused_mb": 12 * GIB, "mb": 10 * GIB}
+    assert event.fields == {"state": "held", "overused_mb": 12 * GIB, "mb": 10 * GIB}
     assert world.leases_of(world.tasks[TaskId("run")])[0].overused_mb == 12 * GIB
     measured(world, 14)
     assert over(world) == []

@@ -60,6 +60,10 @@ def _fact(name: str, value: Any) -> str:
             return f"{name} {value}"
         case "mb" | "gpu_mb" | "physical_mb":
             return size(value)
+        case "overused_mb":
+            return f"used {size(value)}" if value else ""
+        case "values":
+            return ", ".join(_learned(*lesson) for lesson in value)
         case "node":
             return f"on {value}"
         case "freeing_for":
@@ -77,3 +81,9 @@ def _fact(name: str, value: Any) -> str:
             return f"{words.get(name, 'at the latest')} {str(value)[11:19]}"
         case _:
             return ""
+
+
+def _learned(kind: str, what: str, value: float | None) -> str:
+    """What a run took, on which kind of device; without a value it was forgotten."""
+    took = "" if value is None else size(value) if what == "gpu_mb" else f"{value:g} s"
+    return " ".join(word for word in (took or what, f"on {kind}" if kind else "") if word)
