@@ -20,6 +20,7 @@ class Size:
     gpu_mb: Mib | None
     """MiB per device; None is a whole device, because too few runs are known."""
     p95_mb: Mib | None
+    """As measured: with what a process costs of itself."""
     n: int
     """How many runs are known."""
     kind: str
@@ -32,13 +33,16 @@ def learned_size(
 ) -> Size:
     """What 95 of 100 runs of this subject stayed below, and a margin.
 
-    Of several kinds of device the one counts on which runs took most, since a task may come to any of them.
-    Never more than the largest device of that kind can give: there the runs had room, too.
+    `devices`: those that the task may use. Of several kinds the one counts on which runs took most, since it
+    may come to any of them. What a process costs of itself was measured with the rest and is leased apart, so
+    it is taken off. Never more than the largest device of that kind can give: there the runs had room, too.
     """
-    largest: dict[str, int] = {}
+    offers: dict[str, int] = {}
+    costs: dict[str, int] = {}
     for device in devices:
-        largest[device.kind] = max(device.allocatable_mb, largest.get(device.kind, 0))
-    known = {kind: sketches.get(Topic(tenant, subject, kind, What.GPU_MB), Sketch()) for kind in largest}
+        costs[device.kind] = device.context_mb
+        offers[device.kind] = max(device.allocatable_mb - device.context_mb, offers.get(device.kind, 0))
+    known = {kind: sketches.get(Topic(tenant, subject, kind, What.GPU_MB), Sketch()) for kind in offers}
     enough = {
         kind: sketch.quantile(0.95) or 0.0
         for kind, sketch in known.items()
@@ -48,10 +52,12 @@ def learned_size(
         return _whole(subject, max((sketch.n for sketch in known.values()), default=0), policy)
     kind = max(sorted(enough), key=lambda kind: enough[kind])
     p95_mb, n = ceil(enough[kind]), known[kind].n
-    gpu_mb = min(ceil(enough[kind] * (1 + policy.learned_margin)), largest[kind])
+    with_margin = ceil(enough[kind] * (1 + policy.learned_margin)) - costs[kind]
+    gpu_mb = max(1, min(with_margin, offers[kind]))
+    beside = f" beside {in_gib(costs[kind])} for each process" if costs[kind] else ""
     message = (
         f"95 of 100 runs of {subject} used at most {in_gib(p95_mb)} of a GPU ({n} runs on {kind}); "
-        f"with a margin of {policy.learned_margin:.0%} that makes {in_gib(gpu_mb)}"
+        f"with a margin of {policy.learned_margin:.0%} that makes {in_gib(gpu_mb)}{beside}"
     )
     return Size(Mib(gpu_mb), Mib(p95_mb), n, kind, message)
 

@@ -9,10 +9,11 @@ from hypothesis import strategies as st
 
 from service.core.estimate import RELATIVE_ERROR, Sketch, Topic, What, sketch_of
 from service.core.expectations import Size, learned_size, remaining_seconds
+from service.core.need import need_mb
 from service.core.policy import Policy
 from service.core.task import Task, TaskState
 from service.core.units import Instant, Seconds
-from tests.builders import GIB, NOW, a_device, a_node, a_task, a_world, holding
+from tests.builders import GIB, NOW, a_demand, a_device, a_node, a_task, a_world, holding
 
 POLICY = Policy()
 SMALL, LARGE = a_device("gpu0", kind="L4", mb=24 * GIB), a_device("gpu1", kind="H100", mb=80 * GIB)
@@ -78,6 +79,28 @@ def test_a_kind_that_nobody_has_any_more_does_not_count():
 
 def test_the_margin_never_asks_for_more_than_the_device_had():
     assert size_of(sizes(*[23.0] * 9, kind="L4")).gpu_mb == 24 * GIB
+
+
+def test_what_a_process_costs_of_itself_is_leased_apart_and_not_learned_twice():
+    device = a_device(kind="H100", context_mb=512)
+    size = learned_size(sizes(*[4.0] * 9), "default", "resnet", [device], POLICY)
+    assert size.gpu_mb == pytest.approx(1.15 * 4 * GIB - 512, rel=2 * RELATIVE_ERROR)
+    assert size.message.endswith("that makes 4.0 GiB beside 0.5 GiB for each process")
+    assert need_mb(a_demand(gpu_mb=size.gpu_mb), device) == pytest.approx(1.15 * 4 * GIB, rel=RELATIVE_ERROR)
+
+
+def test_a_process_that_used_no_more_than_it_costs_still_gets_something():
+    device = a_device(kind="H100", context_mb=512)
+    assert learned_size(sizes(*[0.1] * 9), "default", "resnet", [device], POLICY).gpu_mb == 1
+
+
+@given(st.floats(0.01, 80), st.integers(0, 2048), st.floats(0, 1))
+def test_a_learned_size_fits_where_its_runs_had_room(gib: float, context_mb: int, margin: float):
+    device = a_device(kind="H100", context_mb=context_mb)
+    policy = Policy(learned_margin=margin)
+    size = learned_size(sizes(*[gib] * 9), "default", "resnet", [device], policy)
+    assert size.gpu_mb is not None
+    assert need_mb(a_demand(gpu_mb=size.gpu_mb), device) is not None
 
 
 def test_half_of_the_runs_that_took_longer_are_over_by_the_first_time():

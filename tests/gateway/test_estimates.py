@@ -5,7 +5,7 @@ import pytest
 from service.core.estimate import Lesson, Topic, What, sketch_of
 from service.core.plan import Decision
 from service.core.units import Instant
-from tests.builders import GIB, NOW, key
+from tests.builders import GIB, NOW, a_device, key
 from tests.gateway.harness import Client, Gateway, a_body, fault
 
 
@@ -100,6 +100,16 @@ async def test_with_too_few_runs_a_whole_device_is_given_and_the_answer_says_so(
     assert (task["resources"]["gpus"], task["resources"]["gpu_mb"]) == (1, None)
     assert (task["sizing"]["gpu_mb"], task["sizing"]["n"]) == (None, 4)
     assert "it takes 5 to know its size: it gets whole GPUs" in task["sizing"]["message"]
+
+
+async def test_a_size_goes_by_runs_on_devices_that_the_task_may_use(gateway: Gateway, api: Client) -> None:
+    await gateway.commit(Decision("n1", "node_seen", devices=(a_device("gpu1", kind="L4", mb=24 * GIB),)))
+    await learn(gateway, What.GPU_MB, *[8.0 * GIB] * 5)
+    await learn(gateway, What.GPU_MB, *[4.0 * GIB] * 5, kind="L4")
+    asked = {"gpu_mb": "learned", "kinds": ["L4"]}
+    task_id = await api.submit(model_type="resnet", resources=asked)
+    sizing = (await api.get(f"/tasks/{task_id}")).json()["sizing"]
+    assert (sizing["kind"], sizing["p95_mb"]) == ("L4", pytest.approx(4 * GIB, rel=0.02))
 
 
 async def test_a_size_that_was_stated_has_no_basis(api: Client) -> None:

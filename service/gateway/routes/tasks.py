@@ -7,6 +7,7 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Header, Query, Response
 
 from service.core.expectations import Size, learned_size
+from service.core.need import may_use_device
 from service.core.plan import Request
 from service.core.task import Task, TaskState
 from service.core.units import TaskId
@@ -126,10 +127,11 @@ def _learned_size(call: Call, body: SubmitTask) -> Size | None:
     """What runs like it used, if the submit asks for that."""
     if body.resources.gpu_mb != LEARNED:
         return None
-    world = call.parts.world
-    devices = [book.device for book in world.books.values()]
+    parts, world = call.parts, call.parts.world
+    asked = demand_of(body, parts.defaults)
+    devices = [book.device for book in world.books.values() if may_use_device(asked, book.device)]
     subject, tenant = subject_of(body), call.identity.tenant
-    return learned_size(world.learned.sketches, tenant, subject, devices, call.parts.policy)
+    return learned_size(world.learned.sketches, tenant, subject, devices, parts.policy)
 
 
 async def _submission(
