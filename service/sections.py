@@ -149,8 +149,8 @@ class ModelTypeSettings(Section):
     """What a submit that names this model type and leaves it out gets."""
 
     priority: Annotated[int, Field(ge=0, le=100), BeforeValidator(_band_value)] | None = None
-    gpu_mb: Annotated[int, Field(gt=0)] | None = None
-    """Only for a submit that says nothing of GPUs."""
+    gpu_mb: Annotated[int, Field(gt=0)] | Literal["learned"] | None = None
+    """Only for a submit that says nothing of GPUs. `learned`: what earlier runs of the type used."""
     cpu: Annotated[float, Field(ge=0)] | None = None
     memory_mb: Annotated[int, Field(ge=0)] | None = None
     timeout_seconds: Annotated[float, Field(gt=0)] | None = None

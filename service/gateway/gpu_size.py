@@ -6,6 +6,7 @@ from pydantic import Field, GetPydanticSchema, ValidatorFunctionWrapHandler, Wit
 from pydantic_core import core_schema
 
 LEARNED: Final = "learned"
+GpuSize = int | Literal["learned"]
 _MOST_MB: Final = 16_777_216
 
 
@@ -14,7 +15,7 @@ def _size_or_learned(value: Any, read_size: ValidatorFunctionWrapHandler) -> Any
 
 
 GpuMb = Annotated[
-    int | Literal["learned"],
+    GpuSize,
     GetPydanticSchema(
         lambda _, handler: core_schema.no_info_wrap_validator_function(
             _size_or_learned, handler(Annotated[int, Field(ge=1, le=_MOST_MB)])

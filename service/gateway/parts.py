@@ -10,6 +10,7 @@ from service.core.policy import BAND_NAMES, Policy
 from service.core.units import Seconds, TaskId, Term
 from service.core.world import World
 from service.gateway.capacity import Capacity
+from service.gateway.gpu_size import GpuSize
 from service.gateway.identity import Tokens
 from service.gateway.ids import Ids
 from service.gateway.pending import PendingReasons
@@ -39,7 +40,7 @@ class ModelType:
     """What a submit of this model type gets where it says nothing; None: what every submit gets."""
 
     priority: int | None = None
-    gpu_mb: int | None = None
+    gpu_mb: GpuSize | None = None
     """Only for a submit that says nothing of GPUs."""
     cpu: float | None = None
     memory_mb: int | None = None

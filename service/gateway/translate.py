@@ -15,7 +15,7 @@ from service.core.task import Task
 from service.core.units import Instant, Mib, Seconds, TaskId
 from service.gateway.estimates import EtaView, SizingView
 from service.gateway.faults import refused
-from service.gateway.gpu_size import LEARNED
+from service.gateway.gpu_size import LEARNED, GpuSize
 from service.gateway.parts import Defaults, ModelType
 from service.gateway.problems import Fault
 from service.gateway.schemas import Command, Entrypoint, Function, Resources, SubmitTask
@@ -46,10 +46,16 @@ def subject_of(body: SubmitTask) -> str:
     return body.model_type or body.name or getattr(body.run, "entrypoint", "")
 
 
+def gpu_mb_of(body: SubmitTask, defaults: Defaults) -> GpuSize | None:
+    """As the submit says, else as is usual for its model type, if it says nothing of GPUs at all."""
+    usual = defaults.model_types.get(body.model_type, _NO_TYPE)
+    return body.resources.gpu_mb if body.resources.mentions_gpus else usual.gpu_mb
+
+
 def demand_of(body: SubmitTask, defaults: Defaults, learned: Size | None = None) -> Demand:
     """A GPU size without a number of GPUs means one. CPU left out is the default, or none beside GPUs."""
     resources, usual = body.resources, defaults.model_types.get(body.model_type, _NO_TYPE)
-    gpu_mb = resources.gpu_mb if resources.mentions_gpus else usual.gpu_mb
+    gpu_mb = gpu_mb_of(body, defaults)
     wants_gpu = resources.wants_gpu or resources.names_devices or gpu_mb is not None
     gpus = int(wants_gpu) if resources.gpus is None else resources.gpus
     if gpu_mb == LEARNED:

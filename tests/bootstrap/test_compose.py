@@ -42,3 +42,5 @@ def test_a_number_alone_is_what_the_cluster_has_of_a_custom_resource() -> None:
 def test_defaults_of_model_types_come_from_the_settings() -> None:
     settings = load_settings(model_types={"llm": {"priority": "interactive", "gpu_mb": 8192}})
     assert defaults_of(settings).model_types == {"llm": ModelType(priority=79, gpu_mb=8192)}
+    learned = load_settings(model_types={"llm": {"gpu_mb": "learned"}})
+    assert defaults_of(learned).model_types == {"llm": ModelType(gpu_mb="learned")}

@@ -1,10 +1,14 @@
 """What past runs took, and what is made of it for the next."""
 
+from dataclasses import replace
+
 import pytest
 
 from service.core.estimate import Lesson, Topic, What, sketch_of
 from service.core.plan import Decision
 from service.core.units import Instant
+from service.gateway.app import create_app
+from service.gateway.parts import ModelType
 from tests.builders import GIB, NOW, a_device, key
 from tests.gateway.harness import Client, Gateway, a_body, fault
 
@@ -110,6 +114,21 @@ async def test_a_size_goes_by_runs_on_devices_that_the_task_may_use(gateway: Gat
     task_id = await api.submit(model_type="resnet", resources=asked)
     sizing = (await api.get(f"/tasks/{task_id}")).json()["sizing"]
     assert (sizing["kind"], sizing["p95_mb"]) == ("L4", pytest.approx(4 * GIB, rel=0.02))
+
+
+async def test_by_the_operators_default_a_task_of_a_type_that_states_no_size_gets_the_learned_one() -> None:
+    types = {"resnet": ModelType(gpu_mb="learned")}
+    async with Gateway() as gateway:
+        gateway.parts = replace(gateway.parts, defaults=replace(gateway.parts.defaults, model_types=types))
+        gateway.app = create_app(gateway.parts)
+        api = await gateway.client("anybody")
+        await learn(gateway, What.GPU_MB, *[8.0 * GIB] * 5)
+        silent = await api.submit(model_type="resnet")
+        whole = await api.submit(model_type="resnet", resources={"gpus": 1})
+        said = [(await api.get(f"/tasks/{task_id}")).json() for task_id in (silent, whole)]
+    assert said[0]["resources"]["gpus"] == 1
+    assert said[0]["resources"]["gpu_mb"] == pytest.approx(1.15 * 8 * GIB, rel=0.02)
+    assert (said[1]["resources"]["gpu_mb"], said[1]["sizing"]) == (None, None)
 
 
 async def test_a_size_that_was_stated_has_no_basis(api: Client) -> None:

@@ -25,6 +25,7 @@ from service.gateway.translate import (
     Live,
     arguments_of,
     demand_of,
+    gpu_mb_of,
     spec_of,
     subject_of,
     task_of,
@@ -124,10 +125,10 @@ async def submit_task(
 
 
 def _learned_size(call: Call, body: SubmitTask) -> Size | None:
-    """What runs like it used, if the submit asks for that."""
-    if body.resources.gpu_mb != LEARNED:
-        return None
+    """What runs like it used, if the submit, or the usual size of its model type, asks for that."""
     parts, world = call.parts, call.parts.world
+    if gpu_mb_of(body, parts.defaults) != LEARNED:
+        return None
     asked = demand_of(body, parts.defaults)
     devices = [book.device for book in world.books.values() if may_use_device(asked, book.device)]
     subject, tenant = subject_of(body), call.identity.tenant
