@@ -5,8 +5,10 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from service.core.estimate import RELATIVE_ERROR, Lesson, Topic, What
+from service.core.estimate import RELATIVE_ERROR, Lesson, Sketch, Topic, What
 from service.core.lessons import learn
 from service.core.orders import Ended, Ending, Gone, Report, Started
 from service.core.plan import Decision, Request
@@ -188,3 +190,29 @@ def test_a_peak_is_forgotten_with_its_lease():
     measured(world, 8 * GIB)
     assert world.learned.peaks == {}
     assert world.books[key("gpu0")].holdings == {}
+
+
+ENDS = st.sampled_from([Ending.SUCCEEDED, Ending.FAILED, Ending.STOPPED, Ending.LOST])
+
+
+@given(st.lists(st.lists(st.tuples(ENDS, st.integers(0, 20)), min_size=1, max_size=4), max_size=6))
+@settings(max_examples=50)
+def test_rows_and_log_agree_however_ends_come_together(batches: list[list[tuple[Ending, int]]]):
+    world = a_world()
+    rows: dict[Topic, Sketch] = {}
+    for number, batch in enumerate(batches):
+        names = [f"run-{number}-{at}" for at in range(len(batch))]
+        for name, (_, gib) in zip(names, batch, strict=True):
+            held = a_run(name)
+            world.add_task(held.task)
+            for lease in held.leases:
+                world.add_lease(lease)
+            measured(world, gib * GIB, name)
+        reports = [ended(name, ending) for name, (ending, _) in zip(names, batch, strict=True)]
+        decisions = taught(world, *reports)
+        commit(world, decisions)
+        rows |= {lesson.topic: lesson.sketch for decision in decisions for lesson in decision.lessons}
+        for name in names:
+            commit(world, react(world, [Gone(TaskId(name), Fence(1), NOW, "process_absent")], NOW, Policy()))
+    assert rows == world.learned.sketches
+    assert world.learned.peaks == {}
