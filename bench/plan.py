@@ -15,12 +15,13 @@ from time import perf_counter
 from typing import TypeVar
 
 from bench.measuring import Figure, percentile, say
-from service.core.cycle import plan_cycle
+from service.core.cycle import SLICE, plan_cycle
 from service.core.demand import Demand
 from service.core.device import Device, DeviceSample, Node
 from service.core.events import events_of
 from service.core.explain import explain
 from service.core.lease import LeaseState, move_lease
+from service.core.memory import Memory
 from service.core.plan import Decision, write_move
 from service.core.policy import Policy
 from service.core.task import Move, Task, TaskState
@@ -32,7 +33,6 @@ KINDS = (("H100", 80), ("A100", 80), ("A100", 40), ("H100", 80), ("L40S", 48))
 """(kind, GiB) of all GPUs of a node, taken in turn."""
 PRIORITIES = (5, 20, 50, 60, 80)
 TENANTS = ("research", "product", "search", "batch")
-SLICE = 256
 BEGIN = 1_000_000.0
 
 T = TypeVar("T")
@@ -56,6 +56,7 @@ def measure(options: Namespace) -> Iterator[Figure]:
         f"{len(room.world.active):,} started; taking them over took {room.applied_s:.2f} s more"
     )
     yield Figure("plan", "plan.first_s", sum(first), "s", len(first))
+    room.settle()
     cycles, slices = [], []
     for _ in range(options.cycles):
         room.pass_time(0.02)
@@ -81,6 +82,7 @@ class Room:
         self.world = world
         self.policy = Policy()
         self.now = Instant(BEGIN)
+        self.memory = Memory()
         self.applied_s = 0.0
 
     def cycle(self) -> list[float]:
@@ -88,12 +90,33 @@ class Room:
         taken: list[float] = []
         cursor = None
         while True:
-            spent, plan = timed(partial(plan_cycle, self.world, self.policy, self.now, cursor, SLICE))
+            spent, plan = timed(
+                partial(plan_cycle, self.world, self.policy, self.now, cursor, SLICE, self.memory)
+            )
             taken.append(spent)
             self.commit(plan.decisions)
             cursor = plan.cursor
             if cursor is None:
                 return taken
+
+    def settle(self) -> None:
+        """Let those go who were asked to, until nobody need be stopped any more."""
+        while True:
+            self.pass_time(1.0)
+            position = self.world.position
+            for name in sorted(self.world.active):
+                task = self.world.tasks[name]
+                if task.state is TaskState.STOPPING:
+                    self.let_go(task)
+            self.cycle()
+            if self.world.position == position:
+                return
+
+    def let_go(self, task: Task) -> None:
+        off = {"node": None, "stop_reason": None, "stop_deadline_at": None, "freeing_for": None}
+        again = write_move(task, Move.REQUEUED, preemptions=task.preemptions + 1, **off)
+        leases = tuple(move_lease(lease, LeaseState.RELEASED) for lease in self.world.leases_of(task))
+        self.commit([Decision(task.id, "gone", tasks=(again,), leases=leases)])
 
     def let_one_end(self, chance: random.Random) -> None:
         """One run ends, and its memory is back at once."""

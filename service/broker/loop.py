@@ -12,6 +12,7 @@ from service.broker.dispatch import Dispatcher
 from service.broker.observe import Observer, next_batch, plainer
 from service.core.cycle import plan_cycle
 from service.core.events import Event
+from service.core.memory import Memory
 from service.core.orders import Checkpointed, Ended, Report
 from service.core.plan import Decision
 from service.core.policy import Policy
@@ -28,9 +29,6 @@ TICK_SECONDS = 0.25
 PACE_SECONDS = 0.005
 """Cycles begin at least so far apart: what came in meanwhile shares one plan and two commits. After a quiet
 moment the first one begins at once."""
-
-SLICE = 256
-"""Tasks examined before the event loop gets its turn again."""
 
 TRIES = 20
 """A leader is the only writer of states; if what it decides is refused so often, its picture is wrong."""
@@ -88,6 +86,8 @@ class Leader:
         self._dispatcher = dispatcher
         self._clock = clock
         self._heard: deque[Report] = deque()
+        self._memory = Memory()
+        """What the planner found out about the World so far."""
         self._undispatched: list[Decision] = []
         """Committed, and their orders not yet on their way: what a start needs is in the database."""
         self._refused: set[str] = set()
@@ -222,7 +222,9 @@ class Leader:
     async def _plan(self) -> None:
         cursor = None
         while True:
-            plan = plan_cycle(self._world, self._policy, self._clock.now(), cursor=cursor, budget=SLICE)
+            plan = plan_cycle(
+                self._world, self._policy, self._clock.now(), cursor=cursor, memory=self._memory
+            )
             await self._carry_out(plan.decisions)
             cursor = plan.cursor
             if cursor is None:

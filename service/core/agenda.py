@@ -2,14 +2,28 @@
 
 from collections.abc import Mapping
 from heapq import heapify, heappop, heappush
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
-from service.core.demand import Demand
-from service.core.ordering import Group, OrderKey, order_key
-from service.core.policy import Policy
-from service.core.task import Task
+from service.core.ordering import Group, GroupKey, Member, OrderKey, order_key
+from service.core.policy import BANDS, Policy
 from service.core.units import Instant, TaskId
 from service.core.world import World
+
+
+class Doubts(Protocol):
+    """What is known of a group before anybody looks for it."""
+
+    def is_refused(self, group: Group) -> bool:
+        """There is nothing for its tasks."""
+        ...
+
+    def has_nothing(self, group: Group) -> bool:
+        """There is nothing for its tasks, nor for their likes of lower priority."""
+        ...
+
+
+Siblings = Mapping[GroupKey, Group]
+"""The groups of one demand in one band."""
 
 
 class Head(NamedTuple):
@@ -18,65 +32,105 @@ class Head(NamedTuple):
     key: OrderKey
     task: TaskId
     group: Group | None
-    at: int
 
 
 class Agenda:
-    """A k-way merge over the heads of the groups, from a place in the order onwards.
+    """A k-way merge over the heads of the groups, band by band, from a place in the order onwards.
 
-    A demand that was refused is left out for the rest of the cycle, at the same and at lower priorities:
-    looking again would find no more room. Tasks that have pledges stand for themselves, because what is
-    kept for them is kept from their likes.
+    Groups for which there is known to be nothing are left out, until `wake`. Tasks that have pledges stand
+    for themselves, because what is kept for them is kept from their likes.
     """
 
-    def __init__(
-        self,
-        world: World,
-        policy: Policy,
-        ordered_at: Instant,
-        after: OrderKey | None,
-        refused: Mapping[Demand, int],
-    ) -> None:
-        self.refused = dict(refused)
-        """Demand -> highest priority at which it was refused."""
+    def __init__(self, world: World, policy: Policy, ordered_at: Instant, after: OrderKey | None) -> None:
+        self._world = world
         self._policy = policy
         self._ordered_at = ordered_at
+        self._after = after
+        self._arrivals = world.queue.arrivals
         self._pledged = frozenset(task for task in world.pledges if task in world.queue)
+        self._asleep: list[Group] = []
+        self._asleep_together: list[Siblings] = []
         self._heads: list[Head] = []
-        for group in world.queue.groups.values():
-            self._push(group, 0 if after is None else group.count_until(after, ordered_at, policy))
+        self._bands = [top for _, _, top in reversed(BANDS) if after is None or -top >= after[0]]
+        """The tops of the bands whose tasks are not in yet, the highest last."""
+
+    def goes_on(self, world: World, ordered_at: Instant, after: OrderKey | None) -> bool:
+        """Whether this is the agenda of the rest of that cycle. Who has come meanwhile is not in it."""
+        mine = (self._world, self._arrivals, self._ordered_at, self._after)
+        return mine == (world, world.queue.arrivals, ordered_at, after)
+
+    def next(self, doubts: Doubts) -> Head | None:
+        """The next task to examine; None at the end."""
+        while True:
+            while self._heads:
+                head = heappop(self._heads)
+                group = head.group
+                if group is None:
+                    if head.task in self._world.queue:
+                        self._after = head.key
+                        return head
+                elif doubts.is_refused(group):
+                    self._asleep.append(group)
+                else:
+                    self._push(group, group.after(head.key[2:]))
+                    if self._world.queue.holds(head.task, group):
+                        self._after = head.key
+                        return head
+            if not self._bands:
+                return None
+            self._enter_band(self._bands.pop(), doubts)
+
+    def wake(self, doubts: Doubts) -> None:
+        """Let in again those who were left out, from here on, for whom there may be something now."""
+        asleep, self._asleep = self._asleep, []
+        together, self._asleep_together = self._asleep_together, []
+        for siblings in together:
+            self._enter_together(siblings, doubts)
+        for group in asleep:
+            self._enter(group, doubts)
+
+    def _enter_band(self, top: int, doubts: Doubts) -> None:
+        for kin in self._world.queue.kin.values():
+            if top in kin.bands:
+                self._enter_together(kin.bands[top], doubts)
         for name in self._pledged:
-            task = world.tasks[name]
-            key = order_key(task.priority, task.submitted_at, name, ordered_at, policy)
-            if after is None or key > after:
-                self._heads.append(Head(key, name, None, 0))
+            task = self._world.tasks.get(name)
+            if task is not None:
+                key = order_key(task.priority, task.submitted_at, name, self._ordered_at, self._policy)
+                if key[0] == -top and (self._after is None or key > self._after):
+                    self._heads.append(Head(key, name, None))
         heapify(self._heads)
 
-    def next(self) -> Head | None:
-        """The next task to examine; None at the end."""
-        while self._heads:
-            head = heappop(self._heads)
-            if head.group is None:
-                return head
-            if not self.has_refused(head.group.demand, head.group.priority):
-                self._push(head.group, head.at + 1)
-                return head
-        return None
+    def _enter_together(self, siblings: Siblings, doubts: Doubts) -> None:
+        """Where there is no room for the most urgent of them, there is none for the others."""
+        if not siblings:
+            return
+        if doubts.has_nothing(max(siblings.values(), key=_priority)):
+            self._asleep_together.append(siblings)
+            return
+        for group in siblings.values():
+            self._enter(group, doubts)
 
-    def refuse(self, task: Task) -> None:
-        """There is no room for it now, nor for its likes."""
-        known = self.refused.get(task.demand, -1)
-        self.refused[task.demand] = max(known, task.priority)
+    def _enter(self, group: Group, doubts: Doubts) -> None:
+        if not group:
+            return
+        if doubts.is_refused(group):
+            self._asleep.append(group)
+            return
+        after = self._after
+        passed = 0 if after is None else group.count_until(after, self._ordered_at, self._policy)
+        if passed < len(group):
+            self._push(group, group.member(passed))
 
-    def has_refused(self, demand: Demand, priority: int) -> bool:
-        return priority <= self.refused.get(demand, -1)
+    def _push(self, group: Group, member: Member | None) -> None:
+        """Let in this member, or the next one that does not stand for itself."""
+        while member is not None and member[1] in self._pledged:
+            member = group.after(member)
+        if member is not None:
+            at, task = member
+            key = order_key(group.priority, Instant(at), task, self._ordered_at, self._policy)
+            heappush(self._heads, Head(key, task, group))
 
-    def _push(self, group: Group, at: int) -> None:
-        """Let in the member at this place, or the next one that does not stand for itself."""
-        while at < len(group):
-            submitted_at, task = group.member(at)
-            if task not in self._pledged:
-                key = order_key(group.priority, Instant(submitted_at), task, self._ordered_at, self._policy)
-                heappush(self._heads, Head(key, task, group, at))
-                return
-            at += 1
+
+def _priority(group: Group) -> int:
+    return group.priority

@@ -1,21 +1,23 @@
 """The planning cycle: pending tasks in order -> placement -> preemption -> decisions."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from service.core.agenda import Agenda
 from service.core.decide import admit, evict, withdraw
-from service.core.demand import Demand
 from service.core.draft import Draft
+from service.core.memory import Memory
 from service.core.offers import Offers
 from service.core.ordering import OrderKey
 from service.core.placement import Places
 from service.core.plan import Decision
 from service.core.policy import Policy
-from service.core.preemption import plan_eviction
+from service.core.prospects import Prospects
 from service.core.task import Task
 from service.core.units import Instant
 from service.core.world import World
+
+SLICE = 800
+"""Looks at nodes for a task before the caller gets its turn again: some milliseconds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,9 +25,8 @@ class Cursor:
     """Where a cycle stands after one of its slices."""
 
     ordered_at: Instant
-    """Ageing stands still during a cycle, so that every task is examined once."""
+    """When the cycle began. Ageing stands still during it, so that every task is examined once."""
     after: OrderKey | None = None
-    refused: Mapping[Demand, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,46 +39,91 @@ class Plan:
 
 
 def plan_cycle(
-    world: World, policy: Policy, now: Instant, cursor: Cursor | None = None, budget: int = 256
+    world: World,
+    policy: Policy,
+    now: Instant,
+    cursor: Cursor | None = None,
+    budget: int = SLICE,
+    memory: Memory | None = None,
 ) -> Plan:
-    """Decide what to start and whom to stop, examining at most `budget` tasks.
+    """Decide what to start and whom to stop. After `budget` looks at nodes the slice ends.
 
     A new cycle (no cursor) first lets delayed tasks whose time has come into the queue of this World,
     which is all that it changes. The next slice needs a World in which this slice's decisions are applied.
     Work-conserving: a task for which there is no room holds nobody back, unless room is pledged to it.
+    `memory` saves looks and changes no plan; keep it for the next slice and the next cycle.
     """
-    draft = Draft(world)
-    decisions: list[Decision] = []
     if cursor is None:
         world.enter_due(now)
-        cursor = Cursor(ordered_at=now)
-        stragglers = sorted(task for task in draft.pledged() if task not in world.queue)
-        decisions += [withdraw(draft, task) for task in stragglers]
-    places, offers = Places(draft, policy, now), Offers(draft, policy, now)
-    agenda = Agenda(world, policy, cursor.ordered_at, cursor.after, cursor.refused)
-    after = cursor.after
-    for _ in range(budget):
-        head = agenda.next()
-        if head is None:
-            return Plan(tuple(decisions), None)
-        after = head.key
-        task = world.tasks[head.task]
-        if not draft.pledges_of(task.id) and agenda.has_refused(task.demand, task.priority):
-            continue
-        decision = decide(draft, places, offers, task, now)
-        if decision is not None:
-            decisions.append(decision)
-        elif not draft.pledges_of(task.id):
-            agenda.refuse(task)
-    return Plan(tuple(decisions), Cursor(cursor.ordered_at, after, agenda.refused))
+    cursor = cursor or Cursor(ordered_at=now)
+    turn = _Slice(world, policy, now, cursor, Memory() if memory is None else memory)
+    if cursor.after is None:
+        turn.withdraw()
+    return turn.plan(budget)
 
 
-def decide(draft: Draft, places: Places, offers: Offers, task: Task, now: Instant) -> Decision | None:
-    """Admit the task, or make room for it, or neither. One with pledges waits for what they bring."""
-    placement = places.best(task)
-    if placement is not None:
-        return admit(draft, task, placement, now)
-    if draft.pledges_of(task.id):
-        return None
-    eviction = plan_eviction(offers, task, now)
-    return None if eviction is None else evict(draft, task, eviction, now)
+class _Slice:
+    def __init__(self, world: World, policy: Policy, now: Instant, cursor: Cursor, memory: Memory) -> None:
+        memory.open(world, policy, now, cursor.ordered_at)
+        self._now = now
+        self._cursor = cursor
+        self._memory = memory
+        self._draft = Draft(world, memory.changes, memory.growth)
+        self._places = Places(self._draft, policy, now, memory)
+        self._offers = Offers(self._draft, policy, now, cursor.ordered_at, memory.hopes)
+        self._prospects = Prospects(self._draft, policy, now, memory, self._places, self._offers)
+        self._agenda = self._open_agenda(world, policy)
+        self._decisions: list[Decision] = []
+
+    def _open_agenda(self, world: World, policy: Policy) -> Agenda:
+        began_at, after = self._cursor.ordered_at, self._cursor.after
+        agenda = self._memory.agenda
+        if agenda is None or not agenda.goes_on(world, began_at, after):
+            return Agenda(world, policy, began_at, after)
+        if self._memory.needs_wake:
+            agenda.wake(self._prospects)
+        return agenda
+
+    def withdraw(self) -> None:
+        queue = self._draft.world.queue
+        stragglers = sorted(task for task in self._draft.pledged() if task not in queue)
+        self._decisions += [withdraw(self._draft, task) for task in stragglers]
+
+    def plan(self, budget: int) -> Plan:
+        cursor = self._examine(budget)
+        self._memory.agenda = None if cursor is None else self._agenda
+        self._memory.close(self._decisions)
+        return Plan(tuple(self._decisions), cursor)
+
+    def _examine(self, budget: int) -> Cursor | None:
+        after = self._cursor.after
+        while self._places.looks < budget or after == self._cursor.after:
+            head = self._agenda.next(self._prospects)
+            if head is None:
+                return None
+            after = head.key
+            before = self._memory.growth.revision
+            decision = self._decide(self._draft.world.tasks[head.task])
+            if decision is not None:
+                self._decisions.append(decision)
+                if self._memory.growth.revision > before or self._is_awaited(decision):
+                    self._agenda.wake(self._prospects)
+        return Cursor(self._cursor.ordered_at, after)
+
+    def _is_awaited(self, decision: Decision) -> bool:
+        """It takes room where some wait for more to come."""
+        return any(write.task.node in self._memory.awaited for write in decision.tasks)
+
+    def _decide(self, task: Task) -> Decision | None:
+        """Admit the task, or make room for it, or neither. One with pledges waits for what they bring."""
+        if self._draft.pledges_of(task.id):
+            placement = self._places.best(task, task.id)
+            return None if placement is None else admit(self._draft, task, placement, self._now)
+        group = self._draft.world.queue.group_of(task.id)
+        if self._prospects.is_refused(group):
+            return None
+        placement = self._prospects.place(task, group.kin)
+        if placement is not None:
+            return admit(self._draft, task, placement, self._now)
+        eviction = self._prospects.eviction(task, group.kin)
+        return None if eviction is None else evict(self._draft, task, eviction, self._now)

@@ -1,10 +1,10 @@
 """A picture of the World in which a plan is tried out: copy on write, thrown away or made into decisions."""
 
-from collections import Counter
 from collections.abc import Iterable, Iterator
 from math import inf
 from typing import NamedTuple
 
+from service.core.changes import Changes
 from service.core.device import Node
 from service.core.errors import Overcommitted
 from service.core.lease import Lease, Pledge
@@ -58,16 +58,18 @@ class Headroom(NamedTuple):
 class Draft:
     """Reads through to the World; what it changes stays here. Cheap: only touched devices are copied."""
 
-    def __init__(self, world: World) -> None:
+    def __init__(self, world: World, changes: Changes | None = None, growth: Changes | None = None) -> None:
         self.world = world
+        self.changes = Changes() if changes is None else changes
+        """Nodes that are marked when they change in this draft."""
+        self.growth = Changes() if growth is None else growth
+        """Those on which somebody may now find room, or ways to make it, who found none before."""
         self.custom_use: dict[str, float] = dict(world.custom_use)
         self._books: dict[DeviceKey, Book] = {}
         self._use: dict[NodeName, NodeUse] = {}
         self._tasks: dict[TaskId, Task] = {}
         self._pledges: dict[TaskId, dict[DeviceKey, Pledge]] = dict(world.pledges)
         self._waiting: dict[NodeName, list[tuple[int, Task]]] | None = None
-        self._largest_mb: dict[NodeName, int] = {}
-        self._revisions: Counter[NodeName] = Counter()
 
     def task(self, task: TaskId) -> Task:
         return self._tasks.get(task) or self.world.tasks[task]
@@ -98,10 +100,6 @@ class Draft:
         """The node's use to read; never change what this returns."""
         return self._use.get(node) or self.world.use[node]
 
-    def revision(self, node: NodeName) -> int:
-        """Grows whenever something changes on the node in this draft."""
-        return self._revisions[node]
-
     def pledges_of(self, task: TaskId) -> dict[DeviceKey, Pledge]:
         return self._pledges.get(task, {})
 
@@ -112,14 +110,6 @@ class Draft:
     def runs_on(self, node: NodeName) -> Iterator[Task]:
         """The runs that were on the node before this draft, as they stand now, in no particular order."""
         return map(self.task, self.world.runs.get(node, ()))
-
-    def largest_mb(self, node: NodeName) -> int:
-        """The most that anybody could find free on one device of the node, whatever is pledged."""
-        largest = self._largest_mb.get(node)
-        if largest is None:
-            largest = max((book.unheld_mb() for book in self.books_on(node)), default=0)
-            self._largest_mb[node] = largest
-        return largest
 
     def headroom(self, node: NodeName, *, task: TaskId | None = None, priority: int = -1) -> Headroom:
         """What a task of this id and priority could take of the node: what is unused and not kept for others.
@@ -164,11 +154,12 @@ class Draft:
         """Enter a task that was admitted, which now counts on its node, or a run that was given notice."""
         assert after.node is not None
         self._tasks[after.id] = after
-        self._revisions[after.node] += 1
+        self.changes.mark(after.node)
         if not before.is_active:
             self._own_use(after.node).count(after, +1)
             count_custom(self.custom_use, after, +1)
         if notice_of(before) != notice_of(after):
+            self.growth.mark(after.node)
             freeing_for, stopping = notice_of(after)
             for lease in self.world.leases_of(after):
                 self._own(lease.device).put(lease, freeing_for, stopping=stopping)
@@ -188,7 +179,9 @@ class Draft:
         """All pledges of a preemptor end together; returns them in device order."""
         ended = self._pledges.pop(preemptor, {})
         for device in ended:
-            del self._own(device).pledges[preemptor]
+            book = self._own(device)
+            del book.pledges[preemptor]
+            self.growth.mark(book.device.node)
         self._waiting = None
         return tuple(ended[device] for device in sorted(ended))
 
@@ -213,8 +206,7 @@ class Draft:
         book = self._books.get(device)
         if book is None:
             book = self._books[device] = self.world.books[device].copy()
-        self._largest_mb.pop(book.device.node, None)
-        self._revisions[book.device.node] += 1
+        self.changes.mark(book.device.node)
         return book
 
     def _own_use(self, node: NodeName) -> NodeUse:

@@ -112,6 +112,10 @@ class Book:
     def held_mb(self) -> int:
         return sum(holding.takes_mb for holding in self.holdings.values())
 
+    def taken(self) -> tuple[int, list[Mib]]:
+        """What plans see of its samples: (MiB that nobody has, MiB of each holding)."""
+        return self.unheld_mb(), [holding.takes_mb for holding in self.holdings.values()]
+
     def unheld_mb(self) -> int:
         """What nobody holds or uses, pledged or not; negative if over-used."""
         if self._unheld_mb is None:

@@ -1,6 +1,8 @@
 """Which devices and nodes a demand may use, how much of one device it comes to, and which it prefers."""
 
 import math
+from collections.abc import Iterable
+from typing import NamedTuple
 
 from service.core.demand import Demand, Labels
 from service.core.device import Device, Node
@@ -63,3 +65,27 @@ def unwanted_node(demand: Demand, node: Node) -> int:
 def _unmet(wanted: Labels, node: Node) -> list[str]:
     has = {**dict(node.labels), "node": node.name}
     return [label for label, values in wanted if has.get(label) not in values]
+
+
+class Ceiling(NamedTuple):
+    """What the devices of one node offer at most, to tell at a glance who cannot fit there."""
+
+    amounts: tuple[int, ...]
+    """MiB of each device, the most first."""
+    whole: int
+    """How many devices are there whole."""
+
+    def may_fit(self, demand: Demand) -> bool:
+        """False: there is no room. True: perhaps there is."""
+        if demand.gpus > len(self.amounts):
+            return False
+        if demand.takes_whole_devices:
+            return self.whole >= demand.gpus
+        return not demand.gpus or self.amounts[demand.gpus - 1] >= (demand.gpu_mb or 1)
+
+
+def ceiling(offered: Iterable[tuple[Device, int]]) -> Ceiling:
+    """Of (device, MiB that somebody could have there)."""
+    found = list(offered)
+    amounts = sorted((mb for _, mb in found), reverse=True)
+    return Ceiling(tuple(amounts), sum(mb >= device.allocatable_mb for device, mb in found))

@@ -2,14 +2,15 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 
 from service.core.device import Device
 from service.core.draft import Draft, Headroom
 from service.core.ledger import Book
+from service.core.need import Ceiling, ceiling
 from service.core.policy import Policy
+from service.core.task import TaskState
 from service.core.units import Instant, NodeName
-from service.core.victims import Candidate, Cost, candidates, may_be_stopped
+from service.core.victims import Candidate, Cost, after, candidates, is_old_enough, may_be_stopped
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,28 +48,57 @@ class Offer:
     """Who may be stopped on the node, cheapest first."""
     sites: tuple[Site, ...]
     """Its usable devices, in key order."""
+    most: Ceiling
+    """What they would offer if all of those were stopped."""
+    most_room: Headroom
 
 
 class Offers:
     """The offers of one draft, worked out when asked for and again when something changed on the node."""
 
-    def __init__(self, draft: Draft, policy: Policy, now: Instant) -> None:
+    def __init__(
+        self,
+        draft: Draft,
+        policy: Policy,
+        now: Instant,
+        began_at: Instant | None = None,
+        hopes: dict[NodeName, tuple[int, int]] | None = None,
+    ) -> None:
+        """`began_at`: of the cycle; what it has admitted itself may begin before anybody asks it to stop."""
         self.draft = draft
         self.policy = policy
         self.nodes = sorted(draft.usable_nodes())
         self._now = now
+        self._began_at = now if began_at is None else began_at
+        self._hopes = {} if hopes is None else hopes
         self._candidates: dict[NodeName, tuple[int, list[Candidate]]] = {}
         self._offers: dict[tuple[NodeName, int], tuple[int, Offer]] = {}
 
-    @cached_property
-    def lowest_priority(self) -> int:
-        """Nobody who could be stopped has a lower one; 101 if there is nobody."""
-        runs = (run.priority for node in self.nodes for run in self.draft.runs_on(node))
-        return min(runs, default=101)
+    def has_hope(self, node: NodeName, priority: int) -> bool:
+        """Whether anybody on the node is leaving, or could be stopped for a task of this priority if nothing
+        shields it. Without hope the node offers no more than is free now."""
+        revision = self.draft.changes.at(node)
+        known = self._hopes.get(node)
+        if known is None or known[0] != revision:
+            known = self._hopes[node] = revision, self._lowest_on(node)
+        return known[1] < priority
+
+    def _lowest_on(self, node: NodeName) -> int:
+        """-1 if somebody is leaving."""
+        lowest = 101
+        for run in self.draft.runs_on(node):
+            if run.state is TaskState.STOPPING:
+                return -1
+            if is_old_enough(run, self._began_at):
+                lowest = min(lowest, run.priority)
+        leaving = any(
+            holding.is_leaving for book in self.draft.books_on(node) for holding in book.holdings.values()
+        )
+        return -1 if leaving else lowest
 
     def of(self, node: NodeName, priority: int) -> Offer:
         """What a node offers to a task of this priority that has no pledges."""
-        revision = self.draft.revision(node)
+        revision = self.draft.changes.at(node)
         known = self._offers.get((node, priority))
         if known is None or known[0] != revision:
             known = self._offers[node, priority] = revision, self._offer(node, priority)
@@ -82,13 +112,15 @@ class Offers:
         )
         books = self.draft.usable_books(node, self.policy, self._now)
         sites = tuple(_site(book, priority, found) for book in books)
-        return Offer(node, self.draft.headroom_soon(node, priority=priority), found, sites)
+        room = self.draft.headroom_soon(node, priority=priority)
+        most = ceiling((site.device, site.most_mb) for site in sites)
+        return Offer(node, room, found, sites, most, after(room, found))
 
     def _candidates_on(self, node: NodeName) -> list[Candidate]:
-        revision = self.draft.revision(node)
+        revision = self.draft.changes.at(node)
         known = self._candidates.get(node)
         if known is None or known[0] != revision:
-            known = self._candidates[node] = revision, candidates(self.draft, node, self._now)
+            known = self._candidates[node] = revision, candidates(self.draft, node, self._now, self._began_at)
         return known[1]
 
 

@@ -37,13 +37,25 @@ def order_key(priority: int, submitted_at: Instant, task: TaskId, now: Instant, 
     return (-band_top, -aged_priority(priority, now - submitted_at, policy), submitted_at, task)
 
 
+class Kin:
+    """The groups of one demand, whoever asks. Compares by identity."""
+
+    __slots__ = ("bands", "demand")
+
+    def __init__(self, demand: Demand) -> None:
+        self.demand = demand
+        self.bands: dict[int, dict[GroupKey, Group]] = {}
+        """Top of the band -> the groups in it; none is empty."""
+
+
 class Group:
     """Pending tasks of one key in order of submission. Removal at the head is the common case and cheap."""
 
-    __slots__ = ("_first", "_members", "key")
+    __slots__ = ("_first", "_members", "key", "kin")
 
-    def __init__(self, key: GroupKey) -> None:
+    def __init__(self, key: GroupKey, kin: Kin | None = None) -> None:
         self.key = key
+        self.kin = Kin(key[2]) if kin is None else kin
         self._members: list[Member] = []
         self._first = 0
 
@@ -67,12 +79,20 @@ class Group:
     def count_until(self, key: OrderKey, now: Instant, policy: Policy) -> int:
         """How many members stand at this place of the queue or before it. Order of submission is order of
         the queue within a group, so this takes a few looks only."""
+        band_top = -band_of(self.priority)[2]
+        if key[0] != band_top:
+            return 0 if key[0] < band_top else len(self)
 
         def place(index: int) -> OrderKey:
             submitted_at, task = self.member(index)
             return order_key(self.priority, Instant(submitted_at), task, now, policy)
 
         return bisect_right(range(len(self)), key, key=place)
+
+    def after(self, member: Member) -> Member | None:
+        """The next one; the one before it need not be here any more."""
+        at = bisect_right(self._members, member, lo=self._first)
+        return self._members[at] if at < len(self._members) else None
 
     def add(self, member: Member) -> None:
         if not self._members or member > self._members[-1]:
@@ -96,6 +116,9 @@ class PendingQueue:
 
     def __init__(self) -> None:
         self.groups: dict[GroupKey, Group] = {}
+        self.kin: dict[Demand, Kin] = {}
+        self.arrivals = 0
+        """How many were ever let in."""
         self.delayed = Timetable()
         self.held: set[TaskId] = set()
         self._where: dict[TaskId, GroupKey] = {}
@@ -113,12 +136,14 @@ class PendingQueue:
         elif task.not_before is not None:
             self.delayed[task.id] = task.not_before
         else:
-            key = (task.tenant, task.priority, task.demand)
-            group = self.groups.get(key)
-            if group is None:
-                group = self.groups[key] = Group(key)
-            group.add((task.submitted_at, task.id))
-            self._where[task.id] = key
+            self._let_in(task)
+
+    def holds(self, task: TaskId, group: Group) -> bool:
+        return self._where.get(task) == group.key
+
+    def group_of(self, task: TaskId) -> Group:
+        """Raises KeyError unless it may be planned."""
+        return self.groups[self._where[task]]
 
     def remove(self, task: Task) -> None:
         self.held.discard(task.id)
@@ -128,7 +153,7 @@ class PendingQueue:
             group = self.groups[key]
             group.remove((task.submitted_at, task.id))
             if not group:
-                del self.groups[key]
+                self._drop(group)
 
     def due(self, now: Instant) -> list[TaskId]:
         """Delayed tasks whose time has come, earliest first."""
@@ -137,7 +162,25 @@ class PendingQueue:
     def enter(self, task: Task) -> None:
         """Let a delayed task whose time has come into its group."""
         del self.delayed[task.id]
-        key = (task.tenant, task.priority, task.demand)
-        group = self.groups.setdefault(key, Group(key))
+        self._let_in(task)
+
+    def _let_in(self, task: Task) -> None:
+        self.arrivals += 1
+        kin = self.kin.get(task.demand)
+        if kin is None:
+            kin = self.kin[task.demand] = Kin(task.demand)
+        groups = kin.bands.setdefault(band_of(task.priority)[2], {})
+        key = (task.tenant, task.priority, kin.demand)  # one object for all that are equal
+        group = groups.get(key)
+        if group is None:
+            group = groups[key] = self.groups[key] = Group(key, kin)
         group.add((task.submitted_at, task.id))
         self._where[task.id] = key
+
+    def _drop(self, group: Group) -> None:
+        bands, top = group.kin.bands, band_of(group.priority)[2]
+        del self.groups[group.key], bands[top][group.key]
+        if not bands[top]:
+            del bands[top]
+        if not bands:
+            del self.kin[group.demand]

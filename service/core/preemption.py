@@ -1,6 +1,6 @@
 """Whom to stop so that a task of higher priority can run: the node, the devices and the victims."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from math import inf
@@ -39,15 +39,25 @@ class _Option:
 
 
 def plan_eviction(offers: Offers, task: Task, now: Instant) -> Eviction | None:
+    """The eviction that is best for a task, of all nodes; None if there is none, or if it need only wait."""
+    found = choose(offers, task, now, offers.nodes)
+    return found if isinstance(found, Eviction) else None
+
+
+def choose(offers: Offers, task: Task, now: Instant, nodes: Iterable[NodeName]) -> Eviction | NodeName | None:
     """The eviction that costs least: lost GPU-seconds, then number of victims, then node and device names.
 
     Only runs of strictly lower priority are named, and only if the task fits once they have left. What is
     leaving anyway and is promised to nobody counts first: if that alone will do, the task waits. Only
     demands for GPUs preempt, because freed memory can be kept for the preemptor and a freed CPU cannot.
+
+    `nodes` in name order: the others need offer nothing. The name of a node says that it has room coming.
     """
-    best = _best_option(offers, task)
-    if best is None or not best.victims:
+    best = _best_option(offers, task, nodes)
+    if best is None:
         return None
+    if not best.victims:
+        return best.offer.node
     victims = sorted((candidate.task for candidate in best.victims), key=lambda run: run.id)
     deadlines = [now + victim.grace_seconds for victim in victims]
     for site, need in best.targets:
@@ -57,15 +67,36 @@ def plan_eviction(offers: Offers, task: Task, now: Instant) -> Eviction | None:
     return Eviction(best.offer.node, tuple(devices), tuple(victims), Instant(max(deadlines)))
 
 
-def _best_option(offers: Offers, task: Task) -> _Option | None:
+def could_make_room(offers: Offers, task: Task, node: NodeName) -> bool:
+    """Whether the task could run on the node if everybody left who is leaving or may be stopped for it."""
+    if not offers.policy.preemption or not task.demand.gpus or not offers.has_hope(node, task.priority):
+        return False
+    offer = offers.of(node, task.priority)
+    if not (offer.most.may_fit(task.demand) and offer.most_room.fits(task)):
+        return False
+    targets = _targets(offer, task)
+    return len(targets) >= task.demand.gpus and _suffices(offer, task, targets)(offer.found)
+
+
+def _targets(offer: Offer, task: Task) -> list[Target]:
+    return [
+        (site, need)
+        for site in offer.sites
+        if (need := need_mb(task.demand, site.device)) is not None and need <= site.most_mb
+    ]
+
+
+def _best_option(offers: Offers, task: Task, nodes: Iterable[NodeName]) -> _Option | None:
     """Nodes and devices are looked at by name, and a later one must cost less: names decide ties."""
     policy = offers.policy
-    if not policy.preemption or not task.demand.gpus or offers.lowest_priority >= task.priority:
+    if not policy.preemption or not task.demand.gpus:
         return None
     if offers.draft.short_of(task, policy.custom_limits):
         return None
     best: _Option | None = None
-    for node in offers.nodes:
+    for node in nodes:
+        if not could_make_room(offers, task, node):
+            continue
         offer = offers.of(node, task.priority)
         best = _on_one(offer, task, best) if task.demand.gpus == 1 else _on_several(offer, task, best)
         if best is not None and not best.victims:
@@ -98,11 +129,7 @@ def _on_several(offer: Offer, task: Task, best: _Option | None) -> _Option | Non
     """The same for several devices: exact for few candidates; above, device by device and filled back."""
     if not offer.room.is_open_to(task):
         return best
-    targets = [
-        (site, need)
-        for site in offer.sites
-        if (need := need_mb(task.demand, site.device)) is not None and need <= site.most_mb
-    ]
+    targets = _targets(offer, task)
     if len(targets) < task.demand.gpus:
         return best
     suffices = _suffices(offer, task, targets)

@@ -30,7 +30,7 @@ class Candidate:
     """MiB by device."""
 
 
-def candidates(draft: Draft, node: NodeName, now: Instant) -> list[Candidate]:
+def candidates(draft: Draft, node: NodeName, now: Instant, began_at: Instant) -> list[Candidate]:
     """Every run of a node that could be stopped for somebody, cheapest first:
 
     1. fewer lost GPU-seconds
@@ -38,14 +38,19 @@ def candidates(draft: Draft, node: NodeName, now: Instant) -> list[Candidate]:
     3. more memory given back
     4. smaller id
 
-    What was admitted in this very cycle may begin first.
+    What was admitted in this very cycle, which began then, may begin first.
     """
     found = [
         Candidate(run, lost_gpu_seconds(run, now), _frees(draft, run))
         for run in draft.runs_on(node)
-        if run.state in (TaskState.ADMITTED, TaskState.RUNNING) and (run.admitted_at or 0.0) < now
+        if run.state in (TaskState.ADMITTED, TaskState.RUNNING) and is_old_enough(run, began_at)
     ]
     return sorted(found, key=lambda c: (c.lost, c.task.priority, -sum(c.frees.values()), c.task.id))
+
+
+def is_old_enough(run: Task, began_at: Instant) -> bool:
+    """It was admitted before the cycle that began then."""
+    return (run.admitted_at or 0.0) < began_at
 
 
 def may_be_stopped(run: Task, for_priority: int, policy: Policy, now: Instant) -> bool:

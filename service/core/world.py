@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Iterable
 
+from service.core.changes import Marks
 from service.core.codec import (
     changed_task,
     device_from,
@@ -48,6 +49,8 @@ class World:
         self.queue = PendingQueue()
         self.expiring = Timetable()
         """The pending tasks that do not wait for ever, and until when they do."""
+        self.marks = Marks()
+        """Of nodes on which anything changed that a plan may depend on, time apart."""
         self.nodes: dict[NodeName, Node] = {}
         self.books: dict[DeviceKey, Book] = {}
         self.inventory_version = 0
@@ -97,7 +100,10 @@ class World:
         for sample in samples:
             book = self.books.get(sample.device)
             if book is not None and (book.sampled_at is None or sample.at >= book.sampled_at):
+                before = book.sampled_at, book.taken()
                 book.measure(sample)
+                if before[0] is None or before[1] != book.taken():
+                    self.marks.mark(book.device.node)
                 self.learned.measure(book.holdings)
 
     def add_task(self, task: Task) -> None:
@@ -112,10 +118,13 @@ class World:
 
     def add_pledge(self, pledge: Pledge) -> None:
         self.pledges.setdefault(pledge.preemptor, {})[pledge.device] = pledge
-        self.books[pledge.device].pledges[pledge.preemptor] = pledge
+        book = self.books[pledge.device]
+        book.pledges[pledge.preemptor] = pledge
+        self.marks.mark(book.device.node, grows=False)
 
     def add_device(self, device: Device) -> None:
         self.inventory_version += 1
+        self.marks.mark(device.node)
         known = self.books.get(device.key)
         if known is not None:
             known.register(device)
@@ -128,6 +137,7 @@ class World:
 
     def add_node(self, node: Node) -> None:
         self.inventory_version += 1
+        self.marks.mark(node.name)
         self.nodes[node.name] = node
         self.use.setdefault(node.name, NodeUse())
 
@@ -178,6 +188,8 @@ class World:
         self._count_out(before)
         self.tasks[after.id] = after
         self._count_in(after)
+        for device in self.pledges.get(after.id, ()):
+            self.marks.mark(self.books[device].device.node)
         if notice_of(before) != notice_of(after):
             for lease in self.leases_of(after):
                 self._enter(lease)
@@ -222,6 +234,7 @@ class World:
             self.pledges.pop(pledge.preemptor, None)
         book = self.books[pledge.device]
         book.pledges.pop(pledge.preemptor, None)
+        self.marks.mark(book.device.node)
         self._drop_if_gone(book)
 
     def _apply_request(self, event: Event, what: str) -> None:
@@ -236,6 +249,7 @@ class World:
         freeing_for, stopping = (None, False) if task is None else notice_of(task)
         book = self.books[lease.device]
         book.put(lease, freeing_for, stopping=stopping)
+        self.marks.mark(book.device.node, grows=lease.version > 1)
         self._drop_if_gone(book)
 
     def _note_release(self, lease: Lease, at: Instant) -> None:
@@ -264,6 +278,7 @@ class World:
 
     def _count_active(self, task: Task, sign: int) -> None:
         assert task.node is not None, "an active task has its place"
+        self.marks.mark(task.node, grows=sign < 0 or task.state is not TaskState.ADMITTED)
         self.use.setdefault(task.node, NodeUse()).count(task, sign)
         runs = self.runs.setdefault(task.node, set())
         (runs.add if sign > 0 else runs.discard)(task.id)

@@ -311,18 +311,13 @@ class Naive:
         for name in sorted({pledge.preemptor for pledge in self.pledges}):
             if not self.waits(self.tasks.get(name)):
                 steps.append(("withdraw", name, self.end(name, "withdrawn")))
-        refused: list[Task] = []
         for task in sorted(filter(self.waits, self.tasks.values()), key=self.order):
             pledged = any(pledge.preemptor == task.id for pledge in self.pledges)
-            if not pledged and any(r.demand == task.demand and r.priority >= task.priority for r in refused):
-                continue
             places = list(self.places(task))
             if places:
                 steps.append(self.admit(task, *min(places, key=lambda place: place[0])[1:]))
             elif not pledged and (way := self.eviction(task)) is not None:
                 steps.append(self.evict(task, *way))
-            elif not pledged:
-                refused.append(task)
         return steps
 
     def admit(self, task: Task, node: str, devices: tuple[tuple[str, int], ...]) -> Step:

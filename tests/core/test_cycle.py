@@ -4,6 +4,7 @@ from typing import Any
 
 from service.core.cycle import plan_cycle
 from service.core.lease import HolderKind, Lease, LeaseState, PledgeEnd
+from service.core.memory import Memory
 from service.core.orders import StartOrder, StopOrder
 from service.core.plan import Decision
 from service.core.policy import Policy
@@ -301,7 +302,7 @@ def test_a_refused_demand_is_looked_at_once_however_many_tasks_share_it():
         *(a_task(f"t{n:04}", priority=50 + n % 3, gpu_mb=10 * GIB) for n in range(3000)),
         a_task("cpu", priority=5, cpu=1.0),
     )
-    plan = plan_cycle(world, POLICY, NOW, budget=3)
+    plan = plan_cycle(world, POLICY, NOW, budget=50)
     assert plan.cursor is None
     assert started(list(plan.decisions)) == ["cpu"]
 
@@ -317,14 +318,16 @@ def test_a_demand_that_was_refused_is_tried_again_at_a_higher_priority():
     assert decision.subject == "high"
 
 
-def test_a_slice_examines_no_more_tasks_than_its_budget_and_the_next_goes_on():
+def test_a_slice_ends_when_its_looks_are_used_up_and_the_next_goes_on():
     world = a_world(a_device(), *(a_task(f"t{n}", gpu_mb=10 * GIB) for n in range(8)))
-    plan = plan_cycle(world, POLICY, NOW, budget=5)
-    assert started(list(plan.decisions)) == ["t0", "t1", "t2", "t3", "t4"]
-    commit(world, plan.decisions)
-    rest = plan_cycle(world, POLICY, NOW, plan.cursor, budget=5)
-    assert started(list(rest.decisions)) == ["t5", "t6", "t7"]
-    assert rest.cursor is None
+    names, slices, cursor = [], 0, None
+    while slices == 0 or cursor is not None:
+        plan = plan_cycle(world, POLICY, NOW, cursor, budget=20)
+        commit(world, plan.decisions)
+        assert len(plan.decisions) < 5
+        names += started(list(plan.decisions))
+        slices, cursor = slices + 1, plan.cursor
+    assert names == [f"t{n}" for n in range(8)]
 
 
 def test_ageing_stands_still_during_a_cycle_so_that_nobody_is_skipped():
@@ -345,17 +348,27 @@ def test_tasks_start_in_the_order_of_their_aged_priority():
     assert started(cycle(a_world(a_node(), aged, a_task("new", priority=60)))) == ["aged", "new"]
 
 
-def test_a_task_that_was_refused_in_one_slice_is_not_examined_in_the_next():
+def test_what_was_refused_costs_no_look_in_the_next_slice():
     world = a_world(
         holding(a_task("peer", priority=95, gpu_mb=80 * GIB), "gpu0"),
         *(a_task(f"t{n}", gpu_mb=10 * GIB) for n in range(4)),
         a_task("cpu", priority=5, cpu=1.0),
     )
-    first = plan_cycle(world, POLICY, NOW, budget=1)
-    second = plan_cycle(world, POLICY, NOW, first.cursor, budget=2)
+    memory = Memory()
+    first = plan_cycle(world, POLICY, NOW, budget=1, memory=memory)
+    second = plan_cycle(world, POLICY, NOW, first.cursor, budget=1, memory=memory)
     assert first.decisions == ()
     assert started(list(second.decisions)) == ["cpu"]
-    assert second.cursor is None
+
+
+def test_what_the_cycle_itself_has_admitted_is_not_stopped_in_a_later_slice():
+    aged = a_task("aged", priority=60, gpu_mb=50 * GIB, submitted_at=Instant(NOW - 1e6))
+    world = a_world(a_device(), aged, a_task("high", priority=65, gpu_mb=40 * GIB))
+    first = plan_cycle(world, POLICY, NOW, budget=1)
+    commit(world, first.decisions)
+    assert started(list(first.decisions)) == ["aged"]
+    assert plan_cycle(world, POLICY, Instant(NOW + 1.0), first.cursor).decisions == ()
+    assert stopped(cycle(world, now=NOW + 2.0)) == ["aged"]
 
 
 def test_a_pledge_that_was_taken_in_this_cycle_does_not_spare_its_task_the_refusal():

@@ -7,6 +7,7 @@ from service.core.cycle import Plan, plan_cycle
 from service.core.draft import Draft
 from service.core.explain import explain
 from service.core.lease import LeaseState
+from service.core.memory import Memory
 from service.core.placement import Places
 from service.core.plan import Decision
 from service.core.reasons import Reason
@@ -74,6 +75,30 @@ def test_no_byte_is_leased_or_promised_twice_and_slices_and_orders_of_rows_do_no
         commit(world, plan.decisions, tale.now)
         check_ledger(world)
         check_pledges(world)
+
+
+@given(clusters(), stories, st.integers(1, 60), st.lists(st.booleans(), min_size=8, max_size=8))
+@settings(max_examples=150, deadline=None)
+def test_a_memory_changes_no_plan_even_if_some_plans_do_not_come_true(
+    world: World, story: list[Chapter], budget: int, comes_true: list[bool]
+):
+    tale, memory = Story(world), Memory()
+    for chapter, lucky in zip(story, comes_true, strict=False):
+        for _ in tale.happens(chapter):
+            pass
+        cursor = None
+        for _ in range(200):
+            now = Instant(tale.now)
+            plain = plan_cycle(world, POLICY, now, cursor, budget=10_000)
+            plan = plan_cycle(world, POLICY, now, cursor, budget, memory)
+            assert plain.decisions[: len(plan.decisions)] == plan.decisions
+            if plan.cursor is None or not lucky:
+                assert plan.cursor is not None or plain.decisions == plan.decisions
+                break
+            commit(world, plan.decisions, tale.now)
+            cursor = plan.cursor
+        if lucky:
+            commit(world, plan.decisions, tale.now)
 
 
 def in_slices(world: World, now: float, budget: int) -> list[Decision]:

@@ -1,0 +1,153 @@
+"""What a planner found out about a World, kept from slice to slice and from cycle to cycle."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from math import inf
+
+from service.core.agenda import Agenda
+from service.core.changes import Changes
+from service.core.draft import Headroom
+from service.core.need import Ceiling
+from service.core.ordering import Kin
+from service.core.plan import Decision
+from service.core.policy import Policy
+from service.core.task import Placement, Task
+from service.core.units import Instant, NodeName, TaskId
+from service.core.victims import is_old_enough, is_shielded
+from service.core.world import World
+
+Found = tuple[tuple[float, float, tuple[str, ...]], Placement]
+"""((room left on the devices, CPU left on the node, names), placement): the smallest is the best."""
+
+Left = tuple[Ceiling, Headroom]
+"""What is left of the devices of a node, and of the node beside them."""
+
+Likes = tuple[Kin, int]
+"""(demand, priority) of tasks that differ in nothing that placement looks at."""
+
+A_MOMENT = 0.001
+"""Seconds. What changes by the passing of time is looked at again a little early rather than late."""
+
+
+@dataclass(slots=True)
+class Standing:
+    """Where tasks of one sort have room."""
+
+    seen: int = 0
+    """Revision of `changes` of which this tells."""
+    found: dict[NodeName, Found] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class Refusal:
+    """There was neither room for such a task nor anything that could be made room, on any node."""
+
+    probe: Task
+    """One of them, without its name."""
+    changed: int
+    grown: int
+    """Revisions of `changes` and `growth` of which this tells."""
+    coming_on: NodeName | None = None
+    """Or rather: room is coming on this node, so that nobody is stopped elsewhere."""
+
+
+class Memory:
+    """A pure cache: a plan made with it is the plan made without. For one World; another one empties it.
+
+    What is remembered of a node holds until the node is marked as changed. Marks come from the World, from
+    drafts, and from time: devices whose samples grow old, and runs that come out of their shield.
+    """
+
+    def __init__(self) -> None:
+        self._world: World | None = None
+        self._policy = Policy()
+        self._forget()
+
+    def _forget(self) -> None:
+        self._now = self._began_at = Instant(-inf)
+        self.changes = Changes()
+        self.growth = Changes()
+        self.standings: dict[Likes | TaskId, Standing] = {}
+        self.refusals: dict[Kin, dict[int, Refusal]] = {}
+        """Demand -> priority -> what is known. Where there is no room, there is none at a lower priority."""
+        self.lefts: dict[tuple[NodeName, int], tuple[int, Left]] = {}
+        """(node, priority) -> (revision of its `changes`, what tasks without pledges could have)."""
+        self.hopes: dict[NodeName, tuple[int, int]] = {}
+        """Node -> (revision, the lowest priority of a run that may be stopped; -1 if somebody is leaving)."""
+        self.awaited: set[NodeName] = set()
+        """Nodes with room that is coming, for which somebody waits."""
+        self._due: dict[NodeName, Instant] = {}
+        """When something changes on a node by itself."""
+        self._turned: dict[NodeName, frozenset[str]] = {}
+        """What is stale or shielded on a node."""
+        self._young: dict[NodeName, Instant] = {}
+        """Nodes with runs that this cycle has admitted, and the last of these admissions."""
+        self._opened = self._changed = self._grown = 0
+        self._decided: tuple[Decision, ...] = ()
+        self.needs_wake = False
+        self.agenda: Agenda | None = None
+        """Of a cycle that is not finished."""
+
+    def close(self, decisions: Iterable[Decision]) -> None:
+        """Remember what a slice decided: the next one looks whether that came true."""
+        self._decided = tuple(decisions)
+
+    def open(self, world: World, policy: Policy, now: Instant, began_at: Instant) -> None:
+        """Take note of what changed since the last slice. `began_at`: of the cycle."""
+        if world is not self._world or policy != self._policy or now < self._now:
+            self._forget()
+            self._world, self._policy = world, policy
+        grown = set(world.marks.growth.since(self._grown))
+        grown |= {node for node, at in self._due.items() if at <= now and self._has_turned(node, now)}
+        if began_at > self._began_at:
+            grown |= {node for node, at in self._young.items() if at < began_at}
+        if not all(_came_true(world, decision) for decision in self._decided):
+            grown |= set(self.changes.since(self._opened))
+        changed = grown | set(world.marks.changes.since(self._changed))
+        self._changed, self._grown = world.marks.changes.revision, world.marks.growth.revision
+        self._now, self._began_at, self._decided = now, began_at, ()
+        self.needs_wake = bool(grown or changed & self.awaited)
+        self.awaited -= changed
+        for node in sorted(changed):
+            self.changes.mark(node)
+            if node in grown:
+                self.growth.mark(node)
+            self._look_ahead(node, now)
+        self._opened = self.changes.revision
+        if len(self.standings) + len(self.refusals) > 4 * len(world.queue.kin) + 10_000:
+            self.standings.clear()
+            self.refusals.clear()
+
+    def _has_turned(self, node: NodeName, now: Instant) -> bool:
+        """Whether the passing of time made a difference to the node; if not, when it may."""
+        before = self._turned.get(node)
+        self._look_ahead(node, now)
+        return self._turned[node] != before
+
+    def _look_ahead(self, node: NodeName, now: Instant) -> None:
+        """Note what is old or shielded on a node, and when that may change."""
+        assert self._world is not None, "the memory is open"
+        period, at = self._policy.sample_period_seconds, inf
+        turned: list[str] = []
+        for key in self._world.by_node.get(node, ()):
+            book = self._world.books[key]
+            if book.is_stale(now, period):  # it may be heard of at any time
+                turned.append(key)
+                at = now
+            elif book.sample is not None:
+                at = min(at, book.sample.at + 3 * period)
+        self._young.pop(node, None)
+        for name in self._world.runs.get(node, ()):
+            run = self._world.tasks[name]
+            if not is_old_enough(run, self._began_at):
+                self._young[node] = max(self._young.get(node, Instant(0.0)), run.admitted_at or Instant(0.0))
+            if run.started_at is not None and is_shielded(run, self._policy, now):
+                turned.append(name)
+                at = min(at, run.started_at + self._policy.shield_seconds)
+        self._due[node] = Instant(at - A_MOMENT)
+        self._turned[node] = frozenset(turned)
+
+
+def _came_true(world: World, decision: Decision) -> bool:
+    """Whether it is plain to see; who only gave pledges back is not asked."""
+    return bool(decision.tasks) and all(world.tasks.get(w.task.id) == w.task for w in decision.tasks)
