@@ -2,7 +2,7 @@
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator
 from pydantic_settings import NoDecode
 
 from service.core.policy import BAND_NAMES
@@ -75,6 +75,35 @@ def _limit_alone(value: Any) -> Any:
     return {"limit": value} if isinstance(value, int | float | str) else value
 
 
+class RunningSettings(Section):
+    """How many tasks may run at once; `*` stands for every other one, each counted by itself."""
+
+    tenants: dict[str, Annotated[int, Field(ge=0)]] = {}
+    labels: dict[str, Annotated[int, Field(ge=0)]] = {}
+    """By `key=value`, or by `key=*`."""
+
+    @field_validator("labels")
+    @classmethod
+    def _labels_have_values(cls, labels: dict[str, int]) -> dict[str, int]:
+        for label in labels:
+            if not all(label.partition("=")):
+                raise ValueError(f"{label!r} names no value of a label; write key=value or key=*")
+        return labels
+
+
+class PoolSettings(Section):
+    """A part of the cluster that tasks name: devices and nodes, amounts that all of them share, or both."""
+
+    kinds: list[str] = []
+    nodes: dict[str, list[str]] = {}
+    fractions: bool = True
+    """Parts of a GPU are given, not only whole ones."""
+    cpu: Annotated[float, Field(ge=0)] | None = None
+    gpus: Annotated[int, Field(ge=0)] | None = None
+    gpu_mb: Annotated[int, Field(ge=0)] | None = None
+    memory_mb: Annotated[int, Field(ge=0)] | None = None
+
+
 class MaximumSettings(Section):
     """The most that one task may ask for; what is left out is not limited."""
 
@@ -105,6 +134,7 @@ class PolicySettings(Section):
     """So much more than its lease, as a share of it, a run may use."""
     custom_limits: dict[str, Annotated[CustomSettings, BeforeValidator(_limit_alone)]] = {}
     """Amounts of custom resources, by name."""
+    max_running: RunningSettings = RunningSettings()
     maximum: MaximumSettings = MaximumSettings()
 
 

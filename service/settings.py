@@ -36,6 +36,7 @@ from service.sections import (
     LimitSettings,
     ModelTypeSettings,
     PolicySettings,
+    PoolSettings,
     RaySettings,
     Section,
     SimulatedDevice,
@@ -99,6 +100,8 @@ class Settings(BaseSettings):
     """Ranks of kinds of GPU, and what a process costs there. What a file says takes the place of all."""
     node_labels: dict[str, dict[str, str]] = {}
     """Labels by name of the node, which tasks may ask for."""
+    pools: dict[str, PoolSettings] = {}
+    """Parts of the cluster, by the names that tasks use."""
     model_types: dict[str, ModelTypeSettings] = {}
     """Defaults by `model_type`; they win over `defaults`."""
 

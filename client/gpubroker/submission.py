@@ -53,6 +53,8 @@ class SubmitOptions(TypedDict, total=False):
     """Best first; no more than a wish."""
     prefer_nodes: Mapping[str, Sequence[str]]
     """As `nodes`, and no more than a wish."""
+    pool: str
+    """The operator's pool whose devices and amounts it uses."""
     placement: str
     """`pack` (default) fills devices that are in use, `spread` takes empty ones first."""
     model_type: str
@@ -87,7 +89,7 @@ class SubmitOptions(TypedDict, total=False):
 
 _RESOURCES = (
     "gpu_mb", "gpus", "gpu_fraction", "exclusive", "cpu", "memory_mb", "custom",
-    "kinds", "min_power", "min_device_mb", "nodes", "prefer_kinds", "prefer_nodes",
+    "kinds", "min_power", "min_device_mb", "nodes", "prefer_kinds", "prefer_nodes", "pool",
 )  # fmt: skip
 _TOP_LEVEL = (
     "name", "priority", "model_type", "placement", "labels", "env",

@@ -9,12 +9,13 @@ from service.adapters.ray.executor import RayExecutor
 from service.adapters.ray.options import RayOptions
 from service.core.kinds import Kind
 from service.core.orders import SeenDevice
-from service.core.policy import CustomLimit, Maximum, Policy
+from service.core.policy import CustomLimit, Maximum, Policy, Pool
 from service.core.reconcile import InventoryRules
 from service.core.units import Mib, Seconds
 from service.core.world import World
 from service.gateway.parts import Defaults, Limits, ModelType
 from service.ports import Clock, Executor, Snapshot
+from service.sections import PoolSettings
 from service.settings import Settings
 
 MIB_BYTES = 2**20
@@ -23,11 +24,25 @@ MIB_BYTES = 2**20
 def policy_of(settings: Settings) -> Policy:
     chosen = settings.policy.model_dump()
     chosen["maximum"] = Maximum(**chosen["maximum"])
-    chosen["custom_limits"] = tuple(
+    running = settings.policy.max_running
+    del chosen["max_running"], chosen["custom_limits"]
+    customs = [
         CustomLimit(name, custom.limit, custom.per == "node", custom.priority_threshold)
-        for name, custom in sorted(settings.policy.custom_limits.items())
-    )
-    return Policy(**chosen)
+        for name, custom in settings.policy.custom_limits.items()
+    ]
+    customs += [CustomLimit(f"tenant:{name}", most) for name, most in running.tenants.items()]
+    customs += [CustomLimit(f"label:{label}", most) for label, most in running.labels.items()]
+    pools = tuple(_pool_of(name, given) for name, given in sorted(settings.pools.items()))
+    customs += [
+        CustomLimit(f"pool:{pool.name}:{field}", most) for pool in pools for field, most in pool.amounts()
+    ]
+    return Policy(**chosen, custom_limits=tuple(sorted(customs)), pools=pools)
+
+
+def _pool_of(name: str, given: PoolSettings) -> Pool:
+    chosen = given.model_dump()
+    nodes = tuple(sorted((label, tuple(sorted(values))) for label, values in chosen.pop("nodes").items()))
+    return Pool(name, kinds=tuple(chosen.pop("kinds")), nodes=nodes, **chosen)
 
 
 def new_executor(settings: Settings, clock: Clock) -> Executor:

@@ -13,7 +13,8 @@ from service.core.units import in_gib
 @dataclass(frozen=True, slots=True)
 class Refusal:
     code: str
-    """exceeds-capacity, exceeds-maximum, no-matching-device, unknown-resource or priority-too-low."""
+    """exceeds-capacity, exceeds-maximum, no-matching-device, pool-mismatch, unknown-resource or
+    priority-too-low."""
     message: str
     """What was asked, what there is, what to do."""
     field: str
@@ -113,11 +114,25 @@ def _differs_by_device(demand: Demand) -> bool:
     return demand.takes_whole_devices or demand.gpu_fraction is not None
 
 
+def slot_in_words(slot: str) -> str:
+    """`the pool's gpus (pool research)`, `the tasks of tenant acme`, `the tasks with label team=vision`."""
+    kind, _, name = slot.partition(":")
+    if kind == "pool":
+        pool, _, field = name.rpartition(":")
+        return f"the pool's {field} (pool {pool})"
+    return f"the tasks {'with label' if kind == 'label' else 'of tenant'} {name} that may run at once"
+
+
 def _over_limit(demand: Demand, policy: Policy) -> Refusal | None:
     limits = {limit.name: limit for limit in policy.custom_limits}
+    for slot, asked in demand.slots:
+        there_is = policy.limit_of(slot)
+        if there_is is not None and asked > there_is:
+            message = f"{asked:g} of {slot_in_words(slot)} exceed the limit of {there_is:g}; ask for less"
+            return Refusal("exceeds-capacity", message, "pool")
     for name, asked in demand.custom:
         if name not in limits:
-            known = ", ".join(limits) or "none"
+            known = ", ".join(name for name in limits if ":" not in name) or "none"
             message = f"nobody offers the resource {name!r}; configured are: {known}"
             return Refusal("unknown-resource", message, f"custom/{name}")
         if asked > limits[name].amount:

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from service.core.admission import check, check_priority
+from service.core.admission import check, check_priority, slot_in_words
 from service.core.ledger import Book
 from service.core.reasons import Reason
 from service.core.survey import OPEN, DeviceFinding, NodeFinding, Survey, Verdict
@@ -67,15 +67,17 @@ def _is_open(node: NodeFinding, gpus: int) -> bool:
 
 
 def _custom(seen: Survey) -> list[Blocker]:
-    limits = {limit.name: limit.amount for limit in seen.policy.custom_limits}
-    asked = dict(seen.task.demand.custom)
+    asked = dict(seen.task.demand.counted)
     return [
-        Blocker(
-            Reason.CONCURRENCY_LIMITED,
-            f"needs {asked[name]:g} of {name!r}; of the cluster's {limits[name]:g} too few are left",
-        )
+        Blocker(Reason.CONCURRENCY_LIMITED, _short_of(name, asked[name], seen.policy.limit_of(name) or 0.0))
         for name in seen.draft.short_of(seen.task, seen.policy.custom_limits)
     ]
+
+
+def _short_of(name: str, asked: float, limit: float) -> str:
+    if ":" in name:
+        return f"needs {asked:g} of {slot_in_words(name)}; of {limit:g} too few are left"
+    return f"needs {asked:g} of {name!r}; of the cluster's {limit:g} too few are left"
 
 
 def _structural(seen: Survey, nodes: list[NodeFinding]) -> Blocker | None:

@@ -31,6 +31,8 @@ def demand_fields(demand: Demand) -> dict[str, Any]:
     row = dict(_demand_row(demand))
     if demand.custom:
         row["custom"] = [list(pair) for pair in demand.custom]
+    if demand.slots:
+        row["slots"] = [list(pair) for pair in demand.slots]
     if demand.where is not ANYWHERE and demand.where != ANYWHERE:
         row["where"] = _where_fields(demand.where)
     return row
@@ -47,10 +49,10 @@ def _demand_row(demand: Demand) -> Fields:
 
 
 def demand_from(fields: Fields) -> Demand:
-    if "custom" not in fields and "where" not in fields:
-        return Demand(**fields)
     row = dict(fields)
-    row["custom"] = tuple(sorted((str(name), float(amount)) for name, amount in row.get("custom", ())))
+    for name in ("custom", "slots"):
+        if name in row:
+            row[name] = tuple(sorted((str(what), float(amount)) for what, amount in row[name]))
     if "where" in row:
         row["where"] = _where_from(row["where"])
     return Demand(**row)

@@ -47,6 +47,14 @@ class Demand:
     custom: tuple[tuple[str, float], ...] = ()
     placement: str = "pack"
     where: Where = ANYWHERE
+    pool: str = ""
+    slots: tuple[tuple[str, float], ...] = ()
+    """What it counts of limits that many tasks share, sorted by name."""
+
+    @property
+    def counted(self) -> tuple[tuple[str, float], ...]:
+        """All of which the cluster, or one of its nodes, has only so much."""
+        return self.custom + self.slots
 
     @property
     def takes_whole_devices(self) -> bool:

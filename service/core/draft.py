@@ -10,7 +10,7 @@ from service.core.errors import Overcommitted
 from service.core.lease import Lease, Pledge
 from service.core.ledger import Book
 from service.core.need import may_use_node
-from service.core.policy import CustomLimit, Policy
+from service.core.policy import CustomLimit, Policy, each_of
 from service.core.task import Task, TaskState
 from service.core.units import DeviceKey, Instant, NodeName, TaskId
 from service.core.use import NodeUse, count_custom
@@ -138,17 +138,25 @@ class Draft:
         Of what is kept for higher priorities there is nothing, and a node's own resources never fall short
         here: `Headroom` knows those.
         """
-        if not task.demand.custom:
+        if not (task.demand.custom or task.demand.slots):
             return []
+        known = {limit.name: limit for limit in limits}
         left: dict[str, float] = {}
-        for limit in limits:
-            there_is = inf if limit.per_node else limit.amount - self.custom_use.get(limit.name, 0.0)
-            left[limit.name] = there_is if task.priority >= limit.priority_threshold else 0.0
+        for name, _ in task.demand.counted:
+            left[name] = self._left_of(name, known.get(name) or known.get(each_of(name)), task.priority)
         for node in self._preemptors():
             for other in self._respected(node, task.id, task.priority):
-                for name, amount in other.demand.custom:
+                for name, amount in other.demand.counted:
                     left[name] = left.get(name, 0.0) - amount
-        return [name for name, amount in task.demand.custom if amount > round(left.get(name, 0.0), 6)]
+        return [name for name, amount in task.demand.counted if amount > round(left[name], 6)]
+
+    def _left_of(self, name: str, limit: CustomLimit | None, priority: int) -> float:
+        """Of a resource that nobody offers any more there is nothing; a limit that is gone limits nothing."""
+        if limit is None:
+            return inf if ":" in name else 0.0
+        if priority < limit.priority_threshold:
+            return 0.0
+        return inf if limit.per_node else limit.amount - self.custom_use.get(name, 0.0)
 
     def replace_task(self, before: Task, after: Task) -> None:
         """Enter a task that was admitted, which now counts on its node, or a run that was given notice."""

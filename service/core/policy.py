@@ -1,8 +1,10 @@
 """The operator's choices that decisions depend on, as one value."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from service.core.demand import Labels
 from service.core.units import Mib, Seconds
 
 BANDS: tuple[tuple[str, int, int], ...] = (
@@ -35,6 +37,28 @@ class CustomLimit(NamedTuple):
     """Each node has so much of it; otherwise the cluster has, in all."""
     priority_threshold: int = 0
     """Tasks of lower priority are given none."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pool:
+    """A part of the cluster that tasks name: some of its devices and nodes, some amounts of it, or both."""
+
+    name: str
+    kinds: tuple[str, ...] = ()
+    nodes: Labels = ()
+    fractions: bool = True
+    """Parts of a GPU are given, not only whole ones."""
+    cpu: float | None = None
+    """Of this and the following, all tasks that name the pool have so much together; None is no limit."""
+    gpus: int | None = None
+    gpu_mb: Mib | None = None
+    memory_mb: Mib | None = None
+
+    def amounts(self) -> Iterator[tuple[str, float]]:
+        for field in ("cpu", "gpus", "gpu_mb", "memory_mb"):
+            amount = getattr(self, field)
+            if amount is not None:
+                yield field, float(amount)
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,5 +101,18 @@ class Policy:
     overuse_tolerance: float = 0.05
     """So much more than its lease, as a share of it, a run may use."""
     custom_limits: tuple[CustomLimit, ...] = ()
-    """Sorted by name."""
+    """Sorted by name. Names with a colon are of slots: how many tasks may run at once (`tenant:NAME`,
+    `label:KEY=VALUE`; `*` is each for itself) and what pools have (`pool:NAME:gpus`)."""
+    pools: tuple[Pool, ...] = ()
     maximum: Maximum = Maximum()  # frozen
+
+    def limit_of(self, slot: str) -> float | None:
+        """How much there is of what a slot counts; None if nobody limits it."""
+        limits = {limit.name: limit.amount for limit in self.custom_limits}
+        return limits.get(slot, limits.get(each_of(slot)))
+
+
+def each_of(slot: str) -> str:
+    """The name of the limit that holds for each tenant, or each value of a label, by itself."""
+    sign = "=" if "=" in slot else ":"
+    return slot.partition(sign)[0] + sign + "*"

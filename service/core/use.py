@@ -28,5 +28,5 @@ class NodeUse:
 
 def count_custom(use: dict[str, float], task: Task, sign: int) -> None:
     """Add or take away a task's custom resources; rounded, so that what was added can be taken away."""
-    for name, amount in task.demand.custom:
+    for name, amount in task.demand.counted:
         use[name] = round(use.get(name, 0.0) + sign * amount, 6)

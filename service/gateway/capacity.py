@@ -1,8 +1,11 @@
 """Whether a demand could ever run here, remembered per demand: a large cluster is not searched per submit."""
 
+from collections.abc import Mapping
+
 from service.core.admission import Refusal, check, check_priority
 from service.core.demand import Demand
 from service.core.policy import Policy
+from service.core.pools import settled
 from service.core.world import World
 from service.gateway.problems import Fault, Problem
 
@@ -19,19 +22,24 @@ class Capacity:
         self._known: dict[Demand, Refusal | None] = {}
         self._inventory_version = -1
 
+    def settled(self, demand: Demand, pool: str, tenant: str, labels: Mapping[str, str]) -> Demand:
+        """The demand with what its pool and its limits add. Raises Problem if the pool does not fit it."""
+        found = settled(demand, pool, tenant, labels, self._policy)
+        if isinstance(found, Refusal):
+            raise _problem(found, f"/resources/{found.field}")
+        return found
+
     def check(self, demand: Demand, priority: int) -> None:
         """Raises Problem for a demand that could never be satisfied, or never at this priority."""
         refusal = self._refusal(demand) or check_priority(demand, priority, self._policy)
         if refusal is not None:
-            fault = Fault(pointer=f"/resources/{refusal.field}", detail=refusal.message, code=refusal.code)
-            raise Problem(refusal.code, refusal.message, errors=[fault])
+            raise _problem(refusal, f"/resources/{refusal.field}")
 
     def check_priority(self, demand: Demand, priority: int) -> None:
         """Raises Problem for a priority at which a task would never get what it asks for."""
         refusal = check_priority(demand, priority, self._policy)
         if refusal is not None:
-            fault = Fault(pointer="/priority", detail=refusal.message, code=refusal.code)
-            raise Problem(refusal.code, refusal.message, errors=[fault])
+            raise _problem(refusal, "/priority")
 
     def _refusal(self, demand: Demand) -> Refusal | None:
         world = self._world
@@ -45,3 +53,8 @@ class Capacity:
             refusal = check(demand, devices, world.nodes.values(), self._policy)
             self._known[demand] = refusal
             return refusal
+
+
+def _problem(refusal: Refusal, pointer: str) -> Problem:
+    fault = Fault(pointer=pointer, detail=refusal.message, code=refusal.code)
+    return Problem(refusal.code, refusal.message, errors=[fault])

@@ -42,6 +42,7 @@ CATALOGUE: Final[Mapping[str, Kind]] = {
     "no-matching-device": Kind(422, "There is no such GPU or node here"),
     "exceeds-maximum": Kind(422, "The task asks for more than one task may have"),
     "priority-too-low": Kind(422, "What the task asks for is kept for higher priorities"),
+    "pool-mismatch": Kind(422, "The pool does not give what the task asks for"),
     "unknown-resource": Kind(422, "Nobody offers this resource"),
     "entrypoint-not-allowed": Kind(422, "The operator does not allow this entrypoint"),
     "python-mismatch": Kind(422, "The function was pickled by another Python"),

@@ -246,6 +246,10 @@ class Resources(Body):
         default_factory=dict
     )
 
+    pool: Annotated[
+        str, _line(100), Field(description="The pool whose devices and amounts it uses, by name.")
+    ] = ""
+
     @property
     def names_devices(self) -> bool:
         """Asks for some GPUs and not for others, which is to ask for one."""

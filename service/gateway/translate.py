@@ -279,6 +279,7 @@ def _resources_view(demand: Demand) -> ResourcesView:
         "nodes": {label: list(values) for label, values in where.nodes},
         "prefer_kinds": list(where.prefer_kinds),
         "prefer_nodes": {label: list(values) for label, values in where.prefer_nodes},
+        "pool": demand.pool,
     }
 
 

@@ -36,6 +36,7 @@ class ResourcesView(TypedDict):
     nodes: dict[str, list[str]]
     prefer_kinds: list[str]
     prefer_nodes: dict[str, list[str]]
+    pool: str
 
 
 class DeviceShare(TypedDict):

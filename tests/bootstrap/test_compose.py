@@ -4,7 +4,7 @@ import pytest
 
 from service.bootstrap.compose import defaults_of, inventory_rules_of, policy_of
 from service.core.kinds import SHIPPED, Kind
-from service.core.policy import CustomLimit, Maximum
+from service.core.policy import CustomLimit, Maximum, Pool
 from service.core.reconcile import InventoryRules
 from service.gateway.parts import ModelType
 from service.settings import SettingsRefused, load_settings
@@ -44,3 +44,16 @@ def test_defaults_of_model_types_come_from_the_settings() -> None:
     assert defaults_of(settings).model_types == {"llm": ModelType(priority=79, gpu_mb=8192)}
     learned = load_settings(model_types={"llm": {"gpu_mb": "learned"}})
     assert defaults_of(learned).model_types == {"llm": ModelType(gpu_mb="learned")}
+
+
+def test_pools_and_limits_of_running_tasks_come_from_the_settings() -> None:
+    running = {"tenants": {"acme": 4, "*": 8}, "labels": {"team=vision": 2}}
+    lab = {"kinds": ["A100"], "nodes": {"zone": ["b", "a"]}, "fractions": False, "gpus": 4}
+    policy = policy_of(load_settings(policy={"max_running": running}, pools={"lab": lab}))
+    assert policy.pools == (Pool("lab", ("A100",), (("zone", ("a", "b")),), fractions=False, gpus=4),)
+    assert policy.custom_limits == (
+        CustomLimit("label:team=vision", 2),
+        CustomLimit("pool:lab:gpus", 4),
+        CustomLimit("tenant:*", 8),
+        CustomLimit("tenant:acme", 4),
+    )

@@ -31,10 +31,9 @@ def test_submit_reads_sizes_durations_and_pairs(service: RecordedService, run: R
     more = (
         "--label run=x --label user=me --env SEED=1 --timeout 1h30m --grace 0 --retries 0 --custom licence=2"
     )
-    where = (
-        "--kind H100 --kind A100 --min-power 600 --min-device-memory 40GiB --on zone=a,b --prefer-on node=n1"
-    )
-    assert run(f"{words} --exclusive {more} {where} --prefer-kind H100").code == 0
+    kinds = "--kind H100 --kind A100 --prefer-kind H100 --min-power 600 --min-device-memory 40GiB"
+    where = f"{kinds} --pool lab --on zone=a,b --prefer-on node=n1"
+    assert run(f"{words} --exclusive {more} {where}").code == 0
     sent = service.asked[0].body
     del sent["run"]
     assert sent == {
@@ -53,6 +52,7 @@ def test_submit_reads_sizes_durations_and_pairs(service: RecordedService, run: R
             "nodes": {"zone": ["a", "b"]},
             "prefer_kinds": ["H100"],
             "prefer_nodes": {"node": ["n1"]},
+            "pool": "lab",
         },
         "labels": {"run": "x", "user": "me"},
         "env": {"SEED": "1"},

@@ -128,8 +128,12 @@ class Naive:
         return [self.tasks[name] for name in sorted(names)]
 
     def custom_is_there(self, task: Task) -> bool:
-        for name, amount in task.demand.custom:
-            limit = next(limit for limit in self.policy.custom_limits if limit.name == name)
+        for name, amount in (*task.demand.custom, *task.demand.slots):
+            names = (name, f"{name.split('=')[0]}=*", "tenant:*" if name.startswith("tenant") else "")
+            found = [limit for each in names for limit in self.policy.custom_limits if limit.name == each]
+            if not found:
+                continue
+            limit = found[0]
             if task.priority < limit.priority_threshold:
                 return False
             if limit.per_node:
@@ -137,7 +141,7 @@ class Naive:
             users = [run for run in self.tasks.values() if run.is_active]
             for node in self.nodes:
                 users += self.waiting_here(node, task)
-            used = sum(dict(user.demand.custom).get(name, 0.0) for user in users)
+            used = sum(dict((*user.demand.custom, *user.demand.slots)).get(name, 0.0) for user in users)
             if amount > round(limit.amount - used, 6):
                 return False
         return True

@@ -7,7 +7,14 @@ from service.core.demand import Where
 from tests.builders import a_demand, a_task
 
 WHERE = Where(kinds=("H100",), min_power=5, nodes=(("zone", ("a", "b")),), prefer_nodes=(("node", ("n1",)),))
-DEMAND = a_demand(gpu_mb=2048, cpu=1.0, custom={"licence": 2.0, "a": 1.0}, where=WHERE)
+DEMAND = a_demand(
+    gpu_mb=2048,
+    cpu=1.0,
+    custom={"licence": 2.0, "a": 1.0},
+    where=WHERE,
+    pool="lab",
+    slots=(("tenant:a", 1.0),),
+)
 
 
 def test_a_task_comes_back_from_json_as_it_was():

@@ -19,7 +19,7 @@ from service.core.deadlines import due, keep_watch
 from service.core.events import Event
 from service.core.orders import Ended, Ending, Failure, Gone, Report, Started
 from service.core.plan import Decision
-from service.core.policy import CustomLimit, Maximum, Policy
+from service.core.policy import CustomLimit, Maximum, Policy, Pool
 from service.core.requests import carry_out
 from service.core.runs import react
 from service.core.task import Task, TaskState
@@ -78,9 +78,12 @@ class Gateway:
         self.policy = Policy(
             custom_limits=(
                 CustomLimit("fpga", 2.0, per_node=True),
+                CustomLimit("label:run=*", 1.0),
                 CustomLimit("licence", 4.0),
+                CustomLimit("pool:lab:gpus", 1.0),
                 CustomLimit("seat", 2.0, priority_threshold=70),
             ),
+            pools=(Pool("lab", kinds=("H100",), gpus=1),),
             maximum=Maximum(memory_mb=Mib(128 * 1024)),
         )
         llm = ModelType(

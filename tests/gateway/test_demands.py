@@ -110,3 +110,37 @@ async def test_what_a_process_costs_is_shown_apart(gateway: Gateway, api: Client
     [gpu] = (await api.get("/gpus")).json()["items"]
     assert (gpu["power"], gpu["context_mb"], gpu["leased_mb"]) == (2000, 512, 1536)
     assert gpu["holders"][0]["context_mb"] == 512
+
+
+async def test_a_pool_gives_its_kinds_and_is_shown(api: Client) -> None:
+    task = (await api.post("/tasks", json=a_body(resources={"gpu_mb": 1024, "pool": "lab"}))).json()
+    assert (task["resources"]["pool"], task["resources"]["kinds"]) == ("lab", ["H100"])
+
+
+@pytest.mark.parametrize(
+    ("resources", "pointer"),
+    [({"pool": "nowhere"}, "/resources/pool"), ({"pool": "lab", "kinds": ["L4"]}, "/resources/kinds")],
+)
+async def test_what_a_pool_does_not_give_is_refused(
+    api: Client, resources: dict[str, object], pointer: str
+) -> None:
+    response = await api.post("/tasks", json=a_body(resources=resources))
+    assert problem(response, 422, "pool-mismatch")["errors"][0]["pointer"] == pointer
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"labels": {"run": "7"}}, "the tasks with label run=7 that may run at once"),
+        ({"resources": {"gpu_mb": 1024, "pool": "lab"}}, "the pool's gpus (pool lab)"),
+    ],
+)
+async def test_a_task_above_a_limit_waits_and_is_told_which(
+    gateway: Gateway, api: Client, fields: dict[str, object], said: str
+) -> None:
+    first = (await api.post("/tasks", json=a_body(**fields))).json()
+    await gateway.admit(first["id"])
+    second = (await api.post("/tasks", json=a_body(**fields))).json()
+    told = (await api.get(f"/tasks/{second['id']}/explain")).json()
+    assert told["reason"] == "ConcurrencyLimited"
+    assert said in told["message"]

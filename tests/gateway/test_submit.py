@@ -43,6 +43,7 @@ async def test_what_a_submit_leaves_out_is_filled_in(api: Client) -> None:
         "nodes": {},
         "prefer_kinds": [],
         "prefer_nodes": {},
+        "pool": "",
     }
 
 

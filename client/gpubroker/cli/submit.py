@@ -72,6 +72,7 @@ PreferNodes = Annotated[
     list[str] | None,
     typer.Option("--prefer-on", metavar="LABEL=VALUE[,VALUE]", help="Rather such nodes; repeatable."),
 ]
+Pool = Annotated[str | None, typer.Option(help="The pool whose devices and amounts it uses.")]
 Placement = Annotated[str | None, typer.Option(help="pack or spread.")]
 ModelType = Annotated[str | None, typer.Option(help="Kind of model, for defaults and statistics.")]
 Name = Annotated[str | None, typer.Option("--name", "-n", help="Name shown in lists.")]
@@ -143,6 +144,7 @@ def submit(
     min_device_mb: MinDevice = None,
     nodes: Nodes = None,
     prefer_nodes: PreferNodes = None,
+    pool: Pool = None,
     placement: Placement = None,
     model_type: ModelType = None,
     name: Name = None,

@@ -75,6 +75,7 @@ _JUST_ACCEPTED = Live(leases=[], uuids={}, pending=NOT_YET_SEEN)
             "exceeds-capacity",
             "no-matching-device",
             "exceeds-maximum",
+            "pool-mismatch",
             "unknown-resource",
             "priority-too-low",
             "entrypoint-not-allowed",
@@ -93,7 +94,8 @@ async def submit_task(
     """
     parts = call.parts
     learned = _learned_size(call, body)
-    demand = demand_of(body, parts.defaults, learned)
+    asked = demand_of(body, parts.defaults, learned)
+    demand = parts.capacity.settled(asked, body.resources.pool, call.identity.tenant, body.labels)
     now = parts.clock.now()
     task = task_of(body, demand, call.identity.tenant, parts.defaults, id=parts.ids.task(now), now=now)
     check_run(call, body.run)

@@ -1,0 +1,83 @@
+"""What counts against more than its own node: pools that tasks name, and limits of how many run at once."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+
+from service.core.admission import Refusal
+from service.core.demand import Demand, Labels
+from service.core.policy import Policy, Pool
+from service.core.units import in_gib
+
+
+def settled(
+    demand: Demand, pool: str, tenant: str, labels: Mapping[str, str], policy: Policy
+) -> Demand | Refusal:
+    """The demand with all that its tenant, its labels and its pool add to it, or why the pool does not fit.
+
+    This is done once, at the door: a pool or a limit that changes later changes how much there is, and not
+    which limits a task counts against.
+    """
+    slots = [(name, 1.0) for name in _running_slots(tenant, labels, policy)]
+    if not pool:
+        return replace(demand, slots=tuple(sorted(slots))) if slots else demand
+    chosen = next((known for known in policy.pools if known.name == pool), None)
+    if chosen is None:
+        names = ", ".join(known.name for known in policy.pools) or "none"
+        return Refusal("pool-mismatch", f"there is no pool {pool!r}; configured are: {names}", "pool")
+    refusal = _misfit(demand, chosen)
+    if refusal is not None:
+        return refusal
+    where = demand.where
+    kinds = where.kinds or (chosen.kinds if demand.gpus else ())
+    where = replace(where, kinds=kinds, nodes=_merged(where.nodes, chosen.nodes))
+    slots += [(f"pool:{pool}:{field}", amount) for field, amount in _amounts(demand, chosen)]
+    return replace(demand, pool=pool, where=where, slots=tuple(sorted(slots)))
+
+
+def _running_slots(tenant: str, labels: Mapping[str, str], policy: Policy) -> Iterable[str]:
+    """The counters of running tasks for which there is a limit."""
+    names = (f"tenant:{tenant}", *(f"label:{key}={value}" for key, value in labels.items()))
+    return (name for name in names if policy.limit_of(name) is not None)
+
+
+def _misfit(demand: Demand, pool: Pool) -> Refusal | None:
+    where = demand.where
+    strange = [kind for kind in where.kinds if pool.kinds and kind not in pool.kinds]
+    if strange:
+        message = f"the pool {pool.name!r} has no {', '.join(strange)}; its kinds are {', '.join(pool.kinds)}"
+        return Refusal("pool-mismatch", message, "kinds")
+    if any(not values for _, values in _merged(where.nodes, pool.nodes)):
+        there_are = "; ".join(f"{label} {' or '.join(values)}" for label, values in pool.nodes)
+        message = f"the pool {pool.name!r} has no such nodes; its nodes are {there_are}"
+        return Refusal("pool-mismatch", message, "nodes")
+    if demand.gpus and not demand.takes_whole_devices and not pool.fractions:
+        message = f"the pool {pool.name!r} gives whole GPUs only; ask for gpus, or exclusive"
+        return Refusal("pool-mismatch", message, "gpu_fraction" if demand.gpu_fraction else "gpu_mb")
+    if pool.gpu_mb is not None and demand.gpus and demand.gpu_mb is None:
+        message = (
+            f"the pool {pool.name!r} has {in_gib(pool.gpu_mb)} of GPU memory, and whole GPUs and shares "
+            "differ in size; say how much with gpu_mb"
+        )
+        return Refusal("pool-mismatch", message, "gpu_mb")
+    return None
+
+
+def _merged(wanted: Labels, had: Labels) -> Labels:
+    """Both must hold; no values are left where they contradict each other."""
+    merged = dict(had)
+    for label, values in wanted:
+        known = merged.get(label)
+        merged[label] = values if known is None else tuple(value for value in values if value in known)
+    return tuple(sorted(merged.items()))
+
+
+def _amounts(demand: Demand, pool: Pool) -> Iterable[tuple[str, float]]:
+    """What it takes of the amounts that the pool limits."""
+    taken = {
+        "cpu": demand.cpu,
+        "gpus": float(demand.gpus),
+        "gpu_mb": float(demand.gpus * (demand.gpu_mb or 0)),
+        "memory_mb": float(demand.memory_mb),
+    }
+    limited = dict(pool.amounts())
+    return ((field, amount) for field, amount in taken.items() if field in limited and amount)
