@@ -40,7 +40,7 @@ class Prospects:
 
     def has_nothing(self, group: Group) -> bool:
         """The same, and it is so for lower priorities as well."""
-        if group.demand.custom and self._draft.short_of(self._probe(group), self._policy.custom_limits):
+        if group.demand.counted and self._draft.short_of(self._probe(group), self._policy.custom_limits):
             return True
         refusals = self._memory.refusals.get(group.kin)
         if not refusals:
