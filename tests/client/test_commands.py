@@ -64,6 +64,8 @@ def test_a_task_is_submitted_and_its_result_is_printed(gpubroker: Run) -> None:
     assert kinds[0] == "task.submitted"
     assert {"task.admitted", "task.succeeded", "lease.released"} <= set(kinds)
     assert "task.succeeded" in gpubroker("events --last 20").out
+    assert [known["subject"] for known in gpubroker("estimates fit -o json").json] == ["fit"]
+    assert "fit" in gpubroker("estimates").out
 
 
 def test_a_waiting_task_is_explained_held_moved_released_and_cancelled(gpubroker: Run, holder: str) -> None:
