@@ -47,6 +47,8 @@ class Refusal:
     changed: int
     grown: int
     """Revisions of `changes` and `growth` of which this tells."""
+    ruled_out: int
+    """Revision of `growth` at which no node had anything at all; 0 if that was never found."""
     coming_on: NodeName | None = None
     """Or rather: room is coming on this node, so that nobody is stopped elsewhere."""
 

@@ -64,14 +64,15 @@ class Prospects:
             return None
         known = self._known(kin, task.priority)
         nodes: Iterable[NodeName] = self._offers.nodes
-        if known is not None and known.coming_on is None:
-            nodes = sorted(set(self._memory.growth.since(known.grown)).intersection(nodes))
+        ruled_out = 0 if known is None else known.ruled_out
+        if ruled_out:
+            nodes = sorted(set(self._memory.growth.since(ruled_out)).intersection(nodes))
         found = choose(self._offers, task, self._now, nodes)
         if isinstance(found, Eviction):
             return found
-        refusal = Refusal(
-            replace(task, id=TaskId("")), self._memory.changes.revision, self._memory.growth.revision, found
-        )
+        changed, grown = self._memory.changes.revision, self._memory.growth.revision
+        probe = replace(task, id=TaskId(""))
+        refusal = Refusal(probe, changed, grown, ruled_out if found else grown, found)
         self._memory.refusals.setdefault(kin, {})[task.priority] = refusal
         if found is not None:
             self._memory.awaited.add(found)
@@ -107,6 +108,8 @@ class Prospects:
         if node is not None:
             self._memory.awaited.add(node)
         known.changed, known.grown = changes.revision, growth.revision
+        if node is None:
+            known.ruled_out = growth.revision
         return True
 
     def _is_coming(self, node: NodeName, probe: Task) -> bool:
