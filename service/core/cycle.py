@@ -70,7 +70,7 @@ class _Slice:
         self._memory = memory
         self._draft = Draft(world, memory.changes, memory.growth)
         self._places = Places(self._draft, policy, now, memory)
-        self._offers = Offers(self._draft, policy, now, cursor.ordered_at, memory.hopes)
+        self._offers = Offers(self._draft, policy, now, cursor.ordered_at, memory.offered)
         self._prospects = Prospects(self._draft, policy, now, memory, self._places, self._offers)
         self._agenda = self._open_agenda(world, policy)
         self._decisions: list[Decision] = []

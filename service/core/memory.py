@@ -8,6 +8,7 @@ from service.core.agenda import Agenda
 from service.core.changes import Changes
 from service.core.draft import Headroom
 from service.core.need import Ceiling
+from service.core.offers import Offered
 from service.core.ordering import Kin
 from service.core.plan import Decision
 from service.core.policy import Policy
@@ -74,8 +75,7 @@ class Memory:
         """Demand -> priority -> what is known. Where there is no room, there is none at a lower priority."""
         self.lefts: dict[tuple[NodeName, int], tuple[int, Left]] = {}
         """(node, priority) -> (revision of its `changes`, what tasks without pledges could have)."""
-        self.hopes: dict[NodeName, tuple[int, int]] = {}
-        """Node -> (revision, the lowest priority of a run that may be stopped; -1 if somebody is leaving)."""
+        self.offered = Offered()
         self.awaited: set[NodeName] = set()
         """Nodes with room that is coming, for which somebody waits."""
         self._due: dict[NodeName, Instant] = {}
@@ -100,42 +100,44 @@ class Memory:
             self._forget()
             self._world, self._policy = world, policy
         grown = set(world.marks.growth.since(self._grown))
-        grown |= {node for node, at in self._due.items() if at <= now and self._has_turned(node, now)}
-        if began_at > self._began_at:
+        if began_at != self._began_at:
+            self.offered.forget_costs()
             grown |= {node for node, at in self._young.items() if at < began_at}
+        self._now, self._began_at = now, began_at
+        grown |= {node for node, at in self._due.items() if at <= now and self._has_turned(node)}
         if not all(_came_true(world, decision) for decision in self._decided):
             grown |= set(self.changes.since(self._opened))
         changed = grown | set(world.marks.changes.since(self._changed))
         self._changed, self._grown = world.marks.changes.revision, world.marks.growth.revision
-        self._now, self._began_at, self._decided = now, began_at, ()
+        self._decided = ()
         self.needs_wake = bool(grown or changed & self.awaited)
         self.awaited -= changed
         for node in sorted(changed):
             self.changes.mark(node)
             if node in grown:
                 self.growth.mark(node)
-            self._look_ahead(node, now)
+            self._look_ahead(node)
         self._opened = self.changes.revision
         if len(self.standings) + len(self.refusals) > 4 * len(world.queue.kin) + 10_000:
             self.standings.clear()
             self.refusals.clear()
 
-    def _has_turned(self, node: NodeName, now: Instant) -> bool:
+    def _has_turned(self, node: NodeName) -> bool:
         """Whether the passing of time made a difference to the node; if not, when it may."""
         before = self._turned.get(node)
-        self._look_ahead(node, now)
+        self._look_ahead(node)
         return self._turned[node] != before
 
-    def _look_ahead(self, node: NodeName, now: Instant) -> None:
+    def _look_ahead(self, node: NodeName) -> None:
         """Note what is old or shielded on a node, and when that may change."""
         assert self._world is not None, "the memory is open"
         period, at = self._policy.sample_period_seconds, inf
         turned: list[str] = []
         for key in self._world.by_node.get(node, ()):
             book = self._world.books[key]
-            if book.is_stale(now, period):  # it may be heard of at any time
+            if book.is_stale(self._now, period):  # it may be heard of at any time
                 turned.append(key)
-                at = now
+                at = self._now
             elif book.sample is not None:
                 at = min(at, book.sample.at + 3 * period)
         self._young.pop(node, None)
@@ -143,7 +145,7 @@ class Memory:
             run = self._world.tasks[name]
             if not is_old_enough(run, self._began_at):
                 self._young[node] = max(self._young.get(node, Instant(0.0)), run.admitted_at or Instant(0.0))
-            if run.started_at is not None and is_shielded(run, self._policy, now):
+            if run.started_at is not None and is_shielded(run, self._policy, self._began_at):
                 turned.append(name)
                 at = min(at, run.started_at + self._policy.shield_seconds)
         self._due[node] = Instant(at - A_MOMENT)

@@ -53,6 +53,21 @@ class Offer:
     most_room: Headroom
 
 
+class Offered:
+    """What was worked out so far; holds for a node until it is marked as changed."""
+
+    def __init__(self) -> None:
+        self.hopes: dict[NodeName, tuple[int, int]] = {}
+        """Node -> (revision, the lowest priority of a run that may be stopped; -1 if somebody is leaving)."""
+        self.candidates: dict[NodeName, tuple[int, list[Candidate]]] = {}
+        self.offers: dict[tuple[NodeName, int], tuple[int, Offer]] = {}
+
+    def forget_costs(self) -> None:
+        """They are those of one cycle."""
+        self.candidates.clear()
+        self.offers.clear()
+
+
 class Offers:
     """The offers of one draft, worked out when asked for and again when something changed on the node."""
 
@@ -62,25 +77,24 @@ class Offers:
         policy: Policy,
         now: Instant,
         began_at: Instant | None = None,
-        hopes: dict[NodeName, tuple[int, int]] | None = None,
+        offered: Offered | None = None,
     ) -> None:
-        """`began_at`: of the cycle; what it has admitted itself may begin before anybody asks it to stop."""
+        """`began_at`: of the cycle. Costs and shields are those of that moment, and what the cycle has
+        admitted itself may begin before anybody asks it to stop."""
         self.draft = draft
         self.policy = policy
         self.nodes = sorted(draft.usable_nodes())
         self._now = now
         self._began_at = now if began_at is None else began_at
-        self._hopes = {} if hopes is None else hopes
-        self._candidates: dict[NodeName, tuple[int, list[Candidate]]] = {}
-        self._offers: dict[tuple[NodeName, int], tuple[int, Offer]] = {}
+        self._known = Offered() if offered is None else offered
 
     def has_hope(self, node: NodeName, priority: int) -> bool:
         """Whether anybody on the node is leaving, or could be stopped for a task of this priority if nothing
         shields it. Without hope the node offers no more than is free now."""
         revision = self.draft.changes.at(node)
-        known = self._hopes.get(node)
+        known = self._known.hopes.get(node)
         if known is None or known[0] != revision:
-            known = self._hopes[node] = revision, self._lowest_on(node)
+            known = self._known.hopes[node] = revision, self._lowest_on(node)
         return known[1] < priority
 
     def _lowest_on(self, node: NodeName) -> int:
@@ -99,16 +113,16 @@ class Offers:
     def of(self, node: NodeName, priority: int) -> Offer:
         """What a node offers to a task of this priority that has no pledges."""
         revision = self.draft.changes.at(node)
-        known = self._offers.get((node, priority))
+        known = self._known.offers.get((node, priority))
         if known is None or known[0] != revision:
-            known = self._offers[node, priority] = revision, self._offer(node, priority)
+            known = self._known.offers[node, priority] = revision, self._offer(node, priority)
         return known[1]
 
     def _offer(self, node: NodeName, priority: int) -> Offer:
         found = tuple(
             candidate
             for candidate in self._candidates_on(node)
-            if may_be_stopped(candidate.task, priority, self.policy, self._now)
+            if may_be_stopped(candidate.task, priority, self.policy, self._began_at)
         )
         books = self.draft.usable_books(node, self.policy, self._now)
         sites = tuple(_site(book, priority, found) for book in books)
@@ -118,9 +132,9 @@ class Offers:
 
     def _candidates_on(self, node: NodeName) -> list[Candidate]:
         revision = self.draft.changes.at(node)
-        known = self._candidates.get(node)
+        known = self._known.candidates.get(node)
         if known is None or known[0] != revision:
-            known = self._candidates[node] = revision, candidates(self.draft, node, self._now, self._began_at)
+            known = self._known.candidates[node] = revision, candidates(self.draft, node, self._began_at)
         return known[1]
 
 

@@ -30,7 +30,7 @@ class Candidate:
     """MiB by device."""
 
 
-def candidates(draft: Draft, node: NodeName, now: Instant, began_at: Instant) -> list[Candidate]:
+def candidates(draft: Draft, node: NodeName, began_at: Instant) -> list[Candidate]:
     """Every run of a node that could be stopped for somebody, cheapest first:
 
     1. fewer lost GPU-seconds
@@ -41,7 +41,7 @@ def candidates(draft: Draft, node: NodeName, now: Instant, began_at: Instant) ->
     What was admitted in this very cycle, which began then, may begin first.
     """
     found = [
-        Candidate(run, lost_gpu_seconds(run, now), _frees(draft, run))
+        Candidate(run, lost_gpu_seconds(run, began_at), _frees(draft, run))
         for run in draft.runs_on(node)
         if run.state in (TaskState.ADMITTED, TaskState.RUNNING) and is_old_enough(run, began_at)
     ]
