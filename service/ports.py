@@ -106,6 +106,15 @@ class TaskRecord:
 
 
 @dataclass(frozen=True, slots=True)
+class Stand:
+    """What others may depend on of a task."""
+
+    tenant: str
+    state: TaskState
+    failed_by: TaskId | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class StoredResult:
     """`data` inline, or `digest` of the blob that holds it."""
 
@@ -201,6 +210,10 @@ class TaskStore(Protocol):
     async def record(self, task: TaskId) -> TaskRecord | None: ...
 
     async def records(self, wanted: TaskFilter) -> Sequence[TaskRecord]: ...
+
+    async def stands(self, tasks: Sequence[TaskId]) -> Mapping[TaskId, "Stand"]:
+        """Where these tasks stand; those without a record are left out."""
+        ...
 
     async def specs(self, tasks: Sequence[TaskId]) -> Mapping[TaskId, RunSpec]: ...
 

@@ -161,11 +161,16 @@ def _task_metrics(world: World) -> Iterator[Metric]:
     live: Counter[tuple[str, str]] = Counter()
     for priority, count in waiting.items():
         live[TaskState.PENDING.value, band_of(priority)[0]] += count
-    for task in (*queue.held, *queue.delayed, *world.active):
+    for task in (*queue.held, *queue.awaiting, *queue.delayed, *world.active):
         row = world.tasks[task]
         live[row.state.value, band_of(row.priority)[0]] += 1
     yield _gauge("gpubroker_tasks", live.items())
-    reasons = {"Held": len(queue.held), "NotBefore": len(queue.delayed), "Queued": waiting.total()}
+    reasons = {
+        "Held": len(queue.held),
+        "DependencyPending": len(queue.awaiting),
+        "NotBefore": len(queue.delayed),
+        "Queued": waiting.total(),
+    }
     yield _gauge("gpubroker_pending_tasks", [((reason,), count) for reason, count in reasons.items()])
     about, labels = COUNTERS["gpubroker_tasks_finished"]
     finished = CounterMetricFamily("gpubroker_tasks_finished", about, labels=labels)

@@ -101,6 +101,11 @@ class Task:
     timeout_seconds: float | None = None
     grace_seconds: float | None = None
     expected_seconds: float | None = None
+    queue_ttl_seconds: float | None = None
+    after: tuple[Raw, ...] = ()
+    """The tasks whose end it waits for: `task`, its id, and `on_failure`, fail or ignore."""
+    failed_by: str | None = None
+    """The first task of the chain because of which it failed."""
     labels: Mapping[str, str] = field(default_factory=dict)
     model_type: str | None = None
     result_format: str = "json"
@@ -139,6 +144,7 @@ class Task:
             cls,
             raw,
             state=TaskState(raw.get("state", "")),
+            after=tuple(raw.get("after") or ()),
             devices=each(TaskDevice, raw.get("devices")),
             progress=optional(Progress, raw.get("progress")),
             pending=optional(Pending, raw.get("pending")),

@@ -69,6 +69,9 @@ class SubmitOptions(TypedDict, total=False):
     """Limit for one run, not for waiting in the queue."""
     grace_seconds: float
     """How long the task may take to stop after it was told to."""
+    after: Sequence[Any]
+    """Tasks, or their ids, that must have ended before it starts. If one does not succeed it fails as well;
+    `{"task": id, "on_failure": "ignore"}` runs it all the same."""
     not_before: datetime | str
     """It is not started earlier. An aware datetime, or RFC 3339 with an offset or Z."""
     queue_ttl_seconds: float
@@ -93,8 +96,8 @@ _RESOURCES = (
 )  # fmt: skip
 _TOP_LEVEL = (
     "name", "priority", "model_type", "placement", "labels", "env",
-    "max_retries", "timeout_seconds", "grace_seconds", "not_before", "queue_ttl_seconds", "deadline_at",
-    "deadline_seconds", "expected_seconds", "result_format",
+    "max_retries", "timeout_seconds", "grace_seconds", "after", "not_before", "queue_ttl_seconds",
+    "deadline_at", "deadline_seconds", "expected_seconds", "result_format",
 )  # fmt: skip
 
 
@@ -110,6 +113,8 @@ _WORDS_OF_OTHERS: Final[Mapping[str, str]] = {
     "queue_ttl": "queue_ttl_seconds",
     "deadline": "deadline_seconds",
     "start_after": "not_before",
+    "depends_on": "after",
+    "dependencies": "after",
     "input": "kwargs",
     "inputs": "kwargs",
     "args": "kwargs",
@@ -143,7 +148,11 @@ def submission_body(target: Target, args: Sequence[Any], options: SubmitOptions)
 
 
 def _plain(name: str, value: Any) -> Any:
-    """Times as the service reads them."""
+    """Times and tasks as the service reads them."""
+    if name == "after":
+        if isinstance(value, str):
+            raise WrongArgument("after is a list of tasks; write after=[task]")
+        return [getattr(task, "id", task) for task in value]
     if not isinstance(value, datetime):
         return value
     if value.tzinfo is None:

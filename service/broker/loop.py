@@ -10,7 +10,9 @@ import structlog
 
 from service.broker.dispatch import Dispatcher
 from service.broker.observe import Observer, next_batch, plainer
+from service.core.awaited import End
 from service.core.cycle import plan_cycle
+from service.core.dependencies import settle
 from service.core.events import Event
 from service.core.memory import Memory
 from service.core.orders import Checkpointed, Ended, Report
@@ -44,6 +46,9 @@ _DIVERGED = (
     "restart the service, which reads the picture anew"
 )
 
+
+MOST_ASKED = 1000
+"""Ends of tasks that are asked for in one cycle."""
 
 MOST_HEARD = 10_000
 MOST_HEARD_BYTES = 64 * 2**20
@@ -169,6 +174,7 @@ class Leader:
         self._refused.clear()
         await self._settle_requests()
         await self._carry_out(self._observer.on_time(self._clock.now()))
+        await self._settle_dependencies()
         await self._plan()
         self._count_refusals()
 
@@ -218,6 +224,17 @@ class Leader:
         await self._carry_out(
             [Decision(d.subject, d.why, requests_done=d.requests_done) for d in _never(decisions, verdicts)]
         )
+
+    async def _settle_dependencies(self) -> None:
+        """Ask the store for ends that the World has not seen, then let in and fail those who waited."""
+        awaited = self._world.awaited
+        if awaited.unknown:
+            asked = sorted(awaited.unknown)[:MOST_ASKED]
+            stands = await self._store.stands(asked)
+            awaited.learn(asked, {task: End(at.state, at.failed_by) for task, at in stands.items()})
+        while decisions := settle(self._world, self._clock.now()):
+            if set(await self._carry_out(decisions)) != {COMMITTED}:
+                return
 
     async def _plan(self) -> None:
         cursor = None

@@ -1,5 +1,6 @@
 """Rows as plain JSON values and back: one spelling for the event log, snapshots and followers."""
 
+from collections.abc import Iterable, Sequence
 from dataclasses import fields as dataclass_fields
 from dataclasses import replace
 from enum import StrEnum
@@ -11,7 +12,8 @@ from service.core.demand import ANYWHERE, Demand, Where
 from service.core.device import Device, Node
 from service.core.lease import HolderKind, Lease, LeaseState, Pledge
 from service.core.plan import Fields, Request, TaskWrite
-from service.core.task import StopReason, Task, TaskState
+from service.core.task import Dependency, OnFailure, StopReason, Task, TaskState
+from service.core.units import TaskId
 
 _DEMAND_DEFAULTS = Demand()
 _DEMAND_NAMES = tuple(f.name for f in dataclass_fields(Demand))
@@ -93,14 +95,25 @@ def task_fields(task: Task) -> dict[str, Any]:
     }
     row["state"] = task.state.value
     row["demand"] = demand_fields(task.demand)
+    if task.after:
+        row["after"] = after_fields(task.after)
     if task.stop_reason is not None:
         row["stop_reason"] = task.stop_reason.value
     return row
 
 
+def after_fields(after: Iterable[Dependency]) -> list[list[str]]:
+    return [[dependency.task, dependency.on_failure.value] for dependency in after]
+
+
+def after_from(pairs: Iterable[Sequence[str]]) -> tuple[Dependency, ...]:
+    return tuple(Dependency(TaskId(task), OnFailure(on_failure)) for task, on_failure in pairs)
+
+
 def task_from(fields: Fields) -> Task:
     row = dict(fields)
     row["demand"] = demand_from(row["demand"])
+    row["after"] = after_from(row.get("after", ()))
     return Task(**_typed(row))
 
 

@@ -133,9 +133,9 @@ def _expire(world: World, task: Task, now: Instant) -> Decision:
     if task.deadline_at is not None and now >= task.deadline_at:
         missed = Failure("deadline", "its deadline passed while it waited" + _attempts(task))
     else:
-        waited_seconds = (task.expires_at or now) - max(task.submitted_at, task.not_before or 0.0)
+        patience = f"{task.queue_ttl_seconds or 0:g} s"
         missed = Failure(
-            "expired", f"it was not given its devices within the {waited_seconds:g} s it was to wait for them"
+            "expired", f"it was not given its devices within the {patience} it was to wait for them"
         )
     return Decision(
         task.id,

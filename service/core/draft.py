@@ -11,10 +11,10 @@ from service.core.lease import Lease, Pledge
 from service.core.ledger import Book
 from service.core.need import may_use_node
 from service.core.policy import CustomLimit, Policy, each_of
-from service.core.task import Task, TaskState
+from service.core.task import Task, TaskState, notice_of
 from service.core.units import DeviceKey, Instant, NodeName, TaskId
 from service.core.use import NodeUse, count_custom
-from service.core.world import World, notice_of
+from service.core.world import World
 
 
 class Headroom(NamedTuple):

@@ -14,6 +14,9 @@ from service.core.task import Task, TaskState
 from service.core.units import DeviceKey, Instant, Mib, NodeName, TaskId, in_gib
 from service.core.world import World
 
+MOST_NAMED = 3
+"""So many tasks are named in a sentence, and the others counted."""
+
 
 @dataclass(frozen=True, slots=True)
 class Holder:
@@ -105,11 +108,26 @@ def _blockers(seen: Survey, position: int | None) -> list[Blocker]:
         if task.failures:
             message += f", because it has failed {task.failures} of at most {task.max_retries + 1} times"
         blockers.append(Blocker(Reason.NOT_BEFORE, message))
+    if task.awaits:
+        blockers.append(Blocker(Reason.DEPENDENCY_PENDING, _awaited(seen.draft.world, task)))
     if not blockers:
         ahead = f" after the {position - 1} ahead of it" if position and position > 1 else ""
         message = f"there is room for it now; the next cycle looks at it{ahead}"
         blockers.append(Blocker(Reason.PENDING_EVALUATION, message))
     return sorted(blockers, key=lambda blocker: blocker.tier)
+
+
+def _awaited(world: World, task: Task) -> str:
+    """Its own tenant's tasks: they may be named."""
+    left = sorted(world.awaited.left.get(task.id, ()))
+    names = [f"{name} ({_state_of(world, name)})" for name in left[:MOST_NAMED]]
+    more = f" and {len(left) - MOST_NAMED} more" if len(left) > MOST_NAMED else ""
+    return f"runs after {', '.join(names)}{more}" if left else "what it waited for has ended; it comes in now"
+
+
+def _state_of(world: World, name: TaskId) -> str:
+    row = world.tasks.get(name)
+    return "being looked up" if row is None else str(row.state)
 
 
 def _statement(world: World, task: Task, now: Instant) -> str:

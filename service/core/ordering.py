@@ -112,7 +112,7 @@ class Group:
 
 
 class PendingQueue:
-    """All pending tasks that may be planned, grouped; those held or delayed stand aside."""
+    """All pending tasks that may be planned, grouped; those held, delayed or awaiting others stand aside."""
 
     def __init__(self) -> None:
         self.groups: dict[GroupKey, Group] = {}
@@ -121,18 +121,22 @@ class PendingQueue:
         """How many were ever let in."""
         self.delayed = Timetable()
         self.held: set[TaskId] = set()
+        self.awaiting: set[TaskId] = set()
+        """Those that wait for other tasks to end."""
         self._where: dict[TaskId, GroupKey] = {}
 
     def __len__(self) -> int:
-        return len(self._where) + len(self.delayed) + len(self.held)
+        return len(self._where) + len(self.delayed) + len(self.held) + len(self.awaiting)
 
     def __contains__(self, task: TaskId) -> bool:
-        """Whether a task may be planned: pending, neither held nor delayed."""
+        """Whether a task may be planned: pending, and nothing makes it stand aside."""
         return task in self._where
 
     def add(self, task: Task) -> None:
         if task.held:
             self.held.add(task.id)
+        elif task.awaits:
+            self.awaiting.add(task.id)
         elif task.not_before is not None:
             self.delayed[task.id] = task.not_before
         else:
@@ -147,6 +151,7 @@ class PendingQueue:
 
     def remove(self, task: Task) -> None:
         self.held.discard(task.id)
+        self.awaiting.discard(task.id)
         self.delayed.pop(task.id, None)
         key = self._where.pop(task.id, None)
         if key is not None:

@@ -16,7 +16,8 @@ class Reason(StrEnum):
     BACKEND_UNAVAILABLE = "BackendUnavailable"
     """No node answers, or nobody knows how much memory is in use."""
     NOT_BEFORE = "NotBefore"
-    DEPENDENCY_PENDING = "DependencyPending"  # reserved
+    DEPENDENCY_PENDING = "DependencyPending"
+    """Tasks that it runs after have not ended."""
     QUOTA_EXHAUSTED = "QuotaExhausted"  # reserved
     CONCURRENCY_LIMITED = "ConcurrencyLimited"
     """Run slots, CPU, host memory or a custom resource is used up."""

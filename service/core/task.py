@@ -26,6 +26,10 @@ class TaskState(StrEnum):
     EXPIRED = "expired"
     """It was not given devices within its time to wait, or not done by its deadline."""
 
+    @property
+    def is_terminal(self) -> bool:
+        return self in TERMINAL
+
 
 TERMINAL = frozenset({TaskState.SUCCEEDED, TaskState.FAILED, TaskState.CANCELLED, TaskState.EXPIRED})
 ACTIVE = frozenset({TaskState.ADMITTED, TaskState.RUNNING, TaskState.STOPPING})
@@ -44,7 +48,7 @@ class Move(StrEnum):
     CANCELLED = "cancelled"
     EXPIRED = "expired"
     CHANGED = "changed"
-    """Priority, hold, checkpoint or outcome changed; the state did not."""
+    """Priority, hold, checkpoint or outcome changed, or it awaits nothing any more; the state did not."""
 
 
 _P, _A, _R, _S = TaskState.PENDING, TaskState.ADMITTED, TaskState.RUNNING, TaskState.STOPPING
@@ -76,8 +80,19 @@ TRANSITIONS: dict[tuple[TaskState, Move], TaskState] = {
 """(state, move) -> next state. A move that is not here is a bug of ours, never a client's.
 ADMITTED may end at once: a short run reports its start and its end together."""
 
-RESERVED_MOVES = frozenset({(_P, Move.FAILED)})
-"""In the table, and made by nothing yet: for tasks whose dependency failed."""
+
+class OnFailure(StrEnum):
+    """What becomes of a task when one that it runs after does not succeed."""
+
+    FAIL = "fail"
+    IGNORE = "ignore"
+    """It runs all the same, once that one has ended."""
+
+
+@dataclass(frozen=True, slots=True)
+class Dependency:
+    task: TaskId
+    on_failure: OnFailure = OnFailure.FAIL
 
 
 class StopReason(StrEnum):
@@ -110,8 +125,9 @@ class Task:
     grace_seconds: Seconds = Seconds(30.0)
     shareable: bool = False
     """May run beside others in one warm process: an entrypoint, no GPU, less than one CPU, no env."""
-    expires_at: Instant | None = None
-    """Until then it waits for its first admission, no longer."""
+    after: tuple[Dependency, ...] = ()
+    """The tasks whose end it waits for, of the same tenant, as submitted."""
+    queue_ttl_seconds: Seconds | None = None
     deadline_at: Instant | None = None
     """By then it has ended: until then it waits, and until then it runs."""
     expected_seconds: Seconds | None = None
@@ -123,6 +139,12 @@ class Task:
     version: int = 1
     fence: Fence = Fence(0)
     held: bool = False
+    awaits: bool = False
+    """Not all of `after` have ended yet, as far as the rows say."""
+    failed_by: TaskId | None = None
+    """The first task of the chain of dependencies because of which it failed."""
+    expires_at: Instant | None = None
+    """Until then it waits for its first admission, no longer. Set when it enters the queue."""
     not_before: Instant | None = None
     failures: int = 0
     preemptions: int = 0
@@ -158,6 +180,9 @@ HOT_FIELDS = (
     "state",
     "fence",
     "held",
+    "awaits",
+    "failed_by",
+    "expires_at",
     "not_before",
     "failures",
     "preemptions",
@@ -171,6 +196,11 @@ HOT_FIELDS = (
     "freeing_for",
 )
 """The fields of a task that change after submit, in the order of its table."""
+
+
+def notice_of(task: Task) -> tuple[TaskId | None, bool]:
+    """(for whom the task's memory is being freed, whether its run is under notice)"""
+    return task.freeing_for, task.state is TaskState.STOPPING
 
 
 def move(task: Task, what: Move, **changes: Any) -> Task:

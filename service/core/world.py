@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Iterable
 
+from service.core.awaited import Awaited
 from service.core.changes import Marks
 from service.core.codec import (
     changed_task,
@@ -21,18 +22,13 @@ from service.core.lease import HolderKind, Lease, LeaseState, Pledge, mark_overu
 from service.core.ledger import Book
 from service.core.ordering import PendingQueue
 from service.core.plan import Request
-from service.core.task import Task, TaskState
+from service.core.task import Task, TaskState, notice_of
 from service.core.timetable import Timetable
 from service.core.units import DeviceKey, Instant, NodeName, Position, TaskId
 from service.core.use import NodeUse, count_custom
 
 Claim = tuple[str, int]
 """(holder, fence)"""
-
-
-def notice_of(task: Task) -> tuple[TaskId | None, bool]:
-    """(for whom the task's memory is being freed, whether its run is under notice)"""
-    return task.freeing_for, task.state is TaskState.STOPPING
 
 
 class World:
@@ -47,6 +43,7 @@ class World:
         self.as_of = Instant(0.0)
         self.tasks: dict[TaskId, Task] = {}
         self.queue = PendingQueue()
+        self.awaited = Awaited()
         self.expiring = Timetable()
         """The pending tasks that do not wait for ever, and until when they do."""
         self.marks = Marks()
@@ -110,6 +107,7 @@ class World:
         """Enter a task row as it stands, from a snapshot or from its first event."""
         self.tasks[task.id] = task
         self._count_in(task)
+        self.awaited.enter(task, self.tasks)
 
     def add_lease(self, lease: Lease) -> None:
         self._enter(lease)
@@ -188,6 +186,7 @@ class World:
         self._count_out(before)
         self.tasks[after.id] = after
         self._count_in(after)
+        self.awaited.note(after)
         for device in self.pledges.get(after.id, ()):
             self.marks.mark(self.books[device].device.node)
         if notice_of(before) != notice_of(after):

@@ -7,10 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import (
     AfterValidator,
-    AwareDatetime,
-    BaseModel,
     BeforeValidator,
-    ConfigDict,
     Discriminator,
     Field,
     JsonValue,
@@ -22,6 +19,15 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 from service.core.policy import BAND_NAMES
+from service.gateway.body import (
+    Afters,
+    Body,
+    DeadlineAt,
+    DeadlineSeconds,
+    ExpectedSeconds,
+    NotBefore,
+    QueueTtlSeconds,
+)
 from service.gateway.gpu_size import GpuMb
 from service.gateway.identity import Scope
 
@@ -37,7 +43,6 @@ PATTERNS_IN_WORDS = {
 }
 _ENV_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _DAY_SECONDS = 24 * 3600
-_YEAR_SECONDS = 366 * _DAY_SECONDS
 
 
 def _band_value(value: Any) -> Any:
@@ -110,12 +115,6 @@ Priority = Annotated[
 GraceSeconds = Annotated[float, Field(ge=0, le=3600)]
 Env = Annotated[dict[str, Text], Field(max_length=64), AfterValidator(_free_to_set)]
 Labels = Annotated[dict[LabelKey, LabelValue], Field(max_length=32)]
-
-
-class Body(BaseModel):
-    """Defaults are immutable or made by a factory: pydantic would copy a `{}` for each request."""
-
-    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, frozen=True)
 
 
 class Entrypoint(Body):
@@ -295,45 +294,12 @@ class SubmitTask(Body):
     max_retries: Annotated[int, Field(ge=0, le=100)] | None = None
     timeout_seconds: Annotated[float, Field(gt=0, le=30 * _DAY_SECONDS)] | None = None
     grace_seconds: GraceSeconds | None = None
-    not_before: (
-        Annotated[
-            AwareDatetime, Field(description="It is not started earlier.", examples=["2026-11-21T22:00:00Z"])
-        ]
-        | None
-    ) = None
-    queue_ttl_seconds: (
-        Annotated[
-            float,
-            Field(
-                gt=0,
-                le=_YEAR_SECONDS,
-                description="So long it waits for its first start, from `not_before` on; then it expires.",
-            ),
-        ]
-        | None
-    ) = None
-    deadline_at: (
-        Annotated[
-            AwareDatetime,
-            Field(description="If it still waits then it expires; if it runs it hears the stop notice."),
-        ]
-        | None
-    ) = None
-    deadline_seconds: (
-        Annotated[float, Field(gt=0, le=_YEAR_SECONDS, description="`deadline_at`, counted from the submit.")]
-        | None
-    ) = None
-    expected_seconds: (
-        Annotated[
-            float,
-            Field(
-                gt=0,
-                le=_YEAR_SECONDS,
-                description="How long one run takes. For forecasts; it limits nothing.",
-            ),
-        ]
-        | None
-    ) = None
+    after: Afters = Field(default_factory=list)
+    not_before: NotBefore | None = None
+    queue_ttl_seconds: QueueTtlSeconds | None = None
+    deadline_at: DeadlineAt | None = None
+    deadline_seconds: DeadlineSeconds | None = None
+    expected_seconds: ExpectedSeconds | None = None
     labels: Labels = Field(default_factory=dict)
     env: Env = Field(default_factory=dict)
     result_format: Literal["json", "cloudpickle"] = "json"

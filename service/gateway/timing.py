@@ -15,14 +15,18 @@ HORIZON_SECONDS = 3650 * 24 * 3600.0
 @dataclass(frozen=True, slots=True)
 class Timing:
     not_before: Instant | None
+    queue_ttl_seconds: Seconds | None
     expires_at: Instant | None
     deadline_at: Instant | None
     expected_seconds: Seconds | None
 
 
 def timing_of(body: SubmitTask, now: Instant) -> Timing:
-    """The time to wait begins when the task may start. Raises Problem for a time that is too late to be kept,
-    or too far away; a `not_before` that has passed means nothing."""
+    """The time to wait begins when the task may start; of one that runs after others, when those have ended.
+
+    Raises Problem for a time that is too late to be kept, or too far away; a `not_before` that has passed
+    means nothing.
+    """
     faults: list[Fault] = []
     not_before = _ahead("not_before", body.not_before, now, faults)
     if body.deadline_seconds is not None:
@@ -37,10 +41,11 @@ def timing_of(body: SubmitTask, now: Instant) -> Timing:
         faults.append(Fault(pointer=f"/{name}", detail=detail, code="deadline-passed"))
     if faults:
         raise refused(faults)
-    ttl = body.queue_ttl_seconds
+    ttl = None if body.queue_ttl_seconds is None else Seconds(body.queue_ttl_seconds)
     return Timing(
         not_before=Instant(not_before) if not_before is not None and not_before > now else None,
-        expires_at=None if ttl is None else Instant(earliest + ttl),
+        queue_ttl_seconds=ttl,
+        expires_at=None if ttl is None or body.after else Instant(earliest + ttl),
         deadline_at=None if deadline_at is None else Instant(deadline_at),
         expected_seconds=None if body.expected_seconds is None else Seconds(body.expected_seconds),
     )

@@ -11,7 +11,7 @@ from service.core.events import Event
 from service.core.expectations import Remaining, Size
 from service.core.lease import Lease
 from service.core.policy import band_of
-from service.core.task import Task
+from service.core.task import Dependency, Task
 from service.core.units import Instant, Mib, Seconds, TaskId
 from service.gateway.estimates import EtaView, SizingView
 from service.gateway.faults import refused
@@ -75,7 +75,14 @@ def demand_of(body: SubmitTask, defaults: Defaults, learned: Size | None = None)
 
 
 def task_of(
-    body: SubmitTask, demand: Demand, tenant: str, defaults: Defaults, *, id: TaskId, now: Instant
+    body: SubmitTask,
+    demand: Demand,
+    tenant: str,
+    defaults: Defaults,
+    *,
+    id: TaskId,
+    now: Instant,
+    after: tuple[Dependency, ...] = (),
 ) -> Task:
     usual = defaults.model_types.get(body.model_type, _NO_TYPE)
     grace = defaults.grace_seconds if body.grace_seconds is None else body.grace_seconds
@@ -94,6 +101,9 @@ def task_of(
         grace_seconds=Seconds(grace),
         shareable=shares and not body.env,
         not_before=timing.not_before,
+        after=after,
+        awaits=bool(after),
+        queue_ttl_seconds=timing.queue_ttl_seconds,
         expires_at=timing.expires_at,
         deadline_at=timing.deadline_at,
         expected_seconds=timing.expected_seconds,
@@ -200,6 +210,9 @@ def task_view(record: TaskRecord, live: Live = NOTHING_LIVE) -> TaskView:
         "timeout_seconds": task.timeout_seconds,
         "grace_seconds": task.grace_seconds,
         "expected_seconds": task.expected_seconds,
+        "queue_ttl_seconds": task.queue_ttl_seconds,
+        "after": [{"task": it.task, "on_failure": it.on_failure.value} for it in task.after],
+        "failed_by": task.failed_by,
         "labels": dict(spec.labels),
         "model_type": spec.model_type,
         "result_format": spec.result_format,

@@ -69,6 +69,11 @@ class ErrorView(TypedDict):
     traceback: str
 
 
+class AfterView(TypedDict):
+    task: str
+    on_failure: Annotated[str, Field(description="fail or ignore.")]
+
+
 class TaskUrls(TypedDict):
     self: str
     result: str
@@ -104,6 +109,11 @@ class TaskView(ResultFields):
     timeout_seconds: float | None
     grace_seconds: float
     expected_seconds: Annotated[float | None, Field(description="Of one run, as the submitter said.")]
+    queue_ttl_seconds: float | None
+    after: Annotated[list[AfterView], Field(description="The tasks whose end it waits for.")]
+    failed_by: Annotated[
+        str | None, Field(description="The first task of the chain because of which it failed.")
+    ]
     labels: dict[str, str]
     model_type: str
     result_format: str
@@ -118,7 +128,10 @@ class TaskView(ResultFields):
     started_at: Time | None
     checkpoint_at: Time | None
     not_before: Time | None
-    expires_at: Annotated[Time | None, Field(description="Until then it waits for its first start.")]
+    expires_at: Annotated[
+        Time | None,
+        Field(description="Until then it waits for its first start; null while it waits for other tasks."),
+    ]
     deadline_at: Annotated[Time | None, Field(description="By then it has ended, or is told to stop.")]
     finished_at: Time | None
     stop_reason: str | None

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from service.core import lease, task
 from service.core.lease import NEXT_STATES, LeaseState, PledgeEnd
-from service.core.task import RESERVED_MOVES, TERMINAL, TRANSITIONS, Move, TaskState
+from service.core.task import TERMINAL, TRANSITIONS, Move, TaskState
 from tests.architecture.source_tree import ROOT
 
 PAGE = ROOT / "docs" / "states.md"
@@ -18,8 +18,8 @@ Made from the tables in `service/core/task.py` and `service/core/lease.py`; a te
 What is not drawn cannot happen: the code refuses it, and the database guards every row by its version."""
 
 NOT_DRAWN = """\
-A change of priority, hold, checkpoint or outcome leaves the state as it is and is not drawn.
-Nothing makes the moves marked reserved yet."""
+A change of priority, hold, checkpoint or outcome leaves the state as it is and is not drawn, nor is it
+when a task that runs after others awaits nothing any more."""
 
 Arrow = tuple[str, str, str]
 """(from, to, label)"""
@@ -44,11 +44,7 @@ def page() -> str:
 
 
 def task_arrows() -> list[Arrow]:
-    return [
-        (old, new, f"{move} (reserved)" if (old, move) in RESERVED_MOVES else move)
-        for (old, move), new in TRANSITIONS.items()
-        if move is not Move.CHANGED
-    ]
+    return [(old, new, move) for (old, move), new in TRANSITIONS.items() if move is not Move.CHANGED]
 
 
 def lease_arrows() -> list[Arrow]:

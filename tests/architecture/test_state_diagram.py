@@ -4,7 +4,7 @@ import pytest
 
 from service.core.errors import IllegalTransition
 from service.core.lease import NEXT_STATES, LeaseState, move_lease
-from service.core.task import ACTIVE, RESERVED_MOVES, TERMINAL, TRANSITIONS, Move, TaskState, move
+from service.core.task import ACTIVE, TERMINAL, TRANSITIONS, Move, TaskState, move
 from tests.architecture.state_diagram import PAGE, page
 from tests.builders import a_lease, a_task
 
@@ -41,10 +41,6 @@ def test_a_start_and_an_end_that_come_together_are_one_legal_move() -> None:
     after_start = TRANSITIONS[TaskState.ADMITTED, Move.STARTED]
     for what in RUN_ENDS:
         assert TRANSITIONS[TaskState.ADMITTED, what] is TRANSITIONS[after_start, what]
-
-
-def test_what_is_reserved_stands_in_the_table() -> None:
-    assert set(TRANSITIONS) >= RESERVED_MOVES
 
 
 def test_every_state_is_reached_from_the_first() -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from service.core.orders import Checkpointed, Ended, Ending, Progressed, StartOrder, StopOrder
 from service.core.plan import Request
-from service.core.task import TaskState
+from service.core.task import Dependency, TaskState
 from service.core.units import Fence, Instant, TaskId
 from service.ports import StaleTerm, StoreUnavailable
 from tests.broker.stage import Stage, a_stage
@@ -191,3 +191,33 @@ async def test_progress_of_an_older_attempt_is_not_shown(stage: Stage) -> None:
     stale = Progressed(TaskId("one"), Fence(0), Instant(NOW), 0.9, "from the past")
     await stage.hear(stale, replace(stale, task=TaskId("unknown")))
     assert stage.progress == {}
+
+
+async def test_a_task_whose_dependency_ended_before_it_came_starts_in_the_next_cycle(stage: Stage) -> None:
+    await stage.submit("first")
+    await stage.leader.cycle()
+    while TaskId("first") in stage.world.tasks:
+        await stage.turn()
+    stage.executor.sent.clear()
+    after = (Dependency(TaskId("first")),)
+    await stage.submit("second", after=after, awaits=True)
+    assert stage.world.awaited.unknown == {"first"}
+    await stage.leader.cycle()
+    assert [order.task for order, _ in stage.executor.sent] == ["second"]
+
+
+async def test_a_dependent_that_could_not_be_settled_is_settled_when_the_database_is_back(
+    stage: Stage,
+) -> None:
+    await stage.submit("first", seconds=HOUR)
+    await stage.submit("second", after=(Dependency(TaskId("first")),), awaits=True)
+    await stage.store.request(Request("r1", TaskId("first"), "default", "cancel", {}, Instant(NOW)))
+    stage.memory.until_away = 1
+    with pytest.raises(StoreUnavailable):
+        await stage.leader.cycle()
+    stage.memory.come_back()
+    await stage.leader.cycle()
+    assert [task for task in ("first", "second") if TaskId(task) in stage.world.tasks] == []
+    record = await stage.store.record(TaskId("second"))
+    assert record is not None
+    assert (record.task.state, record.task.failed_by) == (TaskState.FAILED, "first")

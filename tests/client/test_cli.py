@@ -84,6 +84,13 @@ def test_submit_reads_times_as_instants_or_as_durations_from_now(service: Record
     assert (sent["queue_ttl_seconds"], sent["expected_seconds"]) == (1800, 90)
 
 
+def test_submit_names_the_tasks_to_run_after_by_any_word_for_them(service: RecordedService, run: Run) -> None:
+    other = FULL_ID[:-4] + "ZZZZ"
+    service.told(page(other), Reply(202, a_task(FULL_ID)))
+    assert run(f"submit a:b --after {FULL_ID} --after-end ZZZZ").code == 0
+    assert service.asked[1].body["after"] == [FULL_ID, {"task": other, "on_failure": "ignore"}]
+
+
 @pytest.mark.parametrize(
     "words",
     [

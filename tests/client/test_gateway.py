@@ -6,7 +6,7 @@ from datetime import UTC, datetime, timedelta
 import cloudpickle
 import httpx
 import pytest
-from gpubroker import AsyncBroker, Refused, TaskFailed, TaskState, WaitTimeout
+from gpubroker import AsyncBroker, Refused, TaskFailed, TaskState, WaitTimeout, WrongArgument
 
 from service.core.estimate import Lesson, Topic, What, sketch_of
 from service.core.orders import Failure
@@ -61,6 +61,14 @@ async def test_everything_a_submit_can_say_arrives(broker: AsyncBroker) -> None:
     assert task.deadline_at == task.submitted_at + timedelta(hours=2)
     assert (task.not_before, task.expected_seconds) == (None, 30)
     assert (await broker.get(task)).run == task.run
+
+
+async def test_tasks_to_run_after_are_given_as_tasks_or_by_their_ids(broker: AsyncBroker) -> None:
+    first, second = [await broker.submit(["true"]) for _ in range(2)]
+    last = await broker.submit(["true"], after=[first, second.id])
+    assert [one["task"] for one in last.after] == [first.id, second.id]
+    with pytest.raises(WrongArgument, match=r"write after=\[task\]"):
+        await broker.submit(["true"], after=first.id)
 
 
 async def test_commands_and_functions_arrive(broker: AsyncBroker) -> None:

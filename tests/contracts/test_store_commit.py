@@ -217,7 +217,8 @@ async def test_every_hot_field_of_a_task_is_kept(store: TaskStore) -> None:
     [running] = (await store.snapshot()).tasks
     stopping = write_move(
         running, Move.STOPPING, stop_reason="preempt", stop_deadline_at=Instant(NOW + 5), preemptions=2,
-        failures=1, not_before=Instant(NOW + 1), held=True, freeing_for=TaskId("t9"),
+        failures=1, awaits=True, failed_by=TaskId("t0"), expires_at=Instant(NOW + 9),
+        not_before=Instant(NOW + 1), held=True, freeing_for=TaskId("t9"),
         checkpoint_at=Instant(NOW), started_at=Instant(NOW + 2), priority=3, fence=Fence(4),
         node=NodeName("n2"),
     )  # fmt: skip

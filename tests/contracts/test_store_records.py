@@ -5,9 +5,10 @@ from dataclasses import replace
 
 import pytest
 
-from service.core.task import TaskState
+from service.core.plan import Decision, write_move
+from service.core.task import Move, TaskState
 from service.core.units import Instant, TaskId
-from service.ports import TaskFilter, TaskStore, TokenRow
+from service.ports import Stand, TaskFilter, TaskStore, TokenRow
 from tests.builders import NOW, a_task
 from tests.contracts.scenes import a_submission, admission, claimed, end, with_gpu
 
@@ -116,3 +117,17 @@ async def test_tokens_are_no_events(store: TaskStore) -> None:
     await store.put_token(a_token("a"), by="admin")
     await store.audit(by="admin", tenant="lab", action="shutdown", subject="service")
     assert await store.head() == 0
+
+
+async def test_where_tasks_stand_is_told_of_those_that_have_a_record(store: TaskStore) -> None:
+    await store.submit(a_submission(a_task("t1", tenant="lab")))
+    await store.submit(a_submission(a_task("t2")))
+    await store.submit(a_submission(a_task("t3")))
+    term = await store.take_term("leader")
+    failed = write_move(a_task("t2"), Move.FAILED, failed_by=TaskId("t1"), finished_at=NOW)
+    await store.commit(term, [Decision("t2", "dependency", tasks=(failed,))])
+    assert await store.stands([TaskId("t1"), TaskId("t2"), TaskId("t9")]) == {
+        "t1": Stand("lab", TaskState.PENDING),
+        "t2": Stand("default", TaskState.FAILED, TaskId("t1")),
+    }
+    assert await store.stands([]) == {}

@@ -8,7 +8,7 @@ import pytest
 from service.core.demand import Demand
 from service.core.events import Event
 from service.core.plan import Request
-from service.core.task import Task
+from service.core.task import Dependency, OnFailure, Task
 from service.core.units import Instant, Position, TaskId
 from service.ports import RunSpec, Submission, SubmitVerdict, TaskStore
 from tests.builders import NOW, a_task
@@ -18,8 +18,12 @@ from tests.contracts.scenes import a_submission, log_of
 async def test_what_was_submitted_reads_back_as_it_was(store: TaskStore) -> None:
     task = a_task(
         "t1", tenant="lab", name="train", priority=71, gpu_mb=2048, cpu=2.5, custom={"slots": 2.0},
-        max_retries=3, timeout_seconds=60.0, grace_seconds=5.0, not_before=Instant(NOW + 9), held=True,
-        expires_at=Instant(NOW + 60), deadline_at=Instant(NOW + 90), expected_seconds=30.0,
+        max_retries=3, timeout_seconds=60.0, grace_seconds=5.0, not_before=Instant(NOW + 9),
+        held=True,
+        expires_at=Instant(NOW + 60), queue_ttl_seconds=60.0,
+        awaits=True,
+        after=(Dependency(TaskId("t0")), Dependency(TaskId("ü"), OnFailure.IGNORE)),
+        deadline_at=Instant(NOW + 90), expected_seconds=30.0,
         subject="llm",
     )  # fmt: skip
     spec = RunSpec(

@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 
+from service.core.awaited import End
 from service.core.cycle import plan_cycle
 from service.core.demand import Where
 from service.core.explain import Explanation, explain
@@ -11,7 +12,7 @@ from service.core.lease import LeaseState
 from service.core.policy import CustomLimit, Policy
 from service.core.reasons import Reason
 from service.core.survey import Verdict
-from service.core.task import StopReason, TaskState
+from service.core.task import Dependency, StopReason, TaskState
 from service.core.units import Instant, TaskId
 from service.core.world import World
 from tests.builders import (
@@ -378,3 +379,17 @@ def test_a_gpu_that_is_not_asked_for_is_said_to_be_none():
     told = explain(world, task.id, POLICY, NOW)
     assert [verdict.verdict for verdict in told.devices] == [Verdict.NOT_WANTED, Verdict.FITS]
     assert told.devices[0].message == "not among what is asked for (kinds A100)"
+
+
+def test_a_task_that_runs_after_others_names_them_and_how_they_stand() -> None:
+    names = ("a", "b", "c", "d")
+    after = tuple(Dependency(TaskId(name)) for name in names)
+    run = holding(a_task("b", cpu=1.0), node="n1")
+    world = a_world(a_device(), a_task("a"), run, a_task("c"), a_task("new", after=after, awaits=True))
+    told = explain(world, TaskId("new"), POLICY, NOW)
+    assert told.reason is Reason.DEPENDENCY_PENDING
+    assert told.message == "runs after a (pending), b (running), c (pending) and 1 more"
+    assert told.position is None
+    world.awaited.learn(["d"], {TaskId("d"): End(TaskState.SUCCEEDED)})
+    assert "c (pending)" in explain(world, TaskId("new"), POLICY, NOW).message
+    assert "more" not in explain(world, TaskId("new"), POLICY, NOW).message

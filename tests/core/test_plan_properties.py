@@ -126,6 +126,6 @@ def test_every_pending_task_is_answered(world: World, story: list[Chapter]):
             assert told.blockers
             assert told.reason is told.blockers[0].reason
             fits = Places(Draft(world), POLICY, Instant(tale.now)).best(task) is not None
-            waits = task.held or (task.not_before or 0.0) > tale.now
+            waits = task.held or task.awaits or (task.not_before or 0.0) > tale.now
             assert (told.reason is Reason.PENDING_EVALUATION) == (fits and not waits)
         commit(world, whole_plan(world, tale.now).decisions, tale.now)

@@ -16,6 +16,7 @@ from jsonschema import Draft202012Validator
 from service.adapters.memory.store import MemoryStore
 from service.core.cycle import plan_cycle
 from service.core.deadlines import due, keep_watch
+from service.core.dependencies import settle
 from service.core.events import Event
 from service.core.orders import Ended, Ending, Failure, Gone, Report, Started
 from service.core.plan import Decision
@@ -198,6 +199,11 @@ class Gateway:
                 decision = replace(decision, outcome=outcome)
             if not decision.is_empty():
                 await self.commit(decision)
+
+    async def settle_dependencies(self) -> None:
+        """Let in and fail those whose dependencies have ended, as far as the World knows of it."""
+        while decisions := settle(self.world, self.clock.now()):
+            await self.commit(*decisions)
 
     async def pass_time(self) -> None:
         """Commit what time has made due. Let the clock go on before."""

@@ -86,7 +86,9 @@ class Auditor:
         self._states[task] = state
         if what == "submitted":
             self._submitted[task] = event.fields
+        self._submitted[task] = {**self._submitted[task], **_given(event.fields, "expires_at")}
         self._on_time(event, what, self._submitted[task])
+        self._after_others(event, what, self._submitted[task])
         if what == "admitted":
             fence = event.fields["fence"]
             require(fence == self._fences.get(task, 0) + 1, "each claim has the next fence", event=event)
@@ -97,6 +99,17 @@ class Auditor:
             fence = self._fences[task]
             done = any((task, fence) in machine.succeeded for machine in self._machines())
             require(done, "a success is that of the accepted claim", event=event, fence=fence)
+
+    def _after_others(self, event: Event, what: str, submitted: Mapping[str, Any]) -> None:
+        """Nothing runs before those that it runs after, and nothing fails without a reason."""
+        states = [(self._states[task], on_failure) for task, on_failure in submitted.get("after", ())]
+        missed = [state for state, on_failure in states if on_failure == "fail" and state != "succeeded"]
+        if what == "admitted":
+            ended = all(state in _TERMINAL for state, _ in states)
+            require(ended and not missed, "nothing runs before its dependencies", event=event, states=states)
+        if "failed_by" in event.fields:
+            known = [state for state in missed if state in _TERMINAL]
+            require(bool(known), "a dependent fails with one of its dependencies", event=event, states=states)
 
     def _on_time(self, event: Event, what: str, submitted: Mapping[str, Any]) -> None:
         """Nothing starts too early or too late, and nothing expires before its time."""
@@ -123,7 +136,7 @@ class Auditor:
             self._count(event.fields["device"], event.fields["mb"])
             return
         lease = self._leases[event.key]
-        lease["state"] = event.fields["state"]
+        lease |= event.fields
         if lease["state"] == LeaseState.RELEASED:
             del self._leases[event.key]
             self._count(lease["device"], -lease["mb"])
@@ -143,6 +156,10 @@ class Auditor:
         else:
             require(event.key in self._pledges, "a pledge ends once", event=event)
             self._pledges.remove(event.key)
+
+
+def _given(fields: Mapping[str, Any], name: str) -> dict[str, Any]:
+    return {name: fields[name]} if name in fields else {}
 
 
 def _is_live(lease: dict[str, Any]) -> bool:

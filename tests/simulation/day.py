@@ -263,6 +263,7 @@ class Day:
             return
         self._submitted += 1
         self._programs[task.id] = arrival.program
+        self._workload.accepted.append((task.id, task.tenant))
         await self._store.submit(Submission(task, RunSpec("command")))
         for seconds, what, fields in arrival.requests:
             self._timeline.after(seconds, lambda what=what, fields=fields: self._ask(task.id, what, fields))

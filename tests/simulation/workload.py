@@ -1,12 +1,12 @@
 """What people submit in a day, drawn from a seed: every band, every shape of demand and of program."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from random import Random
 from typing import Any
 
 from service.core.demand import Demand
 from service.core.orders import Ending
-from service.core.task import Task
+from service.core.task import Dependency, OnFailure, Task
 from service.core.units import Instant, Mib, Seconds, TaskId
 from tests.simulation.machine import Program
 
@@ -27,6 +27,8 @@ class Workload:
     def __init__(self, chance: Random) -> None:
         self._chance = chance
         self._count = 0
+        self.accepted: list[tuple[TaskId, str]] = []
+        """(task, tenant) of what was submitted, oldest first."""
 
     def pause_seconds(self) -> float:
         return self._chance.expovariate(1 / MEAN_PAUSE_SECONDS)
@@ -46,10 +48,26 @@ class Workload:
             timeout_seconds=Seconds(chance.uniform(300.0, 3600.0)) if chance.random() < 0.2 else None,
             grace_seconds=Seconds(chance.choice((0.0, 5.0, 30.0, 120.0))),
             not_before=self._at(now, 0.1, 1200.0),
-            expires_at=self._at(now, 0.1, 1800.0),
+            queue_ttl_seconds=Seconds(chance.uniform(60.0, 1800.0)) if chance.random() < 0.1 else None,
             deadline_at=self._at(now, 0.1, 7200.0),
         )
+        task = self._with_dependencies(task)
         return Arrival(task, program, self._requests(task))
+
+    def _with_dependencies(self, task: Task) -> Task:
+        """Every sixth one runs after some of its tenant's latest, which may have ended long ago."""
+        chance = self._chance
+        mine = [name for name, tenant in self.accepted[-200:] if tenant == task.tenant]
+        if chance.random() > 1 / 6 or not mine:
+            ttl = task.queue_ttl_seconds
+            earliest = max(task.submitted_at, task.not_before or task.submitted_at)
+            return replace(task, expires_at=None if ttl is None else Instant(earliest + ttl))
+        names = {
+            mine[-min(len(mine), 1 + int(chance.expovariate(1 / 8)))] for _ in range(chance.randint(1, 3))
+        }
+        on_failure = (OnFailure.FAIL, OnFailure.FAIL, OnFailure.IGNORE)
+        after = tuple(Dependency(name, chance.choice(on_failure)) for name in sorted(names))
+        return replace(task, after=after, awaits=True)
 
     def _at(self, now: Instant, share: float, most_seconds: float) -> Instant | None:
         """A time ahead, for that share of the tasks."""

@@ -72,12 +72,18 @@ def _fact(name: str, value: Any) -> str:
             return ", ".join(word for part, inner in value.items() if (word := _fact(part, inner)))
         case "ready":
             return "answers" if value else "does not answer"
+        case "awaits":
+            return "" if value else "awaits no other task any more"
+        case "failed_by":
+            return f"because of {short_id(value)}"
+        case "after":
+            return f"after {', '.join(short_id(task) for task, _ in value)}"
         case "held":
             return "held" if value else "released"
         case "gpus" if value > 1:
             return f"{value} GPUs"
-        case "stop_deadline_at" | "checkpoint_at" | "not_before" | "deadline_at":
-            words = {"checkpoint_at": "saved at", "not_before": "not before"}
+        case "stop_deadline_at" | "checkpoint_at" | "not_before" | "deadline_at" | "expires_at":
+            words = {"checkpoint_at": "saved at", "not_before": "not before", "expires_at": "waits until"}
             return f"{words.get(name, 'at the latest')} {str(value)[11:19]}"
         case _:
             return ""

@@ -10,9 +10,10 @@ from typer.core import TyperCommand
 
 from gpubroker.cli import last, quantities
 from gpubroker.cli.outcome import wait_and_show
-from gpubroker.cli.session import Format, Output, broker_of, emit, say
+from gpubroker.cli.session import Format, Output, broker_of, emit, say, task_id
 
 if TYPE_CHECKING:
+    from gpubroker.broker import Broker
     from gpubroker.submission import SubmitOptions
 
 _SIZE = {"parser": quantities.size_mb, "metavar": "SIZE"}
@@ -85,6 +86,14 @@ Env = Annotated[
 Retries = Annotated[int | None, typer.Option("--retries", help="How often a failed run is tried again.")]
 Timeout = Annotated[Any, typer.Option("--timeout", help="Limit for one run, such as 15m.", **_SECONDS)]
 Grace = Annotated[Any, typer.Option("--grace", help="Time to stop in after notice.", **_SECONDS)]
+After = Annotated[
+    list[str] | None,
+    typer.Option("--after", metavar="TASK", help="Run after that task, if it succeeds; repeatable."),
+]
+AfterEnd = Annotated[
+    list[str] | None,
+    typer.Option("--after-end", metavar="TASK", help="Run after that task, however it ends; repeatable."),
+]
 NotBefore = Annotated[
     Any,
     typer.Option(
@@ -153,6 +162,8 @@ def submit(
     max_retries: Retries = None,
     timeout_seconds: Timeout = None,
     grace_seconds: Grace = None,
+    after: After = None,
+    after_end: AfterEnd = None,
     not_before: NotBefore = None,
     queue_ttl_seconds: QueueTtl = None,
     deadline_at: Deadline = None,
@@ -171,11 +182,10 @@ def submit(
     gpubroker submit --gpus 1 --priority batch -- python train.py --epochs 3
     """
     options = _options(locals())
-    command: list[str] = context.obj or []
-    _check_target(target, context.args, command)
+    wanted = _wanted(target, context.args, context.obj or [])
     with broker_of(context) as broker:
-        words = [quantities.json_or_text(word) for word in args or []]
-        task = broker.submit(target or command, *words, **options)
+        options |= _after(broker, after or [], after_end or [])
+        task = broker.submit(wanted, *map(quantities.json_or_text, args or []), **options)
         last.remember(broker.connection.url, task.id)
         if wait:
             wait_and_show(broker, task.id, wait_timeout, output)
@@ -186,8 +196,18 @@ def submit(
             emit(output, task, lambda queued: queued.id)
 
 
-def _check_target(target: str | None, more: list[str], command: list[str]) -> None:
-    """Most who leave out the dashes, or the colon, do so when they see this for the first time."""
+def _after(broker: "Broker", succeeded: list[str], ended: list[str]) -> "SubmitOptions":
+    """The tasks to run after, by the words that people use for them."""
+    named: list[Any] = [task_id(broker, word) for word in succeeded]
+    named += [{"task": task_id(broker, word), "on_failure": "ignore"} for word in ended]
+    return {"after": named} if named else {}
+
+
+def _wanted(target: str | None, more: list[str], command: list[str]) -> str | list[str]:
+    """The entrypoint, or the command.
+
+    Most who leave out the dashes, or the colon, do so when they see this for the first time.
+    """
     if target is not None and not command and (more or ":" not in target):
         words = [*(["python"] if target.endswith(".py") else []), target, *more]
         wrong = f"{target!r} names no function" if ":" not in target else f"{more[0]!r} is one word too many"
@@ -197,6 +217,7 @@ def _check_target(target: str | None, more: list[str], command: list[str]) -> No
         )
     if more or (target is None) == (not command):
         raise typer.BadParameter("name one thing to run: module:function, or a command behind two dashes")
+    return target or command
 
 
 def _options(given: Mapping[str, Any]) -> "SubmitOptions":
@@ -205,7 +226,7 @@ def _options(given: Mapping[str, Any]) -> "SubmitOptions":
 
     options = {
         name: value
-        for name in Known.__annotations__
+        for name in Known.__annotations__.keys() - {"after"}
         if (value := given.get(name)) is not None and value is not False and value != []
     }
     for name, option in (

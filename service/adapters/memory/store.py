@@ -18,6 +18,7 @@ from service.ports import (
     RunSpec,
     Snapshot,
     StaleTerm,
+    Stand,
     StoredCheckpoint,
     StoredResult,
     Submission,
@@ -223,6 +224,10 @@ class MemoryStore:
         failure = None if outcome.failure is None else asdict(outcome.failure)
         has_result = outcome.result is not None or outcome.result_digest is not None
         return TaskRecord(task, self._specs[task.id], failure, has_result)
+
+    async def stands(self, tasks: Sequence[TaskId]) -> Mapping[TaskId, Stand]:
+        rows = (self._tasks[task] for task in tasks if task in self._tasks)
+        return {row.id: Stand(row.tenant, row.state, row.failed_by) for row in rows}
 
     async def specs(self, tasks: Sequence[TaskId]) -> Mapping[TaskId, RunSpec]:
         return {task: self._specs[task] for task in tasks if task in self._specs}

@@ -18,6 +18,7 @@ from service.core.units import Instant, Position, TaskId
 from service.ports import (
     RunSpec,
     Snapshot,
+    Stand,
     StoredCheckpoint,
     StoredResult,
     TaskFilter,
@@ -123,6 +124,12 @@ def _record_of(row: Mapping[str, Any]) -> TaskRecord:
         failure=None if failure is None else from_json(failure),
         has_result=bool(row["has_result"]),
     )
+
+
+def stands(connection: Connection, tasks: Sequence[TaskId]) -> Mapping[TaskId, Stand]:
+    query = select(_task.c.id, _task.c.tenant, _task.c.state, _task.c.failed_by)
+    found = connection.execute(query.where(_task.c.id.in_(tasks)))
+    return {TaskId(id): Stand(tenant, TaskState(state), by) for id, tenant, state, by in found}
 
 
 def specs(connection: Connection, tasks: Sequence[TaskId]) -> Mapping[TaskId, RunSpec]:

@@ -8,7 +8,7 @@ from pydantic_core import from_json
 
 from service.adapters.sql import statements as sql
 from service.adapters.sql.rowset import Row, SetStatement, json_text
-from service.core.codec import demand_fields, demand_from
+from service.core.codec import after_fields, after_from, demand_fields, demand_from
 from service.core.demand import Demand
 from service.core.device import Node
 from service.core.estimate import Lesson, Sketch, Topic, What
@@ -50,8 +50,9 @@ def rows_of_submission(submission: Submission) -> Iterator[Written]:
     key = submission.idempotency_key
     yield sql.INSERT_TASKS, (
         task.id, task.tenant, task.name, task.priority, demand_text(task.demand), task.submitted_at,
-        task.max_retries, task.timeout_seconds, task.grace_seconds, task.shareable, task.expires_at,
-        task.deadline_at, task.expected_seconds, task.subject, task.held, task.not_before, key,
+        task.max_retries, task.timeout_seconds, task.grace_seconds, task.shareable, _after_text(task),
+        task.queue_ttl_seconds, task.deadline_at, task.expected_seconds, task.subject, task.held,
+        task.awaits, task.expires_at, task.not_before, key,
         submission.body_hash if key is not None else None,
     )  # fmt: skip
     yield sql.INSERT_SPECS, (
@@ -117,6 +118,10 @@ def estimate_of_row(row: Sequence[Any]) -> tuple[Topic, Sketch]:
     return Topic(tenant, subject, kind, What(what)), Sketch(pairs)
 
 
+def _after_text(task: Task) -> str:
+    return json_text(after_fields(task.after)) if task.after else "[]"
+
+
 def _plain(value: Any) -> Any:
     return value.value if isinstance(value, TaskState | StopReason) else value
 
@@ -179,6 +184,7 @@ def task_of_row(row: Mapping[str, Any]) -> Task:
     """`row` has the columns of `reads.TASK`, which are a task's fields."""
     fields = dict(row)
     fields["demand"] = demand_of(fields["demand"])
+    fields["after"] = () if fields["after"] == "[]" else after_from(from_json(fields["after"]))
     fields["state"] = TaskState(fields["state"])
     if fields["stop_reason"] is not None:
         fields["stop_reason"] = StopReason(fields["stop_reason"])

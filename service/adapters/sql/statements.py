@@ -148,8 +148,8 @@ def _token_hash(_insert: Any, r: FromClause) -> Any:
 EVENT = _columns(tables.event, ("position", "at", "kind", "key", "version", "tenant", "fields"))
 TASK_IN = (
     "id", "tenant", "name", "priority", "demand", "submitted_at", "max_retries", "timeout_seconds",
-    "grace_seconds", "shareable", "expires_at", "deadline_at", "expected_seconds", "subject", "held",
-    "not_before", "idem_key", "body_hash",
+    "grace_seconds", "shareable", "after", "queue_ttl_seconds", "deadline_at", "expected_seconds", "subject",
+    "held", "awaits", "expires_at", "not_before", "idem_key", "body_hash",
 )  # fmt: skip
 LEASE_KEY = ("holder_kind", "holder", "fence", "rank", "device")
 DEVICE_IN = tuple(c.name for c in tables.device.c if c.name != "leased_mb")

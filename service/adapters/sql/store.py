@@ -27,6 +27,7 @@ from service.ports import (
     EventListener,
     RunSpec,
     Snapshot,
+    Stand,
     StoredCheckpoint,
     StoredResult,
     StoreUnavailable,
@@ -151,6 +152,9 @@ class SqlStore:
 
     async def records(self, wanted: TaskFilter) -> Sequence[TaskRecord]:
         return await self._read(reads.records, wanted)
+
+    async def stands(self, tasks: Sequence[TaskId]) -> Mapping[TaskId, Stand]:
+        return await self._read(reads.stands, tasks) if tasks else {}
 
     async def specs(self, tasks: Sequence[TaskId]) -> Mapping[TaskId, RunSpec]:
         known = {task: spec for task in tasks if (spec := self._recent.spec(task)) is not None}

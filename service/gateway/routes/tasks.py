@@ -12,6 +12,7 @@ from service.core.plan import Request
 from service.core.task import Task, TaskState
 from service.core.units import TaskId
 from service.gateway.cursor import filter_hash, read_cursor, write_cursor
+from service.gateway.dependencies import dependencies_of
 from service.gateway.direct import Call, DirectRoute, answer, needs, problems
 from service.gateway.gpu_size import LEARNED
 from service.gateway.identity import Scope
@@ -92,12 +93,13 @@ async def submit_task(
 
     What could never run here is refused at once. When the answer leaves, the task is on disk.
     """
-    parts = call.parts
+    parts, tenant = call.parts, call.identity.tenant
     learned = _learned_size(call, body)
     asked = demand_of(body, parts.defaults, learned)
-    demand = parts.capacity.settled(asked, body.resources.pool, call.identity.tenant, body.labels)
+    demand = parts.capacity.settled(asked, body.resources.pool, tenant, body.labels)
+    after = await dependencies_of(call, body)
     now = parts.clock.now()
-    task = task_of(body, demand, call.identity.tenant, parts.defaults, id=parts.ids.task(now), now=now)
+    task = task_of(body, demand, tenant, parts.defaults, id=parts.ids.task(now), now=now, after=after)
     check_run(call, body.run)
     check_priority(call, task.priority)
     parts.capacity.check(demand, task.priority)

@@ -1,0 +1,73 @@
+"""What every JSON body has in common, and the parts of one that say when a task runs."""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import AwareDatetime, BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema
+
+YEAR_SECONDS = 366 * 24 * 3600
+
+
+class Body(BaseModel):
+    """Defaults are immutable or made by a factory: pydantic would copy a `{}` for each request."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, frozen=True)
+
+
+class After(Body):
+    """A task whose end another one waits for."""
+
+    task: Annotated[str, Field(max_length=100)]
+    on_failure: Literal["fail", "ignore"] = "fail"
+
+
+NotBefore = Annotated[
+    AwareDatetime, Field(description="It is not started earlier.", examples=["2026-11-21T22:00:00Z"])
+]
+QueueTtlSeconds = Annotated[
+    float,
+    Field(
+        gt=0,
+        le=YEAR_SECONDS,
+        description="So long it waits for its first start, counted from when nothing but room is missing: "
+        "from `not_before`, and from the end of what it runs after. Then it expires.",
+    ),
+]
+DeadlineAt = Annotated[
+    AwareDatetime,
+    Field(description="If it still waits then it expires; if it runs it hears the stop notice."),
+]
+DeadlineSeconds = Annotated[
+    float, Field(gt=0, le=YEAR_SECONDS, description="`deadline_at`, counted from the submit.")
+]
+ExpectedSeconds = Annotated[
+    float,
+    Field(gt=0, le=YEAR_SECONDS, description="How long one run takes. For forecasts; it limits nothing."),
+]
+
+
+def _spelled_out(value: Any) -> Any:
+    return {"task": value} if isinstance(value, str) else value
+
+
+_AFTER = {
+    "anyOf": [
+        {"type": "string", "maxLength": 100},
+        {
+            "type": "object",
+            "properties": {
+                "task": {"type": "string", "maxLength": 100},
+                "on_failure": {"type": "string", "enum": ["fail", "ignore"], "default": "fail"},
+            },
+            "required": ["task"],
+            "additionalProperties": False,
+        },
+    ]
+}
+Afters = Annotated[
+    list[Annotated[After, BeforeValidator(_spelled_out), WithJsonSchema(_AFTER)]],
+    Field(
+        max_length=100,
+        description="Tasks of yours that must have ended before it may start, by id. If one of them does not "
+        "succeed it fails as well, unless `on_failure` is `ignore`.",
+    ),
+]

@@ -1,0 +1,33 @@
+"""Which tasks a new one runs after: what the client says, held against the rows."""
+
+from service.core.task import Dependency, OnFailure
+from service.core.units import TaskId
+from service.gateway.direct import Call
+from service.gateway.faults import refused
+from service.gateway.ids import is_task_id
+from service.gateway.problems import Fault
+from service.gateway.schemas import SubmitTask
+
+
+async def dependencies_of(call: Call, body: SubmitTask) -> tuple[Dependency, ...]:
+    """Raises Problem for tasks that the caller's tenant does not have, and for those named twice.
+
+    How they stand is not asked here: whatever happens until the submit commits, the leader finds out.
+    """
+    if not body.after:
+        return ()
+    ids = [TaskId(wanted.task) for wanted in body.after]
+    stands = await call.parts.store.stands(sorted({id for id in ids if is_task_id(id)}))
+    faults: list[Fault] = []
+    for at, id in enumerate(ids):
+        if id not in stands or stands[id].tenant != call.identity.tenant:
+            detail = f'there is no task "{id}"; GET /tasks lists yours'
+            faults.append(Fault(pointer=f"/after/{at}/task", detail=detail, code="unknown-task"))
+        elif id in ids[:at]:
+            detail = f"task {id} stands at /after/{ids.index(id)} already; name it once"
+            faults.append(Fault(pointer=f"/after/{at}/task", detail=detail, code="named-twice"))
+    if faults:
+        raise refused(faults)
+    return tuple(
+        Dependency(id, OnFailure(wanted.on_failure)) for id, wanted in zip(ids, body.after, strict=True)
+    )
