@@ -88,6 +88,7 @@ class Leader:
         self._dispatcher = dispatcher
         self._clock = clock
         self._heard: deque[Report] = deque()
+        self._heard_bytes = 0
         self._undispatched: list[Decision] = []
         """Committed, and their orders not yet on their way: what a start needs is in the database."""
         self._refused: set[str] = set()
@@ -109,6 +110,7 @@ class Leader:
     def hear(self, reports: Sequence[Report]) -> None:
         """Keep what agents said, in order, for the next cycle."""
         self._heard.extend(reports)
+        self._heard_bytes += sum(map(_size_bytes, reports))
         self._look_for_room()
         self._woken.set()
 
@@ -191,10 +193,11 @@ class Leader:
             tries -= 1
             if tries == 0:
                 raise PictureDiverged(_DIVERGED.format("its reports"))
+        self._heard_bytes = sum(map(_size_bytes, self._heard))
         self._look_for_room()
 
     def _look_for_room(self) -> None:
-        if len(self._heard) <= MOST_HEARD and sum(map(_size_bytes, self._heard)) <= MOST_HEARD_BYTES:
+        if len(self._heard) <= MOST_HEARD and self._heard_bytes <= MOST_HEARD_BYTES:
             self._has_room.set()
         else:
             self._has_room.clear()
