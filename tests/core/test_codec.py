@@ -3,7 +3,8 @@
 import json
 
 from service.core.codec import demand_fields, demand_from, task_fields, task_from
-from tests.builders import a_demand, a_task
+from service.core.task import StopReason, TaskState
+from tests.builders import NOW, a_demand, a_task
 
 DEMAND = a_demand(gpu_mb=2048, cpu=1.0, custom={"licence": 2.0, "a": 1.0})
 
@@ -11,6 +12,13 @@ DEMAND = a_demand(gpu_mb=2048, cpu=1.0, custom={"licence": 2.0, "a": 1.0})
 def test_a_task_comes_back_from_json_as_it_was():
     task = a_task(demand=DEMAND, max_retries=2, shareable=True)
     assert task_from(json.loads(json.dumps(task_fields(task)))) == task
+
+
+def test_a_task_under_notice_comes_back_as_it_was():
+    task = a_task(state=TaskState.STOPPING, stop_reason=StopReason.CANCEL, stop_deadline_at=NOW)
+    row = json.loads(json.dumps(task_fields(task)))
+    assert (row["state"], row["stop_reason"]) == ("stopping", "cancel")
+    assert task_from(row) == task
 
 
 def test_only_what_differs_from_the_default_is_written():
