@@ -91,8 +91,12 @@ class Leader:
         self._dispatcher = dispatcher
         self._clock = clock
         self._heard: deque[Report] = deque()
+<<<<<<< HEAD
         self._memory = Memory()
         """What the planner found out about the World so far."""
+=======
+        self._heard_bytes = 0
+>>>>>>> up/main
         self._undispatched: list[Decision] = []
         """Committed, and their orders not yet on their way: what a start needs is in the database."""
         self._refused: set[str] = set()
@@ -114,6 +118,7 @@ class Leader:
     def hear(self, reports: Sequence[Report]) -> None:
         """Keep what agents said, in order, for the next cycle."""
         self._heard.extend(reports)
+        self._heard_bytes += sum(map(_size_bytes, reports))
         self._look_for_room()
         self._woken.set()
 
@@ -197,10 +202,11 @@ class Leader:
             tries -= 1
             if tries == 0:
                 raise PictureDiverged(_DIVERGED.format("its reports"))
+        self._heard_bytes = sum(map(_size_bytes, self._heard))
         self._look_for_room()
 
     def _look_for_room(self) -> None:
-        if len(self._heard) <= MOST_HEARD and sum(map(_size_bytes, self._heard)) <= MOST_HEARD_BYTES:
+        if len(self._heard) <= MOST_HEARD and self._heard_bytes <= MOST_HEARD_BYTES:
             self._has_room.set()
         else:
             self._has_room.clear()

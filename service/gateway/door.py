@@ -68,6 +68,8 @@ class Door:
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         began = time.perf_counter()
+        if scope["method"] == "HEAD":
+            scope = {**scope, "method": "GET"}  # the server, which knows better, sends the head alone
         request_id = self._ids.exchange()
         state = scope["state"] = {"parts": self._parts, "request_id": request_id}
         status = 0
@@ -171,7 +173,8 @@ class Door:
         method, path = scope["method"], scope["path"]
         routes = [route for route in self._router.routes if isinstance(route, Route)]
         here = [route for route in routes if route.path_regex.match(path)]
-        allowed = ", ".join(sorted({known for route in here for known in route.methods or ()}))
+        known = {method for route in here for method in route.methods or ()}
+        allowed = ", ".join(sorted(known | {"HEAD"} if "GET" in known else known))
         if not here:
             return Problem("not-found", f"there is nothing at {path[:200]}; /openapi.json lists all paths")
         return Problem(

@@ -4,7 +4,8 @@ import json
 
 from service.core.codec import demand_fields, demand_from, task_fields, task_from
 from service.core.demand import Where
-from tests.builders import a_demand, a_task
+from service.core.task import StopReason, TaskState
+from tests.builders import NOW, a_demand, a_task
 
 WHERE = Where(kinds=("H100",), min_power=5, nodes=(("zone", ("a", "b")),), prefer_nodes=(("node", ("n1",)),))
 DEMAND = a_demand(
@@ -20,6 +21,13 @@ DEMAND = a_demand(
 def test_a_task_comes_back_from_json_as_it_was():
     task = a_task(demand=DEMAND, max_retries=2, shareable=True)
     assert task_from(json.loads(json.dumps(task_fields(task)))) == task
+
+
+def test_a_task_under_notice_comes_back_as_it_was():
+    task = a_task(state=TaskState.STOPPING, stop_reason=StopReason.CANCEL, stop_deadline_at=NOW)
+    row = json.loads(json.dumps(task_fields(task)))
+    assert (row["state"], row["stop_reason"]) == ("stopping", "cancel")
+    assert task_from(row) == task
 
 
 def test_only_what_differs_from_the_default_is_written():

@@ -2,11 +2,12 @@
 
 import pytest
 
+from service.core.codec import task_from
 from service.core.events import NewEvent, events_of, requested, submitted, task_of
 from service.core.lease import LeaseState, PledgeEnd, move_lease
 from service.core.plan import Decision, PledgeWrite, Request, released_mb, write_move
 from service.core.task import Move
-from service.core.units import TaskId
+from service.core.units import Position, TaskId
 from tests.builders import NOW, a_device, a_lease, a_node, a_pledge, a_task, key
 
 REQUEST = Request("r1", TaskId("t"), "default", "cancel", {"grace_seconds": 5.0}, NOW)
@@ -48,6 +49,13 @@ def test_a_decision_takes_what_is_new_and_gives_back_what_is_released():
     kept, gone = a_lease(run, "gpu1", 30, state=LeaseState.RELEASING), a_lease(run, "gpu2", 40)
     leases = (a_lease(run, "gpu0", 20, version=1), kept, move_lease(gone, LeaseState.RELEASED))
     assert released_mb(Decision("t", "ended", leases=leases)) == {key("gpu0"): 20, key("gpu2"): -40}
+
+
+def test_an_event_gets_its_place_and_time_and_keeps_the_rest():
+    task = a_task("t")
+    event = submitted(task).at(Position(7), NOW)
+    assert (event.position, event.at, event.key, event.tenant, event.task) == (7, NOW, "t", "default", task)
+    assert task_from(event.fields) == task
 
 
 @pytest.mark.parametrize(

@@ -250,6 +250,7 @@ def test_every_device_is_judged_with_its_holders_and_why_not():
         a_node("n3", cordoned=True),
         *(a_device(f"gpu{n}", "n1") for n in range(5)),
         a_device("gpu5", "n1", mb=10 * GIB, kind="T4"),
+        a_device("gpu6", "n1", present=False),
         a_device("gpu0", "n2"),
         a_device("gpu0", "n3"),
         low,
@@ -272,6 +273,7 @@ def test_every_device_is_judged_with_its_holders_and_why_not():
         "n1/gpu3": (Verdict.KEPT_FOR_OTHERS, "what is free is kept for first"),
         "n1/gpu4": (Verdict.STALE, "its memory use has not been reported lately"),
         "n1/gpu5": (Verdict.TOO_SMALL, "too small: 10.0 GiB in all"),
+        "n1/gpu6": (Verdict.GONE, "its node no longer has it"),
         "n2/gpu0": (Verdict.NODE_NOT_READY, "its node does not answer"),
         "n3/gpu0": (Verdict.CORDONED, "its node is cordoned"),
     }

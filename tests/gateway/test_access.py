@@ -99,10 +99,10 @@ async def test_loopback_and_configured_names_are_welcome(gateway: Gateway, host:
 
 async def test_a_method_that_a_path_does_not_know_is_refused_with_those_it_knows(api: Client) -> None:
     for method, path, allowed in (
-        ("DELETE", "/tasks", "GET, POST"),
-        ("PUT", f"/tasks/task_{'0' * 26}", "GET, PATCH"),
+        ("DELETE", "/tasks", "GET, HEAD, POST"),
+        ("PUT", f"/tasks/task_{'0' * 26}", "GET, HEAD, PATCH"),
         ("GET", "/shutdown", "POST"),
-        ("POST", "/healthz", "GET"),
+        ("POST", "/healthz", "GET, HEAD"),
     ):
         response = await api.request(method, path)
         problem(response, 405, "method-not-allowed")
@@ -220,6 +220,14 @@ async def test_health_and_readiness_are_open(gateway: Gateway) -> None:
         "status": "ready",
         "parts": {"store": "ok", "world": "ok", "executor": "ok"},
     }
+
+
+async def test_a_monitor_may_ask_for_the_head_alone(gateway: Gateway, api: Client) -> None:
+    for client, path in ((gateway.with_secret(None), "/healthz"), (api, "/tasks")):
+        head, whole = await client.request("HEAD", path), await client.get(path)
+        assert (head.status_code, head.content) == (200, b"")
+        assert head.headers["content-length"] == str(len(whole.content))
+    assert (await api.request("HEAD", "/shutdown")).status_code == 405, "nobody can read it"
 
 
 async def test_readiness_names_the_part_that_is_away(

@@ -153,7 +153,9 @@ class Day:
 
     def _on_events(self, events: Sequence[Event]) -> None:
         """Everything the World learns has been through JSON, as it is with a database."""
-        plain = [replace(event, fields=json.loads(json.dumps(dict(event.fields)))) for event in events]
+        plain = [
+            replace(event, fields=json.loads(json.dumps(dict(event.fields))), task=None) for event in events
+        ]
         self._auditor.read(plain)
         self._world.apply(plain)
 
