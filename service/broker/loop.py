@@ -91,12 +91,9 @@ class Leader:
         self._dispatcher = dispatcher
         self._clock = clock
         self._heard: deque[Report] = deque()
-<<<<<<< HEAD
+        self._heard_bytes = 0
         self._memory = Memory()
         """What the planner found out about the World so far."""
-=======
-        self._heard_bytes = 0
->>>>>>> up/main
         self._undispatched: list[Decision] = []
         """Committed, and their orders not yet on their way: what a start needs is in the database."""
         self._refused: set[str] = set()
