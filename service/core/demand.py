@@ -22,10 +22,6 @@ class Where:
     """Best first. A preference orders placements and never forbids one."""
     prefer_nodes: Labels = ()
 
-    @property
-    def speaks_of_devices(self) -> bool:
-        return bool(self.kinds or self.min_power or self.min_device_mb)
-
 
 ANYWHERE = Where()
 

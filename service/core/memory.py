@@ -26,6 +26,9 @@ Left = tuple[Ceiling, Headroom]
 Likes = tuple[Kin, int]
 """(demand, priority) of tasks that differ in nothing that placement looks at."""
 
+MOST_UNASKED = 10_000
+"""So much may be known of demands that nobody has any more before all is forgotten."""
+
 A_MOMENT = 0.001
 """Seconds. What changes by the passing of time is looked at again a little early rather than late."""
 
@@ -118,7 +121,7 @@ class Memory:
                 self.growth.mark(node)
             self._look_ahead(node)
         self._opened = self.changes.revision
-        if len(self.standings) + len(self.refusals) > 4 * len(world.queue.kin) + 10_000:
+        if len(self.standings) + len(self.refusals) > 4 * len(world.queue.kin) + MOST_UNASKED:
             self.standings.clear()
             self.refusals.clear()
 
@@ -135,10 +138,10 @@ class Memory:
         turned: list[str] = []
         for key in self._world.by_node.get(node, ()):
             book = self._world.books[key]
-            if book.is_stale(self._now, period):  # it may be heard of at any time
+            if book.sample is None or book.is_stale(self._now, period):  # it may be heard of at any time
                 turned.append(key)
                 at = self._now
-            elif book.sample is not None:
+            else:
                 at = min(at, book.sample.at + 3 * period)
         self._young.pop(node, None)
         for name in self._world.runs.get(node, ()):

@@ -106,8 +106,6 @@ def _best_option(offers: Offers, task: Task, nodes: Iterable[NodeName]) -> _Opti
 
 def _on_one(offer: Offer, task: Task, best: _Option | None) -> _Option | None:
     """The best way to one device of this node, if it costs less than the best so far."""
-    if not offer.room.is_open_to(task):
-        return best
     has_room = offer.room.fits(task)
     for site in offer.sites:
         need = need_mb(task.demand, site.device)
@@ -127,11 +125,7 @@ def _on_one(offer: Offer, task: Task, best: _Option | None) -> _Option | None:
 
 def _on_several(offer: Offer, task: Task, best: _Option | None) -> _Option | None:
     """The same for several devices: exact for few candidates; above, device by device and filled back."""
-    if not offer.room.is_open_to(task):
-        return best
     targets = _targets(offer, task)
-    if len(targets) < task.demand.gpus:
-        return best
     suffices = _suffices(offer, task, targets)
     if suffices(()):
         return _Option(offer, tuple(targets), (), (0.0, 0))

@@ -60,8 +60,6 @@ class Prospects:
     def eviction(self, task: Task, kin: Kin) -> Eviction | None:
         """The best eviction for a task for which there is no place; None, which is remembered, if there is
         none, or if it need only wait."""
-        if self._draft.short_of(task, self._policy.custom_limits):
-            return None
         known = self._known(kin, task.priority)
         nodes: Iterable[NodeName] = self._offers.nodes
         ruled_out = 0 if known is None else known.ruled_out

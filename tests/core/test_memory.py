@@ -1,13 +1,17 @@
 """What the planner remembers holds until something that it depends on changes, be it only the time."""
 
+from collections.abc import Callable
+
+import pytest
+
 from service.core.cycle import plan_cycle
-from service.core.memory import Memory
-from service.core.plan import Decision
+from service.core.memory import MOST_UNASKED, Memory, Standing
+from service.core.plan import Decision, withdrawn, write_move
 from service.core.policy import Policy
-from service.core.task import TaskState
-from service.core.units import Instant
+from service.core.task import Move, TaskState
+from service.core.units import Instant, TaskId
 from service.core.world import World
-from tests.builders import GIB, NOW, a_device, a_sample, a_task, a_world, commit, holding, let_go
+from tests.builders import GIB, NOW, a_device, a_pledge, a_sample, a_task, a_world, commit, holding, let_go
 
 POLICY = Policy()
 
@@ -72,3 +76,58 @@ def test_another_world_another_policy_and_an_earlier_time_find_an_empty_memory()
     world = a_world(a_device(), a_task("a", gpu_mb=2 * GIB))
     assert len(plan(world, memory)) == 1
     assert len(plan(world, memory, NOW - 1.0)) == 1
+
+
+def slices(world: World, memory: Memory, *meanwhile: Callable[[], None]) -> list[str]:
+    """Whom a cycle decides on, task by task; `meanwhile` happens after each of its first slices."""
+    decided, cursor, happens = [], None, iter(meanwhile)
+    while True:
+        part = plan_cycle(world, POLICY, NOW, cursor, budget=1, memory=memory)
+        commit(world, part.decisions)
+        decided += [decision.subject for decision in part.decisions]
+        cursor = part.cursor
+        if cursor is None:
+            return decided
+        next(happens, lambda: None)()
+
+
+def cancels(world: World, *names: str) -> Callable[[], None]:
+    def cancel() -> None:
+        for name in names:
+            write = write_move(world.tasks[TaskId(name)], Move.CANCELLED, finished_at=NOW)
+            pledges = withdrawn(world.pledges.get(TaskId(name), {}))
+            commit(world, Decision(name, "cancel", tasks=(write,), pledges=pledges))
+
+    return cancel
+
+
+def test_who_leaves_the_queue_between_two_slices_is_passed_over():
+    world = a_world(a_device(), *(a_task(name, gpu_mb=GIB) for name in ("a", "b", "c")))
+    assert slices(world, Memory(), cancels(world, "b")) == ["a", "c"]
+
+
+@pytest.mark.parametrize("priority", [50, 20])
+def test_who_gives_up_what_is_kept_for_him_between_two_slices_is_passed_over(priority: int):
+    kept = a_task("kept", priority=priority, gpu_mb=10 * GIB)
+    world = a_world(a_device(), a_task("a", priority=60, gpu_mb=GIB), kept, a_pledge(kept, "gpu0", 10 * GIB))
+    assert slices(world, Memory(), cancels(world, "kept")) == ["a"]
+
+
+def test_who_was_refused_and_left_is_not_asked_again_when_there_is_room():
+    run = holding(a_task("run", priority=90, gpu_mb=60 * GIB), "gpu0")
+    large = [a_task(f"large{n}", priority=60, gpu_mb=50 * GIB) for n in range(3)]
+    world = a_world(run, *large, *(a_task(f"small{n}", priority=50, gpu_mb=GIB) for n in range(3)))
+
+    def room() -> None:
+        cancels(world, *(task.id for task in large))()
+        let_go(world, "run", requeue=False)
+
+    assert slices(world, Memory(), lambda: None, room) == ["small0", "small1", "small2"]
+
+
+def test_what_is_known_of_demands_that_nobody_has_any_more_is_forgotten_in_the_end():
+    world, memory = a_world(a_device(), a_task("a", gpu_mb=GIB)), Memory()
+    plan(world, memory)
+    memory.standings.update({TaskId(f"gone{n}"): Standing() for n in range(MOST_UNASKED + 10)})
+    assert [decision.subject for decision in plan(world, memory, NOW + 1.0)] == ["a"]
+    assert len(memory.standings) < 10

@@ -14,6 +14,7 @@ from service.core.reasons import Reason
 from service.core.survey import survey
 from service.core.task import StopReason, TaskState
 from service.core.units import Instant, Seconds
+from service.core.victims import cheapest
 from service.core.world import World
 from tests.builders import (
     GIB,
@@ -327,3 +328,7 @@ def test_with_many_runs_nobody_is_stopped_if_all_of_them_are_not_enough():
         parts += (a_run(f"d{device}-{n}", f"gpu{device}", 10) for n in range(5))
         parts.append(a_run(f"peer{device}", f"gpu{device}", 25, priority=80))
     assert chosen(a_world(*parts), gpus=2, gpu_mb=60 * GIB) is Reason.WAITING_FOR_MEMORY
+
+
+def test_where_everybody_together_is_too_little_nobody_is_chosen():
+    assert cheapest([], lambda _gone: False) is None
