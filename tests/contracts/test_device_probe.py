@@ -2,7 +2,8 @@
 
 import os
 import subprocess
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -159,17 +160,30 @@ def test_configured_devices_take_the_place_of_real_ones() -> None:
     assert list(new_probe(devices).inventory()) == list(devices)
 
 
-def test_a_process_may_say_what_it_uses_of_a_simulated_device() -> None:
-    with subprocess.Popen(["sleep", "60"], env={**os.environ, SAYS_WHAT_IT_USES: "9000"}) as process:
-        group = a_group([process.pid, os.getpid()], GPU_a=8000)
-        [first, _second] = a_simulated_probe().sample({"task:1": group})
+@contextmanager
+def a_process_that_says(used: str) -> Iterator[int]:
+    """Its pid, once it runs: between its start and that, nobody can read what is in its environment."""
+    with subprocess.Popen(
+        ["sh", "-c", "echo running; read _"],
+        env={**os.environ, SAYS_WHAT_IT_USES: used},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"running\n"
+        yield process.pid
         process.kill()
+
+
+def test_a_process_may_say_what_it_uses_of_a_simulated_device() -> None:
+    with a_process_that_says("9000") as pid:
+        group = a_group([pid, os.getpid()], GPU_a=8000)
+        [first, _second] = a_simulated_probe().sample({"task:1": group})
     assert (first.used_mb, first.by_holder) == (9000, {"task:1": 9000})
 
 
 @pytest.mark.parametrize("said", ["", "much", "-5"])
 def test_what_is_no_size_is_not_heard(said: str) -> None:
-    with subprocess.Popen(["sleep", "60"], env={**os.environ, SAYS_WHAT_IT_USES: said}) as process:
-        [first, _second] = a_simulated_probe().sample({"task:1": a_group([process.pid], GPU_a=8000)})
-        process.kill()
+    with a_process_that_says(said) as pid:
+        [first, _second] = a_simulated_probe().sample({"task:1": a_group([pid], GPU_a=8000)})
     assert first.by_holder == {"task:1": 8000}
