@@ -12,6 +12,9 @@ from service.core.device import DeviceSample, Node
 from service.core.task import StopReason
 from service.core.units import DeviceKey, Fence, Instant, Mib, NodeName, Seconds, TaskId
 
+RunId = tuple[TaskId, Fence, int]
+"""(task, fence, rank)"""
+
 
 @dataclass(frozen=True, slots=True)
 class StartOrder:
@@ -26,6 +29,23 @@ class StartOrder:
     rank: int = 0
     priority: int = 0
     """Starts that wait on the node are served by it, the highest first, then in order of arrival."""
+    world_size: int = 1
+    """How many ranks run together under this fence."""
+    barrier: bool = False
+    """The process gets ready (imports or unpickles), says so, and begins user code at the GoOrder."""
+
+
+@dataclass(frozen=True, slots=True)
+class GoOrder:
+    """All ranks are ready: a run that waits at its barrier begins. Repeated to one that began, it is void."""
+
+    task: TaskId
+    fence: Fence
+    node: NodeName
+    incarnation: str
+    rank_zero_address: str
+    """`ip:port`, as rank 0 offered it; the port was free then."""
+    rank: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +72,7 @@ class ForgetOrder:
     rank: int = 0
 
 
-Order = StartOrder | StopOrder | ForgetOrder
+Order = StartOrder | GoOrder | StopOrder | ForgetOrder
 
 
 class Ending(StrEnum):
@@ -85,6 +105,18 @@ class Started:
     fence: Fence
     at: Instant
     pid: int
+    rank: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """A run with a barrier has imported or unpickled its user code and waits to begin."""
+
+    task: TaskId
+    fence: Fence
+    at: Instant
+    address: str
+    """`ip:port` on its node where nobody listens yet; rank 0's is told to all."""
     rank: int = 0
 
 
@@ -154,7 +186,7 @@ class NodeSeen:
 
     node: Node
     devices: tuple["SeenDevice", ...]
-    runs: tuple[tuple[TaskId, Fence], ...]
+    runs: tuple[RunId, ...]
     at: Instant
 
 
@@ -186,5 +218,5 @@ class Sampled:
     samples: tuple[DeviceSample, ...]
 
 
-Report = Started | Progressed | Checkpointed | Ended | Gone | NodeSeen | NodeLost | Sampled
-"""`task`, `fence` and `rank` of the first five name the run; a report with a stale fence changes nothing."""
+Report = Started | Ready | Progressed | Checkpointed | Ended | Gone | NodeSeen | NodeLost | Sampled
+"""`task`, `fence` and `rank` of the first six name the run; a report with a stale fence changes nothing."""

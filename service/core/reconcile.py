@@ -6,13 +6,13 @@ from dataclasses import dataclass, field, replace
 from service.core.device import Device, Node
 from service.core.kinds import Kind, kind_of
 from service.core.lease import HolderKind
-from service.core.orders import ForgetOrder, Gone, NodeSeen, Order, SeenDevice, StopOrder
+from service.core.orders import ForgetOrder, Gone, NodeSeen, Order, RunId, SeenDevice, StopOrder
 from service.core.plan import Decision
 from service.core.policy import Policy
 from service.core.runs import dissolved, react
 from service.core.stopping import stop_order
 from service.core.task import StopReason, Task, TaskState
-from service.core.units import Fence, Instant, Mib, Seconds, TaskId, device_key
+from service.core.units import Instant, Mib, Seconds, TaskId, device_key
 from service.core.world import World
 
 
@@ -128,17 +128,18 @@ def _absences(world: World, seen: NodeSeen) -> Iterator[Gone]:
     node_proof = _node_proof(known, seen.node)
     expected = set()
     for task in _active_on(world, seen):
-        expected.add((task.id, task.fence))
-        if (task.id, task.fence) in there:
+        run = (task.id, task.fence, 0)
+        expected.add(run)
+        if run in there:
             continue
         if task.started_at is not None:
             yield Gone(task.id, task.fence, seen.at, node_proof or "process_absent")
         elif node_proof or not known.ready:
             yield Gone(task.id, task.fence, seen.at, node_proof or "never_started")
         # Otherwise this agent has answered this term before, and the start may be on its way to it.
-    for holder, fence in _claims_on(world, seen):
-        if (holder, fence) not in there | expected:
-            yield Gone(holder, fence, seen.at, node_proof or "process_absent")
+    for holder, fence, rank in _claims_on(world, seen):
+        if (holder, fence, rank) not in there | expected:
+            yield Gone(holder, fence, seen.at, node_proof or "process_absent", rank=rank)
 
 
 def _node_proof(known: Node, answering: Node) -> str:
@@ -152,20 +153,19 @@ def _active_on(world: World, seen: NodeSeen) -> list[Task]:
     return [world.tasks[name] for name in sorted(world.runs.get(seen.node.name, ()))]
 
 
-def _claims_on(world: World, seen: NodeSeen) -> list[tuple[TaskId, Fence]]:
+def _claims_on(world: World, seen: NodeSeen) -> list[RunId]:
     """Claims with memory on this node, of tasks that have moved on or ended as well."""
     books = (world.books[key] for key in world.by_node.get(seen.node.name, ()))
     leases = (holding.lease for book in books for holding in book.holdings.values())
-    return sorted(
-        {(TaskId(lease.holder), lease.fence) for lease in leases if lease.holder_kind is HolderKind.RUN}
-    )
+    runs = (lease for lease in leases if lease.holder_kind is HolderKind.RUN)
+    return sorted({(TaskId(lease.holder), lease.fence, lease.rank) for lease in runs})
 
 
 def _notices_again(world: World, seen: NodeSeen, now: Instant) -> Iterator[Order]:
     """A notice may have been lost with the leader or the agent that carried it."""
     there = set(seen.runs)
     for task in _active_on(world, seen):
-        if task.state is TaskState.STOPPING and (task.id, task.fence) in there:
+        if task.state is TaskState.STOPPING and (task.id, task.fence, 0) in there:
             assert task.stop_deadline_at is not None
             left = Seconds(max(0.0, task.stop_deadline_at - now))
             yield replace(stop_order(world, task, left), incarnation=seen.node.incarnation)
@@ -174,8 +174,8 @@ def _notices_again(world: World, seen: NodeSeen, now: Instant) -> Iterator[Order
 def _unwanted(world: World, seen: NodeSeen) -> Iterator[Order]:
     """Runs whose outcome nobody will accept: of tasks that ended, moved on or were never ours."""
     name, incarnation = seen.node.name, seen.node.incarnation
-    wanted = {(task.id, task.fence) for task in _active_on(world, seen)}
-    for task, fence in seen.runs:
-        if (task, fence) not in wanted:
-            yield StopOrder(task, fence, name, incarnation, StopReason.CANCEL, Seconds(0.0))
-            yield ForgetOrder(task, fence, name, incarnation)
+    wanted = {(task.id, task.fence, 0) for task in _active_on(world, seen)}
+    for task, fence, rank in seen.runs:
+        if (task, fence, rank) not in wanted:
+            yield StopOrder(task, fence, name, incarnation, StopReason.CANCEL, Seconds(0.0), rank)
+            yield ForgetOrder(task, fence, name, incarnation, rank)

@@ -16,6 +16,7 @@ from service.core.orders import (
     NodeLost,
     NodeSeen,
     Progressed,
+    Ready,
     Report,
     Sampled,
     Started,
@@ -63,7 +64,7 @@ def react(world: World, reports: Iterable[Report], now: Instant, policy: Policy)
                 if node is not None and node.incarnation == report.incarnation:
                     _give_up_runs(world, node, folds, now)
                     nodes |= _close(world, node)
-            case NodeSeen() | Sampled() | Progressed():
+            case NodeSeen() | Sampled() | Progressed() | Ready():
                 pass
             case _:
                 assert_never(report)

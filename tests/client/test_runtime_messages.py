@@ -10,6 +10,7 @@ from gpubroker.runtime.messages import (
     is_report,
     plain_text,
     progressed,
+    ready,
     started,
     tellable,
 )
@@ -19,6 +20,7 @@ KEY = RunKey("t", 1, 0)
 
 SAID: list[Report] = [
     started(KEY, 42),
+    ready(KEY, "10.0.0.1:4711"),
     progressed(KEY, None, ""),
     progressed(KEY, 0.5, "x" * 1000),
     checkpointed(KEY, 1_000_001, "abc", b"state", None),

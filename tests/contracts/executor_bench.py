@@ -12,10 +12,12 @@ from service.core.orders import (
     Ended,
     ForgetOrder,
     Gone,
+    GoOrder,
     NodeLost,
     NodeSeen,
     Order,
     Report,
+    RunId,
     Sampled,
     Started,
     StartOrder,
@@ -40,7 +42,7 @@ class Run:
     @property
     def reports(self) -> list[Report]:
         """What was reported of it, in order."""
-        return self.bench.heard.get((self.order.task, self.order.fence), [])
+        return self.bench.heard.get((self.order.task, self.order.fence, self.order.rank), [])
 
     async def first(self, kind: type[Kind]) -> Kind:
         found = await self.bench.until(lambda: next((r for r in self.reports if isinstance(r, kind)), None))
@@ -64,12 +66,18 @@ class Run:
                 order.incarnation,
                 StopReason.PREEMPT,
                 Seconds(grace_seconds),
+                order.rank,
             )
         )
 
     async def forget(self) -> None:
         order = self.order
-        await self.bench.send(ForgetOrder(order.task, order.fence, order.node, order.incarnation))
+        await self.bench.send(ForgetOrder(order.task, order.fence, order.node, order.incarnation, order.rank))
+
+    async def go(self, rank_zero_address: str) -> None:
+        order = self.order
+        at = order.task, order.fence, order.node, order.incarnation
+        await self.bench.send(GoOrder(*at, rank_zero_address, order.rank))
 
     def order_of_kinds(self) -> list[str]:
         return [type(report).__name__ for report in self.reports]
@@ -81,7 +89,7 @@ class Bench:
     def __init__(self, executor: Executor) -> None:
         self.executor = executor
         self.term = 0
-        self.heard: dict[tuple[TaskId, Fence], list[Report]] = {}
+        self.heard: dict[RunId, list[Report]] = {}
         self.nodes: list[NodeSeen | NodeLost] = []
         self.samples: list[Sampled] = []
         self._news = asyncio.Event()
@@ -122,6 +130,8 @@ class Bench:
         task: str = "",
         incarnation: str = "",
         resume_state: bytes | None = None,
+        rank: int = 0,
+        world_size: int = 1,
         **spec: Any,
     ) -> Run:
         """Order a run of `tests.e2e.ray_jobs:<name>`, or of whatever `spec` says."""
@@ -134,6 +144,9 @@ class Bench:
             incarnation=incarnation or seen.node.incarnation,
             devices=((GPU, Mib(gpu_mb)),) if gpu_mb else (),
             shareable=shareable,
+            rank=rank,
+            world_size=world_size,
+            barrier=world_size > 1,
         )
         payload = RunPayload(
             spec=RunSpec(**{key: value for key, value in given.items() if key != "arguments"}),
@@ -168,5 +181,5 @@ class Bench:
                     case Sampled():
                         self.samples.append(report)
                     case _:
-                        self.heard.setdefault((report.task, report.fence), []).append(report)
+                        self.heard.setdefault((report.task, report.fence, report.rank), []).append(report)
             self._news.set()

@@ -135,15 +135,15 @@ class ExecutorSuite:
         """A leader that died before its commit leaves it to the next one."""
         run = await a_wait(bench, gpu_mb=1000)
         await run.first(Gone)
-        assert (run.order.task, 1) in (await bench.announce_again()).runs
+        assert (run.order.task, 1, 0) in (await bench.announce_again()).runs
         await bench.until(lambda: run.order_of_kinds() == ["Started", "Ended", "Gone"] * 2)
         await run.forget()
-        assert (run.order.task, 1) not in (await bench.announce_again()).runs
+        assert (run.order.task, 1, 0) not in (await bench.announce_again()).runs
 
     async def test_a_run_goes_on_while_terms_change(self, bench: Bench) -> None:
         run = await a_wait(bench, LONG_SECONDS)
         await run.first(Started)
-        assert (run.order.task, 1) in (await bench.announce_again()).runs
+        assert (run.order.task, 1, 0) in (await bench.announce_again()).runs
         await run.stop(grace_seconds=20)
         assert (await run.first(Ended)).ending is Ending.STOPPED
 

@@ -67,7 +67,7 @@ async def test_an_agent_answers_nobody_while_one_card_cannot_be_read(
     broken.unlink()
     assert await line.announce() == "welcome"
     await line.hear("node_seen")
-    assert runs_seen(line) == [("left", 1)]
+    assert runs_seen(line) == [("left", 1, 0)]
 
 
 async def test_an_agent_answers_nobody_while_ray_cannot_say_what_is_there(
@@ -86,7 +86,7 @@ async def test_an_agent_answers_nobody_while_ray_cannot_say_what_is_there(
                 await line.announce()
     assert await line.announce() == "welcome"
     await line.hear("node_seen")
-    assert runs_seen(line) == [("left", 1)]
+    assert runs_seen(line) == [("left", 1, 0)]
 
 
 async def test_an_adopted_run_is_listened_to_and_proven_gone_with_a_measurement(
@@ -119,7 +119,7 @@ async def test_a_run_whose_card_was_removed_is_known_by_what_its_runner_says(
     line = open_line()
     await line.announce()
     await line.hear("node_seen")
-    assert runs_seen(line) == [("left", 1)]
+    assert runs_seen(line) == [("left", 1, 0)]
     assert runner.process.poll() is None
 
 

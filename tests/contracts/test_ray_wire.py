@@ -13,9 +13,11 @@ from service.core.orders import (
     Failure,
     ForgetOrder,
     Gone,
+    GoOrder,
     NodeLost,
     NodeSeen,
     Progressed,
+    Ready,
     Report,
     Sampled,
     SeenDevice,
@@ -52,6 +54,7 @@ def carried(
     ("sent", "expected"),
     [
         (("started", "t", 3, 1, 1000.0, 42), Started(T, F, AT, 42, 1)),
+        (("ready", "t", 3, 1, 1000.0, "10.0.0.1:4711"), Ready(T, F, AT, "10.0.0.1:4711", 1)),
         (("progressed", "t", 3, 0, 1000.0, None, "hm"), Progressed(T, F, AT, None, "hm")),
         (
             ("checkpointed", "t", 3, 0, 1000.0, 7, "abc", b"\xff\x00", None),
@@ -76,11 +79,11 @@ def carried(
         ),
         (("node_lost", 1000.0, "i", "dead"), NodeLost(N, "i", AT, "dead")),
         (
-            ("node_seen", 1000.0, NODE, [("GPU-a", "sim", 0, 9, True)], [("t", 3)]),
+            ("node_seen", 1000.0, NODE, [("GPU-a", "sim", 0, 9, True)], [("t", 3, 1)]),
             NodeSeen(
                 Node(N, 2.0, Mib(10), 4, "i", "b"),
                 (SeenDevice("GPU-a", "sim", 0, Mib(9), True),),
-                ((T, F),),
+                ((T, F, 1),),
                 AT,
             ),
         ),
@@ -217,4 +220,6 @@ def test_stops_and_forgets_name_the_claim() -> None:
     form = OrderForm(0, 0)
     stop = StopOrder(T, F, N, "i", StopReason.PREEMPT, Seconds(2.5), rank=1)
     assert form.write(stop, None) == ("stop", "t", 3, 1, "preempt", 2.5)
+    go = GoOrder(T, F, N, "i", "10.0.0.1:4711", rank=1)
+    assert form.write(go, None) == ("go", "t", 3, 1, "10.0.0.1:4711")
     assert form.write(ForgetOrder(T, F, N, "i"), None) == ("forget", "t", 3, 0)

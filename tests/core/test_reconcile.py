@@ -37,7 +37,7 @@ N1 = NodeName("n1")
 def hear(world: World, *runs: Claim, uuids: tuple[str, ...] = ("gpu0",), **node: Any) -> list[Decision]:
     """The agent of n1 answers that it knows these runs; what follows is made true."""
     devices = tuple(SeenDevice(uuid, "H100", i, Mib(80 * GIB), True) for i, uuid in enumerate(uuids))
-    known = tuple((TaskId(task), Fence(fence)) for task, fence in runs)
+    known = tuple((TaskId(task), Fence(fence), 0) for task, fence in runs)
     seen = NodeSeen(a_node(**node), devices, known, NOW)
     decisions = reconcile(world, seen, NOW, Policy(), InventoryRules("test"))
     commit(world, decisions)

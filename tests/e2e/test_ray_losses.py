@@ -40,7 +40,7 @@ async def test_a_run_outlives_the_driver_process(lab: Lab, tmp_path: Path) -> No
     os.kill(driver, signal.SIGKILL)
     ordered_meanwhile = await lab.start("add", 1, 2, shareable=True)
     seen = await next_answer(lab, before)
-    assert (run.order.task, 1) in seen.runs
+    assert (run.order.task, 1, 0) in seen.runs
     assert (await ordered_meanwhile.first(Ended)).ending is Ending.NEVER_STARTED
     gate.touch()
     assert await run.result() == "seen"
@@ -58,7 +58,7 @@ async def test_a_driver_that_hangs_takes_no_order_with_it_and_is_replaced(
     os.kill(driver, signal.SIGSTOP)
     async with asyncio.timeout(1.0):
         ordered_meanwhile = await lab.start("add", "x" * 2**20, "y")
-    assert (run.order.task, 1) in (await next_answer(lab, before)).runs
+    assert (run.order.task, 1, 0) in (await next_answer(lab, before)).runs
     assert not is_there(driver)
     assert (await ordered_meanwhile.first(Ended)).ending is Ending.NEVER_STARTED
     gate.touch()
@@ -71,7 +71,7 @@ async def test_a_run_outlives_the_node_agent(lab: Lab, tmp_path: Path) -> None:
     [agent] = agents_of(lab.head)
     os.kill(agent, signal.SIGKILL)
     seen = await next_answer(lab, before)
-    assert (run.order.task, 1) in seen.runs
+    assert (run.order.task, 1, 0) in seen.runs
     assert not [node for node in lab.nodes[before:] if isinstance(node, NodeLost)]
     gate.touch()
     assert await run.result() == "seen"
@@ -95,7 +95,7 @@ async def test_a_service_restarted_with_other_settings_finds_head_and_run_and_ta
     lab = await open_lab(term=2, data_dir=home, max_runs=7)
     assert read_state(home) == head
     seen = await lab.node()
-    assert ("survivor", 1) in seen.runs
+    assert ("survivor", 1, 0) in seen.runs
     assert seen.node.max_runs == 7
     gate.touch()
     survivor = await lab.run_of("survivor")
@@ -116,7 +116,7 @@ async def test_a_head_that_was_shot_is_replaced_and_says_what_became_of_its_runs
     os.kill(head.pid, signal.SIGKILL)
     lost = await lab.until(lambda: [node for node in lab.nodes[before:] if isinstance(node, NodeLost)])
     assert lost[0].why == "the local Ray head ended"
-    assert (run.order.task, 1) in (await next_answer(lab, before)).runs
+    assert (run.order.task, 1, 0) in (await next_answer(lab, before)).runs
     assert (await run.first(Gone)).proof == "agent_restarted"
     assert not is_there(pid)
     assert not any(isinstance(report, Ended) for report in run.reports)

@@ -169,8 +169,9 @@ class Machine:
 
     def _answer(self) -> None:
         node = Node(self.name, 32.0, Mib(128 * 1024), 24, self.incarnation, f"{self.name}-boot-{self._boots}")
-        known = tuple(sorted(self._runs))
-        self.reports.send((self._term, NodeSeen(node, self.devices, known, self._timeline.now())))
+        known = sorted(self._runs)
+        runs = tuple((task, fence, 0) for task, fence in known)
+        self.reports.send((self._term, NodeSeen(node, self.devices, runs, self._timeline.now())))
         for claim in known:
             for report in self._runs[claim].said:
                 self.reports.send((self._term, report))

@@ -14,6 +14,7 @@ PROTOCOL = 2
 """First value of every message between agent and run process. Another number is refused."""
 
 URI_CHARS = 2048
+ADDRESS_CHARS = 255
 PROGRESS_CHARS = 500
 MESSAGE_CHARS = 4096
 TRACEBACK_BYTES = 64 * 1024
@@ -57,6 +58,9 @@ class RunOrder:
     checkpoint_limit_bytes: int = 16 * 1024 * 1024
     priority: int = 0
     """Of several that wait for a process the highest gets the next one."""
+    world_size: int = 1
+    barrier: bool = False
+    """Get ready, say so, and begin user code when all ranks are ready."""
 
     @property
     def key(self) -> RunKey:
@@ -96,6 +100,11 @@ def plain_text(text: str, limit: int) -> str:
 
 def started(key: RunKey, pid: int) -> Report:
     return ("started", *key, time.time(), pid)
+
+
+def ready(key: RunKey, address: str) -> Report:
+    """`address`: ip:port on this node where nobody listens yet."""
+    return ("ready", *key, time.time(), address)
 
 
 def progressed(key: RunKey, fraction: float | None, message: str) -> Report:
@@ -191,6 +200,7 @@ _FAILURE = (_is_text(64), _is_text(MESSAGE_CHARS), _is_text(TRACEBACK_BYTES))
 
 _FIELDS: Mapping[str, tuple[Fits, ...]] = {
     "started": (_is_number,),
+    "ready": (_is_text(ADDRESS_CHARS),),
     "progressed": (_or_none(_is_fraction), _is_text(PROGRESS_CHARS)),
     "checkpointed": (_is_number, _is_text(64), _or_none(_is_bytes), _or_none(_is_text(URI_CHARS))),
     "ended": (_is_ending, _or_none(_is_bytes), _is_format, _or_none(_is_failure), _is_bytes),

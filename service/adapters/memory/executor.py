@@ -13,9 +13,12 @@ from service.core.orders import (
     Failure,
     ForgetOrder,
     Gone,
+    GoOrder,
     NodeSeen,
     Order,
+    Ready,
     Report,
+    RunId,
     Sampled,
     SeenDevice,
     Started,
@@ -38,9 +41,9 @@ class SimulatedNode:
     devices: tuple[SeenDevice, ...]
 
 
-RunId = tuple[TaskId, Fence]
-
 REMEMBERED_FENCES = 100_000
+NOBODY_LISTENS = "127.0.0.1:9"
+"""The discard port: what runs of no process offer each other."""
 LONGEST_SECONDS = 10 * 365 * 86400
 
 
@@ -49,7 +52,9 @@ class _Run:
     devices: tuple[tuple[DeviceKey, Mib], ...]
     told: list[Report] = field(default_factory=list)
     end: asyncio.TimerHandle | None = None
-    """None once it has ended."""
+    """None before it waits, and once it has ended."""
+    waits_seconds: float = 0.0
+    is_over: bool = False
 
 
 class WaitingExecutor:
@@ -62,8 +67,8 @@ class WaitingExecutor:
         self._incarnation = ""
         self._runs: dict[RunId, _Run] = {}
         """Until they have ended and are forgotten."""
-        self._fences: dict[TaskId, Fence] = {}
-        """The highest that was heard of: neither it nor a lower one starts again."""
+        self._fences: dict[tuple[TaskId, int], Fence] = {}
+        """The highest that was heard of, by task and rank: neither it nor a lower one starts again."""
         self._pending: list[Report] = []
         self._arrived = asyncio.Event()
         self._heartbeat: asyncio.Task[None] | None = None
@@ -91,10 +96,12 @@ class WaitingExecutor:
             match order:
                 case StartOrder() if order.task in payloads:
                     self._start(order, payloads[order.task])
+                case GoOrder():
+                    self._go(_key(order))
                 case StopOrder():
                     self._stop(order)
-                case ForgetOrder() if (run := self._runs.get((order.task, order.fence))) and run.end is None:
-                    del self._runs[order.task, order.fence]
+                case ForgetOrder() if (run := self._runs.get(_key(order))) and run.is_over:
+                    del self._runs[_key(order)]
                 case StartOrder() | ForgetOrder():
                     pass
 
@@ -117,44 +124,60 @@ class WaitingExecutor:
             self._runs.clear()
 
     def _start(self, order: StartOrder, payload: RunPayload) -> None:
-        if order.fence <= self._fences.get(order.task, 0):
+        key = _key(order)
+        if not self._is_new(key):
             return
         if order.incarnation != self._incarnation:
-            self._refuse(order.task, order.fence)
+            self._refuse(key)
             return
-        self._note_fence(order.task, order.fence)
-        key = order.task, order.fence
+        self._note_fence(key)
         run = self._runs[key] = _Run(order.devices)
         try:
-            seconds = _seconds(payload)
+            run.waits_seconds = _seconds(payload)
         except ValueError as fault:
             self._end(key, Ending.FAILED, Failure("exception", str(fault)))
             return
-        self._tell(run, Started(order.task, order.fence, self._clock.now(), pid=0))
-        run.end = asyncio.get_running_loop().call_later(seconds, self._end, key, Ending.SUCCEEDED)
+        now = self._clock.now()
+        self._tell(run, Started(order.task, order.fence, now, pid=0, rank=order.rank))
+        if order.barrier:
+            self._tell(run, Ready(order.task, order.fence, now, NOBODY_LISTENS, order.rank))
+        else:
+            self._go(key)
+
+    def _go(self, key: RunId) -> None:
+        """A run waits once, however often it is told to begin."""
+        run = self._runs.get(key)
+        if run is not None and run.end is None and not run.is_over:
+            after = asyncio.get_running_loop().call_later
+            run.end = after(run.waits_seconds, self._end, key, Ending.SUCCEEDED)
 
     def _stop(self, order: StopOrder) -> None:
         """A run that only waits gives way at once; without a grace period it has no time for that."""
-        key = order.task, order.fence
+        key = _key(order)
         run = self._runs.get(key)
-        if run is not None and run.end is not None:
+        if run is not None and not run.is_over:
             killed = order.grace_seconds <= 0
             failure = Failure("killed", "it was killed") if killed else None
             self._end(key, Ending.LOST if killed else Ending.STOPPED, failure)
-        elif run is None and order.fence > self._fences.get(order.task, 0):
-            self._refuse(*key)
+        elif run is None and self._is_new(key):
+            self._refuse(key)
         elif run is None:
-            self._say(Gone(*key, self._clock.now(), "process_absent", samples=self._samples()))
+            self._say_gone(key, "process_absent", self._samples())
 
-    def _refuse(self, task: TaskId, fence: Fence) -> None:
+    def _refuse(self, key: RunId) -> None:
         """It has not been started and never will be."""
-        self._note_fence(task, fence)
-        now = self._clock.now()
-        self._say(Ended(task, fence, now, Ending.NEVER_STARTED))
-        self._say(Gone(task, fence, now, "never_started"))
+        self._note_fence(key)
+        task, fence, rank = key
+        self._say(Ended(task, fence, self._clock.now(), Ending.NEVER_STARTED, rank=rank))
+        self._say_gone(key, "never_started")
 
-    def _note_fence(self, task: TaskId, fence: Fence) -> None:
-        self._fences[task] = fence
+    def _is_new(self, key: RunId) -> bool:
+        task, fence, rank = key
+        return fence > self._fences.get((task, rank), 0)
+
+    def _note_fence(self, key: RunId) -> None:
+        task, fence, rank = key
+        self._fences[task, rank] = fence
         if len(self._fences) > REMEMBERED_FENCES:
             del self._fences[next(iter(self._fences))]
 
@@ -162,12 +185,16 @@ class WaitingExecutor:
         run = self._runs[key]
         if run.end is not None:
             run.end.cancel()
-            run.end = None
-        run.devices = ()
+        run.end, run.is_over, run.devices = None, True, ()
         now = self._clock.now()
+        task, fence, rank = key
         result = b"null" if ending is Ending.SUCCEEDED else None
-        self._tell(run, Ended(*key, now, ending, result=result, failure=failure))
-        self._tell(run, Gone(*key, now, "process_absent", samples=self._samples()))
+        self._tell(run, Ended(task, fence, now, ending, result=result, failure=failure, rank=rank))
+        self._tell(run, Gone(task, fence, now, "process_absent", self._samples(), rank))
+
+    def _say_gone(self, key: RunId, proof: str, samples: tuple[DeviceSample, ...] = ()) -> None:
+        task, fence, rank = key
+        self._say(Gone(task, fence, self._clock.now(), proof, samples, rank))
 
     def _tell(self, run: _Run, report: Report) -> None:
         run.told.append(report)
@@ -176,10 +203,12 @@ class WaitingExecutor:
     def _samples(self) -> tuple[DeviceSample, ...]:
         used: dict[DeviceKey, int] = {}
         by_holder: dict[DeviceKey, dict[str, Mib]] = {}
-        for (task, fence), run in self._runs.items():
+        for (task, fence, _rank), run in self._runs.items():
+            holder = f"{task}:{fence}"
             for device, mb in run.devices:
                 used[device] = used.get(device, 0) + mb
-                by_holder.setdefault(device, {})[f"{task}:{fence}"] = mb
+                there = by_holder.setdefault(device, {})
+                there[holder] = Mib(there.get(holder, 0) + mb)
         now = self._clock.now()
         keys = [device_key(self._node.cluster, self._node.name, seen.uuid) for seen in self._node.devices]
         return tuple(
@@ -198,6 +227,10 @@ class WaitingExecutor:
     def _say(self, report: Report) -> None:
         self._pending.append(report)
         self._arrived.set()
+
+
+def _key(order: Order) -> RunId:
+    return order.task, order.fence, order.rank
 
 
 def _seconds(payload: RunPayload) -> float:

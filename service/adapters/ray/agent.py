@@ -195,7 +195,7 @@ class NodeAgent:
             "boot_id": boot_id(),
         }
         devices = [(d.uuid, d.kind, d.index, d.physical_mb, d.simulated) for d in self._meter.inventory()]
-        runs = [(key.task, key.fence) for key in keeper.book.runs]
+        runs = [tuple(key) for key in keeper.book.runs]
         return ("node_seen", time.time(), node, devices, runs)
 
     async def _sampled(self, keeper: RunKeeper, timeout_seconds: float) -> list[WireSample] | None:

@@ -27,6 +27,7 @@ from service.core.orders import (
     NodeSeen,
     Order,
     Report,
+    RunId,
     StartOrder,
     StopOrder,
 )
@@ -45,8 +46,6 @@ FORGET_SECONDS = 0.05
 """To forget a run is never urgent: it travels with the next order, or so much later."""
 UNANSWERED_BYTES = 256 * 2**20
 """Starts of more than this are not on their way at once; what is beyond comes back as never started."""
-
-RunId = tuple[TaskId, Fence, int]
 
 
 class OnItsWay(NamedTuple):
@@ -279,10 +278,10 @@ class RayExecutor:
         """This agent starts nothing ordered before it answered: what it does not have has never begun."""
         name = seen.node.name
         there = set(seen.runs)
-        for task, fence, rank in [run for run, start in self._unanswered.items() if start.node == name]:
-            if (task, fence) not in there:
-                self._answer((task, fence, rank))
-                self._never_started(task, fence, rank, seen.at)
+        for run in [run for run, start in self._unanswered.items() if start.node == name]:
+            if run not in there:
+                self._answer(run)
+                self._never_started(*run, seen.at)
         self._seen[name] = seen.node.incarnation
         for packed in self._held.pop(name, ()):
             self._tell("orders", name, packed)

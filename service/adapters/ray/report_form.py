@@ -18,7 +18,9 @@ from service.core.orders import (
     NodeLost,
     NodeSeen,
     Progressed,
+    Ready,
     Report,
+    RunId,
     Sampled,
     SeenDevice,
     Started,
@@ -30,7 +32,7 @@ log = structlog.get_logger("gpubroker.ray")
 MALFORMED = "malformed_report"
 """Kind of the failure of a run that told what no report says."""
 
-_OF_A_RUN = frozenset({"started", "progressed", "checkpointed", "ended"})
+_OF_A_RUN = frozenset({"started", "ready", "progressed", "checkpointed", "ended"})
 _FORMATS = frozenset({"json", "cloudpickle"})
 _MOST = 2**31 - 1
 """Counts are columns of four bytes."""
@@ -108,7 +110,7 @@ def _report(batch: _Batch, report: Any) -> Report:
             return NodeSeen(
                 _node(described),
                 tuple(_device(device) for device in _sequence(devices, "devices")),
-                tuple(_claim(run) for run in _sequence(runs, "runs")),
+                tuple(_run_id(run) for run in _sequence(runs, "runs")),
                 batch.instant(at),
             )
         case ("node_lost", at, incarnation, why):
@@ -122,6 +124,8 @@ def _of_a_run(batch: _Batch, kind: str, run: _Run, rank: int, rest: list[Any]) -
     match kind, rest:
         case "started", [pid]:
             return Started(*run, _count(pid, "pid"), rank)
+        case "ready", [address]:
+            return Ready(*run, _name(address, "address"), rank)
         case "progressed", [fraction, message]:
             done = None if fraction is None else _number(fraction, "fraction", least=0.0, most=1.0)
             return Progressed(*run, done, _text(message, "message"), rank)
@@ -216,10 +220,10 @@ def _device(told: Any) -> SeenDevice:
             return _refuse("device", told)
 
 
-def _claim(told: Any) -> tuple[TaskId, Fence]:
+def _run_id(told: Any) -> RunId:
     match told:
-        case (task, fence):
-            return TaskId(_name(task, "task")), Fence(_count(fence, "fence"))
+        case (task, fence, rank):
+            return TaskId(_name(task, "task")), Fence(_count(fence, "fence")), _count(rank, "rank")
         case _:
             return _refuse("run", told)
 

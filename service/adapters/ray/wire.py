@@ -9,15 +9,16 @@ from gpubroker.runtime.messages import RunOrder
 
 from service.core.orders import (
     ForgetOrder,
+    GoOrder,
     NodeLost,
     NodeSeen,
     Order,
     Report,
+    RunId,
     Sampled,
     StartOrder,
     StopOrder,
 )
-from service.core.units import Fence, TaskId
 from service.ports import RunPayload
 
 PROTOCOL = 2
@@ -57,6 +58,8 @@ class OrderForm:
                     order.shareable,
                     self._run_order(order, payload).to_wire(),
                 )
+            case GoOrder():
+                return ("go", order.task, order.fence, order.rank, order.rank_zero_address)
             case StopOrder():
                 reason = order.reason.value
                 return ("stop", order.task, order.fence, order.rank, reason, order.grace_seconds)
@@ -69,6 +72,8 @@ class OrderForm:
             task=order.task,
             fence=order.fence,
             rank=order.rank,
+            world_size=order.world_size,
+            barrier=order.barrier,
             priority=order.priority,
             kind=spec.kind,
             entrypoint=spec.entrypoint,
@@ -96,7 +101,7 @@ def write_reports(
     return pack((PROTOCOL, node, sent_at, held_seconds, reports))
 
 
-def key_of(report: Report) -> tuple[TaskId, Fence, int] | None:
+def key_of(report: Report) -> RunId | None:
     """(task, fence, rank) of a report about a run; None for one about a node."""
     if isinstance(report, NodeSeen | NodeLost | Sampled):
         return None
