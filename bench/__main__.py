@@ -4,7 +4,7 @@ import sys
 from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from types import ModuleType
 
-from bench import accept, openb, plan, preempt, run, simulate
+from bench import accept, churn, openb, plan, preempt, run, simulate
 from bench.measuring import publish
 
 BENCHMARKS: dict[str, ModuleType] = {
@@ -13,6 +13,7 @@ BENCHMARKS: dict[str, ModuleType] = {
     "preempt": preempt,
     "openb": openb,
     "plan": plan,
+    "churn": churn,
     "simulate": simulate,
 }
 

@@ -11,7 +11,8 @@ from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from bench.load import Load, Measured, Target
+from bench.http import Target
+from bench.load import Load, Measured
 from bench.measuring import Figure, Pair, median_ratio, percentile, say
 from bench.postgres import postgres
 from bench.processes import SQLITE_DURABILITY, Service, bare_app, service, settle

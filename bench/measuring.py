@@ -42,8 +42,13 @@ def publish(figure: Figure) -> None:
     print(json.dumps(asdict(figure)), flush=True)
     against = ""
     if figure.baseline is not None and figure.ratio is not None:
-        against = f", {figure.ratio:.2f} of the baseline's {figure.baseline:,.1f}"
-    say(f"{figure.figure}: {figure.value:,.1f} {figure.unit}{against} (n = {figure.n:,})")
+        against = f", {figure.ratio:.2f} of the baseline's {_short(figure.baseline)}"
+    value = f"{_short(figure.value)} {figure.unit}".rstrip()
+    say(f"{figure.figure}: {value}{against} (n = {figure.n:,})")
+
+
+def _short(value: float) -> str:
+    return f"{value:,.1f}" if abs(value) >= 1 else f"{value:.2f}"
 
 
 def say(text: str) -> None:

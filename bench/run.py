@@ -11,7 +11,8 @@ from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator
 
 from bench.companion import Companion
-from bench.load import Load, Measured, Target
+from bench.http import Target
+from bench.load import Load, Measured
 from bench.measuring import Figure, Pair, median_ratio, say
 from bench.processes import SQLITE_DURABILITY, Service, service, settle
 

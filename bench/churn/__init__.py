@@ -1,0 +1,95 @@
+"""How long the whole service needs for thousands of short tasks in queues with quotas, in real time.
+
+Every task is a POST of its own, durable before its answer; admissions, starts and ends are commits, too. Only
+the work itself is missing: runs just wait as long as they would run. The loads are Kueue's, whose published
+figures include a Kubernetes API server; ours include the HTTP door and the database that take its place.
+"""
+
+import json
+import time
+from argparse import ArgumentParser, Namespace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
+
+from bench.churn.outcome import Outcome, events_of, outcome_of
+from bench.churn.shapes import SHAPES, UNIT_MB, Shape
+from bench.companion import Companion
+from bench.measuring import Figure, say
+from bench.postgres import postgres
+from bench.processes import SQLITE_DURABILITY, Service, service
+
+POLL_SECONDS = 0.5
+OPEN = ("pending", "admitted", "running", "stopping")
+
+
+class Sender(Companion):
+    module = "bench.churn.sender"
+
+    def send(self, shape: Shape, port: int, tokens: Sequence[str], connections: int) -> float:
+        """Seconds from the first submit to the last answer; `tokens` has one per queue, cohort by cohort.
+
+        Raises RuntimeError when a task was not accepted.
+        """
+        answer = self.ask(shape=asdict(shape), port=port, tokens=tokens, connections=connections)
+        if answer["statuses"] != {"202": shape.tasks}:
+            raise RuntimeError(f"{shape.tasks} tasks had to be accepted; answers were {answer['statuses']}")
+        return float(answer["seconds"])
+
+
+def add_options(parser: ArgumentParser) -> None:
+    parser.add_argument("--shape", choices=SHAPES, default="kueue-baseline")
+    parser.add_argument("--database", choices=["sqlite", "postgres"], default="sqlite")
+    parser.add_argument("--connections", type=int, default=64)
+
+
+def measure(options: Namespace) -> Iterator[Figure]:
+    shape = SHAPES[options.shape]
+    say(f"{shape.name}: {shape.tasks:,} tasks in {shape.cohorts * shape.queues:,} queues; published figures")
+    say("  are Kueue's and include a Kubernetes API server, ours include HTTP and a durable database")
+    if options.database == "sqlite":
+        yield from figures(shape, churn(shape, options.connections), SQLITE_DURABILITY)
+    else:
+        with postgres() as (url, durability):
+            seen = churn(shape, options.connections, DATABASE_URL=url)
+        yield from figures(shape, seen, durability)
+
+
+def figures(shape: Shape, seen: Outcome, durability: str) -> Iterator[Figure]:
+    """Named after the last part of the shape's name; the published value, where there is one, beside each."""
+    prefix = f"churn.{shape.name.rpartition('-')[2]}"
+    for name, (value, unit) in seen.figures(shape).items():
+        published = shape.published.get(name)
+        ratio = None if published is None else value / published
+        yield Figure("churn", f"{prefix}.{name}", value, unit, shape.tasks, durability, published, ratio)
+
+
+def churn(shape: Shape, connections: int, **settings: str) -> Outcome:
+    """One run from an empty service until every task has ended."""
+    with service(**settings_for(shape), **settings) as running, Sender() as sender:
+        tokens = [_token(running, queue) for queue in range(shape.cohorts * shape.queues)]
+        began = time.monotonic()
+        took = sender.send(shape, running.port, tokens, connections)
+        say(f"  every task accepted after {took:.1f} s")
+        while any((counts := running.ask("GET", "/stats")["tasks"])[state] for state in OPEN):
+            waiting = sum(counts[state] for state in OPEN)
+            say(f"  {time.monotonic() - began:6.1f} s: {shape.tasks - waiting:,} ended, {waiting:,} to go")
+            time.sleep(POLL_SECONDS)
+        say("  every task ended; reading the log")
+        return outcome_of(events_of(running, 0), shape)
+
+
+def settings_for(shape: Shape) -> Mapping[str, str]:
+    cohorts = [f"cohort-{number}" for number in range(shape.cohorts)]
+    device_mb = shape.queues * shape.quota * UNIT_MB
+    return {
+        "ENGINE": "simulated",
+        "SIMULATED_DEVICES": json.dumps([{"kind": name, "memory_mb": device_mb} for name in cohorts]),
+        "POOLS": json.dumps({name: {"kinds": [name]} for name in cohorts}),
+        "RAY__MAX_RUNS": str(shape.units),
+        "ENTRYPOINTS": "bench.tasks:*",
+    }
+
+
+def _token(running: Service, queue: int) -> str:
+    asked = {"name": f"queue-{queue}", "tenant": f"queue-{queue}", "scopes": ["tasks:write", "tasks:read"]}
+    return str(running.ask("POST", "/tokens", asked)["token"])

@@ -1,0 +1,91 @@
+"""What became of a load, added up from the service's own events."""
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from datetime import datetime
+from statistics import mean
+from typing import Any
+
+from bench.churn.shapes import UNIT_MB, Shape
+from bench.processes import Service
+
+PAGE = 500
+ENDS = frozenset({"task.succeeded", "task.failed", "task.cancelled", "task.expired"})
+
+
+@dataclass
+class Outcome:
+    began: float = 0.0
+    ended: float = 0.0
+    counts: Counter[str] = field(default_factory=Counter)
+    """Events by kind."""
+    waits: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
+    """Class -> seconds from the submit to the first admission."""
+    held_unit_seconds: float = 0.0
+    """From the admission until the memory was confirmed free."""
+
+    @property
+    def wall_seconds(self) -> float:
+        return self.ended - self.began
+
+    @property
+    def turnover_per_second(self) -> float:
+        """Admissions, each committed before its task was started."""
+        return self.counts["task.admitted"] / self.wall_seconds
+
+    def figures(self, shape: Shape) -> dict[str, tuple[float, str]]:
+        """Figure -> (value, unit). Uses are shares of the quota over the whole wall time."""
+        offered = shape.units * self.wall_seconds
+        return {
+            "wall_s": (self.wall_seconds, "s"),
+            "use": (shape.work_unit_seconds / offered, ""),
+            "held_use": (self.held_unit_seconds / offered, ""),
+            "admissions": (self.turnover_per_second, "/s"),
+            "preemptions": (float(self.counts["task.requeued"]), ""),
+            **{
+                f"wait.{sort.name}_s": (mean(self.waits[sort.name]), "s")
+                for sort in sorted(shape.sorts, key=lambda sort: -sort.priority)
+            },
+        }
+
+
+def events_of(running: Service, after: int) -> Iterator[dict[str, Any]]:
+    """Everything that was logged since that position."""
+    while True:
+        page = running.ask("GET", f"/events?after={after}&limit={PAGE}")
+        yield from page["items"]
+        if page["next_after"] == after:
+            return
+        after = page["next_after"]
+
+
+def outcome_of(events: Iterable[dict[str, Any]], shape: Shape) -> Outcome:
+    """Raises RuntimeError unless every task of the shape succeeded."""
+    seen = Outcome()
+    submitted: dict[str, tuple[float, str]] = {}
+    leased: dict[str, tuple[float, int]] = {}
+    for event in events:
+        kind, key, at = event["kind"], event["key"], _seconds(event["at"])
+        seen.counts[kind] += 1
+        match kind:
+            case "task.submitted":
+                submitted[key] = at, event["fields"]["name"]
+                seen.began = seen.began or at
+            case "task.admitted" if key in submitted and event["fields"]["fence"] == 1:
+                since, name = submitted[key]
+                seen.waits[name].append(at - since)
+            case "lease.reserved":
+                leased[key] = at, event["fields"]["mb"]
+            case "lease.released":
+                since, mb = leased.pop(key)
+                seen.held_unit_seconds += (at - since) * mb / UNIT_MB
+            case _ if kind in ENDS:
+                seen.ended = at
+    if seen.counts["task.succeeded"] != shape.tasks:
+        raise RuntimeError(f"{shape.tasks} tasks had to succeed; the log has {dict(seen.counts)}")
+    return seen
+
+
+def _seconds(at: str) -> float:
+    return datetime.fromisoformat(at.replace("Z", "+00:00")).timestamp()

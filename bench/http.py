@@ -1,0 +1,74 @@
+"""Just enough HTTP/1.1 to keep the server the busy side: one request at a time on a keep-alive connection."""
+
+import asyncio
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import cast
+
+
+@dataclass(frozen=True)
+class Target:
+    """One request."""
+
+    port: int
+    method: str
+    path: str
+    headers: Mapping[str, str] = field(default_factory=dict)
+    body: str = ""
+
+    def encoded(self) -> bytes:
+        body = self.body.encode()
+        headers = {"Host": f"127.0.0.1:{self.port}", **self.headers, "Content-Length": str(len(body))}
+        head = "".join(f"{name}: {value}\r\n" for name, value in headers.items())
+        return f"{self.method} {self.path} HTTP/1.1\r\n{head}\r\n".encode() + body
+
+
+class Connection(asyncio.Protocol):
+    """Tells `on_answer` the status of each answer and how many ms it took. `ended` raises when it is lost."""
+
+    def __init__(self) -> None:
+        self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._received = bytearray()
+        self._expected = 0
+        self._status = ""
+        self._sent_at = 0.0
+
+    def on_answer(self, status: str, ms: float, /) -> None:
+        raise NotImplementedError
+
+    def send(self, request: bytes) -> None:
+        self._sent_at = time.perf_counter()
+        self._transport.write(request)
+
+    def close(self) -> None:
+        """It ends well: nothing was under way."""
+        if not self.ended.done():
+            self.ended.set_result(None)
+        self._transport.close()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's is one, but does not inherit from it
+
+    def data_received(self, data: bytes) -> None:
+        self._received += data
+        if not self._expected:
+            self._read_head()
+        if self._expected and len(self._received) >= self._expected:
+            self._received.clear()
+            self._expected = 0
+            self.on_answer(self._status, 1000 * (time.perf_counter() - self._sent_at))
+
+    def connection_lost(self, error: Exception | None) -> None:
+        if not self.ended.done():
+            self.ended.set_exception(error or ConnectionError("the server closed a keep-alive connection"))
+
+    def _read_head(self) -> None:
+        end = self._received.find(b"\r\n\r\n")
+        if end < 0:
+            return
+        head = bytes(self._received[: end + 2]).lower()
+        self._status = head[9:12].decode()
+        _, named, rest = head.partition(b"\r\ncontent-length:")
+        length = int(rest[: rest.index(b"\r\n")]) if named else 0
+        self._expected = end + 4 + length

@@ -1,0 +1,62 @@
+"""The short form of `python -m bench churn`: three queues and seconds of the same work, through a service."""
+
+import pytest
+
+from bench.churn import churn, figures
+from bench.churn.outcome import outcome_of
+from bench.churn.shapes import SHAPES, UNIT_MB, Shape, Sort
+
+SMALL = Shape(
+    "kueue-small",
+    cohorts=1,
+    queues=3,
+    quota=20,
+    sorts=(
+        Sort("small", 20, 0.05, 0.2, 25, 1),
+        Sort("medium", 6, 0.2, 0.3, 50, 5),
+        Sort("large", 2, 0.6, 0.4, 75, 20),
+    ),
+    published={"wall_s": 100.0},
+)
+
+
+@pytest.mark.parametrize(
+    ("name", "tasks", "floor"), [("kueue-baseline", 15_000, 66), ("kueue-large", 50_000, 4)]
+)
+def test_the_loads_are_those_that_were_published(name: str, tasks: int, floor: float) -> None:
+    shape = SHAPES[name]
+    assert shape.tasks == len(shape.arrivals()) == tasks
+    assert shape.work_unit_seconds / shape.units == pytest.approx(floor, abs=0.1)
+
+
+def test_a_small_load_goes_through_the_whole_service() -> None:
+    seen = churn(SMALL, connections=4)
+    told = {figure.figure: figure for figure in figures(SMALL, seen, "SQLite")}
+    assert seen.counts["task.submitted"] == seen.counts["task.succeeded"] == SMALL.tasks
+    assert 1.0 < told["churn.small.wall_s"].value < 30.0
+    assert told["churn.small.wall_s"].ratio == pytest.approx(told["churn.small.wall_s"].value / 100.0)
+    assert 0.0 < told["churn.small.use"].value < told["churn.small.held_use"].value <= 1.0
+    assert {name for name in seen.waits if seen.waits[name]} == {"small", "medium", "large"}
+
+
+def event(second: float, kind: str, key: str, **fields: object) -> dict[str, object]:
+    return {"at": f"2026-01-01T00:00:{second:06.3f}Z", "kind": kind, "key": key, "fields": fields}
+
+
+def test_use_is_work_and_held_use_is_memory_over_the_quota_and_the_whole_time() -> None:
+    one = Shape("kueue-one", 1, 1, 10, (Sort("only", 1, 1.0, 2.0, 50, 5),), {})
+    log = [
+        event(1, "task.submitted", "t", name="only"),
+        event(2, "task.admitted", "t", fence=1),
+        event(2, "lease.reserved", "l", mb=5 * UNIT_MB),
+        event(5, "task.succeeded", "t"),
+        event(5, "lease.releasing", "l"),
+        event(6, "lease.released", "l"),
+    ]
+    found = outcome_of(log, one).figures(one)
+    assert found["wall_s"] == (4.0, "s")
+    assert found["use"][0] == pytest.approx(2 * 5 / (10 * 4))
+    assert found["held_use"][0] == pytest.approx(4 * 5 / (10 * 4))
+    assert found["wait.only_s"] == (1.0, "s")
+    with pytest.raises(RuntimeError, match="1 tasks had to succeed"):
+        outcome_of(log[:3], one)
