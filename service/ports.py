@@ -336,7 +336,7 @@ class DeviceProbe(Protocol):
     def inventory(self) -> Sequence[SeenDevice]: ...
 
     def sample(self, holders: Mapping[str, "ProcessGroup"]) -> Sequence["MeasuredDevice"]:
-        """One entry per device. `holders` maps `task:fence` to the processes and leases of that run."""
+        """One entry per device. `holders` maps the key of a run (`mark_of`) to its processes and leases."""
         ...
 
 

@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from service.core.errors import IllegalTransition
-from service.core.units import DeviceKey, Fence, Instant, Mib, TaskId
+from service.core.units import DeviceKey, Fence, Instant, Mib, TaskId, mark_of
 
 
 class HolderKind(StrEnum):
@@ -74,6 +74,11 @@ class Lease:
     @property
     def key(self) -> str:
         return f"{self.holder_kind}:{self.holder}:{self.fence}:{self.rank}:{self.device}"
+
+    @property
+    def mark(self) -> str:
+        """Its holder's name in samples."""
+        return mark_of(self.holder, self.fence, self.rank)
 
 
 def move_lease(lease: Lease, state: LeaseState) -> Lease:

@@ -178,4 +178,4 @@ class Book:
     def _measured_mb(self, lease: Lease) -> Mib:
         if self.sample is None:
             return Mib(0)
-        return self.sample.by_holder.get(f"{lease.holder}:{lease.fence}", Mib(0))
+        return self.sample.by_holder.get(lease.mark, Mib(0))

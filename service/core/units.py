@@ -26,6 +26,12 @@ def device_key(cluster: str, node: str, uuid: str) -> DeviceKey:
     return DeviceKey(f"{cluster}/{node}/{uuid}")
 
 
+def mark_of(holder: str, fence: Fence, rank: int) -> str:
+    """Names one process group in samples and on its node. The first rank is not written out: most holders
+    have no other."""
+    return f"{holder}:{fence}:{rank}" if rank else f"{holder}:{fence}"
+
+
 def in_gib(mb: float) -> str:
     """MiB for people, as GiB with one decimal: 18432 -> '18.0 GiB'."""
     return f"{mb / 1024:.1f} GiB"

@@ -7,7 +7,7 @@ from subprocess import run as run
 from typing import Any
 
 import pytest
-from gpubroker.runtime.invoke import invoke
+from gpubroker.runtime.invoke import CannotOpen, called, opened
 from gpubroker.runtime.messages import Outcome, RunOrder
 
 
@@ -26,18 +26,22 @@ class Model:
         return double(number)
 
 
-def called(entrypoint: str, *args: Any) -> Outcome:
+def outcome_of(entrypoint: str, *args: Any) -> Outcome:
     arguments = json.dumps({"args": args}).encode()
-    return invoke(RunOrder("t", 1, "entrypoint", entrypoint=entrypoint, arguments=arguments))
+    order = RunOrder("t", 1, "entrypoint", entrypoint=entrypoint, arguments=arguments)
+    try:
+        return called(opened(order), order)
+    except CannotOpen as refusal:
+        return refusal.outcome
 
 
 @pytest.mark.parametrize("name", ["double", "wrapped", "Model.fit"])
 def test_a_module_opens_what_it_defines(name: str) -> None:
-    assert called(f"{__name__}:{name}", 4).result == b"8"
+    assert outcome_of(f"{__name__}:{name}", 4).result == b"8"
 
 
 def test_a_package_opens_what_its_own_modules_define() -> None:
-    assert called("asyncio:iscoroutine", 1).result == b"false"
+    assert outcome_of("asyncio:iscoroutine", 1).result == b"false"
 
 
 @pytest.mark.parametrize(
@@ -52,7 +56,7 @@ def test_a_package_opens_what_its_own_modules_define() -> None:
     ],
 )
 def test_a_module_does_not_open_what_it_imports(name: str, home: str) -> None:
-    fault = called(f"{__name__}:{name}", "true").fault
+    fault = outcome_of(f"{__name__}:{name}", "true").fault
     assert fault is not None
     assert fault.kind == "import_failed"
     assert f"is defined in {home}," in fault.message

@@ -1,6 +1,9 @@
 """The handle that a task has on itself."""
 
 import hashlib
+import os
+import socket
+import threading
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,6 +12,7 @@ import pytest
 from gpubroker import Stopped, current_task
 from gpubroker.runtime import CheckpointTooLarge, NoCurrentTask, RunningTask
 from gpubroker.runtime.journal import START_OVER, Journal
+from gpubroker.runtime.meeting import MeetingPort, announce_meeting_place
 from gpubroker.runtime.messages import Report, RunOrder, is_report
 
 ORDER = RunOrder(task="t", fence=2, kind="entrypoint", attempt=2, leases=(("GPU-a", 100), ("GPU-b", 100)))
@@ -150,3 +154,48 @@ def test_a_handler_of_all_exceptions_does_not_swallow_the_way_out() -> None:
 
     with pytest.raises(Stopped):
         careless_loop()
+
+
+def test_a_rank_waits_until_all_are_ready_and_then_knows_where_to_meet() -> None:
+    task = Recorded(rank=1, world_size=4).task
+    waited: list[bool] = []
+    waiting = threading.Thread(target=lambda: waited.append(task.wait_for_go()))
+    waiting.start()
+    assert task.rank_zero_address == ""
+    task.go("10.0.0.7:4711")
+    task.go("10.0.0.8:4711")
+    waiting.join(10)
+    assert waited == [True]
+    assert (task.rank, task.world_size, task.rank_zero_address) == (1, 4, "10.0.0.7:4711")
+
+
+def test_a_rank_that_shall_stop_waits_for_nobody() -> None:
+    task = Recorded(rank=1, world_size=4).task
+    task.give_notice()
+    assert not task.wait_for_go()
+
+
+def test_only_the_first_rank_saves() -> None:
+    second = Recorded(rank=1, world_size=2)
+    second.task.checkpoint({"step": 3})
+    second.task.checkpoint(uri="s3://bucket/state")
+    assert second.told() == []
+
+
+@pytest.mark.parametrize(("host", "shown"), [("127.0.0.1", "127.0.0.1"), ("::1", "::1")])
+def test_a_meeting_port_is_nobody_elses_until_it_is_left(
+    host: str, shown: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "environ", {})
+    meeting = MeetingPort(host)
+    announce_meeting_place(meeting.address)
+    place = host, int(os.environ["MASTER_PORT"])
+    assert os.environ["MASTER_ADDR"] == shown
+    with pytest.raises(OSError, match="in use"):
+        socket.create_server(place, family=family_of(host)).close()
+    meeting.close()
+    socket.create_server(place, family=family_of(host)).close()
+
+
+def family_of(host: str) -> socket.AddressFamily:
+    return socket.AF_INET6 if ":" in host else socket.AF_INET

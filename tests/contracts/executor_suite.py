@@ -5,16 +5,27 @@ from typing import Any
 
 import pytest
 
-from service.core.orders import Ended, Ending, ForgetOrder, Gone, Sampled, Started, StartOrder
+from service.core.orders import Ended, Ending, ForgetOrder, Gone, Ready, Sampled, Started, StartOrder
 from service.core.units import Fence, TaskId
 from tests.contracts.executor_bench import GPU, Bench, Run
 
 LONG_SECONDS = 600.0
+NOWHERE = "127.0.0.1:9"
+"""The discard port, as a place where nobody meets."""
 
 
 async def a_wait(bench: Bench, seconds: Any = 0.0, **given: Any) -> Run:
     """A run that waits so long, unless it is given notice."""
     return await bench.start("wait", arguments=json.dumps({"kwargs": {"seconds": seconds}}).encode(), **given)
+
+
+async def a_gang(bench: Bench, task: str, seconds: Any = 0.0, **given: Any) -> list[Run]:
+    """Two runs of one claim, on one node and one device, each ready to begin."""
+    given = {"task": task, "world_size": 2, "gpu_mb": 1000, **given}
+    ranks = [await a_wait(bench, seconds, rank=rank, **given) for rank in (0, 1)]
+    for rank in ranks:
+        await rank.first(Ready)
+    return ranks
 
 
 async def has_settled(bench: Bench) -> None:
@@ -151,3 +162,83 @@ class ExecutorSuite:
         node = (await bench.node()).node
         await bench.send(ForgetOrder(TaskId("unheard-of"), Fence(1), node.name, node.incarnation))
         await has_settled(bench)
+
+    async def test_a_rank_says_where_it_could_be_met_and_waits_to_be_told_to_begin(
+        self, bench: Bench
+    ) -> None:
+        first, second = await a_gang(bench, "gang-waits")
+        host, _, port = (await first.first(Ready)).address.rpartition(":")
+        assert host
+        assert int(port) > 0
+        await has_settled(bench)
+        assert first.order_of_kinds() == second.order_of_kinds() == ["Started", "Ready"]
+        await second.go(NOWHERE)
+        await second.first(Gone)
+        assert second.order_of_kinds() == ["Started", "Ready", "Ended", "Gone"]
+        assert first.order_of_kinds() == ["Started", "Ready"]
+        await first.go(NOWHERE)
+        await first.first(Gone)
+
+    async def test_a_rank_that_is_told_twice_begins_once(self, bench: Bench) -> None:
+        first, second = await a_gang(bench, "gang-told-twice")
+        for rank in (first, second, first):
+            await rank.go(NOWHERE)
+        await first.first(Gone)
+        await first.go(NOWHERE)
+        await has_settled(bench)
+        assert first.order_of_kinds() == ["Started", "Ready", "Ended", "Gone"]
+
+    async def test_a_rank_that_is_told_to_begin_before_it_is_ready_begins_then(self, bench: Bench) -> None:
+        early = await a_wait(bench, task="gang-told-early", world_size=2)
+        await early.go(NOWHERE)
+        assert await early.result() is None
+        assert "Ready" in early.order_of_kinds()
+
+    async def test_who_never_started_is_told_to_begin_in_vain(self, bench: Bench) -> None:
+        refused = await a_wait(bench, incarnation="somebody.1", world_size=2)
+        await refused.go(NOWHERE)
+        await has_settled(bench)
+        assert refused.order_of_kinds() == ["Ended", "Gone"]
+
+    async def test_ranks_that_wait_give_way_one_by_one(self, bench: Bench) -> None:
+        first, second = await a_gang(bench, "gang-stopped", LONG_SECONDS)
+        await second.stop(grace_seconds=20)
+        assert (await second.first(Ended)).ending is Ending.STOPPED
+        await second.first(Gone)
+        assert first.order_of_kinds() == ["Started", "Ready"]
+        await first.stop(grace_seconds=0)
+        assert (await first.first(Ended)).ending is Ending.LOST
+        await first.first(Gone)
+
+    async def test_what_ranks_use_of_one_device_is_told_apart(self, bench: Bench) -> None:
+        first, second = await a_gang(bench, "gang-measured")
+        names = {"gang-measured:1", "gang-measured:1:1"}
+        await bench.until(lambda: any(names <= s.by_holder.keys() for h in bench.samples for s in h.samples))
+        await first.stop(grace_seconds=20)
+        gone = await first.first(Gone)
+        [sample] = [sample for sample in gone.samples if sample.device == GPU]
+        assert (sample.used_mb, sample.by_holder) == (1000, {"gang-measured:1:1": 1000})
+        await second.stop(grace_seconds=20)
+        await second.first(Gone)
+
+    async def test_a_new_term_hears_again_which_ranks_are_ready(self, bench: Bench) -> None:
+        first, second = await a_gang(bench, "gang-taken-over")
+        assert {(first.order.task, 1, 0), (first.order.task, 1, 1)} <= set(
+            (await bench.announce_again()).runs
+        )
+        await bench.until(lambda: second.order_of_kinds() == ["Started", "Ready"] * 2)
+        await first.go(NOWHERE)
+        await second.go(NOWHERE)
+        assert (await first.result(), await second.result()) == (None, None)
+
+    async def test_a_later_claim_of_a_rank_starts_and_an_earlier_one_does_not(self, bench: Bench) -> None:
+        later = await a_wait(bench, task="gang-again", rank=1, world_size=2, fence=2)
+        await later.first(Ready)
+        earlier = await a_wait(bench, task="gang-again", rank=1, world_size=2, fence=1)
+        other = await a_wait(bench, task="gang-again", rank=0, world_size=2, fence=1)
+        await other.first(Ready)
+        await has_settled(bench)
+        assert earlier.reports == []
+        for rank in (later, other):
+            await rank.stop(grace_seconds=20)
+            await rank.first(Gone)

@@ -64,6 +64,10 @@ class Runner:
         self.exchange = _Method(self._exchange)
         self._mailbox: Mailbox | None = None
 
+    def tasks(self) -> list[str]:
+        """Those that it was told to start."""
+        return [item[1]["task"] for item in self.items if item[0] in ("own", "share")]
+
     def say(self, *reports: Report) -> None:
         assert self._mailbox is not None
         for report in reports:
@@ -99,6 +103,7 @@ class Stand:
 
     def __init__(self) -> None:
         self.node = "a Ray node"
+        self.host = "10.0.0.1"
         self.runners: list[Runner] = []
         self.started: list[str] = []
         """Tasks, in the order in which a runner was told to start them."""
@@ -122,7 +127,7 @@ class Stand:
 
     def runner_of(self, task: str) -> Runner:
         """That was told to start it."""
-        return next(r for r in self.runners if any(item[1]["task"] == task for item in r.items))
+        return next(r for r in self.runners if task in r.tasks())
 
     def close(self) -> None:
         for runner in self.runners:

@@ -272,3 +272,38 @@ async def test_a_warm_runner_of_an_earlier_agent_finishes_its_runs_and_takes_no_
     old.say(ended(RunKey("left", 1, 0), failed("exception", "no"), b""))
     await line.hear("gone", "left")
     await line.until(lambda: old.process.poll() is not None)
+
+
+async def test_a_rank_has_a_process_to_itself_and_hears_to_begin_behind_its_start(
+    stand: Stand, open_line: OpenLine
+) -> None:
+    line = open_line(warm_runners=1)
+    await line.announce()
+    await line.start("gang", shareable=True, rank=1, world_size=2, barrier=True)
+    await line.order("go", "gang", 1, 1, "10.0.0.7:4711")
+    await line.until(lambda: "gang" in stand.started)
+    runner = stand.runner_of("gang")
+    assert [item[0] for item in runner.items] == ["own", "go"]
+    assert runner.items[0][-1] == stand.host
+    assert runner.items[1][1:] == (("gang", 1, 1), "10.0.0.7:4711")
+
+
+async def test_an_older_leader_lets_nobody_begin(stand: Stand, open_line: OpenLine) -> None:
+    newer = open_line()
+    newer.term = 2
+    await newer.announce()
+    await newer.start("gang", world_size=2, barrier=True)
+    await newer.until(lambda: "gang" in stand.started)
+    older = Line(newer.agent, newer.config, term=1)
+    await older.order("go", "gang", 1, 0, "10.0.0.7:4711")
+    await newer.order("go", "gang", 1, 0, "10.0.0.8:4711")
+    await newer.until(lambda: len(stand.runner_of("gang").items) > 1)
+    assert stand.runner_of("gang").items[1][2] == "10.0.0.8:4711"
+
+
+async def test_a_run_that_is_taken_over_says_again_how_far_it_is(stand: Stand, open_line: OpenLine) -> None:
+    line = open_line()
+    runner = leave_a_run(stand, line.config, "left")
+    await line.announce()
+    await line.until(lambda: runner.items)
+    assert runner.items == [("retell", ("left", 1, 0))]

@@ -52,14 +52,14 @@ class Naive:
             begun = [lease for lease in self.leases if lease.state is not LeaseState.RESERVED]
             ours = sum(lease.mb for lease in begun if lease.device == device.key)
         else:
-            here = {f"{lease.holder}:{lease.fence}" for lease in self.leases if lease.device == device.key}
+            here = {lease.mark for lease in self.leases if lease.device == device.key}
             ours = sum(mb for holder, mb in book.sample.by_holder.items() if holder in here)
         hidden = book.sample.used_mb - foreign - ours - device.reserve_mb
         return foreign + (hidden if hidden > device.physical_mb / 256 else 0)
 
     def takes(self, lease: Lease) -> int:
         book = next(book for book in self.books if book.device.key == lease.device)
-        measured = book.sample.by_holder.get(f"{lease.holder}:{lease.fence}", 0) if book.sample else 0
+        measured = book.sample.by_holder.get(lease.mark, 0) if book.sample else 0
         return max(lease.mb, measured)
 
     def is_leaving(self, lease: Lease) -> bool:

@@ -3,6 +3,7 @@
 import asyncio
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -135,3 +136,53 @@ def leave_children_behind() -> dict[str, int]:
         while True:
             time.sleep(1)
     return {"run": os.getpid(), "started": started.pid, "forked": forked}
+
+
+def where_am_i() -> dict[str, Any]:
+    """What a run sees of its place among others."""
+    task = current_task()
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "CUDA_VISIBLE_DEVICES")
+    return {
+        "rank": task.rank,
+        "world_size": task.world_size,
+        "meet": task.rank_zero_address,
+        "environment": [os.environ.get(name) for name in names],
+    }
+
+
+def keep_a_state() -> Any:
+    """Each rank hands over its own; what the first one handed over comes back to all."""
+    task = current_task()
+    if task.resume_state is None:
+        task.checkpoint(f"of rank {task.rank}")
+    return task.resume_state
+
+
+def add_up_all_ranks(number: float) -> float:
+    """An all-reduce as libraries do it: rank 0 listens, the others come, everybody has the sum."""
+    return all_reduce(number * (current_task().rank + 1))
+
+
+def all_reduce(number: float) -> float:
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    place = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    if rank > 0:
+        with _called(place) as line:
+            line.sendall(f"{number}\n".encode())
+            return float(line.makefile().readline())
+    with socket.create_server(place) as server:
+        lines = [server.accept()[0] for _ in range(world_size - 1)]
+        total = number + sum(float(line.makefile().readline()) for line in lines)
+        for line in lines:
+            line.sendall(f"{total}\n".encode())
+            line.close()
+    return total
+
+
+def _called(place: tuple[str, int]) -> socket.socket:
+    """The other side may not listen yet."""
+    while True:
+        try:
+            return socket.create_connection(place, timeout=30)
+        except ConnectionRefusedError:
+            time.sleep(0.01)

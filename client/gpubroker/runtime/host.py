@@ -7,9 +7,10 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from gpubroker.runtime.command import run_command
-from gpubroker.runtime.invoke import invoke
+from gpubroker.runtime.invoke import CannotOpen, called, opened
 from gpubroker.runtime.journal import SOON, Journal
-from gpubroker.runtime.messages import Outcome, RunKey, RunOrder, ended, failed, started
+from gpubroker.runtime.meeting import MeetingPort, announce_meeting_place
+from gpubroker.runtime.messages import Outcome, RunKey, RunOrder, ended, failed, ready, started
 from gpubroker.runtime.outcome import describe, raised, trace_of
 from gpubroker.runtime.output import FileOutput, MemoryOutput, Output, enter_output, leave_output
 from gpubroker.runtime.process import Claim, claim
@@ -29,6 +30,10 @@ class RunHost:
         self.orders: dict[RunKey, RunOrder] = {}
         """Runs that have not ended."""
         self._tasks: dict[RunKey, RunningTask] = {}
+        self._meeting: MeetingPort | None = None
+        """Of a run that begins with others, and so has this process to itself."""
+        self._offer = ""
+        """Its address while it waits for them."""
         self._threads = ThreadPoolExecutor(MOST_THREADS, thread_name_prefix="run")
 
     @property
@@ -45,6 +50,7 @@ class RunHost:
             output = FileOutput(log)
             output.take_over()
             claim(order, given)
+            self._meeting = MeetingPort(given.host) if order.barrier else None
         except (OSError, KeyError) as fault:
             self._refuse(order, fault)
             return
@@ -58,6 +64,19 @@ class RunHost:
         if task is not None:
             task.give_notice()
 
+    def go(self, key: RunKey, rank_zero_address: str) -> None:
+        """All ranks are ready. Void for a run that has begun, or is not here."""
+        task = self._tasks.get(key)
+        if task is not None:
+            task.go(rank_zero_address)
+
+    def retell(self, key: RunKey) -> None:
+        """Say again how far the run is: who was told before may not have passed it on."""
+        if key in self._tasks:
+            self._journal.add(started(key, os.getpid()))
+            if self._offer:
+                self._journal.add(ready(key, self._offer))
+
     def _submit(self, order: RunOrder, task: RunningTask, output: Output) -> None:
         self.orders[order.key] = order
         self._tasks[order.key] = task
@@ -68,7 +87,7 @@ class RunHost:
         self._journal.add(started(key, os.getpid()), SOON)
         entered = enter_task(task)
         printing = enter_output(output) if isinstance(output, MemoryOutput) else None
-        outcome = _outcome_of(order, task)
+        outcome = self._outcome_of(order, task)
         leave_task(entered)
         if printing is not None:
             leave_output(printing)
@@ -76,19 +95,35 @@ class RunHost:
         self._journal.add(ended(key, outcome, output.tail()), after_news_of=key)
         del self.orders[key], self._tasks[key]
 
+    def _outcome_of(self, order: RunOrder, task: RunningTask) -> Outcome:
+        try:
+            call = None if order.kind == "command" else opened(order)
+            if order.barrier and not self._waits_for_all(task, order.key):
+                return Outcome("stopped")
+            return run_command(order, task) if call is None else called(call, order)
+        except CannotOpen as refusal:
+            return refusal.outcome
+        except BaseException as fault:
+            return raised(fault)
+        finally:
+            # Buffers of streams that user code put in place of ours; they may be closed or broken.
+            with contextlib.suppress(Exception):
+                sys.stdout.flush()
+
+    def _waits_for_all(self, task: RunningTask, key: RunKey) -> bool:
+        """Back when all ranks are ready; False if it shall stop instead."""
+        assert self._meeting is not None
+        self._offer = self._meeting.address
+        self._journal.add(ready(key, self._offer))
+        begins = task.wait_for_go()
+        self._offer = ""
+        self._meeting.close()
+        if begins:
+            announce_meeting_place(task.rank_zero_address)
+        return begins
+
     def _refuse(self, order: RunOrder, fault: Exception) -> None:
         message = f"the process could not be prepared: {describe(fault)}"
         outcome = failed("exception", message, trace_of(fault))
         self._journal.add(started(order.key, os.getpid()), SOON)
         self._journal.add(ended(order.key, outcome, b""))
-
-
-def _outcome_of(order: RunOrder, task: RunningTask) -> Outcome:
-    try:
-        return run_command(order, task) if order.kind == "command" else invoke(order)
-    except BaseException as fault:
-        return raised(fault)
-    finally:
-        # Buffers of streams that user code put in place of ours; they may be closed or broken.
-        with contextlib.suppress(Exception):
-            sys.stdout.flush()

@@ -31,12 +31,13 @@ class Call(NamedTuple):
     kwargs: dict[str, Any]
 
 
-def invoke(order: RunOrder) -> Outcome:
-    """Run an entrypoint or a pickled function to its end, in this thread."""
-    try:
-        call = _opened_function(order) if order.kind == "function" else _opened_entrypoint(order)
-    except CannotOpen as refusal:
-        return refusal.outcome
+def opened(order: RunOrder) -> Call:
+    """The function of an entrypoint, or a pickled one, with its arguments. Raises CannotOpen."""
+    return _opened_function(order) if order.kind == "function" else _opened_entrypoint(order)
+
+
+def called(call: Call, order: RunOrder) -> Outcome:
+    """Run it to its end, in this thread."""
     try:
         value = call.function(*call.args, **call.kwargs)
         if inspect.isawaitable(value):

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, NamedTuple
 
-PROTOCOL = 2
+PROTOCOL = 3
 """First value of every message between agent and run process. Another number is refused."""
 
 URI_CHARS = 2048
@@ -30,7 +30,8 @@ class RunKey(NamedTuple):
     rank: int
 
     def __str__(self) -> str:
-        return f"{self.task}:{self.fence}"
+        """`task:fence`, and `:rank` behind it for all but the first: most tasks have no other."""
+        return f"{self.task}:{self.fence}:{self.rank}" if self.rank else f"{self.task}:{self.fence}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from gpubroker.runtime.messages import RunOrder
 
 RUN_MARK = "GPUBROKER_RUN"
-"""`task:fence` in the environment of everything a run starts; leftovers are found by it."""
+"""The run's key in the environment of everything that it starts; leftovers are found by it."""
 
 INSTANCE_MARK = "GPUBROKER_INSTANCE"
 """Which broker's run it is: several may share a machine."""
@@ -28,6 +28,8 @@ class Claim:
     instance: str
     user: str = ""
     """System user to become; empty keeps the service's own."""
+    host: str = ""
+    """Where other nodes reach this one, for a run that is one of several ranks."""
 
 
 def hide_devices() -> None:
@@ -48,12 +50,24 @@ def claim(order: RunOrder, given: Claim) -> None:
     os.environ[INSTANCE_MARK] = given.instance
     os.environ["GPUBROKER_TASK"] = order.task
     os.environ["GPUBROKER_ATTEMPT"] = str(order.attempt)
+    if order.barrier:
+        os.environ |= place_among_ranks(order)
     os.nice(YIELDING)
     adopt_orphans()
     if given.user:
         become(given.user)
     if order.working_directory:
         os.chdir(order.working_directory)
+
+
+def place_among_ranks(order: RunOrder) -> dict[str, str]:
+    """What libraries for distributed work look for.
+
+    Each rank sees only devices of its own, numbered from 0. So each is the first of its kind where it is,
+    whoever else is on the node: `torch.cuda.set_device(LOCAL_RANK)` is right.
+    """
+    ranks = {"RANK": order.rank, "WORLD_SIZE": order.world_size, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1}
+    return {name: str(number) for name, number in ranks.items()}
 
 
 def adopt_orphans() -> None:

@@ -84,6 +84,9 @@ class RunningTask:
         self._order = order
         self._journal = journal
         self._stop = threading.Event()
+        self._released = threading.Event()
+        """It need not wait for other ranks any longer."""
+        self._rank_zero_address = ""
         self._lock = threading.Lock()
         self._saved = 0
         self._on_stop: list[Callable[[], None]] = []
@@ -110,6 +113,22 @@ class RunningTask:
         """UUIDs of the GPUs it was given; the first is `cuda:0` here."""
         return tuple(uuid for uuid, _mb in self._order.leases)
 
+    @property
+    def rank(self) -> int:
+        """Its place among the processes of the task, from 0; always 0 if there is only one."""
+        return self._order.rank
+
+    @property
+    def world_size(self) -> int:
+        """How many processes the task has."""
+        return self._order.world_size
+
+    @property
+    def rank_zero_address(self) -> str:
+        """`host:port` on the node of rank 0, for all ranks to meet at: rank 0 may listen there. Empty if the
+        task has only one process."""
+        return self._rank_zero_address
+
     def progress(self, fraction: float | None = None, message: str = "") -> None:
         """Say how far it is (0..1), in words, or both. Cheap: only the newest is told, ten times a second.
 
@@ -123,8 +142,12 @@ class RunningTask:
 
         The state is copied before this returns; it is on the broker's disk a moment later, unless a newer
         one overtakes it on the way. A later attempt finds the newest as `resume_state` or `resume_uri`.
+        Of several ranks the first speaks for all: every rank finds what it saved, and what others hand over
+        here is not kept.
         Raises CheckpointTooLarge over the limit, TypeError or ValueError for what is no address.
         """
+        if self._order.rank > 0:
+            return
         address = None if uri is None else _address(uri)
         data = None if address is not None else self._packed(state)
         digest = hashlib.sha256((address or "").encode() if data is None else data).hexdigest()
@@ -160,8 +183,20 @@ class RunningTask:
         with self._lock:
             self._stop.set()
             callbacks, self._on_stop = self._on_stop, []
+        self._released.set()
         for callback in callbacks:
             callback()
+
+    def go(self, rank_zero_address: str) -> None:
+        """All ranks are ready; for the process that runs the task. Only the first call counts."""
+        if not self._rank_zero_address:
+            self._rank_zero_address = rank_zero_address
+            self._released.set()
+
+    def wait_for_go(self) -> bool:
+        """Back when all ranks are ready (True), or when the task shall stop instead."""
+        self._released.wait()
+        return bool(self._rank_zero_address)
 
     def call_on_stop(self, callback: Callable[[], None]) -> None:
         """Call it when notice is given; at once if it already was."""

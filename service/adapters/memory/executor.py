@@ -25,7 +25,7 @@ from service.core.orders import (
     StartOrder,
     StopOrder,
 )
-from service.core.units import DeviceKey, Fence, Mib, NodeName, TaskId, Term, device_key
+from service.core.units import DeviceKey, Fence, Mib, NodeName, TaskId, Term, device_key, mark_of
 from service.ports import Clock, RunPayload
 
 
@@ -203,12 +203,10 @@ class WaitingExecutor:
     def _samples(self) -> tuple[DeviceSample, ...]:
         used: dict[DeviceKey, int] = {}
         by_holder: dict[DeviceKey, dict[str, Mib]] = {}
-        for (task, fence, _rank), run in self._runs.items():
-            holder = f"{task}:{fence}"
+        for key, run in self._runs.items():
             for device, mb in run.devices:
                 used[device] = used.get(device, 0) + mb
-                there = by_holder.setdefault(device, {})
-                there[holder] = Mib(there.get(holder, 0) + mb)
+                by_holder.setdefault(device, {})[mark_of(*key)] = mb
         now = self._clock.now()
         keys = [device_key(self._node.cluster, self._node.name, seen.uuid) for seen in self._node.devices]
         return tuple(

@@ -133,7 +133,7 @@ class NodeAgent:
         return f"{self._id}.{self._announcements}"
 
     def _carry_out(self, keeper: RunKeeper, term: int, order: tuple[Any, ...]) -> None:
-        """A stop or a forget names one claim: it is right whichever incarnation it was meant for."""
+        """A go, a stop or a forget names one claim: it is right whichever incarnation it was meant for."""
         outdated = term < self._term
         match order:
             case ("start", incarnation, shareable, run):
@@ -142,6 +142,8 @@ class NodeAgent:
                     keeper.refuse(wanted.key)
                 else:
                     keeper.start(wanted, shareable=shareable)
+            case ("go", task, fence, rank, rank_zero_address) if not outdated:
+                keeper.go(RunKey(task, fence, rank), rank_zero_address)
             case ("stop", task, fence, rank, _reason, grace_seconds) if not outdated:
                 keeper.stop(RunKey(task, fence, rank), grace_seconds)
             case ("forget", task, fence, rank) if not outdated:

@@ -72,7 +72,7 @@ class RunKeeper:
         if not self.book.is_new(order.key):
             return
         self.book.note_fence(order.key)
-        small = shareable and self._config.warm_runners > 0
+        small = shareable and not order.barrier and self._config.warm_runners > 0
         run = Run(order, shared=small and not self.book.is_suspect(order.task))
         self.book.runs[order.key] = run
         if not self._place(run):
@@ -100,6 +100,13 @@ class RunKeeper:
                 run.lane.hand_over(("stop", tuple(key)))
             self._kill_later(run, grace_seconds)
 
+    def go(self, key: RunKey, rank_zero_address: str) -> None:
+        """All ranks are ready. Said again it makes good what was lost on the way; nothing begins twice."""
+        run = self.book.runs.get(key)
+        if run is not None:
+            run.go = rank_zero_address
+            self._pass_on_go(run)
+
     def forget(self, key: RunKey) -> None:
         run = self.book.runs.get(key)
         if run is not None:
@@ -125,7 +132,8 @@ class RunKeeper:
                 lane.watched.close()
             raise
         for lane in lanes:
-            lane.listen_again()
+            # What the agent before was told may never have left it.
+            lane.listen_again(*(("retell", tuple(key)) for key in lane.runs))
         for card in lost:
             self._do(f"burying run {card.key}", partial(self._bury, self.book.runs[card.key], card))
         for runner in blank:
@@ -201,7 +209,7 @@ class RunKeeper:
             begin: tuple[Any, ...] = ("share", order.to_wire())
         elif self._has_card(run, lane):
             log_path = str(self._files.log_of(order.key))
-            begin = ("own", order.to_wire(), config.instance, log_path, config.task_user)
+            begin = ("own", order.to_wire(), config.instance, log_path, config.task_user, self._runners.host)
         else:
             self.pool.give_back(lane)
             self._end(run, _ended(order.key, "never_started"))
@@ -210,7 +218,12 @@ class RunKeeper:
         run.lane = lane
         lane.runs.add(order.key)
         lane.hand_over(begin)
+        self._pass_on_go(run)
         return True
+
+    def _pass_on_go(self, run: Run) -> None:
+        if run.go and run.lane is not None:
+            run.lane.hand_over(("go", tuple(run.key), run.go))
 
     def _has_card(self, run: Run, lane: Lane) -> bool:
         """Without one a later agent would not know of the run; then it must not start."""

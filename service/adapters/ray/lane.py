@@ -57,10 +57,10 @@ class Lane:
             asyncio.get_running_loop().call_soon(self._send)
         self._waiting += items
 
-    def listen_again(self) -> None:
+    def listen_again(self, *items: tuple[Any, ...]) -> None:
         """Hear everything that the process still keeps: for an agent that did not make it."""
         self._heard = START_OVER
-        self._call([])
+        self._call(items)
 
     def _send(self) -> None:
         items, self._waiting = self._waiting, []

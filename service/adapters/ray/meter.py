@@ -33,7 +33,7 @@ class Meter:
         needed: Collection[str] = (),
         timeout_seconds: float = MEASURE_SECONDS,
     ) -> list[WireSample]:
-        """`processes`: `task:fence` -> the run's process and its leases, in MiB by UUID.
+        """`processes`: key of a run -> its process and its leases, in MiB by UUID.
 
         Raises NotMeasured if one of the `needed` UUIDs is in this machine and gave no answer, TimeoutError,
         and whatever the driver raises.

@@ -22,8 +22,10 @@ class Run:
     lane: Lane | None = None
     """None while it waits for a process, and once that process is gone."""
     told: dict[str, Report] = field(default_factory=dict)
-    """The newest started, checkpointed, ended and gone report of it, by kind."""
+    """The newest started, ready, checkpointed, ended and gone report of it, by kind."""
     forgotten: bool = False
+    go: str = ""
+    """Rank 0's address, once all ranks are ready; a process that this one has yet to get is told then."""
     killed: str = ""
     """Why its process was killed; empty if it was not."""
     kill: asyncio.TimerHandle | None = None
@@ -84,6 +86,6 @@ class RunBook:
         """For a leader that may have heard none of it: per run in the order in which it happened."""
         yield from self._departed
         for run in self.runs.values():
-            for kind in ("started", "checkpointed", "ended", "gone"):
+            for kind in ("started", "ready", "checkpointed", "ended", "gone"):
                 if kind in run.told:
                     yield run.told[kind]

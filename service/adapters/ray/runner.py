@@ -73,8 +73,12 @@ def _carry_out(host: RunHost, item: tuple[Any, ...]) -> None:
     match item:
         case ("share", order):
             host.start_shared(RunOrder(**order))
-        case ("own", order, instance, log, user):
-            host.start_alone(RunOrder(**order), Claim(instance, user), Path(log))
+        case ("own", order, instance, log, user, address):
+            host.start_alone(RunOrder(**order), Claim(instance, user, address), Path(log))
+        case ("go", key, rank_zero_address):
+            host.go(RunKey(*key), rank_zero_address)
+        case ("retell", key):
+            host.retell(RunKey(*key))
         case ("stop", key):
             host.stop(RunKey(*key))
         case _:

@@ -1,5 +1,6 @@
 """Runner processes as Ray knows them. Every call here blocks for as long as Ray's control service does."""
 
+from collections.abc import Callable
 from typing import Any, Protocol
 from uuid import uuid4
 
@@ -15,6 +16,8 @@ class Runners(Protocol):
 
     node: str
     """Ray's id of the node: another one means another Ray."""
+    host: str
+    """Where other nodes reach this one."""
 
     def make(self, *, shared: bool) -> tuple[str, Any]:
         """Name and handle of a new one, which may still be starting."""
@@ -36,6 +39,7 @@ class RayRunners:
         self._config = config
         self._prefix = f"runner/{config.node}/"
         self.node: str = ray.get_runtime_context().get_node_id()
+        self.host = _address_of(self.node)
 
     def make(self, *, shared: bool) -> tuple[str, Any]:
         config = self._config
@@ -65,3 +69,9 @@ class RayRunners:
 
     def kill(self, runner: Any) -> None:
         ray.kill(runner)
+
+
+def _address_of(node_id: str) -> str:
+    list_nodes: Callable[[], list[dict[str, Any]]] = ray.nodes
+    [address] = (node["NodeManagerAddress"] for node in list_nodes() if node["NodeID"] == node_id)
+    return str(address)

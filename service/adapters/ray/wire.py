@@ -21,7 +21,7 @@ from service.core.orders import (
 )
 from service.ports import RunPayload
 
-PROTOCOL = 2
+PROTOCOL = 3
 """First value of every message between driver and agent. Another number is refused."""
 
 
