@@ -42,7 +42,7 @@ class Headroom(NamedTuple):
         if not (self.custom and task.demand.custom):
             return []
         asked = dict(task.demand.custom)
-        return [name for name, left in self.custom if asked.get(name, 0.0) > left]
+        return [name for name, left in self.custom if name in asked and asked[name] > left]
 
     def with_room_of(self, task: Task, sign: int = 1) -> "Headroom":
         """As if the task had left (or, with -1, come)."""

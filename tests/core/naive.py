@@ -152,7 +152,8 @@ class Naive:
         taken = [run for run in runs if run not in gone] + self.waiting_here(node, task)
         for name, has in node.custom:
             used = sum(dict(run.demand.custom).get(name, 0.0) for run in taken)
-            if dict(task.demand.custom).get(name, 0.0) > round(has - used, 6):
+            asked = dict(task.demand.custom)
+            if name in asked and asked[name] > round(has - used, 6):
                 return False
         return True
 

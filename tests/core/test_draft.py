@@ -4,7 +4,8 @@ import pytest
 
 from service.core.draft import Draft
 from service.core.errors import Overcommitted
-from tests.builders import GIB, a_device, a_lease, a_pledge, a_task, a_world, holding, key
+from service.core.units import NodeName
+from tests.builders import GIB, a_device, a_lease, a_node, a_pledge, a_task, a_world, holding, key
 from tests.core.test_world import picture
 
 
@@ -35,3 +36,14 @@ def test_the_holder_of_a_lease_is_the_task_whose_newest_claim_it_is():
     assert draft.holder(lease) is world.tasks["run"]
     assert draft.holder(a_lease(a_task("run", fence=1), "gpu0", 1)) is None
     assert draft.holder(a_lease(a_task("nobody"), "gpu0", 1)) is None
+
+
+def test_what_is_promised_of_a_resource_keeps_nobody_away_who_does_not_ask_for_it():
+    low = holding(a_task("low", priority=10, gpu_mb=80 * GIB, custom={"fpga": 1.0}), "gpu0")
+    high = a_task("high", priority=80, gpu_mb=80 * GIB, custom={"fpga": 1.0})
+    pledge = a_pledge(high, "gpu0", 80 * GIB)
+    world = a_world(a_node(custom=(("fpga", 1.0),)), a_device(), a_device("gpu1"), low, high, pledge)
+    room = Draft(world).headroom(NodeName("n1"), priority=50)
+    assert room.custom == (("fpga", -1.0),)
+    assert room.short_of(a_task("new", custom={"licence": 1.0})) == []
+    assert room.short_of(a_task("new", custom={"fpga": 1.0})) == ["fpga"]
