@@ -6,6 +6,7 @@ from dataclasses import replace
 import structlog
 
 from service.core import deadlines, requests, runs
+from service.core.device import DeviceSample
 from service.core.events import Event
 from service.core.lessons import learn
 from service.core.orders import (
@@ -24,7 +25,7 @@ from service.core.plan import Decision, Outcome
 from service.core.policy import Policy
 from service.core.reconcile import InventoryRules, reconcile
 from service.core.task import Move
-from service.core.units import Instant, TaskId
+from service.core.units import DeviceKey, Instant, TaskId
 from service.core.world import World
 from service.ports import BlobStore, BlobTooLarge, Progress
 
@@ -103,13 +104,13 @@ class Observer:
         """Of one batch as `next_batch` cuts it."""
         about_runs: list[Report] = []
         decisions: list[Decision] = []
+        after_gone: dict[DeviceKey, DeviceSample] = {}
         for report in reports:
             match report:
                 case Sampled():
                     self._world.measure(report.samples)
                 case Gone():
-                    # Measured after its process was gone, so that nobody takes what it used for a stranger's.
-                    self._world.measure(report.samples)
+                    after_gone |= {sample.device: sample for sample in report.samples}
                     about_runs.append(report)
                 case Progressed():
                     self._on_progress(report)
@@ -117,6 +118,9 @@ class Observer:
                     decisions += reconcile(self._world, report, now, self._policy, self._inventory)
                 case _:
                     about_runs.append(report)
+        # Measured after their processes were gone, so that nobody takes what they used for a stranger's. Of
+        # many that left one device at once, the last sample tells it of all.
+        self._world.measure(after_gone.values())
         return decisions + await self._on_runs(about_runs, now)
 
     async def _on_runs(self, reports: Sequence[Report], now: Instant) -> list[Decision]:

@@ -2,7 +2,7 @@
 
 import asyncio
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -69,6 +69,9 @@ class WaitingExecutor:
         """Until they have ended and are forgotten."""
         self._fences: dict[tuple[TaskId, int], Fence] = {}
         """The highest that was heard of, by task and rank: neither it nor a lower one starts again."""
+        keys = [device_key(node.cluster, node.name, seen.uuid) for seen in node.devices]
+        self._used: dict[DeviceKey, dict[str, Mib]] = {key: {} for key in keys}
+        """Device -> what each run that is not over holds of it, by its mark."""
         self._pending: list[Report] = []
         self._arrived = asyncio.Event()
         self._heartbeat: asyncio.Task[None] | None = None
@@ -132,6 +135,8 @@ class WaitingExecutor:
             return
         self._note_fence(key)
         run = self._runs[key] = _Run(order.devices)
+        for device, mb in order.devices:
+            self._used[device][mark_of(*key)] = mb
         try:
             run.waits_seconds = _seconds(payload)
         except ValueError as fault:
@@ -162,7 +167,7 @@ class WaitingExecutor:
         elif run is None and self._is_new(key):
             self._refuse(key)
         elif run is None:
-            self._say_gone(key, "process_absent", self._samples())
+            self._say_gone(key, "process_absent", self._samples(self._used))
 
     def _refuse(self, key: RunId) -> None:
         """It has not been started and never will be."""
@@ -185,12 +190,15 @@ class WaitingExecutor:
         run = self._runs[key]
         if run.end is not None:
             run.end.cancel()
+        left = [device for device, _ in run.devices]
+        for device in left:
+            del self._used[device][mark_of(*key)]
         run.end, run.is_over, run.devices = None, True, ()
         now = self._clock.now()
         task, fence, rank = key
         result = b"null" if ending is Ending.SUCCEEDED else None
         self._tell(run, Ended(task, fence, now, ending, result=result, failure=failure, rank=rank))
-        self._tell(run, Gone(task, fence, now, "process_absent", self._samples(), rank))
+        self._tell(run, Gone(task, fence, now, "process_absent", self._samples(left), rank))
 
     def _say_gone(self, key: RunId, proof: str, samples: tuple[DeviceSample, ...] = ()) -> None:
         task, fence, rank = key
@@ -200,22 +208,17 @@ class WaitingExecutor:
         run.told.append(report)
         self._say(report)
 
-    def _samples(self) -> tuple[DeviceSample, ...]:
-        used: dict[DeviceKey, int] = {}
-        by_holder: dict[DeviceKey, dict[str, Mib]] = {}
-        for key, run in self._runs.items():
-            for device, mb in run.devices:
-                used[device] = used.get(device, 0) + mb
-                by_holder.setdefault(device, {})[mark_of(*key)] = mb
+    def _samples(self, devices: Iterable[DeviceKey]) -> tuple[DeviceSample, ...]:
         now = self._clock.now()
-        keys = [device_key(self._node.cluster, self._node.name, seen.uuid) for seen in self._node.devices]
+        held = ((device, dict(self._used[device])) for device in devices)
         return tuple(
-            DeviceSample(key, now, Mib(used.get(key, 0)), by_holder=by_holder.get(key, {})) for key in keys
+            DeviceSample(device, now, Mib(sum(by_holder.values())), by_holder=by_holder)
+            for device, by_holder in held
         )
 
     def measure(self) -> None:
         """Report what every device holds now."""
-        self._say(Sampled(NodeName(self._node.name), self._clock.now(), self._samples()))
+        self._say(Sampled(NodeName(self._node.name), self._clock.now(), self._samples(self._used)))
 
     async def _beat(self) -> None:
         while True:
