@@ -116,6 +116,8 @@ class MaximumSettings(Section):
 
 class PolicySettings(Section):
     ageing_seconds_per_point: Annotated[float, Field(gt=0)] = 60.0
+    placement: Literal["stranded", "fgd", "best_fit", "spread"] = "stranded"
+    """Where of several places a task goes that does not say `spread`."""
     preemption: bool = True
     preemption_budget: Annotated[int, Field(ge=0)] = 3
     shield_seconds: Annotated[float, Field(ge=0)] = 600.0

@@ -1,6 +1,6 @@
 """The planning cycle: pending tasks in order -> placement -> preemption -> decisions."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from service.core.agenda import Agenda
 from service.core.decide import admit, evict, withdraw
@@ -8,13 +8,14 @@ from service.core.draft import Draft
 from service.core.memory import Memory
 from service.core.offers import Offers
 from service.core.ordering import OrderKey
-from service.core.placement import Places
+from service.core.placement import Places, worth_of
 from service.core.plan import Decision
 from service.core.policy import Policy
 from service.core.prospects import Prospects
 from service.core.task import Task
 from service.core.units import Instant
 from service.core.world import World
+from service.core.worth import Worth
 
 SLICE = 800
 """Looks at nodes for a task before the caller gets its turn again: some milliseconds."""
@@ -27,6 +28,8 @@ class Cursor:
     ordered_at: Instant
     """When the cycle began. Ageing stands still during it, so that every task is examined once."""
     after: OrderKey | None = None
+    worth: Worth | None = None
+    """Of places, to what was usual when the cycle began."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +58,7 @@ def plan_cycle(
     """
     if cursor is None:
         world.enter_due(now)
-    cursor = cursor or Cursor(ordered_at=now)
+        cursor = Cursor(ordered_at=now, worth=worth_of(world, policy))
     turn = _Slice(world, policy, now, cursor, Memory() if memory is None else memory)
     if cursor.after is None:
         turn.withdraw()
@@ -64,12 +67,12 @@ def plan_cycle(
 
 class _Slice:
     def __init__(self, world: World, policy: Policy, now: Instant, cursor: Cursor, memory: Memory) -> None:
-        memory.open(world, policy, now, cursor.ordered_at)
+        memory.open(world, policy, now, cursor.ordered_at, cursor.worth)
         self._now = now
         self._cursor = cursor
         self._memory = memory
         self._draft = Draft(world, memory.changes, memory.growth)
-        self._places = Places(self._draft, policy, now, memory)
+        self._places = Places(self._draft, policy, now, memory, cursor.worth)
         self._offers = Offers(self._draft, policy, now, cursor.ordered_at, memory.offered)
         self._prospects = Prospects(self._draft, policy, now, memory, self._places, self._offers)
         self._agenda = self._open_agenda(world, policy)
@@ -108,7 +111,7 @@ class _Slice:
                 self._decisions.append(decision)
                 if self._memory.growth.revision > before or self._is_awaited(decision):
                     self._agenda.wake(self._prospects)
-        return Cursor(self._cursor.ordered_at, after)
+        return replace(self._cursor, after=after)
 
     def _is_awaited(self, decision: Decision) -> bool:
         """It takes room where some wait for more to come."""

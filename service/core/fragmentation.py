@@ -101,6 +101,8 @@ class Measure:
         self._lost: dict[Room, float] = {}
         self._spots: dict[Shape, dict[Room, Spot | None]] = {}
         self._remembered = 0
+        self.worked_out = 0
+        """Rows of devices judged so far: what questions cost that were not asked before."""
 
     def lost(self, room: Room) -> float:
         """What usual demands could not use of this room: at least 0, at most `whole`."""
@@ -143,9 +145,13 @@ class Measure:
                 best = Spot(score, devices)
         return best
 
+    def rate(self, gain: float) -> int:
+        """The score of what makes so much usable: 0..100, 50 if nothing changes."""
+        steps = max(-700.0, gain / self._step)  # exp(710) overflows
+        return math.floor(100 / (1 + math.exp(-steps)))
+
     def _score(self, before: Room, behind: Room) -> int:
-        gain = max(-700.0, (self.lost(before) - self.lost(behind)) / self._step)  # exp(710) overflows
-        return math.floor(100 / (1 + math.exp(-gain)))
+        return self.rate(self.lost(before) - self.lost(behind))
 
     def _table(self, left: tuple[int, ...], kind: str) -> "Table":
         table = self._tables.get((left, kind))
@@ -153,6 +159,7 @@ class Measure:
             known = self._usual.get(kind)
             if known is None:
                 known = self._usual[kind] = tuple(self._on(kind))
+            self.worked_out += 1
             table = self._tables[left, kind] = Table(left, known, self._capacity_share)
         return table
 
@@ -182,13 +189,22 @@ class Table:
         self.whole = sum(left) * math.fsum(one.weight for one in known)
         self._uses: list[tuple[float, float, float, int]] = []
         """(CPU of one, what counts if one fits, what for each that fits, how many fit if CPU allows)"""
+        roomiest_first = left[::-1]  # `left` ascends
         for cpu, devices, amount, weight in known:
             if amount is None:
                 continue
-            fitting = [room for room in left if room >= amount]
-            copies = most_copies([room // amount for room in fitting], devices)
+            usable = copies = 0
+            slots = []
+            for room in roomiest_first:
+                if room < amount:
+                    break
+                usable += room
+                copies += room // amount
+                slots.append(room // amount)
+            if devices > 1:
+                copies = most_copies(slots, devices)
             if copies:
-                once = (1 - capacity_share) * weight * sum(fitting)
+                once = (1 - capacity_share) * weight * usable
                 each = capacity_share * weight * devices * amount
                 self._uses.append((cpu, once, each, copies))
 

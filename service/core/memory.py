@@ -16,9 +16,10 @@ from service.core.task import Placement, Task
 from service.core.units import Instant, NodeName, TaskId
 from service.core.victims import is_old_enough, is_shielded
 from service.core.world import World
+from service.core.worth import Row, Worth
 
 Found = tuple[tuple[float, float, tuple[str, ...]], Placement]
-"""((room left on the devices, CPU left on the node, names), placement): the smallest is the best."""
+"""((what its devices are worth, CPU left on the node, names), placement): the smallest is the best."""
 
 Left = tuple[Ceiling, Headroom]
 """What is left of the devices of a node, and of the node beside them."""
@@ -78,6 +79,9 @@ class Memory:
         """Demand -> priority -> what is known. Where there is no room, there is none at a lower priority."""
         self.lefts: dict[tuple[NodeName, int], tuple[int, Left]] = {}
         """(node, priority) -> (revision of its `changes`, what tasks without pledges could have)."""
+        self.rows: dict[tuple[NodeName, int], tuple[int, tuple[Row, ...]]] = {}
+        """The same, device by device."""
+        self._worth: Worth | None = None
         self.offered = Offered()
         self.awaited: set[NodeName] = set()
         """Nodes with room that is coming, for which somebody waits."""
@@ -97,11 +101,16 @@ class Memory:
         """Remember what a slice decided: the next one looks whether that came true."""
         self._decided = tuple(decisions)
 
-    def open(self, world: World, policy: Policy, now: Instant, began_at: Instant) -> None:
-        """Take note of what changed since the last slice. `began_at`: of the cycle."""
+    def open(
+        self, world: World, policy: Policy, now: Instant, began_at: Instant, worth: Worth | None
+    ) -> None:
+        """Take note of what changed since the last slice. `began_at`, `worth`: of the cycle."""
         if world is not self._world or policy != self._policy or now < self._now:
             self._forget()
             self._world, self._policy = world, policy
+        if worth is not self._worth:  # another place may be the best; where there is none, none there is
+            self.standings.clear()
+            self._worth = worth
         grown = set(world.marks.growth.since(self._grown))
         if began_at != self._began_at:
             self.offered.forget_costs()

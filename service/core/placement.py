@@ -9,6 +9,8 @@ from service.core.need import ceiling, need_mb, unwanted_device, unwanted_node
 from service.core.policy import Policy
 from service.core.task import Placement, Task
 from service.core.units import DeviceKey, Instant, Mib, NodeName, TaskId
+from service.core.world import World
+from service.core.worth import Row, Worth, rows
 
 Option = tuple[float, DeviceKey, Mib]
 """(MiB left on the device afterwards, negated for `spread`; the device; MiB to lease)"""
@@ -21,28 +23,43 @@ FAR_MB = 2**40
 """A place that is less wanted comes after all that are more so, as if more were left there than GPUs have."""
 
 
+def worth_of(world: World, policy: Policy) -> Worth | None:
+    """What places are worth now to what is usual; None if the policy does not ask, or nothing is known."""
+    return world.mix.worth(world.books, world.inventory_version, policy.placement)
+
+
 class Places:
     """The places of one draft. Only nodes on which something changed are looked at again for equal tasks.
 
     A memory must have been opened for the draft's World, and the draft must mark its changes there.
     """
 
-    def __init__(self, draft: Draft, policy: Policy, now: Instant, memory: Memory | None = None) -> None:
+    def __init__(
+        self,
+        draft: Draft,
+        policy: Policy,
+        now: Instant,
+        memory: Memory | None = None,
+        worth: Worth | None = None,
+    ) -> None:
+        """`worth` of places, as it was when the cycle began; None: by room left on the devices."""
         self.looks = 0
         """How many nodes were looked at for a task; close looks count more."""
         self._draft = draft
         self._policy = policy
         self._now = now
         self._memory = memory
+        self._worth = worth
         self._nodes = frozenset(draft.usable_nodes())
 
     def best(self, task: Task, likes: Likes | TaskId | None = None) -> Placement | None:
-        """The best place for a task. Total order, smallest first (`spread`: largest first):
+        """The best place for a task. Total order, smallest first:
 
-        1. unmet preferences (always smallest first): of kinds, device by device, and of nodes
-        2. room left on its devices
-        3. CPU left on the node
-        4. names of node and devices (always smallest first)
+        1. unmet preferences: of kinds, device by device, and of nodes
+        2. what it strands of what is usually asked for, in steps of one in a hundred; or, if the task or the
+           policy says `spread` or `best_fit`, or nothing is usual yet: room left on its devices, then CPU
+           left on the node (`spread`: most first)
+        3. names of node and devices
 
         `likes`: under which its places are remembered.
         """
@@ -72,14 +89,49 @@ class Places:
         if not (ceiling.may_fit(demand) and room.fits(task)):
             return None
         self.looks += CLOSE_LOOK
-        sign = -1 if demand.placement == "spread" else 1
+        far = FAR_MB * unwanted_node(demand, self._draft.world.nodes[node])
+        if self._worth is None or demand.placement == "spread":
+            return self._by_room(node, task, room.cpu, far)
+        return self._by_worth(node, task, room.cpu, far, self._worth)
+
+    def _by_room(self, node: NodeName, task: Task, cpu: float, far: int) -> Found | None:
+        demand = task.demand
+        sign = -1 if "spread" in (demand.placement, self._policy.placement) else 1
         chosen = nsmallest(demand.gpus, self._devices(node, task, sign))
         if len(chosen) < demand.gpus:
             return None
         devices = tuple(sorted((key, mb) for _, key, mb in chosen))
         names = (node, *(key for key, _ in devices))
-        far = FAR_MB * unwanted_node(demand, self._draft.world.nodes[node])
-        return (far + sum(left for left, _, _ in chosen), sign * room.cpu, names), Placement(node, devices)
+        return (far + sum(left for left, _, _ in chosen), sign * cpu, names), Placement(node, devices)
+
+    def _by_worth(self, node: NodeName, task: Task, cpu: float, far: int, worth: Worth) -> Found | None:
+        before = worth.worked_out
+        spot = worth.spot(task.demand, self._rows(node, task, cpu))
+        self.looks += CLOSE_LOOK * (worth.worked_out - before)
+        if spot is None:
+            return None
+        devices = []
+        for key in spot.devices:
+            need = need_mb(task.demand, self._draft.book(key).device)
+            assert need is not None, "it was found to fit"
+            devices.append((key, need))
+        rank = far + FAR_MB * spot.unwanted - spot.score
+        return (rank, 0.0, (node, *spot.devices)), Placement(node, tuple(devices))
+
+    def _rows(self, node: NodeName, task: Task, cpu: float) -> tuple[Row, ...]:
+        """What such a task could have of the node's devices; worked out once for all without pledges."""
+        if self._memory is None or self._draft.pledges_of(task.id):
+            return self._look_along(node, task, cpu)
+        revision = self._draft.changes.at(node)
+        known = self._memory.rows.get((node, task.priority))
+        if known is None or known[0] != revision:
+            self.looks += CLOSE_LOOK
+            known = self._memory.rows[node, task.priority] = revision, self._look_along(node, task, cpu)
+        return known[1]
+
+    def _look_along(self, node: NodeName, task: Task, cpu: float) -> tuple[Row, ...]:
+        books = self._draft.usable_books(node, self._policy, self._now)
+        return rows([(book, book.free_mb(task=task.id, priority=task.priority)) for book in books], cpu)
 
     def _left(self, node: NodeName, task: Task) -> Left:
         """What a task of this priority could have of a node; worked out once for all without pledges."""

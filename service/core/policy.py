@@ -77,6 +77,9 @@ class Policy:
     ageing_seconds_per_point: Seconds = Seconds(60.0)
     """A waiting task gains one point of order per so many seconds, at most to the top of its band.
     Ageing changes the order of the queue; it never grants the right to preempt."""
+    placement: str = "stranded"
+    """Where of several places a task goes: `stranded` and `fgd` (what is left over is of most use to what
+    is usually asked for: the service's measure, the published one), `best_fit`, or `spread`."""
     preemption: bool = True
     preemption_budget: int = 3
     """After so many preemptions a task is shielded until its next checkpoint or so many

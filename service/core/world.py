@@ -20,6 +20,7 @@ from service.core.events import Event
 from service.core.learned import Learned
 from service.core.lease import HolderKind, Lease, LeaseState, Pledge, mark_overused, move_lease
 from service.core.ledger import Book
+from service.core.mix import Mix
 from service.core.ordering import PendingQueue
 from service.core.plan import Request
 from service.core.task import Task, TaskState, notice_of
@@ -67,6 +68,7 @@ class World:
         self.finished: Counter[tuple[str, TaskState]] = Counter()
         """(tenant, terminal state) -> how many ever ended so; survives pruning."""
         self.learned = Learned()
+        self.mix = Mix()
 
     def apply(self, events: Iterable[Event]) -> None:
         """Take over committed events in position order; those already applied change nothing.
@@ -106,6 +108,7 @@ class World:
     def add_task(self, task: Task) -> None:
         """Enter a task row as it stands, from a snapshot or from its first event."""
         self.tasks[task.id] = task
+        self.mix.add(task.demand)
         self._count_in(task)
         self.awaited.enter(task, self.tasks)
 

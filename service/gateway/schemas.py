@@ -289,7 +289,7 @@ class SubmitTask(Body):
     resources: Resources = Resources()
     placement: Annotated[
         Literal["pack", "spread"],
-        Field(description="Fill devices that are in use, or take empty ones first."),
+        Field(description="Where the operator's policy prefers it, or on the emptiest devices."),
     ] = "pack"
     max_retries: Annotated[int, Field(ge=0, le=100)] | None = None
     timeout_seconds: Annotated[float, Field(gt=0, le=30 * _DAY_SECONDS)] | None = None

@@ -13,6 +13,7 @@ from service.core.lease import HolderKind, Lease, LeaseState, Pledge
 from service.core.policy import Policy
 from service.core.task import Task, TaskState
 from service.core.world import World
+from tests.core.naive_worth import fullest, learn, score
 
 Step = tuple[Any, ...]
 """("admit", task, node, devices, ended pledges) or ("preempt", task, victims, made, ended) or
@@ -31,6 +32,7 @@ class Naive:
         self.books = [world.books[key] for key in sorted(world.books)]
         self.leases: list[Lease] = [lease for run in world.leases.values() for lease in run.values()]
         self.pledges: list[Pledge] = [pledge for mine in world.pledges.values() for pledge in mine.values()]
+        self.measure = learn(self, world.mix.edition)
 
     # What is there
 
@@ -197,7 +199,7 @@ class Naive:
     def places(self, task: Task) -> Iterator[tuple[Any, str, tuple[tuple[str, int], ...]]]:
         """Every placement there is: (rank, node, devices)."""
         demand = task.demand
-        sign = -1 if demand.placement == "spread" else 1
+        sign = -1 if "spread" in (demand.placement, self.policy.placement) else 1
         for node in self.nodes:
             cpu, memory, runs = self.room(node, task)
             if not node.ready or node.cordoned or not self.custom_is_there(task):
@@ -215,7 +217,11 @@ class Naive:
                 left = sum(self.free(d, task) - need for d, need in zip(chosen, needs, strict=True))
                 names = (node.name, *(device.key for device in chosen))
                 devices = tuple((d.key, need) for d, need in zip(chosen, needs, strict=True))
-                yield (self.unmet(node, chosen, task), sign * left, sign * cpu, names), node.name, devices
+                unmet = self.unmet(node, chosen, task)
+                if self.measure is None or demand.placement == "spread":
+                    yield (unmet, sign * left, sign * cpu, names), node.name, devices
+                elif demand.gpus <= 1 or devices == fullest(self, node, task):
+                    yield (unmet, -score(self, node, task, dict(devices)), 0, names), node.name, devices
 
     # Who must leave
 

@@ -234,5 +234,6 @@ def twin(world: World, seed: int) -> World:
         shuffle(rows)
         for row in rows:
             add(row)
+    other.mix = world.mix
     other.measure(book.sample for book in world.books.values() if book.sample is not None)
     return other

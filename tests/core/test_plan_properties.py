@@ -1,5 +1,7 @@
 """What must hold for any cluster, any queue and any order of events."""
 
+from dataclasses import replace
+
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -10,6 +12,7 @@ from service.core.lease import LeaseState
 from service.core.memory import Memory
 from service.core.placement import Places
 from service.core.plan import Decision
+from service.core.policy import Policy
 from service.core.reasons import Reason
 from service.core.task import TaskState
 from service.core.units import Instant
@@ -34,8 +37,8 @@ def step_of(decision: Decision) -> Step:
     return ("withdraw", decision.subject, tuple(ended))
 
 
-def whole_plan(world: World, now: float) -> Plan:
-    return plan_cycle(world, POLICY, Instant(now), budget=10_000)
+def whole_plan(world: World, now: float, policy: Policy = POLICY) -> Plan:
+    return plan_cycle(world, policy, Instant(now), budget=10_000)
 
 
 def check_pledges(world: World) -> None:
@@ -45,15 +48,17 @@ def check_pledges(world: World) -> None:
         assert stuck or book.soon_mb() >= 0, f"{book.device.key} has promised more than it will have"
 
 
-@given(clusters(), stories)
+@given(clusters(), stories, st.sampled_from(("stranded", "stranded", "fgd", "best_fit", "spread")))
 @settings(max_examples=120, deadline=None)
-def test_the_plan_is_the_naive_twins_whatever_happened_before(world: World, story: list[Chapter]):
-    tale = Story(world)
+def test_the_plan_is_the_naive_twins_whatever_happened_before(
+    world: World, story: list[Chapter], placement: str
+):
+    tale, policy = Story(world), replace(POLICY, placement=placement)
     for chapter in story:
         for _ in tale.happens(chapter):
             pass
-        expected = Naive(world, POLICY, tale.now).plan()
-        plan = whole_plan(world, tale.now)
+        expected = Naive(world, policy, tale.now).plan()
+        plan = whole_plan(world, tale.now, policy)
         assert [step_of(decision) for decision in plan.decisions] == expected
         commit(world, plan.decisions, tale.now)
 

@@ -1,0 +1,170 @@
+"""What places are worth to the demands that are usual: the measures of `fragmentation` on real nodes."""
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from math import fsum
+from typing import NamedTuple
+
+from service.core.demand import Demand
+from service.core.device import Device
+from service.core.fragmentation import Fleet, Room, Shape, after, fgd, tasks_lost, usual
+from service.core.ledger import Book
+from service.core.need import need_mb, unwanted_device
+from service.core.units import DeviceKey
+
+MOST_USUAL = 64
+"""So many shapes are taken for usual at most: each of them is asked about each state of a node."""
+
+Alike = Mapping[str, tuple[int, Device]]
+"""Name of a sort -> (how many devices, one of them)."""
+
+
+class Row(NamedTuple):
+    """What is left of the devices of one sort on one node, for one asker."""
+
+    room: Room
+    devices: tuple[Device, ...]
+    """In key order; of each, `room.left` tells what is left."""
+
+
+class Spot(NamedTuple):
+    """The best devices of one node for a demand, by the sort of devices that it wants most."""
+
+    unwanted: int
+    score: int
+    """0..100; 50 and more means that nothing is stranded that was not before."""
+    devices: tuple[DeviceKey, ...]
+    """In key order."""
+
+
+def sort_of(device: Device) -> str:
+    """The same for devices between which no demand can tell a difference."""
+    return f"{device.kind}/{device.physical_mb}/{device.allocatable_mb}/{device.context_mb}/{device.power}"
+
+
+def sorts_of(devices: Iterable[Device]) -> Alike:
+    """The sorts of devices of which anything can be leased."""
+    some: dict[str, Device] = {}
+    count: Counter[str] = Counter()
+    for device in devices:
+        if device.allocatable_mb:
+            name = sort_of(device)
+            some.setdefault(name, device)
+            count[name] += 1
+    return {name: (count[name], some[name]) for name in sorted(some)}
+
+
+def rows(left: Iterable[tuple[Book, int]], cpu: float) -> tuple[Row, ...]:
+    """What is left of a node, sort by sort. `left`: its devices in key order and MiB; less than 0 is 0."""
+    sorts: dict[str, list[tuple[Device, int]]] = {}
+    for book, free_mb in left:
+        sorts.setdefault(sort_of(book.device), []).append((book.device, max(0, free_mb)))
+    return tuple(
+        Row(Room(cpu, tuple(mb for _, mb in found), name), tuple(device for device, _ in found))
+        for name, found in sorted(sorts.items())
+    )
+
+
+class Worth:
+    """Remembers what it was asked; the answers depend on the arguments alone."""
+
+    def __init__(self, edition: Mapping[Demand, int], alike: Alike, policy: str) -> None:
+        """`policy`: `stranded` (the service's measure) or `fgd` (the paper's)."""
+        self._alike = alike
+        self._shapes: dict[Demand, Shape] = {}
+        self.usual = self._usual(edition)
+        fleet: Fleet = {name: (count, device.allocatable_mb) for name, (count, device) in alike.items()}
+        self._measure = fgd(self.usual, _mean(fleet)) if policy == "fgd" else tasks_lost(self.usual, fleet)
+
+    def spot(self, demand: Demand, node: tuple[Row, ...]) -> Spot | None:
+        """Where on this node the demand strands the least; None if its devices do not suffice.
+
+        On devices that it wants equally: the highest score, then the lowest device. Several devices per
+        demand: those wanted most, then the fullest that have room, then the lowest.
+        """
+        if not demand.gpus:
+            rooms = [row.room for row in node]
+            return Spot(0, self._score(rooms, [after(room, self.shape(demand), (), 0) for room in rooms]), ())
+        if len(node) == 1:
+            return self._on_alike(demand, node[0])
+        return self._on_mixed(demand, node)
+
+    @property
+    def worked_out(self) -> int:
+        """How many rows of devices were looked at so far; what was remembered is not counted again."""
+        return self._measure.worked_out
+
+    def shape(self, demand: Demand) -> Shape:
+        """What it would take of devices of each sort of the fleet."""
+        shape = self._shapes.get(demand)
+        if shape is None:
+            shape = self._shapes[demand] = Shape(demand.cpu, demand.gpus, tuple(self._amounts(demand)))
+        return shape
+
+    def _amounts(self, demand: Demand) -> Iterator[tuple[str, int]]:
+        if demand.gpus:
+            for name, (_, device) in self._alike.items():
+                need = need_mb(demand, device)
+                if need is not None:
+                    yield name, need
+
+    def _usual(self, edition: Mapping[Demand, int]) -> dict[Shape, float]:
+        """Of what could run here at all, the most frequent; of equally frequent ones the larger, as there."""
+        mix: Counter[Shape] = Counter()
+        for demand, count in edition.items():
+            shape = self.shape(demand)
+            if shape.amounts:
+                mix[shape] += count
+        return usual(
+            dict(sorted(mix.items(), key=lambda kept: (kept[1], kept[0]), reverse=True)[:MOST_USUAL])
+        )
+
+    def _on_alike(self, demand: Demand, row: Row) -> Spot | None:
+        spot = self._measure.spot(self.shape(demand), row.room)
+        if spot is None:
+            return None
+        unwanted = demand.gpus * unwanted_device(demand, row.devices[0])
+        return Spot(unwanted, spot.score, tuple(row.devices[place].key for place in spot.devices))
+
+    def _on_mixed(self, demand: Demand, node: tuple[Row, ...]) -> Spot | None:
+        amounts = dict(self.shape(demand).amounts)
+        found: list[_Option] = []
+        for number, (room, devices) in enumerate(node):
+            amount = amounts.get(room.kind)
+            for place, left in enumerate(room.left):
+                if amount is not None and amount <= left:
+                    far = unwanted_device(demand, devices[place])
+                    found.append(_Option(far, left - amount, devices[place].key, number, place))
+        if len(found) < demand.gpus:
+            return None
+        if demand.gpus > 1:
+            return self._taking(demand, node, sorted(found)[: demand.gpus])
+        spots = [self._taking(demand, node, [option]) for option in found]
+        return min(spots, key=lambda spot: (spot.unwanted, -spot.score, spot.devices))
+
+    def _taking(self, demand: Demand, node: tuple[Row, ...], chosen: list["_Option"]) -> Spot:
+        amounts = dict(self.shape(demand).amounts)
+        rooms = [row.room for row in node]
+        behind = []
+        for number, room in enumerate(rooms):
+            places = tuple(option.place for option in chosen if option.row == number)
+            behind.append(after(room, self.shape(demand), places, amounts.get(room.kind, 0)))
+        unwanted = sum(option.unwanted for option in chosen)
+        return Spot(unwanted, self._score(rooms, behind), tuple(sorted(option.key for option in chosen)))
+
+    def _score(self, before: Iterable[Room], behind: Iterable[Room]) -> int:
+        lost = self._measure.lost
+        return self._measure.rate(fsum(map(lost, before)) - fsum(map(lost, behind)))
+
+
+class _Option(NamedTuple):
+    unwanted: int
+    left_mb: int
+    key: DeviceKey
+    row: int
+    place: int
+
+
+def _mean(fleet: Fleet) -> float:
+    """The amount of a device, on average."""
+    return sum(count * whole for count, whole in fleet.values()) / sum(count for count, _ in fleet.values())

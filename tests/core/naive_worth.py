@@ -1,0 +1,64 @@
+"""What a place is worth, for the naive planner: each sort of device by itself, each choice anew."""
+
+from collections import Counter
+from collections.abc import Mapping
+from math import fsum
+from typing import Any
+
+from service.core.demand import Demand
+from service.core.fragmentation import Measure, Room, Shape, fgd, tasks_lost, usual
+from service.core.task import Task
+
+
+def sort(device: Any) -> str:
+    return f"{device.kind}/{device.physical_mb}/{whole(device)}/{device.context_mb}/{device.power}"
+
+
+def whole(device: Any) -> int:
+    return device.physical_mb - device.reserve_mb - device.declared_foreign_mb if device.present else 0
+
+
+def learn(naive: Any, edition: Mapping[Demand, int]) -> Measure | None:
+    """What is usual, as tasks of these devices; None if there is nothing that could run."""
+    if naive.policy.placement not in ("stranded", "fgd"):
+        return None
+    devices = [book.device for book in naive.books if whole(book.device)]
+    mix: Counter[Shape] = Counter()
+    for demand, count in edition.items():
+        amounts = {sort(device): naive.needs(demand, device) for device in devices}
+        can = tuple(sorted((name, need) for name, need in amounts.items() if need is not None))
+        if can:
+            mix[Shape(demand.cpu, demand.gpus, can)] += count
+    sizes = {sort(device): whole(device) for device in devices}
+    count = Counter(map(sort, devices))
+    fleet = {name: (count[name], size) for name, size in sizes.items()}
+    if not mix:
+        return None
+    if naive.policy.placement == "fgd":
+        return fgd(usual(mix), sum(map(whole, devices)) / len(devices))
+    return tasks_lost(usual(mix), fleet)
+
+
+def fullest(naive: Any, node: Any, task: Task) -> tuple[tuple[str, int], ...] | None:
+    """Of those it wants most, the devices that have least to spare."""
+    fitting = []
+    for device in naive.devices(node.name):
+        need = naive.needs(task.demand, device)
+        if need is not None and naive.free(device, task) >= need:
+            far = naive.unmet(node, [device], task) - naive.unmet(node, [], task)
+            fitting.append((far, naive.free(device, task) - need, device.key, need))
+    return tuple(sorted((key, need) for _, _, key, need in sorted(fitting)[: task.demand.gpus]))
+
+
+def score(naive: Any, node: Any, task: Task, taken: Mapping[str, int]) -> int:
+    """By what the node's devices, sort by sort, were good for and are good for afterwards."""
+    assert naive.measure is not None
+    cpu, _, _ = naive.room(node, task)
+    before, behind = [], []
+    for name in {sort(device) for device in naive.devices(node.name)}:
+        alike = [device for device in naive.devices(node.name) if sort(device) == name]
+        left = {device.key: max(0, naive.free(device, task)) for device in alike}
+        after = tuple(mb - taken.get(key, 0) for key, mb in left.items())
+        before.append(naive.measure.lost(Room(cpu, tuple(left.values()), name)))
+        behind.append(naive.measure.lost(Room(round(cpu - task.demand.cpu, 6), after, name)))
+    return naive.measure.rate(fsum(before) - fsum(behind))
