@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, Protocol
 
+from service.core.accounts import Usage
 from service.core.device import Device, Node
 from service.core.estimate import Sketch, Topic
 from service.core.events import Event
@@ -165,6 +166,7 @@ class Snapshot:
     finished: Mapping[tuple[str, TaskState], int]
     estimates: Sequence[tuple[Topic, Sketch]]
     """The one that learned last comes last."""
+    usage: Sequence[Usage]
 
 
 EventListener = Callable[[Sequence[Event]], None]

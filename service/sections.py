@@ -2,7 +2,7 @@
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
 from pydantic_settings import NoDecode
 
 from service.core.policy import BAND_NAMES
@@ -114,6 +114,26 @@ class MaximumSettings(Section):
     memory_mb: Annotated[int, Field(ge=0)] | None = None
 
 
+class TenantSettings(Section):
+    """What a tenant may have, and how it stands beside others."""
+
+    cohort: str = ""
+    guaranteed_mb: Annotated[int, Field(ge=0)] | None = None
+    """MiB of GPU memory; empty: no quota."""
+    borrow_mb: Annotated[int, Field(ge=0)] | None = None
+    """MiB beyond the guarantee; empty: as much as the cohort leaves."""
+    weight: Annotated[float, Field(gt=0, le=1_000_000)] = 1.0
+    max_priority: Annotated[int, Field(ge=0, le=100), BeforeValidator(_band_value)] = 100
+
+    @model_validator(mode="after")
+    def _borrows_from_a_cohort(self) -> "TenantSettings":
+        if self.cohort and self.guaranteed_mb is None:
+            raise ValueError("a member of a cohort needs guaranteed_mb (0: it has only what it borrows)")
+        if self.borrow_mb is not None and not self.cohort:
+            raise ValueError("borrow_mb is borrowed from a cohort; name the cohort")
+        return self
+
+
 class PolicySettings(Section):
     ageing_seconds_per_point: Annotated[float, Field(gt=0)] = 60.0
     placement: Literal["stranded", "fgd", "best_fit", "spread"] = "stranded"
@@ -138,6 +158,25 @@ class PolicySettings(Section):
     """Amounts of custom resources, by name."""
     max_running: RunningSettings = RunningSettings()
     maximum: MaximumSettings = MaximumSettings()
+    tenants: dict[str, TenantSettings] = {}
+    """By name; `*` stands for each that is not listed."""
+    usage_half_life_seconds: Annotated[float, Field(gt=0)] = 86_400.0
+    streams: dict[str, Annotated[float, Field(gt=0)]] = {}
+    """Weights of work streams."""
+    min_run_seconds: Annotated[float, Field(ge=0)] = 0.0
+
+    @field_validator("tenants")
+    @classmethod
+    def _others_guarantee_nothing_together(
+        cls, tenants: dict[str, TenantSettings]
+    ) -> dict[str, TenantSettings]:
+        others = tenants.get("*")
+        if others is not None and others.cohort and others.guaranteed_mb:
+            raise ValueError(
+                '"*" stands for any number of tenants, whose guarantees no cohort could add up; '
+                "give it guaranteed_mb: 0, or no cohort, or list the tenants"
+            )
+        return tenants
 
 
 class LimitSettings(Section):

@@ -156,7 +156,7 @@ def _gauge(name: str, samples: Iterable[tuple[tuple[str, ...], float]]) -> Metri
 def _task_metrics(world: World) -> Iterator[Metric]:
     queue = world.queue
     waiting: Counter[int] = Counter()
-    for (_tenant, priority, _demand), group in queue.groups.items():
+    for (_tenant, priority, *_alike), group in queue.groups.items():
         waiting[priority] += len(group)
     live: Counter[tuple[str, str]] = Counter()
     for priority, count in waiting.items():

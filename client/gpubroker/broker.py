@@ -65,9 +65,9 @@ class Broker:
         importable where it runs. Raises Refused, also for a task that could never fit.
 
         The options are those of `SubmitOptions`, all by name: kwargs (the task's own), name, priority,
-        labels, model_type; gpu_mb (MiB per GPU, or "learned"), gpus, gpu_fraction, exclusive, placement, cpu,
-        memory_mb, custom; kinds, prefer_kinds, min_power, min_device_mb, nodes, prefer_nodes, pool;
-        max_retries, timeout_seconds, grace_seconds; after, not_before, queue_ttl_seconds,
+        labels, model_type, stream; gpu_mb (MiB per GPU, or "learned"), gpus, gpu_fraction, exclusive,
+        placement, cpu, memory_mb, custom; kinds, prefer_kinds, min_power, min_device_mb, nodes,
+        prefer_nodes, pool; max_retries, timeout_seconds, grace_seconds; after, not_before, queue_ttl_seconds,
         deadline_at or deadline_seconds, expected_seconds; env, working_directory (of commands),
         result_format, idempotency_key.
         """

@@ -108,6 +108,7 @@ class Task:
     """The first task of the chain because of which it failed."""
     labels: Mapping[str, str] = field(default_factory=dict)
     model_type: str | None = None
+    stream: str | None = None
     result_format: str = "json"
     held: bool = False
     attempt: int = 0

@@ -59,6 +59,8 @@ class SubmitOptions(TypedDict, total=False):
     """`pack` (default) fills devices that are in use, `spread` takes empty ones first."""
     model_type: str
     """Kind of model, for statistics."""
+    stream: str
+    """The operator's work stream by whose weight tasks of equal priority and age are ordered."""
     labels: Mapping[str, str]
     """To find it by."""
     env: Mapping[str, str]
@@ -95,7 +97,7 @@ _RESOURCES = (
     "kinds", "min_power", "min_device_mb", "nodes", "prefer_kinds", "prefer_nodes", "pool",
 )  # fmt: skip
 _TOP_LEVEL = (
-    "name", "priority", "model_type", "placement", "labels", "env",
+    "name", "priority", "model_type", "stream", "placement", "labels", "env",
     "max_retries", "timeout_seconds", "grace_seconds", "after", "not_before", "queue_ttl_seconds",
     "deadline_at", "deadline_seconds", "expected_seconds", "result_format",
 )  # fmt: skip

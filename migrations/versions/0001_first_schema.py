@@ -31,7 +31,7 @@ def upgrade() -> None:
     _nodes_and_devices()
     _leases_and_pledges()
     _log()
-    _estimates()
+    _estimates_and_usage()
     _people()
     op.execute("INSERT INTO log_head (id, position) VALUES (1, 0)")
     op.execute("INSERT INTO leadership (id, term, holder, taken_at) VALUES (1, 0, '', 0)")
@@ -54,6 +54,7 @@ def _tasks() -> None:
         sa.Column("queue_ttl_seconds", sa.Double(), nullable=True),
         sa.Column("deadline_at", sa.Double(), nullable=True),
         sa.Column("expected_seconds", sa.Double(), nullable=True),
+        sa.Column("stream", sa.Text(), nullable=False),
         sa.Column("subject", sa.Text(), nullable=False),
         sa.Column("state", sa.Text(), server_default="pending", nullable=False),
         sa.Column("version", sa.Integer(), server_default=sa.text("1"), nullable=False),
@@ -335,7 +336,7 @@ def _log() -> None:
     )
 
 
-def _estimates() -> None:
+def _estimates_and_usage() -> None:
     op.create_table(
         "estimate",
         sa.Column("tenant", sa.Text(), nullable=False),
@@ -346,6 +347,15 @@ def _estimates() -> None:
         sa.Column("counts", sa.Text(), nullable=False),
         sa.CheckConstraint("what IN ('gpu_mb', 'seconds')", name=op.f("ck_estimate_what")),
         sa.PrimaryKeyConstraint("tenant", "subject", "kind", "what", name=op.f("pk_estimate")),
+        **HOT,
+    )
+    op.create_table(
+        "usage",
+        sa.Column("tenant", sa.Text(), nullable=False),
+        sa.Column("held_mb", COUNT, nullable=False),
+        sa.Column("mb_seconds", sa.Double(), nullable=False),
+        sa.Column("at", sa.Double(), nullable=False),
+        sa.PrimaryKeyConstraint("tenant", name=op.f("pk_usage")),
         **HOT,
     )
 
@@ -377,22 +387,7 @@ def _people() -> None:
 
 def downgrade() -> None:
     for table in (
-        "audit",
-        "token",
-        "estimate",
-        "finished",
-        "leadership",
-        "event",
-        "log_head",
-        "node",
-        "pledge",
-        "lease",
-        "device",
-        "request",
-        "checkpoint",
-        "outcome",
-        "task_label",
-        "task_spec",
-        "task",
-    ):
+        "audit", "token", "usage", "estimate", "finished", "leadership", "event", "log_head", "node",
+        "pledge", "lease", "device", "request", "checkpoint", "outcome", "task_label", "task_spec", "task",
+    ):  # fmt: skip
         op.drop_table(table)

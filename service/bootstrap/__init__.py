@@ -15,6 +15,7 @@ from service.bootstrap.premises import (
     prepare_data_dir,
 )
 from service.bootstrap.process import Service
+from service.core.units import Seconds
 from service.gateway import document
 from service.gateway.app import openapi_document
 from service.ports import StoreUnavailable
@@ -45,7 +46,11 @@ def run_service(settings: Settings) -> int:
 
 async def _serve(settings: Settings, listener: socket.socket) -> int:
     try:
-        store = await open_store(settings.database, alone=True)
+        store = await open_store(
+            settings.database,
+            alone=True,
+            usage_half_life_seconds=Seconds(settings.policy.usage_half_life_seconds),
+        )
     except DatabaseRefused as refused:
         raise StartRefused(str(refused)) from None
     try:

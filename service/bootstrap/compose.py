@@ -9,7 +9,7 @@ from service.adapters.ray.executor import RayExecutor
 from service.adapters.ray.options import RayOptions
 from service.core.kinds import Kind
 from service.core.orders import SeenDevice
-from service.core.policy import CustomLimit, Maximum, Policy, Pool
+from service.core.policy import CustomLimit, Maximum, Policy, Pool, TenantPolicy
 from service.core.reconcile import InventoryRules
 from service.core.units import Mib, Seconds
 from service.core.world import World
@@ -26,6 +26,8 @@ def policy_of(settings: Settings) -> Policy:
     chosen["maximum"] = Maximum(**chosen["maximum"])
     running = settings.policy.max_running
     del chosen["max_running"], chosen["custom_limits"]
+    chosen["streams"] = tuple(sorted(chosen["streams"].items()))
+    chosen["tenants"] = tuple(TenantPolicy(name, **t) for name, t in sorted(chosen["tenants"].items()))
     customs = [
         CustomLimit(name, custom.limit, custom.per == "node", custom.priority_threshold)
         for name, custom in settings.policy.custom_limits.items()
@@ -137,6 +139,8 @@ def fill(world: World, snapshot: Snapshot) -> None:
         world.add_task(task)
     for lease in snapshot.leases:
         world.add_lease(lease)
+    for usage in snapshot.usage:
+        world.accounts.restore(usage)
     for pledge in snapshot.pledges:
         world.add_pledge(pledge)
     for request in snapshot.requests:

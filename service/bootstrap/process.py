@@ -31,7 +31,7 @@ from service.broker.dispatch import Dispatcher
 from service.broker.loop import Leader
 from service.broker.observe import Observer
 from service.core.events import Event
-from service.core.units import TaskId
+from service.core.units import Seconds, TaskId
 from service.core.world import World
 from service.gateway.app import create_app
 from service.gateway.identity import EVERY_SCOPE, Tokens, new_token
@@ -52,7 +52,7 @@ class Service:
         self._listener = listener
         self._store = store
         self._clock = DatabaseClock(store)
-        self._world = World()
+        self._world = World(Seconds(settings.policy.usage_half_life_seconds))
         self._waiters = Waiters()
         self._progress: dict[TaskId, Progress] = {}
         self._blobs = DirectoryBlobs(

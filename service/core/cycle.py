@@ -5,11 +5,12 @@ from dataclasses import dataclass, replace
 from service.core.agenda import Agenda
 from service.core.decide import admit, evict, withdraw
 from service.core.draft import Draft
+from service.core.fairness import Shares
 from service.core.memory import Memory
 from service.core.offers import Offers
 from service.core.ordering import OrderKey
 from service.core.placement import Places, worth_of
-from service.core.plan import Decision
+from service.core.plan import Decision, given_mb
 from service.core.policy import Policy
 from service.core.prospects import Prospects
 from service.core.task import Task
@@ -27,9 +28,11 @@ class Cursor:
 
     ordered_at: Instant
     """When the cycle began. Ageing stands still during it, so that every task is examined once."""
-    after: OrderKey | None = None
+    shares: Shares
+    """How the tenants stand by now; not to be changed."""
     worth: Worth | None = None
     """Of places, to what was usual when the cycle began."""
+    after: OrderKey | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +61,7 @@ def plan_cycle(
     """
     if cursor is None:
         world.enter_due(now)
-        cursor = Cursor(ordered_at=now, worth=worth_of(world, policy))
+        cursor = Cursor(now, Shares(world, policy, now), worth=worth_of(world, policy))
     turn = _Slice(world, policy, now, cursor, Memory() if memory is None else memory)
     if cursor.after is None:
         turn.withdraw()
@@ -75,14 +78,15 @@ class _Slice:
         self._places = Places(self._draft, policy, now, memory, cursor.worth)
         self._offers = Offers(self._draft, policy, now, cursor.ordered_at, memory.offered)
         self._prospects = Prospects(self._draft, policy, now, memory, self._places, self._offers)
+        self._shares = cursor.shares.copy()
         self._agenda = self._open_agenda(world, policy)
         self._decisions: list[Decision] = []
 
     def _open_agenda(self, world: World, policy: Policy) -> Agenda:
         began_at, after = self._cursor.ordered_at, self._cursor.after
         agenda = self._memory.agenda
-        if agenda is None or not agenda.goes_on(world, began_at, after):
-            return Agenda(world, policy, began_at, after)
+        if agenda is None or not agenda.goes_on(world, began_at, after, self._shares):
+            return Agenda(world, policy, began_at, after, self._shares)
         if self._memory.needs_wake:
             agenda.wake(self._prospects)
         return agenda
@@ -106,12 +110,14 @@ class _Slice:
                 return None
             after = head.key
             before = self._memory.growth.revision
-            decision = self._decide(self._draft.world.tasks[head.task])
+            task = self._draft.world.tasks[head.task]
+            decision = self._decide(task)
             if decision is not None:
                 self._decisions.append(decision)
+                self._agenda.charge(task, given_mb(decision))
                 if self._memory.growth.revision > before or self._is_awaited(decision):
                     self._agenda.wake(self._prospects)
-        return replace(self._cursor, after=after)
+        return replace(self._cursor, after=after, shares=self._agenda.shares.copy())
 
     def _is_awaited(self, decision: Decision) -> bool:
         """It takes room where some wait for more to come."""

@@ -5,8 +5,9 @@ from dataclasses import dataclass
 from service.core.admission import wanted
 from service.core.blockers import Blocker, called, room_blockers, used_by_others
 from service.core.draft import Draft
+from service.core.fairness import Shares
 from service.core.ledger import Holding
-from service.core.ordering import order_key
+from service.core.ordering import order_key, own_key
 from service.core.policy import Policy
 from service.core.reasons import Reason
 from service.core.survey import DeviceFinding, Survey, Verdict, survey
@@ -90,12 +91,20 @@ def explain(world: World, task_id: TaskId, policy: Policy, now: Instant) -> Expl
     )
 
 
-def position_of(world: World, task: Task, policy: Policy, now: Instant) -> int | None:
-    """A task's place in the order of the queue, from 1. Costs as much as there are different demands."""
+def position_of(
+    world: World, task: Task, policy: Policy, now: Instant, shares: Shares | None = None
+) -> int | None:
+    """A task's place in the order of the queue, from 1, if no tenant is given anything before its turn.
+
+    Costs as much as there are different demands, and devices unless `shares` are given.
+    """
     if task.id not in world.queue:
         return None
-    key = order_key(task.priority, task.submitted_at, task.id, now, policy)
-    return sum(group.count_until(key, now, policy) for group in world.queue.groups.values())
+    shares = Shares(world, policy, now) if shares is None else shares
+    own = own_key(task.priority, task.stream, task.submitted_at, task.id, now, policy)
+    key = order_key(own, shares.rank(task.tenant))
+    groups = world.queue.groups.values()
+    return sum(group.count_until(key, shares.rank(group.tenant), now, policy) for group in groups)
 
 
 def _blockers(seen: Survey, position: int | None) -> list[Blocker]:

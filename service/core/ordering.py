@@ -1,6 +1,7 @@
 """The order of the queue, and the queue itself: groups of equal demands, each in order of submission."""
 
 from bisect import bisect_left, bisect_right, insort
+from collections import Counter
 from collections.abc import Iterator
 
 from service.core.demand import Demand
@@ -9,32 +10,49 @@ from service.core.task import Task
 from service.core.timetable import Timetable
 from service.core.units import Instant, TaskId
 
-GroupKey = tuple[str, int, Demand]
-"""(tenant, priority, demand): tasks that differ in nothing the planner looks at but their age."""
+GroupKey = tuple[str, int, Demand, str]
+"""(tenant, priority, demand, stream): tasks that differ in nothing the planner looks at but their age."""
 
 Member = tuple[float, TaskId]
 """(submitted_at, id)"""
 
-OrderKey = tuple[int, float, float, TaskId]
+Rank = tuple[int, int]
+"""A tenant's place within a band: (0 below its guarantee and 1 else, steps of its fair share it has had)."""
+
+EVEN: Rank = (0, 0)
+"""Of all, where nobody need be ranked."""
+
+OwnKey = tuple[int, int, float, float, TaskId]
+"""A task's place among those of its tenant."""
+
+OrderKey = tuple[int, int, int, int, float, float, TaskId]
 """A task's place in the order of the queue: smallest first, never equal to another's."""
 
 
-def aged_priority(priority: int, waited_seconds: float, policy: Policy) -> float:
+def aged_priority(priority: int, waited_seconds: float, policy: Policy) -> int:
     """Priority plus one point per `ageing_seconds_per_point`, never above the top of its own band."""
-    top = band_of(priority)[2]
-    return min(float(top), priority + max(0.0, waited_seconds) / policy.ageing_seconds_per_point)
+    points = int(max(0.0, waited_seconds) / policy.ageing_seconds_per_point)
+    return min(band_of(priority)[2], priority + points)
 
 
-def order_key(priority: int, submitted_at: Instant, task: TaskId, now: Instant, policy: Policy) -> OrderKey:
+def own_key(
+    priority: int, stream: str, submitted_at: Instant, task: TaskId, now: Instant, policy: Policy
+) -> OwnKey:
     """Smallest first. Total, so that no plan depends on chance:
 
     1. higher band
     2. higher aged priority
-    3. earlier submit time
-    4. smaller id
+    3. heavier work stream
+    4. earlier submit time
+    5. smaller id
     """
-    band_top = band_of(priority)[2]
-    return (-band_top, -aged_priority(priority, now - submitted_at, policy), submitted_at, task)
+    aged = aged_priority(priority, now - submitted_at, policy)
+    return (-band_of(priority)[2], -aged, -policy.weight_of(stream), submitted_at, task)
+
+
+def order_key(own: OwnKey, rank: Rank) -> OrderKey:
+    """Among all tasks: the tenant's rank comes right after the band."""
+    return (own[0], *rank, *own[1:])
 
 
 class Kin:
@@ -60,6 +78,10 @@ class Group:
         self._first = 0
 
     @property
+    def tenant(self) -> str:
+        return self.key[0]
+
+    @property
     def priority(self) -> int:
         return self.key[1]
 
@@ -76,16 +98,23 @@ class Group:
     def __iter__(self) -> Iterator[Member]:
         return iter(self._members[self._first :])
 
-    def count_until(self, key: OrderKey, now: Instant, policy: Policy) -> int:
-        """How many members stand at this place of the queue or before it. Order of submission is order of
-        the queue within a group, so this takes a few looks only."""
-        band_top = -band_of(self.priority)[2]
-        if key[0] != band_top:
-            return 0 if key[0] < band_top else len(self)
+    def own_key(self, member: Member, now: Instant, policy: Policy) -> OwnKey:
+        submitted_at, task = member
+        return own_key(self.priority, self.key[3], Instant(submitted_at), task, now, policy)
 
-        def place(index: int) -> OrderKey:
-            submitted_at, task = self.member(index)
-            return order_key(self.priority, Instant(submitted_at), task, now, policy)
+    def count_until(self, key: OrderKey, rank: Rank, now: Instant, policy: Policy) -> int:
+        """How many members stand at this place of the queue or before it, by the rank of their tenant."""
+        mine = (-band_of(self.priority)[2], *rank)
+        if key[:3] != mine:
+            return 0 if key[:3] < mine else len(self)
+        return self.count_own((key[0], *key[3:]), now, policy)
+
+    def count_own(self, key: OwnKey, now: Instant, policy: Policy) -> int:
+        """How many members stand at this place among their tenant's tasks or before it. Order of submission
+        is order of the queue within a group, so this takes a few looks only."""
+
+        def place(index: int) -> OwnKey:
+            return self.own_key(self.member(index), now, policy)
 
         return bisect_right(range(len(self)), key, key=place)
 
@@ -119,6 +148,8 @@ class PendingQueue:
         self.kin: dict[Demand, Kin] = {}
         self.arrivals = 0
         """How many were ever let in."""
+        self.tenants: Counter[str] = Counter()
+        """Tenant -> how many groups it has."""
         self.delayed = Timetable()
         self.held: set[TaskId] = set()
         self.awaiting: set[TaskId] = set()
@@ -175,16 +206,18 @@ class PendingQueue:
         if kin is None:
             kin = self.kin[task.demand] = Kin(task.demand)
         groups = kin.bands.setdefault(band_of(task.priority)[2], {})
-        key = (task.tenant, task.priority, kin.demand)  # one object for all that are equal
+        key = (task.tenant, task.priority, kin.demand, task.stream)  # one demand for all that are equal
         group = groups.get(key)
         if group is None:
             group = groups[key] = self.groups[key] = Group(key, kin)
+            self.tenants[task.tenant] += 1
         group.add((task.submitted_at, task.id))
         self._where[task.id] = key
 
     def _drop(self, group: Group) -> None:
         bands, top = group.kin.bands, band_of(group.priority)[2]
         del self.groups[group.key], bands[top][group.key]
+        self.tenants -= Counter((group.tenant,))
         if not bands[top]:
             del bands[top]
         if not bands:

@@ -105,6 +105,28 @@ class Request:
     made_at: Instant
 
 
+def taken_mb(decision: Decision) -> dict[str, int]:
+    """Tenant -> change of what it holds if this decision commits; 0 where as much comes as goes."""
+    delta: dict[str, int] = {}
+    for lease in decision.leases:
+        if lease.version == 1:
+            delta[lease.tenant] = delta.get(lease.tenant, 0) + lease.mb
+        elif lease.state is LeaseState.RELEASED:
+            delta[lease.tenant] = delta.get(lease.tenant, 0) - lease.mb
+    return delta
+
+
+def given_mb(decision: Decision) -> int:
+    """What a planned decision gives to its task beyond what was pledged to it before; 0 if nothing."""
+    given: int = sum(lease.mb for lease in decision.leases)
+    for written in decision.pledges:
+        if written.end is None:
+            given += written.pledge.mb
+        elif written.pledge.preemptor == decision.subject:
+            given -= written.pledge.mb
+    return max(0, given)
+
+
 def released_mb(decision: Decision) -> dict[str, int]:
     """Device key -> change of its `leased_mb` if this decision commits (negative where memory returns)."""
     delta: dict[str, int] = {}

@@ -1,9 +1,10 @@
 """The operator's choices that decisions depend on, as one value."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from service.core.accounts import HALF_LIFE_SECONDS
 from service.core.demand import Labels
 from service.core.units import Mib, Seconds
 
@@ -55,10 +56,10 @@ class Pool:
     memory_mb: Mib | None = None
 
     def amounts(self) -> Iterator[tuple[str, float]]:
-        for field in ("cpu", "gpus", "gpu_mb", "memory_mb"):
-            amount = getattr(self, field)
+        for name in ("cpu", "gpus", "gpu_mb", "memory_mb"):
+            amount = getattr(self, name)
             if amount is not None:
-                yield field, float(amount)
+                yield name, float(amount)
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +71,25 @@ class Maximum:
     """Per GPU."""
     cpu: float | None = None
     memory_mb: Mib | None = None
+
+
+class TenantPolicy(NamedTuple):
+    """What a tenant may have, and how it stands beside others."""
+
+    name: str
+    """`*`: each tenant that is not listed."""
+    cohort: str = ""
+    """Of its members, those that need more borrow what the others' guarantees leave."""
+    guaranteed_mb: Mib | None = None
+    """Of GPU memory. None: no quota, neither guaranteed nor limited."""
+    borrow_mb: Mib | None = None
+    """So much beyond its guarantee at most; None: as much as its cohort leaves."""
+    weight: float = 1.0
+    """Twice the weight, twice the fair share."""
+    max_priority: int = 100
+
+
+ANYBODY = TenantPolicy("*")
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +127,27 @@ class Policy:
     """Sorted by name. Names with a colon are of slots: how many tasks may run at once (`tenant:NAME`,
     `label:KEY=VALUE`; `*` is each for itself) and what pools have (`pool:NAME:gpus`)."""
     pools: tuple[Pool, ...] = ()
+    tenants: tuple[TenantPolicy, ...] = ()
+    usage_half_life_seconds: Seconds = HALF_LIFE_SECONDS
+    """What a tenant has used counts half as much after so long."""
+    streams: tuple[tuple[str, float], ...] = ()
+    """(name, weight) of work streams: between tasks of equal aged priority the heavier stream goes first."""
+    min_run_seconds: Seconds = Seconds(0.0)
+    """A run is left alone for so long after its start, except by critical tasks."""
     maximum: Maximum = Maximum()  # frozen
+
+    _by_name: dict[str, TenantPolicy] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        by_name = {tenant.name: tenant for tenant in self.tenants}
+        object.__setattr__(self, "_by_name", by_name)  # looked up for every task that is examined
+
+    def tenant(self, name: str) -> TenantPolicy:
+        return self._by_name.get(name) or self._by_name.get("*", ANYBODY)
+
+    def weight_of(self, stream: str) -> float:
+        """Of tasks in no stream, or in one that is no longer configured, 1."""
+        return next((weight for name, weight in self.streams if name == stream), 1.0)
 
     def limit_of(self, slot: str) -> float | None:
         """How much there is of what a slot counts; None if nobody limits it."""

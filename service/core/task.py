@@ -132,6 +132,8 @@ class Task:
     """By then it has ended: until then it waits, and until then it runs."""
     expected_seconds: Seconds | None = None
     """How long one run takes, as its submitter says; nothing ends because of it."""
+    stream: str = ""
+    """The work stream it belongs to, by whose weight tasks of equal aged priority are ordered."""
     subject: str = ""
     """What its runs have in common with those of other tasks, for learning from them: its model type, else
     its name, else its entrypoint. Empty: nothing is learned from it."""

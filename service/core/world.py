@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Iterable
 
+from service.core.accounts import HALF_LIFE_SECONDS, Accounts
 from service.core.awaited import Awaited
 from service.core.changes import Marks
 from service.core.codec import (
@@ -25,7 +26,7 @@ from service.core.ordering import PendingQueue
 from service.core.plan import Request
 from service.core.task import Task, TaskState, notice_of
 from service.core.timetable import Timetable
-from service.core.units import DeviceKey, Instant, NodeName, Position, TaskId
+from service.core.units import DeviceKey, Instant, NodeName, Position, Seconds, TaskId
 from service.core.use import NodeUse, count_custom
 
 Claim = tuple[str, int]
@@ -36,10 +37,10 @@ class World:
     """Mutable, owned by one loop, changed only by `apply` (committed events) and `measure` (samples).
 
     `tasks` holds every task that is not terminal, and terminal ones until their last lease is released.
-    From a snapshot, rows are added in this order: nodes, devices, tasks, leases, pledges, requests.
+    From a snapshot, rows are added in this order: nodes, devices, tasks, leases, usage, pledges, requests.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, usage_half_life_seconds: Seconds = HALF_LIFE_SECONDS) -> None:
         self.position = Position(0)
         self.as_of = Instant(0.0)
         self.tasks: dict[TaskId, Task] = {}
@@ -69,6 +70,7 @@ class World:
         """(tenant, terminal state) -> how many ever ended so; survives pruning."""
         self.learned = Learned()
         self.mix = Mix()
+        self.accounts = Accounts(usage_half_life_seconds)
 
     def apply(self, events: Iterable[Event]) -> None:
         """Take over committed events in position order; those already applied change nothing.
@@ -84,6 +86,7 @@ class World:
                     "read the picture anew from the rows"
                 )
         for event in fresh:
+            self.as_of = event.at
             try:
                 self._take_over(event)
             except Exception as fault:
@@ -92,7 +95,6 @@ class World:
                     f"{fault!r}; the picture stands at {self.position}; read it anew from the rows"
                 ) from fault
             self.position = event.position
-            self.as_of = event.at
 
     def measure(self, samples: Iterable[DeviceSample]) -> None:
         """Take over device samples; a device nobody registered is ignored."""
@@ -116,6 +118,7 @@ class World:
         self._enter(lease)
         self.leases.setdefault((lease.holder, lease.fence), {})[lease.key] = lease
         self._note_release(lease, self.as_of)
+        self.accounts.change(lease.tenant, lease.mb, self.as_of)
 
     def add_pledge(self, pledge: Pledge) -> None:
         self.pledges.setdefault(pledge.preemptor, {})[pledge.device] = pledge
@@ -173,8 +176,10 @@ class World:
                 self.add_device(device_from(event.fields))
             case "node":
                 self.add_node(node_from(event.fields))
+            case "request" if what == "made":
+                self.add_request(request_from(event.fields))
             case "request":
-                self._apply_request(event, what)
+                self.requests.pop(event.key, None)
             case "estimate":
                 self.learned.apply(event, what)
 
@@ -219,6 +224,7 @@ class World:
             run[event.key] = after
             return
         del run[event.key]
+        self.accounts.change(after.tenant, -after.mb, event.at)
         self.learned.drop(event.key)
         if not run:
             del self.leases[holder, int(fence)]
@@ -238,12 +244,6 @@ class World:
         book.pledges.pop(pledge.preemptor, None)
         self.marks.mark(book.device.node)
         self._drop_if_gone(book)
-
-    def _apply_request(self, event: Event, what: str) -> None:
-        if what == "made":
-            self.add_request(request_from(event.fields))
-        else:
-            self.requests.pop(event.key, None)
 
     def _enter(self, lease: Lease) -> None:
         """Book a lease, with what its run's notice says. Raises KeyError for a device nobody registered."""

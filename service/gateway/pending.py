@@ -2,6 +2,7 @@
 
 from service.core.demand import Demand
 from service.core.explain import explain, position_of
+from service.core.fairness import Shares
 from service.core.policy import Policy
 from service.core.reasons import Reason
 from service.core.task import Task, TaskState
@@ -30,6 +31,7 @@ class PendingReasons:
         self._world = world
         self._policy = policy
         self._known: dict[_Alike, tuple[Instant, PendingView]] = {}
+        self._shares: tuple[Instant, Shares] | None = None
 
     def of(self, task: Task, now: Instant) -> PendingView | None:
         """None if the World does not know the task yet, or no longer as one that waits."""
@@ -40,7 +42,12 @@ class PendingReasons:
         seen_at, view = self._known.get(alike, (None, None))
         if seen_at is None or view is None or now - seen_at > REMEMBERED_SECONDS or self._is_special(row):
             return self._explained(row, alike, now)
-        return {**view, "position": position_of(self._world, row, self._policy, now)}
+        return {**view, "position": position_of(self._world, row, self._policy, now, self._shares_at(now))}
+
+    def _shares_at(self, now: Instant) -> Shares:
+        if self._shares is None or not 0.0 <= now - self._shares[0] <= REMEMBERED_SECONDS:
+            self._shares = now, Shares(self._world, self._policy, now)
+        return self._shares[1]
 
     def _explained(self, row: Task, alike: _Alike, now: Instant) -> PendingView | None:
         found = explain(self._world, row.id, self._policy, now)

@@ -3,6 +3,7 @@
 from fnmatch import fnmatchcase
 from functools import lru_cache
 
+from service.core.policy import Policy
 from service.gateway.direct import Call
 from service.gateway.identity import Scope
 from service.gateway.parts import GatewayParts
@@ -23,12 +24,29 @@ def check_run(call: Call, run: Run) -> None:
 
 def check_priority(call: Call, priority: int) -> None:
     identity = call.identity
+    tenant = call.parts.policy.tenant(identity.tenant)
+    if tenant.max_priority < min(priority, identity.max_priority):
+        raise Problem(
+            "priority-not-allowed",
+            f'priority {priority} is above {tenant.max_priority}, the cap of tenant "{identity.tenant}"; '
+            "ask for less, or have the operator raise its max_priority (setting policy.tenants)",
+            errors=[Fault(pointer="/priority", detail=f"at most {tenant.max_priority}", code="above-cap")],
+        )
     if priority > identity.max_priority:
         raise Problem(
             "priority-not-allowed",
             f'priority {priority} is above {identity.max_priority}, the cap of token "{identity.name}"; '
             "ask for less, or have an admin make a token with a higher max_priority",
             errors=[Fault(pointer="/priority", detail=f"at most {identity.max_priority}", code="above-cap")],
+        )
+
+
+def check_stream(policy: Policy, stream: str) -> None:
+    known = [name for name, _ in policy.streams]
+    if stream and stream not in known:
+        detail = f'there is no work stream "{stream}"; configured are: {", ".join(known) or "none"}'
+        raise Problem(
+            "validation-failed", detail, errors=[Fault(pointer="/stream", detail=detail, code="unknown")]
         )
 
 

@@ -286,6 +286,11 @@ class SubmitTask(Body):
         _line(100),
         Field(description="The operator may have set defaults for it: priority, sizes, timeout, retries."),
     ] = ""
+    stream: Annotated[
+        str,
+        _line(100),
+        Field(description="The operator's work stream by whose weight tasks alike are ordered."),
+    ] = ""
     resources: Resources = Resources()
     placement: Annotated[
         Literal["pack", "spread"],

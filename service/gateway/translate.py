@@ -107,6 +107,7 @@ def task_of(
         expires_at=timing.expires_at,
         deadline_at=timing.deadline_at,
         expected_seconds=timing.expected_seconds,
+        stream=body.stream,
         subject=subject_of(body),
     )
 
@@ -215,6 +216,7 @@ def task_view(record: TaskRecord, live: Live = NOTHING_LIVE) -> TaskView:
         "failed_by": task.failed_by,
         "labels": dict(spec.labels),
         "model_type": spec.model_type,
+        "stream": task.stream,
         "result_format": spec.result_format,
         "held": task.held,
         "attempt": task.fence,

@@ -116,6 +116,7 @@ class TaskView(ResultFields):
     ]
     labels: dict[str, str]
     model_type: str
+    stream: str
     result_format: str
     held: bool
     attempt: Annotated[int, Field(description="How often the task was given devices so far.")]

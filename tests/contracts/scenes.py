@@ -135,5 +135,7 @@ def picture(world: World) -> dict[str, Any]:
         "requests": world.requests,
         "finished": dict(world.finished),
         "estimates": world.learned.sketches,
+        "usage": world.accounts.rows(),
+        "held": {tenant: world.accounts.held_mb(tenant) for tenant in world.accounts},
         "use": {node: (use.cpu, use.memory_mb, use.runs) for node, use in world.use.items()},
     }

@@ -13,6 +13,7 @@ from service.core.lease import HolderKind, Lease, LeaseState, Pledge
 from service.core.policy import Policy
 from service.core.task import Task, TaskState
 from service.core.world import World
+from tests.core.naive_tenants import NaiveTenants
 from tests.core.naive_worth import fullest, learn, score
 
 Step = tuple[Any, ...]
@@ -22,7 +23,7 @@ Step = tuple[Any, ...]
 TOPS = (100, 89, 69, 39, 9)
 
 
-class Naive:
+class Naive(NaiveTenants):
     """Everything the planner may look at, in flat lists."""
 
     def __init__(self, world: World, policy: Policy, now: float) -> None:
@@ -33,6 +34,7 @@ class Naive:
         self.leases: list[Lease] = [lease for run in world.leases.values() for lease in run.values()]
         self.pledges: list[Pledge] = [pledge for mine in world.pledges.values() for pledge in mine.values()]
         self.measure = learn(self, world.mix.edition)
+        self.weigh(world)
 
     # What is there
 
@@ -310,8 +312,9 @@ class Naive:
     def order(self, task: Task) -> Any:
         top = min(top for top in TOPS if task.priority <= top)
         waited = max(0.0, self.now - task.submitted_at)
-        aged = min(float(top), task.priority + waited / self.policy.ageing_seconds_per_point)
-        return (-top, -aged, task.submitted_at, task.id)
+        aged = min(top, task.priority + int(waited / self.policy.ageing_seconds_per_point))
+        weight = dict(self.policy.streams).get(task.stream, 1.0)
+        return (-top, *self.rank(task.tenant), -aged, -weight, task.submitted_at, task.id)
 
     def waits(self, task: Task | None) -> bool:
         due = task is not None and (task.not_before is None or task.not_before <= self.now)
@@ -322,12 +325,19 @@ class Naive:
         for name in sorted({pledge.preemptor for pledge in self.pledges}):
             if not self.waits(self.tasks.get(name)):
                 steps.append(("withdraw", name, self.end(name, "withdrawn")))
-        for task in sorted(filter(self.waits, self.tasks.values()), key=self.order):
+        left = list(filter(self.waits, self.tasks.values()))
+        while left:
+            task = min(left, key=self.order)
+            left.remove(task)
             pledged = any(pledge.preemptor == task.id for pledge in self.pledges)
             places = list(self.places(task))
             if places:
-                steps.append(self.admit(task, *min(places, key=lambda place: place[0])[1:]))
+                _, node, devices = min(places, key=lambda place: place[0])
+                promised = sum(pledge.mb for pledge in self.pledges if pledge.preemptor == task.id)
+                self.given[task.tenant] += max(0, sum(mb for _, mb in devices) - promised)
+                steps.append(self.admit(task, node, devices))
             elif not pledged and (way := self.eviction(task)) is not None:
+                self.given[task.tenant] += sum(self.needs(task.demand, device) or 0 for device in way[0])
                 steps.append(self.evict(task, *way))
         return steps
 

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from service.core.demand import Where
 from service.core.lease import LeaseState, move_lease
 from service.core.plan import Decision, write_move
-from service.core.policy import CustomLimit, Policy
+from service.core.policy import CustomLimit, Policy, TenantPolicy
 from service.core.task import Move, StopReason, Task, TaskState
-from service.core.units import Instant, Mib
+from service.core.units import Instant, Mib, Seconds
 from service.core.world import World
 from tests.builders import NOW, a_device, a_node, a_sample, a_task, a_world, commit, let_go, submit
 
@@ -28,6 +28,12 @@ POLICY = Policy(
     ),
     preemption_budget=1,
     shield_seconds=40.0,
+    streams=(("light", 0.5), ("main", 2.0)),
+    tenants=(
+        TenantPolicy("acme", guaranteed_mb=Mib(60), cohort="lab", weight=2.0),
+        TenantPolicy("zeta", weight=0.5),
+    ),
+    usage_half_life_seconds=100.0,
 )
 
 SIZES = (10, 20, 30, 50)
@@ -102,6 +108,7 @@ def clusters(draw: st.DrawFn) -> World:
                     a_sample(device.key, used_mb=HIDDEN_MB, foreign_mb=0 if odd == "hidden" else None)
                 )
     world = a_world(*parts)
+    world.accounts.half_life_seconds = Seconds(100.0)
     for book in world.books.values():
         if book.sampled_at != NOW:
             book.sample = replace(book.sample, at=Instant(NOW - 60.0))
@@ -114,6 +121,8 @@ def submissions(draw: st.DrawFn) -> dict[str, Any]:
         "priority": draw(st.sampled_from((5, 20, 50, 60, 80, 95))),
         "submitted_at": NOW - draw(st.sampled_from((0, 10, 900))),
         "grace_seconds": draw(st.sampled_from((5.0, 30.0))),
+        "tenant": draw(st.sampled_from(("default", "acme", "acme", "zeta"))),
+        "stream": draw(st.sampled_from(("", "", "light", "main"))),
         **draw(st.sampled_from(SHAPES)),
     }
 
@@ -235,5 +244,8 @@ def twin(world: World, seed: int) -> World:
         for row in rows:
             add(row)
     other.mix = world.mix
+    other.accounts.half_life_seconds = world.accounts.half_life_seconds
+    for usage in world.accounts.rows():
+        other.accounts.restore(usage)
     other.measure(book.sample for book in world.books.values() if book.sample is not None)
     return other

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from service.core.ordering import Group, PendingQueue, aged_priority, order_key
+from service.core.ordering import EVEN, Group, PendingQueue, aged_priority, order_key, own_key
 from service.core.policy import BAND_NAMES, Policy, band_of
 from service.core.task import Task
 from service.core.units import Instant, TaskId
@@ -15,7 +15,7 @@ POLICY = Policy(ageing_seconds_per_point=60.0)
 
 def in_order(*tasks: Task, now: float = NOW) -> list[str]:
     def place(task: Task) -> object:
-        return order_key(task.priority, task.submitted_at, task.id, Instant(now), POLICY)
+        return own_key(task.priority, task.stream, task.submitted_at, task.id, Instant(now), POLICY)
 
     return [task.id for task in sorted(tasks, key=place)]
 
@@ -31,11 +31,11 @@ def test_within_a_band_waiting_makes_up_for_priority():
 
 
 def test_ageing_ends_at_the_top_of_the_band():
-    assert aged_priority(50, 1e9, POLICY) == 69.0
+    assert aged_priority(50, 1e9, POLICY) == 69
 
 
 def test_a_task_from_the_future_has_not_aged():
-    assert aged_priority(50, -1e9, POLICY) == 50.0
+    assert aged_priority(50, -1e9, POLICY) == 50
 
 
 def test_equal_priorities_go_by_submission_and_then_by_id():
@@ -66,7 +66,7 @@ members = st.tuples(st.integers(0, 20).map(float), st.text("abc", min_size=1, ma
 
 @given(st.lists(st.tuples(st.booleans(), members), max_size=200))
 def test_a_group_is_a_sorted_list_whatever_comes_and_goes(changes: list[tuple[bool, tuple[float, TaskId]]]):
-    group, plain = Group(("default", 50, a_demand())), []
+    group, plain = Group(("default", 50, a_demand(), "")), []
     for comes, member in changes:
         if comes and member not in plain:
             group.add(member)
@@ -78,7 +78,7 @@ def test_a_group_is_a_sorted_list_whatever_comes_and_goes(changes: list[tuple[bo
 
 
 def test_a_group_that_is_worked_off_forgets_those_who_left():
-    group = Group(("default", 50, a_demand()))
+    group = Group(("default", 50, a_demand(), ""))
     for number in range(500):
         group.add((float(number), TaskId("t")))
     for number in range(400):
@@ -88,12 +88,16 @@ def test_a_group_that_is_worked_off_forgets_those_who_left():
 
 
 def test_a_group_knows_how_many_stand_before_a_place():
-    group = Group(("default", 50, a_demand()))
+    group = Group(("default", 50, a_demand(), ""))
     for number in range(10):
         group.add((NOW - 10.0 * number, TaskId(f"t{number}")))
-    third = order_key(50, Instant(NOW - 70.0), TaskId("t7"), NOW, POLICY)
-    assert group.count_until(third, NOW, POLICY) == 3
-    assert group.count_until(order_key(95, NOW, TaskId("x"), NOW, POLICY), NOW, POLICY) == 0
+    third = own_key(50, "", Instant(NOW - 70.0), TaskId("t7"), NOW, POLICY)
+    assert group.count_own(third, NOW, POLICY) == 3
+    assert group.count_until(order_key(third, EVEN), EVEN, NOW, POLICY) == 3
+    assert group.count_until(order_key(third, EVEN), (1, 0), NOW, POLICY) == 0
+    assert group.count_until(order_key(third, (1, 0)), EVEN, NOW, POLICY) == 10
+    higher = own_key(95, "", NOW, TaskId("x"), NOW, POLICY)
+    assert group.count_until(order_key(higher, EVEN), EVEN, NOW, POLICY) == 0
 
 
 def test_held_and_delayed_tasks_stand_aside_and_count_as_waiting():

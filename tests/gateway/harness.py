@@ -20,7 +20,7 @@ from service.core.dependencies import settle
 from service.core.events import Event
 from service.core.orders import Ended, Ending, Failure, Gone, Report, Started
 from service.core.plan import Decision
-from service.core.policy import CustomLimit, Maximum, Policy, Pool
+from service.core.policy import CustomLimit, Maximum, Policy, Pool, TenantPolicy
 from service.core.requests import carry_out
 from service.core.runs import react
 from service.core.task import Task, TaskState
@@ -86,6 +86,12 @@ class Gateway:
             ),
             pools=(Pool("lab", kinds=("H100",), gpus=1),),
             maximum=Maximum(memory_mb=Mib(128 * 1024)),
+            tenants=(
+                TenantPolicy("acme", "labs", guaranteed_mb=Mib(20 * 1024), borrow_mb=Mib(10 * 1024)),
+                TenantPolicy("modest", max_priority=69),
+                TenantPolicy("zeta", "labs", guaranteed_mb=Mib(40 * 1024), weight=2.0),
+            ),
+            streams=(("nightly", 0.5),),
         )
         llm = ModelType(
             priority=79, gpu_mb=8192, cpu=2.0, memory_mb=4096, timeout_seconds=900.0, max_retries=1

@@ -14,6 +14,7 @@ from gpubroker.cli.session import Format, Output, broker_of, emit, say, task_id
 
 if TYPE_CHECKING:
     from gpubroker.broker import Broker
+    from gpubroker.models import Task
     from gpubroker.submission import SubmitOptions
 
 _SIZE = {"parser": quantities.size_mb, "metavar": "SIZE"}
@@ -76,6 +77,7 @@ PreferNodes = Annotated[
 Pool = Annotated[str | None, typer.Option(help="The pool whose devices and amounts it uses.")]
 Placement = Annotated[str | None, typer.Option(help="pack or spread.")]
 ModelType = Annotated[str | None, typer.Option(help="Kind of model, for defaults and statistics.")]
+Stream = Annotated[str | None, typer.Option(help="The operator's work stream that it belongs to.")]
 Name = Annotated[str | None, typer.Option("--name", "-n", help="Name shown in lists.")]
 Labels = Annotated[
     list[str] | None, typer.Option("--label", "-l", metavar="NAME=VALUE", help="To find it by; repeatable.")
@@ -156,6 +158,7 @@ def submit(
     pool: Pool = None,
     placement: Placement = None,
     model_type: ModelType = None,
+    stream: Stream = None,
     name: Name = None,
     labels: Labels = None,
     env: Env = None,
@@ -190,10 +193,14 @@ def submit(
         if wait:
             wait_and_show(broker, task.id, wait_timeout, output)
         else:
-            say(f"accepted {task.name or 'task'}; how it is doing: gpubroker explain {task.id}")
-            if task.sizing:
-                say(task.sizing.message)
-            emit(output, task, lambda queued: queued.id)
+            _accepted(task, output)
+
+
+def _accepted(task: "Task", output: Format) -> None:
+    say(f"accepted {task.name or 'task'}; how it is doing: gpubroker explain {task.id}")
+    if task.sizing:
+        say(task.sizing.message)
+    emit(output, task, lambda queued: queued.id)
 
 
 def _after(broker: "Broker", succeeded: list[str], ended: list[str]) -> "SubmitOptions":

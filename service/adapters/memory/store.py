@@ -5,13 +5,14 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
 
+from service.core.accounts import HALF_LIFE_SECONDS, Accounts
 from service.core.device import Device, Node
 from service.core.estimate import Sketch, Topic
 from service.core.events import Event, NewEvent, events_of, requested, submitted, task_of
 from service.core.lease import Lease, LeaseState, Pledge
-from service.core.plan import Decision, Outcome, Request, released_mb
+from service.core.plan import Decision, Outcome, Request, released_mb, taken_mb
 from service.core.task import Task, TaskState
-from service.core.units import DeviceKey, Instant, NodeName, Position, TaskId, Term
+from service.core.units import DeviceKey, Instant, NodeName, Position, Seconds, TaskId, Term
 from service.ports import (
     CommitVerdict,
     EventListener,
@@ -35,7 +36,11 @@ _CHECKPOINTS_KEPT = 3
 class MemoryStore:
     """A TaskStore for one event loop: no call awaits anything, so each is atomic."""
 
-    def __init__(self, now: Callable[[], float] = time.time) -> None:
+    def __init__(
+        self,
+        now: Callable[[], float] = time.time,
+        usage_half_life_seconds: Seconds = HALF_LIFE_SECONDS,
+    ) -> None:
         self._now = now
         self._listeners: list[EventListener] = []
         self._fault: Exception | None = None
@@ -54,6 +59,7 @@ class MemoryStore:
         self._checkpoints: dict[TaskId, dict[tuple[int, int], StoredCheckpoint]] = {}
         self._finished: Counter[tuple[str, TaskState]] = Counter()
         self._estimates: dict[Topic, Sketch] = {}
+        self._usage = Accounts(usage_half_life_seconds)
         self._tokens: dict[str, TokenRow] = {}
         self._log: list[tuple[Event, TaskId | None]] = []
 
@@ -94,15 +100,18 @@ class MemoryStore:
         self._check_listeners()
         if term != self._term:
             raise StaleTerm(f"term {term} is over: {self._leader} leads term {self._term}; stop leading")
+        at = Instant(self._now())
         verdicts: list[CommitVerdict] = []
         new: list[NewEvent] = []
         for decision in decisions:
             verdict = self._judge(decision)
             if verdict is CommitVerdict.COMMITTED:
                 self._write(decision)
+                for tenant, mb in taken_mb(decision).items():
+                    self._usage.change(tenant, mb, at)
                 new += events_of(decision)
             verdicts.append(verdict)
-        self._append(new)
+        self._append(new, at)
         return verdicts
 
     def _judge(self, decision: Decision) -> CommitVerdict:
@@ -166,8 +175,8 @@ class MemoryStore:
         newest = sorted(kept, reverse=True)[:_CHECKPOINTS_KEPT]
         self._checkpoints[saved.task] = {key: kept[key] for key in newest}
 
-    def _append(self, new: Iterable[NewEvent]) -> None:
-        at = Instant(self._now())
+    def _append(self, new: Iterable[NewEvent], at: Instant | None = None) -> None:
+        at = Instant(self._now()) if at is None else at
         events = [
             line.at(Position(position), at) for position, line in enumerate(new, start=len(self._log) + 1)
         ]
@@ -199,6 +208,7 @@ class MemoryStore:
             requests=list(self._requests.values()),
             finished=dict(self._finished),
             estimates=list(self._estimates.items()),
+            usage=self._usage.rows(),
         )
 
     async def events(self, after: Position, limit: int, task: TaskId | None = None) -> Sequence[Event]:

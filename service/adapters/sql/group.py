@@ -21,11 +21,12 @@ from service.adapters.sql.session import (
     GuardMissed,
     Session,
 )
+from service.core.accounts import faded
 from service.core.estimate import Lesson, Topic
 from service.core.events import Event, NewEvent, events_of, requested, submitted
-from service.core.plan import Decision, Request, released_mb
+from service.core.plan import Decision, Request, released_mb, taken_mb
 from service.core.task import TaskState
-from service.core.units import Position, TaskId, Term
+from service.core.units import Instant, Position, Seconds, TaskId, Term
 from service.ports import (
     CommitVerdict,
     StoreUnavailable,
@@ -46,6 +47,8 @@ class Unit(ABC):
     memory: Mapping[str, int] = {}
     """Device key -> change of its leased MiB."""
     finished: Sequence[tuple[str, TaskState]] = ()
+    taken: Mapping[str, int] = {}
+    """Tenant -> change of what it holds."""
     lessons: Sequence[Lesson] = ()
 
     def __init__(self, rows: Sequence[Written], events: Sequence[NewEvent]) -> None:
@@ -100,6 +103,7 @@ class Change(Unit):
         self.decision = decision
         self.term = term
         self.memory = released_mb(decision)
+        self.taken = taken_mb(decision)
         self.lessons = decision.lessons
         self.finished = [(w.task.tenant, w.task.state) for w in decision.tasks if w.task.is_terminal]
 
@@ -120,7 +124,7 @@ class Change(Unit):
                 self.answer = error
 
 
-def write_group(session: Session, units: Sequence[Unit]) -> list[Event]:
+def write_group(session: Session, units: Sequence[Unit], half_life_seconds: Seconds) -> list[Event]:
     """Write all units in one transaction, or none. The events as committed, in order.
 
     Raises what the session raises. CommitUnknown carries the events to look for.
@@ -132,7 +136,11 @@ def write_group(session: Session, units: Sequence[Unit]) -> list[Event]:
     for statement in sql.IN_ORDER:
         if statement in rows:
             session.write(statement, rows[statement])
+    taken = _taken_by_tenant(units)
+    used = session.fetch(sql.USAGE_OF, [(tenant,) for tenant in taken]) if taken else ()
     first, at = session.number(sum(len(unit.events) for unit in units))
+    if taken:
+        session.write(sql.WRITE_USAGE, _usage_rows(taken, used, at, half_life_seconds))
     events: list[Event] = []
     numbered: list[Row] = []
     for unit in units:
@@ -148,6 +156,27 @@ def write_group(session: Session, units: Sequence[Unit]) -> list[Event]:
         unknown.events = events
         raise
     return events
+
+
+def _taken_by_tenant(units: Sequence[Unit]) -> Mapping[str, int]:
+    taken: dict[str, int] = {}
+    for unit in units:
+        for tenant, mb in unit.taken.items():
+            taken[tenant] = taken.get(tenant, 0) + mb
+    return taken
+
+
+def _usage_rows(
+    taken: Mapping[str, int], used: Sequence[Sequence[Any]], at: Instant, half_life_seconds: Seconds
+) -> list[Row]:
+    """The very sums that a World makes of the events of this group, which all bear this time."""
+    known = {tenant: (held, mb_seconds, since) for tenant, held, mb_seconds, since in used}
+    rows: list[Row] = []
+    for tenant in sorted(taken):
+        held, mb_seconds, since = known.get(tenant, (0, 0.0, at))
+        by_now = faded(mb_seconds, held, at - since, half_life_seconds)
+        rows.append((tenant, held + taken[tenant], by_now, max(since, at)))
+    return rows
 
 
 def _rows_by_statement(units: Sequence[Unit]) -> Mapping[SetStatement, list[Row]]:

@@ -10,6 +10,7 @@ from sqlalchemy import Connection, Double, Executable, Select, and_, bindparam, 
 
 from service.adapters.sql import rows, tables
 from service.adapters.sql.statements import EVENT
+from service.core.accounts import Usage
 from service.core.device import Device
 from service.core.events import Event
 from service.core.lease import Lease, Pledge
@@ -35,6 +36,7 @@ _DEVICE = tuple(tables.device.c[field.name] for field in fields(Device))
 _SPEC = tuple(column for column in _spec.c if column.name != "tenant")  # which the task's row has
 ESTIMATE = tuple(tables.estimate.c[name] for name in ("tenant", "subject", "kind", "what", "counts"))
 _ESTIMATES = select(*ESTIMATE).order_by(tables.estimate.c.learned_at)
+_USAGE = select(*(tables.usage.c[name] for name in Usage._fields)).order_by(tables.usage.c.tenant)
 _HAS_RESULT = or_(_outcome.c.result.isnot(None), _outcome.c.result_digest.isnot(None)).label("has_result")
 
 
@@ -199,6 +201,7 @@ def snapshot(connection: Connection, at: Instant) -> Snapshot:
         nodes=[rows.node_of_row(row) for row in _found(connection, select(tables.node))],
         requests=[rows.request_of_row(row) for row in _found(connection, select(tables.request))],
         finished={(tenant, TaskState(state)): n for tenant, state, n in counted},
+        usage=[Usage(*row) for row in connection.execute(_USAGE)],
         estimates=[rows.estimate_of_row(row) for row in connection.execute(_ESTIMATES)],
     )
 

@@ -51,7 +51,7 @@ def rows_of_submission(submission: Submission) -> Iterator[Written]:
     yield sql.INSERT_TASKS, (
         task.id, task.tenant, task.name, task.priority, demand_text(task.demand), task.submitted_at,
         task.max_retries, task.timeout_seconds, task.grace_seconds, task.shareable, _after_text(task),
-        task.queue_ttl_seconds, task.deadline_at, task.expected_seconds, task.subject, task.held,
+        task.queue_ttl_seconds, task.deadline_at, task.expected_seconds, task.stream, task.subject, task.held,
         task.awaits, task.expires_at, task.not_before, key,
         submission.body_hash if key is not None else None,
     )  # fmt: skip

@@ -145,11 +145,17 @@ def _token_hash(_insert: Any, r: FromClause) -> Any:
     return select(token.c.sha256).where(token.c.name.in_(select(r.c.name)))
 
 
+def _usage_of(_insert: Any, r: FromClause) -> Any:
+    usage = tables.usage
+    columns = (usage.c.tenant, usage.c.held_mb, usage.c.mb_seconds, usage.c.at)
+    return select(*columns).select_from(r.join(usage, usage.c.tenant == r.c.tenant))
+
+
 EVENT = _columns(tables.event, ("position", "at", "kind", "key", "version", "tenant", "fields"))
 TASK_IN = (
     "id", "tenant", "name", "priority", "demand", "submitted_at", "max_retries", "timeout_seconds",
-    "grace_seconds", "shareable", "after", "queue_ttl_seconds", "deadline_at", "expected_seconds", "subject",
-    "held", "awaits", "expires_at", "not_before", "idem_key", "body_hash",
+    "grace_seconds", "shareable", "after", "queue_ttl_seconds", "deadline_at", "expected_seconds", "stream",
+    "subject", "held", "awaits", "expires_at", "not_before", "idem_key", "body_hash",
 )  # fmt: skip
 LEASE_KEY = ("holder_kind", "holder", "fence", "rank", "device")
 DEVICE_IN = tuple(c.name for c in tables.device.c if c.name != "leased_mb")
@@ -175,6 +181,7 @@ DELETE_REQUESTS = _delete(tables.request, ("id",), exact=False)
 FORGET_ESTIMATES = _delete(tables.estimate, ("tenant", "subject", "kind", "what"), exact=False)
 WRITE_ESTIMATES = _insert(tables.estimate, known=OnConflict.REPLACE)
 COUNT_FINISHED = _add(tables.finished, "n")
+WRITE_USAGE = _insert(tables.usage, known=OnConflict.REPLACE)
 INSERT_EVENTS = _insert(tables.event, known=OnConflict.FAIL)
 
 IN_ORDER = (
@@ -187,6 +194,7 @@ before new pledges of the same key."""
 
 KNOWN_KEYS = SetStatement("known keys", (tables.task.c.tenant, tables.task.c.idem_key), _known_keys)
 KNOWN_IDS = SetStatement("known ids", (tables.task.c.id,), _known_ids)
+USAGE_OF = SetStatement("usage of", (tables.usage.c.tenant,), _usage_of)
 EVENTS_BETWEEN = SetStatement(
     "events between", (Column("after", tables.Count), Column("last", tables.Count)), _events_between
 )

@@ -19,9 +19,10 @@ from service.adapters.sql.recent import Recent
 from service.adapters.sql.rows import token_row
 from service.adapters.sql.session import DatabaseRefused, Session
 from service.adapters.sql.writer import Work, Writer
+from service.core.accounts import HALF_LIFE_SECONDS
 from service.core.events import Event
 from service.core.plan import Decision, Request
-from service.core.units import Instant, Position, TaskId, Term
+from service.core.units import Instant, Position, Seconds, TaskId, Term
 from service.ports import (
     CommitVerdict,
     EventListener,
@@ -45,7 +46,9 @@ __all__ = ["DatabaseRefused", "SqlStore", "migrate", "open_store"]
 T = TypeVar("T")
 
 
-async def open_store(url: str, *, alone: bool = False) -> "SqlStore":
+async def open_store(
+    url: str, *, alone: bool = False, usage_half_life_seconds: Seconds = HALF_LIFE_SECONDS
+) -> "SqlStore":
     """Open `sqlite:///path` or `postgresql://...`, bringing its schema to the newest first.
 
     A SQLite file is locked until `close`. On PostgreSQL any number of processes may open one database, of
@@ -53,7 +56,7 @@ async def open_store(url: str, *, alone: bool = False) -> "SqlStore":
     """
     database = await asyncio.to_thread(open_database, url, alone=alone)
     try:
-        return await asyncio.to_thread(SqlStore, database)
+        return await asyncio.to_thread(SqlStore, database, usage_half_life_seconds)
     except BaseException:
         database.session.close()
         database.readers.dispose()
@@ -64,7 +67,7 @@ async def open_store(url: str, *, alone: bool = False) -> "SqlStore":
 class SqlStore:
     """Writes go to the writer thread and are answered after their commit; reads take a reader's thread."""
 
-    def __init__(self, database: Database) -> None:
+    def __init__(self, database: Database, usage_half_life_seconds: Seconds = HALF_LIFE_SECONDS) -> None:
         self._database = database
         self._readers = ThreadPoolExecutor(READERS, thread_name_prefix="gpubroker-reader")
         self._listeners: list[EventListener] = []
@@ -72,7 +75,9 @@ class SqlStore:
         """What a listener raised: from then on nothing is written."""
         self._recent = Recent()
         self._of_this_turn: list[Work] = []
-        self._writer = Writer(database.session, self._query(reads.head), self._deliver)
+        self._writer = Writer(
+            database.session, self._query(reads.head), self._deliver, usage_half_life_seconds
+        )
 
     def listen(self, listener: EventListener) -> None:
         self._listeners.append(listener)

@@ -81,6 +81,7 @@ task = Table(
     Column("queue_ttl_seconds", Double),
     Column("deadline_at", Double),
     Column("expected_seconds", Double),
+    Column("stream", Text, nullable=False),
     Column("subject", Text, nullable=False),
     Column("state", Text, nullable=False, server_default=TaskState.PENDING.value),
     Column("version", Integer, nullable=False, server_default=text("1")),
@@ -341,6 +342,17 @@ estimate = Table(
     **HOT,
 )
 """What past runs took. `counts` is a sketch as JSON."""
+
+usage = Table(
+    "usage",
+    metadata,
+    Column("tenant", Text, primary_key=True),
+    Column("held_mb", Count, nullable=False),
+    Column("mb_seconds", Double, nullable=False),
+    Column("at", Double, nullable=False),
+    **HOT,
+)
+"""What each tenant holds since its last change of leases, and what it had used by then."""
 
 token = Table(
     "token",

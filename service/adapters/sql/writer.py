@@ -13,7 +13,7 @@ from service.adapters.sql.group import Unit, answer_known, write_group
 from service.adapters.sql.rows import event_of_row
 from service.adapters.sql.session import Collided, CommitUnknown, ConnectionLost, Session
 from service.core.events import Event
-from service.core.units import Position
+from service.core.units import Position, Seconds
 from service.ports import StoreUnavailable
 
 _UNITS_PER_GROUP = 512
@@ -61,8 +61,11 @@ class Work:
 class Writer:
     """Owns the session from `start` to `close`. `put` never blocks."""
 
-    def __init__(self, session: Session, heard: Position, deliver: Deliver) -> None:
+    def __init__(
+        self, session: Session, heard: Position, deliver: Deliver, usage_half_life_seconds: Seconds
+    ) -> None:
         self._session = session
+        self._usage_half_life_seconds = usage_half_life_seconds
         self._heard = heard
         self._deliver = deliver
         self._inbox: SimpleQueue[Sequence[Work] | None] = SimpleQueue()
@@ -175,7 +178,7 @@ class Writer:
         """One transaction, tried again when nothing was kept for no fault of its own."""
         for _ in range(_TRIES):
             try:
-                return write_group(self._session, units)
+                return write_group(self._session, units, self._usage_half_life_seconds)
             except ConnectionLost:
                 self._session.reconnect()
             except CommitUnknown as unknown:

@@ -18,7 +18,7 @@ from service.gateway.gpu_size import LEARNED
 from service.gateway.identity import Scope
 from service.gateway.lookup import at_its_end, find, finished, live_of, reread
 from service.gateway.pending import NOT_YET_SEEN
-from service.gateway.permission import check_priority, check_run
+from service.gateway.permission import check_priority, check_run, check_stream
 from service.gateway.problems import Problem
 from service.gateway.queries import TaskQuery
 from service.gateway.schemas import CancelTask, ChangeTask, SubmitTask
@@ -102,6 +102,7 @@ async def submit_task(
     task = task_of(body, demand, tenant, parts.defaults, id=parts.ids.task(now), now=now, after=after)
     check_run(call, body.run)
     check_priority(call, task.priority)
+    check_stream(parts.policy, task.stream)
     parts.capacity.check(demand, task.priority)
     submission = await _submission(call, body, task, idempotency_key, learned)
     outcome = await parts.store.submit(submission)
