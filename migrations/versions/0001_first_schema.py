@@ -74,6 +74,7 @@ def _tasks() -> None:
         sa.Column("stop_reason", sa.Text(), nullable=True),
         sa.Column("stop_deadline_at", sa.Double(), nullable=True),
         sa.Column("freeing_for", ID, nullable=True),
+        sa.Column("members", sa.Text(), nullable=True),
         sa.Column("finished", sa.Boolean(), server_default=sa.false(), nullable=False),
         sa.Column("idem_key", sa.Text(), nullable=True),
         sa.Column("body_hash", sa.Text(), nullable=True),
@@ -283,6 +284,7 @@ def _leases_and_pledges() -> None:
         sa.Column("tenant", sa.Text(), nullable=False),
         sa.Column("made_at", sa.Double(), nullable=False),
         sa.Column("deadline_at", sa.Double(), nullable=False),
+        sa.Column("ranks", sa.Text(), nullable=False),
         sa.PrimaryKeyConstraint("preemptor", "device", name=op.f("pk_pledge")),
         **HOT,
     )

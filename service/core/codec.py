@@ -11,6 +11,7 @@ from typing import Any
 from service.core.demand import ANYWHERE, Demand, Where
 from service.core.device import Device, Node
 from service.core.lease import HolderKind, Lease, LeaseState, Pledge
+from service.core.member import members_fields, members_from
 from service.core.plan import Fields, Request, TaskWrite
 from service.core.task import Dependency, OnFailure, StopReason, Task, TaskState
 from service.core.units import TaskId
@@ -37,6 +38,8 @@ def demand_fields(demand: Demand) -> dict[str, Any]:
         row["slots"] = [list(pair) for pair in demand.slots]
     if demand.where is not ANYWHERE and demand.where != ANYWHERE:
         row["where"] = _where_fields(demand.where)
+    if demand.bundles:
+        row["bundles"] = [demand_fields(bundle) for bundle in demand.bundles]
     return row
 
 
@@ -57,6 +60,8 @@ def demand_from(fields: Fields) -> Demand:
             row[name] = tuple(sorted((str(what), float(amount)) for what, amount in row[name]))
     if "where" in row:
         row["where"] = _where_from(row["where"])
+    if "bundles" in row:
+        row["bundles"] = tuple(demand_from(bundle) for bundle in row["bundles"])
     return Demand(**row)
 
 
@@ -122,6 +127,8 @@ def task_changes(write: TaskWrite) -> dict[str, Any]:
     row: dict[str, Any] = {"state": write.task.state.value}
     for name in write.changed:
         row[name] = _plain(getattr(write.task, name))
+    if "members" in row:
+        row["members"] = members_fields(write.task.members)
     return row
 
 
@@ -134,6 +141,8 @@ def _typed(row: dict[str, Any]) -> dict[str, Any]:
     row["state"] = TaskState(row["state"])
     if row.get("stop_reason") is not None:
         row["stop_reason"] = StopReason(row["stop_reason"])
+    if "members" in row:
+        row["members"] = members_from(row["members"])
     return row
 
 
@@ -159,11 +168,13 @@ def lease_from(fields: Fields) -> Lease:
 
 
 def pledge_fields(pledge: Pledge) -> dict[str, Any]:
-    return {name: getattr(pledge, name) for name in _PLEDGE_NAMES}
+    row = {name: getattr(pledge, name) for name in _PLEDGE_NAMES}
+    row["ranks"] = list(pledge.ranks)
+    return row
 
 
 def pledge_from(fields: Fields) -> Pledge:
-    return Pledge(**fields)
+    return Pledge(**{**fields, "ranks": tuple(fields["ranks"])})
 
 
 def device_fields(device: Device) -> dict[str, Any]:

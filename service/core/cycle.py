@@ -127,12 +127,12 @@ class _Slice:
         """Admit the task, or make room for it, or neither. One with pledges waits for what they bring."""
         if self._draft.pledges_of(task.id):
             placement = self._places.best(task, task.id)
-            return None if placement is None else admit(self._draft, task, placement, self._now)
+            return None if placement is None else admit(self._draft, task, (placement,), self._now)
         group = self._draft.world.queue.group_of(task.id)
         if self._prospects.is_refused(group):
             return None
         placement = self._prospects.place(task, group.kin)
         if placement is not None:
-            return admit(self._draft, task, placement, self._now)
+            return admit(self._draft, task, (placement,), self._now)
         eviction = self._prospects.eviction(task, group.kin)
         return None if eviction is None else evict(self._draft, task, eviction, self._now)

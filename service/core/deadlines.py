@@ -5,20 +5,24 @@ from dataclasses import dataclass
 from math import inf
 
 from service.core.lease import LeaseState, PledgeEnd, move_lease
+from service.core.member import MemberState
 from service.core.orders import Ending, Failure, NodeLost
 from service.core.plan import Decision, Outcome, PledgeWrite, withdrawn, write_move
 from service.core.policy import Policy
 from service.core.runs import react
-from service.core.stopping import after_stop, give_notice, out_of_time, stop_order
+from service.core.stopping import after_stop, give_notice, out_of_time, stop_orders
 from service.core.task import Move, StopReason, Task, TaskState
-from service.core.units import Instant, Seconds, TaskId
-from service.core.world import Claim, World
+from service.core.units import Fence, Instant, Seconds, TaskId
+from service.core.world import World
 
 KILL_AGAIN_SECONDS = 3.0
 """A kill order may be lost with its connection; it is sent again this often until the run is given up."""
 
 GAP_SECONDS = 5.0
 """A leader that did not look for so long may have reports waiting: what they say comes first."""
+
+MOST_NAMED = 3
+"""So many ranks are named in a sentence, and the others counted."""
 
 NODE_PATIENCE_SECONDS = 30.0
 """How long a new term waits for the agent of a node with runs before it gives the node up."""
@@ -51,20 +55,21 @@ def due(world: World, now: Instant, policy: Policy, watch: Watch | None) -> list
         return react(world, silent, now, policy)
     decisions: list[Decision] = []
     given_up: dict[TaskId, TaskId | None] = {}
-    for task in _overdue(world, now):
+    for task in _overdue(world, now, policy):
         if task.state is not TaskState.STOPPING:
-            decisions.append(_stop_for_time(world, task, now))
+            decisions.append(_stop_for_time(world, task, now, policy))
         elif _is_over(task.stop_deadline_at, policy.kill_patience_seconds, since, now):
-            decisions.append(_give_up(world, task, now))
+            decisions.append(_give_up(world, task, now, policy))
             given_up[task.id] = task.freeing_for
         elif watch is None or _is_kill_due(task.stop_deadline_at, watch.last, now):
-            kill = stop_order(world, task, Seconds(0.0))
-            decisions.append(Decision(task.id, "kill", orders=(kill,)))
-    for claim, ended_at in world.releasing.items():
-        run = world.holder(*claim)
-        has_notice = run is not None and run.is_active  # then its deadline is looked at above
+            kills = stop_orders(world, task, Seconds(0.0))
+            decisions.append(Decision(task.id, "kill", orders=kills))
+    for (holder, fence, rank), ended_at in world.releasing.items():
+        run = world.holder(holder, fence)
+        # Of one under notice the deadline is looked at above.
+        has_notice = run is not None and run.state is TaskState.STOPPING
         if not has_notice and _is_over(ended_at, policy.kill_patience_seconds, since, now):
-            decisions.append(_quarantine(world, claim))
+            decisions.append(_quarantine(world, holder, fence, rank))
             if run is not None:
                 given_up[run.id] = run.freeing_for
     for preemptor, pledges in world.pledges.items():
@@ -91,16 +96,24 @@ def _silent(world: World, now: Instant) -> list[NodeLost]:
     ]
 
 
-def _overdue(world: World, now: Instant) -> list[Task]:
+def _overdue(world: World, now: Instant, policy: Policy) -> list[Task]:
     """Active past a limit or STOPPING past its grace period, in order of id."""
     active = (world.tasks[name] for name in world.active)
-    return sorted((task for task in active if now >= _limit_of(task)), key=lambda task: task.id)
+    return sorted((task for task in active if now >= _limit_of(task, policy)), key=lambda task: task.id)
 
 
-def _limit_of(task: Task) -> float:
+def _limit_of(task: Task, policy: Policy) -> float:
     if task.state is TaskState.STOPPING:
         return inf if task.stop_deadline_at is None else task.stop_deadline_at
-    return min(_timeout_of(task), inf if task.deadline_at is None else task.deadline_at)
+    deadline_at = inf if task.deadline_at is None else task.deadline_at
+    return min(_timeout_of(task), _start_limit_of(task, policy), deadline_at)
+
+
+def _start_limit_of(task: Task, policy: Policy) -> float:
+    """Until when all ranks of a gang must be ready."""
+    if not task.members or task.started_at is not None or task.admitted_at is None:
+        return inf
+    return task.admitted_at + policy.gang_start_seconds
 
 
 def _timeout_of(task: Task) -> float:
@@ -119,13 +132,29 @@ def _is_kill_due(deadline_at: Instant | None, last: Instant, now: Instant) -> bo
     return (now - deadline_at) // KILL_AGAIN_SECONDS > (last - deadline_at) // KILL_AGAIN_SECONDS
 
 
-def _stop_for_time(world: World, task: Task, now: Instant) -> Decision:
+def _stop_for_time(world: World, task: Task, now: Instant, policy: Policy) -> Decision:
     """The verdict is written with the notice; what the run still leaves behind is added to it."""
-    timed_out = _timeout_of(task) <= _limit_of(task)
-    reason = StopReason.TIMEOUT if timed_out else StopReason.DEADLINE
-    notice, order = give_notice(world, task, reason, task.grace_seconds, now)
-    verdict = Outcome(task.id, task.fence, Ending.FAILED, now, failure=out_of_time(task, reason))
-    return Decision(task.id, reason, tasks=(notice,), outcome=verdict, orders=(order,))
+    limit = _limit_of(task, policy)
+    if _start_limit_of(task, policy) <= limit:
+        reason = StopReason.START_TIMEOUT
+        failure: Failure | None = _not_ready(task, policy)
+    else:
+        reason = StopReason.TIMEOUT if _timeout_of(task) <= limit else StopReason.DEADLINE
+        failure = out_of_time(task, reason)
+    notice, orders = give_notice(world, task, reason, task.grace_seconds, now)
+    verdict = Outcome(task.id, task.fence, Ending.FAILED, now, failure=failure)
+    return Decision(task.id, reason, tasks=(notice,), outcome=verdict, orders=orders)
+
+
+def _not_ready(task: Task, policy: Policy) -> Failure:
+    """Which ranks the others waited for."""
+    late = [f"{m.rank} on {m.node}" for m in task.members if m.state is MemberState.PLACED]
+    more = f" and {len(late) - MOST_NAMED} more" if len(late) > MOST_NAMED else ""
+    message = (
+        f"not all ranks were ready within {policy.gang_start_seconds:g} s, so that none began: "
+        f"rank {', '.join(late[:MOST_NAMED])}{more} of {len(task.members)} was missing; it is tried again"
+    )
+    return Failure("start_timeout", message)
 
 
 def _expire(world: World, task: Task, now: Instant) -> Decision:
@@ -152,10 +181,10 @@ def _attempts(task: Task) -> str:
     return f" (attempts before: {', '.join(past)})" if past else ""
 
 
-def _give_up(world: World, task: Task, now: Instant) -> Decision:
+def _give_up(world: World, task: Task, now: Instant, policy: Policy) -> Decision:
     """Nobody confirms that the run is gone: its task moves on, its memory does not come back."""
     leases = (lease for lease in world.leases_of(task) if lease.state is not LeaseState.QUARANTINED)
-    what, changes = after_stop(task, now)
+    what, changes = after_stop(task, now, policy)
     return Decision(
         task.id,
         "unconfirmed",
@@ -164,13 +193,14 @@ def _give_up(world: World, task: Task, now: Instant) -> Decision:
     )
 
 
-def _quarantine(world: World, claim: Claim) -> Decision:
+def _quarantine(world: World, holder: TaskId, fence: Fence, rank: int) -> Decision:
     """A run is over and its process stays: nobody waits any longer for what it holds."""
-    leases = world.leases[claim]
+    claim = world.leases[holder, fence]
+    leases = (claim[key] for key in sorted(claim) if claim[key].rank == rank)
     return Decision(
-        claim[0],
+        holder,
         "unconfirmed",
-        leases=tuple(move_lease(leases[key], LeaseState.QUARANTINED) for key in sorted(leases)),
+        leases=tuple(move_lease(lease, LeaseState.QUARANTINED) for lease in leases),
     )
 
 

@@ -3,12 +3,17 @@
 Each function enters what it decides into the draft, so that the next one builds on it.
 """
 
+from collections.abc import Iterator, Sequence
+from typing import Any
+
 from service.core.draft import Draft
 from service.core.lease import HolderKind, Lease, Pledge, PledgeEnd
+from service.core.member import Member
 from service.core.need import context_mb
 from service.core.orders import StartOrder, StopOrder
 from service.core.plan import Decision, PledgeWrite, TaskWrite, write_move
 from service.core.preemption import Eviction
+from service.core.stopping import stop_orders
 from service.core.task import Move, Placement, StopReason, Task
 from service.core.units import DeviceKey, Fence, Instant, TaskId
 
@@ -16,42 +21,67 @@ _OF_THE_LAST_ATTEMPT = ("not_before", "started_at", "stop_reason", "stop_deadlin
 """What a new claim forgets. The checkpoint stays: the run resumes from it."""
 
 
-def admit(draft: Draft, task: Task, placement: Placement, now: Instant) -> Decision:
-    """The task takes its place: a new claim, its leases, the end of its pledges, the order to start."""
+def admit(draft: Draft, task: Task, places: Sequence[Placement], now: Instant) -> Decision:
+    """The task takes its place, or each rank of a gang its own: a new claim, its leases, the end of its
+    pledges, the orders to start."""
     fence = Fence(task.fence + 1)
-    forgotten = {name: None for name in _OF_THE_LAST_ATTEMPT if getattr(task, name) is not None}
-    write = write_move(task, Move.ADMITTED, fence=fence, node=placement.node, admitted_at=now, **forgotten)
-    devices = {device for device, _ in placement.devices}
+    forgotten: dict[str, Any] = {
+        name: None for name in _OF_THE_LAST_ATTEMPT if getattr(task, name) is not None
+    }
+    if task.demand.bundles:
+        forgotten["members"] = tuple(Member(rank, place.node) for rank, place in enumerate(places))
+    write = write_move(task, Move.ADMITTED, fence=fence, node=places[0].node, admitted_at=now, **forgotten)
+    devices = {device for place in places for device, _ in place.devices}
     pledges = [_end_own(pledge, devices) for pledge in draft.end_pledges(task.id)]
-    leases = tuple(
-        Lease(
-            HolderKind.RUN,
-            task.id,
-            fence,
-            device,
-            mb,
-            task.tenant,
-            task.priority,
-            since=now,
-            context_mb=context_mb(task.demand, draft.book(device).device),
-        )
-        for device, mb in placement.devices
-    )
+    leases = [lease for rank, place in enumerate(places) for lease in _leases(draft, write.task, rank, place)]
     draft.replace_task(task, write.task)
     for lease in leases:
         draft.put_lease(lease)
     pledges += _overtake(draft, devices)
-    incarnation = draft.world.nodes[placement.node].incarnation
-    order = StartOrder(
+    return Decision(
         task.id,
-        fence,
-        placement.node,
-        incarnation,
-        placement.devices,
-        task.shareable,
-        priority=task.priority,
+        "admit",
+        tasks=(write,),
+        leases=tuple(leases),
+        pledges=tuple(pledges),
+        orders=tuple(
+            _start(draft, write.task, rank, place, len(places)) for rank, place in enumerate(places)
+        ),
     )
-    return Decision(task.id, "admit", tasks=(write,), leases=leases, pledges=tuple(pledges), orders=(order,))
+
+
+def _leases(draft: Draft, task: Task, rank: int, place: Placement) -> Iterator[Lease]:
+    bundles = task.demand.bundles
+    kind, demand = (HolderKind.GANG_MEMBER, bundles[rank]) if bundles else (HolderKind.RUN, task.demand)
+    assert task.admitted_at is not None
+    for device, mb in place.devices:
+        yield Lease(
+            kind,
+            task.id,
+            task.fence,
+            device,
+            mb,
+            task.tenant,
+            task.priority,
+            since=task.admitted_at,
+            rank=rank,
+            context_mb=context_mb(demand, draft.book(device).device),
+        )
+
+
+def _start(draft: Draft, task: Task, rank: int, place: Placement, world_size: int) -> StartOrder:
+    return StartOrder(
+        task.id,
+        task.fence,
+        place.node,
+        draft.world.nodes[place.node].incarnation,
+        place.devices,
+        task.shareable,
+        rank,
+        task.priority,
+        world_size,
+        barrier=bool(task.members),
+    )
 
 
 def evict(draft: Draft, task: Task, eviction: Eviction, now: Instant) -> Decision:
@@ -59,7 +89,8 @@ def evict(draft: Draft, task: Task, eviction: Eviction, now: Instant) -> Decisio
     stops = [_stop(draft, victim, task.id, now) for victim in eviction.victims]
     made = []
     for device, mb in eviction.devices:
-        pledge = Pledge(task.id, device, mb, task.priority, task.tenant, now, eviction.deadline_at)
+        whose = task.priority, task.tenant, now, eviction.deadline_at
+        pledge = Pledge(task.id, device, mb, *whose, eviction.ranks.get(device, ()))
         draft.put_pledge(pledge)
         made.append(PledgeWrite(pledge))
     taken = _overtake(draft, {device for device, _ in eviction.devices})
@@ -68,7 +99,7 @@ def evict(draft: Draft, task: Task, eviction: Eviction, now: Instant) -> Decisio
         "preempt",
         tasks=tuple(write for write, _ in stops),
         pledges=(*made, *taken),
-        orders=tuple(order for _, order in stops),
+        orders=tuple(order for _, orders in stops for order in orders),
     )
 
 
@@ -79,8 +110,9 @@ def withdraw(draft: Draft, preemptor: TaskId) -> Decision:
     return Decision(preemptor, "withdraw", pledges=writes)
 
 
-def _stop(draft: Draft, victim: Task, preemptor: TaskId, now: Instant) -> tuple[TaskWrite, StopOrder]:
-    assert victim.node is not None
+def _stop(
+    draft: Draft, victim: Task, preemptor: TaskId, now: Instant
+) -> tuple[TaskWrite, tuple[StopOrder, ...]]:
     write = write_move(
         victim,
         Move.STOPPING,
@@ -89,10 +121,7 @@ def _stop(draft: Draft, victim: Task, preemptor: TaskId, now: Instant) -> tuple[
         freeing_for=preemptor,
     )
     draft.replace_task(victim, write.task)
-    incarnation = draft.world.nodes[victim.node].incarnation
-    grace = victim.grace_seconds
-    order = StopOrder(victim.id, victim.fence, victim.node, incarnation, StopReason.PREEMPT, grace)
-    return write, order
+    return write, stop_orders(draft.world, write.task, victim.grace_seconds)
 
 
 def _end_own(pledge: Pledge, devices: set[DeviceKey]) -> PledgeWrite:

@@ -46,6 +46,18 @@ class Demand:
     pool: str = ""
     slots: tuple[tuple[str, float], ...] = ()
     """What it counts of limits that many tasks share, sorted by name."""
+    bundles: tuple["Demand", ...] = ()
+    """Of a gang: what each rank asks for, all of which run together. Beside them the gang itself says only
+    `custom` (the sum), `slots` and `pool`."""
+    strategy: str = "pack"
+    """How ranks lie on nodes: `pack` on as few as may be, `spread` on as many, `strict_pack` on one,
+    `strict_spread` each on its own."""
+    min_ranks: int | None = None
+    """With so many of its ranks, the first ones, a gang runs as well; None: with all."""
+
+    @property
+    def least_ranks(self) -> int:
+        return len(self.bundles) if self.min_ranks is None else self.min_ranks
 
     @property
     def counted(self) -> tuple[tuple[str, float], ...]:

@@ -11,6 +11,7 @@ from service.core.lease import Lease, Pledge
 from service.core.ledger import Book
 from service.core.need import may_use_node
 from service.core.policy import CustomLimit, Policy, each_of
+from service.core.ranks import part_of, parts_of, parts_on
 from service.core.task import Task, TaskState, notice_of
 from service.core.units import DeviceKey, Instant, NodeName, TaskId
 from service.core.use import NodeUse, count_custom
@@ -129,7 +130,8 @@ class Draft:
         room = self.headroom(node, priority=priority)
         for run in self.runs_on(node):
             if run.state is TaskState.STOPPING:
-                room = room.with_room_of(run)
+                for part in parts_on(run, node):
+                    room = room.with_room_of(part)
         return room
 
     def short_of(self, task: Task, limits: Iterable[CustomLimit]) -> list[str]:
@@ -160,14 +162,17 @@ class Draft:
 
     def replace_task(self, before: Task, after: Task) -> None:
         """Enter a task that was admitted, which now counts on its node, or a run that was given notice."""
-        assert after.node is not None
         self._tasks[after.id] = after
-        self.changes.mark(after.node)
+        told = notice_of(before) != notice_of(after)
+        for node, part in parts_of(after):
+            self.changes.mark(node)
+            if not before.is_active:
+                self._own_use(node).count(part, +1)
+            if told:
+                self.growth.mark(node)
         if not before.is_active:
-            self._own_use(after.node).count(after, +1)
             count_custom(self.custom_use, after, +1)
-        if notice_of(before) != notice_of(after):
-            self.growth.mark(after.node)
+        if told:
             freeing_for, stopping = notice_of(after)
             for lease in self.world.leases_of(after):
                 self._own(lease.device).put(lease, freeing_for, stopping=stopping)
@@ -199,16 +204,27 @@ class Draft:
                 yield other
 
     def _preemptors(self) -> dict[NodeName, list[tuple[int, Task]]]:
-        """Node -> (priority of its pledges, task) of each that waits for room there; one node per task."""
+        """Node -> (priority of its pledges, task) of each that waits for room there; of a gang each rank."""
         if self._waiting is None:
             self._waiting = {}
             for preemptor, pledges in self._pledges.items():
                 task = self.world.tasks.get(preemptor)
                 if task is not None and task.state is TaskState.PENDING:
-                    device, pledge = next(iter(pledges.items()))
-                    node = self.book(device).device.node
-                    self._waiting.setdefault(node, []).append((pledge.priority, task))
+                    for node, priority, part in self._awaited_parts(task, pledges):
+                        self._waiting.setdefault(node, []).append((priority, part))
         return self._waiting
+
+    def _awaited_parts(
+        self, task: Task, pledges: dict[DeviceKey, Pledge]
+    ) -> Iterator[tuple[NodeName, int, Task]]:
+        """Ranks without GPU have no pledge, and nothing is kept for them."""
+        if not task.demand.bundles:
+            device, pledge = next(iter(pledges.items()))
+            yield self.book(device).device.node, pledge.priority, task
+            return
+        ranks = {rank: pledge for pledge in pledges.values() for rank in pledge.ranks}
+        for rank, pledge in ranks.items():
+            yield self.book(pledge.device).device.node, pledge.priority, part_of(task, rank)
 
     def _own(self, device: DeviceKey) -> Book:
         book = self._books.get(device)

@@ -14,12 +14,10 @@ from service.core.codec import (
     task_fields,
 )
 from service.core.estimate import Topic
-from service.core.lease import HolderKind
+from service.core.lease import HOLDERS_OF_TASKS
 from service.core.plan import Decision, Fields, Request
 from service.core.task import Task
 from service.core.units import Instant, Position, TaskId
-
-_HOLDERS_OF_TASKS = frozenset({HolderKind.RUN.value, HolderKind.GANG_MEMBER.value})
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +72,7 @@ def task_of(event: Event | NewEvent) -> TaskId | None:
             return TaskId(event.fields["task"])
         case "lease":
             kind, holder, _rest = event.key.split(":", 2)
-            return TaskId(holder) if kind in _HOLDERS_OF_TASKS else None
+            return TaskId(holder) if kind in HOLDERS_OF_TASKS else None
     return None
 
 

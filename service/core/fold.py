@@ -40,10 +40,13 @@ class Fold:
         self.checkpoint: Checkpointed | None = None
         self.orders: list[Order] = []
 
-    def live(self, fence: Fence) -> Task | None:
-        """The task if this fence is its newest claim and still runs; a report of any other is stale."""
+    def live(self, fence: Fence, rank: int = 0) -> Task | None:
+        """The task if this fence is its newest claim, has this rank and still runs; a report of any other
+        is stale."""
         task = self.task
-        return task if task is not None and task.is_active and task.fence == fence else None
+        if task is None or not task.is_active or task.fence != fence:
+            return None
+        return task if rank < max(1, len(task.members)) else None
 
     def move(self, what: Move, why: str, **changes: Any) -> None:
         """Raises IllegalTransition; nothing is changed."""
@@ -54,9 +57,11 @@ class Fold:
         self._changes |= changes
         self.why = why
 
-    def move_leases(self, fence: Fence, state: LeaseState) -> None:
-        """Bring the leases of one claim forward to `state`; those already there or further stay."""
+    def move_leases(self, fence: Fence, rank: int, state: LeaseState) -> None:
+        """Bring the leases of one run forward to `state`; those already there or further stay."""
         for lease in self._world.leases.get((self._id, fence), {}).values():
+            if lease.rank != rank:
+                continue
             _, reached = self._leases.get(lease.key, (lease, lease.state))
             if _AHEAD[state] > _AHEAD[reached]:
                 self._leases[lease.key] = (lease, state)

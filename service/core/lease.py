@@ -17,6 +17,9 @@ class HolderKind(StrEnum):
     EXTERNAL = "external"
 
 
+HOLDERS_OF_TASKS = frozenset({HolderKind.RUN, HolderKind.GANG_MEMBER})
+
+
 class LeaseState(StrEnum):
     RESERVED = "reserved"
     """Promised in a committed decision; nobody has confirmed a process yet. No timeout releases it."""
@@ -121,6 +124,8 @@ class Pledge:
     made_at: Instant
     deadline_at: Instant
     """The latest stop deadline of its victims; 10 s later an unconfirmed pledge is dissolved."""
+    ranks: tuple[int, ...] = ()
+    """The ranks of a gang that will have it; their CPU and host memory are kept for them as well."""
 
     @property
     def key(self) -> str:

@@ -38,9 +38,9 @@ def _decision(world: World, task: Task, keys: list[str], now: Instant, policy: P
     )
     if policy.overuse == "report":
         return Decision(task.id, "overuse", leases=marks)
-    notice, order = give_notice(world, task, StopReason.OVERUSE, task.grace_seconds, now)
+    notice, orders = give_notice(world, task, StopReason.OVERUSE, task.grace_seconds, now)
     marked = {**leases, **{lease.key: lease for lease in marks}}
     verdict = Outcome(
         task.id, task.fence, Ending.FAILED, now, failure=over_use(StopReason.OVERUSE, marked.values())
     )
-    return Decision(task.id, "overuse", tasks=(notice,), leases=marks, outcome=verdict, orders=(order,))
+    return Decision(task.id, "overuse", tasks=(notice,), leases=marks, outcome=verdict, orders=orders)

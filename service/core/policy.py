@@ -112,6 +112,8 @@ class Policy:
     leases out of quarantine."""
     sample_period_seconds: Seconds = Seconds(2.0)
     """A device whose sample is older than three periods takes nothing new."""
+    gang_start_seconds: Seconds = Seconds(300.0)
+    """How long after its admission all ranks of a gang must be ready; else it gives its place back."""
     retry_first_seconds: Seconds = Seconds(1.0)
     retry_factor: float = 2.0
     retry_cap_seconds: Seconds = Seconds(300.0)

@@ -1,7 +1,7 @@
 """Whom to stop so that a task of higher priority can run: the node, the devices and the victims."""
 
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from math import inf
 
@@ -24,6 +24,8 @@ class Eviction:
     """In id order."""
     deadline_at: Instant
     """When the last of the victims, and of those who leave anyway and are counted on, must be gone."""
+    ranks: Mapping[DeviceKey, tuple[int, ...]] = field(default_factory=dict)
+    """Which ranks of a gang will have a device."""
 
 
 Target = tuple[Site, Mib]

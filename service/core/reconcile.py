@@ -4,13 +4,16 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 from service.core.device import Device, Node
+from service.core.gang_runs import go_order
 from service.core.kinds import Kind, kind_of
-from service.core.lease import HolderKind
-from service.core.orders import ForgetOrder, Gone, NodeSeen, Order, RunId, SeenDevice, StopOrder
+from service.core.lease import HOLDERS_OF_TASKS
+from service.core.member import MemberState
+from service.core.orders import ForgetOrder, Gone, GoOrder, NodeSeen, Order, RunId, SeenDevice, StopOrder
 from service.core.plan import Decision
 from service.core.policy import Policy
+from service.core.ranks import ranks_of
 from service.core.runs import dissolved, react
-from service.core.stopping import stop_order
+from service.core.stopping import stop_orders
 from service.core.task import StopReason, Task, TaskState
 from service.core.units import Instant, Mib, Seconds, TaskId, device_key
 from service.core.world import World
@@ -58,7 +61,8 @@ def reconcile(
         decisions.append(Decision(seen.node.name, "node_seen", pledges=pledges, nodes=nodes, devices=devices))
     absent = (replace(d, orders=()) for d in react(world, _absences(world, seen), now, policy))
     decisions += [decision for decision in absent if not decision.is_empty()]
-    orders = (*_notices_again(world, seen, now), *_unwanted(world, seen))
+    again = (replace(o, incarnation=seen.node.incarnation) for o in _orders_again(world, seen, now))
+    orders = (*again, *_unwanted(world, seen))
     if orders:
         decisions.append(Decision(seen.node.name, "reconcile", orders=orders))
     return decisions
@@ -127,15 +131,15 @@ def _absences(world: World, seen: NodeSeen) -> Iterator[Gone]:
     there = set(seen.runs)
     node_proof = _node_proof(known, seen.node)
     expected = set()
-    for task in _active_on(world, seen):
-        run = (task.id, task.fence, 0)
+    for task, rank in _active_on(world, seen):
+        run = (task.id, task.fence, rank)
         expected.add(run)
         if run in there:
             continue
-        if task.started_at is not None:
-            yield Gone(task.id, task.fence, seen.at, node_proof or "process_absent")
+        if _has_begun(task, rank):
+            yield Gone(task.id, task.fence, seen.at, node_proof or "process_absent", rank=rank)
         elif node_proof or not known.ready:
-            yield Gone(task.id, task.fence, seen.at, node_proof or "never_started")
+            yield Gone(task.id, task.fence, seen.at, node_proof or "never_started", rank=rank)
         # Otherwise this agent has answered this term before, and the start may be on its way to it.
     for holder, fence, rank in _claims_on(world, seen):
         if (holder, fence, rank) not in there | expected:
@@ -149,32 +153,46 @@ def _node_proof(known: Node, answering: Node) -> str:
     return "agent_restarted" if answering.incarnation != known.incarnation else ""
 
 
-def _active_on(world: World, seen: NodeSeen) -> list[Task]:
-    return [world.tasks[name] for name in sorted(world.runs.get(seen.node.name, ()))]
+def _has_begun(task: Task, rank: int) -> bool:
+    return task.started_at is not None or (
+        bool(task.members) and task.members[rank].state is not MemberState.PLACED
+    )
+
+
+def _active_on(world: World, seen: NodeSeen) -> list[tuple[Task, int]]:
+    """Each run that is not gone, as rows know it."""
+    name = seen.node.name
+    tasks = (world.tasks[task] for task in sorted(world.runs.get(name, ())))
+    return [(task, rank) for task in tasks for rank, node in ranks_of(task) if node == name]
 
 
 def _claims_on(world: World, seen: NodeSeen) -> list[RunId]:
     """Claims with memory on this node, of tasks that have moved on or ended as well."""
     books = (world.books[key] for key in world.by_node.get(seen.node.name, ()))
     leases = (holding.lease for book in books for holding in book.holdings.values())
-    runs = (lease for lease in leases if lease.holder_kind is HolderKind.RUN)
+    runs = (lease for lease in leases if lease.holder_kind in HOLDERS_OF_TASKS)
     return sorted({(TaskId(lease.holder), lease.fence, lease.rank) for lease in runs})
 
 
-def _notices_again(world: World, seen: NodeSeen, now: Instant) -> Iterator[Order]:
-    """A notice may have been lost with the leader or the agent that carried it."""
+def _orders_again(world: World, seen: NodeSeen, now: Instant) -> Iterator[StopOrder | GoOrder]:
+    """A notice, or the word to begin, may have been lost with the leader or the agent that carried it."""
     there = set(seen.runs)
-    for task in _active_on(world, seen):
-        if task.state is TaskState.STOPPING and (task.id, task.fence, 0) in there:
+    for task, rank in _active_on(world, seen):
+        if (task.id, task.fence, rank) not in there:
+            continue
+        if task.state is TaskState.STOPPING:
             assert task.stop_deadline_at is not None
             left = Seconds(max(0.0, task.stop_deadline_at - now))
-            yield replace(stop_order(world, task, left), incarnation=seen.node.incarnation)
+            notices = stop_orders(world, task, left)
+            yield from (notice for notice in notices if notice.rank == rank)
+        elif task.state is TaskState.RUNNING and task.members and not task.members[rank].has_ended:
+            yield go_order(world, task, task.members[rank])
 
 
 def _unwanted(world: World, seen: NodeSeen) -> Iterator[Order]:
     """Runs whose outcome nobody will accept: of tasks that ended, moved on or were never ours."""
     name, incarnation = seen.node.name, seen.node.incarnation
-    wanted = {(task.id, task.fence, 0) for task in _active_on(world, seen)}
+    wanted = {(task.id, task.fence, rank) for task, rank in _active_on(world, seen)}
     for task, fence, rank in seen.runs:
         if (task, fence, rank) not in wanted:
             yield StopOrder(task, fence, name, incarnation, StopReason.CANCEL, Seconds(0.0), rank)

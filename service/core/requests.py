@@ -5,7 +5,7 @@ from typing import Any
 
 from service.core.orders import StopOrder
 from service.core.plan import Decision, Request, withdrawn, write_move
-from service.core.stopping import give_notice, stop_order
+from service.core.stopping import comes_back, give_notice, stop_orders
 from service.core.task import Move, StopReason, Task, TaskState
 from service.core.units import Instant, Seconds
 from service.core.world import World
@@ -40,25 +40,25 @@ def _cancel(
     if task.state is TaskState.STOPPING:
         return _cancel_stopping(world, task, grace_seconds, now, done)
     grace = task.grace_seconds if grace_seconds is None else grace_seconds
-    notice, order = give_notice(world, task, StopReason.CANCEL, grace, now)
-    return replace(done, tasks=(notice,), orders=(order,))
+    notice, orders = give_notice(world, task, StopReason.CANCEL, grace, now)
+    return replace(done, tasks=(notice,), orders=orders)
 
 
 def _cancel_stopping(
     world: World, task: Task, grace_seconds: Seconds | None, now: Instant, done: Decision
 ) -> Decision:
-    """A preempted run will not come back; a run past its limit still ends as timed out.
+    """A run that was to come back will not; a run past its limit still ends as timed out.
 
     A shorter grace period than the one that runs takes its place, a longer one does not.
     """
     assert task.stop_deadline_at is not None
     changes: dict[str, Any] = {}
     orders: tuple[StopOrder, ...] = ()
-    if task.stop_reason is StopReason.PREEMPT:
+    if comes_back(task):
         changes["stop_reason"] = StopReason.CANCEL
     if grace_seconds is not None and now + grace_seconds < task.stop_deadline_at:
         changes["stop_deadline_at"] = Instant(now + grace_seconds)
-        orders = (stop_order(world, task, grace_seconds),)
+        orders = stop_orders(world, task, grace_seconds)
     if not changes:
         return done
     return replace(done, tasks=(write_move(task, Move.CHANGED, **changes),), orders=orders)

@@ -4,6 +4,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any, assert_never
 
+from service.core import gang_runs
 from service.core.device import Node
 from service.core.fold import Fold, Folds
 from service.core.lease import LeaseState, PledgeEnd
@@ -24,7 +25,14 @@ from service.core.orders import (
 from service.core.plan import Decision, Outcome, PledgeWrite
 from service.core.policy import Policy
 from service.core.retry import next_retry_at
-from service.core.stopping import OFF_THE_NODE, after_stop, forget_order, out_of_time, over_use
+from service.core.stopping import (
+    after_failure,
+    after_stop,
+    forget_order,
+    off_the_nodes,
+    out_of_time,
+    over_use,
+)
 from service.core.task import Move, Task, TaskState
 from service.core.units import DeviceKey, Instant, NodeName, TaskId
 from service.core.world import World
@@ -53,6 +61,8 @@ def react(world: World, reports: Iterable[Report], now: Instant, policy: Policy)
         match report:
             case Started():
                 _started(folds[report.task], report, now)
+            case Ready():
+                _ready(folds[report.task], world, report, now)
             case Checkpointed():
                 _checkpointed(folds[report.task], report, now)
             case Ended():
@@ -62,9 +72,9 @@ def react(world: World, reports: Iterable[Report], now: Instant, policy: Policy)
             case NodeLost():
                 node = world.nodes.get(report.node)
                 if node is not None and node.incarnation == report.incarnation:
-                    _give_up_runs(world, node, folds, now)
+                    _give_up_runs(world, node, folds, now, policy)
                     nodes |= _close(world, node)
-            case NodeSeen() | Sampled() | Progressed() | Ready():
+            case NodeSeen() | Sampled() | Progressed():
                 pass
             case _:
                 assert_never(report)
@@ -72,29 +82,45 @@ def react(world: World, reports: Iterable[Report], now: Instant, policy: Policy)
 
 
 def _started(fold: Fold, report: Started, now: Instant) -> None:
-    task = fold.live(report.fence)
+    """A gang has not begun before all its ranks are ready."""
+    task = fold.live(report.fence, report.rank)
     if task is None:
         return
-    if task.state is TaskState.ADMITTED:
+    if task.state is TaskState.ADMITTED and not task.members:
         fold.move(Move.STARTED, "started", started_at=_credible(report.at, task, now))
-    fold.move_leases(report.fence, LeaseState.HELD)
+    fold.move_leases(report.fence, report.rank, LeaseState.HELD)
+
+
+def _ready(fold: Fold, world: World, report: Ready, now: Instant) -> None:
+    task = fold.live(report.fence, report.rank)
+    if task is not None and task.members:
+        fold.move_leases(report.fence, report.rank, LeaseState.HELD)
+        gang_runs.ready(fold, world, task, report, _credible(report.at, task, now))
 
 
 def _checkpointed(fold: Fold, report: Checkpointed, now: Instant) -> None:
+    """Of a gang, rank 0 saves for all."""
     task = fold.live(report.fence)
-    if task is None or (fold.checkpoint is not None and fold.checkpoint.sequence >= report.sequence):
+    if (
+        report.rank
+        or task is None
+        or (fold.checkpoint is not None and fold.checkpoint.sequence >= report.sequence)
+    ):
         return
     fold.checkpoint = report
     fold.move(Move.CHANGED, "checkpoint", checkpoint_at=_credible(report.at, task, now))
 
 
 def _ended(fold: Fold, world: World, report: Ended, now: Instant, policy: Policy) -> None:
-    task = fold.live(report.fence)
+    task = fold.live(report.fence, report.rank)
     if task is None:
         return
-    forget = forget_order(world, task)
+    forget = forget_order(world, task, report.rank)
     at = _credible(report.at, task, now)
-    if report.ending is Ending.SUCCEEDED:
+    if task.members:
+        failure = None if report.ending is Ending.SUCCEEDED else _failure_of(report)
+        gang_runs.ended(fold, world, report, _outcome(report, at, failure), now, policy)
+    elif report.ending is Ending.SUCCEEDED:
         fold.outcome = _outcome(report, at, None)
         fold.move(Move.SUCCEEDED, "ended", finished_at=at)
     elif task.state is TaskState.STOPPING:
@@ -104,7 +130,7 @@ def _ended(fold: Fold, world: World, report: Ended, now: Instant, policy: Policy
     else:
         fold.outcome = _outcome(report, at, _failure_of(report))
         _fail(fold, task, at, now, policy)
-    fold.move_leases(report.fence, LeaseState.RELEASING)
+    fold.move_leases(report.fence, report.rank, LeaseState.RELEASING)
     fold.orders.append(forget)
 
 
@@ -119,14 +145,16 @@ def _ended_by_stop(fold: Fold, world: World, task: Task, report: Ended, at: Inst
 
 
 def _gone(fold: Fold, world: World, report: Gone, now: Instant, policy: Policy) -> None:
-    fold.move_leases(report.fence, LeaseState.RELEASED)
-    task = fold.live(report.fence)
+    fold.move_leases(report.fence, report.rank, LeaseState.RELEASED)
+    task = fold.live(report.fence, report.rank)
     if task is None:
         fold.forget_whom_it_freed(report.fence)
         return
-    forget = forget_order(world, task)
-    if task.state is TaskState.STOPPING:
-        what, changes = after_stop(task, now)
+    forget = forget_order(world, task, report.rank)
+    if task.members:
+        gang_runs.gone(fold, world, report, _KILLED, now, policy)
+    elif task.state is TaskState.STOPPING:
+        what, changes = after_stop(task, now, policy)
         fold.move(what, "stopped", **changes)
     elif report.proof == "never_started":
         _requeue(fold, "never_started", not_before=next_retry_at(1, now, policy))
@@ -139,30 +167,30 @@ def _gone(fold: Fold, world: World, report: Gone, now: Instant, policy: Policy) 
 
 
 def _fail(fold: Fold, task: Task, at: Instant, now: Instant, policy: Policy) -> None:
-    failures = task.failures + 1
-    if failures > task.max_retries:
-        fold.move(Move.FAILED, "ended", failures=failures, finished_at=at)
-    else:
-        _requeue(fold, "retry", failures=failures, not_before=next_retry_at(failures, now, policy))
+    what, changes = after_failure(task, at, now, policy)
+    fold.move(what, "ended" if what is Move.FAILED else "retry", **changes)
 
 
 def _requeue(fold: Fold, why: str, **changes: Any) -> None:
-    fold.move(Move.REQUEUED, why, **{**OFF_THE_NODE, **changes})
+    assert fold.task is not None
+    fold.move(Move.REQUEUED, why, **off_the_nodes(fold.task, **changes))
 
 
-def _give_up_runs(world: World, node: Node, folds: Folds, now: Instant) -> None:
+def _give_up_runs(world: World, node: Node, folds: Folds, now: Instant, policy: Policy) -> None:
     """Processes on a lost node may still live: every lease there is quarantined until there is proof."""
     for key in world.by_node.get(node.name, ()):
         for holding in world.books[key].holdings.values():
             lease = holding.lease
-            folds[TaskId(lease.holder)].move_leases(lease.fence, LeaseState.QUARANTINED)
+            folds[TaskId(lease.holder)].move_leases(lease.fence, lease.rank, LeaseState.QUARANTINED)
     for name in sorted(world.runs.get(node.name, ())):
         fold = folds[name]
         task = fold.task
         if task is None or not task.is_active:
             continue
-        if task.state is TaskState.STOPPING:
-            what, changes = after_stop(task, now)
+        if task.members:
+            gang_runs.node_lost(fold, world, node.name, now, policy)
+        elif task.state is TaskState.STOPPING:
+            what, changes = after_stop(task, now, policy)
             fold.move(what, "node_lost", **changes)
         else:
             _requeue(fold, "node_lost")

@@ -6,11 +6,14 @@ from typing import Any
 from service.core.lease import Lease
 from service.core.orders import Failure, ForgetOrder, StopOrder
 from service.core.plan import TaskWrite, write_move
+from service.core.policy import Policy
+from service.core.ranks import node_of, ranks_of
+from service.core.retry import next_retry_at
 from service.core.task import Move, StopReason, Task
 from service.core.units import Instant, Seconds, in_gib
 from service.core.world import World
 
-OFF_THE_NODE: dict[str, Any] = {
+_OFF_THE_NODE: dict[str, Any] = {
     "node": None,
     "admitted_at": None,
     "started_at": None,
@@ -19,29 +22,57 @@ OFF_THE_NODE: dict[str, Any] = {
     "stop_deadline_at": None,
     "freeing_for": None,
 }
-"""What a task forgets when it goes back to the queue. Its fence and its checkpoint stay."""
+_COME_BACK = (StopReason.PREEMPT, StopReason.RANK_LOST, StopReason.START_TIMEOUT)
+
+
+def off_the_nodes(task: Task, **changes: Any) -> dict[str, Any]:
+    """What a task forgets when it goes back to the queue, and what else changes. Its fence and its
+    checkpoint stay."""
+    ranks = {"members": ()} if task.members else {}
+    return {**_OFF_THE_NODE, **ranks, **changes}
 
 
 def give_notice(
     world: World, task: Task, reason: StopReason, grace_seconds: Seconds, now: Instant
-) -> tuple[TaskWrite, StopOrder]:
-    """An ADMITTED or RUNNING task on its way to STOPPING, and the notice its agent gets."""
+) -> tuple[TaskWrite, tuple[StopOrder, ...]]:
+    """An ADMITTED or RUNNING task on its way to STOPPING, and the notices that its agents get."""
     deadline_at = Instant(now + grace_seconds)
     write = write_move(task, Move.STOPPING, stop_reason=reason, stop_deadline_at=deadline_at)
-    return write, stop_order(world, write.task, grace_seconds)
+    return write, stop_orders(world, write.task, grace_seconds)
 
 
-def after_stop(task: Task, now: Instant) -> tuple[Move, dict[str, Any]]:
-    """How a STOPPING task moves on when its run is gone, or is given up. A preemption uses up no retry."""
+def after_stop(task: Task, now: Instant, policy: Policy) -> tuple[Move, dict[str, Any]]:
+    """How a STOPPING task moves on when its runs are gone, or are given up. A preemption uses up no retry,
+    nor does a rank that was lost or was not ready in time."""
     match task.stop_reason:
         case StopReason.PREEMPT:
-            return Move.REQUEUED, {**OFF_THE_NODE, "preemptions": task.preemptions + 1}
+            return Move.REQUEUED, off_the_nodes(task, preemptions=task.preemptions + 1)
+        case StopReason.RANK_LOST | StopReason.START_TIMEOUT:
+            return Move.REQUEUED, off_the_nodes(task, not_before=next_retry_at(1, now, policy))
+        case StopReason.RANK_FAILED:
+            return after_failure(task, now, now, policy)
         case StopReason.CANCEL:
             return Move.CANCELLED, {"finished_at": now, "freeing_for": None}
         case StopReason.DEADLINE:
             return Move.EXPIRED, {"finished_at": now, "freeing_for": None}
         case _:
             return Move.FAILED, {"finished_at": now, "freeing_for": None}
+
+
+def after_failure(task: Task, at: Instant, now: Instant, policy: Policy) -> tuple[Move, dict[str, Any]]:
+    """How a task moves on when its run failed, at an instant that may be past."""
+    failures = task.failures + 1
+    if failures > task.max_retries:
+        return Move.FAILED, {"failures": failures, "finished_at": at, "freeing_for": None}
+    not_before = next_retry_at(failures, now, policy)
+    return Move.REQUEUED, off_the_nodes(task, failures=failures, not_before=not_before)
+
+
+def comes_back(task: Task) -> bool:
+    """Whether a STOPPING task will be pending again."""
+    if task.stop_reason is StopReason.RANK_FAILED:
+        return task.failures < task.max_retries
+    return task.stop_reason in _COME_BACK
 
 
 def out_of_time(task: Task, reason: StopReason | None) -> Failure | None:
@@ -69,15 +100,17 @@ def over_use(reason: StopReason | None, leases: Iterable[Lease]) -> Failure | No
     return Failure("over_use", f"the run used {used}; ask for more gpu_mb, or for gpu_mb: learned")
 
 
-def stop_order(world: World, task: Task, grace_seconds: Seconds) -> StopOrder:
-    """For a task that is STOPPING: it is on a node, for a reason."""
-    assert task.node is not None
+def stop_orders(world: World, task: Task, grace_seconds: Seconds) -> tuple[StopOrder, ...]:
+    """For a task that is STOPPING: one for each of its runs that is not gone."""
     assert task.stop_reason is not None
-    incarnation = world.nodes[task.node].incarnation
-    return StopOrder(task.id, task.fence, task.node, incarnation, task.stop_reason, grace_seconds)
+    why = task.stop_reason, grace_seconds
+    return tuple(
+        StopOrder(task.id, task.fence, node, world.nodes[node].incarnation, *why, rank)
+        for rank, node in ranks_of(task)
+    )
 
 
-def forget_order(world: World, task: Task) -> ForgetOrder:
-    """For a task that is on a node: the agent may drop what it kept of this run."""
-    assert task.node is not None
-    return ForgetOrder(task.id, task.fence, task.node, world.nodes[task.node].incarnation)
+def forget_order(world: World, task: Task, rank: int) -> ForgetOrder:
+    """For an active task: the agent may drop what it kept of this run."""
+    node = node_of(task, rank)
+    return ForgetOrder(task.id, task.fence, node, world.nodes[node].incarnation, rank)

@@ -6,6 +6,7 @@ from typing import Any
 
 from service.core.demand import Demand
 from service.core.errors import IllegalTransition
+from service.core.member import Member
 from service.core.units import DeviceKey, Fence, Instant, Mib, NodeName, Seconds, TaskId
 
 
@@ -104,6 +105,12 @@ class StopReason(StrEnum):
     """The task's deadline passed."""
     OVERUSE = "overuse"
     """The run used more GPU memory than it leased."""
+    RANK_FAILED = "rank_failed"
+    """One rank of the gang failed, so that the others are of no use. Uses up a retry."""
+    RANK_LOST = "rank_lost"
+    """One rank never started, or went down with its node or its agent: no fault of the gang's."""
+    START_TIMEOUT = "start_timeout"
+    """Not all ranks were ready in time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,6 +166,8 @@ class Task:
     stop_deadline_at: Instant | None = None
     freeing_for: TaskId | None = None
     """The preemptor whose pledge this run's memory goes to while it is STOPPING."""
+    members: tuple[Member, ...] = ()
+    """The ranks of a gang's newest claim, by rank; empty for all other tasks. `node` is that of rank 0."""
 
     @property
     def is_terminal(self) -> bool:
@@ -196,6 +205,7 @@ HOT_FIELDS = (
     "stop_reason",
     "stop_deadline_at",
     "freeing_for",
+    "members",
 )
 """The fields of a task that change after submit, in the order of its table."""
 

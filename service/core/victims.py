@@ -6,6 +6,7 @@ from math import inf
 
 from service.core.draft import Draft, Headroom
 from service.core.policy import Policy, band_of
+from service.core.ranks import gpus_of, parts_on
 from service.core.task import Task, TaskState
 from service.core.units import DeviceKey, Instant, NodeName
 
@@ -21,13 +22,15 @@ Suffices = Callable[[Sequence["Candidate"]], bool]
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A run that may be stopped, and what it would give back on its node."""
+    """A task that may be stopped, and what it would give back: a gang as a whole."""
 
     task: Task
     lost: float
     """GPU-seconds of work since its start or newest checkpoint."""
     frees: dict[DeviceKey, int]
-    """MiB by device."""
+    """MiB by device, of all its ranks."""
+    parts: tuple[Task, ...]
+    """Its ranks on that node."""
 
 
 def candidates(draft: Draft, node: NodeName, began_at: Instant) -> list[Candidate]:
@@ -41,7 +44,7 @@ def candidates(draft: Draft, node: NodeName, began_at: Instant) -> list[Candidat
     What was admitted in this very cycle, which began then, may begin first.
     """
     found = [
-        Candidate(run, lost_gpu_seconds(run, began_at), _frees(draft, run))
+        Candidate(run, lost_gpu_seconds(run, began_at), _frees(draft, run), tuple(parts_on(run, node)))
         for run in draft.runs_on(node)
         if run.state in (TaskState.ADMITTED, TaskState.RUNNING) and is_old_enough(run, began_at)
     ]
@@ -76,12 +79,13 @@ def lost_gpu_seconds(run: Task, now: Instant) -> float:
     if run.started_at is None:
         return 0.0
     saved_at = max(run.started_at, run.checkpoint_at or run.started_at)
-    return max(0.0, now - saved_at) * max(1, run.demand.gpus)
+    return max(0.0, now - saved_at) * max(1, gpus_of(run))
 
 
 def after(room: Headroom, leavers: Sequence[Candidate]) -> Headroom:
     for leaver in leavers:
-        room = room.with_room_of(leaver.task)
+        for part in leaver.parts:
+            room = room.with_room_of(part)
     return room
 
 

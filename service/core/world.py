@@ -19,11 +19,13 @@ from service.core.device import Device, DeviceSample, Node
 from service.core.errors import OutOfStep
 from service.core.events import Event
 from service.core.learned import Learned
-from service.core.lease import HolderKind, Lease, LeaseState, Pledge, mark_overused, move_lease
+from service.core.lease import HOLDERS_OF_TASKS, Lease, LeaseState, Pledge, mark_overused, move_lease
 from service.core.ledger import Book
 from service.core.mix import Mix
 from service.core.ordering import PendingQueue
+from service.core.orders import RunId
 from service.core.plan import Request
+from service.core.ranks import parts_of
 from service.core.task import Task, TaskState, notice_of
 from service.core.timetable import Timetable
 from service.core.units import DeviceKey, Instant, NodeName, Position, Seconds, TaskId
@@ -57,8 +59,8 @@ class World:
         self.by_node: dict[NodeName, list[DeviceKey]] = {}
         self.leases: dict[Claim, dict[str, Lease]] = {}
         """The leases of each claim that are not released, by key."""
-        self.releasing: dict[Claim, Instant] = {}
-        """Claims whose run is over and not confirmed gone, and since when; rows tell only that it is so."""
+        self.releasing: dict[RunId, Instant] = {}
+        """Runs that are over and not confirmed gone, and since when; rows tell only that it is so."""
         self.pledges: dict[TaskId, dict[DeviceKey, Pledge]] = {}
         self.requests: dict[str, Request] = {}
         self.use: dict[NodeName, NodeUse] = {}
@@ -228,7 +230,7 @@ class World:
         self.learned.drop(event.key)
         if not run:
             del self.leases[holder, int(fence)]
-            if kind == HolderKind.RUN:
+            if kind in HOLDERS_OF_TASKS:
                 self._drop_if_done(TaskId(holder))
 
     def _apply_pledge(self, event: Event, what: str) -> None:
@@ -255,11 +257,12 @@ class World:
         self._drop_if_gone(book)
 
     def _note_release(self, lease: Lease, at: Instant) -> None:
-        """All leases of a claim are given back together."""
+        """All leases of a run are given back together."""
+        run = (TaskId(lease.holder), lease.fence, lease.rank)
         if lease.state is LeaseState.RELEASING:
-            self.releasing.setdefault((lease.holder, lease.fence), at)
+            self.releasing.setdefault(run, at)
         else:
-            self.releasing.pop((lease.holder, lease.fence), None)
+            self.releasing.pop(run, None)
 
     def _count_in(self, task: Task) -> None:
         if task.state is TaskState.PENDING:
@@ -279,11 +282,11 @@ class World:
             self.active.discard(task.id)
 
     def _count_active(self, task: Task, sign: int) -> None:
-        assert task.node is not None, "an active task has its place"
-        self.marks.mark(task.node, grows=sign < 0 or task.state is not TaskState.ADMITTED)
-        self.use.setdefault(task.node, NodeUse()).count(task, sign)
-        runs = self.runs.setdefault(task.node, set())
-        (runs.add if sign > 0 else runs.discard)(task.id)
+        for node, part in parts_of(task):
+            self.marks.mark(node, grows=sign < 0 or task.state is not TaskState.ADMITTED)
+            self.use.setdefault(node, NodeUse()).count(part, sign)
+            runs = self.runs.setdefault(node, set())
+            (runs.add if sign > 0 else runs.discard)(task.id)
         count_custom(self.custom_use, task, sign)
 
     def _drop_if_gone(self, book: Book) -> None:

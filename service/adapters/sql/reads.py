@@ -196,7 +196,7 @@ def snapshot(connection: Connection, at: Instant) -> Snapshot:
         at=at,
         tasks=[rows.task_of_row(row) for row in (*unfinished, *leaving)],
         leases=[rows.lease_of_row(row) for row in leases],
-        pledges=[Pledge(*row) for row in connection.execute(select(*_PLEDGE))],
+        pledges=[rows.pledge_of_row(row) for row in _found(connection, select(*_PLEDGE))],
         devices=[Device(*row) for row in devices],
         nodes=[rows.node_of_row(row) for row in _found(connection, select(tables.node))],
         requests=[rows.request_of_row(row) for row in _found(connection, select(tables.request))],

@@ -13,7 +13,8 @@ from service.core.demand import Demand
 from service.core.device import Node
 from service.core.estimate import Lesson, Sketch, Topic, What
 from service.core.events import Event, NewEvent, task_of
-from service.core.lease import HolderKind, Lease, LeaseState
+from service.core.lease import HolderKind, Lease, LeaseState, Pledge
+from service.core.member import members_fields, members_from
 from service.core.orders import Checkpointed
 from service.core.plan import Decision, Outcome, Request
 from service.core.task import HOT_FIELDS, StopReason, Task, TaskState
@@ -92,7 +93,7 @@ def rows_of_decision(decision: Decision) -> Iterator[Written]:
         else:
             yield sql.MAKE_PLEDGES, (
                 pledge.preemptor, pledge.device, pledge.mb, pledge.priority, pledge.tenant, pledge.made_at,
-                pledge.deadline_at,
+                pledge.deadline_at, json_text(pledge.ranks),
             )  # fmt: skip
     tenants = {write.task.id: write.task.tenant for write in decision.tasks}
     if decision.outcome is not None:
@@ -123,6 +124,9 @@ def _after_text(task: Task) -> str:
 
 
 def _plain(value: Any) -> Any:
+    """Of a hot field; the only tuple among them are the members of a gang."""
+    if isinstance(value, tuple):
+        return json_text(members_fields(value)) if value else None
     return value.value if isinstance(value, TaskState | StopReason) else value
 
 
@@ -188,6 +192,7 @@ def task_of_row(row: Mapping[str, Any]) -> Task:
     fields["state"] = TaskState(fields["state"])
     if fields["stop_reason"] is not None:
         fields["stop_reason"] = StopReason(fields["stop_reason"])
+    fields["members"] = () if fields["members"] is None else members_from(from_json(fields["members"]))
     return Task(**fields)
 
 
@@ -213,6 +218,10 @@ def lease_of_row(row: Mapping[str, Any]) -> Lease:
     fields["holder_kind"] = HolderKind(fields["holder_kind"])
     fields["state"] = LeaseState(fields["state"])
     return Lease(**fields)
+
+
+def pledge_of_row(row: Mapping[str, Any]) -> Pledge:
+    return Pledge(**{**row, "ranks": tuple(from_json(row["ranks"]))})
 
 
 def node_of_row(row: Mapping[str, Any]) -> Node:

@@ -101,6 +101,7 @@ task = Table(
     Column("stop_reason", Text),
     Column("stop_deadline_at", Double),
     Column("freeing_for", Id),
+    Column("members", Text),
     Column("finished", Boolean, nullable=False, server_default=false()),
     Column("idem_key", Text),
     Column("body_hash", Text),
@@ -225,6 +226,7 @@ pledge = Table(
     Column("tenant", Text, nullable=False),
     Column("made_at", Double, nullable=False),
     Column("deadline_at", Double, nullable=False),
+    Column("ranks", Text, nullable=False),
     PrimaryKeyConstraint("preemptor", "device"),
     **HOT,
 )

@@ -1,0 +1,63 @@
+"""Tasks by their ranks. A plain task is its own rank 0, so that nobody need ask which of the two it is."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from service.core.member import Member
+from service.core.task import Task
+from service.core.units import NodeName
+
+
+def ranks_of(task: Task) -> tuple[tuple[int, NodeName], ...]:
+    """(rank, node) of each run of an active task, without those of a gang that are gone."""
+    if task.members:
+        return tuple((member.rank, member.node) for member in task.members if not member.gone)
+    assert task.node is not None, "an active task has its place"
+    return ((0, task.node),)
+
+
+def parts_of(task: Task) -> tuple[tuple[NodeName, Task], ...]:
+    """The same, with each rank as if it were a task of its own."""
+    if task.members:
+        return tuple((node, part_of(task, rank)) for rank, node in ranks_of(task))
+    assert task.node is not None, "an active task has its place"
+    return ((task.node, task),)
+
+
+def parts_on(task: Task, node: NodeName) -> Iterator[Task]:
+    """Those on one node, of a task that is on it."""
+    if not task.members:
+        yield task
+    for rank, there in ranks_of(task) if task.members else ():
+        if there == node:
+            yield part_of(task, rank)
+
+
+def part_of(task: Task, rank: int) -> Task:
+    """One rank of a gang as if it were a task of its own, of the same name."""
+    return replace(task, demand=task.demand.bundles[rank], members=())
+
+
+def member_of(task: Task, rank: int) -> Member:
+    """Ranks count from 0 and without gaps."""
+    return task.members[rank]
+
+
+def with_member(task: Task, member: Member) -> tuple[Member, ...]:
+    """The members of a gang after one of them changed."""
+    before = task.members
+    return (*before[: member.rank], member, *before[member.rank + 1 :])
+
+
+def node_of(task: Task, rank: int) -> NodeName:
+    if task.members:
+        return task.members[rank].node
+    assert task.node is not None, "an active task has its place"
+    return task.node
+
+
+def gpus_of(task: Task) -> int:
+    """How many devices its runs have together."""
+    if not task.members:
+        return task.demand.gpus
+    return sum(task.demand.bundles[rank].gpus for rank, _ in ranks_of(task))
