@@ -8,11 +8,13 @@ from service.core.draft import Draft
 from service.core.fairness import Shares
 from service.core.memory import Memory
 from service.core.offers import Offers
-from service.core.ordering import OrderKey
+from service.core.ordering import GroupKey, OrderKey
 from service.core.placement import Places, worth_of
 from service.core.plan import Decision, given_mb
 from service.core.policy import Policy
+from service.core.preemption import Eviction
 from service.core.prospects import Prospects
+from service.core.ranks import nodes_of
 from service.core.task import Task
 from service.core.units import Instant
 from service.core.world import World
@@ -121,18 +123,31 @@ class _Slice:
 
     def _is_awaited(self, decision: Decision) -> bool:
         """It takes room where some wait for more to come."""
-        return any(write.task.node in self._memory.awaited for write in decision.tasks)
+        return any(nodes_of(write.task) & self._memory.awaited for write in decision.tasks)
 
     def _decide(self, task: Task) -> Decision | None:
         """Admit the task, or make room for it, or neither. One with pledges waits for what they bring."""
         if self._draft.pledges_of(task.id):
+            if task.demand.bundles:
+                gang = self._places.gang(task)
+                return None if gang is None else admit(self._draft, task, gang, self._now)
             placement = self._places.best(task, task.id)
             return None if placement is None else admit(self._draft, task, (placement,), self._now)
         group = self._draft.world.queue.group_of(task.id)
         if self._prospects.is_refused(group):
             return None
+        if task.demand.bundles:
+            return self._decide_gang(task, group.key)
         placement = self._prospects.place(task, group.kin)
         if placement is not None:
             return admit(self._draft, task, (placement,), self._now)
         eviction = self._prospects.eviction(task, group.kin)
         return None if eviction is None else evict(self._draft, task, eviction, self._now)
+
+    def _decide_gang(self, task: Task, key: GroupKey) -> Decision | None:
+        found = self._prospects.gang(task, key)
+        if found is None:
+            return None
+        if isinstance(found, Eviction):
+            return evict(self._draft, task, found, self._now)
+        return admit(self._draft, task, found, self._now)

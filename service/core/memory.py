@@ -3,13 +3,14 @@
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from math import inf
+from typing import NamedTuple
 
 from service.core.agenda import Agenda
 from service.core.changes import Changes
 from service.core.draft import Headroom
 from service.core.need import Ceiling
 from service.core.offers import Offered
-from service.core.ordering import Kin
+from service.core.ordering import GroupKey, Kin
 from service.core.plan import Decision
 from service.core.policy import Policy
 from service.core.task import Placement, Task
@@ -58,6 +59,16 @@ class Refusal:
     """Or rather: room is coming on this node, so that nobody is stopped elsewhere."""
 
 
+class GangRefusal(NamedTuple):
+    """There was neither room for such a gang nor any way to make it."""
+
+    changed: int
+    grown: int
+    """Revisions of `changes` and `growth` of which this tells."""
+    coming_on: tuple[NodeName, ...]
+    """Or rather: room for it is coming on these nodes together."""
+
+
 class Memory:
     """A pure cache: a plan made with it is the plan made without. For one World; another one empties it.
 
@@ -77,6 +88,7 @@ class Memory:
         self.standings: dict[Likes | TaskId, Standing] = {}
         self.refusals: dict[Kin, dict[int, Refusal]] = {}
         """Demand -> priority -> what is known. Where there is no room, there is none at a lower priority."""
+        self.gangs: dict[GroupKey, GangRefusal] = {}
         self.lefts: dict[tuple[NodeName, int], tuple[int, Left]] = {}
         """(node, priority) -> (revision of its `changes`, what tasks without pledges could have)."""
         self.rows: dict[tuple[NodeName, int], tuple[int, tuple[Row, ...]]] = {}
@@ -130,9 +142,11 @@ class Memory:
                 self.growth.mark(node)
             self._look_ahead(node)
         self._opened = self.changes.revision
-        if len(self.standings) + len(self.refusals) > 4 * len(world.queue.kin) + MOST_UNASKED:
+        known = len(self.standings) + len(self.refusals) + len(self.gangs)
+        if known > 4 * len(world.queue.kin) + MOST_UNASKED:
             self.standings.clear()
             self.refusals.clear()
+            self.gangs.clear()
 
     def _has_turned(self, node: NodeName) -> bool:
         """Whether the passing of time made a difference to the node; if not, when it may."""

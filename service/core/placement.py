@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from heapq import nsmallest
 
 from service.core.draft import Draft
+from service.core.gang import Gang, grounds_of, place_gang
 from service.core.memory import Found, Left, Likes, Memory, Standing
 from service.core.need import ceiling, need_mb, unwanted_device, unwanted_node
 from service.core.policy import Policy
@@ -78,6 +79,13 @@ class Places:
                 standing.found.pop(node, None)
         standing.seen = self._memory.changes.revision
         return min(standing.found.values())[1] if standing.found else None
+
+    def gang(self, task: Task) -> Gang | None:
+        """Places for the ranks of a gang, all at once."""
+        self.looks += CLOSE_LOOK * len(self._nodes)
+        if self._draft.short_of(task, self._policy.custom_limits):
+            return None
+        return place_gang(task, grounds_of(self._draft, task, self._policy, self._now))
 
     def on(self, node: NodeName, task: Task) -> Found | None:
         """The best place for a task on one node."""

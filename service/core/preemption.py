@@ -64,7 +64,7 @@ def choose(offers: Offers, task: Task, now: Instant, nodes: Iterable[NodeName]) 
     deadlines = [now + victim.grace_seconds for victim in victims]
     for site, need in best.targets:
         if site.after_mb(best.victims) - site.soon_mb + site.free_mb < need:
-            deadlines += _deadlines_of_leavers(offers.draft, site.device.key)
+            deadlines += deadlines_of_leavers(offers.draft, site.device.key)
     devices = sorted((site.device.key, need) for site, need in best.targets)
     return Eviction(best.offer.node, tuple(devices), tuple(victims), Instant(max(deadlines)))
 
@@ -197,7 +197,8 @@ def _clears(site: Site, need: Mib, gone: Sequence[Candidate]) -> bool:
     return site.after_mb(gone) >= need
 
 
-def _deadlines_of_leavers(draft: Draft, device: DeviceKey) -> Iterator[Instant]:
+def deadlines_of_leavers(draft: Draft, device: DeviceKey) -> Iterator[Instant]:
+    """Until when they must be gone who are leaving a device anyway."""
     for holding in draft.book(device).leaving():
         run = draft.holder(holding.lease)
         if run is not None and run.stop_deadline_at is not None:

@@ -4,9 +4,11 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from service.core.draft import Draft
-from service.core.memory import Memory, Refusal, Standing
+from service.core.gang import Gang
+from service.core.gang_eviction import choose_for_gang
+from service.core.memory import GangRefusal, Memory, Refusal, Standing
 from service.core.offers import Offers
-from service.core.ordering import Group, Kin
+from service.core.ordering import Group, GroupKey, Kin
 from service.core.placement import CLOSE_LOOK, Places
 from service.core.policy import Policy
 from service.core.preemption import Eviction, choose, could_make_room
@@ -33,6 +35,8 @@ class Prospects:
     def is_refused(self, group: Group) -> bool:
         """Whether it is known, or a look at what changed tells, that there is neither room for such tasks
         now nor a way to make it. False if somebody must look."""
+        if group.demand.bundles:
+            return self._is_refused_gang(group)
         if self.has_nothing(group):
             return True
         known = self._memory.refusals.get(group.kin, {}).get(group.priority)
@@ -43,11 +47,37 @@ class Prospects:
         if group.demand.counted and self._draft.short_of(self._probe(group), self._policy.custom_limits):
             return True
         refusals = self._memory.refusals.get(group.kin)
-        if not refusals:
+        if not refusals or group.demand.bundles:
             return False
         higher = [r for p, r in refusals.items() if p >= group.priority and r.coming_on is None]
         grown = self._memory.growth.revision
         return any(r.grown == grown for r in higher) or any(self._still_holds(r) for r in higher[:1])
+
+    def _is_refused_gang(self, group: Group) -> bool:
+        changes, growth = self._memory.changes, self._memory.growth
+        known = self._memory.gangs.get(group.key)
+        if known is None or known.grown != growth.revision:
+            return group.demand.counted != () and self.has_nothing(group)
+        if any(changes.at(node) > known.changed for node in known.coming_on):
+            return False
+        self._memory.awaited.update(known.coming_on)
+        return True
+
+    def gang(self, task: Task, key: GroupKey) -> Gang | Eviction | None:
+        """Places for the ranks of a gang, or the best eviction if there are none; None, which is remembered,
+        if there is neither, or if it need only wait."""
+        found = self._places.gang(task)
+        if found is not None:
+            return found
+        self._places.looks += CLOSE_LOOK * len(self._offers.nodes)
+        way = choose_for_gang(self._offers, task, self._now)
+        if isinstance(way, Eviction):
+            return way
+        coming_on = () if way is None else way.nodes
+        changed, grown = self._memory.changes.revision, self._memory.growth.revision
+        self._memory.gangs[key] = GangRefusal(changed, grown, coming_on)
+        self._memory.awaited.update(coming_on)
+        return None
 
     def place(self, task: Task, kin: Kin) -> Placement | None:
         """The best place for a task."""

@@ -56,6 +56,13 @@ def node_of(task: Task, rank: int) -> NodeName:
     return task.node
 
 
+def nodes_of(task: Task) -> set[NodeName]:
+    """Where a task has, or had, its runs."""
+    if task.members:
+        return {member.node for member in task.members}
+    return set() if task.node is None else {task.node}
+
+
 def gpus_of(task: Task) -> int:
     """How many devices its runs have together."""
     if not task.members:

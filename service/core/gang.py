@@ -1,0 +1,263 @@
+"""Where all ranks of a gang can run at the same time, or nothing: a search over nodes and devices."""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import combinations
+
+from service.core.demand import Demand
+from service.core.device import Device, Node
+from service.core.draft import Draft, Headroom
+from service.core.ledger import Book
+from service.core.need import need_mb, unwanted_device, unwanted_node
+from service.core.policy import Policy
+from service.core.ranks import part_of
+from service.core.task import Placement, Task
+from service.core.units import DeviceKey, Instant, Mib, NodeName
+
+MOST_STEPS = 4_000
+"""After so many tries the search gives up: the gang waits, though there may be room for it."""
+
+Gang = tuple[Placement, ...]
+"""One place for each rank, in order of rank."""
+
+Chosen = tuple[tuple[DeviceKey, Mib], ...]
+
+
+@dataclass(slots=True)
+class Ground:
+    """One node as the search sees it: what is left there while ranks are put down and taken away again."""
+
+    node: Node
+    room: Headroom
+    free: dict[DeviceKey, int]
+    """MiB that the gang could have of each usable device."""
+    devices: Mapping[DeviceKey, Device]
+    ranks: list[int] = field(default_factory=list)
+    """Those put down here."""
+
+    @property
+    def room_left(self) -> tuple[float, float]:
+        return sum(self.free.values()), self.room.cpu
+
+    def put(self, rank: int, part: Task, chosen: Chosen) -> None:
+        self.room = self.room.with_room_of(part, -1)
+        for key, mb in chosen:
+            self.free[key] -= mb
+        self.ranks.append(rank)
+
+    def take(self, part: Task, chosen: Chosen) -> None:
+        self.room = self.room.with_room_of(part)
+        for key, mb in chosen:
+            self.free[key] += mb
+        self.ranks.pop()
+
+    def choices(self, part: Task) -> Iterator[Chosen]:
+        """Every choice of devices for a rank, the best first; of equal ones only one.
+
+        `pack` fills devices that are in use, `spread` takes the emptiest; preferred kinds before others.
+        """
+        demand = part.demand
+        if not self.room.fits(part):
+            return
+        if not demand.gpus:
+            yield ()
+            return
+        sign = -1 if demand.placement == "spread" else 1
+        options = sorted(
+            (unwanted_device(demand, device), sign * (free - need), key, need)
+            for key, device in self.devices.items()
+            if (need := need_mb(demand, device)) is not None and need <= (free := self.free[key])
+        )
+        tried = set()
+        for some in combinations(options, demand.gpus):
+            alike = tuple((unwanted, left, need) for unwanted, left, _, need in some)
+            if alike not in tried:
+                tried.add(alike)
+                yield tuple(sorted((key, need) for _, _, key, need in some))
+
+    def signature(self) -> object:
+        """Equal for nodes of which one is as good as the other for what is left to place."""
+        devices = (
+            (device.kind, device.power, device.physical_mb, device.reserve_mb, device.context_mb, free)
+            for key, free in self.free.items()
+            for device in (self.devices[key],)
+        )
+        return self.room._replace(node=None), self.node.labels, bool(self.ranks), tuple(sorted(devices))
+
+
+def grounds_of(draft: Draft, task: Task, policy: Policy, now: Instant) -> list[Ground]:
+    """What each usable node could give a task of this id and priority now."""
+    found = []
+    for name in sorted(draft.usable_nodes()):
+        books = list(draft.usable_books(name, policy, now))
+        found.append(
+            Ground(
+                draft.world.nodes[name],
+                draft.headroom(name, task=task.id, priority=task.priority),
+                {book.device.key: _free_mb(book, task) for book in books},
+                {book.device.key: book.device for book in books},
+            )
+        )
+    return found
+
+
+def _free_mb(book: Book, task: Task) -> int:
+    return min(book.unheld_mb(), book.free_mb(task=task.id, priority=task.priority))
+
+
+def empty_grounds(nodes: Iterable[Node], devices: Iterable[Device]) -> list[Ground]:
+    """What each node could give if nothing ran anywhere, whether it is ready or not."""
+    there: dict[NodeName, list[Device]] = {}
+    for device in devices:
+        there.setdefault(device.node, []).append(device)
+    return [
+        Ground(
+            node,
+            Headroom(node.cpu, node.memory_mb, node.max_runs, node.custom, node),
+            {device.key: device.allocatable_mb for device in there.get(node.name, ())},
+            {device.key: device for device in there.get(node.name, ())},
+        )
+        for node in sorted(nodes, key=lambda node: node.name)
+    ]
+
+
+def place_gang(task: Task, grounds: Sequence[Ground]) -> Gang | None:
+    """A place for every rank, by the gang's strategy; of an elastic one for as many as there is room for,
+    and at least for `min_ranks`. None if there is none, or if none was found in MOST_STEPS tries.
+
+    The same grounds give the same places. Changes nothing of the grounds.
+    """
+    demand = task.demand
+    count = len(demand.bundles)
+    found = place_ranks(task, count, grounds)
+    least = demand.least_ranks
+    if found is not None or least == count:
+        return found
+    found, most = place_ranks(task, least, grounds), count
+    while found is not None and most - len(found) > 1:
+        some = (len(found) + most) // 2
+        more = place_ranks(task, some, grounds)
+        found, most = (found, some) if more is None else (more, most)
+    return found
+
+
+def place_ranks(task: Task, count: int, grounds: Sequence[Ground]) -> Gang | None:
+    """Places for the first `count` ranks."""
+    if task.demand.strategy != "strict_pack":
+        return _Search(task, count, [_copy(ground) for ground in grounds]).places()
+    for ground in sorted(grounds, key=lambda ground: _tightness(task, ground)):
+        found = _Search(task, count, [_copy(ground)]).places()
+        if found is not None:
+            return found
+    return None
+
+
+def _tightness(task: Task, ground: Ground) -> tuple[int, float, float, NodeName]:
+    """For a gang that lies on one node: preferred labels, then the one that is fullest already."""
+    unwanted = max(unwanted_node(bundle, ground.node) for bundle in task.demand.bundles)
+    return unwanted, *ground.room_left, ground.node.name
+
+
+def _copy(ground: Ground) -> Ground:
+    return Ground(ground.node, ground.room, dict(ground.free), ground.devices)
+
+
+class _Search:
+    """Depth first, the ranks that are hardest to place first, cut where an equal node has failed already."""
+
+    def __init__(self, task: Task, count: int, grounds: list[Ground]) -> None:
+        self._strategy = task.demand.strategy
+        self._grounds = grounds
+        parts = [part_of(task, rank) for rank in range(count)]
+        self._parts = parts
+        self._order = sorted(range(count), key=lambda rank: (*_hardness(parts[rank].demand), rank))
+        self._steps = 0
+        self._places: dict[int, Placement] = {}
+        self._most = self._count_most()
+
+    def places(self) -> Gang | None:
+        if not self._may_fit() or not self._search(0):
+            return None
+        return tuple(self._places[rank] for rank in range(len(self._parts)))
+
+    def _may_fit(self) -> bool:
+        """Whether there is room for the ranks of each sort, if they were alone."""
+        wanted: dict[Demand, int] = {}
+        for part in self._parts:
+            wanted[part.demand] = wanted.get(part.demand, 0) + 1
+        if self._strategy == "strict_spread":
+            enough = {demand: sum(most[demand] > 0 for most in self._most.values()) for demand in wanted}
+        else:
+            enough = {demand: sum(most[demand] for most in self._most.values()) for demand in wanted}
+        return all(enough[demand] >= count for demand, count in wanted.items())
+
+    def _count_most(self) -> dict[NodeName, dict[Demand, int]]:
+        """How many ranks of each sort each node could have if it had no others."""
+        samples = {part.demand: part for part in self._parts}
+        known: dict[object, dict[Demand, int]] = {}
+        counts = {}
+        for ground in self._grounds:
+            signature = ground.signature()
+            if signature not in known:
+                known[signature] = {
+                    demand: _count(ground, part, len(self._parts)) for demand, part in samples.items()
+                }
+            counts[ground.node.name] = known[signature]
+        return counts
+
+    def _search(self, at: int) -> bool:
+        if at == len(self._order):
+            return True
+        rank = self._order[at]
+        part = self._parts[rank]
+        failed = set()
+        for ground in self._in_order(part, len(self._order) - at):
+            signature = ground.signature()
+            if signature in failed:
+                continue
+            failed.add(signature)
+            for chosen in ground.choices(part):
+                self._steps += 1
+                if self._steps > MOST_STEPS:
+                    return False
+                ground.put(rank, part, chosen)
+                self._places[rank] = Placement(ground.node.name, chosen)
+                if self._search(at + 1):
+                    return True
+                ground.take(part, chosen)
+        return False
+
+    def _in_order(self, part: Task, left: int) -> list[Ground]:
+        """The nodes for a rank, the best first: preferred labels, then as the strategy says, then by name."""
+        demand = part.demand
+        by: dict[str, Callable[[Ground], tuple[float, ...]]] = {
+            "pack": lambda ground: self._packed(ground, demand, left),
+            "strict_pack": lambda ground: self._packed(ground, demand, left),
+            "spread": lambda ground: (len(ground.ranks), -self._most[ground.node.name][demand]),
+            "strict_spread": lambda ground: (-self._most[ground.node.name][demand],),
+        }
+        key = by[self._strategy]
+        usable = (g for g in self._grounds if not (self._strategy == "strict_spread" and g.ranks))
+        return sorted(usable, key=lambda g: (unwanted_node(demand, g.node), *key(g), g.node.name))
+
+    def _packed(self, ground: Ground, demand: Demand, left: int) -> tuple[float, ...]:
+        """Nodes that the gang has already; then the fullest that takes all the others; then the largest."""
+        most = self._most[ground.node.name][demand]
+        return (not ground.ranks, -min(most, left), *ground.room_left)
+
+
+def _hardness(demand: Demand) -> tuple[float, ...]:
+    """The smallest is the hardest to place."""
+    size = float("inf") if demand.takes_whole_devices else (demand.gpu_mb or (demand.gpu_fraction or 0) * 1e9)
+    return (-demand.gpus, -size, -demand.cpu, -demand.memory_mb)
+
+
+def _count(ground: Ground, part: Task, most: int) -> int:
+    """How many such ranks the node could have; of several devices each, at least so many."""
+    put: list[Chosen] = []
+    while len(put) < most and (chosen := next(ground.choices(part), None)) is not None:
+        ground.put(len(put), part, chosen)
+        put.append(chosen)
+    for chosen in reversed(put):
+        ground.take(part, chosen)
+    return len(put)

@@ -1,0 +1,116 @@
+"""Whom to stop, on several nodes, so that all ranks of a gang can run."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from service.core.gang import Gang, Ground, place_ranks
+from service.core.offers import Offer, Offers
+from service.core.preemption import Eviction, deadlines_of_leavers
+from service.core.ranks import part_of, parts_of
+from service.core.task import Task
+from service.core.units import DeviceKey, Instant, Mib, NodeName
+from service.core.victims import EXACT_LIMIT, Candidate, filled_back
+
+
+@dataclass(frozen=True, slots=True)
+class Coming:
+    """Room enough is on its way: nobody need be stopped."""
+
+    nodes: tuple[NodeName, ...]
+
+
+def choose_for_gang(offers: Offers, task: Task, now: Instant) -> Eviction | Coming | None:
+    """Runs of strictly lower priority whose memory lets all ranks run that the gang needs at least.
+
+    Nobody is named if it would still not fit. Cheapest first (as for one node), then whoever is not needed
+    is put back, the costliest first: minimal by inclusion. One gang gives way as a whole, everywhere.
+    """
+    if not offers.policy.preemption or not any(bundle.gpus for bundle in task.demand.bundles):
+        return None
+    if offers.draft.short_of(task, offers.policy.custom_limits):
+        return None
+    site = _Site(offers, task)
+    if (coming := site.places(())) is not None:
+        return Coming(tuple(sorted({place.node for place in coming})))
+    found = site.found
+    if not found or (gang := site.places(found)) is None:
+        return None
+    few, many = 0, len(found)
+    while many - few > 1:
+        some = (few + many) // 2
+        fewer = site.places(found[:some])
+        few, many, gang = (some, many, gang) if fewer is None else (few, some, fewer)
+    victims, gang = site.only_needed(found[:many], gang)
+    return site.eviction(victims, gang, now)
+
+
+class _Site:
+    """What all usable nodes together could offer the gang."""
+
+    def __init__(self, offers: Offers, task: Task) -> None:
+        self._task = task
+        self._draft = offers.draft
+        self._offers = [offers.of(node, task.priority) for node in offers.nodes]
+        names = {candidate.task.id: candidate for offer in self._offers for candidate in offer.found}
+        self.found = sorted(
+            names.values(), key=lambda c: (c.lost, c.task.priority, -sum(c.frees.values()), c.task.id)
+        )
+        """Who may be stopped, cheapest first."""
+
+    def places(self, gone: Sequence[Candidate]) -> Gang | None:
+        """Where the gang could run once these, and everybody who is leaving, have left."""
+        grounds = [self._ground(offer, gone) for offer in self._offers]
+        return place_ranks(self._task, self._task.demand.least_ranks, grounds)
+
+    def _ground(self, offer: Offer, gone: Sequence[Candidate]) -> Ground:
+        room = offer.room
+        for candidate in gone:
+            for node, part in parts_of(candidate.task):
+                room = room.with_room_of(part) if node == offer.node else room
+        return Ground(
+            self._draft.world.nodes[offer.node],
+            room,
+            {site.device.key: site.after_mb(gone) for site in offer.sites},
+            {site.device.key: site.device for site in offer.sites},
+        )
+
+    def only_needed(self, gone: Sequence[Candidate], gang: Gang) -> tuple[list[Candidate], Gang]:
+        """Those without whom the gang has no place: first none that these places do not need, then, where
+        that is little work, none without whom there are others."""
+        nodes = {place.node for place in gang}
+        there = [c for c in gone if any(node in nodes for node, _ in parts_of(c.task))]
+        victims = filled_back(there, lambda some: self._has_room(gang, some))
+        if len(victims) > EXACT_LIMIT:
+            return victims, gang
+        for victim in sorted(victims, key=lambda c: (c.lost, c.task.id), reverse=True):
+            rest = [other for other in victims if other is not victim]
+            if (other_places := self.places(rest)) is not None:
+                victims, gang = rest, other_places
+        return victims, gang
+
+    def _has_room(self, gang: Gang, gone: Sequence[Candidate]) -> bool:
+        """Whether these very places are free once such candidates have left."""
+        nodes = {place.node for place in gang}
+        grounds = {offer.node: self._ground(offer, gone) for offer in self._offers if offer.node in nodes}
+        for rank, place in enumerate(gang):
+            ground, part = grounds[place.node], part_of(self._task, rank)
+            if not ground.room.fits(part) or any(ground.free[key] < mb for key, mb in place.devices):
+                return False
+            ground.put(rank, part, place.devices)
+        return True
+
+    def eviction(self, victims: Sequence[Candidate], gang: Gang, now: Instant) -> Eviction:
+        needs: dict[DeviceKey, Mib] = {}
+        ranks: dict[DeviceKey, tuple[int, ...]] = {}
+        for rank, place in enumerate(gang):
+            for key, mb in place.devices:
+                needs[key] = Mib(needs.get(key, 0) + mb)
+                ranks[key] = (*ranks.get(key, ()), rank)
+        runs = sorted((victim.task for victim in victims), key=lambda run: run.id)
+        deadlines = [now + run.grace_seconds for run in runs]
+        for site in (site for offer in self._offers for site in offer.sites if site.device.key in needs):
+            if site.after_mb(victims) - site.soon_mb + site.free_mb < needs[site.device.key]:
+                deadlines += deadlines_of_leavers(self._draft, site.device.key)
+        return Eviction(
+            gang[0].node, tuple(sorted(needs.items())), tuple(runs), Instant(max(deadlines)), ranks
+        )

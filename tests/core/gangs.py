@@ -1,0 +1,82 @@
+"""Gangs in one line, and an agent that says what each rank does."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from service.core.cycle import plan_cycle
+from service.core.demand import Demand
+from service.core.orders import Ended, Ending, Failure, Gone, GoOrder, NodeLost, Order, Ready, Started
+from service.core.plan import Decision
+from service.core.policy import Policy
+from service.core.runs import react
+from service.core.task import Task
+from service.core.units import Instant, NodeName, TaskId
+from service.core.world import World
+from tests.builders import NOW, a_demand, a_task, commit
+
+POLICY = Policy()
+
+
+def bundles(count: int, **fields: Any) -> tuple[Demand, ...]:
+    """So many ranks alike."""
+    return (a_demand(**fields),) * count
+
+
+def a_gang(id: str = "gang", *parts: Demand, **fields: Any) -> Task:
+    """A pending gang; takes the fields of Task, and `strategy` and `min_ranks`."""
+    return a_task(id, bundles=parts, **fields)
+
+
+def admit_all(world: World, policy: Policy = POLICY, now: float = NOW) -> list[Decision]:
+    decisions = list(plan_cycle(world, policy, Instant(now)).decisions)
+    commit(world, decisions)
+    return decisions
+
+
+def where(world: World, id: str = "gang") -> list[str]:
+    """The node of each rank; empty if it is not placed."""
+    return [member.node for member in world.tasks[TaskId(id)].members]
+
+
+class Agents:
+    """What the agents of all nodes tell the leader of one gang."""
+
+    def __init__(self, world: World, id: str = "gang", policy: Policy = POLICY) -> None:
+        self.world = world
+        self.id = TaskId(id)
+        self.policy = policy
+        self.fence = world.tasks[self.id].fence
+        self.now = Instant(NOW)
+
+    @property
+    def task(self) -> Task:
+        return self.world.tasks[self.id]
+
+    def tell(self, *reports: Any) -> Sequence[Order]:
+        """What the leader orders because of that."""
+        decisions = react(self.world, reports, self.now, self.policy)
+        commit(self.world, decisions)
+        return [order for decision in decisions for order in decision.orders]
+
+    def started(self, rank: int) -> Started:
+        return Started(self.id, self.fence, self.now, pid=1, rank=rank)
+
+    def ready(self, rank: int) -> Ready:
+        return Ready(self.id, self.fence, self.now, f"10.0.0.{rank}:4000", rank)
+
+    def ended(self, rank: int, ending: Ending = Ending.SUCCEEDED) -> Ended:
+        result = b"%d" % rank if ending is Ending.SUCCEEDED else None
+        failure = Failure("exception", "boom") if ending is Ending.FAILED else None
+        return Ended(self.id, self.fence, self.now, ending, result, failure=failure, rank=rank)
+
+    def gone(self, rank: int, proof: str = "process_absent") -> Gone:
+        return Gone(self.id, self.fence, self.now, proof, rank=rank)
+
+    def node_lost(self, node: str) -> NodeLost:
+        return NodeLost(NodeName(node), f"{node}-1", self.now, "dead")
+
+    def run(self) -> None:
+        """All ranks get ready and begin."""
+        ranks = [member.rank for member in self.task.members]
+        orders = self.tell(*map(self.started, ranks), *map(self.ready, ranks))
+        assert sum(isinstance(order, GoOrder) for order in orders) == len(ranks)
