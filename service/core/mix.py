@@ -34,7 +34,9 @@ class Mix:
         self._inventory_version = -1
 
     def add(self, demand: Demand) -> None:
-        """Count a submission. Those without devices teach nothing about devices."""
+        """Count a submission. Those without devices teach nothing about devices; of a gang each rank does."""
+        for rank in demand.bundles:
+            self.add(rank)
         if not demand.gpus:
             return
         plain = _plain(demand)

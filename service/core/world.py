@@ -23,9 +23,9 @@ from service.core.lease import HOLDERS_OF_TASKS, Lease, LeaseState, Pledge, mark
 from service.core.ledger import Book
 from service.core.mix import Mix
 from service.core.ordering import PendingQueue
-from service.core.orders import RunId
 from service.core.plan import Request
 from service.core.ranks import parts_of
+from service.core.releasing import Releasing
 from service.core.task import Task, TaskState, notice_of
 from service.core.timetable import Timetable
 from service.core.units import DeviceKey, Instant, NodeName, Position, Seconds, TaskId
@@ -59,8 +59,7 @@ class World:
         self.by_node: dict[NodeName, list[DeviceKey]] = {}
         self.leases: dict[Claim, dict[str, Lease]] = {}
         """The leases of each claim that are not released, by key."""
-        self.releasing: dict[RunId, Instant] = {}
-        """Runs that are over and not confirmed gone, and since when; rows tell only that it is so."""
+        self.releasing = Releasing()
         self.pledges: dict[TaskId, dict[DeviceKey, Pledge]] = {}
         self.requests: dict[str, Request] = {}
         self.use: dict[NodeName, NodeUse] = {}
@@ -119,7 +118,7 @@ class World:
     def add_lease(self, lease: Lease) -> None:
         self._enter(lease)
         self.leases.setdefault((lease.holder, lease.fence), {})[lease.key] = lease
-        self._note_release(lease, self.as_of)
+        self.releasing.note(lease, self.as_of)
         self.accounts.change(lease.tenant, lease.mb, self.as_of)
 
     def add_pledge(self, pledge: Pledge) -> None:
@@ -221,7 +220,7 @@ class World:
         else:
             after = move_lease(before, LeaseState(event.fields["state"]))
         self._enter(after)
-        self._note_release(after, event.at)
+        self.releasing.note(after, event.at)
         if after.state is not LeaseState.RELEASED:
             run[event.key] = after
             return
@@ -255,14 +254,6 @@ class World:
         book.put(lease, freeing_for, stopping=stopping)
         self.marks.mark(book.device.node, grows=lease.version > 1)
         self._drop_if_gone(book)
-
-    def _note_release(self, lease: Lease, at: Instant) -> None:
-        """All leases of a run are given back together."""
-        run = (TaskId(lease.holder), lease.fence, lease.rank)
-        if lease.state is LeaseState.RELEASING:
-            self.releasing.setdefault(run, at)
-        else:
-            self.releasing.pop(run, None)
 
     def _count_in(self, task: Task) -> None:
         if task.state is TaskState.PENDING:

@@ -5,14 +5,27 @@ from typing import Any
 
 from service.core.cycle import plan_cycle
 from service.core.demand import Demand
-from service.core.orders import Ended, Ending, Failure, Gone, GoOrder, NodeLost, Order, Ready, Started
+from service.core.lease import LeaseState
+from service.core.member import MemberState
+from service.core.orders import (
+    Ended,
+    Ending,
+    Failure,
+    Gone,
+    GoOrder,
+    NodeLost,
+    Order,
+    Ready,
+    Started,
+    StopOrder,
+)
 from service.core.plan import Decision
 from service.core.policy import Policy
 from service.core.runs import react
 from service.core.task import Task
 from service.core.units import Instant, NodeName, TaskId
 from service.core.world import World
-from tests.builders import NOW, a_demand, a_task, commit
+from tests.builders import GIB, NOW, a_demand, a_device, a_task, a_world, commit
 
 POLICY = Policy()
 
@@ -80,3 +93,44 @@ class Agents:
         ranks = [member.rank for member in self.task.members]
         orders = self.tell(*map(self.started, ranks), *map(self.ready, ranks))
         assert sum(isinstance(order, GoOrder) for order in orders) == len(ranks)
+
+
+def a_cluster(*parts: Any) -> World:
+    """Two nodes of two devices."""
+    devices = [a_device(f"gpu{index}", node) for node in ("n1", "n2") for index in (0, 1)]
+    return a_world(*devices, *parts)
+
+
+def admitted(**fields: Any) -> Agents:
+    """Ranks 0 and 1 on n1, rank 2 on n2."""
+    world = a_cluster(a_gang("gang", *bundles(3, gpu_mb=50 * GIB, cpu=2.0), **fields))
+    admit_all(world)
+    assert where(world) == ["n1", "n1", "n2"]
+    return Agents(world)
+
+
+def running(**fields: Any) -> Agents:
+    gang = admitted(**fields)
+    gang.run()
+    return gang
+
+
+def states(task: Task) -> list[MemberState]:
+    return [member.state for member in task.members]
+
+
+def leases(gang: Agents) -> dict[int, LeaseState]:
+    """Rank -> state of its lease, without those that are released."""
+    found = gang.world.leases.get((gang.id, gang.fence), {}).values()
+    return {lease.rank: lease.state for lease in found}
+
+
+def stopped(orders: Any) -> list[int]:
+    return sorted(order.rank for order in orders if isinstance(order, StopOrder))
+
+
+def outcome_of(gang: Agents, *reports: Any) -> Any:
+    """The newest outcome in what the reports decide."""
+    decisions = react(gang.world, reports, gang.now, gang.policy)
+    commit(gang.world, decisions)
+    return [decision.outcome for decision in decisions][-1]
