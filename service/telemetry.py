@@ -19,6 +19,7 @@ from prometheus_client.registry import Collector
 from service.core.lease import LeaseState
 from service.core.ledger import Book
 from service.core.policy import band_of
+from service.core.scatter import Fragmentation, Scattered
 from service.core.task import TERMINAL, TaskState
 from service.core.units import Term
 from service.core.world import World
@@ -37,6 +38,11 @@ LOG_FIELDS: Mapping[str, str] = {
     "why": "stable token of a decision's reason",
     "node": "name of the node",
     "processes": "how many processes",
+    "waiting": "how many tasks wait for the same",
+    "gpus": "how many GPUs are asked for",
+    "need_mb": "what is needed on each GPU, in MiB",
+    "free_mb": "what is free on all GPUs that could be used, in MiB",
+    "largest_mb": "the largest piece of that",
     "runner": "name of a process that runs tasks, as Ray knows it",
     "job": "what a node agent is at",
     "fault": "what went wrong, as text",
@@ -63,6 +69,11 @@ GAUGES: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "gpubroker_gpu_memory_overused_bytes": ("Memory that runs use beyond their leases.", _GPU),
     "gpubroker_gpu_memory_foreign_bytes": ("Memory in use that no lease explains.", _GPU),
     "gpubroker_gpu_memory_free_bytes": ("Memory that a task without a pledge could take now.", _GPU),
+    "gpubroker_gpu_memory_stranded_bytes": ("Free memory that the usual demands cannot use.", _GPU),
+    "gpubroker_gpu_memory_scattered": (
+        "Tasks that wait though what they ask for, more often than anything else, is free in pieces.",
+        (),
+    ),
     "gpubroker_gpu_utilization_ratio": ("Share of time the device computed, as last measured.", _GPU),
     "gpubroker_event_log_position": ("Position of the last event this process has applied.", ()),
     "gpubroker_world_age_seconds": ("Seconds since the picture was last known to be current.", ()),
@@ -84,6 +95,7 @@ class Sources:
     world: World
     age_seconds: Callable[[], float]
     term: Callable[[], Term | None]
+    fragmentation: Callable[[], tuple[Fragmentation, Scattered | None]]
 
 
 class Telemetry:
@@ -139,6 +151,7 @@ class WorldCollector(Collector):
         nodes = sources.world.nodes.values()
         yield _gauge("gpubroker_node_ready", [((node.name,), node.ready) for node in nodes])
         yield from _device_metrics(sources.world)
+        yield from _fragmentation_metrics(sources.world, *sources.fragmentation())
         yield _gauge("gpubroker_event_log_position", [((), sources.world.position)])
         yield _gauge("gpubroker_world_age_seconds", [((), sources.age_seconds())])
         term = sources.term()
@@ -199,6 +212,17 @@ def _device_metrics(world: World) -> Iterator[Metric]:
     yield per_device("gpubroker_gpu_memory_foreign_bytes", lambda b: (b.foreign_mb + b.unexplained_mb) * _MIB)
     yield per_device("gpubroker_gpu_memory_free_bytes", lambda b: max(0, b.free_mb()) * _MIB)
     yield per_device("gpubroker_gpu_utilization_ratio", _utilization)
+
+
+def _fragmentation_metrics(
+    world: World, found: Fragmentation, scattered: Scattered | None
+) -> Iterator[Metric]:
+    devices = [(world.books[key].device, of) for key, of in sorted(found.devices.items())]
+    yield _gauge(
+        "gpubroker_gpu_memory_stranded_bytes",
+        [((str(d.index), d.uuid, d.node), of.stranded_mb * _MIB) for d, of in devices],
+    )
+    yield _gauge("gpubroker_gpu_memory_scattered", [((), scattered.waiting if scattered else 0)])
 
 
 def _quarantined_mb(book: Book) -> int:

@@ -66,6 +66,8 @@ class Gpu:
     """Used beyond what holders and foreign processes explain."""
     pledged_mb: int = 0
     free_mb: int = 0
+    stranded_mb: int = 0
+    """Of what is free, what the usual demands cannot use, each counted by its share."""
     utilization: float | None = None
     """0 to 1."""
     sampled_at: datetime | None = None
@@ -102,10 +104,46 @@ class Node:
 
 
 @dataclass(frozen=True, slots=True)
+class Scattered:
+    """What most of the waiting tasks ask for is free in sum, and nowhere in one piece."""
+
+    gpus: int
+    gpu_mb: int = 0
+    waiting: int = 0
+    free_mb: int = 0
+    largest_mb: int = 0
+    raw: Raw = field(default_factory=dict, repr=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Fragmentation:
+    """Of the GPUs that take tasks now: what is free, and what of it the usual demands cannot use."""
+
+    free_mb: int = 0
+    stranded_mb: int = 0
+    share: float | None = None
+    """0 to 1; None if nothing is free."""
+    kinds: tuple[Mapping[str, Any], ...] = ()
+    scattered: Scattered | None = None
+    raw: Raw = field(default_factory=dict, repr=False)
+
+    @classmethod
+    def of(cls, raw: Raw) -> "Fragmentation":
+        scattered = raw.get("scattered")
+        return filled(
+            cls,
+            raw,
+            kinds=tuple(raw.get("kinds") or ()),
+            scattered=filled(Scattered, scattered) if scattered else None,
+        )
+
+
+@dataclass(frozen=True, slots=True)
 class Stats:
     """Counts over the whole cluster: `tasks` by state."""
 
     gpu: Mapping[str, Any] = field(default_factory=dict)
+    fragmentation: Fragmentation | None = None
     tasks: Mapping[str, int] = field(default_factory=dict)
     executor: Mapping[str, Any] = field(default_factory=dict)
     leader: Mapping[str, Any] = field(default_factory=dict)
@@ -116,4 +154,5 @@ class Stats:
 
     @classmethod
     def of(cls, raw: Raw) -> "Stats":
-        return filled(cls, raw)
+        told = raw.get("fragmentation")
+        return filled(cls, raw, fragmentation=Fragmentation.of(told) if told else None)

@@ -10,6 +10,7 @@ import structlog
 
 from service.broker.dispatch import Dispatcher
 from service.broker.observe import Observer, next_batch, plainer
+from service.broker.scatter import ScatterWatch
 from service.core.awaited import End
 from service.core.cycle import plan_cycle
 from service.core.dependencies import settle
@@ -92,6 +93,7 @@ class Leader:
         self._clock = clock
         self._heard: deque[Report] = deque()
         self._heard_bytes = 0
+        self._scatter = ScatterWatch(world, policy)
         self._memory = Memory()
         """What the planner found out about the World so far."""
         self._undispatched: list[Decision] = []
@@ -178,6 +180,7 @@ class Leader:
         await self._carry_out(self._observer.on_time(self._clock.now()))
         await self._settle_dependencies()
         await self._plan()
+        self._scatter.look(self._clock.now())
         self._count_refusals()
 
     async def _settle_reports(self) -> None:

@@ -28,9 +28,10 @@ class Mix:
         self._counts: dict[Demand, int] = {}
         self._total = 0
         self._fresh = 0
-        self._worth: Worth | None = None
-        self._known: tuple[str, Mapping[Demand, int], Alike] = ("", {}, {})
-        """Of what `_worth` was made."""
+        self._worths: dict[str, Worth | None] = {}
+        """By policy; of this edition and these devices."""
+        self._told: Mapping[Demand, int] = self.edition
+        self._alike: Alike = {}
         self._inventory_version = -1
 
     def add(self, demand: Demand) -> None:
@@ -57,14 +58,19 @@ class Mix:
         """
         if policy not in ("stranded", "fgd"):
             return None
-        known_policy, edition, alike = self._known
         if version != self._inventory_version:
-            alike, self._inventory_version = sorts_of(book.device for book in books.values()), version
-        if policy != known_policy or edition is not self.edition or alike != self._known[2]:
-            self._known = policy, self.edition, alike
-            found = Worth(self.edition, alike, policy)
-            self._worth = found if found.usual else None
-        return self._worth
+            self._inventory_version = version
+            alike = sorts_of(book.device for book in books.values())
+            if alike != self._alike:
+                self._alike = alike
+                self._worths.clear()
+        if self._told is not self.edition:
+            self._told = self.edition
+            self._worths.clear()
+        if policy not in self._worths:
+            found = Worth(self.edition, self._alike, policy)
+            self._worths[policy] = found if found.usual else None
+        return self._worths[policy]
 
 
 def _plain(demand: Demand) -> Demand:

@@ -10,10 +10,13 @@ from service.core.device import Device
 from service.core.fragmentation import Fleet, Room, Shape, after, fgd, tasks_lost, usual
 from service.core.ledger import Book
 from service.core.need import need_mb, unwanted_device
-from service.core.units import DeviceKey
+from service.core.units import DeviceKey, Mib
 
 MOST_USUAL = 64
 """So many shapes are taken for usual at most: each of them is asked about each state of a node."""
+
+MOST_STATES = 10_000
+"""Answers of nodes in so many states are kept, some megabytes, before all are forgotten."""
 
 Alike = Mapping[str, tuple[int, Device]]
 """Name of a sort -> (how many devices, one of them)."""
@@ -72,6 +75,7 @@ class Worth:
         """`policy`: `stranded` (the service's measure) or `fgd` (the paper's)."""
         self._alike = alike
         self._shapes: dict[Demand, Shape] = {}
+        self._stranded: dict[Room, tuple[Mib, ...]] = {}
         self.usual = self._usual(edition)
         fleet: Fleet = {name: (count, device.allocatable_mb) for name, (count, device) in alike.items()}
         self._measure = fgd(self.usual, _mean(fleet)) if policy == "fgd" else tasks_lost(self.usual, fleet)
@@ -88,6 +92,29 @@ class Worth:
         if len(node) == 1:
             return self._on_alike(demand, node[0])
         return self._on_mixed(demand, node)
+
+    def stranded(self, room: Room) -> tuple[Mib, ...]:
+        """What of each device the usual demands could not use: of each demand that could use none of it,
+        the demand's share."""
+        known = self._stranded.get(room)
+        if known is None:
+            if len(self._stranded) >= MOST_STATES:
+                self._stranded.clear()
+            known = self._stranded[room] = tuple(self._useless(room))
+        return known
+
+    def _useless(self, room: Room) -> Iterator[Mib]:
+        usable = [0.0] * len(room.left)
+        for shape, share in self.usual.items():
+            amount = dict(shape.amounts).get(room.kind)
+            if amount is None or shape.cpu > room.cpu:
+                continue
+            fitting = [place for place, left in enumerate(room.left) if left >= amount]
+            if len(fitting) >= shape.devices:
+                for place in fitting:
+                    usable[place] += share
+        for left, share in zip(room.left, usable, strict=True):
+            yield Mib(round(left * max(0.0, 1.0 - share)))
 
     @property
     def worked_out(self) -> int:

@@ -5,6 +5,7 @@ from typing import Any
 from fastapi import FastAPI
 from fastapi.telemetry import TelemetryConfig
 
+from service.core.scatter import Fragmentation, Scattered, fragmentation, scattered
 from service.gateway.document import complete
 from service.gateway.door import Door
 from service.gateway.parts import GatewayParts
@@ -47,7 +48,12 @@ _NO_TRACES: TelemetryConfig = {"tracing": False, "metrics": False, "logs": False
 def create_app(parts: GatewayParts) -> FastAPI:
     """The application. It starts nothing: the composition root feeds `parts.world` and `parts.waiters`."""
     app = _routed()
-    telemetry = Telemetry(Sources(parts.world, parts.age_seconds, parts.term))
+
+    def pieces() -> tuple[Fragmentation, Scattered | None]:
+        asked = parts.world, parts.policy, parts.clock.now()
+        return fragmentation(*asked), scattered(*asked)
+
+    telemetry = Telemetry(Sources(parts.world, parts.age_seconds, parts.term, pieces))
     app.state.telemetry = telemetry
     # The door is the whole stack. FastAPI's own layers serve dependencies and uploads, which no route has,
     # and turn exceptions into answers, which the door does.

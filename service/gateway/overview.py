@@ -5,6 +5,7 @@ from collections import Counter
 from service.core.device import Node
 from service.core.ledger import Book, Holding
 from service.core.policy import band_of
+from service.core.scatter import Sum, fragmentation
 from service.core.task import TaskState
 from service.core.units import TaskId
 from service.core.use import NodeUse
@@ -38,10 +39,15 @@ def as_of(parts: GatewayParts) -> AsOf:
 
 
 def gpu_views(parts: GatewayParts, viewer: Identity) -> list[GpuView]:
-    return [_gpu_view(parts, parts.world.books[key], viewer) for key in sorted(parts.world.books)]
+    found = fragmentation(parts.world, parts.policy, parts.clock.now()).devices
+    nothing = Sum()
+    return [
+        _gpu_view(parts, parts.world.books[key], found.get(key, nothing).stranded_mb, viewer)
+        for key in sorted(parts.world.books)
+    ]
 
 
-def _gpu_view(parts: GatewayParts, book: Book, viewer: Identity) -> GpuView:
+def _gpu_view(parts: GatewayParts, book: Book, stranded_mb: int, viewer: Identity) -> GpuView:
     device = book.device
     holdings = [book.holdings[key] for key in sorted(book.holdings)]
     return {
@@ -62,6 +68,7 @@ def _gpu_view(parts: GatewayParts, book: Book, viewer: Identity) -> GpuView:
         "unaccounted_mb": book.unexplained_mb,
         "pledged_mb": sum(pledge.mb for pledge in book.pledges.values()),
         "free_mb": max(0, book.free_mb()),
+        "stranded_mb": stranded_mb,
         "utilization": None if book.sample is None else book.sample.utilization,
         "sampled_at": rfc3339_or_none(book.sampled_at),
         "stale": book.is_stale(parts.clock.now(), parts.policy.sample_period_seconds),

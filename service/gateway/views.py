@@ -6,6 +6,7 @@ from pydantic import Field
 from typing_extensions import TypedDict
 
 from service.gateway.estimates import EtaView, SizingView
+from service.gateway.fragmentation import FragmentationView
 
 Time = Annotated[str, Field(json_schema_extra={"format": "date-time"}, examples=["2026-11-21T10:02:11.412Z"])]
 """RFC 3339 in UTC, with Z."""
@@ -275,6 +276,7 @@ class GpuView(TypedDict):
     ]
     pledged_mb: int
     free_mb: Annotated[int, Field(description="What a task without a pledge could take now.")]
+    stranded_mb: Annotated[int, Field(description="Of that, what the usual demands cannot use.")]
     utilization: Annotated[float | None, Field(description="0 to 1, as last measured.")]
     sampled_at: Time | None
     stale: Annotated[bool, Field(description="Not measured lately: takes nothing new.")]
@@ -350,6 +352,7 @@ class LeaderView(TypedDict):
 
 class Stats(AsOf):
     gpu: GpuTotals
+    fragmentation: FragmentationView
     tasks: TaskCounts
     executor: ExecutorView
     leader: LeaderView

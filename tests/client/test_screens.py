@@ -21,6 +21,21 @@ STATS = {
     "age_seconds": 0.2,
     "position": 9,
 }
+IN_PIECES = {
+    "free_mb": 40960,
+    "stranded_mb": 10240,
+    "share": 0.25,
+    "kinds": [
+        {"kind": "A100", "free_mb": 20480, "stranded_mb": 10240, "share": 0.5},
+        {"kind": "H100", "free_mb": 20480, "stranded_mb": 0, "share": 0.0},
+        {"kind": "L40", "free_mb": 0, "stranded_mb": 0, "share": None},
+    ],
+    "scattered": {"gpus": 2, "gpu_mb": 30720, "waiting": 5, "free_mb": 40960, "largest_mb": 20480},
+}
+IN_PIECES_SAYS = [
+    "25% of what is free, 10.0 GiB (A100 50% · H100 0%)",
+    "! 5 wait for 2 × 30.0 GiB; 40.0 GiB are free, at most 20.0 GiB in one piece",
+]
 EXPLAINED = {
     "id": FULL_ID,
     "state": "pending",
@@ -64,6 +79,12 @@ EXPLAINED_SAYS = [
     [
         ("gpus", {"items": [{**GPU, "free_mb": 24576}]}, ["n1  1 GPU ", "24.0 GiB free of 24.0", "░ free"]),
         ("nodes", {"items": [NODE]}, ["n1", "ready", "1.5/4", "0.0/8.0 GiB"]),
+        (
+            "gpus",
+            {"items": [{**GPU, "free_mb": 20480, "stranded_mb": 5120}]},
+            ["20.0 GiB free of 24.0, 5.0 GiB stranded"],
+        ),
+        ("stats", {**STATS, "fragmentation": IN_PIECES}, IN_PIECES_SAYS),
         ("stats", STATS, ["leased 1.0 GiB · total 2.0 GiB", "pending 7", "0.2 s ago, event 9"]),
         (
             f"explain {FULL_ID}",

@@ -3,7 +3,8 @@
 import re
 
 from service.core.overuse import overuse
-from tests.builders import GIB, a_sample
+from service.core.plan import Decision
+from tests.builders import GIB, a_device, a_sample
 from tests.gateway.harness import Client, Gateway, problem
 
 
@@ -191,3 +192,39 @@ async def test_a_run_that_uses_more_than_it_leased_is_shown(gateway: Gateway, ap
     over = re.search(r"^gpubroker_gpu_memory_overused_bytes{.*} (.*)$", metrics, re.MULTILINE)
     assert over is not None
     assert float(over[1]) == 2 * 2**30
+
+
+async def test_what_is_free_in_pieces_of_no_use_is_told(gateway: Gateway, api: Client) -> None:
+    await gateway.admit(await api.submit(resources={"gpu_mb": 50 * GIB}))
+    assert (await api.get("/stats")).json()["fragmentation"]["share"] == 1.0, "50 GiB are usual, 30 are left"
+    await api.submit(resources={"gpu_mb": 30 * GIB})
+    told = (await api.get("/stats")).json()["fragmentation"]
+    half = {"free_mb": 30 * GIB, "stranded_mb": 15 * GIB, "share": 0.5}
+    assert told == {**half, "kinds": [{"kind": "H100", **half}], "scattered": None}
+    [gpu] = (await api.get("/gpus")).json()["items"]
+    assert (gpu["free_mb"], gpu["stranded_mb"]) == (30 * GIB, 15 * GIB)
+    metrics = (await api.get("/metrics")).text
+    stranded = re.search(r"^gpubroker_gpu_memory_stranded_bytes{.*} (.*)$", metrics, re.MULTILINE)
+    assert stranded is not None
+    assert float(stranded[1]) == 15 * 2**30
+    assert "gpubroker_gpu_memory_scattered 0.0" in metrics
+
+
+async def test_memory_that_is_free_in_sum_and_not_in_one_piece_raises_an_alert(
+    gateway: Gateway, api: Client
+) -> None:
+    await gateway.commit(Decision("n1", "node_seen", devices=(a_device("gpu1"),)))
+    gateway.world.measure([a_sample("gpu1")])
+    for _ in range(2):
+        await gateway.admit(await api.submit(resources={"gpu_mb": 50 * GIB}))
+    for _ in range(2):
+        await api.submit(resources={"gpu_mb": 40 * GIB})
+    told = (await api.get("/stats")).json()["fragmentation"]["scattered"]
+    assert told == {
+        "gpus": 1,
+        "gpu_mb": 40 * GIB,
+        "waiting": 2,
+        "free_mb": 60 * GIB,
+        "largest_mb": 30 * GIB,
+    }
+    assert "gpubroker_gpu_memory_scattered 2.0" in (await api.get("/metrics")).text

@@ -15,7 +15,7 @@ from gpubroker.cli.bars import LEGEND, bar
 from gpubroker.cli.draw_learned import expected_end
 from gpubroker.cli.layout import Column, Rows, ago, gib, moment, short_id, size, with_short_ids
 from gpubroker.cli.retell import retold
-from gpubroker.fleet import Gpu, Holder, Node, Stats
+from gpubroker.fleet import Fragmentation, Gpu, Holder, Node, Stats
 from gpubroker.models import Event, Explanation, Task, TaskState, Token
 
 NO_HISTORY: Mapping[str, str] = MappingProxyType({})
@@ -230,7 +230,7 @@ def _gpu_facts(gpu: Gpu) -> str:
     )
     foreign = gpu.foreign_mb + gpu.unaccounted_mb
     said = (
-        f"{size(gpu.free_mb)} free of {gib(gpu.physical_mb)}",
+        f"{size(gpu.free_mb)} free of {gib(gpu.physical_mb)}{_stranded(gpu)}",
         holders,
         pledges,
         f"! {size(foreign)} used but not leased" if foreign else "",
@@ -238,6 +238,10 @@ def _gpu_facts(gpu: Gpu) -> str:
         "no recent measurement" if gpu.stale else "",
     )
     return "   ".join(fact for fact in said if fact)
+
+
+def _stranded(gpu: Gpu) -> str:
+    return f", {size(gpu.stranded_mb)} stranded" if gpu.stranded_mb else ""
 
 
 def _overuse(holder: Holder) -> str:
@@ -284,12 +288,26 @@ def stats(shown: Stats) -> RenderableType:
     )
     rows = [
         ("gpu memory", " · ".join(sizes)),
+        *_pieces(shown.fragmentation),
         ("tasks", " · ".join(f"{state} {count}" for state, count in shown.tasks.items())),
         ("executor", executor(shown)),
     ]
     if shown.age_seconds is not None:
         rows.append(("as of", f"{shown.age_seconds:.1f} s ago, event {shown.position}"))
     return facts(rows)
+
+
+def _pieces(found: Fragmentation | None) -> Iterable[tuple[str, str]]:
+    """How much of what is free is in pieces of no use, by kind where there are several."""
+    if found is None or found.share is None:
+        return
+    kinds = [f"{of['kind']} {of['share']:.0%}" for of in found.kinds if of.get("share") is not None]
+    more = f" ({' · '.join(kinds)})" if len(kinds) > 1 else ""
+    yield "stranded", f"{found.share:.0%} of what is free, {gib(found.stranded_mb)} GiB{more}"
+    if one := found.scattered:
+        sizes = f"{size(one.gpu_mb)}" if one.gpus == 1 else f"{one.gpus} × {size(one.gpu_mb)}"
+        free = f"{gib(one.free_mb)} GiB are free, at most {size(one.largest_mb)} in one piece"
+        yield "in pieces", f"! {one.waiting} wait for {sizes}; {free}"
 
 
 def executor(shown: Stats) -> str:

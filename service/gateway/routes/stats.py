@@ -2,7 +2,9 @@
 
 from fastapi import APIRouter, Response
 
+from service.core.scatter import fragmentation, scattered
 from service.gateway.direct import Call, DirectRoute, answer, needs, problems
+from service.gateway.fragmentation import fragmentation_view
 from service.gateway.identity import Scope
 from service.gateway.overview import as_of, gpu_totals, task_counts
 from service.gateway.views import Stats
@@ -18,12 +20,15 @@ router = APIRouter(route_class=DirectRoute, tags=["cluster"])
     responses=problems("unauthenticated", "forbidden", "follower-stale"),
 )
 async def get_stats(call: Call) -> Response:
-    """Read the totals: GPU memory, tasks by state, and how the executor and the leader are."""
+    """Read the totals: GPU memory and its pieces, tasks by state, and how executor and leader are."""
     parts = call.parts
-    executor = parts.executor_status()
+    executor, now = parts.executor_status(), parts.clock.now()
     view: Stats = {
         **as_of(parts),
         "gpu": gpu_totals(parts.world),
+        "fragmentation": fragmentation_view(
+            fragmentation(parts.world, parts.policy, now), scattered(parts.world, parts.policy, now)
+        ),
         "tasks": task_counts(parts.world),
         "executor": {
             "state": str(executor.get("state", "unknown")),
