@@ -318,7 +318,7 @@ class Naive(NaiveTenants):
 
     def waits(self, task: Task | None) -> bool:
         due = task is not None and (task.not_before is None or task.not_before <= self.now)
-        return due and task.state is TaskState.PENDING and not task.held
+        return due and task.state is TaskState.PENDING and not (task.held or task.awaits)
 
     def plan(self) -> list[Step]:
         steps: list[Step] = []

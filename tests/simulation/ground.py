@@ -1,0 +1,415 @@
+"""What is true on the nodes, and the leader's core beside it: every step of both in one's own hands.
+
+No clock, no store and no loop: whoever tells the story decides what happens next, and when the leader has
+its turn. Decisions are checked as they are made, rows and processes after every step.
+"""
+
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from service.broker.observe import next_batch
+from service.core.admission import check, check_priority
+from service.core.awaited import End
+from service.core.cycle import plan_cycle
+from service.core.deadlines import Watch, due, keep_watch
+from service.core.dependencies import settle
+from service.core.device import DeviceSample, Node
+from service.core.lease import LeaseState, PledgeEnd
+from service.core.memory import Memory
+from service.core.orders import (
+    Checkpointed,
+    Ended,
+    Ending,
+    Failure,
+    ForgetOrder,
+    Gone,
+    NodeLost,
+    NodeSeen,
+    Order,
+    Report,
+    RunId,
+    SeenDevice,
+    Started,
+    StartOrder,
+    StopOrder,
+)
+from service.core.plan import Decision, Request
+from service.core.policy import Policy
+from service.core.reconcile import InventoryRules, reconcile, take_over
+from service.core.requests import carry_out
+from service.core.runs import react
+from service.core.task import Task, TaskState
+from service.core.units import DeviceKey, Instant, Mib, NodeName, mark_of
+from service.core.world import World
+from tests.builders import check_ledger, commit, submit
+from tests.core.naive import Naive
+from tests.core.test_plan_properties import check_pledges, step_of
+
+SLICE = 7
+"""Looks per slice of a plan: few, so that most cycles take several."""
+
+
+@dataclass
+class Process:
+    """One rank of a run, as it is on its node."""
+
+    order: StartOrder
+    has_begun: bool = False
+    has_ended: bool = False
+    stop_at: float | None = None
+    """When its agent kills it; a stuck process survives that."""
+    is_stuck: bool = False
+    checkpoints: int = 0
+
+    @property
+    def id(self) -> RunId:
+        return self.order.task, self.order.fence, self.order.rank
+
+
+class Agent:
+    """A node and its agent: what runs there, and what it would tell a leader again."""
+
+    def __init__(self, node: Node, devices: Sequence[SeenDevice], keys: Sequence[DeviceKey]) -> None:
+        self.node = node
+        self.devices = tuple(devices)
+        self.keys = tuple(keys)
+        self.is_heard = True
+        self.processes: dict[RunId, Process] = {}
+        self.told: dict[RunId, list[Report]] = {}
+        """What it said of each run whose outcome is not forgotten."""
+        self.forgotten: set[RunId] = set()
+        self.started: set[RunId] = set()
+
+    def used_mb(self) -> dict[DeviceKey, dict[str, Mib]]:
+        used: dict[DeviceKey, dict[str, Mib]] = {key: {} for key in self.keys}
+        for process in self.processes.values():
+            for device, mb in process.order.devices:
+                used[device][mark_of(*process.id)] = mb
+        return used
+
+    def samples(self, now: Instant) -> tuple[DeviceSample, ...]:
+        return tuple(
+            DeviceSample(key, now, Mib(sum(holders.values())), by_holder=holders)
+            for key, holders in self.used_mb().items()
+        )
+
+
+class Ground:
+    def __init__(self, world: World, policy: Policy, now: float) -> None:
+        self.world, self.policy, self.now = world, policy, now
+        self.agents = {name: _agent_of(world, name) for name in sorted(world.nodes)}
+        self.ends: dict[str, End] = {}
+        self.submitted: list[str] = []
+        self.orders_get_lost = False
+        """The leader dies between its next commit and the orders of it."""
+        self._memory = Memory()
+        self._watch: Watch | None = None
+        self._said: deque[Report] = deque()
+        self._open: set[tuple[str, DeviceKey]] = set()
+        self._asked = 0
+
+    # What people do
+
+    def submit(self, task: Task) -> bool:
+        """Whether it was accepted."""
+        devices = [book.device for book in self.world.books.values()]
+        nodes = self.world.nodes.values()
+        refused = check(task.demand, devices, nodes, self.policy) or check_priority(
+            task.demand, task.priority, self.policy
+        )
+        if refused is None:
+            self.submitted.append(task.id)
+            submit(self.world, task)
+        return refused is None
+
+    def ask(self, task: Task, what: str, **fields: Any) -> None:
+        self._asked += 1
+        now = Instant(self.now)
+        request = Request(f"r{self._asked}", task.id, task.tenant, what, fields, now)
+        self._carry([carry_out(self.world, request, now)])
+
+    # What happens on the nodes
+
+    def processes(self) -> list[tuple[Agent, Process]]:
+        return [
+            (agent, agent.processes[run]) for agent in self.agents.values() for run in sorted(agent.processes)
+        ]
+
+    def begin(self, agent: Agent, process: Process) -> None:
+        process.has_begun = True
+        self._say(agent, process.id, Started(*process.id[:2], self._instant, 1, process.id[2]))
+
+    def save(self, agent: Agent, process: Process) -> None:
+        process.checkpoints += 1
+        task, fence, rank = process.id
+        self._say(
+            agent,
+            process.id,
+            Checkpointed(task, fence, self._instant, process.checkpoints, "d", None, None, rank),
+        )
+
+    def end(self, agent: Agent, process: Process, ending: Ending) -> None:
+        process.has_ended = True
+        task, fence, rank = process.id
+        failure = Failure("exception", "as told") if ending is Ending.FAILED else None
+        self._say(agent, process.id, Ended(task, fence, self._instant, ending, failure=failure, rank=rank))
+
+    def vanish(self, agent: Agent, process: Process) -> None:
+        """The process is gone, and its memory with it."""
+        del agent.processes[process.id]
+        task, fence, rank = process.id
+        gone = Gone(task, fence, self._instant, "process_absent", agent.samples(self._instant), rank)
+        self._say(agent, process.id, gone)
+        if process.id in agent.forgotten:
+            agent.told.pop(process.id, None)
+
+    def lose(self, agent: Agent, how: str) -> None:
+        """`cut`: nothing is heard of it; `agent`: its agent is gone; `power`: and so are its processes."""
+        if not agent.is_heard:
+            return
+        self._said.append(NodeLost(agent.node.name, agent.node.incarnation, self._instant, how))
+        agent.is_heard = False
+        if how == "cut":
+            return
+        agent.started.clear()
+        agent.forgotten.clear()
+        if how == "power":
+            agent.processes.clear()
+        agent.told = {run: [] for run in agent.processes}
+        agent.forgotten = {run for run, process in agent.processes.items() if process.has_ended}
+        number = int(agent.node.incarnation.rpartition("-")[2]) + 1
+        incarnation = f"{agent.node.name}-{number}"
+        boot = f"{agent.node.boot_id}'" if how == "power" else agent.node.boot_id
+        agent.node = replace(agent.node, incarnation=incarnation, boot_id=boot)
+
+    def find(self, agent: Agent) -> None:
+        if not agent.is_heard:
+            agent.is_heard = True
+            self._announce(agent)
+
+    def change_leader(self) -> None:
+        """A new one: it knows the rows, and what it hears from now on."""
+        self._memory, self._watch = Memory(), None
+        self._said.clear()
+        decision = take_over(self.world)
+        self._carry([decision] if decision else [])
+        for agent in self.agents.values():
+            if agent.is_heard:
+                self._announce(agent)
+
+    # The leader
+
+    def turn(self) -> None:
+        now = self._instant
+        for agent in self.agents.values():
+            self._kill_due(agent)
+            if agent.is_heard:
+                self.world.measure(agent.samples(now))
+        self._hear()
+        self._carry(due(self.world, now, self.policy, self._watch))
+        self._watch = keep_watch(self._watch, now)
+        self._settle()
+        self._plan()
+
+    def _hear(self) -> None:
+        while self._said:
+            batch = next_batch(self._said)
+            for _ in batch:
+                self._said.popleft()
+            if isinstance(batch[0], NodeSeen):
+                rules = InventoryRules("test", node_custom=self.world.nodes[batch[0].node.name].custom)
+                self._carry(reconcile(self.world, batch[0], self._instant, self.policy, rules))
+                continue
+            for report in batch:
+                if isinstance(report, Gone):
+                    self.world.measure(report.samples)
+            self._carry(react(self.world, batch, self._instant, self.policy))
+
+    def _settle(self) -> None:
+        awaited = self.world.awaited
+        asked = sorted(awaited.unknown)
+        awaited.learn(asked, {task: self.ends[task] for task in asked if task in self.ends})
+        while decisions := settle(self.world, self._instant):
+            self._carry(decisions)
+
+    def _plan(self) -> None:
+        """In slices, with a memory; what comes of it is what the naive planner does in one go."""
+        now, done = self._instant, []
+        expected = Naive(self.world, self.policy, self.now).plan()
+        ahead = _order(self.world, self.policy, self.now)
+        cursor = None
+        while True:
+            plan = plan_cycle(self.world, self.policy, now, cursor, SLICE, self._memory)
+            done += plan.decisions
+            self._check_victims(plan.decisions)
+            self._carry(plan.decisions)
+            cursor = plan.cursor
+            if cursor is None or self.orders_were_lost(done):
+                break
+        steps = [step_of(decision) for decision in done]
+        assert steps == expected[: len(steps)]
+        assert cursor is not None or steps == expected
+        _check_order(done, ahead)
+
+    def orders_were_lost(self, done: Sequence[Decision]) -> bool:
+        return self.orders_get_lost and any(decision.orders for decision in done)
+
+    def _carry(self, decisions: Iterable[Decision]) -> None:
+        """Commit, look at everything, then obey."""
+        for decision in list(decisions):
+            self._count_pledges(decision)
+            commit(self.world, decision, self.now)
+            for write in decision.tasks:
+                if write.task.is_terminal:
+                    self.ends[write.task.id] = End(write.task.state, write.task.failed_by)
+            self.check()
+            if not self.orders_get_lost:
+                for order in decision.orders:
+                    self._obey(order)
+
+    def after_turn(self) -> None:
+        if self.orders_get_lost:
+            self.orders_get_lost = False
+            self.change_leader()
+
+    # The agents
+
+    def _obey(self, order: Order) -> None:
+        agent = self.agents[order.node]
+        run = (order.task, order.fence, order.rank)
+        if not agent.is_heard:
+            return
+        match order:
+            case StartOrder() if order.incarnation != agent.node.incarnation:
+                self._refuse(agent, run)
+            case StartOrder() if run not in agent.started:
+                agent.started.add(run)
+                agent.told[run] = []
+                agent.processes[run] = Process(order)
+            case StopOrder() if order.incarnation == agent.node.incarnation:
+                self._stop(agent, run, order.grace_seconds)
+            case ForgetOrder():
+                agent.forgotten.add(run)
+                if run not in agent.processes:
+                    agent.told.pop(run, None)
+            case _:
+                pass
+
+    def _stop(self, agent: Agent, run: RunId, grace_seconds: float) -> None:
+        process = agent.processes.get(run)
+        if process is not None:
+            at = self.now + grace_seconds
+            process.stop_at = at if process.stop_at is None else min(at, process.stop_at)
+        elif run not in agent.started:
+            agent.started.add(run)
+            self._refuse(agent, run)
+
+    def _refuse(self, agent: Agent, run: RunId) -> None:
+        task, fence, rank = run
+        self._say(agent, run, Ended(task, fence, self._instant, Ending.NEVER_STARTED, rank=rank))
+        self._say(agent, run, Gone(task, fence, self._instant, "never_started", rank=rank))
+
+    def _kill_due(self, agent: Agent) -> None:
+        for process in list(agent.processes.values()):
+            if process.stop_at is not None and process.stop_at <= self.now and not process.is_stuck:
+                if not process.has_ended:
+                    self.end(agent, process, Ending.LOST)
+                self.vanish(agent, process)
+
+    def _say(self, agent: Agent, run: RunId, report: Report) -> None:
+        if run in agent.told:
+            agent.told[run].append(report)
+        if agent.is_heard:
+            self._said.append(report)
+
+    def _announce(self, agent: Agent) -> None:
+        self._said.append(NodeSeen(agent.node, agent.devices, tuple(sorted(agent.told)), self._instant))
+        self._said += [report for run in sorted(agent.told) for report in agent.told[run]]
+
+    # What must hold
+
+    def check(self) -> None:
+        check_ledger(self.world)
+        check_pledges(self.world)
+        assert self._open == {(p, d) for p, mine in self.world.pledges.items() for d in mine}
+        for name, use in self.world.use.items():
+            node = self.world.nodes[name]
+            assert use.cpu <= node.cpu
+            assert use.memory_mb <= node.memory_mb
+            assert use.runs <= node.max_runs
+        for agent, process in self.processes():
+            held = {
+                (lease.device, lease.mb)
+                for lease in self.world.leases.get(process.id[:2], {}).values()
+                if lease.rank == process.id[2] and lease.state is not LeaseState.RELEASED
+            }
+            assert set(process.order.devices) <= held, (
+                f"{process.id} of {agent.node.name} has lost its memory"
+            )
+        for agent in self.agents.values():
+            for device, holders in agent.used_mb().items():
+                has = self.world.books[device].device
+                assert sum(holders.values()) <= has.physical_mb - has.reserve_mb
+
+    def _count_pledges(self, decision: Decision) -> None:
+        """A pledge is made once, and ends once, by one of its four ends."""
+        for write in decision.pledges:
+            key = (write.pledge.preemptor, write.pledge.device)
+            if write.end is None:
+                assert key not in self._open
+                self._open.add(key)
+            else:
+                assert write.end in PledgeEnd
+                self._open.remove(key)
+
+    def _check_victims(self, decisions: Sequence[Decision]) -> None:
+        """Strictly lower priority, and no shield that holds against whoever is not critical."""
+        naive = Naive(self.world, self.policy, self.now)
+        for decision in decisions:
+            for write in decision.tasks:
+                if write.task.state is not TaskState.STOPPING:
+                    continue
+                victim = self.world.tasks[write.task.id]
+                preemptor = self.world.tasks[decision.subject]  # type: ignore[index]
+                assert victim.priority < preemptor.priority
+                assert preemptor.priority >= 90 or not naive.is_shielded(victim)
+
+    @property
+    def _instant(self) -> Instant:
+        return Instant(self.now)
+
+
+def _agent_of(world: World, name: NodeName) -> Agent:
+    keys = world.by_node.get(name, [])
+    devices = [world.books[key].device for key in keys]
+    seen = [SeenDevice(d.uuid, d.kind, d.index, d.physical_mb, d.simulated) for d in devices]
+    return Agent(world.nodes[name], seen, keys)
+
+
+Standing = tuple[Any, Task, bool]
+"""(place in the queue, task, whether room is being made for it)"""
+
+
+def _order(world: World, policy: Policy, now: float) -> dict[str, Standing]:
+    naive = Naive(world, policy, now)
+    return {
+        task.id: (naive.order(task), task, task.id in world.pledges)
+        for task in naive.tasks.values()
+        if naive.waits(task)
+    }
+
+
+def _check_order(done: Sequence[Decision], ahead: dict[str, Standing]) -> None:
+    """Of those who ask for the same, nobody is passed by one who stands behind him.
+
+    Unless room was made for that one, or his higher priority lets him have what is kept for others.
+    """
+    admitted = {decision.subject for decision in done if decision.why == "admit"}
+    for name in admitted:
+        place, task, pledged = ahead[name]
+        for other, (its_place, rival, _) in ahead.items():
+            same = rival.demand == task.demand and rival.tenant == task.tenant
+            if other not in admitted and same and rival.priority >= task.priority and not pledged:
+                assert place < its_place, f"{name} passed {other}"

@@ -1,0 +1,240 @@
+"""Whatever people ask for and whatever breaks, in any order: what must hold at every step and in the end."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    rule,
+    run_state_machine_as_test,
+)
+
+from service.core.orders import Ending
+from service.core.task import ACTIVE, Dependency, OnFailure, Task, TaskState
+from service.core.units import Instant
+from service.core.world import World
+from tests.builders import NOW, a_device, a_node, a_task, a_world
+from tests.core.scenarios import POLICY, SHAPES
+from tests.simulation.ground import Agent, Ground, Process
+
+BEAT_SECONDS = 4.0
+DRAIN_TURNS = 400
+PRIORITIES = (5, 20, 50, 60, 80, 95)
+LIMITS: tuple[dict[str, float], ...] = (
+    *({},) * 4,
+    {"timeout_seconds": 20.0},
+    {"queue_ttl_seconds": 15.0},
+    {"deadline_at": 40.0},
+    {"not_before": 10.0},
+)
+PICKS = st.integers(0, 9)
+ENDINGS = {"succeed": Ending.SUCCEEDED, "fail": Ending.FAILED, "get lost": Ending.LOST}
+ACTS = ("begin", "begin", "save", "vanish", "vanish", "give way", "give way", "stick", "crash", *ENDINGS)
+NEEDS_PRIORITY = 50
+"""Of tasks that ask for a seat; below, they would wait for ever."""
+
+
+@st.composite
+def fleets(draw: st.DrawFn) -> World:
+    """One to three nodes of one or two small devices."""
+    parts: list[Any] = []
+    for number in range(1, draw(st.integers(1, 3)) + 1):
+        node = f"n{number}"
+        parts.append(
+            a_node(
+                node,
+                cpu=draw(st.sampled_from((2.0, 4.0))),
+                memory_mb=100,
+                max_runs=draw(st.sampled_from((3, 6))),
+                incarnation=f"{node}-1",
+                custom=(("fpga", 2.0),),
+            )
+        )
+        parts += [
+            a_device(f"gpu{index}", node, mb=draw(st.sampled_from((40, 80))))
+            for index in range(draw(st.integers(1, 2)))
+        ]
+    return a_world(*parts)
+
+
+@st.composite
+def submissions(draw: st.DrawFn) -> dict[str, Any]:
+    """Fields of a task, times counted from now."""
+    return {
+        **draw(st.sampled_from(SHAPES)),
+        **draw(st.sampled_from(LIMITS)),
+        "priority": draw(st.sampled_from(PRIORITIES)),
+        "grace_seconds": draw(st.sampled_from((0.0, 5.0, 30.0))),
+        "max_retries": draw(st.integers(0, 2)),
+    }
+
+
+dependencies = st.lists(st.tuples(st.integers(0, 5), st.sampled_from(OnFailure)), max_size=2)
+"""(how many submits ago, what its failure does)"""
+
+
+class Course(RuleBasedStateMachine):
+    """Rules are what people, runs and machines do, a few at a time; with time the leader has its turns."""
+
+    @initialize(world=fleets(), first=st.lists(submissions(), min_size=2, max_size=5))
+    def begin_with(self, world: World, first: list[dict[str, Any]]) -> None:
+        self.ground = Ground(world, POLICY, NOW)
+        self.count = 0
+        for fields in first:
+            self._submit(fields)
+        self._turn(0.0)
+
+    @rule(several=st.lists(submissions(), min_size=1, max_size=3))
+    def people_submit(self, several: list[dict[str, Any]]) -> None:
+        for fields in several:
+            self._submit(fields)
+
+    @rule(fields=submissions(), after=dependencies)
+    def somebody_submits_what_runs_after_others(
+        self, fields: dict[str, Any], after: list[tuple[int, OnFailure]]
+    ) -> None:
+        known = self.ground.submitted
+        awaited = {known[-1 - ago % len(known)]: on_failure for ago, on_failure in after if known}
+        self._submit(fields, tuple(Dependency(*each) for each in sorted(awaited.items())))
+
+    @rule(
+        pick=PICKS,
+        wish=st.sampled_from(("cancel", "cancel now", "hold", *PRIORITIES)),
+    )
+    def somebody_changes_his_mind(self, pick: int, wish: str | int) -> None:
+        ground = self.ground
+        match wish:
+            case "hold":
+                if task := self._task(pick, TaskState.PENDING):
+                    ground.ask(task, "change", held=not task.held)
+            case str():
+                if task := self._task(pick, TaskState.PENDING, *ACTIVE):
+                    ground.ask(task, "cancel", grace_seconds=0.0 if wish == "cancel now" else None)
+            case int():
+                task = self._task(pick, TaskState.PENDING, *ACTIVE)
+                if task and ("seat" not in dict(task.demand.custom) or wish >= NEEDS_PRIORITY):
+                    ground.ask(task, "change", priority=wish)
+
+    @rule(acts=st.lists(st.tuples(st.sampled_from(ACTS), PICKS), min_size=1, max_size=6))
+    def runs_go_on(self, acts: list[tuple[str, int]]) -> None:
+        for act, pick in acts:
+            found = [(agent, process) for agent, process in self.ground.processes() if can(process, act)]
+            if found:
+                self._act(act, *found[pick % len(found)])
+
+    @rule(pick=PICKS, what=st.sampled_from(("cut", "agent", "power", "back", "back", "leader", "orders")))
+    def something_breaks(self, pick: int, what: str) -> None:
+        agents = list(self.ground.agents.values())
+        agent = agents[pick % len(agents)]
+        match what:
+            case "back":
+                self.ground.find(agent)
+            case "leader":
+                self.ground.change_leader()
+            case "orders":
+                self.ground.orders_get_lost = True
+            case _:
+                self.ground.lose(agent, what)
+
+    @rule(turns=st.sampled_from((1, 1, 2, 4, 12)))
+    def time_passes(self, turns: int) -> None:
+        for _ in range(turns):
+            self._turn(BEAT_SECONDS)
+
+    @rule()
+    def the_leader_sleeps(self) -> None:
+        self._turn(90.0)
+
+    def teardown(self) -> None:
+        """People go home and everything works again: then every task that was accepted comes to its end."""
+        if not hasattr(self, "ground"):
+            return
+        ground = self.ground
+        for agent in ground.agents.values():
+            ground.find(agent)
+        for task in list(ground.world.tasks.values()):
+            if task.held and not task.is_terminal:
+                ground.ask(task, "change", held=False)
+        for _ in range(DRAIN_TURNS):
+            if len(ground.ends) == len(ground.submitted) and not ground.world.tasks:
+                break
+            for agent, process in ground.processes():
+                self._bring_to_its_end(agent, process)
+            self._turn(BEAT_SECONDS)
+        left = sorted(set(ground.submitted) - ground.ends.keys())
+        assert not left, f"these never ended: {[ground.world.tasks[name] for name in left]}"
+        assert not ground.world.leases
+        assert not ground.world.pledges
+
+    def _bring_to_its_end(self, agent: Agent, process: Process) -> None:
+        process.is_stuck = False
+        wanted = ("begin", "give way", "succeed", "vanish")
+        self._act(next(act for act in wanted if can(process, act)), agent, process)
+
+    def _submit(self, fields: dict[str, Any], after: tuple[Dependency, ...] = ()) -> None:
+        now = Instant(self.ground.now)
+        self.count += 1
+        ahead = {name: now + fields[name] for name in ("not_before", "deadline_at") if name in fields}
+        task = a_task(f"t{self.count:02}", **{**fields, **ahead}, submitted_at=now, after=after)
+        if after:
+            task = replace(task, awaits=True)
+        elif task.queue_ttl_seconds is not None:
+            task = replace(task, expires_at=Instant(now + task.queue_ttl_seconds))
+        self.ground.submit(task)
+
+    def _act(self, act: str, agent: Agent, process: Process) -> None:
+        match act:
+            case "begin":
+                self.ground.begin(agent, process)
+            case "save":
+                self.ground.save(agent, process)
+            case "stick":
+                process.is_stuck = True
+            case "vanish" | "crash":
+                self.ground.vanish(agent, process)
+            case "give way":
+                self.ground.end(agent, process, Ending.STOPPED)
+                self.ground.vanish(agent, process)
+            case _:
+                self.ground.end(agent, process, ENDINGS[act])
+
+    def _turn(self, seconds: float) -> None:
+        self.ground.now += seconds
+        self.ground.turn()
+        self.ground.after_turn()
+
+    def _task(self, pick: int, *states: TaskState) -> Task | None:
+        found = sorted(name for name, task in self.ground.world.tasks.items() if task.state in states)
+        return self.ground.world.tasks[found[pick % len(found)]] if found else None
+
+
+def can(process: Process, act: str) -> bool:
+    """Whether this may become of a process now."""
+    match act:
+        case "begin":
+            return not process.has_begun
+        case "vanish":
+            return process.has_ended
+        case "give way":
+            return process.stop_at is not None and not process.has_ended
+        case "stick":
+            return not process.is_stuck
+        case _:
+            return process.has_begun and not process.has_ended
+
+
+@pytest.mark.hypothesis
+def test_any_course_of_events_keeps_every_rule_and_every_task_ends() -> None:
+    run_state_machine_as_test(Course, settings=settings(max_examples=40, stateful_step_count=30))
+
+
+@pytest.mark.evidence
+@pytest.mark.timeout(3600)
+def test_many_long_courses_keep_every_rule_and_every_task_ends() -> None:
+    run_state_machine_as_test(
+        Course, settings=settings(max_examples=2000, stateful_step_count=100, derandomize=False)
+    )
