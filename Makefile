@@ -40,7 +40,7 @@ coverage: .venv/.installed  ## every branch of the core is tested by the core's 
 	$(RUN) coverage report
 
 properties: .venv/.installed  ## the properties, with other random examples each time
-	$(RUN) pytest -q --hypothesis-profile=random -m hypothesis tests/core tests/gateway
+	$(RUN) pytest -q --hypothesis-profile=random -m hypothesis tests/core tests/gateway tests/simulation
 
 format: .venv/.installed  ## rewrite formatting and imports
 	$(RUN) ruff format .

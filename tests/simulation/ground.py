@@ -6,7 +6,7 @@ its turn. Decisions are checked as they are made, rows and processes after every
 
 from collections import deque
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from service.broker.observe import next_batch
@@ -15,7 +15,6 @@ from service.core.awaited import End
 from service.core.cycle import plan_cycle
 from service.core.deadlines import Watch, due, keep_watch
 from service.core.dependencies import settle
-from service.core.device import DeviceSample, Node
 from service.core.lease import LeaseState, PledgeEnd
 from service.core.memory import Memory
 from service.core.orders import (
@@ -30,7 +29,6 @@ from service.core.orders import (
     Order,
     Report,
     RunId,
-    SeenDevice,
     Started,
     StartOrder,
     StopOrder,
@@ -41,65 +39,21 @@ from service.core.reconcile import InventoryRules, reconcile, take_over
 from service.core.requests import carry_out
 from service.core.runs import react
 from service.core.task import Task, TaskState
-from service.core.units import DeviceKey, Instant, Mib, NodeName, mark_of
+from service.core.units import DeviceKey, Instant
 from service.core.world import World
 from tests.builders import check_ledger, commit, submit
 from tests.core.naive import Naive
 from tests.core.test_plan_properties import check_pledges, step_of
+from tests.simulation.agents import Agent, Process, agent_of
 
 SLICE = 7
 """Looks per slice of a plan: few, so that most cycles take several."""
 
 
-@dataclass
-class Process:
-    """One rank of a run, as it is on its node."""
-
-    order: StartOrder
-    has_begun: bool = False
-    has_ended: bool = False
-    stop_at: float | None = None
-    """When its agent kills it; a stuck process survives that."""
-    is_stuck: bool = False
-    checkpoints: int = 0
-
-    @property
-    def id(self) -> RunId:
-        return self.order.task, self.order.fence, self.order.rank
-
-
-class Agent:
-    """A node and its agent: what runs there, and what it would tell a leader again."""
-
-    def __init__(self, node: Node, devices: Sequence[SeenDevice], keys: Sequence[DeviceKey]) -> None:
-        self.node = node
-        self.devices = tuple(devices)
-        self.keys = tuple(keys)
-        self.is_heard = True
-        self.processes: dict[RunId, Process] = {}
-        self.told: dict[RunId, list[Report]] = {}
-        """What it said of each run whose outcome is not forgotten."""
-        self.forgotten: set[RunId] = set()
-        self.started: set[RunId] = set()
-
-    def used_mb(self) -> dict[DeviceKey, dict[str, Mib]]:
-        used: dict[DeviceKey, dict[str, Mib]] = {key: {} for key in self.keys}
-        for process in self.processes.values():
-            for device, mb in process.order.devices:
-                used[device][mark_of(*process.id)] = mb
-        return used
-
-    def samples(self, now: Instant) -> tuple[DeviceSample, ...]:
-        return tuple(
-            DeviceSample(key, now, Mib(sum(holders.values())), by_holder=holders)
-            for key, holders in self.used_mb().items()
-        )
-
-
 class Ground:
     def __init__(self, world: World, policy: Policy, now: float) -> None:
         self.world, self.policy, self.now = world, policy, now
-        self.agents = {name: _agent_of(world, name) for name in sorted(world.nodes)}
+        self.agents = {name: agent_of(world, name) for name in sorted(world.nodes)}
         self.ends: dict[str, End] = {}
         self.submitted: list[str] = []
         self.orders_get_lost = False
@@ -379,13 +333,6 @@ class Ground:
     @property
     def _instant(self) -> Instant:
         return Instant(self.now)
-
-
-def _agent_of(world: World, name: NodeName) -> Agent:
-    keys = world.by_node.get(name, [])
-    devices = [world.books[key].device for key in keys]
-    seen = [SeenDevice(d.uuid, d.kind, d.index, d.physical_mb, d.simulated) for d in devices]
-    return Agent(world.nodes[name], seen, keys)
 
 
 Standing = tuple[Any, Task, bool]
