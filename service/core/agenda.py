@@ -1,19 +1,25 @@
 """The tasks of one cycle in the order of the queue, without touching more of them than are examined."""
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 from heapq import heapify, heappop, heappush
 from typing import NamedTuple, Protocol
 
 from service.core.fairness import Shares
-from service.core.ordering import Group, GroupKey, Member, OrderKey, OwnKey, order_key, own_key
+from service.core.looks import Looks
+from service.core.ordering import Group, Kin, Member, OrderKey, OwnKey, order_key, own_key
 from service.core.policy import BANDS, Policy
 from service.core.task import Task
 from service.core.units import Instant, TaskId
 from service.core.world import World
 
+A_GLANCE = 0.2
+"""To see that nothing has changed for a demand costs so much of a look."""
+
 
 class Doubts(Protocol):
     """What is known of a group before anybody looks for it."""
+
+    looks: Looks
 
     def is_refused(self, group: Group) -> bool:
         """There is nothing for its tasks."""
@@ -27,8 +33,8 @@ class Doubts(Protocol):
 NOBODY: OwnKey = (-101, 0, 0.0, 0.0, TaskId(""))
 """A place before all tasks."""
 
-Siblings = Mapping[GroupKey, Group]
-"""The groups of one demand in one band."""
+Likes = tuple[Group, ...]
+"""Groups of one demand and one priority: what holds for one of them holds for all."""
 
 
 class Head(NamedTuple):
@@ -56,44 +62,125 @@ class Agenda:
         self._after = after
         self._arrivals = world.queue.arrivals
         self._pledged = frozenset(task for task in world.pledges if task in world.queue)
-        self._asleep: list[Group] = []
-        self._asleep_together: list[Siblings] = []
-        self._heads: list[Head] = []
+        self._band = 0
+        """The top of the one whose tasks are in, or coming in."""
         self._bands = [top for _, _, top in reversed(BANDS) if after is None or -top >= after[0]]
-        """The tops of the bands whose tasks are not in yet, the highest last."""
+        """Of those to come, the highest last."""
+        self._coming_in: list[Kin | Likes] = []
+        """Of this band; before them nobody's turn has come."""
+        self._asleep: list[Likes] = []
+        self._asleep_together: dict[Kin, None] = {}
+        """Those of which no group has anything to expect, in this band and below."""
+        self._heads: list[Head] = []
 
     def goes_on(self, world: World, ordered_at: Instant, after: OrderKey | None, shares: Shares) -> bool:
         """Whether this is the agenda of the rest of that cycle. Who has come meanwhile is not in it."""
         mine = (self._world, self._arrivals, self._ordered_at, self._after)
         return mine == (world, world.queue.arrivals, ordered_at, after) and self.shares.is_as(shares)
 
+    @property
+    def is_done(self) -> bool:
+        return not (self._coming_in or self._heads or self._bands)
+
     def next(self, doubts: Doubts) -> Head | None:
-        """The next task to examine; None at the end."""
-        while True:
-            while self._heads:
-                head = heappop(self._heads)
-                group = head.group
-                if not self.shares.is_even and self._was_overtaken(head):
-                    continue
-                if group is None:
-                    if head.task in self._world.queue:
-                        self._after = head.key
-                        return head
-                elif doubts.is_refused(group):
-                    self._asleep.append(group)
-                else:
-                    self._push(group, group.after(head.key[-2:]))
-                    if self._world.queue.holds(head.task, group):
-                        self._after = head.key
-                        return head
-            if not self._bands:
-                return None
-            self._enter_band(self._bands.pop(), doubts)
+        """The next task to examine; None at the end, and when it is time for a pause."""
+        while not self.is_done:
+            if self._coming_in:
+                self._let_in(self._coming_in.pop(), doubts)
+                if doubts.looks.call_for_a_pause:
+                    return None
+            elif self._heads:
+                head = self._take(heappop(self._heads), doubts)
+                if head is not None:
+                    self._after = head.key
+                    return head
+            else:
+                self._open_band(self._bands.pop())
+        return None
+
+    def put_back(self, head: Head, after: OrderKey | None) -> None:
+        """It was not examined to the end: it is the next one again."""
+        self._after = after
+        heappush(self._heads, Head(head.key, head.task, None))
 
     def charge(self, task: Task, mb: int) -> None:
         """The task that is examined was given so much: its tenant's other tasks may have to stand back."""
         if not self.shares.is_even:
             self.shares.charge(task.tenant, mb, self._own_key(task))
+
+    def wake(self) -> None:
+        """Let in again those who were left out, from here on, for whom there may be something now."""
+        self._coming_in += self._asleep
+        self._coming_in += (kin for kin in self._asleep_together if self._band in kin.bands)
+        self._asleep = []
+        self._asleep_together = {}
+
+    def _take(self, head: Head, doubts: Doubts) -> Head | None:
+        """None if it is nobody's turn after all."""
+        if not self.shares.is_even and self._was_overtaken(head):
+            return None
+        group = head.group
+        if group is None:
+            return head if head.task in self._world.queue else None
+        if doubts.is_refused(group):
+            self._asleep.append((group,))
+            return None
+        self._push(group, group.after(head.key[-2:]))
+        return head if self._world.queue.holds(head.task, group) else None
+
+    def _open_band(self, top: int) -> None:
+        self._band = top
+        together = self._asleep_together
+        self._coming_in = [
+            kin for kin in self._world.queue.kin.values() if top in kin.bands and kin not in together
+        ]
+        for name in self._pledged:
+            task = self._world.tasks.get(name)
+            if task is not None:
+                own = self._own_key(task)
+                key = order_key(own, self.shares.rank(task.tenant))
+                passed = self._after is not None and key <= self._after
+                if own[0] == -top and not passed and own > self.shares.passed.get(task.tenant, NOBODY):
+                    self._heads.append(Head(key, name, None))
+        heapify(self._heads)
+
+    def _let_in(self, comers: Kin | Likes, doubts: Doubts) -> None:
+        """Where there is no room for the most urgent of a demand, there is none for the others."""
+        doubts.looks.taken += A_GLANCE
+        if not isinstance(comers, Kin):
+            self._enter([group for group in comers if group], doubts)
+        elif self._band in comers.bands:
+            if doubts.has_nothing(comers.most_urgent_of(self._band)):
+                self._asleep_together[comers] = None
+            else:
+                likes = comers.bands[self._band].values()
+                self._coming_in += (tuple(groups.values()) for groups in likes)
+
+    def _enter(self, likes: Sequence[Group], doubts: Doubts) -> None:
+        if likes and doubts.is_refused(likes[0]):
+            self._asleep.append(tuple(likes))
+            return
+        for group in likes:
+            passed = self._count_passed(group)
+            if passed < len(group):
+                self._push(group, group.member(passed))
+
+    def _count_passed(self, group: Group) -> int:
+        """How many of its members have had their turn."""
+        if self._after is None:
+            return 0
+        rank = self.shares.rank(group.tenant)
+        passed = group.count_until(self._after, rank, self._ordered_at, self._policy)
+        own = self.shares.passed.get(group.tenant)
+        return passed if own is None else max(passed, group.count_own(own, self._ordered_at, self._policy))
+
+    def _push(self, group: Group, member: Member | None) -> None:
+        """Let in this member, or the next one that does not stand for itself."""
+        while member is not None and member[1] in self._pledged:
+            member = group.after(member)
+        if member is not None:
+            own = group.own_key(member, self._ordered_at, self._policy)
+            heappush(self._heads, Head(order_key(own, self.shares.rank(group.tenant)), member[1], group))
 
     def _was_overtaken(self, head: Head) -> bool:
         """Whether its tenant was given something since it came in; then it stands back."""
@@ -105,66 +192,5 @@ class Agenda:
         heappush(self._heads, head._replace(key=(head.key[0], *rank, *head.key[3:])))
         return True
 
-    def wake(self, doubts: Doubts) -> None:
-        """Let in again those who were left out, from here on, for whom there may be something now."""
-        asleep, self._asleep = self._asleep, []
-        together, self._asleep_together = self._asleep_together, []
-        for siblings in together:
-            self._enter_together(siblings, doubts)
-        for group in asleep:
-            self._enter(group, doubts)
-
-    def _enter_band(self, top: int, doubts: Doubts) -> None:
-        for kin in self._world.queue.kin.values():
-            if top in kin.bands:
-                self._enter_together(kin.bands[top], doubts)
-        for name in self._pledged:
-            task = self._world.tasks.get(name)
-            if task is not None:
-                own = self._own_key(task)
-                key = order_key(own, self.shares.rank(task.tenant))
-                passed = self._after is not None and key <= self._after
-                if own[0] == -top and not passed and own > self.shares.passed.get(task.tenant, NOBODY):
-                    self._heads.append(Head(key, name, None))
-        heapify(self._heads)
-
-    def _enter_together(self, siblings: Siblings, doubts: Doubts) -> None:
-        """Where there is no room for the most urgent of them, there is none for the others."""
-        if not siblings:
-            return
-        if doubts.has_nothing(max(siblings.values(), key=_priority)):
-            self._asleep_together.append(siblings)
-            return
-        for group in siblings.values():
-            self._enter(group, doubts)
-
-    def _enter(self, group: Group, doubts: Doubts) -> None:
-        if not group:
-            return
-        if doubts.is_refused(group):
-            self._asleep.append(group)
-            return
-        passed = 0
-        if self._after is not None:
-            rank = self.shares.rank(group.tenant)
-            passed = group.count_until(self._after, rank, self._ordered_at, self._policy)
-            own = self.shares.passed.get(group.tenant)
-            if own is not None:
-                passed = max(passed, group.count_own(own, self._ordered_at, self._policy))
-        if passed < len(group):
-            self._push(group, group.member(passed))
-
-    def _push(self, group: Group, member: Member | None) -> None:
-        """Let in this member, or the next one that does not stand for itself."""
-        while member is not None and member[1] in self._pledged:
-            member = group.after(member)
-        if member is not None:
-            own = group.own_key(member, self._ordered_at, self._policy)
-            heappush(self._heads, Head(order_key(own, self.shares.rank(group.tenant)), member[1], group))
-
     def _own_key(self, task: Task) -> OwnKey:
         return own_key(task.priority, task.stream, task.submitted_at, task.id, self._ordered_at, self._policy)
-
-
-def _priority(group: Group) -> int:
-    return group.priority

@@ -6,13 +6,15 @@ from service.core.agenda import Agenda
 from service.core.decide import admit, evict, withdraw
 from service.core.draft import Draft
 from service.core.fairness import Shares
+from service.core.gang import Gang
+from service.core.looks import Looks
 from service.core.memory import Memory
 from service.core.offers import Offers
-from service.core.ordering import GroupKey, OrderKey
+from service.core.ordering import OrderKey
 from service.core.placement import Places, worth_of
 from service.core.plan import Decision, given_mb
 from service.core.policy import Policy
-from service.core.preemption import Eviction
+from service.core.preemption import Eviction, Search
 from service.core.prospects import Prospects
 from service.core.ranks import nodes_of
 from service.core.task import Task
@@ -64,22 +66,26 @@ def plan_cycle(
     if cursor is None:
         world.enter_due(now)
         cursor = Cursor(now, Shares(world, policy, now), worth=worth_of(world, policy))
-    turn = _Slice(world, policy, now, cursor, Memory() if memory is None else memory)
+    looks = Looks(budget, may_pause=memory is not None)
+    turn = _Slice(world, policy, now, cursor, Memory() if memory is None else memory, looks)
     if cursor.after is None:
         turn.withdraw()
-    return turn.plan(budget)
+    return turn.plan()
 
 
 class _Slice:
-    def __init__(self, world: World, policy: Policy, now: Instant, cursor: Cursor, memory: Memory) -> None:
+    def __init__(
+        self, world: World, policy: Policy, now: Instant, cursor: Cursor, memory: Memory, looks: Looks
+    ) -> None:
         memory.open(world, policy, now, cursor.ordered_at, cursor.worth)
         self._now = now
         self._cursor = cursor
         self._memory = memory
-        self._draft = Draft(world, memory.changes, memory.growth)
-        self._places = Places(self._draft, policy, now, memory, cursor.worth)
-        self._offers = Offers(self._draft, policy, now, cursor.ordered_at, memory.offered)
-        self._prospects = Prospects(self._draft, policy, now, memory, self._places, self._offers)
+        self._looks = looks
+        self._draft = draft = Draft(world, memory.changes, memory.growth)
+        self._places = places = Places(draft, policy, now, memory, cursor.worth, looks)
+        offers = Offers(draft, policy, now, cursor.ordered_at, memory.offered)
+        self._prospects = Prospects(draft, policy, now, memory, places, offers, looks)
         self._shares = cursor.shares.copy()
         self._agenda = self._open_agenda(world, policy)
         self._decisions: list[Decision] = []
@@ -90,7 +96,7 @@ class _Slice:
         if agenda is None or not agenda.goes_on(world, began_at, after, self._shares):
             return Agenda(world, policy, began_at, after, self._shares)
         if self._memory.needs_wake:
-            agenda.wake(self._prospects)
+            agenda.wake()
         return agenda
 
     def withdraw(self) -> None:
@@ -98,35 +104,41 @@ class _Slice:
         stragglers = sorted(task for task in self._draft.pledged() if task not in queue)
         self._decisions += [withdraw(self._draft, task) for task in stragglers]
 
-    def plan(self, budget: int) -> Plan:
-        cursor = self._examine(budget)
+    def plan(self) -> Plan:
+        cursor = self._examine()
         self._memory.agenda = None if cursor is None else self._agenda
         self._memory.close(self._decisions)
         return Plan(tuple(self._decisions), cursor)
 
-    def _examine(self, budget: int) -> Cursor | None:
+    def _examine(self) -> Cursor | None:
         after = self._cursor.after
-        while self._places.looks < budget or after == self._cursor.after:
+        while after == self._cursor.after or not self._looks.are_spent:
             head = self._agenda.next(self._prospects)
-            if head is None:
+            if head is None and self._agenda.is_done:
                 return None
-            after = head.key
+            if head is None:
+                break
             before = self._memory.growth.revision
             task = self._draft.world.tasks[head.task]
             decision = self._decide(task)
+            if isinstance(decision, Search):
+                self._agenda.put_back(head, after)
+                break
+            after = head.key
             if decision is not None:
                 self._decisions.append(decision)
                 self._agenda.charge(task, given_mb(decision))
                 if self._memory.growth.revision > before or self._is_awaited(decision):
-                    self._agenda.wake(self._prospects)
+                    self._agenda.wake()
         return replace(self._cursor, after=after, shares=self._agenda.shares.copy())
 
     def _is_awaited(self, decision: Decision) -> bool:
         """It takes room where some wait for more to come."""
         return any(nodes_of(write.task) & self._memory.awaited for write in decision.tasks)
 
-    def _decide(self, task: Task) -> Decision | None:
-        """Admit the task, or make room for it, or neither. One with pledges waits for what they bring."""
+    def _decide(self, task: Task) -> Decision | Search | None:
+        """Admit the task, or make room for it, or neither. One with pledges waits for what they bring.
+        A search is not at its end."""
         if self._draft.pledges_of(task.id):
             if task.demand.bundles:
                 gang = self._places.gang(task)
@@ -137,17 +149,15 @@ class _Slice:
         if self._prospects.is_refused(group):
             return None
         if task.demand.bundles:
-            return self._decide_gang(task, group.key)
+            return self._enter(task, self._prospects.gang(task, group.kin))
         placement = self._prospects.place(task, group.kin)
         if placement is not None:
             return admit(self._draft, task, (placement,), self._now)
-        eviction = self._prospects.eviction(task, group.kin)
-        return None if eviction is None else evict(self._draft, task, eviction, self._now)
+        return self._enter(task, self._prospects.eviction(task, group.kin))
 
-    def _decide_gang(self, task: Task, key: GroupKey) -> Decision | None:
-        found = self._prospects.gang(task, key)
-        if found is None:
-            return None
+    def _enter(self, task: Task, found: Gang | Eviction | Search | None) -> Decision | Search | None:
+        if found is None or isinstance(found, Search):
+            return found
         if isinstance(found, Eviction):
             return evict(self._draft, task, found, self._now)
         return admit(self._draft, task, found, self._now)

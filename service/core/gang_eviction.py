@@ -50,7 +50,7 @@ class _Site:
     def __init__(self, offers: Offers, task: Task) -> None:
         self._task = task
         self._draft = offers.draft
-        self._offers = [offers.of(node, task.priority) for node in offers.nodes]
+        self._offers = [offers.of(node, task.priority) for node in sorted(offers.nodes)]
         names = {candidate.task.id: candidate for offer in self._offers for candidate in offer.found}
         self.found = sorted(
             names.values(), key=lambda c: (c.lost, c.task.priority, -sum(c.frees.values()), c.task.id)

@@ -10,9 +10,10 @@ from service.core.changes import Changes
 from service.core.draft import Headroom
 from service.core.need import Ceiling
 from service.core.offers import Offered
-from service.core.ordering import GroupKey, Kin
+from service.core.ordering import Kin
 from service.core.plan import Decision
 from service.core.policy import Policy
+from service.core.preemption import Search
 from service.core.task import Placement, Task
 from service.core.units import Instant, NodeName, TaskId
 from service.core.victims import is_old_enough, is_shielded
@@ -57,6 +58,16 @@ class Refusal:
     """Revision of `growth` at which no node had anything at all; 0 if that was never found."""
     coming_on: NodeName | None = None
     """Or rather: room is coming on this node, so that nobody is stopped elsewhere."""
+    broken: int = 0
+    """Revision of `changes` at which there was something after all."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pursuit:
+    """A search for an eviction that was left in the middle, and the revision of `changes` at that time."""
+
+    search: Search
+    changed: int
 
 
 class GangRefusal(NamedTuple):
@@ -88,7 +99,7 @@ class Memory:
         self.standings: dict[Likes | TaskId, Standing] = {}
         self.refusals: dict[Kin, dict[int, Refusal]] = {}
         """Demand -> priority -> what is known. Where there is no room, there is none at a lower priority."""
-        self.gangs: dict[GroupKey, GangRefusal] = {}
+        self.gangs: dict[Likes, GangRefusal] = {}
         self.lefts: dict[tuple[NodeName, int], tuple[int, Left]] = {}
         """(node, priority) -> (revision of its `changes`, what tasks without pledges could have)."""
         self.rows: dict[tuple[NodeName, int], tuple[int, tuple[Row, ...]]] = {}
@@ -108,10 +119,21 @@ class Memory:
         self.needs_wake = False
         self.agenda: Agenda | None = None
         """Of a cycle that is not finished."""
+        self.shortages: dict[Likes, tuple[int, bool]] = {}
+        """Revision of `changes` -> whether the cluster had too little of what is counted."""
+        self.pursuit: Pursuit | None = None
 
     def close(self, decisions: Iterable[Decision]) -> None:
         """Remember what a slice decided: the next one looks whether that came true."""
         self._decided = tuple(decisions)
+
+    def resume(self, task: Task) -> Search | None:
+        """The search for this task that was left, ready to be gone on with."""
+        pursuit, self.pursuit = self.pursuit, None
+        if pursuit is None or pursuit.search.task != task:
+            return None
+        pursuit.search.look_again(self.changes.since(pursuit.changed))
+        return pursuit.search
 
     def open(
         self, world: World, policy: Policy, now: Instant, began_at: Instant, worth: Worth | None
@@ -126,6 +148,7 @@ class Memory:
         grown = set(world.marks.growth.since(self._grown))
         if began_at != self._began_at:
             self.offered.forget_costs()
+            self.pursuit = None
             grown |= {node for node, at in self._young.items() if at < began_at}
         self._now, self._began_at = now, began_at
         grown |= {node for node, at in self._due.items() if at <= now and self._has_turned(node)}
@@ -147,6 +170,7 @@ class Memory:
             self.standings.clear()
             self.refusals.clear()
             self.gangs.clear()
+            self.shortages.clear()
 
     def _has_turned(self, node: NodeName) -> bool:
         """Whether the passing of time made a difference to the node; if not, when it may."""

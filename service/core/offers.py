@@ -6,11 +6,10 @@ from dataclasses import dataclass
 from service.core.device import Device
 from service.core.draft import Draft, Headroom
 from service.core.ledger import Book
-from service.core.need import Ceiling, ceiling
+from service.core.outlook import Known, Outlook, Outlooks
 from service.core.policy import Policy
-from service.core.task import TaskState
 from service.core.units import Instant, NodeName
-from service.core.victims import Candidate, Cost, after, candidates, is_old_enough, may_be_stopped
+from service.core.victims import Candidate, Cost, cheapest_first
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,8 +28,10 @@ class Site:
 
     def least_cost(self, missing_mb: int) -> Cost:
         """No choice among the holders that gives back so much costs less."""
+        if missing_mb <= 0:
+            return 0.0, 0
         largest = max(candidate.frees[self.device.key] for candidate in self.holders)
-        count = max(1, -(-missing_mb // largest))
+        count = -(-missing_mb // largest)
         return sum(candidate.lost for candidate in self.holders[:count]), count
 
     def after_mb(self, gone: Sequence[Candidate]) -> int:
@@ -48,23 +49,17 @@ class Offer:
     """Who may be stopped on the node, cheapest first."""
     sites: tuple[Site, ...]
     """Its usable devices, in key order."""
-    most: Ceiling
-    """What they would offer if all of those were stopped."""
-    most_room: Headroom
 
 
 class Offered:
     """What was worked out so far; holds for a node until it is marked as changed."""
 
     def __init__(self) -> None:
-        self.hopes: dict[NodeName, tuple[int, int]] = {}
-        """Node -> (revision, the lowest priority of a run that may be stopped; -1 if somebody is leaving)."""
-        self.candidates: dict[NodeName, tuple[int, list[Candidate]]] = {}
+        self.outlooks: Known = {}
         self.offers: dict[tuple[NodeName, int], tuple[int, Offer]] = {}
 
     def forget_costs(self) -> None:
         """They are those of one cycle."""
-        self.candidates.clear()
         self.offers.clear()
 
 
@@ -83,35 +78,18 @@ class Offers:
         admitted itself may begin before anybody asks it to stop."""
         self.draft = draft
         self.policy = policy
-        self.nodes = sorted(draft.usable_nodes())
+        self.nodes = frozenset(draft.usable_nodes())
         self._now = now
         self._began_at = now if began_at is None else began_at
         self._known = Offered() if offered is None else offered
+        self._outlooks = Outlooks(draft, policy, now, self._began_at, self._known.outlooks)
 
-    def has_hope(self, node: NodeName, priority: int) -> bool:
-        """Whether anybody on the node is leaving, or could be stopped for a task of this priority if nothing
-        shields it. Without hope the node offers no more than is free now."""
-        revision = self.draft.changes.at(node)
-        known = self._known.hopes.get(node)
-        if known is None or known[0] != revision:
-            known = self._known.hopes[node] = revision, self._lowest_on(node)
-        return known[1] < priority
-
-    def _lowest_on(self, node: NodeName) -> int:
-        """-1 if somebody is leaving."""
-        lowest = 101
-        for run in self.draft.runs_on(node):
-            if run.state is TaskState.STOPPING:
-                return -1
-            if is_old_enough(run, self._began_at):
-                lowest = min(lowest, run.priority)
-        leaving = any(
-            holding.is_leaving for book in self.draft.books_on(node) for holding in book.holdings.values()
-        )
-        return -1 if leaving else lowest
+    def outlook(self, node: NodeName, priority: int) -> Outlook:
+        """Of a usable node."""
+        return self._outlooks.of(node, priority)
 
     def of(self, node: NodeName, priority: int) -> Offer:
-        """What a node offers to a task of this priority that has no pledges."""
+        """What a usable node offers to a task of this priority that has no pledges."""
         revision = self.draft.changes.at(node)
         known = self._known.offers.get((node, priority))
         if known is None or known[0] != revision:
@@ -119,23 +97,11 @@ class Offers:
         return known[1]
 
     def _offer(self, node: NodeName, priority: int) -> Offer:
-        found = tuple(
-            candidate
-            for candidate in self._candidates_on(node)
-            if may_be_stopped(candidate.task, priority, self.policy, self._began_at)
-        )
+        outlook = self.outlook(node, priority)
+        found = tuple(cheapest_first(outlook.leavers, self._began_at))
         books = self.draft.usable_books(node, self.policy, self._now)
         sites = tuple(_site(book, priority, found) for book in books)
-        room = self.draft.headroom_soon(node, priority=priority)
-        most = ceiling((site.device, site.most_mb) for site in sites)
-        return Offer(node, room, found, sites, most, after(room, found))
-
-    def _candidates_on(self, node: NodeName) -> list[Candidate]:
-        revision = self.draft.changes.at(node)
-        known = self._known.candidates.get(node)
-        if known is None or known[0] != revision:
-            known = self._known.candidates[node] = revision, candidates(self.draft, node, self._began_at)
-        return known[1]
+        return Offer(node, outlook.soon.beside, found, sites)
 
 
 def _site(book: Book, priority: int, found: Sequence[Candidate]) -> Site:

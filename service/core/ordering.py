@@ -58,12 +58,36 @@ def order_key(own: OwnKey, rank: Rank) -> OrderKey:
 class Kin:
     """The groups of one demand, whoever asks. Compares by identity."""
 
-    __slots__ = ("bands", "demand")
+    __slots__ = ("_most_urgent", "bands", "demand")
 
     def __init__(self, demand: Demand) -> None:
         self.demand = demand
-        self.bands: dict[int, dict[GroupKey, Group]] = {}
-        """Top of the band -> the groups in it; none is empty."""
+        self.bands: dict[int, dict[int, dict[GroupKey, Group]]] = {}
+        """Top of the band -> priority -> the groups of it; none is empty."""
+        self._most_urgent: dict[int, Group] = {}
+
+    def most_urgent_of(self, top: int) -> "Group":
+        """One of the highest priority in a band that has any."""
+        found = self._most_urgent.get(top)
+        if found is None:
+            groups = self.bands[top]
+            found = self._most_urgent[top] = next(iter(groups[max(groups)].values()))
+        return found
+
+    def put(self, group: "Group") -> None:
+        top = band_of(group.priority)[2]
+        self.bands.setdefault(top, {}).setdefault(group.priority, {})[group.key] = group
+        self._most_urgent.pop(top, None)
+
+    def drop(self, group: "Group") -> None:
+        top = band_of(group.priority)[2]
+        likes = self.bands[top][group.priority]
+        del likes[group.key]
+        if not likes:
+            del self.bands[top][group.priority]
+        if not self.bands[top]:
+            del self.bands[top]
+        self._most_urgent.pop(top, None)
 
 
 class Group:
@@ -205,20 +229,18 @@ class PendingQueue:
         kin = self.kin.get(task.demand)
         if kin is None:
             kin = self.kin[task.demand] = Kin(task.demand)
-        groups = kin.bands.setdefault(band_of(task.priority)[2], {})
         key = (task.tenant, task.priority, kin.demand, task.stream)  # one demand for all that are equal
-        group = groups.get(key)
+        group = self.groups.get(key)
         if group is None:
-            group = groups[key] = self.groups[key] = Group(key, kin)
+            group = self.groups[key] = Group(key, kin)
+            kin.put(group)
             self.tenants[task.tenant] += 1
         group.add((task.submitted_at, task.id))
         self._where[task.id] = key
 
     def _drop(self, group: Group) -> None:
-        bands, top = group.kin.bands, band_of(group.priority)[2]
-        del self.groups[group.key], bands[top][group.key]
+        del self.groups[group.key]
+        group.kin.drop(group)
         self.tenants -= Counter((group.tenant,))
-        if not bands[top]:
-            del bands[top]
-        if not bands:
+        if not group.kin.bands:
             del self.kin[group.demand]

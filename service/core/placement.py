@@ -2,9 +2,11 @@
 
 from collections.abc import Iterator
 from heapq import nsmallest
+from math import inf
 
 from service.core.draft import Draft
 from service.core.gang import Gang, grounds_of, place_gang
+from service.core.looks import Looks
 from service.core.memory import Found, Left, Likes, Memory, Standing
 from service.core.need import ceiling, need_mb, unwanted_device, unwanted_node
 from service.core.policy import Policy
@@ -42,10 +44,10 @@ class Places:
         now: Instant,
         memory: Memory | None = None,
         worth: Worth | None = None,
+        looks: Looks | None = None,
     ) -> None:
         """`worth` of places, as it was when the cycle began; None: by room left on the devices."""
-        self.looks = 0
-        """How many nodes were looked at for a task; close looks count more."""
+        self._looks = Looks(inf) if looks is None else looks
         self._draft = draft
         self._policy = policy
         self._now = now
@@ -64,7 +66,7 @@ class Places:
 
         `likes`: under which its places are remembered.
         """
-        self.looks += 1
+        self._looks.taken += 1
         if self._draft.short_of(task, self._policy.custom_limits):
             return None
         if likes is None or self._memory is None:
@@ -82,7 +84,7 @@ class Places:
 
     def gang(self, task: Task) -> Gang | None:
         """Places for the ranks of a gang, all at once."""
-        self.looks += CLOSE_LOOK * len(self._nodes)
+        self._looks.taken += CLOSE_LOOK * len(self._nodes)
         if self._draft.short_of(task, self._policy.custom_limits):
             return None
         return place_gang(task, grounds_of(self._draft, task, self._policy, self._now))
@@ -90,13 +92,13 @@ class Places:
     def on(self, node: NodeName, task: Task) -> Found | None:
         """The best place for a task on one node."""
         demand = task.demand
-        self.looks += 1
+        self._looks.taken += 1
         if node not in self._nodes:
             return None
         ceiling, room = self._left(node, task)
         if not (ceiling.may_fit(demand) and room.fits(task)):
             return None
-        self.looks += CLOSE_LOOK
+        self._looks.taken += CLOSE_LOOK
         far = FAR_MB * unwanted_node(demand, self._draft.world.nodes[node])
         if self._worth is None or demand.placement == "spread":
             return self._by_room(node, task, room.cpu, far)
@@ -115,7 +117,7 @@ class Places:
     def _by_worth(self, node: NodeName, task: Task, cpu: float, far: int, worth: Worth) -> Found | None:
         before = worth.worked_out
         spot = worth.spot(task.demand, self._rows(node, task, cpu))
-        self.looks += CLOSE_LOOK * (worth.worked_out - before)
+        self._looks.taken += CLOSE_LOOK * (worth.worked_out - before)
         if spot is None:
             return None
         devices = []
@@ -133,7 +135,7 @@ class Places:
         revision = self._draft.changes.at(node)
         known = self._memory.rows.get((node, task.priority))
         if known is None or known[0] != revision:
-            self.looks += CLOSE_LOOK
+            self._looks.taken += CLOSE_LOOK
             known = self._memory.rows[node, task.priority] = revision, self._look_along(node, task, cpu)
         return known[1]
 
@@ -149,7 +151,7 @@ class Places:
         lefts = {} if self._memory is None else self._memory.lefts
         known = lefts.get((node, task.priority))
         if known is None or known[0] != revision:
-            self.looks += CLOSE_LOOK
+            self._looks.taken += CLOSE_LOOK
             known = lefts[node, task.priority] = revision, self._look(node, None, task.priority)
         return known[1]
 

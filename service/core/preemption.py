@@ -3,14 +3,20 @@
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from heapq import heapify, heappop, heappush
 from math import inf
+from typing import NamedTuple
 
 from service.core.draft import Draft
+from service.core.looks import Looks
 from service.core.need import need_mb
 from service.core.offers import Offer, Offers, Site
 from service.core.task import Task
 from service.core.units import DeviceKey, Instant, Mib, NodeName
 from service.core.victims import EXACT_LIMIT, Candidate, Cost, Suffices, after, cheapest, cost_of, filled_back
+
+CLOSE_LOOK = 10
+"""A look at all who may be stopped on a node costs as much as so many at what the node has at most."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,44 +46,135 @@ class _Option:
     cost: Cost
 
 
-def plan_eviction(offers: Offers, task: Task, now: Instant) -> Eviction | None:
-    """The eviction that is best for a task, of all nodes; None if there is none, or if it need only wait."""
-    found = choose(offers, task, now, offers.nodes)
-    return found if isinstance(found, Eviction) else None
+class _Way(NamedTuple):
+    least: Cost
+    """It costs no less to make room there."""
+    node: NodeName
+    is_close: bool
+    """That comes of a close look."""
 
 
-def choose(offers: Offers, task: Task, now: Instant, nodes: Iterable[NodeName]) -> Eviction | NodeName | None:
-    """The eviction that costs least: lost GPU-seconds, then number of victims, then node and device names.
+def may_preempt(offers: Offers, task: Task) -> bool:
+    """Only demands for GPUs preempt, because freed memory can be kept for the preemptor and a freed CPU
+    cannot; and nobody is stopped for a task that a limit of the whole cluster keeps from running."""
+    policy = offers.policy
+    if not policy.preemption or not task.demand.gpus:
+        return False
+    return not offers.draft.short_of(task, policy.custom_limits)
 
-    Only runs of strictly lower priority are named, and only if the task fits once they have left. What is
-    leaving anyway and is promised to nobody counts first: if that alone will do, the task waits. Only
-    demands for GPUs preempt, because freed memory can be kept for the preemptor and a freed CPU cannot.
 
-    `nodes` in name order: the others need offer nothing. The name of a node says that it has room coming.
-    """
-    best = _best_option(offers, task, nodes)
-    if best is None:
-        return None
-    if not best.victims:
-        return best.offer.node
-    victims = sorted((candidate.task for candidate in best.victims), key=lambda run: run.id)
-    deadlines = [now + victim.grace_seconds for victim in victims]
-    for site, need in best.targets:
-        if site.after_mb(best.victims) - site.soon_mb + site.free_mb < need:
-            deadlines += deadlines_of_leavers(offers.draft, site.device.key)
-    devices = sorted((site.device.key, need) for site, need in best.targets)
-    return Eviction(best.offer.node, tuple(devices), tuple(victims), Instant(max(deadlines)))
+def is_coming(offers: Offers, task: Task, node: NodeName) -> bool:
+    """Whether the task could run there if only those left who are leaving."""
+    return node in offers.nodes and offers.outlook(node, task.priority).soon.fits(task)
 
 
 def could_make_room(offers: Offers, task: Task, node: NodeName) -> bool:
-    """Whether the task could run on the node if everybody left who is leaving or may be stopped for it."""
-    if not offers.policy.preemption or not task.demand.gpus or not offers.has_hope(node, task.priority):
-        return False
-    offer = offers.of(node, task.priority)
-    if not (offer.most.may_fit(task.demand) and offer.most_room.fits(task)):
-        return False
-    targets = _targets(offer, task)
-    return len(targets) >= task.demand.gpus and _suffices(offer, task, targets)(offer.found)
+    """Whether it could if everybody left who is leaving or may be stopped for it."""
+    return node in offers.nodes and offers.outlook(node, task.priority).most.fits(task)
+
+
+def plan_eviction(offers: Offers, task: Task, now: Instant) -> Eviction | None:
+    """The eviction that is best for a task, of all nodes; None if there is none, or if it need only wait."""
+    if not may_preempt(offers, task):
+        return None
+    search = Search(task, offers.nodes)
+    search.go_on(offers, Looks(inf))
+    return search.eviction(offers, now)
+
+
+class Search:
+    """For the eviction that costs least: lost GPU-seconds, then number of victims, then node and devices.
+
+    Only runs of strictly lower priority are named, and only if the task fits once they have left. What is
+    leaving anyway and is promised to nobody counts first: if that alone will do, the task waits.
+
+    Nodes are looked at in the order of what stopping somebody there costs at least, until no other can be
+    better. The search can be left at any time, and gone on with when nodes have changed.
+    """
+
+    def __init__(self, task: Task, nodes: Iterable[NodeName]) -> None:
+        """`nodes`: the others need offer nothing."""
+        self.task = task
+        self.coming_on: NodeName | None = None
+        """A node that will have room without anybody being asked; then the search is over."""
+        self._nodes = set(nodes)
+        self._unseen = set(self._nodes)
+        self._ways: list[_Way] = []
+        """A heap."""
+        self._best: _Option | None = None
+
+    def look_again(self, nodes: Iterable[NodeName]) -> None:
+        """Something changed there since the search was left."""
+        again = set(nodes)
+        self._nodes |= again
+        if self._best is not None and self._best.offer.node in again:
+            again = self._nodes
+            self._best = None
+        self._unseen |= again
+        self._ways = [way for way in self._ways if way.node not in again]
+        heapify(self._ways)
+
+    def go_on(self, offers: Offers, looks: Looks) -> bool:
+        """Whether the search has come to its end."""
+        while self._step(offers, looks):
+            if looks.call_for_a_pause:
+                return False
+        return True
+
+    def _step(self, offers: Offers, looks: Looks) -> bool:
+        """False if there is nothing more to do."""
+        if self._unseen:
+            self._look_at(offers, self._unseen.pop(), looks)
+            return self.coming_on is None
+        if not self._ways or self._is_settled(self._ways[0]):
+            return False
+        self._try(offers, heappop(self._ways), looks)
+        return True
+
+    def eviction(self, offers: Offers, now: Instant) -> Eviction | None:
+        """What was found, at the end."""
+        best = self._best
+        if best is None or self.coming_on is not None:
+            return None
+        victims = sorted((candidate.task for candidate in best.victims), key=lambda run: run.id)
+        deadlines = [now + victim.grace_seconds for victim in victims]
+        for site, need in best.targets:
+            if site.after_mb(best.victims) - site.soon_mb + site.free_mb < need:
+                deadlines += deadlines_of_leavers(offers.draft, site.device.key)
+        devices = sorted((site.device.key, need) for site, need in best.targets)
+        return Eviction(best.offer.node, tuple(devices), tuple(victims), Instant(max(deadlines)))
+
+    def _look_at(self, offers: Offers, node: NodeName, looks: Looks) -> None:
+        looks.taken += 1
+        if could_make_room(offers, self.task, node):
+            if is_coming(offers, self.task, node):
+                self.coming_on = node
+            else:
+                heappush(self._ways, _Way((0.0, 1), node, False))
+
+    def _is_settled(self, way: _Way) -> bool:
+        """Neither this way nor one that costs more is better than what was found."""
+        return self._best is not None and way[:2] >= (self._best.cost, self._best.offer.node)
+
+    def _try(self, offers: Offers, way: _Way, looks: Looks) -> None:
+        task, best, node = self.task, self._best, way.node
+        offer = offers.of(node, task.priority)
+        looks.taken += CLOSE_LOOK
+        if not way.is_close:
+            heappush(self._ways, _Way(_least_cost(offer, task), node, True))
+            return
+        below = (inf, 0)
+        if best is not None:  # of two that cost the same, the one whose node comes first by name
+            below = best.cost if best.offer.node < node else (best.cost[0], best.cost[1] + 1)
+        find = _on_one if task.demand.gpus == 1 else _on_several
+        self._best = find(offer, task, below) or best
+
+
+def _least_cost(offer: Offer, task: Task) -> Cost:
+    """No way to make room on this node costs less: at least so many devices have to be cleared one by one."""
+    costs = sorted(site.least_cost(need - site.soon_mb) for site, need in _targets(offer, task))
+    least = (0.0, 0) if offer.room.fits(task) else (offer.found[0].lost, 1)
+    return max(least, costs[task.demand.gpus - 1])
 
 
 def _targets(offer: Offer, task: Task) -> list[Target]:
@@ -88,56 +185,34 @@ def _targets(offer: Offer, task: Task) -> list[Target]:
     ]
 
 
-def _best_option(offers: Offers, task: Task, nodes: Iterable[NodeName]) -> _Option | None:
-    """Nodes and devices are looked at by name, and a later one must cost less: names decide ties."""
-    policy = offers.policy
-    if not policy.preemption or not task.demand.gpus:
-        return None
-    if offers.draft.short_of(task, policy.custom_limits):
-        return None
+def _on_one(offer: Offer, task: Task, below: Cost) -> _Option | None:
+    """The best way to one device of this node; None if there is none that costs less than this."""
     best: _Option | None = None
-    for node in nodes:
-        if not could_make_room(offers, task, node):
-            continue
-        offer = offers.of(node, task.priority)
-        best = _on_one(offer, task, best) if task.demand.gpus == 1 else _on_several(offer, task, best)
-        if best is not None and not best.victims:
-            return best
-    return best
-
-
-def _on_one(offer: Offer, task: Task, best: _Option | None) -> _Option | None:
-    """The best way to one device of this node, if it costs less than the best so far."""
     has_room = offer.room.fits(task)
-    for site in offer.sites:
-        need = need_mb(task.demand, site.device)
-        if need is None or need > site.most_mb:
-            continue
-        target = (site, need)
-        if has_room and need <= site.soon_mb:
-            return _Option(offer, (target,), (), (0.0, 0))
-        if has_room and site.least_cost(need - site.soon_mb) < _cost(best):
-            victims = cheapest(site.holders, partial(_clears, site, need), _cost(best))
-            best = _cheaper(best, offer, task, [target], victims)
-        elif not has_room and _may_cost_less(offer.found, best):
-            victims = cheapest(offer.found, _suffices(offer, task, [target]), _cost(best))
-            best = _cheaper(best, offer, task, [target], victims)
+    for target in _targets(offer, task):
+        site, need = target
+        victims: Sequence[Candidate] | None = None
+        if not has_room:
+            victims = cheapest(offer.found, _suffices(offer, task, [target]), below)
+        elif site.least_cost(need - site.soon_mb) < below:
+            victims = cheapest(site.holders, partial(_clears, site, need), below)
+        if victims is not None:
+            best, below = _option(offer, task, [target], victims), cost_of(victims)
     return best
 
 
-def _on_several(offer: Offer, task: Task, best: _Option | None) -> _Option | None:
+def _on_several(offer: Offer, task: Task, below: Cost) -> _Option | None:
     """The same for several devices: exact for few candidates; above, device by device and filled back."""
     targets = _targets(offer, task)
-    suffices = _suffices(offer, task, targets)
-    if suffices(()):
-        return _Option(offer, tuple(targets), (), (0.0, 0))
-    if not _may_cost_less(offer.found, best):
-        return best
     if len(offer.found) <= EXACT_LIMIT:
-        return _cheaper(best, offer, task, targets, cheapest(offer.found, suffices, _cost(best)))
-    targets, order = _cheapest_devices(targets, task.demand.gpus, offer.found)
-    suffices = _suffices(offer, task, targets)
-    return _cheaper(best, offer, task, targets, filled_back(order, suffices) if suffices(order) else None)
+        victims = cheapest(offer.found, _suffices(offer, task, targets), below)
+    else:
+        targets, order = _cheapest_devices(targets, task.demand.gpus, offer.found)
+        suffices = _suffices(offer, task, targets)
+        victims = filled_back(order, suffices) if suffices(order) else None
+        if victims is not None and cost_of(victims) >= below:
+            victims = None
+    return None if victims is None else _option(offer, task, targets, victims)
 
 
 def _suffices(offer: Offer, task: Task, targets: Sequence[Target]) -> Suffices:
@@ -150,25 +225,8 @@ def _suffices(offer: Offer, task: Task, targets: Sequence[Target]) -> Suffices:
     return suffices
 
 
-def _may_cost_less(found: Sequence[Candidate], best: _Option | None) -> bool:
-    """Whoever is stopped, it costs at least as much as the cheapest of them."""
-    return bool(found) and (found[0].lost, 1) < _cost(best)
-
-
-def _cost(best: _Option | None) -> Cost:
-    return (inf, 0) if best is None else best.cost
-
-
-def _cheaper(
-    best: _Option | None,
-    offer: Offer,
-    task: Task,
-    targets: Sequence[Target],
-    victims: Sequence[Candidate] | None,
-) -> _Option | None:
-    """The better of the best so far and of stopping these; of the devices then free, the fullest."""
-    if victims is None or cost_of(victims) >= _cost(best):
-        return best
+def _option(offer: Offer, task: Task, targets: Sequence[Target], victims: Sequence[Candidate]) -> _Option:
+    """To stop these; of the devices that are then free, the fullest."""
     left = [(site.after_mb(victims) - need, site.device.key, (site, need)) for site, need in targets]
     roomy = sorted(option for option in left if option[0] >= 0)
     chosen = tuple(target for _, _, target in roomy[: task.demand.gpus])

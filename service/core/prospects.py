@@ -1,17 +1,18 @@
 """Whether there is anything to be found for a task at all, without looking twice at what did not change."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 from service.core.draft import Draft
 from service.core.gang import Gang
 from service.core.gang_eviction import choose_for_gang
-from service.core.memory import GangRefusal, Memory, Refusal, Standing
+from service.core.looks import Looks
+from service.core.memory import GangRefusal, Memory, Pursuit, Refusal, Standing
 from service.core.offers import Offers
-from service.core.ordering import Group, GroupKey, Kin
+from service.core.ordering import Group, Kin
 from service.core.placement import CLOSE_LOOK, Places
 from service.core.policy import Policy
-from service.core.preemption import Eviction, choose, could_make_room
+from service.core.preemption import Eviction, Search, could_make_room, is_coming, may_preempt
 from service.core.task import Placement, Task
 from service.core.units import Instant, NodeName, TaskId
 
@@ -20,17 +21,22 @@ class Prospects:
     """Of one draft. Tasks with pledges of their own are no concern of it."""
 
     def __init__(
-        self, draft: Draft, policy: Policy, now: Instant, memory: Memory, places: Places, offers: Offers
+        self,
+        draft: Draft,
+        policy: Policy,
+        now: Instant,
+        memory: Memory,
+        places: Places,
+        offers: Offers,
+        looks: Looks,
     ) -> None:
+        self.looks = looks
         self._draft = draft
         self._policy = policy
         self._now = now
         self._memory = memory
         self._places = places
         self._offers = offers
-
-    def _probe(self, group: Group) -> Task:
-        return replace(self._draft.world.tasks[group.member(0)[1]], id=TaskId(""))
 
     def is_refused(self, group: Group) -> bool:
         """Whether it is known, or a look at what changed tells, that there is neither room for such tasks
@@ -44,18 +50,25 @@ class Prospects:
 
     def has_nothing(self, group: Group) -> bool:
         """The same, and it is so for lower priorities as well."""
-        if group.demand.counted and self._draft.short_of(self._probe(group), self._policy.custom_limits):
+        if group.demand.counted and self._is_short(group):
             return True
-        refusals = self._memory.refusals.get(group.kin)
-        if not refusals or group.demand.bundles:
-            return False
-        higher = [r for p, r in refusals.items() if p >= group.priority and r.coming_on is None]
-        grown = self._memory.growth.revision
-        return any(r.grown == grown for r in higher) or any(self._still_holds(r) for r in higher[:1])
+        for priority, known in self._memory.refusals.get(group.kin, {}).items():
+            if priority >= group.priority and known.coming_on is None and self._still_holds(known):
+                return True
+        return False
+
+    def _is_short(self, group: Group) -> bool:
+        likes, changed = (group.kin, group.priority), self._memory.changes.revision
+        known = self._memory.shortages.get(likes)
+        if known is None or known[0] != changed:
+            probe = replace(self._draft.world.tasks[group.member(0)[1]], id=TaskId(""))
+            is_short = bool(self._draft.short_of(probe, self._policy.custom_limits))
+            known = self._memory.shortages[likes] = changed, is_short
+        return known[1]
 
     def _is_refused_gang(self, group: Group) -> bool:
         changes, growth = self._memory.changes, self._memory.growth
-        known = self._memory.gangs.get(group.key)
+        known = self._memory.gangs.get((group.kin, group.priority))
         if known is None or known.grown != growth.revision:
             return group.demand.counted != () and self.has_nothing(group)
         if any(changes.at(node) > known.changed for node in known.coming_on):
@@ -63,58 +76,79 @@ class Prospects:
         self._memory.awaited.update(known.coming_on)
         return True
 
-    def gang(self, task: Task, key: GroupKey) -> Gang | Eviction | None:
+    def gang(self, task: Task, kin: Kin) -> Gang | Eviction | None:
         """Places for the ranks of a gang, or the best eviction if there are none; None, which is remembered,
         if there is neither, or if it need only wait."""
         found = self._places.gang(task)
         if found is not None:
             return found
-        self._places.looks += CLOSE_LOOK * len(self._offers.nodes)
+        self.looks.taken += CLOSE_LOOK * len(self._offers.nodes)
         way = choose_for_gang(self._offers, task, self._now)
         if isinstance(way, Eviction):
             return way
         coming_on = () if way is None else way.nodes
         changed, grown = self._memory.changes.revision, self._memory.growth.revision
-        self._memory.gangs[key] = GangRefusal(changed, grown, coming_on)
+        self._memory.gangs[kin, task.priority] = GangRefusal(changed, grown, coming_on)
         self._memory.awaited.update(coming_on)
         return None
 
     def place(self, task: Task, kin: Kin) -> Placement | None:
         """The best place for a task."""
         likes = (kin, task.priority)
-        known, standing = self._known(kin, task.priority), self._memory.standings.get(likes)
-        if known is not None and (standing is None or standing.seen < known.changed):
-            self._memory.standings[likes] = Standing(known.changed)
+        seen = max((known.changed for known in self._known(kin, task.priority)), default=0)
+        standing = self._memory.standings.get(likes)
+        if standing is None or standing.seen < seen:
+            self._memory.standings[likes] = Standing(seen)
         return self._places.best(task, likes)
 
-    def eviction(self, task: Task, kin: Kin) -> Eviction | None:
+    def eviction(self, task: Task, kin: Kin) -> Eviction | Search | None:
         """The best eviction for a task for which there is no place; None, which is remembered, if there is
-        none, or if it need only wait."""
-        known = self._known(kin, task.priority)
-        nodes: Iterable[NodeName] = self._offers.nodes
-        ruled_out = 0 if known is None else known.ruled_out
-        if ruled_out:
-            nodes = sorted(set(self._memory.growth.since(ruled_out)).intersection(nodes))
-        found = choose(self._offers, task, self._now, nodes)
-        if isinstance(found, Eviction):
-            return found
-        changed, grown = self._memory.changes.revision, self._memory.growth.revision
-        probe = replace(task, id=TaskId(""))
-        refusal = Refusal(probe, changed, grown, ruled_out if found else grown, found)
-        self._memory.refusals.setdefault(kin, {})[task.priority] = refusal
-        if found is not None:
-            self._memory.awaited.add(found)
+        none, or if it need only wait. A search that is not at its end is gone on with when asked again."""
+        coming_on = self._coming_on(task, kin)
+        if coming_on is None and may_preempt(self._offers, task):
+            search = self._memory.resume(task) or Search(task, self._worth_a_look(task, kin))
+            if not search.go_on(self._offers, self.looks):
+                self._memory.pursuit = Pursuit(search, self._memory.changes.revision)
+                return search
+            found = search.eviction(self._offers, self._now)
+            if found is not None:
+                return found
+            coming_on = search.coming_on
+        self._refuse(task, kin, coming_on)
         return None
 
-    def _known(self, kin: Kin, priority: int) -> Refusal | None:
-        """What was found at this priority, or at the next higher one at which there was nothing at all."""
-        refusals = self._memory.refusals.get(kin)
-        if not refusals:
-            return None
-        if priority in refusals:
-            return refusals[priority]
-        higher = [known for known, refusal in refusals.items() if known > priority and not refusal.coming_on]
-        return refusals[min(higher)] if higher else None
+    def _coming_on(self, task: Task, kin: Kin) -> NodeName | None:
+        """A node on which room is coming for this task as for its likes of higher priority."""
+        nodes = (known.coming_on for known in self._known(kin, task.priority))
+        return next((node for node in nodes if node and is_coming(self._offers, task, node)), None)
+
+    def _worth_a_look(self, task: Task, kin: Kin) -> Iterable[NodeName]:
+        """The usable nodes without those that had nothing when they were last looked at."""
+        ruled_out = max((known.ruled_out for known in self._known(kin, task.priority)), default=0)
+        if not ruled_out:
+            return self._offers.nodes
+        return self._offers.nodes.intersection(self._memory.growth.since(ruled_out))
+
+    def _refuse(self, task: Task, kin: Kin, coming_on: NodeName | None) -> None:
+        changed, grown = self._memory.changes.revision, self._memory.growth.revision
+        ruled_out = max((known.ruled_out for known in self._known(kin, task.priority)), default=0)
+        if coming_on is None:
+            ruled_out = grown
+        else:
+            self._memory.awaited.add(coming_on)
+        refusals = self._memory.refusals.setdefault(kin, {})
+        if coming_on is None:
+            for covered in [priority for priority in refusals if priority < task.priority]:
+                del refusals[covered]
+        probe = replace(task, id=TaskId(""))
+        refusals[task.priority] = Refusal(probe, changed, grown, ruled_out, coming_on)
+
+    def _known(self, kin: Kin, priority: int) -> Iterator[Refusal]:
+        """What was found at this and at higher priorities. Where these found no room, or nobody to stop,
+        there was none at this one either."""
+        for at, known in self._memory.refusals.get(kin, {}).items():
+            if at >= priority:
+                yield known
 
     def _still_holds(self, known: Refusal) -> bool:
         changes, growth = self._memory.changes, self._memory.growth
@@ -122,23 +156,25 @@ class Prospects:
         moved = node is not None and changes.at(node) > known.changed
         if known.grown == growth.revision and not moved:
             return True
-        if moved and node is not None and not self._is_coming(node, known.probe):
+        if known.broken == changes.revision:
             return False
-        grown = growth.since(known.grown)
-        for other in grown:
-            if self._places.on(other, known.probe) is not None:
-                return False
-            if node is None:
-                self._places.looks += 1
-                if could_make_room(self._offers, known.probe, other):
-                    self._places.looks += CLOSE_LOOK
-                    return False
-        if node is not None:
-            self._memory.awaited.add(node)
-        known.changed, known.grown = changes.revision, growth.revision
+        if not self._is_confirmed(known, moved=moved):
+            known.broken = changes.revision
+            return False
         if node is None:
             known.ruled_out = growth.revision
+        else:
+            self._memory.awaited.add(node)
+        known.changed, known.grown = changes.revision, growth.revision
         return True
 
-    def _is_coming(self, node: NodeName, probe: Task) -> bool:
-        return choose(self._offers, probe, self._now, [node]) == node
+    def _is_confirmed(self, known: Refusal, *, moved: bool) -> bool:
+        """By a look at the nodes that have changed since."""
+        probe, node = known.probe, known.coming_on
+        if moved and node is not None and not is_coming(self._offers, probe, node):
+            return False
+        grown = self._memory.growth.since(known.grown)
+        if node is None and self._policy.preemption and probe.demand.gpus:
+            self.looks.taken += len(grown)
+            return not any(could_make_room(self._offers, probe, other) for other in grown)
+        return all(self._places.on(other, probe) is None for other in grown)

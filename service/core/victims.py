@@ -1,6 +1,6 @@
 """Who may be asked to leave, what that would cost, and the cheapest set of them that makes room."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from math import inf
 
@@ -21,33 +21,43 @@ Suffices = Callable[[Sequence["Candidate"]], bool]
 
 
 @dataclass(frozen=True, slots=True)
-class Candidate:
-    """A task that may be stopped, and what it would give back: a gang as a whole."""
+class Stoppable:
+    """A task that may be stopped for somebody, and what it would give back: a gang as a whole."""
 
     task: Task
-    lost: float
-    """GPU-seconds of work since its start or newest checkpoint."""
     frees: dict[DeviceKey, int]
     """MiB by device, of all its ranks."""
     parts: tuple[Task, ...]
     """Its ranks on that node."""
 
 
-def candidates(draft: Draft, node: NodeName, began_at: Instant) -> list[Candidate]:
-    """Every run of a node that could be stopped for somebody, cheapest first:
+@dataclass(frozen=True, slots=True)
+class Candidate(Stoppable):
+    lost: float
+    """GPU-seconds of work since its start or newest checkpoint."""
+
+
+def stoppable(draft: Draft, node: NodeName, began_at: Instant) -> list[Stoppable]:
+    """Every task with a run on a node that could be stopped for somebody, in no particular order.
+
+    What was admitted in this very cycle, which began then, may begin first.
+    """
+    return [
+        Stoppable(run, _frees(draft, run), tuple(parts_on(run, node)))
+        for run in draft.runs_on(node)
+        if run.state in (TaskState.ADMITTED, TaskState.RUNNING) and is_old_enough(run, began_at)
+    ]
+
+
+def cheapest_first(runs: Iterable[Stoppable], now: Instant) -> list[Candidate]:
+    """In the order in which they are considered:
 
     1. fewer lost GPU-seconds
     2. lower priority
     3. more memory given back
     4. smaller id
-
-    What was admitted in this very cycle, which began then, may begin first.
     """
-    found = [
-        Candidate(run, lost_gpu_seconds(run, began_at), _frees(draft, run), tuple(parts_on(run, node)))
-        for run in draft.runs_on(node)
-        if run.state in (TaskState.ADMITTED, TaskState.RUNNING) and is_old_enough(run, began_at)
-    ]
+    found = [Candidate(run.task, run.frees, run.parts, lost_gpu_seconds(run.task, now)) for run in runs]
     return sorted(found, key=lambda c: (c.lost, c.task.priority, -sum(c.frees.values()), c.task.id))
 
 
@@ -82,7 +92,7 @@ def lost_gpu_seconds(run: Task, now: Instant) -> float:
     return max(0.0, now - saved_at) * max(1, gpus_of(run))
 
 
-def after(room: Headroom, leavers: Sequence[Candidate]) -> Headroom:
+def after(room: Headroom, leavers: Iterable[Stoppable]) -> Headroom:
     for leaver in leavers:
         for part in leaver.parts:
             room = room.with_room_of(part)

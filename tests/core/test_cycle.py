@@ -348,17 +348,18 @@ def test_tasks_start_in_the_order_of_their_aged_priority():
     assert started(cycle(a_world(a_node(), aged, a_task("new", priority=60)))) == ["aged", "new"]
 
 
-def test_what_was_refused_costs_no_look_in_the_next_slice():
+def test_what_was_refused_costs_no_look_in_the_next_cycle():
     world = a_world(
         holding(a_task("peer", priority=95, gpu_mb=80 * GIB), "gpu0"),
         *(a_task(f"t{n}", gpu_mb=10 * GIB) for n in range(4)),
         a_task("cpu", priority=5, cpu=1.0),
     )
     memory = Memory()
-    first = plan_cycle(world, POLICY, NOW, budget=1, memory=memory)
-    second = plan_cycle(world, POLICY, NOW, first.cursor, budget=1, memory=memory)
-    assert first.decisions == ()
-    assert started(list(second.decisions)) == ["cpu"]
+    first = plan_cycle(world, POLICY, NOW, memory=memory)
+    commit(world, first.decisions)
+    submit(world, a_task("late", priority=5, cpu=1.0))
+    assert started(list(first.decisions)) == ["cpu"]
+    assert started(list(plan_cycle(world, POLICY, NOW, budget=2, memory=memory).decisions)) == ["late"]
 
 
 def test_what_the_cycle_itself_has_admitted_is_not_stopped_in_a_later_slice():
