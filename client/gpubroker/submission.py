@@ -55,6 +55,9 @@ class SubmitOptions(TypedDict, total=False):
     """As `nodes`, and no more than a wish."""
     pool: str
     """The operator's pool whose devices and amounts it uses."""
+    roles: Mapping[str, Mapping[str, Any]]
+    """Instead of sizes: those of each of several roles that take turns, such as
+    `{"train": {"gpu_mb": 40960}, "generate": {"gpu_mb": 20480, "cpu": 4}}`. It gets the most of each."""
     placement: str
     """`pack` (default) fills devices that are in use, `spread` takes empty ones first."""
     model_type: str
@@ -94,7 +97,7 @@ class SubmitOptions(TypedDict, total=False):
 
 _RESOURCES = (
     "gpu_mb", "gpus", "gpu_fraction", "exclusive", "cpu", "memory_mb", "custom",
-    "kinds", "min_power", "min_device_mb", "nodes", "prefer_kinds", "prefer_nodes", "pool",
+    "kinds", "min_power", "min_device_mb", "nodes", "prefer_kinds", "prefer_nodes", "pool", "roles",
 )  # fmt: skip
 _TOP_LEVEL = (
     "name", "priority", "model_type", "stream", "placement", "labels", "env",

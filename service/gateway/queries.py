@@ -6,7 +6,8 @@ from typing import Annotated, ClassVar
 from pydantic import BaseModel, ConfigDict, Field
 
 from service.core.task import TaskState
-from service.gateway.schemas import LABEL_KEY, LabelValue, Name, Priority
+from service.gateway.body import LABEL_KEY
+from service.gateway.schemas import LabelValue, Name, Priority
 
 
 class Query(BaseModel):

@@ -25,11 +25,13 @@ from service.gateway.body import (
     DeadlineAt,
     DeadlineSeconds,
     ExpectedSeconds,
+    LabelKey,
     NotBefore,
     QueueTtlSeconds,
 )
 from service.gateway.gpu_size import GpuMb
 from service.gateway.identity import Scope
+from service.gateway.roles import Role, most_of
 
 ENV_BYTES = 32 * 1024
 RESERVED_ENV = ("CUDA_", "NVIDIA_", "RAY_", "GPUBROKER_", "LD_", "PYTHON")
@@ -95,8 +97,6 @@ def _line(most: int, least: int = 0) -> StringConstraints:
 
 Text = Annotated[str, StringConstraints(pattern=r"^[^\x00]*$")]
 Name = Annotated[str, _line(200)]
-LABEL_KEY = "[A-Za-z0-9]([A-Za-z0-9._/-]{0,61}[A-Za-z0-9])?"
-LabelKey = Annotated[str, StringConstraints(pattern=f"^{LABEL_KEY}$")]
 LabelValue = Annotated[str, _line(255)]
 Priority = Annotated[
     int,
@@ -249,6 +249,21 @@ class Resources(Body):
         str, _line(100), Field(description="The pool whose devices and amounts it uses, by name.")
     ] = ""
 
+    roles: Annotated[
+        dict[LabelKey, Role],
+        Field(
+            max_length=32,
+            description="Instead of sizes: what each of several roles needs that take turns in one process, "
+            "such as training and generating. The task asks for the most of each; it finds their names in "
+            "GPUBROKER_ROLES.",
+            examples=[{"train": {"gpu_mb": 40960}, "generate": {"gpu_mb": 20480, "cpu": 4}}],
+        ),
+    ] = Field(default_factory=dict)
+
+    def settled(self) -> "Resources":
+        """With the sizes that its roles come to."""
+        return self.model_copy(update=most_of(self.roles.values())) if self.roles else self
+
     @property
     def names_devices(self) -> bool:
         """Asks for some GPUs and not for others, which is to ask for one."""
@@ -264,9 +279,12 @@ class Resources(Body):
 
     @model_validator(mode="after")
     def _agree(self) -> Self:
-        if self.gpu_mb is not None and self.gpu_fraction is not None:
+        if self.roles and (self.mentions_gpus or self.custom or self.cpu is not None or self.memory_mb):
+            raise PydanticCustomError("contradiction", "give sizes or roles, not both: roles have the sizes")
+        asked = self.settled()
+        if asked.gpu_mb is not None and asked.gpu_fraction is not None:
             raise PydanticCustomError("contradiction", "give gpu_mb or gpu_fraction, not both")
-        if self.gpus == 0 and (self.wants_gpu or self.names_devices):
+        if asked.gpus == 0 and (asked.wants_gpu or asked.names_devices):
             raise PydanticCustomError(
                 "contradiction",
                 "gpus is 0, but gpu_mb, gpu_fraction, exclusive, kinds, min_power or min_device_mb asks for "

@@ -18,15 +18,16 @@ from service.gateway.faults import refused
 from service.gateway.gpu_size import LEARNED, GpuSize
 from service.gateway.parts import Defaults, ModelType
 from service.gateway.problems import Fault
+from service.gateway.roles import ROLES_VARIABLE
 from service.gateway.schemas import Command, Entrypoint, Function, Resources, SubmitTask
 from service.gateway.timing import timing_of
 from service.gateway.views import (
+    DemandView,
     DeviceShare,
     ErrorView,
     EventView,
     PendingView,
     ProgressView,
-    ResourcesView,
     RunView,
     TaskView,
 )
@@ -49,12 +50,13 @@ def subject_of(body: SubmitTask) -> str:
 def gpu_mb_of(body: SubmitTask, defaults: Defaults) -> GpuSize | None:
     """As the submit says, else as is usual for its model type, if it says nothing of GPUs at all."""
     usual = defaults.model_types.get(body.model_type, _NO_TYPE)
-    return body.resources.gpu_mb if body.resources.mentions_gpus else usual.gpu_mb
+    resources = body.resources.settled()
+    return resources.gpu_mb if resources.mentions_gpus else usual.gpu_mb
 
 
 def demand_of(body: SubmitTask, defaults: Defaults, learned: Size | None = None) -> Demand:
     """A GPU size without a number of GPUs means one. CPU left out is the default, or none beside GPUs."""
-    resources, usual = body.resources, defaults.model_types.get(body.model_type, _NO_TYPE)
+    resources, usual = body.resources.settled(), defaults.model_types.get(body.model_type, _NO_TYPE)
     gpu_mb = gpu_mb_of(body, defaults)
     wants_gpu = resources.wants_gpu or resources.names_devices or gpu_mb is not None
     gpus = int(wants_gpu) if resources.gpus is None else resources.gpus
@@ -99,7 +101,7 @@ def task_of(
         max_retries=_first(body.max_retries, usual.max_retries, defaults.max_retries),
         timeout_seconds=None if timeout is None else Seconds(timeout),
         grace_seconds=Seconds(grace),
-        shareable=shares and not body.env,
+        shareable=shares and not _env_of(body),
         not_before=timing.not_before,
         after=after,
         awaits=bool(after),
@@ -161,13 +163,18 @@ def spec_of(body: SubmitTask, arguments: bytes, digest: str | None, learned: Siz
         arguments=arguments if digest is None else b"",
         arguments_digest=digest,
         python=run.python if isinstance(run, Function) else "",
-        env=body.env,
+        env=_env_of(body),
         result_format=body.result_format,
         labels=body.labels,
         model_type=body.model_type,
         working_directory=(run.working_directory or "") if isinstance(run, Command) else "",
         sizing=None if learned is None else asdict(learned),
     )
+
+
+def _env_of(body: SubmitTask) -> Mapping[str, str]:
+    roles = body.resources.roles
+    return {**body.env, ROLES_VARIABLE: ",".join(sorted(roles))} if roles else body.env
 
 
 def rfc3339(at: Instant) -> str:
@@ -204,7 +211,10 @@ def task_view(record: TaskRecord, live: Live = NOTHING_LIVE) -> TaskView:
         "priority": task.priority,
         "band": band_of(task.priority)[0],
         "run": _run_view(spec),
-        "resources": _resources_view(task.demand),
+        "resources": {
+            **_resources_view(task.demand),
+            "roles": spec.env[ROLES_VARIABLE].split(",") if ROLES_VARIABLE in spec.env else [],
+        },
         "sizing": sizing_view(spec.sizing),
         "placement": task.demand.placement,
         "max_retries": task.max_retries,
@@ -278,7 +288,7 @@ def _run_view(spec: RunSpec) -> RunView:
     }
 
 
-def _resources_view(demand: Demand) -> ResourcesView:
+def _resources_view(demand: Demand) -> DemandView:
     where = demand.where
     return {
         "gpus": demand.gpus,

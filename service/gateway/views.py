@@ -23,7 +23,7 @@ class RunView(TypedDict):
     command: list[str] | None
 
 
-class ResourcesView(TypedDict):
+class DemandView(TypedDict):
     gpus: int
     gpu_mb: int | None
     gpu_fraction: float | None
@@ -38,6 +38,10 @@ class ResourcesView(TypedDict):
     prefer_kinds: list[str]
     prefer_nodes: dict[str, list[str]]
     pool: str
+
+
+class ResourcesView(DemandView):
+    roles: Annotated[list[str], Field(description="Roles whose most the sizes are, by name.")]
 
 
 class DeviceShare(TypedDict):

@@ -44,6 +44,7 @@ async def test_what_a_submit_leaves_out_is_filled_in(api: Client) -> None:
         "prefer_kinds": [],
         "prefer_nodes": {},
         "pool": "",
+        "roles": [],
     }
 
 

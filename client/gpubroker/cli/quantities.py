@@ -78,3 +78,16 @@ def pairs(words: list[str], option: str) -> dict[str, str]:
             raise typer.BadParameter(f"{option} {word!r} must be NAME=VALUE")
         found[name] = value
     return found
+
+
+def sizes(text: str) -> dict[str, float]:
+    """`gpu_mb:40GiB,cpu:4` as `{"gpu_mb": 40960, "cpu": 4.0}`."""
+    found: dict[str, float] = {}
+    for part in text.split(","):
+        name, colon, value = part.partition(":")
+        if not name or not colon:
+            raise typer.BadParameter(f"{part!r} must be SIZE:AMOUNT, such as gpu_mb:40GiB or cpu:4")
+        found[name] = size_mb(value) if name.endswith("_mb") else amount(value)
+        if name == "gpus":
+            found[name] = int(found[name])
+    return found

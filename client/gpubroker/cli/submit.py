@@ -75,6 +75,14 @@ PreferNodes = Annotated[
     typer.Option("--prefer-on", metavar="LABEL=VALUE[,VALUE]", help="Rather such nodes; repeatable."),
 ]
 Pool = Annotated[str | None, typer.Option(help="The pool whose devices and amounts it uses.")]
+Roles = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--role",
+        metavar="NAME=SIZE:AMOUNT[,...]",
+        help="Instead of sizes, those of a role that takes its turn: train=gpu_mb:40GiB,cpu:4; repeatable.",
+    ),
+]
 Placement = Annotated[str | None, typer.Option(help="pack or spread.")]
 ModelType = Annotated[str | None, typer.Option(help="Kind of model, for defaults and statistics.")]
 Stream = Annotated[str | None, typer.Option(help="The operator's work stream that it belongs to.")]
@@ -156,6 +164,7 @@ def submit(
     nodes: Nodes = None,
     prefer_nodes: PreferNodes = None,
     pool: Pool = None,
+    roles: Roles = None,
     placement: Placement = None,
     model_type: ModelType = None,
     stream: Stream = None,
@@ -243,6 +252,7 @@ def _options(given: Mapping[str, Any]) -> "SubmitOptions":
         ("custom", "--custom"),
         ("nodes", "--on"),
         ("prefer_nodes", "--prefer-on"),
+        ("roles", "--role"),
     ):
         if name in options:
             options[name] = quantities.pairs(options[name], option)
@@ -250,6 +260,8 @@ def _options(given: Mapping[str, Any]) -> "SubmitOptions":
         options["kwargs"] = {n: quantities.json_or_text(v) for n, v in options["kwargs"].items()}
     for name in {"nodes", "prefer_nodes"} & options.keys():
         options[name] = {label: values.split(",") for label, values in options[name].items()}
+    if "roles" in options:
+        options["roles"] = {name: quantities.sizes(text) for name, text in options["roles"].items()}
     if "working_directory" in options:
         options["working_directory"] = os.path.abspath(options["working_directory"])
     if "custom" in options:
