@@ -26,8 +26,9 @@ if TYPE_CHECKING:
         WrongArgument,
     )
     from gpubroker.estimates import Estimate
+    from gpubroker.explained import Explanation
     from gpubroker.fleet import Gpu, Node, Stats
-    from gpubroker.models import Event, Explanation, Outcome, Page, Task, TaskState, Token
+    from gpubroker.models import Event, Outcome, Page, Task, TaskState, Token
     from gpubroker.runtime import CheckpointTooLarge, NoCurrentTask, RunningTask, Stopped, current_task
 
 __version__ = "0.1.0"
@@ -49,7 +50,8 @@ _HOME = {
     ),
     "Estimate": "estimates",
     **dict.fromkeys(("Gpu", "Node", "Stats"), "fleet"),
-    **dict.fromkeys(("Event", "Explanation", "Outcome", "Page", "Task", "TaskState", "Token"), "models"),
+    "Explanation": "explained",
+    **dict.fromkeys(("Event", "Outcome", "Page", "Task", "TaskState", "Token"), "models"),
     **dict.fromkeys(
         ("CheckpointTooLarge", "NoCurrentTask", "RunningTask", "Stopped", "current_task"), "runtime"
     ),

@@ -10,8 +10,9 @@ import httpx
 from gpubroker.connection import Connection, find_service
 from gpubroker.estimates import Estimate
 from gpubroker.exchange import Answer, Call, Pause, Steps
+from gpubroker.explained import Explanation
 from gpubroker.fleet import Gpu, Node, Stats
-from gpubroker.models import Event, Explanation, Outcome, Page, Task, Token
+from gpubroker.models import Event, Outcome, Page, Task, Token
 from gpubroker.operations import EVENTS_PER_PAGE, FOLLOW_PAUSE_SECONDS, AnyTask, ListOptions, Operations
 from gpubroker.submission import SubmitOptions, Target
 from gpubroker.wire import answer_of, client_settings, request_of, unreachable

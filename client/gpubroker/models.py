@@ -8,37 +8,13 @@ from base64 import b64decode
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
-from enum import StrEnum
 from typing import Any, Generic, TypeVar
 
 from gpubroker.decoding import Raw, each, filled, optional
 from gpubroker.estimates import Eta, Sizing
-from gpubroker.fleet import Holder
+from gpubroker.states import TaskState as TaskState
 
 T = TypeVar("T")
-
-
-class TaskState(StrEnum):
-    PENDING = "pending"
-    ADMITTED = "admitted"
-    """Memory is leased and the start is on its way."""
-    RUNNING = "running"
-    STOPPING = "stopping"
-    """Told to stop, by a cancel, a preemption, its time limit or its deadline; still holds its memory."""
-    SUCCEEDED = "succeeded"
-    FAILED = "failed"
-    CANCELLED = "cancelled"
-    EXPIRED = "expired"
-    UNKNOWN = "unknown"
-    """A state that this version of the SDK does not know; `task.raw["state"]` names it."""
-
-    @classmethod
-    def _missing_(cls, _value: object) -> "TaskState":
-        return cls.UNKNOWN
-
-    @property
-    def is_terminal(self) -> bool:
-        return self in (TaskState.SUCCEEDED, TaskState.FAILED, TaskState.CANCELLED, TaskState.EXPIRED)
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,64 +172,6 @@ class Event:
     @classmethod
     def of(cls, raw: Raw) -> "Event":
         return filled(cls, raw)
-
-
-@dataclass(frozen=True, slots=True)
-class Blocker:
-    """One thing in a task's way. `reason` is a stable token; a lower `tier` is more structural."""
-
-    reason: str
-    message: str
-    tier: int = 0
-    raw: Raw = field(default_factory=dict, repr=False)
-
-
-@dataclass(frozen=True, slots=True)
-class DeviceVerdict:
-    """What one device says to a waiting task. `need_mb` is None if it is too small even when empty."""
-
-    key: str
-    node: str
-    kind: str
-    verdict: str
-    message: str
-    index: int = 0
-    need_mb: int | None = None
-    free_mb: int = 0
-    allocatable_mb: int = 0
-    holders: tuple[Holder, ...] = ()
-    raw: Raw = field(default_factory=dict, repr=False)
-
-
-@dataclass(frozen=True, slots=True)
-class Explanation:
-    """Why a task waits, or what it is doing. `reason` is the first blocker's; None if it does not wait."""
-
-    id: str
-    message: str
-    state: TaskState
-    reason: str | None = None
-    evaluated_at: datetime | None = None
-    position: int | None = None
-    """1 is next."""
-    queue_length: int = 0
-    blockers: tuple[Blocker, ...] = ()
-    devices: tuple[DeviceVerdict, ...] = ()
-    raw: Raw = field(default_factory=dict, repr=False)
-
-    @classmethod
-    def of(cls, raw: Raw) -> "Explanation":
-        devices = tuple(
-            filled(DeviceVerdict, device, holders=each(Holder, device.get("holders")))
-            for device in raw.get("devices") or ()
-        )
-        return filled(
-            cls,
-            raw,
-            state=TaskState(raw.get("state", "")),
-            blockers=each(Blocker, raw.get("blockers")),
-            devices=devices,
-        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,8 +10,9 @@ from urllib.parse import quote
 from gpubroker.errors import TaskCancelled, TaskFailed, WaitTimeout
 from gpubroker.estimates import Estimate
 from gpubroker.exchange import Answer, Call, Steps, exchange
+from gpubroker.explained import Explanation
 from gpubroker.fleet import Gpu, Node, Stats
-from gpubroker.models import Event, Explanation, Failure, Outcome, Page, Task, TaskState, Token
+from gpubroker.models import Event, Failure, Outcome, Page, Task, TaskState, Token
 from gpubroker.submission import SubmitOptions, Target, opened, submission_body
 
 _LONG_POLL_SECONDS = 30.0

@@ -1,13 +1,14 @@
 """A picture of the World in which a plan is tried out: copy on write, thrown away or made into decisions."""
 
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from math import inf
 from typing import NamedTuple
 
 from service.core.changes import Changes
 from service.core.device import Node
 from service.core.errors import Overcommitted
-from service.core.lease import Lease, Pledge
+from service.core.lease import Lease, LeaseState, Pledge
 from service.core.ledger import Book
 from service.core.need import may_use_node
 from service.core.policy import CustomLimit, Policy, each_of
@@ -176,6 +177,24 @@ class Draft:
             freeing_for, stopping = notice_of(after)
             for lease in self.world.leases_of(after):
                 self._own(lease.device).put(lease, freeing_for, stopping=stopping)
+
+    def dismiss(self, run: Task) -> None:
+        """As if the run had ended, or had never been, and what it held were back."""
+        self._tasks[run.id] = replace(run, state=TaskState.SUCCEEDED)
+        for node, part in parts_of(run):
+            self.changes.mark(node)
+            self.growth.mark(node)
+            self._own_use(node).count(part, -1)
+        count_custom(self.custom_use, run, -1)
+        for lease in self.world.leases_of(run):
+            self._own(lease.device).vacate(lease.key)
+
+    def receive(self, node: NodeName) -> None:
+        """As if what the runs that are over still hold on the node were back."""
+        for key in self.world.by_node.get(node, ()):
+            for holding in list(self.book(key).holdings.values()):
+                if holding.lease.state is LeaseState.RELEASING:
+                    self._own(key).vacate(holding.lease.key)
 
     def put_lease(self, lease: Lease) -> None:
         """Enter a new lease. Raises Overcommitted if it does not fit, pledges aside; nothing is changed."""

@@ -38,7 +38,7 @@ class Sketch:
 
     def add(self, value: float) -> "Sketch":
         """With one more value, in whatever unit this sketch is kept."""
-        counts, bucket = self.counts, _bucket_of(value)
+        counts, bucket = self.counts, bucket_of(value)
         at = bisect_left(counts, (bucket,))
         rest, count = at, 1
         if at < len(counts) and counts[at][0] == bucket:
@@ -50,7 +50,7 @@ class Sketch:
 
     def above(self, value: float) -> "Sketch":
         """Of the values larger than this one only, as far as the error lets them be told apart."""
-        bucket = _bucket_of(value)
+        bucket = bucket_of(value)
         return Sketch(tuple(pair for pair in self.counts if pair[0] > bucket))
 
     def quantile(self, share: float) -> float | None:
@@ -64,7 +64,7 @@ class Sketch:
         return None
 
 
-def _bucket_of(value: float) -> int:
+def bucket_of(value: float) -> int:
     return ceil(log(max(value, _SMALLEST)) / _LOG_GROWTH)
 
 

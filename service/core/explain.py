@@ -20,18 +20,6 @@ MOST_NAMED = 3
 
 
 @dataclass(frozen=True, slots=True)
-class Holder:
-    """Who holds memory of a device, at the priority at which it was admitted."""
-
-    id: str
-    priority: int
-    mb: Mib
-    """Its lease, or what it was measured to use if that is more."""
-    stopping: bool
-    """It is under notice, or its run is over and its memory about to return."""
-
-
-@dataclass(frozen=True, slots=True)
 class DeviceVerdict:
     device: DeviceKey
     node: NodeName
@@ -45,7 +33,7 @@ class DeviceVerdict:
     free_mb: Mib
     """For this task: its own pledge and those of lower priority count as free."""
     allocatable_mb: Mib
-    holders: tuple[Holder, ...]
+    holders: tuple[Holding, ...]
     """The largest first."""
 
 
@@ -74,16 +62,21 @@ def explain(world: World, task_id: TaskId, policy: Policy, now: Instant) -> Expl
         return Explanation(
             task_id, task.state, None, _statement(world, task, now), now, None, len(world.queue), (), ()
         )
-    seen = survey(Draft(world), task, policy, now)
-    position = position_of(world, task, policy, now)
+    return explain_waiting(survey(Draft(world), task, policy, now))
+
+
+def explain_waiting(seen: Survey) -> Explanation:
+    """The same of a task that waits, or that nobody has submitted."""
+    task, world = seen.task, seen.draft.world
+    position = position_of(world, task, seen.policy, seen.now)
     blockers = tuple(_blockers(seen, position))
     devices = [_verdict(finding, task) for node in seen.nodes for finding in node.devices]
     return Explanation(
-        task_id,
+        task.id,
         task.state,
         blockers[0].reason,
         blockers[0].message,
-        now,
+        seen.now,
         position,
         len(world.queue),
         blockers,
@@ -94,17 +87,24 @@ def explain(world: World, task_id: TaskId, policy: Policy, now: Instant) -> Expl
 def position_of(
     world: World, task: Task, policy: Policy, now: Instant, shares: Shares | None = None
 ) -> int | None:
-    """A task's place in the order of the queue, from 1, if no tenant is given anything before its turn.
+    """A task's place in the order of the queue, from 1, if no tenant is given anything before its turn; of
+    one that nobody has submitted, the place that it would have.
 
     Costs as much as there are different demands, and devices unless `shares` are given.
     """
-    if task.id not in world.queue:
+    is_new = task.id not in world.tasks
+    if task.id not in world.queue and not (is_new and not stands_aside(task)):
         return None
     shares = Shares(world, policy, now) if shares is None else shares
     own = own_key(task.priority, task.stream, task.submitted_at, task.id, now, policy)
     key = order_key(own, shares.rank(task.tenant))
     groups = world.queue.groups.values()
-    return sum(group.count_until(key, shares.rank(group.tenant), now, policy) for group in groups)
+    return is_new + sum(group.count_until(key, shares.rank(group.tenant), now, policy) for group in groups)
+
+
+def stands_aside(task: Task) -> bool:
+    """It waits for a person, for its hour or for other tasks, and is not planned before."""
+    return task.held or task.awaits or task.not_before is not None
 
 
 def _blockers(seen: Survey, position: int | None) -> list[Blocker]:
@@ -128,7 +128,10 @@ def _blockers(seen: Survey, position: int | None) -> list[Blocker]:
 
 def _awaited(world: World, task: Task) -> str:
     """Its own tenant's tasks: they may be named."""
-    left = sorted(world.awaited.left.get(task.id, ()))
+    awaited = (
+        {it.task for it in task.after} if task.id not in world.tasks else world.awaited.left.get(task.id)
+    )
+    left = sorted(awaited or ())
     names = [f"{name} ({_state_of(world, name)})" for name in left[:MOST_NAMED]]
     more = f" and {len(left) - MOST_NAMED} more" if len(left) > MOST_NAMED else ""
     return f"runs after {', '.join(names)}{more}" if left else "what it waited for has ended; it comes in now"
@@ -177,7 +180,7 @@ def _preemptor(world: World, task: Task) -> str:
 def _verdict(finding: DeviceFinding, task: Task) -> DeviceVerdict:
     book = finding.book
     device = book.device
-    holders = sorted(map(_holder, book.holdings.values()), key=lambda holder: (-holder.mb, holder.id))
+    holders = sorted(book.holdings.values(), key=lambda held: (-held.takes_mb, held.lease.holder))
     return DeviceVerdict(
         device.key,
         device.node,
@@ -190,11 +193,6 @@ def _verdict(finding: DeviceFinding, task: Task) -> DeviceVerdict:
         device.allocatable_mb,
         tuple(holders),
     )
-
-
-def _holder(holding: Holding) -> Holder:
-    lease = holding.lease
-    return Holder(lease.holder, lease.priority, holding.takes_mb, holding.is_leaving)
 
 
 def _why(finding: DeviceFinding, task: Task) -> str:

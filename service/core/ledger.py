@@ -1,7 +1,7 @@
 """The book of one device: who holds how much, what is pledged, and what is free for whom."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from service.core.device import Device, DeviceSample
 from service.core.lease import Lease, LeaseState, Pledge
@@ -96,6 +96,16 @@ class Book:
             return
         measured = self._measured_mb(lease)
         self.holdings[lease.key] = Holding(lease, measured, freeing_for, stopping)
+
+    def vacate(self, lease: str) -> None:
+        """As if the holder had left, and had been measured to be gone."""
+        self._unheld_mb = None
+        holding = self.holdings.pop(lease)
+        if self.sample is not None:
+            began = holding.lease.state is not LeaseState.RESERVED
+            unlisted = holding.lease.mb if self.sample.foreign_mb is None and began else 0
+            used_mb = self.sample.used_mb - (holding.measured_mb or unlisted)
+            self.sample = replace(self.sample, used_mb=Mib(max(0, used_mb)))
 
     def measure(self, sample: DeviceSample) -> None:
         """Take over a sample: foreign memory, and what each holder really uses."""

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
+from typing import Any
 
 from service.core.admission import Refusal
 from service.core.demand import Demand, Labels
@@ -32,6 +33,34 @@ def settled(
     where = replace(where, kinds=kinds, nodes=_merged(where.nodes, chosen.nodes))
     slots += [(f"pool:{pool}:{field}", amount) for field, amount in _amounts(demand, chosen)]
     return replace(demand, pool=pool, where=where, slots=tuple(sorted(slots)))
+
+
+def resettled(demand: Demand, policy: Policy) -> Demand | Refusal:
+    """A settled demand whose sizes were changed since, with what its pool then counts."""
+    if not demand.pool:
+        return demand
+    chosen = next((known for known in policy.pools if known.name == demand.pool), None)
+    if chosen is None:
+        return Refusal("pool-mismatch", f"there is no pool {demand.pool!r} any more", "pool")
+    refusal = _misfit(demand, chosen)
+    if refusal is not None:
+        return refusal
+    slots = [slot for slot in demand.slots if not slot[0].startswith("pool:")]
+    slots += [(f"pool:{demand.pool}:{field}", amount) for field, amount in _amounts(demand, chosen)]
+    return replace(demand, slots=tuple(sorted(slots)))
+
+
+def without_pool(demand: Demand, policy: Policy) -> tuple[Demand, dict[str, Any]]:
+    """The demand outside its pool, and what else of it goes with the pool, as a submit would say it."""
+    chosen = next((known for known in policy.pools if known.name == demand.pool), Pool(demand.pool))
+    where, change = demand.where, dict[str, Any]()
+    if chosen.kinds and where.kinds == chosen.kinds:
+        where, change["kinds"] = replace(where, kinds=()), []
+    nodes = tuple(wanted for wanted in where.nodes if wanted not in chosen.nodes)
+    if nodes != where.nodes:
+        where, change["nodes"] = replace(where, nodes=nodes), {label: list(to) for label, to in nodes}
+    slots = tuple(slot for slot in demand.slots if not slot[0].startswith("pool:"))
+    return replace(demand, pool="", where=where, slots=slots), change
 
 
 def _running_slots(tenant: str, labels: Mapping[str, str], policy: Policy) -> Iterable[str]:

@@ -41,6 +41,15 @@ async def at_its_end(parts: GatewayParts, record: TaskRecord, seconds: float) ->
     return record
 
 
+async def caught_up(parts: GatewayParts) -> None:
+    """Return when the World knows all that was committed when this was called, or when its time is over:
+    what a client has read in a row or in the log, an explanation does not contradict."""
+    head = await parts.store.head()
+    if parts.world.position < head:
+        with parts.waiters.behind(head) as caught:
+            await caught.within(parts.limits.settle_seconds)
+
+
 async def reread(parts: GatewayParts, record: TaskRecord) -> TaskRecord:
     return await parts.store.record(record.task.id) or record
 

@@ -183,55 +183,6 @@ class AsOf(TypedDict):
     position: Annotated[int, Field(description="Of the newest event in this picture.")]
 
 
-class BlockerView(TypedDict):
-    reason: Annotated[str, Field(description="A stable token.")]
-    tier: Annotated[int, Field(description="Lower is more structural.")]
-    message: str
-
-
-class DeviceHolder(TypedDict):
-    """`id` and `name` are null for another tenant's holder, unless an admin asks."""
-
-    id: str | None
-    name: str | None
-    priority: int
-    gpu_mb: int
-    stopping: bool
-
-
-class DeviceVerdictView(TypedDict):
-    """One device, judged for one task."""
-
-    key: str
-    node: str
-    index: int
-    kind: str
-    verdict: Annotated[str, Field(description="A stable token, such as fits, no_room, too_small.")]
-    message: str
-    need_mb: int | None
-    free_mb: Annotated[int, Field(description="For this task: what is kept for it counts as free.")]
-    allocatable_mb: int
-    holders: list[DeviceHolder]
-
-
-class ExplanationView(TypedDict):
-    """Why a task waits, or what it is doing. `blockers` names all that stands in its way."""
-
-    id: str
-    state: str
-    reason: Annotated[
-        str | None, Field(description="Of the most structural blocker; null if it does not wait.")
-    ]
-    message: str
-    evaluated_at: Time
-    position: Annotated[int | None, Field(description="Place in the queue; 1 is next.")]
-    queue_length: int
-    blockers: list[BlockerView]
-    devices: list[DeviceVerdictView]
-    as_of: Time
-    age_seconds: float
-
-
 class HolderView(TypedDict):
     """Who holds memory. `id` and `name` are null for other tenants' holders, unless an admin asks."""
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from service.core.events import Event
 from service.core.task import TERMINAL
-from service.core.units import Seconds
+from service.core.units import Position, Seconds
 
 _WAKING = frozenset({*(f"task.{state}" for state in TERMINAL), "request.done"})
 """Kinds of events that somebody may wait for. The key is the task's or the request's id."""
@@ -35,6 +35,8 @@ class Waiters:
 
     def __init__(self) -> None:
         self._waiting: dict[str, set[Expectation]] = {}
+        self._behind: dict[Expectation, Position] = {}
+        """Who waits for the log to be heard up to a position."""
 
     def __len__(self) -> int:
         return sum(len(expectations) for expectations in self._waiting.values())
@@ -51,8 +53,20 @@ class Waiters:
             if not others:
                 self._waiting.pop(key, None)
 
+    @contextlib.contextmanager
+    def behind(self, position: Position) -> Iterator[Expectation]:
+        expectation = Expectation()
+        self._behind[expectation] = position
+        try:
+            yield expectation
+        finally:
+            del self._behind[expectation]
+
     def on_events(self, events: Sequence[Event]) -> None:
-        """Wake whoever waits for what these committed events say."""
+        """Wake whoever waits for what these committed events say; the World must have heard them before."""
+        for expectation, position in self._behind.items():
+            if events and events[-1].position >= position:
+                expectation.fulfil()
         if not self._waiting:
             return
         for event in events:
@@ -63,6 +77,8 @@ class Waiters:
         """Wake everybody: the service stops, and no answer may hold it up."""
         for key in list(self._waiting):
             self._fulfil(key)
+        for expectation in self._behind:
+            expectation.fulfil()
 
     def _fulfil(self, key: str) -> None:
         for expectation in self._waiting.pop(key, ()):

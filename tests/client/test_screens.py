@@ -70,7 +70,7 @@ EXPLAINED_SAYS = [
     "WaitingForMemory: needs 18.0 GiB on one GPU",
     "position 4 of 7",
     "also WaitingForPreemption: one run is stopping",
-    "n1 3 sim-24g  4.0/24.0  another tenant 20.0 GiB (priority 25, stopping)  18.0 GiB are needed",
+    "another tenant 20.0 GiB (priority 25, stopping)  18.0 GiB are needed",
 ]
 
 

@@ -176,9 +176,9 @@ class Story:
                     let_go(self.world, run)
             case _:
                 self._change(what, pick)
-        self._use()
+        self.measure()
 
-    def _use(self) -> None:
+    def measure(self) -> None:
         """Where use is not attributed, it is that of a stranger and of the runs that have begun."""
         for book in self.world.books.values():
             if book.sample is not None and book.sample.foreign_mb is None:

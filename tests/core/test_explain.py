@@ -278,7 +278,7 @@ def test_every_device_is_judged_with_its_holders_and_why_not():
         "n3/gpu0": (Verdict.CORDONED, "its node is cordoned"),
     }
     crowded = told(world).devices[1]
-    assert [(h.id, h.priority, h.mb, h.stopping) for h in crowded.holders] == [
+    assert [(h.lease.holder, h.lease.priority, h.takes_mb, h.is_leaving) for h in crowded.holders] == [
         ("low", 10, 70 * GIB, False),
         ("dead", 50, 1 * GIB, True),
     ]

@@ -9,15 +9,20 @@ from tests.gateway.harness import Client, Gateway, problem
 async def test_a_waiting_task_is_explained_down_to_the_device(gateway: Gateway, api: Client) -> None:
     holder = await api.submit(resources={"gpu_mb": 60 * GIB}, priority=80)
     await gateway.admit(holder)
+    gateway.clock.advance(1.0)
     task_id = await api.submit(resources={"gpu_mb": 40 * GIB})
     found = (await api.get(f"/tasks/{task_id}/explain")).json()
     assert (found["reason"], found["position"], found["queue_length"]) == ("WaitingForMemory", 1, 1)
     assert found["blockers"][0]["reason"] == "WaitingForMemory"
     device = found["devices"][0]
     assert (device["verdict"], device["need_mb"], device["free_mb"]) == ("no_room", 40 * GIB, 20 * GIB)
-    assert device["holders"] == [
-        {"id": holder, "name": "", "priority": 80, "gpu_mb": 60 * GIB, "stopping": False}
-    ]
+    [held] = device["holders"]
+    assert (held["id"], held["priority"], held["band"]) == (holder, 80, "interactive")
+    assert (held["gpu_mb"], held["stopping"], held["ends"]) == (60 * GIB, False, None)
+    assert device["free_in"] is None
+    assert found["preemption"]["why"] == "all_shielded"
+    assert [remedy["change"] for remedy in found["remedies"]] == [{"gpu_mb": 20 * GIB}, {"priority": 81}]
+    assert found["remedies"][1]["victims"][0]["id"] == holder
     pending = (await api.get(f"/tasks/{task_id}")).json()["pending"]
     assert pending == {"reason": found["reason"], "message": found["message"], "position": 1}
 

@@ -16,7 +16,7 @@ from gpubroker.cli.draw_learned import expected_end
 from gpubroker.cli.layout import Column, Rows, ago, gib, moment, short_id, size, with_short_ids
 from gpubroker.cli.retell import retold
 from gpubroker.fleet import Fragmentation, Gpu, Holder, Node, Stats
-from gpubroker.models import Event, Explanation, Task, TaskState, Token
+from gpubroker.models import Event, Task, TaskState, Token
 
 NO_HISTORY: Mapping[str, str] = MappingProxyType({})
 _NAME_CELLS = 24
@@ -147,41 +147,6 @@ def facts(rows: Iterable[tuple[str, str]]) -> Table:
     for name, value in rows:
         table.add_row(Text(name, style="dim"), Text(value))
     return table
-
-
-_VERDICT_COLUMNS = (
-    Column("GPU", share=0.3),
-    Column("FREE GiB"),
-    Column("HOLDERS", from_width=80, wraps=True),
-    Column("VERDICT", wraps=True),
-)
-
-
-def explanation(explained: Explanation, more: Iterable[str] = ()) -> RenderableType:
-    """The sentence; `more` to be said of the task; what else is in the way; and what each device says."""
-    because = (f"{explained.reason}: ", "bold") if explained.reason else ""
-    parts: list[RenderableType] = [Text.assemble(because, with_short_ids(explained.message))]
-    if explained.position:
-        parts.append(Text(f"position {explained.position} of {explained.queue_length} in the queue"))
-    also = (f"also {blocker.reason}: {blocker.message}" for blocker in explained.blockers[1:])
-    parts += [Text(with_short_ids(line)) for line in (*also, *more)]
-    if explained.devices:
-        rows = [
-            (
-                f"{device.node} {device.index} {device.kind}",
-                f"{gib(device.free_mb)}/{gib(device.allocatable_mb)}",
-                ", ".join(map(_holder, device.holders)),
-                with_short_ids(device.message),
-            )
-            for device in explained.devices
-        ]
-        parts += [Text(), Rows(_VERDICT_COLUMNS, rows)]
-    return Group(*parts)
-
-
-def _holder(holder: Holder) -> str:
-    leaving = ", stopping" if holder.stopping else ""
-    return f"{holder.name or short_id(holder.id)} {size(holder.gpu_mb)} (priority {holder.priority}{leaving})"
 
 
 @dataclass(frozen=True, slots=True)

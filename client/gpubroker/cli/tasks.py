@@ -25,7 +25,8 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
     from gpubroker.broker import Broker
-    from gpubroker.models import Explanation, Task
+    from gpubroker.explained import Explanation
+    from gpubroker.models import Task
     from gpubroker.operations import ListOptions
 
 _UNFINISHED = ("pending", "admitted", "running", "stopping")
@@ -95,14 +96,14 @@ def show(context: typer.Context, task: TaskWord, output: Output = Format.TABLE) 
 
 
 def explain(context: typer.Context, task: TaskWord, output: Output = Format.TABLE) -> None:
-    """Why a task waits, with a verdict per device; or where it runs, or how it ended."""
-    from gpubroker.cli import draw
+    """Why a task waits and what would help, with a verdict per device; or where it runs, or how it ended."""
+    from gpubroker.cli.draw_explained import explanation
 
     with broker_of(context) as broker:
         emit(
             output,
             broker.explain(task_id(broker, task)),
-            lambda found: draw.explanation(found, _about(broker, found)),
+            lambda found: explanation(found, _about(broker, found)),
         )
 
 

@@ -1,19 +1,22 @@
-"""Why a task waits."""
+"""Why a task waits, and what would help."""
 
 from fastapi import APIRouter, Response
 
+from service.core.advice import advise
 from service.core.blockers import Blocker
-from service.core.explain import DeviceVerdict, ended_message, explain
+from service.core.draft import Draft
+from service.core.explain import ended_message, explain, explain_waiting
 from service.core.reasons import Reason
-from service.core.units import TaskId
-from service.core.world import World
+from service.core.survey import survey
+from service.core.task import Task, TaskState
+from service.gateway.advice import NO_ADVICE, advice_fields
 from service.gateway.direct import Call, DirectRoute, answer, needs, problems
-from service.gateway.identity import Identity, Scope
-from service.gateway.lookup import find, reread
-from service.gateway.overview import as_of, sees
+from service.gateway.explanation import ExplanationView, blocker_view, verdict_view
+from service.gateway.identity import Scope
+from service.gateway.lookup import caught_up, find, reread
+from service.gateway.overview import as_of
 from service.gateway.pending import NOT_YET_SEEN
 from service.gateway.translate import rfc3339
-from service.gateway.views import BlockerView, DeviceVerdictView, ExplanationView
 from service.ports import TaskRecord
 
 router = APIRouter(route_class=DirectRoute, tags=["tasks"])
@@ -27,8 +30,9 @@ router = APIRouter(route_class=DirectRoute, tags=["tasks"])
     responses=problems("unauthenticated", "forbidden", "not-found", "follower-stale"),
 )
 async def explain_task(call: Call, task_id: str) -> Response:
-    """Explain why a task waits: every blocker, every device, and its place in the queue."""
+    """Explain why a task waits: every blocker, every device, its place in the queue, and what would help."""
     record = await find(call, task_id)
+    await caught_up(call.parts)
     if record.task.id not in call.parts.world.tasks:
         record = await reread(call.parts, record)  # it may have ended meanwhile
     return answer(_view(call, record))
@@ -36,8 +40,37 @@ async def explain_task(call: Call, task_id: str) -> Response:
 
 def _view(call: Call, record: TaskRecord) -> ExplanationView:
     parts, task = call.parts, record.task
+    row = parts.world.tasks.get(task.id)
+    if row is not None and row.state is TaskState.PENDING:
+        return _waiting(call, row)
+    view = _bare(call, task)
+    if row is None:
+        return view if task.is_terminal else _not_yet_seen(view)
+    found = explain(parts.world, task.id, parts.policy, parts.clock.now())
+    return {**view, "state": found.state.value, "message": found.message}
+
+
+def _waiting(call: Call, task: Task) -> ExplanationView:
+    parts, now = call.parts, call.parts.clock.now()
+    view = _bare(call, task)
+    seen = survey(Draft(parts.world), task, parts.policy, now)
+    found, advice = explain_waiting(seen), advise(seen, call.identity.max_priority)
+    return {
+        **view,
+        "reason": None if found.reason is None else found.reason.value,
+        "message": found.message,
+        "position": found.position,
+        "blockers": [blocker_view(blocker) for blocker in found.blockers],
+        "devices": [verdict_view(parts.world, verdict, call.identity, advice) for verdict in found.devices],
+        **advice_fields(parts.world, advice, call.identity, now),
+    }
+
+
+def _bare(call: Call, task: Task) -> ExplanationView:
+    """Of a task that waits for nothing."""
+    parts = call.parts
     age, now = as_of(parts), parts.clock.now()
-    view: ExplanationView = {
+    return {
         "id": task.id,
         "state": task.state.value,
         "reason": None,
@@ -47,59 +80,14 @@ def _view(call: Call, record: TaskRecord) -> ExplanationView:
         "queue_length": len(parts.world.queue),
         "blockers": [],
         "devices": [],
+        **NO_ADVICE,
         "as_of": age["as_of"],
         "age_seconds": age["age_seconds"],
-    }
-    if task.id not in parts.world.tasks:
-        return view if task.is_terminal else _not_yet_seen(view)
-    found = explain(parts.world, task.id, parts.policy, now)
-    return {
-        **view,
-        "state": found.state.value,
-        "reason": None if found.reason is None else found.reason.value,
-        "message": found.message,
-        "position": found.position,
-        "blockers": [_blocker_view(blocker) for blocker in found.blockers],
-        "devices": [_verdict_view(parts.world, verdict, call.identity) for verdict in found.devices],
+        "log_position": age["position"],
     }
 
 
 def _not_yet_seen(view: ExplanationView) -> ExplanationView:
     reason, message = Reason.PENDING_EVALUATION, NOT_YET_SEEN["message"]
-    blockers = [_blocker_view(Blocker(reason, message))]
+    blockers = [blocker_view(Blocker(reason, message))]
     return {**view, "reason": reason.value, "message": message, "blockers": blockers}
-
-
-def _blocker_view(blocker: Blocker) -> BlockerView:
-    return {"reason": blocker.reason.value, "tier": blocker.tier, "message": blocker.message}
-
-
-def _verdict_view(world: World, verdict: DeviceVerdict, viewer: Identity) -> DeviceVerdictView:
-    leases = [holding.lease for holding in world.books[verdict.device].holdings.values()]
-    known = {lease.holder for lease in leases if sees(viewer, lease.tenant)}
-    return {
-        "key": verdict.device,
-        "node": verdict.node,
-        "index": verdict.index,
-        "kind": verdict.kind,
-        "verdict": verdict.verdict.value,
-        "message": verdict.message,
-        "need_mb": verdict.need_mb,
-        "free_mb": verdict.free_mb,
-        "allocatable_mb": verdict.allocatable_mb,
-        "holders": [
-            {
-                "id": holder.id if holder.id in known else None,
-                "name": _name(world, holder.id) if holder.id in known else None,
-                "priority": holder.priority,
-                "gpu_mb": holder.mb,
-                "stopping": holder.stopping,
-            }
-            for holder in verdict.holders
-        ],
-    }
-
-
-def _name(world: World, holder: str) -> str | None:
-    task = world.tasks.get(TaskId(holder))
-    return None if task is None else task.name

@@ -1,0 +1,166 @@
+"""Why a task waits and what would help, as light values; see `gpubroker.models`."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from datetime import datetime
+from typing import Any
+
+from gpubroker.decoding import Raw, each, filled, optional
+from gpubroker.states import TaskState
+
+
+@dataclass(frozen=True, slots=True)
+class Within:
+    """How long something is expected to take from then on: one in two, and nine in ten, take no longer."""
+
+    p50_seconds: float = 0.0
+    p90_seconds: float = 0.0
+    n: int = 0
+    """Of how many runs this speaks; 0: of none, it was stated."""
+    raw: Raw = field(default_factory=dict, repr=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Somebody's run as another task sees it. `id` and `name` are empty for another tenant's."""
+
+    id: str = ""
+    name: str = ""
+    priority: int = 0
+    band: str = ""
+    gpu_mb: int = 0
+    node: str = ""
+    lost_gpu_seconds: float = 0.0
+    """Work that stopping it would throw away."""
+    shield: str = ""
+    """What keeps it from being stopped; a stable token."""
+    stopping: bool = False
+    ends: Within | None = None
+    """Expected; None if nobody can tell."""
+    raw: Raw = field(default_factory=dict, repr=False)
+
+    @classmethod
+    def of(cls, raw: Raw) -> "Run":
+        return filled(cls, raw, ends=optional(Within, raw.get("ends")))
+
+
+def _runs(raws: Any) -> tuple[Run, ...]:
+    return tuple(map(Run.of, raws or ()))
+
+
+@dataclass(frozen=True, slots=True)
+class Blocker:
+    """One thing in a task's way. `reason` is a stable token; a lower `tier` is more structural."""
+
+    reason: str
+    message: str
+    tier: int = 0
+    raw: Raw = field(default_factory=dict, repr=False)
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceVerdict:
+    """What one device says to a waiting task. `need_mb` is None if it is too small even when empty."""
+
+    key: str
+    node: str
+    kind: str
+    verdict: str
+    message: str
+    index: int = 0
+    need_mb: int | None = None
+    free_mb: int = 0
+    allocatable_mb: int = 0
+    free_in: Within | None = None
+    """When it has enough, if nobody else takes that."""
+    holders: tuple[Run, ...] = ()
+    raw: Raw = field(default_factory=dict, repr=False)
+
+    @classmethod
+    def of(cls, raw: Raw) -> "DeviceVerdict":
+        free_in = optional(Within, raw.get("free_in"))
+        return filled(cls, raw, free_in=free_in, holders=_runs(raw.get("holders")))
+
+
+@dataclass(frozen=True, slots=True)
+class Remedy:
+    """One thing that would do, found by planning the task anew with it."""
+
+    message: str
+    effect: str = ""
+    """starts, preempts or starts_later."""
+    change: Mapping[str, Any] = field(default_factory=dict)
+    """What to ask for instead; empty: it is enough to wait."""
+    places: tuple[Raw, ...] = ()
+    """`node` and `devices`; of a gang one for each rank. None if runs must leave first."""
+    victims: tuple[Run, ...] = ()
+    after: Run | None = None
+    """The run after whose end it starts."""
+    within: Within | None = None
+    raw: Raw = field(default_factory=dict, repr=False)
+
+    @classmethod
+    def of(cls, raw: Raw) -> "Remedy":
+        after = raw.get("after")
+        return filled(
+            cls,
+            raw,
+            places=tuple(raw.get("places") or ()),
+            victims=_runs(raw.get("victims")),
+            after=None if after is None else Run.of(after),
+            within=optional(Within, raw.get("within")),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Preemption:
+    """Why nobody is stopped for a task, or who would be. `why` is a stable token."""
+
+    why: str
+    message: str
+    counts: Mapping[str, int] = field(default_factory=dict)
+    """Runs on nodes that it could use, by what shields them."""
+    runs: tuple[Run, ...] = ()
+    raw: Raw = field(default_factory=dict, repr=False)
+
+    @classmethod
+    def of(cls, raw: Raw) -> "Preemption":
+        return filled(cls, raw, runs=_runs(raw.get("runs")))
+
+
+def told(raw: Raw) -> dict[str, Any]:
+    """The fields that explanations and simulations share."""
+    preemption = raw.get("preemption")
+    return {
+        "start": optional(Within, raw.get("start")),
+        "preemption": None if preemption is None else Preemption.of(preemption),
+        "remedies": tuple(map(Remedy.of, raw.get("remedies") or ())),
+        "blockers": each(Blocker, raw.get("blockers")),
+        "devices": tuple(map(DeviceVerdict.of, raw.get("devices") or ())),
+    }
+
+
+@dataclass(frozen=True, slots=True)
+class Explanation:
+    """Why a task waits, or what it is doing. `reason` is the first blocker's; None if it does not wait."""
+
+    id: str
+    message: str
+    state: TaskState
+    reason: str | None = None
+    evaluated_at: datetime | None = None
+    position: int | None = None
+    """1 is next."""
+    queue_length: int = 0
+    start: Within | None = None
+    """When it has room, unless somebody who waits as well takes that before; None if nobody can tell."""
+    preemption: Preemption | None = None
+    remedies: tuple[Remedy, ...] = ()
+    """What would help, what changes least first."""
+    blockers: tuple[Blocker, ...] = ()
+    devices: tuple[DeviceVerdict, ...] = ()
+    raw: Raw = field(default_factory=dict, repr=False)
+
+    @classmethod
+    def of(cls, raw: Raw) -> "Explanation":
+        return filled(cls, raw, state=TaskState(raw.get("state", "")), **told(raw))

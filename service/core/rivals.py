@@ -1,0 +1,118 @@
+"""For whose end a task waits, and who stands ahead of it and would take the room that then comes back."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+from service.core.draft import Draft
+from service.core.expectations import Remaining
+from service.core.fairness import Shares
+from service.core.gang import Gang
+from service.core.horizon import Horizon
+from service.core.need import may_use_node
+from service.core.offers import Offers
+from service.core.ordering import Kin, OrderKey, order_key, own_key
+from service.core.placement import Places
+from service.core.preemption import could_make_room, may_preempt
+from service.core.ranks import nodes_of
+from service.core.survey import Survey
+from service.core.task import Task
+from service.core.trial import place
+from service.core.units import NodeName, TaskId
+
+MOST_RUNS = 64
+"""So many runs are tried, those that are expected to end first."""
+
+MOST_CONTESTED = 4
+"""Of so many of them it is looked up whether somebody ahead of the task would take the room."""
+
+
+@dataclass(frozen=True, slots=True)
+class End:
+    run: Task
+    within: Remaining
+    places: Gang
+    """Of the task that waits, once this run has ended."""
+
+
+def first_end(seen: Survey, horizon: Horizon) -> End | None:
+    """The run that is expected to end first of those after whose end alone the task has room, with nobody
+    ahead of it to take that."""
+    draft, task, rivals, contested = seen.draft, seen.task, _Rivals(seen), 0
+    nodes = [one.node.name for one in seen.nodes if one.is_usable and may_use_node(task.demand, one.node)]
+    known = ((horizon.of_run(run), run) for name in nodes for run in draft.runs_on(name))
+    soonest = sorted(
+        ((end, run) for end, run in known if end is not None),
+        key=lambda pair: (pair[0].p50_seconds, pair[1].id),
+    )
+    for end, run in soonest[:MOST_RUNS]:
+        without = Draft(draft.world)
+        without.dismiss(run)
+        places = _place_on(without, seen, nodes_of(run))
+        if places is None:
+            continue
+        contested += 1
+        if not rivals.would_take(without, run):
+            return End(run, end, places)
+        if contested == MOST_CONTESTED:
+            break
+    return None
+
+
+def _place_on(draft: Draft, seen: Survey, nodes: Iterable[NodeName]) -> Gang | None:
+    """A place on one of the nodes on which something came back; a gang may take others as well."""
+    if seen.task.demand.bundles:
+        return place(draft, seen.task, seen.policy, seen.now)
+    if draft.short_of(seen.task, seen.policy.custom_limits):
+        return None
+    places = Places(draft, seen.policy, seen.now)
+    found = [option for node in nodes if (option := places.on(node, seen.task)) is not None]
+    return (min(found)[1],) if found else None
+
+
+class _Rivals:
+    """Of one task: whoever is ahead of it and has pledges, and per different demand the most urgent one."""
+
+    def __init__(self, seen: Survey) -> None:
+        self._seen = seen
+        self._ahead: list[Task] | None = None
+        self._shares: Shares
+
+    def would_take(self, draft: Draft, run: Task) -> bool:
+        """Whether one of them might take what this run gave back, in a draft in which it did. In doubt, yes:
+        what it counted of a limit that many share may be taken on any node."""
+        returned = {name for name, _ in run.demand.counted}
+        places = Places(draft, self._seen.policy, self._seen.now)
+        offers = Offers(draft, self._seen.policy, self._seen.now)
+        return any(
+            rival.demand.bundles
+            or any(name in returned for name, _ in rival.demand.counted)
+            or any(self._fits(places, offers, rival, node) for node in nodes_of(run))
+            for rival in self._most_urgent()
+        )
+
+    def _fits(self, places: Places, offers: Offers, rival: Task, node: NodeName) -> bool:
+        if places.on(node, rival) is not None:
+            return True
+        return may_preempt(offers, rival) and could_make_room(offers, rival, node)
+
+    def _most_urgent(self) -> list[Task]:
+        if self._ahead is None:
+            task, now, policy = self._seen.task, self._seen.now, self._seen.policy
+            self._shares = Shares(self._seen.draft.world, policy, now)
+            own = own_key(task.priority, task.stream, task.submitted_at, task.id, now, policy)
+            key = order_key(own, self._shares.rank(task.tenant))
+            world = self._seen.draft.world
+            found = [self._of(kin, key) for kin in world.queue.kin.values()]
+            found += [world.tasks[name] for name in world.pledges if name in world.queue]
+            self._ahead = [rival for rival in found if rival is not None and rival.id != task.id]
+        return self._ahead
+
+    def _of(self, kin: Kin, key: OrderKey) -> Task | None:
+        """Of one demand, the highest priority of which somebody stands ahead."""
+        world, now, policy = self._seen.draft.world, self._seen.now, self._seen.policy
+        groups = [group for by in kin.bands.values() for likes in by.values() for group in likes.values()]
+        for group in sorted(groups, key=lambda group: -group.priority):
+            first = group.member(0)
+            if order_key(group.own_key(first, now, policy), self._shares.rank(group.tenant)) < key:
+                return replace(world.tasks[first[1]], id=TaskId(""))
+        return None

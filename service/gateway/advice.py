@@ -1,0 +1,160 @@
+"""What helps a task that waits, and whom that would displace, as the API tells it."""
+
+from typing import Annotated, Any
+
+from pydantic import Field
+from typing_extensions import TypedDict
+
+from service.core.advice import Advice
+from service.core.expectations import Remaining
+from service.core.gang import Gang
+from service.core.policy import band_of
+from service.core.remedies import Remedy
+from service.core.spared import Spared
+from service.core.task import Task
+from service.core.units import Instant
+from service.core.victims import lost_gpu_seconds
+from service.core.world import World
+from service.gateway.identity import Identity
+from service.gateway.overview import sees
+
+
+class WithinView(TypedDict):
+    """How long something is expected to take from now on."""
+
+    p50_seconds: Annotated[float, Field(description="One in two takes no longer.")]
+    p90_seconds: Annotated[float, Field(description="Nine in ten take no longer.")]
+    n: Annotated[int, Field(description="Of how many runs this speaks; 0: of none, it was stated.")]
+
+
+class RunHolder(TypedDict):
+    """A run that would be stopped, or is not. `id` and `name` are null for another tenant's."""
+
+    id: str | None
+    name: str | None
+    priority: int
+    band: str
+    gpu_mb: int
+    node: str | None
+    lost_gpu_seconds: Annotated[float, Field(description="Work that stopping it would throw away.")]
+
+
+class SparedRunView(RunHolder):
+    shield: Annotated[
+        str, Field(description="A stable token: none, would_not_help, budget, priority or leaving.")
+    ]
+
+
+class SparedView(TypedDict):
+    """Why nobody is stopped for it, or who would be."""
+
+    why: Annotated[str, Field(description="A stable token, such as all_shielded or not_enough.")]
+    message: str
+    counts: Annotated[
+        dict[str, int], Field(description="Runs on nodes that it could use, by what shields them.")
+    ]
+    runs: Annotated[list[SparedRunView], Field(description="The most telling of them, at most 20.")]
+
+
+class PlacedOn(TypedDict):
+    key: str
+    index: int
+    gpu_mb: int
+
+
+class PlacementView(TypedDict):
+    node: str
+    devices: list[PlacedOn]
+
+
+class RemedyView(TypedDict):
+    """One thing that would do, as planned anew with it."""
+
+    change: Annotated[
+        dict[str, Any], Field(description="What to ask for instead; empty: it is enough to wait.")
+    ]
+    effect: Annotated[str, Field(description="starts, preempts or starts_later.")]
+    message: str
+    places: Annotated[
+        list[PlacementView], Field(description="Of a gang one for each rank; none if runs must leave first.")
+    ]
+    victims: list[RunHolder]
+    after: Annotated[RunHolder | None, Field(description="The run after whose end it starts.")]
+    within: Annotated[WithinView | None, Field(description="When that end is expected.")]
+
+
+class AdviceFields(TypedDict):
+    """`start`: when it has room, unless somebody who waits as well takes that before."""
+
+    start: Annotated[WithinView | None, Field(description="Null if nobody can tell.")]
+    preemption: SparedView | None
+    remedies: list[RemedyView]
+
+
+NO_ADVICE: AdviceFields = {"start": None, "preemption": None, "remedies": []}
+
+
+def advice_fields(world: World, advice: Advice, viewer: Identity, now: Instant) -> AdviceFields:
+    return {
+        "start": within_view(advice.start),
+        "preemption": _spared_view(world, advice.spared, viewer, now),
+        "remedies": [_remedy_view(world, remedy, viewer, now) for remedy in advice.remedies],
+    }
+
+
+def within_view(within: Remaining | None) -> WithinView | None:
+    if within is None:
+        return None
+    return {
+        "p50_seconds": round(within.p50_seconds, 3),
+        "p90_seconds": round(within.p90_seconds, 3),
+        "n": within.n,
+    }
+
+
+def place_views(world: World, places: Gang | None) -> list[PlacementView]:
+    return [
+        {
+            "node": one.node,
+            "devices": [
+                {"key": key, "index": world.books[key].device.index, "gpu_mb": mb} for key, mb in one.devices
+            ],
+        }
+        for one in places or ()
+    ]
+
+
+def run_view(world: World, run: Task, viewer: Identity, now: Instant) -> RunHolder:
+    known = sees(viewer, run.tenant)
+    return {
+        "id": run.id if known else None,
+        "name": run.name if known else None,
+        "priority": run.priority,
+        "band": band_of(run.priority)[0],
+        "gpu_mb": sum(lease.mb for lease in world.leases_of(run)),
+        "node": run.node,
+        "lost_gpu_seconds": round(lost_gpu_seconds(run, now), 3),
+    }
+
+
+def _spared_view(world: World, spared: Spared, viewer: Identity, now: Instant) -> SparedView:
+    return {
+        "why": spared.why.value,
+        "message": spared.message,
+        "counts": {shield.value: count for shield, count in spared.counts.items()},
+        "runs": [
+            {**run_view(world, one.run, viewer, now), "shield": one.shield.value} for one in spared.runs
+        ],
+    }
+
+
+def _remedy_view(world: World, remedy: Remedy, viewer: Identity, now: Instant) -> RemedyView:
+    return {
+        "change": dict(remedy.change),
+        "effect": "starts_later" if remedy.after else "starts" if remedy.places else "preempts",
+        "message": remedy.message,
+        "places": place_views(world, remedy.places),
+        "victims": [run_view(world, run, viewer, now) for run in remedy.victims],
+        "after": None if remedy.after is None else run_view(world, remedy.after, viewer, now),
+        "within": within_view(remedy.within),
+    }
