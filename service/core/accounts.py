@@ -1,9 +1,10 @@
 """What each tenant holds, and what it has used: GPU-MiB-seconds that fade with a half-life."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from math import log
 from typing import NamedTuple
 
+from service.core.ledger import Book
 from service.core.units import Instant, Seconds
 
 HALF_LIFE_SECONDS = Seconds(86_400.0)
@@ -52,6 +53,7 @@ class Accounts:
     def __init__(self, half_life_seconds: Seconds = HALF_LIFE_SECONDS) -> None:
         self.half_life_seconds = half_life_seconds
         self._known: dict[str, Account] = {}
+        self._whole: tuple[int, int] = (-1, 0)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._known)
@@ -79,6 +81,12 @@ class Accounts:
         """In GPU-MiB-seconds, as they count now."""
         account = self._known.get(tenant)
         return 0.0 if account is None else self._used(account, now)
+
+    def whole_mb(self, books: Iterable[Book], version: int) -> int:
+        """What all devices together could have leased; `version`: of the devices."""
+        if self._whole[0] != version:
+            self._whole = version, sum(book.device.allocatable_mb for book in books)
+        return self._whole[1]
 
     def _used(self, account: Account, now: Instant) -> float:
         return faded(account.mb_seconds, account.held_mb, now - account.at, self.half_life_seconds)

@@ -11,6 +11,7 @@ from service.core.looks import Looks
 from service.core.memory import Memory
 from service.core.offers import Offers
 from service.core.ordering import OrderKey
+from service.core.outlook import Outlooks
 from service.core.placement import Places, worth_of
 from service.core.plan import Decision, given_mb
 from service.core.policy import Policy
@@ -83,8 +84,9 @@ class _Slice:
         self._memory = memory
         self._looks = looks
         self._draft = draft = Draft(world, memory.changes, memory.growth)
-        self._places = places = Places(draft, policy, now, memory, cursor.worth, looks)
-        offers = Offers(draft, policy, now, cursor.ordered_at, memory.offered)
+        outlooks = Outlooks(draft, policy, now, cursor.ordered_at, memory.outlooks)
+        self._places = places = Places(draft, policy, now, memory, cursor.worth, looks, outlooks)
+        offers = Offers(draft, policy, now, cursor.ordered_at, memory.offers, outlooks)
         self._prospects = Prospects(draft, policy, now, memory, places, offers, looks)
         self._shares = cursor.shares.copy()
         self._agenda = self._open_agenda(world, policy)

@@ -46,8 +46,7 @@ class Shares:
 
     def _measure(self, world: World, now: Instant) -> None:
         tenants = {*world.accounts, *world.queue.tenants}
-        books = world.books.values()
-        self._whole_mb = max(1, sum(book.device.allocatable_mb for book in books if book.device.present))
+        self._whole_mb = max(1, world.accounts.whole_mb(world.books.values(), world.inventory_version))
         most = self._whole_mb * life_seconds(world.accounts.half_life_seconds)
         pledged: dict[str, int] = {}
         for mine in world.pledges.values():

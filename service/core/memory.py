@@ -7,10 +7,9 @@ from typing import NamedTuple
 
 from service.core.agenda import Agenda
 from service.core.changes import Changes
-from service.core.draft import Headroom
-from service.core.need import Ceiling
 from service.core.offers import Offered
 from service.core.ordering import Kin
+from service.core.outlook import Known
 from service.core.plan import Decision
 from service.core.policy import Policy
 from service.core.preemption import Search
@@ -22,9 +21,6 @@ from service.core.worth import Row, Worth
 
 Found = tuple[tuple[float, float, tuple[str, ...]], Placement]
 """((what its devices are worth, CPU left on the node, names), placement): the smallest is the best."""
-
-Left = tuple[Ceiling, Headroom]
-"""What is left of the devices of a node, and of the node beside them."""
 
 Likes = tuple[Kin, int]
 """(demand, priority) of tasks that differ in nothing that placement looks at."""
@@ -100,12 +96,11 @@ class Memory:
         self.refusals: dict[Kin, dict[int, Refusal]] = {}
         """Demand -> priority -> what is known. Where there is no room, there is none at a lower priority."""
         self.gangs: dict[Likes, GangRefusal] = {}
-        self.lefts: dict[tuple[NodeName, int], tuple[int, Left]] = {}
-        """(node, priority) -> (revision of its `changes`, what tasks without pledges could have)."""
         self.rows: dict[tuple[NodeName, int], tuple[int, tuple[Row, ...]]] = {}
-        """The same, device by device."""
+        """(node, priority) -> (revision of its `changes`, what tasks without pledges could have)."""
+        self.outlooks: Known = {}
         self._worth: Worth | None = None
-        self.offered = Offered()
+        self.offers: Offered = {}
         self.awaited: set[NodeName] = set()
         """Nodes with room that is coming, for which somebody waits."""
         self._due: dict[NodeName, Instant] = {}
@@ -147,7 +142,7 @@ class Memory:
             self._worth = worth
         grown = set(world.marks.growth.since(self._grown))
         if began_at != self._began_at:
-            self.offered.forget_costs()
+            self.offers.clear()
             self.pursuit = None
             grown |= {node for node, at in self._young.items() if at < began_at}
         self._now, self._began_at = now, began_at

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from service.core.device import Device
 from service.core.draft import Draft, Headroom
 from service.core.ledger import Book
-from service.core.outlook import Known, Outlook, Outlooks
+from service.core.outlook import Outlooks
 from service.core.policy import Policy
 from service.core.units import Instant, NodeName
 from service.core.victims import Candidate, Cost, cheapest_first
@@ -51,16 +51,8 @@ class Offer:
     """Its usable devices, in key order."""
 
 
-class Offered:
-    """What was worked out so far; holds for a node until it is marked as changed."""
-
-    def __init__(self) -> None:
-        self.outlooks: Known = {}
-        self.offers: dict[tuple[NodeName, int], tuple[int, Offer]] = {}
-
-    def forget_costs(self) -> None:
-        """They are those of one cycle."""
-        self.offers.clear()
+Offered = dict[tuple[NodeName, int], tuple[int, Offer]]
+"""(node, priority) -> (revision, offer): holds for one cycle, and until the node is marked as changed."""
 
 
 class Offers:
@@ -73,6 +65,7 @@ class Offers:
         now: Instant,
         began_at: Instant | None = None,
         offered: Offered | None = None,
+        outlooks: Outlooks | None = None,
     ) -> None:
         """`began_at`: of the cycle. Costs and shields are those of that moment, and what the cycle has
         admitted itself may begin before anybody asks it to stop."""
@@ -81,27 +74,22 @@ class Offers:
         self.nodes = frozenset(draft.usable_nodes())
         self._now = now
         self._began_at = now if began_at is None else began_at
-        self._known = Offered() if offered is None else offered
-        self._outlooks = Outlooks(draft, policy, now, self._began_at, self._known.outlooks)
-
-    def outlook(self, node: NodeName, priority: int) -> Outlook:
-        """Of a usable node."""
-        return self._outlooks.of(node, priority)
+        self._known: Offered = {} if offered is None else offered
+        self.outlooks = outlooks or Outlooks(draft, policy, now, self._began_at, {})
 
     def of(self, node: NodeName, priority: int) -> Offer:
         """What a usable node offers to a task of this priority that has no pledges."""
         revision = self.draft.changes.at(node)
-        known = self._known.offers.get((node, priority))
+        known = self._known.get((node, priority))
         if known is None or known[0] != revision:
-            known = self._known.offers[node, priority] = revision, self._offer(node, priority)
+            known = self._known[node, priority] = revision, self._offer(node, priority)
         return known[1]
 
     def _offer(self, node: NodeName, priority: int) -> Offer:
-        outlook = self.outlook(node, priority)
-        found = tuple(cheapest_first(outlook.leavers, self._began_at))
+        found = tuple(cheapest_first(self.outlooks.leavers(node, priority), self._began_at))
         books = self.draft.usable_books(node, self.policy, self._now)
         sites = tuple(_site(book, priority, found) for book in books)
-        return Offer(node, outlook.soon.beside, found, sites)
+        return Offer(node, self.outlooks.soon(node, priority).beside, found, sites)
 
 
 def _site(book: Book, priority: int, found: Sequence[Candidate]) -> Site:

@@ -1,14 +1,15 @@
-"""What a node has for a task, soon and at most, told at a glance and without saying at whose cost."""
+"""What a node has for a task: now, soon and at most, told at a glance and without saying at whose cost."""
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 from service.core.device import Device
 from service.core.draft import Draft, Headroom
 from service.core.need import Ceiling, ceiling, need_mb
 from service.core.policy import BANDS, Policy
 from service.core.task import Task
-from service.core.units import Instant, NodeName
+from service.core.units import Instant, NodeName, TaskId
 from service.core.victims import Stoppable, after, may_be_stopped, stoppable
 
 CRITICAL = BANDS[0][1]
@@ -24,44 +25,41 @@ class Room:
     ceiling: Ceiling
     beside: Headroom
 
+    def may_fit(self, task: Task) -> bool:
+        """False: there is not enough for such a task. True: perhaps there is."""
+        return self.ceiling.may_fit(task.demand) and self.beside.fits(task)
+
     def fits(self, task: Task) -> bool:
+        """Whether there is enough."""
         demand = task.demand
-        if not (self.ceiling.may_fit(demand) and self.beside.fits(task)):
-            return False
+        if not (demand.gpus and self.may_fit(task)):
+            return not demand.gpus and self.beside.fits(task)
         needs = ((need_mb(demand, device), mb) for device, mb in self.devices)
         return sum(need is not None and need <= mb for need, mb in needs) >= demand.gpus
 
 
-@dataclass(frozen=True, slots=True)
-class Outlook:
-    """For tasks without pledges of their own."""
-
-    soon: Room
-    """Once everybody who is leaving has left."""
-    most: Room
-    """Once everybody who may be stopped for them has left as well."""
-    leavers: tuple[Stoppable, ...]
-    """Who that is, in no particular order."""
-
-
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Facts:
-    """Of one node."""
+    """Of one node, since its newest mark. By how many of its steps a priority is above: for all between the
+    same two steps it is the same."""
 
     revision: int
-    """Of its newest mark when they were learned."""
-    stoppable: Sequence[Stoppable]
-    steps: Sequence[int]
-    """Priorities: for all who are above the same of them, the outlook is the same."""
-    outlooks: dict[int, Outlook]
-    """By how many steps one is above."""
+    pledges: list[int]
+    """The priorities of its pledges."""
+    now: dict[int, Room] = field(default_factory=dict)
+    soon: dict[int, Room] = field(default_factory=dict)
+    runs: list[Stoppable] | None = None
+    steps: list[int] = field(default_factory=list)
+    """The priorities of its pledges and of these runs. Neither is known until somebody asks."""
+    most: dict[int, Room] = field(default_factory=dict)
 
 
 Known = dict[NodeName, _Facts]
 
 
 class Outlooks:
-    """Of the usable nodes of one draft. What is known of a node holds until it is marked as changed."""
+    """Of the nodes of one draft, for tasks without pledges of their own. What is known of a node holds until
+    it is marked as changed."""
 
     def __init__(self, draft: Draft, policy: Policy, now: Instant, began_at: Instant, known: Known) -> None:
         self._draft = draft
@@ -70,32 +68,72 @@ class Outlooks:
         self._began_at = began_at
         self._known = known
 
-    def of(self, node: NodeName, priority: int) -> Outlook:
+    def now(self, node: NodeName, priority: int) -> Room:
+        facts = self._facts(node)
+        above = bisect_left(facts.pledges, priority)
+        room = facts.now.get(above)
+        if room is None:
+            room = facts.now[above] = self._look(node, None, priority)
+        return room
+
+    def now_of(self, node: NodeName, task: Task) -> Room:
+        """For a task that has pledges."""
+        return self._look(node, task.id, task.priority)
+
+    def _look(self, node: NodeName, task: TaskId | None, priority: int) -> Room:
+        books = self._draft.usable_books(node, self._policy, self._now)
+        devices = [(book.device, book.free_mb(task=task, priority=priority)) for book in books]
+        return _room(devices, self._draft.headroom(node, task=task, priority=priority))
+
+    def soon(self, node: NodeName, priority: int) -> Room:
+        """Once everybody who is leaving has left."""
+        facts = self._facts(node)
+        above = bisect_left(facts.pledges, priority)
+        room = facts.soon.get(above)
+        if room is None:
+            books = self._draft.usable_books(node, self._policy, self._now)
+            devices = [(book.device, book.soon_mb(priority=priority)) for book in books]
+            room = facts.soon[above] = _room(devices, self._draft.headroom_soon(node, priority=priority))
+        return room
+
+    def most(self, node: NodeName, priority: int) -> Room:
+        """Once everybody who may be stopped for such a task has left as well."""
+        facts = self._facts(node)
+        if not facts.steps:
+            runs = self._stoppable(node)
+            facts.steps = sorted({*facts.pledges, *(run.task.priority for run in runs), CRITICAL - 1})
+        above = bisect_left(facts.steps, priority)
+        room = facts.most.get(above)
+        if room is None:
+            leavers = self.leavers(node, priority)
+            soon = self.soon(node, priority)
+            devices = [
+                (device, mb + sum(run.frees.get(device.key, 0) for run in leavers))
+                for device, mb in soon.devices
+            ]
+            room = facts.most[above] = _room(devices, after(soon.beside, leavers)) if leavers else soon
+        return room
+
+    def leavers(self, node: NodeName, priority: int) -> list[Stoppable]:
+        """Who may be stopped for such a task, in no particular order."""
+        began_at, policy = self._began_at, self._policy
+        runs = self._stoppable(node)
+        return [run for run in runs if may_be_stopped(run.task, priority, policy, began_at)]
+
+    def _stoppable(self, node: NodeName) -> list[Stoppable]:
+        facts = self._facts(node)
+        if facts.runs is None:
+            facts.runs = stoppable(self._draft, node, self._began_at)
+        return facts.runs
+
+    def _facts(self, node: NodeName) -> _Facts:
         facts = self._known.get(node)
         if facts is None or facts.revision != self._draft.changes.at(node):
-            facts = self._known[node] = self._learn(node)
-        above = sum(step < priority for step in facts.steps)
-        known = facts.outlooks.get(above)
-        if known is None:
-            known = facts.outlooks[above] = self._look(node, priority, facts.stoppable)
-        return known
+            books = self._draft.books_on(node)
+            pledges = sorted({pledge.priority for book in books for pledge in book.pledges.values()})
+            facts = self._known[node] = _Facts(self._draft.changes.at(node), pledges)
+        return facts
 
-    def _learn(self, node: NodeName) -> _Facts:
-        runs = stoppable(self._draft, node, self._began_at)
-        steps = {one.task.priority for one in runs} | {CRITICAL - 1}
-        for book in self._draft.books_on(node):
-            steps |= {pledge.priority for pledge in book.pledges.values()}
-        return _Facts(self._draft.changes.at(node), runs, sorted(steps), {})
 
-    def _look(self, node: NodeName, priority: int, runs: Iterable[Stoppable]) -> Outlook:
-        leavers = tuple(
-            one for one in runs if may_be_stopped(one.task, priority, self._policy, self._began_at)
-        )
-        books = list(self._draft.usable_books(node, self._policy, self._now))
-        soon = [(book.device, book.soon_mb(priority=priority)) for book in books]
-        beside = self._draft.headroom_soon(node, priority=priority)
-        room = Room(tuple(soon), ceiling(soon), beside)
-        if not leavers:
-            return Outlook(room, room, ())
-        most = [(device, mb + sum(one.frees.get(device.key, 0) for one in leavers)) for device, mb in soon]
-        return Outlook(room, Room(tuple(most), ceiling(most), after(beside, leavers)), leavers)
+def _room(devices: Sequence[tuple[Device, int]], beside: Headroom) -> Room:
+    return Room(tuple(devices), ceiling(devices), beside)

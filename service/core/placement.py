@@ -7,8 +7,9 @@ from math import inf
 from service.core.draft import Draft
 from service.core.gang import Gang, grounds_of, place_gang
 from service.core.looks import Looks
-from service.core.memory import Found, Left, Likes, Memory, Standing
-from service.core.need import ceiling, need_mb, unwanted_device, unwanted_node
+from service.core.memory import Found, Likes, Memory, Standing
+from service.core.need import need_mb, unwanted_device, unwanted_node
+from service.core.outlook import Outlooks, Room
 from service.core.policy import Policy
 from service.core.task import Placement, Task
 from service.core.units import DeviceKey, Instant, Mib, NodeName, TaskId
@@ -45,9 +46,11 @@ class Places:
         memory: Memory | None = None,
         worth: Worth | None = None,
         looks: Looks | None = None,
+        outlooks: Outlooks | None = None,
     ) -> None:
         """`worth` of places, as it was when the cycle began; None: by room left on the devices."""
         self._looks = Looks(inf) if looks is None else looks
+        self._outlooks = Outlooks(draft, policy, now, now, {}) if outlooks is None else outlooks
         self._draft = draft
         self._policy = policy
         self._now = now
@@ -95,14 +98,14 @@ class Places:
         self._looks.taken += 1
         if node not in self._nodes:
             return None
-        ceiling, room = self._left(node, task)
-        if not (ceiling.may_fit(demand) and room.fits(task)):
+        room = self._left(node, task)
+        if not room.may_fit(task):
             return None
         self._looks.taken += CLOSE_LOOK
         far = FAR_MB * unwanted_node(demand, self._draft.world.nodes[node])
         if self._worth is None or demand.placement == "spread":
-            return self._by_room(node, task, room.cpu, far)
-        return self._by_worth(node, task, room.cpu, far, self._worth)
+            return self._by_room(node, task, room.beside.cpu, far)
+        return self._by_worth(node, task, room.beside.cpu, far, self._worth)
 
     def _by_room(self, node: NodeName, task: Task, cpu: float, far: int) -> Found | None:
         demand = task.demand
@@ -143,22 +146,12 @@ class Places:
         books = self._draft.usable_books(node, self._policy, self._now)
         return rows([(book, book.free_mb(task=task.id, priority=task.priority)) for book in books], cpu)
 
-    def _left(self, node: NodeName, task: Task) -> Left:
-        """What a task of this priority could have of a node; worked out once for all without pledges."""
-        if self._draft.pledges_of(task.id):
-            return self._look(node, task.id, task.priority)
-        revision = self._draft.changes.at(node)
-        lefts = {} if self._memory is None else self._memory.lefts
-        known = lefts.get((node, task.priority))
-        if known is None or known[0] != revision:
-            self._looks.taken += CLOSE_LOOK
-            known = lefts[node, task.priority] = revision, self._look(node, None, task.priority)
-        return known[1]
-
-    def _look(self, node: NodeName, task: TaskId | None, priority: int) -> Left:
-        books = self._draft.usable_books(node, self._policy, self._now)
-        most = ceiling((book.device, book.free_mb(task=task, priority=priority)) for book in books)
-        return most, self._draft.headroom(node, task=task, priority=priority)
+    def _left(self, node: NodeName, task: Task) -> Room:
+        """What such a task could have of a node; worked out once for all without pledges."""
+        if not self._draft.pledges_of(task.id):
+            return self._outlooks.now(node, task.priority)
+        self._looks.taken += CLOSE_LOOK
+        return self._outlooks.now_of(node, task)
 
     def _devices(self, node: NodeName, task: Task, sign: int) -> Iterator[Option]:
         for book in self._draft.usable_books(node, self._policy, self._now):

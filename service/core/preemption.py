@@ -65,12 +65,12 @@ def may_preempt(offers: Offers, task: Task) -> bool:
 
 def is_coming(offers: Offers, task: Task, node: NodeName) -> bool:
     """Whether the task could run there if only those left who are leaving."""
-    return node in offers.nodes and offers.outlook(node, task.priority).soon.fits(task)
+    return node in offers.nodes and offers.outlooks.soon(node, task.priority).fits(task)
 
 
 def could_make_room(offers: Offers, task: Task, node: NodeName) -> bool:
     """Whether it could if everybody left who is leaving or may be stopped for it."""
-    return node in offers.nodes and offers.outlook(node, task.priority).most.fits(task)
+    return node in offers.nodes and offers.outlooks.most(node, task.priority).fits(task)
 
 
 def plan_eviction(offers: Offers, task: Task, now: Instant) -> Eviction | None:

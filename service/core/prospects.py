@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
+from service.core.agenda import A_GLANCE
 from service.core.draft import Draft
 from service.core.gang import Gang
 from service.core.gang_eviction import choose_for_gang
@@ -10,9 +11,10 @@ from service.core.looks import Looks
 from service.core.memory import GangRefusal, Memory, Pursuit, Refusal, Standing
 from service.core.offers import Offers
 from service.core.ordering import Group, Kin
+from service.core.outlook import Room
 from service.core.placement import CLOSE_LOOK, Places
 from service.core.policy import Policy
-from service.core.preemption import Eviction, Search, could_make_room, is_coming, may_preempt
+from service.core.preemption import Eviction, Search, is_coming, may_preempt
 from service.core.task import Placement, Task
 from service.core.units import Instant, NodeName, TaskId
 
@@ -37,6 +39,8 @@ class Prospects:
         self._memory = memory
         self._places = places
         self._offers = offers
+        self._rooms: dict[tuple[int, int, bool], list[Room]] = {}
+        self._rooms_at = 0
 
     def is_refused(self, group: Group) -> bool:
         """Whether it is known, or a look at what changed tells, that there is neither room for such tasks
@@ -158,9 +162,14 @@ class Prospects:
             return True
         if known.broken == changes.revision:
             return False
-        if not self._is_confirmed(known, moved=moved):
+        if moved and node is not None and not is_coming(self._offers, known.probe, node):
             known.broken = changes.revision
             return False
+        for room in self._rooms_since(known.grown, known.probe, now=node is not None):
+            self.looks.taken += A_GLANCE
+            if room.fits(known.probe):
+                known.broken = changes.revision
+                return False
         if node is None:
             known.ruled_out = growth.revision
         else:
@@ -168,13 +177,18 @@ class Prospects:
         known.changed, known.grown = changes.revision, growth.revision
         return True
 
-    def _is_confirmed(self, known: Refusal, *, moved: bool) -> bool:
-        """By a look at the nodes that have changed since."""
-        probe, node = known.probe, known.coming_on
-        if moved and node is not None and not is_coming(self._offers, probe, node):
-            return False
-        grown = self._memory.growth.since(known.grown)
-        if node is None and self._policy.preemption and probe.demand.gpus:
-            self.looks.taken += len(grown)
-            return not any(could_make_room(self._offers, probe, other) for other in grown)
-        return all(self._places.on(other, probe) is None for other in grown)
+    def _rooms_since(self, grown: int, probe: Task, *, now: bool) -> list[Room]:
+        """What the nodes that have grown since then have for such a task: at most, or now."""
+        at_most = not now and self._policy.preemption and probe.demand.gpus > 0
+        if self._rooms_at != self._memory.changes.revision:
+            self._rooms_at = self._memory.changes.revision
+            self._rooms.clear()
+        key = grown, probe.priority, at_most
+        rooms = self._rooms.get(key)
+        if rooms is None:
+            nodes = self._offers.nodes.intersection(self._memory.growth.since(grown))
+            outlooks = self._offers.outlooks
+            look = outlooks.most if at_most else outlooks.now
+            self.looks.taken += len(nodes)
+            rooms = self._rooms[key] = [look(node, probe.priority) for node in nodes]
+        return rooms
