@@ -17,7 +17,19 @@ from service.core.runs import react
 from service.core.task import TERMINAL, Task, TaskState
 from service.core.units import Instant, Seconds
 from service.core.world import World
-from tests.builders import GIB, NOW, a_device, a_task, a_world, check_ledger, commit, holding, key, submit
+from tests.builders import (
+    GIB,
+    NOW,
+    a_demand,
+    a_device,
+    a_task,
+    a_world,
+    check_ledger,
+    commit,
+    holding,
+    key,
+    submit,
+)
 
 POLICY = Policy()
 
@@ -190,3 +202,15 @@ def test_nobody_is_stopped_for_what_would_still_not_fit():
     assert leader.admitted() == ["high"]
     assert leader.notices() == []
     assert not [task for task in leader.world.tasks.values() if task.state in TERMINAL]
+
+
+def test_two_gangs_never_hold_half_each():
+    """kubeflow/trainer#165: workers were placed one by one, so that each of two jobs got a part of the GPUs,
+    and both waited for the rest for ever."""
+    devices = [a_device(f"gpu{i}", node) for node in ("n1", "n2") for i in range(2)]
+    gangs = [a_task(name, bundles=(a_demand(gpu_mb=80 * GIB),) * 4) for name in ("first", "second")]
+    leader = Leader(a_world(*devices, *gangs))
+    leader.wait(60.0)
+    assert leader.admitted() == ["first"]
+    assert len(leader.world.leases_of(leader.task("first"))) == 4
+    assert leader.world.leases_of(leader.task("second")) == []

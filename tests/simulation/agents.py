@@ -15,6 +15,9 @@ class Process:
 
     order: StartOrder
     has_begun: bool = False
+    is_ready: bool = False
+    goes: bool = False
+    """Its user code runs: it has no barrier to wait at, or was told to go."""
     has_ended: bool = False
     stop_at: float | None = None
     """When its agent kills it; a stuck process survives that."""
