@@ -112,6 +112,10 @@ class MaximumSettings(Section):
     """MiB per GPU. Whole GPUs and shares are not given then: they differ from GPU to GPU."""
     cpu: Annotated[float, Field(ge=0)] | None = None
     memory_mb: Annotated[int, Field(ge=0)] | None = None
+    timeout_seconds: Annotated[float, Field(gt=0)] | None = None
+    """Tasks that state no limit for a run get this one."""
+    max_retries: Annotated[int, Field(ge=0)] | None = None
+    grace_seconds: Annotated[float, Field(ge=0)] | None = None
 
 
 class TenantSettings(Section):

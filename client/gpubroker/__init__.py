@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from gpubroker.explained import Explanation
     from gpubroker.fleet import Gpu, Node, Stats
     from gpubroker.models import Event, Outcome, Page, Task, TaskState, Token
+    from gpubroker.policy import Policy
     from gpubroker.runtime import CheckpointTooLarge, NoCurrentTask, RunningTask, Stopped, current_task
 
 __version__ = "0.1.0"
@@ -52,6 +53,7 @@ _HOME = {
     **dict.fromkeys(("Gpu", "Node", "Stats"), "fleet"),
     "Explanation": "explained",
     **dict.fromkeys(("Event", "Outcome", "Page", "Task", "TaskState", "Token"), "models"),
+    "Policy": "policy",
     **dict.fromkeys(
         ("CheckpointTooLarge", "NoCurrentTask", "RunningTask", "Stopped", "current_task"), "runtime"
     ),
@@ -70,6 +72,7 @@ __all__ = [
     "Node",
     "Outcome",
     "Page",
+    "Policy",
     "Refused",
     "RunningTask",
     "Stats",

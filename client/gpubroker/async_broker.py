@@ -14,6 +14,7 @@ from gpubroker.explained import Explanation
 from gpubroker.fleet import Gpu, Node, Stats
 from gpubroker.models import Event, Outcome, Page, Task, Token
 from gpubroker.operations import EVENTS_PER_PAGE, FOLLOW_PAUSE_SECONDS, AnyTask, ListOptions, Operations
+from gpubroker.policy import Policy
 from gpubroker.submission import SubmitOptions, Target
 from gpubroker.wire import answer_of, client_settings, request_of, unreachable
 
@@ -114,6 +115,9 @@ class AsyncBroker:
 
     async def stats(self) -> Stats:
         return await self._carry_out(self._do.stats())
+
+    async def policy(self) -> Policy:
+        return await self._carry_out(self._do.policy())
 
     async def ready(self) -> Mapping[str, str]:
         return await self._carry_out(self._do.ready())

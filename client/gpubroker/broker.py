@@ -14,6 +14,7 @@ from gpubroker.explained import Explanation
 from gpubroker.fleet import Gpu, Node, Stats
 from gpubroker.models import Event, Outcome, Page, Task, Token
 from gpubroker.operations import EVENTS_PER_PAGE, FOLLOW_PAUSE_SECONDS, AnyTask, ListOptions, Operations
+from gpubroker.policy import Policy
 from gpubroker.submission import SubmitOptions, Target
 from gpubroker.wire import answer_of, client_settings, request_of, unreachable
 
@@ -139,6 +140,10 @@ class Broker:
 
     def stats(self) -> Stats:
         return self._carry_out(self._do.stats())
+
+    def policy(self) -> Policy:
+        """What the operator has chosen: bands, kinds, pools, limits, defaults."""
+        return self._carry_out(self._do.policy())
 
     def ready(self) -> Mapping[str, str]:
         """Return once the service can take and run tasks. Raises Unreachable after `retry_seconds`."""

@@ -13,6 +13,7 @@ from gpubroker.exchange import Answer, Call, Steps, exchange
 from gpubroker.explained import Explanation
 from gpubroker.fleet import Gpu, Node, Stats
 from gpubroker.models import Event, Failure, Outcome, Page, Task, TaskState, Token
+from gpubroker.policy import Policy
 from gpubroker.submission import SubmitOptions, Target, opened, submission_body
 
 _LONG_POLL_SECONDS = 30.0
@@ -135,6 +136,9 @@ class Operations:
 
     def stats(self) -> Steps[Stats]:
         return Stats.of((yield from self._ask("GET", "/stats")))
+
+    def policy(self) -> Steps[Policy]:
+        return Policy.of((yield from self._ask("GET", "/policy")))
 
     def ready(self) -> Steps[Mapping[str, str]]:
         parts: Mapping[str, str] = (yield from self._ask("GET", "/readyz"))["parts"]

@@ -1,6 +1,7 @@
 """From settings to the parts they describe."""
 
 import os
+from typing import TypeVar
 
 import psutil
 
@@ -15,10 +16,12 @@ from service.core.units import Mib, Seconds
 from service.core.world import World
 from service.gateway.parts import Defaults, Limits, ModelType
 from service.ports import Clock, Executor, Snapshot
-from service.sections import PoolSettings
+from service.sections import MaximumSettings, ModelTypeSettings, PoolSettings
 from service.settings import Settings
 
 MIB_BYTES = 2**20
+
+Number = TypeVar("Number", int, float)
 
 
 def policy_of(settings: Settings) -> Policy:
@@ -119,14 +122,34 @@ def limits_of(settings: Settings) -> Limits:
 
 
 def defaults_of(settings: Settings) -> Defaults:
-    given = settings.defaults
+    """What is filled in stays within what one task may ask for: only what somebody says is refused."""
+    given, most = settings.defaults, settings.policy.maximum
     return Defaults(
         priority=given.priority,
         cpu=given.cpu,
-        max_retries=given.max_retries,
-        grace_seconds=Seconds(given.grace_seconds),
-        model_types={name: ModelType(**chosen.model_dump()) for name, chosen in settings.model_types.items()},
+        max_retries=_capped(given.max_retries, most.max_retries),
+        grace_seconds=Seconds(_capped(given.grace_seconds, most.grace_seconds)),
+        timeout_seconds=None if most.timeout_seconds is None else Seconds(most.timeout_seconds),
+        model_types={name: _model_type(chosen, most) for name, chosen in settings.model_types.items()},
     )
+
+
+def _model_type(chosen: ModelTypeSettings, most: MaximumSettings) -> ModelType:
+    fields = chosen.model_dump()
+    for name in ("timeout_seconds", "max_retries"):
+        if fields[name] is not None:
+            fields[name] = _capped(fields[name], getattr(most, name))
+    return ModelType(**fields)
+
+
+def _capped(value: Number, most: Number | None) -> Number:
+    return value if most is None else min(value, most)
+
+
+def kinds_of(settings: Settings) -> tuple[Kind, ...]:
+    """Strongest first."""
+    kinds = [Kind(name, kind.power, Mib(kind.context_mb)) for name, kind in settings.kinds.items()]
+    return tuple(sorted(kinds, key=lambda kind: (-kind.power, kind.name)))
 
 
 def fill(world: World, snapshot: Snapshot) -> None:

@@ -7,6 +7,7 @@ from service.core.demand import Demand
 from service.core.device import Device, Node
 from service.core.need import may_use_device, may_use_node, need_mb
 from service.core.policy import Policy
+from service.core.task import Task
 from service.core.units import in_gib
 
 
@@ -106,6 +107,21 @@ def _over_maximum(demand: Demand, policy: Policy) -> Refusal | None:
     ):
         if limit is not None and asked > limit:
             message = f"{field} {asked}: one task may have at most {limit} here; ask for less"
+            return Refusal("exceeds-maximum", message, field)
+    return None
+
+
+def check_times(task: Task, policy: Policy) -> Refusal | None:
+    """Whether a run may take, repeat and linger as long as the task says."""
+    most = policy.maximum
+    asked: tuple[tuple[str, float | None, float | None], ...] = (
+        ("timeout_seconds", task.timeout_seconds, most.timeout_seconds),
+        ("max_retries", task.max_retries, most.max_retries),
+        ("grace_seconds", task.grace_seconds, most.grace_seconds),
+    )
+    for field, value, limit in asked:
+        if limit is not None and value is not None and value > limit:
+            message = f"{field} {value:g}: one task may have at most {limit:g} here; ask for less"
             return Refusal("exceeds-maximum", message, field)
     return None
 

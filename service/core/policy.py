@@ -71,6 +71,9 @@ class Maximum:
     """Per GPU."""
     cpu: float | None = None
     memory_mb: Mib | None = None
+    timeout_seconds: Seconds | None = None
+    max_retries: int | None = None
+    grace_seconds: Seconds | None = None
 
 
 class TenantPolicy(NamedTuple):

@@ -2,10 +2,11 @@
 
 from collections.abc import Mapping
 
-from service.core.admission import Refusal, check, check_priority
+from service.core.admission import Refusal, check, check_priority, check_times
 from service.core.demand import Demand
 from service.core.policy import Policy
 from service.core.pools import settled
+from service.core.task import Task
 from service.core.world import World
 from service.gateway.problems import Fault, Problem
 
@@ -34,6 +35,12 @@ class Capacity:
         refusal = self._refusal(demand) or check_priority(demand, priority, self._policy)
         if refusal is not None:
             raise _problem(refusal, f"/resources/{refusal.field}")
+
+    def check_times(self, task: Task) -> None:
+        """Raises Problem for a task that may run, repeat or linger for longer than the operator allows."""
+        refusal = check_times(task, self._policy)
+        if refusal is not None:
+            raise _problem(refusal, f"/{refusal.field}")
 
     def check_priority(self, demand: Demand, priority: int) -> None:
         """Raises Problem for a priority at which a task would never get what it asks for."""

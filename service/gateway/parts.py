@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from importlib.metadata import version
 from typing import Any
 
+from service.core.kinds import Kind
 from service.core.policy import BAND_NAMES, Policy
 from service.core.units import Seconds, TaskId, Term
 from service.core.world import World
@@ -56,6 +57,7 @@ class Defaults:
     cpu: float = 1.0
     max_retries: int = 0
     grace_seconds: Seconds = Seconds(30.0)
+    timeout_seconds: Seconds | None = None
     model_types: Mapping[str, ModelType] = field(default_factory=dict)
 
 
@@ -91,6 +93,8 @@ class GatewayParts:
     """The Python minor that runs pickled functions."""
     cloudpickle: str = version("cloudpickle")
     """What opens them there."""
+    kinds: tuple[Kind, ...] = ()
+    """Those that the operator has ranked, strongest first."""
     capacity: Capacity = field(init=False)
     pending: PendingReasons = field(init=False)
 

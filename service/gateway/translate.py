@@ -88,7 +88,7 @@ def task_of(
 ) -> Task:
     usual = defaults.model_types.get(body.model_type, _NO_TYPE)
     grace = defaults.grace_seconds if body.grace_seconds is None else body.grace_seconds
-    timeout = _first(body.timeout_seconds, usual.timeout_seconds)
+    timeout = _first(body.timeout_seconds, usual.timeout_seconds, defaults.timeout_seconds)
     timing = timing_of(body, now)
     shares = isinstance(body.run, Entrypoint) and demand.gpus == 0 and demand.cpu < SHARED_BELOW_CPU
     return Task(

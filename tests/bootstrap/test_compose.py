@@ -46,6 +46,15 @@ def test_defaults_of_model_types_come_from_the_settings() -> None:
     assert defaults_of(learned).model_types == {"llm": ModelType(gpu_mb="learned")}
 
 
+def test_what_is_filled_in_stays_within_what_one_task_may_ask_for() -> None:
+    most = {"timeout_seconds": 60, "max_retries": 1, "grace_seconds": 5}
+    usual = {"max_retries": 9, "timeout_seconds": 10}
+    chosen = {"policy": {"maximum": most}, "defaults": {"max_retries": 2}, "model_types": {"llm": usual}}
+    defaults = defaults_of(load_settings(**chosen))
+    assert (defaults.timeout_seconds, defaults.max_retries, defaults.grace_seconds) == (60, 1, 5)
+    assert defaults.model_types["llm"] == ModelType(max_retries=1, timeout_seconds=10)
+
+
 def test_pools_and_limits_of_running_tasks_come_from_the_settings() -> None:
     running = {"tenants": {"acme": 4, "*": 8}, "labels": {"team=vision": 2}}
     lab = {"kinds": ["A100"], "nodes": {"zone": ["b", "a"]}, "fractions": False, "gpus": 4}

@@ -21,6 +21,26 @@ STATS = {
     "age_seconds": 0.2,
     "position": 9,
 }
+POLICY = {
+    "bands": [
+        {"name": "critical", "lowest": 90, "highest": 100},
+        {"name": "idle", "lowest": 0, "highest": 9},
+    ],
+    "placement": "stranded",
+    "preemption": {"enabled": True, "budget": 3, "shield_seconds": 600.0},
+    "maximum": {"gpus": None, "timeout_seconds": 3600.0},
+    "pools": [{"name": "lab", "kinds": ["H100"], "nodes": {"zone": ["a"]}, "fractions": True, "gpus": None}],
+    "max_running": [{"of": "tenant:*", "limit": 8.0}],
+    "streams": {"nightly": 0.5},
+}
+POLICY_SAYS = [
+    "critical 90 to 100 · idle 0 to 9",
+    "budget 3 · shield_seconds 600",
+    "at most     timeout_seconds 3600",
+    "lab: kinds H100 · nodes zone=a · fractions yes",
+    "tenant:*: limit 8",
+    "nightly 0.5",
+]
 IN_PIECES = {
     "free_mb": 40960,
     "stranded_mb": 10240,
@@ -84,6 +104,8 @@ EXPLAINED_SAYS = [
             {"items": [{**GPU, "free_mb": 20480, "stranded_mb": 5120}]},
             ["20.0 GiB free of 24.0, 5.0 GiB stranded"],
         ),
+        ("policy", POLICY, POLICY_SAYS),
+        ("policy", {"preemption": {"enabled": False}}, ["preemption  off"]),
         ("stats", {**STATS, "fragmentation": IN_PIECES}, IN_PIECES_SAYS),
         ("stats", STATS, ["leased 1.0 GiB · total 2.0 GiB", "pending 7", "0.2 s ago, event 9"]),
         (

@@ -125,6 +125,12 @@ class Gateway:
         self.app = create_app(self.parts)
         self.clients: list[httpx.AsyncClient] = []
 
+    def change(self, **parts: Any) -> None:
+        """Other parts from here on; clients that are made later speak with them too."""
+        self.parts = replace(self.parts, **parts)
+        self.policy = self.parts.policy
+        self.app.middleware_stack = create_app(self.parts).middleware_stack
+
     async def __aenter__(self) -> "Gateway":
         self.store.listen(self._on_events)
         self.term = await self.store.take_term("test")

@@ -1,4 +1,4 @@
-"""Commands that look at the cluster: gpus, nodes, stats."""
+"""Commands that look at the cluster: gpus, nodes, stats, policy."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -63,6 +63,14 @@ def stats(context: typer.Context, output: Output = Format.TABLE) -> None:
         emit(output, broker.stats(), draw.stats)
 
 
+def policy(context: typer.Context, output: Output = Format.TABLE) -> None:
+    """What the operator has chosen: bands, kinds, pools, limits, defaults."""
+    from gpubroker.cli import draw_policy
+
+    with broker_of(context) as broker:
+        emit(output, broker.policy(), draw_policy.policy)
+
+
 def add_to(app: typer.Typer) -> None:
-    for command in (gpus, nodes, stats):
+    for command in (gpus, nodes, stats, policy):
         app.command(rich_help_panel="Cluster")(command)

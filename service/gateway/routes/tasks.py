@@ -104,6 +104,7 @@ async def submit_task(
     check_priority(call, task.priority)
     check_stream(parts.policy, task.stream)
     parts.capacity.check(demand, task.priority)
+    parts.capacity.check_times(task)
     submission = await _submission(call, body, task, idempotency_key, learned)
     outcome = await parts.store.submit(submission)
     wait_seconds, headers = _wait_of(prefer, parts.limits.wait_seconds)

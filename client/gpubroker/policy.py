@@ -1,0 +1,34 @@
+"""What the operator of a service has chosen; see `Broker.policy`."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from gpubroker.decoding import Raw, filled
+
+Rows = tuple[Mapping[str, Any], ...]
+_LISTS = ("bands", "kinds", "pools", "custom_limits", "max_running", "model_types", "tenants")
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """Rows are mappings with the names of the HTTP API. Of tenants only those that this token may know."""
+
+    placement: str = ""
+    bands: Rows = ()
+    preemption: Mapping[str, Any] = field(default_factory=dict)
+    kinds: Rows = ()
+    pools: Rows = ()
+    custom_limits: Rows = ()
+    max_running: Rows = ()
+    maximum: Mapping[str, Any] = field(default_factory=dict)
+    """The most that one task may ask for; None is no limit."""
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    model_types: Rows = ()
+    tenants: Rows = ()
+    streams: Mapping[str, float] = field(default_factory=dict)
+    raw: Raw = field(default_factory=dict, repr=False)
+
+    @classmethod
+    def of(cls, raw: Raw) -> "Policy":
+        return filled(cls, raw, **{name: tuple(raw.get(name) or ()) for name in _LISTS})

@@ -1,0 +1,21 @@
+"""The operator's choices that a submit meets."""
+
+from fastapi import APIRouter, Response
+
+from service.gateway.direct import Call, DirectRoute, answer, needs, problems
+from service.gateway.identity import Scope
+from service.gateway.rules import PolicyView, policy_view
+
+router = APIRouter(route_class=DirectRoute, tags=["cluster"])
+
+
+@router.get(
+    "/policy",
+    operation_id="policy_get",
+    dependencies=[needs(Scope.CLUSTER_READ)],
+    response_model=PolicyView,
+    responses=problems("unauthenticated", "forbidden"),
+)
+async def get_policy(call: Call) -> Response:
+    """Read what the operator has chosen: bands, kinds, pools, limits, the most per task, and defaults."""
+    return answer(policy_view(call.parts, call.identity))

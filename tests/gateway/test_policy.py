@@ -1,0 +1,55 @@
+"""What the operator has chosen, and how long one task may run, repeat and linger."""
+
+from dataclasses import replace
+
+import pytest
+
+from service.core.kinds import Kind
+from service.core.policy import Maximum, TenantPolicy
+from service.core.units import Mib, Seconds
+from tests.gateway.harness import Client, Gateway, a_body, problem
+
+
+async def test_the_policy_tells_what_a_submit_meets(gateway: Gateway, api: Client) -> None:
+    gateway.change(kinds=(Kind("H100", 2000, Mib(512)),))
+    told = (await api.get("/policy")).json()
+    assert told["bands"][0] == {"name": "critical", "lowest": 90, "highest": 100}
+    assert told["placement"] == "stranded"
+    assert told["kinds"] == [{"name": "H100", "power": 2000, "context_mb": 512}]
+    assert (told["pools"][0]["name"], told["pools"][0]["gpus"]) == ("lab", 1)
+    assert [limit["name"] for limit in told["custom_limits"]] == ["fpga", "licence", "seat"]
+    assert told["custom_limits"][0]["per"] == "node"
+    assert told["max_running"] == [{"of": "label:run=*", "limit": 1.0}]
+    assert (told["maximum"]["memory_mb"], told["maximum"]["gpus"]) == (128 * 1024, None)
+    assert (told["defaults"]["priority"], told["model_types"][0]["name"]) == (54, "llm")
+
+
+async def test_other_tenants_quotas_are_told_to_admins_only(gateway: Gateway, api: Client) -> None:
+    tenants = (TenantPolicy("*"), TenantPolicy("vision", weight=2.0), TenantPolicy("speech"))
+    gateway.change(policy=replace(gateway.policy, tenants=tenants))
+    viewer = await gateway.client("viewer", "cluster:read", tenant="vision")
+    told = [row["name"] for row in (await viewer.get("/policy")).json()["tenants"]]
+    assert told == ["*", "vision"]
+    assert len((await api.get("/policy")).json()["tenants"]) == 3
+
+
+async def test_the_policy_needs_the_scope_to_read_the_cluster(gateway: Gateway) -> None:
+    writer = await gateway.client("writer", "tasks:write")
+    problem(await writer.get("/policy"), 403, "forbidden")
+
+
+@pytest.mark.parametrize(
+    ("field", "value"), [("timeout_seconds", 61.0), ("max_retries", 3), ("grace_seconds", 11.0)]
+)
+async def test_a_task_may_not_run_repeat_or_linger_beyond_the_maximum(
+    gateway: Gateway, api: Client, field: str, value: float
+) -> None:
+    most = Maximum(timeout_seconds=Seconds(60.0), max_retries=2, grace_seconds=Seconds(10.0))
+    gateway.change(policy=replace(gateway.policy, maximum=most))
+    within = {"timeout_seconds": 60.0, "max_retries": 2, "grace_seconds": 10.0}
+    assert (await api.post("/tasks", json=a_body(**within))).status_code == 202
+    document = problem(
+        await api.post("/tasks", json=a_body(**{**within, field: value})), 422, "exceeds-maximum"
+    )
+    assert document["errors"][0]["pointer"] == f"/{field}"
+    assert "one task may have at most" in document["detail"]
