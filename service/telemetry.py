@@ -6,6 +6,7 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from heapq import nlargest
 from importlib.metadata import version
 from itertools import accumulate
 from typing import Literal
@@ -18,10 +19,10 @@ from prometheus_client.registry import Collector
 
 from service.core.lease import LeaseState
 from service.core.ledger import Book
-from service.core.policy import band_of
+from service.core.policy import Policy, band_of
 from service.core.scatter import Fragmentation, Scattered
 from service.core.task import TERMINAL, TaskState
-from service.core.units import Term
+from service.core.units import Instant, Term
 from service.core.world import World
 
 LOG_FIELDS: Mapping[str, str] = {
@@ -53,6 +54,10 @@ _MIB = 1024 * 1024
 _GPU = ("gpu", "UUID", "hostname")
 """Spelled as dcgm-exporter spells them, so that both join on UUID without relabelling."""
 
+_TENANT = ("tenant",)
+MOST_TENANTS = 100
+"""Of so many, those that hold most, there are metrics; all are in GET /tenants."""
+
 GAUGES: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "gpubroker_build_info": ("Always 1; what runs here.", ("version",)),
     "gpubroker_tasks": ("Tasks that are not finished.", ("state", "band")),
@@ -75,6 +80,12 @@ GAUGES: Mapping[str, tuple[str, tuple[str, ...]]] = {
         (),
     ),
     "gpubroker_gpu_utilization_ratio": ("Share of time the device computed, as last measured.", _GPU),
+    "gpubroker_tenant_held_bytes": ("GPU memory that the tenant holds, until it is confirmed free.", _TENANT),
+    "gpubroker_tenant_guaranteed_bytes": ("GPU memory that the tenant is guaranteed.", _TENANT),
+    "gpubroker_tenant_usage_byte_seconds": (
+        "Memory held, times how long, fading.",
+        _TENANT,
+    ),
     "gpubroker_event_log_position": ("Position of the last event this process has applied.", ()),
     "gpubroker_world_age_seconds": ("Seconds since the picture was last known to be current.", ()),
     "gpubroker_leader_term": ("Term of the leader in this process; absent if it does not lead.", ()),
@@ -95,6 +106,8 @@ class Sources:
     world: World
     age_seconds: Callable[[], float]
     term: Callable[[], Term | None]
+    policy: Policy
+    now: Callable[[], Instant]
     fragmentation: Callable[[], tuple[Fragmentation, Scattered | None]]
 
 
@@ -152,6 +165,7 @@ class WorldCollector(Collector):
         yield _gauge("gpubroker_node_ready", [((node.name,), node.ready) for node in nodes])
         yield from _device_metrics(sources.world)
         yield from _fragmentation_metrics(sources.world, *sources.fragmentation())
+        yield from _tenant_metrics(sources)
         yield _gauge("gpubroker_event_log_position", [((), sources.world.position)])
         yield _gauge("gpubroker_world_age_seconds", [((), sources.age_seconds())])
         term = sources.term()
@@ -191,6 +205,19 @@ def _task_metrics(world: World) -> Iterator[Metric]:
         total = sum(count for (_tenant, ended), count in world.finished.items() if ended is state)
         finished.add_metric((state.value,), total)
     yield finished
+
+
+def _tenant_metrics(sources: Sources) -> Iterator[Metric]:
+    accounts, policy = sources.world.accounts, sources.policy
+    held = nlargest(MOST_TENANTS, ((accounts.held_mb(tenant), tenant) for tenant in accounts))
+    yield _gauge("gpubroker_tenant_held_bytes", [((tenant,), mb * _MIB) for mb, tenant in held])
+    guaranteed = [(tenant, policy.tenant(tenant).guaranteed_mb) for _, tenant in held]
+    yield _gauge(
+        "gpubroker_tenant_guaranteed_bytes", [((t,), mb * _MIB) for t, mb in guaranteed if mb is not None]
+    )
+    now = sources.now()
+    used = [((tenant,), accounts.used(tenant, now) * _MIB) for _, tenant in held]
+    yield _gauge("gpubroker_tenant_usage_byte_seconds", used)
 
 
 def _device_metrics(world: World) -> Iterator[Metric]:

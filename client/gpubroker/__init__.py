@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     )
     from gpubroker.estimates import Estimate
     from gpubroker.explained import Explanation
-    from gpubroker.fleet import Gpu, Node, Stats
+    from gpubroker.fleet import Gpu, Node, Stats, Tenant
     from gpubroker.models import Event, Outcome, Page, Task, TaskState, Token
     from gpubroker.policy import Policy
     from gpubroker.runtime import CheckpointTooLarge, NoCurrentTask, RunningTask, Stopped, current_task
@@ -50,7 +50,7 @@ _HOME = {
         "errors",
     ),
     "Estimate": "estimates",
-    **dict.fromkeys(("Gpu", "Node", "Stats"), "fleet"),
+    **dict.fromkeys(("Gpu", "Node", "Stats", "Tenant"), "fleet"),
     "Explanation": "explained",
     **dict.fromkeys(("Event", "Outcome", "Page", "Task", "TaskState", "Token"), "models"),
     "Policy": "policy",
@@ -81,6 +81,7 @@ __all__ = [
     "TaskCancelled",
     "TaskFailed",
     "TaskState",
+    "Tenant",
     "Token",
     "Unreachable",
     "WaitTimeout",

@@ -11,7 +11,7 @@ from gpubroker.connection import Connection, find_service
 from gpubroker.estimates import Estimate
 from gpubroker.exchange import Answer, Call, Pause, Steps
 from gpubroker.explained import Explanation
-from gpubroker.fleet import Gpu, Node, Stats
+from gpubroker.fleet import Gpu, Node, Stats, Tenant
 from gpubroker.models import Event, Outcome, Page, Task, Token
 from gpubroker.operations import EVENTS_PER_PAGE, FOLLOW_PAUSE_SECONDS, AnyTask, ListOptions, Operations
 from gpubroker.policy import Policy
@@ -112,6 +112,9 @@ class AsyncBroker:
 
     async def nodes(self) -> Page[Node]:
         return await self._carry_out(self._do.nodes())
+
+    async def tenants(self) -> Page[Tenant]:
+        return await self._carry_out(self._do.tenants())
 
     async def stats(self) -> Stats:
         return await self._carry_out(self._do.stats())

@@ -11,7 +11,7 @@ from gpubroker.connection import Connection, find_service
 from gpubroker.estimates import Estimate
 from gpubroker.exchange import Answer, Call, Pause, Steps
 from gpubroker.explained import Explanation
-from gpubroker.fleet import Gpu, Node, Stats
+from gpubroker.fleet import Gpu, Node, Stats, Tenant
 from gpubroker.models import Event, Outcome, Page, Task, Token
 from gpubroker.operations import EVENTS_PER_PAGE, FOLLOW_PAUSE_SECONDS, AnyTask, ListOptions, Operations
 from gpubroker.policy import Policy
@@ -137,6 +137,10 @@ class Broker:
 
     def nodes(self) -> Page[Node]:
         return self._carry_out(self._do.nodes())
+
+    def tenants(self) -> Page[Tenant]:
+        """Quota, holding, usage and fair share of tenants: of your own, or of all with cluster:read."""
+        return self._carry_out(self._do.tenants())
 
     def stats(self) -> Stats:
         return self._carry_out(self._do.stats())

@@ -139,6 +139,34 @@ class Fragmentation:
 
 
 @dataclass(frozen=True, slots=True)
+class Tenant:
+    """One of those who share the cluster. Sizes are MiB of GPU memory; `guaranteed_mb` None: no quota."""
+
+    name: str
+    cohort: str | None = None
+    guaranteed_mb: int | None = None
+    borrow_mb: int | None = None
+    """None: as much as its cohort leaves."""
+    held_mb: int = 0
+    borrowed_mb: int = 0
+    pledged_mb: int = 0
+    """What is being freed for its tasks."""
+    usage_mb_seconds: float = 0.0
+    weight: float = 1.0
+    fair_share: float = 0.0
+    level: float = 0.0
+    """What it has used and holds against its fair share; within a band the lowest goes first."""
+    max_priority: int = 100
+    pending: int = 0
+    active: int = 0
+    raw: Raw = field(default_factory=dict, repr=False)
+
+    @classmethod
+    def of(cls, raw: Raw) -> "Tenant":
+        return filled(cls, raw)
+
+
+@dataclass(frozen=True, slots=True)
 class Stats:
     """Counts over the whole cluster: `tasks` by state."""
 

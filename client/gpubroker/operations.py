@@ -11,7 +11,7 @@ from gpubroker.errors import TaskCancelled, TaskFailed, WaitTimeout
 from gpubroker.estimates import Estimate
 from gpubroker.exchange import Answer, Call, Steps, exchange
 from gpubroker.explained import Explanation
-from gpubroker.fleet import Gpu, Node, Stats
+from gpubroker.fleet import Gpu, Node, Stats, Tenant
 from gpubroker.models import Event, Failure, Outcome, Page, Task, TaskState, Token
 from gpubroker.policy import Policy
 from gpubroker.submission import SubmitOptions, Target, opened, submission_body
@@ -133,6 +133,10 @@ class Operations:
     def nodes(self) -> Steps[Page[Node]]:
         raw = yield from self._ask("GET", "/nodes")
         return Page(tuple(Node.of(item) for item in raw["items"]), raw=raw)
+
+    def tenants(self) -> Steps[Page[Tenant]]:
+        raw = yield from self._ask("GET", "/tenants")
+        return Page(tuple(Tenant.of(item) for item in raw["items"]), raw=raw)
 
     def stats(self) -> Steps[Stats]:
         return Stats.of((yield from self._ask("GET", "/stats")))

@@ -14,8 +14,8 @@ from service.core.units import in_gib
 @dataclass(frozen=True, slots=True)
 class Refusal:
     code: str
-    """exceeds-capacity, exceeds-maximum, no-matching-device, pool-mismatch, unknown-resource or
-    priority-too-low."""
+    """exceeds-capacity, exceeds-maximum, exceeds-quota, no-matching-device, pool-mismatch,
+    unknown-resource or priority-too-low."""
     message: str
     """What was asked, what there is, what to do."""
     field: str

@@ -21,6 +21,10 @@ class Doubts(Protocol):
 
     looks: Looks
 
+    def is_over_quota(self, group: Group) -> bool:
+        """Their tenant may not have such tasks now, whatever there is."""
+        ...
+
     def is_refused(self, group: Group) -> bool:
         """There is nothing for its tasks."""
         ...
@@ -105,8 +109,7 @@ class Agenda:
 
     def charge(self, task: Task, mb: int) -> None:
         """The task that is examined was given so much: its tenant's other tasks may have to stand back."""
-        if not self.shares.is_even:
-            self.shares.charge(task.tenant, mb, self._own_key(task))
+        self.shares.charge(task.tenant, mb, self._own_key(task))
 
     def wake(self) -> None:
         """Let in again those who were left out, from here on, for whom there may be something now."""
@@ -122,7 +125,7 @@ class Agenda:
         group = head.group
         if group is None:
             return head if head.task in self._world.queue else None
-        if doubts.is_refused(group):
+        if doubts.is_over_quota(group) or doubts.is_refused(group):
             self._asleep.append((group,))
             return None
         self._push(group, group.after(head.key[-2:]))
@@ -157,6 +160,9 @@ class Agenda:
                 self._coming_in += (tuple(groups.values()) for groups in likes)
 
     def _enter(self, likes: Sequence[Group], doubts: Doubts) -> None:
+        over = [group for group in likes if doubts.is_over_quota(group)]
+        self._asleep += ((group,) for group in over)
+        likes = [group for group in likes if group not in over] if over else likes
         if likes and doubts.is_refused(likes[0]):
             self._asleep.append(tuple(likes))
             return

@@ -17,6 +17,7 @@ from service.core.plan import Decision, given_mb
 from service.core.policy import Policy
 from service.core.preemption import Eviction, Search
 from service.core.prospects import Prospects
+from service.core.quota import Quotas
 from service.core.ranks import nodes_of
 from service.core.task import Task
 from service.core.units import Instant
@@ -87,7 +88,8 @@ class _Slice:
         outlooks = Outlooks(draft, policy, now, cursor.ordered_at, memory.outlooks)
         self._places = places = Places(draft, policy, now, memory, cursor.worth, looks, outlooks)
         offers = Offers(draft, policy, now, cursor.ordered_at, memory.offers, outlooks)
-        self._prospects = Prospects(draft, policy, now, memory, places, offers, looks)
+        self._quotas = Quotas(draft, policy, memory.needs)
+        self._prospects = Prospects(draft, policy, now, memory, places, offers, looks, self._quotas)
         self._shares = cursor.shares.copy()
         self._agenda = self._open_agenda(world, policy)
         self._decisions: list[Decision] = []
@@ -141,6 +143,8 @@ class _Slice:
     def _decide(self, task: Task) -> Decision | Search | None:
         """Admit the task, or make room for it, or neither. One with pledges waits for what they bring.
         A search is not at its end."""
+        if self._quotas.is_short(task):
+            return None
         if self._draft.pledges_of(task.id):
             if task.demand.bundles:
                 gang = self._places.gang(task)

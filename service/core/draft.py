@@ -67,6 +67,8 @@ class Draft:
         self.growth = Changes() if growth is None else growth
         """Those on which somebody may now find room, or ways to make it, who found none before."""
         self.custom_use: dict[str, float] = dict(world.custom_use)
+        self._given: dict[str, int] = {}
+        """Tenant -> MiB of the leases that this draft has made."""
         self._books: dict[DeviceKey, Book] = {}
         self._use: dict[NodeName, NodeUse] = {}
         self._tasks: dict[TaskId, Task] = {}
@@ -201,6 +203,15 @@ class Draft:
         if lease.mb > self.book(lease.device).unheld_mb():
             raise Overcommitted(f"{lease.key}: {lease.mb} MiB do not fit on {lease.device}")
         self._own(lease.device).put(lease)
+        self._given[lease.tenant] = self._given.get(lease.tenant, 0) + lease.mb
+
+    def newly_claimed(self, task: TaskId, priority: int) -> Iterator[tuple[str, int]]:
+        """(tenant, MiB) of what this draft has leased, and of what is pledged to others than this task, at
+        its priority or a higher one."""
+        yield from self._given.items()
+        for preemptor, pledges in self._pledges.items():
+            if preemptor != task:
+                yield from ((p.tenant, p.mb) for p in pledges.values() if p.priority >= priority)
 
     def put_pledge(self, pledge: Pledge) -> None:
         self._own(pledge.device).pledges[pledge.preemptor] = pledge

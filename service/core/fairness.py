@@ -1,6 +1,5 @@
 """Which tenant comes first within a band: one below its guarantee, then the one furthest behind its share."""
 
-from collections.abc import Mapping
 from typing import NamedTuple
 
 from service.core.accounts import life_seconds
@@ -15,7 +14,7 @@ decides: then their tasks go by priority and age."""
 
 
 class Standing(NamedTuple):
-    """Of a tenant, when the cycle began."""
+    """Of one tenant at one moment."""
 
     claimed_mb: int = 0
     """What it holds, and what is being freed for it."""
@@ -23,29 +22,17 @@ class Standing(NamedTuple):
     """Its usage, as a share of what all devices together could ever come to."""
 
 
-class Shares:
-    """How tenants stand in one cycle: as they did when it began, and what it has given them since.
+class Levels:
+    """How far each tenant is with its fair share, at one moment.
 
-    A tenant's level is what it has used plus what it claims now, both as shares of all memory, divided by its
-    fair share: at 1 it has had all that its weight entitles it to. What a cycle gives counts at once, so that
-    one cycle does not hand everything to one tenant. Within a cycle no rank gets better.
+    A level is what a tenant has used plus what it claims now, both as shares of all memory, divided by its
+    part of all weights: at 1 it has had all that its weight entitles it to.
     """
 
     def __init__(self, world: World, policy: Policy, now: Instant) -> None:
-        self.charged: dict[str, int] = {}
-        """Tenant -> MiB that this cycle has given it."""
-        self.passed: dict[str, OwnKey] = {}
-        """Tenant -> the task for which it was charged last: its tasks up to there have had their turn."""
         self._policy = policy
-        self._ranks: dict[str, Rank] = {}
-        self._standings: Mapping[str, Standing] = {}
-        self.is_even = len(world.queue.tenants) < 2
-        """Nobody has to be ranked: all that wait belong to one tenant."""
-        if not self.is_even:
-            self._measure(world, now)
-
-    def _measure(self, world: World, now: Instant) -> None:
-        tenants = {*world.accounts, *world.queue.tenants}
+        self.tenants = {*world.accounts, *world.queue.tenants}
+        """All that ever held anything, or wait for it."""
         self._whole_mb = max(1, world.accounts.whole_mb(world.books.values(), world.inventory_version))
         most = self._whole_mb * life_seconds(world.accounts.half_life_seconds)
         pledged: dict[str, int] = {}
@@ -57,42 +44,73 @@ class Shares:
                 world.accounts.held_mb(tenant) + pledged.get(tenant, 0),
                 world.accounts.used(tenant, now) / most,
             )
-            for tenant in tenants
+            for tenant in self.tenants
         }
-        self._weights = sum(self._policy.tenant(tenant).weight for tenant in sorted(tenants))
+        self._weights = sum(policy.tenant(tenant).weight for tenant in sorted(self.tenants))
+
+    def claimed_mb(self, tenant: str) -> int:
+        return self._standings.get(tenant, Standing()).claimed_mb
+
+    def fair_share(self, tenant: str) -> float:
+        """Its part of all weights, or what that would be if it came in."""
+        weight = self._policy.tenant(tenant).weight
+        return weight / (self._weights + (0.0 if tenant in self.tenants else weight))
+
+    def level(self, tenant: str, more_mb: int = 0) -> float:
+        """`more_mb`: that it claims by now."""
+        standing = self._standings.get(tenant, Standing())
+        had = standing.used + (standing.claimed_mb + more_mb) / self._whole_mb
+        return had * self._weights / self._policy.tenant(tenant).weight
+
+
+class Shares:
+    """How tenants stand in one cycle: as they did when it began, and what it has given them since.
+
+    What a cycle gives counts at once, so that one cycle does not hand everything to one tenant. Within a
+    cycle no rank gets better.
+    """
+
+    def __init__(self, world: World, policy: Policy, now: Instant) -> None:
+        self.passed: dict[str, OwnKey] = {}
+        """Tenant -> the task for which it was charged last: its tasks up to there have had their turn."""
+        self._charged: dict[str, int] = {}
+        """Tenant -> MiB that this cycle has given it."""
+        self._policy = policy
+        self._ranks: dict[str, Rank] = {}
+        self._levels = Levels(world, policy, now) if len(world.queue.tenants) > 1 else None
+
+    @property
+    def is_even(self) -> bool:
+        """Nobody has to be ranked: all that wait belong to one tenant."""
+        return self._levels is None
 
     def copy(self) -> "Shares":
         twin = Shares.__new__(Shares)
         twin.__dict__.update(self.__dict__)
-        twin.charged, twin.passed, twin._ranks = dict(self.charged), dict(self.passed), dict(self._ranks)
+        twin._charged, twin.passed, twin._ranks = dict(self._charged), dict(self.passed), dict(self._ranks)
         return twin
 
     def is_as(self, other: "Shares") -> bool:
         """Whether both tell of the same moment of the same cycle."""
-        return self._standings is other._standings and self.passed == other.passed
+        return self._levels is other._levels and self.passed == other.passed
 
     def rank(self, tenant: str) -> Rank:
         """Smallest first."""
-        if self.is_even:
+        if self._levels is None:
             return EVEN
         rank = self._ranks.get(tenant)
         if rank is None:
-            claimed_mb = self._claimed_mb(tenant)
+            charged_mb = self._charged.get(tenant, 0)
             guaranteed_mb = self._policy.tenant(tenant).guaranteed_mb
-            above = guaranteed_mb is None or claimed_mb >= guaranteed_mb
-            rank = self._ranks[tenant] = (int(above), int(self.level(tenant) * STEPS))
+            has_its_own = (
+                guaranteed_mb is None or self._levels.claimed_mb(tenant) + charged_mb >= guaranteed_mb
+            )
+            step = int(self._levels.level(tenant, charged_mb) * STEPS)
+            rank = self._ranks[tenant] = (int(has_its_own), step)
         return rank
 
-    def level(self, tenant: str) -> float:
-        """1: it has had its fair share. Only where tenants are ranked."""
-        used = self._standings.get(tenant, Standing()).used + self._claimed_mb(tenant) / self._whole_mb
-        return used * self._weights / self._policy.tenant(tenant).weight
-
     def charge(self, tenant: str, mb: int, passed: OwnKey) -> None:
-        if mb > 0 and not self.is_even:
-            self.charged[tenant] = self.charged.get(tenant, 0) + mb
+        if mb > 0 and self._levels is not None:
+            self._charged[tenant] = self._charged.get(tenant, 0) + mb
             self.passed[tenant] = passed
             self._ranks.pop(tenant, None)
-
-    def _claimed_mb(self, tenant: str) -> int:
-        return self._standings.get(tenant, Standing()).claimed_mb + self.charged.get(tenant, 0)

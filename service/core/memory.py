@@ -13,6 +13,7 @@ from service.core.outlook import Known
 from service.core.plan import Decision
 from service.core.policy import Policy
 from service.core.preemption import Search
+from service.core.quota import Needs
 from service.core.task import Placement, Task
 from service.core.units import Instant, NodeName, TaskId
 from service.core.victims import is_old_enough, is_shielded
@@ -101,6 +102,7 @@ class Memory:
         self.outlooks: Known = {}
         self._worth: Worth | None = None
         self.offers: Offered = {}
+        self.needs = Needs()
         self.awaited: set[NodeName] = set()
         """Nodes with room that is coming, for which somebody waits."""
         self._due: dict[NodeName, Instant] = {}

@@ -141,14 +141,26 @@ class Policy:
     """A run is left alone for so long after its start, except by critical tasks."""
     maximum: Maximum = Maximum()  # frozen
 
+    has_quotas: bool = field(init=False, repr=False, compare=False)
     _by_name: dict[str, TenantPolicy] = field(init=False, repr=False, compare=False)
+    _cohorts: dict[str, int] = field(init=False, repr=False, compare=False)
+    """Name -> what its members are guaranteed in all."""
 
     def __post_init__(self) -> None:
-        by_name = {tenant.name: tenant for tenant in self.tenants}
-        object.__setattr__(self, "_by_name", by_name)  # looked up for every task that is examined
+        """Work out what is looked up for every task that is examined."""
+        cohorts: dict[str, int] = {}
+        for tenant in self.tenants:
+            cohorts[tenant.cohort] = cohorts.get(tenant.cohort, 0) + (tenant.guaranteed_mb or 0)
+        object.__setattr__(self, "_by_name", {tenant.name: tenant for tenant in self.tenants})
+        object.__setattr__(self, "_cohorts", cohorts)
+        object.__setattr__(self, "has_quotas", any(t.guaranteed_mb is not None for t in self.tenants))
 
     def tenant(self, name: str) -> TenantPolicy:
         return self._by_name.get(name) or self._by_name.get("*", ANYBODY)
+
+    def guaranteed_mb(self, cohort: str) -> int:
+        """To its members in all."""
+        return self._cohorts.get(cohort, 0)
 
     def weight_of(self, stream: str) -> float:
         """Of tasks in no stream, or in one that is no longer configured, 1."""

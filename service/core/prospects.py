@@ -15,6 +15,7 @@ from service.core.outlook import Room
 from service.core.placement import CLOSE_LOOK, Places
 from service.core.policy import Policy
 from service.core.preemption import Eviction, Search, is_coming, may_preempt
+from service.core.quota import Quotas
 from service.core.task import Placement, Task
 from service.core.units import Instant, NodeName, TaskId
 
@@ -31,6 +32,7 @@ class Prospects:
         places: Places,
         offers: Offers,
         looks: Looks,
+        quotas: Quotas,
     ) -> None:
         self.looks = looks
         self._draft = draft
@@ -41,6 +43,11 @@ class Prospects:
         self._offers = offers
         self._rooms: dict[tuple[int, int, bool], list[Room]] = {}
         self._rooms_at = 0
+        self._quotas = quotas
+
+    def is_over_quota(self, group: Group) -> bool:
+        """Whether their tenant may not have such tasks now."""
+        return self._quotas.falls_short(group.tenant, group.demand, group.priority)
 
     def is_refused(self, group: Group) -> bool:
         """Whether it is known, or a look at what changed tells, that there is neither room for such tasks

@@ -18,7 +18,8 @@ class Reason(StrEnum):
     NOT_BEFORE = "NotBefore"
     DEPENDENCY_PENDING = "DependencyPending"
     """Tasks that it runs after have not ended."""
-    QUOTA_EXHAUSTED = "QuotaExhausted"  # reserved
+    QUOTA_EXHAUSTED = "QuotaExhausted"
+    """Its tenant has what it may have."""
     CONCURRENCY_LIMITED = "ConcurrencyLimited"
     """Run slots, CPU, host memory or a custom resource is used up."""
     FRAGMENTED = "Fragmented"

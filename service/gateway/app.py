@@ -22,6 +22,7 @@ from service.gateway.routes import (
     shutdown,
     stats,
     tasks,
+    tenants,
     tokens,
 )
 from service.telemetry import Sources, Telemetry
@@ -36,6 +37,7 @@ _RESOURCES = (
     nodes,
     stats,
     policy,
+    tenants,
     tokens,
     health,
     metrics,
@@ -55,7 +57,8 @@ def create_app(parts: GatewayParts) -> FastAPI:
         asked = parts.world, parts.policy, parts.clock.now()
         return fragmentation(*asked), scattered(*asked)
 
-    telemetry = Telemetry(Sources(parts.world, parts.age_seconds, parts.term, pieces))
+    world, now = parts.world, parts.clock.now
+    telemetry = Telemetry(Sources(world, parts.age_seconds, parts.term, parts.policy, now, pieces))
     app.state.telemetry = telemetry
     # The door is the whole stack. FastAPI's own layers serve dependencies and uploads, which no route has,
     # and turn exceptions into answers, which the door does.

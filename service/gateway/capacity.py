@@ -6,6 +6,7 @@ from service.core.admission import Refusal, check, check_priority, check_times
 from service.core.demand import Demand
 from service.core.policy import Policy
 from service.core.pools import settled
+from service.core.quota import Needs, check_quota
 from service.core.task import Task
 from service.core.world import World
 from service.gateway.problems import Fault, Problem
@@ -22,6 +23,7 @@ class Capacity:
         self._policy = policy
         self._known: dict[Demand, Refusal | None] = {}
         self._inventory_version = -1
+        self._needs = Needs()
 
     def settled(self, demand: Demand, pool: str, tenant: str, labels: Mapping[str, str]) -> Demand:
         """The demand with what its pool and its limits add. Raises Problem if the pool does not fit it."""
@@ -30,9 +32,13 @@ class Capacity:
             raise _problem(found, f"/resources/{found.field}")
         return found
 
-    def check(self, demand: Demand, priority: int) -> None:
-        """Raises Problem for a demand that could never be satisfied, or never at this priority."""
+    def check(self, demand: Demand, priority: int, tenant: str) -> None:
+        """Raises Problem for a demand that could never be satisfied, or never at this priority, or never for
+        this tenant."""
         refusal = self._refusal(demand) or check_priority(demand, priority, self._policy)
+        if refusal is None and (demand.gpus or demand.bundles):
+            counts = self._needs.of(self._world, demand)
+            refusal = check_quota(demand, counts, tenant, self._policy)
         if refusal is not None:
             raise _problem(refusal, f"/resources/{refusal.field}")
 

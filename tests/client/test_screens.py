@@ -94,6 +94,17 @@ EXPLAINED_SAYS = [
 ]
 
 
+TENANT = {
+    "name": "acme",
+    "cohort": "lab",
+    "guaranteed_mb": 20480,
+    "held_mb": 30720,
+    "borrowed_mb": 10240,
+    "fair_share": 0.666667,
+    "level": 0.449,
+}
+
+
 @pytest.mark.parametrize(
     ("line", "answer", "says"),
     [
@@ -124,6 +135,8 @@ EXPLAINED_SAYS = [
             ["resnet", "H100", "12", "7.8 GiB", "9.0 GiB", "1.5s", "3m"],
         ),
         ("estimates", {"items": []}, ["nothing learned yet"]),
+        ("tenants", {"items": [TENANT]}, ["acme", "lab", "30.0 GiB", "20.0 GiB", "10.0 GiB", "67%", "0.45"]),
+        ("tenants", {"items": []}, ["no tenants yet"]),
         ("token list", {"items": [{"name": "ci", "scopes": ["tasks:write"]}]}, ["ci", "tasks:write"]),
     ],
 )

@@ -204,7 +204,7 @@ class Naive(NaiveTenants):
         sign = -1 if "spread" in (demand.placement, self.policy.placement) else 1
         for node in self.nodes:
             cpu, memory, runs = self.room(node, task)
-            if not node.ready or node.cordoned or not self.custom_is_there(task):
+            if not node.ready or node.cordoned or not self.custom_is_there(task) or self.over_quota(task):
                 continue
             if not self.is_open(node, task):
                 continue
@@ -278,6 +278,8 @@ class Naive(NaiveTenants):
     def evictions(self, task: Task) -> Iterator[tuple[Any, list[Any], list[Task]]]:
         """Every way to make room: (rank, devices, victims). Tries every subset of runs on every node."""
         if not self.policy.preemption or not task.demand.gpus or not self.custom_is_there(task):
+            return
+        if self.over_quota(task):
             return
         for node in self.nodes:
             if not node.ready or node.cordoned or not self.is_open(node, task):

@@ -19,6 +19,7 @@ class NaiveTenants:
     leases: list[Lease]
     pledges: list[Pledge]
     waits: Any
+    needs: Any
 
     def rank(self, tenant: str) -> tuple[bool, int]:
         """Whether it has what it is guaranteed, and how many twentieths of its fair share it has had."""
@@ -39,3 +40,27 @@ class NaiveTenants:
             self.used[tenant] = world.accounts.used(tenant, Instant(self.now)) / (self.whole * life)
         waiting = {task.tenant for task in self.tasks.values() if self.waits(task)}
         self.weights = sum(self.policy.tenant(t).weight for t in sorted({*world.accounts, *waiting}))
+
+    # Quotas
+
+    def claims_of(self, tenant: str, task: Task) -> int:
+        """Held, or being freed for others of its tasks that this one must respect."""
+        pledges = [p for p in self.pledges if p.preemptor != task.id and p.priority >= task.priority]
+        return sum(row.mb for row in (*self.leases, *pledges) if row.tenant == tenant)
+
+    def over_quota(self, task: Task) -> bool:
+        mine = self.policy.tenant(task.tenant)
+        if mine.guaranteed_mb is None or not task.demand.gpus:
+            return False
+        need = task.demand.gpus * max(self.needs(task.demand, book.device) or 0 for book in self.books)
+        claimed = self.claims_of(task.tenant, task)
+        if claimed + need <= mine.guaranteed_mb:
+            return False
+        if not mine.cohort or (
+            mine.borrow_mb is not None and claimed + need > mine.guaranteed_mb + mine.borrow_mb
+        ):
+            return True
+        everybody = {row.tenant for row in (*self.leases, *self.pledges)} | {task.tenant}
+        members = [name for name in everybody if self.policy.tenant(name).cohort == mine.cohort]
+        there_is = sum(t.guaranteed_mb or 0 for t in self.policy.tenants if t.cohort == mine.cohort)
+        return sum(self.claims_of(name, task) for name in members) + need > there_is

@@ -30,8 +30,11 @@ POLICY = Policy(
     shield_seconds=40.0,
     streams=(("light", 0.5), ("main", 2.0)),
     tenants=(
-        TenantPolicy("acme", guaranteed_mb=Mib(60), cohort="lab", weight=2.0),
-        TenantPolicy("zeta", weight=0.5),
+        TenantPolicy("acme", "lab", Mib(40), weight=2.0),
+        TenantPolicy("beta", "lab", Mib(60), borrow_mb=Mib(20)),
+        TenantPolicy("solo", guaranteed_mb=Mib(50), weight=0.5),
+        TenantPolicy("*", "lab", Mib(0)),
+        TenantPolicy("default", weight=0.5),
     ),
     usage_half_life_seconds=100.0,
 )
@@ -121,7 +124,7 @@ def submissions(draw: st.DrawFn) -> dict[str, Any]:
         "priority": draw(st.sampled_from((5, 20, 50, 60, 80, 95))),
         "submitted_at": NOW - draw(st.sampled_from((0, 10, 900))),
         "grace_seconds": draw(st.sampled_from((5.0, 30.0))),
-        "tenant": draw(st.sampled_from(("default", "acme", "acme", "zeta"))),
+        "tenant": draw(st.sampled_from(("default", "acme", "beta", "solo", "guest"))),
         "stream": draw(st.sampled_from(("", "", "light", "main"))),
         **draw(st.sampled_from(SHAPES)),
     }

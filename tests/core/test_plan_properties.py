@@ -13,6 +13,7 @@ from service.core.memory import Memory
 from service.core.placement import Places
 from service.core.plan import Decision
 from service.core.policy import Policy
+from service.core.quota import Quotas
 from service.core.reasons import Reason
 from service.core.task import TaskState
 from service.core.units import Instant
@@ -131,6 +132,7 @@ def test_every_pending_task_is_answered(world: World, story: list[Chapter]):
             assert told.blockers
             assert told.reason is told.blockers[0].reason
             fits = Places(Draft(world), POLICY, Instant(tale.now)).best(task) is not None
+            fits = fits and not Quotas(Draft(world), POLICY).is_short(task)
             waits = task.held or task.awaits or (task.not_before or 0.0) > tale.now
             assert (told.reason is Reason.PENDING_EVALUATION) == (fits and not waits)
         commit(world, whole_plan(world, tale.now).decisions, tale.now)

@@ -1,5 +1,12 @@
 """What tenants may do, and what they see of themselves."""
 
+import re
+
+import pytest
+
+from service.core.cycle import plan_cycle
+from service.core.units import Instant
+from tests.builders import GIB
 from tests.gateway.harness import Gateway, a_body, problem
 
 
@@ -23,3 +30,53 @@ async def test_a_task_may_name_one_of_the_operators_streams(gateway: Gateway) ->
     )
     assert "configured are: nightly" in document["detail"]
     assert document["errors"][0]["pointer"] == "/stream"
+
+
+async def test_more_than_a_tenant_may_ever_have_is_refused(gateway: Gateway) -> None:
+    acme = await gateway.client("a", tenant="acme")
+    body = a_body(resources={"gpu_mb": 31 * 1024})
+    document = problem(await acme.post("/tasks", json=body), 422, "exceeds-quota")
+    assert "tenant acme may have 30.0 GiB at most" in document["detail"]
+    assert document["errors"][0]["pointer"] == "/resources/gpu_mb"
+    assert (await acme.post("/tasks", json=a_body(resources={"gpu_mb": 30 * 1024}))).status_code == 202
+
+
+async def test_tenants_are_told_with_what_they_may_have_and_have(gateway: Gateway) -> None:
+    acme = await gateway.client("a", tenant="acme")
+    for _ in range(2):
+        await acme.submit(resources={"gpu_mb": 24 * GIB})
+    await gateway.commit(*plan_cycle(gateway.world, gateway.policy, gateway.clock.now()).decisions)
+    gateway.clock.at = Instant(gateway.clock.at + 10.0)
+    listed = (await gateway.admin.get("/tenants")).json()
+    told = {tenant["name"]: tenant for tenant in listed["items"]}
+    assert list(told) == ["acme", "modest", "zeta"]
+    found = told["acme"]
+    assert (found["guaranteed_mb"], found["borrow_mb"], found["cohort"]) == (20 * GIB, 10 * GIB, "labs")
+    assert (found["held_mb"], found["borrowed_mb"], found["pledged_mb"]) == (24 * GIB, 4 * GIB, 0)
+    assert (found["pending"], found["active"], found["max_priority"]) == (1, 1, 100)
+    assert found["usage_mb_seconds"] == pytest.approx(240 * GIB, rel=1e-3)
+    assert found["fair_share"] == 1.0
+    assert found["level"] == pytest.approx(24 / 80, rel=1e-2)
+    assert told["zeta"]["fair_share"] == pytest.approx(2 / 3, rel=1e-4)
+    assert told["modest"]["guaranteed_mb"] is None
+    assert listed["position"] == gateway.world.position
+    metrics = (await gateway.admin.get("/metrics")).text
+    for what, mb in (("held", 24 * GIB), ("guaranteed", 20 * GIB)):
+        [told_bytes] = re.findall(rf'^gpubroker_tenant_{what}_bytes{{tenant="acme"}} (\S+)$', metrics, re.M)
+        assert float(told_bytes) == mb * 2**20
+
+
+async def test_without_cluster_scope_one_sees_only_ones_own_tenant(gateway: Gateway) -> None:
+    plain = await gateway.client("p", "tasks:read", tenant="zeta")
+    assert [tenant["name"] for tenant in (await plain.get("/tenants")).json()["items"]] == ["zeta"]
+    problem(await (await gateway.client("m", "metrics:read")).get("/tenants"), 403, "forbidden")
+
+
+async def test_a_wait_for_quota_is_told(gateway: Gateway) -> None:
+    acme = await gateway.client("a", tenant="acme")
+    for _ in range(2):
+        task = await acme.submit(resources={"gpu_mb": 24 * GIB})
+    await gateway.commit(*plan_cycle(gateway.world, gateway.policy, gateway.clock.now()).decisions)
+    assert (await acme.get(f"/tasks/{task}")).json()["pending"]["reason"] == "QuotaExhausted"
+    told = (await acme.get(f"/tasks/{task}/explain")).json()
+    assert "borrows from cohort labs, has 24.0 GiB and may take 6.0 GiB more" in told["message"]

@@ -1,4 +1,4 @@
-"""Commands that look at the cluster: gpus, nodes, stats, policy."""
+"""Commands that look at the cluster: gpus, nodes, tenants, stats, policy."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -55,6 +55,14 @@ def nodes(context: typer.Context, output: Output = Format.TABLE) -> None:
         emit_all(output, broker.nodes().items, draw.nodes)
 
 
+def tenants(context: typer.Context, output: Output = Format.TABLE) -> None:
+    """Who shares the cluster: what is guaranteed, held, borrowed and used, and who comes first."""
+    from gpubroker.cli import draw_tenants
+
+    with broker_of(context) as broker:
+        emit_all(output, broker.tenants().items, draw_tenants.tenants)
+
+
 def stats(context: typer.Context, output: Output = Format.TABLE) -> None:
     """Counts of tasks and of memory, and whether work can run."""
     from gpubroker.cli import draw
@@ -72,5 +80,5 @@ def policy(context: typer.Context, output: Output = Format.TABLE) -> None:
 
 
 def add_to(app: typer.Typer) -> None:
-    for command in (gpus, nodes, stats, policy):
+    for command in (gpus, nodes, tenants, stats, policy):
         app.command(rich_help_panel="Cluster")(command)

@@ -76,6 +76,7 @@ _JUST_ACCEPTED = Live(leases=[], uuids={}, pending=NOT_YET_SEEN)
             "exceeds-capacity",
             "no-matching-device",
             "exceeds-maximum",
+            "exceeds-quota",
             "pool-mismatch",
             "unknown-resource",
             "priority-too-low",
@@ -103,7 +104,7 @@ async def submit_task(
     check_run(call, body.run)
     check_priority(call, task.priority)
     check_stream(parts.policy, task.stream)
-    parts.capacity.check(demand, task.priority)
+    parts.capacity.check(demand, task.priority, tenant)
     parts.capacity.check_times(task)
     submission = await _submission(call, body, task, idempotency_key, learned)
     outcome = await parts.store.submit(submission)

@@ -1,0 +1,126 @@
+"""What a tenant may still take: its guarantee, and what its cohort leaves of those of others."""
+
+from dataclasses import dataclass
+
+from service.core.admission import Refusal
+from service.core.demand import Demand
+from service.core.device import Device
+from service.core.draft import Draft
+from service.core.need import need_mb
+from service.core.policy import Policy
+from service.core.task import Task
+from service.core.units import TaskId, in_gib
+from service.core.world import World
+
+NOBODY = TaskId("")
+
+
+class Needs:
+    """What demands count against a quota, worked out once for an inventory."""
+
+    def __init__(self) -> None:
+        self._version = -1
+        self._sorts: list[Device] = []
+        self._known: dict[Demand, int] = {}
+
+    def of(self, world: World, demand: Demand) -> int:
+        """MiB on the largest devices that it may use, so that no place it is given exceeds a quota."""
+        if self._version != world.inventory_version:
+            self._version = world.inventory_version
+            self._known = {}
+            devices = (book.device for book in world.books.values() if book.device.present)
+            sorts = {(d.kind, d.power, d.physical_mb, d.allocatable_mb, d.context_mb): d for d in devices}
+            self._sorts = list(sorts.values())
+        known = self._known.get(demand)
+        if known is None:
+            known = self._known[demand] = sum(map(self._most, demand.bundles or (demand,)))
+        return known
+
+    def _most(self, demand: Demand) -> int:
+        needs = (need_mb(demand, device) or 0 for device in self._sorts if demand.gpus)
+        return demand.gpus * max(needs, default=0)
+
+
+@dataclass(frozen=True, slots=True)
+class Allowance:
+    """Of one tenant, as one of its tasks finds it."""
+
+    claimed_mb: int
+    """What it holds, and what is being freed for it."""
+    guaranteed_mb: int
+    left_mb: int
+    """What it may still take."""
+
+
+class Quotas:
+    """Of one draft. A guarantee is granted whatever others hold; only borrowing depends on them."""
+
+    def __init__(self, draft: Draft, policy: Policy, needs: Needs | None = None) -> None:
+        self._draft = draft
+        self._policy = policy
+        self._needs = Needs() if needs is None else needs
+        self._held: dict[str, int] | None = None
+        """Cohort -> what its members hold in the World."""
+
+    def need_mb(self, demand: Demand) -> int:
+        return self._needs.of(self._draft.world, demand)
+
+    def is_short(self, task: Task) -> bool:
+        """Whether its tenant may not take so much now, whatever is free."""
+        return self.falls_short(task.tenant, task.demand, task.priority, task.id)
+
+    def falls_short(self, tenant: str, demand: Demand, priority: int, task: TaskId = NOBODY) -> bool:
+        """The same for a task that is not named, or has no pledges."""
+        if not (self._policy.has_quotas and (demand.gpus or demand.bundles)):
+            return False
+        allowance = self.of(tenant, priority, task)
+        return allowance is not None and self.need_mb(demand) > allowance.left_mb
+
+    def of(self, name: str, priority: int, task: TaskId = NOBODY) -> Allowance | None:
+        """None if this tenant has no quota. What is being freed for tasks of lower priority counts as free,
+        and for this task."""
+        mine = self._policy.tenant(name)
+        if mine.guaranteed_mb is None:
+            return None
+        new = list(self._draft.newly_claimed(task, priority))
+        claimed = self._draft.world.accounts.held_mb(name)
+        claimed += sum(mb for tenant, mb in new if tenant == name)
+        own_left = mine.guaranteed_mb - claimed
+        if not mine.cohort:
+            return Allowance(claimed, mine.guaranteed_mb, own_left)
+        left = self._policy.guaranteed_mb(mine.cohort) - self._held_in(mine.cohort)
+        left -= sum(mb for tenant, mb in new if self._policy.tenant(tenant).cohort == mine.cohort)
+        if mine.borrow_mb is not None:
+            left = min(left, own_left + mine.borrow_mb)
+        return Allowance(claimed, mine.guaranteed_mb, max(own_left, left))
+
+    def _held_in(self, cohort: str) -> int:
+        if self._held is None:
+            self._held = {}
+            accounts = self._draft.world.accounts
+            for tenant in accounts:
+                name = self._policy.tenant(tenant).cohort
+                self._held[name] = self._held.get(name, 0) + accounts.held_mb(tenant)
+        return self._held.get(cohort, 0)
+
+
+def check_quota(demand: Demand, need_mb: int, tenant: str, policy: Policy) -> Refusal | None:
+    """Why a task of this tenant could never have what it counts, or None."""
+    most = most_mb(policy, tenant)
+    if most is None or need_mb <= most:
+        return None
+    message = (
+        f"the task counts {in_gib(need_mb)} of GPU memory (on the largest GPUs that it may use), and tenant "
+        f"{tenant} may have {in_gib(most)} at most, guaranteed and borrowed; "
+        "ask for less, or for smaller kinds"
+    )
+    return Refusal("exceeds-quota", message, "gpu_mb" if demand.gpu_mb is not None else "gpus")
+
+
+def most_mb(policy: Policy, tenant: str) -> int | None:
+    """The most that it could ever hold; None if it has no quota."""
+    mine = policy.tenant(tenant)
+    if mine.guaranteed_mb is None or not mine.cohort:
+        return mine.guaranteed_mb
+    others = policy.guaranteed_mb(mine.cohort) - mine.guaranteed_mb
+    return mine.guaranteed_mb + (others if mine.borrow_mb is None else min(others, mine.borrow_mb))

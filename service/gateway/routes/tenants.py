@@ -1,0 +1,29 @@
+"""Who shares the cluster."""
+
+from fastapi import APIRouter, Response
+
+from service.gateway.direct import Call, DirectRoute, answer, needs, problems
+from service.gateway.identity import Scope
+from service.gateway.overview import as_of
+from service.gateway.tenants import TenantList, tenant_views
+
+router = APIRouter(route_class=DirectRoute, tags=["cluster"])
+
+
+@router.get(
+    "/tenants",
+    operation_id="tenants_list",
+    dependencies=[needs(Scope.TASKS_READ)],
+    response_model=TenantList,
+    responses=problems("unauthenticated", "forbidden", "follower-stale"),
+)
+async def list_tenants(call: Call) -> Response:
+    """List tenants with quota, holding, usage and fair share.
+
+    A token without the scope cluster:read sees its own tenant only.
+    """
+    parts, viewer = call.parts, call.identity
+    only = None if viewer.may(Scope.CLUSTER_READ) else viewer.tenant
+    items = tenant_views(parts.world, parts.policy, parts.clock.now(), only)
+    view: TenantList = {**as_of(parts), "items": list(items)}
+    return answer(view)
