@@ -24,7 +24,7 @@ from service.core.units import Instant
 from service.core.world import World
 from service.core.worth import Worth
 
-SLICE = 800
+SLICE = 500
 """Looks at nodes for a task before the caller gets its turn again: some milliseconds."""
 
 

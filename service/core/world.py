@@ -192,9 +192,10 @@ class World:
         if before is None:
             return
         after = event.task or changed_task(before, event.version, event.fields)
-        self._count_out(before)
+        grows = before.is_active and (before.state, after.state) != (TaskState.ADMITTED, TaskState.RUNNING)
+        self._count_out(before, grows=grows)
         self.tasks[after.id] = after
-        self._count_in(after)
+        self._count_in(after, grows=grows)
         self.awaited.note(after)
         for device in self.pledges.get(after.id, ()):
             self.marks.mark(self.books[device].device.node)
@@ -251,30 +252,32 @@ class World:
         task = self.holder(lease.holder, lease.fence)
         freeing_for, stopping = (None, False) if task is None else notice_of(task)
         book = self.books[lease.device]
+        unheld_mb = book.unheld_mb()
         book.put(lease, freeing_for, stopping=stopping)
-        self.marks.mark(book.device.node, grows=lease.version > 1)
+        grows = lease.version > 1 and (lease.state is not LeaseState.HELD or book.unheld_mb() > unheld_mb)
+        self.marks.mark(book.device.node, grows=grows)
         self._drop_if_gone(book)
 
-    def _count_in(self, task: Task) -> None:
+    def _count_in(self, task: Task, *, grows: bool = True) -> None:
         if task.state is TaskState.PENDING:
             self.queue.add(task)
             if task.waits_until is not None:
                 self.expiring[task.id] = task.waits_until
         elif task.is_active:
-            self._count_active(task, +1)
+            self._count_active(task, +1, grows=grows)
             self.active.add(task.id)
 
-    def _count_out(self, task: Task) -> None:
+    def _count_out(self, task: Task, *, grows: bool) -> None:
         if task.state is TaskState.PENDING:
             self.queue.remove(task)
             self.expiring.pop(task.id, None)
         else:  # active: what has ended changes no more
-            self._count_active(task, -1)
+            self._count_active(task, -1, grows=grows)
             self.active.discard(task.id)
 
-    def _count_active(self, task: Task, sign: int) -> None:
+    def _count_active(self, task: Task, sign: int, *, grows: bool) -> None:
         for node, part in parts_of(task):
-            self.marks.mark(node, grows=sign < 0 or task.state is not TaskState.ADMITTED)
+            self.marks.mark(node, grows=grows)
             self.use.setdefault(node, NodeUse()).count(part, sign)
             runs = self.runs.setdefault(node, set())
             (runs.add if sign > 0 else runs.discard)(task.id)
