@@ -52,6 +52,8 @@ class RaySettings(Section):
     memory_mb: Annotated[int, Field(gt=0)] | None = None
     max_runs: Annotated[int, Field(gt=0)] = 256
     """How many runs may be on one node at once, however small."""
+    process_memory_mb: Annotated[int, Field(gt=0)] = 81_920
+    """Host memory that each process of a run may take, whatever the run asked for."""
     object_store_mb: Annotated[int, Field(ge=75)] = 128
     idle_stop_seconds: Annotated[float, Field(gt=0)] = 600.0
     """A local Ray without a broker and without runs stops by itself after so long."""

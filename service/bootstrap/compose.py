@@ -74,6 +74,7 @@ def new_executor(settings: Settings, clock: Clock) -> Executor:
         cpu=ray.cpu,
         memory_mb=ray.memory_mb,
         max_runs=ray.max_runs,
+        process_memory_mb=ray.process_memory_mb,
         task_path=tuple(str(path) for path in settings.task_path),
         task_user=settings.task_user,
         object_store_bytes=ray.object_store_mb * MIB_BYTES,

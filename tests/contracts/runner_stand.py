@@ -29,6 +29,7 @@ def an_agent_config(run_dir: Path, **changes: Any) -> AgentConfig:
         "cpu": 4.0,
         "memory_mb": 1000,
         "max_runs": 10,
+        "process_memory_mb": 81_920,
         "task_path": (),
         "task_user": "",
         "run_dir": str(run_dir / "runs"),
@@ -63,6 +64,12 @@ class Runner:
         self.describe = _Method(self._describe)
         self.exchange = _Method(self._exchange)
         self._mailbox: Mailbox | None = None
+
+    def become(self, process: "subprocess.Popen[bytes]") -> None:
+        """Before it is told anything: run as this process."""
+        self.process.kill()
+        self.process.wait()
+        self.process = process
 
     def tasks(self) -> list[str]:
         """Those that it was told to start."""

@@ -2,8 +2,12 @@
 
 import asyncio
 import os
+import subprocess
+import sys
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
+from subprocess import PIPE
 from typing import Any
 
 import pytest
@@ -107,6 +111,34 @@ async def test_a_run_without_memory_is_gone_without_a_measurement(kept: Kept) ->
     kept.probe.fault = RuntimeError("the driver does not answer")
     kept.stand.runner_of("t").process.kill()
     await kept.until(kept.gone)
+
+
+TAKES_100_MB = "import sys; taken = b'x' * 10**8; print(len(taken), flush=True); sys.stdin.read()"
+STARTS_ONE = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {TAKES_100_MB!r}])"
+
+
+def a_large_process() -> "subprocess.Popen[bytes]":
+    """It takes a megabyte or ten itself, and a hundred in a process below it."""
+    return subprocess.Popen([sys.executable, "-c", STARTS_ONE], stdin=PIPE, stdout=PIPE)
+
+
+async def test_a_run_of_which_a_process_takes_too_much_host_memory_is_ended(
+    kept: Kept, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kept.keeper, "_config", replace(kept.config, process_memory_mb=64))
+    await kept.keeper.hold_to_allowance()
+    await kept.start("small")
+    large = a_large_process()
+    kept.stand.birth = lambda runner: runner.become(large)
+    await kept.start("large")
+    assert large.stdout is not None
+    await asyncio.to_thread(large.stdout.readline)
+    await kept.keeper.hold_to_allowance()
+    await kept.keeper.hold_to_allowance()
+    await kept.until(kept.gone)
+    [(_, task, *_, failure, _log)] = [report for report in kept.said if report[0] == "ended"]
+    assert (task, failure[0]) == ("large", "host_memory_exceeded")
+    assert "and each may have 64 MiB here" in failure[1]
 
 
 async def test_who_leaves_a_node_leaves_no_process_and_no_file(kept: Kept, tmp_path: Path) -> None:

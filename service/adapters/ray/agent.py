@@ -238,6 +238,7 @@ class NodeAgent:
         if now > self._tidied_at + TIDY_SECONDS:
             self._tidied_at = now
             await keeper.tidy()
+        await keeper.hold_to_allowance()
 
     def _keep_alive(self) -> None:
         if self._config.keepalive:

@@ -14,6 +14,7 @@ from gpubroker.runtime.journal import AT_ONCE, SOON
 from gpubroker.runtime.messages import Report, RunKey, RunOrder, is_report
 from gpubroker.runtime.output import tail_of_file
 
+from service.adapters.ray.allowance import too_large
 from service.adapters.ray.cards import Card, RunFiles
 from service.adapters.ray.inheritance import look_around
 from service.adapters.ray.lane import Lane
@@ -140,6 +141,21 @@ class RunKeeper:
             self._do("ending a blank runner", partial(asyncio.to_thread, self._runners.kill, runner))
         self._files.remove_outdated()
         self.pool.keep_full()
+
+    async def hold_to_allowance(self) -> None:
+        """End the runs of which one process has taken more host memory than any may have."""
+        most_mb = self._config.process_memory_mb
+        lanes = {run.lane.watched.id.pid: run.lane for run in self.book.runs.values() if run.lane is not None}
+        if not lanes:
+            return
+        for pid, mb in (await asyncio.to_thread(too_large, list(lanes), most_mb)).items():
+            lane = lanes[pid]
+            if not (lane.breach or lane.watched.ended):
+                lane.breach = (
+                    f"one of its processes took {mb} MiB of host memory, and each may have {most_mb} MiB here"
+                )
+                log.warning("a run takes too much host memory", runner=lane.name, fault=lane.breach)
+                self._do("ending a process that is too large", partial(put_down, lane.watched))
 
     async def tidy(self) -> None:
         await asyncio.to_thread(self._files.tidy)
@@ -270,7 +286,9 @@ class RunKeeper:
         self._ear.say(report)
 
     def _lost(self, run: Run, lane: Lane) -> Report:
-        if lane.out_of_memory:
+        if lane.breach:
+            failure = ("host_memory_exceeded", lane.breach, "")
+        elif lane.out_of_memory:
             failure = ("out_of_memory", "the node ran out of memory and Ray killed the process", "")
         else:
             why = run.killed or "its process ended without a word: it was killed or it crashed"

@@ -41,6 +41,8 @@ class Lane:
         """Runs that have not ended."""
         self.retiring = False
         self.out_of_memory = False
+        self.breach = ""
+        """Why the process is being ended by us, if it took more than it may have."""
         self.watched = Watched(process, self._note_end)
         self._actor = actor
         self._on_report = on_report

@@ -31,6 +31,8 @@ class RayOptions:
     """What a node offers; None: what it has."""
     memory_mb: int | None = None
     max_runs: int = 256
+    process_memory_mb: int = 81_920
+    """Host memory that each process of a run may take."""
     task_path: tuple[str, ...] = ()
     """Directories tasks import from; empty: where this process was started."""
     task_user: str = ""
@@ -81,6 +83,7 @@ class RayOptions:
             cpu=self.cpu,
             memory_mb=self.memory_mb,
             max_runs=self.max_runs,
+            process_memory_mb=self.process_memory_mb,
             task_path=tuple(self.task_path) or (os.getcwd(),),
             task_user=self.task_user,
             run_dir=str(runs if self.is_local else runs / f"gpubroker-{self.instance}"),
@@ -103,6 +106,7 @@ class AgentConfig:
     cpu: float | None
     memory_mb: int | None
     max_runs: int
+    process_memory_mb: int
     task_path: tuple[str, ...]
     task_user: str
     run_dir: str
