@@ -208,9 +208,9 @@ def test_two_gangs_never_hold_half_each():
     """kubeflow/trainer#165: workers were placed one by one, so that each of two jobs got a part of the GPUs,
     and both waited for the rest for ever."""
     devices = [a_device(f"gpu{i}", node) for node in ("n1", "n2") for i in range(2)]
-    gangs = [a_task(name, bundles=(a_demand(gpu_mb=80 * GIB),) * 4) for name in ("first", "second")]
+    gangs = [a_task(name, bundles=(a_demand(gpu_mb=80 * GIB),) * 3) for name in ("first", "second")]
     leader = Leader(a_world(*devices, *gangs))
     leader.wait(60.0)
     assert leader.admitted() == ["first"]
-    assert len(leader.world.leases_of(leader.task("first"))) == 4
+    assert len(leader.world.leases_of(leader.task("first"))) == 3
     assert leader.world.leases_of(leader.task("second")) == []
