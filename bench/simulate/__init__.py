@@ -2,7 +2,8 @@
 
 The work is a generated day (`--day SEED`), a trace (`--openb DIR`), or what a service did (`--history FILE`):
 the events that `gpubroker events --after 0 -o ndjson` prints. Each `--policy NAME:setting=value,...` is one
-column of the table; `shipped` is the policy as it comes.
+column of the table, and so is `--policy NAME:@FILE` with the configuration file of a service; `shipped` is
+the policy as it comes.
 """
 
 from argparse import ArgumentParser, ArgumentTypeError, Namespace
@@ -15,7 +16,9 @@ from bench.measuring import Figure, say
 from bench.simulate.history import a_history
 from bench.simulate.replay import Replay, Seen
 from bench.simulate.work import Scene, a_day, an_openb_day
+from service.bootstrap.compose import policy_of
 from service.core.policy import Policy
+from service.settings import SettingsRefused, load_settings
 
 Named = tuple[str, Policy]
 SHIPPED: Named = ("shipped", Policy())
@@ -31,13 +34,21 @@ def add_options(parser: ArgumentParser) -> None:
     parser.add_argument("--nodes", type=int, default=12, help="of the trace, the largest ones")
     parser.add_argument("--load", type=float, default=1.2, help="what the day asks for, of what there is")
     parser.add_argument(
-        "--policy", type=named_policy, action="append", help="NAME:setting=value,... (may be repeated)"
+        "--policy",
+        type=named_policy,
+        action="append",
+        help="NAME:setting=value,... or NAME:@FILE (may be repeated)",
     )
 
 
 def named_policy(text: str) -> Named:
     """Raises ArgumentTypeError that names what there is to set."""
     name, _, settings = text.partition(":")
+    if settings.startswith("@"):
+        try:
+            return name, policy_of(load_settings(Path(settings[1:])))
+        except SettingsRefused as refused:
+            raise ArgumentTypeError(str(refused)) from None
     return name, replace(Policy(), **dict(_setting(part) for part in settings.split(",") if part))
 
 

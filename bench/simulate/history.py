@@ -1,7 +1,8 @@
 """What a service did, read back from its own events: who was there, what was asked for, how long it ran."""
 
 import json
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
+from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from service.core.device import Device, Node
 from service.core.task import Task
 from service.core.units import DeviceKey, Instant, NodeName, TaskId
 
-_ENDS = ("task.succeeded", "task.failed", "task.cancelled")
+_ENDS = ("task.succeeded", "task.failed", "task.cancelled", "task.expired")
 _BREAKS = ("task.requeued", *_ENDS)
 
 
@@ -62,12 +63,19 @@ def _works(events: Iterable[dict[str, Any]]) -> Iterable[Work]:
             saved.add(key)
     for key, seconds in ran.items():
         if key in tasks:
-            yield Work(tasks[key], max(seconds, 0.001), checkpoints=key in saved)
+            yield Work(_after_those(tasks[key], ran), max(seconds, 0.001), checkpoints=key in saved)
+
+
+def _after_those(task: Task, ran: Container[TaskId]) -> Task:
+    """Whoever never ran is left out of the replay, and nobody can wait for him."""
+    after = tuple(dependency for dependency in task.after if dependency.task in ran)
+    return replace(task, after=after, awaits=bool(after))
 
 
 def _plain(name: str, value: Any) -> Any:
     """The API tells instants as people read them; rows keep seconds."""
-    return Instant(_seconds(value)) if name.endswith("_at") and isinstance(value, str) else value
+    is_instant = name.endswith("_at") or name == "not_before"
+    return Instant(_seconds(value)) if is_instant and isinstance(value, str) else value
 
 
 def _seconds(at: str | float) -> float:

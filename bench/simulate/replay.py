@@ -5,25 +5,42 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from heapq import heappop, heappush
 from itertools import count
+from math import inf
 from statistics import mean
 
 from bench.measuring import percentile
 from bench.simulate.work import Scene, Work
 from service.core.cycle import plan_cycle
 from service.core.deadlines import Watch, due, keep_watch
+from service.core.demand import Demand
+from service.core.dependencies import settle
 from service.core.device import DeviceSample
 from service.core.events import NewEvent, events_of, submitted
-from service.core.orders import Ended, Ending, Gone, Order, Report, Started, StartOrder, StopOrder
+from service.core.memory import Memory
+from service.core.orders import (
+    Ended,
+    Ending,
+    Gone,
+    GoOrder,
+    Order,
+    Ready,
+    Report,
+    Started,
+    StartOrder,
+    StopOrder,
+)
 from service.core.plan import Decision
 from service.core.policy import BANDS, Policy, band_of
 from service.core.runs import react
-from service.core.task import TaskState
+from service.core.scatter import Sum, fragmentation
+from service.core.task import Task, TaskState
 from service.core.units import Fence, Instant, Mib, Position, Seconds, TaskId
 from service.core.world import World
 
 START_SECONDS = 0.1
 SAVE_SECONDS = 1.0
 """What a run that checkpoints needs to save and leave when it is told to."""
+LOOK_SECONDS = 60.0
 FOR_EVER = Seconds(1e12)
 
 
@@ -35,13 +52,17 @@ class Seen:
     seconds: float = 0.0
     """From the first submit to the last: what the means over time are taken over."""
     leased_mb_seconds: float = 0.0
+    free_mb_seconds: float = 0.0
     stranded_mb_seconds: float = 0.0
-    """Free, but on devices where no half of the demands would fit."""
+    """Free, and of no use to what was usually asked for by then; looked at once a minute."""
     waits: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
     """Band -> seconds from submit to first admission."""
+    tenants: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+    """Tenant -> GPU-MiB-seconds that it held, to the very end."""
     preemptions: int = 0
     lost_gpu_seconds: float = 0.0
     ended: int = 0
+    expired: int = 0
     drained_seconds: float = 0.0
     """From the last submit to the end of the last run."""
 
@@ -50,8 +71,9 @@ class Seen:
         whole = self.capacity_mb * self.seconds or 1.0
         told = {
             "utilisation": (100 * self.leased_mb_seconds / whole, "%"),
-            "fragmented": (100 * self.stranded_mb_seconds / whole, "%"),
+            "fragmentation": (100 * self.stranded_mb_seconds / (self.free_mb_seconds or 1.0), "% of free"),
             "preemptions": (float(self.preemptions), ""),
+            "expired": (float(self.expired), ""),
             "lost_gpu_h": (self.lost_gpu_seconds / 3600.0, "h"),
             "drained": (self.drained_seconds / 3600.0, "h"),
         }
@@ -60,6 +82,9 @@ class Seen:
             if waits:
                 told[f"wait.{name}.mean"] = (mean(waits), "s")
                 told[f"wait.{name}.p90"] = (percentile(waits, 90), "s")
+        held = sum(self.tenants.values())
+        for tenant in sorted(self.tenants) if len(self.tenants) > 1 else ():
+            told[f"share.{tenant}"] = (100 * self.tenants[tenant] / held, "% of use")
         return told
 
 
@@ -67,8 +92,10 @@ class Seen:
 class Run:
     work: Work
     fence: Fence
-    began: float
-    is_over: bool = False
+    ranks: set[int] = field(default_factory=set)
+    """Those whose process is there or on its way."""
+    began: float | None = None
+    """When its work began: of a gang, when all ranks were ready."""
 
 
 class Replay:
@@ -85,10 +112,10 @@ class Replay:
         self._runs: dict[TaskId, Run] = {}
         self._reports: list[Report] = []
         self._watch: Watch | None = None
-        sizes = sorted(work.task.demand.gpu_mb or 0 for work in scene.works if work.task.demand.gpus)
-        self._typical_mb = sizes[len(sizes) // 2] if sizes else 0
+        self._memory = Memory()
         self._first_submit = self._now
         self._measured_at = float(self._now)
+        self._looked_at, self._free = -inf, Sum()
         self.world = World()
         self.seen = Seen(sum(device.allocatable_mb for device in scene.devices))
         for node in scene.nodes:
@@ -118,7 +145,17 @@ class Replay:
         heappush(self._moments, (moment, next(self._number), happens))
 
     def _submission_of(self, work: Work) -> Callable[[], None]:
-        return lambda: self._append([submitted(work.task)])
+        def submit() -> None:
+            self._append([submitted(work.task)])
+            self._look_again(work.task)
+
+        return submit
+
+    def _look_again(self, task: Task) -> None:
+        """When time alone will change something for it."""
+        for moment in (task.not_before, task.waits_until, task.stop_deadline_at):
+            if moment is not None and moment > self._now and not task.is_terminal:
+                self._at(moment, lambda: None)
 
     def _turn(self) -> None:
         """What a leader does in one cycle."""
@@ -126,9 +163,11 @@ class Replay:
         self._carry_out(react(self.world, reports, self._now, self._policy))
         self._carry_out(due(self.world, self._now, self._policy, self._watch))
         self._watch = keep_watch(self._watch, self._now)
+        while decisions := settle(self.world, self._now):
+            self._carry_out(decisions)
         cursor = None
         while True:
-            plan = plan_cycle(self.world, self._policy, self._now, cursor)
+            plan = plan_cycle(self.world, self._policy, self._now, cursor, memory=self._memory)
             self._carry_out(plan.decisions)
             cursor = plan.cursor
             if cursor is None:
@@ -144,8 +183,8 @@ class Replay:
                     self.seen.waits[band_of(task.priority)[0]].append(wait)
                 self.seen.preemptions += "preemptions" in write.changed
                 self.seen.ended += task.is_terminal
-                if task.not_before is not None and task.state is TaskState.PENDING:
-                    self._at(task.not_before, lambda: None)
+                self.seen.expired += task.state is TaskState.EXPIRED
+                self._look_again(task)
             for order in decision.orders:
                 self._obey(order)
 
@@ -156,44 +195,75 @@ class Replay:
     def _obey(self, order: Order) -> None:
         match order:
             case StartOrder():
-                run = Run(self._works[order.task], order.fence, self._now + START_SECONDS)
-                self._runs[order.task] = run
-                self._at(run.began, lambda: self._tell(run, Started(order.task, order.fence, self._now, 1)))
-                end = run.began + self._left[order.task]
-                self._at(end, lambda: self._end(run, Ending.SUCCEEDED))
+                run = self._runs.get(order.task)
+                if run is None or run.fence != order.fence:
+                    run = self._runs[order.task] = Run(self._works[order.task], order.fence)
+                run.ranks.add(order.rank)
+                self._at(self._now + START_SECONDS, lambda: self._start(run, order))
+            case GoOrder() if order.rank == 0:
+                self._go(self._runs[order.task])
             case StopOrder():
-                stopped = self._runs[order.task]
-                takes = SAVE_SECONDS if stopped.work.checkpoints else 0.0
-                self._at(self._now + takes, lambda: self._end(stopped, Ending.STOPPED))
+                self._stop(self._runs[order.task], order.rank)
             case _:
                 pass
 
-    def _tell(self, run: Run, *reports: Report) -> None:
-        if not run.is_over:
-            self._reports += reports
+    def _start(self, run: Run, order: StartOrder) -> None:
+        """Its process is there; ranks of a gang wait for each other."""
+        if order.rank in run.ranks:
+            self._reports.append(Started(order.task, run.fence, self._now, 1, order.rank))
+            if order.barrier:
+                self._reports.append(Ready(order.task, run.fence, self._now, "10.0.0.1:1", order.rank))
+            else:
+                self._go(run)
 
-    def _end(self, run: Run, ending: Ending) -> None:
-        """The first end counts: one that came to its own end had nothing left to stop."""
+    def _go(self, run: Run) -> None:
+        if run.began is None:
+            run.began = float(self._now)
+            self._at(run.began + self._left[run.work.task.id], lambda: self._finish(run))
+
+    def _finish(self, run: Run) -> None:
+        for rank in sorted(run.ranks):
+            self._end(run, rank, Ending.SUCCEEDED)
+
+    def _stop(self, run: Run, rank: int) -> None:
+        """Told to leave, with the others of its gang; once all are gone, what was done is counted."""
+        takes = SAVE_SECONDS if run.work.checkpoints else 0.0
+        self._at(self._now + takes, lambda: self._end(run, rank, Ending.STOPPED))
+
+    def _end(self, run: Run, rank: int, ending: Ending) -> None:
+        """The first end of a rank counts: one that came to its own end had nothing left to stop."""
+        if rank not in run.ranks:
+            return
+        run.ranks.remove(rank)
         task = run.work.task
-        done = max(0.0, self._now - run.began)
-        self._tell(
-            run,
-            Ended(task.id, run.fence, self._now, ending),
-            Gone(task.id, run.fence, self._now, "process_absent"),
-        )
-        if ending is Ending.STOPPED and not run.is_over:
+        self._reports.append(Ended(task.id, run.fence, self._now, ending, rank=rank))
+        self._reports.append(Gone(task.id, run.fence, self._now, "process_absent", rank=rank))
+        if ending is Ending.STOPPED and not run.ranks and run.began is not None:
+            done = self._now - run.began
             if run.work.checkpoints:
                 self._left[task.id] = max(0.001, self._left[task.id] - done)
             else:
-                self.seen.lost_gpu_seconds += done * task.demand.gpus
-        run.is_over = True
+                self.seen.lost_gpu_seconds += done * _gpus(task.demand)
 
     def _count_until(self, moment: float) -> None:
-        """Add up what was leased and stranded since the last look, as far as tasks were still coming."""
+        """Add up what was leased and stranded since the last look; means only while tasks were coming."""
+        whole = moment - self._measured_at
+        for tenant in self.world.accounts:
+            self.seen.tenants[tenant] += whole * self.world.accounts.held_mb(tenant)
         passed = min(moment, self._last_submit) - self._measured_at
         if passed > 0:
-            books = self.world.books.values()
-            self.seen.leased_mb_seconds += passed * sum(book.leased_mb() for book in books)
-            free = (max(0, book.free_mb()) for book in books)
-            self.seen.stranded_mb_seconds += passed * sum(mb for mb in free if mb < self._typical_mb)
-            self._measured_at = float(moment)
+            self._look_at_what_is_free()
+            leased = sum(book.leased_mb() for book in self.world.books.values())
+            self.seen.leased_mb_seconds += passed * leased
+            self.seen.free_mb_seconds += passed * self._free.free_mb
+            self.seen.stranded_mb_seconds += passed * self._free.stranded_mb
+        self._measured_at = float(moment)
+
+    def _look_at_what_is_free(self) -> None:
+        if self._now - self._looked_at >= LOOK_SECONDS:
+            self._looked_at = float(self._now)
+            self._free = fragmentation(self.world, self._policy, self._now).total
+
+
+def _gpus(demand: Demand) -> int:
+    return demand.gpus + sum(bundle.gpus for bundle in demand.bundles)

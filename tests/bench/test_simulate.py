@@ -9,14 +9,17 @@ from pathlib import Path
 import pytest
 
 from bench import simulate
+from bench.churn.outcome import events_of
+from bench.openb.trace import NODES
+from bench.processes import service
 from bench.simulate.history import NoHistory, a_history
 from bench.simulate.replay import Replay, Seen
-from bench.simulate.work import Scene, Work, a_day, a_node
+from bench.simulate.work import Scene, Work, a_day, a_node, an_openb_day
 from service.core.codec import device_fields, node_fields
 from service.core.demand import Demand
 from service.core.events import NewEvent
 from service.core.policy import Policy
-from service.core.task import Task
+from service.core.task import Dependency, Task
 from service.core.units import Instant, Mib, TaskId
 
 GIB = 1024
@@ -121,6 +124,92 @@ def test_a_history_without_a_beginning_says_how_to_export_one(tmp_path: Path) ->
 def test_a_wrong_policy_says_what_there_is_to_set(text: str, why: str) -> None:
     with pytest.raises(ArgumentTypeError, match=why):
         simulate.named_policy(text)
+
+
+def test_a_policy_may_come_from_the_file_of_a_service(tmp_path: Path) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text("policy: {preemption: false, tenants: {red: {weight: 3}}}")
+    name, policy = simulate.named_policy(f"fair:@{path}")
+    assert (name, policy.preemption, policy.tenant("red").weight) == ("fair", False, 3.0)
+    path.write_text("policy: {preemptions: false}")
+    with pytest.raises(ArgumentTypeError, match="preemptions"):
+        simulate.named_policy(f"fair:@{path}")
+
+
+def test_a_gang_begins_when_all_ranks_are_there_and_gives_all_of_its_devices_back() -> None:
+    rank = Demand(gpus=1, gpu_mb=Mib(60 * GIB))
+    gang = Work(Task(TaskId("gang"), "red", "gang", 20, Demand(bundles=(rank,) * 2), Instant(0)), 100, False)
+    seen = Replay(a_scene(gang, work("high", 50, 10, gib=60, priority=90), gpus=2), Policy()).run()
+    assert (seen.ended, seen.preemptions) == (2, 1)
+    assert seen.lost_gpu_seconds == pytest.approx(2 * 49.9)
+
+
+def test_what_runs_after_others_and_what_expires_is_replayed_as_well() -> None:
+    first, late = work("first", 0, 100, gib=60), work("late", 1, 10, gib=60)
+    second = work("second", 2, 10, gib=10)
+    after = replace(second.task, after=(Dependency(first.task.id),), awaits=True)
+    late = replace(late, task=replace(late.task, deadline_at=Instant(50.0)))
+    seen = Replay(a_scene(first, late, replace(second, task=after)), Policy()).run()
+    assert (seen.ended, seen.expired) == (3, 1)
+    assert seen.waits["batch"] == [0.0, pytest.approx(98.1)]
+
+
+def test_fragmentation_is_the_share_of_free_memory_that_usual_demands_cannot_use() -> None:
+    """Of 80 GiB, 50 are taken; a half of what was asked for needs more than the rest."""
+    works = [work("stays", 0, 1000, gib=50), *(work(f"t{i}", 10 + i, 1, gib=40) for i in range(9))]
+    seen = Replay(a_scene(*works, work("last", 500, 1, gib=1)), Policy()).run()
+    assert 50.0 < seen.figures()["fragmentation"][0] <= 100.0
+
+
+def test_tenants_are_told_apart() -> None:
+    blue = work("b", 0, 100, gib=30)
+    blue = replace(blue, task=replace(blue.task, tenant="blue"))
+    figures = Replay(a_scene(work("a", 0, 300, gib=30), blue), Policy()).run().figures()
+    assert figures["share.blue"][0] == pytest.approx(25, abs=0.1)
+    assert figures["share.red"][0] == pytest.approx(75, abs=0.1)
+
+
+def test_a_trace_is_replayed_as_its_tasks_came_and_ran(tmp_path: Path) -> None:
+    (tmp_path / NODES).write_text("sn,cpu_milli,memory_mib,gpu,model\nn1,8000,65536,2,T4\n")
+    head = (
+        "name,cpu_milli,memory_mib,num_gpu,gpu_milli,gpu_spec,qos,creation_time,deletion_time,scheduled_time"
+    )
+    rows = [
+        "whole,1000,1024,1,1000,,LS,100,400,150",
+        "part,1000,1024,1,500,,BE,100,300,",
+        "cpu,1000,1024,0,0,,Burstable,200,210,200",
+        "never,1000,1024,4,1000,,LS,120,130,125",
+    ]
+    (tmp_path / "openb_pod_list_default.csv").write_text("\n".join([head, *rows]))
+    scene = an_openb_day(tmp_path, nodes=1)
+    ran = {
+        found.task.id: (found.task.submitted_at, found.seconds, found.task.priority) for found in scene.works
+    }
+    assert ran == {"part": (100, 200, 20), "whole": (100, 250, 70), "cpu": (200, 10, 50)}
+    assert Replay(scene, Policy()).run().ended == 3
+
+
+def test_the_export_of_a_service_is_a_history(tmp_path: Path) -> None:
+    task = {
+        "run": {"entrypoint": "bench.tasks:noop", "kwargs": {"seconds": 1.0}},
+        "resources": {"gpu_mb": 1024},
+    }
+    path = tmp_path / "export.ndjson"
+    with service(
+        ENGINE="simulated", SIMULATED_DEVICES='[{"memory_mb": 1536}]', ENTRYPOINTS="bench.tasks:*"
+    ) as on:
+        first = on.ask("POST", "/tasks", task)["id"]
+        cancelled = on.ask("POST", "/tasks", task)["id"]
+        on.ask("POST", f"/tasks/{cancelled}/cancel", {})
+        last = on.ask("POST", "/tasks", {**task, "after": [first], "not_before": "2000-01-01T00:00:00Z"})[
+            "id"
+        ]
+        on.wait_until(last, "succeeded")
+        path.write_text("\n".join(json.dumps(event) for event in events_of(on, 0)))
+    scene = a_history(path)
+    assert [found.task.id for found in scene.works] == [first, last]
+    assert all(0.9 < found.seconds < 6.0 for found in scene.works)
+    assert Replay(scene, Policy()).run().ended == 2
 
 
 def test_policies_stand_side_by_side() -> None:
