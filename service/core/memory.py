@@ -16,7 +16,7 @@ from service.core.preemption import Search
 from service.core.quota import Needs
 from service.core.task import Placement, Task
 from service.core.units import Instant, NodeName, TaskId
-from service.core.victims import is_old_enough, is_shielded
+from service.core.victims import is_old_enough, is_shielded, shielded_seconds
 from service.core.world import World
 from service.core.worth import Row, Worth
 
@@ -194,7 +194,7 @@ class Memory:
                 self._young[node] = max(self._young.get(node, Instant(0.0)), run.admitted_at or Instant(0.0))
             if run.started_at is not None and is_shielded(run, self._policy, self._began_at):
                 turned.append(name)
-                at = min(at, run.started_at + self._policy.shield_seconds)
+                at = min(at, run.started_at + shielded_seconds(run, self._policy))
         self._due[node] = Instant(at - A_MOMENT)
         self._turned[node] = frozenset(turned)
 

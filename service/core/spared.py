@@ -9,7 +9,7 @@ from service.core.survey import Survey
 from service.core.task import Task, TaskState
 from service.core.trial import Trial
 from service.core.units import Mib, TaskId
-from service.core.victims import may_be_stopped
+from service.core.victims import is_young, may_be_stopped
 
 MOST_TOLD = 20
 """So many runs are told one by one; all are counted."""
@@ -46,6 +46,8 @@ class Shield(StrEnum):
     LEAVING = "leaving"
     PRIORITY = "priority"
     """It is not lower."""
+    YOUNG = "young"
+    """It has run for less than the operator lets every run have (`policy.min_run_seconds`)."""
     BUDGET = "budget"
     """It has been preempted as often as is allowed, and has neither saved its work nor run long since."""
     WOULD_NOT_HELP = "would_not_help"
@@ -84,9 +86,10 @@ def spared(seen: Survey, trial: Trial) -> Spared:
 _TELLING = {
     Shield.NONE: 0,
     Shield.WOULD_NOT_HELP: 1,
-    Shield.BUDGET: 2,
-    Shield.PRIORITY: 3,
-    Shield.LEAVING: 4,
+    Shield.YOUNG: 2,
+    Shield.BUDGET: 3,
+    Shield.PRIORITY: 4,
+    Shield.LEAVING: 5,
 }
 
 
@@ -109,7 +112,7 @@ def _shield(seen: Survey, run: Task, chosen: Set[TaskId]) -> Shield:
     if run.priority >= task.priority:
         return Shield.PRIORITY
     if not may_be_stopped(run, task.priority, seen.policy, seen.now):
-        return Shield.BUDGET
+        return Shield.YOUNG if is_young(run, seen.policy, seen.now) else Shield.BUDGET
     return Shield.NONE if run.id in chosen else Shield.WOULD_NOT_HELP
 
 
@@ -164,6 +167,7 @@ def _message(seen: Survey, why: Why, counts: Counter[Shield]) -> str:
 def _rest(counts: Counter[Shield], before: str) -> str:
     kept = {
         Shield.PRIORITY: "of the same or higher priority",
+        Shield.YOUNG: "only just begun",
         Shield.BUDGET: "preempted as often as is allowed",
         Shield.LEAVING: "leaving anyway",
     }

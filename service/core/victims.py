@@ -8,7 +8,7 @@ from service.core.draft import Draft, Headroom
 from service.core.policy import Policy, band_of
 from service.core.ranks import gpus_of, parts_on
 from service.core.task import Task, TaskState
-from service.core.units import DeviceKey, Instant, NodeName
+from service.core.units import DeviceKey, Instant, NodeName, Seconds
 
 EXACT_LIMIT = 8
 """Up to so many candidates every subset is considered; above, cheapest first and then filled back."""
@@ -74,14 +74,27 @@ def may_be_stopped(run: Task, for_priority: int, policy: Policy, now: Instant) -
 
 
 def is_shielded(run: Task, policy: Policy, now: Instant) -> bool:
-    """Its preemption budget is spent, and this attempt has neither saved its work nor run for long."""
-    if run.preemptions < policy.preemption_budget:
-        return False
+    """It has hardly begun, or its preemption budget is spent and this attempt has neither saved its work nor
+    run for long."""
     if run.started_at is None:
-        return True
-    if run.checkpoint_at is not None and run.checkpoint_at > run.started_at:
-        return False
-    return now - run.started_at < policy.shield_seconds
+        return is_young(run, policy, now) or run.preemptions >= policy.preemption_budget
+    return now - run.started_at < shielded_seconds(run, policy)
+
+
+def is_young(run: Task, policy: Policy, now: Instant) -> bool:
+    """It has hardly begun."""
+    began = run.started_at
+    return policy.min_run_seconds > 0 and (began is None or now - began < policy.min_run_seconds)
+
+
+def shielded_seconds(run: Task, policy: Policy) -> Seconds:
+    """For how long after its start a run that has begun is left alone, as things are with it."""
+    saved = (
+        run.checkpoint_at is not None and run.started_at is not None and run.checkpoint_at > run.started_at
+    )
+    if saved or run.preemptions < policy.preemption_budget:
+        return policy.min_run_seconds
+    return max(policy.shield_seconds, policy.min_run_seconds)
 
 
 def lost_gpu_seconds(run: Task, now: Instant) -> float:

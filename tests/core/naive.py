@@ -245,7 +245,8 @@ class Naive(NaiveTenants):
         began = run.started_at is not None
         saved = began and run.checkpoint_at is not None and run.checkpoint_at > run.started_at
         long = began and self.now - run.started_at >= self.policy.shield_seconds
-        return spent and not saved and not long
+        young = not began or self.now - run.started_at < self.policy.min_run_seconds
+        return (young and self.policy.min_run_seconds > 0) or (spent and not saved and not long)
 
     def lost(self, run: Task) -> float:
         if run.started_at is None:

@@ -28,6 +28,7 @@ POLICY = Policy(
     ),
     preemption_budget=1,
     shield_seconds=40.0,
+    min_run_seconds=20.0,
     streams=(("light", 0.5), ("main", 2.0)),
     tenants=(
         TenantPolicy("acme", "lab", Mib(40), weight=2.0),

@@ -230,6 +230,13 @@ def test_what_shields_each_run_is_told():
     ]
 
 
+def test_a_run_that_has_only_just_begun_is_told_as_such():
+    run = holding(a_task("run", priority=10, gpu_mb=20 * GIB), "gpu0")
+    why, counts, message = spared(a_world(run, a_task("new", gpus=1)), Policy(min_run_seconds=Seconds(101.0)))
+    assert (why, counts) == (Why.ALL_SHIELDED, {Shield.YOUNG: 1})
+    assert message == "nobody may be stopped for priority 50: 1 run only just begun"
+
+
 def test_runs_whose_end_would_not_do_are_told_as_such():
     leaving = {"state": TaskState.STOPPING, "stop_deadline_at": Instant(NOW + 10.0)}
     world = a_world(

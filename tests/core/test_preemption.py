@@ -168,6 +168,23 @@ def test_a_critical_task_ignores_the_shield():
     assert victims(a_world(shielded), gpu_mb=10 * GIB, priority=90) == ["shielded"]
 
 
+def test_a_run_is_left_alone_until_it_has_run_for_a_while_except_by_critical_tasks():
+    patient = Policy(min_run_seconds=Seconds(60.0))
+    young = a_world(a_run("young", "gpu0", 80, seconds=59.0))
+    assert chosen(young, policy=patient, gpu_mb=10 * GIB) is Reason.WAITING_FOR_MEMORY
+    assert victims(young, policy=patient, gpu_mb=10 * GIB, priority=90) == ["young"]
+    starting = a_world(a_run("starting", "gpu0", 80, state=TaskState.ADMITTED, started_at=None))
+    assert chosen(starting, policy=patient, gpu_mb=10 * GIB) is Reason.WAITING_FOR_MEMORY
+    old = a_world(a_run("old", "gpu0", 80, seconds=60.0))
+    assert victims(old, policy=patient, gpu_mb=10 * GIB) == ["old"]
+
+
+def test_a_checkpoint_does_not_make_a_run_older():
+    saved = a_run("saved", "gpu0", 80, seconds=59.0, preemptions=3, checkpoint_at=Instant(NOW - 1.0))
+    policy = Policy(min_run_seconds=Seconds(60.0))
+    assert chosen(a_world(saved), policy=policy, gpu_mb=1) is Reason.WAITING_FOR_MEMORY
+
+
 def test_a_run_that_was_admitted_in_this_very_cycle_may_begin_first():
     new = a_run("new", "gpu0", 80, state=TaskState.ADMITTED, started_at=None, admitted_at=NOW)
     assert chosen(a_world(new), gpu_mb=10 * GIB) is Reason.WAITING_FOR_MEMORY
