@@ -27,7 +27,7 @@ class RunSpec:
     """What a task runs: the cold half of a task, as submitted. What is too large is a blob."""
 
     kind: str
-    """entrypoint, command or function."""
+    """entrypoint, command or function; external for what nobody starts."""
     entrypoint: str = ""
     """`module:function`, for kind entrypoint."""
     command: tuple[str, ...] = ()
@@ -146,6 +146,8 @@ class TaskFilter:
     max_priority: int | None = None
     labels: Mapping[str, str] = field(default_factory=dict)
     name: str | None = None
+    external: bool = False
+    """Only external holders; else all, them included."""
     after: TaskId | None = None
     limit: int = 100
 

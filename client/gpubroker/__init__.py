@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from gpubroker.estimates import Estimate
     from gpubroker.explained import Explanation
     from gpubroker.fleet import Gpu, Node, Stats, Tenant
+    from gpubroker.leases import Lease, LeaseEnded, LeaseState, Notice
     from gpubroker.models import Event, Outcome, Page, Task, TaskState, Token
     from gpubroker.policy import Policy
     from gpubroker.runtime import CheckpointTooLarge, NoCurrentTask, RunningTask, Stopped, current_task
@@ -51,6 +52,7 @@ _HOME = {
     ),
     "Estimate": "estimates",
     **dict.fromkeys(("Gpu", "Node", "Stats", "Tenant"), "fleet"),
+    **dict.fromkeys(("Lease", "LeaseEnded", "LeaseState", "Notice"), "leases"),
     "Explanation": "explained",
     **dict.fromkeys(("Event", "Outcome", "Page", "Task", "TaskState", "Token"), "models"),
     "Policy": "policy",
@@ -68,8 +70,12 @@ __all__ = [
     "Event",
     "Explanation",
     "Gpu",
+    "Lease",
+    "LeaseEnded",
+    "LeaseState",
     "NoCurrentTask",
     "Node",
+    "Notice",
     "Outcome",
     "Page",
     "Policy",

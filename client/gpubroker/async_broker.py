@@ -12,6 +12,9 @@ from gpubroker.estimates import Estimate
 from gpubroker.exchange import Answer, Call, Pause, Steps
 from gpubroker.explained import Explanation
 from gpubroker.fleet import Gpu, Node, Stats, Tenant
+from gpubroker.holding import AsyncHeldLease
+from gpubroker.lease_operations import LeaseOperations
+from gpubroker.leases import AnyLease, Lease, LeaseOptions
 from gpubroker.models import Event, Outcome, Page, Task, Token
 from gpubroker.operations import EVENTS_PER_PAGE, FOLLOW_PAUSE_SECONDS, AnyTask, ListOptions, Operations
 from gpubroker.policy import Policy
@@ -38,6 +41,7 @@ class AsyncBroker:
     ) -> None:
         self.connection: Connection = find_service(url, token)
         self._do = Operations(retry_seconds)
+        self._leases = LeaseOperations(retry_seconds)
         self._timeout_seconds = timeout_seconds
         self._http = httpx.AsyncClient(transport=transport, **client_settings(self.connection))
 
@@ -106,6 +110,40 @@ class AsyncBroker:
 
     async def estimates(self, subject: str | None = None) -> Page[Estimate]:
         return await self._carry_out(self._do.estimates(subject))
+
+    # Leases of what the broker does not start
+
+    def lease(
+        self, *, timeout_seconds: float | None = None, **options: Unpack[LeaseOptions]
+    ) -> AsyncHeldLease:
+        """`async with broker.lease(...) as lease:`"""
+        return AsyncHeldLease(self._leases, self._carry_out, options, timeout_seconds)
+
+    async def ask_lease(self, **options: Unpack[LeaseOptions]) -> Lease:
+        """Ask and do not wait. Renew it, also while it waits, and release it in the end."""
+        return await self._carry_out(self._leases.ask(options))
+
+    async def get_lease(self, lease: AnyLease) -> Lease:
+        return await self._carry_out(self._leases.get(lease))
+
+    async def leases(self, *, state: str | None = None, holder: str | None = None) -> AsyncIterator[Lease]:
+        """All leases that match, newest first; `state` may be several, separated by commas."""
+        cursor: str | None = None
+        while True:
+            page = await self._carry_out(self._leases.page(cursor, state, holder))
+            for lease in page.items:
+                yield lease
+            cursor = page.next_cursor
+            if cursor is None:
+                return
+
+    async def renew_lease(self, lease: AnyLease, ttl_seconds: float | None = None) -> Lease:
+        """Raises Refused (`lease-under-notice`, `lease-ended`) where it is too late."""
+        return await self._carry_out(self._leases.renew(lease, ttl_seconds))
+
+    async def release_lease(self, lease: AnyLease) -> Lease:
+        """Say that its memory is free, or that it is no longer wanted."""
+        return await self._carry_out(self._leases.release(lease))
 
     async def gpus(self) -> Page[Gpu]:
         return await self._carry_out(self._do.gpus())

@@ -12,6 +12,9 @@ from gpubroker.estimates import Estimate
 from gpubroker.exchange import Answer, Call, Pause, Steps
 from gpubroker.explained import Explanation
 from gpubroker.fleet import Gpu, Node, Stats, Tenant
+from gpubroker.holding import HeldLease
+from gpubroker.lease_operations import LeaseOperations
+from gpubroker.leases import AnyLease, Lease, LeaseOptions
 from gpubroker.models import Event, Outcome, Page, Task, Token
 from gpubroker.operations import EVENTS_PER_PAGE, FOLLOW_PAUSE_SECONDS, AnyTask, ListOptions, Operations
 from gpubroker.policy import Policy
@@ -41,6 +44,7 @@ class Broker:
     ) -> None:
         self.connection: Connection = find_service(url, token)
         self._do = Operations(retry_seconds)
+        self._leases = LeaseOperations(retry_seconds)
         self._timeout_seconds = timeout_seconds
         self._http = httpx.Client(transport=transport, **client_settings(self.connection))
 
@@ -131,6 +135,47 @@ class Broker:
     def estimates(self, subject: str | None = None) -> Page[Estimate]:
         """What your past runs took, by model type (else name, else entrypoint) and kind of device."""
         return self._carry_out(self._do.estimates(subject))
+
+    # Leases of what the broker does not start
+
+    def lease(self, *, timeout_seconds: float | None = None, **options: Unpack[LeaseOptions]) -> HeldLease:
+        """GPU memory for this program, or for one that it starts: given within the block, renewed meanwhile.
+
+            with broker.lease(gpu_mb=20 * 1024, ttl_seconds=60) as lease:
+                server = subprocess.Popen(command, env=os.environ | lease.environment)
+                lease.wait_for_notice()
+
+        Entering waits for the memory, for at most `timeout_seconds`, and raises LeaseEnded where it is not
+        given. `lease.device_uuids` are the GPUs; `lease.notice` says why and by when to leave the block. Free
+        the memory before its end. The options are those of `LeaseOptions`: holder, gpu_mb (of each GPU; left
+        out: whole GPUs), gpus, priority, ttl_seconds, grace_seconds, pid, node, devices, kinds, labels.
+        """
+        return HeldLease(self._leases, self._carry_out, options, timeout_seconds)
+
+    def ask_lease(self, **options: Unpack[LeaseOptions]) -> Lease:
+        """Ask and do not wait. Renew it, also while it waits, and release it in the end."""
+        return self._carry_out(self._leases.ask(options))
+
+    def get_lease(self, lease: AnyLease) -> Lease:
+        return self._carry_out(self._leases.get(lease))
+
+    def leases(self, *, state: str | None = None, holder: str | None = None) -> Iterator[Lease]:
+        """All leases that match, newest first; `state` may be several, separated by commas."""
+        cursor: str | None = None
+        while True:
+            page = self._carry_out(self._leases.page(cursor, state, holder))
+            yield from page.items
+            cursor = page.next_cursor
+            if cursor is None:
+                return
+
+    def renew_lease(self, lease: AnyLease, ttl_seconds: float | None = None) -> Lease:
+        """Raises Refused (`lease-under-notice`, `lease-ended`) where it is too late."""
+        return self._carry_out(self._leases.renew(lease, ttl_seconds))
+
+    def release_lease(self, lease: AnyLease) -> Lease:
+        """Say that its memory is free, or that it is no longer wanted."""
+        return self._carry_out(self._leases.release(lease))
 
     def gpus(self) -> Page[Gpu]:
         return self._carry_out(self._do.gpus())

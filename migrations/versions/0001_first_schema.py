@@ -56,6 +56,7 @@ def _tasks() -> None:
         sa.Column("expected_seconds", sa.Double(), nullable=True),
         sa.Column("stream", sa.Text(), nullable=False),
         sa.Column("subject", sa.Text(), nullable=False),
+        sa.Column("external", sa.Text(), nullable=True),
         sa.Column("state", sa.Text(), server_default="pending", nullable=False),
         sa.Column("version", sa.Integer(), server_default=sa.text("1"), nullable=False),
         sa.Column("fence", sa.Integer(), server_default=sa.text("0"), nullable=False),

@@ -20,7 +20,7 @@ class Refusal:
     """What was asked, what there is, what to do."""
     field: str
     """The field of the demand that is at fault: gpu_mb, gpu_fraction, gpus, cpu, memory_mb, kinds, min_power,
-    min_device_mb, nodes, custom/NAME."""
+    min_device_mb, devices, nodes, custom/NAME."""
 
 
 def check_priority(demand: Demand, priority: int, policy: Policy) -> Refusal | None:
@@ -65,6 +65,7 @@ def wanted(demand: Demand) -> str:
         f"kinds {', '.join(where.kinds)}" if where.kinds else "",
         f"power {where.min_power} or more" if where.min_power else "",
         f"memory {in_gib(where.min_device_mb)} or more" if where.min_device_mb else "",
+        f"UUID {' or '.join(where.devices)}" if where.devices else "",
         *(f"{label} {' or '.join(values)}" for label, values in where.nodes),
     ]
     return "; ".join(part for part in parts if part)
@@ -86,7 +87,8 @@ def _no_such_device(demand: Demand, devices: Sequence[Device]) -> Refusal:
     kinds = sorted({(device.kind, device.power, device.physical_mb) for device in devices})
     there_are = ", ".join(f"{kind} (power {power}, {in_gib(size)})" for kind, power, size in kinds[:5])
     message = f"no GPU is of {wanted(demand)}; there are {there_are}; ask for one of those"
-    field = "kinds" if where.kinds else "min_power" if where.min_power else "min_device_mb"
+    asked = {"kinds": where.kinds, "min_power": where.min_power, "devices": where.devices}
+    field = next((name for name, value in asked.items() if value), "min_device_mb")
     return Refusal("no-matching-device", message, field)
 
 

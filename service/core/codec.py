@@ -1,8 +1,8 @@
 """Rows as plain JSON values and back: one spelling for the event log, snapshots and followers."""
 
 from collections.abc import Iterable, Sequence
+from dataclasses import asdict, replace
 from dataclasses import fields as dataclass_fields
-from dataclasses import replace
 from enum import StrEnum
 from functools import lru_cache
 from operator import attrgetter
@@ -10,6 +10,7 @@ from typing import Any
 
 from service.core.demand import ANYWHERE, Demand, Where
 from service.core.device import Device, Node
+from service.core.external import External
 from service.core.lease import HolderKind, Lease, LeaseState, Pledge
 from service.core.member import members_fields, members_from
 from service.core.plan import Fields, Request, TaskWrite
@@ -102,6 +103,8 @@ def task_fields(task: Task) -> dict[str, Any]:
     row["demand"] = demand_fields(task.demand)
     if task.after:
         row["after"] = after_fields(task.after)
+    if task.external is not None:
+        row["external"] = external_fields(task.external)
     if task.stop_reason is not None:
         row["stop_reason"] = task.stop_reason.value
     return row
@@ -115,10 +118,19 @@ def after_from(pairs: Iterable[Sequence[str]]) -> tuple[Dependency, ...]:
     return tuple(Dependency(TaskId(task), OnFailure(on_failure)) for task, on_failure in pairs)
 
 
+def external_fields(external: External) -> dict[str, Any]:
+    return asdict(external)
+
+
+def external_from(fields: Fields | None) -> External | None:
+    return None if fields is None else External(**fields)
+
+
 def task_from(fields: Fields) -> Task:
     row = dict(fields)
     row["demand"] = demand_from(row["demand"])
     row["after"] = after_from(row.get("after", ()))
+    row["external"] = external_from(row.get("external"))
     return Task(**_typed(row))
 
 

@@ -4,6 +4,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from math import inf
 
+from service.core.external_leases import not_released
 from service.core.lease import LeaseState, PledgeEnd, move_lease
 from service.core.member import MemberState
 from service.core.orders import Ending, Failure, NodeLost
@@ -61,7 +62,9 @@ def due(world: World, now: Instant, policy: Policy, watch: Watch | None) -> list
         elif _is_over(task.stop_deadline_at, policy.kill_patience_seconds, since, now):
             decisions.append(_give_up(world, task, now, policy))
             given_up[task.id] = task.freeing_for
-        elif watch is None or _is_kill_due(task.stop_deadline_at, watch.last, now):
+        elif task.external is None and (
+            watch is None or _is_kill_due(task.stop_deadline_at, watch.last, now)
+        ):
             kills = stop_orders(world, task, Seconds(0.0))
             decisions.append(Decision(task.id, "kill", orders=kills))
     for (holder, fence, rank), ended_at in world.releasing.items():
@@ -160,7 +163,8 @@ def _not_ready(task: Task, policy: Policy) -> Failure:
 def _expire(world: World, task: Task, now: Instant) -> Decision:
     """A task that still waits when its time to wait, or its deadline, is over."""
     if task.deadline_at is not None and now >= task.deadline_at:
-        missed = Failure("deadline", "its deadline passed while it waited" + _attempts(task))
+        what = "its deadline passed" if task.external is None else "it was not renewed"
+        missed = Failure("deadline", f"{what} while it waited{_attempts(task)}")
     else:
         patience = f"{task.queue_ttl_seconds or 0:g} s"
         missed = Failure(
@@ -190,6 +194,7 @@ def _give_up(world: World, task: Task, now: Instant, policy: Policy) -> Decision
         "unconfirmed",
         tasks=(write_move(task, what, **changes),),
         leases=tuple(move_lease(lease, LeaseState.QUARANTINED) for lease in leases),
+        outcome=None if task.external is None else not_released(task, now),
     )
 
 

@@ -6,8 +6,9 @@ Each function enters what it decides into the draft, so that the next one builds
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from service.core import external_leases
 from service.core.draft import Draft
-from service.core.lease import HolderKind, Lease, Pledge, PledgeEnd
+from service.core.lease import HolderKind, Lease, LeaseState, Pledge, PledgeEnd
 from service.core.member import Member
 from service.core.need import context_mb
 from service.core.orders import StartOrder, StopOrder
@@ -30,7 +31,10 @@ def admit(draft: Draft, task: Task, places: Sequence[Placement], now: Instant) -
     }
     if task.demand.bundles:
         forgotten["members"] = tuple(Member(rank, place.node) for rank, place in enumerate(places))
-    write = write_move(task, Move.ADMITTED, fence=fence, node=places[0].node, admitted_at=now, **forgotten)
+    what = Move.ADMITTED
+    if task.external is not None:
+        what, forgotten = Move.STARTED, {**forgotten, **external_leases.begun(task, now)}
+    write = write_move(task, what, fence=fence, node=places[0].node, admitted_at=now, **forgotten)
     devices = {device for place in places for device, _ in place.devices}
     pledges = [_end_own(pledge, devices) for pledge in draft.end_pledges(task.id)]
     leases = [lease for rank, place in enumerate(places) for lease in _leases(draft, write.task, rank, place)]
@@ -44,15 +48,18 @@ def admit(draft: Draft, task: Task, places: Sequence[Placement], now: Instant) -
         tasks=(write,),
         leases=tuple(leases),
         pledges=tuple(pledges),
-        orders=tuple(
-            _start(draft, write.task, rank, place, len(places)) for rank, place in enumerate(places)
-        ),
+        orders=_starts(draft, write.task, places)
+        if task.external is None
+        else external_leases.watch_orders(draft.world, write.task, leases),
     )
 
 
 def _leases(draft: Draft, task: Task, rank: int, place: Placement) -> Iterator[Lease]:
     bundles = task.demand.bundles
     kind, demand = (HolderKind.GANG_MEMBER, bundles[rank]) if bundles else (HolderKind.RUN, task.demand)
+    state = LeaseState.RESERVED
+    if task.external is not None:
+        kind, state = HolderKind.EXTERNAL, LeaseState.HELD
     assert task.admitted_at is not None
     for device, mb in place.devices:
         yield Lease(
@@ -64,9 +71,14 @@ def _leases(draft: Draft, task: Task, rank: int, place: Placement) -> Iterator[L
             task.tenant,
             task.priority,
             since=task.admitted_at,
+            state=state,
             rank=rank,
             context_mb=context_mb(demand, draft.book(device).device),
         )
+
+
+def _starts(draft: Draft, task: Task, places: Sequence[Placement]) -> tuple[StartOrder, ...]:
+    return tuple(_start(draft, task, rank, place, len(places)) for rank, place in enumerate(places))
 
 
 def _start(draft: Draft, task: Task, rank: int, place: Placement, world_size: int) -> StartOrder:

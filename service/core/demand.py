@@ -18,6 +18,8 @@ class Where:
     min_device_mb: Mib = Mib(0)
     """Physical memory."""
     nodes: Labels = ()
+    devices: tuple[str, ...] = ()
+    """One of these, by UUID; sorted."""
     prefer_kinds: tuple[str, ...] = ()
     """Best first. A preference orders placements and never forbids one."""
     prefer_nodes: Labels = ()

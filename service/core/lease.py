@@ -17,7 +17,8 @@ class HolderKind(StrEnum):
     EXTERNAL = "external"
 
 
-HOLDERS_OF_TASKS = frozenset({HolderKind.RUN, HolderKind.GANG_MEMBER})
+HOLDERS_OF_TASKS = frozenset({HolderKind.RUN, HolderKind.GANG_MEMBER, HolderKind.EXTERNAL})
+"""Their id is a task's."""
 
 
 class LeaseState(StrEnum):

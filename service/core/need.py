@@ -41,6 +41,7 @@ def may_use_device(demand: Demand, device: Device) -> bool:
         where.min_power <= device.power
         and where.min_device_mb <= device.physical_mb
         and (not where.kinds or any(is_of_kind(device.kind, name) for name in where.kinds))
+        and (not where.devices or device.uuid in where.devices)
     )
 
 

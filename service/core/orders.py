@@ -49,6 +49,20 @@ class GoOrder:
 
 
 @dataclass(frozen=True, slots=True)
+class WatchOrder:
+    """The process of an external holder has these devices: what it uses is its own, and its end is told by
+    a Gone. Repeated it is void, and it starts nothing."""
+
+    task: TaskId
+    fence: Fence
+    node: NodeName
+    incarnation: str
+    pid: int
+    devices: tuple[tuple[DeviceKey, Mib], ...]
+    rank: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class StopOrder:
     """Give notice; kill whatever is left after `grace_seconds` (0: kill at once)."""
 
@@ -72,7 +86,7 @@ class ForgetOrder:
     rank: int = 0
 
 
-Order = StartOrder | GoOrder | StopOrder | ForgetOrder
+Order = StartOrder | GoOrder | WatchOrder | StopOrder | ForgetOrder
 
 
 class Ending(StrEnum):

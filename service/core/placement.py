@@ -63,8 +63,8 @@ class Places:
 
         1. unmet preferences: of kinds, device by device, and of nodes
         2. what it strands of what is usually asked for, in steps of one in a hundred; or, if the task or the
-           policy says `spread` or `best_fit`, or nothing is usual yet: room left on its devices, then CPU
-           left on the node (`spread`: most first)
+           policy says `spread` or `best_fit`, if the task names its devices, or nothing is usual yet: room
+           left on its devices, then CPU left on the node (`spread`: most first)
         3. names of node and devices
 
         `likes`: under which its places are remembered.
@@ -103,7 +103,7 @@ class Places:
             return None
         self._looks.taken += CLOSE_LOOK
         far = FAR_MB * unwanted_node(demand, self._draft.world.nodes[node])
-        if self._worth is None or demand.placement == "spread":
+        if self._worth is None or demand.placement == "spread" or demand.where.devices:
             return self._by_room(node, task, room.beside.cpu, far)
         return self._by_worth(node, task, room.beside.cpu, far, self._worth)
 

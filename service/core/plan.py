@@ -94,7 +94,8 @@ class Decision:
 class Request:
     """What a client asked of a task that exists: a gateway inserts it, only the leader carries it out.
 
-    `what` is cancel (fields: grace_seconds, or nothing), or change (fields: priority, held).
+    `what` is cancel (fields: grace_seconds, or nothing), or change (fields: priority, held); of an external
+    holder also renew (fields: ttl_seconds, or nothing), or release.
     """
 
     id: str

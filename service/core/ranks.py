@@ -9,7 +9,10 @@ from service.core.units import NodeName
 
 
 def ranks_of(task: Task) -> tuple[tuple[int, NodeName], ...]:
-    """(rank, node) of each run of an active task, without those of a gang that are gone."""
+    """(rank, node) of each run of an active task, without those of a gang that are gone. An external holder
+    has none that could be ordered anything."""
+    if task.external is not None:
+        return ()
     if task.members:
         return tuple((member.rank, member.node) for member in task.members if not member.gone)
     assert task.node is not None, "an active task has its place"

@@ -3,12 +3,13 @@
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
+from service.core import external_leases
 from service.core.device import Device, Node
 from service.core.gang_runs import go_order
 from service.core.kinds import Kind, kind_of
-from service.core.lease import HOLDERS_OF_TASKS
+from service.core.lease import HOLDERS_OF_TASKS, HolderKind
 from service.core.member import MemberState
-from service.core.orders import ForgetOrder, Gone, GoOrder, NodeSeen, Order, RunId, SeenDevice, StopOrder
+from service.core.orders import ForgetOrder, Gone, NodeSeen, Order, RunId, SeenDevice, StopOrder
 from service.core.plan import Decision
 from service.core.policy import Policy
 from service.core.ranks import ranks_of
@@ -130,6 +131,9 @@ def _absences(world: World, seen: NodeSeen) -> Iterator[Gone]:
         return
     there = set(seen.runs)
     node_proof = _node_proof(known, seen.node)
+    if node_proof == "boot_changed":
+        for outsider in external_leases.holders_on(world, seen.node.name):
+            yield Gone(outsider.id, outsider.fence, seen.at, node_proof)
     expected = set()
     for task, rank in _active_on(world, seen):
         run = (task.id, task.fence, rank)
@@ -170,13 +174,18 @@ def _claims_on(world: World, seen: NodeSeen) -> list[RunId]:
     """Claims with memory on this node, of tasks that have moved on or ended as well."""
     books = (world.books[key] for key in world.by_node.get(seen.node.name, ()))
     leases = (holding.lease for book in books for holding in book.holdings.values())
-    runs = (lease for lease in leases if lease.holder_kind in HOLDERS_OF_TASKS)
+    ours = HOLDERS_OF_TASKS - {HolderKind.EXTERNAL}
+    runs = (lease for lease in leases if lease.holder_kind in ours)
     return sorted({(TaskId(lease.holder), lease.fence, lease.rank) for lease in runs})
 
 
-def _orders_again(world: World, seen: NodeSeen, now: Instant) -> Iterator[StopOrder | GoOrder]:
-    """A notice, or the word to begin, may have been lost with the leader or the agent that carried it."""
+def _orders_again(world: World, seen: NodeSeen, now: Instant) -> Iterator[Order]:
+    """A notice, the word to begin, or what to watch, may have been lost with the leader or the agent that
+    carried it."""
     there = set(seen.runs)
+    for watch in external_leases.watched_on(world, seen.node.name):
+        if (watch.task, watch.fence, watch.rank) not in there:
+            yield replace(watch, incarnation=seen.node.incarnation)
     for task, rank in _active_on(world, seen):
         if (task.id, task.fence, rank) not in there:
             continue
@@ -193,6 +202,7 @@ def _unwanted(world: World, seen: NodeSeen) -> Iterator[Order]:
     """Runs whose outcome nobody will accept: of tasks that ended, moved on or were never ours."""
     name, incarnation = seen.node.name, seen.node.incarnation
     wanted = {(task.id, task.fence, rank) for task, rank in _active_on(world, seen)}
+    wanted |= {(outsider.id, outsider.fence, 0) for outsider in external_leases.holders_on(world, name)}
     for task, fence, rank in seen.runs:
         if (task, fence, rank) not in wanted:
             yield StopOrder(task, fence, name, incarnation, StopReason.CANCEL, Seconds(0.0), rank)

@@ -1,8 +1,9 @@
-"""What clients ask of tasks that exist: cancel and change. Only the leader carries it out."""
+"""What clients ask of tasks that exist: cancel, change, renew, release. Only the leader carries it out."""
 
 from dataclasses import replace
 from typing import Any
 
+from service.core import external_leases
 from service.core.orders import StopOrder
 from service.core.plan import Decision, Request, withdrawn, write_move
 from service.core.stopping import comes_back, give_notice, stop_orders
@@ -19,6 +20,8 @@ def carry_out(world: World, request: Request, now: Instant) -> Decision:
     """
     done = Decision(subject=request.task, why=request.what, requests_done=(request.id,))
     task = world.tasks.get(request.task)
+    if task is not None and request.what == "release":
+        return external_leases.release(world, task, now, done)
     if task is None or task.is_terminal:
         return done
     match request.what:
@@ -27,6 +30,8 @@ def carry_out(world: World, request: Request, now: Instant) -> Decision:
             return _cancel(world, task, None if grace_seconds is None else Seconds(grace_seconds), now, done)
         case "change":
             return _change(world, task, request, done)
+        case "renew":
+            return external_leases.renew(task, request, now, done)
         case _:
             return done
 

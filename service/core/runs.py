@@ -4,10 +4,10 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any, assert_never
 
-from service.core import gang_runs
+from service.core import external_leases, gang_runs
 from service.core.device import Node
 from service.core.fold import Fold, Folds
-from service.core.lease import LeaseState, PledgeEnd
+from service.core.lease import HolderKind, LeaseState, PledgeEnd
 from service.core.orders import (
     Checkpointed,
     Ended,
@@ -145,6 +145,9 @@ def _ended_by_stop(fold: Fold, world: World, task: Task, report: Ended, at: Inst
 
 
 def _gone(fold: Fold, world: World, report: Gone, now: Instant, policy: Policy) -> None:
+    if fold.task is not None and fold.task.external is not None:
+        external_leases.gone(fold, world, report, now)
+        return
     fold.move_leases(report.fence, report.rank, LeaseState.RELEASED)
     task = fold.live(report.fence, report.rank)
     if task is None:
@@ -177,15 +180,20 @@ def _requeue(fold: Fold, why: str, **changes: Any) -> None:
 
 
 def _give_up_runs(world: World, node: Node, folds: Folds, now: Instant, policy: Policy) -> None:
-    """Processes on a lost node may still live: every lease there is quarantined until there is proof."""
+    """Processes on a lost node may still live: every lease there is quarantined until there is proof.
+
+    External holders keep theirs: they are not ours to give up, and say themselves when they have left.
+    """
     for key in world.by_node.get(node.name, ()):
         for holding in world.books[key].holdings.values():
             lease = holding.lease
+            if lease.holder_kind is HolderKind.EXTERNAL:
+                continue
             folds[TaskId(lease.holder)].move_leases(lease.fence, lease.rank, LeaseState.QUARANTINED)
     for name in sorted(world.runs.get(node.name, ())):
         fold = folds[name]
         task = fold.task
-        if task is None or not task.is_active:
+        if task is None or not task.is_active or task.external is not None:
             continue
         if task.members:
             gang_runs.node_lost(fold, world, node.name, now, policy)

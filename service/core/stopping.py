@@ -43,7 +43,9 @@ def give_notice(
 
 def after_stop(task: Task, now: Instant, policy: Policy) -> tuple[Move, dict[str, Any]]:
     """How a STOPPING task moves on when its runs are gone, or are given up. A preemption uses up no retry,
-    nor does a rank that was lost or was not ready in time."""
+    nor does a rank that was lost or was not ready in time. An external holder does not come back."""
+    if task.external is not None and task.stop_reason is not StopReason.CANCEL:
+        return Move.EXPIRED, {"finished_at": now, "freeing_for": None}
     match task.stop_reason:
         case StopReason.PREEMPT:
             return Move.REQUEUED, off_the_nodes(task, preemptions=task.preemptions + 1)
@@ -80,6 +82,8 @@ def out_of_time(task: Task, reason: StopReason | None) -> Failure | None:
     match reason:
         case StopReason.TIMEOUT:
             return Failure("timeout", f"the run passed its limit of {task.timeout_seconds:g} s")
+        case StopReason.DEADLINE if task.external is not None:
+            return Failure("deadline", "it was not renewed in time")
         case StopReason.DEADLINE:
             began_at = task.started_at or task.admitted_at or task.submitted_at
             ran_seconds = (task.deadline_at or began_at) - began_at

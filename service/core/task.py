@@ -6,6 +6,7 @@ from typing import Any
 
 from service.core.demand import Demand
 from service.core.errors import IllegalTransition
+from service.core.external import External
 from service.core.member import Member
 from service.core.units import DeviceKey, Fence, Instant, Mib, NodeName, Seconds, TaskId
 
@@ -56,6 +57,7 @@ _P, _A, _R, _S = TaskState.PENDING, TaskState.ADMITTED, TaskState.RUNNING, TaskS
 
 TRANSITIONS: dict[tuple[TaskState, Move], TaskState] = {
     (_P, Move.ADMITTED): _A,
+    (_P, Move.STARTED): _R,
     (_P, Move.FAILED): TaskState.FAILED,
     (_P, Move.CANCELLED): TaskState.CANCELLED,
     (_P, Move.EXPIRED): TaskState.EXPIRED,
@@ -79,7 +81,8 @@ TRANSITIONS: dict[tuple[TaskState, Move], TaskState] = {
     (_S, Move.CHANGED): _S,
 }
 """(state, move) -> next state. A move that is not here is a bug of ours, never a client's.
-ADMITTED may end at once: a short run reports its start and its end together."""
+ADMITTED may end at once: a short run reports its start and its end together. An external holder begins with
+its admission: there is nobody to start it."""
 
 
 class OnFailure(StrEnum):
@@ -136,7 +139,7 @@ class Task:
     """The tasks whose end it waits for, of the same tenant, as submitted."""
     queue_ttl_seconds: Seconds | None = None
     deadline_at: Instant | None = None
-    """By then it has ended: until then it waits, and until then it runs."""
+    """By then it has ended: until then it waits, and until then it runs. An external holder moves it on."""
     expected_seconds: Seconds | None = None
     """How long one run takes, as its submitter says; nothing ends because of it."""
     stream: str = ""
@@ -144,6 +147,8 @@ class Task:
     subject: str = ""
     """What its runs have in common with those of other tasks, for learning from them: its model type, else
     its name, else its entrypoint. Empty: nothing is learned from it."""
+    external: External | None = None
+    """Nobody starts it: an external holder, which has its devices from its admission on."""
     state: TaskState = TaskState.PENDING
     version: int = 1
     fence: Fence = Fence(0)
@@ -194,6 +199,7 @@ HOT_FIELDS = (
     "awaits",
     "failed_by",
     "expires_at",
+    "deadline_at",
     "not_before",
     "failures",
     "preemptions",

@@ -15,6 +15,7 @@ from service.gateway.routes import (
     explain,
     gpus,
     health,
+    leases,
     metrics,
     nodes,
     outcomes,
@@ -30,6 +31,7 @@ from service.telemetry import Sources, Telemetry
 _RESOURCES = (
     tasks,
     outcomes,
+    leases,
     explain,
     estimates,
     events,

@@ -25,14 +25,19 @@ class Capacity:
         self._inventory_version = -1
         self._needs = Needs()
 
-    def settled(self, demand: Demand, pool: str, tenant: str, labels: Mapping[str, str]) -> Demand:
-        """The demand with what its pool and its limits add. Raises Problem if the pool does not fit it."""
+    def settled(
+        self, demand: Demand, pool: str, tenant: str, labels: Mapping[str, str], *, at: str = "/resources"
+    ) -> Demand:
+        """The demand with what its pool and its limits add. Raises Problem if the pool does not fit it.
+
+        `at` is where in the body it was asked for.
+        """
         found = settled(demand, pool, tenant, labels, self._policy)
         if isinstance(found, Refusal):
-            raise _problem(found, f"/resources/{found.field}")
+            raise _problem(found, f"{at}/{found.field}")
         return found
 
-    def check(self, demand: Demand, priority: int, tenant: str) -> None:
+    def check(self, demand: Demand, priority: int, tenant: str, *, at: str = "/resources") -> None:
         """Raises Problem for a demand that could never be satisfied, or never at this priority, or never for
         this tenant."""
         refusal = self._refusal(demand) or check_priority(demand, priority, self._policy)
@@ -40,7 +45,7 @@ class Capacity:
             counts = self._needs.of(self._world, demand)
             refusal = check_quota(demand, counts, tenant, self._policy)
         if refusal is not None:
-            raise _problem(refusal, f"/resources/{refusal.field}")
+            raise _problem(refusal, f"{at}/{refusal.field}")
 
     def check_times(self, task: Task) -> None:
         """Raises Problem for a task that may run, repeat or linger for longer than the operator allows."""

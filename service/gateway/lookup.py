@@ -1,11 +1,13 @@
 """One task as its row and the World know it, for the token that asks."""
 
 from collections.abc import Mapping
+from typing import Any
 
 from fastapi import Response
 
 from service.core.expectations import remaining_seconds
 from service.core.lessons import kind_of_run
+from service.core.plan import Request
 from service.core.task import Task, TaskState
 from service.core.units import Seconds, TaskId
 from service.gateway.direct import Call, answer
@@ -48,6 +50,16 @@ async def caught_up(parts: GatewayParts) -> None:
     if parts.world.position < head:
         with parts.waiters.behind(head) as caught:
             await caught.within(parts.limits.settle_seconds)
+
+
+async def ask_leader(call: Call, task: Task, what: str, fields: dict[str, Any]) -> bool:
+    """Store the request; whether the leader has carried it out by the time this returns."""
+    parts = call.parts
+    now = parts.clock.now()
+    request = Request(parts.ids.request(now), task.id, task.tenant, what, fields, now)
+    with parts.waiters.expect(request.id) as done:
+        await parts.store.request(request)
+        return await done.within(parts.limits.settle_seconds)
 
 
 async def reread(parts: GatewayParts, record: TaskRecord) -> TaskRecord:

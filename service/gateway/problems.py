@@ -33,6 +33,8 @@ CATALOGUE: Final[Mapping[str, Kind]] = {
     "task-already-finished": Kind(409, "The task has already finished"),
     "task-not-finished": Kind(409, "The task has not finished", retryable=True),
     "task-not-pending": Kind(409, "The task no longer waits"),
+    "lease-ended": Kind(409, "The lease has ended"),
+    "lease-under-notice": Kind(409, "The lease is to be given back"),
     "token-exists": Kind(409, "A token of this name exists"),
     "payload-too-large": Kind(413, "The body is too large"),
     "unsupported-media-type": Kind(415, "The body is of a type or encoding that is not read here"),

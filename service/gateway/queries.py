@@ -7,6 +7,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from service.core.task import TaskState
 from service.gateway.body import LABEL_KEY
+from service.gateway.leases import LeaseStanding
 from service.gateway.schemas import LabelValue, Name, Priority
 
 
@@ -38,6 +39,17 @@ class TaskQuery(Query):
         return {name.removeprefix("label."): value for name, value in extra.items()}
 
 
+class LeaseQuery(Query):
+    state: Annotated[
+        list[LeaseStanding], Field(description="One or more states, repeated or separated by commas.")
+    ] = []
+    holder: Annotated[Name | None, Field(description="The exact name of the holder.")] = None
+    limit: Annotated[int, Field(ge=1, description="Above the server's maximum: so many as that.")] = 100
+    cursor: Annotated[str | None, Field(max_length=200, description="`next_cursor` of the page before.")] = (
+        None
+    )
+
+
 class EstimateQuery(Query):
     subject: Annotated[
         str | None, Field(max_length=500, description="Only of this model type, name or entrypoint.")
@@ -53,3 +65,9 @@ class WaitQuery(Query):
     timeout_seconds: Annotated[
         float, Field(ge=0, description="At most 60 seconds are waited, whatever is asked.")
     ] = 30.0
+
+
+class LeaseWaitQuery(WaitQuery):
+    state: Annotated[LeaseStanding, Field(description="Wait for as long as it is in this state.")] = (
+        LeaseStanding.PENDING
+    )

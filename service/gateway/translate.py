@@ -233,7 +233,7 @@ def task_view(record: TaskRecord, live: Live = NOTHING_LIVE) -> TaskView:
         "failures": task.failures,
         "preemptions": task.preemptions,
         "node": task.node,
-        "devices": [_share(lease, live.uuids) for lease in live.leases],
+        "devices": shares(live),
         "submitted_at": rfc3339(task.submitted_at),
         "admitted_at": rfc3339_or_none(task.admitted_at),
         "started_at": rfc3339_or_none(task.started_at),
@@ -306,6 +306,10 @@ def _resources_view(demand: Demand) -> DemandView:
         "prefer_nodes": {label: list(values) for label, values in where.prefer_nodes},
         "pool": demand.pool,
     }
+
+
+def shares(live: Live) -> list[DeviceShare]:
+    return [_share(lease, live.uuids) for lease in live.leases]
 
 
 def _share(lease: Lease, uuids: Mapping[str, str]) -> DeviceShare:

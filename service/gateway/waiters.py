@@ -12,6 +12,14 @@ _WAKING = frozenset({*(f"task.{state}" for state in TERMINAL), "request.done"})
 """Kinds of events that somebody may wait for. The key is the task's or the request's id."""
 
 
+_MOVES = _WAKING - {"request.done"} | {"task.started", "task.stopping"}
+
+
+def moves_of(task: str) -> str:
+    """The key for whoever waits for a task's next move, whether it is its last or not."""
+    return f"{task} moves"
+
+
 class Expectation:
     """One client's wait for one key. Made before the row is read, so that no end falls in between."""
 
@@ -72,6 +80,8 @@ class Waiters:
         for event in events:
             if event.kind in _WAKING:
                 self._fulfil(event.key)
+            if event.kind in _MOVES:
+                self._fulfil(moves_of(event.key))
 
     def close(self) -> None:
         """Wake everybody: the service stops, and no answer may hold it up."""

@@ -3,6 +3,7 @@
 import json
 import re
 import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -136,6 +137,25 @@ def test_commands_that_need_no_service_work_without_one(gpubroker: Run, tmp_path
     refused = subprocess.run(words, capture_output=True, text=True)
     assert refused.returncode == 2
     assert "cannot write to the data directory" in refused.stderr
+
+
+def test_a_lease_is_asked_for_shown_renewed_and_released(gpubroker: Run) -> None:
+    lease = gpubroker("lease ask --gpu-memory 1GiB --ttl 10m --holder notebook").out.strip()
+    until(lambda: gpubroker(f"lease show {lease} -o json").json["state"] == "held", "the lease is held")
+    assert "notebook" in gpubroker("lease list").out
+    assert "notebook" in gpubroker("gpus").out
+    assert gpubroker(f"lease renew {lease} --ttl 20m").code == 0
+    assert gpubroker(f"lease release {lease} -o json").json["state"] == "ended"
+    assert lease not in gpubroker("lease list").out
+
+
+def test_a_command_has_memory_for_as_long_as_it_runs(gpubroker: Run) -> None:
+    script = "import os, sys; sys.exit(len(os.environ['CUDA_VISIBLE_DEVICES'].split(',')))"
+    ended = gpubroker("lease run --gpus 2 --", sys.executable, "-c", script)
+    assert ended.code == 2
+    assert "holding task_" in ended.err
+    newest = gpubroker("lease list --all -o json").json[0]
+    assert (newest["state"], newest["error"]) == ("ended", None)
 
 
 def test_no_command_is_missing_here() -> None:

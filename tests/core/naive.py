@@ -179,6 +179,8 @@ class Naive(NaiveTenants):
         where = demand.where
         if where.kinds and not set(where.kinds) & set(device.kind.split()):
             return True
+        if where.devices and device.uuid not in where.devices:
+            return True
         return device.power < where.min_power or device.physical_mb < where.min_device_mb
 
     def is_open(self, node: Any, task: Task) -> bool:
@@ -220,7 +222,7 @@ class Naive(NaiveTenants):
                 names = (node.name, *(device.key for device in chosen))
                 devices = tuple((d.key, need) for d, need in zip(chosen, needs, strict=True))
                 unmet = self.unmet(node, chosen, task)
-                if self.measure is None or demand.placement == "spread":
+                if self.measure is None or demand.placement == "spread" or demand.where.devices:
                     yield (unmet, sign * left, sign * cpu, names), node.name, devices
                 elif demand.gpus <= 1 or devices == fullest(self, node, task):
                     yield (unmet, -score(self, node, task, dict(devices)), 0, names), node.name, devices

@@ -64,6 +64,7 @@ SHAPES: tuple[dict[str, Any], ...] = (
     {"gpus": 2, "gpu_mb": 20, "where": Where(prefer_kinds=("big", "small"), prefer_nodes=ZONE_A)},
     {"gpus": 1, "where": Where(min_power=2, nodes=(("node", ("n1", "n2")),))},
     {"cpu": 1.0, "where": Where(nodes=ZONE_A, min_device_mb=Mib(80))},
+    {"gpu_mb": 20, "where": Where(devices=("gpu0", "gpu1"))},
     {"gpu_mb": 30, "where": Where(min_device_mb=Mib(80), prefer_nodes=(("node", ("n2",)),))},
     {"gpu_mb": 20, "placement": "spread"},
     {"cpu": 1.0},

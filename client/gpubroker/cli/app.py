@@ -7,7 +7,7 @@ import typer
 from typer.core import TyperGroup
 from typer.main import get_group
 
-from gpubroker.cli import EXIT_USAGE, administer, cluster, control, learned, submit, tasks
+from gpubroker.cli import EXIT_USAGE, administer, cluster, control, learned, lease, submit, tasks
 from gpubroker.cli.session import Format, Output, say
 
 _SERVER_COMMANDS = frozenset({"serve", "down", "migrate", "openapi"})
@@ -17,7 +17,7 @@ _WORDS_OF_OTHERS: Final = {
     "get": "show", "describe": "show", "info": "show", "why": "explain",
     "run": "submit", "sbatch": "submit", "start": "serve", "tokens": "token list",
     "kill": "cancel", "stop": "cancel", "rm": "cancel", "scancel": "cancel",
-    "top": "gpus", "devices": "gpus", "log": "logs", "output": "logs",
+    "leases": "lease list", "top": "gpus", "devices": "gpus", "log": "logs", "output": "logs",
 }  # fmt: skip
 """What other systems call our commands."""
 
@@ -93,6 +93,6 @@ def version(output: Output = Format.TABLE) -> None:
     typer.echo(f"gpubroker {__version__}" if output is Format.TABLE else f'{{"version": "{__version__}"}}')
 
 
-for part in (submit, tasks, control, learned, cluster, administer):
+for part in (submit, tasks, control, lease, learned, cluster, administer):
     part.add_to(app)
 app.command(rich_help_panel="Administration")(version)

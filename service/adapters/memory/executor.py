@@ -24,6 +24,7 @@ from service.core.orders import (
     Started,
     StartOrder,
     StopOrder,
+    WatchOrder,
 )
 from service.core.units import DeviceKey, Fence, Mib, NodeName, TaskId, Term, device_key, mark_of
 from service.ports import Clock, RunPayload
@@ -67,6 +68,8 @@ class WaitingExecutor:
         self._incarnation = ""
         self._runs: dict[RunId, _Run] = {}
         """Until they have ended and are forgotten."""
+        self._watched: dict[RunId, tuple[tuple[DeviceKey, Mib], ...]] = {}
+        """What external holders are taken to use, until they are forgotten."""
         self._fences: dict[tuple[TaskId, int], Fence] = {}
         """The highest that was heard of, by task and rank: neither it nor a lower one starts again."""
         keys = [device_key(node.cluster, node.name, seen.uuid) for seen in node.devices]
@@ -86,7 +89,7 @@ class WaitingExecutor:
             incarnation=self._incarnation,
             boot_id="simulated",
         )
-        self._say(NodeSeen(node, self._node.devices, tuple(self._runs), self._clock.now()))
+        self._say(NodeSeen(node, self._node.devices, (*self._runs, *self._watched), self._clock.now()))
         for run in self._runs.values():
             for report in run.told:
                 self._say(report)
@@ -101,11 +104,15 @@ class WaitingExecutor:
                     self._start(order, payloads[order.task])
                 case GoOrder():
                     self._go(_key(order))
-                case StopOrder():
+                case WatchOrder():
+                    self._watch(order)
+                case StopOrder() if _key(order) not in self._watched:
                     self._stop(order)
+                case ForgetOrder() if _key(order) in self._watched:
+                    self._look_away(_key(order))
                 case ForgetOrder() if (run := self._runs.get(_key(order))) and run.is_over:
                     del self._runs[_key(order)]
-                case StartOrder() | ForgetOrder():
+                case StartOrder() | StopOrder() | ForgetOrder():
                     pass
 
     async def reports(self) -> Sequence[Report]:
@@ -155,6 +162,16 @@ class WaitingExecutor:
         if run is not None and run.end is None and not run.is_over:
             after = asyncio.get_running_loop().call_later
             run.end = after(run.waits_seconds, self._end, key, Ending.SUCCEEDED)
+
+    def _watch(self, order: WatchOrder) -> None:
+        key = _key(order)
+        self._watched[key] = order.devices
+        for device, mb in order.devices:
+            self._used[device][mark_of(*key)] = mb
+
+    def _look_away(self, key: RunId) -> None:
+        for device, _ in self._watched.pop(key):
+            del self._used[device][mark_of(*key)]
 
     def _stop(self, order: StopOrder) -> None:
         """A run that only waits gives way at once; without a grace period it has no time for that."""

@@ -291,5 +291,6 @@ def _matches(task: Task, spec: RunSpec, wanted: TaskFilter) -> bool:
         and (wanted.min_priority is None or task.priority >= wanted.min_priority)
         and (wanted.max_priority is None or task.priority <= wanted.max_priority)
         and (wanted.name is None or task.name == wanted.name)
+        and (not wanted.external or task.external is not None)
         and all(spec.labels.get(key) == value for key, value in wanted.labels.items())
     )

@@ -133,7 +133,7 @@ class NodeAgent:
         return f"{self._id}.{self._announcements}"
 
     def _carry_out(self, keeper: RunKeeper, term: int, order: tuple[Any, ...]) -> None:
-        """A go, a stop or a forget names one claim: it is right whichever incarnation it was meant for."""
+        """All but a start name one claim: they are right whichever incarnation they were meant for."""
         outdated = term < self._term
         match order:
             case ("start", incarnation, shareable, run):
@@ -144,6 +144,8 @@ class NodeAgent:
                     keeper.start(wanted, shareable=shareable)
             case ("go", task, fence, rank, rank_zero_address) if not outdated:
                 keeper.go(RunKey(task, fence, rank), rank_zero_address)
+            case ("watch", task, fence, rank, pid, leases) if not outdated:
+                keeper.outsiders.watch(RunKey(task, fence, rank), pid, leases)
             case ("stop", task, fence, rank, _reason, grace_seconds) if not outdated:
                 keeper.stop(RunKey(task, fence, rank), grace_seconds)
             case ("forget", task, fence, rank) if not outdated:
@@ -171,7 +173,7 @@ class NodeAgent:
         if samples is not None:
             self.say(("sampled", time.time(), samples))
         self.say(self._described(keeper))
-        for report in keeper.book.everything_told():
+        for report in (*keeper.book.everything_told(), *keeper.outsiders.everything_told()):
             self.say(report)
         self._beat_anew(keeper)
 
@@ -197,7 +199,7 @@ class NodeAgent:
             "boot_id": boot_id(),
         }
         devices = [(d.uuid, d.kind, d.index, d.physical_mb, d.simulated) for d in self._meter.inventory()]
-        runs = [tuple(key) for key in keeper.book.runs]
+        runs = [tuple(key) for key in (*keeper.book.runs, *keeper.outsiders)]
         return ("node_seen", time.time(), node, devices, runs)
 
     async def _sampled(self, keeper: RunKeeper, timeout_seconds: float) -> list[WireSample] | None:

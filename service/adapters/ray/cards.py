@@ -36,7 +36,7 @@ class Card:
     leases: tuple[tuple[str, int], ...]
     """(device UUID, MiB)"""
     runner: str
-    """Name of its Ray actor."""
+    """Name of its Ray actor; empty for a process that somebody else started."""
     pid: int
     start_ticks: int
     ray_node: str

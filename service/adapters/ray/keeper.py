@@ -20,6 +20,7 @@ from service.adapters.ray.inheritance import look_around
 from service.adapters.ray.lane import Lane
 from service.adapters.ray.meter import MEASURE_SECONDS, Meter
 from service.adapters.ray.options import AgentConfig
+from service.adapters.ray.outsiders import Outsiders
 from service.adapters.ray.persist import until_done
 from service.adapters.ray.pool import Pool
 from service.adapters.ray.processes import ProcessId, Watched, boot_id, process_id
@@ -51,6 +52,7 @@ class RunKeeper:
         """The highest priority first, then in order of arrival."""
         self._jobs: set[asyncio.Task[None]] = set()
         self.book = RunBook()
+        self.outsiders = Outsiders(self._files, runners.node, ear.say, self.measure, self._do)
         self.pool = Pool(config, runners, self, lambda: sum(not run.shared for run in self._waiting))
 
     @property
@@ -66,7 +68,7 @@ class RunKeeper:
             for run in self.book.runs.values()
             if run.order.leases and run.lane is not None and not run.lane.watched.ended
         }
-        return await self._meter.measure(processes, needed, timeout_seconds)
+        return await self._meter.measure(processes | self.outsiders.processes(), needed, timeout_seconds)
 
     def start(self, order: RunOrder, *, shareable: bool) -> None:
         """A run that was heard of before is not started again."""
@@ -89,6 +91,8 @@ class RunKeeper:
 
     def stop(self, key: RunKey, grace_seconds: float) -> None:
         """Give notice, kill after the grace period. A second stop may only shorten it."""
+        if key in self.outsiders:
+            return  # nobody but its owner ends it
         run = self.book.runs.get(key)
         if run is None:
             self._stop_unknown(key)
@@ -109,6 +113,7 @@ class RunKeeper:
             self._pass_on_go(run)
 
     def forget(self, key: RunKey) -> None:
+        self.outsiders.forget(key)
         run = self.book.runs.get(key)
         if run is not None:
             run.forgotten = True
@@ -122,7 +127,8 @@ class RunKeeper:
         left = await look_around(self._files, self._runners)
         lanes: list[Lane] = []
         try:
-            lost = [card for card, runner in left.carded if not self._adopt_run(card, runner, lanes)]
+            ours = [(card, runner) for card, runner in left.carded if card.runner]
+            lost = [card for card, runner in ours if not self._adopt_run(card, runner, lanes)]
             blank = [
                 runner
                 for name, runner, told in left.others
@@ -137,6 +143,8 @@ class RunKeeper:
             lane.listen_again(*(("retell", tuple(key)) for key in lane.runs))
         for card in lost:
             self._do(f"burying run {card.key}", partial(self._bury, self.book.runs[card.key], card))
+        for card in (card for card, _ in left.carded if not card.runner):
+            self.outsiders.adopt(card)
         for runner in blank:
             self._do("ending a blank runner", partial(asyncio.to_thread, self._runners.kill, runner))
         self._files.remove_outdated()

@@ -18,7 +18,9 @@ from service.core.orders import (
     Sampled,
     StartOrder,
     StopOrder,
+    WatchOrder,
 )
+from service.core.units import DeviceKey, Mib
 from service.ports import RunPayload
 
 PROTOCOL = 3
@@ -60,6 +62,8 @@ class OrderForm:
                 )
             case GoOrder():
                 return ("go", order.task, order.fence, order.rank, order.rank_zero_address)
+            case WatchOrder():
+                return ("watch", order.task, order.fence, order.rank, order.pid, _by_uuid(order.devices))
             case StopOrder():
                 reason = order.reason.value
                 return ("stop", order.task, order.fence, order.rank, reason, order.grace_seconds)
@@ -88,10 +92,14 @@ class OrderForm:
             attempt=payload.attempt,
             name=payload.name,
             tenant=payload.tenant,
-            leases=tuple((key.rpartition("/")[2], mb) for key, mb in order.devices),
+            leases=_by_uuid(order.devices),
             result_limit_bytes=self._result_limit_bytes,
             checkpoint_limit_bytes=self._checkpoint_limit_bytes,
         )
+
+
+def _by_uuid(devices: Sequence[tuple[DeviceKey, Mib]]) -> tuple[tuple[str, int], ...]:
+    return tuple((key.rpartition("/")[2], mb) for key, mb in devices)
 
 
 def write_reports(

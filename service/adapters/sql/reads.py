@@ -104,6 +104,8 @@ def listing(wanted: TaskFilter) -> Select[Any]:
         query = query.where(_task.c.priority <= wanted.max_priority)
     if wanted.name is not None:
         query = query.where(_task.c.name == wanted.name)
+    if wanted.external:
+        query = query.where(_task.c.external.isnot(None))
     for key, value in wanted.labels.items():
         here = (_label.c.tenant == wanted.tenant) & (_label.c.key == key) & (_label.c.value == value)
         query = query.where(_task.c.id.in_(select(_label.c.task).where(here)))

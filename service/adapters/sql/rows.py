@@ -8,7 +8,14 @@ from pydantic_core import from_json
 
 from service.adapters.sql import statements as sql
 from service.adapters.sql.rowset import Row, SetStatement, json_text
-from service.core.codec import after_fields, after_from, demand_fields, demand_from
+from service.core.codec import (
+    after_fields,
+    after_from,
+    demand_fields,
+    demand_from,
+    external_fields,
+    external_from,
+)
 from service.core.demand import Demand
 from service.core.device import Node
 from service.core.estimate import Lesson, Sketch, Topic, What
@@ -52,7 +59,8 @@ def rows_of_submission(submission: Submission) -> Iterator[Written]:
     yield sql.INSERT_TASKS, (
         task.id, task.tenant, task.name, task.priority, demand_text(task.demand), task.submitted_at,
         task.max_retries, task.timeout_seconds, task.grace_seconds, task.shareable, _after_text(task),
-        task.queue_ttl_seconds, task.deadline_at, task.expected_seconds, task.stream, task.subject, task.held,
+        task.queue_ttl_seconds, task.deadline_at, task.expected_seconds, task.stream, task.subject,
+        None if task.external is None else json_text(external_fields(task.external)), task.held,
         task.awaits, task.expires_at, task.not_before, key,
         submission.body_hash if key is not None else None,
     )  # fmt: skip
@@ -189,6 +197,8 @@ def task_of_row(row: Mapping[str, Any]) -> Task:
     fields = dict(row)
     fields["demand"] = demand_of(fields["demand"])
     fields["after"] = () if fields["after"] == "[]" else after_from(from_json(fields["after"]))
+    if fields["external"] is not None:
+        fields["external"] = external_from(from_json(fields["external"]))
     fields["state"] = TaskState(fields["state"])
     if fields["stop_reason"] is not None:
         fields["stop_reason"] = StopReason(fields["stop_reason"])

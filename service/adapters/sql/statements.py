@@ -155,7 +155,7 @@ EVENT = _columns(tables.event, ("position", "at", "kind", "key", "version", "ten
 TASK_IN = (
     "id", "tenant", "name", "priority", "demand", "submitted_at", "max_retries", "timeout_seconds",
     "grace_seconds", "shareable", "after", "queue_ttl_seconds", "deadline_at", "expected_seconds", "stream",
-    "subject", "held", "awaits", "expires_at", "not_before", "idem_key", "body_hash",
+    "subject", "external", "held", "awaits", "expires_at", "not_before", "idem_key", "body_hash",
 )  # fmt: skip
 LEASE_KEY = ("holder_kind", "holder", "fence", "rank", "device")
 DEVICE_IN = tuple(c.name for c in tables.device.c if c.name != "leased_mb")

@@ -83,6 +83,7 @@ task = Table(
     Column("expected_seconds", Double),
     Column("stream", Text, nullable=False),
     Column("subject", Text, nullable=False),
+    Column("external", Text),
     Column("state", Text, nullable=False, server_default=TaskState.PENDING.value),
     Column("version", Integer, nullable=False, server_default=text("1")),
     Column("fence", Integer, nullable=False, server_default=text("0")),

@@ -8,7 +8,6 @@ from fastapi import APIRouter, Header, Query, Response
 
 from service.core.expectations import Size, learned_size
 from service.core.need import may_use_device
-from service.core.plan import Request
 from service.core.task import Task, TaskState
 from service.core.units import TaskId
 from service.gateway.cursor import filter_hash, read_cursor, write_cursor
@@ -16,7 +15,7 @@ from service.gateway.dependencies import dependencies_of
 from service.gateway.direct import Call, DirectRoute, answer, needs, problems
 from service.gateway.gpu_size import LEARNED
 from service.gateway.identity import Scope
-from service.gateway.lookup import at_its_end, find, finished, live_of, reread
+from service.gateway.lookup import ask_leader, at_its_end, find, finished, live_of, reread
 from service.gateway.pending import NOT_YET_SEEN
 from service.gateway.permission import check_priority, check_run, check_stream
 from service.gateway.problems import Problem
@@ -260,7 +259,7 @@ async def change_task(call: Call, task_id: str, body: ChangeTask) -> Response:
             "task-not-pending",
             f"task {task_id} is {record.task.state}; only a task that waits can be held or released",
         )
-    settled = await _ask_leader(call, record.task, "change", body.model_dump(exclude_none=True))
+    settled = await ask_leader(call, record.task, "change", body.model_dump(exclude_none=True))
     record = await reread(call.parts, record)
     return answer(task_view(record, live_of(call.parts, record.task)), 200 if settled else 202)
 
@@ -285,19 +284,9 @@ async def cancel_task(call: Call, task_id: str, body: CancelTask = CancelTask())
     if record.task.is_terminal:
         raise _already_finished(record.task)
     asked = body.model_dump(exclude_none=True, exclude_defaults=True)
-    await _ask_leader(call, record.task, "cancel", asked)
+    await ask_leader(call, record.task, "cancel", asked)
     record = await reread(call.parts, record)
     return answer(task_view(record, live_of(call.parts, record.task)), 202)
-
-
-async def _ask_leader(call: Call, task: Task, what: str, fields: dict[str, Any]) -> bool:
-    """Store the request; whether the leader has carried it out by the time this returns."""
-    parts = call.parts
-    now = parts.clock.now()
-    request = Request(parts.ids.request(now), task.id, task.tenant, what, fields, now)
-    with parts.waiters.expect(request.id) as done:
-        await parts.store.request(request)
-        return await done.within(parts.limits.settle_seconds)
 
 
 def _already_finished(task: Task) -> Problem:

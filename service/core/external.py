@@ -1,0 +1,16 @@
+"""The terms on which somebody who runs outside of the broker holds memory."""
+
+from dataclasses import dataclass
+
+from service.core.units import Seconds
+
+
+@dataclass(frozen=True, slots=True)
+class External:
+    """A holder that nobody starts or stops: it asks, renews and gives back by itself."""
+
+    ttl_seconds: Seconds
+    """So long after its admission, and after each renewal, it is to leave if it was not heard of again."""
+    pid: int | None = None
+    """A process on the node of its lease, with its children: what they use is the holder's, and once that
+    process is gone the holder is."""

@@ -1,0 +1,232 @@
+"""External leases: ask, renew, give back."""
+
+import hashlib
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Query, Response
+
+from service.core.task import TaskState
+from service.core.units import Seconds, TaskId
+from service.gateway.cursor import filter_hash, read_cursor, write_cursor
+from service.gateway.direct import Call, DirectRoute, answer, needs, problems
+from service.gateway.identity import Scope
+from service.gateway.leases import (
+    KIND,
+    AskLease,
+    LeasePage,
+    LeaseStanding,
+    LeaseView,
+    RenewLease,
+    check_node,
+    demand_of_lease,
+    lease_view,
+    standing,
+    states_of,
+    task_of_lease,
+)
+from service.gateway.lookup import ask_leader, find, live_of, reread
+from service.gateway.permission import check_priority
+from service.gateway.problems import Problem
+from service.gateway.queries import LeaseQuery, LeaseWaitQuery
+from service.gateway.routes.tasks import IdempotencyKey
+from service.gateway.waiters import moves_of
+from service.ports import RunSpec, Submission, SubmitVerdict, TaskFilter, TaskRecord
+
+router = APIRouter(route_class=DirectRoute, tags=["leases"])
+
+
+@router.post(
+    "/leases",
+    operation_id="leases_ask",
+    dependencies=[needs(Scope.TASKS_WRITE)],
+    status_code=202,
+    response_model=LeaseView,
+    response_description="It waits in the queue; `/leases/{id}/wait` answers when it is held.",
+    responses=problems(
+        "malformed-json",
+        "unauthenticated",
+        "forbidden",
+        "priority-not-allowed",
+        "validation-failed",
+        "exceeds-capacity",
+        "no-matching-device",
+        "exceeds-maximum",
+        "pool-mismatch",
+        "idempotency-key-reused",
+        "store-unavailable",
+    ),
+)
+async def ask_lease(call: Call, body: AskLease, idempotency_key: IdempotencyKey = None) -> Response:
+    """Ask for GPU memory that something outside of the broker will use.
+
+    It waits in the same queue as tasks, and may be asked to leave for a higher priority. Use the memory while
+    the lease is `held`, renew it before `deadline_at`, and release it when the memory is free again.
+    """
+    parts, tenant = call.parts, call.identity.tenant
+    check_node(body, parts.world)
+    demand = parts.capacity.settled(demand_of_lease(body), "", tenant, body.labels, at="")
+    now = parts.clock.now()
+    task = task_of_lease(body, demand, tenant, parts.defaults, id=parts.ids.task(now), now=now)
+    check_priority(call, task.priority)
+    parts.capacity.check(demand, task.priority, tenant, at="")
+    key = None if idempotency_key is None else idempotency_key.strip('"')
+    body_hash = hashlib.sha256(b"lease\0" + tenant.encode() + b"\0" + await call.body()).hexdigest()
+    spec = RunSpec(kind=KIND, labels=body.labels)
+    submission = Submission(task, spec, key, "" if key is None else body_hash)
+    outcome = await parts.store.submit(submission)
+    headers = {"Location": f"/leases/{outcome.task}"}
+    match outcome.verdict:
+        case SubmitVerdict.KEY_REUSED:
+            raise Problem(
+                "idempotency-key-reused",
+                f'the key "{key}" was used with another body, for {outcome.task}; nothing was stored; use a '
+                "new key for a new lease",
+            )
+        case SubmitVerdict.DUPLICATE:
+            headers["Idempotency-Replayed"] = "true"
+            return _told(call, await _find_lease(call, outcome.task), 202, headers)
+        case SubmitVerdict.ACCEPTED:
+            return _told(call, TaskRecord(task, spec), 202, headers)
+
+
+@router.get(
+    "/leases",
+    operation_id="leases_list",
+    dependencies=[needs(Scope.TASKS_READ)],
+    response_model=LeasePage,
+    responses=problems("cursor-invalid", "unauthenticated", "forbidden", "validation-failed"),
+)
+async def list_leases(call: Call, query: Annotated[LeaseQuery, Query()]) -> Response:
+    """List your tenant's external leases, newest first."""
+    parts = call.parts
+    limit = min(query.limit, parts.limits.page_items)
+    wanted: dict[str, Any] = {
+        "tenant": call.identity.tenant,
+        "states": states_of(query.state),
+        "name": query.holder,
+        "external": True,
+    }
+    filtered_by = filter_hash(wanted)
+    after = None if query.cursor is None else TaskId(read_cursor(query.cursor, filtered_by))
+    records = await parts.store.records(TaskFilter(**wanted, after=after, limit=limit + 1))
+    page, has_more = records[:limit], len(records) > limit
+    view: LeasePage = {
+        "items": [lease_view(record, live_of(parts, record.task, explained=False)) for record in page],
+        "next_cursor": write_cursor(page[-1].task.id, filtered_by) if has_more else None,
+        "has_more": has_more,
+    }
+    return answer(view)
+
+
+@router.get(
+    "/leases/{lease_id}",
+    operation_id="leases_get",
+    dependencies=[needs(Scope.TASKS_READ)],
+    response_model=LeaseView,
+    responses=problems("unauthenticated", "forbidden", "not-found"),
+)
+async def get_lease(call: Call, lease_id: str) -> Response:
+    """Read a lease: what it has, until when, and whether its holder is asked to leave."""
+    return _told(call, await _find_lease(call, lease_id))
+
+
+@router.get(
+    "/leases/{lease_id}/wait",
+    operation_id="leases_wait",
+    dependencies=[needs(Scope.TASKS_READ)],
+    response_model=LeaseView,
+    response_description="Its state is another one by now.",
+    responses={
+        202: {"model": LeaseView, "description": "The time is over and its state is still the same."},
+        **problems("unauthenticated", "forbidden", "not-found", "validation-failed"),
+    },
+)
+async def wait_for_lease(call: Call, lease_id: str, query: Annotated[LeaseWaitQuery, Query()]) -> Response:
+    """Wait until a lease is no longer in a state: `pending` to get it, `held` to hear the notice to leave."""
+    parts = call.parts
+    seconds = min(query.timeout_seconds, parts.limits.wait_seconds)
+    with parts.waiters.expect(moves_of(lease_id)) as moved:
+        record = await _find_lease(call, lease_id)
+        if _stands(call, record) is query.state and seconds > 0:
+            await moved.within(Seconds(seconds))
+            record = await reread(parts, record)
+    return _told(call, record, 202 if _stands(call, record) is query.state else 200)
+
+
+@router.post(
+    "/leases/{lease_id}/renew",
+    operation_id="leases_renew",
+    dependencies=[needs(Scope.TASKS_WRITE)],
+    response_model=LeaseView,
+    responses={
+        202: {"model": LeaseView, "description": "Asked for; the leader has not carried it out yet."},
+        **problems(
+            "unauthenticated",
+            "forbidden",
+            "not-found",
+            "lease-ended",
+            "lease-under-notice",
+            "validation-failed",
+        ),
+    },
+)
+async def renew_lease(call: Call, lease_id: str, body: RenewLease = RenewLease()) -> Response:  # noqa: B008  # frozen
+    """Say that the lease is still needed: its deadline moves on."""
+    record = await _find_lease(call, lease_id)
+    task = record.task
+    if task.is_terminal:
+        raise Problem("lease-ended", f"lease {task.id} has ended; free its memory and ask for a new lease")
+    if task.state is TaskState.STOPPING:
+        raise Problem(
+            "lease-under-notice",
+            f"lease {task.id} is to be given back ({task.stop_reason}); free its memory, then release it",
+        )
+    return await _asked(call, record, "renew", body.model_dump(exclude_none=True))
+
+
+@router.delete(
+    "/leases/{lease_id}",
+    operation_id="leases_release",
+    dependencies=[needs(Scope.TASKS_WRITE)],
+    response_model=LeaseView,
+    responses={
+        202: {"model": LeaseView, "description": "Asked for; the leader has not carried it out yet."},
+        **problems("unauthenticated", "forbidden", "not-found"),
+    },
+)
+async def release_lease(call: Call, lease_id: str) -> Response:
+    """Give a lease back: its memory is free, or it is no longer wanted. Done again it changes nothing.
+
+    Whoever releases a quarantined lease states that its memory is free; who did is noted.
+    """
+    record = await _find_lease(call, lease_id)
+    stands = _stands(call, record)
+    if stands is LeaseStanding.ENDED:
+        return _told(call, record)
+    if stands is LeaseStanding.QUARANTINED:
+        who = call.identity
+        await call.parts.store.audit(by=who.name, tenant=who.tenant, action="lease.release", subject=lease_id)
+    return await _asked(call, record, "release", {})
+
+
+async def _find_lease(call: Call, lease_id: str) -> TaskRecord:
+    """Raises Problem not-found; also for what is a task that the broker starts."""
+    record = await find(call, lease_id)
+    if record.task.external is None:
+        raise Problem("not-found", f'"{lease_id[:100]}" is a task; GET /leases lists your leases')
+    return record
+
+
+async def _asked(call: Call, record: TaskRecord, what: str, fields: dict[str, Any]) -> Response:
+    settled = await ask_leader(call, record.task, what, fields)
+    return _told(call, await reread(call.parts, record), 200 if settled else 202)
+
+
+def _stands(call: Call, record: TaskRecord) -> LeaseStanding:
+    return standing(record.task, live_of(call.parts, record.task, explained=False))
+
+
+def _told(
+    call: Call, record: TaskRecord, status: int = 200, headers: dict[str, str] | None = None
+) -> Response:
+    return answer(lease_view(record, live_of(call.parts, record.task)), status, headers)

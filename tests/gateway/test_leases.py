@@ -1,0 +1,220 @@
+"""External leases over HTTP: asked for, waited for, renewed, and given back."""
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from service.core.deadlines import Watch, due
+from service.core.orders import Gone
+from service.core.plan import Decision
+from service.core.task import TaskState
+from service.core.units import Fence, Instant, TaskId
+from tests.builders import GIB, a_device, a_node, a_sample
+from tests.gateway.harness import PATIENCE_SECONDS, Client, Gateway, a_body, before, fault, problem, until
+
+ASKED = {"holder": "vllm", "gpu_mb": 50 * GIB}
+
+
+async def ask(api: Client, **fields: Any) -> str:
+    response = await api.post("/leases", json={**ASKED, **fields})
+    assert response.status_code == 202, response.text
+    return str(response.json()["id"])
+
+
+async def state_of(api: Client, lease: str) -> str:
+    return str((await api.get(f"/leases/{lease}")).json()["state"])
+
+
+async def overdue(gateway: Gateway, lease: str) -> None:
+    """Its holder was asked to leave, and did not."""
+    task = gateway.task(lease)
+    assert task.deadline_at is not None
+    gateway.clock.at = task.deadline_at
+    await gateway.pass_time()
+    gateway.clock.advance(task.grace_seconds + gateway.policy.kill_patience_seconds)
+    now = gateway.clock.now()
+    watch = Watch(since=task.deadline_at, last=Instant(now - 1.0))
+    await gateway.commit(*due(gateway.world, now, gateway.policy, watch))
+
+
+async def test_a_lease_waits_in_the_queue_is_held_and_is_given_back(gateway: Gateway, api: Client) -> None:
+    response = await api.post(
+        "/leases", json={**ASKED, "priority": "interactive", "labels": {"team": "chat"}}
+    )
+    lease = response.json()
+    assert response.headers["Location"] == lease["urls"]["self"] == f"/leases/{lease['id']}"
+    assert (lease["state"], lease["holder"], lease["labels"]) == ("pending", "vllm", {"team": "chat"})
+    assert lease["devices"] == []
+
+    await gateway.plan(lease["id"])
+    held = (await api.get(f"/leases/{lease['id']}")).json()
+    assert (held["state"], held["node"], held["notice"]) == ("held", "n1", None)
+    assert [(share["uuid"], share["gpu_mb"], share["state"]) for share in held["devices"]] == [
+        ("gpu0", 50 * GIB, "held")
+    ]
+    [holder] = (await api.get("/gpus")).json()["items"][0]["holders"]
+    assert (holder["kind"], holder["id"], holder["name"]) == ("external", lease["id"], "vllm")
+
+    given_back = await api.delete(f"/leases/{lease['id']}")
+    assert (given_back.status_code, given_back.json()["state"]) == (200, "ended")
+    assert given_back.json()["error"] is None
+    assert (await api.delete(f"/leases/{lease['id']}")).status_code == 200
+    assert (await api.get("/gpus")).json()["items"][0]["free_mb"] == 80 * GIB
+
+
+async def test_a_lease_is_a_task_that_nobody_starts(gateway: Gateway, api: Client) -> None:
+    lease = await ask(api)
+    await api.submit()
+    assert [task["run"]["kind"] for task in (await api.get("/tasks")).json()["items"]] == [
+        "entrypoint",
+        "external",
+    ]
+    assert [found["id"] for found in (await api.get("/leases")).json()["items"]] == [lease]
+    told = (await api.get(f"/tasks/{lease}/explain")).json()
+    assert told["state"] == "pending"
+    task = (await api.get("/tasks")).json()["items"][0]
+    problem(await api.get(f"/leases/{task['id']}"), 404, "not-found")
+    await gateway.plan(lease)
+    assert (await api.get(f"/tasks/{lease}")).json()["state"] == "running"
+
+
+async def test_whoever_waits_for_it_hears_when_it_is_held_and_when_it_shall_leave(
+    gateway: Gateway, api: Client
+) -> None:
+    lease = await ask(api, priority=10)
+    waiting = asyncio.ensure_future(api.get(f"/leases/{lease}/wait?state=pending&timeout_seconds=30"))
+    await until(lambda: len(gateway.parts.waiters) == 1)
+    await gateway.plan(lease)
+    told = await before(PATIENCE_SECONDS, waiting)
+    assert (told.status_code, told.json()["state"]) == (200, "held")
+
+    still = await api.get(f"/leases/{lease}/wait?state=held&timeout_seconds=0")
+    assert still.status_code == 202
+    waiting = asyncio.ensure_future(api.get(f"/leases/{lease}/wait?state=held&timeout_seconds=30"))
+    await until(lambda: len(gateway.parts.waiters) == 1)
+    gateway.clock.advance(1.0)
+    high = await api.submit(priority=90, resources={"gpu_mb": 60 * GIB})
+    await gateway.plan(high)
+    told = (await before(PATIENCE_SECONDS, waiting)).json()
+    assert (told["state"], told["notice"]["reason"]) == ("stopping", "preempt")
+    problem(await api.post(f"/leases/{lease}/renew"), 409, "lease-under-notice")
+    await api.delete(f"/leases/{lease}")
+    await gateway.plan(high)
+    assert gateway.task(high).state is TaskState.ADMITTED
+
+
+async def test_a_renewal_moves_the_deadline(gateway: Gateway, api: Client) -> None:
+    lease = await ask(api, ttl_seconds=30)
+    await gateway.plan(lease)
+    first = (await api.get(f"/leases/{lease}")).json()["deadline_at"]
+    gateway.clock.advance(20.0)
+    renewed = await api.post(f"/leases/{lease}/renew")
+    assert (renewed.status_code, renewed.json()["state"]) == (200, "held")
+    assert renewed.json()["deadline_at"] > first
+    longer = await api.post(f"/leases/{lease}/renew", json={"ttl_seconds": 600})
+    assert longer.json()["deadline_at"] > renewed.json()["deadline_at"]
+    await api.delete(f"/leases/{lease}")
+    problem(await api.post(f"/leases/{lease}/renew"), 409, "lease-ended")
+
+
+async def test_one_that_is_not_given_back_is_quarantined_until_somebody_says_that_it_is_free(
+    gateway: Gateway, api: Client
+) -> None:
+    lease = await ask(api)
+    await gateway.plan(lease)
+    await overdue(gateway, lease)
+    found = (await api.get(f"/leases/{lease}")).json()
+    assert (found["state"], found["error"]["kind"]) == ("quarantined", "not_released")
+    assert [share["state"] for share in found["devices"]] == ["quarantined"]
+    assert [item["id"] for item in (await api.get("/leases?state=quarantined")).json()["items"]] == [lease]
+    released = await api.delete(f"/leases/{lease}")
+    assert (released.status_code, released.json()["state"]) == (200, "ended")
+    assert released.json()["error"]["kind"] == "not_released"
+
+
+async def test_the_end_of_its_process_ends_it(gateway: Gateway, api: Client) -> None:
+    lease = await ask(api, pid=4711)
+    await gateway.plan(lease)
+    await gateway.hear(Gone(TaskId(lease), Fence(1), gateway.clock.now(), "process_absent"))
+    ended = (await api.get(f"/leases/{lease}")).json()
+    assert (ended["state"], ended["pid"], ended["error"]["kind"]) == ("ended", 4711, "process_gone")
+
+
+async def test_leases_are_listed_by_state_and_holder_page_by_page(gateway: Gateway, api: Client) -> None:
+    first = await ask(api)
+    await gateway.plan(first)
+    others = [await ask(api, holder=name) for name in ("a", "b")]
+
+    async def listed(query: str) -> list[str]:
+        return [item["id"] for item in (await api.get(f"/leases?{query}")).json()["items"]]
+
+    assert await listed("state=held") == [first]
+    assert await listed("state=pending,held") == [*reversed(others), first]
+    assert await listed("holder=a") == [others[0]]
+    page = (await api.get("/leases?limit=2")).json()
+    assert page["has_more"]
+    assert await listed(f"limit=2&cursor={page['next_cursor']}") == [first]
+
+
+async def test_the_same_key_asks_once(api: Client) -> None:
+    key = {"Idempotency-Key": '"k"'}
+    first = await api.post("/leases", json=ASKED, headers=key)
+    again = await api.post("/leases", json=ASKED, headers=key)
+    assert again.headers["Idempotency-Replayed"] == "true"
+    assert again.json()["id"] == first.json()["id"]
+    other = await api.post("/leases", json={**ASKED, "gpus": 1, "gpu_mb": 1}, headers=key)
+    problem(other, 422, "idempotency-key-reused")
+
+
+async def test_a_lease_is_its_tenants_own(gateway: Gateway, api: Client) -> None:
+    lease = await ask(api)
+    stranger = await gateway.client("stranger", tenant="other")
+    for response in (
+        await stranger.get(f"/leases/{lease}"),
+        await stranger.delete(f"/leases/{lease}"),
+        await stranger.post(f"/leases/{lease}/renew"),
+        await stranger.get(f"/leases/{lease}/wait"),
+    ):
+        problem(response, 404, "not-found")
+    reader = await gateway.client("reader", "tasks:read")
+    problem(await reader.post("/leases", json=ASKED), 403, "forbidden")
+    low = await gateway.client("low", max_priority=50)
+    problem(await low.post("/leases", json={**ASKED, "priority": 60}), 403, "priority-not-allowed")
+
+
+@pytest.mark.parametrize(
+    ("asked", "code", "pointer"),
+    [
+        ({"gpu_mb": 81 * GIB}, "exceeds-capacity", "/gpu_mb"),
+        ({"gpus": 2}, "exceeds-capacity", "/gpus"),
+        ({"devices": ["nowhere"]}, "no-matching-device", "/devices"),
+        ({"kinds": ["A100"]}, "no-matching-device", "/kinds"),
+        ({"node": "n9"}, "no-matching-device", "/node"),
+        ({"ttl_seconds": 0.5}, "validation-failed", "/ttl_seconds"),
+        ({"holder": ""}, "validation-failed", "/holder"),
+        ({"pid": 0}, "validation-failed", "/pid"),
+    ],
+)
+async def test_what_could_never_be_held_is_refused(
+    api: Client, asked: dict[str, Any], code: str, pointer: str
+) -> None:
+    response = await api.post("/leases", json={**ASKED, **asked})
+    assert problem(response, 422, code)["errors"][0]["pointer"] == pointer
+
+
+async def test_a_process_is_on_one_node(gateway: Gateway, api: Client) -> None:
+    await gateway.commit(
+        Decision("n2", "node_seen", nodes=(a_node("n2"),), devices=(a_device("gpu1", node="n2"),))
+    )
+    gateway.world.measure([a_sample("n2/gpu1")])
+    response = await api.post("/leases", json={**ASKED, "pid": 4711})
+    assert "say which with node" in fault(response, "/node")
+    await ask(api, pid=4711, node="n2")
+    on_a_device = await ask(api, pid=4711, devices=["gpu1"], gpu_mb=GIB)
+    await gateway.plan(on_a_device)
+    assert (await api.get(f"/leases/{on_a_device}")).json()["node"] == "n2"
+
+
+async def test_a_body_of_a_task_is_no_lease(api: Client) -> None:
+    problem(await api.post("/leases", json=a_body()), 422, "validation-failed")
