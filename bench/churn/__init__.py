@@ -80,10 +80,17 @@ def churn(shape: Shape, connections: int, **settings: str) -> Outcome:
 
 def settings_for(shape: Shape) -> Mapping[str, str]:
     cohorts = [f"cohort-{number}" for number in range(shape.cohorts)]
+    quota = {"guaranteed_mb": shape.quota * UNIT_MB, "borrow_mb": shape.borrow * UNIT_MB}
+    tenants = {
+        f"queue-{cohort * shape.queues + queue}": {"cohort": name, **quota}
+        for cohort, name in enumerate(cohorts)
+        for queue in range(shape.queues)
+    }
     device_mb = shape.queues * shape.quota * UNIT_MB
     return {
         "ENGINE": "simulated",
         "SIMULATED_DEVICES": json.dumps([{"kind": name, "memory_mb": device_mb} for name in cohorts]),
+        "POLICY__TENANTS": json.dumps(tenants),
         "POOLS": json.dumps({name: {"kinds": [name]} for name in cohorts}),
         "RAY__MAX_RUNS": str(shape.units),
         "ENTRYPOINTS": "bench.tasks:*",

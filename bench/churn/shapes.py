@@ -1,7 +1,8 @@
 """The loads: cohorts of queues with a quota each, and three classes of short work that arrive on a beat.
 
 After Kueue's generators, test/performance/scheduler/configs/{baseline,large-scale}/generator.yaml. One unit
-of quota is one GiB of GPU memory; a cohort's quota is one device, as Kueue counts quota and places nothing.
+of quota is one GiB of GPU memory, a queue is a tenant, and a cohort's quota is one device, as Kueue counts
+quota and places nothing.
 """
 
 from collections.abc import Iterator, Mapping
@@ -37,7 +38,9 @@ class Shape:
     queues: int
     """Per cohort."""
     quota: int
-    """Units that each queue is guaranteed; it may borrow what the others of its cohort leave."""
+    """Units that each queue is guaranteed."""
+    borrow: int
+    """So many more at most, of what the others of its cohort leave."""
     sorts: tuple[Sort, ...]
     published: Mapping[str, float]
     """Figure of the published run -> its value."""
@@ -75,6 +78,7 @@ SHAPES = {
             cohorts=5,
             queues=6,
             quota=20,
+            borrow=100,
             sorts=(
                 Sort("small", 350, 0.1, 0.2, 25, 1),
                 Sort("medium", 100, 0.5, 0.5, 50, 5),
@@ -93,6 +97,7 @@ SHAPES = {
             cohorts=10,
             queues=100,
             quota=20,
+            borrow=100,
             sorts=(
                 Sort("small", 35, 0.06, 0.15, 25, 1),
                 Sort("medium", 11, 0.3, 0.35, 50, 5),

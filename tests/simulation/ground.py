@@ -83,8 +83,8 @@ class Ground:
         return accepted
 
     def _could_run(self, task: Task) -> bool:
-        """Whether the cluster has room for all ranks of a gang while it is empty."""
-        if not task.demand.bundles:
+        """Whether an empty cluster has room for all ranks of a gang, and for all that a quota would allow."""
+        if not task.demand.bundles and self.policy.tenant(task.tenant).guaranteed_mb is None:
             return True
         agents = self.agents.values()
         devices = [book.device for book in self.world.books.values()]

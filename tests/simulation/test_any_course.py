@@ -95,6 +95,7 @@ def submissions(draw: st.DrawFn) -> dict[str, Any]:
         **draw(st.sampled_from(SHAPES)),
         **draw(st.sampled_from(LIMITS)),
         "gang": draw(st.sampled_from(GANGS)),
+        "tenant": draw(st.sampled_from(("default", "default", "acme", "beta", "solo"))),
         "priority": draw(st.sampled_from(PRIORITIES)),
         "grace_seconds": draw(st.sampled_from((0.0, 5.0, 30.0))),
         "max_retries": draw(st.integers(0, 2)),
