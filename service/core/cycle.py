@@ -19,7 +19,7 @@ from service.core.preemption import Eviction, Search
 from service.core.prospects import Prospects
 from service.core.quota import Quotas
 from service.core.ranks import nodes_of
-from service.core.task import Task
+from service.core.task import Placement, Task
 from service.core.units import Instant
 from service.core.world import World
 from service.core.worth import Worth
@@ -85,7 +85,7 @@ class _Slice:
         self._memory = memory
         self._looks = looks
         self._draft = draft = Draft(world, memory.changes, memory.growth)
-        outlooks = Outlooks(draft, policy, now, cursor.ordered_at, memory.outlooks)
+        self._outlooks = outlooks = Outlooks(draft, policy, now, cursor.ordered_at, memory.outlooks)
         self._places = places = Places(draft, policy, now, memory, cursor.worth, looks, outlooks)
         offers = Offers(draft, policy, now, cursor.ordered_at, memory.offers, outlooks)
         self._quotas = Quotas(draft, policy, memory.needs)
@@ -158,8 +158,15 @@ class _Slice:
             return self._enter(task, self._prospects.gang(task, group.kin))
         placement = self._prospects.place(task, group.kin)
         if placement is not None:
-            return admit(self._draft, task, (placement,), self._now)
+            return self._admit(task, placement)
         return self._enter(task, self._prospects.eviction(task, group.kin))
+
+    def _admit(self, task: Task, placement: Placement) -> Decision:
+        since = self._memory.changes.at(placement.node)
+        decision = admit(self._draft, task, (placement,), self._now)
+        if not decision.pledges:
+            self._outlooks.took(placement.node, since, task, placement)
+        return decision
 
     def _enter(self, task: Task, found: Gang | Eviction | Search | None) -> Decision | Search | None:
         if found is None or isinstance(found, Search):

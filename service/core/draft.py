@@ -131,10 +131,10 @@ class Draft:
     def headroom_soon(self, node: NodeName, *, priority: int) -> Headroom:
         """The same once everybody on the node who is under notice has left."""
         room = self.headroom(node, priority=priority)
-        for run in self.runs_on(node):
-            if run.state is TaskState.STOPPING:
-                for part in parts_on(run, node):
-                    room = room.with_room_of(part)
+        stopping = {run.id for run in self._tasks.values() if run.state is TaskState.STOPPING}
+        for name in stopping.intersection(self.world.runs.get(node, ())) | self.use(node).stopping:
+            for part in parts_on(self.task(name), node):
+                room = room.with_room_of(part)
         return room
 
     def short_of(self, task: Task, limits: Iterable[CustomLimit]) -> list[str]:

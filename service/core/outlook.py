@@ -1,15 +1,17 @@
 """What a node has for a task: now, soon and at most, told at a glance and without saying at whose cost."""
 
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import is_
 
-from service.core.device import Device
+from service.core.device import Device, DeviceSample
 from service.core.draft import Draft, Headroom
 from service.core.need import Ceiling, ceiling, need_mb
 from service.core.policy import BANDS, Policy
-from service.core.task import Task
-from service.core.units import Instant, NodeName, TaskId
+from service.core.task import Placement, Task
+from service.core.units import DeviceKey, Instant, NodeName, TaskId
 from service.core.victims import Stoppable, after, may_be_stopped, stoppable
 
 CRITICAL = BANDS[0][1]
@@ -48,9 +50,13 @@ class _Facts:
     """The priorities of its pledges."""
     now: dict[int, Room] = field(default_factory=dict)
     soon: dict[int, Room] = field(default_factory=dict)
-    runs: list[Stoppable] | None = None
+    runs: Mapping[TaskId, Stoppable] | None = None
+    """Who may be stopped for somebody, once somebody asks."""
+    before: Mapping[TaskId, Stoppable] = field(default_factory=dict)
+    """The same as it was found before that mark, and what was measured then."""
+    samples: list[DeviceSample | None] = field(default_factory=list)
     steps: list[int] = field(default_factory=list)
-    """The priorities of its pledges and of these runs. Neither is known until somebody asks."""
+    """The priorities of its pledges and of all its runs."""
     most: dict[int, Room] = field(default_factory=dict)
 
 
@@ -98,41 +104,62 @@ class Outlooks:
 
     def most(self, node: NodeName, priority: int) -> Room:
         """Once everybody who may be stopped for such a task has left as well."""
+        priorities = self._draft.use(node).priorities
+        if not priorities or min(priorities) >= priority:
+            return self.soon(node, priority)
         facts = self._facts(node)
         if not facts.steps:
-            runs = self._stoppable(node)
-            facts.steps = sorted({*facts.pledges, *(run.task.priority for run in runs), CRITICAL - 1})
+            facts.steps = sorted({*facts.pledges, *priorities, CRITICAL - 1})
         above = bisect_left(facts.steps, priority)
         room = facts.most.get(above)
         if room is None:
             leavers = self.leavers(node, priority)
+            freed: Counter[DeviceKey] = Counter()
+            for run in leavers:
+                for key, mb in run.frees.items():
+                    freed[key] += mb
             soon = self.soon(node, priority)
-            devices = [
-                (device, mb + sum(run.frees.get(device.key, 0) for run in leavers))
-                for device, mb in soon.devices
-            ]
+            devices = [(device, mb + freed[device.key]) for device, mb in soon.devices]
             room = facts.most[above] = _room(devices, after(soon.beside, leavers)) if leavers else soon
         return room
+
+    def took(self, node: NodeName, since: int, task: Task, placement: Placement) -> None:
+        """A task was given this place, and that is all that changed on the node since that mark."""
+        facts = self._known.get(node)
+        if facts is None or facts.revision != since:
+            return
+        facts.revision = self._draft.changes.at(node)
+        taken = dict(placement.devices)
+        for rooms in (facts.now, facts.soon, facts.most):
+            for above, room in rooms.items():
+                devices = [(device, mb - taken.get(device.key, 0)) for device, mb in room.devices]
+                rooms[above] = _room(devices, room.beside.with_room_of(task, -1))
 
     def leavers(self, node: NodeName, priority: int) -> list[Stoppable]:
         """Who may be stopped for such a task, in no particular order."""
         began_at, policy = self._began_at, self._policy
-        runs = self._stoppable(node)
-        return [run for run in runs if may_be_stopped(run.task, priority, policy, began_at)]
-
-    def _stoppable(self, node: NodeName) -> list[Stoppable]:
         facts = self._facts(node)
         if facts.runs is None:
-            facts.runs = stoppable(self._draft, node, self._began_at)
-        return facts.runs
+            facts.runs = stoppable(self._draft, node, self._began_at, facts.before)
+        runs = facts.runs.values()
+        return [run for run in runs if may_be_stopped(run.task, priority, policy, began_at)]
 
     def _facts(self, node: NodeName) -> _Facts:
         facts = self._known.get(node)
         if facts is None or facts.revision != self._draft.changes.at(node):
-            books = self._draft.books_on(node)
+            books = list(self._draft.books_on(node))
             pledges = sorted({pledge.priority for book in books for pledge in book.pledges.values()})
-            facts = self._known[node] = _Facts(self._draft.changes.at(node), pledges)
+            samples = [book.sample for book in books]
+            before: Mapping[TaskId, Stoppable] = {}
+            if facts is not None and _are_same(facts.samples, samples):
+                before = facts.before if facts.runs is None else facts.runs
+            facts = _Facts(self._draft.changes.at(node), pledges, before=before, samples=samples)
+            self._known[node] = facts
         return facts
+
+
+def _are_same(some: Sequence[object], others: Sequence[object]) -> bool:
+    return len(some) == len(others) and all(map(is_, some, others))
 
 
 def _room(devices: Sequence[tuple[Device, int]], beside: Headroom) -> Room:

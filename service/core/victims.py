@@ -1,6 +1,6 @@
 """Who may be asked to leave, what that would cost, and the cheapest set of them that makes room."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import inf
 
@@ -8,7 +8,7 @@ from service.core.draft import Draft, Headroom
 from service.core.policy import Policy, band_of
 from service.core.ranks import gpus_of, parts_on
 from service.core.task import Task, TaskState
-from service.core.units import DeviceKey, Instant, NodeName, Seconds
+from service.core.units import DeviceKey, Instant, NodeName, Seconds, TaskId
 
 EXACT_LIMIT = 8
 """Up to so many candidates every subset is considered; above, cheapest first and then filled back."""
@@ -37,16 +37,22 @@ class Candidate(Stoppable):
     """GPU-seconds of work since its start or newest checkpoint."""
 
 
-def stoppable(draft: Draft, node: NodeName, began_at: Instant) -> list[Stoppable]:
+def stoppable(
+    draft: Draft, node: NodeName, began_at: Instant, known: Mapping[TaskId, Stoppable]
+) -> dict[TaskId, Stoppable]:
     """Every task with a run on a node that could be stopped for somebody, in no particular order.
 
-    What was admitted in this very cycle, which began then, may begin first.
+    What was admitted in this very cycle, which began then, may begin first. `known`: what was found here
+    before; it holds for a task that has not changed if nothing was measured meanwhile.
     """
-    return [
-        Stoppable(run, _frees(draft, run), tuple(parts_on(run, node)))
-        for run in draft.runs_on(node)
-        if run.state in (TaskState.ADMITTED, TaskState.RUNNING) and is_old_enough(run, began_at)
-    ]
+    found: dict[TaskId, Stoppable] = {}
+    for run in draft.runs_on(node):
+        if run.state in (TaskState.ADMITTED, TaskState.RUNNING) and is_old_enough(run, began_at):
+            before = known.get(run.id)
+            if before is None or before.task is not run:
+                before = Stoppable(run, _frees(draft, run), tuple(parts_on(run, node)))
+            found[run.id] = before
+    return found
 
 
 def cheapest_first(runs: Iterable[Stoppable], now: Instant) -> list[Candidate]:
