@@ -150,6 +150,7 @@ class PolicySettings(Section):
     pledge_patience_seconds: Annotated[float, Field(gt=0)] = 10.0
     kill_patience_seconds: Annotated[float, Field(gt=0)] = 10.0
     sample_period_seconds: Annotated[float, Field(gt=0)] = 2.0
+    gang_start_seconds: Annotated[float, Field(gt=0)] = 300.0
     retry_first_seconds: Annotated[float, Field(gt=0)] = 1.0
     retry_factor: Annotated[float, Field(ge=1)] = 2.0
     retry_cap_seconds: Annotated[float, Field(gt=0)] = 300.0

@@ -73,9 +73,9 @@ class Broker:
         The options are those of `SubmitOptions`, all by name: kwargs (the task's own), name, priority,
         labels, model_type, stream; gpu_mb (MiB per GPU, or "learned"), gpus, gpu_fraction, exclusive,
         placement, cpu, memory_mb, custom; kinds, prefer_kinds, min_power, min_device_mb, nodes,
-        prefer_nodes, pool, roles; max_retries, timeout_seconds, grace_seconds; after, not_before,
-        queue_ttl_seconds, deadline_at or deadline_seconds, expected_seconds; env, working_directory (of
-        commands), result_format, idempotency_key.
+        prefer_nodes, pool, roles; bundles, strategy, min_ranks; max_retries, timeout_seconds,
+        grace_seconds; after, not_before, queue_ttl_seconds, deadline_at or deadline_seconds,
+        expected_seconds; env, working_directory (of commands), result_format, idempotency_key.
         """
         return self._carry_out(self._do.submit(target, args, options))
 

@@ -62,6 +62,22 @@ class TaskDevice:
 
 
 @dataclass(frozen=True, slots=True)
+class TaskRank:
+    """One rank of a gang."""
+
+    rank: int
+    node: str = ""
+    state: str = ""
+    """placed, ready, running, succeeded or ended."""
+    devices: tuple[TaskDevice, ...] = ()
+    raw: Raw = field(default_factory=dict, repr=False)
+
+    @classmethod
+    def of(cls, raw: Raw) -> "TaskRank":
+        return filled(cls, raw, devices=each(TaskDevice, raw.get("devices")))
+
+
+@dataclass(frozen=True, slots=True)
 class Task:
     id: str
     name: str
@@ -93,6 +109,8 @@ class Task:
     preemptions: int = 0
     node: str | None = None
     devices: tuple[TaskDevice, ...] = ()
+    ranks: tuple[TaskRank, ...] = ()
+    """Of a gang that is placed; `devices` are those of all of them."""
     submitted_at: datetime | None = None
     admitted_at: datetime | None = None
     started_at: datetime | None = None
@@ -123,6 +141,7 @@ class Task:
             state=TaskState(raw.get("state", "")),
             after=tuple(raw.get("after") or ()),
             devices=each(TaskDevice, raw.get("devices")),
+            ranks=tuple(TaskRank.of(rank) for rank in raw.get("ranks") or ()),
             progress=optional(Progress, raw.get("progress")),
             pending=optional(Pending, raw.get("pending")),
             sizing=optional(Sizing, raw.get("sizing")),

@@ -58,6 +58,14 @@ class SubmitOptions(TypedDict, total=False):
     roles: Mapping[str, Mapping[str, Any]]
     """Instead of sizes: those of each of several roles that take turns, such as
     `{"train": {"gpu_mb": 40960}, "generate": {"gpu_mb": 20480, "cpu": 4}}`. It gets the most of each."""
+    bundles: Sequence[Mapping[str, Any]]
+    """A gang: what each rank asks for, such as `[{"count": 4, "gpus": 1}, {"cpu": 2}]`; all start together
+    or none does."""
+    strategy: str
+    """How ranks lie on nodes: `pack` (default) on as few as may be, `spread` on as many, `strict_pack` on
+    one, `strict_spread` each on its own."""
+    min_ranks: int
+    """With so many of its ranks, the first ones, the gang runs as well."""
     placement: str
     """`pack` (default) fills devices that are in use, `spread` takes empty ones first."""
     model_type: str
@@ -98,6 +106,7 @@ class SubmitOptions(TypedDict, total=False):
 _RESOURCES = (
     "gpu_mb", "gpus", "gpu_fraction", "exclusive", "cpu", "memory_mb", "custom",
     "kinds", "min_power", "min_device_mb", "nodes", "prefer_kinds", "prefer_nodes", "pool", "roles",
+    "bundles", "strategy", "min_ranks",
 )  # fmt: skip
 _TOP_LEVEL = (
     "name", "priority", "model_type", "stream", "placement", "labels", "env",

@@ -44,7 +44,7 @@ def room_blockers(seen: Survey) -> list[Blocker]:
         blockers += _lack_of_room(seen, [node for node in large if _is_open(node, demand.gpus)])
     if blockers and seen.draft.pledges_of(seen.task.id):
         blockers = [b for b in blockers if b.reason not in _SETTLED_BY_PLEDGES]
-        blockers.append(_waiting_for_preemption(seen))
+        blockers.append(waiting_for_preemption(seen))
     return sorted(blockers, key=lambda blocker: blocker.tier)
 
 
@@ -145,7 +145,7 @@ def _no_headroom(seen: Survey, nodes: list[NodeFinding]) -> Blocker:
     return Blocker(Reason.CONCURRENCY_LIMITED, message)
 
 
-def _waiting_for_preemption(seen: Survey) -> Blocker:
+def waiting_for_preemption(seen: Survey) -> Blocker:
     draft, task = seen.draft, seen.task
     pledges = draft.pledges_of(task.id)
     runs = map(draft.task, sorted(draft.world.active))

@@ -3,9 +3,10 @@
 from dataclasses import dataclass
 
 from service.core.admission import wanted
-from service.core.blockers import Blocker, called, room_blockers, used_by_others
+from service.core.blockers import Blocker, called, used_by_others
 from service.core.draft import Draft
 from service.core.fairness import Shares
+from service.core.gang_survey import look, whereabouts
 from service.core.ledger import Holding
 from service.core.ordering import order_key, own_key
 from service.core.policy import Policy
@@ -65,12 +66,13 @@ def explain(world: World, task_id: TaskId, policy: Policy, now: Instant) -> Expl
     return explain_waiting(survey(Draft(world), task, policy, now))
 
 
-def explain_waiting(seen: Survey) -> Explanation:
+def explain_waiting(whole: Survey) -> Explanation:
     """The same of a task that waits, or that nobody has submitted."""
-    task, world = seen.task, seen.draft.world
-    position = position_of(world, task, seen.policy, seen.now)
-    blockers = tuple(_blockers(seen, position))
-    devices = [_verdict(finding, task) for node in seen.nodes for finding in node.devices]
+    task, world = whole.task, whole.draft.world
+    position = position_of(world, task, whole.policy, whole.now)
+    seen, room = look(whole)
+    blockers = tuple(_blockers(seen, room, position))
+    devices = [_verdict(finding, seen.task) for node in seen.nodes for finding in node.devices]
     return Explanation(
         task.id,
         task.state,
@@ -80,7 +82,7 @@ def explain_waiting(seen: Survey) -> Explanation:
         position,
         len(world.queue),
         blockers,
-        tuple(sorted(devices, key=lambda verdict: verdict.device)) if task.demand.gpus else (),
+        tuple(sorted(devices, key=lambda verdict: verdict.device)) if seen.task.demand.gpus else (),
     )
 
 
@@ -107,9 +109,9 @@ def stands_aside(task: Task) -> bool:
     return task.held or task.awaits or task.not_before is not None
 
 
-def _blockers(seen: Survey, position: int | None) -> list[Blocker]:
+def _blockers(seen: Survey, room: list[Blocker], position: int | None) -> list[Blocker]:
     task, now = seen.task, seen.now
-    blockers = room_blockers(seen)
+    blockers = list(room)
     if task.held:
         blockers.append(Blocker(Reason.HELD, "held by a person; release it to let it run"))
     if task.not_before is not None and task.not_before > now:
@@ -146,9 +148,11 @@ def _statement(world: World, task: Task, now: Instant) -> str:
     """What a task that is not pending is doing."""
     match task.state:
         case TaskState.ADMITTED:
-            return f"admitted to {task.node}; its order is on the way"
+            where = whereabouts(task)
+            return f"admitted to {where}" + ("" if task.members else "; its order is on the way")
         case TaskState.RUNNING:
-            return f"running on {task.node} for {now - (task.started_at or now):.0f} s{_overuse(world, task)}"
+            more = _overuse(world, task)
+            return f"running on {whereabouts(task)} for {now - (task.started_at or now):.0f} s{more}"
         case TaskState.STOPPING:
             left = (task.stop_deadline_at or now) - now
             whom = f" to make room for {_preemptor(world, task)}" if task.freeing_for else ""

@@ -143,13 +143,23 @@ def place_gang(task: Task, grounds: Sequence[Ground]) -> Gang | None:
 
 def place_ranks(task: Task, count: int, grounds: Sequence[Ground]) -> Gang | None:
     """Places for the first `count` ranks."""
+    tried = (search.places() for search in _searches(task, count, grounds))
+    return next((found for found in tried if found is not None), None)
+
+
+def may_fit(task: Task, count: int, grounds: Sequence[Ground]) -> bool:
+    """Whether there are places for the first `count` ranks, or the search gave up before it knew."""
+    searches = _searches(task, count, grounds)
+    return any(search.places() is not None or search.gave_up for search in searches)
+
+
+def _searches(task: Task, count: int, grounds: Sequence[Ground]) -> Iterator["_Search"]:
+    """One for all nodes; one for each, the fullest first, where all ranks must be on one."""
     if task.demand.strategy != "strict_pack":
-        return _Search(task, count, [_copy(ground) for ground in grounds]).places()
+        yield _Search(task, count, [_copy(ground) for ground in grounds])
+        return
     for ground in sorted(grounds, key=lambda ground: _tightness(task, ground)):
-        found = _Search(task, count, [_copy(ground)]).places()
-        if found is not None:
-            return found
-    return None
+        yield _Search(task, count, [_copy(ground)])
 
 
 def _tightness(task: Task, ground: Ground) -> tuple[int, float, float, NodeName]:
@@ -179,6 +189,10 @@ class _Search:
         if not self._may_fit() or not self._search(0):
             return None
         return tuple(self._places[rank] for rank in range(len(self._parts)))
+
+    @property
+    def gave_up(self) -> bool:
+        return self._steps > MOST_STEPS
 
     def _may_fit(self) -> bool:
         """Whether there is room for the ranks of each sort, if they were alone."""
@@ -218,7 +232,7 @@ class _Search:
             failed.add(signature)
             for chosen in ground.choices(part):
                 self._steps += 1
-                if self._steps > MOST_STEPS:
+                if self.gave_up:
                     return False
                 ground.put(rank, part, chosen)
                 self._places[rank] = Placement(ground.node.name, chosen)

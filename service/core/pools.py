@@ -18,21 +18,30 @@ def settled(
     This is done once, at the door: a pool or a limit that changes later changes how much there is, and not
     which limits a task counts against.
     """
-    slots = [(name, 1.0) for name in _running_slots(tenant, labels, policy)]
+    slots = dict.fromkeys(_running_slots(tenant, labels, policy), 1.0)
     if not pool:
-        return replace(demand, slots=tuple(sorted(slots))) if slots else demand
+        return replace(demand, slots=tuple(sorted(slots.items()))) if slots else demand
     chosen = next((known for known in policy.pools if known.name == pool), None)
     if chosen is None:
         names = ", ".join(known.name for known in policy.pools) or "none"
         return Refusal("pool-mismatch", f"there is no pool {pool!r}; configured are: {names}", "pool")
-    refusal = _misfit(demand, chosen)
-    if refusal is not None:
-        return refusal
+    inside = []
+    for part in demand.bundles or (demand,):
+        refusal = _misfit(part, chosen)
+        if refusal is not None:
+            return replace(refusal, field="bundles") if demand.bundles else refusal
+        inside.append(_inside(part, chosen))
+        for field, amount in _amounts(part, chosen):
+            slot = f"pool:{pool}:{field}"
+            slots[slot] = slots.get(slot, 0.0) + amount
+    found = replace(demand, bundles=tuple(inside)) if demand.bundles else inside[0]
+    return replace(found, pool=pool, slots=tuple(sorted(slots.items())))
+
+
+def _inside(demand: Demand, pool: Pool) -> Demand:
     where = demand.where
-    kinds = where.kinds or (chosen.kinds if demand.gpus else ())
-    where = replace(where, kinds=kinds, nodes=_merged(where.nodes, chosen.nodes))
-    slots += [(f"pool:{pool}:{field}", amount) for field, amount in _amounts(demand, chosen)]
-    return replace(demand, pool=pool, where=where, slots=tuple(sorted(slots)))
+    kinds = where.kinds or (pool.kinds if demand.gpus else ())
+    return replace(demand, where=replace(where, kinds=kinds, nodes=_merged(where.nodes, pool.nodes)))
 
 
 def resettled(demand: Demand, policy: Policy) -> Demand | Refusal:

@@ -2,8 +2,9 @@
 
 from collections.abc import Mapping
 
-from service.core.admission import Refusal, check, check_priority, check_times
+from service.core.admission import Refusal, check_priority, check_times
 from service.core.demand import Demand
+from service.core.gang_admission import check_demand
 from service.core.policy import Policy
 from service.core.pools import settled
 from service.core.quota import Needs, check_quota
@@ -68,7 +69,7 @@ class Capacity:
             return self._known[demand]
         except KeyError:
             devices = [book.device for book in world.books.values()]
-            refusal = check(demand, devices, world.nodes.values(), self._policy)
+            refusal = check_demand(demand, devices, world.nodes.values(), self._policy)
             self._known[demand] = refusal
             return refusal
 

@@ -7,7 +7,7 @@ from pydantic_core import core_schema
 
 LEARNED: Final = "learned"
 GpuSize = int | Literal["learned"]
-_MOST_MB: Final = 16_777_216
+MOST_MB: Final = 16_777_216
 
 
 def _size_or_learned(value: Any, read_size: ValidatorFunctionWrapHandler) -> Any:
@@ -18,7 +18,7 @@ GpuMb = Annotated[
     GpuSize,
     GetPydanticSchema(
         lambda _, handler: core_schema.no_info_wrap_validator_function(
-            _size_or_learned, handler(Annotated[int, Field(ge=1, le=_MOST_MB)])
+            _size_or_learned, handler(Annotated[int, Field(ge=1, le=MOST_MB)])
         )
     ),
     WithJsonSchema(
@@ -26,7 +26,7 @@ GpuMb = Annotated[
             "description": "MiB of each device. `learned`: what earlier runs of the same model type (else "
             "name, else entrypoint) used, and a margin; whole devices until enough of them were measured.",
             "anyOf": [
-                {"type": "integer", "minimum": 1, "maximum": _MOST_MB},
+                {"type": "integer", "minimum": 1, "maximum": MOST_MB},
                 {"type": "string", "const": LEARNED},
             ],
         }

@@ -15,12 +15,14 @@ from service.core.task import Task, TaskState
 from service.core.units import Instant, Mib, Seconds, TaskId
 from service.core.world import World
 from service.gateway.body import Body
+from service.gateway.demand_views import DeviceShare
 from service.gateway.faults import refused
 from service.gateway.parts import Defaults
 from service.gateway.problems import Fault, Problem
-from service.gateway.schemas import GraceSeconds, KindName, Labels, LabelValue, Priority
+from service.gateway.schemas import GraceSeconds, Priority
+from service.gateway.text import KindName, Labels, LabelValue
 from service.gateway.translate import Live, error_view, rfc3339, rfc3339_or_none, shares
-from service.gateway.views import DeviceShare, ErrorView, PendingView, Time
+from service.gateway.views import ErrorView, PendingView, Time
 from service.ports import TaskRecord
 
 KIND = "external"

@@ -8,7 +8,8 @@ from pydantic import BaseModel, ConfigDict, Field
 from service.core.task import TaskState
 from service.gateway.body import LABEL_KEY
 from service.gateway.leases import LeaseStanding
-from service.gateway.schemas import LabelValue, Name, Priority
+from service.gateway.schemas import Priority
+from service.gateway.text import LabelValue, Name
 
 
 class Query(BaseModel):

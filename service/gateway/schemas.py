@@ -25,22 +25,20 @@ from service.gateway.body import (
     DeadlineAt,
     DeadlineSeconds,
     ExpectedSeconds,
-    LabelKey,
     NotBefore,
     QueueTtlSeconds,
 )
-from service.gateway.gpu_size import GpuMb
 from service.gateway.identity import Scope
-from service.gateway.roles import Role, most_of
+from service.gateway.resources import Resources
+from service.gateway.text import LINE, Labels, Name, Text, line
 
 ENV_BYTES = 32 * 1024
 RESERVED_ENV = ("CUDA_", "NVIDIA_", "RAY_", "GPUBROKER_", "LD_", "PYTHON")
 """Variables that decide which devices and which code a process sees; the broker sets them, nobody else."""
 
-_LINE = r"^[^\x00-\x1f\x7f]*$"
 _ENTRYPOINT = r"^[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*(\.[A-Za-z_]\w*)*$"
 PATTERNS_IN_WORDS = {
-    _LINE: "must be one line without control characters",
+    LINE: "must be one line without control characters",
     _ENTRYPOINT: "must be module:function",
 }
 _ENV_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
@@ -90,14 +88,6 @@ def _free_to_set(env: dict[str, str]) -> dict[str, str]:
     return env
 
 
-def _line(most: int, least: int = 0) -> StringConstraints:
-    """One line of text: no control characters, which neither databases nor terminals take well."""
-    return StringConstraints(min_length=least, max_length=most, pattern=_LINE)
-
-
-Text = Annotated[str, StringConstraints(pattern=r"^[^\x00]*$")]
-Name = Annotated[str, _line(200)]
-LabelValue = Annotated[str, _line(255)]
 Priority = Annotated[
     int,
     Field(ge=0, le=100),
@@ -114,7 +104,6 @@ Priority = Annotated[
 ]
 GraceSeconds = Annotated[float, Field(ge=0, le=3600)]
 Env = Annotated[dict[str, Text], Field(max_length=64), AfterValidator(_free_to_set)]
-Labels = Annotated[dict[LabelKey, LabelValue], Field(max_length=32)]
 
 
 class Entrypoint(Body):
@@ -194,105 +183,6 @@ Run = Annotated[
 ]
 
 
-KindName = Annotated[str, StringConstraints(max_length=100, pattern=r"[A-Za-z0-9]")]
-NodeLabels = Annotated[
-    dict[LabelKey, Annotated[list[LabelValue], Field(min_length=1, max_length=100)]], Field(max_length=32)
-]
-
-
-class Resources(Body):
-    """What a task needs to run. Sizes are MiB; GPU sizes are per device."""
-
-    gpu_mb: GpuMb | None = None
-    gpus: Annotated[int, Field(ge=0, le=1024)] | None = None
-    gpu_fraction: (
-        Annotated[float, Field(gt=0, le=1, description="Share of each device's memory, instead of `gpu_mb`.")]
-        | None
-    ) = None
-    exclusive: Annotated[bool, Field(description="No other holder on the same devices.")] = False
-    cpu: (
-        Annotated[
-            float, Field(ge=0, le=100_000, description="Left out: 0 for a task with GPUs, otherwise 1.")
-        ]
-        | None
-    ) = None
-    memory_mb: Annotated[int, Field(ge=0, le=1_073_741_824, description="Left out: 0.")] | None = None
-    custom: Annotated[
-        dict[LabelKey, Annotated[float, Field(gt=0, le=1e9)]],
-        Field(max_length=32, description="Amounts of resources that the operator named."),
-    ] = Field(default_factory=dict)
-
-    kinds: Annotated[
-        list[KindName],
-        Field(max_length=32, description="Only GPUs of one of these kinds.", examples=[["H100", "A100"]]),
-    ] = Field(default_factory=list)
-    min_power: Annotated[int, Field(ge=0, le=1_000_000, description="Only kinds of this rank or above.")] = 0
-    min_device_mb: Annotated[
-        int, Field(ge=0, le=16_777_216, description="Only GPUs with so much memory in all.")
-    ] = 0
-    nodes: Annotated[
-        NodeLabels,
-        Field(
-            description="Only nodes with one of the values of each label; the label `node` is the name.",
-            examples=[{"zone": ["a", "b"]}],
-        ),
-    ] = Field(default_factory=dict)
-    prefer_kinds: Annotated[
-        list[KindName],
-        Field(max_length=32, description="Best first. A preference never keeps a task waiting."),
-    ] = Field(default_factory=list)
-    prefer_nodes: Annotated[NodeLabels, Field(description="As `nodes`, and no more than a wish.")] = Field(
-        default_factory=dict
-    )
-
-    pool: Annotated[
-        str, _line(100), Field(description="The pool whose devices and amounts it uses, by name.")
-    ] = ""
-
-    roles: Annotated[
-        dict[LabelKey, Role],
-        Field(
-            max_length=32,
-            description="Instead of sizes: what each of several roles needs that take turns in one process, "
-            "such as training and generating. The task asks for the most of each; it finds their names in "
-            "GPUBROKER_ROLES.",
-            examples=[{"train": {"gpu_mb": 40960}, "generate": {"gpu_mb": 20480, "cpu": 4}}],
-        ),
-    ] = Field(default_factory=dict)
-
-    def settled(self) -> "Resources":
-        """With the sizes that its roles come to."""
-        return self.model_copy(update=most_of(self.roles.values())) if self.roles else self
-
-    @property
-    def names_devices(self) -> bool:
-        """Asks for some GPUs and not for others, which is to ask for one."""
-        return bool(self.kinds or self.min_power or self.min_device_mb)
-
-    @property
-    def mentions_gpus(self) -> bool:
-        return self.gpus is not None or self.wants_gpu
-
-    @property
-    def wants_gpu(self) -> bool:
-        return self.exclusive or self.gpu_mb is not None or self.gpu_fraction is not None
-
-    @model_validator(mode="after")
-    def _agree(self) -> Self:
-        if self.roles and (self.mentions_gpus or self.custom or self.cpu is not None or self.memory_mb):
-            raise PydanticCustomError("contradiction", "give sizes or roles, not both: roles have the sizes")
-        asked = self.settled()
-        if asked.gpu_mb is not None and asked.gpu_fraction is not None:
-            raise PydanticCustomError("contradiction", "give gpu_mb or gpu_fraction, not both")
-        if asked.gpus == 0 and (asked.wants_gpu or asked.names_devices):
-            raise PydanticCustomError(
-                "contradiction",
-                "gpus is 0, but gpu_mb, gpu_fraction, exclusive, kinds, min_power or min_device_mb asks for "
-                "one; leave gpus out: it becomes 1",
-            )
-        return self
-
-
 class SubmitTask(Body):
     """One task. Only `run` is required."""
 
@@ -301,12 +191,12 @@ class SubmitTask(Body):
     priority: Priority | None = None
     model_type: Annotated[
         str,
-        _line(100),
+        line(100),
         Field(description="The operator may have set defaults for it: priority, sizes, timeout, retries."),
     ] = ""
     stream: Annotated[
         str,
-        _line(100),
+        line(100),
         Field(description="The operator's work stream by whose weight tasks alike are ordered."),
     ] = ""
     resources: Resources = Resources()
@@ -338,7 +228,7 @@ class CancelTask(Body):
     grace_seconds: Annotated[
         GraceSeconds | None, Field(description="Time between notice and force; left out: the task's own.")
     ] = None
-    reason: Annotated[str, _line(500)] = ""
+    reason: Annotated[str, line(500)] = ""
 
 
 class ChangeTask(Body):

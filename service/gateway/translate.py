@@ -6,24 +6,24 @@ from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from typing import Any
 
-from service.core.demand import Demand, Labels, Where
+from service.core.demand import Demand
 from service.core.events import Event
 from service.core.expectations import Remaining, Size
 from service.core.lease import Lease
+from service.core.member import Member, MemberState
 from service.core.policy import band_of
 from service.core.task import Dependency, Task
-from service.core.units import Instant, Mib, Seconds, TaskId
+from service.core.units import Instant, Seconds, TaskId
+from service.gateway.demand_views import DeviceShare, RankView
+from service.gateway.demands import NO_TYPE, resources_view, subject_of
 from service.gateway.estimates import EtaView, SizingView
 from service.gateway.faults import refused
-from service.gateway.gpu_size import LEARNED, GpuSize
-from service.gateway.parts import Defaults, ModelType
+from service.gateway.parts import Defaults
 from service.gateway.problems import Fault
 from service.gateway.roles import ROLES_VARIABLE
-from service.gateway.schemas import Command, Entrypoint, Function, Resources, SubmitTask
+from service.gateway.schemas import Command, Entrypoint, Function, SubmitTask
 from service.gateway.timing import timing_of
 from service.gateway.views import (
-    DemandView,
-    DeviceShare,
     ErrorView,
     EventView,
     PendingView,
@@ -39,43 +39,6 @@ _NO_ARGUMENTS = b'{"args":[],"kwargs":{}}'
 _STRICT_JSON = json.JSONEncoder(allow_nan=False, ensure_ascii=False, separators=(",", ":"))
 
 
-_NO_TYPE = ModelType()
-
-
-def subject_of(body: SubmitTask) -> str:
-    """As `Task.subject`."""
-    return body.model_type or body.name or getattr(body.run, "entrypoint", "")
-
-
-def gpu_mb_of(body: SubmitTask, defaults: Defaults) -> GpuSize | None:
-    """As the submit says, else as is usual for its model type, if it says nothing of GPUs at all."""
-    usual = defaults.model_types.get(body.model_type, _NO_TYPE)
-    resources = body.resources.settled()
-    return resources.gpu_mb if resources.mentions_gpus else usual.gpu_mb
-
-
-def demand_of(body: SubmitTask, defaults: Defaults, learned: Size | None = None) -> Demand:
-    """A GPU size without a number of GPUs means one. CPU left out is the default, or none beside GPUs."""
-    resources, usual = body.resources.settled(), defaults.model_types.get(body.model_type, _NO_TYPE)
-    gpu_mb = gpu_mb_of(body, defaults)
-    wants_gpu = resources.wants_gpu or resources.names_devices or gpu_mb is not None
-    gpus = int(wants_gpu) if resources.gpus is None else resources.gpus
-    if gpu_mb == LEARNED:
-        gpu_mb = None if learned is None else learned.gpu_mb
-    cpu = usual.cpu if usual.cpu is not None else 0.0 if gpus else defaults.cpu
-    return Demand(
-        gpus=gpus,
-        gpu_mb=None if gpu_mb is None else Mib(gpu_mb),
-        gpu_fraction=resources.gpu_fraction,
-        exclusive=resources.exclusive,
-        cpu=cpu if resources.cpu is None else resources.cpu,
-        memory_mb=Mib((usual.memory_mb or 0) if resources.memory_mb is None else resources.memory_mb),
-        custom=tuple(sorted(resources.custom.items())),
-        placement=body.placement,
-        where=_where_of(resources),
-    )
-
-
 def task_of(
     body: SubmitTask,
     demand: Demand,
@@ -86,11 +49,12 @@ def task_of(
     now: Instant,
     after: tuple[Dependency, ...] = (),
 ) -> Task:
-    usual = defaults.model_types.get(body.model_type, _NO_TYPE)
+    usual = defaults.model_types.get(body.model_type, NO_TYPE)
     grace = defaults.grace_seconds if body.grace_seconds is None else body.grace_seconds
     timeout = _first(body.timeout_seconds, usual.timeout_seconds, defaults.timeout_seconds)
     timing = timing_of(body, now)
     shares = isinstance(body.run, Entrypoint) and demand.gpus == 0 and demand.cpu < SHARED_BELOW_CPU
+    shares = shares and not demand.bundles
     return Task(
         id=id,
         tenant=tenant,
@@ -112,21 +76,6 @@ def task_of(
         stream=body.stream,
         subject=subject_of(body),
     )
-
-
-def _where_of(resources: Resources) -> Where:
-    return Where(
-        kinds=tuple(resources.kinds),
-        min_power=resources.min_power,
-        min_device_mb=Mib(resources.min_device_mb),
-        nodes=_labels_of(resources.nodes),
-        prefer_kinds=tuple(resources.prefer_kinds),
-        prefer_nodes=_labels_of(resources.prefer_nodes),
-    )
-
-
-def _labels_of(wanted: Mapping[str, list[str]]) -> Labels:
-    return tuple(sorted((label, tuple(sorted(set(values)))) for label, values in wanted.items()))
 
 
 def _first(*values: Any) -> Any:
@@ -212,7 +161,7 @@ def task_view(record: TaskRecord, live: Live = NOTHING_LIVE) -> TaskView:
         "band": band_of(task.priority)[0],
         "run": _run_view(spec),
         "resources": {
-            **_resources_view(task.demand),
+            **resources_view(task.demand),
             "roles": spec.env[ROLES_VARIABLE].split(",") if ROLES_VARIABLE in spec.env else [],
         },
         "sizing": sizing_view(spec.sizing),
@@ -234,6 +183,7 @@ def task_view(record: TaskRecord, live: Live = NOTHING_LIVE) -> TaskView:
         "preemptions": task.preemptions,
         "node": task.node,
         "devices": shares(live),
+        "ranks": [_rank_view(task, member, live) for member in task.members] or None,
         "submitted_at": rfc3339(task.submitted_at),
         "admitted_at": rfc3339_or_none(task.admitted_at),
         "started_at": rfc3339_or_none(task.started_at),
@@ -288,23 +238,14 @@ def _run_view(spec: RunSpec) -> RunView:
     }
 
 
-def _resources_view(demand: Demand) -> DemandView:
-    where = demand.where
+def _rank_view(task: Task, member: Member, live: Live) -> RankView:
+    begun = member.state is MemberState.READY and task.started_at is not None
+    held = [lease for lease in live.leases if lease.rank == member.rank]
     return {
-        "gpus": demand.gpus,
-        "gpu_mb": demand.gpu_mb,
-        "gpu_fraction": demand.gpu_fraction,
-        "exclusive": demand.exclusive,
-        "cpu": demand.cpu,
-        "memory_mb": demand.memory_mb,
-        "custom": dict(demand.custom),
-        "kinds": list(where.kinds),
-        "min_power": where.min_power,
-        "min_device_mb": where.min_device_mb,
-        "nodes": {label: list(values) for label, values in where.nodes},
-        "prefer_kinds": list(where.prefer_kinds),
-        "prefer_nodes": {label: list(values) for label, values in where.prefer_nodes},
-        "pool": demand.pool,
+        "rank": member.rank,
+        "node": member.node,
+        "state": "running" if begun else member.state.value,
+        "devices": [_share(lease, live.uuids) for lease in held],
     }
 
 

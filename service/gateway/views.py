@@ -5,6 +5,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 from typing_extensions import TypedDict
 
+from service.gateway.demand_views import DeviceShare, Overused, RankView, ResourcesView
 from service.gateway.estimates import EtaView, SizingView
 from service.gateway.fragmentation import FragmentationView
 
@@ -12,46 +13,10 @@ Time = Annotated[str, Field(json_schema_extra={"format": "date-time"}, examples=
 """RFC 3339 in UTC, with Z."""
 
 
-Overused = Annotated[
-    int | None, Field(description="What the run used when that was first found to be more than its lease.")
-]
-
-
 class RunView(TypedDict):
     kind: Annotated[str, Field(description="entrypoint, command or function.")]
     entrypoint: str | None
     command: list[str] | None
-
-
-class DemandView(TypedDict):
-    gpus: int
-    gpu_mb: int | None
-    gpu_fraction: float | None
-    exclusive: bool
-    cpu: float
-    memory_mb: int
-    custom: dict[str, float]
-    kinds: list[str]
-    min_power: int
-    min_device_mb: int
-    nodes: dict[str, list[str]]
-    prefer_kinds: list[str]
-    prefer_nodes: dict[str, list[str]]
-    pool: str
-
-
-class ResourcesView(DemandView):
-    roles: Annotated[list[str], Field(description="Roles whose most the sizes are, by name.")]
-
-
-class DeviceShare(TypedDict):
-    """What a task holds of one device."""
-
-    uuid: str
-    gpu_mb: int
-    context_mb: Annotated[int, Field(description="Of `gpu_mb`, the process's own cost beyond its demand.")]
-    state: Annotated[str, Field(description="reserved, held, releasing or quarantined.")]
-    overused_mb: Overused
 
 
 class ProgressView(TypedDict):
@@ -129,6 +94,7 @@ class TaskView(ResultFields):
     preemptions: int
     node: str | None
     devices: list[DeviceShare]
+    ranks: Annotated[list[RankView] | None, Field(description="Of a gang that is placed.")]
     submitted_at: Time
     admitted_at: Time | None
     started_at: Time | None

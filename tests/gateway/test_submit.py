@@ -45,6 +45,9 @@ async def test_what_a_submit_leaves_out_is_filled_in(api: Client) -> None:
         "prefer_nodes": {},
         "pool": "",
         "roles": [],
+        "bundles": None,
+        "strategy": None,
+        "min_ranks": None,
     }
 
 

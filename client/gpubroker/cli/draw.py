@@ -16,7 +16,7 @@ from gpubroker.cli.draw_learned import expected_end
 from gpubroker.cli.layout import Column, Rows, ago, gib, moment, short_id, size, with_short_ids
 from gpubroker.cli.retell import retold
 from gpubroker.fleet import Fragmentation, Gpu, Holder, Node, Stats
-from gpubroker.models import Event, Task, TaskState, Token
+from gpubroker.models import Event, Task, TaskDevice, TaskRank, TaskState, Token
 
 NO_HISTORY: Mapping[str, str] = MappingProxyType({})
 _NAME_CELLS = 24
@@ -32,7 +32,14 @@ _STATE_STYLES = {
 
 
 def demand(resources: Mapping[str, Any]) -> str:
-    """`2 × 18.0 GiB`, `1 × ½ GPU`, `2 GPUs`, or nothing."""
+    """`2 × 18.0 GiB`, `1 × ½ GPU`, `2 GPUs`, or nothing; of a gang what its ranks ask for."""
+    bundles = resources.get("bundles") or ()
+    if bundles:
+        asked = ((bundle.get("count", 1), demand(bundle)) for bundle in bundles)
+        return " + ".join(
+            f"{count} rank{'s' if count > 1 else ''}" + (f" of {each}" if each else "")
+            for count, each in asked
+        )
     gpus = resources.get("gpus") or 0
     if not gpus:
         return ""
@@ -42,6 +49,14 @@ def demand(resources: Mapping[str, Any]) -> str:
     if resources.get("gpu_fraction"):
         return f"{times}{resources['gpu_fraction']:g} GPU"
     return f"{gpus} whole"
+
+
+def _held(device: TaskDevice) -> str:
+    return f"{device.uuid} {size(device.gpu_mb)} {device.state}"
+
+
+def _rank(rank: TaskRank) -> str:
+    return " ".join((f"{rank.rank}:", rank.state, "on", rank.node, *map(_held, rank.devices)))
 
 
 def note(task: Task) -> str:
@@ -122,7 +137,8 @@ def task(shown: Task, history: Mapping[str, str] = NO_HISTORY) -> RenderableType
         "gpu": demand(shown.resources),
         "size": shown.sizing.message if shown.sizing else None,
         "node": shown.node,
-        "devices": ", ".join(f"{held.uuid} {size(held.gpu_mb)} {held.state}" for held in shown.devices),
+        "devices": ", ".join(map(_held, shown.devices)) if not shown.ranks else None,
+        "ranks": "\n".join(map(_rank, shown.ranks)) or None,
         "attempt": shown.attempt or None,
         "failed": f"{shown.failures}× of at most {shown.max_retries + 1}" if shown.failures else None,
         **history,

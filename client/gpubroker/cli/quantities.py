@@ -69,6 +69,20 @@ def json_or_text(text: str) -> Any:
         return text
 
 
+def bundle(text: str) -> dict[str, Any]:
+    """`count=4,gpus=1,gpu_mb=18GiB` as the API reads it; a kind, or several: `kinds=H100/A100`."""
+    found: dict[str, Any] = {}
+    for name, value in pairs(text.split(","), "--bundle").items():
+        match name:
+            case "gpu_mb" | "memory_mb":
+                found[name] = size_mb(value)
+            case "kinds":
+                found[name] = value.split("/")
+            case _:
+                found[name] = json_or_text(value)
+    return found
+
+
 def pairs(words: list[str], option: str) -> dict[str, str]:
     """`["a=1", "b=x=y"]` as `{"a": "1", "b": "x=y"}`."""
     found: dict[str, str] = {}

@@ -83,6 +83,18 @@ Roles = Annotated[
         help="Instead of sizes, those of a role that takes its turn: train=gpu_mb:40GiB,cpu:4; repeatable.",
     ),
 ]
+Bundles = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--bundle",
+        metavar="FIELD=VALUE,...",
+        help="Ranks of a gang, such as count=4,gpus=1,gpu_mb=18GiB or cpu=2; repeatable.",
+    ),
+]
+Strategy = Annotated[
+    str | None, typer.Option(help="Of ranks on nodes: pack, spread, strict_pack, strict_spread.")
+]
+MinRanks = Annotated[int | None, typer.Option(help="Run with so many of the ranks as well.")]
 Placement = Annotated[str | None, typer.Option(help="pack or spread.")]
 ModelType = Annotated[str | None, typer.Option(help="Kind of model, for defaults and statistics.")]
 Stream = Annotated[str | None, typer.Option(help="The operator's work stream that it belongs to.")]
@@ -165,6 +177,9 @@ def submit(
     prefer_nodes: PreferNodes = None,
     pool: Pool = None,
     roles: Roles = None,
+    bundles: Bundles = None,
+    strategy: Strategy = None,
+    min_ranks: MinRanks = None,
     placement: Placement = None,
     model_type: ModelType = None,
     stream: Stream = None,
@@ -193,19 +208,20 @@ def submit(
     gpubroker submit team.training:fit -i epochs=3 --gpu-memory 18GiB
     gpubroker submit --gpus 1 --priority batch -- python train.py --epochs 3
     """
-    options = _options(locals())
-    wanted = _wanted(target, context.args, context.obj or [])
+    options, wanted = _options(locals()), _wanted(target, context.args, context.obj or [])
     with broker_of(context) as broker:
         options |= _after(broker, after or [], after_end or [])
         task = broker.submit(wanted, *map(quantities.json_or_text, args or []), **options)
-        last.remember(broker.connection.url, task.id)
+        _accepted(broker, task, None if wait else output)
         if wait:
             wait_and_show(broker, task.id, wait_timeout, output)
-        else:
-            _accepted(task, output)
 
 
-def _accepted(task: "Task", output: Format) -> None:
+def _accepted(broker: "Broker", task: "Task", output: Format | None) -> None:
+    """None: what is printed comes later."""
+    last.remember(broker.connection.url, task.id)
+    if output is None:
+        return
     say(f"accepted {task.name or 'task'}; how it is doing: gpubroker explain {task.id}")
     if task.sizing:
         say(task.sizing.message)
@@ -264,6 +280,8 @@ def _options(given: Mapping[str, Any]) -> "SubmitOptions":
         options["roles"] = {name: quantities.sizes(text) for name, text in options["roles"].items()}
     if "working_directory" in options:
         options["working_directory"] = os.path.abspath(options["working_directory"])
+    if "bundles" in options:
+        options["bundles"] = [quantities.bundle(words) for words in options["bundles"]]
     if "custom" in options:
         options["custom"] = {n: quantities.amount(v) for n, v in options["custom"].items()}
     return cast("SubmitOptions", options)

@@ -11,6 +11,7 @@ from service.core.need import may_use_device
 from service.core.task import Task, TaskState
 from service.core.units import TaskId
 from service.gateway.cursor import filter_hash, read_cursor, write_cursor
+from service.gateway.demands import demand_of, gpu_mb_of, subject_of
 from service.gateway.dependencies import dependencies_of
 from service.gateway.direct import Call, DirectRoute, answer, needs, problems
 from service.gateway.gpu_size import LEARNED
@@ -21,16 +22,7 @@ from service.gateway.permission import check_priority, check_run, check_stream
 from service.gateway.problems import Problem
 from service.gateway.queries import TaskQuery
 from service.gateway.schemas import CancelTask, ChangeTask, SubmitTask
-from service.gateway.translate import (
-    Live,
-    arguments_of,
-    demand_of,
-    gpu_mb_of,
-    spec_of,
-    subject_of,
-    task_of,
-    task_view,
-)
+from service.gateway.translate import Live, arguments_of, spec_of, task_of, task_view
 from service.gateway.views import TaskPage, TaskView
 from service.ports import Submission, SubmitVerdict, TaskFilter, TaskRecord
 

@@ -1,0 +1,65 @@
+"""Gangs from the command line, and in what it shows."""
+
+import pytest
+from gpubroker.cli.draw import demand
+from gpubroker.models import Task
+
+from tests.client.command_line import Run
+from tests.client.recorded_service import FULL_ID, RecordedService, Reply, a_task
+
+RANKS = [
+    {
+        "rank": 0,
+        "node": "n1",
+        "state": "running",
+        "devices": [{"uuid": "GPU-a", "gpu_mb": 1024, "state": "held"}],
+    },
+    {"rank": 1, "node": "n2", "state": "succeeded", "devices": []},
+]
+
+
+def test_bundles_are_read_with_their_sizes(service: RecordedService, run: Run) -> None:
+    service.told(Reply(202, a_task(FULL_ID)))
+    words = "--bundle count=4,gpu_mb=18GiB,kinds=H100/A100 --bundle cpu=2,memory_mb=4GiB,exclusive=true"
+    assert run(f"submit a:b {words} --strategy spread --min-ranks 3").code == 0
+    assert service.asked[0].body["resources"] == {
+        "bundles": [
+            {"count": 4, "gpu_mb": 18432, "kinds": ["H100", "A100"]},
+            {"cpu": 2, "memory_mb": 4096, "exclusive": True},
+        ],
+        "strategy": "spread",
+        "min_ranks": 3,
+    }
+
+
+def test_a_bundle_that_names_no_field_is_refused(service: RecordedService, run: Run) -> None:
+    ended = run("submit a:b --bundle 4")
+    assert ended.code == 2
+    assert "must be NAME=VALUE" in ended.err
+
+
+def test_a_gang_is_shown_rank_by_rank(service: RecordedService, run: Run) -> None:
+    service.told(Reply(200, a_task(FULL_ID, "running", ranks=RANKS)))
+    shown = run(f"show {FULL_ID}").out
+    assert "0: running on n1 GPU-a" in shown
+    assert "1: succeeded on n2" in shown
+
+
+def test_the_ranks_of_a_task_are_read() -> None:
+    task = Task.of(a_task(FULL_ID, "running", ranks=RANKS))
+    assert [(rank.rank, rank.node, rank.state) for rank in task.ranks] == [
+        (0, "n1", "running"), (1, "n2", "succeeded"),
+    ]  # fmt: skip
+    assert task.ranks[0].devices[0].gpu_mb == 1024
+    assert Task.of(a_task(FULL_ID)).ranks == ()
+
+
+@pytest.mark.parametrize(
+    ("bundles", "shown"),
+    [
+        ([{"count": 4, "gpus": 1, "gpu_mb": 1024}], "4 ranks of 1.0 GiB"),
+        ([{"count": 2, "gpus": 1}, {"count": 1, "gpus": 0}], "2 ranks of 1 whole + 1 rank"),
+    ],
+)
+def test_what_the_ranks_ask_for_is_shown_in_a_line(bundles: list[dict[str, int]], shown: str) -> None:
+    assert demand({"bundles": bundles}) == shown
