@@ -161,6 +161,11 @@ class PolicySettings(Section):
     """What becomes of a run that uses more of a GPU than it leased."""
     overuse_tolerance: Annotated[float, Field(ge=0, le=10)] = 0.05
     """So much more than its lease, as a share of it, a run may use."""
+    forecasts: Annotated[int, Field(ge=0, le=1000)] = 8
+    """So many tasks, the first that wait for room, are told when they will start, and nobody behind delays
+    that."""
+    backfill_depth: Annotated[int, Field(ge=1)] = 64
+    """After so many tasks were kept away by forecasts in one cycle, no others are tried there."""
     custom_limits: dict[str, Annotated[CustomSettings, BeforeValidator(_limit_alone)]] = {}
     """Amounts of custom resources, by name."""
     max_running: RunningSettings = RunningSettings()

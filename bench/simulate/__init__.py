@@ -34,6 +34,9 @@ def add_options(parser: ArgumentParser) -> None:
     parser.add_argument("--nodes", type=int, default=12, help="of the trace, the largest ones")
     parser.add_argument("--load", type=float, default=1.2, help="what the day asks for, of what there is")
     parser.add_argument(
+        "--stated", type=float, default=0.5, help="share of the generated tasks that state their run time"
+    )
+    parser.add_argument(
         "--policy",
         type=named_policy,
         action="append",
@@ -84,7 +87,9 @@ def _scene(options: Namespace) -> Scene:
         return an_openb_day(options.openb, options.nodes)
     if options.history is not None:
         return a_history(options.history)
-    return a_day(1 if options.day is None else options.day, options.hours, options.gpus, options.load)
+    return a_day(
+        1 if options.day is None else options.day, options.hours, options.gpus, options.load, options.stated
+    )
 
 
 def table(seen: dict[str, Seen]) -> Iterator[str]:

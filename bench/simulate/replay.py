@@ -10,12 +10,15 @@ from statistics import mean
 
 from bench.measuring import percentile
 from bench.simulate.work import Scene, Work
+from service.core.backfill import Forecast
 from service.core.cycle import plan_cycle
 from service.core.deadlines import Watch, due, keep_watch
 from service.core.demand import Demand
 from service.core.dependencies import settle
 from service.core.device import DeviceSample
 from service.core.events import NewEvent, events_of, submitted
+from service.core.forecasts import make_forecasts
+from service.core.lessons import learn
 from service.core.memory import Memory
 from service.core.orders import (
     Ended,
@@ -41,6 +44,8 @@ START_SECONDS = 0.1
 SAVE_SECONDS = 1.0
 """What a run that checkpoints needs to save and leave when it is told to."""
 LOOK_SECONDS = 60.0
+WIDE_GPUS = 8
+"""Tasks of so many GPUs are looked at by themselves: small ones must not keep them waiting."""
 FOR_EVER = Seconds(1e12)
 
 
@@ -77,7 +82,7 @@ class Seen:
             "lost_gpu_h": (self.lost_gpu_seconds / 3600.0, "h"),
             "drained": (self.drained_seconds / 3600.0, "h"),
         }
-        for name, _, _ in BANDS:
+        for name in (*(name for name, _, _ in BANDS), "batch, 8 GPUs"):
             waits = self.waits.get(name)
             if waits:
                 told[f"wait.{name}.mean"] = (mean(waits), "s")
@@ -113,6 +118,7 @@ class Replay:
         self._reports: list[Report] = []
         self._watch: Watch | None = None
         self._memory = Memory()
+        self._forecasts: list[Forecast] = []
         self._first_submit = self._now
         self._measured_at = float(self._now)
         self._looked_at, self._free = -inf, Sum()
@@ -160,18 +166,21 @@ class Replay:
     def _turn(self) -> None:
         """What a leader does in one cycle."""
         reports, self._reports = self._reports, []
-        self._carry_out(react(self.world, reports, self._now, self._policy))
+        self._carry_out(learn(self.world, react(self.world, reports, self._now, self._policy), self._now))
         self._carry_out(due(self.world, self._now, self._policy, self._watch))
         self._watch = keep_watch(self._watch, self._now)
         while decisions := settle(self.world, self._now):
             self._carry_out(decisions)
         cursor = None
         while True:
-            plan = plan_cycle(self.world, self._policy, self._now, cursor, memory=self._memory)
+            plan = plan_cycle(
+                self.world, self._policy, self._now, cursor, memory=self._memory, forecasts=self._forecasts
+            )
             self._carry_out(plan.decisions)
             cursor = plan.cursor
             if cursor is None:
-                return
+                break
+        *_, self._forecasts = make_forecasts(self.world, self._policy, self._now, self._forecasts)
 
     def _carry_out(self, decisions: Iterable[Decision]) -> None:
         for decision in decisions:
@@ -181,6 +190,8 @@ class Replay:
                 if task.state is TaskState.ADMITTED and task.fence == 1:
                     wait = self._now - task.submitted_at
                     self.seen.waits[band_of(task.priority)[0]].append(wait)
+                    if task.demand.gpus == WIDE_GPUS and band_of(task.priority)[0] == "batch":
+                        self.seen.waits["batch, 8 GPUs"].append(wait)
                 self.seen.preemptions += "preemptions" in write.changed
                 self.seen.ended += task.is_terminal
                 self.seen.expired += task.state is TaskState.EXPIRED

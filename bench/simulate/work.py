@@ -2,7 +2,7 @@
 
 import csv
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from random import Random
 from typing import NamedTuple
@@ -13,7 +13,7 @@ from service.core.demand import Demand
 from service.core.device import Device, Node
 from service.core.policy import Policy
 from service.core.task import Task
-from service.core.units import Instant, Mib, NodeName, TaskId, device_key
+from service.core.units import Instant, Mib, NodeName, Seconds, TaskId, device_key
 
 GIB = 1024
 GPUS_PER_NODE = 8
@@ -89,12 +89,13 @@ KINDS = (
 )
 
 
-def a_day(seed: int, hours: float, gpus: int, load: float) -> Scene:
+def a_day(seed: int, hours: float, gpus: int, load: float, stated: float = 0.0) -> Scene:
     """Trainings and sweeps around the clock, people by day, evaluations now and then, idle fill beneath.
 
-    Tasks are drawn until they ask for `load` times the memory that all GPUs have in that time.
+    Tasks are drawn until they ask for `load` times the memory that all GPUs have in that time. A share of
+    `stated` (0 to 1) of them says how long it will run, up to a third too long.
     """
-    chance = Random(f"{seed}/day")
+    chance, words = Random(f"{seed}/day"), Random(f"{seed}/stated")
     made = [
         a_node(f"n{i:03}", GPUS_PER_NODE, 128.0, 1024 * GIB, "H100", GPU_MB)
         for i in range(max(1, gpus // GPUS_PER_NODE))
@@ -106,6 +107,9 @@ def a_day(seed: int, hours: float, gpus: int, load: float) -> Scene:
         work = _some_work(chance, hours, len(works))
         demand = work.task.demand
         wanted -= work.seconds * demand.gpus * (demand.gpu_mb or 0)
+        if words.random() < stated:
+            said = Seconds(work.seconds * words.uniform(1.0, 1.33))
+            work = replace(work, task=replace(work.task, expected_seconds=said))
         works.append(work)
     works.sort(key=lambda work: work.task.submitted_at)
     return Scene(f"day{seed}", [node for node, _ in made], devices, works)
@@ -121,6 +125,7 @@ def _some_work(chance: Random, hours: float, number: int) -> Work:
         priority=chance.choice(kind.priorities),
         demand=Demand(gpus=chance.choice(kind.gpus), gpu_mb=Mib(chance.choice(kind.gib) * GIB)),
         submitted_at=Instant(hour * 3600.0),
+        subject=kind.name,
     )
     return Work(task, 60.0 * chance.uniform(*kind.minutes), kind.checkpoints)
 

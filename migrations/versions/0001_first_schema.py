@@ -348,7 +348,10 @@ def _estimates_and_usage() -> None:
         sa.Column("what", sa.Text(), nullable=False),
         sa.Column("learned_at", sa.Double(), nullable=False),
         sa.Column("counts", sa.Text(), nullable=False),
-        sa.CheckConstraint("what IN ('gpu_mb', 'seconds')", name=op.f("ck_estimate_what")),
+        sa.CheckConstraint(
+            "what IN ('gpu_mb', 'seconds', 'start_error_seconds', 'start_share')",
+            name=op.f("ck_estimate_what"),
+        ),
         sa.PrimaryKeyConstraint("tenant", "subject", "kind", "what", name=op.f("pk_estimate")),
         **HOT,
     )

@@ -12,9 +12,12 @@ from service.broker.dispatch import Dispatcher
 from service.broker.observe import Observer, next_batch, plainer
 from service.broker.scatter import ScatterWatch
 from service.core.awaited import End
+from service.core.backfill import Forecast
 from service.core.cycle import plan_cycle
 from service.core.dependencies import settle
 from service.core.events import Event
+from service.core.forecasts import make_forecasts
+from service.core.foresight import Foresight
 from service.core.memory import Memory
 from service.core.orders import Checkpointed, Ended, Report
 from service.core.plan import Decision
@@ -96,6 +99,7 @@ class Leader:
         self._scatter = ScatterWatch(world, policy)
         self._memory = Memory()
         """What the planner found out about the World so far."""
+        self.foresight = Foresight()
         self._undispatched: list[Decision] = []
         """Committed, and their orders not yet on their way: what a start needs is in the database."""
         self._refused: set[str] = set()
@@ -181,6 +185,7 @@ class Leader:
         await self._settle_dependencies()
         await self._plan()
         self._scatter.look(self._clock.now())
+        await self._foresee()
         self._count_refusals()
 
     async def _settle_reports(self) -> None:
@@ -245,14 +250,26 @@ class Leader:
     async def _plan(self) -> None:
         cursor = None
         while True:
+            now, forecasts = self._clock.now(), self.foresight.forecasts
             plan = plan_cycle(
-                self._world, self._policy, self._clock.now(), cursor=cursor, memory=self._memory
+                self._world, self._policy, now, cursor, memory=self._memory, forecasts=forecasts
             )
-            await self._carry_out(plan.decisions)
+            await self._carry_out(self.foresight.compare(self._world, plan.decisions, now))
             cursor = plan.cursor
             if cursor is None:
                 return
             await asyncio.sleep(0)
+
+    async def _foresee(self) -> None:
+        """Work out anew when the first of those who wait will start, a few nodes at a time."""
+        now = self._clock.now()
+        if not self.foresight.is_due(self._world, now):
+            return
+        made: Sequence[Forecast] = ()
+        for so_far in make_forecasts(self._world, self._policy, now, self.foresight.forecasts):
+            made = so_far
+            await asyncio.sleep(0)
+        self.foresight.take(made, self._world, now)
 
     async def _carry_out(self, decisions: Sequence[Decision]) -> Sequence[CommitVerdict]:
         """Commit, then dispatch what was committed. The store's listener has updated the World by then."""

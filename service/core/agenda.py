@@ -111,6 +111,10 @@ class Agenda:
         """The task that is examined was given so much: its tenant's other tasks may have to stand back."""
         self.shares.charge(task.tenant, mb, self._own_key(task))
 
+    def key_of(self, task: Task) -> OrderKey:
+        """Its place in the order of the queue by now."""
+        return order_key(self._own_key(task), self.shares.rank(task.tenant))
+
     def wake(self) -> None:
         """Let in again those who were left out, from here on, for whom there may be something now."""
         self._coming_in += self._asleep

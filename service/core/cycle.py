@@ -1,8 +1,10 @@
 """The planning cycle: pending tasks in order -> placement -> preemption -> decisions."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from service.core.agenda import Agenda
+from service.core.backfill import Forecast, Guards
 from service.core.decide import admit, evict, withdraw
 from service.core.draft import Draft
 from service.core.fairness import Shares
@@ -10,7 +12,7 @@ from service.core.gang import Gang
 from service.core.looks import Looks
 from service.core.memory import Memory
 from service.core.offers import Offers
-from service.core.ordering import OrderKey
+from service.core.ordering import Kin, OrderKey
 from service.core.outlook import Outlooks
 from service.core.placement import Places, worth_of
 from service.core.plan import Decision, given_mb
@@ -39,6 +41,9 @@ class Cursor:
     worth: Worth | None = None
     """Of places, to what was usual when the cycle began."""
     after: OrderKey | None = None
+    forecasts: tuple[Forecast, ...] = ()
+    kept_away: int = 0
+    """How many tasks could only have taken what would delay a forecast."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,17 +62,20 @@ def plan_cycle(
     cursor: Cursor | None = None,
     budget: int = SLICE,
     memory: Memory | None = None,
+    forecasts: Iterable[Forecast] = (),
 ) -> Plan:
     """Decide what to start and whom to stop. After `budget` looks at nodes the slice ends.
 
     A new cycle (no cursor) first lets delayed tasks whose time has come into the queue of this World,
     which is all that it changes. The next slice needs a World in which this slice's decisions are applied.
-    Work-conserving: a task for which there is no room holds nobody back, unless room is pledged to it.
+    Work-conserving: a task for which there is no room holds nobody back, unless room is pledged to it, or one
+    of the `forecasts` with which the cycle begins keeps it: then only who cannot delay it takes that room.
     `memory` saves looks and changes no plan; keep it for the next slice and the next cycle.
     """
     if cursor is None:
         world.enter_due(now)
-        cursor = Cursor(now, Shares(world, policy, now), worth=worth_of(world, policy))
+        shares, worth = Shares(world, policy, now), worth_of(world, policy)
+        cursor = Cursor(now, shares, worth, forecasts=tuple(forecasts))
     looks = Looks(budget, may_pause=memory is not None)
     turn = _Slice(world, policy, now, cursor, Memory() if memory is None else memory, looks)
     if cursor.after is None:
@@ -89,7 +97,10 @@ class _Slice:
         self._places = places = Places(draft, policy, now, memory, cursor.worth, looks, outlooks)
         offers = Offers(draft, policy, now, cursor.ordered_at, memory.offers, outlooks)
         self._quotas = Quotas(draft, policy, memory.needs)
-        self._prospects = Prospects(draft, policy, now, memory, places, offers, looks, self._quotas)
+        self._guards = Guards(draft, policy, now, self._key_of, cursor.forecasts, cursor.kept_away)
+        self._prospects = Prospects(
+            draft, policy, now, memory, places, offers, looks, self._quotas, self._guards
+        )
         self._shares = cursor.shares.copy()
         self._agenda = self._open_agenda(world, policy)
         self._decisions: list[Decision] = []
@@ -102,6 +113,9 @@ class _Slice:
         if self._memory.needs_wake:
             agenda.wake()
         return agenda
+
+    def _key_of(self, task: Task) -> OrderKey:
+        return self._agenda.key_of(task)
 
     def withdraw(self) -> None:
         queue = self._draft.world.queue
@@ -132,9 +146,12 @@ class _Slice:
             if decision is not None:
                 self._decisions.append(decision)
                 self._agenda.charge(task, given_mb(decision))
-                if self._memory.growth.revision > before or self._is_awaited(decision):
+                freed = decision.why == "admit" and self._guards.started(task.id)
+                if freed or self._memory.growth.revision > before or self._is_awaited(decision):
                     self._agenda.wake()
-        return replace(self._cursor, after=after, shares=self._agenda.shares.copy())
+        return replace(
+            self._cursor, after=after, shares=self._agenda.shares.copy(), kept_away=self._guards.kept_away
+        )
 
     def _is_awaited(self, decision: Decision) -> bool:
         """It takes room where some wait for more to come."""
@@ -155,11 +172,14 @@ class _Slice:
         if self._prospects.is_refused(group):
             return None
         if task.demand.bundles:
-            return self._enter(task, self._prospects.gang(task, group.kin))
+            return self._enter(task, group.kin, self._prospects.gang(task, group.kin))
         placement = self._prospects.place(task, group.kin)
+        if placement is None:
+            return self._enter(task, group.kin, self._prospects.eviction(task, group.kin))
+        placement = self._prospects.place_beside(task, group.kin, placement)
         if placement is not None:
             return self._admit(task, placement)
-        return self._enter(task, self._prospects.eviction(task, group.kin))
+        return self._enter(task, group.kin, self._prospects.eviction_beside(task, group.kin))
 
     def _admit(self, task: Task, placement: Placement) -> Decision:
         since = self._memory.changes.at(placement.node)
@@ -168,9 +188,24 @@ class _Slice:
             self._outlooks.took(placement.node, since, task, placement)
         return decision
 
-    def _enter(self, task: Task, found: Gang | Eviction | Search | None) -> Decision | Search | None:
+    def _enter(
+        self, task: Task, kin: Kin, found: Gang | Eviction | Search | None
+    ) -> Decision | Search | None:
+        """Unless it would delay a forecast."""
+        if isinstance(found, Eviction):
+            nodes = {self._draft.book(device).device.node for device, _ in found.devices}
+            if all(self._guards.may_stop_runs(task, node) for node in nodes):
+                return evict(self._draft, task, found, self._now)
+            if task.demand.bundles:
+                self._guards.keep_away(task, kin)
+                return None
+            return self._enter(task, kin, self._prospects.eviction_beside(task, kin))
         if found is None or isinstance(found, Search):
             return found
-        if isinstance(found, Eviction):
-            return evict(self._draft, task, found, self._now)
+        if self._guards.bars_gang(task, found):
+            others = self._places.gang(task, self._guards.on)
+            if others is None:
+                self._guards.keep_away(task, kin)
+                return None
+            found = others
         return admit(self._draft, task, found, self._now)

@@ -72,6 +72,7 @@ class Draft:
         self._books: dict[DeviceKey, Book] = {}
         self._use: dict[NodeName, NodeUse] = {}
         self._tasks: dict[TaskId, Task] = {}
+        self._admitted: dict[NodeName, set[TaskId]] = {}
         self._pledges: dict[TaskId, dict[DeviceKey, Pledge]] = dict(world.pledges)
         self._waiting: dict[NodeName, list[tuple[int, Task]]] | None = None
 
@@ -114,6 +115,15 @@ class Draft:
     def runs_on(self, node: NodeName) -> Iterator[Task]:
         """The runs that were on the node before this draft, as they stand now, in no particular order."""
         return map(self.task, self.world.runs.get(node, ()))
+
+    def active_on(self, node: NodeName) -> Iterator[Task]:
+        """Each run there as a task of its own: those, and what this draft has admitted."""
+        for name in (*self.world.runs.get(node, ()), *self._admitted.get(node, ())):
+            yield from parts_on(self.task(name), node)
+
+    def kinds_for(self, node: NodeName, task: Task) -> set[str]:
+        """Of the devices by which run times of the task are told apart there; the empty kind if by none."""
+        return {book.device.kind for book in self.books_on(node)} if task.demand.gpus else {""}
 
     def headroom(self, node: NodeName, *, task: TaskId | None = None, priority: int = -1) -> Headroom:
         """What a task of this id and priority could take of the node: what is unused and not kept for others.
@@ -171,6 +181,7 @@ class Draft:
             self.changes.mark(node)
             if not before.is_active:
                 self._own_use(node).count(part, +1)
+                self._admitted.setdefault(node, set()).add(after.id)
             if told:
                 self.growth.mark(node)
         if not before.is_active:

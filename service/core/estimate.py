@@ -53,6 +53,11 @@ class Sketch:
         bucket = bucket_of(value)
         return Sketch(tuple(pair for pair in self.counts if pair[0] > bucket))
 
+    def share_until(self, value: float) -> float | None:
+        """How large a share (0 to 1) of all is no more than this, as far as the error lets that be told; None
+        as long as there is none."""
+        return 1 - self.above(value).n / self.n if self.counts else None
+
     def quantile(self, share: float) -> float | None:
         """The value below or at which this share (0 to 1) of all lies; None as long as there is none."""
         wanted = max(1, ceil(share * self.n))
@@ -75,6 +80,11 @@ class What(StrEnum):
     """The most memory that a run was measured to use of one device."""
     SECONDS = "seconds"
     """From the start of a run to its end."""
+    START_ERROR = "start_error_seconds"
+    """How far the first forecast of a task's start was from its admission, either way."""
+    START_SHARE = "start_share"
+    """How long a task waited from its first forecast on, as a share of what nine in ten were to wait at most:
+    the forecast held if it is no more than 1."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from math import ceil
+from math import ceil, inf
 
 from service.core.device import Device
 from service.core.estimate import Sketch, Topic, What
@@ -102,3 +102,32 @@ def remaining_seconds(task: Task, sketches: Sketches, now: Instant, *, kind: str
     if p50 is None or p90 is None:
         return None
     return Remaining(Seconds(max(0.0, p50 - elapsed)), Seconds(max(0.0, p90 - elapsed)), longer.n)
+
+
+def run_seconds(task: Task, sketches: Sketches, policy: Policy, *, kind: str = "") -> Remaining | None:
+    """How long a run takes that begins now: as its submitter said, else going by enough runs like it.
+
+    One that goes on from a checkpoint may be done earlier. None if nobody knows.
+    """
+    if task.expected_seconds is not None:
+        return Remaining(task.expected_seconds, task.expected_seconds, 0)
+    known = sketches.get(Topic(task.tenant, task.subject, kind, What.SECONDS))
+    if known is None or known.n < max(1, policy.learned_least_runs):
+        return None
+    p50, p90 = known.quantile(0.5), known.quantile(0.9)
+    return Remaining(Seconds(p50 or 0.0), Seconds(p90 or 0.0), known.n)
+
+
+def whole_run_seconds(
+    task: Task, sketches: Sketches, policy: Policy, kinds: Iterable[str]
+) -> tuple[Seconds, Seconds]:
+    """(p50, p90) of a run that begins now, on whichever of these kinds it takes longest, at most up to its
+    time limit; infinite if nobody knows."""
+    limit = inf if task.timeout_seconds is None else task.timeout_seconds + task.grace_seconds
+    p50 = p90 = 0.0
+    for kind in kinds:
+        known = run_seconds(task, sketches, policy, kind=kind)
+        if known is None:
+            return Seconds(limit), Seconds(limit)
+        p50, p90 = max(p50, known.p50_seconds), max(p90, known.p90_seconds)
+    return Seconds(min(limit, p50)), Seconds(min(limit, p90))

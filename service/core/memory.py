@@ -77,6 +77,15 @@ class GangRefusal(NamedTuple):
     """Or rather: room for it is coming on these nodes together."""
 
 
+class Beside(NamedTuple):
+    """There was nothing that could be made room for such a task where no forecast stands in its way."""
+
+    forecasts: frozenset[NodeName]
+    """Where they stood in its way."""
+    ruled_out: int
+    """Revision of `growth` of which this tells."""
+
+
 class Memory:
     """A pure cache: a plan made with it is the plan made without. For one World; another one empties it.
 
@@ -97,6 +106,7 @@ class Memory:
         self.refusals: dict[Kin, dict[int, Refusal]] = {}
         """Demand -> priority -> what is known. Where there is no room, there is none at a lower priority."""
         self.gangs: dict[Likes, GangRefusal] = {}
+        self.beside: dict[Likes, Beside] = {}
         self.rows: dict[tuple[NodeName, int], tuple[int, tuple[Row, ...]]] = {}
         """(node, priority) -> (revision of its `changes`, what tasks without pledges could have)."""
         self.outlooks: Known = {}
@@ -166,6 +176,7 @@ class Memory:
         if known > 4 * len(world.queue.kin) + MOST_UNASKED:
             self.standings.clear()
             self.refusals.clear()
+            self.beside.clear()
             self.gangs.clear()
             self.shortages.clear()
 

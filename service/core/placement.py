@@ -1,9 +1,10 @@
 """Where a task can run now: one node, and on it as many devices as it asks for."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Container, Iterator
 from heapq import nsmallest
 from math import inf
 
+from service.core.backfill import Guards
 from service.core.draft import Draft
 from service.core.gang import Gang, grounds_of, place_gang
 from service.core.looks import Looks
@@ -22,6 +23,8 @@ Option = tuple[float, DeviceKey, Mib]
 CLOSE_LOOK = 5
 """A look at a node's devices costs as much as so many at what the node has at most."""
 
+Allows = Callable[[DeviceKey, Mib], bool]
+"""Whether a task may have so much of a device."""
 
 FAR_MB = 2**40
 """A place that is less wanted comes after all that are more so, as if more were left there than GPUs have."""
@@ -85,15 +88,35 @@ class Places:
         standing.seen = self._memory.changes.revision
         return min(standing.found.values())[1] if standing.found else None
 
-    def gang(self, task: Task) -> Gang | None:
-        """Places for the ranks of a gang, all at once."""
+    def best_beside(self, guards: Guards, task: Task, likes: Likes, *, everybody: bool) -> Placement | None:
+        """The best place where the task delays nobody who stands ahead of it, or nobody at all."""
+        assert self._memory is not None, "its places were just worked out"
+        found = self._memory.standings[likes].found
+        places = [place for node, place in found.items() if node not in guards.on]
+        if not guards.is_tired:
+            for node in guards.on.keys() & found.keys():
+                place = self._beside(guards, node, task, everybody=everybody)
+                if place is not None:
+                    places.append(place)
+        return min(places)[1] if places else None
+
+    def _beside(self, guards: Guards, node: NodeName, task: Task, *, everybody: bool) -> Found | None:
+        if not guards.is_open(task, node, everybody=everybody):
+            return None
+        return self.on(
+            node, task, lambda device, mb: guards.allows(task, node, device, mb, everybody=everybody)
+        )
+
+    def gang(self, task: Task, without: Container[NodeName] = ()) -> Gang | None:
+        """Places for the ranks of a gang, all at once, on other nodes than these."""
         self._looks.taken += CLOSE_LOOK * len(self._nodes)
         if self._draft.short_of(task, self._policy.custom_limits):
             return None
-        return place_gang(task, grounds_of(self._draft, task, self._policy, self._now))
+        grounds = grounds_of(self._draft, task, self._policy, self._now)
+        return place_gang(task, [ground for ground in grounds if ground.node.name not in without])
 
-    def on(self, node: NodeName, task: Task) -> Found | None:
-        """The best place for a task on one node."""
+    def on(self, node: NodeName, task: Task, allows: Allows | None = None) -> Found | None:
+        """The best place for a task on one node, of the devices that are allowed."""
         demand = task.demand
         self._looks.taken += 1
         if node not in self._nodes:
@@ -104,22 +127,31 @@ class Places:
         self._looks.taken += CLOSE_LOOK
         far = FAR_MB * unwanted_node(demand, self._draft.world.nodes[node])
         if self._worth is None or demand.placement == "spread" or demand.where.devices:
-            return self._by_room(node, task, room.beside.cpu, far)
-        return self._by_worth(node, task, room.beside.cpu, far, self._worth)
+            return self._by_room(node, task, room.beside.cpu, far, allows)
+        cpu = room.beside.cpu
+        there = self._look_along(node, task, cpu, allows) if allows else self._rows(node, task, cpu)
+        return self._by_worth(node, task, far, self._worth, there)
 
-    def _by_room(self, node: NodeName, task: Task, cpu: float, far: int) -> Found | None:
+    def _by_room(
+        self, node: NodeName, task: Task, cpu: float, far: int, allows: Allows | None
+    ) -> Found | None:
         demand = task.demand
         sign = -1 if "spread" in (demand.placement, self._policy.placement) else 1
-        chosen = nsmallest(demand.gpus, self._devices(node, task, sign))
+        options = self._devices(node, task, sign)
+        if allows is not None:
+            options = (option for option in options if allows(option[1], option[2]))
+        chosen = nsmallest(demand.gpus, options)
         if len(chosen) < demand.gpus:
             return None
         devices = tuple(sorted((key, mb) for _, key, mb in chosen))
         names = (node, *(key for key, _ in devices))
         return (far + sum(left for left, _, _ in chosen), sign * cpu, names), Placement(node, devices)
 
-    def _by_worth(self, node: NodeName, task: Task, cpu: float, far: int, worth: Worth) -> Found | None:
+    def _by_worth(
+        self, node: NodeName, task: Task, far: int, worth: Worth, there: tuple[Row, ...]
+    ) -> Found | None:
         before = worth.worked_out
-        spot = worth.spot(task.demand, self._rows(node, task, cpu))
+        spot = worth.spot(task.demand, there)
         self._looks.taken += CLOSE_LOOK * (worth.worked_out - before)
         if spot is None:
             return None
@@ -142,9 +174,16 @@ class Places:
             known = self._memory.rows[node, task.priority] = revision, self._look_along(node, task, cpu)
         return known[1]
 
-    def _look_along(self, node: NodeName, task: Task, cpu: float) -> tuple[Row, ...]:
-        books = self._draft.usable_books(node, self._policy, self._now)
-        return rows([(book, book.free_mb(task=task.id, priority=task.priority)) for book in books], cpu)
+    def _look_along(
+        self, node: NodeName, task: Task, cpu: float, allows: Allows | None = None
+    ) -> tuple[Row, ...]:
+        """Of devices that are not allowed there is nothing left."""
+        left = []
+        for book in self._draft.usable_books(node, self._policy, self._now):
+            need = need_mb(task.demand, book.device) if allows and task.demand.gpus else None
+            barred = allows is not None and need is not None and not allows(book.device.key, need)
+            left.append((book, 0 if barred else book.free_mb(task=task.id, priority=task.priority)))
+        return rows(left, cpu)
 
     def _left(self, node: NodeName, task: Task) -> Room:
         """What such a task could have of a node; worked out once for all without pledges."""

@@ -128,6 +128,11 @@ class Policy:
     """`report` or `stop`: what becomes of a run that is measured above its lease."""
     overuse_tolerance: float = 0.05
     """So much more than its lease, as a share of it, a run may use."""
+    forecasts: int = 8
+    """For so many tasks, the first that wait for room, it is worked out when and where they will start, and
+    nobody behind them takes what would delay that."""
+    backfill_depth: int = 64
+    """After so many tasks were kept away by forecasts in a cycle, the others are not tried there."""
     custom_limits: tuple[CustomLimit, ...] = ()
     """Sorted by name. Names with a colon are of slots: how many tasks may run at once (`tenant:NAME`,
     `label:KEY=VALUE`; `*` is each for itself) and what pools have (`pool:NAME:gpus`)."""

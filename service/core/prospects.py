@@ -2,13 +2,15 @@
 
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
+from math import inf
 
 from service.core.agenda import A_GLANCE
+from service.core.backfill import Guards
 from service.core.draft import Draft
 from service.core.gang import Gang
 from service.core.gang_eviction import choose_for_gang
 from service.core.looks import Looks
-from service.core.memory import GangRefusal, Memory, Pursuit, Refusal, Standing
+from service.core.memory import Beside, GangRefusal, Memory, Pursuit, Refusal, Standing
 from service.core.offers import Offers
 from service.core.ordering import Group, Kin
 from service.core.outlook import Room
@@ -33,8 +35,10 @@ class Prospects:
         offers: Offers,
         looks: Looks,
         quotas: Quotas,
+        guards: Guards,
     ) -> None:
         self.looks = looks
+        self._guards = guards
         self._draft = draft
         self._policy = policy
         self._now = now
@@ -56,12 +60,16 @@ class Prospects:
             return self._is_refused_gang(group)
         if self.has_nothing(group):
             return True
+        if self._guards.is_waiting(group.kin, group.priority):
+            return True
         known = self._memory.refusals.get(group.kin, {}).get(group.priority)
         return known is not None and known.coming_on is not None and self._still_holds(known)
 
     def has_nothing(self, group: Group) -> bool:
         """The same, and it is so for lower priorities as well."""
         if group.demand.counted and self._is_short(group):
+            return True
+        if self._guards.is_barred(group.kin, group.priority):
             return True
         for priority, known in self._memory.refusals.get(group.kin, {}).items():
             if priority >= group.priority and known.coming_on is None and self._still_holds(known):
@@ -111,6 +119,38 @@ class Prospects:
         if standing is None or standing.seen < seen:
             self._memory.standings[likes] = Standing(seen)
         return self._places.best(task, likes)
+
+    def place_beside(self, task: Task, kin: Kin, best: Placement) -> Placement | None:
+        """The best place at which a task delays nobody for whom there is a forecast; who stands ahead of it
+        must be spared, and others are if possible. `best` is the best of all places."""
+        for everybody in (True, False):
+            if not self._guards.bars(task, best, everybody=everybody):
+                return best
+            likes = (kin, task.priority)
+            place = self._places.best_beside(self._guards, task, likes, everybody=everybody)
+            if place is not None:
+                return place
+        return None
+
+    def eviction_beside(self, task: Task, kin: Kin) -> Eviction | None:
+        """The best eviction on nodes where it delays no forecast, for a task that may do nothing else. None
+        if there is none: then it was kept away."""
+        closed = frozenset(node for node in self._guards.on if not self._guards.may_stop_runs(task, node))
+        found, coming_on = None, None
+        if may_preempt(self._offers, task):
+            nodes: Iterable[NodeName] = self._offers.nodes - closed
+            known = self._memory.beside.get((kin, task.priority))
+            if known is not None and known.forecasts == closed:
+                nodes = self._memory.growth.since(known.ruled_out)
+                nodes = self._offers.nodes.intersection(nodes) - closed
+            search = Search(task, nodes)
+            search.go_on(self._offers, Looks(inf))
+            found, coming_on = search.eviction(self._offers, self._now), search.coming_on
+        if found is None:
+            if coming_on is None:
+                self._memory.beside[kin, task.priority] = Beside(closed, self._memory.growth.revision)
+            self._guards.keep_away(task, kin, coming_on)
+        return found
 
     def eviction(self, task: Task, kin: Kin) -> Eviction | Search | None:
         """The best eviction for a task for which there is no place; None, which is remembered, if there is

@@ -13,6 +13,7 @@ from service.core.lease import HolderKind, Lease, LeaseState, Pledge
 from service.core.policy import Policy
 from service.core.task import Task, TaskState
 from service.core.world import World
+from tests.core.naive_backfill import beside, other_way
 from tests.core.naive_tenants import NaiveTenants
 from tests.core.naive_worth import fullest, learn, score
 
@@ -26,8 +27,9 @@ TOPS = (100, 89, 69, 39, 9)
 class Naive(NaiveTenants):
     """Everything the planner may look at, in flat lists."""
 
-    def __init__(self, world: World, policy: Policy, now: float) -> None:
-        self.policy, self.now = policy, now
+    def __init__(self, world: World, policy: Policy, now: float, forecasts: Sequence[Any] = ()) -> None:
+        self.policy, self.now, self.forecasts = policy, now, forecasts
+        self.kept_away, self.barred = 0, frozenset[str]()
         self.tasks: dict[str, Task] = dict(world.tasks)
         self.nodes = sorted(world.nodes.values(), key=lambda node: node.name)
         self.books = [world.books[key] for key in sorted(world.books)]
@@ -89,6 +91,8 @@ class Naive(NaiveTenants):
         ]
 
     def free(self, device: Any, task: Task) -> int:
+        if device.key in self.barred:
+            return 0
         free = self.unheld(device)
         for pledge in self.respected(device, task):
             to_come = sum(
@@ -299,9 +303,9 @@ class Naive(NaiveTenants):
                             keys = tuple(device.key for device in chosen)
                             yield ((lost, count), node.name, by_place, left, keys), list(chosen), victims
 
-    def eviction(self, task: Task) -> tuple[list[Any], list[Task]] | None:
-        """The cheapest; ties go by node, then (one GPU) device or (several) by who leaves."""
-        options = list(self.evictions(task))
+    def eviction(self, task: Task, closed: Sequence[str] = ()) -> tuple[list[Any], list[Task]] | None:
+        """The cheapest, of open nodes; ties go by node, then (one GPU) device or (several) by who leaves."""
+        options = [option for option in self.evictions(task) if option[0][1] not in closed]
         if not options:
             return None
 
@@ -336,12 +340,14 @@ class Naive(NaiveTenants):
             left.remove(task)
             pledged = any(pledge.preemptor == task.id for pledge in self.pledges)
             places = list(self.places(task))
-            if places:
-                _, node, devices = min(places, key=lambda place: place[0])
+            best = min(places, key=lambda place: place[0]) if places else None
+            place = best if best is None or pledged else beside(self, task, best)
+            if place is not None:
+                _, node, devices = place
                 promised = sum(pledge.mb for pledge in self.pledges if pledge.preemptor == task.id)
                 self.given[task.tenant] += max(0, sum(mb for _, mb in devices) - promised)
                 steps.append(self.admit(task, node, devices))
-            elif not pledged and (way := self.eviction(task)) is not None:
+            elif not pledged and (way := other_way(self, task, best)) is not None:
                 self.given[task.tenant] += sum(self.needs(task.demand, device) or 0 for device in way[0])
                 steps.append(self.evict(task, *way))
         return steps
@@ -361,7 +367,9 @@ class Naive(NaiveTenants):
 
     def evict(self, task: Task, devices: list[Any], victims: list[Task]) -> Step:
         for victim in victims:
-            self.tasks[victim.id] = replace(victim, state=TaskState.STOPPING, freeing_for=task.id)
+            until = self.now + victim.grace_seconds
+            notice = {"freeing_for": task.id, "stop_deadline_at": until}
+            self.tasks[victim.id] = replace(victim, state=TaskState.STOPPING, **notice)
         made = []
         for device in devices:
             mb = self.needs(task.demand, device)

@@ -38,6 +38,8 @@ POLICY = Policy(
         TenantPolicy("default", weight=0.5),
     ),
     usage_half_life_seconds=100.0,
+    forecasts=3,
+    backfill_depth=2,
 )
 
 SIZES = (10, 20, 30, 50)
@@ -128,6 +130,8 @@ def submissions(draw: st.DrawFn) -> dict[str, Any]:
         "grace_seconds": draw(st.sampled_from((5.0, 30.0))),
         "tenant": draw(st.sampled_from(("default", "acme", "beta", "solo", "guest"))),
         "stream": draw(st.sampled_from(("", "", "light", "main"))),
+        "expected_seconds": draw(st.sampled_from((None, 10.0, 60.0, 300.0))),
+        "timeout_seconds": draw(st.sampled_from((None, None, 100.0))),
         **draw(st.sampled_from(SHAPES)),
     }
 

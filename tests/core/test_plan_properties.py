@@ -1,13 +1,16 @@
 """What must hold for any cluster, any queue and any order of events."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from service.core.backfill import Forecast
 from service.core.cycle import Plan, plan_cycle
 from service.core.draft import Draft
 from service.core.explain import explain
+from service.core.forecasts import make_forecasts
 from service.core.lease import LeaseState
 from service.core.memory import Memory
 from service.core.placement import Places
@@ -38,8 +41,13 @@ def step_of(decision: Decision) -> Step:
     return ("withdraw", decision.subject, tuple(ended))
 
 
-def whole_plan(world: World, now: float, policy: Policy = POLICY) -> Plan:
-    return plan_cycle(world, policy, Instant(now), budget=10_000)
+def whole_plan(world: World, now: float, policy: Policy = POLICY, forecasts: Sequence[Forecast] = ()) -> Plan:
+    return plan_cycle(world, policy, Instant(now), budget=10_000, forecasts=forecasts)
+
+
+def foreseen(world: World, now: float, before: Sequence[Forecast] = ()) -> list[Forecast]:
+    *_, forecasts = make_forecasts(world, POLICY, Instant(now), before)
+    return forecasts
 
 
 def check_pledges(world: World) -> None:
@@ -54,14 +62,15 @@ def check_pledges(world: World) -> None:
 def test_the_plan_is_the_naive_twins_whatever_happened_before(
     world: World, story: list[Chapter], placement: str
 ):
-    tale, policy = Story(world), replace(POLICY, placement=placement)
+    tale, policy, forecasts = Story(world), replace(POLICY, placement=placement), []
     for chapter in story:
         for _ in tale.happens(chapter):
             pass
-        expected = Naive(world, policy, tale.now).plan()
-        plan = whole_plan(world, tale.now, policy)
+        expected = Naive(world, policy, tale.now, forecasts).plan()
+        plan = whole_plan(world, tale.now, policy, forecasts)
         assert [step_of(decision) for decision in plan.decisions] == expected
         commit(world, plan.decisions, tale.now)
+        forecasts = foreseen(world, tale.now, forecasts)
 
 
 @given(clusters(), stories, st.integers(1, 4))
@@ -69,18 +78,20 @@ def test_the_plan_is_the_naive_twins_whatever_happened_before(
 def test_no_byte_is_leased_or_promised_twice_and_slices_and_orders_of_rows_do_not_matter(
     world: World, story: list[Chapter], budget: int
 ):
-    tale = Story(world)
+    tale, forecasts = Story(world), []
     for chapter in story:
         for _ in tale.happens(chapter):
             check_ledger(world)
             check_pledges(world)
         shuffled, sliced = twin(world, budget), twin(world, budget + 1)
-        plan = whole_plan(world, tale.now)
-        assert whole_plan(shuffled, tale.now) == plan
-        assert in_slices(sliced, tale.now, budget) == list(plan.decisions)
+        plan = whole_plan(world, tale.now, POLICY, forecasts)
+        assert whole_plan(shuffled, tale.now, POLICY, forecasts) == plan
+        assert foreseen(shuffled, tale.now, forecasts) == foreseen(world, tale.now, forecasts)
+        assert in_slices(sliced, tale.now, budget, forecasts) == list(plan.decisions)
         commit(world, plan.decisions, tale.now)
         check_ledger(world)
         check_pledges(world)
+        forecasts = foreseen(world, tale.now, forecasts)
 
 
 @given(clusters(), stories, st.integers(1, 60), st.lists(st.booleans(), min_size=8, max_size=8))
@@ -88,15 +99,16 @@ def test_no_byte_is_leased_or_promised_twice_and_slices_and_orders_of_rows_do_no
 def test_a_memory_changes_no_plan_even_if_some_plans_do_not_come_true(
     world: World, story: list[Chapter], budget: int, comes_true: list[bool]
 ):
-    tale, memory = Story(world), Memory()
+    tale, memory, forecasts = Story(world), Memory(), []
     for chapter, lucky in zip(story, comes_true, strict=False):
         for _ in tale.happens(chapter):
             pass
         cursor = None
+        forecasts = foreseen(world, tale.now, forecasts)
         for _ in range(200):
             now = Instant(tale.now)
-            plain = plan_cycle(world, POLICY, now, cursor, budget=10_000)
-            plan = plan_cycle(world, POLICY, now, cursor, budget, memory)
+            plain = plan_cycle(world, POLICY, now, cursor, budget=10_000, forecasts=forecasts)
+            plan = plan_cycle(world, POLICY, now, cursor, budget, memory, forecasts)
             assert plain.decisions[: len(plan.decisions)] == plan.decisions
             if plan.cursor is None or not lucky:
                 assert plan.cursor is not None or plain.decisions == plan.decisions
@@ -107,11 +119,11 @@ def test_a_memory_changes_no_plan_even_if_some_plans_do_not_come_true(
             commit(world, plan.decisions, tale.now)
 
 
-def in_slices(world: World, now: float, budget: int) -> list[Decision]:
+def in_slices(world: World, now: float, budget: int, forecasts: Sequence[Forecast]) -> list[Decision]:
     decisions: list[Decision] = []
     cursor = None
     for _ in range(100):
-        plan = plan_cycle(world, POLICY, Instant(now), cursor, budget)
+        plan = plan_cycle(world, POLICY, Instant(now), cursor, budget, forecasts=forecasts)
         commit(world, plan.decisions, now)
         decisions += plan.decisions
         cursor = plan.cursor

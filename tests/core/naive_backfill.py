@@ -1,0 +1,194 @@
+"""Who may start ahead of a forecast, for the naive planner: each run, each device and each forecast anew."""
+
+from collections.abc import Sequence
+from math import inf
+from typing import Any
+
+from service.core.backfill import Forecast
+from service.core.lease import Lease, LeaseState
+from service.core.task import Task, TaskState
+
+
+def keepers(naive: Any) -> list[Forecast]:
+    """The forecasts that keep room: those of tasks that still wait."""
+    tasks = naive.tasks
+    return [
+        f
+        for f in naive.forecasts
+        if f.keeps_room and f.task in tasks and tasks[f.task].state is TaskState.PENDING
+    ]
+
+
+def gone_at(naive: Any, run: Task) -> float:
+    """When one in two such runs has left; in these stories nothing is learned."""
+    if run.state is TaskState.STOPPING:
+        return max(naive.now, run.stop_deadline_at or naive.now)
+    at, _ = ends_at(naive, run)
+    return at
+
+
+def ends_at(naive: Any, run: Task) -> tuple[float, bool]:
+    """When one in two such runs has ended, and whether that is only a guess."""
+    said, lasted = run.expected_seconds, naive.now - (run.started_at or naive.now)
+    if said is not None and said > lasted:
+        left = said - lasted
+    elif said is not None and run.started_at is None:
+        left = said
+    else:
+        left = max(60.0, lasted - (said or 0.0))
+    is_guess = said is None or (run.started_at is not None and said <= lasted)
+    began = run.started_at or naive.now
+    limits = [naive.now + left]
+    if run.timeout_seconds is not None:
+        limits.append(max(naive.now, began + run.timeout_seconds + run.grace_seconds))
+    if run.deadline_at is not None:
+        limits.append(max(naive.now, run.deadline_at + run.grace_seconds))
+    return min(limits), is_guess
+
+
+def in_the_way_until(naive: Any, run: Task, other: Task) -> float:
+    """Of a task that may stop the run, the run is not in the way at all. Who came after it, for nobody knows
+    how long, stays."""
+    stops = naive.policy.preemption and other.demand.gpus > 0 and run.state is not TaskState.STOPPING
+    if stops and run.priority < other.priority and (other.priority >= 90 or not naive.is_shielded(run)):
+        return naive.now
+    if (
+        run.state is not TaskState.STOPPING
+        and run.admitted_at > other.submitted_at
+        and ends_at(naive, run)[1]
+    ):
+        return inf
+    return gone_at(naive, run)
+
+
+def lease_until(naive: Any, lease: Lease, other: Task) -> float:
+    if lease.state is LeaseState.RELEASING:
+        return naive.now
+    run = naive.tasks.get(lease.holder)
+    if lease.state is LeaseState.QUARANTINED or run is None or run.fence != lease.fence:
+        return inf
+    return in_the_way_until(naive, run, other) if run.is_active else inf
+
+
+def lasts(naive: Any, task: Task) -> float:
+    limit = inf if task.timeout_seconds is None else task.timeout_seconds + task.grace_seconds
+    return min(limit, inf if task.expected_seconds is None else task.expected_seconds)
+
+
+def gives_way(naive: Any, task: Task, other: Task) -> bool:
+    """Whether the other one could stop it, once it runs."""
+    if not naive.policy.preemption or not other.demand.gpus or task.priority >= other.priority:
+        return False
+    return other.priority >= 90 or task.preemptions < naive.policy.preemption_budget
+
+
+def delayed(naive: Any, task: Task, node: str, everybody: bool) -> list[Forecast]:
+    """Those whom the task may not delay, and would still be there when they are to start."""
+    found = []
+    for forecast in keepers(naive):
+        other = naive.tasks[forecast.task]
+        if forecast.node != node or other.id == task.id:
+            continue
+        if not everybody and naive.order(other) > naive.order(task):
+            continue
+        if naive.now + lasts(naive, task) > forecast.start_at and not gives_way(naive, task, other):
+            found.append(forecast)
+    return found
+
+
+def also_there(naive: Any, task: Task, forecast: Forecast, at: float) -> list[Forecast]:
+    """The forecast, and those ahead of the task that have begun on its node by then and are not over."""
+    return [
+        f
+        for f in keepers(naive)
+        if f is forecast
+        or (
+            f.node == forecast.node
+            and f.start_at <= at < f.end_at
+            and naive.order(naive.tasks[f.task]) < naive.order(task)
+        )
+    ]
+
+
+def is_open(naive: Any, task: Task, node: Any, everybody: bool) -> bool:
+    """Whether CPU, host memory, run slots and the node's own resources suffice for all."""
+    for forecast in delayed(naive, task, node.name, everybody):
+        other, at = naive.tasks[forecast.task], max(naive.now, forecast.start_at)
+        there = [run for run in naive.tasks.values() if run.is_active and run.node == node.name]
+        there = [run for run in there if in_the_way_until(naive, run, other) > at]
+        there += naive.waiting_here(node, other)
+        there += [naive.tasks[f.task] for f in also_there(naive, task, forecast, at)]
+        wanted = [*there, task]
+        if round(sum(run.demand.cpu for run in wanted), 6) > node.cpu or len(wanted) > node.max_runs:
+            return False
+        if sum(run.demand.memory_mb for run in wanted) > node.memory_mb:
+            return False
+        for name, has in node.custom:
+            asked = dict(task.demand.custom).get(name, 0.0)
+            if asked and asked + sum(dict(run.demand.custom).get(name, 0.0) for run in there) > has:
+                return False
+    return True
+
+
+def allows(naive: Any, task: Task, device: Any, mb: int, everybody: bool) -> bool:
+    for forecast in delayed(naive, task, device.node, everybody):
+        if device.key not in dict(forecast.devices):
+            continue
+        other, at = naive.tasks[forecast.task], max(naive.now, forecast.start_at)
+        left = naive.unheld(device)
+        left -= sum(p.mb for p in naive.pledges if p.device == device.key and p.priority >= other.priority)
+        left += sum(
+            naive.takes(lease)
+            for lease in naive.leases
+            if lease.device == device.key and lease_until(naive, lease, other) <= at
+        )
+        left -= sum(dict(f.devices).get(device.key, 0) for f in also_there(naive, task, forecast, at))
+        if mb > left:
+            return False
+    return True
+
+
+def beside(naive: Any, task: Task, best: Any) -> Any:
+    """The place for a task so that it delays nobody, or else nobody ahead of it; None if there is none."""
+    guarded = {forecast.node for forecast in keepers(naive)}
+    tired = naive.kept_away >= naive.policy.backfill_depth
+    if best[1] not in guarded:
+        return best
+    for everybody in (True, False):
+        closed, barred = set(), set()
+        for node in naive.nodes:
+            if node.name in guarded and (tired or not is_open(naive, task, node, everybody)):
+                closed.add(node.name)
+            for device in naive.devices(node.name) if node.name in guarded and task.demand.gpus else ():
+                need = naive.needs(task.demand, device)
+                if need is not None and not allows(naive, task, device, need, everybody):
+                    barred.add(device.key)
+        if best[1] not in closed and not barred.intersection(key for key, _ in best[2]):
+            return best
+        naive.barred = frozenset(barred)
+        places = [place for place in naive.places(task) if place[1] not in closed]
+        naive.barred = frozenset()
+        if places:
+            return min(places, key=lambda place: place[0])
+    return None
+
+
+def closed_to(naive: Any, task: Task) -> Sequence[str]:
+    """The nodes on which the task may not have anybody stopped."""
+    return [
+        forecast.node
+        for forecast in keepers(naive)
+        if naive.order(naive.tasks[forecast.task]) < naive.order(task)
+        and not gives_way(naive, task, naive.tasks[forecast.task])
+    ]
+
+
+def other_way(naive: Any, task: Task, best: Any) -> Any:
+    """Whom to stop if the best place may not be had, or there is none; where a forecast stands in the way,
+    on other nodes."""
+    closed = closed_to(naive, task)
+    way = None if best else naive.eviction(task)
+    if best or (way is not None and way[0][0].node in closed):
+        way = naive.eviction(task, closed)
+        naive.kept_away += way is None
+    return way

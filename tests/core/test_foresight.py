@@ -1,0 +1,59 @@
+"""How true forecasts come, and when they are made anew."""
+
+from service.core.backfill import Basis, Forecast
+from service.core.cycle import plan_cycle
+from service.core.estimate import Sketch, What, sketch_of
+from service.core.foresight import Foresight, topic_of
+from service.core.policy import Policy
+from service.core.units import Instant, NodeName, TaskId
+from tests.builders import GIB, NOW, a_task, a_world, commit, submit
+
+
+def a_forecast(start: float, p90: float, basis: Basis = Basis.LEARNED) -> Forecast:
+    times = Instant(NOW + start), Instant(NOW + p90), Instant(NOW + 9000)
+    return Forecast(TaskId("next"), NodeName("n1"), (), *times, 7, basis)
+
+
+def test_each_start_tells_how_true_the_first_word_about_it_was():
+    world, foresight = a_world(a_task("next", gpu_mb=GIB)), Foresight()
+    foresight.take([a_forecast(100.0, 400.0)], world, NOW)
+    foresight.take([a_forecast(300.0, 500.0)], world, Instant(NOW + 50))
+    now = Instant(NOW + 3)
+    decisions = foresight.compare(world, plan_cycle(world, Policy(), now).decisions, now)
+    commit(world, decisions, now)
+    errors = world.learned.sketch(topic_of(Basis.LEARNED, What.START_ERROR))
+    shares = world.learned.sketch(topic_of(Basis.LEARNED, What.START_SHARE))
+    assert (errors.n, shares.n) == (1, 1)
+    assert abs((errors.quantile(0.5) or 0.0) - 97) < 2
+    assert shares.share_until(1.0) == 1.0
+
+
+def test_who_was_told_nothing_or_was_to_start_at_once_teaches_nothing():
+    world, foresight = a_world(a_task("next", gpu_mb=GIB), a_task("other", gpu_mb=GIB)), Foresight()
+    foresight.take([a_forecast(0.5, 0.5)], world, NOW)
+    decisions = plan_cycle(world, Policy(), NOW).decisions
+    assert foresight.compare(world, decisions, NOW) == list(decisions)
+
+
+def test_what_was_said_of_who_no_longer_waits_is_forgotten():
+    world, foresight = a_world(a_task("other", gpu_mb=GIB)), Foresight()
+    foresight.take([a_forecast(100.0, 400.0)], world, NOW)
+    submit(world, a_task("next", gpu_mb=GIB))
+    decisions = plan_cycle(world, Policy(), NOW).decisions
+    assert foresight.compare(world, decisions, NOW) == list(decisions)
+
+
+def test_forecasts_are_made_anew_once_a_second_while_anybody_waits():
+    world, foresight = a_world(), Foresight()
+    assert not foresight.is_due(world, NOW)
+    submit(world, a_task("next", gpu_mb=GIB))
+    assert foresight.is_due(world, NOW)
+    foresight.take([a_forecast(100.0, 400.0)], world, NOW)
+    assert not foresight.is_due(world, Instant(NOW + 0.9))
+    assert foresight.is_due(world, Instant(NOW + 1.0))
+    assert foresight.is_due(a_world(), Instant(NOW + 1.0)), "the last ones are taken back"
+
+
+def test_a_sketch_tells_which_share_is_no_more_than_a_value():
+    assert Sketch().share_until(1.0) is None
+    assert sketch_of([0.2, 0.5, 1.0, 3.0]).share_until(1.0) == 0.75

@@ -1,0 +1,145 @@
+"""Hours on a small cluster: nobody is starved, nothing stands idle, and what was foretold comes true."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from math import inf
+from typing import Any
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from service.core.backfill import Forecast
+from service.core.cycle import plan_cycle
+from service.core.lease import LeaseState, move_lease
+from service.core.plan import Decision, write_move
+from service.core.policy import Policy
+from service.core.task import Move, TaskState
+from service.core.units import Instant, Seconds, TaskId
+from service.core.world import World
+from tests.builders import GIB, NOW, a_task, a_world, commit, submit
+from tests.core.test_backfill import POLICY, a_wide_task, foreseen, gpus
+
+
+class Hours:
+    """A cluster in which runs last as long as they last, and the clock jumps from end to end."""
+
+    def __init__(self, world: World, lengths: dict[str, float], policy: Policy = POLICY) -> None:
+        self.world, self.policy, self.lengths = world, policy, lengths
+        self.now = float(NOW)
+        self.started: dict[str, float] = {}
+        self.forecasts: Sequence[Forecast] = ()
+        self.first_said: dict[str, float] = {}
+        self.leased: list[tuple[float, int]] = []
+
+    def turn(self) -> None:
+        plan = plan_cycle(self.world, self.policy, Instant(self.now), forecasts=self.forecasts)
+        for decision in plan.decisions:
+            commit(self.world, decision, self.now)
+            if decision.why == "admit":
+                self._begin(decision.subject)
+        self.forecasts = foreseen(self.world, self.policy, self.now, self.forecasts)
+        for forecast in self.forecasts:
+            if forecast.keeps_room:
+                self.first_said.setdefault(forecast.task, forecast.start_at)
+
+    def let_time_pass(self, until: float) -> None:
+        """To the next end, or to this moment if it comes first."""
+        ends = {name: at + self.lengths[name] for name, at in self.started.items() if self._runs(name)}
+        self.now = min([until, *ends.values()])
+        for name in sorted(name for name, at in ends.items() if at <= self.now):
+            self._end(name)
+        self.world.measure(replace(b.sample, at=Instant(self.now)) for b in self._books() if b.sample)
+
+    def _books(self) -> Iterable[Any]:
+        return self.world.books.values()
+
+    def _runs(self, name: str) -> bool:
+        row = self.world.tasks.get(TaskId(name))
+        return row is not None and row.state is TaskState.RUNNING
+
+    def _begin(self, name: str) -> None:
+        task = self.world.tasks[TaskId(name)]
+        self.started[name] = self.now
+        leases = tuple(move_lease(ls, LeaseState.HELD) for ls in self.world.leases_of(task))
+        write = write_move(task, Move.STARTED, started_at=Instant(self.now))
+        commit(self.world, Decision(name, "story", tasks=(write,), leases=leases), self.now)
+
+    def _end(self, name: str) -> None:
+        task = self.world.tasks[TaskId(name)]
+        leases = tuple(move_lease(ls, LeaseState.RELEASED) for ls in self.world.leases_of(task))
+        write = write_move(task, Move.SUCCEEDED, finished_at=Instant(self.now))
+        commit(self.world, Decision(name, "story", tasks=(write,), leases=leases), self.now)
+
+
+def a_stream_of_small_tasks(hours: Hours, *, state: bool) -> float:
+    """One of 600 s every 100 s on two GPUs that hold six; the mean share of memory that is leased."""
+    shares: list[float] = []
+    for number in range(60):
+        name = f"small{number:02}"
+        said = Seconds(600.0) if state else None
+        hours.lengths[name] = 600.0
+        submit(
+            hours.world,
+            a_task(name, gpu_mb=26 * GIB, submitted_at=Instant(hours.now), expected_seconds=said),
+        )
+        until = hours.now + 100.0
+        while True:
+            hours.turn()
+            shares.append(sum(book.leased_mb() for book in hours.world.books.values()) / (160 * GIB))
+            if hours.now >= until:
+                break
+            hours.let_time_pass(until)
+    return sum(shares) / len(shares)
+
+
+def test_a_large_task_is_not_starved_by_small_ones_and_small_ones_still_fill():
+    for state in (True, False):
+        world = a_world(*gpus())
+        hours = Hours(world, {"wide": 60.0})
+        hours.now -= 1000.0
+        for number in range(6):
+            submit(world, a_task(f"first{number}", gpu_mb=26 * GIB, submitted_at=Instant(NOW - 2000)))
+            hours.lengths[f"first{number}"] = 600.0 + number
+        hours.now = NOW
+        hours.turn()
+        submit(world, a_wide_task(submitted_at=Instant(NOW)))
+        share = a_stream_of_small_tasks(hours, state=state)
+        assert hours.started["wide"] - NOW <= 1300, "it waits for those who were there, and not for ever"
+        assert share > 0.6, "and room is not left idle for its sake"
+        unprotected = Hours(a_world(*gpus()), {"wide": 60.0}, replace(POLICY, forecasts=0))
+        for number in range(6):
+            first = a_task(f"first{number}", gpu_mb=26 * GIB, submitted_at=Instant(NOW - 2000))
+            submit(unprotected.world, first)
+            unprotected.lengths[first.id] = 600.0 + number
+        unprotected.turn()
+        submit(unprotected.world, a_wide_task(submitted_at=Instant(NOW)))
+        a_stream_of_small_tasks(unprotected, state=state)
+        assert "wide" not in unprotected.started, "without forecasts it never gets both GPUs"
+
+
+jobs = st.tuples(
+    st.sampled_from((1, 1, 1, 2)),
+    st.sampled_from((20, 40, 80)),
+    st.sampled_from((50.0, 200.0, 700.0)),
+    st.integers(0, 300),
+)
+
+
+@given(st.lists(jobs, min_size=3, max_size=12))
+@settings(max_examples=60, deadline=None)
+def test_no_forecast_comes_late_because_of_who_came_after_it(work: list[tuple[int, int, float, int]]):
+    """If run times are as said, and nobody stands ahead of anybody who came before."""
+    hours = Hours(a_world(*gpus(), *gpus(2, "n2")), {})
+    arrivals = sorted((NOW + at, number) for number, (*_, at) in enumerate(work))
+    while arrivals or len(hours.started) < len(work):
+        while arrivals and arrivals[0][0] <= hours.now:
+            _, number = arrivals.pop(0)
+            count, size, length, _ = work[number]
+            name = f"t{number:02}"
+            hours.lengths[name] = length
+            fields = {"gpus": count, "gpu_mb": size * GIB, "expected_seconds": Seconds(length)}
+            submit(hours.world, a_task(name, submitted_at=Instant(hours.now), **fields))
+        hours.turn()
+        hours.let_time_pass(arrivals[0][0] if arrivals else inf)
+    for name, said in hours.first_said.items():
+        assert hours.started[name] <= said + 1e-6, f"{name} was to start by {said - NOW}"
