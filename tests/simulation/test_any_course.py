@@ -14,6 +14,7 @@ from hypothesis.stateful import (
 )
 
 from service.core.demand import Demand
+from service.core.external import External
 from service.core.orders import Ending
 from service.core.policy import Policy
 from service.core.task import ACTIVE, Dependency, OnFailure, Task, TaskState
@@ -134,7 +135,7 @@ class Course(RuleBasedStateMachine):
 
     @rule(
         pick=PICKS,
-        wish=st.sampled_from(("cancel", "cancel now", "hold", *PRIORITIES)),
+        wish=st.sampled_from(("cancel", "cancel now", "hold", "renew", "release", *PRIORITIES)),
     )
     def somebody_changes_his_mind(self, pick: int, wish: str | int) -> None:
         ground = self.ground
@@ -142,6 +143,9 @@ class Course(RuleBasedStateMachine):
             case "hold":
                 if task := self._task(pick, TaskState.PENDING):
                     ground.ask(task, "change", held=not task.held)
+            case "renew" | "release":
+                if outsiders := self._outsiders():
+                    ground.ask(outsiders[pick % len(outsiders)], wish)
             case str():
                 if task := self._task(pick, TaskState.PENDING, *ACTIVE):
                     ground.ask(task, "cancel", grace_seconds=0.0 if wish == "cancel now" else None)
@@ -149,6 +153,16 @@ class Course(RuleBasedStateMachine):
                 task = self._task(pick, TaskState.PENDING, *ACTIVE)
                 if task and ("seat" not in dict(task.demand.custom) or wish >= NEEDS_PRIORITY):
                     ground.ask(task, "change", priority=wish)
+
+    @rule(
+        gpu_mb=st.sampled_from((10, 20, 40)),
+        ttl=st.sampled_from((20.0, 90.0)),
+        priority=st.sampled_from(PRIORITIES),
+    )
+    def somebody_asks_for_memory_alone(self, gpu_mb: int, ttl: float, priority: int) -> None:
+        """Who is not started by the broker, and says himself when he has left."""
+        terms = {"external": External(Seconds(ttl)), "deadline_at": ttl, "grace_seconds": Seconds(5.0)}
+        self._submit({"gpu_mb": gpu_mb, "priority": priority, "gang": {}, **terms})
 
     @rule(acts=st.lists(st.tuples(st.sampled_from(ACTS), PICKS), min_size=1, max_size=6))
     def runs_go_on(self, acts: list[tuple[str, int]]) -> None:
@@ -191,6 +205,8 @@ class Course(RuleBasedStateMachine):
             if task.held and not task.is_terminal:
                 ground.ask(task, "change", held=False)
         for _ in range(DRAIN_TURNS):
+            for task in self._outsiders():
+                ground.ask(task, "release")
             if len(ground.ends) == len(ground.submitted) and not ground.world.tasks:
                 break
             for agent, process in ground.processes():
@@ -244,6 +260,11 @@ class Course(RuleBasedStateMachine):
         self.ground.now += seconds
         self.ground.turn()
         self.ground.after_turn()
+
+    def _outsiders(self) -> list[Task]:
+        """Those who hold memory by their own word, also when they should have left."""
+        tasks = self.ground.world.tasks
+        return [tasks[name] for name in sorted(tasks) if tasks[name].external and tasks[name].fence]
 
     def _task(self, pick: int, *states: TaskState) -> Task | None:
         found = sorted(name for name, task in self.ground.world.tasks.items() if task.state in states)
