@@ -3,11 +3,14 @@
 The docstrings name where each was reported, and what happened there.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from service.core.backfill import Forecast
 from service.core.cycle import plan_cycle
 from service.core.deadlines import Watch, due, keep_watch
+from service.core.forecasts import make_forecasts
 from service.core.memory import Memory
 from service.core.orders import Ended, Ending, Failure, Gone, Report, Started
 from service.core.plan import Decision, Request
@@ -43,6 +46,7 @@ class Leader:
     now: float = NOW
     memory: Memory = field(default_factory=Memory)
     watch: Watch | None = None
+    forecasts: Sequence[Forecast] = ()
     done: list[Decision] = field(default_factory=list)
 
     def turn(self, *reports: Report) -> None:
@@ -51,9 +55,12 @@ class Leader:
         self._make_true(react(self.world, reports, now, self.policy))
         self._make_true(due(self.world, now, self.policy, self.watch))
         self.watch = keep_watch(self.watch, now)
+        *_, self.forecasts = make_forecasts(self.world, self.policy, now, self.forecasts)
         cursor = None
         while True:
-            plan = plan_cycle(self.world, self.policy, now, cursor, memory=self.memory)
+            plan = plan_cycle(
+                self.world, self.policy, now, cursor, memory=self.memory, forecasts=self.forecasts
+            )
             self._make_true(plan.decisions)
             cursor = plan.cursor
             if cursor is None:
@@ -214,3 +221,27 @@ def test_two_gangs_never_hold_half_each():
     assert leader.admitted() == ["first"]
     assert len(leader.world.leases_of(leader.task("first"))) == 3
     assert leader.world.leases_of(leader.task("second")) == []
+
+
+def test_a_large_task_is_not_starved_by_small_ones():
+    """kubernetes-retired/kube-batch#158: who needs many devices at once and just waits for them sees each one
+    go, as it becomes free, to somebody small who came later."""
+    small = {"gpus": 1, "expected_seconds": Seconds(100.0)}
+    runs = [
+        holding(a_task(f"run{i}", **small), f"gpu{i}", mb=80 * GIB, started_at=Instant(NOW - 50.0 * i))
+        for i in range(2)
+    ]
+    leader = Leader(a_world(a_device(), a_device("gpu1"), *runs))
+    submit(leader.world, a_task("large", gpus=2, expected_seconds=Seconds(100.0)))
+    for number in range(60):
+        now = Instant(leader.now)
+        submit(leader.world, a_task(f"small{number:02}", **small, submitted_at=now))
+        for task in [leader.world.tasks[name] for name in sorted(leader.world.active)]:
+            began = task.started_at or task.admitted_at
+            if began is not None and leader.now - began >= 100.0:
+                leader.ends(task.id)
+        leader.wait(10.0, every=5.0)
+        if "large" in leader.admitted():
+            break
+    assert "large" in leader.admitted()
+    assert leader.now - NOW <= 150.0
