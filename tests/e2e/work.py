@@ -1,10 +1,13 @@
 """What the tasks of these tests do. Files are their witnesses: they see what no database can."""
 
 import asyncio
+import os
 import time
 from pathlib import Path
 
 from gpubroker import Stopped, current_task
+
+from tests.e2e.ray_jobs import all_reduce
 
 
 def add(a: int, b: int) -> int:
@@ -46,3 +49,53 @@ def count(witness: str, steps: int, step_seconds: float = 0.01) -> list[int]:
             raise Stopped
         time.sleep(step_seconds)
     return done
+
+
+def add_up(number: float) -> float:
+    """What all ranks of a gang make of it together: each gives its rank's multiple, all have the sum."""
+    return all_reduce(number * (current_task().rank + 1))
+
+
+def fail_on(rank: int, witness: str) -> None:
+    """One rank fails once all have written their line; the others wait for the notice."""
+    task = current_task()
+    note(witness, f"{task.rank} began")
+    while sum("began" in line for line in lines_of(witness)) < task.world_size:
+        time.sleep(0.01)
+    if task.rank == rank:
+        raise ValueError(f"rank {rank} cannot go on")
+    task.wait_for_stop()
+    note(witness, f"{task.rank} stopped")
+    raise Stopped
+
+
+def stay(witness: str) -> None:
+    """Every rank writes its process and waits for the notice; the second attempt has nothing to do."""
+    task = current_task()
+    if task.attempt > 1:
+        return
+    note(witness, f"{task.rank} {os.getpid()}")
+    task.wait_for_stop()
+    raise Stopped
+
+
+def count_together(witness: str, until: int) -> dict[str, int]:
+    """Rank 0 counts and saves, the others keep it company; all resume from what it saved."""
+    task = current_task()
+    begun_at = step = int(task.resume_state or 0)
+    note(witness, f"{task.rank} {task.attempt} {begun_at}")
+    while step < until:
+        if task.wait_for_stop(0.02):
+            raise Stopped
+        step += 1
+        task.checkpoint(step)
+    return {"begun_at": begun_at, "steps": step}
+
+
+def note(witness: str, line: str) -> None:
+    with Path(witness).open("a", encoding="utf-8") as lines:
+        lines.write(line + "\n")
+
+
+def lines_of(witness: str) -> list[str]:
+    return Path(witness).read_text(encoding="utf-8").splitlines()

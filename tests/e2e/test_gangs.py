@@ -1,0 +1,97 @@
+"""Tasks of several processes on real Ray, as their users see them: all together or none."""
+
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from gpubroker import Broker, Task, TaskFailed
+
+from tests.e2e.service_process import ServiceProcess, until
+from tests.e2e.work import lines_of
+
+FOUR = [{"count": 4, "gpu_mb": 10_000}]
+"""Two ranks on each of the two devices."""
+
+
+@pytest.fixture(scope="module")
+def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServiceProcess]:
+    with ServiceProcess(tmp_path_factory.mktemp("service") / "data", ray={"spares": 4}) as running:
+        yield running
+
+
+@pytest.fixture
+def broker(service: ServiceProcess) -> Broker:
+    return service.broker
+
+
+@pytest.fixture
+def witness(tmp_path: Path) -> str:
+    path = tmp_path / "witness"
+    path.touch()
+    return str(path)
+
+
+def a_gang(broker: Broker, work: str, *args: Any, **options: Any) -> Task:
+    options = {"bundles": FOUR, "grace_seconds": 20, **options}
+    return broker.submit(f"tests.e2e.work:{work}", *args, **options)
+
+
+def is_free(broker: Broker) -> bool:
+    return all(gpu.leased_mb == 0 for gpu in broker.gpus())
+
+
+def test_four_ranks_find_each_other_and_add_up_their_numbers(broker: Broker) -> None:
+    gang = a_gang(broker, "add_up", 2.5)
+    assert broker.result(gang, timeout_seconds=60) == 25.0
+    until(lambda: is_free(broker), "all ranks gave their memory back")
+
+
+def test_a_rank_that_fails_stops_the_others_and_is_named(broker: Broker, witness: str) -> None:
+    gang = a_gang(broker, "fail_on", 2, witness)
+    with pytest.raises(TaskFailed) as failed:
+        broker.result(gang, timeout_seconds=60)
+    assert "rank 2" in failed.value.message
+    assert sorted(line for line in lines_of(witness) if "stopped" in line) == [
+        "0 stopped",
+        "1 stopped",
+        "3 stopped",
+    ]
+    until(lambda: is_free(broker), "all ranks gave their memory back")
+
+
+def test_a_cancel_stops_all_ranks(broker: Broker, witness: str) -> None:
+    gang = a_gang(broker, "stay", witness)
+    until(lambda: len(lines_of(witness)) == 4, "all ranks are at work")
+    broker.cancel(gang)
+    assert broker.wait(gang, timeout_seconds=60).state == "cancelled"
+    until(lambda: is_free(broker), "all ranks gave their memory back")
+
+
+def test_a_rank_that_is_shot_takes_the_others_with_it_and_all_come_again(
+    broker: Broker, witness: str
+) -> None:
+    gang = a_gang(broker, "stay", witness, max_retries=1)
+    until(lambda: len(lines_of(witness)) == 4, "all ranks are at work")
+    [pid] = [int(line.split()[1]) for line in lines_of(witness) if line.startswith("3 ")]
+    os.kill(pid, signal.SIGKILL)
+    done = broker.wait(gang, timeout_seconds=90)
+    assert (done.state, done.attempt, done.failures) == ("succeeded", 2, 1)
+    assert len(lines_of(witness)) == 4
+
+
+def test_a_gang_gives_way_as_a_whole_and_resumes_as_a_whole(broker: Broker, witness: str) -> None:
+    gang = a_gang(broker, "count_together", witness, 300, priority="background")
+    until(lambda: len(lines_of(witness)) == 4, "all ranks are at work")
+    until(lambda: broker.get(gang).checkpoint_at is not None, "rank 0 has saved")
+    urgent = broker.submit("tests.e2e.work:add", 20, 22, gpu_mb=20_000, priority="critical")
+    assert broker.result(urgent, timeout_seconds=60) == 42
+    counted = broker.result(gang, timeout_seconds=90)
+    assert counted["steps"] == 300
+    assert counted["begun_at"] > 0
+    assert (broker.get(gang).preemptions, broker.get(gang).failures) == (1, 0)
+    resumed = [line.split() for line in lines_of(witness)][4:]
+    assert sorted(rank for rank, _, _ in resumed) == ["0", "1", "2", "3"]
+    assert {int(step) for _, _, step in resumed} == {counted["begun_at"]}
