@@ -50,10 +50,15 @@ def add_options(parser: ArgumentParser) -> None:
     parser.add_argument("--demands", type=int, default=200)
     parser.add_argument("--cycles", type=int, default=1000, help="one after each release")
     parser.add_argument("--explained", type=int, default=200)
+    parser.add_argument(
+        "--large", action="store_true", help="10,000 GPUs and 1,000,000 tasks, whatever else is said"
+    )
     parser.add_argument("--seed", type=int, default=42)
 
 
 def measure(options: Namespace) -> Iterator[Figure]:
+    if options.large:
+        options.nodes, options.tasks = 1_250, 1_000_000
     chance = random.Random(options.seed)
     room = Room(a_cluster(options, chance))
     make_full_collections_rare()

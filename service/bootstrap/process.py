@@ -236,9 +236,12 @@ class QuietServer(uvicorn.Server):
 
 
 def make_full_collections_rare() -> None:
-    """The queue in memory is large and lives long: a full collection walks all of it and finds nothing."""
+    """The queue in memory is large and lives long: a full collection walks all of it and finds nothing.
+
+    The others are kept small, since requests and planning wait for them.
+    """
     gc.freeze()
-    gc.set_threshold(50_000, 20, 100)
+    gc.set_threshold(10_000, 5, 2_000)
 
 
 def greeting(settings: Settings, url: str) -> list[str]:

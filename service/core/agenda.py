@@ -98,6 +98,8 @@ class Agenda:
                 if head is not None:
                     self._after = head.key
                     return head
+                if doubts.looks.call_for_a_pause:
+                    return None
             else:
                 self._open_band(self._bands.pop())
         return None
@@ -124,6 +126,7 @@ class Agenda:
 
     def _take(self, head: Head, doubts: Doubts) -> Head | None:
         """None if it is nobody's turn after all."""
+        doubts.looks.taken += A_GLANCE
         if not self.shares.is_even and self._was_overtaken(head):
             return None
         group = head.group
@@ -170,6 +173,7 @@ class Agenda:
         if likes and doubts.is_refused(likes[0]):
             self._asleep.append(tuple(likes))
             return
+        doubts.looks.taken += A_GLANCE * len(likes)
         for group in likes:
             passed = self._count_passed(group)
             if passed < len(group):

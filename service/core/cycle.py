@@ -26,7 +26,7 @@ from service.core.units import Instant
 from service.core.world import World
 from service.core.worth import Worth
 
-SLICE = 500
+SLICE = 300
 """Looks at nodes for a task before the caller gets its turn again: some milliseconds."""
 
 
