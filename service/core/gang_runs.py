@@ -166,6 +166,5 @@ def _settle(
 
 def _of_rank(outcome: Outcome, rank: int) -> Outcome:
     failure = outcome.failure
-    if failure is None:
-        return outcome
+    assert failure is not None, "it did not succeed"
     return replace(outcome, failure=replace(failure, message=f"rank {rank}: {failure.message}"))

@@ -44,6 +44,14 @@ def test_a_gang_that_fits_an_empty_cluster_is_let_in() -> None:
     assert refused(a_cluster(), *bundles(4, gpus=1)) is None
 
 
+def test_a_plain_demand_is_judged_as_it_is() -> None:
+    world = a_cluster()
+    devices = [book.device for book in world.books.values()]
+    refusal = check_demand(Demand(gpus=3), devices, world.nodes.values(), Policy())
+    assert refusal is not None
+    assert refusal.field == "gpus"
+
+
 def test_the_rank_that_could_never_run_is_named() -> None:
     world = a_cluster()
     large = (*bundles(1, gpus=1), *bundles(1, gpu_mb=90 * GIB))

@@ -8,11 +8,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from service.core.cycle import plan_cycle
+from service.core.draft import Draft
 from service.core.lease import PledgeEnd
+from service.core.memory import Memory
 from service.core.orders import StopOrder
 from service.core.plan import Decision
 from service.core.policy import CustomLimit, Policy
 from service.core.task import TaskState
+from service.core.trial import Trial, attempt
 from service.core.units import Instant, Mib, TaskId
 from service.core.world import World
 from tests.builders import (
@@ -256,3 +259,58 @@ def test_a_gang_is_as_good_as_its_ranks(count: int) -> None:
     world = four_devices(a_gang("gang", *bundles(count, gpu_mb=BIG)))
     [decision] = plan(world)
     assert len(decision.leases) == count
+
+
+def a_small_world(*parts: Any) -> World:
+    return a_world(a_device("gpu0", mb=40), a_device("gpu1", mb=40), *parts)
+
+
+def since(seconds: float) -> dict[str, Any]:
+    return {"started_at": Instant(NOW - seconds)}
+
+
+ONE = a_gang("gang", *bundles(1, gpu_mb=30), priority=80)
+
+
+def test_whoever_is_cheap_and_frees_too_little_is_put_back() -> None:
+    world = a_small_world(
+        a_run("cheap", "gpu0", gpu_mb=10, **since(1.0)),
+        a_run("high", "gpu0", 90, gpu_mb=20),
+        a_run("needed", "gpu1", gpu_mb=40, **since(50.0)),
+        ONE,
+    )
+    assert victims(plan(world)) == ["needed"]
+
+
+def test_a_victim_that_other_places_do_without_is_put_back() -> None:
+    wide = holding(a_task("wide", priority=10, gpus=2, gpu_mb=20), "gpu0", "gpu1", **since(50.0))
+    world = a_small_world(
+        a_run("cheap", "gpu0", gpu_mb=10, **since(1.0)),
+        a_run("high", "gpu0", 90, gpu_mb=10),
+        a_run("other", "gpu1", 90, gpu_mb=10),
+        wide,
+        ONE,
+    )
+    assert victims(plan(world)) == ["wide"]
+
+
+def test_nobody_would_be_stopped_for_what_a_limit_keeps_out() -> None:
+    policy = Policy(custom_limits=(CustomLimit("licence", 1.0),))
+    short = replace(ONE, demand=replace(ONE.demand, custom=(("licence", 3.0),)))
+    world = a_small_world(a_run("a", "gpu0", gpu_mb=40), a_run("b", "gpu1", gpu_mb=40), short)
+    assert attempt(Draft(world), short, policy, LATER) == Trial()
+
+
+def test_a_gang_looks_again_when_the_room_that_was_coming_changes() -> None:
+    until = Instant(NOW + 90.0)
+    leaving = a_run("leaving", "gpu0", gpu_mb=30, state=TaskState.STOPPING, stop_deadline_at=until)
+    world = a_small_world(leaving, a_run("low", "gpu1", gpu_mb=40), ONE)
+    memory = Memory()
+    assert plan_cycle(world, Policy(), LATER, memory=memory).decisions == ()
+    assert plan_cycle(world, Policy(), LATER, memory=memory).decisions == ()
+    taken = holding(a_task("taken", priority=90, gpu_mb=10), "gpu0", state=TaskState.ADMITTED).task
+    submit(world, replace(taken, state=TaskState.PENDING, fence=0, node=None, admitted_at=None, version=1))
+    first = plan_cycle(world, Policy(), LATER, memory=memory).decisions
+    commit(world, first)
+    assert [decision.subject for decision in first] == ["taken"]
+    assert victims(list(plan_cycle(world, Policy(), LATER, memory=memory).decisions)) == []

@@ -253,3 +253,17 @@ def test_an_end_without_words_is_told_as_a_kill() -> None:
     gang = running()
     lost = Ended(gang.id, gang.fence, NOW, Ending.LOST, rank=2)
     assert outcome_of(gang, lost).failure.message.startswith("rank 2: the process went away")
+
+
+def test_when_the_last_rank_goes_without_a_word_the_gang_moves_on_at_once() -> None:
+    gang = running(max_retries=1)
+    gang.tell(gang.ended(0), gang.gone(0), gang.ended(1), gang.gone(1))
+    gang.tell(gang.gone(2))
+    assert (gang.task.state, gang.task.failures) == (TaskState.PENDING, 1)
+
+
+def test_a_cancelled_rank_that_never_started_leaves_nothing_behind() -> None:
+    gang = admitted()
+    commit(gang.world, carry_out(gang.world, Request("r", gang.id, "default", "cancel", {}, NOW), NOW))
+    assert outcome_of(gang, gang.ended(0, Ending.NEVER_STARTED)) is None
+    assert gang.task.state is TaskState.STOPPING
