@@ -48,6 +48,7 @@ def gone(fold: Fold, world: World, report: Gone, now: Instant) -> None:
     if report.proof not in _PROOFS:
         return
     known = fold.task
+    assert known is not None, "whose report this is was looked up"
     fold.move_leases(report.fence, report.rank, LeaseState.RELEASED)
     task = fold.live(report.fence)
     if task is None:
@@ -58,8 +59,7 @@ def gone(fold: Fold, world: World, report: Gone, now: Instant) -> None:
     else:
         fold.outcome = Outcome(task.id, task.fence, Ending.LOST, now, failure=_process_gone(task))
         fold.move(Move.FAILED, "process_gone", finished_at=now)
-    if known is not None:
-        fold.orders += _forget(world, known)
+    fold.orders += _forget(world, known)
 
 
 def renew(task: Task, request: Request, now: Instant, done: Decision) -> Decision:
