@@ -5,12 +5,13 @@ from dataclasses import replace
 
 import pytest
 
+from service.core.external import External
 from service.core.plan import Decision, write_move
 from service.core.task import Move, TaskState
-from service.core.units import Instant, TaskId
+from service.core.units import Instant, Seconds, TaskId
 from service.ports import Stand, TaskFilter, TaskStore, TokenRow
 from tests.builders import NOW, a_task
-from tests.contracts.scenes import a_submission, admission, claimed, end, with_gpu
+from tests.contracts.scenes import a_submission, admission, claimed, end, log_of, replayed, with_gpu
 
 
 async def listed(store: TaskStore, tenant: str = "lab", **wanted: object) -> list[str]:
@@ -42,6 +43,23 @@ async def test_pages_follow_each_other_without_gap_or_repetition(six: TaskStore)
     assert await listed(six, limit=4, after=TaskId("t3")) == ["t2", "t1"]
     await six.submit(a_submission(a_task("t8", tenant="lab")))
     assert await listed(six, limit=4, after=TaskId("t3")) == ["t2", "t1"]
+
+
+async def test_external_holders_are_kept_as_they_asked_and_listed_apart(six: TaskStore) -> None:
+    terms = External(Seconds(60.0), pid=4711)
+    await six.submit(a_submission(a_task("t8", tenant="lab", external=terms, deadline_at=Instant(NOW + 60))))
+    assert await listed(six, external=True) == ["t8"]
+    assert (await listed(six))[:2] == ["t8", "t6"]
+    [task] = [task for task in (await six.snapshot()).tasks if task.id == "t8"]
+    assert (task.external, task.deadline_at) == (terms, NOW + 60)
+    replay = replayed(await log_of(six))
+    assert replay.tasks[TaskId("t8")] == task
+    term = await six.take_term("test")
+    renewed = write_move(task, Move.CHANGED, deadline_at=Instant(NOW + 90))
+    await six.commit(term, [Decision("t8", "renew", tasks=(renewed,))])
+    record = await six.record(TaskId("t8"))
+    assert record is not None
+    assert record.task == renewed.task
 
 
 @pytest.mark.parametrize(
