@@ -116,6 +116,11 @@ def test_devices_nodes_and_totals_are_shown(gpubroker: Run, holder: str) -> None
     assert "connected simulated" in totals
 
 
+def test_the_tenants_and_what_the_operator_has_chosen_are_shown(gpubroker: Run, holder: str) -> None:
+    assert "default" in gpubroker("tenants").out
+    assert "interactive" in gpubroker("policy").out
+
+
 def test_a_token_is_made_used_listed_and_revoked(gpubroker: Run) -> None:
     secret = gpubroker("token create reader --scope tasks:read --max-priority 10 --expires 1h").out.strip()
     listed = gpubroker("token list").out
