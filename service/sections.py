@@ -30,12 +30,22 @@ class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
+class SimulatedInstance(Section):
+    """A part of a simulated device that is leased by itself, as instances of MIG are."""
+
+    kind: str = "simulated instance"
+    memory_mb: Annotated[int, Field(gt=0, le=4_194_304)]
+    count: Annotated[int, Field(gt=0, le=7)] = 1
+
+
 class SimulatedDevice(Section):
     """Devices that exist only in the ledger: for trying things out, and for tests."""
 
     kind: str = "simulated"
     memory_mb: Annotated[int, Field(gt=0, le=4_194_304)]
     count: Annotated[int, Field(gt=0, le=1024)] = 1
+    instances: list[SimulatedInstance] = []
+    """With any, they are leased and the device itself is not."""
 
 
 class RaySettings(Section):

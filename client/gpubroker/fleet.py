@@ -50,6 +50,10 @@ class Gpu:
     kind: str
     index: int = 0
     simulated: bool = False
+    parent: str = ""
+    """UUID of the GPU of which it is an instance."""
+    split: bool = False
+    """It has instances: they are leased, and it is not."""
     power: int = 0
     """Rank of its kind; more is stronger, 0 is not ranked."""
     context_mb: int = 0

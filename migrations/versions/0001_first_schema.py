@@ -7,8 +7,7 @@ from alembic import op
 
 revision = "0001"
 down_revision = None
-branch_labels = None
-depends_on = None
+branch_labels = depends_on = None
 
 ID = sa.Text().with_variant(sa.Text(collation="C"), "postgresql")
 COUNT = sa.BigInteger().with_variant(sa.Integer(), "sqlite")
@@ -231,6 +230,8 @@ def _nodes_and_devices() -> None:
         sa.Column("physical_mb", sa.Integer(), nullable=False),
         sa.Column("reserve_mb", sa.Integer(), nullable=False),
         sa.Column("declared_foreign_mb", sa.Integer(), nullable=False),
+        sa.Column("parent", sa.Text(), nullable=False),
+        sa.Column("split", sa.Boolean(), nullable=False),
         sa.Column("power", sa.Integer(), nullable=False),
         sa.Column("context_mb", sa.Integer(), nullable=False),
         sa.Column("simulated", sa.Boolean(), nullable=False),

@@ -16,7 +16,13 @@ from service.core.units import Mib, Seconds
 from service.core.world import World
 from service.gateway.parts import Defaults, Limits, ModelType
 from service.ports import Clock, Executor, Snapshot
-from service.sections import MaximumSettings, ModelTypeSettings, PoolSettings
+from service.sections import (
+    MaximumSettings,
+    ModelTypeSettings,
+    PoolSettings,
+    SimulatedDevice,
+    SimulatedInstance,
+)
 from service.settings import Settings
 
 MIB_BYTES = 2**20
@@ -89,11 +95,20 @@ def new_executor(settings: Settings, clock: Clock) -> Executor:
 
 def simulated_devices(settings: Settings) -> tuple[SeenDevice, ...]:
     """Numbered through, with names that say what they are."""
-    kinds = [device for device in settings.simulated_devices for _ in range(device.count)]
-    return tuple(
-        SeenDevice(f"GPU-sim-{settings.ray.node_name}-{i}", device.kind, i, Mib(device.memory_mb), True)
-        for i, device in enumerate(kinds)
-    )
+    seen: list[SeenDevice] = []
+    for given in (device for device in settings.simulated_devices for _ in range(device.count)):
+        whole = _simulated(settings, len(seen), given)
+        seen.append(whole)
+        for instance in (one for one in given.instances for _ in range(one.count)):
+            seen.append(_simulated(settings, len(seen), instance, parent=whole.uuid))
+    return tuple(seen)
+
+
+def _simulated(
+    settings: Settings, index: int, given: SimulatedDevice | SimulatedInstance, parent: str = ""
+) -> SeenDevice:
+    uuid = f"{'MIG' if parent else 'GPU'}-sim-{settings.ray.node_name}-{index}"
+    return SeenDevice(uuid, given.kind, index, Mib(given.memory_mb), True, parent)
 
 
 def inventory_rules_of(settings: Settings) -> InventoryRules:

@@ -23,15 +23,24 @@ class Device:
     context_mb: Mib = Mib(0)
     """What a process takes here beyond what it asked for; part of its lease."""
     simulated: bool = False
+    parent: str = ""
+    """UUID of the GPU of which this is an instance (MIG); empty for a GPU of its own."""
+    split: bool = False
+    """It has instances: they are leased, and it is not."""
     present: bool = True
     """Its node's agent finds it in the machine. One that is gone offers nothing; what was leased on it stays
     in the book until its holders are confirmed gone."""
     version: int = 1
 
     @property
+    def offers(self) -> bool:
+        """Whether anything of it can be had at all."""
+        return self.present and not self.split
+
+    @property
     def allocatable_mb(self) -> Mib:
         """What leases may come to in all; a whole device is so much of it."""
-        if not self.present:
+        if not self.offers:
             return Mib(0)
         return Mib(max(0, self.physical_mb - self.reserve_mb - self.declared_foreign_mb))
 

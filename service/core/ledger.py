@@ -130,7 +130,7 @@ class Book:
         """What nobody holds or uses, pledged or not; negative if over-used."""
         if self._unheld_mb is None:
             device = self.device
-            usable = device.physical_mb - device.reserve_mb if device.present else 0
+            usable = device.physical_mb - device.reserve_mb if device.offers else 0
             self._unheld_mb = usable - self.foreign_mb - self.unexplained_mb - self.held_mb()
         return self._unheld_mb
 

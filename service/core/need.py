@@ -37,6 +37,8 @@ def context_mb(demand: Demand, device: Device) -> Mib:
 
 def may_use_device(demand: Demand, device: Device) -> bool:
     where = demand.where
+    if device.parent and demand.gpus > 1:
+        return False  # a process sees one instance at most
     return (
         where.min_power <= device.power
         and where.min_device_mb <= device.physical_mb

@@ -212,6 +212,8 @@ class SeenDevice:
     index: int
     physical_mb: Mib
     simulated: bool
+    parent: str = ""
+    """UUID of the GPU of which it is an instance."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -121,6 +121,8 @@ def _device(seen: NodeSeen, device: SeenDevice, rules: InventoryRules) -> Device
         power=0 if kind is None else kind.power,
         context_mb=Mib(0) if kind is None else kind.context_mb,
         simulated=device.simulated,
+        parent=device.parent,
+        split=any(other.parent == device.uuid for other in seen.devices),
     )
 
 

@@ -57,6 +57,8 @@ def _gpu_view(parts: GatewayParts, book: Book, stranded_mb: int, viewer: Identit
         "kind": device.kind,
         "index": device.index,
         "simulated": device.simulated,
+        "parent": device.parent,
+        "split": device.split,
         "power": device.power,
         "context_mb": device.context_mb,
         "present": device.present,
@@ -137,10 +139,10 @@ def _node_view(world: World, node: Node) -> NodeView:
 
 def gpu_totals(world: World) -> GpuTotals:
     books = list(world.books.values())
-    samples = [book.sample for book in books if book.sample is not None and book.device.present]
+    samples = [book.sample for book in books if book.sample is not None and book.device.offers]
     measured = [sample.utilization for sample in samples if sample.utilization is not None]
     return {
-        "total_mb": sum(book.device.physical_mb for book in books if book.device.present),
+        "total_mb": sum(book.device.physical_mb for book in books if book.device.offers),
         "leased_mb": sum(book.leased_mb() for book in books),
         "used_mb": sum(sample.used_mb for sample in samples),
         "free_mb": sum(max(0, book.free_mb()) for book in books),

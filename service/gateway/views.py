@@ -184,6 +184,8 @@ class GpuView(TypedDict):
     kind: str
     index: int
     simulated: bool
+    parent: Annotated[str, Field(description="UUID of the GPU of which it is an instance; empty for GPUs.")]
+    split: Annotated[bool, Field(description="It has instances: they are leased, and it is not.")]
     power: Annotated[int, Field(description="Rank of its kind; more is stronger, 0 is not ranked.")]
     context_mb: Annotated[int, Field(description="What each process takes beyond what it asked for.")]
     present: Annotated[bool, Field(description="False once its node no longer has it; kept while leased.")]

@@ -2,7 +2,7 @@
 
 import pytest
 
-from service.bootstrap.compose import defaults_of, inventory_rules_of, policy_of
+from service.bootstrap.compose import defaults_of, inventory_rules_of, policy_of, simulated_devices
 from service.core.kinds import SHIPPED, Kind
 from service.core.policy import CustomLimit, Maximum, Pool
 from service.core.reconcile import InventoryRules
@@ -44,6 +44,16 @@ def test_defaults_of_model_types_come_from_the_settings() -> None:
     assert defaults_of(settings).model_types == {"llm": ModelType(priority=79, gpu_mb=8192)}
     learned = load_settings(model_types={"llm": {"gpu_mb": "learned"}})
     assert defaults_of(learned).model_types == {"llm": ModelType(gpu_mb="learned")}
+
+
+def test_instances_of_simulated_devices_have_a_parent() -> None:
+    half = {"kind": "half", "memory_mb": 500, "count": 2}
+    devices = simulated_devices(load_settings(simulated_devices=[{"memory_mb": 1000, "instances": [half]}]))
+    assert [(device.uuid, device.kind, device.parent) for device in devices] == [
+        ("GPU-sim-local-0", "simulated", ""),
+        ("MIG-sim-local-1", "half", "GPU-sim-local-0"),
+        ("MIG-sim-local-2", "half", "GPU-sim-local-0"),
+    ]
 
 
 def test_what_is_filled_in_stays_within_what_one_task_may_ask_for() -> None:

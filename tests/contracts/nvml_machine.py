@@ -17,6 +17,10 @@ class NVMLError_FunctionNotFound(NVMLError):  # noqa: N801  # the library's name
     """The driver is older than this question."""
 
 
+class NVMLError_NotFound(NVMLError):  # noqa: N801  # the library's name
+    """There is nothing in this slot."""
+
+
 class NVMLError_GpuIsLost(NVMLError):  # noqa: N801  # the library's name
     """It fell off the bus."""
 
@@ -56,6 +60,9 @@ class Gpu:
     graphics: list[Process] | None = field(default_factory=list)
     busy_percent: int | None = 0
     mig: bool | None = None
+    instances: tuple["Gpu | None", ...] = ()
+    """Of MIG, by slot; None is an empty one."""
+    name: bytes = b"NVIDIA H100"
     lost: bool = False
 
 
@@ -84,7 +91,7 @@ class Machine:
         return gpu.uuid
 
     def nvmlDeviceGetName(self, gpu: Gpu) -> bytes:  # noqa: N802
-        return b"NVIDIA H100"
+        return gpu.name
 
     def nvmlDeviceGetMemoryInfo(self, gpu: Gpu, version: int | None = None) -> Memory:  # noqa: N802
         if gpu.lost:
@@ -109,6 +116,15 @@ class Machine:
         if gpu.mig is None:
             raise NVMLError_NotSupported
         return int(gpu.mig), int(gpu.mig)
+
+    def nvmlDeviceGetMaxMigDeviceCount(self, gpu: Gpu) -> int:  # noqa: N802
+        return len(gpu.instances)
+
+    def nvmlDeviceGetMigDeviceHandleByIndex(self, gpu: Gpu, slot: int) -> Gpu:  # noqa: N802
+        instance = gpu.instances[slot]
+        if instance is None:
+            raise NVMLError_NotFound
+        return instance
 
     def nvmlDeviceGetUtilizationRates(self, gpu: Gpu) -> Rates:  # noqa: N802
         if gpu.busy_percent is None:

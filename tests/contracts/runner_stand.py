@@ -23,7 +23,7 @@ def an_agent_config(run_dir: Path, **changes: Any) -> AgentConfig:
     given: dict[str, Any] = {
         "node": "n1",
         "instance": "test",
-        "devices": ((GPU, "simulated", 0, 24_000),),
+        "devices": ((GPU, "simulated", 0, 24_000, ""),),
         "spares": 0,
         "warm_runners": 0,
         "cpu": 4.0,

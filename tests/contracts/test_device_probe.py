@@ -143,6 +143,16 @@ def test_utilization_is_a_share_of_one() -> None:
     assert first.utilization == pytest.approx(0.4)
 
 
+def test_instances_of_a_split_gpu_are_devices_with_a_parent() -> None:
+    slices = (Gpu("MIG-1", total_mb=10_000, used_mb=300, name=b"NVIDIA H100 MIG 1g.10gb"), None)
+    probe = NvmlProbe(Machine(Gpu("GPU-a", mig=True, instances=slices), Gpu("GPU-b", mig=False)))
+    whole, other, instance = probe.inventory()
+    assert [(d.uuid, d.index, d.parent) for d in (whole, other)] == [("GPU-a", 0, ""), ("GPU-b", 1, "")]
+    assert instance == SeenDevice("MIG-1", "NVIDIA H100 MIG 1g.10gb", 2, Mib(10_000), False, "GPU-a")
+    used = {measured.uuid: measured for measured in probe.sample({})}
+    assert (used["MIG-1"].used_mb, used["MIG-1"].foreign_mb) == (300, None), "nobody says whose it is"
+
+
 def test_a_lost_device_gets_no_sample_and_the_others_do() -> None:
     lost, fine = Gpu("GPU-a"), Gpu("GPU-b")
     probe = NvmlProbe(Machine(lost, fine))

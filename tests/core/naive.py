@@ -183,7 +183,7 @@ class Naive(NaiveTenants):
         where = demand.where
         if where.kinds and not set(where.kinds) & set(device.kind.split()):
             return True
-        if where.devices and device.uuid not in where.devices:
+        if (device.parent and demand.gpus > 1) or (where.devices and device.uuid not in where.devices):
             return True
         return device.power < where.min_power or device.physical_mb < where.min_device_mb
 

@@ -102,8 +102,9 @@ def clusters(draw: st.DrawFn) -> World:
         for index in range(draw(st.integers(1, 2))):
             foreign = 10 if odd == "foreign" else 0
             size = draw(st.sampled_from((40, 80)))
-            kind, power, context_mb = draw(st.sampled_from((("a big", 2, 3), ("a small", 1, 0))))
-            facts = {"kind": kind, "power": power, "context_mb": context_mb}
+            kinds = (("a big", 2, 3), ("a small", 1, 0), ("a small", 1, 0, "a GPU"))
+            kind, power, context_mb, *parent = draw(st.sampled_from(kinds))
+            facts = {"kind": kind, "power": power, "context_mb": context_mb, "parent": "".join(parent)}
             device = a_device(
                 f"gpu{index}", node, mb=size, reserve_mb=4, declared_foreign_mb=foreign, **facts
             )

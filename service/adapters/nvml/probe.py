@@ -58,20 +58,42 @@ class NvmlProbe:
         self._nvml = nvml
         self._shares_pids = shares_pids
         self._handles: dict[str, Any] = {}
+        self._instances: set[str] = set()
+        """Those of `_handles` that are instances of a GPU."""
         self._devices: list[SeenDevice] = []
-        for index in range(nvml.nvmlDeviceGetCount()):
-            handle = nvml.nvmlDeviceGetHandleByIndex(index)
-            uuid = _text(nvml.nvmlDeviceGetUUID(handle))
-            self._handles[uuid] = handle
-            self._devices.append(
-                SeenDevice(
-                    uuid=uuid,
-                    kind=_text(nvml.nvmlDeviceGetName(handle)),
-                    index=index,
-                    physical_mb=self._memory(handle)[0],
-                    simulated=False,
-                )
+        whole = [nvml.nvmlDeviceGetHandleByIndex(index) for index in range(nvml.nvmlDeviceGetCount())]
+        for handle in whole:
+            self._enter(handle)
+        for handle in whole:
+            for instance in self._instances_of(handle):
+                self._enter(instance, parent=_text(nvml.nvmlDeviceGetUUID(handle)))
+
+    def _enter(self, handle: Any, parent: str = "") -> None:
+        """Numbered through; instances come after all GPUs, whose numbers are the driver's."""
+        uuid = _text(self._nvml.nvmlDeviceGetUUID(handle))
+        self._handles[uuid] = handle
+        if parent:
+            self._instances.add(uuid)
+        self._devices.append(
+            SeenDevice(
+                uuid=uuid,
+                kind=_text(self._nvml.nvmlDeviceGetName(handle)),
+                index=len(self._devices),
+                physical_mb=self._memory(handle)[0],
+                simulated=False,
+                parent=parent,
             )
+        )
+
+    def _instances_of(self, handle: Any) -> Iterator[Any]:
+        """Of a GPU that is split (MIG); slots may be empty."""
+        if not self._is_split(handle):
+            return
+        for slot in range(self._nvml.nvmlDeviceGetMaxMigDeviceCount(handle)):
+            try:
+                yield self._nvml.nvmlDeviceGetMigDeviceHandleByIndex(handle, slot)
+            except self._nvml.NVMLError:
+                continue
 
     def inventory(self) -> Sequence[SeenDevice]:
         return self._devices
@@ -93,7 +115,8 @@ class NvmlProbe:
         _, used_mb = self._memory(handle)
         utilization = self._utilization(handle)
         processes = dict(self._processes(handle))
-        if not self._shares_pids or None in processes.values() or self._is_split(handle):
+        is_split = uuid in self._instances or self._is_split(handle)
+        if not self._shares_pids or None in processes.values() or is_split:
             return MeasuredDevice(uuid, used_mb, None, {}, utilization)
         by_holder: dict[str, Mib] = {}
         foreign_mb = 0

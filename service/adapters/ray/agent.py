@@ -198,7 +198,9 @@ class NodeAgent:
             "incarnation": self._incarnation,
             "boot_id": boot_id(),
         }
-        devices = [(d.uuid, d.kind, d.index, d.physical_mb, d.simulated) for d in self._meter.inventory()]
+        devices = [
+            (d.uuid, d.kind, d.index, d.physical_mb, d.simulated, d.parent) for d in self._meter.inventory()
+        ]
         runs = [tuple(key) for key in (*keeper.book.runs, *keeper.outsiders)]
         return ("node_seen", time.time(), node, devices, runs)
 

@@ -72,7 +72,7 @@ class RayOptions:
     def agent_config(self, keepalive: str) -> "AgentConfig":
         devices = None
         if self.devices is not None:
-            devices = tuple((d.uuid, d.kind, d.index, int(d.physical_mb)) for d in self.devices)
+            devices = tuple((d.uuid, d.kind, d.index, int(d.physical_mb), d.parent) for d in self.devices)
         runs = self.data_dir / "runs" if self.is_local else Path(tempfile.gettempdir())
         return AgentConfig(
             node=self.node_name,
@@ -99,8 +99,8 @@ class AgentConfig:
 
     node: str
     instance: str
-    devices: tuple[tuple[str, str, int, int], ...] | None
-    """(uuid, kind, index, MiB) of simulated devices; None: NVML."""
+    devices: tuple[tuple[str, str, int, int, str], ...] | None
+    """(uuid, kind, index, MiB, parent's uuid) of simulated devices; None: NVML."""
     spares: int
     warm_runners: int
     cpu: float | None
@@ -143,4 +143,7 @@ class AgentConfig:
     def simulated(self) -> tuple[SeenDevice, ...] | None:
         if self.devices is None:
             return None
-        return tuple(SeenDevice(uuid, kind, index, Mib(mb), True) for uuid, kind, index, mb in self.devices)
+        return tuple(
+            SeenDevice(uuid, kind, index, Mib(mb), True, parent)
+            for uuid, kind, index, mb, parent in self.devices
+        )

@@ -213,9 +213,11 @@ def _node(told: Any) -> Node:
 
 def _device(told: Any) -> SeenDevice:
     match told:
-        case (uuid, kind, index, physical_mb, bool(simulated)):
+        case (uuid, kind, index, physical_mb, bool(simulated), str(parent)):
             mb = Mib(_count(physical_mb, "physical_mb"))
-            return SeenDevice(_name(uuid, "uuid"), _name(kind, "kind"), _count(index, "index"), mb, simulated)
+            return SeenDevice(
+                _name(uuid, "uuid"), _name(kind, "kind"), _count(index, "index"), mb, simulated, parent
+            )
         case _:
             return _refuse("device", told)
 

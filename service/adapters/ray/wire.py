@@ -23,7 +23,7 @@ from service.core.orders import (
 from service.core.units import DeviceKey, Mib
 from service.ports import RunPayload
 
-PROTOCOL = 3
+PROTOCOL = 4
 """First value of every message between driver and agent. Another number is refused."""
 
 
