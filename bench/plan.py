@@ -19,15 +19,18 @@ from typing import TypeVar
 
 from bench.measuring import Figure, percentile, say
 from service.bootstrap.process import make_full_collections_rare
+from service.core.advice import advise
 from service.core.cycle import SLICE, plan_cycle
 from service.core.demand import Demand
 from service.core.device import Device, DeviceSample, Node
+from service.core.draft import Draft
 from service.core.events import events_of
-from service.core.explain import explain
+from service.core.explain import explain_waiting
 from service.core.lease import LeaseState, move_lease
 from service.core.memory import Memory
 from service.core.plan import Decision, write_move
 from service.core.policy import Policy
+from service.core.survey import survey
 from service.core.task import Move, Task, TaskState
 from service.core.units import DeviceKey, Instant, Mib, NodeName, Position, TaskId, device_key
 from service.core.world import World
@@ -72,10 +75,13 @@ def measure(options: Namespace) -> Iterator[Figure]:
     yield from releases(room, options.cycles, chance)
     waiting = sorted(task.id for task in room.world.tasks.values() if task.state is TaskState.PENDING)
     explained = [
-        timed(partial(explain, room.world, task, room.policy, room.now))[0]
+        timed(partial(in_full, room, room.world.tasks[task]))[0]
         for task in chance.sample(waiting, min(options.explained, len(waiting)))
     ]
     yield Figure("plan", "plan.explain.p99_ms", 1000 * percentile(explained, 99), "ms", len(explained))
+    strangers = (replace(room.world.tasks[task], id=TaskId("new")) for task in waiting[: options.explained])
+    simulated = [timed(partial(in_full, room, task))[0] for task in strangers]
+    yield Figure("plan", "plan.simulate.p99_ms", 1000 * percentile(simulated, 99), "ms", len(simulated))
     peak_mb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
     yield Figure("plan", "plan.rss_mb", peak_mb, "MB", 1)
 
@@ -199,6 +205,13 @@ class Room:
                 for position, new in enumerate(events_of(decision), start=self.world.position + 1)
             )
         self.applied_s += process_time() - began
+
+
+def in_full(room: "Room", task: Task) -> None:
+    """All that an explanation or a simulation is made of."""
+    seen = survey(Draft(room.world), task, room.policy, room.now)
+    explain_waiting(seen)
+    advise(seen)
 
 
 def timed(what: Callable[[], T]) -> tuple[float, T]:

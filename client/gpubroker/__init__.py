@@ -26,10 +26,11 @@ if TYPE_CHECKING:
         WrongArgument,
     )
     from gpubroker.estimates import Estimate
-    from gpubroker.explained import Explanation
+    from gpubroker.explained import Explanation, Simulation
     from gpubroker.fleet import Gpu, Node, Stats, Tenant
     from gpubroker.leases import Lease, LeaseEnded, LeaseState, Notice
     from gpubroker.models import Event, Outcome, Page, Task, TaskState, Token
+    from gpubroker.planned import FleetPlan
     from gpubroker.policy import Policy
     from gpubroker.runtime import CheckpointTooLarge, NoCurrentTask, RunningTask, Stopped, current_task
 
@@ -53,8 +54,9 @@ _HOME = {
     "Estimate": "estimates",
     **dict.fromkeys(("Gpu", "Node", "Stats", "Tenant"), "fleet"),
     **dict.fromkeys(("Lease", "LeaseEnded", "LeaseState", "Notice"), "leases"),
-    "Explanation": "explained",
+    **dict.fromkeys(("Explanation", "Simulation"), "explained"),
     **dict.fromkeys(("Event", "Outcome", "Page", "Task", "TaskState", "Token"), "models"),
+    "FleetPlan": "planned",
     "Policy": "policy",
     **dict.fromkeys(
         ("CheckpointTooLarge", "NoCurrentTask", "RunningTask", "Stopped", "current_task"), "runtime"
@@ -69,6 +71,7 @@ __all__ = [
     "Estimate",
     "Event",
     "Explanation",
+    "FleetPlan",
     "Gpu",
     "Lease",
     "LeaseEnded",
@@ -81,6 +84,7 @@ __all__ = [
     "Policy",
     "Refused",
     "RunningTask",
+    "Simulation",
     "Stats",
     "Stopped",
     "Task",

@@ -10,13 +10,14 @@ import httpx
 from gpubroker.connection import Connection, find_service
 from gpubroker.estimates import Estimate
 from gpubroker.exchange import Answer, Call, Pause, Steps
-from gpubroker.explained import Explanation
+from gpubroker.explained import Explanation, Simulation
 from gpubroker.fleet import Gpu, Node, Stats, Tenant
 from gpubroker.holding import AsyncHeldLease
 from gpubroker.lease_operations import LeaseOperations
 from gpubroker.leases import AnyLease, Lease, LeaseOptions
 from gpubroker.models import Event, Outcome, Page, Task, Token
 from gpubroker.operations import EVENTS_PER_PAGE, FOLLOW_PAUSE_SECONDS, AnyTask, ListOptions, Operations
+from gpubroker.planned import FleetPlan
 from gpubroker.policy import Policy
 from gpubroker.submission import SubmitOptions, Target
 from gpubroker.wire import answer_of, client_settings, request_of, unreachable
@@ -58,6 +59,13 @@ class AsyncBroker:
 
     async def submit(self, target: Target, *args: Any, **options: Unpack[SubmitOptions]) -> Task:
         return await self._carry_out(self._do.submit(target, args, options))
+
+    async def simulate(
+        self, target: Target | None = None, *args: Any, **options: Unpack[SubmitOptions]
+    ) -> Simulation:
+        """What would become of this task if it were submitted now; nothing is. Without a target, of a bare
+        demand. A refusal is part of the answer; raises Refused for what the token may not ask."""
+        return await self._carry_out(self._do.simulate(target, args, options))
 
     async def get(self, task: AnyTask) -> Task:
         return await self._carry_out(self._do.get(task))
@@ -162,6 +170,15 @@ class AsyncBroker:
 
     async def ready(self) -> Mapping[str, str]:
         return await self._carry_out(self._do.ready())
+
+    async def plan(
+        self,
+        components: Sequence[Mapping[str, Any]],
+        fleet: Sequence[Mapping[str, Any]] | None = None,
+    ) -> FleetPlan:
+        """Whether these components fit the fleet that is there, or this one; nothing is stored. Both are as
+        in `POST /plan`: `[{"name": "trainer", "count": 4, "resources": {"gpus": 1}}]`."""
+        return await self._carry_out(self._do.plan(components, fleet))
 
     async def tokens(self) -> tuple[Token, ...]:
         return await self._carry_out(self._do.tokens())

@@ -164,3 +164,40 @@ class Explanation:
     @classmethod
     def of(cls, raw: Raw) -> "Explanation":
         return filled(cls, raw, state=TaskState(raw.get("state", "")), **told(raw))
+
+
+@dataclass(frozen=True, slots=True)
+class Simulation:
+    """What would become of a task if it were submitted now."""
+
+    verdict: str
+    """refused, starts (there is room), preempts (`victims` would be asked to leave) or waits."""
+    message: str
+    reason: str | None = None
+    refusal: Raw | None = None
+    """The problem with which a submit would be refused: `code`, `detail` and `errors`."""
+    evaluated_at: datetime | None = None
+    priority: int | None = None
+    resources: Raw | None = None
+    """With all defaults."""
+    places: tuple[Raw, ...] = ()
+    """Where it would start now: `node` and `devices`."""
+    victims: tuple[Run, ...] = ()
+    position: int | None = None
+    queue_length: int = 0
+    start: Within | None = None
+    preemption: Preemption | None = None
+    remedies: tuple[Remedy, ...] = ()
+    blockers: tuple[Blocker, ...] = ()
+    devices: tuple[DeviceVerdict, ...] = ()
+    raw: Raw = field(default_factory=dict, repr=False)
+
+    @property
+    def starts(self) -> bool:
+        """At once, or when its victims have left."""
+        return self.verdict in ("starts", "preempts")
+
+    @classmethod
+    def of(cls, raw: Raw) -> "Simulation":
+        places = tuple(raw.get("places") or ())
+        return filled(cls, raw, places=places, victims=_runs(raw.get("victims")), **told(raw))

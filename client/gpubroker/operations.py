@@ -4,15 +4,16 @@ import json
 import time
 import uuid
 from collections.abc import Mapping, Sequence
-from typing import Any, TypedDict
+from typing import Any, TypedDict, cast
 from urllib.parse import quote
 
 from gpubroker.errors import TaskCancelled, TaskFailed, WaitTimeout
 from gpubroker.estimates import Estimate
 from gpubroker.exchange import Answer, Call, Steps, exchange
-from gpubroker.explained import Explanation
+from gpubroker.explained import Explanation, Simulation
 from gpubroker.fleet import Gpu, Node, Stats, Tenant
 from gpubroker.models import Event, Failure, Outcome, Page, Task, TaskState, Token
+from gpubroker.planned import FleetPlan
 from gpubroker.policy import Policy
 from gpubroker.submission import SubmitOptions, Target, opened, submission_body
 
@@ -66,6 +67,14 @@ class Operations:
         call = Call("POST", "/tasks", body=body, headers={"Idempotency-Key": f'"{key}"'})
         answer = yield from self._send(call)
         return Task.of(answer.json())
+
+    def simulate(
+        self, target: Target | None, args: Sequence[Any], options: SubmitOptions
+    ) -> Steps[Simulation]:
+        asked = {name: value for name, value in options.items() if name != "idempotency_key"}
+        body = submission_body(target, args, cast("SubmitOptions", asked))
+        answer = yield from self._send(Call("POST", "/tasks/simulate", body=body))
+        return Simulation.of(answer.json())
 
     def get(self, task: AnyTask) -> Steps[Task]:
         return Task.of((yield from self._ask("GET", _path(task))))
@@ -147,6 +156,12 @@ class Operations:
     def ready(self) -> Steps[Mapping[str, str]]:
         parts: Mapping[str, str] = (yield from self._ask("GET", "/readyz"))["parts"]
         return parts
+
+    def plan(
+        self, components: Sequence[Mapping[str, Any]], fleet: Sequence[Mapping[str, Any]] | None
+    ) -> Steps[FleetPlan]:
+        body = _given({"components": list(components), "fleet": fleet})
+        return FleetPlan.of((yield from self._ask("POST", "/plan", body)))
 
     # Administration
 

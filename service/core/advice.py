@@ -8,7 +8,7 @@ from service.core.horizon import AT_ONCE, Horizon, later
 from service.core.remedies import Remedy, remedies
 from service.core.spared import Spared, spared
 from service.core.survey import Survey
-from service.core.trial import Trial, attempt
+from service.core.trial import Planner, Trial
 from service.core.units import DeviceKey, Seconds
 
 
@@ -30,7 +30,8 @@ class Advice:
 def advise(seen: Survey, highest_priority: int = 100) -> Advice:
     """`seen`: of a pending task, or of one that nobody has submitted. Changes nothing."""
     task, draft = seen.task, seen.draft
-    trial = attempt(draft, task, seen.policy, seen.now)
+    planner = Planner(draft, seen.policy, seen.now)
+    trial = planner.attempt(task)
     horizon = Horizon(draft.world, seen.now)
     free_in = _free_in(seen, horizon)
     may_start = trial.places is not None and not stands_aside(task)
@@ -38,7 +39,7 @@ def advise(seen: Survey, highest_priority: int = 100) -> Advice:
         trial,
         AT_ONCE if may_start else _start(seen, trial, horizon, free_in),
         spared(seen, trial),
-        () if may_start else remedies(seen, horizon, highest_priority),
+        () if may_start else remedies(seen, horizon, planner, highest_priority),
         free_in,
         horizon,
     )

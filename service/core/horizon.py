@@ -10,9 +10,9 @@ from service.core.expectations import Remaining, remaining_seconds
 from service.core.lease import LeaseState
 from service.core.ledger import Book, Holding
 from service.core.lessons import kind_of_run
-from service.core.placement import Places
 from service.core.survey import NodeFinding, Survey
 from service.core.task import Task, TaskState
+from service.core.trial import Planner
 from service.core.units import DeviceKey, Instant, Seconds, TaskId
 from service.core.world import World
 
@@ -115,9 +115,7 @@ class Horizon:
         return latest if self._fits(draft, seen, node) else None
 
     def _fits(self, draft: Draft, seen: Survey, node: NodeFinding) -> bool:
-        if draft.short_of(seen.task, seen.policy.custom_limits):
-            return False
-        return Places(draft, seen.policy, seen.now).on(node.node.name, seen.task) is not None
+        return Planner(draft, seen.policy, seen.now).place_on([node.node.name], seen.task) is not None
 
 
 def later(ends: Iterable[Remaining]) -> Remaining:

@@ -15,18 +15,18 @@ from service.core.explain import stands_aside
 from service.core.gang import Gang
 from service.core.horizon import Horizon
 from service.core.need import may_use_device
-from service.core.offers import Offers
-from service.core.placement import Places
 from service.core.pools import resettled, without_pool
-from service.core.preemption import could_make_room, may_preempt
 from service.core.rivals import first_end
 from service.core.survey import Survey
 from service.core.task import Task
-from service.core.trial import Trial, attempt, place
+from service.core.trial import Planner, Trial
 from service.core.units import Mib, NodeName, in_gib
 
 LEAST_SHARE = 0.1
 """To ask for less than this part of what was asked is no remedy."""
+
+MOST_NODES = 24
+"""On so many nodes victims are looked for who would have to leave for a higher priority."""
 
 Change = Mapping[str, Any]
 """Fields as a submit or a change names them, and their new values."""
@@ -51,13 +51,15 @@ class Remedy:
     """When that is expected; None: at once, or nobody can tell."""
 
 
-def remedies(seen: Survey, horizon: Horizon, highest_priority: int = 100) -> tuple[Remedy, ...]:
+def remedies(
+    seen: Survey, horizon: Horizon, planner: Planner, highest_priority: int = 100
+) -> tuple[Remedy, ...]:
     """All that were found for a task without room, what changes least first.
 
     `highest_priority`: the most that whoever asks may give it. The work is bounded: a few plans for this one
     task, however large the cluster.
     """
-    search = _Search(seen, horizon)
+    search = _Search(seen, horizon, planner)
     found = [
         search.release(),
         search.after_an_end(),
@@ -71,13 +73,14 @@ def remedies(seen: Survey, horizon: Horizon, highest_priority: int = 100) -> tup
 
 
 class _Search:
-    def __init__(self, seen: Survey, horizon: Horizon) -> None:
+    def __init__(self, seen: Survey, horizon: Horizon, planner: Planner) -> None:
         self._seen = seen
         self._draft = seen.draft
         self._policy = seen.policy
         self._now = seen.now
         self._task = seen.task
         self._horizon = horizon
+        self._planner = planner
         self._nodes = [one.node.name for one in seen.nodes if one.is_usable]
         self._stands_aside = stands_aside(seen.task)
 
@@ -91,7 +94,7 @@ class _Search:
         if self._task.not_before:
             change["not_before"] = None
         free = replace(self._task, held=False, not_before=None)
-        trial = attempt(self._draft, free, self._policy, self._now)
+        trial = self._planner.attempt(free)
         said = "released" if self._task.held else "without not_before"
         return self._remedy(change, free, trial, said)
 
@@ -143,10 +146,9 @@ class _Search:
         demand = self._task.demand
         if self._stands_aside or demand.gpus < 2:
             return None
-        places = Places(self._draft, self._policy, self._now)
 
         def would_do(gpus: int) -> bool:
-            return places.best(replace(self._task, demand=replace(demand, gpus=gpus))) is not None
+            return self._planner.place(replace(self._task, demand=replace(demand, gpus=gpus))) is not None
 
         gpus = _first(range(demand.gpus - 1, 0, -1), would_do)
         if gpus is None:
@@ -184,12 +186,11 @@ class _Search:
         if self._stands_aside or not (demand.cpu or demand.memory_mb):
             return None
         bare = replace(task, demand=replace(demand, cpu=0.0, memory_mb=Mib(0)))
-        places = Places(self._draft, self._policy, self._now)
         best: tuple[float, int, NodeName] | None = None
         for node in self._nodes:
             room = self._draft.headroom(node, task=task.id, priority=task.priority)
             short = room.cpu < demand.cpu or room.memory_mb < demand.memory_mb
-            if short and places.on(node, bare) is not None:
+            if short and self._planner.place_on([node], bare) is not None:
                 left = (min(room.cpu, demand.cpu), min(room.memory_mb, demand.memory_mb), node)
                 best = left if best is None else max(best, left)
         if best is None:
@@ -211,21 +212,18 @@ class _Search:
         steps = [step for step in self._steps() if self._task.priority < step <= highest]
         if self._stands_aside or not steps:
             return None
-        offers = Offers(self._draft, self._policy, self._now)
 
         def would_do(priority: int) -> bool:
             raised = replace(self._task, priority=priority)
             if check_priority(raised.demand, priority, self._policy) is not None:
                 return False
-            if may_preempt(offers, raised) and any(could_make_room(offers, raised, n) for n in offers.nodes):
-                return True
-            return place(self._draft, raised, self._policy, self._now) is not None
+            return self._planner.could_start(raised)
 
         priority = _first(steps, would_do)
         if priority is None:
             return None
         raised = replace(self._task, priority=priority)
-        trial = attempt(self._draft, raised, self._policy, self._now)
+        trial = self._planner.attempt(raised, MOST_NODES)
         return self._remedy({"priority": priority}, raised, trial, f"with priority {priority} or above")
 
     def _steps(self) -> list[int]:
@@ -254,7 +252,7 @@ class _Search:
         if isinstance(settled, Refusal):
             return None
         changed = replace(self._task, demand=settled)
-        places = place(self._draft, changed, self._policy, self._now)
+        places = self._planner.place(changed)
         if places is None or self._refuses(settled):
             return None
         return self._remedy(change, changed, Trial(places), said)

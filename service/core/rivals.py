@@ -1,6 +1,5 @@
 """For whose end a task waits, and who stands ahead of it and would take the room that then comes back."""
 
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from service.core.draft import Draft
@@ -9,15 +8,12 @@ from service.core.fairness import Shares
 from service.core.gang import Gang
 from service.core.horizon import Horizon
 from service.core.need import may_use_node
-from service.core.offers import Offers
 from service.core.ordering import Kin, OrderKey, order_key, own_key
-from service.core.placement import Places
-from service.core.preemption import could_make_room, may_preempt
 from service.core.ranks import nodes_of
 from service.core.survey import Survey
 from service.core.task import Task
-from service.core.trial import place
-from service.core.units import NodeName, TaskId
+from service.core.trial import Planner
+from service.core.units import TaskId
 
 MOST_RUNS = 64
 """So many runs are tried, those that are expected to end first."""
@@ -47,26 +43,16 @@ def first_end(seen: Survey, horizon: Horizon) -> End | None:
     for end, run in soonest[:MOST_RUNS]:
         without = Draft(draft.world)
         without.dismiss(run)
-        places = _place_on(without, seen, nodes_of(run))
+        planner = Planner(without, seen.policy, seen.now)
+        places = planner.place_on(nodes_of(run), task)
         if places is None:
             continue
         contested += 1
-        if not rivals.would_take(without, run):
+        if not rivals.would_take(planner, run):
             return End(run, end, places)
         if contested == MOST_CONTESTED:
             break
     return None
-
-
-def _place_on(draft: Draft, seen: Survey, nodes: Iterable[NodeName]) -> Gang | None:
-    """A place on one of the nodes on which something came back; a gang may take others as well."""
-    if seen.task.demand.bundles:
-        return place(draft, seen.task, seen.policy, seen.now)
-    if draft.short_of(seen.task, seen.policy.custom_limits):
-        return None
-    places = Places(draft, seen.policy, seen.now)
-    found = [option for node in nodes if (option := places.on(node, seen.task)) is not None]
-    return (min(found)[1],) if found else None
 
 
 class _Rivals:
@@ -77,23 +63,16 @@ class _Rivals:
         self._ahead: list[Task] | None = None
         self._shares: Shares
 
-    def would_take(self, draft: Draft, run: Task) -> bool:
+    def would_take(self, planner: Planner, run: Task) -> bool:
         """Whether one of them might take what this run gave back, in a draft in which it did. In doubt, yes:
         what it counted of a limit that many share may be taken on any node."""
         returned = {name for name, _ in run.demand.counted}
-        places = Places(draft, self._seen.policy, self._seen.now)
-        offers = Offers(draft, self._seen.policy, self._seen.now)
         return any(
             rival.demand.bundles
             or any(name in returned for name, _ in rival.demand.counted)
-            or any(self._fits(places, offers, rival, node) for node in nodes_of(run))
+            or any(planner.may_have(node, rival) for node in nodes_of(run))
             for rival in self._most_urgent()
         )
-
-    def _fits(self, places: Places, offers: Offers, rival: Task, node: NodeName) -> bool:
-        if places.on(node, rival) is not None:
-            return True
-        return may_preempt(offers, rival) and could_make_room(offers, rival, node)
 
     def _most_urgent(self) -> list[Task]:
         if self._ahead is None:

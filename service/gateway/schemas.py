@@ -224,6 +224,12 @@ class SubmitTask(Body):
         return self
 
 
+class SimulateTask(SubmitTask):
+    """As a submit; without `run`, a bare demand."""
+
+    run: Run | None = None  # type: ignore[assignment]  # what is asked about need not be runnable
+
+
 class CancelTask(Body):
     grace_seconds: Annotated[
         GraceSeconds | None, Field(description="Time between notice and force; left out: the task's own.")

@@ -220,6 +220,10 @@ def sizing_view(sizing: Mapping[str, Any] | None) -> SizingView | None:
     }
 
 
+def sizing_of(learned: Size | None) -> SizingView | None:
+    return sizing_view(None if learned is None else asdict(learned))
+
+
 def eta_view(remaining: Remaining, now: Instant) -> EtaView:
     return {
         "p50_at": rfc3339(Instant(now + remaining.p50_seconds)),

@@ -110,10 +110,11 @@ def loaded_after(statement: str) -> set[str]:
 
 def declared_by_the_client() -> set[str]:
     project = tomllib.loads((ROOT / "client/pyproject.toml").read_text(encoding="utf-8"))["project"]
-    return {
+    names = {
         re.split(r"[\[<>=!~; ]", wanted, maxsplit=1)[0].lower().replace("-", "_")
         for wanted in project["dependencies"]
     }
+    return {"yaml" if name == "pyyaml" else name for name in names}
 
 
 def clock_readings(module: Module) -> Iterator[int]:

@@ -1,13 +1,17 @@
 """What is expected for a task that waits, and why nobody is stopped for it."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
 
 from service.core.advice import Advice, advise
+from service.core.cycle import plan_cycle
 from service.core.draft import Draft
 from service.core.estimate import Topic, What, sketch_of
 from service.core.expectations import Remaining
+from service.core.explain import explain_waiting
 from service.core.lease import LeaseState
 from service.core.policy import CustomLimit, Policy
 from service.core.spared import Shield, Why
@@ -25,9 +29,12 @@ from tests.builders import (
     a_sample,
     a_task,
     a_world,
+    commit,
     holding,
     key,
 )
+from tests.core.scenarios import POLICY as SCENARIO_POLICY
+from tests.core.scenarios import Chapter, Story, clusters, stories
 
 POLICY = Policy(custom_limits=(CustomLimit("licence", 1.0),))
 STATED = Seconds(100.0)
@@ -254,6 +261,45 @@ def test_runs_whose_end_would_not_do_are_told_as_such():
         "nobody is stopped, because with 1 run less it would still not fit; besides, 1 run of the same or "
         "higher priority, 1 run leaving anyway"
     )
+
+
+def rows(world: World) -> object:
+    """All that a plan depends on, caches aside, and whether anything was marked as changed."""
+    queue = world.queue
+    return repr(
+        (
+            world.position,
+            world.tasks,
+            world.leases,
+            world.pledges,
+            world.requests,
+            world.nodes,
+            [(book.device, book.holdings, book.pledges, book.sample) for book in world.books.values()],
+            [(name, use.cpu, use.memory_mb, use.runs, use.custom) for name, use in world.use.items()],
+            world.custom_use,
+            world.active,
+            [(group.key, list(group)) for group in queue.groups.values()],
+            (queue.held, queue.awaiting, dict(queue.delayed), queue.arrivals),
+            (world.marks.changes.revision, world.marks.growth.revision, world.inventory_version),
+        )
+    )
+
+
+@given(clusters(), stories)
+@settings(max_examples=25, deadline=None)
+def test_to_ask_changes_nothing(world: World, story: list[Chapter]):
+    tale = Story(world)
+    for chapter in story:
+        for _ in tale.happens(chapter):
+            pass
+        commit(world, plan_cycle(world, SCENARIO_POLICY, Instant(tale.now)).decisions, tale.now)
+        before = rows(world)
+        for task in [row for row in world.tasks.values() if row.state is TaskState.PENDING]:
+            for asked in (task, replace(task, id=TaskId("new"))):
+                seen = survey(Draft(world), asked, SCENARIO_POLICY, Instant(tale.now))
+                explain_waiting(seen)
+                advise(seen)
+        assert rows(world) == before
 
 
 def test_use_that_is_not_attributed_leaves_with_the_run_that_explains_it():

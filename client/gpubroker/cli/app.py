@@ -7,7 +7,7 @@ import typer
 from typer.core import TyperGroup
 from typer.main import get_group
 
-from gpubroker.cli import EXIT_USAGE, administer, cluster, control, learned, lease, submit, tasks
+from gpubroker.cli import EXIT_USAGE, administer, cluster, control, learned, lease, plan, submit, tasks
 from gpubroker.cli.session import Format, Output, say
 
 _SERVER_COMMANDS = frozenset({"serve", "down", "migrate", "openapi"})
@@ -59,7 +59,8 @@ app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
-    epilog="Exit codes: 0 ok, 2 usage, 3 task failed, 4 cancelled, 5 wait timeout, 6 refused, 7 unreachable.",
+    epilog="Exit codes: 0 ok, 2 usage, 3 task failed, 4 cancelled, 5 wait timeout, 6 refused, 7 unreachable, "
+    "8 would wait or does not fit.",
 )
 
 
@@ -93,6 +94,6 @@ def version(output: Output = Format.TABLE) -> None:
     typer.echo(f"gpubroker {__version__}" if output is Format.TABLE else f'{{"version": "{__version__}"}}')
 
 
-for part in (submit, tasks, control, lease, learned, cluster, administer):
+for part in (submit, tasks, control, lease, learned, cluster, plan, administer):
     part.add_to(app)
 app.command(rich_help_panel="Administration")(version)

@@ -7,7 +7,7 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from gpubroker.cli.layout import Column, Rows, gib, short_id, size, span, with_short_ids
-from gpubroker.explained import DeviceVerdict, Explanation, Preemption, Remedy, Run, Within
+from gpubroker.explained import DeviceVerdict, Explanation, Preemption, Remedy, Run, Simulation, Within
 
 MOST_DEVICES = 24
 """So many devices are drawn, those that come nearest; `-o json` has all."""
@@ -36,10 +36,34 @@ def explanation(explained: Explanation, more: Iterable[str] = ()) -> RenderableT
     return Group(*parts)
 
 
-def _place(explained: Explanation) -> str:
+_WOULD = {
+    "starts": "would start now",
+    "preempts": "would start after a preemption",
+    "refused": "would be refused",
+}
+
+
+def simulation(told: Simulation) -> RenderableType:
+    """What would become of a task."""
+    verdict = _WOULD.get(told.verdict, f"would wait ({told.reason})" if told.reason else "would wait")
+    parts: list[RenderableType] = [Text.assemble((verdict, "bold"), f": {with_short_ids(told.message)}")]
+    if told.verdict == "refused":
+        return Group(*parts, *remedies(told.remedies))
+    if told.verdict == "waits" and (place := _place(told)):
+        parts.append(Text(place))
+    parts += [Text(f"  stops {run_in_words(run)}") for run in told.victims]
+    if told.verdict == "waits":
+        if told.preemption:
+            parts += preemption(told.preemption)
+        parts += [*remedies(told.remedies), *devices(told.devices)]
+    return Group(*parts)
+
+
+def _place(explained: Explanation | Simulation) -> str:
     said = []
     if explained.position:
-        said.append(f"position {explained.position} of {explained.queue_length} in the queue")
+        length = max(explained.queue_length, explained.position)
+        said.append(f"position {explained.position} of {length} in the queue")
     if explained.start and explained.start.p50_seconds:
         said.append(f"room expected {within(explained.start)}")
     return "; ".join(said)

@@ -3,12 +3,13 @@
 import os
 import shlex
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Annotated, Any, cast
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, cast
 
 import typer
 from typer.core import TyperCommand
 
 from gpubroker.cli import last, quantities
+from gpubroker.cli.dry_run import show_simulation
 from gpubroker.cli.outcome import wait_and_show
 from gpubroker.cli.session import Format, Output, broker_of, emit, say, task_id
 
@@ -142,6 +143,12 @@ ResultFormat = Annotated[str | None, typer.Option(help="json or cloudpickle.")]
 Directory = Annotated[str | None, typer.Option("--working-directory", "-C", help="Where the command runs.")]
 Key = Annotated[str | None, typer.Option(help="Submits with the same key are one task.")]
 Wait = Annotated[bool, typer.Option("--wait", "-w", help="Wait for the end and print the result.")]
+DryRun = Annotated[
+    bool,
+    typer.Option(
+        "--dry-run", help="Only say what would become of it: exit code 0 starts, 6 refused, 8 waits."
+    ),
+]
 WaitTimeout = Annotated[Any, typer.Option(help="Wait no longer; the task goes on.", **_SECONDS)]
 
 
@@ -200,6 +207,7 @@ def submit(
     idempotency_key: Key = None,
     wait: Wait = False,
     wait_timeout: WaitTimeout = None,
+    dry_run: DryRun = False,
     output: Output = Format.TABLE,
 ) -> None:
     """Queue a task: a function the service allows, or any command behind two dashes.
@@ -208,13 +216,31 @@ def submit(
     gpubroker submit team.training:fit -i epochs=3 --gpu-memory 18GiB
     gpubroker submit --gpus 1 --priority batch -- python train.py --epochs 3
     """
-    options, wanted = _options(locals()), _wanted(target, context.args, context.obj or [])
+    options, how = _options(locals()), _How(dry_run, wait, wait_timeout, output)
     with broker_of(context) as broker:
         options |= _after(broker, after or [], after_end or [])
-        task = broker.submit(wanted, *map(quantities.json_or_text, args or []), **options)
-        _accepted(broker, task, None if wait else output)
-        if wait:
-            wait_and_show(broker, task.id, wait_timeout, output)
+        _send(broker, _wanted(context, target, bare=dry_run), args or [], options, how)
+
+
+class _How(NamedTuple):
+    """What is to be done with the task, and with the answer."""
+
+    dry_run: bool
+    wait: bool
+    wait_timeout: float | None
+    output: Format
+
+
+def _send(
+    broker: "Broker", wanted: str | list[str] | None, args: list[str], options: "SubmitOptions", how: _How
+) -> None:
+    words = map(quantities.json_or_text, args)
+    if how.dry_run or wanted is None:
+        show_simulation(broker.simulate(wanted, *words, **options), how.output)
+    task = broker.submit(wanted, *words, **options)
+    _accepted(broker, task, None if how.wait else how.output)
+    if how.wait:
+        wait_and_show(broker, task.id, how.wait_timeout, how.output)
 
 
 def _accepted(broker: "Broker", task: "Task", output: Format | None) -> None:
@@ -235,11 +261,14 @@ def _after(broker: "Broker", succeeded: list[str], ended: list[str]) -> "SubmitO
     return {"after": named} if named else {}
 
 
-def _wanted(target: str | None, more: list[str], command: list[str]) -> str | list[str]:
-    """The entrypoint, or the command.
+def _wanted(context: typer.Context, target: str | None, *, bare: bool = False) -> str | list[str] | None:
+    """The entrypoint, or the command; None if there is neither and a `bare` demand will do.
 
     Most who leave out the dashes, or the colon, do so when they see this for the first time.
     """
+    more, command = context.args, context.obj or []
+    if bare and target is None and not command:
+        return None
     if target is not None and not command and (more or ":" not in target):
         words = [*(["python"] if target.endswith(".py") else []), target, *more]
         wrong = f"{target!r} names no function" if ":" not in target else f"{more[0]!r} is one word too many"

@@ -6,23 +6,20 @@ from typing import Annotated, Any
 
 from fastapi import APIRouter, Header, Query, Response
 
-from service.core.expectations import Size, learned_size
-from service.core.need import may_use_device
+from service.core.expectations import Size
 from service.core.task import Task, TaskState
 from service.core.units import TaskId
 from service.gateway.cursor import filter_hash, read_cursor, write_cursor
-from service.gateway.demands import demand_of, gpu_mb_of, subject_of
-from service.gateway.dependencies import dependencies_of
 from service.gateway.direct import Call, DirectRoute, answer, needs, problems
-from service.gateway.gpu_size import LEARNED
 from service.gateway.identity import Scope
+from service.gateway.intake import check_allowed, check_possible, take_in
 from service.gateway.lookup import ask_leader, at_its_end, find, finished, live_of, reread
 from service.gateway.pending import NOT_YET_SEEN
-from service.gateway.permission import check_priority, check_run, check_stream
+from service.gateway.permission import check_priority
 from service.gateway.problems import Problem
 from service.gateway.queries import TaskQuery
 from service.gateway.schemas import CancelTask, ChangeTask, SubmitTask
-from service.gateway.translate import Live, arguments_of, spec_of, task_of, task_view
+from service.gateway.translate import Live, arguments_of, spec_of, task_view
 from service.gateway.views import TaskPage, TaskView
 from service.ports import Submission, SubmitVerdict, TaskFilter, TaskRecord
 
@@ -85,18 +82,10 @@ async def submit_task(
 
     What could never run here is refused at once. When the answer leaves, the task is on disk.
     """
-    parts, tenant = call.parts, call.identity.tenant
-    learned = _learned_size(call, body)
-    asked = demand_of(body, parts.defaults, learned)
-    demand = parts.capacity.settled(asked, body.resources.pool, tenant, body.labels)
-    after = await dependencies_of(call, body)
-    now = parts.clock.now()
-    task = task_of(body, demand, tenant, parts.defaults, id=parts.ids.task(now), now=now, after=after)
-    check_run(call, body.run)
-    check_priority(call, task.priority)
-    check_stream(parts.policy, task.stream)
-    parts.capacity.check(demand, task.priority, tenant)
-    parts.capacity.check_times(task)
+    parts = call.parts
+    task, learned = await take_in(call, body)
+    check_allowed(call, body, task)
+    check_possible(call, task)
     submission = await _submission(call, body, task, idempotency_key, learned)
     outcome = await parts.store.submit(submission)
     wait_seconds, headers = _wait_of(prefer, parts.limits.wait_seconds)
@@ -120,17 +109,6 @@ async def submit_task(
     if record.task.is_terminal:
         return await finished(parts, record, 201, headers)
     return answer(task_view(record, live_of(parts, record.task)), 202, headers)
-
-
-def _learned_size(call: Call, body: SubmitTask) -> Size | None:
-    """What runs like it used, if the submit, or the usual size of its model type, asks for that."""
-    parts, world = call.parts, call.parts.world
-    if gpu_mb_of(body, parts.defaults) != LEARNED:
-        return None
-    asked = demand_of(body, parts.defaults)
-    devices = [book.device for book in world.books.values() if may_use_device(asked, book.device)]
-    subject, tenant = subject_of(body), call.identity.tenant
-    return learned_size(world.learned.sketches, tenant, subject, devices, parts.policy)
 
 
 async def _submission(

@@ -1,0 +1,57 @@
+"""From a body to the task that it would be: the same for a submit and for a question about one."""
+
+from typing import NamedTuple
+
+from service.core.expectations import Size, learned_size
+from service.core.need import may_use_device
+from service.core.task import Task
+from service.gateway.demands import demand_of, gpu_mb_of, subject_of
+from service.gateway.dependencies import dependencies_of
+from service.gateway.direct import Call
+from service.gateway.gpu_size import LEARNED
+from service.gateway.permission import check_priority, check_run, check_stream
+from service.gateway.schemas import SubmitTask
+from service.gateway.translate import task_of
+
+
+class Intake(NamedTuple):
+    task: Task
+    learned: Size | None
+    """How its size was learned, if it asks for that."""
+
+
+async def take_in(call: Call, body: SubmitTask) -> Intake:
+    """Raises Problem for what is wrong with it, but for what it may not do and what could never run here."""
+    parts, tenant = call.parts, call.identity.tenant
+    learned = _learned_size(call, body)
+    asked = demand_of(body, parts.defaults, learned)
+    demand = parts.capacity.settled(asked, body.resources.pool, tenant, body.labels)
+    after = await dependencies_of(call, body)
+    now = parts.clock.now()
+    task = task_of(body, demand, tenant, parts.defaults, id=parts.ids.task(now), now=now, after=after)
+    return Intake(task, learned)
+
+
+def check_allowed(call: Call, body: SubmitTask, task: Task) -> None:
+    """Raises Problem for what the token or the operator does not allow."""
+    if body.run is not None:
+        check_run(call, body.run)
+    check_priority(call, task.priority)
+    check_stream(call.parts.policy, task.stream)
+
+
+def check_possible(call: Call, task: Task) -> None:
+    """Raises Problem for what could never run here, or for longer than anything may."""
+    call.parts.capacity.check(task.demand, task.priority, task.tenant)
+    call.parts.capacity.check_times(task)
+
+
+def _learned_size(call: Call, body: SubmitTask) -> Size | None:
+    """What runs like it used, if the submit, or the usual size of its model type, asks for that."""
+    parts, world = call.parts, call.parts.world
+    if gpu_mb_of(body, parts.defaults) != LEARNED:
+        return None
+    asked = demand_of(body, parts.defaults)
+    devices = [book.device for book in world.books.values() if may_use_device(asked, book.device)]
+    subject, tenant = subject_of(body), call.identity.tenant
+    return learned_size(world.learned.sketches, tenant, subject, devices, parts.policy)

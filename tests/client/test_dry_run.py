@@ -1,0 +1,111 @@
+"""`gpubroker submit --dry-run`, and how remedies read."""
+
+from typing import Any
+
+import pytest
+
+from tests.client.command_line import Run
+from tests.client.recorded_service import RecordedService, Reply
+
+RUN = {
+    "id": None,
+    "name": None,
+    "priority": 20,
+    "band": "background",
+    "gpu_mb": 61440,
+    "lost_gpu_seconds": 90.0,
+}
+WAITS: dict[str, Any] = {
+    "verdict": "waits",
+    "reason": "WaitingForMemory",
+    "message": "needs 40.0 GiB on one GPU",
+    "position": 3,
+    "queue_length": 2,
+    "start": {"p50_seconds": 40.0, "p90_seconds": 240.0, "n": 12},
+    "preemption": {
+        "why": "all_shielded",
+        "message": "nobody may be stopped for priority 50",
+        "counts": {"priority": 1},
+        "runs": [{**RUN, "shield": "priority"}],
+    },
+    "remedies": [
+        {
+            "change": {"gpu_mb": 20480},
+            "effect": "starts",
+            "message": "with gpu_mb at most 20480 it starts now",
+        },
+        {"change": {"kinds": [], "nodes": {}}, "effect": "starts", "message": "on any GPU of any node"},
+        {"change": {"gpu_mb": 1, "exclusive": False}, "effect": "starts", "message": "with part of one"},
+        {"change": {"priority": 81}, "effect": "preempts", "message": "with priority 81", "victims": [RUN]},
+        {"change": {}, "effect": "starts_later", "message": "when x ends", "after": RUN},
+    ],
+    "devices": [
+        {
+            "key": "n1/gpu0",
+            "node": "n1",
+            "kind": "H100",
+            "free_mb": 20480,
+            "allocatable_mb": 81920,
+            "need_mb": 40960,
+            "message": "40.0 GiB are needed",
+            "free_in": {"p50_seconds": 40.0, "p90_seconds": 240.0, "n": 12},
+            "holders": [{**RUN, "ends": {"p50_seconds": 40.0, "p90_seconds": 40.0, "n": 0}}],
+        }
+    ],
+}
+
+
+@pytest.mark.parametrize(
+    ("answer", "code", "says"),
+    [
+        ({"verdict": "starts", "message": "it would start now on n1"}, 0, ["would start now: it would"]),
+        (
+            {"verdict": "preempts", "message": "1 run would be stopped for it", "victims": [RUN]},
+            0,
+            ["would start after a preemption: 1 run", "stops another tenant 60.0 GiB (priority 20)"],
+        ),
+        (
+            {"verdict": "refused", "message": "too much", "refusal": {}, "remedies": WAITS["remedies"][:1]},
+            6,
+            ["would be refused: too much", "submit with --gpu-memory 20480MiB"],
+        ),
+        (
+            WAITS,
+            8,
+            [
+                "would wait (WaitingForMemory): needs 40.0 GiB",
+                "position 3 of 3 in the queue; room expected in about 40s (9 of 10: 4m; from 12 runs",
+                "nobody may be stopped for priority 50",
+                "submit without --kind, --on",
+                "submit with --gpu-memory 1MiB and without --exclusive",
+                "submit with --priority 81",
+                "stops another tenant 60.0 GiB (priority 20)",
+                "40s-4m",
+                "(priority 20, 40s left)",
+            ],
+        ),
+    ],
+)
+def test_a_dry_run_says_what_would_become_of_it_and_submits_nothing(
+    service: RecordedService, run: Run, answer: dict[str, Any], code: int, says: list[str]
+) -> None:
+    service.told(Reply(200, answer))
+    ended = run("submit --gpu-memory 40GiB --dry-run -- python train.py")
+    assert (ended.code, ended.err) == (code, "")
+    for text in says:
+        assert text in ended.out
+    [asked] = service.asked
+    assert asked.path == "/tasks/simulate"
+
+
+def test_a_bare_demand_can_be_asked_about(service: RecordedService, run: Run) -> None:
+    service.told(Reply(200, {"verdict": "starts", "message": "x"}))
+    assert run("submit --gpus 2 --dry-run").code == 0
+    assert service.asked[0].body == {"resources": {"gpus": 2}}
+
+
+def test_of_many_devices_the_nearest_are_shown(service: RecordedService, run: Run) -> None:
+    [device] = WAITS["devices"]
+    many = [{**device, "key": f"n1/gpu{n}", "index": n} for n in range(40)]
+    service.told(Reply(200, {**WAITS, "devices": many}))
+    assert "and 16 more that are further from it; -o json has all" in run("submit --gpus 2 --dry-run").out

@@ -1,0 +1,52 @@
+"""`gpubroker plan -f fleet.yaml`."""
+
+from pathlib import Path
+
+from tests.client.command_line import Run
+from tests.client.recorded_service import RecordedService, Reply
+
+TOTALS = {"gpus": 2, "whole_gpus": 1, "gpu_mb": 20480, "cpu": 5.0, "memory_mb": 0}
+PLAN = {
+    "fits": True,
+    "message": "it fits if 1 run of lower priority leave",
+    "components": [{"name": "trainer", "count": 2, "placed": 2, "missing": 0}],
+    "places": [{"component": "trainer", "node": "n1", "devices": [], "displaces": 0}] * 2,
+    "displaced": [{"id": None, "name": None, "priority": 20, "gpu_mb": 61440, "node": "n1"}],
+    "totals": TOTALS,
+    "totals_without_colocation": {**TOTALS, "gpus": 0},
+}
+
+
+def test_a_plan_is_drawn_and_its_exit_code_says_whether_it_fits(service: RecordedService, run: Run) -> None:
+    service.told(Reply(200, PLAN), Reply(200, {**PLAN, "fits": False, "message": "it does not fit"}))
+    file = str(Path(__file__).parents[2] / "examples/fleet.yaml")
+    ended = run(f"plan -f {file}")
+    assert (ended.code, ended.err) == (0, "")
+    for text in (
+        "it fits if 1 run of lower priority leave",
+        "2/2",
+        "n1 ×2",
+        "displaces another tenant 60.0 GiB (priority 20) on n1",
+        "in all: 2 GPUs (1 whole), 20.0 GiB in parts, 5 CPUs",
+        "without colocation: no GPUs",
+    ):
+        assert text in ended.out
+    assert service.asked[0].path == "/plan"
+    assert [part["name"] for part in service.asked[0].body["components"]][:2] == ["rollout-worker", "trainer"]
+    assert run(f"plan -f {file}").code == 8
+
+
+def test_a_file_that_is_no_plan_is_refused_before_anything_is_asked(
+    service: RecordedService, run: Run, tmp_path: Path
+) -> None:
+    file = tmp_path / "fleet.yaml"
+    for text, says in (
+        ("a: [", "cannot be read"),
+        ("[]", "no list"),
+        ("{components: [], x: 1}", "unknown x"),
+    ):
+        file.write_text(text)
+        ended = run(f"plan -f {file}", "--output", "json")
+        assert ended.code == 2
+        assert says in " ".join(ended.err.split())
+    assert service.asked == []
