@@ -11,7 +11,7 @@ from datetime import datetime
 from typing import Any, Generic, TypeVar
 
 from gpubroker.decoding import Raw, each, filled, optional
-from gpubroker.estimates import Eta, Sizing
+from gpubroker.estimates import Eta, Sizing, Start
 from gpubroker.states import TaskState as TaskState
 
 T = TypeVar("T")
@@ -34,7 +34,12 @@ class Pending:
     reason: str
     message: str
     position: int | None = None
+    start: Start | None = None
     raw: Raw = field(default_factory=dict, repr=False)
+
+    @classmethod
+    def of(cls, raw: Raw) -> "Pending":
+        return filled(cls, raw, start=optional(Start, raw.get("start")))
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +148,7 @@ class Task:
             devices=each(TaskDevice, raw.get("devices")),
             ranks=tuple(TaskRank.of(rank) for rank in raw.get("ranks") or ()),
             progress=optional(Progress, raw.get("progress")),
-            pending=optional(Pending, raw.get("pending")),
+            pending=None if raw.get("pending") is None else Pending.of(raw["pending"]),
             sizing=optional(Sizing, raw.get("sizing")),
             eta=optional(Eta, raw.get("eta")),
             error=optional(Failure, raw.get("error")),

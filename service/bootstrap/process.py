@@ -188,6 +188,7 @@ class Service:
             age_seconds=lambda: time.monotonic() - self._verified_at,
             shutdown=self._shut_down,
             term=lambda: self._leader.leadership.term if self._leader.leadership.leading else None,
+            forecasts=lambda: self._leader.foresight.forecasts,
             waiters=self._waiters,
         )
         return uvicorn.Config(

@@ -23,8 +23,6 @@ class Basis(StrEnum):
     """On runs like those that must end first."""
     GUESS = "guess"
     """On a run of which nobody knows how long it takes, or that has outlasted what was known."""
-    QUEUE = "queue"
-    """No forecast: on how fast the queue has moved lately."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,6 +8,7 @@ from fastapi import Response
 from service.core.expectations import remaining_seconds
 from service.core.lessons import kind_of_run
 from service.core.plan import Request
+from service.core.start import start_of
 from service.core.task import Task, TaskState
 from service.core.units import Seconds, TaskId
 from service.gateway.direct import Call, answer
@@ -16,7 +17,8 @@ from service.gateway.ids import is_task_id
 from service.gateway.parts import GatewayParts
 from service.gateway.problems import Problem
 from service.gateway.results import result_member
-from service.gateway.translate import Live, eta_view, task_view
+from service.gateway.translate import Live, eta_view, start_view, task_view
+from service.gateway.views import PendingView
 from service.ports import TaskRecord
 
 
@@ -75,8 +77,15 @@ def live_of(parts: GatewayParts, task: Task, *, explained: bool = True) -> Live:
         uuids={lease.device: parts.world.books[lease.device].device.uuid for lease in leases.values()},
         progress=parts.progress.get(task.id) if task.is_active else None,
         eta=_eta_of(parts, task),
-        pending=parts.pending.of(task, parts.clock.now()) if waits else None,
+        pending=_pending_of(parts, task) if waits else None,
     )
+
+
+def _pending_of(parts: GatewayParts, task: Task) -> PendingView | None:
+    now = parts.clock.now()
+    view = parts.pending.of(task, now)
+    start = start_of(parts.world, task, parts.forecasts(), now)
+    return view if view is None or start is None else {**view, "start": start_view(start, now)}
 
 
 def _eta_of(parts: GatewayParts, task: Task) -> EtaView | None:

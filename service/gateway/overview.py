@@ -2,7 +2,10 @@
 
 from collections import Counter
 
+from service.core.backfill import Basis
 from service.core.device import Node
+from service.core.estimate import What
+from service.core.foresight import topic_of
 from service.core.ledger import Book, Holding
 from service.core.policy import band_of
 from service.core.scatter import Sum, fragmentation
@@ -16,6 +19,7 @@ from service.gateway.problems import Problem
 from service.gateway.translate import rfc3339, rfc3339_or_none
 from service.gateway.views import (
     AsOf,
+    ForecastsView,
     GpuTotals,
     GpuView,
     HolderView,
@@ -165,3 +169,21 @@ def task_counts(world: World) -> TaskCounts:
         "cancelled": ended[TaskState.CANCELLED],
         "expired": ended[TaskState.EXPIRED],
     }
+
+
+def forecasts_views(world: World) -> list[ForecastsView]:
+    """Of each basis of which anything is known."""
+    views: list[ForecastsView] = []
+    for basis in Basis:
+        errors = world.learned.sketch(topic_of(basis, What.START_ERROR))
+        held = world.learned.sketch(topic_of(basis, What.START_SHARE)).share_until(1.0)
+        if errors.n and held is not None:
+            views.append(
+                {
+                    "basis": basis.value,
+                    "n": errors.n,
+                    "median_error_seconds": round(errors.quantile(0.5) or 0.0, 3),
+                    "within_p90": round(held, 3),
+                }
+            )
+    return views

@@ -1,11 +1,12 @@
 """What the gateway is put together from. The composition root fills this in; nothing here reads settings."""
 
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from typing import Any
 
+from service.core.backfill import Forecast
 from service.core.kinds import Kind
 from service.core.policy import BAND_NAMES, Policy
 from service.core.units import Seconds, TaskId, Term
@@ -86,6 +87,8 @@ class GatewayParts:
     """Begin an orderly stop; True stops the local cluster as well. Returns at once."""
     term: Callable[[], Term | None] = lambda: None
     """The term of the leader in this process; None if it does not lead."""
+    forecasts: Callable[[], Sequence[Forecast]] = tuple
+    """Those that hold now."""
     waiters: Waiters = field(default_factory=Waiters)
     """Fed with every batch of committed events by the composition root."""
     ids: Ids = field(default_factory=Ids)

@@ -19,6 +19,7 @@ NOT_YET_SEEN: PendingView = {
     "reason": Reason.PENDING_EVALUATION.value,
     "message": "on disk; the next planning cycle looks at it",
     "position": None,
+    "start": None,
 }
 """Of a task that the World has yet to hear of."""
 
@@ -57,6 +58,7 @@ class PendingReasons:
             "reason": found.reason.value,
             "message": found.message,
             "position": found.position,
+            "start": None,
         }
         if found.reason is not Reason.PENDING_EVALUATION and not self._is_special(row):
             if len(self._known) >= REMEMBERED:

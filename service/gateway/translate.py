@@ -12,6 +12,7 @@ from service.core.expectations import Remaining, Size
 from service.core.lease import Lease
 from service.core.member import Member, MemberState
 from service.core.policy import band_of
+from service.core.start import Start
 from service.core.task import Dependency, Task
 from service.core.units import Instant, Seconds, TaskId
 from service.gateway.demand_views import DeviceShare, RankView
@@ -29,6 +30,7 @@ from service.gateway.views import (
     PendingView,
     ProgressView,
     RunView,
+    StartView,
     TaskView,
 )
 from service.ports import Progress, RunSpec, TaskRecord
@@ -231,6 +233,17 @@ def eta_view(remaining: Remaining, now: Instant) -> EtaView:
         "p50_seconds": round(remaining.p50_seconds, 3),
         "p90_seconds": round(remaining.p90_seconds, 3),
         "n": remaining.n,
+    }
+
+
+def start_view(start: Start, now: Instant) -> StartView:
+    return {
+        "p50_at": rfc3339(start.p50_at),
+        "p90_at": rfc3339(start.p90_at),
+        "p50_seconds": round(start.p50_at - now, 3),
+        "p90_seconds": round(start.p90_at - now, 3),
+        "n": start.n,
+        "basis": start.basis.value,
     }
 
 

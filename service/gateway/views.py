@@ -25,12 +25,32 @@ class ProgressView(TypedDict):
     at: Time
 
 
+class StartView(TypedDict):
+    """When a task that waits is likely to start."""
+
+    p50_at: Time
+    p90_at: Time
+    p50_seconds: Annotated[float, Field(description="From now on; one in two starts by then.")]
+    p90_seconds: Annotated[float, Field(description="From now on; nine in ten start by then.")]
+    n: Annotated[int, Field(description="Of how many runs this speaks; 0: of none.")]
+    basis: Annotated[
+        str,
+        Field(
+            description="What it rests on: `stated` run times, limits and notices; `learned` run times; or a "
+            "`guess` at runs of which nobody knows how long they take."
+        ),
+    ]
+
+
 class PendingView(TypedDict):
     """Why a task waits."""
 
     reason: Annotated[str, Field(description="A stable token.")]
     message: str
     position: Annotated[int | None, Field(description="1 is next.")]
+    start: Annotated[
+        StartView | None, Field(description="Told to the first tasks of the queue; null if nobody can tell.")
+    ]
 
 
 class ErrorView(TypedDict):
@@ -273,7 +293,17 @@ class LeaderView(TypedDict):
     term: Annotated[int | None, Field(description="Null if this process does not lead.")]
 
 
+class ForecastsView(TypedDict):
+    """How true the first forecasts of starts came, by what they rested on."""
+
+    basis: Annotated[str, Field(description="stated, learned or guess.")]
+    n: Annotated[int, Field(description="Starts that were foretold, at most 1000; recent ones count more.")]
+    median_error_seconds: Annotated[float, Field(description="From the foretold start, either way.")]
+    within_p90: Annotated[float, Field(description="The share that started by the p90; 0.9 is right.")]
+
+
 class Stats(AsOf):
+    forecasts: list[ForecastsView]
     gpu: GpuTotals
     fragmentation: FragmentationView
     tasks: TaskCounts

@@ -2,11 +2,13 @@
 
 from pathlib import Path
 
+from service.core.backfill import Basis
 from service.core.device import DeviceSample
 from service.core.estimate import RELATIVE_ERROR, Topic, What
+from service.core.foresight import topic_of
 from service.core.orders import Sampled, StopOrder
 from service.core.task import StopReason, TaskState
-from service.core.units import Mib, NodeName, Position, TaskId
+from service.core.units import Mib, NodeName, Position, Seconds, TaskId
 from tests.broker.stage import Stage, a_stage
 from tests.builders import GIB, key
 
@@ -67,3 +69,18 @@ async def test_by_policy_a_run_above_its_lease_is_stopped_and_fails_of_it(tmp_pa
         peak = Topic("default", "resnet", "sim", What.GPU_MB)
         assert stage.world.learned.sketch(peak).n == 1, "the next one is told how much it takes"
         assert stage.world.books[key("gpu0")].leased_mb() == 0
+
+
+async def test_a_start_that_was_foretold_teaches_how_true_that_was(tmp_path: Path) -> None:
+    async with a_stage(tmp_path) as stage:
+        await stage.submit("one", 0.3, expected_seconds=Seconds(HOUR), gpus=2)
+        await stage.leader.cycle()
+        await stage.turns_until("one", TaskState.RUNNING)
+        await stage.submit("two", HOUR, gpus=2)
+        await stage.leader.cycle()
+        [forecast] = stage.leader.foresight.forecasts
+        assert (forecast.task, forecast.basis) == ("two", Basis.STATED)
+        await stage.turns_until("two", TaskState.RUNNING)
+        sketches = dict((await stage.store.snapshot()).estimates)
+    assert sketches[topic_of(Basis.STATED, What.START_ERROR)].n == 1
+    assert sketches[topic_of(Basis.STATED, What.START_SHARE)].share_until(1.0) == 1.0

@@ -14,6 +14,7 @@ import httpx
 from jsonschema import Draft202012Validator
 
 from service.adapters.memory.store import MemoryStore
+from service.core.backfill import Forecast
 from service.core.cycle import plan_cycle
 from service.core.deadlines import due, keep_watch
 from service.core.dependencies import settle
@@ -100,6 +101,7 @@ class Gateway:
         self.executor: dict[str, Any] = {"state": "connected", "address": "here", "message": ""}
         self.age_seconds = 0.0
         self.shutdowns: list[bool] = []
+        self.forecasts: list[Forecast] = []
         self.term = Term(0)
         self.leads = True
         self.hears = True
@@ -119,6 +121,7 @@ class Gateway:
             age_seconds=lambda: self.age_seconds,
             shutdown=self.shutdowns.append,
             term=lambda: self.term,
+            forecasts=lambda: self.forecasts,
             python="3.11",
             cloudpickle="3.1",
         )

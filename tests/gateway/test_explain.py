@@ -24,7 +24,12 @@ async def test_a_waiting_task_is_explained_down_to_the_device(gateway: Gateway, 
     assert [remedy["change"] for remedy in found["remedies"]] == [{"gpu_mb": 20 * GIB}, {"priority": 81}]
     assert found["remedies"][1]["victims"][0]["id"] == holder
     pending = (await api.get(f"/tasks/{task_id}")).json()["pending"]
-    assert pending == {"reason": found["reason"], "message": found["message"], "position": 1}
+    assert pending == {
+        "reason": found["reason"],
+        "message": found["message"],
+        "position": 1,
+        "start": None,
+    }
 
 
 async def test_another_tenants_holder_is_not_named(gateway: Gateway, api: Client) -> None:

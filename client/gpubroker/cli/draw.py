@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from gpubroker.cli.bars import LEGEND, bar
-from gpubroker.cli.draw_learned import expected_end
+from gpubroker.cli.draw_learned import expected_end, expected_start
 from gpubroker.cli.layout import Column, Rows, ago, gib, moment, short_id, size, with_short_ids
 from gpubroker.cli.retell import retold
 from gpubroker.fleet import Fragmentation, Gpu, Holder, Node, Stats
@@ -69,7 +69,7 @@ def _now(task: Task) -> str:
     match task.state:
         case TaskState.PENDING if task.pending:
             place = f" (position {task.pending.position})" if task.pending.position else ""
-            return f"{with_short_ids(task.pending.message)}{place}"
+            return f"{with_short_ids(task.pending.message)}{place}{expected_start(task.pending.start)}"
         case TaskState.RUNNING:
             return _progress(task)
         case TaskState.STOPPING if task.stop_deadline_at:

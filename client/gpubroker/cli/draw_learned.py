@@ -6,7 +6,7 @@ from rich.console import RenderableType
 from rich.text import Text
 
 from gpubroker.cli.layout import Column, Rows, size, span
-from gpubroker.estimates import Estimate, Eta
+from gpubroker.estimates import Estimate, Eta, Start
 
 _COLUMNS = (
     Column("SUBJECT", share=0.4),
@@ -42,3 +42,11 @@ def expected_end(eta: Eta) -> str:
         return f"in about {span(eta.p50_seconds)}, as its submitter said"
     runs = "1 run" if eta.n == 1 else f"{eta.n} runs"
     return f"in about {span(eta.p50_seconds)}, 9 of 10 within {span(eta.p90_seconds)} (going by {runs})"
+
+
+def expected_start(start: Start | None) -> str:
+    """What to add to why a task waits; empty if nobody can tell when it starts."""
+    if start is None:
+        return ""
+    known = f"{start.basis}, {start.n} runs" if start.n else start.basis
+    return f"; starts in about {span(start.p50_seconds)}, 9 of 10 within {span(start.p90_seconds)} ({known})"

@@ -6,7 +6,7 @@ from service.core.scatter import fragmentation, scattered
 from service.gateway.direct import Call, DirectRoute, answer, needs, problems
 from service.gateway.fragmentation import fragmentation_view
 from service.gateway.identity import Scope
-from service.gateway.overview import as_of, gpu_totals, task_counts
+from service.gateway.overview import as_of, forecasts_views, gpu_totals, task_counts
 from service.gateway.views import Stats
 
 router = APIRouter(route_class=DirectRoute, tags=["cluster"])
@@ -29,6 +29,7 @@ async def get_stats(call: Call) -> Response:
         "fragmentation": fragmentation_view(
             fragmentation(parts.world, parts.policy, now), scattered(parts.world, parts.policy, now)
         ),
+        "forecasts": forecasts_views(parts.world),
         "tasks": task_counts(parts.world),
         "executor": {
             "state": str(executor.get("state", "unknown")),

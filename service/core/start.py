@@ -1,0 +1,32 @@
+"""When a task that waits is likely to start, and what that rests on."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from service.core.backfill import Basis, Forecast
+from service.core.task import Task
+from service.core.units import Instant
+from service.core.world import World
+
+
+class Start(NamedTuple):
+    p50_at: Instant
+    """By then one in two."""
+    p90_at: Instant
+    """By then nine in ten."""
+    n: int
+    """Of how many runs this speaks; 0 if of none."""
+    basis: Basis
+
+
+def start_of(world: World, task: Task, forecasts: Sequence[Forecast], now: Instant) -> Start | None:
+    """By what was pledged to it, or by its forecast; None if it has neither: then nobody can tell."""
+    pledges = world.pledges.get(task.id)
+    if pledges:
+        at = max(now, *(pledge.deadline_at for pledge in pledges.values()))
+        return Start(at, at, 0, Basis.STATED)
+    for forecast in forecasts:
+        if forecast.task == task.id and task.id in world.queue:
+            p50_at, p90_at = max(now, forecast.start_at), max(now, forecast.p90_at)
+            return Start(p50_at, p90_at, forecast.n, forecast.basis)
+    return None

@@ -1,0 +1,46 @@
+"""When a task is likely to start, and how true such words came."""
+
+from service.core.backfill import Basis
+from service.core.estimate import What, sketch_of
+from service.core.forecasts import make_forecasts
+from service.core.foresight import topic_of
+from service.core.units import TaskId
+from tests.builders import GIB, a_pledge
+from tests.gateway.harness import Client, Gateway
+
+WHOLE = {"gpu_mb": 80 * GIB}
+
+
+async def test_who_waits_is_told_when_it_is_likely_to_start_and_what_that_rests_on(
+    gateway: Gateway, api: Client
+) -> None:
+    running = await api.submit(resources=WHOLE, expected_seconds=600)
+    await gateway.admit(running)
+    waiting = await api.submit(resources=WHOLE)
+    *_, gateway.forecasts = make_forecasts(gateway.world, gateway.policy, gateway.clock.now())
+    start = (await api.get(f"/tasks/{waiting}")).json()["pending"]["start"]
+    assert (start["basis"], start["n"]) == ("stated", 0)
+    assert start["p50_seconds"] == start["p90_seconds"] == 600.0
+    assert start["p50_at"].endswith("Z")
+    again = (await api.get(f"/tasks/{waiting}")).json()["pending"]["start"]
+    assert again == start
+    gateway.forecasts = []
+    assert (await api.get(f"/tasks/{waiting}")).json()["pending"]["start"] is None
+
+
+async def test_who_was_pledged_its_room_starts_when_that_has_come(gateway: Gateway, api: Client) -> None:
+    waiting = TaskId(await api.submit(resources=WHOLE))
+    row = gateway.world.tasks[waiting]
+    gateway.world.add_pledge(a_pledge(row, next(iter(gateway.world.books)), 80 * GIB))
+    start = (await api.get(f"/tasks/{waiting}")).json()["pending"]["start"]
+    assert (start["basis"], start["p50_seconds"]) == ("stated", 30.0)
+
+
+async def test_the_totals_tell_how_true_forecasts_came(gateway: Gateway, api: Client) -> None:
+    assert (await api.get("/stats")).json()["forecasts"] == []
+    errors, shares = sketch_of([10.0, 10.0, 90.0]), sketch_of([0.5, 0.5, 2.0])
+    gateway.world.learned.put(topic_of(Basis.LEARNED, What.START_ERROR), errors)
+    gateway.world.learned.put(topic_of(Basis.LEARNED, What.START_SHARE), shares)
+    [told] = (await api.get("/stats")).json()["forecasts"]
+    assert (told["basis"], told["n"], told["within_p90"]) == ("learned", 3, 0.667)
+    assert abs(told["median_error_seconds"] - 10) < 0.3
