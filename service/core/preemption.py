@@ -210,9 +210,9 @@ def _on_several(offer: Offer, task: Task, below: Cost) -> _Option | None:
         targets, order = _cheapest_devices(targets, task.demand.gpus, offer.found)
         suffices = _suffices(offer, task, targets)
         victims = filled_back(order, suffices) if suffices(order) else None
-        if victims is not None and cost_of(victims) >= below:
-            victims = None
-    return None if victims is None else _option(offer, task, targets, victims)
+    if victims is None or cost_of(victims) >= below:
+        return None
+    return _option(offer, task, targets, victims)
 
 
 def _suffices(offer: Offer, task: Task, targets: Sequence[Target]) -> Suffices:

@@ -1,0 +1,72 @@
+"""Slices of a cycle that end in the middle, and what is known of a node while it changes."""
+
+from service.core.changes import Changes
+from service.core.cycle import plan_cycle
+from service.core.decide import admit
+from service.core.draft import Draft
+from service.core.memory import Memory
+from service.core.offers import Offers
+from service.core.outlook import Outlooks
+from service.core.plan import Decision, write_move
+from service.core.policy import Policy
+from service.core.preemption import plan_eviction
+from service.core.task import Move, Placement
+from service.core.units import Instant, Mib, NodeName
+from tests.builders import GIB, NOW, a_device, a_node, a_task, a_world, commit, holding, key
+
+POLICY = Policy()
+
+
+def test_who_is_refused_in_the_middle_of_a_slice_is_refused_in_the_next_one_too():
+    likes = [a_task(f"of-{tenant}", tenant=tenant, gpu_mb=60 * GIB) for tenant in "abcd"]
+    world, memory = a_world(a_device(), *likes), Memory()
+    started, cursor = [], None
+    for _ in range(50):
+        plan = plan_cycle(world, POLICY, NOW, cursor, budget=0, memory=memory)
+        commit(world, plan.decisions)
+        started += [decision.subject for decision in plan.decisions]
+        cursor = plan.cursor
+        if cursor is None:
+            break
+    assert cursor is None
+    assert started == ["of-a"]
+
+
+def test_who_leaves_the_queue_while_its_demand_is_to_be_let_in_is_not_waited_for():
+    world, memory = a_world(a_node(), a_task("a", cpu=1.0), a_task("b", cpu=2.0)), Memory()
+    cursor = plan_cycle(world, POLICY, NOW, budget=0, memory=memory).cursor
+    gone = write_move(world.tasks["a"], Move.CANCELLED, finished_at=NOW)
+    commit(world, Decision("a", "cancel", tasks=(gone,)))
+    plan = plan_cycle(world, POLICY, NOW, cursor, memory=memory)
+    assert [decision.subject for decision in plan.decisions] == ["b"]
+    assert plan.cursor is None
+
+
+def test_a_place_that_was_given_is_taken_from_what_is_known_of_its_node():
+    low = holding(a_task("low", priority=10, gpu_mb=30 * GIB), "gpu0")
+    new = a_task("new", gpu_mb=20 * GIB, cpu=1.0)
+    draft = Draft(a_world(a_node(), a_device(), low, new), Changes())
+    node, place = NodeName("n1"), Placement(NodeName("n1"), ((key("gpu0"), Mib(20 * GIB)),))
+    known = Outlooks(draft, POLICY, NOW, NOW, {})
+    before = known.most(node, 80), known.now(node, 80)
+    since = draft.changes.at(node)
+    admit(draft, new, (place,), NOW)
+    known.took(node, since, new, place)
+    fresh = Outlooks(draft, POLICY, NOW, NOW, {})
+    assert (known.most(node, 80), known.now(node, 80)) == (fresh.most(node, 80), fresh.now(node, 80))
+    assert (known.most(node, 80), known.now(node, 80)) != before
+    known.took(node, since, new, place)
+    assert known.most(node, 80) == fresh.most(node, 80)
+
+
+def test_a_node_that_costs_more_than_it_seemed_gives_way_to_the_next():
+    began = {"n1a": 100.0, "n1b": 1.0, "n1c": 2.0, "n2": 50.0}
+    sizes = {"n1a": 60, "n1b": 10, "n1c": 10, "n2": 80}
+    parts = [a_node("n1"), a_device("gpu0", "n1"), a_node("n2"), a_device("gpu0", "n2")]
+    for name, seconds in began.items():
+        run = a_task(name, priority=10, gpu_mb=sizes[name] * GIB)
+        parts.append(holding(run, key("gpu0", name[:2]), started_at=Instant(NOW - seconds)))
+    high = a_task("high", priority=80, gpu_mb=70 * GIB)
+    eviction = plan_eviction(Offers(Draft(a_world(*parts)), POLICY, NOW), high, NOW)
+    assert eviction is not None
+    assert [victim.id for victim in eviction.victims] == ["n2"]
