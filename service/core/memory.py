@@ -162,6 +162,8 @@ class Memory:
         if not all(_came_true(world, decision) for decision in self._decided):
             grown |= set(self.changes.since(self._opened))
         changed = grown | set(world.marks.changes.since(self._changed))
+        looked_at = changed - grown
+        grown |= {node for node in looked_at if self._lets_go(node)}
         self._changed, self._grown = world.marks.changes.revision, world.marks.growth.revision
         self._decided = ()
         self.needs_wake = bool(grown or changed & self.awaited)
@@ -170,7 +172,8 @@ class Memory:
             self.changes.mark(node)
             if node in grown:
                 self.growth.mark(node)
-            self._look_ahead(node)
+            if node not in looked_at:
+                self._look_ahead(node)
         self._opened = self.changes.revision
         known = len(self.standings) + len(self.refusals) + len(self.gangs)
         if known > 4 * len(world.queue.kin) + MOST_UNASKED:
@@ -185,6 +188,12 @@ class Memory:
         before = self._turned.get(node)
         self._look_ahead(node)
         return self._turned[node] != before
+
+    def _lets_go(self, node: NodeName) -> bool:
+        """Whether what was old or shielded there no longer is: its start may be heard of late."""
+        before = self._turned.get(node, frozenset())
+        self._look_ahead(node)
+        return not before <= self._turned[node]
 
     def _look_ahead(self, node: NodeName) -> None:
         """Note what is old or shielded on a node, and when that may change."""
@@ -203,9 +212,10 @@ class Memory:
             run = self._world.tasks[name]
             if not is_old_enough(run, self._began_at):
                 self._young[node] = max(self._young.get(node, Instant(0.0)), run.admitted_at or Instant(0.0))
-            if run.started_at is not None and is_shielded(run, self._policy, self._began_at):
+            if is_shielded(run, self._policy, self._began_at):
                 turned.append(name)
-                at = min(at, run.started_at + shielded_seconds(run, self._policy))
+                if run.started_at is not None:
+                    at = min(at, run.started_at + shielded_seconds(run, self._policy))
         self._due[node] = Instant(at - A_MOMENT)
         self._turned[node] = frozenset(turned)
 

@@ -1,6 +1,7 @@
 """What the planner remembers holds until something that it depends on changes, be it only the time."""
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 
@@ -9,7 +10,7 @@ from service.core.memory import MOST_UNASKED, Memory, Standing
 from service.core.plan import Decision, withdrawn, write_move
 from service.core.policy import Policy
 from service.core.task import Move, TaskState
-from service.core.units import Instant, TaskId
+from service.core.units import Instant, Seconds, TaskId
 from service.core.world import World
 from tests.builders import GIB, NOW, a_device, a_pledge, a_sample, a_task, a_world, commit, holding, let_go
 
@@ -35,6 +36,17 @@ def test_a_run_that_comes_out_of_its_shield_may_be_stopped():
     later = NOW + POLICY.shield_seconds
     world.measure([a_sample("gpu0", later)])
     assert [decision.why for decision in plan(world, memory, later)] == ["preempt"]
+
+
+def test_a_run_whose_start_is_heard_of_late_has_run_long_enough():
+    policy = replace(POLICY, min_run_seconds=Seconds(20.0))
+    run = holding(a_task("run", priority=10, gpu_mb=80 * GIB), "gpu0", state=TaskState.ADMITTED)
+    world, memory = a_world(run, a_task("high", priority=80, gpu_mb=10 * GIB)), Memory()
+    assert plan_cycle(world, policy, NOW, memory=memory).decisions == ()
+    heard = write_move(run.task, Move.STARTED, started_at=Instant(NOW - 50.0))
+    commit(world, Decision("run", "started", tasks=(heard,)))
+    later = Instant(NOW + 1.0)
+    assert [d.why for d in plan_cycle(world, policy, later, memory=memory).decisions] == ["preempt"]
 
 
 def test_a_device_that_is_heard_of_again_is_used_again_and_one_that_is_not_is_no_longer():

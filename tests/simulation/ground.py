@@ -4,7 +4,7 @@ No clock, no store and no loop: whoever tells the story decides what happens nex
 its turn. Decisions are checked as they are made, rows and processes after every step.
 """
 
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -12,9 +12,11 @@ from typing import Any
 from service.broker.observe import next_batch
 from service.core.admission import check, check_priority
 from service.core.awaited import End
+from service.core.backfill import Forecast
 from service.core.cycle import plan_cycle
 from service.core.deadlines import Watch, due, keep_watch
 from service.core.dependencies import settle
+from service.core.forecasts import make_forecasts
 from service.core.lease import LeaseState, PledgeEnd
 from service.core.memory import Memory
 from service.core.orders import (
@@ -47,6 +49,7 @@ from tests.builders import NOW, a_world, check_ledger, commit, submit
 from tests.core.naive import Naive
 from tests.core.test_plan_properties import check_pledges, step_of
 from tests.simulation.agents import Agent, Process, agent_of
+from tests.simulation.fairness import check_gang, check_order, standings
 
 SLICE = 7
 """Looks per slice of a plan: few, so that most cycles take several."""
@@ -62,6 +65,7 @@ class Ground:
         self.orders_get_lost = False
         """The leader dies between its next commit and the orders of it."""
         self._memory = Memory()
+        self._forecasts: Sequence[Forecast] = ()
         self._watch: Watch | None = None
         self._said: deque[Report] = deque()
         self._open: set[tuple[str, DeviceKey]] = set()
@@ -166,7 +170,7 @@ class Ground:
 
     def change_leader(self) -> None:
         """A new one: it knows the rows, and what it hears from now on."""
-        self._memory, self._watch = Memory(), None
+        self._memory, self._watch, self._forecasts = Memory(), None, ()
         self._said.clear()
         decision = take_over(self.world)
         self._carry([decision] if decision else [])
@@ -212,11 +216,15 @@ class Ground:
     def _plan(self) -> None:
         """In slices, with a memory; what comes of it is what the naive planner does in one go."""
         now, done = self._instant, []
-        expected = Naive(self.world, self.policy, self.now).plan() if self._compares else []
-        ahead = _order(self.world, self.policy, self.now)
+        *_, self._forecasts = make_forecasts(self.world, self.policy, now, self._forecasts)
+        naive = Naive(self.world, self.policy, self.now, self._forecasts)
+        expected = naive.plan() if self._compares else []
+        ahead = standings(self.world, self.policy, self.now)
         cursor = None
         while True:
-            plan = plan_cycle(self.world, self.policy, now, cursor, SLICE, self._memory)
+            plan = plan_cycle(
+                self.world, self.policy, now, cursor, SLICE, self._memory, forecasts=self._forecasts
+            )
             done += plan.decisions
             self._check_victims(plan.decisions)
             self._carry(plan.decisions)
@@ -227,7 +235,7 @@ class Ground:
             steps = [step_of(decision) for decision in done]
             assert steps == expected[: len(steps)]
             assert cursor is not None or steps == expected
-        _check_order(done, ahead)
+        check_order(done, ahead)
 
     def orders_were_lost(self, done: Sequence[Decision]) -> bool:
         return self.orders_get_lost and any(decision.orders for decision in done)
@@ -359,40 +367,3 @@ class Ground:
     @property
     def _instant(self) -> Instant:
         return Instant(self.now)
-
-
-def check_gang(world: World, task: Task) -> None:
-    """Never half placed: of an active gang every rank has its place and all of its memory, or is over."""
-    wanted = task.demand.bundles
-    assert not wanted or task.demand.least_ranks <= len(task.members) <= len(wanted)
-    if task.state in (TaskState.ADMITTED, TaskState.RUNNING):
-        held = Counter(lease.rank for lease in world.leases_of(task))
-        for member in task.members:
-            assert member.gone or held[member.rank] == wanted[member.rank].gpus
-
-
-Standing = tuple[Any, Task, bool]
-"""(place in the queue, task, whether room is being made for it)"""
-
-
-def _order(world: World, policy: Policy, now: float) -> dict[str, Standing]:
-    naive = Naive(world, policy, now)
-    return {
-        task.id: (naive.order(task), task, task.id in world.pledges)
-        for task in naive.tasks.values()
-        if naive.waits(task)
-    }
-
-
-def _check_order(done: Sequence[Decision], ahead: dict[str, Standing]) -> None:
-    """Of those who ask for the same, nobody is passed by one who stands behind him.
-
-    Unless room was made for that one, or his higher priority lets him have what is kept for others.
-    """
-    admitted = {decision.subject for decision in done if decision.why == "admit"}
-    for name in admitted:
-        place, task, pledged = ahead[name]
-        for other, (its_place, rival, _) in ahead.items():
-            same = rival.demand == task.demand and rival.tenant == task.tenant
-            if other not in admitted and same and rival.priority >= task.priority and not pledged:
-                assert place < its_place, f"{name} passed {other}"

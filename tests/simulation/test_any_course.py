@@ -29,7 +29,8 @@ BEAT_SECONDS = 4.0
 DRAIN_TURNS = 400
 PRIORITIES = (5, 20, 50, 60, 80, 95)
 LIMITS: tuple[dict[str, float], ...] = (
-    *({},) * 4,
+    *({},) * 3,
+    *({"expected_seconds": 60.0},) * 3,
     {"timeout_seconds": 20.0},
     {"queue_ttl_seconds": 15.0},
     {"deadline_at": 40.0},
