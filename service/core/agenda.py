@@ -25,6 +25,10 @@ class Doubts(Protocol):
         """Their tenant may not have such tasks now, whatever there is."""
         ...
 
+    def may_reclaim(self, group: Group) -> bool:
+        """There may be something for its tasks and for no others."""
+        ...
+
     def is_refused(self, group: Group) -> bool:
         """There is nothing for its tasks."""
         ...
@@ -132,7 +136,7 @@ class Agenda:
         group = head.group
         if group is None:
             return head if head.task in self._world.queue else None
-        if doubts.is_over_quota(group) or doubts.is_refused(group):
+        if doubts.is_over_quota(group) or (doubts.is_refused(group) and not doubts.may_reclaim(group)):
             self._asleep.append((group,))
             return None
         self._push(group, group.after(head.key[-2:]))
@@ -160,7 +164,9 @@ class Agenda:
         if not isinstance(comers, Kin):
             self._enter([group for group in comers if group], doubts)
         elif self._band in comers.bands:
-            if doubts.has_nothing(comers.most_urgent_of(self._band)):
+            groups = (group for likes in comers.bands[self._band].values() for group in likes.values())
+            nothing = doubts.has_nothing(comers.most_urgent_of(self._band))
+            if nothing and not (self._policy.has_quotas and any(map(doubts.may_reclaim, groups))):
                 self._asleep_together[comers] = None
             else:
                 likes = comers.bands[self._band].values()
@@ -171,8 +177,9 @@ class Agenda:
         self._asleep += ((group,) for group in over)
         likes = [group for group in likes if group not in over] if over else likes
         if likes and doubts.is_refused(likes[0]):
-            self._asleep.append(tuple(likes))
-            return
+            claim = [group for group in likes if self._policy.has_quotas and doubts.may_reclaim(group)]
+            self._asleep.append(tuple(group for group in likes if group not in claim))
+            likes = claim
         doubts.looks.taken += A_GLANCE * len(likes)
         for group in likes:
             passed = self._count_passed(group)

@@ -21,6 +21,7 @@ from service.core.preemption import Eviction, Search
 from service.core.prospects import Prospects
 from service.core.quota import Quotas
 from service.core.ranks import nodes_of
+from service.core.reclaim import Claims
 from service.core.task import Placement, Task
 from service.core.units import Instant
 from service.core.world import World
@@ -98,8 +99,9 @@ class _Slice:
         offers = Offers(draft, policy, now, cursor.ordered_at, memory.offers, outlooks)
         self._quotas = Quotas(draft, policy, memory.needs)
         self._guards = Guards(draft, policy, now, self._key_of, cursor.forecasts, cursor.kept_away)
+        claims = Claims(draft, policy, self._quotas)
         self._prospects = Prospects(
-            draft, policy, now, memory, places, offers, looks, self._quotas, self._guards
+            draft, policy, now, memory, places, offers, looks, self._quotas, claims, self._guards
         )
         self._shares = cursor.shares.copy()
         self._agenda = self._open_agenda(world, policy)
@@ -169,12 +171,18 @@ class _Slice:
             placement = self._places.best(task, task.id)
             return None if placement is None else admit(self._draft, task, (placement,), self._now)
         group = self._draft.world.queue.group_of(task.id)
-        if self._prospects.is_refused(group):
+        is_refused = self._prospects.is_refused(group)
+        if is_refused and not self._prospects.may_reclaim(group):
             return None
         if task.demand.bundles:
             return self._enter(task, group.kin, self._prospects.gang(task, group.kin))
         placement = self._prospects.place(task, group.kin)
         if placement is None:
+            way = self._prospects.reclaimed(task, group.kin)
+            if way is not None:
+                return evict(self._draft, task, way, self._now)
+            if is_refused:
+                return None
             return self._enter(task, group.kin, self._prospects.eviction(task, group.kin))
         placement = self._prospects.place_beside(task, group.kin, placement)
         if placement is not None:

@@ -216,6 +216,16 @@ class Draft:
         self._own(lease.device).put(lease)
         self._given[lease.tenant] = self._given.get(lease.tenant, 0) + lease.mb
 
+    def given(self) -> Iterable[tuple[str, int]]:
+        """(tenant, MiB) of what this draft has leased."""
+        return self._given.items()
+
+    def leaving(self) -> Iterator[tuple[str, int]]:
+        """(tenant, MiB) of each lease whose run is over or under notice, and nobody doubts that it goes."""
+        for key in self.world.books:
+            for holding in self.book(key).leaving():
+                yield holding.lease.tenant, holding.lease.mb
+
     def newly_claimed(self, task: TaskId, priority: int) -> Iterator[tuple[str, int]]:
         """(tenant, MiB) of what this draft has leased, and of what is pledged to others than this task, at
         its priority or a higher one."""

@@ -66,6 +66,9 @@ class _Limits:
     def has_nothing(self, group: Group) -> bool:
         return self.is_refused(group)
 
+    def may_reclaim(self, group: Group) -> bool:  # noqa: ARG002  # no limit gives way to that
+        return False
+
 
 class _Forecasting:
     def __init__(self, world: World, policy: Policy, now: Instant, before: Iterable[Forecast]) -> None:

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from service.core.agenda import Agenda
 from service.core.changes import Changes
+from service.core.demand import Demand
 from service.core.offers import Offered
 from service.core.ordering import Kin
 from service.core.outlook import Known
@@ -22,6 +23,10 @@ from service.core.worth import Row, Worth
 
 Found = tuple[tuple[float, float, tuple[str, ...]], Placement]
 """((what its devices are worth, CPU left on the node, names), placement): the smallest is the best."""
+
+Denied = tuple[int, int, tuple[tuple[str, int], ...]]
+"""(revision of `growth`, of `changes` if the reason was a passing one and else 0, what borrowers have beyond
+their guarantees): while these are the same, so is the answer."""
 
 Likes = tuple[Kin, int]
 """(demand, priority) of tasks that differ in nothing that placement looks at."""
@@ -113,6 +118,8 @@ class Memory:
         self._worth: Worth | None = None
         self.offers: Offered = {}
         self.needs = Needs()
+        self.denied: dict[tuple[str, int, Demand], Denied] = {}
+        """(tenant, priority, demand) -> the state in which such a task could take nothing back."""
         self.awaited: set[NodeName] = set()
         """Nodes with room that is coming, for which somebody waits."""
         self._due: dict[NodeName, Instant] = {}
@@ -180,6 +187,7 @@ class Memory:
             self.standings.clear()
             self.refusals.clear()
             self.beside.clear()
+            self.denied.clear()
             self.gangs.clear()
             self.shortages.clear()
 

@@ -1,6 +1,6 @@
 """What each node could offer a preemptor: room that is coming, and runs that may be stopped."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from service.core.device import Device
@@ -9,7 +9,7 @@ from service.core.ledger import Book
 from service.core.outlook import Outlooks
 from service.core.policy import Policy
 from service.core.units import Instant, NodeName
-from service.core.victims import Candidate, Cost, cheapest_first
+from service.core.victims import Candidate, Cost, Stoppable, cheapest_first
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,9 +73,9 @@ class Offers:
         self.policy = policy
         self.nodes = frozenset(draft.usable_nodes())
         self._now = now
-        self._began_at = now if began_at is None else began_at
+        self.began_at = now if began_at is None else began_at
         self._known: Offered = {} if offered is None else offered
-        self.outlooks = outlooks or Outlooks(draft, policy, now, self._began_at, {})
+        self.outlooks = outlooks or Outlooks(draft, policy, now, self.began_at, {})
 
     def of(self, node: NodeName, priority: int) -> Offer:
         """What a usable node offers to a task of this priority that has no pledges."""
@@ -86,7 +86,15 @@ class Offers:
         return known[1]
 
     def _offer(self, node: NodeName, priority: int) -> Offer:
-        found = tuple(cheapest_first(self.outlooks.leavers(node, priority), self._began_at))
+        return self.among(node, priority, self.outlooks.leavers(node, priority))
+
+    def stoppable(self, node: NodeName) -> Iterable[Stoppable]:
+        """Every task with a run there that could be stopped for somebody, in no particular order."""
+        return self.outlooks.stoppable(node)
+
+    def among(self, node: NodeName, priority: int, runs: Iterable[Stoppable]) -> Offer:
+        """What the node offers if just these may be stopped."""
+        found = tuple(cheapest_first(runs, self.began_at))
         books = self.draft.usable_books(node, self.policy, self._now)
         sites = tuple(_site(book, priority, found) for book in books)
         return Offer(node, self.outlooks.soon(node, priority).beside, found, sites)

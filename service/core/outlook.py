@@ -2,7 +2,7 @@
 
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import is_
 
@@ -138,11 +138,15 @@ class Outlooks:
     def leavers(self, node: NodeName, priority: int) -> list[Stoppable]:
         """Who may be stopped for such a task, in no particular order."""
         began_at, policy = self._began_at, self._policy
+        runs = self.stoppable(node)
+        return [run for run in runs if may_be_stopped(run.task, priority, policy, began_at)]
+
+    def stoppable(self, node: NodeName) -> Iterable[Stoppable]:
+        """Every task with a run there that could be stopped for somebody, in no particular order."""
         facts = self._facts(node)
         if facts.runs is None:
             facts.runs = stoppable(self._draft, node, self._began_at, facts.before)
-        runs = facts.runs.values()
-        return [run for run in runs if may_be_stopped(run.task, priority, policy, began_at)]
+        return facts.runs.values()
 
     def _facts(self, node: NodeName) -> _Facts:
         facts = self._known.get(node)

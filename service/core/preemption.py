@@ -39,7 +39,7 @@ Target = tuple[Site, Mib]
 
 
 @dataclass(frozen=True, slots=True)
-class _Option:
+class Option:
     offer: Offer
     targets: tuple[Target, ...]
     victims: tuple[Candidate, ...]
@@ -101,7 +101,7 @@ class Search:
         self._unseen = set(self._nodes)
         self._ways: list[_Way] = []
         """A heap."""
-        self._best: _Option | None = None
+        self._best: Option | None = None
 
     def look_again(self, nodes: Iterable[NodeName]) -> None:
         """Something changed there since the search was left."""
@@ -133,16 +133,9 @@ class Search:
 
     def eviction(self, offers: Offers, now: Instant) -> Eviction | None:
         """What was found, at the end."""
-        best = self._best
-        if best is None or self.coming_on is not None:
+        if self._best is None or self.coming_on is not None:
             return None
-        victims = sorted((candidate.task for candidate in best.victims), key=lambda run: run.id)
-        deadlines = [now + victim.grace_seconds for victim in victims]
-        for site, need in best.targets:
-            if site.after_mb(best.victims) - site.soon_mb + site.free_mb < need:
-                deadlines += deadlines_of_leavers(offers.draft, site.device.key)
-        devices = sorted((site.device.key, need) for site, need in best.targets)
-        return Eviction(best.offer.node, tuple(devices), tuple(victims), Instant(max(deadlines)))
+        return eviction_of(self._best, offers.draft, now)
 
     def _look_at(self, offers: Offers, node: NodeName, looks: Looks) -> None:
         looks.taken += 1
@@ -170,6 +163,26 @@ class Search:
         self._best = find(offer, task, below) or best
 
 
+def eviction_of(best: Option, draft: Draft, now: Instant) -> Eviction:
+    victims = sorted((candidate.task for candidate in best.victims), key=lambda run: run.id)
+    deadlines = [now + victim.grace_seconds for victim in victims]
+    for site, need in best.targets:
+        if site.after_mb(best.victims) - site.soon_mb + site.free_mb < need:
+            deadlines += deadlines_of_leavers(draft, site.device.key)
+    devices = sorted((site.device.key, need) for site, need in best.targets)
+    return Eviction(best.offer.node, tuple(devices), tuple(victims), Instant(max(deadlines)))
+
+
+def best_of(offer: Offer, task: Task, best: Option | None, may_leave: Suffices) -> Option | None:
+    """The better of the best so far and the cheapest way on this node with such victims only."""
+    targets = _targets(offer, task)
+    if len(targets) < task.demand.gpus:
+        return best
+    below = (inf, 0) if best is None else best.cost
+    victims = cheapest(offer.found, _suffices(offer, task, targets), below, may_leave)
+    return best if victims is None else _option(offer, task, targets, victims)
+
+
 def _least_cost(offer: Offer, task: Task) -> Cost:
     """No way to make room on this node costs less: at least so many devices have to be cleared one by one."""
     costs = sorted(site.least_cost(need - site.soon_mb) for site, need in _targets(offer, task))
@@ -185,9 +198,9 @@ def _targets(offer: Offer, task: Task) -> list[Target]:
     ]
 
 
-def _on_one(offer: Offer, task: Task, below: Cost) -> _Option | None:
+def _on_one(offer: Offer, task: Task, below: Cost) -> Option | None:
     """The best way to one device of this node; None if there is none that costs less than this."""
-    best: _Option | None = None
+    best: Option | None = None
     has_room = offer.room.fits(task)
     for target in _targets(offer, task):
         site, need = target
@@ -201,7 +214,7 @@ def _on_one(offer: Offer, task: Task, below: Cost) -> _Option | None:
     return best
 
 
-def _on_several(offer: Offer, task: Task, below: Cost) -> _Option | None:
+def _on_several(offer: Offer, task: Task, below: Cost) -> Option | None:
     """The same for several devices: exact for few candidates; above, device by device and filled back."""
     targets = _targets(offer, task)
     if len(offer.found) <= EXACT_LIMIT:
@@ -225,12 +238,12 @@ def _suffices(offer: Offer, task: Task, targets: Sequence[Target]) -> Suffices:
     return suffices
 
 
-def _option(offer: Offer, task: Task, targets: Sequence[Target], victims: Sequence[Candidate]) -> _Option:
+def _option(offer: Offer, task: Task, targets: Sequence[Target], victims: Sequence[Candidate]) -> Option:
     """To stop these; of the devices that are then free, the fullest."""
     left = [(site.after_mb(victims) - need, site.device.key, (site, need)) for site, need in targets]
     roomy = sorted(option for option in left if option[0] >= 0)
     chosen = tuple(target for _, _, target in roomy[: task.demand.gpus])
-    return _Option(offer, chosen, tuple(victims), cost_of(victims))
+    return Option(offer, chosen, tuple(victims), cost_of(victims))
 
 
 def _cheapest_devices(

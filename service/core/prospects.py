@@ -10,7 +10,7 @@ from service.core.draft import Draft
 from service.core.gang import Gang
 from service.core.gang_eviction import choose_for_gang
 from service.core.looks import Looks
-from service.core.memory import Beside, GangRefusal, Memory, Pursuit, Refusal, Standing
+from service.core.memory import Beside, Denied, GangRefusal, Memory, Pursuit, Refusal, Standing
 from service.core.offers import Offers
 from service.core.ordering import Group, Kin
 from service.core.outlook import Room
@@ -18,6 +18,7 @@ from service.core.placement import CLOSE_LOOK, Places
 from service.core.policy import Policy
 from service.core.preemption import Eviction, Search, is_coming, may_preempt
 from service.core.quota import Quotas
+from service.core.reclaim import Claims, Surplus, reclaim
 from service.core.task import Placement, Task
 from service.core.units import Instant, NodeName, TaskId
 
@@ -35,6 +36,7 @@ class Prospects:
         offers: Offers,
         looks: Looks,
         quotas: Quotas,
+        claims: Claims,
         guards: Guards,
     ) -> None:
         self.looks = looks
@@ -48,10 +50,39 @@ class Prospects:
         self._rooms: dict[tuple[int, int, bool], list[Room]] = {}
         self._rooms_at = 0
         self._quotas = quotas
+        self._claims = claims
 
     def is_over_quota(self, group: Group) -> bool:
         """Whether their tenant may not have such tasks now."""
         return self._quotas.falls_short(group.tenant, group.demand, group.priority)
+
+    def may_reclaim(self, group: Group) -> bool:
+        """Whether such a task could take back from borrowers, and nobody has found that it cannot."""
+        if not self._policy.has_quotas or not group.demand.gpus:
+            return False
+        surplus = self._claims.of_any(group.tenant, group.demand, group.priority)
+        denied = self._memory.denied.get(group.key[:3])
+        return bool(surplus) and (denied is None or denied != self._state_of(surplus, passing=denied[1] > 0))
+
+    def _state_of(self, surplus: Surplus, *, passing: bool) -> Denied:
+        changes, growth = self._memory.changes, self._memory.growth
+        return growth.revision, changes.revision if passing else 0, tuple(sorted(surplus.items()))
+
+    def reclaimed(self, task: Task, kin: Kin) -> Eviction | None:
+        """The best way to take back room for a task for which there is no place; None, which is remembered,
+        if there is none, or if it need only wait."""
+        surplus = self._claims.of(task)
+        if not surplus or not may_preempt(self._offers, task):
+            return None
+        self.looks.taken += CLOSE_LOOK * len(self._offers.nodes)
+        closed = frozenset(node for node in self._guards.on if not self._guards.may_stop_runs(task, node))
+        coming = any(is_coming(self._offers, task, node) for node in self._offers.nodes)
+        nodes = self._offers.nodes - closed
+        found = None if coming else reclaim(self._offers, task, surplus, self._now, nodes)
+        if found is None:
+            likes = (task.tenant, task.priority, kin.demand)
+            self._memory.denied[likes] = self._state_of(surplus, passing=coming or bool(closed))
+        return found
 
     def is_refused(self, group: Group) -> bool:
         """Whether it is known, or a look at what changed tells, that there is neither room for such tasks

@@ -109,11 +109,13 @@ def _shield(seen: Survey, run: Task, chosen: Set[TaskId]) -> Shield:
     task = seen.task
     if run.state is TaskState.STOPPING:
         return Shield.LEAVING
+    if run.id in chosen:
+        return Shield.NONE
     if run.priority >= task.priority:
         return Shield.PRIORITY
     if not may_be_stopped(run, task.priority, seen.policy, seen.now):
         return Shield.YOUNG if is_young(run, seen.policy, seen.now) else Shield.BUDGET
-    return Shield.NONE if run.id in chosen else Shield.WOULD_NOT_HELP
+    return Shield.WOULD_NOT_HELP
 
 
 def _why(seen: Survey, trial: Trial, counts: Counter[Shield]) -> Why:

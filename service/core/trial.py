@@ -13,8 +13,9 @@ from service.core.offers import Offers
 from service.core.outlook import Outlooks
 from service.core.placement import Places, worth_of
 from service.core.policy import Policy
-from service.core.preemption import Eviction, Search, could_make_room, may_preempt
+from service.core.preemption import Eviction, Search, could_make_room, is_coming, may_preempt
 from service.core.quota import Quotas
+from service.core.reclaim import Claims, reclaim
 from service.core.task import Task
 from service.core.units import Instant, NodeName
 
@@ -48,6 +49,7 @@ class Planner:
         self._places = Places(draft, policy, now, worth=worth, outlooks=outlooks)
         self._offers = Offers(draft, policy, now, outlooks=outlooks)
         self._quotas = Quotas(draft, policy)
+        self._claims = Claims(draft, policy, self._quotas)
 
     def is_over_quota(self, task: Task) -> bool:
         """Its tenant may take no more for such a task now. What is being freed for it counts already."""
@@ -89,7 +91,7 @@ class Planner:
             could_make_room(self._offers, task, node) for node in self._offers.nodes
         ):
             return True
-        return self.place(task) is not None
+        return self.place(task) is not None or bool(self._claims.of(task))
 
     def attempt(self, task: Task, most_nodes: int | None = None) -> Trial:
         """What would be decided for this task, as one that waits and may be planned, of any id.
@@ -107,6 +109,8 @@ class Planner:
             return Trial(coming_on=way.nodes if way else ())
         if not may_preempt(self._offers, task):
             return Trial()
+        if (taken_back := self._reclaim(task)) is not None:
+            return Trial(eviction=taken_back)
         nodes = self._offers.nodes
         if most_nodes is not None:
             hopeful = (node for node in sorted(nodes) if could_make_room(self._offers, task, node))
@@ -115,3 +119,9 @@ class Planner:
         search.go_on(self._offers, Looks(inf))
         coming_on = () if search.coming_on is None else (search.coming_on,)
         return Trial(eviction=search.eviction(self._offers, self._now), coming_on=coming_on)
+
+    def _reclaim(self, task: Task) -> Eviction | None:
+        surplus, nodes = self._claims.of(task), self._offers.nodes
+        if not surplus or any(is_coming(self._offers, task, node) for node in nodes):
+            return None
+        return reclaim(self._offers, task, surplus, self._now, nodes)

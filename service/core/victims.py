@@ -74,9 +74,12 @@ def is_old_enough(run: Task, began_at: Instant) -> bool:
 
 def may_be_stopped(run: Task, for_priority: int, policy: Policy, now: Instant) -> bool:
     """Strictly lower priority, and not shielded; who is critical ignores the shield."""
-    if run.priority >= for_priority:
-        return False
-    return band_of(for_priority)[0] == "critical" or not is_shielded(run, policy, now)
+    return run.priority < for_priority and not is_spared(run, for_priority, policy, now)
+
+
+def is_spared(run: Task, for_priority: int, policy: Policy, now: Instant) -> bool:
+    """Shielded, from anybody who is not critical."""
+    return band_of(for_priority)[0] != "critical" and is_shielded(run, policy, now)
 
 
 def is_shielded(run: Task, policy: Policy, now: Instant) -> bool:
@@ -122,8 +125,16 @@ def cost_of(victims: Sequence[Candidate]) -> Cost:
     return sum(victim.lost for victim in victims), len(victims)
 
 
+def anybody(_gone: Sequence[Candidate]) -> bool:
+    """All may leave together."""
+    return True
+
+
 def cheapest(
-    found: Sequence[Candidate], suffices: Suffices, below: Cost = (inf, 0)
+    found: Sequence[Candidate],
+    suffices: Suffices,
+    below: Cost = (inf, 0),
+    may_leave: Suffices = anybody,
 ) -> list[Candidate] | None:
     """The set with the least lost work, then the fewest victims; None if none suffices and costs less.
 
@@ -132,12 +143,14 @@ def cheapest(
     if not suffices(found):
         return None
     if len(found) <= EXACT_LIMIT:
-        return _exact(found, suffices, below)
-    victims = filled_back(found, suffices)
-    return victims if cost_of(victims) < below else None
+        return _exact(found, suffices, below, may_leave)
+    victims = filled_back(found, suffices, may_leave)
+    return victims if suffices(victims) and cost_of(victims) < below else None
 
 
-def filled_back(found: Sequence[Candidate], suffices: Suffices) -> list[Candidate]:
+def filled_back(
+    found: Sequence[Candidate], suffices: Suffices, may_leave: Suffices = anybody
+) -> list[Candidate]:
     """Take candidates in the given order until it suffices, then put back whoever is not needed after all.
 
     The costliest is put back first. `suffices` being monotone, one pass leaves a set that is minimal by
@@ -147,7 +160,8 @@ def filled_back(found: Sequence[Candidate], suffices: Suffices) -> list[Candidat
     for candidate in found:
         if suffices(taken):
             break
-        taken.append(candidate)
+        if may_leave([*taken, candidate]):
+            taken.append(candidate)
     for candidate in sorted(taken, key=lambda c: (c.lost, c.task.id), reverse=True):
         rest = [other for other in taken if other is not candidate]
         if suffices(rest):
@@ -155,16 +169,20 @@ def filled_back(found: Sequence[Candidate], suffices: Suffices) -> list[Candidat
     return taken
 
 
-def _exact(found: Sequence[Candidate], suffices: Suffices, below: Cost) -> list[Candidate] | None:
+def _exact(
+    found: Sequence[Candidate], suffices: Suffices, below: Cost, may_leave: Suffices
+) -> list[Candidate] | None:
     """Depth first over all subsets, cut where it costs too much or where the rest cannot suffice."""
     best: list[Candidate] | None = None
 
     def search(taken: list[Candidate], cost: Cost, at: int) -> None:
         nonlocal best, below
-        if cost >= below:
+        if cost >= below or not may_leave(taken):
             return
         if suffices(taken):
             best, below = taken, cost
+            return
+        if at == len(found):
             return
         candidate = found[at]
         search([*taken, candidate], (cost[0] + candidate.lost, cost[1] + 1), at + 1)

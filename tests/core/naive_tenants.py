@@ -1,12 +1,13 @@
 """What the naive planner makes of tenants: their order, quotas and claims, from flat lists."""
 
 from collections import Counter
+from itertools import combinations
 from math import log
 from typing import Any
 
 from service.core.lease import Lease, Pledge
 from service.core.policy import Policy
-from service.core.task import Task
+from service.core.task import Task, TaskState
 from service.core.units import Instant
 from service.core.world import World
 
@@ -20,6 +21,17 @@ class NaiveTenants:
     pledges: list[Pledge]
     waits: Any
     needs: Any
+    nodes: list[Any]
+    custom_is_there: Any
+    is_open: Any
+    devices: Any
+    would_fit: Any
+    left_after: Any
+    is_leaving: Any
+    is_shielded: Any
+    lost: Any
+    gives_back: Any
+    leases_of: Any
 
     def rank(self, tenant: str) -> tuple[bool, int]:
         """Whether it has what it is guaranteed, and how many twentieths of its fair share it has had."""
@@ -64,3 +76,65 @@ class NaiveTenants:
         members = [name for name in everybody if self.policy.tenant(name).cohort == mine.cohort]
         there_is = sum(t.guaranteed_mb or 0 for t in self.policy.tenants if t.cohort == mine.cohort)
         return sum(self.claims_of(name, task) for name in members) + need > there_is
+
+    # What may be taken back
+
+    def surplus_for(self, task: Task) -> dict[str, int]:
+        """Borrower of the cohort -> what it has beyond its guarantee and does not leave anyway."""
+        mine = self.policy.tenant(task.tenant)
+        if mine.guaranteed_mb is None or not mine.cohort or not task.demand.gpus:
+            return {}
+        need = task.demand.gpus * max(self.needs(task.demand, book.device) or 0 for book in self.books)
+        if self.claims_of(task.tenant, task) + need > mine.guaranteed_mb:
+            return {}
+        found = {}
+        for name in {lease.tenant for lease in self.leases} - {task.tenant}:
+            other = self.policy.tenant(name)
+            stays = sum(ls.mb for ls in self.leases if ls.tenant == name and not self.is_leaving(ls))
+            if other.cohort == mine.cohort and stays > (other.guaranteed_mb or 0):
+                found[name] = stays - (other.guaranteed_mb or 0)
+        return found
+
+    def borrowers_on(self, node: str, task: Task, surplus: dict[str, int]) -> list[Task]:
+        top = min(top for top in (100, 89, 69, 39, 9)[::-1] if task.priority <= top)
+        found = [
+            run
+            for run in self.tasks.values()
+            if run.node == node
+            and run.state in (TaskState.ADMITTED, TaskState.RUNNING)
+            and (run.admitted_at or 0.0) < self.now
+            and run.tenant in surplus
+            and run.priority <= top
+            and (task.priority >= 90 or not self.is_shielded(run))
+        ]
+        return sorted(found, key=lambda r: (self.lost(r), r.priority, -self.gives_back(r), r.id))
+
+    def leaves_guarantees(self, victims: list[Task], surplus: dict[str, int]) -> bool:
+        taken = Counter[str]()
+        for victim in victims:
+            taken[victim.tenant] += sum(lease.mb for lease in self.leases_of(victim))
+        return all(mb <= surplus[name] for name, mb in taken.items())
+
+    def reclaim(self, task: Task, closed: Any = ()) -> tuple[list[Any], list[Task]] | None:
+        """The cheapest way to take back from borrowers."""
+        if not self.policy.preemption or not task.demand.gpus or not self.custom_is_there(task):
+            return None
+        surplus = self.surplus_for(task)
+        options = []
+        for node in self.nodes if surplus else []:
+            if not node.ready or node.cordoned or not self.is_open(node, task):
+                continue
+            found = [] if node.name in closed else self.borrowers_on(node.name, task, surplus)
+            for count in range(len(found) + 1):
+                for gone in combinations(enumerate(found), count):
+                    victims = [run for _, run in gone]
+                    if not self.leaves_guarantees(victims, surplus):
+                        continue
+                    cost = (sum(self.lost(run) for run in victims), count)
+                    by_place = tuple(place for place, _ in gone)
+                    for chosen in combinations(self.devices(node.name), task.demand.gpus):
+                        if self.would_fit(node, chosen, task, victims):
+                            left = sorted((self.left_after(d, task, victims), d.key) for d in chosen)
+                            options.append(((cost, node.name, by_place, left), list(chosen), victims))
+        best = min(options, key=lambda option: option[0], default=None)
+        return (best[1], best[2]) if best is not None and best[2] else None
