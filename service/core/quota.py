@@ -29,7 +29,10 @@ class Needs:
             self._version = world.inventory_version
             self._known = {}
             devices = (book.device for book in world.books.values() if book.device.present)
-            sorts = {(d.kind, d.power, d.physical_mb, d.allocatable_mb, d.context_mb): d for d in devices}
+            sorts = {
+                (d.kind, d.power, d.physical_mb, d.allocatable_mb, d.context_mb, bool(d.parent)): d
+                for d in devices
+            }
             self._sorts = list(sorts.values())
         known = self._known.get(demand)
         if known is None:

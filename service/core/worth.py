@@ -42,7 +42,9 @@ class Spot(NamedTuple):
 
 def sort_of(device: Device) -> str:
     """The same for devices between which no demand can tell a difference."""
-    return f"{device.kind}/{device.physical_mb}/{device.allocatable_mb}/{device.context_mb}/{device.power}"
+    part = "part" if device.parent else "whole"
+    sizes = f"{device.physical_mb}/{device.allocatable_mb}/{device.context_mb}"
+    return f"{device.kind}/{sizes}/{device.power}/{part}"
 
 
 def sorts_of(devices: Iterable[Device]) -> Alike:

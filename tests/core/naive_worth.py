@@ -11,7 +11,8 @@ from service.core.task import Task
 
 
 def sort(device: Any) -> str:
-    return f"{device.kind}/{device.physical_mb}/{whole(device)}/{device.context_mb}/{device.power}"
+    part = "part" if device.parent else "whole"
+    return f"{device.kind}/{device.physical_mb}/{whole(device)}/{device.context_mb}/{device.power}/{part}"
 
 
 def whole(device: Any) -> int:
