@@ -66,6 +66,8 @@ class _Rivals:
     def would_take(self, planner: Planner, run: Task) -> bool:
         """Whether one of them might take what this run gave back, in a draft in which it did. In doubt, yes:
         what it counted of a limit that many share may be taken on any node."""
+        if self._seen.policy.has_quotas and self._most_urgent():
+            return True  # an end changes what all tenants of a cohort may take
         returned = {name for name, _ in run.demand.counted}
         return any(
             rival.demand.bundles
@@ -92,6 +94,8 @@ class _Rivals:
         groups = [group for by in kin.bands.values() for likes in by.values() for group in likes.values()]
         for group in sorted(groups, key=lambda group: -group.priority):
             first = group.member(0)
-            if order_key(group.own_key(first, now, policy), self._shares.rank(group.tenant)) < key:
+            own = group.own_key(first, now, policy)
+            is_other = group.tenant != self._seen.task.tenant  # an end may change who comes first of them
+            if (is_other and own[0] <= key[0]) or order_key(own, self._shares.rank(group.tenant)) < key:
                 return replace(world.tasks[first[1]], id=TaskId(""))
         return None
