@@ -35,7 +35,7 @@ def standings(world: World, policy: Policy, now: float) -> dict[str, Standing]:
 
 
 def _asked(task: Task) -> Any:
-    return task.demand, task.tenant, task.expected_seconds
+    return task.demand, task.tenant, task.expected_seconds, task.timeout_seconds, task.deadline_at
 
 
 def check_order(done: Sequence[Decision], ahead: dict[str, Standing]) -> None:

@@ -235,7 +235,8 @@ class Ground:
             steps = [step_of(decision) for decision in done]
             assert steps == expected[: len(steps)]
             assert cursor is not None or steps == expected
-        check_order(done, ahead)
+        if not self._forecasts:  # who delays none of them may pass; the naive planner says who that is
+            check_order(done, ahead)
 
     def orders_were_lost(self, done: Sequence[Decision]) -> bool:
         return self.orders_get_lost and any(decision.orders for decision in done)
