@@ -71,7 +71,9 @@ class Accounts:
         account.mb_seconds, account.at = usage.mb_seconds, usage.at
 
     def rows(self) -> list[Usage]:
-        return [Usage(tenant, self._known[tenant].mb_seconds, self._known[tenant].at) for tenant in self]
+        """In order of tenants."""
+        known = sorted(self._known.items())
+        return [Usage(tenant, account.mb_seconds, account.at) for tenant, account in known]
 
     def held_mb(self, tenant: str) -> int:
         account = self._known.get(tenant)

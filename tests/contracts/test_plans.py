@@ -77,9 +77,9 @@ def test_postgresql_finds_the_rows_of_a_group_by_key(postgres_plan: Explain, sta
 
 MANY_TASKS = """
 INSERT INTO task (id, tenant, name, priority, demand, submitted_at, max_retries, grace_seconds, shareable,
-    subject, after, awaits, held, state, finished)
+    stream, subject, after, awaits, held, state, finished)
 SELECT lpad(n::text, 6, '0'), 'tenant-' || n % 20, 'job', 50, '{}', 0, 0, 30, false,
-    'job', '[]', false, false,
+    '', 'job', '[]', false, false,
     CASE WHEN n % 11 = 0 THEN 'pending' WHEN n % 11 = 1 THEN 'failed' ELSE 'succeeded' END, n % 11 > 0
 FROM generate_series(1, 20000) AS n
 """

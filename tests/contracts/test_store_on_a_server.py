@@ -115,8 +115,8 @@ async def test_nobody_hears_of_a_commit_before_the_events_that_belong_to_it(post
 
 SAME_KEY = """
 INSERT INTO task (id, tenant, name, priority, demand, submitted_at, max_retries, grace_seconds, shareable,
-    subject, after, awaits, held, idem_key)
-    VALUES ('other', 'default', '', 50, '{}', 0, 0, 30, false, '', '[]', false, false, 'key')
+    stream, subject, after, awaits, held, idem_key)
+    VALUES ('other', 'default', '', 50, '{}', 0, 0, 30, false, '', '', '[]', false, false, 'key')
 """
 WAITING = "SELECT count(*) FROM pg_locks WHERE NOT granted"
 

@@ -132,12 +132,13 @@ def write_group(session: Session, units: Sequence[Unit], half_life_seconds: Seco
     session.begin()
     for term in {unit.term for unit in units if unit.term is not None}:
         session.require_term(term)
+    taken = _taken_by_tenant(units)
+    # Before the first guard, so that what is waited for here is no other statement's fault.
+    used = session.fetch(sql.USAGE_OF, [(tenant,) for tenant in taken]) if taken else ()
     rows = _rows_by_statement(units)
     for statement in sql.IN_ORDER:
         if statement in rows:
             session.write(statement, rows[statement])
-    taken = _taken_by_tenant(units)
-    used = session.fetch(sql.USAGE_OF, [(tenant,) for tenant in taken]) if taken else ()
     first, at = session.number(sum(len(unit.events) for unit in units))
     if taken:
         session.write(sql.WRITE_USAGE, _usage_rows(taken, used, at, half_life_seconds))
