@@ -15,7 +15,7 @@ from service.core.orders import StopOrder
 from service.core.plan import Decision
 from service.core.policy import CustomLimit, Policy
 from service.core.task import TaskState
-from service.core.trial import Trial, attempt
+from service.core.trial import Planner, Trial
 from service.core.units import Instant, Mib, TaskId
 from service.core.world import World
 from tests.builders import (
@@ -298,7 +298,7 @@ def test_nobody_would_be_stopped_for_what_a_limit_keeps_out() -> None:
     policy = Policy(custom_limits=(CustomLimit("licence", 1.0),))
     short = replace(ONE, demand=replace(ONE.demand, custom=(("licence", 3.0),)))
     world = a_small_world(a_run("a", "gpu0", gpu_mb=40), a_run("b", "gpu1", gpu_mb=40), short)
-    assert attempt(Draft(world), short, policy, LATER) == Trial()
+    assert Planner(Draft(world), policy, LATER).attempt(short) == Trial()
 
 
 def test_a_gang_looks_again_when_the_room_that_was_coming_changes() -> None:
