@@ -100,8 +100,7 @@ def position_of(
     shares = Shares(world, policy, now) if shares is None else shares
     own = own_key(task.priority, task.stream, task.submitted_at, task.id, now, policy)
     key = order_key(own, shares.rank(task.tenant))
-    groups = world.queue.groups.values()
-    return is_new + sum(group.count_until(key, shares.rank(group.tenant), now, policy) for group in groups)
+    return is_new + world.queue.count_until(key, shares.rank, now, policy)
 
 
 def stands_aside(task: Task) -> bool:

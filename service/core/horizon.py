@@ -29,6 +29,9 @@ class Horizon:
         self._world = world
         self._now = now
         self._known: dict[tuple[Topic, int], Remaining | None] = {}
+        sketches = world.learned.sketches
+        self._taught = {(topic.tenant, topic.subject) for topic in sketches if topic.what is What.SECONDS}
+        """(tenant, subject) of which run times are known, on whatever devices."""
 
     def of_run(self, run: Task) -> Remaining | None:
         """How much longer it holds what it has; None if nobody can tell."""
@@ -37,11 +40,16 @@ class Horizon:
             return Remaining(left, left, 0)
         if run.is_terminal:
             return AT_ONCE  # over, and its memory is on its way back
+        is_taught = (run.tenant, run.subject) in self._taught
+        if run.expected_seconds is None and not is_taught:
+            return None
         begun = run if run.started_at is not None else replace(run, started_at=self._now)
         if begun.expected_seconds is not None:
             stated = remaining_seconds(begun, {}, self._now)
             if stated is not None:
                 return stated
+        if not is_taught:
+            return None
         sketches = self._world.learned.sketches
         topic = Topic(run.tenant, run.subject, kind_of_run(self._world, run), What.SECONDS)
         if topic not in sketches:

@@ -2,7 +2,7 @@
 
 from bisect import bisect_left, bisect_right, insort
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from service.core.demand import Demand
 from service.core.policy import Policy, band_of
@@ -196,6 +196,20 @@ class PendingQueue:
             self.delayed[task.id] = task.not_before
         else:
             self._let_in(task)
+
+    def count_until(self, key: OrderKey, rank: Callable[[str], Rank], now: Instant, policy: Policy) -> int:
+        """How many stand at this place or before it, by the ranks of their tenants."""
+        before: dict[tuple[str, int], tuple[int, int, int]] = {}
+        count = 0
+        for group in self.groups.values():
+            likes = group.key[:2]
+            if likes not in before:
+                before[likes] = (-band_of(group.priority)[2], *rank(group.tenant))
+            if before[likes] < key[:3]:
+                count += len(group)
+            elif before[likes] == key[:3]:
+                count += group.count_own((key[0], *key[3:]), now, policy)
+        return count
 
     def holds(self, task: TaskId, group: Group) -> bool:
         return self._where.get(task) == group.key

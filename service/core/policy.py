@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import cache
 from typing import NamedTuple
 
 from service.core.accounts import HALF_LIFE_SECONDS
@@ -21,6 +22,7 @@ BAND_NAMES: dict[str, int] = {name: (low + high) // 2 for name, low, high in BAN
 """A band's name stands for its middle value wherever a priority is accepted."""
 
 
+@cache
 def band_of(priority: int) -> tuple[str, int, int]:
     """The (name, lowest, highest) of the band a priority lies in."""
     for band in BANDS:

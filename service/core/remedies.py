@@ -25,7 +25,7 @@ from service.core.units import Mib, NodeName, in_gib
 LEAST_SHARE = 0.1
 """To ask for less than this part of what was asked is no remedy."""
 
-MOST_NODES = 24
+MOST_NODES = 12
 """On so many nodes victims are looked for who would have to leave for a higher priority."""
 
 Change = Mapping[str, Any]
@@ -228,7 +228,7 @@ class _Search:
 
     def _steps(self) -> list[int]:
         """The priorities from which on a task may do what it may not below."""
-        steps = {run.priority + 1 for node in self._nodes for run in self._draft.runs_on(node)}
+        steps = {priority + 1 for node in self._nodes for priority in self._draft.use(node).priorities}
         for pledges in self._draft.world.pledges.values():
             steps |= {pledge.priority + 1 for pledge in pledges.values()}
         steps |= {limit.priority_threshold for limit in self._policy.custom_limits}

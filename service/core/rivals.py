@@ -1,6 +1,7 @@
 """For whose end a task waits, and who stands ahead of it and would take the room that then comes back."""
 
 from dataclasses import dataclass, replace
+from heapq import nsmallest
 
 from service.core.draft import Draft
 from service.core.expectations import Remaining
@@ -36,11 +37,12 @@ def first_end(seen: Survey, horizon: Horizon) -> End | None:
     draft, task, rivals, contested = seen.draft, seen.task, _Rivals(seen), 0
     nodes = [one.node.name for one in seen.nodes if one.is_usable and may_use_node(task.demand, one.node)]
     known = ((horizon.of_run(run), run) for name in nodes for run in draft.runs_on(name))
-    soonest = sorted(
+    soonest = nsmallest(
+        MOST_RUNS,
         ((end, run) for end, run in known if end is not None),
         key=lambda pair: (pair[0].p50_seconds, pair[1].id),
     )
-    for end, run in soonest[:MOST_RUNS]:
+    for end, run in soonest:
         without = Draft(draft.world)
         without.dismiss(run)
         planner = Planner(without, seen.policy, seen.now)

@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Set
 from dataclasses import dataclass
 from enum import StrEnum
+from heapq import nsmallest
 
 from service.core.survey import Survey
 from service.core.task import Task, TaskState
@@ -75,12 +76,16 @@ class Spared:
 
 def spared(seen: Survey, trial: Trial) -> Spared:
     """`trial`: what the planner would decide for the task now."""
-    judged = sorted(
-        _judged(seen, trial), key=lambda one: (_TELLING[one.shield], one.run.priority, one.run.id)
-    )
-    counts = Counter(one.shield for one in judged)
+    judged = _judged(seen, trial)
+    counts = Counter(shield for _, shield in judged)
+    telling = nsmallest(MOST_TOLD, judged, key=lambda one: (_TELLING[one[1]], one[0].priority, one[0].id))
     why = _why(seen, trial, counts)
-    return Spared(why, _message(seen, why, counts), dict(sorted(counts.items())), tuple(judged[:MOST_TOLD]))
+    told = (SparedRun(run, _leased_mb(seen, run), shield) for run, shield in telling)
+    return Spared(why, _message(seen, why, counts), dict(sorted(counts.items())), tuple(told))
+
+
+def _leased_mb(seen: Survey, run: Task) -> Mib:
+    return Mib(sum(lease.mb for lease in seen.draft.world.leases_of(run)))
 
 
 _TELLING = {
@@ -93,16 +98,11 @@ _TELLING = {
 }
 
 
-def _judged(seen: Survey, trial: Trial) -> list[SparedRun]:
+def _judged(seen: Survey, trial: Trial) -> list[tuple[Task, Shield]]:
     draft = seen.draft
     nodes = [node.node.name for node in seen.nodes if node.is_usable and node.is_large_enough]
     chosen = frozenset(victim.id for victim in trial.eviction.victims) if trial.eviction else frozenset()
-    found = []
-    for node in nodes:
-        for run in draft.runs_on(node):
-            size = sum(lease.mb for lease in draft.world.leases_of(run))
-            found.append(SparedRun(run, Mib(size), _shield(seen, run, chosen)))
-    return found
+    return [(run, _shield(seen, run, chosen)) for node in nodes for run in draft.runs_on(node)]
 
 
 def _shield(seen: Survey, run: Task, chosen: Set[TaskId]) -> Shield:

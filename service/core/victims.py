@@ -195,7 +195,7 @@ def _exact(
 
 def _frees(draft: Draft, run: Task) -> dict[DeviceKey, int]:
     freed: dict[DeviceKey, int] = {}
-    for lease in draft.world.leases_of(run):
-        holding = draft.book(lease.device).holdings[lease.key]
+    for key, lease in draft.world.leases.get((run.id, run.fence), {}).items():
+        holding = draft.book(lease.device).holdings[key]
         freed[lease.device] = freed.get(lease.device, 0) + holding.takes_mb
     return freed

@@ -152,7 +152,7 @@ class World:
     def leases_of(self, task: Task) -> list[Lease]:
         """The leases of a task's newest claim that are not released, in key order."""
         run = self.leases.get((task.id, task.fence), {})
-        return [run[key] for key in sorted(run)]
+        return [run[key] for key in sorted(run)] if len(run) > 1 else list(run.values())
 
     def holder(self, holder: str, fence: int) -> Task | None:
         """The task whose newest claim this is; None if that is over, or was never a task's."""
