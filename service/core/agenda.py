@@ -68,7 +68,6 @@ class Agenda:
         self._policy = policy
         self._ordered_at = ordered_at
         self._after = after
-        self._arrivals = world.queue.arrivals
         self._pledged = frozenset(task for task in world.pledges if task in world.queue)
         self._band = 0
         """The top of the one whose tasks are in, or coming in."""
@@ -82,9 +81,10 @@ class Agenda:
         self._heads: list[Head] = []
 
     def goes_on(self, world: World, ordered_at: Instant, after: OrderKey | None, shares: Shares) -> bool:
-        """Whether this is the agenda of the rest of that cycle. Who has come meanwhile is not in it."""
-        mine = (self._world, self._arrivals, self._ordered_at, self._after)
-        return mine == (world, world.queue.arrivals, ordered_at, after) and self.shares.is_as(shares)
+        """Whether this is the agenda of the rest of that cycle. Who has come meanwhile may not be in it, and
+        has its turn in the next cycle: to begin anew with each arrival would cost all groups a look."""
+        mine = (self._world, self._ordered_at, self._after)
+        return mine == (world, ordered_at, after) and self.shares.is_as(shares)
 
     @property
     def is_done(self) -> bool:

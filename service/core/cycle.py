@@ -71,7 +71,8 @@ def plan_cycle(
     which is all that it changes. The next slice needs a World in which this slice's decisions are applied.
     Work-conserving: a task for which there is no room holds nobody back, unless room is pledged to it, or one
     of the `forecasts` with which the cycle begins keeps it: then only who cannot delay it takes that room.
-    `memory` saves looks and changes no plan; keep it for the next slice and the next cycle.
+    `memory` saves looks and changes no plan, except that who comes into the queue between two slices may have
+    to wait for the next cycle; keep it for the next slice and the next cycle.
     """
     if cursor is None:
         world.enter_due(now)

@@ -170,8 +170,6 @@ class PendingQueue:
     def __init__(self) -> None:
         self.groups: dict[GroupKey, Group] = {}
         self.kin: dict[Demand, Kin] = {}
-        self.arrivals = 0
-        """How many were ever let in."""
         self.tenants: Counter[str] = Counter()
         """Tenant -> how many groups it has."""
         self.delayed = Timetable()
@@ -239,7 +237,6 @@ class PendingQueue:
         self._let_in(task)
 
     def _let_in(self, task: Task) -> None:
-        self.arrivals += 1
         kin = self.kin.get(task.demand)
         if kin is None:
             kin = self.kin[task.demand] = Kin(task.demand)

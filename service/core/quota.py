@@ -1,6 +1,7 @@
 """What a tenant may still take: its guarantee, and what its cohort leaves of those of others."""
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from service.core.admission import Refusal
 from service.core.demand import Demand
@@ -55,6 +56,15 @@ class Allowance:
     """What it may still take."""
 
 
+class _Claimed(NamedTuple):
+    """What a draft has given and keeps for preemptors, as one of its tasks finds it, in MiB."""
+
+    revision: int
+    """Of the draft's changes of which this tells."""
+    by_tenant: dict[str, int]
+    by_cohort: dict[str, int]
+
+
 class Quotas:
     """Of one draft. A guarantee is granted whatever others hold; only borrowing depends on them."""
 
@@ -64,6 +74,8 @@ class Quotas:
         self._needs = Needs() if needs is None else needs
         self._held: dict[str, int] | None = None
         """Cohort -> what its members hold in the World."""
+        self._claims: dict[int, _Claimed] = {}
+        """Priority -> what those may not have who have no pledges."""
 
     def need_mb(self, demand: Demand) -> int:
         return self._needs.of(self._draft.world, demand)
@@ -85,17 +97,33 @@ class Quotas:
         mine = self._policy.tenant(name)
         if mine.guaranteed_mb is None:
             return None
-        new = list(self._draft.newly_claimed(task, priority))
-        claimed = self._draft.world.accounts.held_mb(name)
-        claimed += sum(mb for tenant, mb in new if tenant == name)
+        new = self._newly_claimed(task, priority)
+        claimed = self._draft.world.accounts.held_mb(name) + new.by_tenant.get(name, 0)
         own_left = mine.guaranteed_mb - claimed
         if not mine.cohort:
             return Allowance(claimed, mine.guaranteed_mb, own_left)
         left = self._policy.guaranteed_mb(mine.cohort) - self._held_in(mine.cohort)
-        left -= sum(mb for tenant, mb in new if self._policy.tenant(tenant).cohort == mine.cohort)
+        left -= new.by_cohort.get(mine.cohort, 0)
         if mine.borrow_mb is not None:
             left = min(left, own_left + mine.borrow_mb)
         return Allowance(claimed, mine.guaranteed_mb, max(own_left, left))
+
+    def _newly_claimed(self, task: TaskId, priority: int) -> "_Claimed":
+        """Added up anew only when the draft has changed: thousands of tenants ask in between."""
+        if self._draft.pledges_of(task):
+            return self._add_up(task, priority)
+        known = self._claims.get(priority)
+        if known is None or known.revision != self._draft.changes.revision:
+            known = self._claims[priority] = self._add_up(NOBODY, priority)
+        return known
+
+    def _add_up(self, task: TaskId, priority: int) -> "_Claimed":
+        claimed = _Claimed(self._draft.changes.revision, {}, {})
+        for tenant, mb in self._draft.newly_claimed(task, priority):
+            claimed.by_tenant[tenant] = claimed.by_tenant.get(tenant, 0) + mb
+            cohort = self._policy.tenant(tenant).cohort
+            claimed.by_cohort[cohort] = claimed.by_cohort.get(cohort, 0) + mb
+        return claimed
 
     def _held_in(self, cohort: str) -> int:
         if self._held is None:

@@ -279,7 +279,7 @@ def rows(world: World) -> object:
             world.custom_use,
             world.active,
             [(group.key, list(group)) for group in queue.groups.values()],
-            (queue.held, queue.awaiting, dict(queue.delayed), queue.arrivals),
+            (queue.held, queue.awaiting, dict(queue.delayed), len(queue)),
             (world.marks.changes.revision, world.marks.growth.revision, world.inventory_version),
         )
     )

@@ -12,7 +12,7 @@ from service.core.policy import Policy
 from service.core.preemption import plan_eviction
 from service.core.task import Move, Placement
 from service.core.units import Instant, Mib, NodeName
-from tests.builders import GIB, NOW, a_device, a_node, a_task, a_world, commit, holding, key
+from tests.builders import GIB, NOW, a_device, a_node, a_task, a_world, commit, holding, key, submit
 
 POLICY = Policy()
 
@@ -40,6 +40,21 @@ def test_who_leaves_the_queue_while_its_demand_is_to_be_let_in_is_not_waited_for
     plan = plan_cycle(world, POLICY, NOW, cursor, memory=memory)
     assert [decision.subject for decision in plan.decisions] == ["b"]
     assert plan.cursor is None
+
+
+def test_who_comes_between_two_slices_has_its_turn_in_the_next_cycle_at_the_latest():
+    world, memory = a_world(a_node(), a_task("a", cpu=1.0), a_task("b", cpu=2.0)), Memory()
+    cursor, started = plan_cycle(world, POLICY, NOW, budget=0, memory=memory).cursor, []
+    submit(world, a_task("late", priority=80, cpu=3.0))
+    for _ in range(2):
+        while True:
+            plan = plan_cycle(world, POLICY, NOW, cursor, memory=memory)
+            commit(world, plan.decisions)
+            started += [decision.subject for decision in plan.decisions]
+            cursor = plan.cursor
+            if cursor is None:
+                break
+    assert started == ["a", "b", "late"]
 
 
 def test_a_place_that_was_given_is_taken_from_what_is_known_of_its_node():
