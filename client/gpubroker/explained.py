@@ -6,6 +6,7 @@ from datetime import datetime
 from typing import Any
 
 from gpubroker.decoding import Raw, each, filled, optional
+from gpubroker.models import Inherited
 from gpubroker.states import TaskState
 
 
@@ -152,6 +153,7 @@ class Explanation:
     position: int | None = None
     """1 is next."""
     queue_length: int = 0
+    inherits: Inherited | None = None
     start: Within | None = None
     """When it has room, unless somebody who waits as well takes that before; None if nobody can tell."""
     preemption: Preemption | None = None
@@ -163,7 +165,8 @@ class Explanation:
 
     @classmethod
     def of(cls, raw: Raw) -> "Explanation":
-        return filled(cls, raw, state=TaskState(raw.get("state", "")), **told(raw))
+        inherits = optional(Inherited, raw.get("inherits"))
+        return filled(cls, raw, state=TaskState(raw.get("state", "")), inherits=inherits, **told(raw))
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,18 +28,29 @@ class Failure:
 
 
 @dataclass(frozen=True, slots=True)
+class Inherited:
+    """By whose priority a task stands in the queue: that one waits for it, if only through others."""
+
+    priority: int
+    task: str
+    raw: Raw = field(default_factory=dict, repr=False)
+
+
+@dataclass(frozen=True, slots=True)
 class Pending:
     """Why a task waits. `position` counts from 1 at the head of the queue."""
 
     reason: str
     message: str
     position: int | None = None
+    inherits: Inherited | None = None
     start: Start | None = None
     raw: Raw = field(default_factory=dict, repr=False)
 
     @classmethod
     def of(cls, raw: Raw) -> "Pending":
-        return filled(cls, raw, start=optional(Start, raw.get("start")))
+        inherits = optional(Inherited, raw.get("inherits"))
+        return filled(cls, raw, start=optional(Start, raw.get("start")), inherits=inherits)
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,6 +5,7 @@ from heapq import heapify, heappop, heappush
 from typing import NamedTuple, Protocol
 
 from service.core.fairness import Shares
+from service.core.inheritance import NOTHING
 from service.core.looks import Looks
 from service.core.ordering import Group, Kin, Member, OrderKey, OwnKey, order_key, own_key
 from service.core.policy import BANDS, Policy
@@ -76,8 +77,8 @@ class Agenda:
         self._coming_in: list[Kin | Likes] = []
         """Of this band; before them nobody's turn has come."""
         self._asleep: list[Likes] = []
-        self._asleep_together: dict[Kin, None] = {}
-        """Those of which no group has anything to expect, in this band and below."""
+        self._asleep_together: dict[Kin, int] = {}
+        """Those of which no group up to that priority has anything to expect, in this band and below."""
         self._heads: list[Head] = []
 
     def goes_on(self, world: World, ordered_at: Instant, after: OrderKey | None, shares: Shares) -> bool:
@@ -144,9 +145,8 @@ class Agenda:
 
     def _open_band(self, top: int) -> None:
         self._band = top
-        together = self._asleep_together
         self._coming_in = [
-            kin for kin in self._world.queue.kin.values() if top in kin.bands and kin not in together
+            kin for kin in self._world.queue.kin.values() if top in kin.bands and self._may_wake(kin, top)
         ]
         for name in self._pledged:
             task = self._world.tasks.get(name)
@@ -158,6 +158,14 @@ class Agenda:
                     self._heads.append(Head(key, name, None))
         heapify(self._heads)
 
+    def _may_wake(self, kin: Kin, top: int) -> bool:
+        """In another band, where one of them may have a higher priority, though it stands lower."""
+        asleep = self._asleep_together.get(kin, NOTHING)
+        if kin.most_urgent_of(top).priority <= asleep:
+            return False
+        self._asleep_together.pop(kin, None)
+        return True
+
     def _let_in(self, comers: Kin | Likes, doubts: Doubts) -> None:
         """Where there is no room for the most urgent of a demand, there is none for the others."""
         doubts.looks.taken += A_GLANCE
@@ -167,7 +175,7 @@ class Agenda:
             groups = (group for likes in comers.bands[self._band].values() for group in likes.values())
             nothing = doubts.has_nothing(comers.most_urgent_of(self._band))
             if nothing and not (self._policy.has_quotas and any(map(doubts.may_reclaim, groups))):
-                self._asleep_together[comers] = None
+                self._asleep_together[comers] = comers.most_urgent_of(self._band).priority
             else:
                 likes = comers.bands[self._band].values()
                 self._coming_in += (tuple(groups.values()) for groups in likes)
@@ -214,4 +222,5 @@ class Agenda:
         return True
 
     def _own_key(self, task: Task) -> OwnKey:
-        return own_key(task.priority, task.stream, task.submitted_at, task.id, self._ordered_at, self._policy)
+        standing = self._world.queue.standing_of(task)
+        return own_key(standing, task.stream, task.submitted_at, task.id, self._ordered_at, self._policy)

@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
+from service.core.inheritance import Inheritance
 from service.core.task import OnFailure, Task, TaskState
 from service.core.units import TaskId
 
@@ -35,6 +36,7 @@ class Awaited:
         """Dependents that cannot run, and the end because of which."""
         self.unknown: set[TaskId] = set()
         """Awaited tasks that the World has not met."""
+        self.inheritance = Inheritance(self.left, self.dependents)
 
     def enter(self, task: Task, met: Mapping[TaskId, Task]) -> None:
         """A task that is new to the World: as one that waits, and as one that others wait for."""
@@ -51,16 +53,21 @@ class Awaited:
                 self.unknown.add(dependency.task)
             else:
                 self.note(row)
+        self.inheritance.hear(task)
 
     def note(self, task: Task) -> None:
         """A task as it has become. If it has ended, those who wait for it hear of it."""
         if task.is_terminal:
             self.ended(task.id, End(task.state, task.failed_by))
-        if task.id in self.left and (task.is_terminal or not task.awaits):
-            self._leave(task.id)
+        if task.id in self.left:
+            if task.is_terminal or not task.awaits:
+                self._leave(task.id)
+            else:
+                self.inheritance.hear(task)
 
     def ended(self, task: TaskId, end: End) -> None:
         self.unknown.discard(task)
+        self.inheritance.ended(task)
         for dependent, on_failure in self.dependents.pop(task, {}).items():
             left = self.left[dependent]
             left.discard(task)
@@ -77,6 +84,7 @@ class Awaited:
                 self.ended(task, end)
 
     def _leave(self, dependent: TaskId) -> None:
+        self.inheritance.leave(dependent)
         for task in self.left.pop(dependent):
             others = self.dependents[task]
             del others[dependent]

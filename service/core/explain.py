@@ -7,6 +7,7 @@ from service.core.blockers import Blocker, called, used_by_others
 from service.core.draft import Draft
 from service.core.fairness import Shares
 from service.core.gang_survey import look, whereabouts
+from service.core.inheritance import Inherited
 from service.core.ledger import Holding
 from service.core.ordering import order_key, own_key
 from service.core.policy import Policy
@@ -50,6 +51,8 @@ class Explanation:
     """1 is next; None for a task that is not in the queue: not pending, held, or not due."""
     queue_length: int
     """All pending tasks, held and delayed ones included."""
+    inherits: Inherited | None
+    """By whose priority it stands in the queue; None if by its own."""
     blockers: tuple[Blocker, ...]
     """Most structural first; never empty for a pending task."""
     devices: tuple[DeviceVerdict, ...]
@@ -61,7 +64,7 @@ def explain(world: World, task_id: TaskId, policy: Policy, now: Instant) -> Expl
     task = world.tasks[task_id]
     if task.state is not TaskState.PENDING:
         return Explanation(
-            task_id, task.state, None, _statement(world, task, now), now, None, len(world.queue), (), ()
+            task_id, task.state, None, _statement(world, task, now), now, None, len(world.queue), None, (), ()
         )
     return explain_waiting(survey(Draft(world), task, policy, now))
 
@@ -81,6 +84,7 @@ def explain_waiting(whole: Survey) -> Explanation:
         seen.now,
         position,
         len(world.queue),
+        world.awaited.inheritance.of(task),
         blockers,
         tuple(sorted(devices, key=lambda verdict: verdict.device)) if seen.task.demand.gpus else (),
     )
@@ -98,7 +102,7 @@ def position_of(
     if task.id not in world.queue and not (is_new and not stands_aside(task)):
         return None
     shares = Shares(world, policy, now) if shares is None else shares
-    own = own_key(task.priority, task.stream, task.submitted_at, task.id, now, policy)
+    own = own_key(world.queue.standing_of(task), task.stream, task.submitted_at, task.id, now, policy)
     key = order_key(own, shares.rank(task.tenant))
     return is_new + world.queue.count_until(key, shares.rank, now, policy)
 

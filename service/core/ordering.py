@@ -2,7 +2,7 @@
 
 from bisect import bisect_left, bisect_right, insort
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 
 from service.core.demand import Demand
 from service.core.policy import Policy, band_of
@@ -10,8 +10,9 @@ from service.core.task import Task
 from service.core.timetable import Timetable
 from service.core.units import Instant, TaskId
 
-GroupKey = tuple[str, int, Demand, str]
-"""(tenant, priority, demand, stream): tasks that differ in nothing the planner looks at but their age."""
+GroupKey = tuple[str, int, Demand, str, int]
+"""(tenant, priority, demand, stream, standing): tasks that differ in nothing the planner looks at but their
+age. `standing` is the priority by which they stand in the queue: their own, or one that they inherit."""
 
 Member = tuple[float, TaskId]
 """(submitted_at, id)"""
@@ -36,7 +37,7 @@ def aged_priority(priority: int, waited_seconds: float, policy: Policy) -> int:
 
 
 def own_key(
-    priority: int, stream: str, submitted_at: Instant, task: TaskId, now: Instant, policy: Policy
+    standing: int, stream: str, submitted_at: Instant, task: TaskId, now: Instant, policy: Policy
 ) -> OwnKey:
     """Smallest first. Total, so that no plan depends on chance:
 
@@ -46,8 +47,8 @@ def own_key(
     4. earlier submit time
     5. smaller id
     """
-    aged = aged_priority(priority, now - submitted_at, policy)
-    return (-band_of(priority)[2], -aged, -policy.weight_of(stream), submitted_at, task)
+    aged = aged_priority(standing, now - submitted_at, policy)
+    return (-band_of(standing)[2], -aged, -policy.weight_of(stream), submitted_at, task)
 
 
 def order_key(own: OwnKey, rank: Rank) -> OrderKey:
@@ -63,7 +64,7 @@ class Kin:
     def __init__(self, demand: Demand) -> None:
         self.demand = demand
         self.bands: dict[int, dict[int, dict[GroupKey, Group]]] = {}
-        """Top of the band -> priority -> the groups of it; none is empty."""
+        """Top of the band in which they stand -> priority -> the groups of it; none is empty."""
         self._most_urgent: dict[int, Group] = {}
 
     def most_urgent_of(self, top: int) -> "Group":
@@ -75,12 +76,12 @@ class Kin:
         return found
 
     def put(self, group: "Group") -> None:
-        top = band_of(group.priority)[2]
+        top = band_of(group.standing)[2]
         self.bands.setdefault(top, {}).setdefault(group.priority, {})[group.key] = group
         self._most_urgent.pop(top, None)
 
     def drop(self, group: "Group") -> None:
-        top = band_of(group.priority)[2]
+        top = band_of(group.standing)[2]
         likes = self.bands[top][group.priority]
         del likes[group.key]
         if not likes:
@@ -113,6 +114,10 @@ class Group:
     def demand(self) -> Demand:
         return self.key[2]
 
+    @property
+    def standing(self) -> int:
+        return self.key[4]
+
     def __len__(self) -> int:
         return len(self._members) - self._first
 
@@ -124,11 +129,11 @@ class Group:
 
     def own_key(self, member: Member, now: Instant, policy: Policy) -> OwnKey:
         submitted_at, task = member
-        return own_key(self.priority, self.key[3], Instant(submitted_at), task, now, policy)
+        return own_key(self.standing, self.key[3], Instant(submitted_at), task, now, policy)
 
     def count_until(self, key: OrderKey, rank: Rank, now: Instant, policy: Policy) -> int:
         """How many members stand at this place of the queue or before it, by the rank of their tenant."""
-        mine = (-band_of(self.priority)[2], *rank)
+        mine = (-band_of(self.standing)[2], *rank)
         if key[:3] != mine:
             return 0 if key[:3] < mine else len(self)
         return self.count_own((key[0], *key[3:]), now, policy)
@@ -167,7 +172,9 @@ class Group:
 class PendingQueue:
     """All pending tasks that may be planned, grouped; those held, delayed or awaiting others stand aside."""
 
-    def __init__(self) -> None:
+    def __init__(self, inherited: Mapping[TaskId, int]) -> None:
+        """`inherited`: task -> the highest priority among those that wait for it."""
+        self._inherited = inherited
         self.groups: dict[GroupKey, Group] = {}
         self.kin: dict[Demand, Kin] = {}
         self.tenants: Counter[str] = Counter()
@@ -200,9 +207,9 @@ class PendingQueue:
         before: dict[tuple[str, int], tuple[int, int, int]] = {}
         count = 0
         for group in self.groups.values():
-            likes = group.key[:2]
+            likes = group.tenant, group.standing
             if likes not in before:
-                before[likes] = (-band_of(group.priority)[2], *rank(group.tenant))
+                before[likes] = (-band_of(group.standing)[2], *rank(group.tenant))
             if before[likes] < key[:3]:
                 count += len(group)
             elif before[likes] == key[:3]:
@@ -211,6 +218,10 @@ class PendingQueue:
 
     def holds(self, task: TaskId, group: Group) -> bool:
         return self._where.get(task) == group.key
+
+    def standing_of(self, task: Task) -> int:
+        """The priority by which it stands in the queue, or would."""
+        return max(task.priority, self._inherited.get(task.id, task.priority))
 
     def group_of(self, task: TaskId) -> Group:
         """Raises KeyError unless it may be planned."""
@@ -236,11 +247,21 @@ class PendingQueue:
         del self.delayed[task.id]
         self._let_in(task)
 
+    def stand_anew(self, changed: set[TaskId], tasks: Mapping[TaskId, Task]) -> None:
+        """Move those whose inheritance has changed to their new places, and take them out of the set."""
+        while changed:
+            name = changed.pop()
+            key = self._where.get(name)
+            if key is not None and key[4] != self.standing_of(tasks[name]):
+                self.remove(tasks[name])
+                self._let_in(tasks[name])
+
     def _let_in(self, task: Task) -> None:
         kin = self.kin.get(task.demand)
         if kin is None:
             kin = self.kin[task.demand] = Kin(task.demand)
-        key = (task.tenant, task.priority, kin.demand, task.stream)  # one demand for all that are equal
+        standing = self.standing_of(task)
+        key = (task.tenant, task.priority, kin.demand, task.stream, standing)  # one demand for all equal ones
         group = self.groups.get(key)
         if group is None:
             group = self.groups[key] = Group(key, kin)

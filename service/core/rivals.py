@@ -82,9 +82,10 @@ class _Rivals:
         if self._ahead is None:
             task, now, policy = self._seen.task, self._seen.now, self._seen.policy
             self._shares = Shares(self._seen.draft.world, policy, now)
-            own = own_key(task.priority, task.stream, task.submitted_at, task.id, now, policy)
-            key = order_key(own, self._shares.rank(task.tenant))
             world = self._seen.draft.world
+            standing = world.queue.standing_of(task)
+            own = own_key(standing, task.stream, task.submitted_at, task.id, now, policy)
+            key = order_key(own, self._shares.rank(task.tenant))
             found = [self._of(kin, key) for kin in world.queue.kin.values()]
             found += [world.tasks[name] for name in world.pledges if name in world.queue]
             self._ahead = [rival for rival in found if rival is not None and rival.id != task.id]

@@ -46,8 +46,8 @@ class World:
         self.position = Position(0)
         self.as_of = Instant(0.0)
         self.tasks: dict[TaskId, Task] = {}
-        self.queue = PendingQueue()
         self.awaited = Awaited()
+        self.queue = PendingQueue(self.awaited.inheritance.priorities)
         self.expiring = Timetable()
         """The pending tasks that do not wait for ever, and until when they do."""
         self.marks = Marks()
@@ -114,6 +114,7 @@ class World:
         self.mix.add(task.demand)
         self._count_in(task)
         self.awaited.enter(task, self.tasks)
+        self.queue.stand_anew(self.awaited.inheritance.changed, self.tasks)
 
     def add_lease(self, lease: Lease) -> None:
         self._enter(lease)
@@ -197,6 +198,7 @@ class World:
         self.tasks[after.id] = after
         self._count_in(after, grows=grows)
         self.awaited.note(after)
+        self.queue.stand_anew(self.awaited.inheritance.changed, self.tasks)
         for device in self.pledges.get(after.id, ()):
             self.marks.mark(self.books[device].device.node)
         if notice_of(before) != notice_of(after):

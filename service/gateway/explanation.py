@@ -15,7 +15,7 @@ from service.core.world import World
 from service.gateway.advice import AdviceFields, WithinView, within_view
 from service.gateway.identity import Identity
 from service.gateway.overview import sees
-from service.gateway.views import Time
+from service.gateway.views import InheritsView, Time
 
 
 class BlockerView(TypedDict):
@@ -68,6 +68,7 @@ class ExplanationView(AdviceFields):
     evaluated_at: Time
     position: Annotated[int | None, Field(description="Place in the queue; 1 is next.")]
     queue_length: int
+    inherits: Annotated[InheritsView | None, Field(description="Null if it stands by its own priority.")]
     blockers: list[BlockerView]
     devices: list[DeviceVerdictView]
     as_of: Time

@@ -3,12 +3,13 @@
 from service.core.demand import Demand
 from service.core.explain import explain, position_of
 from service.core.fairness import Shares
+from service.core.inheritance import Inherited
 from service.core.policy import Policy
 from service.core.reasons import Reason
 from service.core.task import Task, TaskState
 from service.core.units import Instant, Seconds
 from service.core.world import World
-from service.gateway.views import PendingView
+from service.gateway.views import InheritsView, PendingView
 
 REMEMBERED_SECONDS = Seconds(1.0)
 """Surveying a thousand devices takes tens of milliseconds, and many tasks alike are polled."""
@@ -19,12 +20,17 @@ NOT_YET_SEEN: PendingView = {
     "reason": Reason.PENDING_EVALUATION.value,
     "message": "on disk; the next planning cycle looks at it",
     "position": None,
+    "inherits": None,
     "start": None,
 }
 """Of a task that the World has yet to hear of."""
 
 _Alike = tuple[str, int, bool, Demand]
 """(tenant, priority, held, demand): tasks that wait for the same reason."""
+
+
+def inherits_view(inherited: Inherited | None) -> InheritsView | None:
+    return None if inherited is None else {"priority": inherited.priority, "task": inherited.task}
 
 
 class PendingReasons:
@@ -43,7 +49,9 @@ class PendingReasons:
         seen_at, view = self._known.get(alike, (None, None))
         if seen_at is None or view is None or now - seen_at > REMEMBERED_SECONDS or self._is_special(row):
             return self._explained(row, alike, now)
-        return {**view, "position": position_of(self._world, row, self._policy, now, self._shares_at(now))}
+        position = position_of(self._world, row, self._policy, now, self._shares_at(now))
+        inherited = self._world.awaited.inheritance.of(row)
+        return {**view, "position": position, "inherits": inherits_view(inherited)}
 
     def _shares_at(self, now: Instant) -> Shares:
         if self._shares is None or not 0.0 <= now - self._shares[0] <= REMEMBERED_SECONDS:
@@ -58,6 +66,7 @@ class PendingReasons:
             "reason": found.reason.value,
             "message": found.message,
             "position": found.position,
+            "inherits": inherits_view(found.inherits),
             "start": None,
         }
         if found.reason is not Reason.PENDING_EVALUATION and not self._is_special(row):

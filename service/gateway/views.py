@@ -42,12 +42,20 @@ class StartView(TypedDict):
     ]
 
 
+class InheritsView(TypedDict):
+    """By whose priority a task stands in the queue: that one waits for it, if only through others."""
+
+    priority: int
+    task: str
+
+
 class PendingView(TypedDict):
     """Why a task waits."""
 
     reason: Annotated[str, Field(description="A stable token.")]
     message: str
     position: Annotated[int | None, Field(description="1 is next.")]
+    inherits: Annotated[InheritsView | None, Field(description="Null if it stands by its own priority.")]
     start: Annotated[
         StartView | None, Field(description="Told to the first tasks of the queue; null if nobody can tell.")
     ]

@@ -86,6 +86,7 @@ ESTIMATE = {
     "gpu_mb": {"n": 12, "p50": 8000.0, "p90": 9000.0, "p95": 9216.0},
     "seconds": {"n": 11, "p50": 1.5, "p90": 180.0, "p95": 200.0},
 }
+WAITS = {"reason": "WaitingForMemory", "message": "needs 18.0 GiB", "position": 1}
 EXPLAINED_SAYS = [
     "WaitingForMemory: needs 18.0 GiB on one GPU",
     "position 4 of 7",
@@ -125,6 +126,16 @@ TENANT = {
             EXPLAINED_SAYS,
         ),
         (
+            f"explain {FULL_ID}",
+            {**EXPLAINED, "inherits": {"priority": 80, "task": "task_2"}},
+            ["position 4 of 7 in the queue; inherits priority 80 from task_2"],
+        ),
+        (
+            f"show {FULL_ID}",
+            a_task(FULL_ID, pending={**WAITS, "inherits": {"priority": 80, "task": "task_2"}}),
+            ["needs 18.0 GiB (position 1); inherits priority 80 from task_2"],
+        ),
+        (
             f"show {FULL_ID}",
             a_task(FULL_ID, labels={"run": "[bold]"}, run={"entrypoint": "a:b"}),
             ["run=[bold]"],
@@ -161,8 +172,7 @@ def test_who_was_preempted_says_so_and_by_whom_and_from_where_it_goes_on(
     service: RecordedService, run: Run
 ) -> None:
     at = "2026-11-21T10:02:11.412Z"
-    pending = {"reason": "WaitingForMemory", "message": "needs 18.0 GiB", "position": 1}
-    victim = a_task(FULL_ID, preemptions=1, checkpoint_at=at, pending=pending)
+    victim = a_task(FULL_ID, preemptions=1, checkpoint_at=at, pending=WAITS)
     history = [
         Reply(200, {"items": [{**event, "at": at} for event in EVENTS], "next_after": 9}),
         Reply(200, {"items": [], "next_after": 9}),

@@ -21,8 +21,6 @@ Step = tuple[Any, ...]
 """("admit", task, node, devices, ended pledges) or ("preempt", task, victims, made, ended) or
 ("withdraw", task, ended pledges): what a plan does, without its bookkeeping."""
 
-TOPS = (100, 89, 69, 39, 9)
-
 
 class Naive(NaiveTenants):
     """Everything the planner may look at, in flat lists."""
@@ -37,6 +35,7 @@ class Naive(NaiveTenants):
         self.pledges: list[Pledge] = [pledge for mine in world.pledges.values() for pledge in mine.values()]
         self.measure = learn(self, world.mix.edition)
         self.weigh(world)
+        self.standings = {task.id: self.standing(task) for task in self.tasks.values()}
 
     # What is there
 
@@ -317,13 +316,6 @@ class Naive(NaiveTenants):
         return (best[1], best[2]) if best[2] else None
 
     # The cycle
-
-    def order(self, task: Task) -> Any:
-        top = min(top for top in TOPS if task.priority <= top)
-        waited = max(0.0, self.now - task.submitted_at)
-        aged = min(top, task.priority + int(waited / self.policy.ageing_seconds_per_point))
-        weight = dict(self.policy.streams).get(task.stream, 1.0)
-        return (-top, *self.rank(task.tenant), -aged, -weight, task.submitted_at, task.id)
 
     def waits(self, task: Task | None) -> bool:
         due = task is not None and (task.not_before is None or task.not_before <= self.now)

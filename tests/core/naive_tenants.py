@@ -11,6 +11,8 @@ from service.core.task import Task, TaskState
 from service.core.units import Instant
 from service.core.world import World
 
+TOPS = (9, 39, 69, 89, 100)
+
 
 class NaiveTenants:
     policy: Policy
@@ -32,6 +34,22 @@ class NaiveTenants:
     lost: Any
     gives_back: Any
     leases_of: Any
+    standings: dict[str, int]
+
+    def standing(self, task: Task) -> int:
+        """The highest priority among a task and those that wait for it, unless those are held."""
+        rows = self.tasks.values()
+        heirs = [t for t in rows if any(it.task == task.id for it in t.after) and t.awaits and not t.held]
+        heirs = [heir for heir in heirs if heir.state is TaskState.PENDING]
+        return max([task.priority, *map(self.standing, heirs)])
+
+    def order(self, task: Task) -> Any:
+        standing = self.standings[task.id]
+        top = min(top for top in TOPS if standing <= top)
+        waited = max(0.0, self.now - task.submitted_at)
+        aged = min(top, standing + int(waited / self.policy.ageing_seconds_per_point))
+        weight = dict(self.policy.streams).get(task.stream, 1.0)
+        return (-top, *self.rank(task.tenant), -aged, -weight, task.submitted_at, task.id)
 
     def rank(self, tenant: str) -> tuple[bool, int]:
         """Whether it has what it is guaranteed, and how many twentieths of its fair share it has had."""
@@ -96,7 +114,7 @@ class NaiveTenants:
         return found
 
     def borrowers_on(self, node: str, task: Task, surplus: dict[str, int]) -> list[Task]:
-        top = min(top for top in (100, 89, 69, 39, 9)[::-1] if task.priority <= top)
+        top = min(top for top in TOPS if task.priority <= top)
         found = [
             run
             for run in self.tasks.values()

@@ -7,11 +7,13 @@ from typing import Any
 
 from hypothesis import strategies as st
 
+from service.core.deadlines import due
 from service.core.demand import Where
+from service.core.dependencies import settle
 from service.core.lease import LeaseState, move_lease
 from service.core.plan import Decision, write_move
 from service.core.policy import CustomLimit, Policy, TenantPolicy
-from service.core.task import Move, StopReason, Task, TaskState
+from service.core.task import Dependency, Move, OnFailure, StopReason, Task, TaskState
 from service.core.units import Instant, Mib, Seconds
 from service.core.world import World
 from tests.builders import NOW, a_device, a_node, a_sample, a_task, a_world, commit, let_go, submit
@@ -74,6 +76,17 @@ SHAPES: tuple[dict[str, Any], ...] = (
 )
 
 
+TERMS: tuple[dict[str, Any], ...] = (
+    *({} for _ in range(6)),
+    {"after": (0,)},
+    {"after": (0, 2)},
+    {"after": (1, 3), "ignore": True},
+    {"not_before": Instant(NOW + 30.0)},
+    {"queue_ttl_seconds": Seconds(40.0), "expires_at": Instant(NOW + 40.0)},
+    {"deadline_at": Instant(NOW + 60.0)},
+)
+"""When it may run, and for how long; `after` says whom, of its tenant's tasks that have not ended."""
+
 ODDITIES = ("cordoned", "away", "stale", "foreign", "hidden", "unlisted")
 """What may be odd about a node: on the last two somebody unknown uses memory, or nobody knows who does."""
 
@@ -133,11 +146,15 @@ def submissions(draw: st.DrawFn) -> dict[str, Any]:
         "stream": draw(st.sampled_from(("", "", "light", "main"))),
         "expected_seconds": draw(st.sampled_from((None, 10.0, 60.0, 300.0))),
         "timeout_seconds": draw(st.sampled_from((None, None, 100.0))),
+        **draw(st.sampled_from(TERMS)),
         **draw(st.sampled_from(SHAPES)),
     }
 
 
-ACTS = ("start", "start", "leave", "leave", "end", "cancel", "quarantine", "hold", "delay", "save", "wait")
+ACTS = (
+    *("start", "start", "leave", "leave", "end", "fail", "cancel", "quarantine"),
+    *("hold", "delay", "change", "save", "wait"),
+)
 
 Chapter = tuple[list[dict[str, Any]], list[tuple[str, int]]]
 """What is submitted, and what then happens; after that the planner has its turn."""
@@ -172,13 +189,21 @@ class Story:
 
     def submit(self, fields: dict[str, Any]) -> None:
         self.number += 1
-        submit(self.world, a_task(f"t{self.number:02}", **fields))
+        fields = dict(fields)
+        picks, how = fields.pop("after", ()), OnFailure("ignore" if fields.pop("ignore", False) else "fail")
+        there = [t.id for t in self.world.tasks.values() if not t.is_terminal]
+        mine = sorted(name for name in there if self.world.tasks[name].tenant == fields["tenant"])
+        after = tuple(
+            Dependency(name, how) for name in sorted({mine[pick % len(mine)] for pick in picks if mine})
+        )
+        submit(self.world, a_task(f"t{self.number:02}", after=after, awaits=bool(after), **fields))
 
     def act(self, what: str, pick: int) -> None:
         match what:
             case "wait":
                 self.now += 25.0
                 self._sample()
+                commit(self.world, due(self.world, Instant(self.now), POLICY, None), self.now)
             case "leave":
                 if gone := self._some(pick, TaskState.STOPPING):
                     let_go(self.world, gone.id)
@@ -186,6 +211,8 @@ class Story:
                     let_go(self.world, run)
             case _:
                 self._change(what, pick)
+        while decisions := settle(self.world, Instant(self.now)):
+            commit(self.world, decisions)
         self.measure()
 
     def measure(self) -> None:
@@ -204,6 +231,10 @@ class Story:
                 self._move(task, Move.STARTED, LeaseState.HELD, started_at=now)
             case "end" if task := self._some(pick, TaskState.RUNNING):
                 self._move(task, Move.SUCCEEDED, LeaseState.RELEASING, finished_at=now)
+            case "fail" if task := self._some(pick, TaskState.RUNNING):
+                self._move(task, Move.FAILED, LeaseState.RELEASING, finished_at=now)
+            case "change" if task := self._some(pick, TaskState.PENDING):
+                self._move(task, Move.CHANGED, None, priority=(task.priority * 7 + 11) % 101)
             case "cancel" if task := self._some(pick, TaskState.RUNNING, TaskState.ADMITTED):
                 until = Instant(now + 30.0)
                 self._move(task, Move.STOPPING, None, stop_reason=StopReason.CANCEL, stop_deadline_at=until)

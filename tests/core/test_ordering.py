@@ -66,7 +66,7 @@ members = st.tuples(st.integers(0, 20).map(float), st.text("abc", min_size=1, ma
 
 @given(st.lists(st.tuples(st.booleans(), members), max_size=200))
 def test_a_group_is_a_sorted_list_whatever_comes_and_goes(changes: list[tuple[bool, tuple[float, TaskId]]]):
-    group, plain = Group(("default", 50, a_demand(), "")), []
+    group, plain = Group(("default", 50, a_demand(), "", 50)), []
     for comes, member in changes:
         if comes and member not in plain:
             group.add(member)
@@ -78,7 +78,7 @@ def test_a_group_is_a_sorted_list_whatever_comes_and_goes(changes: list[tuple[bo
 
 
 def test_a_group_that_is_worked_off_forgets_those_who_left():
-    group = Group(("default", 50, a_demand(), ""))
+    group = Group(("default", 50, a_demand(), "", 50))
     for number in range(500):
         group.add((float(number), TaskId("t")))
     for number in range(400):
@@ -88,7 +88,7 @@ def test_a_group_that_is_worked_off_forgets_those_who_left():
 
 
 def test_a_group_knows_how_many_stand_before_a_place():
-    group = Group(("default", 50, a_demand(), ""))
+    group = Group(("default", 50, a_demand(), "", 50))
     for number in range(10):
         group.add((NOW - 10.0 * number, TaskId(f"t{number}")))
     third = own_key(50, "", Instant(NOW - 70.0), TaskId("t7"), NOW, POLICY)
@@ -101,7 +101,7 @@ def test_a_group_knows_how_many_stand_before_a_place():
 
 
 def test_held_and_delayed_tasks_stand_aside_and_count_as_waiting():
-    queue = PendingQueue()
+    queue = PendingQueue({})
     held, delayed = a_task("held", held=True), a_task("delayed", not_before=Instant(NOW + 5.0))
     for task in (held, delayed, a_task("ready")):
         queue.add(task)
@@ -117,7 +117,7 @@ def test_held_and_delayed_tasks_stand_aside_and_count_as_waiting():
 
 
 def test_delayed_tasks_come_in_when_their_time_has_come_earliest_first():
-    queue = PendingQueue()
+    queue = PendingQueue({})
     tasks = [a_task(f"t{at}", not_before=Instant(NOW + at)) for at in (3, 1, 2)]
     for task in tasks:
         queue.add(task)
@@ -128,7 +128,7 @@ def test_delayed_tasks_come_in_when_their_time_has_come_earliest_first():
 
 
 def test_an_empty_group_is_dropped():
-    queue = PendingQueue()
+    queue = PendingQueue({})
     queue.add(a_task())
     queue.remove(a_task())
     assert queue.groups == {}

@@ -27,6 +27,19 @@ async def test_a_task_waits_for_those_it_runs_after_and_says_so(gateway: Gateway
     assert (told["state"], told["pending"]["reason"]) == ("pending", "PendingEvaluation")
 
 
+async def test_a_task_tells_by_whose_priority_it_stands_in_the_queue(gateway: Gateway, api: Client) -> None:
+    first = await api.submit(priority=20)
+    between = await api.submit(priority=30, after=[first])
+    last = await api.submit(priority=80, after=[between])
+    inherits = {"priority": 80, "task": last}
+    task = (await api.get(f"/tasks/{first}")).json()
+    assert (task["priority"], task["pending"]["inherits"]) == (20, inherits)
+    assert (await api.get(f"/tasks/{first}/explain")).json()["inherits"] == inherits
+    await api.patch(f"/tasks/{last}", json={"priority": 25})
+    told = (await api.get(f"/tasks/{first}")).json()["pending"]["inherits"]
+    assert told == {"priority": 30, "task": between}
+
+
 async def test_a_failure_is_passed_on_and_the_first_one_is_named(gateway: Gateway, api: Client) -> None:
     first = await api.submit()
     second = await api.submit(after=[first])

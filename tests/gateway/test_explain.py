@@ -28,6 +28,7 @@ async def test_a_waiting_task_is_explained_down_to_the_device(gateway: Gateway, 
         "reason": found["reason"],
         "message": found["message"],
         "position": 1,
+        "inherits": None,
         "start": None,
     }
 

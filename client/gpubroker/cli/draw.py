@@ -69,7 +69,10 @@ def _now(task: Task) -> str:
     match task.state:
         case TaskState.PENDING if task.pending:
             place = f" (position {task.pending.position})" if task.pending.position else ""
-            return f"{with_short_ids(task.pending.message)}{place}{expected_start(task.pending.start)}"
+            heir = task.pending.inherits
+            urgency = f"; inherits priority {heir.priority} from {short_id(heir.task)}" if heir else ""
+            message = with_short_ids(task.pending.message)
+            return f"{message}{place}{urgency}{expected_start(task.pending.start)}"
         case TaskState.RUNNING:
             return _progress(task)
         case TaskState.STOPPING if task.stop_deadline_at:

@@ -64,6 +64,10 @@ def _place(explained: Explanation | Simulation) -> str:
     if explained.position:
         length = max(explained.queue_length, explained.position)
         said.append(f"position {explained.position} of {length} in the queue")
+    if isinstance(explained, Explanation) and explained.inherits:
+        said.append(
+            f"inherits priority {explained.inherits.priority} from {short_id(explained.inherits.task)}"
+        )
     if explained.start and explained.start.p50_seconds:
         said.append(f"room expected {within(explained.start)}")
     return "; ".join(said)

@@ -15,7 +15,7 @@ from service.gateway.explanation import ExplanationView, blocker_view, verdict_v
 from service.gateway.identity import Scope
 from service.gateway.lookup import caught_up, find, reread
 from service.gateway.overview import as_of
-from service.gateway.pending import NOT_YET_SEEN
+from service.gateway.pending import NOT_YET_SEEN, inherits_view
 from service.gateway.translate import rfc3339
 from service.ports import TaskRecord
 
@@ -60,6 +60,7 @@ def _waiting(call: Call, task: Task) -> ExplanationView:
         "reason": None if found.reason is None else found.reason.value,
         "message": found.message,
         "position": found.position,
+        "inherits": inherits_view(found.inherits),
         "blockers": [blocker_view(blocker) for blocker in found.blockers],
         "devices": [verdict_view(parts.world, verdict, call.identity, advice) for verdict in found.devices],
         **advice_fields(parts.world, advice, call.identity, now),
@@ -78,6 +79,7 @@ def _bare(call: Call, task: Task) -> ExplanationView:
         "evaluated_at": rfc3339(now),
         "position": None,
         "queue_length": len(parts.world.queue),
+        "inherits": None,
         "blockers": [],
         "devices": [],
         **NO_ADVICE,
