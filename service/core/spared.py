@@ -5,6 +5,7 @@ from collections.abc import Set
 from dataclasses import dataclass
 from enum import StrEnum
 from heapq import nsmallest
+from typing import assert_never
 
 from service.core.survey import Survey
 from service.core.task import Task, TaskState
@@ -164,6 +165,8 @@ def _message(seen: Survey, why: Why, counts: Counter[Shield]) -> str:
             return f"nobody is stopped, because with {left} less it would still not fit{besides}"
         case Why.ALL_SHIELDED:
             return f"nobody may be stopped for priority {task.priority}{_rest(counts, ': ')}"
+        case _:
+            assert_never(why)
 
 
 def _rest(counts: Counter[Shield], before: str) -> str:

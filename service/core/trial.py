@@ -76,9 +76,8 @@ class Planner:
         return (min(found)[1],) if found else None
 
     def may_have(self, node: NodeName, task: Task) -> bool:
-        """Whether the node has room for it, or could if everybody left who may be stopped for it."""
-        if self.is_over_quota(task):
-            return False
+        """Whether the node has room for it, or could if everybody left who may be stopped for it; whatever
+        its tenant may take."""
         if self._places.on(node, task) is not None:
             return True
         return may_preempt(self._offers, task) and could_make_room(self._offers, task, node)

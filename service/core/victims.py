@@ -182,9 +182,7 @@ def _exact(
         if suffices(taken):
             best, below = taken, cost
             return
-        if at == len(found):
-            return
-        candidate = found[at]
+        candidate = found[at]  # there is one: with all that are left it suffices
         search([*taken, candidate], (cost[0] + candidate.lost, cost[1] + 1), at + 1)
         if suffices([*taken, *found[at + 1 :]]):
             search(taken, cost, at + 1)

@@ -4,11 +4,11 @@ from typing import Any
 
 import pytest
 
-from service.core.admission import Refusal, check, check_priority
+from service.core.admission import Refusal, check, check_priority, check_times
 from service.core.demand import Where
 from service.core.need import need_mb
 from service.core.policy import CustomLimit, Maximum, Policy
-from tests.builders import GIB, a_demand, a_device, a_node
+from tests.builders import GIB, a_demand, a_device, a_node, a_task
 
 NODES = (a_node("n1", cpu=16.0, memory_mb=64 * GIB), a_node("n2", cpu=64.0, memory_mb=32 * GIB))
 DEVICES = (
@@ -230,3 +230,27 @@ def test_what_a_process_costs_comes_on_top_of_a_stated_size():
     assert (
         "offers 79.5 GiB of NVIDIA H100 80GB HBM3 n2/gpu0 beside 0.5 GiB for each process" in refusal.message
     )
+
+
+@pytest.mark.parametrize(
+    ("asked", "said"),
+    [
+        ({"timeout_seconds": 3601.0}, "timeout_seconds 3601: one task may have at most 3600 here"),
+        ({"max_retries": 4}, "max_retries 4: one task may have at most 3 here"),
+        ({"grace_seconds": 61.0}, "grace_seconds 61: one task may have at most 60 here"),
+    ],
+)
+def test_a_run_may_not_take_repeat_or_linger_longer_than_is_allowed(asked: dict[str, Any], said: str):
+    policy = Policy(maximum=Maximum(timeout_seconds=3600.0, max_retries=3, grace_seconds=60.0))
+    refusal = check_times(a_task(**asked), policy)
+    assert refusal is not None
+    assert (refusal.code, refusal.field) == ("exceeds-maximum", next(iter(asked)))
+    assert refusal.message.startswith(said)
+
+
+def test_as_long_as_is_allowed_is_not_too_long_and_no_time_limit_is_no_offence():
+    policy = Policy(maximum=Maximum(timeout_seconds=3600.0, max_retries=3, grace_seconds=60.0))
+    longest = a_task(timeout_seconds=3600.0, max_retries=3, grace_seconds=60.0)
+    assert check_times(longest, policy) is None
+    assert check_times(a_task(timeout_seconds=None), policy) is None
+    assert check_times(longest, Policy()) is None

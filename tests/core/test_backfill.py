@@ -7,6 +7,7 @@ from typing import Any
 
 from service.core.backfill import Basis, Forecast
 from service.core.cycle import plan_cycle
+from service.core.demand import Where
 from service.core.estimate import Topic, What, sketch_of
 from service.core.forecasts import make_forecasts
 from service.core.lease import LeaseState
@@ -25,8 +26,10 @@ from tests.builders import (
     a_task,
     a_world,
     holding,
+    let_go,
     submit,
 )
+from tests.core.gangs import a_gang, bundles
 
 POLICY = Policy(ageing_seconds_per_point=Seconds(1e9))
 HOUR = 3600.0
@@ -282,3 +285,58 @@ def test_a_forecast_ends_with_the_start_of_its_task():
     forecasts = foreseen(world, policy)
     plan = plan_cycle(world, policy, NOW, forecasts=forecasts)
     assert {d.subject for d in plan.decisions} == {"early", "wide"}
+
+
+def test_after_so_many_were_kept_away_others_take_room_where_no_forecast_stands():
+    small = [a_device("gpu0", "n2", mb=40 * GIB)]
+    world = a_world(*gpus(), *small, a_run("one", "gpu0", left=HOUR), a_wide_task())
+    submit(world, a_task("kept", gpu_mb=60 * GIB))
+    there = Where(prefer_nodes=(("node", ("n1",)),))
+    submit(world, a_task("next", gpu_mb=GIB, expected_seconds=Seconds(60.0), where=there))
+    assert admitted(world, replace(POLICY, backfill_depth=2)) == {"next": ["n1/gpu1"]}
+    assert admitted(world, replace(POLICY, backfill_depth=1)) == {"next": ["n2/gpu0"]}
+
+
+def test_who_is_kept_away_waits_for_room_that_is_coming_elsewhere():
+    """Nobody is stopped for it there, and its likes wait with it."""
+    policy, memory = replace(POLICY, backfill_depth=1), Memory()
+    notice = {"state": TaskState.STOPPING, "stop_deadline_at": Instant(NOW + 20)}
+    leaving = holding(a_task("leaving", gpu_mb=80 * GIB, priority=20), "n2/gpu0", **notice)
+    low = a_run("low", "n3/gpu0", left=9 * HOUR, priority=20)
+    others = a_device("gpu0", "n2"), a_device("gpu0", "n3")
+    world = a_world(*gpus(), *others, a_run("one", "gpu0", left=HOUR), leaving, low, a_wide_task())
+    submit(world, a_task("first", gpu_mb=80 * GIB), a_task("second", gpu_mb=80 * GIB))
+    forecasts = [forecast for forecast in foreseen(world, policy) if forecast.task == "wide"]
+    assert plan_cycle(world, policy, NOW, memory=memory, forecasts=forecasts).decisions == ()
+    let_go(world, "leaving")
+    plan = plan_cycle(world, policy, NOW, memory=memory, forecasts=forecasts)
+    assert [(d.why, d.subject) for d in plan.decisions][:1] == [("admit", "first")]
+
+
+def test_a_gang_behind_a_forecast_takes_no_room_and_stops_no_runs_where_it_stands():
+    """Elsewhere it may."""
+    running = a_run("one", "gpu0", left=HOUR), a_run("low", "gpu1", left=HOUR, priority=20)
+    gang = a_gang("gang", *bundles(1, gpu_mb=80 * GIB))
+    free = a_world(*gpus(), running[0], a_wide_task())
+    forecasts = foreseen(free)
+    submit(free, gang)
+    assert admitted(free, forecasts=forecasts) == {}
+    assert admitted(free, forecasts=()) == {"gang": ["n1/gpu1"]}
+    held = a_world(*gpus(), *running, a_wide_task())
+    submit(held, gang)
+    assert plan_cycle(held, POLICY, NOW, forecasts=forecasts).decisions == ()
+    [decision] = plan_cycle(held, POLICY, NOW).decisions
+    assert (decision.why, decision.subject) == ("preempt", "gang")
+    elsewhere = a_world(*gpus(), *gpus(1, "n2"), running[0], a_wide_task())
+    submit(elsewhere, gang)
+    assert admitted(elsewhere, forecasts=forecasts) == {"gang": ["n2/gpu0"]}
+
+
+def test_the_maker_of_forecasts_pauses_every_few_nodes():
+    nodes = [device for number in range(17) for device in gpus(1, f"n{number:02}")]
+    runs = [a_run(f"run{n:02}", f"n{n:02}/gpu0", left=HOUR - n) for n in range(17)]
+    world = a_world(*nodes, *runs, a_task("next", gpu_mb=80 * GIB))
+    first, *_, whole = make_forecasts(world, POLICY, NOW, ())
+    assert [forecast.node for forecast in whole] == ["n16"]
+    assert len(list(make_forecasts(world, POLICY, NOW, ()))) == 2
+    assert first is whole

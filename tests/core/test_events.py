@@ -5,7 +5,7 @@ import pytest
 from service.core.codec import task_from
 from service.core.events import NewEvent, events_of, requested, submitted, task_of
 from service.core.lease import LeaseState, PledgeEnd, move_lease
-from service.core.plan import Decision, PledgeWrite, Request, released_mb, write_move
+from service.core.plan import Decision, PledgeWrite, Request, released_mb, taken_mb, write_move
 from service.core.task import Move
 from service.core.units import Position, TaskId
 from tests.builders import NOW, a_device, a_lease, a_node, a_pledge, a_task, key
@@ -49,6 +49,13 @@ def test_a_decision_takes_what_is_new_and_gives_back_what_is_released():
     kept, gone = a_lease(run, "gpu1", 30, state=LeaseState.RELEASING), a_lease(run, "gpu2", 40)
     leases = (a_lease(run, "gpu0", 20, version=1), kept, move_lease(gone, LeaseState.RELEASED))
     assert released_mb(Decision("t", "ended", leases=leases)) == {key("gpu0"): 20, key("gpu2"): -40}
+
+
+def test_a_decision_changes_what_tenants_hold_by_what_it_leases_and_what_it_confirms_to_be_free():
+    mine, others = a_task("mine", tenant="acme"), a_task("others", tenant="beta")
+    given, kept = a_lease(mine, "gpu0", 20, version=1), a_lease(mine, "gpu1", 30, state=LeaseState.RELEASING)
+    gone = [move_lease(a_lease(whose, "gpu2", 40), LeaseState.RELEASED) for whose in (mine, others)]
+    assert taken_mb(Decision("t", "ended", leases=(given, kept, *gone))) == {"acme": -20, "beta": -40}
 
 
 def test_an_event_gets_its_place_and_time_and_keeps_the_rest():

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from service.core.estimate import RELATIVE_ERROR, Sketch, Topic, What, sketch_of
-from service.core.expectations import Size, learned_size, remaining_seconds
+from service.core.expectations import Remaining, Size, learned_size, remaining_seconds, run_seconds
 from service.core.need import need_mb
 from service.core.policy import Policy
 from service.core.task import Task, TaskState
@@ -153,3 +153,15 @@ def test_a_stopping_run_still_has_an_end_in_sight():
     world = a_world(a_node(), holding(a_task(subject="resnet"), node="n1", state=TaskState.STOPPING))
     [task] = world.tasks.values()
     assert remaining_seconds(task, times(500.0), NOW) is not None
+
+
+def test_a_run_that_begins_now_takes_what_was_stated_or_else_what_enough_runs_like_it_took():
+    task = a_task(subject="resnet")
+    known = run_seconds(task, times(*[100.0] * 5), POLICY)
+    assert known is not None
+    assert known.p50_seconds == known.p90_seconds == pytest.approx(100.0, rel=RELATIVE_ERROR)
+    assert known.n == 5
+    assert run_seconds(task, times(*[100.0] * 4), POLICY) is None, "too few to go by"
+    assert run_seconds(task, {}, POLICY) is None
+    stated = replace(task, expected_seconds=Seconds(7.0))
+    assert run_seconds(stated, times(*[100.0] * 5), POLICY) == Remaining(Seconds(7.0), Seconds(7.0), 0)

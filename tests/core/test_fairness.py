@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from service.core.cycle import plan_cycle
 from service.core.explain import position_of
-from service.core.fairness import Shares
+from service.core.fairness import Levels, Shares
 from service.core.policy import Policy, TenantPolicy
 from service.core.task import Task, TaskState
 from service.core.units import Instant, Mib
@@ -149,3 +149,11 @@ def test_ageing_and_shares_starve_nobody_within_a_band(rounds: list[list[str]]):
         if first.id not in world.tasks or world.tasks[first.id].state is not TaskState.PENDING:
             return
     raise AssertionError("it never had its turn")
+
+
+def test_a_fair_share_is_a_part_of_the_weights_of_all_who_are_there_and_of_who_comes_in():
+    policy = Policy(tenants=(TenantPolicy("heavy", weight=2.0), TenantPolicy("*", weight=1.0)))
+    run = holding(a_task("run", tenant="heavy", gpu_mb=10), "gpu0")
+    levels = Levels(a_world(run, *tasks("light", 1)), policy, NOW)
+    assert [levels.fair_share(name) for name in ("heavy", "light")] == [2 / 3, 1 / 3]
+    assert levels.fair_share("new") == 1 / 4

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from service.core import fragmentation
-from service.core.fragmentation import Fleet, Measure, Room, Shape, fgd, tasks_lost, usual
+from service.core.fragmentation import Fleet, Measure, Room, Shape, fgd, most_copies, tasks_lost, usual
 
 BIG, SMALL = 80, 16
 FLEET: Fleet = {"big": (8, BIG), "small": (24, SMALL)}
@@ -230,3 +230,11 @@ def test_without_experience_every_fitting_node_is_as_good_as_another():
 def test_a_demand_that_no_device_of_the_fleet_can_host_teaches_nothing():
     measure = tasks_lost(usual({a_shape(64): 1}), {"small": (4, SMALL)})
     assert measure.whole(Room(4, (SMALL,), "small")) == 0
+
+
+@pytest.mark.parametrize(("slots", "copies"), [([3, 1], 1), ([2, 2], 2), ([5, 0], 0), ([2, 1, 1], 2)])
+def test_a_task_has_its_parts_on_different_devices_however_much_one_of_them_has(
+    slots: list[int], copies: int
+):
+    assert most_copies(slots, 2) == copies
+    assert most_copies(slots, 1) == sum(slots)

@@ -294,6 +294,13 @@ def test_a_victim_that_other_places_do_without_is_put_back() -> None:
     assert victims(plan(world)) == ["wide"]
 
 
+def test_whom_a_gang_would_have_stopped_is_told_before_it_is_done() -> None:
+    world = a_small_world(a_run("a", "gpu0", gpu_mb=40), a_run("b", "gpu1", gpu_mb=40), ONE)
+    told = Planner(Draft(world), Policy(), LATER).attempt(ONE).eviction
+    assert told is not None
+    assert [run.id for run in told.victims] == victims(plan(world))
+
+
 def test_nobody_would_be_stopped_for_what_a_limit_keeps_out() -> None:
     policy = Policy(custom_limits=(CustomLimit("licence", 1.0),))
     short = replace(ONE, demand=replace(ONE.demand, custom=(("licence", 3.0),)))

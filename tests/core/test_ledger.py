@@ -211,3 +211,10 @@ def test_a_device_is_stale_without_a_sample_and_after_three_periods():
     assert not book.is_stale(Instant(NOW + 6.0), 2.0)
     assert book.is_stale(Instant(NOW + 6.1), 2.0)
     assert book.sampled_at == NOW
+
+
+def test_who_left_a_device_that_was_never_measured_gives_back_its_lease():
+    book = a_book()
+    [held] = book.holdings
+    book.vacate(held)
+    assert (book.held_mb(), book.free_mb(), book.sample) == (0, 90, None)

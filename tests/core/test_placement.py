@@ -270,3 +270,9 @@ def test_a_task_waits_for_what_it_insists_on():
 
 def test_what_is_of_no_kind_that_is_asked_for_is_no_match():
     assert reason(a_world(*KINDS), gpus=1, where=Where(kinds=("B200",))) is Reason.NO_MATCHING_DEVICE
+
+
+def test_a_task_that_is_spread_takes_nothing_that_is_kept_for_others():
+    waits = a_task("waits", priority=90, gpu_mb=80 * GIB)
+    world = a_world(a_device("gpu0"), a_device("gpu1"), waits, a_pledge(waits, "gpu0", 80 * GIB))
+    assert devices(world, gpu_mb=10 * GIB, placement="spread") == ["n1/gpu1"]

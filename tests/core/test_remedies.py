@@ -233,6 +233,15 @@ def test_the_end_that_helps_is_the_first_one_that_nobody_ahead_takes():
     assert told(ahead)["after"].after is not None
 
 
+def test_who_is_ahead_and_too_large_for_what_comes_back_does_not_take_it():
+    early = holding(a_task("early", gpu_mb=30 * GIB, priority=100, expected_seconds=150.0), "gpu0")
+    parts = early, holding(a_task("rest", gpu_mb=50 * GIB, priority=100), "gpu0")
+    large = a_world(*parts, a_task("first", gpu_mb=40 * GIB, priority=60), a_task("new", gpu_mb=25 * GIB))
+    assert told(large, policy=Policy())["after"].after == early.task
+    small = a_world(*parts, a_task("first", gpu_mb=28 * GIB, priority=60), a_task("new", gpu_mb=25 * GIB))
+    assert "after" not in told(small, policy=Policy())
+
+
 def test_what_comes_back_of_a_shared_limit_is_taken_by_whoever_is_ahead():
     licence = {"custom": {"licence": 3.0}}
     run = holding(a_task("run", gpu_mb=8 * GIB, expected_seconds=150.0, priority=100, **licence), "gpu0")
@@ -266,3 +275,9 @@ def test_no_priority_helps_where_room_is_coming():
     assert [next(iter(r.change), "after") for r in found.remedies] == ["after", "gpu_mb"]
     assert found.remedies[0].message == "when a ends (expected within 10 s) it starts on n1/gpu0"
     assert found.start == Remaining(Seconds(10.0), Seconds(10.0), 0)
+
+
+def test_where_only_host_memory_is_short_less_of_it_is_the_remedy():
+    busy = holding(a_task("a", memory_mb=200 * GIB), node="n1")
+    world = a_world(busy, a_task("new", gpu_mb=8 * GIB, cpu=8.0, memory_mb=64 * GIB))
+    assert changes(world, highest=50) == [{"memory_mb": 56 * GIB}]

@@ -1,0 +1,60 @@
+"""How the search for the cheapest eviction goes over nodes, and is left and gone on with."""
+
+from dataclasses import replace
+from typing import Any
+
+from service.core.draft import Draft
+from service.core.looks import Looks
+from service.core.offers import Offers
+from service.core.policy import Policy
+from service.core.preemption import Eviction, Search, plan_eviction
+from service.core.units import Instant
+from service.core.world import World
+from tests.builders import GIB, NOW, a_device, a_node, a_task, a_world, holding, key
+
+POLICY = Policy()
+
+
+def three_nodes(**lost: float) -> World:
+    """On each node one run of low priority that fills its GPU, begun so many seconds ago."""
+    parts: list[Any] = []
+    for node, seconds in lost.items():
+        parts += [a_node(node), a_device("gpu0", node)]
+        run = a_task(f"on-{node}", priority=10, gpu_mb=80 * GIB)
+        parts.append(holding(run, key("gpu0", node), started_at=Instant(NOW - seconds)))
+    return a_world(*parts)
+
+
+def step_by_step(search: Search, world: World, steps: int | None = None) -> Eviction | None:
+    """Go on with it, a step at a time, on a draft of its own for each."""
+    while steps is None or steps > 0:
+        if search.go_on(offers := Offers(Draft(world), POLICY, NOW), Looks(0, may_pause=True)):
+            return search.eviction(offers, NOW)
+        steps = None if steps is None else steps - 1
+    return None
+
+
+def test_a_search_that_is_left_after_each_step_ends_as_one_in_a_single_go():
+    world, high = three_nodes(n1=30.0, n2=10.0, n3=20.0), a_task("high", priority=80, gpu_mb=80 * GIB)
+    eviction = step_by_step(Search(high, ("n1", "n2", "n3")), world)
+    assert eviction is not None
+    assert eviction.node == "n2"
+    assert eviction == plan_eviction(Offers(Draft(world), POLICY, NOW), high, NOW)
+
+
+def test_a_search_looks_at_all_nodes_again_if_the_best_so_far_has_changed():
+    world, high = three_nodes(n1=30.0, n2=10.0, n3=20.0), a_task("high", priority=80, gpu_mb=80 * GIB)
+    search = Search(high, ("n1", "n2", "n3"))
+    assert step_by_step(search, world, 5) is None
+    world.tasks["on-n2"] = replace(world.tasks["on-n2"], started_at=Instant(NOW - 100.0))
+    search.look_again(["n2"])
+    eviction = step_by_step(search, world)
+    assert eviction is not None
+    assert eviction.node == "n3"
+
+
+def test_of_nodes_that_cost_the_same_the_first_by_name_is_cleared():
+    world, high = three_nodes(n3=10.0, n1=10.0, n2=10.0), a_task("high", priority=80, gpu_mb=80 * GIB)
+    eviction = plan_eviction(Offers(Draft(world), POLICY, NOW), high, NOW)
+    assert eviction is not None
+    assert eviction.node == "n1"
