@@ -8,7 +8,7 @@ from service.core.ledger import Book
 from service.core.quota import Quotas
 from service.core.reasons import Reason
 from service.core.survey import OPEN, DeviceFinding, NodeFinding, Survey, Verdict
-from service.core.task import Task
+from service.core.task import Task, notices_of
 from service.core.units import TaskId, in_gib
 
 _SETTLED_BY_PLEDGES = frozenset({Reason.FRAGMENTED, Reason.WAITING_FOR_MEMORY, Reason.BEHIND_HIGHER_PRIORITY})
@@ -149,7 +149,7 @@ def waiting_for_preemption(seen: Survey) -> Blocker:
     draft, task = seen.draft, seen.task
     pledges = draft.pledges_of(task.id)
     runs = map(draft.task, sorted(draft.world.active))
-    victims = [called(run.id, run.tenant, task) for run in runs if run.freeing_for == task.id]
+    victims = [called(run.id, run.tenant, task) for run in runs if _frees_for(run, task)]
     size = in_gib(sum(pledge.mb for pledge in pledges.values()))
     where = _some(draft.book(device).device.label for device in sorted(pledges))
     who = f"{_some(victims)} to stop" if victims else "what is leaving to be gone"
@@ -158,6 +158,11 @@ def waiting_for_preemption(seen: Survey) -> Blocker:
     return Blocker(
         Reason.WAITING_FOR_PREEMPTION, f"{size} on {where} are kept for it; waits for {who} ({when})"
     )
+
+
+def _frees_for(run: Task, task: Task) -> bool:
+    """Whether it, or a rank of it, was asked to leave for that task."""
+    return any(whom == task.id for whom, _ in notices_of(run))
 
 
 def _no_memory(seen: Survey, nodes: list[NodeFinding]) -> Blocker:

@@ -1,18 +1,20 @@
 """What time alone makes due: limits of runs and of waiting, kills, runs nobody confirms, late pledges."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterator, Set
 from dataclasses import dataclass
 from math import inf
 
+from service.core import gang_leaving
 from service.core.external_leases import not_released
 from service.core.lease import LeaseState, PledgeEnd, move_lease
-from service.core.member import MemberState
+from service.core.member import Member, MemberState
 from service.core.orders import Ending, Failure, NodeLost
 from service.core.plan import Decision, Outcome, PledgeWrite, withdrawn, write_move
 from service.core.policy import Policy
+from service.core.ranks import leavers_of
 from service.core.runs import react
 from service.core.stopping import after_stop, give_notice, out_of_time, stop_orders
-from service.core.task import Move, StopReason, Task, TaskState
+from service.core.task import Move, StopReason, Task, TaskState, notice_of
 from service.core.units import Fence, Instant, Seconds, TaskId
 from service.core.world import World
 
@@ -55,33 +57,57 @@ def due(world: World, now: Instant, policy: Policy, watch: Watch | None) -> list
     if now >= since + NODE_PATIENCE_SECONDS and (silent := _silent(world, now)):
         return react(world, silent, now, policy)
     decisions: list[Decision] = []
-    given_up: dict[TaskId, TaskId | None] = {}
-    for task in _overdue(world, now, policy):
+    moved: set[TaskId] = set()
+    let_down: set[TaskId | None] = set()
+    overdue = _overdue(world, now, policy)
+    for task in overdue:
         if task.state is not TaskState.STOPPING:
             decisions.append(_stop_for_time(world, task, now, policy))
+            moved.add(task.id)
         elif _is_over(task.stop_deadline_at, policy.kill_patience_seconds, since, now):
             decisions.append(_give_up(world, task, now, policy))
-            given_up[task.id] = task.freeing_for
+            moved.add(task.id)
+            let_down.add(task.freeing_for)
         elif task.external is None and (
             watch is None or _is_kill_due(task.stop_deadline_at, watch.last, now)
         ):
             kills = stop_orders(world, task, Seconds(0.0))
             decisions.append(Decision(task.id, "kill", orders=kills))
+    for task, late in _late_leavers(world, now, overdue):
+        lost = [m for m in late if _is_over(m.stop_deadline_at, policy.kill_patience_seconds, since, now)]
+        if lost:
+            decisions.append(gang_leaving.give_up(world, task, lost, now))
+            moved.add(task.id)
+            let_down |= {member.freeing_for for member in lost}
+        elif watch is None or any(_is_kill_due(m.stop_deadline_at, watch.last, now) for m in late):
+            decisions.append(gang_leaving.kills(world, task, late))
     for (holder, fence, rank), ended_at in world.releasing.items():
         run = world.holder(holder, fence)
         # Of one under notice the deadline is looked at above.
-        has_notice = run is not None and run.state is TaskState.STOPPING
+        has_notice = run is not None and run.is_active and notice_of(run, rank)[1]
         if not has_notice and _is_over(ended_at, policy.kill_patience_seconds, since, now):
             decisions.append(_quarantine(world, holder, fence, rank))
             if run is not None:
-                given_up[run.id] = run.freeing_for
+                moved.add(run.id)
+                let_down.add(notice_of(run, rank)[0])
     for preemptor, pledges in world.pledges.items():
         deadline_at = max(pledge.deadline_at for pledge in pledges.values())
-        late = _is_over(deadline_at, policy.pledge_patience_seconds, since, now)
-        if late or preemptor in given_up.values():
-            decisions.append(_dissolve(world, preemptor, given_up))
+        is_late = _is_over(deadline_at, policy.pledge_patience_seconds, since, now)
+        if is_late or preemptor in let_down:
+            decisions.append(_dissolve(world, preemptor, moved))
     decisions += [_expire(world, world.tasks[task], now) for task in world.expiring.due(now)]
     return decisions
+
+
+def _late_leavers(
+    world: World, now: Instant, but_not: Collection[Task]
+) -> Iterator[tuple[Task, list[Member]]]:
+    """Gangs with ranks that should have left by now, and those ranks."""
+    for name in sorted(world.active - {task.id for task in but_not}):
+        task = world.tasks[name]
+        late = [member for member in leavers_of(task) if now >= (member.stop_deadline_at or now)]
+        if late:
+            yield task, late
 
 
 def _silent(world: World, now: Instant) -> list[NodeLost]:
@@ -209,17 +235,17 @@ def _quarantine(world: World, holder: TaskId, fence: Fence, rank: int) -> Decisi
     )
 
 
-def _dissolve(world: World, preemptor: TaskId, given_up: Collection[TaskId]) -> Decision:
+def _dissolve(world: World, preemptor: TaskId, moved: Set[TaskId]) -> Decision:
     """The preemptor is planned again; what its victims still free is nobody's in particular."""
     pledges = world.pledges[preemptor]
-    victims = (world.tasks[name] for name in sorted(world.active - set(given_up)))
+    victims = (world.tasks[name] for name in sorted(world.active - moved))
     return Decision(
         preemptor,
         "dissolved",
         tasks=tuple(
-            write_move(victim, Move.CHANGED, freeing_for=None)
+            write_move(victim, Move.CHANGED, **changes)
             for victim in victims
-            if victim.freeing_for == preemptor
+            if (changes := gang_leaving.freed_for_nobody(victim, preemptor))
         ),
         pledges=tuple(PledgeWrite(pledges[key], PledgeEnd.DISSOLVED) for key in sorted(pledges)),
     )

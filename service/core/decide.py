@@ -8,10 +8,11 @@ from typing import Any
 
 from service.core import external_leases
 from service.core.draft import Draft
+from service.core.gang_leaving import ask_to_leave
 from service.core.lease import HolderKind, Lease, LeaseState, Pledge, PledgeEnd
 from service.core.member import Member
 from service.core.need import context_mb
-from service.core.orders import StartOrder, StopOrder
+from service.core.orders import Order, StartOrder
 from service.core.plan import Decision, PledgeWrite, TaskWrite, write_move
 from service.core.preemption import Eviction
 from service.core.stopping import stop_orders
@@ -98,7 +99,7 @@ def _start(draft: Draft, task: Task, rank: int, place: Placement, world_size: in
 
 def evict(draft: Draft, task: Task, eviction: Eviction, now: Instant) -> Decision:
     """The victims get notice, and what they free is pledged to the task, which stays pending."""
-    stops = [_stop(draft, victim, task.id, now) for victim in eviction.victims]
+    stops = [_stop(draft, victim, eviction, task.id, now) for victim in eviction.victims]
     made = []
     for device, mb in eviction.devices:
         whose = task.priority, task.tenant, now, eviction.deadline_at
@@ -123,8 +124,13 @@ def withdraw(draft: Draft, preemptor: TaskId) -> Decision:
 
 
 def _stop(
-    draft: Draft, victim: Task, preemptor: TaskId, now: Instant
-) -> tuple[TaskWrite, tuple[StopOrder, ...]]:
+    draft: Draft, victim: Task, eviction: Eviction, preemptor: TaskId, now: Instant
+) -> tuple[TaskWrite, tuple[Order, ...]]:
+    ranks = eviction.surplus.get(victim.id)
+    if ranks is not None:
+        write, orders = ask_to_leave(draft.world, victim, ranks, preemptor, now)
+        draft.replace_task(victim, write.task)
+        return write, orders
     write = write_move(
         victim,
         Move.STOPPING,

@@ -11,6 +11,7 @@ from service.core.expectations import remaining_seconds, run_seconds
 from service.core.lease import LeaseState
 from service.core.ledger import Book, Holding
 from service.core.policy import Policy
+from service.core.ranks import part_of
 from service.core.task import Task, TaskState
 from service.core.units import DeviceKey, Instant, NodeName, TaskId
 from service.core.victims import may_be_stopped
@@ -53,10 +54,15 @@ class Departures:
             return Departure(self.now, self.now)
         if holding.lease.state is LeaseState.QUARANTINED or run is None or not run.is_active:
             return NEVER
+        if run.state is not TaskState.STOPPING and holding.stopping:  # one rank of a gang that goes on
+            run = part_of(run, holding.lease.rank)
         return self.of(run)
 
     def of(self, run: Task) -> Departure:
         """Of a run that is ADMITTED, RUNNING or STOPPING."""
+        if run.state is TaskState.STOPPING:
+            at = max(self.now, run.stop_deadline_at or self.now)
+            return Departure(at, at)
         key = run.id, run.fence, run.state
         known = self._known.get(key)
         if known is None:
@@ -64,9 +70,6 @@ class Departures:
         return known
 
     def _work_out(self, run: Task) -> Departure:
-        if run.state is TaskState.STOPPING:
-            at = max(self.now, run.stop_deadline_at or self.now)
-            return Departure(at, at)
         kind = self._kind_of(run)
         if run.started_at is None:
             left = run_seconds(run, self._sketches, self.policy, kind=kind)

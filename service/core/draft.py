@@ -13,7 +13,7 @@ from service.core.ledger import Book
 from service.core.need import may_use_node
 from service.core.policy import CustomLimit, Policy, each_of
 from service.core.ranks import part_of, parts_of, parts_on
-from service.core.task import Task, TaskState, notice_of
+from service.core.task import Task, TaskState, notice_of, notices_of
 from service.core.units import DeviceKey, Instant, NodeName, TaskId
 from service.core.use import NodeUse, count_custom
 from service.core.world import World
@@ -141,10 +141,11 @@ class Draft:
     def headroom_soon(self, node: NodeName, *, priority: int) -> Headroom:
         """The same once everybody on the node who is under notice has left."""
         room = self.headroom(node, priority=priority)
-        stopping = {run.id for run in self._tasks.values() if run.state is TaskState.STOPPING}
-        for name in stopping.intersection(self.world.runs.get(node, ())) | self.use(node).stopping:
+        touched = self._tasks.keys() & self.world.runs.get(node, set())
+        for name in touched | self.use(node).stopping:
             for part in parts_on(self.task(name), node):
-                room = room.with_room_of(part)
+                if part.state is TaskState.STOPPING:
+                    room = room.with_room_of(part)
         return room
 
     def short_of(self, task: Task, limits: Iterable[CustomLimit]) -> list[str]:
@@ -176,7 +177,7 @@ class Draft:
     def replace_task(self, before: Task, after: Task) -> None:
         """Enter a task that was admitted, which now counts on its node, or a run that was given notice."""
         self._tasks[after.id] = after
-        told = notice_of(before) != notice_of(after)
+        told = notices_of(before) != notices_of(after)
         for node, part in parts_of(after):
             self.changes.mark(node)
             if not before.is_active:
@@ -187,8 +188,8 @@ class Draft:
         if not before.is_active:
             count_custom(self.custom_use, after, +1)
         if told:
-            freeing_for, stopping = notice_of(after)
             for lease in self.world.leases_of(after):
+                freeing_for, stopping = notice_of(after, lease.rank)
                 self._own(lease.device).put(lease, freeing_for, stopping=stopping)
 
     def dismiss(self, run: Task) -> None:

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from service.core.gang import Gang, Ground, place_ranks
 from service.core.offers import Offer, Offers
 from service.core.preemption import Eviction, deadlines_of_leavers
-from service.core.ranks import part_of, parts_of
+from service.core.ranks import part_of
 from service.core.task import Task
 from service.core.units import DeviceKey, Instant, Mib, NodeName
-from service.core.victims import EXACT_LIMIT, Candidate, filled_back
+from service.core.victims import EXACT_LIMIT, Candidate, after, filled_back, named
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,10 +51,8 @@ class _Site:
         self._task = task
         self._draft = offers.draft
         self._offers = [offers.of(node, task.priority) for node in sorted(offers.nodes)]
-        names = {candidate.task.id: candidate for offer in self._offers for candidate in offer.found}
-        self.found = sorted(
-            names.values(), key=lambda c: (c.lost, c.task.priority, -sum(c.frees.values()), c.task.id)
-        )
+        names = {candidate.key: candidate for offer in self._offers for candidate in offer.found}
+        self.found = sorted(names.values(), key=lambda candidate: candidate.order)
         """Who may be stopped, cheapest first."""
 
     def places(self, gone: Sequence[Candidate]) -> Gang | None:
@@ -63,13 +61,9 @@ class _Site:
         return place_ranks(self._task, self._task.demand.least_ranks, grounds)
 
     def _ground(self, offer: Offer, gone: Sequence[Candidate]) -> Ground:
-        room = offer.room
-        for candidate in gone:
-            for node, part in parts_of(candidate.task):
-                room = room.with_room_of(part) if node == offer.node else room
         return Ground(
             self._draft.world.nodes[offer.node],
-            room,
+            after(offer.room, offer.node, gone),
             {site.device.key: site.after_mb(gone) for site in offer.sites},
             {site.device.key: site.device for site in offer.sites},
         )
@@ -78,11 +72,11 @@ class _Site:
         """Those without whom the gang has no place: first none that these places do not need, then, where
         that is little work, none without whom there are others."""
         nodes = {place.node for place in gang}
-        there = [c for c in gone if any(node in nodes for node, _ in parts_of(c.task))]
+        there = [c for c in gone if any(node in nodes for node, _ in c.runs)]
         victims = filled_back(there, lambda some: self._has_room(gang, some))
         if len(victims) > EXACT_LIMIT:
             return victims, gang
-        for victim in sorted(victims, key=lambda c: (c.lost, c.task.id), reverse=True):
+        for victim in sorted(victims, key=lambda c: (c.lost, c.rank is None, c.key), reverse=True):
             rest = [other for other in victims if other is not victim]
             if (other_places := self.places(rest)) is not None:
                 victims, gang = rest, other_places
@@ -106,11 +100,11 @@ class _Site:
             for key, mb in place.devices:
                 needs[key] = Mib(needs.get(key, 0) + mb)
                 ranks[key] = (*ranks.get(key, ()), rank)
-        runs = sorted((victim.task for victim in victims), key=lambda run: run.id)
+        runs, surplus = named(victims)
         deadlines = [now + run.grace_seconds for run in runs]
         for site in (site for offer in self._offers for site in offer.sites if site.device.key in needs):
             if site.after_mb(victims) - site.soon_mb + site.free_mb < needs[site.device.key]:
                 deadlines += deadlines_of_leavers(self._draft, site.device.key)
         return Eviction(
-            gang[0].node, tuple(sorted(needs.items())), tuple(runs), Instant(max(deadlines)), ranks
+            gang[0].node, tuple(sorted(needs.items())), runs, Instant(max(deadlines)), ranks, surplus
         )

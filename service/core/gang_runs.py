@@ -4,6 +4,7 @@ from dataclasses import replace
 from typing import Any
 
 from service.core.fold import Fold
+from service.core.gang_leaving import going_on
 from service.core.lease import LeaseState
 from service.core.member import Member, MemberState
 from service.core.orders import Ended, Ending, Failure, Gone, GoOrder, Ready, StopOrder
@@ -22,7 +23,7 @@ _SETTLED = (StopReason.TIMEOUT, StopReason.DEADLINE, StopReason.OVERUSE, StopRea
 def ready(fold: Fold, world: World, task: Task, report: Ready, at: Instant) -> None:
     """The last rank to be ready lets all begin. One that says so again is told again."""
     member = member_of(task, report.rank)
-    if task.state is TaskState.RUNNING and not member.has_ended:
+    if task.state is TaskState.RUNNING and member.state is MemberState.READY:
         fold.orders.append(go_order(world, task, member))
     if task.state is not TaskState.ADMITTED or member.has_ended:
         return
@@ -49,6 +50,9 @@ def ended(fold: Fold, world: World, report: Ended, outcome: Outcome, now: Instan
     fold.move_leases(report.fence, report.rank, LeaseState.RELEASING)
     if member.has_ended:
         return
+    if not member.takes_part:
+        _left(fold, replace(member, state=MemberState.LEFT), outcome.at, now, policy)
+        return
     succeeded = report.ending is Ending.SUCCEEDED
     state = MemberState.SUCCEEDED if succeeded else MemberState.ENDED
     members = with_member(task, replace(member, state=state))
@@ -66,10 +70,23 @@ def ended(fold: Fold, world: World, report: Ended, outcome: Outcome, now: Instan
 def _succeeded(fold: Fold, outcome: Outcome, members: tuple[Member, ...], rank: int) -> None:
     if rank == 0:
         fold.outcome = outcome
-    if all(member.state is MemberState.SUCCEEDED for member in members):
-        fold.move(Move.SUCCEEDED, "ended", finished_at=outcome.at, members=members)
+    _go_on(fold, members, outcome.at)
+
+
+def _go_on(fold: Fold, members: tuple[Member, ...], at: Instant) -> None:
+    what, changes = going_on(members, at)
+    fold.move(what, "ended" if what is Move.SUCCEEDED else "rank_ended", **changes)
+
+
+def _left(fold: Fold, member: Member, at: Instant, now: Instant, policy: Policy) -> None:
+    """A rank that was asked to leave has ended, or is gone: nothing that it did is the gang's outcome."""
+    task = fold.task
+    assert task is not None
+    members = with_member(task, member)
+    if task.state is TaskState.STOPPING:
+        _settle(fold, task, members, "stopped", now, policy)
     else:
-        fold.move(Move.CHANGED, "rank_ended", members=members)
+        _go_on(fold, members, at)
 
 
 def _ended_by_stop(
@@ -93,6 +110,9 @@ def gone(fold: Fold, world: World, report: Gone, killed: Failure, now: Instant, 
     member = member_of(task, report.rank)
     if member.gone:
         return
+    if not member.takes_part:
+        _left(fold, replace(member, state=MemberState.LEFT, gone=True), now, now, policy)
+        return
     state = member.state if member.has_ended else MemberState.ENDED
     members = with_member(task, replace(member, state=state, gone=True))
     if task.state is TaskState.STOPPING:
@@ -115,15 +135,16 @@ def node_lost(fold: Fold, world: World, node: NodeName, now: Instant, policy: Po
     was_needed = False
     for member in task.members:
         if member.node == node and not member.gone:
-            was_needed = was_needed or not member.has_ended
+            was_needed = was_needed or (member.takes_part and not member.has_ended)
             state = member.state if member.has_ended else MemberState.ENDED
+            state = state if member.takes_part else MemberState.LEFT
             members = with_member(replace(task, members=members), replace(member, state=state, gone=True))
     if task.state is TaskState.STOPPING:
         _settle(fold, task, members, "node_lost", now, policy)
     elif was_needed:
         _stop_others(fold, world, members, StopReason.RANK_LOST, now, policy)
     else:
-        fold.move(Move.CHANGED, "rank_gone", members=members)
+        _go_on(fold, members, now)
 
 
 def _stop_others(

@@ -82,4 +82,6 @@ def whereabouts(task: Task) -> str:
     if task.started_at is None:
         ready = sum(member.state is MemberState.READY for member in task.members)
         return f"{names}, {ready} of its {len(task.members)} ranks ready"
-    return f"{names}, {len(task.members)} ranks"
+    left = sum(not member.takes_part for member in task.members)
+    gave_way = f", {left} more gave way" if left else ""
+    return f"{names}, {len(task.members) - left} ranks{gave_way}"

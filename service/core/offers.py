@@ -9,7 +9,7 @@ from service.core.ledger import Book
 from service.core.outlook import Outlooks
 from service.core.policy import Policy
 from service.core.units import Instant, NodeName
-from service.core.victims import Candidate, Cost, Stoppable, cheapest_first
+from service.core.victims import NO_COST, Candidate, Cost, Stoppable, cheapest_first, cost_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,10 +29,10 @@ class Site:
     def least_cost(self, missing_mb: int) -> Cost:
         """No choice among the holders that gives back so much costs less."""
         if missing_mb <= 0:
-            return 0.0, 0
+            return NO_COST
         largest = max(candidate.frees[self.device.key] for candidate in self.holders)
         count = -(-missing_mb // largest)
-        return sum(candidate.lost for candidate in self.holders[:count]), count
+        return cost_of(self.holders[:count])
 
     def after_mb(self, gone: Sequence[Candidate]) -> int:
         """What it could have once these, and everybody who is leaving, have left."""

@@ -49,6 +49,20 @@ class GoOrder:
 
 
 @dataclass(frozen=True, slots=True)
+class WorldOrder:
+    """Ranks have left a gang that goes on: what is left of it, for a run of it. Ranks never come back, so of
+    two the smaller world is the newer one."""
+
+    task: TaskId
+    fence: Fence
+    node: NodeName
+    incarnation: str
+    ranks: tuple[int, ...]
+    """Those that go on, in order."""
+    rank: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class WatchOrder:
     """The process of an external holder has these devices: what it uses is its own, and its end is told by
     a Gone. Repeated it is void, and it starts nothing."""
@@ -86,7 +100,7 @@ class ForgetOrder:
     rank: int = 0
 
 
-Order = StartOrder | GoOrder | WatchOrder | StopOrder | ForgetOrder
+Order = StartOrder | GoOrder | WorldOrder | WatchOrder | StopOrder | ForgetOrder
 
 
 class Ending(StrEnum):

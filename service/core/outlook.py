@@ -4,6 +4,7 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from operator import is_
 
 from service.core.device import Device, DeviceSample
@@ -12,7 +13,7 @@ from service.core.need import Ceiling, ceiling, need_mb
 from service.core.policy import BANDS, Policy
 from service.core.task import Placement, Task
 from service.core.units import DeviceKey, Instant, NodeName, TaskId
-from service.core.victims import Stoppable, after, may_be_stopped, stoppable
+from service.core.victims import Stoppable, after, gives_way, stoppable
 
 CRITICAL = BANDS[0][1]
 """From this priority on no shield counts."""
@@ -50,9 +51,9 @@ class _Facts:
     """The priorities of its pledges."""
     now: dict[int, Room] = field(default_factory=dict)
     soon: dict[int, Room] = field(default_factory=dict)
-    runs: Mapping[TaskId, Stoppable] | None = None
+    runs: Mapping[TaskId, Sequence[Stoppable]] | None = None
     """Who may be stopped for somebody, once somebody asks."""
-    before: Mapping[TaskId, Stoppable] = field(default_factory=dict)
+    before: Mapping[TaskId, Sequence[Stoppable]] = field(default_factory=dict)
     """The same as it was found before that mark, and what was measured then."""
     samples: list[DeviceSample | None] = field(default_factory=list)
     steps: list[int] = field(default_factory=list)
@@ -120,7 +121,7 @@ class Outlooks:
                     freed[key] += mb
             soon = self.soon(node, priority)
             devices = [(device, mb + freed[device.key]) for device, mb in soon.devices]
-            room = facts.most[above] = _room(devices, after(soon.beside, leavers)) if leavers else soon
+            room = facts.most[above] = _room(devices, after(soon.beside, node, leavers)) if leavers else soon
         return room
 
     def took(self, node: NodeName, since: int, task: Task, placement: Placement) -> None:
@@ -139,14 +140,14 @@ class Outlooks:
         """Who may be stopped for such a task, in no particular order."""
         began_at, policy = self._began_at, self._policy
         runs = self.stoppable(node)
-        return [run for run in runs if may_be_stopped(run.task, priority, policy, began_at)]
+        return [run for run in runs if gives_way(run, priority, policy, began_at)]
 
     def stoppable(self, node: NodeName) -> Iterable[Stoppable]:
         """Every task with a run there that could be stopped for somebody, in no particular order."""
         facts = self._facts(node)
         if facts.runs is None:
             facts.runs = stoppable(self._draft, node, self._began_at, facts.before)
-        return facts.runs.values()
+        return chain.from_iterable(facts.runs.values())
 
     def _facts(self, node: NodeName) -> _Facts:
         facts = self._known.get(node)
@@ -154,7 +155,7 @@ class Outlooks:
             books = list(self._draft.books_on(node))
             pledges = sorted({pledge.priority for book in books for pledge in book.pledges.values()})
             samples = [book.sample for book in books]
-            before: Mapping[TaskId, Stoppable] = {}
+            before: Mapping[TaskId, Sequence[Stoppable]] = {}
             if facts is not None and _are_same(facts.samples, samples):
                 before = facts.before if facts.runs is None else facts.runs
             facts = _Facts(self._draft.changes.at(node), pledges, before=before, samples=samples)

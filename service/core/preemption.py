@@ -11,9 +11,22 @@ from service.core.draft import Draft
 from service.core.looks import Looks
 from service.core.need import need_mb
 from service.core.offers import Offer, Offers, Site
+from service.core.ranks import stop_deadline_of
 from service.core.task import Task
-from service.core.units import DeviceKey, Instant, Mib, NodeName
-from service.core.victims import EXACT_LIMIT, Candidate, Cost, Suffices, after, cheapest, cost_of, filled_back
+from service.core.units import DeviceKey, Instant, Mib, NodeName, TaskId
+from service.core.victims import (
+    EXACT_LIMIT,
+    NO_COST,
+    WITHOUT_LIMIT,
+    Candidate,
+    Cost,
+    Suffices,
+    after,
+    cheapest,
+    cost_of,
+    filled_back,
+    named,
+)
 
 CLOSE_LOOK = 10
 """A look at all who may be stopped on a node costs as much as so many at what the node has at most."""
@@ -32,6 +45,8 @@ class Eviction:
     """When the last of the victims, and of those who leave anyway and are counted on, must be gone."""
     ranks: Mapping[DeviceKey, tuple[int, ...]] = field(default_factory=dict)
     """Which ranks of a gang will have a device."""
+    surplus: Mapping[TaskId, tuple[int, ...]] = field(default_factory=dict)
+    """Of victims that go on without them, the ranks that leave."""
 
 
 Target = tuple[Site, Mib]
@@ -83,7 +98,7 @@ def plan_eviction(offers: Offers, task: Task, now: Instant) -> Eviction | None:
 
 
 class Search:
-    """For the eviction that costs least: lost GPU-seconds, then number of victims, then node and devices.
+    """For the eviction that costs least: lost GPU-seconds, number of victims, then node and devices.
 
     Only runs of strictly lower priority are named, and only if the task fits once they have left. What is
     leaving anyway and is promised to nobody counts first: if that alone will do, the task waits.
@@ -143,7 +158,7 @@ class Search:
             if is_coming(offers, self.task, node):
                 self.coming_on = node
             else:
-                heappush(self._ways, _Way((0.0, 1), node, False))
+                heappush(self._ways, _Way((0.0, 0, 1), node, False))
 
     def _is_settled(self, way: _Way) -> bool:
         """Neither this way nor one that costs more is better than what was found."""
@@ -156,21 +171,21 @@ class Search:
         if not way.is_close:
             heappush(self._ways, _Way(_least_cost(offer, task), node, True))
             return
-        below = (inf, 0)
+        below = WITHOUT_LIMIT
         if best is not None:  # of two that cost the same, the one whose node comes first by name
-            below = best.cost if best.offer.node < node else (best.cost[0], best.cost[1] + 1)
+            below = best.cost if best.offer.node < node else (*best.cost[:2], best.cost[2] + 1)
         find = _on_one if task.demand.gpus == 1 else _on_several
         self._best = find(offer, task, below) or best
 
 
 def eviction_of(best: Option, draft: Draft, now: Instant) -> Eviction:
-    victims = sorted((candidate.task for candidate in best.victims), key=lambda run: run.id)
+    victims, surplus = named(best.victims)
     deadlines = [now + victim.grace_seconds for victim in victims]
     for site, need in best.targets:
         if site.after_mb(best.victims) - site.soon_mb + site.free_mb < need:
             deadlines += deadlines_of_leavers(draft, site.device.key)
     devices = sorted((site.device.key, need) for site, need in best.targets)
-    return Eviction(best.offer.node, tuple(devices), tuple(victims), Instant(max(deadlines)))
+    return Eviction(best.offer.node, tuple(devices), victims, Instant(max(deadlines)), surplus=surplus)
 
 
 def best_of(offer: Offer, task: Task, best: Option | None, may_leave: Suffices) -> Option | None:
@@ -178,7 +193,7 @@ def best_of(offer: Offer, task: Task, best: Option | None, may_leave: Suffices) 
     targets = _targets(offer, task)
     if len(targets) < task.demand.gpus:
         return best
-    below = (inf, 0) if best is None else best.cost
+    below = WITHOUT_LIMIT if best is None else best.cost
     victims = cheapest(offer.found, _suffices(offer, task, targets), below, may_leave)
     return best if victims is None else _option(offer, task, targets, victims)
 
@@ -186,7 +201,7 @@ def best_of(offer: Offer, task: Task, best: Option | None, may_leave: Suffices) 
 def _least_cost(offer: Offer, task: Task) -> Cost:
     """No way to make room on this node costs less: at least so many devices have to be cleared one by one."""
     costs = sorted(site.least_cost(need - site.soon_mb) for site, need in _targets(offer, task))
-    least = (0.0, 0) if offer.room.fits(task) else (offer.found[0].lost, 1)
+    least = NO_COST if offer.room.fits(task) else cost_of(offer.found[:1])
     return max(least, costs[task.demand.gpus - 1])
 
 
@@ -233,7 +248,7 @@ def _suffices(offer: Offer, task: Task, targets: Sequence[Target]) -> Suffices:
 
     def suffices(gone: Sequence[Candidate]) -> bool:
         roomy = sum(site.after_mb(gone) >= need for site, need in targets)
-        return roomy >= task.demand.gpus and after(offer.room, gone).fits(task)
+        return roomy >= task.demand.gpus and after(offer.room, offer.node, gone).fits(task)
 
     return suffices
 
@@ -256,11 +271,11 @@ def _cheapest_devices(
         assert victims is not None, "a device that cannot be cleared is no target"
         priced.append((cost_of(victims), site.device.key, (site, need), victims))
     priced.sort(key=lambda price: price[:2])
-    wanted = {victim.task.id for *_, victims in priced[:gpus] for victim in victims}
-    first = [candidate for candidate in found if candidate.task.id in wanted]
+    wanted = {victim.key for *_, victims in priced[:gpus] for victim in victims}
+    first = [candidate for candidate in found if candidate.key in wanted]
     # Beyond them somebody must leave only if CPU, host memory or run slots are short as well.
-    rest = [candidate for candidate in found if candidate.task.id not in wanted]
-    rest.sort(key=lambda candidate: (candidate.lost, -candidate.task.demand.cpu, candidate.task.id))
+    rest = [candidate for candidate in found if candidate.key not in wanted]
+    rest.sort(key=lambda one: (one.lost, one.rank is None, -one.task.demand.cpu, one.key))
     return [target for _, _, target, _ in priced[:gpus]], first + rest
 
 
@@ -272,5 +287,6 @@ def deadlines_of_leavers(draft: Draft, device: DeviceKey) -> Iterator[Instant]:
     """Until when they must be gone who are leaving a device anyway."""
     for holding in draft.book(device).leaving():
         run = draft.holder(holding.lease)
-        if run is not None and run.stop_deadline_at is not None:
-            yield run.stop_deadline_at
+        until = None if run is None else stop_deadline_of(run, holding.lease.rank)
+        if until is not None:
+            yield until

@@ -4,8 +4,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from service.core.member import Member
-from service.core.task import Task
-from service.core.units import NodeName
+from service.core.task import Task, TaskState
+from service.core.units import Instant, NodeName
 
 
 def ranks_of(task: Task) -> tuple[tuple[int, NodeName], ...]:
@@ -37,8 +37,34 @@ def parts_on(task: Task, node: NodeName) -> Iterator[Task]:
 
 
 def part_of(task: Task, rank: int) -> Task:
-    """One rank of a gang as if it were a task of its own, of the same name."""
-    return replace(task, demand=task.demand.bundles[rank], members=())
+    """One rank of a gang as if it were a task of its own, of the same name: STOPPING if it is to leave."""
+    part = replace(task, demand=task.demand.bundles[rank], members=())
+    if not task.members or (member := task.members[rank]).takes_part:
+        return part
+    until = member.stop_deadline_at
+    return replace(part, state=TaskState.STOPPING, freeing_for=member.freeing_for, stop_deadline_at=until)
+
+
+def stop_deadline_of(task: Task, rank: int) -> Instant | None:
+    """Until when a run may take its time to leave; None if nobody has asked it to."""
+    if task.members and not (member := task.members[rank]).takes_part:
+        return member.stop_deadline_at
+    return task.stop_deadline_at
+
+
+def surplus_of(task: Task) -> tuple[int, ...]:
+    """The ranks that a gang at work can go on without: of an elastic one those beyond the least."""
+    if task.state is not TaskState.RUNNING or not task.members:
+        return ()
+    beyond = task.members[task.demand.least_ranks :]
+    return tuple(member.rank for member in beyond if member.takes_part and not member.has_ended)
+
+
+def leavers_of(task: Task) -> tuple[Member, ...]:
+    """The ranks that were asked to leave a gang that goes on, and are not gone yet."""
+    if task.state is not TaskState.RUNNING:
+        return ()
+    return tuple(member for member in task.members if not (member.takes_part or member.gone))
 
 
 def member_of(task: Task, rank: int) -> Member:

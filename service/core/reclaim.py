@@ -10,7 +10,7 @@ from service.core.preemption import Eviction, best_of, eviction_of
 from service.core.quota import NOBODY, Quotas
 from service.core.task import Task
 from service.core.units import Instant, NodeName, TaskId
-from service.core.victims import Candidate, is_spared
+from service.core.victims import Candidate, Stoppable, is_spared, named
 
 Surplus = Mapping[str, int]
 """Borrower -> MiB beyond its guarantee that are not leaving yet."""
@@ -81,7 +81,7 @@ def reclaim(
         runs = [
             run
             for run in offers.stoppable(node)
-            if run.task.tenant in surplus and _may_be_asked(run.task, task, offers)
+            if run.task.tenant in surplus and _may_be_asked(run, task, offers)
         ]
         if runs:
             offer = offers.among(node, task.priority, runs)
@@ -89,14 +89,20 @@ def reclaim(
     return None if best is None else eviction_of(best, offers.draft, now)
 
 
-def _may_be_asked(run: Task, task: Task, offers: Offers) -> bool:
-    same_or_lower = band_of(run.priority)[2] <= band_of(task.priority)[2]
-    return same_or_lower and not is_spared(run, task.priority, offers.policy, offers.began_at)
+def _may_be_asked(run: Stoppable, task: Task, offers: Offers) -> bool:
+    """Nothing spares a rank that its gang can do without: no work is lost."""
+    same_or_lower = band_of(run.task.priority)[2] <= band_of(task.priority)[2]
+    is_alone = run.rank is not None
+    spared = not is_alone and is_spared(run.task, task.priority, offers.policy, offers.began_at)
+    return same_or_lower and not spared
 
 
 def _leaves_guarantees(gone: Sequence[Candidate], surplus: Surplus, draft: Draft) -> bool:
     taken: dict[str, int] = {}
-    for candidate in gone:
-        leased = sum(lease.mb for lease in draft.world.leases_of(candidate.task))
-        taken[candidate.task.tenant] = taken.get(candidate.task.tenant, 0) + leased
+    tasks, ranks = named(gone)
+    for task in tasks:
+        leaving = ranks.get(task.id)
+        leases = draft.world.leases_of(task)
+        leased = sum(lease.mb for lease in leases if leaving is None or lease.rank in leaving)
+        taken[task.tenant] = taken.get(task.tenant, 0) + leased
     return all(mb <= surplus[tenant] for tenant, mb in taken.items())

@@ -5,10 +5,11 @@ from dataclasses import dataclass, field, replace
 
 from service.core import external_leases
 from service.core.device import Device, Node
+from service.core.gang_leaving import stop_order, world_orders
 from service.core.gang_runs import go_order
 from service.core.kinds import Kind, kind_of
 from service.core.lease import HOLDERS_OF_TASKS, HolderKind
-from service.core.member import MemberState
+from service.core.member import Member, MemberState
 from service.core.orders import ForgetOrder, Gone, NodeSeen, Order, RunId, SeenDevice, StopOrder
 from service.core.plan import Decision
 from service.core.policy import Policy
@@ -196,8 +197,18 @@ def _orders_again(world: World, seen: NodeSeen, now: Instant) -> Iterator[Order]
             left = Seconds(max(0.0, task.stop_deadline_at - now))
             notices = stop_orders(world, task, left)
             yield from (notice for notice in notices if notice.rank == rank)
-        elif task.state is TaskState.RUNNING and task.members and not task.members[rank].has_ended:
-            yield go_order(world, task, task.members[rank])
+        elif task.state is TaskState.RUNNING and task.members:
+            yield from _gang_orders_again(world, task, task.members[rank], now)
+
+
+def _gang_orders_again(world: World, task: Task, member: Member, now: Instant) -> Iterator[Order]:
+    """For a rank of a gang at work."""
+    if not member.takes_part:
+        left = Seconds(max(0.0, (member.stop_deadline_at or now) - now))
+        yield stop_order(world, task, member, left)
+    elif not member.has_ended:
+        yield go_order(world, task, member)
+        yield from (order for order in world_orders(world, task) if order.rank == member.rank)
 
 
 def _unwanted(world: World, seen: NodeSeen) -> Iterator[Order]:

@@ -216,9 +216,20 @@ HOT_FIELDS = (
 """The fields of a task that change after submit, in the order of its table."""
 
 
-def notice_of(task: Task) -> tuple[TaskId | None, bool]:
-    """(for whom the task's memory is being freed, whether its run is under notice)"""
+Notice = tuple[TaskId | None, bool]
+"""(for whom the memory of a run is being freed, whether the run is under notice)"""
+
+
+def notice_of(task: Task, rank: int = 0) -> Notice:
+    """A rank may leave a gang that goes on."""
+    if task.members and not (member := task.members[rank]).takes_part:
+        return member.freeing_for, True
     return task.freeing_for, task.state is TaskState.STOPPING
+
+
+def notices_of(task: Task) -> list[Notice]:
+    """Of all ranks."""
+    return [notice_of(task, rank) for rank in range(max(1, len(task.members)))]
 
 
 def move(task: Task, what: Move, **changes: Any) -> Task:

@@ -1,20 +1,23 @@
 """Who may be asked to leave, what that would cost, and the cheapest set of them that makes room."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import inf
 
 from service.core.draft import Draft, Headroom
 from service.core.policy import Policy, band_of
-from service.core.ranks import gpus_of, parts_on
+from service.core.ranks import gpus_of, part_of, ranks_of, surplus_of
 from service.core.task import Task, TaskState
 from service.core.units import DeviceKey, Instant, NodeName, Seconds, TaskId
 
 EXACT_LIMIT = 8
 """Up to so many candidates every subset is considered; above, cheapest first and then filled back."""
 
-Cost = tuple[float, int]
-"""(lost GPU-seconds, number of victims)"""
+Cost = tuple[float, int, int]
+"""(lost GPU-seconds, number of tasks stopped, number of ranks stopped that their gangs can do without)"""
+
+NO_COST: Cost = (0.0, 0, 0)
+WITHOUT_LIMIT: Cost = (inf, 0, 0)
 
 Suffices = Callable[[Sequence["Candidate"]], bool]
 """Whether there is room once these have left. Monotone: more leavers never mean less room."""
@@ -22,54 +25,100 @@ Suffices = Callable[[Sequence["Candidate"]], bool]
 
 @dataclass(frozen=True, slots=True)
 class Stoppable:
-    """A task that may be stopped for somebody, and what it would give back: a gang as a whole."""
+    """What may be stopped for somebody, and what that would give back: a task, or one rank of a gang that
+    goes on without it. Where a gang has such ranks, the gang is what is left of it without them."""
 
     task: Task
     frees: dict[DeviceKey, int]
-    """MiB by device, of all its ranks."""
-    parts: tuple[Task, ...]
-    """Its ranks on that node."""
+    """MiB by device, wherever it is."""
+    runs: tuple[tuple[NodeName, Task], ...]
+    """Each as a task of its own, wherever it is."""
+    rank: int | None = None
+    """Which rank, if it is only one."""
+
+    @property
+    def key(self) -> tuple[TaskId, int]:
+        return self.task.id, -1 if self.rank is None else self.rank
+
+    def parts(self, node: NodeName) -> Iterator[Task]:
+        """What is on one node."""
+        return (part for there, part in self.runs if there == node)
 
 
 @dataclass(frozen=True, slots=True)
 class Candidate(Stoppable):
-    lost: float
-    """GPU-seconds of work since its start or newest checkpoint."""
+    lost: float = 0.0
+    """GPU-seconds of work since its start or newest checkpoint; of a rank alone none, the gang goes on."""
+
+    @property
+    def order(self) -> tuple[float, bool, int, int, TaskId, int]:
+        """See `cheapest_first`."""
+        id, rank = self.key
+        return self.lost, self.rank is None, self.task.priority, -sum(self.frees.values()), id, -rank
 
 
 def stoppable(
-    draft: Draft, node: NodeName, began_at: Instant, known: Mapping[TaskId, Stoppable]
-) -> dict[TaskId, Stoppable]:
-    """Every task with a run on a node that could be stopped for somebody, in no particular order.
+    draft: Draft, node: NodeName, began_at: Instant, known: Mapping[TaskId, Sequence[Stoppable]]
+) -> dict[TaskId, Sequence[Stoppable]]:
+    """By task everything with a run on a node that could be stopped for somebody, in no particular order.
 
     What was admitted in this very cycle, which began then, may begin first. `known`: what was found here
     before; it holds for a task that has not changed if nothing was measured meanwhile.
     """
-    found: dict[TaskId, Stoppable] = {}
+    found: dict[TaskId, Sequence[Stoppable]] = {}
     for run in draft.runs_on(node):
         if run.state in (TaskState.ADMITTED, TaskState.RUNNING) and is_old_enough(run, began_at):
             before = known.get(run.id)
-            if before is None or before.task is not run:
-                before = Stoppable(run, _frees(draft, run), tuple(parts_on(run, node)))
-            found[run.id] = before
+            if not before or before[0].task is not run:
+                before = [one for one in _stoppable(draft, run) if any(one.parts(node))]
+            if before:
+                found[run.id] = before
     return found
+
+
+def _stoppable(draft: Draft, run: Task) -> Iterator[Stoppable]:
+    """The task, and every rank that it can do without. Ranks that are leaving already give nothing more."""
+    surplus = surplus_of(run)
+    if not run.members:
+        assert run.node is not None, "an active task has its place"
+        yield Stoppable(run, _frees(draft, run, (0,)), ((run.node, run),))
+        return
+    for rank in surplus:
+        alone = ((run.members[rank].node, part_of(run, rank)),)
+        yield Stoppable(run, _frees(draft, run, (rank,)), alone, rank)
+    rest = [
+        (rank, node) for rank, node in ranks_of(run) if rank not in surplus and run.members[rank].takes_part
+    ]
+    parts = tuple((node, part_of(run, rank)) for rank, node in rest)
+    yield Stoppable(run, _frees(draft, run, [rank for rank, _ in rest]), parts)
 
 
 def cheapest_first(runs: Iterable[Stoppable], now: Instant) -> list[Candidate]:
     """In the order in which they are considered:
 
     1. fewer lost GPU-seconds
-    2. lower priority
-    3. more memory given back
-    4. smaller id
+    2. ranks that their gangs can do without before whole tasks
+    3. lower priority
+    4. more memory given back
+    5. smaller id, higher rank
     """
-    found = [Candidate(run.task, run.frees, run.parts, lost_gpu_seconds(run.task, now)) for run in runs]
-    return sorted(found, key=lambda c: (c.lost, c.task.priority, -sum(c.frees.values()), c.task.id))
+    found = []
+    for run in runs:
+        lost = lost_gpu_seconds(run.task, now) if run.rank is None else 0.0
+        found.append(Candidate(run.task, run.frees, run.runs, run.rank, lost))
+    return sorted(found, key=lambda candidate: candidate.order)
 
 
 def is_old_enough(run: Task, began_at: Instant) -> bool:
     """It was admitted before the cycle that began then."""
     return (run.admitted_at or 0.0) < began_at
+
+
+def gives_way(one: Stoppable, for_priority: int, policy: Policy, now: Instant) -> bool:
+    """Shields are for work that would be lost: a rank alone has none."""
+    if one.rank is not None:
+        return one.task.priority < for_priority
+    return may_be_stopped(one.task, for_priority, policy, now)
 
 
 def may_be_stopped(run: Task, for_priority: int, policy: Policy, now: Instant) -> bool:
@@ -114,15 +163,28 @@ def lost_gpu_seconds(run: Task, now: Instant) -> float:
     return max(0.0, now - saved_at) * max(1, gpus_of(run))
 
 
-def after(room: Headroom, leavers: Iterable[Stoppable]) -> Headroom:
+def after(room: Headroom, node: NodeName, leavers: Iterable[Stoppable]) -> Headroom:
+    """What a node has left beside its devices once these have left."""
     for leaver in leavers:
-        for part in leaver.parts:
+        for part in leaver.parts(node):
             room = room.with_room_of(part)
     return room
 
 
 def cost_of(victims: Sequence[Candidate]) -> Cost:
-    return sum(victim.lost for victim in victims), len(victims)
+    ranks = sum(victim.rank is not None for victim in victims)
+    return sum(victim.lost for victim in victims), len(victims) - ranks, ranks
+
+
+def named(victims: Iterable[Candidate]) -> tuple[tuple[Task, ...], dict[TaskId, tuple[int, ...]]]:
+    """The tasks in id order, and of those that are to go on the ranks that leave."""
+    chosen = list(victims)
+    whole = {victim.task.id for victim in chosen if victim.rank is None}
+    ranks: dict[TaskId, tuple[int, ...]] = {}
+    for id, rank in sorted(victim.key for victim in chosen if victim.task.id not in whole):
+        ranks[id] = (*ranks.get(id, ()), rank)
+    tasks = {victim.task.id: victim.task for victim in chosen}
+    return tuple(tasks[id] for id in sorted(tasks)), ranks
 
 
 def anybody(_gone: Sequence[Candidate]) -> bool:
@@ -133,7 +195,7 @@ def anybody(_gone: Sequence[Candidate]) -> bool:
 def cheapest(
     found: Sequence[Candidate],
     suffices: Suffices,
-    below: Cost = (inf, 0),
+    below: Cost = WITHOUT_LIMIT,
     may_leave: Suffices = anybody,
 ) -> list[Candidate] | None:
     """The set with the least lost work, then the fewest victims; None if none suffices and costs less.
@@ -162,7 +224,7 @@ def filled_back(
             break
         if may_leave([*taken, candidate]):
             taken.append(candidate)
-    for candidate in sorted(taken, key=lambda c: (c.lost, c.task.id), reverse=True):
+    for candidate in sorted(taken, key=lambda c: (c.lost, c.rank is None, c.key), reverse=True):
         rest = [other for other in taken if other is not candidate]
         if suffices(rest):
             taken = rest
@@ -183,17 +245,19 @@ def _exact(
             best, below = taken, cost
             return
         candidate = found[at]  # there is one: with all that are left it suffices
-        search([*taken, candidate], (cost[0] + candidate.lost, cost[1] + 1), at + 1)
+        search([*taken, candidate], cost_of([*taken, candidate]), at + 1)
         if suffices([*taken, *found[at + 1 :]]):
             search(taken, cost, at + 1)
 
-    search([], (0.0, 0), 0)
+    search([], NO_COST, 0)
     return best
 
 
-def _frees(draft: Draft, run: Task) -> dict[DeviceKey, int]:
+def _frees(draft: Draft, run: Task, ranks: Collection[int]) -> dict[DeviceKey, int]:
+    """What is coming back anyway is not counted."""
     freed: dict[DeviceKey, int] = {}
     for key, lease in draft.world.leases.get((run.id, run.fence), {}).items():
         holding = draft.book(lease.device).holdings[key]
-        freed[lease.device] = freed.get(lease.device, 0) + holding.takes_mb
+        if lease.rank in ranks and not holding.is_leaving:
+            freed[lease.device] = freed.get(lease.device, 0) + holding.takes_mb
     return freed

@@ -24,9 +24,9 @@ from service.core.ledger import Book
 from service.core.mix import Mix
 from service.core.ordering import PendingQueue
 from service.core.plan import Request
-from service.core.ranks import parts_of
+from service.core.ranks import parts_of, surplus_of
 from service.core.releasing import Releasing
-from service.core.task import Task, TaskState, notice_of
+from service.core.task import Task, TaskState, notice_of, notices_of
 from service.core.timetable import Timetable
 from service.core.units import DeviceKey, Instant, NodeName, Position, Seconds, TaskId
 from service.core.use import NodeUse, count_custom
@@ -193,7 +193,8 @@ class World:
         if before is None:
             return
         after = event.task or changed_task(before, event.version, event.fields)
-        grows = before.is_active and (before.state, after.state) != (TaskState.ADMITTED, TaskState.RUNNING)
+        begins = (before.state, after.state) == (TaskState.ADMITTED, TaskState.RUNNING)
+        grows = before.is_active and (not begins or bool(surplus_of(after)))
         self._count_out(before, grows=grows)
         self.tasks[after.id] = after
         self._count_in(after, grows=grows)
@@ -201,7 +202,7 @@ class World:
         self.queue.stand_anew(self.awaited.inheritance.changed, self.tasks)
         for device in self.pledges.get(after.id, ()):
             self.marks.mark(self.books[device].device.node)
-        if notice_of(before) != notice_of(after):
+        if notices_of(before) != notices_of(after):
             for lease in self.leases_of(after):
                 self._enter(lease)
         if after.is_terminal:
@@ -252,7 +253,7 @@ class World:
     def _enter(self, lease: Lease) -> None:
         """Book a lease, with what its run's notice says. Raises KeyError for a device nobody registered."""
         task = self.holder(lease.holder, lease.fence)
-        freeing_for, stopping = (None, False) if task is None else notice_of(task)
+        freeing_for, stopping = (None, False) if task is None else notice_of(task, lease.rank)
         book = self.books[lease.device]
         unheld_mb = book.unheld_mb()
         book.put(lease, freeing_for, stopping=stopping)

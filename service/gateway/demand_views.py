@@ -64,5 +64,5 @@ class RankView(TypedDict):
 
     rank: int
     node: str
-    state: Annotated[str, Field(description="placed, ready, running, succeeded or ended.")]
+    state: Annotated[str, Field(description="placed, ready, running, leaving, left, succeeded or ended.")]
     devices: list[DeviceShare]

@@ -310,6 +310,9 @@ def event_view(event: Event, strangers: Container[str] = ()) -> EventView:
 
 
 def _readable(name: str, value: Any) -> Any:
-    """Rows keep instants as seconds; people and clients get RFC 3339 everywhere."""
+    """Rows keep instants as seconds; people and clients get RFC 3339 everywhere. Of a rank there is no word
+    of whom it gave way to: that may be a stranger's task."""
+    if name == "members":
+        return [row[:5] for row in value]
     is_instant = name.endswith("_at") or name in {"since", "not_before"}
     return rfc3339(Instant(value)) if is_instant and isinstance(value, int | float) else value

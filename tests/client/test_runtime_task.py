@@ -175,6 +175,20 @@ def test_a_rank_that_shall_stop_waits_for_nobody() -> None:
     assert not task.wait_for_go()
 
 
+def test_a_rank_hears_which_others_have_left() -> None:
+    task = Recorded(rank=1, world_size=4).task
+    assert (task.members, task.world_changed) == ((0, 1, 2, 3), False)
+    task.shrink_world((0, 1, 3))
+    assert (task.members, task.world_size, task.world_changed) == ((0, 1, 3), 3, True)
+    assert task.accept_world() == (0, 1, 3)
+    assert not task.world_changed
+    task.shrink_world((0, 1))
+    task.shrink_world((0, 1, 3))  # it was overtaken on its way
+    assert (task.accept_world(), task.world_size) == ((0, 1), 2)
+    task.shrink_world((0, 1))
+    assert not task.world_changed
+
+
 def test_only_the_first_rank_saves() -> None:
     second = Recorded(rank=1, world_size=2)
     second.task.checkpoint({"step": 3})

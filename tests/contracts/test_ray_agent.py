@@ -288,6 +288,24 @@ async def test_a_rank_has_a_process_to_itself_and_hears_to_begin_behind_its_star
     assert runner.items[1][1:] == (("gang", 1, 1), "10.0.0.7:4711")
 
 
+async def test_a_rank_at_work_hears_who_is_left_and_an_older_leader_tells_it_nothing(
+    stand: Stand, open_line: OpenLine
+) -> None:
+    newer = open_line()
+    newer.term = 2
+    await newer.announce()
+    await newer.order("world", "gang", 1, 0, (0, 1))  # nobody has heard of it here
+    await newer.start("gang", world_size=3, barrier=True)
+    await newer.order("go", "gang", 1, 0, "10.0.0.7:4711")
+    await newer.until(lambda: "gang" in stand.started)
+    older = Line(newer.agent, newer.config, term=1)
+    await older.order("world", "gang", 1, 0, (0,))
+    await newer.order("world", "gang", 1, 0, (0, 1))
+    runner = stand.runner_of("gang")
+    await newer.until(lambda: len(runner.items) > 2)
+    assert runner.items[2:] == [("world", ("gang", 1, 0), (0, 1))]
+
+
 async def test_an_older_leader_lets_nobody_begin(stand: Stand, open_line: OpenLine) -> None:
     newer = open_line()
     newer.term = 2

@@ -24,6 +24,7 @@ from service.core.orders import (
     Started,
     StartOrder,
     StopOrder,
+    WorldOrder,
 )
 from service.core.task import StopReason
 from service.core.units import DeviceKey, Fence, Instant, Mib, NodeName, Seconds, TaskId
@@ -222,4 +223,6 @@ def test_stops_and_forgets_name_the_claim() -> None:
     assert form.write(stop, None) == ("stop", "t", 3, 1, "preempt", 2.5)
     go = GoOrder(T, F, N, "i", "10.0.0.1:4711", rank=1)
     assert form.write(go, None) == ("go", "t", 3, 1, "10.0.0.1:4711")
+    world = WorldOrder(T, F, N, "i", (0, 1, 3), rank=1)
+    assert form.write(world, None) == ("world", "t", 3, 1, (0, 1, 3))
     assert form.write(ForgetOrder(T, F, N, "i"), None) == ("forget", "t", 3, 0)

@@ -7,7 +7,7 @@ from service.core.lease import HolderKind
 from service.core.member import Member, MemberState
 from service.core.plan import Decision, write_move
 from service.core.task import Move
-from service.core.units import Fence, Instant, NodeName
+from service.core.units import Fence, Instant, NodeName, TaskId
 from service.core.world import World
 from service.ports import TaskStore
 from tests.builders import GIB, NOW, a_task
@@ -37,6 +37,35 @@ async def test_ranks_leases_and_pledges_of_a_gang_are_kept(store: TaskStore) -> 
     world = World()
     fill(world, snapshot)
     assert picture(world) == picture(replayed(await log_of(store)))
+
+
+async def test_ranks_that_leave_are_kept_with_whom_they_make_room_for(store: TaskStore) -> None:
+    gang = a_gang("gang", *bundles(2, gpu_mb=10 * GIB), min_ranks=1)
+    term = await with_gpu(store, gang, a_task("t1", priority=80))
+    ranks = tuple(Member(rank, NodeName("n1"), MemberState.READY) for rank in (0, 1))
+    place = {"fence": Fence(1), "node": NodeName("n1"), "admitted_at": Instant(NOW)}
+    admitted = write_move(gang, Move.ADMITTED, **place, members=ranks)
+    begun = write_move(admitted.task, Move.STARTED, started_at=Instant(NOW))
+    leases = tuple(
+        replace(a_new_lease(admitted.task), holder_kind=HolderKind.GANG_MEMBER, rank=rank) for rank in (0, 1)
+    )
+    notice = {"freeing_for": TaskId("t1"), "stop_deadline_at": Instant(NOW + 30.0)}
+    leaving = (ranks[0], replace(ranks[1], state=MemberState.LEAVING, **notice))
+    shrunk = write_move(begun.task, Move.CHANGED, members=leaving)
+    await store.commit(term, [Decision("gang", "admit", tasks=(admitted,), leases=leases)])
+    await store.commit(term, [Decision("gang", "started", tasks=(begun,))])
+    pledge = makes(a_pledge_of("t1"))
+    await store.commit(term, [replace(pledge, tasks=(shrunk,), subject="t1", why="preempt")])
+    snapshot = await store.snapshot()
+    assert {task.id: task for task in snapshot.tasks}["gang"] == shrunk.task
+    world = World()
+    fill(world, snapshot)
+    assert picture(world) == picture(replayed(await log_of(store)))
+    [device] = world.books.values()
+    assert [held.freeing_for for held in sorted(device.holdings.values(), key=lambda h: h.lease.rank)] == [
+        None,
+        "t1",
+    ]
 
 
 async def test_a_gang_that_goes_back_to_the_queue_has_no_ranks(store: TaskStore) -> None:

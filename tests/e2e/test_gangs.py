@@ -10,7 +10,7 @@ import pytest
 from gpubroker import Broker, Task, TaskFailed
 
 from tests.e2e.service_process import ServiceProcess, until
-from tests.e2e.work import lines_of
+from tests.e2e.work import lines_of, note
 
 FOUR = [{"count": 4, "gpu_mb": 10_000}]
 """Two ranks on each of the two devices."""
@@ -80,6 +80,24 @@ def test_a_rank_that_is_shot_takes_the_others_with_it_and_all_come_again(
     done = broker.wait(gang, timeout_seconds=90)
     assert (done.state, done.attempt, done.failures) == ("succeeded", 2, 1)
     assert len(lines_of(witness)) == 4
+
+
+def test_ranks_that_a_gang_can_do_without_make_room_and_the_others_go_on(
+    broker: Broker, witness: str
+) -> None:
+    gang = a_gang(broker, "go_on_with_fewer", witness, priority="background", min_ranks=2)
+    until(lambda: len(lines_of(witness)) == 4, "all ranks are at work")
+    urgent = broker.submit("tests.e2e.work:add", 20, 22, gpu_mb=20_000, priority="critical")
+    assert broker.result(urgent, timeout_seconds=60) == 42
+    shown = broker.get(gang)
+    assert (shown.state, [rank.state for rank in shown.ranks]) == ("running", ["running"] * 2 + ["left"] * 2)
+    for rank in (0, 1):
+        until(lambda rank=rank: f"{rank} works with (0, 1)" in lines_of(witness), "it heard who is left")
+    assert {"2 left", "3 left"} <= set(lines_of(witness))
+    note(witness, "enough")
+    assert broker.result(gang, timeout_seconds=60) == [0, 1]
+    assert (broker.get(gang).preemptions, broker.get(gang).attempt) == (0, 1)
+    until(lambda: is_free(broker), "all ranks gave their memory back")
 
 
 def test_a_gang_gives_way_as_a_whole_and_resumes_as_a_whole(broker: Broker, witness: str) -> None:

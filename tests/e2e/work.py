@@ -92,6 +92,19 @@ def count_together(witness: str, until: int) -> dict[str, int]:
     return {"begun_at": begun_at, "steps": step}
 
 
+def go_on_with_fewer(witness: str) -> list[int]:
+    """Every rank writes whom it has left to work with; those that are let alone go on until `enough`."""
+    task = current_task()
+    note(witness, f"{task.rank} began")
+    while "enough" not in lines_of(witness):
+        if task.wait_for_stop(0.02):
+            note(witness, f"{task.rank} left")
+            raise Stopped
+        if task.world_changed:
+            note(witness, f"{task.rank} works with {task.accept_world()}")
+    return list(task.members)
+
+
 def note(witness: str, line: str) -> None:
     with Path(witness).open("a", encoding="utf-8") as lines:
         lines.write(line + "\n")

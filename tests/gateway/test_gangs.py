@@ -7,6 +7,7 @@ import pytest
 from service.core.member import MemberState
 from service.core.orders import Ended, Ending, Failure, Gone, Ready, Started
 from service.core.task import Task
+from tests.builders import GIB
 from tests.gateway.harness import Client, Gateway, a_body, fault, problem
 
 FOUR = {"bundles": [{"count": 4, "gpu_mb": 4096}]}
@@ -136,3 +137,40 @@ async def test_a_gang_that_waits_is_told_which_rank_finds_no_room(gateway: Gatew
     told = (await api.get(f"/tasks/{waits}/explain")).json()
     assert "room for none of the 2 ranks that must start together" in told["message"]
     assert (await api.get(f"/tasks/{waits}")).json()["pending"]["message"] == told["message"]
+
+
+async def test_ranks_that_leave_are_shown_and_the_gang_goes_on_without_them(
+    gateway: Gateway, api: Client
+) -> None:
+    other = await gateway.client("other", "tasks:read", "tasks:write", tenant="vision")
+    resources = {"bundles": [{"count": 4, "gpu_mb": 15 * GIB}], "min_ranks": 2}
+    gang = await other.submit(resources=resources, priority=10)
+    await gateway.plan(gang)
+    await ready(gateway, gang, 0, 1, 2, 3)
+    urgent = await api.submit(resources={"gpu_mb": 45 * GIB}, priority=90)
+    gateway.clock.advance(1)
+    told = (await api.get(f"/tasks/{urgent}/explain")).json()
+    assert told["preemption"]["why"] == "possible"
+    await gateway.plan(urgent)
+    view = (await other.get(f"/tasks/{gang}")).json()
+    assert (view["state"], [rank["state"] for rank in view["ranks"]]) == (
+        "running",
+        ["running", "running", "leaving", "leaving"],
+    )
+    assert urgent not in (await other.get(f"/tasks/{gang}/events")).text
+    task, now = gateway.task(gang), gateway.clock.now()
+    for rank in (2, 3):
+        await gateway.hear(
+            Ended(task.id, task.fence, now, Ending.STOPPED, rank=rank),
+            Gone(task.id, task.fence, now, "process_absent", rank=rank),
+        )
+    await gateway.admit(urgent)
+    told = (await other.get(f"/tasks/{gang}/explain")).json()
+    assert "2 ranks, 2 more gave way" in told["message"]
+    for rank in (0, 1):
+        await gateway.hear(Ended(task.id, task.fence, now, Ending.SUCCEEDED, b"%d" % rank, rank=rank))
+    view = (await other.get(f"/tasks/{gang}")).json()
+    assert (view["state"], [rank["state"] for rank in view["ranks"]]) == (
+        "succeeded",
+        ["succeeded", "succeeded", "left", "left"],
+    )

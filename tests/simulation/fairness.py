@@ -19,6 +19,8 @@ def check_gang(world: World, task: Task) -> None:
         held = Counter(lease.rank for lease in world.leases_of(task))
         for member in task.members:
             assert member.gone or held[member.rank] == wanted[member.rank].gpus
+            surplus = task.state is TaskState.RUNNING and member.rank >= task.demand.least_ranks
+            assert member.takes_part or surplus, "a gang at work has all ranks that it needs"
 
 
 Standing = tuple[Any, Task, bool]

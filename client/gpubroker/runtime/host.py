@@ -3,6 +3,7 @@
 import contextlib
 import os
 import sys
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -69,6 +70,12 @@ class RunHost:
         task = self._tasks.get(key)
         if task is not None:
             task.go(rank_zero_address)
+
+    def tell_world(self, key: RunKey, ranks: Iterable[int]) -> None:
+        """Ranks have left; void for a run that is not here."""
+        task = self._tasks.get(key)
+        if task is not None:
+            task.shrink_world(ranks)
 
     def retell(self, key: RunKey) -> None:
         """Say again how far the run is: who was told before may not have passed it on."""

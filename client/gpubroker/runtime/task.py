@@ -4,7 +4,7 @@ import contextvars
 import hashlib
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import cloudpickle
@@ -87,6 +87,8 @@ class RunningTask:
         self._released = threading.Event()
         """It need not wait for other ranks any longer."""
         self._rank_zero_address = ""
+        self._members = tuple(range(order.world_size))
+        self._world_changed = threading.Event()
         self._lock = threading.Lock()
         self._saved = 0
         self._on_stop: list[Callable[[], None]] = []
@@ -120,8 +122,25 @@ class RunningTask:
 
     @property
     def world_size(self) -> int:
-        """How many processes the task has."""
-        return self._order.world_size
+        """How many processes the task has by now: those of `members`."""
+        return len(self._members)
+
+    @property
+    def members(self) -> tuple[int, ...]:
+        """The ranks at work, in order. Ranks beyond the task's `min_ranks` may leave while it runs; they are
+        gone from here as soon as they were asked to, and never come back."""
+        return self._members
+
+    @property
+    def world_changed(self) -> bool:
+        """Ranks have left since the start, or since `accept_world` was last called."""
+        return self._world_changed.is_set()
+
+    def accept_world(self) -> tuple[int, ...]:
+        """The ranks at work, and `world_changed` is False until more of them leave."""
+        with self._lock:
+            self._world_changed.clear()
+            return self._members
 
     @property
     def rank_zero_address(self) -> str:
@@ -192,6 +211,14 @@ class RunningTask:
         if not self._rank_zero_address:
             self._rank_zero_address = rank_zero_address
             self._released.set()
+
+    def shrink_world(self, ranks: Iterable[int]) -> None:
+        """Only these are left; for the process that runs the task. What came late changes nothing."""
+        with self._lock:
+            left = tuple(sorted(set(self._members).intersection(ranks)))
+            if left != self._members:
+                self._members = left
+                self._world_changed.set()
 
     def wait_for_go(self) -> bool:
         """Back when all ranks are ready (True), or when the task shall stop instead."""

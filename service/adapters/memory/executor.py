@@ -25,6 +25,7 @@ from service.core.orders import (
     StartOrder,
     StopOrder,
     WatchOrder,
+    WorldOrder,
 )
 from service.core.units import DeviceKey, Fence, Mib, NodeName, TaskId, Term, device_key, mark_of
 from service.ports import Clock, RunPayload
@@ -112,7 +113,7 @@ class WaitingExecutor:
                     self._look_away(_key(order))
                 case ForgetOrder() if (run := self._runs.get(_key(order))) and run.is_over:
                     del self._runs[_key(order)]
-                case StartOrder() | StopOrder() | ForgetOrder():
+                case StartOrder() | StopOrder() | ForgetOrder() | WorldOrder():
                     pass
 
     async def reports(self) -> Sequence[Report]:

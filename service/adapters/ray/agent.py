@@ -144,6 +144,8 @@ class NodeAgent:
                     keeper.start(wanted, shareable=shareable)
             case ("go", task, fence, rank, rank_zero_address) if not outdated:
                 keeper.go(RunKey(task, fence, rank), rank_zero_address)
+            case ("world", task, fence, rank, ranks) if not outdated:
+                keeper.tell_world(RunKey(task, fence, rank), ranks)
             case ("watch", task, fence, rank, pid, leases) if not outdated:
                 keeper.outsiders.watch(RunKey(task, fence, rank), pid, leases)
             case ("stop", task, fence, rank, _reason, grace_seconds) if not outdated:

@@ -112,6 +112,12 @@ class RunKeeper:
             run.go = rank_zero_address
             self._pass_on_go(run)
 
+    def tell_world(self, key: RunKey, ranks: Sequence[int]) -> None:
+        """Which ranks are left; for a run that has begun."""
+        run = self.book.runs.get(key)
+        if run is not None and run.lane is not None and not run.has_ended:
+            run.lane.hand_over(("world", tuple(key), tuple(ranks)))
+
     def forget(self, key: RunKey) -> None:
         self.outsiders.forget(key)
         run = self.book.runs.get(key)

@@ -77,6 +77,8 @@ def _carry_out(host: RunHost, item: tuple[Any, ...]) -> None:
             host.start_alone(RunOrder(**order), Claim(instance, user, address), Path(log))
         case ("go", key, rank_zero_address):
             host.go(RunKey(*key), rank_zero_address)
+        case ("world", key, ranks):
+            host.tell_world(RunKey(*key), ranks)
         case ("retell", key):
             host.retell(RunKey(*key))
         case ("stop", key):

@@ -19,6 +19,7 @@ from service.core.orders import (
     StartOrder,
     StopOrder,
     WatchOrder,
+    WorldOrder,
 )
 from service.core.units import DeviceKey, Mib
 from service.ports import RunPayload
@@ -62,6 +63,8 @@ class OrderForm:
                 )
             case GoOrder():
                 return ("go", order.task, order.fence, order.rank, order.rank_zero_address)
+            case WorldOrder():
+                return ("world", order.task, order.fence, order.rank, order.ranks)
             case WatchOrder():
                 return ("watch", order.task, order.fence, order.rank, order.pid, _by_uuid(order.devices))
             case StopOrder():
