@@ -7,6 +7,7 @@ from service.core.explain import stands_aside
 from service.core.horizon import AT_ONCE, Horizon, later
 from service.core.remedies import Remedy, remedies
 from service.core.spared import Spared, spared
+from service.core.start import start_of
 from service.core.survey import Survey
 from service.core.trial import Planner, Trial
 from service.core.units import DeviceKey, Seconds
@@ -18,7 +19,8 @@ class Advice:
     """What the planner would decide for the task if it looked at it now; for one that stands aside, if it
     did not."""
     start: Remaining | None
-    """When it has room, if nobody who waits as well takes it before; None if nobody can tell."""
+    """As pledged to it or forecast for it, else when it has room if nobody else takes that before; None if
+    nobody can tell."""
     spared: Spared
     remedies: tuple[Remedy, ...]
     """Empty where none is needed or none was found."""
@@ -30,7 +32,7 @@ class Advice:
 def advise(seen: Survey, highest_priority: int = 100) -> Advice:
     """`seen`: of a pending task, or of one that nobody has submitted. Changes nothing."""
     task, draft = seen.task, seen.draft
-    planner = Planner(draft, seen.policy, seen.now)
+    planner = Planner(draft, seen.policy, seen.now, seen.forecasts)
     trial = planner.attempt(task)
     horizon = Horizon(draft.world, seen.now)
     free_in = _free_in(seen, horizon)
@@ -63,11 +65,11 @@ def _start(
     task, now = seen.task, seen.now
     if task.held or task.awaits:
         return None
-    pledges = seen.draft.pledges_of(task.id).values()
+    told = start_of(seen.draft.world, task, seen.forecasts, now)
     if trial.places is not None:
         start: Remaining | None = AT_ONCE
-    elif pledges:
-        start = _at_most(max(pledge.deadline_at for pledge in pledges) - now)
+    elif told is not None:
+        start = Remaining(Seconds(told.p50_at - now), Seconds(told.p90_at - now), told.n)
     elif trial.eviction is not None:
         start = _at_most(trial.eviction.deadline_at - now)
     else:

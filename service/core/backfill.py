@@ -148,7 +148,7 @@ class Guards:
 
     def is_open(self, task: Task, node: NodeName, *, everybody: bool) -> bool:
         """Whether what the task takes of the node beside its devices delays nobody."""
-        for delayed in self._delayed_by(task, node, everybody=everybody):
+        for delayed in self.delayed_by(task, node, everybody=everybody):
             at = max(self._now, delayed.forecast.start_at)
             room = self._supplies.of(node, delayed.task).headroom(at)
             for planned in self._there(task, node, at, delayed):
@@ -159,7 +159,7 @@ class Guards:
 
     def allows(self, task: Task, node: NodeName, device: DeviceKey, need_mb: int, *, everybody: bool) -> bool:
         """Whether the task delays nobody by taking so much of the device."""
-        for delayed in self._delayed_by(task, node, everybody=everybody):
+        for delayed in self.delayed_by(task, node, everybody=everybody):
             if device not in dict(delayed.forecast.devices):
                 continue
             at = max(self._now, delayed.forecast.start_at)
@@ -177,7 +177,7 @@ class Guards:
             if planned is delayed or (begun and self._order(planned.task) < self._order(task)):
                 yield planned
 
-    def _delayed_by(self, task: Task, node: NodeName, *, everybody: bool) -> list[Planned]:
+    def delayed_by(self, task: Task, node: NodeName, *, everybody: bool) -> list[Planned]:
         """The forecasts on the node that the task would outlast, and whose task may not stop it either."""
         protected = [
             planned

@@ -1,13 +1,16 @@
 """Why a task waits, as of now: every blocker, every device, and its place in the queue. Changes nothing."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from service.core.admission import wanted
+from service.core.backfill import Forecast
 from service.core.blockers import Blocker, called, used_by_others
 from service.core.draft import Draft
 from service.core.fairness import Shares
 from service.core.gang_survey import look, whereabouts
 from service.core.inheritance import Inherited
+from service.core.kept import kept_for_forecasts
 from service.core.ledger import Holding
 from service.core.ordering import order_key, own_key
 from service.core.policy import Policy
@@ -59,14 +62,16 @@ class Explanation:
     """In key order; empty unless the task is pending and asks for GPUs."""
 
 
-def explain(world: World, task_id: TaskId, policy: Policy, now: Instant) -> Explanation:
+def explain(
+    world: World, task_id: TaskId, policy: Policy, now: Instant, forecasts: Iterable[Forecast] = ()
+) -> Explanation:
     """Say what a task waits for, or what it is doing. Raises KeyError if the World does not know it."""
     task = world.tasks[task_id]
     if task.state is not TaskState.PENDING:
         return Explanation(
             task_id, task.state, None, _statement(world, task, now), now, None, len(world.queue), None, (), ()
         )
-    return explain_waiting(survey(Draft(world), task, policy, now))
+    return explain_waiting(survey(Draft(world), task, policy, now, forecasts))
 
 
 def explain_waiting(whole: Survey) -> Explanation:
@@ -74,6 +79,8 @@ def explain_waiting(whole: Survey) -> Explanation:
     task, world = whole.task, whole.draft.world
     position = position_of(world, task, whole.policy, whole.now)
     seen, room = look(whole)
+    if not room and whole.forecasts:
+        room = kept_for_forecasts(whole)
     blockers = tuple(_blockers(seen, room, position))
     devices = [_verdict(finding, seen.task) for node in seen.nodes for finding in node.devices]
     return Explanation(

@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
+from service.core.backfill import Forecast
 from service.core.demand import Demand
 from service.core.device import Device, DeviceSample, Node
 from service.core.draft import Draft
@@ -91,15 +92,20 @@ def fleet_of(machines: Iterable[Machine], kinds: Iterable[Kind], now: Instant) -
 
 
 def plan_fleet(
-    world: World, components: Sequence[Component], tenant: str, policy: Policy, now: Instant
+    world: World,
+    components: Sequence[Component],
+    tenant: str,
+    policy: Policy,
+    now: Instant,
+    forecasts: Sequence[Forecast] = (),
 ) -> FleetPlan:
     """Place all components beside what runs, the hardest to place first. Changes nothing.
 
     What finds no room displaces runs of lower priority as a task would; of those nobody else need leave for
-    the same component. What waits in the queue is not looked at.
+    the same component. Of what waits in the queue only the `forecasts` count, which keep room.
     """
     draft = Draft(world)
-    planner = Planner(draft, policy, now)
+    planner = Planner(draft, policy, now, forecasts)
     placed: list[Placed] = []
     displaced: dict[TaskId, Task] = {}
     missing: dict[str, int] = {}

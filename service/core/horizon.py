@@ -123,7 +123,8 @@ class Horizon:
         return latest if self._fits(draft, seen, node) else None
 
     def _fits(self, draft: Draft, seen: Survey, node: NodeFinding) -> bool:
-        return Planner(draft, seen.policy, seen.now).place_on([node.node.name], seen.task) is not None
+        planner = Planner(draft, seen.policy, seen.now, seen.forecasts)
+        return planner.place_on([node.node.name], seen.task) is not None
 
 
 def later(ends: Iterable[Remaining]) -> Remaining:

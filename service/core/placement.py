@@ -95,12 +95,13 @@ class Places:
         places = [place for node, place in found.items() if node not in guards.on]
         if not guards.is_tired:
             for node in guards.on.keys() & found.keys():
-                place = self._beside(guards, node, task, everybody=everybody)
+                place = self.on_beside(guards, node, task, everybody=everybody)
                 if place is not None:
                     places.append(place)
         return min(places)[1] if places else None
 
-    def _beside(self, guards: Guards, node: NodeName, task: Task, *, everybody: bool) -> Found | None:
+    def on_beside(self, guards: Guards, node: NodeName, task: Task, *, everybody: bool) -> Found | None:
+        """The same on one node."""
         if not guards.is_open(task, node, everybody=everybody):
             return None
         return self.on(

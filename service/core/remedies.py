@@ -9,17 +9,17 @@ from typing import Any
 from service.core.admission import Refusal, check, check_priority
 from service.core.blockers import called
 from service.core.demand import Demand
-from service.core.draft import Draft
 from service.core.expectations import Remaining
 from service.core.explain import stands_aside
 from service.core.gang import Gang
 from service.core.horizon import Horizon
+from service.core.kept import short_enough
 from service.core.need import may_use_device
 from service.core.pools import resettled, without_pool
 from service.core.rivals import first_end
 from service.core.survey import Survey
 from service.core.task import Task
-from service.core.trial import Planner, Trial
+from service.core.trial import Planner, Trial, in_words
 from service.core.units import Mib, NodeName, in_gib
 
 LEAST_SHARE = 0.1
@@ -62,6 +62,7 @@ def remedies(
     search = _Search(seen, horizon, planner)
     found = [
         search.release(),
+        search.sooner_over(),
         search.after_an_end(),
         search.less_memory(),
         search.fewer_gpus(),
@@ -97,6 +98,17 @@ class _Search:
         trial = self._planner.attempt(free)
         said = "released" if self._task.held else "without not_before"
         return self._remedy(change, free, trial, said)
+
+    def sooner_over(self) -> Remedy | None:
+        """Done before those start for whom its room is kept."""
+        if self._stands_aside or not self._seen.forecasts:
+            return None
+        found = short_enough(self._seen, self._planner)
+        if found is None:
+            return None
+        task, seconds = found
+        said = f"said to end within {seconds:.0f} s (expected_seconds)"
+        return self._remedy({"expected_seconds": seconds}, task, Trial(self._planner.place(task)), said)
 
     def less_memory(self) -> Remedy | None:
         """The most GPU memory for which there is room."""
@@ -243,7 +255,7 @@ class _Search:
         end = found.within
         when = f"expected within {end.p50_seconds:.0f} s" if end.p50_seconds else "any moment"
         who = called(found.run.id, found.run.tenant, self._task)
-        message = f"when {who} ends ({when}) it starts on {_where(self._draft, found.places)}"
+        message = f"when {who} ends ({when}) it starts on {in_words(self._draft, found.places)}"
         return Remedy({}, self._task, message, found.places, after=found.run, within=end)
 
     def _placed(self, change: Change, demand: Demand, said: str) -> Remedy | None:
@@ -266,7 +278,7 @@ class _Search:
         if not trial.is_way:
             return None
         if trial.places is not None:
-            where = _where(self._draft, trial.places)
+            where = in_words(self._draft, trial.places)
             return Remedy(change, task, f"{said} it starts now on {where}", trial.places)
         assert trial.eviction is not None
         victims = trial.eviction.victims
@@ -274,18 +286,6 @@ class _Search:
         who = "1 run" if len(victims) == 1 else f"{len(victims)} runs"
         then = f"it starts on {trial.eviction.node} within {seconds:.0f} s"
         return Remedy(change, task, f"{said} {who} would be asked to leave, and {then}", victims=victims)
-
-
-def _where(draft: Draft, places: Gang) -> str:
-    """`n1`, `n1/gpu0,3`; of a gang all of them."""
-    found: dict[NodeName, set[int]] = {}
-    for one in places:
-        indexes = {draft.book(device).device.index for device, _ in one.devices}
-        found.setdefault(one.node, set()).update(indexes)
-    return " and ".join(
-        f"{node}/gpu{','.join(map(str, sorted(indexes)))}" if indexes else str(node)
-        for node, indexes in found.items()
-    )
 
 
 def _first(steps: Sequence[int], would_do: Callable[[int], bool]) -> int | None:

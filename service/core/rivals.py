@@ -45,7 +45,7 @@ def first_end(seen: Survey, horizon: Horizon) -> End | None:
     for end, run in soonest:
         without = Draft(draft.world)
         without.dismiss(run)
-        planner = Planner(without, seen.policy, seen.now)
+        planner = Planner(without, seen.policy, seen.now, seen.forecasts)
         places = planner.place_on(nodes_of(run), task)
         if places is None:
             continue

@@ -1,8 +1,10 @@
 """What one task would find on every node and device: the facts behind `why does it wait`."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
 
+from service.core.backfill import Forecast
 from service.core.device import Node
 from service.core.draft import Draft
 from service.core.ledger import Book
@@ -76,12 +78,17 @@ class Survey:
     now: Instant
     nodes: tuple[NodeFinding, ...]
     """In name order, their devices in key order."""
+    forecasts: tuple[Forecast, ...] = ()
+    """Those that hold now. They keep room, which a device's verdict does not tell."""
 
 
-def survey(draft: Draft, task: Task, policy: Policy, now: Instant) -> Survey:
+def survey(
+    draft: Draft, task: Task, policy: Policy, now: Instant, forecasts: Iterable[Forecast] = ()
+) -> Survey:
     """Look at every node for this task. Changes nothing; costs as much as there are devices."""
     nodes = (draft.world.nodes[name] for name in sorted(draft.world.nodes))
-    return Survey(task, draft, policy, now, tuple(_judge(draft, task, policy, now, node) for node in nodes))
+    found = tuple(_judge(draft, task, policy, now, node) for node in nodes)
+    return Survey(task, draft, policy, now, found, tuple(forecasts))
 
 
 def _judge(draft: Draft, task: Task, policy: Policy, now: Instant, node: Node) -> NodeFinding:

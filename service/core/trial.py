@@ -1,15 +1,19 @@
 """Whether one task would start if the planner looked at it now, and what that would take. Changes nothing."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from math import inf
 
+from service.core.backfill import Forecast, Guards, Planned
 from service.core.draft import Draft
+from service.core.fairness import Shares
 from service.core.gang import Gang
 from service.core.gang_eviction import choose_for_gang
 from service.core.looks import Looks
+from service.core.memory import Found
 from service.core.offers import Offers
+from service.core.ordering import OrderKey, order_key, own_key
 from service.core.outlook import Outlooks
 from service.core.placement import Places, worth_of
 from service.core.policy import Policy
@@ -41,9 +45,14 @@ class Planner:
     """Asks of one draft, as often as one likes, what the planner would make of it; what it works out about a
     node serves all questions until the draft changes there."""
 
-    def __init__(self, draft: Draft, policy: Policy, now: Instant) -> None:
+    def __init__(
+        self, draft: Draft, policy: Policy, now: Instant, forecasts: Sequence[Forecast] = ()
+    ) -> None:
+        """`forecasts`: they keep room from those who stand behind them."""
         self._draft = draft
         self._now = now
+        self._shares = Shares(draft.world, policy, now) if forecasts else None
+        self._guards = Guards(draft, policy, now, self._key_of, forecasts)
         outlooks = Outlooks(draft, policy, now, now, {})
         worth = worth_of(draft.world, policy)
         self._places = Places(draft, policy, now, worth=worth, outlooks=outlooks)
@@ -59,21 +68,54 @@ class Planner:
 
     def place(self, task: Task) -> Gang | None:
         """Where it would be put now."""
-        if self.is_over_quota(task):
-            return None
-        if task.demand.bundles:
-            return self._places.gang(task)
-        found = self._places.best(task)
-        return None if found is None else (found,)
+        return self.place_on(self._offers.nodes, task)
 
     def place_on(self, nodes: Iterable[NodeName], task: Task) -> Gang | None:
         """The same if it had only these nodes; a gang has all."""
+        return self._beside(task, self._room(nodes, task))
+
+    def kept_for(self, task: Task) -> tuple[Planned, ...]:
+        """The forecasts that keep from it what it would take else, if there is a place and they do."""
+        found = self._room(self._offers.nodes, task)
+        if not found or self._beside(task, found) is not None:
+            return ()
+        on = sorted({one.node for one in _best(found)} & self._guards.on.keys())
+        return tuple(one for node in on for one in self._guards.delayed_by(task, node, everybody=False))
+
+    def _room(self, nodes: Iterable[NodeName], task: Task) -> dict[NodeName, Found] | Gang:
+        """The best place on each node that has one, or of a gang; what forecasts keep counts as free."""
         if self.is_over_quota(task):
-            return None
-        if task.demand.bundles or self._draft.short_of(task, self._offers.policy.custom_limits):
-            return self.place(task)
-        found = [option for node in nodes if (option := self._places.on(node, task)) is not None]
-        return (min(found)[1],) if found else None
+            return ()
+        if task.demand.bundles:
+            return self._places.gang(task) or ()
+        if self._draft.short_of(task, self._offers.policy.custom_limits):
+            return ()
+        return {node: option for node in nodes if (option := self._places.on(node, task)) is not None}
+
+    def _beside(self, task: Task, room: dict[NodeName, Found] | Gang) -> Gang | None:
+        """The best of these places at which it delays no forecast; those behind it are spared if possible."""
+        guards = self._guards
+        if not room or not guards.on or self._draft.pledges_of(task.id):
+            return _best(room) or None
+        if not isinstance(room, dict):
+            return self._places.gang(task, guards.on) if guards.bars_gang(task, room) else room
+        [best] = _best(room)
+        for everybody in (True, False):
+            if not guards.bars(task, best, everybody=everybody):
+                return (best,)
+            found = [option for node, option in room.items() if node not in guards.on]
+            for node in room.keys() & guards.on.keys():
+                option = self._places.on_beside(guards, node, task, everybody=everybody)
+                found += [] if option is None else [option]
+            if found:
+                return (min(found)[1],)
+        return None
+
+    def _key_of(self, task: Task) -> OrderKey:
+        assert self._shares is not None, "nobody asks where there are no forecasts"
+        standing, policy = self._draft.world.queue.standing_of(task), self._offers.policy
+        own = own_key(standing, task.stream, task.submitted_at, task.id, self._now, policy)
+        return order_key(own, self._shares.rank(task.tenant))
 
     def may_have(self, node: NodeName, task: Task) -> bool:
         """Whether the node has room for it, or could if everybody left who may be stopped for it; whatever
@@ -98,19 +140,36 @@ class Planner:
         The tasks ahead of it are taken to have been looked at and to wait on, as they do between two cycles.
         With `most_nodes`, victims are looked for on so many nodes only.
         """
-        places = self.place(task)
+        room = self._room(self._offers.nodes, task)
+        places = self._beside(task, room)
         if places is not None or self._draft.pledges_of(task.id) or self.is_over_quota(task):
             return Trial(places)
         if task.demand.bundles:
-            way = choose_for_gang(self._offers, task, self._now)
-            if isinstance(way, Eviction):
-                return Trial(eviction=way)
-            return Trial(coming_on=way.nodes if way else ())
+            return Trial() if room else self._make_room_for_gang(task)
         if not may_preempt(self._offers, task):
             return Trial()
-        if (taken_back := self._reclaim(task)) is not None:
+        open_nodes = frozenset(self._offers.nodes) - self._closed_to(task)
+        if room:  # which is kept from it
+            return self._search(task, open_nodes, most_nodes)
+        if (taken_back := self._reclaim(task, open_nodes)) is not None:
             return Trial(eviction=taken_back)
-        nodes = self._offers.nodes
+        trial = self._search(task, self._offers.nodes, most_nodes)
+        if trial.eviction is not None and trial.eviction.node not in open_nodes:
+            return self._search(task, open_nodes, most_nodes)
+        return trial
+
+    def _make_room_for_gang(self, task: Task) -> Trial:
+        way = choose_for_gang(self._offers, task, self._now)
+        if not isinstance(way, Eviction):
+            return Trial(coming_on=way.nodes if way else ())
+        nodes = {self._draft.book(device).device.node for device, _ in way.devices}
+        return Trial() if nodes & self._closed_to(task) else Trial(eviction=way)
+
+    def _closed_to(self, task: Task) -> frozenset[NodeName]:
+        """Where it may have nobody stopped, because of a forecast ahead of it."""
+        return frozenset(node for node in self._guards.on if not self._guards.may_stop_runs(task, node))
+
+    def _search(self, task: Task, nodes: frozenset[NodeName], most_nodes: int | None) -> Trial:
         if most_nodes is not None:
             hopeful = (node for node in sorted(nodes) if could_make_room(self._offers, task, node))
             nodes = frozenset(islice(hopeful, most_nodes))
@@ -119,8 +178,26 @@ class Planner:
         coming_on = () if search.coming_on is None else (search.coming_on,)
         return Trial(eviction=search.eviction(self._offers, self._now), coming_on=coming_on)
 
-    def _reclaim(self, task: Task) -> Eviction | None:
-        surplus, nodes = self._claims.of(task), self._offers.nodes
-        if not surplus or any(is_coming(self._offers, task, node) for node in nodes):
+    def _reclaim(self, task: Task, nodes: frozenset[NodeName]) -> Eviction | None:
+        surplus = self._claims.of(task)
+        if not surplus or any(is_coming(self._offers, task, node) for node in self._offers.nodes):
             return None
         return reclaim(self._offers, task, surplus, self._now, nodes)
+
+
+def _best(room: dict[NodeName, Found] | Gang) -> Gang:
+    if not isinstance(room, dict):
+        return room
+    return (min(room.values())[1],) if room else ()
+
+
+def in_words(draft: Draft, places: Gang) -> str:
+    """`n1`, `n1/gpu0,3`; of a gang all of them."""
+    found: dict[NodeName, set[int]] = {}
+    for one in places:
+        indexes = {draft.book(device).device.index for device, _ in one.devices}
+        found.setdefault(one.node, set()).update(indexes)
+    return " and ".join(
+        f"{node}/gpu{','.join(map(str, sorted(indexes)))}" if indexes else str(node)
+        for node, indexes in found.items()
+    )

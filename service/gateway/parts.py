@@ -103,4 +103,4 @@ class GatewayParts:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "capacity", Capacity(self.world, self.policy))
-        object.__setattr__(self, "pending", PendingReasons(self.world, self.policy))
+        object.__setattr__(self, "pending", PendingReasons(self.world, self.policy, self.forecasts))

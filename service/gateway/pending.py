@@ -1,5 +1,8 @@
 """Why tasks wait, for answers that show it in passing: remembered per kind of demand for a moment."""
 
+from collections.abc import Callable, Sequence
+
+from service.core.backfill import Forecast
 from service.core.demand import Demand
 from service.core.explain import explain, position_of
 from service.core.fairness import Shares
@@ -34,9 +37,12 @@ def inherits_view(inherited: Inherited | None) -> InheritsView | None:
 
 
 class PendingReasons:
-    def __init__(self, world: World, policy: Policy) -> None:
+    def __init__(
+        self, world: World, policy: Policy, forecasts: Callable[[], Sequence[Forecast]] = tuple
+    ) -> None:
         self._world = world
         self._policy = policy
+        self._forecasts = forecasts
         self._known: dict[_Alike, tuple[Instant, PendingView]] = {}
         self._shares: tuple[Instant, Shares] | None = None
 
@@ -59,7 +65,7 @@ class PendingReasons:
         return self._shares[1]
 
     def _explained(self, row: Task, alike: _Alike, now: Instant) -> PendingView | None:
-        found = explain(self._world, row.id, self._policy, now)
+        found = explain(self._world, row.id, self._policy, now, self._forecasts())
         if found.reason is None:
             return None
         view: PendingView = {

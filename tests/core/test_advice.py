@@ -93,6 +93,12 @@ def test_runs_of_a_subject_are_expected_to_take_what_such_runs_took():
     assert set(found.free_in) == {key("gpu0"), key("gpu1")}
 
 
+def test_what_runs_took_on_devices_of_another_kind_tells_nothing():
+    world = a_world(run("a", subject="fit"), a_task("new", gpu_mb=60 * GIB))
+    world.learned.put(Topic("default", "fit", "A100", What.SECONDS), sketch_of([300.0] * 9))
+    assert advice(world).start is None
+
+
 def test_what_was_admitted_a_moment_ago_is_expected_to_take_its_whole_time():
     task = a_task("a", priority=100, gpu_mb=60 * GIB, expected_seconds=70.0)
     found = advice(a_world(holding(task, "gpu0", state=TaskState.ADMITTED), a_task("new", gpus=1)))

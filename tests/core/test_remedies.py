@@ -6,10 +6,12 @@ from typing import Any
 from hypothesis import given, settings
 
 from service.core.advice import Advice, advise
+from service.core.backfill import Forecast
 from service.core.cycle import plan_cycle
 from service.core.demand import Demand, Where
 from service.core.draft import Draft
 from service.core.expectations import Remaining
+from service.core.forecasts import make_forecasts
 from service.core.policy import CustomLimit, Policy, Pool
 from service.core.pools import settled
 from service.core.remedies import Remedy
@@ -28,20 +30,29 @@ def advice(
     return advise(survey(Draft(world), row, policy, NOW), highest)
 
 
+def foreseen(world: World, now: float) -> list[Forecast]:
+    *_, made = make_forecasts(world, POLICY, Instant(now))
+    return made
+
+
 def told(world: World, **options: Any) -> dict[str, Remedy]:
     """By the first field that they change; waiting for an end changes none."""
     return {next(iter(remedy.change), "after"): remedy for remedy in advice(world, **options).remedies}
 
 
-def settle(world: World, now: float) -> None:
-    """Plan until nothing is left to decide."""
-    while decisions := plan_cycle(world, POLICY, Instant(now), budget=10_000).decisions:
+def settle(world: World, now: float) -> list[Forecast]:
+    """Plan until nothing is left to decide; the forecasts that hold then."""
+    while True:
+        forecasts = foreseen(world, now)
+        decisions = plan_cycle(world, POLICY, Instant(now), budget=10_000, forecasts=forecasts).decisions
+        if not decisions:
+            return forecasts
         commit(world, decisions, now)
 
 
-def starts(world: World, task: Task, now: float) -> bool:
+def starts(world: World, task: Task, now: float, forecasts: list[Forecast]) -> bool:
     """Whether the planner gives it a place, or makes room for it, if it is submitted so."""
-    decisions = plan_cycle(world, POLICY, Instant(now), budget=10_000).decisions
+    decisions = plan_cycle(world, POLICY, Instant(now), budget=10_000, forecasts=forecasts).decisions
     return any(decision.subject == task.id and decision.why in ("admit", "preempt") for decision in decisions)
 
 
@@ -65,12 +76,12 @@ def test_every_remedy_starts_the_task_when_it_is_applied(world: World, story: li
     for chapter in story:
         for _ in tale.happens(chapter):
             pass
-        settle(world, tale.now)
+        forecasts = settle(world, tale.now)
         for task in [row for row in world.tasks.values() if row.state is TaskState.PENDING]:
-            found = advise(survey(Draft(world), task, POLICY, Instant(tale.now)))
+            found = advise(survey(Draft(world), task, POLICY, Instant(tale.now), forecasts))
             assert found.trial.places is None or task.held or task.not_before or task.awaits
             for remedy in found.remedies:
-                assert starts(applied(world, remedy), remedy.task, tale.now), remedy.message
+                assert starts(applied(world, remedy), remedy.task, tale.now, forecasts), remedy.message
 
 
 def changes(world: World, **options: Any) -> list[dict[str, Any]]:

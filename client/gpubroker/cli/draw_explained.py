@@ -125,6 +125,7 @@ _OPTIONS = {
     "cpu": "--cpu {:g}",
     "memory_mb": "--memory {}MiB",
     "priority": "--priority {}",
+    "expected_seconds": "--expected {:g}s",
 }
 _WITHOUT = {
     "kinds": "--kind",

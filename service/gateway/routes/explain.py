@@ -53,7 +53,7 @@ def _view(call: Call, record: TaskRecord) -> ExplanationView:
 def _waiting(call: Call, task: Task) -> ExplanationView:
     parts, now = call.parts, call.parts.clock.now()
     view = _bare(call, task)
-    seen = survey(Draft(parts.world), task, parts.policy, now)
+    seen = survey(Draft(parts.world), task, parts.policy, now, parts.forecasts())
     found, advice = explain_waiting(seen), advise(seen, call.identity.max_priority)
     return {
         **view,

@@ -49,8 +49,8 @@ router = APIRouter(route_class=DirectRoute, tags=["cluster"])
 async def plan_components(call: Call, body: PlanFleet) -> Response:
     """Say whether components fit the fleet: where each goes, what is missing, and whom it would displace.
 
-    With `fleet`, on such machines, empty; otherwise beside what runs on those that are there. What waits in
-    the queue is not looked at.
+    With `fleet`, on such machines, empty; otherwise beside what runs on those that are there. Of what waits
+    in the queue only those count for whom a forecast keeps room.
     """
     parts, now = call.parts, call.parts.clock.now()
     as_of(parts)
@@ -58,7 +58,8 @@ async def plan_components(call: Call, body: PlanFleet) -> Response:
         raise refused([Fault(pointer="/components", detail=f"at most {MOST_TASKS} in all", code="too-many")])
     components = [await _component(call, component) for component in body.components]
     world = parts.world if body.fleet is None else _fleet(body.fleet, parts.kinds, now)
-    plan = plan_fleet(world, components, call.identity.tenant, parts.policy, now)
+    forecasts = parts.forecasts() if body.fleet is None else ()
+    plan = plan_fleet(world, components, call.identity.tenant, parts.policy, now, forecasts)
     return answer(_view(call, world, body, plan, now))
 
 

@@ -70,7 +70,7 @@ async def simulate_task(call: Call, body: SimulateTask) -> Response:
 def _simulated(call: Call, intake: Intake) -> SimulationView:
     task, parts = intake.task, call.parts
     now = parts.clock.now()
-    seen = survey(Draft(parts.world), task, parts.policy, now)
+    seen = survey(Draft(parts.world), task, parts.policy, now, parts.forecasts())
     found, advice = explain_waiting(seen), advise(seen, call.identity.max_priority)
     eviction = advice.trial.eviction
     view = _bare(call, intake)
@@ -118,7 +118,8 @@ def _refused(call: Call, problem: Problem, intake: Intake | None = None) -> Simu
     if intake is None:
         return view
     parts, now = call.parts, call.parts.clock.now()
-    advice = advise(survey(Draft(parts.world), intake.task, parts.policy, now), call.identity.max_priority)
+    seen = survey(Draft(parts.world), intake.task, parts.policy, now, parts.forecasts())
+    advice = advise(seen, call.identity.max_priority)
     return {**view, "remedies": advice_fields(parts.world, advice, call.identity, now)["remedies"]}
 
 

@@ -1,0 +1,48 @@
+"""Room that forecasts keep: from whom, for whom, and what would let a task have it all the same."""
+
+from dataclasses import replace
+
+from service.core.backfill import Planned
+from service.core.blockers import Blocker, called
+from service.core.reasons import Reason
+from service.core.survey import Survey
+from service.core.task import Task
+from service.core.trial import Planner
+from service.core.units import Seconds
+
+LEAST_SECONDS = 1.0
+"""Nobody is advised to be done in less."""
+
+
+def kept_for_forecasts(seen: Survey) -> list[Blocker]:
+    """What keeps a task away for which there is room; empty if nothing does."""
+    keepers = Planner(seen.draft, seen.policy, seen.now, seen.forecasts).kept_for(seen.task)
+    if not keepers:
+        return []
+    first = min(keepers, key=_start_at)
+    who, begins = called(first.task.id, first.task.tenant, seen.task), _seconds_until(first, seen)
+    more = f" and {len(keepers) - 1} more" if len(keepers) > 1 else ""
+    message = (
+        f"it has room, which is kept for {who}{more}, expected to start on {first.forecast.node} "
+        f"in {begins:.0f} s: nobody knows that this one is done by then"
+    )
+    return [Blocker(Reason.BEHIND_HIGHER_PRIORITY, message)]
+
+
+def short_enough(seen: Survey, planner: Planner) -> tuple[Task, Seconds] | None:
+    """The same task, said to be done before whoever it would delay is expected to start."""
+    keepers = planner.kept_for(seen.task)
+    if not keepers:
+        return None
+    seconds = Seconds(float(int(min(_seconds_until(one, seen) for one in keepers))))
+    if seconds < LEAST_SECONDS or seconds >= (seen.task.expected_seconds or float("inf")):
+        return None
+    return replace(seen.task, expected_seconds=seconds), seconds
+
+
+def _start_at(one: Planned) -> tuple[float, str]:
+    return one.forecast.start_at, one.task.id
+
+
+def _seconds_until(one: Planned, seen: Survey) -> float:
+    return max(0.0, one.forecast.start_at - seen.now)
