@@ -15,7 +15,7 @@ from gpubroker.fleet import Gpu, Node, Stats, Tenant
 from gpubroker.models import Event, Failure, Outcome, Page, Task, TaskState, Token
 from gpubroker.planned import FleetPlan
 from gpubroker.policy import Policy
-from gpubroker.submission import SubmitOptions, Target, opened, submission_body
+from gpubroker.submission import SubmitOptions, Target, opened, question_body, submission_body
 
 _LONG_POLL_SECONDS = 30.0
 """How long one request may wait for a task; the service answers at once when the task ends."""
@@ -72,7 +72,7 @@ class Operations:
         self, target: Target | None, args: Sequence[Any], options: SubmitOptions
     ) -> Steps[Simulation]:
         asked = {name: value for name, value in options.items() if name != "idempotency_key"}
-        body = submission_body(target, args, cast("SubmitOptions", asked))
+        body = question_body(target, args, cast("SubmitOptions", asked))
         answer = yield from self._send(Call("POST", "/tasks/simulate", body=body))
         return Simulation.of(answer.json())
 

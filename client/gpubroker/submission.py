@@ -139,13 +139,20 @@ _WORDS_OF_OTHERS: Final[Mapping[str, str]] = {
 """What the command line and other systems call our options."""
 
 
-def submission_body(target: Target | None, args: Sequence[Any], options: SubmitOptions) -> bytes:
-    """The JSON of `POST /tasks`; without a target, of a bare demand. Raises WrongArgument for what no service
-    could accept."""
+def submission_body(target: Target, args: Sequence[Any], options: SubmitOptions) -> bytes:
+    """The JSON of `POST /tasks`. Raises WrongArgument for what no service could accept."""
+    return _body(target, {"run": _run_of(target, args, options)}, options)
+
+
+def question_body(target: Target | None, args: Sequence[Any], options: SubmitOptions) -> bytes:
+    """The JSON of `POST /tasks/simulate`: the same, or without a target that of a bare demand."""
+    return _body(None, {}, options) if target is None else submission_body(target, args, options)
+
+
+def _body(target: Target | None, body: dict[str, Any], options: SubmitOptions) -> bytes:
     for name in options:
         if name not in SubmitOptions.__annotations__:
             raise WrongArgument(_unknown_option(name))
-    body: dict[str, Any] = {} if target is None else {"run": _run_of(target, args, options)}
     if callable(target):
         body["result_format"] = "cloudpickle"
     given: Mapping[str, Any] = options

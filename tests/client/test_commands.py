@@ -163,6 +163,14 @@ def test_a_command_has_memory_for_as_long_as_it_runs(gpubroker: Run) -> None:
     assert (newest["state"], newest["error"]) == ("ended", None)
 
 
+def test_a_plan_says_whether_a_set_of_components_fits(gpubroker: Run, tmp_path: Path) -> None:
+    plan = tmp_path / "fleet.yaml"
+    plan.write_text("components:\n  - {name: trainer, count: 1, resources: {gpu_mb: 1024}}\n")
+    assert gpubroker("plan -f", str(plan), "-o", "json").json["fits"] is True
+    plan.write_text("components:\n  - {name: trainer, count: 1000, resources: {gpu_mb: 1024}}\n")
+    assert gpubroker("plan -f", str(plan)).code == 8
+
+
 def test_no_command_is_missing_here() -> None:
     group = get_command(app)
     assert isinstance(group, TyperGroup)

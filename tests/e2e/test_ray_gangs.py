@@ -109,7 +109,7 @@ async def test_ranks_that_wait_outlive_the_agent_and_begin_under_the_next(lab: L
     [agent] = agents_of(lab.head)
     os.kill(agent, signal.SIGKILL)
     await lab.until(lambda: [node for node in lab.nodes[before:] if isinstance(node, NodeSeen)])
-    await lab.until(lambda: all(rank.order_of_kinds()[2:] == ["Started", "Ready"] for rank in ranks))
+    await lab.until(lambda: all("Ready" in rank.order_of_kinds()[2:] for rank in ranks))
     await let_go(ranks)
     assert [await rank.result() for rank in ranks] == [3.0, 3.0]
     for rank in ranks:
