@@ -1,124 +1,20 @@
 """Where all ranks of a gang can run at the same time, or nothing: a search over nodes and devices."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from itertools import combinations
+from collections.abc import Callable, Iterator, Sequence
 
 from service.core.demand import Demand
-from service.core.device import Device, Node
-from service.core.draft import Draft, Headroom
-from service.core.ledger import Book
-from service.core.need import need_mb, unwanted_device, unwanted_node
-from service.core.policy import Policy
+from service.core.gang_fill import fill
+from service.core.ground import Chosen, Ground, copy_of
+from service.core.need import unwanted_node
 from service.core.ranks import part_of
 from service.core.task import Placement, Task
-from service.core.units import DeviceKey, Instant, Mib, NodeName
+from service.core.units import NodeName
 
 MOST_STEPS = 4_000
 """After so many tries the search gives up: the gang waits, though there may be room for it."""
 
 Gang = tuple[Placement, ...]
 """One place for each rank, in order of rank."""
-
-Chosen = tuple[tuple[DeviceKey, Mib], ...]
-
-
-@dataclass(slots=True)
-class Ground:
-    """One node as the search sees it: what is left there while ranks are put down and taken away again."""
-
-    node: Node
-    room: Headroom
-    free: dict[DeviceKey, int]
-    """MiB that the gang could have of each usable device."""
-    devices: Mapping[DeviceKey, Device]
-    ranks: list[int] = field(default_factory=list)
-    """Those put down here."""
-
-    @property
-    def room_left(self) -> tuple[float, float]:
-        return sum(self.free.values()), self.room.cpu
-
-    def put(self, rank: int, part: Task, chosen: Chosen) -> None:
-        self.room = self.room.with_room_of(part, -1)
-        for key, mb in chosen:
-            self.free[key] -= mb
-        self.ranks.append(rank)
-
-    def take(self, part: Task, chosen: Chosen) -> None:
-        self.room = self.room.with_room_of(part)
-        for key, mb in chosen:
-            self.free[key] += mb
-        self.ranks.pop()
-
-    def choices(self, part: Task) -> Iterator[Chosen]:
-        """Every choice of devices for a rank, the best first; of equal ones only one.
-
-        `pack` fills devices that are in use, `spread` takes the emptiest; preferred kinds before others.
-        """
-        demand = part.demand
-        if not self.room.fits(part):
-            return
-        if not demand.gpus:
-            yield ()
-            return
-        sign = -1 if demand.placement == "spread" else 1
-        options = sorted(
-            (unwanted_device(demand, device), sign * (free - need), key, need)
-            for key, device in self.devices.items()
-            if (need := need_mb(demand, device)) is not None and need <= (free := self.free[key])
-        )
-        tried = set()
-        for some in combinations(options, demand.gpus):
-            alike = tuple((unwanted, left, need) for unwanted, left, _, need in some)
-            if alike not in tried:
-                tried.add(alike)
-                yield tuple(sorted((key, need) for _, _, key, need in some))
-
-    def signature(self) -> object:
-        """Equal for nodes of which one is as good as the other for what is left to place."""
-        devices = (
-            (device.kind, device.power, device.physical_mb, device.reserve_mb, device.context_mb, free)
-            for key, free in self.free.items()
-            for device in (self.devices[key],)
-        )
-        return self.room._replace(node=None), self.node.labels, bool(self.ranks), tuple(sorted(devices))
-
-
-def grounds_of(draft: Draft, task: Task, policy: Policy, now: Instant) -> list[Ground]:
-    """What each usable node could give a task of this id and priority now."""
-    found = []
-    for name in sorted(draft.usable_nodes()):
-        books = list(draft.usable_books(name, policy, now))
-        found.append(
-            Ground(
-                draft.world.nodes[name],
-                draft.headroom(name, task=task.id, priority=task.priority),
-                {book.device.key: _free_mb(book, task) for book in books},
-                {book.device.key: book.device for book in books},
-            )
-        )
-    return found
-
-
-def _free_mb(book: Book, task: Task) -> int:
-    return min(book.unheld_mb(), book.free_mb(task=task.id, priority=task.priority))
-
-
-def empty_grounds(nodes: Iterable[Node], devices: Iterable[Device]) -> list[Ground]:
-    """What each node could give if nothing ran anywhere, whether it is ready or not."""
-    there: dict[NodeName, list[Device]] = {}
-    for device in devices:
-        there.setdefault(device.node, []).append(device)
-    return [
-        Ground(
-            node,
-            Headroom(node.cpu, node.memory_mb, node.max_runs, node.custom, node),
-            {device.key: device.allocatable_mb for device in there.get(node.name, ())},
-            {device.key: device for device in there.get(node.name, ())},
-        )
-        for node in sorted(nodes, key=lambda node: node.name)
-    ]
 
 
 def place_gang(task: Task, grounds: Sequence[Ground]) -> Gang | None:
@@ -156,20 +52,16 @@ def may_fit(task: Task, count: int, grounds: Sequence[Ground]) -> bool:
 def _searches(task: Task, count: int, grounds: Sequence[Ground]) -> Iterator["_Search"]:
     """One for all nodes; one for each, the fullest first, where all ranks must be on one."""
     if task.demand.strategy != "strict_pack":
-        yield _Search(task, count, [_copy(ground) for ground in grounds])
+        yield _Search(task, count, [copy_of(ground) for ground in grounds])
         return
     for ground in sorted(grounds, key=lambda ground: _tightness(task, ground)):
-        yield _Search(task, count, [_copy(ground)])
+        yield _Search(task, count, [copy_of(ground)])
 
 
 def _tightness(task: Task, ground: Ground) -> tuple[int, float, float, NodeName]:
     """For a gang that lies on one node: preferred labels, then the one that is fullest already."""
     unwanted = max(unwanted_node(bundle, ground.node) for bundle in task.demand.bundles)
     return unwanted, *ground.room_left, ground.node.name
-
-
-def _copy(ground: Ground) -> Ground:
-    return Ground(ground.node, ground.room, dict(ground.free), ground.devices)
 
 
 class _Search:
@@ -186,9 +78,20 @@ class _Search:
         self._most = self._count_most()
 
     def places(self) -> Gang | None:
-        if not self._may_fit() or not self._search(0):
+        return (self._filled() or self._searched()) if self._may_fit() else None
+
+    def _filled(self) -> Gang | None:
+        """Of ranks that are all alike."""
+        first = self._parts[0]
+        if any(part.demand != first.demand for part in self._parts):
             return None
-        return tuple(self._places[rank] for rank in range(len(self._parts)))
+        most = {node: counts[first.demand] for node, counts in self._most.items()}
+        filled = fill(self._strategy, first, len(self._parts), self._grounds, most)
+        return None if filled is None else tuple(filled)
+
+    def _searched(self) -> Gang | None:
+        found = self._search(0)
+        return tuple(self._places[rank] for rank in range(len(self._parts))) if found else None
 
     @property
     def gave_up(self) -> bool:

@@ -6,7 +6,8 @@ from dataclasses import replace
 from service.core.admission import Refusal, check
 from service.core.demand import Demand
 from service.core.device import Device, Node
-from service.core.gang import empty_grounds, may_fit
+from service.core.gang import may_fit
+from service.core.ground import empty_grounds
 from service.core.policy import Policy
 from service.core.task import Task
 from service.core.units import Instant, Mib, TaskId

@@ -3,7 +3,8 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from service.core.gang import Gang, Ground, place_ranks
+from service.core.gang import Gang, place_ranks
+from service.core.ground import Ground
 from service.core.offers import Offer, Offers
 from service.core.preemption import Eviction, deadlines_of_leavers
 from service.core.ranks import part_of

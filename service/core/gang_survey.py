@@ -6,8 +6,9 @@ from service.core.admission import Refusal, check_priority
 from service.core.blockers import Blocker, room_blockers, waiting_for_preemption
 from service.core.decide import admit
 from service.core.draft import Draft
-from service.core.gang import grounds_of, place_ranks
+from service.core.gang import place_ranks
 from service.core.gang_admission import IN_WORDS, check_demand
+from service.core.ground import grounds_of
 from service.core.member import MemberState
 from service.core.policy import Policy
 from service.core.ranks import nodes_of, part_of

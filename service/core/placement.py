@@ -6,7 +6,8 @@ from math import inf
 
 from service.core.backfill import Guards
 from service.core.draft import Draft
-from service.core.gang import Gang, grounds_of, place_gang
+from service.core.gang import Gang, place_gang
+from service.core.ground import grounds_of
 from service.core.looks import Looks
 from service.core.memory import Found, Likes, Memory, Standing
 from service.core.need import need_mb, unwanted_device, unwanted_node

@@ -1,5 +1,6 @@
 """Every rank has a place at the same time, or none has."""
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from itertools import combinations, product
 from typing import Any
@@ -11,9 +12,12 @@ from hypothesis import strategies as st
 from service.core import gang
 from service.core.demand import Where
 from service.core.draft import Draft
-from service.core.gang import Gang, grounds_of, place_gang
+from service.core.gang import Gang, place_gang
+from service.core.gang_fill import fill
+from service.core.ground import grounds_of
 from service.core.need import may_use_node, need_mb
 from service.core.policy import Policy
+from service.core.ranks import part_of
 from service.core.task import Placement, Task
 from service.core.units import DeviceKey, Mib, NodeName
 from service.core.world import World
@@ -206,3 +210,40 @@ def test_a_rank_without_a_size_takes_whole_devices() -> None:
     found = placed(a_cluster(2), a_gang("gang", *bundles(2, gpus=1)))
     assert found is not None
     assert [mb for place in found for _, mb in place.devices] == [Mib(80 * GIB)] * 2
+
+
+@given(
+    clusters(),
+    st.integers(1, 6),
+    st.sampled_from(({"gpu_mb": 20}, {"gpu_mb": 40, "cpu": 1.0}, {"gpus": 2, "gpu_mb": 20}, {"cpu": 1.0})),
+    st.sampled_from(("pack", "spread", "strict_pack", "strict_spread")),
+)
+def test_ranks_that_are_alike_lie_where_the_search_would_put_them(
+    world: World, count: int, shape: dict[str, Any], strategy: str
+) -> None:
+    """One rank that asks for next to nothing more makes them unlike, so that places are searched for."""
+    odd = (*bundles(1, memory_mb=1, **shape), *bundles(count - 1, **shape))
+    alike = a_gang("gang", *bundles(count, **shape), strategy=strategy)
+    assert placed(world, alike) == placed(world, a_gang("gang", *odd, strategy=strategy))
+
+
+@pytest.mark.parametrize("strategy", ["pack", "spread", "strict_spread"])
+@pytest.mark.parametrize("promised", [1, 3])
+def test_nodes_that_take_fewer_than_was_counted_are_left_as_they_were(strategy: str, promised: int) -> None:
+    world = a_cluster(1)
+    part = part_of(a_gang("gang", *bundles(3, gpu_mb=60 * GIB)), 0)
+    [ground] = grounds_of(Draft(world), part, Policy(), NOW)
+    before = dict(ground.free)
+    assert fill(strategy, part, 3, [ground], {ground.node.name: promised}) is None
+    assert (ground.free, ground.ranks) == (before, [])
+
+
+def test_ranks_that_are_alike_lie_each_on_a_node_with_as_few_others_as_may_be() -> None:
+    world = a_cluster(2, 2, 1)
+    found = placed(world, a_gang("gang", *bundles(5, gpu_mb=60 * GIB), strategy="spread"))
+    assert Counter(nodes(found)) == {"n1": 2, "n2": 2, "n3": 1}
+
+
+def test_two_sorts_of_ranks_that_fit_alone_and_not_together_have_no_place() -> None:
+    unlike = (*bundles(1, gpu_mb=60 * GIB), *bundles(2, gpu_mb=50 * GIB))
+    assert placed(a_cluster(1, 1), a_gang("gang", *unlike)) is None

@@ -1,0 +1,117 @@
+"""Nodes and their devices as the search for places of a gang sees them."""
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from itertools import combinations
+
+from service.core.device import Device, Node
+from service.core.draft import Draft, Headroom
+from service.core.ledger import Book
+from service.core.need import need_mb, unwanted_device
+from service.core.policy import Policy
+from service.core.task import Task
+from service.core.units import DeviceKey, Instant, Mib, NodeName
+
+Chosen = tuple[tuple[DeviceKey, Mib], ...]
+
+
+@dataclass(slots=True)
+class Ground:
+    """One node as the search sees it: what is left there while ranks are put down and taken away again."""
+
+    node: Node
+    room: Headroom
+    free: dict[DeviceKey, int]
+    """MiB that the gang could have of each usable device."""
+    devices: Mapping[DeviceKey, Device]
+    ranks: list[int] = field(default_factory=list)
+    """Those put down here."""
+
+    @property
+    def room_left(self) -> tuple[float, float]:
+        return sum(self.free.values()), self.room.cpu
+
+    def put(self, rank: int, part: Task, chosen: Chosen) -> None:
+        self.room = self.room.with_room_of(part, -1)
+        for key, mb in chosen:
+            self.free[key] -= mb
+        self.ranks.append(rank)
+
+    def take(self, part: Task, chosen: Chosen) -> None:
+        self.room = self.room.with_room_of(part)
+        for key, mb in chosen:
+            self.free[key] += mb
+        self.ranks.pop()
+
+    def choices(self, part: Task) -> Iterator[Chosen]:
+        """Every choice of devices for a rank, the best first; of equal ones only one.
+
+        `pack` fills devices that are in use, `spread` takes the emptiest; preferred kinds before others.
+        """
+        demand = part.demand
+        if not self.room.fits(part):
+            return
+        if not demand.gpus:
+            yield ()
+            return
+        sign = -1 if demand.placement == "spread" else 1
+        options = sorted(
+            (unwanted_device(demand, device), sign * (free - need), key, need)
+            for key, device in self.devices.items()
+            if (need := need_mb(demand, device)) is not None and need <= (free := self.free[key])
+        )
+        tried = set()
+        for some in combinations(options, demand.gpus):
+            alike = tuple((unwanted, left, need) for unwanted, left, _, need in some)
+            if alike not in tried:
+                tried.add(alike)
+                yield tuple(sorted((key, need) for _, _, key, need in some))
+
+    def signature(self) -> object:
+        """Equal for nodes of which one is as good as the other for what is left to place."""
+        devices = (
+            (device.kind, device.power, device.physical_mb, device.reserve_mb, device.context_mb, free)
+            for key, free in self.free.items()
+            for device in (self.devices[key],)
+        )
+        return self.room._replace(node=None), self.node.labels, bool(self.ranks), tuple(sorted(devices))
+
+
+def grounds_of(draft: Draft, task: Task, policy: Policy, now: Instant) -> list[Ground]:
+    """What each usable node could give a task of this id and priority now."""
+    found = []
+    for name in sorted(draft.usable_nodes()):
+        books = list(draft.usable_books(name, policy, now))
+        found.append(
+            Ground(
+                draft.world.nodes[name],
+                draft.headroom(name, task=task.id, priority=task.priority),
+                {book.device.key: _free_mb(book, task) for book in books},
+                {book.device.key: book.device for book in books},
+            )
+        )
+    return found
+
+
+def _free_mb(book: Book, task: Task) -> int:
+    return min(book.unheld_mb(), book.free_mb(task=task.id, priority=task.priority))
+
+
+def empty_grounds(nodes: Iterable[Node], devices: Iterable[Device]) -> list[Ground]:
+    """What each node could give if nothing ran anywhere, whether it is ready or not."""
+    there: dict[NodeName, list[Device]] = {}
+    for device in devices:
+        there.setdefault(device.node, []).append(device)
+    return [
+        Ground(
+            node,
+            Headroom(node.cpu, node.memory_mb, node.max_runs, node.custom, node),
+            {device.key: device.allocatable_mb for device in there.get(node.name, ())},
+            {device.key: device for device in there.get(node.name, ())},
+        )
+        for node in sorted(nodes, key=lambda node: node.name)
+    ]
+
+
+def copy_of(ground: Ground) -> Ground:
+    return Ground(ground.node, ground.room, dict(ground.free), ground.devices)
