@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from service.core.backfill import Basis
 from service.core.expectations import Remaining
 from service.core.explain import stands_aside
 from service.core.horizon import AT_ONCE, Horizon, later
@@ -19,8 +20,8 @@ class Advice:
     """What the planner would decide for the task if it looked at it now; for one that stands aside, if it
     did not."""
     start: Remaining | None
-    """As pledged to it or forecast for it, else when it has room if nobody else takes that before; None if
-    nobody can tell."""
+    """As pledged to it or forecast for it, unless that is a guess; else when it has room if nobody else takes
+    that before; None if nobody can tell."""
     spared: Spared
     remedies: tuple[Remedy, ...]
     """Empty where none is needed or none was found."""
@@ -68,7 +69,7 @@ def _start(
     told = start_of(seen.draft.world, task, seen.forecasts, now)
     if trial.places is not None:
         start: Remaining | None = AT_ONCE
-    elif told is not None:
+    elif told is not None and told.basis is not Basis.GUESS:
         start = Remaining(Seconds(told.p50_at - now), Seconds(told.p90_at - now), told.n)
     elif trial.eviction is not None:
         start = _at_most(trial.eviction.deadline_at - now)

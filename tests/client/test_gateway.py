@@ -191,3 +191,26 @@ async def test_what_was_learned_is_told(gateway: Gateway, broker: AsyncBroker) -
     assert known.seconds is not None
     assert (known.seconds.n, round(known.seconds.p50)) == (1, 60)
     assert (await broker.estimates("bert")).items == ()
+
+
+async def test_what_would_become_of_something_is_asked_over_http(
+    gateway: Gateway, broker: AsyncBroker
+) -> None:
+    told = await broker.simulate("myteam.training:fit", gpu_mb=1024, priority=20)
+    assert (told.verdict, told.starts, told.places[0]["node"]) == ("starts", True, "n1")
+    low = await broker.submit("myteam.training:fit", gpu_mb=60 * 1024, priority=20)
+    await gateway.admit(low.id)
+    gateway.clock.advance(1.0)
+    bare = await broker.simulate(gpu_mb=40 * 1024, priority=60)
+    assert (bare.verdict, [run.id for run in bare.victims]) == ("preempts", [low.id])
+    assert bare.start is not None
+    refused = await broker.simulate(gpu_mb=10**6)
+    assert (refused.verdict, refused.starts) == ("refused", False)
+    assert refused.refusal is not None
+    assert refused.refusal["code"] == "exceeds-capacity"
+    plan = await broker.plan([{"name": "one", "count": 2, "resources": {"gpu_mb": 30 * 1024}}])
+    assert (plan.fits, plan.components[0].placed, [run.id for run in plan.displaced]) == (True, 2, [low.id])
+    machine = {"name": "big", "cpu": 8, "gpus": [{"memory_mb": 1024, "count": 2}]}
+    apart = await broker.plan([{"name": "one", "count": 3, "resources": {"gpus": 1}}], [machine])
+    assert (apart.fits, apart.components[0].missing) == (False, 1)
+    assert [task.id async for task in broker.list()] == [low.id]

@@ -115,3 +115,18 @@ async def test_a_task_that_memory_is_freed_for_has_a_reason_of_its_own(gateway: 
 async def pending(api: Client, task_id: str) -> dict[str, Any]:
     found: dict[str, Any] = (await api.get(f"/tasks/{task_id}")).json()["pending"]
     return found
+
+
+async def test_an_external_lease_that_waits_is_explained_and_one_that_is_held_is_named(
+    gateway: Gateway, api: Client
+) -> None:
+    body = {"holder": "vllm", "gpu_mb": 60 * GIB, "priority": 80}
+    held = (await api.post("/leases", json=body)).json()["id"]
+    await gateway.plan(held)
+    gateway.clock.advance(1.0)
+    waiting = (await api.post("/leases", json=body)).json()["id"]
+    found = (await api.get(f"/tasks/{waiting}/explain")).json()
+    assert (found["reason"], found["preemption"]["why"]) == ("WaitingForMemory", "all_shielded")
+    [holder] = found["devices"][0]["holders"]
+    assert (holder["id"], holder["gpu_mb"]) == (held, 60 * GIB)
+    assert {"gpu_mb": 20 * GIB} in [remedy["change"] for remedy in found["remedies"]]

@@ -1,0 +1,72 @@
+"""To ask what would become of something leaves every row and the whole picture as they were."""
+
+import sqlite3
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from service.adapters.sql.clock import DatabaseClock
+from service.adapters.sql.store import open_store
+from service.gateway.identity import Tokens
+from tests.builders import GIB, a_sample
+from tests.gateway.harness import Client, Gateway, a_body
+
+
+@pytest.fixture
+def database(tmp_path: Path) -> Path:
+    return tmp_path / "gpubroker.db"
+
+
+@pytest.fixture
+async def gateway(database: Path) -> AsyncIterator[Gateway]:
+    """Over a store on disk, which has a clock of its own."""
+    running = Gateway()
+    store = await open_store(f"sqlite:///{database}")
+    clock = DatabaseClock(store)
+    await clock.read()
+    running.clock.at = clock.now()
+    running.store = store
+    running.change(store=store, identity=Tokens(store, running.clock))
+    async with running:
+        running.world.measure([a_sample("gpu0", running.clock.now())])
+        yield running
+    await store.close()
+
+
+def rows(database: Path) -> list[str]:
+    """Every table with every row, as SQL."""
+    with sqlite3.connect(database) as connection:
+        return list(connection.iterdump())
+
+
+def picture(gateway: Gateway) -> str:
+    """All that the World holds, in words."""
+    world = gateway.world
+    plain = {
+        name: value for name, value in vars(world).items() if isinstance(value, dict | set | int | float)
+    }
+    books = {key: (book.holdings, book.pledges, book.sample) for key, book in world.books.items()}
+    queue = {key: list(group) for key, group in world.queue.groups.items()}
+    uses = {node: (use.cpu, use.memory_mb, use.runs, use.priorities) for node, use in world.use.items()}
+    return repr({**plain, "books": books, "use": uses, "queue": queue})
+
+
+async def test_questions_change_no_row_and_nothing_in_the_picture(
+    gateway: Gateway, api: Client, database: Path
+) -> None:
+    low = await api.submit(resources={"gpu_mb": 60 * GIB}, priority=20)
+    await gateway.admit(low)
+    gateway.clock.advance(1.0)
+    waiting = await api.submit(resources={"gpu_mb": 70 * GIB}, priority=20)
+    before = rows(database), picture(gateway)
+    assert any(waiting in line for line in before[0])
+    verdicts = [
+        (await api.post("/tasks/simulate", json=a_body(resources=resources))).json()["verdict"]
+        for resources in ({"gpu_mb": 1}, {"gpu_mb": 40 * GIB}, {"gpus": 9}, {"bundles": [{"gpus": 1}]})
+    ]
+    assert verdicts == ["starts", "preempts", "refused", "preempts"]
+    fleet = {"components": [{"name": "one", "count": 3, "resources": {"gpu_mb": 30 * GIB}, "priority": 60}]}
+    assert (await api.post("/plan", json=fleet)).json()["displaced"][0]["id"] == low
+    assert (await api.get(f"/tasks/{waiting}/explain")).json()["remedies"]
+    assert (rows(database), picture(gateway)) == before
