@@ -102,7 +102,7 @@ def evict(draft: Draft, task: Task, eviction: Eviction, now: Instant) -> Decisio
     stops = [_stop(draft, victim, eviction, task.id, now) for victim in eviction.victims]
     made = []
     for device, mb in eviction.devices:
-        whose = task.priority, task.tenant, now, eviction.deadline_at
+        whose = max(task.priority, eviction.kept_up_to), task.tenant, now, eviction.deadline_at
         pledge = Pledge(task.id, device, mb, *whose, eviction.ranks.get(device, ()))
         draft.put_pledge(pledge)
         made.append(PledgeWrite(pledge))

@@ -121,6 +121,7 @@ class Pledge:
     device: DeviceKey
     mb: Mib
     priority: int
+    """Up to this one nobody else takes it: its preemptor's, or for a guarantee the highest of its band."""
     tenant: str
     made_at: Instant
     deadline_at: Instant

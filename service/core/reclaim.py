@@ -1,6 +1,7 @@
 """What a tenant below its guarantee may take back from those of its cohort that borrow."""
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 
 from service.core.demand import Demand
 from service.core.draft import Draft
@@ -74,7 +75,8 @@ def reclaim(
     """The cheapest way to room for a task by stopping borrowers on these nodes; None if there is none.
 
     Borrowers of the same band or a lower one may be stopped, whatever their priority, but for what spares
-    any run; and none so that it is left with less than it is guaranteed.
+    any run; and none so that it is left with less than it is guaranteed. What they free is kept from the
+    whole band, or they would take it again before the task can start.
     """
     best = None
     for node in sorted(nodes):
@@ -86,7 +88,9 @@ def reclaim(
         if runs:
             offer = offers.among(node, task.priority, runs)
             best = best_of(offer, task, best, lambda gone: _leaves_guarantees(gone, surplus, offers.draft))
-    return None if best is None else eviction_of(best, offers.draft, now)
+    if best is None:
+        return None
+    return replace(eviction_of(best, offers.draft, now), kept_up_to=band_of(task.priority)[2])
 
 
 def _may_be_asked(run: Stoppable, task: Task, offers: Offers) -> bool:

@@ -357,7 +357,7 @@ class Naive(NaiveTenants):
             self.leases.append(Lease(*holder, task.tenant, task.priority, since=self.now))
         return ("admit", task.id, node, devices, tuple(sorted(ended | self.overtake(used, task.priority))))
 
-    def evict(self, task: Task, devices: list[Any], victims: list[Task]) -> Step:
+    def evict(self, task: Task, devices: list[Any], victims: list[Task], kept_up_to: int = 0) -> Step:
         for victim in victims:
             until = self.now + victim.grace_seconds
             notice = {"freeing_for": task.id, "stop_deadline_at": until}
@@ -366,7 +366,7 @@ class Naive(NaiveTenants):
         for device in devices:
             mb = self.needs(task.demand, device)
             made.append((device.key, mb))
-            whose = (task.priority, task.tenant, self.now, self.now)
+            whose = (max(task.priority, kept_up_to), task.tenant, self.now, self.now)
             self.pledges.append(Pledge(task.id, device.key, mb, *whose))
         ended = self.overtake({device.key for device in devices}, task.priority)
         names = tuple(sorted(victim.id for victim in victims))

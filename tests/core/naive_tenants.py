@@ -133,8 +133,8 @@ class NaiveTenants:
             taken[victim.tenant] += sum(lease.mb for lease in self.leases_of(victim))
         return all(mb <= surplus[name] for name, mb in taken.items())
 
-    def reclaim(self, task: Task, closed: Any = ()) -> tuple[list[Any], list[Task]] | None:
-        """The cheapest way to take back from borrowers."""
+    def reclaim(self, task: Task, closed: Any = ()) -> tuple[list[Any], list[Task], int] | None:
+        """The cheapest way to take back from borrowers, and up to which priority it is kept."""
         if not self.policy.preemption or not task.demand.gpus or not self.custom_is_there(task):
             return None
         surplus = self.surplus_for(task)
@@ -155,4 +155,5 @@ class NaiveTenants:
                             left = sorted((self.left_after(d, task, victims), d.key) for d in chosen)
                             options.append(((cost, node.name, by_place, left), list(chosen), victims))
         best = min(options, key=lambda option: option[0], default=None)
-        return (best[1], best[2]) if best is not None and best[2] else None
+        top = min(top for top in (100, 89, 69, 39, 9)[::-1] if task.priority <= top)
+        return (best[1], best[2], top) if best is not None and best[2] else None

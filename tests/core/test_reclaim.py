@@ -10,6 +10,7 @@ from service.core.draft import Draft
 from service.core.policy import Policy, TenantPolicy
 from service.core.spared import Shield, Why
 from service.core.survey import survey
+from service.core.task import TaskState
 from service.core.trial import Planner, Trial
 from service.core.units import Instant, Mib, TaskId
 from service.core.world import World
@@ -138,3 +139,18 @@ def test_nobody_is_said_to_be_stopped_for_a_tenant_without_quota_left():
     task = a_task("wants", tenant="other", gpu_mb=40)
     world = a_full_device(a_run("held", "other", 80, priority=5), task, mb=120)
     assert Planner(Draft(world), POLICY, NOW).attempt(task) == Trial()
+
+
+def test_who_gives_back_first_does_not_take_it_again_before_the_others_have():
+    """What is being freed for a guarantee is not free to those from whom it is taken back, whatever their
+    priority."""
+    runs = [a_run(f"r{n}", "guest", 20, priority=60, seconds=n + 1.0) for n in range(4)]
+    world = a_full_device(*runs, wants(40))
+    commit(world, plan_cycle(world, POLICY, NOW).decisions)
+    for victim in ("r0", "r1"):
+        let_go(world, victim)
+        commit(world, plan_cycle(world, POLICY, Instant(NOW + 1.0)).decisions)
+    assert world.tasks[TaskId("wants")].node == "n1"
+    assert [world.tasks[TaskId(f"r{n}")].state for n in range(4)] == [TaskState.PENDING] * 2 + [
+        TaskState.RUNNING
+    ] * 2

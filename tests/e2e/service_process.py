@@ -88,9 +88,16 @@ class ServiceProcess:
         return self._process.pid
 
     @property
+    def url(self) -> str:
+        return self._client()["url"]
+
+    @property
     def broker(self) -> Broker:
-        found = yaml.safe_load((self.data_dir / "client.json").read_text(encoding="utf-8"))
-        return Broker(url=found["url"], token=found["token"])
+        return Broker(**self._client())
+
+    def _client(self) -> dict[str, str]:
+        found: dict[str, str] = yaml.safe_load((self.data_dir / "client.json").read_text(encoding="utf-8"))
+        return {name: found[name] for name in ("url", "token")}
 
     def log(self) -> str:
         return self._log.read_text(encoding="utf-8", errors="replace")
