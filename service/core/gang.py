@@ -17,23 +17,24 @@ Gang = tuple[Placement, ...]
 """One place for each rank, in order of rank."""
 
 
-def place_gang(task: Task, grounds: Sequence[Ground]) -> Gang | None:
+def place_gang(task: Task, grounds: Sequence[Ground], most: int | None = None) -> Gang | None:
     """A place for every rank, by the gang's strategy; of an elastic one for as many as there is room for,
-    and at least for `min_ranks`. None if there is none, or if none was found in MOST_STEPS tries.
+    at most so many, and at least for `min_ranks`. None if there is none, or if none was found in MOST_STEPS
+    tries.
 
     The same grounds give the same places. Changes nothing of the grounds.
     """
     demand = task.demand
-    count = len(demand.bundles)
+    count = len(demand.bundles) if most is None else most
     found = place_ranks(task, count, grounds)
     least = demand.least_ranks
     if found is not None or least == count:
         return found
-    found, most = place_ranks(task, least, grounds), count
-    while found is not None and most - len(found) > 1:
-        some = (len(found) + most) // 2
+    found, too_many = place_ranks(task, least, grounds), count
+    while found is not None and too_many - len(found) > 1:
+        some = (len(found) + too_many) // 2
         more = place_ranks(task, some, grounds)
-        found, most = (found, some) if more is None else (more, most)
+        found, too_many = (found, some) if more is None else (more, too_many)
     return found
 
 

@@ -13,6 +13,7 @@ from service.core.memory import Found, Likes, Memory, Standing
 from service.core.need import need_mb, unwanted_device, unwanted_node
 from service.core.outlook import Outlooks, Room
 from service.core.policy import Policy
+from service.core.quota import Quotas
 from service.core.task import Placement, Task
 from service.core.units import DeviceKey, Instant, Mib, NodeName, TaskId
 from service.core.world import World
@@ -110,12 +111,14 @@ class Places:
         )
 
     def gang(self, task: Task, without: Container[NodeName] = ()) -> Gang | None:
-        """Places for the ranks of a gang, all at once, on other nodes than these."""
+        """Places for the ranks of a gang, all at once, on other nodes than these, and for no more than its
+        quota leaves."""
         self._looks.taken += CLOSE_LOOK * len(self._nodes)
         if self._draft.short_of(task, self._policy.custom_limits):
             return None
         grounds = grounds_of(self._draft, task, self._policy, self._now)
-        return place_gang(task, [ground for ground in grounds if ground.node.name not in without])
+        most = Quotas(self._draft, self._policy).most_ranks(task)
+        return place_gang(task, [ground for ground in grounds if ground.node.name not in without], most)
 
     def on(self, node: NodeName, task: Task, allows: Allows | None = None) -> Found | None:
         """The best place for a task on one node, of the devices that are allowed."""

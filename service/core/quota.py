@@ -1,6 +1,7 @@
 """What a tenant may still take: its guarantee, and what its cohort leaves of those of others."""
 
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import NamedTuple
 
 from service.core.admission import Refusal
@@ -17,15 +18,20 @@ NOBODY = TaskId("")
 
 
 class Needs:
-    """What demands count against a quota, worked out once for an inventory."""
+    """What demands count against a quota, worked out once for an inventory; gangs with the ranks that they
+    need at least."""
 
     def __init__(self) -> None:
         self._version = -1
         self._sorts: list[Device] = []
-        self._known: dict[Demand, int] = {}
+        self._known: dict[Demand, tuple[int, ...]] = {}
 
     def of(self, world: World, demand: Demand) -> int:
         """MiB on the largest devices that it may use, so that no place it is given exceeds a quota."""
+        return sum(self.of_each(world, demand)[: demand.least_ranks or 1])
+
+    def of_each(self, world: World, demand: Demand) -> tuple[int, ...]:
+        """The same of each rank; of a demand that is no gang, of itself."""
         if self._version != world.inventory_version:
             self._version = world.inventory_version
             self._known = {}
@@ -37,7 +43,7 @@ class Needs:
             self._sorts = list(sorts.values())
         known = self._known.get(demand)
         if known is None:
-            known = self._known[demand] = sum(map(self._most, demand.bundles or (demand,)))
+            known = self._known[demand] = tuple(map(self._most, demand.bundles or (demand,)))
         return known
 
     def _most(self, demand: Demand) -> int:
@@ -79,6 +85,15 @@ class Quotas:
 
     def need_mb(self, demand: Demand) -> int:
         return self._needs.of(self._draft.world, demand)
+
+    def most_ranks(self, task: Task) -> int:
+        """How many ranks of a gang its tenant may have now; at least those without which it does not run."""
+        demand = task.demand
+        allowance = self.of(task.tenant, task.priority, task.id) if self._policy.has_quotas else None
+        if allowance is None:
+            return len(demand.bundles)
+        needs = accumulate(self._needs.of_each(self._draft.world, demand))
+        return max(demand.least_ranks, sum(need <= allowance.left_mb for need in needs))
 
     def is_short(self, task: Task) -> bool:
         """Whether its tenant may not take so much now, whatever is free."""

@@ -25,6 +25,7 @@ from tests.builders import (
     holding,
     let_go,
 )
+from tests.core.gangs import a_gang, bundles
 
 POLICY = Policy(
     tenants=(
@@ -154,3 +155,22 @@ def test_quota_that_comes_back_is_given_in_the_next_cycle():
     commit(world, plan_cycle(world, POLICY, NOW).decisions)
     let_go(world, "run", requeue=False)
     assert started(world) == ["solo0", "solo1"]
+
+
+def test_an_elastic_gang_counts_the_ranks_it_needs_and_gets_no_more_than_its_quota_leaves():
+    gang = a_gang("gang", *bundles(4, gpu_mb=10), tenant="solo", min_ranks=1)
+    world = a_cluster(gang)
+    assert Needs().of(world, gang.demand) == 10
+    commit(world, plan_cycle(world, POLICY, NOW).decisions)
+    assert len(world.tasks[gang.id].members) == 2
+    assert world.accounts.held_mb("solo") == 20
+    free = a_gang("gang", *bundles(4, gpu_mb=10), tenant="free", min_ranks=1)
+    world = a_cluster(free)
+    commit(world, plan_cycle(world, POLICY, NOW).decisions)
+    assert len(world.tasks[free.id].members) == 4
+
+
+def test_a_gang_that_may_not_have_the_ranks_it_needs_waits():
+    assert started(a_cluster(a_gang("gang", *bundles(4, gpu_mb=10), tenant="solo", min_ranks=3))) == []
+    assert started(a_cluster(a_gang("gang", *bundles(3, gpu_mb=10), tenant="solo"))) == []
+    assert started(a_cluster(a_gang("gang", *bundles(2, gpu_mb=10), tenant="solo"))) == ["gang"]
