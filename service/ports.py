@@ -146,6 +146,14 @@ class TaskFilter:
     max_priority: int | None = None
     labels: Mapping[str, str] = field(default_factory=dict)
     name: str | None = None
+    model_type: str | None = None
+    stream: str | None = None
+    runs_after: TaskId | None = None
+    """Only those that were submitted to run after that one."""
+    submitted_from: Instant | None = None
+    submitted_before: Instant | None = None
+    finished_from: Instant | None = None
+    finished_before: Instant | None = None
     external: bool = False
     """Only external holders; else all, them included."""
     after: TaskId | None = None

@@ -16,7 +16,14 @@ from gpubroker.holding import AsyncHeldLease
 from gpubroker.lease_operations import LeaseOperations
 from gpubroker.leases import AnyLease, Lease, LeaseOptions
 from gpubroker.models import Event, Outcome, Page, Task, Token
-from gpubroker.operations import EVENTS_PER_PAGE, FOLLOW_PAUSE_SECONDS, AnyTask, ListOptions, Operations
+from gpubroker.operations import (
+    EVENTS_PER_PAGE,
+    FOLLOW_PAUSE_SECONDS,
+    AnyTask,
+    ChangeOptions,
+    ListOptions,
+    Operations,
+)
 from gpubroker.planned import FleetPlan
 from gpubroker.policy import Policy
 from gpubroker.submission import SubmitOptions, Target
@@ -84,10 +91,8 @@ class AsyncBroker:
     ) -> Task:
         return await self._carry_out(self._do.cancel(task, grace_seconds, reason))
 
-    async def change(
-        self, task: AnyTask, *, priority: int | str | None = None, held: bool | None = None
-    ) -> Task:
-        return await self._carry_out(self._do.change(task, priority, held))
+    async def change(self, task: AnyTask, **wanted: Unpack[ChangeOptions]) -> Task:
+        return await self._carry_out(self._do.change(task, wanted))
 
     async def list(self, **wanted: Unpack[ListOptions]) -> AsyncIterator[Task]:
         cursor: str | None = None

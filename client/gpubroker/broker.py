@@ -16,7 +16,14 @@ from gpubroker.holding import HeldLease
 from gpubroker.lease_operations import LeaseOperations
 from gpubroker.leases import AnyLease, Lease, LeaseOptions
 from gpubroker.models import Event, Outcome, Page, Task, Token
-from gpubroker.operations import EVENTS_PER_PAGE, FOLLOW_PAUSE_SECONDS, AnyTask, ListOptions, Operations
+from gpubroker.operations import (
+    EVENTS_PER_PAGE,
+    FOLLOW_PAUSE_SECONDS,
+    AnyTask,
+    ChangeOptions,
+    ListOptions,
+    Operations,
+)
 from gpubroker.planned import FleetPlan
 from gpubroker.policy import Policy
 from gpubroker.submission import SubmitOptions, Target
@@ -110,9 +117,10 @@ class Broker:
         """Ask for the task's end; a running one gets notice and then its grace period."""
         return self._carry_out(self._do.cancel(task, grace_seconds, reason))
 
-    def change(self, task: AnyTask, *, priority: int | str | None = None, held: bool | None = None) -> Task:
-        """Change the priority of a task, or hold it in the queue (`held=True`) and release it again."""
-        return self._carry_out(self._do.change(task, priority, held))
+    def change(self, task: AnyTask, **wanted: Unpack[ChangeOptions]) -> Task:
+        """Change a task's priority, hold it in the queue (`held=True`) and release it again, and change its
+        times while it waits: what `ChangeOptions` names."""
+        return self._carry_out(self._do.change(task, wanted))
 
     def list(self, **wanted: Unpack[ListOptions]) -> Iterator[Task]:
         """All tasks that match, newest first, fetched page by page as they are used."""

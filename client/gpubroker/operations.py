@@ -4,6 +4,7 @@ import json
 import time
 import uuid
 from collections.abc import Mapping, Sequence
+from datetime import datetime
 from typing import Any, TypedDict, cast
 from urllib.parse import quote
 
@@ -15,7 +16,7 @@ from gpubroker.fleet import Gpu, Node, Stats, Tenant
 from gpubroker.models import Event, Failure, Outcome, Page, Task, TaskState, Token
 from gpubroker.planned import FleetPlan
 from gpubroker.policy import Policy
-from gpubroker.submission import SubmitOptions, Target, opened, question_body, submission_body
+from gpubroker.submission import SubmitOptions, Target, opened, plain, question_body, submission_body
 
 _LONG_POLL_SECONDS = 30.0
 """How long one request may wait for a task; the service answers at once when the task ends."""
@@ -35,8 +36,29 @@ class ListOptions(TypedDict, total=False):
     max_priority: int
     labels: Mapping[str, str]
     name: str
+    model_type: str
+    stream: str
+    after: AnyTask
+    """Those that run after this one."""
+    submitted_from: datetime
+    submitted_before: datetime
+    finished_from: datetime
+    finished_before: datetime
     limit: int
     """Tasks per page; all pages are fetched as they are used."""
+
+
+class ChangeOptions(TypedDict, total=False):
+    """What `change` takes. What is left out stays; None takes a time away."""
+
+    priority: int | str
+    """0 to 100, or the name of a band."""
+    held: bool
+    """A held task is not planned until it is released (False)."""
+    not_before: datetime | str | None
+    queue_ttl_seconds: float | None
+    """Counted anew, from the change or from `not_before`."""
+    deadline_at: datetime | str | None
 
 
 def id_of(task: AnyTask) -> str:
@@ -110,13 +132,15 @@ class Operations:
         body = _given({"grace_seconds": grace_seconds, "reason": reason})
         return Task.of((yield from self._ask("POST", f"{_path(task)}/cancel", body)))
 
-    def change(self, task: AnyTask, priority: int | str | None, held: bool | None) -> Steps[Task]:
-        return Task.of(
-            (yield from self._ask("PATCH", _path(task), _given({"priority": priority, "held": held})))
-        )
+    def change(self, task: AnyTask, wanted: ChangeOptions) -> Steps[Task]:
+        body = {name: plain(name, value) for name, value in wanted.items()}
+        return Task.of((yield from self._ask("PATCH", _path(task), body)))
 
     def page(self, cursor: str | None, wanted: ListOptions) -> Steps[Page[Task]]:
         params: dict[str, Any] = dict(wanted)
+        if "after" in params:
+            params["after"] = id_of(params["after"])
+        params |= {name: plain(name, value) for name, value in params.items() if isinstance(value, datetime)}
         params |= {f"label.{key}": value for key, value in (params.pop("labels", None) or {}).items()}
         raw = yield from self._ask("GET", "/tasks", **params, cursor=cursor)
         return Page(tuple(Task.of(item) for item in raw["items"]), raw.get("next_cursor"), raw)

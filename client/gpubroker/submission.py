@@ -156,7 +156,7 @@ def _body(target: Target | None, body: dict[str, Any], options: SubmitOptions) -
     if callable(target):
         body["result_format"] = "cloudpickle"
     given: Mapping[str, Any] = options
-    body |= {name: _plain(name, given[name]) for name in _TOP_LEVEL if given.get(name) is not None}
+    body |= {name: plain(name, given[name]) for name in _TOP_LEVEL if given.get(name) is not None}
     resources = {name: given[name] for name in _RESOURCES if given.get(name) is not None}
     if resources:
         body["resources"] = resources
@@ -169,7 +169,7 @@ def _body(target: Target | None, body: dict[str, Any], options: SubmitOptions) -
         ) from None
 
 
-def _plain(name: str, value: Any) -> Any:
+def plain(name: str, value: Any) -> Any:
     """Times and tasks as the service reads them."""
     if name == "after":
         if isinstance(value, str):

@@ -22,6 +22,10 @@ HOT: dict[str, Any] = {
 }
 
 
+def _where(sqlite: str, postgresql: str = "") -> dict[str, Any]:
+    return {"sqlite_where": sa.text(sqlite), "postgresql_where": sa.text(postgresql or sqlite)}
+
+
 def upgrade() -> None:
     _tasks()
     _task_indexes()
@@ -93,12 +97,12 @@ def _tasks() -> None:
 
 
 def _task_indexes() -> None:
+    op.create_index("ix_task_dependent", "task", ["tenant", "id"], **_where("after <> '[]'"))
     op.create_index(
         "ix_task_finished",
         "task",
         ["tenant", "state", "id"],
-        sqlite_where=sa.text("finished = 1"),
-        postgresql_where=sa.text("finished"),
+        **_where("finished = 1", "finished"),
     )
     op.create_index("ix_task_tenant_id", "task", ["tenant", "id"])
     op.create_index(
@@ -106,15 +110,13 @@ def _task_indexes() -> None:
         "task",
         ["tenant", "idem_key"],
         unique=True,
-        sqlite_where=sa.text("idem_key IS NOT NULL"),
-        postgresql_where=sa.text("idem_key IS NOT NULL"),
+        **_where("idem_key IS NOT NULL"),
     )
     op.create_index(
         "ix_task_unfinished",
         "task",
         ["tenant", "id"],
-        sqlite_where=sa.text("finished = 0"),
-        postgresql_where=sa.text("NOT finished"),
+        **_where("finished = 0", "NOT finished"),
     )
 
 
@@ -141,8 +143,7 @@ def _beside_tasks() -> None:
         "ix_task_spec_arguments_digest",
         "task_spec",
         ["arguments_digest"],
-        sqlite_where=sa.text("arguments_digest IS NOT NULL"),
-        postgresql_where=sa.text("arguments_digest IS NOT NULL"),
+        **_where("arguments_digest IS NOT NULL"),
     )
     op.create_table(
         "task_label",
@@ -174,8 +175,7 @@ def _left_by_runs() -> None:
         "ix_outcome_result_digest",
         "outcome",
         ["result_digest"],
-        sqlite_where=sa.text("result_digest IS NOT NULL"),
-        postgresql_where=sa.text("result_digest IS NOT NULL"),
+        **_where("result_digest IS NOT NULL"),
     )
     op.create_table(
         "checkpoint",
@@ -274,8 +274,7 @@ def _leases_and_pledges() -> None:
         "ix_lease_unreleased",
         "lease",
         ["holder"],
-        sqlite_where=sa.text("released = 0"),
-        postgresql_where=sa.text("NOT released"),
+        **_where("released = 0", "NOT released"),
     )
     op.create_table(
         "pledge",
@@ -317,8 +316,7 @@ def _log() -> None:
         "ix_event_task_position",
         "event",
         ["task", "position"],
-        sqlite_where=sa.text("task IS NOT NULL"),
-        postgresql_where=sa.text("task IS NOT NULL"),
+        **_where("task IS NOT NULL"),
     )
     op.create_table(
         "leadership",

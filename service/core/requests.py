@@ -1,5 +1,6 @@
 """What clients ask of tasks that exist: cancel, change, renew, release. Only the leader carries it out."""
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -10,6 +11,9 @@ from service.core.stopping import comes_back, give_notice, stop_orders
 from service.core.task import Move, StopReason, Task, TaskState
 from service.core.units import Instant, Seconds
 from service.core.world import World
+
+TIMES = ("not_before", "queue_ttl_seconds", "deadline_at")
+"""What may be changed of a task that waits, as instants and seconds."""
 
 
 def carry_out(world: World, request: Request, now: Instant) -> Decision:
@@ -29,7 +33,7 @@ def carry_out(world: World, request: Request, now: Instant) -> Decision:
             grace_seconds = request.fields.get("grace_seconds")
             return _cancel(world, task, None if grace_seconds is None else Seconds(grace_seconds), now, done)
         case "change":
-            return _change(world, task, request, done)
+            return _change(world, task, request, now, done)
         case "renew":
             return external_leases.renew(task, request, now, done)
         case _:
@@ -69,21 +73,37 @@ def _cancel_stopping(
     return replace(done, tasks=(write_move(task, Move.CHANGED, **changes),), orders=orders)
 
 
-def _change(world: World, task: Task, request: Request, done: Decision) -> Decision:
-    """`held` means something only while the task waits. Leases keep the priority of their admission;
-    decisions about a run read its task's."""
+def _change(world: World, task: Task, request: Request, now: Instant, done: Decision) -> Decision:
+    """`held` and times mean something only while the task waits. Leases keep the priority of their
+    admission; decisions about a run read its task's."""
     changes: dict[str, Any] = {}
     priority = request.fields.get("priority", task.priority)
     held = request.fields.get("held", task.held)
     if priority != task.priority:
         changes["priority"] = priority
-    if held != task.held and task.state is TaskState.PENDING:
-        changes["held"] = held
+    if task.state is TaskState.PENDING:
+        if held != task.held:
+            changes["held"] = held
+        changes |= _new_times(task, request.fields, now)
     if not changes:
         return done
-    gives_up_its_turn = changes.get("held", False) or priority < task.priority
+    stands_aside = changes.get("held", False) or changes.get("not_before") is not None
+    gives_up_its_turn = stands_aside or priority < task.priority
     return replace(
         done,
         tasks=(write_move(task, Move.CHANGED, **changes),),
         pledges=withdrawn(world.pledges.get(task.id, {})) if gives_up_its_turn else (),
     )
+
+
+def _new_times(task: Task, asked: Mapping[str, Any], now: Instant) -> dict[str, Any]:
+    """None takes a limit away. A time to wait that changes, or begins at another time, is counted anew: from
+    now, or from when the task may start; of one that waits for others still from their end."""
+    changes = {name: asked[name] for name in TIMES if name in asked and asked[name] != getattr(task, name)}
+    if changes.get("not_before") is not None and changes["not_before"] <= now:
+        changes["not_before"] = None
+    if changes.keys() & {"not_before", "queue_ttl_seconds"}:
+        ttl = changes.get("queue_ttl_seconds", task.queue_ttl_seconds)
+        begins_at = max(now, changes.get("not_before", task.not_before) or now)
+        changes["expires_at"] = None if ttl is None or task.awaits else Instant(begins_at + ttl)
+    return changes

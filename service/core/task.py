@@ -199,6 +199,7 @@ HOT_FIELDS = (
     "awaits",
     "failed_by",
     "expires_at",
+    "queue_ttl_seconds",
     "deadline_at",
     "not_before",
     "failures",
@@ -213,7 +214,7 @@ HOT_FIELDS = (
     "freeing_for",
     "members",
 )
-"""The fields of a task that change after submit, in the order of its table."""
+"""The fields of a task that change after submit."""
 
 
 Notice = tuple[TaskId | None, bool]

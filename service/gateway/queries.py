@@ -3,7 +3,7 @@
 import re
 from typing import Annotated, ClassVar
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AwareDatetime, BaseModel, ConfigDict, Field
 
 from service.core.task import TaskState
 from service.gateway.body import LABEL_KEY
@@ -29,6 +29,15 @@ class TaskQuery(Query):
     min_priority: Priority | None = None
     max_priority: Priority | None = None
     name: Annotated[Name | None, Field(description="The exact name.")] = None
+    model_type: Annotated[Name | None, Field(description="The exact model type.")] = None
+    stream: Annotated[Name | None, Field(description="The exact work stream.")] = None
+    after: Annotated[
+        str | None, Field(max_length=100, description="Only tasks that run after the one with this id.")
+    ] = None
+    submitted_from: AwareDatetime | None = None
+    submitted_before: AwareDatetime | None = None
+    finished_from: AwareDatetime | None = None
+    finished_before: AwareDatetime | None = None
     limit: Annotated[int, Field(ge=1, description="Above the server's maximum: so many as that.")] = 100
     cursor: Annotated[str | None, Field(max_length=200, description="`next_cursor` of the page before.")] = (
         None

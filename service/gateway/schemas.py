@@ -238,16 +238,28 @@ class CancelTask(Body):
 
 
 class ChangeTask(Body):
-    """What to change; what is left out stays."""
+    """What to change; what is left out stays. A null takes a time away."""
 
     priority: Priority | None = None
     held: Annotated[bool | None, Field(description="A held task is not planned until it is released.")] = None
 
+    not_before: NotBefore | None = None
+    queue_ttl_seconds: Annotated[
+        QueueTtlSeconds | None, Field(description="Counted anew, from the change or from `not_before`.")
+    ] = None
+    deadline_at: DeadlineAt | None = None
+
     @model_validator(mode="after")
     def _say_something(self) -> Self:
-        if self.priority is None and self.held is None:
-            raise PydanticCustomError("nothing_to_change", "give priority, held or both")
+        if self.priority is None and self.held is None and not self.model_fields_set & CHANGEABLE_TIMES:
+            raise PydanticCustomError(
+                "nothing_to_change",
+                "give one or more of priority, held, not_before, queue_ttl_seconds, deadline_at",
+            )
         return self
+
+
+CHANGEABLE_TIMES = frozenset({"not_before", "queue_ttl_seconds", "deadline_at"})
 
 
 class CreateToken(Body):

@@ -3,10 +3,11 @@
 from dataclasses import dataclass
 from datetime import datetime
 
+from service.core.task import Task
 from service.core.units import Instant, Seconds
 from service.gateway.faults import refused
 from service.gateway.problems import Fault
-from service.gateway.schemas import SubmitTask
+from service.gateway.schemas import CHANGEABLE_TIMES, ChangeTask, SubmitTask
 
 HORIZON_SECONDS = 3650 * 24 * 3600.0
 """No time that a task may be given lies further ahead."""
@@ -34,11 +35,8 @@ def timing_of(body: SubmitTask, now: Instant) -> Timing:
     else:
         deadline_at = _ahead("deadline_at", body.deadline_at, now, faults)
     earliest = max(now, not_before or now)
-    if deadline_at is not None and deadline_at <= earliest:
-        what = "the task may start" if earliest > now else "it was sent"
-        name = "deadline_at" if body.deadline_seconds is None else "deadline_seconds"
-        detail = f"ends {earliest - deadline_at:.0f} s before {what}; give it time to run"
-        faults.append(Fault(pointer=f"/{name}", detail=detail, code="deadline-passed"))
+    name = "deadline_at" if body.deadline_seconds is None else "deadline_seconds"
+    _check_order(name, deadline_at, earliest, now, faults)
     if faults:
         raise refused(faults)
     ttl = None if body.queue_ttl_seconds is None else Seconds(body.queue_ttl_seconds)
@@ -49,6 +47,34 @@ def timing_of(body: SubmitTask, now: Instant) -> Timing:
         deadline_at=None if deadline_at is None else Instant(deadline_at),
         expected_seconds=None if body.expected_seconds is None else Seconds(body.expected_seconds),
     )
+
+
+def changed_times(body: ChangeTask, task: Task, now: Instant) -> dict[str, float | None]:
+    """The times that the client gives, null among them. Raises Problem as `timing_of` does."""
+    faults: list[Fault] = []
+    times: dict[str, float | None] = dict.fromkeys(body.model_fields_set & CHANGEABLE_TIMES)
+    if body.not_before is not None:
+        times["not_before"] = _ahead("not_before", body.not_before, now, faults)
+    if body.queue_ttl_seconds is not None:
+        times["queue_ttl_seconds"] = body.queue_ttl_seconds
+    if body.deadline_at is not None:
+        times["deadline_at"] = _ahead("deadline_at", body.deadline_at, now, faults)
+    name = "deadline_at" if "deadline_at" in times else "not_before"
+    if name in times:
+        earliest = max(now, times.get("not_before", task.not_before) or now)
+        _check_order(name, times.get("deadline_at", task.deadline_at), earliest, now, faults)
+    if faults:
+        raise refused(faults)
+    return times
+
+
+def _check_order(
+    name: str, deadline_at: float | None, earliest: float, now: Instant, faults: list[Fault]
+) -> None:
+    if deadline_at is not None and deadline_at <= earliest:
+        what = "the task may start" if earliest > now else "it was sent"
+        ends = f"the deadline is {earliest - deadline_at:.0f} s before {what}; give it time to run"
+        faults.append(Fault(pointer=f"/{name}", detail=ends, code="deadline-passed"))
 
 
 def _ahead(name: str, time: datetime | None, now: Instant, faults: list[Fault]) -> float | None:

@@ -127,15 +127,22 @@ async def test_tasks_are_changed_and_cancelled(broker: AsyncBroker) -> None:
     task = await broker.submit("myteam.training:fit")
     assert (await broker.change(task, priority="interactive")).band == "interactive"
     assert (await broker.change(task, held=True)).held
+    assert task.submitted_at is not None
+    at = task.submitted_at + timedelta(hours=1)
+    assert (await broker.change(task, not_before=at, queue_ttl_seconds=60)).not_before is not None
+    assert (await broker.change(task, not_before=None)).not_before is None
     assert (await broker.cancel(task, reason="wrong data")).state is TaskState.CANCELLED
 
 
 async def test_lists_are_filtered_and_paged(broker: AsyncBroker) -> None:
     for number in range(5):
-        await broker.submit("myteam.training:fit", labels={"odd": str(number % 2)}, name=f"t{number}")
+        task = await broker.submit("myteam.training:fit", labels={"odd": str(number % 2)}, name=f"t{number}")
     found = [task.name async for task in broker.list(labels={"odd": "1"}, state=["pending"], limit=1)]
     assert found == ["t3", "t1"]
     assert [task.name async for task in broker.list(name="t4", min_priority=1)] == ["t4"]
+    last = await broker.submit("myteam.training:fit", after=[task], name="last")
+    assert [task.id async for task in broker.list(after=task)] == [last.id]
+    assert [task async for task in broker.list(submitted_from=datetime(2020, 1, 1, tzinfo=UTC))] == []
 
 
 async def test_a_waiting_task_is_explained(broker: AsyncBroker) -> None:

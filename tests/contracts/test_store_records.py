@@ -7,7 +7,7 @@ import pytest
 
 from service.core.external import External
 from service.core.plan import Decision, write_move
-from service.core.task import Move, TaskState
+from service.core.task import Dependency, Move, OnFailure, TaskState
 from service.core.units import Instant, Seconds, TaskId
 from service.ports import Stand, TaskFilter, TaskStore, TokenRow
 from tests.builders import NOW, a_task
@@ -83,6 +83,37 @@ async def test_a_list_is_narrowed_by_priority_and_name(six: TaskStore) -> None:
     assert await listed(six, min_priority=50) == ["t6", "t5"]
     assert await listed(six, max_priority=20) == ["t2", "t1"]
     assert await listed(six, min_priority=20, max_priority=40, name="job-0") == ["t4", "t2"]
+
+
+async def test_a_list_is_narrowed_by_whom_tasks_run_after_and_what_they_are(
+    store: TaskStore,
+) -> None:
+    after = (Dependency(TaskId("t1")), Dependency(TaskId("t2"), OnFailure.IGNORE))
+    tasks = [
+        a_task("t1", tenant="lab", stream="main"),
+        a_task("t2", tenant="lab", after=after[:1], awaits=True),
+        a_task("t3", tenant="lab", after=after, awaits=True, stream="main"),
+        a_task("t4", tenant="web", after=after[:1], awaits=True),
+    ]
+    for task in tasks:
+        await store.submit(a_submission(task, model_type="yolo" if task.id == "t2" else ""))
+    assert await listed(store, runs_after=TaskId("t1")) == ["t3", "t2"]
+    assert await listed(store, runs_after=TaskId("t2")) == ["t3"]
+    assert await listed(store, runs_after=TaskId("t")) == []
+    assert await listed(store, stream="main") == ["t3", "t1"]
+    assert await listed(store, model_type="yolo") == ["t2"]
+
+
+async def test_a_list_is_narrowed_by_when_tasks_came_and_ended(store: TaskStore) -> None:
+    term = await store.take_term("test")
+    for n in range(4):
+        await store.submit(a_submission(a_task(f"t{n}", tenant="lab", submitted_at=Instant(NOW + n))))
+    row = (await store.records(TaskFilter("lab", limit=1)))[0].task
+    ended = write_move(row, Move.CANCELLED, finished_at=Instant(NOW + 9))
+    await store.commit(term, [Decision(row.id, "cancel", tasks=(ended,))])
+    assert await listed(store, submitted_from=NOW + 1, submitted_before=NOW + 3) == ["t2", "t1"]
+    assert await listed(store, finished_from=NOW + 9) == ["t3"]
+    assert await listed(store, finished_before=NOW + 9) == []
 
 
 async def test_all_given_labels_must_match(six: TaskStore) -> None:

@@ -8,7 +8,7 @@ from service.core.lease import PledgeEnd
 from service.core.orders import StopOrder
 from service.core.plan import Decision, Request
 from service.core.requests import carry_out
-from service.core.task import StopReason, Task, TaskState
+from service.core.task import Dependency, StopReason, Task, TaskState
 from service.core.units import Instant, TaskId
 from service.core.world import World
 from tests.builders import GIB, NOW, a_lease, a_pledge, a_task, a_world, commit, holding
@@ -134,6 +134,42 @@ def test_a_running_task_takes_a_new_priority_but_no_hold() -> None:
     world = a_world(holding(a_task(priority=20, gpu_mb=8 * GIB), "gpu0"))
     ask(world, "change", priority=30, held=True)
     assert (the(world).priority, the(world).held, the(world).state) == (30, False, TaskState.RUNNING)
+
+
+def test_a_time_to_wait_is_counted_anew_and_can_be_taken_away() -> None:
+    world = a_world(a_task())
+    ask(world, "change", queue_ttl_seconds=60.0)
+    assert (the(world).queue_ttl_seconds, world.expiring) == (60.0, {"task": LATER + 60.0})
+    ask(world, "change", not_before=LATER + 100.0, deadline_at=LATER + 120.0)
+    assert (the(world).expires_at, world.expiring) == (LATER + 160.0, {"task": LATER + 120.0})
+    assert world.queue.delayed == {"task": LATER + 100.0}
+    ask(world, "change", queue_ttl_seconds=None, deadline_at=None, not_before=None)
+    assert (the(world).expires_at, world.expiring, TaskId("task") in world.queue) == (None, {}, True)
+
+
+def test_a_start_that_has_passed_is_none_and_what_is_so_already_writes_nothing() -> None:
+    world = a_world(a_task(not_before=Instant(LATER + 50.0)))
+    ask(world, "change", not_before=NOW - 1.0)
+    assert the(world).not_before is None
+    assert ask(world, "change", not_before=None, deadline_at=None).tasks == ()
+
+
+def test_the_time_to_wait_of_a_task_that_awaits_others_begins_at_their_end() -> None:
+    world = a_world(a_task(awaits=True, after=(Dependency(TaskId("other")),)))
+    ask(world, "change", queue_ttl_seconds=60.0)
+    assert (the(world).queue_ttl_seconds, the(world).expires_at, world.expiring) == (60.0, None, {})
+
+
+def test_a_task_that_is_put_off_gives_back_what_was_kept_for_it() -> None:
+    world = a_world(a_task("low", priority=10), a_task(priority=80, gpu_mb=8 * GIB))
+    world.add_pledge(a_pledge(the(world), "gpu0", 8 * GIB))
+    assert ask(world, "change", deadline_at=LATER + 60.0).pledges == ()
+    assert [w.end for w in ask(world, "change", not_before=LATER + 50.0).pledges] == [PledgeEnd.WITHDRAWN]
+
+
+def test_the_times_of_a_run_are_not_changed() -> None:
+    world = a_world(holding(a_task(gpu_mb=8 * GIB), "gpu0"))
+    assert ask(world, "change", deadline_at=LATER + 60.0, queue_ttl_seconds=5.0).tasks == ()
 
 
 def test_a_held_task_stands_aside_until_it_is_let_go() -> None:

@@ -6,6 +6,7 @@ import pytest
 
 from service.core.task import TaskState
 from service.core.units import Instant
+from service.gateway.translate import rfc3339
 from service.ports import Progress
 from tests.builders import GIB
 from tests.gateway.harness import Client, Gateway, fault, problem
@@ -103,6 +104,29 @@ async def test_a_task_submitted_meanwhile_disturbs_no_page(api: Client) -> None:
     assert [task["id"] for task in rest["items"]] == [first]
 
 
+async def test_who_runs_after_a_task_and_what_came_when_is_listed(gateway: Gateway, api: Client) -> None:
+    first = await api.submit(model_type="yolo")
+    gateway.clock.advance(10)
+    second = await api.submit(after=[first])
+    third = await api.submit(after=[first, second])
+    await gateway.end(first)
+    between = rfc3339(Instant(gateway.clock.now() - 5))
+    for params, wanted in [
+        ({"after": first}, [third, second]),
+        ({"after": first, "state": "running"}, []),
+        ({"model_type": "yolo"}, [first]),
+        ({"stream": "none"}, []),
+        ({"submitted_from": between}, [third, second]),
+        ({"submitted_before": between}, [first]),
+        ({"finished_from": between}, [first]),
+        ({"finished_before": between}, []),
+    ]:
+        page = (await api.get("/tasks", params=params)).json()
+        assert [task["id"] for task in page["items"]] == wanted, params
+    strangers = await (await gateway.client("other", tenant="other")).submit()
+    problem(await api.get("/tasks", params={"after": strangers}), 404, "not-found")
+
+
 async def test_filters_narrow_the_list(gateway: Gateway, api: Client) -> None:
     low = await api.submit(priority=10, labels={"team": "vision"}, name="a")
     high = await api.submit(priority=80, labels={"team": "vision", "run": "1"}, name="b")
@@ -144,6 +168,7 @@ async def test_a_page_larger_than_the_server_gives_is_cut() -> None:
         ({"label.team": "x" * 256}, "query:label.team"),
         ({"label.nul\0": "x"}, "query:label.nul\0"),
         ({"label.": "x"}, "query:label."),
+        ({"submitted_from": "2026-11-21T10:00:00"}, "query:submitted_from"),
     ],
 )
 async def test_a_bad_filter_is_refused_by_name(api: Client, params: dict[str, str], pointer: str) -> None:

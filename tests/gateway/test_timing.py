@@ -64,6 +64,58 @@ async def test_a_deadline_before_the_start_is_refused_with_how_much_it_lacks(
     assert "before the task may start; give it time to run" in refused["detail"]
 
 
+async def test_the_times_of_a_task_that_waits_can_be_changed_and_taken_away(
+    gateway: Gateway, api: Client
+) -> None:
+    task_id = await api.submit(queue_ttl_seconds=30)
+    said = {"not_before": at(gateway, 60), "queue_ttl_seconds": 90, "deadline_at": at(gateway, 300)}
+    task = (await api.patch(f"/tasks/{task_id}", json=said)).json()
+    row, now = gateway.task(task_id), gateway.clock.now()
+    assert (row.not_before, row.expires_at, row.deadline_at) == pytest.approx(
+        (now + 60, now + 150, now + 300)
+    )
+    assert (task["queue_ttl_seconds"], task["pending"]["reason"]) == (90, "NotBefore")
+    gone = {"not_before": None, "queue_ttl_seconds": None, "deadline_at": None}
+    task = (await api.patch(f"/tasks/{task_id}", json=gone)).json()
+    assert [task[name] for name in (*gone, "expires_at")] == [None] * 4
+
+
+@pytest.mark.parametrize(
+    ("said", "pointer", "code"),
+    [
+        ({"deadline_at": "1970-01-01T00:00:00Z"}, "/deadline_at", "deadline-passed"),
+        ({"not_before": "9999-12-31T23:59:59Z"}, "/not_before", "too-far-ahead"),
+        ({"queue_ttl_seconds": 0}, "/queue_ttl_seconds", None),
+        ({}, "", "nothing_to_change"),
+    ],
+)
+async def test_a_change_of_times_that_cannot_be_kept_is_refused(
+    api: Client, said: dict[str, Any], pointer: str, code: str | None
+) -> None:
+    task_id = await api.submit()
+    refused = problem(await api.patch(f"/tasks/{task_id}", json=said), 422, "validation-failed")
+    (fault,) = refused["errors"]
+    assert fault["pointer"] == pointer
+    assert code is None or fault["code"].replace("-", "_") == code.replace("-", "_")
+
+
+async def test_a_start_after_the_deadline_is_refused_whichever_is_changed(
+    gateway: Gateway, api: Client
+) -> None:
+    task_id = await api.submit(deadline_at=at(gateway, 300))
+    said = {"not_before": at(gateway, 400)}
+    refused = problem(await api.patch(f"/tasks/{task_id}", json=said), 422, "validation-failed")
+    assert "the deadline is 100 s before the task may start" in refused["detail"]
+
+
+async def test_the_times_of_a_task_that_runs_stay(gateway: Gateway, api: Client) -> None:
+    task_id = await api.submit()
+    await gateway.admit(task_id)
+    answer = await api.patch(f"/tasks/{task_id}", json={"deadline_at": at(gateway, 300)})
+    refused = problem(answer, 409, "task-not-pending")
+    assert "deadline_at can be changed only while a task waits" in refused["detail"]
+
+
 async def test_a_task_that_nobody_could_start_in_time_expires_and_says_so(
     gateway: Gateway, api: Client
 ) -> None:

@@ -1,7 +1,7 @@
-"""Commands that ask for a change of tasks: cancel, hold, release, priority."""
+"""Commands that ask for a change of tasks: cancel, hold, release, priority, change."""
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
@@ -11,6 +11,9 @@ from gpubroker.cli.session import Format, Output, TaskWord, TaskWords, broker_of
 if TYPE_CHECKING:
     from gpubroker.broker import Broker
     from gpubroker.models import Task
+    from gpubroker.operations import ChangeOptions
+
+_NONE = "none"
 
 
 def cancel(
@@ -53,6 +56,45 @@ def priority(
     _change(context, [task], output, lambda broker, found: broker.change(found, priority=wanted))
 
 
+def _or_none(parse: Callable[[str], Any]) -> Callable[[str], Any]:
+    """Also takes the word none, for what is to be taken away."""
+    return lambda text: _NONE if text == _NONE else parse(text)
+
+
+def change(
+    context: typer.Context,
+    tasks: TaskWords,
+    not_before: Annotated[
+        Any,
+        typer.Option(
+            parser=_or_none(quantities.time_ahead), metavar="TIME", help="Do not start it earlier; or none."
+        ),
+    ] = None,
+    queue_ttl: Annotated[
+        Any,
+        typer.Option(
+            parser=_or_none(quantities.seconds),
+            metavar="DURATION",
+            help="Wait so long from now, or from the time before which it is not started; or none.",
+        ),
+    ] = None,
+    deadline: Annotated[
+        Any,
+        typer.Option(
+            parser=_or_none(quantities.time_ahead), metavar="TIME", help="Expire, or stop, by then; or none."
+        ),
+    ] = None,
+    output: Output = Format.TABLE,
+) -> None:
+    """Change the times of tasks that wait."""
+    asked = {"not_before": not_before, "queue_ttl_seconds": queue_ttl, "deadline_at": deadline}
+    wanted = {name: None if value == _NONE else value for name, value in asked.items() if value is not None}
+    if not wanted:
+        raise typer.BadParameter("say what to change: --not-before, --queue-ttl or --deadline")
+    given = cast("ChangeOptions", wanted)
+    _change(context, tasks, output, lambda broker, found: broker.change(found, **given))
+
+
 def _change(
     context: typer.Context, words: Sequence[str], output: Format, change: Callable[["Broker", str], "Task"]
 ) -> None:
@@ -65,5 +107,5 @@ def _change(
 
 
 def add_to(app: typer.Typer) -> None:
-    for command in (cancel, hold, release, priority):
+    for command in (cancel, hold, release, priority, change):
         app.command(rich_help_panel="Tasks")(command)

@@ -47,6 +47,9 @@ def ps(
     state: Annotated[list[str] | None, typer.Option("--state", "-s", help="Only these; repeatable.")] = None,
     label: Annotated[list[str] | None, typer.Option("--label", "-l", metavar="NAME=VALUE")] = None,
     name: Annotated[str | None, typer.Option("--name", "-n", help="Only tasks of this name.")] = None,
+    after: Annotated[
+        str | None, typer.Option("--after", metavar="TASK", help="Only those that run after this one.")
+    ] = None,
     limit: Annotated[int, typer.Option(min=1, help="At most so many, newest first.")] = 50,
     watching: Watch = False,
     output: Output = Format.TABLE,
@@ -62,13 +65,15 @@ def ps(
     if name:
         wanted["name"] = name
     with broker_of(context) as broker:
+        if after:
+            wanted["after"] = task_id(broker, after)
 
         def listed() -> "list[Task]":
             found = list(islice(broker.list(**wanted), limit))
             return _with_reasons(broker, found) if output is Format.TABLE else found
 
         def drawn(found: "Sequence[Task]") -> "RenderableType":
-            narrow = state or label or name or everything
+            narrow = state or label or name or after or everything
             return draw.tasks(found, "no such task" if narrow else _NOTHING_TO_DO)
 
         if watching:

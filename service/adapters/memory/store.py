@@ -291,6 +291,17 @@ def _matches(task: Task, spec: RunSpec, wanted: TaskFilter) -> bool:
         and (wanted.min_priority is None or task.priority >= wanted.min_priority)
         and (wanted.max_priority is None or task.priority <= wanted.max_priority)
         and (wanted.name is None or task.name == wanted.name)
+        and (wanted.model_type is None or spec.model_type == wanted.model_type)
+        and (wanted.stream is None or task.stream == wanted.stream)
+        and (wanted.runs_after is None or any(it.task == wanted.runs_after for it in task.after))
+        and _is_within(task.submitted_at, wanted.submitted_from, wanted.submitted_before)
+        and _is_within(task.finished_at, wanted.finished_from, wanted.finished_before)
         and (not wanted.external or task.external is not None)
         and all(spec.labels.get(key) == value for key, value in wanted.labels.items())
     )
+
+
+def _is_within(time: Instant | None, start: Instant | None, end: Instant | None) -> bool:
+    if time is None:
+        return start is None and end is None
+    return (start is None or time >= start) and (end is None or time < end)

@@ -6,7 +6,21 @@ from dataclasses import fields
 from typing import Any
 
 from pydantic_core import from_json
-from sqlalchemy import Connection, Double, Executable, Select, and_, bindparam, extract, func, or_, select
+from sqlalchemy import (
+    Column,
+    ColumnElement,
+    Connection,
+    Double,
+    Executable,
+    Select,
+    and_,
+    bindparam,
+    extract,
+    func,
+    literal_column,
+    or_,
+    select,
+)
 
 from service.adapters.sql import rows, tables
 from service.adapters.sql.statements import EVENT
@@ -104,12 +118,29 @@ def listing(wanted: TaskFilter) -> Select[Any]:
         query = query.where(_task.c.priority <= wanted.max_priority)
     if wanted.name is not None:
         query = query.where(_task.c.name == wanted.name)
+    if wanted.stream is not None:
+        query = query.where(_task.c.stream == wanted.stream)
+    if wanted.model_type is not None:
+        named = select(_spec.c.task).where(
+            _spec.c.task == _task.c.id, _spec.c.model_type == wanted.model_type
+        )
+        query = query.where(named.exists())
+    if wanted.runs_after is not None:
+        some = _task.c.after != literal_column("'[]'")  # in the words of the index of dependents
+        query = query.where(some, _task.c.after.contains(f'"{wanted.runs_after}"', autoescape=True))
+    query = query.where(*_within(_task.c.submitted_at, wanted.submitted_from, wanted.submitted_before))
+    query = query.where(*_within(_task.c.finished_at, wanted.finished_from, wanted.finished_before))
     if wanted.external:
         query = query.where(_task.c.external.isnot(None))
     for key, value in wanted.labels.items():
         here = (_label.c.tenant == wanted.tenant) & (_label.c.key == key) & (_label.c.value == value)
         query = query.where(_task.c.id.in_(select(_label.c.task).where(here)))
     return _completed(query.order_by(_task.c.id.desc()).limit(wanted.limit))
+
+
+def _within(time: Column[Any], start: Instant | None, end: Instant | None) -> list[ColumnElement[bool]]:
+    """From the start on, and before the end."""
+    return [*([] if start is None else [time >= start]), *([] if end is None else [time < end])]
 
 
 def _half(states: Sequence[TaskState]) -> list[Any]:

@@ -2,13 +2,14 @@
 
 import hashlib
 import re
+from datetime import datetime
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Header, Query, Response
 
 from service.core.expectations import Size
 from service.core.task import Task, TaskState
-from service.core.units import TaskId
+from service.core.units import Instant, TaskId
 from service.gateway.cursor import filter_hash, read_cursor, write_cursor
 from service.gateway.direct import Call, DirectRoute, answer, needs, problems
 from service.gateway.identity import Scope
@@ -19,6 +20,7 @@ from service.gateway.permission import check_priority
 from service.gateway.problems import Problem
 from service.gateway.queries import TaskQuery
 from service.gateway.schemas import CancelTask, ChangeTask, SubmitTask
+from service.gateway.timing import changed_times
 from service.gateway.translate import Live, arguments_of, spec_of, task_view
 from service.gateway.views import TaskPage, TaskView
 from service.ports import Submission, SubmitVerdict, TaskFilter, TaskRecord
@@ -141,7 +143,7 @@ def _wait_of(prefer: str | None, most_seconds: float) -> tuple[float | None, dic
     operation_id="tasks_list",
     dependencies=[needs(Scope.TASKS_READ)],
     response_model=TaskPage,
-    responses=problems("cursor-invalid", "unauthenticated", "forbidden", "validation-failed"),
+    responses=problems("cursor-invalid", "unauthenticated", "forbidden", "not-found", "validation-failed"),
     openapi_extra={
         "parameters": [
             {
@@ -166,6 +168,13 @@ async def list_tasks(call: Call, query: Annotated[TaskQuery, Query()]) -> Respon
         "max_priority": query.max_priority,
         "labels": query.labels,
         "name": query.name,
+        "model_type": query.model_type,
+        "stream": query.stream,
+        "runs_after": None if query.after is None else (await find(call, query.after)).task.id,
+        "submitted_from": _instant(query.submitted_from),
+        "submitted_before": _instant(query.submitted_before),
+        "finished_from": _instant(query.finished_from),
+        "finished_before": _instant(query.finished_before),
     }
     filtered_by = filter_hash(wanted)
     after = None if query.cursor is None else TaskId(read_cursor(query.cursor, filtered_by))
@@ -178,6 +187,10 @@ async def list_tasks(call: Call, query: Annotated[TaskQuery, Query()]) -> Respon
         "has_more": has_more,
     }
     return answer(view)
+
+
+def _instant(time: datetime | None) -> Instant | None:
+    return None if time is None else Instant(time.timestamp())
 
 
 @router.get(
@@ -214,7 +227,7 @@ async def get_task(call: Call, task_id: str) -> Response:
     },
 )
 async def change_task(call: Call, task_id: str, body: ChangeTask) -> Response:
-    """Change a task's priority, hold it, or release it.
+    """Change a task's priority, hold it or release it, and change its times while it waits.
 
     A higher priority is planned again at once; what runs already is not moved.
     """
@@ -224,12 +237,15 @@ async def change_task(call: Call, task_id: str, body: ChangeTask) -> Response:
         call.parts.capacity.check_priority(record.task.demand, body.priority)
     if record.task.is_terminal:
         raise _already_finished(record.task)
-    if body.held is not None and record.task.state is not TaskState.PENDING:
+    times = changed_times(body, record.task, call.parts.clock.now())
+    if (body.held is not None or times) and record.task.state is not TaskState.PENDING:
+        what = " and ".join(sorted(times)) or "held"
         raise Problem(
             "task-not-pending",
-            f"task {task_id} is {record.task.state}; only a task that waits can be held or released",
+            f"task {task_id} is {record.task.state}; {what} can be changed only while a task waits",
         )
-    settled = await ask_leader(call, record.task, "change", body.model_dump(exclude_none=True))
+    asked = body.model_dump(exclude_none=True, include={"priority", "held"}) | times
+    settled = await ask_leader(call, record.task, "change", asked)
     record = await reread(call.parts, record)
     return answer(task_view(record, live_of(call.parts, record.task)), 200 if settled else 202)
 
