@@ -176,6 +176,8 @@ class PolicySettings(Section):
     that."""
     backfill_depth: Annotated[int, Field(ge=1)] = 64
     """After so many tasks were kept away by forecasts in one cycle, no others are tried there."""
+    consolidation: Annotated[int, Field(ge=0, le=10_000)] = 0
+    """So many runs an hour that have saved checkpoints may be moved, so that others fit; 0: none."""
     custom_limits: dict[str, Annotated[CustomSettings, BeforeValidator(_limit_alone)]] = {}
     """Amounts of custom resources, by name."""
     max_running: RunningSettings = RunningSettings()

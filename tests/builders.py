@@ -191,7 +191,8 @@ def _append(world: World, events: Iterable[NewEvent], now: float | None = None) 
 def let_go(world: World, task: str, *, requeue: bool = True) -> None:
     """The run is confirmed gone: its leases are released, and it is pending again (or it has succeeded)."""
     row = world.tasks[TaskId(task)]
-    cleared = {"node": None, "stop_reason": None, "stop_deadline_at": None, "freeing_for": None}
+    moved = row.stop_reason if row.is_moving else None
+    cleared = {"node": None, "stop_reason": moved, "stop_deadline_at": None, "freeing_for": None}
     writes: list[TaskWrite] = []
     if not row.is_terminal:
         what = Move.REQUEUED if requeue else Move.SUCCEEDED

@@ -11,6 +11,7 @@ from statistics import mean
 from bench.measuring import percentile
 from bench.simulate.work import Scene, Work
 from service.core.backfill import Forecast
+from service.core.consolidation import Consolidation
 from service.core.cycle import plan_cycle
 from service.core.deadlines import Watch, due, keep_watch
 from service.core.demand import Demand
@@ -119,6 +120,7 @@ class Replay:
         self._watch: Watch | None = None
         self._memory = Memory()
         self._forecasts: list[Forecast] = []
+        self._consolidation = Consolidation()
         self._first_submit = self._now
         self._measured_at = float(self._now)
         self._looked_at, self._free = -inf, Sum()
@@ -180,6 +182,10 @@ class Replay:
             cursor = plan.cursor
             if cursor is None:
                 break
+        move = self._consolidation.look(self.world, self._policy, self._now, self._forecasts)
+        if move is not None:
+            self._carry_out([move])
+            self._consolidation.count(move, self._now)
         *_, self._forecasts = make_forecasts(self.world, self._policy, self._now, self._forecasts)
 
     def _carry_out(self, decisions: Iterable[Decision]) -> None:

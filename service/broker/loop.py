@@ -13,6 +13,7 @@ from service.broker.observe import Observer, next_batch, plainer
 from service.broker.scatter import ScatterWatch
 from service.core.awaited import End
 from service.core.backfill import Forecast
+from service.core.consolidation import Consolidation
 from service.core.cycle import plan_cycle
 from service.core.dependencies import settle
 from service.core.events import Event
@@ -99,6 +100,7 @@ class Leader:
         self._scatter = ScatterWatch(world, policy)
         self._memory = Memory()
         """What the planner found out about the World so far."""
+        self._consolidation = Consolidation()
         self.foresight = Foresight()
         self._undispatched: list[Decision] = []
         """Committed, and their orders not yet on their way: what a start needs is in the database."""
@@ -184,6 +186,7 @@ class Leader:
         await self._carry_out(self._observer.on_time(self._clock.now()))
         await self._settle_dependencies()
         await self._plan()
+        await self._consolidate()
         self._scatter.look(self._clock.now())
         await self._foresee()
         self._count_refusals()
@@ -259,6 +262,13 @@ class Leader:
             if cursor is None:
                 return
             await asyncio.sleep(0)
+
+    async def _consolidate(self) -> None:
+        """Move runs for a task that the plan has left waiting, if that is allowed and helps."""
+        now = self._clock.now()
+        decision = self._consolidation.look(self._world, self._policy, now, self.foresight.forecasts)
+        if decision is not None and COMMITTED in await self._carry_out([decision]):
+            self._consolidation.count(decision, now)
 
     async def _foresee(self) -> None:
         """Work out anew when the first of those who wait will start, a few nodes at a time."""

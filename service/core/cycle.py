@@ -22,8 +22,8 @@ from service.core.prospects import Prospects
 from service.core.quota import Quotas
 from service.core.ranks import nodes_of
 from service.core.reclaim import Claims
-from service.core.task import Placement, Task
-from service.core.units import Instant
+from service.core.task import Placement, StopReason, Task
+from service.core.units import Instant, TaskId
 from service.core.world import World
 from service.core.worth import Worth
 
@@ -121,9 +121,13 @@ class _Slice:
         return self._agenda.key_of(task)
 
     def withdraw(self) -> None:
-        queue = self._draft.world.queue
-        stragglers = sorted(task for task in self._draft.pledged() if task not in queue)
+        stragglers = sorted(task for task in self._draft.pledged() if not self._awaits_room(task))
         self._decisions += [withdraw(self._draft, task) for task in stragglers]
+
+    def _awaits_room(self, task: TaskId) -> bool:
+        """It is in the queue, or will be, and then goes to the room that is kept for it."""
+        row = self._draft.world.tasks.get(task)
+        return task in self._draft.world.queue or (row is not None and row.is_moving)
 
     def plan(self) -> Plan:
         cursor = self._examine()
@@ -169,7 +173,8 @@ class _Slice:
             if task.demand.bundles:
                 gang = self._places.gang(task)
                 return None if gang is None else admit(self._draft, task, gang, self._now)
-            placement = self._places.best(task, task.id)
+            is_moved = task.stop_reason is StopReason.MOVE
+            placement = self._places.kept(task) if is_moved else self._places.best(task, task.id)
             return None if placement is None else admit(self._draft, task, (placement,), self._now)
         group = self._draft.world.queue.group_of(task.id)
         is_refused = self._prospects.is_refused(group)

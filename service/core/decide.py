@@ -97,9 +97,11 @@ def _start(draft: Draft, task: Task, rank: int, place: Placement, world_size: in
     )
 
 
-def evict(draft: Draft, task: Task, eviction: Eviction, now: Instant) -> Decision:
+def evict(
+    draft: Draft, task: Task, eviction: Eviction, now: Instant, reason: StopReason = StopReason.PREEMPT
+) -> Decision:
     """The victims get notice, and what they free is pledged to the task, which stays pending."""
-    stops = [_stop(draft, victim, eviction, task.id, now) for victim in eviction.victims]
+    stops = [_stop(draft, victim, eviction, task.id, now, reason) for victim in eviction.victims]
     made = []
     for device, mb in eviction.devices:
         whose = max(task.priority, eviction.kept_up_to), task.tenant, now, eviction.deadline_at
@@ -109,11 +111,22 @@ def evict(draft: Draft, task: Task, eviction: Eviction, now: Instant) -> Decisio
     taken = _overtake(draft, {device for device, _ in eviction.devices})
     return Decision(
         task.id,
-        "preempt",
+        reason.value,
         tasks=tuple(write for write, _ in stops),
         pledges=(*made, *taken),
         orders=tuple(order for _, orders in stops for order in orders),
     )
+
+
+def keep_room(draft: Draft, run: Task, place: Placement, now: Instant) -> tuple[PledgeWrite, ...]:
+    """Room that is free now is pledged to a run that is moving there."""
+    made = []
+    for device, mb in place.devices:
+        gone_by = Instant(now + run.grace_seconds)
+        pledge = Pledge(run.id, device, mb, run.priority, run.tenant, now, gone_by)
+        draft.put_pledge(pledge)
+        made.append(PledgeWrite(pledge))
+    return tuple(made)
 
 
 def withdraw(draft: Draft, preemptor: TaskId) -> Decision:
@@ -124,7 +137,7 @@ def withdraw(draft: Draft, preemptor: TaskId) -> Decision:
 
 
 def _stop(
-    draft: Draft, victim: Task, eviction: Eviction, preemptor: TaskId, now: Instant
+    draft: Draft, victim: Task, eviction: Eviction, preemptor: TaskId, now: Instant, reason: StopReason
 ) -> tuple[TaskWrite, tuple[Order, ...]]:
     ranks = eviction.surplus.get(victim.id)
     if ranks is not None:
@@ -134,7 +147,7 @@ def _stop(
     write = write_move(
         victim,
         Move.STOPPING,
-        stop_reason=StopReason.PREEMPT,
+        stop_reason=reason,
         stop_deadline_at=Instant(now + victim.grace_seconds),
         freeing_for=preemptor,
     )

@@ -260,8 +260,8 @@ class Draft:
         if self._waiting is None:
             self._waiting = {}
             for preemptor, pledges in self._pledges.items():
-                task = self.world.tasks.get(preemptor)
-                if task is not None and task.state is TaskState.PENDING:
+                task = self._tasks.get(preemptor) or self.world.tasks.get(preemptor)
+                if task is not None and (task.state is TaskState.PENDING or task.is_moving):
                     for node, priority, part in self._awaited_parts(task, pledges):
                         self._waiting.setdefault(node, []).append((priority, part))
         return self._waiting

@@ -166,7 +166,10 @@ def _statement(world: World, task: Task, now: Instant) -> str:
         case TaskState.STOPPING:
             left = (task.stop_deadline_at or now) - now
             whom = f" to make room for {_preemptor(world, task)}" if task.freeing_for else ""
-            return f"asked to stop ({task.stop_reason}){whom}; {max(0.0, left):.0f} s of grace are left"
+            goes_to = ", and goes on elsewhere, where room is kept for it" if task.is_moving else ""
+            return (
+                f"asked to stop ({task.stop_reason}){whom}{goes_to}; {max(0.0, left):.0f} s of grace are left"
+            )
         case _:
             return ended_message(task.state)
 

@@ -1,6 +1,7 @@
 """When and where the first tasks of the queue will start, by what is known of the runs ahead of them."""
 
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import islice
 from math import inf
 
 from service.core.agenda import Agenda
@@ -45,6 +46,15 @@ def make_forecasts(
     yield work.made
 
 
+def first_of_queue(draft: Draft, policy: Policy, now: Instant) -> Iterator[Task]:
+    """Who waits for room, in order; no gangs. Those whose room has been pledged have it kept already."""
+    world = draft.world
+    agenda, limits = Agenda(world, policy, now, None, Shares(world, policy, now)), _Limits(draft, policy)
+    while (head := agenda.next(limits)) is not None:
+        if head.task not in world.pledges and not world.tasks[head.task].demand.bundles:
+            yield world.tasks[head.task]
+
+
 class _Limits:
     """Who waits for a limit or a quota waits for no room."""
 
@@ -81,22 +91,8 @@ class _Forecasting:
         self._supplies = Supplies(self._departures, for_plans=True)
         self._nodes = sorted(self._draft.usable_nodes())
         self.made: list[Forecast] = []
-        self.first = {task.id: task for task in self._first_tasks()}
-
-    def _first_tasks(self) -> Iterator[Task]:
-        """In order. Those whose room has been pledged have it kept for them already."""
-        agenda = Agenda(
-            self._world, self._policy, self._now, None, Shares(self._world, self._policy, self._now)
-        )
-        doubts = _Limits(self._draft, self._policy)
-        count = 0
-        while count < self._policy.forecasts:
-            head = agenda.next(doubts)
-            if head is None:
-                return
-            if head.task not in self._world.pledges and not self._world.tasks[head.task].demand.bundles:
-                count += 1
-                yield self._world.tasks[head.task]
+        waiting = first_of_queue(self._draft, policy, now)
+        self.first = {task.id: task for task in islice(waiting, policy.forecasts)}
 
     def forecast(self, task: Task) -> Iterator[list[Forecast]]:
         """Where it would start first; ties go to the smaller name, and changes of mind need a reason."""

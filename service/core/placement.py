@@ -90,6 +90,15 @@ class Places:
         standing.seen = self._memory.changes.revision
         return min(standing.found.values())[1] if standing.found else None
 
+    def kept(self, task: Task) -> Placement | None:
+        """On the devices that are pledged to it, and on no others; None if it cannot start there now."""
+        if self._draft.short_of(task, self._policy.custom_limits):
+            return None
+        mine = self._draft.pledges_of(task.id)
+        node = self._draft.book(min(mine)).device.node
+        found = self.on(node, task, lambda device, _mb: device in mine)
+        return None if found is None else found[1]
+
     def best_beside(self, guards: Guards, task: Task, likes: Likes, *, everybody: bool) -> Placement | None:
         """The best place where the task delays nobody who stands ahead of it, or nobody at all."""
         assert self._memory is not None, "its places were just worked out"

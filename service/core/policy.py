@@ -135,6 +135,9 @@ class Policy:
     nobody behind them takes what would delay that."""
     backfill_depth: int = 64
     """After so many tasks were kept away by forecasts in a cycle, the others are not tried there."""
+    consolidation: int = 0
+    """So many runs an hour may be moved at most, so that a task fits for which enough is free in sum but not
+    in one piece; 0: none."""
     custom_limits: tuple[CustomLimit, ...] = ()
     """Sorted by name. Names with a colon are of slots: how many tasks may run at once (`tenant:NAME`,
     `label:KEY=VALUE`; `*` is each for itself) and what pools have (`pool:NAME:gpus`)."""

@@ -22,7 +22,7 @@ _OFF_THE_NODE: dict[str, Any] = {
     "stop_deadline_at": None,
     "freeing_for": None,
 }
-_COME_BACK = (StopReason.PREEMPT, StopReason.RANK_LOST, StopReason.START_TIMEOUT)
+_COME_BACK = (StopReason.PREEMPT, StopReason.MOVE, StopReason.RANK_LOST, StopReason.START_TIMEOUT)
 
 
 def off_the_nodes(task: Task, **changes: Any) -> dict[str, Any]:
@@ -42,13 +42,17 @@ def give_notice(
 
 
 def after_stop(task: Task, now: Instant, policy: Policy) -> tuple[Move, dict[str, Any]]:
-    """How a STOPPING task moves on when its runs are gone, or are given up. A preemption uses up no retry,
-    nor does a rank that was lost or was not ready in time. An external holder does not come back."""
+    """How a STOPPING task moves on when its runs are gone, or are given up. A preemption or a move uses up
+    no retry, nor does a rank that was lost or was not ready in time. An external holder does not come back.
+    """
     if task.external is not None and task.stop_reason is not StopReason.CANCEL:
         return Move.EXPIRED, {"finished_at": now, "freeing_for": None}
     match task.stop_reason:
         case StopReason.PREEMPT:
             return Move.REQUEUED, off_the_nodes(task, preemptions=task.preemptions + 1)
+        case StopReason.MOVE:
+            moved = {"preemptions": task.preemptions + 1, "stop_reason": StopReason.MOVE}
+            return Move.REQUEUED, off_the_nodes(task, **moved)
         case StopReason.RANK_LOST | StopReason.START_TIMEOUT:
             return Move.REQUEUED, off_the_nodes(task, not_before=next_retry_at(1, now, policy))
         case StopReason.RANK_FAILED:

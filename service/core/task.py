@@ -114,6 +114,9 @@ class StopReason(StrEnum):
     """One rank never started, or went down with its node or its agent: no fault of the gang's."""
     START_TIMEOUT = "start_timeout"
     """Not all ranks were ready in time."""
+    MOVE = "move"
+    """The run goes on elsewhere, where room is kept for it, so that another task fits here. The task keeps
+    this reason until it is admitted there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,6 +184,11 @@ class Task:
     @property
     def is_active(self) -> bool:
         return self.state in ACTIVE
+
+    @property
+    def is_moving(self) -> bool:
+        """Its run is under notice, and room elsewhere is pledged to it."""
+        return self.state is TaskState.STOPPING and self.stop_reason is StopReason.MOVE
 
     @property
     def waits_until(self) -> Instant | None:

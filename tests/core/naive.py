@@ -14,6 +14,7 @@ from service.core.policy import Policy
 from service.core.task import Task, TaskState
 from service.core.world import World
 from tests.core.naive_backfill import beside, other_way
+from tests.core.naive_moves import is_moving, kept
 from tests.core.naive_tenants import NaiveTenants
 from tests.core.naive_worth import fullest, learn, score
 
@@ -36,8 +37,6 @@ class Naive(NaiveTenants):
         self.measure = learn(self, world.mix.edition)
         self.weigh(world)
         self.standings = {task.id: self.standing(task) for task in self.tasks.values()}
-
-    # What is there
 
     def devices(self, node: str) -> list[Any]:
         return [
@@ -324,14 +323,14 @@ class Naive(NaiveTenants):
     def plan(self) -> list[Step]:
         steps: list[Step] = []
         for name in sorted({pledge.preemptor for pledge in self.pledges}):
-            if not self.waits(self.tasks.get(name)):
+            if not self.waits(self.tasks.get(name)) and not is_moving(self, name):
                 steps.append(("withdraw", name, self.end(name, "withdrawn")))
         left = list(filter(self.waits, self.tasks.values()))
         while left:
             task = min(left, key=self.order)
             left.remove(task)
             pledged = any(pledge.preemptor == task.id for pledge in self.pledges)
-            places = list(self.places(task))
+            places = list(self.places(task) if not (pledged and task.stop_reason) else kept(self, task))
             best = min(places, key=lambda place: place[0]) if places else None
             place = best if best is None or pledged else beside(self, task, best)
             if place is not None:

@@ -41,6 +41,7 @@ POLICY = Policy(
     ),
     usage_half_life_seconds=100.0,
     forecasts=3,
+    consolidation=50,
     backfill_depth=2,
 )
 

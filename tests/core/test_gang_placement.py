@@ -109,6 +109,12 @@ def test_a_preferred_node_is_taken_first() -> None:
     assert nodes(found) == ["n2"] * 2
 
 
+def test_instances_are_told_from_whole_gpus_of_the_same_size() -> None:
+    instances = [a_device(f"gpu{index}", "n1", parent="gpu9") for index in range(2)]
+    world = a_world(*instances, *(a_device(f"gpu{index}", "n2") for index in range(2)))
+    assert nodes(placed(world, a_gang("gang", *bundles(1, gpus=2)))) == ["n2"]
+
+
 def test_an_elastic_gang_takes_what_there_is() -> None:
     elastic = a_gang("gang", *bundles(6, gpu_mb=BIG), min_ranks=2)
     assert len(nodes(placed(a_cluster(2, 2), elastic))) == 4

@@ -21,6 +21,7 @@ from tests.builders import (
     holding,
     submit,
 )
+from tests.core.gangs import a_gang, bundles
 
 
 def usual(world: World, **demands: tuple[int, dict[str, object]]) -> None:
@@ -127,6 +128,18 @@ def test_what_places_are_worth_stays_the_same_until_enough_is_new():
     assert after is not before
     world.add_device(a_device("gpu1"))
     assert worth_of(world, Policy()) is not after
+
+
+def test_what_is_usual_is_known_again_after_a_restart_from_what_waits_and_runs():
+    world = a_world(a_device("gpu0"), holding(a_task("runs", gpu_mb=GIB), "gpu0"), a_task("waits", gpus=1))
+    assert world.mix.edition == {a_demand(gpu_mb=GIB): 1, a_demand(gpus=1): 1}
+    assert worth_of(world, Policy()) is not None
+
+
+def test_each_rank_of_a_gang_teaches_what_is_usual():
+    world = a_world(a_device("gpu0"))
+    submit(world, a_gang("gang", *bundles(3, gpu_mb=GIB), *bundles(1, cpu=1.0)))
+    assert world.mix.edition == {a_demand(gpu_mb=GIB): 3}
 
 
 def test_nothing_is_usual_where_nothing_that_was_asked_for_could_run():

@@ -13,6 +13,7 @@ from service.broker.observe import next_batch
 from service.core.admission import check, check_priority
 from service.core.awaited import End
 from service.core.backfill import Forecast
+from service.core.consolidation import Consolidation
 from service.core.cycle import plan_cycle
 from service.core.deadlines import Watch, due, keep_watch
 from service.core.dependencies import settle
@@ -65,6 +66,7 @@ class Ground:
         self.orders_get_lost = False
         """The leader dies between its next commit and the orders of it."""
         self._memory = Memory()
+        self._consolidation = Consolidation()
         self._forecasts: Sequence[Forecast] = ()
         self._watch: Watch | None = None
         self._said: deque[Report] = deque()
@@ -191,6 +193,7 @@ class Ground:
         self._watch = keep_watch(self._watch, now)
         self._settle()
         self._plan()
+        self._move()
 
     def _hear(self) -> None:
         while self._said:
@@ -237,6 +240,12 @@ class Ground:
             assert cursor is not None or steps == expected
         if not self._forecasts:  # who delays none of them may pass; the naive planner says who that is
             check_order(done, ahead)
+
+    def _move(self) -> None:
+        decision = self._consolidation.look(self.world, self.policy, self._instant, self._forecasts)
+        if decision is not None:
+            self._carry([decision])
+            self._consolidation.count(decision, self._instant)
 
     def orders_were_lost(self, done: Sequence[Decision]) -> bool:
         return self.orders_get_lost and any(decision.orders for decision in done)

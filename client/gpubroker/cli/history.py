@@ -22,14 +22,15 @@ def told(broker: "Broker", task: "Task") -> dict[str, str]:
         fields = event.fields
         saved_at = fields.get("checkpoint_at") or saved_at
         match event.kind:
-            case "task.stopping" if fields.get("stop_reason") == "preempt":
+            case "task.stopping" if fields.get("stop_reason") in ("preempt", "move"):
                 notice, after = event, ""
             case "task.requeued" if notice and not after:
                 after = _from_where(task, saved_at)
             case "request.made" if fields.get("what") == "cancel":
                 lines["cancelled"] = f"asked for at {moment(event.at)}{_because(event)}"
     if notice is not None:
-        lines["preempted"] = _preempted(broker, task, notice) + after
+        what = "moved" if notice.fields["stop_reason"] == "move" else "preempted"
+        lines[what] = _preempted(broker, task, notice) + after
     return lines
 
 

@@ -1,0 +1,19 @@
+"""Runs that are moved, for the naive planner."""
+
+from typing import Any
+
+from service.core.task import StopReason, Task, TaskState
+
+
+def is_moving(naive: Any, name: str) -> bool:
+    task = naive.tasks.get(name)
+    return task is not None and (task.state, task.stop_reason) == (TaskState.STOPPING, StopReason.MOVE)
+
+
+def kept(naive: Any, task: Task) -> list[Any]:
+    """Who was moved has what was pledged to it, and nothing else."""
+    mine = {pledge.device for pledge in naive.pledges if pledge.preemptor == task.id}
+    naive.barred = frozenset(book.device.key for book in naive.books) - mine
+    found = list(naive.places(task))
+    naive.barred = frozenset()
+    return found
