@@ -79,6 +79,14 @@ def stay(witness: str) -> None:
     raise Stopped
 
 
+def hear(witness: str) -> None:
+    """Write when it began and when the notice came."""
+    note(witness, "began")
+    current_task().wait_for_stop()
+    note(witness, "heard")
+    raise Stopped
+
+
 def count_together(witness: str, until: int) -> dict[str, int]:
     """Rank 0 counts and saves, the others keep it company; all resume from what it saved."""
     task = current_task()
