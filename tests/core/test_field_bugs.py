@@ -14,11 +14,11 @@ from service.core.forecasts import make_forecasts
 from service.core.memory import Memory
 from service.core.orders import Ended, Ending, Failure, Gone, Report, Started
 from service.core.plan import Decision, Request
-from service.core.policy import Policy
+from service.core.policy import Policy, TenantPolicy
 from service.core.requests import carry_out
 from service.core.runs import react
 from service.core.task import TERMINAL, Task, TaskState
-from service.core.units import Instant, Seconds
+from service.core.units import Instant, Mib, Seconds
 from service.core.world import World
 from tests.builders import (
     GIB,
@@ -120,6 +120,27 @@ def test_victims_that_leave_one_after_the_other_are_not_let_back_into_the_hole()
     assert leader.state("high") is TaskState.ADMITTED
     assert leader.notices() == ["a", "b"]
     assert leader.admitted() == ["high"]
+
+
+def test_borrowers_that_leave_one_after_the_other_do_not_take_back_what_is_reclaimed():
+    """The same of kueue#13662 where the victims are of a higher priority than the owner of what they had
+    borrowed: it is below its guarantee, and their priority gives them no right to the hole."""
+    policy = Policy(tenants=(TenantPolicy("owner", "lab", Mib(50)), TenantPolicy("guest", "lab", Mib(30))))
+    began = {"a": 5.0, "b": 10.0, "c": 900.0, "d": 900.0}
+    runs = [
+        holding(a_task(name, tenant="guest", gpu_mb=20), "gpu0", started_at=Instant(NOW - seconds))
+        for name, seconds in began.items()
+    ]
+    wants = a_task("wants", tenant="owner", gpu_mb=35, priority=45)
+    leader = Leader(a_world(a_device(mb=80), *runs, wants), policy)
+    leader.turn()
+    leader.leaves("a")
+    leader.wait(10.0)
+    assert leader.state("a") is TaskState.PENDING
+    leader.leaves("b")
+    leader.wait(10.0)
+    assert leader.notices() == ["a", "b"]
+    assert leader.admitted() == ["wants"]
 
 
 def test_who_waited_longest_for_room_is_the_first_to_get_it():

@@ -1,7 +1,8 @@
 """Two rules that need no memory: gangs are whole, and nobody is passed by one who stands behind him."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 from service.core.plan import Decision
@@ -9,6 +10,7 @@ from service.core.policy import Policy
 from service.core.task import Task, TaskState
 from service.core.world import World
 from tests.core.naive import Naive
+from tests.core.naive_backfill import allows, is_open
 
 
 def check_gang(world: World, task: Task) -> None:
@@ -40,15 +42,32 @@ def _asked(task: Task) -> Any:
     return task.demand, task.tenant, task.expected_seconds, task.timeout_seconds, task.deadline_at
 
 
-def check_order(done: Sequence[Decision], ahead: dict[str, Standing]) -> None:
-    """Of those who ask for the same, nobody is passed by one who stands behind him.
+@dataclass(frozen=True)
+class Passing:
+    """Who was admitted, and who stood ahead of it, asked for the same and might not have taken that place."""
 
-    Unless room was made for that one, or his higher priority lets him have what is kept for others.
+    name: str
+    passed: str
+    was_allowed: bool
+
+
+def passings(world: World, naive: Naive, decision: Decision, ahead: dict[str, Standing]) -> Iterator[Passing]:
+    """Whom an admission passes, before it is committed.
+
+    That is no matter if room was made for it, or if a higher priority lets it have what is kept for others.
+    It is allowed if who is passed would have delayed a forecast there, and who passes gives way to it.
     """
-    admitted = {decision.subject for decision in done if decision.why == "admit"}
-    for name in admitted:
-        place, task, pledged = ahead[name]
-        for other, (its_place, rival, _) in ahead.items():
-            same = _asked(rival) == _asked(task)
-            if other not in admitted and same and rival.priority >= task.priority and not pledged:
-                assert place < its_place, f"{name} passed {other}"
+    place, task, pledged = ahead[decision.subject]
+    for name, (its_place, rival, _) in ahead.items():
+        same = _asked(rival) == _asked(task) and rival.priority >= task.priority and name in world.queue
+        if name != task.id and same and not pledged and its_place < place:
+            yield Passing(task.id, name, _is_kept_away(naive, rival, decision))
+
+
+def _is_kept_away(naive: Naive, rival: Task, decision: Decision) -> bool:
+    """Whether the rival would delay a forecast ahead of it by starting where that one does."""
+    [node] = [node for node in naive.nodes if node.name == decision.tasks[0].task.node]
+    devices = {device.key: device for device in naive.devices(node.name)}
+    return not is_open(naive, rival, node, everybody=False) or not all(
+        allows(naive, rival, devices[lease.device], lease.mb, everybody=False) for lease in decision.leases
+    )

@@ -39,7 +39,7 @@ from service.core.orders import (
     StopOrder,
 )
 from service.core.plan import Decision, Request
-from service.core.policy import Policy
+from service.core.policy import Policy, band_of
 from service.core.reconcile import InventoryRules, reconcile, take_over
 from service.core.requests import carry_out
 from service.core.runs import react
@@ -50,7 +50,7 @@ from tests.builders import NOW, a_world, check_ledger, commit, submit
 from tests.core.naive import Naive
 from tests.core.test_plan_properties import check_pledges, step_of
 from tests.simulation.agents import Agent, Process, agent_of
-from tests.simulation.fairness import check_gang, check_order, standings
+from tests.simulation.fairness import Passing, check_gang, passings, standings
 
 SLICE = 7
 """Looks per slice of a plan: few, so that most cycles take several."""
@@ -223,14 +223,18 @@ class Ground:
         naive = Naive(self.world, self.policy, self.now, self._forecasts)
         expected = naive.plan() if self._compares else []
         ahead = standings(self.world, self.policy, self.now)
-        cursor = None
+        cursor, passed = None, list[Passing]()
         while True:
             plan = plan_cycle(
                 self.world, self.policy, now, cursor, SLICE, self._memory, forecasts=self._forecasts
             )
             done += plan.decisions
-            self._check_victims(plan.decisions)
-            self._carry(plan.decisions)
+            for decision in plan.decisions:
+                naive = Naive(self.world, self.policy, self.now, self._forecasts)
+                if decision.why == "admit" and (self._compares or not self._forecasts):
+                    passed += passings(self.world, naive, decision, ahead)
+                self._check_victims(naive, decision)
+                self._carry([decision])
             cursor = plan.cursor
             if cursor is None or self.orders_were_lost(done):
                 break
@@ -238,8 +242,9 @@ class Ground:
             steps = [step_of(decision) for decision in done]
             assert steps == expected[: len(steps)]
             assert cursor is not None or steps == expected
-        if not self._forecasts:  # who delays none of them may pass; the naive planner says who that is
-            check_order(done, ahead)
+        for passing in passed:
+            kept = passing.passed in self.world.queue
+            assert passing.was_allowed or not kept, f"{passing.name} passed {passing.passed}"
 
     def _move(self) -> None:
         decision = self._consolidation.look(self.world, self.policy, self._instant, self._forecasts)
@@ -362,17 +367,20 @@ class Ground:
                 assert write.end in PledgeEnd
                 self._open.remove(key)
 
-    def _check_victims(self, decisions: Sequence[Decision]) -> None:
-        """Strictly lower priority, and no shield that holds against whoever is not critical."""
-        naive = Naive(self.world, self.policy, self.now)
-        for decision in decisions:
-            for write in decision.tasks:
-                if write.task.state is not TaskState.STOPPING:
-                    continue
-                victim = self.world.tasks[write.task.id]
-                preemptor = self.world.tasks[decision.subject]  # type: ignore[index]
-                assert victim.priority < preemptor.priority
-                assert preemptor.priority >= 90 or not naive.is_shielded(victim)
+    def _check_victims(self, naive: Naive, decision: Decision) -> None:
+        """No shield that holds against whoever is not critical, and strictly lower priority; or borrowers of
+        the same band at most, who keep what they are guaranteed."""
+        stopped = [w.task.id for w in decision.tasks if w.task.state is TaskState.STOPPING]
+        victims = [self.world.tasks[name] for name in stopped]
+        if not victims:
+            return
+        preemptor = self.world.tasks[decision.subject]  # type: ignore[index]
+        assert preemptor.priority >= 90 or not any(map(naive.is_shielded, victims))
+        if any(victim.priority >= preemptor.priority for victim in victims):
+            surplus = naive.surplus_for(preemptor)
+            assert {victim.tenant for victim in victims} <= surplus.keys()
+            assert naive.leaves_guarantees(victims, surplus)
+            assert all(band_of(victim.priority)[2] <= band_of(preemptor.priority)[2] for victim in victims)
 
     @property
     def _instant(self) -> Instant:

@@ -315,6 +315,22 @@ def test_many_long_courses_keep_every_rule_and_every_task_ends(course: type[Cour
     run_state_machine_as_test(course, settings=every)
 
 
+def test_who_gives_way_to_a_forecast_passes_who_does_not():
+    """Of two that ask for the same, the more urgent could not be stopped for the one that is to start."""
+    ground = Ground(a_world(a_device(mb=80)), Policy(), NOW)
+    ground.submit(a_task("runs", gpu_mb=60, priority=65, expected_seconds=100.0))
+    ground.turn()
+    [(agent, process)] = ground.processes()
+    ground.begin(agent, process)
+    ground.submit(a_task("waits", gpu_mb=80, priority=60))
+    ground.submit(a_task("stays", gpu_mb=20, priority=60, submitted_at=Instant(NOW + 1.0)))
+    ground.submit(a_task("gives way", gpu_mb=20, priority=50, submitted_at=Instant(NOW + 1.0)))
+    ground.now += 2.0
+    ground.turn()
+    active = {task.id for task in ground.world.tasks.values() if task.is_active}
+    assert active == {"runs", "gives way"}
+
+
 @given(
     priority=st.integers(40, 69),
     pause=st.sampled_from((3.0, 10.0, 60.0)),
