@@ -1,8 +1,9 @@
 """Whom to stop, on several nodes, so that all ranks of a gang can run."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from service.core.draft import Draft
 from service.core.gang import Gang, place_ranks
 from service.core.ground import Ground
 from service.core.offers import Offer, Offers
@@ -26,11 +27,33 @@ def choose_for_gang(offers: Offers, task: Task, now: Instant) -> Eviction | Comi
     Nobody is named if it would still not fit. Cheapest first (as for one node), then whoever is not needed
     is put back, the costliest first: minimal by inclusion. One gang gives way as a whole, everywhere.
     """
+    if not gang_may_preempt(offers, task):
+        return None
+    there = [offers.of(node, task.priority) for node in sorted(offers.nodes)]
+    return choose_among(there, everybody, offers.draft, task, now)
+
+
+def gang_may_preempt(offers: Offers, task: Task) -> bool:
+    """As for other tasks: only for GPUs, and not while a limit of the whole cluster is in the way."""
     if not offers.policy.preemption or not any(bundle.gpus for bundle in task.demand.bundles):
-        return None
-    if offers.draft.short_of(task, offers.policy.custom_limits):
-        return None
-    site = _Site(offers, task)
+        return False
+    return not offers.draft.short_of(task, offers.policy.custom_limits)
+
+
+def everybody(found: list[Candidate]) -> list[Candidate]:
+    return found
+
+
+def choose_among(
+    there: Sequence[Offer],
+    may_leave: Callable[[list[Candidate]], list[Candidate]],
+    draft: Draft,
+    task: Task,
+    now: Instant,
+) -> Eviction | Coming | None:
+    """The same of those that these nodes offer. `may_leave`: all that may leave together, of all of them in
+    order of cost."""
+    site = _Site(there, may_leave, draft, task)
     if (coming := site.places(())) is not None:
         return Coming(tuple(sorted({place.node for place in coming})))
     found = site.found
@@ -48,12 +71,18 @@ def choose_for_gang(offers: Offers, task: Task, now: Instant) -> Eviction | Comi
 class _Site:
     """What all usable nodes together could offer the gang."""
 
-    def __init__(self, offers: Offers, task: Task) -> None:
+    def __init__(
+        self,
+        there: Sequence[Offer],
+        may_leave: Callable[[list[Candidate]], list[Candidate]],
+        draft: Draft,
+        task: Task,
+    ) -> None:
         self._task = task
-        self._draft = offers.draft
-        self._offers = [offers.of(node, task.priority) for node in sorted(offers.nodes)]
+        self._draft = draft
+        self._offers = there
         names = {candidate.key: candidate for offer in self._offers for candidate in offer.found}
-        self.found = sorted(names.values(), key=lambda candidate: candidate.order)
+        self.found = may_leave(sorted(names.values(), key=lambda candidate: candidate.order))
         """Who may be stopped, cheapest first."""
 
     def places(self, gone: Sequence[Candidate]) -> Gang | None:

@@ -18,7 +18,7 @@ from service.core.placement import CLOSE_LOOK, Places
 from service.core.policy import Policy
 from service.core.preemption import Eviction, Search, is_coming, may_preempt
 from service.core.quota import Quotas
-from service.core.reclaim import Claims, Surplus, reclaim
+from service.core.reclaim import Claims, Surplus, reclaim, reclaim_for_gang
 from service.core.task import Placement, Task
 from service.core.units import Instant, NodeName, TaskId
 
@@ -58,7 +58,7 @@ class Prospects:
 
     def may_reclaim(self, group: Group) -> bool:
         """Whether such a task could take back from borrowers, and nobody has found that it cannot."""
-        if not self._policy.has_quotas or not group.demand.gpus:
+        if not self._policy.has_quotas:
             return False
         surplus = self._claims.of_any(group.tenant, group.demand, group.priority)
         denied = self._memory.denied.get(group.key[:3])
@@ -132,6 +132,8 @@ class Prospects:
         found = self._places.gang(task)
         if found is not None:
             return found
+        if (taken_back := self._reclaimed_gang(task, kin)) is not None:
+            return taken_back
         self.looks.taken += CLOSE_LOOK * len(self._offers.nodes)
         way = choose_for_gang(self._offers, task, self._now)
         if isinstance(way, Eviction):
@@ -140,6 +142,20 @@ class Prospects:
         changed, grown = self._memory.changes.revision, self._memory.growth.revision
         self._memory.gangs[kin, task.priority] = GangRefusal(changed, grown, coming_on)
         self._memory.awaited.update(coming_on)
+        return None
+
+    def _reclaimed_gang(self, task: Task, kin: Kin) -> Eviction | None:
+        """The best way to take back room for a gang; None, which is remembered, as for other tasks."""
+        surplus = self._claims.of(task)
+        if not surplus:
+            return None
+        self.looks.taken += CLOSE_LOOK * len(self._offers.nodes)
+        closed = frozenset(node for node in self._guards.on if not self._guards.may_stop_runs(task, node))
+        way = reclaim_for_gang(self._offers, task, surplus, self._now, self._offers.nodes - closed)
+        if isinstance(way, Eviction):
+            return way
+        likes = (task.tenant, task.priority, kin.demand)
+        self._memory.denied[likes] = self._state_of(surplus, passing=way is not None or bool(closed))
         return None
 
     def place(self, task: Task, kin: Kin) -> Placement | None:

@@ -1,11 +1,12 @@
 """What a tenant below its guarantee may take back from those of its cohort that borrow."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from service.core.demand import Demand
 from service.core.draft import Draft
-from service.core.offers import Offers
+from service.core.gang_eviction import Coming, choose_among, gang_may_preempt
+from service.core.offers import Offer, Offers
 from service.core.policy import Policy, band_of
 from service.core.preemption import Eviction, best_of, eviction_of
 from service.core.quota import NOBODY, Quotas
@@ -45,7 +46,7 @@ class Claims:
 
     def of_any(self, tenant: str, demand: Demand, priority: int, task: TaskId = NOBODY) -> Surplus:
         """The same for a task that is not named, or has no pledges."""
-        if not (self._policy.has_quotas and demand.gpus):
+        if not (self._policy.has_quotas and (demand.gpus or demand.bundles)):
             return {}
         allowance = self._quotas.of(tenant, priority, task)
         if allowance is None:
@@ -79,18 +80,39 @@ def reclaim(
     whole band, or they would take it again before the task can start.
     """
     best = None
-    for node in sorted(nodes):
-        runs = [
-            run
-            for run in offers.stoppable(node)
-            if run.task.tenant in surplus and _may_be_asked(run, task, offers)
-        ]
-        if runs:
-            offer = offers.among(node, task.priority, runs)
+    for offer in _borrowers_on(offers, task, surplus, nodes):
+        if offer.found:
             best = best_of(offer, task, best, lambda gone: _leaves_guarantees(gone, surplus, offers.draft))
     if best is None:
         return None
     return replace(eviction_of(best, offers.draft, now), kept_up_to=band_of(task.priority)[2])
+
+
+def reclaim_for_gang(
+    offers: Offers, task: Task, surplus: Surplus, now: Instant, nodes: Iterable[NodeName]
+) -> Eviction | Coming | None:
+    """The same for a gang, on all these nodes at once, of the cheapest borrowers that may leave together."""
+
+    def may_leave(found: list[Candidate]) -> list[Candidate]:
+        taken: list[Candidate] = []
+        for candidate in found:
+            if _leaves_guarantees([*taken, candidate], surplus, offers.draft):
+                taken.append(candidate)
+        return taken
+
+    if not gang_may_preempt(offers, task):
+        return None
+    there = list(_borrowers_on(offers, task, surplus, nodes))
+    way = choose_among(there, may_leave, offers.draft, task, now)
+    return replace(way, kept_up_to=band_of(task.priority)[2]) if isinstance(way, Eviction) else way
+
+
+def _borrowers_on(offers: Offers, task: Task, surplus: Surplus, nodes: Iterable[NodeName]) -> Iterator[Offer]:
+    """What the nodes offer if just those of their runs may be stopped that are asked to give back."""
+    for node in sorted(nodes):
+        runs = offers.stoppable(node)
+        asked = [run for run in runs if run.task.tenant in surplus and _may_be_asked(run, task, offers)]
+        yield offers.among(node, task.priority, asked)
 
 
 def _may_be_asked(run: Stoppable, task: Task, offers: Offers) -> bool:

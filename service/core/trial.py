@@ -19,7 +19,7 @@ from service.core.placement import Places, worth_of
 from service.core.policy import Policy
 from service.core.preemption import Eviction, Search, could_make_room, is_coming, may_preempt
 from service.core.quota import Quotas
-from service.core.reclaim import Claims, reclaim
+from service.core.reclaim import Claims, reclaim, reclaim_for_gang
 from service.core.task import Task
 from service.core.units import Instant, NodeName
 
@@ -159,6 +159,11 @@ class Planner:
         return trial
 
     def _make_room_for_gang(self, task: Task) -> Trial:
+        surplus, open_nodes = self._claims.of(task), frozenset(self._offers.nodes) - self._closed_to(task)
+        if surplus:
+            back = reclaim_for_gang(self._offers, task, surplus, self._now, open_nodes)
+            if isinstance(back, Eviction):
+                return Trial(eviction=back)
         way = choose_for_gang(self._offers, task, self._now)
         if not isinstance(way, Eviction):
             return Trial(coming_on=way.nodes if way else ())

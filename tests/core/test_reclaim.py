@@ -1,5 +1,6 @@
 """Who must give back what it has borrowed."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from service.core.trial import Planner, Trial
 from service.core.units import Instant, Mib, TaskId
 from service.core.world import World
 from tests.builders import NOW, Holding, a_device, a_node, a_task, a_world, commit, holding, let_go
+from tests.core.gangs import a_gang, bundles
 
 POLICY = Policy(
     tenants=(
@@ -154,3 +156,63 @@ def test_who_gives_back_first_does_not_take_it_again_before_the_others_have():
     assert [world.tasks[TaskId(f"r{n}")].state for n in range(4)] == [TaskState.PENDING] * 2 + [
         TaskState.RUNNING
     ] * 2
+
+
+def two_nodes(*parts: Any) -> World:
+    """Of one device of 40 MiB each."""
+    return a_world(a_device("gpu0", "n1", mb=40), a_device("gpu0", "n2", mb=40), *parts)
+
+
+def on(device: str, name: str, tenant: str = "guest", *, seconds: float = 9.0, **fields: Any) -> Holding:
+    task = a_task(name, tenant=tenant, gpu_mb=20, **{"priority": 60, **fields})
+    return holding(task, device, started_at=Instant(NOW - seconds))
+
+
+GANG = a_gang("gang", *bundles(2, gpu_mb=20), tenant="owner", priority=45, strategy="strict_spread")
+FOUR = (
+    on("n1/gpu0", "a"),
+    on("n1/gpu0", "b", seconds=50.0),
+    on("n2/gpu0", "c"),
+    on("n2/gpu0", "d", seconds=50.0),
+)
+
+
+def test_a_gang_takes_back_room_on_several_nodes_at_once_whatever_the_priority_of_borrowers():
+    world = two_nodes(*FOUR, GANG)
+    told = Planner(Draft(world), POLICY, NOW).attempt(GANG).eviction
+    asked = stopped(world)
+    assert told is not None
+    assert [run.id for run in told.victims] == asked == ["a", "c"]
+    commit(world, plan_cycle(world, POLICY, NOW).decisions)
+    for victim in asked:
+        let_go(world, victim)
+        commit(world, plan_cycle(world, POLICY, Instant(NOW + 1.0)).decisions)
+    assert [member.node for member in world.tasks[GANG.id].members] == ["n1", "n2"]
+
+
+def test_a_gang_leaves_borrowers_what_they_are_guaranteed():
+    policy = Policy(tenants=(TenantPolicy("owner", "lab", Mib(50)), TenantPolicy("guest", "lab", Mib(45))))
+    assert stopped(two_nodes(*FOUR, GANG), policy) == []
+    alone = replace(GANG, demand=replace(GANG.demand, bundles=bundles(1, gpu_mb=20)))
+    assert stopped(two_nodes(*FOUR, alone), policy) == ["a"]
+
+
+def test_a_gang_for_which_nothing_can_be_taken_back_may_still_stop_runs_of_lower_priority():
+    low = on("n1/gpu0", "low", "other", priority=5), on("n2/gpu0", "low2", "other", priority=5)
+    world = two_nodes(FOUR[0], FOUR[2], *low, GANG)
+    told = Planner(Draft(world), POLICY, NOW).attempt(GANG).eviction
+    assert stopped(world) == ["low", "low2"]
+    assert told is not None
+    assert [run.id for run in told.victims] == ["low", "low2"]
+
+
+def test_a_gang_without_gpus_takes_nothing_back():
+    busy = holding(a_task("busy", tenant="guest", gpu_mb=40, cpu=64.0), "n1/gpu0")
+    gang = a_gang("gang", *bundles(2, cpu=40.0), tenant="owner")
+    assert stopped(two_nodes(busy, gang)) == []
+
+
+def test_a_gang_waits_for_room_that_is_coming_rather_than_to_take_it_back():
+    world = two_nodes(*FOUR, GANG)
+    commit(world, plan_cycle(world, POLICY, NOW).decisions)
+    assert stopped(world) == []
