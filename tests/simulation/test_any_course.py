@@ -36,6 +36,7 @@ LIMITS: tuple[dict[str, float], ...] = (
     {"deadline_at": 40.0},
     {"not_before": 10.0},
 )
+ELASTIC: dict[str, Any] = {"bundles": (a_demand(gpu_mb=20),) * 3, "min_ranks": 1}
 GANGS: tuple[dict[str, Any], ...] = (
     {},
     {},
@@ -43,7 +44,7 @@ GANGS: tuple[dict[str, Any], ...] = (
     {"bundles": (a_demand(gpu_mb=30, cpu=1.0),) * 3, "strategy": "spread"},
     {"bundles": (a_demand(gpus=1), a_demand(cpu=1.0)), "strategy": "strict_pack"},
     {"bundles": (a_demand(gpu_mb=10),) * 2, "strategy": "strict_spread"},
-    {"bundles": (a_demand(gpu_mb=20),) * 3, "min_ranks": 1},
+    ELASTIC,
 )
 """What some tasks of a course with gangs ask for instead of their shape."""
 DEMAND_FIELDS = frozenset(Demand.__slots__)
@@ -296,6 +297,18 @@ class CourseWithGangs(Course):
     """The same with tasks of several ranks among them."""
 
     gangs = True
+
+    @rule(needs_mb=st.sampled_from((20, 40)), priority=st.sampled_from((50, 90)))
+    def an_elastic_gang_gets_to_work_and_somebody_needs_room(self, needs_mb: int, priority: int) -> None:
+        self._submit({"gang": ELASTIC, "priority": 10, "grace_seconds": Seconds(5.0)})
+        self._turn(BEAT_SECONDS)
+        for act in ("begin", "get ready"):
+            for agent, process in self.ground.processes():
+                if can(process, act):
+                    self._act(act, agent, process)
+        self._turn(BEAT_SECONDS)
+        self._submit({"gang": {}, "gpu_mb": needs_mb, "priority": priority})
+        self._turn(BEAT_SECONDS)
 
 
 COURSES = pytest.mark.parametrize("course", [Course, CourseWithGangs])
