@@ -17,6 +17,9 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
+from service.core.backfill import Basis
+from service.core.estimate import What
+from service.core.foresight import topic_of
 from service.core.lease import LeaseState
 from service.core.ledger import Book
 from service.core.policy import Policy, band_of
@@ -87,6 +90,14 @@ GAUGES: Mapping[str, tuple[str, tuple[str, ...]]] = {
         _TENANT,
     ),
     "gpubroker_event_log_position": ("Position of the last event this process has applied.", ()),
+    "gpubroker_forecast_error_seconds": (
+        "From the start that a task was foretold first to its start, in the median, by what that rested on.",
+        ("basis",),
+    ),
+    "gpubroker_forecast_within_p90_ratio": (
+        "Share of the tasks foretold that started by the p90; 0.9 is right.",
+        ("basis",),
+    ),
     "gpubroker_world_age_seconds": ("Seconds since the picture was last known to be current.", ()),
     "gpubroker_leader_term": ("Term of the leader in this process; absent if it does not lead.", ()),
 }
@@ -166,6 +177,7 @@ class WorldCollector(Collector):
         yield from _device_metrics(sources.world)
         yield from _fragmentation_metrics(sources.world, *sources.fragmentation())
         yield from _tenant_metrics(sources)
+        yield from _forecast_metrics(sources.world)
         yield _gauge("gpubroker_event_log_position", [((), sources.world.position)])
         yield _gauge("gpubroker_world_age_seconds", [((), sources.age_seconds())])
         term = sources.term()
@@ -205,6 +217,16 @@ def _task_metrics(world: World) -> Iterator[Metric]:
         total = sum(count for (_tenant, ended), count in world.finished.items() if ended is state)
         finished.add_metric((state.value,), total)
     yield finished
+
+
+def _forecast_metrics(world: World) -> Iterator[Metric]:
+    """Of each basis of which anything is known."""
+    errors = ((basis, world.learned.sketch(topic_of(basis, What.START_ERROR))) for basis in Basis)
+    medians = [((basis.value,), median) for basis, e in errors if (median := e.quantile(0.5)) is not None]
+    shares = ((basis, world.learned.sketch(topic_of(basis, What.START_SHARE))) for basis in Basis)
+    held = [((basis.value,), share) for basis, s in shares if (share := s.share_until(1.0)) is not None]
+    yield _gauge("gpubroker_forecast_error_seconds", medians)
+    yield _gauge("gpubroker_forecast_within_p90_ratio", held)
 
 
 def _tenant_metrics(sources: Sources) -> Iterator[Metric]:

@@ -44,3 +44,7 @@ async def test_the_totals_tell_how_true_forecasts_came(gateway: Gateway, api: Cl
     [told] = (await api.get("/stats")).json()["forecasts"]
     assert (told["basis"], told["n"], told["within_p90"]) == ("learned", 3, 0.667)
     assert abs(told["median_error_seconds"] - 10) < 0.3
+    metrics = (await api.get("/metrics")).text
+    assert f'gpubroker_forecast_within_p90_ratio{{basis="learned"}} {1 - 1 / 3}' in metrics
+    assert 'gpubroker_forecast_error_seconds{basis="learned"} ' in metrics
+    assert 'basis="stated"' not in metrics
