@@ -22,7 +22,6 @@ from service.core.placement import Places, worth_of
 from service.core.plan import Decision
 from service.core.policy import Policy, band_of
 from service.core.preemption import Eviction, best_of, eviction_of, is_coming
-from service.core.quota import Quotas
 from service.core.task import StopReason, Task, TaskState
 from service.core.units import Instant, NodeName
 from service.core.victims import Candidate, Stoppable, is_shielded
@@ -122,7 +121,6 @@ class _Search:
         self._worth = worth_of(world, policy)
         self._offers = Offers(self.draft, policy, now)
         self._places = self._places_in(self.draft)
-        self._quotas = Quotas(self.draft, policy)
         self._open: dict[Demand, frozenset[NodeName]] = {}
         """Nodes that have room for such a run now."""
 
@@ -150,10 +148,8 @@ class _Search:
         return found
 
     def _lacks_one_piece(self, task: Task) -> bool:
-        """There is room for it in sum, and neither now nor soon in one piece."""
-        if not task.demand.gpus or self._quotas.is_short(task) or self._places.best(task) is not None:
-            return False
-        if self.draft.short_of(task, self._policy.custom_limits):
+        """There is room for it in sum, and neither now nor soon in one piece. No limit keeps it back."""
+        if not task.demand.gpus or self._places.best(task) is not None:
             return False
         if any(is_coming(self._offers, task, node) for node in self._offers.nodes):
             return False

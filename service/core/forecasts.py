@@ -47,7 +47,8 @@ def make_forecasts(
 
 
 def first_of_queue(draft: Draft, policy: Policy, now: Instant) -> Iterator[Task]:
-    """Who waits for room, in order; no gangs. Those whose room has been pledged have it kept already."""
+    """Who waits for room and for no limit, in order; no gangs. Those whose room has been pledged have it kept
+    already."""
     world = draft.world
     agenda, limits = Agenda(world, policy, now, None, Shares(world, policy, now)), _Limits(draft, policy)
     while (head := agenda.next(limits)) is not None:

@@ -197,6 +197,11 @@ def test_what_a_forecast_ahead_keeps_is_left_alone():
     assert consolidate(world, POLICY, NOW, [replace(mine, task=TaskId("ahead")), mine]) is None
 
 
+def test_for_tasks_that_ask_for_the_same_it_is_looked_once():
+    runs = a_run("r0", saved=None), a_run("r1", "gpu1", saved=None)
+    assert look(two_halves(*runs, a_task("alike", gpu_mb=80))) is None
+
+
 def test_a_search_that_takes_too_long_is_given_up(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(consolidation, "MOST_LOOKS", 1)
     assert found(a_run("r0"), a_run("r1", "gpu1")) == []

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from service.core.demand import Where
 from service.core.mix import Mix
 from service.core.policy import Policy
 from service.core.scatter import Scattered, Sum, fragmentation, scattered
@@ -96,6 +97,19 @@ def test_it_is_no_matter_of_pieces_where_memory_is_short_in_sum():
 
 def test_it_is_no_matter_of_pieces_where_one_is_large_enough():
     assert waits(a_world(*on(60, 0)), gpu_mb=50 * GIB, cpu=1000.0) is None
+
+
+def test_tasks_without_devices_wait_for_no_pieces():
+    world = a_world(*on(60, 50))
+    for number in range(9):
+        submit(world, a_task(f"cpu{number}", cpu=1000.0))
+    assert scattered(world, Policy(), NOW) is None
+    assert waits(world, gpu_mb=50 * GIB) is not None
+
+
+def test_pieces_on_nodes_that_a_task_may_not_use_do_not_count():
+    here = Where(nodes=(("node", ("n1",)),))
+    assert waits(a_world(*on(60, 50), *on(0, node="n2")), gpu_mb=50 * GIB, where=here) is not None
 
 
 def test_only_what_most_ask_for_is_looked_at():

@@ -9,6 +9,7 @@ from service.core.mix import Mix
 from service.core.placement import worth_of
 from service.core.policy import Policy
 from service.core.world import World
+from service.core.worth import rows
 from tests.builders import (
     GIB,
     NOW,
@@ -19,6 +20,7 @@ from tests.builders import (
     a_world,
     commit,
     holding,
+    key,
     submit,
 )
 from tests.core.gangs import a_gang, bundles
@@ -140,6 +142,26 @@ def test_each_rank_of_a_gang_teaches_what_is_usual():
     world = a_world(a_device("gpu0"))
     submit(world, a_gang("gang", *bundles(3, gpu_mb=GIB), *bundles(1, cpu=1.0)))
     assert world.mix.edition == {a_demand(gpu_mb=GIB): 3}
+
+
+@pytest.mark.parametrize("kind", ["H100", "4090"])
+def test_a_place_needs_as_many_devices_with_room_as_are_asked_for(kind: str):
+    nothing = a_device("gpu2", mb=8, reserve_mb=8)
+    world = a_world(a_device("gpu0"), a_device("gpu1", kind=kind), nothing)
+    usual(world, any=(1, {"gpu_mb": GIB}))
+    worth = worth_of(world, Policy())
+    assert worth is not None
+    node = rows([(world.books[key(name)], mb) for name, mb in (("gpu0", 9), ("gpu1", 5))], 8.0)
+    assert worth.spot(a_demand(gpus=2, gpu_mb=7), node) is None
+    spot = worth.spot(a_demand(gpus=2, gpu_mb=5), node)
+    assert spot is not None
+    assert spot.devices == (key("gpu0"), key("gpu1"))
+
+
+def test_the_published_measure_may_be_chosen():
+    world = two_devices()
+    usual(world, small=(9, {"gpu_mb": 24 * GIB}), large=(1, {"gpu_mb": 48 * GIB}))
+    assert goes_to(world, "fgd", gpu_mb=30 * GIB) == "n1/gpu0", "nothing is left over there"
 
 
 def test_nothing_is_usual_where_nothing_that_was_asked_for_could_run():
