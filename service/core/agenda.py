@@ -1,6 +1,6 @@
 """The tasks of one cycle in the order of the queue, without touching more of them than are examined."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from heapq import heapify, heappop, heappush
 from typing import NamedTuple, Protocol
 
@@ -16,6 +16,9 @@ from service.core.world import World
 A_GLANCE = 0.2
 """To see that nothing has changed for a demand costs so much of a look."""
 
+A_NOD = 0.02
+"""To see that a demand is shut."""
+
 
 class Doubts(Protocol):
     """What is known of a group before anybody looks for it."""
@@ -28,6 +31,10 @@ class Doubts(Protocol):
 
     def may_reclaim(self, group: Group) -> bool:
         """There may be something for its tasks and for no others."""
+        ...
+
+    def shut(self) -> Mapping[Kin, int]:
+        """Demand -> the priority up to which it is known that there is nothing, whoever asks."""
         ...
 
     def is_refused(self, group: Group) -> bool:
@@ -52,6 +59,8 @@ class Head(NamedTuple):
     key: OrderKey
     task: TaskId
     group: Group | None
+    line: "list[Head]"
+    """A heap of those that stand behind this one: the heads of other groups for which the same holds."""
 
 
 class Agenda:
@@ -76,6 +85,8 @@ class Agenda:
         """Of those to come, the highest last."""
         self._coming_in: list[Kin | Likes] = []
         """Of this band; before them nobody's turn has come."""
+        self._is_sifted = True
+        """Whether those are left out of whom it is known that there is nothing for them."""
         self._asleep: list[Likes] = []
         self._asleep_together: dict[Kin, int] = {}
         """Those of which no group up to that priority has anything to expect, in this band and below."""
@@ -94,7 +105,9 @@ class Agenda:
     def next(self, doubts: Doubts) -> Head | None:
         """The next task to examine; None at the end, and when it is time for a pause."""
         while not self.is_done:
-            if self._coming_in:
+            if not self._is_sifted:
+                self._sift(doubts)
+            elif self._coming_in:
                 self._let_in(self._coming_in.pop(), doubts)
                 if doubts.looks.call_for_a_pause:
                     return None
@@ -112,7 +125,7 @@ class Agenda:
     def put_back(self, head: Head, after: OrderKey | None) -> None:
         """It was not examined to the end: it is the next one again."""
         self._after = after
-        heappush(self._heads, Head(head.key, head.task, None))
+        heappush(self._heads, Head(head.key, head.task, None, []))
 
     def charge(self, task: Task, mb: int) -> None:
         """The task that is examined was given so much: its tenant's other tasks may have to stand back."""
@@ -128,6 +141,7 @@ class Agenda:
         self._coming_in += (kin for kin in self._asleep_together if self._band in kin.bands)
         self._asleep = []
         self._asleep_together = {}
+        self._is_sifted = False
 
     def _take(self, head: Head, doubts: Doubts) -> Head | None:
         """None if it is nobody's turn after all."""
@@ -138,13 +152,16 @@ class Agenda:
         if group is None:
             return head if head.task in self._world.queue else None
         if doubts.is_over_quota(group) or (doubts.is_refused(group) and not doubts.may_reclaim(group)):
-            self._asleep.append((group,))
+            behind = [other.group for other in head.line if other.group is not None]
+            self._asleep.append((group, *behind))
             return None
-        self._push(group, group.after(head.key[-2:]))
+        self._line_up(head.line, group, group.after(head.key[-2:]))
+        self._advance(head.line)
         return head if self._world.queue.holds(head.task, group) else None
 
     def _open_band(self, top: int) -> None:
         self._band = top
+        self._is_sifted = False
         self._coming_in = [
             kin for kin in self._world.queue.kin.values() if top in kin.bands and self._may_wake(kin, top)
         ]
@@ -155,44 +172,74 @@ class Agenda:
                 key = order_key(own, self.shares.rank(task.tenant))
                 passed = self._after is not None and key <= self._after
                 if own[0] == -top and not passed and own > self.shares.passed.get(task.tenant, NOBODY):
-                    self._heads.append(Head(key, name, None))
+                    self._heads.append(Head(key, name, None, []))
         heapify(self._heads)
 
     def _may_wake(self, kin: Kin, top: int) -> bool:
         """In another band, where one of them may have a higher priority, though it stands lower."""
         asleep = self._asleep_together.get(kin, NOTHING)
-        if kin.most_urgent_of(top).priority <= asleep:
+        if kin.highest[top] <= asleep:
             return False
         self._asleep_together.pop(kin, None)
         return True
 
+    def _sift(self, doubts: Doubts) -> None:
+        """Leave out those for whom there is known to be nothing. Where there is no room for the most urgent
+        of a demand, there is none for the others."""
+        self._is_sifted = True
+        shut, band = doubts.shut(), self._band
+        awake: list[Kin | Likes] = []
+        for comers in self._coming_in:
+            if isinstance(comers, Kin):
+                highest = comers.highest.get(band, -1)
+                if highest > shut.get(comers, -1):
+                    awake.append(comers)
+                elif highest >= 0:
+                    self._asleep_together[comers] = highest
+            elif shut.get(comers[0].kin, -1) >= comers[0].priority:
+                self._asleep.append(comers)
+            else:
+                awake.append(comers)
+        doubts.looks.taken += A_NOD * len(self._coming_in)
+        self._coming_in = awake
+
     def _let_in(self, comers: Kin | Likes, doubts: Doubts) -> None:
-        """Where there is no room for the most urgent of a demand, there is none for the others."""
         doubts.looks.taken += A_GLANCE
         if not isinstance(comers, Kin):
             self._enter([group for group in comers if group], doubts)
         elif self._band in comers.bands:
-            groups = (group for likes in comers.bands[self._band].values() for group in likes.values())
-            nothing = doubts.has_nothing(comers.most_urgent_of(self._band))
-            if nothing and not (self._policy.has_quotas and any(map(doubts.may_reclaim, groups))):
-                self._asleep_together[comers] = comers.most_urgent_of(self._band).priority
-            else:
-                likes = comers.bands[self._band].values()
-                self._coming_in += (tuple(groups.values()) for groups in likes)
+            all_likes = [list(likes.values()) for likes in comers.bands[self._band].values()]
+            if len(all_likes) > 1 and self._has_nothing(comers, doubts):
+                self._asleep_together[comers] = comers.highest[self._band]
+                return
+            for likes in all_likes:
+                self._enter(likes, doubts)
+
+    def _has_nothing(self, kin: Kin, doubts: Doubts) -> bool:
+        """In this band, and for nobody."""
+        if not doubts.has_nothing(kin.most_urgent_of(self._band)):
+            return False
+        groups = (group for likes in kin.bands[self._band].values() for group in likes.values())
+        return not (self._policy.has_quotas and any(map(doubts.may_reclaim, groups)))
 
     def _enter(self, likes: Sequence[Group], doubts: Doubts) -> None:
-        over = [group for group in likes if doubts.is_over_quota(group)]
-        self._asleep += ((group,) for group in over)
-        likes = [group for group in likes if group not in over] if over else likes
-        if likes and doubts.is_refused(likes[0]):
-            claim = [group for group in likes if self._policy.has_quotas and doubts.may_reclaim(group)]
-            self._asleep.append(tuple(group for group in likes if group not in claim))
-            likes = claim
+        lines = [likes]
+        if self._policy.has_quotas:  # by which they differ
+            over = [group for group in likes if doubts.is_over_quota(group)]
+            self._asleep += ((group,) for group in over)
+            lines = [(group,) for group in likes if group not in over]
+        if lines and lines[0] and doubts.is_refused(lines[0][0]):
+            claim = [line for line in lines if self._policy.has_quotas and doubts.may_reclaim(line[0])]
+            self._asleep += (tuple(line) for line in lines if line not in claim)
+            lines = claim
         doubts.looks.taken += A_GLANCE * len(likes)
-        for group in likes:
-            passed = self._count_passed(group)
-            if passed < len(group):
-                self._push(group, group.member(passed))
+        for groups in lines:
+            line: list[Head] = []
+            for group in groups:
+                passed = self._count_passed(group)
+                if passed < len(group):
+                    self._line_up(line, group, group.member(passed))
+            self._advance(line)
 
     def _count_passed(self, group: Group) -> int:
         """How many of its members have had their turn."""
@@ -203,13 +250,18 @@ class Agenda:
         own = self.shares.passed.get(group.tenant)
         return passed if own is None else max(passed, group.count_own(own, self._ordered_at, self._policy))
 
-    def _push(self, group: Group, member: Member | None) -> None:
+    def _line_up(self, line: list[Head], group: Group, member: Member | None) -> None:
         """Let in this member, or the next one that does not stand for itself."""
         while member is not None and member[1] in self._pledged:
             member = group.after(member)
         if member is not None:
             own = group.own_key(member, self._ordered_at, self._policy)
-            heappush(self._heads, Head(order_key(own, self.shares.rank(group.tenant)), member[1], group))
+            heappush(line, Head(order_key(own, self.shares.rank(group.tenant)), member[1], group, line))
+
+    def _advance(self, line: list[Head]) -> None:
+        """The first of a line takes its place among all."""
+        if line:
+            heappush(self._heads, heappop(line))
 
     def _was_overtaken(self, head: Head) -> bool:
         """Whether its tenant was given something since it came in; then it stands back."""
@@ -218,7 +270,8 @@ class Agenda:
         rank = self.shares.rank(tenant)
         if head.key[1:3] == rank:
             return False
-        heappush(self._heads, head._replace(key=(head.key[0], *rank, *head.key[3:])))
+        heappush(head.line, head._replace(key=(head.key[0], *rank, *head.key[3:])))
+        self._advance(head.line)
         return True
 
     def _own_key(self, task: Task) -> OwnKey:

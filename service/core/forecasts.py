@@ -1,6 +1,6 @@
 """When and where the first tasks of the queue will start, by what is known of the runs ahead of them."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from math import inf
 
@@ -12,7 +12,7 @@ from service.core.expectations import whole_run_seconds
 from service.core.fairness import Shares
 from service.core.looks import Looks
 from service.core.need import may_use_node, need_mb
-from service.core.ordering import Group
+from service.core.ordering import Group, Kin
 from service.core.policy import Policy
 from service.core.quota import Quotas
 from service.core.task import Task
@@ -73,6 +73,9 @@ class _Limits:
             return False
         probe = self._draft.world.tasks[group.member(0)[1]]
         return bool(self._draft.short_of(probe, self._policy.custom_limits))
+
+    def shut(self) -> Mapping[Kin, int]:
+        return {}
 
     def has_nothing(self, group: Group) -> bool:
         return self.is_refused(group)

@@ -15,6 +15,7 @@ from service.core.plan import Decision
 from service.core.policy import Policy
 from service.core.preemption import Search
 from service.core.quota import Needs
+from service.core.refused import Refused
 from service.core.task import Placement, Task
 from service.core.units import Instant, NodeName, TaskId
 from service.core.victims import is_old_enough, is_shielded, shielded_seconds
@@ -45,23 +46,6 @@ class Standing:
     seen: int = 0
     """Revision of `changes` of which this tells."""
     found: dict[NodeName, Found] = field(default_factory=dict)
-
-
-@dataclass(slots=True)
-class Refusal:
-    """There was neither room for such a task nor anything that could be made room, on any node."""
-
-    probe: Task
-    """One of them, without its name."""
-    changed: int
-    grown: int
-    """Revisions of `changes` and `growth` of which this tells."""
-    ruled_out: int
-    """Revision of `growth` at which no node had anything at all; 0 if that was never found."""
-    coming_on: NodeName | None = None
-    """Or rather: room is coming on this node, so that nobody is stopped elsewhere."""
-    broken: int = 0
-    """Revision of `changes` at which there was something after all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,8 +92,7 @@ class Memory:
         self.changes = Changes()
         self.growth = Changes()
         self.standings: dict[Likes | TaskId, Standing] = {}
-        self.refusals: dict[Kin, dict[int, Refusal]] = {}
-        """Demand -> priority -> what is known. Where there is no room, there is none at a lower priority."""
+        self.refused = Refused()
         self.gangs: dict[Likes, GangRefusal] = {}
         self.beside: dict[Likes, Beside] = {}
         self.rows: dict[tuple[NodeName, int], tuple[int, tuple[Row, ...]]] = {}
@@ -182,10 +165,10 @@ class Memory:
             if node not in looked_at:
                 self._look_ahead(node)
         self._opened = self.changes.revision
-        known = len(self.standings) + len(self.refusals) + len(self.gangs)
+        known = len(self.standings) + len(self.refused) + len(self.gangs)
         if known > 4 * len(world.queue.kin) + MOST_UNASKED:
             self.standings.clear()
-            self.refusals.clear()
+            self.refused.clear()
             self.beside.clear()
             self.denied.clear()
             self.gangs.clear()
@@ -216,16 +199,31 @@ class Memory:
             else:
                 at = min(at, book.sample.at + 3 * period)
         self._young.pop(node, None)
-        for name in self._world.runs.get(node, ()):
-            run = self._world.tasks[name]
+        for run in self._worth_watching(node):
             if not is_old_enough(run, self._began_at):
                 self._young[node] = max(self._young.get(node, Instant(0.0)), run.admitted_at or Instant(0.0))
             if is_shielded(run, self._policy, self._began_at):
-                turned.append(name)
+                turned.append(run.id)
                 if run.started_at is not None:
                     at = min(at, run.started_at + shielded_seconds(run, self._policy))
         self._due[node] = Instant(at - A_MOMENT)
         self._turned[node] = frozenset(turned)
+
+    def _worth_watching(self, node: NodeName) -> list[Task]:
+        """The runs there that may be too young, or shielded. There may be thousands, most of them neither:
+        who has begun, and was stopped less often than the policy allows, has its least run time alone."""
+        assert self._world is not None, "the memory is open"
+        tasks = self._world.tasks
+        runs = [tasks[name] for name in self._world.runs.get(node, ())]
+        least, budget = self._policy.min_run_seconds, self._policy.preemption_budget
+        return [
+            run
+            for run in runs
+            if run.preemptions >= budget
+            or run.started_at is None
+            or self._began_at - run.started_at < least
+            or not is_old_enough(run, self._began_at)
+        ]
 
 
 def _came_true(world: World, decision: Decision) -> bool:

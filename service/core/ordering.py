@@ -32,8 +32,12 @@ OrderKey = tuple[int, int, int, int, float, float, TaskId]
 
 def aged_priority(priority: int, waited_seconds: float, policy: Policy) -> int:
     """Priority plus one point per `ageing_seconds_per_point`, never above the top of its own band."""
-    points = int(max(0.0, waited_seconds) / policy.ageing_seconds_per_point)
-    return min(band_of(priority)[2], priority + points)
+    return _aged(priority, band_of(priority)[2], waited_seconds, policy)
+
+
+def _aged(priority: int, top: int, waited_seconds: float, policy: Policy) -> int:
+    points = int(waited_seconds / policy.ageing_seconds_per_point) if waited_seconds > 0 else 0
+    return min(top, priority + points)
 
 
 def own_key(
@@ -47,8 +51,9 @@ def own_key(
     4. earlier submit time
     5. smaller id
     """
-    aged = aged_priority(standing, now - submitted_at, policy)
-    return (-band_of(standing)[2], -aged, -policy.weight_of(stream), submitted_at, task)
+    top = band_of(standing)[2]
+    aged = _aged(standing, top, now - submitted_at, policy)
+    return (-top, -aged, -policy.weight_of(stream), submitted_at, task)
 
 
 def order_key(own: OwnKey, rank: Rank) -> OrderKey:
@@ -59,25 +64,28 @@ def order_key(own: OwnKey, rank: Rank) -> OrderKey:
 class Kin:
     """The groups of one demand, whoever asks. Compares by identity."""
 
-    __slots__ = ("_most_urgent", "bands", "demand")
+    __slots__ = ("_most_urgent", "bands", "demand", "highest")
 
     def __init__(self, demand: Demand) -> None:
         self.demand = demand
         self.bands: dict[int, dict[int, dict[GroupKey, Group]]] = {}
         """Top of the band in which they stand -> priority -> the groups of it; none is empty."""
+        self.highest: dict[int, int] = {}
+        """Top of the band -> the highest priority of its groups."""
         self._most_urgent: dict[int, Group] = {}
 
     def most_urgent_of(self, top: int) -> "Group":
         """One of the highest priority in a band that has any."""
         found = self._most_urgent.get(top)
         if found is None:
-            groups = self.bands[top]
-            found = self._most_urgent[top] = next(iter(groups[max(groups)].values()))
+            likes = self.bands[top][self.highest[top]]
+            found = self._most_urgent[top] = next(iter(likes.values()))
         return found
 
     def put(self, group: "Group") -> None:
         top = band_of(group.standing)[2]
         self.bands.setdefault(top, {}).setdefault(group.priority, {})[group.key] = group
+        self.highest[top] = max(group.priority, self.highest.get(top, -1))
         self._most_urgent.pop(top, None)
 
     def drop(self, group: "Group") -> None:
@@ -86,8 +94,10 @@ class Kin:
         del likes[group.key]
         if not likes:
             del self.bands[top][group.priority]
-        if not self.bands[top]:
-            del self.bands[top]
+        if self.bands[top]:
+            self.highest[top] = max(self.bands[top])
+        else:
+            del self.bands[top], self.highest[top]
         self._most_urgent.pop(top, None)
 
 

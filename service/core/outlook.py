@@ -27,6 +27,8 @@ class Room:
     """(device, MiB), in key order."""
     ceiling: Ceiling
     beside: Headroom
+    alike: Device | None
+    """One of them, if they differ in nothing that a demand looks at but their names."""
 
     def may_fit(self, task: Task) -> bool:
         """False: there is not enough for such a task. True: perhaps there is."""
@@ -37,6 +39,9 @@ class Room:
         demand = task.demand
         if not (demand.gpus and self.may_fit(task)):
             return not demand.gpus and self.beside.fits(task)
+        if self.alike is not None and not demand.where.devices:
+            need = need_mb(demand, self.alike)
+            return need is not None and need <= self.ceiling.amounts[demand.gpus - 1]
         needs = ((need_mb(demand, device), mb) for device, mb in self.devices)
         return sum(need is not None and need <= mb for need, mb in needs) >= demand.gpus
 
@@ -168,4 +173,7 @@ def _are_same(some: Sequence[object], others: Sequence[object]) -> bool:
 
 
 def _room(devices: Sequence[tuple[Device, int]], beside: Headroom) -> Room:
-    return Room(tuple(devices), ceiling(devices), beside)
+    sorts = {
+        (d.kind, d.power, d.physical_mb, d.allocatable_mb, d.context_mb, bool(d.parent)) for d, _ in devices
+    }
+    return Room(tuple(devices), ceiling(devices), beside, devices[0][0] if len(sorts) == 1 else None)

@@ -178,8 +178,8 @@ class Places:
         return (rank, 0.0, (node, *spot.devices)), Placement(node, tuple(devices))
 
     def _rows(self, node: NodeName, task: Task, cpu: float) -> tuple[Row, ...]:
-        """What such a task could have of the node's devices; worked out once for all without pledges."""
-        if self._memory is None or self._draft.pledges_of(task.id):
+        """What such a task could have of the node's devices; once for all without pledges there."""
+        if self._memory is None or self._is_kept_for(node, task):
             return self._look_along(node, task, cpu)
         revision = self._draft.changes.at(node)
         known = self._memory.rows.get((node, task.priority))
@@ -200,11 +200,16 @@ class Places:
         return rows(left, cpu)
 
     def _left(self, node: NodeName, task: Task) -> Room:
-        """What such a task could have of a node; worked out once for all without pledges."""
-        if not self._draft.pledges_of(task.id):
+        """What such a task could have of a node; once for all without pledges there."""
+        if not self._is_kept_for(node, task):
             return self._outlooks.now(node, task.priority)
         self._looks.taken += CLOSE_LOOK
         return self._outlooks.now_of(node, task)
+
+    def _is_kept_for(self, node: NodeName, task: Task) -> bool:
+        """Whether there is room on the node that only this task may have."""
+        pledges = self._draft.pledges_of(task.id)
+        return any(self._draft.book(device).device.node == node for device in pledges)
 
     def _devices(self, node: NodeName, task: Task, sign: int) -> Iterator[Option]:
         for book in self._draft.usable_books(node, self._policy, self._now):

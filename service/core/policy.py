@@ -174,6 +174,8 @@ class Policy:
 
     def weight_of(self, stream: str) -> float:
         """Of tasks in no stream, or in one that is no longer configured, 1."""
+        if not self.streams:
+            return 1.0
         return next((weight for name, weight in self.streams if name == stream), 1.0)
 
     def limit_of(self, slot: str) -> float | None:

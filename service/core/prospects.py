@@ -1,24 +1,23 @@
 """Whether there is anything to be found for a task at all, without looking twice at what did not change."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from math import inf
 
-from service.core.agenda import A_GLANCE
 from service.core.backfill import Guards
 from service.core.draft import Draft
 from service.core.gang import Gang
 from service.core.gang_eviction import choose_for_gang
 from service.core.looks import Looks
-from service.core.memory import Beside, Denied, GangRefusal, Memory, Pursuit, Refusal, Standing
+from service.core.memory import Beside, Denied, GangRefusal, Memory, Pursuit, Standing
 from service.core.offers import Offers
 from service.core.ordering import Group, Kin
-from service.core.outlook import Room
 from service.core.placement import CLOSE_LOOK, Places
 from service.core.policy import Policy
 from service.core.preemption import Eviction, Search, is_coming, may_preempt
 from service.core.quota import Quotas
 from service.core.reclaim import Claims, Surplus, reclaim, reclaim_for_gang
+from service.core.refusals import Refusals
 from service.core.task import Placement, Task
 from service.core.units import Instant, NodeName, TaskId
 
@@ -47,8 +46,8 @@ class Prospects:
         self._memory = memory
         self._places = places
         self._offers = offers
-        self._rooms: dict[tuple[int, int, bool], list[Room]] = {}
-        self._rooms_at = 0
+        changes, growth = memory.changes, memory.growth
+        self._refusals = Refusals(memory.refused, offers, policy, changes, growth, memory.awaited, looks)
         self._quotas = quotas
         self._claims = claims
 
@@ -84,6 +83,10 @@ class Prospects:
             self._memory.denied[likes] = self._state_of(surplus, passing=coming or bool(closed))
         return found
 
+    def shut(self) -> Mapping[Kin, int]:
+        """Demand -> the priority up to which it is known that there is nothing, whoever asks."""
+        return {} if self._policy.has_quotas else self._refusals.shut()
+
     def is_refused(self, group: Group) -> bool:
         """Whether it is known, or a look at what changed tells, that there is neither room for such tasks
         now nor a way to make it. False if somebody must look."""
@@ -93,8 +96,7 @@ class Prospects:
             return True
         if self._guards.is_waiting(group.kin, group.priority):
             return True
-        known = self._memory.refusals.get(group.kin, {}).get(group.priority)
-        return known is not None and known.coming_on is not None and self._still_holds(known)
+        return self._refusals.is_waiting(group.kin, group.priority)
 
     def has_nothing(self, group: Group) -> bool:
         """The same, and it is so for lower priorities as well."""
@@ -102,10 +104,7 @@ class Prospects:
             return True
         if self._guards.is_barred(group.kin, group.priority):
             return True
-        for priority, known in self._memory.refusals.get(group.kin, {}).items():
-            if priority >= group.priority and known.coming_on is None and self._still_holds(known):
-                return True
-        return False
+        return self._refusals.has_nothing(group.kin, group.priority)
 
     def _is_short(self, group: Group) -> bool:
         likes, changed = (group.kin, group.priority), self._memory.changes.revision
@@ -161,7 +160,7 @@ class Prospects:
     def place(self, task: Task, kin: Kin) -> Placement | None:
         """The best place for a task."""
         likes = (kin, task.priority)
-        seen = max((known.changed for known in self._known(kin, task.priority)), default=0)
+        seen = self._refusals.seen(task, kin)
         standing = self._memory.standings.get(likes)
         if standing is None or standing.seen < seen:
             self._memory.standings[likes] = Standing(seen)
@@ -202,9 +201,9 @@ class Prospects:
     def eviction(self, task: Task, kin: Kin) -> Eviction | Search | None:
         """The best eviction for a task for which there is no place; None, which is remembered, if there is
         none, or if it need only wait. A search that is not at its end is gone on with when asked again."""
-        coming_on = self._coming_on(task, kin)
+        coming_on = self._refusals.coming_on(task, kin)
         if coming_on is None and may_preempt(self._offers, task):
-            search = self._memory.resume(task) or Search(task, self._worth_a_look(task, kin))
+            search = self._memory.resume(task) or Search(task, self._refusals.worth_a_look(task, kin))
             if not search.go_on(self._offers, self.looks):
                 self._memory.pursuit = Pursuit(search, self._memory.changes.revision)
                 return search
@@ -212,77 +211,5 @@ class Prospects:
             if found is not None:
                 return found
             coming_on = search.coming_on
-        self._refuse(task, kin, coming_on)
+        self._refusals.refuse(task, kin, coming_on)
         return None
-
-    def _coming_on(self, task: Task, kin: Kin) -> NodeName | None:
-        """A node on which room is coming for this task as for its likes of higher priority."""
-        nodes = (known.coming_on for known in self._known(kin, task.priority))
-        return next((node for node in nodes if node and is_coming(self._offers, task, node)), None)
-
-    def _worth_a_look(self, task: Task, kin: Kin) -> Iterable[NodeName]:
-        """The usable nodes without those that had nothing when they were last looked at."""
-        ruled_out = max((known.ruled_out for known in self._known(kin, task.priority)), default=0)
-        if not ruled_out:
-            return self._offers.nodes
-        return self._offers.nodes.intersection(self._memory.growth.since(ruled_out))
-
-    def _refuse(self, task: Task, kin: Kin, coming_on: NodeName | None) -> None:
-        changed, grown = self._memory.changes.revision, self._memory.growth.revision
-        ruled_out = max((known.ruled_out for known in self._known(kin, task.priority)), default=0)
-        if coming_on is None:
-            ruled_out = grown
-        else:
-            self._memory.awaited.add(coming_on)
-        refusals = self._memory.refusals.setdefault(kin, {})
-        if coming_on is None:
-            for covered in [priority for priority in refusals if priority < task.priority]:
-                del refusals[covered]
-        probe = replace(task, id=TaskId(""))
-        refusals[task.priority] = Refusal(probe, changed, grown, ruled_out, coming_on)
-
-    def _known(self, kin: Kin, priority: int) -> Iterator[Refusal]:
-        """What was found at this and at higher priorities. Where these found no room, or nobody to stop,
-        there was none at this one either."""
-        for at, known in self._memory.refusals.get(kin, {}).items():
-            if at >= priority:
-                yield known
-
-    def _still_holds(self, known: Refusal) -> bool:
-        changes, growth = self._memory.changes, self._memory.growth
-        node = known.coming_on
-        moved = node is not None and changes.at(node) > known.changed
-        if known.grown == growth.revision and not moved:
-            return True
-        if known.broken == changes.revision:
-            return False
-        if moved and node is not None and not is_coming(self._offers, known.probe, node):
-            known.broken = changes.revision
-            return False
-        for room in self._rooms_since(known.grown, known.probe, now=node is not None):
-            self.looks.taken += A_GLANCE
-            if room.fits(known.probe):
-                known.broken = changes.revision
-                return False
-        if node is None:
-            known.ruled_out = growth.revision
-        else:
-            self._memory.awaited.add(node)
-        known.changed, known.grown = changes.revision, growth.revision
-        return True
-
-    def _rooms_since(self, grown: int, probe: Task, *, now: bool) -> list[Room]:
-        """What the nodes that have grown since then have for such a task: at most, or now."""
-        at_most = not now and self._policy.preemption and probe.demand.gpus > 0
-        if self._rooms_at != self._memory.changes.revision:
-            self._rooms_at = self._memory.changes.revision
-            self._rooms.clear()
-        key = grown, probe.priority, at_most
-        rooms = self._rooms.get(key)
-        if rooms is None:
-            nodes = self._offers.nodes.intersection(self._memory.growth.since(grown))
-            outlooks = self._offers.outlooks
-            look = outlooks.most if at_most else outlooks.now
-            self.looks.taken += len(nodes)
-            rooms = self._rooms[key] = [look(node, probe.priority) for node in nodes]
-        return rooms

@@ -1,0 +1,174 @@
+"""Whether there is still nothing for a demand: as long as no node has grown enough, nobody looks again."""
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
+
+from service.core.agenda import A_GLANCE
+from service.core.changes import Changes
+from service.core.looks import Looks
+from service.core.offers import Offers
+from service.core.ordering import Kin
+from service.core.outlook import Room
+from service.core.policy import Policy
+from service.core.preemption import is_coming
+from service.core.refused import Refusal, Refused, Since
+from service.core.task import Task
+from service.core.units import NodeName, TaskId
+
+AN_ENTRY = 0.02
+"""To compare a node with what one demand needs at least costs so much of a look."""
+
+
+class Refusals:
+    """What is known, as it stands in one draft."""
+
+    def __init__(
+        self,
+        known: Refused,
+        offers: Offers,
+        policy: Policy,
+        changes: Changes,
+        growth: Changes,
+        awaited: set[NodeName],
+        looks: Looks,
+    ) -> None:
+        """`awaited`: to this is added where room is coming for somebody."""
+        self._known = known
+        self._offers = offers
+        self._policy = policy
+        self._changes = changes
+        self._growth = growth
+        self._awaited = awaited
+        self._looks = looks
+        self._up_to = -1
+        """Revision of `growth` that has been compared with all that holds."""
+        self._rooms: dict[tuple[int, int, bool], list[Room]] = {}
+        self._rooms_at = 0
+
+    def shut(self) -> Mapping[Kin, int]:
+        """Demand -> the priority up to which a refusal holds; not to be changed."""
+        if self._up_to != self._growth.revision:
+            self._compare()
+        return self._known.shut
+
+    def _compare(self) -> None:
+        """What has grown with what is lacking."""
+        self._up_to = self._growth.revision
+        for priority, stops, lot in self._known.lots():
+            if lot.lacks and lot.since.grown != self._up_to:
+                for room in self._rooms_since(lot.since.grown, priority, at_most=stops):
+                    self._looks.taken += AN_ENTRY * len(lot.lacks)
+                    for kin, refusal in list(lot.met_by(room)):
+                        self._known.leave(kin, refusal, lot)
+                        refusal.broken = self._changes.revision
+            lot.since.changed, lot.since.grown = self._changes.revision, self._up_to
+
+    def has_nothing(self, kin: Kin, priority: int) -> bool:
+        """Whether a refusal holds for such tasks, and for their likes of lower priority."""
+        if self.shut().get(kin, -1) >= priority:
+            return True
+        for at, known in self._known.of(kin).items():
+            if at >= priority and known.coming_on is None and self._holds_again(known):
+                self._join(kin, known)
+                return True
+        return False
+
+    def is_waiting(self, kin: Kin, priority: int) -> bool:
+        """Whether room is coming for tasks of just this priority."""
+        known = self._known.of(kin).get(priority)
+        return known is not None and known.coming_on is not None and self._still_waits(known, known.coming_on)
+
+    def coming_on(self, task: Task, kin: Kin) -> NodeName | None:
+        """A node on which room is coming for this task as for its likes of higher priority."""
+        nodes = (known.coming_on for known in self._at_least(kin, task.priority))
+        return next((node for node in nodes if node and is_coming(self._offers, task, node)), None)
+
+    def worth_a_look(self, task: Task, kin: Kin) -> Iterable[NodeName]:
+        """The usable nodes without those that had nothing when they were last looked at."""
+        ruled_out = self._ruled_out(kin, task.priority)
+        if not ruled_out:
+            return self._offers.nodes
+        return self._offers.nodes.intersection(self._growth.since(ruled_out))
+
+    def seen(self, task: Task, kin: Kin) -> int:
+        """The revision of `changes` at which no node had room for it; 0 if that was never found."""
+        return max((known.since.changed for known in self._at_least(kin, task.priority)), default=0)
+
+    def refuse(self, task: Task, kin: Kin, coming_on: NodeName | None) -> None:
+        """There is nothing for the task, unless room is coming for it."""
+        since = Since(self._changes.revision, self._growth.revision)
+        refusal = Refusal(replace(task, id=TaskId("")), since, coming_on)
+        if coming_on is not None:
+            refusal.ruled_out_before = self._ruled_out(kin, task.priority)
+            self._awaited.add(coming_on)
+        self._known.put(kin, refusal)
+        if coming_on is None:
+            self._join(kin, refusal)
+
+    def _join(self, kin: Kin, refusal: Refusal) -> None:
+        if self._up_to != self._growth.revision:
+            self._compare()
+        now = Since(self._changes.revision, self._growth.revision)
+        probe = refusal.probe
+        lot = self._known.lot(probe.priority, stops=self._may_stop(probe), now=now)
+        self._known.join(kin, refusal, lot)
+
+    def _ruled_out(self, kin: Kin, priority: int) -> int:
+        return max((known.ruled_out for known in self._at_least(kin, priority)), default=0)
+
+    def _at_least(self, kin: Kin, priority: int) -> Iterator[Refusal]:
+        """What was found at this and at higher priorities. Where these found no room, or nobody to stop,
+        there was none at this one either."""
+        for at, known in self._known.of(kin).items():
+            if at >= priority:
+                yield known
+
+    def _may_stop(self, probe: Task) -> bool:
+        return self._policy.preemption and probe.demand.gpus > 0
+
+    def _holds_again(self, known: Refusal) -> bool:
+        """Whether what there was for it has gone to others."""
+        if known.broken == self._changes.revision:
+            return False
+        rooms = self._rooms_since(
+            known.since.grown, known.probe.priority, at_most=self._may_stop(known.probe)
+        )
+        return not self._fits_into_any(rooms, known)
+
+    def _still_waits(self, known: Refusal, node: NodeName) -> bool:
+        changes, growth = self._changes, self._growth
+        moved = changes.at(node) > known.since.changed
+        if known.since.grown == growth.revision and not moved:
+            return True
+        if known.broken == changes.revision:
+            return False
+        if moved and not is_coming(self._offers, known.probe, node):
+            known.broken = changes.revision
+            return False
+        rooms = self._rooms_since(known.since.grown, known.probe.priority, at_most=False)
+        if self._fits_into_any(rooms, known):
+            return False
+        self._awaited.add(node)
+        known.since = Since(changes.revision, growth.revision)
+        return True
+
+    def _fits_into_any(self, rooms: Iterable[Room], known: Refusal) -> bool:
+        for room in rooms:
+            self._looks.taken += A_GLANCE
+            if room.fits(known.probe):
+                known.broken = self._changes.revision
+                return True
+        return False
+
+    def _rooms_since(self, grown: int, priority: int, *, at_most: bool) -> list[Room]:
+        """What the nodes that have grown since then have for such a task: at most, or now."""
+        if self._rooms_at != self._changes.revision:
+            self._rooms_at = self._changes.revision
+            self._rooms.clear()
+        rooms = self._rooms.get((grown, priority, at_most))
+        if rooms is None:
+            nodes = self._offers.nodes.intersection(self._growth.since(grown))
+            look = self._offers.outlooks.most if at_most else self._offers.outlooks.now
+            self._looks.taken += len(nodes)
+            rooms = self._rooms[grown, priority, at_most] = [look(node, priority) for node in nodes]
+        return rooms
