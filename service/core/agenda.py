@@ -194,7 +194,7 @@ class Agenda:
                 highest = comers.highest.get(band, -1)
                 if highest > shut.get(comers, -1):
                     awake.append(comers)
-                elif highest >= 0:
+                else:
                     self._asleep_together[comers] = highest
             elif shut.get(comers[0].kin, -1) >= comers[0].priority:
                 self._asleep.append(comers)

@@ -106,8 +106,6 @@ class Refusals:
             self._join(kin, refusal)
 
     def _join(self, kin: Kin, refusal: Refusal) -> None:
-        if self._up_to != self._growth.revision:
-            self._compare()
         now = Since(self._changes.revision, self._growth.revision)
         probe = refusal.probe
         lot = self._known.lot(probe.priority, stops=self._may_stop(probe), now=now)

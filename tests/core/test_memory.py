@@ -143,3 +143,21 @@ def test_what_is_known_of_demands_that_nobody_has_any_more_is_forgotten_in_the_e
     memory.standings.update({TaskId(f"gone{n}"): Standing() for n in range(MOST_UNASKED + 10)})
     assert [decision.subject for decision in plan(world, memory, NOW + 1.0)] == ["a"]
     assert len(memory.standings) < 10
+
+
+def test_who_is_shut_out_is_passed_over_in_every_band_and_when_others_are_woken():
+    run = holding(a_task("run", priority=90, gpu_mb=80 * GIB), "gpu0")
+    low = holding(a_task("low", priority=10, gpu_mb=80 * GIB), "gpu1")
+    waits = [a_task(f"waits{at}", priority=at, gpus=2, gpu_mb=60 * GIB) for at in (80, 60, 20)]
+    world, memory = a_world(a_device(), a_device("gpu1"), run, low, *waits), Memory()
+    assert plan(world, memory) == ()
+    world.add_task(a_task("one", priority=55, gpu_mb=60 * GIB))
+    assert [decision.subject for decision in plan(world, memory, NOW + 1.0)] == ["one"]
+
+
+def test_who_was_refused_within_the_cycle_stays_so_when_others_are_woken():
+    run = holding(a_task("run", priority=90, gpu_mb=80 * GIB), "gpu0")
+    low = holding(a_task("low", priority=10, gpu_mb=80 * GIB), "gpu1")
+    large = a_task("large", priority=60, gpus=2, gpu_mb=60 * GIB)
+    world = a_world(a_device(), a_device("gpu1"), run, low, large, a_task("one", priority=55, gpu_mb=60 * GIB))
+    assert [decision.subject for decision in plan(world, Memory())] == ["one"]
