@@ -158,8 +158,8 @@ def test_who_is_shut_out_is_passed_over_in_every_band_and_when_others_are_woken(
 def test_who_was_refused_within_the_cycle_stays_so_when_others_are_woken():
     run = holding(a_task("run", priority=90, gpu_mb=80 * GIB), "gpu0")
     low = holding(a_task("low", priority=10, gpu_mb=80 * GIB), "gpu1")
-    large = a_task("large", priority=60, gpus=2, gpu_mb=60 * GIB)
+    large = [a_task(name, priority=60, gpus=2, gpu_mb=60 * GIB) for name in ("large", "larger")]
     world = a_world(
-        a_device(), a_device("gpu1"), run, low, large, a_task("one", priority=55, gpu_mb=60 * GIB)
+        a_device(), a_device("gpu1"), run, low, *large, a_task("one", priority=55, gpu_mb=60 * GIB)
     )
     assert [decision.subject for decision in plan(world, Memory())] == ["one"]
