@@ -1,6 +1,6 @@
 """Whether a set of components fits a fleet: where each goes, what is missing, and whom it would displace."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Generator, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from service.core.backfill import Forecast
@@ -99,10 +99,29 @@ def plan_fleet(
     now: Instant,
     forecasts: Sequence[Forecast] = (),
 ) -> FleetPlan:
+    """All of `planning` at once."""
+    steps = planning(world, components, tenant, policy, now, forecasts)
+    while True:
+        try:
+            next(steps)
+        except StopIteration as end:
+            plan: FleetPlan = end.value
+            return plan
+
+
+def planning(
+    world: World,
+    components: Sequence[Component],
+    tenant: str,
+    policy: Policy,
+    now: Instant,
+    forecasts: Sequence[Forecast] = (),
+) -> Generator[None, None, FleetPlan]:
     """Place all components beside what runs, the hardest to place first. Changes nothing.
 
     What finds no room displaces runs of lower priority as a task would; of those nobody else need leave for
     the same component. Of what waits in the queue only the `forecasts` count, which keep room.
+    Pauses after each task; the World must not change meanwhile.
     """
     draft = Draft(world)
     planner = Planner(draft, policy, now, forecasts)
@@ -117,6 +136,7 @@ def plan_fleet(
                 missing[component.name] = component.count - number
                 break
             placed.append(replace(found, component=component.name))
+            yield
     runs = tuple(displaced[name] for name in sorted(displaced))
     apart = [(role, it.count) for it in components for role in it.apart or (it.demand,)]
     together = [(it.demand, it.count) for it in components]

@@ -6,6 +6,7 @@ from itertools import islice
 from math import inf
 
 from service.core.backfill import Forecast, Guards, Planned
+from service.core.demand import Demand
 from service.core.draft import Draft
 from service.core.fairness import Shares
 from service.core.gang import Gang
@@ -57,6 +58,8 @@ class Planner:
         worth = worth_of(draft.world, policy)
         self._places = Places(draft, policy, now, worth=worth, outlooks=outlooks)
         self._offers = Offers(draft, policy, now, outlooks=outlooks)
+        self._rooms: dict[tuple[Demand, int], tuple[int, dict[NodeName, Found]]] = {}
+        """What such tasks found on all nodes when the draft had changed so often."""
         self._quotas = Quotas(draft, policy)
         self._claims = Claims(draft, policy, self._quotas)
 
@@ -90,7 +93,18 @@ class Planner:
             return self._places.gang(task) or ()
         if self._draft.short_of(task, self._offers.policy.custom_limits):
             return ()
-        return {node: option for node in nodes if (option := self._places.on(node, task)) is not None}
+        if nodes is not self._offers.nodes or self._draft.pledges_of(task.id):
+            return {node: option for node in nodes if (option := self._places.on(node, task)) is not None}
+        likes, changes = (task.demand, task.priority), self._draft.changes
+        seen, found = self._rooms.get(likes, (None, {}))
+        for node in nodes if seen is None else changes.since(seen):
+            option = self._places.on(node, task)
+            if option is not None:
+                found[node] = option
+            else:
+                found.pop(node, None)
+        self._rooms[likes] = changes.revision, found
+        return found
 
     def _beside(self, task: Task, room: dict[NodeName, Found] | Gang) -> Gang | None:
         """The best of these places at which it delays no forecast; those behind it are spared if possible."""

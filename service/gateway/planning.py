@@ -14,6 +14,9 @@ from service.gateway.schemas import SimulateTask
 MOST_TASKS = 2000
 """Of all components together."""
 
+MOST_MACHINES = 1000
+MOST_GPUS = 10_000
+
 _NAME = StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$")
 
 
@@ -60,6 +63,13 @@ class PlanFleet(Body):
         for what, items in named.items():
             if len({item.name for item in items}) < len(items):
                 raise PydanticCustomError("same_name", "{what} must have different names", {"what": what})
+        machines = sum(nodes.count for nodes in self.fleet or [])
+        gpus = sum(nodes.count * sum(gpu.count for gpu in nodes.gpus) for nodes in self.fleet or [])
+        if machines > MOST_MACHINES or gpus > MOST_GPUS:
+            most = {"machines": MOST_MACHINES, "gpus": MOST_GPUS}
+            raise PydanticCustomError(
+                "fleet_too_large", "fleet must have at most {machines} nodes and {gpus} GPUs", most
+            )
         return self
 
 

@@ -1,6 +1,9 @@
 """POST /plan: whether components fit a fleet: three that are described, and the one that is there."""
 
+import asyncio
 from typing import Any
+
+import pytest
 
 from tests.builders import GIB
 from tests.gateway.harness import Client, Gateway, problem
@@ -106,3 +109,32 @@ async def test_what_cannot_be_planned_is_refused(gateway: Gateway, api: Client) 
     problem(await api.post("/plan", json=strange), 422, "pool-mismatch")
     reader = await gateway.client("reader", "tasks:read")
     problem(await reader.post("/plan", json={"components": [part]}), 403, "forbidden")
+
+
+async def test_a_fleet_that_is_too_large_is_refused(api: Client) -> None:
+    nodes = [{"name": f"rack{number}", "count": 600, "cpu": 8} for number in range(2)]
+    body = {"components": [{"name": "a"}], "fleet": nodes}
+    refusal = problem(await api.post("/plan", json=body), 422, "validation-failed")
+    assert "at most 1000 nodes and 10000 GPUs" in str(refusal["errors"])
+
+
+async def test_a_plan_for_another_fleet_lets_others_have_their_turn(api: Client) -> None:
+    asked = {
+        "components": [{"name": "a", "count": 400, "resources": {"gpus": 1}}],
+        "fleet": [{"name": "n", "count": 50, "cpu": 64, "gpus": [{"memory_mb": 81920, "count": 8}]}],
+    }
+    plan = asyncio.ensure_future(api.post("/plan", json=asked))
+    answered = 0
+    while not plan.done():
+        assert (await api.get("/healthz")).status_code == 200
+        answered += 1
+        await asyncio.sleep(0)
+    assert plan.result().json()["fits"]
+    assert answered > 2
+
+
+async def test_a_plan_that_takes_too_long_is_refused(api: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("service.gateway.routes.plan.UNPAUSED_SECONDS", 0.0)
+    body = {"components": [{"name": "a", "count": 2, "resources": {"cpu": 1}}]}
+    refusal = problem(await api.post("/plan", json=body), 422, "validation-failed")
+    assert "ask about fewer tasks at a time" in str(refusal["errors"])
