@@ -223,7 +223,7 @@ def test_positions_are_places_in_the_order_in_which_tasks_are_planned():
         for n in range(40)
     ]
     world = a_world(a_node(cpu=1000.0, max_runs=100), *tasks)
-    planned = [decision.subject for decision in plan_cycle(world, POLICY, NOW).decisions]
+    planned = [decision.subject for decision in plan_cycle(world, POLICY, NOW, budget=10_000).decisions]
     assert len(planned) == 40
     assert [told(world, name).position for name in planned] == list(range(1, 41))
 
