@@ -171,6 +171,16 @@ def test_a_plan_says_whether_a_set_of_components_fits(gpubroker: Run, tmp_path: 
     assert gpubroker("plan -f", str(plan)).code == 8
 
 
+def test_the_times_of_a_task_that_waits_are_changed(gpubroker: Run, holder: str) -> None:
+    assert gpubroker(f"submit {WORK} -i seconds=0 --gpus 2").code == 0
+    assert gpubroker("change last --queue-ttl 1h").code == 0
+    assert gpubroker("show last -o json").json["queue_ttl_seconds"] == 3600
+    assert gpubroker("change last --queue-ttl none").code == 0
+    assert gpubroker("show last -o json").json["queue_ttl_seconds"] is None
+    assert gpubroker("cancel last").code == 0
+    assert "only while a task waits" in gpubroker(f"change {holder} --queue-ttl 1h").err
+
+
 def test_no_command_is_missing_here() -> None:
     group = get_command(app)
     assert isinstance(group, TyperGroup)
