@@ -99,13 +99,13 @@ class _Slice:
         self._places = places = Places(draft, policy, now, memory, cursor.worth, looks, outlooks)
         offers = Offers(draft, policy, now, cursor.ordered_at, memory.offers, outlooks)
         self._quotas = Quotas(draft, policy, memory.needs)
-        self._guards = Guards(draft, policy, now, self._key_of, cursor.forecasts, cursor.kept_away)
+        self._shares = cursor.shares.copy()
+        self._agenda = agenda = self._open_agenda(world, policy)
+        self._guards = Guards(draft, policy, now, agenda.key_of, cursor.forecasts, cursor.kept_away)
         claims = Claims(draft, policy, self._quotas)
         self._prospects = Prospects(
             draft, policy, now, memory, places, offers, looks, self._quotas, claims, self._guards
         )
-        self._shares = cursor.shares.copy()
-        self._agenda = self._open_agenda(world, policy)
         self._decisions: list[Decision] = []
 
     def _open_agenda(self, world: World, policy: Policy) -> Agenda:
@@ -116,9 +116,6 @@ class _Slice:
         if self._memory.needs_wake:
             agenda.wake()
         return agenda
-
-    def _key_of(self, task: Task) -> OrderKey:
-        return self._agenda.key_of(task)
 
     def withdraw(self) -> None:
         stragglers = sorted(task for task in self._draft.pledged() if not self._awaits_room(task))

@@ -1,6 +1,6 @@
 """Whether one task would start if the planner looked at it now, and what that would take. Changes nothing."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from math import inf
@@ -52,8 +52,7 @@ class Planner:
         """`forecasts`: they keep room from those who stand behind them."""
         self._draft = draft
         self._now = now
-        self._shares = Shares(draft.world, policy, now) if forecasts else None
-        self._guards = Guards(draft, policy, now, self._key_of, forecasts)
+        self._guards = Guards(draft, policy, now, _order_by(draft, policy, now), forecasts)
         outlooks = Outlooks(draft, policy, now, now, {})
         worth = worth_of(draft.world, policy)
         self._places = Places(draft, policy, now, worth=worth, outlooks=outlooks)
@@ -124,12 +123,6 @@ class Planner:
             if found:
                 return (min(found)[1],)
         return None
-
-    def _key_of(self, task: Task) -> OrderKey:
-        assert self._shares is not None, "nobody asks where there are no forecasts"
-        standing, policy = self._draft.world.queue.standing_of(task), self._offers.policy
-        own = own_key(standing, task.stream, task.submitted_at, task.id, self._now, policy)
-        return order_key(own, self._shares.rank(task.tenant))
 
     def may_have(self, node: NodeName, task: Task) -> bool:
         """Whether the node has room for it, or could if everybody left who may be stopped for it; whatever
@@ -220,3 +213,18 @@ def in_words(draft: Draft, places: Gang) -> str:
         f"{node}/gpu{','.join(map(str, sorted(indexes)))}" if indexes else str(node)
         for node, indexes in found.items()
     )
+
+
+def _order_by(draft: Draft, policy: Policy, now: Instant) -> Callable[[Task], OrderKey]:
+    """A task's place in the queue now. Holds no planner, so that a question leaves nothing for the collector
+    of cycles, which comes rarely: what is worked out for one answer takes megabytes."""
+    shares: list[Shares] = []
+
+    def key_of(task: Task) -> OrderKey:
+        if not shares:
+            shares.append(Shares(draft.world, policy, now))
+        standing = draft.world.queue.standing_of(task)
+        own = own_key(standing, task.stream, task.submitted_at, task.id, now, policy)
+        return order_key(own, shares[0].rank(task.tenant))
+
+    return key_of

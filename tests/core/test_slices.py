@@ -1,5 +1,8 @@
 """Slices of a cycle that end in the middle, and what is known of a node while it changes."""
 
+import gc
+
+from service.core.advice import advise
 from service.core.changes import Changes
 from service.core.cycle import plan_cycle
 from service.core.decide import admit
@@ -10,6 +13,7 @@ from service.core.outlook import Outlooks
 from service.core.plan import Decision, write_move
 from service.core.policy import Policy
 from service.core.preemption import plan_eviction
+from service.core.survey import survey
 from service.core.task import Move, Placement
 from service.core.units import Instant, Mib, NodeName
 from tests.builders import GIB, NOW, a_device, a_node, a_task, a_world, commit, holding, key, submit
@@ -85,3 +89,18 @@ def test_a_node_that_costs_more_than_it_seemed_gives_way_to_the_next():
     eviction = plan_eviction(Offers(Draft(a_world(*parts)), POLICY, NOW), high, NOW)
     assert eviction is not None
     assert [victim.id for victim in eviction.victims] == ["n2"]
+
+
+def test_neither_a_slice_nor_an_explanation_leaves_its_draft_to_the_collector_of_cycles():
+    run = holding(a_task("run", priority=10, gpu_mb=60 * GIB), key("gpu0", "n1"))
+    waits = a_task("waits", priority=80, gpu_mb=60 * GIB)
+    world = a_world(a_node("n1"), a_device("gpu0", "n1"), run, waits)
+    gc.collect()
+    gc.disable()
+    try:
+        plan_cycle(world, POLICY, NOW)
+        advise(survey(Draft(world), waits, POLICY, NOW))
+        left = [found for found in gc.get_objects() if isinstance(found, Draft)]
+    finally:
+        gc.enable()
+    assert left == []
