@@ -54,12 +54,12 @@ def due(world: World, now: Instant, policy: Policy, watch: Watch | None) -> list
     at the pledges, and at those pending tasks whose time is up.
     """
     since = keep_watch(watch, now).since
-    if now >= since + NODE_PATIENCE_SECONDS and (silent := _silent(world, now)):
-        return react(world, silent, now, policy)
+    if now >= since + NODE_PATIENCE_SECONDS and (lost := react(world, _silent(world, now), now, policy)):
+        return lost
     decisions: list[Decision] = []
     moved: set[TaskId] = set()
     let_down: set[TaskId | None] = set()
-    overdue = _overdue(world, now, policy)
+    overdue = _overdue(world, now, policy, since)
     for task in overdue:
         if task.state is not TaskState.STOPPING:
             decisions.append(_stop_for_time(world, task, now, policy))
@@ -125,10 +125,18 @@ def _silent(world: World, now: Instant) -> list[NodeLost]:
     ]
 
 
-def _overdue(world: World, now: Instant, policy: Policy) -> list[Task]:
+def _overdue(world: World, now: Instant, policy: Policy, since: Instant) -> list[Task]:
     """Active past a limit or STOPPING past its grace period, in order of id."""
     active = (world.tasks[name] for name in world.active)
-    return sorted((task for task in active if now >= _limit_of(task, policy)), key=lambda task: task.id)
+    late = (task for task in active if now >= _limit_of(task, policy) and _was_waited_for(task, since, now))
+    return sorted(late, key=lambda task: task.id)
+
+
+def _was_waited_for(task: Task, since: Instant, now: Instant) -> bool:
+    """Who holds an external lease renews it, and could not while nobody was there to hear of it."""
+    if task.external is None or task.state is TaskState.STOPPING:
+        return True
+    return now >= since + task.external.ttl_seconds
 
 
 def _limit_of(task: Task, policy: Policy) -> float:

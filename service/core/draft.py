@@ -201,7 +201,8 @@ class Draft:
             self._own_use(node).count(part, -1)
         count_custom(self.custom_use, run, -1)
         for lease in self.world.leases_of(run):
-            self._own(lease.device).vacate(lease.key)
+            if lease.key in self.book(lease.device).holdings:  # else it was received already
+                self._own(lease.device).vacate(lease.key)
 
     def receive(self, node: NodeName) -> None:
         """As if what the runs that are over still hold on the node were back."""

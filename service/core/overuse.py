@@ -7,7 +7,7 @@ from service.core.orders import Ending
 from service.core.plan import Decision, Outcome
 from service.core.policy import Policy
 from service.core.stopping import give_notice, over_use
-from service.core.task import StopReason, Task, TaskState
+from service.core.task import StopReason, Task, TaskState, notice_of
 from service.core.units import Instant, TaskId
 from service.core.world import World
 
@@ -23,10 +23,14 @@ def overuse(world: World, now: Instant, policy: Policy) -> list[Decision]:
         lease = holding.lease
         task = world.holder(lease.holder, lease.fence)
         is_over = holding.measured_mb > lease.mb * (1 + policy.overuse_tolerance)
-        if is_over and task is not None and task.state is TaskState.RUNNING:
+        if is_over and task is not None and _is_at_work(task, lease.rank):
             over[task.id].append(key)
     decisions = (_decision(world, world.tasks[name], over[name], now, policy) for name in sorted(over))
     return [decision for decision in decisions if not decision.is_empty()]
+
+
+def _is_at_work(task: Task, rank: int) -> bool:
+    return task.state is TaskState.RUNNING and not notice_of(task, rank)[1]
 
 
 def _decision(world: World, task: Task, keys: list[str], now: Instant, policy: Policy) -> Decision:

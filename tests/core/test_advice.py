@@ -321,3 +321,14 @@ def test_use_that_is_not_attributed_leaves_with_the_run_that_explains_it():
     )
     world = a_world(begun, a_sample("gpu0", foreign_mb=None), a_task("new", gpu_mb=70 * GIB))
     assert advice(world).start == after(70.0)
+
+
+def test_a_run_that_is_over_and_not_gone_is_no_obstacle_to_an_explanation():
+    leaving = holding(
+        a_task("leaving", gpu_mb=60 * GIB), "gpu0", lease_state=LeaseState.RELEASING,
+        state=TaskState.STOPPING, stop_reason=StopReason.PREEMPT, stop_deadline_at=Instant(NOW + 20.0),
+    )  # fmt: skip
+    world = a_world(a_device(), leaving, run("stays", left=500.0, gib=15), a_task("new", gpu_mb=70 * GIB))
+    start = advice(world).start
+    assert start is not None
+    assert start.p50_seconds == 500.0

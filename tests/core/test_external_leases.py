@@ -19,7 +19,19 @@ from service.core.runs import react
 from service.core.task import StopReason, Task, TaskState
 from service.core.units import Fence, Instant, NodeName, Seconds, TaskId
 from service.core.world import World
-from tests.builders import GIB, NOW, a_device, a_node, a_sample, a_task, a_world, check_ledger, commit, submit
+from tests.builders import (
+    GIB,
+    NOW,
+    a_device,
+    a_node,
+    a_sample,
+    a_task,
+    a_world,
+    check_ledger,
+    commit,
+    holding,
+    submit,
+)
 
 POLICY = Policy()
 RULES = InventoryRules("test")
@@ -273,6 +285,29 @@ def test_a_node_that_is_lost_takes_nothing_from_it() -> None:
         TaskState.RUNNING,
         [(HolderKind.EXTERNAL, LeaseState.HELD)],
     )
+
+
+def test_one_on_a_lost_node_stops_nobodys_clock() -> None:
+    late = holding(a_task("late", gpu_mb=GIB, timeout_seconds=Seconds(10.0)), "n2/gpu0")
+    world = a_world(a_node("n1"), a_device("gpu0", "n1"), a_node("n2"), a_device("gpu0", "n2"), late)
+    submit(world, an_asking())
+    plan(world)
+    where = world.tasks[LEASE].node
+    assert where == "n1"
+    hear(world, NodeLost(where, world.nodes[where].incarnation, at(5), "its agent is silent"), seconds=5)
+    pass_time(world, 1000.0)
+    assert world.tasks[TaskId("late")].stop_reason is StopReason.TIMEOUT
+    assert world.tasks[LEASE].state is TaskState.STOPPING
+
+
+def test_a_leader_that_was_away_gives_it_its_whole_time_to_be_renewed() -> None:
+    world = a_world(a_device())
+    submit(world, an_asking())
+    plan(world)
+    watch = keep_watch(None, at(600))
+    assert due(world, at(600 + TTL - 1), POLICY, replace(watch, last=at(600 + TTL - 2))) == []
+    [decision] = due(world, at(600 + TTL), POLICY, replace(watch, last=at(600 + TTL - 1)))
+    assert decision.tasks[0].task.stop_reason is StopReason.DEADLINE
 
 
 def test_an_agent_that_does_not_watch_its_process_is_told_again() -> None:

@@ -2,6 +2,7 @@
 
 from service.core.deadlines import due
 from service.core.departures import Departures
+from service.core.device import DeviceSample
 from service.core.draft import Draft
 from service.core.explain import explain
 from service.core.lease import LeaseState
@@ -12,11 +13,14 @@ from service.core.orders import (
     StopOrder,
     WorldOrder,
 )
+from service.core.overuse import overuse
 from service.core.plan import Request
+from service.core.policy import Policy
 from service.core.requests import carry_out
 from service.core.task import StopReason, TaskState
-from service.core.units import Instant, NodeName, Seconds, TaskId
+from service.core.units import Instant, Mib, NodeName, Seconds, TaskId
 from tests.builders import (
+    GIB,
     a_task,
     check_ledger,
     commit,
@@ -219,3 +223,13 @@ def test_a_rank_that_is_done_and_not_gone_is_told_nothing_again() -> None:
     gang = shrunk()
     gang.tell(gang.ended(1))
     assert {order.rank for order in seen(gang, "n1", 0, 1)} == {0}
+
+
+def test_a_rank_that_is_leaving_may_use_what_it_likes_until_it_has_left():
+    g = shrunk()
+    world, gang = g.world, g.world.tasks["gang"]
+    [leaving, *_] = [member for member in gang.members if not member.takes_part]
+    [lease] = [lease for lease in world.leases_of(gang) if lease.rank == leaving.rank]
+    used = Mib(70 * GIB)
+    world.measure([DeviceSample(lease.device, Instant(g.now + 1.0), used, by_holder={lease.mark: used})])
+    assert overuse(world, Instant(g.now + 1.0), Policy(overuse="stop")) == []
