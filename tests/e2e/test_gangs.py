@@ -80,6 +80,7 @@ def test_a_rank_that_is_shot_takes_the_others_with_it_and_all_come_again(
     done = broker.wait(gang, timeout_seconds=90)
     assert (done.state, done.attempt, done.failures) == ("succeeded", 2, 1)
     assert len(lines_of(witness)) == 4
+    until(lambda: is_free(broker), "all ranks gave their memory back")
 
 
 def test_ranks_that_a_gang_can_do_without_make_room_and_the_others_go_on(
