@@ -54,8 +54,8 @@ def due(world: World, now: Instant, policy: Policy, watch: Watch | None) -> list
     at the pledges, and at those pending tasks whose time is up.
     """
     since = keep_watch(watch, now).since
-    if now >= since + NODE_PATIENCE_SECONDS and (lost := react(world, _silent(world, now), now, policy)):
-        return lost
+    if now >= since + NODE_PATIENCE_SECONDS and (given_up := react(world, _silent(world, now), now, policy)):
+        return given_up
     decisions: list[Decision] = []
     moved: set[TaskId] = set()
     let_down: set[TaskId | None] = set()

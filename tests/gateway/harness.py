@@ -16,7 +16,7 @@ from jsonschema import Draft202012Validator
 from service.adapters.memory.store import MemoryStore
 from service.core.backfill import Forecast
 from service.core.cycle import plan_cycle
-from service.core.deadlines import due, keep_watch
+from service.core.deadlines import Watch, due
 from service.core.dependencies import settle
 from service.core.events import Event
 from service.core.orders import Ended, Ending, Failure, Gone, Report, Started
@@ -221,9 +221,9 @@ class Gateway:
             await self.commit(*decisions)
 
     async def pass_time(self) -> None:
-        """Commit what time has made due. Let the clock go on before."""
+        """Commit what time has made due for a leader that was there all along. Let the clock go on before."""
         now = self.clock.now()
-        await self.commit(*due(self.world, now, self.policy, keep_watch(None, now)))
+        await self.commit(*due(self.world, now, self.policy, Watch(since=Instant(0.0), last=now)))
 
     async def admit(self, task_id: str) -> None:
         """Give the task what it asks for and let it start."""
