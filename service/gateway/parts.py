@@ -16,6 +16,7 @@ from service.gateway.gpu_size import GpuSize
 from service.gateway.identity import Tokens
 from service.gateway.ids import Ids
 from service.gateway.pending import PendingReasons
+from service.gateway.turns import Turns
 from service.gateway.waiters import Waiters
 from service.ports import BlobStore, Clock, Progress, TaskStore
 
@@ -91,6 +92,9 @@ class GatewayParts:
     """Those that hold now."""
     waiters: Waiters = field(default_factory=Waiters)
     """Fed with every batch of committed events by the composition root."""
+    plans: Turns = field(default_factory=lambda: Turns("plans", most_waiting=0))
+    answers: Turns = field(default_factory=lambda: Turns("explanations and simulations", most_waiting=16))
+    """Each takes milliseconds; more at once would hold up the leader, which shares the event loop."""
     ids: Ids = field(default_factory=Ids)
     python: str = PYTHON_MINOR
     """The Python minor that runs pickled functions."""

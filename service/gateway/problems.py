@@ -50,12 +50,14 @@ CATALOGUE: Final[Mapping[str, Kind]] = {
     "entrypoint-not-allowed": Kind(422, "The operator does not allow this entrypoint"),
     "python-mismatch": Kind(422, "The function was pickled by another Python"),
     "idempotency-key-reused": Kind(422, "The idempotency key belongs to another body"),
+    "too-many-requests": Kind(429, "Too much is being worked out already", retryable=True),
     "internal-error": Kind(500, "The service made a mistake"),
     "result-damaged": Kind(500, "The stored bytes are missing or damaged"),
     "follower-stale": Kind(503, "The overview is too old to be trusted", retryable=True),
     "store-unavailable": Kind(503, "The database cannot be reached", retryable=True),
 }
 
+_NOT_NOW = frozenset({429, 503})
 _RETRY_AFTER_SECONDS = "1"
 
 
@@ -117,6 +119,6 @@ def problem_response(problem: Problem, scope: Mapping[str, Any]) -> Response:
         "errors": list(problem.errors),
     }
     headers = dict(problem.headers)
-    if kind.status == 503:
+    if kind.status in _NOT_NOW:
         headers["Retry-After"] = _RETRY_AFTER_SECONDS
     return Response(to_json(document), kind.status, headers, MEDIA_TYPE)

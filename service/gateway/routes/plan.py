@@ -1,14 +1,14 @@
 """Whether a set of components fits the fleet, or another one. Nothing is stored."""
 
-import asyncio
 from collections.abc import Generator, Iterable
 from dataclasses import asdict
+from math import inf
 
 from fastapi import APIRouter, Response
 
 from service.core.fleet import Component, FleetPlan, Machine, fleet_of, planning
 from service.core.kinds import Kind
-from service.core.units import Instant, Mib
+from service.core.units import Instant, Mib, Seconds
 from service.core.world import World
 from service.gateway.advice import place_views, run_view
 from service.gateway.demands import demand_of
@@ -27,13 +27,11 @@ from service.gateway.planning import (
 )
 from service.gateway.problems import Fault
 from service.gateway.resources import Resources
+from service.gateway.turns import TURN_SECONDS, in_turns
 
-TURN_SECONDS = 0.005
-"""So long a plan for another fleet keeps everybody else waiting at a time."""
+LIMIT_SECONDS = Seconds(10.0)
 
-LIMIT_SECONDS = 10.0
-
-UNPAUSED_SECONDS = 0.5
+UNPAUSED_SECONDS = Seconds(0.5)
 """For the fleet that is there, which changes if others have their turn."""
 
 router = APIRouter(route_class=DirectRoute, tags=["cluster"])
@@ -52,6 +50,7 @@ router = APIRouter(route_class=DirectRoute, tags=["cluster"])
         "unsupported-media-type",
         "validation-failed",
         "pool-mismatch",
+        "too-many-requests",
         "follower-stale",
     ),
 )
@@ -69,30 +68,19 @@ async def plan_components(call: Call, body: PlanFleet) -> Response:
     world = parts.world if body.fleet is None else _fleet(body.fleet, parts.kinds, now)
     forecasts = parts.forecasts() if body.fleet is None else ()
     steps = planning(world, components, call.identity.tenant, parts.policy, now, forecasts)
-    plan = await _carried_out(steps, may_pause=body.fleet is not None)
+    async with parts.plans.take():
+        plan = await _carried_out(steps, may_pause=body.fleet is not None)
     return answer(_view(call, world, body, plan, now))
 
 
 async def _carried_out(steps: Generator[None, None, FleetPlan], *, may_pause: bool) -> FleetPlan:
-    """In turns with all else that the service does, if what it reads does not change meanwhile; refused if it
-    takes too long."""
-    loop = asyncio.get_running_loop()
-    spent, began = 0.0, loop.time()
+    """In turns with all else that the service does, if what it reads does not change meanwhile."""
     limit = LIMIT_SECONDS if may_pause else UNPAUSED_SECONDS
-    while True:
-        try:
-            next(steps)
-        except StopIteration as end:
-            plan: FleetPlan = end.value
-            return plan
-        taken = loop.time() - began
-        if spent + taken > limit:
-            detail = f"this takes longer than {limit:g} s to work out; ask about fewer tasks at a time"
-            raise refused([Fault(pointer="/components", detail=detail, code="too-long")])
-        if may_pause and taken > TURN_SECONDS:
-            spent += taken
-            await asyncio.sleep(0)
-            began = loop.time()
+    try:
+        return await in_turns(steps, limit, inf if not may_pause else TURN_SECONDS)
+    except TimeoutError:
+        detail = f"this takes longer than {limit:g} s to work out; ask about fewer tasks at a time"
+        raise refused([Fault(pointer="/components", detail=detail, code="too-long")]) from None
 
 
 async def _component(call: Call, asked: PlannedComponent) -> Component:
