@@ -23,6 +23,7 @@ class Intake(NamedTuple):
 async def take_in(call: Call, body: SubmitTask) -> Intake:
     """Raises Problem for what is wrong with it, but for what it may not do and what could never run here."""
     parts, tenant = call.parts, call.identity.tenant
+    check_stream(parts.policy, body.stream)
     learned = _learned_size(call, body)
     asked = demand_of(body, parts.defaults, learned)
     demand = parts.capacity.settled(asked, body.resources.pool, tenant, body.labels)
@@ -37,7 +38,6 @@ def check_allowed(call: Call, body: SubmitTask, task: Task) -> None:
     if body.run is not None:
         check_run(call, body.run)
     check_priority(call, task.priority)
-    check_stream(call.parts.policy, task.stream)
 
 
 def check_possible(call: Call, task: Task) -> None:

@@ -28,8 +28,9 @@ NOT_YET_SEEN: PendingView = {
 }
 """Of a task that the World has yet to hear of."""
 
-_Alike = tuple[str, int, bool, Demand]
-"""(tenant, priority, held, demand): tasks that wait for the same reason."""
+_Alike = tuple[str, int, bool, Demand, str, Seconds | None, Seconds | None]
+"""(tenant, priority, held, demand, and what tells how long it will run): tasks that wait for the same
+reason."""
 
 
 def inherits_view(inherited: Inherited | None) -> InheritsView | None:
@@ -51,7 +52,8 @@ class PendingReasons:
         row = self._world.tasks.get(task.id)
         if row is None or row.state is not TaskState.PENDING:
             return None
-        alike = (row.tenant, row.priority, row.held, row.demand)
+        length = (row.subject, row.expected_seconds, row.timeout_seconds)
+        alike = (row.tenant, row.priority, row.held, row.demand, *length)
         seen_at, view = self._known.get(alike, (None, None))
         if seen_at is None or view is None or now - seen_at > REMEMBERED_SECONDS or self._is_special(row):
             return self._explained(row, alike, now)
@@ -82,5 +84,6 @@ class PendingReasons:
         return view
 
     def _is_special(self, row: Task) -> bool:
-        """It waits for its own hour, or for memory that is being freed for it alone."""
-        return row.not_before is not None or row.id in self._world.pledges
+        """It waits for its own hour, for tasks of its own, or for room that is kept for it alone."""
+        kept = row.id in self._world.pledges or any(row.id == one.task for one in self._forecasts())
+        return row.awaits or row.not_before is not None or kept

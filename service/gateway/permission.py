@@ -22,8 +22,16 @@ def check_run(call: Call, run: Run) -> None:
             _check_pickle(call.parts, run)
 
 
+def highest_priority(call: Call) -> int:
+    """The most that whoever asks may give a task: both its token and its tenant may have a cap."""
+    identity = call.identity
+    return min(identity.max_priority, call.parts.policy.tenant(identity.tenant).max_priority)
+
+
 def check_priority(call: Call, priority: int) -> None:
     identity = call.identity
+    if priority <= highest_priority(call):
+        return
     tenant = call.parts.policy.tenant(identity.tenant)
     if tenant.max_priority < min(priority, identity.max_priority):
         raise Problem(
@@ -32,13 +40,12 @@ def check_priority(call: Call, priority: int) -> None:
             "ask for less, or have the operator raise its max_priority (setting policy.tenants)",
             errors=[Fault(pointer="/priority", detail=f"at most {tenant.max_priority}", code="above-cap")],
         )
-    if priority > identity.max_priority:
-        raise Problem(
-            "priority-not-allowed",
-            f'priority {priority} is above {identity.max_priority}, the cap of token "{identity.name}"; '
-            "ask for less, or have an admin make a token with a higher max_priority",
-            errors=[Fault(pointer="/priority", detail=f"at most {identity.max_priority}", code="above-cap")],
-        )
+    raise Problem(
+        "priority-not-allowed",
+        f'priority {priority} is above {identity.max_priority}, the cap of token "{identity.name}"; '
+        "ask for less, or have an admin make a token with a higher max_priority",
+        errors=[Fault(pointer="/priority", detail=f"at most {identity.max_priority}", code="above-cap")],
+    )
 
 
 def check_stream(policy: Policy, stream: str) -> None:

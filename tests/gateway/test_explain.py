@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from service.core.forecasts import make_forecasts
 from tests.builders import GIB
 from tests.gateway.harness import Client, Gateway, problem
 
@@ -110,6 +111,45 @@ async def test_a_task_that_memory_is_freed_for_has_a_reason_of_its_own(gateway: 
     await gateway.plan(preemptor)
     assert (await pending(api, preemptor))["reason"] == "WaitingForPreemption"
     assert (await pending(api, other))["reason"] == "WaitingForMemory"
+
+
+async def test_what_one_task_waits_for_alone_is_not_told_of_others_like_it(
+    gateway: Gateway, api: Client
+) -> None:
+    holder = await api.submit(resources={"gpu_mb": 60 * GIB}, expected_seconds=600)
+    await gateway.admit(holder)
+    after, plain = [await api.submit(resources={"gpu_mb": 40 * GIB}, after=it) for it in ([holder], [])]
+    for _ in range(2):
+        assert (await pending(api, after))["reason"] == "DependencyPending"
+        assert (await pending(api, plain))["reason"] == "WaitingForMemory"
+
+
+async def test_who_would_be_done_in_time_does_not_share_the_reason_of_those_who_would_not(
+    gateway: Gateway, api: Client
+) -> None:
+    holder = await api.submit(resources={"gpu_mb": 60 * GIB}, priority=80, expected_seconds=600)
+    await gateway.admit(holder)
+    await api.submit(resources={"gpu_mb": 80 * GIB})
+    gateway.clock.advance(1.0)
+    *_, gateway.forecasts = make_forecasts(gateway.world, gateway.policy, gateway.clock.now())
+    longer, shorter = [
+        await api.submit(resources={"gpu_mb": 20 * GIB}, expected_seconds=seconds) for seconds in (3600, 60)
+    ]
+    assert (await pending(api, longer))["reason"] == "BehindHigherPriority"
+    assert (await pending(api, shorter))["reason"] == "PendingEvaluation"
+
+
+async def test_nobody_is_advised_to_ask_for_more_than_its_tenant_may(gateway: Gateway, api: Client) -> None:
+    holder = await api.submit(resources={"gpu_mb": 60 * GIB}, priority=80)
+    await gateway.admit(holder)
+    gateway.clock.advance(1.0)
+    modest = await gateway.client("m", tenant="modest")
+    task_id = await modest.submit(resources={"gpu_mb": 40 * GIB})
+    for found in (
+        await modest.get(f"/tasks/{task_id}/explain"),
+        await modest.post("/tasks/simulate", json={"resources": {"gpu_mb": 40 * GIB}}),
+    ):
+        assert [remedy["change"] for remedy in found.json()["remedies"]] == [{"gpu_mb": 20 * GIB}]
 
 
 async def pending(api: Client, task_id: str) -> dict[str, Any]:

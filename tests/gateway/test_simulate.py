@@ -86,6 +86,7 @@ async def test_what_may_not_be_asked_is_a_problem_as_it_is_for_a_submit(
 ) -> None:
     problem(await api.post("/tasks/simulate", json={"gpus": 1}), 422, "validation-failed")
     problem(await api.post("/tasks/simulate", json={"after": ["task_x"]}), 422, "validation-failed")
+    problem(await api.post("/tasks/simulate", json={"stream": "hourly"}), 422, "validation-failed")
     reader = await gateway.client("reader", "tasks:read", max_priority=40)
     problem(await reader.post("/tasks/simulate", json=a_body()), 403, "forbidden")
     problem(await reader.post("/tasks/simulate", json={"priority": 41}), 403, "priority-not-allowed")

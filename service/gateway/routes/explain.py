@@ -16,6 +16,7 @@ from service.gateway.identity import Scope
 from service.gateway.lookup import caught_up, find, reread
 from service.gateway.overview import as_of
 from service.gateway.pending import NOT_YET_SEEN, inherits_view
+from service.gateway.permission import highest_priority
 from service.gateway.translate import rfc3339
 from service.ports import TaskRecord
 
@@ -54,7 +55,7 @@ def _waiting(call: Call, task: Task) -> ExplanationView:
     parts, now = call.parts, call.parts.clock.now()
     view = _bare(call, task)
     seen = survey(Draft(parts.world), task, parts.policy, now, parts.forecasts())
-    found, advice = explain_waiting(seen), advise(seen, call.identity.max_priority)
+    found, advice = explain_waiting(seen), advise(seen, highest_priority(call))
     return {
         **view,
         "reason": None if found.reason is None else found.reason.value,

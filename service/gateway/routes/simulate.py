@@ -15,6 +15,7 @@ from service.gateway.identity import Scope
 from service.gateway.intake import Intake, check_allowed, check_possible, take_in
 from service.gateway.lookup import caught_up
 from service.gateway.overview import as_of
+from service.gateway.permission import highest_priority
 from service.gateway.problems import Problem
 from service.gateway.schemas import SimulateTask
 from service.gateway.simulation import SimulationView
@@ -71,7 +72,7 @@ def _simulated(call: Call, intake: Intake) -> SimulationView:
     task, parts = intake.task, call.parts
     now = parts.clock.now()
     seen = survey(Draft(parts.world), task, parts.policy, now, parts.forecasts())
-    found, advice = explain_waiting(seen), advise(seen, call.identity.max_priority)
+    found, advice = explain_waiting(seen), advise(seen, highest_priority(call))
     eviction = advice.trial.eviction
     view = _bare(call, intake)
     return {
@@ -119,7 +120,7 @@ def _refused(call: Call, problem: Problem, intake: Intake | None = None) -> Simu
         return view
     parts, now = call.parts, call.parts.clock.now()
     seen = survey(Draft(parts.world), intake.task, parts.policy, now, parts.forecasts())
-    advice = advise(seen, call.identity.max_priority)
+    advice = advise(seen, highest_priority(call))
     return {**view, "remedies": advice_fields(parts.world, advice, call.identity, now)["remedies"]}
 
 
