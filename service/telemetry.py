@@ -20,10 +20,10 @@ from prometheus_client.registry import Collector
 from service.core.backfill import Basis
 from service.core.estimate import What
 from service.core.foresight import topic_of
+from service.core.fragmentation import Fragmentation, Scattered
 from service.core.lease import LeaseState
 from service.core.ledger import Book
 from service.core.policy import Policy, band_of
-from service.core.scatter import Fragmentation, Scattered
 from service.core.task import TERMINAL, TaskState
 from service.core.units import Instant, Term
 from service.core.world import World

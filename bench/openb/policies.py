@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from bench.openb.trace import WHOLE_GPU, Job, Machine
-from service.core.fragmentation import Fleet, Measure, Room, Shape, Spot, fgd, tasks_lost, usual
+from service.core.stranding import Measure, Remainder, Shape, Spot, Stock, fgd, tasks_lost, usual
 
 LARGEST_CPU_MILLI = 128_000
 LARGEST_GPU_MILLI = 8_000
@@ -25,7 +25,7 @@ class Node:
     def __init__(self, machine: Machine) -> None:
         self.machine = machine
         self.memory_mb = machine.memory_mb
-        self.room = Room(machine.cpu_milli, (WHOLE_GPU,) * machine.gpus, machine.kind)
+        self.room = Remainder(machine.cpu_milli, (WHOLE_GPU,) * machine.gpus, machine.kind)
         self.groups: set[str] = set()
         """What sorts of tasks have come here, as `clustering` tells them apart."""
 
@@ -150,10 +150,10 @@ def policy(name: str, jobs: Sequence[Job], machines: Sequence[Machine], chance: 
             return Packing()
         case "best_fit":
             return BestFit()
-    fleet: Fleet = {kind: (count, WHOLE_GPU) for kind, count in gpus_by_kind(machines).items()}
-    kinds = sorted(fleet)
+    stock: Stock = {kind: (count, WHOLE_GPU) for kind, count in gpus_by_kind(machines).items()}
+    kinds = sorted(stock)
     shapes = usual(Counter(shape_of(job, kinds) for job in jobs))
-    measure = fgd(shapes, WHOLE_GPU) if name == "fgd" else tasks_lost(shapes, fleet)
+    measure = fgd(shapes, WHOLE_GPU) if name == "fgd" else tasks_lost(shapes, stock)
     return Measured(measure, kinds)
 
 

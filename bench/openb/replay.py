@@ -4,7 +4,7 @@ from collections.abc import Collection, Sequence
 
 from bench.openb.policies import Node, Policy, group
 from bench.openb.trace import Job, Machine
-from service.core.fragmentation import Room, Spot
+from service.core.stranding import Remainder, Spot
 
 TOO_FULL = -1
 """Stands for the score of a node that has no room."""
@@ -75,7 +75,7 @@ class Replay:
         left = list(node.room.left)
         for place in devices:
             left[place] -= job.gpu_milli
-        node.room = Room(node.room.cpu - job.cpu_milli, tuple(left), node.room.kind)
+        node.room = Remainder(node.room.cpu - job.cpu_milli, tuple(left), node.room.kind)
         node.memory_mb -= job.memory_mb
         self.allocated_milli += job.total_milli
         if job.gpus:

@@ -19,6 +19,7 @@ from service.core.dependencies import settle
 from service.core.device import DeviceSample
 from service.core.events import NewEvent, events_of, submitted
 from service.core.forecasts import make_forecasts
+from service.core.fragmentation import Sum, fragmentation
 from service.core.lessons import learn
 from service.core.memory import Memory
 from service.core.orders import (
@@ -36,7 +37,6 @@ from service.core.orders import (
 from service.core.plan import Decision
 from service.core.policy import BANDS, Policy, band_of
 from service.core.runs import react
-from service.core.scatter import Sum, fragmentation
 from service.core.task import Task, TaskState
 from service.core.units import Fence, Instant, Mib, Position, Seconds, TaskId
 from service.core.world import World

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import structlog
 
 from service.broker.dispatch import Dispatcher
+from service.broker.fragmentation import FragmentationWatch
 from service.broker.observe import Observer, next_batch, plainer
-from service.broker.scatter import ScatterWatch
 from service.core.awaited import End
 from service.core.backfill import Forecast
 from service.core.consolidation import Consolidation
@@ -97,7 +97,7 @@ class Leader:
         self._clock = clock
         self._heard: deque[Report] = deque()
         self._heard_bytes = 0
-        self._scatter = ScatterWatch(world, policy)
+        self._fragmentation = FragmentationWatch(world, policy)
         self._memory = Memory()
         """What the planner found out about the World so far."""
         self._consolidation = Consolidation()
@@ -187,7 +187,7 @@ class Leader:
         await self._settle_dependencies()
         await self._plan()
         await self._consolidate()
-        self._scatter.look(self._clock.now())
+        self._fragmentation.look(self._clock.now())
         await self._foresee()
         self._count_refusals()
 

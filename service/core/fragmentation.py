@@ -1,290 +1,120 @@
-"""How much of what is left of a node no usual demand could use, and where a demand strands the least.
+"""How much of the free memory is in pieces that are too small, and whether that keeps tasks waiting."""
 
-After Weng et al., "Beware of Fragmentation: Scheduling GPU-Sharing Workloads with Fragmentation Gradient
-Descent" (USENIX ATC 2023; github.com/hkust-adsl/kubernetes-scheduler-simulator). Why the service's own
-measure differs: docs/decisions/0024. Host memory is no part of it: whoever asks has checked that it suffices.
-
-Amounts are in one unit of the caller's choice: MiB in the service, thousandths of a GPU in the benchmark.
-"""
-
-import math
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import NamedTuple
 
-COVERAGE = 0.95
-"""The part of recent tasks whose demands are taken for usual."""
-
-CAPACITY_SHARE = 0.1
-"""How much the capacity measure counts in ours; chosen on the openb traces, flat from 0.05 to 0.2."""
-
-CACHED = 50_000
-"""Answers kept before a measure starts to remember afresh: some 20 MB."""
-
-
-class Shape(NamedTuple):
-    """What a demand takes of a node, without who asks and how urgently."""
-
-    cpu: float
-    devices: int
-    amounts: tuple[tuple[str, int], ...] = ()
-    """(kind, amount on each device, at least 1), sorted by kind; what is not listed cannot host it. A whole
-    device is asked for by naming all that a device of the kind has."""
+from service.core.demand import Demand
+from service.core.draft import Draft
+from service.core.ledger import Book
+from service.core.need import may_use_node, need_mb
+from service.core.policy import Policy
+from service.core.units import DeviceKey, Instant, Mib, NodeName
+from service.core.world import World
+from service.core.worth import rows
 
 
-class Room(NamedTuple):
-    """What is left of a node: CPU, and the amount left on each of its devices of one kind, in index order."""
+class Sum(NamedTuple):
+    """Of some devices."""
 
-    cpu: float
-    left: tuple[int, ...]
-    kind: str
+    free_mb: int = 0
+    stranded_mb: int = 0
 
+    @property
+    def share(self) -> float | None:
+        """0 to 1; None where nothing is free."""
+        return self.stranded_mb / self.free_mb if self.free_mb else None
 
-class Spot(NamedTuple):
-    """Where on a node a demand strands the least."""
-
-    score: int
-    """0..100; more is better, 50 and more means that nothing is stranded that was not before."""
-    devices: tuple[int, ...]
-    """Places in `Room.left`, ascending."""
+    def plus(self, other: "Sum") -> "Sum":
+        return Sum(self.free_mb + other.free_mb, self.stranded_mb + other.stranded_mb)
 
 
-Fleet = Mapping[str, tuple[int, int]]
-"""kind -> (how many devices, the whole amount of one)"""
+@dataclass(frozen=True, slots=True)
+class Fragmentation:
+    """Free memory of devices that tasks may go to now, and what of it usual demands could not use.
 
-
-class Usual(NamedTuple):
-    """One usual demand as it counts on nodes of one kind."""
-
-    cpu: float
-    devices: int
-    amount: int | None
-    """On each device; None if the kind cannot host it."""
-    weight: float
-    """Of one unit of room."""
-
-
-def usual(mix: Mapping[Shape, int], coverage: float = COVERAGE) -> dict[Shape, float]:
-    """The most frequent shapes until `coverage` of all tasks is covered, with their share among themselves.
-
-    Of equally frequent ones the larger comes first, as in the paper's simulator.
-    """
-    enough = coverage * sum(mix.values())
-    counted: dict[Shape, int] = {}
-    covered = 0
-    for shape, count in sorted(mix.items(), key=lambda item: (item[1], item[0]), reverse=True):
-        if covered >= enough:
-            break
-        counted[shape] = count
-        covered += count
-    return {shape: count / covered for shape, count in counted.items()}
-
-
-class Measure:
-    """The room of a node that usual demands, weighted, could not use; and scores of placements by it.
-
-    Remembers what it was asked; the answers depend on the arguments alone.
+    Each usual demand counts by its share of what was submitted lately: memory that is good for a quarter of
+    them is stranded to three quarters. Nothing is stranded while nothing is usual.
     """
 
-    def __init__(
-        self, weights: Mapping[Shape, float], *, capacity_share: float, step: float, in_tasks: bool
-    ) -> None:
-        """`step` is the growth at which a score falls from 50 to 26: about one device.
+    devices: Mapping[DeviceKey, Sum]
+    kinds: Mapping[str, Sum]
+    """In name order."""
 
-        `in_tasks`: room counts by how many tasks of a shape it would hold, not by its amount.
-        """
-        self._weights = tuple(weights.items())
-        self._capacity_share = capacity_share
-        self._step = step
-        self._in_tasks = in_tasks
-        self._usual: dict[str, tuple[Usual, ...]] = {}
-        self._tables: dict[tuple[tuple[int, ...], str], Table] = {}
-        self._lost: dict[Room, float] = {}
-        self._spots: dict[Shape, dict[Room, Spot | None]] = {}
-        self._remembered = 0
-        self.worked_out = 0
-        """Rows of devices judged so far: what questions cost that were not asked before."""
-
-    def lost(self, room: Room) -> float:
-        """What usual demands could not use of this room: at least 0, at most `whole`."""
-        key = Room(room.cpu, tuple(sorted(room.left)), room.kind)
-        lost = self._lost.get(key)
-        if lost is None:
-            self._make_room()
-            lost = self._lost[key] = self._table(key.left, key.kind).lost(key.cpu)
-        return lost
-
-    def whole(self, room: Room) -> float:
-        """What `lost` would be if no usual demand could use any of it."""
-        return self._table(tuple(sorted(room.left)), room.kind).whole
-
-    def spot(self, shape: Shape, room: Room) -> Spot | None:
-        """Where the demand strands the least on this node; None if it does not fit.
-
-        Equal scores: the lowest device. Several devices per demand: the fullest that have room.
-        """
-        spots = self._spots.setdefault(shape, {})
-        try:
-            return spots[room]
-        except KeyError:
-            self._make_room()
-            spot = spots[room] = self._best(shape, room)
-            return spot
-
-    def _best(self, shape: Shape, room: Room) -> Spot | None:
-        if shape.cpu > room.cpu:
-            return None
-        if not shape.devices:
-            return Spot(self._score(room, after(room, shape, (), 0)), ())
-        amount = dict(shape.amounts).get(room.kind)
-        if amount is None:
-            return None
-        best: Spot | None = None
-        for devices in choices(room.left, shape.devices, amount):
-            score = self._score(room, after(room, shape, devices, amount))
-            if best is None or score > best.score:
-                best = Spot(score, devices)
-        return best
-
-    def rate(self, gain: float) -> int:
-        """The score of what makes so much usable: 0..100, 50 if nothing changes."""
-        steps = max(-700.0, gain / self._step)  # exp(710) overflows
-        return math.floor(100 / (1 + math.exp(-steps)))
-
-    def _score(self, before: Room, behind: Room) -> int:
-        return self.rate(self.lost(before) - self.lost(behind))
-
-    def _table(self, left: tuple[int, ...], kind: str) -> "Table":
-        table = self._tables.get((left, kind))
-        if table is None:
-            known = self._usual.get(kind)
-            if known is None:
-                known = self._usual[kind] = tuple(self._on(kind))
-            self.worked_out += 1
-            table = self._tables[left, kind] = Table(left, known, self._capacity_share)
-        return table
-
-    def _on(self, kind: str) -> list[Usual]:
-        known = []
-        for shape, weight in self._weights:
-            amount = dict(shape.amounts).get(kind)
-            each = task_amount(shape, kind) if self._in_tasks else 1
-            known.append(Usual(shape.cpu, shape.devices, amount, weight / each))
-        return sorted(known, key=lambda one: one.cpu)
-
-    def _make_room(self) -> None:
-        self._remembered += 1
-        if self._remembered <= CACHED:
-            return
-        self._remembered = 0
-        self._tables.clear()
-        self._lost.clear()
-        for spots in self._spots.values():
-            spots.clear()
+    @property
+    def total(self) -> Sum:
+        total = Sum()
+        for one in self.kinds.values():
+            total = total.plus(one)
+        return total
 
 
-class Table:
-    """What usual demands could use of one row of devices, for any CPU left beside them."""
+@dataclass(frozen=True, slots=True)
+class Scattered:
+    """What most of the waiting tasks ask for is free in sum, and nowhere in one piece."""
 
-    def __init__(self, left: tuple[int, ...], known: tuple[Usual, ...], capacity_share: float) -> None:
-        self.whole = sum(left) * math.fsum(one.weight for one in known)
-        self._uses: list[tuple[float, float, float, int]] = []
-        """(CPU of one, what counts if one fits, what for each that fits, how many fit if CPU allows)"""
-        roomiest_first = left[::-1]  # `left` ascends
-        for cpu, devices, amount, weight in known:
-            if amount is None:
-                continue
-            usable = copies = 0
-            slots = []
-            for room in roomiest_first:
-                if room < amount:
-                    break
-                usable += room
-                copies += room // amount
-                slots.append(room // amount)
-            if devices > 1:
-                copies = most_copies(slots, devices)
-            if copies:
-                once = (1 - capacity_share) * weight * usable
-                each = capacity_share * weight * devices * amount
-                self._uses.append((cpu, once, each, copies))
-
-    def lost(self, cpu_left: float) -> float:
-        usable = 0.0
-        for cpu, once, each, copies in self._uses:  # in order of CPU
-            if cpu > cpu_left:
-                break
-            if each and cpu:
-                copies = min(copies, int(cpu_left / cpu + 1e-9))
-            usable += once + each * copies
-        return max(0.0, self.whole - usable)
+    demand: Demand
+    waiting: int
+    """How many tasks ask for just this."""
+    need_mb: Mib
+    """On each of its devices, where it takes least."""
+    free_mb: int
+    """On all devices that could host it."""
+    largest_mb: int
+    """The largest piece of that on one device."""
 
 
-def fgd(shapes: Mapping[Shape, float], device: float) -> Measure:
-    """The paper's measure: a shape counts by its share of all tasks, tasks without devices included.
-
-    F = sum over shapes of share x R if the node cannot host one, else share x what is left on devices too
-    full for it; R is what is left on all devices. `device`: the whole amount of one.
-    """
-    return Measure(shapes, capacity_share=0.0, step=device, in_tasks=False)
-
-
-def tasks_lost(shapes: Mapping[Shape, float], fleet: Fleet) -> Measure:
-    """The service's measure: the usual tasks, not the amount, that what is left could not hold.
-
-    A shape counts by its share x sqrt(all of the fleet / what of it can host the shape), and room by
-    (0.9 x the paper's F + 0.1 x (R - what copies of the shape could fill)) / what one task takes.
-    """
-    weights = {shape: share * scarcity(shape, fleet) for shape, share in shapes.items() if shape.devices}
-    weights = {shape: weight for shape, weight in weights.items() if weight}
-    count = sum(number for number, _ in fleet.values())
-    device = sum(number * size for number, size in fleet.values()) / count if count else 1.0
-    step = device * math.fsum(weight / task_amount(shape) for shape, weight in weights.items())
-    return Measure(weights, capacity_share=CAPACITY_SHARE, step=step or 1.0, in_tasks=True)
+def fragmentation(world: World, policy: Policy, now: Instant) -> Fragmentation:
+    worth = world.mix.worth(world.books, world.inventory_version, "stranded")
+    devices: dict[DeviceKey, Sum] = {}
+    kinds: dict[str, Sum] = {}
+    draft = Draft(world)
+    for node in draft.usable_nodes():
+        left = [(book, book.free_mb()) for book in draft.usable_books(node, policy, now)]
+        for row in rows(left, draft.headroom(node).cpu) if left else ():
+            stranded = (0,) * len(row.devices) if worth is None else worth.stranded(row.room)
+            for device, free_mb, stranded_mb in zip(row.devices, row.room.left, stranded, strict=True):
+                devices[device.key] = here = Sum(free_mb, stranded_mb)
+                kinds[device.kind] = kinds.get(device.kind, Sum()).plus(here)
+    return Fragmentation(devices, {kind: kinds[kind] for kind in sorted(kinds)})
 
 
-def scarcity(shape: Shape, fleet: Fleet) -> float:
-    """1 for what may go anywhere, more the less of the fleet can host it, 0 if nothing can.
-
-    The square root is a compromise: without it demands for a rare kind find it taken, with the plain ratio
-    the rest of the fleet fills worse.
-    """
-    everything = sum(number * size for number, size in fleet.values())
-    usable = sum(fleet[kind][0] * fleet[kind][1] for kind, _ in shape.amounts if kind in fleet)
-    return math.sqrt(everything / usable) if usable else 0.0
-
-
-def task_amount(shape: Shape, kind: str | None = None) -> int:
-    """What one task takes of all its devices, on a kind that can host it or else where it takes least."""
-    amounts = dict(shape.amounts)
-    amount = amounts.get(kind) if kind is not None else None
-    return shape.devices * (amount or min(amounts.values()))
-
-
-def most_copies(slots: list[int], devices: int) -> int:
-    """How many tasks of so many different devices each fit, if each device has so many slots."""
-    if devices == 1:
-        return sum(slots)
-    copies = sum(slots) // devices
-    while copies and sum(min(slot, copies) for slot in slots) < copies * devices:
-        copies -= 1
-    return copies
+def scattered(world: World, policy: Policy, now: Instant) -> Scattered | None:
+    """None unless the most common of the demands for devices that wait is kept waiting by the size of the
+    pieces alone. CPU, host memory and limits are not looked at: `explain` tells of them."""
+    waiting: Counter[Demand] = Counter()
+    for group in world.queue.groups.values():
+        if group.demand.gpus:
+            waiting[group.demand] += len(group)
+    if not waiting:
+        return None
+    demand = min(waiting, key=lambda asked: (-waiting[asked], repr(asked)))
+    pieces = list(_pieces(Draft(world), demand, policy, now))
+    if not pieces:
+        return None
+    roomy = Counter(piece.node for piece in pieces if piece.free_mb >= piece.need_mb)
+    need, free = min(piece.need_mb for piece in pieces), sum(piece.free_mb for piece in pieces)
+    if free < demand.gpus * need or any(count >= demand.gpus for count in roomy.values()):
+        return None
+    return Scattered(demand, waiting[demand], need, free, max(piece.free_mb for piece in pieces))
 
 
-def choices(left: tuple[int, ...], devices: int, amount: int) -> list[tuple[int, ...]]:
-    """The devices that are worth comparing: of equally full ones the lowest, of several the fullest."""
-    fitting = [place for place, room in enumerate(left) if room >= amount]
-    if devices > 1:
-        fullest = sorted(fitting, key=lambda place: left[place])[:devices]
-        return [tuple(sorted(fullest))] if len(fullest) == devices else []
-    lowest: dict[int, int] = {}
-    for place in fitting:
-        lowest.setdefault(left[place], place)
-    return [(place,) for place in lowest.values()]
+class _Piece(NamedTuple):
+    node: NodeName
+    free_mb: int
+    need_mb: Mib
 
 
-def after(room: Room, shape: Shape, devices: tuple[int, ...], amount: int) -> Room:
-    """The room once the demand has taken its part."""
-    left = list(room.left)
-    for place in devices:
-        left[place] -= amount
-    return Room(round(room.cpu - shape.cpu, 6), tuple(left), room.kind)
+def _pieces(draft: Draft, demand: Demand, policy: Policy, now: Instant) -> Iterator[_Piece]:
+    """Of each device that could host the demand, what is free."""
+    for node in draft.usable_nodes():
+        if may_use_node(demand, draft.world.nodes[node]):
+            for book in draft.usable_books(node, policy, now):
+                need = need_mb(demand, book.device)
+                if need is not None:
+                    yield _Piece(node, _free_mb(book), need)
+
+
+def _free_mb(book: Book) -> int:
+    return max(0, book.free_mb())

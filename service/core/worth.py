@@ -1,4 +1,4 @@
-"""What places are worth to the demands that are usual: the measures of `fragmentation` on real nodes."""
+"""What places are worth to the demands that are usual: the measures of `stranding` on real nodes."""
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
@@ -7,9 +7,9 @@ from typing import NamedTuple
 
 from service.core.demand import Demand
 from service.core.device import Device
-from service.core.fragmentation import Fleet, Room, Shape, after, fgd, tasks_lost, usual
 from service.core.ledger import Book
 from service.core.need import need_mb, unwanted_device
+from service.core.stranding import Remainder, Shape, Stock, after, fgd, tasks_lost, usual
 from service.core.units import DeviceKey, Mib
 
 MOST_USUAL = 64
@@ -25,7 +25,7 @@ Alike = Mapping[str, tuple[int, Device]]
 class Row(NamedTuple):
     """What is left of the devices of one sort on one node, for one asker."""
 
-    room: Room
+    room: Remainder
     devices: tuple[Device, ...]
     """In key order; of each, `room.left` tells what is left."""
 
@@ -65,7 +65,7 @@ def rows(left: Iterable[tuple[Book, int]], cpu: float) -> tuple[Row, ...]:
     for book, free_mb in left:
         sorts.setdefault(sort_of(book.device), []).append((book.device, max(0, free_mb)))
     return tuple(
-        Row(Room(cpu, tuple(mb for _, mb in found), name), tuple(device for device, _ in found))
+        Row(Remainder(cpu, tuple(mb for _, mb in found), name), tuple(device for device, _ in found))
         for name, found in sorted(sorts.items())
     )
 
@@ -77,10 +77,10 @@ class Worth:
         """`policy`: `stranded` (the service's measure) or `fgd` (the paper's)."""
         self._alike = alike
         self._shapes: dict[Demand, Shape] = {}
-        self._stranded: dict[Room, tuple[Mib, ...]] = {}
+        self._stranded: dict[Remainder, tuple[Mib, ...]] = {}
         self.usual = self._usual(edition)
-        fleet: Fleet = {name: (count, device.allocatable_mb) for name, (count, device) in alike.items()}
-        self._measure = fgd(self.usual, _mean(fleet)) if policy == "fgd" else tasks_lost(self.usual, fleet)
+        stock: Stock = {name: (count, device.allocatable_mb) for name, (count, device) in alike.items()}
+        self._measure = fgd(self.usual, _mean(stock)) if policy == "fgd" else tasks_lost(self.usual, stock)
 
     def spot(self, demand: Demand, node: tuple[Row, ...]) -> Spot | None:
         """Where on this node the demand strands the least; None if its devices do not suffice.
@@ -95,7 +95,7 @@ class Worth:
             return self._on_alike(demand, node[0])
         return self._on_mixed(demand, node)
 
-    def stranded(self, room: Room) -> tuple[Mib, ...]:
+    def stranded(self, room: Remainder) -> tuple[Mib, ...]:
         """What of each device the usual demands could not use: of each demand that could use none of it,
         the demand's share."""
         known = self._stranded.get(room)
@@ -105,7 +105,7 @@ class Worth:
             known = self._stranded[room] = tuple(self._useless(room))
         return known
 
-    def _useless(self, room: Room) -> Iterator[Mib]:
+    def _useless(self, room: Remainder) -> Iterator[Mib]:
         usable = [0.0] * len(room.left)
         for shape, share in self.usual.items():
             amount = dict(shape.amounts).get(room.kind)
@@ -181,7 +181,7 @@ class Worth:
         unwanted = sum(option.unwanted for option in chosen)
         return Spot(unwanted, self._score(rooms, behind), tuple(sorted(option.key for option in chosen)))
 
-    def _score(self, before: Iterable[Room], behind: Iterable[Room]) -> int:
+    def _score(self, before: Iterable[Remainder], behind: Iterable[Remainder]) -> int:
         lost = self._measure.lost
         return self._measure.rate(fsum(map(lost, before)) - fsum(map(lost, behind)))
 
@@ -194,6 +194,6 @@ class _Option(NamedTuple):
     place: int
 
 
-def _mean(fleet: Fleet) -> float:
+def _mean(stock: Stock) -> float:
     """The amount of a device, on average."""
-    return sum(count * whole for count, whole in fleet.values()) / sum(count for count, _ in fleet.values())
+    return sum(count * whole for count, whole in stock.values()) / sum(count for count, _ in stock.values())

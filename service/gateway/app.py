@@ -5,7 +5,7 @@ from typing import Any
 from fastapi import FastAPI
 from fastapi.telemetry import TelemetryConfig
 
-from service.core.scatter import Fragmentation, Scattered, fragmentation, scattered
+from service.core.fragmentation import Fragmentation, Scattered, fragmentation, scattered
 from service.gateway.document import complete
 from service.gateway.door import Door
 from service.gateway.parts import GatewayParts

@@ -5,7 +5,7 @@ from typing import Annotated
 from pydantic import Field
 from typing_extensions import TypedDict
 
-from service.core.scatter import Fragmentation, Scattered, Sum
+from service.core.fragmentation import Fragmentation, Scattered, Sum
 
 
 class KindView(TypedDict):

@@ -6,9 +6,9 @@ from service.core.backfill import Basis
 from service.core.device import Node
 from service.core.estimate import What
 from service.core.foresight import topic_of
+from service.core.fragmentation import Sum, fragmentation
 from service.core.ledger import Book, Holding
 from service.core.policy import band_of
-from service.core.scatter import Sum, fragmentation
 from service.core.task import TaskState
 from service.core.units import TaskId
 from service.core.use import NodeUse

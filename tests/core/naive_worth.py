@@ -6,7 +6,7 @@ from math import fsum
 from typing import Any
 
 from service.core.demand import Demand
-from service.core.fragmentation import Measure, Room, Shape, fgd, tasks_lost, usual
+from service.core.stranding import Measure, Remainder, Shape, fgd, tasks_lost, usual
 from service.core.task import Task
 
 
@@ -60,6 +60,6 @@ def score(naive: Any, node: Any, task: Task, taken: Mapping[str, int]) -> int:
         alike = [device for device in naive.devices(node.name) if sort(device) == name]
         left = {device.key: max(0, naive.free(device, task)) for device in alike}
         after = tuple(mb - taken.get(key, 0) for key, mb in left.items())
-        before.append(naive.measure.lost(Room(cpu, tuple(left.values()), name)))
-        behind.append(naive.measure.lost(Room(round(cpu - task.demand.cpu, 6), after, name)))
+        before.append(naive.measure.lost(Remainder(cpu, tuple(left.values()), name)))
+        behind.append(naive.measure.lost(Remainder(round(cpu - task.demand.cpu, 6), after, name)))
     return naive.measure.rate(fsum(before) - fsum(behind))

@@ -2,7 +2,7 @@
 
 from fastapi import APIRouter, Response
 
-from service.core.scatter import fragmentation, scattered
+from service.core.fragmentation import fragmentation, scattered
 from service.gateway.direct import Call, DirectRoute, answer, needs, problems
 from service.gateway.fragmentation import fragmentation_view
 from service.gateway.identity import Scope

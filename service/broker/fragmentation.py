@@ -2,8 +2,8 @@
 
 import structlog
 
+from service.core.fragmentation import scattered
 from service.core.policy import Policy
-from service.core.scatter import scattered
 from service.core.units import Instant
 from service.core.world import World
 
@@ -12,7 +12,7 @@ log = structlog.get_logger("gpubroker.broker")
 LOOK_SECONDS = 5.0
 
 
-class ScatterWatch:
+class FragmentationWatch:
     def __init__(self, world: World, policy: Policy) -> None:
         self._world = world
         self._policy = policy

@@ -1,0 +1,290 @@
+"""How much of what is left of a node no usual demand could use, and where a demand strands the least.
+
+After Weng et al., "Beware of Fragmentation: Scheduling GPU-Sharing Workloads with Fragmentation Gradient
+Descent" (USENIX ATC 2023; github.com/hkust-adsl/kubernetes-scheduler-simulator). Why the service's own
+measure differs: docs/decisions/0024. Host memory is no part of it: whoever asks has checked that it suffices.
+
+Amounts are in one unit of the caller's choice: MiB in the service, thousandths of a GPU in the benchmark.
+"""
+
+import math
+from collections.abc import Mapping
+from typing import NamedTuple
+
+COVERAGE = 0.95
+"""The part of recent tasks whose demands are taken for usual."""
+
+CAPACITY_SHARE = 0.1
+"""How much the capacity measure counts in ours; chosen on the openb traces, flat from 0.05 to 0.2."""
+
+CACHED = 50_000
+"""Answers kept before a measure starts to remember afresh: some 20 MB."""
+
+
+class Shape(NamedTuple):
+    """What a demand takes of a node, without who asks and how urgently."""
+
+    cpu: float
+    devices: int
+    amounts: tuple[tuple[str, int], ...] = ()
+    """(kind, amount on each device, at least 1), sorted by kind; what is not listed cannot host it. A whole
+    device is asked for by naming all that a device of the kind has."""
+
+
+class Remainder(NamedTuple):
+    """What is left of a node: CPU, and the amount left on each of its devices of one kind, in index order."""
+
+    cpu: float
+    left: tuple[int, ...]
+    kind: str
+
+
+class Spot(NamedTuple):
+    """Where on a node a demand strands the least."""
+
+    score: int
+    """0..100; more is better, 50 and more means that nothing is stranded that was not before."""
+    devices: tuple[int, ...]
+    """Places in `Remainder.left`, ascending."""
+
+
+Stock = Mapping[str, tuple[int, int]]
+"""kind -> (how many devices, the whole amount of one)"""
+
+
+class Usual(NamedTuple):
+    """One usual demand as it counts on nodes of one kind."""
+
+    cpu: float
+    devices: int
+    amount: int | None
+    """On each device; None if the kind cannot host it."""
+    weight: float
+    """Of one unit of room."""
+
+
+def usual(mix: Mapping[Shape, int], coverage: float = COVERAGE) -> dict[Shape, float]:
+    """The most frequent shapes until `coverage` of all tasks is covered, with their share among themselves.
+
+    Of equally frequent ones the larger comes first, as in the paper's simulator.
+    """
+    enough = coverage * sum(mix.values())
+    counted: dict[Shape, int] = {}
+    covered = 0
+    for shape, count in sorted(mix.items(), key=lambda item: (item[1], item[0]), reverse=True):
+        if covered >= enough:
+            break
+        counted[shape] = count
+        covered += count
+    return {shape: count / covered for shape, count in counted.items()}
+
+
+class Measure:
+    """The room of a node that usual demands, weighted, could not use; and scores of placements by it.
+
+    Remembers what it was asked; the answers depend on the arguments alone.
+    """
+
+    def __init__(
+        self, weights: Mapping[Shape, float], *, capacity_share: float, step: float, in_tasks: bool
+    ) -> None:
+        """`step` is the growth at which a score falls from 50 to 26: about one device.
+
+        `in_tasks`: room counts by how many tasks of a shape it would hold, not by its amount.
+        """
+        self._weights = tuple(weights.items())
+        self._capacity_share = capacity_share
+        self._step = step
+        self._in_tasks = in_tasks
+        self._usual: dict[str, tuple[Usual, ...]] = {}
+        self._tables: dict[tuple[tuple[int, ...], str], Table] = {}
+        self._lost: dict[Remainder, float] = {}
+        self._spots: dict[Shape, dict[Remainder, Spot | None]] = {}
+        self._remembered = 0
+        self.worked_out = 0
+        """Rows of devices judged so far: what questions cost that were not asked before."""
+
+    def lost(self, room: Remainder) -> float:
+        """What usual demands could not use of this room: at least 0, at most `whole`."""
+        key = Remainder(room.cpu, tuple(sorted(room.left)), room.kind)
+        lost = self._lost.get(key)
+        if lost is None:
+            self._make_room()
+            lost = self._lost[key] = self._table(key.left, key.kind).lost(key.cpu)
+        return lost
+
+    def whole(self, room: Remainder) -> float:
+        """What `lost` would be if no usual demand could use any of it."""
+        return self._table(tuple(sorted(room.left)), room.kind).whole
+
+    def spot(self, shape: Shape, room: Remainder) -> Spot | None:
+        """Where the demand strands the least on this node; None if it does not fit.
+
+        Equal scores: the lowest device. Several devices per demand: the fullest that have room.
+        """
+        spots = self._spots.setdefault(shape, {})
+        try:
+            return spots[room]
+        except KeyError:
+            self._make_room()
+            spot = spots[room] = self._best(shape, room)
+            return spot
+
+    def _best(self, shape: Shape, room: Remainder) -> Spot | None:
+        if shape.cpu > room.cpu:
+            return None
+        if not shape.devices:
+            return Spot(self._score(room, after(room, shape, (), 0)), ())
+        amount = dict(shape.amounts).get(room.kind)
+        if amount is None:
+            return None
+        best: Spot | None = None
+        for devices in choices(room.left, shape.devices, amount):
+            score = self._score(room, after(room, shape, devices, amount))
+            if best is None or score > best.score:
+                best = Spot(score, devices)
+        return best
+
+    def rate(self, gain: float) -> int:
+        """The score of what makes so much usable: 0..100, 50 if nothing changes."""
+        steps = max(-700.0, gain / self._step)  # exp(710) overflows
+        return math.floor(100 / (1 + math.exp(-steps)))
+
+    def _score(self, before: Remainder, behind: Remainder) -> int:
+        return self.rate(self.lost(before) - self.lost(behind))
+
+    def _table(self, left: tuple[int, ...], kind: str) -> "Table":
+        table = self._tables.get((left, kind))
+        if table is None:
+            known = self._usual.get(kind)
+            if known is None:
+                known = self._usual[kind] = tuple(self._on(kind))
+            self.worked_out += 1
+            table = self._tables[left, kind] = Table(left, known, self._capacity_share)
+        return table
+
+    def _on(self, kind: str) -> list[Usual]:
+        known = []
+        for shape, weight in self._weights:
+            amount = dict(shape.amounts).get(kind)
+            each = task_amount(shape, kind) if self._in_tasks else 1
+            known.append(Usual(shape.cpu, shape.devices, amount, weight / each))
+        return sorted(known, key=lambda one: one.cpu)
+
+    def _make_room(self) -> None:
+        self._remembered += 1
+        if self._remembered <= CACHED:
+            return
+        self._remembered = 0
+        self._tables.clear()
+        self._lost.clear()
+        for spots in self._spots.values():
+            spots.clear()
+
+
+class Table:
+    """What usual demands could use of one row of devices, for any CPU left beside them."""
+
+    def __init__(self, left: tuple[int, ...], known: tuple[Usual, ...], capacity_share: float) -> None:
+        self.whole = sum(left) * math.fsum(one.weight for one in known)
+        self._uses: list[tuple[float, float, float, int]] = []
+        """(CPU of one, what counts if one fits, what for each that fits, how many fit if CPU allows)"""
+        roomiest_first = left[::-1]  # `left` ascends
+        for cpu, devices, amount, weight in known:
+            if amount is None:
+                continue
+            usable = copies = 0
+            slots = []
+            for room in roomiest_first:
+                if room < amount:
+                    break
+                usable += room
+                copies += room // amount
+                slots.append(room // amount)
+            if devices > 1:
+                copies = most_copies(slots, devices)
+            if copies:
+                once = (1 - capacity_share) * weight * usable
+                each = capacity_share * weight * devices * amount
+                self._uses.append((cpu, once, each, copies))
+
+    def lost(self, cpu_left: float) -> float:
+        usable = 0.0
+        for cpu, once, each, copies in self._uses:  # in order of CPU
+            if cpu > cpu_left:
+                break
+            if each and cpu:
+                copies = min(copies, int(cpu_left / cpu + 1e-9))
+            usable += once + each * copies
+        return max(0.0, self.whole - usable)
+
+
+def fgd(shapes: Mapping[Shape, float], device: float) -> Measure:
+    """The paper's measure: a shape counts by its share of all tasks, tasks without devices included.
+
+    F = sum over shapes of share x R if the node cannot host one, else share x what is left on devices too
+    full for it; R is what is left on all devices. `device`: the whole amount of one.
+    """
+    return Measure(shapes, capacity_share=0.0, step=device, in_tasks=False)
+
+
+def tasks_lost(shapes: Mapping[Shape, float], stock: Stock) -> Measure:
+    """The service's measure: the usual tasks, not the amount, that what is left could not hold.
+
+    A shape counts by its share x sqrt(all of the stock / what of it can host the shape), and room by
+    (0.9 x the paper's F + 0.1 x (R - what copies of the shape could fill)) / what one task takes.
+    """
+    weights = {shape: share * scarcity(shape, stock) for shape, share in shapes.items() if shape.devices}
+    weights = {shape: weight for shape, weight in weights.items() if weight}
+    count = sum(number for number, _ in stock.values())
+    device = sum(number * size for number, size in stock.values()) / count if count else 1.0
+    step = device * math.fsum(weight / task_amount(shape) for shape, weight in weights.items())
+    return Measure(weights, capacity_share=CAPACITY_SHARE, step=step or 1.0, in_tasks=True)
+
+
+def scarcity(shape: Shape, stock: Stock) -> float:
+    """1 for what may go anywhere, more the less of the stock can host it, 0 if nothing can.
+
+    The square root is a compromise: without it demands for a rare kind find it taken, with the plain ratio
+    the rest of the stock fills worse.
+    """
+    everything = sum(number * size for number, size in stock.values())
+    usable = sum(stock[kind][0] * stock[kind][1] for kind, _ in shape.amounts if kind in stock)
+    return math.sqrt(everything / usable) if usable else 0.0
+
+
+def task_amount(shape: Shape, kind: str | None = None) -> int:
+    """What one task takes of all its devices, on a kind that can host it or else where it takes least."""
+    amounts = dict(shape.amounts)
+    amount = amounts.get(kind) if kind is not None else None
+    return shape.devices * (amount or min(amounts.values()))
+
+
+def most_copies(slots: list[int], devices: int) -> int:
+    """How many tasks of so many different devices each fit, if each device has so many slots."""
+    if devices == 1:
+        return sum(slots)
+    copies = sum(slots) // devices
+    while copies and sum(min(slot, copies) for slot in slots) < copies * devices:
+        copies -= 1
+    return copies
+
+
+def choices(left: tuple[int, ...], devices: int, amount: int) -> list[tuple[int, ...]]:
+    """The devices that are worth comparing: of equally full ones the lowest, of several the fullest."""
+    fitting = [place for place, room in enumerate(left) if room >= amount]
+    if devices > 1:
+        fullest = sorted(fitting, key=lambda place: left[place])[:devices]
+        return [tuple(sorted(fullest))] if len(fullest) == devices else []
+    lowest: dict[int, int] = {}
+    for place in fitting:
+        lowest.setdefault(left[place], place)
+    return [(place,) for place in lowest.values()]
+
+
+def after(room: Remainder, shape: Shape, devices: tuple[int, ...], amount: int) -> Remainder:
+    """The room once the demand has taken its part."""
+    left = list(room.left)
+    for place in devices:
+        left[place] -= amount
+    return Remainder(round(room.cpu - shape.cpu, 6), tuple(left), room.kind)
