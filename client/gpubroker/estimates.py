@@ -53,29 +53,16 @@ class Sizing:
 
 
 @dataclass(frozen=True, slots=True)
-class Start:
-    """When a task that waits is likely to start: one in two by the first time, nine in ten by the second."""
+class Expected:
+    """When something is likely to happen: one in two by the first time, nine in ten by the second."""
 
     p50_at: datetime | None = None
     p90_at: datetime | None = None
     p50_seconds: float = 0.0
+    """From when that was told."""
     p90_seconds: float = 0.0
     n: int = 0
     """Of how many runs this speaks; 0: of none."""
     basis: str = ""
     """`stated`, `learned` or `guess`."""
-    raw: Raw = field(default_factory=dict, repr=False)
-
-
-@dataclass(frozen=True, slots=True)
-class Eta:
-    """When a run is likely to end: one in two by the first time, nine in ten by the second."""
-
-    p50_at: datetime | None = None
-    p90_at: datetime | None = None
-    p50_seconds: float = 0.0
-    p90_seconds: float = 0.0
-    n: int = 0
-    """Of how many runs this speaks: those that took longer than this one has taken already. 0: it is what the
-    task's submitter said."""
     raw: Raw = field(default_factory=dict, repr=False)

@@ -6,19 +6,9 @@ from datetime import datetime
 from typing import Any
 
 from gpubroker.decoding import Raw, each, filled, optional
+from gpubroker.estimates import Expected
 from gpubroker.models import Inherited
 from gpubroker.states import TaskState
-
-
-@dataclass(frozen=True, slots=True)
-class Within:
-    """How long something is expected to take from then on: one in two, and nine in ten, take no longer."""
-
-    p50_seconds: float = 0.0
-    p90_seconds: float = 0.0
-    n: int = 0
-    """Of how many runs this speaks; 0: of none, it was stated."""
-    raw: Raw = field(default_factory=dict, repr=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,13 +26,13 @@ class Run:
     shield: str = ""
     """What keeps it from being stopped; a stable token."""
     stopping: bool = False
-    ends: Within | None = None
+    ends: Expected | None = None
     """Expected; None if nobody can tell."""
     raw: Raw = field(default_factory=dict, repr=False)
 
     @classmethod
     def of(cls, raw: Raw) -> "Run":
-        return filled(cls, raw, ends=optional(Within, raw.get("ends")))
+        return filled(cls, raw, ends=optional(Expected, raw.get("ends")))
 
 
 def _runs(raws: Any) -> tuple[Run, ...]:
@@ -72,14 +62,14 @@ class DeviceVerdict:
     need_mb: int | None = None
     free_mb: int = 0
     allocatable_mb: int = 0
-    free_in: Within | None = None
+    free_in: Expected | None = None
     """When it has enough, if nobody else takes that."""
     holders: tuple[Run, ...] = ()
     raw: Raw = field(default_factory=dict, repr=False)
 
     @classmethod
     def of(cls, raw: Raw) -> "DeviceVerdict":
-        free_in = optional(Within, raw.get("free_in"))
+        free_in = optional(Expected, raw.get("free_in"))
         return filled(cls, raw, free_in=free_in, holders=_runs(raw.get("holders")))
 
 
@@ -97,7 +87,7 @@ class Remedy:
     victims: tuple[Run, ...] = ()
     after: Run | None = None
     """The run after whose end it starts."""
-    within: Within | None = None
+    within: Expected | None = None
     raw: Raw = field(default_factory=dict, repr=False)
 
     @classmethod
@@ -109,7 +99,7 @@ class Remedy:
             places=tuple(raw.get("places") or ()),
             victims=_runs(raw.get("victims")),
             after=None if after is None else Run.of(after),
-            within=optional(Within, raw.get("within")),
+            within=optional(Expected, raw.get("within")),
         )
 
 
@@ -133,7 +123,7 @@ def told(raw: Raw) -> dict[str, Any]:
     """The fields that explanations and simulations share."""
     preemption = raw.get("preemption")
     return {
-        "start": optional(Within, raw.get("start")),
+        "start": optional(Expected, raw.get("start")),
         "preemption": None if preemption is None else Preemption.of(preemption),
         "remedies": tuple(map(Remedy.of, raw.get("remedies") or ())),
         "blockers": each(Blocker, raw.get("blockers")),
@@ -154,7 +144,7 @@ class Explanation:
     """1 is next."""
     queue_length: int = 0
     inherits: Inherited | None = None
-    start: Within | None = None
+    start: Expected | None = None
     """When it has room, unless somebody who waits as well takes that before; None if nobody can tell."""
     preemption: Preemption | None = None
     remedies: tuple[Remedy, ...] = ()
@@ -188,7 +178,7 @@ class Simulation:
     victims: tuple[Run, ...] = ()
     position: int | None = None
     queue_length: int = 0
-    start: Within | None = None
+    start: Expected | None = None
     preemption: Preemption | None = None
     remedies: tuple[Remedy, ...] = ()
     blockers: tuple[Blocker, ...] = ()

@@ -11,7 +11,7 @@ from datetime import datetime
 from typing import Any, Generic, TypeVar
 
 from gpubroker.decoding import Raw, each, filled, optional
-from gpubroker.estimates import Eta, Sizing, Start
+from gpubroker.estimates import Expected, Sizing
 from gpubroker.states import TaskState as TaskState
 
 T = TypeVar("T")
@@ -44,13 +44,13 @@ class Pending:
     message: str
     position: int | None = None
     inherits: Inherited | None = None
-    start: Start | None = None
+    start: Expected | None = None
     raw: Raw = field(default_factory=dict, repr=False)
 
     @classmethod
     def of(cls, raw: Raw) -> "Pending":
         inherits = optional(Inherited, raw.get("inherits"))
-        return filled(cls, raw, start=optional(Start, raw.get("start")), inherits=inherits)
+        return filled(cls, raw, start=optional(Expected, raw.get("start")), inherits=inherits)
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +141,7 @@ class Task:
     stop_deadline_at: datetime | None = None
     progress: Progress | None = None
     pending: Pending | None = None
-    eta: Eta | None = None
+    eta: Expected | None = None
     error: Failure | None = None
     raw: Raw = field(default_factory=dict, repr=False)
 
@@ -161,7 +161,7 @@ class Task:
             progress=optional(Progress, raw.get("progress")),
             pending=None if raw.get("pending") is None else Pending.of(raw["pending"]),
             sizing=optional(Sizing, raw.get("sizing")),
-            eta=optional(Eta, raw.get("eta")),
+            eta=optional(Expected, raw.get("eta")),
             error=optional(Failure, raw.get("error")),
         )
 

@@ -17,14 +17,8 @@ from service.core.victims import lost_gpu_seconds
 from service.core.world import World
 from service.gateway.identity import Identity
 from service.gateway.overview import sees
-
-
-class WithinView(TypedDict):
-    """How long something is expected to take from now on."""
-
-    p50_seconds: Annotated[float, Field(description="One in two takes no longer.")]
-    p90_seconds: Annotated[float, Field(description="Nine in ten take no longer.")]
-    n: Annotated[int, Field(description="Of how many runs this speaks; 0: of none, it was stated.")]
+from service.gateway.translate import expected_view
+from service.gateway.views import ExpectedView
 
 
 class RunHolder(TypedDict):
@@ -80,13 +74,13 @@ class RemedyView(TypedDict):
     ]
     victims: list[RunHolder]
     after: Annotated[RunHolder | None, Field(description="The run after whose end it starts.")]
-    within: Annotated[WithinView | None, Field(description="When that end is expected.")]
+    within: Annotated[ExpectedView | None, Field(description="When that end is expected.")]
 
 
 class AdviceFields(TypedDict):
     """`start`: when it has room, unless somebody who waits as well takes that before."""
 
-    start: Annotated[WithinView | None, Field(description="Null if nobody can tell.")]
+    start: Annotated[ExpectedView | None, Field(description="Null if nobody can tell.")]
     preemption: SparedView | None
     remedies: list[RemedyView]
 
@@ -96,20 +90,14 @@ NO_ADVICE: AdviceFields = {"start": None, "preemption": None, "remedies": []}
 
 def advice_fields(world: World, advice: Advice, viewer: Identity, now: Instant) -> AdviceFields:
     return {
-        "start": within_view(advice.start),
+        "start": expected_or_none(advice.start, now),
         "preemption": _spared_view(world, advice.spared, viewer, now),
         "remedies": [_remedy_view(world, remedy, viewer, now) for remedy in advice.remedies],
     }
 
 
-def within_view(within: Remaining | None) -> WithinView | None:
-    if within is None:
-        return None
-    return {
-        "p50_seconds": round(within.p50_seconds, 3),
-        "p90_seconds": round(within.p90_seconds, 3),
-        "n": within.n,
-    }
+def expected_or_none(expected: Remaining | None, now: Instant) -> ExpectedView | None:
+    return None if expected is None else expected_view(expected, now)
 
 
 def place_views(world: World, places: Gang | None) -> list[PlacementView]:
@@ -156,5 +144,5 @@ def _remedy_view(world: World, remedy: Remedy, viewer: Identity, now: Instant) -
         "places": place_views(world, remedy.places),
         "victims": [run_view(world, run, viewer, now) for run in remedy.victims],
         "after": None if remedy.after is None else run_view(world, remedy.after, viewer, now),
-        "within": within_view(remedy.within),
+        "within": expected_or_none(remedy.within, now),
     }

@@ -44,17 +44,6 @@ class SizingView(TypedDict):
     message: str
 
 
-class EtaView(TypedDict):
-    """When a run is likely to end: as its submitter said (`expected_seconds`), else going by runs like it
-    that took longer than it has taken so far."""
-
-    p50_at: Annotated[str, Field(json_schema_extra={"format": "date-time"})]
-    p90_at: Annotated[str, Field(json_schema_extra={"format": "date-time"})]
-    p50_seconds: Annotated[float, Field(description="From now on; one run in two needs no longer.")]
-    p90_seconds: Annotated[float, Field(description="From now on; nine runs in ten need no longer.")]
-    n: Annotated[int, Field(description="Of how many runs this speaks; 0: of none, it was stated.")]
-
-
 def estimate_views(world: World, tenant: str, subject: str | None) -> Iterator[EstimateView]:
     """In order of subject and kind; of one subject, if one is given."""
     sketches = world.learned.sketches

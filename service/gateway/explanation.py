@@ -7,15 +7,15 @@ from typing_extensions import TypedDict
 
 from service.core.advice import Advice
 from service.core.blockers import Blocker
-from service.core.explain import DeviceVerdict
+from service.core.explain import DeviceVerdict, Explanation
 from service.core.ledger import Holding
 from service.core.policy import band_of
-from service.core.units import TaskId
+from service.core.units import Instant, TaskId
 from service.core.world import World
-from service.gateway.advice import AdviceFields, WithinView, within_view
+from service.gateway.advice import NO_ADVICE, AdviceFields, advice_fields, expected_or_none
 from service.gateway.identity import Identity
 from service.gateway.overview import sees
-from service.gateway.views import InheritsView, Time
+from service.gateway.views import ExpectedView, InheritsView, Time
 
 
 class BlockerView(TypedDict):
@@ -33,7 +33,7 @@ class DeviceHolder(TypedDict):
     band: str
     gpu_mb: int
     stopping: bool
-    ends: Annotated[WithinView | None, Field(description="Expected; null if nobody can tell.")]
+    ends: Annotated[ExpectedView | None, Field(description="Expected; null if nobody can tell.")]
 
 
 class DeviceVerdictView(TypedDict):
@@ -49,28 +49,43 @@ class DeviceVerdictView(TypedDict):
     free_mb: Annotated[int, Field(description="For this task: what is kept for it counts as free.")]
     allocatable_mb: int
     free_in: Annotated[
-        WithinView | None,
+        ExpectedView | None,
         Field(description="When it has enough, if nobody else takes that; null if nobody can tell."),
     ]
     holders: list[DeviceHolder]
 
 
-class ExplanationView(AdviceFields):
+class ExplainedFields(AdviceFields):
+    """What explanations and simulations share."""
+
+    reason: Annotated[
+        str | None, Field(description="Of the most structural blocker; null if it does not wait.")
+    ]
+    message: str
+    position: Annotated[int | None, Field(description="The place in the queue; 1 is next.")]
+    blockers: list[BlockerView]
+    devices: list[DeviceVerdictView]
+
+
+UNEXPLAINED: ExplainedFields = {
+    **NO_ADVICE,
+    "reason": None,
+    "message": "",
+    "position": None,
+    "blockers": [],
+    "devices": [],
+}
+
+
+class ExplanationView(ExplainedFields):
     """Why a task waits, or what it is doing. `blockers` names all that stands in its way, `remedies` what
     would help, each found by planning the task anew with that change."""
 
     id: str
     state: str
-    reason: Annotated[
-        str | None, Field(description="Of the most structural blocker; null if it does not wait.")
-    ]
-    message: str
     evaluated_at: Time
-    position: Annotated[int | None, Field(description="Place in the queue; 1 is next.")]
     queue_length: int
     inherits: Annotated[InheritsView | None, Field(description="Null if it stands by its own priority.")]
-    blockers: list[BlockerView]
-    devices: list[DeviceVerdictView]
     as_of: Time
     age_seconds: float
     log_position: Annotated[int, Field(description="Of the newest event that this answer knows.")]
@@ -80,7 +95,22 @@ def blocker_view(blocker: Blocker) -> BlockerView:
     return {"reason": blocker.reason.value, "tier": blocker.tier, "message": blocker.message}
 
 
-def verdict_view(world: World, verdict: DeviceVerdict, viewer: Identity, advice: Advice) -> DeviceVerdictView:
+def explained_fields(
+    world: World, found: Explanation, advice: Advice, viewer: Identity, now: Instant
+) -> ExplainedFields:
+    return {
+        **advice_fields(world, advice, viewer, now),
+        "reason": None if found.reason is None else found.reason.value,
+        "message": found.message,
+        "position": found.position,
+        "blockers": [blocker_view(blocker) for blocker in found.blockers],
+        "devices": [_verdict_view(world, verdict, viewer, advice, now) for verdict in found.devices],
+    }
+
+
+def _verdict_view(
+    world: World, verdict: DeviceVerdict, viewer: Identity, advice: Advice, now: Instant
+) -> DeviceVerdictView:
     return {
         "key": verdict.device,
         "node": verdict.node,
@@ -91,12 +121,14 @@ def verdict_view(world: World, verdict: DeviceVerdict, viewer: Identity, advice:
         "need_mb": verdict.need_mb,
         "free_mb": verdict.free_mb,
         "allocatable_mb": verdict.allocatable_mb,
-        "free_in": within_view(advice.free_in.get(verdict.device)),
-        "holders": [_holder_view(world, held, viewer, advice) for held in verdict.holders],
+        "free_in": expected_or_none(advice.free_in.get(verdict.device), now),
+        "holders": [_holder_view(world, held, viewer, advice, now) for held in verdict.holders],
     }
 
 
-def _holder_view(world: World, holding: Holding, viewer: Identity, advice: Advice) -> DeviceHolder:
+def _holder_view(
+    world: World, holding: Holding, viewer: Identity, advice: Advice, now: Instant
+) -> DeviceHolder:
     lease = holding.lease
     known = sees(viewer, lease.tenant)
     task = world.tasks.get(TaskId(lease.holder)) if known else None
@@ -107,5 +139,5 @@ def _holder_view(world: World, holding: Holding, viewer: Identity, advice: Advic
         "band": band_of(lease.priority)[0],
         "gpu_mb": holding.takes_mb,
         "stopping": holding.is_leaving,
-        "ends": within_view(advice.horizon.of_holding(holding)),
+        "ends": expected_or_none(advice.horizon.of_holding(holding), now),
     }

@@ -12,13 +12,12 @@ from service.core.start import start_of
 from service.core.task import Task, TaskState
 from service.core.units import Seconds, TaskId
 from service.gateway.direct import Call, answer
-from service.gateway.estimates import EtaView
 from service.gateway.ids import is_task_id
 from service.gateway.parts import GatewayParts
 from service.gateway.problems import Problem
 from service.gateway.results import result_member
-from service.gateway.translate import Live, eta_view, start_view, task_view
-from service.gateway.views import PendingView
+from service.gateway.translate import Live, expected_view, task_view
+from service.gateway.views import ExpectedView, PendingView
 from service.ports import TaskRecord
 
 
@@ -85,16 +84,16 @@ def _pending_of(parts: GatewayParts, task: Task) -> PendingView | None:
     now = parts.clock.now()
     view = parts.pending.of(task, now)
     start = start_of(parts.world, task, parts.forecasts(), now)
-    return view if view is None or start is None else {**view, "start": start_view(start, now)}
+    return view if view is None or start is None else {**view, "start": expected_view(start, now)}
 
 
-def _eta_of(parts: GatewayParts, task: Task) -> EtaView | None:
+def _eta_of(parts: GatewayParts, task: Task) -> ExpectedView | None:
     if task.state is not TaskState.RUNNING:
         return None
     now = parts.clock.now()
     kind = kind_of_run(parts.world, task)
     remaining = remaining_seconds(task, parts.world.learned.sketches, now, kind=kind)
-    return None if remaining is None else eta_view(remaining, now)
+    return None if remaining is None else expected_view(remaining, now)
 
 
 async def finished(

@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from typing import Any
 
+from service.core.backfill import Basis
 from service.core.demand import Demand
 from service.core.events import Event
 from service.core.expectations import Remaining, Size
@@ -17,7 +18,7 @@ from service.core.task import Dependency, Task
 from service.core.units import Instant, Seconds, TaskId
 from service.gateway.demand_views import DeviceShare, RankView
 from service.gateway.demands import NO_TYPE, resources_view, subject_of
-from service.gateway.estimates import EtaView, SizingView
+from service.gateway.estimates import SizingView
 from service.gateway.faults import refused
 from service.gateway.parts import Defaults
 from service.gateway.problems import Fault
@@ -27,10 +28,10 @@ from service.gateway.timing import timing_of
 from service.gateway.views import (
     ErrorView,
     EventView,
+    ExpectedView,
     PendingView,
     ProgressView,
     RunView,
-    StartView,
     TaskView,
 )
 from service.ports import Progress, RunSpec, TaskRecord
@@ -145,7 +146,7 @@ class Live:
     """Device key -> UUID."""
     progress: Progress | None = None
     pending: PendingView | None = None
-    eta: EtaView | None = None
+    eta: ExpectedView | None = None
 
 
 NOTHING_LIVE = Live([], {})
@@ -226,24 +227,17 @@ def sizing_of(learned: Size | None) -> SizingView | None:
     return sizing_view(None if learned is None else asdict(learned))
 
 
-def eta_view(remaining: Remaining, now: Instant) -> EtaView:
+def expected_view(expected: Remaining | Start, now: Instant) -> ExpectedView:
+    if isinstance(expected, Remaining):
+        p50_at, p90_at = Instant(now + expected.p50_seconds), Instant(now + expected.p90_seconds)
+        expected = Start(p50_at, p90_at, expected.n, Basis.LEARNED if expected.n else Basis.STATED)
     return {
-        "p50_at": rfc3339(Instant(now + remaining.p50_seconds)),
-        "p90_at": rfc3339(Instant(now + remaining.p90_seconds)),
-        "p50_seconds": round(remaining.p50_seconds, 3),
-        "p90_seconds": round(remaining.p90_seconds, 3),
-        "n": remaining.n,
-    }
-
-
-def start_view(start: Start, now: Instant) -> StartView:
-    return {
-        "p50_at": rfc3339(start.p50_at),
-        "p90_at": rfc3339(start.p90_at),
-        "p50_seconds": round(start.p50_at - now, 3),
-        "p90_seconds": round(start.p90_at - now, 3),
-        "n": start.n,
-        "basis": start.basis.value,
+        "p50_at": rfc3339(expected.p50_at),
+        "p90_at": rfc3339(expected.p90_at),
+        "p50_seconds": round(expected.p50_at - now, 3),
+        "p90_seconds": round(expected.p90_at - now, 3),
+        "n": expected.n,
+        "basis": expected.basis.value,
     }
 
 

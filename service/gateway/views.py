@@ -6,7 +6,7 @@ from pydantic import Field
 from typing_extensions import TypedDict
 
 from service.gateway.demand_views import DeviceShare, Overused, RankView, ResourcesView
-from service.gateway.estimates import EtaView, SizingView
+from service.gateway.estimates import SizingView
 from service.gateway.fragmentation import FragmentationView
 
 Time = Annotated[str, Field(json_schema_extra={"format": "date-time"}, examples=["2026-11-21T10:02:11.412Z"])]
@@ -25,13 +25,13 @@ class ProgressView(TypedDict):
     at: Time
 
 
-class StartView(TypedDict):
-    """When a task that waits is likely to start."""
+class ExpectedView(TypedDict):
+    """When something is likely to happen; the same wherever the API tells of the future."""
 
     p50_at: Time
     p90_at: Time
-    p50_seconds: Annotated[float, Field(description="From now on; one in two starts by then.")]
-    p90_seconds: Annotated[float, Field(description="From now on; nine in ten start by then.")]
+    p50_seconds: Annotated[float, Field(description="From now on; one in two takes no longer.")]
+    p90_seconds: Annotated[float, Field(description="From now on; nine in ten take no longer.")]
     n: Annotated[int, Field(description="Of how many runs this speaks; 0: of none.")]
     basis: Annotated[
         str,
@@ -57,7 +57,8 @@ class PendingView(TypedDict):
     position: Annotated[int | None, Field(description="1 is next.")]
     inherits: Annotated[InheritsView | None, Field(description="Null if it stands by its own priority.")]
     start: Annotated[
-        StartView | None, Field(description="Told to the first tasks of the queue; null if nobody can tell.")
+        ExpectedView | None,
+        Field(description="Told to the first tasks of the queue; null if nobody can tell."),
     ]
 
 
@@ -138,7 +139,7 @@ class TaskView(ResultFields):
     stop_deadline_at: Annotated[Time | None, Field(description="Whatever is left then is killed.")]
     progress: ProgressView | None
     pending: PendingView | None
-    eta: Annotated[EtaView | None, Field(description="When it is likely to end, while it runs.")]
+    eta: Annotated[ExpectedView | None, Field(description="When it is likely to end, while it runs.")]
     error: ErrorView | None
     urls: TaskUrls
 

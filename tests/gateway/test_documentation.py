@@ -49,3 +49,10 @@ def test_every_operation_has_a_name_a_summary_and_the_problems_it_may_answer() -
             assert operation["summary"]
             assert "application/problem+json" in operation["responses"]["default"]["content"]
     assert len(names) == len(set(names))
+
+
+def test_whatever_is_expected_is_told_in_one_shape() -> None:
+    schemas = DOCUMENT["components"]["schemas"]
+    assert [name for name, told in schemas.items() if "p50_seconds" in told.get("properties", {})] == [
+        "ExpectedView"
+    ]

@@ -25,7 +25,9 @@ async def test_a_task_with_room_would_start_and_nothing_is_stored(gateway: Gatew
         {"node": "n1", "devices": [{"key": "test/n1/gpu0", "index": 0, "gpu_mb": 8 * GIB}]}
     ]
     assert (found["position"], found["queue_length"], found["priority"]) == (1, 0, 54)
-    assert found["start"] == {"p50_seconds": 0.0, "p90_seconds": 0.0, "n": 0}
+    at = found["evaluated_at"]
+    assert (found["start"]["p50_at"], found["start"]["p90_at"]) == (at, at)
+    assert (found["start"]["p90_seconds"], found["start"]["n"], found["start"]["basis"]) == (0.0, 0, "stated")
     assert (gateway.world.position, dict(gateway.world.tasks), len(gateway.world.queue)) == before
     assert await gateway.store.head() == before[0]
 
@@ -64,7 +66,7 @@ async def test_a_task_that_would_wait_is_told_why_and_what_would_help(gateway: G
     assert (found["verdict"], found["reason"], found["position"]) == ("waits", "WaitingForMemory", 2)
     assert (found["start"]["p50_seconds"], found["preemption"]["why"]) == (40.0, "all_shielded")
     assert [remedy["change"] for remedy in found["remedies"]] == [{"gpu_mb": 20 * GIB}, {"priority": 81}]
-    assert found["devices"][0]["holders"][0]["ends"] == {"p50_seconds": 40.0, "p90_seconds": 40.0, "n": 0}
+    assert found["devices"][0]["holders"][0]["ends"] == found["start"]
     after = await simulate(api, after=[first], resources={"gpu_mb": 1})
     assert (after["verdict"], after["reason"], after["position"]) == ("waits", "DependencyPending", None)
     assert after["message"] == f"runs after {first} (pending)"

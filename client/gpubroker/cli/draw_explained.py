@@ -7,7 +7,8 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from gpubroker.cli.layout import Column, Rows, gib, short_id, size, span, with_short_ids
-from gpubroker.explained import DeviceVerdict, Explanation, Preemption, Remedy, Run, Simulation, Within
+from gpubroker.estimates import Expected
+from gpubroker.explained import DeviceVerdict, Explanation, Preemption, Remedy, Run, Simulation
 
 MOST_DEVICES = 24
 """So many devices are drawn, those that come nearest; `-o json` has all."""
@@ -73,7 +74,7 @@ def _place(explained: Explanation | Simulation) -> str:
     return "; ".join(said)
 
 
-def within(expected: Within) -> str:
+def within(expected: Expected) -> str:
     """`in about 30s`, and how sure that is."""
     if expected.p50_seconds <= 0 and expected.p90_seconds <= 0:
         return "now"
@@ -181,7 +182,7 @@ def _nearness(device: DeviceVerdict) -> tuple[float, int, str]:
     return soon, (device.need_mb or 2**40) - device.free_mb, device.key
 
 
-def _short(free_in: Within) -> str:
+def _short(free_in: Expected) -> str:
     if free_in.p90_seconds <= 0:
         return "now"
     if span(free_in.p50_seconds) == span(free_in.p90_seconds):

@@ -6,7 +6,7 @@ from rich.console import RenderableType
 from rich.text import Text
 
 from gpubroker.cli.layout import Column, Rows, size, span
-from gpubroker.estimates import Estimate, Eta, Start
+from gpubroker.estimates import Estimate, Expected
 
 _COLUMNS = (
     Column("SUBJECT", share=0.4),
@@ -37,14 +37,14 @@ def _row(estimate: Estimate) -> tuple[str, ...]:
     )
 
 
-def expected_end(eta: Eta) -> str:
+def expected_end(eta: Expected) -> str:
     if not eta.n:
         return f"in about {span(eta.p50_seconds)}, as its submitter said"
     runs = "1 run" if eta.n == 1 else f"{eta.n} runs"
     return f"in about {span(eta.p50_seconds)}, 9 of 10 within {span(eta.p90_seconds)} (going by {runs})"
 
 
-def expected_start(start: Start | None) -> str:
+def expected_start(start: Expected | None) -> str:
     """What to add to why a task waits; empty if nobody can tell when it starts."""
     if start is None:
         return ""

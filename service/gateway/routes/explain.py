@@ -9,9 +9,8 @@ from service.core.explain import ended_message, explain, explain_waiting
 from service.core.reasons import Reason
 from service.core.survey import survey
 from service.core.task import Task, TaskState
-from service.gateway.advice import NO_ADVICE, advice_fields
 from service.gateway.direct import Call, DirectRoute, answer, needs, problems
-from service.gateway.explanation import ExplanationView, blocker_view, verdict_view
+from service.gateway.explanation import UNEXPLAINED, ExplanationView, blocker_view, explained_fields
 from service.gateway.identity import Scope
 from service.gateway.lookup import caught_up, find, reread
 from service.gateway.overview import as_of
@@ -58,13 +57,8 @@ def _waiting(call: Call, task: Task) -> ExplanationView:
     found, advice = explain_waiting(seen), advise(seen, highest_priority(call))
     return {
         **view,
-        "reason": None if found.reason is None else found.reason.value,
-        "message": found.message,
-        "position": found.position,
         "inherits": inherits_view(found.inherits),
-        "blockers": [blocker_view(blocker) for blocker in found.blockers],
-        "devices": [verdict_view(parts.world, verdict, call.identity, advice) for verdict in found.devices],
-        **advice_fields(parts.world, advice, call.identity, now),
+        **explained_fields(parts.world, found, advice, call.identity, now),
     }
 
 
@@ -75,15 +69,11 @@ def _bare(call: Call, task: Task) -> ExplanationView:
     return {
         "id": task.id,
         "state": task.state.value,
-        "reason": None,
+        **UNEXPLAINED,
         "message": ended_message(task.state),
         "evaluated_at": rfc3339(now),
-        "position": None,
         "queue_length": len(parts.world.queue),
         "inherits": None,
-        "blockers": [],
-        "devices": [],
-        **NO_ADVICE,
         "as_of": age["as_of"],
         "age_seconds": age["age_seconds"],
         "log_position": age["position"],

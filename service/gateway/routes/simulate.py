@@ -7,10 +7,10 @@ from service.core.draft import Draft
 from service.core.explain import Explanation, explain_waiting, stands_aside
 from service.core.survey import survey
 from service.core.task import Task
-from service.gateway.advice import NO_ADVICE, advice_fields, place_views, run_view
+from service.gateway.advice import advice_fields, place_views, run_view
 from service.gateway.demands import resources_view
 from service.gateway.direct import Call, DirectRoute, answer, needs, problems
-from service.gateway.explanation import blocker_view, verdict_view
+from service.gateway.explanation import UNEXPLAINED, explained_fields
 from service.gateway.identity import Scope
 from service.gateway.intake import Intake, check_allowed, check_possible, take_in
 from service.gateway.lookup import caught_up
@@ -78,16 +78,12 @@ def _simulated(call: Call, intake: Intake) -> SimulationView:
     return {
         **view,
         "verdict": _verdict(task, advice),
-        "reason": None if found.reason is None else found.reason.value,
+        **explained_fields(parts.world, found, advice, call.identity, now),
         "message": _message(task, found, advice),
         "places": place_views(parts.world, advice.trial.places),
         "victims": [run_view(parts.world, run, call.identity, now) for run in eviction.victims]
         if eviction
         else [],
-        "position": found.position,
-        "blockers": [blocker_view(blocker) for blocker in found.blockers],
-        "devices": [verdict_view(parts.world, verdict, call.identity, advice) for verdict in found.devices],
-        **advice_fields(parts.world, advice, call.identity, now),
     }
 
 
@@ -129,19 +125,14 @@ def _bare(call: Call, intake: Intake | None) -> SimulationView:
     return {
         "verdict": "waits",
         "refusal": None,
-        "reason": None,
-        "message": "",
+        **UNEXPLAINED,
         "evaluated_at": rfc3339(call.parts.clock.now()),
         "priority": None if intake is None else intake.task.priority,
         "resources": None if intake is None else resources_view(intake.task.demand),
         "sizing": None if intake is None else sizing_of(intake.learned),
         "places": [],
         "victims": [],
-        "position": None,
         "queue_length": len(call.parts.world.queue),
-        "blockers": [],
-        "devices": [],
-        **NO_ADVICE,
         "as_of": age["as_of"],
         "age_seconds": age["age_seconds"],
         "log_position": age["position"],
