@@ -83,6 +83,7 @@ def _starts(draft: Draft, task: Task, places: Sequence[Placement]) -> tuple[Star
 
 
 def _start(draft: Draft, task: Task, rank: int, place: Placement, world_size: int) -> StartOrder:
+    demand = task.demand.bundles[rank] if task.demand.bundles else task.demand
     return StartOrder(
         task.id,
         task.fence,
@@ -94,6 +95,7 @@ def _start(draft: Draft, task: Task, rank: int, place: Placement, world_size: in
         task.priority,
         world_size,
         barrier=bool(task.members),
+        memory_mb=demand.memory_mb,
     )
 
 

@@ -12,7 +12,9 @@ from service.core.task import Move, Task, TaskState
 from service.core.units import Instant, NodeName, TaskId
 from service.core.world import World
 
-_PROOFS = frozenset({"process_absent", "boot_changed"})
+NOT_YOUR_PROCESS = "not_your_process"
+"""In place of a proof: the process that it named is accounted for with others, and is none of its own."""
+_PROOFS = frozenset({"process_absent", "boot_changed", NOT_YOUR_PROCESS})
 """That an agent does not know of a holder says nothing about it."""
 
 
@@ -57,7 +59,7 @@ def gone(fold: Fold, world: World, report: Gone, now: Instant) -> None:
         fold.outcome = _given_back(task, now)
         fold.move(Move.SUCCEEDED, "process_gone", finished_at=now, freeing_for=None)
     else:
-        fold.outcome = Outcome(task.id, task.fence, Ending.LOST, now, failure=_process_gone(task))
+        fold.outcome = Outcome(task.id, task.fence, Ending.LOST, now, failure=_failure(task, report.proof))
         fold.move(Move.FAILED, "process_gone", finished_at=now)
     fold.orders += _forget(world, known)
 
@@ -100,8 +102,14 @@ def _given_back(task: Task, now: Instant) -> Outcome:
     return Outcome(task.id, task.fence, Ending.SUCCEEDED, now)
 
 
-def _process_gone(task: Task) -> Failure:
+def _failure(task: Task, proof: str) -> Failure:
     pid = None if task.external is None else task.external.pid
+    if proof == NOT_YOUR_PROCESS:
+        message = (
+            f"process {pid} is a run's, another lease's or the broker's, or above or below one of "
+            "theirs; name the process of your own program, or none"
+        )
+        return Failure(NOT_YOUR_PROCESS, message)
     what = "its node was started anew" if pid is None else f"its process {pid} is not there (any more)"
     return Failure("process_gone", f"{what}; the lease ended with it, without having been released")
 

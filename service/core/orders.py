@@ -33,6 +33,8 @@ class StartOrder:
     """How many ranks run together under this fence."""
     barrier: bool = False
     """The process gets ready (imports or unpickles), says so, and begins user code at the GoOrder."""
+    memory_mb: Mib = Mib(0)
+    """Host memory that it asked for: a process of it may take so much, whatever others may."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,7 +201,8 @@ class Gone:
     at: Instant
     proof: str
     """process_absent, boot_changed, agent_restarted (a later agent on that host found no trace of it),
-    never_started, shared_process (nothing of its own to free)."""
+    never_started, shared_process (nothing of its own to free), not_your_process (named by an external
+    lease, and somebody else's)."""
     samples: tuple[DeviceSample, ...] = ()
     rank: int = 0
 
@@ -228,6 +231,8 @@ class SeenDevice:
     simulated: bool
     parent: str = ""
     """UUID of the GPU of which it is an instance."""
+    split: bool = False
+    """Only its instances can be used, even if it has none."""
 
 
 @dataclass(frozen=True, slots=True)

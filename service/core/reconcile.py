@@ -123,7 +123,7 @@ def _device(seen: NodeSeen, device: SeenDevice, rules: InventoryRules) -> Device
         context_mb=Mib(0) if kind is None else kind.context_mb,
         simulated=device.simulated,
         parent=device.parent,
-        split=any(other.parent == device.uuid for other in seen.devices),
+        split=device.split or any(other.parent == device.uuid for other in seen.devices),
     )
 
 

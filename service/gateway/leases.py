@@ -62,7 +62,8 @@ class AskLease(Body):
             ge=1,
             le=_MOST_PIDS,
             description="A process on that node. What it and its children use is this lease's, and when it "
-            "has ended the lease ends too. It is never signalled.",
+            "has ended the lease ends too. It is never signalled. Needs the scope `tasks:command`; a process "
+            "of a run, of another lease or of the broker ends the lease (`not_your_process`).",
         ),
     ] = None
     node: Annotated[LabelValue | None, Field(description="Only on this node.")] = None
@@ -180,11 +181,14 @@ def task_of_lease(
     )
 
 
-def check_node(body: AskLease, world: World) -> None:
-    """Raises Problem for a node that is not known, and for a process of which it is not clear where it is."""
+def check_node(body: AskLease, world: World, *, names_nodes: bool) -> None:
+    """Raises Problem for a node that is not known, and for a process of which it is not clear where it is.
+
+    `names_nodes`: whether whoever asks may know which nodes there are.
+    """
     if body.node is not None and world.nodes and body.node not in world.nodes:
-        known = ", ".join(sorted(world.nodes)[:5])
-        detail = f'no node is named "{body.node}"; there are {known}; name one of them, or none'
+        known = f"; there are {', '.join(sorted(world.nodes)[:5])}" if names_nodes else ""
+        detail = f'no node is named "{body.node}"{known}; name another, or none'
         fault = Fault(pointer="/node", detail=detail, code="no-matching-device")
         raise Problem("no-matching-device", detail, errors=[fault])
     if body.pid is None:

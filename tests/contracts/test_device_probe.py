@@ -148,9 +148,16 @@ def test_instances_of_a_split_gpu_are_devices_with_a_parent() -> None:
     probe = NvmlProbe(Machine(Gpu("GPU-a", mig=True, instances=slices), Gpu("GPU-b", mig=False)))
     whole, other, instance = probe.inventory()
     assert [(d.uuid, d.index, d.parent) for d in (whole, other)] == [("GPU-a", 0, ""), ("GPU-b", 1, "")]
+    assert [device.split for device in (whole, other, instance)] == [True, False, False]
     assert instance == SeenDevice("MIG-1", "NVIDIA H100 MIG 1g.10gb", 2, Mib(10_000), False, "GPU-a")
     used = {measured.uuid: measured for measured in probe.sample({})}
     assert (used["MIG-1"].used_mb, used["MIG-1"].foreign_mb) == (300, None), "nobody says whose it is"
+
+
+@pytest.mark.parametrize(("mig", "is_split"), [(True, True), (False, False), (None, False)])
+def test_a_gpu_in_mig_mode_is_split_before_it_has_an_instance(mig: bool | None, is_split: bool) -> None:
+    [device] = NvmlProbe(Machine(Gpu("GPU-a", mig=mig))).inventory()
+    assert device.split is is_split
 
 
 def test_a_lost_device_gets_no_sample_and_the_others_do() -> None:

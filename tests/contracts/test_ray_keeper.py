@@ -54,10 +54,11 @@ class Kept:
     def say(self, report: Report, _delay_seconds: float = AT_ONCE) -> None:
         self.said.append(report)
 
-    async def start(self, task: str, *devices: str) -> int:
+    async def start(self, task: str, *devices: str, **more: Any) -> int:
         """The process that runs it."""
         leases = tuple((uuid, 1000) for uuid in devices)
-        self.keeper.start(RunOrder(task=task, fence=1, kind="entrypoint", leases=leases), shareable=False)
+        order = RunOrder(task=task, fence=1, kind="entrypoint", leases=leases, **more)
+        self.keeper.start(order, shareable=False)
         await self.until(lambda: task in self.stand.started)
         return self.stand.runner_of(task).process.pid
 
@@ -139,6 +140,21 @@ async def test_a_run_of_which_a_process_takes_too_much_host_memory_is_ended(
     [(_, task, *_, failure, _log)] = [report for report in kept.said if report[0] == "ended"]
     assert (task, failure[0]) == ("large", "host_memory_exceeded")
     assert "and each may have 64 MiB here" in failure[1]
+
+
+async def test_a_run_may_take_the_host_memory_that_it_asked_for(
+    kept: Kept, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kept.keeper, "_config", replace(kept.config, process_memory_mb=64))
+    large = a_large_process()
+    kept.stand.birth = lambda runner: runner.become(large)
+    await kept.start("large", memory_mb=4000)
+    assert large.stdout is not None
+    await asyncio.to_thread(large.stdout.readline)
+    await kept.keeper.hold_to_allowance()
+    [run] = kept.keeper.book.runs.values()
+    assert run.lane is not None
+    assert run.lane.breach == ""
 
 
 async def test_who_leaves_a_node_leaves_no_process_and_no_file(kept: Kept, tmp_path: Path) -> None:

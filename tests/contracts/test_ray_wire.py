@@ -80,7 +80,7 @@ def carried(
         ),
         (("node_lost", 1000.0, "i", "dead"), NodeLost(N, "i", AT, "dead")),
         (
-            ("node_seen", 1000.0, NODE, [("GPU-a", "sim", 0, 9, True, "")], [("t", 3, 1)]),
+            ("node_seen", 1000.0, NODE, [("GPU-a", "sim", 0, 9, True, "", False)], [("t", 3, 1)]),
             NodeSeen(
                 Node(N, 2.0, Mib(10), 4, "i", "b"),
                 (SeenDevice("GPU-a", "sim", 0, Mib(9), True),),

@@ -355,3 +355,13 @@ def test_it_may_name_its_device() -> None:
     submit(world, an_asking("one", demand=demand), an_asking("two", demand=demand))
     plan(world)
     assert [lease.device for claim in world.leases.values() for lease in claim.values()] == ["test/n1/gpu1"]
+
+
+def test_a_process_that_is_somebody_elses_ends_the_lease_and_says_so() -> None:
+    world = held(pid=PID)
+    [decision] = hear(world, Gone(LEASE, Fence(1), at(1.0), "not_your_process"))
+    assert decision.outcome is not None
+    assert decision.outcome.failure is not None
+    assert decision.outcome.failure.kind == "not_your_process"
+    assert f"process {PID} is a run's" in decision.outcome.failure.message
+    assert leases(world) == []

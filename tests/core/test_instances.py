@@ -1,5 +1,7 @@
 """Instances of a GPU are leased by themselves; a GPU that has some is not."""
 
+from dataclasses import replace
+
 from service.core.cycle import plan_cycle
 from service.core.orders import NodeSeen, SeenDevice
 from service.core.policy import Policy
@@ -38,6 +40,14 @@ def test_a_task_is_placed_on_an_instance_and_never_on_what_is_split():
 
 def test_a_process_sees_one_instance_so_nobody_gets_several():
     assert places(a_split_gpu(), gpus=2, gpu_mb=GIB) == []
+
+
+def test_what_is_split_and_has_no_instance_yet_is_not_leased():
+    world = a_world()
+    seen = NodeSeen(a_node(), (replace(SEEN[0], split=True),), (), NOW)
+    commit(world, reconcile(world, seen, NOW, Policy(), InventoryRules("test")))
+    world.measure([a_sample("gpu0", foreign_mb=None)])
+    assert places(world, gpu_mb=GIB) == []
 
 
 def test_a_gpu_that_is_whole_again_can_be_leased_again():

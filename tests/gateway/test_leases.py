@@ -203,6 +203,26 @@ async def test_what_could_never_be_held_is_refused(
     assert problem(response, 422, code)["errors"][0]["pointer"] == pointer
 
 
+async def test_whoever_names_a_process_of_a_node_may_run_commands_there(gateway: Gateway) -> None:
+    writer = await gateway.client("writer", "tasks:write", "tasks:read")
+    refused = problem(await writer.post("/leases", json={**ASKED, "pid": 4711}), 403, "forbidden")
+    assert "tasks:command, which naming a process of a node needs" in refused["detail"]
+    commander = await gateway.client("commander", "tasks:write", "tasks:command")
+    await ask(commander, pid=4711)
+
+
+async def test_only_who_may_see_the_cluster_is_told_which_nodes_there_are(gateway: Gateway) -> None:
+    writer = await gateway.client("writer", "tasks:write")
+    answers = [
+        problem(await api.post("/leases", json={**ASKED, "node": "n9"}), 422, "no-matching-device")["detail"]
+        for api in (writer, gateway.admin)
+    ]
+    assert answers == [
+        'no node is named "n9"; name another, or none',
+        'no node is named "n9"; there are n1; name another, or none',
+    ]
+
+
 async def test_a_process_is_on_one_node(gateway: Gateway, api: Client) -> None:
     await gateway.commit(
         Decision("n2", "node_seen", nodes=(a_node("n2"),), devices=(a_device("gpu1", node="n2"),))

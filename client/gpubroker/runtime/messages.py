@@ -62,6 +62,8 @@ class RunOrder:
     world_size: int = 1
     barrier: bool = False
     """Get ready, say so, and begin user code when all ranks are ready."""
+    memory_mb: int = 0
+    """Host memory that it asked for."""
 
     @property
     def key(self) -> RunKey:

@@ -82,6 +82,7 @@ class NvmlProbe:
                 physical_mb=self._memory(handle)[0],
                 simulated=False,
                 parent=parent,
+                split=not parent and self._is_split(handle),
             )
         )
 

@@ -201,7 +201,8 @@ class NodeAgent:
             "boot_id": boot_id(),
         }
         devices = [
-            (d.uuid, d.kind, d.index, d.physical_mb, d.simulated, d.parent) for d in self._meter.inventory()
+            (d.uuid, d.kind, d.index, d.physical_mb, d.simulated, d.parent, d.split)
+            for d in self._meter.inventory()
         ]
         runs = [tuple(key) for key in (*keeper.book.runs, *keeper.outsiders)]
         return ("node_seen", time.time(), node, devices, runs)

@@ -41,6 +41,8 @@ class Card:
     start_ticks: int
     ray_node: str
     """Ray's id of the node: another one means that the Ray it belonged to is gone."""
+    memory_mb: int = 0
+    """Host memory that it asked for."""
 
     @property
     def key(self) -> RunKey:

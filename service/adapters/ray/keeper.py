@@ -14,7 +14,7 @@ from gpubroker.runtime.journal import AT_ONCE, SOON
 from gpubroker.runtime.messages import Report, RunKey, RunOrder, is_report
 from gpubroker.runtime.output import tail_of_file
 
-from service.adapters.ray.allowance import too_large
+from service.adapters.ray.allowance import breakers
 from service.adapters.ray.cards import Card, RunFiles
 from service.adapters.ray.inheritance import look_around
 from service.adapters.ray.lane import Lane
@@ -52,12 +52,19 @@ class RunKeeper:
         """The highest priority first, then in order of arrival."""
         self._jobs: set[asyncio.Task[None]] = set()
         self.book = RunBook()
-        self.outsiders = Outsiders(self._files, runners.node, ear.say, self.measure, self._do)
         self.pool = Pool(config, runners, self, lambda: sum(not run.shared for run in self._waiting))
+        self.outsiders = Outsiders(
+            self._files, config.instance, runners.node, self._runner_pids, ear.say, self.measure, self._do
+        )
 
     @property
     def is_idle(self) -> bool:
         return all(run.has_ended or run.is_gone for run in self.book.runs.values())
+
+    def _runner_pids(self) -> list[int]:
+        """Of the processes that runs are in, or will be."""
+        lanes = (*self.pool.ready, *(run.lane for run in self.book.runs.values()))
+        return [lane.watched.id.pid for lane in lanes if lane is not None]
 
     async def measure(
         self, needed: Sequence[str] = (), timeout_seconds: float = MEASURE_SECONDS
@@ -149,27 +156,18 @@ class RunKeeper:
             lane.listen_again(*(("retell", tuple(key)) for key in lane.runs))
         for card in lost:
             self._do(f"burying run {card.key}", partial(self._bury, self.book.runs[card.key], card))
-        for card in (card for card, _ in left.carded if not card.runner):
-            self.outsiders.adopt(card)
+        for card, _ in left.carded:
+            if not card.runner:
+                self.outsiders.adopt(card)
         for runner in blank:
             self._do("ending a blank runner", partial(asyncio.to_thread, self._runners.kill, runner))
         self._files.remove_outdated()
         self.pool.keep_full()
 
     async def hold_to_allowance(self) -> None:
-        """End the runs of which one process has taken more host memory than any may have."""
-        most_mb = self._config.process_memory_mb
-        lanes = {run.lane.watched.id.pid: run.lane for run in self.book.runs.values() if run.lane is not None}
-        if not lanes:
-            return
-        for pid, mb in (await asyncio.to_thread(too_large, list(lanes), most_mb)).items():
-            lane = lanes[pid]
-            if not (lane.breach or lane.watched.ended):
-                lane.breach = (
-                    f"one of its processes took {mb} MiB of host memory, and each may have {most_mb} MiB here"
-                )
-                log.warning("a run takes too much host memory", runner=lane.name, fault=lane.breach)
-                self._do("ending a process that is too large", partial(put_down, lane.watched))
+        """End the runs of which one process has taken more host memory than it may have."""
+        for lane in await breakers(list(self.book.runs.values()), self._config.process_memory_mb):
+            self._do("ending a process that is too large", partial(put_down, lane.watched))
 
     async def tidy(self) -> None:
         await asyncio.to_thread(self._files.tidy)
@@ -258,7 +256,9 @@ class RunKeeper:
     def _has_card(self, run: Run, lane: Lane) -> bool:
         """Without one a later agent would not know of the run; then it must not start."""
         order = run.order
-        card = Card(*order.key, order.leases, lane.name, *lane.watched.id, self._runners.node)
+        card = Card(
+            *order.key, order.leases, lane.name, *lane.watched.id, self._runners.node, order.memory_mb
+        )
         try:
             self._files.write_card(card)
         except OSError as fault:
@@ -342,7 +342,7 @@ class RunKeeper:
 
     def _adopt_run(self, card: Card, runner: Any | None, lanes: list[Lane]) -> bool:
         """Whether somebody can still talk to it."""
-        order = RunOrder(task=card.task, fence=card.fence, rank=card.rank, kind="", leases=card.leases)
+        order = RunOrder(*card.key[:2], kind="", rank=card.rank, leases=card.leases, memory_mb=card.memory_mb)
         run = self.book.runs[card.key] = Run(order, shared=False)
         self.book.note_fence(card.key)
         if runner is None:

@@ -33,7 +33,8 @@ class Meter:
         needed: Collection[str] = (),
         timeout_seconds: float = MEASURE_SECONDS,
     ) -> list[WireSample]:
-        """`processes`: key of a run -> its process and its leases, in MiB by UUID.
+        """`processes`: key of a run -> its process and its leases, in MiB by UUID. What is below two of them
+        is the first one's.
 
         Raises NotMeasured if one of the `needed` UUIDs is in this machine and gave no answer, TimeoutError,
         and whatever the driver raises.
@@ -49,14 +50,14 @@ class Meter:
 
     def _sample(self, processes: Mapping[str, tuple[ProcessId, Mapping[str, int]]]) -> list[WireSample]:
         table = process_table() if processes else {}
-        groups = {
-            mark: ProcessGroup(
-                frozenset({process.pid, *(child.pid for child in descendants(process.pid, table))}),
-                {uuid: Mib(mb) for uuid, mb in leases.items()},
-            )
-            for mark, (process, leases) in processes.items()
-            if process.pid in table and table[process.pid].id == process
-        }
+        groups: dict[str, ProcessGroup] = {}
+        taken: set[int] = set()
+        for mark, (process, leases) in processes.items():
+            if process.pid in table and table[process.pid].id == process:
+                tree = {process.pid, *(child.pid for child in descendants(process.pid, table))}
+                by_uuid = {uuid: Mib(mb) for uuid, mb in leases.items()}
+                groups[mark] = ProcessGroup(frozenset(tree - taken), by_uuid)
+                taken |= tree
         return [
             (device.uuid, device.used_mb, device.foreign_mb, dict(device.by_holder), device.utilization)
             for device in self._probe.sample(groups)

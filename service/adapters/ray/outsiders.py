@@ -1,7 +1,8 @@
 """Processes that others started and that hold a lease: measured and watched, never signalled."""
 
+import os
 import time
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -9,7 +10,15 @@ from typing import Any
 from gpubroker.runtime.messages import Report, RunKey
 
 from service.adapters.ray.cards import Card, RunFiles
-from service.adapters.ray.processes import ProcessId, Watched, process_id
+from service.adapters.ray.processes import (
+    ProcessId,
+    Watched,
+    are_related,
+    is_marked,
+    lineage,
+    process_id,
+    process_table,
+)
 from service.adapters.ray.wire import WireSample
 
 Leases = tuple[tuple[str, int], ...]
@@ -32,14 +41,19 @@ class Outsiders:
     def __init__(
         self,
         files: RunFiles,
+        instance: str,
         ray_node: str,
+        runners: Callable[[], Iterable[int]],
         say: Callable[[Report], None],
         measure: Callable[[Sequence[str]], Coroutine[Any, Any, list[WireSample]]],
         do: Callable[[str, Callable[[], Coroutine[Any, Any, None]]], None],
     ) -> None:
-        """`do` carries something out in the background, over and over until it succeeds."""
+        """`runners` are the processes that runs are in or will be. `do` carries something out in the
+        background, over and over until it succeeds."""
         self._files = files
+        self._instance = instance
         self._ray_node = ray_node
+        self._runners = runners
         self._say = say
         self._measure = measure
         self._do = do
@@ -64,22 +78,25 @@ class Outsiders:
 
     def watch(self, key: RunKey, pid: int, leases: Leases) -> None:
         """Asked again it changes nothing: a number may be another process's by now. One that is not there
-        is gone."""
+        is gone, and one that is not an outsider's is told to be none."""
         if key in self._known:
             return
-        outsider = self._known[key] = Outsider(leases)
+        outsider = Outsider(leases)
         try:
             process = process_id(pid)
+            proof = "not_your_process" if self._is_taken(pid) else ""
         except ProcessLookupError:
-            self._note_end(key, outsider)
-            return
-        self._files.write_card(Card(*key, leases, "", *process, self._ray_node))
-        self._begin(key, outsider, process)
+            proof = "process_absent"
+        self._known[key] = outsider
+        if proof:
+            self._note_end(key, outsider, proof)
+        else:
+            self._begin(outsider, Card(*key, leases, "", *process, self._ray_node))
 
     def adopt(self, card: Card) -> None:
         """Go on with what an earlier agent watched."""
         outsider = self._known[card.key] = Outsider(card.leases)
-        self._begin(card.key, outsider, card.process)
+        self._begin(outsider, card)
 
     def forget(self, key: RunKey) -> None:
         outsider = self._known.pop(key, None)
@@ -88,20 +105,45 @@ class Outsiders:
             if outsider.watched is not None:
                 outsider.watched.close()
 
-    def _begin(self, key: RunKey, outsider: Outsider, process: ProcessId) -> None:
+    def _is_taken(self, pid: int) -> bool:
+        """Whether it is accounted for already, or would be accounted for with those who are: what it uses
+        would be taken from another's account."""
+        table = process_table()
+        leased = (other.watched.id.pid for other in self._known.values() if other.watched is not None)
+        # This process starts nothing but the threads it measures in: only what is above it is not for lease.
+        return (
+            is_marked(pid, self._instance)
+            or pid in lineage(os.getpid(), table)
+            or any(are_related(pid, other, table) for other in (*self._runners(), *leased))
+        )
+
+    def _begin(self, outsider: Outsider, card: Card) -> None:
         try:
-            outsider.watched = Watched(process, partial(self._note_end, key, outsider))
+            self._take_up(outsider, card)
+        except OSError:  # the disk is full, or this process has too many files open
+
+            async def again() -> None:
+                if self._known.get(card.key) is outsider:
+                    self._take_up(outsider, card)
+
+            self._do(f"watching the process of {card.key}", again)
+
+    def _take_up(self, outsider: Outsider, card: Card) -> None:
+        """Raises OSError; then it is not watched."""
+        self._files.write_card(card)
+        try:
+            outsider.watched = Watched(card.process, partial(self._note_end, card.key, outsider))
         except ProcessLookupError:
-            self._note_end(key, outsider)
+            self._note_end(card.key, outsider)
 
-    def _note_end(self, key: RunKey, outsider: Outsider) -> None:
+    def _note_end(self, key: RunKey, outsider: Outsider, proof: str = "process_absent") -> None:
         outsider.watched = None
-        self._do(f"telling that the process of {key} is gone", partial(self._say_gone, key, outsider))
+        self._do(f"telling that the process of {key} is gone", partial(self._say_gone, key, outsider, proof))
 
-    async def _say_gone(self, key: RunKey, outsider: Outsider) -> None:
+    async def _say_gone(self, key: RunKey, outsider: Outsider, proof: str) -> None:
         """What it had is free: it is measured after its end."""
         samples = await self._measure([uuid for uuid, _mb in outsider.leases])
         if self._known.get(key) is outsider:
-            outsider.gone = ("gone", *key, time.time(), "process_absent", tuple(samples))
+            outsider.gone = ("gone", *key, time.time(), proof, tuple(samples))
             self._say(outsider.gone)
             self._files.remove_card(key)

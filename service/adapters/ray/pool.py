@@ -50,6 +50,10 @@ class Pool:
         self._refill: asyncio.TimerHandle | None = None
         self._closed = False
 
+    @property
+    def ready(self) -> list[Lane]:
+        return [*self._spares, *self._shared]
+
     def take_spare(self) -> Lane | None:
         """A blank process, never handed out again."""
         lane = None
@@ -106,7 +110,7 @@ class Pool:
     async def close(self) -> None:
         """Kill all that are ready, and those that are being made when they are."""
         self._closed = True
-        for lane in (*self._spares, *self._shared):
+        for lane in self.ready:
             lane.watched.signal(signal.SIGKILL)
         await asyncio.gather(*self._making, return_exceptions=True)
 

@@ -95,6 +95,25 @@ def descendants(root: int, table: dict[int, Entry]) -> list[ProcessId]:
     return found
 
 
+def lineage(pid: int, table: dict[int, Entry]) -> set[int]:
+    """A process and everything above it."""
+    found: set[int] = set()
+    while pid in table and pid not in found:
+        found.add(pid)
+        pid = table[pid].parent
+    return found
+
+
+def are_related(one: int, other: int, table: dict[int, Entry]) -> bool:
+    """Whether one is the other, above it or below it."""
+    return one in lineage(other, table) or other in lineage(one, table)
+
+
+def is_marked(pid: int, instance: str) -> bool:
+    """Whether a run of this broker started it, even if it has left the run's tree since."""
+    return _has_marks(pid, {f"{INSTANCE_MARK}={instance}".encode()})
+
+
 def is_alive(process: ProcessId) -> bool:
     entry = entry_of(process.pid)
     return entry is not None and entry.id == process and not entry.has_ended

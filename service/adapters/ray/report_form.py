@@ -213,10 +213,15 @@ def _node(told: Any) -> Node:
 
 def _device(told: Any) -> SeenDevice:
     match told:
-        case (uuid, kind, index, physical_mb, bool(simulated), str(parent)):
-            mb = Mib(_count(physical_mb, "physical_mb"))
+        case (uuid, kind, index, physical_mb, bool(simulated), str(parent), bool(split)):
             return SeenDevice(
-                _name(uuid, "uuid"), _name(kind, "kind"), _count(index, "index"), mb, simulated, parent
+                _name(uuid, "uuid"),
+                _name(kind, "kind"),
+                _count(index, "index"),
+                Mib(_count(physical_mb, "physical_mb")),
+                simulated,
+                parent,
+                split,
             )
         case _:
             return _refuse("device", told)

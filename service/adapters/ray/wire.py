@@ -96,6 +96,7 @@ class OrderForm:
             name=payload.name,
             tenant=payload.tenant,
             leases=_by_uuid(order.devices),
+            memory_mb=order.memory_mb,
             result_limit_bytes=self._result_limit_bytes,
             checkpoint_limit_bytes=self._checkpoint_limit_bytes,
         )

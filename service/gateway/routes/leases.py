@@ -63,7 +63,9 @@ async def ask_lease(call: Call, body: AskLease, idempotency_key: IdempotencyKey 
     the lease is `held`, renew it before `deadline_at`, and release it when the memory is free again.
     """
     parts, tenant = call.parts, call.identity.tenant
-    check_node(body, parts.world)
+    if body.pid is not None:
+        call.require(Scope.TASKS_COMMAND, "naming a process of a node")
+    check_node(body, parts.world, names_nodes=call.identity.may(Scope.CLUSTER_READ))
     demand = parts.capacity.settled(demand_of_lease(body), "", tenant, body.labels, at="")
     now = parts.clock.now()
     task = task_of_lease(body, demand, tenant, parts.defaults, id=parts.ids.task(now), now=now)
