@@ -1,7 +1,6 @@
 """Whether there is still nothing for a demand: as long as no node has grown enough, nobody looks again."""
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import replace
 
 from service.core.agenda import A_GLANCE
 from service.core.changes import Changes
@@ -13,7 +12,7 @@ from service.core.policy import Policy
 from service.core.preemption import is_coming
 from service.core.refused import Refusal, Refused, Since
 from service.core.task import Task
-from service.core.units import NodeName, TaskId
+from service.core.units import NodeName
 
 AN_ENTRY = 0.02
 """To compare a node with what one demand needs at least costs so much of a look."""
@@ -60,23 +59,25 @@ class Refusals:
                     self._looks.taken += AN_ENTRY * len(lot.lacks)
                     for kin, refusal in list(lot.met_by(room)):
                         self._known.leave(kin, refusal, lot)
-                        refusal.broken = self._changes.revision
+                        refusal.broken = self._changes.revision, priority
             lot.since.changed, lot.since.grown = self._changes.revision, self._up_to
 
     def has_nothing(self, kin: Kin, priority: int) -> bool:
         """Whether a refusal holds for such tasks, and for their likes of lower priority."""
         if self.shut().get(kin, -1) >= priority:
             return True
-        for at, known in self._known.of(kin).items():
-            if at >= priority and known.coming_on is None and self._holds_again(known):
-                self._join(kin, known)
+        for known in list(self._at_least(kin, priority)):
+            if known.coming_on is None and self._holds_for(known, priority):
+                self._refuse(kin, known.probe, priority, None)
                 return True
         return False
 
     def is_waiting(self, kin: Kin, priority: int) -> bool:
         """Whether room is coming for tasks of just this priority."""
-        known = self._known.of(kin).get(priority)
-        return known is not None and known.coming_on is not None and self._still_waits(known, known.coming_on)
+        for known in list(self._at_least(kin, priority)):
+            if known.coming_on is not None and self._waits_for(kin, known, known.coming_on, priority):
+                return True
+        return False
 
     def coming_on(self, task: Task, kin: Kin) -> NodeName | None:
         """A node on which room is coming for this task as for its likes of higher priority."""
@@ -96,20 +97,18 @@ class Refusals:
 
     def refuse(self, task: Task, kin: Kin, coming_on: NodeName | None) -> None:
         """There is nothing for the task, unless room is coming for it."""
+        self._refuse(kin, task, task.priority, coming_on)
+
+    def _refuse(self, kin: Kin, probe: Task, priority: int, coming_on: NodeName | None) -> None:
         since = Since(self._changes.revision, self._growth.revision)
-        refusal = Refusal(replace(task, id=TaskId("")), since, coming_on)
+        refusal = Refusal(probe, priority, since, coming_on)
         if coming_on is not None:
-            refusal.ruled_out_before = self._ruled_out(kin, task.priority)
+            refusal.ruled_out_before = self._ruled_out(kin, priority)
             self._awaited.add(coming_on)
         self._known.put(kin, refusal)
         if coming_on is None:
-            self._join(kin, refusal)
-
-    def _join(self, kin: Kin, refusal: Refusal) -> None:
-        now = Since(self._changes.revision, self._growth.revision)
-        probe = refusal.probe
-        lot = self._known.lot(probe.priority, stops=self._may_stop(probe), now=now)
-        self._known.join(kin, refusal, lot)
+            lot = self._known.lot(priority, stops=self._may_stop(probe), now=since)
+            self._known.join(kin, refusal, lot)
 
     def _ruled_out(self, kin: Kin, priority: int) -> int:
         return max((known.ruled_out for known in self._at_least(kin, priority)), default=0)
@@ -124,37 +123,36 @@ class Refusals:
     def _may_stop(self, probe: Task) -> bool:
         return self._policy.preemption and probe.demand.gpus > 0
 
-    def _holds_again(self, known: Refusal) -> bool:
-        """Whether what there was for it has gone to others."""
-        if known.broken == self._changes.revision:
+    def _holds_for(self, known: Refusal, priority: int) -> bool:
+        """Whether what has grown since then has nothing for such a task of this priority."""
+        if known.broken == (self._changes.revision, priority):
             return False
-        rooms = self._rooms_since(
-            known.since.grown, known.probe.priority, at_most=self._may_stop(known.probe)
-        )
-        return not self._fits_into_any(rooms, known)
+        at_most = self._may_stop(known.probe)
+        return not self._fits_into_any(known, priority, at_most=at_most)
 
-    def _still_waits(self, known: Refusal, node: NodeName) -> bool:
-        changes, growth = self._changes, self._growth
-        moved = changes.at(node) > known.since.changed
-        if known.since.grown == growth.revision and not moved:
+    def _waits_for(self, kin: Kin, known: Refusal, node: NodeName, priority: int) -> bool:
+        """Whether the room that is coming will do for this priority as well, and there is none before."""
+        changed, grown = self._changes.revision, self._growth.revision
+        is_old = known.since.grown != grown or self._changes.at(node) > known.since.changed
+        if known.priority == priority and not is_old:
             return True
-        if known.broken == changes.revision:
+        if known.broken == (changed, priority):
             return False
-        if moved and not is_coming(self._offers, known.probe, node):
-            known.broken = changes.revision
+        soon = self._offers.outlooks.soon
+        if node not in self._offers.nodes or not soon(node, priority).fits(known.probe):
+            known.broken = changed, priority
             return False
-        rooms = self._rooms_since(known.since.grown, known.probe.priority, at_most=False)
-        if self._fits_into_any(rooms, known):
+        if self._fits_into_any(known, priority, at_most=False):
             return False
-        self._awaited.add(node)
-        known.since = Since(changes.revision, growth.revision)
+        self._refuse(kin, known.probe, priority, node)
         return True
 
-    def _fits_into_any(self, rooms: Iterable[Room], known: Refusal) -> bool:
-        for room in rooms:
+    def _fits_into_any(self, known: Refusal, priority: int, *, at_most: bool) -> bool:
+        """Whether any node that has grown since then has enough, now or at most."""
+        for room in self._rooms_since(known.since.grown, priority, at_most=at_most):
             self._looks.taken += A_GLANCE
             if room.fits(known.probe):
-                known.broken = self._changes.revision
+                known.broken = self._changes.revision, priority
                 return True
         return False
 

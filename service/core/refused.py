@@ -23,15 +23,16 @@ class Refusal:
     """There was neither room for such a task nor anything that could be made room, on any node."""
 
     probe: Task
-    """One of them, without its name."""
+    """One of them, whatever its priority."""
+    priority: int
     since: Since
     """Shared by those that hold together."""
     coming_on: NodeName | None = None
     """Or rather: room is coming on this node, so that nobody is stopped elsewhere."""
     ruled_out_before: int = 0
     """If so, the revision of `growth` at which no node had anything at all; 0 if that was never found."""
-    broken: int = 0
-    """Revision of `changes` at which there was something after all."""
+    broken: tuple[int, int] = (0, 0)
+    """Revision of `changes` at which there was something after all, and for which priority."""
 
     @property
     def ruled_out(self) -> int:
@@ -108,7 +109,7 @@ class Refused:
 
     def put(self, kin: Kin, refusal: Refusal) -> None:
         """In the place of what it covers."""
-        known, priority = self._all.setdefault(kin, {}), refusal.probe.priority
+        known, priority = self._all.setdefault(kin, {}), refusal.priority
         if refusal.coming_on is None:
             for covered in [at for at in known if at < priority]:
                 self._take_out(kin, known.pop(covered))
@@ -120,11 +121,11 @@ class Refused:
         """It holds, and nothing is coming."""
         refusal.since = lot.since
         lot.lacks[kin] = _lack(refusal)
-        self.shut[kin] = max(self.shut.get(kin, -1), refusal.probe.priority)
+        self.shut[kin] = max(self.shut.get(kin, -1), refusal.priority)
 
     def _take_out(self, kin: Kin, refusal: Refusal) -> None:
         for stops in (False, True):
-            lot = self._lots.get((refusal.probe.priority, stops))
+            lot = self._lots.get((refusal.priority, stops))
             if lot is not None and kin in lot.lacks:
                 self.leave(kin, refusal, lot)
 

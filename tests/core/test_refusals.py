@@ -13,7 +13,7 @@ from tests.builders import GIB, NOW, a_device, a_node, a_task, a_world, holding
 
 def refuse(refused: Refused, task: Task, *, stops: bool = False) -> Kin:
     kin = next((kin for kin in refused.shut if kin.demand == task.demand), Kin(task.demand))
-    refusal = Refusal(task, Since(1, 1))
+    refusal = Refusal(task, task.priority, Since(1, 1))
     refused.put(kin, refusal)
     refused.join(kin, refusal, refused.lot(task.priority, stops=stops, now=Since(1, 1)))
     return kin
@@ -60,5 +60,5 @@ def test_a_refusal_covers_lower_priorities_until_it_is_taken_out():
     refuse(refused, a_task("low", priority=20, gpu_mb=GIB))
     refused.leave(kin, high, refused.lot(80, stops=False, now=Since(0, 0)))
     assert refused.shut[kin] == 20
-    refused.put(kin, Refusal(a_task("low", priority=20, gpu_mb=GIB), Since(2, 2), NodeName("n1")))
+    refused.put(kin, Refusal(a_task("low", gpu_mb=GIB), 20, Since(2, 2), NodeName("n1")))
     assert kin not in refused.shut
