@@ -1,17 +1,22 @@
 """Who may start before a task that waits for room: only who cannot delay it."""
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from enum import StrEnum
+from math import inf
+from types import MappingProxyType
 from typing import NamedTuple
 
 from service.core.departures import Departures, Supplies
-from service.core.draft import Draft
+from service.core.draft import Draft, Headroom
 from service.core.expectations import whole_run_seconds
+from service.core.ground import Ground
 from service.core.ordering import Kin, OrderKey
-from service.core.policy import Policy, band_of
+from service.core.policy import Policy
+from service.core.ranks import asks_for_gpus, part_of
 from service.core.task import Placement, Task, TaskState
-from service.core.units import DeviceKey, Instant, Mib, NodeName, TaskId
+from service.core.units import DeviceKey, Instant, NodeName, TaskId
+from service.core.victims import stoppable_at
 
 
 class Basis(StrEnum):
@@ -30,9 +35,8 @@ class Forecast:
     """Where and when a task is expected to start. A plan, not a lease: it is made anew all the time."""
 
     task: TaskId
-    node: NodeName
-    devices: tuple[tuple[DeviceKey, Mib], ...]
-    """In key order."""
+    places: tuple[Placement, ...]
+    """One; of a gang one for each rank that it needs at least."""
     start_at: Instant
     """By then one in two."""
     p90_at: Instant
@@ -48,8 +52,74 @@ class Forecast:
 
 
 class Planned(NamedTuple):
+    """What a forecast takes of one node."""
+
     forecast: Forecast
     task: Task
+    node: NodeName
+    parts: tuple[Task, ...]
+    """What will run there, each rank as a task of its own."""
+    devices: Mapping[DeviceKey, int]
+    """MiB of each."""
+
+
+def planned_of(forecast: Forecast, task: Task) -> Iterator[Planned]:
+    """By node, in no particular order."""
+    for node in {place.node for place in forecast.places}:
+        yield Planned(forecast, task, node, *taken_on(node, task, forecast.places))
+
+
+def taken_on(
+    node: NodeName, task: Task, places: Sequence[Placement]
+) -> tuple[tuple[Task, ...], dict[DeviceKey, int]]:
+    """What a task takes of one of its nodes: the runs that it has there, and MiB of each device."""
+    parts: list[Task] = []
+    devices: dict[DeviceKey, int] = {}
+    for rank, place in enumerate(places):
+        if place.node == node:
+            parts.append(part_of(task, rank) if task.demand.bundles else task)
+            for device, mb in place.devices:
+                devices[device] = devices.get(device, 0) + mb
+    return tuple(parts), devices
+
+
+class Leeway(NamedTuple):
+    """What forecasts leave of a node to one who stands behind them."""
+
+    room: Headroom | None = None
+    """Beside its devices; None: all that there is."""
+    devices: Mapping[DeviceKey, int] = MappingProxyType({})
+    """MiB at most, of those that are needed."""
+
+    def allows(self, device: DeviceKey, mb: int) -> bool:
+        return mb <= self.devices.get(device, inf)
+
+    def fits(self, parts: Iterable[Task]) -> bool:
+        """Whether there is room for all of these together."""
+        room = self.room
+        for part in parts:
+            if room is not None and not room.fits(part):
+                return False
+            room = room and room.with_room_of(part, -1)
+        return True
+
+    def clipped(self, ground: Ground) -> Ground:
+        """The node with no more than this."""
+        room = ground.room if self.room is None else _lesser(ground.room, self.room)
+        free = {key: int(min(mb, self.devices.get(key, inf))) for key, mb in ground.free.items()}
+        return replace(ground, room=room, free=free)
+
+
+def _lesser(one: Headroom, other: Headroom) -> Headroom:
+    """Of two views of the same node."""
+    custom = tuple((name, min(a, b)) for (name, a), (_, b) in zip(one.custom, other.custom, strict=True))
+    return Headroom(
+        min(one.cpu, other.cpu),
+        min(one.memory_mb, other.memory_mb),
+        min(one.runs, other.runs),
+        custom,
+        one.node,
+    )
 
 
 class Guards:
@@ -80,17 +150,17 @@ class Guards:
         for forecast in forecasts:
             task = draft.world.tasks.get(forecast.task)
             if forecast.keeps_room and task is not None and task.state is TaskState.PENDING:
-                self.on.setdefault(forecast.node, []).append(Planned(forecast, task))
+                for planned in planned_of(forecast, task):
+                    self.on.setdefault(planned.node, []).append(planned)
 
     def started(self, task: TaskId) -> bool:
         """The task is admitted: its forecast keeps nothing any more. Returns whether it did until now."""
-        for node, planned in self.on.items():
-            left = [other for other in planned if other.task.id != task]
-            if len(left) < len(planned):
-                self._barred.clear()
-                self.on = {**self.on, node: left} if left else {n: p for n, p in self.on.items() if n != node}
-                return True
-        return False
+        if not any(one.task.id == task for planned in self.on.values() for one in planned):
+            return False
+        self._barred.clear()
+        left = {node: [one for one in planned if one.task.id != task] for node, planned in self.on.items()}
+        self.on = {node: planned for node, planned in left.items() if planned}
+        return True
 
     @property
     def is_tired(self) -> bool:
@@ -118,57 +188,57 @@ class Guards:
         changes = self._draft.changes
         return grown == self._draft.growth.revision and (not coming_on or changes.at(coming_on) <= changed)
 
-    def bars(self, task: Task, placement: Placement, *, everybody: bool) -> bool:
+    def bars(self, task: Task, places: Sequence[Placement], *, everybody: bool) -> bool:
         """Whether the task would delay there somebody who stands ahead of it, or anybody at all."""
-        node = placement.node
-        if node not in self.on:
-            return False
-        allowed = self.is_open(task, node, everybody=everybody) and all(
-            self.allows(task, node, device, mb, everybody=everybody) for device, mb in placement.devices
+        nodes = {place.node for place in places} & self.on.keys()
+        return bool(nodes) and (
+            self.is_tired or any(self._bars_on(node, task, places, everybody=everybody) for node in nodes)
         )
-        return self.is_tired or not allowed
 
-    def bars_gang(self, task: Task, places: Sequence[Placement]) -> bool:
-        """Whether a gang would take anything of a device where somebody ahead of it has a forecast that it
-        would delay."""
-        return any(
-            place.node in self.on
-            and not all(self.allows(task, place.node, key, mb, everybody=False) for key, mb in place.devices)
-            for place in places
-        )
+    def _bars_on(self, node: NodeName, task: Task, places: Sequence[Placement], *, everybody: bool) -> bool:
+        leeway = self.leeway(task, node, everybody=everybody)
+        parts, devices = taken_on(node, task, places)
+        return not (leeway.fits(parts) and all(leeway.allows(key, mb) for key, mb in devices.items()))
+
+    def beside(self, task: Task, grounds: Iterable[Ground]) -> Iterator[Ground]:
+        """What is left for a gang of these nodes so that it delays nobody who stands ahead of it."""
+        for ground in grounds:
+            node = ground.node.name
+            if node not in self.on:
+                yield ground
+            elif not self.is_tired:
+                yield self.leeway(task, node, everybody=False).clipped(ground)
 
     def may_stop_runs(self, task: Task, node: NodeName) -> bool:
         """Whether the task may have room made for it on the node: whoever stands ahead of it with a forecast
         there may stop it in turn."""
         return node not in self.on or all(
-            self._gives_way(task, planned.task)
+            self._gives_way(task, planned)
             for planned in self.on[node]
             if self._order(planned.task) < self._order(task)
         )
 
-    def is_open(self, task: Task, node: NodeName, *, everybody: bool) -> bool:
-        """Whether what the task takes of the node beside its devices delays nobody."""
-        for delayed in self.delayed_by(task, node, everybody=everybody):
-            at = max(self._now, delayed.forecast.start_at)
-            room = self._supplies.of(node, delayed.task).headroom(at)
-            for planned in self._there(task, node, at, delayed):
-                room = room.with_room_of(planned.task, -1)
-            if not room.fits(task):
-                return False
-        return True
+    def closed_to(self, task: Task) -> frozenset[NodeName]:
+        """Where it may have nobody stopped."""
+        return frozenset(node for node in self.on if not self.may_stop_runs(task, node))
 
-    def allows(self, task: Task, node: NodeName, device: DeviceKey, need_mb: int, *, everybody: bool) -> bool:
-        """Whether the task delays nobody by taking so much of the device."""
+    def leeway(self, task: Task, node: NodeName, *, everybody: bool) -> Leeway:
+        """What the task may take of the node without delaying anybody ahead of it, or anybody at all."""
+        leeway = Leeway()
         for delayed in self.delayed_by(task, node, everybody=everybody):
-            if device not in dict(delayed.forecast.devices):
-                continue
             at = max(self._now, delayed.forecast.start_at)
-            left = self._supplies.of(node, delayed.task).mb(device, at)
+            supply = self._supplies.of(node, delayed.task)
+            room = supply.headroom(at)
+            left = {device: supply.mb(device, at) for device in delayed.devices}
             for planned in self._there(task, node, at, delayed):
-                left -= dict(planned.forecast.devices).get(device, 0)
-            if need_mb > left:
-                return False
-        return True
+                for part in planned.parts:
+                    room = room.with_room_of(part, -1)
+                for device in left.keys() & planned.devices.keys():
+                    left[device] -= planned.devices[device]
+            room = room if leeway.room is None else _lesser(leeway.room, room)
+            least = {device: int(min(mb, leeway.devices.get(device, inf))) for device, mb in left.items()}
+            leeway = Leeway(room, {**leeway.devices, **least})
+        return leeway
 
     def _there(self, task: Task, node: NodeName, at: float, delayed: Planned) -> Iterator[Planned]:
         """That forecast, and the others ahead of the task that will have begun by then and not be over."""
@@ -190,15 +260,14 @@ class Guards:
         return [
             planned
             for planned in protected
-            if ends_at > planned.forecast.start_at and not self._gives_way(task, planned.task)
+            if ends_at > planned.forecast.start_at and not self._gives_way(task, planned)
         ]
 
-    def _gives_way(self, task: Task, other: Task) -> bool:
-        """Its run could be stopped for that one, and is not shielded."""
-        if not (self._policy.preemption and other.demand.gpus and task.priority < other.priority):
+    def _gives_way(self, task: Task, planned: Planned) -> bool:
+        """Its run could be stopped for that one by the time it is to start."""
+        if not (self._policy.preemption and asks_for_gpus(planned.task.demand)):
             return False
-        spent = task.preemptions >= self._policy.preemption_budget
-        return not spent or band_of(other.priority)[0] == "critical"
+        return stoppable_at(task, planned.task.priority, self._policy, self._now) <= planned.forecast.start_at
 
     def _longest_seconds(self, task: Task, node: NodeName) -> float:
         """Nine in ten of its runs are over by then; infinite if nobody knows."""

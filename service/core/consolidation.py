@@ -80,7 +80,7 @@ def consolidate(
     a forecast stands that is ahead of the task are left alone.
     """
     search = _Search(world, policy, now, most)
-    foreseen = {forecast.task: forecast.node for forecast in forecasts}
+    foreseen = {forecast.task: {place.node for place in forecast.places} for forecast in forecasts}
     closed: set[NodeName] = set()
     tried: set[tuple[Demand, int]] = set()
     for task in islice(first_of_queue(search.draft, policy, now), MOST_TASKS):
@@ -89,8 +89,7 @@ def consolidate(
             decision = search.moves_for(task, closed)
             if decision is not None or search.is_tired:
                 return decision
-        if task.id in foreseen:
-            closed.add(foreseen[task.id])
+        closed |= foreseen.get(task.id, set())
     return None
 
 

@@ -213,8 +213,8 @@ class _Slice:
             return self._enter(task, kin, self._prospects.eviction_beside(task, kin))
         if found is None or isinstance(found, Search):
             return found
-        if self._guards.bars_gang(task, found):
-            others = self._places.gang(task, self._guards.on)
+        if self._guards.bars(task, found, everybody=False):
+            others = self._places.gang(task, self._guards)
             if others is None:
                 self._guards.keep_away(task, kin)
                 return None

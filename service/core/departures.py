@@ -11,10 +11,10 @@ from service.core.expectations import remaining_seconds, run_seconds
 from service.core.lease import LeaseState
 from service.core.ledger import Book, Holding
 from service.core.policy import Policy
-from service.core.ranks import part_of
+from service.core.ranks import asks_for_gpus, part_of
 from service.core.task import Task, TaskState
 from service.core.units import DeviceKey, Instant, NodeName, TaskId
-from service.core.victims import may_be_stopped
+from service.core.victims import stoppable_at
 
 LEAST_GUESS_SECONDS = 60.0
 GUESS_P90 = 9.0
@@ -85,7 +85,7 @@ class Departures:
         latest = inf
         if run.timeout_seconds is not None:
             latest = (run.started_at or self.now) + run.timeout_seconds + run.grace_seconds
-        if run.deadline_at is not None:
+        if run.deadline_at is not None and run.external is None:  # whose deadline each renewal moves on
             latest = min(latest, run.deadline_at + run.grace_seconds)
         latest = max(self.now, latest)
         return Departure(
@@ -145,7 +145,7 @@ class Supplies:
 
     def of(self, node: NodeName, task: Task) -> Supply:
         """For a task of this priority; only one that asks for GPUs may have runs stopped for it."""
-        stops = self.departures.policy.preemption and task.demand.gpus > 0
+        stops = self.departures.policy.preemption and asks_for_gpus(task.demand)
         since = self.departures.now if self._for_plans else task.submitted_at
         key = node, task.priority, stops, since
         revision = self._draft.changes.at(node)
@@ -157,11 +157,13 @@ class Supplies:
     def _leaves_at(self, run: Task, departure: Departure, task: Task, *, stops: bool) -> float:
         """By when a run is no obstacle any more to the task."""
         now, policy = self.departures.now, self.departures.policy
-        gives_way = run.state is not TaskState.STOPPING and may_be_stopped(run, task.priority, policy, now)
-        if stops and gives_way:
-            return min(departure.p50_at, now + run.grace_seconds) if self._for_plans else now
         came_after = (run.admitted_at or now) > task.submitted_at
-        return inf if departure.is_guess and came_after and not self._for_plans else departure.p50_at
+        stays = departure.is_guess and came_after and not self._for_plans
+        leaves_at = inf if stays else departure.p50_at
+        if not stops or run.state is TaskState.STOPPING:
+            return leaves_at
+        grace = run.grace_seconds if self._for_plans else 0.0
+        return min(leaves_at, stoppable_at(run, task.priority, policy, now) + grace)
 
     def _work_out(self, node: NodeName, task: Task, *, stops: bool) -> Supply:
         draft, policy, now = self._draft, self.departures.policy, self.departures.now

@@ -12,7 +12,7 @@ from service.core.lease import Lease, LeaseState, Pledge
 from service.core.ledger import Book
 from service.core.need import may_use_node
 from service.core.policy import CustomLimit, Policy, each_of
-from service.core.ranks import part_of, parts_of, parts_on
+from service.core.ranks import asks_for_gpus, part_of, parts_of, parts_on
 from service.core.task import Task, TaskState, notice_of, notices_of
 from service.core.units import DeviceKey, Instant, NodeName, TaskId
 from service.core.use import NodeUse, count_custom
@@ -123,7 +123,7 @@ class Draft:
 
     def kinds_for(self, node: NodeName, task: Task) -> set[str]:
         """Of the devices by which run times of the task are told apart there; the empty kind if by none."""
-        return {book.device.kind for book in self.books_on(node)} if task.demand.gpus else {""}
+        return {book.device.kind for book in self.books_on(node)} if asks_for_gpus(task.demand) else {""}
 
     def headroom(self, node: NodeName, *, task: TaskId | None = None, priority: int = -1) -> Headroom:
         """What a task of this id and priority could take of the node: what is unused and not kept for others.

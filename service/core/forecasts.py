@@ -5,18 +5,20 @@ from itertools import islice
 from math import inf
 
 from service.core.agenda import Agenda
-from service.core.backfill import Basis, Forecast
+from service.core.backfill import Basis, Forecast, Planned, planned_of
 from service.core.departures import Departure, Departures, Supplies, Supply
 from service.core.draft import Draft
 from service.core.expectations import whole_run_seconds
 from service.core.fairness import Shares
+from service.core.gang import place_ranks
+from service.core.ground import Ground
 from service.core.looks import Looks
 from service.core.need import may_use_node, need_mb
 from service.core.ordering import Group, Kin
 from service.core.policy import Policy
 from service.core.quota import Quotas
-from service.core.task import Task
-from service.core.units import DeviceKey, Instant, Mib, NodeName
+from service.core.task import Placement, Task
+from service.core.units import DeviceKey, Instant, Mib, NodeName, Seconds
 from service.core.world import World
 
 NODES_AT_A_TIME = 16
@@ -31,7 +33,7 @@ been left free for it would otherwise be given away whenever an estimate changes
 def make_forecasts(
     world: World, policy: Policy, now: Instant, before: Iterable[Forecast] = ()
 ) -> Iterator[list[Forecast]]:
-    """For the first `policy.forecasts` tasks of the queue that wait for room, in their order, without gangs.
+    """For the first `policy.forecasts` tasks of the queue that wait for room, in their order.
 
     Yields what there is so far, every few nodes; the last list is whole. Each forecast leaves alone what
     the earlier ones need. A task for which no end is in sight has none, and counts all the same.
@@ -47,12 +49,11 @@ def make_forecasts(
 
 
 def first_of_queue(draft: Draft, policy: Policy, now: Instant) -> Iterator[Task]:
-    """Who waits for room and for no limit, in order; no gangs. Those whose room has been pledged have it kept
-    already."""
+    """Who waits for room and for no limit, in order. Whoever has pledges has its room kept already."""
     world = draft.world
     agenda, limits = Agenda(world, policy, now, None, Shares(world, policy, now)), _Limits(draft, policy)
     while (head := agenda.next(limits)) is not None:
-        if head.task not in world.pledges and not world.tasks[head.task].demand.bundles:
+        if head.task not in world.pledges:
             yield world.tasks[head.task]
 
 
@@ -86,7 +87,7 @@ class _Limits:
 
 class _Forecasting:
     def __init__(self, world: World, policy: Policy, now: Instant, before: Iterable[Forecast]) -> None:
-        self._stood = {forecast.task: forecast.node for forecast in before}
+        self._stood = {f.task: frozenset(place.node for place in f.places) for f in before}
         self._world = world
         self._policy = policy
         self._now = now
@@ -95,21 +96,83 @@ class _Forecasting:
         self._supplies = Supplies(self._departures, for_plans=True)
         self._nodes = sorted(self._draft.usable_nodes())
         self.made: list[Forecast] = []
+        self._planned: dict[NodeName, list[Planned]] = {}
         waiting = first_of_queue(self._draft, policy, now)
         self.first = {task.id: task for task in islice(waiting, policy.forecasts)}
 
     def forecast(self, task: Task) -> Iterator[list[Forecast]]:
         """Where it would start first; ties go to the smaller name, and changes of mind need a reason."""
-        best = self._look(self._stood[task.id], task, inf) if task.id in self._stood else None
-        before_at = inf if best is None else self._now + CLEARLY * (best.start_at - self._now)
+        best = None
+        for found in self._gang(task) if task.demand.bundles else self._task(task):
+            best = found
+            yield self.made
+        if best is not None:
+            self.made.append(best)
+            for planned in planned_of(best, task):
+                self._planned.setdefault(planned.node, []).append(planned)
+
+    def _task(self, task: Task) -> Iterator[Forecast | None]:
+        """The best so far, every few nodes."""
+        best = None
+        for node in self._stood.get(task.id, ()):
+            best = self._look(node, task, inf)
+        before_at = self._to_beat(best)
         for number, node in enumerate(self._nodes, start=1):
             better = self._look(node, task, before_at)
             if better is not None:
                 best, before_at = better, better.start_at
             if number % NODES_AT_A_TIME == 0:
-                yield self.made
-        if best is not None:
-            self.made.append(best)
+                yield best
+        yield best
+
+    def _to_beat(self, stood: Forecast | None) -> float:
+        return inf if stood is None else self._now + CLEARLY * (stood.start_at - self._now)
+
+    def _gang(self, task: Task) -> Iterator[Forecast | None]:
+        """The best so far, after each look."""
+        best = None
+        for nodes in (self._stood.get(task.id, frozenset()), frozenset(self._nodes)):
+            before_at = self._to_beat(best)
+            for found in self._gang_on(sorted(nodes.intersection(self._nodes)), task):
+                yield best
+                if found is not None and found.start_at < before_at:
+                    best = found
+        yield best
+
+    def _gang_on(self, nodes: Sequence[NodeName], task: Task) -> Iterator[Forecast | None]:
+        """Where and when the ranks that it needs at least fit on these nodes, each time earlier than before:
+        found by halving, as there is ever more room. What is planned counts from now until it is over."""
+        supplies = {node: self._supplies.of(node, task) for node in nodes}
+        times = {float(self._now), *(one.forecast.end_at for node in nodes for one in self._on(node))}
+        for supply in supplies.values():
+            times |= {at for steps in supply.devices.values() for at, _ in steps}
+            times |= {at for at, _ in supply.room}
+        moments = sorted(at for at in times if self._now <= at < inf)
+        first, last, middle = 0, len(moments), len(moments) - 1
+        while first < last:
+            at = moments[middle]
+            places = place_ranks(task, task.demand.least_ranks, self._grounds(supplies, at))
+            first, last = (middle + 1, last) if places is None else (first, middle)
+            middle = (first + last) // 2
+            yield None if places is None else self._made(task, places, at)
+
+    def _grounds(self, supplies: Mapping[NodeName, Supply], at: float) -> list[Ground]:
+        """What a gang may expect of these nodes at that moment."""
+        grounds = []
+        for node, supply in supplies.items():
+            room, free = supply.headroom(at), {key: supply.mb(key, at) for key in supply.devices}
+            for one in self._on(node):
+                for part in one.parts if at < one.forecast.end_at else ():
+                    room = room.with_room_of(part, -1)
+                for key in free.keys() & one.devices.keys() if at < one.forecast.end_at else ():
+                    free[key] -= one.devices[key]
+            devices = {key: self._draft.book(key).device for key in free}
+            grounds.append(Ground(self._world.nodes[node], room, free, devices))
+        return grounds
+
+    def _on(self, node: NodeName) -> Sequence[Planned]:
+        """What those planned before take there."""
+        return self._planned.get(node, ())
 
     def _look(self, node: NodeName, task: Task, before_at: float) -> Forecast | None:
         """Whether the task can start on the node earlier than that."""
@@ -124,19 +187,17 @@ class _Forecasting:
         }
         if len(needs) < task.demand.gpus:
             return None
-        sketches, kinds = self._world.learned.sketches, self._draft.kinds_for(node, task)
-        run_p50, run_p90 = whole_run_seconds(task, sketches, self._policy, kinds)
-        planned = [forecast for forecast in self.made if forecast.node == node]
+        planned, lasts = self._on(node), self._run_seconds(task, [node])[1]
         for at in self._moments(supply, needs, task, planned):
             if at >= before_at:
                 break
-            chosen = self._devices_at(at, at + run_p90, supply, needs, task, planned)
+            chosen = self._devices_at(at, at + lasts, supply, needs, task, planned)
             if chosen is not None:
-                return self._made(task, node, chosen, at, at + run_p50)
+                return self._made(task, (Placement(node, tuple(chosen)),), at)
         return None
 
     def _moments(
-        self, supply: Supply, needs: dict[DeviceKey, Mib], task: Task, planned: Sequence[Forecast]
+        self, supply: Supply, needs: dict[DeviceKey, Mib], task: Task, planned: Sequence[Planned]
     ) -> list[float]:
         """When it might start: now, and whenever somebody leaves, but not before there can be room at all."""
         gpus = task.demand.gpus
@@ -147,7 +208,7 @@ class _Forecasting:
             return []
         if not planned:
             return [earliest]
-        times = {earliest, *(forecast.end_at for forecast in planned)}
+        times = {earliest, *(one.forecast.end_at for one in planned)}
         times |= {at for key in needs for at, _ in supply.devices[key]} | {at for at, _ in supply.room}
         return sorted(at for at in times if earliest <= at < inf)
 
@@ -158,14 +219,16 @@ class _Forecasting:
         supply: Supply,
         needs: dict[DeviceKey, Mib],
         task: Task,
-        planned: Sequence[Forecast],
+        planned: Sequence[Planned],
     ) -> list[tuple[DeviceKey, Mib]] | None:
         """Devices that it could have from then on without being in the way of those planned before it."""
-        checks = [at, *(forecast.start_at for forecast in planned if at < forecast.start_at < until)]
+        starts = (one.forecast.start_at for one in planned)
+        checks = [at, *(start for start in starts if at < start < until)]
         for check in checks:
             room = supply.headroom(check)
-            for forecast in _there(planned, check):
-                room = room.with_room_of(self.first[forecast.task], -1)
+            for one in _there(planned, check):
+                for part in one.parts:
+                    room = room.with_room_of(part, -1)
             if not room.fits(task):
                 return None
         chosen = [
@@ -175,30 +238,35 @@ class _Forecasting:
         ]
         return chosen[: task.demand.gpus] if len(chosen) >= task.demand.gpus else None
 
-    def _made(
-        self, task: Task, node: NodeName, chosen: list[tuple[DeviceKey, Mib]], at: float, end_at: float
-    ) -> Forecast:
-        ahead = [] if at == self._now else [d for d in self._ahead(node, chosen) if d.p50_at <= at]
+    def _made(self, task: Task, places: Sequence[Placement], at: float) -> Forecast:
+        end_at = at + self._run_seconds(task, {place.node for place in places})[0]
+        ahead = [d for place in places for d in self._ahead(place) if d.p50_at <= at if at > self._now]
         p90_at = max([at, *(departure.p90_at for departure in ahead)])
         ns = [departure.n for departure in ahead if departure.n]
         is_guess = any(departure.is_guess for departure in ahead)
         basis = Basis.GUESS if is_guess else Basis.LEARNED if ns else Basis.STATED
         keeps_room = not is_guess or all(forecast.basis is not Basis.GUESS for forecast in self.made)
         times = Instant(at), Instant(p90_at), Instant(end_at)
-        return Forecast(task.id, node, tuple(chosen), *times, min(ns, default=0), basis, keeps_room)
+        return Forecast(task.id, tuple(places), *times, min(ns, default=0), basis, keeps_room)
 
-    def _ahead(self, node: NodeName, chosen: list[tuple[DeviceKey, Mib]]) -> Iterator[Departure]:
-        """When those leave who hold what the task is to have, whether before it starts or after."""
-        for key, _ in chosen:
+    def _run_seconds(self, task: Task, nodes: Iterable[NodeName]) -> tuple[Seconds, Seconds]:
+        """(p50, p90) of its run there."""
+        kinds = {kind for node in nodes for kind in self._draft.kinds_for(node, task)}
+        return whole_run_seconds(task, self._world.learned.sketches, self._policy, kinds)
+
+    def _ahead(self, place: Placement) -> Iterator[Departure]:
+        """When those leave who hold what is to be had there, whether before it starts or after."""
+        for key, _ in place.devices:
             for holding in self._draft.book(key).holdings.values():
                 yield self._departures.of_holding(holding)
-            for forecast in self.made:
-                if key in dict(forecast.devices):
+            for one in self._on(place.node):
+                if key in one.devices:
+                    forecast = one.forecast
                     late = forecast.p90_at - forecast.start_at
                     is_guess = forecast.basis is Basis.GUESS
                     yield Departure(forecast.end_at, Instant(forecast.end_at + late), forecast.n, is_guess)
-        if not chosen:
-            yield from map(self._departures.of, self._draft.active_on(node))
+        if not place.devices:
+            yield from map(self._departures.of, self._draft.active_on(place.node))
 
 
 def _first(steps: list[tuple[float, int]], need_mb: int) -> float:
@@ -206,9 +274,9 @@ def _first(steps: list[tuple[float, int]], need_mb: int) -> float:
     return next((at for at, mb in steps if mb >= need_mb), inf)
 
 
-def _there(planned: Sequence[Forecast], at: float) -> Iterator[Forecast]:
-    return (forecast for forecast in planned if forecast.start_at <= at < forecast.end_at)
+def _there(planned: Sequence[Planned], at: float) -> Iterator[Planned]:
+    return (one for one in planned if one.forecast.start_at <= at < one.forecast.end_at)
 
 
-def _planned_mb(planned: Sequence[Forecast], device: DeviceKey, at: float) -> int:
-    return sum(dict(forecast.devices).get(device, 0) for forecast in _there(planned, at))
+def _planned_mb(planned: Sequence[Planned], device: DeviceKey, at: float) -> int:
+    return sum(one.devices.get(device, 0) for one in _there(planned, at))

@@ -8,7 +8,7 @@ from service.core.gang import Gang, place_ranks
 from service.core.ground import Ground
 from service.core.offers import Offer, Offers
 from service.core.preemption import Eviction, deadlines_of_leavers
-from service.core.ranks import part_of
+from service.core.ranks import asks_for_gpus, part_of
 from service.core.task import Task
 from service.core.units import DeviceKey, Instant, Mib, NodeName
 from service.core.victims import EXACT_LIMIT, Candidate, after, filled_back, named
@@ -35,7 +35,7 @@ def choose_for_gang(offers: Offers, task: Task, now: Instant) -> Eviction | Comi
 
 def gang_may_preempt(offers: Offers, task: Task) -> bool:
     """As for other tasks: only for GPUs, and not while a limit of the whole cluster is in the way."""
-    if not offers.policy.preemption or not any(bundle.gpus for bundle in task.demand.bundles):
+    if not offers.policy.preemption or not asks_for_gpus(task.demand):
         return False
     return not offers.draft.short_of(task, offers.policy.custom_limits)
 

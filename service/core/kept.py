@@ -23,7 +23,7 @@ def kept_for_forecasts(seen: Survey) -> list[Blocker]:
     who, begins = called(first.task.id, first.task.tenant, seen.task), _seconds_until(first, seen)
     more = f" and {len(keepers) - 1} more" if len(keepers) > 1 else ""
     message = (
-        f"it has room, which is kept for {who}{more}, expected to start on {first.forecast.node} "
+        f"it has room, which is kept for {who}{more}, expected to start on {first.node} "
         f"in {begins:.0f} s: nobody knows that this one is done by then"
     )
     return [Blocker(Reason.BEHIND_HIGHER_PRIORITY, message)]

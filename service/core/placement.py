@@ -1,6 +1,6 @@
 """Where a task can run now: one node, and on it as many devices as it asks for."""
 
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Callable, Iterator
 from heapq import nsmallest
 from math import inf
 
@@ -113,21 +113,18 @@ class Places:
 
     def on_beside(self, guards: Guards, node: NodeName, task: Task, *, everybody: bool) -> Found | None:
         """The same on one node."""
-        if not guards.is_open(task, node, everybody=everybody):
-            return None
-        return self.on(
-            node, task, lambda device, mb: guards.allows(task, node, device, mb, everybody=everybody)
-        )
+        leeway = guards.leeway(task, node, everybody=everybody)
+        return self.on(node, task, leeway.allows) if leeway.fits((task,)) else None
 
-    def gang(self, task: Task, without: Container[NodeName] = ()) -> Gang | None:
-        """Places for the ranks of a gang, all at once, on other nodes than these, and for no more than its
-        quota leaves."""
+    def gang(self, task: Task, guards: Guards | None = None) -> Gang | None:
+        """Places for the ranks of a gang, all at once, and for no more than its quota leaves. `guards`: so
+        that it delays nobody who stands ahead of it."""
         self._looks.taken += CLOSE_LOOK * len(self._nodes)
         if self._draft.short_of(task, self._policy.custom_limits):
             return None
         grounds = grounds_of(self._draft, task, self._policy, self._now)
         most = Quotas(self._draft, self._policy).most_ranks(task)
-        return place_gang(task, [ground for ground in grounds if ground.node.name not in without], most)
+        return place_gang(task, grounds if guards is None else list(guards.beside(task, grounds)), most)
 
     def on(self, node: NodeName, task: Task, allows: Allows | None = None) -> Found | None:
         """The best place for a task on one node, of the devices that are allowed."""

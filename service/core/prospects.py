@@ -74,7 +74,7 @@ class Prospects:
         if not surplus or not may_preempt(self._offers, task):
             return None
         self.looks.taken += CLOSE_LOOK * len(self._offers.nodes)
-        closed = frozenset(node for node in self._guards.on if not self._guards.may_stop_runs(task, node))
+        closed = self._guards.closed_to(task)
         coming = any(is_coming(self._offers, task, node) for node in self._offers.nodes)
         nodes = self._offers.nodes - closed
         found = None if coming else reclaim(self._offers, task, surplus, self._now, nodes)
@@ -149,7 +149,7 @@ class Prospects:
         if not surplus:
             return None
         self.looks.taken += CLOSE_LOOK * len(self._offers.nodes)
-        closed = frozenset(node for node in self._guards.on if not self._guards.may_stop_runs(task, node))
+        closed = self._guards.closed_to(task)
         way = reclaim_for_gang(self._offers, task, surplus, self._now, self._offers.nodes - closed)
         if isinstance(way, Eviction):
             return way
@@ -170,7 +170,7 @@ class Prospects:
         """The best place at which a task delays nobody for whom there is a forecast; who stands ahead of it
         must be spared, and others are if possible. `best` is the best of all places."""
         for everybody in (True, False):
-            if not self._guards.bars(task, best, everybody=everybody):
+            if not self._guards.bars(task, (best,), everybody=everybody):
                 return best
             likes = (kin, task.priority)
             place = self._places.best_beside(self._guards, task, likes, everybody=everybody)
@@ -181,7 +181,7 @@ class Prospects:
     def eviction_beside(self, task: Task, kin: Kin) -> Eviction | None:
         """The best eviction on nodes where it delays no forecast, for a task that may do nothing else. None
         if there is none: then it was kept away."""
-        closed = frozenset(node for node in self._guards.on if not self._guards.may_stop_runs(task, node))
+        closed = self._guards.closed_to(task)
         found, coming_on = None, None
         if may_preempt(self._offers, task):
             nodes: Iterable[NodeName] = self._offers.nodes - closed

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import replace
 
+from service.core.demand import Demand
 from service.core.member import Member
 from service.core.task import Task, TaskState
 from service.core.units import Instant, NodeName
@@ -97,3 +98,8 @@ def gpus_of(task: Task) -> int:
     if not task.members:
         return task.demand.gpus
     return sum(task.demand.bundles[rank].gpus for rank, _ in ranks_of(task))
+
+
+def asks_for_gpus(demand: Demand) -> bool:
+    """Of a gang: any of its ranks."""
+    return demand.gpus > 0 or any(bundle.gpus for bundle in demand.bundles)

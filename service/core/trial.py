@@ -111,10 +111,10 @@ class Planner:
         if not room or not guards.on or self._draft.pledges_of(task.id):
             return _best(room) or None
         if not isinstance(room, dict):
-            return self._places.gang(task, guards.on) if guards.bars_gang(task, room) else room
+            return self._places.gang(task, guards) if guards.bars(task, room, everybody=False) else room
         [best] = _best(room)
         for everybody in (True, False):
-            if not guards.bars(task, best, everybody=everybody):
+            if not guards.bars(task, (best,), everybody=everybody):
                 return (best,)
             found = [option for node, option in room.items() if node not in guards.on]
             for node in room.keys() & guards.on.keys():
@@ -155,7 +155,7 @@ class Planner:
             return Trial() if room else self._make_room_for_gang(task)
         if not may_preempt(self._offers, task):
             return Trial()
-        open_nodes = frozenset(self._offers.nodes) - self._closed_to(task)
+        open_nodes = frozenset(self._offers.nodes) - self._guards.closed_to(task)
         if room:  # which is kept from it
             return self._search(task, open_nodes, most_nodes)
         if (taken_back := self._reclaim(task, open_nodes)) is not None:
@@ -166,7 +166,10 @@ class Planner:
         return trial
 
     def _make_room_for_gang(self, task: Task) -> Trial:
-        surplus, open_nodes = self._claims.of(task), frozenset(self._offers.nodes) - self._closed_to(task)
+        surplus, open_nodes = (
+            self._claims.of(task),
+            frozenset(self._offers.nodes) - self._guards.closed_to(task),
+        )
         if surplus:
             back = reclaim_for_gang(self._offers, task, surplus, self._now, open_nodes)
             if isinstance(back, Eviction):
@@ -175,11 +178,7 @@ class Planner:
         if not isinstance(way, Eviction):
             return Trial(coming_on=way.nodes if way else ())
         nodes = {self._draft.book(device).device.node for device, _ in way.devices}
-        return Trial() if nodes & self._closed_to(task) else Trial(eviction=way)
-
-    def _closed_to(self, task: Task) -> frozenset[NodeName]:
-        """Where it may have nobody stopped, because of a forecast ahead of it."""
-        return frozenset(node for node in self._guards.on if not self._guards.may_stop_runs(task, node))
+        return Trial() if nodes & self._guards.closed_to(task) else Trial(eviction=way)
 
     def _search(self, task: Task, nodes: frozenset[NodeName], most_nodes: int | None) -> Trial:
         if most_nodes is not None:

@@ -1,7 +1,7 @@
 """Who may be asked to leave, what that would cost, and the cheapest set of them that makes room."""
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import inf
 
 from service.core.draft import Draft, Headroom
@@ -124,6 +124,18 @@ def gives_way(one: Stoppable, for_priority: int, policy: Policy, now: Instant) -
 def may_be_stopped(run: Task, for_priority: int, policy: Policy, now: Instant) -> bool:
     """Strictly lower priority, and not shielded; who is critical ignores the shield."""
     return run.priority < for_priority and not is_spared(run, for_priority, policy, now)
+
+
+def stoppable_at(run: Task, for_priority: int, policy: Policy, now: Instant) -> float:
+    """From when on it may be stopped for such a task, as things are with it; infinite if never. Of a task
+    that waits: if it began now."""
+    if run.priority >= for_priority:
+        return inf
+    if band_of(for_priority)[0] == "critical":
+        return now
+    if run.started_at is None or not run.is_active:
+        return now + shielded_seconds(replace(run, started_at=None), policy)
+    return max(now, run.started_at + shielded_seconds(run, policy))
 
 
 def is_spared(run: Task, for_priority: int, policy: Policy, now: Instant) -> bool:

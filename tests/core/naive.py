@@ -244,12 +244,13 @@ class Naive(NaiveTenants):
         ]
         return sorted(found, key=lambda r: (self.lost(r), r.priority, -self.gives_back(r), r.id))
 
-    def is_shielded(self, run: Task) -> bool:
+    def is_shielded(self, run: Task, at: float | None = None) -> bool:
+        now = self.now if at is None else at
         spent = run.preemptions >= self.policy.preemption_budget
         began = run.started_at is not None
         saved = began and run.checkpoint_at is not None and run.checkpoint_at > run.started_at
-        long = began and self.now - run.started_at >= self.policy.shield_seconds
-        young = not began or self.now - run.started_at < self.policy.min_run_seconds
+        long = began and now - run.started_at >= self.policy.shield_seconds
+        young = not began or now - run.started_at < self.policy.min_run_seconds
         return (young and self.policy.min_run_seconds > 0) or (spent and not saved and not long)
 
     def lost(self, run: Task) -> float:

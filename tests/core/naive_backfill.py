@@ -1,12 +1,22 @@
 """Who may start ahead of a forecast, for the naive planner: each run, each device and each forecast anew."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from math import inf
 from typing import Any
 
 from service.core.backfill import Forecast
 from service.core.lease import Lease, LeaseState
 from service.core.task import Task, TaskState
+
+
+def node_of(forecast: Forecast) -> str:
+    """There are no gangs in these stories."""
+    return forecast.places[0].node
+
+
+def devices_of(forecast: Forecast) -> dict[str, int]:
+    return dict(forecast.places[0].devices)
 
 
 def keepers(naive: Any) -> list[Forecast]:
@@ -49,16 +59,24 @@ def ends_at(naive: Any, run: Task) -> tuple[float, bool]:
 def in_the_way_until(naive: Any, run: Task, other: Task) -> float:
     """Of a task that may stop the run, the run is not in the way at all. Who came after it, for nobody knows
     how long, stays."""
-    stops = naive.policy.preemption and other.demand.gpus > 0 and run.state is not TaskState.STOPPING
-    if stops and run.priority < other.priority and (other.priority >= 90 or not naive.is_shielded(run)):
-        return naive.now
-    if (
-        run.state is not TaskState.STOPPING
-        and run.admitted_at > other.submitted_at
-        and ends_at(naive, run)[1]
-    ):
+    if run.state is TaskState.STOPPING:
+        return gone_at(naive, run)
+    at, is_guess = ends_at(naive, run)
+    if run.admitted_at > other.submitted_at and is_guess:
+        at = inf
+    return min(at, stoppable_from(naive, run, other))
+
+
+def stoppable_from(naive: Any, run: Task, other: Task) -> float:
+    """From when on the other one may have it stopped; a run that has not begun begins now."""
+    if not naive.policy.preemption or not other.demand.gpus or run.priority >= other.priority:
         return inf
-    return gone_at(naive, run)
+    began = run.started_at if run.is_active and run.started_at is not None else naive.now
+    policy, begun = naive.policy, replace(run, started_at=began)
+    moments = [naive.now, began + policy.min_run_seconds, began + policy.shield_seconds]
+    return min(
+        at for at in moments if at >= naive.now and (other.priority >= 90 or not naive.is_shielded(begun, at))
+    )
 
 
 def lease_until(naive: Any, lease: Lease, other: Task) -> float:
@@ -75,11 +93,9 @@ def lasts(naive: Any, task: Task) -> float:
     return min(limit, inf if task.expected_seconds is None else task.expected_seconds)
 
 
-def gives_way(naive: Any, task: Task, other: Task) -> bool:
-    """Whether the other one could stop it, once it runs."""
-    if not naive.policy.preemption or not other.demand.gpus or task.priority >= other.priority:
-        return False
-    return other.priority >= 90 or task.preemptions < naive.policy.preemption_budget
+def gives_way(naive: Any, task: Task, forecast: Forecast) -> bool:
+    """Whether it could be stopped for that one by the time it is to start."""
+    return stoppable_from(naive, task, naive.tasks[forecast.task]) <= forecast.start_at
 
 
 def delayed(naive: Any, task: Task, node: str, everybody: bool) -> list[Forecast]:
@@ -87,11 +103,11 @@ def delayed(naive: Any, task: Task, node: str, everybody: bool) -> list[Forecast
     found = []
     for forecast in keepers(naive):
         other = naive.tasks[forecast.task]
-        if forecast.node != node or other.id == task.id:
+        if node_of(forecast) != node or other.id == task.id:
             continue
         if not everybody and naive.order(other) > naive.order(task):
             continue
-        if naive.now + lasts(naive, task) > forecast.start_at and not gives_way(naive, task, other):
+        if naive.now + lasts(naive, task) > forecast.start_at and not gives_way(naive, task, forecast):
             found.append(forecast)
     return found
 
@@ -103,7 +119,7 @@ def also_there(naive: Any, task: Task, forecast: Forecast, at: float) -> list[Fo
         for f in keepers(naive)
         if f is forecast
         or (
-            f.node == forecast.node
+            node_of(f) == node_of(forecast)
             and f.start_at <= at < f.end_at
             and naive.order(naive.tasks[f.task]) < naive.order(task)
         )
@@ -132,7 +148,7 @@ def is_open(naive: Any, task: Task, node: Any, everybody: bool) -> bool:
 
 def allows(naive: Any, task: Task, device: Any, mb: int, everybody: bool) -> bool:
     for forecast in delayed(naive, task, device.node, everybody):
-        if device.key not in dict(forecast.devices):
+        if device.key not in devices_of(forecast):
             continue
         other, at = naive.tasks[forecast.task], max(naive.now, forecast.start_at)
         left = naive.unheld(device)
@@ -142,7 +158,7 @@ def allows(naive: Any, task: Task, device: Any, mb: int, everybody: bool) -> boo
             for lease in naive.leases
             if lease.device == device.key and lease_until(naive, lease, other) <= at
         )
-        left -= sum(dict(f.devices).get(device.key, 0) for f in also_there(naive, task, forecast, at))
+        left -= sum(devices_of(f).get(device.key, 0) for f in also_there(naive, task, forecast, at))
         if mb > left:
             return False
     return True
@@ -150,7 +166,7 @@ def allows(naive: Any, task: Task, device: Any, mb: int, everybody: bool) -> boo
 
 def beside(naive: Any, task: Task, best: Any) -> Any:
     """The place for a task so that it delays nobody, or else nobody ahead of it; None if there is none."""
-    guarded = {forecast.node for forecast in keepers(naive)}
+    guarded = {node_of(forecast) for forecast in keepers(naive)}
     tired = naive.kept_away >= naive.policy.backfill_depth
     if best[1] not in guarded:
         return best
@@ -176,10 +192,10 @@ def beside(naive: Any, task: Task, best: Any) -> Any:
 def closed_to(naive: Any, task: Task) -> Sequence[str]:
     """The nodes on which the task may not have anybody stopped."""
     return [
-        forecast.node
+        node_of(forecast)
         for forecast in keepers(naive)
         if naive.order(naive.tasks[forecast.task]) < naive.order(task)
-        and not gives_way(naive, task, naive.tasks[forecast.task])
+        and not gives_way(naive, task, forecast)
     ]
 
 

@@ -9,12 +9,13 @@ from service.core.backfill import Basis, Forecast
 from service.core.cycle import plan_cycle
 from service.core.demand import Where
 from service.core.estimate import Topic, What, sketch_of
+from service.core.external import External
 from service.core.forecasts import make_forecasts
 from service.core.lease import LeaseState
 from service.core.memory import Memory
 from service.core.policy import CustomLimit, Policy
-from service.core.task import Task, TaskState
-from service.core.units import Instant, Seconds
+from service.core.task import Placement, Task, TaskState
+from service.core.units import Instant, NodeName, Seconds
 from service.core.world import World
 from tests.builders import (
     GIB,
@@ -40,6 +41,11 @@ def foreseen(
 ) -> list[Forecast]:
     *_, made = make_forecasts(world, policy, Instant(now), before)
     return made
+
+
+def node_of(forecast: Forecast) -> str:
+    [node] = {place.node for place in forecast.places}
+    return node
 
 
 def admitted(
@@ -74,7 +80,7 @@ def test_a_forecast_names_the_first_moment_at_which_all_devices_are_free():
     running = [a_run("one", "gpu0", left=HOUR), a_run("two", "gpu1", left=2 * HOUR)]
     world = a_world(*gpus(), *running, a_wide_task(expected_seconds=Seconds(600.0)))
     [forecast] = foreseen(world)
-    assert (forecast.task, forecast.node, len(forecast.devices)) == ("wide", "n1", 2)
+    assert (forecast.task, node_of(forecast), len(forecast.places[0].devices)) == ("wide", "n1", 2)
     assert forecast.start_at == forecast.p90_at == NOW + 2 * HOUR
     assert forecast.end_at == NOW + 2 * HOUR + 600
     assert (forecast.basis, forecast.n, forecast.keeps_room) == (Basis.STATED, 0, True)
@@ -107,6 +113,10 @@ def test_a_run_is_gone_by_its_time_limit_at_the_latest():
     deadline = {"deadline_at": Instant(NOW + 20), "grace_seconds": Seconds(5.0)}
     world = a_world(a_device(), a_run("one", "gpu0", **deadline), a_task("next", gpu_mb=80 * GIB))
     assert foreseen(world)[0].start_at == NOW + 25
+    server = a_run("one", "gpu0", external=External(Seconds(60.0)), **deadline)
+    world = a_world(a_device(), server, a_task("next", gpu_mb=80 * GIB))
+    [forecast] = foreseen(world)
+    assert (forecast.start_at, forecast.basis) == (NOW + 100, Basis.GUESS), "a lease is renewed"
 
 
 def test_who_waits_for_what_nobody_gives_back_has_no_forecast():
@@ -196,18 +206,31 @@ def test_a_task_without_gpus_is_foretold_by_the_runs_of_a_node():
     busy = holding(a_task("busy", cpu=6.0, expected_seconds=Seconds(160.0)), node="n1")
     world = a_world(a_node("n1", cpu=8.0), busy, a_task("next", cpu=4.0))
     [forecast] = foreseen(world)
-    assert (forecast.start_at, forecast.devices, forecast.basis) == (NOW + 60, (), Basis.STATED)
+    assert (forecast.start_at, forecast.places[0].devices, forecast.basis) == (NOW + 60, (), Basis.STATED)
 
 
-def test_who_gives_way_fills_what_is_kept_unless_it_has_given_way_too_often():
-    world = a_world(*gpus(), a_run("one", "gpu0", left=HOUR), a_wide_task())
-    submit(world, a_task("filler", gpu_mb=GIB, priority=20))
-    submit(world, a_task("worn", gpu_mb=GIB, priority=20, preemptions=3))
-    assert list(admitted(world)) == ["filler"]
-    assert list(admitted(world, replace(POLICY, preemption=False))) == []
-    critical = a_world(*gpus(), a_run("one", "gpu0", left=HOUR, priority=95), a_wide_task(priority=95))
-    submit(critical, a_task("worn", gpu_mb=GIB, priority=20, preemptions=3))
-    assert list(admitted(critical)) == ["worn"]
+def test_who_gives_way_fills_what_is_kept_unless_it_would_be_shielded_by_then():
+    def fillers(left: float, policy: Policy = POLICY, priority: int = 50) -> list[str]:
+        running = a_run("one", "gpu0", left=left, priority=priority)
+        world = a_world(*gpus(), running, a_wide_task(priority=priority))
+        submit(world, a_task("filler", gpu_mb=GIB, priority=20))
+        submit(world, a_task("worn", gpu_mb=GIB, priority=20, preemptions=3, started_at=NOW - 9999))
+        return list(admitted(world, policy))
+
+    assert fillers(HOUR) == ["filler", "worn"]
+    assert fillers(60.0) == ["filler"], "too often stopped before, it is left alone for ten minutes"
+    assert fillers(HOUR, replace(POLICY, preemption=False)) == []
+    assert fillers(60.0, priority=95) == ["filler", "worn"]
+    young = replace(POLICY, min_run_seconds=Seconds(2 * HOUR))
+    assert fillers(HOUR, young) == []
+    assert fillers(3 * HOUR, young) == ["filler", "worn"]
+
+
+def test_a_run_that_is_shielded_for_a_while_is_in_the_way_for_as_long():
+    young = replace(POLICY, min_run_seconds=Seconds(300.0))
+    low = a_run("low", "gpu0", left=HOUR, priority=20, grace_seconds=Seconds(40.0))
+    world = a_world(a_device(), low, a_task("next", gpu_mb=80 * GIB))
+    assert foreseen(world, young)[0].start_at == NOW + 200 + 40, "it has run for 100 s"
 
 
 def test_who_stands_ahead_spares_a_forecast_if_there_is_room_elsewhere_and_takes_it_if_not():
@@ -227,7 +250,7 @@ def test_of_forecasts_that_rest_on_guesses_only_the_first_keeps_room():
     second = a_task("second", gpus=2, gpu_mb=80 * GIB, submitted_at=NOW - 5)
     world = a_world(*gpus(), *gpus(2, "n2"), *running, a_wide_task(), second)
     submit(world, a_task("small", gpu_mb=GIB))
-    assert [(f.node, f.basis, f.keeps_room) for f in foreseen(world)][:2] == [
+    assert [(node_of(f), f.basis, f.keeps_room) for f in foreseen(world)][:2] == [
         ("n1", Basis.GUESS, True),
         ("n2", Basis.GUESS, False),
     ]
@@ -238,11 +261,12 @@ def test_a_forecast_stays_on_its_node_until_another_is_clearly_better():
     running = a_run("one", "gpu0", left=1000.0), a_run("two", "n2/gpu0", left=900.0)
     world = a_world(*gpus(), *gpus(2, "n2"), *running, a_wide_task())
     [made] = foreseen(world)
-    assert made.node == "n2"
-    assert foreseen(world, before=[replace(made, node="n1")])[0].node == "n1"  # type: ignore[arg-type]
+    assert node_of(made) == "n2"
+    before = [replace(made, places=(Placement(NodeName("n1"), ()),))]
+    assert node_of(foreseen(world, before=before)[0]) == "n1"
     running = a_run("one", "gpu0", left=1000.0), a_run("two", "n2/gpu0", left=400.0)
     world = a_world(*gpus(), *gpus(2, "n2"), *running, a_wide_task())
-    assert foreseen(world, before=[replace(made, node="n1")])[0].node == "n2"  # type: ignore[arg-type]
+    assert node_of(foreseen(world, before=before)[0]) == "n2"
 
 
 def test_who_is_kept_away_may_stop_runs_where_no_forecast_stands():
@@ -337,6 +361,8 @@ def test_the_maker_of_forecasts_pauses_every_few_nodes():
     runs = [a_run(f"run{n:02}", f"n{n:02}/gpu0", left=HOUR - n) for n in range(17)]
     world = a_world(*nodes, *runs, a_task("next", gpu_mb=80 * GIB))
     first, *_, whole = make_forecasts(world, POLICY, NOW, ())
-    assert [forecast.node for forecast in whole] == ["n16"]
-    assert len(list(make_forecasts(world, POLICY, NOW, ()))) == 2
+    assert [node_of(forecast) for forecast in whole] == ["n16"]
+    assert len(list(make_forecasts(world, POLICY, NOW, ()))) == 3, (
+        "after 16 nodes, after the task, at the end"
+    )
     assert first is whole

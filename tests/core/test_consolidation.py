@@ -15,8 +15,8 @@ from service.core.demand import Where
 from service.core.plan import Decision, write_move
 from service.core.policy import CustomLimit, Policy
 from service.core.stopping import after_stop
-from service.core.task import Move, StopReason, TaskState
-from service.core.units import Instant, Seconds, TaskId
+from service.core.task import Move, Placement, StopReason, TaskState
+from service.core.units import Instant, NodeName, Seconds, TaskId
 from service.core.world import World
 from tests.builders import (
     NOW,
@@ -192,7 +192,8 @@ def test_what_a_forecast_ahead_keeps_is_left_alone():
     world = two_halves(a_run("r0"), a_run("r1", "gpu1"), submitted_at=NOW)
     world.add_task(a_task("ahead", gpus=3, gpu_mb=80, submitted_at=NOW - 5))
     times = Instant(NOW + 50.0), Instant(NOW + 60.0), Instant(NOW + 99.0)
-    mine = Forecast(TaskId("large"), world.tasks[TaskId("r0")].node, (), *times, 0, Basis.STATED, True)
+    there = Placement(NodeName("n1"), ())
+    mine = Forecast(TaskId("large"), (there,), *times, 0, Basis.STATED, True)
     assert moved(consolidate(world, POLICY, NOW, [mine])) == ["r0"]
     assert consolidate(world, POLICY, NOW, [replace(mine, task=TaskId("ahead")), mine]) is None
 

@@ -5,13 +5,14 @@ from service.core.cycle import plan_cycle
 from service.core.estimate import Sketch, What, sketch_of
 from service.core.foresight import Foresight, topic_of
 from service.core.policy import Policy
+from service.core.task import Placement
 from service.core.units import Instant, NodeName, TaskId
 from tests.builders import GIB, NOW, a_task, a_world, commit, submit
 
 
 def a_forecast(start: float, p90: float, basis: Basis = Basis.LEARNED) -> Forecast:
     times = Instant(NOW + start), Instant(NOW + p90), Instant(NOW + 9000)
-    return Forecast(TaskId("next"), NodeName("n1"), (), *times, 7, basis)
+    return Forecast(TaskId("next"), (Placement(NodeName("n1"), ()),), *times, 7, basis)
 
 
 def test_each_start_tells_how_true_the_first_word_about_it_was():

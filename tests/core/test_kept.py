@@ -104,7 +104,7 @@ def test_who_is_kept_away_has_runs_stopped_where_no_forecast_stands():
 def test_nobody_is_told_to_be_stopped_on_the_node_of_a_forecast():
     low = holding(a_task("low", gpu_mb=70 * GIB, priority=20, expected_seconds=Seconds(700.0)), "gpu1")
     world = a_queue(low, a_task("new", gpu_mb=20 * GIB))
-    assert [forecast.node for forecast in foreseen(world)] == ["n1"]
+    assert [place.node for forecast in foreseen(world) for place in forecast.places] == ["n1"]
     assert advice(world).trial.eviction is None
 
 

@@ -2,6 +2,7 @@
 
 from service.core.backfill import Basis, Forecast
 from service.core.start import Start, start_of
+from service.core.task import Placement
 from service.core.units import Instant, NodeName, TaskId
 from tests.builders import GIB, NOW, a_pledge, a_task, a_world
 
@@ -9,8 +10,8 @@ from tests.builders import GIB, NOW, a_pledge, a_task, a_world
 def test_who_waits_is_told_of_its_pledge_else_of_its_forecast_else_nothing():
     waiting = a_task("next", gpu_mb=GIB)
     times = Instant(NOW - 5), Instant(NOW + 60), Instant(NOW + 90)
-    forecast = Forecast(TaskId("next"), NodeName("n1"), (), *times, 7, Basis.LEARNED)
-    other = Forecast(TaskId("other"), NodeName("n1"), (), *times, 7, Basis.LEARNED)
+    forecast = Forecast(TaskId("next"), (Placement(NodeName("n1"), ()),), *times, 7, Basis.LEARNED)
+    other = Forecast(TaskId("other"), (Placement(NodeName("n1"), ()),), *times, 7, Basis.LEARNED)
     world = a_world(waiting)
     assert start_of(world, waiting, [other, forecast], NOW) == Start(NOW, times[1], 7, Basis.LEARNED)
     assert start_of(world, waiting, [other], NOW) is None

@@ -17,6 +17,7 @@ from service.core.task import Move, TaskState
 from service.core.units import Instant, Seconds, TaskId
 from service.core.world import World
 from tests.builders import GIB, NOW, a_task, a_world, commit, submit
+from tests.core.gangs import a_gang, bundles
 from tests.core.test_backfill import POLICY, a_wide_task, foreseen, gpus
 
 
@@ -115,6 +116,30 @@ def test_a_large_task_is_not_starved_by_small_ones_and_small_ones_still_fill():
         submit(unprotected.world, a_wide_task(submitted_at=Instant(NOW)))
         a_stream_of_small_tasks(unprotected, state=state)
         assert "wide" not in unprotected.started, "without forecasts it never gets both GPUs"
+
+
+def test_a_gang_over_several_nodes_is_not_starved_by_a_stream_of_single_tasks():
+    """Four ranks of a whole GPU each; a task of one GPU comes every 70 s to eight, and takes 600 s."""
+    for forecasts in (8, 0):
+        devices = [device for number in range(4) for device in gpus(2, f"n{number}")]
+        hours = Hours(a_world(*devices), {"gang": 60.0}, replace(POLICY, forecasts=forecasts))
+        for number in range(80):
+            name = f"small{number:02}"
+            hours.lengths[name] = 600.0
+            said = Seconds(600.0) if number % 2 else None
+            small = {"gpus": 1, "submitted_at": Instant(hours.now), "expected_seconds": said}
+            submit(hours.world, a_task(name, **small))
+            if number == 10:
+                ranks = a_gang("gang", *bundles(4, gpus=1), submitted_at=Instant(hours.now))
+                submit(hours.world, ranks)
+            until = hours.now + 70.0
+            hours.turn()
+            while hours.now < until:
+                hours.let_time_pass(until)
+                hours.turn()
+        assert ("gang" in hours.started) == bool(forecasts), "without forecasts it never gets all four"
+        if forecasts:
+            assert hours.started["gang"] - NOW <= 10 * 70.0 + 700.0, "it waits for those who were there"
 
 
 jobs = st.tuples(
