@@ -1,36 +1,39 @@
-"""How long the planner takes on 1,000 GPUs with 100,000 tasks waiting: the core alone, without any IO.
+"""How long the planner takes on 1,000 GPUs with 100,000 tasks waiting, as the leader makes it plan, without IO.
 
 125 nodes of 8 GPUs of three kinds, empty at first, and tasks of 200 different demands, 4 tenants and 5
 priorities. After the first plan the cluster is full; then runs end one by one, or leave because they were
-asked to, and each time a cycle follows: as many slices as it takes until nothing more is to be decided.
-Times are CPU time, since planning does nothing but compute: on a core of its own it takes no longer. Taking
-over what was decided (`World.apply`) is told beside them.
+asked to, and each time a cycle follows: as many slices as it takes until nothing more is to be decided. Every
+second of that story forecasts are worked out anew, which the plans respect; they have a figure of their own.
+At the end clients ask why tasks wait, and what would become of others: through the gateway, JSON included.
+
+All times are CPU time, since planning does nothing but compute: on a core of its own it takes no longer.
+Taking over what was decided (`World.apply`) is told beside them.
 """
 
 import random
 import resource
 from argparse import ArgumentParser, Namespace
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from time import process_time
 from typing import TypeVar
 
+from bench.answers import Picture
 from bench.measuring import Figure, percentile, say
 from service.bootstrap.process import make_full_collections_rare
-from service.core.advice import advise
+from service.core.backfill import Forecast
 from service.core.cycle import SLICE, plan_cycle
 from service.core.demand import Demand
 from service.core.device import Device, DeviceSample, Node
-from service.core.draft import Draft
 from service.core.events import events_of
-from service.core.explain import explain_waiting
+from service.core.forecasts import make_forecasts
+from service.core.foresight import Foresight
 from service.core.lease import LeaseState, move_lease
 from service.core.memory import Memory
 from service.core.plan import Decision, write_move
 from service.core.policy import Policy
-from service.core.survey import survey
 from service.core.task import Move, Task, TaskState
 from service.core.units import DeviceKey, Instant, Mib, NodeName, Position, TaskId, device_key
 from service.core.world import World
@@ -70,20 +73,12 @@ def measure(options: Namespace) -> Iterator[Figure]:
         f"first plan: {len(first)} slices, the longest {1000 * max(first):.1f} ms, "
         f"{len(room.world.active):,} started; taking them over took {room.applied_s:.2f} s more"
     )
-    yield Figure("plan", "plan.first_s", sum(first), "s", len(first))
+    yield _figure("first_s", sum(first), "s", len(first))
     room.settle()
     yield from releases(room, options.cycles, chance)
-    waiting = sorted(task.id for task in room.world.tasks.values() if task.state is TaskState.PENDING)
-    explained = [
-        timed(partial(in_full, room, room.world.tasks[task]))[0]
-        for task in chance.sample(waiting, min(options.explained, len(waiting)))
-    ]
-    yield Figure("plan", "plan.explain.p99_ms", 1000 * percentile(explained, 99), "ms", len(explained))
-    strangers = (replace(room.world.tasks[task], id=TaskId("new")) for task in waiting[: options.explained])
-    simulated = [timed(partial(in_full, room, task))[0] for task in strangers]
-    yield Figure("plan", "plan.simulate.p99_ms", 1000 * percentile(simulated, 99), "ms", len(simulated))
+    yield from answers(room, options.explained, chance)
     peak_mb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-    yield Figure("plan", "plan.rss_mb", peak_mb, "MB", 1)
+    yield _figure("rss_mb", peak_mb, "MB", 1)
 
 
 def releases(room: "Room", count: int, chance: random.Random) -> Iterator[Figure]:
@@ -93,10 +88,12 @@ def releases(room: "Room", count: int, chance: random.Random) -> Iterator[Figure
     cycles: list[float] = []
     given: list[float] = []
     room.decided.clear()
+    room.rounds.clear()
     for _ in range(count):
         room.pass_time(0.02)
         room.release_one(chance)
         taken = room.cycle()
+        room.foresee()
         slices += taken
         cycles.append(sum(taken))
         if room.given_at_s is not None:
@@ -107,8 +104,33 @@ def releases(room: "Room", count: int, chance: random.Random) -> Iterator[Figure
         f"{1000 * percentile(slices, 99):.1f} ms, the longest {1000 * max(slices):.1f} ms; "
         f"room was given to the last who got some within {1000 * percentile(given, 99):.1f} ms (p99)"
     )
-    yield Figure("plan", "plan.cycle.p99_ms", 1000 * percentile(cycles, 99), "ms", len(cycles))
-    yield Figure("plan", "plan.slice.max_ms", 1000 * max(slices), "ms", len(slices))
+    yield _figure("cycle.p99_ms", 1000 * percentile(cycles, 99), "ms", len(cycles))
+    yield _figure("slice.max_ms", 1000 * max(slices), "ms", len(slices))
+    if room.rounds:
+        steps = [step for steps in room.rounds for step in steps]
+        say(
+            f"{len(room.foresight.forecasts)} forecasts, worked out {len(room.rounds)} times, {len(steps):,} "
+            f"steps: p99 {1000 * percentile(steps, 99):.1f} ms, the longest {1000 * max(steps):.1f} ms"
+        )
+        yield _figure("forecasts.max_ms", 1000 * max(map(sum, room.rounds)), "ms", len(room.rounds))
+
+
+def answers(room: "Room", count: int, chance: random.Random) -> Iterator[Figure]:
+    """What clients wait for on a service that does nothing else."""
+    waiting = sorted(task.id for task in room.world.tasks.values() if task.state is TaskState.PENDING)
+    picture = Picture(room.world, room.policy, room.now, room.foresight.forecasts)
+    asked = [room.world.tasks[task] for task in chance.sample(waiting, min(count, len(waiting)))]
+    for name, ask in (("explain", picture.explained), ("simulate", picture.simulated)):
+        found = ask(asked)
+        say(
+            f"{name}: median {1000 * percentile(found.seconds, 50):.1f} ms, the longest "
+            f"{1000 * max(found.seconds):.1f} ms; {max(found.bytes) / 1024:,.0f} KiB at most"
+        )
+        yield _figure(f"{name}.p99_ms", 1000 * percentile(found.seconds, 99), "ms", len(found.seconds))
+
+
+def _figure(name: str, value: float, unit: str, n: int) -> Figure:
+    return Figure("plan", f"plan.{name}", value, unit, n)
 
 
 class Room:
@@ -119,6 +141,9 @@ class Room:
         self.policy = Policy()
         self.now = Instant(BEGIN)
         self.memory = Memory()
+        self.foresight = Foresight()
+        self.rounds: list[list[float]] = []
+        """Of each round of forecasts, how long its steps took."""
         self.applied_s = 0.0
         self.decided: Counter[str] = Counter()
         self.asked: deque[tuple[float, TaskId]] = deque()
@@ -133,8 +158,9 @@ class Room:
         self.given_at_s = None
         cursor = None
         while True:
+            forecasts = self.foresight.forecasts
             spent, plan = timed(
-                partial(plan_cycle, self.world, self.policy, self.now, cursor, SLICE, self.memory)
+                partial(plan_cycle, self.world, self.policy, self.now, cursor, SLICE, self.memory, forecasts)
             )
             taken.append(spent)
             self.commit(plan.decisions)
@@ -150,6 +176,22 @@ class Room:
             if cursor is None:
                 self.begin(begun)
                 return taken
+
+    def foresee(self) -> None:
+        """Once a second, as the leader does."""
+        if not self.foresight.is_due(self.world, self.now):
+            return
+        made: Sequence[Forecast] = ()
+        steps: list[float] = []
+        work = make_forecasts(self.world, self.policy, self.now, self.foresight.forecasts)
+        while True:
+            spent, so_far = timed(partial(next, work, None))
+            if so_far is None:
+                break
+            steps.append(spent)
+            made = so_far
+        self.foresight.take(made, self.world, self.now)
+        self.rounds.append(steps)
 
     def begin(self, names: Iterable[TaskId]) -> None:
         for name in names:
@@ -168,6 +210,7 @@ class Room:
                 if task.state is TaskState.STOPPING:
                     self.let_go(task)
             self.cycle()
+            self.foresee()
             if self.world.position == position:
                 return
 
@@ -207,13 +250,6 @@ class Room:
         self.applied_s += process_time() - began
 
 
-def in_full(room: "Room", task: Task) -> None:
-    """All that an explanation or a simulation is made of."""
-    seen = survey(Draft(room.world), task, room.policy, room.now)
-    explain_waiting(seen)
-    advise(seen)
-
-
 def timed(what: Callable[[], T]) -> tuple[float, T]:
     began = process_time()
     result = what()
@@ -236,7 +272,7 @@ def a_cluster(options: Namespace, chance: random.Random) -> World:
     for number in range(options.tasks):
         world.add_task(
             Task(
-                TaskId(f"t{number:07}"),
+                TaskId(f"task_{number:026}"),
                 chance.choice(TENANTS),
                 "bench",
                 chance.choice(PRIORITIES),

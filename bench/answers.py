@@ -1,0 +1,142 @@
+"""Explanations and simulations as clients get them: through the gateway and back, JSON included.
+
+The real app over a World in this process; the client's half is counted too. What is left out is the network,
+and the database's look-up of one row.
+"""
+
+import asyncio
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from time import process_time
+from typing import Any
+
+import httpx
+
+from service.adapters.memory.store import MemoryStore
+from service.core.backfill import Forecast
+from service.core.demand import Demand
+from service.core.policy import Policy
+from service.core.task import Task
+from service.core.units import Instant, TaskId
+from service.core.world import World
+from service.gateway.app import create_app
+from service.gateway.identity import EVERY_SCOPE, Tokens, new_token
+from service.gateway.parts import Defaults, GatewayParts, Limits
+from service.ports import BlobMissing, RunSpec, TaskRecord
+
+
+@dataclass(frozen=True)
+class Answered:
+    seconds: list[float]
+    """CPU time of each."""
+    bytes: list[int]
+
+
+@dataclass(frozen=True)
+class Standstill:
+    """A clock that stands."""
+
+    at: Instant
+
+    def now(self) -> Instant:
+        return self.at
+
+
+class Rows(MemoryStore):
+    """The tasks of a World, as the database would hand them out."""
+
+    def __init__(self, world: World) -> None:
+        super().__init__()
+        self._world = world
+
+    async def record(self, task: TaskId) -> TaskRecord | None:
+        row = self._world.tasks.get(task)
+        return None if row is None else TaskRecord(row, RunSpec("entrypoint", "bench:task"))
+
+
+class NoBlobs:
+    async def put(self, data: bytes, *, owner: str) -> str:
+        raise NotImplementedError
+
+    async def get(self, digest: str) -> bytes:
+        raise BlobMissing(digest)
+
+    async def delete(self, digest: str) -> None:
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class Picture:
+    """What the gateway answers from."""
+
+    world: World
+    policy: Policy
+    now: Instant
+    forecasts: Sequence[Forecast]
+
+    def explained(self, tasks: Iterable[Task]) -> Answered:
+        asked = [(task, "GET", f"/tasks/{task.id}/explain", None) for task in tasks]
+        return asyncio.run(self._ask(asked))
+
+    def simulated(self, tasks: Iterable[Task]) -> Answered:
+        """As if somebody asked what would become of another such task."""
+        asked = [(task, "POST", "/tasks/simulate", _body(task)) for task in tasks]
+        return asyncio.run(self._ask(asked))
+
+    async def _ask(self, asked: Sequence[tuple[Task, str, str, Any]]) -> Answered:
+        """One after the other, each by its tenant."""
+        clock, store = Standstill(self.now), Rows(self.world)
+        identity = Tokens(store, clock)
+        app = create_app(
+            GatewayParts(
+                store=store,
+                world=self.world,
+                policy=self.policy,
+                blobs=NoBlobs(),
+                clock=clock,
+                limits=Limits(),
+                defaults=Defaults(),
+                identity=identity,
+                allowed_entrypoints=("bench:*",),
+                allowed_hosts=(),
+                progress={},
+                executor_status=dict,
+                age_seconds=lambda: 0.0,
+                shutdown=lambda _stop: None,
+                forecasts=lambda: self.forecasts,
+            )
+        )
+        secrets = {}
+        for tenant in sorted({task.tenant for task, *_ in asked}):
+            secrets[tenant], row = new_token(
+                tenant, tenant=tenant, scopes=[EVERY_SCOPE], max_priority=100, now=self.now
+            )
+            await store.put_token(row, by="bench")
+        await identity.load()
+        found = Answered([], [])
+        transport = httpx.ASGITransport(app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as client:
+            for task, method, path, body in asked:
+                headers = {"Authorization": f"Bearer {secrets[task.tenant]}"}
+                began = process_time()
+                answer = await client.request(method, path, json=body, headers=headers)
+                found.seconds.append(process_time() - began)
+                found.bytes.append(len(answer.content))
+                if answer.status_code != 200:
+                    raise RuntimeError(f"{method} {path}: {answer.status_code} {answer.text}")
+        return found
+
+
+def _body(task: Task) -> dict[str, Any]:
+    return {"priority": task.priority, "resources": _resources(task.demand)}
+
+
+def _resources(demand: Demand) -> dict[str, Any]:
+    said = {
+        "gpus": demand.gpus or None,
+        "gpu_mb": demand.gpu_mb,
+        "gpu_fraction": demand.gpu_fraction,
+        "cpu": demand.cpu,
+        "memory_mb": demand.memory_mb,
+    }
+    return {name: value for name, value in said.items() if value is not None}
