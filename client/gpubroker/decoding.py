@@ -1,6 +1,6 @@
 """From the JSON of the service to models, by name. Nothing is checked: newer services say more."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, fields
 from datetime import datetime
 from typing import Any, TypeVar
@@ -28,8 +28,14 @@ def filled(model: type[T], raw: Raw, **read: Any) -> T:
 
 
 def optional(model: type[T], raw: Raw | None) -> T | None:
-    return None if raw is None else filled(model, raw)
+    return None if raw is None else _read(model, raw)
 
 
 def each(model: type[T], raws: Sequence[Raw] | None) -> tuple[T, ...]:
-    return tuple(filled(model, raw) for raw in raws or ())
+    return tuple(_read(model, raw) for raw in raws or ())
+
+
+def _read(model: type[T], raw: Raw) -> T:
+    """As the model itself reads an answer, where it has models within."""
+    of: Callable[[Raw], T] | None = getattr(model, "of", None)
+    return filled(model, raw) if of is None else of(raw)

@@ -92,13 +92,12 @@ class Remedy:
 
     @classmethod
     def of(cls, raw: Raw) -> "Remedy":
-        after = raw.get("after")
         return filled(
             cls,
             raw,
             places=tuple(raw.get("places") or ()),
             victims=_runs(raw.get("victims")),
-            after=None if after is None else Run.of(after),
+            after=optional(Run, raw.get("after")),
             within=optional(Expected, raw.get("within")),
         )
 
@@ -121,10 +120,9 @@ class Preemption:
 
 def told(raw: Raw) -> dict[str, Any]:
     """The fields that explanations and simulations share."""
-    preemption = raw.get("preemption")
     return {
         "start": optional(Expected, raw.get("start")),
-        "preemption": None if preemption is None else Preemption.of(preemption),
+        "preemption": optional(Preemption, raw.get("preemption")),
         "remedies": tuple(map(Remedy.of, raw.get("remedies") or ())),
         "blockers": each(Blocker, raw.get("blockers")),
         "devices": tuple(map(DeviceVerdict.of, raw.get("devices") or ())),

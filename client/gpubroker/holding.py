@@ -49,6 +49,12 @@ class _Held:
         """Why and by when to leave the block; None while the lease may be held."""
         return None if self._standing is None else self._standing.notice
 
+    @property
+    def is_unreachable(self) -> bool:
+        """Whether the service could not be asked last time. The lease holds on: nobody else gets its memory
+        before its holder has left, and a service that comes back hears of it first."""
+        return self._standing is not None and self._standing.is_unreachable
+
 
 class HeldLease(_Held):
     """A thread renews it. Entering the block waits for the memory and may raise LeaseEnded."""

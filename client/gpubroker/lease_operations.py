@@ -14,7 +14,16 @@ from urllib.parse import quote
 
 from gpubroker.errors import BrokerError, Refused
 from gpubroker.exchange import Answer, Call, Pause, Steps, exchange
-from gpubroker.leases import AGAIN_SECONDS, AnyLease, Lease, LeaseEnded, LeaseOptions, LeaseState, Standing
+from gpubroker.leases import (
+    AGAIN_SECONDS,
+    AnyLease,
+    Lease,
+    LeaseEnded,
+    LeaseOptions,
+    LeaseState,
+    Notice,
+    Standing,
+)
 from gpubroker.models import Page
 
 
@@ -64,7 +73,7 @@ class LeaseOperations:
             if left <= 0:
                 why = "" if lease.pending is None else f": {lease.pending.message}"
                 raise LeaseEnded(lease.id, f"no memory was given within {timeout_seconds:g} s{why}")
-            lease = yield from self.wait(lease, LeaseState.PENDING, left)
+            lease = yield from self._sit_out(lease, LeaseState.PENDING, left)
             if lease.state is LeaseState.PENDING:
                 yield from self.renew(lease)
         if lease.state is not LeaseState.HELD:
@@ -77,18 +86,29 @@ class LeaseOperations:
         while not standing.is_over and standing.notice is None:
             lease = standing.lease
             try:
-                lease = yield from self.wait(lease, LeaseState.HELD, lease.interval_seconds)
+                lease = yield from self._sit_out(lease, LeaseState.HELD, lease.interval_seconds)
                 if lease.state is LeaseState.HELD and not standing.is_over:
                     lease = yield from self.renew(lease)
             except Refused as refused:
                 if refused.code not in ("lease-ended", "lease-under-notice"):
+                    standing.give(Notice("refused"))
                     raise
                 lease = yield from self.get(lease)
             except BrokerError:
-                standing.note_silence()
+                standing.is_unreachable = True
                 yield Pause(AGAIN_SECONDS)
                 continue
             standing.note(lease)
+
+    def _sit_out(self, lease: Lease, state: LeaseState, seconds: float) -> Steps[Lease]:
+        """As `wait`, but not back at once with nothing new: so answers a service that stops, or a proxy that
+        cuts long answers short."""
+        began = time.monotonic()
+        lease = yield from self.wait(lease, state, seconds)
+        left = seconds - (time.monotonic() - began)
+        if lease.state is state and left > seconds / 2:
+            yield Pause(min(left, AGAIN_SECONDS))
+        return lease
 
     def _send(self, call: Call) -> Steps[Answer]:
         return (yield from exchange(call, self._retry_seconds))

@@ -1,7 +1,6 @@
 """GPU memory for programs that the broker does not start: ask, hold, be asked to leave, give back."""
 
 import threading
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -37,7 +36,8 @@ class Notice:
     """Free the memory, then release the lease, by then."""
 
     reason: str
-    """preempt, deadline (it was not renewed), cancel, overuse; `ended` or `unreachable` if nobody waits."""
+    """preempt, deadline (it was not renewed), cancel, overuse; `ended` if nobody waits any more, `refused` if
+    the service does not let this program renew it."""
     deadline_at: datetime | None = None
     raw: Raw = field(default_factory=dict, repr=False)
 
@@ -130,9 +130,10 @@ class Standing:
         self.lease = lease
         self.is_over = False
         """Nobody needs to renew it any longer."""
+        self.is_unreachable = False
+        """The service could not be asked last time. Its memory is given to nobody else meanwhile."""
         self._told = threading.Event()
         self._notice: Notice | None = None
-        self._good_until = time.monotonic() + lease.ttl_seconds
 
     @property
     def notice(self) -> Notice | None:
@@ -140,15 +141,9 @@ class Standing:
 
     def note(self, lease: Lease) -> None:
         self.lease = lease
-        if lease.state is LeaseState.HELD:
-            self._good_until = time.monotonic() + lease.ttl_seconds
-        else:
+        self.is_unreachable = False
+        if lease.state is not LeaseState.HELD:
             self.give(lease.notice or Notice("ended"))
-
-    def note_silence(self) -> None:
-        """The service cannot be asked. Once the lease may be over, its holder has to think that it is."""
-        if time.monotonic() > self._good_until:
-            self.give(Notice("unreachable", self.lease.deadline_at))
 
     def give(self, notice: Notice) -> None:
         if self._notice is None:

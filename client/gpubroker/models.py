@@ -84,7 +84,7 @@ class TaskRank:
     rank: int
     node: str = ""
     state: str = ""
-    """placed, ready, running, succeeded or ended."""
+    """placed, ready, running, leaving, left, succeeded or ended."""
     devices: tuple[TaskDevice, ...] = ()
     raw: Raw = field(default_factory=dict, repr=False)
 
@@ -157,9 +157,9 @@ class Task:
             state=TaskState(raw.get("state", "")),
             after=tuple(raw.get("after") or ()),
             devices=each(TaskDevice, raw.get("devices")),
-            ranks=tuple(TaskRank.of(rank) for rank in raw.get("ranks") or ()),
+            ranks=each(TaskRank, raw.get("ranks")),
             progress=optional(Progress, raw.get("progress")),
-            pending=None if raw.get("pending") is None else Pending.of(raw["pending"]),
+            pending=optional(Pending, raw.get("pending")),
             sizing=optional(Sizing, raw.get("sizing")),
             eta=optional(Expected, raw.get("eta")),
             error=optional(Failure, raw.get("error")),

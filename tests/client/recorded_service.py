@@ -32,10 +32,11 @@ HANG_UP = Reply(status=0)
 
 
 class RecordedService:
-    """Answers in the order they were `told`. More questions than answers get a 500 that says so."""
+    """Answers in the order they were `told`. More questions than answers get `always`: a 500 that says so."""
 
     def __init__(self) -> None:
         self.asked: list[Asked] = []
+        self.always = Reply(500, {"detail": "no answer was recorded for this"})
         self._replies: deque[Reply] = deque()
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), self._handler())
         self._thread = threading.Thread(target=self._server.serve_forever, kwargs={"poll_interval": 0.01})
@@ -74,8 +75,7 @@ class RecordedService:
                         json.loads(text) if text else None,
                     )
                 )
-                missing = Reply(500, {"detail": f"no answer was recorded for {self.path}"})
-                reply = service._replies.popleft() if service._replies else missing
+                reply = service._replies.popleft() if service._replies else service.always
                 if reply is HANG_UP:
                     self.close_connection = True
                     return

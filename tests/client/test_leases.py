@@ -1,13 +1,24 @@
 """GPU memory for programs that the broker does not start, in the SDK and on the command line."""
 
 import asyncio
+import contextlib
+import json
+import os
+import signal
+import subprocess
 import sys
-from collections.abc import AsyncIterator
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from datetime import datetime
 from typing import Any
 
 import httpx
 import pytest
 from gpubroker import AsyncBroker, Broker, LeaseEnded, LeaseState, Refused
+from gpubroker.exchange import Answer, Pause
+from gpubroker.lease_operations import LeaseOperations
+from gpubroker.leases import Lease, Standing
 
 from service.gateway.identity import EVERY_SCOPE
 from tests.builders import GIB
@@ -130,17 +141,53 @@ def test_a_thread_renews_a_lease_that_is_held(service: RecordedService) -> None:
     ]
 
 
-def test_a_holder_that_cannot_ask_any_longer_has_to_leave(service: RecordedService) -> None:
-    service.told(Reply(202, a_lease(ttl_seconds=0.01)), *[a_problem(503, "store-unavailable")] * 20)
-    with Broker(service.url, "gpb_secret", retry_seconds=0.05) as broker:
-        held = broker.lease(gpu_mb=1024)
-        held.__enter__()
+def test_a_holder_that_cannot_ask_goes_on_and_is_told_when_it_can_again(service: RecordedService) -> None:
+    service.told(Reply(202, a_lease(ttl_seconds=0.01)))
+    service.always = a_problem(503, "store-unavailable")
+    with Broker(service.url, "gpb_secret", retry_seconds=0) as broker, broker.lease(gpu_mb=1024) as held:
+        wait_until(lambda: held.is_unreachable)
+        assert held.notice is None
+        stopping = a_lease("stopping", notice={"reason": "deadline", "deadline_at": AT})
+        service.always = Reply(200, stopping)
+        assert held.wait_for_notice(PATIENCE_SECONDS)
+        assert not held.is_unreachable
+        assert held.notice is not None
+        assert held.notice.reason == "deadline"
+
+
+def test_whoever_may_not_renew_any_longer_is_told_so(
+    service: RecordedService, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(threading, "excepthook", lambda _what: None)
+    service.told(Reply(202, a_lease()), a_problem(401, "unauthenticated"), Reply(200, a_lease("ended")))
+    with Broker(service.url, "gpb_secret", retry_seconds=0) as broker, broker.lease(gpu_mb=1024) as held:
         assert held.wait_for_notice(PATIENCE_SECONDS)
         assert held.notice is not None
-        assert held.notice.reason == "unreachable"
-        service._replies.clear()
-        service.told(*[Reply(200, a_lease("ended"))] * 3)
-        held.__exit__(None, None, None)
+        assert held.notice.reason == "refused"
+
+
+def test_a_service_that_answers_at_once_is_not_asked_without_a_pause(service: RecordedService) -> None:
+    """As one does that is about to stop, or behind a proxy that cuts long answers short."""
+    lease = Lease.of(a_lease())
+    steps = LeaseOperations(0).keep(Standing(lease))
+    next(steps)
+    assert steps.send(Answer(202, {}, json.dumps(a_lease()).encode())) == Pause(1.0)
+
+
+def test_when_a_lease_is_expected_is_told_as_of_a_task() -> None:
+    start = {"p50_at": AT, "p90_at": AT, "p50_seconds": 1.0, "p90_seconds": 2.0, "n": 3, "basis": "learned"}
+    pending = {"reason": "WaitingForMemory", "message": "it waits", "position": 1, "start": start}
+    lease = Lease.of(a_lease("pending", pending=pending))
+    assert lease.pending is not None
+    assert lease.pending.start is not None
+    assert lease.pending.start.p50_at == datetime.fromisoformat(AT)
+
+
+def wait_until(is_so: Callable[[], object]) -> None:
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    while not is_so():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
 
 
 def test_the_command_line_asks_shows_renews_and_releases(service: RecordedService, run: Run) -> None:
@@ -177,13 +224,78 @@ def test_the_list_of_leases_leaves_out_those_that_are_over(service: RecordedServ
 
 
 def test_a_command_runs_with_its_gpus_and_its_exit_code_is_ours(service: RecordedService, run: Run) -> None:
-    service.told(*[Reply(202, a_lease())] * 50_000)
+    service.always = Reply(202, a_lease())
     script = "import os, sys; print('on', os.environ['CUDA_VISIBLE_DEVICES'], flush=True); sys.exit(3)"
     ended = run("lease run --gpu-memory 1GiB --here --", sys.executable, "-c", script)
     assert ended.code == 3
     assert service.asked[0].body["pid"]
     assert service.asked[0].body["holder"].startswith(sys.executable)
     assert any(asked.method == "DELETE" for asked in service.asked)
+
+
+@contextlib.contextmanager
+def a_wrapped_command(service: RecordedService, script: str) -> Iterator["subprocess.Popen[str]"]:
+    """`gpubroker lease run` of a program that has said its first line. Both say what they say in one pipe."""
+    wrapper = [sys.executable, "-c", "from gpubroker.cli import main; main()", "lease", "run"]
+    where = {"GPUBROKER_URL": service.url, "GPUBROKER_TOKEN": "gpb_secret"}
+    with subprocess.Popen(
+        [*wrapper, "--gpus", "1", "--", sys.executable, "-c", script],
+        env=os.environ | where,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as process:
+        yield process
+        process.kill()
+
+
+ENDS_AS_IT_IS_TOLD = """
+import signal, sys
+for number in (signal.SIGTERM, signal.SIGHUP):
+    signal.signal(number, lambda number, _: sys.exit(40 + number))
+print("ready", flush=True)
+signal.pause()
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_goes_to_the_command_and_the_lease_is_given_back_after_it(
+    service: RecordedService, number: signal.Signals
+) -> None:
+    service.always = Reply(202, a_lease())
+    with a_wrapped_command(service, ENDS_AS_IT_IS_TOLD) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+        process.send_signal(number)
+        assert process.wait(PATIENCE_SECONDS) == 40 + number
+    assert "DELETE" in [asked.method for asked in service.asked]
+
+
+def test_a_command_does_not_outlive_the_process_that_holds_its_memory(service: RecordedService) -> None:
+    service.always = Reply(202, a_lease())
+    script = "import signal; print('ready', flush=True); signal.pause()"
+    with a_wrapped_command(service, script) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+        process.kill()
+        said, _ = process.communicate(timeout=PATIENCE_SECONDS)  # until nobody holds the pipe any more
+        assert said == ""
+
+
+def test_a_signal_that_comes_before_the_memory_gives_the_lease_up(service: RecordedService) -> None:
+    service.always = Reply(202, a_lease("pending"))
+    with a_wrapped_command(service, "print('started')") as process:
+        wait_until(lambda: any(asked.path.endswith("/wait") for asked in service.asked))
+        process.terminate()
+        said, _ = process.communicate(timeout=PATIENCE_SECONDS)
+    assert (process.returncode, said) == (128 + signal.SIGTERM, "")
+    assert service.asked[-1].method == "DELETE"
+
+
+def test_a_program_that_does_not_exist_asks_for_nothing(service: RecordedService, run: Run) -> None:
+    ended = run("lease run --gpus 1 -- no-such-program")
+    assert ended.code == 2
+    assert "there is no program 'no-such-program'" in ended.err
+    assert not service.asked
 
 
 def test_a_command_is_asked_to_leave_when_its_lease_is(service: RecordedService, run: Run) -> None:

@@ -1,14 +1,14 @@
 """Commands for GPU memory of what the broker does not start: lease ask, run, list, show, renew, release."""
 
 import os
-import signal
-import subprocess
+import shutil
 import threading
 from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
 from gpubroker.cli import quantities
+from gpubroker.cli.leash import Leash
 from gpubroker.cli.session import Format, Output, broker_of, emit, emit_all, say
 from gpubroker.cli.submit import CommandAfterDashes, GpuMb, Gpus, Kinds, Priority
 
@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 lease = typer.Typer(help="GPU memory for what the broker does not start.", no_args_is_help=True)
 
 _SECONDS = {"parser": quantities.seconds, "metavar": "DURATION"}
-_EXIT_SIGNALLED = 128
 
 LeaseId = Annotated[str, typer.Argument(metavar="LEASE", help="Its id.")]
 Holder = Annotated[str | None, typer.Option(help="Who holds it, for people; else this program.")]
@@ -78,7 +77,7 @@ def run(
     """Run a command on this machine for as long as it may have the memory; its exit code is ours.
 
     It finds its GPUs in CUDA_VISIBLE_DEVICES. When the memory is needed elsewhere it gets SIGTERM, and
-    SIGKILL when its time to leave is over.
+    SIGKILL when its time to leave is over. Signals to this process go to the command, and it ends with it.
 
     \b
     gpubroker lease run --gpu-memory 20GiB --here -- vllm serve my/model
@@ -91,10 +90,19 @@ def run(
     options = _options(locals())
     if watched:
         options["pid"] = os.getpid()
+    if shutil.which(words[0]) is None:
+        raise typer.BadParameter(f"there is no program {words[0]!r} that could be started")
     options.setdefault("holder", " ".join(words)[:200])
-    with broker_of(context) as broker, broker.lease(timeout_seconds=timeout, **options) as held:
+    leash = Leash()
+    with (
+        leash.held(),
+        broker_of(context) as broker,
+        broker.lease(timeout_seconds=timeout, **options) as held,
+    ):
         say(f"holding {held.id}: {', '.join(held.device_uuids)} on {held.node}")
-        code = _run(words, held)
+        leash.start(words, held.environment)
+        threading.Thread(target=_mind, args=(leash, held), daemon=True).start()
+        code = leash.wait()
     raise typer.Exit(code)
 
 
@@ -149,31 +157,12 @@ def _options(given: dict[str, Any]) -> "LeaseOptions":
     return cast("LeaseOptions", options)
 
 
-def _run(words: list[str], held: "HeldLease") -> int:
-    try:
-        child = subprocess.Popen(words, env=os.environ | held.environment)  # noqa: S603  # its purpose
-    except OSError as fault:
-        raise typer.BadParameter(f"cannot start {words[0]!r}: {fault}") from None
-    over = threading.Event()
-    minder = threading.Thread(target=_mind, args=(child, held, over), daemon=True)
-    minder.start()
-    try:
-        code = child.wait()
-    except KeyboardInterrupt:
-        code = child.wait()  # it got the same Ctrl-C
-    over.set()
-    return code if code >= 0 else _EXIT_SIGNALLED - code
-
-
-def _mind(child: "subprocess.Popen[bytes]", held: "HeldLease", over: threading.Event) -> None:
+def _mind(leash: Leash, held: "HeldLease") -> None:
     """Ask the command to leave when its lease has to be given back."""
     held.wait_for_notice()
-    if over.is_set() or held.notice is None:
-        return
-    say(f"the lease has to be given back ({held.notice.reason}); ending the command")
-    child.send_signal(signal.SIGTERM)
-    if not over.wait(held.lease.grace_seconds * 0.8):
-        child.kill()
+    if held.notice is not None and not leash.is_over.is_set():
+        say(f"the lease has to be given back ({held.notice.reason}); ending the command")
+        leash.end(held.lease.grace_seconds * 0.8)
 
 
 def add_to(app: typer.Typer) -> None:

@@ -1,0 +1,84 @@
+"""A command that runs for as long as this process lets it, and never longer than this process lives."""
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from types import FrameType
+
+EXIT_SIGNALLED = 128
+"""Added to the number of the signal that ended a command, as shells have it."""
+
+_HEARD = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+
+# In a process of its own, because threads of this one may hold locks while it is forked. Python ignores two
+# signals that the command shall have as everybody has them.
+_BIND_AND_BECOME = """
+import ctypes, os, signal, sys
+for number in (signal.SIGPIPE, signal.SIGXFSZ):
+    signal.signal(number, signal.SIG_DFL)
+if sys.platform == "linux":
+    PR_SET_PDEATHSIG = 1
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+if os.getppid() != int(sys.argv[1]):
+    sys.exit()
+try:
+    os.execvp(sys.argv[2], sys.argv[2:])
+except OSError as fault:
+    sys.exit(f"gpubroker: cannot start {sys.argv[2]!r}: {fault}")
+"""
+
+
+class Leash:
+    """Signals that would end this process go to the command, and this process ends after it. One that comes
+    before there is a command ends this process as it always would; whoever waits for something gives it up.
+    """
+
+    def __init__(self) -> None:
+        self.is_over = threading.Event()
+        self._child: subprocess.Popen[bytes] | None = None
+        self._early: list[int] | None = None
+        """Signals that came while the command was being started; None before."""
+
+    @contextlib.contextmanager
+    def held(self) -> Iterator[None]:
+        """On the main thread; also around what must be put in order once the command has ended."""
+        before = {number: signal.signal(number, self._pass_on) for number in _HEARD}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def start(self, words: Sequence[str], environment: Mapping[str, str]) -> None:
+        """It is killed if this process is (on Linux)."""
+        python = [sys.executable, "-I", "-S", "-c", _BIND_AND_BECOME, str(os.getpid())]
+        self._early = []
+        self._child = subprocess.Popen([*python, *words], env={**os.environ, **environment})  # noqa: S603  # its purpose
+        for number in self._early:
+            self._child.send_signal(number)
+
+    def wait(self) -> int:
+        """Its exit code, once it has ended."""
+        assert self._child is not None
+        code = self._child.wait()
+        self.is_over.set()
+        return code if code >= 0 else EXIT_SIGNALLED - code
+
+    def end(self, patience_seconds: float) -> None:
+        """From another thread: SIGTERM, and SIGKILL when its patience is over."""
+        assert self._child is not None
+        self._child.send_signal(signal.SIGTERM)
+        if not self.is_over.wait(patience_seconds):
+            self._child.kill()
+
+    def _pass_on(self, number: int, _frame: FrameType | None) -> None:
+        if self._early is None:
+            raise SystemExit(EXIT_SIGNALLED + number)
+        if self._child is None:
+            self._early.append(number)
+        elif number != signal.SIGINT:  # a terminal sends that one to both
+            self._child.send_signal(number)
