@@ -1,4 +1,4 @@
-"""How long the planner takes on 1,000 GPUs with 100,000 tasks waiting, as the leader makes it plan, without IO.
+"""How long planning takes on 1,000 GPUs with 100,000 tasks waiting, as the leader makes it plan, without IO.
 
 125 nodes of 8 GPUs of three kinds, empty at first, and tasks of 200 different demands, 4 tenants and 5
 priorities. After the first plan the cluster is full; then runs end one by one, or leave because they were
