@@ -9,6 +9,7 @@ from service.core.decide import admit, evict, withdraw
 from service.core.draft import Draft
 from service.core.fairness import Shares
 from service.core.gang import Gang
+from service.core.guarantees import Claims
 from service.core.looks import Looks
 from service.core.memory import Memory
 from service.core.offers import Offers
@@ -21,7 +22,6 @@ from service.core.preemption import Eviction, Search
 from service.core.prospects import Prospects
 from service.core.quota import Quotas
 from service.core.ranks import nodes_of
-from service.core.reclaim import Claims
 from service.core.task import Placement, StopReason, Task
 from service.core.units import Instant, TaskId
 from service.core.world import World
@@ -102,7 +102,7 @@ class _Slice:
         self._shares = cursor.shares.copy()
         self._agenda = agenda = self._open_agenda(world, policy)
         self._guards = Guards(draft, policy, now, agenda.key_of, cursor.forecasts, cursor.kept_away)
-        claims = Claims(draft, policy, self._quotas)
+        self._claims = claims = Claims(draft, policy, self._quotas)
         self._prospects = Prospects(
             draft, policy, now, memory, places, offers, looks, self._quotas, claims, self._guards
         )
@@ -183,7 +183,7 @@ class _Slice:
         if placement is None:
             way = self._prospects.reclaimed(task, group.kin)
             if way is not None:
-                return evict(self._draft, task, way, self._now)
+                return self._evict(task, way)
             if is_refused:
                 return None
             return self._enter(task, group.kin, self._prospects.eviction(task, group.kin))
@@ -199,6 +199,10 @@ class _Slice:
             self._outlooks.took(placement.node, since, task, placement)
         return decision
 
+    def _evict(self, task: Task, eviction: Eviction) -> Decision:
+        kept_up_to = self._claims.kept_up_to(task)
+        return evict(self._draft, task, eviction, self._now, kept_up_to=kept_up_to)
+
     def _enter(
         self, task: Task, kin: Kin, found: Gang | Eviction | Search | None
     ) -> Decision | Search | None:
@@ -206,7 +210,7 @@ class _Slice:
         if isinstance(found, Eviction):
             nodes = {self._draft.book(device).device.node for device, _ in found.devices}
             if all(self._guards.may_stop_runs(task, node) for node in nodes):
-                return evict(self._draft, task, found, self._now)
+                return self._evict(task, found)
             if task.demand.bundles:
                 self._guards.keep_away(task, kin)
                 return None

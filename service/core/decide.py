@@ -100,13 +100,19 @@ def _start(draft: Draft, task: Task, rank: int, place: Placement, world_size: in
 
 
 def evict(
-    draft: Draft, task: Task, eviction: Eviction, now: Instant, reason: StopReason = StopReason.PREEMPT
+    draft: Draft,
+    task: Task,
+    eviction: Eviction,
+    now: Instant,
+    reason: StopReason = StopReason.PREEMPT,
+    kept_up_to: int = 0,
 ) -> Decision:
-    """The victims get notice, and what they free is pledged to the task, which stays pending."""
+    """The victims get notice, and what they free is pledged to the task, which stays pending. Nobody of at
+    most the priority `kept_up_to` takes it, even if that of the task is lower."""
     stops = [_stop(draft, victim, eviction, task.id, now, reason) for victim in eviction.victims]
     made = []
     for device, mb in eviction.devices:
-        whose = max(task.priority, eviction.kept_up_to), task.tenant, now, eviction.deadline_at
+        whose = max(task.priority, kept_up_to), task.tenant, now, eviction.deadline_at
         pledge = Pledge(task.id, device, mb, *whose, eviction.ranks.get(device, ()))
         draft.put_pledge(pledge)
         made.append(PledgeWrite(pledge))

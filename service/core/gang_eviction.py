@@ -1,6 +1,6 @@
 """Whom to stop, on several nodes, so that all ranks of a gang can run."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from service.core.draft import Draft
@@ -11,7 +11,19 @@ from service.core.preemption import Eviction, deadlines_of_leavers
 from service.core.ranks import asks_for_gpus, part_of
 from service.core.task import Task
 from service.core.units import DeviceKey, Instant, Mib, NodeName
-from service.core.victims import EXACT_LIMIT, Candidate, after, filled_back, named
+from service.core.victims import (
+    EXACT_LIMIT,
+    Candidate,
+    Suffices,
+    after,
+    anybody,
+    cheapest,
+    filled_back,
+    named,
+)
+
+EXACT_NODES = 4_096
+"""Every subset of the candidates is considered if that is a look at no more nodes than so many."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,16 +33,17 @@ class Coming:
     nodes: tuple[NodeName, ...]
 
 
-def choose_for_gang(offers: Offers, task: Task, now: Instant) -> Eviction | Coming | None:
+def choose_for_gang(
+    offers: Offers, task: Task, now: Instant, may_leave: Suffices = anybody
+) -> Eviction | Coming | None:
     """Runs of strictly lower priority whose memory lets all ranks run that the gang needs at least.
 
-    Nobody is named if it would still not fit. Cheapest first (as for one node), then whoever is not needed
-    is put back, the costliest first: minimal by inclusion. One gang gives way as a whole, everywhere.
+    Nobody is named if it would still not fit. One gang gives way as a whole, everywhere.
     """
     if not gang_may_preempt(offers, task):
         return None
     there = [offers.of(node, task.priority) for node in sorted(offers.nodes)]
-    return choose_among(there, everybody, offers.draft, task, now)
+    return choose_among(there, offers.draft, task, now, may_leave)
 
 
 def gang_may_preempt(offers: Offers, task: Task) -> bool:
@@ -40,50 +53,48 @@ def gang_may_preempt(offers: Offers, task: Task) -> bool:
     return not offers.draft.short_of(task, offers.policy.custom_limits)
 
 
-def everybody(found: list[Candidate]) -> list[Candidate]:
-    return found
-
-
 def choose_among(
-    there: Sequence[Offer],
-    may_leave: Callable[[list[Candidate]], list[Candidate]],
-    draft: Draft,
-    task: Task,
-    now: Instant,
+    there: Sequence[Offer], draft: Draft, task: Task, now: Instant, may_leave: Suffices = anybody
 ) -> Eviction | Coming | None:
-    """The same of those that these nodes offer. `may_leave`: all that may leave together, of all of them in
-    order of cost."""
-    site = _Site(there, may_leave, draft, task)
+    """The same of those that these nodes offer, with such sets of victims only (and all their subsets)."""
+    site = _Site(there, draft, task)
     if (coming := site.places(())) is not None:
         return Coming(tuple(sorted({place.node for place in coming})))
-    found = site.found
-    if not found or (gang := site.places(found)) is None:
-        return None
-    few, many = 0, len(found)
-    while many - few > 1:
-        some = (few + many) // 2
-        fewer = site.places(found[:some])
-        few, many, gang = (some, many, gang) if fewer is None else (few, some, fewer)
-    victims, gang = site.only_needed(found[:many], gang)
-    return site.eviction(victims, gang, now)
+    way = site.cheapest(may_leave)
+    return None if way is None else site.eviction(*way, now)
 
 
 class _Site:
     """What all usable nodes together could offer the gang."""
 
-    def __init__(
-        self,
-        there: Sequence[Offer],
-        may_leave: Callable[[list[Candidate]], list[Candidate]],
-        draft: Draft,
-        task: Task,
-    ) -> None:
+    def __init__(self, there: Sequence[Offer], draft: Draft, task: Task) -> None:
         self._task = task
         self._draft = draft
         self._offers = there
         names = {candidate.key: candidate for offer in self._offers for candidate in offer.found}
-        self.found = may_leave(sorted(names.values(), key=lambda candidate: candidate.order))
+        self._found = sorted(names.values(), key=lambda candidate: candidate.order)
         """Who may be stopped, cheapest first."""
+
+    def cheapest(self, may_leave: Suffices) -> tuple[list[Candidate], Gang] | None:
+        """Whom to stop, and where the gang then runs. Of few candidates on few nodes the set that costs
+        least, as for one node. Of more, the fewest in order of cost, of which then whoever is not needed is
+        put back: minimal by inclusion."""
+        found = self._found
+        if len(found) <= EXACT_LIMIT and len(self._offers) << len(found) <= EXACT_NODES:
+            found = cheapest(found, lambda gone: self.places(gone) is not None, may_leave=may_leave) or []
+            gang = self.places(found) if found else None
+            return None if gang is None else (found, gang)
+        together: list[Candidate] = []
+        for candidate in found:
+            if may_leave([*together, candidate]):
+                together.append(candidate)
+        gang = self.places(together)
+        few, many = 0, len(together)
+        while gang is not None and many - few > 1:
+            some = (few + many) // 2
+            fewer = self.places(together[:some])
+            few, many, gang = (some, many, gang) if fewer is None else (few, some, fewer)
+        return None if gang is None else self._only_needed(together[:many], gang)
 
     def places(self, gone: Sequence[Candidate]) -> Gang | None:
         """Where the gang could run once these, and everybody who is leaving, have left."""
@@ -98,7 +109,7 @@ class _Site:
             {site.device.key: site.device for site in offer.sites},
         )
 
-    def only_needed(self, gone: Sequence[Candidate], gang: Gang) -> tuple[list[Candidate], Gang]:
+    def _only_needed(self, gone: Sequence[Candidate], gang: Gang) -> tuple[list[Candidate], Gang]:
         """Those without whom the gang has no place: first none that these places do not need, then, where
         that is little work, none without whom there are others."""
         nodes = {place.node for place in gang}

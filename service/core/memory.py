@@ -25,9 +25,19 @@ from service.core.worth import Row, Worth
 Found = tuple[tuple[float, float, tuple[str, ...]], Placement]
 """((what its devices are worth, CPU left on the node, names), placement): the smallest is the best."""
 
-Denied = tuple[int, int, tuple[tuple[str, int], ...]]
-"""(revision of `growth`, of `changes` if the reason was a passing one and else 0, what borrowers have beyond
-their guarantees): while these are the same, so is the answer."""
+
+class Denied(NamedTuple):
+    """A tenant's task could make no room by its own right. While these are the same, so is the answer."""
+
+    as_what: str
+    """What its right was: as one below its guarantee, or as a borrower."""
+    grown: int
+    """Revision of `growth` of which this tells."""
+    changed: int
+    """Of `changes` if the reason was a passing one, else 0."""
+    surplus: tuple[tuple[str, int], ...]
+    """What others of its cohort had beyond their guarantees."""
+
 
 Likes = tuple[Kin, int]
 """(demand, priority) of tasks that differ in nothing that placement looks at."""
@@ -102,7 +112,7 @@ class Memory:
         self.offers: Offered = {}
         self.needs = Needs()
         self.denied: dict[tuple[str, int, Demand], Denied] = {}
-        """(tenant, priority, demand) -> the state in which such a task could take nothing back."""
+        """(tenant, priority, demand) -> how things stood when there was nothing for such a task."""
         self.awaited: set[NodeName] = set()
         """Nodes with room that is coming, for which somebody waits."""
         self._due: dict[NodeName, Instant] = {}

@@ -47,8 +47,6 @@ class Eviction:
     """Which ranks of a gang will have a device."""
     surplus: Mapping[TaskId, tuple[int, ...]] = field(default_factory=dict)
     """Of victims that go on without them, the ranks that leave."""
-    kept_up_to: int = 0
-    """Nobody of at most this priority takes what they free, even if that of the preemptor is lower."""
 
 
 Target = tuple[Site, Mib]

@@ -8,6 +8,7 @@ from service.core.backfill import Guards
 from service.core.draft import Draft
 from service.core.gang import Gang
 from service.core.gang_eviction import choose_for_gang
+from service.core.guarantees import Claims, Restraint, Surplus
 from service.core.looks import Looks
 from service.core.memory import Beside, Denied, GangRefusal, Memory, Pursuit, Standing
 from service.core.offers import Offers
@@ -16,10 +17,14 @@ from service.core.placement import CLOSE_LOOK, Places
 from service.core.policy import Policy
 from service.core.preemption import Eviction, Search, is_coming, may_preempt
 from service.core.quota import Quotas
-from service.core.reclaim import Claims, Surplus, reclaim, reclaim_for_gang
+from service.core.reclaim import evict_with_restraint, reclaim, reclaim_for_gang
 from service.core.refusals import Refusals
 from service.core.task import Placement, Task
 from service.core.units import Instant, NodeName, TaskId
+from service.core.victims import anybody
+
+OWNER, BORROWER = "owner", "borrower"
+"""By what right a tenant's task makes room: it takes back what it is guaranteed, or would have more."""
 
 
 class Prospects:
@@ -52,8 +57,15 @@ class Prospects:
         self._claims = claims
 
     def is_over_quota(self, group: Group) -> bool:
-        """Whether their tenant may not have such tasks now."""
-        return self._quotas.falls_short(group.tenant, group.demand, group.priority)
+        """Whether their tenant may not have such tasks now, or could only borrow and nobody has room to
+        make for that."""
+        if self._quotas.falls_short(group.tenant, group.demand, group.priority):
+            return True
+        denied = self._memory.denied.get(group.key[:3])
+        if denied is None or denied.as_what != BORROWER or self._memory.growth.revision != denied.grown:
+            return False
+        restraint = self._claims.restraint(group.tenant, group.demand, group.priority)
+        return restraint is not None and self._is_as(denied, BORROWER, restraint.surplus)
 
     def may_reclaim(self, group: Group) -> bool:
         """Whether such a task could take back from borrowers, and nobody has found that it cannot."""
@@ -61,11 +73,18 @@ class Prospects:
             return False
         surplus = self._claims.of_any(group.tenant, group.demand, group.priority)
         denied = self._memory.denied.get(group.key[:3])
-        return bool(surplus) and (denied is None or denied != self._state_of(surplus, passing=denied[1] > 0))
+        return bool(surplus) and (denied is None or not self._is_as(denied, OWNER, surplus))
 
-    def _state_of(self, surplus: Surplus, *, passing: bool) -> Denied:
-        changes, growth = self._memory.changes, self._memory.growth
-        return growth.revision, changes.revision if passing else 0, tuple(sorted(surplus.items()))
+    def _is_as(self, denied: Denied, as_what: str, surplus: Surplus) -> bool:
+        return denied == self._state(as_what, surplus, passing=denied.changed > 0)
+
+    def _state(self, as_what: str, surplus: Surplus, *, passing: bool) -> Denied:
+        changed = self._memory.changes.revision if passing else 0
+        return Denied(as_what, self._memory.growth.revision, changed, tuple(sorted(surplus.items())))
+
+    def _deny(self, task: Task, kin: Kin, as_what: str, surplus: Surplus, *, passing: bool) -> None:
+        likes = (task.tenant, task.priority, kin.demand)
+        self._memory.denied[likes] = self._state(as_what, surplus, passing=passing)
 
     def reclaimed(self, task: Task, kin: Kin) -> Eviction | None:
         """The best way to take back room for a task for which there is no place; None, which is remembered,
@@ -79,8 +98,7 @@ class Prospects:
         nodes = self._offers.nodes - closed
         found = None if coming else reclaim(self._offers, task, surplus, self._now, nodes)
         if found is None:
-            likes = (task.tenant, task.priority, kin.demand)
-            self._memory.denied[likes] = self._state_of(surplus, passing=coming or bool(closed))
+            self._deny(task, kin, OWNER, surplus, passing=coming or bool(closed))
         return found
 
     def shut(self) -> Mapping[Kin, int]:
@@ -134,9 +152,14 @@ class Prospects:
         if (taken_back := self._reclaimed_gang(task, kin)) is not None:
             return taken_back
         self.looks.taken += CLOSE_LOOK * len(self._offers.nodes)
-        way = choose_for_gang(self._offers, task, self._now)
+        restraint = self._claims.restraint_on(task)
+        may_leave = anybody if restraint is None else restraint.lets_go
+        way = choose_for_gang(self._offers, task, self._now, may_leave)
         if isinstance(way, Eviction):
             return way
+        if restraint is not None:
+            self._deny(task, kin, BORROWER, restraint.surplus, passing=way is not None)
+            return None
         coming_on = () if way is None else way.nodes
         changed, grown = self._memory.changes.revision, self._memory.growth.revision
         self._memory.gangs[kin, task.priority] = GangRefusal(changed, grown, coming_on)
@@ -153,8 +176,7 @@ class Prospects:
         way = reclaim_for_gang(self._offers, task, surplus, self._now, self._offers.nodes - closed)
         if isinstance(way, Eviction):
             return way
-        likes = (task.tenant, task.priority, kin.demand)
-        self._memory.denied[likes] = self._state_of(surplus, passing=way is not None or bool(closed))
+        self._deny(task, kin, OWNER, surplus, passing=way is not None or bool(closed))
         return None
 
     def place(self, task: Task, kin: Kin) -> Placement | None:
@@ -192,11 +214,25 @@ class Prospects:
             search = Search(task, nodes)
             search.go_on(self._offers, Looks(inf))
             found, coming_on = search.eviction(self._offers, self._now), search.coming_on
+            restraint = self._restraint_on(task, found)
+            if restraint is not None:
+                nodes = self._offers.nodes - closed
+                found = evict_with_restraint(self._offers, task, restraint, self._now, nodes)
+                self._guards.kept_away += found is None
+                return found
         if found is None:
             if coming_on is None:
                 self._memory.beside[kin, task.priority] = Beside(closed, self._memory.growth.revision)
             self._guards.keep_away(task, kin, coming_on)
         return found
+
+    def _restraint_on(self, task: Task, found: Eviction | None) -> Restraint | None:
+        """If the tenant would borrow, and this way stops whom a borrower may not stop."""
+        if found is None or not self._policy.has_quotas:
+            return None
+        restraint = self._claims.restraint_on(task)
+        is_kept = restraint is not None and not restraint.allows(found.victims, found.surplus)
+        return restraint if is_kept else None
 
     def eviction(self, task: Task, kin: Kin) -> Eviction | Search | None:
         """The best eviction for a task for which there is no place; None, which is remembered, if there is
@@ -208,8 +244,19 @@ class Prospects:
                 self._memory.pursuit = Pursuit(search, self._memory.changes.revision)
                 return search
             found = search.eviction(self._offers, self._now)
+            restraint = self._restraint_on(task, found)
+            if restraint is not None:
+                return self._evict_with(restraint, task, kin)
             if found is not None:
                 return found
             coming_on = search.coming_on
         self._refusals.refuse(task, kin, coming_on)
         return None
+
+    def _evict_with(self, restraint: Restraint, task: Task, kin: Kin) -> Eviction | None:
+        """None, which is remembered of this tenant, if there is none: for others there is one."""
+        self.looks.taken += CLOSE_LOOK * len(self._offers.nodes)
+        found = evict_with_restraint(self._offers, task, restraint, self._now, self._offers.nodes)
+        if found is None:
+            self._deny(task, kin, BORROWER, restraint.surplus, passing=False)
+        return found

@@ -7,6 +7,8 @@ from enum import StrEnum
 from heapq import nsmallest
 from typing import assert_never
 
+from service.core.guarantees import Claims, Restraint
+from service.core.quota import Quotas
 from service.core.survey import Survey
 from service.core.task import Task, TaskState
 from service.core.trial import Trial
@@ -52,6 +54,8 @@ class Shield(StrEnum):
     """It has run for less than the operator lets every run have (`policy.min_run_seconds`)."""
     BUDGET = "budget"
     """It has been preempted as often as is allowed, and has neither saved its work nor run long since."""
+    GUARANTEED = "guaranteed"
+    """Its tenant has no more than it is guaranteed, and that of the task would borrow."""
     WOULD_NOT_HELP = "would_not_help"
     """It could be stopped, and the task would still not fit."""
     NONE = "none"
@@ -94,8 +98,9 @@ _TELLING = {
     Shield.WOULD_NOT_HELP: 1,
     Shield.YOUNG: 2,
     Shield.BUDGET: 3,
-    Shield.PRIORITY: 4,
-    Shield.LEAVING: 5,
+    Shield.GUARANTEED: 4,
+    Shield.PRIORITY: 5,
+    Shield.LEAVING: 6,
 }
 
 
@@ -103,10 +108,11 @@ def _judged(seen: Survey, trial: Trial) -> list[tuple[Task, Shield]]:
     draft = seen.draft
     nodes = [node.node.name for node in seen.nodes if node.is_usable and node.is_large_enough]
     chosen = frozenset(victim.id for victim in trial.eviction.victims) if trial.eviction else frozenset()
-    return [(run, _shield(seen, run, chosen)) for node in nodes for run in draft.runs_on(node)]
+    restraint = Claims(draft, seen.policy, Quotas(draft, seen.policy)).restraint_on(seen.task)
+    return [(run, _shield(seen, run, chosen, restraint)) for node in nodes for run in draft.runs_on(node)]
 
 
-def _shield(seen: Survey, run: Task, chosen: Set[TaskId]) -> Shield:
+def _shield(seen: Survey, run: Task, chosen: Set[TaskId], restraint: Restraint | None) -> Shield:
     task = seen.task
     if run.state is TaskState.STOPPING:
         return Shield.LEAVING
@@ -116,6 +122,8 @@ def _shield(seen: Survey, run: Task, chosen: Set[TaskId]) -> Shield:
         return Shield.PRIORITY
     if not may_be_stopped(run, task.priority, seen.policy, seen.now):
         return Shield.YOUNG if is_young(run, seen.policy, seen.now) else Shield.BUDGET
+    if restraint is not None and not restraint.allows([run], {}):
+        return Shield.GUARANTEED
     return Shield.WOULD_NOT_HELP
 
 
@@ -174,6 +182,7 @@ def _rest(counts: Counter[Shield], before: str) -> str:
         Shield.PRIORITY: "of the same or higher priority",
         Shield.YOUNG: "only just begun",
         Shield.BUDGET: "preempted as often as is allowed",
+        Shield.GUARANTEED: "within what their tenants are guaranteed",
         Shield.LEAVING: "leaving anyway",
     }
     parts = [f"{_runs(counts[shield])} {why}" for shield, why in kept.items() if counts[shield]]

@@ -11,6 +11,7 @@ from service.core.draft import Draft
 from service.core.fairness import Shares
 from service.core.gang import Gang
 from service.core.gang_eviction import choose_for_gang
+from service.core.guarantees import Claims
 from service.core.looks import Looks
 from service.core.memory import Found
 from service.core.offers import Offers
@@ -20,9 +21,10 @@ from service.core.placement import Places, worth_of
 from service.core.policy import Policy
 from service.core.preemption import Eviction, Search, could_make_room, is_coming, may_preempt
 from service.core.quota import Quotas
-from service.core.reclaim import Claims, reclaim, reclaim_for_gang
+from service.core.reclaim import evict_with_restraint, reclaim, reclaim_for_gang
 from service.core.task import Task
 from service.core.units import Instant, NodeName
+from service.core.victims import anybody
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,7 +176,9 @@ class Planner:
             back = reclaim_for_gang(self._offers, task, surplus, self._now, open_nodes)
             if isinstance(back, Eviction):
                 return Trial(eviction=back)
-        way = choose_for_gang(self._offers, task, self._now)
+        restraint = self._claims.restraint_on(task)
+        may_leave = anybody if restraint is None else restraint.lets_go
+        way = choose_for_gang(self._offers, task, self._now, may_leave)
         if not isinstance(way, Eviction):
             return Trial(coming_on=way.nodes if way else ())
         nodes = {self._draft.book(device).device.node for device, _ in way.devices}
@@ -187,7 +191,11 @@ class Planner:
         search = Search(task, nodes)
         search.go_on(self._offers, Looks(inf))
         coming_on = () if search.coming_on is None else (search.coming_on,)
-        return Trial(eviction=search.eviction(self._offers, self._now), coming_on=coming_on)
+        found = search.eviction(self._offers, self._now)
+        restraint = None if found is None else self._claims.restraint_on(task)
+        if found is not None and restraint is not None and not restraint.allows(found.victims, found.surplus):
+            found = evict_with_restraint(self._offers, task, restraint, self._now, nodes)
+        return Trial(eviction=found, coming_on=coming_on)
 
     def _reclaim(self, task: Task, nodes: frozenset[NodeName]) -> Eviction | None:
         surplus = self._claims.of(task)

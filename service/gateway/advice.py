@@ -35,7 +35,8 @@ class RunHolder(TypedDict):
 
 class SparedRunView(RunHolder):
     shield: Annotated[
-        str, Field(description="A stable token: none, would_not_help, budget, priority or leaving.")
+        str,
+        Field(description="Stable: none, would_not_help, young, budget, guaranteed, priority or leaving."),
     ]
 
 

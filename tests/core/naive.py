@@ -15,7 +15,7 @@ from service.core.task import Task, TaskState
 from service.core.world import World
 from tests.core.naive_backfill import beside, other_way
 from tests.core.naive_moves import is_moving, kept
-from tests.core.naive_tenants import NaiveTenants
+from tests.core.naive_tenants import TOPS, NaiveTenants
 from tests.core.naive_worth import fullest, learn, score
 
 Step = tuple[Any, ...]
@@ -313,7 +313,10 @@ class Naive(NaiveTenants):
             return (cost, node, keys, by_place) if task.demand.gpus == 1 else (cost, node, by_place, left)
 
         best = min(options, key=rank)
-        return (best[1], best[2]) if best[2] else None
+        if not self.may_be_stopped_for(task, best[2]):
+            options = [option for option in options if self.may_be_stopped_for(task, option[2])]
+            best = min(options, key=lambda option: option[0][:4], default=best)
+        return (best[1], best[2]) if best[2] and self.may_be_stopped_for(task, best[2]) else None
 
     # The cycle
 
@@ -357,7 +360,9 @@ class Naive(NaiveTenants):
             self.leases.append(Lease(*holder, task.tenant, task.priority, since=self.now))
         return ("admit", task.id, node, devices, tuple(sorted(ended | self.overtake(used, task.priority))))
 
-    def evict(self, task: Task, devices: list[Any], victims: list[Task], kept_up_to: int = 0) -> Step:
+    def evict(self, task: Task, devices: list[Any], victims: list[Task]) -> Step:
+        is_owner = self.is_within_guarantee(task) and self.policy.tenant(task.tenant).cohort
+        kept_up_to = min(top for top in TOPS if task.priority <= top) if is_owner else task.priority
         for victim in victims:
             until = self.now + victim.grace_seconds
             notice = {"freeing_for": task.id, "stop_deadline_at": until}
@@ -366,7 +371,7 @@ class Naive(NaiveTenants):
         for device in devices:
             mb = self.needs(task.demand, device)
             made.append((device.key, mb))
-            whose = (max(task.priority, kept_up_to), task.tenant, self.now, self.now)
+            whose = (kept_up_to, task.tenant, self.now, self.now)
             self.pledges.append(Pledge(task.id, device.key, mb, *whose))
         ended = self.overtake({device.key for device in devices}, task.priority)
         names = tuple(sorted(victim.id for victim in victims))

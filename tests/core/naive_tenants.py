@@ -1,7 +1,7 @@
 """What the naive planner makes of tenants: their order, quotas and claims, from flat lists."""
 
 from collections import Counter
-from itertools import combinations
+from itertools import combinations, permutations
 from math import log
 from typing import Any
 
@@ -97,13 +97,18 @@ class NaiveTenants:
 
     # What may be taken back
 
+    def is_within_guarantee(self, task: Task) -> bool | None:
+        """With this task; None: there is no quota."""
+        mine = self.policy.tenant(task.tenant)
+        if mine.guaranteed_mb is None or not task.demand.gpus:
+            return None
+        need = task.demand.gpus * max(self.needs(task.demand, book.device) or 0 for book in self.books)
+        return self.claims_of(task.tenant, task) + need <= mine.guaranteed_mb
+
     def surplus_for(self, task: Task) -> dict[str, int]:
         """Borrower of the cohort -> what it has beyond its guarantee and does not leave anyway."""
         mine = self.policy.tenant(task.tenant)
-        if mine.guaranteed_mb is None or not mine.cohort or not task.demand.gpus:
-            return {}
-        need = task.demand.gpus * max(self.needs(task.demand, book.device) or 0 for book in self.books)
-        if self.claims_of(task.tenant, task) + need > mine.guaranteed_mb:
+        if not mine.cohort or not self.is_within_guarantee(task):
             return {}
         found = {}
         for name in {lease.tenant for lease in self.leases} - {task.tenant}:
@@ -133,8 +138,26 @@ class NaiveTenants:
             taken[victim.tenant] += sum(lease.mb for lease in self.leases_of(victim))
         return all(mb <= surplus[name] for name, mb in taken.items())
 
-    def reclaim(self, task: Task, closed: Any = ()) -> tuple[list[Any], list[Task], int] | None:
-        """The cheapest way to take back from borrowers, and up to which priority it is kept."""
+    def may_be_stopped_for(self, task: Task, victims: list[Task]) -> bool:
+        """Of the cohort of a task that would borrow, only who borrows as well: one after the other."""
+        mine = self.policy.tenant(task.tenant)
+        if not mine.cohort or self.is_within_guarantee(task) in (True, None):
+            return True
+        for order in permutations(victims):
+            stays = [lease for lease in self.leases if not self.is_leaving(lease)]
+            for victim in order:
+                other, name = self.policy.tenant(victim.tenant), victim.tenant
+                held = sum(lease.mb for lease in stays if lease.tenant == name)
+                is_bound = other.cohort == mine.cohort and name != task.tenant
+                if is_bound and other.guaranteed_mb is not None and held <= other.guaranteed_mb:
+                    break
+                stays = [lease for lease in stays if lease not in self.leases_of(victim)]
+            else:
+                return True
+        return False
+
+    def reclaim(self, task: Task, closed: Any = ()) -> tuple[list[Any], list[Task]] | None:
+        """The cheapest way to take back from borrowers."""
         if not self.policy.preemption or not task.demand.gpus or not self.custom_is_there(task):
             return None
         surplus = self.surplus_for(task)
@@ -155,5 +178,4 @@ class NaiveTenants:
                             left = sorted((self.left_after(d, task, victims), d.key) for d in chosen)
                             options.append(((cost, node.name, by_place, left), list(chosen), victims))
         best = min(options, key=lambda option: option[0], default=None)
-        top = min(top for top in (100, 89, 69, 39, 9)[::-1] if task.priority <= top)
-        return (best[1], best[2], top) if best is not None and best[2] else None
+        return (best[1], best[2]) if best is not None and best[2] else None
