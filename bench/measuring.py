@@ -48,7 +48,7 @@ def publish(figure: Figure) -> None:
 
 
 def _short(value: float) -> str:
-    return f"{value:,.1f}" if abs(value) >= 1 else f"{value:.2f}"
+    return f"{value:,.1f}" if abs(value) >= 10 else f"{value:.2f}"
 
 
 def say(text: str) -> None:

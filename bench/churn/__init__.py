@@ -40,10 +40,13 @@ def add_options(parser: ArgumentParser) -> None:
     parser.add_argument("--shape", choices=SHAPES, default="kueue-baseline")
     parser.add_argument("--database", choices=["sqlite", "postgres"], default="sqlite")
     parser.add_argument("--connections", type=int, default=64)
+    parser.add_argument(
+        "--share", type=float, default=1.0, help="of each queue's tasks only the first so many (0 to 1)"
+    )
 
 
 def measure(options: Namespace) -> Iterator[Figure]:
-    shape = SHAPES[options.shape]
+    shape = SHAPES[options.shape].shortened(options.share)
     say(f"{shape.name}: {shape.tasks:,} tasks in {shape.cohorts * shape.queues:,} queues; published figures")
     say("  are Kueue's and include a Kubernetes API server, ours include HTTP and a durable database")
     if options.database == "sqlite":
@@ -67,15 +70,16 @@ def churn(shape: Shape, connections: int, **settings: str) -> Outcome:
     """One run from an empty service until every task has ended."""
     with service(**settings_for(shape), **settings) as running, Sender() as sender:
         tokens = [_token(running, queue) for queue in range(shape.cohorts * shape.queues)]
-        began = time.monotonic()
+        began, cpu = time.monotonic(), sum(running.process.cpu_times()[:2])
         took = sender.send(shape, running.port, tokens, connections)
         say(f"  every task accepted after {took:.1f} s")
         while any((counts := running.ask("GET", "/stats")["tasks"])[state] for state in OPEN):
             waiting = sum(counts[state] for state in OPEN)
             say(f"  {time.monotonic() - began:6.1f} s: {shape.tasks - waiting:,} ended, {waiting:,} to go")
             time.sleep(POLL_SECONDS)
+        cpu = sum(running.process.cpu_times()[:2]) - cpu
         say("  every task ended; reading the log")
-        return outcome_of(events_of(running, 0), shape)
+        return outcome_of(events_of(running, 0), shape, cpu)
 
 
 def settings_for(shape: Shape) -> Mapping[str, str]:

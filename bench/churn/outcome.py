@@ -24,6 +24,8 @@ class Outcome:
     """Class -> seconds from the submit to the first admission."""
     held_unit_seconds: float = 0.0
     """From the admission until the memory was confirmed free."""
+    cpu_seconds: float = 0.0
+    """Of the service, user and system."""
 
     @property
     def wall_seconds(self) -> float:
@@ -42,6 +44,7 @@ class Outcome:
             "use": (shape.work_unit_seconds / offered, ""),
             "held_use": (self.held_unit_seconds / offered, ""),
             "admissions": (self.turnover_per_second, "/s"),
+            "cpu_per_admission": (1000 * self.cpu_seconds / self.counts["task.admitted"], "ms"),
             "preemptions": (float(self.counts["task.requeued"]), ""),
             **{
                 f"wait.{sort.name}_s": (mean(self.waits[sort.name]), "s")
@@ -60,9 +63,9 @@ def events_of(running: Service, after: int) -> Iterator[dict[str, Any]]:
         after = page["next_after"]
 
 
-def outcome_of(events: Iterable[dict[str, Any]], shape: Shape) -> Outcome:
+def outcome_of(events: Iterable[dict[str, Any]], shape: Shape, cpu_seconds: float = 0.0) -> Outcome:
     """Raises RuntimeError unless every task of the shape succeeded."""
-    seen = Outcome()
+    seen = Outcome(cpu_seconds=cpu_seconds)
     submitted: dict[str, tuple[float, str]] = {}
     leased: dict[str, tuple[float, int]] = {}
     for event in events:

@@ -6,7 +6,8 @@ quota and places nothing.
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from math import ceil
 from typing import NamedTuple
 
 UNIT_MB = 1024
@@ -57,6 +58,13 @@ class Shape:
     def work_unit_seconds(self) -> float:
         each = sum(sort.count * sort.runs_seconds * sort.units for sort in self.sorts)
         return self.cohorts * self.queues * each
+
+    def shortened(self, share: float) -> "Shape":
+        """The first part of it, in which queues are shorter: nothing published compares with that."""
+        if share == 1.0:
+            return self
+        sorts = tuple(replace(sort, count=ceil(share * sort.count)) for sort in self.sorts)
+        return replace(self, sorts=sorts, published={})
 
     def arrivals(self) -> list[Arrival]:
         """All of them, in order of time."""

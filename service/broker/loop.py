@@ -14,7 +14,7 @@ from service.broker.observe import Observer, next_batch, plainer
 from service.core.awaited import End
 from service.core.backfill import Forecast
 from service.core.consolidation import Consolidation
-from service.core.cycle import plan_cycle
+from service.core.cycle import Slice
 from service.core.dependencies import settle
 from service.core.events import Event
 from service.core.forecasts import make_forecasts
@@ -36,6 +36,10 @@ TICK_SECONDS = 0.25
 PACE_SECONDS = 0.005
 """Cycles begin at least so far apart: what came in meanwhile shares one plan and two commits. After a quiet
 moment the first one begins at once."""
+
+MOST_TURNS = 4
+"""What is decided in so many turns of planning, of some milliseconds each, shares one commit. The first turn
+of a cycle, which is that of the most urgent, has its own."""
 
 TRIES = 20
 """A leader is the only writer of states; if what it decides is refused so often, its picture is wrong."""
@@ -251,17 +255,20 @@ class Leader:
                 return
 
     async def _plan(self) -> None:
-        cursor = None
+        cursor, turns = None, 1
         while True:
             now, forecasts = self._clock.now(), self.foresight.forecasts
-            plan = plan_cycle(
-                self._world, self._policy, now, cursor, memory=self._memory, forecasts=forecasts
-            )
+            part = Slice(self._world, self._policy, now, cursor, self._memory, forecasts)
+            for _ in range(turns):
+                part.take_turn()
+                await asyncio.sleep(0)
+                if part.is_last:
+                    break
+            plan = part.plan()
             await self._carry_out(self.foresight.compare(self._world, plan.decisions, now))
-            cursor = plan.cursor
+            cursor, turns = plan.cursor, MOST_TURNS
             if cursor is None:
                 return
-            await asyncio.sleep(0)
 
     async def _consolidate(self) -> None:
         """Move runs for a task that the plan has left waiting, if that is allowed and helps."""

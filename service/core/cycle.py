@@ -65,7 +65,7 @@ def plan_cycle(
     memory: Memory | None = None,
     forecasts: Iterable[Forecast] = (),
 ) -> Plan:
-    """Decide what to start and whom to stop. After `budget` looks at nodes the slice ends.
+    """Decide what to start and whom to stop, in a slice of one turn: it ends after `budget` looks at nodes.
 
     A new cycle (no cursor) first lets delayed tasks whose time has come into the queue of this World,
     which is all that it changes. The next slice needs a World in which this slice's decisions are applied.
@@ -74,26 +74,36 @@ def plan_cycle(
     `memory` saves looks and changes no plan, except that who comes into the queue between two slices may have
     to wait for the next cycle; keep it for the next slice and the next cycle.
     """
-    if cursor is None:
-        world.enter_due(now)
-        shares, worth = Shares(world, policy, now), worth_of(world, policy)
-        cursor = Cursor(now, shares, worth, forecasts=tuple(forecasts))
-    looks = Looks(budget, may_pause=memory is not None)
-    turn = _Slice(world, policy, now, cursor, Memory() if memory is None else memory, looks)
-    if cursor.after is None:
-        turn.withdraw()
-    return turn.plan()
+    part = Slice(world, policy, now, cursor, memory, forecasts)
+    part.take_turn(budget)
+    return part.plan()
 
 
-class _Slice:
+class Slice:
+    """A part of a cycle whose decisions are carried out together, made in one turn or several.
+
+    Between two turns tasks may come into the queue; nothing else in the World may change. See `plan_cycle`.
+    """
+
     def __init__(
-        self, world: World, policy: Policy, now: Instant, cursor: Cursor, memory: Memory, looks: Looks
+        self,
+        world: World,
+        policy: Policy,
+        now: Instant,
+        cursor: Cursor | None = None,
+        memory: Memory | None = None,
+        forecasts: Iterable[Forecast] = (),
     ) -> None:
+        if cursor is None:
+            world.enter_due(now)
+            shares, worth = Shares(world, policy, now), worth_of(world, policy)
+            cursor = Cursor(now, shares, worth, forecasts=tuple(forecasts))
+        self._looks = looks = Looks(may_pause=memory is not None)
+        memory = Memory() if memory is None else memory
         memory.open(world, policy, now, cursor.ordered_at, cursor.worth)
         self._now = now
         self._cursor = cursor
         self._memory = memory
-        self._looks = looks
         self._draft = draft = Draft(world, memory.changes, memory.growth)
         self._outlooks = outlooks = Outlooks(draft, policy, now, cursor.ordered_at, memory.outlooks)
         self._places = places = Places(draft, policy, now, memory, cursor.worth, looks, outlooks)
@@ -107,6 +117,11 @@ class _Slice:
             draft, policy, now, memory, places, offers, looks, self._quotas, claims, self._guards
         )
         self._decisions: list[Decision] = []
+        self._after = cursor.after
+        self.is_last = False
+        """Nobody is left to be examined."""
+        if cursor.after is None:
+            self._withdraw()
 
     def _open_agenda(self, world: World, policy: Policy) -> Agenda:
         began_at, after = self._cursor.ordered_at, self._cursor.after
@@ -117,7 +132,7 @@ class _Slice:
             agenda.wake()
         return agenda
 
-    def withdraw(self) -> None:
+    def _withdraw(self) -> None:
         stragglers = sorted(task for task in self._draft.pledged() if not self._awaits_room(task))
         self._decisions += [withdraw(self._draft, task) for task in stragglers]
 
@@ -127,35 +142,37 @@ class _Slice:
         return task in self._draft.world.queue or (row is not None and row.is_moving)
 
     def plan(self) -> Plan:
-        cursor = self._examine()
+        """What is to be carried out now. The slice is over."""
+        cursor = None
+        if not self.is_last:
+            shares, kept_away = self._agenda.shares.copy(), self._guards.kept_away
+            cursor = replace(self._cursor, after=self._after, shares=shares, kept_away=kept_away)
         self._memory.agenda = None if cursor is None else self._agenda
         self._memory.close(self._decisions)
         return Plan(tuple(self._decisions), cursor)
 
-    def _examine(self) -> Cursor | None:
-        after = self._cursor.after
-        while after == self._cursor.after or not self._looks.are_spent:
+    def take_turn(self, budget: int = SLICE) -> None:
+        """Examine at least one task, and more until so many looks at nodes are taken."""
+        self._looks.allow(budget)
+        began_after = self._after
+        while self._after == began_after or not self._looks.are_spent:
             head = self._agenda.next(self._prospects)
-            if head is None and self._agenda.is_done:
-                return None
             if head is None:
-                break
+                self.is_last = self._agenda.is_done
+                return
             before = self._memory.growth.revision
             task = self._draft.world.tasks[head.task]
             decision = self._decide(task)
             if isinstance(decision, Search):
-                self._agenda.put_back(head, after)
-                break
-            after = head.key
+                self._agenda.put_back(head, self._after)
+                return
+            self._after = head.key
             if decision is not None:
                 self._decisions.append(decision)
                 self._agenda.charge(task, given_mb(decision))
                 freed = decision.why == "admit" and self._guards.started(task.id)
                 if freed or self._memory.growth.revision > before or self._is_awaited(decision):
                     self._agenda.wake()
-        return replace(
-            self._cursor, after=after, shares=self._agenda.shares.copy(), kept_away=self._guards.kept_away
-        )
 
     def _is_awaited(self, decision: Decision) -> bool:
         """It takes room where some wait for more to come."""

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from service.core.device import Device, DeviceSample
 from service.core.lease import Lease, LeaseState, Pledge
@@ -33,6 +34,29 @@ class Holding:
         return state is LeaseState.RELEASING or (self.stopping and state is not LeaseState.QUARANTINED)
 
 
+class Sums(NamedTuple):
+    """Of the holdings of one device."""
+
+    leased_mb: int = 0
+    held_mb: int = 0
+    """What they count for."""
+    begun_mb: int = 0
+    """The leases whose runs may use memory."""
+    measured_mb: int = 0
+
+    def with_that_of(self, holding: Holding, sign: int) -> "Sums":
+        lease = holding.lease
+        return Sums(
+            self.leased_mb + sign * lease.mb,
+            self.held_mb + sign * holding.takes_mb,
+            self.begun_mb + (0 if lease.state is LeaseState.RESERVED else sign * lease.mb),
+            self.measured_mb + sign * holding.measured_mb,
+        )
+
+
+NOTHING = Sums()
+
+
 class Book:
     """Mutable account of one device; owned by one World, or copied into one Draft.
 
@@ -42,19 +66,23 @@ class Book:
     from everybody of the same or lower priority, as far as it is there.
     """
 
-    __slots__ = ("_unheld_mb", "device", "holdings", "pledges", "sample")
+    __slots__ = ("_leaving", "_sums", "_unheld_mb", "device", "holdings", "pledges", "sample")
 
     def __init__(self, device: Device) -> None:
         self.device = device
         self.holdings: dict[str, Holding] = {}
+        """To be read; `_enter` alone changes them."""
         self.pledges: dict[TaskId, Pledge] = {}
         self.sample: DeviceSample | None = None
         """The newest one; None until the node's agent has sent one."""
         self._unheld_mb: int | None = None
+        self._sums = NOTHING
+        self._leaving: dict[str, Holding] = {}
 
     def copy(self) -> "Book":
         twin = Book(self.device)
         twin.holdings = dict(self.holdings)
+        twin._sums, twin._leaving = self._sums, dict(self._leaving)
         twin.pledges = dict(self.pledges)
         twin.sample = self.sample
         return twin
@@ -79,7 +107,9 @@ class Book:
         sample, device = self.sample, self.device
         if sample is None:
             return Mib(0)
-        known = self._begun_mb() if sample.foreign_mb is None else self._measured_of_holders_mb()
+        # Whose lease was released explains nothing: until the next sample, what it used counts as taken. Nor
+        # does a run that is not known to have begun.
+        known = self._sums.begun_mb if sample.foreign_mb is None else self._sums.measured_mb
         beyond = sample.used_mb - self.foreign_mb - known - device.reserve_mb
         return Mib(beyond if beyond > device.physical_mb // NOISE_DIVISOR else 0)
 
@@ -90,17 +120,15 @@ class Book:
 
     def put(self, lease: Lease, freeing_for: TaskId | None = None, *, stopping: bool = False) -> None:
         """Enter or update a lease; a released one leaves the book."""
-        self._unheld_mb = None
         if lease.state is LeaseState.RELEASED:
-            self.holdings.pop(lease.key, None)
-            return
-        measured = self._measured_mb(lease)
-        self.holdings[lease.key] = Holding(lease, measured, freeing_for, stopping)
+            self._enter(lease.key, None)
+        else:
+            self._enter(lease.key, Holding(lease, self._measured_mb(lease), freeing_for, stopping))
 
     def vacate(self, lease: str) -> None:
         """As if the holder had left, and had been measured to be gone."""
-        self._unheld_mb = None
-        holding = self.holdings.pop(lease)
+        holding = self.holdings[lease]
+        self._enter(lease, None)
         if self.sample is not None:
             began = holding.lease.state is not LeaseState.RESERVED
             unlisted = holding.lease.mb if self.sample.foreign_mb is None and began else 0
@@ -114,13 +142,13 @@ class Book:
         for key, holding in self.holdings.items():
             measured = self._measured_mb(holding.lease)
             if measured != holding.measured_mb:
-                self.holdings[key] = Holding(holding.lease, measured, holding.freeing_for, holding.stopping)
+                self._enter(key, replace(holding, measured_mb=measured))
 
     def leased_mb(self) -> int:
-        return sum(holding.lease.mb for holding in self.holdings.values())
+        return self._sums.leased_mb
 
     def held_mb(self) -> int:
-        return sum(holding.takes_mb for holding in self.holdings.values())
+        return self._sums.held_mb
 
     def taken(self) -> tuple[int, list[Mib]]:
         """What plans see of its samples: (MiB that nobody has, MiB of each holding)."""
@@ -136,7 +164,7 @@ class Book:
 
     def yet_to_come_mb(self, preemptor: TaskId) -> int:
         """What the runs being stopped for this preemptor still hold here, and will give back."""
-        return sum(h.takes_mb for h in self.holdings.values() if h.freeing_for == preemptor and h.is_leaving)
+        return sum(holding.takes_mb for holding in self.leaving() if holding.freeing_for == preemptor)
 
     def claim_mb(self, pledge: Pledge) -> int:
         """What others must leave for this preemptor: its pledge without what its victims will bring."""
@@ -162,7 +190,7 @@ class Book:
         return free
 
     def leaving(self) -> Iterator[Holding]:
-        return (holding for holding in self.holdings.values() if holding.is_leaving)
+        return iter(self._leaving.values())
 
     def soon_mb(self, *, task: TaskId | None = None, priority: int = -1) -> int:
         """The same as `free_mb` once everybody who is leaving has left; negative if too much is pledged."""
@@ -176,14 +204,22 @@ class Book:
         """Its last sample is older than three periods, or there is none: it takes nothing new."""
         return self.sample is None or now - self.sample.at > 3 * period_seconds
 
-    def _begun_mb(self) -> int:
-        """The leases whose runs may use memory. A run that is not known to have begun explains nothing."""
-        leases = (holding.lease for holding in self.holdings.values())
-        return sum(lease.mb for lease in leases if lease.state is not LeaseState.RESERVED)
-
-    def _measured_of_holders_mb(self) -> int:
-        """Whose lease was released explains nothing: until the next sample, what it used counts as taken."""
-        return sum(holding.measured_mb for holding in self.holdings.values())
+    def _enter(self, key: str, after: Holding | None) -> None:
+        """Put a holding in the place of the one with this key, or take that one out. The sums go along:
+        thousands may hold something of one device, and each of their changes asks for them."""
+        self._unheld_mb = None
+        before = self.holdings.get(key)
+        if before is not None:
+            self._sums = self._sums.with_that_of(before, -1)
+        if after is None:
+            self.holdings.pop(key, None)
+        else:
+            self.holdings[key] = after
+            self._sums = self._sums.with_that_of(after, +1)
+        if after is not None and after.is_leaving:
+            self._leaving[key] = after
+        else:
+            self._leaving.pop(key, None)
 
     def _measured_mb(self, lease: Lease) -> Mib:
         if self.sample is None:

@@ -1,4 +1,4 @@
-"""How much one slice of a cycle may look at."""
+"""How much one turn of a planner may look at."""
 
 
 class Looks:
@@ -6,10 +6,15 @@ class Looks:
 
     __slots__ = ("_allowed", "_may_pause", "taken")
 
-    def __init__(self, allowed: float, *, may_pause: bool = False) -> None:
+    def __init__(self, allowed: float = 0.0, *, may_pause: bool = False) -> None:
         """`may_pause`: in the middle of a task too, because what was found so far will be remembered."""
         self._allowed = allowed
         self._may_pause = may_pause
+        self.taken = 0.0
+
+    def allow(self, allowed: float) -> None:
+        """So much more, counted from now on."""
+        self._allowed = allowed
         self.taken = 0.0
 
     @property

@@ -3,6 +3,8 @@
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from service.core.lease import LeaseState
 from service.core.ledger import Book
@@ -218,3 +220,60 @@ def test_who_left_a_device_that_was_never_measured_gives_back_its_lease():
     [held] = book.holdings
     book.vacate(held)
     assert (book.held_mb(), book.free_mb(), book.sample) == (0, 90, None)
+
+
+CHANGES = st.one_of(
+    st.tuples(
+        st.just("put"),
+        st.sampled_from(["a", "b", "c"]),
+        st.sampled_from(LeaseState),
+        st.integers(1, 40),
+        st.sampled_from([None, "high"]),
+        st.booleans(),
+    ),
+    st.tuples(st.just("vacate"), st.sampled_from(["a", "b", "c"])),
+    st.tuples(
+        st.just("measure"),
+        st.dictionaries(st.sampled_from(["a:1", "b:1", "c:1"]), st.integers(0, 60)),
+        st.sampled_from([None, 0, 20]),
+    ),
+    st.tuples(st.just("copy")),
+)
+
+
+@given(changes=st.lists(CHANGES, max_size=12))
+def test_the_sums_of_a_book_are_those_of_its_holdings_after_any_course(changes: list[Any]):
+    book = Book(DEVICE)
+    for what, *how in changes:
+        if what == "put":
+            name, state, mb, freeing_for, stopping = how
+            lease = a_lease(a_task(name, fence=1), DEVICE.key, mb, state=state)
+            book.put(lease, freeing_for, stopping=stopping)
+        elif what == "vacate" and (mine := [k for k, h in book.holdings.items() if h.lease.holder == how[0]]):
+            book.vacate(mine[0])
+        elif what == "measure":
+            by_holder, foreign_mb = how
+            sample = a_sample(DEVICE.key, by_holder=by_holder, foreign_mb=foreign_mb, used_mb=50)
+            book.measure(sample)
+        elif what == "copy":
+            before = book
+            book = before.copy()
+            before.measure(a_sample(DEVICE.key, by_holder={"a:1": 99}))  # is none of the copy's business
+        check_sums(book)
+
+
+def check_sums(book: Book) -> None:
+    holdings = list(book.holdings.values())
+    begun = [held for held in holdings if held.lease.state is not LeaseState.RESERVED]
+    sample, used = book.sample, [held.measured_mb for held in holdings]
+    unexplained = 0
+    if sample is not None:
+        known = sum(held.lease.mb for held in begun) if sample.foreign_mb is None else sum(used)
+        unexplained = max(0, sample.used_mb - book.foreign_mb - known - DEVICE.reserve_mb)
+    assert book.leased_mb() == sum(held.lease.mb for held in holdings)
+    assert book.held_mb() == sum(max(held.lease.mb, held.measured_mb) for held in holdings)
+    assert book.unexplained_mb == unexplained
+    assert book.unheld_mb() == 90 - book.foreign_mb - unexplained - book.held_mb()
+    leaving = [held for held in holdings if held.is_leaving]
+    assert sorted(book.leaving(), key=repr) == sorted(leaving, key=repr)
+    assert book.yet_to_come_mb(HIGH.id) == sum(h.takes_mb for h in leaving if h.freeing_for == HIGH.id)

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from service.core.backfill import Forecast
-from service.core.cycle import Plan, plan_cycle
+from service.core.cycle import Plan, Slice, plan_cycle
 from service.core.draft import Draft
 from service.core.explain import explain
 from service.core.forecasts import make_forecasts
@@ -73,10 +73,10 @@ def test_the_plan_is_the_naive_twins_whatever_happened_before(
         forecasts = foreseen(world, tale.now, forecasts)
 
 
-@given(clusters(), stories, st.integers(1, 4))
+@given(clusters(), stories, st.integers(1, 4), st.integers(1, 3))
 @settings(max_examples=120, deadline=None)
 def test_no_byte_is_leased_or_promised_twice_and_slices_and_orders_of_rows_do_not_matter(
-    world: World, story: list[Chapter], budget: int
+    world: World, story: list[Chapter], budget: int, turns: int
 ):
     tale, forecasts = Story(world), []
     for chapter in story:
@@ -87,17 +87,23 @@ def test_no_byte_is_leased_or_promised_twice_and_slices_and_orders_of_rows_do_no
         plan = whole_plan(world, tale.now, POLICY, forecasts)
         assert whole_plan(shuffled, tale.now, POLICY, forecasts) == plan
         assert foreseen(shuffled, tale.now, forecasts) == foreseen(world, tale.now, forecasts)
-        assert in_slices(sliced, tale.now, budget, forecasts) == list(plan.decisions)
+        assert in_slices(sliced, tale.now, budget, turns, forecasts) == list(plan.decisions)
         commit(world, plan.decisions, tale.now)
         check_ledger(world)
         check_pledges(world)
         forecasts = foreseen(world, tale.now, forecasts)
 
 
-@given(clusters(), stories, st.integers(1, 60), st.lists(st.booleans(), min_size=8, max_size=8))
+@given(
+    clusters(),
+    stories,
+    st.integers(1, 60),
+    st.integers(1, 3),
+    st.lists(st.booleans(), min_size=8, max_size=8),
+)
 @settings(max_examples=150, deadline=None)
 def test_a_memory_changes_no_plan_even_if_some_plans_do_not_come_true(
-    world: World, story: list[Chapter], budget: int, comes_true: list[bool]
+    world: World, story: list[Chapter], budget: int, turns: int, comes_true: list[bool]
 ):
     tale, memory, forecasts = Story(world), Memory(), []
     for chapter, lucky in zip(story, comes_true, strict=False):
@@ -108,7 +114,7 @@ def test_a_memory_changes_no_plan_even_if_some_plans_do_not_come_true(
         for _ in range(200):
             now = Instant(tale.now)
             plain = plan_cycle(world, POLICY, now, cursor, budget=10_000, forecasts=forecasts)
-            plan = plan_cycle(world, POLICY, now, cursor, budget, memory, forecasts)
+            plan = in_turns(Slice(world, POLICY, now, cursor, memory, forecasts), budget, turns)
             assert plain.decisions[: len(plan.decisions)] == plan.decisions
             if plan.cursor is None or not lucky:
                 assert plan.cursor is not None or plain.decisions == plan.decisions
@@ -119,11 +125,22 @@ def test_a_memory_changes_no_plan_even_if_some_plans_do_not_come_true(
             commit(world, plan.decisions, tale.now)
 
 
-def in_slices(world: World, now: float, budget: int, forecasts: Sequence[Forecast]) -> list[Decision]:
+def in_turns(part: Slice, budget: int, turns: int) -> Plan:
+    for _ in range(turns):
+        part.take_turn(budget)
+        if part.is_last:
+            break
+    return part.plan()
+
+
+def in_slices(
+    world: World, now: float, budget: int, turns: int, forecasts: Sequence[Forecast]
+) -> list[Decision]:
     decisions: list[Decision] = []
     cursor = None
     for _ in range(100):
-        plan = plan_cycle(world, POLICY, Instant(now), cursor, budget, forecasts=forecasts)
+        part = Slice(world, POLICY, Instant(now), cursor, forecasts=forecasts)
+        plan = in_turns(part, budget, turns)
         commit(world, plan.decisions, now)
         decisions += plan.decisions
         cursor = plan.cursor
