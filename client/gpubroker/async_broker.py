@@ -180,10 +180,13 @@ class AsyncBroker:
         self,
         components: Sequence[Mapping[str, Any]],
         fleet: Sequence[Mapping[str, Any]] | None = None,
+        *,
+        tenant: str | None = None,
     ) -> FleetPlan:
         """Whether these components fit the fleet that is there, or this one; nothing is stored. Both are as
-        in `POST /plan`: `[{"name": "trainer", "count": 4, "resources": {"gpus": 1}}]`."""
-        return await self._carry_out(self._do.plan(components, fleet))
+        in `POST /plan`: `[{"name": "trainer", "count": 4, "resources": {"gpus": 1}}]`. `tenant`: by whose
+        quota, on a fleet that is described."""
+        return await self._carry_out(self._do.plan(components, fleet, tenant))
 
     async def tokens(self) -> tuple[Token, ...]:
         return await self._carry_out(self._do.tokens())

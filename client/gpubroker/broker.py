@@ -218,10 +218,13 @@ class Broker:
         self,
         components: Sequence[Mapping[str, Any]],
         fleet: Sequence[Mapping[str, Any]] | None = None,
+        *,
+        tenant: str | None = None,
     ) -> FleetPlan:
         """Whether these components fit the fleet that is there, or this one; nothing is stored. Both are as
-        in `POST /plan`: `[{"name": "trainer", "count": 4, "resources": {"gpus": 1}}]`."""
-        return self._carry_out(self._do.plan(components, fleet))
+        in `POST /plan`: `[{"name": "trainer", "count": 4, "resources": {"gpus": 1}}]`. `tenant`: by whose
+        quota, on a fleet that is described."""
+        return self._carry_out(self._do.plan(components, fleet, tenant))
 
     def tokens(self) -> tuple[Token, ...]:
         return self._carry_out(self._do.tokens())

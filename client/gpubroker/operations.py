@@ -182,9 +182,12 @@ class Operations:
         return parts
 
     def plan(
-        self, components: Sequence[Mapping[str, Any]], fleet: Sequence[Mapping[str, Any]] | None
+        self,
+        components: Sequence[Mapping[str, Any]],
+        fleet: Sequence[Mapping[str, Any]] | None,
+        tenant: str | None,
     ) -> Steps[FleetPlan]:
-        body = _given({"components": list(components), "fleet": fleet})
+        body = _given({"components": list(components), "fleet": fleet, "tenant": tenant})
         return FleetPlan.of((yield from self._ask("POST", "/plan", body)))
 
     # Administration

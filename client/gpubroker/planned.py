@@ -15,7 +15,42 @@ class PlannedComponent:
     placed: int = 0
     missing: int = 0
     """So many of it have no place."""
+    reason: str = ""
+    """Why the first of those has none; a stable token."""
+    message: str = ""
     raw: Raw = field(default_factory=dict, repr=False)
+
+
+@dataclass(frozen=True, slots=True)
+class MissingGpus:
+    kinds: tuple[str, ...] = ()
+    """One of these, as asked for; empty: any."""
+    whole_gpus: int = 0
+    gpu_mb: int = 0
+    """For those that need not be whole."""
+    raw: Raw = field(default_factory=dict, repr=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Missing:
+    """So much more there would have to be, at least."""
+
+    gpus: tuple[MissingGpus, ...] = ()
+    cpu: float = 0.0
+    memory_mb: int = 0
+    raw: Raw = field(default_factory=dict, repr=False)
+
+    @classmethod
+    def of(cls, raw: Raw) -> "Missing":
+        return filled(cls, raw, gpus=each(MissingGpus, raw.get("gpus")))
+
+
+@dataclass(frozen=True, slots=True)
+class Displaced(Run):
+    """A run that would have to leave, or of a gang that goes on, these ranks."""
+
+    ranks: tuple[int, ...] | None = None
+    """None: all of it leaves."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,9 +61,10 @@ class FleetPlan:
     message: str
     components: tuple[PlannedComponent, ...] = ()
     places: tuple[Raw, ...] = ()
-    """`component`, `node`, `devices`, and how many runs it `displaces`."""
-    displaced: tuple[Run, ...] = ()
-    """Runs of lower priority that would have to leave."""
+    """`component`, `number`, `node`, `devices`, of a gang `rank`, and how many runs it `displaces`."""
+    displaced: tuple[Displaced, ...] = ()
+    missing: Missing = field(default_factory=Missing)
+    """What has no place, less what is left."""
     totals: Mapping[str, Any] = field(default_factory=dict)
     totals_without_colocation: Mapping[str, Any] = field(default_factory=dict)
     """If each role ran by itself that now takes turns with others."""
@@ -42,5 +78,6 @@ class FleetPlan:
             fits=bool(raw.get("fits")),
             components=each(PlannedComponent, raw.get("components")),
             places=tuple(raw.get("places") or ()),
-            displaced=tuple(map(Run.of, raw.get("displaced") or ())),
+            displaced=each(Displaced, raw.get("displaced")),
+            missing=Missing.of(raw.get("missing") or {}),
         )

@@ -39,11 +39,11 @@ class Account:
 
     __slots__ = ("at", "held_mb", "mb_seconds")
 
-    def __init__(self) -> None:
-        self.held_mb = 0
+    def __init__(self, held_mb: int = 0, mb_seconds: float = 0.0, at: Instant = Instant(0.0)) -> None:
+        self.held_mb = held_mb
         """The sum of its leases that are not released, whatever their state."""
-        self.mb_seconds = 0.0
-        self.at = Instant(0.0)
+        self.mb_seconds = mb_seconds
+        self.at = at
         """Up to when `mb_seconds` tells."""
 
 
@@ -57,6 +57,13 @@ class Accounts:
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._known)
+
+    def copy(self) -> "Accounts":
+        twin = Accounts(self.half_life_seconds)
+        twin._known = {
+            name: Account(one.held_mb, one.mb_seconds, one.at) for name, one in self._known.items()
+        }
+        return twin
 
     def change(self, tenant: str, mb: int, at: Instant) -> None:
         """So much more is held from now on."""

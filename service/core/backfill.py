@@ -8,9 +8,10 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 from service.core.departures import Departures, Supplies
-from service.core.draft import Draft, Headroom
+from service.core.draft import Draft
 from service.core.expectations import whole_run_seconds
 from service.core.ground import Ground
+from service.core.headroom import Headroom
 from service.core.ordering import Kin, OrderKey
 from service.core.policy import Policy
 from service.core.ranks import asks_for_gpus, part_of

@@ -5,9 +5,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from math import inf
 
-from service.core.draft import Draft, Headroom
+from service.core.draft import Draft
 from service.core.estimate import Sketch, Topic, What
 from service.core.expectations import remaining_seconds, run_seconds
+from service.core.headroom import Headroom
 from service.core.lease import LeaseState
 from service.core.ledger import Book, Holding
 from service.core.policy import Policy

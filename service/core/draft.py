@@ -1,60 +1,21 @@
 """A picture of the World in which a plan is tried out: copy on write, thrown away or made into decisions."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import replace
 from math import inf
-from typing import NamedTuple
 
 from service.core.changes import Changes
-from service.core.device import Node
 from service.core.errors import Overcommitted
+from service.core.headroom import Headroom
 from service.core.lease import Lease, LeaseState, Pledge
 from service.core.ledger import Book
-from service.core.need import may_use_node
+from service.core.member import MemberState
 from service.core.policy import CustomLimit, Policy, each_of
 from service.core.ranks import asks_for_gpus, part_of, parts_of, parts_on
 from service.core.task import Task, TaskState, notice_of, notices_of
 from service.core.units import DeviceKey, Instant, NodeName, TaskId
 from service.core.use import NodeUse, count_custom
 from service.core.world import World
-
-
-class Headroom(NamedTuple):
-    """What is left of one node beside its devices."""
-
-    cpu: float
-    memory_mb: int
-    runs: int
-    custom: tuple[tuple[str, float], ...] = ()
-    """Of the custom resources that each node has for itself."""
-    node: Node | None = None
-    """Whose it is, for demands that may not use every node."""
-
-    def fits(self, task: Task) -> bool:
-        demand = task.demand
-        enough = self.runs >= 1 and self.cpu >= demand.cpu and self.memory_mb >= demand.memory_mb
-        return enough and self.is_open_to(task) and not self.short_of(task)
-
-    def is_open_to(self, task: Task) -> bool:
-        """Whether the task may use the node at all."""
-        return self.node is None or may_use_node(task.demand, self.node)
-
-    def short_of(self, task: Task) -> list[str]:
-        """The node's own resources of which there is too little left, in name order."""
-        if not (self.custom and task.demand.custom):
-            return []
-        asked = dict(task.demand.custom)
-        return [name for name, left in self.custom if name in asked and asked[name] > left]
-
-    def with_room_of(self, task: Task, sign: int = 1) -> "Headroom":
-        """As if the task had left (or, with -1, come)."""
-        demand = task.demand
-        cpu = round(self.cpu + sign * demand.cpu, 6)
-        custom = self.custom
-        if custom and demand.custom:
-            took = dict(demand.custom)
-            custom = tuple((name, round(left + sign * took.get(name, 0.0), 6)) for name, left in custom)
-        return Headroom(cpu, self.memory_mb + sign * demand.memory_mb, self.runs + sign, custom, self.node)
 
 
 class Draft:
@@ -75,6 +36,16 @@ class Draft:
         self._admitted: dict[NodeName, set[TaskId]] = {}
         self._pledges: dict[TaskId, dict[DeviceKey, Pledge]] = dict(world.pledges)
         self._waiting: dict[NodeName, list[tuple[int, Task]]] | None = None
+
+    def copy(self) -> "Draft":
+        """One more that goes on from here; what changes in either stays there."""
+        twin = Draft(self.world)
+        twin.custom_use, twin._given = dict(self.custom_use), dict(self._given)
+        twin._books = {key: book.copy() for key, book in self._books.items()}
+        twin._use = {node: use.copy() for node, use in self._use.items()}
+        twin._tasks, twin._pledges = dict(self._tasks), dict(self._pledges)
+        twin._admitted = {node: set(names) for node, names in self._admitted.items()}
+        return twin
 
     def task(self, task: TaskId) -> Task:
         return self._tasks.get(task) or self.world.tasks[task]
@@ -192,16 +163,22 @@ class Draft:
                 freeing_for, stopping = notice_of(after, lease.rank)
                 self._own(lease.device).put(lease, freeing_for, stopping=stopping)
 
-    def dismiss(self, run: Task) -> None:
-        """As if the run had ended, or had never been, and what it held were back."""
-        self._tasks[run.id] = replace(run, state=TaskState.SUCCEEDED)
-        for node, part in parts_of(run):
+    def dismiss(self, run: Task, ranks: Collection[int] | None = None) -> None:
+        """As if the run had ended, or had never been; of a gang that goes on without them, only `ranks`."""
+        if ranks is None:
+            after, parts = replace(run, state=TaskState.SUCCEEDED), parts_of(run)
+            count_custom(self.custom_use, run, -1)
+        else:
+            parts = tuple((run.members[rank].node, part_of(run, rank)) for rank in ranks)
+            left = {rank: replace(run.members[rank], state=MemberState.LEFT, gone=True) for rank in ranks}
+            after = replace(run, members=tuple(left.get(one.rank, one) for one in run.members))
+        self._tasks[run.id] = after
+        for node, part in parts:
             self.changes.mark(node)
             self.growth.mark(node)
             self._own_use(node).count(part, -1)
-        count_custom(self.custom_use, run, -1)
         for lease in self.world.leases_of(run):
-            if lease.key in self.book(lease.device).holdings:  # else it was received already
+            if lease.key in self.book(lease.device).holdings and (ranks is None or lease.rank in ranks):
                 self._own(lease.device).vacate(lease.key)
 
     def receive(self, node: NodeName) -> None:

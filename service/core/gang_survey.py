@@ -30,7 +30,7 @@ def look(seen: Survey) -> tuple[Survey, list[Blocker]]:
     task, policy, now, world = seen.task, seen.policy, seen.now, seen.draft.world
     if not task.demand.bundles:
         return seen, room_blockers(seen)
-    draft = Draft(world)
+    draft = seen.draft.copy()  # in which ranks are tried
     refusal = _refusal(world, task, policy)
     if refusal is not None:
         misses = refusal.code == "no-matching-device"

@@ -5,7 +5,8 @@ from dataclasses import dataclass, field
 from itertools import combinations
 
 from service.core.device import Device, Node
-from service.core.draft import Draft, Headroom
+from service.core.draft import Draft
+from service.core.headroom import Headroom
 from service.core.ledger import Book
 from service.core.need import need_mb, unwanted_device
 from service.core.policy import Policy

@@ -21,8 +21,8 @@ FRESH_SHARE = 0.125
 class Mix:
     """Depends on what was submitted, and in which order; on no clock, and on no end of a task."""
 
-    def __init__(self) -> None:
-        self.edition: Mapping[Demand, int] = {}
+    def __init__(self, edition: Mapping[Demand, int] | None = None) -> None:
+        self.edition: Mapping[Demand, int] = {} if edition is None else edition
         """What planners are told: how often each demand was submitted. It stays for a while, so that they
         need not begin anew with each submission."""
         self._counts: dict[Demand, int] = {}

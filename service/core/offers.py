@@ -4,7 +4,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from service.core.device import Device
-from service.core.draft import Draft, Headroom
+from service.core.draft import Draft
+from service.core.headroom import Headroom
 from service.core.ledger import Book
 from service.core.outlook import Outlooks
 from service.core.policy import Policy

@@ -8,7 +8,8 @@ from itertools import chain
 from operator import is_
 
 from service.core.device import Device, DeviceSample
-from service.core.draft import Draft, Headroom
+from service.core.draft import Draft
+from service.core.headroom import Headroom
 from service.core.need import Ceiling, ceiling, need_mb
 from service.core.policy import BANDS, Policy
 from service.core.task import Placement, Task

@@ -4,7 +4,8 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass, replace
 from math import inf
 
-from service.core.draft import Draft, Headroom
+from service.core.draft import Draft
+from service.core.headroom import Headroom
 from service.core.policy import Policy, band_of
 from service.core.ranks import gpus_of, part_of, ranks_of, surplus_of
 from service.core.task import Task, TaskState
@@ -269,7 +270,7 @@ def _frees(draft: Draft, run: Task, ranks: Collection[int]) -> dict[DeviceKey, i
     """What is coming back anyway is not counted."""
     freed: dict[DeviceKey, int] = {}
     for key, lease in draft.world.leases.get((run.id, run.fence), {}).items():
-        holding = draft.book(lease.device).holdings[key]
-        if lease.rank in ranks and not holding.is_leaving:
+        holding = draft.book(lease.device).holdings.get(key)  # none if it has left in this draft
+        if holding is not None and lease.rank in ranks and not holding.is_leaving:
             freed[lease.device] = freed.get(lease.device, 0) + holding.takes_mb
     return freed

@@ -1,5 +1,6 @@
 """What is wrong with a request, in words that say what was found and what to do."""
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from itertools import islice
@@ -33,6 +34,8 @@ WORDS_OF_OTHERS: Final[Mapping[str, str]] = {
 _CODES: Final[Mapping[str, str]] = {"extra_forbidden": "unknown-field", "json_invalid": "malformed-json"}
 _RUN_KINDS = ("entrypoint", "command", "function")
 _SHOWN_CHARACTERS = 60
+_SIZE = re.compile(r"\s*([0-9]{1,9}(?:\.[0-9]{1,9})?)\s*([MGT])i?B?\s*", re.IGNORECASE)
+_MIB_OF: Final[Mapping[str, int]] = {"m": 1, "g": 1024, "t": 1024**2}
 
 
 class Faulty(Exception):
@@ -102,7 +105,15 @@ def _detail(found: ErrorDetails, path: Sequence[int | str], model: type[BaseMode
     said = found["msg"].removeprefix("Value error, ").removeprefix("Input ")
     if isinstance(found["input"], dict | list):
         return said
-    return f"{said}; found {_shown(found['input'])}"
+    return f"{said}; found {_shown(found['input'])}{_in_mib(path, found['input'])}"
+
+
+def _in_mib(path: Sequence[int | str], value: Any) -> str:
+    """For a size with a unit, where MiB are asked for as a number."""
+    size = _SIZE.fullmatch(value) if isinstance(value, str) and str(path[-1]).endswith("_mb") else None
+    if size is None:
+        return ""
+    return f"; in MiB that is {round(float(size[1]) * _MIB_OF[size[2].lower()])}"
 
 
 def _instead(run: Any) -> str:
@@ -154,10 +165,16 @@ def _model_at(
 ) -> type[BaseModel] | None:
     """The model that describes the object at `path`. `location` also names the chosen one of several."""
     current: type[BaseModel] | None = model
-    for part in path:
+    parts = iter(path)
+    for part in parts:
+        if isinstance(part, int):
+            continue
         if current is None or part not in current.model_fields:
             return None
-        inner = _models_in(current.model_fields[str(part)].annotation)
+        annotation = current.model_fields[part].annotation
+        if get_origin(annotation) is dict:
+            next(parts, None)
+        inner = _models_in(annotation)
         chosen = [candidate for candidate in inner if _tag_of(candidate) in location]
         current = next(iter(chosen or inner), None)
     return current
@@ -179,7 +196,7 @@ def _tag_of(model: type[BaseModel]) -> str:
 def _models_in(annotation: Any) -> list[type[BaseModel]]:
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return [annotation]
-    if get_origin(annotation) in (Union, UnionType) or hasattr(annotation, "__metadata__"):
+    if get_origin(annotation) in (Union, UnionType, list, dict) or hasattr(annotation, "__metadata__"):
         return [model for part in get_args(annotation) for model in _models_in(part)]
     return []
 

@@ -2,6 +2,7 @@
 
 from typing import NamedTuple
 
+from service.core.demand import Demand
 from service.core.expectations import Size, learned_size
 from service.core.need import may_use_device
 from service.core.task import Task
@@ -24,13 +25,24 @@ async def take_in(call: Call, body: SubmitTask) -> Intake:
     """Raises Problem for what is wrong with it, but for what it may not do and what could never run here."""
     parts, tenant = call.parts, call.identity.tenant
     check_stream(parts.policy, body.stream)
-    learned = _learned_size(call, body)
+    learned = _learned_size(call, body, tenant)
     asked = demand_of(body, parts.defaults, learned)
     demand = parts.capacity.settled(asked, body.resources.pool, tenant, body.labels)
     after = await dependencies_of(call, body)
     now = parts.clock.now()
     task = task_of(body, demand, tenant, parts.defaults, id=parts.ids.task(now), now=now, after=after)
     return Intake(task, learned)
+
+
+def demand_in(
+    call: Call, body: SubmitTask, tenant: str, *, at: str = "/resources"
+) -> tuple[Demand, Size | None]:
+    """What it asks for, and how its size was learned if it asks for that. Raises Problem if its pool does not
+    fit; `at` is where in the request the resources stand."""
+    parts = call.parts
+    learned = _learned_size(call, body, tenant)
+    asked = demand_of(body, parts.defaults, learned)
+    return parts.capacity.settled(asked, body.resources.pool, tenant, body.labels, at=at), learned
 
 
 def check_allowed(call: Call, body: SubmitTask, task: Task) -> None:
@@ -46,12 +58,11 @@ def check_possible(call: Call, task: Task) -> None:
     call.parts.capacity.check_times(task)
 
 
-def _learned_size(call: Call, body: SubmitTask) -> Size | None:
+def _learned_size(call: Call, body: SubmitTask, tenant: str) -> Size | None:
     """What runs like it used, if the submit, or the usual size of its model type, asks for that."""
     parts, world = call.parts, call.parts.world
     if gpu_mb_of(body, parts.defaults) != LEARNED:
         return None
     asked = demand_of(body, parts.defaults)
     devices = [book.device for book in world.books.values() if may_use_device(asked, book.device)]
-    subject, tenant = subject_of(body), call.identity.tenant
-    return learned_size(world.learned.sketches, tenant, subject, devices, parts.policy)
+    return learned_size(world.learned.sketches, tenant, subject_of(body), devices, parts.policy)

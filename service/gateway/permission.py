@@ -28,7 +28,8 @@ def highest_priority(call: Call) -> int:
     return min(identity.max_priority, call.parts.policy.tenant(identity.tenant).max_priority)
 
 
-def check_priority(call: Call, priority: int) -> None:
+def check_priority(call: Call, priority: int, *, at: str = "/priority") -> None:
+    """`at` is where in the request the priority stands, or would."""
     identity = call.identity
     if priority <= highest_priority(call):
         return
@@ -38,13 +39,13 @@ def check_priority(call: Call, priority: int) -> None:
             "priority-not-allowed",
             f'priority {priority} is above {tenant.max_priority}, the cap of tenant "{identity.tenant}"; '
             "ask for less, or have the operator raise its max_priority (setting policy.tenants)",
-            errors=[Fault(pointer="/priority", detail=f"at most {tenant.max_priority}", code="above-cap")],
+            errors=[Fault(pointer=at, detail=f"at most {tenant.max_priority}", code="above-cap")],
         )
     raise Problem(
         "priority-not-allowed",
         f'priority {priority} is above {identity.max_priority}, the cap of token "{identity.name}"; '
         "ask for less, or have an admin make a token with a higher max_priority",
-        errors=[Fault(pointer="/priority", detail=f"at most {identity.max_priority}", code="above-cap")],
+        errors=[Fault(pointer=at, detail=f"at most {identity.max_priority}", code="above-cap")],
     )
 
 

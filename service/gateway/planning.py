@@ -8,8 +8,10 @@ from pydantic_core import PydanticCustomError
 from typing_extensions import TypedDict
 
 from service.gateway.advice import PlacementView, RunHolder
-from service.gateway.body import Body, LabelKey
-from service.gateway.schemas import SimulateTask
+from service.gateway.body import Body
+from service.gateway.resources import Resources
+from service.gateway.schemas import Placement, Priority, SimulateTask
+from service.gateway.text import KindName, Labels, line
 
 MOST_TASKS = 2000
 """Of all components together."""
@@ -20,15 +22,34 @@ MOST_GPUS = 10_000
 _NAME = StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$")
 
 
-class PlannedComponent(SimulateTask):
-    """So many tasks of one demand, all to run at once. As a submit; `run` may be left out."""
+class PlannedComponent(Body):
+    """So many tasks of one demand, all to run at once; with `resources.bundles` so many gangs, each of which
+    has all its ranks or none."""
 
     name: Annotated[str, _NAME]
     count: Annotated[int, Field(ge=1, le=MOST_TASKS)] = 1
+    priority: Priority | None = None
+    model_type: Annotated[str, line(100), Field(description="What the operator says is usual for it.")] = ""
+    resources: Resources = Resources()
+    placement: Placement = "pack"
+    labels: Annotated[Labels, Field(description="For limits of how many tasks of a label run.")] = Field(
+        default_factory=dict
+    )
+
+    def as_task(self) -> SimulateTask:
+        """One of them."""
+        return SimulateTask(
+            name=self.name,
+            priority=self.priority,
+            model_type=self.model_type,
+            resources=self.resources,
+            placement=self.placement,
+            labels=self.labels,
+        )
 
 
 class PlannedGpus(Body):
-    kind: Annotated[str, StringConstraints(min_length=1, max_length=100)] = "GPU"
+    kind: KindName = "GPU"
     memory_mb: Annotated[int, Field(ge=1, le=16_777_216, description="What may be leased of each.")]
     count: Annotated[int, Field(ge=1, le=64)] = 1
 
@@ -43,7 +64,7 @@ class PlannedNodes(Body):
         1_073_741_824
     )
     gpus: Annotated[list[PlannedGpus], Field(max_length=16)] = Field(default_factory=list)
-    labels: Annotated[dict[LabelKey, str], Field(max_length=32)] = Field(default_factory=dict)
+    labels: Labels = Field(default_factory=dict)
 
 
 class PlanFleet(Body):
@@ -52,6 +73,17 @@ class PlanFleet(Body):
         Annotated[
             list[PlannedNodes],
             Field(min_length=1, max_length=100, description="Left out: the fleet that is there, as it is."),
+        ]
+        | None
+    ) = None
+    tenant: (
+        Annotated[
+            str,
+            line(63, 1),
+            Field(
+                description="By whose quota and limits; for another one than the token's it needs the scope "
+                "admin. Left out: the token's, or nobody's on a `fleet` that is described."
+            ),
         ]
         | None
     ) = None
@@ -78,11 +110,37 @@ class ComponentView(TypedDict):
     count: int
     placed: int
     missing: Annotated[int, Field(description="So many of it have no place.")]
+    reason: Annotated[str | None, Field(description="Why the first of those has none; a stable token.")]
+    message: str | None
 
 
 class ComponentPlace(PlacementView):
     component: str
-    displaces: Annotated[int, Field(description="Runs that would have to leave first.")]
+    number: Annotated[int, Field(description="Which of the component's tasks, from 0.")]
+    rank: Annotated[int | None, Field(description="Of a gang, which of its ranks.")]
+    displaces: Annotated[int, Field(description="Runs that would have to leave first, or give up ranks.")]
+
+
+class DisplacedRun(RunHolder):
+    ranks: Annotated[
+        list[int] | None,
+        Field(description="Of a gang that goes on, those that leave; null: it leaves."),
+    ]
+
+
+class MissingGpus(TypedDict):
+    kinds: Annotated[list[str], Field(description="One of these, as asked for; empty: any.")]
+    whole_gpus: int
+    gpu_mb: Annotated[int, Field(description="For those that need not be whole.")]
+
+
+class MissingView(TypedDict):
+    """So much more there would have to be, at least: what has no place, less what is left. If that is
+    nothing, and yet it does not fit, enough is left, but in pieces."""
+
+    gpus: list[MissingGpus]
+    cpu: float
+    memory_mb: int
 
 
 class TotalsView(TypedDict):
@@ -100,7 +158,8 @@ class FleetPlanView(TypedDict):
     message: str
     components: list[ComponentView]
     places: list[ComponentPlace]
-    displaced: list[RunHolder]
+    displaced: list[DisplacedRun]
+    missing: MissingView
     totals: TotalsView
     totals_without_colocation: Annotated[
         TotalsView, Field(description="If each role ran by itself that now takes turns with others.")

@@ -102,6 +102,10 @@ Priority = Annotated[
         }
     ),
 ]
+Placement = Annotated[
+    Literal["pack", "spread"],
+    Field(description="Where the operator's policy prefers it, or on the emptiest devices."),
+]
 GraceSeconds = Annotated[float, Field(ge=0, le=3600)]
 Env = Annotated[dict[str, Text], Field(max_length=64), AfterValidator(_free_to_set)]
 
@@ -200,10 +204,7 @@ class SubmitTask(Body):
         Field(description="The operator's work stream by whose weight tasks alike are ordered."),
     ] = ""
     resources: Resources = Resources()
-    placement: Annotated[
-        Literal["pack", "spread"],
-        Field(description="Where the operator's policy prefers it, or on the emptiest devices."),
-    ] = "pack"
+    placement: Placement = "pack"
     max_retries: Annotated[int, Field(ge=0, le=100)] | None = None
     timeout_seconds: Annotated[float, Field(gt=0, le=30 * _DAY_SECONDS)] | None = None
     grace_seconds: GraceSeconds | None = None

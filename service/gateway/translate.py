@@ -62,7 +62,7 @@ def task_of(
         id=id,
         tenant=tenant,
         name=body.name,
-        priority=_first(body.priority, usual.priority, defaults.priority),
+        priority=priority_of(body, defaults),
         demand=demand,
         submitted_at=now,
         max_retries=_first(body.max_retries, usual.max_retries, defaults.max_retries),
@@ -79,6 +79,13 @@ def task_of(
         stream=body.stream,
         subject=subject_of(body),
     )
+
+
+def priority_of(body: SubmitTask, defaults: Defaults) -> int:
+    """As it says, else as is usual for its model type, else as for everybody."""
+    usual = defaults.model_types.get(body.model_type, NO_TYPE)
+    priority: int = _first(body.priority, usual.priority, defaults.priority)
+    return priority
 
 
 def _first(*values: Any) -> Any:

@@ -1,15 +1,14 @@
-"""Answers that take long to work out: few at a time, and nobody else waits for them longer than a moment."""
+"""Answers that take long to work out: few at a time, so that nobody else waits for them long."""
 
 import asyncio
 from collections.abc import AsyncIterator, Generator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, closing
+from threading import Event
+from time import monotonic
 from typing import TypeVar
 
 from service.core.units import Seconds
 from service.gateway.problems import Problem
-
-TURN_SECONDS = 0.003
-"""After so long everybody else has a turn."""
 
 T = TypeVar("T")
 
@@ -44,25 +43,27 @@ class Turns:
             self._busy.release()
 
 
-async def in_turns(
-    steps: Generator[None, None, T], limit_seconds: Seconds, turn_seconds: float = TURN_SECONDS
-) -> T:
-    """What the steps come to, with a pause for all else that the service does whenever a turn is over.
+async def aside(steps: Generator[None, None, T], limit_seconds: Seconds) -> T:
+    """What the steps come to, worked out in a thread of its own, while everything else goes on. They must
+    share nothing with others that changes.
 
-    Raises TimeoutError once the steps themselves have taken longer than the limit.
+    Raises TimeoutError once they have taken so long. Who no longer waits for it ends it after its next step.
     """
-    loop = asyncio.get_running_loop()
-    spent, began = 0.0, loop.time()
-    while True:
-        try:
-            next(steps)
-        except StopIteration as end:
-            found: T = end.value
-            return found
-        taken = loop.time() - began
-        if spent + taken > limit_seconds:
-            raise TimeoutError
-        if taken >= turn_seconds:
-            spent += taken
-            await asyncio.sleep(0)
-            began = loop.time()
+    over = Event()
+    try:
+        return await asyncio.to_thread(_worked_out, steps, limit_seconds, over)
+    finally:
+        over.set()
+
+
+def _worked_out(steps: Generator[None, None, T], limit_seconds: Seconds, over: Event) -> T:
+    until = monotonic() + limit_seconds
+    with closing(steps):
+        while True:
+            try:
+                next(steps)
+            except StopIteration as end:
+                found: T = end.value
+                return found
+            if over.is_set() or monotonic() > until:
+                raise TimeoutError

@@ -11,7 +11,10 @@ PLAN = {
     "message": "it fits if 1 run of lower priority leave",
     "components": [{"name": "trainer", "count": 2, "placed": 2, "missing": 0}],
     "places": [{"component": "trainer", "node": "n1", "devices": [], "displaces": 0}] * 2,
-    "displaced": [{"id": None, "name": None, "priority": 20, "gpu_mb": 61440, "node": "n1"}],
+    "displaced": [
+        {"id": None, "name": None, "priority": 20, "gpu_mb": 61440, "node": "n1", "ranks": None},
+        {"id": "g", "name": "gang", "priority": 10, "gpu_mb": 20480, "node": "n2", "ranks": [2, 3]},
+    ],
     "totals": TOTALS,
     "totals_without_colocation": {**TOTALS, "gpus": 0},
 }
@@ -27,10 +30,11 @@ def test_a_plan_is_drawn_and_its_exit_code_says_whether_it_fits(service: Recorde
         "2/2",
         "n1 ×2",
         "displaces another tenant 60.0 GiB (priority 20) on n1",
-        "in all: 2 GPUs (1 whole), 20.0 GiB in parts, 5 CPUs",
-        "without colocation: no GPUs",
+        "displaces gang 20.0 GiB (priority 10) on n2 (only rank 2, 3)",
+        "in all 2 GPUs (1 whole), 20.0 GiB of GPU memory in parts, 5 CPUs",
+        "without colocation 20.0 GiB of GPU memory in parts, 5 CPUs",
     ):
-        assert text in ended.out
+        assert text in " ".join(ended.out.split())
     assert service.asked[0].path == "/plan"
     assert [part["name"] for part in service.asked[0].body["components"]][:2] == ["rollout-worker", "trainer"]
     assert run(f"plan -f {file}").code == 8

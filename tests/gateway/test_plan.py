@@ -1,12 +1,16 @@
 """POST /plan: whether components fit a fleet: three that are described, and the one that is there."""
 
 import asyncio
+import threading
 from typing import Any
 
+import httpx
 import pytest
 
+from service.core.fit import Steps, planning
+from service.core.orders import Ready, Started
 from tests.builders import GIB
-from tests.gateway.harness import Client, Gateway, problem
+from tests.gateway.harness import Client, Gateway, fault, problem
 
 TRAINING = [
     {"name": "rollout", "count": 8, "resources": {"cpu": 1}},
@@ -38,8 +42,23 @@ async def test_one_machine_of_16_cpus_and_a_gpu_takes_a_small_training_and_no_se
     assert {place["node"] for place in found["places"]} == {"small"}
     two = [{**part, "count": 2} if part["name"] == "trainer" else part for part in TRAINING]
     found = await plan(api, two, small)
-    assert (found["fits"], found["message"]) == (False, "it does not fit: there is no place for 1 of trainer")
-    assert found["components"][1] == {"name": "trainer", "count": 2, "placed": 1, "missing": 1}
+    assert (found["fits"], found["message"]) == (
+        False,
+        "it does not fit: there is no place for 1 of trainer; missing are at least 1 whole GPU, 4 CPUs",
+    )
+    assert found["missing"] == {
+        "gpus": [{"kinds": [], "whole_gpus": 1, "gpu_mb": 0}],
+        "cpu": 4.0,
+        "memory_mb": 0,
+    }
+    assert found["components"][1] == {
+        "name": "trainer",
+        "count": 2,
+        "placed": 1,
+        "missing": 1,
+        "reason": "WaitingForMemory",
+        "message": "needs a whole GPU; the largest free block is 0.0 GiB (small/gpu0)",
+    }
 
 
 async def test_four_machines_of_two_gpus_take_a_trainer_for_each_gpu(api: Client) -> None:
@@ -89,7 +108,7 @@ async def test_the_fleet_that_is_there_is_planned_with_what_runs_and_whom_it_wou
     beside = await plan(api, [{"name": "a", "count": 2, "resources": {"gpu_mb": 10 * GIB}}])
     assert (beside["message"], beside["displaced"]) == ("it fits", [])
     found = await plan(api, [{"name": "a", "count": 3, "resources": {"gpu_mb": 20 * GIB}, "priority": 50}])
-    assert (found["fits"], found["message"]) == (True, "it fits if 1 run of lower priority leave")
+    assert (found["fits"], found["message"]) == (True, "it fits if 1 run leaves")
     assert [run["id"] for run in found["displaced"]] == [holder]
     assert [place["displaces"] for place in found["places"]] == [0, 1, 0]
     many = await plan(api, [{"name": "a", "count": 3, "resources": {"gpu_mb": 20 * GIB}, "priority": 20}])
@@ -97,18 +116,124 @@ async def test_the_fleet_that_is_there_is_planned_with_what_runs_and_whom_it_wou
     assert (gateway.task(holder).state.value, await gateway.store.head()) == ("running", before)
 
 
-async def test_what_cannot_be_planned_is_refused(gateway: Gateway, api: Client) -> None:
+GANG = {"bundles": [{"count": 2, "gpu_mb": 40 * GIB}, {"cpu": 2}], "strategy": "strict_spread"}
+
+
+async def test_gangs_are_planned_all_ranks_or_none_and_each_rank_is_told_its_place(api: Client) -> None:
+    gang = {"name": "ring", "count": 2, "resources": GANG}
+    found = await plan(api, [gang], machines("node", 3, 8, 1))
+    assert (found["fits"], found["totals"]["gpus"], found["totals"]["gpu_mb"]) == (True, 4, 160 * GIB)
+    told = [(place["number"], place["rank"], place["node"]) for place in found["places"]]
+    assert [(number, rank) for number, rank, _ in told] == [(n, r) for n in (0, 1) for r in (0, 1, 2)]
+    assert all(len({node for number, _, node in told if number == n}) == 3 for n in (0, 1))
+    found = await plan(api, [{**gang, "count": 4}], machines("node", 3, 8, 1))
+    [ring] = found["components"]
+    assert (ring["placed"], ring["missing"], len(found["places"])) == (3, 1, 9)
+    assert ring["message"].startswith(
+        "there is room for none of the 3 ranks that must start together; rank 0:"
+    )
+    assert found["missing"]["gpus"] == [{"kinds": [], "whole_gpus": 0, "gpu_mb": 80 * GIB}]
+
+
+async def test_a_gang_that_can_do_without_some_ranks_is_displaced_by_those_alone(
+    gateway: Gateway, api: Client
+) -> None:
+    ranks = {"bundles": [{"count": 2, "gpu_mb": 40 * GIB}], "min_ranks": 1}
+    gang = await api.submit(resources=ranks, priority=10)
+    await gateway.plan(gang)
+    task, now = gateway.task(gang), gateway.clock.now()
+    await gateway.hear(
+        *(Started(task.id, task.fence, now, pid=1, rank=rank) for rank in (0, 1)),
+        *(Ready(task.id, task.fence, now, "10.0.0.1:4000", rank) for rank in (0, 1)),
+    )
+    gateway.clock.advance(1.0)
+    new = {"name": "new", "resources": {"gpu_mb": 20 * GIB}, "priority": 50}
+    found = await plan(api, [new])
+    assert found["message"] == "it fits if 1 gang gives up 1 rank"
+    [run] = found["displaced"]
+    assert (run["id"], run["ranks"], run["gpu_mb"]) == (gang, [1], 40 * GIB)
+    found = await plan(api, [{**new, "resources": {"gpu_mb": 60 * GIB}}])
+    assert found["message"] == "it fits if 1 run leaves"
+
+
+async def test_what_cannot_be_planned_is_refused_where_it_stands(gateway: Gateway, api: Client) -> None:
+    async def refused(*components: dict[str, Any], **more: Any) -> httpx.Response:
+        return await api.post("/plan", json={"components": components, **more})
+
     part = {"name": "a", "count": 2000, "resources": {"cpu": 1}}
-    problem(await api.post("/plan", json={"components": [part, part]}), 422, "validation-failed")
-    twice = {"components": [{"name": "a"}, {"name": "a"}]}
-    problem(await api.post("/plan", json=twice), 422, "validation-failed")
-    gang = {"components": [{"name": "a", "resources": {"bundles": [{"count": 2, "gpus": 1}]}}]}
-    problem(await api.post("/plan", json=gang), 422, "validation-failed")
-    problem(await api.post("/plan", json={"components": []}), 422, "validation-failed")
-    strange = {"components": [{"name": "a", "resources": {"pool": "none", "gpus": 1}}]}
-    problem(await api.post("/plan", json=strange), 422, "pool-mismatch")
+    assert "at most 2000" in fault(await refused(part, {**part, "name": "b"}), "/components")
+    ranks = {"name": "a", "count": 1000, "resources": {"bundles": [{"count": 3, "cpu": 1}]}}
+    assert "at most 2000" in fault(await refused(ranks), "/components")
+    assert "different names" in fault(await refused({"name": "a"}, {"name": "a"}), "")
+    fault(await refused(), "/components")
+    strange = {"name": "a", "resources": {"pool": "none", "gpus": 1}}
+    refusal = problem(await refused({"name": "b"}, strange), 422, "pool-mismatch")
+    assert [found["pointer"] for found in refusal["errors"]] == ["/components/1/resources/pool"]
     reader = await gateway.client("reader", "tasks:read")
     problem(await reader.post("/plan", json={"components": [part]}), 403, "forbidden")
+
+
+async def test_nobody_plans_with_a_priority_that_he_could_not_submit_with(gateway: Gateway) -> None:
+    capped = await gateway.client("capped", max_priority=50)
+    parts = [{"name": "a", "priority": 50}, {"name": "b", "priority": 51}]
+    refusal = problem(await capped.post("/plan", json={"components": parts}), 403, "priority-not-allowed")
+    assert [found["pointer"] for found in refusal["errors"]] == ["/components/1/priority"]
+
+
+async def test_quotas_and_limits_count_on_a_described_fleet_only_if_a_tenant_is_named(
+    gateway: Gateway,
+) -> None:
+    acme = await gateway.client("acme", "cluster:read", tenant="acme")
+    part = {"name": "a", "count": 2, "resources": {"gpu_mb": 40 * GIB}, "labels": {"run": "x"}}
+    asked = {"components": [part], "fleet": [machines("big", 1, 8, 4)]}
+    found = (await acme.post("/plan", json=asked)).json()
+    assert found["fits"]
+    [named] = (await acme.post("/plan", json={**asked, "tenant": "acme"})).json()["components"]
+    assert (named["reason"], named["missing"]) == ("QuotaExhausted", 2)
+    [here] = (await acme.post("/plan", json={"components": [part]})).json()["components"]
+    assert (here["reason"], here["missing"]) == ("QuotaExhausted", 2)
+    limited = {**part, "resources": {"cpu": 1}}
+    [limit] = (await acme.post("/plan", json={**asked, "components": [limited], "tenant": "acme"})).json()[
+        "components"
+    ]
+    assert (limit["reason"], limit["missing"]) == ("ConcurrencyLimited", 1)
+    other = await acme.post("/plan", json={**asked, "tenant": "zeta"})
+    assert problem(other, 403, "forbidden")["errors"][0]["pointer"] == "/tenant"
+    assert (await gateway.admin.post("/plan", json={**asked, "tenant": "zeta"})).status_code == 200
+
+
+async def test_what_each_node_has_of_its_own_a_described_one_has_too(api: Client) -> None:
+    part = {"name": "a", "count": 3, "resources": {"cpu": 1, "custom": {"fpga": 1}}}
+    found = await plan(api, [part], machines("node", 1, 8, 0))
+    assert (found["components"][0]["placed"], found["components"][0]["reason"]) == (2, "ConcurrencyLimited")
+    assert (await plan(api, [part], machines("node", 2, 8, 0)))["fits"]
+
+
+@pytest.mark.parametrize(
+    ("component", "pointer", "says"),
+    [
+        ({"resources": {"gpu_memory": 1}}, "resources/gpu_memory", 'did you mean "gpu_mb"?'),
+        ({"resources": {"gpu_mb": "40GiB"}}, "resources/gpu_mb", 'found "40GiB"; in MiB that is 40960'),
+        ({"resources": {"memory_mb": "1.5 TB"}}, "resources/memory_mb", "in MiB that is 1572864"),
+        ({"resources": {"bundles": [{"gpu": 1}]}}, "resources/bundles/0/gpu", 'did you mean "gpus"?'),
+        ({"resources": {"roles": {"x": {"cpus": 1}}}}, "resources/roles/x/cpus", 'did you mean "cpu"?'),
+        ({"count": 0}, "count", "greater than or equal to 1; found 0"),
+        ({"run": {"command": ["x"]}}, "run", "unknown field"),
+        ({"priority": "high"}, "priority", "one of"),
+    ],
+)
+async def test_mistakes_are_told_with_their_place_what_was_found_and_what_to_do(
+    api: Client, component: dict[str, Any], pointer: str, says: str
+) -> None:
+    response = await api.post("/plan", json={"components": [{"name": "ok"}, {"name": "a", **component}]})
+    assert says in fault(response, f"/components/1/{pointer}")
+
+
+async def test_a_kind_that_the_fleet_has_not_is_told_with_those_it_has(api: Client) -> None:
+    part = {"name": "a", "resources": {"gpus": 1, "kinds": ["H200"]}}
+    [found] = (await plan(api, [part], machines("node", 1, 8, 2)))["components"]
+    assert (found["reason"], found["missing"]) == ("NoMatchingDevice", 1)
+    assert "H100" in found["message"]
 
 
 async def test_a_fleet_that_is_too_large_is_refused(api: Client) -> None:
@@ -118,23 +243,28 @@ async def test_a_fleet_that_is_too_large_is_refused(api: Client) -> None:
     assert "at most 1000 nodes and 10000 GPUs" in str(refusal["errors"])
 
 
-async def test_a_plan_for_another_fleet_lets_others_have_their_turn(api: Client) -> None:
-    asked = {
-        "components": [{"name": "a", "count": 400, "resources": {"gpus": 1}}],
-        "fleet": [{"name": "n", "count": 50, "cpu": 64, "gpus": [{"memory_mb": 81920, "count": 8}]}],
-    }
-    plan = asyncio.ensure_future(api.post("/plan", json=asked))
-    answered = 0
-    while not plan.done():
-        assert (await api.get("/healthz")).status_code == 200
-        answered += 1
-        await asyncio.sleep(0)
-    assert plan.result().json()["fits"]
-    assert answered > 2
+async def test_others_are_answered_while_a_plan_is_worked_out(
+    api: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    began, may_go_on = threading.Event(), threading.Event()
+
+    def slowly(*asked: Any) -> Steps:
+        began.set()
+        assert may_go_on.wait(10.0)
+        return (yield from planning(*asked))
+
+    monkeypatch.setattr("service.gateway.routes.plan.planning", slowly)
+    part = {"components": [{"name": "a", "resources": {"cpu": 1}}]}
+    answer = asyncio.ensure_future(api.post("/plan", json=part))
+    assert await asyncio.to_thread(began.wait, 10.0)
+    task = await api.submit(resources={"gpu_mb": GIB})
+    assert (await api.get(f"/tasks/{task}")).status_code == 200
+    may_go_on.set()
+    assert (await answer).json()["fits"]
 
 
 async def test_a_plan_that_takes_too_long_is_refused(api: Client, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("service.gateway.routes.plan.UNPAUSED_SECONDS", 0.0)
+    monkeypatch.setattr("service.gateway.routes.plan.LIMIT_SECONDS", 0.0)
     body = {"components": [{"name": "a", "count": 2, "resources": {"cpu": 1}}]}
     refusal = problem(await api.post("/plan", json=body), 422, "validation-failed")
     assert "ask about fewer tasks at a time" in str(refusal["errors"])

@@ -1,14 +1,15 @@
 """Answers that take long: one at a time, with pauses for everybody else."""
 
 import asyncio
-import time
+import itertools
+import threading
 from collections.abc import Generator
 
 import pytest
 
 from service.core.units import Seconds
 from service.gateway.problems import Problem
-from service.gateway.turns import Turns, in_turns
+from service.gateway.turns import Turns, aside
 from tests.gateway.harness import Client, Gateway, before, problem
 
 
@@ -58,36 +59,40 @@ async def test_who_waited_and_went_away_leaves_his_place_to_others():
     await before(5.0, asyncio.gather(first, second))
 
 
-def steps(count: int, seconds: float = 0.0) -> Generator[None, None, int]:
-    for _ in range(count):
-        until_then = time.perf_counter() + seconds
-        while time.perf_counter() < until_then:
-            pass
+async def test_everything_else_goes_on_while_an_answer_is_worked_out():
+    others_had_a_turn = threading.Event()
+
+    def steps() -> Generator[None, None, bool]:
         yield
-    return count
+        return others_had_a_turn.wait(5.0)
 
-
-async def test_everybody_else_has_a_turn_after_each_that_is_over():
-    turns_of_others = 0
-
-    async def others() -> None:
-        nonlocal turns_of_others
-        while True:
-            await asyncio.sleep(0)
-            turns_of_others += 1
-
-    other = asyncio.create_task(others())
-    assert await in_turns(steps(5), Seconds(5.0), 0.0) == 5
-    assert turns_of_others >= 4
-    turns_of_others = 0
-    assert await in_turns(steps(5), Seconds(5.0), 60.0) == 5
-    assert turns_of_others == 0
-    other.cancel()
+    answer = asyncio.create_task(aside(steps(), Seconds(5.0)))
+    await asyncio.sleep(0)
+    others_had_a_turn.set()
+    assert await answer
 
 
 async def test_what_takes_too_long_is_given_up():
     with pytest.raises(TimeoutError):
-        await in_turns(steps(1000, 0.001), Seconds(0.01))
+        await before(5.0, aside((None for _ in itertools.count()), Seconds(0.01)))
+
+
+async def test_what_nobody_waits_for_any_more_is_given_up():
+    began, ended = threading.Event(), threading.Event()
+
+    def steps() -> Generator[None, None, None]:
+        try:
+            while True:
+                began.set()
+                yield
+        finally:
+            ended.set()
+
+    answer = asyncio.create_task(aside(steps(), Seconds(60.0)))
+    await asyncio.to_thread(began.wait, 5.0)
+    answer.cancel()
+    await asyncio.wait([answer])
+    assert await asyncio.to_thread(ended.wait, 5.0)
 
 
 async def test_a_second_plan_at_a_time_is_put_off_and_the_next_one_is_answered(

@@ -1,7 +1,8 @@
 """`gpubroker plan`: whether the components of a file fit the fleet, or the one that the file describes."""
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -9,6 +10,9 @@ import typer
 
 from gpubroker.cli import EXIT_NOT_NOW
 from gpubroker.cli.session import Format, Output, broker_of, emit
+
+_KNOWN = ("components", "fleet", "tenant")
+_MOST_NODES = 8
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -31,7 +35,7 @@ def plan(
     """
     asked = _read(file)
     with broker_of(context) as broker:
-        found = broker.plan(asked["components"], asked.get("fleet"))
+        found = broker.plan(**asked)
         emit(output, found, _drawn)
     if not found.fits:
         raise typer.Exit(EXIT_NOT_NOW)
@@ -46,8 +50,9 @@ def _read(file: Path) -> dict[str, Any]:
         raise typer.BadParameter(f"{file} cannot be read: {error}") from None
     if not isinstance(asked, dict) or not isinstance(asked.get("components"), list):
         raise typer.BadParameter(f"{file} has no list `components`; docs/plan.md shows one")
-    if unknown := asked.keys() - {"components", "fleet"}:
-        raise typer.BadParameter(f"{file}: unknown {', '.join(sorted(unknown))}; known: components, fleet")
+    if unknown := asked.keys() - _KNOWN:
+        names = ", ".join(sorted(map(str, unknown)))
+        raise typer.BadParameter(f"{file}: unknown {names}; known: {', '.join(_KNOWN)}")
     return asked
 
 
@@ -55,7 +60,6 @@ def _drawn(found: "FleetPlan") -> "RenderableType":
     from rich.console import Group
     from rich.text import Text
 
-    from gpubroker.cli.draw_explained import run_in_words
     from gpubroker.cli.layout import Column, Rows
 
     nodes: dict[str, Counter[str]] = {}
@@ -65,33 +69,49 @@ def _drawn(found: "FleetPlan") -> "RenderableType":
         Column("COMPONENT", share=0.3),
         Column("PLACED"),
         Column("MISSING"),
-        Column("NODES", wraps=True),
+        Column("ON", wraps=True),
     )
     rows = [
-        (
-            one.name,
-            f"{one.placed}/{one.count}",
-            str(one.missing or ""),
-            ", ".join(
-                f"{node} ×{n}" if n > 1 else node for node, n in nodes.get(one.name, Counter()).items()
-            ),
-        )
+        (one.name, f"{one.placed}/{one.count}", str(one.missing or ""), _on(nodes.get(one.name, Counter())))
         for one in found.components
     ]
+    facts = Rows((Column(""), Column("", wraps=True)), list(_facts(found)))
+    return Group(Text(found.message, style="bold"), Text(), Rows(columns, rows), facts)
 
-    lines = [Text(f"displaces {run_in_words(run)} on {run.node}") for run in found.displaced]
-    lines.append(Text(f"in all: {_total(found.totals)}"))
+
+def _on(nodes: Counter[str]) -> str:
+    """How many on which nodes; of many nodes the first."""
+    named = [f"{node} ×{n}" if n > 1 else node for node, n in islice(nodes.items(), _MOST_NODES)]
+    more = f" and {len(nodes) - _MOST_NODES} more nodes" if len(nodes) > _MOST_NODES else ""
+    return ", ".join(named) + more
+
+
+def _facts(found: "FleetPlan") -> Iterator[tuple[str, str]]:
+    from gpubroker.cli.draw_explained import run_in_words
+
+    for one in found.components:
+        if one.missing:
+            yield f"no place for {one.name}", one.message
+    for run in found.displaced:
+        ranks = "" if run.ranks is None else f" (only rank {', '.join(map(str, run.ranks))})"
+        yield "displaces", f"{run_in_words(run)} on {run.node}{ranks}"
+    yield "in all", _total(found.totals)
     if found.totals != found.totals_without_colocation:
-        lines.append(Text(f"without colocation: {_total(found.totals_without_colocation)}"))
-    return Group(Text(found.message, style="bold"), Text(), Rows(columns, rows), Text(), *lines)
+        yield "without colocation", _total(found.totals_without_colocation)
 
 
 def _total(sums: Mapping[str, Any]) -> str:
     from gpubroker.cli.layout import gib
 
-    gpus = f"{sums['gpus']} GPUs ({sums['whole_gpus']} whole)" if sums.get("gpus") else "no GPUs"
-    sizes = f"{gib(sums['gpu_mb'])} GiB in parts, {sums['cpu']:g} CPUs, {gib(sums['memory_mb'])} GiB"
-    return f"{gpus}, {sizes} of host memory"
+    parts = []
+    if gpus := sums.get("gpus"):
+        parts.append(f"{gpus} GPUs ({sums['whole_gpus']} whole)" if gpus > 1 else "1 GPU")
+    if sums.get("gpu_mb"):
+        parts.append(f"{gib(sums['gpu_mb'])} GiB of GPU memory in parts")
+    parts.append(f"{sums['cpu']:g} CPUs")
+    if sums.get("memory_mb"):
+        parts.append(f"{gib(sums['memory_mb'])} GiB of host memory")
+    return ", ".join(parts)
 
 
 def add_to(app: typer.Typer) -> None:

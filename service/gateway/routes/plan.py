@@ -1,38 +1,33 @@
 """Whether a set of components fits the fleet, or another one. Nothing is stored."""
 
-from collections.abc import Generator, Iterable
-from dataclasses import asdict
-from math import inf
+from collections.abc import Iterable
+from dataclasses import replace
 
 from fastapi import APIRouter, Response
 
-from service.core.fleet import Component, FleetPlan, Machine, fleet_of, planning
-from service.core.kinds import Kind
+from service.core.demand import Demand
+from service.core.fit import Component, planning
+from service.core.fleet import Machine, fleet_of
+from service.core.policy import Policy
+from service.core.still import still_of
 from service.core.units import Instant, Mib, Seconds
 from service.core.world import World
-from service.gateway.advice import place_views, run_view
 from service.gateway.demands import demand_of
 from service.gateway.direct import Call, DirectRoute, answer, needs, problems
 from service.gateway.faults import refused
 from service.gateway.identity import Scope
-from service.gateway.intake import take_in
+from service.gateway.intake import demand_in
 from service.gateway.overview import as_of
-from service.gateway.planning import (
-    MOST_TASKS,
-    ComponentView,
-    FleetPlanView,
-    PlanFleet,
-    PlannedComponent,
-    PlannedNodes,
-)
-from service.gateway.problems import Fault
+from service.gateway.parts import GatewayParts
+from service.gateway.permission import check_priority
+from service.gateway.plan_views import plan_view
+from service.gateway.planning import MOST_TASKS, FleetPlanView, PlanFleet, PlannedNodes
+from service.gateway.problems import Fault, Problem
 from service.gateway.resources import Resources
-from service.gateway.turns import TURN_SECONDS, in_turns
+from service.gateway.translate import priority_of
+from service.gateway.turns import aside
 
 LIMIT_SECONDS = Seconds(10.0)
-
-UNPAUSED_SECONDS = Seconds(0.5)
-"""For the fleet that is there, which changes if others have their turn."""
 
 router = APIRouter(route_class=DirectRoute, tags=["cluster"])
 
@@ -46,6 +41,7 @@ router = APIRouter(route_class=DirectRoute, tags=["cluster"])
         "malformed-json",
         "unauthenticated",
         "forbidden",
+        "priority-not-allowed",
         "payload-too-large",
         "unsupported-media-type",
         "validation-failed",
@@ -58,47 +54,69 @@ async def plan_components(call: Call, body: PlanFleet) -> Response:
     """Say whether components fit the fleet: where each goes, what is missing, and whom it would displace.
 
     With `fleet`, on such machines, empty; otherwise beside what runs on those that are there. Of what waits
-    in the queue only those count for whom a forecast keeps room.
+    in the queue only those count for whom a forecast keeps room. One plan is worked out at a time.
     """
     parts, now = call.parts, call.parts.clock.now()
     as_of(parts)
-    if sum(component.count for component in body.components) > MOST_TASKS:
-        raise refused([Fault(pointer="/components", detail=f"at most {MOST_TASKS} in all", code="too-many")])
-    components = [await _component(call, component) for component in body.components]
-    world = parts.world if body.fleet is None else _fleet(body.fleet, parts.kinds, now)
-    forecasts = parts.forecasts() if body.fleet is None else ()
-    steps = planning(world, components, call.identity.tenant, parts.policy, now, forecasts)
+    tenant = _tenant(call, body)
+    components = [_component(call, body, index, tenant) for index in range(len(body.components))]
+    if sum(one.count * max(1, len(one.demand.bundles)) for one in components) > MOST_TASKS:
+        detail = f"at most {MOST_TASKS} tasks and ranks of gangs in all"
+        raise refused([Fault(pointer="/components", detail=detail, code="too-many")])
     async with parts.plans.take():
-        plan = await _carried_out(steps, may_pause=body.fleet is not None)
-    return answer(_view(call, world, body, plan, now))
+        if body.fleet is None:
+            world, policy, forecasts = still_of(parts.world), parts.policy, parts.forecasts()
+        else:
+            world, policy, forecasts = _fleet(body.fleet, parts, now), _policy(body, parts.policy), ()
+        try:
+            plan = await aside(planning(world, components, tenant, policy, now, forecasts), LIMIT_SECONDS)
+        except TimeoutError:
+            detail = (
+                f"this takes longer than {LIMIT_SECONDS:g} s to work out; ask about fewer tasks at a time"
+            )
+            raise refused([Fault(pointer="/components", detail=detail, code="too-long")]) from None
+    return answer(plan_view(world, components, plan, call.identity, now))
 
 
-async def _carried_out(steps: Generator[None, None, FleetPlan], *, may_pause: bool) -> FleetPlan:
-    """In turns with all else that the service does, if what it reads does not change meanwhile."""
-    limit = LIMIT_SECONDS if may_pause else UNPAUSED_SECONDS
-    try:
-        return await in_turns(steps, limit, inf if not may_pause else TURN_SECONDS)
-    except TimeoutError:
-        detail = f"this takes longer than {limit:g} s to work out; ask about fewer tasks at a time"
-        raise refused([Fault(pointer="/components", detail=detail, code="too-long")]) from None
-
-
-async def _component(call: Call, asked: PlannedComponent) -> Component:
-    if asked.resources.bundles:
-        detail = f"{asked.name} is a gang; plan its ranks as components of their own"
-        raise refused([Fault(pointer="/components", detail=detail, code="gang")])
-    task, _ = await take_in(call, asked)
-    apart = tuple(
-        demand_of(
-            asked.model_copy(update={"resources": Resources.model_validate(role.model_dump())}),
-            call.parts.defaults,
+def _tenant(call: Call, body: PlanFleet) -> str:
+    mine = call.identity.tenant
+    if body.tenant not in (None, mine) and not call.identity.may(Scope.ADMIN):
+        raise Problem(
+            "forbidden",
+            f'token "{call.identity.name}" is of tenant "{mine}"; planning for tenant "{body.tenant}" needs '
+            "the scope admin; leave tenant out, or name your own",
+            errors=[Fault(pointer="/tenant", detail=f'only "{mine}"', code="other-tenant")],
         )
-        for role in asked.resources.roles.values()
-    )
-    return Component(asked.name, asked.count, task.demand, task.priority, apart)
+    return body.tenant or mine
 
 
-def _fleet(nodes: list[PlannedNodes], kinds: Iterable[Kind], now: Instant) -> World:
+def _policy(body: PlanFleet, policy: Policy) -> Policy:
+    """What tenants may have of the fleet that is there says nothing about another, unless one is named."""
+    return replace(policy, tenants=()) if body.tenant is None else policy
+
+
+def _component(call: Call, body: PlanFleet, index: int, tenant: str) -> Component:
+    asked, at, defaults = body.components[index], f"/components/{index}", call.parts.defaults
+    task = asked.as_task()
+    priority = priority_of(task, defaults)
+    check_priority(call, priority, at=f"{at}/priority")
+    demand, _ = demand_in(call, task, tenant, at=f"{at}/resources")
+    if body.fleet is not None and body.tenant is None:
+        demand = _without_limits(demand)
+    roles = [Resources.model_validate(role.model_dump()) for role in asked.resources.roles.values()]
+    apart = tuple(demand_of(task.model_copy(update={"resources": role}), defaults) for role in roles)
+    return Component(asked.name, asked.count, demand, priority, apart)
+
+
+def _without_limits(demand: Demand) -> Demand:
+    """Without those of how many tasks of a tenant or a label run at once; what its pool has still counts."""
+    pools = tuple((name, amount) for name, amount in demand.slots if name.startswith("pool:"))
+    return replace(demand, slots=pools)
+
+
+def _fleet(nodes: Iterable[PlannedNodes], parts: GatewayParts, now: Instant) -> World:
+    limits = parts.policy.custom_limits
+    custom = tuple(sorted((limit.name, limit.amount) for limit in limits if limit.per_node))
     machines = (
         Machine(
             f"{kind.name}{number + 1}" if kind.count > 1 else kind.name,
@@ -106,46 +124,9 @@ def _fleet(nodes: list[PlannedNodes], kinds: Iterable[Kind], now: Instant) -> Wo
             Mib(kind.memory_mb),
             tuple((gpu.kind, Mib(gpu.memory_mb)) for gpu in kind.gpus for _ in range(gpu.count)),
             tuple(sorted(kind.labels.items())),
+            custom,
         )
         for kind in nodes
         for number in range(kind.count)
     )
-    return fleet_of(machines, kinds, now)
-
-
-def _view(call: Call, world: World, body: PlanFleet, plan: FleetPlan, now: Instant) -> FleetPlanView:
-    parts: list[ComponentView] = [
-        {
-            "name": component.name,
-            "count": component.count,
-            "placed": component.count - plan.missing.get(component.name, 0),
-            "missing": plan.missing.get(component.name, 0),
-        }
-        for component in body.components
-    ]
-    return {
-        "fits": plan.fits,
-        "message": _message(plan),
-        "components": parts,
-        "places": [
-            {
-                **place_views(world, (placed.place,))[0],
-                "component": placed.component,
-                "displaces": len(placed.displaced),
-            }
-            for placed in plan.placed
-        ],
-        "displaced": [run_view(world, run, call.identity, now) for run in plan.displaced],
-        "totals": {**asdict(plan.totals)},  # type: ignore[typeddict-item]  # the same fields
-        "totals_without_colocation": {**asdict(plan.totals_apart)},  # type: ignore[typeddict-item]
-    }
-
-
-def _message(plan: FleetPlan) -> str:
-    if not plan.fits:
-        missing = ", ".join(f"{count} of {name}" for name, count in plan.missing.items())
-        return f"it does not fit: there is no place for {missing}"
-    if not plan.displaced:
-        return "it fits"
-    runs = "1 run" if len(plan.displaced) == 1 else f"{len(plan.displaced)} runs"
-    return f"it fits if {runs} of lower priority leave"
+    return fleet_of(machines, parts.kinds, now)

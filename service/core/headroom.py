@@ -1,0 +1,45 @@
+"""What is left of one node beside its devices."""
+
+from typing import NamedTuple
+
+from service.core.device import Node
+from service.core.need import may_use_node
+from service.core.task import Task
+
+
+class Headroom(NamedTuple):
+    """CPU, host memory in MiB, run slots, and the node's own custom resources."""
+
+    cpu: float
+    memory_mb: int
+    runs: int
+    custom: tuple[tuple[str, float], ...] = ()
+    """Of the custom resources that each node has for itself."""
+    node: Node | None = None
+    """Whose it is, for demands that may not use every node."""
+
+    def fits(self, task: Task) -> bool:
+        demand = task.demand
+        enough = self.runs >= 1 and self.cpu >= demand.cpu and self.memory_mb >= demand.memory_mb
+        return enough and self.is_open_to(task) and not self.short_of(task)
+
+    def is_open_to(self, task: Task) -> bool:
+        """Whether the task may use the node at all."""
+        return self.node is None or may_use_node(task.demand, self.node)
+
+    def short_of(self, task: Task) -> list[str]:
+        """The node's own resources of which there is too little left, in name order."""
+        if not (self.custom and task.demand.custom):
+            return []
+        asked = dict(task.demand.custom)
+        return [name for name, left in self.custom if name in asked and asked[name] > left]
+
+    def with_room_of(self, task: Task, sign: int = 1) -> "Headroom":
+        """As if the task had left (or, with -1, come)."""
+        demand = task.demand
+        cpu = round(self.cpu + sign * demand.cpu, 6)
+        custom = self.custom
+        if custom and demand.custom:
+            took = dict(demand.custom)
+            custom = tuple((name, round(left + sign * took.get(name, 0.0), 6)) for name, left in custom)
+        return Headroom(cpu, self.memory_mb + sign * demand.memory_mb, self.runs + sign, custom, self.node)
