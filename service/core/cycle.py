@@ -182,7 +182,7 @@ class Slice:
         """Admit the task, or make room for it, or neither. One with pledges waits for what they bring.
         A search is not at its end."""
         if self._quotas.is_short(task):
-            return None
+            return None if self._draft.pledges_of(task.id) else self._make_room_in_quota(task)
         if self._draft.pledges_of(task.id):
             if task.demand.bundles:
                 gang = self._places.gang(task)
@@ -215,6 +215,10 @@ class Slice:
         if not decision.pledges:
             self._outlooks.took(placement.node, since, task, placement)
         return decision
+
+    def _make_room_in_quota(self, task: Task) -> Decision | None:
+        way = self._prospects.in_quota(task, self._draft.world.queue.group_of(task.id).kin)
+        return None if way is None else self._evict(task, way)
 
     def _evict(self, task: Task, eviction: Eviction) -> Decision:
         kept_up_to = self._claims.kept_up_to(task)

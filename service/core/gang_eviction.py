@@ -1,4 +1,4 @@
-"""Whom to stop, on several nodes, so that all ranks of a gang can run."""
+"""Whom to stop, on several nodes, so that all ranks of a gang can run, or so that a quota has room."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -7,8 +7,8 @@ from service.core.draft import Draft
 from service.core.gang import Gang, place_ranks
 from service.core.ground import Ground
 from service.core.offers import Offer, Offers
-from service.core.preemption import Eviction, deadlines_of_leavers
-from service.core.ranks import asks_for_gpus, part_of
+from service.core.preemption import Eviction, deadlines_of_leavers, may_preempt
+from service.core.ranks import part_of
 from service.core.task import Task
 from service.core.units import DeviceKey, Instant, Mib, NodeName
 from service.core.victims import (
@@ -40,24 +40,24 @@ def choose_for_gang(
 
     Nobody is named if it would still not fit. One gang gives way as a whole, everywhere.
     """
-    if not gang_may_preempt(offers, task):
+    if not may_preempt(offers, task):
         return None
     there = [offers.of(node, task.priority) for node in sorted(offers.nodes)]
-    return choose_among(there, offers.draft, task, now, may_leave)
-
-
-def gang_may_preempt(offers: Offers, task: Task) -> bool:
-    """As for other tasks: only for GPUs, and not while a limit of the whole cluster is in the way."""
-    if not offers.policy.preemption or not asks_for_gpus(task.demand):
-        return False
-    return not offers.draft.short_of(task, offers.policy.custom_limits)
+    return choose_among(there, offers.draft, task, now, may_leave=may_leave)
 
 
 def choose_among(
-    there: Sequence[Offer], draft: Draft, task: Task, now: Instant, may_leave: Suffices = anybody
+    there: Sequence[Offer],
+    draft: Draft,
+    task: Task,
+    now: Instant,
+    *,
+    may_leave: Suffices = anybody,
+    suffices: Suffices = anybody,
 ) -> Eviction | Coming | None:
-    """The same of those that these nodes offer, with such sets of victims only (and all their subsets)."""
-    site = _Site(there, draft, task)
+    """The same of those that these nodes offer, with such sets of victims only (and all their subsets), and
+    with so many that they suffice. A task that is no gang is one of one rank."""
+    site = _Site(there, draft, task, suffices)
     if (coming := site.places(())) is not None:
         return Coming(tuple(sorted({place.node for place in coming})))
     way = site.cheapest(may_leave)
@@ -67,7 +67,8 @@ def choose_among(
 class _Site:
     """What all usable nodes together could offer the gang."""
 
-    def __init__(self, there: Sequence[Offer], draft: Draft, task: Task) -> None:
+    def __init__(self, there: Sequence[Offer], draft: Draft, task: Task, suffices: Suffices) -> None:
+        self._suffices = suffices
         self._task = task
         self._draft = draft
         self._offers = there
@@ -98,8 +99,10 @@ class _Site:
 
     def places(self, gone: Sequence[Candidate]) -> Gang | None:
         """Where the gang could run once these, and everybody who is leaving, have left."""
+        if not self._suffices(gone):
+            return None
         grounds = [self._ground(offer, gone) for offer in self._offers]
-        return place_ranks(self._task, self._task.demand.least_ranks, grounds)
+        return place_ranks(self._task, self._task.demand.least_ranks or 1, grounds)
 
     def _ground(self, offer: Offer, gone: Sequence[Candidate]) -> Ground:
         return Ground(
@@ -112,9 +115,7 @@ class _Site:
     def _only_needed(self, gone: Sequence[Candidate], gang: Gang) -> tuple[list[Candidate], Gang]:
         """Those without whom the gang has no place: first none that these places do not need, then, where
         that is little work, none without whom there are others."""
-        nodes = {place.node for place in gang}
-        there = [c for c in gone if any(node in nodes for node, _ in c.runs)]
-        victims = filled_back(there, lambda some: self._has_room(gang, some))
+        victims = filled_back(gone, lambda some: self._suffices(some) and self._has_room(gang, some))
         if len(victims) > EXACT_LIMIT:
             return victims, gang
         for victim in sorted(victims, key=lambda c: (c.lost, c.rank is None, c.key), reverse=True):
@@ -140,7 +141,8 @@ class _Site:
         for rank, place in enumerate(gang):
             for key, mb in place.devices:
                 needs[key] = Mib(needs.get(key, 0) + mb)
-                ranks[key] = (*ranks.get(key, ()), rank)
+                if self._task.demand.bundles:
+                    ranks[key] = (*ranks.get(key, ()), rank)
         runs, surplus = named(victims)
         deadlines = [now + run.grace_seconds for run in runs]
         for site in (site for offer in self._offers for site in offer.sites if site.device.key in needs):

@@ -49,6 +49,8 @@ class Claims:
         self._quotas = quotas
         self._revision = -1
         self._surplus: dict[str, dict[str, int]] = {}
+        self._lowest: dict[str, int] | None = None
+        """Tenant -> the lowest priority of its runs."""
 
     def surplus(self, tenant: str) -> Surplus:
         """Of those from whom this tenant could take back, were it below its guarantee."""
@@ -82,6 +84,14 @@ class Claims:
         if not (borrows and self._policy.tenant(tenant).cohort):
             return None
         return Restraint(tenant, self.surplus(tenant), self._draft, self._policy)
+
+    def may_yield(self, tenant: str, priority: int) -> bool:
+        """Whether the tenant has runs of lower priority that might be stopped for its own task."""
+        if self._lowest is None:
+            self._lowest = {}
+            for run in map(self._draft.world.tasks.__getitem__, self._draft.world.active):
+                self._lowest[run.tenant] = min(run.priority, self._lowest.get(run.tenant, run.priority))
+        return self._policy.preemption and self._lowest.get(tenant, priority) < priority
 
     def kept_up_to(self, task: Task) -> int:
         """Up to which priority nobody takes what is freed for the task. Within its tenant's guarantee it is
@@ -121,6 +131,11 @@ def leaves_guarantees(gone: Sequence[Candidate], surplus: Surplus, draft: Draft)
     for tenant, mb in _taken(*named(gone), draft):
         taken[tenant] = taken.get(tenant, 0) + mb
     return all(mb <= surplus[tenant] for tenant, mb in taken.items())
+
+
+def leased_mb(gone: Sequence[Candidate], draft: Draft) -> int:
+    """What they have of quotas."""
+    return sum(mb for _, mb in _taken(*named(gone), draft))
 
 
 def _taken(

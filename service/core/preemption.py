@@ -11,7 +11,7 @@ from service.core.draft import Draft
 from service.core.looks import Looks
 from service.core.need import need_mb
 from service.core.offers import Offer, Offers, Site
-from service.core.ranks import stop_deadline_of
+from service.core.ranks import asks_for_gpus, stop_deadline_of
 from service.core.task import Task
 from service.core.units import DeviceKey, Instant, Mib, NodeName, TaskId
 from service.core.victims import (
@@ -73,7 +73,7 @@ def may_preempt(offers: Offers, task: Task) -> bool:
     """Only demands for GPUs preempt, because freed memory can be kept for the preemptor and a freed CPU
     cannot; and nobody is stopped for a task that a limit of the whole cluster keeps from running."""
     policy = offers.policy
-    if not policy.preemption or not task.demand.gpus:
+    if not policy.preemption or not asks_for_gpus(task.demand):
         return False
     return not offers.draft.short_of(task, policy.custom_limits)
 

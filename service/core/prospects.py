@@ -17,14 +17,15 @@ from service.core.placement import CLOSE_LOOK, Places
 from service.core.policy import Policy
 from service.core.preemption import Eviction, Search, is_coming, may_preempt
 from service.core.quota import Quotas
-from service.core.reclaim import evict_with_restraint, reclaim, reclaim_for_gang
+from service.core.reclaim import evict_with_restraint, make_room_in_quota, reclaim, reclaim_for_gang
 from service.core.refusals import Refusals
 from service.core.task import Placement, Task
 from service.core.units import Instant, NodeName, TaskId
 from service.core.victims import anybody
 
-OWNER, BORROWER = "owner", "borrower"
-"""By what right a tenant's task makes room: it takes back what it is guaranteed, or would have more."""
+OWNER, BORROWER, DEBTOR = "owner", "borrower", "debtor"
+"""As what a tenant's task makes room: it takes back what it is guaranteed, would have more than that, or more
+than it may have."""
 
 
 class Prospects:
@@ -57,11 +58,12 @@ class Prospects:
         self._claims = claims
 
     def is_over_quota(self, group: Group) -> bool:
-        """Whether their tenant may not have such tasks now, or could only borrow and nobody has room to
-        make for that."""
-        if self._quotas.falls_short(group.tenant, group.demand, group.priority):
-            return True
+        """Whether their tenant may not have such tasks now and has nobody of its own to stop for them, or
+        would borrow for them and may stop nobody that would help."""
         denied = self._memory.denied.get(group.key[:3])
+        if self._quotas.falls_short(group.tenant, group.demand, group.priority):
+            is_known = denied is not None and self._is_as(denied, DEBTOR, {})
+            return is_known or not self._claims.may_yield(group.tenant, group.priority)
         if denied is None or denied.as_what != BORROWER or self._memory.growth.revision != denied.grown:
             return False
         restraint = self._claims.restraint(group.tenant, group.demand, group.priority)
@@ -85,6 +87,19 @@ class Prospects:
     def _deny(self, task: Task, kin: Kin, as_what: str, surplus: Surplus, *, passing: bool) -> None:
         likes = (task.tenant, task.priority, kin.demand)
         self._memory.denied[likes] = self._state(as_what, surplus, passing=passing)
+
+    def in_quota(self, task: Task, kin: Kin) -> Eviction | None:
+        """The best way to room for a task above its tenant's quota, among that tenant's own runs; None, which
+        is remembered, if there is none, or if it need only wait."""
+        closed = self._guards.closed_to(task)
+        lacks_mb, found = self._quotas.lacks_mb(task), None
+        if self._claims.may_yield(task.tenant, task.priority) and may_preempt(self._offers, task):
+            self.looks.taken += CLOSE_LOOK * len(self._offers.nodes)
+            nodes = self._offers.nodes - closed
+            found = make_room_in_quota(self._offers, task, lacks_mb, self._now, nodes)
+        if found is None:
+            self._deny(task, kin, DEBTOR, {}, passing=bool(closed) or not lacks_mb)
+        return found
 
     def reclaimed(self, task: Task, kin: Kin) -> Eviction | None:
         """The best way to take back room for a task for which there is no place; None, which is remembered,

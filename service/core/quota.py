@@ -106,18 +106,35 @@ class Quotas:
         allowance = self.of(tenant, priority, task)
         return allowance is not None and self.need_mb(demand) > allowance.left_mb
 
+    def lacks_mb(self, task: Task) -> int:
+        """What its tenant must still give back, so that it may take so much, once those have left who are
+        leaving anyway."""
+        gone, gone_in_cohort = 0, 0
+        cohort = self._policy.tenant(task.tenant).cohort
+        for tenant, mb in self._draft.leaving():
+            gone += mb if tenant == task.tenant else 0
+            gone_in_cohort += mb if self._policy.tenant(tenant).cohort == cohort else 0
+        allowance = self._of(task.tenant, task.priority, task.id, gone, gone_in_cohort)
+        return 0 if allowance is None else max(0, self.need_mb(task.demand) - allowance.left_mb)
+
     def of(self, name: str, priority: int, task: TaskId = NOBODY) -> Allowance | None:
         """None if this tenant has no quota. What is being freed for tasks of lower priority counts as free,
         and for this task."""
+        return self._of(name, priority, task)
+
+    def _of(
+        self, name: str, priority: int, task: TaskId, gone: int = 0, gone_in_cohort: int = 0
+    ) -> Allowance | None:
+        """As if the tenant and its cohort held so much less."""
         mine = self._policy.tenant(name)
         if mine.guaranteed_mb is None:
             return None
         new = self._newly_claimed(task, priority)
-        claimed = self._draft.world.accounts.held_mb(name) + new.by_tenant.get(name, 0)
+        claimed = self._draft.world.accounts.held_mb(name) + new.by_tenant.get(name, 0) - gone
         own_left = mine.guaranteed_mb - claimed
         if not mine.cohort:
             return Allowance(claimed, mine.guaranteed_mb, own_left)
-        left = self._policy.guaranteed_mb(mine.cohort) - self._held_in(mine.cohort)
+        left = self._policy.guaranteed_mb(mine.cohort) - self._held_in(mine.cohort) + gone_in_cohort
         left -= new.by_cohort.get(mine.cohort, 0)
         if mine.borrow_mb is not None:
             left = min(left, own_left + mine.borrow_mb)

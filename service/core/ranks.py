@@ -39,7 +39,7 @@ def parts_on(task: Task, node: NodeName) -> Iterator[Task]:
 
 def part_of(task: Task, rank: int) -> Task:
     """One rank of a gang as if it were a task of its own, of the same name: STOPPING if it is to leave."""
-    part = replace(task, demand=task.demand.bundles[rank], members=())
+    part = replace(task, demand=task.demand.bundles[rank], members=()) if task.demand.bundles else task
     if not task.members or (member := task.members[rank]).takes_part:
         return part
     until = member.stop_deadline_at

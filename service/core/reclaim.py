@@ -2,11 +2,11 @@
 
 from collections.abc import Iterable, Iterator
 
-from service.core.gang_eviction import Coming, choose_among, gang_may_preempt
-from service.core.guarantees import Restraint, Surplus, leaves_guarantees
+from service.core.gang_eviction import Coming, choose_among
+from service.core.guarantees import Restraint, Surplus, leased_mb, leaves_guarantees
 from service.core.offers import Offer, Offers
 from service.core.policy import band_of
-from service.core.preemption import Eviction, best_of, eviction_of
+from service.core.preemption import Eviction, best_of, eviction_of, may_preempt
 from service.core.task import Task
 from service.core.units import Instant, NodeName
 from service.core.victims import Stoppable, is_spared
@@ -31,12 +31,31 @@ def reclaim_for_gang(
     offers: Offers, task: Task, surplus: Surplus, now: Instant, nodes: Iterable[NodeName]
 ) -> Eviction | Coming | None:
     """The same for a gang, on all these nodes at once."""
-    if not gang_may_preempt(offers, task):
+    if not may_preempt(offers, task):
         return None
     there = list(_borrowers_on(offers, task, surplus, nodes))
     return choose_among(
-        there, offers.draft, task, now, lambda gone: leaves_guarantees(gone, surplus, offers.draft)
+        there, offers.draft, task, now, may_leave=lambda gone: leaves_guarantees(gone, surplus, offers.draft)
     )
+
+
+def make_room_in_quota(
+    offers: Offers, task: Task, lacks_mb: int, now: Instant, nodes: Iterable[NodeName]
+) -> Eviction | None:
+    """The cheapest way to room for a task, or a gang, above the quota of its tenant: runs of that tenant are
+    stopped, of strictly lower priority, until the quota has room for it as well. None if there is none, or
+    if they need only be waited for who are leaving."""
+    if not lacks_mb:
+        return None
+    there = []
+    for node in sorted(nodes):
+        mine = (run for run in offers.outlooks.leavers(node, task.priority) if run.task.tenant == task.tenant)
+        there.append(offers.among(node, task.priority, mine))
+    found = choose_among(
+        there, offers.draft, task, now, suffices=lambda gone: leased_mb(gone, offers.draft) >= lacks_mb
+    )
+    assert not isinstance(found, Coming), "who is stopped by nobody gives back nothing"
+    return found
 
 
 def _borrowers_on(offers: Offers, task: Task, surplus: Surplus, nodes: Iterable[NodeName]) -> Iterator[Offer]:

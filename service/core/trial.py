@@ -21,7 +21,7 @@ from service.core.placement import Places, worth_of
 from service.core.policy import Policy
 from service.core.preemption import Eviction, Search, could_make_room, is_coming, may_preempt
 from service.core.quota import Quotas
-from service.core.reclaim import evict_with_restraint, reclaim, reclaim_for_gang
+from service.core.reclaim import evict_with_restraint, make_room_in_quota, reclaim, reclaim_for_gang
 from service.core.task import Task
 from service.core.units import Instant, NodeName
 from service.core.victims import anybody
@@ -131,12 +131,13 @@ class Planner:
         its tenant may take."""
         if self._places.on(node, task) is not None:
             return True
-        return may_preempt(self._offers, task) and could_make_room(self._offers, task, node)
+        may_stop = task.demand.gpus > 0 and may_preempt(self._offers, task)
+        return may_stop and could_make_room(self._offers, task, node)
 
     def could_start(self, task: Task) -> bool:
         """Whether `attempt` finds a place, or may find a way to one."""
         if self.is_over_quota(task):
-            return False
+            return self._claims.may_yield(task.tenant, task.priority)
         if may_preempt(self._offers, task) and any(
             could_make_room(self._offers, task, node) for node in self._offers.nodes
         ):
@@ -151,8 +152,10 @@ class Planner:
         """
         room = self._room(self._offers.nodes, task)
         places = self._beside(task, room)
-        if places is not None or self._draft.pledges_of(task.id) or self.is_over_quota(task):
+        if places is not None or self._draft.pledges_of(task.id):
             return Trial(places)
+        if self.is_over_quota(task):
+            return self._make_room_in_quota(task)
         if task.demand.bundles:
             return Trial() if room else self._make_room_for_gang(task)
         if not may_preempt(self._offers, task):
@@ -166,6 +169,12 @@ class Planner:
         if trial.eviction is not None and trial.eviction.node not in open_nodes:
             return self._search(task, open_nodes, most_nodes)
         return trial
+
+    def _make_room_in_quota(self, task: Task) -> Trial:
+        if not may_preempt(self._offers, task):
+            return Trial()
+        lacks_mb, nodes = self._quotas.lacks_mb(task), self._offers.nodes - self._guards.closed_to(task)
+        return Trial(eviction=make_room_in_quota(self._offers, task, lacks_mb, self._now, nodes))
 
     def _make_room_for_gang(self, task: Task) -> Trial:
         surplus, open_nodes = (

@@ -203,6 +203,8 @@ def other_way(naive: Any, task: Task, best: Any) -> Any:
     """Whom to stop if the best place may not be had, or there is none; where a forecast stands in the way,
     on other nodes."""
     closed = closed_to(naive, task)
+    if naive.over_quota(task):
+        return naive.room_in_quota(task, closed)
     if not best and (taken_back := naive.reclaim(task, closed)):
         return taken_back
     way = None if best else naive.eviction(task)

@@ -5,11 +5,12 @@ from itertools import combinations, permutations
 from math import log
 from typing import Any
 
-from service.core.lease import Lease, Pledge
+from service.core.lease import HolderKind, Lease, Pledge
 from service.core.policy import Policy
 from service.core.task import Task, TaskState
-from service.core.units import Instant
+from service.core.units import Fence, Instant, Mib
 from service.core.world import World
+from tests.builders import NOW
 
 TOPS = (9, 39, 69, 89, 100)
 
@@ -32,6 +33,11 @@ class NaiveTenants:
     is_leaving: Any
     is_shielded: Any
     lost: Any
+    takes: Any
+    soon: Any
+    room: Any
+    unmet: Any
+    stoppable: Any
     gives_back: Any
     leases_of: Any
     standings: dict[str, int]
@@ -94,6 +100,59 @@ class NaiveTenants:
         members = [name for name in everybody if self.policy.tenant(name).cohort == mine.cohort]
         there_is = sum(t.guaranteed_mb or 0 for t in self.policy.tenants if t.cohort == mine.cohort)
         return sum(self.claims_of(name, task) for name in members) + need > there_is
+
+    def lacks(self, task: Task) -> int:
+        """What its tenant has to give back for it, besides what is leaving."""
+        stayed, self.leases = self.leases, [ls for ls in self.leases if not self.is_leaving(ls)]
+        for lacking in range(sum(lease.mb for lease in stayed) + 1):
+            self.leases.append(Lease(HolderKind.RUN, "", Fence(0), "", Mib(-lacking), task.tenant, 0, NOW))
+            is_over = self.over_quota(task)
+            self.leases.pop()
+            if not is_over:
+                break
+        self.leases = stayed
+        return lacking
+
+    def room_in_quota(self, task: Task, closed: Any) -> tuple[list[Any], list[Task]] | None:
+        """The cheapest of the tenant's own runs of lower priority, wherever they are, with whom it has a
+        place, and where: at the node with the least left, on the devices with the least left."""
+        lacks = self.lacks(task)
+        if not lacks or not self.policy.preemption or not self.custom_is_there(task):
+            return None
+        nodes = [n for n in self.nodes if n.ready and not n.cordoned and n.name not in closed]
+        found = [run for node in nodes for run in self.stoppable(node, task) if run.tenant == task.tenant]
+        found.sort(key=lambda r: (self.lost(r), r.priority, -self.gives_back(r), r.id))
+        options = []
+        for count in range(1, len(found) + 1):
+            for gone in combinations(enumerate(found), count):
+                victims = [run for _, run in gone]
+                if sum(lease.mb for run in victims for lease in self.leases_of(run)) < lacks:
+                    continue
+                cost = (sum(self.lost(run) for run in victims), count, tuple(place for place, _ in gone))
+                for node in nodes:
+                    if self.is_open(node, task) and (fit := self.fullest_fit(node, task, victims)):
+                        options.append(((cost, *fit[0]), fit[1], victims))
+        best = min(options, key=lambda option: option[0], default=None)
+        return best and (best[1], best[2])
+
+    def fullest_fit(self, node: Any, task: Task, victims: list[Task]) -> Any:
+        here = [run for run in victims if run.node == node.name]
+        sign = -1 if task.demand.placement == "spread" else 1
+        rated = []
+        for device in self.devices(node.name):
+            left = self.left_after(device, task, here)
+            if left >= 0:
+                rated.append((self.unmet(node, [device], task), sign * left, device.key, device))
+        chosen = [device for *_, device in sorted(rated, key=lambda one: one[:3])[: task.demand.gpus]]
+        if len(chosen) < task.demand.gpus or not self.would_fit(node, chosen, task, here):
+            return None
+        free = 0
+        for device in self.devices(node.name):
+            leases = [lease for run in here for lease in self.leases_of(run) if lease.device == device.key]
+            free += self.soon(device, task) + sum(map(self.takes, leases))
+        leavers = [r for r in self.tasks.values() if r.node == node.name and r.state is TaskState.STOPPING]
+        cpu = self.room(node, task)[0] + sum(run.demand.cpu for run in (*leavers, *here))
+        return (self.unmet(node, [], task), (free, cpu), node.name), chosen
 
     # What may be taken back
 

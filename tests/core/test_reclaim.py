@@ -139,7 +139,8 @@ def test_what_may_be_taken_back_is_explained():
 
 def test_nobody_is_said_to_be_stopped_for_a_tenant_without_quota_left():
     task = a_task("wants", tenant="other", gpu_mb=40)
-    world = a_full_device(a_run("held", "other", 80, priority=5), task, mb=120)
+    low = a_run("low", "guest", 40, priority=5)
+    world = a_full_device(a_run("held", "other", 80), low, task, mb=120)
     assert Planner(Draft(world), POLICY, NOW).attempt(task) == Trial()
 
 
