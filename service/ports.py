@@ -154,8 +154,10 @@ class TaskFilter:
     submitted_before: Instant | None = None
     finished_from: Instant | None = None
     finished_before: Instant | None = None
-    external: bool = False
-    """Only external holders; else all, them included."""
+    kind: str | None = None
+    """entrypoint, command, function or external; all if None."""
+    quarantined: bool | None = None
+    """Of those that have ended: only those whose memory still counts as used, or only the others."""
     after: TaskId | None = None
     limit: int = 100
 

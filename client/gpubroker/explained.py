@@ -171,6 +171,8 @@ class Simulation:
     priority: int | None = None
     resources: Raw | None = None
     """With all defaults."""
+    sizing: Raw | None = None
+    """How `gpu_mb: learned` would be settled."""
     places: tuple[Raw, ...] = ()
     """Where it would start now: `node` and `devices`."""
     victims: tuple[Run, ...] = ()
@@ -181,6 +183,8 @@ class Simulation:
     remedies: tuple[Remedy, ...] = ()
     blockers: tuple[Blocker, ...] = ()
     devices: tuple[DeviceVerdict, ...] = ()
+    as_of: datetime | None = None
+    age_seconds: float | None = None
     raw: Raw = field(default_factory=dict, repr=False)
 
     @property

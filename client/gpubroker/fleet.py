@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any
 
-from gpubroker.decoding import Raw, each, filled
+from gpubroker.decoding import Raw, each, filled, optional
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,11 +171,24 @@ class Tenant:
 
 
 @dataclass(frozen=True, slots=True)
+class ForecastsKept:
+    """How true the first forecasts of starts came that rested on the same: stated, learned or guess."""
+
+    basis: str
+    n: int = 0
+    median_error_seconds: float = 0.0
+    within_p90: float = 0.0
+    """The share that started by the p90; 0.9 is right."""
+    raw: Raw = field(default_factory=dict, repr=False)
+
+
+@dataclass(frozen=True, slots=True)
 class Stats:
     """Counts over the whole cluster: `tasks` by state."""
 
     gpu: Mapping[str, Any] = field(default_factory=dict)
     fragmentation: Fragmentation | None = None
+    forecasts: tuple[ForecastsKept, ...] = ()
     tasks: Mapping[str, int] = field(default_factory=dict)
     executor: Mapping[str, Any] = field(default_factory=dict)
     leader: Mapping[str, Any] = field(default_factory=dict)
@@ -186,5 +199,9 @@ class Stats:
 
     @classmethod
     def of(cls, raw: Raw) -> "Stats":
-        told = raw.get("fragmentation")
-        return filled(cls, raw, fragmentation=Fragmentation.of(told) if told else None)
+        return filled(
+            cls,
+            raw,
+            fragmentation=optional(Fragmentation, raw.get("fragmentation")),
+            forecasts=each(ForecastsKept, raw.get("forecasts")),
+        )

@@ -32,6 +32,8 @@ class ListOptions(TypedDict, total=False):
     """What `list` narrows by; all given must match."""
 
     state: Sequence[str] | str
+    kind: str
+    """entrypoint, command, function or external (a lease of what the broker does not start)."""
     min_priority: int
     max_priority: int
     labels: Mapping[str, str]

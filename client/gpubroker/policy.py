@@ -16,7 +16,12 @@ class Policy:
 
     placement: str = ""
     bands: Rows = ()
+    ageing_seconds_per_point: float = 0.0
     preemption: Mapping[str, Any] = field(default_factory=dict)
+    overuse: str = ""
+    """`report` or `stop`: what becomes of runs above their lease."""
+    overuse_tolerance: float = 0.0
+    learned_margin: float = 0.0
     kinds: Rows = ()
     pools: Rows = ()
     custom_limits: Rows = ()
@@ -27,6 +32,7 @@ class Policy:
     model_types: Rows = ()
     tenants: Rows = ()
     streams: Mapping[str, float] = field(default_factory=dict)
+    body_bytes: int = 0
     raw: Raw = field(default_factory=dict, repr=False)
 
     @classmethod

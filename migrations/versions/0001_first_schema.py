@@ -118,6 +118,8 @@ def _task_indexes() -> None:
         ["tenant", "id"],
         **_where("finished = 0", "NOT finished"),
     )
+    # After the index of all tasks: of two that it thinks as good SQLite takes the one that was made last.
+    op.create_index("ix_task_external", "task", ["tenant", "id"], **_where("external IS NOT NULL"))
 
 
 def _beside_tasks() -> None:

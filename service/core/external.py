@@ -4,6 +4,9 @@ from dataclasses import dataclass
 
 from service.core.units import Seconds
 
+KIND = "external"
+"""What stands where others have the kind of their run."""
+
 
 @dataclass(frozen=True, slots=True)
 class External:

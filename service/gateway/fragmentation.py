@@ -8,7 +8,7 @@ from typing_extensions import TypedDict
 from service.core.fragmentation import Fragmentation, Scattered, Sum
 
 
-class KindView(TypedDict):
+class KindPiecesView(TypedDict):
     kind: str
     free_mb: int
     stranded_mb: int
@@ -33,7 +33,7 @@ class FragmentationView(TypedDict):
         int, Field(description="Each usual demand counts by its share of what was submitted lately.")
     ]
     share: Annotated[float | None, Field(description="Of what is free, 0 to 1; null if nothing is.")]
-    kinds: list[KindView]
+    kinds: list[KindPiecesView]
     scattered: ScatteredView | None
 
 

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from enum import StrEnum
 from typing import Annotated
 
-from pydantic import Field, StringConstraints
+from pydantic import Field
 from typing_extensions import TypedDict
 
 from service.core.demand import Demand, Where
@@ -20,13 +20,10 @@ from service.gateway.faults import refused
 from service.gateway.parts import Defaults
 from service.gateway.problems import Fault, Problem
 from service.gateway.schemas import GraceSeconds, Priority
-from service.gateway.text import KindName, Labels, LabelValue
+from service.gateway.text import KindName, Labels, LabelValue, line
 from service.gateway.translate import Live, error_view, rfc3339, rfc3339_or_none, shares
 from service.gateway.views import ErrorView, PendingView, Time
 from service.ports import TaskRecord
-
-KIND = "external"
-"""`run.kind` of the task that a lease is."""
 
 DAY_SECONDS = 24 * 3600
 _MOST_PIDS = 2**22
@@ -45,9 +42,7 @@ class AskLease(Body):
     """GPU memory for something that the broker does not start. Without `gpu_mb` whole GPUs."""
 
     holder: Annotated[
-        str,
-        StringConstraints(min_length=1, max_length=200, pattern=r"^[^\x00-\x1f\x7f]*$"),
-        Field(description="Who holds it, for people.", examples=["vllm on :8000"]),
+        str, line(200, 1), Field(description="Who holds it, for people.", examples=["vllm on :8000"])
     ]
     gpu_mb: Annotated[int, Field(ge=1, le=16_777_216, description="Of each GPU.")] | None = None
     gpus: Annotated[int, Field(ge=1, le=1024)] = 1
@@ -68,7 +63,7 @@ class AskLease(Body):
     ] = None
     node: Annotated[LabelValue | None, Field(description="Only on this node.")] = None
     devices: Annotated[
-        list[Annotated[str, StringConstraints(min_length=1, max_length=100)]],
+        list[Annotated[str, line(100, 1)]],
         Field(max_length=1024, description="Only of these GPUs, by UUID."),
     ] = Field(default_factory=list)
     kinds: Annotated[
@@ -97,9 +92,10 @@ STATES = {
     LeaseStanding.PENDING: (TaskState.PENDING,),
     LeaseStanding.HELD: (TaskState.ADMITTED, TaskState.RUNNING),
     LeaseStanding.STOPPING: (TaskState.STOPPING,),
+    LeaseStanding.QUARANTINED: tuple(state for state in TaskState if state.is_terminal),
     LeaseStanding.ENDED: tuple(state for state in TaskState if state.is_terminal),
 }
-"""The states of the task that a lease is."""
+"""The states of the task that a lease is. Of the last two its memory tells which."""
 
 
 class NoticeView(TypedDict):
@@ -247,10 +243,11 @@ def lease_view(record: TaskRecord, live: Live) -> LeaseView:
     }
 
 
-def states_of(wanted: Sequence[LeaseStanding]) -> tuple[TaskState, ...]:
-    """Quarantined ones are among those that have ended."""
-    names = {LeaseStanding.ENDED if name is LeaseStanding.QUARANTINED else name for name in wanted}
-    return tuple(state for name in sorted(names) for state in STATES[name])
+def states_of(wanted: Sequence[LeaseStanding]) -> tuple[tuple[TaskState, ...], bool | None]:
+    """States of tasks; and whether of those that have ended only the quarantined are meant, or the rest."""
+    states = tuple(state for name in LeaseStanding if name in wanted for state in STATES[name])
+    of_ended = {LeaseStanding.QUARANTINED, LeaseStanding.ENDED} & set(wanted)
+    return tuple(dict.fromkeys(states)), LeaseStanding.QUARANTINED in of_ended if len(of_ended) == 1 else None
 
 
 def _notice(task: Task) -> NoticeView | None:

@@ -1,7 +1,7 @@
 """What clients may ask for behind the question mark."""
 
 import re
-from typing import Annotated, ClassVar
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import AwareDatetime, BaseModel, ConfigDict, Field
 
@@ -19,13 +19,24 @@ class Query(BaseModel):
     open_names: ClassVar[re.Pattern[str] | None] = None
 
 
-class TaskQuery(Query):
+class PageQuery(Query):
+    limit: Annotated[int, Field(ge=1, description="Above the server's maximum: so many as that.")] = 100
+    cursor: Annotated[str | None, Field(max_length=200, description="`next_cursor` of the page before.")] = (
+        None
+    )
+
+
+class TaskQuery(PageQuery):
     open_names: ClassVar = re.compile(rf"label\.{LABEL_KEY}")
     __pydantic_extra__: dict[str, LabelValue]
 
     state: Annotated[
         list[TaskState], Field(description="One or more states, repeated or separated by commas.")
     ] = []
+    kind: Annotated[
+        Literal["entrypoint", "command", "function", "external"] | None,
+        Field(description="Of what is run; `external`: leases of what the broker does not start."),
+    ] = None
     min_priority: Priority | None = None
     max_priority: Priority | None = None
     name: Annotated[Name | None, Field(description="The exact name.")] = None
@@ -38,10 +49,6 @@ class TaskQuery(Query):
     submitted_before: AwareDatetime | None = None
     finished_from: AwareDatetime | None = None
     finished_before: AwareDatetime | None = None
-    limit: Annotated[int, Field(ge=1, description="Above the server's maximum: so many as that.")] = 100
-    cursor: Annotated[str | None, Field(max_length=200, description="`next_cursor` of the page before.")] = (
-        None
-    )
 
     @property
     def labels(self) -> dict[str, str]:
@@ -49,15 +56,11 @@ class TaskQuery(Query):
         return {name.removeprefix("label."): value for name, value in extra.items()}
 
 
-class LeaseQuery(Query):
+class LeaseQuery(PageQuery):
     state: Annotated[
         list[LeaseStanding], Field(description="One or more states, repeated or separated by commas.")
     ] = []
     holder: Annotated[Name | None, Field(description="The exact name of the holder.")] = None
-    limit: Annotated[int, Field(ge=1, description="Above the server's maximum: so many as that.")] = 100
-    cursor: Annotated[str | None, Field(max_length=200, description="`next_cursor` of the page before.")] = (
-        None
-    )
 
 
 class EstimateQuery(Query):
@@ -78,6 +81,7 @@ class WaitQuery(Query):
 
 
 class LeaseWaitQuery(WaitQuery):
-    state: Annotated[LeaseStanding, Field(description="Wait for as long as it is in this state.")] = (
-        LeaseStanding.PENDING
-    )
+    state: Annotated[
+        Literal[LeaseStanding.PENDING, LeaseStanding.HELD, LeaseStanding.STOPPING],
+        Field(description="Wait for as long as it is in this state."),
+    ] = LeaseStanding.PENDING

@@ -141,7 +141,7 @@ class Resources(Amounts):
 
     @model_validator(mode="after")
     def _agree_on_roles(self) -> Self:
-        if self.roles and (self.mentions_gpus or self.custom or self.cpu is not None or self.memory_mb):
+        if self.roles and (self.mentions_gpus or self.custom or (self.cpu, self.memory_mb) != (None, None)):
             raise PydanticCustomError("contradiction", "give sizes or roles, not both: roles have the sizes")
         if self.roles:
             _agree(self.settled())

@@ -15,7 +15,7 @@ class Role(Body):
     """What one role needs. What is left out it does not need."""
 
     gpus: Annotated[int, Field(ge=0, le=1024)] | None = None
-    gpu_mb: Annotated[int, Field(ge=1, le=1_073_741_824)] | None = None
+    gpu_mb: Annotated[int, Field(ge=1, le=16_777_216)] | None = None
     gpu_fraction: Annotated[float, Field(gt=0, le=1)] | None = None
     cpu: Annotated[float, Field(ge=0, le=100_000)] | None = None
     memory_mb: Annotated[int, Field(ge=0, le=1_073_741_824)] | None = None

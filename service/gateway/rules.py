@@ -7,8 +7,8 @@ from typing_extensions import TypedDict
 
 from service.core.policy import BANDS, CustomLimit, Policy, Pool, TenantPolicy
 from service.gateway.identity import Identity
-from service.gateway.overview import sees
 from service.gateway.parts import Defaults, GatewayParts
+from service.gateway.tenants import may_compare
 
 
 class BandView(TypedDict):
@@ -17,7 +17,7 @@ class BandView(TypedDict):
     highest: int
 
 
-class KindView(TypedDict):
+class KindRuleView(TypedDict):
     name: str
     power: int
     context_mb: int
@@ -83,7 +83,7 @@ class PreemptionView(TypedDict):
 
 class TenantRuleView(TypedDict):
     name: str
-    cohort: str
+    cohort: str | None
     guaranteed_mb: int | None
     borrow_mb: int | None
     weight: float
@@ -91,7 +91,8 @@ class TenantRuleView(TypedDict):
 
 
 class PolicyView(TypedDict):
-    """What the operator has chosen, as far as it concerns this token's tenant; an admin sees all of it."""
+    """What the operator has chosen, as far as it concerns this token's tenant; with the scope cluster:read
+    all of it."""
 
     bands: list[BandView]
     ageing_seconds_per_point: float
@@ -100,7 +101,7 @@ class PolicyView(TypedDict):
     overuse: Annotated[str, Field(description="`report` or `stop`: what becomes of runs above their lease.")]
     overuse_tolerance: float
     learned_margin: float
-    kinds: list[KindView]
+    kinds: list[KindRuleView]
     pools: list[PoolView]
     custom_limits: list[CustomView]
     max_running: list[RunningView]
@@ -143,7 +144,7 @@ def policy_view(parts: GatewayParts, viewer: Identity) -> PolicyView:
 
 
 def _concerns(viewer: Identity, tenant: str) -> bool:
-    return tenant == "*" or sees(viewer, tenant)
+    return tenant == "*" or may_compare(viewer, tenant)
 
 
 def _pool_view(pool: Pool) -> PoolView:
@@ -218,7 +219,7 @@ def _model_type_views(defaults: Defaults) -> list[ModelTypeView]:
 def _tenant_view(rule: TenantPolicy) -> TenantRuleView:
     return {
         "name": rule.name,
-        "cohort": rule.cohort,
+        "cohort": rule.cohort or None,
         "guaranteed_mb": rule.guaranteed_mb,
         "borrow_mb": rule.borrow_mb,
         "weight": rule.weight,

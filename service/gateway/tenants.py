@@ -11,6 +11,7 @@ from service.core.fairness import Levels
 from service.core.policy import Policy
 from service.core.units import Instant
 from service.core.world import World
+from service.gateway.identity import Identity, Scope
 from service.gateway.views import AsOf
 
 
@@ -39,13 +40,19 @@ class TenantList(AsOf):
     items: list[TenantView]
 
 
-def tenant_views(world: World, policy: Policy, now: Instant, only: str | None) -> Iterator[TenantView]:
-    """In name order: those that are configured, that hold or wait for anything, or ever held anything."""
+def may_compare(viewer: Identity, tenant: str) -> bool:
+    """Whether somebody may know what a tenant may have: how a cluster is shared is part of the cluster."""
+    return viewer.tenant == tenant or viewer.may(Scope.CLUSTER_READ)
+
+
+def tenant_views(world: World, policy: Policy, now: Instant, viewer: Identity) -> Iterator[TenantView]:
+    """In name order: those that are configured, that hold or wait for anything, or ever held anything;
+    or the viewer's own alone, as `may_compare` says."""
     levels = Levels(world, policy, now)
     listed = {tenant.name for tenant in policy.tenants} - {"*"}
     pending, active = _pending(world), Counter(world.tasks[task].tenant for task in world.active)
     known = listed | levels.tenants | set(pending) | set(active)
-    for name in sorted(known if only is None else {only}):
+    for name in sorted(known if viewer.may(Scope.CLUSTER_READ) else {viewer.tenant}):
         mine = policy.tenant(name)
         held_mb = world.accounts.held_mb(name)
         yield {

@@ -51,8 +51,14 @@ def timing_of(body: SubmitTask, now: Instant) -> Timing:
 
 def changed_times(body: ChangeTask, task: Task, now: Instant) -> dict[str, float | None]:
     """The times that the client gives, null among them. Raises Problem as `timing_of` does."""
+    given = body.model_fields_set & CHANGEABLE_TIMES
+    if given and task.external is not None:
+        detail = f"an external lease has no such time; it is renewed: POST /leases/{task.id}/renew"
+        raise refused(
+            [Fault(pointer=f"/{name}", detail=detail, code="not-of-a-lease") for name in sorted(given)]
+        )
     faults: list[Fault] = []
-    times: dict[str, float | None] = dict.fromkeys(body.model_fields_set & CHANGEABLE_TIMES)
+    times: dict[str, float | None] = dict.fromkeys(given)
     if body.not_before is not None:
         times["not_before"] = _ahead("not_before", body.not_before, now, faults)
     if body.queue_ttl_seconds is not None:

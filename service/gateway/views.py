@@ -14,7 +14,7 @@ Time = Annotated[str, Field(json_schema_extra={"format": "date-time"}, examples=
 
 
 class RunView(TypedDict):
-    kind: Annotated[str, Field(description="entrypoint, command or function.")]
+    kind: Annotated[str, Field(description="entrypoint, command, function or external.")]
     entrypoint: str | None
     command: list[str] | None
 

@@ -214,13 +214,31 @@ def test_the_command_line_asks_shows_renews_and_releases(service: RecordedServic
 
 def test_the_list_of_leases_leaves_out_those_that_are_over(service: RecordedService, run: Run) -> None:
     quarantined = a_lease("quarantined", error={"kind": "not_released", "message": "it was not released"})
-    items = [a_lease(), quarantined, a_lease("ended", holder="gone")]
-    service.told(Reply(200, {"items": items}), Reply(200, {"items": items}), Reply(200, {"items": []}))
-    told = run("lease list").out
-    assert "it was not released" in told
-    assert "gone" not in told
-    assert "gone" in run("lease list --all").out
-    assert "no leases" in run("lease list").out
+    service.told(Reply(200, {"items": [a_lease(), quarantined]}), Reply(200, {"items": []}))
+    assert "it was not released" in run("lease list").out
+    assert "no leases" in run("lease list --all").out
+    assert [asked.params for asked in service.asked] == [
+        [("state", "pending,held,stopping,quarantined")],
+        [],
+    ]
+
+
+@pytest.mark.parametrize("word", ["vllm", FULL_ID[-4:], FULL_ID[5:20]])
+def test_a_lease_is_named_by_a_part_of_its_id_or_by_its_holder(
+    service: RecordedService, run: Run, word: str
+) -> None:
+    listed = {"items": [a_lease(), a_lease(id="task_01k9z6x8d2000000000000000a", holder="another")]}
+    service.told(Reply(200, listed), Reply(200, a_lease("ended")))
+    assert run(f"lease release {word}").code == 0
+    assert service.asked[-1].path == f"/leases/{FULL_ID}"
+
+
+def test_a_word_that_may_mean_two_leases_or_none_means_neither(service: RecordedService, run: Run) -> None:
+    listed = {"items": [a_lease(), a_lease(id=f"{FULL_ID[:-1]}a")]}
+    service.told(Reply(200, listed), Reply(200, listed))
+    assert "may be any of" in run("lease release vllm").err
+    assert "no lease is held by 'nobody'" in run("lease release nobody").err
+    assert {asked.method for asked in service.asked} == {"GET"}
 
 
 def test_a_command_runs_with_its_gpus_and_its_exit_code_is_ours(service: RecordedService, run: Run) -> None:

@@ -15,6 +15,7 @@ NODE = {
     "cpu": {"total": 4, "used": 1.5},
     "memory_mb": {"total": 8192, "used": 0},
 }
+FORETOLD = {"basis": "learned", "n": 40, "median_error_seconds": 70.4, "within_p90": 0.88}
 STATS = {
     "gpu": {"leased_mb": 1024, "total_mb": 2048},
     "tasks": {"pending": 7},
@@ -119,6 +120,11 @@ TENANT = {
         ("policy", POLICY, POLICY_SAYS),
         ("policy", {"preemption": {"enabled": False}}, ["preemption  off"]),
         ("stats", {**STATS, "fragmentation": IN_PIECES}, IN_PIECES_SAYS),
+        (
+            "stats",
+            {**STATS, "forecasts": [FORETOLD]},
+            ["forecasts", "learned: 88% of 40 by their p90, off by 70s"],
+        ),
         ("stats", STATS, ["leased 1.0 GiB · total 2.0 GiB", "pending 7", "0.2 s ago, event 9"]),
         (
             f"explain {FULL_ID}",

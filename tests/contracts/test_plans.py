@@ -110,6 +110,8 @@ LISTS = [
     (TaskFilter("tenant-0", after=TaskId("004000")), "ix_task_tenant_id"),
     (TaskFilter("tenant-0", states=(TaskState.PENDING,)), "ix_task_unfinished"),
     (TaskFilter("tenant-0", states=(TaskState.FAILED,)), "ix_task_finished"),
+    (TaskFilter("tenant-0", kind="external"), "ix_task_external"),
+    (TaskFilter("tenant-0", kind="external", quarantined=True), "ix_task_external"),
 ]
 
 

@@ -48,7 +48,7 @@ async def test_pages_follow_each_other_without_gap_or_repetition(six: TaskStore)
 async def test_external_holders_are_kept_as_they_asked_and_listed_apart(six: TaskStore) -> None:
     terms = External(Seconds(60.0), pid=4711)
     await six.submit(a_submission(a_task("t8", tenant="lab", external=terms, deadline_at=Instant(NOW + 60))))
-    assert await listed(six, external=True) == ["t8"]
+    assert await listed(six, kind="external") == ["t8"]
     assert (await listed(six))[:2] == ["t8", "t6"]
     [task] = [task for task in (await six.snapshot()).tasks if task.id == "t8"]
     assert (task.external, task.deadline_at) == (terms, NOW + 60)

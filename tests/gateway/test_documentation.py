@@ -51,6 +51,11 @@ def test_every_operation_has_a_name_a_summary_and_the_problems_it_may_answer() -
     assert len(names) == len(set(names))
 
 
+def test_no_component_is_named_after_our_modules() -> None:
+    """As happens where two have the same name."""
+    assert [name for name in DOCUMENT["components"]["schemas"] if "__" in name] == []
+
+
 def test_whatever_is_expected_is_told_in_one_shape() -> None:
     schemas = DOCUMENT["components"]["schemas"]
     assert [name for name, told in schemas.items() if "p50_seconds" in told.get("properties", {})] == [

@@ -1,6 +1,7 @@
 """External leases over HTTP: asked for, waited for, renewed, and given back."""
 
 import asyncio
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ from service.core.deadlines import Watch, due
 from service.core.orders import Gone
 from service.core.plan import Decision
 from service.core.task import TaskState
-from service.core.units import Fence, Instant, TaskId
+from service.core.units import Fence, Instant, Seconds, TaskId
 from tests.builders import GIB, a_device, a_node, a_sample
 from tests.gateway.harness import PATIENCE_SECONDS, Client, Gateway, a_body, before, fault, problem, until
 
@@ -20,6 +21,10 @@ async def ask(api: Client, **fields: Any) -> str:
     response = await api.post("/leases", json={**ASKED, **fields})
     assert response.status_code == 202, response.text
     return str(response.json()["id"])
+
+
+async def listed(api: Client, query: str) -> list[str]:
+    return [item["id"] for item in (await api.get(f"/leases?{query}")).json()["items"]]
 
 
 async def state_of(api: Client, lease: str) -> str:
@@ -127,7 +132,7 @@ async def test_one_that_is_not_given_back_is_quarantined_until_somebody_says_tha
     found = (await api.get(f"/leases/{lease}")).json()
     assert (found["state"], found["error"]["kind"]) == ("quarantined", "not_released")
     assert [share["state"] for share in found["devices"]] == ["quarantined"]
-    assert [item["id"] for item in (await api.get("/leases?state=quarantined")).json()["items"]] == [lease]
+    assert await listed(api, "state=quarantined") == [lease]
     released = await api.delete(f"/leases/{lease}")
     assert (released.status_code, released.json()["state"]) == (200, "ended")
     assert released.json()["error"]["kind"] == "not_released"
@@ -146,15 +151,35 @@ async def test_leases_are_listed_by_state_and_holder_page_by_page(gateway: Gatew
     await gateway.plan(first)
     others = [await ask(api, holder=name) for name in ("a", "b")]
 
-    async def listed(query: str) -> list[str]:
-        return [item["id"] for item in (await api.get(f"/leases?{query}")).json()["items"]]
-
-    assert await listed("state=held") == [first]
-    assert await listed("state=pending,held") == [*reversed(others), first]
-    assert await listed("holder=a") == [others[0]]
+    assert await listed(api, "state=held") == [first]
+    assert await listed(api, "state=pending,held") == [*reversed(others), first]
+    assert await listed(api, "holder=a") == [others[0]]
     page = (await api.get("/leases?limit=2")).json()
     assert page["has_more"]
-    assert await listed(f"limit=2&cursor={page['next_cursor']}") == [first]
+    assert await listed(api, f"limit=2&cursor={page['next_cursor']}") == [first]
+
+
+async def test_what_has_ended_and_what_was_not_given_back_are_listed_apart(
+    gateway: Gateway, api: Client
+) -> None:
+    ended = await ask(api, gpu_mb=GIB)
+    await gateway.plan(ended)
+    await api.delete(f"/leases/{ended}")
+    stuck = await ask(api, gpu_mb=GIB)
+    await gateway.plan(stuck)
+    await overdue(gateway, stuck)
+    waiting = await ask(api, gpu_mb=GIB)
+    assert await listed(api, "state=quarantined") == [stuck]
+    assert await listed(api, "state=ended") == [ended]
+    assert await listed(api, "state=quarantined,ended") == [stuck, ended]
+    assert await listed(api, "state=pending,held,stopping,quarantined") == [waiting, stuck]
+
+
+async def test_tasks_and_leases_can_be_listed_apart(api: Client) -> None:
+    lease, task = await ask(api), await api.submit()
+    for kind, expected in (("external", [lease]), ("entrypoint", [task]), ("command", [])):
+        assert [item["id"] for item in (await api.get(f"/tasks?kind={kind}")).json()["items"]] == expected
+    assert "external" in fault(await api.get("/tasks?kind=lease"), "query:kind")
 
 
 async def test_the_same_key_asks_once(api: Client) -> None:
@@ -193,12 +218,16 @@ async def test_a_lease_is_its_tenants_own(gateway: Gateway, api: Client) -> None
         ({"node": "n9"}, "no-matching-device", "/node"),
         ({"ttl_seconds": 0.5}, "validation-failed", "/ttl_seconds"),
         ({"holder": ""}, "validation-failed", "/holder"),
+        ({"devices": ["GPU-1\x1b[2J"]}, "validation-failed", "/devices/0"),
+        ({"grace_seconds": 61}, "exceeds-maximum", "/grace_seconds"),
         ({"pid": 0}, "validation-failed", "/pid"),
     ],
 )
 async def test_what_could_never_be_held_is_refused(
-    api: Client, asked: dict[str, Any], code: str, pointer: str
+    gateway: Gateway, api: Client, asked: dict[str, Any], code: str, pointer: str
 ) -> None:
+    most = replace(gateway.policy.maximum, grace_seconds=Seconds(60.0))
+    gateway.change(policy=replace(gateway.policy, maximum=most))
     response = await api.post("/leases", json={**ASKED, **asked})
     assert problem(response, 422, code)["errors"][0]["pointer"] == pointer
 
@@ -221,6 +250,21 @@ async def test_only_who_may_see_the_cluster_is_told_which_nodes_there_are(gatewa
         'no node is named "n9"; name another, or none',
         'no node is named "n9"; there are n1; name another, or none',
     ]
+
+
+async def test_nobody_waits_for_a_lease_to_leave_a_state_that_only_a_word_ends(api: Client) -> None:
+    lease = await ask(api)
+    for state in ("quarantined", "ended"):
+        response = await api.get(f"/leases/{lease}/wait?state={state}")
+        assert "stopping" in fault(response, "query:state")
+
+
+async def test_the_times_of_a_lease_are_not_changed_but_renewed(gateway: Gateway, api: Client) -> None:
+    lease = await ask(api)
+    response = await api.patch(f"/tasks/{lease}", json={"deadline_at": None})
+    assert f"POST /leases/{lease}/renew" in fault(response, "/deadline_at")
+    assert gateway.task(lease).deadline_at is not None
+    assert (await api.patch(f"/tasks/{lease}", json={"priority": 20})).json()["priority"] == 20
 
 
 async def test_a_process_is_on_one_node(gateway: Gateway, api: Client) -> None:

@@ -24,16 +24,22 @@ async def test_the_policy_tells_what_a_submit_meets(gateway: Gateway, api: Clien
     assert (told["defaults"]["priority"], told["model_types"][0]["name"]) == (54, "llm")
 
 
-async def test_other_tenants_quotas_are_told_to_admins_only(gateway: Gateway, api: Client) -> None:
+@pytest.mark.parametrize(
+    ("scopes", "seen"),
+    [(("tasks:read",), {"vision"}), (("tasks:read", "cluster:read"), {"vision", "speech"})],
+)
+async def test_policy_and_tenants_tell_the_same_viewers_of_the_same_tenants(
+    gateway: Gateway, scopes: tuple[str, ...], seen: set[str]
+) -> None:
     tenants = (TenantPolicy("*"), TenantPolicy("vision", weight=2.0), TenantPolicy("speech"))
     gateway.change(policy=replace(gateway.policy, tenants=tenants))
-    viewer = await gateway.client("viewer", "cluster:read", tenant="vision")
-    told = [row["name"] for row in (await viewer.get("/policy")).json()["tenants"]]
-    assert told == ["*", "vision"]
-    assert len((await api.get("/policy")).json()["tenants"]) == 3
+    viewer = await gateway.client("viewer", *scopes, tenant="vision")
+    rules = {row["name"] for row in (await viewer.get("/policy")).json()["tenants"]}
+    standings = {row["name"] for row in (await viewer.get("/tenants")).json()["items"]}
+    assert (rules, standings) == ({"*"} | seen, seen)
 
 
-async def test_the_policy_needs_the_scope_to_read_the_cluster(gateway: Gateway) -> None:
+async def test_the_policy_needs_the_scope_to_read_tasks(gateway: Gateway) -> None:
     writer = await gateway.client("writer", "tasks:write")
     problem(await writer.get("/policy"), 403, "forbidden")
 

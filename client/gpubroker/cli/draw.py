@@ -13,9 +13,9 @@ from rich.text import Text
 
 from gpubroker.cli.bars import LEGEND, bar
 from gpubroker.cli.draw_learned import expected_end, expected_start
-from gpubroker.cli.layout import Column, Rows, ago, gib, moment, short_id, size, with_short_ids
+from gpubroker.cli.layout import Column, Rows, ago, gib, moment, short_id, size, span, with_short_ids
 from gpubroker.cli.retell import retold
-from gpubroker.fleet import Fragmentation, Gpu, Holder, Node, Stats
+from gpubroker.fleet import ForecastsKept, Fragmentation, Gpu, Holder, Node, Stats
 from gpubroker.models import Event, Task, TaskDevice, TaskRank, TaskState, Token
 
 NO_HISTORY: Mapping[str, str] = MappingProxyType({})
@@ -273,6 +273,7 @@ def stats(shown: Stats) -> RenderableType:
     rows = [
         ("gpu memory", " · ".join(sizes)),
         *_pieces(shown.fragmentation),
+        *(("forecasts", _kept(of)) for of in shown.forecasts),
         ("tasks", " · ".join(f"{state} {count}" for state, count in shown.tasks.items())),
         ("executor", executor(shown)),
     ]
@@ -292,6 +293,10 @@ def _pieces(found: Fragmentation | None) -> Iterable[tuple[str, str]]:
         sizes = f"{size(one.gpu_mb)}" if one.gpus == 1 else f"{one.gpus} × {size(one.gpu_mb)}"
         free = f"{gib(one.free_mb)} GiB are free, at most {size(one.largest_mb)} in one piece"
         yield "in pieces", f"! {one.waiting} wait for {sizes}; {free}"
+
+
+def _kept(of: ForecastsKept) -> str:
+    return f"{of.basis}: {of.within_p90:.0%} of {of.n} by their p90, off by {span(of.median_error_seconds)}"
 
 
 def executor(shown: Stats) -> str:

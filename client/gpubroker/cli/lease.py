@@ -9,18 +9,19 @@ import typer
 
 from gpubroker.cli import quantities
 from gpubroker.cli.leash import Leash
-from gpubroker.cli.session import Format, Output, broker_of, emit, emit_all, say
+from gpubroker.cli.session import Format, Output, broker_of, emit, emit_all, lease_id, say
 from gpubroker.cli.submit import CommandAfterDashes, GpuMb, Gpus, Kinds, Priority
 
 if TYPE_CHECKING:
     from gpubroker.holding import HeldLease
     from gpubroker.leases import LeaseOptions
 
-lease = typer.Typer(help="GPU memory for what the broker does not start.", no_args_is_help=True)
+lease = typer.Typer(help="External leases: memory for what the broker does not start.", no_args_is_help=True)
 
+_UNFINISHED = "pending,held,stopping,quarantined"
 _SECONDS = {"parser": quantities.seconds, "metavar": "DURATION"}
 
-LeaseId = Annotated[str, typer.Argument(metavar="LEASE", help="Its id.")]
+LeaseId = Annotated[str, typer.Argument(metavar="LEASE", help="Its id, a start or end of it, or its holder.")]
 Holder = Annotated[str | None, typer.Option(help="Who holds it, for people; else this program.")]
 Ttl = Annotated[
     Any, typer.Option("--ttl", help="Who is not heard of for so long is asked to leave.", **_SECONDS)
@@ -116,8 +117,8 @@ def list_(
     from gpubroker.cli import draw_leases
 
     with broker_of(context) as broker:
-        found = [lease for lease in broker.leases() if everything or lease.raw.get("state") != "ended"]
-        emit_all(output, found, draw_leases.leases)
+        found = broker.leases(state=None if everything else _UNFINISHED)
+        emit_all(output, list(found), draw_leases.leases)
 
 
 @lease.command()
@@ -126,7 +127,7 @@ def show(context: typer.Context, lease: LeaseId, output: Output = Format.TABLE) 
     from gpubroker.cli import draw_leases
 
     with broker_of(context) as broker:
-        emit(output, broker.get_lease(lease), draw_leases.lease)
+        emit(output, broker.get_lease(lease_id(broker, lease)), draw_leases.lease)
 
 
 @lease.command()
@@ -137,7 +138,7 @@ def renew(
     from gpubroker.cli import draw_leases
 
     with broker_of(context) as broker:
-        emit(output, broker.renew_lease(lease, ttl_seconds), draw_leases.lease)
+        emit(output, broker.renew_lease(lease_id(broker, lease), ttl_seconds), draw_leases.lease)
 
 
 @lease.command()
@@ -146,7 +147,7 @@ def release(context: typer.Context, lease: LeaseId, output: Output = Format.TABL
     from gpubroker.cli import draw_leases
 
     with broker_of(context) as broker:
-        emit(output, broker.release_lease(lease), draw_leases.lease)
+        emit(output, broker.release_lease(lease_id(broker, lease)), draw_leases.lease)
 
 
 def _options(given: dict[str, Any]) -> "LeaseOptions":

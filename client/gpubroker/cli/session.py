@@ -83,12 +83,25 @@ def task_id(broker: "Broker", word: str, *, to_change: bool = False) -> str:
     recent = islice(broker.list(limit=500), _TASKS_SEARCHED)
     found = [task.id for task in recent if _is_meant(task.id, word)]
     found = found or [task.id for task in islice(broker.list(name=word, limit=6), 6)]
+    return _only(found, word, "task is named")
+
+
+def lease_id(broker: "Broker", word: str) -> str:
+    """The id of the external lease a person meant, as `task_id`: its holder is its name."""
+    if word.startswith("task_") and len(word) == _TASK_ID_LENGTH:
+        return word
+    recent = list(islice(broker.leases(), _TASKS_SEARCHED))
+    found = [lease.id for lease in recent if _is_meant(lease.id, word)]
+    return _only(found or [lease.id for lease in recent if lease.holder == word], word, "lease is held by")
+
+
+def _only(found: Sequence[str], word: str, nothing: str) -> str:
     match found:
         case [only]:
             return only
         case []:
             raise _doubt(
-                f"no task is named {word!r}, and no id of the newest {_TASKS_SEARCHED} begins or ends so"
+                f"no {nothing} {word!r}, and of the newest {_TASKS_SEARCHED} no id begins or ends so"
             )
     raise _doubt(
         f"{word!r} may be any of {', '.join(found[:5])}{' ...' if found[5:] else ''}; type one of them"

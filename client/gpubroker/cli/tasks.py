@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 
@@ -47,6 +47,11 @@ def ps(
     state: Annotated[list[str] | None, typer.Option("--state", "-s", help="Only these; repeatable.")] = None,
     label: Annotated[list[str] | None, typer.Option("--label", "-l", metavar="NAME=VALUE")] = None,
     name: Annotated[str | None, typer.Option("--name", "-n", help="Only tasks of this name.")] = None,
+    kind: Annotated[
+        str | None, typer.Option(help="Only entrypoint, command, function or external (a lease).")
+    ] = None,
+    model_type: Annotated[str | None, typer.Option(help="Only of this model type.")] = None,
+    stream: Annotated[str | None, typer.Option(help="Only of this work stream.")] = None,
     after: Annotated[
         str | None, typer.Option("--after", metavar="TASK", help="Only those that run after this one.")
     ] = None,
@@ -62,8 +67,8 @@ def ps(
         wanted["state"] = state or _UNFINISHED
     if label:
         wanted["labels"] = quantities.pairs(label, "--label")
-    if name:
-        wanted["name"] = name
+    given = {"name": name, "kind": kind, "model_type": model_type, "stream": stream}
+    wanted |= cast("ListOptions", {option: word for option, word in given.items() if word})
     with broker_of(context) as broker:
         if after:
             wanted["after"] = task_id(broker, after)
@@ -73,7 +78,7 @@ def ps(
             return _with_reasons(broker, found) if output is Format.TABLE else found
 
         def drawn(found: "Sequence[Task]") -> "RenderableType":
-            narrow = state or label or name or after or everything
+            narrow = state or label or any(given.values()) or after or everything
             return draw.tasks(found, "no such task" if narrow else _NOTHING_TO_DO)
 
         if watching:

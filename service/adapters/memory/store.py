@@ -9,6 +9,7 @@ from service.core.accounts import HALF_LIFE_SECONDS, Accounts
 from service.core.device import Device, Node
 from service.core.estimate import Sketch, Topic
 from service.core.events import Event, NewEvent, events_of, requested, submitted, task_of
+from service.core.external import KIND as EXTERNAL
 from service.core.lease import Lease, LeaseState, Pledge
 from service.core.plan import Decision, Outcome, Request, released_mb, taken_mb
 from service.core.task import Task, TaskState
@@ -225,6 +226,10 @@ class MemoryStore:
     async def records(self, wanted: TaskFilter) -> Sequence[TaskRecord]:
         found = (self._tasks[task] for task in sorted(self._tasks, reverse=True))
         rows = [task for task in found if _matches(task, self._specs[task.id], wanted)]
+        if wanted.quarantined is not None:
+            leases = self._leases.values()
+            used = {lease.holder for lease in leases if lease.state is not LeaseState.RELEASED}
+            rows = [t for t in rows if not t.is_terminal or (t.id in used) is wanted.quarantined]
         return [self._record(task) for task in rows[: wanted.limit]]
 
     def _record(self, task: Task) -> TaskRecord:
@@ -296,7 +301,7 @@ def _matches(task: Task, spec: RunSpec, wanted: TaskFilter) -> bool:
         and (wanted.runs_after is None or any(it.task == wanted.runs_after for it in task.after))
         and _is_within(task.submitted_at, wanted.submitted_from, wanted.submitted_before)
         and _is_within(task.finished_at, wanted.finished_from, wanted.finished_before)
-        and (not wanted.external or task.external is not None)
+        and wanted.kind in (None, spec.kind if task.external is None else EXTERNAL)
         and all(spec.labels.get(key) == value for key, value in wanted.labels.items())
     )
 

@@ -27,6 +27,7 @@ from service.adapters.sql.statements import EVENT
 from service.core.accounts import Usage
 from service.core.device import Device
 from service.core.events import Event
+from service.core.external import KIND as EXTERNAL
 from service.core.lease import Lease, Pledge
 from service.core.task import TERMINAL, Task, TaskState
 from service.core.units import Instant, Position, TaskId
@@ -47,6 +48,7 @@ TASK = tuple(_task.c[field.name] for field in fields(Task))
 _LEASE = tuple(tables.lease.c[field.name] for field in fields(Lease))
 _PLEDGE = tuple(tables.pledge.c[field.name] for field in fields(Pledge))
 _DEVICE = tuple(tables.device.c[field.name] for field in fields(Device))
+_lease = tables.lease
 _SPEC = tuple(column for column in _spec.c if column.name != "tenant")  # which the task's row has
 ESTIMATE = tuple(tables.estimate.c[name] for name in ("tenant", "subject", "kind", "what", "counts"))
 _ESTIMATES = select(*ESTIMATE).order_by(tables.estimate.c.learned_at)
@@ -130,8 +132,14 @@ def listing(wanted: TaskFilter) -> Select[Any]:
         query = query.where(some, _task.c.after.contains(f'"{wanted.runs_after}"', autoescape=True))
     query = query.where(*_within(_task.c.submitted_at, wanted.submitted_from, wanted.submitted_before))
     query = query.where(*_within(_task.c.finished_at, wanted.finished_from, wanted.finished_before))
-    if wanted.external:
-        query = query.where(_task.c.external.isnot(None))
+    if wanted.kind == EXTERNAL:
+        query = query.where(_task.c.external.isnot(None))  # in the words of their index
+    elif wanted.kind is not None:
+        of_kind = select(_spec.c.task).where(_spec.c.task == _task.c.id, _spec.c.kind == wanted.kind)
+        query = query.where(of_kind.exists())
+    if wanted.quarantined is not None:
+        used = select(_lease.c.holder).where(_lease.c.holder == _task.c.id, ~_lease.c.released).exists()
+        query = query.where(or_(~_task.c.finished, used if wanted.quarantined else ~used))
     for key, value in wanted.labels.items():
         here = (_label.c.tenant == wanted.tenant) & (_label.c.key == key) & (_label.c.value == value)
         query = query.where(_task.c.id.in_(select(_label.c.task).where(here)))

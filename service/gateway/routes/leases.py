@@ -1,17 +1,15 @@
 """External leases: ask, renew, give back."""
 
-import hashlib
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Query, Response
 
+from service.core.external import KIND
 from service.core.task import TaskState
-from service.core.units import Seconds, TaskId
-from service.gateway.cursor import filter_hash, read_cursor, write_cursor
+from service.core.units import Seconds
 from service.gateway.direct import Call, DirectRoute, answer, needs, problems
 from service.gateway.identity import Scope
 from service.gateway.leases import (
-    KIND,
     AskLease,
     LeasePage,
     LeaseStanding,
@@ -24,13 +22,14 @@ from service.gateway.leases import (
     states_of,
     task_of_lease,
 )
+from service.gateway.listing import page_of
 from service.gateway.lookup import ask_leader, find, live_of, reread
 from service.gateway.permission import check_priority
 from service.gateway.problems import Problem
 from service.gateway.queries import LeaseQuery, LeaseWaitQuery
-from service.gateway.routes.tasks import IdempotencyKey
+from service.gateway.submitting import IdempotencyKey, submitted
 from service.gateway.waiters import moves_of
-from service.ports import RunSpec, Submission, SubmitVerdict, TaskFilter, TaskRecord
+from service.ports import RunSpec, TaskRecord
 
 router = APIRouter(route_class=DirectRoute, tags=["leases"])
 
@@ -51,13 +50,13 @@ router = APIRouter(route_class=DirectRoute, tags=["leases"])
         "exceeds-capacity",
         "no-matching-device",
         "exceeds-maximum",
-        "pool-mismatch",
+        "exceeds-quota",
         "idempotency-key-reused",
         "store-unavailable",
     ),
 )
 async def ask_lease(call: Call, body: AskLease, idempotency_key: IdempotencyKey = None) -> Response:
-    """Ask for GPU memory that something outside of the broker will use.
+    """Ask for an external lease: GPU memory that something outside of the broker will use.
 
     It waits in the same queue as tasks, and may be asked to leave for a higher priority. Use the memory while
     the lease is `held`, renew it before `deadline_at`, and release it when the memory is free again.
@@ -71,24 +70,10 @@ async def ask_lease(call: Call, body: AskLease, idempotency_key: IdempotencyKey 
     task = task_of_lease(body, demand, tenant, parts.defaults, id=parts.ids.task(now), now=now)
     check_priority(call, task.priority)
     parts.capacity.check(demand, task.priority, tenant, at="")
-    key = None if idempotency_key is None else idempotency_key.strip('"')
-    body_hash = hashlib.sha256(b"lease\0" + tenant.encode() + b"\0" + await call.body()).hexdigest()
+    parts.capacity.check_times(task)
     spec = RunSpec(kind=KIND, labels=body.labels)
-    submission = Submission(task, spec, key, "" if key is None else body_hash)
-    outcome = await parts.store.submit(submission)
-    headers = {"Location": f"/leases/{outcome.task}"}
-    match outcome.verdict:
-        case SubmitVerdict.KEY_REUSED:
-            raise Problem(
-                "idempotency-key-reused",
-                f'the key "{key}" was used with another body, for {outcome.task}; nothing was stored; use a '
-                "new key for a new lease",
-            )
-        case SubmitVerdict.DUPLICATE:
-            headers["Idempotency-Replayed"] = "true"
-            return _told(call, await _find_lease(call, outcome.task), 202, headers)
-        case SubmitVerdict.ACCEPTED:
-            return _told(call, TaskRecord(task, spec), 202, headers)
+    record, _is_new, headers = await submitted(call, task, spec, idempotency_key, "lease")
+    return _told(call, record, 202, headers)
 
 
 @router.get(
@@ -100,24 +85,10 @@ async def ask_lease(call: Call, body: AskLease, idempotency_key: IdempotencyKey 
 )
 async def list_leases(call: Call, query: Annotated[LeaseQuery, Query()]) -> Response:
     """List your tenant's external leases, newest first."""
-    parts = call.parts
-    limit = min(query.limit, parts.limits.page_items)
-    wanted: dict[str, Any] = {
-        "tenant": call.identity.tenant,
-        "states": states_of(query.state),
-        "name": query.holder,
-        "external": True,
-    }
-    filtered_by = filter_hash(wanted)
-    after = None if query.cursor is None else TaskId(read_cursor(query.cursor, filtered_by))
-    records = await parts.store.records(TaskFilter(**wanted, after=after, limit=limit + 1))
-    page, has_more = records[:limit], len(records) > limit
-    view: LeasePage = {
-        "items": [lease_view(record, live_of(parts, record.task, explained=False)) for record in page],
-        "next_cursor": write_cursor(page[-1].task.id, filtered_by) if has_more else None,
-        "has_more": has_more,
-    }
-    return answer(view)
+    states, quarantined = states_of(query.state)
+    return await page_of(
+        call, query, lease_view, kind=KIND, states=states, quarantined=quarantined, name=query.holder
+    )
 
 
 @router.get(
@@ -128,7 +99,7 @@ async def list_leases(call: Call, query: Annotated[LeaseQuery, Query()]) -> Resp
     responses=problems("unauthenticated", "forbidden", "not-found"),
 )
 async def get_lease(call: Call, lease_id: str) -> Response:
-    """Read a lease: what it has, until when, and whether its holder is asked to leave."""
+    """Read an external lease: what it has, until when, and whether its holder is asked to leave."""
     return _told(call, await _find_lease(call, lease_id))
 
 
@@ -144,7 +115,10 @@ async def get_lease(call: Call, lease_id: str) -> Response:
     },
 )
 async def wait_for_lease(call: Call, lease_id: str, query: Annotated[LeaseWaitQuery, Query()]) -> Response:
-    """Wait until a lease is no longer in a state: `pending` to get it, `held` to hear the notice to leave."""
+    """Wait until an external lease is no longer in a state.
+
+    `pending`: to get it; `held`: to hear the notice to leave.
+    """
     parts = call.parts
     seconds = min(query.timeout_seconds, parts.limits.wait_seconds)
     with parts.waiters.expect(moves_of(lease_id)) as moved:
@@ -173,7 +147,7 @@ async def wait_for_lease(call: Call, lease_id: str, query: Annotated[LeaseWaitQu
     },
 )
 async def renew_lease(call: Call, lease_id: str, body: RenewLease = RenewLease()) -> Response:  # noqa: B008  # frozen
-    """Say that the lease is still needed: its deadline moves on."""
+    """Say that an external lease is still needed: its deadline moves on."""
     record = await _find_lease(call, lease_id)
     task = record.task
     if task.is_terminal:
@@ -197,9 +171,10 @@ async def renew_lease(call: Call, lease_id: str, body: RenewLease = RenewLease()
     },
 )
 async def release_lease(call: Call, lease_id: str) -> Response:
-    """Give a lease back: its memory is free, or it is no longer wanted. Done again it changes nothing.
+    """Give an external lease back: its memory is free, or it is no longer wanted.
 
-    Whoever releases a quarantined lease states that its memory is free; who did is noted.
+    Done again it changes nothing. Whoever releases a quarantined lease states that its memory is free; who
+    did is noted.
     """
     record = await _find_lease(call, lease_id)
     stands = _stands(call, record)

@@ -1,40 +1,32 @@
 """Tasks: submit, list, read, change, cancel."""
 
-import hashlib
 import re
 from datetime import datetime
-from typing import Annotated, Any
+from typing import Annotated
 
 from fastapi import APIRouter, Header, Query, Response
 
 from service.core.expectations import Size
 from service.core.task import Task, TaskState
-from service.core.units import Instant, TaskId
-from service.gateway.cursor import filter_hash, read_cursor, write_cursor
+from service.core.units import Instant
 from service.gateway.direct import Call, DirectRoute, answer, needs, problems
 from service.gateway.identity import Scope
 from service.gateway.intake import check_allowed, check_possible, take_in
+from service.gateway.listing import page_of
 from service.gateway.lookup import ask_leader, at_its_end, find, finished, live_of, reread
 from service.gateway.pending import NOT_YET_SEEN
 from service.gateway.permission import check_priority
 from service.gateway.problems import Problem
 from service.gateway.queries import TaskQuery
 from service.gateway.schemas import CancelTask, ChangeTask, SubmitTask
+from service.gateway.submitting import IdempotencyKey, submitted
 from service.gateway.timing import changed_times
 from service.gateway.translate import Live, arguments_of, spec_of, task_view
 from service.gateway.views import TaskPage, TaskView
-from service.ports import Submission, SubmitVerdict, TaskFilter, TaskRecord
+from service.ports import RunSpec
 
 router = APIRouter(route_class=DirectRoute, tags=["tasks"])
 
-IdempotencyKey = Annotated[
-    str | None,
-    Header(
-        alias="Idempotency-Key",
-        pattern=r'^("[\x21\x23-\x7e]{1,255}"|[\x21\x23-\x7e]{1,255})$',
-        description="The same key with the same body answers with the first task, however often it is sent.",
-    ),
-]
 Prefer = Annotated[
     str | None,
     Header(
@@ -88,23 +80,11 @@ async def submit_task(
     task, learned = await take_in(call, body)
     check_allowed(call, body, task)
     check_possible(call, task)
-    submission = await _submission(call, body, task, idempotency_key, learned)
-    outcome = await parts.store.submit(submission)
-    wait_seconds, headers = _wait_of(prefer, parts.limits.wait_seconds)
-    headers["Location"] = f"/tasks/{outcome.task}"
-    match outcome.verdict:
-        case SubmitVerdict.KEY_REUSED:
-            raise Problem(
-                "idempotency-key-reused",
-                f'the key "{submission.idempotency_key}" was used with another body, for {outcome.task}; '
-                "nothing was stored; use a new key for a new task",
-            )
-        case SubmitVerdict.DUPLICATE:
-            headers["Idempotency-Replayed"] = "true"
-            record = await find(call, outcome.task)
-            live = live_of(parts, record.task)
-        case SubmitVerdict.ACCEPTED:
-            record, live = TaskRecord(task, submission.spec), _JUST_ACCEPTED
+    spec = await _stored_spec(call, body, task, learned)
+    record, is_new, headers = await submitted(call, task, spec, idempotency_key, "task")
+    wait_seconds, preference = _wait_of(prefer, parts.limits.wait_seconds)
+    headers |= preference
+    live = _JUST_ACCEPTED if is_new else live_of(parts, record.task)
     if wait_seconds is None:
         return answer(task_view(record, live), 202, headers)
     record = await at_its_end(parts, record, wait_seconds)
@@ -113,20 +93,14 @@ async def submit_task(
     return answer(task_view(record, live_of(parts, record.task)), 202, headers)
 
 
-async def _submission(
-    call: Call, body: SubmitTask, task: Task, idempotency_key: str | None, learned: Size | None
-) -> Submission:
+async def _stored_spec(call: Call, body: SubmitTask, task: Task, learned: Size | None) -> RunSpec:
     """Large arguments are on disk before the row that names them."""
     parts = call.parts
     arguments = arguments_of(body.run)
     digest = None
     if len(arguments) > parts.limits.inline_bytes:
         digest = await parts.blobs.put(arguments, owner=task.id)
-    spec = spec_of(body, arguments, digest, learned)
-    if idempotency_key is None:
-        return Submission(task, spec)
-    body_hash = hashlib.sha256(task.tenant.encode() + b"\0" + await call.body()).hexdigest()
-    return Submission(task, spec, idempotency_key.strip('"'), body_hash)
+    return spec_of(body, arguments, digest, learned)
 
 
 def _wait_of(prefer: str | None, most_seconds: float) -> tuple[float | None, dict[str, str]]:
@@ -159,34 +133,24 @@ def _wait_of(prefer: str | None, most_seconds: float) -> tuple[float | None, dic
 )
 async def list_tasks(call: Call, query: Annotated[TaskQuery, Query()]) -> Response:
     """List your tenant's tasks, newest first."""
-    parts = call.parts
-    limit = min(query.limit, parts.limits.page_items)
-    wanted: dict[str, Any] = {
-        "tenant": call.identity.tenant,
-        "states": tuple(query.state),
-        "min_priority": query.min_priority,
-        "max_priority": query.max_priority,
-        "labels": query.labels,
-        "name": query.name,
-        "model_type": query.model_type,
-        "stream": query.stream,
-        "runs_after": None if query.after is None else (await find(call, query.after)).task.id,
-        "submitted_from": _instant(query.submitted_from),
-        "submitted_before": _instant(query.submitted_before),
-        "finished_from": _instant(query.finished_from),
-        "finished_before": _instant(query.finished_before),
-    }
-    filtered_by = filter_hash(wanted)
-    after = None if query.cursor is None else TaskId(read_cursor(query.cursor, filtered_by))
-    records = await parts.store.records(TaskFilter(**wanted, after=after, limit=limit + 1))
-    page = records[:limit]
-    has_more = len(records) > limit
-    view: TaskPage = {
-        "items": [task_view(record, live_of(parts, record.task, explained=False)) for record in page],
-        "next_cursor": write_cursor(page[-1].task.id, filtered_by) if has_more else None,
-        "has_more": has_more,
-    }
-    return answer(view)
+    return await page_of(
+        call,
+        query,
+        task_view,
+        states=tuple(query.state),
+        kind=query.kind,
+        min_priority=query.min_priority,
+        max_priority=query.max_priority,
+        labels=query.labels,
+        name=query.name,
+        model_type=query.model_type,
+        stream=query.stream,
+        runs_after=None if query.after is None else (await find(call, query.after)).task.id,
+        submitted_from=_instant(query.submitted_from),
+        submitted_before=_instant(query.submitted_before),
+        finished_from=_instant(query.finished_from),
+        finished_before=_instant(query.finished_before),
+    )
 
 
 def _instant(time: datetime | None) -> Instant | None:
