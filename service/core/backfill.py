@@ -12,7 +12,7 @@ from service.core.draft import Draft
 from service.core.expectations import whole_run_seconds
 from service.core.ground import Ground
 from service.core.headroom import Headroom
-from service.core.ordering import Kin, OrderKey
+from service.core.ordering import OrderKey
 from service.core.policy import Policy
 from service.core.ranks import asks_for_gpus, part_of
 from service.core.task import Placement, Task, TaskState
@@ -145,49 +145,29 @@ class Guards:
         self.on: dict[NodeName, list[Planned]] = {}
         """Node -> the forecasts that keep room there, the first in order first."""
         self.kept_away = kept_away
-        self._barred: dict[Kin, dict[int, tuple[int, int, NodeName | None]]] = {}
-        """Demand -> priority of tasks that were kept away -> (growth and changes of which this tells, the
-        node on which they wait for room)."""
+        """So many tasks were kept away so far: they may only take what would delay somebody."""
+        self._keys: dict[TaskId, OrderKey] = {}
+        """Of the tasks with forecasts, as they stand since that revision of changes."""
+        self._keys_at = -1
         for forecast in forecasts:
             task = draft.world.tasks.get(forecast.task)
             if forecast.keeps_room and task is not None and task.state is TaskState.PENDING:
                 for planned in planned_of(forecast, task):
                     self.on.setdefault(planned.node, []).append(planned)
 
-    def started(self, task: TaskId) -> bool:
-        """The task is admitted: its forecast keeps nothing any more. Returns whether it did until now."""
-        if not any(one.task.id == task for planned in self.on.values() for one in planned):
-            return False
-        self._barred.clear()
-        left = {node: [one for one in planned if one.task.id != task] for node, planned in self.on.items()}
-        self.on = {node: planned for node, planned in left.items() if planned}
-        return True
+    def started(self, task: TaskId) -> None:
+        """The task is admitted: its forecast keeps nothing any more. Its nodes count as grown."""
+        for node, planned in list(self.on.items()):
+            left = [one for one in planned if one.task.id != task]
+            if len(left) < len(planned):
+                self.on = {**self.on, node: left} if left else {n: p for n, p in self.on.items() if n != node}
+                self._draft.changes.mark(node)
+                self._draft.growth.mark(node)
 
     @property
     def is_tired(self) -> bool:
         """So many were kept away that nobody else is tried on the nodes of forecasts in this cycle."""
         return self.kept_away >= self._policy.backfill_depth
-
-    def keep_away(self, task: Task, kin: Kin, coming_on: NodeName | None = None) -> None:
-        """The task may only take what would delay somebody. `coming_on`: unless it waits for room there."""
-        self.kept_away += 1
-        revisions = self._draft.growth.revision, self._draft.changes.revision
-        if self.is_tired:
-            self._barred.setdefault(kin, {})[task.priority] = *revisions, coming_on
-
-    def is_barred(self, kin: Kin, priority: int) -> bool:
-        """Whether it is known that such tasks, and their likes of lower priority, are kept away."""
-        grown = self._draft.growth.revision
-        return any(
-            barred >= priority and then == grown and coming_on is None
-            for barred, (then, _, coming_on) in self._barred.get(kin, {}).items()
-        )
-
-    def is_waiting(self, kin: Kin, priority: int) -> bool:
-        """Whether it is known that tasks of just this priority are kept away, and wait for room elsewhere."""
-        grown, changed, coming_on = self._barred.get(kin, {}).get(priority, (-1, 0, None))
-        changes = self._draft.changes
-        return grown == self._draft.growth.revision and (not coming_on or changes.at(coming_on) <= changed)
 
     def bars(self, task: Task, places: Sequence[Placement], *, everybody: bool) -> bool:
         """Whether the task would delay there somebody who stands ahead of it, or anybody at all."""
@@ -210,18 +190,35 @@ class Guards:
             elif not self.is_tired:
                 yield self.leeway(task, node, everybody=False).clipped(ground)
 
-    def may_stop_runs(self, task: Task, node: NodeName) -> bool:
-        """Whether the task may have room made for it on the node: whoever stands ahead of it with a forecast
-        there may stop it in turn."""
-        return node not in self.on or all(
-            self._gives_way(task, planned)
-            for planned in self.on[node]
-            if self._order(planned.task) < self._order(task)
+    def closed_to(self, task: Task) -> frozenset[NodeName]:
+        """Where it may have nobody stopped: somebody who stands ahead of it with a forecast there could not
+        stop it in turn."""
+        mine = self._order(task)
+        return frozenset(
+            node
+            for node, planned in self.on.items()
+            if not all(self._gives_way(task, one) for one in planned if self._key_of(one) < mine)
         )
 
-    def closed_to(self, task: Task) -> frozenset[NodeName]:
-        """Where it may have nobody stopped."""
-        return frozenset(node for node in self.on if not self.may_stop_runs(task, node))
+    def off_limits(self, task: Task) -> frozenset[NodeName]:
+        """The same, and wherever nobody is tried any more."""
+        return frozenset(self.on) if self.is_tired else self.closed_to(task)
+
+    def stands_behind_all(self, task: Task) -> bool:
+        """Whether nobody with a forecast stands behind the task."""
+        mine = self._order(task)
+        return all(self._key_of(one) <= mine for planned in self.on.values() for one in planned)
+
+    def _key_of(self, planned: Planned) -> OrderKey:
+        """Worked out once between two decisions: nothing else changes it."""
+        if self._keys_at != self._draft.changes.revision:
+            self._keys_at = self._draft.changes.revision
+            self._keys.clear()
+        task = planned.task
+        key = self._keys.get(task.id)
+        if key is None:
+            key = self._keys[task.id] = self._order(task)
+        return key
 
     def leeway(self, task: Task, node: NodeName, *, everybody: bool) -> Leeway:
         """What the task may take of the node without delaying anybody ahead of it, or anybody at all."""
@@ -243,17 +240,19 @@ class Guards:
 
     def _there(self, task: Task, node: NodeName, at: float, delayed: Planned) -> Iterator[Planned]:
         """That forecast, and the others ahead of the task that will have begun by then and not be over."""
+        mine = self._order(task)
         for planned in self.on[node]:
             begun = planned.forecast.start_at <= at < planned.forecast.end_at
-            if planned is delayed or (begun and self._order(planned.task) < self._order(task)):
+            if planned is delayed or (begun and self._key_of(planned) < mine):
                 yield planned
 
     def delayed_by(self, task: Task, node: NodeName, *, everybody: bool) -> list[Planned]:
         """The forecasts on the node that the task would outlast, and whose task may not stop it either."""
+        mine = self._order(task)
         protected = [
             planned
             for planned in self.on[node]
-            if planned.task.id != task.id and (everybody or self._order(planned.task) < self._order(task))
+            if planned.task.id != task.id and (everybody or self._key_of(planned) < mine)
         ]
         if not protected:
             return []

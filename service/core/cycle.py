@@ -13,7 +13,7 @@ from service.core.guarantees import Claims
 from service.core.looks import Looks
 from service.core.memory import Memory
 from service.core.offers import Offers
-from service.core.ordering import Kin, OrderKey
+from service.core.ordering import OrderKey
 from service.core.outlook import Outlooks
 from service.core.placement import Places, worth_of
 from service.core.plan import Decision, given_mb
@@ -170,8 +170,9 @@ class Slice:
             if decision is not None:
                 self._decisions.append(decision)
                 self._agenda.charge(task, given_mb(decision))
-                freed = decision.why == "admit" and self._guards.started(task.id)
-                if freed or self._memory.growth.revision > before or self._is_awaited(decision):
+                if decision.why == "admit":
+                    self._guards.started(task.id)
+                if self._memory.growth.revision > before or self._is_awaited(decision):
                     self._agenda.wake()
 
     def _is_awaited(self, decision: Decision) -> bool:
@@ -195,7 +196,7 @@ class Slice:
         if is_refused and not self._prospects.may_reclaim(group):
             return None
         if task.demand.bundles:
-            return self._enter(task, group.kin, self._prospects.gang(task, group.kin))
+            return self._enter_gang(task, self._prospects.gang(task, group.kin))
         placement = self._prospects.place(task, group.kin)
         if placement is None:
             way = self._prospects.reclaimed(task, group.kin)
@@ -203,11 +204,11 @@ class Slice:
                 return self._evict(task, way)
             if is_refused:
                 return None
-            return self._enter(task, group.kin, self._prospects.eviction(task, group.kin))
+            return self._enter(task, self._prospects.eviction(task, group.kin))
         placement = self._prospects.place_beside(task, group.kin, placement)
         if placement is not None:
             return self._admit(task, placement)
-        return self._enter(task, group.kin, self._prospects.eviction_beside(task, group.kin))
+        return self._enter(task, self._prospects.eviction(task, group.kin, has_room=True))
 
     def _admit(self, task: Task, placement: Placement) -> Decision:
         since = self._memory.changes.at(placement.node)
@@ -224,24 +225,18 @@ class Slice:
         kept_up_to = self._claims.kept_up_to(task)
         return evict(self._draft, task, eviction, self._now, kept_up_to=kept_up_to)
 
-    def _enter(
-        self, task: Task, kin: Kin, found: Gang | Eviction | Search | None
-    ) -> Decision | Search | None:
+    def _enter(self, task: Task, found: Eviction | Search | None) -> Decision | Search | None:
+        return self._evict(task, found) if isinstance(found, Eviction) else found
+
+    def _enter_gang(self, task: Task, found: Gang | Eviction | None) -> Decision | None:
         """Unless it would delay a forecast."""
         if isinstance(found, Eviction):
             nodes = {self._draft.book(device).device.node for device, _ in found.devices}
-            if all(self._guards.may_stop_runs(task, node) for node in nodes):
+            if not nodes & self._guards.off_limits(task):
                 return self._evict(task, found)
-            if task.demand.bundles:
-                self._guards.keep_away(task, kin)
-                return None
-            return self._enter(task, kin, self._prospects.eviction_beside(task, kin))
-        if found is None or isinstance(found, Search):
-            return found
-        if self._guards.bars(task, found, everybody=False):
-            others = self._places.gang(task, self._guards)
-            if others is None:
-                self._guards.keep_away(task, kin)
-                return None
-            found = others
-        return admit(self._draft, task, found, self._now)
+            found = None
+            self._guards.kept_away += 1
+        elif found is not None and self._guards.bars(task, found, everybody=False):
+            found = self._places.gang(task, self._guards)
+            self._guards.kept_away += found is None
+        return None if found is None else admit(self._draft, task, found, self._now)

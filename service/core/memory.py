@@ -1,6 +1,6 @@
 """What a planner found out about a World, kept from slice to slice and from cycle to cycle."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Set
 from dataclasses import dataclass, field
 from math import inf
 from typing import NamedTuple
@@ -76,15 +76,6 @@ class GangRefusal(NamedTuple):
     """Or rather: room for it is coming on these nodes together."""
 
 
-class Beside(NamedTuple):
-    """There was nothing that could be made room for such a task where no forecast stands in its way."""
-
-    forecasts: frozenset[NodeName]
-    """Where they stood in its way."""
-    ruled_out: int
-    """Revision of `growth` of which this tells."""
-
-
 class Memory:
     """A pure cache: a plan made with it is the plan made without. For one World; another one empties it.
 
@@ -104,7 +95,10 @@ class Memory:
         self.standings: dict[Likes | TaskId, Standing] = {}
         self.refused = Refused()
         self.gangs: dict[Likes, GangRefusal] = {}
-        self.beside: dict[Likes, Beside] = {}
+        self.beside = Refused()
+        """The same where no forecast stands."""
+        self.forecast_on: frozenset[NodeName] = frozenset()
+        """Where forecasts stood when that was looked at."""
         self.rows: dict[tuple[NodeName, int], tuple[int, tuple[Row, ...]]] = {}
         """(node, priority) -> (revision of its `changes`, what tasks without pledges could have)."""
         self.outlooks: Known = {}
@@ -134,12 +128,12 @@ class Memory:
         """Remember what a slice decided: the next one looks whether that came true."""
         self._decided = tuple(decisions)
 
-    def resume(self, task: Task) -> Search | None:
-        """The search for this task that was left, ready to be gone on with."""
+    def resume(self, task: Task, closed: Set[NodeName]) -> Search | None:
+        """The search for this task that was left, ready to be gone on with. `closed`: of no concern to it."""
         pursuit, self.pursuit = self.pursuit, None
         if pursuit is None or pursuit.search.task != task:
             return None
-        pursuit.search.look_again(self.changes.since(pursuit.changed))
+        pursuit.search.look_again(set(self.changes.since(pursuit.changed)) - closed)
         return pursuit.search
 
     def open(

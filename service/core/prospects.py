@@ -1,8 +1,7 @@
 """Whether there is anything to be found for a task at all, without looking twice at what did not change."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Set
 from dataclasses import replace
-from math import inf
 
 from service.core.backfill import Guards
 from service.core.draft import Draft
@@ -10,12 +9,12 @@ from service.core.gang import Gang
 from service.core.gang_eviction import choose_for_gang
 from service.core.guarantees import Claims, Restraint, Surplus
 from service.core.looks import Looks
-from service.core.memory import Beside, Denied, GangRefusal, Memory, Pursuit, Standing
+from service.core.memory import Denied, GangRefusal, Memory, Pursuit, Standing
 from service.core.offers import Offers
 from service.core.ordering import Group, Kin
 from service.core.placement import CLOSE_LOOK, Places
 from service.core.policy import Policy
-from service.core.preemption import Eviction, Search, is_coming, may_preempt
+from service.core.preemption import Eviction, Search, could_make_room, is_coming, may_preempt
 from service.core.quota import Quotas
 from service.core.reclaim import evict_with_restraint, make_room_in_quota, reclaim, reclaim_for_gang
 from service.core.refusals import Refusals
@@ -53,7 +52,12 @@ class Prospects:
         self._places = places
         self._offers = offers
         changes, growth = memory.changes, memory.growth
-        self._refusals = Refusals(memory.refused, offers, policy, changes, growth, memory.awaited, looks)
+        self._refusals = Refusals(
+            memory.refused, offers, policy, changes, growth, memory.awaited, looks, offers.nodes
+        )
+        self._beside = Refusals(
+            memory.beside, offers, policy, changes, growth, memory.awaited, looks, offers.nodes
+        )
         self._quotas = quotas
         self._claims = claims
 
@@ -118,7 +122,13 @@ class Prospects:
 
     def shut(self) -> Mapping[Kin, int]:
         """Demand -> the priority up to which it is known that there is nothing, whoever asks."""
-        return {} if self._policy.has_quotas else self._refusals.shut()
+        if self._policy.has_quotas:
+            return {}
+        shut = self._refusals.shut()
+        if not self._guards.is_tired:
+            return shut
+        beside = self._elsewhere().shut()
+        return {**shut, **{kin: max(up_to, shut.get(kin, -1)) for kin, up_to in beside.items()}}
 
     def is_refused(self, group: Group) -> bool:
         """Whether it is known, or a look at what changed tells, that there is neither room for such tasks
@@ -127,7 +137,7 @@ class Prospects:
             return self._is_refused_gang(group)
         if self.has_nothing(group):
             return True
-        if self._guards.is_waiting(group.kin, group.priority):
+        if self._guards.is_tired and self._elsewhere().is_waiting(group.kin, group.priority):
             return True
         return self._refusals.is_waiting(group.kin, group.priority)
 
@@ -135,9 +145,20 @@ class Prospects:
         """The same, and it is so for lower priorities as well."""
         if group.demand.counted and self._is_short(group):
             return True
-        if self._guards.is_barred(group.kin, group.priority):
+        if self._guards.is_tired and self._elsewhere().has_nothing(group.kin, group.priority):
             return True
         return self._refusals.has_nothing(group.kin, group.priority)
+
+    def _elsewhere(self) -> Refusals:
+        """What is known of the nodes where no forecast stands. One that stands no more makes a node grow."""
+        stands_on = frozenset(self._guards.on)
+        if stands_on != self._memory.forecast_on:
+            for node in sorted(self._memory.forecast_on - stands_on):
+                self._memory.changes.mark(node)
+                self._memory.growth.mark(node)
+            self._memory.forecast_on = stands_on
+        self._beside.nodes = self._offers.nodes - stands_on
+        return self._beside
 
     def _is_short(self, group: Group) -> bool:
         likes, changed = (group.kin, group.priority), self._memory.changes.revision
@@ -206,40 +227,14 @@ class Prospects:
     def place_beside(self, task: Task, kin: Kin, best: Placement) -> Placement | None:
         """The best place at which a task delays nobody for whom there is a forecast; who stands ahead of it
         must be spared, and others are if possible. `best` is the best of all places."""
-        for everybody in (True, False):
+        likes = (kin, task.priority)
+        for everybody in (False,) if self._guards.stands_behind_all(task) else (True, False):
             if not self._guards.bars(task, (best,), everybody=everybody):
                 return best
-            likes = (kin, task.priority)
             place = self._places.best_beside(self._guards, task, likes, everybody=everybody)
             if place is not None:
                 return place
         return None
-
-    def eviction_beside(self, task: Task, kin: Kin) -> Eviction | None:
-        """The best eviction on nodes where it delays no forecast, for a task that may do nothing else. None
-        if there is none: then it was kept away."""
-        closed = self._guards.closed_to(task)
-        found, coming_on = None, None
-        if may_preempt(self._offers, task):
-            nodes: Iterable[NodeName] = self._offers.nodes - closed
-            known = self._memory.beside.get((kin, task.priority))
-            if known is not None and known.forecasts == closed:
-                nodes = self._memory.growth.since(known.ruled_out)
-                nodes = self._offers.nodes.intersection(nodes) - closed
-            search = Search(task, nodes)
-            search.go_on(self._offers, Looks(inf))
-            found, coming_on = search.eviction(self._offers, self._now), search.coming_on
-            restraint = self._restraint_on(task, found)
-            if restraint is not None:
-                nodes = self._offers.nodes - closed
-                found = evict_with_restraint(self._offers, task, restraint, self._now, nodes)
-                self._guards.kept_away += found is None
-                return found
-        if found is None:
-            if coming_on is None:
-                self._memory.beside[kin, task.priority] = Beside(closed, self._memory.growth.revision)
-            self._guards.keep_away(task, kin, coming_on)
-        return found
 
     def _restraint_on(self, task: Task, found: Eviction | None) -> Restraint | None:
         """If the tenant would borrow, and this way stops whom a borrower may not stop."""
@@ -249,29 +244,45 @@ class Prospects:
         is_kept = restraint is not None and not restraint.allows(found.victims, found.surplus)
         return restraint if is_kept else None
 
-    def eviction(self, task: Task, kin: Kin) -> Eviction | Search | None:
-        """The best eviction for a task for which there is no place; None, which is remembered, if there is
-        none, or if it need only wait. A search that is not at its end is gone on with when asked again."""
-        coming_on = self._refusals.coming_on(task, kin)
+    def eviction(self, task: Task, kin: Kin, *, has_room: bool = False) -> Eviction | Search | None:
+        """The best eviction where it delays no forecast, for a task for which there is no place, or none that
+        it may have (`has_room`). None, which is remembered, if there is none, or if it need only wait. A
+        search that is not at its end is gone on with when asked again."""
+        elsewhere, restraint, is_kept = self._elsewhere(), None, has_room
+        closed = self._guards.off_limits(task) & self._offers.nodes
+        coming_on = elsewhere.coming_on(task, kin)
+        if not has_room:
+            coming = (node for node in sorted(closed) if is_coming(self._offers, task, node))
+            coming_on = coming_on or self._refusals.coming_on(task, kin) or next(coming, None)
         if coming_on is None and may_preempt(self._offers, task):
-            search = self._memory.resume(task) or Search(task, self._refusals.worth_a_look(task, kin))
+            search = self._memory.resume(task, closed)
+            search = search or Search(task, self._worth_a_search(task, kin) - closed)
             if not search.go_on(self._offers, self.looks):
                 self._memory.pursuit = Pursuit(search, self._memory.changes.revision)
                 return search
             found = search.eviction(self._offers, self._now)
             restraint = self._restraint_on(task, found)
             if restraint is not None:
-                return self._evict_with(restraint, task, kin)
+                found = self._evict_with(restraint, task, self._offers.nodes - closed)
             if found is not None:
                 return found
             coming_on = search.coming_on
-        self._refusals.refuse(task, kin, coming_on)
+            is_kept = has_room or any(could_make_room(self._offers, task, node) for node in closed)
+        if is_kept and (has_room or coming_on is None):
+            self._guards.kept_away += 1
+            if restraint is None and coming_on not in self._guards.on:
+                elsewhere.refuse(task, kin, coming_on)
+        elif restraint is not None:
+            self._deny(task, kin, BORROWER, restraint.surplus, passing=False)
+        else:
+            self._refusals.refuse(task, kin, coming_on)
         return None
 
-    def _evict_with(self, restraint: Restraint, task: Task, kin: Kin) -> Eviction | None:
-        """None, which is remembered of this tenant, if there is none: for others there is one."""
-        self.looks.taken += CLOSE_LOOK * len(self._offers.nodes)
-        found = evict_with_restraint(self._offers, task, restraint, self._now, self._offers.nodes)
-        if found is None:
-            self._deny(task, kin, BORROWER, restraint.surplus, passing=False)
-        return found
+    def _worth_a_search(self, task: Task, kin: Kin) -> Set[NodeName]:
+        """The usable nodes without those that had nothing when they were last looked at."""
+        on = self._guards.on.keys() & self._offers.nodes
+        return self._refusals.worth_a_look(task, kin) & {*on, *self._elsewhere().worth_a_look(task, kin)}
+
+    def _evict_with(self, restraint: Restraint, task: Task, nodes: Set[NodeName]) -> Eviction | None:
+        self.looks.taken += CLOSE_LOOK * len(nodes)
+        return evict_with_restraint(self._offers, task, restraint, self._now, nodes)

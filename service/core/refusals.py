@@ -1,6 +1,6 @@
 """Whether there is still nothing for a demand: as long as no node has grown enough, nobody looks again."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
 
 from service.core.agenda import A_GLANCE
 from service.core.changes import Changes
@@ -30,8 +30,10 @@ class Refusals:
         growth: Changes,
         awaited: set[NodeName],
         looks: Looks,
+        nodes: Set[NodeName],
     ) -> None:
-        """`awaited`: to this is added where room is coming for somebody."""
+        """`awaited`: to this is added where room is coming for somebody. `nodes`: all that is of concern."""
+        self.nodes = nodes
         self._known = known
         self._offers = offers
         self._policy = policy
@@ -84,12 +86,12 @@ class Refusals:
         nodes = (known.coming_on for known in self._at_least(kin, task.priority))
         return next((node for node in nodes if node and is_coming(self._offers, task, node)), None)
 
-    def worth_a_look(self, task: Task, kin: Kin) -> Iterable[NodeName]:
+    def worth_a_look(self, task: Task, kin: Kin) -> Set[NodeName]:
         """The usable nodes without those that had nothing when they were last looked at."""
         ruled_out = self._ruled_out(kin, task.priority)
         if not ruled_out:
-            return self._offers.nodes
-        return self._offers.nodes.intersection(self._growth.since(ruled_out))
+            return self.nodes
+        return self.nodes & set(self._growth.since(ruled_out))
 
     def seen(self, task: Task, kin: Kin) -> int:
         """The revision of `changes` at which no node had room for it; 0 if that was never found."""
@@ -139,7 +141,7 @@ class Refusals:
         if known.broken == (changed, priority):
             return False
         soon = self._offers.outlooks.soon
-        if node not in self._offers.nodes or not soon(node, priority).fits(known.probe):
+        if node not in self.nodes or not soon(node, priority).fits(known.probe):
             known.broken = changed, priority
             return False
         if self._fits_into_any(known, priority, at_most=False):
@@ -163,7 +165,7 @@ class Refusals:
             self._rooms.clear()
         rooms = self._rooms.get((grown, priority, at_most))
         if rooms is None:
-            nodes = self._offers.nodes.intersection(self._growth.since(grown))
+            nodes = self.nodes & set(self._growth.since(grown))
             look = self._offers.outlooks.most if at_most else self._offers.outlooks.now
             self._looks.taken += len(nodes)
             rooms = self._rooms[grown, priority, at_most] = [look(node, priority) for node in nodes]

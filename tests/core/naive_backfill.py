@@ -207,8 +207,11 @@ def other_way(naive: Any, task: Task, best: Any) -> Any:
         return naive.room_in_quota(task, closed)
     if not best and (taken_back := naive.reclaim(task, closed)):
         return taken_back
-    way = None if best else naive.eviction(task)
-    if best or (way is not None and way[0][0].node in closed):
-        way = naive.eviction(task, closed)
-        naive.kept_away += way is None
+    if naive.kept_away >= naive.policy.backfill_depth:
+        closed = [node_of(forecast) for forecast in keepers(naive)]
+    options = [] if best else list(naive.evictions(task))
+    if not all(option[2] for option in options):
+        return None  # room is coming
+    way = naive.eviction(task, closed)
+    naive.kept_away += way is None and bool(best or any(option[0][1] in closed for option in options))
     return way
