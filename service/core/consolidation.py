@@ -1,7 +1,7 @@
 """Moves of runs to other devices, so that a task fits for which enough is free in sum and not in one piece.
 
 A move is no right of anybody's: it takes nothing from others, and whoever is moved has a place to go to,
-which is kept for it from the moment of its notice.
+which is kept for it from the moment of its notice, from everybody who is not of a higher band than the task.
 """
 
 from collections.abc import Iterable, Sequence
@@ -180,7 +180,8 @@ class _Search:
     def _carried_out(self, task: Task, eviction: Eviction, closed: AbstractSet[NodeName]) -> Decision | None:
         """In a draft of its own, with the largest run placed first; None if one of them has no place."""
         draft = Draft(self._world)
-        decision = evict(draft, task, eviction, self._now, StopReason.MOVE)
+        kept_up_to = band_of(task.priority)[2]
+        decision = evict(draft, task, eviction, self._now, StopReason.MOVE, kept_up_to)
         places = self._places_in(draft)
         left = {device for device, _ in eviction.devices}
         left |= {lease.device for run in eviction.victims for lease in self._world.leases_of(run)}
@@ -194,7 +195,8 @@ class _Search:
             ]
             if not found:
                 return None
-            kept += keep_room(draft, run, min(found)[1], self._now)
+            gone_by = Instant(self._now + run.grace_seconds + self._policy.kill_patience_seconds)
+            kept += keep_room(draft, run, min(found)[1], self._now, gone_by, kept_up_to)
         return replace(decision, pledges=tuple(kept))
 
     def _size(self, run: Task) -> tuple[int, str]:

@@ -126,12 +126,14 @@ def evict(
     )
 
 
-def keep_room(draft: Draft, run: Task, place: Placement, now: Instant) -> tuple[PledgeWrite, ...]:
-    """Room that is free now is pledged to a run that is moving there."""
+def keep_room(
+    draft: Draft, run: Task, place: Placement, now: Instant, gone_by: Instant, kept_up_to: int
+) -> tuple[PledgeWrite, ...]:
+    """Room that is free now is pledged to a run that is moving there. `gone_by`: if nobody confirms it to be
+    gone, by then it is given up. Nobody of at most the priority `kept_up_to` takes it."""
     made = []
     for device, mb in place.devices:
-        gone_by = Instant(now + run.grace_seconds)
-        pledge = Pledge(run.id, device, mb, run.priority, run.tenant, now, gone_by)
+        pledge = Pledge(run.id, device, mb, kept_up_to, run.tenant, now, gone_by)
         draft.put_pledge(pledge)
         made.append(PledgeWrite(pledge))
     return tuple(made)

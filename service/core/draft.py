@@ -133,7 +133,7 @@ class Draft:
             left[name] = self._left_of(name, known.get(name) or known.get(each_of(name)), task.priority)
         for node in self._preemptors():
             for other in self._respected(node, task.id, task.priority):
-                for name, amount in other.demand.counted:
+                for name, amount in () if other.is_moving else other.demand.counted:
                     left[name] = left.get(name, 0.0) - amount
         return [name for name, amount in task.demand.counted if amount > round(left[name], 6)]
 
@@ -207,10 +207,11 @@ class Draft:
 
     def newly_claimed(self, task: TaskId, priority: int) -> Iterator[tuple[str, int]]:
         """(tenant, MiB) of what this draft has leased, and of what is pledged to others than this task, at
-        its priority or a higher one."""
+        its priority or a higher one. Who is moving does not claim twice."""
         yield from self._given.items()
         for preemptor, pledges in self._pledges.items():
-            if preemptor != task:
+            other = self._tasks.get(preemptor) or self.world.tasks.get(preemptor)
+            if preemptor != task and not (other is not None and other.is_moving):
                 yield from ((p.tenant, p.mb) for p in pledges.values() if p.priority >= priority)
 
     def put_pledge(self, pledge: Pledge) -> None:

@@ -36,8 +36,9 @@ class Levels:
         self._whole_mb = max(1, world.accounts.whole_mb(world.books.values(), world.inventory_version))
         most = self._whole_mb * life_seconds(world.accounts.half_life_seconds)
         pledged: dict[str, int] = {}
-        for mine in world.pledges.values():
-            for pledge in mine.values():
+        for preemptor, mine in world.pledges.items():
+            task = world.tasks.get(preemptor)
+            for pledge in () if task is not None and task.is_moving else mine.values():
                 pledged[pledge.tenant] = pledged.get(pledge.tenant, 0) + pledge.mb
         self._standings = {
             tenant: Standing(

@@ -121,11 +121,13 @@ class Pledge:
     device: DeviceKey
     mb: Mib
     priority: int
-    """Up to this one nobody else takes it: its preemptor's, or for a guarantee the highest of its band."""
+    """Up to this one nobody else takes it: its preemptor's, or for a guarantee or a move the highest of a
+    band."""
     tenant: str
     made_at: Instant
     deadline_at: Instant
-    """The latest stop deadline of its victims; 10 s later an unconfirmed pledge is dissolved."""
+    """The latest stop deadline of its victims, or when a run that moves there is given up; 10 s later an
+    unconfirmed pledge is dissolved."""
     ranks: tuple[int, ...] = ()
     """The ranks of a gang that will have it; their CPU and host memory are kept for them as well."""
 

@@ -88,7 +88,8 @@ def _change(world: World, task: Task, request: Request, now: Instant, done: Deci
     if not changes:
         return done
     stands_aside = changes.get("held", False) or changes.get("not_before") is not None
-    gives_up_its_turn = stands_aside or priority < task.priority
+    is_moved = task.stop_reason is StopReason.MOVE  # to room that is kept for it whatever its priority
+    gives_up_its_turn = stands_aside or (priority < task.priority and not is_moved)
     return replace(
         done,
         tasks=(write_move(task, Move.CHANGED, **changes),),

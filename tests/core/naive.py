@@ -146,7 +146,7 @@ class Naive(NaiveTenants):
                 continue
             users = [run for run in self.tasks.values() if run.is_active]
             for node in self.nodes:
-                users += self.waiting_here(node, task)
+                users += [other for other in self.waiting_here(node, task) if not other.is_active]
             used = sum(dict((*user.demand.custom, *user.demand.slots)).get(name, 0.0) for user in users)
             if amount > round(limit.amount - used, 6):
                 return False

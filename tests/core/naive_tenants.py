@@ -11,6 +11,7 @@ from service.core.task import Task, TaskState
 from service.core.units import Fence, Instant, Mib
 from service.core.world import World
 from tests.builders import NOW
+from tests.core.naive_moves import is_moving
 
 TOPS = (9, 39, 69, 89, 100)
 
@@ -70,7 +71,7 @@ class NaiveTenants:
         self.whole = max(1, sum(book.device.allocatable_mb for book in self.books if book.device.present))
         life = world.accounts.half_life_seconds / log(2.0)
         self.used, self.claimed, self.given = Counter[str](), Counter[str](), Counter[str]()
-        for row in (*self.leases, *self.pledges):
+        for row in (*self.leases, *(p for p in self.pledges if not is_moving(self, p.preemptor))):
             self.claimed[row.tenant] += row.mb
         for tenant in world.accounts:
             self.used[tenant] = world.accounts.used(tenant, Instant(self.now)) / (self.whole * life)
@@ -82,6 +83,7 @@ class NaiveTenants:
     def claims_of(self, tenant: str, task: Task) -> int:
         """Held, or being freed for others of its tasks that this one must respect."""
         pledges = [p for p in self.pledges if p.preemptor != task.id and p.priority >= task.priority]
+        pledges = [p for p in pledges if not is_moving(self, p.preemptor)]
         return sum(row.mb for row in (*self.leases, *pledges) if row.tenant == tenant)
 
     def over_quota(self, task: Task) -> bool:

@@ -11,12 +11,14 @@ from service.core import consolidation
 from service.core.backfill import Basis, Forecast
 from service.core.consolidation import Consolidation, consolidate
 from service.core.cycle import plan_cycle
+from service.core.deadlines import Watch, due, keep_watch
 from service.core.demand import Where
-from service.core.plan import Decision, write_move
-from service.core.policy import CustomLimit, Policy
+from service.core.plan import Decision, Request, write_move
+from service.core.policy import CustomLimit, Policy, TenantPolicy
+from service.core.requests import carry_out
 from service.core.stopping import after_stop
 from service.core.task import Move, Placement, StopReason, TaskState
-from service.core.units import Instant, NodeName, Seconds, TaskId
+from service.core.units import Instant, Mib, NodeName, Seconds, TaskId
 from service.core.world import World
 from tests.builders import (
     NOW,
@@ -24,6 +26,7 @@ from tests.builders import (
     a_device,
     a_node,
     a_pledge,
+    a_sample,
     a_task,
     a_world,
     check_ledger,
@@ -313,3 +316,71 @@ def test_plans_stay_the_naive_twins_while_runs_are_moved(world: World, story: li
             check_ledger(world)
             check_pledges(world)
         forecasts = foreseen(world, tale.now, forecasts)
+
+
+def moving_apart(**policy: Any) -> World:
+    """`fresh` is on its way to the first GPU, for `large`."""
+    world = two_halves(
+        a_run("old", saved=30.0, priority=60), a_run("fresh", "gpu1", priority=60), priority=50
+    )
+    assert not plan_cycle(world, POLICY, NOW).decisions
+    commit(world, consolidate(world, replace(POLICY, **policy), NOW) or [])
+    return world
+
+
+def both_began(world: World, at: Instant) -> bool:
+    commit(world, plan_cycle(world, POLICY, at).decisions)
+    devices = {lease.device for lease in world.leases_of(world.tasks[TaskId("fresh")])}
+    return devices == {key("gpu0")} and world.tasks[TaskId("large")].state is TaskState.ADMITTED
+
+
+def test_nobody_of_the_same_band_takes_the_place_of_a_moving_run_and_higher_bands_do():
+    world = moving_apart()
+    submit(world, a_task("guest", gpu_mb=30, priority=65))
+    commit(world, plan_cycle(world, POLICY, Instant(NOW + 1.0)).decisions)
+    let_go(world, "fresh")
+    assert both_began(world, Instant(NOW + 2.0))
+    other = moving_apart()
+    submit(other, a_task("guest", gpu_mb=30, priority=75))
+    (decision,) = plan_cycle(other, POLICY, Instant(NOW + 1.0)).decisions
+    assert decision.subject == "guest"
+
+
+def test_who_is_moving_keeps_its_place_when_its_priority_falls():
+    world = moving_apart()
+    lower = Request("r", TaskId("fresh"), "default", "change", {"priority": 45}, NOW)
+    commit(world, [carry_out(world, lower, NOW)])
+    let_go(world, "fresh")
+    assert both_began(world, Instant(NOW + 1.0))
+
+
+@pytest.mark.parametrize("patience", [5.0, 10.0, 30.0])
+def test_a_run_that_nobody_confirms_gone_keeps_the_place_to_which_it_moves(patience: float):
+    policy = replace(POLICY, kill_patience_seconds=Seconds(patience))
+    world = moving_apart(kill_patience_seconds=Seconds(patience))
+    watch = Watch(NOW, NOW)
+    for second in range(1, 100):
+        now = Instant(NOW + second)
+        commit(world, due(world, now, policy, watch), now)
+        watch = keep_watch(watch, now)
+        if world.tasks[TaskId("fresh")].state is TaskState.PENDING:
+            break
+    assert list(world.pledges) == ["fresh"]
+    world.measure([a_sample(device, now) for device in world.books])
+    commit(world, plan_cycle(world, policy, now).decisions, now)
+    assert world.tasks[TaskId("fresh")].state is TaskState.ADMITTED
+
+
+def test_limits_and_quotas_count_a_moving_run_once():
+    limits = (CustomLimit("label:team=a", 2.0),)
+    tenants = (TenantPolicy("default", guaranteed_mb=Mib(240)),)
+    policy = replace(POLICY, custom_limits=limits, tenants=tenants)
+    slots = {"slots": (("label:team=a", 1.0),)}
+    here = Where(nodes=(("node", ("n1",)),))
+    world = two_halves(a_run("old", saved=30.0), a_run("fresh", "gpu1", **slots), where=here)
+    commit(world, consolidate(world, policy, NOW) or [])
+    world.add_node(a_node("n2"))
+    world.add_device(a_device("gpu2", "n2", mb=80))
+    world.measure([a_sample("n2/gpu2", NOW)])
+    submit(world, a_task("next", gpu_mb=80, **slots))
+    assert [d.subject for d in plan_cycle(world, policy, NOW).decisions] == ["next"]
