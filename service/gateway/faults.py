@@ -100,17 +100,22 @@ def _detail(found: ErrorDetails, path: Sequence[int | str], model: type[BaseMode
         case "too_short":
             bounds = found["ctx"]
             return f"must have at least {bounds['min_length']}; found {bounds['actual_length']}"
+        case "list_type":
+            return f"must be a list; found {_shown(found['input'])}"
         case "model_type" | "model_attributes_type":
             return f"must be an object; found {_shown(found['input'])}"
     said = found["msg"].removeprefix("Value error, ").removeprefix("Input ")
     if isinstance(found["input"], dict | list):
         return said
-    return f"{said}; found {_shown(found['input'])}{_in_mib(path, found['input'])}"
+    return f"{said}; found {_shown(found['input'])}{_instead_of(path, found['input'])}"
 
 
-def _in_mib(path: Sequence[int | str], value: Any) -> str:
-    """For a size with a unit, where MiB are asked for as a number."""
-    size = _SIZE.fullmatch(value) if isinstance(value, str) and str(path[-1]).endswith("_mb") else None
+def _instead_of(path: Sequence[int | str], value: Any) -> str:
+    """What was probably meant: a size with a unit where MiB are asked for as a number, or half a GPU."""
+    field = str(path[-1]) if path else ""
+    if field == "gpus" and isinstance(value, float):
+        return "; for a part of one leave gpus out and give gpu_fraction or gpu_mb"
+    size = _SIZE.fullmatch(value) if isinstance(value, str) and field.endswith("_mb") else None
     if size is None:
         return ""
     return f"; in MiB that is {round(float(size[1]) * _MIB_OF[size[2].lower()])}"

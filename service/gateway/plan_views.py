@@ -102,4 +102,4 @@ def _missing_in_words(missing: Missing) -> str:
         parts.append(f"{in_gib(missing.memory_mb)} of host memory")
     if not parts:
         return "enough is left in sum, but in no one place"
-    return f"missing {'are' if len(parts) > 1 else 'is'} at least {', '.join(parts)}"
+    return f"missing: at least {', '.join(parts)}"

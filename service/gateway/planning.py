@@ -10,7 +10,7 @@ from typing_extensions import TypedDict
 from service.gateway.advice import PlacementView, RunHolder
 from service.gateway.body import Body
 from service.gateway.resources import Resources
-from service.gateway.schemas import Placement, Priority, SimulateTask
+from service.gateway.schemas import NAME, Placement, Priority, SimulateTask
 from service.gateway.text import KindName, Labels, line
 
 MOST_TASKS = 2000
@@ -19,7 +19,7 @@ MOST_TASKS = 2000
 MOST_MACHINES = 1000
 MOST_GPUS = 10_000
 
-_NAME = StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$")
+_NAME = StringConstraints(pattern=NAME)
 
 
 class PlannedComponent(Body):

@@ -36,10 +36,12 @@ ENV_BYTES = 32 * 1024
 RESERVED_ENV = ("CUDA_", "NVIDIA_", "RAY_", "GPUBROKER_", "LD_", "PYTHON")
 """Variables that decide which devices and which code a process sees; the broker sets them, nobody else."""
 
+NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$"
 _ENTRYPOINT = r"^[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*(\.[A-Za-z_]\w*)*$"
 PATTERNS_IN_WORDS = {
     LINE: "must be one line without control characters",
     _ENTRYPOINT: "must be module:function",
+    NAME: "must be letters, digits, dots, dashes and underscores, at most 63",
 }
 _ENV_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _DAY_SECONDS = 24 * 3600
@@ -264,11 +266,11 @@ CHANGEABLE_TIMES = frozenset({"not_before", "queue_ttl_seconds", "deadline_at"})
 
 
 class CreateToken(Body):
-    name: Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$")]
+    name: Annotated[str, StringConstraints(pattern=NAME)]
     scopes: Annotated[list[Scope], Field(min_length=1, description="`*` is every scope.")]
     tenant: Annotated[
         str | None,
-        StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$"),
+        StringConstraints(pattern=NAME),
         Field(description="Left out: the tenant of the token that asks."),
     ] = None
     max_priority: Annotated[int, Field(ge=0, le=100)] | None = None

@@ -18,6 +18,10 @@ SHELL = re.findall(r"^```sh\n(.*?)^```", README, re.MULTILINE | re.DOTALL)
 [COMMANDS] = [block for block in SHELL if "gpubroker submit" in block]
 [CURL] = [block for block in SHELL if "curl" in block]
 [PROGRAM] = re.findall(r"^```python\n(.*?)^```", README, re.MULTILINE | re.DOTALL)
+PLANS = (ROOT / "docs/plan.md").read_text(encoding="utf-8")
+[(SHOWN_COMMAND, SHOWN)] = re.findall(
+    r"^\$ (gpubroker plan [^\n]*)\n(.*?)^```", PLANS, re.MULTILINE | re.DOTALL
+)
 TRIED: dict[str, Any] = yaml.safe_load((ROOT / "examples/try.yaml").read_text(encoding="utf-8"))
 
 
@@ -72,6 +76,18 @@ def test_the_curl_lines_work_as_they_stand(service: ServiceProcess) -> None:
 
 def test_the_program_prints_what_it_works_out(service: ServiceProcess) -> None:
     assert typed(service, f"python - <<'END'\n{PROGRAM}END\n") == "42\n"
+
+
+@pytest.mark.parametrize("fleet", ["fleet-small", "fleet", "fleet-large"])
+def test_an_example_of_a_fleet_is_answered_as_it_says(service: ServiceProcess, fleet: str) -> None:
+    text = (ROOT / f"examples/{fleet}.yaml").read_text(encoding="utf-8")
+    [said] = re.findall(r"^# -> (.*)$", text, re.MULTILINE)
+    [command] = re.findall(r"^# (gpubroker plan .*)$", text, re.MULTILINE)
+    code = 0 if said == "it fits" else 8
+    printed = typed(service, f"{command} || test $? -eq {code}")
+    assert printed.splitlines()[0] == said
+    if command == SHOWN_COMMAND:
+        assert printed == SHOWN
 
 
 def documents_in(text: str) -> Iterator[Any]:

@@ -44,7 +44,7 @@ async def test_one_machine_of_16_cpus_and_a_gpu_takes_a_small_training_and_no_se
     found = await plan(api, two, small)
     assert (found["fits"], found["message"]) == (
         False,
-        "it does not fit: there is no place for 1 of trainer; missing are at least 1 whole GPU, 4 CPUs",
+        "it does not fit: there is no place for 1 of trainer; missing: at least 1 whole GPU, 4 CPUs",
     )
     assert found["missing"] == {
         "gpus": [{"kinds": [], "whole_gpus": 1, "gpu_mb": 0}],
@@ -220,6 +220,9 @@ async def test_what_each_node_has_of_its_own_a_described_one_has_too(api: Client
         ({"count": 0}, "count", "greater than or equal to 1; found 0"),
         ({"run": {"command": ["x"]}}, "run", "unknown field"),
         ({"priority": "high"}, "priority", "one of"),
+        ({"name": "my part"}, "name", 'dashes and underscores, at most 63; found "my part"'),
+        ({"resources": {"gpus": 0.5}}, "resources/gpus", "found 0.5; for a part of one"),
+        ({"resources": {"bundles": {"cpu": 1}}}, "resources/bundles", "must be a list; found an object"),
     ],
 )
 async def test_mistakes_are_told_with_their_place_what_was_found_and_what_to_do(

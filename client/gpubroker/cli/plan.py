@@ -2,7 +2,6 @@
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -81,7 +80,8 @@ def _drawn(found: "FleetPlan") -> "RenderableType":
 
 def _on(nodes: Counter[str]) -> str:
     """How many on which nodes; of many nodes the first."""
-    named = [f"{node} ×{n}" if n > 1 else node for node, n in islice(nodes.items(), _MOST_NODES)]
+    in_order = sorted(nodes.items(), key=lambda item: (len(item[0]), item[0]))
+    named = [f"{node} ×{n}" if n > 1 else node for node, n in in_order[:_MOST_NODES]]
     more = f" and {len(nodes) - _MOST_NODES} more nodes" if len(nodes) > _MOST_NODES else ""
     return ", ".join(named) + more
 
