@@ -7,7 +7,7 @@ import pytest
 from service.core.cycle import plan_cycle
 from service.core.demand import Where
 from service.core.draft import Draft
-from service.core.fit import Component, Displaced, FleetPlan, Steps, planning
+from service.core.fit import Component, Displaced, FleetPlan
 from service.core.fleet import Machine, fleet_of
 from service.core.kinds import Kind
 from service.core.policy import Policy
@@ -31,21 +31,9 @@ from tests.builders import (
 )
 from tests.core.elastic import at_work, shrunk
 from tests.core.gangs import Agents, bundles
+from tests.core.plans import planned
 
 POLICY = Policy()
-
-
-def planned(world: World, *components: Component, policy: Policy = POLICY, now: Instant = NOW) -> FleetPlan:
-    return worked_out(planning(world, components, "default", policy, now))
-
-
-def worked_out(steps: Steps) -> FleetPlan:
-    while True:
-        try:
-            next(steps)
-        except StopIteration as end:
-            plan: FleetPlan = end.value
-            return plan
 
 
 def unplaced(plan: FleetPlan) -> dict[str, int]:

@@ -9,7 +9,7 @@ from service.core.demand import Demand
 from service.core.draft import Draft
 from service.core.expectations import Remaining
 from service.core.explain import explain
-from service.core.fleet import Component, plan_fleet
+from service.core.fit import Component
 from service.core.forecasts import make_forecasts
 from service.core.policy import Policy
 from service.core.reasons import Reason
@@ -18,6 +18,7 @@ from service.core.units import Mib, Seconds, TaskId
 from service.core.world import World
 from tests.builders import GIB, NOW, a_device, a_task, a_world, holding, submit
 from tests.core.gangs import a_gang, bundles
+from tests.core.plans import planned
 
 POLICY = Policy(ageing_seconds_per_point=Seconds(1e9))
 
@@ -126,8 +127,8 @@ def test_who_has_a_forecast_is_told_its_start():
 def test_a_plan_does_not_give_away_what_is_kept():
     world = a_queue()
     component = Component("service", 1, Demand(cpu=1.0, gpus=1, gpu_mb=Mib(10 * GIB)), 50)
-    assert plan_fleet(world, [component], "default", POLICY, NOW).fits
-    assert not plan_fleet(world, [component], "default", POLICY, NOW, foreseen(world)).fits
+    assert planned(world, component).fits
+    assert not planned(world, component, forecasts=foreseen(world)).fits
 
 
 def test_a_gang_stops_nobody_on_the_node_of_a_forecast():

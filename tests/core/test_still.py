@@ -3,8 +3,7 @@
 from typing import Any
 
 from service.core.draft import Draft
-from service.core.fit import Component, FleetPlan, planning
-from service.core.policy import Policy
+from service.core.fit import Component, FleetPlan
 from service.core.still import still_of
 from service.core.task import TaskState
 from service.core.units import Instant
@@ -12,6 +11,7 @@ from service.core.world import World
 from tests.builders import GIB, NOW, a_demand, a_device, a_pledge, a_task, a_world, holding, submit
 from tests.core.elastic import at_work, comes
 from tests.core.gangs import admit_all
+from tests.core.plans import planned
 
 
 def a_busy_world() -> World:
@@ -26,13 +26,7 @@ def a_busy_world() -> World:
 
 
 def plan_of(world: World, **demand: Any) -> FleetPlan:
-    steps = planning(world, [Component("new", 3, a_demand(**demand), 50)], "default", Policy(), NOW)
-    while True:
-        try:
-            next(steps)
-        except StopIteration as end:
-            found: FleetPlan = end.value
-            return found
+    return planned(world, Component("new", 3, a_demand(**demand), 50))
 
 
 def shared(one: object, other: object, path: str = "world") -> list[str]:
