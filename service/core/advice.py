@@ -1,17 +1,23 @@
 """What is to be expected for a task that waits, and what would help: the costly half of an explanation."""
 
 from dataclasses import dataclass
+from heapq import nsmallest
 
 from service.core.backfill import Basis
+from service.core.departures import Departures
 from service.core.expectations import Remaining
 from service.core.explain import stands_aside
-from service.core.horizon import AT_ONCE, Horizon, later
+from service.core.forecasts import forecast_alone
+from service.core.ledger import Book
 from service.core.remedies import Remedy, remedies
 from service.core.spared import Spared, spared
-from service.core.start import start_of
+from service.core.start import Start, start_of
 from service.core.survey import Survey
 from service.core.trial import Planner, Trial
-from service.core.units import DeviceKey, Seconds
+from service.core.units import DeviceKey, Instant, NodeName, Seconds, TaskId
+
+MOST_NODES = 8
+"""So many nodes are looked at closely, those that promise most."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,15 +25,15 @@ class Advice:
     trial: Trial
     """What the planner would decide for the task if it looked at it now; for one that stands aside, if it
     did not."""
-    start: Remaining | None
-    """As pledged to it or forecast for it, unless that is a guess; else when it has room if nobody else takes
-    that before; None if nobody can tell."""
+    start: Start | None
+    """As pledged to it or forecast for it; else when it has room if nobody else takes that before; None if
+    nobody can tell."""
     spared: Spared
     remedies: tuple[Remedy, ...]
     """Empty where none is needed or none was found."""
     free_in: dict[DeviceKey, Remaining]
     """When each device that it may use has enough for it, where that can be told."""
-    horizon: Horizon
+    departures: Departures
 
 
 def advise(seen: Survey, highest_priority: int = 100) -> Advice:
@@ -35,51 +41,81 @@ def advise(seen: Survey, highest_priority: int = 100) -> Advice:
     task, draft = seen.task, seen.draft
     planner = Planner(draft, seen.policy, seen.now, seen.forecasts)
     trial = planner.attempt(task)
-    horizon = Horizon(draft.world, seen.now)
-    free_in = _free_in(seen, horizon)
+    departures = Departures(draft, seen.policy, seen.now)
+    free_in = _free_in(seen, departures)
     may_start = trial.places is not None and not stands_aside(task)
     return Advice(
         trial,
-        AT_ONCE if may_start else _start(seen, trial, horizon, free_in),
+        _at(seen.now) if may_start else _start(seen, trial, free_in),
         spared(seen, trial),
-        () if may_start else remedies(seen, horizon, planner, highest_priority),
+        () if may_start else remedies(seen, departures, planner, highest_priority),
         free_in,
-        horizon,
+        departures,
     )
 
 
-def _free_in(seen: Survey, horizon: Horizon) -> dict[DeviceKey, Remaining]:
+def _free_in(seen: Survey, departures: Departures) -> dict[DeviceKey, Remaining]:
     found = {}
     if seen.task.demand.gpus:
         for node in seen.nodes:
             for device in node.open_devices:
                 missing_mb = (device.need_mb or 0) - device.free_mb
-                end = horizon.of_device(device.book, missing_mb, seen.task.id)
+                end = _end_of_need(device.book, missing_mb, seen.task.id, departures)
                 if end is not None:
                     found[device.book.device.key] = end
     return found
 
 
-def _start(
-    seen: Survey, trial: Trial, horizon: Horizon, free_in: dict[DeviceKey, Remaining]
-) -> Remaining | None:
+def _end_of_need(book: Book, missing_mb: int, task: TaskId, departures: Departures) -> Remaining | None:
+    """When so much more will be free on a device. What is being freed for others does not count."""
+    within = Remaining(Seconds(0.0), Seconds(0.0), 0)
+    coming = (held for held in book.holdings.values() if held.freeing_for in (None, task))
+    known = ((departures.of_holding(held).within(departures.now), held.takes_mb) for held in coming)
+    ends = sorted(((end, mb) for end, mb in known if end is not None), key=lambda one: one[0].p50_seconds)
+    for end, mb in ends:
+        if missing_mb <= 0:
+            break
+        within, missing_mb = _later(within, end), missing_mb - mb
+    return within if missing_mb <= 0 else None
+
+
+def _later(one: Remaining, other: Remaining) -> Remaining:
+    """When both have come; it rests on the fewer runs."""
+    p50, p90 = max(one.p50_seconds, other.p50_seconds), max(one.p90_seconds, other.p90_seconds)
+    return Remaining(p50, p90, min((end.n for end in (one, other) if end.n), default=0))
+
+
+def _start(seen: Survey, trial: Trial, free_in: dict[DeviceKey, Remaining]) -> Start | None:
     task, now = seen.task, seen.now
     if task.held or task.awaits:
         return None
-    told = start_of(seen.draft.world, task, seen.forecasts, now)
+    start = start_of(seen.draft.world, task, seen.forecasts, now)
     if trial.places is not None:
-        start: Remaining | None = AT_ONCE
-    elif told is not None and told.basis is not Basis.GUESS:
-        start = Remaining(Seconds(told.p50_at - now), Seconds(told.p90_at - now), told.n)
-    elif trial.eviction is not None:
-        start = _at_most(trial.eviction.deadline_at - now)
-    else:
-        start = horizon.start_of(seen, free_in)
+        start = _at(now)
+    elif start is None and trial.eviction is not None:
+        start = _at(trial.eviction.deadline_at)
+    elif start is None:
+        nodes = seen.draft.world.nodes if task.demand.bundles else _nodes(seen, free_in)
+        alone = forecast_alone(seen.draft, task, seen.policy, now, nodes)
+        if alone is not None and alone.basis is not Basis.GUESS:
+            start = Start(alone.start_at, alone.p90_at, alone.n, alone.basis)
     if start is None or task.not_before is None:
         return start
-    return later((start, _at_most(task.not_before - now)))
+    p50_at, p90_at = max(start.p50_at, task.not_before), max(start.p90_at, task.not_before)
+    return start._replace(p50_at=p50_at, p90_at=p90_at)
 
 
-def _at_most(seconds: float) -> Remaining:
-    left = Seconds(max(0.0, seconds))
-    return Remaining(left, left, 0)
+def _nodes(seen: Survey, free_in: dict[DeviceKey, Remaining]) -> list[NodeName]:
+    """Those that have room first, by their devices."""
+    gpus, found = seen.task.demand.gpus, []
+    for node in seen.nodes:
+        if node.is_usable and node.is_large_enough:
+            keys = (device.book.device.key for device in node.devices)
+            ends = sorted(free_in[key].p50_seconds for key in keys if key in free_in)
+            if len(ends) >= gpus:
+                found.append((ends[gpus - 1] if gpus else 0.0, node.node.name))
+    return [name for _, name in nsmallest(MOST_NODES, found)]
+
+
+def _at(instant: Instant) -> Start:
+    return Start(instant, instant, 0, Basis.STATED)

@@ -7,14 +7,12 @@ which is kept for it from the moment of its notice, from everybody who is not of
 from collections.abc import Iterable, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import replace
-from itertools import islice
 from math import inf
 
 from service.core.backfill import Forecast
 from service.core.decide import evict, keep_room
 from service.core.demand import Demand
 from service.core.draft import Draft
-from service.core.forecasts import first_of_queue
 from service.core.looks import Looks
 from service.core.need import need_mb
 from service.core.offers import Offers
@@ -25,6 +23,7 @@ from service.core.preemption import Eviction, best_of, eviction_of, is_coming
 from service.core.task import StopReason, Task, TaskState
 from service.core.units import Instant, NodeName
 from service.core.victims import Candidate, Stoppable, is_shielded
+from service.core.waiting import first_of_queue
 from service.core.world import World
 
 EVERY_SECONDS = 1.0
@@ -83,7 +82,7 @@ def consolidate(
     foreseen = {forecast.task: {place.node for place in forecast.places} for forecast in forecasts}
     closed: set[NodeName] = set()
     tried: set[tuple[Demand, int]] = set()
-    for task in islice(first_of_queue(search.draft, policy, now), MOST_TASKS):
+    for task in first_of_queue(search.draft, policy, now, MOST_TASKS):
         if (task.demand, task.priority) not in tried:
             tried.add((task.demand, task.priority))
             decision = search.moves_for(task, closed)

@@ -7,14 +7,14 @@ from math import inf
 
 from service.core.draft import Draft
 from service.core.estimate import Sketch, Topic, What
-from service.core.expectations import remaining_seconds, run_seconds
+from service.core.expectations import Remaining, remaining_seconds, run_seconds
 from service.core.headroom import Headroom
 from service.core.lease import LeaseState
 from service.core.ledger import Book, Holding
 from service.core.policy import Policy
 from service.core.ranks import asks_for_gpus, part_of
 from service.core.task import Task, TaskState
-from service.core.units import DeviceKey, Instant, NodeName, TaskId
+from service.core.units import DeviceKey, Instant, NodeName, Seconds, TaskId
 from service.core.victims import stoppable_at
 
 LEAST_GUESS_SECONDS = 60.0
@@ -33,6 +33,12 @@ class Departure:
     """Of how many runs this speaks; 0 if it was stated, or is certain."""
     is_guess: bool = False
     """Nobody knows how long such runs take, or this one has outlasted what was known."""
+
+    def within(self, now: Instant) -> Remaining | None:
+        """None if nobody can tell."""
+        if self.is_guess or self.p50_at == inf:
+            return None
+        return Remaining(Seconds(self.p50_at - now), Seconds(self.p90_at - now), self.n)
 
 
 NEVER = Departure(Instant(inf), Instant(inf))
@@ -155,7 +161,7 @@ class Supplies:
             known = self._known[key] = revision, self._work_out(node, task, stops=stops)
         return known[1]
 
-    def _leaves_at(self, run: Task, departure: Departure, task: Task, *, stops: bool) -> float:
+    def leaves_at(self, run: Task, departure: Departure, task: Task, *, stops: bool) -> float:
         """By when a run is no obstacle any more to the task."""
         now, policy = self.departures.now, self.departures.policy
         came_after = (run.admitted_at or now) > task.submitted_at
@@ -188,7 +194,7 @@ class Supplies:
             run = self._draft.holder(holding.lease)
             at: float = departure.p50_at
             if at < inf and run is not None:
-                at = self._leaves_at(run, departure, task, stops=stops)
+                at = self.leaves_at(run, departure, task, stops=stops)
             found.append((at, holding.takes_mb))
         return iter(sorted(found))
 
@@ -196,7 +202,7 @@ class Supplies:
         room = self._draft.headroom(node, priority=task.priority)
         steps = [(-inf, room)]
         leaving = (
-            (self._leaves_at(run, self.departures.of(run), task, stops=stops), run.id, run)
+            (self.leaves_at(run, self.departures.of(run), task, stops=stops), run.id, run)
             for run in self._draft.active_on(node)
         )
         for at, _, run in sorted(leaving, key=lambda leaver: leaver[:2]):

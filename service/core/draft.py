@@ -92,6 +92,10 @@ class Draft:
         for name in (*self.world.runs.get(node, ()), *self._admitted.get(node, ())):
             yield from parts_on(self.task(name), node)
 
+    def active(self) -> Iterator[Task]:
+        """Whoever runs anywhere, and what this draft has admitted, in no particular order."""
+        return filter(lambda row: row.is_active, map(self.task, {*self.world.active, *self._tasks}))
+
     def kinds_for(self, node: NodeName, task: Task) -> set[str]:
         """Of the devices by which run times of the task are told apart there; the empty kind if by none."""
         return {book.device.kind for book in self.books_on(node)} if asks_for_gpus(task.demand) else {""}
@@ -122,11 +126,13 @@ class Draft:
     def short_of(self, task: Task, limits: Iterable[CustomLimit]) -> list[str]:
         """The cluster-wide resources of which there is too little left for this task now, in name order.
 
-        Of what is kept for higher priorities there is nothing, and a node's own resources never fall short
-        here: `Headroom` knows those.
+        Of what is kept for higher priorities there is nothing; a node's own never fall short: see `Headroom`.
         """
-        if not (task.demand.custom or task.demand.slots):
-            return []
+        left = self.left_of(task, limits) if task.demand.counted else {}
+        return [name for name, amount in task.demand.counted if amount > round(left[name], 6)]
+
+    def left_of(self, task: Task, limits: Iterable[CustomLimit]) -> dict[str, float]:
+        """What this task could take now of each of the cluster-wide resources that it counts against."""
         known = {limit.name: limit for limit in limits}
         left: dict[str, float] = {}
         for name, _ in task.demand.counted:
@@ -135,7 +141,7 @@ class Draft:
             for other in self._respected(node, task.id, task.priority):
                 for name, amount in () if other.is_moving else other.demand.counted:
                     left[name] = left.get(name, 0.0) - amount
-        return [name for name, amount in task.demand.counted if amount > round(left[name], 6)]
+        return left
 
     def _left_of(self, name: str, limit: CustomLimit | None, priority: int) -> float:
         """Of a resource that nobody offers any more there is nothing; a limit that is gone limits nothing."""

@@ -1,24 +1,22 @@
 """When and where the first tasks of the queue will start, by what is known of the runs ahead of them."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import islice
+from dataclasses import replace
 from math import inf
 
-from service.core.agenda import Agenda
 from service.core.backfill import Basis, Forecast, Planned, planned_of
 from service.core.departures import Departure, Departures, Supplies, Supply
 from service.core.draft import Draft
 from service.core.expectations import whole_run_seconds
-from service.core.fairness import Shares
 from service.core.gang import place_ranks
 from service.core.ground import Ground
-from service.core.looks import Looks
+from service.core.limits import Leaver, Limits
 from service.core.need import may_use_node, need_mb
-from service.core.ordering import Group, Kin
 from service.core.policy import Policy
 from service.core.quota import Quotas
 from service.core.task import Placement, Task
 from service.core.units import DeviceKey, Instant, Mib, NodeName, Seconds
+from service.core.waiting import waiting
 from service.core.world import World
 
 NODES_AT_A_TIME = 16
@@ -33,7 +31,8 @@ been left free for it would otherwise be given away whenever an estimate changes
 def make_forecasts(
     world: World, policy: Policy, now: Instant, before: Iterable[Forecast] = ()
 ) -> Iterator[list[Forecast]]:
-    """For the first `policy.forecasts` tasks of the queue that wait for room, in their order.
+    """For the first `policy.forecasts` tasks of the queue that wait for room, and for so many who wait for a
+    limit or a quota and are the first who do; in their order.
 
     Yields what there is so far, every few nodes; the last list is whole. Each forecast leaves alone what
     the earlier ones need. A task for which no end is in sight has none, and counts all the same.
@@ -42,72 +41,67 @@ def make_forecasts(
     if not len(world.queue) or not policy.forecasts:
         yield []
         return
-    work = _Forecasting(world, policy, now, before)
-    for task in work.first.values():
-        yield from work.forecast(task)
+    draft = Draft(world)
+    work = _Forecasting(draft, policy, now, before)
+    for task, in_line in waiting(draft, policy, now, policy.forecasts):
+        yield from work.forecast(task, in_line=in_line)
     yield work.made
 
 
-def first_of_queue(draft: Draft, policy: Policy, now: Instant) -> Iterator[Task]:
-    """Who waits for room and for no limit, in order. Whoever has pledges has its room kept already."""
-    world = draft.world
-    agenda, limits = Agenda(world, policy, now, None, Shares(world, policy, now)), _Limits(draft, policy)
-    while (head := agenda.next(limits)) is not None:
-        if head.task not in world.pledges:
-            yield world.tasks[head.task]
-
-
-class _Limits:
-    """Who waits for a limit or a quota waits for no room."""
-
-    def __init__(self, draft: Draft, policy: Policy) -> None:
-        self.looks = Looks(inf)
-        self._draft = draft
-        self._policy = policy
-        self._quotas = Quotas(draft, policy)
-
-    def is_over_quota(self, group: Group) -> bool:
-        return self._quotas.falls_short(group.tenant, group.demand, group.priority)
-
-    def is_refused(self, group: Group) -> bool:
-        if not group.demand.counted:
-            return False
-        probe = self._draft.world.tasks[group.member(0)[1]]
-        return bool(self._draft.short_of(probe, self._policy.custom_limits))
-
-    def shut(self) -> Mapping[Kin, int]:
-        return {}
-
-    def has_nothing(self, group: Group) -> bool:
-        return self.is_refused(group)
-
-    def may_reclaim(self, group: Group) -> bool:  # noqa: ARG002  # no limit gives way to that
-        return False
+def forecast_alone(
+    draft: Draft, task: Task, policy: Policy, now: Instant, nodes: Iterable[NodeName]
+) -> Forecast | None:
+    """When a task would start on these nodes if nobody else waited, and nothing were pledged to it; None if
+    no end is in sight."""
+    work = _Forecasting(draft, policy, now, (), nodes)
+    for _ in work.forecast(task):
+        pass
+    return work.made[0] if work.made else None
 
 
 class _Forecasting:
-    def __init__(self, world: World, policy: Policy, now: Instant, before: Iterable[Forecast]) -> None:
+    def __init__(
+        self,
+        draft: Draft,
+        policy: Policy,
+        now: Instant,
+        before: Iterable[Forecast] = (),
+        nodes: Iterable[NodeName] | None = None,
+    ) -> None:
+        """`before`: the last ones made. `nodes`: no others."""
         self._stood = {f.task: frozenset(place.node for place in f.places) for f in before}
-        self._world = world
+        self._world = draft.world
         self._policy = policy
         self._now = now
-        self._draft = Draft(world)
-        self._departures = Departures(self._draft, policy, now)
+        self._draft = draft
+        self._departures = Departures(draft, policy, now)
         self._supplies = Supplies(self._departures, for_plans=True)
-        self._nodes = sorted(self._draft.usable_nodes())
+        self._limits = Limits(self._supplies, Quotas(draft, policy))
+        self._opening: list[Leaver] = []
+        """Who must have left before no limit keeps the task waiting that is looked at."""
+        usable = set(draft.usable_nodes())
+        self._nodes = sorted(usable if nodes is None else usable.intersection(nodes))
         self.made: list[Forecast] = []
+        self._ends: list[Leaver] = []
+        """Of those made."""
         self._planned: dict[NodeName, list[Planned]] = {}
-        waiting = first_of_queue(self._draft, policy, now)
-        self.first = {task.id: task for task in islice(waiting, policy.forecasts)}
 
-    def forecast(self, task: Task) -> Iterator[list[Forecast]]:
-        """Where it would start first; ties go to the smaller name, and changes of mind need a reason."""
-        best = None
+    def forecast(self, task: Task, *, in_line: bool = False) -> Iterator[list[Forecast]]:
+        """Where it would start first; ties go to the smaller name, and changes of mind need a reason. Who is
+        in line for a limit will look for room when it is there; until then none is kept."""
+        opening = self._limits.opening(task, self._ends)
+        if opening is None:
+            return
+        best, self._opening = None, opening
         for found in self._gang(task) if task.demand.bundles else self._task(task):
             best = found
             yield self.made
         if best is not None:
+            best = replace(best, places=(), keeps_room=True) if in_line else best
             self.made.append(best)
+            late = best.p90_at - best.start_at
+            end = Departure(best.end_at, Instant(best.end_at + late), best.n, best.basis is Basis.GUESS)
+            self._ends.append(Leaver(best.end_at, task, end))
             for planned in planned_of(best, task):
                 self._planned.setdefault(planned.node, []).append(planned)
 
@@ -143,11 +137,12 @@ class _Forecasting:
         """Where and when the ranks that it needs at least fit on these nodes, each time earlier than before:
         found by halving, as there is ever more room. What is planned counts from now until it is over."""
         supplies = {node: self._supplies.of(node, task) for node in nodes}
-        times = {float(self._now), *(one.forecast.end_at for node in nodes for one in self._on(node))}
+        times: set[float] = {one.forecast.end_at for node in nodes for one in self._on(node)}
         for supply in supplies.values():
-            times |= {at for steps in supply.devices.values() for at, _ in steps}
-            times |= {at for at, _ in supply.room}
-        moments = sorted(at for at in times if self._now <= at < inf)
+            times.update(at for steps in supply.devices.values() for at, _ in steps)
+            times.update(at for at, _ in supply.room)
+        times.add(earliest := self._opens_at)
+        moments = sorted(at for at in times if earliest <= at < inf)
         first, last, middle = 0, len(moments), len(moments) - 1
         while first < last:
             at = moments[middle]
@@ -196,13 +191,17 @@ class _Forecasting:
                 return self._made(task, (Placement(node, tuple(chosen)),), at)
         return None
 
+    @property
+    def _opens_at(self) -> float:
+        return max([self._now, *(leaver.at for leaver in self._opening)])
+
     def _moments(
         self, supply: Supply, needs: dict[DeviceKey, Mib], task: Task, planned: Sequence[Planned]
     ) -> list[float]:
         """When it might start: now, and whenever somebody leaves, but not before there can be room at all."""
         gpus = task.demand.gpus
         firsts = sorted(_first(supply.devices[key], need) for key, need in needs.items())
-        earliest = max(self._now, firsts[gpus - 1] if gpus else self._now)
+        earliest = max(self._opens_at, firsts[gpus - 1] if gpus else self._now)
         earliest = max(earliest, next((at for at, room in supply.room if room.fits(task)), inf))
         if earliest == inf:
             return []
@@ -240,12 +239,14 @@ class _Forecasting:
 
     def _made(self, task: Task, places: Sequence[Placement], at: float) -> Forecast:
         end_at = at + self._run_seconds(task, {place.node for place in places})[0]
-        ahead = [d for place in places for d in self._ahead(place) if d.p50_at <= at if at > self._now]
+        ahead = [leaver.departure for leaver in self._opening]
+        ahead += [d for place in places for d in self._ahead(place) if d.p50_at <= at if at > self._now]
         p90_at = max([at, *(departure.p90_at for departure in ahead)])
         ns = [departure.n for departure in ahead if departure.n]
         is_guess = any(departure.is_guess for departure in ahead)
         basis = Basis.GUESS if is_guess else Basis.LEARNED if ns else Basis.STATED
-        keeps_room = not is_guess or all(forecast.basis is not Basis.GUESS for forecast in self.made)
+        guesses = (forecast for forecast in self.made if forecast.basis is Basis.GUESS)
+        keeps_room = not is_guess or not any(forecast.places for forecast in guesses)
         times = Instant(at), Instant(p90_at), Instant(end_at)
         return Forecast(task.id, tuple(places), *times, min(ns, default=0), basis, keeps_room)
 

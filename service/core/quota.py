@@ -1,7 +1,9 @@
 """What a tenant may still take: its guarantee, and what its cohort leaves of those of others."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import accumulate
+from types import MappingProxyType
 from typing import NamedTuple
 
 from service.core.admission import Refusal
@@ -15,6 +17,7 @@ from service.core.units import TaskId, in_gib
 from service.core.world import World
 
 NOBODY = TaskId("")
+NOTHING: Mapping[str, int] = MappingProxyType({})
 
 
 class Needs:
@@ -95,47 +98,50 @@ class Quotas:
         needs = accumulate(self._needs.of_each(self._draft.world, demand))
         return max(demand.least_ranks, sum(need <= allowance.left_mb for need in needs))
 
-    def is_short(self, task: Task) -> bool:
-        """Whether its tenant may not take so much now, whatever is free."""
-        return self.falls_short(task.tenant, task.demand, task.priority, task.id)
+    def is_short(self, task: Task, given: Mapping[str, int] = NOTHING) -> bool:
+        """Whether its tenant may not take so much now, whatever is free. `given`: tenant -> MiB that it has
+        besides, or (negative) has given back."""
+        return self.falls_short(task.tenant, task.demand, task.priority, task.id, given)
 
-    def falls_short(self, tenant: str, demand: Demand, priority: int, task: TaskId = NOBODY) -> bool:
+    def falls_short(
+        self,
+        tenant: str,
+        demand: Demand,
+        priority: int,
+        task: TaskId = NOBODY,
+        given: Mapping[str, int] = NOTHING,
+    ) -> bool:
         """The same for a task that is not named, or has no pledges."""
         if not (self._policy.has_quotas and (demand.gpus or demand.bundles)):
             return False
-        allowance = self.of(tenant, priority, task)
+        allowance = self.of(tenant, priority, task, given)
         return allowance is not None and self.need_mb(demand) > allowance.left_mb
 
     def lacks_mb(self, task: Task) -> int:
         """What its tenant must still give back, so that it may take so much, once those have left who are
         leaving anyway."""
-        gone, gone_in_cohort = 0, 0
-        cohort = self._policy.tenant(task.tenant).cohort
+        given: dict[str, int] = {}
         for tenant, mb in self._draft.leaving():
-            gone += mb if tenant == task.tenant else 0
-            gone_in_cohort += mb if self._policy.tenant(tenant).cohort == cohort else 0
-        allowance = self._of(task.tenant, task.priority, task.id, gone, gone_in_cohort)
+            given[tenant] = given.get(tenant, 0) - mb
+        allowance = self.of(task.tenant, task.priority, task.id, given)
         return 0 if allowance is None else max(0, self.need_mb(task.demand) - allowance.left_mb)
 
-    def of(self, name: str, priority: int, task: TaskId = NOBODY) -> Allowance | None:
+    def of(
+        self, name: str, priority: int, task: TaskId = NOBODY, given: Mapping[str, int] = NOTHING
+    ) -> Allowance | None:
         """None if this tenant has no quota. What is being freed for tasks of lower priority counts as free,
         and for this task."""
-        return self._of(name, priority, task)
-
-    def _of(
-        self, name: str, priority: int, task: TaskId, gone: int = 0, gone_in_cohort: int = 0
-    ) -> Allowance | None:
-        """As if the tenant and its cohort held so much less."""
         mine = self._policy.tenant(name)
         if mine.guaranteed_mb is None:
             return None
         new = self._newly_claimed(task, priority)
-        claimed = self._draft.world.accounts.held_mb(name) + new.by_tenant.get(name, 0) - gone
+        claimed = self._draft.world.accounts.held_mb(name) + new.by_tenant.get(name, 0) + given.get(name, 0)
         own_left = mine.guaranteed_mb - claimed
         if not mine.cohort:
             return Allowance(claimed, mine.guaranteed_mb, own_left)
-        left = self._policy.guaranteed_mb(mine.cohort) - self._held_in(mine.cohort) + gone_in_cohort
+        left = self._policy.guaranteed_mb(mine.cohort) - self._held_in(mine.cohort)
         left -= new.by_cohort.get(mine.cohort, 0)
+        left -= sum(mb for other, mb in given.items() if self._policy.tenant(other).cohort == mine.cohort)
         if mine.borrow_mb is not None:
             left = min(left, own_left + mine.borrow_mb)
         return Allowance(claimed, mine.guaranteed_mb, max(own_left, left))

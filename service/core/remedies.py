@@ -9,10 +9,10 @@ from typing import Any
 from service.core.admission import Refusal, check, check_priority
 from service.core.blockers import called
 from service.core.demand import Demand
+from service.core.departures import Departures
 from service.core.expectations import Remaining
 from service.core.explain import stands_aside
 from service.core.gang import Gang
-from service.core.horizon import Horizon
 from service.core.kept import short_enough
 from service.core.need import may_use_device
 from service.core.pools import resettled, without_pool
@@ -52,14 +52,14 @@ class Remedy:
 
 
 def remedies(
-    seen: Survey, horizon: Horizon, planner: Planner, highest_priority: int = 100
+    seen: Survey, departures: Departures, planner: Planner, highest_priority: int = 100
 ) -> tuple[Remedy, ...]:
     """All that were found for a task without room, what changes least first.
 
     `highest_priority`: the most that whoever asks may give it. The work is bounded: a few plans for this one
     task, however large the cluster.
     """
-    search = _Search(seen, horizon, planner)
+    search = _Search(seen, departures, planner)
     found = [
         search.release(),
         search.sooner_over(),
@@ -74,13 +74,13 @@ def remedies(
 
 
 class _Search:
-    def __init__(self, seen: Survey, horizon: Horizon, planner: Planner) -> None:
+    def __init__(self, seen: Survey, departures: Departures, planner: Planner) -> None:
         self._seen = seen
         self._draft = seen.draft
         self._policy = seen.policy
         self._now = seen.now
         self._task = seen.task
-        self._horizon = horizon
+        self._departures = departures
         self._planner = planner
         self._nodes = [one.node.name for one in seen.nodes if one.is_usable]
         self._stands_aside = stands_aside(seen.task)
@@ -249,7 +249,7 @@ class _Search:
     def after_an_end(self) -> Remedy | None:
         if self._stands_aside or self._draft.pledges_of(self._task.id):
             return None
-        found = first_end(self._seen, self._horizon)
+        found = first_end(self._seen, self._departures)
         if found is None:
             return None
         end = found.within

@@ -3,11 +3,11 @@
 from dataclasses import dataclass, replace
 from heapq import nsmallest
 
+from service.core.departures import Departures
 from service.core.draft import Draft
 from service.core.expectations import Remaining
 from service.core.fairness import Shares
 from service.core.gang import Gang
-from service.core.horizon import Horizon
 from service.core.need import may_use_node
 from service.core.ordering import Kin, OrderKey, order_key, own_key
 from service.core.ranks import nodes_of
@@ -31,12 +31,12 @@ class End:
     """Of the task that waits, once this run has ended."""
 
 
-def first_end(seen: Survey, horizon: Horizon) -> End | None:
+def first_end(seen: Survey, departures: Departures) -> End | None:
     """The run that is expected to end first of those after whose end alone the task has room, with nobody
     ahead of it to take that."""
     draft, task, rivals, contested = seen.draft, seen.task, _Rivals(seen), 0
     nodes = [one.node.name for one in seen.nodes if one.is_usable and may_use_node(task.demand, one.node)]
-    known = ((horizon.of_run(run), run) for name in nodes for run in draft.runs_on(name))
+    known = ((departures.of(run).within(seen.now), run) for name in nodes for run in draft.runs_on(name))
     soonest = nsmallest(
         MOST_RUNS,
         ((end, run) for end, run in known if end is not None),

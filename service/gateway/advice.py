@@ -11,6 +11,7 @@ from service.core.gang import Gang
 from service.core.policy import band_of
 from service.core.remedies import Remedy
 from service.core.spared import Spared
+from service.core.start import Start
 from service.core.task import Task
 from service.core.units import Instant
 from service.core.victims import lost_gpu_seconds
@@ -97,7 +98,7 @@ def advice_fields(world: World, advice: Advice, viewer: Identity, now: Instant) 
     }
 
 
-def expected_or_none(expected: Remaining | None, now: Instant) -> ExpectedView | None:
+def expected_or_none(expected: Remaining | Start | None, now: Instant) -> ExpectedView | None:
     return None if expected is None else expected_view(expected, now)
 
 

@@ -139,5 +139,5 @@ def _holder_view(
         "band": band_of(lease.priority)[0],
         "gpu_mb": holding.takes_mb,
         "stopping": holding.is_leaving,
-        "ends": expected_or_none(advice.horizon.of_holding(holding), now),
+        "ends": expected_or_none(advice.departures.of_holding(holding).within(now), now),
     }

@@ -25,7 +25,7 @@ def keepers(naive: Any) -> list[Forecast]:
     return [
         f
         for f in naive.forecasts
-        if f.keeps_room and f.task in tasks and tasks[f.task].state is TaskState.PENDING
+        if f.keeps_room and f.places and f.task in tasks and tasks[f.task].state is TaskState.PENDING
     ]
 
 

@@ -33,6 +33,7 @@ from tests.builders import (
     holding,
     key,
 )
+from tests.core.expected import starting_in
 from tests.core.scenarios import POLICY as SCENARIO_POLICY
 from tests.core.scenarios import Chapter, Story, clusters, stories
 
@@ -65,7 +66,7 @@ def test_a_device_has_enough_when_the_first_to_leave_have_left():
     )
     found = advice(world)
     assert found.free_in == {key("gpu0"): after(30.0)}
-    assert found.start == after(30.0)
+    assert found.start == starting_in(30.0)
 
 
 def test_nobody_can_tell_when_too_little_is_known_to_come():
@@ -85,7 +86,7 @@ def test_runs_of_a_subject_are_expected_to_take_what_such_runs_took():
     world.learned.put(topic, sketch_of([50.0, 200.0, 200.0, 300.0]))
     found = advice(world)
     assert found.start is not None
-    assert (found.start.p50_seconds, found.start.p90_seconds) == (
+    assert (found.start.p50_at - NOW, found.start.p90_at - NOW) == (
         pytest.approx(100, rel=0.05),
         pytest.approx(200, rel=0.05),
     )
@@ -102,20 +103,22 @@ def test_what_runs_took_on_devices_of_another_kind_tells_nothing():
 def test_what_was_admitted_a_moment_ago_is_expected_to_take_its_whole_time():
     task = a_task("a", priority=100, gpu_mb=60 * GIB, expected_seconds=70.0)
     found = advice(a_world(holding(task, "gpu0", state=TaskState.ADMITTED), a_task("new", gpus=1)))
-    assert found.start == after(70.0)
+    assert found.start == starting_in(70.0)
 
 
 def test_what_outlasted_what_was_stated_of_it_goes_by_runs_like_it():
     world = a_world(run("a", left=-10.0, gib=60, subject="resnet"), a_task("new", gpus=1))
     assert advice(world).start is None
     world.learned.put(Topic("default", "resnet", "H100", What.SECONDS), sketch_of([200.0]))
-    assert advice(world).start == after(pytest.approx(100, rel=0.05), n=1)
+    start = advice(world).start
+    assert start is not None
+    assert (start.p50_at - NOW, start.n) == (pytest.approx(100, rel=0.05), 1)
 
 
 def test_memory_that_is_over_and_on_its_way_back_is_there_at_once():
     over = a_task("over", fence=1, state=TaskState.SUCCEEDED, gpu_mb=60 * GIB)
     world = a_world(over, a_lease(over, "gpu0", 60 * GIB, state=LeaseState.RELEASING), a_task("new", gpus=1))
-    assert advice(world).start == after(0.0)
+    assert advice(world).start == starting_in(0.0)
 
 
 def test_memory_that_nobody_can_confirm_or_that_goes_to_others_does_not_count():
@@ -143,14 +146,14 @@ def test_the_node_that_has_room_first_counts_with_cpu_and_all():
         slow_cpu,
         a_task("new", gpus=1, cpu=1.0),
     )
-    assert advice(world).start == after(30.0)
+    assert advice(world).start == starting_in(30.0)
     n1 = a_world(
         a_device("gpu0", "n1"),
         run("a", "n1/gpu0", left=10.0, gib=80),
         slow_cpu,
         a_task("new", gpus=1, cpu=1.0),
     )
-    assert advice(n1).start == after(50.0)
+    assert advice(n1).start == starting_in(50.0)
 
 
 def test_a_later_device_does_not_hide_a_sooner_one():
@@ -162,7 +165,7 @@ def test_a_later_device_does_not_hide_a_sooner_one():
         run("b", "n2/gpu0", left=20.0, gib=80),
         a_task("new", gpus=1, cpu=1.0),
     )
-    assert advice(world).start == after(20.0)
+    assert advice(world).start == starting_in(20.0)
 
 
 def test_what_lacks_a_shared_limit_starts_when_its_user_ends():
@@ -170,7 +173,7 @@ def test_what_lacks_a_shared_limit_starts_when_its_user_ends():
     world = a_world(
         user, run("b", left=10.0, gib=10), a_task("new", gpu_mb=10 * GIB, custom={"licence": 1.0})
     )
-    assert advice(world).start == after(30.0)
+    assert advice(world).start == starting_in(30.0)
     elsewhere = a_world(
         a_device("gpu0", "n1"),
         a_node("n2"),
@@ -183,13 +186,13 @@ def test_what_lacks_a_shared_limit_starts_when_its_user_ends():
 def test_a_preemptor_starts_by_the_deadline_of_its_victims():
     low = holding(a_task("low", priority=10, gpu_mb=60 * GIB, grace_seconds=20.0), "gpu0")
     found = advice(a_world(low, a_task("new", gpus=1)))
-    assert (found.start, found.spared.why) == (after(20.0), Why.POSSIBLE)
+    assert (found.start, found.spared.why) == (starting_in(20.0), Why.POSSIBLE)
     assert found.spared.message == "1 run would be stopped for it"
     waiting = a_task("new", priority=80, gpu_mb=60 * GIB)
     leaving = {"state": TaskState.STOPPING, "stop_reason": StopReason.PREEMPT, "freeing_for": "new"}
     victim = holding(a_task("low", gpu_mb=60 * GIB), "gpu0", stop_deadline_at=Instant(NOW + 30.0), **leaving)
     under_way = advice(a_world(victim, waiting, a_pledge(waiting, "gpu0", 60 * GIB)))
-    assert (under_way.start, under_way.spared.why) == (after(30.0), Why.UNDER_WAY)
+    assert (under_way.start, under_way.spared.why) == (starting_in(30.0), Why.UNDER_WAY)
     assert under_way.spared.message == "runs are being stopped for it"
 
 
@@ -312,7 +315,7 @@ def test_use_that_is_not_attributed_leaves_with_the_run_that_explains_it():
     for fields in ({"foreign_mb": None}, {"by_holder": {"a:1": 60 * GIB}}):
         sample = a_sample("gpu0", used_mb=62 * GIB, **fields)
         world = a_world(run("a", left=10.0, gib=60), sample, a_task("new", gpu_mb=70 * GIB))
-        assert advice(world).start == after(10.0)
+        assert advice(world).start == starting_in(10.0)
     begun = holding(
         a_task("a", priority=100, gpu_mb=60 * GIB, expected_seconds=70.0),
         "gpu0",
@@ -320,7 +323,7 @@ def test_use_that_is_not_attributed_leaves_with_the_run_that_explains_it():
         lease_state=LeaseState.RESERVED,
     )
     world = a_world(begun, a_sample("gpu0", foreign_mb=None), a_task("new", gpu_mb=70 * GIB))
-    assert advice(world).start == after(70.0)
+    assert advice(world).start == starting_in(70.0)
 
 
 def test_a_run_that_is_over_and_not_gone_is_no_obstacle_to_an_explanation():
@@ -331,4 +334,4 @@ def test_a_run_that_is_over_and_not_gone_is_no_obstacle_to_an_explanation():
     world = a_world(a_device(), leaving, run("stays", left=500.0, gib=15), a_task("new", gpu_mb=70 * GIB))
     start = advice(world).start
     assert start is not None
-    assert start.p50_seconds == 500.0
+    assert start.p50_at == NOW + 500.0

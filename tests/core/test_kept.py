@@ -7,7 +7,6 @@ from service.core.advice import Advice, advise
 from service.core.backfill import Forecast
 from service.core.demand import Demand
 from service.core.draft import Draft
-from service.core.expectations import Remaining
 from service.core.explain import explain
 from service.core.fit import Component
 from service.core.forecasts import make_forecasts
@@ -17,6 +16,7 @@ from service.core.survey import survey
 from service.core.units import Mib, Seconds, TaskId
 from service.core.world import World
 from tests.builders import GIB, NOW, a_device, a_task, a_world, holding, submit
+from tests.core.expected import starting_in
 from tests.core.gangs import a_gang, bundles
 from tests.core.plans import planned
 
@@ -121,7 +121,7 @@ def test_a_gang_is_kept_away_as_well_and_finds_other_nodes():
 
 def test_who_has_a_forecast_is_told_its_start():
     world = a_queue()
-    assert advice(world, "wide").start == Remaining(Seconds(600.0), Seconds(600.0), 0)
+    assert advice(world, "wide").start == starting_in(600.0)
 
 
 def test_a_plan_does_not_give_away_what_is_kept():

@@ -10,16 +10,16 @@ from service.core.backfill import Forecast
 from service.core.cycle import plan_cycle
 from service.core.demand import Demand, Where
 from service.core.draft import Draft
-from service.core.expectations import Remaining
 from service.core.forecasts import make_forecasts
 from service.core.policy import CustomLimit, Policy, Pool
 from service.core.pools import settled
 from service.core.remedies import Remedy
 from service.core.survey import survey
 from service.core.task import Dependency, Placement, Task, TaskState
-from service.core.units import Instant, Mib, NodeName, Seconds, TaskId
+from service.core.units import Instant, Mib, NodeName, TaskId
 from service.core.world import World
 from tests.builders import GIB, NOW, a_device, a_node, a_task, a_world, commit, holding, key, let_go, submit
+from tests.core.expected import starting_in
 from tests.core.scenarios import POLICY, Chapter, Story, clusters, stories, twin
 
 
@@ -91,7 +91,10 @@ def changes(world: World, **options: Any) -> list[dict[str, Any]]:
 def test_a_task_that_has_room_needs_no_remedy():
     found = advice(a_world(a_task("new", gpu_mb=10 * GIB)))
     assert found.trial.places is not None
-    assert (found.remedies, found.start) == ((), Remaining(Seconds(0.0), Seconds(0.0), 0))
+    assert (found.remedies, found.start) == (
+        (),
+        starting_in(0.0),
+    )
 
 
 def test_less_memory_and_more_priority_are_told_with_where_and_whom():
@@ -214,7 +217,7 @@ def test_what_waits_for_its_hour_could_start_without():
     late = Instant(NOW + 60.0)
     found = advice(a_world(a_task("new", gpu_mb=8 * GIB, not_before=late)))
     assert [dict(r.change) for r in found.remedies] == [{"not_before": None}]
-    assert found.start == Remaining(Seconds(60.0), Seconds(60.0), 0)
+    assert found.start == starting_in(60.0)
 
 
 def test_a_task_that_runs_after_others_is_not_helped_by_room():
@@ -285,7 +288,7 @@ def test_no_priority_helps_where_room_is_coming():
     assert found.trial.coming_on == ("n1",)
     assert [next(iter(r.change), "after") for r in found.remedies] == ["after", "gpu_mb"]
     assert found.remedies[0].message == "when a ends (expected within 10 s) it starts on n1/gpu0"
-    assert found.start == Remaining(Seconds(10.0), Seconds(10.0), 0)
+    assert found.start == starting_in(10.0)
 
 
 def test_where_only_host_memory_is_short_less_of_it_is_the_remedy():

@@ -1,0 +1,93 @@
+"""Who waits for room, and who is the first to wait for a limit or a quota."""
+
+from collections.abc import Iterator, Mapping
+from math import inf
+
+from service.core.agenda import Agenda
+from service.core.draft import Draft
+from service.core.fairness import Shares
+from service.core.looks import Looks
+from service.core.ordering import Group, Kin
+from service.core.policy import Policy
+from service.core.quota import Quotas
+from service.core.task import Task
+from service.core.units import Instant
+
+
+def waiting(draft: Draft, policy: Policy, now: Instant, most: int) -> Iterator[tuple[Task, bool]]:
+    """In order of the queue the first so many who wait for room alone (False), and so many who stand first in
+    a line (True): nobody ahead of them waits for all the limits and the quota that they wait for. Whoever has
+    pledges waits for neither."""
+    world = draft.world
+    lines = _Lines(draft, policy, most)
+    agenda = Agenda(world, policy, now, None, Shares(world, policy, now))
+    while not lines.are_done and (head := agenda.next(lines)) is not None:
+        if head.task not in world.pledges:
+            task = world.tasks[head.task]
+            yield task, lines.let_in(task)
+
+
+def first_of_queue(draft: Draft, policy: Policy, now: Instant, most: int) -> Iterator[Task]:
+    """Those who wait for room alone."""
+    return (task for task, in_line in waiting(draft, policy, now, most) if not in_line)
+
+
+class _Lines:
+    """Doubts about everybody who stands further back."""
+
+    def __init__(self, draft: Draft, policy: Policy, most: int) -> None:
+        self.looks = Looks(inf)
+        self._draft = draft
+        self._policy = policy
+        self._quotas = Quotas(draft, policy)
+        self._left = most
+        """So many more wait for room alone."""
+        self._lines_left = most
+        self._taken: set[str] = set()
+        """Limits, and (by tenant) quotas, for which somebody waits already."""
+
+    @property
+    def are_done(self) -> bool:
+        return not (self._left or self._lines_left)
+
+    def let_in(self, task: Task) -> bool:
+        """Whether it stands in a line."""
+        awaited = set(self._draft.short_of(task, self._policy.custom_limits))
+        if self._quotas.is_short(task):
+            awaited.add(_quota_of(task.tenant))
+        self._taken |= awaited
+        if awaited:
+            self._lines_left -= 1
+        else:
+            self._left -= 1
+        return bool(awaited)
+
+    def is_over_quota(self, group: Group) -> bool:
+        return self._falls_short(group) and not self._may_wait({_quota_of(group.tenant)})
+
+    def is_refused(self, group: Group) -> bool:
+        awaited: set[str] = set()
+        if group.demand.counted:
+            probe = self._draft.world.tasks[group.member(0)[1]]
+            awaited.update(self._draft.short_of(probe, self._policy.custom_limits))
+        return not (self._may_wait(awaited) if awaited else self._left)
+
+    def may_reclaim(self, group: Group) -> bool:
+        """It waits for a quota, whatever room there is."""
+        return self._falls_short(group)
+
+    def shut(self) -> Mapping[Kin, int]:
+        return {}
+
+    def has_nothing(self, group: Group) -> bool:  # noqa: ARG002  # each group may be the first in a line
+        return False
+
+    def _falls_short(self, group: Group) -> bool:
+        return self._quotas.falls_short(group.tenant, group.demand, group.priority)
+
+    def _may_wait(self, awaited: set[str]) -> bool:
+        return self._lines_left > 0 and not awaited <= self._taken
+
+
+def _quota_of(tenant: str) -> str:
+    return f"quota:{tenant}"

@@ -1,0 +1,12 @@
+"""Starts as they are told."""
+
+from service.core.backfill import Basis
+from service.core.start import Start
+from service.core.units import Instant
+from tests.builders import NOW
+
+
+def starting_in(p50: float, p90: float | None = None, n: int = 0) -> Start:
+    """In so many seconds, by runs that ended or by what was stated."""
+    p90_at = NOW + (p50 if p90 is None else p90)
+    return Start(Instant(NOW + p50), Instant(p90_at), n, Basis.LEARNED if n else Basis.STATED)
