@@ -13,6 +13,7 @@ from typing import Any
 from service.core.codec import task_fields
 from service.core.demand import Demand
 from service.core.device import Device, DeviceSample, Node
+from service.core.estimate import Sketch
 from service.core.events import Event, NewEvent, events_of
 from service.core.lease import HolderKind, Lease, LeaseState, Pledge, move_lease
 from service.core.plan import Decision, Request, TaskWrite, write_move
@@ -81,6 +82,14 @@ def a_pledge(preemptor: Task, device: str | DeviceKey, mb: int, **fields: Any) -
 
 def a_sample(device: str | DeviceKey, at: float = NOW, **fields: Any) -> DeviceSample:
     return DeviceSample(key(device), Instant(at), **{"used_mb": Mib(0), **fields})
+
+
+def a_sketch(values: Iterable[float]) -> Sketch:
+    """Of what was learned in this order."""
+    sketch = Sketch()
+    for value in values:
+        sketch = sketch.add(value)
+    return sketch
 
 
 @dataclass(frozen=True)

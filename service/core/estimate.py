@@ -5,7 +5,6 @@ relative-error guarantees", VLDB 2019): counts in buckets whose bounds grow by a
 """
 
 from bisect import bisect_left
-from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
 from math import ceil, log
@@ -108,10 +107,3 @@ class Lesson:
     sketch: Sketch
     """With this value and all that came before it; what the row of the topic becomes."""
     at: Instant
-
-
-def sketch_of(values: Iterable[float]) -> Sketch:
-    sketch = Sketch()
-    for value in values:
-        sketch = sketch.add(value)
-    return sketch

@@ -30,12 +30,8 @@ OrderKey = tuple[int, int, int, int, float, float, TaskId]
 """A task's place in the order of the queue: smallest first, never equal to another's."""
 
 
-def aged_priority(priority: int, waited_seconds: float, policy: Policy) -> int:
-    """Priority plus one point per `ageing_seconds_per_point`, never above the top of its own band."""
-    return _aged(priority, band_of(priority)[2], waited_seconds, policy)
-
-
 def _aged(priority: int, top: int, waited_seconds: float, policy: Policy) -> int:
+    """One point more for each `ageing_seconds_per_point`, and never above the top of its band."""
     points = int(waited_seconds / policy.ageing_seconds_per_point) if waited_seconds > 0 else 0
     return min(top, priority + points)
 

@@ -4,7 +4,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from heapq import heapify, heappop, heappush
-from math import inf
 from typing import NamedTuple
 
 from service.core.draft import Draft
@@ -86,15 +85,6 @@ def is_coming(offers: Offers, task: Task, node: NodeName) -> bool:
 def could_make_room(offers: Offers, task: Task, node: NodeName) -> bool:
     """Whether it could if everybody left who is leaving or may be stopped for it."""
     return node in offers.nodes and offers.outlooks.most(node, task.priority).fits(task)
-
-
-def plan_eviction(offers: Offers, task: Task, now: Instant) -> Eviction | None:
-    """The eviction that is best for a task, of all nodes; None if there is none, or if it need only wait."""
-    if not may_preempt(offers, task):
-        return None
-    search = Search(task, offers.nodes)
-    search.go_on(offers, Looks(inf))
-    return search.eviction(offers, now)
 
 
 class Search:

@@ -8,10 +8,11 @@ import httpx
 import pytest
 from gpubroker import AsyncBroker, Refused, TaskFailed, TaskState, WaitTimeout, WrongArgument
 
-from service.core.estimate import Lesson, Topic, What, sketch_of
+from service.core.estimate import Lesson, Topic, What
 from service.core.orders import Failure
 from service.core.plan import Decision
 from service.gateway.identity import EVERY_SCOPE
+from tests.builders import a_sketch
 from tests.gateway.harness import Gateway
 
 
@@ -191,7 +192,7 @@ async def test_readiness_and_shutdown(gateway: Gateway, broker: AsyncBroker) -> 
 
 async def test_what_was_learned_is_told(gateway: Gateway, broker: AsyncBroker) -> None:
     topic = Topic("default", "resnet", "H100", What.SECONDS)
-    lesson = Lesson(topic, 60.0, sketch_of([60.0]), gateway.clock.now())
+    lesson = Lesson(topic, 60.0, a_sketch([60.0]), gateway.clock.now())
     await gateway.commit(Decision("run", "ended", lessons=(lesson,)))
     [known] = (await broker.estimates("resnet")).items
     assert (known.subject, known.kind, known.gpu_mb) == ("resnet", "H100", None)

@@ -4,14 +4,14 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from service.bootstrap.compose import fill
-from service.core.estimate import Lesson, Sketch, Topic, What, sketch_of
+from service.core.estimate import Lesson, Sketch, Topic, What
 from service.core.lease import LeaseState, mark_overused, move_lease
 from service.core.plan import Decision
 from service.core.task import Task
 from service.core.units import Instant, Mib, Position
 from service.core.world import World
 from service.ports import CommitVerdict, TaskStore
-from tests.builders import GIB, NOW, a_task
+from tests.builders import GIB, NOW, a_sketch, a_task
 from tests.contracts.scenes import (
     a_new_lease,
     admission,
@@ -32,7 +32,7 @@ COMMITTED, STALE = CommitVerdict.COMMITTED, CommitVerdict.STALE
 def a_lesson(topic: Topic, values: Iterable[float]) -> Lesson:
     """The last of these values, after all the others."""
     *_, last = values = list(values)
-    return Lesson(topic, last, sketch_of(values), Instant(NOW + len(values)))
+    return Lesson(topic, last, a_sketch(values), Instant(NOW + len(values)))
 
 
 def teaching(task: Task, *lessons: Lesson, forgotten: tuple[Topic, ...] = ()) -> Decision:
@@ -50,7 +50,7 @@ async def test_what_an_end_teaches_is_kept_with_it(store: TaskStore) -> None:
     assert await store.commit(term, [teaching(task, a_lesson(SIZE, [8192.0]), a_lesson(TIME, [5.0]))]) == [
         COMMITTED
     ]
-    assert await kept(store) == {SIZE: sketch_of([8192.0]), TIME: sketch_of([5.0])}
+    assert await kept(store) == {SIZE: a_sketch([8192.0]), TIME: a_sketch([5.0])}
     taught = (await log_of(store))[-1]
     assert (taught.kind, taught.key, taught.tenant) == ("estimate.learned", "resnet", "default")
 
@@ -69,7 +69,7 @@ async def test_two_ends_in_one_commit_both_count(store: TaskStore) -> None:
     await store.commit(term, [admission(one), admission(two)])
     ends = [teaching(one, a_lesson(TIME, [5.0])), teaching(two, a_lesson(TIME, [5.0, 6.0]))]
     assert await store.commit(term, ends) == [COMMITTED, COMMITTED]
-    assert await kept(store) == {TIME: sketch_of([5.0, 6.0])}
+    assert await kept(store) == {TIME: a_sketch([5.0, 6.0])}
 
 
 async def test_a_dropped_decision_teaches_nothing(store: TaskStore) -> None:

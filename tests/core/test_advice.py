@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from service.core.advice import Advice, advise
 from service.core.cycle import plan_cycle
 from service.core.draft import Draft
-from service.core.estimate import Topic, What, sketch_of
+from service.core.estimate import Topic, What
 from service.core.expectations import Remaining
 from service.core.explain import explain_waiting
 from service.core.lease import LeaseState
@@ -27,6 +27,7 @@ from tests.builders import (
     a_node,
     a_pledge,
     a_sample,
+    a_sketch,
     a_task,
     a_world,
     commit,
@@ -83,7 +84,7 @@ def test_runs_of_a_subject_are_expected_to_take_what_such_runs_took():
         a_task("new", gpus=1),
     )
     topic = Topic("default", "resnet", "H100", What.SECONDS)
-    world.learned.put(topic, sketch_of([50.0, 200.0, 200.0, 300.0]))
+    world.learned.put(topic, a_sketch([50.0, 200.0, 200.0, 300.0]))
     found = advice(world)
     assert found.start is not None
     assert (found.start.p50_at - NOW, found.start.p90_at - NOW) == (
@@ -96,7 +97,7 @@ def test_runs_of_a_subject_are_expected_to_take_what_such_runs_took():
 
 def test_what_runs_took_on_devices_of_another_kind_tells_nothing():
     world = a_world(run("a", subject="fit"), a_task("new", gpu_mb=60 * GIB))
-    world.learned.put(Topic("default", "fit", "A100", What.SECONDS), sketch_of([300.0] * 9))
+    world.learned.put(Topic("default", "fit", "A100", What.SECONDS), a_sketch([300.0] * 9))
     assert advice(world).start is None
 
 
@@ -109,7 +110,7 @@ def test_what_was_admitted_a_moment_ago_is_expected_to_take_its_whole_time():
 def test_what_outlasted_what_was_stated_of_it_goes_by_runs_like_it():
     world = a_world(run("a", left=-10.0, gib=60, subject="resnet"), a_task("new", gpus=1))
     assert advice(world).start is None
-    world.learned.put(Topic("default", "resnet", "H100", What.SECONDS), sketch_of([200.0]))
+    world.learned.put(Topic("default", "resnet", "H100", What.SECONDS), a_sketch([200.0]))
     start = advice(world).start
     assert start is not None
     assert (start.p50_at - NOW, start.n) == (pytest.approx(100, rel=0.05), 1)

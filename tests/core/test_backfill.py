@@ -8,7 +8,7 @@ from typing import Any
 from service.core.backfill import Basis, Forecast
 from service.core.cycle import plan_cycle
 from service.core.demand import Where
-from service.core.estimate import Topic, What, sketch_of
+from service.core.estimate import Topic, What
 from service.core.external import External
 from service.core.forecasts import make_forecasts
 from service.core.lease import LeaseState
@@ -24,6 +24,7 @@ from tests.builders import (
     a_node,
     a_pledge,
     a_sample,
+    a_sketch,
     a_task,
     a_world,
     holding,
@@ -87,7 +88,7 @@ def test_a_forecast_names_the_first_moment_at_which_all_devices_are_free():
 
 
 def test_a_forecast_from_past_runs_tells_of_how_many():
-    learned = sketch_of([200.0] * 5 + [1000.0] * 4)
+    learned = a_sketch([200.0] * 5 + [1000.0] * 4)
     world = a_world(a_device(), holding(a_task("one", gpu_mb=80 * GIB, subject="fit"), "gpu0"))
     world.learned.put(Topic("default", "fit", "H100", What.SECONDS), learned)
     submit(world, a_task("next", gpu_mb=80 * GIB))

@@ -7,24 +7,24 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from service.core.estimate import RELATIVE_ERROR, Sketch, Topic, What, sketch_of
+from service.core.estimate import RELATIVE_ERROR, Sketch, Topic, What
 from service.core.expectations import Remaining, Size, learned_size, remaining_seconds, run_seconds
 from service.core.need import need_mb
 from service.core.policy import Policy
 from service.core.task import Task, TaskState
 from service.core.units import Instant, Seconds
-from tests.builders import GIB, NOW, a_demand, a_device, a_node, a_task, a_world, holding
+from tests.builders import GIB, NOW, a_demand, a_device, a_node, a_sketch, a_task, a_world, holding
 
 POLICY = Policy()
 SMALL, LARGE = a_device("gpu0", kind="L4", mb=24 * GIB), a_device("gpu1", kind="H100", mb=80 * GIB)
 
 
 def sizes(*gib: float, kind: str = "H100", subject: str = "resnet") -> dict[Topic, Sketch]:
-    return {Topic("default", subject, kind, What.GPU_MB): sketch_of(size * GIB for size in gib)}
+    return {Topic("default", subject, kind, What.GPU_MB): a_sketch(size * GIB for size in gib)}
 
 
 def times(*seconds: float, kind: str = "") -> dict[Topic, Sketch]:
-    return {Topic("default", "resnet", kind, What.SECONDS): sketch_of(seconds)}
+    return {Topic("default", "resnet", kind, What.SECONDS): a_sketch(seconds)}
 
 
 def size_of(sketches: dict[Topic, Sketch], subject: str = "resnet", **policy: Any) -> Size:

@@ -2,12 +2,12 @@
 
 from service.core.backfill import Basis, Forecast
 from service.core.cycle import plan_cycle
-from service.core.estimate import Sketch, What, sketch_of
+from service.core.estimate import Sketch, What
 from service.core.foresight import Foresight, topic_of
 from service.core.policy import Policy
 from service.core.task import Placement
 from service.core.units import Instant, NodeName, TaskId
-from tests.builders import GIB, NOW, a_task, a_world, commit, submit
+from tests.builders import GIB, NOW, a_sketch, a_task, a_world, commit, submit
 
 
 def a_forecast(start: float, p90: float, basis: Basis = Basis.LEARNED) -> Forecast:
@@ -57,4 +57,4 @@ def test_forecasts_are_made_anew_once_a_second_while_anybody_waits():
 
 def test_a_sketch_tells_which_share_is_no_more_than_a_value():
     assert Sketch().share_until(1.0) is None
-    assert sketch_of([0.2, 0.5, 1.0, 3.0]).share_until(1.0) == 0.75
+    assert a_sketch([0.2, 0.5, 1.0, 3.0]).share_until(1.0) == 0.75

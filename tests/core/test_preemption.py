@@ -7,9 +7,8 @@ import pytest
 from service.core.blockers import room_blockers
 from service.core.draft import Draft
 from service.core.lease import LeaseState
-from service.core.offers import Offers
 from service.core.policy import CustomLimit, Policy
-from service.core.preemption import Eviction, plan_eviction
+from service.core.preemption import Eviction
 from service.core.reasons import Reason
 from service.core.survey import survey
 from service.core.task import StopReason, TaskState
@@ -29,6 +28,7 @@ from tests.builders import (
     holding,
     key,
 )
+from tests.core.plans import eviction_for
 
 POLICY = Policy(preemption_budget=3, shield_seconds=Seconds(600.0))
 
@@ -45,7 +45,7 @@ def a_run(
 def chosen(world: World, *, policy: Policy = POLICY, **task: Any) -> Eviction | Reason:
     """Who must leave for a task of priority 80, or why nobody does."""
     draft, high = Draft(world), a_task("high", **{"priority": 80, **task})
-    eviction = plan_eviction(Offers(draft, policy, NOW), high, NOW)
+    eviction = eviction_for(draft, high, policy)
     return eviction or room_blockers(survey(draft, high, policy, NOW))[0].reason
 
 

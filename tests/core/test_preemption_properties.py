@@ -7,14 +7,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from service.core.draft import Draft
-from service.core.offers import Offers
 from service.core.placement import Places
 from service.core.policy import Policy
-from service.core.preemption import Eviction, plan_eviction
+from service.core.preemption import Eviction
 from service.core.task import Task
 from service.core.units import Instant
 from tests.builders import NOW, Holding, a_device, a_node, a_task, a_world, holding
 from tests.core.naive import Naive
+from tests.core.plans import eviction_for
 
 POLICY = Policy()
 
@@ -48,7 +48,7 @@ def test_on_one_device_no_other_choice_of_victims_costs_less(runs: list[dict[str
     held = fitting(runs, 100)
     world = a_world(a_device(mb=100), *(a_run(n, "gpu0", run) for n, run in enumerate(held)))
     task = a_task("high", priority=60, gpu_mb=need)
-    eviction = plan_eviction(Offers(Draft(world), POLICY, NOW), task, NOW)
+    eviction = eviction_for(Draft(world), task)
     free = 100 - sum(run["mb"] for run in held)
     lower = [run for run in held if run["priority"] < 60]
     subsets = chain.from_iterable(combinations(lower, count) for count in range(len(lower) + 1))
@@ -81,7 +81,7 @@ def test_every_victim_is_of_lower_priority_and_is_needed(
         parts += (a_run(100 * number + n, f"gpu{number}", run) for n, run in enumerate(held))
     world = a_world(*parts)
     task = a_task("high", priority=60, gpus=gpus, gpu_mb=need, cpu=cpu)
-    eviction = plan_eviction(Offers(Draft(world), POLICY, NOW), task, NOW)
+    eviction = eviction_for(Draft(world), task)
     naive = Naive(world, POLICY, NOW)
     if eviction is None:
         lower = naive.stoppable(naive.nodes[0], task)

@@ -7,10 +7,11 @@ from service.core.draft import Draft
 from service.core.looks import Looks
 from service.core.offers import Offers
 from service.core.policy import Policy
-from service.core.preemption import Eviction, Search, plan_eviction
+from service.core.preemption import Eviction, Search
 from service.core.units import Instant
 from service.core.world import World
 from tests.builders import GIB, NOW, a_device, a_node, a_task, a_world, holding, key
+from tests.core.plans import eviction_for
 
 POLICY = Policy()
 
@@ -39,7 +40,7 @@ def test_a_search_that_is_left_after_each_step_ends_as_one_in_a_single_go():
     eviction = step_by_step(Search(high, ("n1", "n2", "n3")), world)
     assert eviction is not None
     assert eviction.node == "n2"
-    assert eviction == plan_eviction(Offers(Draft(world), POLICY, NOW), high, NOW)
+    assert eviction == eviction_for(Draft(world), high)
 
 
 def test_a_search_looks_at_all_nodes_again_if_the_best_so_far_has_changed():
@@ -55,6 +56,6 @@ def test_a_search_looks_at_all_nodes_again_if_the_best_so_far_has_changed():
 
 def test_of_nodes_that_cost_the_same_the_first_by_name_is_cleared():
     world, high = three_nodes(n3=10.0, n1=10.0, n2=10.0), a_task("high", priority=80, gpu_mb=80 * GIB)
-    eviction = plan_eviction(Offers(Draft(world), POLICY, NOW), high, NOW)
+    eviction = eviction_for(Draft(world), high)
     assert eviction is not None
     assert eviction.node == "n1"

@@ -8,15 +8,14 @@ from service.core.cycle import plan_cycle
 from service.core.decide import admit
 from service.core.draft import Draft
 from service.core.memory import Memory
-from service.core.offers import Offers
 from service.core.outlook import Outlooks
 from service.core.plan import Decision, write_move
 from service.core.policy import Policy
-from service.core.preemption import plan_eviction
 from service.core.survey import survey
 from service.core.task import Move, Placement
 from service.core.units import Instant, Mib, NodeName
 from tests.builders import GIB, NOW, a_device, a_node, a_task, a_world, commit, holding, key, submit
+from tests.core.plans import eviction_for
 
 POLICY = Policy()
 
@@ -86,7 +85,7 @@ def test_a_node_that_costs_more_than_it_seemed_gives_way_to_the_next():
         run = a_task(name, priority=10, gpu_mb=sizes[name] * GIB)
         parts.append(holding(run, key("gpu0", name[:2]), started_at=Instant(NOW - seconds)))
     high = a_task("high", priority=80, gpu_mb=70 * GIB)
-    eviction = plan_eviction(Offers(Draft(a_world(*parts)), POLICY, NOW), high, NOW)
+    eviction = eviction_for(Draft(a_world(*parts)), high)
     assert eviction is not None
     assert [victim.id for victim in eviction.victims] == ["n2"]
 

@@ -4,12 +4,12 @@ from dataclasses import replace
 
 import pytest
 
-from service.core.estimate import Lesson, Topic, What, sketch_of
+from service.core.estimate import Lesson, Topic, What
 from service.core.plan import Decision
 from service.core.units import Instant
 from service.gateway.app import create_app
 from service.gateway.parts import ModelType
-from tests.builders import GIB, NOW, a_device, key
+from tests.builders import GIB, NOW, a_device, a_sketch, key
 from tests.gateway.harness import Client, Gateway, a_body, fault
 
 
@@ -24,7 +24,7 @@ async def learn(
     """Runs of this subject took so much."""
     topic = Topic(tenant, subject, kind, what)
     for end in range(1, len(values) + 1):
-        lesson = Lesson(topic, values[end - 1], sketch_of(values[:end]), Instant(NOW))
+        lesson = Lesson(topic, values[end - 1], a_sketch(values[:end]), Instant(NOW))
         await gateway.commit(Decision("run", "ended", lessons=(lesson,)))
 
 

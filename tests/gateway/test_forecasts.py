@@ -1,11 +1,11 @@
 """When a task is likely to start, and how true such words came."""
 
 from service.core.backfill import Basis
-from service.core.estimate import What, sketch_of
+from service.core.estimate import What
 from service.core.forecasts import make_forecasts
 from service.core.foresight import topic_of
 from service.core.units import TaskId
-from tests.builders import GIB, a_pledge
+from tests.builders import GIB, a_pledge, a_sketch
 from tests.gateway.harness import Client, Gateway
 
 WHOLE = {"gpu_mb": 80 * GIB}
@@ -38,7 +38,7 @@ async def test_who_was_pledged_its_room_starts_when_that_has_come(gateway: Gatew
 
 async def test_the_totals_tell_how_true_forecasts_came(gateway: Gateway, api: Client) -> None:
     assert (await api.get("/stats")).json()["forecasts"] == []
-    errors, shares = sketch_of([10.0, 10.0, 90.0]), sketch_of([0.5, 0.5, 2.0])
+    errors, shares = a_sketch([10.0, 10.0, 90.0]), a_sketch([0.5, 0.5, 2.0])
     gateway.world.learned.put(topic_of(Basis.LEARNED, What.START_ERROR), errors)
     gateway.world.learned.put(topic_of(Basis.LEARNED, What.START_SHARE), shares)
     [told] = (await api.get("/stats")).json()["forecasts"]
