@@ -14,7 +14,7 @@ import random
 import resource
 from argparse import ArgumentParser, Namespace
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from functools import partial
 from time import process_time
@@ -23,12 +23,10 @@ from typing import TypeVar
 from bench.answers import Picture
 from bench.measuring import Figure, percentile, say
 from service.bootstrap.process import make_full_collections_rare
-from service.core.backfill import Forecast
 from service.core.cycle import SLICE, plan_cycle
 from service.core.demand import Demand
 from service.core.device import Device, DeviceSample, Node
 from service.core.events import events_of
-from service.core.forecasts import make_forecasts
 from service.core.foresight import Foresight
 from service.core.lease import LeaseState, move_lease
 from service.core.memory import Memory
@@ -179,19 +177,13 @@ class Room:
 
     def foresee(self) -> None:
         """Once a second, as the leader does."""
-        if not self.foresight.is_due(self.world, self.now):
-            return
-        made: Sequence[Forecast] = ()
         steps: list[float] = []
-        work = make_forecasts(self.world, self.policy, self.now, self.foresight.forecasts)
-        while True:
-            spent, so_far = timed(partial(next, work, None))
-            if so_far is None:
-                break
+        is_left = True
+        while is_left:
+            spent, is_left = timed(partial(self.foresight.go_on, self.world, self.policy, self.now))
             steps.append(spent)
-            made = so_far
-        self.foresight.take(made, self.world, self.now)
-        self.rounds.append(steps)
+        if len(steps) > 1:
+            self.rounds.append(steps)
 
     def begin(self, names: Iterable[TaskId]) -> None:
         for name in names:

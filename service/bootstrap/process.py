@@ -242,7 +242,7 @@ def make_full_collections_rare() -> None:
     The others are kept small, since requests and planning wait for them.
     """
     gc.freeze()
-    gc.set_threshold(2_000, 10, 5_000)
+    gc.set_threshold(1_000, 5, 20_000)
 
 
 def greeting(settings: Settings, url: str) -> list[str]:

@@ -12,12 +12,10 @@ from service.broker.dispatch import Dispatcher
 from service.broker.fragmentation import FragmentationWatch
 from service.broker.observe import Observer, next_batch, plainer
 from service.core.awaited import End
-from service.core.backfill import Forecast
 from service.core.consolidation import Consolidation
 from service.core.cycle import Slice
 from service.core.dependencies import settle
 from service.core.events import Event
-from service.core.forecasts import make_forecasts
 from service.core.foresight import Foresight
 from service.core.memory import Memory
 from service.core.orders import Checkpointed, Ended, Report
@@ -40,6 +38,9 @@ moment the first one begins at once."""
 MOST_TURNS = 4
 """What is decided in so many turns of planning, of some milliseconds each, shares one commit. The first turn
 of a cycle, which is that of the most urgent, has its own."""
+
+FORESEE_SECONDS = 0.005
+"""So long each cycle works on forecasts, while they are due."""
 
 TRIES = 20
 """A leader is the only writer of states; if what it decides is refused so often, its picture is wrong."""
@@ -278,15 +279,15 @@ class Leader:
             self._consolidation.count(decision, now)
 
     async def _foresee(self) -> None:
-        """Work out anew when the first of those who wait will start, a few nodes at a time."""
-        now = self._clock.now()
-        if not self.foresight.is_due(self._world, now):
-            return
-        made: Sequence[Forecast] = ()
-        for so_far in make_forecasts(self._world, self._policy, now, self.foresight.forecasts):
-            made = so_far
+        """Work out anew when the first of those who wait will start. What is not done in a moment goes on in
+        the next cycle, so that neither reports nor plans wait for it."""
+        now, loop = self._clock.now(), asyncio.get_running_loop()
+        until = loop.time() + FORESEE_SECONDS
+        while self.foresight.go_on(self._world, self._policy, now):
+            if loop.time() >= until:
+                self._woken.set()
+                return
             await asyncio.sleep(0)
-        self.foresight.take(made, self._world, now)
 
     async def _carry_out(self, decisions: Sequence[Decision]) -> Sequence[CommitVerdict]:
         """Commit, then dispatch what was committed. The store's listener has updated the World by then."""

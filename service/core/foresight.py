@@ -1,12 +1,14 @@
 """The forecasts that hold now, and how true the first word about each task came."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import inf
 
 from service.core.backfill import Basis, Forecast
 from service.core.estimate import Lesson, Sketch, Topic, What
+from service.core.forecasts import make_forecasts
 from service.core.plan import Decision
+from service.core.policy import Policy
 from service.core.task import Move
 from service.core.units import Instant, Seconds, TaskId
 from service.core.world import World
@@ -38,6 +40,27 @@ class Foresight:
         self.forecasts: Sequence[Forecast] = ()
         self._made_at = Instant(-inf)
         self._said: dict[TaskId, FirstWord] = {}
+        self._work: Iterator[Sequence[Forecast]] | None = None
+        """What is being worked out, as of when, and of which inventory."""
+        self._so_far: Sequence[Forecast] | None = None
+        self._as_of = Instant(-inf)
+        self._inventory = 0
+
+    def go_on(self, world: World, policy: Policy, now: Instant) -> bool:
+        """Take the next step of working forecasts out anew, if they are due: some milliseconds. Returns
+        whether steps are left. The World may change between two of them; a round that meets another inventory
+        begins again."""
+        if self._work is None or world.inventory_version != self._inventory:
+            if self._work is None and not self.is_due(world, now):
+                return False
+            self._work = make_forecasts(world, policy, now, self.forecasts)
+            self._as_of, self._inventory = now, world.inventory_version
+        self._so_far, before = next(self._work, None), self._so_far
+        if self._so_far is not None:
+            return True
+        self._work = None
+        self.take(before or (), world, self._as_of)
+        return False
 
     def is_due(self, world: World, now: Instant) -> bool:
         waits = len(world.queue) > 0 or bool(self.forecasts)

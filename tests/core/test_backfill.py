@@ -351,7 +351,7 @@ def test_the_maker_of_forecasts_pauses_every_few_nodes():
     world = a_world(*nodes, *runs, a_task("next", gpu_mb=80 * GIB))
     first, *_, whole = make_forecasts(world, POLICY, NOW, ())
     assert [node_of(forecast) for forecast in whole] == ["n16"]
-    assert len(list(make_forecasts(world, POLICY, NOW, ()))) == 3, (
-        "after 16 nodes, after the task, at the end"
+    assert len(list(make_forecasts(world, POLICY, NOW, ()))) == 6, (
+        "after 4 nodes four times, after the task, at the end"
     )
     assert first is whole

@@ -3,11 +3,13 @@
 from service.core.backfill import Basis, Forecast
 from service.core.cycle import plan_cycle
 from service.core.estimate import Sketch, What
+from service.core.forecasts import make_forecasts
 from service.core.foresight import Foresight, topic_of
+from service.core.plan import Decision
 from service.core.policy import Policy
 from service.core.task import Placement
-from service.core.units import Instant, NodeName, TaskId
-from tests.builders import GIB, NOW, a_sketch, a_task, a_world, commit, submit
+from service.core.units import Instant, Mib, NodeName, TaskId
+from tests.builders import GIB, NOW, a_device, a_sample, a_sketch, a_task, a_world, commit, submit
 
 
 def a_forecast(start: float, p90: float, basis: Basis = Basis.LEARNED) -> Forecast:
@@ -53,6 +55,30 @@ def test_forecasts_are_made_anew_once_a_second_while_anybody_waits():
     assert not foresight.is_due(world, Instant(NOW + 0.9))
     assert foresight.is_due(world, Instant(NOW + 1.0))
     assert foresight.is_due(a_world(), Instant(NOW + 1.0)), "the last ones are taken back"
+
+
+def test_forecasts_are_worked_out_in_steps_and_hold_once_all_are_there():
+    devices = [a_device("gpu0", f"n{number}") for number in range(9)]
+    world, foresight = a_world(*devices, a_task("next", gpu_mb=GIB)), Foresight()
+    *_, whole = make_forecasts(world, Policy(), NOW)
+    steps = 0
+    while foresight.go_on(world, Policy(), NOW):
+        steps += 1
+        assert foresight.forecasts == ()
+    assert (steps > 2, list(foresight.forecasts)) == (True, whole)
+    assert not foresight.go_on(world, Policy(), Instant(NOW + 0.9)), "they are not due"
+
+
+def test_a_round_of_forecasts_that_meets_another_inventory_begins_again():
+    """Of a device that is gone, nothing more can be read."""
+    devices = [a_device("gpu0", f"n{number}") for number in range(9)]
+    world, foresight = a_world(*devices, a_task("next", gpu_mb=100 * GIB)), Foresight()
+    assert foresight.go_on(world, Policy(), NOW)
+    commit(world, [Decision("n8", "node_seen", devices=(a_device("gpu1", "n8", mb=Mib(120 * GIB)),))], NOW)
+    world.measure([a_sample("n8/gpu1")])
+    while foresight.go_on(world, Policy(), NOW):
+        pass
+    assert [place.node for forecast in foresight.forecasts for place in forecast.places] == ["n8"]
 
 
 def test_a_sketch_tells_which_share_is_no_more_than_a_value():
