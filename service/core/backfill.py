@@ -3,11 +3,9 @@
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from math import inf
-from types import MappingProxyType
 from typing import NamedTuple
 
-from service.core.departures import Departures, Supplies
+from service.core.departures import Departures
 from service.core.draft import Draft
 from service.core.expectations import whole_run_seconds
 from service.core.ground import Ground
@@ -15,6 +13,7 @@ from service.core.headroom import Headroom
 from service.core.ordering import OrderKey
 from service.core.policy import Policy
 from service.core.ranks import asks_for_gpus, part_of
+from service.core.supplies import Later, Supplies
 from service.core.task import Placement, Task, TaskState
 from service.core.units import DeviceKey, Instant, NodeName, TaskId
 from service.core.victims import stoppable_at
@@ -84,30 +83,49 @@ def taken_on(
     return tuple(parts), devices
 
 
-class Leeway(NamedTuple):
+class _Bound(NamedTuple):
+    """What one forecast leaves of a node to one who would delay it."""
+
+    later: Later
+    """When it is to begin."""
+    ahead: tuple[Planned, ...]
+    """What takes of that: itself, and others that stand ahead of him and will be there then."""
+    devices: frozenset[DeviceKey]
+    """Those it needs."""
+
+    def parts(self) -> Iterator[Task]:
+        return (part for planned in self.ahead for part in planned.parts)
+
+    def mb(self, device: DeviceKey) -> int:
+        return sum(planned.devices.get(device, 0) for planned in self.ahead)
+
+
+class Leeway:
     """What forecasts leave of a node to one who stands behind them."""
 
-    room: Headroom | None = None
-    """Beside its devices; None: all that there is."""
-    devices: Mapping[DeviceKey, int] = MappingProxyType({})
-    """MiB at most, of those that are needed."""
+    def __init__(self, bounds: Sequence[_Bound]) -> None:
+        self._bounds = bounds
 
     def allows(self, device: DeviceKey, mb: int) -> bool:
-        return mb <= self.devices.get(device, inf)
+        return all(
+            device not in bound.devices or bound.later.has_mb(device, mb + bound.mb(device))
+            for bound in self._bounds
+        )
 
-    def fits(self, parts: Iterable[Task]) -> bool:
+    def fits(self, parts: Sequence[Task]) -> bool:
         """Whether there is room for all of these together."""
-        room = self.room
-        for part in parts:
-            if room is not None and not room.fits(part):
-                return False
-            room = room and room.with_room_of(part, -1)
-        return True
+        return all(bound.later.has_room(bound.parts(), parts) for bound in self._bounds)
 
     def clipped(self, ground: Ground) -> Ground:
         """The node with no more than this."""
-        room = ground.room if self.room is None else _lesser(ground.room, self.room)
-        free = {key: int(min(mb, self.devices.get(key, inf))) for key, mb in ground.free.items()}
+        room, free = ground.room, dict(ground.free)
+        for bound in self._bounds:
+            left = bound.later.room()
+            for part in bound.parts():
+                left = left.with_room_of(part, -1)
+            room = _lesser(room, left)
+            for device in free.keys() & bound.devices:
+                free[device] = min(free[device], bound.later.mb(device) - bound.mb(device))
         return replace(ground, room=room, free=free)
 
 
@@ -222,21 +240,17 @@ class Guards:
 
     def leeway(self, task: Task, node: NodeName, *, everybody: bool) -> Leeway:
         """What the task may take of the node without delaying anybody ahead of it, or anybody at all."""
-        leeway = Leeway()
+        bounds: list[_Bound] = []
         for delayed in self.delayed_by(task, node, everybody=everybody):
             at = max(self._now, delayed.forecast.start_at)
-            supply = self._supplies.of(node, delayed.task)
-            room = supply.headroom(at)
-            left = {device: supply.mb(device, at) for device in delayed.devices}
-            for planned in self._there(task, node, at, delayed):
-                for part in planned.parts:
-                    room = room.with_room_of(part, -1)
-                for device in left.keys() & planned.devices.keys():
-                    left[device] -= planned.devices[device]
-            room = room if leeway.room is None else _lesser(leeway.room, room)
-            least = {device: int(min(mb, leeway.devices.get(device, inf))) for device, mb in left.items()}
-            leeway = Leeway(room, {**leeway.devices, **least})
-        return leeway
+            ahead = tuple(self._there(task, node, at, delayed))
+            later = self._supplies.later(node, delayed.task, at)
+            bounds.append(_Bound(later, ahead, frozenset(delayed.devices)))
+        return Leeway(bounds)
+
+    def took(self, node: NodeName, since: int, run: Task, place: Placement) -> None:
+        """A place was given, before which the node stood at revision `since` of its changes."""
+        self._supplies.took(node, since, run, place)
 
     def _there(self, task: Task, node: NodeName, at: float, delayed: Planned) -> Iterator[Planned]:
         """That forecast, and the others ahead of the task that will have begun by then and not be over."""

@@ -1,7 +1,7 @@
 """Rows as plain JSON values and back: one spelling for the event log, snapshots and followers."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from dataclasses import fields as dataclass_fields
 from enum import StrEnum
 from functools import lru_cache
@@ -14,7 +14,7 @@ from service.core.external import External
 from service.core.lease import HolderKind, Lease, LeaseState, Pledge
 from service.core.member import members_fields, members_from
 from service.core.plan import Fields, Request, TaskWrite
-from service.core.task import Dependency, OnFailure, StopReason, Task, TaskState
+from service.core.task import Dependency, OnFailure, StopReason, Task, TaskState, changed
 from service.core.units import TaskId
 
 _DEMAND_DEFAULTS = Demand()
@@ -146,7 +146,7 @@ def task_changes(write: TaskWrite) -> dict[str, Any]:
 
 def changed_task(task: Task, version: int, fields: Fields) -> Task:
     """The task after one more event."""
-    return replace(task, version=version, **_typed(dict(fields)))
+    return changed(task, version=version, **_typed(dict(fields)))
 
 
 def _typed(row: dict[str, Any]) -> dict[str, Any]:

@@ -215,6 +215,7 @@ class Slice:
         decision = admit(self._draft, task, (placement,), self._now)
         if not decision.pledges:
             self._outlooks.took(placement.node, since, task, placement)
+            self._guards.took(placement.node, since, decision.tasks[0].task, placement)
         return decision
 
     def _make_room_in_quota(self, task: Task) -> Decision | None:

@@ -1,21 +1,17 @@
-"""When the runs of a cluster are expected to have left, and what each node will then have."""
+"""When the runs of a cluster are expected to have left."""
 
-from bisect import bisect_right
-from collections.abc import Iterator
 from dataclasses import dataclass
 from math import inf
 
 from service.core.draft import Draft
 from service.core.estimate import Sketch, Topic, What
 from service.core.expectations import Remaining, remaining_seconds, run_seconds
-from service.core.headroom import Headroom
 from service.core.lease import LeaseState
-from service.core.ledger import Book, Holding
+from service.core.ledger import Holding
 from service.core.policy import Policy
-from service.core.ranks import asks_for_gpus, part_of
+from service.core.ranks import part_of
 from service.core.task import Task, TaskState
-from service.core.units import DeviceKey, Instant, NodeName, Seconds, TaskId
-from service.core.victims import stoppable_at
+from service.core.units import Instant, Seconds, TaskId
 
 LEAST_GUESS_SECONDS = 60.0
 GUESS_P90 = 9.0
@@ -113,103 +109,5 @@ class Departures:
         """Of its devices, by which run times are told apart; empty if it has none."""
         known = [lease.device for lease in self.draft.world.leases_of(run)]
         if not known and run.demand.gpus and run.node is not None:  # this draft has admitted it
-            for book in self.draft.books_on(run.node):
-                if any(h.lease.holder == run.id for h in book.holdings.values()):
-                    known.append(book.device.key)
+            known = [d for d in self.draft.given_to(run.id) if self.draft.book(d).device.node == run.node]
         return min((self.draft.book(device).device.kind for device in known), default="")
-
-
-@dataclass(frozen=True, slots=True)
-class Supply:
-    """What one node will have for one sort of task, as those leave who are there now."""
-
-    devices: dict[DeviceKey, list[tuple[float, int]]]
-    """Its usable devices: (from when on, MiB that the task could then have), in order of time."""
-    room: list[tuple[float, Headroom]]
-    """The same of everything else that the node has."""
-
-    def mb(self, device: DeviceKey, at: float) -> int:
-        steps = self.devices.get(device)
-        return 0 if steps is None else steps[bisect_right(steps, at, key=_time) - 1][1]
-
-    def headroom(self, at: float) -> Headroom:
-        return self.room[bisect_right(self.room, at, key=_time) - 1][1]
-
-
-class Supplies:
-    """What the nodes of one draft will have. Worked out when asked for, and again when a node changed.
-
-    `for_plans`: to work out when a task can start. Otherwise it is for asking whether somebody else may take
-    something before it starts: then runs that the task may stop are no obstacle at all, and who came after
-    it, for nobody knows how long, is taken to stay.
-    """
-
-    def __init__(self, departures: Departures, *, for_plans: bool) -> None:
-        self.departures = departures
-        self._draft = departures.draft
-        self._for_plans = for_plans
-        self._known: dict[tuple[NodeName, int, bool, Instant], tuple[int, Supply]] = {}
-
-    def of(self, node: NodeName, task: Task) -> Supply:
-        """For a task of this priority; only one that asks for GPUs may have runs stopped for it."""
-        stops = self.departures.policy.preemption and asks_for_gpus(task.demand)
-        since = self.departures.now if self._for_plans else task.submitted_at
-        key = node, task.priority, stops, since
-        revision = self._draft.changes.at(node)
-        known = self._known.get(key)
-        if known is None or known[0] != revision:
-            known = self._known[key] = revision, self._work_out(node, task, stops=stops)
-        return known[1]
-
-    def leaves_at(self, run: Task, departure: Departure, task: Task, *, stops: bool) -> float:
-        """By when a run is no obstacle any more to the task."""
-        now, policy = self.departures.now, self.departures.policy
-        came_after = (run.admitted_at or now) > task.submitted_at
-        stays = departure.is_guess and came_after and not self._for_plans
-        leaves_at = inf if stays else departure.p50_at
-        if not stops or run.state is TaskState.STOPPING:
-            return leaves_at
-        grace = run.grace_seconds if self._for_plans else 0.0
-        return min(leaves_at, stoppable_at(run, task.priority, policy, now) + grace)
-
-    def _work_out(self, node: NodeName, task: Task, *, stops: bool) -> Supply:
-        draft, policy, now = self._draft, self.departures.policy, self.departures.now
-        devices: dict[DeviceKey, list[tuple[float, int]]] = {}
-        for book in draft.usable_books(node, policy, now):
-            free = book.unheld_mb() - sum(
-                pledge.mb for pledge in book.pledges.values() if pledge.priority >= task.priority
-            )
-            steps = [(-inf, free)]
-            for at, mb in self._leaving(book, task, stops=stops):
-                free += mb
-                steps.append((at, free))
-            devices[book.device.key] = steps
-        return Supply(devices, self._rooms(node, task, stops=stops))
-
-    def _leaving(self, book: Book, task: Task, *, stops: bool) -> Iterator[tuple[float, int]]:
-        """(when, MiB) of all who hold memory of the device, in order of time."""
-        found = []
-        for holding in book.holdings.values():
-            departure = self.departures.of_holding(holding)
-            run = self._draft.holder(holding.lease)
-            at: float = departure.p50_at
-            if at < inf and run is not None:
-                at = self.leaves_at(run, departure, task, stops=stops)
-            found.append((at, holding.takes_mb))
-        return iter(sorted(found))
-
-    def _rooms(self, node: NodeName, task: Task, *, stops: bool) -> list[tuple[float, Headroom]]:
-        room = self._draft.headroom(node, priority=task.priority)
-        steps = [(-inf, room)]
-        leaving = (
-            (self.leaves_at(run, self.departures.of(run), task, stops=stops), run.id, run)
-            for run in self._draft.active_on(node)
-        )
-        for at, _, run in sorted(leaving, key=lambda leaver: leaver[:2]):
-            room = room.with_room_of(run)
-            steps.append((at, room))
-        return steps
-
-
-def _time(step: tuple[float, object]) -> float:
-    return step[0]

@@ -1,6 +1,6 @@
 """A picture of the World in which a plan is tried out: copy on write, thrown away or made into decisions."""
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
 from math import inf
 
@@ -30,6 +30,8 @@ class Draft:
         self.custom_use: dict[str, float] = dict(world.custom_use)
         self._given: dict[str, int] = {}
         """Tenant -> MiB of the leases that this draft has made."""
+        self._given_to: dict[str, list[DeviceKey]] = {}
+        """Holder -> the devices of the leases that it has from this draft."""
         self._books: dict[DeviceKey, Book] = {}
         self._use: dict[NodeName, NodeUse] = {}
         self._tasks: dict[TaskId, Task] = {}
@@ -200,10 +202,15 @@ class Draft:
             raise Overcommitted(f"{lease.key}: {lease.mb} MiB do not fit on {lease.device}")
         self._own(lease.device).put(lease)
         self._given[lease.tenant] = self._given.get(lease.tenant, 0) + lease.mb
+        self._given_to.setdefault(lease.holder, []).append(lease.device)
 
     def given(self) -> Iterable[tuple[str, int]]:
         """(tenant, MiB) of what this draft has leased."""
         return self._given.items()
+
+    def given_to(self, holder: str) -> Sequence[DeviceKey]:
+        """The devices of which this draft has leased it something."""
+        return self._given_to.get(holder, ())
 
     def leaving(self) -> Iterator[tuple[str, int]]:
         """(tenant, MiB) of each lease whose run is over or under notice, and nobody doubts that it goes."""

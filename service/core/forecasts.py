@@ -5,7 +5,7 @@ from dataclasses import replace
 from math import inf
 
 from service.core.backfill import Basis, Forecast, Planned, planned_of
-from service.core.departures import Departure, Departures, Supplies, Supply
+from service.core.departures import Departure, Departures
 from service.core.draft import Draft
 from service.core.expectations import whole_run_seconds
 from service.core.gang import place_ranks
@@ -14,6 +14,7 @@ from service.core.limits import Leaver, Limits
 from service.core.need import may_use_node, need_mb
 from service.core.policy import Policy
 from service.core.quota import Quotas
+from service.core.supplies import Supplies, Supply
 from service.core.task import Placement, Task
 from service.core.units import DeviceKey, Instant, Mib, NodeName, Seconds
 from service.core.waiting import waiting
@@ -76,7 +77,7 @@ class _Forecasting:
         self._draft = draft
         self._departures = Departures(draft, policy, now)
         self._supplies = Supplies(self._departures, for_plans=True)
-        self._limits = Limits(self._supplies, Quotas(draft, policy))
+        self._limits = Limits(self._departures, Quotas(draft, policy))
         self._opening: list[Leaver] = []
         """Who must have left before no limit keeps the task waiting that is looked at."""
         usable = set(draft.usable_nodes())

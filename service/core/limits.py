@@ -4,7 +4,7 @@ from collections.abc import Iterable, Iterator
 from math import inf
 from typing import NamedTuple
 
-from service.core.departures import Departure, Supplies
+from service.core.departures import Departure, Departures
 from service.core.draft import Draft
 from service.core.policy import Policy
 from service.core.quota import Quotas
@@ -21,11 +21,10 @@ class Leaver(NamedTuple):
 class Limits:
     """Of one draft."""
 
-    def __init__(self, supplies: Supplies, quotas: Quotas) -> None:
-        self._supplies = supplies
-        self._departures = supplies.departures
-        self._policy = self._departures.policy
-        self._draft = self._departures.draft
+    def __init__(self, departures: Departures, quotas: Quotas) -> None:
+        self._departures = departures
+        self._policy = departures.policy
+        self._draft = departures.draft
         self._quotas = quotas
 
     def opening(self, task: Task, planned: Iterable[Leaver] = ()) -> list[Leaver] | None:
@@ -60,7 +59,7 @@ class Limits:
         for run in self._draft.active():
             if self.shares(run, task):
                 departure = self._departures.of(run)
-                yield Leaver(self._supplies.leaves_at(run, departure, task, stops=False), run, departure)
+                yield Leaver(departure.p50_at, run, departure)
 
     def shares(self, other: Task, task: Task) -> bool:
         """Whether what the one takes of a limit or of a quota may be lacking to the other."""

@@ -2,18 +2,22 @@
 
 import gc
 
+import pytest
+
 from service.core.advice import advise
 from service.core.changes import Changes
 from service.core.cycle import plan_cycle
 from service.core.decide import admit
+from service.core.departures import Departures
 from service.core.draft import Draft
 from service.core.memory import Memory
 from service.core.outlook import Outlooks
 from service.core.plan import Decision, write_move
 from service.core.policy import Policy
+from service.core.supplies import Supplies
 from service.core.survey import survey
 from service.core.task import Move, Placement
-from service.core.units import Instant, Mib, NodeName
+from service.core.units import Instant, Mib, NodeName, Seconds
 from tests.builders import GIB, NOW, a_device, a_node, a_task, a_world, commit, holding, key, submit
 from tests.core.plans import eviction_for
 
@@ -75,6 +79,31 @@ def test_a_place_that_was_given_is_taken_from_what_is_known_of_its_node():
     assert (known.most(node, 80), known.now(node, 80)) != before
     known.took(node, since, new, place)
     assert known.most(node, 80) == fresh.most(node, 80)
+
+
+@pytest.mark.parametrize("lasts", [5.0, 500.0])
+def test_a_place_that_was_given_is_taken_from_what_the_node_will_have_unless_it_is_back_by_then(lasts: float):
+    long = holding(a_task("long", gpu_mb=30 * GIB, expected_seconds=Seconds(900.0)), "gpu0")
+    short = holding(a_task("short", gpu_mb=10 * GIB, expected_seconds=Seconds(9.0)), "gpu0")
+    new = a_task("new", gpu_mb=20 * GIB, cpu=1.0, expected_seconds=Seconds(lasts))
+    wide = a_task("wide", gpu_mb=50 * GIB)
+    draft = Draft(a_world(a_node(), a_device(), long, short, new, wide), Changes())
+    node, place, at = NodeName("n1"), Placement(NodeName("n1"), ((key("gpu0"), Mib(20 * GIB)),)), NOW + 60.0
+    supplies = Supplies(Departures(draft, POLICY, NOW), for_plans=False)
+    later, unasked = supplies.later(node, wide, at), supplies.later(node, wide, at + 1.0)
+    before = later.room(), later.mb(key("gpu0"))
+    since = draft.changes.at(node)
+    run = admit(draft, new, (place,), NOW).tasks[0].task
+    supplies.took(node, since, run, place)
+    fresh = Supplies(Departures(draft, POLICY, NOW), for_plans=False).later(node, wide, at)
+    assert supplies.later(node, wide, at) is later
+    assert (later.room(), later.mb(key("gpu0"))) == (fresh.room(), fresh.mb(key("gpu0")))
+    assert ((later.room(), later.mb(key("gpu0"))) == before) == (lasts < 60.0)
+    assert (unasked.room(), unasked.mb(key("gpu0"))) == (fresh.room(), fresh.mb(key("gpu0")))
+    draft.changes.mark(node)
+    assert supplies.later(node, wide, at) is not later
+    supplies.took(node, since, run, place)
+    assert (later.room(), later.mb(key("gpu0"))) == (fresh.room(), fresh.mb(key("gpu0")))
 
 
 def test_a_node_that_costs_more_than_it_seemed_gives_way_to_the_next():

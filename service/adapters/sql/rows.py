@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
+from operator import attrgetter
 from typing import Any
 
 from pydantic_core import from_json
@@ -131,17 +132,16 @@ def _after_text(task: Task) -> str:
     return json_text(after_fields(task.after)) if task.after else "[]"
 
 
-def _plain(value: Any) -> Any:
-    """Of a hot field; the only tuple among them are the members of a gang."""
-    if isinstance(value, tuple):
-        return json_text(members_fields(value)) if value else None
-    return value.value if isinstance(value, TaskState | StopReason) else value
+_hot_values = attrgetter(*HOT_FIELDS)
+_STATE, _STOP_REASON, _MEMBERS = map(HOT_FIELDS.index, ("state", "stop_reason", "members"))
 
 
 def _moved_task_row(task: Task) -> Row:
-    return (
-        task.id, task.version, *(_plain(getattr(task, name)) for name in HOT_FIELDS), task.is_terminal
-    )  # fmt: skip
+    hot = list(_hot_values(task))
+    hot[_STATE] = str(task.state)
+    hot[_STOP_REASON] = task.stop_reason and str(task.stop_reason)
+    hot[_MEMBERS] = json_text(members_fields(task.members)) if task.members else None
+    return (task.id, task.version, *hot, task.is_terminal)
 
 
 def _lease_row(lease: Lease) -> Row:
