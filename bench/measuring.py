@@ -21,7 +21,11 @@ def versions() -> dict[str, str]:
 
 @dataclass(frozen=True)
 class Figure:
-    """One measured number. `ratio` is the median of `value / baseline` per round, not of their medians."""
+    """One measured number. `ratio` is the median of `value / baseline` per round, not of their medians.
+
+    `published` says what a baseline is that was not measured here but published, and under what conditions:
+    the ratio compares two different things.
+    """
 
     bench: str
     figure: str
@@ -33,6 +37,7 @@ class Figure:
     """What a committed row survives: the settings of the database that was used."""
     baseline: float | None = None
     ratio: float | None = None
+    published: str = ""
     versions: dict[str, str] = field(default_factory=versions)
     cores: int = field(default_factory=lambda: len(os.sched_getaffinity(0)))
 
@@ -43,6 +48,7 @@ def publish(figure: Figure) -> None:
     against = ""
     if figure.baseline is not None and figure.ratio is not None:
         against = f", {figure.ratio:.2f} of the baseline's {_short(figure.baseline)}"
+        against += f", which is {figure.published}" if figure.published else ""
     value = f"{_short(figure.value)} {figure.unit}".rstrip()
     say(f"{figure.figure}: {value}{against} (n = {figure.n:,})")
 

@@ -7,9 +7,9 @@ figures include a Kubernetes API server; ours include the HTTP door and the data
 
 import json
 import time
-from argparse import ArgumentParser, Namespace
+from argparse import ArgumentParser, ArgumentTypeError, Namespace
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 from bench.churn.outcome import Outcome, events_of, outcome_of
 from bench.churn.shapes import SHAPES, UNIT_MB, Shape
@@ -18,6 +18,7 @@ from bench.measuring import Figure, say
 from bench.postgres import postgres
 from bench.processes import SQLITE_DURABILITY, Service, service
 
+PUBLISHED = "Kueue's and includes a Kubernetes API server, where ours includes HTTP and a durable database"
 POLL_SECONDS = 0.5
 OPEN = ("pending", "admitted", "running", "stopping")
 
@@ -41,14 +42,21 @@ def add_options(parser: ArgumentParser) -> None:
     parser.add_argument("--database", choices=["sqlite", "postgres"], default="sqlite")
     parser.add_argument("--connections", type=int, default=64)
     parser.add_argument(
-        "--share", type=float, default=1.0, help="of each queue's tasks only the first so many (0 to 1)"
+        "--share", type=_share, default=1.0, help="of each queue's tasks only the first so many (0 to 1)"
     )
+
+
+def _share(text: str) -> float:
+    share = float(text)
+    if not 0.0 < share <= 1.0:
+        raise ArgumentTypeError(f"{text} is no share; give more than 0 and at most 1")
+    return share
 
 
 def measure(options: Namespace) -> Iterator[Figure]:
     shape = SHAPES[options.shape].shortened(options.share)
-    say(f"{shape.name}: {shape.tasks:,} tasks in {shape.cohorts * shape.queues:,} queues; published figures")
-    say("  are Kueue's and include a Kubernetes API server, ours include HTTP and a durable database")
+    say(f"{shape.name}: {shape.tasks:,} tasks in {shape.cohorts * shape.queues:,} queues")
+    say(f"  a published figure is {PUBLISHED}")
     if options.database == "sqlite":
         yield from figures(shape, churn(shape, options.connections), SQLITE_DURABILITY)
     else:
@@ -58,12 +66,16 @@ def measure(options: Namespace) -> Iterator[Figure]:
 
 
 def figures(shape: Shape, seen: Outcome, durability: str) -> Iterator[Figure]:
-    """Named after the last part of the shape's name; the published value, where there is one, beside each."""
+    """Named after the last part of the shape's name; the published value, where there is one, beside each.
+    Waits are means, size by size."""
     prefix = f"churn.{shape.name.rpartition('-')[2]}"
     for name, (value, unit) in seen.figures(shape).items():
-        published = shape.published.get(name)
-        ratio = None if published is None else value / published
-        yield Figure("churn", f"{prefix}.{name}", value, unit, shape.tasks, durability, published, ratio)
+        figure = Figure("churn", f"{prefix}.{name}", value, unit, shape.tasks, durability)
+        baseline = shape.published.get(name)
+        if baseline is None:
+            yield figure
+        else:
+            yield replace(figure, baseline=baseline, ratio=value / baseline, published=PUBLISHED)
 
 
 def churn(shape: Shape, connections: int, **settings: str) -> Outcome:

@@ -30,12 +30,24 @@ def test_the_loads_are_those_that_were_published(name: str, tasks: int, floor: f
     assert shape.work_unit_seconds / shape.units == pytest.approx(floor, abs=0.1)
 
 
+def test_the_first_part_of_a_load_is_compared_with_nothing_published() -> None:
+    part = SHAPES["kueue-large"].shortened(0.5)
+    assert [(sort.name, sort.count) for sort in part.sorts] == [("small", 18), ("medium", 6), ("large", 2)]
+    assert part.tasks == len(part.arrivals()) == 26_000
+    assert not part.published
+    assert SHAPES["kueue-large"].shortened(1.0).published
+
+
 def test_a_small_load_goes_through_the_whole_service() -> None:
     seen = churn(SMALL, connections=4)
     told = {figure.figure: figure for figure in figures(SMALL, seen, "SQLite")}
     assert seen.counts["task.submitted"] == seen.counts["task.succeeded"] == SMALL.tasks
     assert told["churn.small.wall_s"].value > 1.0
     assert told["churn.small.wall_s"].ratio == pytest.approx(told["churn.small.wall_s"].value / 100.0)
+    assert "Kubernetes API server" in told["churn.small.wall_s"].published
+    assert told["churn.small.wait.large_s"].published == ""
+    assert told["churn.small.wait.large_s"].value > 0.0
+    assert told["churn.small.cpu_per_admission"].value > 0.0
     assert 0.0 < told["churn.small.use"].value < told["churn.small.held_use"].value <= 1.0
     assert {name for name in seen.waits if seen.waits[name]} == {"small", "medium", "large"}
 
