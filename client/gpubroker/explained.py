@@ -74,6 +74,40 @@ class DeviceVerdict:
 
 
 @dataclass(frozen=True, slots=True)
+class RankVerdict:
+    """One rank of a waiting gang, judged with those in their places that have room together; after the first
+    that has none, each by itself."""
+
+    rank: int
+    message: str
+    place: Raw | None = None
+    """`node` and `devices`, where there is room for it."""
+    reason: str | None = None
+    """Why there is none; None as well for ranks that the gang can start without."""
+    raw: Raw = field(default_factory=dict, repr=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Quota:
+    """How a task stands against the quota of its tenant, in MiB."""
+
+    tenant: str
+    cohort: str | None = None
+    guaranteed_mb: int = 0
+    used_mb: int = 0
+    """What the tenant has, and what is being freed for its tasks."""
+    borrowed_mb: int = 0
+    """What of that is beyond its guarantee."""
+    lent_mb: int = 0
+    """What its cohort would lend it now, beyond what it has."""
+    left_mb: int = 0
+    """What it may still take."""
+    counts_mb: int = 0
+    """What the task would count."""
+    raw: Raw = field(default_factory=dict, repr=False)
+
+
+@dataclass(frozen=True, slots=True)
 class Remedy:
     """One thing that would do, found by planning the task anew with it."""
 
@@ -81,7 +115,7 @@ class Remedy:
     effect: str = ""
     """starts, preempts or starts_later."""
     change: Mapping[str, Any] = field(default_factory=dict)
-    """What to ask for instead; empty: it is enough to wait."""
+    """What to ask for instead, under `bundles` in every rank; empty: it is enough to wait."""
     places: tuple[Raw, ...] = ()
     """`node` and `devices`; of a gang one for each rank. None if runs must leave first."""
     victims: tuple[Run, ...] = ()
@@ -125,6 +159,8 @@ def told(raw: Raw) -> dict[str, Any]:
         "preemption": optional(Preemption, raw.get("preemption")),
         "remedies": tuple(map(Remedy.of, raw.get("remedies") or ())),
         "blockers": each(Blocker, raw.get("blockers")),
+        "quota": optional(Quota, raw.get("quota")),
+        "ranks": each(RankVerdict, raw.get("ranks")),
         "devices": tuple(map(DeviceVerdict.of, raw.get("devices") or ())),
     }
 
@@ -148,7 +184,12 @@ class Explanation:
     remedies: tuple[Remedy, ...] = ()
     """What would help, what changes least first."""
     blockers: tuple[Blocker, ...] = ()
+    quota: Quota | None = None
+    """None without GPUs, and for a tenant without a quota."""
+    ranks: tuple[RankVerdict, ...] = ()
+    """Of a gang that waits."""
     devices: tuple[DeviceVerdict, ...] = ()
+    """For a gang, as its first rank without room finds them."""
     raw: Raw = field(default_factory=dict, repr=False)
 
     @classmethod
@@ -182,7 +223,12 @@ class Simulation:
     preemption: Preemption | None = None
     remedies: tuple[Remedy, ...] = ()
     blockers: tuple[Blocker, ...] = ()
+    quota: Quota | None = None
+    """None without GPUs, and for a tenant without a quota."""
+    ranks: tuple[RankVerdict, ...] = ()
+    """Of a gang that waits."""
     devices: tuple[DeviceVerdict, ...] = ()
+    """For a gang, as its first rank without room finds them."""
     as_of: datetime | None = None
     age_seconds: float | None = None
     raw: Raw = field(default_factory=dict, repr=False)

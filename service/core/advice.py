@@ -9,7 +9,9 @@ from service.core.expectations import Remaining
 from service.core.explain import stands_aside
 from service.core.forecasts import forecast_alone
 from service.core.ledger import Book
-from service.core.remedies import Remedy, remedies
+from service.core.look import Look
+from service.core.remedies import remedies
+from service.core.remedy import Remedy
 from service.core.spared import Spared, spared
 from service.core.start import Start, start_of
 from service.core.survey import Survey
@@ -36,19 +38,20 @@ class Advice:
     departures: Departures
 
 
-def advise(seen: Survey, highest_priority: int = 100) -> Advice:
-    """`seen`: of a pending task, or of one that nobody has submitted. Changes nothing."""
+def advise(found: Look, highest_priority: int = 100) -> Advice:
+    """Of a pending task, or of one that nobody has submitted. Changes nothing."""
+    seen = found.whole
     task, draft = seen.task, seen.draft
     planner = Planner(draft, seen.policy, seen.now, seen.forecasts)
     trial = planner.attempt(task)
     departures = Departures(draft, seen.policy, seen.now)
-    free_in = _free_in(seen, departures)
+    free_in = _free_in(found.part, departures)
     may_start = trial.places is not None and not stands_aside(task)
     return Advice(
         trial,
         _at(seen.now) if may_start else _start(seen, trial, free_in),
         spared(seen, trial),
-        () if may_start else remedies(seen, departures, planner, highest_priority),
+        () if may_start else remedies(seen, trial, departures, planner, highest_priority),
         free_in,
         departures,
     )

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from service.core.admission import check, check_priority, slot_in_words
 from service.core.ledger import Book
-from service.core.quota import Quotas
+from service.core.quota_told import quota_of
 from service.core.reasons import Reason
 from service.core.survey import OPEN, DeviceFinding, NodeFinding, Survey, Verdict
 from service.core.task import Task, notices_of
@@ -25,8 +25,16 @@ class Blocker:
         return self.reason.tier
 
 
-def room_blockers(seen: Survey) -> list[Blocker]:
-    """Everything that stands between the task and a placement; empty if there is one."""
+def limit_blockers(seen: Survey) -> list[Blocker]:
+    """The limits that keep it waiting whatever is free; of a gang they count over all ranks."""
+    quota = quota_of(seen)
+    short = [quota.message] if quota is not None and quota.is_short else []
+    return [*(Blocker(Reason.QUOTA_EXHAUSTED, message) for message in short), *_custom(seen)]
+
+
+def room_blockers(seen: Survey, *, of_rank: bool = False) -> list[Blocker]:
+    """Everything that stands between the task and a placement; empty if there is one. Of a rank without the
+    limits that count over all."""
     demand, world = seen.task.demand, seen.draft.world
     devices = [book.device for book in world.books.values()]
     refusal = check(demand, devices, world.nodes.values(), seen.policy)
@@ -35,7 +43,7 @@ def room_blockers(seen: Survey) -> list[Blocker]:
     refusal = refusal or check_priority(demand, seen.task.priority, seen.policy)
     if refusal is not None:
         return [Blocker(Reason.EXCEEDS_CAPACITY, refusal.message)]
-    blockers = [*_quota(seen), *_custom(seen)]
+    blockers = [] if of_rank else limit_blockers(seen)
     large = [node for node in seen.nodes if node.is_large_enough]
     structural = _structural(seen, large)
     if structural is not None:
@@ -65,21 +73,6 @@ def called(other: TaskId, tenant: str, task: Task) -> str:
 def _is_open(node: NodeFinding, gpus: int) -> bool:
     """Usable, and its devices are known well enough."""
     return node.is_usable and node.count(*OPEN) >= gpus
-
-
-def _quota(seen: Survey) -> Iterator[Blocker]:
-    quotas = Quotas(seen.draft, seen.policy)
-    allowance = quotas.of(seen.task.tenant, seen.task.priority, seen.task.id)
-    if allowance is None or not quotas.is_short(seen.task):
-        return
-    mine = seen.policy.tenant(seen.task.tenant)
-    borrows = f" and borrows from cohort {mine.cohort}" if mine.cohort else ""
-    yield Blocker(
-        Reason.QUOTA_EXHAUSTED,
-        f"counts {in_gib(quotas.need_mb(seen.task.demand))}; tenant {seen.task.tenant}, which is guaranteed "
-        f"{in_gib(allowance.guaranteed_mb)}{borrows}, has {in_gib(allowance.claimed_mb)} and may take "
-        f"{in_gib(max(0, allowance.left_mb))} more",
-    )
 
 
 def _custom(seen: Survey) -> list[Blocker]:

@@ -29,7 +29,7 @@ class Draft:
         """Those on which somebody may now find room, or ways to make it, who found none before."""
         self.custom_use: dict[str, float] = dict(world.custom_use)
         self._given: dict[str, int] = {}
-        """Tenant -> MiB of the leases that this draft has made."""
+        """Tenant -> MiB of the leases that this draft has made, less what it has taken back."""
         self._given_to: dict[str, list[DeviceKey]] = {}
         """Holder -> the devices of the leases that it has from this draft."""
         self._books: dict[DeviceKey, Book] = {}
@@ -43,6 +43,7 @@ class Draft:
         """One more that goes on from here; what changes in either stays there."""
         twin = Draft(self.world)
         twin.custom_use, twin._given = dict(self.custom_use), dict(self._given)
+        twin._given_to = {holder: list(devices) for holder, devices in self._given_to.items()}
         twin._books = {key: book.copy() for key, book in self._books.items()}
         twin._use = {node: use.copy() for node, use in self._use.items()}
         twin._tasks, twin._pledges = dict(self._tasks), dict(self._pledges)
@@ -187,14 +188,18 @@ class Draft:
             self._own_use(node).count(part, -1)
         for lease in self.world.leases_of(run):
             if lease.key in self.book(lease.device).holdings and (ranks is None or lease.rank in ranks):
-                self._own(lease.device).vacate(lease.key)
+                self._take_back(lease)
 
     def receive(self, node: NodeName) -> None:
         """As if what the runs that are over still hold on the node were back."""
         for key in self.world.by_node.get(node, ()):
             for holding in list(self.book(key).holdings.values()):
                 if holding.lease.state is LeaseState.RELEASING:
-                    self._own(key).vacate(holding.lease.key)
+                    self._take_back(holding.lease)
+
+    def _take_back(self, lease: Lease) -> None:
+        self._own(lease.device).vacate(lease.key)
+        self._given[lease.tenant] = self._given.get(lease.tenant, 0) - lease.mb
 
     def put_lease(self, lease: Lease) -> None:
         """Enter a new lease. Raises Overcommitted if it does not fit, pledges aside; nothing is changed."""
@@ -205,7 +210,7 @@ class Draft:
         self._given_to.setdefault(lease.holder, []).append(lease.device)
 
     def given(self) -> Iterable[tuple[str, int]]:
-        """(tenant, MiB) of what this draft has leased."""
+        """(tenant, MiB) of what this draft has leased, less what it has taken back."""
         return self._given.items()
 
     def given_to(self, holder: str) -> Sequence[DeviceKey]:

@@ -8,12 +8,15 @@ from service.core.backfill import Forecast
 from service.core.blockers import Blocker, called, used_by_others
 from service.core.draft import Draft
 from service.core.fairness import Shares
-from service.core.gang_survey import look, whereabouts
 from service.core.inheritance import Inherited
 from service.core.kept import kept_for_forecasts
 from service.core.ledger import Holding
+from service.core.look import Look, RankVerdict, look
+from service.core.member import MemberState
 from service.core.ordering import order_key, own_key
 from service.core.policy import Policy
+from service.core.quota_told import QuotaStanding, quota_of
+from service.core.ranks import nodes_of
 from service.core.reasons import Reason
 from service.core.survey import DeviceFinding, Survey, Verdict, survey
 from service.core.task import Task, TaskState
@@ -59,7 +62,12 @@ class Explanation:
     blockers: tuple[Blocker, ...]
     """Most structural first; never empty for a pending task."""
     devices: tuple[DeviceVerdict, ...]
-    """In key order; empty unless the task is pending and asks for GPUs."""
+    """In key order; empty unless the task is pending and asks for GPUs. For a gang, as its first rank without
+    room finds them when those before it have their places."""
+    ranks: tuple[RankVerdict, ...] = ()
+    """Of a gang that is pending, in order."""
+    quota: QuotaStanding | None = None
+    """Of a pending task for GPUs whose tenant has one."""
 
 
 def explain(
@@ -71,29 +79,32 @@ def explain(
         return Explanation(
             task_id, task.state, None, _statement(world, task, now), now, None, len(world.queue), None, (), ()
         )
-    return explain_waiting(survey(Draft(world), task, policy, now, forecasts))
+    return explain_waiting(look(survey(Draft(world), task, policy, now, forecasts)))
 
 
-def explain_waiting(whole: Survey) -> Explanation:
+def explain_waiting(found: Look) -> Explanation:
     """The same of a task that waits, or that nobody has submitted."""
+    whole, seen = found.whole, found.part
     task, world = whole.task, whole.draft.world
     position = position_of(world, task, whole.policy, whole.now)
-    seen, room = look(whole)
+    room = [*found.blockers]
     if not room and whole.forecasts:
         room = kept_for_forecasts(whole)
-    blockers = tuple(_blockers(seen, room, position))
+    blockers = tuple(_blockers(whole, room, position))
     devices = [_verdict(finding, seen.task) for node in seen.nodes for finding in node.devices]
     return Explanation(
         task.id,
         task.state,
         blockers[0].reason,
         blockers[0].message,
-        seen.now,
+        whole.now,
         position,
         len(world.queue),
         world.awaited.inheritance.of(task),
         blockers,
         tuple(sorted(devices, key=lambda verdict: verdict.device)) if seen.task.demand.gpus else (),
+        found.ranks,
+        quota_of(whole),
     )
 
 
@@ -158,11 +169,11 @@ def _statement(world: World, task: Task, now: Instant) -> str:
     """What a task that is not pending is doing."""
     match task.state:
         case TaskState.ADMITTED:
-            where = whereabouts(task)
+            where = _whereabouts(task)
             return f"admitted to {where}" + ("" if task.members else "; its order is on the way")
         case TaskState.RUNNING:
             more = _overuse(world, task)
-            return f"running on {whereabouts(task)} for {now - (task.started_at or now):.0f} s{more}"
+            return f"running on {_whereabouts(task)} for {now - (task.started_at or now):.0f} s{more}"
         case TaskState.STOPPING:
             left = (task.stop_deadline_at or now) - now
             whom = f" to make room for {_preemptor(world, task)}" if task.freeing_for else ""
@@ -172,6 +183,20 @@ def _statement(world: World, task: Task, now: Instant) -> str:
             )
         case _:
             return ended_message(task.state)
+
+
+def _whereabouts(task: Task) -> str:
+    """Where an active task is, and how its ranks are doing if it is a gang."""
+    nodes = sorted(nodes_of(task))
+    names = ", ".join(nodes[:3]) + (f" and {len(nodes) - 3} more" if len(nodes) > 3 else "")
+    if not task.members:
+        return names
+    if task.started_at is None:
+        ready = sum(member.state is MemberState.READY for member in task.members)
+        return f"{names}, {ready} of its {len(task.members)} ranks ready"
+    left = sum(not member.takes_part for member in task.members)
+    gave_way = f", {left} more gave way" if left else ""
+    return f"{names}, {len(task.members) - left} ranks{gave_way}"
 
 
 def _overuse(world: World, task: Task) -> str:

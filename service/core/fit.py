@@ -9,8 +9,8 @@ from service.core.decide import admit, evict
 from service.core.demand import Demand
 from service.core.draft import Draft
 from service.core.gang import Gang
-from service.core.gang_survey import look
 from service.core.kept import kept_for_forecasts
+from service.core.look import look
 from service.core.policy import Policy
 from service.core.preemption import Eviction
 from service.core.ranks import leavers_of
@@ -168,7 +168,7 @@ def _make_room(draft: Draft, task: Task, eviction: Eviction, now: Instant) -> tu
 
 def _why(seen: Survey) -> Blocker:
     """The most structural thing that keeps a task away for which there is no place."""
-    blockers = look(seen)[1] or kept_for_forecasts(seen)
+    blockers = look(seen).blockers or tuple(kept_for_forecasts(seen))
     gave_up = Blocker(Reason.FRAGMENTED, "no place was found before the search gave up")
     return blockers[0] if blockers else gave_up
 

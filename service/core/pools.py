@@ -31,11 +31,15 @@ def settled(
         if refusal is not None:
             return replace(refusal, field="bundles") if demand.bundles else refusal
         inside.append(_inside(part, chosen))
-        for field, amount in _amounts(part, chosen):
-            slot = f"pool:{pool}:{field}"
-            slots[slot] = slots.get(slot, 0.0) + amount
+        _count(slots, part, chosen)
     found = replace(demand, bundles=tuple(inside)) if demand.bundles else inside[0]
     return replace(found, pool=pool, slots=tuple(sorted(slots.items())))
+
+
+def _count(slots: dict[str, float], part: Demand, pool: Pool) -> None:
+    for field, amount in _amounts(part, pool):
+        slot = f"pool:{pool.name}:{field}"
+        slots[slot] = slots.get(slot, 0.0) + amount
 
 
 def _inside(demand: Demand, pool: Pool) -> Demand:
@@ -51,25 +55,36 @@ def resettled(demand: Demand, policy: Policy) -> Demand | Refusal:
     chosen = next((known for known in policy.pools if known.name == demand.pool), None)
     if chosen is None:
         return Refusal("pool-mismatch", f"there is no pool {demand.pool!r} any more", "pool")
-    refusal = _misfit(demand, chosen)
-    if refusal is not None:
-        return refusal
-    slots = [slot for slot in demand.slots if not slot[0].startswith("pool:")]
-    slots += [(f"pool:{demand.pool}:{field}", amount) for field, amount in _amounts(demand, chosen)]
-    return replace(demand, slots=tuple(sorted(slots)))
+    slots = {name: amount for name, amount in demand.slots if not name.startswith("pool:")}
+    for part in demand.bundles or (demand,):
+        refusal = _misfit(part, chosen)
+        if refusal is not None:
+            return refusal
+        _count(slots, part, chosen)
+    return replace(demand, slots=tuple(sorted(slots.items())))
 
 
 def without_pool(demand: Demand, policy: Policy) -> tuple[Demand, dict[str, Any]]:
     """The demand outside its pool, and what else of it goes with the pool, as a submit would say it."""
     chosen = next((known for known in policy.pools if known.name == demand.pool), Pool(demand.pool))
+    slots = tuple(slot for slot in demand.slots if not slot[0].startswith("pool:"))
+    outside = replace(demand, pool="", slots=slots)
+    if demand.bundles:
+        found = [_outside(part, chosen) for part in demand.bundles]
+        change = {name: to for _, said in found for name, to in said.items()}
+        bundles = tuple(part for part, _ in found)
+        return replace(outside, bundles=bundles), {"bundles": change} if change else {}
+    return _outside(outside, chosen)
+
+
+def _outside(demand: Demand, pool: Pool) -> tuple[Demand, dict[str, Any]]:
     where, change = demand.where, dict[str, Any]()
-    if chosen.kinds and where.kinds == chosen.kinds:
+    if pool.kinds and where.kinds == pool.kinds:
         where, change["kinds"] = replace(where, kinds=()), []
-    nodes = tuple(wanted for wanted in where.nodes if wanted not in chosen.nodes)
+    nodes = tuple(wanted for wanted in where.nodes if wanted not in pool.nodes)
     if nodes != where.nodes:
         where, change["nodes"] = replace(where, nodes=nodes), {label: list(to) for label, to in nodes}
-    slots = tuple(slot for slot in demand.slots if not slot[0].startswith("pool:"))
-    return replace(demand, pool="", where=where, slots=slots), change
+    return replace(demand, where=where), change
 
 
 def _running_slots(tenant: str, labels: Mapping[str, str], policy: Policy) -> Iterable[str]:

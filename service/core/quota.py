@@ -62,7 +62,16 @@ class Allowance:
     """What it holds, and what is being freed for it."""
     guaranteed_mb: int
     left_mb: int
-    """What it may still take."""
+    """What it may still take; negative if it has more than it may."""
+
+    @property
+    def borrowed_mb(self) -> int:
+        return max(0, self.claimed_mb - self.guaranteed_mb)
+
+    @property
+    def lent_mb(self) -> int:
+        """What its cohort would lend it now, beyond what it has."""
+        return max(0, self.left_mb - max(0, self.guaranteed_mb - self.claimed_mb))
 
 
 class _Claimed(NamedTuple):

@@ -1,5 +1,6 @@
 """For whose end a task waits, and who stands ahead of it and would take the room that then comes back."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from heapq import nsmallest
 
@@ -10,6 +11,7 @@ from service.core.fairness import Shares
 from service.core.gang import Gang
 from service.core.need import may_use_node
 from service.core.ordering import Kin, OrderKey, order_key, own_key
+from service.core.quota_told import quota_of
 from service.core.ranks import nodes_of
 from service.core.survey import Survey
 from service.core.task import Task
@@ -18,6 +20,9 @@ from service.core.units import TaskId
 
 MOST_RUNS = 64
 """So many runs are tried, those that are expected to end first."""
+
+MOST_RUNS_OF_A_GANG = 8
+"""The same for a gang, for which each takes a search over all nodes."""
 
 MOST_CONTESTED = 4
 """Of so many of them it is looked up whether somebody ahead of the task would take the room."""
@@ -34,19 +39,20 @@ class End:
 def first_end(seen: Survey, departures: Departures) -> End | None:
     """The run that is expected to end first of those after whose end alone the task has room, with nobody
     ahead of it to take that."""
-    draft, task, rivals, contested = seen.draft, seen.task, _Rivals(seen), 0
-    nodes = [one.node.name for one in seen.nodes if one.is_usable and may_use_node(task.demand, one.node)]
-    known = ((departures.of(run).within(seen.now), run) for name in nodes for run in draft.runs_on(name))
+    task, rivals, contested = seen.task, _Rivals(seen), 0
+    anywhere = _is_limited(seen) or bool(task.demand.bundles)
+    runs = _runs(seen, anywhere=anywhere)
+    known = ((departures.of(run).within(seen.now), run) for run in runs if run.is_active)
     soonest = nsmallest(
-        MOST_RUNS,
+        MOST_RUNS_OF_A_GANG if task.demand.bundles else MOST_RUNS,
         ((end, run) for end, run in known if end is not None),
         key=lambda pair: (pair[0].p50_seconds, pair[1].id),
     )
     for end, run in soonest:
-        without = Draft(draft.world)
+        without = Draft(seen.draft.world)
         without.dismiss(run)
         planner = Planner(without, seen.policy, seen.now, seen.forecasts)
-        places = planner.place_on(nodes_of(run), task)
+        places = planner.place(task) if anywhere else planner.place_on(nodes_of(run), task)
         if places is None:
             continue
         contested += 1
@@ -55,6 +61,24 @@ def first_end(seen: Survey, departures: Departures) -> End | None:
         if contested == MOST_CONTESTED:
             break
     return None
+
+
+def _is_limited(seen: Survey) -> bool:
+    """Whether what the task waits for may come back on any node: what its quota leaves, or a limit that many
+    share."""
+    quota = quota_of(seen)
+    is_short = quota is not None and quota.is_short
+    return is_short or bool(seen.draft.short_of(seen.task, seen.policy.custom_limits))
+
+
+def _runs(seen: Survey, *, anywhere: bool) -> Iterator[Task]:
+    draft = seen.draft
+    if anywhere:
+        yield from map(draft.task, draft.world.active)
+        return
+    for one in seen.nodes:
+        if one.is_usable and may_use_node(seen.task.demand, one.node):
+            yield from draft.runs_on(one.node.name)
 
 
 class _Rivals:
@@ -67,16 +91,21 @@ class _Rivals:
 
     def would_take(self, planner: Planner, run: Task) -> bool:
         """Whether one of them might take what this run gave back, in a draft in which it did. In doubt, yes:
-        what it counted of a limit that many share may be taken on any node."""
-        if self._seen.policy.has_quotas and self._most_urgent():
-            return True  # an end changes what all tenants of a cohort may take
+        what it counted of a limit that many share, or of a quota, may be taken on any node."""
         returned = {name for name, _ in run.demand.counted}
         return any(
             rival.demand.bundles
+            or self._share_a_quota(rival, run)
             or any(name in returned for name, _ in rival.demand.counted)
             or any(planner.may_have(node, rival) for node in nodes_of(run))
             for rival in self._most_urgent()
         )
+
+    def _share_a_quota(self, rival: Task, run: Task) -> bool:
+        mine, theirs = (self._seen.policy.tenant(one.tenant) for one in (run, rival))
+        if mine.guaranteed_mb is None:
+            return False
+        return rival.tenant == run.tenant or (mine.cohort != "" and mine.cohort == theirs.cohort)
 
     def _most_urgent(self) -> list[Task]:
         if self._ahead is None:
@@ -86,19 +115,23 @@ class _Rivals:
             standing = world.queue.standing_of(task)
             own = own_key(standing, task.stream, task.submitted_at, task.id, now, policy)
             key = order_key(own, self._shares.rank(task.tenant))
-            found = [self._of(kin, key) for kin in world.queue.kin.values()]
+            found = [one for kin in world.queue.kin.values() for one in self._of(kin, key)]
             found += [world.tasks[name] for name in world.pledges if name in world.queue]
-            self._ahead = [rival for rival in found if rival is not None and rival.id != task.id]
+            self._ahead = [rival for rival in found if rival.id != task.id]
         return self._ahead
 
-    def _of(self, kin: Kin, key: OrderKey) -> Task | None:
-        """Of one demand, the highest priority of which somebody stands ahead."""
+    def _of(self, kin: Kin, key: OrderKey) -> Iterator[Task]:
+        """Of one demand, the highest priority of which somebody stands ahead; with quotas, of each tenant."""
+        told = set[str]()
         world, now, policy = self._seen.draft.world, self._seen.now, self._seen.policy
         groups = [group for by in kin.bands.values() for likes in by.values() for group in likes.values()]
         for group in sorted(groups, key=lambda group: -group.priority):
             first = group.member(0)
             own = group.own_key(first, now, policy)
             is_other = group.tenant != self._seen.task.tenant  # an end may change who comes first of them
-            if (is_other and own[0] <= key[0]) or order_key(own, self._shares.rank(group.tenant)) < key:
-                return replace(world.tasks[first[1]], id=TaskId(""))
-        return None
+            whose = group.tenant if policy.has_quotas else ""
+            if whose not in told and (
+                (is_other and own[0] <= key[0]) or order_key(own, self._shares.rank(group.tenant)) < key
+            ):
+                told.add(whose)
+                yield replace(world.tasks[first[1]], id=TaskId(""))

@@ -136,6 +136,8 @@ class Planner:
 
     def could_start(self, task: Task) -> bool:
         """Whether `attempt` finds a place, or may find a way to one."""
+        if task.demand.bundles:
+            return self.attempt(task).is_way
         if self.is_over_quota(task):
             return self._claims.may_yield(task.tenant, task.priority)
         if may_preempt(self._offers, task) and any(

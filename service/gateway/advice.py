@@ -9,7 +9,7 @@ from service.core.advice import Advice
 from service.core.expectations import Remaining
 from service.core.gang import Gang
 from service.core.policy import band_of
-from service.core.remedies import Remedy
+from service.core.remedy import Remedy
 from service.core.spared import Spared
 from service.core.start import Start
 from service.core.task import Task
@@ -67,7 +67,11 @@ class RemedyView(TypedDict):
     """One thing that would do, as planned anew with it."""
 
     change: Annotated[
-        dict[str, Any], Field(description="What to ask for instead; empty: it is enough to wait.")
+        dict[str, Any],
+        Field(
+            description="What to ask for instead, under `bundles` in each rank (of `gpu_mb`: that asks for "
+            "more); empty: it is enough to wait."
+        ),
     ]
     effect: Annotated[str, Field(description="starts, preempts or starts_later.")]
     message: str

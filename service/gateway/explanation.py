@@ -9,10 +9,19 @@ from service.core.advice import Advice
 from service.core.blockers import Blocker
 from service.core.explain import DeviceVerdict, Explanation
 from service.core.ledger import Holding
+from service.core.look import RankVerdict
 from service.core.policy import band_of
+from service.core.quota_told import QuotaStanding
 from service.core.units import Instant, TaskId
 from service.core.world import World
-from service.gateway.advice import NO_ADVICE, AdviceFields, advice_fields, expected_or_none
+from service.gateway.advice import (
+    NO_ADVICE,
+    AdviceFields,
+    PlacementView,
+    advice_fields,
+    expected_or_none,
+    place_views,
+)
 from service.gateway.identity import Identity
 from service.gateway.overview import sees
 from service.gateway.views import ExpectedView, InheritsView, Time
@@ -55,6 +64,38 @@ class DeviceVerdictView(TypedDict):
     holders: list[DeviceHolder]
 
 
+class QuotaView(TypedDict):
+    """How a task stands against the quota of its tenant, in MiB."""
+
+    tenant: str
+    cohort: Annotated[str | None, Field(description="Whose members lend each other what they do not use.")]
+    guaranteed_mb: int
+    used_mb: Annotated[int, Field(description="What it has, and what is being freed for its tasks.")]
+    borrowed_mb: Annotated[int, Field(description="What of that is beyond its guarantee.")]
+    lent_mb: Annotated[int, Field(description="What its cohort would lend it now, beyond what it has.")]
+    left_mb: Annotated[int, Field(description="What it may still take, borrowed or not.")]
+    counts_mb: Annotated[
+        int,
+        Field(
+            description="What the task would count: on the largest GPUs that it may use; of a gang the ranks "
+            "it needs at least."
+        ),
+    ]
+
+
+class RankVerdictView(TypedDict):
+    """One rank of a gang, judged with those in their places that have room together; after the first that
+    has none, each by itself."""
+
+    rank: int
+    place: Annotated[PlacementView | None, Field(description="Where there is room for it.")]
+    reason: Annotated[
+        str | None,
+        Field(description="Why there is none; null as well for ranks that the gang can start without."),
+    ]
+    message: str
+
+
 class ExplainedFields(AdviceFields):
     """What explanations and simulations share."""
 
@@ -64,7 +105,14 @@ class ExplainedFields(AdviceFields):
     message: str
     position: Annotated[int | None, Field(description="The place in the queue; 1 is next.")]
     blockers: list[BlockerView]
-    devices: list[DeviceVerdictView]
+    quota: Annotated[
+        QuotaView | None, Field(description="Null for a task without GPUs, and for a tenant without a quota.")
+    ]
+    ranks: Annotated[list[RankVerdictView] | None, Field(description="Of a gang that waits.")]
+    devices: Annotated[
+        list[DeviceVerdictView],
+        Field(description="For a gang, as its first rank without room finds them."),
+    ]
 
 
 UNEXPLAINED: ExplainedFields = {
@@ -73,6 +121,8 @@ UNEXPLAINED: ExplainedFields = {
     "message": "",
     "position": None,
     "blockers": [],
+    "quota": None,
+    "ranks": None,
     "devices": [],
 }
 
@@ -104,7 +154,34 @@ def explained_fields(
         "message": found.message,
         "position": found.position,
         "blockers": [blocker_view(blocker) for blocker in found.blockers],
+        "quota": None if found.quota is None else _quota_view(found.quota),
+        "ranks": [_rank_view(world, verdict) for verdict in found.ranks] or None,
         "devices": [_verdict_view(world, verdict, viewer, advice, now) for verdict in found.devices],
+    }
+
+
+def _quota_view(quota: QuotaStanding) -> QuotaView:
+    found = quota.allowance
+    return {
+        "tenant": quota.tenant,
+        "cohort": quota.cohort or None,
+        "guaranteed_mb": found.guaranteed_mb,
+        "used_mb": found.claimed_mb,
+        "borrowed_mb": found.borrowed_mb,
+        "lent_mb": found.lent_mb,
+        "left_mb": max(0, found.left_mb),
+        "counts_mb": quota.counts_mb,
+    }
+
+
+def _rank_view(world: World, verdict: RankVerdict) -> RankVerdictView:
+    place, blocker = verdict.place, verdict.blocker
+    said = "fits" if place else "the gang can start without it"
+    return {
+        "rank": verdict.rank,
+        "place": place_views(world, (place,))[0] if place else None,
+        "reason": None if blocker is None else blocker.reason.value,
+        "message": said if blocker is None else blocker.message,
     }
 
 

@@ -13,6 +13,7 @@ from service.core.estimate import Topic, What
 from service.core.expectations import Remaining
 from service.core.explain import explain_waiting
 from service.core.lease import LeaseState
+from service.core.look import look
 from service.core.policy import CustomLimit, Policy
 from service.core.spared import Shield, Why
 from service.core.survey import survey
@@ -44,7 +45,7 @@ STATED = Seconds(100.0)
 
 
 def advice(world: World, policy: Policy = POLICY, task: str = "new") -> Advice:
-    return advise(survey(Draft(world), world.tasks[TaskId(task)], policy, NOW))
+    return advise(look(survey(Draft(world), world.tasks[TaskId(task)], policy, NOW)))
 
 
 def after(p50: float, p90: float | None = None, n: int = 0) -> Remaining:
@@ -306,7 +307,7 @@ def test_to_ask_changes_nothing(world: World, story: list[Chapter]):
         before = rows(world)
         for task in [row for row in world.tasks.values() if row.state is TaskState.PENDING]:
             for asked in (task, replace(task, id=TaskId("new"))):
-                seen = survey(Draft(world), asked, SCENARIO_POLICY, Instant(tale.now))
+                seen = look(survey(Draft(world), asked, SCENARIO_POLICY, Instant(tale.now)))
                 explain_waiting(seen)
                 advise(seen)
         assert rows(world) == before

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from service.core.advice import advise
 from service.core.cycle import plan_cycle
 from service.core.draft import Draft
+from service.core.look import look
 from service.core.memory import Memory
 from service.core.orders import Checkpointed, Gone, Report, Started
 from service.core.policy import Policy, TenantPolicy
@@ -45,7 +46,7 @@ def test_a_borrower_does_not_stop_a_run_of_a_tenant_within_its_guarantee():
     world = a_world(a_device("gpu0", mb=40), mine, theirs, urgent)
     assert asked_to_leave(world, POLICY) == []
     assert Planner(Draft(world), POLICY, NOW).attempt(urgent).eviction is None
-    told = advise(survey(Draft(world), urgent, POLICY, NOW)).spared
+    told = advise(look(survey(Draft(world), urgent, POLICY, NOW))).spared
     assert told.counts == {Shield.GUARANTEED: 1, Shield.PRIORITY: 1}
     assert "what their tenants are guaranteed" in told.message
     assert asked_to_leave(world, Policy()) == ["mine"], "without quotas priority decides"

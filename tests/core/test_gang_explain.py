@@ -8,14 +8,15 @@ from service.core.admission import Refusal
 from service.core.demand import Demand, Where
 from service.core.explain import Explanation, explain
 from service.core.gang_admission import check_demand
-from service.core.policy import CustomLimit, Maximum, Policy, Pool
+from service.core.policy import CustomLimit, Maximum, Policy, Pool, TenantPolicy
 from service.core.pools import settled
 from service.core.reasons import Reason
-from service.core.units import Instant, TaskId
+from service.core.units import Instant, Mib, TaskId
 from service.core.world import World
 from tests.builders import (
     GIB,
     NOW,
+    a_demand,
     a_device,
     a_node,
     a_task,
@@ -118,6 +119,38 @@ def test_the_first_rank_without_room_is_named_and_what_it_lacks() -> None:
     assert {str(device.verdict) for device in found.devices} == {"no_room"}
 
 
+def test_each_rank_is_told_where_it_has_room_or_why_not() -> None:
+    run = holding(a_task("run", gpu_mb=BIG, priority=90), "n2/gpu1")
+    parts = (*bundles(3, gpu_mb=BIG), *bundles(2, gpu_mb=70 * GIB), *bundles(2, cpu=65.0))
+    world = a_cluster(run, a_gang("gang", *parts[:5], min_ranks=4))
+    ranks = told(world).ranks
+    assert [one.place.node if one.place else None for one in ranks] == ["n1", "n1", "n2", None, None]
+    assert ranks[3].blocker is not None
+    assert ranks[3].blocker.message.startswith("needs 70.0 GiB on one GPU")
+    assert ranks[4].blocker is None, "it can start without this one"
+    fits = told(a_cluster(a_gang("gang", *bundles(6, gpu_mb=BIG), min_ranks=2)))
+    assert [one.place is not None for one in fits.ranks] == [True] * 4 + [False] * 2
+
+
+def test_of_many_different_ranks_only_some_are_looked_at() -> None:
+    runs = [holding(a_task(f"r{at}", gpu_mb=70 * GIB), f"n{at // 2 + 1}/gpu{at % 2}") for at in range(4)]
+    parts = [bundles(1, gpu_mb=(9 + at) * GIB)[0] for at in range(12)]
+    ranks = told(a_cluster(*runs, a_gang("gang", *parts, a_demand(gpu_mb=9 * GIB)))).ranks
+    assert [one.place is not None for one in ranks] == [True] * 2 + [False] * 10 + [False]
+    said = [one.blocker.message for one in ranks if one.blocker is not None]
+    assert sum(message.startswith("needs") for message in said) == 8
+    assert said[-1] == "not looked at: others before it have no room"
+
+
+def test_a_later_rank_is_judged_by_itself() -> None:
+    runs = [holding(a_task(f"r{at}", gpu_mb=70 * GIB), f"n{at // 2 + 1}/gpu{at % 2}") for at in range(4)]
+    parts = (a_demand(gpu_mb=20 * GIB), a_demand(cpu=1.0), a_demand(gpu_mb=20 * GIB), a_demand(gpu_mb=GIB))
+    ranks = told(a_cluster(*runs, a_gang("gang", *parts))).ranks
+    assert [one.place is not None for one in ranks] == [False, True, False, True]
+    strict = told(a_cluster(*runs, a_gang("gang", *parts[:2], strategy="strict_spread"))).ranks
+    assert [one.place is not None for one in strict] == [False] * 2
+
+
 def test_without_room_for_any_rank_that_is_said() -> None:
     runs = [holding(a_task(name, gpu_mb=BIG), device) for name, device in (("a", "gpu0"), ("b", "gpu1"))]
     world = a_world(a_device("gpu0"), a_device("gpu1"), *runs, a_gang("gang", *bundles(2, gpu_mb=BIG)))
@@ -130,7 +163,7 @@ def test_a_gang_that_only_its_strategy_keeps_out_is_told_so() -> None:
     world = a_cluster(run, holding(a_task("other", gpu_mb=BIG), "n1/gpu1"), gang)
     found = told(world)
     assert found.reason is Reason.FRAGMENTED
-    assert "for rank 1 there is none on one node (strict_pack)" in found.message
+    assert "rank 1: no place beside the others on one node (strict_pack)" in found.message
 
 
 def test_a_gang_for_which_there_is_room_waits_for_the_next_look() -> None:
@@ -141,6 +174,17 @@ def test_a_gang_that_can_never_run_any_more_is_told_why() -> None:
     assert told(a_world(a_gang("gang", *bundles(2, gpu_mb=BIG)))).reason is Reason.EXCEEDS_CAPACITY
     strange = a_gang("gang", *bundles(1, gpus=1, where=Where(kinds=("A100",))))
     assert told(a_world(strange)).reason is Reason.NO_MATCHING_DEVICE
+
+
+def test_a_gang_waits_for_the_quota_of_all_the_ranks_it_needs() -> None:
+    policy = Policy(tenants=(TenantPolicy("default", guaranteed_mb=Mib(200 * GIB)),))
+    run = holding(a_task("run", gpu_mb=40 * GIB), "n1/gpu0")
+    found = told(a_cluster(run, a_gang("gang", *bundles(3, gpu_mb=BIG), min_ranks=3)), policy)
+    assert found.reason is Reason.QUOTA_EXHAUSTED
+    assert found.quota is not None
+    assert (found.quota.counts_mb, found.quota.allowance.left_mb) == (180 * GIB, 160 * GIB)
+    assert "counts 180.0 GiB" in found.message
+    assert [one.place is not None for one in found.ranks] == [True] * 3
 
 
 def test_a_limit_over_all_ranks_is_a_blocker_of_its_own() -> None:

@@ -10,6 +10,7 @@ from service.core.draft import Draft
 from service.core.explain import explain
 from service.core.fit import Component
 from service.core.forecasts import make_forecasts
+from service.core.look import look
 from service.core.policy import Policy
 from service.core.reasons import Reason
 from service.core.survey import survey
@@ -36,7 +37,7 @@ def foreseen(world: World) -> list[Forecast]:
 
 
 def advice(world: World, task: str = "new", policy: Policy = POLICY) -> Advice:
-    return advise(survey(Draft(world), world.tasks[TaskId(task)], policy, NOW, foreseen(world)))
+    return advise(look(survey(Draft(world), world.tasks[TaskId(task)], policy, NOW, foreseen(world))))
 
 
 def test_room_that_is_kept_is_no_place_and_the_blocker_says_for_whom():
@@ -68,7 +69,7 @@ def test_who_would_be_done_in_time_is_told_to_say_so():
 def test_a_run_time_that_would_not_do_is_not_advised():
     stopping = a_queue(a_task("new", gpu_mb=10 * GIB))
     forecasts = [replace(one, start_at=NOW) for one in foreseen(stopping)]
-    seen = survey(Draft(stopping), stopping.tasks[TaskId("new")], POLICY, NOW, forecasts)
+    seen = look(survey(Draft(stopping), stopping.tasks[TaskId("new")], POLICY, NOW, forecasts))
     assert not any("expected_seconds" in remedy.change for remedy in advise(seen).remedies)
 
 
@@ -86,7 +87,7 @@ def test_a_place_elsewhere_is_taken_before_one_that_somebody_behind_waits_for():
     def placed_on(world: World) -> list[str]:
         kept = foreseen(world)
         submit(world, a_task("new", gpu_mb=10 * GIB, priority=60))
-        seen = survey(Draft(world), world.tasks[TaskId("new")], POLICY, NOW, kept)
+        seen = look(survey(Draft(world), world.tasks[TaskId("new")], POLICY, NOW, kept))
         return [place.node for place in advise(seen).trial.places or ()]
 
     assert placed_on(a_queue()) == ["n1"], "it stands ahead, and there is no other place"
@@ -134,7 +135,8 @@ def test_a_plan_does_not_give_away_what_is_kept():
 def test_a_gang_stops_nobody_on_the_node_of_a_forecast():
     low = holding(a_task("low", gpu_mb=70 * GIB, priority=20, expected_seconds=Seconds(700.0)), "gpu1")
     world = a_queue(low, a_gang("new", *bundles(1, gpus=1, gpu_mb=20 * GIB)))
-    assert advise(survey(Draft(world), world.tasks[TaskId("new")], POLICY, NOW)).trial.eviction is not None
+    row = world.tasks[TaskId("new")]
+    assert advise(look(survey(Draft(world), row, POLICY, NOW))).trial.eviction is not None
     assert not advice(world).trial.is_way
 
 

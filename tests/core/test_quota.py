@@ -10,7 +10,7 @@ from service.core.explain import explain
 from service.core.policy import Policy, TenantPolicy
 from service.core.quota import Allowance, Needs, Quotas, check_quota, most_mb
 from service.core.reasons import Reason
-from service.core.units import Mib
+from service.core.units import Mib, TaskId
 from service.core.world import World
 from tests.builders import (
     GIB,
@@ -130,7 +130,20 @@ def test_the_wait_for_quota_is_explained_in_figures():
     assert told.reason is Reason.QUOTA_EXHAUSTED
     assert "counts 6.0 GiB; tenant solo, which is guaranteed 25.0 GiB, has 20.0 GiB" in told.message
     assert "may take 5.0 GiB more" in told.message
-    assert "borrows from cohort lab" in explain(world, acme.id, policy, NOW).message
+    other = explain(world, acme.id, policy, NOW)
+    assert "borrows from cohort lab" in other.message
+    assert told.quota is not None
+    assert other.quota is not None
+    assert (told.quota.allowance.borrowed_mb, told.quota.allowance.lent_mb) == (0, 0)
+    assert (other.quota.counts_mb, other.quota.allowance.left_mb) == (2 * GIB, GIB)
+
+
+def test_what_is_borrowed_and_what_would_be_lent_are_told_apart():
+    world = a_cluster(holding(a_task("run", tenant="acme", gpu_mb=30), "gpu0"), *of("acme", 1))
+    told = explain(world, TaskId("acme0"), POLICY, NOW).quota
+    assert told is not None
+    assert told.allowance == Allowance(claimed_mb=30, guaranteed_mb=20, left_mb=20)
+    assert (told.allowance.borrowed_mb, told.allowance.lent_mb, told.is_short) == (10, 20, False)
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ import pytest
 from service.core.advice import advise
 from service.core.cycle import plan_cycle
 from service.core.draft import Draft
+from service.core.look import look
 from service.core.policy import Policy, TenantPolicy
 from service.core.spared import Shield, Why
 from service.core.survey import survey
@@ -133,7 +134,7 @@ def test_among_many_borrowers_the_guarantee_holds_as_well():
 
 def test_what_may_be_taken_back_is_explained():
     world = a_full_device(a_run("r0", "guest", 40), a_run("r1", "guest", 40), wants())
-    told = advise(survey(Draft(world), world.tasks[TaskId("wants")], POLICY, NOW)).spared
+    told = advise(look(survey(Draft(world), world.tasks[TaskId("wants")], POLICY, NOW))).spared
     assert (told.why, told.counts) == (Why.POSSIBLE, {Shield.NONE: 1, Shield.PRIORITY: 1})
 
 

@@ -11,9 +11,10 @@ from service.core.cycle import plan_cycle
 from service.core.demand import Demand, Where
 from service.core.draft import Draft
 from service.core.forecasts import make_forecasts
+from service.core.look import look
 from service.core.policy import CustomLimit, Policy, Pool
 from service.core.pools import settled
-from service.core.remedies import Remedy
+from service.core.remedy import Remedy
 from service.core.survey import survey
 from service.core.task import Dependency, Placement, Task, TaskState
 from service.core.units import Instant, Mib, NodeName, TaskId
@@ -27,7 +28,7 @@ def advice(
     world: World, task: str = "new", policy: Policy = POLICY, highest: int = 100, **changes: Any
 ) -> Advice:
     row = replace(world.tasks[TaskId(task)], **changes)
-    return advise(survey(Draft(world), row, policy, NOW), highest)
+    return advise(look(survey(Draft(world), row, policy, NOW)), highest)
 
 
 def foreseen(world: World, now: float) -> list[Forecast]:
@@ -78,7 +79,7 @@ def test_every_remedy_starts_the_task_when_it_is_applied(world: World, story: li
             pass
         forecasts = settle(world, tale.now)
         for task in [row for row in world.tasks.values() if row.state is TaskState.PENDING]:
-            found = advise(survey(Draft(world), task, POLICY, Instant(tale.now), forecasts))
+            found = advise(look(survey(Draft(world), task, POLICY, Instant(tale.now), forecasts)))
             assert found.trial.places is None or task.held or task.not_before or task.awaits
             for remedy in found.remedies:
                 assert starts(applied(world, remedy), remedy.task, tale.now, forecasts), remedy.message

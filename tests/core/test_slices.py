@@ -10,6 +10,7 @@ from service.core.cycle import plan_cycle
 from service.core.decide import admit
 from service.core.departures import Departures
 from service.core.draft import Draft
+from service.core.look import look
 from service.core.memory import Memory
 from service.core.outlook import Outlooks
 from service.core.plan import Decision, write_move
@@ -127,7 +128,7 @@ def test_neither_a_slice_nor_an_explanation_leaves_its_draft_to_the_collector_of
     gc.disable()
     try:
         plan_cycle(world, POLICY, NOW)
-        advise(survey(Draft(world), waits, POLICY, NOW))
+        advise(look(survey(Draft(world), waits, POLICY, NOW)))
         left = [found for found in gc.get_objects() if isinstance(found, Draft)]
     finally:
         gc.enable()

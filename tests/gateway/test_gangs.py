@@ -133,9 +133,12 @@ async def test_a_gang_that_waits_is_told_which_rank_finds_no_room(gateway: Gatew
     largest = max(book.device.allocatable_mb for book in whole.values())
     holder = await api.submit(resources={"gpu_mb": largest}, priority=90)
     await gateway.admit(holder)
-    waits = await api.submit(resources={"bundles": [{"count": 2, "gpu_mb": 64}]})
+    waits = await api.submit(resources={"bundles": [{"count": 2, "gpu_mb": 64}, {"cpu": 1}]})
     told = (await api.get(f"/tasks/{waits}/explain")).json()
-    assert "room for none of the 2 ranks that must start together" in told["message"]
+    assert [(rank["reason"], rank["place"]) for rank in told["ranks"]] == [
+        ("WaitingForMemory", None), ("WaitingForMemory", None), (None, {"node": "n1", "devices": []}),
+    ]  # fmt: skip
+    assert "room for none of the 3 ranks that must start together" in told["message"]
     assert (await api.get(f"/tasks/{waits}")).json()["pending"]["message"] == told["message"]
 
 

@@ -80,3 +80,17 @@ async def test_a_wait_for_quota_is_told(gateway: Gateway) -> None:
     assert (await acme.get(f"/tasks/{task}")).json()["pending"]["reason"] == "QuotaExhausted"
     told = (await acme.get(f"/tasks/{task}/explain")).json()
     assert "borrows from cohort labs, has 24.0 GiB and may take 6.0 GiB more" in told["message"]
+    assert told["quota"] == {
+        "tenant": "acme",
+        "cohort": "labs",
+        "guaranteed_mb": 20 * GIB,
+        "used_mb": 24 * GIB,
+        "borrowed_mb": 4 * GIB,
+        "lent_mb": 6 * GIB,
+        "left_mb": 6 * GIB,
+        "counts_mb": 24 * GIB,
+    }
+    assert {"gpu_mb": 6 * GIB} in [remedy["change"] for remedy in told["remedies"]]
+    asked = {"resources": {"gpu_mb": 8 * GIB}}
+    assert (await acme.post("/tasks/simulate", json=asked)).json()["quota"]["counts_mb"] == 8 * GIB
+    assert (await gateway.admin.post("/tasks/simulate", json=asked)).json()["quota"] is None

@@ -1,6 +1,7 @@
 """Why a task waits, whom it would displace and what would help, for people."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import groupby
 from typing import Any
 
 from rich.console import Group, RenderableType
@@ -8,7 +9,16 @@ from rich.text import Text
 
 from gpubroker.cli.layout import Column, Rows, gib, short_id, size, span, with_short_ids
 from gpubroker.estimates import Expected
-from gpubroker.explained import DeviceVerdict, Explanation, Preemption, Remedy, Run, Simulation
+from gpubroker.explained import (
+    DeviceVerdict,
+    Explanation,
+    Preemption,
+    Quota,
+    RankVerdict,
+    Remedy,
+    Run,
+    Simulation,
+)
 
 MOST_DEVICES = 24
 """So many devices are drawn, those that come nearest; `-o json` has all."""
@@ -28,12 +38,13 @@ def explanation(explained: Explanation, more: Iterable[str] = ()) -> RenderableT
     parts: list[RenderableType] = [Text.assemble(because, with_short_ids(explained.message))]
     if place := _place(explained):
         parts.append(Text(place))
+    parts += _quota(explained.quota)
     also = (f"also {blocker.reason}: {blocker.message}" for blocker in explained.blockers[1:])
     parts += [Text(with_short_ids(line)) for line in (*also, *more)]
     if explained.preemption:
         parts += preemption(explained.preemption)
     parts += remedies(explained.remedies, explained.id)
-    parts += devices(explained.devices)
+    parts += [*ranks(explained.ranks), *devices(explained.devices)]
     return Group(*parts)
 
 
@@ -52,11 +63,12 @@ def simulation(told: Simulation) -> RenderableType:
         return Group(*parts, *remedies(told.remedies))
     if told.verdict == "waits" and (place := _place(told)):
         parts.append(Text(place))
+    parts += _quota(told.quota)
     parts += [Text(f"  stops {run_in_words(run)}") for run in told.victims]
     if told.verdict == "waits":
         if told.preemption:
             parts += preemption(told.preemption)
-        parts += [*remedies(told.remedies), *devices(told.devices)]
+        parts += [*remedies(told.remedies), *ranks(told.ranks), *devices(told.devices)]
     return Group(*parts)
 
 
@@ -72,6 +84,36 @@ def _place(explained: Explanation | Simulation) -> str:
     if explained.start and explained.start.p50_seconds:
         said.append(f"room expected {within(explained.start)}")
     return "; ".join(said)
+
+
+def _quota(quota: Quota | None) -> Iterator[RenderableType]:
+    if quota is None:
+        return
+    lent = f", and {quota.cohort} lends it {gib(quota.lent_mb)} more" if quota.cohort else ""
+    yield Text(
+        f"quota of {quota.tenant}: {gib(quota.used_mb)} of {gib(quota.guaranteed_mb)} GiB are used{lent}; "
+        f"this counts {gib(quota.counts_mb)} and {gib(quota.left_mb)} are left"
+    )
+
+
+def ranks(found: Sequence[RankVerdict]) -> Iterator[RenderableType]:
+    """Alike neighbours in one line."""
+    if not found:
+        return
+    yield Text()
+    yield Text("Ranks", style="bold")
+    for (where, message), alike in groupby(found, key=_rank_in_words):
+        numbers = [one.rank for one in alike]
+        which = f"{numbers[0]}-{numbers[-1]}" if len(numbers) > 1 else f"{numbers[0]}"
+        yield Text(f"  {which:>5}  {with_short_ids(where or message)}")
+
+
+def _rank_in_words(one: RankVerdict) -> tuple[str, str]:
+    """Where it fits, or why not."""
+    if one.place is None:
+        return "", one.message
+    indexes = ",".join(str(device["index"]) for device in one.place["devices"])
+    return f"fits on {one.place['node']}{f'/gpu{indexes}' if indexes else ''}", ""
 
 
 def within(expected: Expected) -> str:
@@ -127,6 +169,9 @@ _OPTIONS = {
     "memory_mb": "--memory {}MiB",
     "priority": "--priority {}",
     "expected_seconds": "--expected {:g}s",
+    "strategy": "--strategy {}",
+    "min_ranks": "--min-ranks {}",
+    "kinds": "--kind {0[0]!r}",
 }
 _WITHOUT = {
     "kinds": "--kind",

@@ -6,6 +6,7 @@ from service.core.advice import advise
 from service.core.blockers import Blocker
 from service.core.draft import Draft
 from service.core.explain import ended_message, explain, explain_waiting
+from service.core.look import look
 from service.core.reasons import Reason
 from service.core.survey import survey
 from service.core.task import Task, TaskState
@@ -53,8 +54,8 @@ def _view(call: Call, record: TaskRecord) -> ExplanationView:
 def _waiting(call: Call, task: Task) -> ExplanationView:
     parts, now = call.parts, call.parts.clock.now()
     view = _bare(call, task)
-    seen = survey(Draft(parts.world), task, parts.policy, now, parts.forecasts())
-    found, advice = explain_waiting(seen), advise(seen, highest_priority(call))
+    looked = look(survey(Draft(parts.world), task, parts.policy, now, parts.forecasts()))
+    found, advice = explain_waiting(looked), advise(looked, highest_priority(call))
     return {
         **view,
         "inherits": inherits_view(found.inherits),

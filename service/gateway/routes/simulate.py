@@ -5,6 +5,7 @@ from fastapi import APIRouter, Response
 from service.core.advice import Advice, advise
 from service.core.draft import Draft
 from service.core.explain import Explanation, explain_waiting, stands_aside
+from service.core.look import look
 from service.core.survey import survey
 from service.core.task import Task
 from service.gateway.advice import advice_fields, place_views, run_view
@@ -71,8 +72,8 @@ async def simulate_task(call: Call, body: SimulateTask) -> Response:
 def _simulated(call: Call, intake: Intake) -> SimulationView:
     task, parts = intake.task, call.parts
     now = parts.clock.now()
-    seen = survey(Draft(parts.world), task, parts.policy, now, parts.forecasts())
-    found, advice = explain_waiting(seen), advise(seen, highest_priority(call))
+    looked = look(survey(Draft(parts.world), task, parts.policy, now, parts.forecasts()))
+    found, advice = explain_waiting(looked), advise(looked, highest_priority(call))
     eviction = advice.trial.eviction
     view = _bare(call, intake)
     return {
@@ -115,8 +116,8 @@ def _refused(call: Call, problem: Problem, intake: Intake | None = None) -> Simu
     if intake is None:
         return view
     parts, now = call.parts, call.parts.clock.now()
-    seen = survey(Draft(parts.world), intake.task, parts.policy, now, parts.forecasts())
-    advice = advise(seen, highest_priority(call))
+    looked = look(survey(Draft(parts.world), intake.task, parts.policy, now, parts.forecasts()))
+    advice = advise(looked, highest_priority(call))
     return {**view, "remedies": advice_fields(parts.world, advice, call.identity, now)["remedies"]}
 
 
