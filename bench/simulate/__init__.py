@@ -3,7 +3,7 @@
 The work is a generated day (`--day SEED`), a trace (`--openb DIR`), or what a service did (`--history FILE`):
 the events that `gpubroker events --after 0 -o ndjson` prints. Each `--policy NAME:setting=value,...` is one
 column of the table, and so is `--policy NAME:@FILE` with the configuration file of a service; `shipped` is
-the policy as it comes.
+the policy as it comes. How to read it: docs/another-policy.md.
 """
 
 from argparse import ArgumentParser, ArgumentTypeError, Namespace
@@ -29,6 +29,7 @@ def add_options(parser: ArgumentParser) -> None:
     source.add_argument("--day", type=int, metavar="SEED", help="a day made up from this seed (default: 1)")
     source.add_argument("--openb", type=Path, metavar="DIR", help="folder with the openb_*.csv files")
     source.add_argument("--history", type=Path, metavar="FILE", help="events of a service, one JSON per line")
+    parser.add_argument("--trace", default="default", help="which of the folder's, such as gpushare60")
     parser.add_argument("--hours", type=float, default=24.0, help="of the generated day")
     parser.add_argument("--gpus", type=int, default=64, help="of the generated day, 8 per node")
     parser.add_argument("--nodes", type=int, default=12, help="of the trace, the largest ones")
@@ -84,7 +85,7 @@ def measure(options: Namespace) -> Iterator[Figure]:
 
 def _scene(options: Namespace) -> Scene:
     if options.openb is not None:
-        return an_openb_day(options.openb, options.nodes)
+        return an_openb_day(options.openb, options.nodes, options.trace)
     if options.history is not None:
         return a_history(options.history)
     return a_day(
@@ -93,7 +94,7 @@ def _scene(options: Namespace) -> Scene:
 
 
 def table(seen: dict[str, Seen]) -> Iterator[str]:
-    """One row per figure, one column per policy."""
+    """One row per figure, one column per policy; a dash where nobody waited whose wait it is."""
     names = list(seen)
     widest = max(len(metric) for outcome in seen.values() for metric in outcome.figures())
     columns = [max(12, len(name)) for name in names]
@@ -102,7 +103,9 @@ def table(seen: dict[str, Seen]) -> Iterator[str]:
         + "  "
         + "  ".join(f"{name:>{width}}" for name, width in zip(names, columns, strict=True))
     )
-    for metric, (_, unit) in next(iter(seen.values())).figures().items():
-        values = (outcome.figures()[metric][0] for outcome in seen.values())
-        cells = (f"{value:>{width},.1f}" for value, width in zip(values, columns, strict=True))
+    figures = [outcome.figures() for outcome in seen.values()]
+    units = {metric: unit for told in figures for metric, (_, unit) in told.items()}
+    for metric, unit in units.items():
+        values = (f"{told[metric][0]:,.1f}" if metric in told else "-" for told in figures)
+        cells = (f"{value:>{width}}" for value, width in zip(values, columns, strict=True))
         yield f"{metric:<{widest}}  {'  '.join(cells)} {unit}"

@@ -7,7 +7,7 @@ from pathlib import Path
 from random import Random
 from typing import NamedTuple
 
-from bench.openb.trace import TASKS, read_machines
+from bench.openb.trace import TASKS, read_machines, traces_in
 from service.core.admission import check
 from service.core.demand import Demand
 from service.core.device import Device, Node
@@ -130,13 +130,20 @@ def _some_work(chance: Random, hours: float, number: int) -> Work:
     return Work(task, 60.0 * chance.uniform(*kind.minutes), kind.checkpoints)
 
 
+class NoTrace(SystemExit):
+    """The text says what there is instead."""
+
+
 def an_openb_day(data: Path, nodes: int, trace: str = "default") -> Scene:
     """The tasks of a trace when they really came, for as long as they really ran; GPU kinds left aside.
 
     They kept a small part of their cluster busy, so only its largest nodes are taken, and of the tasks those
     that one of them could run. Priorities by the trace's classes of service: latency-sensitive 70,
-    guaranteed 60, burstable 50, best effort 20.
+    guaranteed 60, burstable 50, best effort 20. Raises NoTrace.
     """
+    if trace not in traces_in(data):
+        there_are = ", ".join(traces_in(data)) or "none"
+        raise NoTrace(f"there is no trace {trace!r} in {data}; there are: {there_are}")
     machines = sorted(read_machines(data), key=lambda m: (-m.gpus, -m.cpu_milli, m.name))[:nodes]
     made = [a_node(m.name, m.gpus, m.cpu_milli / 1000, m.memory_mb, m.kind, TRACE_GPU_MB) for m in machines]
     there, devices = [node for node, _ in made], [device for _, of_node in made for device in of_node]
@@ -144,6 +151,8 @@ def an_openb_day(data: Path, nodes: int, trace: str = "default") -> Scene:
     works = []
     with open(data / TASKS.format(trace), newline="") as file:
         for row in csv.DictReader(file):
+            if "creation_time" not in row:
+                raise NoTrace(f"the trace {trace!r} does not say when its tasks came; take another one")
             gpus = int(row["num_gpu"])
             share = int(row["gpu_milli"]) / 1000 if gpus else 0.0
             demand = Demand(

@@ -1,6 +1,9 @@
 """The short form of `python -m bench simulate`: hours of a small cluster, again and under other policies."""
 
 import json
+import re
+import subprocess
+import sys
 from argparse import ArgumentParser, ArgumentTypeError
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
@@ -9,12 +12,11 @@ from pathlib import Path
 import pytest
 
 from bench import simulate
-from bench.churn.outcome import events_of
 from bench.openb.trace import NODES
-from bench.processes import service
+from bench.processes import ROOT, service
 from bench.simulate.history import NoHistory, a_history
 from bench.simulate.replay import Replay, Seen
-from bench.simulate.work import Scene, Work, a_day, a_node, an_openb_day
+from bench.simulate.work import NoTrace, Scene, Work, a_day, a_node, an_openb_day
 from service.core.codec import device_fields, node_fields
 from service.core.demand import Demand
 from service.core.events import NewEvent
@@ -23,6 +25,8 @@ from service.core.task import Dependency, Task
 from service.core.units import Instant, Mib, TaskId
 
 GIB = 1024
+MANUAL = (ROOT / "docs/another-policy.md").read_text(encoding="utf-8")
+[COMMANDS] = re.findall(r"^```sh\n(.*?)^```", MANUAL, re.MULTILINE | re.DOTALL)
 
 
 def a_scene(*works: Work, gpus: int = 1) -> Scene:
@@ -194,7 +198,7 @@ def test_the_export_of_a_service_is_a_history(tmp_path: Path) -> None:
         "run": {"entrypoint": "bench.tasks:noop", "kwargs": {"seconds": 1.0}},
         "resources": {"gpu_mb": 1024},
     }
-    path = tmp_path / "export.ndjson"
+    path = tmp_path / "history.ndjson"
     with service(
         ENGINE="simulated", SIMULATED_DEVICES='[{"memory_mb": 1536}]', ENTRYPOINTS="bench.tasks:*"
     ) as on:
@@ -205,11 +209,43 @@ def test_the_export_of_a_service_is_a_history(tmp_path: Path) -> None:
             "id"
         ]
         on.wait_until(last, "succeeded")
-        path.write_text("\n".join(json.dumps(event) for event in events_of(on, 0)))
+        environment = {
+            "PATH": f"{Path(sys.executable).parent}:/usr/bin:/bin",
+            "PYTHONPATH": str(ROOT),
+            "GPUBROKER_URL": f"http://127.0.0.1:{on.port}",
+            "GPUBROKER_TOKEN": on.token,
+        }
+        typed = ["bash", "-euo", "pipefail", "-c", COMMANDS]
+        ran = subprocess.run(
+            typed, capture_output=True, text=True, env=environment, cwd=tmp_path, timeout=120
+        )
+    assert ran.returncode == 0, ran.stderr
+    assert "2 tasks" in ran.stderr
+    assert re.search(r"^ +shipped +calm$", ran.stderr, re.MULTILINE)
+    assert {json.loads(line)["figure"].split(".")[2] for line in ran.stdout.splitlines()} == {
+        "shipped",
+        "calm",
+    }
     scene = a_history(path)
     assert [found.task.id for found in scene.works] == [first, last]
-    assert all(0.9 < found.seconds < 6.0 for found in scene.works)
+    assert all(found.seconds > 0.9 for found in scene.works)
     assert Replay(scene, Policy()).run().ended == 2
+
+
+def test_a_policy_under_which_nobody_of_a_band_waited_has_a_dash_there() -> None:
+    some, none = Seen(1, waits={"batch": [1.0], "idle": [2.0]}), Seen(1, waits={"batch": [3.0]})
+    rows = {line.split()[0]: line.split()[1:] for line in simulate.table({"a": none, "b": some})}
+    assert rows["wait.batch.mean"] == ["3.0", "1.0", "s"]
+    assert rows["wait.idle.mean"] == ["-", "2.0", "s"]
+
+
+def test_a_trace_that_is_not_there_or_has_no_times_says_so(tmp_path: Path) -> None:
+    (tmp_path / NODES).write_text("sn,cpu_milli,memory_mib,gpu,model\nn1,8000,65536,2,T4\n")
+    (tmp_path / "openb_pod_list_bare.csv").write_text("name,num_gpu\na,1\n")
+    with pytest.raises(NoTrace, match="there are: bare"):
+        an_openb_day(tmp_path, 1, "other")
+    with pytest.raises(NoTrace, match="'bare' does not say when"):
+        an_openb_day(tmp_path, 1, "bare")
 
 
 def test_policies_stand_side_by_side() -> None:
