@@ -151,7 +151,9 @@ class Agenda:
         group = head.group
         if group is None:
             return head if head.task in self._world.queue else None
-        if doubts.is_over_quota(group) or (doubts.is_refused(group) and not doubts.may_reclaim(group)):
+        if group and (
+            doubts.is_over_quota(group) or (doubts.is_refused(group) and not doubts.may_reclaim(group))
+        ):  # else all of them have left the queue since this one was lined up
             behind = [other.group for other in head.line if other.group is not None]
             self._asleep.append((group, *behind))
             return None

@@ -12,7 +12,19 @@ from service.core.policy import Policy
 from service.core.task import Move, TaskState
 from service.core.units import Instant, Seconds, TaskId
 from service.core.world import World
-from tests.builders import GIB, NOW, a_device, a_pledge, a_sample, a_task, a_world, commit, holding, let_go
+from tests.builders import (
+    GIB,
+    NOW,
+    a_device,
+    a_node,
+    a_pledge,
+    a_sample,
+    a_task,
+    a_world,
+    commit,
+    holding,
+    let_go,
+)
 
 POLICY = Policy()
 
@@ -116,6 +128,13 @@ def cancels(world: World, *names: str) -> Callable[[], None]:
 def test_who_leaves_the_queue_between_two_slices_is_passed_over():
     world = a_world(a_device(), *(a_task(name, gpu_mb=GIB) for name in ("a", "b", "c")))
     assert slices(world, Memory(), cancels(world, "b")) == ["a", "c"]
+
+
+def test_who_counts_against_a_limit_and_leaves_the_queue_between_two_slices_is_passed_over():
+    """Being the last of its group, whose next turn had come already."""
+    counted = [a_task(name, cpu=cpu, slots=(("label:run=x", 1.0),)) for name, cpu in (("a", 1.0), ("b", 2.0))]
+    world = a_world(a_node(), *counted)
+    assert slices(world, Memory(), cancels(world, "b")) == ["a"]
 
 
 @pytest.mark.parametrize("priority", [50, 20])
