@@ -13,7 +13,7 @@ from service.core.plan import Decision, Outcome, PledgeWrite, withdrawn, write_m
 from service.core.policy import Policy
 from service.core.ranks import leavers_of
 from service.core.runs import react
-from service.core.stopping import after_stop, give_notice, out_of_time, stop_orders
+from service.core.stopping import after_stop, comes_back, give_notice, out_of_time, stop_orders
 from service.core.task import Move, StopReason, Task, TaskState, notice_of
 from service.core.units import Fence, Instant, Seconds, TaskId
 from service.core.world import World
@@ -105,7 +105,8 @@ def _late_leavers(
     world: World, now: Instant, but_not: Collection[Task]
 ) -> Iterator[tuple[Task, list[Member]]]:
     """Gangs with ranks that should have left by now, and those ranks."""
-    for name in sorted(world.active - {task.id for task in but_not}):
+    gangs = {name for name in world.active if world.tasks[name].members}
+    for name in sorted(gangs - {task.id for task in but_not}):
         task = world.tasks[name]
         late = [member for member in leavers_of(task) if now >= (member.stop_deadline_at or now)]
         if late:
@@ -176,11 +177,11 @@ def _stop_for_time(world: World, task: Task, now: Instant, policy: Policy) -> De
     limit = _limit_of(task, policy)
     if _start_limit_of(task, policy) <= limit:
         reason = StopReason.START_TIMEOUT
-        failure: Failure | None = _not_ready(task, policy)
     else:
         reason = StopReason.TIMEOUT if _timeout_of(task) <= limit else StopReason.DEADLINE
-        failure = out_of_time(task, reason)
     notice, orders = give_notice(world, task, reason, task.grace_seconds, now)
+    is_late = reason is StopReason.START_TIMEOUT
+    failure = _not_ready(notice.task, policy) if is_late else out_of_time(task, reason)
     verdict = Outcome(task.id, task.fence, Ending.FAILED, now, failure=failure)
     return Decision(task.id, reason, tasks=(notice,), outcome=verdict, orders=orders)
 
@@ -191,7 +192,8 @@ def _not_ready(task: Task, policy: Policy) -> Failure:
     more = f" and {len(late) - MOST_NAMED} more" if len(late) > MOST_NAMED else ""
     message = (
         f"not all ranks were ready within {policy.gang_start_seconds:g} s, so that none began: "
-        f"rank {', '.join(late[:MOST_NAMED])}{more} of {len(task.members)} was missing; it is tried again"
+        f"rank {', '.join(late[:MOST_NAMED])}{more} of {len(task.members)} was missing; "
+        f"{'it is tried again' if comes_back(task) else f'it was tried {task.failures + 1} times'}"
     )
     return Failure("start_timeout", message)
 

@@ -115,7 +115,7 @@ class Memory:
         """What is stale or shielded on a node."""
         self._young: dict[NodeName, Instant] = {}
         """Nodes with runs that this cycle has admitted, and the last of these admissions."""
-        self._opened = self._changed = self._grown = 0
+        self._opened = self._changed = self._grown = self._denied_at = 0
         self._decided: tuple[Decision, ...] = ()
         self.needs_wake = False
         self.agenda: Agenda | None = None
@@ -169,12 +169,14 @@ class Memory:
             if node not in looked_at:
                 self._look_ahead(node)
         self._opened = self.changes.revision
+        if self._denied_at != self.growth.revision:  # it holds until something grows
+            self._denied_at = self.growth.revision
+            self.denied.clear()
         known = len(self.standings) + len(self.refused) + len(self.gangs)
         if known > 4 * len(world.queue.kin) + MOST_UNASKED:
             self.standings.clear()
             self.refused.clear()
             self.beside.clear()
-            self.denied.clear()
             self.gangs.clear()
             self.shortages.clear()
 

@@ -103,7 +103,7 @@ class Search:
         self.coming_on: NodeName | None = None
         """A node that will have room without anybody being asked; then the search is over."""
         self._nodes = set(nodes)
-        self._unseen = set(self._nodes)
+        self._unseen = sorted(self._nodes, reverse=True)
         self._ways: list[_Way] = []
         """A heap."""
         self._best: Option | None = None
@@ -115,7 +115,7 @@ class Search:
         if self._best is not None and self._best.offer.node in again:
             again = self._nodes
             self._best = None
-        self._unseen |= again
+        self._unseen = sorted({*self._unseen, *again}, reverse=True)
         self._ways = [way for way in self._ways if way.node not in again]
         heapify(self._ways)
 

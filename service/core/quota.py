@@ -19,6 +19,9 @@ from service.core.world import World
 NOBODY = TaskId("")
 NOTHING: Mapping[str, int] = MappingProxyType({})
 
+MOST_NEEDS = 10_000
+"""What so many different demands count is remembered; then all is forgotten."""
+
 
 class Needs:
     """What demands count against a quota, worked out once for an inventory; gangs with the ranks that they
@@ -27,7 +30,7 @@ class Needs:
     def __init__(self) -> None:
         self._version = -1
         self._sorts: list[Device] = []
-        self._known: dict[Demand, tuple[int, ...]] = {}
+        self.known: dict[Demand, tuple[int, ...]] = {}
 
     def of(self, world: World, demand: Demand) -> int:
         """MiB on the largest devices that it may use, so that no place it is given exceeds a quota."""
@@ -37,16 +40,18 @@ class Needs:
         """The same of each rank; of a demand that is no gang, of itself."""
         if self._version != world.inventory_version:
             self._version = world.inventory_version
-            self._known = {}
+            self.known = {}
             devices = (book.device for book in world.books.values() if book.device.present)
             sorts = {
                 (d.kind, d.power, d.physical_mb, d.allocatable_mb, d.context_mb, bool(d.parent)): d
                 for d in devices
             }
             self._sorts = list(sorts.values())
-        known = self._known.get(demand)
+        known = self.known.get(demand)
         if known is None:
-            known = self._known[demand] = tuple(map(self._most, demand.bundles or (demand,)))
+            if len(self.known) >= MOST_NEEDS:
+                self.known.clear()
+            known = self.known[demand] = tuple(map(self._most, demand.bundles or (demand,)))
         return known
 
     def _most(self, demand: Demand) -> int:

@@ -22,7 +22,10 @@ _OFF_THE_NODE: dict[str, Any] = {
     "stop_deadline_at": None,
     "freeing_for": None,
 }
-_COME_BACK = (StopReason.PREEMPT, StopReason.MOVE, StopReason.RANK_LOST, StopReason.START_TIMEOUT)
+_COME_BACK = (StopReason.PREEMPT, StopReason.MOVE, StopReason.RANK_LOST)
+
+START_RETRIES = 3
+"""So often a gang whose ranks were not ready in time is started again, even if it has fewer retries."""
 
 
 def off_the_nodes(task: Task, **changes: Any) -> dict[str, Any]:
@@ -43,7 +46,7 @@ def give_notice(
 
 def after_stop(task: Task, now: Instant, policy: Policy) -> tuple[Move, dict[str, Any]]:
     """How a STOPPING task moves on when its runs are gone, or are given up. A preemption or a move uses up
-    no retry, nor does a rank that was lost or was not ready in time. An external holder does not come back.
+    no retry, nor does a rank that was lost. An external holder does not come back.
     """
     if task.external is not None and task.stop_reason is not StopReason.CANCEL:
         return Move.EXPIRED, {"finished_at": now, "freeing_for": None}
@@ -53,9 +56,9 @@ def after_stop(task: Task, now: Instant, policy: Policy) -> tuple[Move, dict[str
         case StopReason.MOVE:
             moved = {"preemptions": task.preemptions + 1, "stop_reason": StopReason.MOVE}
             return Move.REQUEUED, off_the_nodes(task, **moved)
-        case StopReason.RANK_LOST | StopReason.START_TIMEOUT:
+        case StopReason.RANK_LOST:
             return Move.REQUEUED, off_the_nodes(task, not_before=next_retry_at(1, now, policy))
-        case StopReason.RANK_FAILED:
+        case StopReason.RANK_FAILED | StopReason.START_TIMEOUT:
             return after_failure(task, now, now, policy)
         case StopReason.CANCEL:
             return Move.CANCELLED, {"finished_at": now, "freeing_for": None}
@@ -68,7 +71,7 @@ def after_stop(task: Task, now: Instant, policy: Policy) -> tuple[Move, dict[str
 def after_failure(task: Task, at: Instant, now: Instant, policy: Policy) -> tuple[Move, dict[str, Any]]:
     """How a task moves on when its run failed, at an instant that may be past."""
     failures = task.failures + 1
-    if failures > task.max_retries:
+    if failures > _retries_of(task):
         return Move.FAILED, {"failures": failures, "finished_at": at, "freeing_for": None}
     not_before = next_retry_at(failures, now, policy)
     return Move.REQUEUED, off_the_nodes(task, failures=failures, not_before=not_before)
@@ -76,9 +79,15 @@ def after_failure(task: Task, at: Instant, now: Instant, policy: Policy) -> tupl
 
 def comes_back(task: Task) -> bool:
     """Whether a STOPPING task will be pending again."""
-    if task.stop_reason is StopReason.RANK_FAILED:
-        return task.failures < task.max_retries
+    if task.stop_reason in (StopReason.RANK_FAILED, StopReason.START_TIMEOUT):
+        return task.failures < _retries_of(task)
     return task.stop_reason in _COME_BACK
+
+
+def _retries_of(task: Task) -> int:
+    if task.stop_reason is StopReason.START_TIMEOUT:
+        return max(task.max_retries, START_RETRIES)
+    return task.max_retries
 
 
 def out_of_time(task: Task, reason: StopReason | None) -> Failure | None:

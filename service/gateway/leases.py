@@ -58,7 +58,8 @@ class AskLease(Body):
             le=_MOST_PIDS,
             description="A process on that node. What it and its children use is this lease's, and when it "
             "has ended the lease ends too. It is never signalled. Needs the scope `tasks:command`; a process "
-            "of a run, of another lease or of the broker ends the lease (`not_your_process`).",
+            "of a run, of another lease or of the broker ends the lease (`not_your_process`). Without it "
+            "what is used counts as foreign, beside the lease.",
         ),
     ] = None
     node: Annotated[LabelValue | None, Field(description="Only on this node.")] = None

@@ -9,7 +9,7 @@ from service.core.plan import Decision
 from service.core.reconcile import InventoryRules, reconcile
 from service.core.task import StopReason, TaskState
 from service.core.units import Instant, Mib, Seconds
-from tests.builders import GIB, NOW, a_node, a_world, commit
+from tests.builders import GIB, NOW, a_node, a_sample, a_world, commit
 from tests.core.gangs import (
     Agents,
     a_gang,
@@ -45,8 +45,29 @@ def test_a_gang_that_is_not_ready_in_time_gives_its_place_back_and_says_who_was_
     assert "within 300 s" in decision.outcome.failure.message
     assert "rank 1 on n1 of 3" in decision.outcome.failure.message
     gang.tell(*(gang.gone(rank) for rank in range(3)))
-    assert (gang.task.state, gang.task.failures) == (TaskState.PENDING, 0)
+    assert (gang.task.state, gang.task.failures) == (TaskState.PENDING, 1)
     assert gang.task.not_before == gang.now + 1.0
+
+
+def test_a_gang_that_is_never_ready_waits_longer_each_time_and_fails_in_the_end() -> None:
+    gang = admitted(max_retries=1)
+    pauses = []
+    for _ in range(3):
+        time_passes(gang, 300.0)
+        gang.tell(*(gang.gone(rank) for rank in range(3)))
+        assert gang.task.not_before is not None
+        pauses.append(gang.task.not_before - gang.now)
+        gang.now = gang.task.not_before
+        gang.world.measure([a_sample(device, gang.now) for device in gang.world.books])
+        admit_all(gang.world, now=gang.now)
+        gang.fence = gang.task.fence
+    assert pauses == [1.0, 2.0, 4.0]
+    [decision] = time_passes(gang, 300.0)
+    assert decision.outcome is not None
+    assert decision.outcome.failure is not None
+    assert "it was tried 4 times" in decision.outcome.failure.message
+    gang.tell(*(gang.gone(rank) for rank in range(3)))
+    assert gang.world.finished["default", TaskState.FAILED] == 1
 
 
 def test_of_many_missing_ranks_a_few_are_named() -> None:

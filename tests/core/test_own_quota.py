@@ -82,6 +82,7 @@ def test_nobody_is_stopped_if_there_would_be_quota_and_still_no_place():
     let_go(world, "full")
     world.measure([a_sample("n2/gpu0", NOW)])
     assert asked_to_leave(world, memory=memory) == ["mine"]
+    assert not memory.denied, "it held until something grew"
 
 
 def test_a_run_elsewhere_gives_quota_and_a_free_gpu_the_place():

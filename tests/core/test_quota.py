@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 
+from service.core import quota
 from service.core.cycle import plan_cycle
 from service.core.draft import Draft
 from service.core.explain import explain
@@ -187,3 +188,11 @@ def test_a_gang_that_may_not_have_the_ranks_it_needs_waits():
     assert started(a_cluster(a_gang("gang", *bundles(4, gpu_mb=10), tenant="solo", min_ranks=3))) == []
     assert started(a_cluster(a_gang("gang", *bundles(3, gpu_mb=10), tenant="solo"))) == []
     assert started(a_cluster(a_gang("gang", *bundles(2, gpu_mb=10), tenant="solo"))) == ["gang"]
+
+
+def test_what_demands_count_is_forgotten_when_there_are_too_many_of_them(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(quota, "MOST_NEEDS", 2)
+    world, needs = a_world(a_device(mb=80)), Needs()
+    sizes = (10, 20, 30, 20)
+    assert [needs.of(world, a_demand(gpu_mb=size)) for size in sizes] == list(sizes)
+    assert len(needs.known) == 2

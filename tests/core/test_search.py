@@ -6,11 +6,13 @@ from typing import Any
 from service.core.draft import Draft
 from service.core.looks import Looks
 from service.core.offers import Offers
+from service.core.plan import Decision, write_move
 from service.core.policy import Policy
 from service.core.preemption import Eviction, Search
-from service.core.units import Instant
+from service.core.task import Move, StopReason
+from service.core.units import Instant, NodeName, TaskId
 from service.core.world import World
-from tests.builders import GIB, NOW, a_device, a_node, a_task, a_world, holding, key
+from tests.builders import GIB, NOW, a_device, a_node, a_task, a_world, commit, holding, key
 from tests.core.plans import eviction_for
 
 POLICY = Policy()
@@ -59,3 +61,15 @@ def test_of_nodes_that_cost_the_same_the_first_by_name_is_cleared():
     eviction = eviction_for(Draft(world), high)
     assert eviction is not None
     assert eviction.node == "n1"
+
+
+def test_of_nodes_on_which_room_is_coming_the_first_by_name_is_told():
+    world = three_nodes(n1=10.0, n2=10.0, n3=10.0)
+    for name in ("on-n2", "on-n3"):
+        task = world.tasks[TaskId(name)]
+        until = {"stop_reason": StopReason.CANCEL, "stop_deadline_at": Instant(NOW + 30.0)}
+        commit(world, Decision(task.id, "cancel", tasks=(write_move(task, Move.STOPPING, **until),)))
+    nodes = [NodeName(f"n{number}") for number in (3, 1, 2)]
+    search = Search(a_task("high", priority=80, gpu_mb=10 * GIB), nodes)
+    assert step_by_step(search, world) is None
+    assert search.coming_on == "n2"
