@@ -3,27 +3,28 @@
 import structlog
 
 from service.core.fragmentation import scattered
+from service.core.pace import Pace
 from service.core.policy import Policy
-from service.core.units import Instant
+from service.core.units import Instant, Seconds
 from service.core.world import World
 
 log = structlog.get_logger("gpubroker.broker")
 
-LOOK_SECONDS = 5.0
+LOOK_SECONDS = Seconds(5.0)
 
 
 class FragmentationWatch:
     def __init__(self, world: World, policy: Policy) -> None:
         self._world = world
         self._policy = policy
-        self._next_at = Instant(0.0)
+        self._pace = Pace(LOOK_SECONDS)
         self._is_told = False
 
     def look(self, now: Instant) -> None:
         """After a cycle; most of the time it does nothing."""
-        if now < self._next_at:
+        if not self._pace.is_due(now):
             return
-        self._next_at = Instant(now + LOOK_SECONDS)
+        self._pace.done(now)
         found = scattered(self._world, self._policy, now)
         if found is not None and not self._is_told:
             log.warning(

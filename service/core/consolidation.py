@@ -7,7 +7,6 @@ which is kept for it from the moment of its notice, from everybody who is not of
 from collections.abc import Iterable, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import replace
-from math import inf
 
 from service.core.backfill import Forecast
 from service.core.decide import evict, keep_room
@@ -16,17 +15,18 @@ from service.core.draft import Draft
 from service.core.looks import Looks
 from service.core.need import need_mb
 from service.core.offers import Offers
+from service.core.pace import Pace
 from service.core.placement import Places, worth_of
 from service.core.plan import Decision
 from service.core.policy import Policy, band_of
 from service.core.preemption import Eviction, best_of, eviction_of, is_coming
 from service.core.task import StopReason, Task, TaskState
-from service.core.units import Instant, NodeName
+from service.core.units import Instant, NodeName, Seconds
 from service.core.victims import Candidate, Stoppable, is_shielded
 from service.core.waiting import first_of_queue
 from service.core.world import World
 
-EVERY_SECONDS = 1.0
+EVERY_SECONDS = Seconds(1.0)
 """So often it is looked whether a move would help anybody."""
 
 MOST_TASKS = 8
@@ -48,7 +48,7 @@ class Consolidation:
     """Owned by the leader. What it has moved lately is forgotten with it; that a run was moved is not."""
 
     def __init__(self) -> None:
-        self._looked_at = -inf
+        self._pace = Pace(EVERY_SECONDS)
         self._moved: list[Instant] = []
         """When each run was asked to move, in the last hour."""
 
@@ -56,9 +56,9 @@ class Consolidation:
         self, world: World, policy: Policy, now: Instant, forecasts: Iterable[Forecast] = ()
     ) -> Decision | None:
         """A decision that is worth a move; None if there is none, or if it is not time to look."""
-        if not policy.consolidation or 0 <= now - self._looked_at < EVERY_SECONDS:
+        if not policy.consolidation or not self._pace.is_due(now):
             return None
-        self._looked_at = now
+        self._pace.done(now)
         self._moved = [at for at in self._moved if 0 <= now - at < HOUR_SECONDS]
         most = min(MOST_RUNS, policy.consolidation - len(self._moved))
         return consolidate(world, policy, now, forecasts, most) if most > 0 else None

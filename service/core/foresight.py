@@ -7,6 +7,7 @@ from math import inf
 from service.core.backfill import Basis, Forecast
 from service.core.estimate import Lesson, Sketch, Topic, What
 from service.core.forecasts import make_forecasts
+from service.core.pace import Pace
 from service.core.plan import Decision
 from service.core.policy import Policy
 from service.core.task import Move
@@ -38,7 +39,7 @@ class Foresight:
 
     def __init__(self) -> None:
         self.forecasts: Sequence[Forecast] = ()
-        self._made_at = Instant(-inf)
+        self._pace = Pace(EVERY_SECONDS)
         self._said: dict[TaskId, FirstWord] = {}
         self._work: Iterator[Sequence[Forecast]] | None = None
         """What is being worked out, as of when, and of which inventory."""
@@ -64,12 +65,12 @@ class Foresight:
 
     def is_due(self, world: World, now: Instant) -> bool:
         waits = len(world.queue) > 0 or bool(self.forecasts)
-        return waits and not 0 <= now - self._made_at < EVERY_SECONDS
+        return waits and self._pace.is_due(now)
 
     def take(self, forecasts: Sequence[Forecast], world: World, now: Instant) -> None:
         """Let these hold from now on, and remember what is said of a task for the first time."""
         self.forecasts = tuple(forecasts)
-        self._made_at = now
+        self._pace.done(now)
         for forecast in forecasts:
             if forecast.task not in self._said and forecast.start_at > now + LEAST_WAIT_SECONDS:
                 word = FirstWord(now, forecast.start_at, forecast.p90_at, forecast.basis)
