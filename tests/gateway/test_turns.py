@@ -4,13 +4,14 @@ import asyncio
 import itertools
 import threading
 from collections.abc import Generator
+from typing import Any
 
 import pytest
 
 from service.core.units import Seconds
 from service.gateway.problems import Problem
 from service.gateway.turns import Turns, aside
-from tests.gateway.harness import Client, Gateway, before, problem
+from tests.gateway.harness import Client, Gateway, before, problem, until
 
 
 async def test_answers_are_worked_out_one_after_the_other_in_the_order_they_were_asked_for():
@@ -104,3 +105,21 @@ async def test_a_second_plan_at_a_time_is_put_off_and_the_next_one_is_answered(
         assert problem(refusal, 429, "too-many-requests")["retryable"] is True
         assert refusal.headers["retry-after"] == "1"
     assert (await api.post("/plan", json=asked)).status_code == 200
+
+
+async def test_explanations_wait_for_their_turn_and_too_many_of_them_are_put_off(
+    gateway: Gateway, api: Client
+) -> None:
+    task_id = await api.submit(resources={"gpu_mb": 1})
+
+    def ask() -> list[Any]:
+        return [api.get(f"/tasks/{task_id}/explain"), api.post("/tasks/simulate", json={})]
+
+    desk = gateway.parts.answers
+    async with desk.take():
+        waiting = [asyncio.ensure_future(one) for _ in range(8) for one in ask()]
+        await until(lambda: desk._waiting == len(waiting))
+        for one in ask():
+            problem(await one, 429, "too-many-requests")
+        assert not any(one.done() for one in waiting)
+    assert {(await one).status_code for one in waiting} == {200}

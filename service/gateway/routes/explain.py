@@ -28,7 +28,7 @@ router = APIRouter(route_class=DirectRoute, tags=["tasks"])
     operation_id="tasks_explain",
     dependencies=[needs(Scope.TASKS_READ)],
     response_model=ExplanationView,
-    responses=problems("unauthenticated", "forbidden", "not-found", "follower-stale"),
+    responses=problems("unauthenticated", "forbidden", "not-found", "follower-stale", "too-many-requests"),
 )
 async def explain_task(call: Call, task_id: str) -> Response:
     """Explain why a task waits: every blocker, every device, its place in the queue, and what would help."""
@@ -36,7 +36,8 @@ async def explain_task(call: Call, task_id: str) -> Response:
     await caught_up(call.parts)
     if record.task.id not in call.parts.world.tasks:
         record = await reread(call.parts, record)  # it may have ended meanwhile
-    return answer(_view(call, record))
+    async with call.parts.answers.take():
+        return answer(_view(call, record))
 
 
 def _view(call: Call, record: TaskRecord) -> ExplanationView:

@@ -42,6 +42,7 @@ _REFUSED = 422
         "unsupported-media-type",
         "validation-failed",
         "follower-stale",
+        "too-many-requests",
     ),
 )
 async def simulate_task(call: Call, body: SimulateTask) -> Response:
@@ -59,14 +60,19 @@ async def simulate_task(call: Call, body: SimulateTask) -> Response:
         if problem.code == "validation-failed" or problem.kind.status != _REFUSED:
             raise
         return answer(_refused(call, problem))
+    async with call.parts.answers.take():
+        return answer(_judged(call, body, intake))
+
+
+def _judged(call: Call, body: SimulateTask, intake: Intake) -> SimulationView:
     try:
         check_allowed(call, body, intake.task)
         check_possible(call, intake.task)
     except Problem as problem:
         if problem.kind.status != _REFUSED:
             raise
-        return answer(_refused(call, problem, intake))
-    return answer(_simulated(call, intake))
+        return _refused(call, problem, intake)
+    return _simulated(call, intake)
 
 
 def _simulated(call: Call, intake: Intake) -> SimulationView:
