@@ -107,6 +107,17 @@ def test_a_place_that_was_given_is_taken_from_what_the_node_will_have_unless_it_
     assert (later.room(), later.mb(key("gpu0"))) == (fresh.room(), fresh.mb(key("gpu0")))
 
 
+def test_a_device_that_is_heard_of_no_more_will_have_nothing():
+    long_after = Instant(NOW + 1000.0)
+    wide = a_task("wide", gpu_mb=50 * GIB)
+    draft = Draft(a_world(a_node(), a_device(), holding(a_task("run", gpu_mb=30 * GIB), "gpu0"), wide))
+    later = Supplies(Departures(draft, POLICY, long_after), for_plans=False).later(
+        NodeName("n1"), wide, long_after + 60.0
+    )
+    assert later.mb(key("gpu0")) == 0
+    assert not later.has_mb(key("gpu0"), 1)
+
+
 def test_a_node_that_costs_more_than_it_seemed_gives_way_to_the_next():
     began = {"n1a": 100.0, "n1b": 1.0, "n1c": 2.0, "n2": 50.0}
     sizes = {"n1a": 60, "n1b": 10, "n1c": 10, "n2": 80}
