@@ -112,8 +112,9 @@ def _more_priority(trials: Trials, highest: int) -> Remedy | None:
     hopeful = first(steps, would_do)
     if hopeful is None:
         return None
-    steps = [step for step in steps if step >= hopeful]
-    priority = first(steps, lambda step: attempt(step).is_way)
+    priority: int | None = hopeful
+    if not attempt(hopeful).is_way:
+        priority = first([step for step in steps if step > hopeful], lambda step: attempt(step).is_way)
     if priority is None:
         return None
     raised = replace(task, priority=priority)
