@@ -233,7 +233,10 @@ def _tenant_metrics(sources: Sources) -> Iterator[Metric]:
     accounts, policy = sources.world.accounts, sources.policy
     held = nlargest(MOST_TENANTS, ((accounts.held_mb(tenant), tenant) for tenant in accounts))
     yield _gauge("gpubroker_tenant_held_bytes", [((tenant,), mb * _MIB) for mb, tenant in held])
-    guaranteed = [(tenant, policy.tenant(tenant).guaranteed_mb) for _, tenant in held]
+    # Those that are configured come first: a guarantee that nobody uses is what one wants to see.
+    named = [tenant.name for tenant in policy.tenants if tenant.name != "*"]
+    known = list(dict.fromkeys([*named, *(tenant for _, tenant in held)]))[:MOST_TENANTS]
+    guaranteed = [(tenant, policy.tenant(tenant).guaranteed_mb) for tenant in known]
     yield _gauge(
         "gpubroker_tenant_guaranteed_bytes", [((t,), mb * _MIB) for t, mb in guaranteed if mb is not None]
     )

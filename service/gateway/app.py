@@ -5,7 +5,6 @@ from typing import Any
 from fastapi import FastAPI
 from fastapi.telemetry import TelemetryConfig
 
-from service.core.fragmentation import Fragmentation, Scattered, fragmentation, scattered
 from service.gateway.document import complete
 from service.gateway.door import Door
 from service.gateway.parts import GatewayParts
@@ -58,13 +57,8 @@ _NO_TRACES: TelemetryConfig = {"tracing": False, "metrics": False, "logs": False
 def create_app(parts: GatewayParts) -> FastAPI:
     """The application. It starts nothing: the composition root feeds `parts.world` and `parts.waiters`."""
     app = _routed()
-
-    def pieces() -> tuple[Fragmentation, Scattered | None]:
-        asked = parts.world, parts.policy, parts.clock.now()
-        return fragmentation(*asked), scattered(*asked)
-
     world, now = parts.world, parts.clock.now
-    telemetry = Telemetry(Sources(world, parts.age_seconds, parts.term, parts.policy, now, pieces))
+    telemetry = Telemetry(Sources(world, parts.age_seconds, parts.term, parts.policy, now, parts.pieces))
     app.state.telemetry = telemetry
     # The door is the whole stack. FastAPI's own layers serve dependencies and uploads, which no route has,
     # and turn exceptions into answers, which the door does.

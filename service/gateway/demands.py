@@ -60,7 +60,7 @@ def _gang_demand(body: SubmitTask, defaults: Defaults) -> Demand:
     ranks = [
         rank
         for bundle in resources.bundles
-        for rank in [_rank_demand(bundle, body.placement, common, defaults)] * bundle.count
+        for rank in [_rank_demand(bundle, body, common, defaults)] * bundle.count
     ]
     custom: dict[str, float] = {}
     for name, amount in (pair for rank in ranks for pair in rank.custom):
@@ -74,20 +74,22 @@ def _gang_demand(body: SubmitTask, defaults: Defaults) -> Demand:
     )
 
 
-def _rank_demand(bundle: Bundle, placement: str, common: Where, defaults: Defaults) -> Demand:
+def _rank_demand(bundle: Bundle, body: SubmitTask, common: Where, defaults: Defaults) -> Demand:
+    """What is usual for the model type holds for each rank. Which ranks have GPUs the bundles say alone."""
+    usual = defaults.model_types.get(body.model_type, NO_TYPE)
     gpus = int(bundle.wants_gpu or bundle.names_devices) if bundle.gpus is None else bundle.gpus
     where = _where_of(bundle)
     own = {name: value for name in Where.__slots__ if (value := getattr(where, name))}
-    cpu = 0.0 if gpus else defaults.cpu
+    cpu = usual.cpu if usual.cpu is not None else 0.0 if gpus else defaults.cpu
     return Demand(
         gpus=gpus,
         gpu_mb=None if bundle.gpu_mb is None else Mib(bundle.gpu_mb),
         gpu_fraction=bundle.gpu_fraction,
         exclusive=bundle.exclusive,
         cpu=cpu if bundle.cpu is None else bundle.cpu,
-        memory_mb=Mib(bundle.memory_mb or 0),
+        memory_mb=Mib((usual.memory_mb or 0) if bundle.memory_mb is None else bundle.memory_mb),
         custom=tuple(sorted(bundle.custom.items())),
-        placement=placement,
+        placement=body.placement,
         where=replace(common, **own),
     )
 

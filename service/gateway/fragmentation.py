@@ -5,7 +5,10 @@ from typing import Annotated
 from pydantic import Field
 from typing_extensions import TypedDict
 
-from service.core.fragmentation import Fragmentation, Scattered, Sum
+from service.core.fragmentation import Fragmentation, Scattered, Sum, fragmentation, scattered
+from service.core.policy import Policy
+from service.core.world import World
+from service.ports import Clock
 
 
 class KindPiecesView(TypedDict):
@@ -35,6 +38,24 @@ class FragmentationView(TypedDict):
     share: Annotated[float | None, Field(description="Of what is free, 0 to 1; null if nothing is.")]
     kinds: list[KindPiecesView]
     scattered: ScatteredView | None
+
+
+class Pieces:
+    """Worked out anew after an event or a second: figures and metrics ask for the same again and again."""
+
+    def __init__(self, world: World, policy: Policy, clock: Clock) -> None:
+        self._world = world
+        self._policy = policy
+        self._clock = clock
+        self._known: tuple[tuple[int, int], Fragmentation, Scattered | None] | None = None
+
+    def __call__(self) -> tuple[Fragmentation, Scattered | None]:
+        now = self._clock.now()
+        at = self._world.position, int(now)
+        if self._known is None or self._known[0] != at:
+            asked = self._world, self._policy, now
+            self._known = at, fragmentation(*asked), scattered(*asked)
+        return self._known[1:]
 
 
 def fragmentation_view(found: Fragmentation, scattered: Scattered | None) -> FragmentationView:

@@ -6,7 +6,7 @@ from service.core.backfill import Basis
 from service.core.device import Node
 from service.core.estimate import What
 from service.core.foresight import topic_of
-from service.core.fragmentation import Sum, fragmentation
+from service.core.fragmentation import Sum
 from service.core.ledger import Book, Holding
 from service.core.policy import band_of
 from service.core.task import TaskState
@@ -43,7 +43,7 @@ def as_of(parts: GatewayParts) -> AsOf:
 
 
 def gpu_views(parts: GatewayParts, viewer: Identity) -> list[GpuView]:
-    found = fragmentation(parts.world, parts.policy, parts.clock.now()).devices
+    found = parts.pieces()[0].devices
     nothing = Sum()
     return [
         _gpu_view(parts, parts.world.books[key], found.get(key, nothing).stranded_mb, viewer)

@@ -12,6 +12,7 @@ from service.core.policy import BAND_NAMES, Policy
 from service.core.units import Seconds, TaskId, Term
 from service.core.world import World
 from service.gateway.capacity import Capacity
+from service.gateway.fragmentation import Pieces
 from service.gateway.gpu_size import GpuSize
 from service.gateway.identity import Tokens
 from service.gateway.ids import Ids
@@ -104,7 +105,9 @@ class GatewayParts:
     """Those that the operator has ranked, strongest first."""
     capacity: Capacity = field(init=False)
     pending: PendingReasons = field(init=False)
+    pieces: Pieces = field(init=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "capacity", Capacity(self.world, self.policy))
+        object.__setattr__(self, "pieces", Pieces(self.world, self.policy, self.clock))
         object.__setattr__(self, "pending", PendingReasons(self.world, self.policy, self.forecasts))

@@ -64,13 +64,13 @@ def test_submit_reads_sizes_durations_and_pairs(service: RecordedService, run: R
 
 def test_submit_reads_the_sizes_of_roles(service: RecordedService, run: Run) -> None:
     service.told(Reply(202, a_task(FULL_ID)))
-    assert run("submit a:b --role train=gpu_mb:40GiB,gpus:2 --role generate=gpu_mb:20480,cpu:0.5").code == 0
+    assert run("submit a:b --role train:gpu_mb=40GiB,gpus=2 --role generate:gpu_mb=20480,cpu=0.5").code == 0
     assert service.asked[0].body["resources"] == {
         "roles": {"train": {"gpu_mb": 40960, "gpus": 2}, "generate": {"gpu_mb": 20480, "cpu": 0.5}}
     }
     wrong = run("submit a:b --role train=40GiB")
     assert wrong.code == 2
-    assert "must be SIZE:AMOUNT" in wrong.err
+    assert "must be NAME:FIELD=VALUE" in wrong.err
 
 
 def test_words_behind_two_dashes_are_a_command_with_its_own_options(

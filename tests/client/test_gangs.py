@@ -20,12 +20,12 @@ RANKS = [
 
 def test_bundles_are_read_with_their_sizes(service: RecordedService, run: Run) -> None:
     service.told(Reply(202, a_task(FULL_ID)))
-    words = "--bundle count=4,gpu_mb=18GiB,kinds=H100/A100 --bundle cpu=2,memory_mb=4GiB,exclusive=true"
+    words = "--bundle count=4,gpu_mb=18GiB,kinds=H100/A100 --bundle cpu=2,min_device_mb=40GiB,custom.fpga=1"
     assert run(f"submit a:b {words} --strategy spread --min-ranks 3").code == 0
     assert service.asked[0].body["resources"] == {
         "bundles": [
             {"count": 4, "gpu_mb": 18432, "kinds": ["H100", "A100"]},
-            {"cpu": 2, "memory_mb": 4096, "exclusive": True},
+            {"cpu": 2, "min_device_mb": 40960, "custom": {"fpga": 1}},
         ],
         "strategy": "spread",
         "min_ranks": 3,

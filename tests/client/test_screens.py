@@ -110,6 +110,11 @@ TENANT = {
 @pytest.mark.parametrize(
     ("line", "answer", "says"),
     [
+        (
+            "gpus",
+            {"items": [{**GPU, "split": True}, {**GPU, "uuid": "MIG-1", "index": 8, "parent": GPU["uuid"]}]},
+            ["n1  1 GPU ", "split: its instances are leased", "instance of 0   "],
+        ),
         ("gpus", {"items": [{**GPU, "free_mb": 24576}]}, ["n1  1 GPU ", "24.0 GiB free of 24.0", "░ free"]),
         ("nodes", {"items": [NODE]}, ["n1", "ready", "1.5/4", "0.0/8.0 GiB"]),
         (

@@ -3,7 +3,6 @@
 import asyncio
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -12,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from gpubroker import Stopped, current_task
+
+from examples.gang import all_reduce
 
 
 def add(a: float, b: float) -> float:
@@ -161,28 +162,3 @@ def keep_a_state() -> Any:
 def add_up_all_ranks(number: float) -> float:
     """An all-reduce as libraries do it: rank 0 listens, the others come, everybody has the sum."""
     return all_reduce(number * (current_task().rank + 1))
-
-
-def all_reduce(number: float) -> float:
-    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    place = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    if rank > 0:
-        with _called(place) as line:
-            line.sendall(f"{number}\n".encode())
-            return float(line.makefile().readline())
-    with socket.create_server(place) as server:
-        lines = [server.accept()[0] for _ in range(world_size - 1)]
-        total = number + sum(float(line.makefile().readline()) for line in lines)
-        for line in lines:
-            line.sendall(f"{total}\n".encode())
-            line.close()
-    return total
-
-
-def _called(place: tuple[str, int]) -> socket.socket:
-    """The other side may not listen yet."""
-    while True:
-        try:
-            return socket.create_connection(place, timeout=30)
-        except ConnectionRefusedError:
-            time.sleep(0.01)

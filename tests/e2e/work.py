@@ -3,11 +3,15 @@
 import asyncio
 import os
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 from gpubroker import Stopped, current_task
 
-from tests.e2e.ray_jobs import all_reduce
+from examples.gang import all_reduce
+
+PATIENCE_SECONDS = 30.0
+"""No rank of a broken gang waits longer for the others."""
 
 
 def add(a: int, b: int) -> int:
@@ -60,8 +64,11 @@ def fail_on(rank: int, witness: str) -> None:
     """One rank fails once all have written their line; the others wait for the notice."""
     task = current_task()
     note(witness, f"{task.rank} began")
-    while sum("began" in line for line in lines_of(witness)) < task.world_size:
-        time.sleep(0.01)
+    for _ in until_it_is_late():
+        if sum("began" in line for line in lines_of(witness)) == task.world_size:
+            break
+    else:
+        raise TimeoutError("not all ranks began")
     if task.rank == rank:
         raise ValueError(f"rank {rank} cannot go on")
     task.wait_for_stop()
@@ -111,6 +118,13 @@ def go_on_with_fewer(witness: str) -> list[int]:
         if task.world_changed:
             note(witness, f"{task.rank} works with {task.accept_world()}")
     return list(task.members)
+
+
+def until_it_is_late() -> Iterator[None]:
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    while time.monotonic() < deadline:
+        yield
+        time.sleep(0.01)
 
 
 def note(witness: str, line: str) -> None:

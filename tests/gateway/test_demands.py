@@ -15,6 +15,13 @@ async def test_a_model_type_fills_in_what_a_submit_leaves_out(api: Client) -> No
     assert (asked["gpus"], asked["gpu_mb"], asked["cpu"], asked["memory_mb"]) == (1, 8192, 2.0, 4096)
 
 
+async def test_a_model_type_fills_in_what_a_rank_leaves_out_but_gives_it_no_gpus(api: Client) -> None:
+    bundles = [{"gpus": 1, "gpu_mb": 1024}, {"cpu": 1, "memory_mb": 64}]
+    task = (await api.post("/tasks", json=a_body(model_type="llm", resources={"bundles": bundles}))).json()
+    asked = [(b["gpus"], b["cpu"], b["memory_mb"]) for b in task["resources"]["bundles"]]
+    assert asked == [(1, 2.0, 4096), (0, 1.0, 64)]
+
+
 async def test_what_a_submit_says_wins_over_its_model_type(api: Client) -> None:
     said = {
         "priority": 0,

@@ -23,6 +23,20 @@ def test_every_section_states_status_and_whether_trying_again_helps() -> None:
     ]
 
 
+def test_every_failure_of_a_task_is_listed() -> None:
+    """Those that the service, its agents and the runtime name themselves."""
+    named = re.compile(
+        r'(?:Failure|failed|failure = )\(\s*"([a-z_]+)"|^(?:MALFORMED|NOT_YOUR_PROCESS) = "([a-z_]+)"', re.M
+    )
+    sources = [
+        path for part in ("service", "client/gpubroker/runtime") for path in (ROOT / part).rglob("*.py")
+    ]
+    kinds = {a or b for path in sources for a, b in named.findall(path.read_text(encoding="utf-8"))}
+    listed = re.findall(r"^\| `(\w+)` \|", ERRORS, re.MULTILINE)
+    assert len(listed) == len(set(listed))
+    assert kinds == set(listed)
+
+
 def test_every_metric_is_listed_with_its_labels() -> None:
     rows = re.findall(r"^\| `(\w+)` \|([^|]*)\|", METRICS, re.MULTILINE)
     listed = {name: tuple(re.findall(r"`(\w+)`", labels)) for name, labels in rows}

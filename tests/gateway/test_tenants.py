@@ -64,6 +64,8 @@ async def test_tenants_are_told_with_what_they_may_have_and_have(gateway: Gatewa
     for what, mb in (("held", 24 * GIB), ("guaranteed", 20 * GIB)):
         [told_bytes] = re.findall(rf'^gpubroker_tenant_{what}_bytes{{tenant="acme"}} (\S+)$', metrics, re.M)
         assert float(told_bytes) == mb * 2**20
+    assert 'gpubroker_tenant_guaranteed_bytes{tenant="zeta"}' in metrics, "a guarantee that nobody uses"
+    assert 'gpubroker_tenant_held_bytes{tenant="zeta"}' not in metrics
 
 
 async def test_without_cluster_scope_one_sees_only_ones_own_tenant(gateway: Gateway) -> None:

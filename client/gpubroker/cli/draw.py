@@ -182,9 +182,12 @@ class GpuLines:
             table = Table.grid(padding=(0, 1, 0, 0))
             for fits in (True, True, False):
                 table.add_column(no_wrap=fits, overflow="ellipsis" if fits else "fold")
+            number = {gpu.uuid: gpu.index for gpu in there}
             for gpu in there:
                 label = f"{gpu.index:>3} {gpu.kind:<10}"
-                table.add_row(label, Text(bar(gpu, cells), style="green"), Text(_gpu_facts(gpu)))
+                whole = f"instance of {number.get(gpu.parent, gpu.parent)}   " if gpu.parent else ""
+                facts = Text(f"{whole}{_gpu_facts(gpu)}")
+                table.add_row(label, Text(bar(gpu, cells), style="green"), facts)
             yield table
         yield Text(LEGEND, style="dim")
 
@@ -193,7 +196,8 @@ def gpus(listed: Sequence[Gpu]) -> RenderableType:
     return GpuLines(listed) if listed else Text("no GPUs")
 
 
-def _sums(there: Sequence[Gpu]) -> str:
+def _sums(listed: Sequence[Gpu]) -> str:
+    there = [gpu for gpu in listed if not gpu.split]
     count = "1 GPU" if len(there) == 1 else f"{len(there)} GPUs"
     simulated = " (simulated)" if all(gpu.simulated for gpu in there) else ""
     leased, used, physical = (
@@ -213,6 +217,8 @@ def _gpu_facts(gpu: Gpu) -> str:
         for pledge in gpu.pledges
     )
     foreign = gpu.foreign_mb + gpu.unaccounted_mb
+    if gpu.split:
+        return "split: its instances are leased"
     said = (
         f"{size(gpu.free_mb)} free of {gib(gpu.physical_mb)}{_stranded(gpu)}",
         holders,

@@ -69,18 +69,27 @@ def json_or_text(text: str) -> Any:
         return text
 
 
-def bundle(text: str) -> dict[str, Any]:
-    """`count=4,gpus=1,gpu_mb=18GiB` as the API reads it; a kind, or several: `kinds=H100/A100`."""
+def demand(text: str, option: str) -> dict[str, Any]:
+    """`count=4,gpu_mb=18GiB,custom.fpga=1` as the API reads it; a kind, or several: `kinds=H100/A100`."""
     found: dict[str, Any] = {}
-    for name, value in pairs(text.split(","), "--bundle").items():
-        match name:
-            case "gpu_mb" | "memory_mb":
-                found[name] = size_mb(value)
-            case "kinds":
-                found[name] = value.split("/")
-            case _:
-                found[name] = json_or_text(value)
+    for name, value in pairs(text.split(","), option).items():
+        if name.startswith("custom."):
+            found.setdefault("custom", {})[name.removeprefix("custom.")] = amount(value)
+        elif name.endswith("_mb"):
+            found[name] = size_mb(value)
+        elif name.endswith("kinds"):
+            found[name] = value.split("/")
+        else:
+            found[name] = json_or_text(value)
     return found
+
+
+def role(text: str) -> tuple[str, dict[str, Any]]:
+    """`train:gpu_mb=40GiB,cpu=4` as its name and what it needs."""
+    name, colon, needs = text.partition(":")
+    if not name or not colon:
+        raise typer.BadParameter(f"--role {text!r} must be NAME:FIELD=VALUE,..., as train:gpu_mb=40GiB,cpu=4")
+    return name, demand(needs, "--role")
 
 
 def pairs(words: list[str], option: str) -> dict[str, str]:
@@ -91,17 +100,4 @@ def pairs(words: list[str], option: str) -> dict[str, str]:
         if not name or not equals:
             raise typer.BadParameter(f"{option} {word!r} must be NAME=VALUE")
         found[name] = value
-    return found
-
-
-def sizes(text: str) -> dict[str, float]:
-    """`gpu_mb:40GiB,cpu:4` as `{"gpu_mb": 40960, "cpu": 4.0}`."""
-    found: dict[str, float] = {}
-    for part in text.split(","):
-        name, colon, value = part.partition(":")
-        if not name or not colon:
-            raise typer.BadParameter(f"{part!r} must be SIZE:AMOUNT, such as gpu_mb:40GiB or cpu:4")
-        found[name] = size_mb(value) if name.endswith("_mb") else amount(value)
-        if name == "gpus":
-            found[name] = int(found[name])
     return found

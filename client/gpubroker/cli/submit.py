@@ -80,8 +80,8 @@ Roles = Annotated[
     list[str] | None,
     typer.Option(
         "--role",
-        metavar="NAME=SIZE:AMOUNT[,...]",
-        help="Instead of sizes, those of a role that takes its turn: train=gpu_mb:40GiB,cpu:4; repeatable.",
+        metavar="NAME:FIELD=VALUE,...",
+        help="Instead of sizes, those of a role that takes its turn: train:gpu_mb=40GiB,cpu=4; repeatable.",
     ),
 ]
 Bundles = Annotated[
@@ -297,7 +297,6 @@ def _options(given: Mapping[str, Any]) -> "SubmitOptions":
         ("custom", "--custom"),
         ("nodes", "--on"),
         ("prefer_nodes", "--prefer-on"),
-        ("roles", "--role"),
     ):
         if name in options:
             options[name] = quantities.pairs(options[name], option)
@@ -306,11 +305,11 @@ def _options(given: Mapping[str, Any]) -> "SubmitOptions":
     for name in {"nodes", "prefer_nodes"} & options.keys():
         options[name] = {label: values.split(",") for label, values in options[name].items()}
     if "roles" in options:
-        options["roles"] = {name: quantities.sizes(text) for name, text in options["roles"].items()}
+        options["roles"] = dict(map(quantities.role, options["roles"]))
     if "working_directory" in options:
         options["working_directory"] = os.path.abspath(options["working_directory"])
     if "bundles" in options:
-        options["bundles"] = [quantities.bundle(words) for words in options["bundles"]]
+        options["bundles"] = [quantities.demand(words, "--bundle") for words in options["bundles"]]
     if "custom" in options:
         options["custom"] = {n: quantities.amount(v) for n, v in options["custom"].items()}
     return cast("SubmitOptions", options)

@@ -2,7 +2,6 @@
 
 from fastapi import APIRouter, Response
 
-from service.core.fragmentation import fragmentation, scattered
 from service.gateway.direct import Call, DirectRoute, answer, needs, problems
 from service.gateway.fragmentation import fragmentation_view
 from service.gateway.identity import Scope
@@ -22,13 +21,11 @@ router = APIRouter(route_class=DirectRoute, tags=["cluster"])
 async def get_stats(call: Call) -> Response:
     """Read the totals: GPU memory and its pieces, tasks by state, and how executor and leader are."""
     parts = call.parts
-    executor, now = parts.executor_status(), parts.clock.now()
+    executor = parts.executor_status()
     view: Stats = {
         **as_of(parts),
         "gpu": gpu_totals(parts.world),
-        "fragmentation": fragmentation_view(
-            fragmentation(parts.world, parts.policy, now), scattered(parts.world, parts.policy, now)
-        ),
+        "fragmentation": fragmentation_view(*parts.pieces()),
         "forecasts": forecasts_views(parts.world),
         "tasks": task_counts(parts.world),
         "executor": {
