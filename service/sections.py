@@ -114,6 +114,8 @@ class PoolSettings(Section):
     gpus: Annotated[int, Field(ge=0)] | None = None
     gpu_mb: Annotated[int, Field(ge=0)] | None = None
     memory_mb: Annotated[int, Field(ge=0)] | None = None
+    custom: dict[str, Annotated[float, Field(ge=0)]] = {}
+    """Of custom resources, which policy.custom_limits names too."""
 
 
 class MaximumSettings(Section):

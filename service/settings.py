@@ -133,6 +133,16 @@ class Settings(BaseSettings):
             )
         return self
 
+    @model_validator(mode="after")
+    def _know_what_pools_share(self) -> "Settings":
+        for name, pool in self.pools.items():
+            for resource in sorted(pool.custom.keys() - self.policy.custom_limits.keys()):
+                raise ValueError(
+                    f"pools.{name}.custom names {resource!r}, which nobody offers; say how much there is of "
+                    "it in policy.custom_limits"
+                )
+        return self
+
     @property
     def database(self) -> str:
         return self.database_url or f"sqlite:///{self.data_dir / 'gpubroker.db'}"

@@ -53,7 +53,8 @@ def policy_of(settings: Settings) -> Policy:
 def _pool_of(name: str, given: PoolSettings) -> Pool:
     chosen = given.model_dump()
     nodes = tuple(sorted((label, tuple(sorted(values))) for label, values in chosen.pop("nodes").items()))
-    return Pool(name, kinds=tuple(chosen.pop("kinds")), nodes=nodes, **chosen)
+    custom = tuple(sorted(chosen.pop("custom").items()))
+    return Pool(name, kinds=tuple(chosen.pop("kinds")), nodes=nodes, custom=custom, **chosen)
 
 
 def new_executor(settings: Settings, clock: Clock) -> Executor:

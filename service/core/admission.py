@@ -137,7 +137,7 @@ def slot_in_words(slot: str) -> str:
     kind, _, name = slot.partition(":")
     if kind == "pool":
         pool, _, field = name.rpartition(":")
-        return f"the pool's {field} (pool {pool})"
+        return f"the pool's {field.removeprefix('custom/')} (pool {pool})"
     return f"the tasks {'with label' if kind == 'label' else 'of tenant'} {name} that may run at once"
 
 

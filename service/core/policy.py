@@ -56,12 +56,16 @@ class Pool:
     gpus: int | None = None
     gpu_mb: Mib | None = None
     memory_mb: Mib | None = None
+    custom: tuple[tuple[str, float], ...] = ()
+    """Of custom resources, such as storage; sorted by name."""
 
     def amounts(self) -> Iterator[tuple[str, float]]:
+        """`custom/NAME` and so much of a custom resource; of the rest by field."""
         for name in ("cpu", "gpus", "gpu_mb", "memory_mb"):
             amount = getattr(self, name)
             if amount is not None:
                 yield name, float(amount)
+        yield from ((f"custom/{name}", amount) for name, amount in self.custom)
 
 
 @dataclass(frozen=True, slots=True)

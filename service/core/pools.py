@@ -131,6 +131,7 @@ def _amounts(demand: Demand, pool: Pool) -> Iterable[tuple[str, float]]:
         "gpus": float(demand.gpus),
         "gpu_mb": float(demand.gpus * (demand.gpu_mb or 0)),
         "memory_mb": float(demand.memory_mb),
+        **{f"custom/{name}": amount for name, amount in demand.custom},
     }
     limited = dict(pool.amounts())
     return ((field, amount) for field, amount in taken.items() if field in limited and amount)

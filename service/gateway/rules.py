@@ -32,6 +32,7 @@ class PoolView(TypedDict):
     gpus: int | None
     gpu_mb: int | None
     memory_mb: int | None
+    custom: dict[str, float]
 
 
 class CustomView(TypedDict):
@@ -157,6 +158,7 @@ def _pool_view(pool: Pool) -> PoolView:
         "gpus": pool.gpus,
         "gpu_mb": pool.gpu_mb,
         "memory_mb": pool.memory_mb,
+        "custom": dict(pool.custom),
     }
 
 

@@ -68,11 +68,22 @@ def test_what_is_filled_in_stays_within_what_one_task_may_ask_for() -> None:
 def test_pools_and_limits_of_running_tasks_come_from_the_settings() -> None:
     running = {"tenants": {"acme": 4, "*": 8}, "labels": {"team=vision": 2}}
     lab = {"kinds": ["A100"], "nodes": {"zone": ["b", "a"]}, "fractions": False, "gpus": 4}
-    policy = policy_of(load_settings(policy={"max_running": running}, pools={"lab": lab}))
-    assert policy.pools == (Pool("lab", ("A100",), (("zone", ("a", "b")),), fractions=False, gpus=4),)
+    scratch = {"custom": {"storage_gb": 500}}
+    policy = policy_of(
+        load_settings(
+            policy={"max_running": running, "custom_limits": {"storage_gb": 2000}},
+            pools={"lab": lab, "scratch": scratch},
+        )
+    )
+    assert policy.pools == (
+        Pool("lab", ("A100",), (("zone", ("a", "b")),), fractions=False, gpus=4),
+        Pool("scratch", custom=(("storage_gb", 500.0),)),
+    )
     assert policy.custom_limits == (
         CustomLimit("label:team=vision", 2),
         CustomLimit("pool:lab:gpus", 4),
+        CustomLimit("pool:scratch:custom/storage_gb", 500),
+        CustomLimit("storage_gb", 2000),
         CustomLimit("tenant:*", 8),
         CustomLimit("tenant:acme", 4),
     )

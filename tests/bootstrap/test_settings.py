@@ -107,6 +107,7 @@ def test_the_default_priority_is_what_the_name_of_its_band_stands_for(tmp_path: 
         ("model_types: {llm: {gpu_md: 1}}\n", 'did you mean "gpu_mb"?'),
         ("policy: {max_running: {labels: {team: 2}}}\n", "key=value or key=*"),
         ("pools: {lab: {gpu: 2}}\n", 'did you mean "gpus"?'),
+        ("pools: {lab: {custom: {tape: 2}}}\n", "names 'tape', which nobody offers; say how much"),
         ("policy: {tenants: {acme: {cohort: lab}}}\n", "needs guaranteed_mb"),
         ("policy: {tenants: {acme: {borrow_mb: 1}}}\n", "name the cohort"),
         ("policy: {tenants: {'*': {cohort: lab, guaranteed_mb: 1}}}\n", "no cohort could add up"),

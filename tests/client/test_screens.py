@@ -30,7 +30,10 @@ POLICY = {
     "placement": "stranded",
     "preemption": {"enabled": True, "budget": 3, "shield_seconds": 600.0},
     "maximum": {"gpus": None, "timeout_seconds": 3600.0},
-    "pools": [{"name": "lab", "kinds": ["H100"], "nodes": {"zone": ["a"]}, "fractions": True, "gpus": None}],
+    "pools": [
+        {"name": "lab", "kinds": ["H100"], "nodes": {"zone": ["a"]}, "fractions": True, "gpus": None},
+        {"name": "scratch", "fractions": True, "custom": {"storage_gb": 500.0}},
+    ],
     "max_running": [{"of": "tenant:*", "limit": 8.0}],
     "streams": {"nightly": 0.5},
 }
@@ -39,6 +42,7 @@ POLICY_SAYS = [
     "budget 3 · shield_seconds 600",
     "at most     timeout_seconds 3600",
     "lab: kinds H100 · nodes zone=a · fractions yes",
+    "scratch: fractions yes · custom storage_gb=500",
     "tenant:*: limit 8",
     "nightly 0.5",
 ]

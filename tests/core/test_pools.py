@@ -17,15 +17,18 @@ from tests.builders import GIB, NOW, a_demand, a_device, a_node, a_task, a_world
 
 LAB = Pool("lab", kinds=("A100", "H100"), nodes=(("zone", ("a", "b")),), fractions=False, gpus=4, cpu=8.0)
 SHARE = Pool("share", gpu_mb=20 * GIB)
+SCRATCH = Pool("scratch", custom=(("storage_gb", 500.0),))
 POLICY = Policy(
     custom_limits=(
         CustomLimit("label:run=*", 1.0),
         CustomLimit("label:team=vision", 2.0),
+        CustomLimit("pool:scratch:custom/storage_gb", 500.0),
         CustomLimit("pool:share:gpu_mb", 20.0 * GIB),
+        CustomLimit("storage_gb", 2000.0),
         CustomLimit("tenant:*", 2.0),
         CustomLimit("tenant:acme", 1.0),
     ),
-    pools=(LAB, SHARE),
+    pools=(LAB, SCRATCH, SHARE),
 )
 
 
@@ -52,6 +55,15 @@ def test_a_task_counts_against_the_limits_that_there_are_for_it():
     assert settled(a_demand(cpu=1.0), "", "acme", {}, Policy()) == a_demand(cpu=1.0)
 
 
+def test_a_pool_has_amounts_of_custom_resources_too():
+    demand = settle("scratch", tenant="b", cpu=1.0, custom=(("fpga", 1.0), ("storage_gb", 300.0)))
+    assert demand.slots == (("pool:scratch:custom/storage_gb", 300.0), ("tenant:b", 1.0))
+    too_much = settle("scratch", tenant="b", cpu=1.0, custom=(("storage_gb", 600.0),))
+    refusal = check(too_much, [a_device()], [a_node()], POLICY)
+    assert refusal is not None
+    assert "600 of the pool's storage_gb (pool scratch) exceed the limit of 500" in refusal.message
+
+
 def test_what_a_task_says_and_what_its_pool_says_must_both_hold():
     demand = settle("lab", gpus=2, cpu=3.0, where=Where(nodes=(("disk", ("ssd",)), ("zone", ("b", "c")))))
     assert demand.where == Where(kinds=LAB.kinds, nodes=(("disk", ("ssd",)), ("zone", ("b",))))
@@ -64,7 +76,7 @@ def test_what_a_task_says_and_what_its_pool_says_must_both_hold():
 @pytest.mark.parametrize(
     ("pool", "demand", "field", "said"),
     [
-        ("nowhere", {"cpu": 1.0}, "pool", "there is no pool 'nowhere'; configured are: lab, share"),
+        ("nowhere", {"cpu": 1.0}, "pool", "there is no pool 'nowhere'; configured are: lab, scratch, share"),
         ("lab", {"gpus": 1, "where": Where(kinds=("L4",))}, "kinds", "has no L4; its kinds are A100, H100"),
         (
             "lab",

@@ -50,5 +50,5 @@ def _plain(value: Any) -> str:
     if isinstance(value, float):
         return f"{value:g}"
     if isinstance(value, Mapping):
-        return " ".join(f"{name}={','.join(values)}" for name, values in value.items())
+        return " ".join(f"{name}={_plain(of)}" for name, of in value.items())
     return ",".join(value) if isinstance(value, list) else str(value)

@@ -146,7 +146,8 @@ Wait = Annotated[bool, typer.Option("--wait", "-w", help="Wait for the end and p
 DryRun = Annotated[
     bool,
     typer.Option(
-        "--dry-run", help="Only say what would become of it: exit code 0 starts, 6 refused, 8 waits."
+        "--dry-run",
+        help="Only say what would become of it: exit code 0 starts (or preempts), 6 refused, 8 waits.",
     ),
 ]
 WaitTimeout = Annotated[Any, typer.Option(help="Wait no longer; the task goes on.", **_SECONDS)]
