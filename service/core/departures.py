@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from math import inf
 
 from service.core.draft import Draft
-from service.core.estimate import Sketch, Topic, What
+from service.core.estimate import Topic, What
 from service.core.expectations import Remaining, remaining_seconds, run_seconds
 from service.core.lease import LeaseState
 from service.core.ledger import Holding
@@ -102,8 +102,8 @@ class Departures:
         """What the run was thought to take at most; 0 if nothing was."""
         if run.expected_seconds is not None:
             return run.expected_seconds
-        known = self._sketches.get(Topic(run.tenant, run.subject, kind, What.SECONDS), Sketch())
-        return known.quantile(1.0) or 0.0
+        known = self._sketches.get(Topic(run.tenant, run.subject, kind, What.SECONDS))
+        return 0.0 if known is None else known.quantile(1.0) or 0.0
 
     def _kind_of(self, run: Task) -> str:
         """Of its devices, by which run times are told apart; empty if it has none."""

@@ -96,7 +96,9 @@ def remaining_seconds(task: Task, sketches: Sketches, now: Instant, *, kind: str
     if task.expected_seconds is not None and task.expected_seconds > elapsed:
         stated = Seconds(task.expected_seconds - elapsed)
         return Remaining(stated, stated, 0)
-    known = sketches.get(Topic(task.tenant, task.subject, kind, What.SECONDS), Sketch())
+    known = sketches.get(Topic(task.tenant, task.subject, kind, What.SECONDS))
+    if known is None:
+        return None
     longer = known.above(elapsed)
     p50, p90 = longer.quantile(0.5), longer.quantile(0.9)
     if p50 is None or p90 is None:
