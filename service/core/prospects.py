@@ -96,11 +96,9 @@ class Prospects:
         """The best way to room for a task above its tenant's quota, among that tenant's own runs; None, which
         is remembered, if there is none, or if it need only wait."""
         closed = self._guards.closed_to(task)
-        lacks_mb, found = self._quotas.lacks_mb(task), None
-        if self._claims.may_yield(task.tenant, task.priority) and may_preempt(self._offers, task):
-            self.looks.taken += CLOSE_LOOK * len(self._offers.nodes)
-            nodes = self._offers.nodes - closed
-            found = make_room_in_quota(self._offers, task, lacks_mb, self._now, nodes)
+        lacks_mb, nodes = self._quotas.lacks_mb(task), self._offers.nodes - closed
+        self.looks.taken += CLOSE_LOOK * len(self._offers.nodes)
+        found = make_room_in_quota(self._offers, task, lacks_mb, self._now, nodes)
         if found is None:
             self._deny(task, kin, DEBTOR, {}, passing=bool(closed) or not lacks_mb)
         return found

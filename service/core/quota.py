@@ -29,7 +29,9 @@ class Needs:
 
     def __init__(self) -> None:
         self._version = -1
+        self._all: list[Device] = []
         self._sorts: list[Device] = []
+        """One of each sort; they stand for all unless devices are named."""
         self.known: dict[Demand, tuple[int, ...]] = {}
 
     def of(self, world: World, demand: Demand) -> int:
@@ -41,12 +43,12 @@ class Needs:
         if self._version != world.inventory_version:
             self._version = world.inventory_version
             self.known = {}
-            devices = (book.device for book in world.books.values() if book.device.present)
+            devices = [book.device for book in world.books.values() if book.device.present]
             sorts = {
                 (d.kind, d.power, d.physical_mb, d.allocatable_mb, d.context_mb, bool(d.parent)): d
                 for d in devices
             }
-            self._sorts = list(sorts.values())
+            self._all, self._sorts = devices, list(sorts.values())
         known = self.known.get(demand)
         if known is None:
             if len(self.known) >= MOST_NEEDS:
@@ -55,7 +57,8 @@ class Needs:
         return known
 
     def _most(self, demand: Demand) -> int:
-        needs = (need_mb(demand, device) or 0 for device in self._sorts if demand.gpus)
+        devices = self._all if demand.where.devices else self._sorts
+        needs = (need_mb(demand, device) or 0 for device in devices if demand.gpus)
         return demand.gpus * max(needs, default=0)
 
 

@@ -45,7 +45,7 @@ def make_room_in_quota(
     """The cheapest way to room for a task, or a gang, above the quota of its tenant: runs of that tenant are
     stopped, of strictly lower priority, until the quota has room for it as well. None if there is none, or
     if they need only be waited for who are leaving."""
-    if not lacks_mb:
+    if not lacks_mb or not may_preempt(offers, task):
         return None
     there = []
     for node in sorted(nodes):

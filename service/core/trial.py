@@ -173,8 +173,6 @@ class Planner:
         return trial
 
     def _make_room_in_quota(self, task: Task) -> Trial:
-        if not may_preempt(self._offers, task):
-            return Trial()
         lacks_mb, nodes = self._quotas.lacks_mb(task), self._offers.nodes - self._guards.closed_to(task)
         return Trial(eviction=make_room_in_quota(self._offers, task, lacks_mb, self._now, nodes))
 

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from service.core.advice import advise
 from service.core.cycle import plan_cycle
+from service.core.demand import Where
 from service.core.draft import Draft
 from service.core.look import look
 from service.core.memory import Memory
@@ -85,12 +86,29 @@ def test_a_borrower_finds_another_way_than_the_cheapest():
 
 def test_a_gang_of_a_borrower_leaves_guarantees_alone_as_well():
     runs = [a_run(f"r{n}", "owner", 20, f"gpu{n}") for n in range(2)]
-    policy = Policy(tenants=(*TWO, TenantPolicy("third", "lab", Mib(0))))
+    tenants = (*TWO, TenantPolicy("third", "lab", Mib(0)), TenantPolicy("away", "lab", Mib(40)))
+    policy = Policy(tenants=tenants)
     gang = a_gang("gang", *bundles(2, gpu_mb=20), tenant="third", priority=60)
     world = a_world(a_device("gpu0", mb=20), a_device("gpu1", mb=20), *runs, gang)
     assert asked_to_leave(world, policy) == []
     assert Planner(Draft(world), policy, NOW).attempt(gang).eviction is None
     assert sorted(asked_to_leave(world, Policy())) == ["r0", "r1"]
+
+
+def test_what_a_borrower_may_not_do_is_remembered_until_others_borrow_as_well():
+    policy = Policy(tenants=(*TWO, TenantPolicy("away", "lab", Mib(60))))
+    runs = a_run("mine", "owner", 20), a_run("theirs", "guest", 20, priority=60)
+    world = a_world(a_device("gpu0", mb=40), a_device("gpu1", mb=40), *runs)
+    submit(world, a_task("urgent", tenant="guest", gpu_mb=20, priority=60, where=Where(devices=("gpu0",))))
+    memory = Memory()
+    assert plan_cycle(world, policy, NOW, memory=memory).decisions == ()
+    assert plan_cycle(world, policy, NOW, memory=memory).decisions == ()
+    more = a_task("more", tenant="owner", gpu_mb=40, priority=40)
+    submit(world, more)
+    commit(world, plan_cycle(world, policy, NOW, memory=memory).decisions)
+    later = Instant(NOW + 1.0)
+    (decision,) = plan_cycle(world, policy, later, memory=memory).decisions
+    assert [write.task.id for write in decision.tasks] == ["mine"], "its tenant has more than its guarantee"
 
 
 def test_what_was_found_for_a_borrower_is_not_held_against_others():

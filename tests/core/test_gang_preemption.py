@@ -321,3 +321,18 @@ def test_a_gang_looks_again_when_the_room_that_was_coming_changes() -> None:
     commit(world, first)
     assert [decision.subject for decision in first] == ["taken"]
     assert victims(list(plan_cycle(world, Policy(), LATER, memory=memory).decisions)) == []
+
+
+def test_among_many_candidates_who_is_not_needed_at_other_places_is_put_back() -> None:
+    """Both ranks would lie together where two runs left; one alone will do if they lie apart."""
+
+    def on(node: str, name: str, mb: int, seconds: float) -> Any:
+        task = a_task(name, gpu_mb=mb, priority=5)
+        return holding(task, f"{node}/gpu0", started_at=Instant(NOW - seconds))
+
+    costly = [on("n2", f"r{number}", 10, 500.0) for number in range(8)]
+    runs = [on("n1", "a", 10, 10.0), on("n1", "b", 30, 20.0), *costly]
+    gang = a_gang("gang", *bundles(1, gpu_mb=30), *bundles(1, gpu_mb=10), priority=60)
+    world = a_world(a_device("gpu0", "n1", mb=40), a_device("gpu0", "n2", mb=90), *runs, gang)
+    (decision,) = plan_cycle(world, Policy(), NOW).decisions
+    assert [write.task.id for write in decision.tasks] == ["b"]

@@ -1,11 +1,12 @@
 """How a task makes room above the quota of its tenant: among that tenant's own runs."""
 
+from dataclasses import replace
 from typing import Any
 
 from service.core.cycle import plan_cycle
 from service.core.draft import Draft
 from service.core.memory import Memory
-from service.core.policy import Policy, TenantPolicy
+from service.core.policy import CustomLimit, Policy, TenantPolicy
 from service.core.task import TaskState
 from service.core.trial import Planner
 from service.core.units import Instant, Mib, TaskId
@@ -70,6 +71,12 @@ def test_shields_hold_and_what_is_switched_off_is_off():
     world = a_cluster(a_run("a"), a_run("b"), urgent())
     assert asked_to_leave(world, off) == []
     assert Planner(Draft(world), off, NOW).attempt(urgent()).eviction is None
+
+
+def test_nobody_is_stopped_for_a_quota_while_a_limit_is_in_the_way():
+    policy = replace(POLICY, custom_limits=(CustomLimit("licence", 0.0),))
+    world = a_cluster(a_run("a"), a_run("b"), urgent(custom={"licence": 1.0}))
+    assert asked_to_leave(world, policy) == []
 
 
 def test_nobody_is_stopped_if_there_would_be_quota_and_still_no_place():

@@ -6,6 +6,7 @@ import pytest
 
 from service.core import quota
 from service.core.cycle import plan_cycle
+from service.core.demand import Where
 from service.core.draft import Draft
 from service.core.explain import explain
 from service.core.policy import Policy, TenantPolicy
@@ -196,3 +197,9 @@ def test_what_demands_count_is_forgotten_when_there_are_too_many_of_them(monkeyp
     sizes = (10, 20, 30, 20)
     assert [needs.of(world, a_demand(gpu_mb=size)) for size in sizes] == list(sizes)
     assert len(needs.known) == 2
+
+
+def test_a_task_that_names_its_gpus_counts_as_much_as_others():
+    world = a_world(a_device("gpu0", mb=80), a_device("gpu1", mb=80), a_device("gpu2", mb=80))
+    for uuid in ("gpu0", "gpu1", "gpu2"):
+        assert Needs().of(world, a_demand(gpu_mb=20, where=Where(devices=(uuid,)))) == 20

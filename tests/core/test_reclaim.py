@@ -218,3 +218,13 @@ def test_a_gang_waits_for_room_that_is_coming_rather_than_to_take_it_back():
     world = two_nodes(*FOUR, GANG)
     commit(world, plan_cycle(world, POLICY, NOW).decisions)
     assert stopped(world) == []
+
+
+def test_a_gang_leaves_guarantees_whole_among_many_borrowers_too():
+    runs = [on(f"n{n % 2 + 1}/gpu0", f"r{n}", seconds=n + 1.0) for n in range(10)]
+    policy = Policy(tenants=(TenantPolicy("owner", "lab", Mib(80)), TenantPolicy("guest", "lab", Mib(120))))
+    gang = a_gang("gang", *bundles(2, gpu_mb=40), tenant="owner", priority=45, strategy="strict_spread")
+    world = a_world(a_device("gpu0", "n1", mb=100), a_device("gpu0", "n2", mb=100), *runs, gang)
+    assert stopped(world, policy) == ["r0", "r1", "r2", "r3"]
+    poorer = Policy(tenants=(TenantPolicy("owner", "lab", Mib(80)), TenantPolicy("guest", "lab", Mib(130))))
+    assert stopped(world, poorer) == []

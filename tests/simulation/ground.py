@@ -18,7 +18,7 @@ from service.core.cycle import plan_cycle
 from service.core.deadlines import Watch, due, keep_watch
 from service.core.dependencies import settle
 from service.core.forecasts import make_forecasts
-from service.core.lease import LeaseState, PledgeEnd
+from service.core.lease import LeaseState
 from service.core.memory import Memory
 from service.core.orders import (
     Checkpointed,
@@ -51,6 +51,7 @@ from tests.core.naive import Naive
 from tests.core.test_plan_properties import check_pledges, step_of
 from tests.simulation.agents import Agent, Process, agent_of
 from tests.simulation.fairness import Passing, check_gang, passings, standings
+from tests.simulation.promises import is_true
 
 SLICE = 7
 """Looks per slice of a plan: few, so that most cycles take several."""
@@ -364,8 +365,9 @@ class Ground:
                 assert key not in self._open
                 self._open.add(key)
             else:
-                assert write.end in PledgeEnd
                 self._open.remove(key)
+                was_so = is_true(write.pledge, write.end, decision, self.world, self.policy, self.now)
+                assert was_so, f"{key} was not {write.end}"
 
     def _check_victims(self, naive: Naive, decision: Decision) -> None:
         """No shield that holds against whoever is not critical, and strictly lower priority; or borrowers of
