@@ -7,6 +7,7 @@ from typing import Any
 
 from gpubroker.decoding import Raw, each, filled, optional
 from gpubroker.estimates import Expected
+from gpubroker.fleet import ForecastsKept
 from gpubroker.models import Inherited
 from gpubroker.states import TaskState
 
@@ -156,6 +157,7 @@ def told(raw: Raw) -> dict[str, Any]:
     """The fields that explanations and simulations share."""
     return {
         "start": optional(Expected, raw.get("start")),
+        "start_record": optional(ForecastsKept, raw.get("start_record")),
         "preemption": optional(Preemption, raw.get("preemption")),
         "remedies": tuple(map(Remedy.of, raw.get("remedies") or ())),
         "blockers": each(Blocker, raw.get("blockers")),
@@ -180,6 +182,8 @@ class Explanation:
     inherits: Inherited | None = None
     start: Expected | None = None
     """When it has room, unless somebody who waits as well takes that before; None if nobody can tell."""
+    start_record: ForecastsKept | None = None
+    """How true starts came that were foretold on the same basis; None if none was yet."""
     preemption: Preemption | None = None
     remedies: tuple[Remedy, ...] = ()
     """What would help, what changes least first."""
@@ -220,6 +224,7 @@ class Simulation:
     position: int | None = None
     queue_length: int = 0
     start: Expected | None = None
+    start_record: ForecastsKept | None = None
     preemption: Preemption | None = None
     remedies: tuple[Remedy, ...] = ()
     blockers: tuple[Blocker, ...] = ()

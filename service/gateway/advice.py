@@ -17,9 +17,9 @@ from service.core.units import Instant
 from service.core.victims import lost_gpu_seconds
 from service.core.world import World
 from service.gateway.identity import Identity
-from service.gateway.overview import sees
+from service.gateway.overview import forecasts_views, sees
 from service.gateway.translate import expected_view
-from service.gateway.views import ExpectedView
+from service.gateway.views import ExpectedView, ForecastsView
 
 
 class RunHolder(TypedDict):
@@ -87,16 +87,23 @@ class AdviceFields(TypedDict):
     """`start`: when it has room, unless somebody who waits as well takes that before."""
 
     start: Annotated[ExpectedView | None, Field(description="Null if nobody can tell.")]
+    start_record: Annotated[
+        ForecastsView | None,
+        Field(description="How true starts came that were foretold on the same basis; null if none was yet."),
+    ]
     preemption: SparedView | None
     remedies: list[RemedyView]
 
 
-NO_ADVICE: AdviceFields = {"start": None, "preemption": None, "remedies": []}
+NO_ADVICE: AdviceFields = {"start": None, "start_record": None, "preemption": None, "remedies": []}
 
 
 def advice_fields(world: World, advice: Advice, viewer: Identity, now: Instant) -> AdviceFields:
+    start = expected_or_none(advice.start, now)
+    records = forecasts_views(world) if start is not None else []
     return {
-        "start": expected_or_none(advice.start, now),
+        "start": start,
+        "start_record": next((one for one in records if start and one["basis"] == start["basis"]), None),
         "preemption": _spared_view(world, advice.spared, viewer, now),
         "remedies": [_remedy_view(world, remedy, viewer, now) for remedy in advice.remedies],
     }

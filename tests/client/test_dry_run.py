@@ -28,6 +28,7 @@ WAITS: dict[str, Any] = {
         "counts": {"priority": 1},
         "runs": [{**RUN, "shield": "priority"}],
     },
+    "start_record": {"basis": "learned", "n": 40, "median_error_seconds": 20.0, "within_p90": 0.9},
     "quota": {
         "tenant": "acme",
         "cohort": "labs",
@@ -92,6 +93,7 @@ WAITS: dict[str, Any] = {
             [
                 "would wait (WaitingForMemory): needs 40.0 GiB",
                 "position 3 of 3 in the queue; room expected in about 40s (9 of 10: 4m; from 12 runs",
+                "; of 40 foretold like this one in two was within 20s",
                 "nobody may be stopped for priority 50",
                 "quota of acme: 24.0 of 20.0 GiB are used, and labs lends it 6.0 more; this counts 40.0 and",
                 "  0-1  fits on n1/gpu3",

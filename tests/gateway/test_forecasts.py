@@ -1,5 +1,7 @@
 """When a task is likely to start, and how true such words came."""
 
+import pytest
+
 from service.core.backfill import Basis
 from service.core.estimate import What
 from service.core.forecasts import make_forecasts
@@ -34,6 +36,18 @@ async def test_who_was_pledged_its_room_starts_when_that_has_come(gateway: Gatew
     gateway.world.add_pledge(a_pledge(row, next(iter(gateway.world.books)), 80 * GIB))
     start = (await api.get(f"/tasks/{waiting}")).json()["pending"]["start"]
     assert (start["basis"], start["p50_seconds"]) == ("stated", 30.0)
+
+
+async def test_an_expected_start_comes_with_how_true_such_ones_came(gateway: Gateway, api: Client) -> None:
+    await gateway.admit(await api.submit(resources=WHOLE, expected_seconds=600))
+    waiting = await api.submit(resources=WHOLE)
+    assert (await api.get(f"/tasks/{waiting}/explain")).json()["start_record"] is None
+    for basis in (Basis.STATED, Basis.GUESS):
+        gateway.world.learned.put(topic_of(basis, What.START_ERROR), a_sketch([10.0, 10.0, 90.0]))
+        gateway.world.learned.put(topic_of(basis, What.START_SHARE), a_sketch([0.5, 0.5, 2.0]))
+    explained = (await api.get(f"/tasks/{waiting}/explain")).json()
+    assert (explained["start"]["basis"], explained["start_record"]["basis"]) == ("stated", "stated")
+    assert explained["start_record"]["median_error_seconds"] == pytest.approx(10, rel=0.03)
 
 
 async def test_the_totals_tell_how_true_forecasts_came(gateway: Gateway, api: Client) -> None:

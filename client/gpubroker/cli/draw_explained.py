@@ -19,6 +19,7 @@ from gpubroker.explained import (
     Run,
     Simulation,
 )
+from gpubroker.fleet import ForecastsKept
 
 MOST_DEVICES = 24
 """So many devices are drawn, those that come nearest; `-o json` has all."""
@@ -82,8 +83,14 @@ def _place(explained: Explanation | Simulation) -> str:
             f"inherits priority {explained.inherits.priority} from {short_id(explained.inherits.task)}"
         )
     if explained.start and explained.start.p50_seconds:
-        said.append(f"room expected {within(explained.start)}")
+        said.append(f"room expected {within(explained.start)}{_record(explained.start_record)}")
     return "; ".join(said)
+
+
+def _record(record: ForecastsKept | None) -> str:
+    if record is None:
+        return ""
+    return f"; of {record.n} foretold like this one in two was within {span(record.median_error_seconds)}"
 
 
 def _quota(quota: Quota | None) -> Iterator[RenderableType]:
