@@ -5,6 +5,7 @@ import contextlib
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from math import inf
 
 import structlog
 
@@ -190,6 +191,8 @@ class Leader:
         await self._settle_requests()
         await self._carry_out(self._observer.on_time(self._clock.now()))
         await self._settle_dependencies()
+        if self.foresight.is_blind(self._world):
+            await self._foresee(inf)
         await self._plan()
         await self._consolidate()
         self._fragmentation.look(self._clock.now())
@@ -278,11 +281,11 @@ class Leader:
         if decision is not None and COMMITTED in await self._carry_out([decision]):
             self._consolidation.count(decision, now)
 
-    async def _foresee(self) -> None:
+    async def _foresee(self, most_seconds: float = FORESEE_SECONDS) -> None:
         """Work out anew when the first of those who wait will start. What is not done in a moment goes on in
         the next cycle, so that neither reports nor plans wait for it."""
         now, loop = self._clock.now(), asyncio.get_running_loop()
-        until = loop.time() + FORESEE_SECONDS
+        until = loop.time() + most_seconds
         while self.foresight.go_on(self._world, self._policy, now):
             if loop.time() >= until:
                 self._woken.set()

@@ -36,7 +36,7 @@ class Forecast:
 
     task: TaskId
     places: tuple[Placement, ...]
-    """One; of a gang one for each rank that it needs at least."""
+    """One; of a gang one for each rank that it needs at least; none while it waits for a limit or a quota."""
     start_at: Instant
     """By then one in two."""
     p90_at: Instant
@@ -49,6 +49,8 @@ class Forecast:
     keeps_room: bool = True
     """Nobody behind it takes what it needs. Of those that rest on a guess only the first does: it would
     be too much to leave idle for times that nobody knows."""
+    first_in: frozenset[str] = frozenset()
+    """Limits and quotas (`quota_of`) of which nobody behind it takes anything, unless it is gone by then."""
 
 
 class Planned(NamedTuple):

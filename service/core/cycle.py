@@ -10,6 +10,7 @@ from service.core.draft import Draft
 from service.core.fairness import Shares
 from service.core.gang import Gang
 from service.core.guarantees import Claims
+from service.core.lines import Lines
 from service.core.looks import Looks
 from service.core.memory import Memory
 from service.core.offers import Offers
@@ -112,6 +113,7 @@ class Slice:
         self._shares = cursor.shares.copy()
         self._agenda = agenda = self._open_agenda(world, policy)
         self._guards = Guards(draft, policy, now, agenda.key_of, cursor.forecasts, cursor.kept_away)
+        self._lines = Lines(draft, policy, now, agenda.key_of, cursor.forecasts)
         self._claims = claims = Claims(draft, policy, self._quotas)
         self._prospects = Prospects(
             draft, policy, now, memory, places, offers, looks, self._quotas, claims, self._guards
@@ -172,6 +174,7 @@ class Slice:
                 self._agenda.charge(task, given_mb(decision))
                 if decision.why == "admit":
                     self._guards.started(task.id)
+                    self._lines.started(task.id)
                 if self._memory.growth.revision > before or self._is_awaited(decision):
                     self._agenda.wake()
 
@@ -182,6 +185,8 @@ class Slice:
     def _decide(self, task: Task) -> Decision | Search | None:
         """Admit the task, or make room for it, or neither. One with pledges waits for what they bring.
         A search is not at its end."""
+        if not self._draft.pledges_of(task.id) and self._lines.ahead_of(task):
+            return None
         if self._quotas.is_short(task):
             return None if self._draft.pledges_of(task.id) else self._make_room_in_quota(task)
         if self._draft.pledges_of(task.id):

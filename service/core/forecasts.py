@@ -44,8 +44,8 @@ def make_forecasts(
         return
     draft = Draft(world)
     work = _Forecasting(draft, policy, now, before)
-    for task, in_line in waiting(draft, policy, now, policy.forecasts):
-        yield from work.forecast(task, in_line=in_line)
+    for task, first_in in waiting(draft, policy, now, policy.forecasts):
+        yield from work.forecast(task, first_in)
     yield work.made
 
 
@@ -87,7 +87,7 @@ class _Forecasting:
         """Of those made."""
         self._planned: dict[NodeName, list[Planned]] = {}
 
-    def forecast(self, task: Task, *, in_line: bool = False) -> Iterator[list[Forecast]]:
+    def forecast(self, task: Task, first_in: frozenset[str] = frozenset()) -> Iterator[list[Forecast]]:
         """Where it would start first; ties go to the smaller name, and changes of mind need a reason. Who is
         in line for a limit will look for room when it is there; until then none is kept."""
         opening = self._limits.opening(task, self._ends)
@@ -98,7 +98,7 @@ class _Forecasting:
             best = found
             yield self.made
         if best is not None:
-            best = replace(best, places=(), keeps_room=True) if in_line else best
+            best = replace(best, places=(), keeps_room=True, first_in=first_in) if first_in else best
             self.made.append(best)
             late = best.p90_at - best.start_at
             end = Departure(best.end_at, Instant(best.end_at + late), best.n, best.basis is Basis.GUESS)

@@ -5,13 +5,14 @@ from dataclasses import dataclass, replace
 from math import inf
 
 from service.core.backfill import Basis, Forecast
+from service.core.draft import Draft
 from service.core.estimate import Lesson, Sketch, Topic, What
 from service.core.forecasts import make_forecasts
 from service.core.pace import Pace
 from service.core.plan import Decision
 from service.core.policy import Policy
 from service.core.task import Move
-from service.core.units import Instant, Seconds, TaskId
+from service.core.units import Instant, NodeName, Seconds, TaskId
 from service.core.world import World
 
 EVERY_SECONDS = Seconds(1.0)
@@ -40,6 +41,8 @@ class Foresight:
     def __init__(self) -> None:
         self.forecasts: Sequence[Forecast] = ()
         self._pace = Pace(EVERY_SECONDS)
+        self._nodes: frozenset[NodeName] = frozenset()
+        """Those that could be used when they were made."""
         self._said: dict[TaskId, FirstWord] = {}
         self._work: Iterator[Sequence[Forecast]] | None = None
         """What is being worked out, as of when, and of which inventory."""
@@ -65,12 +68,18 @@ class Foresight:
 
     def is_due(self, world: World, now: Instant) -> bool:
         waits = len(world.queue) > 0 or bool(self.forecasts)
-        return waits and self._pace.is_due(now)
+        return waits and (self._pace.is_due(now) or self.is_blind(world))
+
+    def is_blind(self, world: World) -> bool:
+        """Somebody waits, and nothing is foretold yet, or the nodes are others: of a new leader, above all. A
+        plan made now would give away what was kept."""
+        return len(world.queue) > 0 and self._nodes != _usable(world)
 
     def take(self, forecasts: Sequence[Forecast], world: World, now: Instant) -> None:
         """Let these hold from now on, and remember what is said of a task for the first time."""
         self.forecasts = tuple(forecasts)
         self._pace.done(now)
+        self._nodes = _usable(world)
         for forecast in forecasts:
             if forecast.task not in self._said and forecast.start_at > now + LEAST_WAIT_SECONDS:
                 word = FirstWord(now, forecast.start_at, forecast.p90_at, forecast.basis)
@@ -94,6 +103,10 @@ class Foresight:
                     known[topic] = (known.get(topic) or world.learned.sketch(topic)).add(value)
                     lessons.append(Lesson(topic, value, known[topic], now))
         return replace(decision, lessons=(*decision.lessons, *lessons)) if lessons else decision
+
+
+def _usable(world: World) -> frozenset[NodeName]:
+    return frozenset(Draft(world).usable_nodes())
 
 
 def _values(word: FirstWord, now: Instant) -> tuple[tuple[What, float], ...]:

@@ -22,10 +22,10 @@ def kept_for_forecasts(seen: Survey) -> list[Blocker]:
     first = min(keepers, key=_start_at)
     who, begins = called(first.task.id, first.task.tenant, seen.task), _seconds_until(first, seen)
     more = f" and {len(keepers) - 1} more" if len(keepers) > 1 else ""
-    message = (
-        f"it has room, which is kept for {who}{more}, expected to start on {first.node} "
-        f"in {begins:.0f} s: nobody knows that this one is done by then"
-    )
+    what = f"it has room, which is kept for {who}{more}, expected to start on {first.node}"
+    if not first.node:
+        what = f"what {who}{more} waits for is left to it; it is expected to start"
+    message = f"{what} in {begins:.0f} s: nobody knows that this one is done by then"
     return [Blocker(Reason.BEHIND_HIGHER_PRIORITY, message)]
 
 

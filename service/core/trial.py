@@ -12,6 +12,7 @@ from service.core.fairness import Shares
 from service.core.gang import Gang
 from service.core.gang_eviction import choose_for_gang
 from service.core.guarantees import Claims
+from service.core.lines import Lines
 from service.core.looks import Looks
 from service.core.memory import Found
 from service.core.offers import Offers
@@ -54,7 +55,9 @@ class Planner:
         """`forecasts`: they keep room from those who stand behind them."""
         self._draft = draft
         self._now = now
-        self._guards = Guards(draft, policy, now, _order_by(draft, policy, now), forecasts)
+        order = _order_by(draft, policy, now)
+        self._guards = Guards(draft, policy, now, order, forecasts)
+        self._lines = Lines(draft, policy, now, order, forecasts)
         outlooks = Outlooks(draft, policy, now, now, {})
         worth = worth_of(draft.world, policy)
         self._places = Places(draft, policy, now, worth=worth, outlooks=outlooks)
@@ -83,6 +86,8 @@ class Planner:
         found = self._room(self._offers.nodes, task)
         if not found or self._beside(task, found) is not None:
             return ()
+        if first := self._lines.ahead_of(task):
+            return tuple(first)
         on = sorted({one.node for one in _best(found)} & self._guards.on.keys())
         return tuple(one for node in on for one in self._guards.delayed_by(task, node, everybody=False))
 
@@ -110,8 +115,12 @@ class Planner:
     def _beside(self, task: Task, room: dict[NodeName, Found] | Gang) -> Gang | None:
         """The best of these places at which it delays no forecast; those behind it are spared if possible."""
         guards = self._guards
-        if not room or not guards.on or self._draft.pledges_of(task.id):
+        if not room or self._draft.pledges_of(task.id):
             return _best(room) or None
+        if self._lines.ahead_of(task):
+            return None
+        if not guards.on:
+            return _best(room)
         if not isinstance(room, dict):
             return self._places.gang(task, guards) if guards.bars(task, room, everybody=False) else room
         [best] = _best(room)
@@ -154,7 +163,7 @@ class Planner:
         """
         room = self._room(self._offers.nodes, task)
         places = self._beside(task, room)
-        if places is not None or self._draft.pledges_of(task.id):
+        if places is not None or self._draft.pledges_of(task.id) or self._lines.ahead_of(task):
             return Trial(places)
         if self.is_over_quota(task):
             return self._make_room_in_quota(task)

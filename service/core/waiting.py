@@ -14,10 +14,10 @@ from service.core.task import Task
 from service.core.units import Instant
 
 
-def waiting(draft: Draft, policy: Policy, now: Instant, most: int) -> Iterator[tuple[Task, bool]]:
-    """In order of the queue the first so many who wait for room alone (False), and so many who stand first in
-    a line (True): nobody ahead of them waits for all the limits and the quota that they wait for. Whoever has
-    pledges waits for neither."""
+def waiting(draft: Draft, policy: Policy, now: Instant, most: int) -> Iterator[tuple[Task, frozenset[str]]]:
+    """In order of the queue the first so many who wait for room alone, and so many who stand first in a line,
+    with the limits and quotas (`quota_of`) for which nobody ahead of them waits. Whoever has pledges waits
+    for neither."""
     world = draft.world
     lines = _Lines(draft, policy, most)
     agenda = Agenda(world, policy, now, None, Shares(world, policy, now))
@@ -29,7 +29,7 @@ def waiting(draft: Draft, policy: Policy, now: Instant, most: int) -> Iterator[t
 
 def first_of_queue(draft: Draft, policy: Policy, now: Instant, most: int) -> Iterator[Task]:
     """Those who wait for room alone."""
-    return (task for task, in_line in waiting(draft, policy, now, most) if not in_line)
+    return (task for task, line in waiting(draft, policy, now, most) if not line)
 
 
 class _Lines:
@@ -50,20 +50,21 @@ class _Lines:
     def are_done(self) -> bool:
         return not (self._left or self._lines_left)
 
-    def let_in(self, task: Task) -> bool:
-        """Whether it stands in a line."""
+    def let_in(self, task: Task) -> frozenset[str]:
+        """In which lines it is the first; none if it waits for room alone."""
         awaited = set(self._draft.short_of(task, self._policy.custom_limits))
         if self._quotas.is_short(task):
-            awaited.add(_quota_of(task.tenant))
-        self._taken |= awaited
+            awaited.add(quota_of(task.tenant))
         if awaited:
             self._lines_left -= 1
         else:
             self._left -= 1
-        return bool(awaited)
+        first_in = frozenset(awaited - self._taken)
+        self._taken |= awaited
+        return first_in
 
     def is_over_quota(self, group: Group) -> bool:
-        return self._falls_short(group) and not self._may_wait({_quota_of(group.tenant)})
+        return self._falls_short(group) and not self._may_wait({quota_of(group.tenant)})
 
     def is_refused(self, group: Group) -> bool:
         awaited: set[str] = set()
@@ -89,5 +90,6 @@ class _Lines:
         return self._lines_left > 0 and not awaited <= self._taken
 
 
-def _quota_of(tenant: str) -> str:
+def quota_of(tenant: str) -> str:
+    """What its tasks wait for who wait for its quota."""
     return f"quota:{tenant}"

@@ -5,7 +5,7 @@ from pathlib import Path
 from service.core.backfill import Basis
 from service.core.device import DeviceSample
 from service.core.estimate import RELATIVE_ERROR, Topic, What
-from service.core.foresight import topic_of
+from service.core.foresight import Foresight, topic_of
 from service.core.orders import Sampled, StopOrder
 from service.core.task import StopReason, TaskState
 from service.core.units import Mib, NodeName, Position, Seconds, TaskId
@@ -77,6 +77,7 @@ async def test_a_start_that_was_foretold_teaches_how_true_that_was(tmp_path: Pat
         await stage.leader.cycle()
         await stage.turns_until("one", TaskState.RUNNING)
         await stage.submit("two", HOUR, gpus=2)
+        stage.leader.foresight = Foresight()  # else they would be made anew after a second
         await stage.leader.cycle()
         [forecast] = stage.leader.foresight.forecasts
         assert (forecast.task, forecast.basis) == ("two", Basis.STATED)
@@ -84,3 +85,16 @@ async def test_a_start_that_was_foretold_teaches_how_true_that_was(tmp_path: Pat
         sketches = dict((await stage.store.snapshot()).estimates)
     assert sketches[topic_of(Basis.STATED, What.START_ERROR)].n == 1
     assert sketches[topic_of(Basis.STATED, What.START_SHARE)].share_until(1.0) == 1.0
+
+
+async def test_a_new_leader_gives_nothing_away_that_was_kept(tmp_path: Path) -> None:
+    """It knows no forecasts when it begins, and works them out before its first plan."""
+    async with a_stage(tmp_path) as stage:
+        await stage.submit("one", HOUR, expected_seconds=Seconds(HOUR), gpus=1)
+        await stage.turns_until("one", TaskState.RUNNING)
+        await stage.submit("large", HOUR, gpus=2)
+        await stage.submit("small", HOUR, gpus=1)
+        stage.leader.foresight = Foresight()
+        await stage.leader.cycle()
+        assert (await stage.row("small")).state is TaskState.PENDING
+        assert next(forecast.task for forecast in stage.leader.foresight.forecasts) == "large"

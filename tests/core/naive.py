@@ -13,7 +13,7 @@ from service.core.lease import HolderKind, Lease, LeaseState, Pledge
 from service.core.policy import Policy
 from service.core.task import Task, TaskState
 from service.core.world import World
-from tests.core.naive_backfill import beside, other_way
+from tests.core.naive_backfill import beside, other_way, stands_behind
 from tests.core.naive_moves import is_moving, kept
 from tests.core.naive_tenants import TOPS, NaiveTenants
 from tests.core.naive_worth import fullest, learn, score
@@ -334,6 +334,8 @@ class Naive(NaiveTenants):
             task = min(left, key=self.order)
             left.remove(task)
             pledged = any(pledge.preemptor == task.id for pledge in self.pledges)
+            if not pledged and stands_behind(self, task):
+                continue
             places = list(self.places(task) if not (pledged and task.stop_reason) else kept(self, task))
             best = min(places, key=lambda place: place[0]) if places else None
             place = best if best is None or pledged else beside(self, task, best)

@@ -189,6 +189,19 @@ def beside(naive: Any, task: Task, best: Any) -> Any:
     return None
 
 
+def stands_behind(naive: Any, task: Task) -> bool:
+    """Whether the first in a line for what it would take is ahead of it, and it may not be gone in time."""
+    names = {name for name, _ in (*task.demand.custom, *task.demand.slots)}
+    names |= {f"quota:{task.tenant}"} if task.demand.gpus else set()
+    for f in naive.forecasts:
+        other = naive.tasks.get(f.task)
+        if other is None or other.state is not TaskState.PENDING or not names & f.first_in:
+            continue
+        if naive.order(other) < naive.order(task) and naive.now + lasts(naive, task) > f.start_at:
+            return True
+    return False
+
+
 def closed_to(naive: Any, task: Task) -> Sequence[str]:
     """The nodes on which the task may not have anybody stopped."""
     return [

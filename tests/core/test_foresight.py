@@ -9,7 +9,7 @@ from service.core.plan import Decision
 from service.core.policy import Policy
 from service.core.task import Placement
 from service.core.units import Instant, Mib, NodeName, TaskId
-from tests.builders import GIB, NOW, a_device, a_sample, a_sketch, a_task, a_world, commit, submit
+from tests.builders import GIB, NOW, a_device, a_node, a_sample, a_sketch, a_task, a_world, commit, submit
 
 
 def a_forecast(start: float, p90: float, basis: Basis = Basis.LEARNED) -> Forecast:
@@ -79,6 +79,18 @@ def test_a_round_of_forecasts_that_meets_another_inventory_begins_again():
     while foresight.go_on(world, Policy(), NOW):
         pass
     assert [place.node for forecast in foresight.forecasts for place in forecast.places] == ["n8"]
+
+
+def test_nothing_is_known_before_the_first_forecasts_and_when_nodes_have_come_or_gone():
+    world, foresight = a_world(a_device()), Foresight()
+    assert not foresight.is_blind(world), "nobody waits"
+    submit(world, a_task("next", gpu_mb=GIB))
+    assert foresight.is_blind(world)
+    foresight.take([], world, NOW)
+    assert not foresight.is_blind(world)
+    world.add_node(a_node("n2"))
+    assert foresight.is_blind(world)
+    assert foresight.is_due(world, NOW)
 
 
 def test_a_sketch_tells_which_share_is_no_more_than_a_value():

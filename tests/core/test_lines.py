@@ -1,12 +1,27 @@
 """Who waits for a limit or a quota: when it is told to start, and who may pass it."""
 
 from dataclasses import replace
+from typing import Any
 
+import pytest
+
+from service.core.advice import advise
 from service.core.backfill import Basis
-from service.core.policy import CustomLimit, TenantPolicy
-from service.core.units import Mib
-from tests.builders import GIB, NOW, a_device, a_task, a_world, submit
-from tests.core.test_backfill import POLICY, a_run, foreseen, gpus
+from service.core.draft import Draft
+from service.core.explain import explain
+from service.core.lease import LeaseState, move_lease
+from service.core.look import look
+from service.core.plan import Decision, write_move
+from service.core.policy import CustomLimit, Policy, TenantPolicy
+from service.core.reasons import Reason
+from service.core.survey import survey
+from service.core.task import Move, Task
+from service.core.units import Instant, Mib, TaskId
+from service.core.world import World
+from tests.builders import GIB, NOW, a_demand, a_device, a_task, a_world, commit, submit
+from tests.core.gangs import a_gang
+from tests.core.test_backfill import POLICY, a_run, admitted, foreseen, gpus
+from tests.core.test_starvation import Hours
 
 LICENCE = (("licence", 1.0),)
 LICENSED = replace(POLICY, custom_limits=(CustomLimit("licence", 1.0),))
@@ -58,3 +73,90 @@ def test_who_waits_for_a_quota_is_foretold_when_enough_was_given_back():
     assert made == [("first", 300, 0), ("mine", 200, 0)]
     few = replace(quota, forecasts=1)
     assert [forecast.task for forecast in foreseen(world, few)] == ["first"], "so many lines"
+
+
+def a_stream(policy: Policy, large: Task, **small: Any) -> dict[str, float]:
+    """When each began: one small task of 600 s every 140 s to four GPUs, and soon a large one of all four."""
+    hours = Hours(a_world(*gpus(4), *gpus(4, "n2")), {"large": 60.0}, policy)
+    for number in range(40):
+        name = f"small{number:02}"
+        hours.lengths[name] = 600.0
+        submit(hours.world, a_task(name, **{"gpus": 1, "submitted_at": Instant(hours.now), **small}))
+        if number == 8:
+            submit(hours.world, replace(large, submitted_at=Instant(hours.now)))
+        until = hours.now + 140.0
+        hours.turn()
+        while hours.now < until:
+            hours.let_time_pass(until)
+            hours.turn()
+    return hours.started
+
+
+SLOT = "pool:gold:gpus"
+POOL = replace(POLICY, custom_limits=(CustomLimit(SLOT, 4.0),))
+QUOTA = replace(POLICY, tenants=(TenantPolicy("solo", guaranteed_mb=Mib(320 * GIB)),))
+
+
+@pytest.mark.parametrize(
+    ("policy", "large", "small"),
+    [
+        (POOL, {"slots": ((SLOT, 4.0),)}, {"slots": ((SLOT, 1.0),)}),
+        (QUOTA, {"tenant": "solo"}, {"tenant": "solo"}),
+    ],
+    ids=["pool", "quota"],
+)
+def test_who_asks_for_all_of_a_limit_or_quota_is_not_passed_for_ever_by_smaller_demands_of_it(
+    policy: Policy, large: dict[str, Any], small: dict[str, Any]
+):
+    started = a_stream(policy, a_task("large", gpus=4, **large), **small)
+    assert started["large"] - NOW <= 8 * 140.0 + 700.0, "it waits for those who were there"
+    assert len(started) > 25, "and the others go on after it"
+    assert "large" not in a_stream(replace(policy, forecasts=0), a_task("large", gpus=4, **large), **small)
+
+
+def a_line(*behind: Task, **ahead: Any) -> World:
+    """One licence of two is free, and the first in line needs both; it gets them in 60 s."""
+    first = a_task("first", gpu_mb=GIB, custom=(("licence", 2.0),), submitted_at=NOW - 9, **ahead)
+    running = a_run("one", "gpu0", left=60.0, custom=LICENCE, gpu_mb=GIB)
+    return a_world(a_device(), running, first, *behind)
+
+
+TWO = replace(POLICY, custom_limits=(CustomLimit("licence", 2.0),))
+
+
+def test_who_stands_behind_the_first_in_a_line_takes_nothing_of_it_unless_it_is_gone_in_time():
+    world = a_line()
+    for name, said in (("long", 600.0), ("short", 50.0), ("unknown", None)):
+        fields = {"custom": LICENCE, "gpu_mb": GIB, "expected_seconds": said}
+        submit(world, a_task(name, **fields), a_gang(f"{name}s", a_demand(gpu_mb=GIB), **fields))
+    submit(world, a_task("other", gpu_mb=GIB))
+    assert sorted(admitted(world, TWO)) == ["other", "short"]
+    ahead = a_line()
+    forecasts = foreseen(ahead, TWO)
+    submit(ahead, a_task("urgent", gpu_mb=GIB, custom=LICENCE, priority=60))
+    assert list(admitted(ahead, TWO, forecasts)) == ["urgent"]
+
+
+def test_a_line_ends_with_the_start_of_its_first():
+    """Whoever stands behind it is let in in that very cycle, and in any slice."""
+    world = a_line()
+    forecasts = foreseen(world, TWO)
+    one = world.tasks[TaskId("one")]
+    leases = tuple(move_lease(lease, LeaseState.RELEASED) for lease in world.leases_of(one))
+    commit(world, Decision("one", "story", tasks=(write_move(one, Move.SUCCEEDED),), leases=leases))
+    submit(world, a_task("next", gpu_mb=GIB, custom=(("licence", 0.0),)))
+    assert sorted(admitted(world, TWO, forecasts)) == ["first", "next"]
+
+
+def test_who_waits_behind_the_first_in_a_line_is_told_so():
+    world = a_line(a_task("new", gpu_mb=GIB, custom=LICENCE))
+    forecasts = foreseen(world, TWO)
+    found = explain(world, TaskId("new"), TWO, NOW, forecasts)
+    assert found.reason is Reason.BEHIND_HIGHER_PRIORITY
+    assert found.message == (
+        "what first waits for is left to it; it is expected to start in 60 s: "
+        "nobody knows that this one is done by then"
+    )
+    told = advise(look(survey(Draft(world), world.tasks[TaskId("new")], TWO, NOW, forecasts)))
+    assert (told.trial.places, told.trial.eviction) == (None, None)
+    assert told.remedies[0].change == {"expected_seconds": 60.0}
