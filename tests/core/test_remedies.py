@@ -280,6 +280,9 @@ def test_a_priority_that_a_resource_asks_for_is_part_of_the_remedy():
     policy = Policy(custom_limits=(CustomLimit("seat", 2.0, priority_threshold=70),))
     world = a_world(a_task("new", gpu_mb=8 * GIB, custom={"seat": 1.0}))
     assert changes(world, policy=policy) == [{"priority": 70}]
+    other = holding(a_task("other", gpu_mb=GIB, priority=60), "gpu0")
+    world = a_world(other, a_task("new", gpu_mb=8 * GIB, custom={"seat": 1.0}))
+    assert changes(world, policy=policy) == [{"priority": 70}], "61 is too little"
 
 
 def test_no_priority_helps_where_room_is_coming():
