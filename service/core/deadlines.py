@@ -191,8 +191,8 @@ def _not_ready(task: Task, policy: Policy) -> Failure:
     late = [f"{m.rank} on {m.node}" for m in task.members if m.state is MemberState.PLACED]
     more = f" and {len(late) - MOST_NAMED} more" if len(late) > MOST_NAMED else ""
     message = (
-        f"not all ranks were ready within {policy.gang_start_seconds:g} s, so that none began: "
-        f"rank {', '.join(late[:MOST_NAMED])}{more} of {len(task.members)} was missing; "
+        f"not all {len(task.members)} ranks were ready within {policy.gang_start_seconds:g} s, so that none "
+        f"began; missing: {', '.join(late[:MOST_NAMED])}{more}; "
         f"{'it is tried again' if comes_back(task) else f'it was tried {task.failures + 1} times'}"
     )
     return Failure("start_timeout", message)

@@ -43,7 +43,7 @@ def test_a_gang_that_is_not_ready_in_time_gives_its_place_back_and_says_who_was_
     assert decision.outcome is not None
     assert decision.outcome.failure is not None
     assert "within 300 s" in decision.outcome.failure.message
-    assert "rank 1 on n1 of 3" in decision.outcome.failure.message
+    assert "missing: 1 on n1;" in decision.outcome.failure.message
     gang.tell(*(gang.gone(rank) for rank in range(3)))
     assert (gang.task.state, gang.task.failures) == (TaskState.PENDING, 1)
     assert gang.task.not_before == gang.now + 1.0
@@ -77,7 +77,7 @@ def test_of_many_missing_ranks_a_few_are_named() -> None:
     [decision] = time_passes(gang, 300.0)
     assert decision.outcome is not None
     assert decision.outcome.failure is not None
-    assert "2 on n1 and 3 more of 6" in decision.outcome.failure.message
+    assert "missing: 0 on n1, 1 on n1, 2 on n1 and 3 more;" in decision.outcome.failure.message
 
 
 def test_a_gang_past_its_limit_has_failed_though_rank_zero_succeeds_in_the_end() -> None:

@@ -1,4 +1,5 @@
-"""One Ray head for all tests that only need an executor; those that harm it open their own."""
+"""What many tests share, because it takes seconds to start: a Ray head for those that need only an executor,
+and a service. Who harms one of them, or wants it otherwise, opens its own."""
 
 import shutil
 import tempfile
@@ -9,8 +10,22 @@ from typing import Any
 
 import pytest
 import pytest_asyncio
+from gpubroker import Broker
 
-from tests.e2e.ray_lab import Lab, lab_options
+from tests.e2e.ray_lab import Lab, guest_environment, lab_options
+from tests.e2e.service_process import ServiceProcess
+
+POLICY = {
+    "sample_period_seconds": 0.5,
+    "kill_patience_seconds": 0.5,
+    "consolidation": 10,
+    "learned_least_runs": 3,
+    "overuse": "stop",
+    "tenants": {
+        "owner": {"cohort": "lab", "guaranteed_mb": 24_000},
+        "guest": {"cohort": "lab", "guaranteed_mb": 10_000},
+    },
+}
 
 
 @contextmanager
@@ -23,7 +38,7 @@ def a_home() -> Iterator[Path]:
         shutil.rmtree(home)
 
 
-@pytest_asyncio.fixture(scope="session", loop_scope="session")
+@pytest_asyncio.fixture(scope="package", loop_scope="session")
 async def lab() -> AsyncIterator[Lab]:
     with a_home() as home:
         lab = Lab(lab_options(home))
@@ -54,10 +69,27 @@ async def open_lab() -> AsyncIterator[Callable[..., Awaitable[Lab]]]:
 
 @pytest.fixture
 def as_guest(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> str:
-    """The address of the shared head, and the environment that somebody who joins it needs."""
-    monkeypatch.setenv("RAY_AUTH_MODE", "token")
-    monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", str(lab.options.data_dir / "ray-token"))
-    monkeypatch.setenv("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
-    # A joined cluster's runs have their directory below the temporary one.
-    monkeypatch.setattr(tempfile, "tempdir", str(lab.options.data_dir))
+    """The address of the shared head, with the environment to join it."""
+    for name, value in guest_environment(lab).items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(tempfile, "tempdir", None)
     return lab.head.address
+
+
+@pytest.fixture(scope="package")
+def _service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServiceProcess]:
+    home = tmp_path_factory.mktemp("service") / "data"
+    with ServiceProcess(home, ray={"spares": 4}, policy=POLICY) as running:
+        yield running
+
+
+@pytest.fixture
+def service(_service: ServiceProcess) -> Iterator[ServiceProcess]:
+    """With two simulated GPUs of 24 GiB, a local Ray, and nothing to do: a test may also kill it."""
+    yield _service
+    _service.clear()
+
+
+@pytest.fixture
+def broker(service: ServiceProcess) -> Broker:
+    return service.broker

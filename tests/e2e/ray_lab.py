@@ -58,6 +58,17 @@ class Lab(Bench):
         return Run(self, StartOrder(TaskId(task), Fence(1), node.name, node.incarnation, (), shareable=False))
 
 
+def guest_environment(lab: Lab) -> dict[str, str]:
+    """What somebody who joins the shared head needs."""
+    return {
+        "RAY_AUTH_MODE": "token",
+        "RAY_AUTH_TOKEN_PATH": str(lab.options.data_dir / "ray-token"),
+        "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
+        # A joined cluster's runs have their directory below the temporary one.
+        "TMPDIR": str(lab.options.data_dir),
+    }
+
+
 async def eventually(true: Callable[[], Any], seconds: float = PATIENCE_SECONDS) -> Any:
     """For what nobody reports: looks again and again, with a deadline."""
     async with asyncio.timeout(seconds):

@@ -5,7 +5,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
 
@@ -27,16 +27,18 @@ def until(true: Callable[[], bool], what: str, seconds: float = 30.0) -> None:
         time.sleep(0.02)
 
 
-def environment() -> dict[str, str]:
+def environment(**changes: str) -> dict[str, str]:
     """Without the tester's own settings, which would win over those of the configuration file."""
-    return {name: value for name, value in os.environ.items() if not name.startswith("GPUBROKER_")}
+    return {name: value for name, value in os.environ.items() if not name.startswith("GPUBROKER_")} | changes
 
 
 class ServiceProcess:
     """`gpubroker serve` on a data directory, which outlives it."""
 
-    def __init__(self, home: Path, **settings: object) -> None:
+    def __init__(self, home: Path, env: Mapping[str, str] | None = None, **settings: object) -> None:
+        """`env`: variables that it gets besides the tester's."""
         self.data_dir = home
+        self._env = environment(**(env or {}))
         self._config = home.with_suffix(".yaml")
         self._log = home.with_suffix(".log")
         defaults = {
@@ -64,7 +66,7 @@ class ServiceProcess:
                 [sys.executable, "-m", "service", "serve", "--config", str(self._config)],
                 stdout=log,
                 stderr=log,
-                env=environment(),
+                env=self._env,
                 cwd=ROOT,
                 preexec_fn=begin,
             )
@@ -112,6 +114,13 @@ class ServiceProcess:
         assert len(drivers) == 1, drivers
         return drivers[0]
 
+    def clear(self) -> None:
+        """End whatever a test has left, and wait until nothing of it holds memory."""
+        broker = self.broker
+        for task in broker.list(state=["pending", "admitted", "running", "stopping"]):
+            broker.cancel(task, grace_seconds=0)
+        until(lambda: all(gpu.leased_mb == 0 for gpu in broker.gpus()), "all memory is free again")
+
     def kill_9(self) -> None:
         assert self._process is not None
         self._process.send_signal(signal.SIGKILL)
@@ -135,7 +144,7 @@ class ServiceProcess:
             check=True,
             capture_output=True,
             timeout=60,
-            env=environment(),
+            env=self._env,
             cwd=ROOT,
         )
         if self._process is not None:

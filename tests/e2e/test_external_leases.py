@@ -14,19 +14,6 @@ from tests.e2e.service_process import ServiceProcess, until
 USED_MB = 9000
 
 
-@pytest.fixture(scope="module")
-def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServiceProcess]:
-    policy = {"sample_period_seconds": 0.2, "kill_patience_seconds": 0.5}
-    home = tmp_path_factory.mktemp("service") / "data"
-    with ServiceProcess(home, ray={"spares": 1}, policy=policy) as running:
-        yield running
-
-
-@pytest.fixture
-def broker(service: ServiceProcess) -> Broker:
-    return service.broker
-
-
 @pytest.fixture
 def outsider() -> Iterator["subprocess.Popen[bytes]"]:
     """A process of nobody's, which says that it uses so much of each of its devices."""

@@ -1,20 +1,11 @@
 """Runs are measured on real Ray, what they used is learned, and one that takes more than that is stopped."""
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from gpubroker import Broker, Task
 
-from tests.e2e.service_process import ServiceProcess, until
-
-POLICY = {"sample_period_seconds": 0.2, "learned_least_runs": 3, "overuse": "stop"}
-
-
-@pytest.fixture
-def broker(tmp_path: Path) -> Iterator[Broker]:
-    with ServiceProcess(tmp_path / "data", ray={"spares": 3}, policy=POLICY) as running:
-        yield running.broker
+from tests.e2e.service_process import until
 
 
 def using(broker: Broker, mb: int, flag: Path, gpu_mb: object) -> Task:

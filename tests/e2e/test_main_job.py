@@ -1,23 +1,11 @@
 """The main job on real Ray: admit by memory, preempt with notice, resume from the checkpoint."""
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from gpubroker import Broker, TaskFailed
 
-from tests.e2e.service_process import ServiceProcess, until
-
-
-@pytest.fixture(scope="module")
-def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServiceProcess]:
-    with ServiceProcess(tmp_path_factory.mktemp("service") / "data", ray={"spares": 3}) as running:
-        yield running
-
-
-@pytest.fixture
-def broker(service: ServiceProcess) -> Broker:
-    return service.broker
+from tests.e2e.service_process import until
 
 
 def counted(witness: Path) -> list[int]:
@@ -25,11 +13,11 @@ def counted(witness: Path) -> list[int]:
 
 
 def test_a_victim_saves_its_work_gives_way_and_resumes(broker: Broker, tmp_path: Path) -> None:
-    witnesses = [tmp_path / "one", tmp_path / "two"]
+    witnesses, enough = [tmp_path / "one", tmp_path / "two"], tmp_path / "enough"
     victims = [
         broker.submit(
             "tests.e2e.work:count",
-            kwargs={"witness": str(witness), "steps": 200},
+            kwargs={"witness": str(witness), "enough": str(enough)},
             gpu_mb=16_000,
             priority="background",
             grace_seconds=20,
@@ -39,9 +27,11 @@ def test_a_victim_saves_its_work_gives_way_and_resumes(broker: Broker, tmp_path:
     until(lambda: all(len(counted(witness)) > 5 for witness in witnesses), "both victims are at work")
     urgent = broker.submit("tests.e2e.work:add", 20, 22, gpu_mb=20_000, priority="critical")
     assert broker.result(urgent.id, timeout_seconds=30) == 42
+    until(lambda: all(broker.get(victim).state == "running" for victim in victims), "both are at work again")
+    enough.touch()
     for victim, witness in zip(victims, witnesses, strict=True):
-        assert broker.result(victim.id, timeout_seconds=60) == list(range(200))
-        assert counted(witness) == list(range(200))
+        steps = broker.result(victim.id, timeout_seconds=60)
+        assert steps == counted(witness) == list(range(len(steps)))
     assert sorted(broker.get(victim.id).raw["preemptions"] for victim in victims) == [0, 1]
 
 

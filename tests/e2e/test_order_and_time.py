@@ -1,26 +1,13 @@
 """Tasks that run after others, and times that are kept, on real Ray, as their users see them."""
 
-from collections.abc import Iterator
 from datetime import datetime
 from pathlib import Path
 
-import pytest
 from gpubroker import Broker, Task
 
-from tests.e2e.service_process import ServiceProcess, until
+from tests.e2e.service_process import until
 
 PATIENCE_SECONDS = 60.0
-
-
-@pytest.fixture(scope="module")
-def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServiceProcess]:
-    with ServiceProcess(tmp_path_factory.mktemp("service") / "data", ray={"spares": 2}) as running:
-        yield running
-
-
-@pytest.fixture
-def broker(service: ServiceProcess) -> Broker:
-    return service.broker
 
 
 def ended(broker: Broker, task: Task) -> Task:

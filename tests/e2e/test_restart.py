@@ -1,18 +1,10 @@
 """kill -9 in the middle of a run loses nothing and repeats nothing."""
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
-import pytest
 
 from tests.e2e.service_process import ServiceProcess, until
-
-
-@pytest.fixture
-def service(tmp_path: Path) -> Iterator[ServiceProcess]:
-    with ServiceProcess(tmp_path / "data", ray={"spares": 2}) as running:
-        yield running
 
 
 def lines(path: Path) -> list[str]:

@@ -39,19 +39,19 @@ def hold(witness: str, until: str) -> int:
     return task.attempt
 
 
-def count(witness: str, steps: int, step_seconds: float = 0.01) -> list[int]:
-    """Count, one checkpoint a step; every step is witnessed, so that a lost or repeated one shows."""
+def count(witness: str, enough: str) -> list[int]:
+    """Count until the file `enough` is there, one checkpoint a step; every step is witnessed, so that a lost
+    or repeated one shows."""
     task = current_task()
     done: list[int] = list(task.resume_state or [])
-    for step in range(len(done), steps):
-        with Path(witness).open("a", encoding="utf-8") as lines:
-            lines.write(f"{step}\n")
-        done.append(step)
+    while not Path(enough).exists():
+        note(witness, str(len(done)))
+        done.append(len(done))
         task.checkpoint(done)
-        task.progress((step + 1) / steps, f"step {step + 1} of {steps}")
+        task.progress(message=f"step {len(done)}")
         if task.should_stop:
             raise Stopped
-        time.sleep(step_seconds)
+        time.sleep(0.01)
     return done
 
 
@@ -94,12 +94,13 @@ def hear(witness: str) -> None:
     raise Stopped
 
 
-def count_together(witness: str, until: int) -> dict[str, int]:
-    """Rank 0 counts and saves, the others keep it company; all resume from what it saved."""
+def count_together(witness: str, enough: str) -> dict[str, int]:
+    """Rank 0 counts and saves, the others keep it company; all resume from what it saved, and go on until the
+    file `enough` is there."""
     task = current_task()
     begun_at = step = int(task.resume_state or 0)
     note(witness, f"{task.rank} {task.attempt} {begun_at}")
-    while step < until:
+    while not Path(enough).exists():
         if task.wait_for_stop(0.02):
             raise Stopped
         step += 1

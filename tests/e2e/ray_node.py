@@ -1,0 +1,81 @@
+"""One more Ray node on this machine, in a process of its own."""
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping
+from types import TracebackType
+
+from service.adapters.ray.processes import kill_all, name_of, process_table, session_of
+from tests.e2e.ray_lab import is_there
+from tests.e2e.service_process import until
+
+
+class RayNode:
+    """A node that has joined a head on 127.0.0.1, and may be lost and come again."""
+
+    def __init__(self, address: str, name: str, env: Mapping[str, str]) -> None:
+        self.name = name
+        self._command = [sys.executable, "-m", __name__, address, name]
+        self._env = os.environ | env
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def __enter__(self) -> "RayNode":
+        self.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.lose()
+
+    def start(self) -> None:
+        self._process = subprocess.Popen(
+            self._command, env=self._env, stdout=subprocess.PIPE, start_new_session=True
+        )
+        assert self._process.stdout is not None
+        assert self._process.stdout.readline() == b"joined\n"
+
+    def lose(self) -> None:
+        """Everything that Ray has there ends: the agent, and the processes of runs, without a word of them.
+
+        The raylet takes its leave, because Ray needs a quarter of a minute to miss one that does not.
+        """
+        if self._process is None:
+            return
+        process, self._process = self._process, None
+        ours = [entry.id for entry in process_table().values() if session_of(entry.id.pid) == process.pid]
+        raylets = [found.pid for found in ours if name_of(found.pid) == "raylet"]
+        for raylet in raylets:
+            os.kill(raylet, signal.SIGTERM)
+        until(lambda: not any(map(is_there, raylets)), "the raylet has left")
+        kill_all(ours)
+        process.wait()
+        assert process.stdout is not None
+        process.stdout.close()
+
+
+def join(address: str, name: str) -> None:
+    """`ray start` refuses to join a head on 127.0.0.1; what it calls does not."""
+    from ray._private.node import Node
+    from ray._private.parameter import RayParams
+
+    settings = RayParams(
+        gcs_address=address,
+        node_name=name,
+        node_ip_address="127.0.0.1",
+        num_cpus=2,
+        num_gpus=0,
+        object_store_memory=80 * 2**20,
+        min_worker_port=0,
+        max_worker_port=0,
+        include_log_monitor=False,  # it is no text, whatever its annotation says
+    )
+    Node(settings, head=False, shutdown_at_exit=False, spawn_reaper=False)
+    print("joined", flush=True)
+    signal.pause()
+
+
+if __name__ == "__main__":
+    join(*sys.argv[1:])
