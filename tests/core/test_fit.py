@@ -10,6 +10,7 @@ from service.core.draft import Draft
 from service.core.fit import Component, Displaced, FleetPlan
 from service.core.fleet import Machine, fleet_of
 from service.core.kinds import Kind
+from service.core.lease import LeaseState
 from service.core.policy import Policy
 from service.core.reasons import Reason
 from service.core.task import TaskState
@@ -221,3 +222,10 @@ def test_ranks_that_are_leaving_count_as_gone():
     gang.world.measure([a_sample(device, gang.now) for device in gang.world.books])
     plan = planned(gang.world, a_component("small", 1, 10, gpu_mb=20 * GIB), now=gang.now)
     assert plan.fits
+
+
+def test_what_a_run_that_is_over_still_holds_counts_as_free():
+    over = holding(
+        a_task("over", gpu_mb=80 * GIB), "gpu0", state=TaskState.SUCCEEDED, lease_state=LeaseState.RELEASING
+    )
+    assert planned(a_world(a_device(), over), a_component("new", gpu_mb=40 * GIB)).fits
