@@ -41,16 +41,6 @@ class Limits:
                 break
         return None if balance.is_short or (gone and gone[-1].at == inf) else gone
 
-    def is_open(self, task: Task, at: float, beside: Iterable[Task]) -> bool:
-        """Whether at that moment none of them stands in its way, if these have what they ask for as well."""
-        balance = self._balance(task)
-        for other in beside:
-            balance.change(other, +1)
-        for leaver in self._leavers(task) if balance.is_short else ():
-            if leaver.at <= at:
-                balance.change(leaver.run, -1)
-        return not balance.is_short
-
     def _balance(self, task: Task) -> "_Balance":
         return _Balance(self._draft, self._policy, self._quotas, task)
 
@@ -72,13 +62,6 @@ class Limits:
             return False
         cohort = self._policy.tenant(other.tenant).cohort
         return other.tenant == task.tenant or (bool(mine.cohort) and mine.cohort == cohort)
-
-    def is_guaranteed(self, task: Task) -> bool:
-        """Its tenant may have so much whatever others hold."""
-        allowance = self._quotas.of(task.tenant, task.priority, task.id)
-        if allowance is None:
-            return False
-        return allowance.claimed_mb + self._quotas.need_mb(task.demand) <= allowance.guaranteed_mb
 
 
 class _Balance:

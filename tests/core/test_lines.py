@@ -118,7 +118,8 @@ def a_line(*behind: Task, **ahead: Any) -> World:
     """One licence of two is free, and the first in line needs both; it gets them in 60 s."""
     first = a_task("first", gpu_mb=GIB, custom=(("licence", 2.0),), submitted_at=NOW - 9, **ahead)
     running = a_run("one", "gpu0", left=60.0, custom=LICENCE, gpu_mb=GIB)
-    return a_world(a_device(), running, first, *behind)
+    seated = a_run("two", "gpu0", left=9.0, custom=(("seat", 1.0),), gpu_mb=GIB)
+    return a_world(a_device(), running, seated, first, *behind)
 
 
 TWO = replace(POLICY, custom_limits=(CustomLimit("licence", 2.0),))
@@ -129,8 +130,8 @@ def test_who_stands_behind_the_first_in_a_line_takes_nothing_of_it_unless_it_is_
     for name, said in (("long", 600.0), ("short", 50.0), ("unknown", None)):
         fields = {"custom": LICENCE, "gpu_mb": GIB, "expected_seconds": said}
         submit(world, a_task(name, **fields), a_gang(f"{name}s", a_demand(gpu_mb=GIB), **fields))
-    submit(world, a_task("other", gpu_mb=GIB))
-    assert sorted(admitted(world, TWO)) == ["other", "short"]
+    submit(world, a_task("cpu", cpu=1.0), a_task("other", gpu_mb=GIB))
+    assert sorted(admitted(world, TWO)) == ["cpu", "other", "short"]
     ahead = a_line()
     forecasts = foreseen(ahead, TWO)
     submit(ahead, a_task("urgent", gpu_mb=GIB, custom=LICENCE, priority=60))
