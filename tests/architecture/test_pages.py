@@ -16,6 +16,7 @@ from tests.architecture.source_tree import PYTHON_FOLDERS, ROOT, modules, pages
 
 FENCED = re.compile(r"^```(?:sh|bash|console)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\[[^\]]*\]\(([^)#\s]+)(?:#[^)]*)?\)")
+CONFLICT = re.compile(r"^(?:<{7}|>{7}) ", re.MULTILINE)
 PRIVATE_PATH = re.compile(r"(?<![\w.~}])/(?:home|root|work|Users)/\w|\.\./shared\b")
 
 
@@ -92,9 +93,17 @@ def test_links_between_pages_lead_somewhere() -> None:
     assert broken == []
 
 
-def test_no_page_or_source_names_a_path_of_somebodys_machine() -> None:
+def texts_by_path() -> dict[str, str]:
     texts = {module.path: module.text for module in modules(*PYTHON_FOLDERS)}
-    texts |= {str(page.relative_to(ROOT)): page.read_text(encoding="utf-8") for page in pages()}
+    return texts | {str(page.relative_to(ROOT)): page.read_text(encoding="utf-8") for page in pages()}
+
+
+def test_no_text_keeps_both_sides_of_a_merge() -> None:
+    assert [path for path, text in texts_by_path().items() if CONFLICT.search(text)] == []
+
+
+def test_no_page_or_source_names_a_path_of_somebodys_machine() -> None:
+    texts = texts_by_path()
     texts.pop(Path(__file__).relative_to(ROOT).as_posix())
     found = [
         f"{path}: {match.group()}"
