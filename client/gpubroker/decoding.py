@@ -13,7 +13,8 @@ _TIMES = frozenset({"at", "as_of", "not_before"})
 
 
 def filled(model: type[T], raw: Raw, **read: Any) -> T:
-    """Fill a model from an answer by name; `read` holds the fields that are models themselves."""
+    """Fill a model from an answer by name; `read` holds the fields that are models themselves. Lists become
+    tuples, as all models have them."""
     given: dict[str, Any] = {"raw": raw}
     for wanted in fields(model):  # type: ignore[arg-type]  # every model here is a dataclass
         name = wanted.name
@@ -21,7 +22,7 @@ def filled(model: type[T], raw: Raw, **read: Any) -> T:
         if isinstance(value, str) and (name.endswith("_at") or name in _TIMES):
             given[name] = datetime.fromisoformat(value)
         elif value is not None:
-            given[name] = value
+            given[name] = tuple(value) if isinstance(value, list) else value
         elif wanted.default is MISSING and wanted.default_factory is MISSING:
             given[name] = ""
     return model(**given)

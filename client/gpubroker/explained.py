@@ -36,10 +36,6 @@ class Run:
         return filled(cls, raw, ends=optional(Expected, raw.get("ends")))
 
 
-def _runs(raws: Any) -> tuple[Run, ...]:
-    return tuple(map(Run.of, raws or ()))
-
-
 @dataclass(frozen=True, slots=True)
 class Blocker:
     """One thing in a task's way. `reason` is a stable token; a lower `tier` is more structural."""
@@ -71,7 +67,7 @@ class DeviceVerdict:
     @classmethod
     def of(cls, raw: Raw) -> "DeviceVerdict":
         free_in = optional(Expected, raw.get("free_in"))
-        return filled(cls, raw, free_in=free_in, holders=_runs(raw.get("holders")))
+        return filled(cls, raw, free_in=free_in, holders=each(Run, raw.get("holders")))
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,8 +126,7 @@ class Remedy:
         return filled(
             cls,
             raw,
-            places=tuple(raw.get("places") or ()),
-            victims=_runs(raw.get("victims")),
+            victims=each(Run, raw.get("victims")),
             after=optional(Run, raw.get("after")),
             within=optional(Expected, raw.get("within")),
         )
@@ -150,7 +145,7 @@ class Preemption:
 
     @classmethod
     def of(cls, raw: Raw) -> "Preemption":
-        return filled(cls, raw, runs=_runs(raw.get("runs")))
+        return filled(cls, raw, runs=each(Run, raw.get("runs")))
 
 
 def told(raw: Raw) -> dict[str, Any]:
@@ -159,11 +154,11 @@ def told(raw: Raw) -> dict[str, Any]:
         "start": optional(Expected, raw.get("start")),
         "start_record": optional(ForecastsKept, raw.get("start_record")),
         "preemption": optional(Preemption, raw.get("preemption")),
-        "remedies": tuple(map(Remedy.of, raw.get("remedies") or ())),
+        "remedies": each(Remedy, raw.get("remedies")),
         "blockers": each(Blocker, raw.get("blockers")),
         "quota": optional(Quota, raw.get("quota")),
         "ranks": each(RankVerdict, raw.get("ranks")),
-        "devices": tuple(map(DeviceVerdict.of, raw.get("devices") or ())),
+        "devices": each(DeviceVerdict, raw.get("devices")),
     }
 
 
@@ -245,5 +240,4 @@ class Simulation:
 
     @classmethod
     def of(cls, raw: Raw) -> "Simulation":
-        places = tuple(raw.get("places") or ())
-        return filled(cls, raw, places=places, victims=_runs(raw.get("victims")), **told(raw))
+        return filled(cls, raw, victims=each(Run, raw.get("victims")), **told(raw))

@@ -77,7 +77,6 @@ class FleetPlan:
             raw,
             fits=bool(raw.get("fits")),
             components=each(PlannedComponent, raw.get("components")),
-            places=tuple(raw.get("places") or ()),
             displaced=each(Displaced, raw.get("displaced")),
             missing=Missing.of(raw.get("missing") or {}),
         )

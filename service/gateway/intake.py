@@ -25,9 +25,7 @@ async def take_in(call: Call, body: SubmitTask) -> Intake:
     """Raises Problem for what is wrong with it, but for what it may not do and what could never run here."""
     parts, tenant = call.parts, call.identity.tenant
     check_stream(parts.policy, body.stream)
-    learned = _learned_size(call, body, tenant)
-    asked = demand_of(body, parts.defaults, learned)
-    demand = parts.capacity.settled(asked, body.resources.pool, tenant, body.labels)
+    demand, learned = demand_in(call, body, tenant)
     after = await dependencies_of(call, body)
     now = parts.clock.now()
     task = task_of(body, demand, tenant, parts.defaults, id=parts.ids.task(now), now=now, after=after)

@@ -94,8 +94,10 @@ class GatewayParts:
     waiters: Waiters = field(default_factory=Waiters)
     """Fed with every batch of committed events by the composition root."""
     plans: Turns = field(default_factory=lambda: Turns("plans", most_waiting=0))
-    answers: Turns = field(default_factory=lambda: Turns("explanations and simulations", most_waiting=16))
-    """Each takes milliseconds; more at once would hold up the leader, which shares the event loop."""
+    answers: Turns = field(
+        default_factory=lambda: Turns("explanations and simulations", most_waiting=16, on_the_loop=True)
+    )
+    """The leader shares the event loop, and is held up by one of them at most before it has its turn."""
     ids: Ids = field(default_factory=Ids)
     python: str = PYTHON_MINOR
     """The Python minor that runs pickled functions."""

@@ -16,17 +16,19 @@ T = TypeVar("T")
 class Turns:
     """One answer is worked out at a time; so many more requests wait for their turn, the first one first."""
 
-    def __init__(self, what: str, most_waiting: int) -> None:
-        """`what`: such answers, as a refusal names them: plans."""
+    def __init__(self, what: str, most_waiting: int, *, on_the_loop: bool = False) -> None:
+        """`what`: such answers, as a refusal names them: plans; `on_the_loop`: working one out holds up
+        everybody else, who then has the event loop for as long before the next turn begins."""
         self._what = what
         self._most_waiting = most_waiting
+        self._on_the_loop = on_the_loop
         self._waiting = 0
         self._busy = asyncio.Lock()
 
     @asynccontextmanager
     async def take(self) -> AsyncIterator[None]:
         """Hold the turn for one answer. Raises Problem too-many-requests if too many wait already."""
-        if self._busy.locked() and self._waiting >= self._most_waiting:
+        if (self._busy.locked() or self._waiting) and self._waiting >= self._most_waiting:
             more = f" and {self._waiting} more are waiting" if self._waiting else ""
             raise Problem(
                 "too-many-requests",
@@ -37,10 +39,14 @@ class Turns:
             await self._busy.acquire()
         finally:
             self._waiting -= 1
+        began = monotonic()
         try:
             yield
         finally:
-            self._busy.release()
+            if self._on_the_loop:
+                asyncio.get_running_loop().call_later(monotonic() - began, self._busy.release)
+            else:
+                self._busy.release()
 
 
 async def aside(steps: Generator[None, None, T], limit_seconds: Seconds) -> T:

@@ -107,6 +107,45 @@ async def test_a_second_plan_at_a_time_is_put_off_and_the_next_one_is_answered(
     assert (await api.post("/plan", json=asked)).status_code == 200
 
 
+async def test_between_two_of_many_explanations_that_are_asked_for_at_once_everybody_else_has_the_loop(
+    gateway: Gateway, api: Client
+) -> None:
+    task_id = await api.submit(resources={"gpu_mb": 1})
+    order, is_over = list[str](), asyncio.Event()
+
+    async def ask(name: str) -> int:
+        status = (await api.get(f"/tasks/{task_id}/explain")).status_code
+        order.append(name if status == 200 else "refused")
+        return status
+
+    async def tick() -> None:
+        while not is_over.is_set():
+            order.append("tick")
+            await asyncio.sleep(0)
+
+    ticker = asyncio.create_task(tick())
+    statuses = await before(10.0, asyncio.gather(*map(ask, "abcdefghijklmnopqrst")))
+    is_over.set()
+    await ticker
+    assert statuses == [200] * 17 + [429] * 3
+    told = [one for one in order if one != "refused"]
+    answered = [at for at, one in enumerate(told) if one != "tick"]
+    assert "".join(told[at] for at in answered) == "abcdefghijklmnopq"
+    assert all("tick" in told[one:other] for one, other in itertools.pairwise(answered))
+
+
+async def test_a_task_that_ends_while_its_explanation_waits_for_its_turn_has_ended(
+    gateway: Gateway, api: Client
+) -> None:
+    task_id = await api.submit()
+    desk = gateway.parts.answers
+    async with desk.take():
+        asked = asyncio.ensure_future(api.get(f"/tasks/{task_id}/explain"))
+        await until(lambda: desk._waiting == 1)
+        await gateway.end(task_id)
+    assert (await before(5.0, asked)).json()["state"] == "succeeded"
+
+
 async def test_explanations_wait_for_their_turn_and_too_many_of_them_are_put_off(
     gateway: Gateway, api: Client
 ) -> None:

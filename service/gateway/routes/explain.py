@@ -34,9 +34,9 @@ async def explain_task(call: Call, task_id: str) -> Response:
     """Explain why a task waits: every blocker, every device, its place in the queue, and what would help."""
     record = await find(call, task_id)
     await caught_up(call.parts)
-    if record.task.id not in call.parts.world.tasks:
-        record = await reread(call.parts, record)  # it may have ended meanwhile
     async with call.parts.answers.take():
+        if record.task.id not in call.parts.world.tasks:
+            record = await reread(call.parts, record)  # it may have ended meanwhile
         return answer(_view(call, record))
 
 
