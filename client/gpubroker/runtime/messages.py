@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, NamedTuple
 
-PROTOCOL = 3
+PROTOCOL = 4
 """First value of every message between agent and run process. Another number is refused."""
 
 URI_CHARS = 2048

@@ -24,7 +24,7 @@ from service.core.orders import (
 from service.core.units import DeviceKey, Mib
 from service.ports import RunPayload
 
-PROTOCOL = 4
+PROTOCOL = 5
 """First value of every message between driver and agent. Another number is refused."""
 
 
