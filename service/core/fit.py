@@ -9,6 +9,7 @@ from service.core.decide import admit, evict
 from service.core.demand import Demand
 from service.core.draft import Draft
 from service.core.gang import Gang
+from service.core.gang_admission import check_task
 from service.core.kept import kept_for_forecasts
 from service.core.look import look
 from service.core.policy import Policy
@@ -97,9 +98,10 @@ def planning(
 ) -> Steps:
     """Place all components beside what runs, the hardest to place first. Changes nothing.
 
-    What finds no room displaces runs of lower priority as a task would; of those nobody else need leave for
-    the same component. Runs under notice count as gone. Of what waits in the queue only the `forecasts`
-    count, which keep room. Pauses after each task; the World must not change meanwhile.
+    What a submit would refuse finds no place. What finds no room displaces runs of lower priority as a task
+    would; of those nobody else need leave for the same component. Runs under notice count as gone. Of what
+    waits in the queue only the `forecasts` count, which keep room. Pauses after each task; the World must
+    not change meanwhile.
     """
     draft = Draft(world)
     _receive_all(draft)
@@ -108,9 +110,10 @@ def planning(
     unplaced: list[Unplaced] = []
     displaced: dict[TaskId, Displaced] = {}
     for component in sorted(components, key=_hardness):
+        is_refused = check_task(_task(component, 0, tenant, now), world, policy) is not None
         for number in range(component.count):
             task = _task(component, number, tenant, now)
-            places, leavers = _put(draft, planner, task, now)
+            places, leavers = (None, ()) if is_refused else _put(draft, planner, task, now)
             for leaver in leavers:
                 displaced[leaver.run.id] = _joined(leaver, displaced.get(leaver.run.id))
             if places is None:

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
-from service.core.admission import Refusal, check
+from service.core.admission import Refusal, check, check_priority
 from service.core.demand import Demand
 from service.core.device import Device, Node
 from service.core.gang import may_fit
@@ -11,6 +11,7 @@ from service.core.ground import empty_grounds
 from service.core.policy import Policy
 from service.core.task import Task
 from service.core.units import Instant, Mib, TaskId
+from service.core.world import World
 
 IN_WORDS = {
     "pack": "at once",
@@ -18,6 +19,13 @@ IN_WORDS = {
     "strict_pack": "on one node (strict_pack)",
     "strict_spread": "each on a node of its own (strict_spread)",
 }
+
+
+def check_task(task: Task, world: World, policy: Policy) -> Refusal | None:
+    """Why this task could never run on the World's machines, or never at its priority; or None."""
+    devices = [book.device for book in world.books.values()]
+    refusal = check_demand(task.demand, devices, world.nodes.values(), policy)
+    return refusal or check_priority(task.demand, task.priority, policy)
 
 
 def check_demand(

@@ -2,13 +2,12 @@
 
 from dataclasses import dataclass
 
-from service.core.admission import Refusal, check_priority
 from service.core.blockers import Blocker, limit_blockers, room_blockers, waiting_for_preemption
 from service.core.decide import admit
 from service.core.demand import Demand
 from service.core.draft import Draft
 from service.core.gang import Gang, place_gang, place_ranks
-from service.core.gang_admission import IN_WORDS, check_demand
+from service.core.gang_admission import IN_WORDS, check_task
 from service.core.ground import Ground, grounds_of
 from service.core.ranks import part_of
 from service.core.reasons import Reason
@@ -56,19 +55,12 @@ class Look:
 def look(whole: Survey) -> Look:
     if not whole.task.demand.bundles:
         return Look(whole, whole, tuple(room_blockers(whole)))
-    refusal = _refusal(whole)
+    refusal = check_task(whole.task, whole.draft.world, whole.policy)
     if refusal is not None:
         misses = refusal.code == "no-matching-device"
         reason = Reason.NO_MATCHING_DEVICE if misses else Reason.EXCEEDS_CAPACITY
         return Look(whole, _part(whole, 0, whole.draft), (Blocker(reason, refusal.message),))
     return _Gang(whole).look()
-
-
-def _refusal(whole: Survey) -> Refusal | None:
-    world, demand = whole.draft.world, whole.task.demand
-    devices = [book.device for book in world.books.values()]
-    refusal = check_demand(demand, devices, world.nodes.values(), whole.policy)
-    return refusal or check_priority(demand, whole.task.priority, whole.policy)
 
 
 def _part(whole: Survey, rank: int, draft: Draft) -> Survey:

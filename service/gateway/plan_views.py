@@ -75,7 +75,8 @@ def _displaced_view(world: World, one: Displaced, viewer: Identity, now: Instant
 def _message(plan: FleetPlan) -> str:
     if not plan.fits:
         without = ", ".join(f"{one.count} of {one.component.name}" for one in plan.unplaced)
-        return f"it does not fit: there is no place for {without}; {_missing_in_words(plan.missing)}"
+        why = _missing_in_words(plan.missing) or plan.unplaced[0].message
+        return f"it does not fit: there is no place for {without}; {why}"
     whole = sum(one.ranks is None for one in plan.displaced)
     gangs = [one.ranks for one in plan.displaced if one.ranks is not None]
     ranks = sum(map(len, gangs))
@@ -89,6 +90,7 @@ def _message(plan: FleetPlan) -> str:
 
 
 def _missing_in_words(missing: Missing) -> str:
+    """Empty if enough is left in sum."""
     parts = []
     for one in missing.gpus:
         kind = f" {' or '.join(one.kinds)}" if one.kinds else ""
@@ -100,6 +102,4 @@ def _missing_in_words(missing: Missing) -> str:
         parts.append(f"{missing.cpu:g} CPU{'s' * (missing.cpu != 1)}")
     if missing.memory_mb:
         parts.append(f"{in_gib(missing.memory_mb)} of host memory")
-    if not parts:
-        return "enough is left in sum, but in no one place"
-    return f"missing: at least {', '.join(parts)}"
+    return f"missing: at least {', '.join(parts)}" if parts else ""

@@ -11,7 +11,7 @@ from service.core.fit import Component, Displaced, FleetPlan
 from service.core.fleet import Machine, fleet_of
 from service.core.kinds import Kind
 from service.core.lease import LeaseState
-from service.core.policy import Policy
+from service.core.policy import CustomLimit, Maximum, Policy
 from service.core.reasons import Reason
 from service.core.task import TaskState
 from service.core.totals import Missing, OfKinds, Totals
@@ -229,3 +229,18 @@ def test_what_a_run_that_is_over_still_holds_counts_as_free():
         a_task("over", gpu_mb=80 * GIB), "gpu0", state=TaskState.SUCCEEDED, lease_state=LeaseState.RELEASING
     )
     assert planned(a_world(a_device(), over), a_component("new", gpu_mb=40 * GIB)).fits
+
+
+def test_what_a_submit_refuses_finds_no_place_however_much_is_free():
+    policy = Policy(maximum=Maximum(gpus=1), custom_limits=(CustomLimit("seat", 4.0, priority_threshold=70),))
+    wide = a_component("wide", 2, gpus=2)
+    ring = a_component("ring", bundles=bundles(2, gpus=1))
+    seated = a_component("seated", priority=69, custom=(("seat", 1.0),))
+    plan = planned(a_fleet(a_machine(gpus=8)), wide, ring, seated, a_component("one", gpus=1), policy=policy)
+    assert [(one.component.name, one.count, one.reason) for one in plan.unplaced] == [
+        ("seated", 1, Reason.EXCEEDS_CAPACITY),
+        ("ring", 1, Reason.EXCEEDS_CAPACITY),
+        ("wide", 2, Reason.EXCEEDS_CAPACITY),
+    ]
+    assert plan.unplaced[2].message == "gpus 2: one task may have at most 1 here; ask for less"
+    assert [place.component for place in plan.placed] == ["one"]

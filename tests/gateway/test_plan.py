@@ -202,6 +202,21 @@ async def test_quotas_and_limits_count_on_a_described_fleet_only_if_a_tenant_is_
     assert (await gateway.admin.post("/plan", json={**asked, "tenant": "zeta"})).status_code == 200
 
 
+async def test_what_a_submit_refuses_does_not_fit_and_the_answer_says_why(api: Client) -> None:
+    large = {"name": "large", "resources": {"memory_mb": 200 * GIB}}
+    seated = {"name": "seated", "priority": 69, "resources": {"custom": {"seat": 1}}}
+    for part, why in (
+        (large, f"memory_mb {200 * GIB}: one task may have at most {128 * GIB} here"),
+        (seated, "'seat' is for tasks of priority 70 and above"),
+    ):
+        found = await plan(api, [part], machines("node", 2, 8, 0))
+        assert (found["fits"], found["components"][0]["reason"]) == (False, "ExceedsCapacity")
+        assert found["message"].startswith(
+            f"it does not fit: there is no place for 1 of {part['name']}; {why}"
+        )
+    assert (await plan(api, [{**seated, "priority": 70}], machines("node", 2, 8, 0)))["fits"]
+
+
 async def test_what_each_node_has_of_its_own_a_described_one_has_too(api: Client) -> None:
     part = {"name": "a", "count": 3, "resources": {"cpu": 1, "custom": {"fpga": 1}}}
     found = await plan(api, [part], machines("node", 1, 8, 0))
