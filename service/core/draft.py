@@ -36,7 +36,7 @@ class Draft:
         self._use: dict[NodeName, NodeUse] = {}
         self._tasks: dict[TaskId, Task] = {}
         self._admitted: dict[NodeName, set[TaskId]] = {}
-        self._pledges: dict[TaskId, dict[DeviceKey, Pledge]] = dict(world.pledges)
+        self._pledges = {task: dict(kept) for task, kept in world.pledges.items()}
         self._waiting: dict[NodeName, list[tuple[int, Task]]] | None = None
 
     def copy(self) -> "Draft":
@@ -140,18 +140,24 @@ class Draft:
         left: dict[str, float] = {}
         for name, _ in task.demand.counted:
             left[name] = self._left_of(name, known.get(name) or known.get(each_of(name)), task.priority)
-        for node in self._preemptors():
-            for other in self._respected(node, task.id, task.priority):
-                for name, amount in () if other.is_moving else other.demand.counted:
+        for preemptor, pledges in self._pledges.items():
+            if preemptor != task.id and any(kept.priority >= task.priority for kept in pledges.values()):
+                for name, amount in self._counted_when_it_starts(preemptor):
                     left[name] = left.get(name, 0.0) - amount
         return left
 
+    def _counted_when_it_starts(self, preemptor: TaskId) -> Iterable[tuple[str, float]]:
+        """Of a gang all that it takes together; nothing of one that is moving, which counts already."""
+        task = self._tasks.get(preemptor) or self.world.tasks.get(preemptor)
+        return task.demand.counted if task is not None and task.state is TaskState.PENDING else ()
+
     def _left_of(self, name: str, limit: CustomLimit | None, priority: int) -> float:
-        """Of a resource that nobody offers any more there is nothing; a limit that is gone limits nothing."""
+        """Infinitely too little, whoever leaves, of a resource that nobody offers any more, and of one that
+        is kept for higher priorities. A limit that is gone limits nothing."""
         if limit is None:
-            return inf if ":" in name else 0.0
+            return inf if ":" in name else -inf
         if priority < limit.priority_threshold:
-            return 0.0
+            return -inf
         return inf if limit.per_node else limit.amount - self.custom_use.get(name, 0.0)
 
     def replace_task(self, before: Task, after: Task) -> None:
@@ -217,11 +223,9 @@ class Draft:
         """The devices of which this draft has leased it something."""
         return self._given_to.get(holder, ())
 
-    def leaving(self) -> Iterator[tuple[str, int]]:
-        """(tenant, MiB) of each lease whose run is over or under notice, and nobody doubts that it goes."""
-        for key in self.world.books:
-            for holding in self.book(key).leaving():
-                yield holding.lease.tenant, holding.lease.mb
+    def leaving(self) -> Iterator[Lease]:
+        """Each whose run is over or under notice, and nobody doubts that it goes."""
+        return (holding.lease for key in self.world.books for holding in self.book(key).leaving())
 
     def newly_claimed(self, task: TaskId, priority: int) -> Iterator[tuple[str, int]]:
         """(tenant, MiB) of what this draft has leased, and of what is pledged to others than this task, at

@@ -13,7 +13,7 @@ from service.core.ground import Ground
 from service.core.limits import Leaver, Limits
 from service.core.need import may_use_node, need_mb
 from service.core.policy import Policy
-from service.core.quota import Quotas
+from service.core.quota import Needs
 from service.core.supplies import Supplies, Supply
 from service.core.task import Placement, Task
 from service.core.units import DeviceKey, Instant, Mib, NodeName, Seconds
@@ -44,8 +44,11 @@ def make_forecasts(
         return
     draft = Draft(world)
     work = _Forecasting(draft, policy, now, before)
-    for task, first_in in waiting(draft, policy, now, policy.forecasts):
-        yield from work.forecast(task, first_in)
+    for found in waiting(draft, policy, now, policy.forecasts):
+        if found is None:
+            yield work.made
+        else:
+            yield from work.forecast(Draft(world), *found)
     yield work.made
 
 
@@ -55,7 +58,7 @@ def forecast_alone(
     """When a task would start on these nodes if nobody else waited, and nothing were pledged to it; None if
     no end is in sight."""
     work = _Forecasting(draft, policy, now, (), nodes)
-    for _ in work.forecast(task):
+    for _ in work.forecast(draft, task):
         pass
     return work.made[0] if work.made else None
 
@@ -77,20 +80,24 @@ class _Forecasting:
         self._draft = draft
         self._departures = Departures(draft, policy, now)
         self._supplies = Supplies(self._departures, for_plans=True)
-        self._limits = Limits(self._departures, Quotas(draft, policy))
+        self._needs = Needs()
         self._opening: list[Leaver] = []
         """Who must have left before no limit keeps the task waiting that is looked at."""
         usable = set(draft.usable_nodes())
-        self._nodes = sorted(usable if nodes is None else usable.intersection(nodes))
+        self._usable = usable if nodes is None else usable.intersection(nodes)
+        self._nodes = sorted(self._usable)
         self.made: list[Forecast] = []
         self._ends: list[Leaver] = []
         """Of those made."""
         self._planned: dict[NodeName, list[Planned]] = {}
 
-    def forecast(self, task: Task, first_in: frozenset[str] = frozenset()) -> Iterator[list[Forecast]]:
+    def forecast(
+        self, draft: Draft, task: Task, first_in: frozenset[str] = frozenset()
+    ) -> Iterator[list[Forecast]]:
         """Where it would start first; ties go to the smaller name, and changes of mind need a reason. Who is
-        in line for a limit will look for room when it is there; until then none is kept."""
-        opening = self._limits.opening(task, self._ends)
+        in line for a limit will look for room when it is there; until then none is kept. `draft`: of how
+        things stand by now, for between two forecasts runs begin and end."""
+        opening = Limits(draft, self._departures, self._needs).opening(task, self._ends)
         if opening is None:
             return
         best, self._opening = None, opening
@@ -109,7 +116,7 @@ class _Forecasting:
     def _task(self, task: Task) -> Iterator[Forecast | None]:
         """The best so far, every few nodes."""
         best = None
-        for node in self._stood.get(task.id, ()):
+        for node in self._stood.get(task.id, frozenset()) & self._usable:
             best = self._look(node, task, inf)
         before_at = self._to_beat(best)
         for number, node in enumerate(self._nodes, start=1):
@@ -128,7 +135,7 @@ class _Forecasting:
         best = None
         for nodes in (self._stood.get(task.id, frozenset()), frozenset(self._nodes)):
             before_at = self._to_beat(best)
-            for found in self._gang_on(sorted(nodes.intersection(self._nodes)), task):
+            for found in self._gang_on(sorted(nodes & self._usable), task):
                 yield best
                 if found is not None and found.start_at < before_at:
                     best = found
@@ -137,7 +144,11 @@ class _Forecasting:
     def _gang_on(self, nodes: Sequence[NodeName], task: Task) -> Iterator[Forecast | None]:
         """Where and when the ranks that it needs at least fit on these nodes, each time earlier than before:
         found by halving, as there is ever more room. What is planned counts from now until it is over."""
-        supplies = {node: self._supplies.of(node, task) for node in nodes}
+        supplies: dict[NodeName, Supply] = {}
+        for number, node in enumerate(nodes, start=1):
+            supplies[node] = self._supplies.of(node, task)
+            if number % NODES_AT_A_TIME == 0:
+                yield None
         times: set[float] = {one.forecast.end_at for node in nodes for one in self._on(node)}
         for supply in supplies.values():
             times.update(at for steps in supply.devices.values() for at, _ in steps)
@@ -172,14 +183,13 @@ class _Forecasting:
 
     def _look(self, node: NodeName, task: Task, before_at: float) -> Forecast | None:
         """Whether the task can start on the node earlier than that."""
-        if node not in self._nodes or not may_use_node(task.demand, self._world.nodes[node]):
+        if not may_use_node(task.demand, self._world.nodes[node]):
             return None
         supply = self._supplies.of(node, task)
         needs = {
-            book.device.key: need
-            for book in self._draft.usable_books(node, self._policy, self._now)
-            if task.demand.gpus and (need := need_mb(task.demand, book.device)) is not None
-            if book.device.key in supply.devices
+            key: need
+            for key in (supply.devices if task.demand.gpus else ())
+            if (need := need_mb(task.demand, self._draft.book(key).device)) is not None
         }
         if len(needs) < task.demand.gpus:
             return None

@@ -115,8 +115,8 @@ class Claims:
         held = {tenant: accounts.held_mb(tenant) for tenant in accounts}
         for tenant, mb in self._draft.given():
             held[tenant] = held.get(tenant, 0) + mb
-        for tenant, mb in self._draft.leaving():
-            held[tenant] = held.get(tenant, 0) - mb
+        for lease in self._draft.leaving():
+            held[lease.tenant] = held.get(lease.tenant, 0) - lease.mb
         found: dict[str, dict[str, int]] = {}
         for tenant, mb in held.items():
             whose = self._policy.tenant(tenant)

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 from service.core.backfill import Planned
 from service.core.blockers import Blocker, called
+from service.core.lines import First
 from service.core.reasons import Reason
 from service.core.survey import Survey
 from service.core.task import Task
@@ -22,9 +23,10 @@ def kept_for_forecasts(seen: Survey) -> list[Blocker]:
     first = min(keepers, key=_start_at)
     who, begins = called(first.task.id, first.task.tenant, seen.task), _seconds_until(first, seen)
     more = f" and {len(keepers) - 1} more" if len(keepers) > 1 else ""
-    what = f"it has room, which is kept for {who}{more}, expected to start on {first.node}"
-    if not first.node:
+    if isinstance(first, First):
         what = f"what {who}{more} waits for is left to it; it is expected to start"
+    else:
+        what = f"it has room, which is kept for {who}{more}, expected to start on {first.node}"
     message = f"{what} in {begins:.0f} s: nobody knows that this one is done by then"
     return [Blocker(Reason.BEHIND_HIGHER_PRIORITY, message)]
 
@@ -40,9 +42,9 @@ def short_enough(seen: Survey, planner: Planner) -> tuple[Task, Seconds] | None:
     return replace(seen.task, expected_seconds=seconds), seconds
 
 
-def _start_at(one: Planned) -> tuple[float, str]:
+def _start_at(one: Planned | First) -> tuple[float, str]:
     return one.forecast.start_at, one.task.id
 
 
-def _seconds_until(one: Planned, seen: Survey) -> float:
+def _seconds_until(one: Planned | First, seen: Survey) -> float:
     return max(0.0, one.forecast.start_at - seen.now)

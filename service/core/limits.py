@@ -6,8 +6,9 @@ from typing import NamedTuple
 
 from service.core.departures import Departure, Departures
 from service.core.draft import Draft
+from service.core.lease import LeaseState
 from service.core.policy import Policy
-from service.core.quota import Quotas
+from service.core.quota import Needs, Quotas
 from service.core.ranks import asks_for_gpus
 from service.core.task import Task
 
@@ -18,22 +19,40 @@ class Leaver(NamedTuple):
     departure: Departure
 
 
-class Limits:
-    """Of one draft."""
+def share_a_limit(taker: Task, task: Task, policy: Policy) -> bool:
+    """Whether what the first takes of a limit or of a quota may be lacking to the second."""
+    if task.demand.counted and taker.demand.counted:
+        names = {name for name, _ in task.demand.counted}
+        if any(name in names for name, _ in taker.demand.counted):
+            return True
+    mine = policy.tenant(task.tenant)
+    if mine.guaranteed_mb is None or not (asks_for_gpus(task.demand) and asks_for_gpus(taker.demand)):
+        return False
+    cohort = policy.tenant(taker.tenant).cohort
+    return taker.tenant == task.tenant or (bool(mine.cohort) and mine.cohort == cohort)
 
-    def __init__(self, departures: Departures, quotas: Quotas) -> None:
+
+class Limits:
+    """When they open for one task after another, as things are at one moment."""
+
+    def __init__(self, draft: Draft, departures: Departures, needs: Needs) -> None:
+        """`draft`: of that moment; whoever was admitted since an older one is not counted in that."""
+        self._draft = draft
         self._departures = departures
         self._policy = departures.policy
-        self._draft = departures.draft
-        self._quotas = quotas
+        self._quotas = Quotas(draft, departures.policy, needs)
 
     def opening(self, task: Task, planned: Iterable[Leaver] = ()) -> list[Leaver] | None:
         """Who must have left before none of them stands in its way, in order; empty if none does now, None if
-        that is not in sight. `planned`: those who start before it."""
-        balance, others = self._balance(task), list(planned)
+        that is not in sight. What runs that are over still hold counts as given back. `planned`: those who
+        start before it."""
+        balance = _Balance(self._draft, self._policy, self._quotas, task)
+        others = [one for one in planned if share_a_limit(one.run, task, self._policy)]
         for other in others:
             balance.change(other.run, +1)
         gone: list[Leaver] = []
+        if balance.is_short:
+            balance.receive()
         for leaver in sorted((*self._leavers(task), *others), key=_in_order) if balance.is_short else ():
             gone.append(leaver)
             balance.change(leaver.run, -1)
@@ -41,27 +60,12 @@ class Limits:
                 break
         return None if balance.is_short or (gone and gone[-1].at == inf) else gone
 
-    def _balance(self, task: Task) -> "_Balance":
-        return _Balance(self._draft, self._policy, self._quotas, task)
-
     def _leavers(self, task: Task) -> Iterator[Leaver]:
         """Those who count against what the task counts against."""
         for run in self._draft.active():
-            if self.shares(run, task):
+            if share_a_limit(run, task, self._policy):
                 departure = self._departures.of(run)
                 yield Leaver(departure.p50_at, run, departure)
-
-    def shares(self, other: Task, task: Task) -> bool:
-        """Whether what the one takes of a limit or of a quota may be lacking to the other."""
-        if task.demand.counted and other.demand.counted:
-            names = {name for name, _ in task.demand.counted}
-            if any(name in names for name, _ in other.demand.counted):
-                return True
-        mine = self._policy.tenant(task.tenant)
-        if mine.guaranteed_mb is None or not (asks_for_gpus(task.demand) and asks_for_gpus(other.demand)):
-            return False
-        cohort = self._policy.tenant(other.tenant).cohort
-        return other.tenant == task.tenant or (bool(mine.cohort) and mine.cohort == cohort)
 
 
 class _Balance:
@@ -79,9 +83,18 @@ class _Balance:
         for name, amount in other.demand.counted:
             if name in self._left:
                 self._left[name] -= sign * amount
-        held = sum(lease.mb for lease in self._draft.world.leases_of(other)) if other.is_active else 0
-        mb = held or self._quotas.need_mb(other.demand)
-        self._given[other.tenant] = self._given.get(other.tenant, 0) + sign * mb
+        leases = self._draft.world.leases_of(other) if other.is_active else ()
+        held = sum(lease.mb for lease in leases if lease.state is not LeaseState.RELEASING)
+        self._give(other.tenant, sign * (held or self._quotas.need_mb(other.demand)))
+
+    def receive(self) -> None:
+        """What runs that are over still hold."""
+        for lease in self._draft.leaving():
+            if lease.state is LeaseState.RELEASING:
+                self._give(lease.tenant, -lease.mb)
+
+    def _give(self, tenant: str, mb: int) -> None:
+        self._given[tenant] = self._given.get(tenant, 0) + mb
 
     @property
     def is_short(self) -> bool:

@@ -1,20 +1,28 @@
 """Limits and quotas for which somebody waits, and who may take of them all the same."""
 
 from collections.abc import Callable, Iterable
+from typing import NamedTuple
 
-from service.core.backfill import Forecast, Planned
+from service.core.backfill import Forecast
 from service.core.draft import Draft
 from service.core.expectations import whole_run_seconds
 from service.core.ordering import OrderKey
 from service.core.policy import Policy
 from service.core.ranks import asks_for_gpus
 from service.core.task import Task, TaskState
-from service.core.units import Instant, NodeName, TaskId
-from service.core.waiting import quota_of
+from service.core.units import Instant, Seconds, TaskId
+from service.core.waiting import line_of_quota
+
+
+class First(NamedTuple):
+    """Of a line: it takes no room yet."""
+
+    forecast: Forecast
+    task: Task
 
 
 class Lines:
-    """Of one draft, as forecasts tell."""
+    """In one draft those lines of which a forecast tells who is the first."""
 
     def __init__(
         self,
@@ -29,35 +37,41 @@ class Lines:
         self._policy = policy
         self._now = now
         self._order = order
-        self._first: dict[str, Planned] = {}
-        """Limit or quota -> who is the first to wait for it, and takes no room yet."""
+        self._first: dict[str, First] = {}
+        """Limit or quota -> who is the first to wait for it."""
+        self._longest: dict[tuple[object, ...], Seconds] = {}
+        """Of tasks that differ in nothing by which run times are told."""
         for forecast in forecasts:
             task = draft.world.tasks.get(forecast.task)
             if forecast.first_in and task is not None and task.state is TaskState.PENDING:
                 for name in forecast.first_in:
-                    self._first[name] = Planned(forecast, task, NodeName(""), (), {})
+                    self._first[name] = First(forecast, task)
 
     def started(self, task: TaskId) -> None:
         """The task is admitted, and stands in no line any more."""
         self._first = {name: first for name, first in self._first.items() if first.task.id != task}
 
-    def ahead_of(self, task: Task) -> list[Planned]:
+    def ahead_of(self, task: Task) -> list[First]:
         """Those ahead of the task who wait for a limit, or for the quota, of which it would take, if it might
         not be done by the time at which they are to start."""
         if not self._first:
             return []
         names = [name for name, _ in task.demand.counted]
         if asks_for_gpus(task.demand):
-            names.append(quota_of(task.tenant))
+            names.append(line_of_quota(task.tenant))
         ahead = [self._first[name] for name in names if name in self._first]
         ahead = [first for first in ahead if self._order(first.task) < self._order(task)]
         ends_at = self._now + (self._longest_seconds(task) if ahead else 0.0)
         return [first for first in ahead if ends_at > first.forecast.start_at]
 
-    def _longest_seconds(self, task: Task) -> float:
+    def _longest_seconds(self, task: Task) -> Seconds:
         """Nine in ten of its runs are over by then, wherever it comes to; infinite if nobody knows."""
-        nodes = list(self._draft.usable_nodes())
-        if task.expected_seconds is not None:
-            nodes = nodes[:1]  # it was said for all of them
-        kinds = {kind for node in nodes for kind in self._draft.kinds_for(node, task)}
-        return whole_run_seconds(task, self._draft.world.learned.sketches, self._policy, kinds)[1]
+        said = task.expected_seconds, task.timeout_seconds, task.grace_seconds
+        likes = task.tenant, task.subject, asks_for_gpus(task.demand), *said
+        if likes not in self._longest:
+            kinds = {
+                kind for node in self._draft.usable_nodes() for kind in self._draft.kinds_for(node, task)
+            }
+            sketches = self._draft.world.learned.sketches
+            self._longest[likes] = whole_run_seconds(task, sketches, self._policy, kinds)[1]
+        return self._longest[likes]

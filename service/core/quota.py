@@ -138,8 +138,8 @@ class Quotas:
         """What its tenant must still give back, so that it may take so much, once those have left who are
         leaving anyway."""
         given: dict[str, int] = {}
-        for tenant, mb in self._draft.leaving():
-            given[tenant] = given.get(tenant, 0) - mb
+        for lease in self._draft.leaving():
+            given[lease.tenant] = given.get(lease.tenant, 0) - lease.mb
         allowance = self.of(task.tenant, task.priority, task.id, given)
         return 0 if allowance is None else max(0, self.need_mb(task.demand) - allowance.left_mb)
 

@@ -9,6 +9,7 @@ from service.core.draft import Draft
 from service.core.expectations import Remaining
 from service.core.fairness import Shares
 from service.core.gang import Gang
+from service.core.limits import share_a_limit
 from service.core.need import may_use_node
 from service.core.ordering import Kin, OrderKey, order_key, own_key
 from service.core.quota_told import quota_of
@@ -92,20 +93,12 @@ class _Rivals:
     def would_take(self, planner: Planner, run: Task) -> bool:
         """Whether one of them might take what this run gave back, in a draft in which it did. In doubt, yes:
         what it counted of a limit that many share, or of a quota, may be taken on any node."""
-        returned = {name for name, _ in run.demand.counted}
         return any(
             rival.demand.bundles
-            or self._share_a_quota(rival, run)
-            or any(name in returned for name, _ in rival.demand.counted)
+            or share_a_limit(run, rival, self._seen.policy)
             or any(planner.may_have(node, rival) for node in nodes_of(run))
             for rival in self._most_urgent()
         )
-
-    def _share_a_quota(self, rival: Task, run: Task) -> bool:
-        mine, theirs = (self._seen.policy.tenant(one.tenant) for one in (run, rival))
-        if mine.guaranteed_mb is None:
-            return False
-        return rival.tenant == run.tenant or (mine.cohort != "" and mine.cohort == theirs.cohort)
 
     def _most_urgent(self) -> list[Task]:
         if self._ahead is None:

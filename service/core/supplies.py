@@ -11,8 +11,12 @@ from service.core.headroom import Headroom
 from service.core.ledger import Book
 from service.core.ranks import asks_for_gpus
 from service.core.task import Placement, Task, TaskState
-from service.core.units import DeviceKey, Instant, NodeName
+from service.core.units import DeviceKey, Instant, NodeName, Seconds
 from service.core.victims import stoppable_at
+
+LATE_SECONDS = Seconds(30.0)
+"""So much longer than it takes anything new, a device counts of which nothing is heard: what is kept of it
+must still be kept when its samples come again, which the first plan sees before any forecast does."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +108,7 @@ class Supplies:
         self.draft = departures.draft
         self._departures = departures
         self._for_plans = for_plans
+        self._heard_until = Instant(departures.now - LATE_SECONDS)
         self._known: dict[tuple[NodeName, _Waiter], tuple[int, Supply]] = {}
         self._later: dict[NodeName, dict[tuple[_Waiter, float], Later]] = {}
 
@@ -165,7 +170,7 @@ class Supplies:
         return _Waiter(task.priority, stops, since)
 
     def _is_unheard_of(self, book: Book) -> bool:
-        return book.is_stale(self._departures.now, self._departures.policy.sample_period_seconds)
+        return book.is_stale(self._heard_until, self._departures.policy.sample_period_seconds)
 
     def _out_of_the_way_at(self, run: Task, departure: Departure, waiter: _Waiter) -> float:
         now, policy = self._departures.now, self._departures.policy
@@ -178,9 +183,8 @@ class Supplies:
         return min(leaves_at, stoppable_at(run, waiter.priority, policy, now) + grace)
 
     def _work_out(self, node: NodeName, waiter: _Waiter) -> Supply:
-        policy, now = self._departures.policy, self._departures.now
-        devices: dict[DeviceKey, list[tuple[float, int]]] = {}
-        for key in [book.device.key for book in self.draft.usable_books(node, policy, now)]:
+        policy, devices = self._departures.policy, dict[DeviceKey, list[tuple[float, int]]]()
+        for key in [b.device.key for b in self.draft.usable_books(node, policy, self._heard_until)]:
             free = self.mb_now(key, waiter)
             steps = devices[key] = [(-inf, free)]
             for at, mb in sorted(self.leaving_device(key, waiter)):

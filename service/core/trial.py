@@ -12,7 +12,7 @@ from service.core.fairness import Shares
 from service.core.gang import Gang
 from service.core.gang_eviction import choose_for_gang
 from service.core.guarantees import Claims
-from service.core.lines import Lines
+from service.core.lines import First, Lines
 from service.core.looks import Looks
 from service.core.memory import Found
 from service.core.offers import Offers
@@ -81,13 +81,13 @@ class Planner:
         """The same if it had only these nodes; a gang has all."""
         return self._beside(task, self._room(nodes, task))
 
-    def kept_for(self, task: Task) -> tuple[Planned, ...]:
+    def kept_for(self, task: Task) -> Sequence[Planned | First]:
         """The forecasts that keep from it what it would take else, if there is a place and they do."""
         found = self._room(self._offers.nodes, task)
         if not found or self._beside(task, found) is not None:
             return ()
         if first := self._lines.ahead_of(task):
-            return tuple(first)
+            return first
         on = sorted({one.node for one in _best(found)} & self._guards.on.keys())
         return tuple(one for node in on for one in self._guards.delayed_by(task, node, everybody=False))
 

@@ -1,7 +1,6 @@
 """Who waits for room, and who is the first to wait for a limit or a quota."""
 
 from collections.abc import Iterator, Mapping
-from math import inf
 
 from service.core.agenda import Agenda
 from service.core.draft import Draft
@@ -13,36 +12,47 @@ from service.core.quota import Quotas
 from service.core.task import Task
 from service.core.units import Instant
 
+GROUPS_AT_A_TIME = 50
+"""So many looks at nodes, of which a group takes less than one, before the caller gets its turn again."""
 
-def waiting(draft: Draft, policy: Policy, now: Instant, most: int) -> Iterator[tuple[Task, frozenset[str]]]:
+
+def waiting(
+    draft: Draft, policy: Policy, now: Instant, most: int, *, lines_too: bool = True
+) -> Iterator[tuple[Task, frozenset[str]] | None]:
     """In order of the queue the first so many who wait for room alone, and so many who stand first in a line,
-    with the limits and quotas (`quota_of`) for which nobody ahead of them waits. Whoever has pledges waits
-    for neither."""
+    with the limits and quotas (`line_of_quota`) for which nobody ahead of them waits. Whoever has pledges
+    waits for neither. None in between, whenever many were passed over."""
     world = draft.world
-    lines = _Lines(draft, policy, most)
+    are_lines = lines_too and (policy.has_quotas or bool(policy.custom_limits))
+    lines = _Lines(draft, policy, most, most if are_lines else 0)
     agenda = Agenda(world, policy, now, None, Shares(world, policy, now))
-    while not lines.are_done and (head := agenda.next(lines)) is not None:
-        if head.task not in world.pledges:
+    while not (lines.are_done or agenda.is_done):
+        lines.looks.allow(GROUPS_AT_A_TIME)
+        head = agenda.next(lines)
+        if head is not None and head.task not in world.pledges:
             task = world.tasks[head.task]
             yield task, lines.let_in(task)
+        elif lines.looks.call_for_a_pause:
+            yield None
 
 
 def first_of_queue(draft: Draft, policy: Policy, now: Instant, most: int) -> Iterator[Task]:
     """Those who wait for room alone."""
-    return (task for task, line in waiting(draft, policy, now, most) if not line)
+    found = filter(None, waiting(draft, policy, now, most, lines_too=False))
+    return (task for task, _ in found)
 
 
 class _Lines:
     """Doubts about everybody who stands further back."""
 
-    def __init__(self, draft: Draft, policy: Policy, most: int) -> None:
-        self.looks = Looks(inf)
+    def __init__(self, draft: Draft, policy: Policy, most: int, most_lines: int) -> None:
+        self.looks = Looks(may_pause=True)
         self._draft = draft
         self._policy = policy
         self._quotas = Quotas(draft, policy)
         self._left = most
         """So many more wait for room alone."""
-        self._lines_left = most
+        self._lines_left = most_lines
         self._taken: set[str] = set()
         """Limits, and (by tenant) quotas, for which somebody waits already."""
 
@@ -54,7 +64,7 @@ class _Lines:
         """In which lines it is the first; none if it waits for room alone."""
         awaited = set(self._draft.short_of(task, self._policy.custom_limits))
         if self._quotas.is_short(task):
-            awaited.add(quota_of(task.tenant))
+            awaited.add(line_of_quota(task.tenant))
         if awaited:
             self._lines_left -= 1
         else:
@@ -64,7 +74,7 @@ class _Lines:
         return first_in
 
     def is_over_quota(self, group: Group) -> bool:
-        return self._falls_short(group) and not self._may_wait({quota_of(group.tenant)})
+        return self._falls_short(group) and not self._may_wait({line_of_quota(group.tenant)})
 
     def is_refused(self, group: Group) -> bool:
         awaited: set[str] = set()
@@ -90,6 +100,6 @@ class _Lines:
         return self._lines_left > 0 and not awaited <= self._taken
 
 
-def quota_of(tenant: str) -> str:
+def line_of_quota(tenant: str) -> str:
     """What its tasks wait for who wait for its quota."""
     return f"quota:{tenant}"

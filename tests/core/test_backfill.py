@@ -345,6 +345,17 @@ def test_a_gang_behind_a_forecast_takes_no_room_and_stops_no_runs_where_it_stand
     assert admitted(elsewhere, forecasts=forecasts) == {"gang": ["n2/gpu0"]}
 
 
+def test_a_device_whose_samples_are_late_is_foretold_for_a_while_yet():
+    """What is kept there must be kept when they come again: that plan sees the forecasts made before."""
+    stays = a_run("stays", "n2/gpu0", left=HOUR)
+    world = a_world(*gpus(1), *gpus(1, "n2"), a_run("one", "gpu0", left=HOUR / 2), stays)
+    submit(world, a_task("next", gpus=1, submitted_at=NOW - 9))
+    late = NOW + 3 * POLICY.sample_period_seconds + 20
+    world.measure([a_sample("n2/gpu0", late + 20)])
+    assert [node_of(forecast) for forecast in foreseen(world, now=late)] == ["n1"]
+    assert [node_of(forecast) for forecast in foreseen(world, now=late + 20)] == ["n2"]
+
+
 def test_the_maker_of_forecasts_pauses_every_few_nodes():
     nodes = [device for number in range(17) for device in gpus(1, f"n{number:02}")]
     runs = [a_run(f"run{n:02}", f"n{n:02}/gpu0", left=HOUR - n) for n in range(17)]

@@ -1,11 +1,16 @@
 """A draft is tried out beside the World."""
 
+from dataclasses import replace
+
 import pytest
 
 from service.core.draft import Draft
 from service.core.errors import Overcommitted
+from service.core.plan import Decision, withdrawn
+from service.core.policy import CustomLimit
 from service.core.units import NodeName
-from tests.builders import GIB, a_device, a_lease, a_node, a_pledge, a_task, a_world, holding, key
+from tests.builders import GIB, a_device, a_lease, a_node, a_pledge, a_task, a_world, commit, holding, key
+from tests.core.gangs import a_gang, bundles
 from tests.core.test_world import picture
 
 
@@ -27,6 +32,26 @@ def test_what_changes_in_a_draft_stays_there():
     draft.put_lease(a_lease(a_task("new"), "gpu0", 10 * GIB))
     draft.end_pledges(high.id)
     assert str(picture(world)) == before
+
+
+def test_what_a_gang_with_pledges_will_count_is_kept_for_it_once():
+    """Of limits that stand on the gang, and not on its ranks."""
+    gang = a_gang("gang", *bundles(2, gpu_mb=80 * GIB), priority=60, slots=(("runs", 1.0),))
+    pledges = [a_pledge(gang, f"gpu{n}", 80 * GIB, ranks=(n,)) for n in (0, 1)]
+    draft = Draft(a_world(a_device("gpu0"), a_device("gpu1"), gang, *pledges))
+    low = a_task("low", priority=40, cpu=1.0, slots=(("runs", 1.0),))
+    assert draft.short_of(low, [CustomLimit("runs", 1.0)]) == ["runs"]
+    assert draft.short_of(low, [CustomLimit("runs", 2.0)]) == []
+    for ahead in (replace(low, priority=70), gang):
+        assert draft.short_of(ahead, [CustomLimit("runs", 1.0)]) == []
+
+
+def test_a_pledge_that_ends_beside_a_draft_stays_in_it():
+    high = a_task("high", priority=80, gpu_mb=20 * GIB, cpu=2.0)
+    world = a_world(a_node(cpu=8.0), a_device(), high, a_pledge(high, "gpu0", 20 * GIB))
+    draft = Draft(world)
+    commit(world, Decision("high", "story", pledges=withdrawn(world.pledges[high.id])))
+    assert draft.headroom(NodeName("n1"), priority=50).cpu == 6.0
 
 
 def test_the_holder_of_a_lease_is_the_task_whose_newest_claim_it_is():

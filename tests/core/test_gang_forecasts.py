@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from service.core.backfill import Basis
+from service.core.forecasts import make_forecasts
 from service.core.policy import Policy
 from service.core.task import Task
 from service.core.units import Instant, Seconds
@@ -53,6 +54,14 @@ def test_a_gang_is_foretold_when_all_its_ranks_fit_as_its_strategy_says(
 def test_an_elastic_gang_is_foretold_by_the_ranks_that_it_needs_at_least():
     [forecast] = foreseen(a_world(*NODES, *busy(**FULL), ranks(5, min_ranks=2)))
     assert (forecast.start_at - NOW, len(forecast.places)) == (200.0, 2)
+
+
+def test_the_maker_of_forecasts_pauses_for_a_gang_every_few_nodes_too():
+    nodes = [device for number in range(17) for device in gpus(1, f"n{number:02}")]
+    runs = [a_run(f"run{n:02}", f"n{n:02}/gpu0", left=HOUR) for n in range(17)]
+    world = a_world(*nodes, *runs, ranks(2))
+    steps = list(make_forecasts(world, POLICY, NOW))
+    assert len(steps) == 4 + 3 + 2, "every 4 nodes, after each moment, after the gang, and at the end"
 
 
 def test_a_gang_that_never_fits_has_no_forecast():

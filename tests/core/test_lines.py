@@ -7,18 +7,21 @@ import pytest
 
 from service.core.advice import advise
 from service.core.backfill import Basis
+from service.core.demand import Where
 from service.core.draft import Draft
 from service.core.explain import explain
+from service.core.forecasts import make_forecasts
 from service.core.lease import LeaseState, move_lease
 from service.core.look import look
 from service.core.plan import Decision, write_move
 from service.core.policy import CustomLimit, Policy, TenantPolicy
 from service.core.reasons import Reason
 from service.core.survey import survey
-from service.core.task import Move, Task
-from service.core.units import Instant, Mib, TaskId
+from service.core.task import Move, Task, TaskState
+from service.core.units import Instant, Mib, Seconds, TaskId
+from service.core.waiting import first_of_queue, waiting
 from service.core.world import World
-from tests.builders import GIB, NOW, a_demand, a_device, a_task, a_world, commit, submit
+from tests.builders import GIB, NOW, a_demand, a_device, a_task, a_world, commit, holding, submit
 from tests.core.gangs import a_gang
 from tests.core.test_backfill import POLICY, a_run, admitted, foreseen, gpus
 from tests.core.test_starvation import Hours
@@ -161,3 +164,58 @@ def test_who_waits_behind_the_first_in_a_line_is_told_so():
     told = advise(look(survey(Draft(world), world.tasks[TaskId("new")], TWO, NOW, forecasts)))
     assert (told.trial.places, told.trial.eviction) == (None, None)
     assert told.remedies[0].change == {"expected_seconds": 60.0}
+
+
+def test_what_runs_that_are_over_still_hold_of_a_quota_counts_as_given_back():
+    """Else there would be no line while anybody leaves, and whoever comes next would pass."""
+    over = a_task("over", gpu_mb=160 * GIB, tenant="solo")
+    over = holding(over, "gpu0", state=TaskState.SUCCEEDED, lease_state=LeaseState.RELEASING)
+    runs = a_run("one", "gpu1", left=60.0, tenant="solo", gpu_mb=160 * GIB)
+    waits = a_task("waits", gpu_mb=300 * GIB, tenant="solo")
+    large = [a_device(f"gpu{n}", mb=320 * GIB) for n in range(3)]
+    [forecast] = foreseen(a_world(*large, over, runs, waits), QUOTA)
+    assert (forecast.start_at - NOW, forecast.first_in) == (60, {"quota:solo"})
+    [forecast] = foreseen(a_world(*large, over, replace(waits, demand=a_demand(gpu_mb=200 * GIB))), QUOTA)
+    assert (forecast.start_at - NOW, forecast.first_in) == (0, {"quota:solo"})
+
+
+@pytest.mark.parametrize("limits", [(), (CustomLimit("licence", 1.0, priority_threshold=70),)])
+def test_a_limit_that_is_gone_or_kept_for_higher_priorities_never_opens(limits: tuple[CustomLimit, ...]):
+    running = a_run("one", "gpu0", left=60.0, custom=LICENCE, gpu_mb=GIB, priority=80)
+    world = a_world(a_device(), running, a_task("waits", gpu_mb=GIB, custom=LICENCE))
+    assert foreseen(world, replace(POLICY, custom_limits=limits)) == []
+
+
+def test_only_who_takes_of_a_limit_tells_how_sure_it_is_when_it_opens():
+    guessed = a_run("guessed", "gpu0"), a_task("first", gpus=1, expected_seconds=Seconds(50.0))
+    running = a_run("one", "n2/gpu0", left=600.0, custom=LICENCE)
+    waits = a_task("waits", gpu_mb=GIB, custom=LICENCE, where=Where(nodes=(("node", ("n2",)),)))
+    made = foreseen(a_world(*gpus(1), *gpus(1, "n2"), *guessed, running, waits), LICENSED)
+    told = [(f.task, f.start_at - NOW, f.p90_at - NOW, f.basis) for f in made]
+    assert told == [("first", 100, 900, Basis.GUESS), ("waits", 600, 600, Basis.STATED)]
+
+
+def test_who_was_admitted_while_forecasts_were_made_counts_against_a_limit_before_it_gives_back():
+    nodes = [device for number in range(9) for device in gpus(1, f"n{number}")]
+    running = a_run("one", "n0/gpu0", left=60.0, custom=LICENCE)
+    first = a_task("first", gpus=1, gpu_mb=80 * GIB, submitted_at=NOW - 9)
+    waits = a_task("waits", gpu_mb=GIB, custom=(("licence", 2.0),))
+    world = a_world(*nodes, running, first, waits)
+    steps = make_forecasts(world, TWO, NOW)
+    next(steps)
+    new = a_run("new", "n1/gpu0", left=600.0, custom=LICENCE)
+    world.add_task(new.task)
+    world.add_lease(new.leases[0])
+    *_, made = steps
+    assert {f.task: f.start_at - NOW for f in made} == {"first": 0, "waits": 600}
+
+
+def test_who_is_passed_over_for_a_line_takes_turns_of_looking_too():
+    licensed = [a_task(f"l{n}", gpu_mb=Mib(n + 1), custom=LICENCE, priority=60) for n in range(400)]
+    world = a_world(a_device(), a_run("one", "gpu0", left=60.0, custom=LICENCE), *licensed)
+    submit(world, a_task("next", gpu_mb=80 * GIB))
+    found = list(waiting(Draft(world), LICENSED, NOW, 8))
+    assert [one[0].id for one in found if one] == ["l0", "next"]
+    assert len(found) > 3
+    assert [task.id for task in first_of_queue(Draft(world), LICENSED, NOW, 8)] == ["next"]
+    assert len(list(make_forecasts(world, LICENSED, NOW))) > 4
