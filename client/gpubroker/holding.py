@@ -50,6 +50,11 @@ class _Held:
         return None if self._standing is None else self._standing.notice
 
     @property
+    def fault(self) -> BrokerError | None:
+        """What the service said where the notice is `refused`."""
+        return None if self._standing is None else self._standing.fault
+
+    @property
     def is_unreachable(self) -> bool:
         """Whether the service could not be asked last time. The lease holds on: nobody else gets its memory
         before its holder has left, and a service that comes back hears of it first."""

@@ -21,10 +21,12 @@ from gpubroker.leases import (
     LeaseEnded,
     LeaseOptions,
     LeaseState,
-    Notice,
     Standing,
 )
 from gpubroker.models import Page
+
+_NEVER_AGAIN = frozenset({"unauthenticated", "forbidden", "not-found"})
+"""Codes by which the service itself says that this program cannot renew. A proxy's 4xx has no code."""
 
 
 class LeaseOperations:
@@ -84,21 +86,26 @@ class LeaseOperations:
     def keep(self, standing: Standing) -> Steps[None]:
         """Renew it again and again until its holder has to leave, or has left."""
         while not standing.is_over and standing.notice is None:
-            lease = standing.lease
             try:
-                lease = yield from self._sit_out(lease, LeaseState.HELD, lease.interval_seconds)
-                if lease.state is LeaseState.HELD and not standing.is_over:
-                    lease = yield from self.renew(lease)
-            except Refused as refused:
-                if refused.code not in ("lease-ended", "lease-under-notice"):
-                    standing.give(Notice("refused"))
-                    raise
-                lease = yield from self.get(lease)
-            except BrokerError:
-                standing.is_unreachable = True
-                yield Pause(AGAIN_SECONDS)
-                continue
-            standing.note(lease)
+                standing.note((yield from self._renewed_in_time(standing)))
+            except BrokerError as fault:
+                if fault.code in _NEVER_AGAIN:
+                    standing.refuse(fault)
+                else:
+                    standing.is_unreachable = True
+                    yield Pause(AGAIN_SECONDS)
+
+    def _renewed_in_time(self, standing: Standing) -> Steps[Lease]:
+        """Back after a part of its time to live, or as soon as it is no longer held."""
+        lease = yield from self._sit_out(standing.lease, LeaseState.HELD, standing.lease.interval_seconds)
+        if lease.state is not LeaseState.HELD or standing.is_over:
+            return lease
+        try:
+            return (yield from self.renew(lease))
+        except Refused as refused:
+            if refused.code not in ("lease-ended", "lease-under-notice"):
+                raise
+        return (yield from self.get(lease))
 
     def _sit_out(self, lease: Lease, state: LeaseState, seconds: float) -> Steps[Lease]:
         """As `wait`, but not back at once with nothing new: so answers a service that stops, or a proxy that

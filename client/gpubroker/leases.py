@@ -37,7 +37,7 @@ class Notice:
 
     reason: str
     """preempt, deadline (it was not renewed), cancel, overuse; `ended` if nobody waits any more, `refused` if
-    the service does not let this program renew it."""
+    the service does not let this program renew it (`fault` of what is held says how)."""
     deadline_at: datetime | None = None
     raw: Raw = field(default_factory=dict, repr=False)
 
@@ -134,6 +134,8 @@ class Standing:
         """The service could not be asked last time. Its memory is given to nobody else meanwhile."""
         self._told = threading.Event()
         self._notice: Notice | None = None
+        self.fault: BrokerError | None = None
+        """How the service refused to renew it."""
 
     @property
     def notice(self) -> Notice | None:
@@ -144,6 +146,10 @@ class Standing:
         self.is_unreachable = False
         if lease.state is not LeaseState.HELD:
             self.give(lease.notice or Notice("ended"))
+
+    def refuse(self, fault: BrokerError) -> None:
+        self.fault = fault
+        self.give(Notice("refused"))
 
     def give(self, notice: Notice) -> None:
         if self._notice is None:

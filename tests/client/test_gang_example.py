@@ -1,8 +1,10 @@
 """The example of a gang does what its page says, with a process per rank and without any cluster."""
 
+import contextlib
 import socket
 import subprocess
 import sys
+from collections.abc import Iterator
 
 RANK = """
 import sys
@@ -15,10 +17,25 @@ print(gang.add_up(7))
 
 
 def test_every_rank_has_the_sum_whoever_comes_first() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        address = f"127.0.0.1:{free.getsockname()[1]}"
-    ranks = [
+    with contextlib.ExitStack() as stack:
+        address = stack.enter_context(an_address_that_is_kept())
+        ranks = [a_rank(stack, rank, address) for rank in (1, 2, 0)]
+        assert [rank.communicate(timeout=60)[0] for rank in ranks] == ["42.0\n"] * 3
+
+
+@contextlib.contextmanager
+def an_address_that_is_kept() -> Iterator[str]:
+    """Nobody else gets the port meanwhile, and rank 0 can listen there, because this socket does not."""
+    with socket.socket() as keeper:
+        keeper.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        keeper.bind(("127.0.0.1", 0))
+        yield f"127.0.0.1:{keeper.getsockname()[1]}"
+
+
+def a_rank(stack: contextlib.ExitStack, rank: int, address: str) -> "subprocess.Popen[str]":
+    """It is killed if another one fails."""
+    process = stack.enter_context(
         subprocess.Popen([sys.executable, "-c", RANK, str(rank), address], stdout=subprocess.PIPE, text=True)
-        for rank in (1, 2, 0)
-    ]
-    assert [rank.communicate(timeout=60)[0] for rank in ranks] == ["42.0\n"] * 3
+    )
+    stack.callback(process.kill)
+    return process

@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from datetime import datetime
@@ -155,15 +154,25 @@ def test_a_holder_that_cannot_ask_goes_on_and_is_told_when_it_can_again(service:
         assert held.notice.reason == "deadline"
 
 
-def test_whoever_may_not_renew_any_longer_is_told_so(
-    service: RecordedService, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(threading, "excepthook", lambda _what: None)
+def test_whoever_may_not_renew_any_longer_is_told_so(service: RecordedService) -> None:
     service.told(Reply(202, a_lease()), a_problem(401, "unauthenticated"), Reply(200, a_lease("ended")))
     with Broker(service.url, "gpb_secret", retry_seconds=0) as broker, broker.lease(gpu_mb=1024) as held:
         assert held.wait_for_notice(PATIENCE_SECONDS)
         assert held.notice is not None
         assert held.notice.reason == "refused"
+        assert held.fault is not None
+        assert held.fault.code == "unauthenticated"
+
+
+@pytest.mark.parametrize("status", [401, 403, 404, 429])
+def test_what_a_proxy_refuses_on_its_own_is_no_notice(service: RecordedService, status: int) -> None:
+    service.told(Reply(202, a_lease(ttl_seconds=0.01)))
+    service.always = Reply(status, "<html>nginx</html>")
+    with Broker(service.url, "gpb_secret", retry_seconds=0) as broker, broker.lease(gpu_mb=1024) as held:
+        wait_until(lambda: held.is_unreachable or held.notice)
+        assert held.notice is None
+        service.always = Reply(200, a_lease("ended"))
+        assert held.wait_for_notice(PATIENCE_SECONDS)
 
 
 def test_a_service_that_answers_at_once_is_not_asked_without_a_pause(service: RecordedService) -> None:
@@ -228,14 +237,22 @@ def test_a_lease_is_named_by_a_part_of_its_id_or_by_its_holder(
     service: RecordedService, run: Run, word: str
 ) -> None:
     listed = {"items": [a_lease(), a_lease(id="task_01k9z6x8d2000000000000000a", holder="another")]}
-    service.told(Reply(200, listed), Reply(200, a_lease("ended")))
+    service.told(Reply(200, {"items": []}), Reply(200, listed), Reply(200, a_lease("ended")))
     assert run(f"lease release {word}").code == 0
     assert service.asked[-1].path == f"/leases/{FULL_ID}"
 
 
+def test_an_ended_lease_of_the_same_holder_is_not_meant(service: RecordedService, run: Run) -> None:
+    service.told(Reply(200, {"items": [a_lease()]}), Reply(200, a_lease("ended")))
+    assert run("lease release vllm").code == 0
+    asked, released = service.asked
+    assert asked.params == [("state", "pending,held,stopping,quarantined"), ("holder", "vllm")]
+    assert released.path == f"/leases/{FULL_ID}"
+
+
 def test_a_word_that_may_mean_two_leases_or_none_means_neither(service: RecordedService, run: Run) -> None:
     listed = {"items": [a_lease(), a_lease(id=f"{FULL_ID[:-1]}a")]}
-    service.told(Reply(200, listed), Reply(200, listed))
+    service.told(Reply(200, listed), Reply(200, {"items": []}), Reply(200, listed))
     assert "may be any of" in run("lease release vllm").err
     assert "no lease is held by 'nobody'" in run("lease release nobody").err
     assert {asked.method for asked in service.asked} == {"GET"}
@@ -251,16 +268,36 @@ def test_a_command_runs_with_its_gpus_and_its_exit_code_is_ours(service: Recorde
     assert any(asked.method == "DELETE" for asked in service.asked)
 
 
+@pytest.mark.parametrize("pid", [None, 7])
+def test_a_command_keeps_its_exit_code_where_its_lease_cannot_be_given_back(
+    service: RecordedService, run: Run, monkeypatch: pytest.MonkeyPatch, pid: int | None
+) -> None:
+    monkeypatch.setattr("gpubroker.cli.session._RETRY_SECONDS", 0.0)
+    service.told(Reply(202, a_lease(pid=pid)))
+    service.always = a_problem(503, "store-unavailable")
+    ended = run("lease run --gpu-memory 1GiB --", sys.executable, "-c", "raise SystemExit(3)")
+    assert ended.code == 3
+    assert "could not be given back" in ended.err
+    assert (f"gpubroker lease release {FULL_ID}" in ended.err) == (pid is None)
+
+
 @contextlib.contextmanager
-def a_wrapped_command(service: RecordedService, script: str) -> Iterator["subprocess.Popen[str]"]:
-    """`gpubroker lease run` of a program that has said its first line. Both say what they say in one pipe."""
-    wrapper = [sys.executable, "-c", "from gpubroker.cli import main; main()", "lease", "run"]
+def a_wrapped_command(
+    service: RecordedService, script: str, terminal: str = ""
+) -> Iterator["subprocess.Popen[str]"]:
+    """`gpubroker lease run` of a program that has said its first line. Both say what they say in one pipe.
+
+    It has no terminal, unless it is given one.
+    """
+    opened = f"import os; os.open({terminal!r}, os.O_RDWR); " if terminal else ""
+    wrapper = [sys.executable, "-c", f"{opened}from gpubroker.cli import main; main()", "lease", "run"]
     where = {"GPUBROKER_URL": service.url, "GPUBROKER_TOKEN": "gpb_secret"}
     with subprocess.Popen(
         [*wrapper, "--gpus", "1", "--", sys.executable, "-c", script],
         env=os.environ | where,
         stdout=subprocess.PIPE,
         text=True,
+        start_new_session=True,
     ) as process:
         yield process
         process.kill()
@@ -268,14 +305,14 @@ def a_wrapped_command(service: RecordedService, script: str) -> Iterator["subpro
 
 ENDS_AS_IT_IS_TOLD = """
 import signal, sys
-for number in (signal.SIGTERM, signal.SIGHUP):
+for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT, signal.SIGQUIT):
     signal.signal(number, lambda number, _: sys.exit(40 + number))
 print("ready", flush=True)
 signal.pause()
 """
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT, signal.SIGQUIT])
 def test_a_signal_goes_to_the_command_and_the_lease_is_given_back_after_it(
     service: RecordedService, number: signal.Signals
 ) -> None:
@@ -286,6 +323,36 @@ def test_a_signal_goes_to_the_command_and_the_lease_is_given_back_after_it(
         process.send_signal(number)
         assert process.wait(PATIENCE_SECONDS) == 40 + number
     assert "DELETE" in [asked.method for asked in service.asked]
+
+
+COUNTS_KEYS = """
+import signal, sys
+keys = []
+def key(number, _):
+    keys.append(number)
+    print("key", flush=True)
+for number in (signal.SIGINT, signal.SIGQUIT):
+    signal.signal(number, key)
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(len(keys)))
+print("ready", flush=True)
+while True:
+    signal.pause()
+"""
+
+
+@pytest.mark.parametrize("key", [b"\x03", b"\x1c"])
+def test_a_key_of_the_terminal_reaches_the_command_once(service: RecordedService, key: bytes) -> None:
+    service.always = Reply(202, a_lease())
+    keyboard, screen = os.openpty()
+    with a_wrapped_command(service, COUNTS_KEYS, os.ttyname(screen)) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+        os.write(keyboard, key)
+        assert process.stdout.readline() == "key\n"
+        process.terminate()
+        assert process.wait(PATIENCE_SECONDS) == 1
+    os.close(keyboard)
+    os.close(screen)
 
 
 def test_a_command_does_not_outlive_the_process_that_holds_its_memory(service: RecordedService) -> None:
@@ -322,6 +389,16 @@ def test_a_command_is_asked_to_leave_when_its_lease_is(service: RecordedService,
     ended = run("lease run --gpu-memory 1GiB --", sys.executable, "-c", "import time; time.sleep(60)")
     assert ended.code == 128 + 15
     assert "has to be given back (preempt)" in ended.err
+
+
+def test_a_command_whose_lease_may_not_be_renewed_is_told_why_once(
+    service: RecordedService, run: Run
+) -> None:
+    service.told(Reply(202, a_lease()), a_problem(403, "forbidden"), Reply(200, a_lease("ended")))
+    ended = run("lease run --gpu-memory 1GiB --", sys.executable, "-c", "import time; time.sleep(60)")
+    assert ended.code == 128 + 15
+    assert ended.err.count("(refused: ") == 1
+    assert "Traceback" not in ended.err
 
 
 def test_a_lease_without_a_command_is_a_usage_error(service: RecordedService, run: Run) -> None:

@@ -9,8 +9,18 @@ import typer
 
 from gpubroker.cli import quantities
 from gpubroker.cli.leash import Leash
-from gpubroker.cli.session import Format, Output, broker_of, emit, emit_all, lease_id, say
+from gpubroker.cli.session import (
+    UNFINISHED_LEASES,
+    Format,
+    Output,
+    broker_of,
+    emit,
+    emit_all,
+    lease_id,
+    say,
+)
 from gpubroker.cli.submit import CommandAfterDashes, GpuMb, Gpus, Kinds, Priority
+from gpubroker.errors import BrokerError
 
 if TYPE_CHECKING:
     from gpubroker.holding import HeldLease
@@ -18,7 +28,6 @@ if TYPE_CHECKING:
 
 lease = typer.Typer(help="External leases: memory for what the broker does not start.", no_args_is_help=True)
 
-_UNFINISHED = "pending,held,stopping,quarantined"
 _SECONDS = {"parser": quantities.seconds, "metavar": "DURATION"}
 
 LeaseId = Annotated[str, typer.Argument(metavar="LEASE", help="Its id, a start or end of it, or its holder.")]
@@ -95,15 +104,19 @@ def run(
         raise typer.BadParameter(f"there is no program {words[0]!r} that could be started")
     options.setdefault("holder", " ".join(words)[:200])
     leash = Leash()
-    with (
-        leash.held(),
-        broker_of(context) as broker,
-        broker.lease(timeout_seconds=timeout, **options) as held,
-    ):
-        say(f"holding {held.id}: {', '.join(held.device_uuids)} on {held.node}")
-        leash.start(words, held.environment)
-        threading.Thread(target=_mind, args=(leash, held), daemon=True).start()
-        code = leash.wait()
+    code = None
+    with leash.held(), broker_of(context) as broker:
+        held = broker.lease(timeout_seconds=timeout, **options)
+        try:
+            with held:
+                say(f"holding {held.id}: {', '.join(held.device_uuids)} on {held.node}")
+                leash.start(words, held.environment)
+                threading.Thread(target=_mind, args=(leash, held), daemon=True).start()
+                code = leash.wait()
+        except (BrokerError, SystemExit) as fault:
+            if code is None:
+                raise
+            _tell_what_is_left(held, fault)
     raise typer.Exit(code)
 
 
@@ -117,7 +130,7 @@ def list_(
     from gpubroker.cli import draw_leases
 
     with broker_of(context) as broker:
-        found = broker.leases(state=None if everything else _UNFINISHED)
+        found = broker.leases(state=None if everything else UNFINISHED_LEASES)
         emit_all(output, list(found), draw_leases.leases)
 
 
@@ -162,8 +175,18 @@ def _mind(leash: Leash, held: "HeldLease") -> None:
     """Ask the command to leave when its lease has to be given back."""
     held.wait_for_notice()
     if held.notice is not None and not leash.is_over.is_set():
-        say(f"the lease has to be given back ({held.notice.reason}); ending the command")
+        why = f": {held.fault.detail}" if held.fault else ""
+        say(f"the lease has to be given back ({held.notice.reason}{why}); ending the command")
         leash.end(held.lease.grace_seconds * 0.8)
+
+
+def _tell_what_is_left(held: "HeldLease", fault: BrokerError | SystemExit) -> None:
+    why = "interrupted" if isinstance(fault, SystemExit) else fault
+    say(f"gpubroker: the command has ended, but its lease could not be given back: {why}")
+    if held.lease.pid is None:
+        say(f"its memory counts as used until you do: gpubroker lease release {held.id}")
+    else:
+        say("it ends by itself once the service sees that this process is gone")
 
 
 def add_to(app: typer.Typer) -> None:

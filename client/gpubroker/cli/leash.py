@@ -7,12 +7,15 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from types import FrameType
 
 EXIT_SIGNALLED = 128
 """Added to the number of the signal that ended a command, as shells have it."""
 
-_HEARD = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+_KEYS = (signal.SIGINT, signal.SIGQUIT)
+"""Ctrl-C and Ctrl-\\: a terminal sends them to the command itself."""
+_HEARD = (*_KEYS, signal.SIGTERM, signal.SIGHUP)
 
 # In a process of its own, because threads of this one may hold locks while it is forked. Python ignores two
 # signals that the command shall have as everybody has them.
@@ -34,7 +37,8 @@ except OSError as fault:
 
 class Leash:
     """Signals that would end this process go to the command, and this process ends after it. One that comes
-    before there is a command ends this process as it always would; whoever waits for something gives it up.
+    before there is a command, or after it, ends this process as it always would; whoever waits for something
+    gives it up.
     """
 
     def __init__(self) -> None:
@@ -76,9 +80,18 @@ class Leash:
             self._child.kill()
 
     def _pass_on(self, number: int, _frame: FrameType | None) -> None:
-        if self._early is None:
+        if self._early is None or self.is_over.is_set():
             raise SystemExit(EXIT_SIGNALLED + number)
         if self._child is None:
             self._early.append(number)
-        elif number != signal.SIGINT:  # a terminal sends that one to both
+        elif number not in _KEYS or not _is_in_foreground():
             self._child.send_signal(number)
+
+
+def _is_in_foreground() -> bool:
+    """Whether the keys of a terminal reach this process, and so the command as well."""
+    try:
+        with Path("/dev/tty").open("rb") as terminal:
+            return os.tcgetpgrp(terminal.fileno()) == os.getpgrp()
+    except OSError:  # there is no terminal
+        return False

@@ -28,6 +28,7 @@ _RETRY_SECONDS = 3.0
 """A person at a terminal would rather read that nothing answers than wait for a service to come back."""
 _WATCH_SECONDS = 1.0
 _PIPE_WIDTH = 1000
+UNFINISHED_LEASES = "pending,held,stopping,quarantined"
 
 
 class Format(StrEnum):
@@ -87,9 +88,14 @@ def task_id(broker: "Broker", word: str, *, to_change: bool = False) -> str:
 
 
 def lease_id(broker: "Broker", word: str) -> str:
-    """The id of the external lease a person meant, as `task_id`: its holder is its name."""
+    """The id of the external lease a person meant, as `task_id`: its holder is its name.
+
+    A holder's earlier leases, which have ended, are only meant where it has no other.
+    """
     if word.startswith("task_") and len(word) == _TASK_ID_LENGTH:
         return word
+    if held := [lease.id for lease in broker.leases(state=UNFINISHED_LEASES, holder=word)]:
+        return _only(held, word, "lease is held by")
     recent = list(islice(broker.leases(), _TASKS_SEARCHED))
     found = [lease.id for lease in recent if _is_meant(lease.id, word)]
     return _only(found or [lease.id for lease in recent if lease.holder == word], word, "lease is held by")
