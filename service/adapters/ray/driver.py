@@ -104,7 +104,8 @@ class Driver:
         except TimeoutError:
             raise CannotConnect(
                 f"Ray at {address} did not let us in within {CONNECT_SECONDS:g} s; it must be a Ray head; "
-                "one with tokens needs RAY_AUTH_TOKEN_PATH in this service's environment"
+                "one with a token needs RAY_AUTH_MODE=token in this service's environment, and the token in "
+                "~/.ray/auth_token or where RAY_AUTH_TOKEN_PATH says"
             ) from None
         except Exception as fault:
             raise CannotConnect(f"cannot connect to Ray at {address}: {fault}") from fault

@@ -1,0 +1,163 @@
+"""`gpubroker lease run`: a command that lives as long as its lease; its signals and exit code are its own."""
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import pytest
+
+from tests.client.command_line import Run
+from tests.client.recorded_service import FULL_ID, RecordedService, Reply, a_problem
+from tests.client.test_leases import AT, a_lease, wait_until
+from tests.gateway.harness import PATIENCE_SECONDS
+
+
+def test_a_command_runs_with_its_gpus_and_its_exit_code_is_ours(service: RecordedService, run: Run) -> None:
+    service.always = Reply(202, a_lease())
+    script = "import os, sys; print('on', os.environ['CUDA_VISIBLE_DEVICES'], flush=True); sys.exit(3)"
+    ended = run("lease run --gpu-memory 1GiB --here --", sys.executable, "-c", script)
+    assert ended.code == 3
+    assert service.asked[0].body["pid"]
+    assert service.asked[0].body["holder"].startswith(sys.executable)
+    assert any(asked.method == "DELETE" for asked in service.asked)
+
+
+@pytest.mark.parametrize("pid", [None, 7])
+def test_a_command_keeps_its_exit_code_where_its_lease_cannot_be_given_back(
+    service: RecordedService, run: Run, monkeypatch: pytest.MonkeyPatch, pid: int | None
+) -> None:
+    monkeypatch.setattr("gpubroker.cli.session._RETRY_SECONDS", 0.0)
+    service.told(Reply(202, a_lease(pid=pid)))
+    service.always = a_problem(503, "store-unavailable")
+    ended = run("lease run --gpu-memory 1GiB --", sys.executable, "-c", "raise SystemExit(3)")
+    assert ended.code == 3
+    assert "could not be given back" in ended.err
+    assert (f"gpubroker lease release {FULL_ID}" in ended.err) == (pid is None)
+
+
+@contextlib.contextmanager
+def a_wrapped_command(
+    service: RecordedService, script: str, terminal: str = ""
+) -> Iterator["subprocess.Popen[str]"]:
+    """`gpubroker lease run` of a program that has said its first line. Both say what they say in one pipe.
+
+    It has no terminal, unless it is given one.
+    """
+    opened = f"import os; os.open({terminal!r}, os.O_RDWR); " if terminal else ""
+    wrapper = [sys.executable, "-c", f"{opened}from gpubroker.cli import main; main()", "lease", "run"]
+    where = {"GPUBROKER_URL": service.url, "GPUBROKER_TOKEN": "gpb_secret"}
+    with subprocess.Popen(
+        [*wrapper, "--gpus", "1", "--", sys.executable, "-c", script],
+        env=os.environ | where,
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    ) as process:
+        yield process
+        process.kill()
+
+
+ENDS_AS_IT_IS_TOLD = """
+import signal, sys
+for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT, signal.SIGQUIT):
+    signal.signal(number, lambda number, _: sys.exit(40 + number))
+print("ready", flush=True)
+signal.pause()
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT, signal.SIGQUIT])
+def test_a_signal_goes_to_the_command_and_the_lease_is_given_back_after_it(
+    service: RecordedService, number: signal.Signals
+) -> None:
+    service.always = Reply(202, a_lease())
+    with a_wrapped_command(service, ENDS_AS_IT_IS_TOLD) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+        process.send_signal(number)
+        assert process.wait(PATIENCE_SECONDS) == 40 + number
+    assert "DELETE" in [asked.method for asked in service.asked]
+
+
+COUNTS_KEYS = """
+import signal, sys
+keys = []
+def key(number, _):
+    keys.append(number)
+    print("key", flush=True)
+for number in (signal.SIGINT, signal.SIGQUIT):
+    signal.signal(number, key)
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(len(keys)))
+print("ready", flush=True)
+while True:
+    signal.pause()
+"""
+
+
+@pytest.mark.parametrize("key", [b"\x03", b"\x1c"])
+def test_a_key_of_the_terminal_reaches_the_command_once(service: RecordedService, key: bytes) -> None:
+    service.always = Reply(202, a_lease())
+    keyboard, screen = os.openpty()
+    with a_wrapped_command(service, COUNTS_KEYS, os.ttyname(screen)) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+        os.write(keyboard, key)
+        assert process.stdout.readline() == "key\n"
+        process.terminate()
+        assert process.wait(PATIENCE_SECONDS) == 1
+    os.close(keyboard)
+    os.close(screen)
+
+
+def test_a_command_does_not_outlive_the_process_that_holds_its_memory(service: RecordedService) -> None:
+    service.always = Reply(202, a_lease())
+    script = "import signal; print('ready', flush=True); signal.pause()"
+    with a_wrapped_command(service, script) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+        process.kill()
+        said, _ = process.communicate(timeout=PATIENCE_SECONDS)  # until nobody holds the pipe any more
+        assert said == ""
+
+
+def test_a_signal_that_comes_before_the_memory_gives_the_lease_up(service: RecordedService) -> None:
+    service.always = Reply(202, a_lease("pending"))
+    with a_wrapped_command(service, "print('started')") as process:
+        wait_until(lambda: any(asked.path.endswith("/wait") for asked in service.asked))
+        process.terminate()
+        said, _ = process.communicate(timeout=PATIENCE_SECONDS)
+    assert (process.returncode, said) == (128 + signal.SIGTERM, "")
+    assert service.asked[-1].method == "DELETE"
+
+
+def test_a_program_that_does_not_exist_asks_for_nothing(service: RecordedService, run: Run) -> None:
+    ended = run("lease run --gpus 1 -- no-such-program")
+    assert ended.code == 2
+    assert "there is no program 'no-such-program'" in ended.err
+    assert not service.asked
+
+
+def test_a_command_is_asked_to_leave_when_its_lease_is(service: RecordedService, run: Run) -> None:
+    stopping = a_lease("stopping", notice={"reason": "preempt", "deadline_at": AT})
+    service.told(Reply(202, a_lease()), Reply(200, stopping), Reply(200, a_lease("ended")))
+    ended = run("lease run --gpu-memory 1GiB --", sys.executable, "-c", "import time; time.sleep(60)")
+    assert ended.code == 128 + 15
+    assert "has to be given back (preempt)" in ended.err
+
+
+def test_a_command_whose_lease_may_not_be_renewed_is_told_why_once(
+    service: RecordedService, run: Run
+) -> None:
+    service.told(Reply(202, a_lease()), a_problem(403, "forbidden"), Reply(200, a_lease("ended")))
+    ended = run("lease run --gpu-memory 1GiB --", sys.executable, "-c", "import time; time.sleep(60)")
+    assert ended.code == 128 + 15
+    assert ended.err.count("(refused: ") == 1
+    assert "Traceback" not in ended.err
+
+
+def test_a_lease_without_a_command_is_a_usage_error(service: RecordedService, run: Run) -> None:
+    assert run("lease run --gpus 1").code == 2
+    assert not service.asked
