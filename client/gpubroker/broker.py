@@ -223,7 +223,7 @@ class Broker:
     ) -> FleetPlan:
         """Whether these components fit the fleet that is there, or this one; nothing is stored. Both are as
         in `POST /plan`: `[{"name": "trainer", "count": 4, "resources": {"gpus": 1}}]`. `tenant`: by whose
-        quota, on a fleet that is described."""
+        quota and limits; left out: the token's, or nobody's on a fleet that is described."""
         return self._carry_out(self._do.plan(components, fleet, tenant))
 
     def tokens(self) -> tuple[Token, ...]:

@@ -83,6 +83,10 @@ class Tokens:
         self._refresh_seconds = refresh_seconds
         self._by_hash: dict[str, Identity] = {}
 
+    def tenants(self) -> set[str]:
+        """Of all tokens, expired ones too."""
+        return {identity.tenant for identity in self._by_hash.values()}
+
     async def load(self) -> None:
         """Read all rows; called at start and after a change."""
         rows = await self._store.tokens()

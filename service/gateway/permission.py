@@ -22,24 +22,26 @@ def check_run(call: Call, run: Run) -> None:
             _check_pickle(call.parts, run)
 
 
-def highest_priority(call: Call) -> int:
-    """The most that whoever asks may give a task: both its token and its tenant may have a cap."""
+def highest_priority(call: Call, tenant: str | None = None) -> int:
+    """The most that whoever asks may give a task of its tenant, or of this one: both token and tenant may
+    have a cap."""
     identity = call.identity
-    return min(identity.max_priority, call.parts.policy.tenant(identity.tenant).max_priority)
+    return min(identity.max_priority, call.parts.policy.tenant(tenant or identity.tenant).max_priority)
 
 
-def check_priority(call: Call, priority: int, *, at: str = "/priority") -> None:
-    """`at` is where in the request the priority stands, or would."""
+def check_priority(call: Call, priority: int, tenant: str | None = None, *, at: str = "/priority") -> None:
+    """As `highest_priority`; `at` is where in the request the priority stands, or would."""
     identity = call.identity
-    if priority <= highest_priority(call):
+    if priority <= highest_priority(call, tenant):
         return
-    tenant = call.parts.policy.tenant(identity.tenant)
-    if tenant.max_priority < min(priority, identity.max_priority):
+    name = tenant or identity.tenant
+    cap = call.parts.policy.tenant(name).max_priority
+    if cap < min(priority, identity.max_priority):
         raise Problem(
             "priority-not-allowed",
-            f'priority {priority} is above {tenant.max_priority}, the cap of tenant "{identity.tenant}"; '
+            f'priority {priority} is above {cap}, the cap of tenant "{name}"; '
             "ask for less, or have the operator raise its max_priority (setting policy.tenants)",
-            errors=[Fault(pointer=at, detail=f"at most {tenant.max_priority}", code="above-cap")],
+            errors=[Fault(pointer=at, detail=f"at most {cap}", code="above-cap")],
         )
     raise Problem(
         "priority-not-allowed",

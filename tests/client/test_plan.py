@@ -2,6 +2,8 @@
 
 from pathlib import Path
 
+import pytest
+
 from tests.client.command_line import Run
 from tests.client.recorded_service import RecordedService, Reply
 
@@ -38,6 +40,16 @@ def test_a_plan_is_drawn_and_its_exit_code_says_whether_it_fits(service: Recorde
     assert service.asked[0].path == "/plan"
     assert [part["name"] for part in service.asked[0].body["components"]][:2] == ["rollout-worker", "trainer"]
     assert run(f"plan -f {file}").code == 8
+
+
+def test_it_waits_for_the_plan_of_somebody_else(
+    service: RecordedService, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pauses: list[float] = []
+    monkeypatch.setattr("time.sleep", pauses.append)
+    service.told(Reply(429, {"code": "too-many-requests"}, {"Retry-After": "9"}), Reply(200, PLAN))
+    assert run(f"plan -f {Path(__file__).parents[2] / 'examples/fleet.yaml'}").code == 0
+    assert pauses == [9.0]
 
 
 def test_a_file_that_is_no_plan_is_refused_before_anything_is_asked(

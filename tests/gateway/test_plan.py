@@ -202,6 +202,19 @@ async def test_quotas_and_limits_count_on_a_described_fleet_only_if_a_tenant_is_
     assert (await gateway.admin.post("/plan", json={**asked, "tenant": "zeta"})).status_code == 200
 
 
+async def test_an_admin_plans_for_tenants_that_there_are_and_with_their_caps(gateway: Gateway) -> None:
+    await gateway.client("newcomer", tenant="newcomer")
+    asked = {"components": [{"name": "a", "priority": 70}], "fleet": [machines("big", 1, 8, 0)]}
+
+    async def named(tenant: str) -> httpx.Response:
+        return await gateway.admin.post("/plan", json={**asked, "tenant": tenant})
+
+    assert 'did you mean "zeta"?' in fault(await named("zetta"), "/tenant")
+    assert (await named("newcomer")).status_code == 200
+    capped = problem(await named("modest"), 403, "priority-not-allowed")
+    assert 'above 69, the cap of tenant "modest"' in capped["detail"]
+
+
 async def test_what_a_submit_refuses_does_not_fit_and_the_answer_says_why(api: Client) -> None:
     large = {"name": "large", "resources": {"memory_mb": 200 * GIB}}
     seated = {"name": "seated", "priority": 69, "resources": {"custom": {"seat": 1}}}

@@ -12,6 +12,8 @@ from gpubroker.cli.session import Format, Output, broker_of, emit
 
 _KNOWN = ("components", "fleet", "tenant")
 _MOST_NODES = 8
+_TURN_SECONDS = 30.0
+"""One plan is worked out at a time, for 10 s at most; whoever asks waits for that of somebody else."""
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -33,7 +35,7 @@ def plan(
     gpubroker plan -f fleet.yaml
     """
     asked = _read(file)
-    with broker_of(context) as broker:
+    with broker_of(context, _TURN_SECONDS) as broker:
         found = broker.plan(**asked)
         emit(output, found, _drawn)
     if not found.fits:

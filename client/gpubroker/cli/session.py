@@ -45,12 +45,12 @@ TaskWords = Annotated[list[str], typer.Argument(metavar="TASK...", help=f"For ea
 
 
 @contextmanager
-def broker_of(context: typer.Context) -> Iterator["Broker"]:
+def broker_of(context: typer.Context, retry_seconds: float = _RETRY_SECONDS) -> Iterator["Broker"]:
     """The service named by the global options, or else found as the SDK finds it."""
     from gpubroker.broker import Broker
 
     chosen: Mapping[str, str | None] = context.find_root().params
-    with Broker(chosen.get("url"), chosen.get("token"), retry_seconds=_RETRY_SECONDS) as broker:
+    with Broker(chosen.get("url"), chosen.get("token"), retry_seconds=retry_seconds) as broker:
         try:
             yield broker
         except Refused as refused:

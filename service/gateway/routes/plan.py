@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 from dataclasses import replace
+from difflib import get_close_matches
 
 from fastapi import APIRouter, Response
 
@@ -80,14 +81,30 @@ async def plan_components(call: Call, body: PlanFleet) -> Response:
 
 def _tenant(call: Call, body: PlanFleet) -> str:
     mine = call.identity.tenant
-    if body.tenant not in (None, mine) and not call.identity.may(Scope.ADMIN):
+    if body.tenant is None or body.tenant == mine:
+        return mine
+    if not call.identity.may(Scope.ADMIN):
         raise Problem(
             "forbidden",
             f'token "{call.identity.name}" is of tenant "{mine}"; planning for tenant "{body.tenant}" needs '
             "the scope admin; leave tenant out, or name your own",
             errors=[Fault(pointer="/tenant", detail=f'only "{mine}"', code="other-tenant")],
         )
-    return body.tenant or mine
+    _check_known(body.tenant, call.parts)
+    return body.tenant
+
+
+def _check_known(tenant: str, parts: GatewayParts) -> None:
+    """A typing error would be planned as a tenant that has nothing and may have what anybody may."""
+    world, listed = parts.world, {rule.name for rule in parts.policy.tenants} - {"*"}
+    known = {*listed, *parts.identity.tenants(), *world.accounts, *world.queue.tenants}
+    if tenant not in known:
+        near = get_close_matches(tenant, sorted(known), n=1)
+        meant = f'did you mean "{near[0]}"?' if near else "GET /tenants lists them"
+        detail = (
+            f'there is no tenant "{tenant}": none is configured so, and none has a token or tasks; {meant}'
+        )
+        raise refused([Fault(pointer="/tenant", detail=detail, code="unknown")])
 
 
 def _policy(body: PlanFleet, policy: Policy) -> Policy:
@@ -99,7 +116,7 @@ def _component(call: Call, body: PlanFleet, index: int, tenant: str) -> Componen
     asked, at, defaults = body.components[index], f"/components/{index}", call.parts.defaults
     task = asked.as_task()
     priority = priority_of(task, defaults)
-    check_priority(call, priority, at=f"{at}/priority")
+    check_priority(call, priority, tenant, at=f"{at}/priority")
     demand, _ = demand_in(call, task, tenant, at=f"{at}/resources")
     if body.fleet is not None and body.tenant is None:
         demand = _without_limits(demand)
