@@ -16,6 +16,8 @@ from tests.architecture.source_tree import PYTHON_FOLDERS, ROOT, modules, pages
 
 FENCED = re.compile(r"^```(?:sh|bash|console)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\[[^\]]*\]\(([^)#\s]+)(?:#[^)]*)?\)")
+TARGET = re.compile(r"(?<=\])\([^)\s]+\)")
+MOST_COLUMNS = 140
 CONFLICT = re.compile(r"^(?:<{7}|>{7}) ", re.MULTILINE)
 PRIVATE_PATH = re.compile(r"(?<![\w.~}])/(?:home|root|work|Users)/\w|\.\./shared\b")
 
@@ -91,6 +93,17 @@ def test_links_between_pages_lead_somewhere() -> None:
         if "://" not in target and not (page.parent / target).exists()
     ]
     assert broken == []
+
+
+def test_lines_of_pages_are_short_enough_to_be_compared() -> None:
+    """Tables have no narrower form, and where a link leads is not read."""
+    long = [
+        f"{page.name}:{number}"
+        for page in sorted((ROOT / "docs").glob("*.md"))
+        for number, line in enumerate(page.read_text(encoding="utf-8").splitlines(), 1)
+        if not line.lstrip().startswith("|") and len(TARGET.sub("", line)) > MOST_COLUMNS
+    ]
+    assert long == []
 
 
 def texts_by_path() -> dict[str, str]:
