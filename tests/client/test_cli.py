@@ -245,22 +245,6 @@ def test_where_nothing_was_submitted_last_may_be_looked_at_but_not_changed(
     assert {asked.method for asked in service.asked} == {"GET"}
 
 
-def test_times_are_changed_and_taken_away(service: RecordedService, run: Run) -> None:
-    service.told(Reply(200, a_task(FULL_ID)))
-    assert run("change", FULL_ID, "--queue-ttl", "2h", "--deadline", "none").code == 0
-    assert service.asked[-1].method == "PATCH"
-    assert service.asked[-1].body == {"queue_ttl_seconds": 7200.0, "deadline_at": None}
-    refused = run("change", FULL_ID)
-    assert refused.code == 2
-    assert "say what to change: --not-before, --queue-ttl or --deadline" in refused.err
-
-
-def test_who_runs_after_a_task_is_listed(service: RecordedService, run: Run) -> None:
-    service.told(page())
-    assert run("ps", "--all", "--after", FULL_ID).code == 0
-    assert ("after", FULL_ID) in service.asked[-1].params
-
-
 def test_a_task_may_be_named_by_its_name_if_it_is_the_only_one(service: RecordedService, run: Run) -> None:
     two = page(FULL_ID, FULL_ID[:-1] + "q")
     service.told(page(FULL_ID), page(FULL_ID), Reply(200, a_task(FULL_ID)), page(FULL_ID), two)

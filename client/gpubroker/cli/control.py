@@ -64,6 +64,10 @@ def _or_none(parse: Callable[[str], Any]) -> Callable[[str], Any]:
 def change(
     context: typer.Context,
     tasks: TaskWords,
+    priority: Annotated[
+        Any,
+        typer.Option(parser=quantities.priority, metavar="PRIORITY", help="0 to 100, or the name of a band."),
+    ] = None,
     not_before: Annotated[
         Any,
         typer.Option(
@@ -86,11 +90,16 @@ def change(
     ] = None,
     output: Output = Format.TABLE,
 ) -> None:
-    """Change the times of tasks that wait."""
-    asked = {"not_before": not_before, "queue_ttl_seconds": queue_ttl, "deadline_at": deadline}
+    """Change the priority of tasks, and the times of those that wait."""
+    asked = {
+        "priority": priority,
+        "not_before": not_before,
+        "queue_ttl_seconds": queue_ttl,
+        "deadline_at": deadline,
+    }
     wanted = {name: None if value == _NONE else value for name, value in asked.items() if value is not None}
     if not wanted:
-        raise typer.BadParameter("say what to change: --not-before, --queue-ttl or --deadline")
+        raise typer.BadParameter("say what to change: --priority, --not-before, --queue-ttl or --deadline")
     given = cast("ChangeOptions", wanted)
     _change(context, tasks, output, lambda broker, found: broker.change(found, **given))
 

@@ -42,11 +42,20 @@ def seconds(text: str) -> float:
 
 def time_ahead(text: str) -> datetime:
     """A time with or without a date's zone (then the one of this machine), or a duration from now."""
+    return _time(text, 1, "in two hours")
+
+
+def time_ago(text: str) -> datetime:
+    """As `time_ahead`; a duration is one before now."""
+    return _time(text, -1, "two hours ago")
+
+
+def _time(text: str, direction: int, two_hours: str) -> datetime:
     with suppress(ValueError):
         return datetime.fromisoformat(text).astimezone()
     with suppress(typer.BadParameter):
-        return datetime.fromtimestamp(time.time() + seconds(text), UTC)
-    raise typer.BadParameter(f"{text!r} is no time; write 2026-11-21T22:00, or 2h for in two hours")
+        return datetime.fromtimestamp(time.time() + direction * seconds(text), UTC)
+    raise typer.BadParameter(f"{text!r} is no time; write 2026-11-21T22:00, or 2h for {two_hours}")
 
 
 def priority(text: str) -> int | str:

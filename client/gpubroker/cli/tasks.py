@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, cast
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
@@ -55,6 +55,12 @@ def ps(
     after: Annotated[
         str | None, typer.Option("--after", metavar="TASK", help="Only those that run after this one.")
     ] = None,
+    since: Annotated[
+        Any,
+        typer.Option(
+            parser=quantities.time_ago, metavar="TIME", help="Only those submitted since: 2h, or a time."
+        ),
+    ] = None,
     limit: Annotated[int, typer.Option(min=1, help="At most so many, newest first.")] = 50,
     watching: Watch = False,
     output: Output = Format.TABLE,
@@ -67,8 +73,14 @@ def ps(
         wanted["state"] = state or _UNFINISHED
     if label:
         wanted["labels"] = quantities.pairs(label, "--label")
-    given = {"name": name, "kind": kind, "model_type": model_type, "stream": stream}
-    wanted |= cast("ListOptions", {option: word for option, word in given.items() if word})
+    given = {
+        "name": name,
+        "kind": kind,
+        "model_type": model_type,
+        "stream": stream,
+        "submitted_from": since,
+    }
+    wanted |= cast("ListOptions", {option: value for option, value in given.items() if value})
     with broker_of(context) as broker:
         if after:
             wanted["after"] = task_id(broker, after)
