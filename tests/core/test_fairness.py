@@ -2,26 +2,20 @@
 
 from typing import Any
 
-from hypothesis import given
-from hypothesis import strategies as st
-
 from service.core.cycle import plan_cycle
 from service.core.explain import position_of
 from service.core.fairness import Levels, Shares
 from service.core.policy import Policy, TenantPolicy
-from service.core.task import Task, TaskState
+from service.core.task import Task
 from service.core.units import Instant, Mib
 from service.core.world import World
 from tests.builders import (
     NOW,
     a_device,
-    a_sample,
     a_task,
     a_world,
-    commit,
     holding,
     let_go,
-    submit,
 )
 
 PLAIN = Policy()
@@ -123,32 +117,6 @@ def test_a_position_counts_the_tasks_of_all_tenants():
     )
     assert position_of(world, world.tasks[tasks("acme", 1)[0].id], PLAIN, NOW) == 4
     assert position_of(world, world.tasks[tasks("zeta", 1)[0].id], PLAIN, NOW) == 1
-
-
-arrivals = st.lists(st.sampled_from(("acme", "acme", "acme", "zeta")), min_size=1, max_size=4)
-
-
-@given(st.lists(arrivals, min_size=3, max_size=12))
-def test_ageing_and_shares_starve_nobody_within_a_band(rounds: list[list[str]]):
-    """Newer tasks of a higher priority keep coming, and still whoever waits gets its turn."""
-    policy = Policy(ageing_seconds_per_point=10.0)
-    first = a_task("first", tenant="zeta", gpu_mb=60, priority=40)
-    world = a_world(a_device(mb=100), first)
-    submit(world, *tasks("acme", 3, gpu_mb=60, priority=69))
-    now, number = float(NOW), 0
-    for arrived in [*rounds, *([["acme"]] * 40)]:
-        now += 20.0
-        for tenant in arrived:
-            number += 1
-            fields = {"gpu_mb": 60, "priority": 69, "submitted_at": Instant(now)}
-            submit(world, a_task(f"n{number}", tenant=tenant, **fields))
-        for run in sorted(world.active):
-            let_go(world, run, requeue=False)
-        world.measure([a_sample(key, now) for key in world.books])
-        commit(world, plan_cycle(world, policy, Instant(now), budget=10_000).decisions, now)
-        if first.id not in world.tasks or world.tasks[first.id].state is not TaskState.PENDING:
-            return
-    raise AssertionError("it never had its turn")
 
 
 def test_a_fair_share_is_a_part_of_the_weights_of_all_who_are_there_and_of_who_comes_in():

@@ -2,9 +2,11 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from itertools import cycle, islice
 from math import inf
 from typing import Any
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -12,7 +14,7 @@ from service.core.backfill import Forecast
 from service.core.cycle import plan_cycle
 from service.core.lease import LeaseState, move_lease
 from service.core.plan import Decision, write_move
-from service.core.policy import Policy
+from service.core.policy import CustomLimit, Policy
 from service.core.task import Move, TaskState
 from service.core.units import Instant, Seconds, TaskId
 from service.core.world import World
@@ -168,3 +170,52 @@ def test_no_forecast_comes_late_because_of_who_came_after_it(work: list[tuple[in
         hours.let_time_pass(arrivals[0][0] if arrivals else inf)
     for name, said in hours.first_said.items():
         assert hours.started[name] <= said + 1e-6, f"{name} was to start by {said - NOW}"
+
+
+POOL = "pool:small:gpus"
+SHARED = Policy(
+    ageing_seconds_per_point=Seconds(10.0), custom_limits=(CustomLimit(POOL, 3.0),), preemption=False
+)
+WIDE: tuple[dict[str, Any], ...] = (
+    {"gpus": 1},
+    {"gpus": 2},
+    {"gpus": 4},
+    {"gpus": 1, "slots": ((POOL, 3.0),)},
+    {"bundles": bundles(2, gpus=2)},
+)
+"""A device, two, a whole node, a whole pool, and a gang that needs both nodes."""
+SMALL: tuple[dict[str, Any], ...] = (
+    {"gpu_mb": 30 * GIB},
+    {"gpu_mb": 50 * GIB},
+    {"gpus": 1},
+    {"gpu_mb": 10 * GIB, "slots": ((POOL, 1.0),)},
+)
+comers = st.tuples(
+    st.sampled_from(("acme", "acme", "acme", "zeta")),
+    st.sampled_from(SMALL),
+    st.sampled_from((30.0, 70.0, 110.0)),
+    st.booleans(),
+)
+"""(tenant, what it asks for, how long it runs, whether it says so)"""
+
+
+@pytest.mark.parametrize("wide", WIDE, ids=("device", "two", "node", "pool", "gang"))
+@given(coming=st.lists(comers, min_size=3, max_size=9))
+@settings(max_examples=4)
+def test_ageing_and_shares_starve_nobody_within_a_band(wide: dict[str, Any], coming: list[Any]):
+    """For each that starts, a newer one of a higher priority comes, and still whoever waits gets its turn."""
+    hours = Hours(a_world(*gpus(4), *gpus(2, "n2")), {}, SHARED)
+    newer = enumerate(cycle(coming))
+    while "wide" not in hours.started:
+        assert hours.now < NOW + 1200.0, "it never had its turn"
+        for number, (tenant, asks, seconds, says) in islice(newer, 8 - len(hours.world.queue)):
+            name = f"n{number:03}"
+            hours.lengths[name] = seconds
+            said = Seconds(seconds) if says else None
+            fields = {"tenant": tenant, "submitted_at": Instant(hours.now), "expected_seconds": said}
+            submit(hours.world, a_task(name, priority=69, **fields, **asks))
+        hours.turn()
+        if "wide" not in hours.world.tasks:
+            hours.lengths["wide"] = 60.0
+            submit(hours.world, a_task("wide", tenant="zeta", priority=40, submitted_at=NOW, **wide))
+        hours.let_time_pass(hours.now + 20.0)
