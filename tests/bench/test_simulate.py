@@ -59,7 +59,7 @@ def test_who_cannot_checkpoint_loses_what_he_did() -> None:
 
 
 def test_the_same_seed_is_the_same_day_and_another_policy_makes_another_of_it() -> None:
-    scene = a_day(3, hours=3.0, gpus=8, load=1.5)
+    scene = a_day(3, hours=1.5, gpus=8, load=1.5)
     shipped, again = Replay(scene, Policy()).run(), Replay(scene, Policy()).run()
     assert shipped == again
     assert shipped.preemptions > 0

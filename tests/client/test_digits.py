@@ -1,6 +1,7 @@
 """The example's training, in a run without a node agent: stopped anywhere, it ends where it would have."""
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import pytest
@@ -39,8 +40,11 @@ class Run:
         self._reports += [report for _, report in self._journal.take(0, 2**30)]
 
 
-def undisturbed() -> float:
-    return float(Run().call(digits.train, **WORK)["accuracy"])
+@cache
+def undisturbed() -> tuple[float, list[bytes]]:
+    """How good it becomes, and what it has saved on the way."""
+    run = Run()
+    return run.call(digits.train, **WORK)["accuracy"], run.checkpoints()
 
 
 def test_a_training_that_was_stopped_resumes_to_the_very_same_accuracy() -> None:
@@ -52,26 +56,23 @@ def test_a_training_that_was_stopped_resumes_to_the_very_same_accuracy() -> None
 
     second = Run(2, state)
     assert second.call(digits.train, **WORK) == {
-        "accuracy": undisturbed(),
+        "accuracy": undisturbed()[0],
         "resumed_at_epoch": 1,
         "attempt": 2,
     }
 
 
 def test_a_training_that_was_killed_resumes_from_its_last_checkpoint() -> None:
-    killed = Run()
-    killed.call(digits.train, **WORK)
-    states = killed.checkpoints()
+    accuracy, states = undisturbed()
     assert len(states) == WORK["epochs"]
 
     ended = Run(2, states[9]).call(digits.train, **WORK)
-    assert (ended["accuracy"], ended["resumed_at_epoch"]) == (undisturbed(), 10)
+    assert (ended["accuracy"], ended["resumed_at_epoch"]) == (accuracy, 10)
 
 
 def test_a_checkpoint_travels_with_the_reports() -> None:
-    run = Run()
-    run.call(digits.train, **WORK)
-    assert max(len(state) for state in run.checkpoints()) < 1024 * 1024
+    _, states = undisturbed()
+    assert max(map(len, states)) < 1024 * 1024
 
 
 def test_the_evaluation_tells_the_best_of_its_models() -> None:

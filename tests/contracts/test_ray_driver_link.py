@@ -8,11 +8,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import ray
+from ray.exceptions import RayError
+from structlog.testing import capture_logs
 
 from service.adapters.ray import driver_link, executor
 from service.adapters.ray.driver import UNTAKEN_BYTES, Driver, Opening
 from service.adapters.ray.executor import RayExecutor
 from service.adapters.ray.frames import boot_seconds, frame, read_frame
+from service.adapters.ray.node_link import NodeLink
 from service.adapters.ray.options import RayOptions
 from service.adapters.ray.report_form import MALFORMED
 from service.adapters.ray.wire import unpack, write_reports
@@ -194,3 +198,29 @@ async def test_nobody_is_asked_for_more_than_the_service_takes() -> None:
         assert not waiting.done()
         await driver.on_message(("taken", 1))
     assert waiting.done()
+
+
+async def test_that_two_nodes_have_one_name_is_told_once(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    looks = [[ray_node("a"), ray_node("b")]] * 3 + [[]]
+    monkeypatch.setattr(ray, "nodes", lambda: looks.pop(0))
+    monkeypatch.setattr(NodeLink, "_find_agent", no_agent)
+    ours, theirs = socket.socketpair()
+    _reader, writer = await asyncio.open_unix_connection(sock=ours)
+    config = RayOptions(tmp_path).agent_config("").to_json()
+    with capture_logs() as logs, theirs:
+        async with asyncio.TaskGroup() as tasks:
+            driver = Driver(Opening("", "", config, "", 1), writer, tasks)
+            while looks:
+                await driver._follow(await driver._nodes())
+        writer.close()
+    assert [line["node"] for line in logs if "one name" in line["event"]] == ["n1"]
+
+
+def no_agent(_link: NodeLink) -> None:
+    raise RayError("away")
+
+
+def ray_node(id: str) -> dict[str, Any]:
+    return {"NodeID": id, "Alive": True, "NodeName": "n1", "NodeManagerAddress": "127.0.0.1"}

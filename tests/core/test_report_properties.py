@@ -79,6 +79,7 @@ ANY_REPORT = st.one_of(
     st.just(NodeLost(NodeName("n1"), "n1-1", NOW, "no heartbeat")),
     *(report for task in TASKS for fence in (1, 2, 3) for report in reports_of(task, fence)),
 )
+LIVES = [list(reports_of(task, fence)) for task in TASKS for fence in (1, 2)]
 BATCHES = st.lists(st.lists(ANY_REPORT, max_size=6), max_size=4)
 
 
@@ -86,11 +87,8 @@ BATCHES = st.lists(st.lists(ANY_REPORT, max_size=6), max_size=4)
 def lives(draw: st.DrawFn) -> list[Report]:
     """What an agent says of its runs: in order for each run, the runs mixed, each up to some point."""
     lines: list[list[Report]] = []
-    for task in TASKS:
-        for fence in (1, 2):
-            start, checkpoint, end, gone = [draw(report) for report in reports_of(task, fence)]
-            life = [start, checkpoint, end, gone]
-            lines.append(life[draw(st.integers(0, 1)) : draw(st.integers(1, 4))])
+    for life in LIVES:
+        lines.append([draw(report) for report in life[draw(st.integers(0, 1)) : draw(st.integers(1, 4))]])
     mixed = []
     while any(lines):
         line = draw(st.sampled_from([line for line in lines if line]))

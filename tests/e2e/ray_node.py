@@ -1,6 +1,7 @@
 """One more Ray node on this machine, in a process of its own."""
 
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -10,6 +11,8 @@ from types import TracebackType
 from service.adapters.ray.processes import kill_all, name_of, process_table, session_of
 from tests.e2e.ray_lab import is_there
 from tests.e2e.service_process import until
+
+JOIN_SECONDS = 60.0
 
 
 class RayNode:
@@ -35,7 +38,14 @@ class RayNode:
             self._command, env=self._env, stdout=subprocess.PIPE, start_new_session=True
         )
         assert self._process.stdout is not None
-        assert self._process.stdout.readline() == b"joined\n"
+        told, _, _ = select.select([self._process.stdout], [], [], JOIN_SECONDS)
+        if not told or self._process.stdout.readline() != b"joined\n":
+            self.lose()
+            raise AssertionError(f"{self.name} has not joined within {JOIN_SECONDS:g} s")
+
+    @property
+    def is_there(self) -> bool:
+        return self._process is not None
 
     def lose(self) -> None:
         """Everything that Ray has there ends: the agent, and the processes of runs, without a word of them.

@@ -12,11 +12,12 @@ from types import TracebackType
 import httpx
 import psutil
 import yaml
-from gpubroker import Broker
+from gpubroker import Broker, Token
 
 ROOT = Path(__file__).resolve().parents[2]
 READY_SECONDS = 60.0
 GIB = 1024
+OPEN = ["pending", "admitted", "running", "stopping"]
 
 
 def until(true: Callable[[], bool], what: str, seconds: float = 30.0) -> None:
@@ -50,6 +51,7 @@ class ServiceProcess:
         }
         self._config.write_text(yaml.safe_dump({**defaults, **settings}), encoding="utf-8")
         self._process: subprocess.Popen[bytes] | None = None
+        self._tenants: dict[str, Token] = {}
 
     def __enter__(self) -> "ServiceProcess":
         return self.start()
@@ -97,6 +99,13 @@ class ServiceProcess:
     def broker(self) -> Broker:
         return Broker(**self._client())
 
+    def of(self, tenant: str) -> Broker:
+        """For one tenant, who may submit and nothing more."""
+        if tenant not in self._tenants:
+            scopes = ["tasks:read", "tasks:write"]
+            self._tenants[tenant] = self.broker.create_token(tenant, scopes=scopes, tenant=tenant)
+        return Broker(url=self.url, token=self._tenants[tenant].token)
+
     def _client(self) -> dict[str, str]:
         found: dict[str, str] = yaml.safe_load((self.data_dir / "client.json").read_text(encoding="utf-8"))
         return {name: found[name] for name in ("url", "token")}
@@ -115,11 +124,13 @@ class ServiceProcess:
         return drivers[0]
 
     def clear(self) -> None:
-        """End whatever a test has left, and wait until nothing of it holds memory."""
-        broker = self.broker
-        for task in broker.list(state=["pending", "admitted", "running", "stopping"]):
-            broker.cancel(task, grace_seconds=0)
-        until(lambda: all(gpu.leased_mb == 0 for gpu in broker.gpus()), "all memory is free again")
+        """End whatever a test has left for any tenant, and wait until nothing of it holds memory."""
+        admin = self.broker
+        for broker in (admin, *map(self.of, self._tenants)):
+            for task in broker.list(state=OPEN):
+                broker.cancel(task, grace_seconds=0)
+        until(lambda: not any(admin.stats().tasks.get(state) for state in OPEN), "no task is open")
+        until(lambda: all(gpu.leased_mb == 0 for gpu in admin.gpus()), "all memory is free again")
 
     def kill_9(self) -> None:
         assert self._process is not None

@@ -2,14 +2,7 @@
 
 from pathlib import Path
 
-from gpubroker import Broker
-
 from tests.e2e.service_process import ServiceProcess, until
-
-
-def broker_of(service: ServiceProcess, tenant: str) -> Broker:
-    token = service.broker.create_token(tenant, scopes=["tasks:read", "tasks:write"], tenant=tenant)
-    return Broker(url=service.url, token=token.token)
 
 
 def held_mb(service: ServiceProcess, tenant: str) -> int:
@@ -23,7 +16,7 @@ def steps_of(witness: Path) -> list[int]:
 def test_an_owner_takes_its_guarantee_back_from_who_borrowed_it_and_nobody_loses_work(
     service: ServiceProcess, tmp_path: Path
 ) -> None:
-    guest, owner = broker_of(service, "guest"), broker_of(service, "owner")
+    guest, owner = service.of("guest"), service.of("owner")
     witnesses, enough = [tmp_path / str(number) for number in range(3)], tmp_path / "enough"
     runs = [
         guest.submit(

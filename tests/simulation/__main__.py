@@ -1,10 +1,9 @@
 """python -m tests.simulation --seed 7 --hours 24: replay a day and print what happened in it."""
 
 import argparse
-import asyncio
 import time
 
-from tests.simulation.day import Day, DayReport
+from tests.simulation.day import DayReport, replay
 
 
 def main() -> None:
@@ -13,7 +12,7 @@ def main() -> None:
     parser.add_argument("--hours", type=float, default=24.0)
     chosen = parser.parse_args()
     began = time.monotonic()
-    report = asyncio.run(Day(chosen.seed, chosen.hours).run())
+    report = replay(chosen.seed, chosen.hours)
     print(text_of(report, time.monotonic() - began))
 
 

@@ -91,6 +91,8 @@ class Driver:
         self._term = opening.term
         self._links: dict[str, NodeLink] = {}
         """By node name."""
+        self._namesakes: set[str] = set()
+        """Ray nodes that have another's name, and of which that was told."""
         self._untaken_bytes = 0
         self._has_room = asyncio.Event()
         self._has_room.set()
@@ -178,7 +180,9 @@ class Driver:
 
     def _link(self, ray_node: str, name: str) -> None:
         if name in self._links:
-            log.error("two nodes have one name; start one with a --node-name of its own", node=name)
+            if ray_node not in self._namesakes:
+                self._namesakes.add(ray_node)
+                log.error("two nodes have one name; start one with a --node-name of its own", node=name)
             return
         config = AgentConfig.from_json(self._opening.agent_config).on_node(name)
         self._links[name] = NodeLink(ray_node, config, self._opening.broker, self._term, self, self._tasks)

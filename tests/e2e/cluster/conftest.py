@@ -45,14 +45,22 @@ CLUSTER: dict[str, Any] = {
 
 
 @pytest.fixture(scope="package")
-def second_node(lab: Lab) -> Iterator[RayNode]:
+def _second_node(lab: Lab) -> Iterator[RayNode]:
     with RayNode(lab.head.address, "n2", guest_environment(lab)) as node:
         yield node
 
 
+@pytest.fixture
+def second_node(_second_node: RayNode) -> Iterator[RayNode]:
+    """A test may lose it."""
+    yield _second_node
+    if not _second_node.is_there:
+        _second_node.start()
+
+
 @pytest.fixture(scope="package")
 def _two_nodes(
-    lab: Lab, second_node: RayNode, tmp_path_factory: pytest.TempPathFactory
+    lab: Lab, _second_node: RayNode, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[ServiceProcess]:
     joined = {"address": lab.head.address, "spares": 2, "cpu": 4}
     home = tmp_path_factory.mktemp("cluster") / "data"

@@ -1,21 +1,16 @@
 """Who comes first, who may pass, and that what is told beforehand comes true, on real Ray."""
 
 import time
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
-from gpubroker import Broker, Task
+from gpubroker import Task
 
 from tests.e2e.hands import BIG, PATIENCE_SECONDS, Hands
 from tests.e2e.service_process import GIB, ServiceProcess, until
 
 WHOLE: dict[str, Any] = {"gpus": 1, **BIG}
-
-
-def of_tenant(service: ServiceProcess, tenant: str, folder: Path) -> Hands:
-    token = service.broker.create_token(tenant, scopes=["tasks:read", "tasks:write"], tenant=tenant)
-    return Hands(Broker(url=service.url, token=token.token), folder)
 
 
 def began_at(task: Task) -> datetime:
@@ -49,19 +44,21 @@ def test_a_task_that_is_simulated_stops_whom_it_was_said_to_and_nobody_before(ha
 
 def test_small_tasks_fill_a_gap_and_the_wide_one_starts_no_later_than_it_was_told(hands: Hands) -> None:
     broker = hands.broker
-    ahead = hands.at_work("ahead", gpu_mb=60 * GIB, expected_seconds=30, **BIG)
+    ahead = hands.at_work("ahead", gpu_mb=60 * GIB, expected_seconds=600, **BIG)
     wide = hands.waiting("wide", "WaitingForMemory", **WHOLE)
     until(lambda: (told := broker.get(wide).pending) is not None and told.start is not None, "it is told")
     pending = broker.get(wide).pending
     assert pending is not None
     assert pending.start is not None
-    quick = hands.at_work("quick", gpu_mb=4096, expected_seconds=5, **BIG)
-    slow = hands.waiting("slow", "BehindHigherPriority", gpu_mb=4096, expected_seconds=600, **BIG)
-    hands.end(quick, ahead)
+    quick = hands.at_work("quick", gpu_mb=4096, expected_seconds=30, **BIG)
+    slow = hands.waiting("slow", "BehindHigherPriority", gpu_mb=4096, expected_seconds=6000, **BIG)
+    _, ended = hands.end(quick, ahead)
     until(lambda: broker.get(wide).state == "running", "the wide one runs")
     assert broker.get(slow).state == "pending"
     assert pending.start.p90_at is not None
     assert began_at(broker.get(wide)) <= pending.start.p90_at
+    assert ended.finished_at is not None
+    assert began_at(broker.get(wide)) - ended.finished_at < timedelta(seconds=10), "as soon as there is room"
     hands.end(wide, slow)
 
 
@@ -75,7 +72,7 @@ def test_the_heavier_stream_goes_first(hands: Hands) -> None:
 
 
 def test_whoever_has_had_less_of_its_share_goes_first(two_nodes: ServiceProcess, tmp_path: Path) -> None:
-    greedy, modest = (of_tenant(two_nodes, name, tmp_path) for name in ("greedy", "modest"))
+    greedy, modest = (Hands(two_nodes.of(name), tmp_path) for name in ("greedy", "modest"))
     ahead = greedy.at_work("ahead", **WHOLE)
     more = greedy.waiting("more", "WaitingForMemory", **WHOLE)
     first = modest.waiting("first", "WaitingForMemory", **WHOLE)
@@ -91,14 +88,16 @@ def test_whoever_has_had_less_of_its_share_goes_first(two_nodes: ServiceProcess,
 
 
 def test_a_tenant_runs_no_more_at_once_than_it_may(two_nodes: ServiceProcess, tmp_path: Path) -> None:
-    guest = of_tenant(two_nodes, "guest", tmp_path)
+    guest = Hands(two_nodes.of("guest"), tmp_path)
     one = guest.at_work("one", cpu=0.1)
     other = guest.waiting("other", "ConcurrencyLimited", cpu=0.1)
     guest.end(one, other)
 
 
 def test_a_task_waits_for_its_time(hands: Hands) -> None:
-    at = datetime.fromtimestamp(time.time() + 1.5, UTC)
-    task = hands.waiting("task", "NotBefore", not_before=at, cpu=0.1)
+    now = datetime.fromtimestamp(time.time(), UTC)
+    task = hands.waiting("task", "NotBefore", not_before=now + timedelta(hours=1), cpu=0.1)
     hands.let_go(task)
+    at = datetime.fromtimestamp(time.time() + 1.0, UTC)
+    hands.broker.change(task, not_before=at)
     assert began_at(hands.broker.wait(task, timeout_seconds=PATIENCE_SECONDS)) >= at
