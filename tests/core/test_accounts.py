@@ -41,6 +41,20 @@ def test_looking_in_between_changes_nothing(spans: list[tuple[int, float]]):
     assert used[0] == pytest.approx(used[1], rel=1e-9, abs=1e-6)
 
 
+def test_what_was_used_is_known_again_from_rows_and_goes_on():
+    before, again = Accounts(DAY), Accounts(DAY)
+    for tenant, mb in (("zeta", 20), ("acme", 10)):
+        before.change(tenant, mb, Instant(0.0))
+        again.change(tenant, mb, Instant(300.0))
+        before.change(tenant, 0, Instant(300.0))
+    rows = before.rows()
+    assert [row.tenant for row in rows] == ["acme", "zeta"]
+    for row in rows:
+        again.restore(row)
+    for tenant in ("acme", "zeta"):
+        assert again.used(tenant, Instant(500.0)) == before.used(tenant, Instant(500.0)) > 0.0
+
+
 def test_a_clock_that_steps_back_takes_nothing_away():
     accounts = Accounts(DAY)
     accounts.change("acme", 10, Instant(100.0))

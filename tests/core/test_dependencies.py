@@ -55,6 +55,12 @@ def settled(world: World) -> dict[str, str]:
     return told
 
 
+def test_a_task_that_fails_with_two_of_those_before_it_fails_once() -> None:
+    world = a_world(a_task("a"), a_task("b", **after("a")), a_task("c", **after("a", "b")))
+    end(world, "a", "failed")
+    assert sorted(decision.subject for decision in settle(world, LATER)) == ["b", "c"]
+
+
 def test_a_task_comes_in_when_the_last_of_those_before_it_has_succeeded() -> None:
     world = a_world(a_task("a"), a_task("b"), a_task("c", **after("a", "b")))
     assert (TaskId("c") in world.queue, len(world.queue)) == (False, 3)
