@@ -156,8 +156,9 @@ def _put(
     if trial.eviction is not None:
         leavers = _make_room(draft, task, trial.eviction, now)
         places = planner.place(task)
-    if places is not None:
-        admit(draft, task, places, now)
+    if places is None:
+        return None, ()
+    admit(draft, task, places, now)
     return places, leavers
 
 

@@ -89,7 +89,7 @@ def scattered(world: World, policy: Policy, now: Instant) -> Scattered | None:
             waiting[group.demand] += len(group)
     if not waiting:
         return None
-    demand = min(waiting, key=lambda asked: (-waiting[asked], repr(asked)))
+    [(demand, count)] = waiting.most_common(1)
     pieces = list(_pieces(Draft(world), demand, policy, now))
     if not pieces:
         return None
@@ -97,7 +97,7 @@ def scattered(world: World, policy: Policy, now: Instant) -> Scattered | None:
     need, free = min(piece.need_mb for piece in pieces), sum(piece.free_mb for piece in pieces)
     if free < demand.gpus * need or any(count >= demand.gpus for count in roomy.values()):
         return None
-    return Scattered(demand, waiting[demand], need, free, max(piece.free_mb for piece in pieces))
+    return Scattered(demand, count, need, free, max(piece.free_mb for piece in pieces))
 
 
 class _Piece(NamedTuple):
