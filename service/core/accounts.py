@@ -52,6 +52,8 @@ class Accounts:
 
     def __init__(self, half_life_seconds: Seconds = HALF_LIFE_SECONDS) -> None:
         self.half_life_seconds = half_life_seconds
+        self.revision = 0
+        """Of the newest change of what anybody holds."""
         self._known: dict[str, Account] = {}
         self._whole: tuple[int, int] = (-1, 0)
 
@@ -67,6 +69,7 @@ class Accounts:
 
     def change(self, tenant: str, mb: int, at: Instant) -> None:
         """So much more is held from now on."""
+        self.revision += 1
         account = self._known.setdefault(tenant, Account())
         account.mb_seconds = self._used(account, at)
         account.at = max(account.at, at)
@@ -85,6 +88,10 @@ class Accounts:
     def held_mb(self, tenant: str) -> int:
         account = self._known.get(tenant)
         return 0 if account is None else account.held_mb
+
+    def held(self) -> list[tuple[str, int]]:
+        """(tenant, MiB) of all that hold anything."""
+        return [(name, account.held_mb) for name, account in self._known.items() if account.held_mb]
 
     def used(self, tenant: str, now: Instant) -> float:
         """In GPU-MiB-seconds, as they count now."""

@@ -227,9 +227,9 @@ class Agenda:
     def _enter(self, likes: Sequence[Group], doubts: Doubts) -> None:
         lines = [likes]
         if self._policy.has_quotas:  # by which they differ
-            over = [group for group in likes if doubts.is_over_quota(group)]
-            self._asleep += ((group,) for group in over)
-            lines = [(group,) for group in likes if group not in over]
+            lines = []
+            for group in likes:
+                (self._asleep if doubts.is_over_quota(group) else lines).append((group,))
         if lines and lines[0] and doubts.is_refused(lines[0][0]):
             claim = [line for line in lines if self._policy.has_quotas and doubts.may_reclaim(line[0])]
             self._asleep += (tuple(line) for line in lines if line not in claim)

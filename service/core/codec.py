@@ -24,7 +24,7 @@ _TASK_NAMES = tuple(f.name for f in dataclass_fields(Task))
 _TASK_DEFAULTS = tuple(f.default for f in dataclass_fields(Task))
 """MISSING, which equals no value, where a field has none."""
 _task_values = attrgetter(*_TASK_NAMES)
-_DEVICE_NAMES = tuple(f.name for f in dataclass_fields(Device))
+_DEVICE_NAMES = tuple(f.name for f in dataclass_fields(Device) if f.init)
 _NODE_NAMES = tuple(f.name for f in dataclass_fields(Node))
 _LEASE_NAMES = tuple(f.name for f in dataclass_fields(Lease))
 _PLEDGE_NAMES = tuple(f.name for f in dataclass_fields(Pledge))

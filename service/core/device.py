@@ -31,18 +31,24 @@ class Device:
     """Its node's agent finds it in the machine. One that is gone offers nothing; what was leased on it stays
     in the book until its holders are confirmed gone."""
     version: int = 1
+    allocatable_mb: Mib = field(init=False, compare=False, repr=False)
+    """What leases may come to in all; a whole device is so much of it."""
+    sort: str = field(init=False, compare=False, repr=False)
+    """The same for devices between which no demand can tell a difference but by name. Like `allocatable_mb`
+    it follows from the rest, and is worked out once because each placement asks for it."""
+
+    def __post_init__(self) -> None:
+        usable_mb = self.physical_mb - self.reserve_mb - self.declared_foreign_mb
+        allocatable_mb = Mib(max(0, usable_mb)) if self.offers else Mib(0)
+        part = "part" if self.parent else "whole"
+        sizes = f"{self.physical_mb}/{allocatable_mb}/{self.context_mb}"
+        object.__setattr__(self, "allocatable_mb", allocatable_mb)
+        object.__setattr__(self, "sort", f"{self.kind}/{sizes}/{self.power}/{part}")
 
     @property
     def offers(self) -> bool:
         """Whether anything of it can be had at all."""
         return self.present and not self.split
-
-    @property
-    def allocatable_mb(self) -> Mib:
-        """What leases may come to in all; a whole device is so much of it."""
-        if not self.offers:
-            return Mib(0)
-        return Mib(max(0, self.physical_mb - self.reserve_mb - self.declared_foreign_mb))
 
     @property
     def label(self) -> str:

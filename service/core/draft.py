@@ -28,8 +28,8 @@ class Draft:
         self.growth = Changes() if growth is None else growth
         """Those on which somebody may now find room, or ways to make it, who found none before."""
         self.custom_use: dict[str, float] = dict(world.custom_use)
-        self._given: dict[str, int] = {}
-        """Tenant -> MiB of the leases that this draft has made, less what it has taken back."""
+        self.given: list[tuple[str, int]] = []
+        """(tenant, MiB) of each lease that this draft has made; less than 0 of what it has taken back."""
         self._given_to: dict[str, list[DeviceKey]] = {}
         """Holder -> the devices of the leases that it has from this draft."""
         self._books: dict[DeviceKey, Book] = {}
@@ -42,7 +42,7 @@ class Draft:
     def copy(self) -> "Draft":
         """One more that goes on from here; what changes in either stays there."""
         twin = Draft(self.world)
-        twin.custom_use, twin._given = dict(self.custom_use), dict(self._given)
+        twin.custom_use, twin.given = dict(self.custom_use), list(self.given)
         twin._given_to = {holder: list(devices) for holder, devices in self._given_to.items()}
         twin._books = {key: book.copy() for key, book in self._books.items()}
         twin._use = {node: use.copy() for node, use in self._use.items()}
@@ -205,19 +205,15 @@ class Draft:
 
     def _take_back(self, lease: Lease) -> None:
         self._own(lease.device).vacate(lease.key)
-        self._given[lease.tenant] = self._given.get(lease.tenant, 0) - lease.mb
+        self.given.append((lease.tenant, -lease.mb))
 
     def put_lease(self, lease: Lease) -> None:
         """Enter a new lease. Raises Overcommitted if it does not fit, pledges aside; nothing is changed."""
         if lease.mb > self.book(lease.device).unheld_mb():
             raise Overcommitted(f"{lease.key}: {lease.mb} MiB do not fit on {lease.device}")
         self._own(lease.device).put(lease)
-        self._given[lease.tenant] = self._given.get(lease.tenant, 0) + lease.mb
+        self.given.append((lease.tenant, lease.mb))
         self._given_to.setdefault(lease.holder, []).append(lease.device)
-
-    def given(self) -> Iterable[tuple[str, int]]:
-        """(tenant, MiB) of what this draft has leased, less what it has taken back."""
-        return self._given.items()
 
     def given_to(self, holder: str) -> Sequence[DeviceKey]:
         """The devices of which this draft has leased it something."""
@@ -227,10 +223,9 @@ class Draft:
         """Each whose run is over or under notice, and nobody doubts that it goes."""
         return (holding.lease for key in self.world.books for holding in self.book(key).leaving())
 
-    def newly_claimed(self, task: TaskId, priority: int) -> Iterator[tuple[str, int]]:
-        """(tenant, MiB) of what this draft has leased, and of what is pledged to others than this task, at
-        its priority or a higher one. Who is moving does not claim twice."""
-        yield from self._given.items()
+    def claimed(self, task: TaskId, priority: int) -> Iterator[tuple[str, int]]:
+        """(tenant, MiB) of what is pledged to others than this task, at its priority or a higher one. Who is
+        moving does not claim twice."""
         for preemptor, pledges in self._pledges.items():
             other = self._tasks.get(preemptor) or self.world.tasks.get(preemptor)
             if preemptor != task and not (other is not None and other.is_moving):

@@ -71,7 +71,7 @@ def fragmentation(world: World, policy: Policy, now: Instant) -> Fragmentation:
     kinds: dict[str, Sum] = {}
     draft = Draft(world)
     for node in draft.usable_nodes():
-        left = [(book, book.free_mb()) for book in draft.usable_books(node, policy, now)]
+        left = [(book.device, book.free_mb()) for book in draft.usable_books(node, policy, now)]
         for row in rows(left, draft.headroom(node).cpu) if left else ():
             stranded = (0,) * len(row.devices) if worth is None else worth.stranded(row.room)
             for device, free_mb, stranded_mb in zip(row.devices, row.room.left, stranded, strict=True):

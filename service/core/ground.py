@@ -12,7 +12,6 @@ from service.core.need import need_mb, unwanted_device
 from service.core.policy import Policy
 from service.core.task import Task
 from service.core.units import DeviceKey, Instant, Mib, NodeName
-from service.core.worth import sort_of
 
 Chosen = tuple[tuple[DeviceKey, Mib], ...]
 
@@ -71,7 +70,7 @@ class Ground:
 
     def signature(self) -> object:
         """Equal for nodes of which one is as good as the other for what is left to place."""
-        devices = ((sort_of(self.devices[key]), free) for key, free in self.free.items())
+        devices = ((self.devices[key].sort, free) for key, free in self.free.items())
         return self.room._replace(node=None), self.node.labels, bool(self.ranks), tuple(sorted(devices))
 
 

@@ -111,10 +111,7 @@ class Claims:
         return allowance.claimed_mb + self._quotas.need_mb(demand) <= allowance.guaranteed_mb
 
     def _measure(self) -> dict[str, dict[str, int]]:
-        accounts = self._draft.world.accounts
-        held = {tenant: accounts.held_mb(tenant) for tenant in accounts}
-        for tenant, mb in self._draft.given():
-            held[tenant] = held.get(tenant, 0) + mb
+        held = dict(self._quotas.held_mb())
         for lease in self._draft.leaving():
             held[lease.tenant] = held.get(lease.tenant, 0) - lease.mb
         found: dict[str, dict[str, int]] = {}

@@ -10,7 +10,7 @@ from service.core.changes import Changes
 from service.core.demand import Demand
 from service.core.offers import Offered
 from service.core.ordering import Kin
-from service.core.outlook import Known
+from service.core.outlook import Known, Room
 from service.core.plan import Decision
 from service.core.policy import Policy
 from service.core.preemption import Search
@@ -99,8 +99,8 @@ class Memory:
         """The same where no forecast stands."""
         self.forecast_on: frozenset[NodeName] = frozenset()
         """Where forecasts stood when that was looked at."""
-        self.rows: dict[tuple[NodeName, int], tuple[int, tuple[Row, ...]]] = {}
-        """(node, priority) -> (revision of its `changes`, what tasks without pledges could have)."""
+        self.rows: dict[tuple[NodeName, int], tuple[Room, tuple[Row, ...]]] = {}
+        """(node, priority) -> (what such a task could have there, the same by sorts of devices)."""
         self.outlooks: Known = {}
         self._worth: Worth | None = None
         self.offers: Offered = {}

@@ -174,7 +174,5 @@ def _are_same(some: Sequence[object], others: Sequence[object]) -> bool:
 
 
 def _room(devices: Sequence[tuple[Device, int]], beside: Headroom) -> Room:
-    sorts = {
-        (d.kind, d.power, d.physical_mb, d.allocatable_mb, d.context_mb, bool(d.parent)) for d, _ in devices
-    }
+    sorts = {device.sort for device, _ in devices}
     return Room(tuple(devices), ceiling(devices), beside, devices[0][0] if len(sorts) == 1 else None)

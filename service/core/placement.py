@@ -139,8 +139,7 @@ class Places:
         far = FAR_MB * unwanted_node(demand, self._draft.world.nodes[node])
         if self._worth is None or demand.placement == "spread" or demand.where.devices:
             return self._by_room(node, task, room.beside.cpu, far, allows)
-        cpu = room.beside.cpu
-        there = self._look_along(node, task, cpu, allows) if allows else self._rows(node, task, cpu)
+        there = _allowed(room, task, allows) if allows else self._rows(node, task.priority, room)
         return self._by_worth(node, task, far, self._worth, there)
 
     def _by_room(
@@ -174,27 +173,15 @@ class Places:
         rank = far + FAR_MB * spot.unwanted - spot.score
         return (rank, 0.0, (node, *spot.devices)), Placement(node, tuple(devices))
 
-    def _rows(self, node: NodeName, task: Task, cpu: float) -> tuple[Row, ...]:
-        """What such a task could have of the node's devices; once for all without pledges there."""
-        if self._memory is None or self._is_kept_for(node, task):
-            return self._look_along(node, task, cpu)
-        revision = self._draft.changes.at(node)
-        known = self._memory.rows.get((node, task.priority))
-        if known is None or known[0] != revision:
+    def _rows(self, node: NodeName, priority: int, room: Room) -> tuple[Row, ...]:
+        """Once for each room that the node has for this priority."""
+        if self._memory is None:
+            return rows(room.devices, room.beside.cpu)
+        known = self._memory.rows.get((node, priority))
+        if known is None or known[0] is not room:
             self._looks.taken += CLOSE_LOOK
-            known = self._memory.rows[node, task.priority] = revision, self._look_along(node, task, cpu)
+            known = self._memory.rows[node, priority] = room, rows(room.devices, room.beside.cpu)
         return known[1]
-
-    def _look_along(
-        self, node: NodeName, task: Task, cpu: float, allows: Allows | None = None
-    ) -> tuple[Row, ...]:
-        """Of devices that are not allowed there is nothing left."""
-        left = []
-        for book in self._draft.usable_books(node, self._policy, self._now):
-            need = need_mb(task.demand, book.device) if allows and task.demand.gpus else None
-            barred = allows is not None and need is not None and not allows(book.device.key, need)
-            left.append((book, 0 if barred else book.free_mb(task=task.id, priority=task.priority)))
-        return rows(left, cpu)
 
     def _left(self, node: NodeName, task: Task) -> Room:
         """What such a task could have of a node; once for all without pledges there."""
@@ -216,3 +203,12 @@ class Places:
                 if left >= 0:
                     far = FAR_MB * unwanted_device(task.demand, book.device)
                     yield sign * left + far, book.device.key, need
+
+
+def _allowed(room: Room, task: Task, allows: Allows) -> tuple[Row, ...]:
+    """Of devices that are not allowed there is nothing left."""
+    left = []
+    for device, mb in room.devices:
+        need = need_mb(task.demand, device) if task.demand.gpus else None
+        left.append((device, mb if need is None or allows(device.key, need) else 0))
+    return rows(left, room.beside.cpu)

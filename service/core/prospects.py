@@ -64,7 +64,9 @@ class Prospects:
     def is_over_quota(self, group: Group) -> bool:
         """Whether their tenant may not have such tasks now and has nobody of its own to stop for them, or
         would borrow for them and may stop nobody that would help."""
-        denied = self._memory.denied.get(group.key[:3])
+        if not self._policy.has_quotas:
+            return False
+        denied = self._denied(group)
         if self._quotas.falls_short(group.tenant, group.demand, group.priority):
             is_known = denied is not None and self._is_as(denied, DEBTOR, {})
             return is_known or not self._claims.may_yield(group.tenant, group.priority)
@@ -78,8 +80,11 @@ class Prospects:
         if not self._policy.has_quotas:
             return False
         surplus = self._claims.of_any(group.tenant, group.demand, group.priority)
-        denied = self._memory.denied.get(group.key[:3])
+        denied = self._denied(group)
         return bool(surplus) and (denied is None or not self._is_as(denied, OWNER, surplus))
+
+    def _denied(self, group: Group) -> Denied | None:
+        return self._memory.denied.get(group.key[:3]) if self._memory.denied else None
 
     def _is_as(self, denied: Denied, as_what: str, surplus: Surplus) -> bool:
         return denied == self._state(as_what, surplus, passing=denied.changed > 0)

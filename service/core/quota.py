@@ -1,10 +1,9 @@
 """What a tenant may still take: its guarantee, and what its cohort leaves of those of others."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from itertools import accumulate
 from types import MappingProxyType
-from typing import NamedTuple
 
 from service.core.admission import Refusal
 from service.core.demand import Demand
@@ -44,11 +43,7 @@ class Needs:
             self._version = world.inventory_version
             self.known = {}
             devices = [book.device for book in world.books.values() if book.device.present]
-            sorts = {
-                (d.kind, d.power, d.physical_mb, d.allocatable_mb, d.context_mb, bool(d.parent)): d
-                for d in devices
-            }
-            self._all, self._sorts = devices, list(sorts.values())
+            self._all, self._sorts = devices, list({device.sort: device for device in devices}.values())
         known = self.known.get(demand)
         if known is None:
             if len(self.known) >= MOST_NEEDS:
@@ -82,13 +77,19 @@ class Allowance:
         return max(0, self.left_mb - max(0, self.guaranteed_mb - self.claimed_mb))
 
 
-class _Claimed(NamedTuple):
-    """What a draft has given and keeps for preemptors, as one of its tasks finds it, in MiB."""
+class _Sums:
+    """MiB by tenant, and of tenants with a cohort by that."""
 
-    revision: int
-    """Of the draft's changes of which this tells."""
-    by_tenant: dict[str, int]
-    by_cohort: dict[str, int]
+    def __init__(self, policy: Policy) -> None:
+        self._policy = policy
+        self.by_tenant: dict[str, int] = {}
+        self.by_cohort: dict[str, int] = {}
+
+    def add(self, amounts: Iterable[tuple[str, int]]) -> None:
+        for tenant, mb in amounts:
+            self.by_tenant[tenant] = self.by_tenant.get(tenant, 0) + mb
+            cohort = self._policy.tenant(tenant).cohort
+            self.by_cohort[cohort] = self.by_cohort.get(cohort, 0) + mb
 
 
 class Quotas:
@@ -98,10 +99,16 @@ class Quotas:
         self._draft = draft
         self._policy = policy
         self._needs = Needs() if needs is None else needs
-        self._held: dict[str, int] | None = None
-        """Cohort -> what its members hold in the World."""
-        self._claims: dict[int, _Claimed] = {}
-        """Priority -> what those may not have who have no pledges."""
+        self._sums = _Sums(policy)
+        """What was held in the World at that revision, and the first so much of what the draft has given."""
+        self._revision = -1
+        self._counted = 0
+        self._claims: dict[int, tuple[int, _Sums]] = {}
+        """Priority -> (revision of the draft's changes, what is kept from those who have no pledges)."""
+
+    def held_mb(self) -> Mapping[str, int]:
+        """Tenant -> what it holds in the draft; of who holds nothing there may be nothing."""
+        return self._held().by_tenant
 
     def need_mb(self, demand: Demand) -> int:
         return self._needs.of(self._draft.world, demand)
@@ -131,8 +138,8 @@ class Quotas:
         """The same for a task that is not named, or has no pledges."""
         if not (self._policy.has_quotas and (demand.gpus or demand.bundles)):
             return False
-        allowance = self.of(tenant, priority, task, given)
-        return allowance is not None and self.need_mb(demand) > allowance.left_mb
+        left_mb = self._left_mb(tenant, priority, task, given)
+        return left_mb is not None and self.need_mb(demand) > left_mb
 
     def lacks_mb(self, task: Task) -> int:
         """What its tenant must still give back, so that it may take so much, once those have left who are
@@ -148,46 +155,60 @@ class Quotas:
     ) -> Allowance | None:
         """None if this tenant has no quota. What is being freed for tasks of lower priority counts as free,
         and for this task."""
+        guaranteed_mb = self._policy.tenant(name).guaranteed_mb
+        left_mb = self._left_mb(name, priority, task, given)
+        if guaranteed_mb is None or left_mb is None:
+            return None
+        claimed_mb = _claimed_mb(name, self._held(), self._claims_on(task, priority), given)
+        return Allowance(claimed_mb, guaranteed_mb, left_mb)
+
+    def _left_mb(self, name: str, priority: int, task: TaskId, given: Mapping[str, int]) -> int | None:
+        """What this tenant may still take; None if it has no quota. Thousands of tenants are asked about in
+        each cycle."""
         mine = self._policy.tenant(name)
         if mine.guaranteed_mb is None:
             return None
-        new = self._newly_claimed(task, priority)
-        claimed = self._draft.world.accounts.held_mb(name) + new.by_tenant.get(name, 0) + given.get(name, 0)
-        own_left = mine.guaranteed_mb - claimed
+        held, claims = self._held(), self._claims_on(task, priority)
+        own_left = mine.guaranteed_mb - _claimed_mb(name, held, claims, given)
         if not mine.cohort:
-            return Allowance(claimed, mine.guaranteed_mb, own_left)
-        left = self._policy.guaranteed_mb(mine.cohort) - self._held_in(mine.cohort)
-        left -= new.by_cohort.get(mine.cohort, 0)
-        left -= sum(mb for other, mb in given.items() if self._policy.tenant(other).cohort == mine.cohort)
+            return own_left
+        left = self._policy.guaranteed_mb(mine.cohort) - held.by_cohort.get(mine.cohort, 0)
+        left -= claims.by_cohort.get(mine.cohort, 0)
+        if given:
+            left -= sum(mb for other, mb in given.items() if self._policy.tenant(other).cohort == mine.cohort)
         if mine.borrow_mb is not None:
             left = min(left, own_left + mine.borrow_mb)
-        return Allowance(claimed, mine.guaranteed_mb, max(own_left, left))
+        return max(own_left, left)
 
-    def _newly_claimed(self, task: TaskId, priority: int) -> "_Claimed":
-        """Added up anew only when the draft has changed: thousands of tenants ask in between."""
+    def _claims_on(self, task: TaskId, priority: int) -> _Sums:
+        """What is kept for others. Added up anew only when the draft has changed: thousands of tenants ask in
+        between."""
         if self._draft.pledges_of(task):
             return self._add_up(task, priority)
         known = self._claims.get(priority)
-        if known is None or known.revision != self._draft.changes.revision:
-            known = self._claims[priority] = self._add_up(NOBODY, priority)
-        return known
+        if known is None or known[0] != self._draft.changes.revision:
+            sums = self._add_up(NOBODY, priority)
+            known = self._claims[priority] = self._draft.changes.revision, sums
+        return known[1]
 
-    def _add_up(self, task: TaskId, priority: int) -> "_Claimed":
-        claimed = _Claimed(self._draft.changes.revision, {}, {})
-        for tenant, mb in self._draft.newly_claimed(task, priority):
-            claimed.by_tenant[tenant] = claimed.by_tenant.get(tenant, 0) + mb
-            cohort = self._policy.tenant(tenant).cohort
-            claimed.by_cohort[cohort] = claimed.by_cohort.get(cohort, 0) + mb
-        return claimed
+    def _add_up(self, task: TaskId, priority: int) -> _Sums:
+        sums = _Sums(self._policy)
+        sums.add(self._draft.claimed(task, priority))
+        return sums
 
-    def _held_in(self, cohort: str) -> int:
-        if self._held is None:
-            self._held = {}
-            accounts = self._draft.world.accounts
-            for tenant in accounts:
-                name = self._policy.tenant(tenant).cohort
-                self._held[name] = self._held.get(name, 0) + accounts.held_mb(tenant)
-        return self._held.get(cohort, 0)
+    def _held(self) -> _Sums:
+        accounts, given = self._draft.world.accounts, self._draft.given
+        if self._revision != accounts.revision:
+            self._revision, self._counted, self._sums = accounts.revision, 0, _Sums(self._policy)
+            self._sums.add(accounts.held())
+        if len(given) > self._counted:
+            self._sums.add(given[self._counted :])
+            self._counted = len(given)
+        return self._sums
+
+
+def _claimed_mb(name: str, held: _Sums, claims: _Sums, given: Mapping[str, int]) -> int:
+    return held.by_tenant.get(name, 0) + claims.by_tenant.get(name, 0) + given.get(name, 0)
 
 
 def check_quota(demand: Demand, need_mb: int, tenant: str, policy: Policy) -> Refusal | None:

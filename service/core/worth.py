@@ -7,7 +7,6 @@ from typing import NamedTuple
 
 from service.core.demand import Demand
 from service.core.device import Device
-from service.core.ledger import Book
 from service.core.need import need_mb, unwanted_device
 from service.core.stranding import Remainder, Shape, Stock, after, fgd, tasks_lost, usual
 from service.core.units import DeviceKey, Mib
@@ -40,30 +39,22 @@ class Spot(NamedTuple):
     """In key order."""
 
 
-def sort_of(device: Device) -> str:
-    """The same for devices between which no demand can tell a difference."""
-    part = "part" if device.parent else "whole"
-    sizes = f"{device.physical_mb}/{device.allocatable_mb}/{device.context_mb}"
-    return f"{device.kind}/{sizes}/{device.power}/{part}"
-
-
 def sorts_of(devices: Iterable[Device]) -> Alike:
     """The sorts of devices of which anything can be leased."""
     some: dict[str, Device] = {}
     count: Counter[str] = Counter()
     for device in devices:
         if device.allocatable_mb:
-            name = sort_of(device)
-            some.setdefault(name, device)
-            count[name] += 1
+            some.setdefault(device.sort, device)
+            count[device.sort] += 1
     return {name: (count[name], some[name]) for name in sorted(some)}
 
 
-def rows(left: Iterable[tuple[Book, int]], cpu: float) -> tuple[Row, ...]:
+def rows(left: Iterable[tuple[Device, int]], cpu: float) -> tuple[Row, ...]:
     """What is left of a node, sort by sort. `left`: its devices in key order and MiB; less than 0 is 0."""
     sorts: dict[str, list[tuple[Device, int]]] = {}
-    for book, free_mb in left:
-        sorts.setdefault(sort_of(book.device), []).append((book.device, max(0, free_mb)))
+    for device, free_mb in left:
+        sorts.setdefault(device.sort, []).append((device, max(0, free_mb)))
     return tuple(
         Row(Remainder(cpu, tuple(mb for _, mb in found), name), tuple(device for device, _ in found))
         for name, found in sorted(sorts.items())
@@ -166,18 +157,21 @@ class Worth:
                     found.append(_Option(far, left - amount, devices[place].key, number, place))
         if len(found) < demand.gpus:
             return None
-        if demand.gpus > 1:
-            return self._taking(demand, node, sorted(found)[: demand.gpus])
-        spots = [self._taking(demand, node, [option]) for option in found]
+        rooms = [row.room for row in node]
+        beside = [after(room, self.shape(demand), (), 0) for room in rooms]
+        ways = [sorted(found)[: demand.gpus]] if demand.gpus > 1 else [[option] for option in found]
+        spots = [self._taking(demand, rooms, beside, way) for way in ways]
         return min(spots, key=lambda spot: (spot.unwanted, -spot.score, spot.devices))
 
-    def _taking(self, demand: Demand, node: tuple[Row, ...], chosen: list["_Option"]) -> Spot:
-        amounts = dict(self.shape(demand).amounts)
-        rooms = [row.room for row in node]
-        behind = []
-        for number, room in enumerate(rooms):
+    def _taking(
+        self, demand: Demand, rooms: list[Remainder], beside: list[Remainder], chosen: list["_Option"]
+    ) -> Spot:
+        """`beside`: what is left of the rows from which it takes no device."""
+        amounts, behind = dict(self.shape(demand).amounts), list(beside)
+        for number in {option.row for option in chosen}:
+            room = rooms[number]
             places = tuple(option.place for option in chosen if option.row == number)
-            behind.append(after(room, self.shape(demand), places, amounts.get(room.kind, 0)))
+            behind[number] = after(room, self.shape(demand), places, amounts[room.kind])
         unwanted = sum(option.unwanted for option in chosen)
         return Spot(unwanted, self._score(rooms, behind), tuple(sorted(option.key for option in chosen)))
 

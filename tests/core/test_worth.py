@@ -151,7 +151,7 @@ def test_a_place_needs_as_many_devices_with_room_as_are_asked_for(kind: str):
     usual(world, any=(1, {"gpu_mb": GIB}))
     worth = worth_of(world, Policy())
     assert worth is not None
-    node = rows([(world.books[key(name)], mb) for name, mb in (("gpu0", 9), ("gpu1", 5))], 8.0)
+    node = rows([(world.books[key(name)].device, mb) for name, mb in (("gpu0", 9), ("gpu1", 5))], 8.0)
     assert worth.spot(a_demand(gpus=2, gpu_mb=7), node) is None
     spot = worth.spot(a_demand(gpus=2, gpu_mb=5), node)
     assert spot is not None

@@ -47,7 +47,7 @@ _task, _spec, _outcome, _label = tables.task, tables.task_spec, tables.outcome, 
 TASK = tuple(_task.c[field.name] for field in fields(Task))
 _LEASE = tuple(tables.lease.c[field.name] for field in fields(Lease))
 _PLEDGE = tuple(tables.pledge.c[field.name] for field in fields(Pledge))
-_DEVICE = tuple(tables.device.c[field.name] for field in fields(Device))
+_DEVICE = tuple(tables.device.c[field.name] for field in fields(Device) if field.init)
 _lease = tables.lease
 _SPEC = tuple(column for column in _spec.c if column.name != "tenant")  # which the task's row has
 ESTIMATE = tuple(tables.estimate.c[name] for name in ("tenant", "subject", "kind", "what", "counts"))
