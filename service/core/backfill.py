@@ -125,7 +125,7 @@ class Leeway:
         for bound in self._bounds:
             left = bound.later.room()
             for part in bound.parts():
-                left = left.with_room_of(part, -1)
+                left = left.with_room_of(part, sign=-1)
             room = _lesser(room, left)
             for device in free.keys() & bound.devices:
                 free[device] = min(free[device], bound.later.mb(device) - bound.mb(device))

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from math import inf
 
 from service.core.draft import Draft
-from service.core.estimate import Topic, What
+from service.core.estimate import Sketch, Topic, What
 from service.core.expectations import Remaining, remaining_seconds, run_seconds
 from service.core.lease import LeaseState
 from service.core.ledger import Holding
@@ -49,6 +49,8 @@ class Departures:
         self.now = now
         self._sketches = draft.world.learned.sketches
         self._known: dict[tuple[TaskId, int, TaskState], Departure] = {}
+        self._learned: dict[tuple[str, str, str], Sketch | None] = {}
+        """By tenant, subject and kind what is known of how long such runs take."""
 
     def of_holding(self, holding: Holding) -> Departure:
         """What nobody can say anything about, like a quarantined lease, never leaves."""
@@ -74,14 +76,23 @@ class Departures:
 
     def _work_out(self, run: Task) -> Departure:
         kind = self._kind_of(run)
+        known = self._seconds_of(run, kind)
+        if known is None and run.expected_seconds is None:
+            return self._guessed(run, 0.0)
         if run.started_at is None:
             left = run_seconds(run, self._sketches, self.policy, kind=kind)
         else:
             left = remaining_seconds(run, self._sketches, self.now, kind=kind)
-        if left is None:
-            guess = max(LEAST_GUESS_SECONDS, self._elapsed(run) - self._known_seconds(run, kind))
-            return self._bounded(run, guess, GUESS_P90 * guess, 0, is_guess=True)
-        return self._bounded(run, left.p50_seconds, left.p90_seconds, left.n, is_guess=False)
+        if left is not None:
+            return self._bounded(run, left.p50_seconds, left.p90_seconds, left.n, is_guess=False)
+        learned = 0.0 if known is None else known.quantile(1.0) or 0.0
+        return self._guessed(run, learned if run.expected_seconds is None else run.expected_seconds)
+
+    def _guessed(self, run: Task, known_seconds: float) -> Departure:
+        """`known_seconds`: what it was thought to take at most; 0 if nothing was."""
+        elapsed = 0.0 if run.started_at is None else self.now - run.started_at
+        guess = max(LEAST_GUESS_SECONDS, elapsed - known_seconds)
+        return self._bounded(run, guess, GUESS_P90 * guess, 0, is_guess=True)
 
     def _bounded(self, run: Task, p50: float, p90: float, n: int, *, is_guess: bool) -> Departure:
         """Whatever it would take, it is stopped at its time limit and at its deadline."""
@@ -95,19 +106,17 @@ class Departures:
             Instant(min(latest, self.now + p50)), Instant(min(latest, self.now + p90)), n, is_guess
         )
 
-    def _elapsed(self, run: Task) -> float:
-        return 0.0 if run.started_at is None else self.now - run.started_at
-
-    def _known_seconds(self, run: Task, kind: str) -> float:
-        """What the run was thought to take at most; 0 if nothing was."""
-        if run.expected_seconds is not None:
-            return run.expected_seconds
-        known = self._sketches.get(Topic(run.tenant, run.subject, kind, What.SECONDS))
-        return 0.0 if known is None else known.quantile(1.0) or 0.0
+    def _seconds_of(self, run: Task, kind: str) -> Sketch | None:
+        about = run.tenant, run.subject, kind
+        if about not in self._learned:
+            self._learned[about] = self._sketches.get(Topic(*about, What.SECONDS))
+        return self._learned[about]
 
     def _kind_of(self, run: Task) -> str:
         """Of its devices, by which run times are told apart; empty if it has none."""
         known = [lease.device for lease in self.draft.world.leases_of(run)]
         if not known and run.demand.gpus and run.node is not None:  # this draft has admitted it
             known = [d for d in self.draft.given_to(run.id) if self.draft.book(d).device.node == run.node]
+        if len(known) == 1:
+            return self.draft.book(known[0]).device.kind
         return min((self.draft.book(device).device.kind for device in known), default="")

@@ -113,7 +113,7 @@ class Draft:
         cpu = round(row.cpu - use.cpu, 6)
         room = Headroom(cpu, row.memory_mb - use.memory_mb, row.max_runs - use.runs, custom, row)
         for other in self._respected(node, task, priority):
-            room = room.with_room_of(other, -1)
+            room = room.with_room_of(other, sign=-1)
         return room
 
     def headroom_soon(self, node: NodeName, *, priority: int) -> Headroom:

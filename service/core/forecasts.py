@@ -170,7 +170,7 @@ class _Forecasting:
             room, free = supply.headroom(at), {key: supply.mb(key, at) for key in supply.devices}
             for one in self._on(node):
                 for part in one.parts if at < one.forecast.end_at else ():
-                    room = room.with_room_of(part, -1)
+                    room = room.with_room_of(part, sign=-1)
                 for key in free.keys() & one.devices.keys() if at < one.forecast.end_at else ():
                     free[key] -= one.devices[key]
             devices = {key: self._draft.book(key).device for key in free}
@@ -238,7 +238,7 @@ class _Forecasting:
             room = supply.headroom(check)
             for one in _there(planned, check):
                 for part in one.parts:
-                    room = room.with_room_of(part, -1)
+                    room = room.with_room_of(part, sign=-1)
             if not room.fits(task):
                 return None
         chosen = [

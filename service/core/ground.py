@@ -33,7 +33,7 @@ class Ground:
         return sum(self.free.values()), self.room.cpu
 
     def put(self, rank: int, part: Task, chosen: Chosen) -> None:
-        self.room = self.room.with_room_of(part, -1)
+        self.room = self.room.with_room_of(part, sign=-1)
         for key, mb in chosen:
             self.free[key] -= mb
         self.ranks.append(rank)

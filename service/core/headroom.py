@@ -34,12 +34,14 @@ class Headroom(NamedTuple):
         asked = dict(task.demand.custom)
         return [name for name, left in self.custom if name in asked and asked[name] > left]
 
-    def with_room_of(self, task: Task, sign: int = 1) -> "Headroom":
-        """As if the task had left (or, with -1, come)."""
-        demand = task.demand
-        cpu = round(self.cpu + sign * demand.cpu, 6)
-        custom = self.custom
-        if custom and demand.custom:
-            took = dict(demand.custom)
-            custom = tuple((name, round(left + sign * took.get(name, 0.0), 6)) for name, left in custom)
-        return Headroom(cpu, self.memory_mb + sign * demand.memory_mb, self.runs + sign, custom, self.node)
+    def with_room_of(self, *tasks: Task, sign: int = 1) -> "Headroom":
+        """As if these had left (or, with -1, come)."""
+        cpu, memory_mb, custom = self.cpu, self.memory_mb, self.custom
+        for task in tasks:
+            demand = task.demand
+            cpu += sign * demand.cpu
+            memory_mb += sign * demand.memory_mb
+            if custom and demand.custom:
+                took = dict(demand.custom)
+                custom = tuple((name, round(left + sign * took.get(name, 0.0), 6)) for name, left in custom)
+        return Headroom(round(cpu, 6), memory_mb, self.runs + sign * len(tasks), custom, self.node)

@@ -147,9 +147,11 @@ class Group:
     def count_own(self, key: OwnKey, now: Instant, policy: Policy) -> int:
         """How many members stand at this place among their tenant's tasks or before it. Order of submission
         is order of the queue within a group, so this takes a few looks only."""
+        standing, top, weight = self.standing, band_of(self.standing)[2], policy.weight_of(self.key[3])
 
         def place(index: int) -> OwnKey:
-            return self.own_key(self.member(index), now, policy)
+            submitted_at, task = self._members[self._first + index]
+            return -top, -_aged(standing, top, now - submitted_at, policy), -weight, submitted_at, task
 
         return bisect_right(range(len(self)), key, key=place)
 

@@ -31,6 +31,10 @@ class Room:
     alike: Device | None
     """One of them, if they differ in nothing that a demand looks at but their names."""
 
+    def with_amounts(self, devices: tuple[tuple[Device, int], ...], beside: Headroom) -> "Room":
+        """Of the same devices."""
+        return Room(devices, ceiling(devices), beside, self.alike)
+
     def may_fit(self, task: Task) -> bool:
         """False: there is not enough for such a task. True: perhaps there is."""
         return self.ceiling.may_fit(task.demand) and self.beside.fits(task)
@@ -126,8 +130,9 @@ class Outlooks:
                 for key, mb in run.frees.items():
                     freed[key] += mb
             soon = self.soon(node, priority)
-            devices = [(device, mb + freed[device.key]) for device, mb in soon.devices]
-            room = facts.most[above] = _room(devices, after(soon.beside, node, leavers)) if leavers else soon
+            devices = tuple((device, mb + freed[device.key]) for device, mb in soon.devices)
+            room = soon.with_amounts(devices, after(soon.beside, node, leavers)) if leavers else soon
+            facts.most[above] = room
         return room
 
     def took(self, node: NodeName, since: int, task: Task, placement: Placement) -> None:
@@ -139,8 +144,8 @@ class Outlooks:
         taken = dict(placement.devices)
         for rooms in (facts.now, facts.soon, facts.most):
             for above, room in rooms.items():
-                devices = [(device, mb - taken.get(device.key, 0)) for device, mb in room.devices]
-                rooms[above] = _room(devices, room.beside.with_room_of(task, -1))
+                devices = tuple((device, mb - taken.get(device.key, 0)) for device, mb in room.devices)
+                rooms[above] = room.with_amounts(devices, room.beside.with_room_of(task, sign=-1))
 
     def leavers(self, node: NodeName, priority: int) -> list[Stoppable]:
         """Who may be stopped for such a task, in no particular order."""

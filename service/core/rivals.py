@@ -1,5 +1,6 @@
 """For whose end a task waits, and who stands ahead of it and would take the room that then comes back."""
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from heapq import nsmallest
@@ -14,7 +15,7 @@ from service.core.need import may_use_node
 from service.core.ordering import Kin, OrderKey, order_key, own_key
 from service.core.quota_told import quota_of
 from service.core.ranks import nodes_of
-from service.core.survey import Survey
+from service.core.survey import NodeFinding, Survey, Verdict
 from service.core.task import Task
 from service.core.trial import Planner
 from service.core.units import TaskId
@@ -79,7 +80,26 @@ def _runs(seen: Survey, *, anywhere: bool) -> Iterator[Task]:
         return
     for one in seen.nodes:
         if one.is_usable and may_use_node(seen.task.demand, one.node):
-            yield from draft.runs_on(one.node.name)
+            yield from _of_enough(seen, one)
+
+
+def _of_enough(seen: Survey, one: NodeFinding) -> Iterator[Task]:
+    """Those on a node without whom enough devices may have room. By sums, nobody else can be the one."""
+    draft, node = seen.draft, one.node.name
+    gpus = seen.task.demand.gpus - one.count(Verdict.FITS)
+    if gpus <= 0:
+        yield from draft.runs_on(node)
+        return
+    given = Counter[str]()
+    for device in one.devices:
+        if device.verdict in (Verdict.NO_ROOM, Verdict.KEPT_FOR_OTHERS):
+            held = Counter[str]()
+            for holding in device.book.holdings.values():
+                held[holding.lease.holder] += holding.takes_mb
+            missing_mb = (device.need_mb or 0) - device.free_mb
+            given.update(holder for holder, mb in held.items() if mb >= missing_mb)
+    enough = {TaskId(holder) for holder, devices in given.items() if devices >= gpus}
+    yield from map(draft.task, sorted(enough & draft.world.runs.get(node, set())))
 
 
 class _Rivals:

@@ -1,10 +1,11 @@
 """Why nobody is stopped for a task that waits: who could be, and what shields each."""
 
 from collections import Counter
-from collections.abc import Set
+from collections.abc import Iterable, Iterator, Set
 from dataclasses import dataclass
 from enum import StrEnum
 from heapq import nsmallest
+from itertools import islice
 from typing import assert_never
 
 from service.core.guarantees import Claims, Restraint
@@ -83,10 +84,18 @@ def spared(seen: Survey, trial: Trial) -> Spared:
     """`trial`: what the planner would decide for the task now."""
     judged = _judged(seen, trial)
     counts = Counter(shield for _, shield in judged)
-    telling = nsmallest(MOST_TOLD, judged, key=lambda one: (_TELLING[one[1]], one[0].priority, one[0].id))
+    telling = list(islice(_in_order(judged, counts), MOST_TOLD))
     why = _why(seen, trial, counts)
     told = (SparedRun(run, _leased_mb(seen, run), shield) for run, shield in telling)
     return Spared(why, _message(seen, why, counts), dict(sorted(counts.items())), tuple(told))
+
+
+def _in_order(judged: list[tuple[Task, Shield]], shields: Iterable[Shield]) -> Iterator[tuple[Task, Shield]]:
+    """The most telling of each shield."""
+    for shield in sorted(shields, key=_TELLING.__getitem__):
+        runs = (run for run, theirs in judged if theirs is shield)
+        for run in nsmallest(MOST_TOLD, runs, key=lambda run: (run.priority, run.id)):
+            yield run, shield
 
 
 def _leased_mb(seen: Survey, run: Task) -> Mib:

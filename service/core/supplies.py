@@ -90,7 +90,7 @@ class Later:
         if self._supplies.leaves_at(run, self._waiter) <= self._at:
             return
         if self._room is not None:
-            self._room = self._room.with_room_of(run, -1)
+            self._room = self._room.with_room_of(run, sign=-1)
         for device, mb in place.devices:
             if device in self._mb:
                 self._mb[device] -= mb
@@ -200,11 +200,11 @@ class Supplies:
 
 def _fit(room: Headroom, planned: Iterable[Task], parts: Iterable[Task]) -> bool:
     for part in planned:
-        room = room.with_room_of(part, -1)
+        room = room.with_room_of(part, sign=-1)
     for part in parts:
         if not room.fits(part):
             return False
-        room = room.with_room_of(part, -1)
+        room = room.with_room_of(part, sign=-1)
     return True
 
 

@@ -71,19 +71,18 @@ def stoppable(
         if run.state in (TaskState.ADMITTED, TaskState.RUNNING) and is_old_enough(run, began_at):
             before = known.get(run.id)
             if not before or before[0].task is not run:
-                before = [one for one in _stoppable(draft, run) if any(one.parts(node))]
+                if run.members:
+                    before = [one for one in _of_gang(draft, run) if any(one.parts(node))]
+                else:
+                    before = (Stoppable(run, _frees(draft, run, (0,)), ((node, run),)),)
             if before:
                 found[run.id] = before
     return found
 
 
-def _stoppable(draft: Draft, run: Task) -> Iterator[Stoppable]:
-    """The task, and every rank that it can do without. Ranks that are leaving already give nothing more."""
+def _of_gang(draft: Draft, run: Task) -> Iterator[Stoppable]:
+    """Every rank that it can do without, and the rest of it. Who is leaving already gives nothing more."""
     surplus = surplus_of(run)
-    if not run.members:
-        assert run.node is not None, "an active task has its place"
-        yield Stoppable(run, _frees(draft, run, (0,)), ((run.node, run),))
-        return
     for rank in surplus:
         alone = ((run.members[rank].node, part_of(run, rank)),)
         yield Stoppable(run, _frees(draft, run, (rank,)), alone, rank)
@@ -178,10 +177,7 @@ def lost_gpu_seconds(run: Task, now: Instant) -> float:
 
 def after(room: Headroom, node: NodeName, leavers: Iterable[Stoppable]) -> Headroom:
     """What a node has left beside its devices once these have left."""
-    for leaver in leavers:
-        for part in leaver.parts(node):
-            room = room.with_room_of(part)
-    return room
+    return room.with_room_of(*(run for leaver in leavers for there, run in leaver.runs if there == node))
 
 
 def cost_of(victims: Sequence[Candidate]) -> Cost:
