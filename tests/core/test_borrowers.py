@@ -10,6 +10,7 @@ from service.core.advice import advise
 from service.core.cycle import plan_cycle
 from service.core.demand import Where
 from service.core.draft import Draft
+from service.core.forecasts import make_forecasts
 from service.core.look import look
 from service.core.memory import Memory
 from service.core.orders import Checkpointed, Gone, Report, Started
@@ -165,3 +166,20 @@ def _heard_of(task: Task, now: Instant) -> list[Report]:
             saved = Checkpointed(task.id, task.fence, Instant(now + 1.0), 1, "", None, "uri")
             return [Started(task.id, task.fence, now, 1), saved]
     return []
+
+
+def test_a_borrower_whom_a_forecast_keeps_away_stops_nobody_whom_a_guarantee_covers():
+    """Where it could stop somebody whom none covers, another is to start before it."""
+    gpus = (a_device("gpu0", mb=40), a_device("gpu1", mb=40), a_device("gpu0", "n2", mb=40))
+    stays = a_run("stays", "other", 40, priority=50, expected_seconds=Seconds(5000.0))
+    low = a_run("low", "other", 40, "gpu1", priority=20, expected_seconds=Seconds(5000.0))
+    mine = a_run("mine", "owner", 20, "n2/gpu0", priority=20)
+    wide = a_task("wide", tenant="guest", gpus=2, gpu_mb=10, submitted_at=Instant(NOW - 10.0))
+    world = a_world(*gpus, stays, low, mine, wide)
+    [*_, forecasts] = make_forecasts(world, POLICY, NOW)
+    submit(world, a_task("urgent", tenant="guest", gpu_mb=35))
+    memory = Memory()
+    for _ in range(2):
+        assert plan_cycle(world, POLICY, NOW, memory=memory, forecasts=forecasts).decisions == ()
+    [decision] = plan_cycle(world, POLICY, NOW).decisions
+    assert [task.task.id for task in decision.tasks] == ["low"], "were it not for the forecast"
