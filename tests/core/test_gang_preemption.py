@@ -336,3 +336,18 @@ def test_among_many_candidates_who_is_not_needed_at_other_places_is_put_back() -
     world = a_world(a_device("gpu0", "n1", mb=40), a_device("gpu0", "n2", mb=90), *runs, gang)
     (decision,) = plan_cycle(world, Policy(), NOW).decisions
     assert [write.task.id for write in decision.tasks] == ["b"]
+
+
+def test_among_many_candidates_who_frees_nothing_where_the_gang_runs_is_put_back() -> None:
+    """However cheap it is."""
+
+    def on(node: str, name: str, mb: int, seconds: float) -> Any:
+        task = a_task(name, gpu_mb=mb, priority=5)
+        return holding(task, f"{node}/gpu0", started_at=Instant(NOW - seconds))
+
+    costly = [on("n2", f"r{number}", 10, 500.0) for number in range(9)]
+    runs = [on("n3", "useless", 10, 10.0), on("n1", "needed", 40, 20.0), *costly]
+    devices = [a_device("gpu0", node, mb=mb) for node, mb in (("n1", 40), ("n2", 90), ("n3", 20))]
+    gang = a_gang("gang", *bundles(1, gpu_mb=30), priority=60)
+    (decision,) = plan_cycle(a_world(*devices, *runs, gang), Policy(), NOW).decisions
+    assert [write.task.id for write in decision.tasks] == ["needed"]
