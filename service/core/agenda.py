@@ -25,8 +25,8 @@ class Doubts(Protocol):
 
     looks: Looks
 
-    def is_over_quota(self, group: Group) -> bool:
-        """Their tenant may not have such tasks now, whatever there is."""
+    def has_no_right(self, group: Group) -> bool:
+        """Their tenant may neither have such tasks now nor make room for them, whatever there is."""
         ...
 
     def may_reclaim(self, group: Group) -> bool:
@@ -152,7 +152,7 @@ class Agenda:
         if group is None:
             return head if head.task in self._world.queue else None
         if group and (
-            doubts.is_over_quota(group) or (doubts.is_refused(group) and not doubts.may_reclaim(group))
+            doubts.has_no_right(group) or (doubts.is_refused(group) and not doubts.may_reclaim(group))
         ):  # else all of them have left the queue since this one was lined up
             behind = [other.group for other in head.line if other.group is not None]
             self._asleep.append((group, *behind))
@@ -229,7 +229,7 @@ class Agenda:
         if self._policy.has_quotas:  # by which they differ
             lines = []
             for group in likes:
-                (self._asleep if doubts.is_over_quota(group) else lines).append((group,))
+                (self._asleep if doubts.has_no_right(group) else lines).append((group,))
         if lines and lines[0] and doubts.is_refused(lines[0][0]):
             claim = [line for line in lines if self._policy.has_quotas and doubts.may_reclaim(line[0])]
             self._asleep += (tuple(line) for line in lines if line not in claim)

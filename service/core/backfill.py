@@ -9,6 +9,7 @@ from service.core.departures import Departures
 from service.core.draft import Draft
 from service.core.expectations import whole_run_seconds
 from service.core.ground import Ground
+from service.core.guarantees import Claims
 from service.core.headroom import Headroom
 from service.core.ordering import OrderKey
 from service.core.policy import Policy
@@ -135,13 +136,8 @@ class Leeway:
 def _lesser(one: Headroom, other: Headroom) -> Headroom:
     """Of two views of the same node."""
     custom = tuple((name, min(a, b)) for (name, a), (_, b) in zip(one.custom, other.custom, strict=True))
-    return Headroom(
-        min(one.cpu, other.cpu),
-        min(one.memory_mb, other.memory_mb),
-        min(one.runs, other.runs),
-        custom,
-        one.node,
-    )
+    cpu, memory_mb = min(one.cpu, other.cpu), min(one.memory_mb, other.memory_mb)
+    return Headroom(cpu, memory_mb, min(one.runs, other.runs), custom, one.node)
 
 
 class Guards:
@@ -152,17 +148,20 @@ class Guards:
         draft: Draft,
         policy: Policy,
         now: Instant,
+        claims: Claims,
         order: Callable[[Task], OrderKey],
-        forecasts: Sequence[Forecast],
+        forecasts: Iterable[Forecast],
         kept_away: int = 0,
     ) -> None:
         """`order`: a task's place in the queue now. `kept_away`: in this cycle, so many tasks were."""
         self._draft = draft
         self._policy = policy
         self._now = now
+        self._claims = claims
         self._order = order
+        self.forecasts = tuple(forecasts)
         self._departures = Departures(draft, policy, now)
-        self._supplies = Supplies(self._departures, for_plans=False)
+        self._supplies = Supplies(self._departures, for_plans=False, spared_from=claims.spared_from)
         self.on: dict[NodeName, list[Planned]] = {}
         """Node -> the forecasts that keep room there, the first in order first."""
         self.kept_away = kept_away
@@ -170,7 +169,7 @@ class Guards:
         self._keys: dict[TaskId, OrderKey] = {}
         """Of the tasks with forecasts, as they stand since that revision of changes."""
         self._keys_at = -1
-        for forecast in forecasts:
+        for forecast in self.forecasts:
             task = draft.world.tasks.get(forecast.task)
             if forecast.keeps_room and task is not None and task.state is TaskState.PENDING:
                 for planned in planned_of(forecast, task):
@@ -230,6 +229,11 @@ class Guards:
         mine = self._order(task)
         return all(self._key_of(one) <= mine for planned in self.on.values() for one in planned)
 
+    def ahead_of(self, task: Task) -> frozenset[TaskId]:
+        """Who stand ahead of the task, of those for whom room is kept."""
+        mine = self._order(task)
+        return frozenset(one.task.id for on in self.on.values() for one in on if self._key_of(one) < mine)
+
     def _key_of(self, planned: Planned) -> OrderKey:
         """Worked out once between two decisions: nothing else changes it."""
         if self._keys_at != self._draft.changes.revision:
@@ -252,7 +256,7 @@ class Guards:
         return Leeway(bounds)
 
     def took(self, node: NodeName, since: int, run: Task, place: Placement) -> None:
-        """A place was given, before which the node stood at revision `since` of its changes."""
+        """A place was given on the node, which stood at revision `since` before."""
         self._supplies.took(node, since, run, place)
 
     def _there(self, task: Task, node: NodeName, at: float, delayed: Planned) -> Iterator[Planned]:
@@ -282,9 +286,11 @@ class Guards:
 
     def _gives_way(self, task: Task, planned: Planned) -> bool:
         """Its run could be stopped for that one by the time it is to start."""
-        if not (self._policy.preemption and asks_for_gpus(planned.task.demand)):
+        other = planned.task
+        may_stop = self._policy.preemption and asks_for_gpus(other.demand)
+        if not may_stop or self._claims.would_be_spared(task, other):
             return False
-        return stoppable_at(task, planned.task.priority, self._policy, self._now) <= planned.forecast.start_at
+        return stoppable_at(task, other.priority, self._policy, self._now) <= planned.forecast.start_at
 
     def _longest_seconds(self, task: Task, node: NodeName) -> float:
         """Nine in ten of its runs are over by then; infinite if nobody knows."""

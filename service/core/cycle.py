@@ -8,7 +8,6 @@ from service.core.backfill import Forecast, Guards
 from service.core.decide import admit, evict, withdraw
 from service.core.draft import Draft
 from service.core.fairness import Shares
-from service.core.gang import Gang
 from service.core.guarantees import Claims
 from service.core.lines import Lines
 from service.core.looks import Looks
@@ -112,9 +111,9 @@ class Slice:
         self._quotas = Quotas(draft, policy, memory.needs)
         self._shares = cursor.shares.copy()
         self._agenda = agenda = self._open_agenda(world, policy)
-        self._guards = Guards(draft, policy, now, agenda.key_of, cursor.forecasts, cursor.kept_away)
-        self._lines = Lines(draft, policy, now, agenda.key_of, cursor.forecasts)
         self._claims = claims = Claims(draft, policy, self._quotas)
+        self._guards = Guards(draft, policy, now, claims, agenda.key_of, cursor.forecasts, cursor.kept_away)
+        self._lines = Lines(draft, policy, now, agenda.key_of, cursor.forecasts)
         self._prospects = Prospects(
             draft, policy, now, memory, places, offers, looks, self._quotas, claims, self._guards
         )
@@ -201,7 +200,10 @@ class Slice:
         if is_refused and not self._prospects.may_reclaim(group):
             return None
         if task.demand.bundles:
-            return self._enter_gang(task, self._prospects.gang(task, group.kin))
+            found = self._prospects.gang(task, group.kin)
+            if isinstance(found, tuple):
+                return admit(self._draft, task, found, self._now)
+            return self._enter(task, found)
         placement = self._prospects.place(task, group.kin)
         if placement is None:
             way = self._prospects.reclaimed(task, group.kin)
@@ -233,16 +235,3 @@ class Slice:
 
     def _enter(self, task: Task, found: Eviction | Search | None) -> Decision | Search | None:
         return self._evict(task, found) if isinstance(found, Eviction) else found
-
-    def _enter_gang(self, task: Task, found: Gang | Eviction | None) -> Decision | None:
-        """Unless it would delay a forecast."""
-        if isinstance(found, Eviction):
-            nodes = {self._draft.book(device).device.node for device, _ in found.devices}
-            if not nodes & self._guards.off_limits(task):
-                return self._evict(task, found)
-            found = None
-            self._guards.kept_away += 1
-        elif found is not None and self._guards.bars(task, found, everybody=False):
-            found = self._places.gang(task, self._guards)
-            self._guards.kept_away += found is None
-        return None if found is None else admit(self._draft, task, found, self._now)

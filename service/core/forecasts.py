@@ -10,10 +10,11 @@ from service.core.draft import Draft
 from service.core.expectations import whole_run_seconds
 from service.core.gang import place_ranks
 from service.core.ground import Ground
+from service.core.guarantees import Claims
 from service.core.limits import Leaver, Limits
 from service.core.need import may_use_node, need_mb
 from service.core.policy import Policy
-from service.core.quota import Needs
+from service.core.quota import Needs, Quotas
 from service.core.supplies import Supplies, Supply
 from service.core.task import Placement, Task
 from service.core.units import DeviceKey, Instant, Mib, NodeName, Seconds
@@ -79,8 +80,9 @@ class _Forecasting:
         self._now = now
         self._draft = draft
         self._departures = Departures(draft, policy, now)
-        self._supplies = Supplies(self._departures, for_plans=True)
         self._needs = Needs()
+        claims = Claims(draft, policy, Quotas(draft, policy, self._needs))
+        self._supplies = Supplies(self._departures, for_plans=True, spared_from=claims.spared_from)
         self._opening: list[Leaver] = []
         """Who must have left before no limit keeps the task waiting that is looked at."""
         usable = set(draft.usable_nodes())

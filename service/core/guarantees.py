@@ -1,6 +1,6 @@
 """What guarantees ask of preemption: what may be taken back from borrowers, what left alone."""
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from service.core.demand import Demand
@@ -9,7 +9,7 @@ from service.core.policy import Policy, band_of
 from service.core.quota import NOBODY, Quotas
 from service.core.task import Task
 from service.core.units import TaskId
-from service.core.victims import Candidate, named
+from service.core.victims import Candidate
 
 Surplus = Mapping[str, int]
 """Borrower -> MiB beyond its guarantee that are not leaving yet."""
@@ -26,18 +26,24 @@ class Restraint:
     draft: Draft
     policy: Policy
 
-    def lets_go(self, gone: Sequence[Candidate]) -> bool:
-        return self.allows(*named(gone))
+    def spares(self, tenant: str) -> bool:
+        """Whether runs of that tenant are only stopped while it has more than it is guaranteed."""
+        mine, whose = self.policy.tenant(self.tenant), self.policy.tenant(tenant)
+        return tenant != self.tenant and whose.cohort == mine.cohort and whose.guaranteed_mb is not None
+
+    def together(self, found: Sequence[Candidate]) -> Sequence[Candidate]:
+        """Of these, each who may leave beside those before it: there is an order in which each of them is
+        beyond the guarantee when it is its turn."""
+        taken = _Taken(self.draft, self._lets_go)
+        return [candidate for candidate in found if taken.takes(candidate.task, candidate.rank)]
 
     def allows(self, tasks: Collection[Task], ranks: Mapping[TaskId, tuple[int, ...]]) -> bool:
-        """Whether there is an order in which each of them is beyond the guarantee when it is its turn."""
-        cohort = self.policy.tenant(self.tenant).cohort
-        taken: dict[str, list[int]] = {}
-        for tenant, mb in _taken(tasks, ranks, self.draft):
-            whose = self.policy.tenant(tenant)
-            if tenant != self.tenant and whose.cohort == cohort and whose.guaranteed_mb is not None:
-                taken.setdefault(tenant, []).append(mb)
-        return all(sum(mbs) - max(mbs) < self.surplus.get(name, 0) for name, mbs in taken.items())
+        """The same of all of them, and of those that are to go on the ranks that leave."""
+        taken = _Taken(self.draft, self._lets_go)
+        return all(taken.takes(task, rank) for task in tasks for rank in ranks.get(task.id, (None,)))
+
+    def _lets_go(self, tenant: str, total_mb: int, largest_mb: int) -> bool:
+        return not self.spares(tenant) or total_mb - largest_mb < self.surplus.get(tenant, 0)
 
 
 class Claims:
@@ -49,6 +55,8 @@ class Claims:
         self._quotas = quotas
         self._revision = -1
         self._surplus: dict[str, dict[str, int]] = {}
+        self._within: dict[str, set[str]] = {}
+        """Cohort -> those who hold something, and no more than they are guaranteed."""
         self._lowest: dict[str, int] | None = None
         """Tenant -> the lowest priority of its runs."""
 
@@ -59,7 +67,7 @@ class Claims:
             return {}
         if self._revision != self._draft.changes.revision:
             self._revision = self._draft.changes.revision
-            self._surplus = self._measure()
+            self._measure()
         found = self._surplus.get(cohort, {})
         return {name: mb for name, mb in found.items() if name != tenant}
 
@@ -84,6 +92,19 @@ class Claims:
         if not (borrows and self._policy.tenant(tenant).cohort):
             return None
         return Restraint(tenant, self.surplus(tenant), self._draft, self._policy)
+
+    def spared_from(self, task: Task) -> frozenset[str]:
+        """The tenants of which no run with GPUs is stopped for it now, whatever its priority."""
+        if self.restraint_on(task) is None:
+            return frozenset()
+        return frozenset(self._within.get(self._policy.tenant(task.tenant).cohort, ())) - {task.tenant}
+
+    def would_be_spared(self, waiting: Task, task: Task) -> bool:
+        """Whether one that waits, if it ran, would not be stopped for the other."""
+        restraint = self.restraint_on(task)
+        if restraint is None or not restraint.spares(waiting.tenant):
+            return False
+        return self._is_entitled(waiting.tenant, waiting.demand, waiting.priority, waiting.id) is True
 
     def may_yield(self, tenant: str, priority: int) -> bool:
         """Whether the tenant has runs of lower priority that might be stopped for its own task."""
@@ -110,40 +131,65 @@ class Claims:
             return None
         return allowance.claimed_mb + self._quotas.need_mb(demand) <= allowance.guaranteed_mb
 
-    def _measure(self) -> dict[str, dict[str, int]]:
+    def _measure(self) -> None:
         held = dict(self._quotas.held_mb())
         for lease in self._draft.leaving():
             held[lease.tenant] = held.get(lease.tenant, 0) - lease.mb
-        found: dict[str, dict[str, int]] = {}
+        self._surplus, self._within = {}, {}
         for tenant, mb in held.items():
             whose = self._policy.tenant(tenant)
-            if whose.guaranteed_mb is not None and mb > whose.guaranteed_mb:
-                found.setdefault(whose.cohort, {})[tenant] = mb - whose.guaranteed_mb
-        return found
+            if whose.guaranteed_mb is None:
+                continue
+            if mb > whose.guaranteed_mb:
+                self._surplus.setdefault(whose.cohort, {})[tenant] = mb - whose.guaranteed_mb
+            else:
+                self._within.setdefault(whose.cohort, set()).add(tenant)
 
 
-def leaves_guarantees(gone: Sequence[Candidate], surplus: Surplus, draft: Draft) -> bool:
-    """Whether nobody is left with less than it is guaranteed."""
-    taken: dict[str, int] = {}
-    for tenant, mb in _taken(*named(gone), draft):
-        taken[tenant] = taken.get(tenant, 0) + mb
-    return all(mb <= surplus[tenant] for tenant, mb in taken.items())
+def above_guarantees(found: Sequence[Candidate], surplus: Surplus, draft: Draft) -> Sequence[Candidate]:
+    """Of borrowers, each who may leave beside those before it: nobody is left with less than it is
+    guaranteed."""
+    taken = _Taken(draft, lambda tenant, total_mb, _largest_mb: total_mb <= surplus[tenant])
+    return [candidate for candidate in found if taken.takes(candidate.task, candidate.rank)]
 
 
-def leased_mb(gone: Sequence[Candidate], draft: Draft) -> int:
+def leased_mb(gone: Iterable[Candidate], draft: Draft) -> int:
     """What they have of quotas."""
-    return sum(mb for _, mb in _taken(*named(gone), draft))
+    taken = _Taken(draft, lambda *_: True)
+    for one in gone:
+        taken.takes(one.task, one.rank)
+    return sum(total for total, _ in taken.by_tenant.values())
 
 
-def _taken(
-    tasks: Collection[Task], ranks: Mapping[TaskId, tuple[int, ...]], draft: Draft
-) -> Iterator[tuple[str, int]]:
-    """(tenant, MiB) of each run that goes, and of each rank that goes alone, but for what leaves anyway."""
-    for task in tasks:
-        leases = draft.world.leases_of(task)
-        holdings = [draft.book(lease.device).holdings.get(lease.key) for lease in leases]
-        stay = [holding.lease for holding in holdings if holding is not None and not holding.is_leaving]
-        if task.id not in ranks:
-            yield task.tenant, sum(lease.mb for lease in stay)
-        for rank in ranks.get(task.id, ()):
-            yield task.tenant, sum(lease.mb for lease in stay if lease.rank == rank)
+class _Taken:
+    """What runs take from their tenants by leaving, one after the other; ranks of a gang before the gang."""
+
+    def __init__(self, draft: Draft, may: Callable[[str, int, int], bool]) -> None:
+        """`may`: whether so much may be taken from a tenant in all, of which so much at once."""
+        self._draft = draft
+        self._may = may
+        self._alone: dict[TaskId, int] = {}
+        """Gang -> MiB of those of its ranks that leave already."""
+        self.by_tenant: dict[str, tuple[int, int]] = {}
+        """(MiB in all, the most at once)"""
+
+    def takes(self, run: Task, rank: int | None) -> bool:
+        """Whether it leaves as well. Who holds nothing may."""
+        mb = _held_mb(run, rank, self._draft)
+        before, largest = self.by_tenant.get(run.tenant, (0, 0))
+        total = before + mb - (self._alone.get(run.id, 0) if rank is None else 0)
+        largest = max(largest, mb)
+        if mb and not self._may(run.tenant, total, largest):
+            return False
+        self.by_tenant[run.tenant] = total, largest
+        if rank is not None:
+            self._alone[run.id] = self._alone.get(run.id, 0) + mb
+        return True
+
+
+def _held_mb(run: Task, rank: int | None, draft: Draft) -> int:
+    """What it holds, or one of its ranks, but for what leaves anyway."""
+    leases = draft.world.leases_of(run)
+    holdings = [draft.book(lease.device).holdings.get(lease.key) for lease in leases]
+    stay = [holding.lease for holding in holdings if holding is not None and not holding.is_leaving]
+    return sum(lease.mb for lease in stay if rank is None or lease.rank == rank)

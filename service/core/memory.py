@@ -2,10 +2,12 @@
 
 from collections.abc import Iterable, Set
 from dataclasses import dataclass, field
+from enum import StrEnum
 from math import inf
 from typing import NamedTuple
 
 from service.core.agenda import Agenda
+from service.core.backfill import Forecast
 from service.core.changes import Changes
 from service.core.demand import Demand
 from service.core.offers import Offered
@@ -26,11 +28,21 @@ Found = tuple[tuple[float, float, tuple[str, ...]], Placement]
 """((what its devices are worth, CPU left on the node, names), placement): the smallest is the best."""
 
 
+class Right(StrEnum):
+    """As what a tenant's task makes room."""
+
+    OWNER = "owner"
+    """It takes back what its tenant is guaranteed."""
+    BORROWER = "borrower"
+    """Its tenant would have more than that."""
+    DEBTOR = "debtor"
+    """Its tenant would have more than it may."""
+
+
 class Denied(NamedTuple):
     """A tenant's task could make no room by its own right. While these are the same, so is the answer."""
 
-    as_what: str
-    """What its right was: as one below its guarantee, or as a borrower."""
+    as_what: Right
     grown: int
     """Revision of `growth` of which this tells."""
     changed: int
@@ -66,6 +78,20 @@ class Pursuit:
     changed: int
 
 
+class Keepers(NamedTuple):
+    """Those who keep room from a task. While they are the same, so is what they keep, unless nodes grow."""
+
+    forecasts: tuple[Forecast, ...]
+    is_tired: bool
+    ahead: frozenset[TaskId]
+    """Who stand ahead of the task, of those for whom room is kept."""
+
+    def keep_more_than(self, others: "Keepers") -> bool:
+        """Or as much."""
+        is_as_tired = self.is_tired >= others.is_tired
+        return is_as_tired and self.ahead >= others.ahead and self.forecasts == others.forecasts
+
+
 class GangRefusal(NamedTuple):
     """There was neither room for such a gang nor any way to make it."""
 
@@ -73,7 +99,9 @@ class GangRefusal(NamedTuple):
     grown: int
     """Revisions of `changes` and `growth` of which this tells."""
     coming_on: tuple[NodeName, ...]
-    """Or rather: room for it is coming on these nodes together."""
+    """Or rather: room for it is coming on these nodes together, or is there and kept from it."""
+    keepers: Keepers | None = None
+    """Forecasts left no other room, nor another way to make it."""
 
 
 class Memory:

@@ -1,30 +1,28 @@
 """Whether there is anything to be found for a task at all, without looking twice at what did not change."""
 
-from collections.abc import Mapping, Set
+from collections.abc import Iterable, Mapping, Set
 from dataclasses import replace
 
 from service.core.backfill import Guards
 from service.core.draft import Draft
 from service.core.gang import Gang
 from service.core.gang_eviction import choose_for_gang
-from service.core.guarantees import Claims, Restraint, Surplus
+from service.core.guarantees import Claims, Restraint
 from service.core.looks import Looks
-from service.core.memory import Denied, GangRefusal, Memory, Pursuit, Standing
+from service.core.memory import GangRefusal, Keepers, Memory, Pursuit, Right, Standing
 from service.core.offers import Offers
 from service.core.ordering import Group, Kin
 from service.core.placement import CLOSE_LOOK, Places
 from service.core.policy import Policy
 from service.core.preemption import Eviction, Search, could_make_room, is_coming, may_preempt
 from service.core.quota import Quotas
+from service.core.ranks import part_of
 from service.core.reclaim import evict_with_restraint, make_room_in_quota, reclaim, reclaim_for_gang
 from service.core.refusals import Refusals
+from service.core.rights import Rights
 from service.core.task import Placement, Task
 from service.core.units import Instant, NodeName, TaskId
-from service.core.victims import anybody
-
-OWNER, BORROWER, DEBTOR = "owner", "borrower", "debtor"
-"""As what a tenant's task makes room: it takes back what it is guaranteed, would have more than that, or more
-than it may have."""
+from service.core.victims import Together
 
 
 class Prospects:
@@ -60,42 +58,13 @@ class Prospects:
         )
         self._quotas = quotas
         self._claims = claims
+        self._rights = Rights(policy, memory, quotas, claims)
 
-    def is_over_quota(self, group: Group) -> bool:
-        """Whether their tenant may not have such tasks now and has nobody of its own to stop for them, or
-        would borrow for them and may stop nobody that would help."""
-        if not self._policy.has_quotas:
-            return False
-        denied = self._denied(group)
-        if self._quotas.falls_short(group.tenant, group.demand, group.priority):
-            is_known = denied is not None and self._is_as(denied, DEBTOR, {})
-            return is_known or not self._claims.may_yield(group.tenant, group.priority)
-        if denied is None or denied.as_what != BORROWER or self._memory.growth.revision != denied.grown:
-            return False
-        restraint = self._claims.restraint(group.tenant, group.demand, group.priority)
-        return restraint is not None and self._is_as(denied, BORROWER, restraint.surplus)
+    def has_no_right(self, group: Group) -> bool:
+        return self._rights.has_none(group)
 
     def may_reclaim(self, group: Group) -> bool:
-        """Whether such a task could take back from borrowers, and nobody has found that it cannot."""
-        if not self._policy.has_quotas:
-            return False
-        surplus = self._claims.of_any(group.tenant, group.demand, group.priority)
-        denied = self._denied(group)
-        return bool(surplus) and (denied is None or not self._is_as(denied, OWNER, surplus))
-
-    def _denied(self, group: Group) -> Denied | None:
-        return self._memory.denied.get(group.key[:3]) if self._memory.denied else None
-
-    def _is_as(self, denied: Denied, as_what: str, surplus: Surplus) -> bool:
-        return denied == self._state(as_what, surplus, passing=denied.changed > 0)
-
-    def _state(self, as_what: str, surplus: Surplus, *, passing: bool) -> Denied:
-        changed = self._memory.changes.revision if passing else 0
-        return Denied(as_what, self._memory.growth.revision, changed, tuple(sorted(surplus.items())))
-
-    def _deny(self, task: Task, kin: Kin, as_what: str, surplus: Surplus, *, passing: bool) -> None:
-        likes = (task.tenant, task.priority, kin.demand)
-        self._memory.denied[likes] = self._state(as_what, surplus, passing=passing)
+        return self._rights.may_reclaim(group)
 
     def in_quota(self, task: Task, kin: Kin) -> Eviction | None:
         """The best way to room for a task above its tenant's quota, among that tenant's own runs; None, which
@@ -105,7 +74,7 @@ class Prospects:
         self.looks.taken += CLOSE_LOOK * len(self._offers.nodes)
         found = make_room_in_quota(self._offers, task, lacks_mb, self._now, nodes)
         if found is None:
-            self._deny(task, kin, DEBTOR, {}, passing=bool(closed) or not lacks_mb)
+            self._rights.deny(task, kin, Right.DEBTOR, {}, passing=bool(closed) or not lacks_mb)
         return found
 
     def reclaimed(self, task: Task, kin: Kin) -> Eviction | None:
@@ -120,7 +89,7 @@ class Prospects:
         nodes = self._offers.nodes - closed
         found = None if coming else reclaim(self._offers, task, surplus, self._now, nodes)
         if found is None:
-            self._deny(task, kin, OWNER, surplus, passing=coming or bool(closed))
+            self._rights.deny(task, kin, Right.OWNER, surplus, passing=coming or bool(closed))
         return found
 
     def shut(self) -> Mapping[Kin, int]:
@@ -173,37 +142,73 @@ class Prospects:
         return known[1]
 
     def _is_refused_gang(self, group: Group) -> bool:
-        changes, growth = self._memory.changes, self._memory.growth
         known = self._memory.gangs.get((group.kin, group.priority))
-        if known is None or known.grown != growth.revision:
+        if known is None or known.grown != self._memory.growth.revision:
             return group.demand.counted != () and self.has_nothing(group)
-        if any(changes.at(node) > known.changed for node in known.coming_on):
+        return known.keepers is None and self._still_holds(known)
+
+    def gang(self, task: Task, kin: Kin) -> Gang | Eviction | None:
+        """Places for the ranks of a gang, or the best eviction if there are none, where it delays nobody for
+        whom there is a forecast; None, which is remembered, if there is neither, or if it need only wait."""
+        if self._is_kept_away(task, kin):
+            self._guards.kept_away += 1
+            return None
+        found = self._places.gang(task)
+        if found is not None:
+            if not self._guards.bars(task, found, everybody=False):
+                return found
+            beside = self._places.gang(task, self._guards)
+            if beside is None:
+                self._refuse_gang(task, kin, [place.node for place in found], is_kept=True)
+            return beside
+        if (taken_back := self._reclaimed_gang(task, kin)) is not None:
+            return taken_back
+        return self._evicted_for_gang(task, kin)
+
+    def _evicted_for_gang(self, task: Task, kin: Kin) -> Eviction | None:
+        self.looks.taken += CLOSE_LOOK * len(self._offers.nodes)
+        closed = self._guards.off_limits(task) & self._offers.nodes
+        restraint = self._claims.restraint_on(task)
+        together: Together = tuple if restraint is None else restraint.together
+        way = choose_for_gang(self._offers, task, self._now, self._offers.nodes - closed, together)
+        if isinstance(way, Eviction):
+            return way
+        ranks = {bundle: part_of(task, rank) for rank, bundle in enumerate(task.demand.bundles)}
+        hopeful = (could_make_room(self._offers, rank, node) for rank in ranks.values() for node in closed)
+        is_kept = way is None and any(hopeful)
+        if restraint is None:
+            self._refuse_gang(task, kin, () if way is None else way.nodes, is_kept=is_kept)
+        else:
+            self._guards.kept_away += is_kept
+            passing = way is not None or is_kept
+            self._rights.deny(task, kin, Right.BORROWER, restraint.surplus, passing=passing)
+        return None
+
+    def _refuse_gang(self, task: Task, kin: Kin, on: Iterable[NodeName], *, is_kept: bool) -> None:
+        """`on`: where room is coming, or kept from it; what changes there is looked at."""
+        keepers = self._keepers(task) if is_kept else None
+        changed, grown, nodes = self._memory.changes.revision, self._memory.growth.revision, tuple(on)
+        self._memory.gangs[kin, task.priority] = GangRefusal(changed, grown, nodes, keepers)
+        self._memory.awaited.update(nodes)
+        self._guards.kept_away += is_kept
+
+    def _is_kept_away(self, task: Task, kin: Kin) -> bool:
+        """As one before it was, by the same forecasts or more."""
+        known = self._memory.gangs.get((kin, task.priority))
+        if known is None or known.keepers is None or not self._still_holds(known):
+            return False
+        return self._keepers(task).keep_more_than(known.keepers)
+
+    def _keepers(self, task: Task) -> Keepers:
+        return Keepers(self._guards.forecasts, self._guards.is_tired, self._guards.ahead_of(task))
+
+    def _still_holds(self, known: GangRefusal) -> bool:
+        if known.grown != self._memory.growth.revision:
+            return False
+        if any(self._memory.changes.at(node) > known.changed for node in known.coming_on):
             return False
         self._memory.awaited.update(known.coming_on)
         return True
-
-    def gang(self, task: Task, kin: Kin) -> Gang | Eviction | None:
-        """Places for the ranks of a gang, or the best eviction if there are none; None, which is remembered,
-        if there is neither, or if it need only wait."""
-        found = self._places.gang(task)
-        if found is not None:
-            return found
-        if (taken_back := self._reclaimed_gang(task, kin)) is not None:
-            return taken_back
-        self.looks.taken += CLOSE_LOOK * len(self._offers.nodes)
-        restraint = self._claims.restraint_on(task)
-        may_leave = anybody if restraint is None else restraint.lets_go
-        way = choose_for_gang(self._offers, task, self._now, may_leave)
-        if isinstance(way, Eviction):
-            return way
-        if restraint is not None:
-            self._deny(task, kin, BORROWER, restraint.surplus, passing=way is not None)
-            return None
-        coming_on = () if way is None else way.nodes
-        changed, grown = self._memory.changes.revision, self._memory.growth.revision
-        self._memory.gangs[kin, task.priority] = GangRefusal(changed, grown, coming_on)
-        self._memory.awaited.update(coming_on)
-        return None
 
     def _reclaimed_gang(self, task: Task, kin: Kin) -> Eviction | None:
         """The best way to take back room for a gang; None, which is remembered, as for other tasks."""
@@ -215,7 +220,7 @@ class Prospects:
         way = reclaim_for_gang(self._offers, task, surplus, self._now, self._offers.nodes - closed)
         if isinstance(way, Eviction):
             return way
-        self._deny(task, kin, OWNER, surplus, passing=way is not None or bool(closed))
+        self._rights.deny(task, kin, Right.OWNER, surplus, passing=way is not None or bool(closed))
         return None
 
     def place(self, task: Task, kin: Kin) -> Placement | None:
@@ -276,7 +281,7 @@ class Prospects:
             if restraint is None and coming_on not in self._guards.on:
                 elsewhere.refuse(task, kin, coming_on)
         elif restraint is not None:
-            self._deny(task, kin, BORROWER, restraint.surplus, passing=False)
+            self._rights.deny(task, kin, Right.BORROWER, restraint.surplus, passing=False)
         else:
             self._refusals.refuse(task, kin, coming_on)
         return None

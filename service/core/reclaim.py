@@ -1,15 +1,16 @@
 """How room is made by preemption where guarantees have a say in it."""
 
 from collections.abc import Iterable, Iterator
+from functools import partial
 
 from service.core.gang_eviction import Coming, choose_among
-from service.core.guarantees import Restraint, Surplus, leased_mb, leaves_guarantees
+from service.core.guarantees import Restraint, Surplus, above_guarantees, leased_mb
 from service.core.offers import Offer, Offers
 from service.core.policy import band_of
 from service.core.preemption import Eviction, best_of, eviction_of, may_preempt
 from service.core.task import Task
 from service.core.units import Instant, NodeName
-from service.core.victims import Stoppable, is_spared
+from service.core.victims import Stoppable, Together, all_of, is_spared
 
 
 def reclaim(
@@ -20,23 +21,39 @@ def reclaim(
     Borrowers of the same band or a lower one may be stopped, whatever their priority, but for what spares
     any run; and none so that it is left with less than it is guaranteed.
     """
+    there = (offer for offer in _borrowers_on(offers, task, surplus, nodes) if offer.found)
+    return _cheapest_of(
+        there, offers, task, now, partial(above_guarantees, surplus=surplus, draft=offers.draft)
+    )
+
+
+def evict_with_restraint(
+    offers: Offers, task: Task, restraint: Restraint, now: Instant, nodes: Iterable[NodeName]
+) -> Eviction | None:
+    """The same for a task that would borrow, by stopping runs of lower priority; none of the nodes has room
+    that is coming."""
+    there = (offers.of(node, task.priority) for node in sorted(nodes))
+    return _cheapest_of(there, offers, task, now, restraint.together)
+
+
+def _cheapest_of(
+    there: Iterable[Offer], offers: Offers, task: Task, now: Instant, together: Together
+) -> Eviction | None:
     best = None
-    for offer in _borrowers_on(offers, task, surplus, nodes):
-        if offer.found:
-            best = best_of(offer, task, best, lambda gone: leaves_guarantees(gone, surplus, offers.draft))
+    for offer in there:
+        best = best_of(offer, task, best, all_of(together))
     return None if best is None else eviction_of(best, offers.draft, now)
 
 
 def reclaim_for_gang(
     offers: Offers, task: Task, surplus: Surplus, now: Instant, nodes: Iterable[NodeName]
 ) -> Eviction | Coming | None:
-    """The same for a gang, on all these nodes at once."""
+    """As `reclaim`, for a gang, on all these nodes at once."""
     if not may_preempt(offers, task):
         return None
     there = list(_borrowers_on(offers, task, surplus, nodes))
-    return choose_among(
-        there, offers.draft, task, now, may_leave=lambda gone: leaves_guarantees(gone, surplus, offers.draft)
-    )
+    together = partial(above_guarantees, surplus=surplus, draft=offers.draft)
+    return choose_among(there, offers.draft, task, now, together=together)
 
 
 def make_room_in_quota(
@@ -52,7 +69,7 @@ def make_room_in_quota(
         mine = (run for run in offers.outlooks.leavers(node, task.priority) if run.task.tenant == task.tenant)
         there.append(offers.among(node, task.priority, mine))
     found = choose_among(
-        there, offers.draft, task, now, suffices=lambda gone: leased_mb(gone, offers.draft) >= lacks_mb
+        there, offers.draft, task, now, gives_enough=lambda gone: leased_mb(gone, offers.draft) >= lacks_mb
     )
     assert not isinstance(found, Coming), "who is stopped by nobody gives back nothing"
     return found
@@ -72,14 +89,3 @@ def _may_be_asked(run: Stoppable, task: Task, offers: Offers) -> bool:
     is_alone = run.rank is not None
     spared = not is_alone and is_spared(run.task, task.priority, offers.policy, offers.began_at)
     return same_or_lower and not spared
-
-
-def evict_with_restraint(
-    offers: Offers, task: Task, restraint: Restraint, now: Instant, nodes: Iterable[NodeName]
-) -> Eviction | None:
-    """The cheapest way to room for a task that would borrow, on these nodes, none of which has room that is
-    coming; None if there is none."""
-    best = None
-    for node in sorted(nodes):
-        best = best_of(offers.of(node, task.priority), task, best, restraint.lets_go)
-    return None if best is None else eviction_of(best, offers.draft, now)

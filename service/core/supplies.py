@@ -1,7 +1,7 @@
 """What the nodes of a cluster will have, as those leave who are there now."""
 
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from math import inf
 from typing import NamedTuple
@@ -44,6 +44,8 @@ class _Waiter(NamedTuple):
     """It may have runs stopped for it."""
     since: Instant
     """When it came."""
+    spared: frozenset[str] = frozenset()
+    """Tenants whose runs with GPUs it may not have stopped."""
 
 
 class Later:
@@ -104,7 +106,15 @@ class Supplies:
     it, for nobody knows how long, is taken to stay.
     """
 
-    def __init__(self, departures: Departures, *, for_plans: bool) -> None:
+    def __init__(
+        self,
+        departures: Departures,
+        *,
+        for_plans: bool,
+        spared_from: Callable[[Task], frozenset[str]] = lambda _: frozenset(),
+    ) -> None:
+        """`spared_from`: the tenants of which no run with GPUs is stopped for a task."""
+        self._spared_from = spared_from
         self.draft = departures.draft
         self._departures = departures
         self._for_plans = for_plans
@@ -167,7 +177,7 @@ class Supplies:
         """Only one that asks for GPUs may have runs stopped for it."""
         stops = self._departures.policy.preemption and asks_for_gpus(task.demand)
         since = self._departures.now if self._for_plans else task.submitted_at
-        return _Waiter(task.priority, stops, since)
+        return _Waiter(task.priority, stops, since, self._spared_from(task) if stops else frozenset())
 
     def _is_unheard_of(self, book: Book) -> bool:
         return book.is_stale(self._heard_until, self._departures.policy.sample_period_seconds)
@@ -177,7 +187,8 @@ class Supplies:
         came_after = (run.admitted_at or now) > waiter.since
         stays = departure.is_guess and came_after and not self._for_plans
         leaves_at = inf if stays else departure.p50_at
-        if not waiter.stops or run.state is TaskState.STOPPING:
+        is_spared = run.tenant in waiter.spared and asks_for_gpus(run.demand)
+        if not waiter.stops or is_spared or run.state is TaskState.STOPPING:
             return leaves_at
         grace = run.grace_seconds if self._for_plans else 0.0
         return min(leaves_at, stoppable_at(run, waiter.priority, policy, now) + grace)

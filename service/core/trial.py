@@ -25,7 +25,7 @@ from service.core.quota import Quotas
 from service.core.reclaim import evict_with_restraint, make_room_in_quota, reclaim, reclaim_for_gang
 from service.core.task import Task
 from service.core.units import Instant, NodeName
-from service.core.victims import anybody
+from service.core.victims import Together
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +56,9 @@ class Planner:
         self._draft = draft
         self._now = now
         order = _order_by(draft, policy, now)
-        self._guards = Guards(draft, policy, now, order, forecasts)
+        self._quotas = Quotas(draft, policy)
+        self._claims = Claims(draft, policy, self._quotas)
+        self._guards = Guards(draft, policy, now, self._claims, order, forecasts)
         self._lines = Lines(draft, policy, now, order, forecasts)
         outlooks = Outlooks(draft, policy, now, now, {})
         worth = worth_of(draft.world, policy)
@@ -64,8 +66,6 @@ class Planner:
         self._offers = Offers(draft, policy, now, outlooks=outlooks)
         self._rooms: dict[tuple[Demand, int], tuple[int, dict[NodeName, Found]]] = {}
         """What such tasks found on all nodes when the draft had changed so often."""
-        self._quotas = Quotas(draft, policy)
-        self._claims = Claims(draft, policy, self._quotas)
 
     def is_over_quota(self, task: Task) -> bool:
         """Its tenant may take no more for such a task now. What is being freed for it counts already."""
@@ -186,21 +186,18 @@ class Planner:
         return Trial(eviction=make_room_in_quota(self._offers, task, lacks_mb, self._now, nodes))
 
     def _make_room_for_gang(self, task: Task) -> Trial:
-        surplus, open_nodes = (
-            self._claims.of(task),
-            frozenset(self._offers.nodes) - self._guards.closed_to(task),
-        )
+        surplus, open_nodes = self._claims.of(task), self._offers.nodes - self._guards.closed_to(task)
         if surplus:
             back = reclaim_for_gang(self._offers, task, surplus, self._now, open_nodes)
             if isinstance(back, Eviction):
                 return Trial(eviction=back)
         restraint = self._claims.restraint_on(task)
-        may_leave = anybody if restraint is None else restraint.lets_go
-        way = choose_for_gang(self._offers, task, self._now, may_leave)
-        if not isinstance(way, Eviction):
-            return Trial(coming_on=way.nodes if way else ())
-        nodes = {self._draft.book(device).device.node for device, _ in way.devices}
-        return Trial() if nodes & self._guards.closed_to(task) else Trial(eviction=way)
+        together: Together = tuple if restraint is None else restraint.together
+        nodes = self._offers.nodes - self._guards.off_limits(task)
+        way = choose_for_gang(self._offers, task, self._now, nodes, together)
+        if isinstance(way, Eviction):
+            return Trial(eviction=way)
+        return Trial(coming_on=way.nodes if way else ())
 
     def _search(self, task: Task, nodes: frozenset[NodeName], most_nodes: int | None) -> Trial:
         if most_nodes is not None:

@@ -23,6 +23,9 @@ WITHOUT_LIMIT: Cost = (inf, 0, 0)
 Suffices = Callable[[Sequence["Candidate"]], bool]
 """Whether there is room once these have left. Monotone: more leavers never mean less room."""
 
+Together = Callable[[Sequence["Candidate"]], Sequence["Candidate"]]
+"""Of these, in their order, each who may leave beside those before it. If so many may, fewer of them may."""
+
 
 @dataclass(frozen=True, slots=True)
 class Stoppable:
@@ -201,6 +204,11 @@ def anybody(_gone: Sequence[Candidate]) -> bool:
     return True
 
 
+def all_of(together: Together) -> Suffices:
+    """Whether all of some may leave together."""
+    return lambda gone: len(together(gone)) == len(gone)
+
+
 def cheapest(
     found: Sequence[Candidate],
     suffices: Suffices,
@@ -233,11 +241,16 @@ def filled_back(
             break
         if may_leave([*taken, candidate]):
             taken.append(candidate)
-    for candidate in sorted(taken, key=lambda c: (c.lost, c.rank is None, c.key), reverse=True):
+    for candidate in costliest_first(taken):
         rest = [other for other in taken if other is not candidate]
         if suffices(rest):
             taken = rest
     return taken
+
+
+def costliest_first(taken: Iterable[Candidate]) -> list[Candidate]:
+    """The order in which they are put back."""
+    return sorted(taken, key=lambda c: (c.lost, c.rank is None, c.key), reverse=True)
 
 
 def _exact(

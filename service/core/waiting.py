@@ -73,7 +73,7 @@ class _Lines:
         self._taken |= awaited
         return first_in
 
-    def is_over_quota(self, group: Group) -> bool:
+    def has_no_right(self, group: Group) -> bool:
         return self._falls_short(group) and not self._may_wait({line_of_quota(group.tenant)})
 
     def is_refused(self, group: Group) -> bool:

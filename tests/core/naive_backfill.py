@@ -71,6 +71,8 @@ def stoppable_from(naive: Any, run: Task, other: Task) -> float:
     """From when on the other one may have it stopped; a run that has not begun begins now."""
     if not naive.policy.preemption or not other.demand.gpus or run.priority >= other.priority:
         return inf
+    if naive.is_spared_from(run, other):
+        return inf
     began = run.started_at if run.is_active and run.started_at is not None else naive.now
     policy, begun = naive.policy, replace(run, started_at=began)
     moments = [naive.now, began + policy.min_run_seconds, began + policy.shield_seconds]

@@ -210,12 +210,27 @@ class NaiveTenants:
                 other, name = self.policy.tenant(victim.tenant), victim.tenant
                 held = sum(lease.mb for lease in stays if lease.tenant == name)
                 is_bound = other.cohort == mine.cohort and name != task.tenant
-                if is_bound and other.guaranteed_mb is not None and held <= other.guaranteed_mb:
+                takes = any(lease in stays for lease in self.leases_of(victim))
+                if is_bound and takes and other.guaranteed_mb is not None and held <= other.guaranteed_mb:
                     break
                 stays = [lease for lease in stays if lease not in self.leases_of(victim)]
             else:
                 return True
         return False
+
+    def is_spared_from(self, run: Task, other: Task) -> bool:
+        """Whether its tenant has no more than it is guaranteed (one that waits: with it), and the other would
+        borrow."""
+        mine, whose = self.policy.tenant(other.tenant), self.policy.tenant(run.tenant)
+        is_bound = mine.cohort and whose.cohort == mine.cohort and run.tenant != other.tenant
+        if not is_bound or whose.guaranteed_mb is None or not run.demand.gpus:
+            return False
+        if self.is_within_guarantee(other) is not False:
+            return False
+        if not run.is_active:
+            return bool(self.is_within_guarantee(run))
+        held = [ls.mb for ls in self.leases if ls.tenant == run.tenant and not self.is_leaving(ls)]
+        return sum(held) <= whose.guaranteed_mb
 
     def reclaim(self, task: Task, closed: Any = ()) -> tuple[list[Any], list[Task]] | None:
         """The cheapest way to take back from borrowers."""

@@ -54,6 +54,39 @@ def test_a_borrower_does_not_stop_a_run_of_a_tenant_within_its_guarantee():
     assert asked_to_leave(world, Policy()) == ["mine"], "without quotas priority decides"
 
 
+def test_who_holds_nothing_of_a_quota_is_covered_by_no_guarantee():
+    """Nor could it ever take anything back."""
+    urgent = a_task("urgent", tenant="guest", gpu_mb=30, cpu=10.0, priority=60)
+    on_cpu = holding(a_task("on_cpu", tenant="owner", cpu=60.0, priority=0), node="n1")
+    world = a_world(a_device("gpu0", mb=40), on_cpu, urgent)
+    assert asked_to_leave(world, POLICY) == ["on_cpu"]
+
+
+def waiting_for_more(**fields: Any) -> tuple[World, Task]:
+    """A task that would borrow behind a run that is within the guarantee of its tenant."""
+    urgent = a_task("urgent", tenant="guest", gpu_mb=30, priority=60, expected_seconds=Seconds(100.0))
+    run = a_run("mine", "owner", 20, expected_seconds=Seconds(5000.0), **fields)
+    return a_world(a_device("gpu0", mb=40), run, urgent), urgent
+
+
+def test_a_forecast_does_not_count_on_a_stop_that_a_guarantee_forbids():
+    world, urgent = waiting_for_more()
+    [*_, [forecast]] = make_forecasts(world, POLICY, NOW)
+    assert forecast.start_at == NOW + 4900.0
+    [*_, [forecast]] = make_forecasts(world, Policy(), NOW)
+    assert (forecast.task, forecast.start_at) == (urgent.id, NOW + 30.0), "the grace period"
+
+
+def test_who_could_not_be_stopped_for_a_forecast_does_not_start_before_it():
+    for tenant, mb, starts in (("owner", 20, []), ("owner", 10, ["late"]), ("guest", 20, ["late"])):
+        world, _ = waiting_for_more()
+        [*_, forecasts] = make_forecasts(world, POLICY, NOW)
+        late = a_task("late", tenant=tenant, gpu_mb=mb, priority=30, expected_seconds=Seconds(9000.0))
+        submit(world, late)
+        plan = plan_cycle(world, POLICY, NOW, forecasts=forecasts)
+        assert [d.subject for d in plan.decisions if d.why == "admit"] == starts, (tenant, mb)
+
+
 def test_who_is_within_its_own_guarantee_may_stop_any_run_of_lower_priority():
     urgent = a_task("urgent", tenant="guest", gpu_mb=20, priority=60)
     world = a_world(a_device("gpu0", mb=40), a_run("a", "owner", 20), a_run("b", "owner", 20), urgent)

@@ -1,0 +1,55 @@
+"""By what right tenants make room, and for which of their tasks that is known to be of no use."""
+
+from service.core.guarantees import Claims, Surplus
+from service.core.memory import Denied, Memory, Right
+from service.core.ordering import Group, Kin
+from service.core.policy import Policy
+from service.core.quota import Quotas
+from service.core.task import Task
+
+
+class Rights:
+    """Of the tenants of one draft."""
+
+    def __init__(self, policy: Policy, memory: Memory, quotas: Quotas, claims: Claims) -> None:
+        self._policy = policy
+        self._memory = memory
+        self._quotas = quotas
+        self._claims = claims
+
+    def has_none(self, group: Group) -> bool:
+        """Whether their tenant would be above its quota and has nobody of its own to stop for them, or would
+        borrow, and it was found that it may stop nobody who would help."""
+        if not self._policy.has_quotas:
+            return False
+        denied = self._denied(group)
+        if self._quotas.falls_short(group.tenant, group.demand, group.priority):
+            is_known = denied is not None and self._is_as(denied, Right.DEBTOR, {})
+            return is_known or not self._claims.may_yield(group.tenant, group.priority)
+        if denied is None or denied.as_what != Right.BORROWER or self._memory.growth.revision != denied.grown:
+            return False
+        restraint = self._claims.restraint(group.tenant, group.demand, group.priority)
+        return restraint is not None and self._is_as(denied, Right.BORROWER, restraint.surplus)
+
+    def may_reclaim(self, group: Group) -> bool:
+        """Whether such a task might take back from borrowers, and nobody has found that it cannot."""
+        if not self._policy.has_quotas:
+            return False
+        surplus = self._claims.of_any(group.tenant, group.demand, group.priority)
+        denied = self._denied(group)
+        return bool(surplus) and (denied is None or not self._is_as(denied, Right.OWNER, surplus))
+
+    def deny(self, task: Task, kin: Kin, as_what: Right, surplus: Surplus, *, passing: bool) -> None:
+        """Remember that it found nothing; `passing`: for a reason that any change may take away."""
+        likes = (task.tenant, task.priority, kin.demand)
+        self._memory.denied[likes] = self._state(as_what, surplus, passing=passing)
+
+    def _denied(self, group: Group) -> Denied | None:
+        return self._memory.denied.get(group.key[:3]) if self._memory.denied else None
+
+    def _is_as(self, denied: Denied, as_what: Right, surplus: Surplus) -> bool:
+        return denied == self._state(as_what, surplus, passing=denied.changed > 0)
+
+    def _state(self, as_what: Right, surplus: Surplus, *, passing: bool) -> Denied:
+        changed = self._memory.changes.revision if passing else 0
+        return Denied(as_what, self._memory.growth.revision, changed, tuple(sorted(surplus.items())))
