@@ -137,8 +137,8 @@ class _Site:
         return victims, gang
 
     def _needed_for(self, gang: Gang, gone: Sequence[Candidate]) -> list[Candidate]:
-        """The fewest in their order with whom these very places are free, without who is not needed after
-        all. Only the nodes of whoever is put back are looked at again: there may be thousands."""
+        """Those without whom these very places would not be free; the costliest is put back first. Only the
+        nodes of whoever is put back are looked at again: there may be thousands."""
         ranks: dict[NodeName, list[int]] = {}
         for rank, place in enumerate(gang):
             ranks.setdefault(place.node, []).append(rank)
@@ -161,9 +161,6 @@ class _Site:
             taken[one.key] = one
             return False
 
-        for one in reversed(helpers):
-            if not put_back(one):
-                break
         for one in costliest_first(taken.values()):
             put_back(one)
         return list(taken.values())

@@ -42,6 +42,12 @@ def test_above_its_quota_a_task_stops_runs_of_its_own_tenant_until_the_quota_has
     assert asked_to_leave(a_cluster(a_run("old"), a_run("new"), urgent(40))) == ["new", "old"]
 
 
+def test_of_many_runs_no_more_are_stopped_than_the_quota_lacks():
+    policy = Policy(tenants=(TenantPolicy("small", guaranteed_mb=Mib(90)),))
+    runs = [a_run(f"r{n}", f"n{n % 2 + 1}/gpu0", gpu_mb=10, seconds=100.0 - n) for n in range(9)]
+    assert sorted(asked_to_leave(a_cluster(*runs, urgent()), policy)) == ["r7", "r8"]
+
+
 def test_it_starts_when_they_have_left_and_they_wait():
     world = a_cluster(a_run("old"), a_run("new", "n2/gpu0", seconds=5.0), urgent())
     told = Planner(Draft(world), POLICY, NOW).attempt(urgent()).eviction
