@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, fields
 from datetime import datetime
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args, get_origin
 
 T = TypeVar("T")
 Raw = Mapping[str, Any]
@@ -14,7 +14,7 @@ _TIMES = frozenset({"at", "as_of", "not_before"})
 
 def filled(model: type[T], raw: Raw, **read: Any) -> T:
     """Fill a model from an answer by name; `read` holds the fields that are models themselves. Lists become
-    tuples, as all models have them."""
+    tuples where the model says so: what a task returned stays what it is."""
     given: dict[str, Any] = {"raw": raw}
     for wanted in fields(model):  # type: ignore[arg-type]  # every model here is a dataclass
         name = wanted.name
@@ -22,10 +22,15 @@ def filled(model: type[T], raw: Raw, **read: Any) -> T:
         if isinstance(value, str) and (name.endswith("_at") or name in _TIMES):
             given[name] = datetime.fromisoformat(value)
         elif value is not None:
-            given[name] = tuple(value) if isinstance(value, list) else value
+            given[name] = tuple(value) if isinstance(value, list) and _is_tuple(wanted.type) else value
         elif wanted.default is MISSING and wanted.default_factory is MISSING:
             given[name] = ""
     return model(**given)
+
+
+def _is_tuple(annotation: Any) -> bool:
+    """A tuple, or nothing."""
+    return tuple in {get_origin(part) for part in (annotation, *get_args(annotation))}
 
 
 def optional(model: type[T], raw: Raw | None) -> T | None:

@@ -94,9 +94,10 @@ def finished(state: str, **outcome: Any) -> list[Reply]:
     return [Reply(200, a_task(state=state)), Reply(200, ended)]
 
 
-def test_a_json_result_is_the_value(service: RecordedService, do: Do) -> None:
-    service.told(*finished("succeeded", result={"accuracy": 0.9}))
-    assert do("result", "task_1") == {"accuracy": 0.9}
+@pytest.mark.parametrize("value", [{"accuracy": 0.9}, [1, [2, 3]], [], "text", 0, None])
+def test_a_json_result_is_the_value(service: RecordedService, do: Do, value: Any) -> None:
+    service.told(*finished("succeeded", result=value))
+    assert do("result", "task_1") == value
 
 
 def test_a_pickled_result_is_opened_by_result_and_by_nothing_else(service: RecordedService, do: Do) -> None:
