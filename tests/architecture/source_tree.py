@@ -4,8 +4,10 @@ import ast
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+from fnmatch import fnmatch
 from functools import cache
 from pathlib import Path
+from subprocess import run
 
 ROOT = Path(__file__).resolve().parents[2]
 CORE = "service/core"
@@ -53,11 +55,29 @@ def modules(*folders: str) -> tuple[Module, ...]:
     return tuple(found)
 
 
-def pages() -> list[Path]:
+def pages(root: Path = ROOT) -> list[Path]:
     """Everything people read that is not Python: top-level files, documentation, deployment files."""
-    top = [path for path in ROOT.iterdir() if path.is_file() and path.suffix != ".lock"]
-    below = [path for folder in PAGE_FOLDERS for path in (ROOT / folder).rglob("*") if path.is_file()]
-    return sorted(top + below)
+    top = [path for path in root.iterdir() if path.is_file() and path.suffix != ".lock"]
+    below = [path for folder in PAGE_FOLDERS for path in (root / folder).rglob("*") if path.is_file()]
+    return sorted(path for path in top + below if is_ours(path, root))
+
+
+def is_ours(path: Path, root: Path) -> bool:
+    """Whether a file belongs to the repository and not to whoever works in this folder."""
+    known = committed(root)
+    if known is not None:
+        return path.relative_to(root).as_posix() in known
+    ignored = (root / ".gitignore").read_text(encoding="utf-8").split()
+    return not any(fnmatch(path.name, pattern) for pattern in ignored)
+
+
+@cache
+def committed(root: Path) -> frozenset[str] | None:
+    """What git keeps, or is about to; None in an exported tree, and where git will not read this one."""
+    if not (root / ".git").exists():
+        return None
+    listed = run(("git", "-C", str(root), "ls-files", "-z"), check=False, capture_output=True, text=True)
+    return None if listed.returncode else frozenset(listed.stdout.split("\0"))
 
 
 def is_stdlib(name: str) -> bool:

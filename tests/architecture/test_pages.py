@@ -5,7 +5,9 @@ import shlex
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
+from subprocess import run
 
+import pytest
 import typer
 from gpubroker.cli.app import app
 from typer.core import TyperGroup
@@ -59,6 +61,23 @@ def is_verb(words: list[str]) -> bool:
 
 def make_targets() -> set[str]:
     return set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
+
+
+@pytest.mark.parametrize("is_exported", [False, True])
+def test_pages_are_what_the_repository_keeps_and_not_what_a_run_left_there(
+    tmp_path: Path, is_exported: bool
+) -> None:
+    (tmp_path / ".gitignore").write_text(".coverage\n*.db\n")
+    (tmp_path / "README.md").write_text("read me")
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "docs" / "guide.md").write_text("a guide")
+    if not is_exported:
+        run(("git", "init", "--quiet", str(tmp_path)), check=True)
+        run(("git", "-C", str(tmp_path), "add", "."), check=True)
+    for left in (".coverage", "docs/tried.db"):
+        (tmp_path / left).write_bytes(b"\x80 no text")
+    found = [page.relative_to(tmp_path).as_posix() for page in pages(tmp_path)]
+    assert found == [".gitignore", "README.md", "docs/guide.md"]
 
 
 def test_every_command_shown_on_a_page_exists() -> None:
