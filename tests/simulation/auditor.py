@@ -8,13 +8,9 @@ from math import inf
 from typing import Any
 
 from service.core.events import Event
-from service.core.lease import LeaseState
-from service.core.task import TERMINAL
-from service.core.units import DeviceKey
+from service.core.task import TERMINAL, TaskState
+from tests.chaos.history import History, LeaseSeen
 from tests.simulation.machine import Machine
-
-_LIVE = frozenset({LeaseState.RESERVED, LeaseState.HELD})
-_TERMINAL = frozenset(state.value for state in TERMINAL)
 
 
 class Violation(AssertionError):
@@ -27,19 +23,16 @@ def require(holds: bool, rule: str, **found: Any) -> None:
 
 
 class Auditor:
-    """One pass over the events, with a book of its own; `look` is called after every step."""
+    """One pass over the events, with a book of its own; `look` is called after every step.
+
+    What holds of every log is judged by its `History`; here is what only the machines and the clock tell.
+    """
 
     def __init__(self, machines: Callable[[], Iterable[Machine]]) -> None:
         self._machines = machines
-        self._position = 0
+        self._history = History()
         self._digest = sha256()
-        self._fences: dict[str, int] = {}
-        self._states: dict[str, str] = {}
         self._submitted: dict[str, Mapping[str, Any]] = {}
-        self._leases: dict[str, dict[str, Any]] = {}
-        self._leased_mb: Counter[str] = Counter()
-        self._allocatable_mb: dict[str, int] = {}
-        self._pledges: set[str] = set()
         self.counts: Counter[str] = Counter()
 
     @property
@@ -49,71 +42,65 @@ class Auditor:
 
     def unfinished(self) -> list[str]:
         """Tasks that have not ended, leases and pledges that are still open."""
-        tasks = sorted(task for task, state in self._states.items() if state not in _TERMINAL)
-        return [*tasks, *self._leases, *sorted(self._pledges)]
+        seen = self._history
+        tasks = sorted(task for task, row in seen.tasks.items() if row.state not in TERMINAL)
+        return [*tasks, *seen.leases, *seen.pledges]
 
     def read(self, events: Sequence[Event]) -> None:
         for event in events:
-            require(event.position == self._position + 1, "the log has no gap", event=event)
-            self._position = event.position
             line = json.dumps(
                 [event.position, event.at, event.kind, event.key, event.version, dict(event.fields)]
             )
             self._digest.update(line.encode())
             self.counts[event.kind] += 1
+            lease = self._history.leases.get(event.key)
+            self._history.read([event])
+            if self._history.violations:
+                raise Violation(self._history.violations[0])
             subject, _, what = event.kind.partition(".")
-            match subject:
-                case "task":
-                    self._on_task(event, what)
-                case "lease":
-                    self._on_lease(event)
-                case "pledge":
-                    self._on_pledge(event, what)
-                case "device":
-                    row = event.fields
-                    self._allocatable_mb[event.key] = row["physical_mb"] - row["reserve_mb"]
+            if subject == "task":
+                self._on_task(event, what)
+            if lease is not None and event.key not in self._history.leases:
+                self._on_release(event, lease)
 
     def look(self) -> None:
         """What is really used must fit at every moment, whatever the rows say."""
         for machine in self._machines():
             for device, mb in machine.used_mb().items():
-                room = self._allocatable_mb.get(device, mb)
+                known = self._history.devices.get(device)
+                room = mb if known is None else known.capacity_mb
                 require(mb <= room, "processes fit on their device", device=device, used=mb, room=room)
 
     def _on_task(self, event: Event, what: str) -> None:
-        task, state = event.key, event.fields["state"]
-        require(self._states.get(task) not in _TERMINAL, "what has ended stays ended", event=event)
-        self._states[task] = state
+        task = event.key
         if what == "submitted":
             self._submitted[task] = event.fields
         self._submitted[task] = {**self._submitted[task], **_given(event.fields, "expires_at")}
         self._on_time(event, what, self._submitted[task])
         self._after_others(event, what, self._submitted[task])
-        if what == "admitted":
-            fence = event.fields["fence"]
-            require(fence == self._fences.get(task, 0) + 1, "each claim has the next fence", event=event)
-            self._fences[task] = fence
-            live = [key for key, lease in self._leases.items() if _is_live(lease) and lease["holder"] == task]
-            require(not live, "a task is claimed by one run at a time", event=event, live=live)
         if what == "succeeded":
-            fence = self._fences[task]
+            fence = self._history.tasks[task].fence
             done = any((task, fence) in machine.succeeded for machine in self._machines())
             require(done, "a success is that of the accepted claim", event=event, fence=fence)
 
     def _after_others(self, event: Event, what: str, submitted: Mapping[str, Any]) -> None:
         """Nothing runs before those that it runs after, and nothing fails without a reason."""
-        states = [(self._states[task], on_failure) for task, on_failure in submitted.get("after", ())]
-        missed = [state for state, on_failure in states if on_failure == "fail" and state != "succeeded"]
+        states = [
+            (self._history.tasks[task].state, on_failure) for task, on_failure in submitted.get("after", ())
+        ]
+        missed = [
+            state for state, on_failure in states if on_failure == "fail" and state is not TaskState.SUCCEEDED
+        ]
         if what == "admitted":
-            ended = all(state in _TERMINAL for state, _ in states)
+            ended = all(state in TERMINAL for state, _ in states)
             require(ended and not missed, "nothing runs before its dependencies", event=event, states=states)
         if "failed_by" in event.fields:
-            known = [state for state in missed if state in _TERMINAL]
+            known = [state for state in missed if state in TERMINAL]
             require(bool(known), "a dependent fails with one of its dependencies", event=event, states=states)
 
     def _on_time(self, event: Event, what: str, submitted: Mapping[str, Any]) -> None:
         """Nothing starts too early or too late, and nothing expires before its time."""
-        is_first = self._fences.get(event.key, 0) == 0
+        is_first = self._history.tasks[event.key].fence == (1 if what == "admitted" else 0)
         until = [
             submitted[name] for name in ("deadline_at", "expires_at")[: 1 + is_first] if name in submitted
         ]
@@ -125,42 +112,11 @@ class Auditor:
         if what == "expired":
             require(event.at >= min(until, default=inf), "nothing expires before its time", event=event)
 
-    def _on_lease(self, event: Event) -> None:
-        if event.version == 1:
-            self._leases[event.key] = dict(event.fields)
-            require(
-                event.fields["fence"] == self._fences.get(event.fields["holder"]),
-                "memory is leased to the newest claim",
-                event=event,
-            )
-            self._count(event.fields["device"], event.fields["mb"])
-            return
-        lease = self._leases[event.key]
-        lease |= event.fields
-        if lease["state"] == LeaseState.RELEASED:
-            del self._leases[event.key]
-            self._count(lease["device"], -lease["mb"])
-            claim = (lease["holder"], lease["fence"])
-            alive = [m.name for m in self._machines() for run in m.processes if run.claim == claim]
-            require(not alive, "memory comes back only when its process is gone", event=event, alive=alive)
-
-    def _count(self, device: DeviceKey, mb: int) -> None:
-        self._leased_mb[device] += mb
-        leased, room = self._leased_mb[device], self._allocatable_mb[device]
-        require(0 <= leased <= room, "no byte is leased twice", device=device, leased=leased, room=room)
-
-    def _on_pledge(self, event: Event, what: str) -> None:
-        if what == "made":
-            require(event.key not in self._pledges, "a pledge is made once", event=event)
-            self._pledges.add(event.key)
-        else:
-            require(event.key in self._pledges, "a pledge ends once", event=event)
-            self._pledges.remove(event.key)
+    def _on_release(self, event: Event, lease: LeaseSeen) -> None:
+        claim = lease.run[:2]
+        alive = [m.name for m in self._machines() for run in m.processes if run.claim == claim]
+        require(not alive, "memory comes back only when its process is gone", event=event, alive=alive)
 
 
 def _given(fields: Mapping[str, Any], name: str) -> dict[str, Any]:
     return {name: fields[name]} if name in fields else {}
-
-
-def _is_live(lease: dict[str, Any]) -> bool:
-    return lease["state"] in _LIVE
