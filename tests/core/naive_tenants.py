@@ -5,6 +5,7 @@ from itertools import combinations, permutations
 from math import log
 from typing import Any
 
+from service.core.demand import Demand
 from service.core.lease import HolderKind, Lease, Pledge
 from service.core.policy import Policy
 from service.core.task import Task, TaskState
@@ -12,6 +13,11 @@ from service.core.units import Fence, Instant, Mib
 from service.core.world import World
 from tests.builders import NOW
 from tests.core.naive_moves import is_moving
+
+
+def asks_for_gpus(demand: Demand) -> bool:
+    return any(part.gpus for part in (demand, *demand.bundles))
+
 
 TOPS = (9, 39, 69, 89, 100)
 
@@ -80,6 +86,15 @@ class NaiveTenants:
 
     # Quotas
 
+    def counts(self, demand: Demand) -> int:
+        """Against a quota: on the largest devices; of a gang the ranks without which it does not run."""
+        ranks = demand.bundles[: demand.least_ranks] or (demand,)
+        return sum(
+            rank.gpus * max(self.needs(rank, book.device) or 0 for book in self.books)
+            for rank in ranks
+            if rank.gpus
+        )
+
     def claims_of(self, tenant: str, task: Task) -> int:
         """Held, or being freed for others of its tasks that this one must respect."""
         pledges = [p for p in self.pledges if p.preemptor != task.id and p.priority >= task.priority]
@@ -88,9 +103,9 @@ class NaiveTenants:
 
     def over_quota(self, task: Task) -> bool:
         mine = self.policy.tenant(task.tenant)
-        if mine.guaranteed_mb is None or not task.demand.gpus:
+        if mine.guaranteed_mb is None or not asks_for_gpus(task.demand):
             return False
-        need = task.demand.gpus * max(self.needs(task.demand, book.device) or 0 for book in self.books)
+        need = self.counts(task.demand)
         claimed = self.claims_of(task.tenant, task)
         if claimed + need <= mine.guaranteed_mb:
             return False
@@ -161,10 +176,9 @@ class NaiveTenants:
     def is_within_guarantee(self, task: Task) -> bool | None:
         """With this task; None: there is no quota."""
         mine = self.policy.tenant(task.tenant)
-        if mine.guaranteed_mb is None or not task.demand.gpus:
+        if mine.guaranteed_mb is None or not asks_for_gpus(task.demand):
             return None
-        need = task.demand.gpus * max(self.needs(task.demand, book.device) or 0 for book in self.books)
-        return self.claims_of(task.tenant, task) + need <= mine.guaranteed_mb
+        return self.claims_of(task.tenant, task) + self.counts(task.demand) <= mine.guaranteed_mb
 
     def surplus_for(self, task: Task) -> dict[str, int]:
         """Borrower of the cohort -> what it has beyond its guarantee and does not leave anyway."""
@@ -223,7 +237,7 @@ class NaiveTenants:
         borrow."""
         mine, whose = self.policy.tenant(other.tenant), self.policy.tenant(run.tenant)
         is_bound = mine.cohort and whose.cohort == mine.cohort and run.tenant != other.tenant
-        if not is_bound or whose.guaranteed_mb is None or not run.demand.gpus:
+        if not is_bound or whose.guaranteed_mb is None or not asks_for_gpus(run.demand):
             return False
         if self.is_within_guarantee(other) is not False:
             return False

@@ -4,7 +4,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     RuleBasedStateMachine,
@@ -342,41 +342,3 @@ def test_who_gives_way_to_a_forecast_passes_who_does_not():
     ground.turn()
     active = {task.id for task in ground.world.tasks.values() if task.is_active}
     assert active == {"runs", "gives way"}
-
-
-@given(
-    priority=st.integers(40, 69),
-    pause=st.sampled_from((3.0, 10.0, 60.0)),
-    runs=st.sampled_from((2.0, 20.0, 90.0)),
-    preemption=st.booleans(),
-)
-@settings(max_examples=12)
-def test_nobody_starves_within_a_band(priority: int, pause: float, runs: float, preemption: bool) -> None:
-    """However many of the highest priority of the band keep coming, it starts once it has aged as far as
-    they did; until then only those before it do."""
-    policy = Policy(ageing_seconds_per_point=Seconds(10.0), preemption=preemption)
-    ground = Ground(a_world(a_device(mb=80)), policy, NOW)
-    ground.submit(a_task("first", gpu_mb=80, priority=69))
-    ground.submit(a_task("waits", gpu_mb=80, priority=priority, max_retries=100))
-    overtaken_until = NOW + (69 - priority) * policy.ageing_seconds_per_point
-    began: dict[str, float] = {}
-    coming = NOW
-    while "waits" not in began:
-        if ground.now >= coming:
-            coming += pause
-            ground.submit(a_task(f"t{coming:.0f}", gpu_mb=80, priority=69, submitted_at=Instant(ground.now)))
-        for agent, process in ground.processes():
-            if not process.has_begun:
-                ground.begin(agent, process)
-                began[process.order.task] = ground.now
-            elif ground.now >= began[process.order.task] + runs and not process.has_ended:
-                ground.end(agent, process, Ending.SUCCEEDED)
-                ground.vanish(agent, process)
-        ground.now += 1.0
-        ground.turn()
-        behind = [
-            name
-            for name in ground.submitted
-            if name[1:].isdigit() and float(name[1:]) - pause > overtaken_until
-        ]
-        assert not [name for name in behind if name in began], "the queue passed it by"
