@@ -91,6 +91,10 @@ class StoreUnavailable(Exception):
     """What is stored cannot be reached or written now; of the call that raises this nothing was written."""
 
 
+class LogShortened(Exception):
+    """Events that were asked for are no longer in the log. The caller must read the picture anew."""
+
+
 class Unstorable(ValueError):
     """A value that the database cannot keep or look for: a NUL in a text, half a surrogate pair, a number out
     of range. Nothing was written. It is the fault of whoever sent it."""

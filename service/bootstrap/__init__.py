@@ -14,7 +14,7 @@ from service.bootstrap.premises import (
     listening_socket,
     prepare_data_dir,
 )
-from service.bootstrap.process import Service
+from service.bootstrap.process import Process
 from service.core.units import Seconds
 from service.gateway import document
 from service.gateway.app import openapi_document
@@ -54,7 +54,7 @@ async def _serve(settings: Settings, listener: socket.socket) -> int:
     except DatabaseRefused as refused:
         raise StartRefused(str(refused)) from None
     try:
-        return await Service(settings, listener, store).run()
+        return await Process(settings, listener, store).run()
     except StoreUnavailable as fault:
         raise StartRefused(f"{fault}; start the database, or correct --database-url") from None
     finally:

@@ -169,6 +169,17 @@ def kinds_of(settings: Settings) -> tuple[Kind, ...]:
     return tuple(sorted(kinds, key=lambda kind: (-kind.power, kind.name)))
 
 
+def fill_anew(world: World, snapshot: Snapshot) -> None:
+    """Bring a World that has missed events to where the database stands.
+
+    Samples are measured anew; whoever remembers the inventory by its version sees that it may have changed.
+    """
+    fresh = World(world.accounts.half_life_seconds)
+    fill(fresh, snapshot)
+    fresh.inventory_version += world.inventory_version
+    vars(world).update(vars(fresh))
+
+
 def fill(world: World, snapshot: Snapshot) -> None:
     """Bring an empty World to where the database stands."""
     for node in snapshot.nodes:

@@ -83,8 +83,8 @@ class Waiters:
             if event.kind in _MOVES:
                 self._fulfil(moves_of(event.key))
 
-    def close(self) -> None:
-        """Wake everybody: the service stops, and no answer may hold it up."""
+    def wake_all(self) -> None:
+        """The service stops, and no answer may hold it up; or events were missed that some waited for."""
         for key in list(self._waiting):
             self._fulfil(key)
         for expectation in self._behind:

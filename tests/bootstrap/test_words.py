@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from service.bootstrap.process import farewell, greeting
+from service.bootstrap.words import farewell, greeting
 from service.settings import Settings, default_data_dir
 
 

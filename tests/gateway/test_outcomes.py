@@ -56,7 +56,7 @@ async def test_a_preemption_wakes_nobody(gateway: Gateway, api: Client) -> None:
     await gateway.plan(await api.submit(resources={"gpu_mb": 60 * GIB}, priority=90))
     await gateway.waits(task_id)
     assert not waiting.done()
-    gateway.parts.waiters.close()
+    gateway.parts.waiters.wake_all()
     assert (await before(PATIENCE_SECONDS, waiting)).json()["state"] == "stopping"
 
 
@@ -64,7 +64,7 @@ async def test_a_service_that_stops_holds_nobody_up(gateway: Gateway, api: Clien
     task_id = await api.submit()
     waiting = asyncio.create_task(api.get(f"/tasks/{task_id}/wait"))
     await gateway.waits(task_id)
-    gateway.parts.waiters.close()
+    gateway.parts.waiters.wake_all()
     assert (await before(PATIENCE_SECONDS, waiting)).status_code == 202
 
 

@@ -28,6 +28,10 @@ class Database:
     """SQL that begins a transaction in which all reads see one state."""
     release: Callable[[], None]
     """Let others open it; after the session and the readers are closed."""
+    listener: Callable[[], Any] | None = None
+    """Opens a connection that listens for wake-ups; None where nobody else writes, or nobody notifies."""
+    is_shared: bool = False
+    """Other processes may write to it."""
 
 
 def open_database(url: str, *, alone: bool) -> Database:
@@ -110,7 +114,8 @@ def _open_server(url: str, *, alone: bool) -> Database:
             context.is_disconnect = True
 
     snapshot = "BEGIN ISOLATION LEVEL REPEATABLE READ, READ ONLY"
-    return Database(session, readers, snapshot, lambda: None)
+    listener = partial(postgres.connect_listener, url)
+    return Database(session, readers, snapshot, lambda: None, listener, is_shared=True)
 
 
 def _readers(dialect: str, connect: Callable[[], Any]) -> Engine:

@@ -55,6 +55,12 @@ SELECT set_config('synchronous_commit', 'on', false) WHERE current_setting('sync
 -- Every statement here finds its rows by key. A plan made while a table was small must not scan it later.
 SET enable_seqscan = off; SET enable_hashjoin = off; SET enable_mergejoin = off; SET jit = off;
 """
+_LISTENER = """
+SET idle_session_timeout = 0;
+-- A word has nothing that would have to be on disk.
+SET synchronous_commit = off;
+LISTEN gpubroker;
+"""
 _READER = "SET statement_timeout = '30s'; SET default_transaction_read_only = on;"
 _OLDEST = 140000
 
@@ -85,6 +91,10 @@ def connect_writer(url: str) -> psycopg.Connection[Any]:
 
 def connect_reader(url: str) -> psycopg.Connection[Any]:
     return _connect(url, _READER)
+
+
+def connect_listener(url: str) -> psycopg.Connection[Any]:
+    return _connect(url, _LISTENER)
 
 
 def connect_migrator(url: str) -> psycopg.Connection[Any]:

@@ -122,6 +122,18 @@ def _events_between(_insert: Any, r: FromClause) -> Any:
     return select(*EVENT).select_from(r.join(event, inside)).order_by(event.c.position)
 
 
+def _head(_insert: Any, r: FromClause) -> Any:
+    head = tables.log_head
+    return select(head.c.position).select_from(r.join(head, head.c.id == r.c.id))
+
+
+def _oldest(_insert: Any, r: FromClause) -> Any:
+    head, event = tables.log_head, tables.event
+    oldest = select(func.min(event.c.position)).scalar_subquery()
+    next_one = head.c.position + _ONE
+    return select(func.coalesce(oldest, next_one)).select_from(r.join(head, head.c.id == r.c.id))
+
+
 def _take_term(_insert: Any, r: FromClause) -> Any:
     leader = tables.leadership
     change = update(leader).values(term=leader.c.term + _ONE, holder=r.c.holder, taken_at=r.c.taken_at)
@@ -198,6 +210,9 @@ USAGE_OF = SetStatement("usage of", (tables.usage.c.tenant,), _usage_of)
 EVENTS_BETWEEN = SetStatement(
     "events between", (Column("after", tables.Count), Column("last", tables.Count)), _events_between
 )
+HEAD = SetStatement("head", (tables.log_head.c.id,), _head)
+OLDEST = SetStatement("oldest", (tables.log_head.c.id,), _oldest)
+"""Position of the first event that is still in the log, or of the next one."""
 TAKE_TERM = SetStatement("take term", _columns(tables.leadership, ("id", "holder", "taken_at")), _take_term)
 ADD_TOKENS = SetStatement("add token", tuple(tables.token.c), _add_token)
 DROP_TOKENS = SetStatement("drop token", (Column("name", Text),), _drop_token)

@@ -15,10 +15,11 @@ from service.adapters.sql import reads
 from service.adapters.sql import statements as sql
 from service.adapters.sql.database import READERS, Database, migrate, open_database
 from service.adapters.sql.group import Change, NewRequest, NewTask, Unit
+from service.adapters.sql.hints import Hints
 from service.adapters.sql.recent import Recent
 from service.adapters.sql.rows import token_row
 from service.adapters.sql.session import DatabaseRefused, Session
-from service.adapters.sql.writer import Work, Writer
+from service.adapters.sql.writer import BeginAt, CatchUp, Work, Writer
 from service.core.accounts import HALF_LIFE_SECONDS
 from service.core.events import Event
 from service.core.plan import Decision, Request
@@ -75,12 +76,43 @@ class SqlStore:
         """What a listener raised: from then on nothing is written."""
         self._recent = Recent()
         self._of_this_turn: list[Work] = []
+        self._hints = None if database.listener is None else Hints(database.listener)
         self._writer = Writer(
             database.session, self._query(reads.head), self._deliver, usage_half_life_seconds
         )
 
     def listen(self, listener: EventListener) -> None:
         self._listeners.append(listener)
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether other processes may write to the same database."""
+        return self._database.is_shared
+
+    @property
+    def gives_hints(self) -> bool:
+        """Whether there is anything to keep by `keep_hints`."""
+        return self._hints is not None
+
+    async def catch_up(self) -> bool:
+        """Hand to the listeners what other processes have appended; True if more of it follows.
+
+        Raises LogShortened if some of it is no longer there, and StoreUnavailable.
+        """
+        work = CatchUp(get_running_loop())
+        self._hand_over(work)
+        return await work.future  # type: ignore[no-any-return]  # its answer
+
+    async def go_on_at(self, position: Position) -> None:
+        """What is up to there, listeners know from a snapshot."""
+        work = BeginAt(get_running_loop(), position)
+        self._hand_over(work)
+        await work.future
+
+    async def keep_hints(self, on_hint: Callable[[], None]) -> None:
+        """Tell others that something was written, and hear it of them, until cancelled."""
+        if self._hints is not None:
+            await self._hints.keep(on_hint)
 
     async def submit(self, submission: Submission) -> SubmitOutcome:
         self._recent.note_submission(submission)
@@ -223,6 +255,8 @@ class SqlStore:
     def _deliver(self, events: Sequence[Event], works: Sequence[Work]) -> None:
         for work in works:
             self._recent.note_ends(work.units)
+        if self._hints is not None and any(not isinstance(work, CatchUp) for work in works):
+            self._hints.send()
         try:
             if events and self._fault is None:
                 for listener in self._listeners:

@@ -1,4 +1,7 @@
-"""The one thread that writes: takes whatever is waiting, writes it in one transaction, then answers all."""
+"""The one thread that writes: takes whatever is waiting, writes it in one transaction, then answers all.
+
+It also reads the tail of the log, so that what others appended and what it wrote itself come in one order.
+"""
 
 import threading
 from asyncio import AbstractEventLoop, Future
@@ -14,9 +17,11 @@ from service.adapters.sql.rows import event_of_row
 from service.adapters.sql.session import Collided, CommitUnknown, ConnectionLost, Session
 from service.core.events import Event
 from service.core.units import Position, Seconds
-from service.ports import StoreUnavailable
+from service.ports import LogShortened, StoreUnavailable
 
 _UNITS_PER_GROUP = 512
+_CAUGHT_UP_AT_ONCE = 1000
+"""Events are handed out in parts: applying one holds up the event loop, by some tens of microseconds each."""
 _TRIES = 3
 _RETRY_SECONDS = 0.25
 _GIVE_WAY_SECONDS = 0.05
@@ -50,12 +55,24 @@ class Work:
         """Answer the caller; on the event loop."""
         if self.future.cancelled():
             return
-        answers = [unit.answer for unit in self.units] if self.alone is None else [self.answer]
+        answers = [unit.answer for unit in self.units] if self.units else [self.answer]
         error = next((answer for answer in answers if isinstance(answer, Exception)), None)
         if error is not None:
             self.future.set_exception(error)
         else:
-            self.future.set_result(answers if self.alone is None else self.answer)
+            self.future.set_result(answers if self.units else self.answer)
+
+
+class CatchUp(Work):
+    """To hear what other processes have appended. The answer: whether more of it follows."""
+
+
+class BeginAt(Work):
+    """To go on at a later position, to which the caller has come by other means."""
+
+    def __init__(self, loop: AbstractEventLoop, position: Position) -> None:
+        super().__init__(loop)
+        self.position = position
 
 
 class Writer:
@@ -88,14 +105,24 @@ class Writer:
     def _run(self) -> None:
         while (first := self._inbox.get()) is not None:
             works = self._with_waiting(first)
-            group = [work for work in works if work.alone is None]
+            group = [work for work in works if work.units]
             events = self._write([unit for work in group for unit in work.units])
             self._answer(events, group)
             for work in works:
-                if work.alone is not None:
-                    work.answer = self._run_alone(work.alone)
-                    self._answer((), [work])
+                if not work.units:
+                    self._answer(self._do(work), [work])
         self._session.close()
+
+    def _do(self, work: Work) -> Sequence[Event]:
+        """What is no unit; the events that it brought."""
+        match work:
+            case CatchUp():
+                return self._catch_up(work)
+            case BeginAt():
+                self._heard = max(self._heard, work.position)
+            case Work(alone=act) if act is not None:
+                work.answer = self._run_alone(act)
+        return ()
 
     def _with_waiting(self, first: Sequence[Work]) -> list[Work]:
         works = list(first)
@@ -152,9 +179,39 @@ class Writer:
             span = (self._heard, events[-1].position)
             rows = self._insist(lambda: self._session.fetch(sql.EVENTS_BETWEEN, [span]))
             events = [event_of_row(row) for row in rows or ()]
+            if len(events) < span[1] - span[0] and self._insist(self._is_shortened):
+                return []  # whoever catches up is told
         if events:
             self._heard = events[-1].position
         return events
+
+    def _catch_up(self, work: CatchUp) -> Sequence[Event]:
+        """What others have appended, at most so much of it."""
+        try:
+            [(head,)] = self._session.fetch(sql.HEAD, [(1,)])
+            last = min(head, self._heard + _CAUGHT_UP_AT_ONCE)
+            span = (self._heard, last)
+            rows = self._session.fetch(sql.EVENTS_BETWEEN, [span]) if last > self._heard else ()
+            if len(rows) < last - self._heard and self._is_shortened():
+                raise LogShortened(
+                    f"the log no longer holds all events after position {self._heard}; read the picture anew"
+                )
+        except (ConnectionLost, StoreUnavailable) as error:
+            work.answer = StoreUnavailable(str(error))
+            with suppress(StoreUnavailable):
+                self._session.reconnect()
+            return ()
+        except Exception as error:
+            work.answer = error
+            return ()
+        self._heard = Position(max(last, self._heard))
+        work.answer = last < head
+        return [event_of_row(row) for row in rows]
+
+    def _is_shortened(self) -> bool:
+        """Whether the next event to hear has been removed. Raises what the session raises."""
+        [(oldest,)] = self._session.fetch(sql.OLDEST, [(1,)])
+        return bool(oldest > self._heard + 1)
 
     def _parts(self, group: Sequence[Unit], error: Exception) -> list[Sequence[Unit]]:
         """What is left to write of a group that failed: without what was stored before, else one by one."""

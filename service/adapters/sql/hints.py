@@ -1,0 +1,107 @@
+"""Wake-ups between processes on one PostgreSQL: a word that something was committed, and nothing more.
+
+Who gets none finds out by asking. A notification has a transaction of its own: in that of a commit, it would
+hold a lock of the whole server until the commit is on disk.
+"""
+
+import asyncio
+import os
+from asyncio import Future, TimerHandle
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import psycopg
+
+PAUSE_SECONDS = 0.01
+"""After quiet a word is sent at once; then those of so long are one."""
+
+RECONNECT_SECONDS = 1.0
+
+_CHANNEL = b"gpubroker"
+
+
+class Hints:
+    """One connection that listens and notifies. Lives on the event loop, but for connecting."""
+
+    def __init__(self, connect: Callable[[], psycopg.Connection[Any]]) -> None:
+        self._connect = connect
+        self._connection: psycopg.Connection[Any] | None = None
+        self._lost: Future[None]
+        """That of the connection which there is."""
+        self._timer: TimerHandle | None = None
+        self._sent_at = 0.0
+
+    async def keep(self, on_hint: Callable[[], None]) -> None:
+        """Listen until cancelled; connect again when the server was away."""
+        while True:
+            with suppress(psycopg.Error):
+                await self._listen(on_hint)
+            await asyncio.sleep(RECONNECT_SECONDS)
+
+    def send(self) -> None:
+        """Tell the others soon. Returns at once, whether they can be told or not."""
+        if self._timer is None:
+            loop = asyncio.get_running_loop()
+            self._timer = loop.call_at(max(loop.time(), self._sent_at + PAUSE_SECONDS), self._notify)
+
+    async def _listen(self, on_hint: Callable[[], None]) -> None:
+        connection = await self._opened()
+        loop = asyncio.get_running_loop()
+        self._connection, self._lost = connection, loop.create_future()
+        # Of our own: the library closes its own when the server hangs up, and the loop still watches it.
+        socket = os.dup(connection.fileno())
+        loop.add_reader(socket, self._read, connection.pgconn, on_hint)
+        try:
+            on_hint()  # whatever was said before we listened
+            await self._lost
+        finally:
+            self._connection = None
+            loop.remove_reader(socket)
+            os.close(socket)
+            connection.close()
+
+    def _notify(self) -> None:
+        self._timer = None
+        self._sent_at = asyncio.get_running_loop().time()
+        if self._connection is None:
+            return
+        if self._connection.pgconn.transaction_status != psycopg.pq.TransactionStatus.IDLE:
+            self.send()  # the word before is still on its way
+            return
+        with self._noticing_loss():
+            self._connection.pgconn.send_query(b"NOTIFY " + _CHANNEL)
+
+    def _read(self, connection: psycopg.pq.abc.PGconn, on_hint: Callable[[], None]) -> None:
+        is_told = False
+        with self._noticing_loss():
+            connection.consume_input()
+            while not connection.is_busy() and connection.get_result() is not None:
+                pass  # the answer to a word of our own
+            while (word := connection.notifies()) is not None:
+                is_told |= word.be_pid != connection.backend_pid
+        if is_told:
+            on_hint()
+
+    @contextmanager
+    def _noticing_loss(self) -> Iterator[None]:
+        """Any error of the connection is its end."""
+        try:
+            yield
+        except psycopg.Error:
+            if not self._lost.done():
+                self._lost.set_result(None)
+
+    async def _opened(self) -> psycopg.Connection[Any]:
+        opening = asyncio.ensure_future(asyncio.to_thread(self._connect))
+        try:
+            return await asyncio.shield(opening)
+        except asyncio.CancelledError:
+            opening.add_done_callback(_close)
+            raise
+
+
+def _close(opening: Future[psycopg.Connection[Any]]) -> None:
+    """What nobody waits for any more."""
+    with suppress(psycopg.Error):
+        opening.result().close()

@@ -1,0 +1,112 @@
+"""The role that speaks HTTP."""
+
+import contextlib
+import json
+import socket
+from collections.abc import Callable
+
+import uvicorn
+
+from service.adapters.blobs.directory import DirectoryBlobs
+from service.adapters.sql.store import SqlStore
+from service.bootstrap.broker_role import BrokerRole
+from service.bootstrap.compose import defaults_of, kinds_of, limits_of, policy_of
+from service.bootstrap.picture import Job, Picture
+from service.bootstrap.premises import own_host, write_private
+from service.gateway.app import create_app
+from service.gateway.identity import EVERY_SCOPE, Tokens, new_token
+from service.gateway.parts import GatewayParts
+from service.gateway.waiters import Waiters
+from service.settings import Settings
+
+
+class GatewayRole:
+    def __init__(
+        self,
+        name: str,
+        settings: Settings,
+        store: SqlStore,
+        picture: Picture,
+        blobs: DirectoryBlobs,
+        broker: BrokerRole,
+        listener: socket.socket,
+        shut_down: Callable[[bool], None],
+    ) -> None:
+        self._name = name
+        self._settings = settings
+        self._store = store
+        self._picture = picture
+        self._listener = listener
+        self._tokens = Tokens(store, picture.clock)
+        self._waiters = Waiters()
+        parts = GatewayParts(
+            store=store,
+            world=picture.world,
+            policy=policy_of(settings),
+            kinds=kinds_of(settings),
+            blobs=blobs,
+            clock=picture.clock,
+            limits=limits_of(settings),
+            defaults=defaults_of(settings),
+            identity=self._tokens,
+            allowed_entrypoints=tuple(settings.entrypoints),
+            allowed_hosts=(*settings.allowed_hosts, self._host),
+            progress=picture.progress,
+            executor_status=broker.executor.status,
+            age_seconds=picture.age_seconds,
+            shutdown=shut_down,
+            term=broker.term,
+            forecasts=broker.forecasts,
+            waiters=self._waiters,
+        )
+        config = uvicorn.Config(
+            create_app(parts), http="httptools", loop="none", log_config=None, access_log=False,
+            lifespan="off", server_header=False, proxy_headers=False, timeout_graceful_shutdown=5,
+        )  # fmt: skip
+        self._server = QuietServer(config)
+        picture.listen(self._waiters.on_events)
+
+    async def begin(self) -> None:
+        await self._tokens.load()
+        await self._write_client_file()
+
+    def jobs(self) -> list[Job]:
+        return [("tokens", self._tokens.keep_fresh())]
+
+    async def serve(self) -> None:
+        """Until `stop`."""
+        await self._server.serve(sockets=[self._listener])
+
+    def stop(self) -> None:
+        """Take no more requests; those under way are answered."""
+        self._waiters.wake_all()
+        self._server.should_exit = True
+
+    @property
+    def url(self) -> str:
+        host, port = self._host, self._listener.getsockname()[1]
+        return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+    @property
+    def _host(self) -> str:
+        return own_host(self._listener.getsockname()[0])
+
+    async def _write_client_file(self) -> None:
+        """On the first start make the admin token; always say where this service is."""
+        path = self._settings.data_dir / "client.json"
+        known = json.loads(path.read_text()) if path.exists() else {}
+        secret = known.get("token", "")
+        if self._tokens.identify(secret) is None:
+            now = self._picture.clock.now()
+            name = f"admin-{int(now)}" if await self._store.tokens() else "admin"
+            secret, row = new_token(name, tenant="default", scopes=[EVERY_SCOPE], max_priority=100, now=now)
+            await self._store.put_token(row, by=self._name)
+            await self._tokens.load()
+        write_private(path, json.dumps({"url": self.url, "token": secret}))
+
+
+class QuietServer(uvicorn.Server):
+    """Signals are the service's business; uvicorn would raise them again after its own end."""
+
+    def capture_signals(self) -> contextlib.AbstractContextManager[None]:  # type: ignore[override]
+        return contextlib.nullcontext()

@@ -1,0 +1,116 @@
+"""What one process knows of the cluster: a World that follows the log, and how old it may be."""
+
+import asyncio
+import time
+from collections.abc import Callable, Coroutine, Sequence
+from random import uniform
+from typing import Any
+
+import structlog
+
+from service.adapters.sql.clock import DatabaseClock
+from service.adapters.sql.store import SqlStore
+from service.bootstrap.compose import fill, fill_anew
+from service.core.events import Event
+from service.core.units import Seconds, TaskId
+from service.core.world import World
+from service.ports import EventListener, LogShortened, Progress, StoreUnavailable
+
+log = structlog.get_logger("gpubroker")
+
+POLL_SECONDS = (0.05, 0.25)
+"""Somewhere between them, so that processes which began together do not ask together. Always on: a hint that
+others have written is only a hint."""
+
+ALONE_POLL_SECONDS = 1.0
+"""Where nobody else writes, asking only proves that the picture is current."""
+
+Job = tuple[str, Coroutine[Any, Any, None]]
+"""What a part of a process does until it is cancelled, by the name under which its end is told."""
+
+
+class Picture:
+    """One for all roles of a process. Whoever decides or answers by the World hears each event after it."""
+
+    def __init__(
+        self, store: SqlStore, half_life_seconds: Seconds, fail: Callable[[str, BaseException], None]
+    ) -> None:
+        """`fail` ends the process: nobody may go on with a picture that has lost a part of the log."""
+        self.world = World(half_life_seconds)
+        self.clock = DatabaseClock(store)
+        self.progress: dict[TaskId, Progress] = {}
+        """The last word of each run about itself."""
+        self.on_anew: Callable[[], None] | None = None
+        """Called when the World was read anew and some events were heard by nobody. Without it, that ends
+        the process."""
+        self._store = store
+        self._fail = fail
+        self._listeners: list[EventListener] = []
+        self._verified_at = time.monotonic()
+        self._hinted = asyncio.Event()
+
+    def listen(self, listener: EventListener) -> None:
+        self._listeners.append(listener)
+
+    def age_seconds(self) -> float:
+        """Since the World was last known to stand at the head of the log."""
+        return time.monotonic() - self._verified_at
+
+    async def begin(self) -> None:
+        """Read it from the database. Raises StoreUnavailable."""
+        await self.clock.read()
+        fill(self.world, await self._store.snapshot())
+        self._store.listen(self._on_events)
+
+    def jobs(self) -> list[Job]:
+        jobs = [("clock", self.clock.keep()), ("picture", self._follow())]
+        if self._store.gives_hints:
+            jobs.append(("hints", self._store.keep_hints(self._hinted.set)))
+        return jobs
+
+    def _on_events(self, events: Sequence[Event]) -> None:
+        """Raises what went wrong, so that the store hears of it as well and lets nobody write any more."""
+        try:
+            self.world.apply(events)
+            for listener in self._listeners:
+                listener(events)
+        except Exception as fault:
+            self._fail("picture", fault)
+            raise
+
+    async def _follow(self) -> None:
+        """Hear what others write, and know how current the picture is. While the database is away it grows
+        old, and says so."""
+        while True:
+            self._hinted.clear()
+            began = time.monotonic()
+            try:
+                more = await self._catch_up()
+            except StoreUnavailable:
+                await self._pause()
+                continue
+            if not more:
+                self._verified_at = began
+                await self._pause()
+
+    async def _catch_up(self) -> bool:
+        try:
+            return await self._store.catch_up()
+        except LogShortened as fault:
+            if self.on_anew is None:
+                raise
+            log.warning("reading the picture anew", fault=str(fault))
+            snapshot = await self._store.snapshot()
+            fill_anew(self.world, snapshot)
+            await self._store.go_on_at(snapshot.position)
+            self.on_anew()
+            return True
+
+    async def _pause(self) -> None:
+        jittered = uniform(*POLL_SECONDS)  # noqa: S311  # it hides nothing
+        seconds = jittered if self._store.is_shared else ALONE_POLL_SECONDS
+        try:
+            async with asyncio.timeout(seconds):
+                await self._hinted.wait()
+        except TimeoutError:
+            pass

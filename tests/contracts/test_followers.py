@@ -1,0 +1,203 @@
+"""What a process hears of others on one PostgreSQL: each event once, in order, and a word that wakes it."""
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager, suppress
+
+import psycopg
+import pytest
+
+from service.adapters.sql.store import SqlStore
+from service.bootstrap.compose import fill, fill_anew
+from service.bootstrap.picture import Picture
+from service.core.accounts import HALF_LIFE_SECONDS
+from service.core.events import Event
+from service.core.units import TaskId
+from service.core.world import World
+from service.ports import LogShortened, StoreUnavailable
+from tests.builders import a_task
+from tests.contracts.scenes import a_submission, admission, log_of, opened, picture, with_gpu
+from tests.contracts.wire import a_wire
+
+PATIENCE_SECONDS = 20.0
+MANY = 1500
+"""More than are handed out at once."""
+
+
+async def heard_all(store: SqlStore) -> None:
+    while await store.catch_up():
+        pass
+
+
+def fails(part: str, fault: BaseException) -> None:
+    raise AssertionError(part) from fault
+
+
+@asynccontextmanager
+async def at_work(picture: Picture) -> AsyncIterator[None]:
+    jobs = [asyncio.create_task(job) for _, job in picture.jobs()]
+    try:
+        yield
+    finally:
+        for job in jobs:
+            job.cancel()
+        await asyncio.wait(jobs)
+
+
+def shorten(url: str, upto: int) -> None:
+    with psycopg.connect(url) as connection:
+        connection.execute("DELETE FROM event WHERE position <= %s", [upto])
+
+
+async def test_what_another_process_wrote_is_heard_once_in_order_and_in_parts(postgres_url: str) -> None:
+    heard: list[Sequence[Event]] = []
+    async with opened(postgres_url) as one, opened(postgres_url) as two:
+        two.listen(heard.append)
+        await asyncio.gather(*(one.submit(a_submission(f"t{n}")) for n in range(MANY)))
+        assert await two.catch_up() is True
+        assert await two.catch_up() is False
+        assert [len(part) for part in heard] == [1000, 500]
+        await two.submit(a_submission("own"))
+        await one.submit(a_submission("other"))
+        assert await two.catch_up() is False
+        assert [event for part in heard for event in part] == await log_of(one)
+        assert await two.catch_up() is False
+        assert sum(len(part) for part in heard) == MANY + 2
+
+
+async def test_a_follower_has_the_picture_of_the_one_who_wrote(postgres_url: str) -> None:
+    worlds = World(), World()
+    task = a_task("t1")
+    async with opened(postgres_url) as leader, opened(postgres_url) as follower:
+        leader.listen(worlds[0].apply)
+        follower.listen(worlds[1].apply)
+        term = await with_gpu(leader, task)
+        await leader.commit(term, [admission(task)])
+        await heard_all(follower)
+        assert worlds[0].position == await leader.head()
+        assert picture(worlds[0]) == picture(worlds[1])
+
+
+async def test_while_the_database_is_away_a_follower_is_told_and_hears_all_afterwards(
+    postgres_url: str,
+) -> None:
+    heard: list[Event] = []
+    async with opened(postgres_url) as one, a_wire(postgres_url) as (wire, url), opened(url) as two:
+        two.listen(heard.extend)
+        wire.go_down()
+        with pytest.raises(StoreUnavailable):
+            await two.catch_up()
+        await one.submit(a_submission("t1"))
+        wire.come_back()
+        with suppress(StoreUnavailable):  # of the connection that was lost
+            await two.catch_up()
+        await heard_all(two)
+        assert heard == await log_of(one)
+
+
+async def test_a_log_that_lost_what_comes_next_is_told_and_passed_over(postgres_url: str) -> None:
+    heard: list[Event] = []
+    async with opened(postgres_url) as one, opened(postgres_url) as two:
+        two.listen(heard.extend)
+        for name in ("t1", "t2", "t3"):
+            await one.submit(a_submission(name))
+        shorten(postgres_url, 2)
+        with pytest.raises(LogShortened, match="after position 0"):
+            await two.catch_up()
+        await two.submit(a_submission("own"))  # which cannot be heard of before the events that are gone
+        assert heard == []
+        await two.go_on_at((await two.snapshot()).position)
+        await one.submit(a_submission("t5"))
+        assert await two.catch_up() is False
+        assert [event.key for event in heard] == ["t5"]
+
+
+async def test_a_picture_that_fell_behind_the_log_is_read_anew(postgres_url: str) -> None:
+    async with opened(postgres_url) as one, opened(postgres_url) as two:
+        seen = Picture(two, HALF_LIFE_SECONDS, fails)
+        anew = asyncio.Event()
+        seen.on_anew = anew.set
+        await seen.begin()
+        inventory = seen.world.inventory_version
+        term = await with_gpu(one, task := a_task("t1"))
+        await one.commit(term, [admission(task)])
+        shorten(postgres_url, await one.head() - 1)
+        async with at_work(seen):
+            await asyncio.wait_for(anew.wait(), PATIENCE_SECONDS)
+        whole = World()
+        fill(whole, await one.snapshot())
+        assert picture(seen.world) == picture(whole)
+        assert seen.world.inventory_version > inventory
+
+
+async def test_a_picture_hears_of_a_commit_elsewhere_and_knows_that_it_is_current(postgres_url: str) -> None:
+    async with opened(postgres_url) as one, opened(postgres_url) as two:
+        seen, there = Picture(two, HALF_LIFE_SECONDS, fails), asyncio.Event()
+        await seen.begin()
+        seen.listen(lambda _events: there.set())
+        async with at_work(seen):
+            await one.submit(a_submission("t1"))
+            await asyncio.wait_for(there.wait(), PATIENCE_SECONDS)
+            assert seen.world.tasks[TaskId("t1")].id == "t1"
+            assert seen.age_seconds() < PATIENCE_SECONDS
+
+
+async def test_a_world_filled_anew_forgets_what_is_no_longer_there(postgres_url: str) -> None:
+    world = World()
+    world.add_task(a_task("gone"))
+    async with opened(postgres_url) as store:
+        await store.submit(a_submission("there"))
+        fill_anew(world, await store.snapshot())
+    assert list(world.tasks) == ["there"]
+
+
+async def test_a_word_wakes_the_others_and_not_the_one_who_gave_it(postgres_url: str) -> None:
+    async with opened(postgres_url) as one, opened(postgres_url) as two:
+        words = {one: asyncio.Event(), two: asyncio.Event()}
+        keeping = [asyncio.create_task(store.keep_hints(word.set)) for store, word in words.items()]
+        for word in words.values():  # once it listens
+            await asyncio.wait_for(word.wait(), PATIENCE_SECONDS)
+            word.clear()
+        await one.submit(a_submission("t1"))
+        await asyncio.wait_for(words[two].wait(), PATIENCE_SECONDS)
+        assert not words[one].is_set()
+        for job in keeping:
+            job.cancel()
+        await asyncio.wait(keeping)
+
+
+async def test_who_listens_listens_again_after_the_server_hung_up(postgres_url: str) -> None:
+    async with opened(postgres_url) as one, opened(postgres_url) as two:
+        word = asyncio.Event()
+        keeping = [asyncio.create_task(store.keep_hints(word.set)) for store in (one, two)]
+        await asyncio.wait_for(word.wait(), PATIENCE_SECONDS)
+        with psycopg.connect(postgres_url, autocommit=True) as connection:
+            connection.execute(
+                "SELECT pg_terminate_backend(pid) FROM pg_stat_activity "
+                "WHERE datname = current_database() AND pid <> pg_backend_pid()"
+            )
+        async with asyncio.timeout(PATIENCE_SECONDS):
+            for _ in keeping:  # each begins with a look
+                word.clear()
+                await word.wait()
+        for job in keeping:
+            job.cancel()
+        await asyncio.wait(keeping)
+
+
+async def test_words_that_follow_each_other_closely_are_one(postgres_url: str) -> None:
+    async with opened(postgres_url) as store:
+        listens = asyncio.Event()
+        keeping = asyncio.create_task(store.keep_hints(listens.set))
+        await asyncio.wait_for(listens.wait(), PATIENCE_SECONDS)
+        with psycopg.connect(postgres_url, autocommit=True) as other:
+            other.execute("LISTEN gpubroker")
+            loop = asyncio.get_running_loop()
+            began = loop.time()
+            for n in range(100):
+                await store.submit(a_submission(f"t{n}"))
+            took_seconds = loop.time() - began
+            words = await asyncio.to_thread(lambda: list(other.notifies(timeout=0.5)))
+        assert 1 <= len(words) <= took_seconds / 0.01 + 2
+        keeping.cancel()
+        await asyncio.wait([keeping])
