@@ -1,6 +1,6 @@
 """The tasks of one cycle in the order of the queue, without touching more of them than are examined."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from heapq import heapify, heappop, heappush
 from typing import NamedTuple, Protocol
 
@@ -57,6 +57,8 @@ class Head(NamedTuple):
     """The next task of a group, or (without a group) one that stands for itself. `key` is unique."""
 
     key: OrderKey
+    is_let_in: bool
+    """Else its group is not, nor are the others of that demand in this band, of which none comes earlier."""
     task: TaskId
     group: Group | None
     line: "list[Head]"
@@ -125,7 +127,7 @@ class Agenda:
     def put_back(self, head: Head, after: OrderKey | None) -> None:
         """It was not examined to the end: it is the next one again."""
         self._after = after
-        heappush(self._heads, Head(head.key, head.task, None, []))
+        heappush(self._heads, Head(head.key, True, head.task, None, []))
 
     def charge(self, task: Task, mb: int) -> None:
         """The task that is examined was given so much: its tenant's other tasks may have to stand back."""
@@ -146,11 +148,14 @@ class Agenda:
     def _take(self, head: Head, doubts: Doubts) -> Head | None:
         """None if it is nobody's turn after all."""
         doubts.looks.taken += A_GLANCE
-        if not self.shares.is_even and self._was_overtaken(head):
+        if head.is_let_in and not self.shares.is_even and self._was_overtaken(head):
             return None
         group = head.group
         if group is None:
             return head if head.task in self._world.queue else None
+        if not head.is_let_in:
+            self._enter_kin(group.kin, doubts)
+            return None
         if group and (
             doubts.has_no_right(group) or (doubts.is_refused(group) and not doubts.may_reclaim(group))
         ):  # else all of them have left the queue since this one was lined up
@@ -174,7 +179,7 @@ class Agenda:
                 key = order_key(own, self.shares.rank(task.tenant))
                 passed = self._after is not None and key <= self._after
                 if own[0] == -top and not passed and own > self.shares.passed.get(task.tenant, NOBODY):
-                    self._heads.append(Head(key, name, None, []))
+                    self._heads.append(Head(key, True, name, None, []))
         heapify(self._heads)
 
     def _may_wake(self, kin: Kin, top: int) -> bool:
@@ -206,23 +211,36 @@ class Agenda:
         self._coming_in = awake
 
     def _let_in(self, comers: Kin | Likes, doubts: Doubts) -> None:
-        doubts.looks.taken += A_GLANCE
         if not isinstance(comers, Kin):
+            doubts.looks.taken += A_GLANCE
             self._enter([group for group in comers if group], doubts)
         elif self._band in comers.bands:
-            all_likes = [list(likes.values()) for likes in comers.bands[self._band].values()]
-            if len(all_likes) > 1 and self._has_nothing(comers, doubts):
-                self._asleep_together[comers] = comers.highest[self._band]
-                return
-            for likes in all_likes:
-                self._enter(likes, doubts)
+            doubts.looks.taken += A_GLANCE
+            now, policy, rank = self._ordered_at, self._policy, self.shares.rank
+            groups = self._groups_of(comers)
+            first = min((rank(group.tenant), group.first_key(now, policy), group) for group in groups)
+            heappush(self._heads, Head(order_key(first[1], first[0]), False, first[1][-1], first[2], []))
+
+    def _groups_of(self, kin: Kin) -> Iterator[Group]:
+        """Those of this band."""
+        return (group for likes in kin.bands[self._band].values() for group in likes.values())
+
+    def _enter_kin(self, kin: Kin, doubts: Doubts) -> None:
+        """The turn of its groups has come, unless there is nothing for any of them."""
+        if self._band not in kin.bands:
+            return
+        all_likes = [list(likes.values()) for likes in kin.bands[self._band].values()]
+        if len(all_likes) > 1 and self._has_nothing(kin, doubts):
+            self._asleep_together[kin] = kin.highest[self._band]
+            return
+        for likes in all_likes:
+            self._enter(likes, doubts)
 
     def _has_nothing(self, kin: Kin, doubts: Doubts) -> bool:
         """In this band, and for nobody."""
         if not doubts.has_nothing(kin.most_urgent_of(self._band)):
             return False
-        groups = (group for likes in kin.bands[self._band].values() for group in likes.values())
-        return not (self._policy.has_quotas and any(map(doubts.may_reclaim, groups)))
+        return not (self._policy.has_quotas and any(map(doubts.may_reclaim, self._groups_of(kin))))
 
     def _enter(self, likes: Sequence[Group], doubts: Doubts) -> None:
         lines = [likes]
@@ -258,7 +276,8 @@ class Agenda:
             member = group.after(member)
         if member is not None:
             own = group.own_key(member, self._ordered_at, self._policy)
-            heappush(line, Head(order_key(own, self.shares.rank(group.tenant)), member[1], group, line))
+            key = order_key(own, self.shares.rank(group.tenant))
+            heappush(line, Head(key, True, member[1], group, line))
 
     def _advance(self, line: list[Head]) -> None:
         """The first of a line takes its place among all."""

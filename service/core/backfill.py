@@ -51,8 +51,8 @@ class Forecast:
     """Nobody behind it takes what it needs. Of those that rest on a guess only the first does: it would
     be too much to leave idle for times that nobody knows."""
     first_in: frozenset[str] = frozenset()
-    """Limits and quotas (`line_of_quota`) of which nobody behind it takes anything, unless it is gone by
-    then."""
+    """Limits and quotas (`line_of_quota`) for which it is among the first who wait: nobody behind it takes
+    anything of them, unless it is gone by then."""
 
 
 class Planned(NamedTuple):

@@ -204,6 +204,8 @@ class Slice:
             if isinstance(found, tuple):
                 return admit(self._draft, task, found, self._now)
             return self._enter(task, found)
+        if self._prospects.kept_away.includes(task, group.kin):
+            return None
         placement = self._prospects.place(task, group.kin)
         if placement is None:
             way = self._prospects.reclaimed(task, group.kin)

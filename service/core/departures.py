@@ -45,6 +45,7 @@ class Departures:
 
     def __init__(self, draft: Draft, policy: Policy, now: Instant) -> None:
         self.draft = draft
+        """May be replaced by another one of the same World."""
         self.policy = policy
         self.now = now
         self._sketches = draft.world.learned.sketches

@@ -24,7 +24,6 @@ from service.core.world import World
 NODES_AT_A_TIME = 4
 """Nodes that are looked at before the caller gets its turn again: some milliseconds for the first task."""
 
-
 CLEARLY = 0.5
 """A forecast moves to another node only where its task would wait at most this share of the time: what has
 been left free for it would otherwise be given away whenever an estimate changes."""
@@ -45,11 +44,14 @@ def make_forecasts(
         return
     draft = Draft(world)
     work = _Forecasting(draft, policy, now, before)
+    work.look_again()
     for found in waiting(draft, policy, now, policy.forecasts):
         if found is None:
             yield work.made
         else:
-            yield from work.forecast(Draft(world), *found)
+            for _ in work.forecast(*found):
+                yield work.made
+                work.look_again()
     yield work.made
 
 
@@ -59,7 +61,7 @@ def forecast_alone(
     """When a task would start on these nodes if nobody else waited, and nothing were pledged to it; None if
     no end is in sight."""
     work = _Forecasting(draft, policy, now, (), nodes)
-    for _ in work.forecast(draft, task):
+    for _ in work.forecast(task):
         pass
     return work.made[0] if work.made else None
 
@@ -93,19 +95,21 @@ class _Forecasting:
         """Of those made."""
         self._planned: dict[NodeName, list[Planned]] = {}
 
-    def forecast(
-        self, draft: Draft, task: Task, first_in: frozenset[str] = frozenset()
-    ) -> Iterator[list[Forecast]]:
+    def look_again(self) -> None:
+        """How things stand by now, for between two steps runs begin and end. What was found out about a node
+        holds until the World changes there."""
+        self._draft = self._departures.draft = Draft(self._world, self._world.marks.changes)
+
+    def forecast(self, task: Task, first_in: frozenset[str] = frozenset()) -> Iterator[None]:
         """Where it would start first; ties go to the smaller name, and changes of mind need a reason. Who is
-        in line for a limit will look for room when it is there; until then none is kept. `draft`: of how
-        things stand by now, for between two forecasts runs begin and end."""
-        opening = Limits(draft, self._departures, self._needs).opening(task, self._ends)
+        in line for a limit will look for room when it is there; until then none is kept."""
+        opening = Limits(self._draft, self._departures, self._needs).opening(task, self._ends)
         if opening is None:
             return
         best, self._opening = None, opening
         for found in self._gang(task) if task.demand.bundles else self._task(task):
             best = found
-            yield self.made
+            yield
         if best is not None:
             best = replace(best, places=(), keeps_room=True, first_in=first_in) if first_in else best
             self.made.append(best)

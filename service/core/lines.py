@@ -15,14 +15,14 @@ from service.core.waiting import line_of_quota
 
 
 class First(NamedTuple):
-    """Of a line: it takes no room yet."""
+    """Of those who are in a line: it takes no room yet."""
 
     forecast: Forecast
     task: Task
 
 
 class Lines:
-    """In one draft those lines of which a forecast tells who is the first."""
+    """In one draft those lines of which forecasts tell who are the first."""
 
     def __init__(
         self,
@@ -37,19 +37,20 @@ class Lines:
         self._policy = policy
         self._now = now
         self._order = order
-        self._first: dict[str, First] = {}
-        """Limit or quota -> who is the first to wait for it."""
+        self._first: dict[str, list[First]] = {}
+        """Limit or quota -> who are the first to wait for it."""
         self._longest: dict[tuple[object, ...], Seconds] = {}
         """Of tasks that differ in nothing by which run times are told."""
         for forecast in forecasts:
             task = draft.world.tasks.get(forecast.task)
             if forecast.first_in and task is not None and task.state is TaskState.PENDING:
                 for name in forecast.first_in:
-                    self._first[name] = First(forecast, task)
+                    self._first.setdefault(name, []).append(First(forecast, task))
 
     def started(self, task: TaskId) -> None:
-        """The task is admitted, and stands in no line any more."""
-        self._first = {name: first for name, first in self._first.items() if first.task.id != task}
+        """The task is admitted, and stands in no line any more: whoever comes next in it is the first."""
+        for name, line in self._first.items():
+            self._first[name] = [first for first in line if first.task.id != task]
 
     def ahead_of(self, task: Task) -> list[First]:
         """Those ahead of the task who wait for a limit, or for the quota, of which it would take, if it might
@@ -59,7 +60,7 @@ class Lines:
         names = [name for name, _ in task.demand.counted]
         if asks_for_gpus(task.demand):
             names.append(line_of_quota(task.tenant))
-        ahead = [self._first[name] for name in names if name in self._first]
+        ahead = [first for name in names for first in self._first.get(name, ())]
         ahead = [first for first in ahead if self._order(first.task) < self._order(task)]
         ends_at = self._now + (self._longest_seconds(task) if ahead else 0.0)
         return [first for first in ahead if ends_at > first.forecast.start_at]

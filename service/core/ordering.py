@@ -3,6 +3,7 @@
 from bisect import bisect_left, bisect_right, insort
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
+from math import inf
 
 from service.core.demand import Demand
 from service.core.policy import Policy, band_of
@@ -100,13 +101,15 @@ class Kin:
 class Group:
     """Pending tasks of one key in order of submission. Removal at the head is the common case and cheap."""
 
-    __slots__ = ("_first", "_members", "key", "kin")
+    __slots__ = ("_first", "_first_key", "_members", "key", "kin")
 
     def __init__(self, key: GroupKey, kin: Kin | None = None) -> None:
         self.key = key
         self.kin = Kin(key[2]) if kin is None else kin
         self._members: list[Member] = []
         self._first = 0
+        self._first_key: tuple[Member, Policy, float, float, OwnKey] | None = None
+        """(first member, policy, since when and until when this holds, its key)"""
 
     @property
     def tenant(self) -> str:
@@ -136,6 +139,17 @@ class Group:
     def own_key(self, member: Member, now: Instant, policy: Policy) -> OwnKey:
         submitted_at, task = member
         return own_key(self.standing, self.key[3], Instant(submitted_at), task, now, policy)
+
+    def first_key(self, now: Instant, policy: Policy) -> OwnKey:
+        """Of the first member. Worked out anew when that is another one, or is a point older."""
+        first, known = self._members[self._first], self._first_key
+        if known is None or known[0] is not first or known[1] is not policy or not known[2] <= now < known[3]:
+            key = self.own_key(first, now, policy)
+            points, per_point = -key[1] - self.standing, policy.ageing_seconds_per_point
+            # A little early: rounding must not matter.
+            ages_at = inf if key[1] == key[0] else first[0] + (points + 1) * per_point - 0.001
+            known = self._first_key = first, policy, now, ages_at, key
+        return known[4]
 
     def count_until(self, key: OrderKey, rank: Rank, now: Instant, policy: Policy) -> int:
         """How many members stand at this place of the queue or before it, by the rank of their tenant."""

@@ -8,6 +8,7 @@ from service.core.draft import Draft
 from service.core.gang import Gang
 from service.core.gang_eviction import choose_for_gang
 from service.core.guarantees import Claims, Restraint
+from service.core.kept_away import KeptAway
 from service.core.looks import Looks
 from service.core.memory import GangRefusal, Keepers, Memory, Pursuit, Right, Standing
 from service.core.offers import Offers
@@ -59,6 +60,7 @@ class Prospects:
         self._quotas = quotas
         self._claims = claims
         self._rights = Rights(policy, memory, quotas, claims)
+        self.kept_away = KeptAway(draft, policy, guards)
 
     def has_no_right(self, group: Group) -> bool:
         return self._rights.has_none(group)
@@ -277,7 +279,7 @@ class Prospects:
             coming_on = search.coming_on
             is_kept = has_room or any(could_make_room(self._offers, task, node) for node in closed)
         if is_kept and (has_room or coming_on is None):
-            self._guards.kept_away += 1
+            self.kept_away.add(task, kin)
             if restraint is None and coming_on not in self._guards.on:
                 elsewhere.refuse(task, kin, coming_on)
         elif restraint is not None:

@@ -7,6 +7,7 @@ from math import inf
 from typing import NamedTuple
 
 from service.core.departures import Departure, Departures
+from service.core.draft import Draft
 from service.core.headroom import Headroom
 from service.core.ledger import Book
 from service.core.ranks import asks_for_gpus
@@ -115,12 +116,15 @@ class Supplies:
     ) -> None:
         """`spared_from`: the tenants of which no run with GPUs is stopped for a task."""
         self._spared_from = spared_from
-        self.draft = departures.draft
         self._departures = departures
         self._for_plans = for_plans
         self._heard_until = Instant(departures.now - LATE_SECONDS)
         self._known: dict[tuple[NodeName, _Waiter], tuple[int, Supply]] = {}
         self._later: dict[NodeName, dict[tuple[_Waiter, float], Later]] = {}
+
+    @property
+    def draft(self) -> Draft:
+        return self._departures.draft
 
     def of(self, node: NodeName, task: Task) -> Supply:
         """At all times, for a task of this priority."""

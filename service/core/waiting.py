@@ -1,5 +1,6 @@
-"""Who waits for room, and who is the first to wait for a limit or a quota."""
+"""Who waits for room, and who are the first to wait for a limit or a quota."""
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
 
 from service.core.agenda import Agenda
@@ -12,6 +13,9 @@ from service.core.quota import Quotas
 from service.core.task import Task
 from service.core.units import Instant
 
+FIRST = 2
+"""So many of a line have forecasts: when the first starts, there is one for the next already."""
+
 GROUPS_AT_A_TIME = 50
 """So many looks at nodes, of which a group takes less than one, before the caller gets its turn again."""
 
@@ -19,9 +23,9 @@ GROUPS_AT_A_TIME = 50
 def waiting(
     draft: Draft, policy: Policy, now: Instant, most: int, *, lines_too: bool = True
 ) -> Iterator[tuple[Task, frozenset[str]] | None]:
-    """In order of the queue the first so many who wait for room alone, and so many who stand first in a line,
-    with the limits and quotas (`line_of_quota`) for which nobody ahead of them waits. Whoever has pledges
-    waits for neither. None in between, whenever many were passed over."""
+    """In order of the queue the first so many who wait for room alone, and the first `FIRST` of so many
+    lines, with the limits and quotas (`line_of_quota`) for which they do. Whoever has pledges waits for
+    neither. None in between, whenever many were passed over."""
     world = draft.world
     are_lines = lines_too and (policy.has_quotas or bool(policy.custom_limits))
     lines = _Lines(draft, policy, most, most if are_lines else 0)
@@ -53,24 +57,26 @@ class _Lines:
         self._left = most
         """So many more wait for room alone."""
         self._lines_left = most_lines
-        self._taken: set[str] = set()
-        """Limits, and (by tenant) quotas, for which somebody waits already."""
+        """So many who stand first in a line."""
+        self._waiting: Counter[str] = Counter()
+        """For limits and quotas, so far."""
 
     @property
     def are_done(self) -> bool:
-        return not (self._left or self._lines_left)
+        is_next_known = all(count >= FIRST for count in self._waiting.values())
+        return not (self._left or self._lines_left) and is_next_known
 
     def let_in(self, task: Task) -> frozenset[str]:
-        """In which lines it is the first; none if it waits for room alone."""
+        """In which lines it is one of the first; none if it waits for room alone."""
         awaited = set(self._draft.short_of(task, self._policy.custom_limits))
         if self._quotas.is_short(task):
             awaited.add(line_of_quota(task.tenant))
-        if awaited:
-            self._lines_left -= 1
-        else:
+        if not awaited:
             self._left -= 1
-        first_in = frozenset(awaited - self._taken)
-        self._taken |= awaited
+        elif not awaited <= self._waiting.keys():
+            self._lines_left = max(0, self._lines_left - 1)
+        first_in = frozenset(name for name in awaited if self._waiting[name] < FIRST)
+        self._waiting.update(awaited)
         return first_in
 
     def has_no_right(self, group: Group) -> bool:
@@ -97,7 +103,10 @@ class _Lines:
         return self._quotas.falls_short(group.tenant, group.demand, group.priority)
 
     def _may_wait(self, awaited: set[str]) -> bool:
-        return self._lines_left > 0 and not awaited <= self._taken
+        """As one of the first."""
+        if self._lines_left > 0 and not awaited <= self._waiting.keys():
+            return True
+        return any(0 < self._waiting[name] < FIRST for name in awaited)
 
 
 def line_of_quota(tenant: str) -> str:

@@ -366,3 +366,13 @@ def test_the_maker_of_forecasts_pauses_every_few_nodes():
         "after 4 nodes four times, after the task, at the end"
     )
     assert first is whole
+
+
+def test_who_is_kept_away_as_one_like_it_was_is_counted_and_one_that_is_done_in_time_is_let_in():
+    waits = a_task("next", gpus=1, submitted_at=NOW - 9)
+    world = a_world(a_device(), a_run("one", "gpu0", left=100.0, gpu_mb=60 * GIB), waits)
+    for name, said in (("l1", 500.0), ("l2", None), ("l3", 400.0), ("short", 50.0)):
+        submit(world, a_task(name, gpu_mb=10 * GIB, expected_seconds=said))
+    assert list(admitted(world)) == ["short"]
+    assert list(admitted(world, replace(POLICY, backfill_depth=4))) == ["short"]
+    assert list(admitted(world, replace(POLICY, backfill_depth=3))) == []

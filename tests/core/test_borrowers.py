@@ -139,10 +139,10 @@ def test_what_a_borrower_may_not_do_is_remembered_until_others_borrow_as_well():
     assert plan_cycle(world, policy, NOW, memory=memory).decisions == ()
     more = a_task("more", tenant="owner", gpu_mb=40, priority=40)
     submit(world, more)
-    commit(world, plan_cycle(world, policy, NOW, memory=memory).decisions)
-    later = Instant(NOW + 1.0)
-    (decision,) = plan_cycle(world, policy, later, memory=memory).decisions
+    admitted, decision = plan_cycle(world, policy, NOW, memory=memory).decisions
+    assert admitted.subject == "more"
     assert [write.task.id for write in decision.tasks] == ["mine"], "its tenant has more than its guarantee"
+    assert plan_cycle(world, policy, NOW).decisions == (admitted, decision), "as without a memory"
 
 
 def test_what_was_found_for_a_borrower_is_not_held_against_others():

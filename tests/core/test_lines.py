@@ -152,6 +152,23 @@ def test_a_line_ends_with_the_start_of_its_first():
     assert sorted(admitted(world, TWO, forecasts)) == ["first", "next"]
 
 
+def test_when_the_first_in_a_line_starts_the_next_one_is_not_passed_either():
+    """In that very cycle, for which nobody has made forecasts anew."""
+    pair = (("licence", 2.0),)
+    second = a_task("second", gpu_mb=GIB, custom=pair, submitted_at=NOW - 8)
+    world = a_line(second, expected_seconds=300.0)
+    forecasts = foreseen(world, TWO)
+    assert [(f.task, f.start_at - NOW, f.first_in) for f in forecasts] == [
+        ("first", 60, {"licence"}),
+        ("second", 360, {"licence"}),
+    ]
+    three = replace(TWO, custom_limits=(CustomLimit("licence", 4.0),))
+    submit(world, a_task("small", gpu_mb=GIB, custom=LICENCE))
+    assert sorted(admitted(world, three, forecasts)) == ["first"], "second needs what small would take"
+    submit(world, a_task("short", gpu_mb=GIB, custom=LICENCE, expected_seconds=50.0))
+    assert sorted(admitted(world, three, forecasts)) == ["first", "short"]
+
+
 def test_who_waits_behind_the_first_in_a_line_is_told_so():
     world = a_line(a_task("new", gpu_mb=GIB, custom=LICENCE))
     forecasts = foreseen(world, TWO)
@@ -215,7 +232,7 @@ def test_who_is_passed_over_for_a_line_takes_turns_of_looking_too():
     world = a_world(a_device(), a_run("one", "gpu0", left=60.0, custom=LICENCE), *licensed)
     submit(world, a_task("next", gpu_mb=80 * GIB))
     found = list(waiting(Draft(world), LICENSED, NOW, 8))
-    assert [one[0].id for one in found if one] == ["l0", "next"]
+    assert [one[0].id for one in found if one] == ["l0", "l1", "next"]
     assert len(found) > 3
     assert [task.id for task in first_of_queue(Draft(world), LICENSED, NOW, 8)] == ["next"]
     assert len(list(make_forecasts(world, LICENSED, NOW))) > 4

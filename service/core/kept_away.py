@@ -1,0 +1,66 @@
+"""Tasks that forecasts keep away: so are their likes, as long as nothing changes."""
+
+from operator import ge
+
+from service.core.backfill import Guards
+from service.core.draft import Draft
+from service.core.expectations import whole_run_seconds
+from service.core.ordering import Kin
+from service.core.policy import Policy
+from service.core.ranks import asks_for_gpus
+from service.core.task import Task
+from service.core.units import Seconds
+
+Lengths = tuple[Seconds, ...]
+"""By kind of device: nine in ten of its runs take no longer; infinite if nobody knows."""
+
+
+class KeptAway:
+    """In one draft. Of tasks of one demand and priority that stand behind the same forecasts and are shielded
+    alike, who takes longer is kept away from no less."""
+
+    def __init__(self, draft: Draft, policy: Policy, guards: Guards) -> None:
+        self._draft = draft
+        self._policy = policy
+        self._guards = guards
+        self._kinds = sorted({book.device.kind for node in guards.on for book in draft.books_on(node)})
+        self._changed = -1
+        """Revision of changes of which `_known` tells."""
+        self._known: dict[tuple[object, ...], Lengths] = {}
+        """Of such tasks, those of one that was kept away."""
+        self._lengths: dict[tuple[object, ...], Lengths] = {}
+        """Of tasks that differ in nothing by which run times are told."""
+
+    def includes(self, task: Task, kin: Kin) -> bool:
+        """Whether it is known that the task has neither room that it may have, nor a way to make it; then it
+        is counted."""
+        if self._changed != self._draft.changes.revision:
+            return False
+        known = self._known.get(self._likes(task, kin))
+        is_known = known is not None and all(map(ge, self._lengths_of(task), known))
+        self._guards.kept_away += is_known
+        return is_known
+
+    def add(self, task: Task, kin: Kin) -> None:
+        """Forecasts keep it from all that there is."""
+        self._guards.kept_away += 1
+        if self._changed != self._draft.changes.revision:
+            self._changed = self._draft.changes.revision
+            self._known.clear()
+        self._known.setdefault(self._likes(task, kin), self._lengths_of(task))
+
+    def _likes(self, task: Task, kin: Kin) -> tuple[object, ...]:
+        is_shielded = task.preemptions >= self._policy.preemption_budget
+        tenant = task.tenant if self._policy.has_quotas else ""
+        return kin, task.priority, is_shielded, tenant, self._guards.ahead_of(task)
+
+    def _lengths_of(self, task: Task) -> Lengths:
+        said = task.expected_seconds, task.timeout_seconds, task.grace_seconds
+        likes = task.tenant, task.subject, asks_for_gpus(task.demand), *said
+        if likes not in self._lengths:
+            kinds = self._kinds if asks_for_gpus(task.demand) else [""]
+            sketches, policy = self._draft.world.learned.sketches, self._policy
+            self._lengths[likes] = tuple(
+                whole_run_seconds(task, sketches, policy, (kind,))[1] for kind in kinds
+            )
+        return self._lengths[likes]
