@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from gpubroker.models import Event, Outcome, Page, Task, TaskState, Token
     from gpubroker.planned import FleetPlan
     from gpubroker.policy import Policy
+    from gpubroker.quarantine import Quarantined, Released
     from gpubroker.runtime import CheckpointTooLarge, NoCurrentTask, RunningTask, Stopped, current_task
 
 __version__ = "0.1.0"
@@ -58,6 +59,7 @@ _HOME = {
     **dict.fromkeys(("Event", "Outcome", "Page", "Task", "TaskState", "Token"), "models"),
     "FleetPlan": "planned",
     "Policy": "policy",
+    **dict.fromkeys(("Quarantined", "Released"), "quarantine"),
     **dict.fromkeys(
         ("CheckpointTooLarge", "NoCurrentTask", "RunningTask", "Stopped", "current_task"), "runtime"
     ),
@@ -82,7 +84,9 @@ __all__ = [
     "Outcome",
     "Page",
     "Policy",
+    "Quarantined",
     "Refused",
+    "Released",
     "RunningTask",
     "Simulation",
     "Stats",

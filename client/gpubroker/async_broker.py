@@ -26,6 +26,7 @@ from gpubroker.operations import (
 )
 from gpubroker.planned import FleetPlan
 from gpubroker.policy import Policy
+from gpubroker.quarantine import Quarantined, Released
 from gpubroker.submission import SubmitOptions, Target
 from gpubroker.wire import answer_of, client_settings, request_of, unreachable
 
@@ -163,6 +164,24 @@ class AsyncBroker:
 
     async def nodes(self) -> Page[Node]:
         return await self._carry_out(self._do.nodes())
+
+    async def quarantine(self) -> Page[Quarantined]:
+        """What counts as used because nobody can confirm that it is gone; longest first."""
+        return await self._carry_out(self._do.quarantine())
+
+    async def release_quarantine(
+        self,
+        holder: AnyTask,
+        reason: str,
+        *,
+        attempts: Sequence[int] = (),
+        ranks: Sequence[int] = (),
+        devices: Sequence[str] = (),
+    ) -> Released:
+        """State that what holds this memory is gone, or only these attempts, ranks and UUIDs of it. Nobody
+        checks it; the token's name and the reason are noted. Raises Refused (`nothing-quarantined`,
+        `still-in-use`)."""
+        return await self._carry_out(self._do.release_quarantine(holder, reason, attempts, ranks, devices))
 
     async def tenants(self) -> Page[Tenant]:
         return await self._carry_out(self._do.tenants())

@@ -27,6 +27,8 @@ class Run:
     shield: str = ""
     """What keeps it from being stopped; a stable token."""
     stopping: bool = False
+    quarantine: Raw | None = None
+    """Nobody can confirm that it is gone: what that waits for."""
     ends: Expected | None = None
     """Expected; None if nobody can tell."""
     raw: Raw = field(default_factory=dict, repr=False)

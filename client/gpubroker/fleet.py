@@ -25,6 +25,8 @@ class Holder:
     """What its run used when that was first found to be more than its lease."""
     state: str = ""
     stopping: bool = False
+    quarantine: Mapping[str, Any] | None = None
+    """Of one that nobody can confirm to be gone: `quarantined_at`, what it `awaits`, and a `message`."""
     raw: Raw = field(default_factory=dict, repr=False)
 
 

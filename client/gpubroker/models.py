@@ -12,6 +12,7 @@ from typing import Any, Generic, TypeVar
 
 from gpubroker.decoding import Raw, each, filled, optional
 from gpubroker.estimates import Expected, Sizing
+from gpubroker.quarantine import Quarantined
 from gpubroker.states import TaskState as TaskState
 
 T = TypeVar("T")
@@ -143,6 +144,8 @@ class Task:
     pending: Pending | None = None
     eta: Expected | None = None
     error: Failure | None = None
+    quarantine: tuple[Quarantined, ...] = ()
+    """Its runs, also of earlier attempts, that nobody can confirm to be gone."""
     raw: Raw = field(default_factory=dict, repr=False)
 
     @property
@@ -162,6 +165,7 @@ class Task:
             pending=optional(Pending, raw.get("pending")),
             sizing=optional(Sizing, raw.get("sizing")),
             eta=optional(Expected, raw.get("eta")),
+            quarantine=each(Quarantined, raw.get("quarantine")),
             error=optional(Failure, raw.get("error")),
         )
 

@@ -16,6 +16,7 @@ from gpubroker.fleet import Gpu, Node, Stats, Tenant
 from gpubroker.models import Event, Failure, Outcome, Page, Task, TaskState, Token
 from gpubroker.planned import FleetPlan
 from gpubroker.policy import Policy
+from gpubroker.quarantine import Quarantined, Released
 from gpubroker.submission import SubmitOptions, Target, opened, plain, question_body, submission_body
 
 _LONG_POLL_SECONDS = 30.0
@@ -168,6 +169,26 @@ class Operations:
     def nodes(self) -> Steps[Page[Node]]:
         raw = yield from self._ask("GET", "/nodes")
         return Page(tuple(Node.of(item) for item in raw["items"]), raw=raw)
+
+    def quarantine(self) -> Steps[Page[Quarantined]]:
+        raw = yield from self._ask("GET", "/quarantine")
+        return Page(tuple(Quarantined.of(item) for item in raw["items"]), raw=raw)
+
+    def release_quarantine(
+        self,
+        holder: AnyTask,
+        reason: str,
+        attempts: Sequence[int],
+        ranks: Sequence[int],
+        devices: Sequence[str],
+    ) -> Steps[Released]:
+        narrow = {"attempts": list(attempts), "ranks": list(ranks), "devices": list(devices)}
+        body = {"reason": reason, **{name: some for name, some in narrow.items() if some}}
+        call = Call(
+            "POST", f"/quarantine/{_quoted(id_of(holder))}/release", body=_json(body), repeatable=False
+        )
+        answer = yield from self._send(call)
+        return Released.of(answer.json())
 
     def tenants(self) -> Steps[Page[Tenant]]:
         raw = yield from self._ask("GET", "/tenants")

@@ -26,6 +26,10 @@ def _where(sqlite: str, postgresql: str = "") -> dict[str, Any]:
     return {"sqlite_where": sa.text(sqlite), "postgresql_where": sa.text(postgresql or sqlite)}
 
 
+def _texts(*names: str) -> list[sa.Column[str]]:
+    return [sa.Column(name, sa.Text(), nullable=False) for name in names]
+
+
 def upgrade() -> None:
     _tasks()
     _task_indexes()
@@ -263,6 +267,7 @@ def _leases_and_pledges() -> None:
         sa.Column("context_mb", sa.Integer(), nullable=False),
         sa.Column("released", sa.Boolean(), server_default=sa.false(), nullable=False),
         sa.Column("overused_mb", sa.Integer(), nullable=False),
+        sa.Column("quarantined_at", sa.Double()),
         sa.CheckConstraint("released = (state = 'released')", name=op.f("ck_lease_released")),
         sa.CheckConstraint(
             "state IN ('reserved', 'held', 'releasing', 'released', 'quarantined')",
@@ -370,10 +375,7 @@ def _estimates_and_usage() -> None:
 def _people() -> None:
     op.create_table(
         "token",
-        sa.Column("name", sa.Text(), nullable=False),
-        sa.Column("sha256", sa.Text(), nullable=False),
-        sa.Column("tenant", sa.Text(), nullable=False),
-        sa.Column("scopes", sa.Text(), nullable=False),
+        *_texts("name", "sha256", "tenant", "scopes"),
         sa.Column("max_priority", sa.Integer(), nullable=False),
         sa.Column("created_at", sa.Double(), nullable=False),
         sa.Column("expires_at", sa.Double(), nullable=True),
@@ -384,10 +386,7 @@ def _people() -> None:
         "audit",
         sa.Column("id", COUNT, autoincrement=True, nullable=False),
         sa.Column("at", sa.Double(), nullable=False),
-        sa.Column("tenant", sa.Text(), nullable=False),
-        sa.Column("actor", sa.Text(), nullable=False),
-        sa.Column("action", sa.Text(), nullable=False),
-        sa.Column("subject", sa.Text(), nullable=False),
+        *_texts("tenant", "actor", "action", "subject", "reason"),
         sa.PrimaryKeyConstraint("id", name=op.f("pk_audit")),
     )
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import structlog
 
-from service.core import deadlines, requests, runs
+from service.core import deadlines, quarantine, requests, runs
 from service.core.device import DeviceSample
 from service.core.events import Event
 from service.core.lessons import learn
@@ -135,11 +135,13 @@ class Observer:
 
     def on_requests(self, now: Instant) -> list[Decision]:
         return [
-            requests.carry_out(self._world, request, now) for request in list(self._world.requests.values())
+            requests.carry_out(self._world, request, now, self._policy)
+            for request in list(self._world.requests.values())
         ]
 
     def on_time(self, now: Instant) -> list[Decision]:
         decisions = deadlines.due(self._world, now, self._policy, self._watch)
+        decisions += quarantine.removed(self._world)
         self._watch = deadlines.keep_watch(self._watch, now)
         decided = {decision.subject for decision in decisions}
         over = overuse(self._world, now, self._policy)

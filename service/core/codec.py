@@ -1,7 +1,7 @@
 """Rows as plain JSON values and back: one spelling for the event log, snapshots and followers."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from dataclasses import fields as dataclass_fields
 from enum import StrEnum
 from functools import lru_cache
@@ -11,7 +11,7 @@ from typing import Any
 from service.core.demand import ANYWHERE, Demand, Where
 from service.core.device import Device, Node
 from service.core.external import External
-from service.core.lease import HolderKind, Lease, LeaseState, Pledge
+from service.core.lease import HolderKind, Lease, LeaseState, Pledge, mark_overused, move_lease
 from service.core.member import members_fields, members_from
 from service.core.plan import Fields, Request, TaskWrite
 from service.core.task import Dependency, OnFailure, StopReason, Task, TaskState, changed
@@ -26,7 +26,8 @@ _TASK_DEFAULTS = tuple(f.default for f in dataclass_fields(Task))
 _task_values = attrgetter(*_TASK_NAMES)
 _DEVICE_NAMES = tuple(f.name for f in dataclass_fields(Device) if f.init)
 _NODE_NAMES = tuple(f.name for f in dataclass_fields(Node))
-_LEASE_NAMES = tuple(f.name for f in dataclass_fields(Lease))
+_LEASE_NAMES = tuple(f.name for f in dataclass_fields(Lease) if f.name not in ("quarantined_at", "proof"))
+"""Of a new one; how a quarantine begins and ends, the event of that says."""
 _PLEDGE_NAMES = tuple(f.name for f in dataclass_fields(Pledge))
 
 
@@ -169,7 +170,18 @@ def lease_change(lease: Lease) -> tuple[str, dict[str, Any]]:
     changed = {"state": lease.state.value}
     if lease.state is LeaseState.HELD and lease.overused_mb:  # it is marked only while it is held
         return "overused", {**changed, "mb": lease.mb, "overused_mb": lease.overused_mb}
-    return lease.state.value, changed
+    if lease.state is LeaseState.QUARANTINED:
+        return lease.state.value, {**changed, "quarantined_at": lease.quarantined_at}
+    return lease.state.value, {**changed, "proof": lease.proof} if lease.proof else changed
+
+
+def changed_lease(lease: Lease, fields: Fields) -> Lease:
+    """The lease after one more event."""
+    if fields.get("overused_mb") is not None:
+        return mark_overused(lease, fields["overused_mb"])
+    moved = move_lease(lease, LeaseState(fields["state"]))
+    told = {name: fields[name] for name in ("quarantined_at", "proof") if name in fields}
+    return replace(moved, **told) if told else moved
 
 
 def lease_from(fields: Fields) -> Lease:

@@ -6,7 +6,7 @@ from math import inf
 
 from service.core import gang_leaving
 from service.core.external_leases import not_released
-from service.core.lease import LeaseState, PledgeEnd, move_lease
+from service.core.lease import LeaseState, PledgeEnd, quarantine
 from service.core.member import Member, MemberState
 from service.core.orders import Ending, Failure, NodeLost
 from service.core.plan import Decision, Outcome, PledgeWrite, withdrawn, write_move
@@ -81,12 +81,12 @@ def due(world: World, now: Instant, policy: Policy, watch: Watch | None) -> list
             let_down |= {member.freeing_for for member in lost}
         elif watch is None or any(_is_kill_due(m.stop_deadline_at, watch.last, now) for m in late):
             decisions.append(gang_leaving.kills(world, task, late))
-    for (holder, fence, rank), ended_at in world.releasing.items():
+    for (holder, fence, rank), ended_at in world.unconfirmed.releasing.items():
         run = world.holder(holder, fence)
         # Of one under notice the deadline is looked at above.
         has_notice = run is not None and run.is_active and notice_of(run, rank)[1]
         if not has_notice and _is_over(ended_at, policy.kill_patience_seconds, since, now):
-            decisions.append(_quarantine(world, holder, fence, rank))
+            decisions.append(_quarantine(world, holder, fence, rank, now))
             if run is not None:
                 moved.add(run.id)
                 let_down.add(notice_of(run, rank)[0])
@@ -231,20 +231,16 @@ def _give_up(world: World, task: Task, now: Instant, policy: Policy) -> Decision
         task.id,
         "unconfirmed",
         tasks=(write_move(task, what, **changes),),
-        leases=tuple(move_lease(lease, LeaseState.QUARANTINED) for lease in leases),
+        leases=tuple(quarantine(lease, now) for lease in leases),
         outcome=None if task.external is None else not_released(task, now),
     )
 
 
-def _quarantine(world: World, holder: TaskId, fence: Fence, rank: int) -> Decision:
+def _quarantine(world: World, holder: TaskId, fence: Fence, rank: int, now: Instant) -> Decision:
     """A run is over and its process stays: nobody waits any longer for what it holds."""
     claim = world.leases[holder, fence]
     leases = (claim[key] for key in sorted(claim) if claim[key].rank == rank)
-    return Decision(
-        holder,
-        "unconfirmed",
-        leases=tuple(move_lease(lease, LeaseState.QUARANTINED) for lease in leases),
-    )
+    return Decision(holder, "unconfirmed", leases=tuple(quarantine(lease, now) for lease in leases))
 
 
 def _dissolve(world: World, preemptor: TaskId, moved: Set[TaskId]) -> Decision:

@@ -5,10 +5,12 @@ from dataclasses import replace
 from typing import Any
 
 from service.core.fold import Fold
-from service.core.lease import HolderKind, Lease, LeaseState, move_lease
+from service.core.lease import HolderKind, Lease
+from service.core.lease import release as leave
 from service.core.orders import Ending, Failure, ForgetOrder, Gone, WatchOrder
-from service.core.plan import Decision, Outcome, Request, withdrawn, write_move
+from service.core.plan import AuditNote, Decision, Outcome, Request, withdrawn, write_move
 from service.core.task import Move, Task, TaskState
+from service.core.unconfirmed import Proof
 from service.core.units import Instant, NodeName, TaskId
 from service.core.world import World
 
@@ -51,7 +53,7 @@ def gone(fold: Fold, world: World, report: Gone, now: Instant) -> None:
         return
     known = fold.task
     assert known is not None, "whose report this is was looked up"
-    fold.move_leases(report.fence, report.rank, LeaseState.RELEASED)
+    fold.release_leases(report.fence, report.rank, report.proof)
     task = fold.live(report.fence)
     if task is None:
         fold.forget_whom_it_freed(report.fence)
@@ -73,15 +75,21 @@ def renew(task: Task, request: Request, now: Instant, done: Decision) -> Decisio
     return replace(done, tasks=(write,))
 
 
-def release(world: World, task: Task, now: Instant, done: Decision) -> Decision:
-    """The holder's word that it has left, whatever was asked of it before; also when it is long over."""
+def release(world: World, task: Task, request: Request, now: Instant, done: Decision) -> Decision:
+    """The holder's word that it has left, whatever was asked of it before; also when it is long over. Of what
+    is in quarantine by then it is noted who said it."""
     if task.external is None:
         return done
     if task.state is TaskState.PENDING:
         write = write_move(task, Move.CANCELLED, finished_at=now)
         return replace(done, tasks=(write,), pledges=withdrawn(world.pledges.get(task.id, {})))
-    leases = tuple(move_lease(lease, LeaseState.RELEASED) for lease in world.leases_of(task))
-    given_back = replace(done, leases=leases, orders=_forget(world, task))
+    leases = tuple(leave(lease, Proof.HOLDER) for lease in world.leases_of(task))
+    notes = tuple(
+        AuditNote(now, task.tenant, str(request.fields.get("by", "")), "lease.release", lease.key, "")
+        for lease in leases
+        if lease.proof
+    )
+    given_back = replace(done, leases=leases, orders=_forget(world, task), audit=notes)
     if task.is_terminal:
         return given_back
     write = write_move(task, Move.SUCCEEDED, finished_at=now, freeing_for=None)

@@ -2,11 +2,11 @@
 
 from typing import Any
 
-from service.core.lease import Lease, LeaseState, move_lease
+from service.core.lease import Lease, LeaseState, move_lease, quarantine, release
 from service.core.orders import Checkpointed, Order
 from service.core.plan import Decision, Outcome, TaskWrite, write_move
 from service.core.task import Move, Task, move
-from service.core.units import Fence, TaskId
+from service.core.units import Fence, Instant, TaskId
 from service.core.world import World
 
 _AHEAD = {
@@ -26,13 +26,15 @@ class Fold:
     the state wins, the changed fields add up, and a lease goes to its final state in one step.
     """
 
-    def __init__(self, world: World, task: TaskId) -> None:
+    def __init__(self, world: World, task: TaskId, now: Instant) -> None:
         self._id = task
+        self._now = now
         self._world = world
         self._before = world.tasks.get(task)
         self._what: Move | None = None
         self._changes: dict[str, Any] = {}
         self._leases: dict[str, tuple[Lease, LeaseState]] = {}
+        self._proof = ""
         self.task: Task | None = self._before
         """The task after the reports read so far; None if the World does not know it."""
         self.why = ""
@@ -66,6 +68,10 @@ class Fold:
             if _AHEAD[state] > _AHEAD[reached]:
                 self._leases[lease.key] = (lease, state)
 
+    def release_leases(self, fence: Fence, rank: int, proof: str) -> None:
+        self._proof = proof
+        self.move_leases(fence, rank, LeaseState.RELEASED)
+
     def forget_whom_it_freed(self, fence: Fence) -> None:
         """The memory of a claim that ended in this batch is free in this batch too."""
         task = self.task
@@ -74,7 +80,7 @@ class Fold:
 
     def decision(self) -> Decision | None:
         """None if the reports changed nothing and nobody waits for an answer."""
-        leases = tuple(move_lease(*self._leases[key]) for key in sorted(self._leases))
+        leases = tuple(self._moved(*self._leases[key]) for key in sorted(self._leases))
         tasks: tuple[TaskWrite, ...] = ()
         if self._before is not None and self._what is not None:
             tasks = (write_move(self._before, self._what, **self._changes),)
@@ -90,16 +96,26 @@ class Fold:
             orders=tuple(self.orders),
         )
 
+    def _moved(self, lease: Lease, state: LeaseState) -> Lease:
+        match state:
+            case LeaseState.QUARANTINED:
+                return quarantine(lease, self._now)
+            case LeaseState.RELEASED:
+                return release(lease, self._proof)
+            case _:
+                return move_lease(lease, state)
+
 
 class Folds(dict[TaskId, Fold]):
     """The folds of one batch, in order of first mention; one that is asked for is made."""
 
-    def __init__(self, world: World) -> None:
+    def __init__(self, world: World, now: Instant) -> None:
         super().__init__()
         self._world = world
+        self._now = now
 
     def __missing__(self, task: TaskId) -> Fold:
-        fold = self[task] = Fold(self._world, task)
+        fold = self[task] = Fold(self._world, task, self._now)
         return fold
 
     def decisions(self) -> list[Decision]:

@@ -4,7 +4,7 @@ from collections.abc import Collection, Iterator
 from dataclasses import replace
 from typing import Any
 
-from service.core.lease import LeaseState, move_lease
+from service.core.lease import LeaseState, quarantine
 from service.core.member import Member, MemberState
 from service.core.orders import Order, StopOrder, WorldOrder
 from service.core.plan import Decision, TaskWrite, write_move
@@ -70,7 +70,7 @@ def give_up(world: World, task: Task, late: Collection[Member], now: Instant) ->
         for member in task.members
     )
     leases = tuple(
-        move_lease(lease, LeaseState.QUARANTINED)
+        quarantine(lease, now)
         for lease in world.leases_of(task)
         if lease.rank in ranks and lease.state is not LeaseState.QUARANTINED
     )

@@ -74,6 +74,10 @@ class Lease:
     """How much of `mb` is what a process costs there, beyond what was asked for."""
     overused_mb: Mib = Mib(0)
     """What its holder was measured to use when that was first found to be too much; 0 if it never was."""
+    quarantined_at: Instant | None = None
+    """Since when nobody can confirm that its holder has gone."""
+    proof: str = ""
+    """What ended its quarantine, a `Proof`; on its way to the log, and kept by no row."""
 
     @property
     def key(self) -> str:
@@ -90,6 +94,17 @@ def move_lease(lease: Lease, state: LeaseState) -> Lease:
     if state not in NEXT_STATES[lease.state]:
         raise IllegalTransition(f"lease {lease.key} is {lease.state}; it cannot become {state}")
     return replace(lease, state=state, version=lease.version + 1)
+
+
+def quarantine(lease: Lease, now: Instant) -> Lease:
+    """Nobody waits any longer for its holder to go. Raises IllegalTransition."""
+    return replace(move_lease(lease, LeaseState.QUARANTINED), quarantined_at=now)
+
+
+def release(lease: Lease, proof: str) -> Lease:
+    """Its holder is gone. The proof is noted of one that waited for it. Raises IllegalTransition."""
+    was_waiting = lease.state is LeaseState.QUARANTINED
+    return replace(move_lease(lease, LeaseState.RELEASED), proof=proof if was_waiting else "")
 
 
 def mark_overused(lease: Lease, measured_mb: Mib) -> Lease:

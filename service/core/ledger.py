@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from math import inf
 from typing import NamedTuple
 
 from service.core.device import Device, DeviceSample
@@ -66,7 +67,7 @@ class Book:
     from everybody of the same or lower priority, as far as it is there.
     """
 
-    __slots__ = ("_leaving", "_sums", "_unheld_mb", "device", "holdings", "pledges", "sample")
+    __slots__ = ("_leaving", "_since", "_sums", "_unheld_mb", "device", "holdings", "pledges", "sample")
 
     def __init__(self, device: Device) -> None:
         self.device = device
@@ -75,6 +76,8 @@ class Book:
         self.pledges: dict[TaskId, Pledge] = {}
         self.sample: DeviceSample | None = None
         """The newest one; None until the node's agent has sent one."""
+        self._since = Instant(-inf)
+        """What was measured before is no longer believed."""
         self._unheld_mb: int | None = None
         self._sums = NOTHING
         self._leaving: dict[str, Holding] = {}
@@ -143,6 +146,16 @@ class Book:
             measured = self._measured_mb(holding.lease)
             if measured != holding.measured_mb:
                 self._enter(key, replace(holding, measured_mb=measured))
+
+    def takes(self, sample: DeviceSample) -> bool:
+        """Whether it is news."""
+        return sample.at > self._since and (self.sample is None or sample.at >= self.sample.at)
+
+    def measure_anew(self, since: Instant) -> None:
+        """Nothing more is taken here before somebody has looked at what is in use after this instant."""
+        self._since, self._unheld_mb = since, None
+        if self.sample is not None and self.sample.at <= since:
+            self.sample = None
 
     def leased_mb(self) -> int:
         return self._sums.leased_mb

@@ -60,6 +60,19 @@ class Outcome:
 
 
 @dataclass(frozen=True, slots=True)
+class AuditNote:
+    """Who did what, when and why: written with the decision that carries it out."""
+
+    at: Instant
+    tenant: str
+    actor: str
+    """Name of the token."""
+    action: str
+    subject: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class Decision:
     """Rows that change together, and the orders to send once they have.
 
@@ -83,6 +96,7 @@ class Decision:
     lessons: tuple[Lesson, ...] = ()
     """What the runs that it ends teach."""
     forgotten: tuple[Topic, ...] = ()
+    audit: tuple[AuditNote, ...] = ()
 
     def is_empty(self) -> bool:
         return not (
@@ -95,7 +109,8 @@ class Request:
     """What a client asked of a task that exists: a gateway inserts it, only the leader carries it out.
 
     `what` is cancel (fields: grace_seconds, or nothing), or change (fields: priority, held); of an external
-    holder also renew (fields: ttl_seconds, or nothing), or release.
+    holder also renew (fields: ttl_seconds, or nothing), or release (fields: by). Of operators: attest
+    (fields: leases, by, reason) of a holder, and resume (fields: nodes, by, reason), of no task.
     """
 
     id: str

@@ -1,12 +1,14 @@
-"""What clients ask of tasks that exist: cancel, change, renew, release. Only the leader carries it out."""
+"""What clients ask of tasks that exist: cancel, change, renew, release, attest. Only the leader carries it
+out."""
 
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from service.core import external_leases
+from service.core import external_leases, quarantine
 from service.core.orders import StopOrder
 from service.core.plan import Decision, Request, withdrawn, write_move
+from service.core.policy import Policy
 from service.core.stopping import comes_back, give_notice, stop_orders
 from service.core.task import Move, StopReason, Task, TaskState
 from service.core.units import Instant, Seconds
@@ -16,7 +18,7 @@ TIMES = ("not_before", "queue_ttl_seconds", "deadline_at")
 """What may be changed of a task that waits, as instants and seconds."""
 
 
-def carry_out(world: World, request: Request, now: Instant) -> Decision:
+def carry_out(world: World, request: Request, now: Instant, policy: Policy) -> Decision:
     """One decision that settles the request, whatever becomes of it.
 
     A request that comes too late, or that a newer version wrote and this one does not know, is settled
@@ -24,8 +26,10 @@ def carry_out(world: World, request: Request, now: Instant) -> Decision:
     """
     done = Decision(subject=request.task, why=request.what, requests_done=(request.id,))
     task = world.tasks.get(request.task)
+    if request.what == "attest":
+        return quarantine.attest(world, request, now, policy.sample_period_seconds, done)
     if task is not None and request.what == "release":
-        return external_leases.release(world, task, now, done)
+        return external_leases.release(world, task, request, now, done)
     if task is None or task.is_terminal:
         return done
     match request.what:

@@ -55,7 +55,7 @@ def react(world: World, reports: Iterable[Report], now: Instant, policy: Policy)
     no longer the task's running claim never touches the task; its Gone still releases that claim's leases.
     NodeSeen is for `reconcile`, in its place between the other reports; Sampled and Progressed are no rows.
     """
-    folds = Folds(world)
+    folds = Folds(world, now)
     nodes: dict[NodeName, Decision] = {}
     for report in reports:
         match report:
@@ -148,7 +148,7 @@ def _gone(fold: Fold, world: World, report: Gone, now: Instant, policy: Policy) 
     if fold.task is not None and fold.task.external is not None:
         external_leases.gone(fold, world, report, now)
         return
-    fold.move_leases(report.fence, report.rank, LeaseState.RELEASED)
+    fold.release_leases(report.fence, report.rank, report.proof)
     task = fold.live(report.fence, report.rank)
     if task is None:
         fold.forget_whom_it_freed(report.fence)

@@ -7,6 +7,7 @@ from service.core.accounts import HALF_LIFE_SECONDS, Accounts
 from service.core.awaited import Awaited
 from service.core.changes import Marks
 from service.core.codec import (
+    changed_lease,
     changed_task,
     device_from,
     lease_from,
@@ -19,15 +20,15 @@ from service.core.device import Device, DeviceSample, Node
 from service.core.errors import OutOfStep
 from service.core.events import Event
 from service.core.learned import Learned
-from service.core.lease import HOLDERS_OF_TASKS, Lease, LeaseState, Pledge, mark_overused, move_lease
+from service.core.lease import HOLDERS_OF_TASKS, Lease, LeaseState, Pledge
 from service.core.ledger import Book
 from service.core.mix import Mix
 from service.core.ordering import PendingQueue
 from service.core.plan import Request
 from service.core.ranks import parts_of, surplus_of
-from service.core.releasing import Releasing
 from service.core.task import Task, TaskState, notice_of, notices_of
 from service.core.timetable import Timetable
+from service.core.unconfirmed import WORDS, Unconfirmed
 from service.core.units import DeviceKey, Instant, NodeName, Position, Seconds, TaskId
 from service.core.use import NodeUse, count_custom
 
@@ -59,7 +60,7 @@ class World:
         self.by_node: dict[NodeName, list[DeviceKey]] = {}
         self.leases: dict[Claim, dict[str, Lease]] = {}
         """The leases of each claim that are not released, by key."""
-        self.releasing = Releasing()
+        self.unconfirmed = Unconfirmed()
         self.pledges: dict[TaskId, dict[DeviceKey, Pledge]] = {}
         self.requests: dict[str, Request] = {}
         self.use: dict[NodeName, NodeUse] = {}
@@ -101,7 +102,7 @@ class World:
         """Take over device samples; a device nobody registered is ignored."""
         for sample in samples:
             book = self.books.get(sample.device)
-            if book is not None and (book.sampled_at is None or sample.at >= book.sampled_at):
+            if book is not None and book.takes(sample):
                 before = book.sampled_at, book.taken()
                 book.measure(sample)
                 if before[0] is None or before[1] != book.taken():
@@ -119,7 +120,7 @@ class World:
     def add_lease(self, lease: Lease) -> None:
         self._enter(lease)
         self.leases.setdefault((lease.holder, lease.fence), {})[lease.key] = lease
-        self.releasing.note(lease, self.as_of)
+        self.unconfirmed.note(lease, self.as_of)
         self.accounts.change(lease.tenant, lease.mb, self.as_of)
 
     def add_pledge(self, pledge: Pledge) -> None:
@@ -218,13 +219,11 @@ class World:
         before = run.get(event.key)
         if before is None:
             return
-        overused_mb = event.fields.get("overused_mb")
-        if overused_mb is not None:
-            after = mark_overused(before, overused_mb)
-        else:
-            after = move_lease(before, LeaseState(event.fields["state"]))
+        after = changed_lease(before, event.fields)
         self._enter(after)
-        self.releasing.note(after, event.at)
+        self.unconfirmed.note(after, event.at)
+        if after.proof in WORDS:
+            self.books[after.device].measure_anew(event.at)
         if after.state is not LeaseState.RELEASED:
             run[event.key] = after
             return

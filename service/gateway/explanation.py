@@ -8,6 +8,7 @@ from typing_extensions import TypedDict
 from service.core.advice import Advice
 from service.core.blockers import Blocker
 from service.core.explain import DeviceVerdict, Explanation
+from service.core.lease import LeaseState
 from service.core.ledger import Holding
 from service.core.look import RankVerdict
 from service.core.policy import band_of
@@ -24,6 +25,8 @@ from service.gateway.advice import (
 )
 from service.gateway.identity import Identity
 from service.gateway.overview import sees
+from service.gateway.quarantine import awaited_by_lease
+from service.gateway.quarantine_views import AwaitedView
 from service.gateway.views import ExpectedView, InheritsView, Time
 
 
@@ -42,6 +45,9 @@ class DeviceHolder(TypedDict):
     band: str
     gpu_mb: int
     stopping: bool
+    quarantine: Annotated[
+        AwaitedView | None, Field(description="Nobody can confirm that it is gone: what that waits for.")
+    ]
     ends: Annotated[ExpectedView | None, Field(description="Expected; null if nobody can tell.")]
 
 
@@ -209,6 +215,7 @@ def _holder_view(
     lease = holding.lease
     known = sees(viewer, lease.tenant)
     task = world.tasks.get(TaskId(lease.holder)) if known else None
+    is_quarantined = lease.state is LeaseState.QUARANTINED
     return {
         "id": lease.holder if known else None,
         "name": None if task is None else task.name,
@@ -216,5 +223,6 @@ def _holder_view(
         "band": band_of(lease.priority)[0],
         "gpu_mb": holding.takes_mb,
         "stopping": holding.is_leaving,
+        "quarantine": awaited_by_lease(world).get(lease.key) if is_quarantined else None,
         "ends": expected_or_none(advice.departures.of_holding(holding).within(now), now),
     }

@@ -29,6 +29,8 @@ class Scope(StrEnum):
     TASKS_COMMAND = "tasks:command"
     """Submit commands: any program, as the user that runs tasks."""
     CLUSTER_READ = "cluster:read"
+    CLUSTER_WRITE = "cluster:write"
+    """State what is gone of what is in quarantine, and let go on what the leader has paused."""
     METRICS_READ = "metrics:read"
     ADMIN = "admin"
     """Tokens, shutdown, and the names of other tenants' holders."""

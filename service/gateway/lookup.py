@@ -8,6 +8,7 @@ from fastapi import Response
 from service.core.expectations import remaining_seconds
 from service.core.lessons import kind_of_run
 from service.core.plan import Request
+from service.core.quarantine import quarantined
 from service.core.start import start_of
 from service.core.task import Task, TaskState
 from service.core.units import Seconds, TaskId
@@ -15,6 +16,7 @@ from service.gateway.direct import Call, answer
 from service.gateway.ids import is_task_id
 from service.gateway.parts import GatewayParts
 from service.gateway.problems import Problem
+from service.gateway.quarantine import quarantined_view
 from service.gateway.results import result_member
 from service.gateway.translate import Live, expected_view, task_view
 from service.gateway.views import ExpectedView, PendingView
@@ -55,9 +57,14 @@ async def caught_up(parts: GatewayParts) -> None:
 
 async def ask_leader(call: Call, task: Task, what: str, fields: dict[str, Any]) -> bool:
     """Store the request; whether the leader has carried it out by the time this returns."""
+    return await ask(call, task.id, task.tenant, what, fields)
+
+
+async def ask(call: Call, subject: str, tenant: str, what: str, fields: dict[str, Any]) -> bool:
+    """The same of whatever may hold memory, and of the cluster."""
     parts = call.parts
     now = parts.clock.now()
-    request = Request(parts.ids.request(now), task.id, task.tenant, what, fields, now)
+    request = Request(parts.ids.request(now), TaskId(subject), tenant, what, fields, now)
     with parts.waiters.expect(request.id) as done:
         await parts.store.request(request)
         return await done.within(parts.limits.settle_seconds)
@@ -77,6 +84,7 @@ def live_of(parts: GatewayParts, task: Task, *, explained: bool = True) -> Live:
         progress=parts.progress.get(task.id) if task.is_active else None,
         eta=_eta_of(parts, task),
         pending=_pending_of(parts, task) if waits else None,
+        quarantine=[quarantined_view(parts.world, one) for one in quarantined(parts.world, task.id)],
     )
 
 

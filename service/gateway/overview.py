@@ -1,6 +1,7 @@
 """The cluster as the World shows it: devices, nodes, totals. Each answer says how old it is."""
 
 from collections import Counter
+from collections.abc import Mapping
 
 from service.core.backfill import Basis
 from service.core.device import Node
@@ -16,6 +17,8 @@ from service.core.world import World
 from service.gateway.identity import Identity, Scope
 from service.gateway.parts import GatewayParts
 from service.gateway.problems import Problem
+from service.gateway.quarantine import awaited_by_lease
+from service.gateway.quarantine_views import AwaitedView
 from service.gateway.translate import rfc3339, rfc3339_or_none
 from service.gateway.views import (
     AsOf,
@@ -45,13 +48,16 @@ def as_of(parts: GatewayParts) -> AsOf:
 def gpu_views(parts: GatewayParts, viewer: Identity) -> list[GpuView]:
     found = parts.pieces()[0].devices
     nothing = Sum()
+    awaited = awaited_by_lease(parts.world)
     return [
-        _gpu_view(parts, parts.world.books[key], found.get(key, nothing).stranded_mb, viewer)
+        _gpu_view(parts, parts.world.books[key], found.get(key, nothing).stranded_mb, viewer, awaited)
         for key in sorted(parts.world.books)
     ]
 
 
-def _gpu_view(parts: GatewayParts, book: Book, stranded_mb: int, viewer: Identity) -> GpuView:
+def _gpu_view(
+    parts: GatewayParts, book: Book, stranded_mb: int, viewer: Identity, awaited: Mapping[str, AwaitedView]
+) -> GpuView:
     device = book.device
     holdings = [book.holdings[key] for key in sorted(book.holdings)]
     return {
@@ -78,12 +84,14 @@ def _gpu_view(parts: GatewayParts, book: Book, stranded_mb: int, viewer: Identit
         "utilization": None if book.sample is None else book.sample.utilization,
         "sampled_at": rfc3339_or_none(book.sampled_at),
         "stale": book.is_stale(parts.clock.now(), parts.policy.sample_period_seconds),
-        "holders": [_holder_view(parts.world, holding, viewer) for holding in holdings],
+        "holders": [_holder_view(parts.world, holding, viewer, awaited) for holding in holdings],
         "pledges": _pledge_views(book, viewer),
     }
 
 
-def _holder_view(world: World, holding: Holding, viewer: Identity) -> HolderView:
+def _holder_view(
+    world: World, holding: Holding, viewer: Identity, awaited: Mapping[str, AwaitedView]
+) -> HolderView:
     lease = holding.lease
     task = world.tasks.get(TaskId(lease.holder))
     known = sees(viewer, lease.tenant)
@@ -101,6 +109,7 @@ def _holder_view(world: World, holding: Holding, viewer: Identity) -> HolderView
         "state": lease.state.value,
         "since": rfc3339(lease.since),
         "stopping": holding.stopping,
+        "quarantine": awaited.get(lease.key),
     }
 
 

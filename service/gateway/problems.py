@@ -35,6 +35,8 @@ CATALOGUE: Final[Mapping[str, Kind]] = {
     "task-not-pending": Kind(409, "The task no longer waits"),
     "lease-ended": Kind(409, "The lease has ended"),
     "lease-under-notice": Kind(409, "The lease is to be given back"),
+    "nothing-quarantined": Kind(409, "Nothing of it is in quarantine"),
+    "still-in-use": Kind(409, "It is measured to be in use"),
     "token-exists": Kind(409, "A token of this name exists"),
     "payload-too-large": Kind(413, "The body is too large"),
     "unsupported-media-type": Kind(415, "The body is of a type or encoding that is not read here"),

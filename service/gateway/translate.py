@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Container, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from typing import Any
 
@@ -22,6 +22,7 @@ from service.gateway.estimates import SizingView
 from service.gateway.faults import refused
 from service.gateway.parts import Defaults
 from service.gateway.problems import Fault
+from service.gateway.quarantine_views import QuarantinedView
 from service.gateway.roles import ROLES_VARIABLE
 from service.gateway.schemas import Command, Entrypoint, Function, SubmitTask
 from service.gateway.timing import timing_of
@@ -154,6 +155,7 @@ class Live:
     progress: Progress | None = None
     pending: PendingView | None = None
     eta: ExpectedView | None = None
+    quarantine: list[QuarantinedView] = field(default_factory=list)
 
 
 NOTHING_LIVE = Live([], {})
@@ -208,6 +210,7 @@ def task_view(record: TaskRecord, live: Live = NOTHING_LIVE) -> TaskView:
         "pending": live.pending,
         "eta": live.eta,
         "error": error_view(record.failure),
+        "quarantine": live.quarantine,
         "urls": {
             "self": url,
             "result": f"{url}/result",

@@ -8,9 +8,8 @@ from typing_extensions import TypedDict
 from service.gateway.demand_views import DeviceShare, Overused, RankView, ResourcesView
 from service.gateway.estimates import SizingView
 from service.gateway.fragmentation import FragmentationView
-
-Time = Annotated[str, Field(json_schema_extra={"format": "date-time"}, examples=["2026-11-21T10:02:11.412Z"])]
-"""RFC 3339 in UTC, with Z."""
+from service.gateway.quarantine_views import AwaitedView, QuarantinedView
+from service.gateway.quarantine_views import Time as Time
 
 
 class RunView(TypedDict):
@@ -141,6 +140,10 @@ class TaskView(ResultFields):
     pending: PendingView | None
     eta: Annotated[ExpectedView | None, Field(description="When it is likely to end, while it runs.")]
     error: ErrorView | None
+    quarantine: Annotated[
+        list[QuarantinedView],
+        Field(description="Its runs, also of earlier attempts, that nobody can confirm to be gone."),
+    ]
     urls: TaskUrls
 
 
@@ -194,6 +197,7 @@ class HolderView(TypedDict):
     state: str
     since: Time
     stopping: bool
+    quarantine: Annotated[AwaitedView | None, Field(description="While its state is quarantined.")]
 
 
 class PledgeView(TypedDict):
@@ -238,6 +242,19 @@ class GpuView(TypedDict):
 
 class GpuList(AsOf):
     items: list[GpuView]
+
+
+class QuarantineList(AsOf):
+    items: list[QuarantinedView]
+
+
+class ReleasedView(TypedDict):
+    """What an operator stated to be gone."""
+
+    id: str
+    gpu_mb: Annotated[int, Field(description="Of all its devices together.")]
+    devices: Annotated[list[str], Field(description="Their UUIDs.")]
+    quarantine: Annotated[list[QuarantinedView], Field(description="What of it is still in quarantine.")]
 
 
 class Amount(TypedDict):

@@ -116,6 +116,12 @@ def test_devices_nodes_and_totals_are_shown(gpubroker: Run, holder: str) -> None
     assert "connected simulated" in totals
 
 
+def test_nothing_is_in_quarantine_and_nothing_of_it_is_given_back(gpubroker: Run, holder: str) -> None:
+    assert gpubroker("quarantine").out == "nothing is in quarantine\n"
+    ended = gpubroker(f"quarantine release {holder} --because looked --yes")
+    assert (ended.code, f"nothing of {holder!r} is in quarantine" in ended.err) == (6, True)
+
+
 def test_the_tenants_and_what_the_operator_has_chosen_are_shown(gpubroker: Run, holder: str) -> None:
     assert "default" in gpubroker("tenants").out
     assert "interactive" in gpubroker("policy").out

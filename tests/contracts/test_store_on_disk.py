@@ -12,9 +12,13 @@ import pytest
 from sqlalchemy import create_engine, text
 
 from service.adapters.sql.store import open_store
+from service.core.lease import quarantine
+from service.core.lease import release as give_back
+from service.core.plan import AuditNote, Decision
 from service.core.task import TaskState
-from service.core.units import TaskId
+from service.core.units import Instant, Position, TaskId
 from service.ports import (
+    CommitVerdict,
     StoreUnavailable,
     SubmitVerdict,
     TokenRow,
@@ -23,6 +27,7 @@ from service.ports import (
 from tests.builders import NOW, a_task
 from tests.contracts.scenes import (
     a_checkpoint,
+    a_new_lease,
     a_submission,
     admission,
     claimed,
@@ -147,6 +152,24 @@ async def test_the_audit_names_who_did_it(url: str) -> None:
             ("bob", "token.dropped", "ci", "lab"),
             ("carol", "shutdown", "service", "default"),
         ]
+
+
+async def test_what_a_decision_notes_is_written_with_it_or_not_at_all(url: str) -> None:
+    task = a_task("t1")
+    stuck = quarantine(a_new_lease(claimed(task)), Instant(NOW + 7.0))
+    note = AuditNote(NOW, "lab", "olga", "quarantine.release", stuck.key, "powered off")
+    async with opened(url) as store:
+        term = await with_gpu(store, task)
+        await store.commit(term, [admission(task), Decision(task.id, "unconfirmed", leases=(stuck,))])
+        assert (await store.snapshot()).leases == [stuck], "with the time since when"
+        stated = Decision(task.id, "attest", leases=(give_back(stuck, "statement"),), audit=(note,))
+        assert await store.commit(term, [stated]) == [CommitVerdict.COMMITTED]
+        assert CommitVerdict.COMMITTED not in await store.commit(term, [stated])
+        [*_, last] = await store.events(Position(0), 100)
+        assert (last.kind, last.fields["proof"]) == ("lease.released", "statement")
+    query = text("SELECT at, tenant, actor, action, subject, reason FROM audit WHERE action <> 'term.taken'")
+    with create_engine(url.replace("postgresql:", "postgresql+psycopg:")).connect() as connection:
+        assert [AuditNote(*row) for row in connection.execute(query)] == [note]
 
 
 async def test_every_row_of_a_task_names_its_tenant(url: str) -> None:

@@ -349,7 +349,7 @@ def test_nobody_of_the_same_band_takes_the_place_of_a_moving_run_and_higher_band
 def test_who_is_moving_keeps_its_place_when_its_priority_falls():
     world = moving_apart()
     lower = Request("r", TaskId("fresh"), "default", "change", {"priority": 45}, NOW)
-    commit(world, [carry_out(world, lower, NOW)])
+    commit(world, [carry_out(world, lower, NOW, Policy())])
     let_go(world, "fresh")
     assert both_began(world, Instant(NOW + 1.0))
 

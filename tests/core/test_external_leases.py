@@ -61,7 +61,7 @@ def plan(world: World, seconds: float = 0.0) -> list[Decision]:
 def ask(world: World, what: str, seconds: float = 0.0, task: str = LEASE, **fields: Any) -> Decision:
     request = Request("r1", TaskId(task), "default", what, fields, NOW)
     world.add_request(request)
-    decision = carry_out(world, request, at(seconds))
+    decision = carry_out(world, request, at(seconds), Policy())
     commit(world, decision)
     return decision
 

@@ -192,7 +192,7 @@ def test_a_victim_is_not_brought_back_by_what_still_arrives_for_it():
     leader.turn(Started(victim.task.id, victim.task.fence, Instant(leader.now), pid=1))
     for number, change in enumerate(({"priority": 80}, {"held": True}, {"held": False})):
         request = Request(f"r{number}", victim.task.id, "default", "change", change, Instant(leader.now))
-        commit(leader.world, carry_out(leader.world, request, Instant(leader.now)))
+        commit(leader.world, carry_out(leader.world, request, Instant(leader.now), Policy()))
     leader.wait(5.0)
     assert (leader.state("low"), leader.task("low").freeing_for) == (TaskState.STOPPING, "high")
     leader.leaves("low")

@@ -51,7 +51,7 @@ from tests.core.gangs import (
 def test_a_cancel_while_a_rank_leaves_stops_all_ranks() -> None:
     gang = shrunk()
     cancel = Request("r", gang.id, "default", "cancel", {}, gang.now)
-    decision = carry_out(gang.world, cancel, gang.now)
+    decision = carry_out(gang.world, cancel, gang.now, Policy())
     commit(gang.world, decision)
     assert stopped(decision.orders) == [0, 1, 2, 3]
     gang.tell(*(gang.gone(rank) for rank in (2, 0, 1, 3)))
@@ -212,7 +212,7 @@ def test_what_a_leaving_rank_holds_is_expected_back_by_its_deadline() -> None:
 def test_room_that_was_coming_for_somebody_else_counts_for_the_next() -> None:
     gang = shrunk()
     cancel = Request("r", TaskId("urgent"), "default", "cancel", {}, gang.now)
-    commit(gang.world, carry_out(gang.world, cancel, gang.now))
+    commit(gang.world, carry_out(gang.world, cancel, gang.now, Policy()))
     gang.now = Instant(LATER + 5.0)
     [decision] = comes(gang, "wide", gpus=2)
     assert stopped(decision.orders) == [3]

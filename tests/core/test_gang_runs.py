@@ -146,7 +146,7 @@ def test_when_no_rank_ever_started_the_gang_is_pending_at_once() -> None:
 def test_a_cancel_stops_every_rank() -> None:
     gang = running()
     request = Request("r", gang.id, "default", "cancel", {}, NOW)
-    decision = carry_out(gang.world, request, NOW)
+    decision = carry_out(gang.world, request, NOW, Policy())
     commit(gang.world, decision)
     assert stopped(decision.orders) == [0, 1, 2]
     gang.tell(gang.ended(0, Ending.STOPPED), gang.gone(0), gang.gone(1))
@@ -158,14 +158,18 @@ def test_a_cancel_stops_every_rank() -> None:
 def test_a_cancelled_gang_that_was_to_come_back_does_not() -> None:
     gang = running(max_retries=3)
     gang.tell(gang.ended(1, Ending.FAILED), gang.gone(1))
-    commit(gang.world, carry_out(gang.world, Request("r", gang.id, "default", "cancel", {}, NOW), NOW))
+    commit(
+        gang.world, carry_out(gang.world, Request("r", gang.id, "default", "cancel", {}, NOW), NOW, Policy())
+    )
     gang.tell(gang.gone(0), gang.gone(2))
     assert gang.world.finished["default", TaskState.CANCELLED] == 1
 
 
 def test_a_gang_whose_ranks_all_succeed_under_notice_has_succeeded() -> None:
     gang = running()
-    commit(gang.world, carry_out(gang.world, Request("r", gang.id, "default", "cancel", {}, NOW), NOW))
+    commit(
+        gang.world, carry_out(gang.world, Request("r", gang.id, "default", "cancel", {}, NOW), NOW, Policy())
+    )
     gang.tell(*(gang.ended(rank) for rank in range(3)))
     assert gang.task.state is TaskState.SUCCEEDED
 
@@ -264,6 +268,8 @@ def test_when_the_last_rank_goes_without_a_word_the_gang_moves_on_at_once() -> N
 
 def test_a_cancelled_rank_that_never_started_leaves_nothing_behind() -> None:
     gang = admitted()
-    commit(gang.world, carry_out(gang.world, Request("r", gang.id, "default", "cancel", {}, NOW), NOW))
+    commit(
+        gang.world, carry_out(gang.world, Request("r", gang.id, "default", "cancel", {}, NOW), NOW, Policy())
+    )
     assert outcome_of(gang, gang.ended(0, Ending.NEVER_STARTED)) is None
     assert gang.task.state is TaskState.STOPPING

@@ -140,7 +140,7 @@ def test_the_end_of_a_task_that_waits_again_teaches_nothing_twice():
     claimed = replace(a_task("run", subject="resnet", gpu_mb=10 * GIB), fence=Fence(1))
     world = a_world(claimed, a_lease(claimed, "gpu0", 10 * GIB))
     measured(world, 14 * GIB)
-    cancelled = carry_out(world, Request("r1", TaskId("run"), "default", "cancel", {}, NOW), NOW)
+    cancelled = carry_out(world, Request("r1", TaskId("run"), "default", "cancel", {}, NOW), NOW, Policy())
     assert lessons(learn(world, [cancelled], NOW)) == {}
 
 

@@ -7,6 +7,7 @@ import pytest
 from service.core.lease import PledgeEnd
 from service.core.orders import StopOrder
 from service.core.plan import Decision, Request
+from service.core.policy import Policy
 from service.core.requests import carry_out
 from service.core.task import Dependency, StopReason, Task, TaskState
 from service.core.units import Instant, TaskId
@@ -20,7 +21,7 @@ def ask(world: World, what: str, task: str = "task", **fields: Any) -> Decision:
     """Carry out one request LATER and make it true."""
     request = Request("r1", TaskId(task), "default", what, fields, NOW)
     world.add_request(request)
-    decision = carry_out(world, request, LATER)
+    decision = carry_out(world, request, LATER, Policy())
     commit(world, decision)
     assert world.requests == {}
     return decision

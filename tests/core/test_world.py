@@ -38,7 +38,7 @@ def picture(world: World) -> dict[str, object]:
     return {
         "tasks": world.tasks,
         "leases": world.leases,
-        "releasing": set(world.releasing),
+        "releasing": set(world.unconfirmed.releasing),
         "pledges": world.pledges,
         "waiting": {group.key: list(group) for group in world.queue.groups.values()},
         "aside": (world.queue.delayed, world.queue.held),

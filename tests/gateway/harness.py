@@ -184,7 +184,7 @@ class Gateway:
 
     async def _carry_out(self) -> None:
         for request in list(self.world.requests.values()):
-            await self.commit(carry_out(self.world, request, self.clock.now()))
+            await self.commit(carry_out(self.world, request, self.clock.now(), self.policy))
 
     async def commit(self, *decisions: Decision) -> None:
         verdicts = await self.store.commit(self.term, decisions)
@@ -214,6 +214,12 @@ class Gateway:
                 decision = replace(decision, outcome=outcome)
             if not decision.is_empty():
                 await self.commit(decision)
+
+    async def reopen(self) -> None:
+        """The agents of all nodes answer again, and have not looked for any process yet."""
+        known = self.world.nodes.values()
+        nodes = tuple(replace(node, ready=True, version=node.version + 1) for node in known)
+        await self.commit(Decision("cluster", "node_seen", nodes=nodes))
 
     async def settle_dependencies(self) -> None:
         """Let in and fail those whose dependencies have ended, as far as the World knows of it."""

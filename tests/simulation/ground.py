@@ -103,7 +103,7 @@ class Ground:
         self._asked += 1
         now = Instant(self.now)
         request = Request(f"r{self._asked}", task.id, task.tenant, what, fields, now)
-        self._carry([carry_out(self.world, request, now)])
+        self._carry([carry_out(self.world, request, now, Policy())])
 
     # What happens on the nodes
 

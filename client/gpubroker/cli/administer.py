@@ -19,8 +19,8 @@ def create(
         typer.Option(
             "--scope",
             "-s",
-            help="tasks:read, tasks:write, tasks:code, tasks:command, cluster:read, metrics:read, admin, *; "
-            "repeatable.",
+            help="tasks:read, tasks:write, tasks:code, tasks:command, cluster:read, cluster:write, "
+            "metrics:read, admin, *; repeatable.",
         ),
     ],
     tenant: Annotated[str | None, typer.Option(help="Whose tasks it sees and submits.")] = None,

@@ -7,7 +7,18 @@ import typer
 from typer.core import TyperGroup
 from typer.main import get_group
 
-from gpubroker.cli import EXIT_USAGE, administer, cluster, control, learned, lease, plan, submit, tasks
+from gpubroker.cli import (
+    EXIT_USAGE,
+    administer,
+    cluster,
+    control,
+    learned,
+    lease,
+    plan,
+    quarantine,
+    submit,
+    tasks,
+)
 from gpubroker.cli.session import Format, Output, say
 
 _SERVER_COMMANDS = frozenset({"serve", "down", "migrate", "openapi"})
@@ -94,6 +105,6 @@ def version(output: Output = Format.TABLE) -> None:
     typer.echo(f"gpubroker {__version__}" if output is Format.TABLE else f'{{"version": "{__version__}"}}')
 
 
-for part in (submit, tasks, control, lease, learned, cluster, plan, administer):
+for part in (submit, tasks, control, lease, learned, cluster, quarantine, plan, administer):
     part.add_to(app)
 app.command(rich_help_panel="Administration")(version)

@@ -17,6 +17,7 @@ from gpubroker.cli.layout import Column, Rows, ago, gib, moment, short_id, size,
 from gpubroker.cli.retell import retold
 from gpubroker.fleet import ForecastsKept, Fragmentation, Gpu, Holder, Node, Stats
 from gpubroker.models import Event, Task, TaskDevice, TaskRank, TaskState, Token
+from gpubroker.quarantine import Quarantined
 
 NO_HISTORY: Mapping[str, str] = MappingProxyType({})
 _NAME_CELLS = 24
@@ -57,6 +58,14 @@ def _held(device: TaskDevice) -> str:
 
 def _rank(rank: TaskRank) -> str:
     return " ".join((f"{rank.rank}:", rank.state, "on", rank.node, *map(_held, rank.devices)))
+
+
+def _unconfirmed(one: Quarantined) -> str:
+    """A run of which nobody can say that it is gone."""
+    rank = f" rank {one.rank}" if one.kind == "gang_member" else ""
+    return (
+        f"! {size(one.gpu_mb)} of attempt {one.attempt}{rank}, since {ago(one.quarantined_at)}: {one.message}"
+    )
 
 
 def note(task: Task) -> str:
@@ -142,6 +151,7 @@ def task(shown: Task, history: Mapping[str, str] = NO_HISTORY) -> RenderableType
         "node": shown.node,
         "devices": ", ".join(map(_held, shown.devices)) if not shown.ranks else None,
         "ranks": "\n".join(map(_rank, shown.ranks)) or None,
+        "quarantine": "\n".join(map(_unconfirmed, shown.quarantine)) or None,
         "attempt": shown.attempt or None,
         "failed": f"{shown.failures}× of at most {shown.max_retries + 1}" if shown.failures else None,
         **history,
@@ -209,7 +219,7 @@ def _sums(listed: Sequence[Gpu]) -> str:
 def _gpu_facts(gpu: Gpu) -> str:
     holders = " · ".join(
         f"{_cut(holder.name) or short_id(holder.id)} {size(holder.gpu_mb)}"
-        f"{' (stopping)' if holder.stopping else ''}{_overuse(holder)}"
+        f"{' (stopping)' if holder.stopping else ''}{_quarantine(holder)}{_overuse(holder)}"
         for holder in gpu.holders
     )
     pledges = " · ".join(
@@ -232,6 +242,10 @@ def _gpu_facts(gpu: Gpu) -> str:
 
 def _stranded(gpu: Gpu) -> str:
     return f", {size(gpu.stranded_mb)} stranded" if gpu.stranded_mb else ""
+
+
+def _quarantine(holder: Holder) -> str:
+    return f" (! in quarantine: {holder.quarantine['message']})" if holder.quarantine else ""
 
 
 def _overuse(holder: Holder) -> str:

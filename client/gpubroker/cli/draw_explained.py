@@ -244,6 +244,6 @@ def _short(free_in: Expected) -> str:
 
 def _holder(holder: Run) -> str:
     ends = f", {_short(holder.ends)} left" if holder.ends and holder.ends.p90_seconds > 0 else ""
-    leaving = ", stopping" if holder.stopping else ""
+    leaving = ", stopping" if holder.stopping else ", in quarantine" if holder.quarantine else ""
     who = holder.name or short_id(holder.id)
     return f"{who} {size(holder.gpu_mb)} (priority {holder.priority}{leaving}{ends})"

@@ -54,7 +54,7 @@ def _facts(event: Event) -> Iterator[str]:
 def _fact(name: str, value: Any) -> str:
     """What a field says to a person; nothing if it repeats what is there or is for programs."""
     match name:
-        case "name" | "stop_reason" | "reason" | "what" | "kind":
+        case "name" | "stop_reason" | "reason" | "what" | "kind" | "proof" | "by":
             return str(value)
         case "priority" | "preemptions" | "failures" | "cpu" | "index":
             return f"{name} {value}"

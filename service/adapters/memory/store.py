@@ -11,7 +11,7 @@ from service.core.estimate import Sketch, Topic
 from service.core.events import Event, NewEvent, events_of, requested, submitted, task_of
 from service.core.external import KIND as EXTERNAL
 from service.core.lease import Lease, LeaseState, Pledge
-from service.core.plan import Decision, Outcome, Request, released_mb, taken_mb
+from service.core.plan import AuditNote, Decision, Outcome, Request, released_mb, taken_mb
 from service.core.task import Task, TaskState
 from service.core.units import DeviceKey, Instant, NodeName, Position, Seconds, TaskId, Term
 from service.ports import (
@@ -63,6 +63,8 @@ class MemoryStore:
         self._usage = Accounts(usage_half_life_seconds)
         self._tokens: dict[str, TokenRow] = {}
         self._log: list[tuple[Event, TaskId | None]] = []
+        self.audited: list[AuditNote] = []
+        """What decisions noted."""
 
     def listen(self, listener: EventListener) -> None:
         self._listeners.append(listener)
@@ -163,6 +165,7 @@ class MemoryStore:
         for lesson in decision.lessons:
             self._estimates.pop(lesson.topic, None)
             self._estimates[lesson.topic] = lesson.sketch
+        self.audited += decision.audit
         for topic in decision.forgotten:
             self._estimates.pop(topic, None)
 

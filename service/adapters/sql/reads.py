@@ -45,7 +45,7 @@ from service.ports import (
 _task, _spec, _outcome, _label = tables.task, tables.task_spec, tables.outcome, tables.task_label
 
 TASK = tuple(_task.c[field.name] for field in fields(Task))
-_LEASE = tuple(tables.lease.c[field.name] for field in fields(Lease))
+_LEASE = tuple(tables.lease.c[field.name] for field in fields(Lease) if field.name in tables.lease.c)
 _PLEDGE = tuple(tables.pledge.c[field.name] for field in fields(Pledge))
 _DEVICE = tuple(tables.device.c[field.name] for field in fields(Device) if field.init)
 _lease = tables.lease

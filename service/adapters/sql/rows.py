@@ -112,6 +112,8 @@ def rows_of_decision(decision: Decision) -> Iterator[Written]:
         yield sql.TRIM_CHECKPOINTS, (decision.checkpoint.task,)
     for request in decision.requests_done:
         yield sql.DELETE_REQUESTS, (request,)
+    for note in decision.audit:
+        yield sql.INSERT_AUDIT, (note.at, note.tenant, note.actor, note.action, note.subject, note.reason)
     for topic in decision.forgotten:
         yield sql.FORGET_ESTIMATES, (topic.tenant, topic.subject, topic.kind, topic.what.value)
 
@@ -148,14 +150,14 @@ def _lease_row(lease: Lease) -> Row:
     return (
         lease.holder_kind.value, lease.holder, lease.fence, lease.rank, lease.device, lease.mb, lease.tenant,
         lease.priority, lease.since, lease.state.value, lease.version, lease.context_mb,
-        lease.state is LeaseState.RELEASED, lease.overused_mb,
+        lease.state is LeaseState.RELEASED, lease.overused_mb, lease.quarantined_at,
     )  # fmt: skip
 
 
 def _moved_lease(lease: Lease) -> Written:
     return sql.MOVE_LEASES, (
         lease.holder_kind.value, lease.holder, lease.fence, lease.rank, lease.device, lease.version,
-        lease.state.value, lease.state is LeaseState.RELEASED, lease.overused_mb,
+        lease.state.value, lease.state is LeaseState.RELEASED, lease.overused_mb, lease.quarantined_at,
     )  # fmt: skip
 
 

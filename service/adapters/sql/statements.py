@@ -180,7 +180,9 @@ WRITE_NODES = _insert(tables.node, known=OnConflict.REPLACE)
 WRITE_DEVICES = _insert(tables.device, DEVICE_IN, known=OnConflict.REPLACE)
 MOVE_TASKS = _update_guarded(tables.task, ("id", "version", *HOT_FIELDS, "finished"))
 INSERT_LEASES = _insert(tables.lease, known=OnConflict.SKIP, exact=True)
-MOVE_LEASES = _update_guarded(tables.lease, (*LEASE_KEY, "version", "state", "released", "overused_mb"))
+MOVE_LEASES = _update_guarded(
+    tables.lease, (*LEASE_KEY, "version", "state", "released", "overused_mb", "quarantined_at")
+)
 LEASE_MEMORY = SetStatement(
     "lease memory", (tables.device.c.key, Column("mb", Integer)), _lease_memory, exact=True
 )
@@ -195,11 +197,14 @@ WRITE_ESTIMATES = _insert(tables.estimate, known=OnConflict.REPLACE)
 COUNT_FINISHED = _add(tables.finished, "n")
 WRITE_USAGE = _insert(tables.usage, known=OnConflict.REPLACE)
 INSERT_EVENTS = _insert(tables.event, known=OnConflict.FAIL)
+INSERT_AUDIT = _insert(
+    tables.audit, ("at", "tenant", "actor", "action", "subject", "reason"), known=OnConflict.FAIL
+)
 
 IN_ORDER = (
     INSERT_TASKS, INSERT_SPECS, INSERT_LABELS, INSERT_REQUESTS, WRITE_NODES, WRITE_DEVICES, MOVE_TASKS,
     INSERT_LEASES, MOVE_LEASES, LEASE_MEMORY, END_PLEDGES, MAKE_PLEDGES, WRITE_OUTCOMES, WRITE_CHECKPOINTS,
-    TRIM_CHECKPOINTS, DELETE_REQUESTS, FORGET_ESTIMATES, WRITE_ESTIMATES, COUNT_FINISHED,
+    TRIM_CHECKPOINTS, DELETE_REQUESTS, FORGET_ESTIMATES, WRITE_ESTIMATES, COUNT_FINISHED, INSERT_AUDIT,
 )  # fmt: skip
 """The order in which one group runs them. Devices before the leases that count on them, ends of pledges
 before new pledges of the same key."""
@@ -217,4 +222,3 @@ TAKE_TERM = SetStatement("take term", _columns(tables.leadership, ("id", "holder
 ADD_TOKENS = SetStatement("add token", tuple(tables.token.c), _add_token)
 DROP_TOKENS = SetStatement("drop token", (Column("name", Text),), _drop_token)
 TOKEN_HASHES = SetStatement("token hash", (Column("name", Text),), _token_hash)
-INSERT_AUDIT = _insert(tables.audit, ("at", "tenant", "actor", "action", "subject"), known=OnConflict.FAIL)

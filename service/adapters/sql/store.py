@@ -139,7 +139,7 @@ class SqlStore:
         def act(session: Session) -> Term:
             at = session.now()
             [(term,)] = session.fetch(sql.TAKE_TERM, [(1, holder, at)])
-            session.write(sql.INSERT_AUDIT, [(at, "", holder, "term.taken", str(term))])
+            session.write(sql.INSERT_AUDIT, [(at, "", holder, "term.taken", str(term), "")])
             return Term(term)
 
         return await self._write_alone(act)
@@ -149,7 +149,7 @@ class SqlStore:
             if not session.fetch(sql.ADD_TOKENS, [token_row(token)]):
                 # The name is taken: by another one, or by this very one if the answer to its commit was lost.
                 return session.fetch(sql.TOKEN_HASHES, [(token.name,)]) == [(token.sha256,)]
-            session.write(sql.INSERT_AUDIT, [(session.now(), token.tenant, by, "token.put", token.name)])
+            session.write(sql.INSERT_AUDIT, [(session.now(), token.tenant, by, "token.put", token.name, "")])
             return True
 
         return await self._write_alone(act)
@@ -157,7 +157,7 @@ class SqlStore:
     async def drop_token(self, name: str, *, by: str) -> bool:
         def act(session: Session) -> bool:
             for _, tenant in session.fetch(sql.DROP_TOKENS, [(name,)]):
-                session.write(sql.INSERT_AUDIT, [(session.now(), tenant, by, "token.dropped", name)])
+                session.write(sql.INSERT_AUDIT, [(session.now(), tenant, by, "token.dropped", name, "")])
                 return True
             return False
 
@@ -165,7 +165,7 @@ class SqlStore:
 
     async def audit(self, *, by: str, tenant: str, action: str, subject: str) -> None:
         def act(session: Session) -> None:
-            session.write(sql.INSERT_AUDIT, [(session.now(), tenant, by, action, subject)])
+            session.write(sql.INSERT_AUDIT, [(session.now(), tenant, by, action, subject, "")])
 
         await self._write_alone(act)
 

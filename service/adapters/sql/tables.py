@@ -210,6 +210,7 @@ lease = Table(
     Column("context_mb", Integer, nullable=False),
     Column("released", Boolean, nullable=False, server_default=false()),
     Column("overused_mb", Integer, nullable=False),
+    Column("quarantined_at", Double),
     PrimaryKeyConstraint("holder_kind", "holder", "fence", "rank", "device"),
     one_of("state", LeaseState),
     CheckConstraint("released = (state = 'released')", name="released"),
@@ -383,6 +384,8 @@ audit = Table(
     Column("actor", Text, nullable=False),
     Column("action", Text, nullable=False),
     Column("subject", Text, nullable=False),
+    Column("reason", Text, nullable=False),
 )
-"""Who took the lead, which tokens came and went and by whose word, and who stopped the service. What is a row
-of its own is noted in the transaction that wrote it."""
+"""Who took the lead, which tokens came and went and by whose word, who stopped the service, and who stated
+what was then taken for a fact. What is a row of its own is noted in the transaction that wrote it. `reason`:
+in the words of whoever did it, where any are asked for."""

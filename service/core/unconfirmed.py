@@ -1,0 +1,51 @@
+"""Runs that are over, or given up, and whose devices are not given back yet: their end takes proof."""
+
+from enum import StrEnum
+
+from service.core.lease import Lease, LeaseState
+from service.core.orders import RunId
+from service.core.units import Instant, TaskId
+
+
+class Proof(StrEnum):
+    """What a holder is known to be gone by."""
+
+    PROCESS_ABSENT = "process_absent"
+    """Its node's agent looked for its process and found nothing of it."""
+    BOOT_CHANGED = "boot_changed"
+    """Its machine has been booted since."""
+    AGENT_RESTARTED = "agent_restarted"
+    """A later agent of its machine found neither its mark nor memory of its process."""
+    DEVICE_REMOVED = "device_removed"
+    """The device is no longer in the machine."""
+    HOLDER = "released"
+    """Who held it said so: of external leases."""
+    STATEMENT = "statement"
+    """An operator said so, by name and with a reason."""
+
+
+WORDS = frozenset({Proof.HOLDER, Proof.STATEMENT})
+"""Somebody says so, and nobody has looked."""
+
+
+class Unconfirmed:
+    """Kept by the World beside its leases."""
+
+    def __init__(self) -> None:
+        self.releasing: dict[RunId, Instant] = {}
+        """Each run with when its end was heard of; rows tell only that it was. It gives all back together."""
+        self.quarantined: dict[str, dict[str, Lease]] = {}
+        """By holder, the leases in quarantine of all its attempts, by key."""
+
+    def note(self, lease: Lease, at: Instant) -> None:
+        run = (TaskId(lease.holder), lease.fence, lease.rank)
+        if lease.state is LeaseState.RELEASING:
+            self.releasing.setdefault(run, at)
+        else:
+            self.releasing.pop(run, None)
+        if lease.state is LeaseState.QUARANTINED:
+            self.quarantined.setdefault(lease.holder, {})[lease.key] = lease
+        elif (of_holder := self.quarantined.get(lease.holder)) is not None:
+            of_holder.pop(lease.key, None)
+            if not of_holder:
+                del self.quarantined[lease.holder]
