@@ -10,10 +10,11 @@ from service.core.device import Device, Node
 from service.core.estimate import Sketch, Topic
 from service.core.events import Event
 from service.core.lease import Lease, Pledge
-from service.core.orders import Order, Report, SeenDevice
+from service.core.orders import Order, Report
 from service.core.plan import Decision, Request
 from service.core.task import Task, TaskState
-from service.core.units import Instant, Mib, Position, TaskId, Term
+from service.core.tenure import LeaderRow, Tenure
+from service.core.units import Instant, Position, Seconds, TaskId, Term, Ticks
 
 
 class Clock(Protocol):
@@ -85,6 +86,10 @@ class CommitVerdict(StrEnum):
 
 class StaleTerm(Exception):
     """Another leader has taken over. The caller must stop leading."""
+
+
+class TenureOver(StaleTerm):
+    """Another leader may have taken over: the term was not renewed in time. The caller must stop leading."""
 
 
 class StoreUnavailable(Exception):
@@ -185,6 +190,9 @@ class Snapshot:
     usage: Sequence[Usage]
 
 
+ReadTicks = Callable[[], Ticks]
+"""What this machine's clock says now."""
+
 EventListener = Callable[[Sequence[Event]], None]
 """Called on the event loop's thread with what one group commit appended, in position order."""
 
@@ -208,8 +216,21 @@ class TaskStore(Protocol):
         """Store a cancel or change request; the leader reads it from the log. Raises Unstorable."""
         ...
 
-    async def take_term(self, holder: str) -> Term:
-        """Become leader: the next term, committed. Every older term's commits fail from now on."""
+    async def leader(self) -> LeaderRow: ...
+
+    async def take_term(self, holder: str, ttl_seconds: Seconds, *, instead_of: LeaderRow) -> Term | None:
+        """Become leader: the next term, committed. Every older term's commits fail from now on.
+
+        None if the row is no longer `instead_of`: its leader has renewed it, or somebody else was quicker.
+        """
+        ...
+
+    async def renew(self, term: Term, ttl_seconds: Seconds) -> None:
+        """Keep the next term from others for so long from now. Raises StaleTerm, StoreUnavailable."""
+        ...
+
+    async def resign(self, term: Term) -> None:
+        """Let others take the next term at once. Nothing happens if that has been taken already."""
         ...
 
     async def commit(self, term: Term, decisions: Sequence[Decision]) -> Sequence[CommitVerdict]:
@@ -329,12 +350,26 @@ class Progress:
 class Executor(Protocol):
     """Carries orders to node agents and brings their reports back. Neither call waits for user code."""
 
-    async def start(self, term: Term) -> None:
-        """Connect and announce the term; nodes and running work come back as NodeSeen reports."""
+    async def connect(self) -> None:
+        """Get ready, so that `start` has only to announce. Nothing is ordered, heard or changed."""
+        ...
+
+    async def start(self, tenure: Tenure) -> None:
+        """Connect and announce the term; nodes and running work come back as NodeSeen reports.
+
+        What was heard and ordered in an earlier term is dropped.
+        """
         ...
 
     async def send(self, orders: Sequence[Order], payloads: Mapping[TaskId, RunPayload]) -> None:
-        """Hand over committed orders. An order that cannot be delivered comes back as a report."""
+        """Hand over committed orders. An order that cannot be delivered comes back as a report.
+
+        Nothing leaves once the tenure is over.
+        """
+        ...
+
+    async def stand_back(self) -> None:
+        """The term is over: send nothing more and hear nothing more, but stay ready."""
         ...
 
     async def reports(self) -> Sequence[Report]:
@@ -346,32 +381,3 @@ class Executor(Protocol):
         ...
 
     async def close(self, *, stop_cluster: bool) -> None: ...
-
-
-class DeviceProbe(Protocol):
-    """What is in this machine and how much of it is used. Used by the node agent."""
-
-    def inventory(self) -> Sequence[SeenDevice]: ...
-
-    def sample(self, holders: Mapping[str, "ProcessGroup"]) -> Sequence["MeasuredDevice"]:
-        """One entry per device. `holders` maps the key of a run (`mark_of`) to its processes and leases."""
-        ...
-
-
-@dataclass(frozen=True, slots=True)
-class ProcessGroup:
-    pids: frozenset[int]
-    leased_mb: Mapping[str, Mib]
-    """Device UUID -> MiB."""
-
-
-@dataclass(frozen=True, slots=True)
-class MeasuredDevice:
-    """A DeviceSample before the cluster's name for the device is known: by UUID. `foreign_mb` is None, and
-    `by_holder` empty, where use cannot be attributed to processes."""
-
-    uuid: str
-    used_mb: Mib
-    foreign_mb: Mib | None
-    by_holder: Mapping[str, Mib]
-    utilization: float | None

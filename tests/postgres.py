@@ -63,7 +63,7 @@ def reset(url: str) -> None:
             if table.name not in ("log_head", "leadership"):
                 connection.execute(sql.SQL("DELETE FROM {}").format(sql.Identifier(table.name)))
         connection.execute("UPDATE log_head SET position = 0")
-        connection.execute("UPDATE leadership SET term = 0, holder = '', taken_at = 0")
+        connection.execute("UPDATE leadership SET term = 0, holder = '', taken_at = 0, lease_until = 0")
 
 
 @contextmanager

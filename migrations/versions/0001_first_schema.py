@@ -41,7 +41,7 @@ def upgrade() -> None:
     _estimates_and_usage()
     _people()
     op.execute("INSERT INTO log_head (id, position) VALUES (1, 0)")
-    op.execute("INSERT INTO leadership (id, term, holder, taken_at) VALUES (1, 0, '', 0)")
+    op.execute("INSERT INTO leadership (id, term, holder, taken_at, lease_until) VALUES (1, 0, '', 0, 0)")
 
 
 def _tasks() -> None:
@@ -319,18 +319,14 @@ def _log() -> None:
         sa.Column("fields", sa.Text(), nullable=False),
         sa.PrimaryKeyConstraint("position", name=op.f("pk_event")),
     )
-    op.create_index(
-        "ix_event_task_position",
-        "event",
-        ["task", "position"],
-        **_where("task IS NOT NULL"),
-    )
+    op.create_index("ix_event_task_position", "event", ["task", "position"], **_where("task IS NOT NULL"))
     op.create_table(
         "leadership",
         sa.Column("id", sa.Integer(), autoincrement=False, nullable=False),
         sa.Column("term", sa.Integer(), nullable=False),
         sa.Column("holder", sa.Text(), nullable=False),
         sa.Column("taken_at", sa.Double(), nullable=False),
+        sa.Column("lease_until", sa.Double(), nullable=False),
         sa.CheckConstraint("id = 1", name=op.f("ck_leadership_one_row")),
         sa.PrimaryKeyConstraint("id", name=op.f("pk_leadership")),
         **HOT,

@@ -1,15 +1,20 @@
-"""The role that decides and acts: the leader's loop and what carries out its orders."""
+"""The role that decides and acts: a candidate for the lead, its leader, and what carries out orders."""
 
 from collections.abc import Sequence
+from random import random
 
 from service.adapters.blobs.directory import DirectoryBlobs
+from service.adapters.boot_clock import boot_seconds
 from service.adapters.sql.store import SqlStore
-from service.bootstrap.compose import inventory_rules_of, new_executor, policy_of
+from service.bootstrap.compose import inventory_rules_of, new_executor, policy_of, tenure_rules_of
 from service.bootstrap.picture import Job, Picture
 from service.broker.dispatch import Dispatcher
+from service.broker.leadership import Candidate
 from service.broker.loop import Leader
 from service.broker.observe import Observer
 from service.core.backfill import Forecast
+from service.core.events import Event
+from service.core.tenure import Tenure
 from service.core.units import Term
 from service.settings import Settings
 
@@ -18,41 +23,63 @@ class BrokerRole:
     def __init__(
         self, name: str, settings: Settings, store: SqlStore, picture: Picture, blobs: DirectoryBlobs
     ) -> None:
+        self._settings = settings
         self._store = store
+        self._picture = picture
         self._blobs = blobs
+        self._policy = policy_of(settings)
         self.executor = new_executor(settings, picture.clock)
-        policy = policy_of(settings)
-        self._leader = Leader(
+        self.candidate = Candidate(
             name=name,
-            world=picture.world,
-            policy=policy,
             store=store,
             executor=self.executor,
-            observer=Observer(
-                picture.world,
-                policy,
-                blobs,
-                inventory_rules_of(settings),
-                settings.limits.inline_bytes,
-                picture.progress,
-            ),
-            dispatcher=Dispatcher(store, blobs, self.executor, picture.world, picture.clock),
-            clock=picture.clock,
+            rules=tenure_rules_of(settings),
+            ticks=boot_seconds,
+            chance=random,
+            new_leader=self._new_leader,
+            catch_up=picture.catch_up,
         )
-        picture.listen(self._leader.on_events)
+        picture.listen(self._on_events)
 
     def jobs(self) -> list[Job]:
         return [
-            ("leader", self._leader.run()),
+            ("leader", self.candidate.run()),
             ("objects", self._blobs.keep_clean(self._store.referenced)),
         ]
 
     def term(self) -> Term | None:
         """None while it does not lead."""
-        return self._leader.leadership.term if self._leader.leadership.leading else None
+        return self.candidate.term
 
     def forecasts(self) -> Sequence[Forecast]:
-        return self._leader.foresight.forecasts
+        leader = self.candidate.leader
+        return () if leader is None else leader.foresight.forecasts
 
     async def close(self, *, stop_cluster: bool) -> None:
         await self.executor.close(stop_cluster=stop_cluster)
+
+    def _new_leader(self, tenure: Tenure) -> Leader:
+        """For one term: nothing that an earlier one of this process remembered holds any more."""
+        picture, settings = self._picture, self._settings
+        return Leader(
+            tenure=tenure,
+            ticks=boot_seconds,
+            world=picture.world,
+            policy=self._policy,
+            store=self._store,
+            executor=self.executor,
+            observer=Observer(
+                picture.world,
+                self._policy,
+                self._blobs,
+                inventory_rules_of(settings),
+                settings.limits.inline_bytes,
+                picture.progress,
+            ),
+            dispatcher=Dispatcher(self._store, self._blobs, self.executor, picture.world, picture.clock),
+            clock=picture.clock,
+        )
+
+    def _on_events(self, events: Sequence[Event]) -> None:
+        if self.candidate.leader is not None:
+            self.candidate.leader.on_events(events)

@@ -12,6 +12,7 @@ from service.core.kinds import Kind
 from service.core.orders import SeenDevice
 from service.core.policy import CustomLimit, Maximum, Policy, Pool, TenantPolicy
 from service.core.reconcile import InventoryRules
+from service.core.tenure import WHILE_THE_PROCESS_LIVES, TenureRules
 from service.core.units import Mib, Seconds
 from service.core.world import World
 from service.gateway.parts import Defaults, Limits, ModelType
@@ -55,6 +56,11 @@ def _pool_of(name: str, given: PoolSettings) -> Pool:
     nodes = tuple(sorted((label, tuple(sorted(values))) for label, values in chosen.pop("nodes").items()))
     custom = tuple(sorted(chosen.pop("custom").items()))
     return Pool(name, kinds=tuple(chosen.pop("kinds")), nodes=nodes, custom=custom, **chosen)
+
+
+def tenure_rules_of(settings: Settings) -> TenureRules:
+    """A SQLite file is locked by the one process that has it, for as long as that lives."""
+    return WHILE_THE_PROCESS_LIVES if settings.database.startswith("sqlite:") else TenureRules()
 
 
 def new_executor(settings: Settings, clock: Clock) -> Executor:

@@ -93,6 +93,11 @@ class Picture:
                 self._verified_at = began
                 await self._pause()
 
+    async def catch_up(self) -> None:
+        """Back when it shows everything that anybody had committed at this call. Raises StoreUnavailable."""
+        while await self._catch_up():
+            pass
+
     async def _catch_up(self) -> bool:
         try:
             return await self._store.catch_up()

@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from math import inf
 
 import structlog
@@ -23,9 +22,18 @@ from service.core.orders import Checkpointed, Ended, Report
 from service.core.plan import Decision
 from service.core.policy import Policy
 from service.core.reconcile import take_over
-from service.core.units import Instant, Term
+from service.core.tenure import Tenure
+from service.core.units import Instant
 from service.core.world import World
-from service.ports import Clock, CommitVerdict, Executor, StoreUnavailable, TaskStore
+from service.ports import (
+    Clock,
+    CommitVerdict,
+    Executor,
+    ReadTicks,
+    StoreUnavailable,
+    TaskStore,
+    TenureOver,
+)
 
 log = structlog.get_logger("gpubroker.broker")
 
@@ -70,21 +78,14 @@ class PictureDiverged(Exception):
     """The World in memory no longer matches the rows; nothing was written from it."""
 
 
-@dataclass(slots=True)
-class Leadership:
-    """What the rest of the process may know of the leader."""
-
-    term: Term = Term(0)
-    leading: bool = False
-
-
 class Leader:
-    """Leads from `run` until it is cancelled, or until another leader's term ends it (StaleTerm)."""
+    """Leads for one term, from `run` until it is cancelled or the term is over."""
 
     def __init__(
         self,
         *,
-        name: str,
+        tenure: Tenure,
+        ticks: ReadTicks,
         world: World,
         policy: Policy,
         store: TaskStore,
@@ -93,7 +94,8 @@ class Leader:
         dispatcher: Dispatcher,
         clock: Clock,
     ) -> None:
-        self._name = name
+        self.tenure = tenure
+        self._ticks = ticks
         self._world = world
         self._policy = policy
         self._store = store
@@ -118,7 +120,6 @@ class Leader:
         self._has_room = asyncio.Event()
         """No more reports are fetched without it: they wait at the executor, which stops asking for them."""
         self._has_room.set()
-        self.leadership = Leadership()
 
     def on_events(self, events: Sequence[Event]) -> None:
         """Wake up for what gateways inserted; the leader's own commits need no second look."""
@@ -134,28 +135,25 @@ class Leader:
         self._woken.set()
 
     async def take_over(self) -> None:
-        """Begin a term: every older leader's commits fail, and no node is used before its agent answered."""
-        self.leadership.term = await self._store.take_term(self._name)
+        """Begin the term: no node is used before its agent has answered it."""
         decision = take_over(self._world)
         await self._carry_out([decision] if decision else [])
-        self.leadership.leading = True
-        log.info("leading", term=self.leadership.term)
+        log.info("leading", term=self.tenure.term)
 
     async def run(self) -> None:
-        while not self.leadership.leading:
+        """Raises StaleTerm in a group, and PictureDiverged."""
+        while True:
             try:
                 await self.take_over()
+                break
             except StoreUnavailable as fault:
                 await self._wait_for_store(fault)
-        try:
-            async with asyncio.TaskGroup() as group:
-                group.create_task(self._listen())
-                group.create_task(self._lead())
-        finally:
-            self.leadership.leading = False
+        async with asyncio.TaskGroup() as group:
+            group.create_task(self._listen())
+            group.create_task(self._lead())
 
     async def _listen(self) -> None:
-        await self._executor.start(self.leadership.term)
+        await self._executor.start(self.tenure)
         while True:
             await self._has_room.wait()
             self.hear(await self._executor.reports())
@@ -185,6 +183,7 @@ class Leader:
 
         Raises StaleTerm, PictureDiverged, and StoreUnavailable: then the next turn takes up what is left.
         """
+        self._check_tenure()
         await self._dispatch()
         await self._settle_reports()
         self._refused.clear()
@@ -296,8 +295,9 @@ class Leader:
         """Commit, then dispatch what was committed. The store's listener has updated the World by then."""
         if not decisions:
             return ()
+        self._check_tenure()
         writing = [decision for decision in decisions if not decision.is_empty()]
-        written = await self._store.commit(self.leadership.term, writing) if writing else ()
+        written = await self._store.commit(self.tenure.term, writing) if writing else ()
         fate = {id(decision): verdict for decision, verdict in zip(writing, written, strict=True)}
         verdicts = [fate.get(id(decision), CommitVerdict.COMMITTED) for decision in decisions]
         accepted = {d.subject for d, v in zip(decisions, verdicts, strict=True) if v is COMMITTED}
@@ -318,6 +318,11 @@ class Leader:
             raise StoreUnavailable("the database went away in the middle of a commit")
         return verdicts
 
+    def _check_tenure(self) -> None:
+        """Raises TenureOver."""
+        if self.tenure.is_over(self._ticks()):
+            raise TenureOver(f"term {self.tenure.term} was not renewed in time; stop leading")
+
     def _count_refusals(self) -> None:
         """Reports have their own count. Raises PictureDiverged."""
         self._in_vain = {subject: self._in_vain.get(subject, 0) + 1 for subject in self._refused}
@@ -326,8 +331,10 @@ class Leader:
                 raise PictureDiverged(_DIVERGED.format(subject))
 
     async def _dispatch(self) -> None:
-        """Send the orders of what was committed. Raises StoreUnavailable; they stay for the next cycle."""
+        """Send the orders of what was committed. Raises TenureOver, and StoreUnavailable: then they stay for
+        the next cycle. Time may pass until they leave; the executor looks at the tenure once more."""
         if self._undispatched:
+            self._check_tenure()
             self._heard.extend(await self._dispatcher.send(self._undispatched))
             self._undispatched = []
 

@@ -7,6 +7,9 @@ Seconds = NewType("Seconds", float)
 Instant = NewType("Instant", float)
 """Seconds since 1970-01-01T00:00:00Z on the database's clock."""
 
+Ticks = NewType("Ticks", float)
+"""Seconds on one machine's clock that never jumps and goes on while the machine sleeps. Nobody else's."""
+
 TaskId = NewType("TaskId", str)
 NodeName = NewType("NodeName", str)
 DeviceKey = NewType("DeviceKey", str)

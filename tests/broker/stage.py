@@ -19,7 +19,8 @@ from service.core.plan import Decision
 from service.core.policy import Policy
 from service.core.reconcile import InventoryRules
 from service.core.task import Task, TaskState
-from service.core.units import Instant, Mib, TaskId, Term
+from service.core.tenure import LeaderRow, Tenure
+from service.core.units import Instant, Mib, Seconds, TaskId, Term, Ticks
 from service.core.world import World
 from service.ports import (
     CommitVerdict,
@@ -31,6 +32,7 @@ from service.ports import (
     TaskStore,
 )
 from tests.builders import GIB, NOW, a_task
+from tests.contracts.scenes import next_term
 
 
 class Hands:
@@ -42,13 +44,17 @@ class Hands:
     def now(self) -> Instant:
         return self.time
 
+    def ticks(self) -> Ticks:
+        """What the machine's clock shows; here it was switched on in 1970."""
+        return Ticks(self.time)
+
 
 class WitnessedExecutor(WaitingExecutor):
     """Notes what was durable at the moment when orders were handed over."""
 
     def __init__(self, store: TaskStore, clock: Hands) -> None:
         devices = tuple(SeenDevice(f"gpu{i}", "sim", i, Mib(24 * GIB), True) for i in range(2))
-        super().__init__(SimulatedNode("n1", "test", 64.0, 256 * GIB, 64, devices), clock, 2.0)
+        super().__init__(SimulatedNode("n1", "test", 64.0, 256 * GIB, 64, devices), clock, 2.0, clock.ticks)
         self._store = store
         self.payloads: dict[TaskId, RunPayload] = {}
         self.sent: list[tuple[Order, Task]] = []
@@ -62,6 +68,11 @@ class WitnessedExecutor(WaitingExecutor):
         self.payloads.update(payloads)
         await super().send(orders, payloads)
 
+    @property
+    def begun(self) -> set[TaskId]:
+        """Whose runs its node has, at work or over."""
+        return {task for task, _, _ in self._runs}
+
 
 class ForgetfulStore(MemoryStore):
     """A memory store whose connection can be cut, at once or in the middle of a commit."""
@@ -70,10 +81,15 @@ class ForgetfulStore(MemoryStore):
     until_away: int | None = None
     """So many more decisions are written before it is cut."""
 
-    async def take_term(self, holder: str) -> Term:
+    async def leader(self) -> LeaderRow:
         if self.away:
             raise StoreUnavailable("cut by the test")
-        return await super().take_term(holder)
+        return await super().leader()
+
+    async def renew(self, term: Term, ttl_seconds: Seconds) -> None:
+        if self.away:
+            raise StoreUnavailable("cut by the test")
+        await super().renew(term, ttl_seconds)
 
     async def commit(self, term: Term, decisions: Sequence[Decision]) -> Sequence[CommitVerdict]:
         written = list(decisions[: self.until_away])
@@ -90,8 +106,10 @@ class ForgetfulStore(MemoryStore):
 
 
 class Stage:
-    def __init__(self, folder: Path, store: TaskStore | None = None, **policy: Any) -> None:
-        self.clock = Hands()
+    def __init__(
+        self, folder: Path, store: TaskStore | None = None, clock: Hands | None = None, **policy: Any
+    ) -> None:
+        self.clock = clock or Hands()
         self.memory = ForgetfulStore(self.clock.now)
         self.store: TaskStore = store or self.memory
         self.world = World()
@@ -99,22 +117,30 @@ class Stage:
         self.blobs = DirectoryBlobs(folder, max_bytes=10_000)
         self.executor = WitnessedExecutor(self.store, self.clock)
         self.progress: dict[TaskId, Progress] = {}
-        rules = Policy(**policy)
-        observer = Observer(
-            self.world, rules, self.blobs, InventoryRules("test", Mib(0)), 1024, self.progress
-        )
-        dispatcher = Dispatcher(self.store, self.blobs, self.executor, self.world, self.clock)
-        self.leader = Leader(
-            name="test",
+        self.policy = Policy(**policy)
+        self.leader = self.new_leader(Tenure(Term(0)))
+        self.store.listen(self._on_events)
+
+    def new_leader(self, tenure: Tenure) -> Leader:
+        rules = InventoryRules("test", Mib(0))
+        return Leader(
+            tenure=tenure,
+            ticks=self.clock.ticks,
             world=self.world,
-            policy=rules,
+            policy=self.policy,
             store=self.store,
             executor=self.executor,
-            observer=observer,
-            dispatcher=dispatcher,
+            observer=Observer(self.world, self.policy, self.blobs, rules, 1024, self.progress),
+            dispatcher=Dispatcher(self.store, self.blobs, self.executor, self.world, self.clock),
             clock=self.clock,
         )
-        self.store.listen(self._on_events)
+
+    async def lead(self, tenure: Tenure | None = None) -> None:
+        """In this term or the next one; its node has answered."""
+        self.leader = self.new_leader(tenure or Tenure(await next_term(self.store, "test")))
+        await self.leader.take_over()
+        await self.executor.start(self.leader.tenure)
+        await self.turn()
 
     def _on_events(self, events: Sequence[Event]) -> None:
         self.world.apply(events)
@@ -156,12 +182,12 @@ class Stage:
 
 
 @asynccontextmanager
-async def a_stage(folder: Path, store: TaskStore | None = None, **policy: Any) -> AsyncIterator[Stage]:
+async def a_stage(
+    folder: Path, store: TaskStore | None = None, clock: Hands | None = None, **policy: Any
+) -> AsyncIterator[Stage]:
     """A leader with its term, whose one node has answered."""
-    stage = Stage(folder, store, **policy)
-    await stage.leader.take_over()
-    await stage.executor.start(stage.leader.leadership.term)
-    await stage.turn()
+    stage = Stage(folder, store, clock, **policy)
+    await stage.lead()
     try:
         yield stage
     finally:

@@ -34,7 +34,7 @@ async def test_reports_wait_at_the_executor_while_too_many_are_in_hand(
     store = WatchedStore()
     async with a_stage(tmp_path, store) as stage:
         await stage.submit("one", seconds=600)
-        await stage.leader.cycle()
+        await stage.leader.take_over()
         store.away = True
         leading = asyncio.create_task(stage.leader.run())
         await store.missed.wait()

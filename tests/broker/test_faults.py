@@ -1,6 +1,5 @@
 """What goes wrong around the leader: a database that is away, a full disk, values that nobody can keep."""
 
-import asyncio
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from hashlib import sha256
@@ -85,7 +84,7 @@ async def test_a_start_is_sent_though_the_picture_has_not_heard_of_its_claim(sta
     await stage.submit("one", gpu_mb=GIB)
     behind = replayed(await log_of(stage.store))
     [admission] = plan_cycle(stage.world, Policy(), stage.clock.now()).decisions
-    await stage.store.commit(stage.leader.leadership.term, [admission])
+    await stage.store.commit(stage.leader.tenure.term, [admission])
     dispatcher = Dispatcher(stage.store, stage.blobs, stage.executor, behind, stage.clock)
     assert list(await dispatcher.send([admission])) == []
     assert started(stage) == ["one"]
@@ -95,27 +94,11 @@ async def test_a_start_is_sent_though_the_picture_has_not_heard_of_its_claim(sta
 async def test_a_start_whose_task_has_ended_meanwhile_is_not_sent(stage: Stage) -> None:
     await stage.submit("one", gpu_mb=GIB)
     [admission] = plan_cycle(stage.world, Policy(), stage.clock.now()).decisions
-    await stage.store.commit(stage.leader.leadership.term, [admission])
+    await stage.store.commit(stage.leader.tenure.term, [admission])
     await stage.hear(ended("one"), Gone(TaskId("one"), Fence(1), Instant(NOW), "process_absent"))
     dispatcher = Dispatcher(stage.store, stage.blobs, stage.executor, stage.world, stage.clock)
     assert list(await dispatcher.send([admission])) == []
     assert started(stage) == []
-
-
-async def test_a_leader_waits_for_the_database_before_it_leads(stage: Stage) -> None:
-    stage.leader.leadership.leading = False
-    wrote = asyncio.Event()
-    stage.store.listen(lambda _: wrote.set())
-    stage.memory.away = True
-    leading = asyncio.create_task(stage.leader.run())
-    await asyncio.sleep(0)
-    assert not leading.done()
-    stage.memory.come_back()
-    await asyncio.wait_for(wrote.wait(), 10.0)
-    assert stage.leader.leadership.leading
-    leading.cancel()
-    await asyncio.gather(leading, return_exceptions=True)
-    assert stage.leader.leadership.term == 2
 
 
 async def test_a_result_that_finds_the_disk_full_is_kept_in_hand_until_there_is_room(stage: Stage) -> None:

@@ -14,6 +14,7 @@ from service.core.units import Fence, Instant, TaskId
 from service.ports import StaleTerm, StoreUnavailable
 from tests.broker.stage import Stage, a_stage
 from tests.builders import GIB, NOW
+from tests.contracts.scenes import next_term
 
 HOUR = 3600.0
 
@@ -89,7 +90,7 @@ async def test_a_report_heard_while_the_database_is_away_counts_afterwards(stage
 
 
 async def test_a_leader_whose_term_is_over_writes_nothing_and_starts_nothing(stage: Stage) -> None:
-    await stage.store.take_term("another")
+    await next_term(stage.store, "another")
     await stage.submit("one", gpu_mb=GIB)
     with pytest.raises(StaleTerm):
         await stage.leader.cycle()

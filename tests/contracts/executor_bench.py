@@ -24,6 +24,7 @@ from service.core.orders import (
     StopOrder,
 )
 from service.core.task import StopReason
+from service.core.tenure import Tenure
 from service.core.units import DeviceKey, Fence, Mib, Seconds, TaskId, Term
 from service.ports import Executor, RunPayload, RunSpec
 
@@ -97,7 +98,7 @@ class Bench:
 
     async def open(self, term: int = 1) -> None:
         self.term = term
-        await self.executor.start(Term(term))
+        await self.executor.start(Tenure(Term(term)))
         self._listening = asyncio.create_task(self._listen())
 
     async def close(self, *, stop_cluster: bool = True) -> None:
@@ -109,7 +110,7 @@ class Bench:
         """Begin another term; what the agent answers to that."""
         before = len(self.nodes)
         self.term += 1
-        await self.executor.start(Term(self.term))
+        await self.executor.start(Tenure(Term(self.term)))
         seen = await self.until(lambda: [n for n in self.nodes[before:] if isinstance(n, NodeSeen)])
         assert isinstance(seen[0], NodeSeen)
         return seen[0]

@@ -149,6 +149,7 @@ class ExecutorSuite:
         assert (run.order.task, 1, 0) in (await bench.announce_again()).runs
         await bench.until(lambda: run.order_of_kinds() == ["Started", "Ended", "Gone"] * 2)
         await run.forget()
+        await has_settled(bench)
         assert (run.order.task, 1, 0) not in (await bench.announce_again()).runs
 
     async def test_a_run_goes_on_while_terms_change(self, bench: Bench) -> None:

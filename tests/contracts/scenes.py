@@ -12,7 +12,7 @@ from service.core.lease import HolderKind, Lease, LeaseState, Pledge, move_lease
 from service.core.orders import Checkpointed, Failure
 from service.core.plan import Decision, Outcome, PledgeWrite, write_move
 from service.core.task import Move, Task
-from service.core.units import Fence, Instant, Mib, NodeName, Position, TaskId, Term
+from service.core.units import Fence, Instant, Mib, NodeName, Position, Seconds, TaskId, Term
 from service.core.world import World
 from service.ports import RunSpec, Submission, TaskStore
 from tests.builders import GIB, NOW, a_device, a_node, a_task, key
@@ -103,9 +103,16 @@ def makes(pledge: Pledge) -> Decision:
     return Decision(pledge.preemptor, "preempt", pledges=(PledgeWrite(pledge),))
 
 
+async def next_term(store: TaskStore, holder: str = "leader", ttl_seconds: float = 3600.0) -> Term:
+    """Take it from whoever leads, as one who has found that leader's lease past does."""
+    term = await store.take_term(holder, Seconds(ttl_seconds), instead_of=await store.leader())
+    assert term is not None
+    return term
+
+
 async def with_gpu(store: TaskStore, *tasks: Task) -> Term:
     """A term, a node with one device of 80 GiB, and these tasks submitted."""
-    term = await store.take_term("leader")
+    term = await next_term(store)
     await store.commit(term, [node_seen()])
     for task in tasks:
         await store.submit(a_submission(task))

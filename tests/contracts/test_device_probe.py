@@ -12,7 +12,7 @@ from service.adapters.nvml.probe import NvmlProbe, new_probe, shares_pids
 from service.adapters.nvml.simulated import SAYS_WHAT_IT_USES, SimulatedProbe
 from service.core.orders import SeenDevice
 from service.core.units import Mib
-from service.ports import DeviceProbe, MeasuredDevice, ProcessGroup
+from service.device_ports import DeviceProbe, MeasuredDevice, ProcessGroup
 from tests.contracts.nvml_machine import Gpu, Machine, process
 
 UUIDS = ("GPU-a", "GPU-b")

@@ -12,15 +12,17 @@ import ray
 from ray.exceptions import RayError
 from structlog.testing import capture_logs
 
+from service.adapters.boot_clock import boot_seconds
 from service.adapters.ray import driver_link, executor
 from service.adapters.ray.driver import UNTAKEN_BYTES, Driver, Opening
 from service.adapters.ray.executor import RayExecutor
-from service.adapters.ray.frames import boot_seconds, frame, read_frame
+from service.adapters.ray.frames import frame, read_frame
 from service.adapters.ray.node_link import NodeLink
 from service.adapters.ray.options import RayOptions
 from service.adapters.ray.report_form import MALFORMED
 from service.adapters.ray.wire import unpack, write_reports
 from service.core.orders import Ended, Ending, Gone, NodeSeen, StartOrder
+from service.core.tenure import Tenure
 from service.core.units import Fence, Instant, NodeName, TaskId, Term
 from service.ports import RunPayload, RunSpec
 
@@ -50,7 +52,7 @@ class StandIn:
         self._writer.write(frame(*parts))
 
     def tell_reports(self, *reports: tuple[Any, ...]) -> None:
-        self.tell("reports", write_reports("n1", 1.0, reports), boot_seconds())
+        self.tell("reports", write_reports("n1", 1.0, reports), boot_seconds(), 1)
 
     async def next(self, kind: str) -> tuple[Any, ...]:
         """The next message of this kind; pings are answered meanwhile."""
@@ -74,7 +76,7 @@ class Bench:
         self._starting: asyncio.Task[None] | None = None
 
     def begin(self) -> None:
-        self._starting = asyncio.create_task(self.executor.start(Term(1)))
+        self._starting = asyncio.create_task(self.executor.start(Tenure(Term(1))))
 
     def start_driver(self, _options: RayOptions, channel: socket.socket) -> "subprocess.Popen[bytes]":
         child = subprocess.Popen(["sleep", "60"])
@@ -155,12 +157,12 @@ async def test_sending_waits_for_nobody_and_what_is_too_much_has_never_started(
     assert (ended.task, ended.ending) == ("second", Ending.NEVER_STARTED)
     assert isinstance(gone, Gone)
     assert gone.proof == "never_started"
-    _, _, packed = await driver.next("orders")
+    _, _, packed, _ = await driver.next("orders")
     assert [order[3]["task"] for order in unpack(packed)] == ["first"]
     driver.tell_reports(("started", "first", 1, 0, 1.0, 42))
     await bench.executor.reports()
     await bench.send("third", b"x")
-    _, _, packed = await driver.next("orders")
+    _, _, packed, _ = await driver.next("orders")
     assert [order[3]["task"] for order in unpack(packed)] == ["third"]
 
 
@@ -171,7 +173,7 @@ async def test_a_run_that_tells_nonsense_has_failed_and_is_killed(bench: Bench) 
     assert isinstance(ended, Ended)
     assert ended.failure is not None
     assert ended.failure.kind == MALFORMED
-    _, node, packed = await driver.next("orders")
+    _, node, packed, _ = await driver.next("orders")
     assert (node, unpack(packed)) == ("n1", (("stop", "t", 3, 0, "cancel", 0.0),))
 
 
@@ -192,7 +194,7 @@ async def test_nobody_is_asked_for_more_than_the_service_takes() -> None:
         driver = Driver(Opening("", "", "", "", 1), writer, tasks)
         await driver.room()
         reading = tasks.create_task(read_frame(reader))
-        await driver.tell_reports(b"x" * (UNTAKEN_BYTES + 1), 0.0)
+        await driver.tell_reports(b"x" * (UNTAKEN_BYTES + 1), 0.0, 1)
         waiting = tasks.create_task(driver.room())
         await reading
         assert not waiting.done()

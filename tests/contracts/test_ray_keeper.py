@@ -18,12 +18,12 @@ from service.adapters.ray.keeper import RunKeeper
 from service.adapters.ray.meter import Meter
 from service.core.orders import SeenDevice
 from service.core.units import Mib
-from service.ports import MeasuredDevice, ProcessGroup
+from service.device_ports import MeasuredDevice, ProcessGroup
 from tests.contracts.runner_stand import GPU, Stand, an_agent_config
 
 
 class Probe:
-    """Implements `ports.DeviceProbe` of one device, which answers only when the test says so."""
+    """Implements `device_ports.DeviceProbe` of one device, which answers only when the test says so."""
 
     def __init__(self) -> None:
         self.fault: Exception | None = None

@@ -49,7 +49,7 @@ class Ears:
     async def tell(self, *parts: Any) -> None:
         self.told.put_nowait(parts)
 
-    async def tell_reports(self, packed: bytes, asked_at: float) -> None:
+    async def tell_reports(self, packed: bytes, asked_at: float, term: int) -> None:
         self.told.put_nowait(("reports", packed))
 
     async def room(self) -> None:

@@ -27,6 +27,7 @@ from tests.contracts.scenes import (
     end,
     log_of,
     makes,
+    next_term,
     node_seen,
     picture,
     release,
@@ -156,7 +157,7 @@ async def test_a_node_is_known_as_it_was_last_seen(store: TaskStore) -> None:
 async def test_a_new_term_ends_every_older_one(store: TaskStore) -> None:
     task = a_task("t1")
     old = await with_gpu(store, task)
-    new = await store.take_term("second")
+    new = await next_term(store, "second")
     assert new == old + 1
     with pytest.raises(StaleTerm, match="second leads term 2"):
         await store.commit(old, [admission(task)])
@@ -167,7 +168,7 @@ async def test_a_new_term_ends_every_older_one(store: TaskStore) -> None:
 async def test_an_old_leader_does_not_disturb_those_who_submit(store: TaskStore) -> None:
     task = a_task("t1")
     old = await with_gpu(store, task)
-    await store.take_term("second")
+    await next_term(store, "second")
     outcomes = await asyncio.gather(
         store.submit(a_submission("t2")),
         store.commit(old, [admission(task)]),
@@ -292,7 +293,7 @@ async def test_a_listener_that_fails_stops_all_writing(store: TaskStore) -> None
     with pytest.raises(RuntimeError, match="lost the thread"):
         await store.commit(term, [admission(task)])
     with pytest.raises(RuntimeError, match="lost the thread"):
-        await store.take_term("another")
+        await next_term(store, "another")
     assert await store.head() == before + 1
 
 

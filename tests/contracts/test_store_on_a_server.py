@@ -31,6 +31,7 @@ from tests.contracts.scenes import (
     a_submission,
     admission,
     log_of,
+    next_term,
     opened,
     with_gpu,
 )
@@ -207,11 +208,11 @@ async def test_while_the_database_is_away_callers_are_told_and_later_served(post
         with pytest.raises(StoreUnavailable):
             await store.record(TaskId("t1"))
         with pytest.raises(StoreUnavailable):
-            await store.take_term("leader")
+            await next_term(store, "leader")
         wire.come_back()
         assert (await store.submit(a_submission("t2"))).verdict is SubmitVerdict.ACCEPTED
         assert [event.key for event in await log_of(store)] == ["t1", "t2"]
-        assert await store.take_term("leader") == 1
+        assert await next_term(store, "leader") == 1
 
 
 async def test_an_unknown_commit_waits_until_it_can_be_read_back(postgres_url: str) -> None:
@@ -258,7 +259,7 @@ async def test_a_leader_in_another_process_ends_this_one(postgres_url: str) -> N
     task = a_task("t1")
     async with opened(postgres_url) as one, opened(postgres_url) as two:
         old = await with_gpu(one, task)
-        await two.take_term("two")
+        await next_term(two, "two")
         with pytest.raises(StaleTerm, match="two leads term 2"):
             await one.commit(old, [admission(task)])
 

@@ -33,6 +33,7 @@ from tests.contracts.scenes import (
     claimed,
     end,
     log_of,
+    next_term,
     opened,
     with_gpu,
 )
@@ -54,7 +55,7 @@ async def test_everything_is_there_after_a_restart(url: str) -> None:
         assert after.finished == {("default", TaskState.SUCCEEDED): 1}
         assert [token.name for token in await store.tokens()] == ["ci"]
         assert len(await store.checkpoints(first.id)) == 1
-        assert await store.take_term("next") == term + 1
+        assert await next_term(store, "next") == term + 1
         await store.submit(a_submission("t3"))
         assert await store.head() == before.position + 1
 
@@ -137,7 +138,7 @@ async def test_nothing_acknowledged_is_lost_when_the_process_is_killed(url: str)
 
 async def test_the_audit_names_who_did_it(url: str) -> None:
     async with opened(url) as store:
-        await store.take_term("host:1")
+        await next_term(store, "host:1")
         token = TokenRow("ci", "hash", "lab", ("*",), 100, NOW)
         assert await store.put_token(token, by="alice")
         assert not await store.put_token(replace(token, sha256="other"), by="mallory")

@@ -11,7 +11,16 @@ from service.core.task import Dependency, Move, OnFailure, TaskState
 from service.core.units import Instant, Seconds, TaskId
 from service.ports import Stand, TaskFilter, TaskStore, TokenRow
 from tests.builders import NOW, a_task
-from tests.contracts.scenes import a_submission, admission, claimed, end, log_of, replayed, with_gpu
+from tests.contracts.scenes import (
+    a_submission,
+    admission,
+    claimed,
+    end,
+    log_of,
+    next_term,
+    replayed,
+    with_gpu,
+)
 
 
 async def listed(store: TaskStore, tenant: str = "lab", **wanted: object) -> list[str]:
@@ -54,7 +63,7 @@ async def test_external_holders_are_kept_as_they_asked_and_listed_apart(six: Tas
     assert (task.external, task.deadline_at) == (terms, NOW + 60)
     replay = replayed(await log_of(six))
     assert replay.tasks[TaskId("t8")] == task
-    term = await six.take_term("test")
+    term = await next_term(six, "test")
     renewed = write_move(task, Move.CHANGED, deadline_at=Instant(NOW + 90))
     await six.commit(term, [Decision("t8", "renew", tasks=(renewed,))])
     record = await six.record(TaskId("t8"))
@@ -105,7 +114,7 @@ async def test_a_list_is_narrowed_by_whom_tasks_run_after_and_what_they_are(
 
 
 async def test_a_list_is_narrowed_by_when_tasks_came_and_ended(store: TaskStore) -> None:
-    term = await store.take_term("test")
+    term = await next_term(store, "test")
     for n in range(4):
         await store.submit(a_submission(a_task(f"t{n}", tenant="lab", submitted_at=Instant(NOW + n))))
     row = (await store.records(TaskFilter("lab", limit=1)))[0].task
@@ -172,7 +181,7 @@ async def test_where_tasks_stand_is_told_of_those_that_have_a_record(store: Task
     await store.submit(a_submission(a_task("t1", tenant="lab")))
     await store.submit(a_submission(a_task("t2")))
     await store.submit(a_submission(a_task("t3")))
-    term = await store.take_term("leader")
+    term = await next_term(store, "leader")
     failed = write_move(a_task("t2"), Move.FAILED, failed_by=TaskId("t1"), finished_at=NOW)
     await store.commit(term, [Decision("t2", "dependency", tasks=(failed,))])
     assert await store.stands([TaskId("t1"), TaskId("t2"), TaskId("t9")]) == {

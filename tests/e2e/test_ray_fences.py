@@ -5,6 +5,7 @@ import asyncio
 import pytest
 
 from service.adapters.ray.executor import RayExecutor
+from service.core.tenure import Tenure
 from service.core.units import Term
 from tests.e2e.ray_lab import Lab, SystemClock
 
@@ -12,9 +13,9 @@ pytestmark = pytest.mark.asyncio(loop_scope="session")
 
 
 async def test_a_leader_of_an_older_term_is_not_answered_and_disturbs_nobody(lab: Lab) -> None:
-    incarnation = (await lab.node()).node.incarnation
+    incarnation = (await lab.announce_again()).node.incarnation
     late = RayExecutor(lab.options, SystemClock())
-    starting = asyncio.create_task(late.start(Term(0)))
+    starting = asyncio.create_task(late.start(Tenure(Term(lab.term - 1))))
     hearing = asyncio.create_task(late.reports())
     await lab.until(lambda: late.status()["message"] == "waiting for node agents")
     run = await lab.start("add", 1, 2, shareable=True)

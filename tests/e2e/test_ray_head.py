@@ -17,6 +17,7 @@ from service.adapters.ray.executor import RayExecutor
 from service.adapters.ray.head import HeadState, read_state, write_state
 from service.adapters.ray.options import RayOptions
 from service.core.orders import Ended, Started
+from service.core.tenure import Tenure
 from service.core.units import Term
 from tests.e2e.ray_lab import Lab, SystemClock, agents_of, eventually, is_there, lab_options
 
@@ -86,7 +87,7 @@ async def test_a_head_stays_while_it_is_of_use_and_stops_by_itself_later(open_la
 async def test_a_head_of_another_release_is_neither_adopted_nor_killed(lab: Lab, tmp_path: Path) -> None:
     write_state(tmp_path, replace(lab.head, ray="1.0.0"))
     executor = RayExecutor(lab_options(tmp_path), SystemClock())
-    starting = asyncio.create_task(executor.start(Term(1)))
+    starting = asyncio.create_task(executor.start(Tenure(Term(1))))
     await eventually(lambda: executor.status()["state"] == "failed")
     assert "a Ray 1.0.0 head" in executor.status()["message"]
     starting.cancel()

@@ -32,6 +32,7 @@ from service.gateway.identity import EVERY_SCOPE, Tokens, new_token
 from service.gateway.parts import Defaults, GatewayParts, Limits, ModelType
 from service.ports import BlobMissing, CommitVerdict, Progress
 from tests.builders import NOW, a_device, a_node, a_sample
+from tests.contracts.scenes import next_term
 
 DOCUMENT = openapi_document()
 PATIENCE_SECONDS = 10.0
@@ -136,7 +137,7 @@ class Gateway:
 
     async def __aenter__(self) -> "Gateway":
         self.store.listen(self._on_events)
-        self.term = await self.store.take_term("test")
+        self.term = await next_term(self.store, "test")
         await self.commit(Decision("n1", "node_seen", nodes=(a_node(),), devices=(a_device(),)))
         self.world.measure([a_sample("gpu0")])
         self.admin = await self.client("admin")

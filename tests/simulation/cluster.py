@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from random import Random
 
 from service.core.orders import Ended, Ending, Gone, NodeLost, NodeSeen, Order, Report, StartOrder
+from service.core.tenure import Tenure
 from service.core.units import NodeName, TaskId, Term
 from service.ports import RunPayload
 from tests.simulation.machine import Announcement, Machine
@@ -31,9 +32,9 @@ class Cluster:
         self._lost: set[str] = set()
         self._unreachable: set[NodeName] = set()
 
-    async def start(self, term: Term) -> None:
+    async def start(self, tenure: Tenure) -> None:
         """Announce the term. What was on its way to the leader before is lost with it."""
-        self._term = term
+        self._term = tenure.term
         self._lost.clear()
         for machine in self.machines.values():
             self._announce(machine)

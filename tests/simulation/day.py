@@ -24,9 +24,11 @@ from service.core.orders import ForgetOrder, Report, SeenDevice, StartOrder, Sto
 from service.core.plan import Decision, Request
 from service.core.policy import CustomLimit, Policy
 from service.core.reconcile import InventoryRules
-from service.core.units import Mib, NodeName, TaskId, Term
+from service.core.tenure import Tenure
+from service.core.units import Mib, NodeName, TaskId, Term, Ticks
 from service.core.world import World
 from service.ports import CommitVerdict, RunSpec, StoreUnavailable, Submission
+from tests.contracts.scenes import next_term
 from tests.simulation.auditor import Auditor, Violation, require
 from tests.simulation.cluster import Cluster, LeaderDied
 from tests.simulation.machine import CLUSTER, Machine, Program
@@ -190,8 +192,10 @@ class Day:
         self._terms += 1
         self._world = await self._world_from_rows()
         observer = Observer(self._world, POLICY, self._blobs, InventoryRules(CLUSTER), 65536, {})
+        term = await next_term(self._store, f"leader-{self._terms}")
         self._leader = Leader(
-            name=f"leader-{self._terms}",
+            tenure=Tenure(term),
+            ticks=lambda: Ticks(self._timeline.now()),
             world=self._world,
             policy=POLICY,
             store=self._store,
@@ -205,7 +209,7 @@ class Day:
         except StoreUnavailable:
             self._die()
             return
-        await self._cluster.start(self._leader.leadership.term)
+        await self._cluster.start(self._leader.tenure)
         self._wake()
 
     async def _world_from_rows(self) -> World:

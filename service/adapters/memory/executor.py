@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from service.adapters.boot_clock import boot_seconds
 from service.core.device import DeviceSample, Node
 from service.core.orders import (
     Ended,
@@ -27,8 +28,9 @@ from service.core.orders import (
     WatchOrder,
     WorldOrder,
 )
-from service.core.units import DeviceKey, Fence, Mib, NodeName, TaskId, Term, device_key, mark_of
-from service.ports import Clock, RunPayload
+from service.core.tenure import Tenure
+from service.core.units import DeviceKey, Fence, Mib, NodeName, TaskId, device_key, mark_of
+from service.ports import Clock, ReadTicks, RunPayload
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,10 +64,19 @@ class _Run:
 class WaitingExecutor:
     """Implements `ports.Executor`. A task waits `kwargs.seconds` (default 0) and returns null."""
 
-    def __init__(self, node: SimulatedNode, clock: Clock, sample_period_seconds: float) -> None:
+    def __init__(
+        self,
+        node: SimulatedNode,
+        clock: Clock,
+        sample_period_seconds: float,
+        ticks: ReadTicks = boot_seconds,
+    ) -> None:
         self._node = node
         self._clock = clock
         self._period_seconds = sample_period_seconds
+        self._ticks = ticks
+        self._tenure: Tenure | None = None
+        """None while another process leads."""
         self._incarnation = ""
         self._runs: dict[RunId, _Run] = {}
         """Until they have ended and are forgotten."""
@@ -80,8 +91,13 @@ class WaitingExecutor:
         self._arrived = asyncio.Event()
         self._heartbeat: asyncio.Task[None] | None = None
 
-    async def start(self, term: Term) -> None:
-        self._incarnation = f"simulated-{term}"
+    async def connect(self) -> None:
+        """There is nothing to reach."""
+
+    async def start(self, tenure: Tenure) -> None:
+        self._tenure = tenure
+        self._pending = []
+        self._incarnation = f"simulated-{tenure.term}"
         node = Node(
             name=NodeName(self._node.name),
             cpu=self._node.cpu,
@@ -100,6 +116,8 @@ class WaitingExecutor:
 
     async def send(self, orders: Sequence[Order], payloads: Mapping[TaskId, RunPayload]) -> None:
         for order in orders:
+            if self._tenure is None or self._tenure.is_over(self._ticks()):
+                return
             match order:
                 case StartOrder() if order.task in payloads:
                     self._start(order, payloads[order.task])
@@ -125,9 +143,15 @@ class WaitingExecutor:
     def status(self) -> Mapping[str, Any]:
         return {"state": "connected", "address": "simulated", "message": "tasks only wait"}
 
-    async def close(self, *, stop_cluster: bool) -> None:
+    async def stand_back(self) -> None:
+        """Runs go on, and are told of at the next start."""
+        self._tenure = None
         if self._heartbeat is not None:
             self._heartbeat.cancel()
+            self._heartbeat = None
+
+    async def close(self, *, stop_cluster: bool) -> None:
+        await self.stand_back()
         for run in self._runs.values():
             if run.end is not None:
                 run.end.cancel()
@@ -244,6 +268,8 @@ class WaitingExecutor:
             self.measure()
 
     def _say(self, report: Report) -> None:
+        if self._tenure is None:
+            return  # nobody listens
         self._pending.append(report)
         self._arrived.set()
 

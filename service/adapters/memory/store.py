@@ -13,6 +13,7 @@ from service.core.external import KIND as EXTERNAL
 from service.core.lease import Lease, LeaseState, Pledge
 from service.core.plan import AuditNote, Decision, Outcome, Request, released_mb, taken_mb
 from service.core.task import Task, TaskState
+from service.core.tenure import LeaderRow
 from service.core.units import DeviceKey, Instant, NodeName, Position, Seconds, TaskId, Term
 from service.ports import (
     CommitVerdict,
@@ -47,6 +48,7 @@ class MemoryStore:
         self._fault: Exception | None = None
         self._term = Term(0)
         self._leader = ""
+        self._lease_until = Instant(0.0)
         self._tasks: dict[TaskId, Task] = {}
         self._specs: dict[TaskId, RunSpec] = {}
         self._keys: dict[tuple[str, str], tuple[TaskId, str]] = {}
@@ -93,16 +95,33 @@ class MemoryStore:
             self._requests[request.id] = request
             self._append([requested(request)])
 
-    async def take_term(self, holder: str) -> Term:
+    async def leader(self) -> LeaderRow:
+        return LeaderRow(self._term, self._leader, self._lease_until, Instant(self._now()))
+
+    async def take_term(self, holder: str, ttl_seconds: Seconds, *, instead_of: LeaderRow) -> Term | None:
         self._check_listeners()
+        if (instead_of.term, instead_of.lease_until) != (self._term, self._lease_until):
+            return None
         self._term = Term(self._term + 1)
         self._leader = holder
+        self._lease_until = Instant(self._now() + ttl_seconds)
         return self._term
+
+    async def renew(self, term: Term, ttl_seconds: Seconds) -> None:
+        self._require(term)
+        self._lease_until = Instant(self._now() + ttl_seconds)
+
+    async def resign(self, term: Term) -> None:
+        if term == self._term:
+            self._lease_until = Instant(0.0)
+
+    def _require(self, term: Term) -> None:
+        if term != self._term:
+            raise StaleTerm(f"term {term} is over: {self._leader} leads term {self._term}; stop leading")
 
     async def commit(self, term: Term, decisions: Sequence[Decision]) -> Sequence[CommitVerdict]:
         self._check_listeners()
-        if term != self._term:
-            raise StaleTerm(f"term {term} is over: {self._leader} leads term {self._term}; stop leading")
+        self._require(term)
         at = Instant(self._now())
         verdicts: list[CommitVerdict] = []
         new: list[NewEvent] = []

@@ -6,7 +6,7 @@ from typing import Any
 
 from service.core.orders import SeenDevice
 from service.core.units import Mib
-from service.ports import DeviceProbe, MeasuredDevice, ProcessGroup
+from service.device_ports import DeviceProbe, MeasuredDevice, ProcessGroup
 
 MIB = 2**20
 
@@ -48,7 +48,7 @@ def shares_pids(own_namespace: Path = Path("/proc/self/ns/pid")) -> bool:
 
 
 class NvmlProbe:
-    """Implements `ports.DeviceProbe`. What NVML cannot tell is None or left out, never an error.
+    """Implements `device_ports.DeviceProbe`. What NVML cannot tell is None or left out, never an error.
 
     Where it does not say which process uses how much (MIG, a driver that does not tell), or says it in
     process ids that are not ours (`shares_pids` is False), use is attributed to nobody.

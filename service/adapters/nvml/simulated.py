@@ -5,7 +5,7 @@ from pathlib import Path
 
 from service.core.orders import SeenDevice
 from service.core.units import Mib
-from service.ports import MeasuredDevice, ProcessGroup
+from service.device_ports import MeasuredDevice, ProcessGroup
 
 SAYS_WHAT_IT_USES = "SIMULATED_GPU_MB"
 """Variable in the environment of a process: so many MiB of each of its devices it is taken to use."""
@@ -13,8 +13,8 @@ _NAME = SAYS_WHAT_IT_USES.encode()
 
 
 class SimulatedProbe:
-    """Implements `ports.DeviceProbe`. A run uses exactly its lease for as long as a process of it lives, or
-    what one of its processes was started to say that it uses.
+    """Implements `device_ports.DeviceProbe`. A run uses exactly its lease for as long as a process of it
+    lives, or what one of its processes was started to say that it uses.
     """
 
     def __init__(self, devices: Sequence[SeenDevice]) -> None:

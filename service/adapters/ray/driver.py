@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import ray
 import structlog
 
+from service.adapters.boot_clock import boot_seconds
 from service.adapters.ray.frames import frame, read_frame
 from service.adapters.ray.node_link import NodeLink
 from service.adapters.ray.options import AgentConfig
@@ -45,6 +46,7 @@ class Opening(NamedTuple):
     agent_config: str
     broker: str
     term: int
+    """0 while another process leads."""
 
 
 class CannotConnect(Exception):
@@ -118,9 +120,9 @@ class Driver:
 
     async def on_message(self, message: tuple[Any, ...]) -> None:
         match message:
-            case ("orders", node, packed):
+            case ("orders", node, packed, until):
                 if (link := self._links.get(node)) is not None:
-                    link.send(packed)
+                    self._pass_on(link, packed, until)
             case ("ping",):
                 await self.tell("pong")
             case ("taken", taken_bytes):
@@ -128,7 +130,7 @@ class Driver:
             case ("term", term):
                 self._term = term
                 for link in self._links.values():
-                    link.announce_again(term)
+                    link.change_term(term)
             case ("leave",):
                 self._tasks.create_task(self._leave())
 
@@ -136,9 +138,18 @@ class Driver:
         self._writer.write(frame(*parts))
         await self._writer.drain()
 
-    async def tell_reports(self, packed: bytes, asked_at: float) -> None:
+    def _pass_on(self, link: NodeLink, packed: bytes, until: float) -> None:
+        """Orders that were on their way for too long are nobody's: the next announcement brings out what
+        became of them."""
+        if boot_seconds() < until:
+            link.send(packed)
+        else:
+            log.warning("orders came too late and are dropped", node=link.node)
+            link.announce_again()
+
+    async def tell_reports(self, packed: bytes, asked_at: float, term: int) -> None:
         self._change_untaken(len(packed))
-        await self.tell("reports", packed, asked_at)
+        await self.tell("reports", packed, asked_at, term)
 
     async def room(self) -> None:
         await self._has_room.wait()

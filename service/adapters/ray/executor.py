@@ -11,8 +11,8 @@ from uuid import uuid4
 
 import structlog
 
+from service.adapters.boot_clock import boot_seconds
 from service.adapters.ray.driver_link import DriverLink
-from service.adapters.ray.frames import boot_seconds
 from service.adapters.ray.head import HeadRefused, HeadState, running_head, stop_head
 from service.adapters.ray.options import RayOptions
 from service.adapters.ray.processes import Watched
@@ -32,6 +32,7 @@ from service.core.orders import (
     StopOrder,
 )
 from service.core.task import StopReason
+from service.core.tenure import Tenure
 from service.core.units import Fence, Instant, NodeName, Seconds, TaskId, Term
 from service.ports import Clock, RunPayload
 
@@ -44,6 +45,10 @@ LEAVE_SECONDS = 10.0
 REACH_SECONDS = 5.0
 FORGET_SECONDS = 0.05
 """To forget a run is never urgent: it travels with the next order, or so much later."""
+NOBODY = Term(0)
+"""In place of a term, to the driver: another process leads, so say nothing to anybody."""
+STANDBY = "standby"
+"""The state of an executor that has reached Ray and waits for a term."""
 UNANSWERED_BYTES = 256 * 2**20
 """Starts of more than this are not on their way at once; what is beyond comes back as never started."""
 
@@ -68,7 +73,8 @@ class RayExecutor:
         self._order_form = OrderForm(options.result_limit_bytes, options.checkpoint_limit_bytes)
         self._report_form = ReportForm(options.cluster, clock.now)
         self._broker = uuid4().hex
-        self._term = Term(0)
+        self._tenure: Tenure | None = None
+        """None while another process leads."""
         self._keeping: asyncio.Task[None] | None = None
         self._finding: asyncio.Future[HeadState] | None = None
         self._driver: DriverLink | None = None
@@ -88,14 +94,20 @@ class RayExecutor:
         self._left = asyncio.Event()
         self._state, self._message, self._address = "stopped", "not started", options.address or ""
 
-    async def start(self, term: Term) -> None:
-        """Back when the first agent has answered, or after 30 s; it goes on trying in the background."""
-        self._term = term
+    async def connect(self) -> None:
+        """Have a driver process that has reached Ray; it goes on trying in the background."""
         if self._keeping is None:
             self._keeping = asyncio.create_task(self._keep())
-        else:
-            self._dispatch_rest()
-            self._tell("term", term)
+
+    async def start(self, tenure: Tenure) -> None:
+        """Back when the first agent has answered, or after 30 s; it goes on trying in the background."""
+        await self.stand_back()
+        self._tenure = tenure
+        if self._state == STANDBY:
+            self._state = "starting"
+            self._on_connected()
+        self._tell("term", tenure.term)
+        await self.connect()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(START_PATIENCE_SECONDS):
                 await self._ready.wait()
@@ -114,6 +126,23 @@ class RayExecutor:
             self._dispatch(node)
         if self._written and self._later is None:
             self._later = asyncio.get_running_loop().call_later(FORGET_SECONDS, self._dispatch_rest)
+
+    async def stand_back(self) -> None:
+        """What agents have not answered yet they will tell whoever leads next."""
+        self._tenure = None
+        if self._later is not None:
+            self._later.cancel()
+            self._later = None
+        for waiting in (self._seen, self._held, self._written, self._unanswered, self._reports):
+            waiting.clear()
+        self._unanswered_bytes = 0
+        self._ready.clear()
+        self._tell("term", NOBODY)
+        if self._state == "connected":
+            self._on_connected()
+        if self._untaken_bytes:
+            self._tell("taken", self._untaken_bytes)
+            self._untaken_bytes = 0
 
     async def reports(self) -> Sequence[Report]:
         while not self._reports:
@@ -166,9 +195,14 @@ class RayExecutor:
     def _dispatch(self, node: NodeName) -> None:
         packed = pack(self._written.pop(node))
         if node in self._seen:
-            self._tell("orders", node, packed)
+            self._tell_orders(node, packed)
         else:
             self._held.setdefault(node, deque()).append(packed)
+
+    def _tell_orders(self, node: NodeName, packed: bytes) -> None:
+        """The driver drops those that it sees only when the time is over."""
+        if self._tenure is not None and not self._tenure.is_over(boot_seconds()):
+            self._tell("orders", node, packed, self._tenure.until)
 
     def _dispatch_rest(self) -> None:
         if self._later is not None:
@@ -237,22 +271,35 @@ class RayExecutor:
         local_node = options.node_name if options.is_local else ""
         return self._address, local_node, config, self._broker, self._term
 
+    @property
+    def _term(self) -> Term:
+        return NOBODY if self._tenure is None else self._tenure.term
+
     def _answering(self) -> str:
         return "1 node answers" if len(self._seen) == 1 else f"{len(self._seen)} nodes answer"
 
     def _on_message(self, message: tuple[Any, ...]) -> None:
         match message:
-            case ("reports", packed, asked_at):
+            case ("reports", packed, asked_at, term):
+                if term != self._term:
+                    self._tell("taken", len(packed))  # what it says was true in an earlier term
+                    return
                 self._untaken_bytes += len(packed)
                 node, reports = self._report_form.read(packed, boot_seconds() - asked_at)
                 for report in reports:
                     self._on_report(node, report)
             case ("connected",):
-                self._message = self._answering() if self._seen else "waiting for node agents"
+                self._on_connected()
             case ("trouble", what):
                 self._message = what
             case ("left",):
                 self._left.set()
+
+    def _on_connected(self) -> None:
+        if self._tenure is None:
+            self._state, self._message = STANDBY, "ready to lead, which another process does"
+        else:
+            self._message = self._answering() if self._seen else "waiting for node agents"
 
     def _on_report(self, node: NodeName, report: Report) -> None:
         key = key_of(report)
@@ -284,7 +331,7 @@ class RayExecutor:
                 self._never_started(*run, seen.at)
         self._seen[name] = seen.node.incarnation
         for packed in self._held.pop(name, ()):
-            self._tell("orders", name, packed)
+            self._tell_orders(name, packed)
         self._state, self._message = "connected", self._answering()
         self._ready.set()
 

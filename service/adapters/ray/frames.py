@@ -1,17 +1,11 @@
 """Messages between the service and its Ray driver process: msgpack behind a length, over a socket pair."""
 
 import asyncio
-import time
 from typing import Any
 
 from service.adapters.ray.wire import pack, unpack
 
 _LENGTH_BYTES = 4
-
-
-def boot_seconds() -> float:
-    """Since this machine was booted, its sleep included: service and driver read the same clock."""
-    return time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
 def frame(*parts: Any) -> bytes:

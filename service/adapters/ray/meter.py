@@ -8,7 +8,7 @@ from service.adapters.ray.processes import ProcessId, descendants, process_table
 from service.adapters.ray.wire import WireSample
 from service.core.orders import SeenDevice
 from service.core.units import Mib
-from service.ports import DeviceProbe, ProcessGroup
+from service.device_ports import DeviceProbe, ProcessGroup
 
 MEASURE_SECONDS = 30.0
 

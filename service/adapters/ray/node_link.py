@@ -10,8 +10,8 @@ import structlog
 from ray.exceptions import RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from service.adapters.boot_clock import boot_seconds
 from service.adapters.ray.agent import NodeAgent
-from service.adapters.ray.frames import boot_seconds
 from service.adapters.ray.options import AgentConfig
 from service.adapters.ray.wire import PROTOCOL, write_reports
 
@@ -34,8 +34,8 @@ class Listener(Protocol):
 
     async def tell(self, *parts: Any) -> None: ...
 
-    async def tell_reports(self, packed: bytes, asked_at: float) -> None:
-        """`asked_at`: in `boot_seconds`, when the agent was asked for them."""
+    async def tell_reports(self, packed: bytes, asked_at: float, term: int) -> None:
+        """`asked_at`: in `boot_seconds`, when the agent was asked for them; `term`: who asked."""
         ...
 
     async def room(self) -> None:
@@ -76,8 +76,20 @@ class NodeLink:
         self._queue.append(packed)
         self._flush()
 
-    def announce_again(self, term: int) -> None:
+    @property
+    def node(self) -> str:
+        return self._config.node
+
+    def change_term(self, term: int) -> None:
+        """What was ordered in another term is dropped."""
         self._term = term
+        self._queue.clear()
+        self._incarnation = ""
+        self._told_lost = False
+        self._answered_at = time.monotonic()
+        self.announce_again()
+
+    def announce_again(self) -> None:
         self._agent = None
         self._talking.cancel()
         self._talking = self._tasks.create_task(self._talk())
@@ -99,10 +111,12 @@ class NodeLink:
         if self._incarnation:
             now = time.time()
             lost = ("node_lost", now, self._incarnation, why)
-            await self._listener.tell_reports(write_reports(self._config.node, now, [lost]), boot_seconds())
+            packed = write_reports(self._config.node, now, [lost])
+            await self._listener.tell_reports(packed, boot_seconds(), self._term)
 
     async def _talk(self) -> None:
-        while True:
+        """Without a term to nobody: the agent listens to whoever leads."""
+        while self._term:
             try:
                 await self._converse()
             except RayError as fault:
@@ -170,7 +184,7 @@ class NodeLink:
                 reply = await agent.poll.remote(self._incarnation, acknowledged, POLL_SECONDS)
             acknowledged, packed = reply
             if packed:
-                await self._listener.tell_reports(packed, asked_at)
+                await self._listener.tell_reports(packed, asked_at, self._term)
 
     async def _on_absence(self, why: str) -> None:
         log.warning("the agent is away", node=self._config.node, fault=why)
@@ -182,19 +196,19 @@ class NodeLink:
 
     def _flush(self) -> None:
         while self._queue and self._agent is not None and len(self._calls) < CALLS_AT_ONCE:
-            call = self._tasks.create_task(self._deliver(self._agent, self._queue.popleft()))
+            call = self._tasks.create_task(self._deliver(self._agent, self._term, self._queue.popleft()))
             self._calls.add(call)
             call.add_done_callback(self._on_delivered)
 
-    async def _deliver(self, agent: Any, packed: bytes) -> None:
+    async def _deliver(self, agent: Any, term: int, packed: bytes) -> None:
         """What may be lost is asked for: the agent tells at each announcement which runs it has."""
         try:
             async with asyncio.timeout(ANSWER_SECONDS):
-                await agent.orders.remote(PROTOCOL, self._term, packed)
+                await agent.orders.remote(PROTOCOL, term, packed)
         except (RayError, TimeoutError) as fault:
             log.warning("orders did not reach the agent", node=self._config.node, fault=_why(fault))
             if agent is self._agent:
-                self.announce_again(self._term)
+                self.announce_again()
 
     def _on_delivered(self, call: "asyncio.Task[None]") -> None:
         self._calls.discard(call)

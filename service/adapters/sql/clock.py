@@ -4,20 +4,13 @@ import asyncio
 import time
 from typing import Protocol
 
+from service.adapters.boot_clock import boot_seconds
 from service.core.units import Instant, Seconds
 from service.ports import StoreUnavailable
 
 
 class TimeSource(Protocol):
     async def database_time(self) -> Instant: ...
-
-
-_TICKING: int = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)
-"""Never jumps back; on Linux it goes on while the machine sleeps."""
-
-
-def _ticks() -> float:
-    return time.clock_gettime(_TICKING)
 
 
 class DatabaseClock:
@@ -30,18 +23,18 @@ class DatabaseClock:
     def __init__(self, source: TimeSource, every_seconds: Seconds = Seconds(30.0)) -> None:
         self._source = source
         self._every_seconds = every_seconds
-        self._offset_seconds = time.time() - _ticks()
+        self._offset_seconds = time.time() - boot_seconds()
         self._latest = Instant(0.0)
 
     def now(self) -> Instant:
-        self._latest = max(self._latest, Instant(_ticks() + self._offset_seconds))
+        self._latest = max(self._latest, Instant(boot_seconds() + self._offset_seconds))
         return self._latest
 
     async def read(self) -> None:
         """Ask the database. Half of the time the answer took is counted as its way back."""
-        asked = _ticks()
+        asked = boot_seconds()
         there = await self._source.database_time()
-        answered = _ticks()
+        answered = boot_seconds()
         self._offset_seconds = there - (asked + answered) / 2
 
     async def keep(self) -> None:

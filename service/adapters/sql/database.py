@@ -32,6 +32,8 @@ class Database:
     """Opens a connection that listens for wake-ups; None where nobody else writes, or nobody notifies."""
     is_shared: bool = False
     """Other processes may write to it."""
+    connect_term: Callable[[], Session] | None = None
+    """One more connection, for the leader's row; None where there can be no second one that writes."""
 
 
 def open_database(url: str, *, alone: bool) -> Database:
@@ -81,7 +83,9 @@ def _open_file(path: Path) -> Database:
     try:
         bring_to(_file_engine(file), "head", str(path))
         readers = _readers("sqlite://", file.reader)
-        return Database(SqliteSession(file.writer()), readers, "BEGIN", file.close)
+        session = SqliteSession(file.writer())
+        session.end_terms()
+        return Database(session, readers, "BEGIN", file.close)
     except BaseException:
         file.close()
         raise
@@ -115,7 +119,8 @@ def _open_server(url: str, *, alone: bool) -> Database:
 
     snapshot = "BEGIN ISOLATION LEVEL REPEATABLE READ, READ ONLY"
     listener = partial(postgres.connect_listener, url)
-    return Database(session, readers, snapshot, lambda: None, listener, is_shared=True)
+    term = partial(postgres.term_session, url)
+    return Database(session, readers, snapshot, lambda: None, listener, is_shared=True, connect_term=term)
 
 
 def _readers(dialect: str, connect: Callable[[], Any]) -> Engine:

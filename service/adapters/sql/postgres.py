@@ -9,7 +9,7 @@ service from taking the term of a living one; that two leaders never write is up
 
 import os
 import socket
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
@@ -44,6 +44,9 @@ _CONNECTION: Mapping[str, Any] = {
     "keepalives_count": 2,
     "application_name": "gpubroker",
 }
+_WRITER_ALONE = {"target_session_attrs": "read-write"}
+"""A primary that has become a standby, or was made read-only, is of no use to those who write: of several
+hosts in the URL the next one is asked."""
 _WRITER = """
 SET idle_in_transaction_session_timeout = '2s';
 SET lock_timeout = '5s';
@@ -61,7 +64,17 @@ SET idle_session_timeout = 0;
 SET synchronous_commit = off;
 LISTEN gpubroker;
 """
+_TERM = "SET lock_timeout = '2s'; SET statement_timeout = '2s';"
+"""Beyond the writer's: an answer that comes later is of no use to a leader."""
 _READER = "SET statement_timeout = '30s'; SET default_transaction_read_only = on;"
+_END_HANGING = """
+SELECT pg_terminate_backend(pid) FROM pg_stat_activity
+WHERE datname = current_database() AND usename = current_user AND application_name LIKE 'gpubroker%'
+    AND pid <> pg_backend_pid() AND state = 'active' AND wait_event = 'ClientRead'
+    AND query_start < clock_timestamp() - interval '2s'
+"""
+"""A process that is stopped between two statements of one pipeline leaves its session `active`, and its locks
+in place: before version 17 no time limit of the server's ends that."""
 _OLDEST = 140000
 
 _SERVING = 0x67706273
@@ -86,7 +99,7 @@ although it is still open."""
 
 
 def connect_writer(url: str) -> psycopg.Connection[Any]:
-    return _connect(url, _WRITER)
+    return _connect(url, _WRITER, **_WRITER_ALONE)
 
 
 def connect_reader(url: str) -> psycopg.Connection[Any]:
@@ -129,9 +142,13 @@ def check_server(url: str) -> None:
         )
 
 
-def _connect(url: str, prepare: str) -> psycopg.Connection[Any]:
+def connect_term(url: str) -> psycopg.Connection[Any]:
+    return _connect(url, _WRITER + _TERM, **_WRITER_ALONE)
+
+
+def _connect(url: str, prepare: str, **more: Any) -> psycopg.Connection[Any]:
     connection: psycopg.Connection[Any] = psycopg.connect(
-        url, autocommit=True, prepare_threshold=0, **_CONNECTION
+        url, autocommit=True, prepare_threshold=0, **_CONNECTION, **more
     )
     connection.execute(prepare, prepare=False)
     return connection
@@ -142,16 +159,31 @@ def _without_password(url: str) -> str:
     return f"{settings.get('host', 'the local socket')}, database {settings.get('dbname', '(default)')}"
 
 
+def term_session(url: str) -> "PostgresSession":
+    """For the leader's row alone. Raises StoreUnavailable."""
+    try:
+        return PostgresSession(url, connect=connect_term)
+    except psycopg.Error as error:
+        raise StoreUnavailable(f"the database cannot be reached: {str(error).strip()}") from error
+
+
 class PostgresSession:
     """The writer's connection to a server.
 
     With `alone` it keeps other such sessions out of the database. Raises DatabaseRefused if there is one.
     """
 
-    def __init__(self, url: str, *, alone: bool = False) -> None:
+    def __init__(
+        self,
+        url: str,
+        *,
+        alone: bool = False,
+        connect: Callable[[str], psycopg.Connection[Any]] = connect_writer,
+    ) -> None:
         self._url = url
         self._alone = alone
-        self._connection = connect_writer(url)
+        self._connect = connect
+        self._connection = connect(url)
         if alone:
             self._claim()
         self._open = ExitStack()
@@ -257,10 +289,14 @@ class PostgresSession:
             [(at,)] = self._connection.execute(_NOW).fetchall()
             return Instant(at)
 
+    def end_hanging(self) -> None:
+        with self._translated():
+            self._connection.execute(_END_HANGING)
+
     def reconnect(self) -> None:
         self.close()
         try:
-            self._connection = connect_writer(self._url)
+            self._connection = self._connect(self._url)
             if self._alone:
                 self._say_who_serves()
                 # If somebody came in while we were away, our term is over, and the next commit says so.

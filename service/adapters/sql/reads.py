@@ -30,7 +30,8 @@ from service.core.events import Event
 from service.core.external import KIND as EXTERNAL
 from service.core.lease import Lease, Pledge
 from service.core.task import TERMINAL, Task, TaskState
-from service.core.units import Instant, Position, TaskId
+from service.core.tenure import LeaderRow
+from service.core.units import Instant, Position, TaskId, Term
 from service.ports import (
     RunSpec,
     Snapshot,
@@ -216,6 +217,12 @@ def events(connection: Connection, after: Position, limit: int, task: TaskId | N
 
 def head(connection: Connection) -> Position:
     return Position(connection.execute(_HEAD).scalar_one())
+
+
+def leader(connection: Connection) -> LeaderRow:
+    row = tables.leadership.c
+    [(term, holder, until)] = connection.execute(select(row.term, row.holder, row.lease_until))
+    return LeaderRow(Term(term), holder, Instant(until), now(connection))
 
 
 def tokens(connection: Connection) -> Sequence[TokenRow]:

@@ -76,6 +76,11 @@ class Session(Protocol):
 
     def now(self) -> Instant: ...
 
+    def end_hanging(self) -> None:
+        """Throw out other sessions of ours that stopped in the middle of a transaction, and hold what others
+        wait for, where the database does not do so by itself."""
+        ...
+
     def reconnect(self) -> None:
         """Raises StoreUnavailable."""
         ...

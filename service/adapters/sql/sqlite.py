@@ -215,6 +215,13 @@ class SqliteSession:
         self._latest = max(self._latest, Instant(time.time()))
         return self._latest
 
+    def end_hanging(self) -> None:
+        """There are no others."""
+
+    def end_terms(self) -> None:
+        """Whoever led has ended: the lock on the file is ours. Nobody need wait for a lease of his."""
+        self._execute("UPDATE leadership SET lease_until = 0 WHERE lease_until > 0")
+
     def reconnect(self) -> None:
         """A file is never disconnected."""
 

@@ -6,6 +6,7 @@ from typing import Any
 
 from sqlalchemy import (
     Column,
+    Double,
     FromClause,
     Integer,
     Table,
@@ -135,9 +136,25 @@ def _oldest(_insert: Any, r: FromClause) -> Any:
 
 
 def _take_term(_insert: Any, r: FromClause) -> Any:
+    """If the row is still the one that was seen."""
     leader = tables.leadership
-    change = update(leader).values(term=leader.c.term + _ONE, holder=r.c.holder, taken_at=r.c.taken_at)
-    return change.where(leader.c.id == r.c.id).returning(leader.c.term)
+    same = (leader.c.id == r.c.id, leader.c.term == r.c.term, leader.c.lease_until == r.c.seen_until)
+    change = update(leader).values(
+        term=leader.c.term + _ONE, holder=r.c.holder, taken_at=r.c.taken_at, lease_until=r.c.lease_until
+    )
+    return change.where(*same).returning(leader.c.term)
+
+
+def _renew_term(_insert: Any, r: FromClause) -> Any:
+    leader = tables.leadership
+    change = update(leader).values(lease_until=r.c.lease_until)
+    return change.where(leader.c.term == r.c.term).returning(leader.c.term)
+
+
+def _leader(_insert: Any, r: FromClause) -> Any:
+    leader = tables.leadership
+    columns = (leader.c.term, leader.c.holder, leader.c.lease_until)
+    return select(*columns).select_from(r.join(leader, leader.c.id == r.c.id))
 
 
 def _add_token(insert: Any, r: FromClause) -> Any:
@@ -218,7 +235,16 @@ EVENTS_BETWEEN = SetStatement(
 HEAD = SetStatement("head", (tables.log_head.c.id,), _head)
 OLDEST = SetStatement("oldest", (tables.log_head.c.id,), _oldest)
 """Position of the first event that is still in the log, or of the next one."""
-TAKE_TERM = SetStatement("take term", _columns(tables.leadership, ("id", "holder", "taken_at")), _take_term)
+LEADER = SetStatement("leader", _columns(tables.leadership, ("id",)), _leader)
+TAKE_TERM = SetStatement(
+    "take term",
+    (
+        *_columns(tables.leadership, ("id", "holder", "taken_at", "lease_until", "term")),
+        Column("seen_until", Double),
+    ),
+    _take_term,
+)
+RENEW_TERM = SetStatement("renew term", _columns(tables.leadership, ("term", "lease_until")), _renew_term)
 ADD_TOKENS = SetStatement("add token", tuple(tables.token.c), _add_token)
 DROP_TOKENS = SetStatement("drop token", (Column("name", Text),), _drop_token)
 TOKEN_HASHES = SetStatement("token hash", (Column("name", Text),), _token_hash)

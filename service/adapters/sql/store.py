@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from sqlalchemy import Connection
 from sqlalchemy.exc import DataError, DBAPIError
 
-from service.adapters.sql import reads
+from service.adapters.sql import reads, terms
 from service.adapters.sql import statements as sql
 from service.adapters.sql.database import READERS, Database, migrate, open_database
 from service.adapters.sql.group import Change, NewRequest, NewTask, Unit
@@ -23,6 +23,7 @@ from service.adapters.sql.writer import BeginAt, CatchUp, Work, Writer
 from service.core.accounts import HALF_LIFE_SECONDS
 from service.core.events import Event
 from service.core.plan import Decision, Request
+from service.core.tenure import LeaderRow
 from service.core.units import Instant, Position, Seconds, TaskId, Term
 from service.ports import (
     CommitVerdict,
@@ -77,6 +78,8 @@ class SqlStore:
         self._recent = Recent()
         self._of_this_turn: list[Work] = []
         self._hints = None if database.listener is None else Hints(database.listener)
+        connect = database.connect_term
+        self._terms = None if connect is None else terms.OwnConnection(connect)
         self._writer = Writer(
             database.session, self._query(reads.head), self._deliver, usage_half_life_seconds
         )
@@ -135,14 +138,19 @@ class SqlStore:
                 verdicts[at] = verdict
         return verdicts
 
-    async def take_term(self, holder: str) -> Term:
-        def act(session: Session) -> Term:
-            at = session.now()
-            [(term,)] = session.fetch(sql.TAKE_TERM, [(1, holder, at)])
-            session.write(sql.INSERT_AUDIT, [(at, "", holder, "term.taken", str(term), "")])
-            return Term(term)
+    async def leader(self) -> LeaderRow:
+        if self._terms is None:
+            return await self._read(reads.leader)
+        return await self._terms.run(terms.read_leader)
 
-        return await self._write_alone(act)
+    async def take_term(self, holder: str, ttl_seconds: Seconds, *, instead_of: LeaderRow) -> Term | None:
+        return await self._on_leader(terms.take_term(holder, ttl_seconds, instead_of))
+
+    async def renew(self, term: Term, ttl_seconds: Seconds) -> None:
+        await self._on_leader(terms.renew_term(term, ttl_seconds))
+
+    async def resign(self, term: Term) -> None:
+        await self._on_leader(terms.resign_term(term))
 
     async def put_token(self, token: TokenRow, *, by: str) -> bool:
         def act(session: Session) -> bool:
@@ -219,28 +227,37 @@ class SqlStore:
         await asyncio.to_thread(self._close)
 
     def _close(self) -> None:
+        if self._terms is not None:
+            self._terms.close()
         self._readers.shutdown()
         self._database.readers.dispose()
         self._writer.close()
         self._database.release()
 
     async def _write(self, units: Sequence[Unit]) -> Sequence[Any]:
-        work = Work(get_running_loop(), units)
-        self._hand_over(work)
-        return await work.future  # type: ignore[no-any-return]  # each unit's own answer
+        return await self._await(Work(get_running_loop(), units))  # type: ignore[no-any-return]  # the units' own
 
     async def _write_alone(self, act: Callable[[Session], T]) -> T:
-        work = Work(get_running_loop(), alone=act)
+        return await self._await(Work(get_running_loop(), alone=act))  # type: ignore[no-any-return]  # act's
+
+    async def _on_leader(self, act: Callable[[Session], T]) -> T:
+        self._check_listeners()
+        return await (self._write_alone(act) if self._terms is None else self._terms.run(act))
+
+    async def _await(self, work: Work) -> Any:
         self._hand_over(work)
-        return await work.future  # type: ignore[no-any-return]  # what `act` returned
+        return await work.future
 
     def _hand_over(self, work: Work) -> None:
         """What one turn of the event loop asks for reaches the writer at once: each wake-up costs."""
-        if self._fault is not None:
-            raise self._fault
+        self._check_listeners()
         if not self._of_this_turn:
             get_running_loop().call_soon(self._wake_writer)
         self._of_this_turn.append(work)
+
+    def _check_listeners(self) -> None:
+        if self._fault is not None:
+            raise self._fault
 
     def _wake_writer(self) -> None:
         works, self._of_this_turn = self._of_this_turn, []

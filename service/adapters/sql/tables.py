@@ -321,6 +321,7 @@ leadership = Table(
     Column("term", Integer, nullable=False),
     Column("holder", Text, nullable=False),
     Column("taken_at", Double, nullable=False),
+    Column("lease_until", Double, nullable=False),
     CheckConstraint("id = 1", name="one_row"),
     **HOT,
 )

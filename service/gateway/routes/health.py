@@ -12,8 +12,8 @@ from service.ports import StoreUnavailable
 router = APIRouter(route_class=DirectRoute, tags=["operations"])
 
 OK = "ok"
-CONNECTED = "connected"
-"""What an executor that can take orders calls its state."""
+_READY = frozenset({"connected", "standby"})
+"""What an executor calls its state that takes orders, or will as soon as this process leads."""
 STORE_PATIENCE_SECONDS = 2.0
 
 
@@ -57,4 +57,4 @@ async def _store_state(parts: GatewayParts) -> str:
 
 def _executor_state(parts: GatewayParts) -> str:
     state = str(parts.executor_status().get("state", "unknown"))
-    return OK if state == CONNECTED else state
+    return OK if state in _READY else state

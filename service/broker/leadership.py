@@ -1,0 +1,154 @@
+"""Who leads: a candidate waits for the term, leads while it can count on it, stands back, and waits again.
+
+At most one process leads. The leader's row says who, until when, by the database's clock (`core.tenure`).
+Nothing here is what keeps two leaders apart when clocks lie: every commit locks that row and checks the term,
+and node agents refuse the orders of every term but the newest they have heard of.
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+
+import structlog
+
+from service.broker.loop import Leader
+from service.core.tenure import LeaderRow, Tenure, TenureRules, Watched
+from service.core.units import Seconds, Term
+from service.ports import Executor, ReadTicks, StaleTerm, StoreUnavailable, TaskStore, TenureOver
+
+log = structlog.get_logger("gpubroker.leadership")
+
+LOOK_SECONDS = (0.05, 0.2)
+"""A candidate looks at the row at random moments so far apart, so that not all of them look at once."""
+
+RETRY_SECONDS = 0.1
+"""A renewal that failed is tried again so soon: it has a second or two to succeed."""
+
+RESIGN_SECONDS = 1.0
+"""To let the term go is a courtesy; its lease ends by itself."""
+
+
+class Candidate:
+    """Leads whenever no other process does, from `run` until it is cancelled."""
+
+    def __init__(
+        self,
+        *,
+        name: str,
+        store: TaskStore,
+        executor: Executor,
+        rules: TenureRules,
+        ticks: ReadTicks,
+        chance: Callable[[], float],
+        new_leader: Callable[[Tenure], Leader],
+        catch_up: Callable[[], Awaitable[None]],
+    ) -> None:
+        """`name` is this process's alone. `chance` is drawn from 0 to 1. `catch_up` is back when the picture
+        that leaders are made with shows everything that was committed when it was called."""
+        self._name = name
+        self._store = store
+        self._executor = executor
+        self._rules = rules
+        self._ticks = ticks
+        self._chance = chance
+        self._new_leader = new_leader
+        self._catch_up = catch_up
+        self.leader: Leader | None = None
+        """The one of this process, while it leads."""
+        self.row: LeaderRow | None = None
+        """Who leads, as this process has last read it; not kept up to date while it leads itself."""
+        self.takeovers = 0
+
+    @property
+    def term(self) -> Term | None:
+        """None while another process leads, or none does."""
+        return None if self.leader is None else self.leader.tenure.term
+
+    @property
+    def seconds_left(self) -> Seconds | None:
+        """So long this process may still lead without another renewal."""
+        return None if self.leader is None else self.leader.tenure.seconds_left(self._ticks())
+
+    async def run(self) -> None:
+        """Raises what makes a leader's picture useless: PictureDiverged, and what a listener raised."""
+        await self._executor.connect()
+        while True:
+            tenure = await self._win()
+            try:
+                await self._lead(tenure)
+            finally:
+                self.leader = None
+                await self._stand_back(tenure)
+
+    async def _win(self) -> Tenure:
+        """Back with a term of our own, as soon as nobody else has one."""
+        watched: Watched | None = None
+        is_away = False
+        while True:
+            try:
+                self.row = await self._store.leader()
+                now = self._ticks()
+                watched = Watched(self.row, now) if watched is None else watched.next(self.row, now)
+                if watched.may_take(now, self._rules) and (tenure := await self._take(self.row)):
+                    return tenure
+                is_away = False
+            except StoreUnavailable as fault:
+                if not is_away:
+                    log.warning("the leader's row is not reached; trying again", fault=str(fault))
+                is_away = True
+            soonest, latest = LOOK_SECONDS
+            await asyncio.sleep(soonest + (latest - soonest) * self._chance())
+
+    async def _take(self, seen: LeaderRow) -> Tenure | None:
+        asked_at = self._ticks()
+        term = await self._store.take_term(self._name, self._rules.ttl_seconds, instead_of=seen)
+        return None if term is None else Tenure(term, self._rules.trusted_until(asked_at))
+
+    async def _lead(self, tenure: Tenure) -> None:
+        """Until the term is over."""
+        self.takeovers += 1
+        try:
+            async with asyncio.TaskGroup() as group:
+                group.create_task(self._keep(tenure))
+                group.create_task(self._decide(tenure))
+        except* StaleTerm as over:
+            log.warning("standing back", term=tenure.term, why=_text(over))
+
+    async def _decide(self, tenure: Tenure) -> None:
+        # Whoever led before may have committed until the term was taken; what it did must be in the picture.
+        await self._catch_up()
+        self.leader = self._new_leader(tenure)
+        await self.leader.run()
+
+    async def _keep(self, tenure: Tenure) -> None:
+        """Renew, again and again. Raises StaleTerm, and TenureOver when that did not succeed in time."""
+        pause = self._rules.renew_seconds
+        while True:
+            await asyncio.sleep(min(pause, tenure.seconds_left(self._ticks())))
+            asked_at = self._ticks()
+            if tenure.is_over(asked_at):
+                raise TenureOver(f"term {tenure.term} was not renewed in time; stop leading")
+            pause = Seconds(RETRY_SECONDS)
+            try:
+                async with asyncio.timeout(tenure.seconds_left(asked_at)):
+                    await self._store.renew(tenure.term, self._rules.ttl_seconds)
+            except StoreUnavailable as fault:
+                log.warning("the term is not renewed; trying again", term=tenure.term, fault=str(fault))
+            except TimeoutError:
+                continue
+            else:
+                tenure.extend(self._rules.trusted_until(asked_at))
+                pause = self._rules.renew_seconds
+
+    async def _stand_back(self, tenure: Tenure) -> None:
+        """Nothing more leaves; then whoever waits need not wait for the lease to end."""
+        await self._executor.stand_back()
+        with suppress(StoreUnavailable, TimeoutError):
+            async with asyncio.timeout(RESIGN_SECONDS):
+                await self._store.resign(tenure.term)
+
+
+def _text(over: BaseExceptionGroup[BaseException]) -> str:
+    """Of the first one, however deep it is."""
+    first = over.exceptions[0]
+    return _text(first) if isinstance(first, BaseExceptionGroup) else str(first)

@@ -1,0 +1,260 @@
+"""Who leads, and when it must stop: no decision, no commit and no order after its time is over."""
+
+import asyncio
+from collections.abc import AsyncIterator, Mapping, Sequence
+from pathlib import Path
+
+import pytest
+
+from service.broker import leadership
+from service.broker.leadership import Candidate
+from service.broker.loop import Leader
+from service.core.orders import StartOrder
+from service.core.plan import Decision
+from service.core.task import TaskState
+from service.core.tenure import Tenure, TenureRules
+from service.core.units import Instant, Seconds, TaskId, Term
+from service.ports import CommitVerdict, RunSpec, TenureOver
+from tests.broker.stage import ForgetfulStore, Hands, Stage, a_stage
+from tests.builders import GIB
+from tests.contracts.scenes import next_term
+
+RULES = TenureRules(Seconds(3.0), Seconds(0.75), renew_seconds=Seconds(0.01))
+TOO_LONG = 2.25
+"""After so long without a renewal a leader must have stopped."""
+
+
+class SlowStore(ForgetfulStore):
+    """A database that may take its time, while the clocks go on."""
+
+    def __init__(self, clock: Hands) -> None:
+        super().__init__(clock.now)
+        self.clock = clock
+        self.seconds: dict[str, float] = {}
+        """Name of a call -> until its answer."""
+
+    async def commit(self, term: Term, decisions: Sequence[Decision]) -> Sequence[CommitVerdict]:
+        verdicts = await super().commit(term, decisions)
+        self._pass("commit")
+        return verdicts
+
+    async def specs(self, tasks: Sequence[TaskId]) -> Mapping[TaskId, RunSpec]:
+        specs = await super().specs(tasks)
+        self._pass("specs")
+        return specs
+
+    def _pass(self, call: str) -> None:
+        self.clock.time = Instant(self.clock.time + self.seconds.pop(call, 0.0))
+
+
+@pytest.fixture
+def store() -> SlowStore:
+    return SlowStore(Hands())
+
+
+@pytest.fixture
+async def stage(tmp_path: Path, store: SlowStore) -> AsyncIterator[Stage]:
+    """A leader whose term has just been renewed."""
+    async with a_stage(tmp_path / "blobs", store, store.clock) as stage:
+        tenure = Tenure(await next_term(store), RULES.trusted_until(stage.clock.ticks()))
+        await stage.lead(tenure)
+        yield stage
+
+
+def later(stage: Stage, seconds: float) -> None:
+    stage.clock.time = Instant(stage.clock.time + seconds)
+
+
+async def test_a_leader_past_its_deadline_decides_commits_and_sends_nothing(stage: Stage) -> None:
+    await stage.submit("one", gpu_mb=GIB)
+    head = await stage.store.head()
+    later(stage, TOO_LONG)
+    with pytest.raises(TenureOver, match="was not renewed in time"):
+        await stage.leader.cycle()
+    assert (await stage.store.head(), stage.executor.sent) == (head, [])
+
+
+async def test_what_was_committed_in_time_is_not_sent_once_the_time_is_over(
+    stage: Stage, store: SlowStore
+) -> None:
+    """The leader is stopped between its commit and its orders."""
+    await stage.submit("one", gpu_mb=GIB)
+    store.seconds["commit"] = TOO_LONG
+    with pytest.raises(TenureOver):
+        await stage.leader.cycle()
+    assert (await stage.row("one")).state is TaskState.ADMITTED
+    assert stage.executor.sent == []
+
+
+async def test_what_is_handed_over_once_the_time_is_over_is_not_carried_out(
+    stage: Stage, store: SlowStore
+) -> None:
+    """The leader is stopped behind its own last look at the clock, while it reads what a start needs."""
+    await stage.submit("one", gpu_mb=GIB)
+    store.seconds["specs"] = TOO_LONG
+    await stage.leader.cycle()
+    assert [type(order) for order, _ in stage.executor.sent] == [StartOrder]
+    assert stage.executor.begun == set()
+    with pytest.raises(TenureOver):
+        await stage.leader.cycle()
+
+
+async def test_a_start_that_never_left_is_made_good_in_the_next_term(stage: Stage, store: SlowStore) -> None:
+    await stage.submit("one", seconds=3600, gpu_mb=GIB)
+    store.seconds["commit"] = TOO_LONG
+    with pytest.raises(TenureOver):
+        await stage.leader.cycle()
+    await stage.lead(Tenure(await next_term(store)))
+    await stage.later(5.0)
+    await stage.turns_until("one", TaskState.RUNNING)
+    row = await stage.row("one")
+    assert (row.fence, row.failures) == (2, 0)
+
+
+class Party:
+    """Processes with one database and one machine's clock, each with a candidate."""
+
+    def __init__(self, folder: Path, *names: str) -> None:
+        self.clock = Hands()
+        self.store = ForgetfulStore(self.clock.now)
+        self.stages = {name: Stage(folder / name, self.store, self.clock) for name in names}
+        self.candidates = {name: self._candidate(name) for name in names}
+        self.running: dict[str, asyncio.Task[None]] = {}
+
+    def _candidate(self, name: str) -> Candidate:
+        stage = self.stages[name]
+
+        async def catch_up() -> None:
+            """A store in memory tells everybody everything at once."""
+
+        def new_leader(tenure: Tenure) -> Leader:
+            stage.leader = stage.new_leader(tenure)
+            return stage.leader
+
+        return Candidate(
+            name=name,
+            store=self.store,
+            executor=stage.executor,
+            rules=RULES,
+            ticks=self.clock.ticks,
+            chance=lambda: 0.0,
+            new_leader=new_leader,
+            catch_up=catch_up,
+        )
+
+    def begin(self, name: str) -> None:
+        self.running[name] = asyncio.create_task(self.candidates[name].run())
+
+    async def stop(self, name: str) -> None:
+        """As a process stops that was asked to."""
+        task = self.running.pop(name)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+    async def kill(self, name: str) -> None:
+        """As a process ends that was not."""
+        self.candidates[name]._store = Gone(self.clock.now)
+        await self.stop(name)
+
+    def leading(self) -> list[tuple[str, Term]]:
+        led = {name: candidate.term for name, candidate in self.candidates.items()}
+        return [(name, term) for name, term in led.items() if term is not None]
+
+    async def until(self, *leading: tuple[str, int]) -> None:
+        async with asyncio.timeout(10.0):
+            while self.leading() != list(leading):  # noqa: ASYNC110  # who leads sends no events
+                await asyncio.sleep(0)
+
+
+class Gone(ForgetfulStore):
+    away = True
+
+
+@pytest.fixture
+async def party(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Party]:
+    monkeypatch.setattr(leadership, "LOOK_SECONDS", (0.0, 0.0))
+    monkeypatch.setattr(leadership, "RETRY_SECONDS", 0.0)
+    party = Party(tmp_path, "one", "two")
+    yield party
+    for name in list(party.running):
+        await party.stop(name)
+
+
+async def test_of_two_candidates_one_leads(party: Party) -> None:
+    party.begin("one")
+    await party.until(("one", 1))
+    party.begin("two")
+    for _ in range(100):
+        await asyncio.sleep(0)
+    assert party.leading() == [("one", 1)]
+    assert (party.candidates["two"].row or await party.store.leader()).holder == "one"
+
+
+async def test_a_leader_that_is_stopped_lets_the_next_one_lead_at_once(party: Party) -> None:
+    party.begin("one")
+    party.begin("two")
+    await party.until(("one", 1))
+    await party.stop("one")
+    await party.until(("two", 2))
+
+
+async def test_a_leader_that_is_gone_leads_until_its_lease_is_past_and_no_longer(party: Party) -> None:
+    party.begin("one")
+    party.begin("two")
+    await party.until(("one", 1))
+    await party.kill("one")
+    party.clock.time = Instant(party.clock.time + RULES.ttl_seconds - 0.1)
+    for _ in range(100):
+        await asyncio.sleep(0)
+    assert party.leading() == []
+    party.clock.time = Instant(party.clock.time + 0.2)
+    await party.until(("two", 2))
+
+
+async def test_a_leader_that_slept_stands_back_and_leads_again_if_nobody_else_does(party: Party) -> None:
+    party.begin("one")
+    await party.until(("one", 1))
+    party.clock.time = Instant(party.clock.time + 3600.0)
+    await party.until(("one", 2))
+    assert party.candidates["one"].takeovers == 2
+
+
+async def test_a_leader_without_its_database_stands_back_and_leads_again_when_that_is_back(
+    party: Party,
+) -> None:
+    party.begin("one")
+    await party.until(("one", 1))
+    party.store.away = True
+    party.clock.time = Instant(party.clock.time + TOO_LONG)
+    await party.until()
+    party.store.come_back()
+    await party.until(("one", 2))
+
+
+async def test_a_leader_that_hears_of_another_term_stands_back(party: Party) -> None:
+    party.begin("one")
+    await party.until(("one", 1))
+    await next_term(party.store, "another", ttl_seconds=3600.0)
+    await party.until()
+    assert party.candidates["one"].seconds_left is None
+
+
+async def test_a_candidate_waits_for_the_database_before_it_leads(party: Party) -> None:
+    party.store.away = True
+    party.begin("one")
+    for _ in range(100):
+        await asyncio.sleep(0)
+    assert not party.running["one"].done()
+    party.store.come_back()
+    await party.until(("one", 1))
+
+
+async def test_the_next_leader_carries_on_with_what_is_in_the_queue(party: Party) -> None:
+    party.begin("one")
+    party.begin("two")
+    await party.until(("one", 1))
+    await party.stop("one")
+    ended = asyncio.Event()
+    party.store.listen(lambda events: ended.set() if "task.succeeded" in {e.kind for e in events} else None)
+    await party.stages["two"].submit("task", gpu_mb=GIB)
+    await asyncio.wait_for(ended.wait(), 10.0)
