@@ -108,4 +108,4 @@ def make_full_collections_rare() -> None:
     The others are kept small, since requests and planning wait for them.
     """
     gc.freeze()
-    gc.set_threshold(1_000, 5, 20_000)
+    gc.set_threshold(500, 5, 40_000)

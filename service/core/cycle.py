@@ -27,7 +27,7 @@ from service.core.units import Instant, TaskId
 from service.core.world import World
 from service.core.worth import Worth
 
-SLICE = 200
+SLICE = 150
 """Looks at nodes for a task before the caller gets its turn again: some milliseconds."""
 
 

@@ -200,13 +200,15 @@ class Memory:
         if self._denied_at != self.growth.revision:  # it holds until something grows
             self._denied_at = self.growth.revision
             self.denied.clear()
-        known = len(self.standings) + len(self.refused) + len(self.gangs)
+        known = len(self.standings) + len(self.refused) + len(self.beside) + len(self.gangs)
+        known += len(self.shortages) + len(self.denied)
         if known > 4 * len(world.queue.kin) + MOST_UNASKED:
             self.standings.clear()
             self.refused.clear()
             self.beside.clear()
             self.gangs.clear()
             self.shortages.clear()
+            self.denied.clear()
 
     def _has_turned(self, node: NodeName) -> bool:
         """Whether the passing of time made a difference to the node; if not, when it may."""

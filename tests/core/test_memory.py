@@ -6,7 +6,8 @@ from dataclasses import replace
 import pytest
 
 from service.core.cycle import plan_cycle
-from service.core.memory import MOST_UNASKED, Memory, Standing
+from service.core.memory import MOST_UNASKED, Denied, Memory, Right, Standing
+from service.core.ordering import Kin
 from service.core.plan import Decision, withdrawn, write_move
 from service.core.policy import Policy
 from service.core.task import Move, TaskState
@@ -15,6 +16,7 @@ from service.core.world import World
 from tests.builders import (
     GIB,
     NOW,
+    a_demand,
     a_device,
     a_node,
     a_pledge,
@@ -162,6 +164,17 @@ def test_what_is_known_of_demands_that_nobody_has_any_more_is_forgotten_in_the_e
     memory.standings.update({TaskId(f"gone{n}"): Standing() for n in range(MOST_UNASKED + 10)})
     assert [decision.subject for decision in plan(world, memory, NOW + 1.0)] == ["a"]
     assert len(memory.standings) < 10
+
+
+def test_what_was_short_of_limits_or_had_no_right_is_forgotten_in_the_end_as_well():
+    """Of demands that are all different nothing else may be known: their tasks get no further."""
+    world, memory = a_world(a_device(), a_task("a", gpu_mb=90 * GIB)), Memory()
+    plan(world, memory)
+    likes = [(Kin(a_demand(gpu_mb=n + 1)), 50) for n in range(MOST_UNASKED // 2 + 10)]
+    memory.shortages.update(dict.fromkeys(likes, (0, True)))
+    memory.denied.update({("red", 50, kin.demand): Denied(Right.OWNER, 0, 0, ()) for kin, _ in likes})
+    plan(world, memory)
+    assert (memory.shortages, memory.denied) == ({}, {})
 
 
 def test_who_is_shut_out_is_passed_over_in_every_band_and_when_others_are_woken():
