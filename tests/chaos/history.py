@@ -209,6 +209,9 @@ class History:
         marks = event.kind == "lease.overused" and lease.state is state is LeaseState.HELD
         goes_on = marks or state in NEXT_STATES[lease.state]
         self._require(goes_on, "a lease goes forward only", event, lease.state)
+        ends_quarantine = (lease.state, state) == (LeaseState.QUARANTINED, LeaseState.RELEASED)
+        has_proof = bool(event.fields.get("proof"))
+        self._require(has_proof or not ends_quarantine, "quarantine ends by a proof", event)
         lease.state, lease.version = state, event.version
         if state is LeaseState.RELEASED:
             self._leave(lease, event)

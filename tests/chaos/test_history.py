@@ -129,6 +129,9 @@ BROKEN: dict[str, Break] = {
     "a lease goes forward only": lambda events: with_fields(
         events, at(events, "lease.releasing"), state="reserved"
     ),
+    "quarantine ends by a proof": lambda events: with_fields(
+        events, at(events, "lease.releasing"), state="quarantined"
+    ),
     "only what was leased changes": lambda events: without(events, at(events, "lease.reserved")),
     "memory comes back when its run is over, not before": lambda events: with_fields(
         events, at(events, "lease.held"), state="released"

@@ -1,0 +1,104 @@
+"""A database session that breaks at one of the boundaries between what is asked of it."""
+
+import os
+import signal
+import socket
+from collections.abc import Callable, Sequence
+from enum import StrEnum
+from typing import Any, TypeVar
+
+from service.adapters.sql.postgres import PostgresSession
+from service.adapters.sql.rowset import Row, SetStatement
+from service.adapters.sql.session import CommitUnknown, Session
+from service.core.events import Event
+from service.core.units import Instant, Position, Term
+from service.ports import StoreUnavailable
+
+T = TypeVar("T")
+
+
+class Fault(StrEnum):
+    CUT = "cut"
+    """The connection breaks; a file, which is never disconnected, fails once."""
+    KILL = "kill"
+    """kill -9 of the process."""
+
+
+class FaultySession:
+    """Breaks where `arm` says: between any two statements, or on either side of COMMIT."""
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+        self._fault = Fault.CUT
+        self._point: int | None = None
+        self.passed: list[str] = []
+        """The boundaries since it was armed."""
+
+    def arm(self, fault: Fault, point: int | None) -> None:
+        """It breaks at the boundary of this number, counted from here; None: only count."""
+        self._fault, self._point, self.passed = fault, point, []
+
+    def disarm(self) -> None:
+        self._point = None
+
+    def begin(self) -> None:
+        self._then("begin", self._session.begin)
+
+    def write(self, statement: SetStatement, rows: Sequence[Row]) -> None:
+        self._then(statement.name, lambda: self._session.write(statement, rows))
+
+    def fetch(self, statement: SetStatement, rows: Sequence[Row]) -> Sequence[Sequence[Any]]:
+        return self._then(statement.name, lambda: self._session.fetch(statement, rows))
+
+    def require_term(self, term: Term) -> None:
+        self._then("term", lambda: self._session.require_term(term))
+
+    def number(self, events: int) -> tuple[Position, Instant]:
+        return self._then("log head", lambda: self._session.number(events))
+
+    def commit(self) -> None:
+        """Cut after it: it has been done, and the answer is lost."""
+        self._pass("before commit")
+        self._session.commit()
+        if self._pass("after commit"):
+            raise CommitUnknown("the answer to COMMIT was cut off")
+
+    def rollback(self) -> None:
+        self._session.rollback()
+
+    def has_event(self, event: Event) -> bool:
+        return self._session.has_event(event)
+
+    def now(self) -> Instant:
+        return self._session.now()
+
+    def reconnect(self) -> None:
+        self._session.reconnect()
+
+    def close(self) -> None:
+        self._session.close()
+
+    def _then(self, name: str, act: Callable[[], T]) -> T:
+        self._pass(f"before {name}")
+        return act()
+
+    def _pass(self, boundary: str) -> bool:
+        """Whether it broke here."""
+        is_file = not isinstance(self._session, PostgresSession)
+        if boundary == "after commit" and is_file and self._fault is Fault.CUT:
+            return False  # what a file has kept it has kept
+        self.passed.append(boundary)
+        if len(self.passed) - 1 != self._point:
+            return False
+        if self._fault is Fault.KILL:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if is_file:
+            raise StoreUnavailable("disk I/O error")
+        hang_up(self._session)
+        return True
+
+
+def hang_up(session: PostgresSession) -> None:
+    """As if the line were cut: neither side is told, and each finds out by itself."""
+    with socket.socket(fileno=os.dup(session._connection.fileno())) as line:
+        line.shutdown(socket.SHUT_RDWR)

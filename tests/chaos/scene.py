@@ -1,0 +1,190 @@
+"""A store, the picture of its leader, and machines that do what the caller says: there is no loop."""
+
+import time
+from collections.abc import Sequence
+from hashlib import sha256
+from typing import Any
+
+from service.bootstrap.compose import fill
+from service.core.cycle import plan_cycle
+from service.core.deadlines import Watch, due
+from service.core.orders import (
+    Checkpointed,
+    Ended,
+    Ending,
+    Failure,
+    Gone,
+    NodeSeen,
+    Ready,
+    Report,
+    SeenDevice,
+    Started,
+)
+from service.core.plan import Decision, Request
+from service.core.policy import Policy
+from service.core.reconcile import InventoryRules, reconcile
+from service.core.requests import carry_out
+from service.core.runs import react
+from service.core.task import Task, TaskState
+from service.core.units import Fence, Instant, Mib, NodeName, TaskId, Term
+from service.core.world import World
+from service.ports import CommitVerdict, SubmitOutcome, SubmitVerdict, TaskStore
+from tests.builders import GIB, a_node, a_sample, a_task
+from tests.contracts.scenes import a_submission
+
+DEVICES = tuple(SeenDevice(f"gpu{i}", "H100", i, Mib(80 * GIB), True) for i in range(2))
+NODE = NodeName("n1")
+RULES = InventoryRules("test")
+ROUNDS = 20
+"""More than the longest way of a task to its end takes."""
+
+
+class Scene:
+    def __init__(self, store: TaskStore, term: Term) -> None:
+        self.store, self.term = store, term
+        self.policy = Policy()
+        self.world = World()
+        self.accepted: set[str] = set()
+        """Tasks whose submitter was told so."""
+        self._later_seconds = 0.0
+
+    @classmethod
+    async def on(cls, store: TaskStore, term: Term, world: World | None = None) -> "Scene":
+        """With the picture of the rows, unless there is one."""
+        scene = cls(store, term)
+        if world is None:
+            fill(scene.world, await store.snapshot())
+        else:
+            scene.world = world
+        store.listen(scene.world.apply)
+        return scene
+
+    @property
+    def now(self) -> Instant:
+        return Instant(time.time() + self._later_seconds)
+
+    def task(self, id: str) -> Task:
+        return self.world.tasks[TaskId(id)]
+
+    # What people do
+
+    async def submit(self, id: str, key: str | None = None, **fields: Any) -> SubmitOutcome:
+        """A task of 10 GiB, unless told otherwise."""
+        if not fields.keys() & {"bundles", "gpu_mb"}:
+            fields["gpu_mb"] = 10 * GIB
+        task = a_task(id, **{"submitted_at": self.now, **fields})
+        outcome = await self.store.submit(a_submission(task, key, labels={"kind": "chaos"}))
+        if outcome.verdict is SubmitVerdict.ACCEPTED:
+            self.accepted.add(id)
+        return outcome
+
+    async def ask(self, id: str, what: str, **fields: Any) -> None:
+        await self.store.request(Request(f"r-{id}-{what}", TaskId(id), "default", what, fields, self.now))
+
+    # What the leader does
+
+    async def carry(self, decisions: Sequence[Decision]) -> Sequence[CommitVerdict]:
+        written = [decision for decision in decisions if not decision.is_empty()]
+        assert written, "a step of a story changes something"
+        return await self.store.commit(self.term, written)
+
+    def plan(self, seconds: float = 0.0) -> Sequence[Decision]:
+        """`seconds` from now."""
+        now = Instant(self.now + seconds)
+        self.world.enter_due(now)
+        self.world.measure(a_sample(device, now) for device in self.world.books)
+        return plan_cycle(self.world, self.policy, now).decisions
+
+    def hear(self, *reports: Report) -> Sequence[Decision]:
+        return react(self.world, reports, self.now, self.policy)
+
+    def settle_requests(self) -> Sequence[Decision]:
+        return [
+            carry_out(self.world, self.world.requests[id], self.now, self.policy)
+            for id in sorted(self.world.requests)
+        ]
+
+    def due_in(self, seconds: float = 0.0) -> Sequence[Decision]:
+        """What time makes due for a leader that has looked all the while."""
+        now = Instant(self.now + seconds)
+        return due(self.world, now, self.policy, Watch(Instant(0.0), now))
+
+    def node_answers(self) -> Sequence[Decision]:
+        """Its agent knows of no run at all."""
+        seen = NodeSeen(a_node(), DEVICES, (), self.now)
+        return reconcile(self.world, seen, self.now, self.policy, RULES)
+
+    # What machines say
+
+    def starts(self, id: str) -> list[Report]:
+        run = self._run(id)
+        return [Started(*run, self.now, pid=1, rank=rank) for rank in self._ranks(id)]
+
+    def gets_ready(self, id: str) -> list[Report]:
+        run = self._run(id)
+        return [Ready(*run, self.now, "127.0.0.1:9", rank=rank) for rank in self._ranks(id)]
+
+    def saves(self, id: str, sequence: int = 1) -> Report:
+        data = b"state"
+        return Checkpointed(*self._run(id), self.now, sequence, sha256(data).hexdigest(), data, None)
+
+    def ends(self, id: str, ending: Ending = Ending.SUCCEEDED) -> list[Report]:
+        run = self._run(id)
+        failed = Failure("exception", "as written") if ending is Ending.FAILED else None
+        return [
+            Ended(*run, self.now, ending, result=b"1", failure=failed, rank=rank) for rank in self._ranks(id)
+        ]
+
+    def leaves(self, id: str, proof: str = "process_absent") -> list[Report]:
+        """Every process of the task that still has memory."""
+        runs = {
+            (lease.fence, lease.rank)
+            for claim in self.world.leases.values()
+            for lease in claim.values()
+            if lease.holder == id
+        }
+        return [Gone(TaskId(id), Fence(fence), self.now, proof, rank=rank) for fence, rank in sorted(runs)]
+
+    def _run(self, id: str) -> tuple[TaskId, Fence]:
+        return TaskId(id), self.task(id).fence
+
+    def _ranks(self, id: str) -> range:
+        return range(max(1, len(self.task(id).members)))
+
+    # To the end
+
+    async def begin(self, id: str, **fields: Any) -> None:
+        """Until it runs."""
+        await self.submit(id, **fields)
+        await self.carry(self.plan())
+        await self.carry(self.hear(*self.starts(id)))
+
+    async def finish(self) -> None:
+        """Whatever there is goes on to its end, and gives back what it has."""
+        for _ in range(ROUNDS):
+            if not (self.world.tasks or self.world.leases or self.world.requests):
+                self._later_seconds = 0.0
+                return
+            self._later_seconds += 1000.0
+            for decide in (self.due_in, self._find_node, self.settle_requests, self._go_on, self.plan):
+                decisions = decide()
+                if any(not decision.is_empty() for decision in decisions):
+                    verdicts = await self.carry(decisions)
+                    assert set(verdicts) == {CommitVerdict.COMMITTED}, (decisions, verdicts)
+        raise AssertionError(f"not at their end: {self.world.tasks} {self.world.leases}")
+
+    def _find_node(self) -> Sequence[Decision]:
+        return () if self.world.nodes[NODE].ready else self.node_answers()
+
+    def _go_on(self) -> Sequence[Decision]:
+        reports: list[Report] = []
+        for id, task in self.world.tasks.items():
+            if task.members and task.state is TaskState.ADMITTED:
+                reports += self.gets_ready(id)
+            elif task.state in (TaskState.ADMITTED, TaskState.RUNNING):
+                reports += [*self.starts(id), *self.ends(id), *self.leaves(id)]
+            else:
+                reports += self.leaves(id)
+        holders = {holder for holder, _ in self.world.leases if holder not in self.world.tasks}
+        reports += [report for holder in sorted(holders) for report in self.leaves(holder)]
+        return self.hear(*reports)

@@ -1,0 +1,250 @@
+"""Every operation, broken at every boundary of every statement and COMMIT; then what is left is looked at.
+
+Two ways to break: the connection is cut and the process goes on, or the process is killed and another one
+goes on with what it finds. Afterwards rows and log must say the same, no half of anything may be there,
+what was answered must be true, and every task must still come to its end.
+"""
+
+import asyncio
+import gc
+import os
+import signal
+from collections import Counter
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+from service.adapters.sql import database
+from service.adapters.sql.store import SqlStore
+from service.core.units import Term
+from service.core.world import World
+from service.ports import CommitVerdict, StoreUnavailable
+from tests.chaos.faults import Fault, FaultySession
+from tests.chaos.operations import OPERATIONS, Operation
+from tests.chaos.rows import Answers, Rows, picture_of
+from tests.chaos.scene import Scene
+from tests.contracts.scenes import picture
+
+_SURVIVED = 3
+_REFUSED = frozenset({CommitVerdict.UNAVAILABLE, CommitVerdict.STALE})
+
+
+class Broken(AssertionError):
+    """Something that must hold did not, after this fault."""
+
+
+@dataclass
+class Swept:
+    points: Counter[str] = field(default_factory=Counter)
+    """Fault -> boundaries at which it was tried."""
+
+    def __str__(self) -> str:
+        tried = ", ".join(f"{fault} at {count} points" for fault, count in sorted(self.points.items()))
+        return f"{len(OPERATIONS)} operations, {tried}: nothing lost, nothing half"
+
+
+class Stamp(NamedTuple):
+    """What tells whether a transaction was kept."""
+
+    position: int
+    term: int
+    tokens: int
+
+    def since(self, before: "Stamp") -> "Stamp":
+        """A lost answer makes a leader take one more term; that is as good as one."""
+        return Stamp(
+            self.position - before.position, min(1, self.term - before.term), self.tokens - before.tokens
+        )
+
+
+NOTHING = Stamp(0, 0, 0)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Of an operation that nothing disturbs."""
+
+    boundaries: tuple[str, ...]
+    done: Stamp
+
+
+@dataclass(frozen=True)
+class Life:
+    """Of a process that is about to act for a task, with the picture that it has then."""
+
+    id: str
+    before: Stamp
+    world: World
+    where: str
+
+
+class Sweep:
+    """Of one migrated database, whose every transaction is this object's."""
+
+    def __init__(self, url: str) -> None:
+        self._url = url
+        self._answers = Answers(url)
+        self._rows = Rows(self._answers)
+        self._term = Term(0)
+        self._ids = iter(range(1, 1_000_000))
+        self._accepted: set[str] = set()
+        self.swept = Swept()
+
+    def run(self, faults: Iterable[Fault], operations: Mapping[str, Operation] = OPERATIONS) -> Swept:
+        """Raises Broken."""
+        with _migrated_before():
+            asyncio.run(self._settle_in())
+            gc.freeze()
+            for name, operation in operations.items():
+                for fault in faults:
+                    plan = asyncio.run(self._rehearse(fault, operation))
+                    if fault is Fault.CUT:
+                        asyncio.run(self._cut_everywhere(name, operation, plan))
+                    else:
+                        self._kill_everywhere(name, operation, plan)
+                    asyncio.run(self._close_the_books(name))
+                    self.swept.points[fault] += len(plan.boundaries)
+        return self.swept
+
+    async def _settle_in(self) -> None:
+        async with self._opened() as (scene, _):
+            scene.term = await scene.store.take_term("chaos")
+            await scene.carry(scene.node_answers())
+
+    async def _rehearse(self, fault: Fault, operation: Operation) -> Plan:
+        async with self._opened() as (scene, session):
+            id, before = await self._prepare(scene, operation)
+            session.arm(fault, None)
+            await operation.act(scene, id)
+            boundaries, done = tuple(session.passed), self._stamp().since(before)
+            await self._end(scene, id, "undisturbed")
+            return Plan(boundaries, done)
+
+    # The connection is cut, and the process goes on
+
+    async def _cut_everywhere(self, name: str, operation: Operation, plan: Plan) -> None:
+        async with self._opened() as (scene, session):
+            for point, boundary in enumerate(plan.boundaries):
+                where = f"{name}, cut {boundary}"
+                id, before = await self._prepare(scene, operation)
+                session.arm(Fault.CUT, point)
+                said = await _said(operation.act(scene, id))
+                session.disarm()
+                kept = self._stamp().since(before)
+                if kept != (plan.done if said else NOTHING):
+                    told = "done" if said else "refused"
+                    raise Broken(f"{where}: it was {told}, and what was kept is {kept} of {plan.done}")
+                if picture(scene.world) != await picture_of(scene.store):
+                    raise Broken(f"{where}: whoever went on has another picture than the rows")
+                await self._end(scene, id, where)
+
+    # The process is killed, and another one finds what is left
+
+    def _kill_everywhere(self, name: str, operation: Operation, plan: Plan) -> None:
+        dead: Life | None = None
+        for point, boundary in enumerate(plan.boundaries):
+            where = f"{name}, killed {boundary}"
+            dead = asyncio.run(self._take_over_from(dead, plan, operation, where))
+            self._die(operation, dead, point)
+        asyncio.run(self._bury(dead, plan))
+
+    async def _take_over_from(self, dead: Life | None, plan: Plan, operation: Operation, where: str) -> Life:
+        """Go on where the dead process left off, and get to where the next one dies."""
+        async with self._opened() as (scene, _):
+            if dead is not None:
+                await self._settle(scene, dead, plan)
+            id, before = await self._prepare(scene, operation)
+            return Life(id, before, scene.world, where)
+
+    async def _bury(self, dead: Life | None, plan: Plan) -> None:
+        async with self._opened() as (scene, _):
+            if dead is not None:
+                await self._settle(scene, dead, plan)
+
+    async def _settle(self, scene: Scene, dead: Life, plan: Plan) -> None:
+        found = self._stamp()
+        if (kept := found.since(dead.before)) not in (NOTHING, plan.done):
+            raise Broken(f"{dead.where}: a part was kept, {kept} of {plan.done}")
+        scene.term = Term(found.term)
+        await self._end(scene, dead.id, dead.where)
+
+    def _die(self, operation: Operation, life: Life, point: int) -> None:
+        child = os.fork()
+        if child == 0:
+            try:
+                gc.disable()  # it would only copy what is the parent's as well
+                asyncio.run(self._act_and_die(operation, life, point))
+            finally:
+                os._exit(_SURVIVED)  # nothing of the parent's is to be cleaned up here
+        _, status = os.waitpid(child, 0)
+        if not os.WIFSIGNALED(status) or os.WTERMSIG(status) != signal.SIGKILL:
+            raise Broken(f"{life.where}: the process was not killed there; status {status}")
+
+    async def _act_and_die(self, operation: Operation, life: Life, point: int) -> None:
+        async with self._opened(life.world) as (scene, session):
+            session.arm(Fault.KILL, point)
+            await operation.act(scene, life.id)
+
+    # Around both
+
+    async def _prepare(self, scene: Scene, operation: Operation) -> tuple[str, Stamp]:
+        id = f"t{next(self._ids):05}"
+        await operation.before(scene, id)
+        return id, self._stamp()
+
+    async def _end(self, scene: Scene, id: str, where: str) -> None:
+        """Look at what there is, and bring it to its end."""
+        if wrong := await self._rows.check(scene.store, since=id):
+            raise Broken(f"{where}: {'; '.join(wrong)}")
+        await scene.finish()
+
+    async def _close_the_books(self, name: str) -> None:
+        """All that was accepted has ended, and the ends are as they should be."""
+        async with self._opened() as (scene, _):
+            wrong = await self._rows.check(scene.store)
+        lost = self._accepted - {id for (id,) in self._answers.to("SELECT id FROM task WHERE finished")}
+        if wrong or lost:
+            raise Broken(f"{name}, at last: {'; '.join(wrong)}; accepted and not ended: {sorted(lost)}")
+
+    def _stamp(self) -> Stamp:
+        [found] = self._answers.to(
+            "SELECT position, (SELECT term FROM leadership), (SELECT count(*) FROM token) FROM log_head"
+        )
+        return Stamp(*found)
+
+    @asynccontextmanager
+    async def _opened(self, world: World | None = None) -> AsyncIterator[tuple[Scene, FaultySession]]:
+        """With a picture from the rows, if it is not given."""
+        known = database.open_database(self._url, alone=False)
+        session = FaultySession(known.session)
+        store = SqlStore(replace(known, session=session))
+        try:
+            scene = await Scene.on(store, self._term, world)
+            yield scene, session
+            self._term = scene.term
+            self._accepted |= scene.accepted
+        finally:
+            await store.close()
+
+
+async def _said(answer: Any) -> bool:
+    """Whether whoever asked was told that it is done. What was not possible must have been refused."""
+    try:
+        given = await answer
+    except StoreUnavailable:
+        return False
+    answers = given if isinstance(given, list | tuple) else [given]
+    return not any(isinstance(one, CommitVerdict) and one in _REFUSED for one in answers)
+
+
+@contextmanager
+def _migrated_before() -> Iterator[None]:
+    """Hundreds of times the database is opened: its schema, which has been brought to the newest before, is
+    not looked at again."""
+    bring_to = database.bring_to
+    database.bring_to = lambda *_: "head"
+    try:
+        yield
+    finally:
+        database.bring_to = bring_to
