@@ -5,7 +5,7 @@ and the database's look-up of one row.
 """
 
 import asyncio
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from time import process_time
 from typing import Any
@@ -73,6 +73,8 @@ class Picture:
     policy: Policy
     now: Instant
     forecasts: Sequence[Forecast]
+    meanwhile: Callable[[], None]
+    """What happens between two of them."""
 
     def explained(self, tasks: Iterable[Task]) -> Answered:
         asked = [(task, "GET", f"/tasks/{task.id}/explain", None) for task in tasks]
@@ -117,6 +119,7 @@ class Picture:
         transport = httpx.ASGITransport(app)
         async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as client:
             for task, method, path, body in asked:
+                self.meanwhile()
                 headers = {"Authorization": f"Bearer {secrets[task.tenant]}"}
                 began = process_time()
                 answer = await client.request(method, path, json=body, headers=headers)

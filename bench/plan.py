@@ -5,6 +5,7 @@ priorities. After the first plan the cluster is full; then runs end one by one, 
 asked to, and each time a cycle follows: as many slices as it takes until nothing more is to be decided. Every
 second of that story forecasts are worked out anew, which the plans respect; they have a figure of their own.
 At the end clients ask why tasks wait, and what would become of others: through the gateway, JSON included.
+Before each answer a run ends and a cycle follows.
 
 All times are CPU time, since planning does nothing but compute: on a core of its own it takes no longer.
 Taking over what was decided (`World.apply`) is told beside them.
@@ -114,9 +115,14 @@ def releases(room: "Room", count: int, chance: random.Random) -> Iterator[Figure
 
 
 def answers(room: "Room", count: int, chance: random.Random) -> Iterator[Figure]:
-    """What clients wait for on a service that does nothing else."""
+    """What clients wait for on a service that does nothing else meanwhile."""
+
+    def goes_on() -> None:
+        room.release_one(chance)
+        room.cycle()
+
     waiting = sorted(task.id for task in room.world.tasks.values() if task.state is TaskState.PENDING)
-    picture = Picture(room.world, room.policy, room.now, room.foresight.forecasts)
+    picture = Picture(room.world, room.policy, room.now, room.foresight.forecasts, goes_on)
     asked = [room.world.tasks[task] for task in chance.sample(waiting, min(count, len(waiting)))]
     for name, ask in (("explain", picture.explained), ("simulate", picture.simulated)):
         found = ask(asked)

@@ -42,7 +42,7 @@ def advise(found: Look, highest_priority: int = 100) -> Advice:
     """Of a pending task, or of one that nobody has submitted. Changes nothing."""
     seen = found.whole
     task, draft = seen.task, seen.draft
-    planner = Planner(draft, seen.policy, seen.now, seen.forecasts)
+    planner = Planner(draft, seen.policy, seen.now, seen.forecasts, seen.known)
     trial = planner.attempt(task)
     departures = Departures(draft, seen.policy, seen.now)
     free_in = _free_in(found.part, departures)
@@ -72,9 +72,17 @@ def _free_in(seen: Survey, departures: Departures) -> dict[DeviceKey, Remaining]
 def _end_of_need(book: Book, missing_mb: int, task: TaskId, departures: Departures) -> Remaining | None:
     """When so much more will be free on a device. What is being freed for others does not count."""
     within = Remaining(Seconds(0.0), Seconds(0.0), 0)
-    coming = (held for held in book.holdings.values() if held.freeing_for in (None, task))
-    known = ((departures.of_holding(held).within(departures.now), held.takes_mb) for held in coming)
-    ends = sorted(((end, mb) for end, mb in known if end is not None), key=lambda one: one[0].p50_seconds)
+    if missing_mb <= 0:
+        return within
+    if book.held_mb() < missing_mb:
+        return None
+    ends: list[tuple[Remaining, int]] = []
+    for held in book.holdings.values():
+        if held.freeing_for is None or held.freeing_for == task:
+            end = departures.of_holding(held).within(departures.now)
+            if end is not None:
+                ends.append((end, held.takes_mb))
+    ends.sort(key=lambda one: one[0].p50_seconds)
     for end, mb in ends:
         if missing_mb <= 0:
             break

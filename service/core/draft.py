@@ -64,7 +64,8 @@ class Draft:
 
     def books_on(self, node: NodeName) -> Iterator[Book]:
         """In key order; never change what this yields."""
-        return map(self.book, self.world.by_node.get(node, ()))
+        look_up = self.book if self._books else self.world.books.__getitem__
+        return map(look_up, self.world.by_node.get(node, ()))
 
     def usable_nodes(self) -> Iterator[NodeName]:
         """Nodes on which something may be placed, in no particular order."""
@@ -88,7 +89,8 @@ class Draft:
 
     def runs_on(self, node: NodeName) -> Iterator[Task]:
         """The runs that were on the node before this draft, as they stand now, in no particular order."""
-        return map(self.task, self.world.runs.get(node, ()))
+        look_up = self.task if self._tasks else self.world.tasks.__getitem__
+        return map(look_up, self.world.runs.get(node, ()))
 
     def active_on(self, node: NodeName) -> Iterator[Task]:
         """Each run there as a task of its own: those, and what this draft has admitted."""

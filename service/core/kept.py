@@ -17,7 +17,8 @@ LEAST_SECONDS = 1.0
 
 def kept_for_forecasts(seen: Survey) -> list[Blocker]:
     """What keeps a task away for which there is room; empty if nothing does."""
-    keepers = Planner(seen.draft, seen.policy, seen.now, seen.forecasts).kept_for(seen.task)
+    planner = Planner(seen.draft, seen.policy, seen.now, seen.forecasts, seen.known)
+    keepers = planner.kept_for(seen.task)
     if not keepers:
         return []
     first = min(keepers, key=_start_at)

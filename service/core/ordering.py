@@ -167,7 +167,9 @@ class Group:
             submitted_at, task = self._members[self._first + index]
             return -top, -_aged(standing, top, now - submitted_at, policy), -weight, submitted_at, task
 
-        return bisect_right(range(len(self)), key, key=place)
+        if not self or place(len(self) - 1) <= key:  # all, or else none, of most groups
+            return len(self)
+        return 0 if key < place(0) else bisect_right(range(len(self)), key, key=place)
 
     def after(self, member: Member) -> Member | None:
         """The next one; the one before it need not be here any more."""
@@ -226,16 +228,14 @@ class PendingQueue:
 
     def count_until(self, key: OrderKey, rank: Callable[[str], Rank], now: Instant, policy: Policy) -> int:
         """How many stand at this place or before it, by the ranks of their tenants."""
-        before: dict[tuple[str, int], tuple[int, int, int]] = {}
-        count = 0
-        for group in self.groups.values():
-            likes = group.tenant, group.standing
-            if likes not in before:
-                before[likes] = (-band_of(group.standing)[2], *rank(group.tenant))
-            if before[likes] < key[:3]:
+        ranks, count = {tenant: rank(tenant) for tenant in self.tenants}, 0
+        first, own = key[:3], (key[0], *key[3:])
+        for (tenant, _, _, _, standing), group in self.groups.items():
+            place = (-band_of(standing)[2], *ranks[tenant])
+            if place < first:
                 count += len(group)
-            elif before[likes] == key[:3]:
-                count += group.count_own((key[0], *key[3:]), now, policy)
+            elif place == first:
+                count += group.count_own(own, now, policy)
         return count
 
     def holds(self, task: TaskId, group: Group) -> bool:

@@ -1,7 +1,6 @@
 """What a node has for a task: now, soon and at most, told at a glance and without saying at whose cost."""
 
 from bisect import bisect_left
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
@@ -125,12 +124,12 @@ class Outlooks:
         room = facts.most.get(above)
         if room is None:
             leavers = self.leavers(node, priority)
-            freed: Counter[DeviceKey] = Counter()
+            freed: dict[DeviceKey, int] = {}
             for run in leavers:
                 for key, mb in run.frees.items():
-                    freed[key] += mb
+                    freed[key] = freed.get(key, 0) + mb
             soon = self.soon(node, priority)
-            devices = tuple((device, mb + freed[device.key]) for device, mb in soon.devices)
+            devices = tuple((device, mb + freed.get(device.key, 0)) for device, mb in soon.devices)
             room = soon.with_amounts(devices, after(soon.beside, node, leavers)) if leavers else soon
             facts.most[above] = room
         return room

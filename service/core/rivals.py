@@ -1,6 +1,5 @@
 """For whose end a task waits, and who stands ahead of it and would take the room that then comes back."""
 
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from heapq import nsmallest
@@ -90,14 +89,18 @@ def _of_enough(seen: Survey, one: NodeFinding) -> Iterator[Task]:
     if gpus <= 0:
         yield from draft.runs_on(node)
         return
-    given = Counter[str]()
+    given: dict[str, int] = {}
     for device in one.devices:
-        if device.verdict in (Verdict.NO_ROOM, Verdict.KEPT_FOR_OTHERS):
-            held = Counter[str]()
+        missing_mb = (device.need_mb or 0) - device.free_mb
+        is_full = device.verdict is Verdict.NO_ROOM or device.verdict is Verdict.KEPT_FOR_OTHERS
+        if is_full and device.book.held_mb() >= missing_mb:
+            held: dict[str, int] = {}
             for holding in device.book.holdings.values():
-                held[holding.lease.holder] += holding.takes_mb
-            missing_mb = (device.need_mb or 0) - device.free_mb
-            given.update(holder for holder, mb in held.items() if mb >= missing_mb)
+                holder = holding.lease.holder
+                held[holder] = held.get(holder, 0) + holding.takes_mb
+            for holder, mb in held.items():
+                if mb >= missing_mb:
+                    given[holder] = given.get(holder, 0) + 1
     enough = {TaskId(holder) for holder, devices in given.items() if devices >= gpus}
     yield from map(draft.task, sorted(enough & draft.world.runs.get(node, set())))
 

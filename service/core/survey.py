@@ -5,10 +5,12 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from service.core.backfill import Forecast
-from service.core.device import Node
+from service.core.demand import Demand
+from service.core.device import Device, Node
 from service.core.draft import Draft
 from service.core.ledger import Book
 from service.core.need import may_use_device, may_use_node, need_mb
+from service.core.outlook import Known
 from service.core.policy import Policy
 from service.core.task import Task
 from service.core.units import Instant, Mib
@@ -80,28 +82,54 @@ class Survey:
     """In name order, their devices in key order."""
     forecasts: tuple[Forecast, ...] = ()
     """Those that hold now. They keep room, which a device's verdict does not tell."""
+    known: Known | None = None
+    """What earlier answers found out about nodes."""
 
 
 def survey(
-    draft: Draft, task: Task, policy: Policy, now: Instant, forecasts: Iterable[Forecast] = ()
+    draft: Draft,
+    task: Task,
+    policy: Policy,
+    now: Instant,
+    forecasts: Iterable[Forecast] = (),
+    known: Known | None = None,
 ) -> Survey:
     """Look at every node for this task. Changes nothing; costs as much as there are devices."""
     nodes = (draft.world.nodes[name] for name in sorted(draft.world.nodes))
-    found = tuple(_judge(draft, task, policy, now, node) for node in nodes)
-    return Survey(task, draft, policy, now, found, tuple(forecasts))
+    needs = _Needs(task.demand)
+    found = tuple(_judge(draft, task, policy, now, node, needs) for node in nodes)
+    return Survey(task, draft, policy, now, found, tuple(forecasts), known)
 
 
-def _judge(draft: Draft, task: Task, policy: Policy, now: Instant, node: Node) -> NodeFinding:
-    demand = task.demand
+class _Needs:
+    """What a demand comes to on each device: worked out once for those that it cannot tell apart."""
+
+    def __init__(self, demand: Demand) -> None:
+        self._demand = demand
+        self._known: dict[str, tuple[bool, Mib | None]] = {}
+
+    def of(self, device: Device) -> tuple[bool, Mib | None]:
+        """Whether it may use such a device, and MiB."""
+        sort = device.key if self._demand.where.devices else device.sort
+        known = self._known.get(sort)
+        if known is None:
+            need = need_mb(self._demand, device) if self._demand.gpus else Mib(0)
+            known = self._known[sort] = may_use_device(self._demand, device), need
+        return known
+
+
+def _judge(draft: Draft, task: Task, policy: Policy, now: Instant, node: Node, needs: _Needs) -> NodeFinding:
+    demand, period = task.demand, policy.sample_period_seconds
+    is_open = may_use_node(demand, node)
     devices = tuple(
-        _judge_device(book, task, node, stale=book.is_stale(now, policy.sample_period_seconds))
+        _judge_device(book, task, node, needs, is_open=is_open, is_stale=book.is_stale(now, period))
         for book in draft.books_on(node.name)
     )
     matching = sum(finding.need_mb is not None for finding in devices)
     return NodeFinding(
         node,
         devices,
-        is_large_enough=may_use_node(demand, node)
+        is_large_enough=is_open
         and matching >= demand.gpus
         and node.cpu >= demand.cpu
         and node.memory_mb >= demand.memory_mb,
@@ -109,13 +137,15 @@ def _judge(draft: Draft, task: Task, policy: Policy, now: Instant, node: Node) -
     )
 
 
-def _judge_device(book: Book, task: Task, node: Node, *, stale: bool) -> DeviceFinding:
-    demand = task.demand
-    need = need_mb(demand, book.device) if demand.gpus else Mib(0)
+def _judge_device(
+    book: Book, task: Task, node: Node, needs: _Needs, *, is_open: bool, is_stale: bool
+) -> DeviceFinding:
+    """`is_open`: whether it may use the node."""
+    may_use, need = needs.of(book.device)
     free = Mib(max(0, book.free_mb(task=task.id, priority=task.priority)))
     if not book.device.present:
         verdict = Verdict.GONE
-    elif not (may_use_node(demand, node) and may_use_device(demand, book.device)):
+    elif not (is_open and may_use):
         verdict = Verdict.NOT_WANTED
     elif need is None:
         verdict = Verdict.TOO_SMALL
@@ -123,7 +153,7 @@ def _judge_device(book: Book, task: Task, node: Node, *, stale: bool) -> DeviceF
         verdict = Verdict.NODE_NOT_READY
     elif node.cordoned:
         verdict = Verdict.CORDONED
-    elif stale:
+    elif is_stale:
         verdict = Verdict.STALE
     elif need <= free:
         verdict = Verdict.FITS

@@ -17,7 +17,7 @@ from service.core.looks import Looks
 from service.core.memory import Found
 from service.core.offers import Offers
 from service.core.ordering import OrderKey, order_key, own_key
-from service.core.outlook import Outlooks
+from service.core.outlook import Known, Outlooks
 from service.core.placement import Places, worth_of
 from service.core.policy import Policy
 from service.core.preemption import Eviction, Search, could_make_room, is_coming, may_preempt
@@ -50,9 +50,15 @@ class Planner:
     node serves all questions until the draft changes there."""
 
     def __init__(
-        self, draft: Draft, policy: Policy, now: Instant, forecasts: Sequence[Forecast] = ()
+        self,
+        draft: Draft,
+        policy: Policy,
+        now: Instant,
+        forecasts: Sequence[Forecast] = (),
+        known: Known | None = None,
     ) -> None:
-        """`forecasts`: they keep room from those who stand behind them."""
+        """`forecasts`: they keep room from those who stand behind them. `known`: of the nodes of this draft;
+        what is found out is added."""
         self._draft = draft
         self._now = now
         order = _order_by(draft, policy, now)
@@ -60,7 +66,7 @@ class Planner:
         self._claims = Claims(draft, policy, self._quotas)
         self._guards = Guards(draft, policy, now, self._claims, order, forecasts)
         self._lines = Lines(draft, policy, now, order, forecasts)
-        outlooks = Outlooks(draft, policy, now, now, {})
+        outlooks = Outlooks(draft, policy, now, now, {} if known is None else known)
         worth = worth_of(draft.world, policy)
         self._places = Places(draft, policy, now, worth=worth, outlooks=outlooks)
         self._offers = Offers(draft, policy, now, outlooks=outlooks)

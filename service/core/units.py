@@ -1,5 +1,6 @@
 """Names for numbers, so that a MiB is never mistaken for a byte, nor a fence for a version."""
 
+from functools import lru_cache
 from typing import NewType
 
 Mib = NewType("Mib", int)
@@ -35,6 +36,7 @@ def mark_of(holder: str, fence: Fence, rank: int) -> str:
     return f"{holder}:{fence}:{rank}" if rank else f"{holder}:{fence}"
 
 
+@lru_cache(maxsize=4096)
 def in_gib(mb: float) -> str:
     """MiB for people, as GiB with one decimal: 18432 -> '18.0 GiB'."""
     return f"{mb / 1024:.1f} GiB"

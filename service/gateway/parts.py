@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from importlib.metadata import version
 from typing import Any
 
+from service.core.asking import Asking
 from service.core.backfill import Forecast
 from service.core.kinds import Kind
 from service.core.policy import BAND_NAMES, Policy
@@ -98,6 +99,8 @@ class GatewayParts:
         default_factory=lambda: Turns("explanations and simulations", most_waiting=16, on_the_loop=True)
     )
     """The leader shares the event loop, and is held up by one of them at most before it has its turn."""
+    asking: Asking = field(default_factory=Asking)
+    """What they keep of the World for one another."""
     ids: Ids = field(default_factory=Ids)
     python: str = PYTHON_MINOR
     """The Python minor that runs pickled functions."""

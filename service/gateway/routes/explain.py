@@ -4,11 +4,9 @@ from fastapi import APIRouter, Response
 
 from service.core.advice import advise
 from service.core.blockers import Blocker
-from service.core.draft import Draft
 from service.core.explain import ended_message, explain, explain_waiting
 from service.core.look import look
 from service.core.reasons import Reason
-from service.core.survey import survey
 from service.core.task import Task, TaskState
 from service.gateway.direct import Call, DirectRoute, answer, needs, problems
 from service.gateway.explanation import UNEXPLAINED, ExplanationView, blocker_view, explained_fields
@@ -55,7 +53,7 @@ def _view(call: Call, record: TaskRecord) -> ExplanationView:
 def _waiting(call: Call, task: Task) -> ExplanationView:
     parts, now = call.parts, call.parts.clock.now()
     view = _bare(call, task)
-    looked = look(survey(Draft(parts.world), task, parts.policy, now, parts.forecasts()))
+    looked = look(parts.asking.survey(parts.world, task, parts.policy, now, parts.forecasts()))
     found, advice = explain_waiting(looked), advise(looked, highest_priority(call))
     return {
         **view,

@@ -3,10 +3,8 @@
 from fastapi import APIRouter, Response
 
 from service.core.advice import Advice, advise
-from service.core.draft import Draft
 from service.core.explain import Explanation, explain_waiting, stands_aside
 from service.core.look import look
-from service.core.survey import survey
 from service.core.task import Task
 from service.gateway.advice import advice_fields, place_views, run_view
 from service.gateway.demands import resources_view
@@ -78,7 +76,7 @@ def _judged(call: Call, body: SimulateTask, intake: Intake) -> SimulationView:
 def _simulated(call: Call, intake: Intake) -> SimulationView:
     task, parts = intake.task, call.parts
     now = parts.clock.now()
-    looked = look(survey(Draft(parts.world), task, parts.policy, now, parts.forecasts()))
+    looked = look(parts.asking.survey(parts.world, task, parts.policy, now, parts.forecasts()))
     found, advice = explain_waiting(looked), advise(looked, highest_priority(call))
     eviction = advice.trial.eviction
     view = _bare(call, intake)
@@ -122,7 +120,7 @@ def _refused(call: Call, problem: Problem, intake: Intake | None = None) -> Simu
     if intake is None:
         return view
     parts, now = call.parts, call.parts.clock.now()
-    looked = look(survey(Draft(parts.world), intake.task, parts.policy, now, parts.forecasts()))
+    looked = look(parts.asking.survey(parts.world, intake.task, parts.policy, now, parts.forecasts()))
     advice = advise(looked, highest_priority(call))
     return {**view, "remedies": advice_fields(parts.world, advice, call.identity, now)["remedies"]}
 

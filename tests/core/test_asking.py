@@ -1,0 +1,46 @@
+"""What answers keep for one another is told as if each had looked for itself."""
+
+from typing import Any
+
+from hypothesis import given, settings
+
+from service.core.advice import advise
+from service.core.asking import Asking
+from service.core.cycle import plan_cycle
+from service.core.draft import Draft
+from service.core.explain import explain_waiting
+from service.core.look import look
+from service.core.survey import Survey, survey
+from service.core.task import Task, TaskState
+from service.core.units import Instant
+from service.core.world import World
+from tests.builders import commit
+from tests.core.scenarios import POLICY, Chapter, Story, clusters, stories
+
+
+def told(seen: Survey) -> tuple[Any, ...]:
+    found = look(seen)
+    advice = advise(found)
+    return explain_waiting(found), advice.trial, advice.start, advice.spared, advice.remedies, advice.free_in
+
+
+def who_waits(world: World) -> list[Task]:
+    """The newest and the oldest."""
+    waiting = sorted(name for name, task in world.tasks.items() if task.state is TaskState.PENDING)
+    return [world.tasks[name] for name in dict.fromkeys(waiting[-1:] + waiting[:1])]
+
+
+@given(clusters(), stories)
+@settings(max_examples=12, deadline=None)
+def test_an_answer_is_the_same_whatever_was_asked_before_and_happened_since(
+    world: World, story: list[Chapter]
+):
+    course, asking = Story(world), Asking()
+    for chapter in story:
+        for _ in course.happens(chapter):
+            now = Instant(course.now)
+            for task in who_waits(world):
+                kept = told(asking.survey(world, task, POLICY, now))
+                assert kept == told(survey(Draft(world), task, POLICY, now))
+        commit(world, plan_cycle(world, POLICY, Instant(course.now), budget=10_000).decisions)
+        course.measure()
