@@ -10,12 +10,16 @@ from typing import Any
 
 from service.core.demand import Demand
 from service.core.lease import HolderKind, Lease, LeaseState, Pledge
+from service.core.member import Member
 from service.core.policy import Policy
 from service.core.task import Task, TaskState
+from service.core.units import NodeName
 from service.core.world import World
 from tests.core.naive_backfill import beside, other_way, stands_behind
+from tests.core.naive_gangs import a_rank, gang_step, runs
+from tests.core.naive_leavers import NaiveLeavers, leave
 from tests.core.naive_moves import is_moving, kept
-from tests.core.naive_tenants import TOPS, NaiveTenants
+from tests.core.naive_tenants import TOPS
 from tests.core.naive_worth import fullest, learn, score
 
 Step = tuple[Any, ...]
@@ -23,12 +27,12 @@ Step = tuple[Any, ...]
 ("withdraw", task, ended pledges): what a plan does, without its bookkeeping."""
 
 
-class Naive(NaiveTenants):
+class Naive(NaiveLeavers):
     """Everything the planner may look at, in flat lists."""
 
     def __init__(self, world: World, policy: Policy, now: float, forecasts: Sequence[Any] = ()) -> None:
         self.policy, self.now, self.forecasts = policy, now, forecasts
-        self.kept_away, self.barred = 0, frozenset[str]()
+        self.kept_away, self.barred, self.taken = 0, frozenset[str](), dict[str, Step]()
         self.tasks: dict[str, Task] = dict(world.tasks)
         self.nodes = sorted(world.nodes.values(), key=lambda node: node.name)
         self.books = [world.books[key] for key in sorted(world.books)]
@@ -67,15 +71,20 @@ class Naive(NaiveTenants):
         return max(lease.mb, measured)
 
     def is_leaving(self, lease: Lease) -> bool:
-        task = self.tasks.get(lease.holder)
-        stopping = task is not None and task.state is TaskState.STOPPING and task.fence == lease.fence
+        run = self.run_of(lease)
+        stopping = run is not None and run.state is TaskState.STOPPING
         if lease.state is LeaseState.QUARANTINED:
             return False
         return stopping or lease.state is LeaseState.RELEASING
 
     def leaves_for(self, lease: Lease) -> str | None:
+        run = self.run_of(lease)
+        return None if run is None else run.freeing_for
+
+    def run_of(self, lease: Lease) -> Task | None:
+        """The task, or the rank of a gang, that holds it by its newest claim."""
         task = self.tasks.get(lease.holder)
-        return task.freeing_for if task is not None and task.fence == lease.fence else None
+        return None if task is None or task.fence != lease.fence else a_rank(task, lease.rank)
 
     def unheld(self, device: Any) -> int:
         held = sum(self.takes(lease) for lease in self.leases if lease.device == device.key)
@@ -116,22 +125,31 @@ class Naive(NaiveTenants):
 
     def room(self, node: Any, task: Task) -> tuple[float, int, int]:
         """(CPU, host memory, run slots) left for this task, less what pledged tasks will need here."""
-        taken = [run for run in self.tasks.values() if run.is_active and run.node == node.name]
-        taken += self.waiting_here(node, task)
+        taken = self.runs_on(node) + self.waiting_here(node, task)
         return (
             round(node.cpu - sum(run.demand.cpu for run in taken), 6),
             node.memory_mb - sum(run.demand.memory_mb for run in taken),
             node.max_runs - len(taken),
         )
 
+    def runs_on(self, node: Any) -> list[Task]:
+        return [
+            run
+            for task in self.tasks.values()
+            if task.is_active
+            for run in runs(task)
+            if run.node == node.name
+        ]
+
     def waiting_here(self, node: Any, task: Task) -> list[Task]:
         here = {book.device.key for book in self.books if book.device.node == node.name}
         names = {
-            p.preemptor
+            (p.preemptor, rank)
             for p in self.pledges
             if p.device in here and p.preemptor != task.id and p.priority >= task.priority
+            for rank in p.ranks or (0,)
         }
-        return [self.tasks[name] for name in sorted(names)]
+        return [a_rank(self.tasks[name], rank) for name, rank in sorted(names)]
 
     def custom_is_there(self, task: Task) -> bool:
         for name, amount in (*task.demand.custom, *task.demand.slots):
@@ -145,8 +163,8 @@ class Naive(NaiveTenants):
             if limit.per_node:
                 continue
             users = [run for run in self.tasks.values() if run.is_active]
-            for node in self.nodes:
-                users += [other for other in self.waiting_here(node, task) if not other.is_active]
+            whose = {p.preemptor for p in self.pledges if p.priority >= task.priority} - {task.id}
+            users += [self.tasks[name] for name in sorted(whose) if not self.tasks[name].is_active]
             used = sum(dict((*user.demand.custom, *user.demand.slots)).get(name, 0.0) for user in users)
             if amount > round(limit.amount - used, 6):
                 return False
@@ -154,8 +172,9 @@ class Naive(NaiveTenants):
 
     def node_has(self, node: Any, task: Task, gone: Sequence[Task] = ()) -> bool:
         """Of its own resources, enough for this task once these have left."""
-        runs = [run for run in self.tasks.values() if run.is_active and run.node == node.name]
-        taken = [run for run in runs if run not in gone] + self.waiting_here(node, task)
+        taken = self.runs_on(node) + self.waiting_here(node, task)
+        for run in gone:
+            taken.remove(run)
         for name, has in node.custom:
             used = sum(dict(run.demand.custom).get(name, 0.0) for run in taken)
             asked = dict(task.demand.custom)
@@ -229,112 +248,32 @@ class Naive(NaiveTenants):
                 elif demand.gpus <= 1 or devices == fullest(self, node, task):
                     yield (unmet, -score(self, node, task, dict(devices)), 0, names), node.name, devices
 
-    # Who must leave
-
-    def stoppable(self, node: Any, task: Task) -> list[Task]:
-        """The runs that may be stopped for a task, in the documented order."""
-        found = [
-            run
-            for run in self.tasks.values()
-            if run.node == node.name
-            and run.state in (TaskState.ADMITTED, TaskState.RUNNING)
-            and run.admitted_at < self.now
-            and run.priority < task.priority
-            and (task.priority >= 90 or not self.is_shielded(run))
-        ]
-        return sorted(found, key=lambda r: (self.lost(r), r.priority, -self.gives_back(r), r.id))
-
-    def is_shielded(self, run: Task, at: float | None = None) -> bool:
-        now = self.now if at is None else at
-        spent = run.preemptions >= self.policy.preemption_budget
-        began = run.started_at is not None
-        saved = began and run.checkpoint_at is not None and run.checkpoint_at > run.started_at
-        long = began and now - run.started_at >= self.policy.shield_seconds
-        young = not began or now - run.started_at < self.policy.min_run_seconds
-        return (young and self.policy.min_run_seconds > 0) or (spent and not saved and not long)
-
-    def lost(self, run: Task) -> float:
-        if run.started_at is None:
-            return 0.0
-        return max(0.0, self.now - max(run.started_at, run.checkpoint_at or 0.0)) * max(1, run.demand.gpus)
-
-    def leases_of(self, run: Task) -> list[Lease]:
-        return [lease for lease in self.leases if lease.holder == run.id and lease.fence == run.fence]
-
-    def gives_back(self, run: Task) -> int:
-        return sum(self.takes(lease) for lease in self.leases_of(run))
-
-    def would_fit(self, node: Any, devices: Sequence[Any], task: Task, gone: Sequence[Task]) -> bool:
-        """Once these, and everybody who is leaving anyway, have left the node."""
-        cpu, memory, runs = self.room(node, task)
-        leavers = [r for r in self.tasks.values() if r.node == node.name and r.state is TaskState.STOPPING]
-        for run in [*leavers, *gone]:
-            cpu, memory, runs = cpu + run.demand.cpu, memory + run.demand.memory_mb, runs + 1
-        if round(cpu, 6) < task.demand.cpu or memory < task.demand.memory_mb or runs < 1:
-            return False
-        if not self.node_has(node, task, [*leavers, *gone]):
-            return False
-        return all(self.left_after(device, task, gone) >= 0 for device in devices)
-
-    def left_after(self, device: Any, task: Task, gone: Sequence[Task]) -> int:
-        freed = sum(self.takes(ls) for run in gone for ls in self.leases_of(run) if ls.device == device.key)
-        need = self.needs(task.demand, device)
-        return -1 if need is None else self.soon(device, task) + freed - need
-
-    def evictions(self, task: Task) -> Iterator[tuple[Any, list[Any], list[Task]]]:
-        """Every way to make room: (rank, devices, victims). Tries every subset of runs on every node."""
-        if not self.policy.preemption or not task.demand.gpus or not self.custom_is_there(task):
-            return
-        if self.over_quota(task):
-            return
-        for node in self.nodes:
-            if not node.ready or node.cordoned or not self.is_open(node, task):
-                continue
-            found = self.stoppable(node, task)
-            for count in range(len(found) + 1):
-                for gone in combinations(enumerate(found), count):
-                    victims = [run for _, run in gone]
-                    lost = sum(self.lost(run) for run in victims)
-                    by_place = tuple(place for place, _ in gone)
-                    for chosen in combinations(self.devices(node.name), task.demand.gpus):
-                        if self.would_fit(node, chosen, task, victims):
-                            left = sorted((self.left_after(d, task, victims), d.key) for d in chosen)
-                            keys = tuple(device.key for device in chosen)
-                            yield ((lost, count), node.name, by_place, left, keys), list(chosen), victims
-
-    def eviction(self, task: Task, closed: Sequence[str] = ()) -> tuple[list[Any], list[Task]] | None:
-        """The cheapest, of open nodes; ties go by node, then (one GPU) device or (several) by who leaves."""
-        options = [option for option in self.evictions(task) if option[0][1] not in closed]
-        if not options:
-            return None
-
-        def rank(option: Any) -> Any:
-            cost, node, by_place, left, keys = option[0]
-            return (cost, node, keys, by_place) if task.demand.gpus == 1 else (cost, node, by_place, left)
-
-        best = min(options, key=rank)
-        if not self.may_be_stopped_for(task, best[2]):
-            options = [option for option in options if self.may_be_stopped_for(task, option[2])]
-            best = min(options, key=lambda option: option[0][:4], default=best)
-        return (best[1], best[2]) if best[2] and self.may_be_stopped_for(task, best[2]) else None
-
     # The cycle
 
     def waits(self, task: Task | None) -> bool:
         due = task is not None and (task.not_before is None or task.not_before <= self.now)
         return due and task.state is TaskState.PENDING and not (task.held or task.awaits)
 
-    def plan(self) -> list[Step]:
+    def plan(self, taken: Sequence[Step] = ()) -> list[Step]:
+        """`taken`: the steps of a plan. Where gangs are placed or stopped, of ways that are as good as each
+        other the one that it takes, if it is one of them."""
         steps: list[Step] = []
+        self.taken = {step[1]: step for step in taken if step[0] != "withdraw"}
         for name in sorted({pledge.preemptor for pledge in self.pledges}):
             if not self.waits(self.tasks.get(name)) and not is_moving(self, name):
                 steps.append(("withdraw", name, self.end(name, "withdrawn")))
         left = list(filter(self.waits, self.tasks.values()))
+        gangs = any(task.demand.bundles for task in self.tasks.values())
         while left:
             task = min(left, key=self.order)
             left.remove(task)
+            if self.forecasts and gangs and task.id not in self.taken:
+                continue
             pledged = any(pledge.preemptor == task.id for pledge in self.pledges)
             if not pledged and stands_behind(self, task):
+                continue
+            if task.demand.bundles:
+                steps += gang_step(self, task, is_pledged=pledged)
                 continue
             places = list(self.places(task) if not (pledged and task.stop_reason) else kept(self, task))
             best = min(places, key=lambda place: place[0]) if places else None
@@ -346,7 +285,8 @@ class Naive(NaiveTenants):
                 steps.append(self.admit(task, node, devices))
             elif not pledged and (way := other_way(self, task, best)) is not None:
                 self.given[task.tenant] += sum(self.needs(task.demand, device) or 0 for device in way[0])
-                steps.append(self.evict(task, *way))
+                needs = [(device.key, self.needs(task.demand, device), ()) for device in way[0]]
+                steps.append(self.evict(task, needs, way[1]))
         return steps
 
     def admit(self, task: Task, node: str, devices: tuple[tuple[str, int], ...]) -> Step:
@@ -362,21 +302,33 @@ class Naive(NaiveTenants):
             self.leases.append(Lease(*holder, task.tenant, task.priority, since=self.now))
         return ("admit", task.id, node, devices, tuple(sorted(ended | self.overtake(used, task.priority))))
 
-    def evict(self, task: Task, devices: list[Any], victims: list[Task]) -> Step:
+    def admit_gang(self, task: Task, places: Sequence[tuple[str, tuple[tuple[str, int], ...]]]) -> Step:
+        members = tuple(Member(rank, NodeName(node)) for rank, (node, _) in enumerate(places))
+        devices = tuple((rank, key, mb) for rank, (_, some) in enumerate(places) for key, mb in some)
+        promised = sum(pledge.mb for pledge in self.pledges if pledge.preemptor == task.id)
+        self.given[task.tenant] += max(0, sum(mb for *_, mb in devices) - promised)
+        used = {key for _, key, _ in devices}
+        ended = {
+            (p, d, "consumed" if d in used else "withdrawn") for p, d, _ in self.end(task.id, "consumed")
+        }
+        claim = {"node": places[0][0], "fence": task.fence + 1, "admitted_at": self.now, "members": members}
+        self.tasks[task.id] = replace(task, state=TaskState.ADMITTED, started_at=None, **claim)
+        for rank, key, mb in devices:
+            holder = (HolderKind.GANG_MEMBER, task.id, task.fence + 1, key, mb)
+            self.leases.append(Lease(*holder, task.tenant, task.priority, since=self.now, rank=rank))
+        ended |= self.overtake(used, task.priority)
+        return ("admit", task.id, tuple(node for node, _ in places), devices, tuple(sorted(ended)))
+
+    def evict(self, task: Task, devices: Sequence[tuple[Any, Any, Any]], victims: list[Task]) -> Step:
         is_owner = self.is_within_guarantee(task) and self.policy.tenant(task.tenant).cohort
         kept_up_to = min(top for top in TOPS if task.priority <= top) if is_owner else task.priority
-        for victim in victims:
-            until = self.now + victim.grace_seconds
-            notice = {"freeing_for": task.id, "stop_deadline_at": until}
-            self.tasks[victim.id] = replace(victim, state=TaskState.STOPPING, **notice)
+        names = leave(self, victims, task.id)
         made = []
-        for device in devices:
-            mb = self.needs(task.demand, device)
-            made.append((device.key, mb))
+        for key, mb, ranks in devices:
+            made.append((key, mb, ranks))
             whose = (kept_up_to, task.tenant, self.now, self.now)
-            self.pledges.append(Pledge(task.id, device.key, mb, *whose))
-        ended = self.overtake({device.key for device in devices}, task.priority)
-        names = tuple(sorted(victim.id for victim in victims))
+            self.pledges.append(Pledge(task.id, key, mb, *whose, ranks))
+        ended = self.overtake({key for key, *_ in devices}, task.priority)
         return ("preempt", task.id, names, tuple(sorted(made)), tuple(sorted(ended)))
 
     def end(self, preemptor: str, how: str) -> tuple[tuple[str, str, str], ...]:

@@ -1,5 +1,6 @@
 """Who may start ahead of a forecast, for the naive planner: each run, each device and each forecast anew."""
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from math import inf
@@ -10,13 +11,24 @@ from service.core.lease import Lease, LeaseState
 from service.core.task import Task, TaskState
 
 
-def node_of(forecast: Forecast) -> str:
-    """There are no gangs in these stories."""
-    return forecast.places[0].node
+def nodes_of(forecast: Forecast) -> set[str]:
+    return {place.node for place in forecast.places}
 
 
-def devices_of(forecast: Forecast) -> dict[str, int]:
-    return dict(forecast.places[0].devices)
+def devices_of(forecast: Forecast) -> Counter[str]:
+    """MiB by device; of a gang of all its ranks."""
+    taken: Counter[str] = Counter()
+    for place in forecast.places:
+        taken.update(dict(place.devices))
+    return taken
+
+
+def parts_on(naive: Any, forecast: Forecast, node: str) -> list[Task]:
+    """What will run there, rank by rank."""
+    task = naive.tasks[forecast.task]
+    bundles = task.demand.bundles or (task.demand,)
+    ranks = [rank for rank, place in enumerate(forecast.places) if place.node == node]
+    return [replace(task, demand=bundles[rank], members=()) for rank in ranks]
 
 
 def keepers(naive: Any) -> list[Forecast]:
@@ -69,7 +81,7 @@ def in_the_way_until(naive: Any, run: Task, other: Task) -> float:
 
 def stoppable_from(naive: Any, run: Task, other: Task) -> float:
     """From when on the other one may have it stopped; a run that has not begun begins now."""
-    if not naive.policy.preemption or not other.demand.gpus or run.priority >= other.priority:
+    if not naive.policy.preemption or not naive.asks_for_gpus(other) or run.priority >= other.priority:
         return inf
     if naive.is_spared_from(run, other):
         return inf
@@ -84,8 +96,8 @@ def stoppable_from(naive: Any, run: Task, other: Task) -> float:
 def lease_until(naive: Any, lease: Lease, other: Task) -> float:
     if lease.state is LeaseState.RELEASING:
         return naive.now
-    run = naive.tasks.get(lease.holder)
-    if lease.state is LeaseState.QUARANTINED or run is None or run.fence != lease.fence:
+    run = naive.run_of(lease)
+    if lease.state is LeaseState.QUARANTINED or run is None:
         return inf
     return in_the_way_until(naive, run, other) if run.is_active else inf
 
@@ -105,7 +117,7 @@ def delayed(naive: Any, task: Task, node: str, everybody: bool) -> list[Forecast
     found = []
     for forecast in keepers(naive):
         other = naive.tasks[forecast.task]
-        if node_of(forecast) != node or other.id == task.id:
+        if node not in nodes_of(forecast) or other.id == task.id:
             continue
         if not everybody and naive.order(other) > naive.order(task):
             continue
@@ -114,35 +126,36 @@ def delayed(naive: Any, task: Task, node: str, everybody: bool) -> list[Forecast
     return found
 
 
-def also_there(naive: Any, task: Task, forecast: Forecast, at: float) -> list[Forecast]:
-    """The forecast, and those ahead of the task that have begun on its node by then and are not over."""
+def also_there(naive: Any, task: Task, forecast: Forecast, node: str, at: float) -> list[Forecast]:
+    """The forecast, and those ahead of the task that have begun on the node by then and are not over."""
     return [
         f
         for f in keepers(naive)
         if f is forecast
         or (
-            node_of(f) == node_of(forecast)
+            node in nodes_of(f)
             and f.start_at <= at < f.end_at
             and naive.order(naive.tasks[f.task]) < naive.order(task)
         )
     ]
 
 
-def is_open(naive: Any, task: Task, node: Any, everybody: bool) -> bool:
-    """Whether CPU, host memory, run slots and the node's own resources suffice for all."""
+def is_open(naive: Any, task: Task, node: Any, everybody: bool, parts: Sequence[Task] = ()) -> bool:
+    """Whether CPU, host memory, run slots and the node's own resources suffice for all; `parts`: of a gang
+    those of its ranks that would be there."""
     for forecast in delayed(naive, task, node.name, everybody):
         other, at = naive.tasks[forecast.task], max(naive.now, forecast.start_at)
-        there = [run for run in naive.tasks.values() if run.is_active and run.node == node.name]
-        there = [run for run in there if in_the_way_until(naive, run, other) > at]
+        there = [run for run in naive.runs_on(node) if in_the_way_until(naive, run, other) > at]
         there += naive.waiting_here(node, other)
-        there += [naive.tasks[f.task] for f in also_there(naive, task, forecast, at)]
-        wanted = [*there, task]
+        for f in also_there(naive, task, forecast, node.name, at):
+            there += parts_on(naive, f, node.name)
+        wanted = [*there, *(parts or (task,))]
         if round(sum(run.demand.cpu for run in wanted), 6) > node.cpu or len(wanted) > node.max_runs:
             return False
         if sum(run.demand.memory_mb for run in wanted) > node.memory_mb:
             return False
         for name, has in node.custom:
-            asked = dict(task.demand.custom).get(name, 0.0)
+            asked = sum(dict(part.demand.custom).get(name, 0.0) for part in parts or (task,))
             if asked and asked + sum(dict(run.demand.custom).get(name, 0.0) for run in there) > has:
                 return False
     return True
@@ -160,7 +173,9 @@ def allows(naive: Any, task: Task, device: Any, mb: int, everybody: bool) -> boo
             for lease in naive.leases
             if lease.device == device.key and lease_until(naive, lease, other) <= at
         )
-        left -= sum(devices_of(f).get(device.key, 0) for f in also_there(naive, task, forecast, at))
+        left -= sum(
+            devices_of(f).get(device.key, 0) for f in also_there(naive, task, forecast, device.node, at)
+        )
         if mb > left:
             return False
     return True
@@ -168,7 +183,7 @@ def allows(naive: Any, task: Task, device: Any, mb: int, everybody: bool) -> boo
 
 def beside(naive: Any, task: Task, best: Any) -> Any:
     """The place for a task so that it delays nobody, or else nobody ahead of it; None if there is none."""
-    guarded = {node_of(forecast) for forecast in keepers(naive)}
+    guarded = {name for forecast in keepers(naive) for name in nodes_of(forecast)}
     tired = naive.kept_away >= naive.policy.backfill_depth
     if best[1] not in guarded:
         return best
@@ -194,7 +209,7 @@ def beside(naive: Any, task: Task, best: Any) -> Any:
 def stands_behind(naive: Any, task: Task) -> bool:
     """Whether the first in a line for what it would take is ahead of it, and it may not be gone in time."""
     names = {name for name, _ in (*task.demand.custom, *task.demand.slots)}
-    names |= {f"quota:{task.tenant}"} if task.demand.gpus else set()
+    names |= {f"quota:{task.tenant}"} if naive.asks_for_gpus(task) else set()
     for f in naive.forecasts:
         other = naive.tasks.get(f.task)
         if other is None or other.state is not TaskState.PENDING or not names & f.first_in:
@@ -207,8 +222,9 @@ def stands_behind(naive: Any, task: Task) -> bool:
 def closed_to(naive: Any, task: Task) -> Sequence[str]:
     """The nodes on which the task may not have anybody stopped."""
     return [
-        node_of(forecast)
+        node
         for forecast in keepers(naive)
+        for node in sorted(nodes_of(forecast))
         if naive.order(naive.tasks[forecast.task]) < naive.order(task)
         and not gives_way(naive, task, forecast)
     ]
@@ -223,7 +239,7 @@ def other_way(naive: Any, task: Task, best: Any) -> Any:
     if not best and (taken_back := naive.reclaim(task, closed)):
         return taken_back
     if naive.kept_away >= naive.policy.backfill_depth:
-        closed = [node_of(forecast) for forecast in keepers(naive)]
+        closed = [name for forecast in keepers(naive) for name in nodes_of(forecast)]
     options = [] if best else list(naive.evictions(task))
     if not all(option[2] for option in options):
         return None  # room is coming

@@ -1,6 +1,7 @@
 """What the naive planner makes of tenants: their order, quotas and claims, from flat lists."""
 
 from collections import Counter
+from collections.abc import Sequence
 from itertools import combinations, permutations
 from math import log
 from typing import Any
@@ -48,6 +49,16 @@ class NaiveTenants:
     gives_back: Any
     leases_of: Any
     standings: dict[str, int]
+    runs_on: Any
+    runs_of: Any
+    leavers_of: Any
+    is_alone: Any
+    by_cost: Any
+    name_of: Any
+    cost: Any
+    taken_from: Any
+    held_by: Any
+    as_taken: Any
 
     def standing(self, task: Task) -> int:
         """The highest priority among a task and those that wait for it, unless those are held."""
@@ -84,11 +95,14 @@ class NaiveTenants:
         waiting = {task.tenant for task in self.tasks.values() if self.waits(task)}
         self.weights = sum(self.policy.tenant(t).weight for t in sorted({*world.accounts, *waiting}))
 
+    def asks_for_gpus(self, task: Task) -> bool:
+        return asks_for_gpus(task.demand)
+
     # Quotas
 
-    def counts(self, demand: Demand) -> int:
+    def counts(self, demand: Demand, ranks_of_it: int | None = None) -> int:
         """Against a quota: on the largest devices; of a gang the ranks without which it does not run."""
-        ranks = demand.bundles[: demand.least_ranks] or (demand,)
+        ranks = demand.bundles[: ranks_of_it or demand.least_ranks] or (demand,)
         return sum(
             rank.gpus * max(self.needs(rank, book.device) or 0 for book in self.books)
             for rank in ranks
@@ -101,11 +115,11 @@ class NaiveTenants:
         pledges = [p for p in pledges if not is_moving(self, p.preemptor)]
         return sum(row.mb for row in (*self.leases, *pledges) if row.tenant == tenant)
 
-    def over_quota(self, task: Task) -> bool:
+    def over_quota(self, task: Task, ranks: int | None = None) -> bool:
         mine = self.policy.tenant(task.tenant)
         if mine.guaranteed_mb is None or not asks_for_gpus(task.demand):
             return False
-        need = self.counts(task.demand)
+        need = self.counts(task.demand, ranks)
         claimed = self.claims_of(task.tenant, task)
         if claimed + need <= mine.guaranteed_mb:
             return False
@@ -138,22 +152,25 @@ class NaiveTenants:
             return None
         nodes = [n for n in self.nodes if n.ready and not n.cordoned and n.name not in closed]
         found = [run for node in nodes for run in self.stoppable(node, task) if run.tenant == task.tenant]
-        found.sort(key=lambda r: (self.lost(r), r.priority, -self.gives_back(r), r.id))
+        found = list({self.name_of(one): one for one in found}.values())
+        found.sort(key=self.by_cost)
         options = []
         for count in range(1, len(found) + 1):
             for gone in combinations(enumerate(found), count):
                 victims = [run for _, run in gone]
-                if sum(lease.mb for run in victims for lease in self.leases_of(run)) < lacks:
+                if self.held_by(victims) < lacks:
                     continue
-                cost = (sum(self.lost(run) for run in victims), count, tuple(place for place, _ in gone))
+                cost = (*self.cost(victims), tuple(place for place, _ in gone))
                 for node in nodes:
                     if self.is_open(node, task) and (fit := self.fullest_fit(node, task, victims)):
                         options.append(((cost, *fit[0]), fit[1], victims))
+        if any(one.members for one in found):
+            return self.as_taken(task, [((cost[:3],), *way) for (cost, *_), *way in options])
         best = min(options, key=lambda option: option[0], default=None)
         return best and (best[1], best[2])
 
     def fullest_fit(self, node: Any, task: Task, victims: list[Task]) -> Any:
-        here = [run for run in victims if run.node == node.name]
+        here = victims
         sign = -1 if task.demand.placement == "spread" else 1
         rated = []
         for device in self.devices(node.name):
@@ -167,8 +184,9 @@ class NaiveTenants:
         for device in self.devices(node.name):
             leases = [lease for run in here for lease in self.leases_of(run) if lease.device == device.key]
             free += self.soon(device, task) + sum(map(self.takes, leases))
-        leavers = [r for r in self.tasks.values() if r.node == node.name and r.state is TaskState.STOPPING]
-        cpu = self.room(node, task)[0] + sum(run.demand.cpu for run in (*leavers, *here))
+        leaving = [run for run in self.runs_on(node) if run.state is TaskState.STOPPING]
+        leaving += [run for one in here for run in self.runs_of(one) if run.node == node.name]
+        cpu = self.room(node, task)[0] + sum(run.demand.cpu for run in leaving)
         return (self.unmet(node, [], task), (free, cpu), node.name), chosen
 
     # What may be taken back
@@ -196,24 +214,25 @@ class NaiveTenants:
     def borrowers_on(self, node: str, task: Task, surplus: dict[str, int]) -> list[Task]:
         top = min(top for top in TOPS if task.priority <= top)
         found = [
-            run
+            one
             for run in self.tasks.values()
-            if run.node == node
-            and run.state in (TaskState.ADMITTED, TaskState.RUNNING)
+            if run.state in (TaskState.ADMITTED, TaskState.RUNNING)
             and (run.admitted_at or 0.0) < self.now
             and run.tenant in surplus
             and run.priority <= top
-            and (task.priority >= 90 or not self.is_shielded(run))
+            for one in self.leavers_of(run)
+            if task.priority >= 90 or self.is_alone(one) or not self.is_shielded(run)
         ]
-        return sorted(found, key=lambda r: (self.lost(r), r.priority, -self.gives_back(r), r.id))
+        found = [one for one in found if any(run.node == node for run in self.runs_of(one))]
+        return sorted(found, key=self.by_cost)
 
-    def leaves_guarantees(self, victims: list[Task], surplus: dict[str, int]) -> bool:
+    def leaves_guarantees(self, victims: Sequence[Task], surplus: dict[str, int]) -> bool:
         taken = Counter[str]()
-        for victim in victims:
-            taken[victim.tenant] += sum(lease.mb for lease in self.leases_of(victim))
+        for lease in self.taken_from(victims):
+            taken[lease.tenant] += lease.mb
         return all(mb <= surplus[name] for name, mb in taken.items())
 
-    def may_be_stopped_for(self, task: Task, victims: list[Task]) -> bool:
+    def may_be_stopped_for(self, task: Task, victims: Sequence[Task]) -> bool:
         """Of the cohort of a task that would borrow, only who borrows as well: one after the other."""
         mine = self.policy.tenant(task.tenant)
         if not mine.cohort or self.is_within_guarantee(task) in (True, None):
@@ -224,10 +243,11 @@ class NaiveTenants:
                 other, name = self.policy.tenant(victim.tenant), victim.tenant
                 held = sum(lease.mb for lease in stays if lease.tenant == name)
                 is_bound = other.cohort == mine.cohort and name != task.tenant
-                takes = any(lease in stays for lease in self.leases_of(victim))
+                mine_too = self.taken_from([victim])
+                takes = any(lease in stays for lease in mine_too)
                 if is_bound and takes and other.guaranteed_mb is not None and held <= other.guaranteed_mb:
                     break
-                stays = [lease for lease in stays if lease not in self.leases_of(victim)]
+                stays = [lease for lease in stays if lease not in mine_too]
             else:
                 return True
         return False
@@ -261,11 +281,13 @@ class NaiveTenants:
                     victims = [run for _, run in gone]
                     if not self.leaves_guarantees(victims, surplus):
                         continue
-                    cost = (sum(self.lost(run) for run in victims), count)
+                    cost = self.cost(victims)
                     by_place = tuple(place for place, _ in gone)
                     for chosen in combinations(self.devices(node.name), task.demand.gpus):
                         if self.would_fit(node, chosen, task, victims):
                             left = sorted((self.left_after(d, task, victims), d.key) for d in chosen)
                             options.append(((cost, node.name, by_place, left), list(chosen), victims))
+        if any(one.members for option in options for one in option[2]):
+            return self.as_taken(task, options)
         best = min(options, key=lambda option: option[0], default=None)
         return (best[1], best[2]) if best is not None and best[2] else None

@@ -18,7 +18,7 @@ from service.core.plan import Decision
 from service.core.policy import Policy
 from service.core.quota import Quotas
 from service.core.reasons import Reason
-from service.core.task import TaskState
+from service.core.task import Task, TaskState
 from service.core.units import Instant
 from service.core.world import World
 from tests.builders import check_ledger, commit
@@ -32,13 +32,25 @@ def step_of(decision: Decision) -> Step:
     match decision.why:
         case "admit":
             task = decision.tasks[0].task
+            if task.members:
+                ranks = tuple((lease.rank, lease.device, lease.mb) for lease in decision.leases)
+                return ("admit", task.id, tuple(m.node for m in task.members), ranks, tuple(ended))
             devices = tuple((lease.device, lease.mb) for lease in decision.leases)
             return ("admit", task.id, task.node, devices, tuple(ended))
         case "preempt":
-            victims = tuple(write.task.id for write in decision.tasks)
-            made = sorted((w.pledge.device, w.pledge.mb) for w in decision.pledges if not w.end)
+            victims = tuple(name_of(write.task, decision.subject) for write in decision.tasks)
+            pledges = [written.pledge for written in decision.pledges if not written.end]
+            made = sorted((pledge.device, pledge.mb, pledge.ranks) for pledge in pledges)
             return ("preempt", decision.subject, victims, tuple(made), tuple(ended))
     return ("withdraw", decision.subject, tuple(ended))
+
+
+def name_of(victim: Task, preemptor: str) -> str:
+    """`task`, or `task:rank,rank` of a gang that goes on without them."""
+    if victim.state is TaskState.STOPPING:
+        return victim.id
+    leave = (m for m in victim.members if not m.takes_part and not m.gone and m.freeing_for == preemptor)
+    return f"{victim.id}:{','.join(str(member.rank) for member in leave)}"
 
 
 def whole_plan(world: World, now: float, policy: Policy = POLICY, forecasts: Sequence[Forecast] = ()) -> Plan:

@@ -11,6 +11,7 @@ from service.core.task import Task, TaskState
 from service.core.world import World
 from tests.core.naive import Naive
 from tests.core.naive_backfill import allows, is_open
+from tests.core.naive_gangs import delays_nobody
 
 
 def check_gang(world: World, task: Task) -> None:
@@ -66,7 +67,12 @@ def passings(world: World, naive: Naive, decision: Decision, ahead: dict[str, St
 
 def _is_kept_away(naive: Naive, rival: Task, decision: Decision) -> bool:
     """Whether the rival would delay a forecast ahead of it by starting where that one does."""
-    [node] = [node for node in naive.nodes if node.name == decision.tasks[0].task.node]
+    task = decision.tasks[0].task
+    if rival.demand.bundles:
+        nodes = [member.node for member in task.members]
+        taken = [[(ls.device, ls.mb) for ls in decision.leases if ls.rank == m.rank] for m in task.members]
+        return not delays_nobody(naive, rival, tuple(zip(nodes, map(tuple, taken), strict=True)))
+    [node] = [node for node in naive.nodes if node.name == task.node]
     devices = {device.key: device for device in naive.devices(node.name)}
     return not is_open(naive, rival, node, everybody=False) or not all(
         allows(naive, rival, devices[lease.device], lease.mb, everybody=False) for lease in decision.leases

@@ -58,9 +58,8 @@ SLICE = 7
 
 
 class Ground:
-    def __init__(self, world: World, policy: Policy, now: float, *, compares: bool = True) -> None:
-        """`compares`: each plan with the naive planner's, which knows no gangs."""
-        self.world, self.policy, self.now, self._compares = world, policy, now, compares
+    def __init__(self, world: World, policy: Policy, now: float) -> None:
+        self.world, self.policy, self.now = world, policy, now
         self.agents = {name: agent_of(world, name) for name in sorted(world.nodes)}
         self.ends: dict[str, End] = {}
         self.submitted: list[str] = []
@@ -222,7 +221,7 @@ class Ground:
         now, done = self._instant, []
         *_, self._forecasts = make_forecasts(self.world, self.policy, now, self._forecasts)
         naive = Naive(self.world, self.policy, self.now, self._forecasts)
-        expected = naive.plan() if self._compares else []
+        before = naive
         ahead = standings(self.world, self.policy, self.now)
         cursor, passed = None, list[Passing]()
         while True:
@@ -232,17 +231,17 @@ class Ground:
             done += plan.decisions
             for decision in plan.decisions:
                 naive = Naive(self.world, self.policy, self.now, self._forecasts)
-                if decision.why == "admit" and (self._compares or not self._forecasts):
+                if decision.why == "admit" and not (self._forecasts and self._has_gangs()):
                     passed += passings(self.world, naive, decision, ahead)
                 self._check_victims(naive, decision)
                 self._carry([decision])
             cursor = plan.cursor
             if cursor is None or self.orders_were_lost(done):
                 break
-        if self._compares:
-            steps = [step_of(decision) for decision in done]
-            assert steps == expected[: len(steps)]
-            assert cursor is not None or steps == expected
+        steps = [step_of(decision) for decision in done]
+        expected = before.plan(steps)
+        assert steps == expected[: len(steps)]
+        assert cursor is not None or steps == expected
         for passing in passed:
             kept = passing.passed in self.world.queue
             assert passing.was_allowed or not kept, f"{passing.name} passed {passing.passed}"
@@ -368,6 +367,10 @@ class Ground:
                 self._open.remove(key)
                 was_so = is_true(write.pledge, write.end, decision, self.world, self.policy, self.now)
                 assert was_so, f"{key} was not {write.end}"
+
+    def _has_gangs(self) -> bool:
+        """Then, while there are forecasts, it is not judged whether who was passed might have been let in."""
+        return any(task.demand.bundles for task in self.world.tasks.values())
 
     def _check_victims(self, naive: Naive, decision: Decision) -> None:
         """No shield that holds against whoever is not critical, and strictly lower priority; or borrowers of

@@ -83,7 +83,7 @@ def test_nobody_starves_within_a_band(
         ageing_seconds_per_point=ageing, preemption=preemption, custom_limits=limits, tenants=tenants
     )
     fleet = [a_device(f"gpu{index}", node, mb=80) for node in ("n1", "n2") for index in (0, 1)]
-    ground = Ground(a_world(*fleet), policy, NOW, compares=False)
+    ground = Ground(a_world(*fleet), policy, NOW)
     newer = enumerate(cycle(coming))
     lengths, began = dict[str, float](), dict[str, float]()
     while "waits" not in began:
