@@ -1,25 +1,111 @@
-"""python -m tests.chaos sweep --database-url URL: break things on purpose, and look at what is left."""
+"""python -m tests.chaos ...: break things on purpose, and look at what is left."""
 
 import argparse
+import sys
+import tempfile
+import time
+from pathlib import Path
 
+from tests.chaos import kills, mutants, zombies
+from tests.chaos.databases import DURABILITY, a_database
+from tests.chaos.evidence import Evidence
 from tests.chaos.faults import Fault
+from tests.chaos.operations import OPERATIONS
+from tests.chaos.rig import RIGS
 from tests.chaos.sweep import Sweep
+from tests.chaos.zombies import Zombies
+
+SUMMED = (
+    "kills", "acknowledged", "lost", "accepted_twice", "double_leased_mb", "started_twice", "released_early",
+    "leases_left", "events", "runs_seen",
+)  # fmt: skip
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.chaos", description=__doc__)
     commands = parser.add_subparsers(required=True)
     sweep = commands.add_parser("sweep", help="break every operation at every boundary of its statements")
-    sweep.add_argument("--database-url", required=True, help="of a migrated database in which nothing is")
-    sweep.add_argument("--fault", action="append", choices=[fault.value for fault in Fault])
+    where = sweep.add_mutually_exclusive_group(required=True)
+    where.add_argument("--database-url", help="of a migrated database in which nothing is")
+    where.add_argument("--database", choices=sorted(DURABILITY), help="one that is made for this")
+    sweep.add_argument("--operation", action="append", choices=sorted(OPERATIONS))
+    sweep.add_argument("--fault", action="append", choices=[Fault.CUT.value, Fault.KILL.value])
     sweep.set_defaults(run=_sweep)
+    killing = commands.add_parser("kills", help="kill -9 of processes under load, and count what is lost")
+    killing.add_argument("--database", choices=sorted(DURABILITY), required=True)
+    killing.add_argument("--engine", choices=sorted(RIGS), default="simulated")
+    killing.add_argument("--kills", type=int, default=20)
+    killing.add_argument("--tasks-per-kill", type=int, default=105)
+    killing.add_argument("--seed", type=int, default=1, help="of the first batch; the next ones follow it")
+    killing.add_argument(
+        "--batches", type=int, default=1, help="each with a service and a database of its own"
+    )
+    killing.add_argument("--no-evidence", action="store_true", help="print the record and keep nothing")
+    killing.set_defaults(run=_kill)
+    waking = commands.add_parser(
+        "zombies", help="leaders that sleep past their lease in the middle of a write"
+    )
+    waking.add_argument("--pauses", type=int, default=60)
+    waking.add_argument("--seed", type=int, default=1)
+    waking.add_argument("--no-evidence", action="store_true", help="print the record and keep nothing")
+    waking.set_defaults(run=_wake)
+    mutating = commands.add_parser("mutants", help="plant faults, and see which test finds each")
+    mutating.add_argument("--first", type=int, help="only so many of them")
+    mutating.add_argument("--no-evidence", action="store_true", help="print what was seen and keep nothing")
+    mutating.set_defaults(run=_mutate)
     chosen = parser.parse_args()
     chosen.run(chosen)
 
 
 def _sweep(chosen: argparse.Namespace) -> None:
-    faults = [Fault(name) for name in chosen.fault or Fault]
-    print(Sweep(chosen.database_url).run(faults))
+    faults = [Fault(name) for name in chosen.fault or (Fault.CUT, Fault.KILL)]
+    names = chosen.operation or OPERATIONS
+    operations = {name: OPERATIONS[name] for name in names}
+    if chosen.database_url is not None:
+        print(Sweep(chosen.database_url).run(faults, operations))
+        return
+    with tempfile.TemporaryDirectory() as folder, a_database(chosen.database, Path(folder)) as url:
+        print(Sweep(url).run(faults, operations))
+
+
+def _wake(chosen: argparse.Namespace) -> None:
+    with tempfile.TemporaryDirectory() as folder, a_database("postgres", Path(folder)) as url:
+        woken = Zombies(url).wake(chosen.pauses, chosen.seed)
+    record = zombies.record(chosen.seed, chosen.pauses, woken)
+    print(record)
+    if not chosen.no_evidence:
+        evidence = Evidence("zombies", ("pauses", "refused", "accepted"), trials=("pauses",))
+        evidence.add(record, database="postgres", durability=DURABILITY["postgres"])
+    if woken.wrong or woken.accepted:
+        sys.exit(1)
+
+
+def _mutate(chosen: argparse.Namespace) -> None:
+    chosen_ones = mutants.MUTANTS[: chosen.first]
+    if broken := mutants.unhealthy(chosen_ones):
+        sys.exit(f"these fail without any mutant: {broken}")
+    seen = mutants.try_all(chosen_ones)
+    for name, test in seen.items():
+        print(f"{'seen by ' + test if test else 'NOT SEEN':<100} {name}")
+    if not chosen.no_evidence:
+        mutants.keep(seen)
+    if not all(seen.values()):
+        sys.exit(1)
+
+
+def _kill(chosen: argparse.Namespace) -> None:
+    evidence = Evidence(f"kills-{chosen.database}", SUMMED, trials=("kills", "acknowledged"))
+    for seed in range(chosen.seed, chosen.seed + chosen.batches):
+        if not chosen.no_evidence and evidence.has(seed=seed, engine=chosen.engine):
+            continue
+        batch = kills.Batch(chosen.database, chosen.engine, seed, chosen.kills, chosen.tasks_per_kill)
+        began = time.monotonic()
+        record = kills.run(batch)
+        print(f"{time.monotonic() - began:.0f} s: {record}", flush=True)
+        if not chosen.no_evidence:
+            evidence.add(record, database=chosen.database)
+        if record["wrong"]:
+            sys.exit(1)
 
 
 if __name__ == "__main__":

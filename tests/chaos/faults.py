@@ -22,24 +22,37 @@ class Fault(StrEnum):
     """The connection breaks; a file, which is never disconnected, fails once."""
     KILL = "kill"
     """kill -9 of the process."""
+    STOP = "stop"
+    """The process sleeps, and wakes up when much has happened."""
 
 
-class FaultySession:
-    """Breaks where `arm` says: between any two statements, or on either side of COMMIT."""
+class Breaker:
+    """Says where it breaks: between any two statements, or on either side of COMMIT."""
 
-    def __init__(self, session: Session) -> None:
-        self._session = session
-        self._fault = Fault.CUT
+    def __init__(self) -> None:
+        self.fault = Fault.CUT
         self._point: int | None = None
         self.passed: list[str] = []
         """The boundaries since it was armed."""
 
     def arm(self, fault: Fault, point: int | None) -> None:
         """It breaks at the boundary of this number, counted from here; None: only count."""
-        self._fault, self._point, self.passed = fault, point, []
+        self.fault, self._point, self.passed = fault, point, []
 
     def disarm(self) -> None:
         self._point = None
+
+    def is_here(self, boundary: str) -> bool:
+        self.passed.append(boundary)
+        return len(self.passed) - 1 == self._point
+
+
+class FaultySession:
+    """One of the connections of a process."""
+
+    def __init__(self, session: Session, breaker: Breaker) -> None:
+        self._session = session
+        self._breaker = breaker
 
     def begin(self) -> None:
         self._then("begin", self._session.begin)
@@ -72,6 +85,9 @@ class FaultySession:
     def now(self) -> Instant:
         return self._session.now()
 
+    def end_hanging(self) -> None:
+        self._session.end_hanging()
+
     def reconnect(self) -> None:
         self._session.reconnect()
 
@@ -85,13 +101,14 @@ class FaultySession:
     def _pass(self, boundary: str) -> bool:
         """Whether it broke here."""
         is_file = not isinstance(self._session, PostgresSession)
-        if boundary == "after commit" and is_file and self._fault is Fault.CUT:
+        fault = self._breaker.fault
+        if boundary == "after commit" and is_file and fault is Fault.CUT:
             return False  # what a file has kept it has kept
-        self.passed.append(boundary)
-        if len(self.passed) - 1 != self._point:
+        if not self._breaker.is_here(boundary):
             return False
-        if self._fault is Fault.KILL:
-            os.kill(os.getpid(), signal.SIGKILL)
+        if fault is not Fault.CUT:
+            os.kill(os.getpid(), signal.SIGKILL if fault is Fault.KILL else signal.SIGSTOP)
+            return False
         if is_file:
             raise StoreUnavailable("disk I/O error")
         hang_up(self._session)

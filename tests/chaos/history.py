@@ -59,6 +59,8 @@ class LeaseSeen:
 class DeviceSeen:
     capacity_mb: int = 0
     leased_mb: int = 0
+    excess_mb: int = 0
+    """The most that was ever leased, or pledged, beyond its capacity."""
     leases: dict[str, LeaseSeen] = field(default_factory=dict)
     pledges: dict[str, int] = field(default_factory=dict)
     """Preemptor -> MiB."""
@@ -122,7 +124,9 @@ class History:
                 lease.mb for lease in device.leases.values() if not self._is_leaving(lease, device)
             )
             pledged_mb = sum(device.pledges.values())
-            if staying_mb + pledged_mb > device.capacity_mb and self._knows(key):
+            excess_mb = staying_mb + pledged_mb - device.capacity_mb
+            if excess_mb > 0 and self._knows(key):
+                device.excess_mb = max(device.excess_mb, excess_mb)
                 self.violations.append(
                     f"no byte is leased or pledged twice: by position {self._position}, of the "
                     f"{device.capacity_mb} MiB of {key} {staying_mb} are leased to who stays and "
@@ -231,8 +235,10 @@ class History:
         device.leases[event.key] = lease
         device.leased_mb += row["mb"]
         self._grown.add(row["device"])
-        room = device.leased_mb <= device.capacity_mb
-        self._require(room or not self._knows(row["device"]), "no byte is leased twice", event, device)
+        excess_mb = device.leased_mb - device.capacity_mb
+        if excess_mb > 0 and self._knows(row["device"]):
+            device.excess_mb = max(device.excess_mb, excess_mb)
+            self._require(False, "no byte is leased twice", event, f"{excess_mb} MiB too much")
 
     def _leave(self, lease: LeaseSeen, event: Event) -> None:
         del self.leases[lease.key]

@@ -6,10 +6,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from service.core.orders import Ending, NodeLost
-from service.core.units import Instant
+from service.core.units import Instant, Seconds
 from service.ports import TokenRow
 from tests.builders import GIB
 from tests.chaos.scene import NODE, Scene
+from tests.contracts.scenes import next_term
 from tests.core.gangs import bundles
 
 Act = Callable[[Scene, str], Awaitable[Any]]
@@ -108,8 +109,8 @@ async def several_at_once(scene: Scene, id: str) -> Any:
     return await asyncio.gather(scene.carry(scene.hear(*scene.ends(id))), *newcomers)
 
 
-async def next_term(scene: Scene, id: str) -> Any:
-    scene.term = await scene.store.take_term(f"leader of {id}")
+async def takes_the_term(scene: Scene, id: str) -> Any:
+    scene.term = await next_term(scene.store, f"leader of {id}")
     return scene.term
 
 
@@ -143,7 +144,8 @@ OPERATIONS: dict[str, Operation] = {
     "lose a node": Operation(lambda scene, id: scene.carry(lose_node(scene)), running),
     "find a node again": Operation(lambda scene, id: scene.carry(scene.node_answers()), node_was_lost),
     "several at once": Operation(several_at_once, running),
-    "take the term": Operation(next_term),
+    "take the term": Operation(takes_the_term),
+    "renew the term": Operation(lambda scene, id: scene.store.renew(scene.term, Seconds(3600.0))),
     "put a token": Operation(lambda scene, id: scene.store.put_token(a_token(scene, id), by="chaos")),
     "drop a token": Operation(lambda scene, id: scene.store.drop_token(id, by="chaos"), has_token),
 }

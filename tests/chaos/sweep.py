@@ -16,15 +16,16 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from service.adapters.sql import database
+from service.adapters.sql.database import Database
 from service.adapters.sql.store import SqlStore
 from service.core.units import Term
 from service.core.world import World
 from service.ports import CommitVerdict, StoreUnavailable
-from tests.chaos.faults import Fault, FaultySession
+from tests.chaos.faults import Breaker, Fault, FaultySession
 from tests.chaos.operations import OPERATIONS, Operation
 from tests.chaos.rows import Answers, Rows, picture_of
 from tests.chaos.scene import Scene
-from tests.contracts.scenes import picture
+from tests.contracts.scenes import next_term, picture
 
 _SURVIVED = 3
 _REFUSED = frozenset({CommitVerdict.UNAVAILABLE, CommitVerdict.STALE})
@@ -36,12 +37,13 @@ class Broken(AssertionError):
 
 @dataclass
 class Swept:
+    operations: int = 0
     points: Counter[str] = field(default_factory=Counter)
     """Fault -> boundaries at which it was tried."""
 
     def __str__(self) -> str:
         tried = ", ".join(f"{fault} at {count} points" for fault, count in sorted(self.points.items()))
-        return f"{len(OPERATIONS)} operations, {tried}: nothing lost, nothing half"
+        return f"{self.operations} operations, {tried}: nothing lost, nothing half"
 
 
 class Stamp(NamedTuple):
@@ -93,9 +95,10 @@ class Sweep:
 
     def run(self, faults: Iterable[Fault], operations: Mapping[str, Operation] = OPERATIONS) -> Swept:
         """Raises Broken."""
-        with _migrated_before():
+        with migrated_before():
             asyncio.run(self._settle_in())
             gc.freeze()
+            self.swept.operations = len(operations)
             for name, operation in operations.items():
                 for fault in faults:
                     plan = asyncio.run(self._rehearse(fault, operation))
@@ -109,31 +112,31 @@ class Sweep:
 
     async def _settle_in(self) -> None:
         async with self._opened() as (scene, _):
-            scene.term = await scene.store.take_term("chaos")
+            scene.term = await next_term(scene.store)
             await scene.carry(scene.node_answers())
 
     async def _rehearse(self, fault: Fault, operation: Operation) -> Plan:
-        async with self._opened() as (scene, session):
+        async with self._opened() as (scene, breaker):
             id, before = await self._prepare(scene, operation)
-            session.arm(fault, None)
+            breaker.arm(fault, None)
             await operation.act(scene, id)
-            boundaries, done = tuple(session.passed), self._stamp().since(before)
+            boundaries, done = tuple(breaker.passed), self._stamp().since(before)
             await self._end(scene, id, "undisturbed")
             return Plan(boundaries, done)
 
     # The connection is cut, and the process goes on
 
     async def _cut_everywhere(self, name: str, operation: Operation, plan: Plan) -> None:
-        async with self._opened() as (scene, session):
+        async with self._opened() as (scene, breaker):
             for point, boundary in enumerate(plan.boundaries):
                 where = f"{name}, cut {boundary}"
                 id, before = await self._prepare(scene, operation)
-                session.arm(Fault.CUT, point)
-                said = await _said(operation.act(scene, id))
-                session.disarm()
+                breaker.arm(Fault.CUT, point)
+                is_told = await said(operation.act(scene, id))
+                breaker.disarm()
                 kept = self._stamp().since(before)
-                if kept != (plan.done if said else NOTHING):
-                    told = "done" if said else "refused"
+                if kept != (plan.done if is_told else NOTHING):
+                    told = "done" if is_told else "refused"
                     raise Broken(f"{where}: it was {told}, and what was kept is {kept} of {plan.done}")
                 if picture(scene.world) != await picture_of(scene.store):
                     raise Broken(f"{where}: whoever went on has another picture than the rows")
@@ -182,8 +185,8 @@ class Sweep:
             raise Broken(f"{life.where}: the process was not killed there; status {status}")
 
     async def _act_and_die(self, operation: Operation, life: Life, point: int) -> None:
-        async with self._opened(life.world) as (scene, session):
-            session.arm(Fault.KILL, point)
+        async with self._opened(life.world) as (scene, breaker):
+            breaker.arm(Fault.KILL, point)
             await operation.act(scene, life.id)
 
     # Around both
@@ -214,21 +217,29 @@ class Sweep:
         return Stamp(*found)
 
     @asynccontextmanager
-    async def _opened(self, world: World | None = None) -> AsyncIterator[tuple[Scene, FaultySession]]:
+    async def _opened(self, world: World | None = None) -> AsyncIterator[tuple[Scene, Breaker]]:
         """With a picture from the rows, if it is not given."""
-        known = database.open_database(self._url, alone=False)
-        session = FaultySession(known.session)
-        store = SqlStore(replace(known, session=session))
+        known, breaker = database.open_database(self._url, alone=False), Breaker()
+        store = SqlStore(_breaking(known, breaker))
         try:
             scene = await Scene.on(store, self._term, world)
-            yield scene, session
+            yield scene, breaker
             self._term = scene.term
             self._accepted |= scene.accepted
         finally:
             await store.close()
 
 
-async def _said(answer: Any) -> bool:
+def _breaking(known: Database, breaker: Breaker) -> Database:
+    connect = known.connect_term
+    return replace(
+        known,
+        session=FaultySession(known.session, breaker),
+        connect_term=None if connect is None else lambda: FaultySession(connect(), breaker),
+    )
+
+
+async def said(answer: Any) -> bool:
     """Whether whoever asked was told that it is done. What was not possible must have been refused."""
     try:
         given = await answer
@@ -239,7 +250,7 @@ async def _said(answer: Any) -> bool:
 
 
 @contextmanager
-def _migrated_before() -> Iterator[None]:
+def migrated_before() -> Iterator[None]:
     """Hundreds of times the database is opened: its schema, which has been brought to the newest before, is
     not looked at again."""
     bring_to = database.bring_to

@@ -1,0 +1,123 @@
+"""A service under fire: its processes, and who of them is killed."""
+
+import os
+import signal
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from random import Random
+from typing import Any, ClassVar
+
+import psutil
+
+from service.adapters.ray.head import read_state
+from tests.chaos.load import Kind, Waits, Works
+from tests.chaos.witness import Watch, lines_of
+from tests.e2e.ray_lab import agents_of, command_lines
+from tests.e2e.service_process import GIB, ServiceProcess, until
+
+DEVICE_MB = 24 * GIB
+DRAIN_SECONDS = 240.0
+STARTS_KILLED = 0.15
+"""Of the restarts, so many are killed before they are ready."""
+
+
+class Rig:
+    """A service on the engine that only waits. All that can be killed is its process."""
+
+    targets: ClassVar[Sequence[str]] = ("main",)
+    settings: ClassVar[Mapping[str, Any]] = {"engine": "simulated"}
+
+    def __init__(self, folder: Path, url: str) -> None:
+        self.folder = folder
+        self.service = ServiceProcess(
+            folder / "data",
+            database_url=url,
+            entrypoints=["tests.chaos.jobs:*"],
+            policy={"sample_period_seconds": 0.5, "kill_patience_seconds": 0.5},
+            **self.settings,
+        )
+        self.watch = Watch(folder / "witness", folder / "seen")
+        self.kills: dict[str, int] = {}
+
+    def kind(self) -> Kind:
+        return Waits()
+
+    def kill(self, target: str, chance: Random) -> None:
+        """SIGKILL, and start what does not start again by itself."""
+        if target == "main":
+            self.service.kill_9()
+            self._count("main")
+            while chance.random() < STARTS_KILLED:
+                self._kill_a_start(chance)
+            self.service.start()
+
+    def settle(self) -> None:
+        """Wait until everything has come to its end and has given back what it had."""
+        broker = self.service.broker
+        live = ("pending", "admitted", "running", "stopping")
+
+        def is_quiet() -> bool:
+            stats = broker.stats()
+            return not any(stats.tasks.get(state) for state in live) and stats.gpu["leased_mb"] == 0
+
+        until(is_quiet, "every task has ended and all memory is free", DRAIN_SECONDS)
+
+    def _kill_a_start(self, chance: Random) -> None:
+        started = self.service.spawn()
+        with suppress(psutil.TimeoutExpired):
+            psutil.Process(started.pid).wait(chance.uniform(0.1, 2.0))
+        started.kill()
+        started.wait()
+        self._count("main while it starts")
+
+    def _count(self, what: str) -> None:
+        self.kills[what] = self.kills.get(what, 0) + 1
+
+
+class RayRig(Rig):
+    """A service with a local Ray, whose tasks are real processes."""
+
+    targets = ("main", "driver", "agent", "run", "run", "shared runner", "raylet")
+    settings: ClassVar[Mapping[str, Any]] = {"ray": {"spares": 2, "warm_runners": 1}}
+
+    def kind(self) -> Kind:
+        return Works(self.folder / "witness")
+
+    def kill(self, target: str, chance: Random) -> None:
+        if target == "main":
+            super().kill(target, chance)
+            return
+        pids = self._pids(target)
+        if pids and _shot(chance.choice(pids)):
+            self._count(target)
+
+    def _pids(self, target: str) -> list[int]:
+        head = read_state(self.service.data_dir)
+        match target:
+            case "driver":
+                with suppress(psutil.Error, AssertionError):
+                    return [self.service.driver().pid]
+            case "agent" if head is not None:
+                return agents_of(head)
+            case "raylet" if head is not None:
+                return [pid for pid in command_lines("raylet/raylet") if os.getsid(pid) == head.pid]
+            case "run":
+                return self.watch.pids()
+            case "shared runner":
+                shared = [
+                    line["pid"] for line in lines_of(self.folder / "witness") if line.get("devices") == []
+                ]
+                return shared[-1:]
+        return []
+
+
+def _shot(pid: int) -> bool:
+    try:
+        os.kill(pid, signal.SIGKILL)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+RIGS: dict[str, type[Rig]] = {"simulated": Rig, "ray": RayRig}
