@@ -90,14 +90,19 @@ def due(world: World, now: Instant, policy: Policy, watch: Watch | None) -> list
             if run is not None:
                 moved.add(run.id)
                 let_down.add(notice_of(run, rank)[0])
+    expiring = world.expiring.due(now)
     for preemptor, pledges in world.pledges.items():
+        if preemptor in expiring:
+            continue  # which ends its pledges
         deadline_at = max(pledge.deadline_at for pledge in pledges.values())
         mover = world.tasks.get(preemptor)
         is_late = _is_over(deadline_at, policy.pledge_patience_seconds, since, now)
         is_late = is_late and not (mover is not None and mover.is_moving)  # else it had no turn to go there
         if is_late or preemptor in let_down:
-            decisions.append(_dissolve(world, preemptor, moved))
-    decisions += [_expire(world, world.tasks[task], now) for task in world.expiring.due(now)]
+            dissolved = _dissolve(world, preemptor, moved)
+            decisions.append(dissolved)
+            moved |= {write.task.id for write in dissolved.tasks}  # a gang may free for several
+    decisions += [_expire(world, world.tasks[task], now) for task in expiring]
     return decisions
 
 

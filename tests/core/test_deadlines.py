@@ -149,6 +149,13 @@ def test_a_preemptor_that_expires_gives_back_what_was_being_freed_for_it() -> No
     assert world.pledges == {}
 
 
+def test_a_preemptor_that_expires_when_its_pledge_is_overdue_ends_that_pledge_once() -> None:
+    now = Instant(NOW + POLICY.pledge_patience_seconds)
+    preemptor = a_task(gpu_mb=8 * GIB, deadline_at=now)
+    world = a_world(preemptor, a_pledge(preemptor, "gpu0", 8 * GIB, deadline_at=NOW))
+    assert [d.why for d in due(world, now, POLICY, watched(now))] == ["expire"]
+
+
 def test_nothing_is_due_before_a_limit_or_without_one() -> None:
     limited = holding(a_task("limited", timeout_seconds=100.5), node="n1")
     world = a_world(a_node(), limited, holding(a_task("free"), node="n1"), a_task("waiting"))

@@ -176,6 +176,16 @@ def test_when_another_victim_is_given_up_the_rank_frees_for_nobody_in_particular
     assert gang.world.pledges == {}
 
 
+def test_a_gang_that_frees_for_two_whose_pledges_are_overdue_is_written_once() -> None:
+    gang = at_work(elastic(4, 1))
+    gang.policy = Policy(kill_patience_seconds=Seconds(60.0))
+    comes(gang, "first")
+    comes(gang, "second")
+    assert {member.freeing_for for member in gang.task.members} == {None, "first", "second"}
+    assert [decision.why for decision in wait(gang, 40.0)] == ["dissolved", "dissolved"]
+    assert gang.world.pledges == {}
+
+
 # What is told
 
 
