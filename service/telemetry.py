@@ -25,7 +25,8 @@ from service.core.lease import LeaseState
 from service.core.ledger import Book
 from service.core.policy import Policy, band_of
 from service.core.task import TERMINAL, TaskState
-from service.core.units import Instant, Term
+from service.core.tenure import Standing
+from service.core.units import Instant
 from service.core.world import World
 
 LOG_FIELDS: Mapping[str, str] = {
@@ -99,10 +100,16 @@ GAUGES: Mapping[str, tuple[str, tuple[str, ...]]] = {
         ("basis",),
     ),
     "gpubroker_world_age_seconds": ("Seconds since the picture was last known to be current.", ()),
+    "gpubroker_is_leader": ("1 if this process leads, else 0.", ()),
     "gpubroker_leader_term": ("Term of the leader in this process; absent if it does not lead.", ()),
+    "gpubroker_leader_lease_seconds": (
+        "So long this process leads without another renewal; absent if it does not lead.",
+        (),
+    ),
 }
 COUNTERS: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "gpubroker_tasks_finished": ("Tasks that ever finished; survives pruning.", ("state",)),
+    "gpubroker_leader_takeovers": ("How often this process began to lead.", ()),
 }
 REQUEST_SECONDS = "gpubroker_http_request_duration_seconds"
 _REQUEST_LABELS = ("method", "route", "status")
@@ -116,7 +123,7 @@ class Sources:
 
     world: World
     age_seconds: Callable[[], float]
-    term: Callable[[], Term | None]
+    standing: Callable[[], Standing]
     policy: Policy
     now: Callable[[], Instant]
     fragmentation: Callable[[], tuple[Fragmentation, Scattered | None]]
@@ -180,8 +187,7 @@ class WorldCollector(Collector):
         yield from _forecast_metrics(sources.world)
         yield _gauge("gpubroker_event_log_position", [((), sources.world.position)])
         yield _gauge("gpubroker_world_age_seconds", [((), sources.age_seconds())])
-        term = sources.term()
-        yield _gauge("gpubroker_leader_term", [] if term is None else [((), term)])
+        yield from _leader_metrics(sources.standing())
 
 
 def _gauge(name: str, samples: Iterable[tuple[tuple[str, ...], float]]) -> Metric:
@@ -190,6 +196,17 @@ def _gauge(name: str, samples: Iterable[tuple[tuple[str, ...], float]]) -> Metri
     for values, value in samples:
         family.add_metric(values, value)
     return family
+
+
+def _leader_metrics(standing: Standing) -> Iterator[Metric]:
+    leads = standing.term is not None
+    yield _gauge("gpubroker_is_leader", [((), leads)])
+    yield _gauge("gpubroker_leader_term", [((), standing.term)] if standing.term is not None else [])
+    yield _gauge("gpubroker_leader_lease_seconds", [((), standing.seconds_left)] if leads else [])
+    about, labels = COUNTERS["gpubroker_leader_takeovers"]
+    takeovers = CounterMetricFamily("gpubroker_leader_takeovers", about, labels=labels)
+    takeovers.add_metric((), standing.takeovers)
+    yield takeovers
 
 
 def _task_metrics(world: World) -> Iterator[Metric]:

@@ -56,6 +56,7 @@ class GatewayRole:
             age_seconds=picture.age_seconds,
             shutdown=shut_down,
             term=broker.term,
+            standing=broker.candidate.standing,
             forecasts=broker.forecasts,
             waiters=self._waiters,
         )

@@ -6,7 +6,7 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Sequence
 from typing import Any
 
 import structlog
@@ -56,18 +56,17 @@ class Process:
         await self._gateway.begin()
         self._stop_on_signals()
         serving = self._begin("http", self._gateway.serve())
+        leading = [self._begin(name, job) for name, job in self._broker.jobs()]
         jobs = [
-            self._begin(name, job)
-            for part in (self._broker, self._picture, self._gateway)
-            for name, job in part.jobs()
+            self._begin(name, job) for part in (self._picture, self._gateway) for name, job in part.jobs()
         ]
         self._say(*greeting(self._settings, self._gateway.url))
         await self._stop.wait()
         self._gateway.stop()
+        # First, so that who waits to lead need not wait until the last request is answered.
+        await _end(leading)
         await asyncio.wait([serving])
-        for job in jobs:
-            job.cancel()
-        await asyncio.wait(jobs)
+        await _end(jobs)
         await self._broker.close(stop_cluster=self._stop_cluster)
         self._say(farewell(self._settings, len(self._picture.world.active), self._stop_cluster))
         return 0 if self._fault is None else 1
@@ -100,6 +99,12 @@ class Process:
     def _say(self, *lines: str) -> None:
         sys.stderr.write("".join(f"{line}\n" for line in lines))
         sys.stderr.flush()
+
+
+async def _end(jobs: Sequence[asyncio.Task[None]]) -> None:
+    for job in jobs:
+        job.cancel()
+    await asyncio.wait(jobs)
 
 
 def make_full_collections_rare() -> None:

@@ -12,7 +12,7 @@ from contextlib import suppress
 import structlog
 
 from service.broker.loop import Leader
-from service.core.tenure import LeaderRow, Tenure, TenureRules, Watched
+from service.core.tenure import LeaderRow, Standing, Tenure, TenureRules, Watched
 from service.core.units import Seconds, Term
 from service.ports import Executor, ReadTicks, StaleTerm, StoreUnavailable, TaskStore, TenureOver
 
@@ -57,17 +57,18 @@ class Candidate:
         """The one of this process, while it leads."""
         self.row: LeaderRow | None = None
         """Who leads, as this process has last read it; not kept up to date while it leads itself."""
-        self.takeovers = 0
+        self._takeovers = 0
 
     @property
     def term(self) -> Term | None:
         """None while another process leads, or none does."""
         return None if self.leader is None else self.leader.tenure.term
 
-    @property
-    def seconds_left(self) -> Seconds | None:
-        """So long this process may still lead without another renewal."""
-        return None if self.leader is None else self.leader.tenure.seconds_left(self._ticks())
+    def standing(self) -> Standing:
+        if self.leader is None:
+            return Standing(takeovers=self._takeovers)
+        tenure = self.leader.tenure
+        return Standing(tenure.term, tenure.seconds_left(self._ticks()), self._takeovers)
 
     async def run(self) -> None:
         """Raises what makes a leader's picture useless: PictureDiverged, and what a listener raised."""
@@ -106,7 +107,7 @@ class Candidate:
 
     async def _lead(self, tenure: Tenure) -> None:
         """Until the term is over."""
-        self.takeovers += 1
+        self._takeovers += 1
         try:
             async with asyncio.TaskGroup() as group:
                 group.create_task(self._keep(tenure))

@@ -78,6 +78,18 @@ class LeaderRow:
 
 
 @dataclass(frozen=True, slots=True)
+class Standing:
+    """How one process stands to the lead."""
+
+    term: Term | None = None
+    """None while it does not lead."""
+    seconds_left: Seconds = Seconds(0.0)
+    """So long it may lead without another renewal."""
+    takeovers: int = 0
+    """How often it began to lead."""
+
+
+@dataclass(frozen=True, slots=True)
 class Watched:
     """The row as a candidate found it first, and when that was on its own clock."""
 

@@ -60,7 +60,7 @@ def create_app(parts: GatewayParts) -> FastAPI:
     """The application. It starts nothing: the composition root feeds `parts.world` and `parts.waiters`."""
     app = _routed()
     world, now = parts.world, parts.clock.now
-    telemetry = Telemetry(Sources(world, parts.age_seconds, parts.term, parts.policy, now, parts.pieces))
+    telemetry = Telemetry(Sources(world, parts.age_seconds, parts.standing, parts.policy, now, parts.pieces))
     app.state.telemetry = telemetry
     # The door is the whole stack. FastAPI's own layers serve dependencies and uploads, which no route has,
     # and turn exceptions into answers, which the door does.

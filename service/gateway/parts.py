@@ -10,6 +10,7 @@ from service.core.asking import Asking
 from service.core.backfill import Forecast
 from service.core.kinds import Kind
 from service.core.policy import BAND_NAMES, Policy
+from service.core.tenure import Standing
 from service.core.units import Seconds, TaskId, Term
 from service.core.world import World
 from service.gateway.capacity import Capacity
@@ -90,6 +91,8 @@ class GatewayParts:
     """Begin an orderly stop; True stops the local cluster as well. Returns at once."""
     term: Callable[[], Term | None] = lambda: None
     """The term of the leader in this process; None if it does not lead."""
+    standing: Callable[[], Standing] = Standing
+    """How this process stands to the lead."""
     forecasts: Callable[[], Sequence[Forecast]] = tuple
     """Those that hold now."""
     waiters: Waiters = field(default_factory=Waiters)

@@ -12,7 +12,7 @@ from service.broker.loop import Leader
 from service.core.orders import StartOrder
 from service.core.plan import Decision
 from service.core.task import TaskState
-from service.core.tenure import Tenure, TenureRules
+from service.core.tenure import Standing, Tenure, TenureRules
 from service.core.units import Instant, Seconds, TaskId, Term
 from service.ports import CommitVerdict, RunSpec, TenureOver
 from tests.broker.stage import ForgetfulStore, Hands, Stage, a_stage
@@ -216,7 +216,7 @@ async def test_a_leader_that_slept_stands_back_and_leads_again_if_nobody_else_do
     await party.until(("one", 1))
     party.clock.time = Instant(party.clock.time + 3600.0)
     await party.until(("one", 2))
-    assert party.candidates["one"].takeovers == 2
+    assert party.candidates["one"].standing() == Standing(Term(2), Seconds(TOO_LONG), takeovers=2)
 
 
 async def test_a_leader_without_its_database_stands_back_and_leads_again_when_that_is_back(
@@ -236,7 +236,7 @@ async def test_a_leader_that_hears_of_another_term_stands_back(party: Party) -> 
     await party.until(("one", 1))
     await next_term(party.store, "another", ttl_seconds=3600.0)
     await party.until()
-    assert party.candidates["one"].seconds_left is None
+    assert party.candidates["one"].standing() == Standing(takeovers=1)
 
 
 async def test_a_candidate_waits_for_the_database_before_it_leads(party: Party) -> None:

@@ -15,7 +15,7 @@ from structlog.testing import capture_logs
 from service.adapters.boot_clock import boot_seconds
 from service.adapters.ray import driver_link, executor
 from service.adapters.ray.driver import UNTAKEN_BYTES, Driver, Opening
-from service.adapters.ray.executor import RayExecutor
+from service.adapters.ray.executor import NOBODY, RayExecutor
 from service.adapters.ray.frames import frame, read_frame
 from service.adapters.ray.node_link import NodeLink
 from service.adapters.ray.options import RayOptions
@@ -23,7 +23,7 @@ from service.adapters.ray.report_form import MALFORMED
 from service.adapters.ray.wire import unpack, write_reports
 from service.core.orders import Ended, Ending, Gone, NodeSeen, StartOrder
 from service.core.tenure import Tenure
-from service.core.units import Fence, Instant, NodeName, TaskId, Term
+from service.core.units import Fence, Instant, NodeName, TaskId, Term, Ticks
 from service.ports import RunPayload, RunSpec
 
 NODE = {"name": "n1", "cpu": 2.0, "memory_mb": 10, "max_runs": 4, "incarnation": "i.1", "boot_id": "b"}
@@ -54,8 +54,8 @@ class StandIn:
     def tell_reports(self, *reports: tuple[Any, ...]) -> None:
         self.tell("reports", write_reports("n1", 1.0, reports), boot_seconds(), 1)
 
-    async def next(self, kind: str) -> tuple[Any, ...]:
-        """The next message of this kind; pings are answered meanwhile."""
+    async def next(self, kind: str | tuple[str, ...]) -> tuple[Any, ...]:
+        """The next message of this kind, or of one of these; pings are answered meanwhile."""
         while (message := await read_frame(self._reader)) is not None:
             if message[0] == "ping":
                 self.tell("pong")
@@ -76,7 +76,12 @@ class Bench:
         self._starting: asyncio.Task[None] | None = None
 
     def begin(self) -> None:
-        self._starting = asyncio.create_task(self.executor.start(Tenure(Term(1))))
+        self.lead(Tenure(Term(1)))
+
+    def lead(self, tenure: Tenure) -> None:
+        if self._starting is not None:
+            self._starting.cancel()
+        self._starting = asyncio.create_task(self.executor.start(tenure))
 
     def start_driver(self, _options: RayOptions, channel: socket.socket) -> "subprocess.Popen[bytes]":
         child = subprocess.Popen(["sleep", "60"])
@@ -200,6 +205,85 @@ async def test_nobody_is_asked_for_more_than_the_service_takes() -> None:
         assert not waiting.done()
         await driver.on_message(("taken", 1))
     assert waiting.done()
+
+
+async def test_orders_say_until_when_they_hold_and_none_leaves_once_the_tenure_is_over(bench: Bench) -> None:
+    driver = await bench.driver()
+    tenure = Tenure(Term(2), Ticks(boot_seconds() + 600.0))
+    bench.lead(tenure)
+    assert (await driver.next("term"))[1] == NOBODY
+    assert (await driver.next("term"))[1] == 2
+    driver.tell("reports", write_reports("n1", 1.0, [SEEN]), boot_seconds(), 2)
+    await bench.executor.reports()
+    await bench.send("in-time")
+    *_, until = await driver.next("orders")
+    assert until == tenure.until
+    tenure.is_over(Ticks(until))
+    await bench.send("too-late")
+    await bench.executor.stand_back()
+    assert (await driver.next(("orders", "term")))[0] == "term"
+
+
+async def test_what_agents_said_in_an_earlier_term_is_not_heard_in_a_later_one(bench: Bench) -> None:
+    """It may say that runs are not there which another leader has started since."""
+    driver = await bench.driver()
+    driver.tell_reports(SEEN)
+    await bench.executor.reports()
+    await driver.next("taken")
+    bench.lead(Tenure(Term(3)))
+    while (await driver.next("term"))[1] != 3:
+        pass
+    driver.tell_reports(SEEN)
+    _, taken_bytes = await driver.next("taken")
+    assert taken_bytes == len(write_reports("n1", 1.0, [SEEN]))
+    news: tuple[Any, ...] = ("node_seen", 2.0, {**NODE, "incarnation": "i.3"}, [], [])
+    driver.tell("reports", write_reports("n1", 2.0, [news]), boot_seconds(), 3)
+    [seen] = await bench.executor.reports()
+    assert isinstance(seen, NodeSeen)
+    assert seen.node.incarnation == "i.3"
+
+
+async def test_an_executor_that_stood_back_is_ready_says_so_and_hears_nothing(bench: Bench) -> None:
+    driver = await bench.driver()
+    driver.tell_reports(SEEN)
+    await bench.executor.reports()
+    await bench.executor.stand_back()
+    assert bench.executor.status()["state"] == "standby"
+    hearing = asyncio.create_task(bench.executor.reports())
+    driver.tell_reports(SEEN)
+    await driver.next("taken")
+    await driver.next("taken")
+    assert not hearing.done()
+    hearing.cancel()
+
+
+async def test_orders_that_reach_the_driver_too_late_are_dropped_and_asked_for_anew() -> None:
+    ours, theirs = socket.socketpair()
+    _reader, writer = await asyncio.open_unix_connection(sock=ours)
+    with theirs:
+        async with asyncio.TaskGroup() as tasks:
+            driver = Driver(Opening("", "", "", "", 1), writer, tasks)
+            link = Link()
+            driver._links["n1"] = link  # type: ignore[assignment]  # what a driver asks of one
+            await driver.on_message(("orders", "n1", b"in time", boot_seconds() + 600.0))
+            await driver.on_message(("orders", "n1", b"too late", boot_seconds()))
+        writer.close()
+    assert link.asked == [("send", b"in time"), ("announce_again",)]
+
+
+class Link:
+    """Notes what is asked of it."""
+
+    node = "n1"
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[Any, ...]] = []
+
+    def send(self, packed: bytes) -> None:
+        self.asked.append(("send", packed))
+
+    def announce_again(self) -> None:
+        self.asked.append(("announce_again",))
 
 
 async def test_that_two_nodes_have_one_name_is_told_once(

@@ -20,8 +20,10 @@ class Call:
 
     def __init__(self) -> None:
         self._made: asyncio.Queue[asyncio.Future[Any]] = asyncio.Queue()
+        self.said: list[tuple[Any, ...]] = []
 
-    def remote(self, *_arguments: Any) -> "asyncio.Future[Any]":
+    def remote(self, *arguments: Any) -> "asyncio.Future[Any]":
+        self.said.append(arguments)
         reply = asyncio.get_running_loop().create_future()
         self._made.put_nowait(reply)
         return reply
@@ -35,7 +37,7 @@ class Call:
 
 class Agent:
     def __init__(self) -> None:
-        self.announce, self.poll, self.orders = Call(), Call(), Call()
+        self.announce, self.poll, self.orders, self.leave = Call(), Call(), Call(), Call()
 
 
 class Ears:
@@ -80,12 +82,12 @@ class Talk:
 @pytest.fixture
 def talking(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., Any]:
     @asynccontextmanager
-    async def talk(*faults: Exception) -> AsyncIterator[tuple[Talk, NodeLink]]:
+    async def talk(*faults: Exception, term: int = 1) -> AsyncIterator[tuple[Talk, NodeLink]]:
         config = RayOptions(tmp_path).agent_config("").on_node("n1")
         scene = Talk(monkeypatch)
         scene.faults += faults
         async with asyncio.TaskGroup() as tasks:
-            link = NodeLink("ray-node", config, "broker", 1, scene.ears, tasks)
+            link = NodeLink("ray-node", config, "broker", term, scene.ears, tasks)
             yield scene, link
             link.close()
 
@@ -139,3 +141,46 @@ async def test_an_agent_is_asked_for_no_reports_while_there_is_no_room(talking: 
         assert not polled.done()
         scene.ears.has_room.set()
         await polled
+
+
+async def welcomed(scene: Talk, incarnation: str = "i.1") -> Agent:
+    agent = await scene.found.get()
+    await agent.announce.answer(("welcome", incarnation))
+    return agent
+
+
+async def test_who_only_waits_to_lead_disturbs_no_agent(talking: Callable[..., Any]) -> None:
+    async with talking(term=0) as (scene, link):
+        await link._talking
+        assert scene.found.empty()
+        link.change_term(7)
+        await welcomed(scene)
+        await link.dismiss()
+
+
+async def test_what_was_ordered_in_an_earlier_term_is_not_delivered_in_a_later_one(
+    talking: Callable[..., Any],
+) -> None:
+    async with talking() as (scene, link):
+        await scene.found.get()  # it hears the announcement of term 1, and does not answer
+        link.send(b"of term 1")
+        link.change_term(2)
+        link.send(b"of term 2")
+        agent = await welcomed(scene)
+        await agent.orders.answer(None)
+        assert [arguments[-1] for arguments in agent.orders.said] == [b"of term 2"]
+
+
+async def test_who_has_stood_back_can_still_end_what_is_its_own_and_who_never_led_ends_nothing(
+    talking: Callable[..., Any],
+) -> None:
+    async with talking() as (scene, link):
+        agent = await welcomed(scene)
+        await agent.poll.made()
+        link.change_term(0)
+        dismissing = asyncio.create_task(link.dismiss())
+        await agent.leave.answer(None)
+        await dismissing
+    async with talking(term=0) as (scene, link):
+        await link.dismiss()
+        assert scene.found.empty()

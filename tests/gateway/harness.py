@@ -25,7 +25,8 @@ from service.core.policy import CustomLimit, Maximum, Policy, Pool, TenantPolicy
 from service.core.requests import carry_out
 from service.core.runs import react
 from service.core.task import Task, TaskState
-from service.core.units import Instant, Mib, TaskId, Term
+from service.core.tenure import Standing
+from service.core.units import Instant, Mib, Seconds, TaskId, Term
 from service.core.world import World
 from service.gateway.app import create_app, openapi_document
 from service.gateway.identity import EVERY_SCOPE, Tokens, new_token
@@ -122,6 +123,7 @@ class Gateway:
             age_seconds=lambda: self.age_seconds,
             shutdown=self.shutdowns.append,
             term=lambda: self.term,
+            standing=lambda: Standing(self.term, Seconds(2.0), takeovers=1),
             forecasts=lambda: self.forecasts,
             python="3.11",
             cloudpickle="3.1",

@@ -20,6 +20,7 @@ LOOKS = 5
 """How often it is asked within its patience."""
 KILL_SECONDS = 5.0
 LOG_BYTES = 4 * 2**20
+DRIVER = "service.adapters.ray.driver"
 ENDED = "the Ray driver process ended"
 
 
@@ -100,7 +101,7 @@ def _start_driver(options: RayOptions, channel: socket.socket) -> "subprocess.Po
     environment = {name: text for name, text in os.environ.items() if name != "RAY_ADDRESS"}
     with _log_of(options.data_dir).open("ab") as output:
         return subprocess.Popen(  # noqa: S603  # our own module
-            [sys.executable, "-m", "service.adapters.ray.driver", str(channel.fileno())],
+            [sys.executable, "-m", DRIVER, str(channel.fileno())],
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=output,

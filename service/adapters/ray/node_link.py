@@ -63,6 +63,8 @@ class NodeLink:
         self._tasks = tasks
         self._agent: Any = None
         """None while no agent has answered this term."""
+        self._last_agent: Any = None
+        """Of the last term in which one has."""
         self._incarnation = ""
         self._queue: deque[bytes] = deque()
         self._calls: set[asyncio.Task[None]] = set()
@@ -83,6 +85,7 @@ class NodeLink:
     def change_term(self, term: int) -> None:
         """What was ordered in another term is dropped."""
         self._term = term
+        self._last_agent = self._agent or self._last_agent
         self._queue.clear()
         self._incarnation = ""
         self._told_lost = False
@@ -98,8 +101,8 @@ class NodeLink:
         self._talking.cancel()
 
     async def dismiss(self) -> None:
-        """Kill everything of ours on the node."""
-        agent, self._agent = self._agent, None
+        """Kill everything of ours on the node; nothing where this process has never led."""
+        agent, self._agent = self._agent or self._last_agent, None
         self.close()
         if agent is not None:
             try:

@@ -1,0 +1,132 @@
+"""A leader that is stopped between the commit of a start and its order, and wakes when another one leads."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import pytest
+
+from service.core.orders import Ended, Ending, Order, Report, StartOrder
+from service.core.plan import Request
+from service.core.task import TaskState
+from service.core.tenure import NEVER, Tenure, TenureRules
+from service.core.units import Fence, Instant, TaskId, Term
+from service.ports import RunPayload, StaleTerm
+from tests.broker.stage import ForgetfulStore, Hands, Stage, WitnessedExecutor
+from tests.builders import GIB, NOW
+from tests.chaos.history import violations
+from tests.contracts.scenes import log_of, next_term
+
+HOUR = 3600.0
+RULES = TenureRules()
+
+
+class Node:
+    """Its agent hears several leaders, and answers the one of the highest term it has heard of."""
+
+    def __init__(self, agent: WitnessedExecutor) -> None:
+        self.agent = agent
+        self.term = Term(0)
+        self.refused: list[StartOrder] = []
+
+    async def announce(self, tenure: Tenure) -> None:
+        assert tenure.term > self.term
+        self.term = tenure.term
+        await self.agent.start(Tenure(tenure.term))
+
+    async def carry_out(
+        self, term: Term, orders: Sequence[Order], payloads: Mapping[TaskId, RunPayload]
+    ) -> None:
+        if term < self.term:
+            self.refused += [order for order in orders if isinstance(order, StartOrder)]
+        else:
+            await self.agent.send(orders, payloads)
+
+
+class Line(WitnessedExecutor):
+    """The way from one leader to the node that all share. While its leader is stopped, nothing passes."""
+
+    def __init__(self, store: ForgetfulStore, clock: Hands, node: Node) -> None:
+        super().__init__(store, clock)
+        self._node = node
+        self._hands = clock
+        self._of = Tenure(Term(0))
+        self._waiting: list[tuple[Sequence[Order], Mapping[TaskId, RunPayload]]] = []
+        self.is_stopped = False
+
+    async def start(self, tenure: Tenure) -> None:
+        self._of = tenure
+        await self._node.announce(tenure)
+
+    async def send(self, orders: Sequence[Order], payloads: Mapping[TaskId, RunPayload]) -> None:
+        if self.is_stopped:
+            self._waiting.append((orders, payloads))
+        elif not self._of.is_over(self._hands.ticks()):
+            await self._node.carry_out(self._of.term, orders, payloads)
+
+    async def reports(self) -> Sequence[Report]:
+        return await self._node.agent.reports()
+
+    def measure(self) -> None:
+        self._node.agent.measure()
+
+    async def wake(self) -> None:
+        self.is_stopped = False
+        waiting, self._waiting = self._waiting, []
+        for orders, payloads in waiting:
+            await self.send(orders, payloads)
+
+
+class Schedule:
+    """Two leaders on one database and one node, whose two GPUs each task wants whole."""
+
+    def __init__(self, folder: Path) -> None:
+        self.clock = Hands()
+        self.store = ForgetfulStore(self.clock.now)
+        self.node = Node(WitnessedExecutor(self.store, self.clock))
+        self.old, self.old_line = self._leader(folder / "old")
+        self.new, self.new_line = self._leader(folder / "new")
+
+    def _leader(self, folder: Path) -> tuple[Stage, Line]:
+        stage = Stage(folder, self.store, self.clock)
+        line = Line(self.store, self.clock, self.node)
+        stage.executor = line
+        return stage, line
+
+    async def submit(self, id: str, **fields: int) -> None:
+        await self.new.submit(id, seconds=HOUR, gpus=2, gpu_mb=20 * GIB, **fields)
+
+
+@pytest.mark.parametrize("its_clock", ["goes on", "stands still"])
+async def test_what_a_stopped_leader_sends_and_commits_when_it_wakes_changes_nothing(
+    tmp_path: Path, its_clock: str
+) -> None:
+    stage = Schedule(tmp_path)
+    old, new, node = stage.old, stage.new, stage.node
+    trusted = RULES.trusted_until(stage.clock.ticks()) if its_clock == "goes on" else NEVER
+    await old.lead(Tenure(await next_term(stage.store, "old"), trusted))
+    await stage.submit("first")
+    stage.old_line.is_stopped = True
+    await old.leader.cycle()
+    assert ((await new.row("first")).state, node.agent.begun) == (TaskState.ADMITTED, set())
+
+    await stage.submit("second", priority=90)
+    stage.clock.time = Instant(stage.clock.time + RULES.ttl_seconds)
+    await new.lead(Tenure(await next_term(stage.store, "new")))
+    await new.later(1.0)
+    await new.turns_until("second", TaskState.RUNNING)
+    assert (await new.row("first")).state is TaskState.PENDING
+
+    await stage.old_line.wake()
+    late = [("first", 1)] if its_clock == "stands still" else []
+    assert [(order.task, order.fence) for order in node.refused] == late
+    with pytest.raises(StaleTerm):
+        await old.hear(Ended(TaskId("second"), Fence(1), Instant(NOW), Ending.FAILED))
+    assert node.agent.begun == {"second"}
+    assert (await new.row("second")).state is TaskState.RUNNING
+
+    await stage.store.request(Request("r1", TaskId("second"), "default", "cancel", {}, Instant(NOW)))
+    await new.leader.cycle()
+    await new.turns_until("second", TaskState.CANCELLED)
+    await new.turns_until("first", TaskState.RUNNING)
+    assert (await new.row("first")).fence == 2
+    assert violations(await log_of(stage.store)) == []
