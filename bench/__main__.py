@@ -4,11 +4,12 @@ import sys
 from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from types import ModuleType
 
-from bench import accept, churn, openb, plan, preempt, run, simulate
+from bench import accept, batch, churn, openb, plan, preempt, run, simulate
 from bench.measuring import publish
 
 BENCHMARKS: dict[str, ModuleType] = {
     "accept": accept,
+    "batch": batch,
     "run": run,
     "preempt": preempt,
     "openb": openb,

@@ -12,6 +12,12 @@ from service.core.events import Event
 from service.core.lease import Lease, Pledge
 from service.core.orders import Order, Report
 from service.core.plan import Decision, Request
+from service.core.submission import BatchSubmission as BatchSubmission
+from service.core.submission import KnownKey as KnownKey
+from service.core.submission import RunSpec as RunSpec
+from service.core.submission import Submission as Submission
+from service.core.submission import SubmitOutcome as SubmitOutcome
+from service.core.submission import SubmitVerdict as SubmitVerdict
 from service.core.task import Task, TaskState
 from service.core.tenure import LeaderRow, Tenure
 from service.core.units import Instant, Position, Seconds, TaskId, Term, Ticks
@@ -21,55 +27,6 @@ class Clock(Protocol):
     def now(self) -> Instant:
         """The database's time, interpolated between readings by a clock that never jumps back."""
         ...
-
-
-@dataclass(frozen=True, slots=True)
-class RunSpec:
-    """What a task runs: the cold half of a task, as submitted. What is too large is a blob."""
-
-    kind: str
-    """entrypoint, command or function; external for what nobody starts."""
-    entrypoint: str = ""
-    """`module:function`, for kind entrypoint."""
-    command: tuple[str, ...] = ()
-    arguments: bytes = b""
-    """JSON `{"args": [], "kwargs": {}}` for an entrypoint; the cloudpickle of (function, args, kwargs) for a
-    function; empty for a command."""
-    arguments_digest: str | None = None
-    """Where `arguments` are when they were too large to stay in the row."""
-    python: str = ""
-    """`3.11`: the Python minor that pickled a function."""
-    env: Mapping[str, str] = field(default_factory=dict)
-    result_format: str = "json"
-    labels: Mapping[str, str] = field(default_factory=dict)
-    model_type: str = ""
-    working_directory: str = ""
-    sizing: Mapping[str, Any] | None = None
-    """How its `gpu_mb` was learned at submit, with the fields of `Size`; None if its submitter said it."""
-
-
-@dataclass(frozen=True, slots=True)
-class Submission:
-    """One task on its way in. The id is made before the commit, so a retry of the commit is harmless."""
-
-    task: Task
-    spec: RunSpec
-    idempotency_key: str | None = None
-    body_hash: str = ""
-
-
-class SubmitVerdict(StrEnum):
-    ACCEPTED = "accepted"
-    DUPLICATE = "duplicate"
-    """Same key, same body: `task` is the first one's id."""
-    KEY_REUSED = "key_reused"
-    """Same key, other body: nothing was stored."""
-
-
-@dataclass(frozen=True, slots=True)
-class SubmitOutcome:
-    verdict: SubmitVerdict
-    task: TaskId
 
 
 class CommitVerdict(StrEnum):
@@ -210,6 +167,18 @@ class TaskStore(Protocol):
 
     async def submit(self, submission: Submission) -> SubmitOutcome:
         """Raises Unstorable."""
+        ...
+
+    async def submit_batch(self, batch: BatchSubmission) -> SubmitOutcome:
+        """Raises Unstorable: then nothing of it was stored."""
+        ...
+
+    async def known_key(self, tenant: str, key: str) -> KnownKey | None:
+        """What was submitted with this key, if it is still kept."""
+        ...
+
+    async def batch_answer(self, first: TaskId) -> str:
+        """What was kept of the batch that begins with this task; empty if nothing was."""
         ...
 
     async def request(self, request: Request) -> None:

@@ -207,6 +207,9 @@ class PolicySettings(Section):
 
 class LimitSettings(Section):
     body_bytes: Annotated[int, Field(gt=0)] = 8 * 1024 * 1024
+    """The largest body of a request."""
+    batch_body_bytes: Annotated[int, Field(gt=0)] = 16 * 1024 * 1024
+    """The same of a batch, which may have 10,000 tasks."""
     inline_bytes: Annotated[int, Field(gt=0)] = 64 * 1024
     """Arguments and results up to this size stay in the row; larger ones become blobs."""
     result_bytes: Annotated[int, Field(gt=0)] = 64 * 1024 * 1024

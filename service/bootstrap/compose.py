@@ -139,6 +139,7 @@ def limits_of(settings: Settings) -> Limits:
     given = settings.limits
     return Limits(
         body_bytes=given.body_bytes,
+        batch_body_bytes=given.batch_body_bytes,
         inline_bytes=given.inline_bytes,
         stale_seconds=Seconds(given.stale_seconds),
     )

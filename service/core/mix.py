@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import lru_cache
 
 from service.core.demand import Demand, Where
 from service.core.ledger import Book
@@ -73,6 +74,7 @@ class Mix:
         return self._worths[policy]
 
 
+@lru_cache(4096)
 def _plain(demand: Demand) -> Demand:
     """What decides on which devices it fits, and the CPU it needs beside them."""
     where = demand.where

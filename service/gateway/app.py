@@ -9,6 +9,7 @@ from service.gateway.document import complete
 from service.gateway.door import Door
 from service.gateway.parts import GatewayParts
 from service.gateway.routes import (
+    batch,
     estimates,
     events,
     explain,
@@ -31,6 +32,7 @@ from service.gateway.routes import (
 from service.telemetry import Sources, Telemetry
 
 _RESOURCES = (
+    batch,
     tasks,
     outcomes,
     leases,

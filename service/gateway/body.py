@@ -1,6 +1,6 @@
 """What every JSON body has in common, and the parts of one that say when a task runs."""
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import (
     AwareDatetime,
@@ -22,6 +22,13 @@ class Body(BaseModel):
     """Defaults are immutable or made by a factory: pydantic would copy a `{}` for each request."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, frozen=True)
+
+
+class InPieces(Body):
+    """A body with a long list, whose pieces its route reads one by one: here they are JSON text."""
+
+    pieces: ClassVar[str]
+    """The name of the list."""
 
 
 class After(Body):

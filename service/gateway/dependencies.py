@@ -1,5 +1,7 @@
 """Which tasks a new one runs after: what the client says, held against the rows."""
 
+from collections.abc import Mapping
+
 from service.core.task import Dependency, OnFailure
 from service.core.units import TaskId
 from service.gateway.direct import Call
@@ -7,9 +9,18 @@ from service.gateway.faults import refused
 from service.gateway.ids import is_task_id
 from service.gateway.problems import Fault
 from service.gateway.schemas import SubmitTask
+from service.ports import Stand
+
+Stands = Mapping[TaskId, Stand]
 
 
-async def dependencies_of(call: Call, body: SubmitTask) -> tuple[Dependency, ...]:
+async def stands_for(call: Call, body: SubmitTask) -> Stands:
+    """How the tasks stand that it runs after; those that there are not are left out."""
+    ids = {TaskId(wanted.task) for wanted in body.after if is_task_id(wanted.task)}
+    return await call.parts.store.stands(sorted(ids)) if ids else {}
+
+
+def dependencies_of(body: SubmitTask, stands: Stands, tenant: str) -> tuple[Dependency, ...]:
     """Raises Problem for tasks that the caller's tenant does not have, and for those named twice.
 
     How they stand is not asked here: whatever happens until the submit commits, the leader finds out.
@@ -17,10 +28,9 @@ async def dependencies_of(call: Call, body: SubmitTask) -> tuple[Dependency, ...
     if not body.after:
         return ()
     ids = [TaskId(wanted.task) for wanted in body.after]
-    stands = await call.parts.store.stands(sorted({id for id in ids if is_task_id(id)}))
     faults: list[Fault] = []
     for at, id in enumerate(ids):
-        if id not in stands or stands[id].tenant != call.identity.tenant:
+        if id not in stands or stands[id].tenant != tenant:
             detail = f'there is no task "{id}"; GET /tasks lists yours'
             faults.append(Fault(pointer=f"/after/{at}/task", detail=detail, code="unknown-task"))
         elif id in ids[:at]:

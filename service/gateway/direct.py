@@ -20,9 +20,11 @@ from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Send
 from starlette.types import Scope as ScopeOfRequest
 
+from service.gateway.body import InPieces
 from service.gateway.faults import Faulty, body_faults, parameter_faults, refused, unknown_parameter
 from service.gateway.identity import Identity, Scope
 from service.gateway.parts import GatewayParts
+from service.gateway.pieces import members_of, pieces_of, value_of
 from service.gateway.problems import CATALOGUE, MEDIA_TYPE, Fault, Problem
 from service.gateway.queries import Query
 
@@ -100,7 +102,12 @@ def answer(
     body = to_json(content, inf_nan_mode="null")
     if member:
         body = b"".join((body[:-1], b",", member, b"}"))
-    return Response(body, status, headers, _JSON)
+    return json_answer(body, status, headers)
+
+
+def json_answer(text: bytes, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
+    """An answer that is JSON already."""
+    return Response(text, status, headers, _JSON)
 
 
 Reader = Callable[[Call, bytes], Any]
@@ -155,6 +162,8 @@ def _reader_of(name: str, hint: Any, default: Any, is_path: bool) -> Reader:
             return _query_reader(get_args(hint)[0])
         if isinstance(mark, params.Header):
             return _header_reader(mark.alias or name, TypeAdapter(hint))
+    if isinstance(hint, type) and issubclass(hint, InPieces):
+        return _pieces_reader(hint)
     if isinstance(hint, type) and issubclass(hint, BaseModel):
         return _body_reader(hint, default)
     raise TypeError(
@@ -173,6 +182,24 @@ def _body_reader(model: type[BaseModel], default: Any) -> Reader:
         _check_content_type(call.header(b"content-type"))
         try:
             return validate(raw)
+        except ValidationError as error:
+            raise Faulty(body_faults(error, model)) from None
+
+    return read
+
+
+def _pieces_reader(model: type[InPieces]) -> Reader:
+    def read(call: Call, raw: bytes) -> Any:
+        _check_content_type(call.header(b"content-type"))
+        members = members_of(raw)
+        if members is None:
+            raise Faulty([Fault(pointer="", detail="must be an object", code="model-type")])
+        parts = {name: value_of(text) for name, text in members.items() if name != model.pieces}
+        if model.pieces in members:
+            found = pieces_of(members[model.pieces])
+            parts[model.pieces] = value_of(members[model.pieces]) if found is None else found
+        try:
+            return model.model_validate(parts)
         except ValidationError as error:
             raise Faulty(body_faults(error, model)) from None
 

@@ -23,6 +23,9 @@ log = structlog.get_logger("gpubroker.gateway")
 OPEN_PATHS = frozenset({"/healthz", "/readyz", "/openapi.json"})
 """Answered without a token. Everything else, known or not, asks for one."""
 
+BATCH_PATH = "/tasks/batch"
+"""Its body may be larger."""
+
 LOOPBACK_NAMES = frozenset({"127.0.0.1", "localhost", "::1"})
 _HOST = re.compile(r"(?:\[(?P<six>[0-9A-Fa-f:.]+)\]|(?P<name>[^:\[\]]+))(?::\d{1,5})?")
 _NO_ROUTE = "unmatched"
@@ -55,7 +58,7 @@ class Door:
         self._tokens = parts.identity
         self._ids = parts.ids
         self._hosts = LOOPBACK_NAMES | {host.strip("[]").lower() for host in parts.allowed_hosts}
-        self._body_bytes = parts.limits.body_bytes
+        self._limits = parts.limits
         self._telemetry = telemetry
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -88,7 +91,7 @@ class Door:
         try:
             self._check_host(headers)
             state["identity"] = self._identity(scope["path"], headers)
-            receive = self._limited(headers, receive)
+            receive = self._limited(scope["path"], headers, receive)
             route = self._fixed.get((scope["method"], scope["path"]))
             if route is None:
                 await self._router(scope, receive, leave)
@@ -143,7 +146,7 @@ class Door:
             raise _unauthenticated("the token is unknown or has expired", ', error="invalid_token"')
         return identity
 
-    def _limited(self, headers: dict[bytes, bytes], receive: Receive) -> Receive:
+    def _limited(self, path: str, headers: dict[bytes, bytes], receive: Receive) -> Receive:
         """Refuse what is encoded or said to be too large; count what comes without a length."""
         encoding = headers.get(b"content-encoding", b"identity").strip().lower()
         if encoding != b"identity":
@@ -151,10 +154,12 @@ class Door:
                 "unsupported-media-type",
                 f'Content-Encoding "{encoding.decode("latin-1")}" is not read; send the body as it is',
             )
+        setting = "batch_body_bytes" if path == BATCH_PATH else "body_bytes"
+        most: int = getattr(self._limits, setting)
         length = headers.get(b"content-length")
         if length is not None and length.isdigit():
-            if int(length) > self._body_bytes:
-                raise self._too_large(f"{int(length)} bytes were announced")
+            if int(length) > most:
+                raise _too_large(setting, most, f"{int(length)} bytes were announced")
             return receive
         received = 0
 
@@ -162,8 +167,8 @@ class Door:
             nonlocal received
             message = await receive()
             received += len(message.get("body", b""))
-            if received > self._body_bytes:
-                raise self._too_large("more came in")
+            if received > most:
+                raise _too_large(setting, most, "more came in")
             return message
 
         return counted
@@ -183,13 +188,14 @@ class Door:
             headers={"Allow": allowed},
         )
 
-    def _too_large(self, found: str) -> Problem:
-        return Problem(
-            "payload-too-large",
-            f"a body may have {self._body_bytes} bytes and {found}; "
-            "put large data where tasks can read it and pass its address, or raise limits.body_bytes",
-            headers={"Connection": "close"},
-        )
+
+def _too_large(setting: str, most: int, found: str) -> Problem:
+    return Problem(
+        "payload-too-large",
+        f"a body may have {most} bytes and {found}; "
+        f"put large data where tasks can read it and pass its address, or raise limits.{setting}",
+        headers={"Connection": "close"},
+    )
 
 
 def _unauthenticated(found: str, challenge: str) -> Problem:

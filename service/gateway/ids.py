@@ -14,6 +14,9 @@ _VERSION_7 = 0x7 << 76
 _VARIANT = 0b10 << 62
 _COUNTER_TOP = 0xFFF
 
+_NUMBERED_BITS = 20
+"""Four characters."""
+
 _TASK_ID = re.compile(r"task_[0-7][0-9a-hjkmnp-tv-z]{25}")
 
 
@@ -27,6 +30,13 @@ class Ids:
 
     def task(self, now: Instant) -> TaskId:
         return TaskId("task_" + self._next(now))
+
+    def tasks(self, now: Instant, count: int) -> list[TaskId]:
+        """Many at once, in order: they share a beginning and are numbered at their ends (RFC 9562, 6.2)."""
+        first = "task_" + self._next(now)
+        start = self._random.randrange((1 << _NUMBERED_BITS) - count)
+        numbers = range(start, start + count)
+        return [TaskId(f"{first[:-4]}{_PAIRS[n >> 10]}{_PAIRS[n & 0x3FF]}") for n in numbers]
 
     def request(self, now: Instant) -> str:
         """Names what was asked of the leader, which the log tells; `req_` is an HTTP request."""

@@ -6,13 +6,15 @@ from service.core.demand import Demand
 from service.core.expectations import Size, learned_size
 from service.core.need import may_use_device
 from service.core.task import Task
+from service.core.units import Instant, TaskId
 from service.gateway.demands import demand_of, gpu_mb_of, subject_of
-from service.gateway.dependencies import dependencies_of
+from service.gateway.dependencies import Stands, dependencies_of, stands_for
 from service.gateway.direct import Call
 from service.gateway.gpu_size import LEARNED
 from service.gateway.permission import check_priority, check_run, check_stream
 from service.gateway.schemas import SubmitTask
-from service.gateway.translate import task_of
+from service.gateway.translate import arguments_of, spec_of, task_of
+from service.ports import RunSpec
 
 
 class Intake(NamedTuple):
@@ -23,12 +25,17 @@ class Intake(NamedTuple):
 
 async def take_in(call: Call, body: SubmitTask) -> Intake:
     """Raises Problem for what is wrong with it, but for what it may not do and what could never run here."""
+    stands, now = await stands_for(call, body), call.parts.clock.now()
+    return taken_in(call, body, call.parts.ids.task(now), stands, now)
+
+
+def taken_in(call: Call, body: SubmitTask, id: TaskId, stands: Stands, now: Instant) -> Intake:
+    """As `take_in`; `stands`: of the tasks that it runs after, those that there are."""
     parts, tenant = call.parts, call.identity.tenant
     check_stream(parts.policy, body.stream)
     demand, learned = demand_in(call, body, tenant)
-    after = await dependencies_of(call, body)
-    now = parts.clock.now()
-    task = task_of(body, demand, tenant, parts.defaults, id=parts.ids.task(now), now=now, after=after)
+    after = dependencies_of(body, stands, tenant)
+    task = task_of(body, demand, tenant, parts.defaults, id=id, now=now, after=after)
     return Intake(task, learned)
 
 
@@ -54,6 +61,19 @@ def check_possible(call: Call, task: Task) -> None:
     """Raises Problem for what could never run here, or for longer than anything may."""
     call.parts.capacity.check(task.demand, task.priority, task.tenant)
     call.parts.capacity.check_times(task)
+
+
+async def stored_spec(call: Call, body: SubmitTask, task: Task, learned: Size | None) -> RunSpec:
+    """Large arguments are on disk before the row that names them."""
+    arguments = arguments_of(body.run)
+    return spec_of(body, body.run, arguments, await digest_if_large(call, arguments, task.id), learned)
+
+
+async def digest_if_large(call: Call, arguments: bytes, task: TaskId) -> str | None:
+    """Of the object that holds them, if they do not stay in the row."""
+    if len(arguments) <= call.parts.limits.inline_bytes:
+        return None
+    return await call.parts.blobs.put(arguments, owner=task)
 
 
 def _learned_size(call: Call, body: SubmitTask, tenant: str) -> Size | None:

@@ -29,6 +29,7 @@ PYTHON_MINOR = f"{sys.version_info.major}.{sys.version_info.minor}"
 @dataclass(frozen=True, slots=True)
 class Limits:
     body_bytes: int = 8 * 1024 * 1024
+    batch_body_bytes: int = 16 * 1024 * 1024
     inline_bytes: int = 64 * 1024
     """Arguments up to this size stay in the row; larger ones become blobs."""
     stale_seconds: Seconds = Seconds(30.0)
@@ -104,6 +105,8 @@ class GatewayParts:
     """The leader shares the event loop, and is held up by one of them at most before it has its turn."""
     asking: Asking = field(default_factory=Asking)
     """What they keep of the World for one another."""
+    batches: Turns = field(default_factory=lambda: Turns("batches", most_waiting=32))
+    """One is taken in at a time, in small steps; the one before it is on its way to the disk meanwhile."""
     ids: Ids = field(default_factory=Ids)
     python: str = PYTHON_MINOR
     """The Python minor that runs pickled functions."""

@@ -52,6 +52,7 @@ CATALOGUE: Final[Mapping[str, Kind]] = {
     "entrypoint-not-allowed": Kind(422, "The operator does not allow this entrypoint"),
     "python-mismatch": Kind(422, "The function was pickled by another Python"),
     "idempotency-key-reused": Kind(422, "The idempotency key belongs to another body"),
+    "batch-refused": Kind(422, "Some tasks of the batch cannot be accepted"),
     "too-many-requests": Kind(429, "Too much is being worked out already", retryable=True),
     "internal-error": Kind(500, "The service made a mistake"),
     "result-damaged": Kind(500, "The stored bytes are missing or damaged"),
@@ -106,10 +107,10 @@ class Problem(Exception):
         self.headers = headers or {}
 
 
-def problem_response(problem: Problem, scope: Mapping[str, Any]) -> Response:
-    """The answer to the request of this ASGI scope."""
+def problem_document(problem: Problem, scope: Mapping[str, Any]) -> ProblemDocument:
+    """What is told to whoever sent the request of this ASGI scope."""
     kind = problem.kind
-    document: ProblemDocument = {
+    return {
         "type": f"{DOCS}#{problem.code}",
         "title": kind.title,
         "status": kind.status,
@@ -120,7 +121,12 @@ def problem_response(problem: Problem, scope: Mapping[str, Any]) -> Response:
         "retryable": kind.retryable,
         "errors": list(problem.errors),
     }
+
+
+def problem_response(problem: Problem, scope: Mapping[str, Any]) -> Response:
+    """The answer to the request of this ASGI scope."""
+    kind = problem.kind
     headers = dict(problem.headers)
     if kind.status in _NOT_NOW:
         headers["Retry-After"] = _RETRY_AFTER_SECONDS
-    return Response(to_json(document), kind.status, headers, MEDIA_TYPE)
+    return Response(to_json(problem_document(problem, scope)), kind.status, headers, MEDIA_TYPE)

@@ -112,6 +112,7 @@ class PolicyView(TypedDict):
     tenants: list[TenantRuleView]
     streams: Annotated[dict[str, float], Field(description="Weights of work streams.")]
     body_bytes: int
+    batch_body_bytes: Annotated[int, Field(description="The same of `POST /tasks/batch`.")]
 
 
 def policy_view(parts: GatewayParts, viewer: Identity) -> PolicyView:
@@ -141,6 +142,7 @@ def policy_view(parts: GatewayParts, viewer: Identity) -> PolicyView:
         "tenants": [_tenant_view(rule) for rule in policy.tenants if _concerns(viewer, rule.name)],
         "streams": dict(policy.streams),
         "body_bytes": parts.limits.body_bytes,
+        "batch_body_bytes": parts.limits.batch_body_bytes,
     }
 
 

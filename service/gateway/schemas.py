@@ -25,6 +25,7 @@ from service.gateway.body import (
     DeadlineAt,
     DeadlineSeconds,
     ExpectedSeconds,
+    InPieces,
     NotBefore,
     QueueTtlSeconds,
 )
@@ -225,6 +226,30 @@ class SubmitTask(Body):
         if self.deadline_at is not None and self.deadline_seconds is not None:
             raise PydanticCustomError("contradiction", "give deadline_at or deadline_seconds, not both")
         return self
+
+
+MOST_TASKS = 10_000
+
+
+class SubmitBatch(InPieces):
+    """Many tasks; `key`, `after` and all else are as if each came alone."""
+
+    pieces: ClassVar = "tasks"
+    tasks: Annotated[
+        list[bytes],
+        Field(min_length=1, max_length=MOST_TASKS),
+        WithJsonSchema(
+            {
+                "type": "array",
+                "minItems": 1,
+                "maxItems": MOST_TASKS,
+                "items": {"$ref": "#/components/schemas/SubmitTask"},
+            }
+        ),
+    ]
+    all_or_nothing: Annotated[bool, Field(description="Store all of them, or none if one is refused.")] = (
+        False
+    )
 
 
 class SimulateTask(SubmitTask):

@@ -6,6 +6,8 @@ from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from typing import Any
 
+from pydantic_core import to_json
+
 from service.core.backfill import Basis
 from service.core.demand import Demand
 from service.core.events import Event
@@ -100,7 +102,10 @@ def arguments_of(run: Entrypoint | Command | Function) -> bytes:
         case Entrypoint() if not run.args and not run.kwargs:
             return _NO_ARGUMENTS
         case Entrypoint():
-            try:
+            text = to_json({"args": run.args, "kwargs": run.kwargs}, inf_nan_mode="constants")
+            if b"NaN" not in text and b"Infinity" not in text:
+                return text
+            try:  # it may be in a string
                 return _STRICT_JSON.encode({"args": run.args, "kwargs": run.kwargs}).encode()
             except ValueError:
                 detail = (
@@ -113,9 +118,15 @@ def arguments_of(run: Entrypoint | Command | Function) -> bytes:
             return b""
 
 
-def spec_of(body: SubmitTask, arguments: bytes, digest: str | None, learned: Size | None = None) -> RunSpec:
-    """`digest` names the blob that holds the arguments; then they stay out of the row."""
-    run = body.run
+def spec_of(
+    body: SubmitTask,
+    run: Entrypoint | Command | Function,
+    arguments: bytes,
+    digest: str | None,
+    learned: Size | None = None,
+) -> RunSpec:
+    """Of this task, or of one that differs from it in its run alone. `digest` names the blob that holds the
+    arguments; then they stay out of the row."""
     return RunSpec(
         kind=run.tag,
         entrypoint=run.entrypoint if isinstance(run, Entrypoint) else "",

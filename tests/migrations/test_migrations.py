@@ -23,6 +23,8 @@ from tests.contracts.scenes import a_submission
 
 ROOT = Path(__file__).resolve().parents[2]
 
+NEWEST = "0002"
+
 
 POSTGRES_FACTS = (
     """
@@ -96,16 +98,16 @@ def test_checks_partial_indexes_and_storage_are_the_ones_in_tables(url: str) -> 
 
 
 def test_a_schema_goes_down_to_nothing_and_up_again(url: str) -> None:
-    assert migrate(url, "head") == "0001"
+    assert migrate(url, "head") == NEWEST
     before = looked_at(url, facts_of)
     assert migrate(url, "base") == "base"
     assert looked_at(url, tables_of) == set()
-    assert migrate(url, "head") == "0001"
+    assert migrate(url, "head") == NEWEST
     assert looked_at(url, facts_of) == before
 
 
 def test_a_schema_at_the_newest_revision_stays_as_it_is(url: str) -> None:
-    assert [migrate(url, "head"), migrate(url, "head"), migrate(url, "0001")] == ["0001"] * 3
+    assert [migrate(url, "head"), migrate(url, "head"), migrate(url, NEWEST)] == [NEWEST] * 3
 
 
 def test_a_revision_that_does_not_exist_changes_nothing(url: str) -> None:
@@ -120,7 +122,7 @@ async def test_a_store_migrates_what_it_opens_and_keeps_what_is_in_it(url: str) 
     store = await open_store(url)
     await store.submit(a_submission("t1"))
     await store.close()
-    assert migrate(url, "head") == "0001"
+    assert migrate(url, "head") == NEWEST
     store = await open_store(url)
     assert await store.head() == 1
     await store.close()
@@ -142,7 +144,7 @@ def test_processes_that_start_together_migrate_once(empty_postgres_url: str) -> 
     code = "import sys; from service.adapters.sql.store import migrate; print(migrate(sys.argv[1], 'head'))"
     command = [sys.executable, "-c", code, empty_postgres_url]
     running = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT) for _ in range(3)]
-    assert [process.communicate()[0].strip() for process in running] == ["0001"] * 3
+    assert [process.communicate()[0].strip() for process in running] == [NEWEST] * 3
 
 
 def test_an_installed_package_brings_its_migrations(tmp_path: Path) -> None:
@@ -164,4 +166,4 @@ def test_an_installed_package_brings_its_migrations(tmp_path: Path) -> None:
     )  # fmt: skip
     where, revision = ran.stdout.split()
     assert where.startswith(str(tmp_path / "installed"))
-    assert revision == "0001"
+    assert revision == NEWEST

@@ -3,7 +3,7 @@
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 from service.core.accounts import HALF_LIFE_SECONDS, Accounts
 from service.core.device import Device, Node
@@ -16,8 +16,10 @@ from service.core.task import Task, TaskState
 from service.core.tenure import LeaderRow
 from service.core.units import DeviceKey, Instant, NodeName, Position, Seconds, TaskId, Term
 from service.ports import (
+    BatchSubmission,
     CommitVerdict,
     EventListener,
+    KnownKey,
     RunSpec,
     Snapshot,
     StaleTerm,
@@ -52,6 +54,7 @@ class MemoryStore:
         self._tasks: dict[TaskId, Task] = {}
         self._specs: dict[TaskId, RunSpec] = {}
         self._keys: dict[tuple[str, str], tuple[TaskId, str]] = {}
+        self._batch_answers: dict[TaskId, str] = {}
         self._leases: dict[str, Lease] = {}
         self._pledges: dict[str, Pledge] = {}
         self._devices: dict[DeviceKey, Device] = {}
@@ -88,6 +91,23 @@ class MemoryStore:
             self._specs[task.id] = submission.spec
             self._append([submitted(task)])
         return SubmitOutcome(SubmitVerdict.ACCEPTED, task.id)
+
+    async def submit_batch(self, batch: BatchSubmission) -> SubmitOutcome:
+        first, *others = batch.submissions
+        named = replace(first, idempotency_key=batch.idempotency_key, body_hash=batch.body_hash)
+        outcome = await self.submit(named)
+        if outcome.verdict is SubmitVerdict.ACCEPTED:
+            for other in others:
+                await self.submit(other)
+            self._batch_answers[first.task.id] = batch.answer
+        return outcome
+
+    async def known_key(self, tenant: str, key: str) -> KnownKey | None:
+        known = self._keys.get((tenant, key))
+        return None if known is None else KnownKey(*known)
+
+    async def batch_answer(self, first: TaskId) -> str:
+        return self._batch_answers.get(first, "")
 
     async def request(self, request: Request) -> None:
         self._check_listeners()

@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from service.adapters.sql import statements as sql
@@ -11,6 +11,7 @@ from service.adapters.sql.rows import (
     estimate_row,
     event_row,
     row_of_request,
+    rows_of_batch,
     rows_of_decision,
     rows_of_submission,
 )
@@ -22,12 +23,14 @@ from service.adapters.sql.session import (
     Session,
 )
 from service.core.accounts import faded
+from service.core.codec import task_fields
 from service.core.estimate import Lesson, Topic
 from service.core.events import Event, NewEvent, events_of, requested, submitted
-from service.core.plan import Decision, Request, released_mb, taken_mb
+from service.core.plan import Decision, Fields, Request, released_mb, taken_mb
 from service.core.task import TaskState
 from service.core.units import Instant, Position, Seconds, TaskId, Term
 from service.ports import (
+    BatchSubmission,
     CommitVerdict,
     StoreUnavailable,
     Submission,
@@ -38,7 +41,7 @@ from service.ports import (
 
 
 class Unit(ABC):
-    """The smallest thing that is written whole or not at all, made ready on the caller's thread.
+    """The smallest thing that is written whole or not at all.
 
     `answer` is what the caller gets: a value, or an exception to raise.
     """
@@ -50,12 +53,20 @@ class Unit(ABC):
     taken: Mapping[str, int] = {}
     """Tenant -> change of what it holds."""
     lessons: Sequence[Lesson] = ()
+    weight = 1
+    """How many such make a group as large as it should be."""
 
     def __init__(self, rows: Sequence[Written], events: Sequence[NewEvent]) -> None:
+        self._fill(rows, events)
+        self.answer: Any = None
+
+    def _fill(self, rows: Sequence[Written], events: Sequence[NewEvent]) -> None:
         self.rows = rows
         self.events = events
         self.event_rows = [event_row(event) for event in events]
-        self.answer: Any = None
+
+    def make_ready(self) -> None:  # noqa: B027  # most are when they are made
+        """What would hold up the caller's thread; called by the writer's, before its transaction."""
 
     @abstractmethod
     def on_written(self) -> None:
@@ -66,23 +77,55 @@ class Unit(ABC):
         self.answer = error
 
 
-class NewTask(Unit):
-    def __init__(self, submission: Submission) -> None:
-        super().__init__(list(rows_of_submission(submission)), [submitted(submission.task)])
-        self.submission = submission
-        self.key = (submission.task.tenant, submission.idempotency_key)
+class Arrival(Unit):
+    """Tasks on their way in, known again by the id of the first of them and by their key."""
+
+    def __init__(self, first: TaskId, tenant: str, key: str | None, body_hash: str) -> None:
+        super().__init__((), ())
+        self.first = first
+        self.key = (tenant, key)
+        self._body_hash = body_hash
 
     def on_written(self) -> None:
-        self.answer = SubmitOutcome(SubmitVerdict.ACCEPTED, self.submission.task.id)
+        self.answer = SubmitOutcome(SubmitVerdict.ACCEPTED, self.first)
 
     def on_known(self, task: TaskId, body_hash: str | None) -> None:
-        """A task with this key was there before."""
-        if body_hash != self.submission.body_hash:
+        """Something with this key was there before."""
+        if body_hash != self._body_hash:
             self.answer = SubmitOutcome(SubmitVerdict.KEY_REUSED, task)
-        elif task != self.submission.task.id:
+        elif task != self.first:
             self.answer = SubmitOutcome(SubmitVerdict.DUPLICATE, task)
         else:
             self.on_written()
+
+
+class NewTask(Arrival):
+    def __init__(self, submission: Submission) -> None:
+        task = submission.task
+        super().__init__(task.id, task.tenant, submission.idempotency_key, submission.body_hash)
+        self._fill(list(rows_of_submission(submission)), [submitted(task)])
+
+
+class NewBatch(Arrival):
+    def __init__(self, batch: BatchSubmission) -> None:
+        super().__init__(batch.first, batch.tenant, batch.idempotency_key, batch.body_hash)
+        self._batch = batch
+        self.weight = max(1, len(batch.submissions) // 8)  # of many alike each costs so much less
+
+    def make_ready(self) -> None:
+        if not self.rows:
+            self._fill(list(rows_of_batch(self._batch)), list(self._events()))
+
+    def _events(self) -> Iterator[NewEvent]:
+        likes: dict[int, Fields] = {}
+        for submission in self._batch.submissions:
+            like = submission.like
+            if like is None:
+                yield submitted(submission.task)
+            else:
+                if id(like) not in likes:
+                    likes[id(like)] = task_fields(like)
+                yield submitted(submission.task, likes[id(like)])
 
 
 class NewRequest(Unit):
@@ -129,13 +172,15 @@ def write_group(session: Session, units: Sequence[Unit], half_life_seconds: Seco
 
     Raises what the session raises. CommitUnknown carries the events to look for.
     """
+    for unit in units:
+        unit.make_ready()
+    rows = _rows_by_statement(units)
     session.begin()
     for term in {unit.term for unit in units if unit.term is not None}:
         session.require_term(term)
     taken = _taken_by_tenant(units)
     # Before the first guard, so that what is waited for here is no other statement's fault.
     used = session.fetch(sql.USAGE_OF, [(tenant,) for tenant in taken]) if taken else ()
-    rows = _rows_by_statement(units)
     for statement in sql.IN_ORDER:
         if statement in rows:
             session.write(statement, rows[statement])
@@ -204,17 +249,17 @@ def _rows_by_statement(units: Sequence[Unit]) -> Mapping[SetStatement, list[Row]
 
 def answer_known(session: Session, units: Sequence[Unit]) -> list[Unit]:
     """Answer the submissions that were stored before; the units that remain to be written."""
-    tasks = [unit for unit in units if isinstance(unit, NewTask)]
-    if not tasks:
+    arrivals = [unit for unit in units if isinstance(unit, Arrival)]
+    if not arrivals:
         return list(units)
-    keys = [task.key for task in tasks if task.key[1] is not None]
+    keys = [arrival.key for arrival in arrivals if arrival.key[1] is not None]
     by_key = {(row[0], row[1]): (row[2], row[3]) for row in session.fetch(sql.KNOWN_KEYS, keys)}
-    ids = {row[0] for row in session.fetch(sql.KNOWN_IDS, [(task.submission.task.id,) for task in tasks])}
+    ids = {row[0] for row in session.fetch(sql.KNOWN_IDS, [(arrival.first,) for arrival in arrivals])}
     left: list[Unit] = []
     for unit in units:
-        if isinstance(unit, NewTask) and unit.key in by_key:
+        if isinstance(unit, Arrival) and unit.key in by_key:
             unit.on_known(*by_key[unit.key])
-        elif isinstance(unit, NewTask) and unit.submission.task.id in ids:
+        elif isinstance(unit, Arrival) and unit.first in ids:
             unit.on_written()
         else:
             left.append(unit)

@@ -16,7 +16,7 @@ from typing import Any
 import psycopg
 from psycopg import errors
 
-from service.adapters.sql.rowset import Row, SetStatement, postgres_rows, postgres_text
+from service.adapters.sql.rowset import Row, SetStatement, postgres_copy, postgres_rows, postgres_text
 from service.adapters.sql.session import (
     Collided,
     CommitUnknown,
@@ -76,6 +76,9 @@ WHERE datname = current_database() AND usename = current_user AND application_na
 """A process that is stopped between two statements of one pipeline leaves its session `active`, and its locks
 in place: before version 17 no time limit of the server's ends that."""
 _OLDEST = 140000
+
+_COPIED_FROM = 256
+"""So many rows of one statement are copied, which costs two waits more and per row a fraction."""
 
 _SERVING = 0x67706273
 """Advisory lock of the one service of a database."""
@@ -219,12 +222,24 @@ class PostgresSession:
             self._connection.execute("BEGIN", prepare=False)
 
     def write(self, statement: SetStatement, rows: Sequence[Row]) -> None:
+        if statement.copied and len(rows) >= _COPIED_FROM:
+            self._copy(statement, rows)
+            return
         with self._translated():
             cursor = self._connection.execute(
                 postgres_text(statement), {"rows": postgres_rows(statement, rows)}
             )
             if statement.exact:
                 self._sent.append((statement, len(rows), cursor))
+
+    def _copy(self, statement: SetStatement, rows: Sequence[Row]) -> None:
+        """Between two pipelines, which cannot copy. What was sent before is waited for."""
+        with self._translated():
+            self._open.close()
+            with self._connection.cursor() as cursor, cursor.copy(postgres_copy(statement)) as copy:
+                for row in rows:
+                    copy.write_row(row)
+            self._pipeline = self._open.enter_context(self._connection.pipeline())
 
     def fetch(self, statement: SetStatement, rows: Sequence[Row]) -> Sequence[Sequence[Any]]:
         with self._translated():
@@ -315,7 +330,7 @@ class PostgresSession:
             yield
         except errors.IntegrityError as error:
             raise ConstraintFailed(str(error)) from error
-        except errors.DataError as error:
+        except (errors.DataError, UnicodeError) as error:
             raise Unstorable(f"a value cannot be stored: {str(error).strip()}") from error
         except (errors.DeadlockDetected, errors.SerializationFailure) as error:
             raise Collided(str(error).strip()) from error

@@ -33,6 +33,7 @@ from service.core.task import TERMINAL, Task, TaskState
 from service.core.tenure import LeaderRow
 from service.core.units import Instant, Position, TaskId, Term
 from service.ports import (
+    KnownKey,
     RunSpec,
     Snapshot,
     Stand,
@@ -86,6 +87,10 @@ _EVENTS = (
     .limit(bindparam("most"))
 )
 _EVENTS_OF_TASK = _EVENTS.where(tables.event.c.task == bindparam("task"))
+_KNOWN_KEY = select(_task.c.id, _task.c.body_hash).where(
+    _task.c.tenant == bindparam("tenant"), _task.c.idem_key == bindparam("idem_key")
+)
+_BATCH_ANSWER = select(tables.batch.c.answer).where(tables.batch.c.task == bindparam("task"))
 _HEAD = select(tables.log_head.c.position)
 _NOW = select(extract("epoch", func.clock_timestamp()).cast(Double))
 _TASK_NAMES = tuple(column.name for column in TASK)
@@ -168,6 +173,16 @@ def _record_of(row: Mapping[str, Any]) -> TaskRecord:
         failure=None if failure is None else from_json(failure),
         has_result=bool(row["has_result"]),
     )
+
+
+def known_key(connection: Connection, tenant: str, key: str) -> KnownKey | None:
+    found = connection.execute(_KNOWN_KEY, {"tenant": tenant, "idem_key": key}).one_or_none()
+    return None if found is None else KnownKey(TaskId(found[0]), found[1])
+
+
+def batch_answer(connection: Connection, first: TaskId) -> str:
+    found = connection.execute(_BATCH_ANSWER, {"task": first}).scalar_one_or_none()
+    return "" if found is None else str(found)
 
 
 def stands(connection: Connection, tasks: Sequence[TaskId]) -> Mapping[TaskId, Stand]:

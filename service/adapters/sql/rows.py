@@ -26,7 +26,7 @@ from service.core.member import members_fields, members_from
 from service.core.orders import Checkpointed
 from service.core.plan import Decision, Outcome, Request
 from service.core.task import HOT_FIELDS, StopReason, Task, TaskState
-from service.ports import RunSpec, Submission, TokenRow
+from service.ports import BatchSubmission, RunSpec, Submission, TokenRow
 
 Written = tuple[SetStatement, Row]
 
@@ -53,20 +53,53 @@ def event_row(event: NewEvent) -> Row:
 
 
 def rows_of_submission(submission: Submission) -> Iterator[Written]:
-    task, spec = submission.task, submission.spec
+    key = submission.idempotency_key
+    marks = (key, submission.body_hash) if key is not None else _NO_KEY
+    yield sql.INSERT_TASKS, (*_new_task_row(submission.task), *marks)
+    yield from _beside_task(submission)
+
+
+def rows_of_batch(batch: BatchSubmission) -> Iterator[Written]:
+    """Of tasks that differ in their ids alone most of the row is made once."""
+    key = batch.idempotency_key
+    marks = (key, batch.body_hash) if key is not None else _NO_KEY
+    likes: dict[int, Row] = {}
+    for submission in batch.submissions:
+        task, like = submission.task, submission.like
+        if like is None:
+            row = _new_task_row(task)
+        else:
+            if id(like) not in likes:
+                likes[id(like)] = _new_task_row(like)[1:]
+            row = (task.id, *likes[id(like)])
+        yield sql.INSERT_TASKS, (*row, *marks)
+        yield from _beside_task(submission)
+        marks = _NO_KEY
+    if key is not None:
+        yield sql.INSERT_BATCHES, (batch.first, batch.tenant, batch.answer)
+
+
+_NO_KEY = (None, None)
+
+
+def _new_task_row(task: Task) -> Row:
+    """Without the key and the body's hash, which stand last."""
     if task.state is not TaskState.PENDING or task.version != 1:
         raise ValueError(f"task {task.id} is {task.state} in version {task.version}; submit a new one")
-    key = submission.idempotency_key
-    yield sql.INSERT_TASKS, (
+    return (
         task.id, task.tenant, task.name, task.priority, demand_text(task.demand), task.submitted_at,
         task.max_retries, task.timeout_seconds, task.grace_seconds, task.shareable, _after_text(task),
         task.queue_ttl_seconds, task.deadline_at, task.expected_seconds, task.stream, task.subject,
         None if task.external is None else json_text(external_fields(task.external)), task.held,
-        task.awaits, task.expires_at, task.not_before, key,
-        submission.body_hash if key is not None else None,
+        task.awaits, task.expires_at, task.not_before,
     )  # fmt: skip
+
+
+def _beside_task(submission: Submission) -> Iterator[Written]:
+    task, spec = submission.task, submission.spec
     yield sql.INSERT_SPECS, (
-        task.id, task.tenant, spec.kind, spec.entrypoint, json_text(spec.command), spec.arguments,
+        task.id, task.tenant, spec.kind, spec.entrypoint,
+        json_text(spec.command) if spec.command else "[]", spec.arguments,
         spec.arguments_digest, spec.python, mapping_text(spec.env), spec.result_format,
         mapping_text(spec.labels), spec.model_type, spec.working_directory,
         None if spec.sizing is None else json_text(spec.sizing),

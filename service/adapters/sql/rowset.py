@@ -45,6 +45,8 @@ class SetStatement:
     """(the dialect's `insert`, the rows as a table `r`) -> the statement."""
     exact: bool = False
     """Every row given must be written; one that is not was changed or taken by somebody else."""
+    copied: str = ""
+    """The table into which many rows can be copied as they are, if nothing else happens to them."""
     names: tuple[str, ...] = field(init=False)
     binary: tuple[int, ...] = field(init=False)
     """Places of the columns that hold bytes."""
@@ -83,6 +85,14 @@ def postgres_text(statement: SetStatement) -> str:
     given = func.json_to_recordset(bindparam("rows", type_=JSON()))
     rows = given.table_valued(*names).render_derived(name="r", with_types=True)
     return str(statement.build(postgresql.insert, rows).compile(dialect=_POSTGRES))
+
+
+@cache
+def postgres_copy(statement: SetStatement) -> str:
+    """SQL that copies rows into the statement's table; one whose key is taken fails all of them."""
+    quoted = _POSTGRES.identifier_preparer.quote
+    columns = ", ".join(map(quoted, statement.names))
+    return f"COPY {quoted(statement.copied)} ({columns}) FROM STDIN"
 
 
 def postgres_rows(statement: SetStatement, rows: Sequence[Row]) -> str:

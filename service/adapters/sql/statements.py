@@ -57,7 +57,8 @@ def _insert(
             case OnConflict.REPLACE:
                 return statement.on_conflict_do_update(index_elements=key, set_=rest)
 
-    return SetStatement(f"insert {table.name}", columns, build, exact)
+    copied = "" if known is OnConflict.REPLACE else table.name
+    return SetStatement(f"insert {table.name}", columns, build, exact, copied)
 
 
 def _update_guarded(table: Table, names: Sequence[str]) -> SetStatement:
@@ -192,6 +193,7 @@ DEVICE_IN = tuple(c.name for c in tables.device.c if c.name != "leased_mb")
 INSERT_TASKS = _insert(tables.task, TASK_IN, known=OnConflict.SKIP, exact=True)
 INSERT_SPECS = _insert(tables.task_spec, known=OnConflict.SKIP)
 INSERT_LABELS = _insert(tables.task_label, known=OnConflict.SKIP)
+INSERT_BATCHES = _insert(tables.batch, known=OnConflict.SKIP)
 INSERT_REQUESTS = _insert(tables.request, known=OnConflict.SKIP, exact=True)
 WRITE_NODES = _insert(tables.node, known=OnConflict.REPLACE)
 WRITE_DEVICES = _insert(tables.device, DEVICE_IN, known=OnConflict.REPLACE)
@@ -219,9 +221,10 @@ INSERT_AUDIT = _insert(
 )
 
 IN_ORDER = (
-    INSERT_TASKS, INSERT_SPECS, INSERT_LABELS, INSERT_REQUESTS, WRITE_NODES, WRITE_DEVICES, MOVE_TASKS,
-    INSERT_LEASES, MOVE_LEASES, LEASE_MEMORY, END_PLEDGES, MAKE_PLEDGES, WRITE_OUTCOMES, WRITE_CHECKPOINTS,
-    TRIM_CHECKPOINTS, DELETE_REQUESTS, FORGET_ESTIMATES, WRITE_ESTIMATES, COUNT_FINISHED, INSERT_AUDIT,
+    INSERT_TASKS, INSERT_SPECS, INSERT_LABELS, INSERT_BATCHES, INSERT_REQUESTS, WRITE_NODES, WRITE_DEVICES,
+    MOVE_TASKS, INSERT_LEASES, MOVE_LEASES, LEASE_MEMORY, END_PLEDGES, MAKE_PLEDGES, WRITE_OUTCOMES,
+    WRITE_CHECKPOINTS, TRIM_CHECKPOINTS, DELETE_REQUESTS, FORGET_ESTIMATES, WRITE_ESTIMATES, COUNT_FINISHED,
+    INSERT_AUDIT,
 )  # fmt: skip
 """The order in which one group runs them. Devices before the leases that count on them, ends of pledges
 before new pledges of the same key."""

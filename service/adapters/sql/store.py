@@ -2,6 +2,7 @@
 
 import asyncio
 from asyncio import get_running_loop
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -14,7 +15,7 @@ from sqlalchemy.exc import DataError, DBAPIError
 from service.adapters.sql import reads, terms
 from service.adapters.sql import statements as sql
 from service.adapters.sql.database import READERS, Database, migrate, open_database
-from service.adapters.sql.group import Change, NewRequest, NewTask, Unit
+from service.adapters.sql.group import Change, NewBatch, NewRequest, NewTask, Unit
 from service.adapters.sql.hints import Hints
 from service.adapters.sql.recent import Recent
 from service.adapters.sql.rows import token_row
@@ -26,8 +27,10 @@ from service.core.plan import Decision, Request
 from service.core.tenure import LeaderRow
 from service.core.units import Instant, Position, Seconds, TaskId, Term
 from service.ports import (
+    BatchSubmission,
     CommitVerdict,
     EventListener,
+    KnownKey,
     RunSpec,
     Snapshot,
     Stand,
@@ -46,6 +49,9 @@ from service.ports import (
 __all__ = ["DatabaseRefused", "SqlStore", "migrate", "open_store"]
 
 T = TypeVar("T")
+
+EVENTS_PER_TURN = 500
+"""To take over so many takes listeners some milliseconds."""
 
 
 async def open_store(
@@ -80,6 +86,8 @@ class SqlStore:
         self._hints = None if database.listener is None else Hints(database.listener)
         connect = database.connect_term
         self._terms = None if connect is None else terms.OwnConnection(connect)
+        self._undelivered: deque[tuple[Sequence[Event], Sequence[Work]]] = deque()
+        """What the writer has committed and nobody has heard of."""
         self._writer = Writer(
             database.session, self._query(reads.head), self._deliver, usage_half_life_seconds
         )
@@ -123,6 +131,16 @@ class SqlStore:
         if answer.verdict is not SubmitVerdict.ACCEPTED:
             self._recent.forget(submission.task.id)
         return answer  # type: ignore[no-any-return]  # what NewTask answers
+
+    async def submit_batch(self, batch: BatchSubmission) -> SubmitOutcome:
+        [answer] = await self._write([NewBatch(batch)])
+        return answer  # type: ignore[no-any-return]  # what NewBatch answers
+
+    async def known_key(self, tenant: str, key: str) -> KnownKey | None:
+        return await self._read(reads.known_key, tenant, key)
+
+    async def batch_answer(self, first: TaskId) -> str:
+        return await self._read(reads.batch_answer, first)
 
     async def request(self, request: Request) -> None:
         await self._write([NewRequest(request)])
@@ -274,12 +292,34 @@ class SqlStore:
             self._recent.note_ends(work.units)
         if self._hints is not None and any(not isinstance(work, CatchUp) for work in works):
             self._hints.send()
+        self._undelivered.append((events, works))
+        if len(self._undelivered) == 1:
+            self._deliver_more()
+
+    def _deliver_more(self) -> None:
+        """Much at once is handed out in pieces, in order: whoever needs the event loop meanwhile has it."""
+        left = EVENTS_PER_TURN
+        while self._undelivered and left > 0:
+            events, works = self._undelivered[0]
+            self._hand_out(events[:left])
+            if len(events) > left:
+                self._undelivered[0] = (events[left:], works)
+            else:
+                self._undelivered.popleft()
+                self._finish(works)
+            left -= len(events)
+        if self._undelivered:
+            get_running_loop().call_soon(self._deliver_more)
+
+    def _hand_out(self, events: Sequence[Event]) -> None:
         try:
             if events and self._fault is None:
                 for listener in self._listeners:
                     listener(events)
         except Exception as fault:
             self._fault = fault
+
+    def _finish(self, works: Sequence[Work]) -> None:
         for work in works:
             if self._fault is None:
                 work.finish()

@@ -157,6 +157,15 @@ task_label = Table(
 )
 """Labels once more, in the order in which they are searched."""
 
+batch = Table(
+    "batch",
+    metadata,
+    Column("task", Id, primary_key=True),
+    Column("tenant", Text, nullable=False),
+    Column("answer", Text, nullable=False),
+)
+"""What those were told who submitted many tasks with one key, which the first of these has."""
+
 outcome = Table(
     "outcome",
     metadata,

@@ -46,6 +46,10 @@ class Work:
         self.answer: Any = None
         self.future: Future[Any] = loop.create_future()
 
+    @property
+    def weight(self) -> int:
+        return sum(unit.weight for unit in self.units)
+
     def refuse(self, error: Exception) -> None:
         """Answer with an error, whatever became of the work; on the event loop."""
         if not self.future.done():
@@ -126,7 +130,7 @@ class Writer:
 
     def _with_waiting(self, first: Sequence[Work]) -> list[Work]:
         works = list(first)
-        while sum(len(work.units) for work in works) < _UNITS_PER_GROUP:
+        while sum(work.weight for work in works) < _UNITS_PER_GROUP:
             more = self._next_waiting()
             if not more:
                 break

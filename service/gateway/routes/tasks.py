@@ -6,12 +6,11 @@ from typing import Annotated
 
 from fastapi import APIRouter, Header, Query, Response
 
-from service.core.expectations import Size
 from service.core.task import Task, TaskState
 from service.core.units import Instant
 from service.gateway.direct import Call, DirectRoute, answer, needs, problems
 from service.gateway.identity import Scope
-from service.gateway.intake import check_allowed, check_possible, take_in
+from service.gateway.intake import check_allowed, check_possible, stored_spec, take_in
 from service.gateway.listing import page_of
 from service.gateway.lookup import ask_leader, at_its_end, find, finished, live_of, reread
 from service.gateway.pending import NOT_YET_SEEN
@@ -19,11 +18,10 @@ from service.gateway.permission import check_priority
 from service.gateway.problems import Problem
 from service.gateway.queries import TaskQuery
 from service.gateway.schemas import CancelTask, ChangeTask, SubmitTask
-from service.gateway.submitting import IdempotencyKey, submitted
+from service.gateway.submitting import IdempotencyKey, Submitted, sent_before, submitted
 from service.gateway.timing import changed_times
-from service.gateway.translate import Live, arguments_of, spec_of, task_view
+from service.gateway.translate import Live, task_view
 from service.gateway.views import TaskPage, TaskView
-from service.ports import RunSpec
 
 router = APIRouter(route_class=DirectRoute, tags=["tasks"])
 
@@ -77,11 +75,7 @@ async def submit_task(
     What could never run here is refused at once. When the answer leaves, the task is on disk.
     """
     parts = call.parts
-    task, learned = await take_in(call, body)
-    check_allowed(call, body, task)
-    check_possible(call, task)
-    spec = await _stored_spec(call, body, task, learned)
-    record, is_new, headers = await submitted(call, task, spec, idempotency_key, "task")
+    record, is_new, headers = await _taken_or_known(call, body, idempotency_key)
     wait_seconds, preference = _wait_of(prefer, parts.limits.wait_seconds)
     headers |= preference
     live = _JUST_ACCEPTED if is_new else live_of(parts, record.task)
@@ -93,14 +87,18 @@ async def submit_task(
     return answer(task_view(record, live_of(parts, record.task)), 202, headers)
 
 
-async def _stored_spec(call: Call, body: SubmitTask, task: Task, learned: Size | None) -> RunSpec:
-    """Large arguments are on disk before the row that names them."""
-    parts = call.parts
-    arguments = arguments_of(body.run)
-    digest = None
-    if len(arguments) > parts.limits.inline_bytes:
-        digest = await parts.blobs.put(arguments, owner=task.id)
-    return spec_of(body, arguments, digest, learned)
+async def _taken_or_known(call: Call, body: SubmitTask, key: str | None) -> Submitted:
+    try:
+        task, learned = await take_in(call, body)
+        check_allowed(call, body, task)
+        check_possible(call, task)
+    except Problem:
+        known = await sent_before(call, key, "task")
+        if known is None:
+            raise
+        return known
+    spec = await stored_spec(call, body, task, learned)
+    return await submitted(call, task, spec, key, "task")
 
 
 def _wait_of(prefer: str | None, most_seconds: float) -> tuple[float | None, dict[str, str]]:

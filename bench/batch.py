@@ -1,0 +1,162 @@
+"""How many tasks per second are accepted durably in batches, against a plain COPY of the very same rows.
+
+Each POST /tasks/batch carries 1,000 tasks, which differ in their arguments; they are on disk before the
+answer leaves, with their events and their places in the queue, and the leader plans a queue that does not fit
+its one device. On PostgreSQL the rows that a round has written are then copied once more, as text made
+before, with the same indexes and as many rows per commit, by one connection that does nothing else. On SQLite
+the baseline is their insertion by `executemany` in the same way.
+"""
+
+import json
+import sqlite3
+import statistics
+import time
+from argparse import ArgumentParser, Namespace
+from collections.abc import Iterator, Sequence
+from contextlib import closing
+from pathlib import Path
+
+import psycopg
+
+from bench.accept import full_service, must_be_queued
+from bench.http import Target
+from bench.load import Load
+from bench.measuring import Figure, Pair, median_ratio, say
+from bench.postgres import postgres
+from bench.processes import SQLITE_DURABILITY, Service, settle
+from service.adapters.sql.store import migrate
+
+TABLES = {"task": "id", "task_spec": "task", "event": "position"}
+"""What one task is in the database: table -> the column by which its rows are ordered as they came."""
+
+
+def add_options(parser: ArgumentParser) -> None:
+    parser.add_argument("--database", choices=["sqlite", "postgres", "both"], default="both")
+    parser.add_argument("--connections", type=int, default=4)
+    parser.add_argument("--tasks", type=int, default=1000, help="per batch")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--seconds", type=float, default=2.0, help="of load per round")
+
+
+def measure(options: Namespace) -> Iterator[Figure]:
+    if options.database in ("sqlite", "both"):
+        with full_service() as running:
+            plain = PlainSqlite(running.data_dir / "gpubroker.db")
+            yield rounds(running, plain, "sqlite", SQLITE_DURABILITY, options)
+    if options.database in ("postgres", "both"):
+        with postgres() as (url, durability), full_service(DATABASE_URL=url) as running:
+            yield rounds(running, PlainCopy(url), "postgres", durability, options)
+
+
+def rounds(
+    running: Service, plain: "PlainCopy | PlainSqlite", name: str, durability: str, options: Namespace
+) -> Figure:
+    target = Target(running.port, "POST", "/tasks/batch", running.headers, a_batch(options.tasks))
+    pairs: list[Pair] = []
+    accepted = 0
+    with Load() as load:
+        for number in range(options.rounds + 1):  # the first is the warm-up
+            posted = load.measure(target, connections=options.connections, seconds=options.seconds)
+            count = options.tasks * len(posted.must_all_be(207).latencies_ms)
+            settle(running.process)
+            copied = plain.per_second(count, options.tasks)
+            pair = Pair(count / posted.seconds, copied)
+            accepted += count
+            if number:
+                pairs.append(pair)
+                say(
+                    f"  {name} round {number}: {pair.ours_per_second:,.0f} tasks/s, "
+                    f"plain {pair.baseline_per_second:,.0f}/s"
+                )
+    must_be_queued(running, accepted)
+    return Figure(
+        bench="batch",
+        figure=f"batch.{name}",
+        value=statistics.median(pair.ours_per_second for pair in pairs),
+        unit="tasks/s",
+        n=accepted,
+        durability=durability,
+        baseline=statistics.median(pair.baseline_per_second for pair in pairs),
+        ratio=median_ratio(pairs),
+    )
+
+
+def a_batch(tasks: int) -> str:
+    return json.dumps(
+        {
+            "tasks": [
+                {
+                    "run": {"entrypoint": "bench.tasks:noop", "kwargs": {"number": number}},
+                    "resources": {"gpu_mb": 1024},
+                }
+                for number in range(tasks)
+            ]
+        }
+    )
+
+
+class PlainCopy:
+    """The last rows of a database, copied into the same tables of another one on the same server."""
+
+    def __init__(self, url: str) -> None:
+        self._url = url
+        self._twin = url.replace("/postgres?", "/plain?")
+        if self._twin == url:
+            raise RuntimeError(f"{url} does not name the database postgres")
+        with psycopg.connect(url, autocommit=True) as connection:
+            connection.execute("CREATE DATABASE plain")
+        migrate(self._twin, "head")
+
+    def per_second(self, tasks: int, per_commit: int) -> float:
+        chunks = {table: list(self._chunks(table, tasks, per_commit)) for table in TABLES}
+        with psycopg.connect(self._twin) as connection:
+            connection.execute(f"TRUNCATE {', '.join(TABLES)}")
+            connection.commit()
+            began = time.perf_counter()
+            for parts in zip(*chunks.values(), strict=True):
+                for table, text in zip(chunks, parts, strict=True):
+                    with connection.cursor() as cursor, cursor.copy(f"COPY {table} FROM STDIN") as copy:
+                        copy.write(text)
+                connection.commit()
+            return tasks / (time.perf_counter() - began)
+
+    def _chunks(self, table: str, tasks: int, per_commit: int) -> Iterator[bytes]:
+        newest = f"SELECT * FROM {table} ORDER BY {TABLES[table]} DESC LIMIT {tasks}"
+        lines: list[bytes] = []
+        with psycopg.connect(self._url) as connection, connection.cursor() as cursor:
+            ordered = f"COPY (SELECT * FROM ({newest}) n ORDER BY {TABLES[table]}) TO STDOUT"
+            with cursor.copy(ordered) as copy:
+                for piece in copy:
+                    lines += bytes(piece).splitlines(keepends=True)
+        for start in range(0, tasks, per_commit):
+            yield b"".join(lines[start : start + per_commit])
+
+
+class PlainSqlite:
+    """The last rows of a file, inserted into the same tables of another one beside it."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._twin = path.with_name("plain.db")
+        migrate(f"sqlite:///{self._twin}", "head")
+
+    def per_second(self, tasks: int, per_commit: int) -> float:
+        rows = {table: self._rows(table, tasks) for table in TABLES}
+        with closing(sqlite3.connect(self._twin, isolation_level=None)) as connection:
+            connection.execute("PRAGMA synchronous = FULL")
+            for table in TABLES:
+                connection.execute(f"DELETE FROM {table}")
+            began = time.perf_counter()
+            for start in range(0, tasks, per_commit):
+                connection.execute("BEGIN IMMEDIATE")
+                for table, of_table in rows.items():
+                    marks = ", ".join("?" * len(of_table[0]))
+                    some = of_table[start : start + per_commit]
+                    connection.executemany(f"INSERT INTO {table} VALUES ({marks})", some)
+                connection.execute("COMMIT")
+            return tasks / (time.perf_counter() - began)
+
+    def _rows(self, table: str, tasks: int) -> Sequence[tuple[object, ...]]:
+        newest = f"SELECT * FROM {table} ORDER BY {TABLES[table]} DESC LIMIT {tasks}"
+        with closing(sqlite3.connect(f"file:{self._path}?mode=ro", uri=True)) as connection:
+            return connection.execute(newest).fetchall()[::-1]
