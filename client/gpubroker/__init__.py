@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from gpubroker.async_broker import AsyncBroker
+    from gpubroker.batch import Submission
     from gpubroker.broker import Broker
     from gpubroker.errors import (
         BrokerError,
@@ -40,6 +41,7 @@ __version__ = "0.1.0"
 _HOME = {
     "AsyncBroker": "async_broker",
     "Broker": "broker",
+    "Submission": "batch",
     **dict.fromkeys(
         (
             "BrokerError",
@@ -91,6 +93,7 @@ __all__ = [
     "Simulation",
     "Stats",
     "Stopped",
+    "Submission",
     "Task",
     "TaskCancelled",
     "TaskFailed",

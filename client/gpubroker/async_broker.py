@@ -1,12 +1,13 @@
 """The SDK for asyncio: the same surface as `Broker`, awaited."""
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self, TypeVar, Unpack
 
 import httpx
 
+from gpubroker.batch import Answered, Wanted
 from gpubroker.connection import Connection, find_service
 from gpubroker.estimates import Estimate
 from gpubroker.exchange import Answer, Call, Pause, Steps
@@ -67,6 +68,16 @@ class AsyncBroker:
 
     async def submit(self, target: Target, *args: Any, **options: Unpack[SubmitOptions]) -> Task:
         return await self._carry_out(self._do.submit(target, args, options))
+
+    async def submit_many(
+        self,
+        tasks: Iterable[Wanted],
+        *,
+        all_or_nothing: bool = False,
+        idempotency_key: str | None = None,
+    ) -> Sequence[Answered]:
+        steps = self._do.submit_many(tasks, all_or_nothing=all_or_nothing, key=idempotency_key)
+        return await self._carry_out(steps)
 
     async def simulate(
         self, target: Target | None = None, *args: Any, **options: Unpack[SubmitOptions]

@@ -1,12 +1,13 @@
 """The synchronous SDK: one method per operation, carried out over one pooled HTTP connection."""
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self, TypeVar, Unpack
 
 import httpx
 
+from gpubroker.batch import Answered, Wanted
 from gpubroker.connection import Connection, find_service
 from gpubroker.estimates import Estimate
 from gpubroker.exchange import Answer, Call, Pause, Steps
@@ -87,6 +88,26 @@ class Broker:
         expected_seconds; env, working_directory (of commands), result_format, idempotency_key.
         """
         return self._carry_out(self._do.submit(target, args, options))
+
+    def submit_many(
+        self,
+        tasks: Iterable[Wanted],
+        *,
+        all_or_nothing: bool = False,
+        idempotency_key: str | None = None,
+    ) -> Sequence[Answered]:
+        """Queue many tasks at once; the ids in their order, and where one is refused the error instead.
+
+            broker.submit_many(Submission("team.images:resize", name, cpu=0.5) for name in names)
+
+        Each is a `Submission`, which takes what `submit` takes, or a mapping, which is the body of
+        `POST /tasks`. They are sent by thousands, each thousand in one commit. With `all_or_nothing` up to
+        10,000 are stored together, or none: then it raises Refused, whose `errors` name all that are wrong.
+        With a key of yours the call can be made again with the same tasks. Raises only if nothing was
+        accepted before; a later error stands in the place of each task that it kept out.
+        """
+        steps = self._do.submit_many(tasks, all_or_nothing=all_or_nothing, key=idempotency_key)
+        return self._carry_out(steps)
 
     def simulate(
         self, target: Target | None = None, *args: Any, **options: Unpack[SubmitOptions]

@@ -102,15 +102,17 @@ def error_of(answer: Answer) -> BrokerError:
         problem = {}
     if not isinstance(problem, dict):
         problem = {}
-    detail = problem.get("detail") or problem.get("title") or f"the service answered {answer.status}"
-    kind = (
-        Unreachable if answer.status in (502, 503, 504) else Refused if answer.status < 500 else BrokerError
-    )
+    return error_of_problem(problem, answer.status, answer.headers.get("request-id"))
+
+
+def error_of_problem(problem: Mapping[str, Any], status: int, request_id: str | None = None) -> BrokerError:
+    detail = problem.get("detail") or problem.get("title") or f"the service answered {status}"
+    kind = Unreachable if status in (502, 503, 504) else Refused if status < 500 else BrokerError
     return kind(
         str(detail),
         code=str(problem.get("code", "")),
-        status=answer.status,
-        request_id=problem.get("request_id") or answer.headers.get("request-id"),
+        status=status,
+        request_id=problem.get("request_id") or request_id,
         errors=problem.get("errors") or (),
     )
 

@@ -3,11 +3,12 @@
 import json
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
 from typing import Any, TypedDict, cast
 from urllib.parse import quote
 
+from gpubroker.batch import Answered, Wanted, submit_all
 from gpubroker.errors import TaskCancelled, TaskFailed, WaitTimeout
 from gpubroker.estimates import Estimate
 from gpubroker.exchange import Answer, Call, Steps, exchange
@@ -92,6 +93,11 @@ class Operations:
         call = Call("POST", "/tasks", body=body, headers={"Idempotency-Key": f'"{key}"'})
         answer = yield from self._send(call)
         return Task.of(answer.json())
+
+    def submit_many(
+        self, tasks: Iterable[Wanted], *, all_or_nothing: bool, key: str | None
+    ) -> Steps[list[Answered]]:
+        return submit_all(tasks, all_or_nothing=all_or_nothing, key=key, retry_seconds=self._retry_seconds)
 
     def simulate(
         self, target: Target | None, args: Sequence[Any], options: SubmitOptions

@@ -33,6 +33,7 @@ class Policy:
     tenants: Rows = ()
     streams: Mapping[str, float] = field(default_factory=dict)
     body_bytes: int = 0
+    batch_body_bytes: int = 0
     raw: Raw = field(default_factory=dict, repr=False)
 
     @classmethod

@@ -203,19 +203,21 @@ def watch(
         return
 
 
-def show(drawn: "RenderableType") -> None:
+def show(drawn: "RenderableType", *, error: bool = False) -> None:
     """Tables fill their lines up; what only a terminal would need is left out of pipes and files."""
-    out = console()
+    out = console(error=error)
     if out.is_terminal:
         out.print(drawn)
         return
     with out.capture() as captured:
         out.print(drawn)
-    typer.echo("\n".join(line.rstrip() for line in captured.get().splitlines()))
+    typer.echo("\n".join(line.rstrip() for line in captured.get().splitlines()), err=error)
 
 
-def console() -> "Console":
-    """Standard output for tables. A pipe gets the full width, so that nothing is cut off for a program."""
+def console(*, error: bool = False) -> "Console":
+    """For tables. A pipe gets the full width, so that nothing is cut off for a program."""
     from rich.console import Console
 
-    return Console(highlight=False, markup=False, width=None if sys.stdout.isatty() else _PIPE_WIDTH)
+    is_terminal = (sys.stderr if error else sys.stdout).isatty()
+    width = None if is_terminal else _PIPE_WIDTH
+    return Console(highlight=False, markup=False, width=width, stderr=error)

@@ -10,6 +10,7 @@ from typer.core import TyperCommand
 
 from gpubroker.cli import last, quantities
 from gpubroker.cli.dry_run import show_simulation
+from gpubroker.cli.many import submit_file
 from gpubroker.cli.outcome import wait_and_show
 from gpubroker.cli.session import Format, Output, broker_of, emit, say, task_id
 
@@ -150,6 +151,16 @@ DryRun = Annotated[
         help="Only say what would become of it: exit code 0 starts (or preempts), 6 refused, 8 waits.",
     ),
 ]
+Batch = Annotated[
+    str | None,
+    typer.Option(
+        metavar="FILE",
+        help="Many tasks: one JSON object per line, as in POST /tasks; `-` is standard input.",
+    ),
+]
+AllOrNothing = Annotated[
+    bool, typer.Option("--all-or-nothing", help="With --batch: store none if one is refused.")
+]
 WaitTimeout = Annotated[Any, typer.Option(help="Wait no longer; the task goes on.", **_SECONDS)]
 
 
@@ -209,6 +220,8 @@ def submit(
     wait: Wait = False,
     wait_timeout: WaitTimeout = None,
     dry_run: DryRun = False,
+    batch: Batch = None,
+    all_or_nothing: AllOrNothing = False,
     output: Output = Format.TABLE,
 ) -> None:
     """Queue a task: a function the service allows, or any command behind two dashes.
@@ -216,11 +229,37 @@ def submit(
     \b
     gpubroker submit team.training:fit -i epochs=3 --gpu-memory 18GiB
     gpubroker submit --gpus 1 --priority batch -- python train.py --epochs 3
+    gpubroker submit --batch tasks.jsonl
     """
-    options, how = _options(locals()), _How(dry_run, wait, wait_timeout, output)
+    (_send_task if batch is None else _send_file)(context, locals())
+
+
+def _send_task(context: typer.Context, given: Mapping[str, Any]) -> None:
+    how = _How(given["dry_run"], given["wait"], given["wait_timeout"], given["output"])
+    options = _options(given)
     with broker_of(context) as broker:
-        options |= _after(broker, after or [], after_end or [])
-        _send(broker, _wanted(context, target, bare=dry_run), args or [], options, how)
+        options |= _after(broker, given["after"] or [], given["after_end"] or [])
+        wanted = _wanted(context, given["target"], bare=how.dry_run)
+        _send(broker, wanted, given["args"] or [], options, how)
+
+
+def _send_file(context: typer.Context, given: Mapping[str, Any]) -> None:
+    _check_alone(context, given)
+    with broker_of(context) as broker:
+        submit_file(
+            broker, given["batch"], given["idempotency_key"], given["all_or_nothing"], given["output"]
+        )
+
+
+def _check_alone(context: typer.Context, given: Mapping[str, Any]) -> None:
+    """The file says all of each task. Raises BadParameter."""
+    with_it = {"context", "batch", "all_or_nothing", "idempotency_key", "output"}
+    wrong = [name for name, value in given.items() if name not in with_it and value not in (None, False)]
+    if wrong or context.args or context.obj:
+        raise typer.BadParameter(
+            "beside --batch only --idempotency-key, --all-or-nothing and --output can be given; the rest of "
+            "each task stands in the file"
+        )
 
 
 class _How(NamedTuple):

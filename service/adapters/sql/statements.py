@@ -21,6 +21,7 @@ from sqlalchemy import (
 )
 
 from service.adapters.sql import tables
+from service.adapters.sql.columns import Count
 from service.adapters.sql.rowset import SetStatement
 from service.core.task import HOT_FIELDS
 
@@ -233,7 +234,7 @@ KNOWN_KEYS = SetStatement("known keys", (tables.task.c.tenant, tables.task.c.ide
 KNOWN_IDS = SetStatement("known ids", (tables.task.c.id,), _known_ids)
 USAGE_OF = SetStatement("usage of", (tables.usage.c.tenant,), _usage_of)
 EVENTS_BETWEEN = SetStatement(
-    "events between", (Column("after", tables.Count), Column("last", tables.Count)), _events_between
+    "events between", (Column("after", Count), Column("last", Count)), _events_between
 )
 HEAD = SetStatement("head", (tables.log_head.c.id,), _head)
 OLDEST = SetStatement("oldest", (tables.log_head.c.id,), _oldest)

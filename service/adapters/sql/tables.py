@@ -4,11 +4,7 @@ Rows of one task stay together by its id without foreign keys: everything is ins
 that inserts the task, and a check per row and a lock on the parent would be paid on every write.
 """
 
-from collections.abc import Iterable
-from typing import Any
-
 from sqlalchemy import (
-    BigInteger,
     Boolean,
     CheckConstraint,
     Column,
@@ -16,7 +12,6 @@ from sqlalchemy import (
     Index,
     Integer,
     LargeBinary,
-    MetaData,
     PrimaryKeyConstraint,
     Table,
     Text,
@@ -25,44 +20,11 @@ from sqlalchemy import (
     text,
 )
 
+from service.adapters.sql.columns import HOT, Count, Id, one_of, where
+from service.adapters.sql.columns import metadata as metadata
 from service.core.estimate import What
 from service.core.lease import LeaseState
 from service.core.task import TERMINAL, TaskState
-
-metadata = MetaData(
-    naming_convention={
-        "ck": "ck_%(table_name)s_%(constraint_name)s",
-        "ix": "ix_%(table_name)s_%(column_0_N_name)s",
-        "pk": "pk_%(table_name)s",
-        "uq": "uq_%(table_name)s_%(column_0_N_name)s",
-    }
-)
-
-Id = Text().with_variant(Text(collation="C"), "postgresql")
-"""Ids are ordered byte by byte, as Python orders them: the order of submission."""
-Count = BigInteger().with_variant(Integer(), "sqlite")
-"""64 bits; SQLite's INTEGER is that, and only by that name the row's own key."""
-
-HOT: dict[str, Any] = {
-    "sqlite_with_rowid": False,
-    "postgresql_with": {
-        "fillfactor": "70",
-        "autovacuum_vacuum_scale_factor": "0.02",
-        "autovacuum_vacuum_threshold": "200",
-        "autovacuum_analyze_scale_factor": "0.02",
-    },
-}
-"""Rows that change several times: room on their page for the next version, and vacuum before it is many."""
-
-
-def one_of(column: str, values: Iterable[str]) -> CheckConstraint:
-    return CheckConstraint(f"{column} IN ({', '.join(repr(str(value)) for value in values)})", name=column)
-
-
-def where(sqlite: str, postgresql: str = "") -> dict[str, Any]:
-    """What makes an index partial, spelled as each database compares it with a query's own words."""
-    return {"sqlite_where": text(sqlite), "postgresql_where": text(postgresql or sqlite)}
-
 
 task = Table(
     "task",
