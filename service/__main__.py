@@ -62,6 +62,28 @@ def migrate(
         raise _refused(str(refused)) from None
 
 
+def migrate_data(
+    target: Annotated[str, typer.Option("--to", help="An empty database: postgresql://user@host/name.")],
+    source: Annotated[
+        str | None, typer.Option("--from", help="sqlite:///path; otherwise the one of the configuration.")
+    ] = None,
+    config: Config = None,
+    data_dir: DataDir = None,
+) -> None:
+    """Move a stopped service from its SQLite file to PostgreSQL: everything, or nothing.
+
+    Every table is compared once it has arrived, and the file is then never served again. Broken off at any
+    moment it is simply run again. Runs go on meanwhile.
+    """
+    from service.bootstrap import StartRefused, move_database
+
+    settings = _settings(config, data_dir=data_dir, database_url=source)
+    try:
+        move_database(settings, target, lambda line: typer.echo(line, err=True))
+    except StartRefused as refused:
+        raise _refused(str(refused)) from None
+
+
 def openapi() -> None:
     """Print the OpenAPI document as YAML."""
     from service.bootstrap import openapi_yaml
@@ -71,7 +93,7 @@ def openapi() -> None:
 
 def commands(app: typer.Typer) -> None:
     """Add the server's commands to a command line. Entry point of group `gpubroker.commands`."""
-    for command in (serve, down, migrate, openapi):
+    for command in (serve, down, migrate, migrate_data, openapi):
         app.command()(command)
 
 

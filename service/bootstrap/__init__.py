@@ -2,9 +2,11 @@
 
 import asyncio
 import socket
+from collections.abc import Callable
 
 import uvloop
 
+from service.adapters.sql.move import move_data
 from service.adapters.sql.session import DatabaseRefused
 from service.adapters.sql.store import migrate, open_store
 from service.bootstrap.down import StillRunning, stop_everything
@@ -26,6 +28,7 @@ __all__ = [
     "StartRefused",
     "StillRunning",
     "migrate_database",
+    "move_database",
     "openapi_yaml",
     "run_service",
     "stop_everything",
@@ -68,6 +71,15 @@ def migrate_database(settings: Settings, revision: str) -> str:
         return f"the database is now at {migrate(settings.database, revision)}"
     except DatabaseRefused as refused:
         raise StartRefused(str(refused)) from None
+
+
+def move_database(settings: Settings, target: str, tell: Callable[[str], None]) -> None:
+    """From the file of these settings to PostgreSQL. Raises StartRefused; nothing is lost in any case."""
+    try:
+        move_data(settings.database, target, tell)
+    except DatabaseRefused as refused:
+        raise StartRefused(str(refused)) from None
+    tell(f"moved; start the service with --database-url, and with the data directory {settings.data_dir}")
 
 
 def openapi_yaml() -> str:

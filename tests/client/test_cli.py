@@ -347,7 +347,7 @@ def test_without_the_service_its_commands_name_the_package(
     service: RecordedService, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("gpubroker.cli.app.entry_points", lambda group: [])
-    for command in ("serve", "down", "migrate", "openapi"):
+    for command in ("serve", "down", "migrate", "migrate-data", "openapi"):
         ended = run(command)
         assert (ended.code, ended.out) == (2, "")
         assert "pip install gpubroker-server" in ended.err

@@ -21,7 +21,7 @@ from gpubroker.cli import (
 )
 from gpubroker.cli.session import Format, Output, say
 
-_SERVER_COMMANDS = frozenset({"serve", "down", "migrate", "openapi"})
+_SERVER_COMMANDS = frozenset({"serve", "down", "migrate", "migrate-data", "openapi"})
 
 _WORDS_OF_OTHERS: Final = {
     "list": "ps", "ls": "ps", "status": "ps", "queue": "ps", "squeue": "ps", "jobs": "ps",

@@ -12,6 +12,7 @@ from sqlalchemy.exc import ArgumentError
 from sqlalchemy.pool import NullPool, QueuePool
 
 from service.adapters.sql import postgres
+from service.adapters.sql.relocation import check_served_here
 from service.adapters.sql.schema import bring_to
 from service.adapters.sql.session import DatabaseRefused, Session
 from service.adapters.sql.sqlite import SqliteFile, SqliteSession
@@ -38,7 +39,7 @@ class Database:
 
 def open_database(url: str, *, alone: bool) -> Database:
     """Open and migrate. Raises DatabaseRefused."""
-    return _open_file(_path_of(url)) if _is_file(url) else _open_server(url, alone=alone)
+    return _open_file(path_of(url)) if is_file(url) else _open_server(url, alone=alone)
 
 
 def migrate(url: str, revision: str) -> str:
@@ -46,17 +47,17 @@ def migrate(url: str, revision: str) -> str:
 
     Raises DatabaseRefused; the database is unchanged.
     """
-    if not _is_file(url):
+    if not is_file(url):
         postgres.check_server(url)
-        return bring_to(_server_engine(url), revision, "the database")
-    file = SqliteFile(_path_of(url))
+        return bring_to(server_engine(url), revision, "the database")
+    file = SqliteFile(path_of(url))
     try:
-        return bring_to(_file_engine(file), revision, str(file.path))
+        return bring_to(file_engine(file), revision, str(file.path))
     finally:
         file.close()
 
 
-def _is_file(url: str) -> bool:
+def is_file(url: str) -> bool:
     if url.startswith(("postgresql://", "postgres://")):
         return False
     if url.startswith("sqlite:///"):
@@ -66,7 +67,7 @@ def _is_file(url: str) -> bool:
     )
 
 
-def _path_of(url: str) -> Path:
+def path_of(url: str) -> Path:
     try:
         name = make_url(url).database
     except ArgumentError:
@@ -81,7 +82,9 @@ def _path_of(url: str) -> Path:
 def _open_file(path: Path) -> Database:
     file = SqliteFile(path)
     try:
-        bring_to(_file_engine(file), "head", str(path))
+        bring_to(file_engine(file), "head", str(path))
+        with file_engine(file).connect() as connection:
+            check_served_here(connection, str(path))
         readers = _readers("sqlite://", file.reader)
         session = SqliteSession(file.writer())
         session.end_terms()
@@ -91,7 +94,7 @@ def _open_file(path: Path) -> Database:
         raise
 
 
-def _file_engine(file: SqliteFile) -> Engine:
+def file_engine(file: SqliteFile) -> Engine:
     """For migrations: one connection, and real transactions around changes of tables as well."""
     engine = create_engine("sqlite://", creator=file.writer, poolclass=NullPool)
 
@@ -106,7 +109,9 @@ def _open_server(url: str, *, alone: bool) -> Database:
     postgres.check_server(url)
     session = postgres.PostgresSession(url, alone=alone)
     try:
-        bring_to(_server_engine(url), "head", "the database")
+        bring_to(server_engine(url), "head", "the database")
+        with server_engine(url).connect() as connection:
+            check_served_here(connection, postgres.told(url))
     except BaseException:
         session.close()
         raise
@@ -127,7 +132,7 @@ def _readers(dialect: str, connect: Callable[[], Any]) -> Engine:
     return create_engine(dialect, creator=connect, poolclass=QueuePool, pool_size=READERS, max_overflow=0)
 
 
-def _server_engine(url: str) -> Engine:
+def server_engine(url: str) -> Engine:
     return create_engine(
         "postgresql+psycopg://", creator=partial(postgres.connect_migrator, url), poolclass=NullPool
     )

@@ -117,6 +117,12 @@ def connect_migrator(url: str) -> psycopg.Connection[Any]:
     return psycopg.connect(url, **_CONNECTION)
 
 
+def connect_mover(url: str) -> psycopg.Connection[Any]:
+    """Nobody waits for it: a server that is busy with what it was sent may take its time."""
+    patient = {**_CONNECTION, "tcp_user_timeout": 60_000, "application_name": "gpubroker migrate-data"}
+    return psycopg.connect(url, **patient)
+
+
 def check_server(url: str) -> None:
     """Raises DatabaseRefused when the server cannot be reached, is too old, or only repeats another."""
     try:
@@ -131,17 +137,13 @@ def check_server(url: str) -> None:
             standby = connection.execute("SELECT pg_is_in_recovery()").fetchone()
     except psycopg.Error as error:
         raise DatabaseRefused(
-            f"cannot use PostgreSQL at {_without_password(url)}: {str(error).strip()}; "
-            "start it, or correct --database-url"
+            f"cannot use PostgreSQL at {told(url)}: {str(error).strip()}; start it, or correct --database-url"
         ) from None
     if version < _OLDEST:
-        raise DatabaseRefused(
-            f"PostgreSQL at {_without_password(url)} is {version // 10000}; 14 is the oldest"
-        )
+        raise DatabaseRefused(f"PostgreSQL at {told(url)} is {version // 10000}; 14 is the oldest")
     if standby == (True,):
         raise DatabaseRefused(
-            f"PostgreSQL at {_without_password(url)} is a read-only standby; "
-            "name the primary in --database-url"
+            f"PostgreSQL at {told(url)} is a read-only standby; name the primary in --database-url"
         )
 
 
@@ -157,7 +159,8 @@ def _connect(url: str, prepare: str, **more: Any) -> psycopg.Connection[Any]:
     return connection
 
 
-def _without_password(url: str) -> str:
+def told(url: str) -> str:
+    """For people: without the password."""
     settings = psycopg.conninfo.conninfo_to_dict(url)
     return f"{settings.get('host', 'the local socket')}, database {settings.get('dbname', '(default)')}"
 
@@ -205,7 +208,7 @@ class PostgresSession:
             others = self._connection.execute(_WHO_SERVES, [_SERVING]).fetchall()
             self._connection.close()
             raise DatabaseRefused(
-                f"PostgreSQL at {_without_password(self._url)} is served by "
+                f"PostgreSQL at {told(self._url)} is served by "
                 f"{', '.join(name for (name,) in others) or 'another gpubroker'}; "
                 "stop that one first, or name another database with --database-url"
             ) from None

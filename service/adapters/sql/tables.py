@@ -22,6 +22,7 @@ from sqlalchemy import (
 
 from service.adapters.sql.columns import HOT, Count, Id, one_of, where
 from service.adapters.sql.columns import metadata as metadata
+from service.adapters.sql.stage import Stage
 from service.core.estimate import What
 from service.core.lease import LeaseState
 from service.core.task import TERMINAL, TaskState
@@ -361,3 +362,17 @@ audit = Table(
 """Who took the lead, which tokens came and went and by whose word, who stopped the service, and who stated
 what was then taken for a fact. What is a row of its own is noted in the transaction that wrote it. `reason`:
 in the words of whoever did it, where any are asked for."""
+
+relocation = Table(
+    "relocation",
+    metadata,
+    Column("id", Integer, primary_key=True, autoincrement=False),
+    Column("move", Text, nullable=False),
+    Column("stage", Text, nullable=False),
+    Column("other", Text, nullable=False),
+    Column("at", Double, nullable=False),
+    CheckConstraint("id = 1", name="one_row"),
+    one_of("stage", Stage),
+)
+"""Where all of this goes to or has come from (`adapters.sql.relocation`); no row where it began and stays.
+`other`: the other database, in words."""

@@ -1,0 +1,224 @@
+"""Everything of a SQLite file, on PostgreSQL, and never two services of one."""
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from service.adapters.sql.move import move_data
+from service.adapters.sql.session import DatabaseRefused
+from service.adapters.sql.store import SqlStore, migrate
+from service.adapters.sql.tables import metadata
+from service.core.orders import Ending
+from service.core.units import Position
+from service.ports import TaskFilter, TokenRow
+from tests.builders import GIB
+from tests.chaos.operations import quarantined
+from tests.chaos.rows import Answers, Rows
+from tests.chaos.scene import Scene
+from tests.contracts.scenes import a_submission, next_term, opened, picture
+from tests.core.gangs import bundles
+
+ROOT = Path(__file__).resolve().parents[2]
+COPIED = [name for name in metadata.tables if name != "relocation"]
+"""A move tells of each once it is copied, then that all is committed, then that the file has said so."""
+
+
+@pytest.fixture
+async def file(tmp_path: Path) -> str:
+    """One in which there is something of everything."""
+    url = f"sqlite:///{tmp_path / 'gpubroker.db'}"
+    async with opened(url) as store:
+        await live_in(store)
+    return url
+
+
+async def live_in(store: SqlStore) -> None:
+    term = await next_term(store)
+    scene = await Scene.on(store, term)
+    await scene.carry(scene.node_answers())
+    await quarantined(scene, "quarantined")
+    await scene.begin("running", priority=40)
+    await scene.carry(scene.hear(scene.saves("running")))
+    await scene.begin("failed")
+    await scene.carry(scene.hear(*scene.ends("failed", Ending.FAILED), *scene.leaves("failed")))
+    await scene.submit("keyed", key="a key", gpu_mb=70 * GIB)
+    await scene.submit("gang", bundles=bundles(2, gpu_mb=60 * GIB), priority=80)
+    await scene.submit("quote", gpu_mb=75 * GIB, name='\\N and "quotes",\ttabs, lines\nand 漢字')
+    await scene.ask("running", "cancel", grace_seconds=30)
+    token = TokenRow("ci", "hash", "default", ("tasks:read",), 50, scene.now)
+    await store.put_token(token, by="admin")
+
+
+async def all_of(store: SqlStore) -> dict[str, Any]:
+    """What anybody can read of it."""
+    events = await store.events(Position(0), 10_000)
+    records = await store.records(TaskFilter("default", limit=1000))
+    ids = [record.task.id for record in records]
+    scene = await Scene.on(store, (await store.leader()).term)
+    return {
+        "picture": picture(scene.world),
+        "head": await store.head(),
+        "events": events,
+        "records": records,
+        "specs": await store.specs(ids),
+        "results": [await store.result(id) for id in ids],
+        "checkpoints": [await store.checkpoints(id) for id in ids],
+        "tokens": await store.tokens(),
+        "leader": ((await store.leader()).term, (await store.leader()).holder),
+    }
+
+
+async def test_everything_that_can_be_read_of_a_service_is_the_same_after_its_move(
+    file: str, empty_postgres_url: str
+) -> None:
+    async with opened(file) as store:
+        before = await all_of(store)
+    told: list[str] = []
+    move_data(file, empty_postgres_url, told.append)
+    assert len(told) == len(COPIED) + 2
+    async with opened(empty_postgres_url) as store:
+        assert await all_of(store) == before
+        assert await Rows(Answers(empty_postgres_url)).check(store) == []
+
+
+async def test_a_moved_service_goes_on_where_it_was(file: str, empty_postgres_url: str) -> None:
+    async with opened(file) as store:
+        term = (await store.leader()).term
+    move_data(file, empty_postgres_url, lambda _: None)
+    async with opened(empty_postgres_url) as store:
+        taken = await next_term(store)
+        assert taken == term + 1
+        scene = await Scene.on(store, taken)
+        assert (await scene.submit("again", key="a key", gpu_mb=70 * GIB)).task == "keyed"
+        await store.audit(by="admin", tenant="default", action="noted", subject="the move")
+        await scene.submit("new")
+        await scene.finish()
+        assert await Rows(Answers(empty_postgres_url)).check(store) == []
+
+
+async def test_a_file_that_was_moved_is_refused_and_names_where_it_went(
+    file: str, empty_postgres_url: str
+) -> None:
+    move_data(file, empty_postgres_url, lambda _: None)
+    with pytest.raises(DatabaseRefused, match=r"has been moved to .*gpubroker_test"):
+        async with opened(file):
+            pass
+    move_data(file, empty_postgres_url, lambda _: None)  # once more: there is nothing left to do
+    async with opened(empty_postgres_url) as store:
+        assert await store.record(await a_task_of(store)) is not None
+
+
+async def a_task_of(store: SqlStore) -> Any:
+    [newest] = await store.records(TaskFilter("default", limit=1))
+    return newest.task.id
+
+
+KILLED_AT = """
+import os, sys
+from service.adapters.sql.move import move_data
+source, target, fatal = sys.argv[1:]
+told = 0
+def tell(line):
+    global told
+    told += 1
+    if told == int(fatal):
+        os.kill(os.getpid(), 9)
+move_data(source, target, tell)
+"""
+
+
+def move_killed_at(step: int, source: str, target: str) -> None:
+    command = [sys.executable, "-c", KILLED_AT, source, target, str(step)]
+    assert subprocess.run(command, cwd=ROOT).returncode == -9
+
+
+@pytest.mark.parametrize(
+    ("step", "left"),
+    [
+        (len(COPIED) // 2, {"file", "server"}),  # nothing has come there yet: it is a new database
+        (len(COPIED) + 1, {"file"}),
+        (len(COPIED) + 2, set()),
+    ],
+    ids=["copying", "all is committed", "the file has said so"],
+)
+async def test_a_move_that_is_killed_leaves_never_two_to_be_served_and_the_next_one_finishes_it(
+    file: str, empty_postgres_url: str, step: int, left: set[str]
+) -> None:
+    async with opened(file) as store:
+        before = await all_of(store)
+    move_killed_at(step, file, empty_postgres_url)
+    served = {
+        name for name, url in (("file", file), ("server", empty_postgres_url)) if await may_be_served(url)
+    }
+    assert served == left
+    move_data(file, empty_postgres_url, lambda _: None)
+    async with opened(empty_postgres_url) as store:
+        assert await all_of(store) == before
+    assert not await may_be_served(file)
+
+
+async def test_what_is_served_on_after_a_move_broke_off_is_moved_as_it_is_then(
+    file: str, empty_postgres_url: str
+) -> None:
+    move_killed_at(len(COPIED) + 1, file, empty_postgres_url)
+    async with opened(file) as store:
+        scene = await Scene.on(store, await next_term(store))
+        await scene.submit("later")
+        before = await all_of(store)
+    move_data(file, empty_postgres_url, lambda _: None)
+    async with opened(empty_postgres_url) as store:
+        assert await all_of(store) == before
+
+
+async def test_a_database_with_something_in_it_is_left_alone(file: str, empty_postgres_url: str) -> None:
+    async with opened(empty_postgres_url) as store:
+        await store.submit(a_submission("theirs"))
+    with pytest.raises(DatabaseRefused, match="is not empty: it has 1 rows in event"):
+        move_data(file, empty_postgres_url, lambda _: None)
+    async with opened(empty_postgres_url) as store:
+        assert await store.head() == 1
+    assert await may_be_served(file)
+
+
+async def test_a_database_that_took_another_file_is_left_alone(
+    file: str, tmp_path: Path, empty_postgres_url: str
+) -> None:
+    other = f"sqlite:///{tmp_path / 'other.db'}"
+    migrate(other, "head")
+    move_killed_at(len(COPIED) + 1, other, empty_postgres_url)
+    with pytest.raises(DatabaseRefused, match=r"has what came from .*other\.db"):
+        move_data(file, empty_postgres_url, lambda _: None)
+    assert await may_be_served(file)
+
+
+async def test_a_database_in_use_is_left_alone(file: str, empty_postgres_url: str) -> None:
+    async with opened(empty_postgres_url):
+        with pytest.raises(DatabaseRefused, match="in use by a gpubroker"):
+            move_data(file, empty_postgres_url, lambda _: None)
+    assert await may_be_served(file)
+
+
+async def test_a_file_in_use_is_left_alone(file: str, empty_postgres_url: str) -> None:
+    async with opened(file) as store:
+        with pytest.raises(DatabaseRefused, match="is in use by process"):
+            move_data(file, empty_postgres_url, lambda _: None)
+        await store.submit(a_submission("more"))
+
+
+@pytest.mark.parametrize(
+    ("source", "target"), [("sqlite:///a.db", "sqlite:///b.db"), ("postgresql:///a", "postgresql:///b")]
+)
+def test_data_moves_from_a_file_to_a_server_only(source: str, target: str) -> None:
+    with pytest.raises(DatabaseRefused, match="from a file to a server"):
+        move_data(source, target, lambda _: None)
+
+
+async def may_be_served(url: str) -> bool:
+    try:
+        async with opened(url):
+            return True
+    except DatabaseRefused:
+        return False
