@@ -3,11 +3,13 @@
 from dataclasses import replace
 
 from service.core.orders import Failure
-from service.core.plan import write_move
+from service.core.plan import Decision, write_move
 from service.core.task import Move
-from service.ports import TaskStore
-from tests.builders import NOW, a_task
-from tests.contracts.scenes import a_checkpoint, admission, claimed, end, with_gpu
+from service.ports import CommitVerdict, TaskStore
+from tests.builders import NOW, a_device, a_task
+from tests.contracts.scenes import a_checkpoint, admission, claimed, end, node_seen, start, with_gpu
+
+LATE = Failure("exception", "late")
 
 
 async def test_a_result_is_kept_byte_by_byte(store: TaskStore) -> None:
@@ -85,3 +87,31 @@ async def test_many_checkpoints_at_once_are_kept_the_same_way(store: TaskStore) 
     await store.commit(term, [admission(task)])
     await store.commit(term, [a_checkpoint(claimed(task), sequence) for sequence in range(1, 8)])
     assert [saved.sequence for saved in await store.checkpoints(task.id)] == [7, 6, 5]
+
+
+async def test_what_a_run_leaves_behind_whose_task_has_moved_on_is_not_kept(store: TaskStore) -> None:
+    """Its start, its checkpoint, its end with result and log: made of a row that is no longer there."""
+    task = a_task("t1")
+    term = await with_gpu(store, task)
+    first = claimed(task)
+    back = Decision("t1", "lost", tasks=(write_move(first, Move.REQUEUED, node=None),))
+    second = admission(back.tasks[0].task, device="gpu1")
+    await store.commit(term, [node_seen(a_device("gpu0"), a_device("gpu1"))])
+    assert await store.commit(term, [admission(task), back, second]) == [CommitVerdict.COMMITTED] * 3
+    head = await store.head()
+    late = [
+        start(first),
+        a_checkpoint(first, 1),
+        end(first, b"late", log_tail=b"late"),
+        end(first, None, LATE),
+    ]
+    assert await store.commit(term, late) == [CommitVerdict.STALE] * 4
+    assert (await store.head(), await store.result(task.id), await store.checkpoints(task.id)) == (
+        head,
+        None,
+        [],
+    )
+    record = await store.record(task.id)
+    assert record is not None
+    assert record.task == second.tasks[0].task
+    assert record.task.fence == 2

@@ -30,6 +30,8 @@ class Wire:
         self.down_at: bytes | None = None
         """What a client says, after a COMMIT has passed, that makes the wire go down before it gets there."""
         self._committed = False
+        self._passes = asyncio.Event()
+        self._passes.set()
 
     async def connect(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         if self.is_down:
@@ -66,6 +68,7 @@ class Wire:
                     back.close()
                 if cut is Cut.BEFORE_COMMIT:
                     break
+                await self._passes.wait()
                 writer.write(data)
                 await writer.drain()
         except (ConnectionError, BrokenPipeError):
@@ -73,6 +76,13 @@ class Wire:
         finally:
             writer.close()
             back.close()
+
+    def hold(self) -> None:
+        """Take every byte and pass none on, with all connections open."""
+        self._passes.clear()
+
+    def go_on(self) -> None:
+        self._passes.set()
 
     def go_down(self) -> None:
         """Cut every connection and take no new one."""

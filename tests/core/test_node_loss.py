@@ -4,15 +4,41 @@ from typing import Any
 
 import pytest
 
+from service.core.cycle import plan_cycle
 from service.core.lease import LeaseState
-from service.core.orders import Ended, Ending, Gone, NodeLost, Report, Started
+from service.core.orders import (
+    Checkpointed,
+    Ended,
+    Ending,
+    ForgetOrder,
+    Gone,
+    NodeLost,
+    NodeSeen,
+    Report,
+    Started,
+    StopOrder,
+)
 from service.core.plan import Decision
 from service.core.policy import Policy
+from service.core.reconcile import InventoryRules, reconcile
 from service.core.runs import react
 from service.core.task import StopReason, TaskState
 from service.core.units import Fence, Instant, NodeName, TaskId
 from service.core.world import World
-from tests.builders import GIB, NOW, Holding, a_device, a_lease, a_pledge, a_task, a_world, commit, holding
+from tests.builders import (
+    GIB,
+    NOW,
+    Holding,
+    a_device,
+    a_lease,
+    a_node,
+    a_pledge,
+    a_task,
+    a_world,
+    check_ledger,
+    commit,
+    holding,
+)
 
 RUN = TaskId("run")
 
@@ -126,3 +152,28 @@ def test_a_run_that_ended_before_its_node_was_lost_keeps_its_result() -> None:
     decisions = tell(world, Started(RUN, Fence(1), NOW, 7), result, lost())
     assert decisions[0].tasks[0].task.state is TaskState.SUCCEEDED
     assert lease_states(world) == [LeaseState.QUARANTINED]
+
+
+def test_a_run_that_was_frozen_with_its_node_ends_nothing_of_the_run_that_took_its_place() -> None:
+    """It goes on when its task has long been at work elsewhere, and says all that it has to say."""
+    world = a_world(a_device("gpu0"), a_device("gpu0", "n2"), on_node("run", TaskState.RUNNING))
+    tell(world, lost())
+    commit(world, plan_cycle(world, Policy(), NOW).decisions)
+    tell(world, Started(RUN, Fence(2), NOW, 8))
+    second = world.tasks[RUN]
+    assert (second.state, second.fence, second.node) == (TaskState.RUNNING, 2, "n2")
+
+    frozen = (RUN, Fence(1), NOW)
+    saved = Checkpointed(*frozen, 5, "digest", b"state", None)
+    assert tell(world, Started(*frozen, 7), saved, Ended(*frozen, Ending.SUCCEEDED, result=b"late")) == []
+    back = NodeSeen(a_node("n1", incarnation="n1-2"), (), ((RUN, Fence(1), 0),), NOW)
+    decisions = reconcile(world, back, NOW, Policy(), InventoryRules("test"))
+    orders = [order for decision in decisions for order in decision.orders]
+    assert {(type(order), order.fence) for order in orders} == {(StopOrder, 1), (ForgetOrder, 1)}
+    commit(world, decisions)
+    check_ledger(world)
+    assert sorted(lease_states(world)) == [LeaseState.HELD, LeaseState.QUARANTINED]
+
+    tell(world, Gone(*frozen, "process_absent"))
+    assert lease_states(world) == [LeaseState.HELD]
+    assert world.tasks[RUN] == second

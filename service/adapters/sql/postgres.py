@@ -16,6 +16,7 @@ from typing import Any
 import psycopg
 from psycopg import errors
 
+from service.adapters.boot_clock import boot_seconds
 from service.adapters.sql.rowset import Row, SetStatement, postgres_copy, postgres_rows, postgres_text
 from service.adapters.sql.session import (
     Collided,
@@ -66,12 +67,15 @@ LISTEN gpubroker;
 """
 _TERM = "SET lock_timeout = '2s'; SET statement_timeout = '2s';"
 """Beyond the writer's: an answer that comes later is of no use to a leader."""
+_WRITER_PATIENCE_SECONDS = 11.0
+_TERM_PATIENCE_SECONDS = 2.5
+"""More than their statements may take."""
 _READER = "SET statement_timeout = '30s'; SET default_transaction_read_only = on;"
 _END_HANGING = """
 SELECT pg_terminate_backend(pid) FROM pg_stat_activity
 WHERE datname = current_database() AND usename = current_user AND application_name LIKE 'gpubroker%'
     AND pid <> pg_backend_pid() AND state = 'active' AND wait_event = 'ClientRead'
-    AND query_start < clock_timestamp() - interval '2s'
+    AND query_start < clock_timestamp() - CASE WHEN query ILIKE 'copy%' THEN '30s' ELSE '2s' END::interval
 """
 """A process that is stopped between two statements of one pipeline leaves its session `active`, and its locks
 in place: before version 17 no time limit of the server's ends that."""
@@ -168,7 +172,7 @@ def told(url: str) -> str:
 def term_session(url: str) -> "PostgresSession":
     """For the leader's row alone. Raises StoreUnavailable."""
     try:
-        return PostgresSession(url, connect=connect_term)
+        return PostgresSession(url, connect=connect_term, patience_seconds=_TERM_PATIENCE_SECONDS)
     except psycopg.Error as error:
         raise StoreUnavailable(f"the database cannot be reached: {str(error).strip()}") from error
 
@@ -185,7 +189,10 @@ class PostgresSession:
         *,
         alone: bool = False,
         connect: Callable[[str], psycopg.Connection[Any]] = connect_writer,
+        patience_seconds: float = _WRITER_PATIENCE_SECONDS,
     ) -> None:
+        self.patience_seconds = patience_seconds
+        self.waits_since: float | None = None
         self._url = url
         self._alone = alone
         self._connect = connect
@@ -217,6 +224,10 @@ class PostgresSession:
         name = f"gpubroker, process {os.getpid()} on {socket.gethostname()}"
         self._connection.execute("SELECT set_config('application_name', %s, false)", [name])
 
+    def hang_up(self) -> None:
+        with socket.socket(fileno=os.dup(self._connection.fileno())) as line:
+            line.shutdown(socket.SHUT_RDWR)
+
     def begin(self) -> None:
         with self._translated():
             self._sent.clear()
@@ -242,6 +253,7 @@ class PostgresSession:
             with self._connection.cursor() as cursor, cursor.copy(postgres_copy(statement)) as copy:
                 for row in rows:
                     copy.write_row(row)
+                    self.waits_since = boot_seconds()
             self._pipeline = self._open.enter_context(self._connection.pipeline())
 
     def fetch(self, statement: SetStatement, rows: Sequence[Row]) -> Sequence[Sequence[Any]]:
@@ -287,11 +299,13 @@ class PostgresSession:
             raise CommitUnknown(str(lost)) from lost
 
     def rollback(self) -> None:
+        self.waits_since = boot_seconds()
         with suppress(psycopg.Error):
             self._open.close()
         with suppress(psycopg.Error):
             if self._connection.info.transaction_status != psycopg.pq.TransactionStatus.IDLE:
                 self._connection.execute("ROLLBACK")
+        self.waits_since = None
 
     def has_event(self, event: Event) -> bool:
         # A commit of ours that is still under way holds the head of the log until it is over.
@@ -329,6 +343,7 @@ class PostgresSession:
 
     @contextmanager
     def _translated(self) -> Iterator[None]:
+        self.waits_since = boot_seconds()
         try:
             yield
         except errors.IntegrityError as error:
@@ -343,3 +358,5 @@ class PostgresSession:
             if isinstance(error, psycopg.OperationalError | psycopg.InternalError):
                 raise StoreUnavailable(f"the database did not do it: {str(error).strip()}") from error
             raise
+        finally:
+            self.waits_since = None
