@@ -20,7 +20,7 @@ from service.core.submission import SubmitOutcome as SubmitOutcome
 from service.core.submission import SubmitVerdict as SubmitVerdict
 from service.core.task import Task, TaskState
 from service.core.tenure import LeaderRow, Tenure
-from service.core.units import Instant, Position, Seconds, TaskId, Term, Ticks
+from service.core.units import Instant, NodeName, Position, Seconds, TaskId, Term, Ticks
 
 
 class Clock(Protocol):
@@ -339,6 +339,10 @@ class Executor(Protocol):
 
     async def stand_back(self) -> None:
         """The term is over: send nothing more and hear nothing more, but stay ready."""
+        ...
+
+    def ask(self, nodes: Sequence[NodeName]) -> None:
+        """Announce the term there again: an agent that is there answers with what it has, as NodeSeen."""
         ...
 
     async def reports(self) -> Sequence[Report]:

@@ -162,6 +162,14 @@ class PolicySettings(Section):
     pledge_patience_seconds: Annotated[float, Field(gt=0)] = 10.0
     kill_patience_seconds: Annotated[float, Field(gt=0)] = 10.0
     sample_period_seconds: Annotated[float, Field(gt=0)] = 2.0
+    beat_seconds: Annotated[float, Field(ge=0.1, le=60)] = 2.0
+    """So often each node's agent says that it is there."""
+    beats_missed: Annotated[int, Field(ge=2, le=1000)] = 3
+    """A node of which nothing was heard for so many beats is given up: its runs start elsewhere."""
+    pause_share: Annotated[float, Field(ge=0, le=1)] = 0.2
+    pause_nodes: Annotated[int, Field(ge=1)] = 2
+    """When so many nodes or more, with more than that share of all runs, fall silent at once, none is given
+    up before an operator says so."""
     gang_start_seconds: Annotated[float, Field(gt=0)] = 300.0
     retry_first_seconds: Annotated[float, Field(gt=0)] = 1.0
     retry_factor: Annotated[float, Field(ge=1)] = 2.0

@@ -24,6 +24,7 @@ from service.core.fragmentation import Fragmentation, Scattered
 from service.core.lease import LeaseState
 from service.core.ledger import Book
 from service.core.policy import Policy, band_of
+from service.core.silence import Paused
 from service.core.task import TERMINAL, TaskState
 from service.core.tenure import Standing
 from service.core.units import Instant
@@ -70,6 +71,10 @@ GAUGES: Mapping[str, tuple[str, tuple[str, ...]]] = {
         ("reason",),
     ),
     "gpubroker_node_ready": ("1 if the node's agent has answered the leader, else 0.", ("hostname",)),
+    "gpubroker_silent_nodes": (
+        "Nodes that are silent and are not given up, because too many fell silent at once.",
+        (),
+    ),
     "gpubroker_gpu_info": ("Always 1; what each device is.", (*_GPU, "modelName")),
     "gpubroker_gpu_memory_capacity_bytes": ("Physical memory of the device.", _GPU),
     "gpubroker_gpu_memory_leased_bytes": ("Memory that holders have a right to.", _GPU),
@@ -127,6 +132,7 @@ class Sources:
     policy: Policy
     now: Callable[[], Instant]
     fragmentation: Callable[[], tuple[Fragmentation, Scattered | None]]
+    paused: Callable[[], Paused | None]
 
 
 class Telemetry:
@@ -181,6 +187,9 @@ class WorldCollector(Collector):
         yield from _task_metrics(sources.world)
         nodes = sources.world.nodes.values()
         yield _gauge("gpubroker_node_ready", [((node.name,), node.ready) for node in nodes])
+        if sources.standing().term is not None:
+            paused = sources.paused()
+            yield _gauge("gpubroker_silent_nodes", [((), 0 if paused is None else len(paused.nodes))])
         yield from _device_metrics(sources.world)
         yield from _fragmentation_metrics(sources.world, *sources.fragmentation())
         yield from _tenant_metrics(sources)

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from gpubroker.models import Event, Outcome, Page, Task, TaskState, Token
     from gpubroker.planned import FleetPlan
     from gpubroker.policy import Policy
-    from gpubroker.quarantine import Quarantined, Released
+    from gpubroker.quarantine import Detection, Quarantined, Released
     from gpubroker.runtime import CheckpointTooLarge, NoCurrentTask, RunningTask, Stopped, current_task
 
 __version__ = "0.1.0"
@@ -61,7 +61,7 @@ _HOME = {
     **dict.fromkeys(("Event", "Outcome", "Page", "Task", "TaskState", "Token"), "models"),
     "FleetPlan": "planned",
     "Policy": "policy",
-    **dict.fromkeys(("Quarantined", "Released"), "quarantine"),
+    **dict.fromkeys(("Detection", "Quarantined", "Released"), "quarantine"),
     **dict.fromkeys(
         ("CheckpointTooLarge", "NoCurrentTask", "RunningTask", "Stopped", "current_task"), "runtime"
     ),
@@ -72,6 +72,7 @@ __all__ = [
     "Broker",
     "BrokerError",
     "CheckpointTooLarge",
+    "Detection",
     "Estimate",
     "Event",
     "Explanation",

@@ -27,7 +27,7 @@ from gpubroker.operations import (
 )
 from gpubroker.planned import FleetPlan
 from gpubroker.policy import Policy
-from gpubroker.quarantine import Quarantined, Released
+from gpubroker.quarantine import Detection, Quarantined, Released
 from gpubroker.submission import SubmitOptions, Target
 from gpubroker.wire import answer_of, client_settings, request_of, unreachable
 
@@ -238,6 +238,10 @@ class Broker:
         checks it; the token's name and the reason are noted. Raises Refused (`nothing-quarantined`,
         `still-in-use`)."""
         return self._carry_out(self._do.release_quarantine(holder, reason, attempts, ranks, devices))
+
+    def resume(self, reason: str) -> Detection:
+        """State that the nodes which fell silent at once are lost. Raises Refused (`nothing-paused`)."""
+        return self._carry_out(self._do.resume(reason))
 
     def tenants(self) -> Page[Tenant]:
         """Quota, holding, usage and fair share of tenants: of your own, or of all with cluster:read."""

@@ -194,6 +194,8 @@ class Stats:
     tasks: Mapping[str, int] = field(default_factory=dict)
     executor: Mapping[str, Any] = field(default_factory=dict)
     leader: Mapping[str, Any] = field(default_factory=dict)
+    detection: Mapping[str, Any] = field(default_factory=dict)
+    """`state`, watching or paused; then also the silent `nodes` that are not given up, and the `message`."""
     as_of: datetime | None = None
     age_seconds: float | None = None
     position: int = 0

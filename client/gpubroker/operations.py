@@ -9,6 +9,7 @@ from typing import Any, TypedDict, cast
 from urllib.parse import quote
 
 from gpubroker.batch import Answered, Wanted, submit_all
+from gpubroker.decoding import filled
 from gpubroker.errors import TaskCancelled, TaskFailed, WaitTimeout
 from gpubroker.estimates import Estimate
 from gpubroker.exchange import Answer, Call, Steps, exchange
@@ -17,7 +18,7 @@ from gpubroker.fleet import Gpu, Node, Stats, Tenant
 from gpubroker.models import Event, Failure, Outcome, Page, Task, TaskState, Token
 from gpubroker.planned import FleetPlan
 from gpubroker.policy import Policy
-from gpubroker.quarantine import Quarantined, Released
+from gpubroker.quarantine import Detection, Quarantined, Released
 from gpubroker.submission import SubmitOptions, Target, opened, plain, question_body, submission_body
 
 _LONG_POLL_SECONDS = 30.0
@@ -195,6 +196,11 @@ class Operations:
         )
         answer = yield from self._send(call)
         return Released.of(answer.json())
+
+    def resume(self, reason: str) -> Steps[Detection]:
+        call = Call("POST", "/detection/resume", body=_json({"reason": reason}), repeatable=False)
+        answer = yield from self._send(call)
+        return filled(Detection, answer.json())
 
     def tenants(self) -> Steps[Page[Tenant]]:
         raw = yield from self._ask("GET", "/tenants")

@@ -45,6 +45,19 @@ class Quarantined:
 
 
 @dataclass(frozen=True, slots=True)
+class Detection:
+    """Whether silent nodes are given up. While it is paused, `nodes` are not."""
+
+    state: str
+    """watching or paused."""
+    message: str = ""
+    nodes: tuple[str, ...] = ()
+    runs: int = 0
+    of_runs: int = 0
+    raw: Raw = field(default_factory=dict, repr=False)
+
+
+@dataclass(frozen=True, slots=True)
 class Released:
     """What was stated to be gone, and what of it is still in quarantine."""
 

@@ -14,6 +14,7 @@ from service.broker.loop import Leader
 from service.broker.observe import Observer
 from service.core.backfill import Forecast
 from service.core.events import Event
+from service.core.silence import Paused
 from service.core.tenure import Tenure
 from service.core.units import Term
 from service.settings import Settings
@@ -51,6 +52,11 @@ class BrokerRole:
         """None while it does not lead."""
         return self.candidate.term
 
+    def paused(self) -> Paused | None:
+        """Which silent nodes the leader does not give up; None if none."""
+        leader = self.candidate.leader
+        return None if leader is None else leader.paused
+
     def forecasts(self) -> Sequence[Forecast]:
         leader = self.candidate.leader
         return () if leader is None else leader.foresight.forecasts
@@ -75,6 +81,7 @@ class BrokerRole:
                 inventory_rules_of(settings),
                 settings.limits.inline_bytes,
                 picture.progress,
+                boot_seconds,
             ),
             dispatcher=Dispatcher(self._store, self._blobs, self.executor, picture.world, picture.clock),
             clock=picture.clock,

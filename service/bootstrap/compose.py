@@ -75,7 +75,9 @@ def new_executor(settings: Settings, clock: Clock) -> Executor:
             max_runs=ray.max_runs,
             devices=devices,
         )
-        return WaitingExecutor(node, clock, settings.policy.sample_period_seconds)
+        # What it measures is also its beat.
+        period_seconds = min(settings.policy.sample_period_seconds, settings.policy.beat_seconds)
+        return WaitingExecutor(node, clock, period_seconds)
     options = RayOptions(
         data_dir=settings.data_dir,
         address=ray.address or None,
@@ -94,6 +96,7 @@ def new_executor(settings: Settings, clock: Clock) -> Executor:
         result_limit_bytes=settings.limits.result_bytes,
         checkpoint_limit_bytes=settings.limits.checkpoint_bytes,
         sample_period_seconds=settings.policy.sample_period_seconds,
+        beat_seconds=settings.policy.beat_seconds,
         idle_stop_seconds=ray.idle_stop_seconds,
         inherit_env=tuple(ray.inherit_env),
     )

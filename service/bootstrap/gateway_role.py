@@ -57,6 +57,7 @@ class GatewayRole:
             shutdown=shut_down,
             term=broker.term,
             standing=broker.candidate.standing,
+            paused=broker.paused,
             forecasts=broker.forecasts,
             waiters=self._waiters,
         )

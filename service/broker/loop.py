@@ -22,6 +22,7 @@ from service.core.orders import Checkpointed, Ended, Report
 from service.core.plan import Decision
 from service.core.policy import Policy
 from service.core.reconcile import take_over
+from service.core.silence import Paused
 from service.core.tenure import Tenure
 from service.core.units import Instant
 from service.core.world import World
@@ -58,6 +59,8 @@ STORE_PATIENCE_SECONDS = 1.0
 """Pause before a commit is tried again when the database could not be reached."""
 
 
+CONNECTED = "connected"
+"""What an executor that hears its nodes calls its state."""
 COMMITTED = CommitVerdict.COMMITTED
 _NEVER = frozenset({CommitVerdict.REFUSED, CommitVerdict.UNSTORABLE})
 _DIVERGED = (
@@ -129,6 +132,7 @@ class Leader:
 
     def hear(self, reports: Sequence[Report]) -> None:
         """Keep what agents said, in order, for the next cycle."""
+        self._observer.hear(reports)
         self._heard.extend(reports)
         self._heard_bytes += sum(map(_size_bytes, reports))
         self._look_for_room()
@@ -188,7 +192,8 @@ class Leader:
         await self._settle_reports()
         self._refused.clear()
         await self._settle_requests()
-        await self._carry_out(self._observer.on_time(self._clock.now()))
+        await self._carry_out(self._observer.on_time(self._clock.now(), listening=self._is_listening))
+        self._ask_given_up()
         await self._settle_dependencies()
         if self.foresight.is_blind(self._world):
             await self._foresee(inf)
@@ -197,6 +202,21 @@ class Leader:
         self._fragmentation.look(self._clock.now())
         await self._foresee()
         self._count_refusals()
+
+    @property
+    def _is_listening(self) -> bool:
+        return self._has_room.is_set() and self._executor.status().get("state") == CONNECTED
+
+    def _ask_given_up(self) -> None:
+        """Whoever is there after all says what it has, and what of it is gone."""
+        nodes, self._observer.to_ask = self._observer.to_ask, []
+        if nodes:
+            self._executor.ask(nodes)
+
+    @property
+    def paused(self) -> Paused | None:
+        """What it does not give up, and why; None if it holds nothing back."""
+        return self._observer.silence.paused
 
     async def _settle_reports(self) -> None:
         """A report stays in hand until what it means is committed. Raises PictureDiverged."""

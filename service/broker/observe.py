@@ -10,11 +10,13 @@ from service.core.device import DeviceSample
 from service.core.events import Event
 from service.core.lessons import learn
 from service.core.orders import (
+    Beat,
     Checkpointed,
     Ended,
     Ending,
     Failure,
     Gone,
+    NodeLost,
     NodeSeen,
     Progressed,
     Report,
@@ -24,10 +26,11 @@ from service.core.overuse import overuse
 from service.core.plan import Decision, Outcome
 from service.core.policy import Policy
 from service.core.reconcile import InventoryRules, reconcile
+from service.core.silence import Silence, unanswered
 from service.core.task import Move
-from service.core.units import DeviceKey, Instant, TaskId
+from service.core.units import DeviceKey, Instant, NodeName, TaskId
 from service.core.world import World
-from service.ports import BlobStore, BlobTooLarge, Progress
+from service.ports import BlobStore, BlobTooLarge, Progress, ReadTicks
 
 log = structlog.get_logger("gpubroker.observe")
 
@@ -91,6 +94,7 @@ class Observer:
         inventory: InventoryRules,
         inline_bytes: int,
         progress: dict[TaskId, Progress],
+        ticks: ReadTicks,
     ) -> None:
         self._world = world
         self._policy = policy
@@ -99,14 +103,25 @@ class Observer:
         self._inline_bytes = inline_bytes
         self._progress = progress
         self._watch: deadlines.Watch | None = None
+        self._ticks = ticks
+        self.silence = Silence(policy)
+        self.to_ask: list[NodeName] = []
+        """Nodes that were given up: what becomes of them is asked once that is committed."""
 
     async def on_reports(self, reports: Sequence[Report], now: Instant) -> list[Decision]:
         """Of one batch as `next_batch` cuts it."""
         about_runs: list[Report] = []
         decisions: list[Decision] = []
         after_gone: dict[DeviceKey, DeviceSample] = {}
+        told = [report for report in reports if isinstance(report, NodeLost)]
+        given_up = self._given_up(self.silence.accuse(told, self._world, self._ticks(), now))
         for report in reports:
             match report:
+                case Beat():
+                    pass
+                case NodeLost():
+                    if report in given_up:
+                        about_runs.append(report)
                 case Sampled():
                     self._world.measure(report.samples)
                 case Gone():
@@ -133,19 +148,54 @@ class Observer:
                 heard = [refused.instead if report is refused.report else report for report in reports]
                 reports = [report for report in heard if report is not None]
 
+    def hear(self, reports: Iterable[Report]) -> None:
+        """What has just come in, and is not looked into before its turn: who says something is there."""
+        at = self._ticks()
+        for report in reports:
+            if isinstance(report, Beat | Sampled):
+                self.silence.hear(report.node, at)
+            elif isinstance(report, NodeSeen):
+                self.silence.hear(report.node.name, at)
+
     def on_requests(self, now: Instant) -> list[Decision]:
+        for request in self._world.requests.values():
+            if request.what == "resume":
+                self.silence.resume(request.fields["nodes"])
         return [
             requests.carry_out(self._world, request, now, self._policy)
             for request in list(self._world.requests.values())
         ]
 
-    def on_time(self, now: Instant) -> list[Decision]:
+    def on_time(self, now: Instant, *, listening: bool = True) -> list[Decision]:
+        """`listening`: what agents say reaches this leader, as far as it can tell."""
+        if lost := self._silent(now, listening=listening):
+            return runs.react(self._world, lost, now, self._policy)
         decisions = deadlines.due(self._world, now, self._policy, self._watch)
         decisions += quarantine.removed(self._world)
         self._watch = deadlines.keep_watch(self._watch, now)
         decided = {decision.subject for decision in decisions}
         over = overuse(self._world, now, self._policy)
         return [*decisions, *(decision for decision in over if decision.subject not in decided)]
+
+    def _silent(self, now: Instant, *, listening: bool) -> list[NodeLost]:
+        at = self._ticks()
+        was_paused = self.silence.paused
+        lost = self.silence.look(self._world, at, now, listening=listening)
+        since = deadlines.keep_watch(self._watch, now).since
+        if told := unanswered(self._world, since, now):
+            lost += self.silence.accuse(told, self._world, at, now)
+        paused = self.silence.paused
+        if paused is not None and was_paused is None:
+            log.warning("nodes are silent and are not given up", fault=paused.message)
+        elif paused is None and was_paused is not None:
+            log.info("no silent node is kept from being given up any more")
+        return self._given_up(lost)
+
+    def _given_up(self, lost: list[NodeLost]) -> list[NodeLost]:
+        for report in lost:
+            log.warning("a node is given up", node=report.node, fault=report.why)
+            self.to_ask.append(report.node)
+        return lost
 
     def _on_progress(self, report: Progressed) -> None:
         task = self._world.tasks.get(report.task)

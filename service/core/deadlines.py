@@ -8,11 +8,10 @@ from service.core import gang_leaving
 from service.core.external_leases import not_released
 from service.core.lease import LeaseState, PledgeEnd, quarantine
 from service.core.member import Member, MemberState
-from service.core.orders import Ending, Failure, NodeLost
+from service.core.orders import Ending, Failure
 from service.core.plan import Decision, Outcome, PledgeWrite, withdrawn, write_move
 from service.core.policy import Policy
 from service.core.ranks import leavers_of
-from service.core.runs import react
 from service.core.stopping import after_stop, comes_back, give_notice, out_of_time, stop_orders
 from service.core.task import Move, StopReason, Task, TaskState, notice_of
 from service.core.units import Fence, Instant, Seconds, TaskId
@@ -26,9 +25,6 @@ GAP_SECONDS = 5.0
 
 MOST_NAMED = 3
 """So many ranks are named in a sentence, and the others counted."""
-
-NODE_PATIENCE_SECONDS = 30.0
-"""How long a new term waits for the agent of a node with runs before it gives the node up."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,8 +50,6 @@ def due(world: World, now: Instant, policy: Policy, watch: Watch | None) -> list
     at the pledges, and at those pending tasks whose time is up.
     """
     since = keep_watch(watch, now).since
-    if now >= since + NODE_PATIENCE_SECONDS and (given_up := react(world, _silent(world, now), now, policy)):
-        return given_up
     decisions: list[Decision] = []
     moved: set[TaskId] = set()
     let_down: set[TaskId | None] = set()
@@ -116,21 +110,6 @@ def _late_leavers(
         late = [member for member in leavers_of(task) if now >= (member.stop_deadline_at or now)]
         if late:
             yield task, late
-
-
-def _silent(world: World, now: Instant) -> list[NodeLost]:
-    """Nodes with runs whose agent has not answered this term, though others have.
-
-    While no agent at all answers, it is the leader that is cut off, and giving up runs would free nothing.
-    """
-    if not any(node.ready for node in world.nodes.values()):
-        return []
-    nodes = (world.nodes[name] for name in sorted(world.runs) if world.runs[name])
-    return [
-        NodeLost(node.name, node.incarnation, now, "its agent has not answered")
-        for node in nodes
-        if not node.ready
-    ]
 
 
 def _overdue(world: World, now: Instant, policy: Policy, since: Instant) -> list[Task]:

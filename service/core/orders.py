@@ -246,13 +246,21 @@ class NodeLost:
 
 
 @dataclass(frozen=True, slots=True)
+class Beat:
+    """Its agent is there, whatever else it is at; kept in memory, never an event."""
+
+    node: NodeName
+    at: Instant
+
+
+@dataclass(frozen=True, slots=True)
 class Sampled:
-    """A heartbeat with the newest samples; kept in memory, never an event."""
+    """The newest samples; kept in memory, never an event."""
 
     node: NodeName
     at: Instant
     samples: tuple[DeviceSample, ...]
 
 
-Report = Started | Ready | Progressed | Checkpointed | Ended | Gone | NodeSeen | NodeLost | Sampled
+Report = Started | Ready | Progressed | Checkpointed | Ended | Gone | NodeSeen | NodeLost | Beat | Sampled
 """`task`, `fence` and `rank` of the first six name the run; a report with a stale fence changes nothing."""

@@ -121,6 +121,14 @@ class Policy:
     leases out of quarantine."""
     sample_period_seconds: Seconds = Seconds(2.0)
     """A device whose sample is older than three periods takes nothing new."""
+    beat_seconds: Seconds = Seconds(2.0)
+    """So often each node's agent says that it is there."""
+    beats_missed: int = 3
+    """A node of which nothing was heard for so many beats is given up."""
+    pause_share: float = 0.2
+    pause_nodes: int = 2
+    """When so many nodes or more, with more than that share of all runs, fall silent at once, none of them is
+    given up."""
     gang_start_seconds: Seconds = Seconds(300.0)
     """How long after its admission all ranks of a gang must be ready; else it gives its place back."""
     retry_first_seconds: Seconds = Seconds(1.0)

@@ -7,7 +7,7 @@ from typing import Any
 
 from service.core import external_leases, quarantine
 from service.core.orders import StopOrder
-from service.core.plan import Decision, Request, withdrawn, write_move
+from service.core.plan import AuditNote, Decision, Request, withdrawn, write_move
 from service.core.policy import Policy
 from service.core.stopping import comes_back, give_notice, stop_orders
 from service.core.task import Move, StopReason, Task, TaskState
@@ -26,6 +26,9 @@ def carry_out(world: World, request: Request, now: Instant, policy: Policy) -> D
     """
     done = Decision(subject=request.task, why=request.what, requests_done=(request.id,))
     task = world.tasks.get(request.task)
+    if request.what == "resume":
+        said = str(request.fields["by"]), "detection.resume", ", ".join(request.fields["nodes"])
+        return replace(done, audit=(AuditNote(now, request.tenant, *said, str(request.fields["reason"])),))
     if request.what == "attest":
         return quarantine.attest(world, request, now, policy.sample_period_seconds, done)
     if task is not None and request.what == "release":

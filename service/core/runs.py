@@ -9,6 +9,7 @@ from service.core.device import Node
 from service.core.fold import Fold, Folds
 from service.core.lease import HolderKind, LeaseState, PledgeEnd
 from service.core.orders import (
+    Beat,
     Checkpointed,
     Ended,
     Ending,
@@ -53,7 +54,7 @@ def react(world: World, reports: Iterable[Report], now: Instant, policy: Policy)
 
     Reports of one run must be in the order in which its agent made them. A report whose (task, fence) is
     no longer the task's running claim never touches the task; its Gone still releases that claim's leases.
-    NodeSeen is for `reconcile`, in its place between the other reports; Sampled and Progressed are no rows.
+    NodeSeen is for `reconcile`, in its place between the other reports; the other three are no rows.
     """
     folds = Folds(world, now)
     nodes: dict[NodeName, Decision] = {}
@@ -74,7 +75,7 @@ def react(world: World, reports: Iterable[Report], now: Instant, policy: Policy)
                 if node is not None and node.incarnation == report.incarnation:
                     _give_up_runs(world, node, folds, now, policy)
                     nodes |= _close(world, node)
-            case NodeSeen() | Sampled() | Progressed():
+            case NodeSeen() | Beat() | Sampled() | Progressed():
                 pass
             case _:
                 assert_never(report)

@@ -10,6 +10,7 @@ from service.gateway.door import Door
 from service.gateway.parts import GatewayParts
 from service.gateway.routes import (
     batch,
+    detection,
     estimates,
     events,
     explain,
@@ -44,6 +45,7 @@ _RESOURCES = (
     gpus,
     nodes,
     quarantine,
+    detection,
     stats,
     policy,
     tenants,
@@ -62,7 +64,8 @@ def create_app(parts: GatewayParts) -> FastAPI:
     """The application. It starts nothing: the composition root feeds `parts.world` and `parts.waiters`."""
     app = _routed()
     world, now = parts.world, parts.clock.now
-    telemetry = Telemetry(Sources(world, parts.age_seconds, parts.standing, parts.policy, now, parts.pieces))
+    sources = Sources(world, parts.age_seconds, parts.standing, parts.policy, now, parts.pieces, parts.paused)
+    telemetry = Telemetry(sources)
     app.state.telemetry = telemetry
     # The door is the whole stack. FastAPI's own layers serve dependencies and uploads, which no route has,
     # and turn exceptions into answers, which the door does.

@@ -10,6 +10,7 @@ from service.core.asking import Asking
 from service.core.backfill import Forecast
 from service.core.kinds import Kind
 from service.core.policy import BAND_NAMES, Policy
+from service.core.silence import Paused
 from service.core.tenure import Standing
 from service.core.units import Seconds, TaskId, Term
 from service.core.world import World
@@ -94,6 +95,8 @@ class GatewayParts:
     """The term of the leader in this process; None if it does not lead."""
     standing: Callable[[], Standing] = Standing
     """How this process stands to the lead."""
+    paused: Callable[[], Paused | None] = lambda: None
+    """Which silent nodes the leader in this process does not give up."""
     forecasts: Callable[[], Sequence[Forecast]] = tuple
     """Those that hold now."""
     waiters: Waiters = field(default_factory=Waiters)

@@ -37,6 +37,7 @@ CATALOGUE: Final[Mapping[str, Kind]] = {
     "lease-under-notice": Kind(409, "The lease is to be given back"),
     "nothing-quarantined": Kind(409, "Nothing of it is in quarantine"),
     "still-in-use": Kind(409, "It is measured to be in use"),
+    "nothing-paused": Kind(409, "No silent node is kept from being given up"),
     "token-exists": Kind(409, "A token of this name exists"),
     "payload-too-large": Kind(413, "The body is too large"),
     "unsupported-media-type": Kind(415, "The body is of a type or encoding that is not read here"),

@@ -6,6 +6,7 @@ from pydantic import Field
 from typing_extensions import TypedDict
 
 from service.gateway.demand_views import DeviceShare, Overused, RankView, ResourcesView
+from service.gateway.detection_views import DetectionView
 from service.gateway.estimates import SizingView
 from service.gateway.fragmentation import FragmentationView
 from service.gateway.quarantine_views import AwaitedView, QuarantinedView
@@ -335,6 +336,7 @@ class Stats(AsOf):
     tasks: TaskCounts
     executor: ExecutorView
     leader: LeaderView
+    detection: DetectionView
 
 
 class TokenView(TypedDict):
@@ -359,7 +361,8 @@ class Health(TypedDict):
 
 
 class Readiness(TypedDict):
-    """Each part is `ok` or says in one word what it is instead."""
+    """Each part is `ok` or says in one word what it is instead. While `nodes` are `paused` it is ready:
+    all but the silent ones work."""
 
     status: Literal["ready", "not_ready"]
     parts: dict[str, str]

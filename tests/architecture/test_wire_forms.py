@@ -42,7 +42,7 @@ def _forms(tree: ast.Module) -> Iterator[str]:
 
 @pytest.mark.parametrize(
     ("protocol", "read_by", "number", "form"),
-    [(wire.PROTOCOL, AGENT, 5, "0c10b3d6c9a5"), (messages.PROTOCOL, RUNNER, 4, "087c69529fc4")],
+    [(wire.PROTOCOL, AGENT, 6, "a89b8c6b99e2"), (messages.PROTOCOL, RUNNER, 4, "087c69529fc4")],
     ids=["driver and agent", "agent and run process"],
 )
 def test_a_changed_form_has_a_new_number(

@@ -130,7 +130,9 @@ class Stage:
             policy=self.policy,
             store=self.store,
             executor=self.executor,
-            observer=Observer(self.world, self.policy, self.blobs, rules, 1024, self.progress),
+            observer=Observer(
+                self.world, self.policy, self.blobs, rules, 1024, self.progress, self.clock.ticks
+            ),
             dispatcher=Dispatcher(self.store, self.blobs, self.executor, self.world, self.clock),
             clock=self.clock,
         )

@@ -8,7 +8,7 @@ from service.core.lease import LeaseState
 from service.core.orders import Gone
 from service.core.policy import Policy
 from service.core.reconcile import InventoryRules
-from service.core.units import Fence, Instant, Mib, TaskId
+from service.core.units import Fence, Instant, Mib, TaskId, Ticks
 from tests.builders import GIB, NOW, a_device, a_sample, a_task, a_world, commit, holding, key
 
 
@@ -16,7 +16,8 @@ async def test_a_release_comes_with_the_sample_taken_after_the_process_was_gone(
     task = a_task("ends", gpu_mb=60 * GIB)
     before = a_sample("gpu0", used_mb=60 * GIB, by_holder={"ends:1": 60 * GIB})
     world = a_world(a_device("gpu0"), holding(task, "gpu0"), before)
-    observer = Observer(world, Policy(), DirectoryBlobs(tmp_path), InventoryRules("test", Mib(0)), 65536, {})
+    blobs, rules = DirectoryBlobs(tmp_path), InventoryRules("test", Mib(0))
+    observer = Observer(world, Policy(), blobs, rules, 65536, {}, lambda: Ticks(NOW))
     now = Instant(NOW + 1.0)
 
     gone = Gone(TaskId("ends"), Fence(1), now, "process_absent", samples=(a_sample("gpu0", now, used_mb=0),))

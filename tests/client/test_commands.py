@@ -122,6 +122,11 @@ def test_nothing_is_in_quarantine_and_nothing_of_it_is_given_back(gpubroker: Run
     assert (ended.code, f"nothing of {holder!r} is in quarantine" in ended.err) == (6, True)
 
 
+def test_no_node_is_given_up_that_nothing_speaks_against(gpubroker: Run) -> None:
+    ended = gpubroker("resume --because looked --yes")
+    assert (ended.code, "no silent node" in ended.err) == (6, True)
+
+
 def test_the_tenants_and_what_the_operator_has_chosen_are_shown(gpubroker: Run, holder: str) -> None:
     assert "default" in gpubroker("tenants").out
     assert "interactive" in gpubroker("policy").out

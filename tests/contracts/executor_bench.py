@@ -8,6 +8,7 @@ from itertools import count
 from typing import Any, TypeVar
 
 from service.core.orders import (
+    Beat,
     Checkpointed,
     Ended,
     ForgetOrder,
@@ -93,6 +94,8 @@ class Bench:
         self.heard: dict[RunId, list[Report]] = {}
         self.nodes: list[NodeSeen | NodeLost] = []
         self.samples: list[Sampled] = []
+        self.beats: list[float] = []
+        """When each was heard, in seconds of the event loop."""
         self._news = asyncio.Event()
         self._listening: asyncio.Task[None] | None = None
 
@@ -179,6 +182,8 @@ class Bench:
                 match report:
                     case NodeSeen() | NodeLost():
                         self.nodes.append(report)
+                    case Beat():
+                        self.beats.append(asyncio.get_running_loop().time())
                     case Sampled():
                         self.samples.append(report)
                     case _:

@@ -34,6 +34,7 @@ def an_agent_config(run_dir: Path, **changes: Any) -> AgentConfig:
         "task_user": "",
         "run_dir": str(run_dir / "runs"),
         "sample_period_seconds": 60.0,
+        "beat_seconds": 60.0,
         "idle_stop_seconds": 600.0,
         "keepalive": "",
     }

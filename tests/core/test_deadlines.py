@@ -8,7 +8,6 @@ from service.core.cycle import plan_cycle
 from service.core.deadlines import (
     GAP_SECONDS,
     KILL_AGAIN_SECONDS,
-    NODE_PATIENCE_SECONDS,
     Watch,
     due,
     keep_watch,
@@ -369,24 +368,3 @@ def test_a_process_that_stays_after_its_runs_end_keeps_nobody_waiting_for_ever()
     (decision,) = plan_cycle(world, POLICY, later).decisions
     assert (decision.why, [write.task.id for write in decision.tasks]) == ("preempt", ["low"])
     assert [written.pledge.device for written in decision.pledges] == [key("gpu1")]
-
-
-def nodes_after_a_take_over(*ready: str) -> World:
-    """Three nodes with a run each; only some agents have answered the new term."""
-    names = ("n1", "n2", "n3")
-    runs = (holding(a_task(f"on-{name}"), node=name) for name in names)
-    return a_world(*(a_node(name, ready=name in ready) for name in names), *runs)
-
-
-def test_a_node_whose_agent_does_not_answer_a_new_term_is_given_up_with_its_runs() -> None:
-    world = nodes_after_a_take_over("n1", "n3")
-    watch = Watch(since=NOW, last=Instant(NOW + NODE_PATIENCE_SECONDS - 0.5))
-    assert due(world, Instant(NOW + NODE_PATIENCE_SECONDS - 0.1), POLICY, watch) == []
-    (decision,) = due(world, Instant(NOW + NODE_PATIENCE_SECONDS), POLICY, watch)
-    assert (decision.subject, decision.why) == ("on-n2", "node_lost")
-    assert decision.tasks[0].task.state is TaskState.PENDING
-
-
-def test_a_leader_that_hears_no_agent_at_all_gives_up_no_run() -> None:
-    later = Instant(NOW + 3600.0)
-    assert due(nodes_after_a_take_over(), later, POLICY, Watch(NOW, Instant(later - 0.5))) == []

@@ -141,6 +141,13 @@ def test_the_memory_of_a_statement_is_free_with_the_next_measurement_and_not_bef
     assert is_free(world)
 
 
+def test_a_measurement_that_is_younger_than_the_statement_stays_in_force() -> None:
+    world = a_lost_run()
+    world.measure([a_sample("gpu0", LATER + 1.0)])
+    commit(world, statement(world), LATER)
+    assert world.books[a_device("gpu0").key].sample is not None
+
+
 def test_what_is_measured_after_a_statement_is_believed_more_than_the_statement() -> None:
     world = a_lost_run()
     commit(world, Decision("n1", "node_seen", nodes=(replace(world.nodes[NodeName("n1")], ready=True),)))

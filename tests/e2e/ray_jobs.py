@@ -55,6 +55,23 @@ def fail(message: str) -> None:
     raise ValueError(message)
 
 
+BURNERS = 8
+"""More than the machines of these tests give them cores."""
+
+
+def burn(seconds: float) -> int:
+    """Keep every core busy, in this process without ever letting go of the interpreter's lock."""
+    until = time.monotonic() + seconds
+    others = [
+        subprocess.Popen([sys.executable, "-c", f"import time\nwhile time.monotonic() < {until}: pass"])
+        for _ in range(BURNERS)
+    ]
+    sys.setswitchinterval(seconds)
+    while time.monotonic() < until:
+        pass
+    return sum(other.wait() for other in others)
+
+
 def leave() -> None:
     sys.exit(3)
 

@@ -31,6 +31,7 @@ def lab_options(data_dir: Path, **changes: Any) -> RayOptions:
         data_dir=data_dir,
         devices=devices,
         sample_period_seconds=0.5,
+        beat_seconds=0.5,
         result_limit_bytes=2_000_000,
         checkpoint_limit_bytes=1_000_000,
         object_store_bytes=80 * 2**20,

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Mapping
 from types import TracebackType
 
-from service.adapters.ray.processes import kill_all, name_of, process_table, session_of
+from service.adapters.ray.processes import kill_all, name_of, process_table, send_signal, session_of
 from tests.e2e.ray_lab import is_there
 from tests.e2e.service_process import until
 
@@ -46,6 +46,19 @@ class RayNode:
     @property
     def is_there(self) -> bool:
         return self._process is not None
+
+    def freeze(self) -> None:
+        """Everything there stands still, as on a machine that hangs; nobody is told."""
+        self._signal(signal.SIGSTOP)
+
+    def thaw(self) -> None:
+        self._signal(signal.SIGCONT)
+
+    def _signal(self, number: signal.Signals) -> None:
+        assert self._process is not None
+        for entry in process_table().values():
+            if session_of(entry.id.pid) == self._process.pid:
+                send_signal(entry.id, number)
 
     def lose(self) -> None:
         """Everything that Ray has there ends: the agent, and the processes of runs, without a word of them.

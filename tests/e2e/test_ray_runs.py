@@ -2,11 +2,12 @@
 
 import os
 import sys
+from itertools import pairwise
 
 import cloudpickle
 import pytest
 
-from service.core.orders import Checkpointed, Ended, Ending, Gone, Progressed
+from service.core.orders import Checkpointed, Ended, Ending, Gone, Progressed, Started
 from tests.e2e.ray_lab import Lab
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
@@ -129,6 +130,19 @@ async def test_a_result_that_cannot_be_carried_names_the_remedy(
     assert ended.failure is not None
     assert ended.failure.kind == kind
     assert remedy in ended.failure.message
+
+
+async def test_a_run_that_keeps_every_core_busy_does_not_hold_up_the_agents_beat(lab: Lab) -> None:
+    """It beats each half second here, and three missed beats would be silence."""
+    run = await lab.start("burn", 4.0)
+    await run.first(Started)
+    before = len(lab.beats)
+    assert await run.result() == 0
+    heard = lab.beats[before:]
+    gaps = [later - earlier for earlier, later in pairwise(heard)]
+    print(f"beats while every core was busy: {len(heard)}, longest gap {max(gaps):.2f} s")
+    assert len(heard) >= 4
+    assert max(gaps) < 3 * lab.options.beat_seconds
 
 
 async def test_checkpoints_and_progress_come_before_the_end_and_the_next_attempt_resumes(lab: Lab) -> None:

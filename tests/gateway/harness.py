@@ -24,6 +24,7 @@ from service.core.plan import Decision
 from service.core.policy import CustomLimit, Maximum, Policy, Pool, TenantPolicy
 from service.core.requests import carry_out
 from service.core.runs import react
+from service.core.silence import Paused
 from service.core.task import Task, TaskState
 from service.core.tenure import Standing
 from service.core.units import Instant, Mib, Seconds, TaskId, Term
@@ -106,6 +107,7 @@ class Gateway:
         self.forecasts: list[Forecast] = []
         self.term = Term(0)
         self.leads = True
+        self.paused: Paused | None = None
         self.hears = True
         self.parts = GatewayParts(
             store=self.store,
@@ -124,6 +126,7 @@ class Gateway:
             shutdown=self.shutdowns.append,
             term=lambda: self.term,
             standing=lambda: Standing(self.term, Seconds(2.0), takeovers=1),
+            paused=lambda: self.paused,
             forecasts=lambda: self.forecasts,
             python="3.11",
             cloudpickle="3.1",

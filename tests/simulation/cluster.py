@@ -52,6 +52,13 @@ class Cluster:
             elif isinstance(order, StartOrder):
                 self._return_to_sender(order)
 
+    def ask(self, nodes: Sequence[NodeName]) -> None:
+        for name in nodes:
+            self._announce(self.machines[name])
+
+    def status(self) -> Mapping[str, str]:
+        return {"state": "connected"}
+
     def deliver(self, message: tuple[Term, Report]) -> None:
         """From an agent's line. Some reports about runs come a second time, much later."""
         term, report = message

@@ -20,12 +20,12 @@ from service.broker.loop import Leader
 from service.broker.observe import Observer
 from service.core.admission import check
 from service.core.events import Event
-from service.core.orders import ForgetOrder, Report, SeenDevice, StartOrder, StopOrder
+from service.core.orders import Beat, ForgetOrder, Report, SeenDevice, StartOrder, StopOrder
 from service.core.plan import Decision, Request
 from service.core.policy import CustomLimit, Policy
 from service.core.reconcile import InventoryRules
 from service.core.tenure import Tenure
-from service.core.units import Mib, NodeName, TaskId, Term, Ticks
+from service.core.units import Mib, NodeName, Seconds, TaskId, Term, Ticks
 from service.core.world import World
 from service.ports import CommitVerdict, RunSpec, StoreUnavailable, Submission
 from tests.contracts.scenes import next_term
@@ -36,7 +36,7 @@ from tests.simulation.timeline import Timeline
 from tests.simulation.workload import Workload
 
 START = 1_700_000_000.0
-POLICY = Policy(custom_limits=(CustomLimit("licence", 3.0),))
+POLICY = Policy(custom_limits=(CustomLimit("licence", 3.0),), beat_seconds=Seconds(5.0))
 MACHINES = {"n1": 4, "n2": 2, "n3": 2}
 TICK_SECONDS = 4.0
 REACTION_SECONDS = 0.5
@@ -191,11 +191,12 @@ class Day:
         """A new process: it knows the rows and nothing else."""
         self._terms += 1
         self._world = await self._world_from_rows()
-        observer = Observer(self._world, POLICY, self._blobs, InventoryRules(CLUSTER), 65536, {})
+        rules = InventoryRules(CLUSTER)
+        observer = Observer(self._world, POLICY, self._blobs, rules, 65536, {}, self._ticks)
         term = await next_term(self._store, f"leader-{self._terms}")
         self._leader = Leader(
             tenure=Tenure(term),
-            ticks=lambda: Ticks(self._timeline.now()),
+            ticks=self._ticks,
             world=self._world,
             policy=POLICY,
             store=self._store,
@@ -217,6 +218,9 @@ class Day:
         fill(world, await self._store.snapshot())
         return world
 
+    def _ticks(self) -> Ticks:
+        return Ticks(self._timeline.now())
+
     def _tick(self) -> None:
         self._wake()
         self._timeline.after(TICK_SECONDS, self._tick)
@@ -233,6 +237,7 @@ class Day:
         for machine in self._cluster.machines.values():
             if machine.can_be_measured:
                 self._world.measure(machine.samples())
+                self._leader.hear([Beat(machine.name, self._timeline.now())])
         try:
             with suppress(StoreUnavailable):
                 await self._leader.cycle()

@@ -43,6 +43,7 @@ from service.core.policy import Policy, band_of
 from service.core.reconcile import InventoryRules, reconcile, take_over
 from service.core.requests import carry_out
 from service.core.runs import react
+from service.core.silence import unanswered
 from service.core.task import Task, TaskState
 from service.core.units import DeviceKey, Instant
 from service.core.world import World
@@ -189,7 +190,9 @@ class Ground:
             if agent.is_heard:
                 self.world.measure(agent.samples(now))
         self._hear()
-        self._carry(due(self.world, now, self.policy, self._watch))
+        since = keep_watch(self._watch, now).since
+        lost = react(self.world, unanswered(self.world, since, now), now, self.policy)
+        self._carry(lost or due(self.world, now, self.policy, self._watch))
         self._watch = keep_watch(self._watch, now)
         self._settle()
         self._plan()

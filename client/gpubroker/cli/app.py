@@ -12,6 +12,7 @@ from gpubroker.cli import (
     administer,
     cluster,
     control,
+    detection,
     learned,
     lease,
     plan,
@@ -105,6 +106,6 @@ def version(output: Output = Format.TABLE) -> None:
     typer.echo(f"gpubroker {__version__}" if output is Format.TABLE else f'{{"version": "{__version__}"}}')
 
 
-for part in (submit, tasks, control, lease, learned, cluster, quarantine, plan, administer):
+for part in (submit, tasks, control, lease, learned, cluster, quarantine, detection, plan, administer):
     part.add_to(app)
 app.command(rich_help_panel="Administration")(version)

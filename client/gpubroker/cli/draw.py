@@ -296,6 +296,7 @@ def stats(shown: Stats) -> RenderableType:
         *(("forecasts", _kept(of)) for of in shown.forecasts),
         ("tasks", " · ".join(f"{state} {count}" for state, count in shown.tasks.items())),
         ("executor", executor(shown)),
+        *([("nodes", f"! {shown.detection['message']}")] if shown.detection.get("message") else ()),
     ]
     if shown.age_seconds is not None:
         rows.append(("as of", f"{shown.age_seconds:.1f} s ago, event {shown.position}"))

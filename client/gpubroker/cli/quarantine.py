@@ -1,14 +1,13 @@
 """Commands about memory whose holders nobody can confirm to be gone: quarantine, quarantine release."""
 
-import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from gpubroker.cli import EXIT_REFUSED, EXIT_USAGE
+from gpubroker.cli import EXIT_REFUSED
 from gpubroker.cli.layout import size
-from gpubroker.cli.session import Format, Output, broker_of, emit, emit_all, say
+from gpubroker.cli.session import Format, Output, agree, broker_of, emit, emit_all, say
 
 if TYPE_CHECKING:
     from gpubroker.broker import Broker
@@ -80,11 +79,7 @@ def _confirm(found: Sequence["Quarantined"], because: str) -> None:
         who = f"{one.id} {one.name}".rstrip()
         say(f"  every process of {who}, attempt {one.attempt}{rank}, on {one.node}: {size(one.gpu_mb)}")
     say("Nobody checks it. If one of them lives, others are given memory that it still uses.")
-    if not sys.stdin.isatty():
-        say("gpubroker: nobody is there to confirm it; say --yes")
-        raise typer.Exit(EXIT_USAGE)
-    if not typer.confirm("Give this memory back?", err=True):
-        raise typer.Exit(EXIT_REFUSED)
+    agree("Give this memory back?")
 
 
 def add_to(app: typer.Typer) -> None:

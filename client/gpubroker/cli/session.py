@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Protocol, TypeVar
 
 import typer
 
-from gpubroker.cli import EXIT_REFUSED, last
+from gpubroker.cli import EXIT_REFUSED, EXIT_USAGE, last
 from gpubroker.connection import TOKEN_VARIABLE, client_file
 from gpubroker.errors import Refused
 
@@ -145,6 +145,15 @@ def stats_if_allowed(broker: "Broker") -> "Stats | None":
         return broker.stats()
     except Refused:
         return None
+
+
+def agree(question: str) -> None:
+    """Back if the person says yes; leaves otherwise, and where nobody can be asked."""
+    if not sys.stdin.isatty():
+        say("gpubroker: nobody is there to confirm it; say --yes")
+        raise typer.Exit(EXIT_USAGE)
+    if not typer.confirm(question, err=True):
+        raise typer.Exit(EXIT_REFUSED)
 
 
 def say(message: str) -> None:

@@ -98,6 +98,11 @@ class WaitingExecutor:
         self._tenure = tenure
         self._pending = []
         self._incarnation = f"simulated-{tenure.term}"
+        self._answer()
+        if self._heartbeat is None:
+            self._heartbeat = asyncio.create_task(self._beat())
+
+    def _answer(self) -> None:
         node = Node(
             name=NodeName(self._node.name),
             cpu=self._node.cpu,
@@ -111,8 +116,6 @@ class WaitingExecutor:
             for report in run.told:
                 self._say(report)
         self.measure()
-        if self._heartbeat is None:
-            self._heartbeat = asyncio.create_task(self._beat())
 
     async def send(self, orders: Sequence[Order], payloads: Mapping[TaskId, RunPayload]) -> None:
         for order in orders:
@@ -133,6 +136,10 @@ class WaitingExecutor:
                     del self._runs[_key(order)]
                 case StartOrder() | StopOrder() | ForgetOrder() | WorldOrder():
                     pass
+
+    def ask(self, nodes: Sequence[NodeName]) -> None:
+        if self._node.name in nodes:
+            self._answer()
 
     async def reports(self) -> Sequence[Report]:
         await self._arrived.wait()

@@ -31,7 +31,7 @@ log = structlog.get_logger("gpubroker.agent")
 DESERTED_SECONDS = 30.0
 """Without a poll for so long there is no broker: nothing is collected for it; the next announces itself."""
 
-FIRST_BEAT_SECONDS = 0.2
+FIRST_LOOK_SECONDS = 0.2
 """After an announcement samples come quickly at first, so that new devices are placeable at once."""
 
 OPENING_MEASURE_SECONDS = 5.0
@@ -53,6 +53,7 @@ class NodeAgent:
         self._broker = ""
         self._mailbox: Mailbox | None = None
         self._keeper: RunKeeper | None = None
+        self._looking: asyncio.Task[None] | None = None
         self._beating: asyncio.Task[None] | None = None
         self._leaving: asyncio.Task[None] | None = None
         self._opening = asyncio.Lock()
@@ -177,7 +178,7 @@ class NodeAgent:
         self.say(self._described(keeper))
         for report in (*keeper.book.everything_told(), *keeper.outsiders.everything_told()):
             self.say(report)
-        self._beat_anew(keeper)
+        self._begin_anew(keeper)
 
     async def _leave(self) -> None:
         if self._keeper is not None:
@@ -215,12 +216,22 @@ class NodeAgent:
             log.exception("devices cannot be measured; they take nothing new until they can")
             return None
 
-    def _beat_anew(self, keeper: RunKeeper) -> None:
-        if self._beating is not None:
-            self._beating.cancel()
-        self._beating = asyncio.create_task(self._beat(keeper))
+    def _begin_anew(self, keeper: RunKeeper) -> None:
+        for task in (self._looking, self._beating):
+            if task is not None:
+                task.cancel()
+        self._looking = asyncio.create_task(self._look(keeper))
+        self._beating = asyncio.create_task(self._beat())
 
-    async def _beat(self, keeper: RunKeeper) -> None:
+    async def _beat(self) -> None:
+        """Apart from all else that may take its time: devices that do not answer are no reason to be thought
+        dead. Everything that computes is in other processes."""
+        while True:
+            if self._mailbox is not None:
+                self._mailbox.journal.note("beat", ("beat", time.time()), AT_ONCE)
+            await asyncio.sleep(self._config.beat_seconds)
+
+    async def _look(self, keeper: RunKeeper) -> None:
         while True:
             samples = await self._sampled(keeper, MEASURE_SECONDS)
             if samples is not None and self._mailbox is not None:
@@ -228,9 +239,9 @@ class NodeAgent:
             try:
                 await self._look_after(keeper)
             except Exception:
-                log.exception("a beat of the node agent failed; it goes on")
+                log.exception("looking after the node failed; the agent goes on")
             since = time.monotonic() - self._announced_at
-            await asyncio.sleep(min(self._config.sample_period_seconds, max(FIRST_BEAT_SECONDS, since)))
+            await asyncio.sleep(min(self._config.sample_period_seconds, max(FIRST_LOOK_SECONDS, since)))
 
     async def _look_after(self, keeper: RunKeeper) -> None:
         now = time.monotonic()

@@ -123,6 +123,9 @@ class Driver:
             case ("orders", node, packed, until):
                 if (link := self._links.get(node)) is not None:
                     self._pass_on(link, packed, until)
+            case ("ask", node):
+                if (link := self._links.get(node)) is not None:
+                    link.announce_again()
             case ("ping",):
                 await self.tell("pong")
             case ("taken", taken_bytes):

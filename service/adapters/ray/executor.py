@@ -144,6 +144,10 @@ class RayExecutor:
             self._tell("taken", self._untaken_bytes)
             self._untaken_bytes = 0
 
+    def ask(self, nodes: Sequence[NodeName]) -> None:
+        for node in nodes:
+            self._tell("ask", node)
+
     async def reports(self) -> Sequence[Report]:
         while not self._reports:
             self._arrived.clear()

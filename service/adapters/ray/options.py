@@ -40,6 +40,7 @@ class RayOptions:
     result_limit_bytes: int = 64 * 2**20
     checkpoint_limit_bytes: int = 16 * 2**20
     sample_period_seconds: float = 2.0
+    beat_seconds: float = 2.0
     idle_stop_seconds: float = 600.0
     driver_patience_seconds: float = 15.0
     """A driver process that does not answer for so long is replaced."""
@@ -88,6 +89,7 @@ class RayOptions:
             task_user=self.task_user,
             run_dir=str(runs if self.is_local else runs / f"gpubroker-{self.instance}"),
             sample_period_seconds=self.sample_period_seconds,
+            beat_seconds=self.beat_seconds,
             idle_stop_seconds=self.idle_stop_seconds,
             keepalive=keepalive,
         )
@@ -112,6 +114,7 @@ class AgentConfig:
     run_dir: str
     """Cards and logs of runs, on the node itself."""
     sample_period_seconds: float
+    beat_seconds: float
     idle_stop_seconds: float
     keepalive: str
     """File that is touched while the node is of use to somebody; empty: the agent leaves by itself."""

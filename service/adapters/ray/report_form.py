@@ -10,6 +10,7 @@ import structlog
 from service.adapters.ray.wire import PROTOCOL, unpack
 from service.core.device import DeviceSample, Node
 from service.core.orders import (
+    Beat,
     Checkpointed,
     Ended,
     Ending,
@@ -103,6 +104,8 @@ def _report(batch: _Batch, report: Any) -> Report:
         case (str(kind), task, fence, rank, at, *rest) if kind in _OF_A_RUN or kind == "gone":
             run = TaskId(_name(task, "task")), Fence(_count(fence, "fence")), batch.instant(at)
             return _of_a_run(batch, kind, run, _count(rank, "rank"), rest)
+        case ("beat", at):
+            return Beat(NodeName(batch.node), batch.instant(at))
         case ("sampled", at, samples):
             when = batch.instant(at)
             return Sampled(NodeName(batch.node), when, _samples(batch, when, samples))

@@ -8,6 +8,7 @@ from gpubroker.runtime.messages import Report as WireReport
 from gpubroker.runtime.messages import RunOrder
 
 from service.core.orders import (
+    Beat,
     ForgetOrder,
     GoOrder,
     NodeLost,
@@ -24,7 +25,7 @@ from service.core.orders import (
 from service.core.units import DeviceKey, Mib
 from service.ports import RunPayload
 
-PROTOCOL = 5
+PROTOCOL = 6
 """First value of every message between driver and agent. Another number is refused."""
 
 
@@ -115,6 +116,6 @@ def write_reports(
 
 def key_of(report: Report) -> RunId | None:
     """(task, fence, rank) of a report about a run; None for one about a node."""
-    if isinstance(report, NodeSeen | NodeLost | Sampled):
+    if isinstance(report, NodeSeen | NodeLost | Beat | Sampled):
         return None
     return report.task, report.fence, report.rank

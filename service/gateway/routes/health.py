@@ -34,7 +34,10 @@ async def get_health(call: Call) -> Response:  # noqa: ARG001  # every endpoint 
     },
 )
 async def get_readiness(call: Call) -> Response:
-    """Answer whether tasks can be taken and run: database, picture of the cluster, executor."""
+    """Answer whether tasks can be taken and run: database, picture of the cluster, executor.
+
+    `nodes` is `paused` while silent ones are not given up; `/stats` says why. Others work meanwhile.
+    """
     parts = call.parts
     states = {
         "store": await _store_state(parts),
@@ -42,6 +45,7 @@ async def get_readiness(call: Call) -> Response:
         "executor": _executor_state(parts),
     }
     ready = all(state == OK for state in states.values())
+    states["nodes"] = OK if parts.paused() is None else "paused"
     view: Readiness = {"status": "ready" if ready else "not_ready", "parts": states}
     return answer(view, 200 if ready else 503)
 

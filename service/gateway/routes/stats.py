@@ -2,6 +2,7 @@
 
 from fastapi import APIRouter, Response
 
+from service.gateway.detection import detection_view
 from service.gateway.direct import Call, DirectRoute, answer, needs, problems
 from service.gateway.fragmentation import fragmentation_view
 from service.gateway.identity import Scope
@@ -34,5 +35,6 @@ async def get_stats(call: Call) -> Response:
             "message": str(executor.get("message", "")),
         },
         "leader": {"term": parts.term()},
+        "detection": detection_view(parts.paused()),
     }
     return answer(view)

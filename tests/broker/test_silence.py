@@ -1,0 +1,88 @@
+"""What the leader does about nodes of which it hears nothing."""
+
+from pathlib import Path
+
+import pytest
+
+from service.adapters.blobs.directory import DirectoryBlobs
+from service.broker.observe import Observer
+from service.core.orders import Beat, NodeLost, NodeSeen
+from service.core.plan import Request
+from service.core.policy import Policy
+from service.core.reconcile import InventoryRules
+from service.core.units import Instant, Mib, NodeName, TaskId, Ticks
+from service.core.world import World
+from tests.broker.stage import a_stage
+from tests.builders import NOW, a_node, a_task, a_world, commit, holding
+
+
+class Watcher:
+    """An observer of five nodes with a run each, and the clock by which it listens."""
+
+    def __init__(self, folder: Path) -> None:
+        names = [f"n{i}" for i in range(5)]
+        runs = [holding(a_task(f"on-{name}"), node=name) for name in names]
+        self.world: World = a_world(*map(a_node, names), *runs)
+        self.seconds = 50.0
+        blobs, rules = DirectoryBlobs(folder), InventoryRules("test", Mib(0))
+        self.observer = Observer(self.world, Policy(), blobs, rules, 1024, {}, lambda: Ticks(self.seconds))
+
+    def pass_time(self, seconds: float, *beating: str) -> None:
+        for _ in range(int(seconds / 0.5)):
+            self.seconds += 0.5
+            self.observer.hear([Beat(NodeName(name), NOW) for name in beating])
+            commit(self.world, self.observer.on_time(NOW))
+
+    @property
+    def open_nodes(self) -> set[str]:
+        return {name for name, node in self.world.nodes.items() if node.ready}
+
+
+@pytest.fixture
+def watcher(tmp_path: Path) -> Watcher:
+    watcher = Watcher(tmp_path)
+    watcher.pass_time(10.0, "n0", "n1", "n2", "n3", "n4")
+    return watcher
+
+
+def test_a_silent_node_is_given_up_and_asked_what_became_of_it(watcher: Watcher) -> None:
+    watcher.pass_time(8.0, "n0", "n1", "n2", "n3")
+    assert watcher.open_nodes == {"n0", "n1", "n2", "n3"}
+    assert watcher.observer.to_ask == ["n4"]
+    assert watcher.world.runs[NodeName("n4")] == set()
+
+
+def test_an_operators_word_reaches_the_leaders_ear_and_is_noted(watcher: Watcher) -> None:
+    watcher.pass_time(20.0, "n0", "n1", "n2")
+    assert watcher.observer.silence.paused is not None
+    assert len(watcher.open_nodes) == 5
+    said = {"nodes": ["n3", "n4"], "by": "olga", "reason": "no power"}
+    watcher.world.add_request(Request("ask_1", TaskId("detection"), "ops", "resume", said, NOW))
+    [decision] = watcher.observer.on_requests(NOW)
+    assert [note.actor for note in decision.audit] == ["olga"]
+    watcher.pass_time(0.5, "n0", "n1", "n2")
+    assert watcher.open_nodes == {"n0", "n1", "n2"}
+    assert watcher.observer.silence.paused is None
+
+
+async def test_what_the_cluster_says_of_many_nodes_at_once_is_not_believed(watcher: Watcher) -> None:
+    told = [NodeLost(NodeName(name), f"{name}-1", NOW, "Ray says so") for name in ("n1", "n2", "n3")]
+    assert await watcher.observer.on_reports(told, NOW) == []
+    assert watcher.observer.silence.paused is not None
+    [alone] = await watcher.observer.on_reports([], NOW) or [None]
+    assert alone is None
+    assert watcher.observer.silence.paused is not None
+
+
+async def test_an_agent_that_was_given_up_is_asked_and_its_answer_opens_its_node_again(
+    tmp_path: Path,
+) -> None:
+    async with a_stage(tmp_path) as stage:
+        row = stage.world.nodes[NodeName("n1")]
+        lost = NodeLost(row.name, row.incarnation, Instant(stage.clock.time), "a test says so")
+        await stage.hear(lost)
+        assert not stage.world.nodes[NodeName("n1")].ready
+        answer = await stage.executor.reports()
+        assert any(isinstance(report, NodeSeen) for report in answer)
+        await stage.hear(*answer)
+        assert stage.world.nodes[NodeName("n1")].ready

@@ -1,0 +1,86 @@
+"""Nodes that fall silent on real Ray: found in time, and given back by proof or by an operator's word."""
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+
+import pytest
+from gpubroker import Broker, Task
+
+from tests.e2e.hands import PATIENCE_SECONDS, SMALL, Hands
+from tests.e2e.ray_node import RayNode
+from tests.e2e.service_process import ServiceProcess, until
+
+FOUND_SECONDS = 8.0
+STOPPED_SECONDS = 10.0
+
+
+@pytest.fixture
+def frozen(second_node: RayNode) -> Iterator[RayNode]:
+    """A node that may stand still, and goes on after the test."""
+    yield second_node
+    if second_node.is_there:
+        second_node.thaw()
+
+
+def is_ready(broker: Broker, name: str = "n2") -> bool:
+    return next(node.ready for node in broker.nodes() if node.name == name)
+
+
+def proofs(broker: Broker, task: Task) -> list[str]:
+    """By which its memory came out of quarantine."""
+    released = [event for event in broker.events(task) if event.kind == "lease.released"]
+    return [event.fields["proof"] for event in released if "proof" in event.fields]
+
+
+def test_a_node_that_stands_still_is_found_in_time_and_its_memory_comes_back_by_proof(
+    cluster: Broker, frozen: RayNode, hands: Hands
+) -> None:
+    run = hands.at_work("run", gpu_mb=4096, **SMALL)
+    frozen.freeze()
+    began = time.monotonic()
+    until(lambda: not is_ready(cluster), "the node is found silent")
+    found_seconds = time.monotonic() - began
+    print(f"a node that stood still was found after {found_seconds:.1f} s")
+    assert found_seconds <= FOUND_SECONDS
+    assert cluster.get(run).state == "pending", "it may start elsewhere"
+    [stuck] = cluster.quarantine().items
+    assert (stuck.id, stuck.node, stuck.node_ready) == (run.id, "n2", False)
+    assert stuck.awaits[0] == "agent_restarted"
+    frozen.thaw()
+    until(lambda: cluster.quarantine().items == (), "the agent has proven it gone", PATIENCE_SECONDS)
+    assert proofs(cluster, run) == ["process_absent"]
+    hands.end(run)
+    assert cluster.get(run).attempt == 2
+
+
+def test_a_leader_that_stood_still_itself_gives_nobody_up(
+    two_nodes: ServiceProcess, cluster: Broker, hands: Hands
+) -> None:
+    runs = [hands.at_work("here", gpu_mb=4096, **SMALL), hands.at_work("there", gpu_mb=4096)]
+    before = cluster.stats().position
+    os.kill(two_nodes.pid, signal.SIGSTOP)
+    time.sleep(STOPPED_SECONDS)
+    os.kill(two_nodes.pid, signal.SIGCONT)
+    assert cluster.result(cluster.submit("tests.e2e.work:add", 1, 2), timeout_seconds=PATIENCE_SECONDS) == 3
+    assert [(task.state, task.attempt) for task in map(cluster.get, runs)] == [("running", 1)] * 2
+    closed = [event for event in cluster.events(after=before) if event.kind == "node.seen"]
+    assert closed == [], "no node was given up"
+    hands.end(*runs)
+
+
+def test_an_operators_word_gives_back_the_memory_of_a_machine_that_is_gone(
+    cluster: Broker, second_node: RayNode, hands: Hands
+) -> None:
+    run = hands.at_work("run", gpu_mb=4096, **SMALL)
+    second_node.lose()
+    until(lambda: len(cluster.quarantine().items) == 1, "its memory waits for proof")
+    released = cluster.release_quarantine(run, "pulled its plug")
+    assert (released.id, released.gpu_mb, released.quarantine) == (run.id, 4096, ())
+    [gpu] = [gpu for gpu in cluster.gpus() if gpu.node == "n2" and gpu.kind == "sim-small"]
+    assert (gpu.leased_mb, gpu.stale, gpu.raw["used_mb"]) == (0, True, None), "nobody has measured it since"
+    assert proofs(cluster, run) == ["statement"]
+    second_node.start()
+    hands.end(run)
+    assert cluster.get(run).attempt == 2

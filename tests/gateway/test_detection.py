@@ -1,0 +1,60 @@
+"""What is told, and may be asked, while silent nodes are not given up."""
+
+from service.core.silence import Paused
+from service.core.units import Instant, NodeName
+from tests.builders import NOW
+from tests.gateway.harness import Client, Gateway
+
+PAUSED = Paused(Instant(NOW - 60.0), (NodeName("n1"), NodeName("n2")), 7, 20, "2 nodes with 7 of 20 runs")
+REASON = {"reason": "rack 4 has no power"}
+
+
+async def paused(gateway: Gateway, *scopes: str) -> Client:
+    gateway.paused = PAUSED
+    return await gateway.client("olga", *scopes, tenant="ops")
+
+
+async def test_nothing_is_paused_as_a_rule(api: Client) -> None:
+    assert (await api.get("/stats")).json()["detection"]["state"] == "watching"
+    assert (await api.get("/readyz")).json()["parts"]["nodes"] == "ok"
+    assert "gpubroker_silent_nodes 0.0" in (await api.get("/metrics")).text
+    refused = await api.post("/detection/resume", json=REASON)
+    assert (refused.status_code, refused.json()["code"]) == (409, "nothing-paused")
+
+
+async def test_a_pause_is_told_wherever_people_and_programs_look_and_the_service_stays_ready(
+    gateway: Gateway,
+) -> None:
+    olga = await paused(gateway)
+    told = (await olga.get("/stats")).json()["detection"]
+    assert (told["state"], told["nodes"], told["runs"], told["of_runs"]) == ("paused", ["n1", "n2"], 7, 20)
+    assert told["message"] == PAUSED.message
+    ready = await olga.get("/readyz")
+    assert (ready.status_code, ready.json()["status"]) == (200, "ready")
+    assert ready.json()["parts"]["nodes"] == "paused"
+    assert "gpubroker_silent_nodes 2.0" in (await olga.get("/metrics")).text
+
+
+async def test_an_operator_asks_the_leader_to_go_on_with_the_nodes_that_are_silent_now(
+    gateway: Gateway,
+) -> None:
+    olga = await paused(gateway, "cluster:write")
+    asked = await olga.post("/detection/resume", json=REASON)
+    assert (asked.status_code, asked.json()["nodes"]) == (200, ["n1", "n2"])
+    [note] = gateway.store.audited
+    assert (note.actor, note.tenant, note.subject) == ("olga", "ops", "n1, n2")
+    assert note.reason == "rack 4 has no power"
+
+
+async def test_without_a_leader_it_is_asked_for(gateway: Gateway) -> None:
+    gateway.leads = False
+    gateway.change(limits=type(gateway.parts.limits)(settle_seconds=0.01))
+    olga = await paused(gateway)
+    assert (await olga.post("/detection/resume", json=REASON)).status_code == 202
+
+
+async def test_it_takes_an_operator_and_a_reason(gateway: Gateway) -> None:
+    viewer = await paused(gateway, "cluster:read", "tasks:write")
+    assert (await viewer.post("/detection/resume", json=REASON)).status_code == 403
+    olga = await gateway.client("olga2", "cluster:write")
+    assert (await olga.post("/detection/resume", json={"reason": " "})).status_code == 422
