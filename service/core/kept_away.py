@@ -5,6 +5,7 @@ from operator import ge
 from service.core.backfill import Guards
 from service.core.draft import Draft
 from service.core.expectations import whole_run_seconds
+from service.core.memory import Keepers
 from service.core.ordering import Kin
 from service.core.policy import Policy
 from service.core.ranks import asks_for_gpus
@@ -49,10 +50,18 @@ class KeptAway:
             self._known.clear()
         self._known.setdefault(self._likes(task, kin), self._lengths_of(task))
 
+    def keepers(self, task: Task) -> Keepers:
+        """Who keep room from it, now and later."""
+        guards, sort = self._guards, (*self._sort_of(task), *self._kinds)
+        ahead, lengths = guards.ahead_of(task), self._lengths_of(task)
+        return Keepers(guards.forecasts, guards.is_tired, ahead, sort, lengths)
+
     def _likes(self, task: Task, kin: Kin) -> tuple[object, ...]:
+        return kin, task.priority, *self._sort_of(task), self._guards.ahead_of(task)
+
+    def _sort_of(self, task: Task) -> tuple[object, ...]:
         is_shielded = task.preemptions >= self._policy.preemption_budget
-        tenant = task.tenant if self._policy.has_quotas else ""
-        return kin, task.priority, is_shielded, tenant, self._guards.ahead_of(task)
+        return is_shielded, task.tenant if self._policy.has_quotas else ""
 
     def _lengths_of(self, task: Task) -> Lengths:
         said = task.expected_seconds, task.timeout_seconds, task.grace_seconds

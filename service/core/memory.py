@@ -4,6 +4,7 @@ from collections.abc import Iterable, Set
 from dataclasses import dataclass, field
 from enum import StrEnum
 from math import inf
+from operator import ge
 from typing import NamedTuple
 
 from service.core.agenda import Agenda
@@ -19,7 +20,7 @@ from service.core.preemption import Search
 from service.core.quota import Needs
 from service.core.refused import Refused
 from service.core.task import Placement, Task
-from service.core.units import Instant, NodeName, TaskId
+from service.core.units import Instant, NodeName, Seconds, TaskId
 from service.core.victims import is_old_enough, is_shielded, shielded_seconds
 from service.core.world import World
 from service.core.worth import Row, Worth
@@ -85,11 +86,17 @@ class Keepers(NamedTuple):
     is_tired: bool
     ahead: frozenset[TaskId]
     """Who stand ahead of the task, of those for whom room is kept."""
+    sort: tuple[object, ...]
+    """By what else of the task they tell whether it gives way to them."""
+    lengths: tuple[Seconds, ...]
+    """How long it takes on each kind of device: who takes longer is kept from no less."""
 
     def keep_more_than(self, others: "Keepers") -> bool:
         """Or as much."""
+        are_same = self.forecasts == others.forecasts and self.sort == others.sort
         is_as_tired = self.is_tired >= others.is_tired
-        return is_as_tired and self.ahead >= others.ahead and self.forecasts == others.forecasts
+        is_as_long = all(map(ge, self.lengths, others.lengths))
+        return are_same and is_as_tired and is_as_long and self.ahead >= others.ahead
 
 
 class GangRefusal(NamedTuple):
@@ -101,7 +108,15 @@ class GangRefusal(NamedTuple):
     coming_on: tuple[NodeName, ...]
     """Or rather: room for it is coming on these nodes together, or is there and kept from it."""
     keepers: Keepers | None = None
-    """Forecasts left no other room, nor another way to make it."""
+    """Forecasts had a part in it: it tells of those only from whom they keep as much."""
+    is_kept: bool = False
+    """They left no other room, nor another way to make it. Else room is coming."""
+
+    def tells_of(self, keepers: Keepers) -> bool:
+        """Of such a gang from which these keep room."""
+        if self.keepers is None or not self.is_kept:
+            return self.keepers == keepers
+        return keepers.keep_more_than(self.keepers)
 
 
 class Memory:

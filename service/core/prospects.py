@@ -10,7 +10,7 @@ from service.core.gang_eviction import choose_for_gang
 from service.core.guarantees import Claims, Restraint
 from service.core.kept_away import KeptAway
 from service.core.looks import Looks
-from service.core.memory import GangRefusal, Keepers, Memory, Pursuit, Right, Standing
+from service.core.memory import GangRefusal, Memory, Pursuit, Right, Standing
 from service.core.offers import Offers
 from service.core.ordering import Group, Kin
 from service.core.placement import CLOSE_LOOK, Places
@@ -152,8 +152,9 @@ class Prospects:
     def gang(self, task: Task, kin: Kin) -> Gang | Eviction | None:
         """Places for the ranks of a gang, or the best eviction if there are none, where it delays nobody for
         whom there is a forecast; None, which is remembered, if there is neither, or if it need only wait."""
-        if self._is_kept_away(task, kin):
-            self._guards.kept_away += 1
+        known = self._memory.gangs.get((kin, task.priority))
+        if known is not None and self._still_tells_of(task, known):
+            self._guards.kept_away += known.is_kept
             return None
         found = self._places.gang(task)
         if found is not None:
@@ -188,21 +189,16 @@ class Prospects:
 
     def _refuse_gang(self, task: Task, kin: Kin, on: Iterable[NodeName], *, is_kept: bool) -> None:
         """`on`: where room is coming, or kept from it; what changes there is looked at."""
-        keepers = self._keepers(task) if is_kept else None
         changed, grown, nodes = self._memory.changes.revision, self._memory.growth.revision, tuple(on)
-        self._memory.gangs[kin, task.priority] = GangRefusal(changed, grown, nodes, keepers)
+        keepers = self.kept_away.keepers(task) if is_kept or (nodes and self._guards.on) else None
+        self._memory.gangs[kin, task.priority] = GangRefusal(changed, grown, nodes, keepers, is_kept)
         self._memory.awaited.update(nodes)
         self._guards.kept_away += is_kept
 
-    def _is_kept_away(self, task: Task, kin: Kin) -> bool:
-        """As one before it was, by the same forecasts or more."""
-        known = self._memory.gangs.get((kin, task.priority))
-        if known is None or known.keepers is None or not self._still_holds(known):
+    def _still_tells_of(self, task: Task, known: GangRefusal) -> bool:
+        if not self._still_holds(known) or not known.tells_of(self.kept_away.keepers(task)):
             return False
-        return self._keepers(task).keep_more_than(known.keepers)
-
-    def _keepers(self, task: Task) -> Keepers:
-        return Keepers(self._guards.forecasts, self._guards.is_tired, self._guards.ahead_of(task))
+        return not self.may_reclaim(self._draft.world.queue.group_of(task.id))
 
     def _still_holds(self, known: GangRefusal) -> bool:
         if known.grown != self._memory.growth.revision:

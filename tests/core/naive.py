@@ -263,12 +263,9 @@ class Naive(NaiveLeavers):
             if not self.waits(self.tasks.get(name)) and not is_moving(self, name):
                 steps.append(("withdraw", name, self.end(name, "withdrawn")))
         left = list(filter(self.waits, self.tasks.values()))
-        gangs = any(task.demand.bundles for task in self.tasks.values())
         while left:
             task = min(left, key=self.order)
             left.remove(task)
-            if self.forecasts and gangs and task.id not in self.taken:
-                continue
             pledged = any(pledge.preemptor == task.id for pledge in self.pledges)
             if not pledged and stands_behind(self, task):
                 continue

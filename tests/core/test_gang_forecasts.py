@@ -143,6 +143,14 @@ def test_after_so_many_were_kept_away_a_gang_is_not_tried_where_forecasts_stand(
     assert admitted(world, replace(POLICY, backfill_depth=1)) == {}
 
 
+def test_of_two_gangs_alike_who_is_done_before_a_forecast_starts_beside_it():
+    """That the one before it was kept away tells nothing of it."""
+    world = a_kept_gpu()
+    alike = bundles(2, gpu_mb=30 * GIB)
+    submit(world, a_gang("long", *alike), a_gang("quick", *alike, expected_seconds=Seconds(600.0)))
+    assert admitted(world) == {"quick": ["n1/gpu1", "n1/gpu1"]}
+
+
 def test_a_gang_has_its_ranks_put_where_they_delay_nobody():
     """Beside the forecast on its node, and the others elsewhere."""
     world = a_kept_gpu(a_node("n2", cpu=3.0), a_device("gpu0", "n2", mb=40 * GIB))

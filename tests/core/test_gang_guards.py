@@ -7,12 +7,13 @@ from typing import Any
 from service.core import prospects
 from service.core.backfill import Basis, Forecast
 from service.core.cycle import plan_cycle
+from service.core.demand import Where
 from service.core.draft import Draft
 from service.core.memory import Memory
-from service.core.policy import Policy
-from service.core.task import Placement, Task
+from service.core.policy import Policy, TenantPolicy
+from service.core.task import Placement, Task, TaskState
 from service.core.trial import Planner
-from service.core.units import Instant, NodeName, Seconds
+from service.core.units import Instant, Mib, NodeName, Seconds
 from service.core.world import World
 from tests.builders import GIB, NOW, a_device, a_task, a_world, commit, holding
 from tests.core.gangs import a_gang, bundles
@@ -89,6 +90,43 @@ def test_that_forecasts_leave_a_gang_nothing_is_remembered_until_they_change(mon
     assert stopped(world, on("n1", 5000.0), memory) == []
     assert asked.count == 2
     assert stopped(world, (), memory) == ["n1-0", "n1-1"]
+
+
+def test_that_room_is_coming_for_a_gang_tells_nothing_of_one_to_whom_that_node_is_closed():
+    """The second one has been stopped so often that it would not give way to who starts there."""
+    leaves = {"state": TaskState.STOPPING, "stop_deadline_at": Instant(NOW + 9.0)}
+    leaving = [
+        replace(run, task=replace(run.task, **leaves)) if run.leases else run for run in full("n1", 500.0)
+    ]
+    wide = replace(a_task(FIRST.id, priority=65, cpu=64.0, gpus=1), submitted_at=FIRST.submitted_at)
+    stays = replace(another(), preemptions=POLICY.preemption_budget)
+    forecasts = on("n1", 400.0)
+
+    def stopped_for(*gangs: Task) -> list[str]:
+        devices = [a_device(f"gpu{n}", node) for node in ("n1", "n2") for n in range(2)]
+        return stopped(a_world(*devices, wide, *leaving, *full("n2", 500.0), *gangs), forecasts)
+
+    assert stopped_for(GANG) == []
+    assert stopped_for(stays) == ["n2-0", "n2-1"]
+    assert stopped_for(GANG, stays) == ["n2-0", "n2-1"]
+
+
+def test_a_gang_that_forecasts_kept_away_takes_back_what_is_lent_from_then_on():
+    """Its own node is held within a guarantee, until that tenant is given more elsewhere."""
+    lab = TenantPolicy("acme", "lab", Mib(160 * GIB)), TenantPolicy("beta", "lab", Mib(80 * GIB))
+    policy, memory = replace(POLICY, tenants=lab), Memory()
+    whole: dict[str, Any] = {"gpus": 1, "exclusive": True}
+    held = holding(a_task("held", tenant="beta", priority=60, **whole), "n2/gpu0", mb=80 * GIB)
+    more = a_task("more", tenant="beta", priority=50, where=Where(kinds=("B100",)), **whole)
+    gang = a_gang("gang", *bundles(1, where=Where(kinds=("H100",)), **whole), tenant="acme", priority=60)
+    fleet = a_device("gpu0", "n1"), a_device("gpu1", "n1"), a_device("gpu0", "n2")
+    fleet = *fleet, a_device("gpu0", "n3", kind="B100")
+    wide = replace(FIRST, tenant="acme", demand=replace(FIRST.demand, cpu=1000.0))
+    world = a_world(*fleet, wide, *full("n1", 10.0), held, gang, more)
+    first = plan_cycle(world, policy, NOW, budget=10_000, memory=memory, forecasts=on("n1"))
+    assert [(d.why, d.subject) for d in first.decisions] == [("admit", more.id)]
+    commit(world, first.decisions)
+    assert stopped(world, on("n1"), memory, policy) == ["held"]
 
 
 def test_room_that_is_kept_from_a_gang_is_remembered_until_something_changes_there():
