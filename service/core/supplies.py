@@ -169,7 +169,7 @@ class Supplies:
             departure = self._departures.of_holding(holding)
             run = self.draft.holder(holding.lease)
             at: float = departure.p50_at
-            if at < inf and run is not None:
+            if at < inf and run is not None and not holding.stopping:  # of whom the deadline is known
                 at = self._out_of_the_way_at(run, departure, waiter)
             yield at, holding.takes_mb
 

@@ -7,13 +7,27 @@ from typing import Any
 import pytest
 
 from service.core.backfill import Basis
+from service.core.demand import Where
 from service.core.forecasts import make_forecasts
+from service.core.gang_leaving import ask_to_leave
+from service.core.plan import Decision
 from service.core.policy import Policy
 from service.core.task import Task
-from service.core.units import Instant, Seconds
+from service.core.units import Instant, Seconds, TaskId
 from service.core.world import World
-from tests.builders import GIB, NOW, a_device, a_node, a_task, a_world, holding, submit
-from tests.core.gangs import a_gang, bundles
+from tests.builders import (
+    GIB,
+    NOW,
+    a_demand,
+    a_device,
+    a_node,
+    a_task,
+    a_world,
+    commit,
+    holding,
+    submit,
+)
+from tests.core.gangs import Agents, a_gang, admit_all, bundles
 from tests.core.test_backfill import HOUR, POLICY, a_run, admitted, foreseen, gpus
 
 NODES = [device for number in range(3) for device in gpus(2, f"n{number}")]
@@ -162,3 +176,20 @@ def test_runs_of_lower_priority_are_in_the_way_of_a_gang_for_their_grace_period_
     low = [a_run(f"low{n}", f"n{n}/gpu0", left=HOUR, priority=20, grace_seconds=Seconds(9.0)) for n in (0, 1)]
     world = a_world(*gpus(1, "n0"), *gpus(1, "n1"), *low, ranks(2))
     assert foreseen(world)[0].start_at == Instant(NOW + 9)
+
+
+def test_a_rank_under_notice_is_in_the_way_until_its_own_deadline_though_its_gang_could_be_stopped():
+    """All that is free is kept for a task that starts before that rank has left."""
+    parts = a_demand(gpu_mb=80 * GIB), a_demand(gpu_mb=20 * GIB)
+    ends_soon = a_run("one", "gpu0", left=5.0, gpu_mb=20 * GIB, priority=90)
+    world = a_world(*gpus(), ends_soon, a_gang("gang", *parts, min_ranks=1, priority=10))
+    admit_all(world)
+    agents = Agents(world)
+    agents.run()
+    task, orders = ask_to_leave(world, agents.task, [1], TaskId("nobody"), NOW)
+    commit(world, Decision(agents.id, "preempt", tasks=(task,), orders=orders))
+    on_gpu0 = Where(devices=("gpu0",))
+    submit(world, a_task("wanted", gpu_mb=60 * GIB, where=on_gpu0, submitted_at=NOW - 5))
+    submit(world, a_task("long", gpu_mb=20 * GIB, where=on_gpu0))
+    assert [(f.task, f.start_at - NOW) for f in foreseen(world)] == [("wanted", 5.0), ("long", 30.0)]
+    assert admitted(world) == {}
