@@ -10,7 +10,7 @@ RUN := $(UV) run --frozen --no-sync
 	$(UV) sync --quiet --frozen --compile-bytecode --python $(PYTHON)
 	@touch $@
 
-.PHONY: help setup demo try serve test check coverage properties format bench clean
+.PHONY: help setup demo try serve test check coverage properties evidence format bench clean
 help:  ## what each target does
 	@grep -hE '^[a-z]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 12
 
@@ -41,6 +41,15 @@ coverage: .venv/.installed  ## every branch of the core is tested by the core's 
 
 properties: .venv/.installed  ## the properties, with other random examples each time
 	$(RUN) pytest -q --hypothesis-profile=random -m hypothesis tests/core tests/gateway tests/simulation
+
+evidence: .venv/.installed  ## long: kills, sleepers, planted faults; adds what evidence/ does not hold yet
+	$(RUN) python -m tests.chaos kills --database sqlite --kills 20 --batches 10
+	$(RUN) python -m tests.chaos kills --database postgres --kills 20 --batches 10
+	$(RUN) python -m tests.chaos kills --database sqlite --engine ray --kills 20 --tasks-per-kill 20 --batches 2
+	$(RUN) python -m tests.chaos kills --database postgres --engine ray --kills 20 --tasks-per-kill 20 --batches 2
+	$(RUN) python -m tests.chaos zombies
+	$(RUN) python -m tests.chaos mutants
+	$(RUN) python -m tests.chaos table
 
 format: .venv/.installed  ## rewrite formatting and imports
 	$(RUN) ruff format .

@@ -6,7 +6,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from tests.chaos import kills, mutants, zombies
+from tests.chaos import kills, mutants, tables, zombies
 from tests.chaos.databases import DURABILITY, a_database
 from tests.chaos.evidence import Evidence
 from tests.chaos.faults import Fault
@@ -53,6 +53,8 @@ def main() -> None:
     mutating.add_argument("--first", type=int, help="only so many of them")
     mutating.add_argument("--no-evidence", action="store_true", help="print what was seen and keep nothing")
     mutating.set_defaults(run=_mutate)
+    showing = commands.add_parser("table", help="make the table of docs/reliability.md anew")
+    showing.set_defaults(run=lambda _: tables.PAGE.write_text(tables.page(), encoding="utf-8"))
     chosen = parser.parse_args()
     chosen.run(chosen)
 

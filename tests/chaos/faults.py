@@ -3,6 +3,7 @@
 import os
 import signal
 import socket
+import threading
 from collections.abc import Callable, Sequence
 from enum import StrEnum
 from typing import Any, TypeVar
@@ -107,7 +108,10 @@ class FaultySession:
         if not self._breaker.is_here(boundary):
             return False
         if fault is not Fault.CUT:
-            os.kill(os.getpid(), signal.SIGKILL if fault is Fault.KILL else signal.SIGSTOP)
+            # To this very thread: sent to the process, it may go on for a while before it is stopped.
+            signal.pthread_kill(
+                threading.get_ident(), signal.SIGKILL if fault is Fault.KILL else signal.SIGSTOP
+            )
             return False
         if is_file:
             raise StoreUnavailable("disk I/O error")

@@ -6,6 +6,7 @@ already is not run again.
 
 import asyncio
 import tempfile
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
@@ -47,11 +48,18 @@ def run(batch: Batch) -> dict[str, Any]:
 
 
 async def _fire(batch: Batch, rig: Rig, load: Load, chance: Random) -> None:
-    while sum(rig.kills.values()) < batch.kills:
+    for target in _by_turns(rig.targets, chance):
+        if sum(rig.kills.values()) >= batch.kills:
+            return
         submitting = asyncio.create_task(load.submit(batch.tasks_per_kill))
         await load.reaches(load.accepted + chance.randrange(batch.tasks_per_kill))
-        await asyncio.to_thread(rig.kill, chance.choice(rig.targets), chance)
+        await asyncio.to_thread(rig.kill, target, chance)
         await submitting
+
+
+def _by_turns(targets: Sequence[str], chance: Random) -> Iterator[str]:
+    while True:
+        yield from chance.sample(targets, len(targets))
 
 
 def _record(batch: Batch, rig: Rig, found: Verdict) -> dict[str, Any]:

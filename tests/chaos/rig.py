@@ -2,6 +2,7 @@
 
 import os
 import signal
+import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any, ClassVar
 import psutil
 
 from service.adapters.ray.head import read_state
+from tests.chaos.forked import ForkedService
 from tests.chaos.load import Kind, Waits, Works
 from tests.chaos.witness import Watch, lines_of
 from tests.e2e.ray_lab import agents_of, command_lines
@@ -27,10 +29,11 @@ class Rig:
 
     targets: ClassVar[Sequence[str]] = ("main",)
     settings: ClassVar[Mapping[str, Any]] = {"engine": "simulated"}
+    process: ClassVar[type[ServiceProcess]] = ForkedService
 
     def __init__(self, folder: Path, url: str) -> None:
         self.folder = folder
-        self.service = ServiceProcess(
+        self.service = self.process(
             folder / "data",
             database_url=url,
             entrypoints=["tests.chaos.jobs:*"],
@@ -65,8 +68,7 @@ class Rig:
 
     def _kill_a_start(self, chance: Random) -> None:
         started = self.service.spawn()
-        with suppress(psutil.TimeoutExpired):
-            psutil.Process(started.pid).wait(chance.uniform(0.1, 2.0))
+        time.sleep(chance.uniform(0.05, 1.5))  # wherever it is by then
         started.kill()
         started.wait()
         self._count("main while it starts")
@@ -78,7 +80,8 @@ class Rig:
 class RayRig(Rig):
     """A service with a local Ray, whose tasks are real processes."""
 
-    targets = ("main", "driver", "agent", "run", "run", "shared runner", "raylet")
+    targets = ("main", "driver", "agent", "run", "shared runner", "raylet")
+    process = ServiceProcess
     settings: ClassVar[Mapping[str, Any]] = {"ray": {"spares": 2, "warm_runners": 1}}
 
     def kind(self) -> Kind:

@@ -28,7 +28,8 @@ OF_LEADERS = (
     "preempt", "give way", "take what was pledged", "cancel", "expire", "stop for time", "quarantine",
     "release from quarantine", "lose a node", "renew the term",
 )  # fmt: skip
-LEASE_SECONDS = 0.3
+LEASE_SECONDS = 3.0
+"""As it is by default: a session that hangs in the middle of a transaction is thrown out after two."""
 _REFUSED, _DONE = 10, 11
 
 

@@ -26,7 +26,7 @@ from service.ports import (
     TokenRow,
     Unstorable,
 )
-from tests.builders import NOW, a_task
+from tests.builders import GIB, NOW, a_task
 from tests.contracts.scenes import (
     a_submission,
     admission,
@@ -78,6 +78,23 @@ async def test_a_decision_whose_commit_is_lost_is_committed_not_stale(postgres_u
         assert await store.commit(term, [admission(task)]) == [CommitVerdict.COMMITTED]
         assert wire.was_cut.is_set()
         assert [row.version for row in (await store.snapshot()).tasks] == [2]
+
+
+async def test_a_decision_that_another_leader_committed_in_its_place_is_not_taken_for_ones_own(
+    postgres_url: str,
+) -> None:
+    """It looks the same in the log: the same task, in the same version, at the same position."""
+    task = a_task("t1")
+    async with a_wire(postgres_url) as (wire, url), opened(url) as one, opened(postgres_url) as two:
+        term = await with_gpu(one, task)
+        wire.cut, wire.is_down = Cut.BEFORE_COMMIT, True  # and whoever comes back finds nobody
+        waiting = asyncio.create_task(one.commit(term, [admission(task, mb=10 * GIB)]))
+        await asyncio.wait_for(wire.was_cut.wait(), DEADLINE_SECONDS)
+        other = await next_term(two, "two")
+        assert await two.commit(other, [admission(task, mb=20 * GIB)]) == [CommitVerdict.COMMITTED]
+        wire.come_back()
+        with pytest.raises(StaleTerm):
+            await asyncio.wait_for(waiting, DEADLINE_SECONDS)
 
 
 async def test_a_commit_that_is_cut_in_the_middle_says_what_was_written(postgres_url: str) -> None:

@@ -312,9 +312,9 @@ class PostgresSession:
         with self._translated(), self._connection.transaction():
             self._connection.execute("SELECT position FROM log_head WHERE id = 1 FOR UPDATE")
             cursor = self._connection.execute(
-                "SELECT kind, key, version FROM event WHERE position = %s", [event.position]
+                "SELECT kind, key, version, at FROM event WHERE position = %s", [event.position]
             )
-            return cursor.fetchall() == [(event.kind, event.key, event.version)]
+            return cursor.fetchall() == [(event.kind, event.key, event.version, event.at)]
 
     def now(self) -> Instant:
         with self._translated():

@@ -81,7 +81,10 @@ class Session(Protocol):
         ...
 
     def has_event(self, event: Event) -> bool:
-        """Whether exactly this event is in the log; waits for a commit of it that is still under way."""
+        """Whether exactly this event is in the log; waits for a commit of it that is still under way.
+
+        Another leader may have decided the same meanwhile: what tells the two apart is the time.
+        """
         ...
 
     def now(self) -> Instant: ...

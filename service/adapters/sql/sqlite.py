@@ -212,8 +212,8 @@ class SqliteSession:
                 self._connection.rollback()
 
     def has_event(self, event: Event) -> bool:
-        found = self._execute("SELECT kind, key, version FROM event WHERE position = ?", [event.position])
-        return found == [(event.kind, event.key, event.version)]
+        found = self._execute("SELECT kind, key, version, at FROM event WHERE position = ?", [event.position])
+        return found == [(event.kind, event.key, event.version, event.at)]
 
     def now(self) -> Instant:
         self._latest = max(self._latest, Instant(time.time()))

@@ -1,0 +1,65 @@
+"""`gpubroker serve` in a process that was forked from one in which everything is imported already.
+
+The same program and a process of its own all the same; only its interpreter need not start each time.
+"""
+
+import multiprocessing
+import os
+import signal
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from tests.e2e.service_process import ROOT, ServiceProcess, environment
+
+_context = multiprocessing.get_context("forkserver")
+_context.set_forkserver_preload(
+    ["service.__main__", "service.bootstrap", "uvicorn.protocols.http.httptools_impl"]
+)
+
+
+class ForkedService(ServiceProcess):
+    """A service that starts quickly. Its environment is that of the tester."""
+
+    def spawn(self, begin: Callable[[], None] | None = None) -> Any:
+        started = _context.Process(target=_serve, args=(str(self._config), str(self._log), environment()))
+        started.start()
+        return Forked(started)
+
+
+class Forked:
+    """What `ServiceProcess` asks of a subprocess.Popen."""
+
+    def __init__(self, process: Any) -> None:
+        self._process = process
+        self.pid = process.pid
+
+    def poll(self) -> int | None:
+        code: int | None = self._process.exitcode
+        return code
+
+    def wait(self, timeout: float | None = None) -> int | None:
+        self._process.join(timeout)
+        return self.poll()
+
+    def send_signal(self, number: int) -> None:
+        os.kill(self.pid, number)
+
+    def terminate(self) -> None:
+        self.send_signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+
+def _serve(config: str, log: str, env: dict[str, str]) -> None:
+    os.chdir(ROOT)
+    os.environ.clear()
+    os.environ.update(env)
+    with open(log, "ab") as lines:
+        os.dup2(lines.fileno(), sys.stdout.fileno())
+        os.dup2(lines.fileno(), sys.stderr.fileno())
+    sys.argv = ["gpubroker", "serve", "--config", config]
+    from service.__main__ import main
+
+    main()

@@ -1,0 +1,76 @@
+"""What docs/reliability.md shows of evidence/*.json."""
+
+import json
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from textwrap import fill
+from typing import Any
+
+from tests.chaos.evidence import FOLDER, ROOT
+
+PAGE = ROOT / "docs" / "reliability.md"
+BEGIN, END = "<!-- evidence: begin -->", "<!-- evidence: end -->"
+_KILLS = {"kills-sqlite": "SQLite", "kills-postgres": "PostgreSQL"}
+_HEAD = """\
+| kill -9 | Kills | Of Ray and runs | Tasks | Lost | Accepted twice | MiB leased twice | Per kill | Per task |
+|---|---|---|---|---|---|---|---|---|"""
+
+Record = Mapping[str, Any]
+
+
+def shown(folder: Path = FOLDER) -> str:
+    found = {path.stem: json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))}
+    kills = [(name, found[file]) for file, name in _KILLS.items() if file in found]
+    table = [_HEAD, *(_row(name, record) for name, record in kills)] if kills else []
+    return "\n".join(
+        [*table, "", *(f"- {fill(line, 136, subsequent_indent='  ')}" for line in _lines(found))]
+    )
+
+
+def page() -> str:
+    """The page with what it shows made anew."""
+    text = PAGE.read_text(encoding="utf-8")
+    before, _, rest = text.partition(BEGIN)
+    _, _, after = rest.partition(END)
+    return f"{before}{BEGIN}\n{shown()}\n{END}{after}"
+
+
+def _row(name: str, found: Record) -> str:
+    by = _killed(found)
+    of_ray = found["kills"] - by["main"] - by["main while it starts"]
+    bound = found["bound"]
+    cells = (
+        name, found["kills"], of_ray, f"{found['acknowledged']:,}", found["lost"], found["accepted_twice"],
+        found["double_leased_mb"], f"< {bound['kills']:.2%}", f"< {bound['acknowledged']:.3%}",
+    )  # fmt: skip
+    return f"| {' | '.join(map(str, cells))} |"
+
+
+def _killed(found: Record) -> Counter[str]:
+    by: Counter[str] = Counter()
+    for run in found["runs"]:
+        by.update(run["kills"])
+    return by
+
+
+def _lines(found: Mapping[str, Record]) -> Iterator[str]:
+    for file, name in _KILLS.items():
+        if file in found:
+            record = found[file]
+            whom = ", ".join(f"{target} {count}" for target, count in _killed(record).most_common())
+            yield (
+                f"{name} ({record['runs'][0]['durability']}): killed were {whom}. Of {record['runs_seen']:,} "
+                f"runs that wrote down their beginning, {record['started_twice']} shared a claim; "
+                f"{record['released_early']} leases were released while their process was seen. "
+                f"{record['events']:,} events judged."
+            )
+    if "zombies" in found:
+        record = found["zombies"]
+        yield (
+            f"Leaders stopped in the middle of a write and woken past their lease, {record['database']}: "
+            f"{record['refused']} of {record['pauses']} writes refused (< {record['bound']['pauses']:.1%})."
+        )
+    if "mutants" in found:
+        record = found["mutants"]
+        yield f"Faults planted on purpose: {record['seen']} of {record['planted']} seen by a named test."

@@ -1,0 +1,28 @@
+"""The page says what the evidence holds, and evidence adds up."""
+
+from pathlib import Path
+
+from tests.chaos.evidence import Evidence, bound
+from tests.chaos.tables import PAGE, page
+
+
+def test_the_page_shows_what_the_evidence_holds() -> None:
+    """If not: python -m tests.chaos table."""
+    assert PAGE.read_text(encoding="utf-8") == page()
+
+
+def test_runs_add_up_and_one_that_is_there_is_known_by_its_seed_and_engine(tmp_path: Path) -> None:
+    evidence = Evidence("kills", summed=("kills", "lost"), trials=("kills",), folder=tmp_path)
+    evidence.add(
+        {"seed": 1, "engine": "ray", "kills": {"main": 2, "driver": 1}, "lost": 0}, database="sqlite"
+    )
+    evidence.add({"seed": 2, "engine": "ray", "kills": {"main": 5}, "lost": 1}, database="sqlite")
+    evidence.add({"seed": 2, "engine": "ray", "kills": {"main": 7}, "lost": 0}, database="sqlite")
+    assert evidence.has(seed=2, engine="ray")
+    assert not evidence.has(seed=2, engine="simulated")
+    assert [run["kills"] for run in evidence.runs] == [{"main": 2, "driver": 1}, {"main": 7}]
+    assert '"kills": 10,\n "lost": 0,\n "bound": {\n  "kills": 0.3' in (tmp_path / "kills.json").read_text()
+
+
+def test_of_no_failure_in_so_many_trials_the_bound_is_three_by_that() -> None:
+    assert (bound(300), bound(0)) == (0.01, 1.0)
