@@ -90,6 +90,10 @@ class Settings(BaseSettings):
     """MiB of each GPU that processes outside this service use, by node or by kind of GPU; a node's wins."""
     simulated_devices: list[SimulatedDevice] = []
     """Instead of the GPUs found by NVML."""
+    drain_seconds: Annotated[float, Field(ge=2, le=3600)] = 20.0
+    """So long after SIGTERM the process has ended, whatever it waits for."""
+    drain_notice_seconds: Annotated[float, Field(ge=0)] = 0.0
+    """So long of it requests are still taken, while /readyz sends those who look there elsewhere."""
     log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = "INFO"
     log_format: Literal["console", "json"] = "console"
     ray: RaySettings = RaySettings()
@@ -130,6 +134,15 @@ class Settings(BaseSettings):
             raise ValueError(
                 f"ray.address {self.ray.address!r} is not the address of a Ray head; give host:6379 (not the "
                 "ray:// address of a client server)"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _answers_fit_into_the_end(self) -> "Settings":
+        if self.drain_notice_seconds > self.drain_seconds - 2:
+            raise ValueError(
+                f"drain_notice_seconds ({self.drain_notice_seconds:g}) leaves no time for answers; it must "
+                f"be at least 2 less than drain_seconds ({self.drain_seconds:g})"
             )
         return self
 

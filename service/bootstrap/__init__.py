@@ -10,6 +10,7 @@ from service.adapters.sql.move import move_data
 from service.adapters.sql.session import DatabaseRefused
 from service.adapters.sql.store import migrate, open_store
 from service.bootstrap.down import StillRunning, stop_everything
+from service.bootstrap.last_moment import LastMoment
 from service.bootstrap.premises import (
     StartRefused,
     check_task_surroundings,
@@ -56,12 +57,14 @@ async def _serve(settings: Settings, listener: socket.socket) -> int:
         )
     except DatabaseRefused as refused:
         raise StartRefused(str(refused)) from None
+    last_moment = LastMoment(settings.drain_seconds)
     try:
-        return await Process(settings, listener, store).run()
+        return await Process(settings, listener, store, last_moment.begin).run()
     except StoreUnavailable as fault:
         raise StartRefused(f"{fault}; start the database, or correct --database-url") from None
     finally:
         await store.close()
+        last_moment.cancel()
 
 
 def migrate_database(settings: Settings, revision: str) -> str:

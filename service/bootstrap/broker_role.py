@@ -61,6 +61,9 @@ class BrokerRole:
         leader = self.candidate.leader
         return () if leader is None else leader.foresight.forecasts
 
+    async def wind_up(self) -> None:
+        await self.candidate.wind_up()
+
     async def close(self, *, stop_cluster: bool) -> None:
         await self.executor.close(stop_cluster=stop_cluster)
 

@@ -63,7 +63,7 @@ class GatewayRole:
         )
         config = uvicorn.Config(
             create_app(parts), http="httptools", loop="none", log_config=None, access_log=False,
-            lifespan="off", server_header=False, proxy_headers=False, timeout_graceful_shutdown=5,
+            lifespan="off", server_header=False, proxy_headers=False,
         )  # fmt: skip
         self._server = QuietServer(config)
         picture.listen(self._waiters.on_events)
@@ -79,9 +79,14 @@ class GatewayRole:
         """Until `stop`."""
         await self._server.serve(sockets=[self._listener])
 
-    def stop(self) -> None:
-        """Take no more requests; those under way are answered."""
-        self._waiters.wake_all()
+    def drain(self) -> None:
+        """Say that this process is about to end, and hold back no answer any more."""
+        self._waiters.close()
+
+    def stop(self, most_seconds: float) -> None:
+        """Take no more requests; those under way are answered, if that takes no longer."""
+        self.drain()
+        self._server.config.timeout_graceful_shutdown = max(1, int(most_seconds))
         self._server.should_exit = True
 
     @property

@@ -6,7 +6,8 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
+from contextlib import suppress
 from typing import Any
 
 import structlog
@@ -23,12 +24,27 @@ from service.settings import Settings
 log = structlog.get_logger("gpubroker")
 
 
+WIND_UP_SECONDS = 1.0
+"""So long the leader may take to commit and send what it has in hand; the next one hears it again."""
+
+CLOSE_SECONDS = 1.0
+"""Of the time to end in, what is kept for the end itself."""
+
+
 class Process:
     """Gateway and broker at once, around one World."""
 
-    def __init__(self, settings: Settings, listener: socket.socket, store: SqlStore) -> None:
+    def __init__(
+        self,
+        settings: Settings,
+        listener: socket.socket,
+        store: SqlStore,
+        on_stop: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`on_stop`: called when it is asked to stop, and to leave the cluster as it is."""
         name = f"{socket.gethostname()}:{os.getpid()}"
         self._settings = settings
+        self._on_stop = on_stop
         self._stop = asyncio.Event()
         self._stop_cluster = False
         self._fault: BaseException | None = None
@@ -62,14 +78,28 @@ class Process:
         ]
         self._say(*greeting(self._settings, self._gateway.url))
         await self._stop.wait()
-        self._gateway.stop()
-        # First, so that who waits to lead need not wait until the last request is answered.
-        await _end(leading)
-        await asyncio.wait([serving])
+        await self._drain(serving, leading)
         await _end(jobs)
         await self._broker.close(stop_cluster=self._stop_cluster)
         self._say(farewell(self._settings, len(self._picture.world.active), self._stop_cluster))
         return 0 if self._fault is None else 1
+
+    async def _drain(self, serving: asyncio.Task[None], leading: Sequence[asyncio.Task[None]]) -> None:
+        """Bring to its end what is under way. First the lead, so that who waits for that need not wait until
+        the last request is answered."""
+        loop = asyncio.get_running_loop()
+        began = loop.time()
+        self._gateway.drain()
+        is_well = self._fault is None
+        if is_well:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(WIND_UP_SECONDS):
+                    await self._broker.wind_up()
+        await _end(leading)
+        if is_well:
+            await asyncio.sleep(max(0.0, began + self._settings.drain_notice_seconds - loop.time()))
+        self._gateway.stop(began + self._settings.drain_seconds - CLOSE_SECONDS - loop.time())
+        await asyncio.wait([serving])
 
     def _begin(self, name: str, part: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.create_task(part, name=name)
@@ -90,6 +120,8 @@ class Process:
     def _shut_down(self, stop_cluster: bool) -> None:
         self._stop_cluster = stop_cluster
         self._stop.set()
+        if not stop_cluster:
+            self._on_stop()
 
     def _stop_on_signals(self) -> None:
         loop = asyncio.get_running_loop()

@@ -81,6 +81,11 @@ class Candidate:
                 self.leader = None
                 await self._stand_back(tenure)
 
+    async def wind_up(self) -> None:
+        """Before `run` is cancelled, which lets the term go: see `Leader.wind_up`."""
+        if self.leader is not None:
+            await self.leader.wind_up()
+
     async def _win(self) -> Tenure:
         """Back with a term of our own, as soon as nobody else has one."""
         watched: Watched | None = None

@@ -121,6 +121,8 @@ class Leader:
         """Subject -> cycles in a row in which it was refused."""
         self._woken = asyncio.Event()
         self._has_room = asyncio.Event()
+        self._winding_up = False
+        self._wound_up = asyncio.Event()
         """No more reports are fetched without it: they wait at the executor, which stops asking for them."""
         self._has_room.set()
 
@@ -156,6 +158,13 @@ class Leader:
             group.create_task(self._listen())
             group.create_task(self._lead())
 
+    async def wind_up(self) -> None:
+        """Back when what was heard by now is committed, and the orders of all that is committed are sent.
+        Nothing is planned from now on; what is heard later is told again to whoever leads next."""
+        self._winding_up = True
+        self._woken.set()
+        await self._wound_up.wait()
+
     async def _listen(self) -> None:
         await self._executor.start(self.tenure)
         while True:
@@ -173,7 +182,7 @@ class Leader:
             began = loop.time()
             self._woken.clear()
             try:
-                await self.cycle()
+                await (self._last_cycle() if self._winding_up else self.cycle())
             except StoreUnavailable as fault:
                 await self._wait_for_store(fault)
 
@@ -217,6 +226,11 @@ class Leader:
     def paused(self) -> Paused | None:
         """What it does not give up, and why; None if it holds nothing back."""
         return self._observer.silence.paused
+
+    async def _last_cycle(self) -> None:
+        await self._dispatch()
+        await self._settle_reports()
+        self._wound_up.set()
 
     async def _settle_reports(self) -> None:
         """A report stays in hand until what it means is committed. Raises PictureDiverged."""

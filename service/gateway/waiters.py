@@ -45,13 +45,15 @@ class Waiters:
         self._waiting: dict[str, set[Expectation]] = {}
         self._behind: dict[Expectation, Position] = {}
         """Who waits for the log to be heard up to a position."""
+        self.is_closed = False
+        """Nobody waits any more: this process is about to end."""
 
     def __len__(self) -> int:
         return sum(len(expectations) for expectations in self._waiting.values())
 
     @contextlib.contextmanager
     def expect(self, key: str) -> Iterator[Expectation]:
-        expectation = Expectation()
+        expectation = self._new()
         self._waiting.setdefault(key, set()).add(expectation)
         try:
             yield expectation
@@ -63,7 +65,7 @@ class Waiters:
 
     @contextlib.contextmanager
     def behind(self, position: Position) -> Iterator[Expectation]:
-        expectation = Expectation()
+        expectation = self._new()
         self._behind[expectation] = position
         try:
             yield expectation
@@ -83,12 +85,23 @@ class Waiters:
             if event.kind in _MOVES:
                 self._fulfil(moves_of(event.key))
 
+    def close(self) -> None:
+        """From now on everybody is answered at once with what is known."""
+        self.is_closed = True
+        self.wake_all()
+
     def wake_all(self) -> None:
-        """The service stops, and no answer may hold it up; or events were missed that some waited for."""
+        """Events were missed that some waited for."""
         for key in list(self._waiting):
             self._fulfil(key)
         for expectation in self._behind:
             expectation.fulfil()
+
+    def _new(self) -> Expectation:
+        expectation = Expectation()
+        if self.is_closed:
+            expectation.fulfil()
+        return expectation
 
     def _fulfil(self, key: str) -> None:
         for expectation in self._waiting.pop(key, ()):

@@ -113,6 +113,7 @@ def test_the_default_priority_is_what_the_name_of_its_band_stands_for(tmp_path: 
         ("policy: {tenants: {'*': {cohort: lab, guaranteed_mb: 1}}}\n", "no cohort could add up"),
         ("policy: {tenants: {acme: {wait: 1}}}\n", 'did you mean "weight"?'),
         ("policy: {streams: {nightly: 0}}\n", "policy.streams.nightly"),
+        ("drain_notice_seconds: 19\n", "leaves no time for answers"),
         ("- a\n", "settings by name"),
         ("{\n", "not YAML"),
     ],

@@ -1,5 +1,6 @@
 """The leader's loop: nothing acts before its commit, nothing heard is lost, bad bytes stop one run only."""
 
+import asyncio
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from hashlib import sha256
@@ -222,3 +223,15 @@ async def test_a_dependent_that_could_not_be_settled_is_settled_when_the_databas
     record = await stage.store.record(TaskId("second"))
     assert record is not None
     assert (record.task.state, record.task.failed_by) == (TaskState.FAILED, "first")
+
+
+async def test_a_leader_that_winds_up_commits_what_it_has_heard_and_plans_nothing_more(stage: Stage) -> None:
+    await running(stage, "one")
+    await stage.submit("two", gpu_mb=GIB)
+    stage.leader.hear([saved("one", 1, b"state")])
+    leading = asyncio.create_task(stage.leader.run())
+    await stage.leader.wind_up()
+    leading.cancel()
+    await asyncio.wait([leading])
+    assert [checkpoint.sequence for checkpoint in await stage.store.checkpoints(TaskId("one"))] == [1]
+    assert (await stage.row("two")).state is TaskState.PENDING

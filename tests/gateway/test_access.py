@@ -218,7 +218,7 @@ async def test_health_and_readiness_are_open(gateway: Gateway) -> None:
     assert (await anybody.get("/healthz")).json() == {"status": "ok"}
     assert (await anybody.get("/readyz")).json() == {
         "status": "ready",
-        "parts": {"store": "ok", "world": "ok", "executor": "ok", "nodes": "ok"},
+        "parts": {"process": "ok", "store": "ok", "world": "ok", "executor": "ok", "nodes": "ok"},
     }
 
 
@@ -243,6 +243,7 @@ async def test_readiness_names_the_part_that_is_away(
     response = await anybody.get("/readyz")
     assert response.status_code == 503
     assert response.json()["parts"] == {
+        "process": "ok",
         "store": "unavailable",
         "world": "stale",
         "executor": "connecting",

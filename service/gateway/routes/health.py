@@ -40,6 +40,7 @@ async def get_readiness(call: Call) -> Response:
     """
     parts = call.parts
     states = {
+        "process": "draining" if parts.waiters.is_closed else OK,
         "store": await _store_state(parts),
         "world": OK if parts.age_seconds() <= parts.limits.stale_seconds else "stale",
         "executor": _executor_state(parts),
