@@ -90,3 +90,12 @@ def test_a_task_that_is_not_started_within_its_time_to_wait_expires(broker: Brok
     go.touch()
     assert broker.result(patient, timeout_seconds=PATIENCE_SECONDS) == 7
     assert ended(broker, holder).state == "succeeded"
+
+
+def test_a_run_that_stands_still_is_ended_at_its_limit_and_gives_its_memory_back(broker: Broker) -> None:
+    task = broker.submit("tests.e2e.work:stand_still", gpu_mb=4096, timeout_seconds=1, grace_seconds=0.2)
+    late = ended(broker, task)
+    assert late.error is not None
+    assert (late.state, late.error.kind) == ("failed", "timeout")
+    until(lambda: not any(gpu.holders for gpu in broker.gpus()), "its memory is back")
+    assert broker.quarantine().items == ()

@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -135,3 +136,8 @@ def note(witness: str, line: str) -> None:
 
 def lines_of(witness: str) -> list[str]:
     return Path(witness).read_text(encoding="utf-8").splitlines()
+
+
+def stand_still() -> None:
+    """As a process that hangs does: nothing of it runs any more, and it does not end."""
+    os.kill(os.getpid(), signal.SIGSTOP)
