@@ -12,6 +12,7 @@ from service.core.events import Event
 from service.core.lease import Lease, Pledge
 from service.core.orders import Order, Report
 from service.core.plan import Decision, Request
+from service.core.retention import Cutoffs
 from service.core.submission import BatchSubmission as BatchSubmission
 from service.core.submission import KnownKey as KnownKey
 from service.core.submission import RunSpec as RunSpec
@@ -214,6 +215,15 @@ class TaskStore(Protocol):
     async def events(self, after: Position, limit: int, task: TaskId | None = None) -> Sequence[Event]: ...
 
     async def head(self) -> Position: ...
+
+    async def oldest(self) -> Position:
+        """Of the first event that is still in the log, or of the next one if none is."""
+        ...
+
+    async def prune(self, term: Term, cutoffs: Cutoffs) -> bool:
+        """Take out a few of those that are over: tasks with all that belongs to them but the objects, and the
+        beginning of the log. False if there were none. Raises StaleTerm."""
+        ...
 
     async def record(self, task: TaskId) -> TaskRecord | None: ...
 

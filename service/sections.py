@@ -227,6 +227,15 @@ class LimitSettings(Section):
     """Overviews older than this are refused with 503."""
 
 
+class RetentionSettings(Section):
+    finished_seconds: Annotated[float, Field(gt=0)] = 7 * 86400.0
+    """So long after its end a task can be read, with its result, its log and its events."""
+    idempotency_seconds: Annotated[float, Field(gt=0)] = 86400.0
+    """So long after a submit its key is known, at least: tasks that were submitted with one stay so long."""
+    audit_seconds: Annotated[float, Field(gt=0)] = 365 * 86400.0
+    """So long it can be read who did what."""
+
+
 class DefaultSettings(Section):
     """What a submit that leaves it out gets."""
 

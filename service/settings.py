@@ -38,6 +38,7 @@ from service.sections import (
     PolicySettings,
     PoolSettings,
     RaySettings,
+    RetentionSettings,
     Section,
     SimulatedDevice,
     Words,
@@ -99,6 +100,7 @@ class Settings(BaseSettings):
     ray: RaySettings = RaySettings()
     policy: PolicySettings = PolicySettings()
     limits: LimitSettings = LimitSettings()
+    retention: RetentionSettings = RetentionSettings()
     defaults: DefaultSettings = DefaultSettings()
     kinds: Kinds = {kind.name: KindSettings(power=kind.power) for kind in SHIPPED}
     """Ranks of kinds of GPU, and what a process costs there. What a file says takes the place of all."""

@@ -6,12 +6,19 @@ from random import random
 from service.adapters.blobs.directory import DirectoryBlobs
 from service.adapters.boot_clock import boot_seconds
 from service.adapters.sql.store import SqlStore
-from service.bootstrap.compose import inventory_rules_of, new_executor, policy_of, tenure_rules_of
+from service.bootstrap.compose import (
+    inventory_rules_of,
+    new_executor,
+    policy_of,
+    retention_of,
+    tenure_rules_of,
+)
 from service.bootstrap.picture import Job, Picture
 from service.broker.dispatch import Dispatcher
 from service.broker.leadership import Candidate
 from service.broker.loop import Leader
 from service.broker.observe import Observer
+from service.broker.retention import Pruner
 from service.core.backfill import Forecast
 from service.core.events import Event
 from service.core.silence import Paused
@@ -40,11 +47,13 @@ class BrokerRole:
             new_leader=self._new_leader,
             catch_up=picture.catch_up,
         )
+        self._pruner = Pruner(store, picture.clock, retention_of(settings), self.term)
         picture.listen(self._on_events)
 
     def jobs(self) -> list[Job]:
         return [
             ("leader", self.candidate.run()),
+            ("retention", self._pruner.keep()),
             ("objects", self._blobs.keep_clean(self._store.referenced)),
         ]
 

@@ -12,6 +12,7 @@ from service.core.kinds import Kind
 from service.core.orders import SeenDevice
 from service.core.policy import CustomLimit, Maximum, Policy, Pool, TenantPolicy
 from service.core.reconcile import InventoryRules
+from service.core.retention import Retention
 from service.core.tenure import WHILE_THE_PROCESS_LIVES, TenureRules
 from service.core.units import Mib, Seconds
 from service.core.world import World
@@ -145,6 +146,13 @@ def limits_of(settings: Settings) -> Limits:
         batch_body_bytes=given.batch_body_bytes,
         inline_bytes=given.inline_bytes,
         stale_seconds=Seconds(given.stale_seconds),
+    )
+
+
+def retention_of(settings: Settings) -> Retention:
+    given = settings.retention
+    return Retention(
+        Seconds(given.finished_seconds), Seconds(given.idempotency_seconds), Seconds(given.audit_seconds)
     )
 
 

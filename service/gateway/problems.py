@@ -39,6 +39,7 @@ CATALOGUE: Final[Mapping[str, Kind]] = {
     "still-in-use": Kind(409, "It is measured to be in use"),
     "nothing-paused": Kind(409, "No silent node is kept from being given up"),
     "token-exists": Kind(409, "A token of this name exists"),
+    "events-gone": Kind(410, "These events are no longer kept"),
     "payload-too-large": Kind(413, "The body is too large"),
     "unsupported-media-type": Kind(415, "The body is of a type or encoding that is not read here"),
     "host-not-allowed": Kind(421, "The service does not go by this name"),

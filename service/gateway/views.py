@@ -174,6 +174,9 @@ class EventView(TypedDict):
 class EventPage(TypedDict):
     items: list[EventView]
     next_after: Annotated[int, Field(description="Pass it as `after` to go on.")]
+    oldest: Annotated[
+        int, Field(description="Position of the first event that is kept; what was before is not told.")
+    ]
 
 
 class AsOf(TypedDict):

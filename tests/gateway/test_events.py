@@ -1,7 +1,8 @@
 """The event log over HTTP."""
 
-from tests.builders import GIB
-from tests.gateway.harness import Client, Gateway, fault
+from service.core.retention import Cutoffs
+from tests.builders import GIB, NOW
+from tests.gateway.harness import Client, Gateway, fault, problem
 
 
 async def test_the_events_of_a_task_tell_its_story(gateway: Gateway, api: Client) -> None:
@@ -101,3 +102,20 @@ async def test_bad_places_in_the_log_are_refused(api: Client) -> None:
     fault(await api.get("/events", params={"after": -1}), "query:after")
     fault(await api.get("/events", params={"after": 2**63}), "query:after")
     fault(await api.get("/events", params={"limit": 0}), "query:limit")
+
+
+async def test_a_cursor_from_before_the_first_event_that_is_kept_is_gone(
+    gateway: Gateway, api: Client
+) -> None:
+    task = await api.submit()
+    first = (await api.get("/events")).json()
+    assert first["oldest"] == 1
+    gateway.clock.advance(100)
+    await gateway.store.prune(gateway.term, Cutoffs(gateway.clock.now(), NOW, NOW))
+    await api.submit()
+    for path in ("/events", f"/tasks/{task}/events"):
+        gone = problem(await api.get(path, params={"after": 1}), 410, "events-gone")
+        assert f"up to position {first['next_after']}" in gone["detail"]
+    page = (await api.get("/events")).json()
+    assert page["oldest"] == page["items"][0]["position"] == first["next_after"] + 1
+    assert (await api.get("/events", params={"after": first["next_after"]})).status_code == 200

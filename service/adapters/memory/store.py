@@ -12,6 +12,7 @@ from service.core.events import Event, NewEvent, events_of, requested, submitted
 from service.core.external import KIND as EXTERNAL
 from service.core.lease import Lease, LeaseState, Pledge
 from service.core.plan import AuditNote, Decision, Outcome, Request, released_mb, taken_mb
+from service.core.retention import Cutoffs
 from service.core.task import Task, TaskState
 from service.core.tenure import LeaderRow
 from service.core.units import DeviceKey, Instant, NodeName, Position, Seconds, TaskId, Term
@@ -67,6 +68,8 @@ class MemoryStore:
         self._estimates: dict[Topic, Sketch] = {}
         self._usage = Accounts(usage_half_life_seconds)
         self._tokens: dict[str, TokenRow] = {}
+        self._pruned = 0
+        """So many events are no longer told."""
         self._log: list[tuple[Event, TaskId | None]] = []
         self.audited: list[AuditNote] = []
         """What decisions noted."""
@@ -255,11 +258,35 @@ class MemoryStore:
         )
 
     async def events(self, after: Position, limit: int, task: TaskId | None = None) -> Sequence[Event]:
-        tail = self._log[after:]
+        tail = self._log[max(after, self._pruned) :]
         return [event for event, owner in tail if task is None or owner == task][:limit]
 
     async def head(self) -> Position:
         return Position(len(self._log))
+
+    async def oldest(self) -> Position:
+        return Position(self._pruned + 1)
+
+    async def prune(self, term: Term, cutoffs: Cutoffs) -> bool:
+        self._require(term)
+        over = [task for task in self._tasks.values() if self._is_over(task, cutoffs)]
+        for task in over:
+            del self._tasks[task.id], self._specs[task.id]
+            self._outcomes.pop(task.id, None)
+            self._checkpoints.pop(task.id, None)
+            self._batch_answers.pop(task.id, None)
+        ids = {task.id for task in over}
+        self._keys = {key: known for key, known in self._keys.items() if known[0] not in ids}
+        first = next((n for n, (event, _) in enumerate(self._log) if event.at >= cutoffs.finished), None)
+        gone = (len(self._log) if first is None else first) - self._pruned
+        self._pruned += max(gone, 0)
+        return bool(over or gone > 0)
+
+    def _is_over(self, task: Task, cutoffs: Cutoffs) -> bool:
+        held = {lease.holder for lease in self._leases.values() if lease.state is not LeaseState.RELEASED}
+        keyed = any(first == task.id for first, _ in self._keys.values())
+        ended = task.finished_at is not None and task.finished_at < cutoffs.finished
+        return ended and task.id not in held and not (keyed and task.submitted_at >= cutoffs.keyed)
 
     async def record(self, task: TaskId) -> TaskRecord | None:
         row = self._tasks.get(task)

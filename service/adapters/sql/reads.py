@@ -92,6 +92,9 @@ _KNOWN_KEY = select(_task.c.id, _task.c.body_hash).where(
 )
 _BATCH_ANSWER = select(tables.batch.c.answer).where(tables.batch.c.task == bindparam("task"))
 _HEAD = select(tables.log_head.c.position)
+_OLDEST = select(
+    func.coalesce(select(func.min(tables.event.c.position)).scalar_subquery(), tables.log_head.c.position + 1)
+)
 _NOW = select(extract("epoch", func.clock_timestamp()).cast(Double))
 _TASK_NAMES = tuple(column.name for column in TASK)
 
@@ -238,6 +241,10 @@ def leader(connection: Connection) -> LeaderRow:
     row = tables.leadership.c
     [(term, holder, until)] = connection.execute(select(row.term, row.holder, row.lease_until))
     return LeaderRow(Term(term), holder, Instant(until), now(connection))
+
+
+def oldest(connection: Connection) -> Position:
+    return Position(connection.execute(_OLDEST).scalar_one())
 
 
 def tokens(connection: Connection) -> Sequence[TokenRow]:

@@ -74,7 +74,7 @@ def _update_guarded(table: Table, names: Sequence[str]) -> SetStatement:
     return SetStatement(f"update {table.name}", _columns(table, names), build, exact=True)
 
 
-def _delete(table: Table, names: Sequence[str], *, exact: bool) -> SetStatement:
+def delete_rows(table: Table, names: Sequence[str], *, exact: bool) -> SetStatement:
     columns = _columns(table, names)
 
     def build(_insert: Any, r: FromClause) -> Any:
@@ -206,13 +206,13 @@ MOVE_LEASES = _update_guarded(
 LEASE_MEMORY = SetStatement(
     "lease memory", (tables.device.c.key, Column("mb", Integer)), _lease_memory, exact=True
 )
-END_PLEDGES = _delete(tables.pledge, ("preemptor", "device"), exact=True)
+END_PLEDGES = delete_rows(tables.pledge, ("preemptor", "device"), exact=True)
 MAKE_PLEDGES = _insert(tables.pledge, known=OnConflict.REPLACE)
 WRITE_OUTCOMES = _insert(tables.outcome, known=OnConflict.REPLACE)
 WRITE_CHECKPOINTS = _insert(tables.checkpoint, known=OnConflict.REPLACE)
 TRIM_CHECKPOINTS = SetStatement("trim checkpoint", (tables.checkpoint.c.task,), _trim_checkpoints)
-DELETE_REQUESTS = _delete(tables.request, ("id",), exact=False)
-FORGET_ESTIMATES = _delete(tables.estimate, ("tenant", "subject", "kind", "what"), exact=False)
+DELETE_REQUESTS = delete_rows(tables.request, ("id",), exact=False)
+FORGET_ESTIMATES = delete_rows(tables.estimate, ("tenant", "subject", "kind", "what"), exact=False)
 WRITE_ESTIMATES = _insert(tables.estimate, known=OnConflict.REPLACE)
 COUNT_FINISHED = _add(tables.finished, "n")
 WRITE_USAGE = _insert(tables.usage, known=OnConflict.REPLACE)

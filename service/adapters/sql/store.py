@@ -18,6 +18,7 @@ from service.adapters.sql.database import READERS, Database, migrate, open_datab
 from service.adapters.sql.group import Change, NewBatch, NewRequest, NewTask, Unit
 from service.adapters.sql.hints import Hints
 from service.adapters.sql.patience import Patience
+from service.adapters.sql.pruning import prune_step
 from service.adapters.sql.recent import Recent
 from service.adapters.sql.rows import token_row
 from service.adapters.sql.session import DatabaseRefused, Session
@@ -25,6 +26,7 @@ from service.adapters.sql.writer import BeginAt, CatchUp, Work, Writer
 from service.core.accounts import HALF_LIFE_SECONDS
 from service.core.events import Event
 from service.core.plan import Decision, Request
+from service.core.retention import Cutoffs
 from service.core.tenure import LeaderRow
 from service.core.units import Instant, Position, Seconds, TaskId, Term
 from service.ports import (
@@ -213,6 +215,15 @@ class SqlStore:
 
     async def head(self) -> Position:
         return await self._read(reads.head)
+
+    async def oldest(self) -> Position:
+        return await self._read(reads.oldest)
+
+    async def prune(self, term: Term, cutoffs: Cutoffs) -> bool:
+        tasks = await self._write_alone(lambda session: prune_step(session, term, cutoffs))
+        for task in tasks or ():
+            self._recent.forget(task)
+        return tasks is not None
 
     async def record(self, task: TaskId) -> TaskRecord | None:
         return self._recent.record(task) or await self._read(reads.record, task)

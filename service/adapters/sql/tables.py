@@ -83,6 +83,7 @@ Index("ix_task_tenant_idem_key", task.c.tenant, task.c.idem_key, unique=True, **
 Index("ix_task_tenant_id", task.c.tenant, task.c.id)
 Index("ix_task_unfinished", task.c.tenant, task.c.id, **where("finished = 0", "NOT finished"))
 Index("ix_task_finished", task.c.tenant, task.c.state, task.c.id, **where("finished = 1", "finished"))
+Index("ix_task_finished_at", task.c.finished_at, **where("finished = 1", "finished"))
 Index("ix_task_dependent", task.c.tenant, task.c.id, **where("after <> '[]'"))
 Index("ix_task_external", task.c.tenant, task.c.id, **where("external IS NOT NULL"))
 

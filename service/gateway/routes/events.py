@@ -11,6 +11,7 @@ from service.gateway.direct import Call, DirectRoute, answer, needs, problems
 from service.gateway.identity import Identity, Scope
 from service.gateway.lookup import find
 from service.gateway.overview import sees
+from service.gateway.problems import Problem
 from service.gateway.queries import EventQuery
 from service.gateway.translate import event_view
 from service.gateway.views import EventPage
@@ -23,14 +24,14 @@ router = APIRouter(route_class=DirectRoute, tags=["events"])
     operation_id="tasks_events",
     dependencies=[needs(Scope.TASKS_READ)],
     response_model=EventPage,
-    responses=problems("unauthenticated", "forbidden", "not-found", "validation-failed"),
+    responses=problems("unauthenticated", "forbidden", "not-found", "events-gone", "validation-failed"),
 )
 async def list_task_events(call: Call, task_id: str, query: Annotated[EventQuery, Query()]) -> Response:
     """Read what happened to a task, oldest first: its states, its leases, the pledges made for it."""
     record = await find(call, task_id)
     limit = min(query.limit, call.parts.limits.page_items)
     events = await call.parts.store.events(Position(query.after), limit, record.task.id)
-    return answer(await _page(call, events, events, query.after))
+    return answer(await _page(call, events, events, query.after, await _oldest(call, query.after)))
 
 
 @router.get(
@@ -38,7 +39,7 @@ async def list_task_events(call: Call, task_id: str, query: Annotated[EventQuery
     operation_id="events_list",
     dependencies=[needs(Scope.TASKS_READ)],
     response_model=EventPage,
-    responses=problems("unauthenticated", "forbidden", "validation-failed"),
+    responses=problems("unauthenticated", "forbidden", "events-gone", "validation-failed"),
 )
 async def list_events(call: Call, query: Annotated[EventQuery, Query()]) -> Response:
     """Read the log, oldest first: your tenant's events, and with `cluster:read` those of nodes and devices.
@@ -48,7 +49,7 @@ async def list_events(call: Call, query: Annotated[EventQuery, Query()]) -> Resp
     limit = min(query.limit, call.parts.limits.page_items)
     events = await call.parts.store.events(Position(query.after), limit)
     visible = [event for event in events if _sees(call.identity, event)]
-    return answer(await _page(call, events, visible, query.after))
+    return answer(await _page(call, events, visible, query.after, await _oldest(call, query.after)))
 
 
 def _sees(identity: Identity, event: Event) -> bool:
@@ -58,11 +59,29 @@ def _sees(identity: Identity, event: Event) -> bool:
     return is_of_cluster and identity.may(Scope.CLUSTER_READ)
 
 
-async def _page(call: Call, read: Sequence[Event], shown: Sequence[Event], after: int) -> EventPage:
+async def _oldest(call: Call, after: int) -> int:
+    """Of the events that are kept; asked for when a page was read, so that none was taken out meanwhile.
+
+    Raises Problem events-gone for a cursor behind which some are missing; 0 is none, but the beginning.
+    """
+    oldest = await call.parts.store.oldest()
+    if 0 < after < oldest - 1:
+        raise Problem(
+            "events-gone",
+            f"events up to position {oldest - 1} are no longer kept, and some of them came after {after}; "
+            "read the present state (GET /tasks, GET /gpus), then go on without `after`",
+        )
+    return oldest
+
+
+async def _page(
+    call: Call, read: Sequence[Event], shown: Sequence[Event], after: int, oldest: int
+) -> EventPage:
     strangers = await _strangers(call, shown)
     return {
         "items": [event_view(event, strangers) for event in shown],
         "next_after": read[-1].position if read else after,
+        "oldest": oldest,
     }
 
 

@@ -1,4 +1,4 @@
-"""what was answered to batches"""
+"""what was answered to batches, and finding what ended long ago"""
 
 import sqlalchemy as sa
 from alembic import op
@@ -18,7 +18,12 @@ def upgrade() -> None:
         sa.Column("answer", sa.Text(), nullable=False),
         sa.PrimaryKeyConstraint("task", name=op.f("pk_batch")),
     )
+    op.create_index(
+        "ix_task_finished_at", "task", ["finished_at"],
+        sqlite_where=sa.text("finished = 1"), postgresql_where=sa.text("finished"),
+    )  # fmt: skip
 
 
 def downgrade() -> None:
+    op.drop_index("ix_task_finished_at", table_name="task")
     op.drop_table("batch")

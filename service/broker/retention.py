@@ -1,0 +1,44 @@
+"""What is over is taken out by the leader, a little at a time."""
+
+import asyncio
+from collections.abc import Callable
+
+import structlog
+
+from service.core.retention import Retention
+from service.core.units import Seconds, Term
+from service.ports import Clock, StaleTerm, StoreUnavailable, TaskStore
+
+log = structlog.get_logger("gpubroker.retention")
+
+PAUSE_SECONDS = Seconds(0.1)
+"""Between two steps, each of which holds up other writes for some milliseconds."""
+
+
+class Pruner:
+    def __init__(
+        self, store: TaskStore, clock: Clock, retention: Retention, term: Callable[[], Term | None]
+    ) -> None:
+        """`term`: of this process, while it leads."""
+        self._store = store
+        self._clock = clock
+        self._retention = retention
+        self._term = term
+
+    async def keep(self, every_seconds: Seconds = Seconds(60.0)) -> None:
+        """Look again and again, until cancelled."""
+        while True:
+            await asyncio.sleep(every_seconds)
+            try:
+                await self.prune()
+            except StaleTerm:
+                continue  # whoever leads now sees to it
+            except StoreUnavailable as fault:
+                log.warning("what is over stays for now", fault=str(fault))
+
+    async def prune(self) -> None:
+        """All that is over by now. Raises StaleTerm, StoreUnavailable."""
+        while (term := self._term()) is not None:
+            if not await self._store.prune(term, self._retention.cutoffs(self._clock.now())):
+                return
+            await asyncio.sleep(PAUSE_SECONDS)

@@ -1,0 +1,30 @@
+"""For how long what is over stays readable."""
+
+from dataclasses import dataclass
+
+from service.core.units import Instant, Seconds
+
+
+@dataclass(frozen=True, slots=True)
+class Cutoffs:
+    """What ended, was submitted with a key or was noted before these instants may go."""
+
+    finished: Instant
+    keyed: Instant
+    audited: Instant
+
+
+@dataclass(frozen=True, slots=True)
+class Retention:
+    finished_seconds: Seconds
+    """From a task's end on, with all that belongs to it; and for events, from when they happened."""
+    idempotency_seconds: Seconds
+    """A task that was submitted with a key stays at least so long, from its submit on."""
+    audit_seconds: Seconds
+
+    def cutoffs(self, now: Instant) -> Cutoffs:
+        return Cutoffs(
+            finished=Instant(now - self.finished_seconds),
+            keyed=Instant(now - self.idempotency_seconds),
+            audited=Instant(now - self.audit_seconds),
+        )

@@ -1,0 +1,48 @@
+"""The leader takes out what is over, and nobody else does."""
+
+from service.adapters.memory.store import MemoryStore
+from service.broker.retention import Pruner
+from service.core.plan import Decision, write_move
+from service.core.retention import Retention
+from service.core.task import Move
+from service.core.units import Instant, Seconds, TaskId, Term
+from tests.builders import NOW, a_task
+from tests.contracts.scenes import a_submission, next_term
+
+RETENTION = Retention(Seconds(100.0), Seconds(10.0), Seconds(1000.0))
+
+
+class Standing:
+    def __init__(self, at: Instant) -> None:
+        self.at = at
+
+    def now(self) -> Instant:
+        return self.at
+
+
+async def with_an_end() -> tuple[MemoryStore, Term]:
+    """A task that ended at NOW."""
+    store = MemoryStore(now=lambda: NOW)
+    term = await next_term(store)
+    task = a_task("t1")
+    await store.submit(a_submission(task))
+    over = write_move(task, Move.CANCELLED, finished_at=NOW)
+    await store.commit(term, [Decision(task.id, "cancelled", tasks=(over,))])
+    return store, term
+
+
+async def test_what_ended_long_enough_ago_is_taken_out() -> None:
+    store, term = await with_an_end()
+    clock = Standing(Instant(NOW + 99))
+    pruner = Pruner(store, clock, RETENTION, lambda: term)
+    await pruner.prune()
+    assert await store.record(TaskId("t1")) is not None
+    clock.at = Instant(NOW + 101)
+    await pruner.prune()
+    assert await store.record(TaskId("t1")) is None
+
+
+async def test_who_does_not_lead_takes_nothing_out() -> None:
+    store, _ = await with_an_end()
+    await Pruner(store, Standing(Instant(NOW + 101)), RETENTION, lambda: None).prune()
+    assert await store.record(TaskId("t1")) is not None
