@@ -13,25 +13,46 @@ DatabaseUrl = Annotated[
     str | None, typer.Option("--database-url", help="sqlite:///path or postgresql://user@host/name.")
 ]
 
+Host = Annotated[str | None, typer.Option(help="Address to listen on.")]
+Port = Annotated[int | None, typer.Option(help="Port to listen on; 0 takes a free one.")]
+LogLevel = Annotated[str | None, typer.Option(help="DEBUG, INFO, WARNING or ERROR.")]
+
 
 def serve(
     config: Config = None,
     data_dir: DataDir = None,
     database_url: DatabaseUrl = None,
-    host: Annotated[str | None, typer.Option(help="Address to listen on.")] = None,
-    port: Annotated[int | None, typer.Option(help="Port to listen on; 0 takes a free one.")] = None,
-    log_level: Annotated[str | None, typer.Option(help="DEBUG, INFO, WARNING or ERROR.")] = None,
+    host: Host = None,
+    port: Port = None,
+    log_level: LogLevel = None,
 ) -> None:
     """Start the service in the foreground: HTTP, leader and a local Ray."""
-    from service.bootstrap import StartRefused, run_service
+    flags = {"data_dir": data_dir, "database_url": database_url, "host": host, "port": port}
+    _run(_settings(config, **flags, log_level=log_level), speaks=True, leads=True)
 
-    settings = _settings(
-        config, data_dir=data_dir, database_url=database_url, host=host, port=port, log_level=log_level
-    )
-    try:
-        raise typer.Exit(run_service(settings))
-    except StartRefused as refused:
-        raise _refused(str(refused)) from None
+
+def gateway(
+    config: Config = None,
+    data_dir: DataDir = None,
+    database_url: DatabaseUrl = None,
+    host: Host = None,
+    port: Port = None,
+    log_level: LogLevel = None,
+) -> None:
+    """Start one of the processes that speak HTTP, on PostgreSQL; a broker carries out what they take in."""
+    flags = {"data_dir": data_dir, "database_url": database_url, "host": host, "port": port}
+    _run(_settings(config, **flags, log_level=log_level), speaks=True, leads=False)
+
+
+def broker(
+    config: Config = None,
+    data_dir: DataDir = None,
+    database_url: DatabaseUrl = None,
+    log_level: LogLevel = None,
+) -> None:
+    """Start one of the processes that decide and run tasks, on PostgreSQL; one of them leads."""
+    flags = {"data_dir": data_dir, "database_url": database_url}
+    _run(_settings(config, **flags, log_level=log_level), speaks=False, leads=True)
 
 
 def down(config: Config = None, data_dir: DataDir = None) -> None:
@@ -91,9 +112,18 @@ def openapi() -> None:
     typer.echo(openapi_yaml(), nl=False)
 
 
+def _run(settings: Settings, *, speaks: bool, leads: bool) -> None:
+    from service.bootstrap import StartRefused, run_service
+
+    try:
+        raise typer.Exit(run_service(settings, speaks=speaks, leads=leads))
+    except StartRefused as refused:
+        raise _refused(str(refused)) from None
+
+
 def commands(app: typer.Typer) -> None:
     """Add the server's commands to a command line. Entry point of group `gpubroker.commands`."""
-    for command in (serve, down, migrate, migrate_data, openapi):
+    for command in (serve, gateway, broker, down, migrate, migrate_data, openapi):
         app.command()(command)
 
 

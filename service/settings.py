@@ -72,6 +72,12 @@ class Settings(BaseSettings):
     """Database, blobs, tokens and state files; created with mode 0700."""
     database_url: str = ""
     """`sqlite:///path` or `postgresql://user@host/name`; empty: gpubroker.db in the data directory."""
+    database_notify: bool = True
+    """Processes on one PostgreSQL wake each other with NOTIFY. Off, for a pooler that pools by transaction:
+    they find out by asking, and keep nothing in a session."""
+    blob_dir: Path | None = None
+    """Large arguments, results and checkpoints; empty: `blobs` in the data directory. Processes on one
+    database share it."""
     host: str = "127.0.0.1"
     port: Annotated[int, Field(ge=0, le=65535)] = 8470
     """0 takes a free port."""
@@ -111,10 +117,10 @@ class Settings(BaseSettings):
     model_types: dict[str, ModelTypeSettings] = {}
     """Defaults by `model_type`; they win over `defaults`."""
 
-    @field_validator("data_dir")
+    @field_validator("data_dir", "blob_dir")
     @classmethod
-    def _home_is_expanded(cls, path: Path) -> Path:
-        return path.expanduser()
+    def _home_is_expanded(cls, path: Path | None) -> Path | None:
+        return None if path is None else path.expanduser()
 
     @field_validator("entrypoints")
     @classmethod
@@ -157,6 +163,10 @@ class Settings(BaseSettings):
                     "it in policy.custom_limits"
                 )
         return self
+
+    @property
+    def objects(self) -> Path:
+        return self.blob_dir or self.data_dir / "blobs"
 
     @property
     def database(self) -> str:

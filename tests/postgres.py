@@ -60,9 +60,10 @@ def reset(url: str) -> None:
     with psycopg.connect(url) as connection:
         connection.execute(sql.SQL(others + "pid <> pg_backend_pid()"))
         for table in metadata.sorted_tables:
-            if table.name not in ("log_head", "leadership"):
+            if table.name not in ("log_head", "leadership", "installation"):
                 connection.execute(sql.SQL("DELETE FROM {}").format(sql.Identifier(table.name)))
         connection.execute("UPDATE log_head SET position = 0")
+        connection.execute("UPDATE installation SET blobs = NULL, token_changes = 0")
         connection.execute("UPDATE leadership SET term = 0, holder = '', taken_at = 0, lease_until = 0")
 
 

@@ -3,6 +3,7 @@
 import asyncio
 import socket
 from collections.abc import Callable
+from contextlib import nullcontext
 
 import uvloop
 
@@ -11,10 +12,13 @@ from service.adapters.sql.session import DatabaseRefused
 from service.adapters.sql.store import migrate, open_store
 from service.bootstrap.down import StillRunning, stop_everything
 from service.bootstrap.last_moment import LastMoment
+from service.bootstrap.objects import open_blobs
 from service.bootstrap.premises import (
     StartRefused,
+    check_shared,
     check_task_surroundings,
     listening_socket,
+    noted_as_broker,
     prepare_data_dir,
 )
 from service.bootstrap.process import Process
@@ -36,30 +40,39 @@ __all__ = [
 ]
 
 
-def run_service(settings: Settings) -> int:
-    """Run in the foreground until SIGTERM, SIGINT or a shutdown request; the exit code."""
+def run_service(settings: Settings, *, speaks: bool = True, leads: bool = True) -> int:
+    """Run in the foreground until SIGTERM, SIGINT or a shutdown request; the exit code.
+
+    `speaks`: as a gateway; `leads`: as a broker. Only on PostgreSQL may one process be without the other.
+    """
     configure_logs(settings.log_level, settings.log_format)
-    check_task_surroundings(settings)
+    if not (speaks and leads):
+        check_shared(settings)
+    if leads:
+        check_task_surroundings(settings)
     prepare_data_dir(settings.data_dir)
     with (
-        listening_socket(settings.host, settings.port) as listener,
+        listening_socket(settings.host, settings.port) if speaks else nullcontext() as listener,
+        nullcontext() if speaks else noted_as_broker(settings.data_dir),
         asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner,
     ):
-        return runner.run(_serve(settings, listener))
+        return runner.run(_run(settings, listener, leads=leads))
 
 
-async def _serve(settings: Settings, listener: socket.socket) -> int:
+async def _run(settings: Settings, listener: socket.socket | None, *, leads: bool) -> int:
     try:
         store = await open_store(
             settings.database,
-            alone=True,
+            pooled=not settings.database_notify,
             usage_half_life_seconds=Seconds(settings.policy.usage_half_life_seconds),
         )
     except DatabaseRefused as refused:
         raise StartRefused(str(refused)) from None
     last_moment = LastMoment(settings.drain_seconds)
     try:
-        return await Process(settings, listener, store, last_moment.begin).run()
+        blobs = await open_blobs(settings, store)
+        process = Process(settings, store, blobs, listener=listener, leads=leads, on_stop=last_moment.begin)
+        return await process.run()
     except StoreUnavailable as fault:
         raise StartRefused(f"{fault}; start the database, or correct --database-url") from None
     finally:

@@ -13,11 +13,12 @@ from service.bootstrap.compose import (
     retention_of,
     tenure_rules_of,
 )
-from service.bootstrap.picture import Job, Picture
+from service.bootstrap.picture import Job, Picture, word_seconds
 from service.broker.dispatch import Dispatcher
 from service.broker.leadership import Candidate
 from service.broker.loop import Leader
 from service.broker.observe import Observer
+from service.broker.publish import Publisher
 from service.broker.retention import Pruner
 from service.core.backfill import Forecast
 from service.core.events import Event
@@ -48,14 +49,20 @@ class BrokerRole:
             catch_up=picture.catch_up,
         )
         self._pruner = Pruner(store, picture.clock, retention_of(settings), self.term)
+        self._publisher = Publisher(
+            name, picture.world, picture.progress, self.executor.status, self.paused, store, picture.clock
+        )
         picture.listen(self._on_events)
 
     def jobs(self) -> list[Job]:
-        return [
+        jobs = [
             ("leader", self.candidate.run()),
             ("retention", self._pruner.keep()),
             ("objects", self._blobs.keep_clean(self._store.referenced)),
         ]
+        if self._store.is_shared:
+            jobs.append(("publisher", self._publisher.keep(self.term, word_seconds(self._policy))))
+        return jobs
 
     def term(self) -> Term | None:
         """None while it does not lead."""

@@ -2,14 +2,18 @@
 
 import asyncio
 import json
+import os
+import signal
 import socket
 import time
+from contextlib import suppress
 from pathlib import Path
 from urllib.parse import urlsplit
 
 from gpubroker import Broker, BrokerError, Unreachable
 
 from service.adapters.ray.head import read_state, stop_head
+from service.bootstrap.premises import brokers_of
 from service.settings import Settings
 
 ANSWER_SECONDS = 30.0
@@ -26,7 +30,7 @@ def stop_everything(settings: Settings) -> list[str]:
     Runs die with their Ray: it is only stopped once no service is there that counts on it.
     Raises StillRunning.
     """
-    said = [_stop_service(settings.data_dir / "client.json")]
+    said = [_stop_service(settings.data_dir / "client.json"), *_stop_brokers(settings.data_dir)]
     head = read_state(settings.data_dir)
     if head is not None:
         asyncio.run(stop_head(settings.data_dir))
@@ -58,6 +62,23 @@ def _stop_service(client_file: Path) -> str:
         ) from None
     _wait_until_closed(url)
     return f"service on {url} stopped"
+
+
+def _stop_brokers(data_dir: Path) -> list[str]:
+    """Those that speak no HTTP."""
+    said: list[str] = []
+    for broker in brokers_of(data_dir):
+        with suppress(ProcessLookupError):
+            os.kill(broker, signal.SIGTERM)
+        deadline = time.monotonic() + CLOSE_SECONDS
+        while broker in brokers_of(data_dir):
+            if time.monotonic() > deadline:
+                raise StillRunning(
+                    f"broker (process {broker}) still runs {CLOSE_SECONDS:.0f} s after SIGTERM"
+                )
+            time.sleep(0.05)
+        said.append(f"broker (process {broker}) stopped")
+    return said
 
 
 def _wait_until_closed(url: str) -> None:

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import os
 import socket
 from collections.abc import Callable
 
@@ -11,8 +12,10 @@ from service.adapters.blobs.directory import DirectoryBlobs
 from service.adapters.sql.store import SqlStore
 from service.bootstrap.broker_role import BrokerRole
 from service.bootstrap.compose import defaults_of, kinds_of, limits_of, policy_of
+from service.bootstrap.lead import Lead
 from service.bootstrap.picture import Job, Picture
 from service.bootstrap.premises import own_host, write_private
+from service.core.tenure import Standing
 from service.gateway.app import create_app
 from service.gateway.identity import EVERY_SCOPE, Tokens, new_token
 from service.gateway.parts import GatewayParts
@@ -28,7 +31,8 @@ class GatewayRole:
         store: SqlStore,
         picture: Picture,
         blobs: DirectoryBlobs,
-        broker: BrokerRole,
+        lead: Lead,
+        broker: BrokerRole | None,
         listener: socket.socket,
         shut_down: Callable[[bool], None],
     ) -> None:
@@ -52,13 +56,15 @@ class GatewayRole:
             allowed_entrypoints=tuple(settings.entrypoints),
             allowed_hosts=(*settings.allowed_hosts, self._host),
             progress=picture.progress,
-            executor_status=broker.executor.status,
+            executor_status=lead.executor_status,
             age_seconds=picture.age_seconds,
             shutdown=shut_down,
-            term=broker.term,
-            standing=broker.candidate.standing,
-            paused=broker.paused,
-            forecasts=broker.forecasts,
+            has_executor=broker is not None,
+            term=(lambda: None) if broker is None else broker.term,
+            standing=Standing if broker is None else broker.candidate.standing,
+            paused=lead.paused,
+            leader=lead.leader,
+            forecasts=lead.forecasts,
             waiters=self._waiters,
         )
         config = uvicorn.Config(
@@ -67,13 +73,15 @@ class GatewayRole:
         )  # fmt: skip
         self._server = QuietServer(config)
         picture.listen(self._waiters.on_events)
+        if broker is None:
+            picture.on_anew = self._waiters.wake_all
 
     async def begin(self) -> None:
         await self._tokens.load()
         await self._write_client_file()
 
     def jobs(self) -> list[Job]:
-        return [("tokens", self._tokens.keep_fresh())]
+        return [("tokens", self._tokens.keep_fresh(self._store.tokens_changed))]
 
     async def serve(self) -> None:
         """Until `stop`."""
@@ -104,12 +112,16 @@ class GatewayRole:
         known = json.loads(path.read_text()) if path.exists() else {}
         secret = known.get("token", "")
         if self._tokens.identify(secret) is None:
-            now = self._picture.clock.now()
-            name = f"admin-{int(now)}" if await self._store.tokens() else "admin"
-            secret, row = new_token(name, tenant="default", scopes=[EVERY_SCOPE], max_priority=100, now=now)
-            await self._store.put_token(row, by=self._name)
+            names = "admin", f"admin-{int(self._picture.clock.now())}-{os.getpid()}"
+            secret = await self._new_admin(names[0]) or await self._new_admin(names[1]) or ""
             await self._tokens.load()
         write_private(path, json.dumps({"url": self.url, "token": secret}))
+
+    async def _new_admin(self, name: str) -> str | None:
+        """None if there is one of this name, perhaps of a gateway that began at the same moment."""
+        now = self._picture.clock.now()
+        secret, row = new_token(name, tenant="default", scopes=[EVERY_SCOPE], max_priority=100, now=now)
+        return secret if await self._store.put_token(row, by=self._name) else None
 
 
 class QuietServer(uvicorn.Server):

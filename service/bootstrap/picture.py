@@ -12,6 +12,7 @@ from service.adapters.sql.clock import DatabaseClock
 from service.adapters.sql.store import SqlStore
 from service.bootstrap.compose import fill, fill_anew
 from service.core.events import Event
+from service.core.policy import Policy
 from service.core.units import Seconds, TaskId
 from service.core.world import World
 from service.ports import EventListener, LogShortened, Progress, StoreUnavailable
@@ -119,3 +120,8 @@ class Picture:
                 await self._hinted.wait()
         except TimeoutError:
             pass
+
+
+def word_seconds(policy: Policy) -> Seconds:
+    """How often a leader tells others what is no event, and they listen: samples must not age on the way."""
+    return Seconds(min(1.0, policy.sample_period_seconds / 2))

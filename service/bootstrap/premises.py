@@ -1,9 +1,11 @@
 """What must hold before anything starts: a data directory that can be written, a port that is free."""
 
 import contextlib
+import fcntl
 import os
 import pwd
 import socket
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
@@ -27,6 +29,15 @@ def prepare_data_dir(data_dir: Path) -> None:
             f"cannot write to the data directory {data_dir}: {error.strerror}; "
             "give it to this user, or name another with --data-dir"
         ) from None
+
+
+def check_shared(settings: Settings) -> None:
+    """Several processes need a database that several can open. Raises StartRefused."""
+    if settings.database.startswith("sqlite"):
+        raise StartRefused(
+            f"{settings.database.removeprefix('sqlite:///')} is a SQLite file, which belongs to one process: "
+            "start `gpubroker serve`, or name a PostgreSQL database with --database-url"
+        )
 
 
 def check_task_surroundings(settings: Settings) -> None:
@@ -66,6 +77,36 @@ def listening_socket(host: str, port: int) -> socket.socket:
 def own_host(bound: str) -> str:
     """How clients on this machine reach what is bound to this address; one that stands for all is no name."""
     return {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(bound, bound)  # noqa: S104  # nothing is bound here
+
+
+@contextlib.contextmanager
+def noted_as_broker(data_dir: Path) -> Iterator[None]:
+    """While it lasts, `gpubroker down` finds this process by its file."""
+    path = data_dir / f"broker-{os.getpid()}.lock"
+    with path.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        try:
+            yield
+        finally:
+            path.unlink(missing_ok=True)
+
+
+def brokers_of(data_dir: Path) -> list[int]:
+    """The processes that are brokers with this data directory."""
+    return [int(path.stem.removeprefix("broker-")) for path in data_dir.glob("broker-*.lock") if _lives(path)]
+
+
+def _lives(path: Path) -> bool:
+    """Whether the process that made the file is there; one that left it behind was killed."""
+    try:
+        with path.open("r+") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            path.unlink()
+    except FileNotFoundError:
+        return False
+    except BlockingIOError:
+        return True
+    return False
 
 
 def _port_owner(port: int) -> str:

@@ -15,7 +15,9 @@ import structlog
 from service.adapters.blobs.directory import DirectoryBlobs
 from service.adapters.sql.store import SqlStore
 from service.bootstrap.broker_role import BrokerRole
+from service.bootstrap.compose import policy_of
 from service.bootstrap.gateway_role import GatewayRole
+from service.bootstrap.lead import Lead
 from service.bootstrap.picture import Picture
 from service.bootstrap.words import farewell, greeting
 from service.core.units import Seconds
@@ -30,18 +32,24 @@ WIND_UP_SECONDS = 1.0
 CLOSE_SECONDS = 1.0
 """Of the time to end in, what is kept for the end itself."""
 
+Part = BrokerRole | Picture | Lead | GatewayRole
+
 
 class Process:
-    """Gateway and broker at once, around one World."""
+    """Gateway, broker, or both at once around one World."""
 
     def __init__(
         self,
         settings: Settings,
-        listener: socket.socket,
         store: SqlStore,
+        blobs: DirectoryBlobs,
+        *,
+        listener: socket.socket | None,
+        leads: bool,
         on_stop: Callable[[], None] = lambda: None,
     ) -> None:
-        """`on_stop`: called when it is asked to stop, and to leave the cluster as it is."""
+        """A gateway if it has a listener; a broker, which may lead, if it `leads`. `on_stop`: called when it
+        is asked to stop, and to leave the cluster as it is."""
         name = f"{socket.gethostname()}:{os.getpid()}"
         self._settings = settings
         self._on_stop = on_stop
@@ -49,15 +57,16 @@ class Process:
         self._stop_cluster = False
         self._fault: BaseException | None = None
         """Why this process must not go on."""
-        most_bytes = max(
-            settings.limits.body_bytes, settings.limits.result_bytes, settings.limits.checkpoint_bytes
-        )
-        blobs = DirectoryBlobs(settings.data_dir / "blobs", max_bytes=most_bytes)
         half_life_seconds = Seconds(settings.policy.usage_half_life_seconds)
-        self._picture = Picture(store, half_life_seconds, self._fail)
-        self._broker = BrokerRole(name, settings, store, self._picture, blobs)
-        self._gateway = GatewayRole(
-            name, settings, store, self._picture, blobs, self._broker, listener, self._shut_down
+        self._picture = picture = Picture(store, half_life_seconds, self._fail)
+        self._broker = broker = BrokerRole(name, settings, store, picture, blobs) if leads else None
+        self._lead = Lead(store, picture, policy_of(settings), name, broker)
+        self._gateway = (
+            None
+            if listener is None
+            else GatewayRole(
+                name, settings, store, picture, blobs, self._lead, broker, listener, self._shut_down
+            )
         )
 
     async def run(self) -> int:
@@ -69,37 +78,51 @@ class Process:
         """
         make_full_collections_rare()
         await self._picture.begin()
-        await self._gateway.begin()
+        serving: list[asyncio.Task[None]] = []
+        if self._gateway is not None:
+            await self._gateway.begin()
+            serving.append(self._begin("http", self._gateway.serve()))
         self._stop_on_signals()
-        serving = self._begin("http", self._gateway.serve())
-        leading = [self._begin(name, job) for name, job in self._broker.jobs()]
-        jobs = [
-            self._begin(name, job) for part in (self._picture, self._gateway) for name, job in part.jobs()
-        ]
-        self._say(*greeting(self._settings, self._gateway.url))
+        leading = self._begin_all(self._broker)
+        jobs = self._begin_all(self._picture, self._lead, self._gateway)
+        self._say(*greeting(self._settings, None if self._gateway is None else self._gateway.url))
         await self._stop.wait()
         await self._drain(serving, leading)
         await _end(jobs)
-        await self._broker.close(stop_cluster=self._stop_cluster)
-        self._say(farewell(self._settings, len(self._picture.world.active), self._stop_cluster))
+        if self._broker is not None:
+            await self._broker.close(stop_cluster=self._stop_cluster)
+        self._say(self._farewell())
         return 0 if self._fault is None else 1
 
-    async def _drain(self, serving: asyncio.Task[None], leading: Sequence[asyncio.Task[None]]) -> None:
+    async def _drain(
+        self, serving: Sequence[asyncio.Task[None]], leading: Sequence[asyncio.Task[None]]
+    ) -> None:
         """Bring to its end what is under way. First the lead, so that who waits for that need not wait until
         the last request is answered."""
         loop = asyncio.get_running_loop()
         began = loop.time()
-        self._gateway.drain()
         is_well = self._fault is None
-        if is_well:
+        if self._gateway is not None:
+            self._gateway.drain()
+        if is_well and self._broker is not None:
             with suppress(TimeoutError):
                 async with asyncio.timeout(WIND_UP_SECONDS):
                     await self._broker.wind_up()
         await _end(leading)
+        if self._gateway is None:
+            return
         if is_well:
             await asyncio.sleep(max(0.0, began + self._settings.drain_notice_seconds - loop.time()))
         self._gateway.stop(began + self._settings.drain_seconds - CLOSE_SECONDS - loop.time())
-        await asyncio.wait([serving])
+        await asyncio.wait(serving)
+
+    def _farewell(self) -> str:
+        if self._broker is None:
+            return "gpubroker stopped"
+        return farewell(self._settings, len(self._picture.world.active), self._stop_cluster)
+
+    def _begin_all(self, *parts: Part | None) -> list[asyncio.Task[None]]:
+        return [self._begin(name, job) for part in parts if part is not None for name, job in part.jobs()]
 
     def _begin(self, name: str, part: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.create_task(part, name=name)
@@ -136,7 +159,8 @@ class Process:
 async def _end(jobs: Sequence[asyncio.Task[None]]) -> None:
     for job in jobs:
         job.cancel()
-    await asyncio.wait(jobs)
+    if jobs:
+        await asyncio.wait(jobs)
 
 
 def make_full_collections_rare() -> None:

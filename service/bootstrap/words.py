@@ -5,8 +5,10 @@ import os
 from service.settings import Settings, default_data_dir
 
 
-def greeting(settings: Settings, url: str) -> list[str]:
-    """What the person who started the service reads first."""
+def greeting(settings: Settings, url: str | None) -> list[str]:
+    """What the person who started the service reads first. `url`: of a gateway."""
+    if url is None:
+        return ["gpubroker broker is up; it speaks to its database and to Ray alone"]
     lines = [
         f"gpubroker listens on {url}",
         f"  address and token for this machine: {settings.data_dir / 'client.json'}",

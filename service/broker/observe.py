@@ -42,6 +42,13 @@ _UNSTORABLE = Failure(
 )
 
 
+def forget_ended(progress: dict[TaskId, Progress], events: Iterable[Event]) -> None:
+    """Forget what a run said of itself when it is over."""
+    for event in events:
+        if event.kind in _ENDS_OF_A_RUN:
+            progress.pop(TaskId(event.key), None)
+
+
 def next_batch(heard: Iterable[Report]) -> list[Report]:
     """The reports up to the next NodeSeen, or that one alone.
 
@@ -203,10 +210,7 @@ class Observer:
             self._progress[report.task] = Progress(report.at, report.fraction, report.message)
 
     def on_events(self, events: Iterable[Event]) -> None:
-        """Forget what a run said of itself when it is over."""
-        for event in events:
-            if event.kind in _ENDS_OF_A_RUN:
-                self._progress.pop(TaskId(event.key), None)
+        forget_ended(self._progress, events)
 
     async def _with_blobs(self, decision: Decision, reports: Sequence[Report]) -> Decision:
         """Bytes first, row after: a committed row never names an object that is not on disk.

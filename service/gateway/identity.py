@@ -2,6 +2,7 @@
 
 import asyncio
 import base64
+import contextlib
 import hashlib
 import secrets
 from collections.abc import Sequence
@@ -99,10 +100,14 @@ class Tokens:
             for row in rows
         }
 
-    async def keep_fresh(self) -> None:
-        """Follow the changes that other processes make, until cancelled."""
+    async def keep_fresh(self, changed: asyncio.Event) -> None:
+        """Follow the changes that other processes make, until cancelled: when they are told, and else often
+        enough."""
         while True:
-            await asyncio.sleep(self._refresh_seconds)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(self._refresh_seconds):
+                    await changed.wait()
+            changed.clear()
             try:
                 await self.load()
             except StoreUnavailable as fault:

@@ -26,10 +26,12 @@ from service.gateway.views import (
     GpuTotals,
     GpuView,
     HolderView,
+    LeaderView,
     NodeView,
     PledgeView,
     TaskCounts,
 )
+from service.last_values import LeaderSeen
 
 
 def as_of(parts: GatewayParts) -> AsOf:
@@ -177,6 +179,13 @@ def task_counts(world: World) -> TaskCounts:
         "failed": ended[TaskState.FAILED],
         "cancelled": ended[TaskState.CANCELLED],
         "expired": ended[TaskState.EXPIRED],
+    }
+
+
+def leader_view(leader: LeaderSeen | None) -> LeaderView:
+    return {
+        "term": None if leader is None else leader.term,
+        "holder": None if leader is None else leader.holder,
     }
 
 

@@ -22,6 +22,7 @@ from service.gateway.ids import Ids
 from service.gateway.pending import PendingReasons
 from service.gateway.turns import Turns
 from service.gateway.waiters import Waiters
+from service.last_values import LeaderSeen
 from service.ports import BlobStore, Clock, Progress, TaskStore
 
 PYTHON_MINOR = f"{sys.version_info.major}.{sys.version_info.minor}"
@@ -96,7 +97,11 @@ class GatewayParts:
     standing: Callable[[], Standing] = Standing
     """How this process stands to the lead."""
     paused: Callable[[], Paused | None] = lambda: None
-    """Which silent nodes the leader in this process does not give up."""
+    """Which silent nodes the leader does not give up."""
+    leader: Callable[[], LeaderSeen | None] = lambda: None
+    """Whoever leads, here or elsewhere; None if nobody is known to."""
+    has_executor: bool = True
+    """Work is carried out from this process, so it is not ready without its executor."""
     forecasts: Callable[[], Sequence[Forecast]] = tuple
     """Those that hold now."""
     waiters: Waiters = field(default_factory=Waiters)

@@ -320,7 +320,10 @@ class ExecutorView(TypedDict):
 
 
 class LeaderView(TypedDict):
-    term: Annotated[int | None, Field(description="Null if this process does not lead.")]
+    """Whoever leads, in this process or in another one."""
+
+    term: Annotated[int | None, Field(description="Null if nobody is known to lead.")]
+    holder: Annotated[str | None, Field(description="host:process; null if nobody is known to lead.")]
 
 
 class ForecastsView(TypedDict):

@@ -8,7 +8,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.bootstrap.refusals import WAITING, refusal
+from tests.bootstrap.refusals import WAITING
 from tests.e2e.service_process import ServiceProcess, until
 from tests.postgres import OwnServer, a_server_of_its_own
 
@@ -73,14 +73,18 @@ def test_the_service_outlives_its_database_server_and_loses_nothing(
     assert "Traceback" not in service.log()
 
 
-def test_a_second_serve_on_one_database_is_refused_and_the_first_leads_on(
+def test_a_second_serve_on_one_database_stands_by_and_takes_over(
     tmp_path: Path, service: ServiceProcess, server: OwnServer
 ) -> None:
-    said = refusal(ServiceProcess(tmp_path / "other", database_url=server.url, **WAITING))
-    assert f"is served by gpubroker, process {service.pid} on " in said
-    assert "--database-url" in said
-    task = service.broker.submit("tests.e2e.work:add", cpu=0.5)
-    assert service.broker.wait(task.id, timeout_seconds=30).state == "succeeded"
+    objects = str(service.data_dir / "blobs")
+    with ServiceProcess(tmp_path / "other", database_url=server.url, blob_dir=objects, **WAITING) as other:
+        assert other.broker.stats().leader["holder"].endswith(f":{service.pid}")
+        task = other.broker.submit("tests.e2e.work:add", cpu=0.5)
+        assert service.broker.wait(task.id, timeout_seconds=30).state == "succeeded"
+        assert service.terminate() == 0
+        until(lambda: str(other.broker.stats().leader["holder"]).endswith(f":{other.pid}"), "the other leads")
+        task = other.broker.submit("tests.e2e.work:add", cpu=0.5)
+        assert other.broker.wait(task.id, timeout_seconds=30).state == "succeeded"
 
 
 def test_a_killed_service_does_not_keep_its_database_from_the_next_one(service: ServiceProcess) -> None:

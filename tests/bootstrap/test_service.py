@@ -10,6 +10,7 @@ from gpubroker import BrokerError
 from structlog.testing import capture_logs
 
 from service.adapters.sql.store import open_store
+from service.bootstrap.objects import open_blobs
 from service.bootstrap.process import Process
 from service.settings import load_settings
 from tests.bootstrap.refusals import WAITING
@@ -21,7 +22,9 @@ async def test_a_service_that_cannot_listen_ends_and_leaves_nothing_running(tmp_
     store = await open_store(settings.database)
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as no_listener, capture_logs() as logs:
         no_listener.bind(("127.0.0.1", 0))
-        assert await asyncio.wait_for(Process(settings, no_listener, store).run(), 30.0) == 1
+        blobs = await open_blobs(settings, store)
+        process = Process(settings, store, blobs, listener=no_listener, leads=True)
+        assert await asyncio.wait_for(process.run(), 30.0) == 1
     [line] = [line for line in logs if line["log_level"] == "error"]
     assert line["subject"] == "http"
     assert asyncio.all_tasks() == {asyncio.current_task()}

@@ -219,7 +219,7 @@ class Sweep:
     @asynccontextmanager
     async def _opened(self, world: World | None = None) -> AsyncIterator[tuple[Scene, Breaker]]:
         """With a picture from the rows, if it is not given."""
-        known, breaker = database.open_database(self._url, alone=False), Breaker()
+        known, breaker = database.open_database(self._url), Breaker()
         store = SqlStore(_breaking(known, breaker))
         try:
             scene = await Scene.on(store, self._term, world)

@@ -10,7 +10,7 @@ import pytest
 from sqlalchemy.dialects import postgresql, sqlite
 
 from service.adapters.sql import reads, statements
-from service.adapters.sql.postgres import connect_reader, connect_writer
+from service.adapters.sql.connections import connect_reader, connect_writer
 from service.adapters.sql.rowset import SetStatement, postgres_text, sqlite_text
 from service.adapters.sql.sqlite import SqliteFile
 from service.adapters.sql.store import migrate, open_store

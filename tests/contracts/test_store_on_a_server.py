@@ -1,7 +1,6 @@
 """What a store on a server promises: connections may break, other processes write as well, one serves."""
 
 import asyncio
-import os
 import time
 from contextlib import suppress
 from dataclasses import replace
@@ -11,8 +10,7 @@ import psycopg
 import pytest
 
 from service.adapters.sql.postgres import PostgresSession
-from service.adapters.sql.session import CommitUnknown, DatabaseRefused
-from service.adapters.sql.store import open_store
+from service.adapters.sql.session import CommitUnknown
 from service.core.events import Event
 from service.core.plan import write_move
 from service.core.task import Move, TaskState
@@ -193,27 +191,6 @@ async def test_a_token_whose_commit_was_lost_is_put_once_and_is_ours(postgres_ur
         assert wire.was_cut.is_set()
     with psycopg.connect(postgres_url) as connection:
         assert connection.execute("SELECT actor FROM audit").fetchall() == [("alice",)]
-
-
-async def test_one_service_at_a_time_has_a_database_of_a_server(postgres_url: str) -> None:
-    first = await open_store(postgres_url, alone=True)
-    with pytest.raises(DatabaseRefused, match=f"is served by gpubroker, process {os.getpid()} on .*; stop"):
-        await open_store(postgres_url, alone=True)
-    async with opened(postgres_url) as beside_it:
-        await beside_it.submit(a_submission("t1"))
-    await first.close()
-    await (await open_store(postgres_url, alone=True)).close()
-
-
-async def test_a_service_that_lost_its_connection_has_the_database_again(postgres_url: str) -> None:
-    async with a_wire(postgres_url) as (wire, url):
-        first = await open_store(url, alone=True)
-        wire.cut = Cut.BEFORE_COMMIT
-        await first.submit(a_submission("t1"))
-        assert wire.was_cut.is_set()
-        with pytest.raises(DatabaseRefused, match="is served by"):
-            await open_store(postgres_url, alone=True)
-        await first.close()
 
 
 async def test_while_the_database_is_away_callers_are_told_and_later_served(postgres_url: str) -> None:

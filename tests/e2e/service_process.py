@@ -36,6 +36,8 @@ def environment(**changes: str) -> dict[str, str]:
 class ServiceProcess:
     """`gpubroker serve` on a data directory, which outlives it."""
 
+    command = "serve"
+
     def __init__(self, home: Path, env: Mapping[str, str] | None = None, **settings: object) -> None:
         """`env`: variables that it gets besides the tester's."""
         self.data_dir = home
@@ -65,7 +67,7 @@ class ServiceProcess:
         """Start the process, which calls `begin` first, and wait for nothing."""
         with self._log.open("ab") as log:
             return subprocess.Popen(
-                [sys.executable, "-m", "service", "serve", "--config", str(self._config)],
+                [sys.executable, "-m", "service", self.command, "--config", str(self._config)],
                 stdout=log,
                 stderr=log,
                 env=self._env,
@@ -170,3 +172,30 @@ class ServiceProcess:
             return httpx.get(f"{found['url']}/readyz").status_code == 200
         except httpx.TransportError:
             return False
+
+
+class GatewayProcess(ServiceProcess):
+    """`gpubroker gateway`."""
+
+    command = "gateway"
+
+
+class BrokerProcess(ServiceProcess):
+    """`gpubroker broker`: it has no HTTP; `up` is its word that it is there."""
+
+    command = "broker"
+
+    def start(self, begin: Callable[[], None] | None = None) -> "BrokerProcess":
+        before = self.ups()
+        self._process = self.spawn(begin)
+        until(lambda: self._died() or self.ups() > before, "the broker is up", READY_SECONDS)
+        assert not self._died(), self.log()
+        return self
+
+    def ups(self) -> int:
+        return self.log().count("gpubroker broker is up") if self._log.exists() else 0
+
+    def stop(self) -> None:
+        """Its local Ray, if it has one, goes with it."""
+        if self._process is not None and self._process.poll() is None:
+            super().stop()

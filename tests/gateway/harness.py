@@ -32,6 +32,7 @@ from service.core.world import World
 from service.gateway.app import create_app, openapi_document
 from service.gateway.identity import EVERY_SCOPE, Tokens, new_token
 from service.gateway.parts import Defaults, GatewayParts, Limits, ModelType
+from service.last_values import LeaderSeen
 from service.ports import BlobMissing, CommitVerdict, Progress
 from tests.builders import NOW, a_device, a_node, a_sample
 from tests.contracts.scenes import next_term
@@ -127,6 +128,7 @@ class Gateway:
             term=lambda: self.term,
             standing=lambda: Standing(self.term, Seconds(2.0), takeovers=1),
             paused=lambda: self.paused,
+            leader=lambda: LeaderSeen(self.term, "here:1", self.clock.now(), self.executor),
             forecasts=lambda: self.forecasts,
             python="3.11",
             cloudpickle="3.1",

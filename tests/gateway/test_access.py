@@ -207,7 +207,7 @@ async def test_a_bad_token_wish_is_refused(api: Client, pointer: str, fields: di
 async def test_tokens_of_other_processes_are_seen_in_time(gateway: Gateway) -> None:
     tokens = Tokens(gateway.store, gateway.clock, refresh_seconds=0.001)
     secret, row = new_token("late", tenant="t", scopes=["*"], max_priority=1, now=gateway.clock.now())
-    following = asyncio.create_task(tokens.keep_fresh())
+    following = asyncio.create_task(tokens.keep_fresh(asyncio.Event()))
     await gateway.store.put_token(row, by="test")
     await until(lambda: tokens.identify(secret) is not None)
     following.cancel()

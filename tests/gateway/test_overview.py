@@ -105,7 +105,7 @@ async def test_the_totals_count_every_task_once(gateway: Gateway, api: Client) -
     }
     assert (stats["gpu"]["total_mb"], stats["gpu"]["leased_mb"]) == (80 * GIB, 10 * GIB)
     assert stats["executor"] == {"state": "connected", "address": "here", "message": ""}
-    assert stats["leader"] == {"term": 1}
+    assert stats["leader"] == {"term": 1, "holder": "here:1"}
 
 
 async def test_overviews_say_how_old_they_are(gateway: Gateway, api: Client) -> None:

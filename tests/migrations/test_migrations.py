@@ -22,7 +22,7 @@ from service.core.task import TaskState
 from tests.contracts.scenes import a_submission
 
 ROOT = Path(__file__).resolve().parents[2]
-NEWEST = "0003"
+NEWEST = "0004"
 
 
 POSTGRES_FACTS = (

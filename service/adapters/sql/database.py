@@ -11,7 +11,7 @@ from sqlalchemy.engine import ExceptionContext, make_url
 from sqlalchemy.exc import ArgumentError
 from sqlalchemy.pool import NullPool, QueuePool
 
-from service.adapters.sql import postgres
+from service.adapters.sql import connections, postgres
 from service.adapters.sql.relocation import check_served_here
 from service.adapters.sql.schema import bring_to
 from service.adapters.sql.session import DatabaseRefused, Session
@@ -37,9 +37,9 @@ class Database:
     """One more connection, for the leader's row; None where there can be no second one that writes."""
 
 
-def open_database(url: str, *, alone: bool) -> Database:
+def open_database(url: str, *, pooled: bool = False) -> Database:
     """Open and migrate. Raises DatabaseRefused."""
-    return _open_file(path_of(url)) if is_file(url) else _open_server(url, alone=alone)
+    return _open_file(path_of(url)) if is_file(url) else _open_server(url, pooled=pooled)
 
 
 def migrate(url: str, revision: str) -> str:
@@ -48,7 +48,7 @@ def migrate(url: str, revision: str) -> str:
     Raises DatabaseRefused; the database is unchanged.
     """
     if not is_file(url):
-        postgres.check_server(url)
+        connections.check_server(url)
         return bring_to(server_engine(url), revision, "the database")
     file = SqliteFile(path_of(url))
     try:
@@ -105,17 +105,17 @@ def file_engine(file: SqliteFile) -> Engine:
     return engine
 
 
-def _open_server(url: str, *, alone: bool) -> Database:
-    postgres.check_server(url)
-    session = postgres.PostgresSession(url, alone=alone)
+def _open_server(url: str, *, pooled: bool) -> Database:
+    connections.check_server(url)
+    session = postgres.PostgresSession(url, pooled=pooled)
     try:
         bring_to(server_engine(url), "head", "the database")
         with server_engine(url).connect() as connection:
-            check_served_here(connection, postgres.told(url))
+            check_served_here(connection, connections.told(url))
     except BaseException:
         session.close()
         raise
-    readers = _readers("postgresql+psycopg://", partial(postgres.connect_reader, url))
+    readers = _readers("postgresql+psycopg://", partial(connections.connect_reader, url, pooled=pooled))
 
     @event.listens_for(readers, "handle_error")
     def _hear_goodbyes(context: ExceptionContext) -> None:
@@ -123,8 +123,8 @@ def _open_server(url: str, *, alone: bool) -> Database:
             context.is_disconnect = True
 
     snapshot = "BEGIN ISOLATION LEVEL REPEATABLE READ, READ ONLY"
-    listener = partial(postgres.connect_listener, url)
-    term = partial(postgres.term_session, url)
+    listener = None if pooled else partial(connections.connect_listener, url)
+    term = partial(postgres.term_session, url, pooled=pooled)
     return Database(session, readers, snapshot, lambda: None, listener, is_shared=True, connect_term=term)
 
 
@@ -134,5 +134,5 @@ def _readers(dialect: str, connect: Callable[[], Any]) -> Engine:
 
 def server_engine(url: str) -> Engine:
     return create_engine(
-        "postgresql+psycopg://", creator=partial(postgres.connect_migrator, url), poolclass=NullPool
+        "postgresql+psycopg://", creator=partial(connections.connect_migrator, url), poolclass=NullPool
     )

@@ -22,7 +22,7 @@ from sqlalchemy import Connection, Engine, Table, create_engine, func, select, t
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.pool import NullPool
 
-from service.adapters.sql import postgres, tables
+from service.adapters.sql import connections, tables
 from service.adapters.sql.database import file_engine, is_file, path_of, server_engine
 from service.adapters.sql.relocation import Mark, read_mark, set_mark
 from service.adapters.sql.schema import bring_to
@@ -35,7 +35,7 @@ Tell = Callable[[str], None]
 
 _ROWS_AT_ONCE = 200
 _TELL_EVERY = 100_000
-_MADE_BY_MIGRATIONS = {"log_head", "leadership"}
+_MADE_BY_MIGRATIONS = {"log_head", "leadership", "installation"}
 """Their one row is there in a new database as well."""
 _LAST = "SELECT setval(pg_get_serial_sequence(:table, :column), :last)"
 _OTHERS = """
@@ -57,10 +57,10 @@ def move_data(source: str, target: str, tell: Tell) -> None:
     try:
         here, there = file_engine(file), _mover(target)
         bring_to(here, "head", str(path))
-        postgres.check_server(target)
+        connections.check_server(target)
         bring_to(server_engine(target), "head", "the database")
         with _told_in_words():
-            _move(here, there, str(path.resolve()), postgres.told(target), tell)
+            _move(here, there, str(path.resolve()), connections.told(target), tell)
     finally:
         file.close()
 
@@ -174,7 +174,7 @@ def _quoted(connection: Connection, table: Table) -> str:
 
 def _mover(url: str) -> Engine:
     return create_engine(
-        "postgresql+psycopg://", creator=lambda: postgres.connect_mover(url), poolclass=NullPool
+        "postgresql+psycopg://", creator=lambda: connections.connect_mover(url), poolclass=NullPool
     )
 
 

@@ -2,28 +2,26 @@
 
 A connection that answers nothing for two seconds counts as lost, and a transaction of ours that does nothing
 for two seconds is ended by the server: so a leader that hangs does not hold the log's head.
-
-Who serves a database holds an advisory lock in it, which goes with its connection. The lock keeps a second
-service from taking the term of a living one; that two leaders never write is up to the term alone.
 """
 
 import os
 import socket
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
 from typing import Any
 
 import psycopg
 from psycopg import errors
 
 from service.adapters.boot_clock import boot_seconds
+from service.adapters.sql.connections import TERM, WRITER, Wishes, connect_writer, wished
 from service.adapters.sql.rowset import Row, SetStatement, postgres_copy, postgres_rows, postgres_text
 from service.adapters.sql.session import (
     Collided,
     CommitUnknown,
     ConnectionLost,
     ConstraintFailed,
-    DatabaseRefused,
     GuardMissed,
 )
 from service.core.events import Event
@@ -36,41 +34,6 @@ _TAKE_HEAD = (
     "RETURNING position, extract(epoch from clock_timestamp())::float8"
 )
 
-_CONNECTION: Mapping[str, Any] = {
-    "connect_timeout": 2,
-    "tcp_user_timeout": 2000,
-    "keepalives": 1,
-    "keepalives_idle": 1,
-    "keepalives_interval": 1,
-    "keepalives_count": 2,
-    "application_name": "gpubroker",
-}
-_WRITER_ALONE = {"target_session_attrs": "read-write"}
-"""A primary that has become a standby, or was made read-only, is of no use to those who write: of several
-hosts in the URL the next one is asked."""
-_WRITER = """
-SET idle_in_transaction_session_timeout = '2s';
-SET lock_timeout = '5s';
-SET statement_timeout = '10s';
-SET idle_session_timeout = 0;
--- The server notices within seconds when the machine of whoever serves is gone, and lets go of the lock.
-SET tcp_keepalives_idle = 1; SET tcp_keepalives_interval = 1;
-SELECT set_config('synchronous_commit', 'on', false) WHERE current_setting('synchronous_commit') = 'off';
--- Every statement here finds its rows by key. A plan made while a table was small must not scan it later.
-SET enable_seqscan = off; SET enable_hashjoin = off; SET enable_mergejoin = off; SET jit = off;
-"""
-_LISTENER = """
-SET idle_session_timeout = 0;
--- A word has nothing that would have to be on disk.
-SET synchronous_commit = off;
-LISTEN gpubroker;
-"""
-_TERM = "SET lock_timeout = '2s'; SET statement_timeout = '2s';"
-"""Beyond the writer's: an answer that comes later is of no use to a leader."""
-_WRITER_PATIENCE_SECONDS = 11.0
-_TERM_PATIENCE_SECONDS = 2.5
-"""More than their statements may take."""
-_READER = "SET statement_timeout = '30s'; SET default_transaction_read_only = on;"
 _END_HANGING = """
 SELECT pg_terminate_backend(pid) FROM pg_stat_activity
 WHERE datname = current_database() AND usename = current_user AND application_name LIKE 'gpubroker%'
@@ -79,20 +42,11 @@ WHERE datname = current_database() AND usename = current_user AND application_na
 """
 """A process that is stopped between two statements of one pipeline leaves its session `active`, and its locks
 in place: before version 17 no time limit of the server's ends that."""
-_OLDEST = 140000
-
+_WRITER_PATIENCE_SECONDS = 11.0
+_TERM_PATIENCE_SECONDS = 2.5
+"""More than their statements may take."""
 _COPIED_FROM = 256
 """So many rows of one statement are copied, which costs two waits more and per row a fraction."""
-
-_SERVING = 0x67706273
-"""Advisory lock of the one service of a database."""
-_SERVING_PATIENCE = "2s"
-"""One that has just been stopped or killed may still be on its way out."""
-_WHO_SERVES = """
-SELECT a.application_name FROM pg_locks l JOIN pg_stat_activity a USING (pid)
-WHERE l.locktype = 'advisory' AND l.granted AND l.objid = %s AND l.objsubid = 1
-    AND l.database = (SELECT oid FROM pg_database WHERE datname = current_database())
-"""
 
 GOODBYES = (
     errors.AdminShutdown,
@@ -105,124 +59,35 @@ GOODBYES = (
 although it is still open."""
 
 
-def connect_writer(url: str) -> psycopg.Connection[Any]:
-    return _connect(url, _WRITER, **_WRITER_ALONE)
-
-
-def connect_reader(url: str) -> psycopg.Connection[Any]:
-    return _connect(url, _READER)
-
-
-def connect_listener(url: str) -> psycopg.Connection[Any]:
-    return _connect(url, _LISTENER)
-
-
-def connect_migrator(url: str) -> psycopg.Connection[Any]:
-    return psycopg.connect(url, **_CONNECTION)
-
-
-def connect_mover(url: str) -> psycopg.Connection[Any]:
-    """Nobody waits for it: a server that is busy with what it was sent may take its time."""
-    patient = {**_CONNECTION, "tcp_user_timeout": 60_000, "application_name": "gpubroker migrate-data"}
-    return psycopg.connect(url, **patient)
-
-
-def check_server(url: str) -> None:
-    """Raises DatabaseRefused when the server cannot be reached, is too old, or only repeats another."""
-    try:
-        psycopg.conninfo.conninfo_to_dict(url)
-    except psycopg.ProgrammingError:
-        raise DatabaseRefused(
-            "--database-url is no address of PostgreSQL; write postgresql://user@host:port/database"
-        ) from None
-    try:
-        with psycopg.connect(url, autocommit=True, **_CONNECTION) as connection:
-            version = connection.info.server_version
-            standby = connection.execute("SELECT pg_is_in_recovery()").fetchone()
-    except psycopg.Error as error:
-        raise DatabaseRefused(
-            f"cannot use PostgreSQL at {told(url)}: {str(error).strip()}; start it, or correct --database-url"
-        ) from None
-    if version < _OLDEST:
-        raise DatabaseRefused(f"PostgreSQL at {told(url)} is {version // 10000}; 14 is the oldest")
-    if standby == (True,):
-        raise DatabaseRefused(
-            f"PostgreSQL at {told(url)} is a read-only standby; name the primary in --database-url"
-        )
-
-
-def connect_term(url: str) -> psycopg.Connection[Any]:
-    return _connect(url, _WRITER + _TERM, **_WRITER_ALONE)
-
-
-def _connect(url: str, prepare: str, **more: Any) -> psycopg.Connection[Any]:
-    connection: psycopg.Connection[Any] = psycopg.connect(
-        url, autocommit=True, prepare_threshold=0, **_CONNECTION, **more
-    )
-    connection.execute(prepare, prepare=False)
-    return connection
-
-
-def told(url: str) -> str:
-    """For people: without the password."""
-    settings = psycopg.conninfo.conninfo_to_dict(url)
-    return f"{settings.get('host', 'the local socket')}, database {settings.get('dbname', '(default)')}"
-
-
-def term_session(url: str) -> "PostgresSession":
+def term_session(url: str, *, pooled: bool) -> "PostgresSession":
     """For the leader's row alone. Raises StoreUnavailable."""
     try:
-        return PostgresSession(url, connect=connect_term, patience_seconds=_TERM_PATIENCE_SECONDS)
+        return PostgresSession(url, TERM, pooled=pooled, patience_seconds=_TERM_PATIENCE_SECONDS)
     except psycopg.Error as error:
         raise StoreUnavailable(f"the database cannot be reached: {str(error).strip()}") from error
 
 
 class PostgresSession:
-    """The writer's connection to a server.
-
-    With `alone` it keeps other such sessions out of the database. Raises DatabaseRefused if there is one.
-    """
+    """The writer's connection to a server."""
 
     def __init__(
         self,
         url: str,
+        wishes: Wishes = WRITER,
         *,
-        alone: bool = False,
-        connect: Callable[[str], psycopg.Connection[Any]] = connect_writer,
+        pooled: bool = False,
         patience_seconds: float = _WRITER_PATIENCE_SECONDS,
     ) -> None:
         self.patience_seconds = patience_seconds
         self.waits_since: float | None = None
-        self._url = url
-        self._alone = alone
-        self._connect = connect
-        self._connection = connect(url)
-        if alone:
-            self._claim()
+        self._connect = partial(connect_writer, url, wishes, pooled=pooled)
+        self._connection = self._connect()
+        self._at_begin = wished(wishes, within="transaction") if pooled else None
         self._open = ExitStack()
         self._pipeline: psycopg.Pipeline
         """Of the transaction that is open."""
         self._sent: list[tuple[SetStatement, int, psycopg.Cursor[Any]]] = []
         self._terms: list[tuple[Term, psycopg.Cursor[Any]]] = []
-
-    def _claim(self) -> None:
-        self._say_who_serves()
-        try:
-            with self._connection.transaction():
-                self._connection.execute(f"SET LOCAL lock_timeout = '{_SERVING_PATIENCE}'")
-                self._connection.execute("SELECT pg_advisory_lock(%s)", [_SERVING])
-        except errors.LockNotAvailable:
-            others = self._connection.execute(_WHO_SERVES, [_SERVING]).fetchall()
-            self._connection.close()
-            raise DatabaseRefused(
-                f"PostgreSQL at {told(self._url)} is served by "
-                f"{', '.join(name for (name,) in others) or 'another gpubroker'}; "
-                "stop that one first, or name another database with --database-url"
-            ) from None
-
-    def _say_who_serves(self) -> None:
-        name = f"gpubroker, process {os.getpid()} on {socket.gethostname()}"
-        self._connection.execute("SELECT set_config('application_name', %s, false)", [name])
 
     def hang_up(self) -> None:
         with socket.socket(fileno=os.dup(self._connection.fileno())) as line:
@@ -234,6 +99,8 @@ class PostgresSession:
             self._terms.clear()
             self._pipeline = self._open.enter_context(self._connection.pipeline())
             self._connection.execute("BEGIN", prepare=False)
+            if self._at_begin is not None:
+                self._connection.execute(self._at_begin, prepare=False)
 
     def write(self, statement: SetStatement, rows: Sequence[Row]) -> None:
         if statement.copied and len(rows) >= _COPIED_FROM:
@@ -328,11 +195,7 @@ class PostgresSession:
     def reconnect(self) -> None:
         self.close()
         try:
-            self._connection = self._connect(self._url)
-            if self._alone:
-                self._say_who_serves()
-                # If somebody came in while we were away, our term is over, and the next commit says so.
-                self._connection.execute("SELECT pg_try_advisory_lock(%s)", [_SERVING])
+            self._connection = self._connect()
         except psycopg.Error as error:
             raise StoreUnavailable(f"the database cannot be reached: {str(error).strip()}") from error
 

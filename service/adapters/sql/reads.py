@@ -23,6 +23,7 @@ from sqlalchemy import (
 )
 
 from service.adapters.sql import rows, tables
+from service.adapters.sql.shared_tables import installation
 from service.adapters.sql.statements import EVENT
 from service.core.accounts import Usage
 from service.core.device import Device
@@ -245,6 +246,11 @@ def leader(connection: Connection) -> LeaderRow:
 
 def oldest(connection: Connection) -> Position:
     return Position(connection.execute(_OLDEST).scalar_one())
+
+
+def blobs(connection: Connection) -> str | None:
+    found: str | None = connection.execute(select(installation.c.blobs)).scalar_one()
+    return found
 
 
 def tokens(connection: Connection) -> Sequence[TokenRow]:

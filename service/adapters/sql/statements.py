@@ -23,6 +23,7 @@ from sqlalchemy import (
 from service.adapters.sql import tables
 from service.adapters.sql.columns import Count
 from service.adapters.sql.rowset import SetStatement
+from service.adapters.sql.shared_tables import installation
 from service.core.task import HOT_FIELDS
 
 _ONE: Any = literal_column("1", Integer)
@@ -126,8 +127,9 @@ def _events_between(_insert: Any, r: FromClause) -> Any:
 
 
 def _head(_insert: Any, r: FromClause) -> Any:
-    head = tables.log_head
-    return select(head.c.position).select_from(r.join(head, head.c.id == r.c.id))
+    head, whole = tables.log_head, installation
+    joined = r.join(head, head.c.id == r.c.id).join(whole, whole.c.id == r.c.id)
+    return select(head.c.position, whole.c.token_changes).select_from(joined)
 
 
 def _oldest(_insert: Any, r: FromClause) -> Any:
@@ -135,6 +137,17 @@ def _oldest(_insert: Any, r: FromClause) -> Any:
     oldest = select(func.min(event.c.position)).scalar_subquery()
     next_one = head.c.position + _ONE
     return select(func.coalesce(oldest, next_one)).select_from(r.join(head, head.c.id == r.c.id))
+
+
+def _count_token_change(_insert: Any, r: FromClause) -> Any:
+    changes = installation.c.token_changes
+    return update(installation).values(token_changes=changes + _ONE).where(installation.c.id == r.c.id)
+
+
+def _claim_blobs(_insert: Any, r: FromClause) -> Any:
+    """The first one stays."""
+    change = update(installation).values(blobs=func.coalesce(installation.c.blobs, r.c.blobs))
+    return change.where(installation.c.id == r.c.id).returning(installation.c.blobs)
 
 
 def _take_term(_insert: Any, r: FromClause) -> Any:
@@ -237,6 +250,7 @@ EVENTS_BETWEEN = SetStatement(
     "events between", (Column("after", Count), Column("last", Count)), _events_between
 )
 HEAD = SetStatement("head", (tables.log_head.c.id,), _head)
+"""Position of the newest event, and how often tokens have changed."""
 OLDEST = SetStatement("oldest", (tables.log_head.c.id,), _oldest)
 """Position of the first event that is still in the log, or of the next one."""
 LEADER = SetStatement("leader", _columns(tables.leadership, ("id",)), _leader)
@@ -249,6 +263,8 @@ TAKE_TERM = SetStatement(
     _take_term,
 )
 RENEW_TERM = SetStatement("renew term", _columns(tables.leadership, ("term", "lease_until")), _renew_term)
+CLAIM_BLOBS = SetStatement("claim blobs", _columns(installation, ("id", "blobs")), _claim_blobs)
+COUNT_TOKEN_CHANGE = SetStatement("count token change", (installation.c.id,), _count_token_change)
 ADD_TOKENS = SetStatement("add token", tuple(tables.token.c), _add_token)
 DROP_TOKENS = SetStatement("drop token", (Column("name", Text),), _drop_token)
 TOKEN_HASHES = SetStatement("token hash", (Column("name", Text),), _token_hash)

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 from sqlalchemy import Connection
 from sqlalchemy.exc import DataError, DBAPIError
 
-from service.adapters.sql import reads, terms
+from service.adapters.sql import last_values, reads, terms
 from service.adapters.sql import statements as sql
 from service.adapters.sql.database import READERS, Database, migrate, open_database
 from service.adapters.sql.group import Change, NewBatch, NewRequest, NewTask, Unit
@@ -29,6 +29,7 @@ from service.core.plan import Decision, Request
 from service.core.retention import Cutoffs
 from service.core.tenure import LeaderRow
 from service.core.units import Instant, Position, Seconds, TaskId, Term
+from service.last_values import LastValues
 from service.ports import (
     BatchSubmission,
     CommitVerdict,
@@ -58,14 +59,18 @@ EVENTS_PER_TURN = 500
 
 
 async def open_store(
-    url: str, *, alone: bool = False, usage_half_life_seconds: Seconds = HALF_LIFE_SECONDS
+    url: str,
+    *,
+    pooled: bool = False,
+    usage_half_life_seconds: Seconds = HALF_LIFE_SECONDS,
 ) -> "SqlStore":
     """Open `sqlite:///path` or `postgresql://...`, bringing its schema to the newest first.
 
     A SQLite file is locked until `close`. On PostgreSQL any number of processes may open one database, of
-    which one migrates at a time; of those that open it `alone` there is one. Raises DatabaseRefused.
+    which one migrates at a time. `pooled`: behind a pooler that hands connections out by transaction. Raises
+    DatabaseRefused.
     """
-    database = await asyncio.to_thread(open_database, url, alone=alone)
+    database = await asyncio.to_thread(open_database, url, pooled=pooled)
     try:
         return await asyncio.to_thread(SqlStore, database, usage_half_life_seconds)
     except BaseException:
@@ -86,6 +91,9 @@ class SqlStore:
         """What a listener raised: from then on nothing is written."""
         self._recent = Recent()
         self._of_this_turn: list[Work] = []
+        self.tokens_changed = asyncio.Event()
+        """Set by `catch_up` when tokens came or went; cleared by whoever has read them."""
+        self._token_changes = 0
         self._hints = None if database.listener is None else Hints(database.listener)
         connect = database.connect_term
         self._terms = None if connect is None else terms.OwnConnection(connect)
@@ -118,7 +126,11 @@ class SqlStore:
         """
         work = CatchUp(get_running_loop())
         self._hand_over(work)
-        return await work.future  # type: ignore[no-any-return]  # its answer
+        more, token_changes = await work.future
+        if token_changes != self._token_changes:
+            self._token_changes = token_changes
+            self.tokens_changed.set()
+        return bool(more)
 
     async def go_on_at(self, position: Position) -> None:
         """What is up to there, listeners know from a snapshot."""
@@ -181,6 +193,7 @@ class SqlStore:
             if not session.fetch(sql.ADD_TOKENS, [token_row(token)]):
                 # The name is taken: by another one, or by this very one if the answer to its commit was lost.
                 return session.fetch(sql.TOKEN_HASHES, [(token.name,)]) == [(token.sha256,)]
+            session.write(sql.COUNT_TOKEN_CHANGE, [(1,)])
             session.write(sql.INSERT_AUDIT, [(session.now(), token.tenant, by, "token.put", token.name, "")])
             return True
 
@@ -189,9 +202,23 @@ class SqlStore:
     async def drop_token(self, name: str, *, by: str) -> bool:
         def act(session: Session) -> bool:
             for _, tenant in session.fetch(sql.DROP_TOKENS, [(name,)]):
+                session.write(sql.COUNT_TOKEN_CHANGE, [(1,)])
                 session.write(sql.INSERT_AUDIT, [(session.now(), tenant, by, "token.dropped", name, "")])
                 return True
             return False
+
+        return await self._write_alone(act)
+
+    async def blobs(self) -> str | None:
+        """Which directory of objects belongs to this database; None before the first one was claimed."""
+        return await self._read(reads.blobs)
+
+    async def claim_blobs(self, directory: str) -> str:
+        """The one that belongs to it from now on: this one, or whichever came first."""
+
+        def act(session: Session) -> str:
+            [(first,)] = session.fetch(sql.CLAIM_BLOBS, [(1, directory)])
+            return str(first)
 
         return await self._write_alone(act)
 
@@ -253,6 +280,12 @@ class SqlStore:
 
     async def database_time(self) -> Instant:
         return await self._read(reads.now)
+
+    async def say(self, term: Term, number: int, values: LastValues) -> None:
+        await self._read(last_values.write, term, number, values)
+
+    async def said(self, after: int) -> tuple[int, LastValues]:
+        return await self._read(last_values.read, after)
 
     async def close(self) -> None:
         """Write what is waiting, then let go of the database."""

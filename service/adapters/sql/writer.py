@@ -68,7 +68,8 @@ class Work:
 
 
 class CatchUp(Work):
-    """To hear what other processes have appended. The answer: whether more of it follows."""
+    """To hear what other processes have appended. The answer: whether more of it follows, and how
+    often tokens have changed."""
 
 
 class BeginAt(Work):
@@ -192,7 +193,7 @@ class Writer:
     def _catch_up(self, work: CatchUp) -> Sequence[Event]:
         """What others have appended, at most so much of it."""
         try:
-            [(head,)] = self._session.fetch(sql.HEAD, [(1,)])
+            [(head, token_changes)] = self._session.fetch(sql.HEAD, [(1,)])
             last = min(head, self._heard + _CAUGHT_UP_AT_ONCE)
             span = (self._heard, last)
             rows = self._session.fetch(sql.EVENTS_BETWEEN, [span]) if last > self._heard else ()
@@ -209,7 +210,7 @@ class Writer:
             work.answer = error
             return ()
         self._heard = Position(max(last, self._heard))
-        work.answer = last < head
+        work.answer = last < head, token_changes
         return [event_of_row(row) for row in rows]
 
     def _is_shortened(self) -> bool:

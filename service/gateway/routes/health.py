@@ -34,7 +34,9 @@ async def get_health(call: Call) -> Response:  # noqa: ARG001  # every endpoint 
     },
 )
 async def get_readiness(call: Call) -> Response:
-    """Answer whether tasks can be taken and run: database, picture of the cluster, executor.
+    """Answer whether this process can do its part: database, picture of the cluster, and the executor, if it
+    has one. Else leader and executor are told as they were last heard of, and do not count: tasks are taken
+    without them.
 
     `nodes` is `paused` while silent ones are not given up; `/stats` says why. Others work meanwhile.
     """
@@ -45,7 +47,10 @@ async def get_readiness(call: Call) -> Response:
         "world": OK if parts.age_seconds() <= parts.limits.stale_seconds else "stale",
         "executor": _executor_state(parts),
     }
-    ready = all(state == OK for state in states.values())
+    counting = set(states) if parts.has_executor else set(states) - {"executor"}
+    if not parts.has_executor:
+        states["leader"] = "none" if parts.leader() is None else OK
+    ready = all(states[part] == OK for part in counting)
     states["nodes"] = OK if parts.paused() is None else "paused"
     view: Readiness = {"status": "ready" if ready else "not_ready", "parts": states}
     return answer(view, 200 if ready else 503)

@@ -22,10 +22,12 @@ router = APIRouter(route_class=DirectRoute, tags=["operations"])
     responses=problems("unauthenticated", "forbidden", "validation-failed"),
 )
 async def shut_down(call: Call, body: ShutDown = ShutDown()) -> Response:  # noqa: B008  # frozen
-    """Stop the service. Tasks go on, unless the local cluster is to stop as well."""
-    await _note(call, "everything" if body.stop_cluster else "service")
-    call.parts.shutdown(body.stop_cluster)
-    view: Stopping = {"stopping": True, "stop_cluster": body.stop_cluster}
+    """Stop this process. Tasks go on, unless the local cluster is to stop as well; one that only speaks HTTP
+    has none, and says so."""
+    stop_cluster = body.stop_cluster and call.parts.has_executor
+    await _note(call, "everything" if stop_cluster else "service")
+    call.parts.shutdown(stop_cluster)
+    view: Stopping = {"stopping": True, "stop_cluster": stop_cluster}
     return answer(view, 202)
 
 

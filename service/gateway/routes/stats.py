@@ -6,7 +6,7 @@ from service.gateway.detection import detection_view
 from service.gateway.direct import Call, DirectRoute, answer, needs, problems
 from service.gateway.fragmentation import fragmentation_view
 from service.gateway.identity import Scope
-from service.gateway.overview import as_of, forecasts_views, gpu_totals, task_counts
+from service.gateway.overview import as_of, forecasts_views, gpu_totals, leader_view, task_counts
 from service.gateway.views import Stats
 
 router = APIRouter(route_class=DirectRoute, tags=["cluster"])
@@ -34,7 +34,7 @@ async def get_stats(call: Call) -> Response:
             "address": str(executor.get("address", "")),
             "message": str(executor.get("message", "")),
         },
-        "leader": {"term": parts.term()},
+        "leader": leader_view(parts.leader()),
         "detection": detection_view(parts.paused()),
     }
     return answer(view)

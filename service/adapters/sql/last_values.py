@@ -1,0 +1,88 @@
+"""What the leader has last said that is no event: written past the writer, so that no commit waits for it."""
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict
+from typing import Any
+
+from pydantic_core import from_json
+from sqlalchemy import Connection, FromClause, bindparam, delete, select, true
+
+from service.adapters.sql.rowset import SetStatement, json_text, postgres_rows, postgres_text
+from service.adapters.sql.shared_tables import last_value
+from service.core.device import DeviceSample
+from service.core.silence import Paused
+from service.core.units import TaskId, Term
+from service.last_values import LastValues, LeaderSeen
+from service.ports import Progress
+
+_PER_TERM = 2**32
+"""More than a leader ever writes in its term, once a second."""
+
+
+def _write(insert: Any, r: FromClause) -> Any:
+    """Over an older word, never over a newer one."""
+    source = select(*(r.c[c.name] for c in last_value.c)).where(true())
+    said = insert(last_value).from_select([c.name for c in last_value.c], source)
+    new = {"revision": said.excluded.revision, "value": said.excluded.value}
+    return said.on_conflict_do_update(
+        index_elements=[last_value.c.kind, last_value.c.key],
+        set_=new,
+        where=last_value.c.revision < said.excluded.revision,
+    )
+
+
+_WRITE = SetStatement("write last_value", tuple(last_value.c), _write)
+_NEWER = select(last_value).where(last_value.c.revision > bindparam("after"))
+_FROM_OLDER_TERMS = delete(last_value).where(last_value.c.revision < bindparam("first"))
+
+
+def write(connection: Connection, term: Term, number: int, values: LastValues) -> None:
+    """The leader's `number`-th word of its term, counted from 1; what it says for the first time takes the
+    place of all that older leaders said."""
+    revision = term * _PER_TERM + number
+    rows = sorted((kind, key, revision, json_text(value)) for kind, key, value in _said(values))
+    connection.exec_driver_sql("BEGIN READ WRITE")
+    connection.exec_driver_sql("SET LOCAL synchronous_commit = off")  # soon it is said again
+    if rows:
+        connection.exec_driver_sql(postgres_text(_WRITE), {"rows": postgres_rows(_WRITE, rows)})
+    if values.ended:
+        of_runs = last_value.c.kind == "run"
+        connection.execute(delete(last_value).where(of_runs, last_value.c.key.in_(values.ended)))
+    if number == 1:
+        connection.execute(_FROM_OLDER_TERMS, {"first": term * _PER_TERM})
+    connection.exec_driver_sql("COMMIT")
+
+
+def read(connection: Connection, after: int) -> tuple[int, LastValues]:
+    """What was said after a revision, and the revision of that."""
+    found = connection.execute(_NEWER, {"after": after}).fetchall()
+    said = [(kind, key, from_json(value)) for kind, key, _, value in found]
+    return max((revision for _, _, revision, _ in found), default=after), _heard(said)
+
+
+def _said(values: LastValues) -> Iterator[tuple[str, str, Mapping[str, Any]]]:
+    for sample in values.samples:
+        yield "device", sample.device, asdict(sample)
+    for task, progress in values.progress.items():
+        yield "run", task, asdict(progress)
+    if values.leader is not None:
+        yield "leader", "", asdict(values.leader)
+
+
+def _heard(said: Iterable[tuple[str, str, Mapping[str, Any]]]) -> LastValues:
+    samples: list[DeviceSample] = []
+    progress: dict[TaskId, Progress] = {}
+    leader: LeaderSeen | None = None
+    for kind, key, value in said:
+        match kind:
+            case "device":
+                samples.append(DeviceSample(**value))
+            case "run":
+                progress[TaskId(key)] = Progress(**value)
+            case "leader":
+                leader = LeaderSeen(**{**value, "paused": _paused(value["paused"])})
+    return LastValues(samples, progress, leader)
+
+
+def _paused(value: Mapping[str, Any] | None) -> Paused | None:
+    return None if value is None else Paused(**{**value, "nodes": tuple(value["nodes"])})

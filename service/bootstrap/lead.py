@@ -1,0 +1,113 @@
+"""What a process knows of whoever leads: its own broker, or the last words of a leader elsewhere."""
+
+import asyncio
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from functools import partial
+from typing import Any
+
+from service.adapters.sql.store import SqlStore
+from service.bootstrap.broker_role import BrokerRole
+from service.bootstrap.picture import Job, Picture, word_seconds
+from service.broker.observe import forget_ended
+from service.core.backfill import Forecast
+from service.core.foresight import EVERY_SECONDS, Foresight
+from service.core.policy import Policy
+from service.core.silence import Paused
+from service.core.units import Seconds
+from service.last_values import LeaderSeen
+from service.ports import StoreUnavailable
+
+SILENT_SECONDS = 5.0
+"""A leader that has said nothing for so long is none that one can count on."""
+
+REST = 2.0
+"""Forecasts are worked out in steps, with a rest so many times as long after each: answers go first."""
+
+
+class Lead:
+    """Where others may lead, it takes in their samples and progress while this process does not."""
+
+    def __init__(
+        self, store: SqlStore, picture: Picture, policy: Policy, name: str, broker: BrokerRole | None
+    ) -> None:
+        self._store = store
+        self._picture = picture
+        self._policy = policy
+        self._name = name
+        self._broker = broker
+        self._word: LeaderSeen | None = None
+        self._heard = 0
+        self._foresight = Foresight()
+        picture.listen(partial(forget_ended, picture.progress))
+
+    def jobs(self) -> list[Job]:
+        if not self._store.is_shared:
+            return []
+        every_seconds = word_seconds(self._policy)
+        return [("last values", self._keep_hearing(every_seconds)), ("forecasts", self._keep_foreseeing())]
+
+    def leader(self) -> LeaderSeen | None:
+        """None if nobody is known to lead."""
+        if (here := self._here()) is not None and (term := here.term()) is not None:
+            now = self._picture.clock.now()
+            return LeaderSeen(term, self._name, now, here.executor.status(), here.paused())
+        word = self._word
+        if word is None or self._picture.clock.now() - word.at > SILENT_SECONDS:
+            return None
+        return word
+
+    def executor_status(self) -> Mapping[str, Any]:
+        """Of the executor that works: that of whoever leads, else the one in this process."""
+        leader = self.leader()
+        if leader is not None:
+            return leader.executor
+        if self._broker is not None:
+            return self._broker.executor.status()
+        return {"state": "unknown", "address": "", "message": "nobody leads"}
+
+    def paused(self) -> Paused | None:
+        leader = self.leader()
+        return None if leader is None else leader.paused
+
+    def forecasts(self) -> Sequence[Forecast]:
+        """Everybody makes them of the same picture by the same rules."""
+        here = self._here()
+        return self._foresight.forecasts if here is None else here.forecasts()
+
+    def forget(self) -> None:
+        """The picture was read anew: what was heard of samples is no longer in it."""
+        self._heard = 0
+
+    def _here(self) -> BrokerRole | None:
+        """The broker of this process, while it leads or nobody else could."""
+        broker = self._broker
+        return None if broker is None or (self._store.is_shared and broker.term() is None) else broker
+
+    async def _keep_hearing(self, every_seconds: Seconds) -> None:
+        while True:
+            if self._here() is None:
+                with suppress(StoreUnavailable):  # the picture grows old, and says so
+                    await self._hear()
+            await asyncio.sleep(every_seconds)
+
+    async def _hear(self) -> None:
+        self._heard, values = await self._store.said(self._heard)
+        world = self._picture.world
+        world.measure(values.samples)
+        self._word = values.leader or self._word
+        for task, progress in values.progress.items():
+            row = world.tasks.get(task)
+            if row is not None and row.is_active:
+                self._picture.progress[task] = progress
+
+    async def _keep_foreseeing(self) -> None:
+        world, clock = self._picture.world, self._picture.clock
+        while True:
+            await asyncio.sleep(EVERY_SECONDS)
+            while self._here() is None:
+                began = time.monotonic()
+                if not self._foresight.go_on(world, self._policy, clock.now()):
+                    break
+                await asyncio.sleep(REST * (time.monotonic() - began))

@@ -1,0 +1,70 @@
+"""Lets other processes see what is no event: samples of devices, how far runs are, how the executor is."""
+
+import asyncio
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from service.core.device import DeviceSample
+from service.core.silence import Paused
+from service.core.units import DeviceKey, Seconds, TaskId, Term
+from service.core.world import World
+from service.last_values import LastValues, LastValueStore, LeaderSeen
+from service.ports import Clock, Progress, StoreUnavailable
+
+
+class Publisher:
+    """Says what has changed since it last spoke, and that the leader is there."""
+
+    def __init__(
+        self,
+        name: str,
+        world: World,
+        progress: Mapping[TaskId, Progress],
+        executor_status: Callable[[], Mapping[str, Any]],
+        paused: Callable[[], Paused | None],
+        store: LastValueStore,
+        clock: Clock,
+    ) -> None:
+        self._name = name
+        self._world = world
+        self._progress = progress
+        self._executor_status = executor_status
+        self._paused = paused
+        self._store = store
+        self._clock = clock
+        self._term = Term(0)
+        self._number = 0
+        """Of the words that were heard in this term."""
+        self._samples: dict[DeviceKey, DeviceSample] = {}
+        self._runs: dict[TaskId, Progress] = {}
+        """What was last said."""
+
+    async def keep(self, term: Callable[[], Term | None], every_seconds: Seconds) -> None:
+        """Speak again and again while there is a term, until cancelled."""
+        while True:
+            await asyncio.sleep(every_seconds)
+            if (leading := term()) is not None:
+                await self.publish(leading)
+
+    async def publish(self, term: Term) -> None:
+        """What cannot be written now is said the next time."""
+        if term != self._term:
+            self._term, self._number = term, 0
+            self._samples, self._runs = {}, {}
+        samples = {key: book.sample for key, book in self._world.books.items() if book.sample is not None}
+        runs = dict(self._progress)
+        values = LastValues(
+            samples=[sample for key, sample in samples.items() if sample is not self._samples.get(key)],
+            progress={task: said for task, said in runs.items() if said is not self._runs.get(task)},
+            leader=self._itself(term),
+            ended=[task for task in self._runs if task not in runs],
+        )
+        try:
+            await self._store.say(term, self._number + 1, values)
+        except StoreUnavailable:
+            return
+        self._number += 1
+        self._samples, self._runs = samples, runs
+
+    def _itself(self, term: Term) -> LeaderSeen:
+        return LeaderSeen(term, self._name, self._clock.now(), dict(self._executor_status()), self._paused())

@@ -1,0 +1,47 @@
+"""What is no event and yet is to be seen from every process: of each thing only its newest word counts."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from service.core.device import DeviceSample
+from service.core.silence import Paused
+from service.core.units import Instant, TaskId, Term
+from service.ports import Progress
+
+
+@dataclass(frozen=True, slots=True)
+class LeaderSeen:
+    """Who leads, as far as this process knows, and what it last said of the executor."""
+
+    term: Term
+    holder: str
+    at: Instant
+    executor: Mapping[str, Any]
+    """As `Executor.status`."""
+    paused: Paused | None = None
+    """Which silent nodes it does not give up."""
+
+
+@dataclass(frozen=True, slots=True)
+class LastValues:
+    """What is no event: of each thing only the newest word counts, and nobody misses the ones before."""
+
+    samples: Sequence[DeviceSample] = ()
+    progress: Mapping[TaskId, Progress] = field(default_factory=dict)
+    leader: LeaderSeen | None = None
+    ended: Sequence[TaskId] = ()
+    """Runs of whose progress nothing is to be kept."""
+
+
+class LastValueStore(Protocol):
+    """Where a leader lets other processes see what is no event. Losing it loses nothing but a second."""
+
+    async def say(self, term: Term, number: int, values: LastValues) -> None:
+        """The leader's `number`-th word of its term, from 1; with the first all that older leaders said goes.
+        Raises StoreUnavailable."""
+        ...
+
+    async def said(self, after: int) -> tuple[int, LastValues]:
+        """What was said since, and what to ask for next. 0 asks for all. Raises StoreUnavailable."""
+        ...
