@@ -11,7 +11,6 @@ from typing import Any, TypeVar
 from service.adapters.sql.postgres import PostgresSession
 from service.adapters.sql.rowset import Row, SetStatement
 from service.adapters.sql.session import CommitUnknown, Session
-from service.core.events import Event
 from service.core.units import Instant, Position, Term
 from service.ports import StoreUnavailable
 
@@ -77,23 +76,9 @@ class FaultySession:
         if self._pass("after commit"):
             raise CommitUnknown("the answer to COMMIT was cut off")
 
-    def rollback(self) -> None:
-        self._session.rollback()
-
-    def has_event(self, event: Event) -> bool:
-        return self._session.has_event(event)
-
-    def now(self) -> Instant:
-        return self._session.now()
-
-    def end_hanging(self) -> None:
-        self._session.end_hanging()
-
-    def reconnect(self) -> None:
-        self._session.reconnect()
-
-    def close(self) -> None:
-        self._session.close()
+    def __getattr__(self, name: str) -> Any:
+        """All else goes through as it is."""
+        return getattr(self._session, name)
 
     def _then(self, name: str, act: Callable[[], T]) -> T:
         self._pass(f"before {name}")

@@ -117,6 +117,7 @@ async def takes_the_term(scene: Scene, id: str) -> Any:
 OPERATIONS: dict[str, Operation] = {
     "submit": Operation(lambda scene, id: scene.submit(id)),
     "submit with a key": Operation(lambda scene, id: scene.submit(id, key=f"key {id}")),
+    "submit a batch": Operation(lambda scene, id: scene.submit_batch(*(f"{id}-{n}" for n in range(3)))),
     "submit a gang": Operation(gang),
     "ask to cancel": Operation(lambda scene, id: scene.ask(id, "cancel"), running),
     "admit": Operation(lambda scene, id: scene.carry(scene.plan()), pending),

@@ -25,10 +25,11 @@ from service.core.policy import Policy
 from service.core.reconcile import InventoryRules, reconcile
 from service.core.requests import carry_out
 from service.core.runs import react
+from service.core.submission import BatchSubmission, Submission, SubmitOutcome, SubmitVerdict
 from service.core.task import Task, TaskState
 from service.core.units import Fence, Instant, Mib, NodeName, TaskId, Term
 from service.core.world import World
-from service.ports import CommitVerdict, SubmitOutcome, SubmitVerdict, TaskStore
+from service.ports import CommitVerdict, TaskStore
 from tests.builders import GIB, a_node, a_sample, a_task
 from tests.contracts.scenes import a_submission
 
@@ -70,13 +71,23 @@ class Scene:
 
     async def submit(self, id: str, key: str | None = None, **fields: Any) -> SubmitOutcome:
         """A task of 10 GiB, unless told otherwise."""
-        if not fields.keys() & {"bundles", "gpu_mb"}:
-            fields["gpu_mb"] = 10 * GIB
-        task = a_task(id, **{"submitted_at": self.now, **fields})
-        outcome = await self.store.submit(a_submission(task, key, labels={"kind": "chaos"}))
+        outcome = await self.store.submit(self._submission(id, key, **fields))
         if outcome.verdict is SubmitVerdict.ACCEPTED:
             self.accepted.add(id)
         return outcome
+
+    async def submit_batch(self, *ids: str) -> SubmitOutcome:
+        batch = BatchSubmission([self._submission(id) for id in ids], f"key {ids[0]}", "body", '["answer"]')
+        outcome = await self.store.submit_batch(batch)
+        if outcome.verdict is SubmitVerdict.ACCEPTED:
+            self.accepted |= set(ids)
+        return outcome
+
+    def _submission(self, id: str, key: str | None = None, **fields: Any) -> Submission:
+        if not fields.keys() & {"bundles", "gpu_mb"}:
+            fields["gpu_mb"] = 10 * GIB
+        task = a_task(id, **{"submitted_at": self.now, **fields})
+        return a_submission(task, key, labels={"kind": "chaos"})
 
     async def ask(self, id: str, what: str, **fields: Any) -> None:
         await self.store.request(Request(f"r-{id}-{what}", TaskId(id), "default", what, fields, self.now))
