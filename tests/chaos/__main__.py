@@ -71,27 +71,30 @@ def _sweep(chosen: argparse.Namespace) -> None:
 
 
 def _wake(chosen: argparse.Namespace) -> None:
+    evidence = Evidence("zombies", ("pauses", "refused", "accepted"), trials=("pauses",))
+    if not chosen.no_evidence and evidence.has(seed=chosen.seed):
+        return
     with tempfile.TemporaryDirectory() as folder, a_database("postgres", Path(folder)) as url:
         woken = Zombies(url).wake(chosen.pauses, chosen.seed)
     record = zombies.record(chosen.seed, chosen.pauses, woken)
     print(record)
     if not chosen.no_evidence:
-        evidence = Evidence("zombies", ("pauses", "refused", "accepted"), trials=("pauses",))
         evidence.add(record, database="postgres", durability=DURABILITY["postgres"])
     if woken.wrong or woken.accepted:
         sys.exit(1)
 
 
 def _mutate(chosen: argparse.Namespace) -> None:
-    chosen_ones = mutants.MUTANTS[: chosen.first]
-    if broken := mutants.unhealthy(chosen_ones):
+    planted = mutants.MUTANTS[: chosen.first]
+    if broken := mutants.unhealthy(planted):
         sys.exit(f"these fail without any mutant: {broken}")
-    seen = mutants.try_all(chosen_ones)
-    for name, test in seen.items():
-        print(f"{'seen by ' + test if test else 'NOT SEEN':<100} {name}")
+    tried: dict[str, str] = {}
+    for mutant, is_seen in mutants.try_all(planted):
+        tried[mutant.name] = mutant.test if is_seen else ""
+        print(f"{mutant.name}: {f'seen by {mutant.test}' if is_seen else 'NOT SEEN'}", flush=True)
     if not chosen.no_evidence:
-        mutants.keep(seen)
-    if not all(seen.values()):
+        mutants.keep(tried)
+    if not all(tried.values()):
         sys.exit(1)
 
 

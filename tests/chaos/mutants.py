@@ -9,7 +9,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -181,16 +181,14 @@ MUTANTS = (
 )
 
 
-def try_all(mutants: Sequence[Mutant] = MUTANTS) -> Mapping[str, str]:
-    """Mutant -> the test that saw it, or nothing if none did."""
+def try_all(mutants: Sequence[Mutant] = MUTANTS) -> Iterator[tuple[Mutant, bool]]:
+    """Each with whether its test saw it."""
     with tempfile.TemporaryDirectory(prefix="gpb-mutants-") as place:
         copy = Path(place)
         _copy_to(copy)
-        found = {}
         for mutant in mutants:
             with _Planted(copy, mutant):
-                found[mutant.name] = mutant.test if not _passes(copy, mutant.test) else ""
-        return found
+                yield mutant, not _passes(copy, mutant.test)
 
 
 def unhealthy(mutants: Sequence[Mutant]) -> list[str]:
@@ -198,11 +196,11 @@ def unhealthy(mutants: Sequence[Mutant]) -> list[str]:
     return [test for test in sorted({mutant.test for mutant in mutants}) if not _passes(ROOT, test)]
 
 
-def keep(seen: Mapping[str, str]) -> None:
-    """As evidence."""
+def keep(tried: Mapping[str, str]) -> None:
+    """As evidence. Mutant -> the test that saw it, or nothing."""
     FOLDER.mkdir(exist_ok=True)
-    found = sum(bool(test) for test in seen.values())
-    whole = {"commit": commit(), "planted": len(seen), "seen": found, "by": dict(seen)}
+    seen = sum(bool(test) for test in tried.values())
+    whole = {"commit": commit(), "planted": len(tried), "seen": seen, "by": dict(tried)}
     (FOLDER / "mutants.json").write_text(json.dumps(whole, indent=1) + "\n")
 
 

@@ -1,0 +1,40 @@
+"""Short forms of the long runs that `make evidence` makes."""
+
+import subprocess
+import sys
+
+import pytest
+
+SECONDS = 300
+
+
+def chaos(*words: str) -> str:
+    """What it printed. In a process of its own, whose children are counted and end with it."""
+    command = [sys.executable, "-m", "tests.chaos", *words, "--no-evidence"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS)
+    assert done.returncode == 0, done.stdout + done.stderr[-4000:]
+    return done.stdout
+
+
+@pytest.mark.timeout(SECONDS + 60)
+@pytest.mark.parametrize("database", ["sqlite", "postgres"])
+def test_kills_of_the_service_under_load_lose_and_repeat_nothing(database: str) -> None:
+    told = chaos("kills", "--database", database, "--kills", "27", "--tasks-per-kill", "15")
+    assert "'lost': 0" in told
+
+
+@pytest.mark.timeout(SECONDS + 60)
+def test_kills_of_all_that_runs_on_ray_lose_and_repeat_nothing() -> None:
+    told = chaos("kills", "--database", "sqlite", "--engine", "ray", "--kills", "6", "--tasks-per-kill", "25")
+    assert "'released_early': 0" in told
+
+
+@pytest.mark.timeout(SECONDS + 60)
+def test_leaders_that_slept_past_their_lease_write_nothing_when_they_wake() -> None:
+    assert "'accepted': {}" in chaos("zombies", "--pauses", "2")
+
+
+@pytest.mark.timeout(SECONDS + 60)
+def test_faults_planted_on_purpose_are_seen() -> None:
+    told = chaos("mutants", "--first", "3")
+    assert told.count("seen by") == 3
