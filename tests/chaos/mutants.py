@@ -38,18 +38,18 @@ MUTANTS = (
         "tests/core/test_runs.py",
     ),
     Mutant(
-        "the fence counts attempts that failed, and not claims",
-        "service/core/decide.py",
-        "fence = Fence(task.fence + 1)",
-        "fence = Fence(task.failures + 1)",
-        "tests/core/test_gang_leaving.py::test_a_preempted_gang_comes_back_with_all_ranks_under_a_new_fence",
-    ),
-    Mutant(
         "what a task has come to is overwritten by a later report",
         "service/core/fold.py",
         "if task is None or not task.is_active or task.fence != fence:",
         "if task is None or task.fence != fence:",
         "tests/core/test_runs.py",
+    ),
+    Mutant(
+        "memory is free once nobody has confirmed for long enough that its process is gone",
+        "service/core/deadlines.py",
+        "leases=tuple(quarantine(lease, now) for lease in leases),\n        outcome",
+        "leases=tuple(move_lease(lease, LeaseState.RELEASED) for lease in leases),\n        outcome",
+        "tests/core/test_deadlines.py",
     ),
     Mutant(
         "memory is free when the code has ended, and not when its process is gone",
@@ -59,11 +59,11 @@ MUTANTS = (
         "tests/simulation/test_day.py::test_the_same_seed_is_the_same_day",
     ),
     Mutant(
-        "memory is free once nobody has confirmed for long enough that its process is gone",
-        "service/core/deadlines.py",
-        "leases=tuple(quarantine(lease, now) for lease in leases),\n        outcome",
-        "leases=tuple(move_lease(lease, LeaseState.RELEASED) for lease in leases),\n        outcome",
-        "tests/core/test_deadlines.py",
+        "the fence counts attempts that failed, and not claims",
+        "service/core/decide.py",
+        "fence = Fence(task.fence + 1)",
+        "fence = Fence(task.failures + 1)",
+        "tests/simulation/test_day.py::test_the_same_seed_is_the_same_day",
     ),
     Mutant(
         "what is freed for one task counts as free for all",
