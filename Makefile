@@ -43,10 +43,11 @@ properties: .venv/.installed  ## the properties, with other random examples each
 	$(RUN) pytest -q --hypothesis-profile=random -m hypothesis tests/core tests/gateway tests/simulation
 
 evidence: .venv/.installed  ## long: kills, sleepers, planted faults; adds what evidence/ does not hold yet
-	$(RUN) python -m tests.chaos kills --database sqlite --kills 20 --batches 10
-	$(RUN) python -m tests.chaos kills --database postgres --kills 20 --batches 10
-	$(RUN) python -m tests.chaos kills --database sqlite --engine ray --kills 20 --tasks-per-kill 20 --batches 2
-	$(RUN) python -m tests.chaos kills --database postgres --engine ray --kills 20 --tasks-per-kill 20 --batches 2
+	$(RUN) python -m tests.chaos kills --database sqlite --kills 20 --tasks-per-kill 125 --batches 10
+	$(RUN) python -m tests.chaos kills --database postgres --kills 20 --tasks-per-kill 125 --batches 8
+	$(RUN) python -m tests.chaos kills --database postgres --engine site --kills 20 --tasks-per-kill 125 --batches 4
+	$(RUN) python -m tests.chaos kills --database sqlite --engine ray --kills 12 --tasks-per-kill 20 --batches 2
+	$(RUN) python -m tests.chaos kills --database postgres --engine ray --kills 12 --tasks-per-kill 20 --batches 2
 	$(RUN) python -m tests.chaos zombies
 	$(RUN) python -m tests.chaos mutants
 	$(RUN) python -m tests.chaos table

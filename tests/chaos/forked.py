@@ -1,4 +1,4 @@
-"""`gpubroker serve` in a process that was forked from one in which everything is imported already.
+"""`gpubroker serve` and its like, forked from a process in which everything is imported already.
 
 The same program and a process of its own all the same; only its interpreter need not start each time.
 """
@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from tests.e2e.service_process import ROOT, ServiceProcess, environment
+from tests.e2e.service_process import ROOT, BrokerProcess, GatewayProcess, ServiceProcess, environment
 
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(
@@ -18,13 +18,30 @@ _context.set_forkserver_preload(
 )
 
 
-class ForkedService(ServiceProcess):
-    """A service that starts quickly. Its environment is that of the tester."""
+class Forking(ServiceProcess):
+    """Starts quickly. Its environment is that of the tester, and it has no Ray to leave behind."""
 
     def spawn(self, begin: Callable[[], None] | None = None) -> Any:
-        started = _context.Process(target=_serve, args=(str(self._config), str(self._log), environment()))
+        words = (self.command, str(self._config), str(self._log))
+        started = _context.Process(target=_run, args=(*words, environment()))
         started.start()
         return Forked(started)
+
+    def stop(self) -> None:
+        if self._process is not None and self._process.poll() is None:
+            self.terminate()
+
+
+class ForkedService(Forking):
+    """`gpubroker serve`."""
+
+
+class ForkedGateway(Forking, GatewayProcess):
+    """`gpubroker gateway`."""
+
+
+class ForkedBroker(Forking, BrokerProcess):
+    """`gpubroker broker`."""
 
 
 class Forked:
@@ -52,14 +69,14 @@ class Forked:
         self.send_signal(signal.SIGKILL)
 
 
-def _serve(config: str, log: str, env: dict[str, str]) -> None:
+def _run(command: str, config: str, log: str, env: dict[str, str]) -> None:
     os.chdir(ROOT)
     os.environ.clear()
     os.environ.update(env)
     with open(log, "ab") as lines:
         os.dup2(lines.fileno(), sys.stdout.fileno())
         os.dup2(lines.fileno(), sys.stderr.fileno())
-    sys.argv = ["gpubroker", "serve", "--config", config]
+    sys.argv = ["gpubroker", command, "--config", config]
     from service.__main__ import main
 
     main()

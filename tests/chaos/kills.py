@@ -35,14 +35,14 @@ def run(batch: Batch) -> dict[str, Any]:
     ):
         rig = RIGS[batch.engine](Path(place), url)
         chance = Random(f"{batch.seed}/{batch.engine}/{batch.database}")
-        load = Load(rig.service.data_dir, rig.folder / "told", rig.kind(), f"{batch.seed}")
+        load = Load(rig.homes, rig.folder / "told", rig.kind(), f"{batch.seed}")
         try:
-            rig.service.start()
+            rig.start()
             with rig.watch:
                 asyncio.run(_fire(batch, rig, load, chance))
                 rig.settle()
         finally:
-            rig.service.stop()
+            rig.stop()
         found = judge(url, rig.folder, load.contradictions, DEVICE_MB)
         return _record(batch, rig, found)
 

@@ -3,6 +3,7 @@
 import asyncio
 import json
 from collections import deque
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from random import Random
@@ -22,8 +23,9 @@ _ASKED_AGAIN = 0.05
 class Load:
     """Submits tasks under idempotency keys until so many are accepted; dead servers do not end it."""
 
-    def __init__(self, home: Path, told: Path, kind: "Kind", seed: str) -> None:
-        self._home, self._told, self._kind = home, told, kind
+    def __init__(self, homes: Sequence[Path], told: Path, kind: "Kind", seed: str) -> None:
+        """`homes`: data directories of those who take tasks in."""
+        self._homes, self._told, self._kind = homes, told, kind
         self._chance = Random(seed)
         self._seed = seed
         self._number = 0
@@ -60,7 +62,7 @@ class Load:
 
     async def _send(self, client: httpx.AsyncClient, key: str, body: dict[str, Any]) -> None:
         """Raises when nobody says that it is accepted."""
-        known = json.loads((self._home / "client.json").read_text())
+        known = json.loads((self._chance.choice(self._homes) / "client.json").read_text())
         headers = {"Authorization": f"Bearer {known['token']}", "Idempotency-Key": key}
         answer = await client.post(f"{known['url']}/tasks", json=body, headers=headers)
         answer.raise_for_status()

@@ -9,10 +9,12 @@ from pathlib import Path
 from random import Random
 from typing import Any, ClassVar
 
+import httpx
 import psutil
+from gpubroker import BrokerError
 
 from service.adapters.ray.head import read_state
-from tests.chaos.forked import ForkedService
+from tests.chaos.forked import ForkedBroker, ForkedGateway, ForkedService
 from tests.chaos.load import Kind, Waits, Works
 from tests.chaos.witness import Watch, lines_of
 from tests.e2e.ray_lab import agents_of, command_lines
@@ -33,15 +35,26 @@ class Rig:
 
     def __init__(self, folder: Path, url: str) -> None:
         self.folder = folder
-        self.service = self.process(
-            folder / "data",
-            database_url=url,
-            entrypoints=["tests.chaos.jobs:*"],
-            policy={"sample_period_seconds": 0.5, "kill_patience_seconds": 0.5},
+        self.given = {
+            "database_url": url,
+            "entrypoints": ["tests.chaos.jobs:*"],
+            "policy": {"sample_period_seconds": 0.5, "kill_patience_seconds": 0.5},
+            "blob_dir": str(folder / "objects"),
             **self.settings,
-        )
+        }
+        self.service = self.process(folder / "data", **self.given)
         self.watch = Watch(folder / "witness", folder / "seen")
         self.kills: dict[str, int] = {}
+
+    @property
+    def homes(self) -> list[Path]:
+        return [self.service.data_dir]
+
+    def start(self) -> None:
+        self.service.start()
+
+    def stop(self) -> None:
+        self.service.stop()
 
     def kind(self) -> Kind:
         return Waits()
@@ -75,6 +88,46 @@ class Rig:
 
     def _count(self, what: str) -> None:
         self.kills[what] = self.kills.get(what, 0) + 1
+
+
+class SiteRig(Rig):
+    """Two gateways and two brokers on one PostgreSQL, on the engine that only waits."""
+
+    targets = ("gateway", "leader", "standby", "leader")
+    process = ForkedGateway
+
+    def __init__(self, folder: Path, url: str) -> None:
+        super().__init__(folder, url)
+        self.gateways = [self.service, ForkedGateway(folder / "other", **self.given)]
+        self.brokers = [ForkedBroker(folder / name, **self.given) for name in ("one", "two")]
+
+    @property
+    def homes(self) -> list[Path]:
+        return [gateway.data_dir for gateway in self.gateways]
+
+    def start(self) -> None:
+        for process in (*self.gateways, *self.brokers):
+            process.start()
+
+    def stop(self) -> None:
+        for process in (*self.gateways, *self.brokers):
+            process.stop()
+
+    def kill(self, target: str, chance: Random) -> None:
+        struck = (
+            chance.choice(self.gateways) if target == "gateway" else self._broker(leads=target == "leader")
+        )
+        if struck is not None:
+            struck.kill_9()
+            self._count(target)
+            time.sleep(chance.choice([0.0, 0.0, 4.0]))  # at times long enough for the standby to lead
+            struck.start()
+
+    def _broker(self, *, leads: bool) -> ServiceProcess | None:
+        with suppress(httpx.HTTPError, BrokerError):
+            holder = str(self.service.broker.stats().leader["holder"])
+            return next((one for one in self.brokers if holder.endswith(f":{one.pid}") is leads), None)
+        return None
 
 
 class RayRig(Rig):
@@ -123,4 +176,4 @@ def _shot(pid: int) -> bool:
     return True
 
 
-RIGS: dict[str, type[Rig]] = {"simulated": Rig, "ray": RayRig}
+RIGS: dict[str, type[Rig]] = {"simulated": Rig, "site": SiteRig, "ray": RayRig}

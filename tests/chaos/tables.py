@@ -16,6 +16,8 @@ _HEAD = """\
 | kill -9 | Kills | Of Ray and runs | Tasks | Lost | Accepted twice | MiB leased twice | Per kill | Per task |
 |---|---|---|---|---|---|---|---|---|"""
 
+_OF_RAY = ("driver", "agent", "run", "shared runner", "raylet")
+
 Record = Mapping[str, Any]
 
 
@@ -38,7 +40,7 @@ def page() -> str:
 
 def _row(name: str, found: Record) -> str:
     by = _killed(found)
-    of_ray = found["kills"] - by["main"] - by["main while it starts"]
+    of_ray = sum(by[target] for target in _OF_RAY)
     bound = found["bound"]
     cells = (
         name, found["kills"], of_ray, f"{found['acknowledged']:,}", found["lost"], found["accepted_twice"],
