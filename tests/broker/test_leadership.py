@@ -6,17 +6,18 @@ from pathlib import Path
 
 import pytest
 
+from service.adapters.blobs.directory import DirectoryBlobs
 from service.broker import leadership
 from service.broker.leadership import Candidate
 from service.broker.loop import Leader
-from service.core.orders import StartOrder
-from service.core.plan import Decision
+from service.core.orders import Ended, Ending, StartOrder
+from service.core.plan import Decision, Request
 from service.core.task import TaskState
 from service.core.tenure import Standing, Tenure, TenureRules
-from service.core.units import Instant, Seconds, TaskId, Term
+from service.core.units import Fence, Instant, Seconds, TaskId, Term
 from service.ports import CommitVerdict, RunSpec, TenureOver
 from tests.broker.stage import ForgetfulStore, Hands, Stage, a_stage
-from tests.builders import GIB
+from tests.builders import GIB, NOW
 from tests.contracts.scenes import next_term
 
 RULES = TenureRules(Seconds(3.0), Seconds(0.75), renew_seconds=Seconds(0.01))
@@ -31,7 +32,8 @@ class SlowStore(ForgetfulStore):
         super().__init__(clock.now)
         self.clock = clock
         self.seconds: dict[str, float] = {}
-        """Name of a call -> until its answer."""
+        """Name of a call -> until its answer, once."""
+        self.passed = asyncio.Event()
 
     async def commit(self, term: Term, decisions: Sequence[Decision]) -> Sequence[CommitVerdict]:
         verdicts = await super().commit(term, decisions)
@@ -43,8 +45,24 @@ class SlowStore(ForgetfulStore):
         self._pass("specs")
         return specs
 
+    async def renew(self, term: Term, ttl_seconds: Seconds) -> None:
+        await super().renew(term, ttl_seconds)
+        self._pass("renew")
+
     def _pass(self, call: str) -> None:
-        self.clock.time = Instant(self.clock.time + self.seconds.pop(call, 0.0))
+        if call in self.seconds:
+            self.clock.time = Instant(self.clock.time + self.seconds.pop(call))
+            self.passed.set()
+
+
+class SlowBlobs(DirectoryBlobs):
+    def __init__(self, stage: Stage) -> None:
+        super().__init__(stage.blobs_folder, max_bytes=10_000)
+        self._stage = stage
+
+    async def put(self, data: bytes, *, owner: str) -> str:
+        later(self._stage, TOO_LONG)
+        return await super().put(data, owner=owner)
 
 
 @pytest.fixture
@@ -72,6 +90,33 @@ async def test_a_leader_past_its_deadline_decides_commits_and_sends_nothing(stag
     with pytest.raises(TenureOver, match="was not renewed in time"):
         await stage.leader.cycle()
     assert (await stage.store.head(), stage.executor.sent) == (head, [])
+
+
+async def test_a_leader_whose_time_ends_in_the_middle_of_a_cycle_commits_no_more(
+    stage: Stage, store: SlowStore
+) -> None:
+    held = await stage.submit("held", gpu_mb=GIB)
+    await stage.submit("one", gpu_mb=GIB)
+    await stage.store.request(Request("r1", held.id, "default", "change", {"held": True}, Instant(NOW)))
+    store.seconds["commit"] = TOO_LONG
+    with pytest.raises(TenureOver):
+        await stage.leader.cycle()
+    assert (await stage.row("held")).held
+    assert (await stage.row("one")).state is TaskState.PENDING
+
+
+async def test_a_leader_whose_time_ends_while_it_writes_a_large_result_does_not_commit_it(
+    stage: Stage, store: SlowStore
+) -> None:
+    await stage.submit("one", seconds=3600, gpu_mb=GIB)
+    await stage.leader.cycle()
+    stage.blobs = SlowBlobs(stage)
+    await stage.lead(stage.leader.tenure)
+    ended = Ended(TaskId("one"), Fence(1), Instant(NOW), Ending.SUCCEEDED, result=b'"' + b"x" * 5000 + b'"')
+    with pytest.raises(TenureOver):
+        await stage.hear(ended)
+    assert (await stage.row("one")).state is TaskState.RUNNING
+    assert await store.result(TaskId("one")) is None
 
 
 async def test_what_was_committed_in_time_is_not_sent_once_the_time_is_over(
@@ -116,7 +161,7 @@ class Party:
 
     def __init__(self, folder: Path, *names: str) -> None:
         self.clock = Hands()
-        self.store = ForgetfulStore(self.clock.now)
+        self.store = SlowStore(self.clock)
         self.stages = {name: Stage(folder / name, self.store, self.clock) for name in names}
         self.candidates = {name: self._candidate(name) for name in names}
         self.running: dict[str, asyncio.Task[None]] = {}
@@ -124,10 +169,14 @@ class Party:
     def _candidate(self, name: str) -> Candidate:
         stage = self.stages[name]
 
+        caught_up: list[Term] = []
+
         async def catch_up() -> None:
             """A store in memory tells everybody everything at once."""
+            caught_up.append((await self.store.leader()).term)
 
         def new_leader(tenure: Tenure) -> Leader:
+            assert caught_up[-1] == tenure.term, "what the leader before committed last is not in the picture"
             stage.leader = stage.new_leader(tenure)
             return stage.leader
 
@@ -258,3 +307,14 @@ async def test_the_next_leader_carries_on_with_what_is_in_the_queue(party: Party
     party.store.listen(lambda events: ended.set() if "task.succeeded" in {e.kind for e in events} else None)
     await party.stages["two"].submit("task", gpu_mb=GIB)
     await asyncio.wait_for(ended.wait(), 10.0)
+
+
+async def test_a_renewal_whose_answer_came_late_is_counted_from_when_it_was_asked_for(party: Party) -> None:
+    party.begin("one")
+    await party.until(("one", 1))
+    began = party.clock.ticks()
+    party.store.seconds["renew"] = 2.0
+    await party.store.passed.wait()
+    assert party.clock.ticks() == began + 2.0
+    await asyncio.sleep(0)
+    assert party.candidates["one"].standing().seconds_left == TOO_LONG - 2.0

@@ -2,6 +2,7 @@
 
 import asyncio
 import errno
+import fcntl
 import json
 import os
 import secrets
@@ -11,6 +12,8 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -102,13 +105,25 @@ def versions() -> tuple[str, str]:
 async def running_head(options: RayOptions) -> HeadState:
     """The head of this data directory: the one that runs, or a new one. Raises HeadRefused, OSError."""
     _check_access(options.data_dir)
-    known = read_state(options.data_dir)
-    if known is not None and known.is_running() and known.address:
-        _check_versions(known)
-        return known
-    if known is not None:
-        await asyncio.to_thread(_clear_away, options.data_dir, known)
-    return await _start(options)
+    async with _nobody_else_looks(options.data_dir):
+        known = read_state(options.data_dir)
+        if known is not None and known.is_running() and known.address:
+            _check_versions(known)
+            return known
+        if known is not None:
+            await asyncio.to_thread(_clear_away, options.data_dir, known)
+        return await _start(options)
+
+
+@asynccontextmanager
+async def _nobody_else_looks(data_dir: Path) -> AsyncIterator[None]:
+    """Of several brokers with one data directory the first one starts the head, and the others find it."""
+    lock = os.open(data_dir / "ray-head.lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+    try:
+        await asyncio.to_thread(fcntl.flock, lock, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(lock)
 
 
 async def stop_head(data_dir: Path) -> None:
