@@ -84,6 +84,7 @@ def _tasks() -> None:
         sa.Column("freeing_for", ID, nullable=True),
         sa.Column("members", sa.Text(), nullable=True),
         sa.Column("finished", sa.Boolean(), server_default=sa.false(), nullable=False),
+        sa.Column("ended_as", sa.Text(), nullable=True),
         sa.Column("idem_key", sa.Text(), nullable=True),
         sa.Column("body_hash", sa.Text(), nullable=True),
         sa.CheckConstraint(
@@ -105,7 +106,7 @@ def _task_indexes() -> None:
     op.create_index(
         "ix_task_finished",
         "task",
-        ["tenant", "state", "id"],
+        ["tenant", "ended_as", "id"],
         **_where("finished = 1", "finished"),
     )
     op.create_index("ix_task_tenant_id", "task", ["tenant", "id"])

@@ -121,9 +121,7 @@ def listing(wanted: TaskFilter) -> Select[Any]:
     if wanted.after is not None:
         query = query.where(_task.c.id < wanted.after)
     if wanted.states:
-        query = query.where(
-            _task.c.state.in_([state.value for state in wanted.states]), *_half(wanted.states)
-        )
+        query = query.where(*_in_states(wanted.states))
     if wanted.min_priority is not None:
         query = query.where(_task.c.priority >= wanted.min_priority)
     if wanted.max_priority is not None:
@@ -161,12 +159,13 @@ def _within(time: Column[Any], start: Instant | None, end: Instant | None) -> li
     return [*([] if start is None else [time >= start]), *([] if end is None else [time < end])]
 
 
-def _half(states: Sequence[TaskState]) -> list[Any]:
-    """States that lie all before or all after the end: said in the words of the index for that half."""
+def _in_states(states: Sequence[TaskState]) -> list[Any]:
+    """Of states that lie all before or all after the end, in the words of the index for that half."""
+    names = [state.value for state in states]
     ended = {state in TERMINAL for state in states}
     if ended == {True}:
-        return [_task.c.finished]
-    return [~_task.c.finished] if ended == {False} else []
+        return [_task.c.finished, _task.c.ended_as.in_(names)]
+    return [_task.c.state.in_(names), *([~_task.c.finished] if ended == {False} else [])]
 
 
 def _record_of(row: Mapping[str, Any]) -> TaskRecord:

@@ -176,7 +176,8 @@ def _moved_task_row(task: Task) -> Row:
     hot[_STATE] = str(task.state)
     hot[_STOP_REASON] = task.stop_reason and str(task.stop_reason)
     hot[_MEMBERS] = json_text(members_fields(task.members)) if task.members else None
-    return (task.id, task.version, *hot, task.is_terminal)
+    ended_as = hot[_STATE] if task.is_terminal else None
+    return (task.id, task.version, *hot, task.is_terminal, ended_as)
 
 
 def _lease_row(lease: Lease) -> Row:

@@ -211,7 +211,7 @@ INSERT_BATCHES = _insert(tables.batch, known=OnConflict.SKIP)
 INSERT_REQUESTS = _insert(tables.request, known=OnConflict.SKIP, exact=True)
 WRITE_NODES = _insert(tables.node, known=OnConflict.REPLACE)
 WRITE_DEVICES = _insert(tables.device, DEVICE_IN, known=OnConflict.REPLACE)
-MOVE_TASKS = _update_guarded(tables.task, ("id", "version", *HOT_FIELDS, "finished"))
+MOVE_TASKS = _update_guarded(tables.task, ("id", "version", *HOT_FIELDS, "finished", "ended_as"))
 INSERT_LEASES = _insert(tables.lease, known=OnConflict.SKIP, exact=True)
 MOVE_LEASES = _update_guarded(
     tables.lease, (*LEASE_KEY, "version", "state", "released", "overused_mb", "quarantined_at")

@@ -67,6 +67,7 @@ task = Table(
     Column("freeing_for", Id),
     Column("members", Text),
     Column("finished", Boolean, nullable=False, server_default=false()),
+    Column("ended_as", Text),
     Column("idem_key", Text),
     Column("body_hash", Text),
     one_of("state", TaskState),
@@ -77,12 +78,12 @@ task = Table(
     **HOT,
 )
 """The hot half of a task. No index holds a column that changes before the task's end, so that on PostgreSQL
-every update but the last stays on its page."""
+every update but the last stays on its page: not `state`, but `ended_as`, which says it at the end."""
 
 Index("ix_task_tenant_idem_key", task.c.tenant, task.c.idem_key, unique=True, **where("idem_key IS NOT NULL"))
 Index("ix_task_tenant_id", task.c.tenant, task.c.id)
 Index("ix_task_unfinished", task.c.tenant, task.c.id, **where("finished = 0", "NOT finished"))
-Index("ix_task_finished", task.c.tenant, task.c.state, task.c.id, **where("finished = 1", "finished"))
+Index("ix_task_finished", task.c.tenant, task.c.ended_as, task.c.id, **where("finished = 1", "finished"))
 Index("ix_task_finished_at", task.c.finished_at, **where("finished = 1", "finished"))
 Index("ix_task_dependent", task.c.tenant, task.c.id, **where("after <> '[]'"))
 Index("ix_task_external", task.c.tenant, task.c.id, **where("external IS NOT NULL"))

@@ -1,0 +1,80 @@
+"""Rows that change often do so on their own page: no index holds what changes before their end."""
+
+import asyncio
+import re
+import time
+from typing import Any
+
+import psycopg
+import pytest
+
+from service.core.task import HOT_FIELDS
+from tests.builders import a_task
+from tests.contracts.scenes import admission, claimed, opened, start, with_gpu
+
+AT_ITS_END = {"finished", "ended_as", "finished_at", "released"}
+"""Columns that change once, when a row changes for the last time."""
+
+CHANGING = {
+    "task": {*HOT_FIELDS, "version"},
+    "lease": {"state", "version", "overused_mb"},
+    "device": {"leased_mb", "version", "present"},
+    "node": {"ready", "cordoned", "incarnation", "version"},
+    "leadership": {"term", "holder", "lease_until", "taken_at"},
+    "log_head": {"position"},
+    "finished": {"n"},
+    "estimate": {"counts", "learned_at"},
+    "usage": {"held_mb", "mb_seconds", "at"},
+}
+
+TASKS = 40
+
+
+def asked(url: str, query: str) -> list[Any]:
+    with psycopg.connect(url, autocommit=True) as connection:
+        return connection.execute(query).fetchall()
+
+
+@pytest.mark.parametrize("table", sorted(CHANGING))
+def test_no_index_holds_a_column_that_changes_before_the_end(postgres_url: str, table: str) -> None:
+    indexes = asked(postgres_url, f"SELECT indexname, indexdef FROM pg_indexes WHERE tablename = '{table}'")
+    assert indexes
+    for name, definition in indexes:
+        columns = set(re.findall(r"\w+", definition.partition(" USING ")[2]))
+        assert columns & (CHANGING[table] - AT_ITS_END) == set(), name
+
+
+@pytest.mark.parametrize("table", sorted(CHANGING))
+def test_tables_whose_rows_change_leave_room_on_their_pages_and_are_vacuumed_early(
+    postgres_url: str, table: str
+) -> None:
+    [(options,)] = asked(postgres_url, f"SELECT reloptions FROM pg_class WHERE oid = '{table}'::regclass")
+    told = dict(option.split("=") for option in options)
+    assert int(told["fillfactor"]) <= 70
+    assert float(told["autovacuum_vacuum_scale_factor"]) <= 0.02
+
+
+async def test_changes_of_tasks_before_their_end_stay_on_their_pages(postgres_url: str) -> None:
+    tasks = [a_task(f"t{number:02}", gpu_mb=1024) for number in range(TASKS)]
+    async with opened(postgres_url) as store:
+        term = await with_gpu(store, *tasks)
+        before = updates(postgres_url, "task")
+        for task in tasks:
+            await store.commit(term, [admission(task, 1024)])
+            await store.commit(term, [start(claimed(task))])
+    until = time.monotonic() + 10
+    while True:  # the server counts what a connection did when it has ended
+        all_, hot = (now - then for now, then in zip(updates(postgres_url, "task"), before, strict=True))
+        if all_ >= 2 * TASKS or time.monotonic() > until:
+            break
+        await asyncio.sleep(0.05)
+    assert all_ == 2 * TASKS
+    assert hot >= 0.9 * all_
+
+
+def updates(url: str, table: str) -> tuple[int, int]:
+    """(all, those that stayed on their page), as the server has counted them."""
+    with psycopg.connect(url, autocommit=True) as connection:
+        query = "SELECT n_tup_upd, n_tup_hot_upd FROM pg_stat_user_tables WHERE relname = %s"
+        [(all_, hot)] = connection.execute(query, [table]).fetchall()
+        return all_, hot
