@@ -89,6 +89,7 @@ async def test_nothing_of_it_is_left_in_any_table(url: str) -> None:
         "node": 1,
         "log_head": 1,
         "leadership": 1,
+        "installation": 1,
         "finished": 1,
         "usage": 1,
         "audit": 1,
