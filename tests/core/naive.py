@@ -281,7 +281,6 @@ class Naive(NaiveLeavers):
                 self.given[task.tenant] += max(0, sum(mb for _, mb in devices) - promised)
                 steps.append(self.admit(task, node, devices))
             elif not pledged and (way := other_way(self, task, best)) is not None:
-                self.given[task.tenant] += sum(self.needs(task.demand, device) or 0 for device in way[0])
                 needs = [(device.key, self.needs(task.demand, device), ()) for device in way[0]]
                 steps.append(self.evict(task, needs, way[1]))
         return steps
@@ -323,6 +322,7 @@ class Naive(NaiveLeavers):
         made = []
         for key, mb, ranks in devices:
             made.append((key, mb, ranks))
+            self.given[task.tenant] += mb
             whose = (kept_up_to, task.tenant, self.now, self.now)
             self.pledges.append(Pledge(task.id, key, mb, *whose, ranks))
         ended = self.overtake({key for key, *_ in devices}, task.priority)

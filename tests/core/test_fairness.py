@@ -17,6 +17,9 @@ from tests.builders import (
     holding,
     let_go,
 )
+from tests.core.gangs import a_gang, bundles
+from tests.core.naive import Naive
+from tests.core.test_plan_properties import step_of
 
 PLAIN = Policy()
 
@@ -125,3 +128,15 @@ def test_a_fair_share_is_a_part_of_the_weights_of_all_who_are_there_and_of_who_c
     levels = Levels(a_world(run, *tasks("light", 1)), policy, NOW)
     assert [levels.fair_share(name) for name in ("heavy", "light")] == [2 / 3, 1 / 3]
     assert levels.fair_share("new") == 1 / 4
+
+
+def test_what_is_freed_for_a_gang_counts_for_its_tenant_at_once():
+    """In the plain planner's plan as well."""
+    low = holding(a_task("low", priority=10, tenant="other", gpu_mb=80), "gpu0")
+    high = holding(a_task("high", priority=90, tenant="other", gpu_mb=60), "gpu1")
+    gang = a_gang("gang", *bundles(1, gpu_mb=80), priority=60, tenant="zeta")
+    last = a_task("first", gpu_mb=20, tenant="zeta"), a_task("second", gpu_mb=20, submitted_at=NOW + 1.0)
+    world = a_world(a_device(mb=80), a_device("gpu1", mb=80), low, high, gang, *last)
+    steps = [step_of(decision) for decision in plan_cycle(world, Policy(), NOW).decisions]
+    assert [step[:2] for step in steps] == [("preempt", "gang"), ("admit", "second")]
+    assert Naive(world, Policy(), NOW).plan(steps) == steps
