@@ -40,12 +40,13 @@ from service.core.orders import (
 )
 from service.core.plan import Decision, Request
 from service.core.policy import Policy, band_of
+from service.core.ranks import nodes_of
 from service.core.reconcile import InventoryRules, reconcile, take_over
 from service.core.requests import carry_out
 from service.core.runs import react
 from service.core.silence import unanswered
 from service.core.task import Task, TaskState
-from service.core.units import DeviceKey, Instant
+from service.core.units import DeviceKey, Instant, NodeName
 from service.core.world import World
 from tests.builders import NOW, a_world, check_ledger, commit, submit
 from tests.core.naive import Naive
@@ -227,6 +228,8 @@ class Ground:
         before = naive
         ahead = standings(self.world, self.policy, self.now)
         cursor, passed = None, list[Passing]()
+        freed = set[NodeName]()
+        """Where pledges ended in this cycle: that room was not there for whoever had its turn before."""
         while True:
             plan = plan_cycle(
                 self.world, self.policy, now, cursor, SLICE, self._memory, forecasts=self._forecasts
@@ -234,8 +237,9 @@ class Ground:
             done += plan.decisions
             for decision in plan.decisions:
                 naive = Naive(self.world, self.policy, self.now, self._forecasts)
-                if decision.why == "admit" and not (self._forecasts and self._has_gangs()):
+                if decision.why == "admit" and not freed & nodes_of(decision.tasks[0].task):
                     passed += passings(self.world, naive, decision, ahead)
+                freed |= {self.world.books[w.pledge.device].device.node for w in decision.pledges if w.end}
                 self._check_victims(naive, decision)
                 self._carry([decision])
             cursor = plan.cursor
@@ -370,10 +374,6 @@ class Ground:
                 self._open.remove(key)
                 was_so = is_true(write.pledge, write.end, decision, self.world, self.policy, self.now)
                 assert was_so, f"{key} was not {write.end}"
-
-    def _has_gangs(self) -> bool:
-        """Then, while there are forecasts, it is not judged whether who was passed might have been let in."""
-        return any(task.demand.bundles for task in self.world.tasks.values())
 
     def _check_victims(self, naive: Naive, decision: Decision) -> None:
         """No shield that holds against whoever is not critical, and strictly lower priority; or borrowers of
