@@ -337,3 +337,16 @@ def test_a_run_that_is_over_and_not_gone_is_no_obstacle_to_an_explanation():
     start = advice(world).start
     assert start is not None
     assert start.p50_at == NOW + 500.0
+
+
+def test_nobody_can_tell_when_more_is_lacking_than_runs_hold():
+    """The rest is in use by strangers."""
+    world = a_world(run("a", left=30.0, gib=20), a_task("new", gpu_mb=60 * GIB))
+    world.measure([a_sample("gpu0", Instant(NOW), foreign_mb=50 * GIB)])
+    assert advice(world).free_in == {}
+
+
+def test_what_the_user_of_a_limit_takes_of_others_is_no_matter():
+    user = run("a", left=30.0, gib=10, custom={"licence": 1.0, "seat": 1.0})
+    world = a_world(user, a_task("new", gpu_mb=10 * GIB, custom={"licence": 1.0}))
+    assert advice(world).start == starting_in(30.0)

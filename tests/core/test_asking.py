@@ -14,7 +14,7 @@ from service.core.survey import Survey, survey
 from service.core.task import Task, TaskState
 from service.core.units import Instant
 from service.core.world import World
-from tests.builders import commit
+from tests.builders import NOW, a_device, a_sample, a_task, a_world, commit, holding, submit
 from tests.core.scenarios import POLICY, Chapter, Story, clusters, stories
 
 
@@ -44,3 +44,15 @@ def test_an_answer_is_the_same_whatever_was_asked_before_and_happened_since(
                 assert kept == told(survey(Draft(world), task, POLICY, now))
         commit(world, plan_cycle(world, POLICY, Instant(course.now), budget=10_000).decisions)
         course.measure()
+
+
+def test_what_was_found_of_a_node_serves_the_next_question_until_the_node_changes():
+    world, asking = a_world(holding(a_task("run", gpu_mb=60), "gpu0"), a_device(mb=80)), Asking()
+    small, large = a_task("small", gpu_mb=20), a_task("large", gpu_mb=80)
+    submit(world, small, large)
+    for now in (NOW, Instant(NOW + 1.0)):
+        for task in (small, large):
+            assert told(asking.survey(world, task, POLICY, now)) == told(
+                survey(Draft(world), task, POLICY, now)
+            )
+        world.measure([a_sample("gpu0", now, by_holder={"run:1": 70})])

@@ -10,6 +10,7 @@ from service.core import dependencies
 from service.core.awaited import End
 from service.core.cycle import plan_cycle
 from service.core.dependencies import settle
+from service.core.explain import explain
 from service.core.plan import Decision, write_move
 from service.core.policy import Policy
 from service.core.task import Dependency, Move, OnFailure, Task, TaskState
@@ -249,3 +250,9 @@ def reread(world: World, ended: dict[str, str]) -> World:
     asked = sorted(fresh.awaited.unknown)
     fresh.awaited.learn(asked, {task: End(TaskState(ended[task])) for task in asked})
     return fresh
+
+
+def test_a_task_that_is_not_to_start_yet_says_for_how_long() -> None:
+    world = a_world(a_task("later", not_before=Instant(NOW + 60.0)))
+    told = explain(world, TaskId("later"), Policy(), NOW)
+    assert told.message == "not to be started for another 60 s"

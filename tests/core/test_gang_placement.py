@@ -253,3 +253,9 @@ def test_ranks_that_are_alike_lie_each_on_a_node_with_as_few_others_as_may_be() 
 def test_two_sorts_of_ranks_that_fit_alone_and_not_together_have_no_place() -> None:
     unlike = (*bundles(1, gpu_mb=60 * GIB), *bundles(2, gpu_mb=50 * GIB))
     assert placed(a_cluster(1, 1), a_gang("gang", *unlike)) is None
+
+
+def test_ranks_without_gpus_of_which_each_would_fit_alone_have_no_place_together() -> None:
+    parts = *bundles(1, cpu=3.0), *bundles(1, cpu=2.0)
+    assert placed(a_world(a_node("n1", cpu=4.0)), a_gang("gang", *parts)) is None
+    assert nodes(placed(a_world(a_node("n1", cpu=5.0)), a_gang("gang", *parts))) == ["n1", "n1"]

@@ -48,6 +48,13 @@ def test_a_task_goes_before_others_if_one_waits_for_it_that_would() -> None:
     assert explain(world, TaskId("late"), Policy(), NOW).inherits == (80, "urgent")
 
 
+def test_of_two_heirs_alike_one_that_is_lowered_takes_nothing_with_it() -> None:
+    world = a_world(a_task("t"))
+    submit(world, a_task("one", priority=80, **after("t")), a_task("two", priority=80, **after("t")))
+    change(world, "one", priority=60)
+    assert standing(world, "t") == 80
+
+
 def test_it_is_inherited_through_any_number_of_tasks_in_between() -> None:
     chain = [a_task("t0"), *(a_task(f"t{n}", **after(f"t{n - 1}")) for n in range(1, 2000))]
     world = a_world(*chain)

@@ -277,3 +277,12 @@ def check_sums(book: Book) -> None:
     leaving = [held for held in holdings if held.is_leaving]
     assert sorted(book.leaving(), key=repr) == sorted(leaving, key=repr)
     assert book.yet_to_come_mb(HIGH.id) == sum(h.takes_mb for h in leaving if h.freeing_for == HIGH.id)
+
+
+def test_to_measure_anew_keeps_a_sample_that_is_newer():
+    book = a_book()
+    book.measure(a_sample(DEVICE.key))
+    book.measure_anew(Instant(NOW - 1.0))
+    assert book.sample is not None
+    book.measure_anew(Instant(NOW))
+    assert book.sample is None

@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 
 from service.core.blockers import room_blockers
+from service.core.cycle import plan_cycle
 from service.core.draft import Draft
 from service.core.lease import LeaseState
 from service.core.policy import CustomLimit, Policy
@@ -27,6 +28,7 @@ from tests.builders import (
     a_world,
     holding,
     key,
+    submit,
 )
 from tests.core.plans import eviction_for
 
@@ -357,3 +359,12 @@ def test_several_devices_are_not_cleared_where_they_cost_more_together_than_on_a
     for device, seconds in (("n1/gpu0", 10.0), ("n1/gpu1", 11.0), ("n2/gpu0", 12.0), ("n2/gpu1", 12.0)):
         parts.append(a_run(f"on-{device}", device, 80, seconds=seconds))
     assert victims(a_world(*parts), gpus=2) == ["on-n1/gpu0", "on-n1/gpu1"]
+
+
+def test_a_run_that_is_over_and_not_gone_sets_no_deadline_for_a_pledge() -> None:
+    over = a_task("over", gpu_mb=40, fence=1, state=TaskState.SUCCEEDED)
+    low = holding(a_task("low", priority=10, gpu_mb=40, grace_seconds=7.0), "gpu0")
+    world = a_world(a_device(mb=80), over, a_lease(over, "gpu0", 40, state=LeaseState.RELEASING), low)
+    submit(world, a_task("high", priority=80, gpu_mb=80))
+    (decision,) = plan_cycle(world, Policy(), NOW).decisions
+    assert [written.pledge.deadline_at for written in decision.pledges] == [NOW + 7.0]

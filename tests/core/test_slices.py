@@ -14,7 +14,7 @@ from service.core.look import look
 from service.core.memory import Memory
 from service.core.outlook import Outlooks
 from service.core.plan import Decision, write_move
-from service.core.policy import Policy
+from service.core.policy import CustomLimit, Policy
 from service.core.supplies import Supplies
 from service.core.survey import survey
 from service.core.task import Move, Placement
@@ -144,3 +144,12 @@ def test_neither_a_slice_nor_an_explanation_leaves_its_draft_to_the_collector_of
     finally:
         gc.enable()
     assert left == []
+
+
+def test_of_a_demand_for_whose_limit_nothing_is_left_by_now_nobody_is_admitted():
+    """Whatever their priorities."""
+    taker = a_task("taker", gpu_mb=10, priority=65, custom={"licence": 1.0})
+    late = [a_task(f"late{at}", gpu_mb=20, priority=at, custom={"licence": 1.0}) for at in (60, 50)]
+    policy = Policy(custom_limits=(CustomLimit("licence", 1.0),))
+    world = a_world(a_device(mb=80), taker, *late)
+    assert [d.subject for d in plan_cycle(world, policy, NOW, memory=Memory()).decisions] == ["taker"]

@@ -240,3 +240,12 @@ def test_a_task_has_its_parts_on_different_devices_however_much_one_of_them_has(
 ):
     assert most_copies(slots, 2) == copies
     assert most_copies(slots, 1) == sum(slots)
+
+
+def test_a_demand_without_devices_has_a_spot_where_its_cpu_is():
+    room = Remainder(8, (BIG,), "big")
+    for measure in both({a_shape(40, cpu=4): 1}):
+        spot = measure.spot(CPU_ONLY, room)
+        assert spot is not None
+        assert spot.devices == ()
+        assert measure.spot(Shape(9, 0), room) is None
