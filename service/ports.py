@@ -261,6 +261,11 @@ class TaskStore(Protocol):
 
     async def database_time(self) -> Instant: ...
 
+    async def oldest_transaction_seconds(self) -> float | None:
+        """Age of the oldest transaction of any client, behind which nothing can be vacuumed; None where the
+        database has no such thing."""
+        ...
+
     async def close(self) -> None: ...
 
 

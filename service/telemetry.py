@@ -105,6 +105,7 @@ GAUGES: Mapping[str, tuple[str, tuple[str, ...]]] = {
         ("basis",),
     ),
     "gpubroker_world_age_seconds": ("Seconds since the picture was last known to be current.", ()),
+    "gpubroker_database_oldest_transaction_seconds": ("Age of the database's oldest transaction.", ()),
     "gpubroker_is_leader": ("1 if this process leads, else 0.", ()),
     "gpubroker_leader_term": ("Term of the leader in this process; absent if it does not lead.", ()),
     "gpubroker_leader_lease_seconds": (
@@ -140,10 +141,15 @@ class Telemetry:
 
     def __init__(self, sources: Sources) -> None:
         self.registry = CollectorRegistry()
-        self.registry.register(WorldCollector(sources))
+        self._world = WorldCollector(sources)
+        self.registry.register(self._world)
         self._requests = RequestCollector()
         self.registry.register(self._requests)
         self.on_request = self._requests.on_request
+
+    def note_oldest_transaction(self, seconds: float | None) -> None:
+        """Before a scrape, whose own reading waits for nothing."""
+        self._world.oldest_transaction_seconds = seconds
 
 
 class RequestCollector(Collector):
@@ -180,6 +186,7 @@ class WorldCollector(Collector):
 
     def __init__(self, sources: Sources) -> None:
         self._sources = sources
+        self.oldest_transaction_seconds: float | None = None
 
     def collect(self) -> Iterable[Metric]:
         sources = self._sources
@@ -196,6 +203,9 @@ class WorldCollector(Collector):
         yield from _forecast_metrics(sources.world)
         yield _gauge("gpubroker_event_log_position", [((), sources.world.position)])
         yield _gauge("gpubroker_world_age_seconds", [((), sources.age_seconds())])
+        oldest = self.oldest_transaction_seconds
+        known = [] if oldest is None else [((), oldest)]
+        yield _gauge("gpubroker_database_oldest_transaction_seconds", known)
         yield from _leader_metrics(sources.standing())
 
 

@@ -3,6 +3,7 @@
 import asyncio
 import re
 import time
+from pathlib import Path
 from typing import Any
 
 import psycopg
@@ -78,3 +79,20 @@ def updates(url: str, table: str) -> tuple[int, int]:
         query = "SELECT n_tup_upd, n_tup_hot_upd FROM pg_stat_user_tables WHERE relname = %s"
         [(all_, hot)] = connection.execute(query, [table]).fetchall()
         return all_, hot
+
+
+async def test_the_oldest_transaction_is_told_while_it_keeps_a_snapshot(postgres_url: str) -> None:
+    async with opened(postgres_url) as store:
+        with psycopg.connect(postgres_url) as reader:
+            reader.execute("SET TRANSACTION ISOLATION LEVEL REPEATABLE READ")
+            reader.execute("SELECT count(*) FROM task")
+            await asyncio.sleep(0.05)
+            age = await store.oldest_transaction_seconds()
+            assert age is not None
+            assert age >= 0.05
+        assert await store.oldest_transaction_seconds() == 0
+
+
+async def test_a_file_has_no_transactions_of_others(tmp_path: Path) -> None:
+    async with opened(f"sqlite:///{tmp_path / 'gpubroker.db'}") as store:
+        assert await store.oldest_transaction_seconds() is None

@@ -96,6 +96,13 @@ _HEAD = select(tables.log_head.c.position)
 _OLDEST = select(
     func.coalesce(select(func.min(tables.event.c.position)).scalar_subquery(), tables.log_head.c.position + 1)
 )
+_OLDEST_TRANSACTION = """
+SELECT coalesce(extract(epoch FROM clock_timestamp() - min(began)), 0)::float8 FROM (
+    SELECT xact_start AS began FROM pg_stat_activity
+    WHERE backend_xmin IS NOT NULL AND backend_type = 'client backend' AND pid <> pg_backend_pid()
+    UNION ALL SELECT prepared FROM pg_prepared_xacts
+) transactions
+"""
 _NOW = select(extract("epoch", func.clock_timestamp()).cast(Double))
 _TASK_NAMES = tuple(column.name for column in TASK)
 
@@ -285,3 +292,10 @@ def now(connection: Connection) -> Instant:
     if connection.dialect.name == "sqlite":
         return Instant(time.time())
     return Instant(connection.execute(_NOW).scalar_one())
+
+
+def oldest_transaction_seconds(connection: Connection) -> float | None:
+    """Of whoever keeps a snapshot, prepared transactions included; without our own, which asks."""
+    if connection.dialect.name == "sqlite":
+        return None
+    return float(connection.exec_driver_sql(_OLDEST_TRANSACTION).scalar_one())

@@ -278,6 +278,9 @@ class SqlStore:
     async def tokens(self) -> Sequence[TokenRow]:
         return await self._read(reads.tokens)
 
+    async def oldest_transaction_seconds(self) -> float | None:
+        return await self._read(reads.oldest_transaction_seconds)
+
     async def database_time(self) -> Instant:
         return await self._read(reads.now)
 

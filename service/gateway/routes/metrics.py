@@ -5,6 +5,7 @@ from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
 from service.gateway.direct import Call, DirectRoute, needs, problems
 from service.gateway.identity import Scope
+from service.ports import StoreUnavailable
 from service.telemetry import Telemetry
 
 router = APIRouter(route_class=DirectRoute, tags=["operations"])
@@ -22,4 +23,8 @@ router = APIRouter(route_class=DirectRoute, tags=["operations"])
 async def get_metrics(call: Call) -> Response:
     """Read all metrics in Prometheus's text format. They are listed in docs/metrics.md."""
     telemetry: Telemetry = call.app.state.telemetry
+    try:
+        telemetry.note_oldest_transaction(await call.parts.store.oldest_transaction_seconds())
+    except StoreUnavailable:
+        telemetry.note_oldest_transaction(None)
     return Response(generate_latest(telemetry.registry), media_type=CONTENT_TYPE_LATEST)
