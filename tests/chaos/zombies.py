@@ -6,6 +6,7 @@ was and gives its memory to somebody else. Then the sleeper goes on: whatever it
 """
 
 import asyncio
+import ctypes
 import gc
 import os
 import signal
@@ -67,6 +68,7 @@ class Zombies(Sweep):
             answer = _REFUSED
             try:
                 gc.disable()
+                _end_with_parent()
                 with suppress(StaleTerm):
                     answer = _DONE if asyncio.run(self._act_asleep(operation, life, point)) else _REFUSED
             finally:
@@ -109,6 +111,12 @@ class Zombies(Sweep):
             raise Broken(f"{life.where}: the sleeper wrote something after it woke up")
         async with self._opened() as (scene, _):
             await self._end(scene, life.id, life.where)
+
+
+def _end_with_parent() -> None:
+    """Nobody wakes a sleeper whose parent was ended."""
+    set_death_signal = 1  # PR_SET_PDEATHSIG
+    ctypes.CDLL(None).prctl(set_death_signal, signal.SIGKILL)
 
 
 def record(seed: int, pauses: int, woken: Woken) -> Mapping[str, Any]:
