@@ -54,6 +54,16 @@ class StoreUnavailable(Exception):
     """What is stored cannot be reached or written now; of the call that raises this nothing was written."""
 
 
+class Outgrown(StoreUnavailable):
+    """Newer software has changed what is stored in a way that this one does not know. It must end; the text
+    says what it met."""
+
+
+class LogOutgrown(Outgrown):
+    """The log goes on with events that this software does not know. Rows can be read and inserted as before,
+    but nobody may decide any more, or show a picture of the whole."""
+
+
 class LogShortened(Exception):
     """Events that were asked for are no longer in the log. The caller must read the picture anew."""
 

@@ -40,7 +40,7 @@ def upgrade() -> None:
     _log()
     _estimates_and_usage()
     _people()
-    op.execute("INSERT INTO log_head (id, position) VALUES (1, 0)")
+    op.execute("INSERT INTO log_head (id, position, compatible_from) VALUES (1, 0, 1)")
     op.execute("INSERT INTO leadership (id, term, holder, taken_at, lease_until) VALUES (1, 0, '', 0, 0)")
 
 
@@ -304,6 +304,7 @@ def _log() -> None:
         "log_head",
         sa.Column("id", sa.Integer(), autoincrement=False, nullable=False),
         sa.Column("position", COUNT, nullable=False),
+        sa.Column("compatible_from", sa.Integer(), nullable=False),
         sa.CheckConstraint("id = 1", name=op.f("ck_log_head_one_row")),
         sa.PrimaryKeyConstraint("id", name=op.f("pk_log_head")),
         **HOT,
@@ -318,6 +319,7 @@ def _log() -> None:
         sa.Column("tenant", sa.Text(), nullable=False),
         sa.Column("task", ID, nullable=True),
         sa.Column("fields", sa.Text(), nullable=False),
+        sa.Column("reader", sa.Integer(), nullable=False),
         sa.PrimaryKeyConstraint("position", name=op.f("pk_event")),
     )
     op.create_index("ix_event_task_position", "event", ["task", "position"], **_where("task IS NOT NULL"))

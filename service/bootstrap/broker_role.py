@@ -1,5 +1,6 @@
 """The role that decides and acts: a candidate for the lead, its leader, and what carries out orders."""
 
+import asyncio
 from collections.abc import Sequence
 from random import random
 
@@ -56,13 +57,22 @@ class BrokerRole:
 
     def jobs(self) -> list[Job]:
         jobs = [
-            ("leader", self.candidate.run()),
+            ("leader", self._stand()),
             ("retention", self._pruner.keep()),
             ("objects", self._blobs.keep_clean(self._store.referenced)),
         ]
         if self._store.is_shared:
             jobs.append(("publisher", self._publisher.keep(self.term, word_seconds(self._policy))))
         return jobs
+
+    async def _stand(self) -> None:
+        """For the lead, until the log holds what this software cannot read; then it lets the term go, and
+        stands no more. What the candidate raises comes in a group."""
+        async with asyncio.TaskGroup() as group:
+            standing = group.create_task(self.candidate.run())
+            await self._picture.is_outgrown.wait()
+            standing.cancel()
+        await asyncio.Event().wait()  # nobody asked this part to end
 
     def term(self) -> Term | None:
         """None while it does not lead."""

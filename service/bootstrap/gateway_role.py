@@ -58,6 +58,7 @@ class GatewayRole:
             progress=picture.progress,
             executor_status=lead.executor_status,
             age_seconds=picture.age_seconds,
+            why_stale=picture.why_stale,
             shutdown=shut_down,
             has_executor=broker is not None,
             term=(lambda: None) if broker is None else broker.term,

@@ -3,6 +3,7 @@
 import asyncio
 import time
 from collections.abc import Callable, Coroutine, Sequence
+from math import inf
 from random import uniform
 from typing import Any
 
@@ -15,7 +16,14 @@ from service.core.events import Event
 from service.core.policy import Policy
 from service.core.units import Seconds, TaskId
 from service.core.world import World
-from service.ports import EventListener, LogShortened, Progress, StoreUnavailable
+from service.ports import (
+    EventListener,
+    LogOutgrown,
+    LogShortened,
+    Outgrown,
+    Progress,
+    StoreUnavailable,
+)
 
 log = structlog.get_logger("gpubroker")
 
@@ -49,13 +57,20 @@ class Picture:
         self._listeners: list[EventListener] = []
         self._verified_at = time.monotonic()
         self._hinted = asyncio.Event()
+        self.is_outgrown = asyncio.Event()
+        """It stands still: the log goes on with what this software cannot read."""
+        self._why_outgrown = ""
 
     def listen(self, listener: EventListener) -> None:
         self._listeners.append(listener)
 
     def age_seconds(self) -> float:
         """Since the World was last known to stand at the head of the log."""
-        return time.monotonic() - self._verified_at
+        return inf if self._why_outgrown else time.monotonic() - self._verified_at
+
+    def why_stale(self) -> str:
+        """What to do about its age, where time will not help."""
+        return self._why_outgrown
 
     async def begin(self) -> None:
         """Read it from the database. Raises StoreUnavailable."""
@@ -87,12 +102,22 @@ class Picture:
             began = time.monotonic()
             try:
                 more = await self._catch_up()
+            except LogOutgrown as fault:
+                self._stand_still(fault)
+                await asyncio.Event().wait()  # for ever
+            except Outgrown:
+                raise
             except StoreUnavailable:
                 await self._pause()
                 continue
             if not more:
                 self._verified_at = began
                 await self._pause()
+
+    def _stand_still(self, fault: LogOutgrown) -> None:
+        log.error("the picture stands still from here on", fault=str(fault))
+        self._why_outgrown = str(fault)
+        self.is_outgrown.set()
 
     async def catch_up(self) -> None:
         """Back when it shows everything that anybody had committed at this call. Raises StoreUnavailable."""

@@ -21,6 +21,7 @@ from service.bootstrap.lead import Lead
 from service.bootstrap.picture import Picture
 from service.bootstrap.words import farewell, greeting
 from service.core.units import Seconds
+from service.ports import Outgrown
 from service.settings import Settings
 
 log = structlog.get_logger("gpubroker")
@@ -136,7 +137,8 @@ class Process:
 
     def _fail(self, part: str, fault: BaseException) -> None:
         """Stop, and say so: going on without this part would look like service and be none."""
-        log.error("stopping: a part of the service ended", subject=part, fault=repr(fault), exc_info=fault)
+        trace = None if isinstance(fault, Outgrown) else fault  # which is nobody's mistake, and says all
+        log.error("stopping: a part of the service ended", subject=part, fault=repr(fault), exc_info=trace)
         self._fault = fault
         self._stop.set()
 

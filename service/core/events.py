@@ -47,6 +47,9 @@ class NewEvent:
     fields: Fields
     task: Task | None = field(default=None, compare=False, repr=False)
     """The task as it is after the event."""
+    reader: int = 1
+    """The form that a reader must know to go on past it. A new kind that changes a picture, or another
+    meaning of a known field, has a new number; a field that may be left out has not."""
 
     def at(self, position: Position, at: Instant) -> Event:
         return Event(position, at, self.kind, self.key, self.version, self.tenant, self.fields, self.task)

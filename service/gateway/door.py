@@ -15,7 +15,7 @@ from service.gateway.direct import DirectRoute
 from service.gateway.identity import Identity
 from service.gateway.parts import GatewayParts
 from service.gateway.problems import Problem, problem_response
-from service.ports import StoreUnavailable, Unstorable
+from service.ports import Outgrown, StoreUnavailable, Unstorable
 from service.telemetry import Telemetry
 
 log = structlog.get_logger("gpubroker.gateway")
@@ -102,6 +102,8 @@ class Door:
             await problem_response(problem, scope)(scope, receive, leave)
         except HTTPException:
             await problem_response(self._no_route(scope), scope)(scope, receive, leave)
+        except Outgrown as fault:
+            await problem_response(Problem("follower-stale", str(fault)), scope)(scope, receive, leave)
         except StoreUnavailable as fault:
             log.warning("database not reached", request=request_id, fault=str(fault))
             await problem_response(_STORE_AWAY, scope)(scope, receive, leave)

@@ -40,7 +40,8 @@ def as_of(parts: GatewayParts) -> AsOf:
     if age_seconds > parts.limits.stale_seconds:
         raise Problem(
             "follower-stale",
-            f"the overview is {age_seconds:.0f} s old, older than {parts.limits.stale_seconds:.0f} s; "
+            parts.why_stale()
+            or f"the overview is {age_seconds:.0f} s old, older than {parts.limits.stale_seconds:.0f} s; "
             "single tasks can still be read, and /readyz says which part is away",
         )
     world = parts.world

@@ -92,6 +92,8 @@ class GatewayParts:
     """Seconds since the World was last known to stand at the head of the log."""
     shutdown: Callable[[bool], None]
     """Begin an orderly stop; True stops the local cluster as well. Returns at once."""
+    why_stale: Callable[[], str] = str
+    """What to do about an age that time does not mend; empty where it does."""
     term: Callable[[], Term | None] = lambda: None
     """The term of the leader in this process; None if it does not lead."""
     standing: Callable[[], Standing] = Standing

@@ -11,15 +11,12 @@ from service.adapters.sql.move import move_data
 from service.adapters.sql.session import DatabaseRefused
 from service.adapters.sql.store import SqlStore, migrate
 from service.adapters.sql.tables import metadata
-from service.core.orders import Ending
-from service.core.units import Position
-from service.ports import TaskFilter, TokenRow
+from service.ports import TaskFilter
 from tests.builders import GIB
-from tests.chaos.operations import quarantined
 from tests.chaos.rows import Answers, Rows
 from tests.chaos.scene import Scene
-from tests.contracts.scenes import a_submission, next_term, opened, picture
-from tests.core.gangs import bundles
+from tests.contracts.lived_in import all_of, live_in
+from tests.contracts.scenes import a_submission, next_term, opened
 
 ROOT = Path(__file__).resolve().parents[2]
 COPIED = [name for name in metadata.tables if name != "relocation"]
@@ -33,42 +30,6 @@ async def file(tmp_path: Path) -> str:
     async with opened(url) as store:
         await live_in(store)
     return url
-
-
-async def live_in(store: SqlStore) -> None:
-    term = await next_term(store)
-    scene = await Scene.on(store, term)
-    await scene.carry(scene.node_answers())
-    await quarantined(scene, "quarantined")
-    await scene.begin("running", priority=40)
-    await scene.carry(scene.hear(scene.saves("running")))
-    await scene.begin("failed")
-    await scene.carry(scene.hear(*scene.ends("failed", Ending.FAILED), *scene.leaves("failed")))
-    await scene.submit("keyed", key="a key", gpu_mb=70 * GIB)
-    await scene.submit("gang", bundles=bundles(2, gpu_mb=60 * GIB), priority=80)
-    await scene.submit("quote", gpu_mb=75 * GIB, name='\\N and "quotes",\ttabs, lines\nand 漢字')
-    await scene.ask("running", "cancel", grace_seconds=30)
-    token = TokenRow("ci", "hash", "default", ("tasks:read",), 50, scene.now)
-    await store.put_token(token, by="admin")
-
-
-async def all_of(store: SqlStore) -> dict[str, Any]:
-    """What anybody can read of it."""
-    events = await store.events(Position(0), 10_000)
-    records = await store.records(TaskFilter("default", limit=1000))
-    ids = [record.task.id for record in records]
-    scene = await Scene.on(store, (await store.leader()).term)
-    return {
-        "picture": picture(scene.world),
-        "head": await store.head(),
-        "events": events,
-        "records": records,
-        "specs": await store.specs(ids),
-        "results": [await store.result(id) for id in ids],
-        "checkpoints": [await store.checkpoints(id) for id in ids],
-        "tokens": await store.tokens(),
-        "leader": ((await store.leader()).term, (await store.leader()).holder),
-    }
 
 
 async def test_everything_that_can_be_read_of_a_service_is_the_same_after_its_move(

@@ -14,15 +14,17 @@ from alembic.runtime.migration import MigrationContext
 from sqlalchemy import Connection, Engine, create_engine, inspect, text
 from sqlalchemy.pool import NullPool
 
+from service.adapters.sql.compatibility import SCHEMA
 from service.adapters.sql.session import DatabaseRefused
 from service.adapters.sql.store import migrate, open_store
 from service.adapters.sql.tables import metadata
 from service.core.lease import LeaseState
 from service.core.task import TaskState
-from tests.contracts.scenes import a_submission
+from tests.contracts.lived_in import all_of, live_in
+from tests.contracts.scenes import a_submission, opened
 
 ROOT = Path(__file__).resolve().parents[2]
-NEWEST = "0004"
+NEWEST = f"{SCHEMA:04}"
 
 
 POSTGRES_FACTS = (
@@ -125,6 +127,16 @@ async def test_a_store_migrates_what_it_opens_and_keeps_what_is_in_it(url: str) 
     store = await open_store(url)
     assert await store.head() == 1
     await store.close()
+
+
+async def test_what_is_in_a_database_outlives_the_way_down_and_up_again(url: str) -> None:
+    async with opened(url) as store:
+        await live_in(store)
+        before = await all_of(store)
+    for revision in range(SCHEMA - 1, 0, -1):
+        assert migrate(url, f"{revision:04}") == f"{revision:04}"
+    async with opened(url) as store:
+        assert await all_of(store) == before
 
 
 @pytest.mark.parametrize(("table", "states"), [("task", TaskState), ("lease", LeaseState)])

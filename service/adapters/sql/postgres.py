@@ -15,6 +15,7 @@ import psycopg
 from psycopg import errors
 
 from service.adapters.boot_clock import boot_seconds
+from service.adapters.sql.compatibility import check_schema
 from service.adapters.sql.connections import TERM, WRITER, Wishes, connect_writer, wished
 from service.adapters.sql.rowset import Row, SetStatement, postgres_copy, postgres_rows, postgres_text
 from service.adapters.sql.session import (
@@ -31,7 +32,7 @@ from service.ports import StaleTerm, StoreUnavailable, Unstorable
 _NOW = "SELECT extract(epoch from clock_timestamp())::float8"
 _TAKE_HEAD = (
     "UPDATE log_head SET position = position + %s WHERE id = 1 "
-    "RETURNING position, extract(epoch from clock_timestamp())::float8"
+    "RETURNING position, compatible_from, extract(epoch from clock_timestamp())::float8"
 )
 
 _END_HANGING = """
@@ -140,10 +141,11 @@ class PostgresSession:
                 # A sync, and not a mere read of the answer: only then does the server count us as idle,
                 # and end a transaction that hangs with the head of the log in its hand.
                 self._pipeline.sync()
-                [(last, at)] = head.fetchall()
+                [(last, compatible_from, at)] = head.fetchall()
         finally:
             # Of a guard that missed and a constraint that then failed, the guard is what went wrong.
             self._check_guards()
+        check_schema(compatible_from)
         return Position(last - events + 1), Instant(at)
 
     def _check_guards(self) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 from pydantic_core import from_json
 
 from service.adapters.sql import statements as sql
+from service.adapters.sql.compatibility import check_reader
 from service.adapters.sql.rowset import Row, SetStatement, json_text
 from service.core.codec import (
     after_fields,
@@ -49,7 +50,8 @@ def demand_of(text: str) -> Demand:
 
 def event_row(event: NewEvent) -> Row:
     """An event without its position and time, which stand first in the table."""
-    return (event.kind, event.key, event.version, event.tenant, task_of(event), json_text(event.fields))
+    fields = json_text(event.fields)
+    return (event.kind, event.key, event.version, event.tenant, task_of(event), fields, event.reader)
 
 
 def rows_of_submission(submission: Submission) -> Iterator[Written]:
@@ -223,8 +225,9 @@ def token_row(token: TokenRow) -> Row:
 
 
 def event_of_row(row: Sequence[Any]) -> Event:
-    """`row` has the columns of `statements.EVENT`."""
-    position, at, kind, key, version, tenant, fields = row
+    """`row` has the columns of `statements.EVENT`. Raises Outgrown if it is of a form not known here."""
+    position, at, kind, key, version, tenant, fields, reader = row
+    check_reader(reader)
     return Event(position, at, kind, key, version, tenant, from_json(fields))
 
 

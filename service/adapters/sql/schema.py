@@ -10,6 +10,7 @@ from alembic.util import CommandError
 from sqlalchemy import Connection, Engine, inspect, text
 from sqlalchemy.exc import DBAPIError
 
+from service.adapters.sql.compatibility import SCHEMA
 from service.adapters.sql.session import DatabaseRefused
 
 _INSTALLED = Path(__file__).parent / "migrations"
@@ -29,8 +30,11 @@ def bring_to(engine: Engine, revision: str, name: str) -> str:
                 connection.execute(text("SELECT pg_advisory_xact_lock(:key)"), {"key": _LOCK})
             config = _config(connection)
             current = MigrationContext.configure(connection).get_current_revision()
-            _check(connection, config, current, name)
-            _move(config, current, revision)
+            _check_ours(connection, current, name)
+            if current is None or _knows(config, current):
+                _move(config, current, revision)
+            else:
+                _check_compatible(connection, current, name, goes_elsewhere=revision != "head")
             return MigrationContext.configure(connection).get_current_revision() or "base"
     except CommandError as error:
         raise DatabaseRefused(f"{name} cannot be brought to revision {revision}: {error}") from None
@@ -48,18 +52,25 @@ def _config(connection: Connection) -> Config:
     return config
 
 
-def _check(connection: Connection, config: Config, current: str | None, name: str) -> None:
+def _check_ours(connection: Connection, current: str | None, name: str) -> None:
+    if current is None and inspect(connection).has_table("task"):
+        raise DatabaseRefused(
+            f"{name} has a table `task` that is not gpubroker's; name another with --database-url"
+        )
+
+
+def _knows(config: Config, revision: str) -> bool:
     scripts = ScriptDirectory.from_config(config)
-    if current is None:
-        if inspect(connection).has_table("task"):
-            raise DatabaseRefused(
-                f"{name} has a table `task` that is not gpubroker's; name another with --database-url"
-            )
-        return
-    if current not in {script.revision for script in scripts.walk_revisions()}:
+    return revision in {script.revision for script in scripts.walk_revisions()}
+
+
+def _check_compatible(connection: Connection, current: str, name: str, *, goes_elsewhere: bool) -> None:
+    """Newer software has been here. What it has only added to is used as it is, and left as it is."""
+    compatible_from = connection.execute(text("SELECT compatible_from FROM log_head")).scalar_one()
+    if compatible_from > SCHEMA or goes_elsewhere:
         raise DatabaseRefused(
             f"{name} was written by a newer gpubroker (its schema is {current}, this one knows up to "
-            f"{scripts.get_current_head()}); upgrade gpubroker, or restore an older backup"
+            f"{SCHEMA:04}); upgrade gpubroker, or restore an older backup"
         )
 
 

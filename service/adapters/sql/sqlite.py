@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
+from service.adapters.sql.compatibility import check_schema
 from service.adapters.sql.rowset import Row, SetStatement, sqlite_chunks, sqlite_text
 from service.adapters.sql.session import ConstraintFailed, DatabaseRefused, GuardMissed
 from service.core.events import Event
@@ -32,7 +33,7 @@ _OLDEST: Version = (3, 38, 0)
 _WAL_RESET_MENDED: Version = (3, 51, 3)
 _WAL_RESET_MENDED_IN = {(3, 44): 6, (3, 50): 7}
 """Older lines, and the first of their releases that have it mended as well."""
-_TAKE_HEAD = "UPDATE log_head SET position = position + ? WHERE id = 1 RETURNING position"
+_TAKE_HEAD = "UPDATE log_head SET position = position + ? WHERE id = 1 RETURNING position, compatible_from"
 _MAGIC = b"SQLite format 3\0"
 
 
@@ -200,7 +201,8 @@ class SqliteSession:
             raise StaleTerm(f"term {term} is over: {holder} leads term {current}; stop leading")
 
     def number(self, events: int) -> tuple[Position, Instant]:
-        [(last,)] = self._execute(_TAKE_HEAD, [events])
+        [(last, compatible_from)] = self._execute(_TAKE_HEAD, [events])
+        check_schema(compatible_from)
         return Position(last - events + 1), self.now()
 
     def commit(self) -> None:

@@ -129,7 +129,7 @@ def _events_between(_insert: Any, r: FromClause) -> Any:
 def _head(_insert: Any, r: FromClause) -> Any:
     head, whole = tables.log_head, installation
     joined = r.join(head, head.c.id == r.c.id).join(whole, whole.c.id == r.c.id)
-    return select(head.c.position, whole.c.token_changes).select_from(joined)
+    return select(head.c.position, whole.c.token_changes, head.c.compatible_from).select_from(joined)
 
 
 def _oldest(_insert: Any, r: FromClause) -> Any:
@@ -195,7 +195,7 @@ def _usage_of(_insert: Any, r: FromClause) -> Any:
     return select(*columns).select_from(r.join(usage, usage.c.tenant == r.c.tenant))
 
 
-EVENT = _columns(tables.event, ("position", "at", "kind", "key", "version", "tenant", "fields"))
+EVENT = _columns(tables.event, ("position", "at", "kind", "key", "version", "tenant", "fields", "reader"))
 TASK_IN = (
     "id", "tenant", "name", "priority", "demand", "submitted_at", "max_retries", "timeout_seconds",
     "grace_seconds", "shareable", "after", "queue_ttl_seconds", "deadline_at", "expected_seconds", "stream",

@@ -275,7 +275,9 @@ event = Table(
     Column("tenant", Text, nullable=False),
     Column("task", Id),
     Column("fields", Text, nullable=False),
+    Column("reader", Integer, nullable=False),
 )
+"""`reader`: software that does not read this form of events must not go on past this one."""
 
 Index("ix_event_task_position", event.c.task, event.c.position, **where("task IS NOT NULL"))
 
@@ -284,9 +286,12 @@ log_head = Table(
     metadata,
     Column("id", Integer, primary_key=True, autoincrement=False),
     Column("position", Count, nullable=False),
+    Column("compatible_from", Integer, nullable=False),
     CheckConstraint("id = 1", name="one_row"),
     **HOT,
 )
+"""Taken by every transaction that writes. So it is here that a migration says which software may still do so:
+that of the schema `compatible_from`, and newer."""
 
 leadership = Table(
     "leadership",

@@ -12,12 +12,13 @@ from queue import Empty, SimpleQueue
 from typing import Any, TypeVar
 
 from service.adapters.sql import statements as sql
+from service.adapters.sql.compatibility import check_schema
 from service.adapters.sql.group import Unit, answer_known, write_group
 from service.adapters.sql.rows import event_of_row
 from service.adapters.sql.session import Collided, CommitUnknown, ConnectionLost, Session
 from service.core.events import Event
 from service.core.units import Position, Seconds
-from service.ports import LogShortened, StoreUnavailable
+from service.ports import LogShortened, Outgrown, StoreUnavailable
 
 _UNITS_PER_GROUP = 512
 _CAUGHT_UP_AT_ONCE = 1000
@@ -183,7 +184,10 @@ class Writer:
         if events[0].position != self._heard + 1:
             span = (self._heard, events[-1].position)
             rows = self._insist(lambda: self._session.fetch(sql.EVENTS_BETWEEN, [span]))
-            events = [event_of_row(row) for row in rows or ()]
+            try:
+                events = _readable(rows or ())
+            except Outgrown:
+                return []  # whoever catches up is told
             if len(events) < span[1] - span[0] and self._insist(self._is_shortened):
                 return []  # whoever catches up is told
         if events:
@@ -193,7 +197,8 @@ class Writer:
     def _catch_up(self, work: CatchUp) -> Sequence[Event]:
         """What others have appended, at most so much of it."""
         try:
-            [(head, token_changes)] = self._session.fetch(sql.HEAD, [(1,)])
+            [(head, token_changes, compatible_from)] = self._session.fetch(sql.HEAD, [(1,)])
+            check_schema(compatible_from)
             last = min(head, self._heard + _CAUGHT_UP_AT_ONCE)
             span = (self._heard, last)
             rows = self._session.fetch(sql.EVENTS_BETWEEN, [span]) if last > self._heard else ()
@@ -201,6 +206,10 @@ class Writer:
                 raise LogShortened(
                     f"the log no longer holds all events after position {self._heard}; read the picture anew"
                 )
+            events = _readable(rows)
+        except Outgrown as error:
+            work.answer = error
+            return ()
         except (ConnectionLost, StoreUnavailable) as error:
             work.answer = StoreUnavailable(str(error))
             with suppress(StoreUnavailable):
@@ -209,9 +218,11 @@ class Writer:
         except Exception as error:
             work.answer = error
             return ()
+        if len(events) < len(rows):
+            last = events[-1].position
         self._heard = Position(max(last, self._heard))
         work.answer = last < head, token_changes
-        return [event_of_row(row) for row in rows]
+        return events
 
     def _is_shortened(self) -> bool:
         """Whether the next event to hear has been removed. Raises what the session raises."""
@@ -310,3 +321,16 @@ class Writer:
             else:
                 return answer
         return StoreUnavailable("the database breaks off again and again; nothing was written")
+
+
+def _readable(rows: Sequence[Sequence[Any]]) -> list[Event]:
+    """Up to the first that this software cannot read. Raises Outgrown if that is the very first one."""
+    events: list[Event] = []
+    for row in rows:
+        try:
+            events.append(event_of_row(row))
+        except Outgrown:
+            if not events:
+                raise
+            break
+    return events
