@@ -196,3 +196,17 @@ async def test_a_full_disk_is_said_and_harms_nothing(tmp_path: Path) -> None:
                 await store.submit(big)
         assert (await store.submit(a_submission("t3"))).verdict is SubmitVerdict.ACCEPTED
         assert [event.key for event in await log_of(store)] == ["t1", "t3"]
+
+
+async def test_a_quiet_file_gives_the_space_of_its_log_back(tmp_path: Path) -> None:
+    log = tmp_path / "gpubroker.db-wal"
+    async with opened(f"sqlite:///{tmp_path / 'gpubroker.db'}") as store:
+        await asyncio.gather(*(store.submit(a_submission(f"t{number}")) for number in range(50)))
+        assert log.stat().st_size > 0
+        for _ in range(400):
+            if log.stat().st_size == 0:
+                break
+            await asyncio.sleep(0.05)
+        assert log.stat().st_size == 0
+        await store.submit(a_submission("after"))
+        assert len((await store.snapshot()).tasks) == 51

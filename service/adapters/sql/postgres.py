@@ -201,6 +201,9 @@ class PostgresSession:
         except psycopg.Error as error:
             raise StoreUnavailable(f"the database cannot be reached: {str(error).strip()}") from error
 
+    def rest(self) -> None:
+        """The server sees to that."""
+
     def close(self) -> None:
         with suppress(psycopg.Error):
             self._open.close()

@@ -34,6 +34,7 @@ _WAL_RESET_MENDED: Version = (3, 51, 3)
 _WAL_RESET_MENDED_IN = {(3, 44): 6, (3, 50): 7}
 """Older lines, and the first of their releases that have it mended as well."""
 _TAKE_HEAD = "UPDATE log_head SET position = position + ? WHERE id = 1 RETURNING position, compatible_from"
+_BUSY_MS = 5000
 _MAGIC = b"SQLite format 3\0"
 
 
@@ -104,7 +105,7 @@ def _connect(path: Path, mode: str = "rw") -> sqlite3.Connection:
         f"file:{quote(str(path))}?mode={mode}",
         uri=True, isolation_level=None, check_same_thread=False, cached_statements=256,
     )  # fmt: skip
-    connection.execute("PRAGMA busy_timeout = 5000")
+    connection.execute(f"PRAGMA busy_timeout = {_BUSY_MS}")
     return connection
 
 
@@ -233,6 +234,13 @@ class SqliteSession:
 
     def reconnect(self) -> None:
         """A file is never disconnected."""
+
+    def rest(self) -> None:
+        """Give the log's space back, which a burst of writes has taken, unless a reader stands in the way."""
+        with suppress(sqlite3.Error):
+            self._connection.execute("PRAGMA busy_timeout = 0")
+            self._connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
+            self._connection.execute(f"PRAGMA busy_timeout = {_BUSY_MS}")
 
     def close(self) -> None:
         with suppress(sqlite3.Error):  # what stays in the log is read from there at the next start

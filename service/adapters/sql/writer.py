@@ -26,6 +26,7 @@ _CAUGHT_UP_AT_ONCE = 1000
 _TRIES = 3
 _RETRY_SECONDS = 0.25
 _GIVE_WAY_SECONDS = 0.05
+_QUIET_SECONDS = 2.0
 
 T = TypeVar("T")
 
@@ -109,7 +110,7 @@ class Writer:
         self._thread.join()
 
     def _run(self) -> None:
-        while (first := self._inbox.get()) is not None:
+        while (first := self._next()) is not None:
             works = self._with_waiting(first)
             group = [work for work in works if work.units]
             events = self._write([unit for work in group for unit in work.units])
@@ -118,6 +119,13 @@ class Writer:
                 if not work.units:
                     self._answer(self._do(work), [work])
         self._session.close()
+
+    def _next(self) -> Sequence[Work] | None:
+        """What is asked for next; if nobody asks for a while, the session has its rest, once."""
+        with suppress(Empty):
+            return self._inbox.get(timeout=_QUIET_SECONDS)
+        self._session.rest()
+        return self._inbox.get()
 
     def _do(self, work: Work) -> Sequence[Event]:
         """What is no unit; the events that it brought."""
