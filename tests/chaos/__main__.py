@@ -6,7 +6,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from tests.chaos import kills, mutants, tables, zombies
+from tests.chaos import kills, mutants, power, tables, zombies
 from tests.chaos.databases import DURABILITY, a_database
 from tests.chaos.evidence import Evidence
 from tests.chaos.faults import Fault
@@ -49,6 +49,12 @@ def main() -> None:
     waking.add_argument("--seed", type=int, default=1)
     waking.add_argument("--no-evidence", action="store_true", help="print the record and keep nothing")
     waking.set_defaults(run=_wake)
+    cutting = commands.add_parser("power-loss", help="power cuts on SQLite: what is on the disk after them")
+    cutting.add_argument("--images", type=int, default=250, help="disks to look at, in each batch")
+    cutting.add_argument("--seed", type=int, default=1, help="of the first batch; the next ones follow it")
+    cutting.add_argument("--batches", type=int, default=1, help="each with work of its own")
+    cutting.add_argument("--no-evidence", action="store_true", help="print the record and keep nothing")
+    cutting.set_defaults(run=_cut_power)
     mutating = commands.add_parser("mutants", help="plant faults, and see which test finds each")
     mutating.add_argument("--first", type=int, help="only so many of them")
     mutating.add_argument("--no-evidence", action="store_true", help="print what was seen and keep nothing")
@@ -82,6 +88,19 @@ def _wake(chosen: argparse.Namespace) -> None:
         evidence.add(record, database="postgres", durability=DURABILITY["postgres"])
     if woken.wrong or woken.accepted:
         sys.exit(1)
+
+
+def _cut_power(chosen: argparse.Namespace) -> None:
+    evidence = Evidence("power-loss", power.SUMMED, trials=("images",))
+    for seed in range(chosen.seed, chosen.seed + chosen.batches):
+        if not chosen.no_evidence and evidence.has(seed=seed):
+            continue
+        record = power.run(seed, chosen.images)
+        print(record, flush=True)
+        if not chosen.no_evidence:
+            evidence.add(record, database="sqlite", durability=DURABILITY["sqlite"])
+        if record["wrong"] or record["forgetful"]:
+            sys.exit(1)
 
 
 def _mutate(chosen: argparse.Namespace) -> None:

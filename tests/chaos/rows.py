@@ -48,6 +48,9 @@ class Answers:
     def to(self, query: str) -> list[tuple[Any, ...]]:
         return self._connection.execute(query).fetchall()
 
+    def close(self) -> None:
+        self._connection.close()
+
 
 async def picture_of(store: TaskStore) -> dict[str, Any]:
     """From the rows."""

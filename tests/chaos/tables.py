@@ -73,6 +73,16 @@ def _lines(found: Mapping[str, Record]) -> Iterator[str]:
             f"Leaders stopped in the middle of a write and woken past their lease, {record['database']}: "
             f"{record['refused']} of {record['pauses']} writes refused (< {record['bound']['pauses']:.1%})."
         )
+    if "power-loss" in found:
+        record = found["power-loss"]
+        yield (
+            f"Power cuts, {record['database']} ({record['durability']}): {record['images']:,} disks as they "
+            f"may be found afterwards ({record['different']:,} different), with {record['promised']:,} "
+            f"accepted tasks: {record['lost']} lost; {record['forgetful']} disks without something that was "
+            f"answered (< {record['bound']['images']:.2%}). With synchronous=NORMAL it would be "
+            f"{record['normal_forgetful']} of {record['normal_images']:,} disks, and "
+            f"{record['normal_lost']:,} of {record['normal_promised']:,} tasks."
+        )
     if "mutants" in found:
         record = found["mutants"]
         yield f"Faults planted on purpose: {record['seen']} of {record['planted']} seen by a named test."
