@@ -8,7 +8,7 @@ import pytest
 
 from service.adapters.sql.store import migrate
 
-SECONDS = 300
+SECONDS = 480
 
 
 @pytest.mark.timeout(SECONDS + 60)
