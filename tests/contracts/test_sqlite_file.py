@@ -205,10 +205,11 @@ async def test_a_second_process_is_refused_and_told_who_is_first(tmp_path: Path)
     await made(tmp_path / "gpubroker.db")
 
 
-async def test_a_newer_schema_is_refused_and_kept(tmp_path: Path) -> None:
+async def test_a_newer_schema_that_is_not_for_this_software_is_refused_and_kept(tmp_path: Path) -> None:
     url = await made(tmp_path / "gpubroker.db")
     with sqlite3.connect(tmp_path / "gpubroker.db") as connection:
         connection.execute("UPDATE alembic_version SET version_num = '9999'")
+        connection.execute("UPDATE log_head SET compatible_from = 9999")
     connection.close()
     text = await refusal(url)
     assert "written by a newer gpubroker (its schema is 9999" in text
