@@ -67,7 +67,7 @@ async def test_a_commit_whose_answer_is_lost_is_done_once(postgres_url: str, cut
         assert heard == log
 
 
-@pytest.mark.parametrize("cut", [Cut.BEFORE_COMMIT, Cut.AFTER_COMMIT])
+@pytest.mark.parametrize("cut", [Cut.BEFORE_COMMIT, Cut.AFTER_COMMIT, Cut.GOODBYE])
 async def test_a_decision_whose_commit_is_lost_is_committed_not_stale(postgres_url: str, cut: Cut) -> None:
     task = a_task("t1")
     async with a_wire(postgres_url) as (wire, url), opened(url) as store:

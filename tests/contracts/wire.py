@@ -16,6 +16,13 @@ class Cut(Enum):
     """The server never sees the COMMIT."""
     AFTER_COMMIT = auto()
     """The server commits, and its answer is lost."""
+    GOODBYE = auto()
+    """The server commits, says so, and in the same breath that it ends this connection."""
+
+
+_READY = b"Z\0\0\0\5I"
+_TOLD = b"SFATAL\0VFATAL\0C57P01\0Mterminating connection due to administrator command\0\0"
+_GOODBYE = b"E" + (len(_TOLD) + 4).to_bytes(4, "big") + _TOLD
 
 
 class Wire:
@@ -61,7 +68,11 @@ class Wire:
                         self.go_down()
                         break
                     self._committed |= b"COMMIT" in data
-                cut = self.cut if watch and b"COMMIT" in data else Cut.NEVER
+                if not watch and self.cut is Cut.GOODBYE and b"COMMIT" in data and data.endswith(_READY):
+                    data = data.removesuffix(_READY) + _GOODBYE
+                    self.cut = Cut.NEVER
+                    self.was_cut.set()
+                cut = self.cut if watch and b"COMMIT" in data and self.cut is not Cut.GOODBYE else Cut.NEVER
                 if cut is not Cut.NEVER:
                     self.cut = Cut.NEVER
                     self.was_cut.set()

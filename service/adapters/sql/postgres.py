@@ -209,6 +209,13 @@ class PostgresSession:
             self._open.close()
         self._connection.close()
 
+    def _is_out_of_step(self, error: psycopg.Error) -> bool:
+        """Whether the server's next word can no longer be told. What has no code was not said by the server:
+        a goodbye in the middle of an answer shows as an error of the driver, on an open connection."""
+        says_nothing = isinstance(error, psycopg.OperationalError) and error.sqlstate is None
+        is_consequence = isinstance(error, errors.PipelineAborted)
+        return self._connection.closed or self._connection.broken or (says_nothing and not is_consequence)
+
     @contextmanager
     def _translated(self) -> Iterator[None]:
         self.waits_since = boot_seconds()
@@ -221,7 +228,7 @@ class PostgresSession:
         except (errors.DeadlockDetected, errors.SerializationFailure) as error:
             raise Collided(str(error).strip()) from error
         except psycopg.Error as error:
-            if isinstance(error, GOODBYES) or self._connection.closed or self._connection.broken:
+            if isinstance(error, GOODBYES) or self._is_out_of_step(error):
                 raise ConnectionLost(str(error).strip()) from error
             if isinstance(error, psycopg.OperationalError | psycopg.InternalError):
                 raise StoreUnavailable(f"the database did not do it: {str(error).strip()}") from error
