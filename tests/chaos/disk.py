@@ -106,7 +106,7 @@ def _image(synced: dict[str, bytearray], pending: dict[str, list[Write | Truncat
     """What was synced, and of everything since then whatever the disk happened to write."""
     image = {file: bytearray(content) for file, content in synced.items()}
     for file, late in pending.items():
-        kept = _kept(late, chance)
+        kept = _kept(late, len(synced.get(file, b"")), chance)
         if file in image or kept:
             content = image.setdefault(file, bytearray())
             for step in kept:
@@ -114,7 +114,7 @@ def _image(synced: dict[str, bytearray], pending: dict[str, list[Write | Truncat
     return {file: bytes(content) for file, content in image.items()}
 
 
-def _kept(late: Sequence[Write | Truncate], chance: Random) -> list[Write | Truncate]:
+def _kept(late: Sequence[Write | Truncate], size: int, chance: Random) -> list[Write | Truncate]:
     match chance.choice(("none", "all", "first", "any")):
         case "none":
             return []
@@ -122,18 +122,19 @@ def _kept(late: Sequence[Write | Truncate], chance: Random) -> list[Write | Trun
             return list(late)
         case "first":  # in order, and the last of them torn
             until = chance.randrange(len(late))
-            return [*late[:until], *_torn(late[until], chance)]
+            return [*late[:until], *_torn(late[until], size, chance)]
         case _:  # a disk writes in what order it likes
             share = chance.random()
             parts: list[Write | Truncate] = []
             for step in late:
                 whole = chance.random() < share
-                parts += [step] if whole else _torn(step, chance) if chance.random() < 0.3 else []
+                parts += [step] if whole else _torn(step, size, chance) if chance.random() < 0.3 else []
             return parts
 
 
-def _torn(step: Write | Truncate, chance: Random) -> list[Write | Truncate]:
-    """Some of its sectors; one in twenty of those that are missing holds what was there long ago."""
+def _torn(step: Write | Truncate, size: int, chance: Random) -> list[Write | Truncate]:
+    """Some of its sectors. Of those that are missing beyond the `size` that was synced, one in twenty holds
+    what another file left there."""
     if isinstance(step, Truncate):
         return []
     torn: list[Write | Truncate] = []
@@ -143,7 +144,7 @@ def _torn(step: Write | Truncate, chance: Random) -> list[Write | Truncate]:
         fate = chance.random()
         if fate < 0.5:
             torn.append(Write(step.file, start, step.data[start - step.offset : until - step.offset]))
-        elif fate < 0.525:
+        elif fate < 0.525 and start >= size:
             torn.append(Write(step.file, start, chance.randbytes(until - start)))
         start = until
     return torn
