@@ -12,6 +12,8 @@ from tests.chaos.history import History
 from tests.chaos.rows import Answers
 from tests.chaos.witness import Span, beyond_capacity, lines_of, spans, started_twice
 
+_LOG = "SELECT position, at, kind, key, version, tenant, fields, reader FROM event ORDER BY 1"
+
 
 @dataclass
 class Verdict:
@@ -49,10 +51,7 @@ class Verdict:
 def judge(url: str, folder: Path, contradictions: Sequence[str], capacity_mb: int) -> Verdict:
     """`folder` holds what clients and processes wrote. The service has been stopped."""
     answers = Answers(url)
-    events = [
-        event_of_row(row)
-        for row in answers.to("SELECT position, at, kind, key, version, tenant, fields FROM event ORDER BY 1")
-    ]
+    events = [event_of_row(row) for row in answers.to(_LOG)]
     history = History()
     history.read(events)
     history.end()
