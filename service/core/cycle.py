@@ -232,7 +232,8 @@ class Slice:
         return None if way is None else self._evict(task, way)
 
     def _evict(self, task: Task, eviction: Eviction) -> Decision:
-        kept_up_to = self._claims.kept_up_to(task)
+        place, is_shared = self._agenda.key_of(task), self._shares.are_several
+        kept_up_to = self._claims.kept_up_to(task, place, is_shared=is_shared)
         return evict(self._draft, task, eviction, self._now, kept_up_to=kept_up_to)
 
     def _enter(self, task: Task, found: Eviction | Search | None) -> Decision | Search | None:

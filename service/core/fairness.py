@@ -78,6 +78,8 @@ class Shares:
         """Tenant -> MiB that this cycle has given it."""
         self._policy = policy
         self._ranks: dict[str, Rank] = {}
+        self.are_several = len({*world.accounts, *world.queue.tenants}) > 1
+        """More than one tenant ever held anything, or waits."""
         self._levels = Levels(world, policy, now) if len(world.queue.tenants) > 1 else None
 
     @property

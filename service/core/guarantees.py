@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from service.core.demand import Demand
 from service.core.draft import Draft
+from service.core.ordering import OrderKey
 from service.core.policy import Policy, band_of
 from service.core.quota import NOBODY, Quotas
 from service.core.task import Task
@@ -114,13 +115,20 @@ class Claims:
                 self._lowest[run.tenant] = min(run.priority, self._lowest.get(run.tenant, run.priority))
         return self._policy.preemption and self._lowest.get(tenant, priority) < priority
 
-    def kept_up_to(self, task: Task) -> int:
-        """Up to which priority nobody takes what is freed for the task. Within its tenant's guarantee it is
-        kept from the whole band: who borrows might take it before the task can start, and be made to give
-        it back."""
+    def kept_up_to(self, task: Task, place: OrderKey, *, is_shared: bool) -> int:
+        """Up to which priority nobody takes what is freed for the task: nobody of its band that stands behind
+        it may. `is_shared`: the order within a band goes by tenants before it goes by priority and age."""
+        top = band_of(task.priority)[2]
+        if is_shared or self._is_lent_back(task):
+            return top
+        aged = -place[3]
+        return min(top, aged)
+
+    def _is_lent_back(self, task: Task) -> bool:
+        """Within its tenant's guarantee: who borrows might take it before the task can start, and be made to
+        give it back."""
         is_owner = self._is_entitled(task.tenant, task.demand, task.priority, task.id)
-        is_lent = bool(self._policy.tenant(task.tenant).cohort)
-        return band_of(task.priority)[2] if is_owner and is_lent else task.priority
+        return bool(is_owner and self._policy.tenant(task.tenant).cohort)
 
     def _is_entitled(self, tenant: str, demand: Demand, priority: int, task: TaskId) -> bool | None:
         """Whether with such a task the tenant has no more than it is guaranteed; None if it has no quota."""

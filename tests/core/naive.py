@@ -19,7 +19,6 @@ from tests.core.naive_backfill import beside, other_way, stands_behind
 from tests.core.naive_gangs import a_rank, gang_step, runs
 from tests.core.naive_leavers import NaiveLeavers, leave
 from tests.core.naive_moves import is_moving, kept
-from tests.core.naive_tenants import TOPS
 from tests.core.naive_worth import fullest, learn, score
 
 Step = tuple[Any, ...]
@@ -316,8 +315,7 @@ class Naive(NaiveLeavers):
         return ("admit", task.id, tuple(node for node, _ in places), devices, tuple(sorted(ended)))
 
     def evict(self, task: Task, devices: Sequence[tuple[Any, Any, Any]], victims: list[Task]) -> Step:
-        is_owner = self.is_within_guarantee(task) and self.policy.tenant(task.tenant).cohort
-        kept_up_to = min(top for top in TOPS if task.priority <= top) if is_owner else task.priority
+        kept_up_to = self.kept_up_to(task)
         names = leave(self, victims, task.id)
         made = []
         for key, mb, ranks in devices:

@@ -75,6 +75,13 @@ class NaiveTenants:
         weight = dict(self.policy.streams).get(task.stream, 1.0)
         return (-top, *self.rank(task.tenant), -aged, -weight, task.submitted_at, task.id)
 
+    def kept_up_to(self, task: Task) -> int:
+        """Whoever stands behind it in its band takes nothing of what is freed for it."""
+        top = min(top for top in TOPS if task.priority <= top)
+        is_owner = self.is_within_guarantee(task) and self.policy.tenant(task.tenant).cohort
+        aged = -self.order(task)[3]
+        return top if is_owner or len(self.known) > 1 else min(top, aged)
+
     def rank(self, tenant: str) -> tuple[bool, int]:
         """Whether it has what it is guaranteed, and how many twentieths of its fair share it has had."""
         claimed = self.claimed[tenant] + self.given[tenant]
@@ -93,7 +100,8 @@ class NaiveTenants:
         for tenant in world.accounts:
             self.used[tenant] = world.accounts.used(tenant, Instant(self.now)) / (self.whole * life)
         waiting = {task.tenant for task in self.tasks.values() if self.waits(task)}
-        self.weights = sum(self.policy.tenant(t).weight for t in sorted({*world.accounts, *waiting}))
+        self.known = sorted({*world.accounts, *waiting})
+        self.weights = sum(self.policy.tenant(tenant).weight for tenant in self.known)
 
     def asks_for_gpus(self, task: Task) -> bool:
         return asks_for_gpus(task.demand)

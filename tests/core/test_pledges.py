@@ -1,0 +1,72 @@
+"""Who may take what is being freed for another: only who stands before it in the queue."""
+
+from typing import Any
+
+import pytest
+
+from service.core.lease import PledgeEnd
+from service.core.task import Task
+from service.core.units import Instant
+from service.core.world import World
+from tests.builders import GIB, NOW, a_device, a_task, a_world, holding, let_go, submit
+from tests.core.test_cycle import cycle, ends, started, stopped
+from tests.core.test_inheritance import after
+
+HOURS_AGO = Instant(NOW - 9_999.0)
+
+
+def freed_for(task: Task, *others: object) -> World:
+    """Two runs are being stopped for the task, and one has left."""
+    low = [holding(a_task(f"low{n}", priority=10, gpu_mb=40 * GIB), "gpu0") for n in range(2)]
+    world = a_world(a_device(), *low, *others, task)
+    assert stopped(cycle(world)) == ["low0", "low1"]
+    let_go(world, "low0", requeue=False)
+    return world
+
+
+def a_wide(name: str, priority: int, **fields: Any) -> Task:
+    return a_task(name, priority=priority, gpu_mb=80 * GIB, **fields)
+
+
+def a_small(name: str, priority: int, **fields: Any) -> Task:
+    return a_task(name, priority=priority, gpu_mb=40 * GIB, **fields)
+
+
+def test_who_stands_behind_it_in_its_band_takes_nothing_that_is_freed_for_a_task():
+    world = freed_for(a_wide("aged", 55, submitted_at=HOURS_AGO))
+    submit(world, a_small("fresh", 69))
+    assert cycle(world, now=NOW + 2.0) == []
+    let_go(world, "low1", requeue=False)
+    decisions = cycle(world, now=NOW + 4.0)
+    assert (started(decisions), ends(decisions)) == (["aged"], [("aged", PledgeEnd.CONSUMED)])
+
+
+@pytest.mark.parametrize("priority", [58, 69])
+def test_who_stands_before_it_in_its_band_takes_what_is_freed_for_a_task(priority: int):
+    world = freed_for(a_wide("young", 55, submitted_at=Instant(NOW - 120.0)))
+    submit(world, a_small("above", priority, submitted_at=NOW))
+    decisions = cycle(world, now=NOW + 2.0)
+    assert (started(decisions), ends(decisions)) == (["above"], [("young", PledgeEnd.TAKEN)])
+
+
+def test_a_higher_band_takes_what_is_freed_for_a_task_however_old_that_is():
+    world = freed_for(a_wide("aged", 55, submitted_at=HOURS_AGO))
+    submit(world, a_small("above", 70))
+    assert started(cycle(world, now=NOW + 2.0)) == ["above"]
+
+
+def test_where_tenants_share_what_is_freed_for_a_task_is_kept_from_its_whole_band():
+    """Priority comes after the shares of tenants: `later` stands behind `first`."""
+    held = holding(a_task("run", tenant="busy", gpu_mb=70 * GIB, priority=69), "gpu1")
+    world = freed_for(a_wide("first", 55, tenant="idle"), a_device("gpu1"), held)
+    submit(world, a_small("later", 69, tenant="busy"))
+    assert cycle(world, now=NOW + 2.0) == []
+
+
+def test_who_inherits_urgency_keeps_what_is_freed_for_it_from_its_own_band_alone():
+    heir = a_wide("heir", 85, **after("needed"))
+    world = freed_for(a_wide("needed", 55), heir)
+    submit(world, a_small("behind", 69))
+    assert cycle(world, now=NOW + 2.0) == []
+    submit(world, a_small("above", 70))
+    assert started(cycle(world, now=NOW + 4.0)) == ["above"]
