@@ -50,6 +50,7 @@ evidence: .venv/.installed  ## long: kills, sleepers, power cuts, planted faults
 	$(RUN) python -m tests.chaos kills --database postgres --engine ray --kills 12 --tasks-per-kill 20 --batches 2
 	$(RUN) python -m tests.chaos zombies
 	$(RUN) python -m tests.chaos power-loss --batches 5
+	$(RUN) python -m tests.chaos blows --batches 3
 	$(RUN) python -m tests.chaos mutants
 	$(RUN) python -m tests.chaos table
 

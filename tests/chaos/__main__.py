@@ -6,7 +6,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from tests.chaos import kills, mutants, power, tables, zombies
+from tests.chaos import blows, kills, mutants, power, tables, zombies
 from tests.chaos.databases import DURABILITY, a_database
 from tests.chaos.evidence import Evidence
 from tests.chaos.faults import Fault
@@ -55,6 +55,19 @@ def main() -> None:
     cutting.add_argument("--batches", type=int, default=1, help="each with work of its own")
     cutting.add_argument("--no-evidence", action="store_true", help="print the record and keep nothing")
     cutting.set_defaults(run=_cut_power)
+    striking = commands.add_parser(
+        "blows", help="restarts of PostgreSQL and kills of its backends, under load"
+    )
+    striking.add_argument("--restarts", type=int, default=10)
+    striking.add_argument("--kills", type=int, default=100, help="of backends, ten at a blow")
+    striking.add_argument("--watch-seconds", type=float, default=3.0, help="to take a rate before and after")
+    striking.add_argument("--back-seconds", type=float, default=5.0, help="after which all should go on")
+    striking.add_argument("--seed", type=int, default=1, help="of the first batch; the next ones follow it")
+    striking.add_argument(
+        "--batches", type=int, default=1, help="each with a server and a service of its own"
+    )
+    striking.add_argument("--no-evidence", action="store_true", help="print the record and keep nothing")
+    striking.set_defaults(run=_strike)
     mutating = commands.add_parser("mutants", help="plant faults, and see which test finds each")
     mutating.add_argument("--first", type=int, help="only so many of them")
     mutating.add_argument("--no-evidence", action="store_true", help="print what was seen and keep nothing")
@@ -100,6 +113,21 @@ def _cut_power(chosen: argparse.Namespace) -> None:
         if not chosen.no_evidence:
             evidence.add(record, database="sqlite", durability=DURABILITY["sqlite"])
         if record["wrong"] or record["forgetful"]:
+            sys.exit(1)
+
+
+def _strike(chosen: argparse.Namespace) -> None:
+    trials = ("restarts", "backends_killed", "acknowledged")
+    evidence = Evidence("blows", blows.SUMMED, trials=trials)
+    for seed in range(chosen.seed, chosen.seed + chosen.batches):
+        if not chosen.no_evidence and evidence.has(seed=seed):
+            continue
+        asked = blows.Blows(seed, chosen.restarts, chosen.kills, chosen.watch_seconds, chosen.back_seconds)
+        record = blows.run(asked)
+        print(record, flush=True)
+        if not chosen.no_evidence:
+            evidence.add(record, database="postgres", durability=DURABILITY["postgres"])
+        if record["wrong"]:
             sys.exit(1)
 
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import time
 from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
@@ -13,7 +14,7 @@ import httpx
 
 from tests.chaos.jobs import note
 
-_LINES = 8
+LINES = 8
 _PAUSE_SECONDS = 0.05
 _ANSWER_SECONDS = 10.0
 _ASKED_AGAIN = 0.05
@@ -23,8 +24,12 @@ _ASKED_AGAIN = 0.05
 class Load:
     """Submits tasks under idempotency keys until so many are accepted; dead servers do not end it."""
 
-    def __init__(self, homes: Sequence[Path], told: Path, kind: "Kind", seed: str) -> None:
-        """`homes`: data directories of those who take tasks in."""
+    def __init__(
+        self, homes: Sequence[Path], told: Path, kind: "Kind", seed: str, every_seconds: float = 0.0
+    ) -> None:
+        """`homes`: data directories of those who take tasks in. `every_seconds`: in which each of the lines
+        sends one task; by default, one after the other."""
+        self._every_seconds = every_seconds
         self._homes, self._told, self._kind = homes, told, kind
         self._chance = Random(seed)
         self._seed = seed
@@ -42,7 +47,7 @@ class Load:
         """Until so many more are accepted."""
         until = self.accepted + count
         async with httpx.AsyncClient(timeout=_ANSWER_SECONDS) as client:
-            await asyncio.gather(*(self._keep_on(client, until) for _ in range(_LINES)))
+            await asyncio.gather(*(self._keep_on(client, until) for _ in range(LINES)))
 
     async def reaches(self, count: int) -> None:
         """Back when so many are accepted."""
@@ -53,12 +58,15 @@ class Load:
 
     async def _keep_on(self, client: httpx.AsyncClient, until: int) -> None:
         while self.accepted < until:
+            began = time.monotonic()
             key, body = self._unanswered.popleft() if self._unanswered else self._next()
             try:
                 await self._send(client, key, body)
             except (httpx.HTTPError, OSError, KeyError, ValueError):
                 self._unanswered.append((key, body))
                 await asyncio.sleep(_PAUSE_SECONDS)
+            else:
+                await asyncio.sleep(max(0.0, began + self._every_seconds - time.monotonic()))
 
     async def _send(self, client: httpx.AsyncClient, key: str, body: dict[str, Any]) -> None:
         """Raises when nobody says that it is accepted."""

@@ -83,6 +83,15 @@ def _lines(found: Mapping[str, Record]) -> Iterator[str]:
             f"{record['normal_forgetful']} of {record['normal_images']:,} disks, and "
             f"{record['normal_lost']:,} of {record['normal_promised']:,} tasks."
         )
+    if "blows" in found:
+        record = found["blows"]
+        yield (
+            f"PostgreSQL under {record['runs'][0]['offered_per_second']:g} tasks/s over HTTP: "
+            f"{record['restarts']} restarts as after a crash and {record['backends_killed']} backends ended, "
+            f"in {record['blows']} blows. Of {record['acknowledged']:,} accepted tasks {record['lost']} were "
+            f"lost, {record['accepted_twice']} accepted twice; {record['double_leased_mb']} MiB leased "
+            f"twice. Five seconds later 95 % of the rate before it were back after {record['back']} of them."
+        )
     if "mutants" in found:
         record = found["mutants"]
         yield f"Faults planted on purpose: {record['seen']} of {record['planted']} seen by a named test."

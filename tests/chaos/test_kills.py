@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from ast import literal_eval
 
 import pytest
 
@@ -38,3 +39,13 @@ def test_leaders_that_slept_past_their_lease_write_nothing_when_they_wake() -> N
 def test_faults_planted_on_purpose_are_seen() -> None:
     told = chaos("mutants", "--first", "3")
     assert told.count("seen by") == 3
+
+
+@pytest.mark.timeout(SECONDS + 60)
+def test_a_restart_of_postgresql_and_ended_backends_lose_nothing_and_all_goes_on() -> None:
+    words = ("--restarts", "1", "--kills", "10", "--watch-seconds", "0.5", "--back-seconds", "1")
+    told = literal_eval(chaos("blows", *words))
+    found = (told["lost"], told["accepted_twice"], told["double_leased_mb"], told["leases_left"])
+    assert found == (0, 0, 0, 0)
+    assert told["acknowledged"] > 0
+    assert told["seconds_to_the_next_answer"]["max"] < 5.0
