@@ -69,7 +69,8 @@ def test_the_service_outlives_its_database_server_and_loses_nothing(
     assert broker.get(goes_on).state == "running"
     after = broker.submit("tests.e2e.work:add", cpu=0.5)
     assert broker.wait(after.id, timeout_seconds=30).state == "succeeded"
-    assert broker.stats().leader["term"] > term
+    # A server that is back within the lease finds the same leader.
+    assert broker.stats().leader["term"] >= term
     assert "Traceback" not in service.log()
 
 
