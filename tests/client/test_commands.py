@@ -192,8 +192,19 @@ def test_the_times_of_a_task_that_waits_are_changed(gpubroker: Run, holder: str)
     assert "only while a task waits" in gpubroker(f"change {holder} --queue-ttl 1h").err
 
 
+def test_what_needs_a_database_server_says_so_without_one(gpubroker: Run, tmp_path: Path) -> None:
+    refused = [
+        gpubroker("gateway --data-dir", str(tmp_path / "new")),
+        gpubroker("broker --data-dir", str(tmp_path / "new")),
+        gpubroker("migrate-data --to sqlite:///elsewhere.db --data-dir", str(tmp_path / "new")),
+    ]
+    assert [ended.code for ended in refused] == [2, 2, 2]
+    for ended in refused:
+        assert "postgresql" in ended.err.lower()
+
+
 def test_no_command_is_missing_here() -> None:
     group = get_command(app)
     assert isinstance(group, TyperGroup)
-    tried = set(re.findall(r'gpubroker(?:\(f?"|", ")(\w+)', Path(__file__).read_text(encoding="utf-8")))
+    tried = set(re.findall(r'gpubroker(?:\(f?"|", ")([\w-]+)', Path(__file__).read_text(encoding="utf-8")))
     assert set(group.list_commands(typer.Context(group))) <= tried
