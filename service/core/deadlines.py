@@ -130,7 +130,7 @@ def _limit_of(task: Task, policy: Policy) -> float:
     if task.state is TaskState.STOPPING:
         return inf if task.stop_deadline_at is None else task.stop_deadline_at
     deadline_at = inf if task.deadline_at is None else task.deadline_at
-    return min(_timeout_of(task), _start_limit_of(task, policy), deadline_at)
+    return min(_timeout_of(task, policy), _start_limit_of(task, policy), deadline_at)
 
 
 def _start_limit_of(task: Task, policy: Policy) -> float:
@@ -140,10 +140,12 @@ def _start_limit_of(task: Task, policy: Policy) -> float:
     return task.admitted_at + policy.gang_start_seconds
 
 
-def _timeout_of(task: Task) -> float:
-    if task.started_at is None or task.timeout_seconds is None:
+def _timeout_of(task: Task, policy: Policy) -> float:
+    """A run may hang before anybody hears that it has begun: then its time counts from the latest start."""
+    if task.admitted_at is None or task.timeout_seconds is None:
         return inf
-    return task.started_at + task.timeout_seconds
+    latest_start_at = task.admitted_at + policy.gang_start_seconds
+    return (latest_start_at if task.started_at is None else task.started_at) + task.timeout_seconds
 
 
 def _is_over(deadline_at: Instant | None, patience_seconds: Seconds, since: Instant, now: Instant) -> bool:
@@ -162,7 +164,7 @@ def _stop_for_time(world: World, task: Task, now: Instant, policy: Policy) -> De
     if _start_limit_of(task, policy) <= limit:
         reason = StopReason.START_TIMEOUT
     else:
-        reason = StopReason.TIMEOUT if _timeout_of(task) <= limit else StopReason.DEADLINE
+        reason = StopReason.TIMEOUT if _timeout_of(task, policy) <= limit else StopReason.DEADLINE
     notice, orders = give_notice(world, task, reason, task.grace_seconds, now)
     is_late = reason is StopReason.START_TIMEOUT
     failure = _not_ready(notice.task, policy) if is_late else out_of_time(task, reason)

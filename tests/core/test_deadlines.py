@@ -166,6 +166,16 @@ def test_a_run_that_has_not_started_uses_up_none_of_its_limit() -> None:
     assert due(world, NOW, POLICY, watched(NOW)) == []
 
 
+def test_a_run_of_which_nobody_heard_that_it_began_ends_at_its_limit_after_the_latest_start() -> None:
+    hung = holding(a_task(timeout_seconds=1.0), node="n1", state=TaskState.ADMITTED)
+    latest_start_at = hung.task.admitted_at + POLICY.gang_start_seconds
+    world = a_world(a_node(), hung)
+    assert due(world, Instant(latest_start_at + 0.9), POLICY, watched(latest_start_at + 0.9)) == []
+    (decision,) = due(world, Instant(latest_start_at + 1.0), POLICY, watched(latest_start_at + 1.0))
+    assert decision.why == StopReason.TIMEOUT
+    assert [type(order) for order in decision.orders] == [StopOrder]
+
+
 def test_a_run_that_overstays_its_grace_is_killed_without_touching_a_row() -> None:
     (decision,) = due(a_world(stopping()), NOW, POLICY, watched(NOW))
     assert decision.is_empty()

@@ -92,8 +92,14 @@ def test_a_task_that_is_not_started_within_its_time_to_wait_expires(broker: Brok
     assert ended(broker, holder).state == "succeeded"
 
 
-def test_a_run_that_stands_still_is_ended_at_its_limit_and_gives_its_memory_back(broker: Broker) -> None:
-    task = broker.submit("tests.e2e.work:stand_still", gpu_mb=4096, timeout_seconds=1, grace_seconds=0.2)
+def test_a_run_that_stands_still_is_ended_at_its_limit_and_gives_its_memory_back(
+    broker: Broker, tmp_path: Path
+) -> None:
+    go = tmp_path / "go"
+    limits = {"timeout_seconds": 3, "grace_seconds": 0.2}
+    task = broker.submit("tests.e2e.work:stand_still", str(go), gpu_mb=4096, **limits)
+    until(lambda: broker.get(task).state == "running", "its beginning was heard of")
+    go.touch()
     late = ended(broker, task)
     assert late.error is not None
     assert (late.state, late.error.kind) == ("failed", "timeout")

@@ -138,6 +138,8 @@ def lines_of(witness: str) -> list[str]:
     return Path(witness).read_text(encoding="utf-8").splitlines()
 
 
-def stand_still() -> None:
-    """As a process that hangs does: nothing of it runs any more, and it does not end."""
+def stand_still(go: str) -> None:
+    """Once told to, as a process that hangs does: nothing of it runs any more, and it does not end."""
+    while not Path(go).exists():
+        time.sleep(0.01)
     os.kill(os.getpid(), signal.SIGSTOP)
