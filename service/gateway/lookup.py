@@ -28,6 +28,7 @@ async def find(call: Call, task_id: str) -> TaskRecord:
     record = await call.parts.store.record(TaskId(task_id)) if is_task_id(task_id) else None
     if record is None or record.task.tenant != call.identity.tenant:
         raise Problem("not-found", f'there is no task "{task_id[:100]}"; GET /tasks lists yours')
+    await _in_step(call.parts, record.task)
     return record
 
 
@@ -71,7 +72,16 @@ async def ask(call: Call, subject: str, tenant: str, what: str, fields: dict[str
 
 
 async def reread(parts: GatewayParts, record: TaskRecord) -> TaskRecord:
-    return await parts.store.record(record.task.id) or record
+    record = await parts.store.record(record.task.id) or record
+    await _in_step(parts, record.task)
+    return record
+
+
+async def _in_step(parts: GatewayParts, row: Task) -> None:
+    """Views take a task from its row and its devices from the World, which may hear of a commit later."""
+    known = parts.world.tasks.get(row.id)
+    if row.is_active and (known is None or known.version < row.version):
+        await caught_up(parts)
 
 
 def live_of(parts: GatewayParts, task: Task, *, explained: bool = True) -> Live:

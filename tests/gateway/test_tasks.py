@@ -1,15 +1,17 @@
 """Tasks that exist: read, list, change, cancel."""
 
+import asyncio
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from service.core.task import TaskState
-from service.core.units import Instant
+from service.core.units import Instant, Position
 from service.gateway.translate import rfc3339
 from service.ports import Progress
 from tests.builders import GIB
-from tests.gateway.harness import Client, Gateway, fault, problem
+from tests.gateway.harness import Client, Gateway, fault, problem, until
 
 NOBODY = "task_" + "0" * 26
 
@@ -32,6 +34,22 @@ async def test_a_running_task_shows_its_devices_and_its_progress(gateway: Gatewa
     ]
     assert task["progress"] == {"fraction": 0.4, "message": "400/1000", "at": "1970-01-12T13:46:41.500Z"}
     assert task["pending"] is None
+
+
+async def test_a_row_that_runs_is_not_shown_without_the_devices_that_were_committed_with_it(
+    gateway: Gateway, api: Client
+) -> None:
+    task_id = await api.submit(resources={"gpu_mb": 18 * GIB})
+    await gateway.admit(task_id)
+    world, task, head = gateway.world, gateway.task(task_id), gateway.world.position
+    leases = world.leases.pop((task.id, task.fence))  # as if these events were still on their way
+    world.tasks[task.id] = replace(task, version=task.version - 1)
+    world.position = Position(head - 1)
+    asked = asyncio.ensure_future(api.get(f"/tasks/{task_id}"))
+    await until(lambda: bool(gateway.parts.waiters._behind))
+    world.leases[task.id, task.fence], world.tasks[task.id], world.position = leases, task, head
+    gateway.parts.waiters.on_events(await gateway.store.events(Position(head - 1), 1))
+    assert [device["gpu_mb"] for device in (await asked).json()["devices"]] == [18 * GIB]
 
 
 async def test_a_finished_task_holds_nothing(gateway: Gateway, api: Client) -> None:
