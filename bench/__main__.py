@@ -4,13 +4,14 @@ import sys
 from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from types import ModuleType
 
-from bench import accept, batch, churn, openb, plan, preempt, run, simulate
+from bench import accept, batch, churn, openb, pickup, plan, preempt, run, simulate
 from bench.measuring import publish
 
 BENCHMARKS: dict[str, ModuleType] = {
     "accept": accept,
     "batch": batch,
     "run": run,
+    "pickup": pickup,
     "preempt": preempt,
     "openb": openb,
     "plan": plan,

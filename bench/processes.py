@@ -10,8 +10,9 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -70,23 +71,68 @@ class Service:
             time.sleep(0.02)
 
 
+@dataclass(frozen=True)
+class Site:
+    """Gateways and the broker that leads, on one PostgreSQL."""
+
+    gateways: Sequence[Service]
+    broker: psutil.Popen
+
+
 @contextmanager
 def service(**settings: str) -> Iterator[Service]:
     """`gpubroker serve` with these settings (environment names without GPUBROKER_), ready to be asked.
 
     Everything it started, its local Ray included, is stopped again, and its data directory removed.
     """
-    with tempfile.TemporaryDirectory(prefix="gpb-bench-") as data_dir:
-        given = {"DATA_DIR": data_dir, "PORT": "0", "LOG_LEVEL": "WARNING", **settings}
-        environment = {**os.environ, **{f"GPUBROKER_{name}": value for name, value in given.items()}}
-        command = [sys.executable, "-m", "service", "serve"]
-        with _started(command, environment, Path(data_dir) / "bench.log") as process:
-            running = _wait_until_ready(process, Path(data_dir))
-            try:
-                yield running
-            finally:
-                running.ask("POST", "/shutdown", {"stop_cluster": True})
-                process.wait(STOP_SECONDS)
+    with tempfile.TemporaryDirectory(prefix="gpb-bench-") as folder, served(Path(folder), **settings) as it:
+        yield it
+
+
+@contextmanager
+def site(gateways: int, **settings: str) -> Iterator[Site]:
+    """So many `gpubroker gateway` and a `gpubroker broker` with these settings, among them DATABASE_URL."""
+    with tempfile.TemporaryDirectory(prefix="gpb-bench-") as folder, ExitStack() as open_processes:
+        here = Path(folder)
+        shared = {**settings, "BLOB_DIR": str(here / "objects")}
+        broker = open_processes.enter_context(_process("broker", here / "broker", shared))
+        doors = [
+            open_processes.enter_context(served(here / f"gateway-{number}", "gateway", **shared))
+            for number in range(gateways)
+        ]
+        for door in doors:
+            _wait_for(partial(_is_led, door), broker, _log_in(here / "broker"))
+        yield Site(doors, broker)
+
+
+@contextmanager
+def served(data_dir: Path, command: str = "serve", **settings: str) -> Iterator[Service]:
+    """`gpubroker serve`, or `gateway`, with this data directory, which stays."""
+    with _process(command, data_dir, {"PORT": "0", **settings}) as process:
+        running = _wait_until_ready(process, data_dir)
+        try:
+            yield running
+        finally:
+            running.ask("POST", "/shutdown", {"stop_cluster": True})
+            process.wait(STOP_SECONDS)
+
+
+@contextmanager
+def _process(command: str, data_dir: Path, settings: Mapping[str, str]) -> Iterator[psutil.Popen]:
+    data_dir.mkdir(exist_ok=True)
+    given = {"DATA_DIR": str(data_dir), "LOG_LEVEL": "WARNING", **settings}
+    environment = {**os.environ, **{f"GPUBROKER_{name}": value for name, value in given.items()}}
+    with _started([sys.executable, "-m", "service", command], environment, _log_in(data_dir)) as process:
+        yield process
+
+
+def _log_in(data_dir: Path) -> Path:
+    return data_dir / "bench.log"
+
+
+def _is_led(door: Service) -> bool:
+    """Whether somebody leads whose devices this gateway knows."""
+    return bool(door.ask("GET", "/stats")["leader"]["holder"]) and bool(door.ask("GET", "/gpus")["items"])
 
 
 @contextmanager
@@ -122,7 +168,7 @@ def _started(command: Sequence[str], environment: Mapping[str, str], log: Path) 
 
 
 def _wait_until_ready(process: psutil.Popen, data_dir: Path) -> Service:
-    log = data_dir / "bench.log"
+    log = _log_in(data_dir)
     known = json.loads(_wait_for((data_dir / "client.json").read_text, process, log))
     port = int(known["url"].rpartition(":")[2])
     running = Service(process, port, known["token"], data_dir)

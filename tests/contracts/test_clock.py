@@ -37,6 +37,20 @@ async def test_after_a_reading_it_is_the_databases_time() -> None:
     assert abs(clock.now() - time.time() - 500.0) < 1.0
 
 
+class SlowAtFirst(Away):
+    async def database_time(self) -> Instant:
+        there = await super().database_time()
+        if self.asked == 1:
+            await asyncio.sleep(0.3)  # on the way back: half of it would be taken for the way there
+        return there
+
+
+async def test_the_quickest_of_several_answers_counts() -> None:
+    clock = DatabaseClock(SlowAtFirst(500.0))
+    await clock.read()
+    assert abs(clock.now() - time.time() - 500.0) < 0.1
+
+
 async def test_it_never_goes_back_when_a_reading_is_earlier() -> None:
     database = Away(500.0)
     clock = DatabaseClock(database)

@@ -1,0 +1,34 @@
+"""The short form of `python -m bench pickup`: a second of tasks, through one process."""
+
+import json
+
+import pytest
+
+from bench.pace import Pace
+from bench.pickup import Event, figures, started, waits_ms, waits_of
+
+
+def event(at: float, kind: str, key: str, **fields: object) -> Event:
+    return at, kind, key, json.dumps(fields)
+
+
+def test_a_wait_is_from_the_commit_of_the_submit_to_the_first_start() -> None:
+    log = [
+        event(10.0, "task.submitted", "a"),
+        event(10.1, "task.submitted", "b"),
+        event(10.2, "task.submitted", "waits"),
+        event(10.3, "task.admitted", "b", node="n"),
+        event(10.4, "task.started", "b", started_at=10.35),
+        event(10.5, "task.succeeded", "a", started_at=10.45),
+        event(10.6, "task.started", "b", started_at=10.55),
+    ]
+    assert list(waits_of(log)) == pytest.approx([450.0, 250.0])
+
+
+def test_every_task_sent_is_measured() -> None:
+    with started("sqlite") as running, Pace() as pace:
+        sent = pace.send(running.targets(), per_second=40.0, seconds=1.0, status=202)
+        waits = waits_ms(running, sent)
+    assert len(waits) == sent > 20
+    told = {figure.figure: figure.value for figure in figures("sqlite", waits, "")}
+    assert 0.0 < told["pickup.sqlite.p50_ms"] <= told["pickup.sqlite.p99_ms"]
