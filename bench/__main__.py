@@ -1,5 +1,6 @@
 """`python -m bench NAME [options]`: figures as JSON lines on stdout, sentences on stderr."""
 
+import signal
 import sys
 from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from types import ModuleType
@@ -34,7 +35,9 @@ def parser() -> ArgumentParser:
 
 
 def main() -> int:
+    """Also when it is told to end before it is done, it stops what it has started."""
     options = parser().parse_args()
+    signal.signal(signal.SIGTERM, lambda number, _frame: sys.exit(128 + number))
     for figure in BENCHMARKS[options.name].measure(options):
         publish(figure)
     return 0

@@ -2,11 +2,13 @@
 
 Each POST is one row, its event and its place in the queue, on disk before the answer leaves; the sender is
 identified by its token, and the leader plans a queue that does not fit its one device. The bare app runs
-under the same server settings. One of the two is loaded at a time, in short alternating rounds.
+under the same server settings. One of the two is loaded at a time, in short alternating rounds. With two
+gateways half of the connections go to each.
 """
 
 import json
 import statistics
+import time
 from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,53 +16,43 @@ from contextlib import contextmanager
 from bench.http import Target
 from bench.load import Load, Measured
 from bench.measuring import Figure, Pair, median_ratio, percentile, say
-from bench.postgres import postgres
-from bench.processes import SQLITE_DURABILITY, Service, bare_app, service, settle
+from bench.processes import bare_app
+from bench.sites import Site, add_variants, site, variants_of
 
 DEVICE_MB = 24_576
+PATIENCE_SECONDS = 10.0
+"""For a gateway to hear what the other one has taken in."""
 
 TASK = {"run": {"entrypoint": "bench.tasks:noop"}, "resources": {"gpu_mb": 1024}}
 
 
 def add_options(parser: ArgumentParser) -> None:
-    parser.add_argument("--database", choices=["sqlite", "postgres", "both"], default="both")
+    add_variants(parser)
     parser.add_argument("--connections", type=int, default=32)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--seconds", type=float, default=3.0, help="of load per round and side")
 
 
 def measure(options: Namespace) -> Iterator[Figure]:
-    if options.database in ("sqlite", "both"):
-        with full_service() as running:
-            yield from rounds_against_bare(running, "sqlite", SQLITE_DURABILITY, options)
-    if options.database in ("postgres", "both"):
-        with postgres() as (url, durability), full_service(DATABASE_URL=url) as running:
-            yield from rounds_against_bare(running, "postgres", durability, options)
+    for variant in variants_of(options):
+        with full_site(variant) as running:
+            yield from rounds_against_bare(running, variant, options)
 
 
 @contextmanager
-def full_service(**settings: str) -> Iterator[Service]:
-    """A service whose only device is held by a task that stays, so that nothing else fits."""
-    simulated = {
-        "ENGINE": "simulated",
-        "SIMULATED_DEVICES": json.dumps([{"memory_mb": DEVICE_MB}]),
-        "ENTRYPOINTS": "bench.tasks:*",
-    }
-    with service(**simulated, **settings) as running:
-        holder = running.ask(
-            "POST",
-            "/tasks",
-            {
-                "run": {"entrypoint": "bench.tasks:noop", "kwargs": {"seconds": 86_400}},
-                "resources": {"gpu_mb": DEVICE_MB},
-            },
-        )
-        running.wait_until(holder["id"], "running")
+def full_site(variant: str) -> Iterator[Site]:
+    """A site whose only device is held by a task that stays, so that nothing else fits."""
+    devices = json.dumps([{"memory_mb": DEVICE_MB}])
+    with site(variant, ENGINE="simulated", SIMULATED_DEVICES=devices, ENTRYPOINTS="bench.tasks:*") as running:
+        stays = {"entrypoint": "bench.tasks:noop", "kwargs": {"seconds": 86_400}}
+        holder = {"run": stays, "resources": {"gpu_mb": DEVICE_MB}}
+        door = running.doors[0]
+        door.wait_until(door.ask("POST", "/tasks", holder)["id"], "running")
         yield running
 
 
-def rounds_against_bare(running: Service, name: str, durability: str, options: Namespace) -> Iterator[Figure]:
-    ours = Target(running.port, "POST", "/tasks", running.headers, json.dumps(TASK))
+def rounds_against_bare(running: Site, name: str, options: Namespace) -> Iterator[Figure]:
+    ours = [Target(door.port, "POST", "/tasks", door.headers, json.dumps(TASK)) for door in running.doors]
     accepted: list[Measured] = []
     pairs: list[Pair] = []
     with bare_app() as port, Load() as load:
@@ -68,8 +60,8 @@ def rounds_against_bare(running: Service, name: str, durability: str, options: N
 
         def one_round(seconds: float) -> tuple[Measured, Measured]:
             constant = load.measure(bare, connections=options.connections, seconds=seconds)
-            posted = load.measure(ours, connections=options.connections, seconds=seconds)
-            settle(running.process)
+            posted = load.measure(*ours, connections=options.connections, seconds=seconds)
+            running.settle()
             return posted.must_all_be(202), constant.must_all_be(200)
 
         warm_up, _ = one_round(0.5 * options.seconds)
@@ -86,7 +78,7 @@ def rounds_against_bare(running: Service, name: str, durability: str, options: N
         value=statistics.median(pair.ours_per_second for pair in pairs),
         unit="tasks/s",
         n=len(latencies),
-        durability=durability,
+        durability=running.durability,
         baseline=statistics.median(pair.baseline_per_second for pair in pairs),
         ratio=median_ratio(pairs),
     )
@@ -96,12 +88,15 @@ def rounds_against_bare(running: Service, name: str, durability: str, options: N
         value=percentile(latencies, 99),
         unit="ms",
         n=len(latencies),
-        durability=durability,
+        durability=running.durability,
     )
 
 
-def must_be_queued(running: Service, accepted: int) -> None:
+def must_be_queued(running: Site, accepted: int) -> None:
     """An answer without its task would make every figure here worthless. Raises RuntimeError."""
-    queued = running.ask("GET", "/stats")["tasks"]["pending"]
-    if queued != accepted:
-        raise RuntimeError(f"{accepted} tasks were accepted and {queued} are queued")
+    for door in running.doors:
+        deadline = time.monotonic() + PATIENCE_SECONDS
+        while (queued := door.ask("GET", "/stats")["tasks"]["pending"]) != accepted:
+            if time.monotonic() > deadline:
+                raise RuntimeError(f"{accepted} tasks were accepted and {queued} are queued")
+            time.sleep(0.2)

@@ -18,12 +18,11 @@ from pathlib import Path
 
 import psycopg
 
-from bench.accept import full_service, must_be_queued
+from bench.accept import full_site, must_be_queued
 from bench.http import Target
 from bench.load import Load
 from bench.measuring import Figure, Pair, median_ratio, say
-from bench.postgres import postgres
-from bench.processes import SQLITE_DURABILITY, Service, settle
+from bench.sites import Site, add_variants, variants_of
 from service.adapters.sql.store import migrate
 
 TABLES = {"task": "id", "task_spec": "task", "event": "position"}
@@ -31,7 +30,7 @@ TABLES = {"task": "id", "task_spec": "task", "event": "position"}
 
 
 def add_options(parser: ArgumentParser) -> None:
-    parser.add_argument("--database", choices=["sqlite", "postgres", "both"], default="both")
+    add_variants(parser)
     parser.add_argument("--connections", type=int, default=4)
     parser.add_argument("--tasks", type=int, default=1000, help="per batch")
     parser.add_argument("--rounds", type=int, default=5)
@@ -39,26 +38,23 @@ def add_options(parser: ArgumentParser) -> None:
 
 
 def measure(options: Namespace) -> Iterator[Figure]:
-    if options.database in ("sqlite", "both"):
-        with full_service() as running:
-            plain = PlainSqlite(running.data_dir / "gpubroker.db")
-            yield rounds(running, plain, "sqlite", SQLITE_DURABILITY, options)
-    if options.database in ("postgres", "both"):
-        with postgres() as (url, durability), full_service(DATABASE_URL=url) as running:
-            yield rounds(running, PlainCopy(url), "postgres", durability, options)
+    for variant in variants_of(options):
+        with full_site(variant) as running:
+            is_file = variant == "sqlite"
+            plain = PlainSqlite(Path(running.database)) if is_file else PlainCopy(running.database)
+            yield rounds(running, plain, variant, options)
 
 
-def rounds(
-    running: Service, plain: "PlainCopy | PlainSqlite", name: str, durability: str, options: Namespace
-) -> Figure:
-    target = Target(running.port, "POST", "/tasks/batch", running.headers, a_batch(options.tasks))
+def rounds(running: Site, plain: "PlainCopy | PlainSqlite", name: str, options: Namespace) -> Figure:
+    body = a_batch(options.tasks)
+    targets = [Target(door.port, "POST", "/tasks/batch", door.headers, body) for door in running.doors]
     pairs: list[Pair] = []
     accepted = 0
     with Load() as load:
         for number in range(options.rounds + 1):  # the first is the warm-up
-            posted = load.measure(target, connections=options.connections, seconds=options.seconds)
+            posted = load.measure(*targets, connections=options.connections, seconds=options.seconds)
             count = options.tasks * len(posted.must_all_be(207).latencies_ms)
-            settle(running.process)
+            running.settle()
             copied = plain.per_second(count, options.tasks)
             pair = Pair(count / posted.seconds, copied)
             accepted += count
@@ -75,7 +71,7 @@ def rounds(
         value=statistics.median(pair.ours_per_second for pair in pairs),
         unit="tasks/s",
         n=accepted,
-        durability=durability,
+        durability=running.durability,
         baseline=statistics.median(pair.baseline_per_second for pair in pairs),
         ratio=median_ratio(pairs),
     )

@@ -7,6 +7,8 @@ import asyncio
 import time
 from collections import Counter
 from dataclasses import asdict, dataclass
+from functools import partial
+from itertools import cycle, islice
 from typing import Any, Self
 
 import uvloop
@@ -35,9 +37,11 @@ class Measured:
 class Load(Companion):
     module = "bench.load"
 
-    def measure(self, target: Target, *, connections: int, seconds: float) -> Measured:
-        """Send for so many seconds, then let what is under way be answered; both count."""
-        return Measured(**self.ask(target=asdict(target), connections=connections, seconds=seconds))
+    def measure(self, *targets: Target, connections: int, seconds: float) -> Measured:
+        """Send for so many seconds, then let what is under way be answered; both count. Connections go to
+        the targets in turn."""
+        sent = [asdict(target) for target in targets]
+        return Measured(**self.ask(targets=sent, connections=connections, seconds=seconds))
 
 
 class _Connection(Connection):
@@ -63,13 +67,12 @@ class _Connection(Connection):
             self.ended.set_result(None)
 
 
-async def _measure(target: Target, connections: int, seconds: float) -> Measured:
+async def _measure(targets: list[Target], connections: int, seconds: float) -> Measured:
     loop = asyncio.get_running_loop()
-    request = target.encoded()
-    lines = [
-        (await loop.create_connection(lambda: _Connection(request), "127.0.0.1", target.port))[1]
-        for _ in range(connections)
-    ]
+    requests = [(target.port, target.encoded()) for target in targets]
+    lines: list[_Connection] = []
+    for port, request in islice(cycle(requests), connections):
+        lines.append((await loop.create_connection(partial(_Connection, request), "127.0.0.1", port))[1])
     began = time.perf_counter()
     for line in lines:
         line.begin(began + seconds)
@@ -81,8 +84,8 @@ async def _measure(target: Target, connections: int, seconds: float) -> Measured
     return Measured(took, dict(statuses), [round(ms, 3) for line in lines for ms in line.latencies_ms])
 
 
-def carry_out(target: dict[str, Any], connections: int, seconds: float) -> dict[str, Any]:
-    return asdict(uvloop.run(_measure(Target(**target), connections, seconds)))
+def carry_out(targets: list[dict[str, Any]], connections: int, seconds: float) -> dict[str, Any]:
+    return asdict(uvloop.run(_measure([Target(**target) for target in targets], connections, seconds)))
 
 
 if __name__ == "__main__":

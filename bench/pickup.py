@@ -14,22 +14,19 @@ import time
 from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
-from typing import NamedTuple
+from functools import partial
 
 import psycopg
 
 from bench.http import Target
 from bench.measuring import Figure, percentile, say
 from bench.pace import Pace
-from bench.postgres import postgres
-from bench.processes import SQLITE_DURABILITY, Service, service, site
+from bench.sites import Site, add_variants, prefix_of, site, variants_of
 
 TASK = {"run": {"entrypoint": "bench.tasks:noop"}, "resources": {"gpu_mb": 1024}}
 ROOM_MB = 1_048_576
 WARM_UP_SECONDS = 2.0
 PATIENCE_SECONDS = 30.0
-
-VARIANTS = ("sqlite", "postgres", "processes")
 
 TASK_EVENTS = "SELECT at, kind, key, fields FROM event WHERE kind LIKE 'task.%' ORDER BY position"
 
@@ -38,68 +35,46 @@ Event = tuple[float, str, str, str]
 """(at, kind, key, fields as JSON)"""
 
 
-class Running(NamedTuple):
-    """What is measured: where to send tasks, and where their log is."""
-
-    doors: Sequence[Service]
-    database: str
-    """A SQLite file, or the address of a PostgreSQL."""
-    durability: str
-
-    def targets(self) -> list[Target]:
-        body = json.dumps(TASK)
-        return [Target(door.port, "POST", "/tasks", door.headers, body) for door in self.doors]
-
-
 def add_options(parser: ArgumentParser) -> None:
-    parser.add_argument("--variant", choices=[*VARIANTS, "all"], default="all")
+    add_variants(parser)
     parser.add_argument("--per-second", type=float, default=50.0, help="tasks that come, on average")
     parser.add_argument("--seconds", type=float, default=30.0, help="for which they come")
 
 
 def measure(options: Namespace) -> Iterator[Figure]:
-    for variant in VARIANTS if options.variant == "all" else (options.variant,):
-        with started(variant) as running, Pace() as pace:
-            pace.send(running.targets(), per_second=options.per_second, seconds=WARM_UP_SECONDS, status=202)
-            known = len(waits_ms(running))
-            sent = pace.send(
-                running.targets(), per_second=options.per_second, seconds=options.seconds, status=202
-            )
-            waits = waits_ms(running, known + sent)[-sent:]
+    for variant in variants_of(options):
+        with roomy(variant) as running, Pace() as pace:
+            send = partial(pace.send, targets_of(running), per_second=options.per_second, status=202)
+            known = send(seconds=WARM_UP_SECONDS)
+            sent = send(seconds=options.seconds)
+            waits = waits_ms(running.database, known + sent)[-sent:]
         yield from figures(variant, waits, running.durability)
 
 
 def figures(variant: str, waits: Sequence[float], durability: str) -> Iterator[Figure]:
     say(f"  {variant}: the longest of {len(waits):,} waits was {max(waits):.1f} ms")
     for name, value in (("p50", statistics.median(waits)), ("p99", percentile(waits, 99))):
-        yield Figure("pickup", f"pickup.{variant}.{name}_ms", value, "ms", len(waits), durability)
+        figure = f"{prefix_of('pickup', variant)}.{name}_ms"
+        yield Figure("pickup", figure, value, "ms", len(waits), durability)
 
 
 @contextmanager
-def started(variant: str) -> Iterator[Running]:
+def roomy(variant: str) -> Iterator[Site]:
     """With room for everything, on the engine that runs nothing."""
-    settings = {
-        "ENGINE": "simulated",
-        "SIMULATED_DEVICES": json.dumps([{"memory_mb": ROOM_MB}]),
-        "ENTRYPOINTS": "bench.tasks:*",
-    }
-    if variant == "sqlite":
-        with service(**settings) as running:
-            yield Running([running], str(running.data_dir / "gpubroker.db"), SQLITE_DURABILITY)
-        return
-    with postgres() as (url, durability):
-        if variant == "postgres":
-            with service(**settings, DATABASE_URL=url) as running:
-                yield Running([running], url, durability)
-        else:
-            with site(1, **settings, DATABASE_URL=url) as several:
-                yield Running(several.gateways, url, durability)
+    devices = json.dumps([{"memory_mb": ROOM_MB}])
+    with site(variant, ENGINE="simulated", SIMULATED_DEVICES=devices, ENTRYPOINTS="bench.tasks:*") as running:
+        yield running
 
 
-def waits_ms(running: Running, expected: int = 0) -> list[float]:
+def targets_of(running: Site) -> list[Target]:
+    body = json.dumps(TASK)
+    return [Target(door.port, "POST", "/tasks", door.headers, body) for door in running.doors]
+
+
+def waits_ms(database: str, expected: int) -> list[float]:
     """Of all tasks in the log, in the order of their commits. Raises RuntimeError if one was not started."""
     deadline = time.monotonic() + PATIENCE_SECONDS
-    while len(waits := list(waits_of(task_events(running.database)))) < expected:
+    while len(waits := list(waits_of(task_events(database)))) < expected:
         if time.monotonic() > deadline:
             raise RuntimeError(f"{expected} tasks were accepted; {len(waits)} were started")
         time.sleep(0.2)

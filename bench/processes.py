@@ -10,9 +10,8 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -70,13 +69,13 @@ class Service:
                 raise NotReady(f"task {task} should be {state} by now: {json.dumps(seen)}")
             time.sleep(0.02)
 
-
-@dataclass(frozen=True)
-class Site:
-    """Gateways and the broker that leads, on one PostgreSQL."""
-
-    gateways: Sequence[Service]
-    broker: psutil.Popen
+    def wait_for_leader(self) -> None:
+        """Until somebody leads, and this gateway knows the devices. Raises NotReady."""
+        deadline = time.monotonic() + START_SECONDS
+        while not (self.ask("GET", "/stats")["leader"]["holder"] and self.ask("GET", "/gpus")["items"]):
+            if time.monotonic() > deadline:
+                raise NotReady(f"the gateway on port {self.port} knows no leader or no devices")
+            time.sleep(0.05)
 
 
 @contextmanager
@@ -87,22 +86,6 @@ def service(**settings: str) -> Iterator[Service]:
     """
     with tempfile.TemporaryDirectory(prefix="gpb-bench-") as folder, served(Path(folder), **settings) as it:
         yield it
-
-
-@contextmanager
-def site(gateways: int, **settings: str) -> Iterator[Site]:
-    """So many `gpubroker gateway` and a `gpubroker broker` with these settings, among them DATABASE_URL."""
-    with tempfile.TemporaryDirectory(prefix="gpb-bench-") as folder, ExitStack() as open_processes:
-        here = Path(folder)
-        shared = {**settings, "BLOB_DIR": str(here / "objects")}
-        broker = open_processes.enter_context(_process("broker", here / "broker", shared))
-        doors = [
-            open_processes.enter_context(served(here / f"gateway-{number}", "gateway", **shared))
-            for number in range(gateways)
-        ]
-        for door in doors:
-            _wait_for(partial(_is_led, door), broker, _log_in(here / "broker"))
-        yield Site(doors, broker)
 
 
 @contextmanager
@@ -118,6 +101,13 @@ def served(data_dir: Path, command: str = "serve", **settings: str) -> Iterator[
 
 
 @contextmanager
+def brokering(data_dir: Path, **settings: str) -> Iterator[psutil.Popen]:
+    """`gpubroker broker` with this data directory. Its local Ray goes on afterwards."""
+    with _process("broker", data_dir, settings) as process:
+        yield process
+
+
+@contextmanager
 def _process(command: str, data_dir: Path, settings: Mapping[str, str]) -> Iterator[psutil.Popen]:
     data_dir.mkdir(exist_ok=True)
     given = {"DATA_DIR": str(data_dir), "LOG_LEVEL": "WARNING", **settings}
@@ -128,11 +118,6 @@ def _process(command: str, data_dir: Path, settings: Mapping[str, str]) -> Itera
 
 def _log_in(data_dir: Path) -> Path:
     return data_dir / "bench.log"
-
-
-def _is_led(door: Service) -> bool:
-    """Whether somebody leads whose devices this gateway knows."""
-    return bool(door.ask("GET", "/stats")["leader"]["holder"]) and bool(door.ask("GET", "/gpus")["items"])
 
 
 @contextmanager

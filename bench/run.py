@@ -8,13 +8,13 @@ import json
 import secrets
 import statistics
 from argparse import ArgumentParser, Namespace
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from bench.companion import Companion
 from bench.http import Target
 from bench.load import Load, Measured
 from bench.measuring import Figure, Pair, median_ratio, say
-from bench.processes import SQLITE_DURABILITY, Service, service, settle
+from bench.sites import Site, add_variants, prefix_of, site, variants_of
 
 TASK = {"run": {"entrypoint": "bench.tasks:noop"}, "resources": {"cpu": 0.02}}
 
@@ -32,6 +32,7 @@ class PlainRay(Companion):
 
 
 def add_options(parser: ArgumentParser) -> None:
+    add_variants(parser)
     parser.add_argument("--in-flight", type=int, default=64)
     parser.add_argument("--processes", type=int, default=1, help="warm runners, and plain actors beside them")
     parser.add_argument("--rounds", type=int, default=7)
@@ -44,23 +45,29 @@ def measure(options: Namespace) -> Iterator[Figure]:
         "RAY__WARM_RUNNERS": str(options.processes),
         "SIMULATED_DEVICES": json.dumps([{"memory_mb": 1024}]),
     }
-    with service(**settings) as running, Load() as load:
-        target = Target(
-            running.port, "POST", "/tasks", {**running.headers, "Prefer": "wait=30"}, json.dumps(TASK)
-        )
-        load.measure(target, connections=options.in_flight, seconds=options.seconds)
-        yield from one_at_a_time(load, target, options)
-        yield from rounds_against_ray(running, load, target, options)
+    for variant in variants_of(options):
+        with site(variant, **settings) as running, Load() as load:
+            targets = [
+                Target(door.port, "POST", "/tasks", {**door.headers, "Prefer": "wait=30"}, json.dumps(TASK))
+                for door in running.doors
+            ]
+            load.measure(*targets, connections=options.in_flight, seconds=options.seconds)
+            yield one_at_a_time(running, variant, load, targets, options)
+            yield rounds_against_ray(running, variant, load, targets, options)
 
 
-def one_at_a_time(load: Load, target: Target, options: Namespace) -> Iterator[Figure]:
-    single = load.measure(target, connections=1, seconds=options.seconds).must_all_be(201)
-    latencies = single.latencies_ms
-    p50 = statistics.median(latencies)
-    yield Figure("run", "run.single.p50_ms", p50, "ms", len(latencies), SQLITE_DURABILITY)
+def one_at_a_time(
+    running: Site, variant: str, load: Load, targets: Sequence[Target], options: Namespace
+) -> Figure:
+    single = load.measure(targets[0], connections=1, seconds=options.seconds).must_all_be(201)
+    p50 = statistics.median(single.latencies_ms)
+    n = len(single.latencies_ms)
+    return Figure("run", f"{prefix_of('run', variant)}.single.p50_ms", p50, "ms", n, running.durability)
 
 
-def rounds_against_ray(running: Service, load: Load, target: Target, options: Namespace) -> Iterator[Figure]:
+def rounds_against_ray(
+    running: Site, variant: str, load: Load, targets: Sequence[Target], options: Namespace
+) -> Figure:
     ran: list[Measured] = []
     pairs: list[Pair] = []
     with PlainRay() as plain:
@@ -73,18 +80,18 @@ def rounds_against_ray(running: Service, load: Load, target: Target, options: Na
         plain_calls(1.0)
         for number in range(1, options.rounds + 1):
             plainly = plain_calls(options.seconds)
-            measured = load.measure(target, connections=options.in_flight, seconds=options.seconds)
+            measured = load.measure(*targets, connections=options.in_flight, seconds=options.seconds)
             ran.append(measured.must_all_be(201))
             pairs.append(Pair(measured.per_second, plainly))
-            settle(running.process)
-            say(f"  round {number}: {measured.per_second:,.0f}/s, plain Ray {plainly:,.0f}/s")
-    yield Figure(
+            running.settle()
+            say(f"  {variant} round {number}: {measured.per_second:,.0f}/s, plain Ray {plainly:,.0f}/s")
+    return Figure(
         bench="run",
-        figure="run.warm",
+        figure=f"{prefix_of('run', variant)}.warm",
         value=statistics.median(pair.ours_per_second for pair in pairs),
         unit="tasks/s",
         n=sum(len(measured.latencies_ms) for measured in ran),
-        durability=SQLITE_DURABILITY,
+        durability=running.durability,
         baseline=statistics.median(pair.baseline_per_second for pair in pairs),
         ratio=median_ratio(pairs),
     )

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from bench.pace import Pace
-from bench.pickup import Event, figures, started, waits_ms, waits_of
+from bench.pickup import Event, figures, roomy, targets_of, waits_ms, waits_of
 
 
 def event(at: float, kind: str, key: str, **fields: object) -> Event:
@@ -26,9 +26,9 @@ def test_a_wait_is_from_the_commit_of_the_submit_to_the_first_start() -> None:
 
 
 def test_every_task_sent_is_measured() -> None:
-    with started("sqlite") as running, Pace() as pace:
-        sent = pace.send(running.targets(), per_second=40.0, seconds=1.0, status=202)
-        waits = waits_ms(running, sent)
+    with roomy("sqlite") as running, Pace() as pace:
+        sent = pace.send(targets_of(running), per_second=40.0, seconds=1.0, status=202)
+        waits = waits_ms(running.database, sent)
     assert len(waits) == sent > 20
     told = {figure.figure: figure.value for figure in figures("sqlite", waits, "")}
-    assert 0.0 < told["pickup.sqlite.p50_ms"] <= told["pickup.sqlite.p99_ms"]
+    assert 0.0 < told["pickup.p50_ms"] <= told["pickup.p99_ms"]
