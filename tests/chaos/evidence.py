@@ -2,6 +2,7 @@
 
 import json
 import subprocess
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -38,7 +39,17 @@ class Evidence:
 
     def _sums(self, runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         sums: dict[str, Any] = {name: sum(_amount(run[name]) for run in runs) for name in self._summed}
-        return {**sums, "bound": {name: bound(sums[name]) for name in self._trials}}
+        kinds = {f"{name}_by_kind": by for name in self._summed if (by := _by_kind(runs, name))}
+        return {**sums, "bound": {name: bound(sums[name]) for name in self._trials}, **kinds}
+
+
+def _by_kind(runs: Sequence[Mapping[str, Any]], name: str) -> dict[str, int]:
+    """Empty for what is not counted by kind."""
+    by: Counter[str] = Counter()
+    for run in runs:
+        if isinstance(run[name], dict):
+            by.update(run[name])
+    return dict(by.most_common())
 
 
 def _amount(value: Any) -> int:

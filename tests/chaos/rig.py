@@ -24,6 +24,8 @@ DEVICE_MB = 24 * GIB
 DRAIN_SECONDS = 240.0
 STARTS_KILLED = 0.15
 """Of the restarts, so many are killed before they are ready."""
+SHOW_SECONDS = 15.0
+"""In which a process that is to be killed shows itself: what was killed before may not be back yet."""
 
 
 class Rig:
@@ -144,9 +146,13 @@ class RayRig(Rig):
         if target == "main":
             super().kill(target, chance)
             return
-        pids = self._pids(target)
-        if pids and _shot(chance.choice(pids)):
-            self._count(target)
+        deadline = time.monotonic() + SHOW_SECONDS
+        while time.monotonic() < deadline:
+            pids = self._pids(target)
+            if pids and _shot(chance.choice(pids)):
+                self._count(target)
+                return
+            time.sleep(0.02)
 
     def _pids(self, target: str) -> list[int]:
         head = read_state(self.service.data_dir)

@@ -50,10 +50,7 @@ def _row(name: str, found: Record) -> str:
 
 
 def _killed(found: Record) -> Counter[str]:
-    by: Counter[str] = Counter()
-    for run in found["runs"]:
-        by.update(run["kills"])
-    return by
+    return Counter(found["kills_by_kind"])
 
 
 def _lines(found: Mapping[str, Record]) -> Iterator[str]:
