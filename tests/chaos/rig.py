@@ -148,10 +148,12 @@ class RayRig(Rig):
             return
         deadline = time.monotonic() + SHOW_SECONDS
         while time.monotonic() < deadline:
-            pids = self._pids(target)
-            if pids and _shot(chance.choice(pids)):
-                self._count(target)
-                return
+            with suppress(ProcessLookupError):  # it ended while we looked
+                pids = self._pids(target)
+                if pids:
+                    os.kill(chance.choice(pids), signal.SIGKILL)
+                    self._count(target)
+                    return
             time.sleep(0.02)
 
     def _pids(self, target: str) -> list[int]:
@@ -172,14 +174,6 @@ class RayRig(Rig):
                 ]
                 return shared[-1:]
         return []
-
-
-def _shot(pid: int) -> bool:
-    try:
-        os.kill(pid, signal.SIGKILL)
-    except ProcessLookupError:
-        return False
-    return True
 
 
 RIGS: dict[str, type[Rig]] = {"simulated": Rig, "site": SiteRig, "ray": RayRig}

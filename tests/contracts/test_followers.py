@@ -7,6 +7,7 @@ from contextlib import asynccontextmanager, suppress
 import psycopg
 import pytest
 
+from service.adapters.sql import hints
 from service.adapters.sql.store import SqlStore
 from service.bootstrap.compose import fill, fill_anew
 from service.bootstrap.picture import Picture
@@ -16,6 +17,7 @@ from service.core.units import TaskId
 from service.core.world import World
 from service.ports import LogShortened, StoreUnavailable
 from tests.builders import a_task
+from tests.contracts.proxy import a_proxy, to_postgres, url_through
 from tests.contracts.scenes import a_submission, admission, log_of, opened, picture, with_gpu
 from tests.contracts.wire import a_wire
 
@@ -183,6 +185,25 @@ async def test_who_listens_listens_again_after_the_server_hung_up(postgres_url: 
         for job in keeping:
             job.cancel()
         await asyncio.wait(keeping)
+
+
+async def test_who_listens_listens_again_after_a_line_that_says_nothing_more(
+    postgres_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It takes every byte and passes none on; new ones are good."""
+    monkeypatch.setattr(hints, "LOOK_SECONDS", 0.2)
+    word = asyncio.Event()
+    async with (
+        a_proxy(to_postgres(postgres_url)) as proxy,
+        opened(url_through(proxy, postgres_url)) as store,
+    ):
+        keeping = asyncio.create_task(store.keep_hints(word.set))
+        await asyncio.wait_for(word.wait(), PATIENCE_SECONDS)
+        proxy.fall_silent()
+        word.clear()
+        await asyncio.wait_for(word.wait(), PATIENCE_SECONDS)  # each connection begins with a look
+        keeping.cancel()
+        await asyncio.wait([keeping])
 
 
 async def test_words_that_follow_each_other_closely_are_one(postgres_url: str) -> None:

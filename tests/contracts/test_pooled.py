@@ -80,11 +80,13 @@ def test_what_is_asked_within_a_transaction_holds_in_it_and_is_gone_after_it(pos
         with connection.transaction():
             connection.execute(wished(TERM, within="transaction"))
             assert all(
-                setting(connection, name) == value for name, value in TERM.items() if "tcp" not in name
+                setting(connection, name) == value
+                for name, value in TERM.settings.items()
+                if "tcp" not in name
             )
         assert setting(connection, "lock_timeout") == "0"
         connection.execute(wished(TERM, within="session"))
-        assert setting(connection, "lock_timeout") == TERM["lock_timeout"]
+        assert setting(connection, "lock_timeout") == TERM.settings["lock_timeout"]
 
 
 def setting(connection: psycopg.Connection[Any], name: str) -> str:

@@ -12,7 +12,7 @@ from service.core.units import Seconds, Term
 from service.ports import CommitVerdict, StaleTerm, StoreUnavailable, SubmitVerdict, TaskStore
 from tests.builders import a_task
 from tests.contracts.scenes import a_submission, admission, next_term, opened, with_gpu
-from tests.contracts.wire import Cut, a_wire
+from tests.contracts.wire import Cut, a_wire, little_patience
 
 TTL = Seconds(3.0)
 PATIENCE_SECONDS = 20.0
@@ -157,15 +157,13 @@ async def test_who_gets_no_answer_at_all_hangs_up_and_asks_anew(postgres_url: st
     async with a_wire(postgres_url) as (wire, url), opened(url) as store:
         term = await next_term(store)
         await store.submit(a_submission("t1"))
-        for session in (store._database.session, store._terms and store._terms.session()):
-            assert session is not None
-            session.patience_seconds = 0.1
         wire.hold()
-        waiting = asyncio.create_task(store.submit(a_submission("t2")))
-        with pytest.raises(StoreUnavailable):
-            await asyncio.wait_for(store.renew(term, TTL), PATIENCE_SECONDS)
-        with pytest.raises(StoreUnavailable):
-            await asyncio.wait_for(waiting, PATIENCE_SECONDS)
+        with little_patience():
+            waiting = asyncio.create_task(store.submit(a_submission("t2")))
+            with pytest.raises(StoreUnavailable):
+                await asyncio.wait_for(store.renew(term, TTL), PATIENCE_SECONDS)
+            with pytest.raises(StoreUnavailable):
+                await asyncio.wait_for(waiting, PATIENCE_SECONDS)
         wire.go_on()
         await store.renew(term, TTL)
         assert (await store.submit(a_submission("t2"))).verdict is SubmitVerdict.ACCEPTED

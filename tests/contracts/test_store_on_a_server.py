@@ -9,6 +9,7 @@ from typing import Any
 import psycopg
 import pytest
 
+from service.adapters.sql.database import READERS
 from service.adapters.sql.postgres import PostgresSession
 from service.adapters.sql.session import CommitUnknown
 from service.core.events import Event
@@ -33,7 +34,7 @@ from tests.contracts.scenes import (
     opened,
     with_gpu,
 )
-from tests.contracts.wire import Cut, a_wire
+from tests.contracts.wire import Cut, a_wire, little_patience
 
 DEADLINE_SECONDS = 20.0
 
@@ -207,6 +208,21 @@ async def test_while_the_database_is_away_callers_are_told_and_later_served(post
         assert (await store.submit(a_submission("t2"))).verdict is SubmitVerdict.ACCEPTED
         assert [event.key for event in await log_of(store)] == ["t1", "t2"]
         assert await next_term(store, "leader") == 1
+
+
+async def test_who_reads_waits_for_no_answer_that_does_not_come(postgres_url: str) -> None:
+    """The line is there and says nothing: as many ask as can read at once, and others after them."""
+    async with a_wire(postgres_url) as (wire, url), opened(url) as store:
+        await store.submit(a_submission("t1"))
+        await asyncio.gather(*(store.head() for _ in range(2 * READERS)))
+        wire.hold()
+        answers = [store.record(TaskId("t2")) for _ in range(2 * READERS)]
+        with little_patience():
+            async with asyncio.timeout(DEADLINE_SECONDS):
+                told = await asyncio.gather(*answers, return_exceptions=True)
+        assert {type(answer) for answer in told} == {StoreUnavailable}
+        wire.go_on()
+        assert await store.head() == 1
 
 
 async def test_an_unknown_commit_waits_until_it_can_be_read_back(postgres_url: str) -> None:

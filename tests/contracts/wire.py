@@ -2,12 +2,15 @@
 
 import asyncio
 import tempfile
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, suppress
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager, suppress
 from enum import Enum, auto
 from pathlib import Path
 
+import pytest
 from psycopg.conninfo import conninfo_to_dict
+
+from service.adapters.sql.connections import Line
 
 
 class Cut(Enum):
@@ -18,6 +21,14 @@ class Cut(Enum):
     """The server commits, and its answer is lost."""
     GOODBYE = auto()
     """The server commits, says so, and in the same breath that it ends this connection."""
+
+
+@contextmanager
+def little_patience() -> Iterator[None]:
+    """Who waits for PostgreSQL meanwhile gives up at once."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Line, "patience_seconds", property(lambda _: 0.1, lambda *_: None))
+        yield
 
 
 _READY = b"Z\0\0\0\5I"

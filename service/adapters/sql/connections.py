@@ -1,5 +1,9 @@
 """How connections to PostgreSQL are made, and what each sort of them asks of the server.
 
+Nobody waits for ever for an answer that does not come. The server's limits end statements that take too long,
+and those of the connection end what has no other side. Neither helps where something in between takes every
+byte and passes none on: so who waits gives up by itself.
+
 A pooler that hands connections out by transaction (`pooled`) keeps nothing of one for the next: then wishes
 are said again at the begin of each transaction, no statement stays prepared, and nobody listens.
 """
@@ -7,16 +11,26 @@ are said again at the begin of each transaction, no statement stays prepared, an
 import os
 import socket
 from collections.abc import Mapping
+from dataclasses import dataclass
+from math import inf
 from typing import Any, Literal
 
 import psycopg
+from psycopg.abc import PQGen
 
+from service.adapters.boot_clock import boot_seconds
 from service.adapters.sql.session import DatabaseRefused
 
-Wishes = Mapping[str, str]
-"""Settings of the server by name."""
 
-WRITER: Wishes = {
+@dataclass(frozen=True)
+class Wishes:
+    settings: Mapping[str, str]
+    """Of the server, by name."""
+    patience_seconds: float
+    """More than the server may take to say anything: who has heard nothing for so long hangs up."""
+
+
+_WRITER = {
     "idle_in_transaction_session_timeout": "2s",
     "lock_timeout": "5s",
     "statement_timeout": "10s",
@@ -30,11 +44,14 @@ WRITER: Wishes = {
     "enable_mergejoin": "off",
     "jit": "off",
 }
-TERM: Wishes = {**WRITER, "lock_timeout": "2s", "statement_timeout": "2s"}
+WRITER = Wishes(_WRITER, patience_seconds=11.0)
+TERM = Wishes({**_WRITER, "lock_timeout": "2s", "statement_timeout": "2s"}, patience_seconds=2.5)
 """An answer that comes later is of no use to a leader."""
-READER: Wishes = {"statement_timeout": "30s", "default_transaction_read_only": "on"}
-_LISTENER: Wishes = {"idle_session_timeout": "0", "synchronous_commit": "off"}
+READER = Wishes({"statement_timeout": "30s", "default_transaction_read_only": "on"}, patience_seconds=6.0)
+"""What takes long is long because it is much, and comes bit by bit."""
+_LISTENER = Wishes({"idle_session_timeout": "0", "synchronous_commit": "off"}, patience_seconds=2.5)
 """A word has nothing that would have to be on disk."""
+_LOOK_SECONDS = 0.1
 
 _DURABLE = (
     "set_config('synchronous_commit', CASE current_setting('synchronous_commit') WHEN 'off' THEN 'on' "
@@ -54,26 +71,51 @@ _CONNECTION: Mapping[str, Any] = {
 _OLDEST = 140000
 
 
+class Line(psycopg.Connection[Any]):
+    """Hangs up when the server says nothing for too long; whoever waits then finds the connection lost."""
+
+    patience_seconds = inf
+
+    def wait(self, gen: PQGen[Any], interval: float = _LOOK_SECONDS, *limit: Any, **limits: Any) -> Any:
+        return super().wait(self._while_patient(gen), interval, *limit, **limits)
+
+    def _while_patient(self, gen: PQGen[Any]) -> PQGen[Any]:
+        """As `gen`, which yields what it waits for and is sent what came, now and then that nothing did."""
+        try:
+            awaited = next(gen)
+            heard_at = boot_seconds()
+            while True:
+                came = yield awaited
+                if came:
+                    heard_at = boot_seconds()
+                elif boot_seconds() - heard_at > self.patience_seconds:
+                    self.close()
+                    raise psycopg.OperationalError(f"no answer for {self.patience_seconds:g} s")
+                awaited = gen.send(came)
+        except StopIteration as done:
+            return done.value
+
+
 def wished(wishes: Wishes, *, within: Literal["session", "transaction"]) -> str:
     """One statement that says all wishes. A commit of a writer is durable whatever the server's default."""
     local = "true" if within == "transaction" else "false"
-    said = [f"set_config('{name}', '{value}', {local})" for name, value in wishes.items()]
-    if "synchronous_commit" not in wishes:
+    said = [f"set_config('{name}', '{value}', {local})" for name, value in wishes.settings.items()]
+    if "synchronous_commit" not in wishes.settings:
         said.append(f"{_DURABLE}{local})")
     return f"SELECT {', '.join(said)}"
 
 
-def connect_writer(url: str, wishes: Wishes = WRITER, *, pooled: bool = False) -> psycopg.Connection[Any]:
+def connect_writer(url: str, wishes: Wishes = WRITER, *, pooled: bool = False) -> Line:
     """A primary that has become a standby, or was made read-only, is of no use: of several hosts in the URL
     the next one is asked."""
     return _connect(url, wishes, pooled=pooled, target_session_attrs="read-write")
 
 
-def connect_reader(url: str, *, pooled: bool = False) -> psycopg.Connection[Any]:
+def connect_reader(url: str, *, pooled: bool = False) -> Line:
     return _connect(url, READER, pooled=pooled)
 
 
-def connect_listener(url: str) -> psycopg.Connection[Any]:
+def connect_listener(url: str) -> Line:
     connection = _connect(url, _LISTENER, pooled=False)
     connection.execute("LISTEN gpubroker")
     return connection
@@ -98,7 +140,7 @@ def check_server(url: str) -> None:
             "--database-url is no address of PostgreSQL; write postgresql://user@host:port/database"
         ) from None
     try:
-        with psycopg.connect(url, autocommit=True, **_CONNECTION) as connection:
+        with _connect(url, READER, pooled=True) as connection:
             version = connection.info.server_version
             standby = connection.execute("SELECT pg_is_in_recovery()").fetchone()
     except psycopg.Error as error:
@@ -113,10 +155,11 @@ def check_server(url: str) -> None:
         )
 
 
-def _connect(url: str, wishes: Wishes, *, pooled: bool, **more: Any) -> psycopg.Connection[Any]:
-    connection: psycopg.Connection[Any] = psycopg.connect(
+def _connect(url: str, wishes: Wishes, *, pooled: bool, **more: Any) -> Line:
+    connection = Line.connect(
         url, autocommit=True, prepare_threshold=None if pooled else 0, **_CONNECTION, **more
     )
+    connection.patience_seconds = wishes.patience_seconds
     if not pooled:
         connection.execute(wished(wishes, within="session"), prepare=False)
     return connection

@@ -18,6 +18,10 @@ PAUSE_SECONDS = 0.01
 
 RECONNECT_SECONDS = 1.0
 
+LOOK_SECONDS = 2.0
+"""So often the server is asked whether it is still there: who only listens hears of no end of a line on which
+nothing passes."""
+
 _CHANNEL = b"gpubroker"
 
 
@@ -31,6 +35,7 @@ class Hints:
         """That of the connection which there is."""
         self._timer: TimerHandle | None = None
         self._sent_at = 0.0
+        self._asked_at = 0.0
 
     async def keep(self, on_hint: Callable[[], None]) -> None:
         """Listen until cancelled; connect again when the server was away."""
@@ -54,12 +59,23 @@ class Hints:
         loop.add_reader(socket, self._read, connection.pgconn, on_hint)
         try:
             on_hint()  # whatever was said before we listened
-            await self._lost
+            while not self._lost.done():
+                self._ask(connection.pgconn)
+                await asyncio.wait([self._lost], timeout=LOOK_SECONDS)
         finally:
             self._connection = None
             loop.remove_reader(socket)
             os.close(socket)
             connection.close()
+
+    def _ask(self, connection: psycopg.pq.abc.PGconn) -> None:
+        """Whether it is still there. What it was asked the last time it has answered by now."""
+        with self._noticing_loss():
+            if connection.transaction_status == psycopg.pq.TransactionStatus.IDLE:
+                self._asked_at = asyncio.get_running_loop().time()
+                connection.send_query(b"")
+            elif asyncio.get_running_loop().time() > self._asked_at + LOOK_SECONDS / 2:
+                raise psycopg.OperationalError("the server answers nothing")
 
     def _notify(self) -> None:
         self._timer = None
@@ -70,6 +86,7 @@ class Hints:
             self.send()  # the word before is still on its way
             return
         with self._noticing_loss():
+            self._asked_at = self._sent_at
             self._connection.pgconn.send_query(b"NOTIFY " + _CHANNEL)
 
     def _read(self, connection: psycopg.pq.abc.PGconn, on_hint: Callable[[], None]) -> None:

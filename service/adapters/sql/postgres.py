@@ -4,8 +4,6 @@ A connection that answers nothing for two seconds counts as lost, and a transact
 for two seconds is ended by the server: so a leader that hangs does not hold the log's head.
 """
 
-import os
-import socket
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
@@ -14,7 +12,6 @@ from typing import Any
 import psycopg
 from psycopg import errors
 
-from service.adapters.boot_clock import boot_seconds
 from service.adapters.sql.compatibility import check_schema
 from service.adapters.sql.connections import TERM, WRITER, Wishes, connect_writer, wished
 from service.adapters.sql.rowset import Row, SetStatement, postgres_copy, postgres_rows, postgres_text
@@ -43,9 +40,6 @@ WHERE datname = current_database() AND usename = current_user AND application_na
 """
 """A process that is stopped between two statements of one pipeline leaves its session `active`, and its locks
 in place: before version 17 no time limit of the server's ends that."""
-_WRITER_PATIENCE_SECONDS = 11.0
-_TERM_PATIENCE_SECONDS = 2.5
-"""More than their statements may take."""
 _COPIED_FROM = 256
 """So many rows of one statement are copied, which costs two waits more and per row a fraction."""
 
@@ -63,7 +57,7 @@ although it is still open."""
 def term_session(url: str, *, pooled: bool) -> "PostgresSession":
     """For the leader's row alone. Raises StoreUnavailable."""
     try:
-        return PostgresSession(url, TERM, pooled=pooled, patience_seconds=_TERM_PATIENCE_SECONDS)
+        return PostgresSession(url, TERM, pooled=pooled)
     except psycopg.Error as error:
         raise StoreUnavailable(f"the database cannot be reached: {str(error).strip()}") from error
 
@@ -71,16 +65,7 @@ def term_session(url: str, *, pooled: bool) -> "PostgresSession":
 class PostgresSession:
     """The writer's connection to a server."""
 
-    def __init__(
-        self,
-        url: str,
-        wishes: Wishes = WRITER,
-        *,
-        pooled: bool = False,
-        patience_seconds: float = _WRITER_PATIENCE_SECONDS,
-    ) -> None:
-        self.patience_seconds = patience_seconds
-        self.waits_since: float | None = None
+    def __init__(self, url: str, wishes: Wishes = WRITER, *, pooled: bool = False) -> None:
         self._connect = partial(connect_writer, url, wishes, pooled=pooled)
         self._connection = self._connect()
         self._at_begin = wished(wishes, within="transaction") if pooled else None
@@ -89,10 +74,6 @@ class PostgresSession:
         """Of the transaction that is open."""
         self._sent: list[tuple[SetStatement, int, psycopg.Cursor[Any]]] = []
         self._terms: list[tuple[Term, psycopg.Cursor[Any]]] = []
-
-    def hang_up(self) -> None:
-        with socket.socket(fileno=os.dup(self._connection.fileno())) as line:
-            line.shutdown(socket.SHUT_RDWR)
 
     def begin(self) -> None:
         with self._translated():
@@ -121,7 +102,6 @@ class PostgresSession:
             with self._connection.cursor() as cursor, cursor.copy(postgres_copy(statement)) as copy:
                 for row in rows:
                     copy.write_row(row)
-                    self.waits_since = boot_seconds()
             self._pipeline = self._open.enter_context(self._connection.pipeline())
 
     def fetch(self, statement: SetStatement, rows: Sequence[Row]) -> Sequence[Sequence[Any]]:
@@ -168,13 +148,11 @@ class PostgresSession:
             raise CommitUnknown(str(lost)) from lost
 
     def rollback(self) -> None:
-        self.waits_since = boot_seconds()
         with suppress(psycopg.Error):
             self._open.close()
         with suppress(psycopg.Error):
             if self._connection.info.transaction_status != psycopg.pq.TransactionStatus.IDLE:
                 self._connection.execute("ROLLBACK")
-        self.waits_since = None
 
     def has_event(self, event: Event) -> bool:
         # A commit of ours that is still under way holds the head of the log until it is over.
@@ -218,7 +196,6 @@ class PostgresSession:
 
     @contextmanager
     def _translated(self) -> Iterator[None]:
-        self.waits_since = boot_seconds()
         try:
             yield
         except errors.IntegrityError as error:
@@ -233,5 +210,3 @@ class PostgresSession:
             if isinstance(error, psycopg.OperationalError | psycopg.InternalError):
                 raise StoreUnavailable(f"the database did not do it: {str(error).strip()}") from error
             raise
-        finally:
-            self.waits_since = None

@@ -42,19 +42,9 @@ class CommitUnknown(Exception):
 class Session(Protocol):
     """The one writing connection of a process, used by its writer thread alone.
 
-    `waits_since`, in `boot_seconds`, is None while nobody waits for an answer; one that takes longer than
-    `patience_seconds`, which is more than the server may take for it, will not come.
-
     Errors of the driver come out as the exceptions above, as StoreUnavailable, as Unstorable, or, when they
     are mistakes of ours, as they are. After any of them the transaction must be rolled back.
     """
-
-    patience_seconds: float
-    waits_since: float | None
-
-    def hang_up(self) -> None:
-        """Whoever waits finds the connection lost. For another thread than theirs. Raises OSError."""
-        ...
 
     def begin(self) -> None: ...
 

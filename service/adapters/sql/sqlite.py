@@ -12,7 +12,6 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from itertools import chain
-from math import inf
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -172,9 +171,6 @@ def _refusing(path: Path) -> Iterator[None]:
 class SqliteSession:
     """The writer's connection to a file."""
 
-    patience_seconds = inf
-    waits_since: float | None = None
-
     def __init__(self, connection: sqlite3.Connection) -> None:
         self._connection = connection
         self._latest = Instant(0.0)
@@ -224,9 +220,6 @@ class SqliteSession:
 
     def end_hanging(self) -> None:
         """There are no others."""
-
-    def hang_up(self) -> None:
-        """A file answers."""
 
     def end_terms(self) -> None:
         """Whoever led has ended: the lock on the file is ours. Nobody need wait for a lease of his."""

@@ -17,7 +17,6 @@ from service.adapters.sql import statements as sql
 from service.adapters.sql.database import READERS, Database, migrate, open_database
 from service.adapters.sql.group import Change, NewBatch, NewRequest, NewTask, Unit
 from service.adapters.sql.hints import Hints
-from service.adapters.sql.patience import Patience
 from service.adapters.sql.pruning import prune_step
 from service.adapters.sql.recent import Recent
 from service.adapters.sql.rows import token_row
@@ -99,9 +98,6 @@ class SqlStore:
         self._terms = None if connect is None else terms.OwnConnection(connect)
         self._undelivered: deque[tuple[Sequence[Event], Sequence[Work]]] = deque()
         """What the writer has committed and nobody has heard of."""
-        self._patience = (
-            None if self._terms is None else Patience([lambda: database.session, self._terms.session])
-        )
         self._writer = Writer(
             database.session, self._query(reads.head), self._deliver, usage_half_life_seconds
         )
@@ -301,8 +297,6 @@ class SqlStore:
         self._readers.shutdown()
         self._database.readers.dispose()
         self._writer.close()
-        if self._patience is not None:
-            self._patience.close()
         self._database.release()
 
     async def _write(self, units: Sequence[Unit]) -> Sequence[Any]:

@@ -75,10 +75,6 @@ class OwnConnection:
             raise StoreUnavailable("the store is closed")
         return await asyncio.get_running_loop().run_in_executor(self._thread, self._transact, act)
 
-    def session(self) -> Session | None:
-        """The one that there is now."""
-        return self._session
-
     def close(self) -> None:
         self._is_closed = True
         self._thread.submit(self._drop)
