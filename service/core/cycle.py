@@ -199,13 +199,13 @@ class Slice:
         is_refused = self._prospects.is_refused(group)
         if is_refused and not self._prospects.may_reclaim(group):
             return None
+        if self._prospects.kept_away.includes(task, group.kin):
+            return None
         if task.demand.bundles:
             found = self._prospects.gang(task, group.kin)
             if isinstance(found, tuple):
                 return admit(self._draft, task, found, self._now)
             return self._enter(task, found)
-        if self._prospects.kept_away.includes(task, group.kin):
-            return None
         placement = self._prospects.place(task, group.kin)
         if placement is None:
             way = self._prospects.reclaimed(task, group.kin)

@@ -50,6 +50,8 @@ class Denied(NamedTuple):
     """Of `changes` if the reason was a passing one, else 0."""
     surplus: tuple[tuple[str, int], ...]
     """What others of its cohort had beyond their guarantees."""
+    closed: frozenset[NodeName] = frozenset()
+    """Where forecasts let it stop nobody: it tells of those only to whom these nodes are closed as well."""
 
 
 Likes = tuple[Kin, int]

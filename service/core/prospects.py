@@ -59,7 +59,7 @@ class Prospects:
         )
         self._quotas = quotas
         self._claims = claims
-        self._rights = Rights(policy, memory, quotas, claims)
+        self._rights = Rights(draft, policy, memory, quotas, claims, guards)
         self.kept_away = KeptAway(draft, policy, guards)
 
     def has_no_right(self, group: Group) -> bool:
@@ -72,11 +72,13 @@ class Prospects:
         """The best way to room for a task above its tenant's quota, among that tenant's own runs; None, which
         is remembered, if there is none, or if it need only wait."""
         closed = self._guards.closed_to(task)
+        if self._rights.is_denied(task, kin, Right.DEBTOR, {}, closed):
+            return None
         lacks_mb, nodes = self._quotas.lacks_mb(task), self._offers.nodes - closed
         self.looks.taken += CLOSE_LOOK * len(self._offers.nodes)
         found = make_room_in_quota(self._offers, task, lacks_mb, self._now, nodes)
         if found is None:
-            self._rights.deny(task, kin, Right.DEBTOR, {}, passing=bool(closed) or not lacks_mb)
+            self._rights.deny(task, kin, Right.DEBTOR, {}, passing=not lacks_mb, closed=closed)
         return found
 
     def reclaimed(self, task: Task, kin: Kin) -> Eviction | None:
@@ -85,13 +87,15 @@ class Prospects:
         surplus = self._claims.of(task)
         if not surplus or not may_preempt(self._offers, task):
             return None
-        self.looks.taken += CLOSE_LOOK * len(self._offers.nodes)
         closed = self._guards.closed_to(task)
+        if self._rights.is_denied(task, kin, Right.OWNER, surplus, closed):
+            return None
+        self.looks.taken += CLOSE_LOOK * len(self._offers.nodes)
         coming = any(is_coming(self._offers, task, node) for node in self._offers.nodes)
         nodes = self._offers.nodes - closed
         found = None if coming else reclaim(self._offers, task, surplus, self._now, nodes)
         if found is None:
-            self._rights.deny(task, kin, Right.OWNER, surplus, passing=coming or bool(closed))
+            self._rights.deny(task, kin, Right.OWNER, surplus, passing=coming, closed=closed)
         return found
 
     def shut(self) -> Mapping[Kin, int]:
@@ -181,10 +185,10 @@ class Prospects:
         is_kept = way is None and any(hopeful)
         if restraint is None:
             self._refuse_gang(task, kin, () if way is None else way.nodes, is_kept=is_kept)
+        elif is_kept:
+            self.kept_away.add(task, kin)
         else:
-            self._guards.kept_away += is_kept
-            passing = way is not None or is_kept
-            self._rights.deny(task, kin, Right.BORROWER, restraint.surplus, passing=passing)
+            self._rights.deny(task, kin, Right.BORROWER, restraint.surplus, passing=way is not None)
         return None
 
     def _refuse_gang(self, task: Task, kin: Kin, on: Iterable[NodeName], *, is_kept: bool) -> None:
@@ -213,12 +217,14 @@ class Prospects:
         surplus = self._claims.of(task)
         if not surplus:
             return None
-        self.looks.taken += CLOSE_LOOK * len(self._offers.nodes)
         closed = self._guards.closed_to(task)
+        if self._rights.is_denied(task, kin, Right.OWNER, surplus, closed):
+            return None
+        self.looks.taken += CLOSE_LOOK * len(self._offers.nodes)
         way = reclaim_for_gang(self._offers, task, surplus, self._now, self._offers.nodes - closed)
         if isinstance(way, Eviction):
             return way
-        self._rights.deny(task, kin, Right.OWNER, surplus, passing=way is not None or bool(closed))
+        self._rights.deny(task, kin, Right.OWNER, surplus, passing=way is not None, closed=closed)
         return None
 
     def place(self, task: Task, kin: Kin) -> Placement | None:

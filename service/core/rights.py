@@ -1,21 +1,31 @@
 """By what right tenants make room, and for which of their tasks that is known to be of no use."""
 
+from collections.abc import Set
+from dataclasses import replace
+
+from service.core.backfill import Guards
+from service.core.draft import Draft
 from service.core.guarantees import Claims, Surplus
 from service.core.memory import Denied, Memory, Right
 from service.core.ordering import Group, Kin
 from service.core.policy import Policy
 from service.core.quota import Quotas
 from service.core.task import Task
+from service.core.units import NodeName
 
 
 class Rights:
     """Of the tenants of one draft."""
 
-    def __init__(self, policy: Policy, memory: Memory, quotas: Quotas, claims: Claims) -> None:
+    def __init__(
+        self, draft: Draft, policy: Policy, memory: Memory, quotas: Quotas, claims: Claims, guards: Guards
+    ) -> None:
+        self._draft = draft
         self._policy = policy
         self._memory = memory
         self._quotas = quotas
         self._claims = claims
+        self._guards = guards
 
     def has_none(self, group: Group) -> bool:
         """Whether their tenant would be above its quota and has nobody of its own to stop for them, or would
@@ -39,17 +49,44 @@ class Rights:
         denied = self._denied(group)
         return bool(surplus) and (denied is None or not self._is_as(denied, Right.OWNER, surplus))
 
-    def deny(self, task: Task, kin: Kin, as_what: Right, surplus: Surplus, *, passing: bool) -> None:
-        """Remember that it found nothing; `passing`: for a reason that any change may take away."""
+    def is_denied(
+        self, task: Task, kin: Kin, as_what: Right, surplus: Surplus, closed: Set[NodeName]
+    ) -> bool:
+        """Whether it is known of this very task, to which these nodes are closed."""
+        denied = self._memory.denied.get((task.tenant, task.priority, kin.demand))
+        return denied is not None and denied.closed <= closed and self._is_as(denied, as_what, surplus)
+
+    def deny(
+        self,
+        task: Task,
+        kin: Kin,
+        as_what: Right,
+        surplus: Surplus,
+        *,
+        passing: bool,
+        closed: frozenset[NodeName] = frozenset(),
+    ) -> None:
+        """Remember that it found nothing; `passing`: for a reason that any change may take away; `closed`: on
+        other nodes than these."""
         likes = (task.tenant, task.priority, kin.demand)
-        self._memory.denied[likes] = self._state(as_what, surplus, passing=passing)
+        self._memory.denied[likes] = self._state(as_what, surplus, closed, passing=passing)
 
     def _denied(self, group: Group) -> Denied | None:
-        return self._memory.denied.get(group.key[:3]) if self._memory.denied else None
+        """What is known of all of them."""
+        denied = self._memory.denied.get(group.key[:3]) if self._memory.denied else None
+        return denied if denied is None or denied.closed <= self._closed_to_all(group, denied) else None
+
+    def _closed_to_all(self, group: Group, denied: Denied) -> Set[NodeName]:
+        """No fewer nodes are closed to any other than would be to the first of them if it had no shield."""
+        if not denied.closed:
+            return denied.closed
+        return self._guards.closed_to(replace(self._draft.world.tasks[group.member(0)[1]], preemptions=0))
 
     def _is_as(self, denied: Denied, as_what: Right, surplus: Surplus) -> bool:
-        return denied == self._state(as_what, surplus, passing=denied.changed > 0)
+        return denied == self._state(as_what, surplus, denied.closed, passing=denied.changed > 0)
 
-    def _state(self, as_what: Right, surplus: Surplus, *, passing: bool) -> Denied:
+    def _state(
+        self, as_what: Right, surplus: Surplus, closed: frozenset[NodeName], *, passing: bool
+    ) -> Denied:
         changed = self._memory.changes.revision if passing else 0
-        return Denied(as_what, self._memory.growth.revision, changed, tuple(sorted(surplus.items())))
+        return Denied(as_what, self._memory.growth.revision, changed, tuple(sorted(surplus.items())), closed)

@@ -147,6 +147,7 @@ def submissions(draw: st.DrawFn) -> dict[str, Any]:
         "stream": draw(st.sampled_from(("", "", "light", "main"))),
         "expected_seconds": draw(st.sampled_from((None, 10.0, 60.0, 300.0))),
         "timeout_seconds": draw(st.sampled_from((None, None, 100.0))),
+        "preemptions": draw(st.sampled_from((0, 0, 1))),
         **draw(st.sampled_from(TERMS)),
         **draw(st.sampled_from(SHAPES)),
     }

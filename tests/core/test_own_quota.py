@@ -3,13 +3,14 @@
 from dataclasses import replace
 from typing import Any
 
+from service.core.backfill import Basis, Forecast
 from service.core.cycle import plan_cycle
 from service.core.draft import Draft
 from service.core.memory import Memory
 from service.core.policy import CustomLimit, Policy, TenantPolicy
-from service.core.task import TaskState
+from service.core.task import Placement, TaskState
 from service.core.trial import Planner
-from service.core.units import Instant, Mib, TaskId
+from service.core.units import Instant, Mib, NodeName, TaskId
 from service.core.world import World
 from tests.builders import NOW, a_device, a_sample, a_task, a_world, commit, holding, let_go, submit
 from tests.core.gangs import a_gang, bundles
@@ -126,3 +127,18 @@ def test_what_its_cohort_lends_is_room_in_the_quota_too():
     tenants = (TenantPolicy("small", "lab", Mib(20)), TenantPolicy("other", "lab", Mib(20)))
     world = a_cluster(a_run("mine"), a_run("lent"), urgent())
     assert len(asked_to_leave(world, Policy(tenants=tenants))) == 1
+
+
+def test_that_forecasts_close_nodes_to_a_shielded_task_says_nothing_of_one_that_gives_way_to_them():
+    """The first could not be stopped for `wide` by the time that is to start; its likes could be."""
+    wide = a_task("wide", tenant="large", priority=65, gpu_mb=80, custom={"licence": 1.0})
+    there, start = (Placement(NodeName("n1"), (("test/n1/gpu0", Mib(80)),)),), Instant(NOW + 60.0)
+    kept = Forecast(wide.id, there, start, start, Instant(NOW + 999.0), 0, Basis.STATED)
+    likes = {"tenant": "small", "gpu_mb": 20, "priority": 60}
+    shielded = a_task("shielded", preemptions=3, submitted_at=Instant(NOW - 9.0), **likes)
+    world = a_cluster(a_run("old"), a_run("new", seconds=5.0), shielded, urgent(), wide)
+    policy = replace(POLICY, custom_limits=(CustomLimit("licence", 0.0),))
+    memory = Memory()
+    for moment in (NOW, Instant(NOW + 1.0)):
+        plan = plan_cycle(world, policy, moment, memory=memory, forecasts=[kept])
+        assert [(decision.subject, decision.why) for decision in plan.decisions] == [("urgent", "preempt")]

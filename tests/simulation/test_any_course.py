@@ -102,6 +102,7 @@ def submissions(draw: st.DrawFn) -> dict[str, Any]:
         "priority": draw(st.sampled_from(PRIORITIES)),
         "grace_seconds": draw(st.sampled_from((0.0, 5.0, 30.0))),
         "max_retries": draw(st.integers(0, 2)),
+        "preemptions": draw(st.sampled_from((0, 0, 1))),
     }
 
 
