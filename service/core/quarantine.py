@@ -5,7 +5,6 @@ from dataclasses import dataclass, replace
 from itertools import groupby
 
 from service.core.lease import HolderKind, Lease, release
-from service.core.ledger import Book
 from service.core.plan import AuditNote, Decision, Request
 from service.core.unconfirmed import Proof
 from service.core.units import Fence, Instant, NodeName, Seconds
@@ -94,9 +93,15 @@ def removed(world: World) -> list[Decision]:
     return decisions
 
 
-def seen_in_use(book: Book, lease: Lease, now: Instant, period_seconds: Seconds) -> int:
-    """MiB that its processes were lately measured to use: no word makes these free."""
-    if book.is_stale(now, period_seconds):
+def seen_in_use(world: World, lease: Lease, now: Instant, period_seconds: Seconds) -> int:
+    """MiB that its processes were lately measured to use: no word makes these free.
+
+    What an agent measured before it fell silent says nothing of what became of its node since.
+    """
+    book = world.books[lease.device]
+    if book.sample is None or book.is_stale(now, period_seconds):
+        return 0
+    if book.sample.at < (lease.quarantined_at or lease.since) and not world.nodes[book.device.node].ready:
         return 0
     return book.holdings[lease.key].measured_mb
 
@@ -109,7 +114,7 @@ def attest(world: World, request: Request, now: Instant, period_seconds: Seconds
     left = tuple(
         release(leases[key], Proof.STATEMENT)
         for key in sorted(wanted & leases.keys())
-        if not seen_in_use(world.books[leases[key].device], leases[key], now, period_seconds)
+        if not seen_in_use(world, leases[key], now, period_seconds)
     )
     if not left:
         return done

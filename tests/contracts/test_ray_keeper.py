@@ -2,9 +2,12 @@
 
 import asyncio
 import os
+import signal
 import subprocess
 import sys
+import threading
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from subprocess import PIPE
@@ -12,10 +15,11 @@ from typing import Any
 
 import pytest
 from gpubroker.runtime.journal import AT_ONCE
-from gpubroker.runtime.messages import Report, RunOrder
+from gpubroker.runtime.messages import Report, RunKey, RunOrder
 
 from service.adapters.ray.keeper import RunKeeper
 from service.adapters.ray.meter import Meter
+from service.adapters.ray.processes import has_stopped
 from service.core.orders import SeenDevice
 from service.core.units import Mib
 from service.device_ports import MeasuredDevice, ProcessGroup
@@ -155,6 +159,23 @@ async def test_a_run_may_take_the_host_memory_that_it_asked_for(
     [run] = kept.keeper.book.runs.values()
     assert run.lane is not None
     assert run.lane.breach == ""
+
+
+async def test_a_run_that_somebody_lets_go_on_while_it_is_being_ended_is_ended_all_the_same(
+    kept: Kept,
+) -> None:
+    """As an operator does who wakes all of a node that stood still."""
+    pid = await kept.start("t", GPU)
+    held_up = threading.Event()
+    loop = asyncio.get_running_loop()
+    loop.set_default_executor(ThreadPoolExecutor(1))  # in which whatever ends it looks around
+    loop.run_in_executor(None, held_up.wait, 10)
+    kept.keeper.stop(RunKey("t", 1, 0), grace_seconds=0)
+    await kept.until(lambda: has_stopped(pid))
+    os.kill(pid, signal.SIGCONT)
+    await kept.until(lambda: not has_stopped(pid))
+    held_up.set()
+    await kept.until(kept.gone)
 
 
 async def test_who_leaves_a_node_leaves_no_process_and_no_file(kept: Kept, tmp_path: Path) -> None:

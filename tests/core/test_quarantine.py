@@ -29,10 +29,10 @@ LATER = Instant(NOW + 5.0)
 RULES = InventoryRules(cluster="local")
 
 
-def lost(world: World, node: str = "n1") -> None:
-    name = NodeName(node)
-    report = NodeLost(name, world.nodes[name].incarnation, NOW, "no beat")
-    commit(world, react(world, [report], NOW, Policy()), NOW)
+def lost(world: World, node: str = "n1", at: float = NOW) -> None:
+    name, now = NodeName(node), Instant(at)
+    report = NodeLost(name, world.nodes[name].incarnation, now, "no beat")
+    commit(world, react(world, [report], now, Policy()), now)
 
 
 def a_lost_run(**fields: Any) -> World:
@@ -161,6 +161,15 @@ def test_a_statement_about_what_is_measured_to_be_in_use_frees_nothing() -> None
     world.measure([a_sample("gpu0", LATER, used_mb=Mib(900), by_holder={"run:1": Mib(900)})])
     decision = statement(world)
     assert (decision.leases, decision.audit, decision.requests_done) == ((), (), ("ask_1",))
+
+
+def test_what_an_agent_measured_before_it_fell_silent_contradicts_no_statement() -> None:
+    world = a_world(a_device("gpu0"), holding(a_task("run", gpu_mb=8 * GIB), "gpu0"))
+    world.measure([a_sample("gpu0", LATER, used_mb=Mib(900), by_holder={"run:1": Mib(900)})])
+    lost(world, at=LATER + 0.1)
+    assert statement(world, at=LATER + 0.2).leases, "nobody knows what became of its node since"
+    commit(world, Decision("n1", "node_seen", nodes=(replace(world.nodes[NodeName("n1")], ready=True),)))
+    assert statement(world, at=LATER + 0.2).leases == (), "its agent answers, and may still see it"
 
 
 def test_an_old_measurement_contradicts_no_statement() -> None:

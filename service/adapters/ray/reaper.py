@@ -26,8 +26,7 @@ async def put_down(runner: Watched) -> None:
     first: what stands still starts no child while its tree is being emptied. Waits for ever on a process
     that the kernel does not let go.
     """
-    runner.signal(signal.SIGSTOP)
-    await _until(lambda: runner.ended or (has_stopped(runner.id.pid) and not _kill_below(runner.id)))
+    await _until(lambda: has_stopped(runner.id.pid) and not _kill_below(runner.id), stopping=runner)
     runner.signal(signal.SIGKILL)
     await runner.wait()
 
@@ -49,9 +48,16 @@ def _kill_leftovers(instance: str, mark: str, log: Path, since_ticks: int) -> bo
     return bool(left)
 
 
-async def _until(done: Callable[[], bool]) -> None:
-    """Ask again, less and less often, in a thread: the process table of a large machine takes a while."""
+async def _until(done: Callable[[], bool], stopping: Watched | None = None) -> None:
+    """Ask again, less and less often, in a thread: the process table of a large machine takes a while.
+
+    `stopping` is stopped before each look, since others may let it go on; back at once when it has ended.
+    """
     pause = FIRST_PAUSE_SECONDS
-    while not await asyncio.to_thread(done):
+    while stopping is None or not stopping.ended:
+        if stopping is not None:
+            stopping.signal(signal.SIGSTOP)
+        if await asyncio.to_thread(done):
+            return
         await asyncio.sleep(pause)
         pause = min(2 * pause, LONGEST_PAUSE_SECONDS)

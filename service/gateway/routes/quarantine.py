@@ -85,13 +85,13 @@ def _meant(call: Call, holder_id: str, body: ReleaseQuarantine) -> Sequence[Leas
     if not leases:
         raise Problem("nothing-quarantined", _nothing(holder_id[:100], bool(runs)))
     for lease in leases:
-        book = parts.world.books[lease.device]
-        used_mb = seen_in_use(book, lease, parts.clock.now(), parts.policy.sample_period_seconds)
+        used_mb = seen_in_use(parts.world, lease, parts.clock.now(), parts.policy.sample_period_seconds)
         if used_mb:
+            device = parts.world.books[lease.device].device
             raise Problem(
                 "still-in-use",
                 f"attempt {lease.fence} of {holder_id} is there: it was just measured to use {used_mb} MiB "
-                f"of {book.device.label}; end its process, or boot {book.device.node} anew",
+                f"of {device.label}; end its process, or boot {device.node} anew",
             )
     return leases
 
