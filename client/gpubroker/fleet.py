@@ -91,7 +91,8 @@ class Gpu:
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """One machine. `cpu`, `memory_mb` and `runs` hold what is used of what there is."""
+    """One machine. `cpu`, `memory_mb` and `runs` hold what is used of what there is; `agent` its agent's
+    `release`, whether that is `outdated`, and the `message` what to do about it."""
 
     name: str
     ready: bool = True
@@ -102,6 +103,7 @@ class Node:
     runs: Mapping[str, int] = field(default_factory=dict)
     gpus: int = 0
     labels: Mapping[str, str] = field(default_factory=dict)
+    agent: Mapping[str, Any] | None = None
     raw: Raw = field(default_factory=dict, repr=False)
 
     @classmethod

@@ -220,6 +220,8 @@ class NodeSeen:
     devices: tuple["SeenDevice", ...]
     runs: tuple[RunId, ...]
     at: Instant
+    release: str = ""
+    """Of the agent's software; empty if it does not say."""
 
 
 @dataclass(frozen=True, slots=True)

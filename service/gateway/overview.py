@@ -21,6 +21,7 @@ from service.gateway.quarantine import awaited_by_lease
 from service.gateway.quarantine_views import AwaitedView
 from service.gateway.translate import rfc3339, rfc3339_or_none
 from service.gateway.views import (
+    AgentView,
     AsOf,
     ForecastsView,
     GpuTotals,
@@ -134,11 +135,12 @@ def sees(viewer: Identity, tenant: str) -> bool:
     return viewer.tenant == tenant or viewer.may(Scope.ADMIN)
 
 
-def node_views(world: World) -> list[NodeView]:
-    return [_node_view(world, world.nodes[name]) for name in sorted(world.nodes)]
+def node_views(world: World, agents: Mapping[str, AgentView]) -> list[NodeView]:
+    """`agents`: those that answer the leader, by node."""
+    return [_node_view(world, world.nodes[name], agents.get(name)) for name in sorted(world.nodes)]
 
 
-def _node_view(world: World, node: Node) -> NodeView:
+def _node_view(world: World, node: Node, agent: AgentView | None) -> NodeView:
     use = world.use.get(node.name, NodeUse())
     return {
         "name": node.name,
@@ -150,6 +152,7 @@ def _node_view(world: World, node: Node) -> NodeView:
         "runs": {"limit": node.max_runs, "used": use.runs},
         "gpus": len(world.by_node.get(node.name, ())),
         "labels": dict(node.labels),
+        "agent": agent,
     }
 
 

@@ -276,6 +276,13 @@ class RunAmount(TypedDict):
     used: int
 
 
+class AgentView(TypedDict):
+    release: Annotated[str | None, Field(description="Of gpubroker; null if it does not say.")]
+    protocol: Annotated[int, Field(description="The form in which it speaks with the leader.")]
+    outdated: Annotated[bool, Field(description="It is of an earlier release than the leader.")]
+    message: Annotated[str | None, Field(description="What becomes of it, and what is to be done.")]
+
+
 class NodeView(TypedDict):
     name: str
     ready: Annotated[bool, Field(description="Its agent has answered the leader.")]
@@ -286,6 +293,7 @@ class NodeView(TypedDict):
     runs: RunAmount
     gpus: int
     labels: dict[str, str]
+    agent: Annotated[AgentView | None, Field(description="Null while it does not answer.")]
 
 
 class NodeList(AsOf):

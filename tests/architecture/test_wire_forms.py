@@ -3,6 +3,7 @@
 import ast
 import hashlib
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from gpubroker.runtime import messages
@@ -15,17 +16,28 @@ AGENT = ("service/adapters/ray/agent.py", "service/adapters/ray/report_form.py",
 """Read what driver and agent send each other."""
 RUNNER = ("service/adapters/ray/runner.py", MESSAGES)
 """Read what agent and run process send each other."""
+ACTORS = ("NodeAgent", "Runner")
+"""Called by handles that another release made."""
+
+FORMS = Path(__file__).parents[1] / "contracts" / "forms"
+FROZEN = {
+    "agent-6": "eddae269932a",
+    "agent-7": "325f576c1a77",
+    "runner-4": "962de979d9c0",
+    "runner-5": "468ff9926dd0",
+}
 
 
 def form_of(*paths: str) -> str:
-    """A digest of each form that these modules match, of each report, and of a run's order."""
+    """A digest of each form that these modules match, of each report, of a run's order, and of what an actor
+    is called with."""
     read = {
         form
         for module in modules("service", "client")
         if module.path in paths
         for form in _forms(module.tree)
     }
-    return hashlib.sha256("\n".join(sorted(read)).encode()).hexdigest()[:12]
+    return _digest("\n".join(sorted(read)).encode())
 
 
 def _forms(tree: ast.Module) -> Iterator[str]:
@@ -38,15 +50,37 @@ def _forms(tree: ast.Module) -> Iterator[str]:
             case ast.ClassDef("RunOrder"):
                 told = [field for field in node.body if isinstance(field, ast.AnnAssign)]
                 yield from (f"{ast.unparse(field.target)}: {ast.unparse(field.annotation)}" for field in told)
+            case ast.ClassDef(name) if name in ACTORS:
+                methods = (m for m in node.body if isinstance(m, ast.FunctionDef | ast.AsyncFunctionDef))
+                called = (m for m in methods if m.name == "__init__" or m.name[0] != "_")
+                yield from (f"{name}.{method.name}({ast.unparse(method.args)})" for method in called)
+
+
+def _digest(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()[:12]
 
 
 @pytest.mark.parametrize(
-    ("protocol", "read_by", "number", "form"),
-    [(wire.PROTOCOL, AGENT, 6, "a89b8c6b99e2"), (messages.PROTOCOL, RUNNER, 4, "087c69529fc4")],
+    ("protocol", "spoken", "read_by", "number", "form"),
+    [
+        (wire.PROTOCOL, wire.SPOKEN, AGENT, 7, "984656e00828"),
+        (messages.PROTOCOL, messages.SPOKEN, RUNNER, 5, "81d1a1730bdd"),
+    ],
     ids=["driver and agent", "agent and run process"],
 )
-def test_a_changed_form_has_a_new_number(
-    protocol: int, read_by: tuple[str, ...], number: int, form: str
+def test_a_changed_form_has_a_new_number_and_the_one_before_is_still_spoken(
+    protocol: int, spoken: tuple[int, ...], read_by: tuple[str, ...], number: int, form: str
 ) -> None:
-    """If this fails: raise that PROTOCOL by one, then write its number and the digest here."""
+    """If this fails: raise that PROTOCOL by one, write its number and the digest here, and freeze what is
+    written in the new form beside the others (tests/contracts/form_samples.py)."""
     assert (protocol, form_of(*read_by)) == (number, form)
+    assert spoken == (number - 1, number)
+
+
+def test_what_a_release_has_written_is_frozen() -> None:
+    """Agents and runs of that release go on writing it."""
+    found = {
+        name: _digest(b"\n".join(path.read_bytes() for path in sorted(FORMS.glob(f"{name}-*"))))
+        for name in sorted({"-".join(path.name.split("-")[:2]) for path in FORMS.iterdir()})
+    }
+    assert found == FROZEN

@@ -62,6 +62,7 @@ class Runner:
         self.items: list[Any] = []
         self.runs: list[RunOrder] = []
         self.is_mute = False
+        self.speaks = (PROTOCOL,)
         self.describe = _Method(self._describe)
         self.exchange = _Method(self._exchange)
         self._mailbox: Mailbox | None = None
@@ -85,9 +86,12 @@ class Runner:
         if self.is_mute:
             await asyncio.Event().wait()
         runs = [order.to_wire() for order in self.runs]
-        return pack({"protocol": PROTOCOL, "pid": self.process.pid, "shared": self.shared, "runs": runs})
+        who = {"pid": self.process.pid, "shared": self.shared, "runs": runs}
+        return pack({"protocol": self.speaks[0], "speaks": self.speaks, **who})
 
-    async def _exchange(self, _protocol: int, acknowledged: int, items: Any) -> bytes:
+    async def _exchange(self, protocol: int, acknowledged: int, items: Any) -> bytes:
+        if protocol not in self.speaks:
+            raise RayActorError
         self._mailbox = self._mailbox or Mailbox()
         self.items += items
         self._started += [item[1]["task"] for item in items if item[0] in ("own", "share")]
@@ -150,6 +154,7 @@ class Line:
         self.agent = agent
         self.config = config
         self.term = term
+        self.protocol = AGENT_PROTOCOL
         self.incarnation = ""
         self.heard: list[Report] = []
         self._acknowledged = 0
@@ -157,7 +162,7 @@ class Line:
     async def announce(self) -> str:
         """The verdict."""
         asked = self.config.to_json()
-        verdict, self.incarnation = await self.agent.announce(AGENT_PROTOCOL, asked, "broker", self.term)
+        verdict, self.incarnation = await self.agent.announce(self.protocol, asked, "broker", self.term)
         self._acknowledged = 0
         return verdict
 
@@ -169,7 +174,7 @@ class Line:
         await self.order("stop", task, 1, 0, "cancel", grace_seconds)
 
     async def order(self, *order: Any) -> None:
-        await self.agent.orders(AGENT_PROTOCOL, self.term, pack([order]))
+        await self.agent.orders(self.protocol, self.term, pack([order]))
 
     async def hear(self, kind: str, task: str = "") -> Report:
         """The first report of this kind (about this task), as soon as it has come."""

@@ -284,7 +284,7 @@ async def test_a_rank_has_a_process_to_itself_and_hears_to_begin_behind_its_star
     await line.until(lambda: "gang" in stand.started)
     runner = stand.runner_of("gang")
     assert [item[0] for item in runner.items] == ["own", "go"]
-    assert runner.items[0][-1] == stand.host
+    assert runner.items[0][-2:] == (stand.host, line.config.node)
     assert runner.items[1][1:] == (("gang", 1, 1), "10.0.0.7:4711")
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from gpubroker.runtime.journal import START_OVER
-from gpubroker.runtime.messages import Report, RunKey
+from gpubroker.runtime.messages import PROTOCOL, Report, RunKey
 
 from service.adapters.ray.lane import Lane
 from service.adapters.ray.processes import ProcessId, process_id
@@ -62,6 +62,7 @@ class Listened:
             self.actor,
             process,
             shared=True,
+            protocol=PROTOCOL,
             on_report=lambda _, report: self.heard.append(report[0]),
             on_end=lambda _: self.ended.set(),
         )

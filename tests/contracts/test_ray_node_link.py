@@ -13,6 +13,7 @@ from ray.exceptions import RayError
 from service.adapters.ray import node_link
 from service.adapters.ray.node_link import NodeLink
 from service.adapters.ray.options import RayOptions
+from service.adapters.ray.wire import SPOKEN
 
 
 class Call:
@@ -184,3 +185,30 @@ async def test_who_has_stood_back_can_still_end_what_is_its_own_and_who_never_le
     async with talking(term=0) as (scene, link):
         await link.dismiss()
         assert scene.found.empty()
+
+
+async def test_an_agent_of_the_release_before_is_spoken_with_in_its_form_and_replaced_when_that_is_asked_for(
+    talking: Callable[..., Any],
+) -> None:
+    async with talking() as (scene, link):
+        old = await scene.found.get()
+        await old.announce.answer(("outdated", "protocol 6"))
+        await old.announce.answer(("welcome", "i.1"))
+        link.send(b"orders")
+        await old.orders.answer(None)
+        assert [said[0] for said in old.announce.said] == [*reversed(SPOKEN)]
+        assert old.orders.said == [(SPOKEN[0], 1, b"orders")]
+        assert scene.killed == []
+
+        await link.replace()
+        assert scene.killed == [old]
+        await welcomed(scene)
+
+
+async def test_an_agent_with_which_no_form_is_shared_is_replaced(talking: Callable[..., Any]) -> None:
+    async with talking() as (scene, _link):
+        stranger = await scene.found.get()
+        for _ in SPOKEN:
+            await stranger.announce.answer(("outdated", "protocol 1"))
+        await welcomed(scene)
+        assert scene.killed == [stranger]

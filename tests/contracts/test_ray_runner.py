@@ -48,7 +48,8 @@ async def ends(runner: Runner, *items: Any) -> dict[str, tuple[Any, ...]]:
 async def test_it_says_who_it_is_in_bytes(runner: Runner) -> None:
     packed = await runner.describe()
     assert type(packed) is bytes
-    assert unpack(packed) == {"protocol": PROTOCOL, "pid": os.getpid(), "shared": False, "runs": ()}
+    who = {"pid": os.getpid(), "shared": False, "runs": ()}
+    assert unpack(packed) == {"protocol": PROTOCOL - 1, "speaks": (PROTOCOL - 1, PROTOCOL), **who}
 
 
 async def test_an_address_that_is_a_path_ends_no_run(runner: Runner) -> None:

@@ -86,6 +86,15 @@ async def test_a_node_shows_what_its_runs_take(gateway: Gateway, api: Client) ->
     assert node["runs"] == {"limit": 64, "used": 1}
 
 
+async def test_a_node_shows_of_which_release_its_agent_is_and_what_to_do(
+    gateway: Gateway, api: Client
+) -> None:
+    assert (await api.get("/nodes")).json()["items"][0]["agent"] is None
+    old = {"release": "0.0.1", "protocol": 6, "outdated": True, "message": "upgrade it"}
+    gateway.executor = {**gateway.executor, "agents": {"n1": old, "elsewhere": old}}
+    assert [node["agent"] for node in (await api.get("/nodes")).json()["items"]] == [old]
+
+
 async def test_the_totals_count_every_task_once(gateway: Gateway, api: Client) -> None:
     await api.submit()
     running = await api.submit(resources={"gpu_mb": 10 * GIB})

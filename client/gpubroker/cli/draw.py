@@ -280,7 +280,12 @@ def nodes(listed: Sequence[Node]) -> RenderableType:
                 str(node.gpus),
             )
         )
-    return Rows(_NODE_COLUMNS, rows) if rows else Text("no nodes")
+    notes = [
+        Text(f"! {node.name}: {node.agent['message']}", style="yellow")
+        for node in listed
+        if node.agent and node.agent.get("message")
+    ]
+    return Group(Rows(_NODE_COLUMNS, rows), *notes) if rows else Text("no nodes")
 
 
 def stats(shown: Stats) -> RenderableType:

@@ -6,12 +6,15 @@ clock. The agent passes reports on as they are.
 
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, NamedTuple
 
-PROTOCOL = 4
-"""First value of every message between agent and run process. Another number is refused."""
+PROTOCOL = 5
+"""Number of the form in which agent and run process speak; first value of what the agent says."""
+SPOKEN = (PROTOCOL - 1, PROTOCOL)
+"""Either may be of the release before: a run outlives the agent that made its process, and an agent makes
+processes of the software that is installed by then. The newest form that both speak is taken."""
 
 URI_CHARS = 2048
 ADDRESS_CHARS = 255
@@ -72,6 +75,12 @@ class RunOrder:
     def to_wire(self) -> dict[str, Any]:
         return {f.name: getattr(self, f.name) for f in fields(self)}
 
+    @classmethod
+    def from_wire(cls, told: Mapping[str, Any]) -> "RunOrder":
+        """Of another release, perhaps: what is not known here is left out, what was not known there has its
+        default."""
+        return cls(**{f.name: told[f.name] for f in fields(cls) if f.name in told})
+
 
 @dataclass(frozen=True, slots=True)
 class Fault:
@@ -90,6 +99,11 @@ class Outcome:
     result: bytes | None = None
     result_format: str = "json"
     fault: Fault | None = None
+
+
+def agreed(spoken_there: Iterable[int]) -> int | None:
+    """The newest form that both sides speak; None if there is none."""
+    return max(set(SPOKEN).intersection(spoken_there), default=None)
 
 
 def failed(kind: str, message: str, traceback: str = "") -> Outcome:

@@ -15,6 +15,9 @@ RUN_MARK = "GPUBROKER_RUN"
 INSTANCE_MARK = "GPUBROKER_INSTANCE"
 """Which broker's run it is: several may share a machine."""
 
+NODE_MARK = "GPUBROKER_NODE"
+"""Which node's run it is: several may be on one machine."""
+
 YIELDING = 5
 """Niceness of a run: on a busy machine the agent and the service come first, or nobody could be told."""
 
@@ -30,6 +33,7 @@ class Claim:
     """System user to become; empty keeps the service's own."""
     host: str = ""
     """Where other nodes reach this one, for a run that is one of several ranks."""
+    node: str = ""
 
 
 def hide_devices() -> None:
@@ -48,6 +52,7 @@ def claim(order: RunOrder, given: Claim) -> None:
     os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(uuid for uuid, _mb in order.leases)
     os.environ[RUN_MARK] = str(order.key)
     os.environ[INSTANCE_MARK] = given.instance
+    os.environ[NODE_MARK] = given.node
     os.environ["GPUBROKER_TASK"] = order.task
     os.environ["GPUBROKER_ATTEMPT"] = str(order.attempt)
     if order.barrier:

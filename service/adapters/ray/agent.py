@@ -13,6 +13,7 @@ from typing import Any
 from uuid import uuid4
 
 import structlog
+from gpubroker import __version__
 from gpubroker.runtime.journal import AT_ONCE
 from gpubroker.runtime.mailbox import Mailbox
 from gpubroker.runtime.messages import Report, RunKey, RunOrder
@@ -24,7 +25,14 @@ from service.adapters.ray.options import AgentConfig
 from service.adapters.ray.persist import until_done
 from service.adapters.ray.processes import boot_id
 from service.adapters.ray.runners import RayRunners, Runners
-from service.adapters.ray.wire import PROTOCOL, WireSample, unpack, write_reports
+from service.adapters.ray.wire import (
+    PROTOCOL,
+    RELEASE_SINCE,
+    SPOKEN,
+    WireSample,
+    unpack,
+    write_reports,
+)
 
 log = structlog.get_logger("gpubroker.agent")
 
@@ -51,6 +59,10 @@ class NodeAgent:
         self._announcements = 0
         self._term = 0
         self._broker = ""
+        self._protocol = PROTOCOL
+        """That the leader speaks."""
+        self._is_replaced = False
+        """The leader wants another configuration, and waits for what this agent alone can tell."""
         self._mailbox: Mailbox | None = None
         self._keeper: RunKeeper | None = None
         self._looking: asyncio.Task[None] | None = None
@@ -64,7 +76,8 @@ class NodeAgent:
     async def announce(self, protocol: int, config: str, broker: str, term: int) -> tuple[str, str]:
         """(`welcome`, the new incarnation), or why not: (`stale`, the known term) and (`outdated`, ...).
 
-        An outdated agent is of another release or has another configuration; kill it and make a new one.
+        One that is outdated does not speak this form: try an older one, or kill it and make a new one. One
+        with another configuration ends by itself, as soon as it has told what nobody else knows.
         """
         async with self._opening:
             if self._leaving is not None:
@@ -72,9 +85,11 @@ class NodeAgent:
             # Asked in here: a later term may have been announced while this one waited its turn.
             if term < self._term:
                 return "stale", str(self._term)
-            if protocol != PROTOCOL or config != self._config.to_json():
-                return "outdated", f"protocol {PROTOCOL}"
-            self._term = term
+            if protocol not in SPOKEN:
+                return "outdated", f"protocols {SPOKEN}"
+            self._is_replaced = AgentConfig.from_json(config) != self._config
+            self._make_room()
+            self._term, self._protocol = term, protocol
             keeper = await self._open_keeper()
             samples = await self._sampled(keeper, OPENING_MEASURE_SECONDS)
             self._answer(keeper, broker, samples)
@@ -82,8 +97,8 @@ class NodeAgent:
 
     async def orders(self, protocol: int, term: int, packed: bytes) -> None:
         """Carry out what is for this incarnation. A start for another one is answered: it never started."""
-        if protocol != PROTOCOL or self._keeper is None:
-            raise ValueError(f"orders of protocol {protocol} before an announcement of protocol {PROTOCOL}")
+        if protocol not in SPOKEN or self._keeper is None:
+            raise ValueError(f"orders of protocol {protocol} before an announcement of one of {SPOKEN}")
         faults = []
         for order in unpack(packed):
             try:
@@ -109,7 +124,8 @@ class NodeAgent:
             return acknowledged, b""
         reports = [report for _, report in read]
         held_seconds = self._attended_at - asked_at
-        return read[-1][0], write_reports(self._config.node, time.time(), reports, held_seconds)
+        packed = write_reports(self._config.node, time.time(), reports, held_seconds, self._protocol)
+        return read[-1][0], packed
 
     async def leave(self) -> None:
         """Kill every run and every process of ours on this node, then this one; no file stays behind."""
@@ -138,7 +154,7 @@ class NodeAgent:
         outdated = term < self._term
         match order:
             case ("start", incarnation, shareable, run):
-                wanted = RunOrder(**run)
+                wanted = RunOrder.from_wire(run)
                 if outdated or incarnation != self._incarnation:
                     keeper.refuse(wanted.key)
                 else:
@@ -153,6 +169,15 @@ class NodeAgent:
                 keeper.stop(RunKey(task, fence, rank), grace_seconds)
             case ("forget", task, fence, rank) if not outdated:
                 keeper.forget(RunKey(task, fence, rank))
+
+    def _make_room(self) -> None:
+        """For an agent with the configuration that is wanted, which finds the runs by their cards.
+
+        At once: no end of a run may be heard between this look and the end of this process.
+        """
+        if self._is_replaced and not (self._keeper and self._keeper.book.keeps_outcomes):
+            log.info("ending, to be replaced by an agent with another configuration", node=self._config.node)
+            os._exit(0)
 
     async def _open_keeper(self) -> RunKeeper:
         """Made at the first announcement: only then is there an event loop.
@@ -201,6 +226,8 @@ class NodeAgent:
             "incarnation": self._incarnation,
             "boot_id": boot_id(),
         }
+        if self._protocol >= RELEASE_SINCE:
+            node["release"] = __version__
         devices = [
             (d.uuid, d.kind, d.index, d.physical_mb, d.simulated, d.parent, d.split)
             for d in self._meter.inventory()
@@ -244,6 +271,7 @@ class NodeAgent:
             await asyncio.sleep(min(self._config.sample_period_seconds, max(FIRST_LOOK_SECONDS, since)))
 
     async def _look_after(self, keeper: RunKeeper) -> None:
+        self._make_room()
         now = time.monotonic()
         unattended = now - self._attended_at
         if unattended > DESERTED_SECONDS and self._mailbox is not None:

@@ -3,12 +3,14 @@
 import contextlib
 import json
 import os
+import re
 import shutil
 import stat
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from urllib.parse import quote
+from typing import Any
+from urllib.parse import quote, unquote
 
 from gpubroker.runtime.messages import RunKey
 from gpubroker.runtime.output import tail_of_file
@@ -22,13 +24,19 @@ KEPT_LOG_BYTES = 2**30
 """Of runs that have gone only the newest logs stay: so many, and so much in all."""
 
 
+_STEM = re.compile(r"(.+)-(\d+)-(\d+)")
+
+
 class UnreadableCard(Exception):
     """A run may live of which nothing else is known; whoever goes on would call it gone."""
 
 
 @dataclass(frozen=True, slots=True)
 class Card:
-    """Written before the run's process hears of the run, removed when no process of it is left."""
+    """Written before the run's process hears of the run, removed when no process of it is left.
+
+    It may be read by an agent of another release, so a field that is added has a default.
+    """
 
     task: str
     fence: int
@@ -69,6 +77,14 @@ class RunFiles:
 
     def log_of(self, key: RunKey) -> Path:
         return self._directory / f"{_stem(key)}.log"
+
+    def key_of_log(self, path: str) -> RunKey | None:
+        """Whose log this is; None if it is none of this node's. It may have been removed meanwhile."""
+        log = Path(path.removesuffix(" (deleted)"))
+        if log.parent != self._directory or log.suffix != ".log":
+            return None
+        named = _STEM.fullmatch(log.stem)
+        return None if named is None else RunKey(unquote(named[1]), int(named[2]), int(named[3]))
 
     def write_card(self, card: Card) -> None:
         """Raises OSError if the disk takes no more; then there is none."""
@@ -115,9 +131,7 @@ class RunFiles:
 
     def _read(self, path: Path) -> Card:
         try:
-            given = json.loads(_read_own(path))
-            leases = tuple((uuid, mb) for uuid, mb in given.pop("leases"))
-            card = Card(leases=leases, **given)
+            card = _card_told(json.loads(_read_own(path)))
             if self._card_of(_stem(card.key)) != path:
                 raise ValueError(f"it is the card of {card.key}")
         except (OSError, ValueError, TypeError, KeyError, AttributeError) as fault:
@@ -138,6 +152,11 @@ class RunFiles:
 
 def _stem(key: RunKey) -> str:
     return quote(f"{key.task}-{key.fence}-{key.rank}", safe="")
+
+
+def _card_told(told: dict[str, Any]) -> Card:
+    known = {f.name: told[f.name] for f in fields(Card) if f.name in told}
+    return Card(**{**known, "leases": tuple((uuid, mb) for uuid, mb in told["leases"])})
 
 
 def _begin_anew(log: Path) -> None:

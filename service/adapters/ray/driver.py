@@ -126,6 +126,9 @@ class Driver:
             case ("ask", node):
                 if (link := self._links.get(node)) is not None:
                     link.announce_again()
+            case ("replace", node):
+                if (link := self._links.get(node)) is not None:
+                    self._tasks.create_task(link.replace())
             case ("ping",):
                 await self.tell("pong")
             case ("taken", taken_bytes):

@@ -12,11 +12,12 @@ from uuid import uuid4
 import structlog
 
 from service.adapters.boot_clock import boot_seconds
+from service.adapters.ray.agents import Agents
 from service.adapters.ray.driver_link import DriverLink
 from service.adapters.ray.head import HeadRefused, HeadState, running_head, stop_head
 from service.adapters.ray.options import RayOptions
 from service.adapters.ray.processes import Watched
-from service.adapters.ray.report_form import MALFORMED, ReportForm
+from service.adapters.ray.report_form import MALFORMED, ReportForm, Told
 from service.adapters.ray.wire import OrderForm, key_of, pack
 from service.core.orders import (
     Ended,
@@ -78,8 +79,7 @@ class RayExecutor:
         self._keeping: asyncio.Task[None] | None = None
         self._finding: asyncio.Future[HeadState] | None = None
         self._driver: DriverLink | None = None
-        self._seen: dict[NodeName, str] = {}
-        """Nodes whose agent has answered through the present driver, and their incarnation."""
+        self._agents = Agents(boot_seconds)
         self._held: dict[NodeName, deque[bytes]] = {}
         self._written: dict[NodeName, list[Any]] = {}
         """Orders that wait for company on their way."""
@@ -119,6 +119,7 @@ class RayExecutor:
             payload = payloads.get(order.task)
             if isinstance(order, StartOrder) and (payload is None or not self._has_room_for(order, payload)):
                 continue
+            self._agents.order(order)
             if not isinstance(order, ForgetOrder):
                 urgent.add(order.node)
             self._written.setdefault(order.node, []).append(self._order_form.write(order, payload))
@@ -133,7 +134,8 @@ class RayExecutor:
         if self._later is not None:
             self._later.cancel()
             self._later = None
-        for waiting in (self._seen, self._held, self._written, self._unanswered, self._reports):
+        self._agents.clear()
+        for waiting in (self._held, self._written, self._unanswered, self._reports):
             waiting.clear()
         self._unanswered_bytes = 0
         self._ready.clear()
@@ -159,7 +161,8 @@ class RayExecutor:
         return reports
 
     def status(self) -> Mapping[str, Any]:
-        return {"state": self._state, "address": self._address, "message": self._message}
+        about = {"state": self._state, "address": self._address, "message": self._message}
+        return {**about, "agents": self._agents.views()}
 
     async def close(self, *, stop_cluster: bool) -> None:
         """With `stop_cluster` every run is killed and a local head ends; a joined cluster stays up."""
@@ -198,7 +201,7 @@ class RayExecutor:
 
     def _dispatch(self, node: NodeName) -> None:
         packed = pack(self._written.pop(node))
-        if node in self._seen:
+        if node in self._agents:
             self._tell_orders(node, packed)
         else:
             self._held.setdefault(node, deque()).append(packed)
@@ -223,7 +226,7 @@ class RayExecutor:
             self._ready.clear()
             try:
                 self._message = await self._drive(await self._find_head())
-                self._state = "reconnecting" if self._seen else "failed"
+                self._state = "reconnecting" if self._agents else "failed"
                 log.warning("no Ray driver process; starting another", fault=self._message)
             except (HeadRefused, OSError) as fault:
                 self._state, self._message = "failed", _advice(fault, self._options)
@@ -231,8 +234,8 @@ class RayExecutor:
             except Exception as fault:
                 self._state, self._message = "failed", repr(fault)
                 log.exception("the Ray driver process is given up; starting another")
-            pause = FIRST_PAUSE_SECONDS if self._seen else min(2 * pause, LONGEST_PAUSE_SECONDS)
-            self._seen.clear()
+            pause = FIRST_PAUSE_SECONDS if self._agents else min(2 * pause, LONGEST_PAUSE_SECONDS)
+            self._agents.clear()
             await asyncio.sleep(pause)
 
     async def _find_head(self) -> HeadState | None:
@@ -280,7 +283,7 @@ class RayExecutor:
         return NOBODY if self._tenure is None else self._tenure.term
 
     def _answering(self) -> str:
-        return "1 node answers" if len(self._seen) == 1 else f"{len(self._seen)} nodes answer"
+        return "1 node answers" if len(self._agents) == 1 else f"{len(self._agents)} nodes answer"
 
     def _on_message(self, message: tuple[Any, ...]) -> None:
         match message:
@@ -289,9 +292,10 @@ class RayExecutor:
                     self._tell("taken", len(packed))  # what it says was true in an earlier term
                     return
                 self._untaken_bytes += len(packed)
-                node, reports = self._report_form.read(packed, boot_seconds() - asked_at)
-                for report in reports:
-                    self._on_report(node, report)
+                told = self._report_form.read(packed, boot_seconds() - asked_at)
+                for report in told.reports:
+                    self._on_report(told, report)
+                self._replace_agents()
             case ("connected",):
                 self._on_connected()
             case ("trouble", what):
@@ -303,29 +307,30 @@ class RayExecutor:
         if self._tenure is None:
             self._state, self._message = STANDBY, "ready to lead, which another process does"
         else:
-            self._message = self._answering() if self._seen else "waiting for node agents"
+            self._message = self._answering() if self._agents else "waiting for node agents"
 
-    def _on_report(self, node: NodeName, report: Report) -> None:
+    def _on_report(self, told: Told, report: Report) -> None:
         key = key_of(report)
         if key is not None:
             self._answer(key)
+        self._agents.hear(told.node, report)
         self._say(report)
         match report:
             case NodeSeen():
-                self._on_node(report)
+                self._on_node(report, told.protocol)
             case NodeLost():
-                self._seen.pop(report.node, None)
+                self._agents.lose(report.node)
             case Ended(failure=fault) if fault is not None and fault.kind == MALFORMED:
-                self._kill(node, report)
+                self._kill(told.node, report)
 
     def _kill(self, node: NodeName, ended: Ended) -> None:
         """What it says cannot be read, but it may live."""
-        agent = self._seen.get(node, "")
+        agent = self._agents.incarnations().get(node, "")
         stop = StopOrder(ended.task, ended.fence, node, agent, StopReason.CANCEL, Seconds(0.0), ended.rank)
         self._written.setdefault(node, []).append(self._order_form.write(stop, None))
         self._dispatch(node)
 
-    def _on_node(self, seen: NodeSeen) -> None:
+    def _on_node(self, seen: NodeSeen, protocol: int) -> None:
         """This agent starts nothing ordered before it answered: what it does not have has never begun."""
         name = seen.node.name
         there = set(seen.runs)
@@ -333,15 +338,22 @@ class RayExecutor:
             if run not in there:
                 self._answer(run)
                 self._never_started(*run, seen.at)
-        self._seen[name] = seen.node.incarnation
+        self._agents.see(seen, protocol)
         for packed in self._held.pop(name, ()):
             self._tell_orders(name, packed)
         self._state, self._message = "connected", self._answering()
         self._ready.set()
 
+    def _replace_agents(self) -> None:
+        """What is ordered from now on waits for the next agent of that node."""
+        for node in list(self._agents.to_replace()):
+            log.info("replacing an agent of an earlier release; nothing is on its node", node=node)
+            self._agents.lose(node)
+            self._tell("replace", node)
+
     def _lose_nodes(self, why: str) -> None:
         now = Instant(self._clock.now())
-        for name, incarnation in self._seen.items():
+        for name, incarnation in self._agents.incarnations().items():
             self._say(NodeLost(name, incarnation, now, why))
 
     def _never_started(self, task: TaskId, fence: Fence, rank: int, at: Instant) -> None:

@@ -16,14 +16,14 @@ from gpubroker.runtime.output import tail_of_file
 
 from service.adapters.ray.allowance import breakers
 from service.adapters.ray.cards import Card, RunFiles
-from service.adapters.ray.inheritance import look_around
+from service.adapters.ray.inheritance import look_around, take_over
 from service.adapters.ray.lane import Lane
 from service.adapters.ray.meter import MEASURE_SECONDS, Meter
 from service.adapters.ray.options import AgentConfig
 from service.adapters.ray.outsiders import Outsiders
 from service.adapters.ray.persist import until_done
 from service.adapters.ray.pool import Pool
-from service.adapters.ray.processes import ProcessId, Watched, boot_id, process_id
+from service.adapters.ray.processes import ProcessId, Watched, boot_id
 from service.adapters.ray.reaper import put_down, sweep
 from service.adapters.ray.runbook import Run, RunBook
 from service.adapters.ray.runners import Runners
@@ -137,29 +137,18 @@ class RunKeeper:
 
         Nothing is changed unless all of it could be found out. Raises UnreadableCard, OSError, RayError.
         """
-        left = await look_around(self._files, self._runners)
-        lanes: list[Lane] = []
-        try:
-            ours = [(card, runner) for card, runner in left.carded if card.runner]
-            lost = [card for card, runner in ours if not self._adopt_run(card, runner, lanes)]
-            blank = [
-                runner
-                for name, runner, told in left.others
-                if not self._adopt_runner(name, runner, told, lanes)
-            ]
-        except BaseException:
-            for lane in lanes:
-                lane.watched.close()
-            raise
-        for lane in lanes:
+        left = await look_around(self._files, self._runners, self._config)
+        took = take_over(left, self.book, self.pool)
+        for lane in took.lanes:
             # What the agent before was told may never have left it.
             lane.listen_again(*(("retell", tuple(key)) for key in lane.runs))
-        for card in lost:
-            self._do(f"burying run {card.key}", partial(self._bury, self.book.runs[card.key], card))
-        for card, _ in left.carded:
-            if not card.runner:
-                self.outsiders.adopt(card)
-        for runner in blank:
+        for run, card in took.lost:
+            self._do(f"burying run {run.key}", partial(self._bury, run, card))
+        for run in took.strays:
+            self._do(f"ending what is left of run {run.key}", partial(self._end_stray, run))
+        for card in took.outsiders:
+            self.outsiders.adopt(card)
+        for runner in took.blank:
             self._do("ending a blank runner", partial(asyncio.to_thread, self._runners.kill, runner))
         self._files.remove_outdated()
         self.pool.keep_full()
@@ -236,8 +225,7 @@ class RunKeeper:
         if run.shared:
             begin: tuple[Any, ...] = ("share", order.to_wire())
         elif self._has_card(run, lane):
-            log_path = str(self._files.log_of(order.key))
-            begin = ("own", order.to_wire(), config.instance, log_path, config.task_user, self._runners.host)
+            begin = own_start(order, lane.protocol, config, self._files.log_of(order.key), self._runners.host)
         else:
             self.pool.give_back(lane)
             self._end(run, _ended(order.key, "never_started"))
@@ -340,37 +328,6 @@ class RunKeeper:
         self._ear.say(run.told["gone"])
         self.book.drop_if_done(run)
 
-    def _adopt_run(self, card: Card, runner: Any | None, lanes: list[Lane]) -> bool:
-        """Whether somebody can still talk to it."""
-        order = RunOrder(*card.key[:2], kind="", rank=card.rank, leases=card.leases, memory_mb=card.memory_mb)
-        run = self.book.runs[card.key] = Run(order, shared=False)
-        self.book.note_fence(card.key)
-        if runner is None:
-            return False
-        try:
-            run.lane = self.pool.adopt(card.runner, runner, card.process, shared=False)
-        except ProcessLookupError:
-            return False
-        run.lane.runs.add(card.key)
-        lanes.append(run.lane)
-        return True
-
-    def _adopt_runner(self, name: str, runner: Any, told: dict[str, Any] | None, lanes: list[Lane]) -> bool:
-        """Whether it runs anything. One that does not is soon made again, in the way this agent was told."""
-        if told is None or not told["runs"]:
-            return False
-        try:
-            lane = self.pool.adopt(name, runner, process_id(told["pid"]), shared=told["shared"])
-        except ProcessLookupError:
-            return False
-        lanes.append(lane)
-        for wire in told["runs"]:
-            order = RunOrder(**wire)
-            self.book.runs[order.key] = Run(order, shared=told["shared"], lane=lane)
-            self.book.note_fence(order.key)
-            lane.runs.add(order.key)
-        return True
-
     async def _bury(self, run: Run, card: Card) -> None:
         """Nobody can talk to it any more: its process is gone, or its Ray is."""
         with contextlib.suppress(ProcessLookupError):
@@ -383,11 +340,24 @@ class RunKeeper:
             self._end(run, _ended(run.key, "lost", failure, tail_of_file(self._files.log_of(run.key))))
         await self._say_gone(run, card.process, "process_absent")
 
+    async def _end_stray(self, run: Run) -> None:
+        """Nobody knows any more what it leased: all is measured after it."""
+        await sweep(self._config.instance, str(run.key), self._files.log_of(run.key))
+        self._depart(run, "process_absent", await self.measure())
+
     def _do(self, what: str, attempt: Callable[[], Coroutine[Any, Any, None]]) -> None:
         """In the background, over and over until it succeeds."""
         task = asyncio.create_task(until_done(what, attempt))
         self._jobs.add(task)
         task.add_done_callback(self._jobs.discard)
+
+
+def own_start(
+    order: RunOrder, protocol: int | None, config: AgentConfig, log: Path, host: str
+) -> tuple[Any, ...]:
+    """For a process that has it to itself."""
+    start = ("own", order.to_wire(), config.instance, str(log), config.task_user, host)
+    return start if protocol == 4 else (*start, config.node)
 
 
 def _ended(

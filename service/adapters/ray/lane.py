@@ -7,9 +7,10 @@ from typing import Any
 
 import structlog
 from gpubroker.runtime.journal import START_OVER
-from gpubroker.runtime.messages import PROTOCOL, Report, RunKey
+from gpubroker.runtime.messages import Report, RunKey
 from ray.exceptions import OutOfMemoryError, RayError
 
+from service.adapters.ray.introduction import describe
 from service.adapters.ray.persist import until_done
 from service.adapters.ray.processes import ProcessId, Watched
 from service.adapters.ray.wire import unpack
@@ -31,10 +32,11 @@ class Lane:
         process: ProcessId,
         *,
         shared: bool,
+        protocol: int | None,
         on_report: Callable[["Lane", Report], None],
         on_end: Callable[["Lane"], None],
     ) -> None:
-        """Raises ProcessLookupError if the process is gone."""
+        """`protocol`: to speak; None asks for it first. Raises ProcessLookupError if the process is gone."""
         self.name = name
         self.shared = shared
         self.runs: set[RunKey] = set()
@@ -44,7 +46,9 @@ class Lane:
         self.breach = ""
         """Why the process is being ended by us, if it took more than it may have."""
         self.watched = Watched(process, self._note_end)
+        self.protocol = protocol
         self._actor = actor
+        self._asking: asyncio.Task[int] | None = None
         self._on_report = on_report
         self._on_end = on_end
         self._heard = 0
@@ -76,7 +80,8 @@ class Lane:
 
     async def _exchange(self, number: int, items: Sequence[tuple[Any, ...]]) -> None:
         try:
-            self._hear(unpack(await self._actor.exchange.remote(PROTOCOL, self._heard, items)))
+            protocol = self.protocol or await self._agreed()
+            self._hear(unpack(await self._actor.exchange.remote(protocol, self._heard, items)))
         except OutOfMemoryError:
             self.out_of_memory = True
         except RayError as fault:
@@ -90,6 +95,18 @@ class Lane:
         else:
             if number == self._calls and self.runs:
                 self._call([])
+
+    async def _agreed(self) -> int:
+        """Whoever made the process may have been of another release. It is asked once, and has all the time:
+        it may be at work."""
+        if self._asking is None:
+            self._asking = asyncio.create_task(self._ask())
+        return await self._asking
+
+    async def _ask(self) -> int:
+        told = await describe(self._actor, None)
+        self.protocol = int(told["protocol"])
+        return self.protocol
 
     def _hear(self, reply: Sequence[tuple[int, Report]]) -> None:
         """A later call's reply may come first: reports wait for those that were written before them."""

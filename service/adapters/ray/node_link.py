@@ -13,7 +13,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from service.adapters.boot_clock import boot_seconds
 from service.adapters.ray.agent import NodeAgent
 from service.adapters.ray.options import AgentConfig
-from service.adapters.ray.wire import PROTOCOL, write_reports
+from service.adapters.ray.wire import PROTOCOL, SPOKEN, write_reports
 
 log = structlog.get_logger("gpubroker.driver")
 
@@ -66,6 +66,8 @@ class NodeLink:
         self._last_agent: Any = None
         """Of the last term in which one has."""
         self._incarnation = ""
+        self._protocol = PROTOCOL
+        """That the agent speaks."""
         self._queue: deque[bytes] = deque()
         self._calls: set[asyncio.Task[None]] = set()
         self._told_lost = False
@@ -96,6 +98,13 @@ class NodeLink:
         self._agent = None
         self._talking.cancel()
         self._talking = self._tasks.create_task(self._talk())
+
+    async def replace(self) -> None:
+        """End the agent, for one of the software that is installed now. What runs on its node goes on."""
+        agent, self._agent = self._agent, None
+        if agent is not None:
+            await asyncio.to_thread(ray.kill, agent)
+            self.announce_again()
 
     def close(self) -> None:
         self._talking.cancel()
@@ -162,11 +171,9 @@ class NodeLink:
 
     async def _is_welcome(self, agent: Any) -> bool:
         async with asyncio.timeout(ANNOUNCE_SECONDS):
-            verdict, detail = await agent.announce.remote(
-                PROTOCOL, self._config.to_json(), self._broker, self._term
-            )
+            verdict, detail = await self._announced(agent)
         if verdict == "outdated":
-            log.info("replacing an agent of another release or configuration", node=self._config.node)
+            log.warning("replacing an agent that nobody can speak with", node=self._config.node, fault=detail)
             await asyncio.to_thread(ray.kill, agent)
         elif verdict == "stale":
             log.warning("this term is over; the agent knows a later one", node=self._config.node, term=detail)
@@ -176,6 +183,16 @@ class NodeLink:
             self._told_lost = False
             self._flush()
         return bool(verdict == "welcome")
+
+    async def _announced(self, agent: Any) -> tuple[str, str]:
+        """Its answer in the newest form that it speaks as well."""
+        config = self._config.to_json()
+        for protocol in reversed(SPOKEN):
+            verdict, detail = await agent.announce.remote(protocol, config, self._broker, self._term)
+            if verdict != "outdated":
+                self._protocol = protocol
+                break
+        return verdict, detail
 
     async def _listen(self, agent: Any) -> None:
         """Forward reports until another announcement is made."""
@@ -207,7 +224,7 @@ class NodeLink:
         """What may be lost is asked for: the agent tells at each announcement which runs it has."""
         try:
             async with asyncio.timeout(ANSWER_SECONDS):
-                await agent.orders.remote(PROTOCOL, term, packed)
+                await agent.orders.remote(self._protocol, term, packed)
         except (RayError, TimeoutError) as fault:
             log.warning("orders did not reach the agent", node=self._config.node, fault=_why(fault))
             if agent is self._agent:

@@ -5,7 +5,7 @@ import json
 import os
 import tempfile
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -97,7 +97,10 @@ class RayOptions:
 
 @dataclass(frozen=True, slots=True)
 class AgentConfig:
-    """Plain values only: it travels as JSON. An agent whose configuration differs is replaced."""
+    """Plain values only: it travels as JSON. An agent whose configuration differs is replaced.
+
+    It may be read by software of another release, so a field that is added has a default.
+    """
 
     node: str
     instance: str
@@ -132,7 +135,8 @@ class AgentConfig:
 
     @classmethod
     def from_json(cls, text: str) -> "AgentConfig":
-        given: Mapping[str, Any] = json.loads(text)
+        told: Mapping[str, Any] = json.loads(text)
+        given = {f.name: told[f.name] for f in fields(cls) if f.name in told}
         devices = given["devices"]
         return cls(
             **{

@@ -7,13 +7,13 @@ from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 import structlog
-from gpubroker.runtime.messages import PROTOCOL, Report
+from gpubroker.runtime.messages import Report
 
+from service.adapters.ray.introduction import describe
 from service.adapters.ray.lane import Lane
 from service.adapters.ray.options import AgentConfig
 from service.adapters.ray.processes import ProcessId, process_id
 from service.adapters.ray.runners import Runners
-from service.adapters.ray.wire import unpack
 
 log = structlog.get_logger("gpubroker.agent")
 
@@ -96,12 +96,14 @@ class Pool:
         pause = REFILL_PAUSE_SECONDS if self._spares else 0.0
         self._refill = asyncio.get_running_loop().call_later(pause, self._make_missing)
 
-    def adopt(self, name: str, actor: Any, process: ProcessId, *, shared: bool) -> Lane:
+    def adopt(
+        self, name: str, actor: Any, process: ProcessId, *, shared: bool, protocol: int | None = None
+    ) -> Lane:
         """Take over a runner that an earlier agent made. Raises ProcessLookupError if it is gone.
 
         It finishes its runs and gets no new ones: the user and the paths it was made with may be others now.
         """
-        lane = self._lane(name, actor, process, shared=shared)
+        lane = self._lane(name, actor, process, shared=shared, protocol=protocol)
         lane.retiring = True
         if shared:
             self._shared.append(lane)
@@ -148,7 +150,8 @@ class Pool:
         name, actor = await asyncio.to_thread(self._runners.make, shared=shared)
         try:
             told = await describe(actor, BIRTH_SECONDS)
-            return self._lane(name, actor, process_id(told["pid"]), shared=shared)
+            process = process_id(told["pid"])
+            return self._lane(name, actor, process, shared=shared, protocol=told["protocol"])
         except Exception:
             await asyncio.to_thread(self._runners.kill, actor)
             raise
@@ -163,17 +166,8 @@ class Pool:
             self._spares.append(lane)
         self._audience.on_ready()
 
-    def _lane(self, name: str, actor: Any, process: ProcessId, *, shared: bool) -> Lane:
-        audience = self._audience
+    def _lane(self, name: str, actor: Any, process: ProcessId, *, shared: bool, protocol: int | None) -> Lane:
+        on_report, on_end = self._audience.on_report, self._audience.on_end
         return Lane(
-            name, actor, process, shared=shared, on_report=audience.on_report, on_end=audience.on_end
-        )  # fmt: skip
-
-
-async def describe(actor: Any, timeout_seconds: float) -> dict[str, Any]:
-    """What a runner says of itself. Raises RayError, TimeoutError, or ValueError for another protocol."""
-    async with asyncio.timeout(timeout_seconds):
-        told: dict[str, Any] = unpack(await actor.describe.remote())
-    if told["protocol"] != PROTOCOL:
-        raise ValueError(f"it speaks protocol {told['protocol']}, this agent {PROTOCOL}")
-    return told
+            name, actor, process, shared=shared, protocol=protocol, on_report=on_report, on_end=on_end
+        )

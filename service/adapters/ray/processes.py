@@ -4,14 +4,15 @@ import asyncio
 import contextlib
 import os
 import signal
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from gpubroker.runtime.process import INSTANCE_MARK, RUN_MARK
+from gpubroker.runtime.process import INSTANCE_MARK, NODE_MARK, RUN_MARK
 
 _CHUNK = 65536
+_MARKS = frozenset(mark.encode() for mark in (INSTANCE_MARK, NODE_MARK, RUN_MARK))
 
 
 def boot_id() -> str:
@@ -144,21 +145,29 @@ def leftovers(instance: str, mark: str, log: Path, since_ticks: int) -> list[Pro
     """
     marks = {f"{RUN_MARK}={mark}".encode(), f"{INSTANCE_MARK}={instance}".encode()}
     young = (entry for entry in process_table().values() if entry.id.start_ticks >= since_ticks)
-    return [entry.id for entry in young if _has_open(entry.id.pid, log) or _has_marks(entry.id.pid, marks)]
+    ids = (entry.id for entry in young)
+    return [id for id in ids if str(log) in opened_by(id.pid) or _has_marks(id.pid, marks)]
+
+
+def marks_of(pid: int) -> dict[str, str]:
+    """What its environment says of the run that it belongs to; empty if it is nobody's."""
+    with contextlib.suppress(OSError):
+        told = (item.partition(b"=") for item in _read(f"/proc/{pid}/environ").split(b"\0"))
+        return {os.fsdecode(name): os.fsdecode(text) for name, _, text in told if name in _MARKS}
+    return {}
+
+
+def opened_by(pid: int) -> Iterator[str]:
+    """The files that it has open, by the names that they had then."""
+    with contextlib.suppress(OSError):
+        for descriptor in os.listdir(f"/proc/{pid}/fd"):
+            with contextlib.suppress(OSError):
+                yield os.readlink(f"/proc/{pid}/fd/{descriptor}")
 
 
 def _has_marks(pid: int, marks: set[bytes]) -> bool:
     with contextlib.suppress(OSError):
         return marks <= set(_read(f"/proc/{pid}/environ").split(b"\0"))
-    return False
-
-
-def _has_open(pid: int, log: Path) -> bool:
-    with contextlib.suppress(OSError):
-        for descriptor in os.listdir(f"/proc/{pid}/fd"):
-            with contextlib.suppress(OSError):
-                if os.readlink(f"/proc/{pid}/fd/{descriptor}") == str(log):
-                    return True
     return False
 
 

@@ -3,11 +3,11 @@
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import structlog
 
-from service.adapters.ray.wire import PROTOCOL, unpack
+from service.adapters.ray.wire import SPOKEN, unpack
 from service.core.device import DeviceSample, Node
 from service.core.orders import (
     Beat,
@@ -46,6 +46,14 @@ class Malformed(ValueError):
     """What was told is no report; the text says which part of it."""
 
 
+class Told(NamedTuple):
+    """By one agent, in one message."""
+
+    node: NodeName
+    protocol: int
+    reports: list[Report]
+
+
 @dataclass(frozen=True, slots=True)
 class ReportForm:
     """Reads what agents tell, and moves its times from the node's clock to the reader's."""
@@ -53,18 +61,19 @@ class ReportForm:
     cluster: str
     now: Callable[[], float]
 
-    def read(self, data: bytes, asked_seconds_ago: float) -> tuple[NodeName, list[Report]]:
-        """The node that tells, and its reports in order. Raises ValueError for another release's form.
+    def read(self, data: bytes, asked_seconds_ago: float) -> Told:
+        """The node that tells, and its reports in order. Raises ValueError for a form not spoken here.
 
         What was told is as old as it was when it was sent, and as its way here took: all the time since the
         question that it answers, but for what the question waited at the agent.
         """
         protocol, node, sent_at, held_seconds, reports = unpack(data)
-        if protocol != PROTOCOL:
-            raise ValueError(f"reports of node {node} have form {protocol}, this service reads {PROTOCOL}")
+        if protocol not in SPOKEN:
+            raise ValueError(f"reports of node {node} have form {protocol}, this service reads {SPOKEN}")
         arrived = self.now() - max(0.0, asked_seconds_ago - held_seconds)
         batch = _Batch(self.cluster, node, sent_at, arrived)
-        return NodeName(node), [read for report in reports if (read := _readable(batch, report)) is not None]
+        read = [read for report in reports if (read := _readable(batch, report)) is not None]
+        return Told(NodeName(node), protocol, read)
 
 
 _Run = tuple[TaskId, Fence, Instant]
@@ -115,6 +124,7 @@ def _report(batch: _Batch, report: Any) -> Report:
                 tuple(_device(device) for device in _sequence(devices, "devices")),
                 tuple(_run_id(run) for run in _sequence(runs, "runs")),
                 batch.instant(at),
+                _name(described.get("release", ""), "release"),
             )
         case ("node_lost", at, incarnation, why):
             when = batch.instant(at)

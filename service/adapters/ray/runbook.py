@@ -79,6 +79,11 @@ class RunBook:
         if run.order.leases:
             self._departed.append(run.told["gone"])
 
+    @property
+    def keeps_outcomes(self) -> bool:
+        """Nobody but this agent knows how some run has ended: its process is gone, or soon will be."""
+        return any(run.has_ended and not run.forgotten for run in self.runs.values())
+
     def departure_of(self, key: RunKey) -> Report | None:
         return next((report for report in self._departed if report[1:4] == key), None)
 

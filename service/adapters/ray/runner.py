@@ -12,13 +12,13 @@ from typing import Any
 import msgpack
 from gpubroker.runtime.host import RunHost
 from gpubroker.runtime.mailbox import Mailbox
-from gpubroker.runtime.messages import PROTOCOL, RunKey, RunOrder, tellable
+from gpubroker.runtime.messages import SPOKEN, RunKey, RunOrder, tellable
 from gpubroker.runtime.output import sort_output_by_run
 from gpubroker.runtime.process import Claim, become, hide_devices, look_for_modules_in
 
 
 class WrongProtocol(Exception):
-    """The agent and this process come from different releases."""
+    """The agent and this process come from releases that do not understand each other."""
 
 
 class Runner:
@@ -42,19 +42,21 @@ class Runner:
         self._host: RunHost | None = None
 
     async def describe(self) -> bytes:
-        """Who this is, and which runs have not ended here: a dict."""
+        """Who this is, which forms it speaks, and which runs have not ended here: a dict."""
         host, _ = self._parts()
         # A copy first: the threads of runs strike off what has ended.
         runs = [order.to_wire() for order in list(host.orders.values())]
-        return _packed({"protocol": PROTOCOL, "pid": os.getpid(), "shared": self._shared, "runs": runs})
+        # Agents of before form 5 look at `protocol` alone, and speak no other.
+        forms = {"protocol": SPOKEN[0], "speaks": SPOKEN}
+        return _packed({**forms, "pid": os.getpid(), "shared": self._shared, "runs": runs})
 
     async def exchange(self, protocol: int, acknowledged: int, items: Sequence[tuple[Any, ...]]) -> bytes:
         """Take orders, then wait for reports; see Mailbox.read. Back at once when no run is left.
 
         (number, report) of each.
         """
-        if protocol != PROTOCOL:
-            raise WrongProtocol(f"this process speaks protocol {PROTOCOL}, the agent {protocol}")
+        if protocol not in SPOKEN:
+            raise WrongProtocol(f"this process speaks protocols {SPOKEN}, the agent {protocol}")
         host, mailbox = self._parts()
         for item in items:
             _carry_out(host, item)
@@ -72,9 +74,11 @@ class Runner:
 def _carry_out(host: RunHost, item: tuple[Any, ...]) -> None:
     match item:
         case ("share", order):
-            host.start_shared(RunOrder(**order))
-        case ("own", order, instance, log, user, address):
-            host.start_alone(RunOrder(**order), Claim(instance, user, address), Path(log))
+            host.start_shared(RunOrder.from_wire(order))
+        case ("own", order, instance, log, user, address, *node):
+            # Agents of before form 5 do not say which node this is.
+            given = Claim(instance, user, address, *node)
+            host.start_alone(RunOrder.from_wire(order), given, Path(log))
         case ("go", key, rank_zero_address):
             host.go(RunKey(*key), rank_zero_address)
         case ("world", key, ranks):

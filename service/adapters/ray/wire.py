@@ -25,8 +25,13 @@ from service.core.orders import (
 from service.core.units import DeviceKey, Mib
 from service.ports import RunPayload
 
-PROTOCOL = 6
-"""First value of every message between driver and agent. Another number is refused."""
+PROTOCOL = 7
+"""Number of the form in which driver and agent speak; first value of every message between them."""
+SPOKEN = (PROTOCOL - 1, PROTOCOL)
+"""An agent outlives the service that made it, and services of two releases may stand by for one another: the
+newest form that both speak is taken. Orders are the same in both."""
+RELEASE_SINCE = 7
+"""Forms from this one on say which release an agent is of."""
 
 
 WireSample = tuple[Any, ...]
@@ -108,10 +113,14 @@ def _by_uuid(devices: Sequence[tuple[DeviceKey, Mib]]) -> tuple[tuple[str, int],
 
 
 def write_reports(
-    node: str, sent_at: float, reports: Sequence[WireReport], held_seconds: float = 0.0
+    node: str,
+    sent_at: float,
+    reports: Sequence[WireReport],
+    held_seconds: float = 0.0,
+    protocol: int = PROTOCOL,
 ) -> bytes:
     """`held_seconds`: how long the question that this answers had waited for something to be told."""
-    return pack((PROTOCOL, node, sent_at, held_seconds, reports))
+    return pack((protocol, node, sent_at, held_seconds, reports))
 
 
 def key_of(report: Report) -> RunId | None:

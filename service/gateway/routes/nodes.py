@@ -18,6 +18,8 @@ router = APIRouter(route_class=DirectRoute, tags=["cluster"])
     responses=problems("unauthenticated", "forbidden", "follower-stale"),
 )
 async def list_nodes(call: Call) -> Response:
-    """List all nodes with their CPU, host memory and run slots, in all and in use."""
-    view: NodeList = {**as_of(call.parts), "items": node_views(call.parts.world)}
+    """List all nodes with their CPU, host memory and run slots, in all and in use, and their agents."""
+    parts = call.parts
+    agents = parts.executor_status().get("agents", {})
+    view: NodeList = {**as_of(parts), "items": node_views(parts.world, agents)}
     return answer(view)

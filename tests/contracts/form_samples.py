@@ -1,0 +1,147 @@
+"""One of everything that service, agents and run processes tell each other, as each form writes it.
+
+`tests/contracts/forms` holds the bytes of each form that is in use. They are never written anew: an agent or
+a run of that release goes on telling them.
+"""
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from gpubroker.runtime.messages import RunOrder
+
+from service.adapters.ray.cards import Card
+from service.adapters.ray.keeper import own_start
+from service.adapters.ray.options import AgentConfig
+from service.adapters.ray.wire import OrderForm, pack, write_reports
+from service.core.orders import (
+    ForgetOrder,
+    GoOrder,
+    Order,
+    StartOrder,
+    StopOrder,
+    WatchOrder,
+    WorldOrder,
+)
+from service.core.task import StopReason
+from service.core.units import DeviceKey, Fence, Mib, NodeName, Seconds, TaskId
+from service.ports import RunPayload, RunSpec
+
+FORMS = Path(__file__).with_name("forms")
+
+AT = TaskId("t"), Fence(3), NodeName("n1"), "a.1"
+GPU = DeviceKey("c/n1/GPU-a")
+RUN = RunOrder(
+    task="t",
+    fence=3,
+    kind="function",
+    rank=1,
+    entrypoint="jobs:train",
+    command=("train", "-v"),
+    arguments=b"\x80args",
+    python="3.11",
+    env={"A": "b"},
+    result_format="cloudpickle",
+    working_directory="/work",
+    resume_state=b"state",
+    resume_uri="s3://state",
+    attempt=3,
+    name="name",
+    tenant="tenant",
+    leases=(("GPU-a", 100),),
+    result_limit_bytes=1000,
+    checkpoint_limit_bytes=500,
+    priority=70,
+    world_size=2,
+    barrier=True,
+    memory_mb=64,
+)
+SPEC = RunSpec(
+    kind="function", entrypoint="jobs:train", command=("train", "-v"), python="3.11", env={"A": "b"},
+    result_format="cloudpickle", working_directory="/work",
+)  # fmt: skip
+PAYLOAD = RunPayload(SPEC, b"\x80args", b"state", "s3://state", 3, "name", "tenant", 60.0)
+ORDERS: tuple[Order, ...] = (
+    StartOrder(
+        *AT, ((GPU, Mib(100)),), shareable=False, priority=70, rank=1, world_size=2, barrier=True,
+        memory_mb=Mib(64),
+    ),
+    GoOrder(*AT, "10.0.0.1:4711", rank=1),
+    WorldOrder(*AT, (0, 1), rank=1),
+    WatchOrder(*AT, 42, ((GPU, Mib(100)),)),
+    StopOrder(*AT, StopReason.PREEMPT, Seconds(2.5), rank=1),
+    ForgetOrder(*AT, rank=1),
+)  # fmt: skip
+
+SAMPLES = [("GPU-a", 5, 1, {"t:3": 4}, 0.5)]
+NODE = {"name": "n1", "cpu": 2.0, "memory_mb": 10, "max_runs": 4, "incarnation": "a.1", "boot_id": "b"}
+NEWS: tuple[tuple[Any, ...], ...] = (
+    ("started", "t", 3, 1, 1000.0, 42),
+    ("ready", "t", 3, 1, 1000.0, "10.0.0.1:4711"),
+    ("progressed", "t", 3, 1, 1000.0, 0.5, "half"),
+    ("checkpointed", "t", 3, 1, 1000.0, 7, "abc", b"state", None),
+    ("ended", "t", 3, 1, 1000.0, "failed", None, "json", ("exception", "no", "Trace"), b"log"),
+)
+"""What a run's process says and its agent passes on."""
+OF_AN_AGENT: tuple[tuple[Any, ...], ...] = (
+    ("gone", "t", 3, 1, 1000.0, "process_absent", SAMPLES),
+    ("sampled", 1000.0, SAMPLES),
+    ("beat", 1000.0),
+    ("node_lost", 1000.0, "a.1", "dead"),
+)
+CARD = Card("t", 3, 1, (("GPU-a", 100),), "runner/n1/x", 42, 4711, "ray-node", 64)
+CONFIG = AgentConfig(
+    node="n1",
+    instance="i",
+    devices=(("GPU-a", "sim", 0, 9, ""),),
+    spares=2,
+    warm_runners=1,
+    cpu=2.0,
+    memory_mb=10,
+    max_runs=4,
+    process_memory_mb=8,
+    task_path=("/work",),
+    task_user="nobody",
+    run_dir="/runs",
+    sample_period_seconds=2.0,
+    beat_seconds=2.0,
+    idle_stop_seconds=600.0,
+    keepalive="",
+)
+
+
+def node_seen(agent: int) -> tuple[Any, ...]:
+    node = {**NODE, "release": "0.1.0"} if agent >= 7 else NODE
+    return ("node_seen", 1000.0, node, [("GPU-a", "sim", 0, 9, True, "", False)], [("t", 3, 1)])
+
+
+def items(runner: int) -> Sequence[tuple[Any, ...]]:
+    config = replace(CONFIG, instance="instance")
+    return (
+        ("share", RUN.to_wire()),
+        own_start(RUN, runner, config, Path("/runs/t.log"), "10.0.0.1"),
+        ("go", ("t", 3, 1), "10.0.0.1:4711"),
+        ("world", ("t", 3, 1), (0, 1)),
+        ("retell", ("t", 3, 1)),
+        ("stop", ("t", 3, 1)),
+    )
+
+
+def description(runner: int) -> Mapping[str, Any]:
+    who = {"pid": 42, "shared": False, "runs": [RUN.to_wire()]}
+    return {"protocol": 4, **who} if runner == 4 else {"protocol": 4, "speaks": (4, runner), **who}
+
+
+def written(agent: int, runner: int) -> Iterator[tuple[str, bytes]]:
+    """Name and bytes of each file, as this software writes it in these forms."""
+    form = OrderForm(1000, 500)
+    yield f"agent-{agent}-orders.msgpack", pack([form.write(o, PAYLOAD) for o in ORDERS])
+    news = [node_seen(agent), *NEWS, *OF_AN_AGENT]
+    yield f"agent-{agent}-reports.msgpack", write_reports("n1", 1000.0, news, 1.5, agent)
+    yield f"agent-{agent}-card.json", json.dumps(asdict(CARD)).encode()
+    yield f"agent-{agent}-config.json", CONFIG.to_json().encode()
+    yield f"runner-{runner}-items.msgpack", pack(items(runner))
+    yield f"runner-{runner}-news.msgpack", pack(list(enumerate(NEWS)))
+    yield f"runner-{runner}-description.msgpack", pack(description(runner))

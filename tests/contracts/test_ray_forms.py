@@ -1,0 +1,170 @@
+"""What agents and runs of this release and of the one before tell each other is understood by both."""
+
+import asyncio
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from gpubroker.runtime import messages
+from gpubroker.runtime.host import RunHost
+from gpubroker.runtime.messages import RunKey, RunOrder, is_report
+from gpubroker.runtime.process import Claim
+
+from service.adapters.ray import runner as runner_module
+from service.adapters.ray import wire
+from service.adapters.ray.cards import RunFiles
+from service.adapters.ray.introduction import describe
+from service.adapters.ray.options import AgentConfig
+from service.adapters.ray.report_form import ReportForm
+from service.adapters.ray.wire import unpack
+from service.core.device import DeviceSample, Node
+from service.core.orders import (
+    Beat,
+    Checkpointed,
+    Ended,
+    Ending,
+    Failure,
+    Gone,
+    NodeLost,
+    NodeSeen,
+    Progressed,
+    Ready,
+    Sampled,
+    SeenDevice,
+    Started,
+)
+from service.core.units import DeviceKey, Fence, Instant, Mib, NodeName, TaskId
+from tests.contracts.form_samples import CARD, CONFIG, FORMS, NEWS, ORDERS, PAYLOAD, RUN, written
+
+SPOKEN = list(zip(wire.SPOKEN, messages.SPOKEN, strict=True))
+AGENTS = pytest.mark.parametrize("agent", wire.SPOKEN)
+RUNNERS = pytest.mark.parametrize("runner", messages.SPOKEN)
+
+T, F, N, AT = TaskId("t"), Fence(3), NodeName("n1"), Instant(1000.0)
+OF_RUN = T, F, AT
+SAMPLE = (DeviceSample(DeviceKey("c/n1/GPU-a"), AT, Mib(5), Mib(1), {"t:3": Mib(4)}, 0.5),)
+
+
+def frozen(name: str) -> bytes:
+    return (FORMS / name).read_bytes()
+
+
+@pytest.mark.parametrize(("agent", "runner"), SPOKEN)
+def test_what_is_written_in_a_form_is_what_its_release_wrote(agent: int, runner: int) -> None:
+    """If this fails for the newest: it is a new form. Give it a number, and freeze it beside the others."""
+    assert {name: data == frozen(name) for name, data in written(agent, runner)} == {
+        name: True for name, _ in written(agent, runner)
+    }
+
+
+@AGENTS
+def test_orders_are_read(agent: int) -> None:
+    start, *others = unpack(frozen(f"agent-{agent}-orders.msgpack"))
+    assert start[:3] == ("start", "a.1", False)
+    assert RunOrder.from_wire(start[3]) == RUN
+    assert others == [unpack(wire.pack(wire.OrderForm(1000, 500).write(o, PAYLOAD))) for o in ORDERS[1:]]
+
+
+@AGENTS
+def test_reports_are_read(agent: int) -> None:
+    node, protocol, reports = ReportForm("c", lambda: 1000.0).read(
+        frozen(f"agent-{agent}-reports.msgpack"), 0.0
+    )
+    assert (node, protocol) == ("n1", agent)
+    assert reports == [
+        NodeSeen(
+            Node(N, 2.0, Mib(10), 4, "a.1", "b"),
+            (SeenDevice("GPU-a", "sim", 0, Mib(9), True),),
+            ((T, F, 1),),
+            AT,
+            release="0.1.0" if agent >= wire.RELEASE_SINCE else "",
+        ),
+        Started(*OF_RUN, 42, 1),
+        Ready(*OF_RUN, "10.0.0.1:4711", 1),
+        Progressed(*OF_RUN, 0.5, "half", 1),
+        Checkpointed(*OF_RUN, 7, "abc", b"state", None, 1),
+        Ended(*OF_RUN, Ending.FAILED, None, "json", Failure("exception", "no", "Trace"), b"log", 1),
+        Gone(*OF_RUN, "process_absent", SAMPLE, 1),
+        Sampled(N, AT, SAMPLE),
+        Beat(N, AT),
+        NodeLost(N, "a.1", AT, "dead"),
+    ]
+
+
+@AGENTS
+def test_a_card_is_read(agent: int, tmp_path: Path) -> None:
+    files = RunFiles(tmp_path / "n1", "boot")
+    files.write_card(CARD)
+    [path] = (tmp_path / "n1").iterdir()
+    path.write_bytes(frozen(f"agent-{agent}-card.json"))
+    assert files.cards() == [CARD]
+
+
+@AGENTS
+def test_a_configuration_is_read(agent: int) -> None:
+    assert AgentConfig.from_json(frozen(f"agent-{agent}-config.json").decode()) == CONFIG
+
+
+@RUNNERS
+def test_what_an_agent_orders_of_a_process_is_carried_out(runner: int) -> None:
+    done: list[tuple[Any, ...]] = []
+    methods = ("start_shared", "start_alone", "go", "tell_world", "retell", "stop")
+    assert all(hasattr(RunHost, name) for name in methods)
+    noted = {name: lambda *given, name=name: done.append((name, *given)) for name in methods}
+    for item in unpack(frozen(f"runner-{runner}-items.msgpack")):
+        runner_module._carry_out(SimpleNamespace(**noted), item)  # type: ignore[arg-type]
+    key, node = RunKey("t", 3, 1), "" if runner == 4 else "n1"
+    assert done == [
+        ("start_shared", RUN),
+        ("start_alone", RUN, Claim("instance", "nobody", "10.0.0.1", node), Path("/runs/t.log")),
+        ("go", key, "10.0.0.1:4711"),
+        ("tell_world", key, (0, 1)),
+        ("retell", key),
+        ("stop", key),
+    ]
+
+
+@RUNNERS
+def test_what_a_process_says_is_heard(runner: int) -> None:
+    told = unpack(frozen(f"runner-{runner}-news.msgpack"))
+    assert [report for _, report in told if is_report(report)] == list(NEWS)
+
+
+@RUNNERS
+async def test_a_process_is_spoken_with_in_the_newest_form_that_both_speak(runner: int) -> None:
+    told = await describe(an_actor(frozen(f"runner-{runner}-description.msgpack")), 10.0)
+    assert told["protocol"] == runner
+    assert RunOrder.from_wire(told["runs"][0]) == RUN
+
+
+async def test_a_process_with_which_no_form_is_shared_is_refused() -> None:
+    strange = wire.pack({"protocol": 999, "speaks": (999, 1000), "pid": 1, "shared": False, "runs": ()})
+    with pytest.raises(ValueError, match=r"\(999, 1000\)"):
+        await describe(an_actor(strange), 10.0)
+
+
+def an_actor(answer: bytes) -> Any:
+    async def tell() -> bytes:
+        return answer
+
+    return SimpleNamespace(describe=SimpleNamespace(remote=lambda: asyncio.ensure_future(tell())))
+
+
+def test_what_another_release_adds_is_left_out_and_what_it_lacks_has_its_default(tmp_path: Path) -> None:
+    order = {**RUN.to_wire(), "colour": "grey"}
+    del order["memory_mb"], order["priority"]
+    read = RunOrder.from_wire(order)
+    assert (read.task, read.memory_mb, read.priority) == ("t", 0, 0)
+
+    config = {**json.loads(CONFIG.to_json()), "colour": "grey"}
+    assert AgentConfig.from_json(json.dumps(config)) == CONFIG
+
+    files = RunFiles(tmp_path / "n1", "boot")
+    files.write_card(CARD)
+    [path] = (tmp_path / "n1").iterdir()
+    card = {**json.loads(path.read_text()), "colour": "grey"}
+    del card["memory_mb"]
+    path.write_text(json.dumps(card))
+    assert [(found.key, found.memory_mb) for found in files.cards()] == [(CARD.key, 0)]
