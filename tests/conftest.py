@@ -5,9 +5,11 @@
 PostgreSQL is started once, when the first test asks for it; each test finds its database as if it were new.
 """
 
+import logging
 from collections.abc import Iterator
 
 import pytest
+import structlog
 from hypothesis import HealthCheck, settings
 
 from service.adapters.sql.store import migrate
@@ -18,6 +20,19 @@ settings.register_profile(
 )
 settings.register_profile("random", settings.get_profile("repeatable"), derandomize=False, print_blob=True)
 settings.load_profile("repeatable")
+
+
+@pytest.fixture(autouse=True)
+def _logs_stay_as_they_are() -> Iterator[None]:
+    """Who sets them up in this process hands its output to all tests after it, on a stream that is closed."""
+    yield
+    root = logging.getLogger()
+    left = [handler for handler in root.handlers if type(handler) is logging.StreamHandler]
+    is_set_up = structlog.is_configured()
+    structlog.reset_defaults()
+    for handler in left:
+        root.removeHandler(handler)
+    assert not (left or is_set_up), "this test has set up the logs of its process; run what does so apart"
 
 
 @pytest.fixture(scope="session")

@@ -143,14 +143,18 @@ def test_a_token_is_made_used_listed_and_revoked(gpubroker: Run) -> None:
     assert gpubroker("--token", secret, "ps").code == 6
 
 
+def apart(*words: str) -> "subprocess.CompletedProcess[str]":
+    """What takes its process over runs in one of its own."""
+    return subprocess.run(words, capture_output=True, text=True)
+
+
 def test_commands_that_need_no_service_work_without_one(gpubroker: Run, tmp_path: Path) -> None:
     assert gpubroker("version").out.startswith("gpubroker ")
     document: dict[str, Any] = yaml.safe_load(gpubroker("openapi").out)
     assert "/tasks" in document["paths"]
     assert "the database is now at" in gpubroker("migrate --data-dir", str(tmp_path / "new")).err
     assert "no service has run in" in gpubroker("down --data-dir", str(tmp_path / "new")).err
-    words = ["gpubroker", "serve", "--data-dir", "/dev/null/x"]  # apart: it takes the process over
-    refused = subprocess.run(words, capture_output=True, text=True)
+    refused = apart("gpubroker", "serve", "--data-dir", "/dev/null/x")
     assert refused.returncode == 2
     assert "cannot write to the data directory" in refused.stderr
 
@@ -193,14 +197,12 @@ def test_the_times_of_a_task_that_waits_are_changed(gpubroker: Run, holder: str)
 
 
 def test_what_needs_a_database_server_says_so_without_one(gpubroker: Run, tmp_path: Path) -> None:
-    refused = [
-        gpubroker("gateway --data-dir", str(tmp_path / "new")),
-        gpubroker("broker --data-dir", str(tmp_path / "new")),
-        gpubroker("migrate-data --to sqlite:///elsewhere.db --data-dir", str(tmp_path / "new")),
-    ]
-    assert [ended.code for ended in refused] == [2, 2, 2]
-    for ended in refused:
-        assert "postgresql" in ended.err.lower()
+    new = ["--data-dir", str(tmp_path / "new")]
+    refused = [apart("gpubroker", "gateway", *new), apart("gpubroker", "broker", *new)]
+    moved = gpubroker("migrate-data --to sqlite:///elsewhere.db", *new)
+    assert [*(ended.returncode for ended in refused), moved.code] == [2, 2, 2]
+    for said in (*(ended.stderr for ended in refused), moved.err):
+        assert "postgresql" in said.lower()
 
 
 def test_no_command_is_missing_here() -> None:
