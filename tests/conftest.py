@@ -28,11 +28,11 @@ def _logs_stay_as_they_are() -> Iterator[None]:
     yield
     root = logging.getLogger()
     left = [handler for handler in root.handlers if type(handler) is logging.StreamHandler]
-    is_set_up = structlog.is_configured()
+    has_set_up = bool(left) or structlog.is_configured()
     structlog.reset_defaults()
     for handler in left:
         root.removeHandler(handler)
-    assert not (left or is_set_up), "this test has set up the logs of its process; run what does so apart"
+    assert not has_set_up, "this test has set up the logs of its process; run what does so apart"
 
 
 @pytest.fixture(scope="session")
