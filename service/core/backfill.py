@@ -68,8 +68,8 @@ class Planned(NamedTuple):
 
 
 def planned_of(forecast: Forecast, task: Task) -> Iterator[Planned]:
-    """By node, in no particular order."""
-    for node in {place.node for place in forecast.places}:
+    """By node, in the order of the ranks."""
+    for node in dict.fromkeys(place.node for place in forecast.places):
         yield Planned(forecast, task, node, *taken_on(node, task, forecast.places))
 
 

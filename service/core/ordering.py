@@ -271,12 +271,12 @@ class PendingQueue:
 
     def stand_anew(self, changed: set[TaskId], tasks: Mapping[TaskId, Task]) -> None:
         """Move those whose inheritance has changed to their new places, and take them out of the set."""
-        while changed:
-            name = changed.pop()
+        for name in sorted(changed):
             key = self._where.get(name)
             if key is not None and key[4] != self.standing_of(tasks[name]):
                 self.remove(tasks[name])
                 self._let_in(tasks[name])
+        changed.clear()
 
     def _let_in(self, task: Task) -> None:
         kin = self.kin.get(task.demand)

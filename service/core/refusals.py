@@ -165,7 +165,7 @@ class Refusals:
             self._rooms.clear()
         rooms = self._rooms.get((grown, priority, at_most))
         if rooms is None:
-            nodes = self.nodes & set(self._growth.since(grown))
+            nodes = [node for node in self._growth.since(grown) if node in self.nodes]
             look = self._offers.outlooks.most if at_most else self._offers.outlooks.now
             self._looks.taken += len(nodes)
             rooms = self._rooms[grown, priority, at_most] = [look(node, priority) for node in nodes]

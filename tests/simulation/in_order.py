@@ -1,0 +1,54 @@
+"""python -m tests.simulation.in_order: what is decided on a short day, and in short slices of plans."""
+
+import random
+from argparse import Namespace
+from collections.abc import Iterator
+
+from bench.plan import Room, a_cluster
+from service.core.cycle import plan_cycle
+from tests.simulation.day import replay
+
+LOOKS = 3
+"""So short a slice ends elsewhere if a single look more is taken."""
+
+
+def main() -> None:
+    report = replay(5, hours=0.25)
+    print(f"{sum(report.counts.values())} events of a day, digest {report.digest}")
+    shape = Namespace(nodes=24, tasks=2000, demands=150)
+    for line in slices(Room(a_cluster(shape, random.Random(42)))):
+        print(line)
+
+
+def slices(room: Room) -> Iterator[str]:
+    """All that is decided, where each slice ended, and what is foreseen."""
+    chance = random.Random(42)
+    for _ in range(60):
+        yield from a_cycle(room)
+        room.foresee()
+        yield from map(repr, room.foresight.forecasts)
+        room.pass_time(0.1)
+        room.release_one(chance)
+
+
+def a_cycle(room: Room) -> Iterator[str]:
+    begun, cursor = [], None
+    while True:
+        forecasts = room.foresight.forecasts
+        plan = plan_cycle(room.world, room.policy, room.now, cursor, LOOKS, room.memory, forecasts)
+        room.commit(plan.decisions)
+        for decision in plan.decisions:
+            yield repr(decision)
+            if decision.why == "admit":
+                begun.append(decision.tasks[0].task.id)
+            else:
+                room.asked += ((room.now, write.task.id) for write in decision.tasks)
+        cursor = plan.cursor
+        if cursor is None:
+            break
+        yield f"slice until {cursor.after}"
+    room.begin(begun)
+
+
+if __name__ == "__main__":
+    main()
