@@ -144,28 +144,49 @@ def test_a_gang_over_several_nodes_is_not_starved_by_a_stream_of_single_tasks():
             assert hours.started["gang"] - NOW <= 10 * 70.0 + 700.0, "it waits for those who were there"
 
 
-jobs = st.tuples(
+shapes = st.builds(
+    lambda gpus, size: {"gpus": gpus, "gpu_mb": size * GIB},
     st.sampled_from((1, 1, 1, 2)),
     st.sampled_from((20, 40, 80)),
-    st.sampled_from((50.0, 200.0, 700.0)),
-    st.integers(0, 300),
 )
+gangs = st.builds(
+    lambda ranks, gpus, size, strategy: {
+        "bundles": bundles(ranks, gpus=gpus, gpu_mb=size * GIB),
+        "strategy": strategy,
+    },
+    st.sampled_from((2, 2, 3, 4)),
+    st.sampled_from((1, 1, 2)),
+    st.sampled_from((20, 40, 80)),
+    st.sampled_from(("pack", "spread", "strict_pack", "strict_spread")),
+)
+lengths, arrival = st.sampled_from((50.0, 200.0, 700.0)), st.integers(0, 300)
+jobs = st.tuples(shapes, lengths, arrival)
+jobs_and_gangs = st.tuples(st.one_of(shapes, gangs), lengths, arrival)
+Job = tuple[dict[str, Any], float, int]
+"""(what it asks for, how long it runs, when it comes)"""
+TWO_NODES = (*gpus(), *gpus(2, "n2"))
 
 
-@given(st.lists(jobs, min_size=3, max_size=12))
-@settings(max_examples=60, deadline=None)
-def test_no_forecast_comes_late_because_of_who_came_after_it(work: list[tuple[int, int, float, int]]):
+def could_run(asks: dict[str, Any]) -> bool:
+    """If nobody else were there."""
+    return bool(plan_cycle(a_world(*TWO_NODES, a_task("alone", **asks)), POLICY, NOW).decisions)
+
+
+@given(st.one_of(st.lists(jobs, min_size=3, max_size=12), st.lists(jobs_and_gangs, min_size=3, max_size=9)))
+@settings(max_examples=100, deadline=None)
+def test_no_forecast_comes_late_because_of_who_came_after_it(work: list[Job]):
     """If run times are as said, and nobody stands ahead of anybody who came before."""
-    hours = Hours(a_world(*gpus(), *gpus(2, "n2")), {})
+    hours = Hours(a_world(*TWO_NODES), {})
+    work = [job for job in work if could_run(job[0])]
     arrivals = sorted((NOW + at, number) for number, (*_, at) in enumerate(work))
     while arrivals or len(hours.started) < len(work):
         while arrivals and arrivals[0][0] <= hours.now:
             _, number = arrivals.pop(0)
-            count, size, length, _ = work[number]
+            asks, length, _ = work[number]
             name = f"t{number:02}"
+            task = a_task(name, submitted_at=Instant(hours.now), expected_seconds=Seconds(length), **asks)
             hours.lengths[name] = length
-            fields = {"gpus": count, "gpu_mb": size * GIB, "expected_seconds": Seconds(length)}
-            submit(hours.world, a_task(name, submitted_at=Instant(hours.now), **fields))
+            submit(hours.world, task)
         hours.turn()
         hours.let_time_pass(arrivals[0][0] if arrivals else inf)
     for name, said in hours.first_said.items():
