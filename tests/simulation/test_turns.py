@@ -4,7 +4,7 @@ from itertools import cycle, islice
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from service.core.orders import Ending
@@ -56,7 +56,28 @@ QUOTAS = (
 tenant: that may be for ever."""
 
 
+def a_comer(
+    asks: dict[str, Any], tenant: str, priority: int, seconds: float, *, says: bool
+) -> dict[str, Any]:
+    return {"asks": asks, "tenant": tenant, "priority": priority, "seconds": seconds, "says": says}
+
+
+DEVICE, PART, OF_POOL, COUNTED, GANG, ELASTIC = COMERS
+STOPPED_ON_AND_ON = [
+    a_comer(PART, "beta", 45, 60.0, says=False),
+    a_comer(OF_POOL, "acme", 45, 20.0, says=False),
+    a_comer(GANG, "beta", 69, 60.0, says=True),
+    a_comer(DEVICE, "acme", 60, 60.0, says=True),
+    a_comer(ELASTIC, "acme", 45, 5.0, says=True),
+    a_comer(COUNTED, "beta", 45, 5.0, says=True),
+]
+"""Runs were stopped for the task that waits, and what they left was taken by the more urgent behind it."""
+
+
 @pytest.mark.hypothesis
+@example(
+    waits=WAITERS[2], priority=55, coming=STOPPED_ON_AND_ON, tenants=QUOTAS[1], is_alone=True, preemption=True
+)
 @given(
     waits=st.sampled_from(WAITERS),
     priority=st.sampled_from((40, 55, 65)),
