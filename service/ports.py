@@ -362,6 +362,11 @@ class Executor(Protocol):
         """
         ...
 
+    async def flush(self) -> None:
+        """Back when all orders that were handed over have been taken by agents, but for those of agents that
+        do not answer; the caller sets the time that it may take."""
+        ...
+
     async def stand_back(self) -> None:
         """The term is over: send nothing more and hear nothing more, but stay ready."""
         ...

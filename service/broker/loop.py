@@ -159,7 +159,7 @@ class Leader:
             group.create_task(self._lead())
 
     async def wind_up(self) -> None:
-        """Back when what was heard by now is committed, and the orders of all that is committed are sent.
+        """Back when what was heard by now is committed, and the orders of all that is committed are taken.
         Nothing is planned from now on; what is heard later is told again to whoever leads next."""
         self._winding_up = True
         self._woken.set()
@@ -230,6 +230,7 @@ class Leader:
     async def _last_cycle(self) -> None:
         await self._dispatch()
         await self._settle_reports()
+        await self._executor.flush()
         self._wound_up.set()
 
     async def _settle_reports(self) -> None:

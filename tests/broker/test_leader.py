@@ -5,6 +5,7 @@ from collections.abc import AsyncIterator
 from dataclasses import replace
 from hashlib import sha256
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -235,3 +236,36 @@ async def test_a_leader_that_winds_up_commits_what_it_has_heard_and_plans_nothin
     await asyncio.wait([leading])
     assert [checkpoint.sequence for checkpoint in await stage.store.checkpoints(TaskId("one"))] == [1]
     assert (await stage.row("two")).state is TaskState.PENDING
+
+
+async def test_a_leader_that_winds_up_sends_what_is_committed_and_waits_until_agents_have_it(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the start needs could not be read for a moment, so its order has yet to leave."""
+    taken, asked = asyncio.Event(), asyncio.Event()
+
+    async def flush() -> None:
+        asked.set()
+        await taken.wait()
+
+    async def away(_tasks: object) -> Any:
+        raise StoreUnavailable("cut by the test")
+
+    monkeypatch.setattr(stage.executor, "flush", flush)
+    await stage.submit("one", gpu_mb=GIB)
+    with monkeypatch.context() as cut:
+        cut.setattr(stage.store, "specs", away)
+        with pytest.raises(StoreUnavailable):
+            await stage.leader.cycle()
+    assert (await stage.row("one")).state is TaskState.ADMITTED
+    assert stage.executor.begun == set()
+
+    leading = asyncio.create_task(stage.leader._lead())
+    winding_up = asyncio.create_task(stage.leader.wind_up())
+    await asked.wait()
+    assert stage.executor.begun == {"one"}
+    assert not winding_up.done()
+    taken.set()
+    await winding_up
+    leading.cancel()
+    await asyncio.wait([leading])

@@ -21,7 +21,7 @@ from service.adapters.ray.node_link import NodeLink
 from service.adapters.ray.options import RayOptions
 from service.adapters.ray.report_form import MALFORMED
 from service.adapters.ray.wire import unpack, write_reports
-from service.core.orders import Ended, Ending, Gone, NodeSeen, StartOrder
+from service.core.orders import Ended, Ending, ForgetOrder, Gone, NodeSeen, StartOrder
 from service.core.tenure import Tenure
 from service.core.units import Fence, Instant, NodeName, TaskId, Term, Ticks
 from service.ports import RunPayload, RunSpec
@@ -241,6 +241,27 @@ async def test_what_agents_said_in_an_earlier_term_is_not_heard_in_a_later_one(b
     [seen] = await bench.executor.reports()
     assert isinstance(seen, NodeSeen)
     assert seen.node.incarnation == "i.3"
+
+
+async def test_what_was_to_travel_with_the_next_order_leaves_when_all_is_flushed(bench: Bench) -> None:
+    driver = await bench.driver()
+    driver.tell_reports(SEEN)
+    await bench.executor.reports()
+    await bench.executor.send([ForgetOrder(TaskId("t"), Fence(1), NodeName("n1"), "i.1")], {})
+    flushing = asyncio.create_task(bench.executor.flush())
+    assert (await driver.next(("orders", "flush")))[0] == "orders"
+    await driver.next("flush")
+    assert not flushing.done()
+    driver.tell("flushed")
+    await flushing
+
+
+async def test_nobody_waits_for_a_driver_that_is_gone_to_flush(bench: Bench) -> None:
+    driver = await bench.driver()
+    flushing = asyncio.create_task(bench.executor.flush())
+    await driver.next("flush")
+    driver.leave()
+    await flushing
 
 
 async def test_an_executor_that_stood_back_is_ready_says_so_and_hears_nothing(bench: Bench) -> None:

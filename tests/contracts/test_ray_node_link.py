@@ -212,3 +212,27 @@ async def test_an_agent_with_which_no_form_is_shared_is_replaced(talking: Callab
             await stranger.announce.answer(("outdated", "protocol 1"))
         await welcomed(scene)
         assert scene.killed == [stranger]
+
+
+async def test_a_link_is_flushed_once_the_agent_has_taken_what_was_sent(talking: Callable[..., Any]) -> None:
+    async with talking() as (scene, link):
+        await link.flush()
+        agent = await welcomed(scene)
+        await agent.poll.made()
+        orders = [b"order %d" % number for number in range(2 * node_link.CALLS_AT_ONCE)]
+        for packed in orders:
+            link.send(packed)
+        flushing = asyncio.create_task(link.flush())
+        for _ in orders:
+            await asyncio.sleep(0)
+            assert not flushing.done()
+            await agent.orders.answer(None)
+        await flushing
+        assert [arguments[-1] for arguments in agent.orders.said] == orders
+
+
+async def test_a_link_whose_agent_is_away_is_flushed_at_once(talking: Callable[..., Any]) -> None:
+    async with talking() as (scene, link):
+        await scene.found.get()
+        link.send(b"orders")
+        await link.flush()

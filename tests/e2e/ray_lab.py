@@ -14,9 +14,9 @@ from gpubroker.runtime.process import RUN_MARK
 from service.adapters.ray.executor import RayExecutor
 from service.adapters.ray.head import HeadState, read_state
 from service.adapters.ray.options import RayOptions
-from service.core.orders import SeenDevice, StartOrder
-from service.core.units import Fence, Instant, Mib, TaskId
-from tests.contracts.executor_bench import PATIENCE_SECONDS, Bench, Run
+from service.core.orders import SeenDevice
+from service.core.units import Instant, Mib
+from tests.contracts.executor_bench import PATIENCE_SECONDS, Bench
 
 
 class SystemClock:
@@ -52,11 +52,6 @@ class Lab(Bench):
         state = read_state(self.options.data_dir)
         assert state is not None
         return state
-
-    async def run_of(self, task: str) -> Run:
-        """A run that another executor has ordered."""
-        node = (await self.node()).node
-        return Run(self, StartOrder(TaskId(task), Fence(1), node.name, node.incarnation, (), shareable=False))
 
 
 def guest_environment(lab: Lab) -> dict[str, str]:

@@ -38,9 +38,12 @@ class ServiceProcess:
 
     command = "serve"
 
-    def __init__(self, home: Path, env: Mapping[str, str] | None = None, **settings: object) -> None:
-        """`env`: variables that it gets besides the tester's."""
+    def __init__(
+        self, home: Path, env: Mapping[str, str] | None = None, cwd: Path = ROOT, **settings: object
+    ) -> None:
+        """`env`: variables that it gets besides the tester's. Modules are also looked for in `cwd`."""
         self.data_dir = home
+        self._cwd = cwd
         self._env = environment(**(env or {}))
         self._config = home.with_suffix(".yaml")
         self._log = home.with_suffix(".log")
@@ -71,7 +74,7 @@ class ServiceProcess:
                 stdout=log,
                 stderr=log,
                 env=self._env,
-                cwd=ROOT,
+                cwd=self._cwd,
                 preexec_fn=begin,
             )
 
@@ -158,7 +161,7 @@ class ServiceProcess:
             capture_output=True,
             timeout=60,
             env=self._env,
-            cwd=ROOT,
+            cwd=self._cwd,
         )
         if self._process is not None:
             self._process.wait(30)

@@ -36,6 +36,8 @@ def test_a_run_goes_on_while_its_service_moves_and_its_end_is_accepted(
         flag.touch()
         migrate_data(home, "--from", f"sqlite:///{home / 'gpubroker.db'}", "--to", empty_postgres_url)
 
+        # With other settings: the agent that alone knows how the run ended tells that, and then makes room.
+        ray |= {"max_runs": 7}
         with ServiceProcess(home, ray=ray, database_url=empty_postgres_url) as on_server:
             broker = on_server.broker
             assert [broker.result(task.id, timeout_seconds=30) for task in (running, pending)] == [1, 1]
@@ -45,5 +47,6 @@ def test_a_run_goes_on_while_its_service_moves_and_its_end_is_accepted(
             again = broker.submit("tests.e2e.work:hold", kwargs=work, gpu_mb=20_000, idempotency_key="a-key")
             assert again.id == pending.id
             assert {token.name for token in broker.tokens()} == {"admin", "ci"}
+            until(lambda: [n.runs["limit"] for n in broker.nodes()] == [7], "its agent has other settings")
             until(lambda: all(gpu.leased_mb == 0 for gpu in broker.gpus()), "all memory is free again")
         assert "has been moved to" in refusal(ServiceProcess(home, engine="simulated"))

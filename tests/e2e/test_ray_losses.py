@@ -3,14 +3,11 @@
 import asyncio
 import os
 import signal
-import subprocess
-import sys
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import pytest
 
-from service.adapters.ray.head import read_state
 from service.core.orders import Ended, Ending, Gone, NodeLost, NodeSeen, Started
 from tests.contracts.executor_bench import Run
 from tests.e2e.ray_lab import Lab, agents_of, command_lines, is_there
@@ -76,33 +73,6 @@ async def test_a_run_outlives_the_node_agent(lab: Lab, tmp_path: Path) -> None:
     gate.touch()
     assert await run.result() == "seen"
     assert (await run.first(Gone)).proof == "process_absent"
-
-
-async def test_a_service_restarted_with_other_settings_finds_head_and_run_and_takes_the_result(
-    open_lab: OpenLab, tmp_path: Path
-) -> None:
-    home, gate = tmp_path / "home", tmp_path / "gate"
-    home.mkdir()
-    service = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "tests.e2e.ray_service", str(home), str(gate)), stdout=subprocess.PIPE
-    )
-    assert service.stdout is not None
-    assert await service.stdout.readline() == b"running\n"
-    service.kill()
-    await service.wait()
-    head = read_state(home)
-
-    lab = await open_lab(term=2, data_dir=home, max_runs=7)
-    assert read_state(home) == head
-    seen = await lab.node()
-    assert ("survivor", 1, 0) in seen.runs
-    assert seen.node.max_runs == 7
-    gate.touch()
-    survivor = await lab.run_of("survivor")
-    assert await survivor.result() == "seen"
-    gone = await survivor.first(Gone)
-    assert gone.proof == "process_absent"
-    assert gone.samples
 
 
 async def test_a_head_that_was_shot_is_replaced_and_says_what_became_of_its_runs(

@@ -150,6 +150,9 @@ class WaitingExecutor:
     def status(self) -> Mapping[str, Any]:
         return {"state": "connected", "address": "simulated", "message": "tasks only wait"}
 
+    async def flush(self) -> None:
+        """Orders are carried out when they are handed over."""
+
     async def stand_back(self) -> None:
         """Runs go on, and are told of at the next start."""
         self._tenure = None

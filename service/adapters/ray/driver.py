@@ -137,6 +137,8 @@ class Driver:
                 self._term = term
                 for link in self._links.values():
                     link.change_term(term)
+            case ("flush",):
+                self._tasks.create_task(self._flush())
             case ("leave",):
                 self._tasks.create_task(self._leave())
 
@@ -166,6 +168,10 @@ class Driver:
             self._has_room.clear()
         else:
             self._has_room.set()
+
+    async def _flush(self) -> None:
+        await asyncio.gather(*(link.flush() for link in self._links.values()))
+        await self.tell("flushed")
 
     async def _leave(self) -> None:
         await asyncio.gather(*(link.dismiss() for link in self._links.values()))

@@ -2,8 +2,6 @@
 
 import asyncio
 import contextlib
-import errno
-import os
 from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -17,6 +15,7 @@ from service.adapters.ray.driver_link import DriverLink
 from service.adapters.ray.head import HeadRefused, HeadState, running_head, stop_head
 from service.adapters.ray.options import RayOptions
 from service.adapters.ray.processes import Watched
+from service.adapters.ray.reach import advice, reach
 from service.adapters.ray.report_form import MALFORMED, ReportForm, Told
 from service.adapters.ray.wire import OrderForm, key_of, pack
 from service.core.orders import (
@@ -43,7 +42,6 @@ START_PATIENCE_SECONDS = 30.0
 FIRST_PAUSE_SECONDS = 0.2
 LONGEST_PAUSE_SECONDS = 5.0
 LEAVE_SECONDS = 10.0
-REACH_SECONDS = 5.0
 FORGET_SECONDS = 0.05
 """To forget a run is never urgent: it travels with the next order, or so much later."""
 NOBODY = Term(0)
@@ -92,6 +90,7 @@ class RayExecutor:
         self._arrived = asyncio.Event()
         self._ready = asyncio.Event()
         self._left = asyncio.Event()
+        self._flushed = asyncio.Event()
         self._state, self._message, self._address = "stopped", "not started", options.address or ""
 
     async def connect(self) -> None:
@@ -127,6 +126,13 @@ class RayExecutor:
             self._dispatch(node)
         if self._written and self._later is None:
             self._later = asyncio.get_running_loop().call_later(FORGET_SECONDS, self._dispatch_rest)
+
+    async def flush(self) -> None:
+        self._dispatch_rest()
+        self._flushed.clear()
+        if self._driver is not None:
+            self._tell("flush")
+            await self._flushed.wait()
 
     async def stand_back(self) -> None:
         """What agents have not answered yet they will tell whoever leads next."""
@@ -229,7 +235,7 @@ class RayExecutor:
                 self._state = "reconnecting" if self._agents else "failed"
                 log.warning("no Ray driver process; starting another", fault=self._message)
             except (HeadRefused, OSError) as fault:
-                self._state, self._message = "failed", _advice(fault, self._options)
+                self._state, self._message = "failed", advice(fault, self._options)
                 log.error("Ray cannot be reached; trying again", fault=self._message)
             except Exception as fault:
                 self._state, self._message = "failed", repr(fault)
@@ -244,7 +250,7 @@ class RayExecutor:
         Not cut short by `close`: a local head that nobody knows of would stay behind.
         """
         if not self._options.is_local:
-            await _reach(self._address)
+            await reach(self._address)
             return None
         self._finding = asyncio.ensure_future(running_head(self._options))
         head = await asyncio.shield(self._finding)
@@ -267,6 +273,7 @@ class RayExecutor:
             pass
         finally:
             self._driver = None
+            self._flushed.set()
             if watched is not None:
                 watched.close()
             await driver.close()
@@ -302,6 +309,8 @@ class RayExecutor:
                 self._message = what
             case ("left",):
                 self._left.set()
+            case ("flushed",):
+                self._flushed.set()
 
     def _on_connected(self) -> None:
         if self._tenure is None:
@@ -367,27 +376,3 @@ class RayExecutor:
     def _tell(self, *parts: Any) -> None:
         if self._driver is not None:
             self._driver.tell(*parts)
-
-
-async def _reach(address: str) -> None:
-    """Raises HeadRefused if nothing answers there: Ray itself would say so only after minutes."""
-    host, _, port = address.rpartition(":")
-    try:
-        async with asyncio.timeout(REACH_SECONDS):
-            _reader, writer = await asyncio.open_connection(host.strip("[]"), int(port))
-    except (OSError, TimeoutError) as fault:
-        why = getattr(fault, "strerror", None) or f"no answer within {REACH_SECONDS:g} s"
-        raise HeadRefused(
-            f"nothing answers at {address}, the configured ray.address: {why}; start the head of the cluster "
-            "there, correct ray.address, or leave it out to have a local Ray started"
-        ) from None
-    writer.close()
-
-
-def _advice(fault: Exception, options: RayOptions) -> str:
-    if not isinstance(fault, OSError) or fault.errno not in (errno.EACCES, errno.EPERM, errno.EROFS):
-        return str(fault)
-    return (
-        f"cannot start Ray: {fault.strerror}: {fault.filename}; give {options.data_dir} and all in it to "
-        f"the service's user (uid {os.geteuid()}), or choose another directory with --data-dir"
-    )

@@ -80,6 +80,11 @@ class NodeLink:
         self._queue.append(packed)
         self._flush()
 
+    async def flush(self) -> None:
+        """Back when the agent has taken all that was sent, or does not answer."""
+        while self._calls:
+            await asyncio.wait(set(self._calls))
+
     @property
     def node(self) -> str:
         return self._config.node
