@@ -67,12 +67,14 @@ Steps = Generator[Call | Pause, Answer | None, T]
 
 
 def exchange(call: Call, retry_seconds: float) -> Steps[Answer]:
-    """Send a call; repeat it after a lost connection or a 'not now' until `retry_seconds` have passed.
+    """Send a call; after a lost connection or a 'not now' repeat it for `retry_seconds`.
 
+    They count from the first failure, so that an answer which never came is asked for again however long it
+    was waited for.
     A call that is not repeatable is repeated only where the answer said that nothing was done.
     Raises Refused, Unreachable or BrokerError; an answer that is returned is a good one.
     """
-    give_up_at = time.monotonic() + retry_seconds
+    give_up_at: float | None = None
     for attempt in itertools.count():
         wanted_pause = min(_FIRST_PAUSE_SECONDS * 2**attempt, _LONGEST_PAUSE_SECONDS)
         pause = wanted_pause * random.uniform(0.5, 1.0)  # noqa: S311 - spreads retries, guards nothing
@@ -88,7 +90,9 @@ def exchange(call: Call, retry_seconds: float) -> Steps[Answer]:
             failure = error_of(answer)
             again = answer.status in _NOTHING_DONE or (call.repeatable and answer.status in _NO_WORD)
             pause = max(pause, _retry_after_seconds(answer))
-        if not again or time.monotonic() + pause > give_up_at:
+        failed_at = time.monotonic()
+        give_up_at = failed_at + retry_seconds if give_up_at is None else give_up_at
+        if not again or failed_at + pause > give_up_at:
             raise failure
         yield Pause(pause)
     raise AssertionError("unreachable: count() does not end")

@@ -6,7 +6,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from tests.chaos import blows, kills, mutants, power, tables, zombies
+from tests.chaos import blows, kills, mutants, network, power, tables, zombies
 from tests.chaos.databases import DURABILITY, a_database
 from tests.chaos.evidence import Evidence
 from tests.chaos.faults import Fault
@@ -68,6 +68,18 @@ def main() -> None:
     )
     striking.add_argument("--no-evidence", action="store_true", help="print the record and keep nothing")
     striking.set_defaults(run=_strike)
+    parting = commands.add_parser("network", help="lines on which things go wrong, under load")
+    parting.add_argument("--rounds", type=int, default=1, help="of all kinds at all places")
+    parting.add_argument("--kind", action="append", choices=sorted(network.KINDS))
+    parting.add_argument("--place", action="append", choices=sorted(network.PLACES))
+    parting.add_argument("--most-seconds", type=float, default=6.0, help="that a fault lasts")
+    parting.add_argument("--rest-seconds", type=float, default=4.0, help="between two, at least")
+    parting.add_argument("--seed", type=int, default=1, help="of the first batch; the next ones follow it")
+    parting.add_argument(
+        "--batches", type=int, default=1, help="each with a service and a database of its own"
+    )
+    parting.add_argument("--no-evidence", action="store_true", help="print the record and keep nothing")
+    parting.set_defaults(run=_part)
     mutating = commands.add_parser("mutants", help="plant faults, and see which test finds each")
     mutating.add_argument("--first", type=int, help="only so many of them")
     mutating.add_argument("--no-evidence", action="store_true", help="print what was seen and keep nothing")
@@ -124,6 +136,23 @@ def _strike(chosen: argparse.Namespace) -> None:
             continue
         asked = blows.Blows(seed, chosen.restarts, chosen.kills, chosen.watch_seconds, chosen.back_seconds)
         record = blows.run(asked)
+        print(record, flush=True)
+        if not chosen.no_evidence:
+            evidence.add(record, database="postgres", durability=DURABILITY["postgres"])
+        if record["wrong"]:
+            sys.exit(1)
+
+
+def _part(chosen: argparse.Namespace) -> None:
+    evidence = Evidence("network", network.SUMMED, trials=("faults", "acknowledged"))
+    most = chosen.most_seconds
+    kinds, places = chosen.kind or tuple(network.KINDS), chosen.place or network.PLACES
+    for seed in range(chosen.seed, chosen.seed + chosen.batches):
+        if not chosen.no_evidence and evidence.has(seed=seed):
+            continue
+        lengths = (most / 6, most / 2, most)
+        asked = network.Faults(seed, chosen.rounds, lengths, kinds, places, chosen.rest_seconds)
+        record = network.run(asked)
         print(record, flush=True)
         if not chosen.no_evidence:
             evidence.add(record, database="postgres", durability=DURABILITY["postgres"])

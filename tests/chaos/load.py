@@ -38,6 +38,8 @@ class Load:
         self._answers: dict[str, str] = {}
         """Key -> the id that was told."""
         self.accepted = 0
+        self._silent: set[str] = set()
+        self._all_answered = asyncio.Event()
         self._moment = 0
         self._has_come = asyncio.Event()
         self.contradictions: list[str] = []
@@ -56,6 +58,12 @@ class Load:
         if self.accepted < count:
             await self._has_come.wait()
 
+    async def is_answered_by_all(self) -> None:
+        """Back when each of those who take tasks in has accepted one more."""
+        self._silent = {home.name for home in self._homes}
+        self._all_answered.clear()
+        await self._all_answered.wait()
+
     async def _keep_on(self, client: httpx.AsyncClient, until: int) -> None:
         while self.accepted < until:
             began = time.monotonic()
@@ -70,12 +78,12 @@ class Load:
 
     async def _send(self, client: httpx.AsyncClient, key: str, body: dict[str, Any]) -> None:
         """Raises when nobody says that it is accepted."""
-        known = json.loads((self._chance.choice(self._homes) / "client.json").read_text())
-        headers = {"Authorization": f"Bearer {known['token']}", "Idempotency-Key": key}
-        answer = await client.post(f"{known['url']}/tasks", json=body, headers=headers)
-        answer.raise_for_status()
-        id = answer.json()["id"]
-        note(str(self._told), key=key, id=id, replayed="Idempotency-Replayed" in answer.headers)
+        home = self._chance.choice(self._homes)
+        id, is_replay = await self._ask(client, home, key, body)
+        note(str(self._told), key=key, id=id, replayed=is_replay, home=home.name)
+        self._silent.discard(home.name)
+        if not self._silent:
+            self._all_answered.set()
         before = self._answers.setdefault(key, id)
         if before != id:
             self.contradictions.append(f"{key} is {before} and {id}")
@@ -88,11 +96,29 @@ class Load:
             self._unanswered.append((key, body))
         if self._chance.random() < self._kind.cancelled:
             with suppress(httpx.HTTPError):
-                await client.post(f"{known['url']}/tasks/{id}/cancel", json={}, headers=headers)
+                await self._cancel(client, home, id)
+
+    async def _ask(
+        self, client: httpx.AsyncClient, home: Path, key: str, body: dict[str, Any]
+    ) -> tuple[str, bool]:
+        """The id, and whether the answer is one that was given before."""
+        url, headers = _known(home)
+        answer = await client.post(f"{url}/tasks", json=body, headers={**headers, "Idempotency-Key": key})
+        answer.raise_for_status()
+        return answer.json()["id"], "Idempotency-Replayed" in answer.headers
+
+    async def _cancel(self, client: httpx.AsyncClient, home: Path, id: str) -> None:
+        url, headers = _known(home)
+        await client.post(f"{url}/tasks/{id}/cancel", json={}, headers=headers)
 
     def _next(self) -> tuple[str, dict[str, Any]]:
         self._number += 1
         return f"{self._seed}-{self._number}", self._kind.body(self._chance)
+
+
+def _known(home: Path) -> tuple[str, dict[str, str]]:
+    known = json.loads((home / "client.json").read_text())
+    return known["url"], {"Authorization": f"Bearer {known['token']}"}
 
 
 class Kind:
@@ -129,7 +155,7 @@ class Works(Kind):
         resources: dict[str, Any] = {"cpu": 0.05}
         if chance.random() < 0.15:
             mb = chance.choice([4000, 9000, 14_000])
-            kwargs |= {"gpu_mb": mb, "seconds": 5 * seconds}
+            kwargs |= {"gpu_mb": mb, "seconds": 1 + 5 * seconds}  # long enough to be met
             resources = {"gpu_mb": mb, "cpu": 0}
         return {
             "run": {"entrypoint": "tests.chaos.jobs:work", "kwargs": kwargs},

@@ -24,7 +24,7 @@ DEVICE_MB = 24 * GIB
 DRAIN_SECONDS = 240.0
 STARTS_KILLED = 0.15
 """Of the restarts, so many are killed before they are ready."""
-SHOW_SECONDS = 15.0
+SHOW_SECONDS = 60.0
 """In which a process that is to be killed shows itself: what was killed before may not be back yet."""
 
 
@@ -35,18 +35,23 @@ class Rig:
     settings: ClassVar[Mapping[str, Any]] = {"engine": "simulated"}
     process: ClassVar[type[ServiceProcess]] = ForkedService
 
-    def __init__(self, folder: Path, url: str) -> None:
+    def __init__(self, folder: Path, url: str, ways: Mapping[str, str] | None = None) -> None:
+        """`ways`: the URLs by which processes go to the database that have one of their own, by name."""
         self.folder = folder
-        self.given = {
-            "database_url": url,
+        self._given = {
             "entrypoints": ["tests.chaos.jobs:*"],
             "policy": {"sample_period_seconds": 0.5, "kill_patience_seconds": 0.5},
             "blob_dir": str(folder / "objects"),
             **self.settings,
         }
-        self.service = self.process(folder / "data", **self.given)
+        self._url, self._ways = url, ways or {}
+        self.service = self.made(self.process, "data")
         self.watch = Watch(folder / "witness", folder / "seen")
         self.kills: dict[str, int] = {}
+
+    def made(self, process: type[ServiceProcess], name: str) -> ServiceProcess:
+        url = self._ways.get(name, self._url)
+        return process(self.folder / name, database_url=url, **self._given)
 
     @property
     def homes(self) -> list[Path]:
@@ -98,10 +103,10 @@ class SiteRig(Rig):
     targets = ("gateway", "leader", "standby", "leader")
     process = ForkedGateway
 
-    def __init__(self, folder: Path, url: str) -> None:
-        super().__init__(folder, url)
-        self.gateways = [self.service, ForkedGateway(folder / "other", **self.given)]
-        self.brokers = [ForkedBroker(folder / name, **self.given) for name in ("one", "two")]
+    def __init__(self, folder: Path, url: str, ways: Mapping[str, str] | None = None) -> None:
+        super().__init__(folder, url, ways)
+        self.gateways = [self.service, self.made(ForkedGateway, "other")]
+        self.brokers = [self.made(ForkedBroker, name) for name in ("one", "two")]
 
     @property
     def homes(self) -> list[Path]:
@@ -117,7 +122,9 @@ class SiteRig(Rig):
 
     def kill(self, target: str, chance: Random) -> None:
         struck = (
-            chance.choice(self.gateways) if target == "gateway" else self._broker(leads=target == "leader")
+            chance.choice(self.gateways)
+            if target == "gateway"
+            else self.broker_that(leads=target == "leader")
         )
         if struck is not None:
             struck.kill_9()
@@ -125,7 +132,8 @@ class SiteRig(Rig):
             time.sleep(chance.choice([0.0, 0.0, 4.0]))  # at times long enough for the standby to lead
             struck.start()
 
-    def _broker(self, *, leads: bool) -> ServiceProcess | None:
+    def broker_that(self, *, leads: bool) -> ServiceProcess | None:
+        """None if nobody can tell."""
         with suppress(httpx.HTTPError, BrokerError):
             holder = str(self.service.broker.stats().leader["holder"])
             return next((one for one in self.brokers if holder.endswith(f":{one.pid}") is leads), None)

@@ -89,6 +89,31 @@ def _lines(found: Mapping[str, Record]) -> Iterator[str]:
             f"lost, {record['accepted_twice']} accepted twice; {record['double_leased_mb']} MiB leased "
             f"twice. Five seconds later 95 % of the rate before it were back after {record['back']} of them."
         )
+    if "network" in found:
+        yield from _network(found["network"])
     if "mutants" in found:
         record = found["mutants"]
         yield f"Faults planted on purpose: {record['seen']} of {record['planted']} seen by a named test."
+
+
+def _network(record: Record) -> Iterator[str]:
+    met = [one for run in record["runs"] for one in run["met"]]
+    worst: dict[tuple[str, str], float] = {}
+    for one in met:
+        for what in ("without_an_answer_seconds", "without_a_decision_seconds"):
+            worst[one["kind"], what] = max(worst.get((one["kind"], what), 0.0), one[what])
+    kinds = sorted({one["kind"] for one in met})
+    told = "; ".join(
+        f"{kind} {worst[kind, 'without_an_answer_seconds']:.1f} and "
+        f"{worst[kind, 'without_a_decision_seconds']:.1f} s"
+        for kind in kinds
+    )
+    longest = max(one["seconds"] for one in met)
+    yield (
+        f"Lines that are late, narrow, cut into pieces, half-open, reset or closed slowly for up to "
+        f"{longest:.0f} s, of clients to a gateway and of a gateway, the leader or all to PostgreSQL: "
+        f"{record['faults']} faults (< {record['bound']['faults']:.1%}). Of {record['acknowledged']:,} "
+        f"accepted tasks {record['lost']} were lost, {record['accepted_twice']} accepted twice; "
+        f"{record['double_leased_mb']} MiB leased twice. The longest that a gateway answered nobody and that "
+        f"nothing was decided, the fault included: {told}."
+    )

@@ -49,3 +49,22 @@ def test_a_restart_of_postgresql_and_ended_backends_lose_nothing_and_all_goes_on
     assert found == (0, 0, 0, 0)
     assert told["acknowledged"] > 0
     assert told["seconds_to_the_next_answer"]["max"] < 5.0
+
+
+@pytest.mark.timeout(SECONDS + 60)
+def test_lines_that_are_reset_or_say_nothing_lose_nothing_and_all_goes_on() -> None:
+    words = (
+        "--kind",
+        "reset",
+        "--kind",
+        "in pieces",
+        "--kind",
+        "half-open",
+        "--place",
+        "leader and PostgreSQL",
+    )
+    told = literal_eval(chaos("network", *words, "--most-seconds", "0.6", "--rest-seconds", "0.2"))
+    found = (told["lost"], told["accepted_twice"], told["double_leased_mb"], told["leases_left"])
+    assert found == (0, 0, 0, 0)
+    assert told["acknowledged"] > 0
+    assert max(one["without_a_decision_seconds"] for one in told["met"]) < 10.0

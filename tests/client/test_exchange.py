@@ -43,6 +43,22 @@ def test_pauses_grow_until_patience_ends_and_the_last_error_is_told() -> None:
         steps.throw(Unreachable("nobody there"))
 
 
+def test_an_answer_that_never_came_is_asked_for_again_however_long_it_was_waited_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A line on which nothing passes any more takes all of one request's time; a new one may be good."""
+    now = 0.0
+    monkeypatch.setattr("gpubroker.exchange.time.monotonic", lambda: now)
+    steps = exchange(GET, retry_seconds=30)
+    next(steps)
+    now = 45.0
+    assert isinstance(steps.throw(Unreachable("timed out")), Pause)
+    assert next(steps) is GET
+    now = 80.0
+    with pytest.raises(Unreachable):
+        steps.throw(Unreachable("timed out"))
+
+
 def test_a_call_that_is_not_repeatable_is_not_repeated_when_its_answer_is_lost() -> None:
     steps = exchange(ONCE, retry_seconds=3600)
     next(steps)
