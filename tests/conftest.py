@@ -3,6 +3,7 @@
 `--hypothesis-profile=random` draws new examples each time, and prints how to see one that fails again.
 
 PostgreSQL is started once, when the first test asks for it; each test finds its database as if it were new.
+Where several processes share the tests, each has a server of its own.
 """
 
 import logging
@@ -13,6 +14,7 @@ import structlog
 from hypothesis import HealthCheck, settings
 
 from service.adapters.sql.store import migrate
+from tests.dealing import Dealer, put_in_turn
 from tests.postgres import PostgresServer, a_server, reset
 
 settings.register_profile(
@@ -20,6 +22,15 @@ settings.register_profile(
 )
 settings.register_profile("random", settings.get_profile("repeatable"), derandomize=False, print_blob=True)
 settings.load_profile("repeatable")
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> Dealer:
+    return Dealer(config, log)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if hasattr(config, "workerinput"):
+        put_in_turn(items)
 
 
 @pytest.fixture(autouse=True)

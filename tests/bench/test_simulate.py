@@ -23,6 +23,7 @@ from service.core.events import NewEvent
 from service.core.policy import Policy
 from service.core.task import Dependency, Task
 from service.core.units import Instant, Mib, TaskId
+from tests.patience import PATIENCE_SECONDS
 
 GIB = 1024
 MANUAL = (ROOT / "docs/another-policy.md").read_text(encoding="utf-8")
@@ -217,7 +218,7 @@ def test_the_export_of_a_service_is_a_history(tmp_path: Path) -> None:
         }
         typed = ["bash", "-euo", "pipefail", "-c", COMMANDS]
         ran = subprocess.run(
-            typed, capture_output=True, text=True, env=environment, cwd=tmp_path, timeout=120
+            typed, capture_output=True, text=True, env=environment, cwd=tmp_path, timeout=PATIENCE_SECONDS
         )
     assert ran.returncode == 0, ran.stderr
     assert "2 tasks" in ran.stderr

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 
 from tests.e2e.service_process import ServiceProcess
+from tests.patience import PATIENCE_SECONDS
 
 WAITING = {"engine": "simulated"}
 """An engine whose tasks only wait."""
@@ -12,7 +13,7 @@ def refusal(service: ServiceProcess, begin: Callable[[], None] | None = None) ->
     """The exit code must be 2, and the last line of the log says why."""
     process = service.spawn(begin)
     try:
-        assert process.wait(30) == 2, service.log()
+        assert process.wait(PATIENCE_SECONDS) == 2, service.log()
     finally:
         process.kill()
     lines = service.log().splitlines()

@@ -16,8 +16,7 @@ from tests.bootstrap.refusals import WAITING
 from tests.builders import a_task
 from tests.chaos.history import violations
 from tests.contracts.scenes import a_submission, log_of
-
-PATIENCE_SECONDS = 20.0
+from tests.patience import PATIENCE_SECONDS
 
 
 class Member:

@@ -16,6 +16,7 @@ from service.bootstrap import StillRunning, stop_everything
 from service.bootstrap.premises import own_host
 from service.settings import load_settings
 from tests.e2e.service_process import ROOT, ServiceProcess
+from tests.patience import PATIENCE_SECONDS
 
 WAITING = {"engine": "simulated"}
 
@@ -67,7 +68,7 @@ def test_a_service_that_refuses_keeps_its_local_ray_until_it_is_told_to_stop(
     known = json.loads((service.data_dir / "client.json").read_text())
     write_client_file(service.data_dir, known["url"], "gpb_of_another_service")
     words = [sys.executable, "-m", "service", "down", "--data-dir", str(service.data_dir)]
-    refused = subprocess.run(words, capture_output=True, text=True, timeout=60, cwd=ROOT)
+    refused = subprocess.run(words, capture_output=True, text=True, timeout=PATIENCE_SECONDS, cwd=ROOT)
     assert refused.returncode == 1
     assert "refused to stop: 401" in refused.stderr
     assert is_there(head)

@@ -16,6 +16,7 @@ import pytest
 
 from tests.bootstrap.refusals import WAITING
 from tests.e2e.service_process import ROOT, ServiceProcess, until
+from tests.patience import PATIENCE_SECONDS
 
 SUBMITS = 500
 CLIENTS = 20
@@ -69,7 +70,7 @@ class Submits:
                 self.refused.add(name)
 
         url, headers = self._service.url, headers_of(self._service)
-        async with httpx.AsyncClient(base_url=url, headers=headers, timeout=30.0) as client:
+        async with httpx.AsyncClient(base_url=url, headers=headers, timeout=PATIENCE_SECONDS) as client:
             await asyncio.gather(*(submit(client, name) for name in self._names))
 
     def check(self) -> None:
@@ -122,7 +123,7 @@ def drain_with_notice(service: ServiceProcess) -> None:
     assert service.ended() == 0
     assert time.monotonic() - began < DRAIN_SECONDS
     service.start()
-    assert service.broker.wait(meanwhile.json()["id"], timeout_seconds=30).state == "succeeded"
+    assert service.broker.wait(meanwhile.json()["id"], timeout_seconds=PATIENCE_SECONDS).state == "succeeded"
 
 
 def test_what_does_not_come_to_its_end_is_ended_in_time() -> None:
@@ -130,6 +131,8 @@ def test_what_does_not_come_to_its_end_is_ended_in_time() -> None:
         "import time; from service.bootstrap.last_moment import LastMoment; "
         "LastMoment(0.2).begin(); time.sleep(60)"
     )
-    ran = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=30)
+    ran = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE_SECONDS
+    )
     assert ran.returncode == 1
     assert "not at its end 0.2 s after it was asked to stop" in ran.stderr

@@ -10,6 +10,7 @@ import pytest
 
 from tests.bootstrap.refusals import WAITING
 from tests.e2e.service_process import ServiceProcess, until
+from tests.patience import PATIENCE_SECONDS
 from tests.postgres import OwnServer, a_server_of_its_own
 
 STALE_SECONDS = 1.5
@@ -32,7 +33,9 @@ def ask(service: ServiceProcess, method: str, path: str, body: Any = None) -> ht
     """Once, where the SDK would ask again."""
     known = json.loads((service.data_dir / "client.json").read_text(encoding="utf-8"))
     headers = {"Authorization": f"Bearer {known['token']}"}
-    return httpx.request(method, f"{known['url']}{path}", json=body, headers=headers, timeout=30.0)
+    return httpx.request(
+        method, f"{known['url']}{path}", json=body, headers=headers, timeout=PATIENCE_SECONDS
+    )
 
 
 def code_of(answer: httpx.Response) -> tuple[int, str]:
@@ -64,11 +67,11 @@ def test_the_service_outlives_its_database_server_and_loses_nothing(
 
     until(lambda: ask(service, "GET", "/readyz").status_code == 200, "the service is ready again")
     broker = service.broker
-    assert broker.wait(ends_meanwhile, timeout_seconds=30).state == "succeeded"
+    assert broker.wait(ends_meanwhile, timeout_seconds=PATIENCE_SECONDS).state == "succeeded"
     assert broker.get(before.id).state == "succeeded"
     assert broker.get(goes_on).state == "running"
     after = broker.submit("tests.e2e.work:add", cpu=0.5)
-    assert broker.wait(after.id, timeout_seconds=30).state == "succeeded"
+    assert broker.wait(after.id, timeout_seconds=PATIENCE_SECONDS).state == "succeeded"
     # A server that is back within the lease finds the same leader.
     assert broker.stats().leader["term"] >= term
     assert "Traceback" not in service.log()
@@ -81,15 +84,15 @@ def test_a_second_serve_on_one_database_stands_by_and_takes_over(
     with ServiceProcess(tmp_path / "other", database_url=server.url, blob_dir=objects, **WAITING) as other:
         assert other.broker.stats().leader["holder"].endswith(f":{service.pid}")
         task = other.broker.submit("tests.e2e.work:add", cpu=0.5)
-        assert service.broker.wait(task.id, timeout_seconds=30).state == "succeeded"
+        assert service.broker.wait(task.id, timeout_seconds=PATIENCE_SECONDS).state == "succeeded"
         assert service.terminate() == 0
         until(lambda: str(other.broker.stats().leader["holder"]).endswith(f":{other.pid}"), "the other leads")
         task = other.broker.submit("tests.e2e.work:add", cpu=0.5)
-        assert other.broker.wait(task.id, timeout_seconds=30).state == "succeeded"
+        assert other.broker.wait(task.id, timeout_seconds=PATIENCE_SECONDS).state == "succeeded"
 
 
 def test_a_killed_service_does_not_keep_its_database_from_the_next_one(service: ServiceProcess) -> None:
     task = service.broker.submit("tests.e2e.work:add", cpu=0.5)
     service.kill_9()
     service.start()
-    assert service.broker.wait(task.id, timeout_seconds=30).state == "succeeded"
+    assert service.broker.wait(task.id, timeout_seconds=PATIENCE_SECONDS).state == "succeeded"

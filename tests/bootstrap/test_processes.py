@@ -19,6 +19,7 @@ from tests.e2e.service_process import (
     ServiceProcess,
     until,
 )
+from tests.patience import PATIENCE_SECONDS
 from tests.postgres import PostgresServer, reset
 
 SETTINGS: dict[str, Any] = {**WAITING, "policy": {"sample_period_seconds": 0.5}}
@@ -72,7 +73,9 @@ def ask(gateway: ServiceProcess, path: str, body: Any = None) -> Any:
     known = json.loads((gateway.data_dir / "client.json").read_text(encoding="utf-8"))
     headers = {"Authorization": f"Bearer {known['token']}"}
     method = "GET" if body is None else "POST"
-    answer = httpx.request(method, f"{known['url']}{path}", json=body, headers=headers, timeout=30.0)
+    answer = httpx.request(
+        method, f"{known['url']}{path}", json=body, headers=headers, timeout=PATIENCE_SECONDS
+    )
     assert answer.status_code == 200, answer.text
     return answer.json()
 
@@ -80,7 +83,7 @@ def ask(gateway: ServiceProcess, path: str, body: Any = None) -> Any:
 def test_what_one_gateway_takes_in_ends_at_the_other(site: Site) -> None:
     a, b = site.brokers
     task = a.submit("tests.e2e.work:add", cpu=0.5)
-    assert b.wait(task.id, timeout_seconds=20).state == "succeeded"
+    assert b.wait(task.id, timeout_seconds=PATIENCE_SECONDS).state == "succeeded"
     assert b.result(task.id) is None
 
 
@@ -88,7 +91,7 @@ def test_an_answer_is_held_back_at_a_gateway_that_does_not_lead(site: Site) -> N
     known = json.loads((site.gateways[0].data_dir / "client.json").read_text(encoding="utf-8"))
     body = {"run": {"entrypoint": "tests.e2e.work:add", "kwargs": {"seconds": 0.2}}}
     headers = {"Authorization": f"Bearer {known['token']}", "Prefer": "wait=20"}
-    answer = httpx.post(f"{known['url']}/tasks", json=body, headers=headers, timeout=30.0)
+    answer = httpx.post(f"{known['url']}/tasks", json=body, headers=headers, timeout=PATIENCE_SECONDS)
     assert (answer.status_code, answer.json()["state"]) == (201, "succeeded")
 
 
@@ -97,7 +100,7 @@ def test_a_task_of_one_gateway_is_cancelled_at_the_other(site: Site) -> None:
     task = a.submit("tests.e2e.work:add", kwargs=LONG, gpu_mb=GIB)
     until(lambda: b.get(task.id).state == "running", "it runs")
     assert b.cancel(task.id, grace_seconds=0).state in {"stopping", "cancelled"}
-    assert a.wait(task.id, timeout_seconds=20).state == "cancelled"
+    assert a.wait(task.id, timeout_seconds=PATIENCE_SECONDS).state == "cancelled"
 
 
 def test_a_token_made_at_one_gateway_is_known_at_the_other(site: Site) -> None:

@@ -15,6 +15,7 @@ from service.bootstrap.process import Process
 from service.settings import load_settings
 from tests.bootstrap.refusals import WAITING
 from tests.e2e.service_process import ServiceProcess
+from tests.patience import PATIENCE_SECONDS
 
 
 async def test_a_service_that_cannot_listen_ends_and_leaves_nothing_running(tmp_path: Path) -> None:
@@ -24,7 +25,7 @@ async def test_a_service_that_cannot_listen_ends_and_leaves_nothing_running(tmp_
         no_listener.bind(("127.0.0.1", 0))
         blobs = await open_blobs(settings, store)
         process = Process(settings, store, blobs, listener=no_listener, leads=True)
-        assert await asyncio.wait_for(process.run(), 30.0) == 1
+        assert await asyncio.wait_for(process.run(), PATIENCE_SECONDS) == 1
     [line] = [line for line in logs if line["log_level"] == "error"]
     assert line["subject"] == "http"
     assert asyncio.all_tasks() == {asyncio.current_task()}
@@ -44,4 +45,4 @@ def test_a_log_with_a_hole_ends_the_service_and_the_next_start_reads_the_picture
         assert "is missing; read the picture anew" in service.log()
         service.start()
         task = service.broker.submit("tests.e2e.work:add", cpu=0.5)
-        assert service.broker.wait(task.id, timeout_seconds=30).state == "succeeded"
+        assert service.broker.wait(task.id, timeout_seconds=PATIENCE_SECONDS).state == "succeeded"

@@ -12,6 +12,7 @@ from service.core.plan import Decision
 from service.core.units import Term
 from service.ports import CommitVerdict
 from tests.broker.stage import ForgetfulStore, Hands, a_stage
+from tests.patience import PATIENCE_SECONDS
 
 
 class WatchedStore(ForgetfulStore):
@@ -39,7 +40,7 @@ async def test_reports_wait_at_the_executor_while_too_many_are_in_hand(
         leading = asyncio.create_task(stage.leader.run())
         await store.missed.wait()
         stage.executor.measure()
-        [waiting] = await asyncio.wait_for(stage.executor.reports(), 10)
+        [waiting] = await asyncio.wait_for(stage.executor.reports(), PATIENCE_SECONDS)
         assert isinstance(waiting, Sampled)
         leading.cancel()
         await asyncio.gather(leading, return_exceptions=True)

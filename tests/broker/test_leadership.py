@@ -19,6 +19,7 @@ from service.ports import CommitVerdict, RunSpec, TenureOver
 from tests.broker.stage import ForgetfulStore, Hands, Stage, a_stage
 from tests.builders import GIB, NOW
 from tests.contracts.scenes import next_term
+from tests.patience import PATIENCE_SECONDS
 
 RULES = TenureRules(Seconds(3.0), Seconds(0.75), renew_seconds=Seconds(0.01))
 TOO_LONG = 2.25
@@ -210,7 +211,7 @@ class Party:
         return [(name, term) for name, term in led.items() if term is not None]
 
     async def until(self, *leading: tuple[str, int]) -> None:
-        async with asyncio.timeout(10.0):
+        async with asyncio.timeout(PATIENCE_SECONDS):
             while self.leading() != list(leading):  # noqa: ASYNC110  # who leads sends no events
                 await asyncio.sleep(0)
 
@@ -306,7 +307,7 @@ async def test_the_next_leader_carries_on_with_what_is_in_the_queue(party: Party
     ended = asyncio.Event()
     party.store.listen(lambda events: ended.set() if "task.succeeded" in {e.kind for e in events} else None)
     await party.stages["two"].submit("task", gpu_mb=GIB)
-    await asyncio.wait_for(ended.wait(), 10.0)
+    await asyncio.wait_for(ended.wait(), PATIENCE_SECONDS)
 
 
 async def test_a_renewal_whose_answer_came_late_is_counted_from_when_it_was_asked_for(party: Party) -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from service.adapters.sql.store import migrate
 
-SECONDS = 480
+SECONDS = 1200
 
 
 @pytest.mark.timeout(SECONDS + 60)

@@ -6,6 +6,8 @@ import subprocess
 import sys
 from collections.abc import Iterator
 
+from tests.patience import PATIENCE_SECONDS
+
 RANK = """
 import sys
 from types import SimpleNamespace
@@ -20,7 +22,7 @@ def test_every_rank_has_the_sum_whoever_comes_first() -> None:
     with contextlib.ExitStack() as stack:
         address = stack.enter_context(an_address_that_is_kept())
         ranks = [a_rank(stack, rank, address) for rank in (1, 2, 0)]
-        assert [rank.communicate(timeout=60)[0] for rank in ranks] == ["42.0\n"] * 3
+        assert [rank.communicate(timeout=PATIENCE_SECONDS)[0] for rank in ranks] == ["42.0\n"] * 3
 
 
 @contextlib.contextmanager

@@ -12,6 +12,7 @@ import pytest
 import yaml
 
 from tests.e2e.service_process import ROOT, ServiceProcess
+from tests.patience import PATIENCE_SECONDS
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 SHELL = re.findall(r"^```sh\n(.*?)^```", README, re.MULTILINE | re.DOTALL)
@@ -37,7 +38,9 @@ def typed(service: ServiceProcess, script: str) -> str:
     activated = f"{Path(sys.executable).parent}:/usr/bin:/bin"
     environment = {"PATH": activated, "HOME": str(state), "XDG_STATE_HOME": str(state), "COLUMNS": "200"}
     shell = ["bash", "-euo", "pipefail", "-c", script]
-    ran = subprocess.run(shell, capture_output=True, text=True, env=environment, cwd=ROOT, timeout=120)
+    ran = subprocess.run(
+        shell, capture_output=True, text=True, env=environment, cwd=ROOT, timeout=PATIENCE_SECONDS
+    )
     assert ran.returncode == 0, (script, ran.stdout, ran.stderr)
     return ran.stdout
 

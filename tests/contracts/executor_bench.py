@@ -28,8 +28,8 @@ from service.core.task import StopReason
 from service.core.tenure import Tenure
 from service.core.units import DeviceKey, Fence, Mib, Seconds, TaskId, Term
 from service.ports import Executor, RunPayload, RunSpec
+from tests.patience import PATIENCE_SECONDS
 
-PATIENCE_SECONDS = 60.0
 GPU = DeviceKey("local/local/GPU-sim-0")
 JOBS = "tests.e2e.ray_jobs"
 

@@ -15,6 +15,7 @@ from service.adapters.ray.options import AgentConfig
 from service.adapters.ray.processes import Watched, process_id
 from service.adapters.ray.wire import PROTOCOL as AGENT_PROTOCOL
 from service.adapters.ray.wire import pack, unpack
+from tests.patience import PATIENCE_SECONDS
 
 GPU = "GPU-sim-0"
 
@@ -178,7 +179,7 @@ class Line:
 
     async def hear(self, kind: str, task: str = "") -> Report:
         """The first report of this kind (about this task), as soon as it has come."""
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(PATIENCE_SECONDS):
             while True:
                 for report in self.heard:
                     if report[0] == kind and (not task or report[1] == task):
@@ -187,7 +188,7 @@ class Line:
 
     async def until(self, true: Callable[[], Any]) -> None:
         """For what an agent does and does not tell."""
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(PATIENCE_SECONDS):
             while not true():  # noqa: ASYNC110  # processes and files send no events
                 await asyncio.sleep(0.005)
 

@@ -8,6 +8,7 @@ from service.adapters.sql.clock import DatabaseClock
 from service.adapters.sql.store import open_store
 from service.core.units import Instant, Seconds
 from service.ports import StoreUnavailable
+from tests.patience import PATIENCE_SECONDS
 
 
 class Away:
@@ -76,7 +77,7 @@ async def test_it_keeps_reading_when_the_database_was_away() -> None:
     database = Away(500.0, failures=2)
     clock = DatabaseClock(database, every_seconds=Seconds(0.001))
     keeping = asyncio.create_task(clock.keep())
-    await asyncio.wait_for(database.answered.wait(), 10)
+    await asyncio.wait_for(database.answered.wait(), PATIENCE_SECONDS)
     await asyncio.sleep(0)
     assert clock.now() > time.time() + 400.0
     keeping.cancel()

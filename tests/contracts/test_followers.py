@@ -20,8 +20,8 @@ from tests.builders import a_task
 from tests.contracts.proxy import a_proxy, to_postgres, url_through
 from tests.contracts.scenes import a_submission, admission, log_of, opened, picture, with_gpu
 from tests.contracts.wire import a_wire
+from tests.patience import PATIENCE_SECONDS
 
-PATIENCE_SECONDS = 20.0
 MANY = 1500
 """More than are handed out at once."""
 

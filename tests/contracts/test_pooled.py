@@ -17,8 +17,6 @@ from tests.builders import NOW, a_sample, a_task
 from tests.contracts.pooler import a_pooler
 from tests.contracts.scenes import a_submission, admission, log_of, with_gpu
 
-PATIENCE_SECONDS = 20.0
-
 
 @asynccontextmanager
 async def pooled(url: str) -> AsyncIterator[SqlStore]:

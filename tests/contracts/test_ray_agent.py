@@ -17,6 +17,7 @@ from service.adapters.ray.cards import Card, RunFiles, UnreadableCard
 from service.adapters.ray.options import AgentConfig
 from service.adapters.ray.processes import boot_id, process_id
 from tests.contracts.runner_stand import GPU, Line, Runner, Stand, an_agent_config
+from tests.patience import PATIENCE_SECONDS
 
 OpenLine = Callable[..., Line]
 
@@ -140,7 +141,7 @@ async def test_an_older_term_that_waited_for_a_newer_ones_adoption_is_stale(
 
     def names() -> list[str]:
         asked.set()
-        assert go_on.wait(10)
+        assert go_on.wait(PATIENCE_SECONDS)
         return []
 
     monkeypatch.setattr(stand, "names", names)
@@ -245,7 +246,7 @@ async def test_makers_of_processes_that_never_answer_make_room_for_others(
     for task in "abc":
         await line.start(task)
     await line.until(lambda: len(stand.started) == 3)
-    assert all(runner.process.wait(10) for runner in stand.runners if runner.is_mute)
+    assert all(runner.process.wait(PATIENCE_SECONDS) for runner in stand.runners if runner.is_mute)
 
 
 async def test_a_warm_runner_of_an_earlier_agent_is_ended_when_it_has_nothing_to_run(

@@ -24,6 +24,7 @@ from service.core.orders import SeenDevice
 from service.core.units import Mib
 from service.device_ports import MeasuredDevice, ProcessGroup
 from tests.contracts.runner_stand import GPU, Stand, an_agent_config
+from tests.patience import PATIENCE_SECONDS
 
 
 class Probe:
@@ -67,7 +68,7 @@ class Kept:
         return self.stand.runner_of(task).process.pid
 
     async def until(self, true: Callable[[], Any]) -> None:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(PATIENCE_SECONDS):
             while not true():  # noqa: ASYNC110  # processes send no events
                 await asyncio.sleep(0.005)
 

@@ -12,6 +12,7 @@ from gpubroker.runtime.messages import PROTOCOL, Report, RunKey
 from service.adapters.ray.lane import Lane
 from service.adapters.ray.processes import ProcessId, process_id
 from service.adapters.ray.wire import pack
+from tests.patience import PATIENCE_SECONDS
 
 KEY = RunKey("t", 1, 0)
 
@@ -33,7 +34,7 @@ class Actor:
     async def call(self, number: int) -> tuple[tuple[Any, ...], "asyncio.Future[Any]"]:
         while len(self.calls) <= number:
             self.called.clear()
-            await asyncio.wait_for(self.called.wait(), 10)
+            await asyncio.wait_for(self.called.wait(), PATIENCE_SECONDS)
         return self.calls[number]
 
     async def answer(self, number: int, *reply: tuple[int, Report]) -> None:
@@ -131,7 +132,7 @@ async def test_the_end_is_told_after_the_last_words(listened: Listened) -> None:
     await listened.lane.watched.wait()
     assert not listened.ended.is_set()
     reply.set_result(pack([(1, ("ended",))]))
-    await asyncio.wait_for(listened.ended.wait(), 10)
+    await asyncio.wait_for(listened.ended.wait(), PATIENCE_SECONDS)
     assert listened.heard == ["ended"]
 
 
@@ -142,7 +143,7 @@ async def test_who_cannot_be_understood_is_ended_so_that_its_runs_are_not_waited
     listened.lane.hand_over(("share", 1))
     _, future = await listened.actor.call(0)
     future.set_result(reply)
-    await asyncio.wait_for(listened.ended.wait(), 10)
+    await asyncio.wait_for(listened.ended.wait(), PATIENCE_SECONDS)
     assert listened.lane.watched.ended
 
 
@@ -155,7 +156,7 @@ async def test_a_fault_of_whoever_hears_a_report_ends_the_process_and_not_the_li
     monkeypatch.setattr(listened.lane, "_on_report", stumble)
     listened.lane.hand_over(("share", 1))
     await listened.actor.answer(0, (1, ("started",)))
-    await asyncio.wait_for(listened.ended.wait(), 10)
+    await asyncio.wait_for(listened.ended.wait(), PATIENCE_SECONDS)
 
 
 async def test_an_end_that_could_not_be_noted_is_told_again(
@@ -171,5 +172,5 @@ async def test_an_end_that_could_not_be_noted_is_told_again(
 
     monkeypatch.setattr(listened.lane, "_on_end", stumble_once)
     listened.lane.watched.signal(9)
-    await asyncio.wait_for(listened.ended.wait(), 10)
+    await asyncio.wait_for(listened.ended.wait(), PATIENCE_SECONDS)
     assert told == ["told", "told"]

@@ -13,9 +13,9 @@ from service.ports import CommitVerdict, StaleTerm, StoreUnavailable, SubmitVerd
 from tests.builders import a_task
 from tests.contracts.scenes import a_submission, admission, next_term, opened, with_gpu
 from tests.contracts.wire import Cut, a_wire, little_patience
+from tests.patience import PATIENCE_SECONDS
 
 TTL = Seconds(3.0)
-PATIENCE_SECONDS = 20.0
 ENDED_BY_FAILOVER = (
     "SELECT pg_terminate_backend(pid) FROM pg_stat_activity "
     "WHERE datname = current_database() AND pid <> pg_backend_pid()"

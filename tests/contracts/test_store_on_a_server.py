@@ -35,8 +35,7 @@ from tests.contracts.scenes import (
     with_gpu,
 )
 from tests.contracts.wire import Cut, a_wire, little_patience
-
-DEADLINE_SECONDS = 20.0
+from tests.patience import PATIENCE_SECONDS
 
 
 async def test_a_broken_connection_is_made_again(postgres_url: str) -> None:
@@ -60,7 +59,7 @@ async def test_a_commit_whose_answer_is_lost_is_done_once(postgres_url: str, cut
         await store.submit(a_submission("t1"))
         wire.cut = cut
         group = [store.submit(a_submission(f"t{n}", key=f"k{n}")) for n in range(2, 10)]
-        outcomes = await asyncio.wait_for(asyncio.gather(*group), DEADLINE_SECONDS)
+        outcomes = await asyncio.wait_for(asyncio.gather(*group), PATIENCE_SECONDS)
         assert wire.was_cut.is_set()
         assert {outcome.verdict for outcome in outcomes} == {SubmitVerdict.ACCEPTED}
         log = await log_of(store)
@@ -88,12 +87,12 @@ async def test_a_decision_that_another_leader_committed_in_its_place_is_not_take
         term = await with_gpu(one, task)
         wire.cut, wire.is_down = Cut.BEFORE_COMMIT, True  # and whoever comes back finds nobody
         waiting = asyncio.create_task(one.commit(term, [admission(task, mb=10 * GIB)]))
-        await asyncio.wait_for(wire.was_cut.wait(), DEADLINE_SECONDS)
+        await asyncio.wait_for(wire.was_cut.wait(), PATIENCE_SECONDS)
         other = await next_term(two, "two")
         assert await two.commit(other, [admission(task, mb=20 * GIB)]) == [CommitVerdict.COMMITTED]
         wire.come_back()
         with pytest.raises(StaleTerm):
-            await asyncio.wait_for(waiting, DEADLINE_SECONDS)
+            await asyncio.wait_for(waiting, PATIENCE_SECONDS)
 
 
 async def test_a_commit_that_is_cut_in_the_middle_says_what_was_written(postgres_url: str) -> None:
@@ -120,12 +119,12 @@ async def test_nobody_hears_of_a_commit_before_the_events_that_belong_to_it(post
         await two.submit(a_submission("t1"))
         wire.down_at = b"JOIN event"
         waiting = asyncio.create_task(one.submit(a_submission("t2")))
-        await asyncio.wait_for(wire.was_cut.wait(), DEADLINE_SECONDS)
+        await asyncio.wait_for(wire.was_cut.wait(), PATIENCE_SECONDS)
         with pytest.raises(StoreUnavailable):
             await one.submit(a_submission("t3"))
         assert (waiting.done(), heard) == (False, [])
         wire.come_back()
-        outcome = await asyncio.wait_for(waiting, DEADLINE_SECONDS)
+        outcome = await asyncio.wait_for(waiting, PATIENCE_SECONDS)
         assert outcome.verdict is SubmitVerdict.ACCEPTED
         assert [event.key for event in heard] == ["t1", "t2"]
 
@@ -139,7 +138,7 @@ WAITING = "SELECT count(*) FROM pg_locks WHERE NOT granted"
 
 
 def insert_once_somebody_waits(connection: psycopg.Connection[Any], statement: str) -> None:
-    deadline = time.monotonic() + DEADLINE_SECONDS
+    deadline = time.monotonic() + PATIENCE_SECONDS
     while connection.execute(WAITING).fetchone() == (0,):
         assert time.monotonic() < deadline, "nobody waits for a lock"
     with suppress(psycopg.errors.DeadlockDetected):  # ours came back before this one had moved on
@@ -156,7 +155,7 @@ async def test_a_commit_that_stands_in_the_way_of_another_one_gives_way_and_is_t
             ours = asyncio.create_task(store.submit(a_submission("t1", key="key")))
             await asyncio.to_thread(insert_once_somebody_waits, other, SAME_KEY)
             other.rollback()
-        outcome = await asyncio.wait_for(ours, DEADLINE_SECONDS)
+        outcome = await asyncio.wait_for(ours, PATIENCE_SECONDS)
         assert (outcome.verdict, outcome.task) == (SubmitVerdict.ACCEPTED, "t1")
         assert [event.key for event in await log_of(store)] == ["t1"]
 
@@ -218,7 +217,7 @@ async def test_who_reads_waits_for_no_answer_that_does_not_come(postgres_url: st
         wire.hold()
         answers = [store.record(TaskId("t2")) for _ in range(2 * READERS)]
         with little_patience():
-            async with asyncio.timeout(DEADLINE_SECONDS):
+            async with asyncio.timeout(PATIENCE_SECONDS):
                 told = await asyncio.gather(*answers, return_exceptions=True)
         assert {type(answer) for answer in told} == {StoreUnavailable}
         wire.go_on()
@@ -235,7 +234,7 @@ async def test_an_unknown_commit_waits_until_it_can_be_read_back(postgres_url: s
             await store.submit(a_submission("t3"))
         assert not waiting.done()
         wire.come_back()
-        outcome = await asyncio.wait_for(waiting, DEADLINE_SECONDS)
+        outcome = await asyncio.wait_for(waiting, PATIENCE_SECONDS)
         assert outcome.verdict is SubmitVerdict.ACCEPTED
         assert [event.key for event in await log_of(store)] == ["t1", "t2"]
 
@@ -279,7 +278,7 @@ async def test_a_process_that_hangs_in_a_commit_does_not_hold_up_the_others(post
     hanging.begin()
     hanging.number(1)  # it has the head of the log, and now does nothing
     async with opened(postgres_url) as store:
-        outcome = await asyncio.wait_for(store.submit(a_submission("t1")), DEADLINE_SECONDS)
+        outcome = await asyncio.wait_for(store.submit(a_submission("t1")), PATIENCE_SECONDS)
         assert outcome.verdict is SubmitVerdict.ACCEPTED
         assert await store.head() == 1
     with pytest.raises(CommitUnknown):

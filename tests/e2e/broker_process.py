@@ -34,8 +34,7 @@ from service.ports import RunPayload
 from service.settings import load_settings
 from service.telemetry import configure_logs
 from tests.e2e.service_process import ROOT, environment
-
-PATIENCE_SECONDS = 60.0
+from tests.patience import PATIENCE_SECONDS
 
 IN_TRANSACTION = "stop-between-two-statements"
 WITH_HEAD = "stop-with-the-head-of-the-log"

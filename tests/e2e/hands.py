@@ -6,8 +6,8 @@ from typing import Any
 from gpubroker import Broker, Task
 
 from tests.e2e.service_process import until
+from tests.patience import PATIENCE_SECONDS
 
-PATIENCE_SECONDS = 60.0
 SMALL: dict[str, Any] = {"kinds": ["sim-small"], "nodes": {"node": ["n2"]}}
 """One device of 24 GiB of the cluster of two nodes."""
 BIG: dict[str, Any] = {"kinds": ["sim-big"], "nodes": {"node": ["n2"]}}

@@ -11,8 +11,7 @@ from types import TracebackType
 from service.adapters.ray.processes import kill_all, name_of, process_table, send_signal, session_of
 from tests.e2e.ray_lab import is_there
 from tests.e2e.service_process import until
-
-JOIN_SECONDS = 60.0
+from tests.patience import PATIENCE_SECONDS
 
 
 class RayNode:
@@ -38,10 +37,10 @@ class RayNode:
             self._command, env=self._env, stdout=subprocess.PIPE, start_new_session=True
         )
         assert self._process.stdout is not None
-        told, _, _ = select.select([self._process.stdout], [], [], JOIN_SECONDS)
+        told, _, _ = select.select([self._process.stdout], [], [], PATIENCE_SECONDS)
         if not told or self._process.stdout.readline() != b"joined\n":
             self.lose()
-            raise AssertionError(f"{self.name} has not joined within {JOIN_SECONDS:g} s")
+            raise AssertionError(f"{self.name} has not joined within {PATIENCE_SECONDS:g} s")
 
     @property
     def is_there(self) -> bool:

@@ -14,13 +14,14 @@ import psutil
 import yaml
 from gpubroker import Broker, Token
 
+from tests.patience import PATIENCE_SECONDS
+
 ROOT = Path(__file__).resolve().parents[2]
-READY_SECONDS = 60.0
 GIB = 1024
 OPEN = ["pending", "admitted", "running", "stopping"]
 
 
-def until(true: Callable[[], bool], what: str, seconds: float = 30.0) -> None:
+def until(true: Callable[[], bool], what: str, seconds: float = PATIENCE_SECONDS) -> None:
     """Wait for a fact that only polling can see (a file, a process), with a deadline that fails the test."""
     deadline = time.monotonic() + seconds
     while not true():
@@ -85,9 +86,9 @@ class ServiceProcess:
         until(
             lambda: self._died() or (stale.exists() and stale.stat().st_mtime_ns != before),
             "the service says where it listens",
-            READY_SECONDS,
+            PATIENCE_SECONDS,
         )
-        until(lambda: self._died() or self._is_ready(), "the service is ready", READY_SECONDS)
+        until(lambda: self._died() or self._is_ready(), "the service is ready", PATIENCE_SECONDS)
         assert not self._died(), self.log()
         return self
 
@@ -145,13 +146,13 @@ class ServiceProcess:
     def ended(self) -> int:
         """Wait until it ends of itself; the exit code."""
         assert self._process is not None
-        return self._process.wait(30)
+        return self._process.wait(PATIENCE_SECONDS)
 
     def terminate(self) -> int:
         """SIGTERM, as an init system stops it: runs go on. The exit code."""
         assert self._process is not None
         self._process.terminate()
-        return self._process.wait(30)
+        return self._process.wait(PATIENCE_SECONDS)
 
     def stop(self) -> None:
         """`gpubroker down`: the service and its local Ray."""
@@ -159,12 +160,12 @@ class ServiceProcess:
             [sys.executable, "-m", "service", "down", "--config", str(self._config)],
             check=True,
             capture_output=True,
-            timeout=60,
+            timeout=PATIENCE_SECONDS,
             env=self._env,
             cwd=self._cwd,
         )
         if self._process is not None:
-            self._process.wait(30)
+            self._process.wait(PATIENCE_SECONDS)
 
     def _died(self) -> bool:
         return self._process is not None and self._process.poll() is not None
@@ -191,7 +192,7 @@ class BrokerProcess(ServiceProcess):
     def start(self, begin: Callable[[], None] | None = None) -> "BrokerProcess":
         before = self.ups()
         self._process = self.spawn(begin)
-        until(lambda: self._died() or self.ups() > before, "the broker is up", READY_SECONDS)
+        until(lambda: self._died() or self.ups() > before, "the broker is up", PATIENCE_SECONDS)
         assert not self._died(), self.log()
         return self
 

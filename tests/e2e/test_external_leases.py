@@ -10,6 +10,7 @@ from gpubroker import Broker, LeaseState
 from gpubroker.fleet import Holder
 
 from tests.e2e.service_process import ServiceProcess, until
+from tests.patience import PATIENCE_SECONDS
 
 USED_MB = 9000
 
@@ -63,7 +64,7 @@ def test_a_holder_gives_way_to_a_task_of_higher_priority(service: ServiceProcess
         assert lease.notice is not None
         assert lease.notice.reason == "preempt"
         assert broker.get(urgent).state == "pending"
-    assert broker.result(urgent, timeout_seconds=30) == 42
+    assert broker.result(urgent, timeout_seconds=PATIENCE_SECONDS) == 42
 
 
 def test_one_that_stays_keeps_its_memory_from_others_until_its_process_is_gone(

@@ -10,6 +10,7 @@ from gpubroker import Broker, Task, TaskFailed
 
 from tests.e2e.service_process import until
 from tests.e2e.work import lines_of, note
+from tests.patience import PATIENCE_SECONDS
 
 FOUR = [{"count": 4, "gpu_mb": 10_000}]
 """Two ranks on each of the two devices."""
@@ -33,14 +34,14 @@ def is_free(broker: Broker) -> bool:
 
 def test_four_ranks_find_each_other_and_add_up_their_numbers(broker: Broker) -> None:
     gang = a_gang(broker, "add_up", 2.5)
-    assert broker.result(gang, timeout_seconds=60) == 25.0
+    assert broker.result(gang, timeout_seconds=PATIENCE_SECONDS) == 25.0
     until(lambda: is_free(broker), "all ranks gave their memory back")
 
 
 def test_a_rank_that_fails_stops_the_others_and_is_named(broker: Broker, witness: str) -> None:
     gang = a_gang(broker, "fail_on", 2, witness)
     with pytest.raises(TaskFailed) as failed:
-        broker.result(gang, timeout_seconds=60)
+        broker.result(gang, timeout_seconds=PATIENCE_SECONDS)
     assert "rank 2" in failed.value.message
     assert sorted(line for line in lines_of(witness) if "stopped" in line) == [
         "0 stopped",
@@ -54,7 +55,7 @@ def test_a_cancel_stops_all_ranks(broker: Broker, witness: str) -> None:
     gang = a_gang(broker, "stay", witness)
     until(lambda: len(lines_of(witness)) == 4, "all ranks are at work")
     broker.cancel(gang)
-    assert broker.wait(gang, timeout_seconds=60).state == "cancelled"
+    assert broker.wait(gang, timeout_seconds=PATIENCE_SECONDS).state == "cancelled"
     until(lambda: is_free(broker), "all ranks gave their memory back")
 
 
@@ -65,7 +66,7 @@ def test_a_rank_that_is_shot_takes_the_others_with_it_and_all_come_again(
     until(lambda: len(lines_of(witness)) == 4, "all ranks are at work")
     [pid] = [int(line.split()[1]) for line in lines_of(witness) if line.startswith("3 ")]
     os.kill(pid, signal.SIGKILL)
-    done = broker.wait(gang, timeout_seconds=90)
+    done = broker.wait(gang, timeout_seconds=PATIENCE_SECONDS)
     assert (done.state, done.attempt, done.failures) == ("succeeded", 2, 1)
     assert len(lines_of(witness)) == 4
     until(lambda: is_free(broker), "all ranks gave their memory back")
@@ -77,14 +78,14 @@ def test_ranks_that_a_gang_can_do_without_make_room_and_the_others_go_on(
     gang = a_gang(broker, "go_on_with_fewer", witness, priority="background", min_ranks=2)
     until(lambda: len(lines_of(witness)) == 4, "all ranks are at work")
     urgent = broker.submit("tests.e2e.work:add", 20, 22, gpu_mb=20_000, priority="critical")
-    assert broker.result(urgent, timeout_seconds=60) == 42
+    assert broker.result(urgent, timeout_seconds=PATIENCE_SECONDS) == 42
     shown = broker.get(gang)
     assert (shown.state, [rank.state for rank in shown.ranks]) == ("running", ["running"] * 2 + ["left"] * 2)
     for rank in (0, 1):
         until(lambda rank=rank: f"{rank} works with (0, 1)" in lines_of(witness), "it heard who is left")
     assert {"2 left", "3 left"} <= set(lines_of(witness))
     note(witness, "enough")
-    assert broker.result(gang, timeout_seconds=60) == [0, 1]
+    assert broker.result(gang, timeout_seconds=PATIENCE_SECONDS) == [0, 1]
     assert (broker.get(gang).preemptions, broker.get(gang).attempt) == (0, 1)
     until(lambda: is_free(broker), "all ranks gave their memory back")
 
@@ -97,10 +98,10 @@ def test_a_gang_gives_way_as_a_whole_and_resumes_as_a_whole(
     until(lambda: len(lines_of(witness)) == 4, "all ranks are at work")
     until(lambda: broker.get(gang).checkpoint_at is not None, "rank 0 has saved")
     urgent = broker.submit("tests.e2e.work:add", 20, 22, gpu_mb=20_000, priority="critical")
-    assert broker.result(urgent, timeout_seconds=60) == 42
+    assert broker.result(urgent, timeout_seconds=PATIENCE_SECONDS) == 42
     until(lambda: len(lines_of(witness)) == 8, "all ranks are at work again")
     enough.touch()
-    counted = broker.result(gang, timeout_seconds=90)
+    counted = broker.result(gang, timeout_seconds=PATIENCE_SECONDS)
     assert counted["steps"] >= counted["begun_at"] > 0
     assert (broker.get(gang).preemptions, broker.get(gang).failures) == (1, 0)
     resumed = [line.split() for line in lines_of(witness)][4:]

@@ -6,6 +6,7 @@ import pytest
 from gpubroker import Broker, Task
 
 from tests.e2e.service_process import until
+from tests.patience import PATIENCE_SECONDS
 
 
 def using(broker: Broker, mb: int, flag: Path, gpu_mb: object) -> Task:
@@ -25,7 +26,7 @@ def test_what_runs_used_is_given_to_the_next_and_it_must_not_use_more(broker: Br
     until(lambda: measured(broker) == [4096] * 3, "all three runs are measured")
     flag.touch()
     for run in runs:
-        assert broker.wait(run, timeout_seconds=30).state == "succeeded"
+        assert broker.wait(run, timeout_seconds=PATIENCE_SECONDS).state == "succeeded"
     [known] = broker.estimates("resnet")
     assert known.gpu_mb is not None
     assert (known.kind, known.gpu_mb.n, known.gpu_mb.p95) == ("sim-24g", 3, pytest.approx(4096, rel=0.02))
@@ -33,7 +34,7 @@ def test_what_runs_used_is_given_to_the_next_and_it_must_not_use_more(broker: Br
     greedy = using(broker, 9000, tmp_path / "never", gpu_mb="learned")
     assert greedy.sizing is not None
     assert greedy.sizing.gpu_mb == greedy.resources["gpu_mb"] == pytest.approx(1.15 * 4096, rel=0.02)
-    ended = broker.wait(greedy, timeout_seconds=30)
+    ended = broker.wait(greedy, timeout_seconds=PATIENCE_SECONDS)
     assert ended.state == "failed"
     assert ended.error is not None
     assert ended.error.kind == "over_use"

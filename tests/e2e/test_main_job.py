@@ -6,6 +6,7 @@ import pytest
 from gpubroker import Broker, TaskFailed
 
 from tests.e2e.service_process import until
+from tests.patience import PATIENCE_SECONDS
 
 
 def counted(witness: Path) -> list[int]:
@@ -26,11 +27,11 @@ def test_a_victim_saves_its_work_gives_way_and_resumes(broker: Broker, tmp_path:
     ]
     until(lambda: all(len(counted(witness)) > 5 for witness in witnesses), "both victims are at work")
     urgent = broker.submit("tests.e2e.work:add", 20, 22, gpu_mb=20_000, priority="critical")
-    assert broker.result(urgent.id, timeout_seconds=30) == 42
+    assert broker.result(urgent.id, timeout_seconds=PATIENCE_SECONDS) == 42
     until(lambda: all(broker.get(victim).state == "running" for victim in victims), "both are at work again")
     enough.touch()
     for victim, witness in zip(victims, witnesses, strict=True):
-        steps = broker.result(victim.id, timeout_seconds=60)
+        steps = broker.result(victim.id, timeout_seconds=PATIENCE_SECONDS)
         assert steps == counted(witness) == list(range(len(steps)))
     assert sorted(broker.get(victim.id).raw["preemptions"] for victim in victims) == [0, 1]
 
@@ -56,15 +57,15 @@ def test_a_coroutine_a_command_and_a_function_run_too(broker: Broker) -> None:
     coroutine = broker.submit("tests.e2e.work:add_later", 2, 3, cpu=0.1)
     command = broker.submit(["python3", "-c", "print('from a command')"], cpu=0.5)
     function = broker.submit(lambda a, b: {"sum": a + b}, 4, 5, cpu=0.5)
-    assert broker.result(coroutine.id, timeout_seconds=30) == 5
-    assert broker.result(command.id, timeout_seconds=30) == {"exit_code": 0}
-    assert broker.result(function.id, timeout_seconds=30) == {"sum": 9}
+    assert broker.result(coroutine.id, timeout_seconds=PATIENCE_SECONDS) == 5
+    assert broker.result(command.id, timeout_seconds=PATIENCE_SECONDS) == {"exit_code": 0}
+    assert broker.result(function.id, timeout_seconds=PATIENCE_SECONDS) == {"sum": 9}
 
 
 def test_a_failure_comes_back_with_its_traceback_after_its_retries(broker: Broker) -> None:
     task = broker.submit("tests.e2e.work:fail", "no luck", cpu=0.1, max_retries=1)
     with pytest.raises(TaskFailed) as failed:
-        broker.result(task.id, timeout_seconds=30)
+        broker.result(task.id, timeout_seconds=PATIENCE_SECONDS)
     assert "no luck" in str(failed.value)
     assert "ValueError" in broker.get(task.id).raw["error"]["traceback"]
     assert broker.get(task.id).raw["failures"] == 2

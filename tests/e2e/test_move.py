@@ -7,6 +7,7 @@ from pathlib import Path
 
 from tests.bootstrap.refusals import refusal
 from tests.e2e.service_process import ROOT, ServiceProcess, environment, until
+from tests.patience import PATIENCE_SECONDS
 
 
 def migrate_data(data_dir: Path, *words: str) -> Sequence[str]:
@@ -40,7 +41,8 @@ def test_a_run_goes_on_while_its_service_moves_and_its_end_is_accepted(
         ray |= {"max_runs": 7}
         with ServiceProcess(home, ray=ray, database_url=empty_postgres_url) as on_server:
             broker = on_server.broker
-            assert [broker.result(task.id, timeout_seconds=30) for task in (running, pending)] == [1, 1]
+            for task in (running, pending):
+                assert broker.result(task.id, timeout_seconds=PATIENCE_SECONDS) == 1
             assert len(witness.read_text(encoding="utf-8").splitlines()) == 2
             assert broker.get(running.id).attempt == 1
             assert broker.result(finished.id) == 5

@@ -5,6 +5,7 @@ from pathlib import Path
 from gpubroker import Broker, Task
 
 from tests.e2e.service_process import GIB, until
+from tests.patience import PATIENCE_SECONDS
 
 
 def placed(broker: Broker) -> dict[str, list[str]]:
@@ -27,17 +28,17 @@ def test_a_run_moves_to_another_gpu_with_its_checkpoint_so_that_a_large_task_fit
     left = [run for run in runs if run.id != two[0]]
     until(lambda: all(broker.get(run).checkpoint_at is not None for run in left), "they have saved")
     broker.cancel(two[0])
-    broker.wait(two[0], timeout_seconds=30)
+    broker.wait(two[0], timeout_seconds=PATIENCE_SECONDS)
 
     large = broker.submit("tests.e2e.work:add", 20, 22, gpus=1, name="large")
-    assert broker.result(large, timeout_seconds=60) == 42
+    assert broker.result(large, timeout_seconds=PATIENCE_SECONDS) == 42
     (moved,) = [task for task in map(broker.get, left) if task.preemptions]
     notice = next(event for event in broker.events(moved) if event.kind == "task.stopping")
     assert (notice.fields["stop_reason"], notice.fields["freeing_for"]) == ("move", large.id)
     until(lambda: broker.get(moved).state == "running", "it goes on where it went")
     enough.touch()
     for run in left:
-        counted = broker.result(run, timeout_seconds=60)
+        counted = broker.result(run, timeout_seconds=PATIENCE_SECONDS)
         steps = (tmp_path / run.name).read_text().split()
         assert steps == [str(step) for step in counted] == [str(step) for step in range(len(steps))], (
             "no step was lost, and none done twice"

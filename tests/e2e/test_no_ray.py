@@ -18,6 +18,7 @@ from service.adapters.ray.head import HeadRefused, HeadState, read_state, runnin
 from service.adapters.ray.processes import boot_id, process_id
 from tests.e2e.ray_lab import command_lines, eventually, is_there, lab_options
 from tests.e2e.service_process import ServiceProcess, until
+from tests.patience import PATIENCE_SECONDS
 
 PR_CAPBSET_DROP, CAP_DAC_OVERRIDE, CAP_DAC_READ_SEARCH = 24, 1, 2
 """From Linux' own headers."""
@@ -33,7 +34,7 @@ def running(service: ServiceProcess, begin: Callable[[], None] | None = None) ->
         yield service
     finally:
         service.stop()
-        assert process.wait(30) == 0, service.log()
+        assert process.wait(PATIENCE_SECONDS) == 0, service.log()
 
 
 def what_is_said(service: ServiceProcess, part: str) -> str:
@@ -115,7 +116,7 @@ def test_a_run_directory_that_cannot_be_written_is_told_and_once_it_can_be_work_
         assert str(runs) in said
         runs.chmod(0o700)
         [waiting] = service.broker.list()
-        assert service.broker.result(waiting.id, timeout_seconds=60) == 3
+        assert service.broker.result(waiting.id, timeout_seconds=PATIENCE_SECONDS) == 3
 
 
 async def test_a_head_that_takes_too_long_is_ended_before_another_is_tried(
@@ -150,4 +151,4 @@ async def test_a_head_that_a_killed_service_was_starting_is_ended(
     monkeypatch.setenv("PYTHONPATH", broken_ray(tmp_path, "raise ImportError"))
     with pytest.raises(HeadRefused):
         await running_head(lab_options(tmp_path))
-    assert left_behind.wait(10) == -signal.SIGKILL
+    assert left_behind.wait(PATIENCE_SECONDS) == -signal.SIGKILL

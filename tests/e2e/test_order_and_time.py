@@ -6,8 +6,7 @@ from pathlib import Path
 from gpubroker import Broker, Task
 
 from tests.e2e.service_process import until
-
-PATIENCE_SECONDS = 60.0
+from tests.patience import PATIENCE_SECONDS
 
 
 def ended(broker: Broker, task: Task) -> Task:

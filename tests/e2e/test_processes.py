@@ -11,6 +11,7 @@ import pytest
 
 from tests.e2e.hands import Hands
 from tests.e2e.service_process import BrokerProcess, GatewayProcess, ServiceProcess, until
+from tests.patience import PATIENCE_SECONDS
 from tests.postgres import OwnServer, a_server_of_its_own
 
 STALE_SECONDS = 1.5
@@ -26,7 +27,7 @@ def answer(gateway: ServiceProcess, path: str) -> tuple[int, str]:
     """Status and code, asked once, where the SDK would ask again."""
     known = json.loads((gateway.data_dir / "client.json").read_text(encoding="utf-8"))
     headers = {"Authorization": f"Bearer {known['token']}"}
-    found = httpx.get(f"{gateway.url}{path}", headers=headers, timeout=30.0)
+    found = httpx.get(f"{gateway.url}{path}", headers=headers, timeout=PATIENCE_SECONDS)
     return found.status_code, found.json().get("code", "")
 
 

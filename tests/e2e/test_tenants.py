@@ -3,6 +3,7 @@
 from pathlib import Path
 
 from tests.e2e.service_process import ServiceProcess, until
+from tests.patience import PATIENCE_SECONDS
 
 
 def held_mb(service: ServiceProcess, tenant: str) -> int:
@@ -38,9 +39,9 @@ def test_an_owner_takes_its_guarantee_back_from_who_borrowed_it_and_nobody_loses
     assert held_mb(service, "owner") == 20_000
     assert held_mb(service, "guest") >= 10_000
     flag.touch()
-    owner.result(claim.id, timeout_seconds=30)
+    owner.result(claim.id, timeout_seconds=PATIENCE_SECONDS)
     until(lambda: all(guest.get(run).state == "running" for run in runs), "all are at work again")
     enough.touch()
     for run, witness in zip(runs, witnesses, strict=True):
-        steps = guest.result(run.id, timeout_seconds=60)
+        steps = guest.result(run.id, timeout_seconds=PATIENCE_SECONDS)
         assert steps == steps_of(witness) == list(range(len(steps)))

@@ -36,9 +36,9 @@ from service.last_values import LeaderSeen
 from service.ports import BlobMissing, CommitVerdict, Progress
 from tests.builders import NOW, a_device, a_node, a_sample
 from tests.contracts.scenes import next_term
+from tests.patience import PATIENCE_SECONDS
 
 DOCUMENT = openapi_document()
-PATIENCE_SECONDS = 10.0
 
 
 class ManualClock:

@@ -18,6 +18,7 @@ from tests.contracts.scenes import a_submission, opened
 from tests.e2e.service_process import ServiceProcess, until
 from tests.migrations.newer import CONTRACT, EXPAND, NEXT, migrate_as_newer_software_does
 from tests.migrations.test_migrations import url
+from tests.patience import PATIENCE_SECONDS
 
 __all__ = ["url"]
 
@@ -70,7 +71,7 @@ def test_a_service_goes_on_under_a_migration_that_adds_and_ends_under_one_that_t
 ) -> None:
     migrate_as_newer_software_does(empty_postgres_url, tmp_path / "expands", *EXPAND)
     task = service.broker.submit("tests.e2e.work:add", cpu=0.5)
-    assert service.broker.wait(task.id, timeout_seconds=30).state == "succeeded"
+    assert service.broker.wait(task.id, timeout_seconds=PATIENCE_SECONDS).state == "succeeded"
     assert service.terminate() == 0
     service.start()
     with psycopg.connect(empty_postgres_url) as newer:
@@ -84,7 +85,7 @@ def test_a_process_that_cannot_read_the_log_stands_back_and_still_takes_tasks(
     service: ServiceProcess, empty_postgres_url: str
 ) -> None:
     before = service.broker.submit("tests.e2e.work:add", cpu=0.5)
-    service.broker.wait(before.id, timeout_seconds=30)
+    service.broker.wait(before.id, timeout_seconds=PATIENCE_SECONDS)
     with psycopg.connect(empty_postgres_url) as newer:
         newer.execute(
             "WITH head AS (UPDATE log_head SET position = position + 1 RETURNING position) "
@@ -94,7 +95,7 @@ def test_a_process_that_cannot_read_the_log_stands_back_and_still_takes_tasks(
         )
     known = json.loads((service.data_dir / "client.json").read_text(encoding="utf-8"))
     with httpx.Client(
-        base_url=known["url"], headers={"Authorization": f"Bearer {known['token']}"}, timeout=30.0
+        base_url=known["url"], headers={"Authorization": f"Bearer {known['token']}"}, timeout=PATIENCE_SECONDS
     ) as client:
         until(lambda: client.get("/stats").status_code == 503, "the overview is refused")
         refused = client.get("/stats").json()

@@ -7,6 +7,7 @@ import pytest
 from gpubroker import Broker, Refused, Task
 
 from tests.e2e.service_process import GIB, until
+from tests.patience import PATIENCE_SECONDS
 
 
 def small(broker: Broker, **where: Any) -> Task:
@@ -16,7 +17,7 @@ def small(broker: Broker, **where: Any) -> Task:
 
 def kind_of(broker: Broker, task: Task) -> str:
     """The kind of GPU on which it ran."""
-    ended = broker.wait(task, timeout_seconds=60)
+    ended = broker.wait(task, timeout_seconds=PATIENCE_SECONDS)
     assert ended.state == "succeeded", ended.error
     (made,) = [event for event in broker.events(task) if event.kind == "lease.reserved"]
     return next(gpu.kind for gpu in broker.gpus() if gpu.key == made.fields["device"])
@@ -58,4 +59,4 @@ def test_a_wish_gives_way_and_a_requirement_waits(cluster: Broker, tmp_path: Pat
         "it says what it waits for",
     )
     flag.touch()
-    assert broker.wait(patient, timeout_seconds=60).state == "succeeded"
+    assert broker.wait(patient, timeout_seconds=PATIENCE_SECONDS).state == "succeeded"
