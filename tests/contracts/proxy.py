@@ -44,6 +44,8 @@ class Proxy:
         self._chance = chance
         self._pairs: set[Pair] = set()
         self.port = 0
+        self.taken = 0
+        """Connections so far."""
         self.weather = CLEAR
         self.is_silent = False
         """New connections are taken, and say nothing for ever."""
@@ -58,6 +60,7 @@ class Proxy:
         except OSError:
             _reset(writer)
             return
+        self.taken += 1
         pair = Pair((reader, writer), there, self)
         self._pairs.add(pair)
         with suppress(asyncio.CancelledError):  # the test is over

@@ -8,9 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from service.adapters.ray import driver_link
 from service.core.orders import Ended, Ending, Gone, NodeLost, NodeSeen, Started
 from tests.contracts.executor_bench import Run
-from tests.e2e.ray_lab import Lab, agents_of, command_lines, is_there
+from tests.contracts.proxy import a_proxy
+from tests.e2e.ray_lab import Lab, agents_of, command_lines, eventually, is_there
 
 OpenLab = Callable[..., Awaitable[Lab]]
 
@@ -60,6 +62,25 @@ async def test_a_driver_that_hangs_takes_no_order_with_it_and_is_replaced(
     assert (await ordered_meanwhile.first(Ended)).ending is Ending.NEVER_STARTED
     gate.touch()
     assert await run.result() == "seen"
+
+
+async def test_a_line_to_rays_control_service_that_breaks_or_says_nothing_is_replaced_and_harms_no_run(
+    as_guest: str, open_lab: OpenLab, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(driver_link, "KEEPALIVE_SECONDS", 1.0)
+    host, port = as_guest.rsplit(":", 1)
+    async with a_proxy(lambda: asyncio.open_connection(host, int(port))) as proxy:
+        lab = await open_lab(address=f"127.0.0.1:{proxy.port}")
+        run, gate = await a_waiting_run(lab, tmp_path)
+        for strike in (proxy.reset, proxy.fall_silent):
+            before = proxy.taken
+            strike()
+            meanwhile = await lab.start("add", 1, 2, shareable=True)
+            assert await meanwhile.result() == 3
+            await eventually(lambda: proxy.taken > before)  # noqa: B023  # called at once
+        gate.touch()
+        assert await run.result() == "seen"
+        assert not [node for node in lab.nodes if isinstance(node, NodeLost)]
 
 
 async def test_a_run_outlives_the_node_agent(lab: Lab, tmp_path: Path) -> None:

@@ -18,6 +18,9 @@ CONNECT_PATIENCE_SECONDS = 90.0
 """A driver that connects to Ray gives up by itself after less."""
 LOOKS = 5
 """How often it is asked within its patience."""
+KEEPALIVE_SECONDS = 5.0
+"""A line of the driver on which nothing came for so long is asked whether it is there, and after as long
+again made anew. Ray itself would wait for five minutes, and hear of no new node meanwhile."""
 KILL_SECONDS = 5.0
 LOG_BYTES = 4 * 2**20
 DRIVER = "service.adapters.ray.driver"
@@ -105,10 +108,17 @@ def _start_driver(options: RayOptions, channel: socket.socket) -> "subprocess.Po
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=output,
-            env=environment | ray_environment(options),
+            env=_keepalive() | environment | ray_environment(options),
             pass_fds=(channel.fileno(),),
             start_new_session=True,
         )
+
+
+def _keepalive() -> dict[str, str]:
+    """The operator's own choice goes before it."""
+    milliseconds = str(int(1000 * KEEPALIVE_SECONDS))
+    names = ("RAY_grpc_client_keepalive_time_ms", "RAY_grpc_client_keepalive_timeout_ms")
+    return dict.fromkeys(names, milliseconds)
 
 
 def _log_of(data_dir: Path) -> Path:
