@@ -5,6 +5,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 from tests.chaos import blows, kills, mutants, network, power, tables, zombies
 from tests.chaos.databases import DURABILITY, a_database
@@ -49,6 +50,19 @@ def main() -> None:
     waking.add_argument("--seed", type=int, default=1)
     waking.add_argument("--no-evidence", action="store_true", help="print the record and keep nothing")
     waking.set_defaults(run=_wake)
+    _add_what_breaks_below(commands)
+    mutating = commands.add_parser("mutants", help="plant faults, and see which test finds each")
+    mutating.add_argument("--first", type=int, help="only so many of them")
+    mutating.add_argument("--no-evidence", action="store_true", help="print what was seen and keep nothing")
+    mutating.set_defaults(run=_mutate)
+    showing = commands.add_parser("table", help="make the table of docs/reliability.md anew")
+    showing.set_defaults(run=lambda _: tables.PAGE.write_text(tables.page(), encoding="utf-8"))
+    chosen = parser.parse_args()
+    chosen.run(chosen)
+
+
+def _add_what_breaks_below(commands: Any) -> None:
+    """Power, the server, and the lines to it."""
     cutting = commands.add_parser("power-loss", help="power cuts on SQLite: what is on the disk after them")
     cutting.add_argument("--images", type=int, default=250, help="disks to look at, in each batch")
     cutting.add_argument("--seed", type=int, default=1, help="of the first batch; the next ones follow it")
@@ -80,14 +94,6 @@ def main() -> None:
     )
     parting.add_argument("--no-evidence", action="store_true", help="print the record and keep nothing")
     parting.set_defaults(run=_part)
-    mutating = commands.add_parser("mutants", help="plant faults, and see which test finds each")
-    mutating.add_argument("--first", type=int, help="only so many of them")
-    mutating.add_argument("--no-evidence", action="store_true", help="print what was seen and keep nothing")
-    mutating.set_defaults(run=_mutate)
-    showing = commands.add_parser("table", help="make the table of docs/reliability.md anew")
-    showing.set_defaults(run=lambda _: tables.PAGE.write_text(tables.page(), encoding="utf-8"))
-    chosen = parser.parse_args()
-    chosen.run(chosen)
 
 
 def _sweep(chosen: argparse.Namespace) -> None:

@@ -185,7 +185,7 @@ def run(faults: Faults) -> dict[str, Any]:
             "events": found.events,
             "offered_per_second": PER_SECOND,
             "client_patience_seconds": CLIENT_PATIENCE_SECONDS,
-            "met": list(_met(faults, struck, rig.folder / "told", server.url)),
+            "met": list(_met(struck, rig.folder / "told", server.url)),
             "wrong": found.wrong,
         }
 
@@ -248,32 +248,31 @@ async def _strike(faults: Faults, load: Load, lines: Lines) -> list[Fault]:
     return struck
 
 
-def _met(faults: Faults, struck: Sequence[Fault], told: Path, url: str) -> Iterator[dict[str, Any]]:
-    """Each fault, with the longest time about it in which one of the gateways answered nobody, and in which
-    nothing was decided."""
+def _met(struck: Sequence[Fault], told: Path, url: str) -> Iterator[dict[str, Any]]:
+    """Each fault, with the longest time in and after it in which one of the gateways answered nobody, and in
+    which nothing was decided."""
     lines = lines_of(told)
     answers = [[line["at"] for line in lines if line["home"] == name] for name in GATEWAYS]
     decisions = [at for (at,) in Answers(url).to(_DECISIONS)]
-    for fault in struck:
-        rested = fault.ended_at + faults.rest_seconds
+    ends = [*(fault.began_at for fault in struck[1:]), time.time()]
+    for fault, end in zip(struck, ends, strict=True):
         yield {
             "place": fault.place,
             "kind": fault.kind,
             "seconds": round(fault.ended_at - fault.began_at, 2),
-            "without_an_answer_seconds": max(_longest(one, fault.began_at, rested) for one in answers),
-            "without_a_decision_seconds": _longest(decisions, fault.began_at, rested),
+            "without_an_answer_seconds": max(_longest(one, fault.began_at, end) for one in answers),
+            "without_a_decision_seconds": _longest(decisions, fault.began_at, end),
             "next_answer_after_seconds": max(_next(one, fault.ended_at) for one in answers),
             "next_decision_after_seconds": _next(decisions, fault.ended_at),
         }
 
 
 def _longest(moments: Sequence[float], since: float, until: float) -> float:
-    """The longest pause that ended after the fault had begun and began before all went on; what of it was
-    before the fault does not count."""
+    """The longest pause of this time: of a fault, and of all that follows up to the next one."""
     pauses = [
-        later - max(early, since)
+        min(later, until) - max(early, since)
         for early, later in pairwise(sorted(moments))
-        if since <= later and early <= until
+        if since < later and early < until
     ]
     return round(max(pauses, default=0.0), 2)
 
