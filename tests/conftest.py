@@ -17,6 +17,10 @@ from service.adapters.sql.store import migrate
 from tests.dealing import Dealer, put_in_turn
 from tests.postgres import PostgresServer, a_server, reset
 
+_SHARED = ("bootstrap", "broker", "builders", "chaos", "client", "contracts", "e2e", "gateway", "simulation")
+# What is asserted there shows its values as in the tests themselves.
+pytest.register_assert_rewrite(*(f"tests.{part}" for part in _SHARED))
+
 settings.register_profile(
     "repeatable", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
 )

@@ -3,6 +3,7 @@ and a service. Who harms one of them, or wants it otherwise, opens its own."""
 
 import shutil
 import tempfile
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -39,7 +40,8 @@ def a_home() -> Iterator[Path]:
 
 
 @pytest_asyncio.fixture(scope="package", loop_scope="session")
-async def lab() -> AsyncIterator[Lab]:
+async def shared_lab() -> AsyncIterator[Lab]:
+    """It stands still while a test runs that does not share its event loop."""
     with a_home() as home:
         lab = Lab(lab_options(home))
         try:
@@ -47,6 +49,14 @@ async def lab() -> AsyncIterator[Lab]:
             yield lab
         finally:
             await lab.close()
+
+
+@pytest_asyncio.fixture(loop_scope="session")
+async def lab(shared_lab: Lab) -> AsyncIterator[Lab]:
+    """One to which its agent listens: agents give up whoever asks them nothing for half a minute."""
+    await shared_lab.wake()
+    yield shared_lab
+    shared_lab.slept_since = time.monotonic()
 
 
 @pytest_asyncio.fixture(loop_scope="session")
@@ -68,12 +78,12 @@ async def open_lab() -> AsyncIterator[Callable[..., Awaitable[Lab]]]:
 
 
 @pytest.fixture
-def as_guest(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> str:
+def as_guest(shared_lab: Lab, monkeypatch: pytest.MonkeyPatch) -> str:
     """The address of the shared head, with the environment to join it."""
-    for name, value in guest_environment(lab).items():
+    for name, value in guest_environment(shared_lab).items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(tempfile, "tempdir", None)
-    return lab.head.address
+    return shared_lab.head.address
 
 
 @pytest.fixture(scope="package")

@@ -11,6 +11,7 @@ from typing import Any
 
 from gpubroker.runtime.process import RUN_MARK
 
+from service.adapters.ray.agent import DESERTED_SECONDS
 from service.adapters.ray.executor import RayExecutor
 from service.adapters.ray.head import HeadState, read_state
 from service.adapters.ray.options import RayOptions
@@ -39,12 +40,21 @@ def lab_options(data_dir: Path, **changes: Any) -> RayOptions:
     return replace(options, **changes)
 
 
+SLEEP_SECONDS = DESERTED_SECONDS / 3
+
+
 class Lab(Bench):
     """A bench whose executor is on real Ray."""
 
     def __init__(self, options: RayOptions) -> None:
         super().__init__(RayExecutor(options, SystemClock()))
         self.options = options
+        self.slept_since = time.monotonic()
+
+    async def wake(self) -> None:
+        """What it has not heard yet may be older than an agent's patience with who does not listen."""
+        if time.monotonic() - self.slept_since > SLEEP_SECONDS:
+            await self.announce_again()
 
     @property
     def head(self) -> HeadState:

@@ -45,8 +45,8 @@ CLUSTER: dict[str, Any] = {
 
 
 @pytest.fixture(scope="package")
-def _second_node(lab: Lab) -> Iterator[RayNode]:
-    with RayNode(lab.head.address, "n2", guest_environment(lab)) as node:
+def _second_node(shared_lab: Lab) -> Iterator[RayNode]:
+    with RayNode(shared_lab.head.address, "n2", guest_environment(shared_lab)) as node:
         yield node
 
 
@@ -60,11 +60,11 @@ def second_node(_second_node: RayNode) -> Iterator[RayNode]:
 
 @pytest.fixture(scope="package")
 def _two_nodes(
-    lab: Lab, _second_node: RayNode, tmp_path_factory: pytest.TempPathFactory
+    shared_lab: Lab, _second_node: RayNode, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[ServiceProcess]:
-    joined = {"address": lab.head.address, "spares": 2, "cpu": 4}
+    joined = {"address": shared_lab.head.address, "spares": 2, "cpu": 4}
     home = tmp_path_factory.mktemp("cluster") / "data"
-    with ServiceProcess(home, guest_environment(lab), ray=joined, **CLUSTER) as running:
+    with ServiceProcess(home, guest_environment(shared_lab), ray=joined, **CLUSTER) as running:
         until(lambda: len(running.broker.nodes()) == 2, "both nodes are there")
         yield running
 
