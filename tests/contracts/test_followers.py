@@ -1,8 +1,10 @@
 """What a process hears of others on one PostgreSQL: each event once, in order, and a word that wakes it."""
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, suppress
+from typing import Any
 
 import psycopg
 import pytest
@@ -170,17 +172,21 @@ async def test_a_word_wakes_the_others_and_not_the_one_who_gave_it(postgres_url:
 
 async def test_who_listens_listens_again_after_the_server_hung_up(postgres_url: str) -> None:
     async with opened(postgres_url) as one, opened(postgres_url) as two:
-        word = asyncio.Event()
-        keeping = [asyncio.create_task(store.keep_hints(word.set)) for store in (one, two)]
-        await asyncio.wait_for(word.wait(), PATIENCE_SECONDS)
+        words = [asyncio.Event(), asyncio.Event()]
+        keeping = [
+            asyncio.create_task(store.keep_hints(word.set))
+            for store, word in zip((one, two), words, strict=True)
+        ]
+        for word in words:  # each begins with a look
+            await asyncio.wait_for(word.wait(), PATIENCE_SECONDS)
+            word.clear()
         with psycopg.connect(postgres_url, autocommit=True) as connection:
             connection.execute(
                 "SELECT pg_terminate_backend(pid) FROM pg_stat_activity "
                 "WHERE datname = current_database() AND pid <> pg_backend_pid()"
             )
         async with asyncio.timeout(PATIENCE_SECONDS):
-            for _ in keeping:  # each begins with a look
-                word.clear()
+            for word in words:
                 await word.wait()
         for job in keeping:
             job.cancel()
@@ -204,6 +210,27 @@ async def test_who_listens_listens_again_after_a_line_that_says_nothing_more(
         await asyncio.wait_for(word.wait(), PATIENCE_SECONDS)  # each connection begins with a look
         keeping.cancel()
         await asyncio.wait([keeping])
+
+
+def test_a_connection_that_is_there_when_nobody_wants_it_any_more_is_closed(postgres_url: str) -> None:
+    opened: list[psycopg.Connection[Any]] = []
+    asked, may_open = threading.Event(), threading.Event()
+
+    def connect() -> psycopg.Connection[Any]:
+        asked.set()
+        may_open.wait(PATIENCE_SECONDS)
+        opened.append(psycopg.connect(postgres_url))
+        return opened[0]
+
+    async def leave() -> None:
+        keeping = asyncio.create_task(hints.Hints(connect).keep(lambda: None))
+        await asyncio.to_thread(asked.wait, PATIENCE_SECONDS)
+        keeping.cancel()
+        await asyncio.wait([keeping])
+        may_open.set()
+
+    asyncio.run(leave())
+    assert [connection.closed for connection in opened] == [True]
 
 
 async def test_words_that_follow_each_other_closely_are_one(postgres_url: str) -> None:

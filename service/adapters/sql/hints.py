@@ -110,7 +110,8 @@ class Hints:
                 self._lost.set_result(None)
 
     async def _opened(self) -> psycopg.Connection[Any]:
-        opening = asyncio.ensure_future(asyncio.to_thread(self._connect))
+        # No task: those are cancelled when the loop ends, and then nobody would close what comes of it.
+        opening = asyncio.get_running_loop().run_in_executor(None, self._connect)
         try:
             return await asyncio.shield(opening)
         except asyncio.CancelledError:
