@@ -51,6 +51,7 @@ evidence: .venv/.installed  ## long: kills, sleepers, power cuts, planted faults
 	$(RUN) python -m tests.chaos zombies
 	$(RUN) python -m tests.chaos power-loss --batches 5
 	$(RUN) python -m tests.chaos blows --batches 3
+	$(RUN) python -m tests.chaos simulation --seeds 10000 --workers 2
 	$(RUN) python -m tests.chaos mutants
 	$(RUN) python -m tests.chaos table
 

@@ -8,6 +8,7 @@ Where several processes share the tests, each has a server of its own.
 
 import logging
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import structlog
@@ -40,14 +41,20 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 @pytest.fixture(autouse=True)
 def _logs_stay_as_they_are() -> Iterator[None]:
     """Who sets them up in this process hands its output to all tests after it, on a stream that is closed."""
+    before = _set_up()
     yield
     root = logging.getLogger()
     left = [handler for handler in root.handlers if type(handler) is logging.StreamHandler]
-    has_set_up = bool(left) or structlog.is_configured()
+    has_set_up = bool(left) or _set_up() != before
     structlog.reset_defaults()
     for handler in left:
         root.removeHandler(handler)
     assert not has_set_up, "this test has set up the logs of its process; run what does so apart"
+
+
+def _set_up() -> dict[str, Any]:
+    """Who only listens to the logs for a while, and puts all back, has changed nothing."""
+    return {name: str(value) for name, value in structlog.get_config().items()}
 
 
 @pytest.fixture(scope="session")

@@ -1,7 +1,6 @@
 """What one process knows of the cluster: a World that follows the log, and how old it may be."""
 
 import asyncio
-import time
 from collections.abc import Callable, Coroutine, Sequence
 from math import inf
 from random import uniform
@@ -9,6 +8,7 @@ from typing import Any
 
 import structlog
 
+from service.adapters.boot_clock import boot_seconds
 from service.adapters.sql.clock import DatabaseClock
 from service.adapters.sql.store import SqlStore
 from service.bootstrap.compose import fill, fill_anew
@@ -22,6 +22,7 @@ from service.ports import (
     LogShortened,
     Outgrown,
     Progress,
+    ReadTicks,
     StoreUnavailable,
 )
 
@@ -42,11 +43,16 @@ class Picture:
     """One for all roles of a process. Whoever decides or answers by the World hears each event after it."""
 
     def __init__(
-        self, store: SqlStore, half_life_seconds: Seconds, fail: Callable[[str, BaseException], None]
+        self,
+        store: SqlStore,
+        half_life_seconds: Seconds,
+        fail: Callable[[str, BaseException], None],
+        ticks: ReadTicks = boot_seconds,
     ) -> None:
         """`fail` ends the process: nobody may go on with a picture that has lost a part of the log."""
         self.world = World(half_life_seconds)
-        self.clock = DatabaseClock(store)
+        self.clock = DatabaseClock(store, ticks=ticks)
+        self._ticks = ticks
         self.progress: dict[TaskId, Progress] = {}
         """The last word of each run about itself."""
         self.on_anew: Callable[[], None] | None = None
@@ -55,7 +61,7 @@ class Picture:
         self._store = store
         self._fail = fail
         self._listeners: list[EventListener] = []
-        self._verified_at = time.monotonic()
+        self._verified_at = self._ticks()
         self._hinted = asyncio.Event()
         self.is_outgrown = asyncio.Event()
         """It stands still: the log goes on with what this software cannot read."""
@@ -66,7 +72,7 @@ class Picture:
 
     def age_seconds(self) -> float:
         """Since the World was last known to stand at the head of the log."""
-        return inf if self._why_outgrown else time.monotonic() - self._verified_at
+        return inf if self._why_outgrown else self._ticks() - self._verified_at
 
     def why_stale(self) -> str:
         """What to do about its age, where time will not help."""
@@ -99,7 +105,7 @@ class Picture:
         old, and says so."""
         while True:
             self._hinted.clear()
-            began = time.monotonic()
+            began = self._ticks()
             try:
                 more = await self._catch_up()
             except LogOutgrown as fault:

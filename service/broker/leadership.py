@@ -111,20 +111,35 @@ class Candidate:
         return None if term is None else Tenure(term, self._rules.trusted_until(asked_at))
 
     async def _lead(self, tenure: Tenure) -> None:
-        """Until the term is over."""
+        """Until the term is over. No TaskGroup: while one is ending because of one of its own, it takes no
+        notice of who cancels it, and whoever was asked to stop would go on."""
         self._takeovers += 1
+        parts = [asyncio.create_task(part) for part in (self._keep(tenure), self._decide(tenure))]
         try:
-            async with asyncio.TaskGroup() as group:
-                group.create_task(self._keep(tenure))
-                group.create_task(self._decide(tenure))
+            await asyncio.wait(parts, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for part in parts:
+                part.cancel()
+            await asyncio.gather(*parts, return_exceptions=True)
+        faults = [fault for part in parts if not part.cancelled() and (fault := part.exception())]
+        try:
+            raise BaseExceptionGroup("a term is over", faults)
         except* StaleTerm as over:
             log.warning("standing back", term=tenure.term, why=_text(over))
 
     async def _decide(self, tenure: Tenure) -> None:
-        # Whoever led before may have committed until the term was taken; what it did must be in the picture.
-        await self._catch_up()
+        await self._see_all()
         self.leader = self._new_leader(tenure)
         await self.leader.run()
+
+    async def _see_all(self) -> None:
+        """Whoever led before may have committed until the term was taken; that must be in the picture."""
+        while True:
+            try:
+                return await self._catch_up()
+            except StoreUnavailable as fault:
+                log.warning("the log is not reached; trying again", fault=str(fault))
+                await asyncio.sleep(RETRY_SECONDS)
 
     async def _keep(self, tenure: Tenure) -> None:
         """Renew, again and again. Raises StaleTerm, and TenureOver when that did not succeed in time."""

@@ -15,7 +15,7 @@ from service.core.plan import Decision, Request
 from service.core.task import TaskState
 from service.core.tenure import Standing, Tenure, TenureRules
 from service.core.units import Fence, Instant, Seconds, TaskId, Term
-from service.ports import CommitVerdict, RunSpec, TenureOver
+from service.ports import CommitVerdict, RunSpec, StoreUnavailable, TenureOver
 from tests.broker.stage import ForgetfulStore, Hands, Stage, a_stage
 from tests.builders import GIB, NOW
 from tests.contracts.scenes import next_term
@@ -166,6 +166,7 @@ class Party:
         self.stages = {name: Stage(folder / name, self.store, self.clock) for name in names}
         self.candidates = {name: self._candidate(name) for name in names}
         self.running: dict[str, asyncio.Task[None]] = {}
+        self.catching_up_fails = 0
 
     def _candidate(self, name: str) -> Candidate:
         stage = self.stages[name]
@@ -174,6 +175,9 @@ class Party:
 
         async def catch_up() -> None:
             """A store in memory tells everybody everything at once."""
+            if self.catching_up_fails > 0:
+                self.catching_up_fails -= 1
+                raise StoreUnavailable("cut by the test")
             caught_up.append((await self.store.leader()).term)
 
         def new_leader(tenure: Tenure) -> Leader:
@@ -287,6 +291,30 @@ async def test_a_leader_that_hears_of_another_term_stands_back(party: Party) -> 
     await next_term(party.store, "another", ttl_seconds=3600.0)
     await party.until()
     assert party.candidates["one"].standing() == Standing(takeovers=1)
+
+
+async def test_a_leader_that_is_stopped_while_it_stands_back_stops(party: Party) -> None:
+    for turns in range(20):
+        party.begin("one")
+        async with asyncio.timeout(10.0):
+            while not party.leading():  # noqa: ASYNC110  # who leads sends no events
+                await asyncio.sleep(0)
+        await next_term(party.store, "another", ttl_seconds=0.0)
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        stopped = party.running.pop("one")
+        stopped.cancel()
+        done, _ = await asyncio.wait({stopped}, timeout=5.0)
+        assert done, f"it goes on though it was stopped {turns} turns after its term was over"
+
+
+async def test_a_leader_that_cannot_read_what_was_committed_before_it_waits_until_it_can(
+    party: Party,
+) -> None:
+    party.catching_up_fails = 2
+    party.begin("one")
+    await party.until(("one", 1))
+    assert party.catching_up_fails == 0
 
 
 async def test_a_candidate_waits_for_the_database_before_it_leads(party: Party) -> None:

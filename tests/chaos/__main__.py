@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from tests.chaos import blows, kills, mutants, network, power, tables, zombies
+from tests.chaos import blows, kills, mutants, network, power, simulation, tables, zombies
 from tests.chaos.databases import DURABILITY, a_database
 from tests.chaos.evidence import Evidence
 from tests.chaos.faults import Fault
@@ -51,6 +51,7 @@ def main() -> None:
     waking.add_argument("--no-evidence", action="store_true", help="print the record and keep nothing")
     waking.set_defaults(run=_wake)
     _add_what_breaks_below(commands)
+    _add_simulation(commands)
     mutating = commands.add_parser("mutants", help="plant faults, and see which test finds each")
     mutating.add_argument("--first", type=int, help="only so many of them")
     mutating.add_argument("--no-evidence", action="store_true", help="print what was seen and keep nothing")
@@ -94,6 +95,20 @@ def _add_what_breaks_below(commands: Any) -> None:
     )
     parting.add_argument("--no-evidence", action="store_true", help="print the record and keep nothing")
     parting.set_defaults(run=_part)
+
+
+def _add_simulation(commands: Any) -> None:
+    storming = commands.add_parser(
+        "simulation",
+        help="storms of faults over several brokers, each made from its seed on a clock of its own",
+    )
+    storming.add_argument("--seeds", type=int, default=10_000)
+    storming.add_argument("--first", type=int, default=1)
+    storming.add_argument("--steps", type=int, default=simulation.STEPS)
+    storming.add_argument("--workers", type=int, default=1, help="processes that share the seeds")
+    storming.add_argument("--most-seconds", type=float, help="begin no batch of seeds after so long")
+    storming.add_argument("--no-evidence", action="store_true", help="print the record and keep nothing")
+    storming.set_defaults(run=_storm)
 
 
 def _sweep(chosen: argparse.Namespace) -> None:
@@ -162,6 +177,25 @@ def _part(chosen: argparse.Namespace) -> None:
         print(record, flush=True)
         if not chosen.no_evidence:
             evidence.add(record, database="postgres", durability=DURABILITY["postgres"])
+        if record["wrong"]:
+            sys.exit(1)
+
+
+def _storm(chosen: argparse.Namespace) -> None:
+    simulation.with_fixed_hashes()
+    evidence = Evidence("simulation", simulation.SUMMED, trials=("seeds", "acknowledged"))
+    began = time.monotonic()
+    end = chosen.first + chosen.seeds
+    for first in range(chosen.first, end, simulation.BATCH):
+        if not chosen.no_evidence and evidence.has(seed=first):
+            continue
+        if chosen.most_seconds is not None and time.monotonic() - began > chosen.most_seconds:
+            break
+        seeds = simulation.Seeds(first, min(simulation.BATCH, end - first), chosen.steps)
+        record = simulation.run(seeds, chosen.workers)
+        print(f"{time.monotonic() - began:.0f} s: {record}", flush=True)
+        if not chosen.no_evidence:
+            evidence.add(record, steps_per_seed=chosen.steps)
         if record["wrong"]:
             sys.exit(1)
 

@@ -178,6 +178,14 @@ MUTANTS = (
         "if node is not None:",
         "tests/core/test_node_loss.py",
     ),
+    Mutant(
+        "who is asked to stop while it stands back goes on",
+        "service/broker/leadership.py",
+        "            await asyncio.gather(*parts, return_exceptions=True)\n        faults",
+        "            with suppress(asyncio.CancelledError):\n"
+        "                await asyncio.gather(*parts, return_exceptions=True)\n        faults",
+        "simulation: 30 seeds",
+    ),
 )
 
 
@@ -231,6 +239,9 @@ def _passes(tree: Path, test: str) -> bool:
         operation, _, database = test.removeprefix("sweep: ").partition(" on ")
         command = [sys.executable, "-m", "tests.chaos", "sweep", "--fault", "cut", "--operation", operation]
         command += ["--database", "postgres" if database else "sqlite"]
+    if test.startswith("simulation: "):
+        seeds = test.removeprefix("simulation: ").removesuffix(" seeds")
+        command = [sys.executable, "-m", "tests.chaos", "simulation", "--seeds", seeds, "--no-evidence"]
     env = {**os.environ, "PYTHONPATH": f"{tree}:{tree / 'client'}", "PYTHONDONTWRITEBYTECODE": "1"}
     done = subprocess.run(command, cwd=tree, env=env, capture_output=True, timeout=_SECONDS)
     return done.returncode == 0

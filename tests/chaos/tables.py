@@ -80,6 +80,17 @@ def _lines(found: Mapping[str, Record]) -> Iterator[str]:
             f"{record['normal_forgetful']} of {record['normal_images']:,} disks, and "
             f"{record['normal_lost']:,} of {record['normal_promised']:,} tasks."
         )
+    if "simulation" in found:
+        record = found["simulation"]
+        kinds = {kind for run in record["runs"] for kind in run["faults"]}
+        yield (
+            f"Simulation: {record['seeds']:,} storms of {record['steps_per_seed']} steps over two or three "
+            f"brokers, with {record['faults']:,} faults of {len(kinds)} kinds and {record['terms']:,} terms. "
+            f"Of {record['acknowledged']:,} accepted tasks {record['lost']} were lost, "
+            f"{record['accepted_twice']} accepted twice; {record['double_leased_mb']} MiB leased twice "
+            f"(< {record['bound']['seeds']:.2%} each, < {record['bound']['acknowledged']:.4%} per task). "
+            f"{record['events']:,} events judged."
+        )
     if "blows" in found:
         record = found["blows"]
         yield (

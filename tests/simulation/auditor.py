@@ -28,9 +28,11 @@ class Auditor:
     What holds of every log is judged by its `History`; here is what only the machines and the clock tell.
     """
 
-    def __init__(self, machines: Callable[[], Iterable[Machine]]) -> None:
+    def __init__(self, machines: Callable[[], Iterable[Machine]], *, times_are_kept: bool = True) -> None:
+        """`times_are_kept`: nobody sets the clock from which the events have their times."""
         self._machines = machines
-        self._history = History()
+        self._times_are_kept = times_are_kept
+        self.history = History()
         self._digest = sha256()
         self._submitted: dict[str, Mapping[str, Any]] = {}
         self.counts: Counter[str] = Counter()
@@ -42,7 +44,7 @@ class Auditor:
 
     def unfinished(self) -> list[str]:
         """Tasks that have not ended, leases and pledges that are still open."""
-        seen = self._history
+        seen = self.history
         tasks = sorted(task for task, row in seen.tasks.items() if row.state not in TERMINAL)
         return [*tasks, *seen.leases, *seen.pledges]
 
@@ -53,21 +55,21 @@ class Auditor:
             )
             self._digest.update(line.encode())
             self.counts[event.kind] += 1
-            lease = self._history.leases.get(event.key)
-            self._history.read([event])
-            if self._history.violations:
-                raise Violation(self._history.violations[0])
+            lease = self.history.leases.get(event.key)
+            self.history.read([event])
+            if self.history.violations:
+                raise Violation(self.history.violations[0])
             subject, _, what = event.kind.partition(".")
             if subject == "task":
                 self._on_task(event, what)
-            if lease is not None and event.key not in self._history.leases:
+            if lease is not None and event.key not in self.history.leases:
                 self._on_release(event, lease)
 
     def look(self) -> None:
         """What is really used must fit at every moment, whatever the rows say."""
         for machine in self._machines():
             for device, mb in machine.used_mb().items():
-                known = self._history.devices.get(device)
+                known = self.history.devices.get(device)
                 room = mb if known is None else known.capacity_mb
                 require(mb <= room, "processes fit on their device", device=device, used=mb, room=room)
 
@@ -76,17 +78,18 @@ class Auditor:
         if what == "submitted":
             self._submitted[task] = event.fields
         self._submitted[task] = {**self._submitted[task], **_given(event.fields, "expires_at")}
-        self._on_time(event, what, self._submitted[task])
+        if self._times_are_kept:
+            self._on_time(event, what, self._submitted[task])
         self._after_others(event, what, self._submitted[task])
         if what == "succeeded":
-            fence = self._history.tasks[task].fence
+            fence = self.history.tasks[task].fence
             done = any((task, fence) in machine.succeeded for machine in self._machines())
             require(done, "a success is that of the accepted claim", event=event, fence=fence)
 
     def _after_others(self, event: Event, what: str, submitted: Mapping[str, Any]) -> None:
         """Nothing runs before those that it runs after, and nothing fails without a reason."""
         states = [
-            (self._history.tasks[task].state, on_failure) for task, on_failure in submitted.get("after", ())
+            (self.history.tasks[task].state, on_failure) for task, on_failure in submitted.get("after", ())
         ]
         missed = [
             state for state, on_failure in states if on_failure == "fail" and state is not TaskState.SUCCEEDED
@@ -100,7 +103,7 @@ class Auditor:
 
     def _on_time(self, event: Event, what: str, submitted: Mapping[str, Any]) -> None:
         """Nothing starts too early or too late, and nothing expires before its time."""
-        is_first = self._history.tasks[event.key].fence == (1 if what == "admitted" else 0)
+        is_first = self.history.tasks[event.key].fence == (1 if what == "admitted" else 0)
         until = [
             submitted[name] for name in ("deadline_at", "expires_at")[: 1 + is_first] if name in submitted
         ]

@@ -16,6 +16,7 @@ from service.core.orders import (
     NodeSeen,
     Order,
     Report,
+    Sampled,
     SeenDevice,
     Started,
     StartOrder,
@@ -88,19 +89,21 @@ class Machine:
         self.has_agent = True
         self.processes: list[Run] = []
         self.succeeded: set[Claim] = set()
-        self.orders = Line(timeline, chance, self._receive)
+        self.orders = Line(timeline, chance, self.receive)
         self.reports = Line(timeline, chance, hear)
         self._programs = programs
         self._timeline = timeline
         self._chance = chance
         self._term = Term(0)
         self._boots = self._agents = 1
+        self._announcements = 0
         self._runs: dict[Claim, Run] = {}
         self._seen: set[Claim] = set()
 
     @property
     def incarnation(self) -> str:
-        return f"{self.name}-{self._agents}"
+        """Each announcement opens one: a start that was ordered before it and comes later does not begin."""
+        return f"{self.name}-{self._agents}.{self._announcements}"
 
     @property
     def can_be_measured(self) -> bool:
@@ -146,15 +149,17 @@ class Machine:
         """A new agent adopts every process that bears our mark."""
         self.is_on = self.has_agent = True
         self._agents += 1
-        self._seen.clear()
         self._runs = {run.claim: run for run in self.processes}
+        self._seen = set(self._runs)
         for run in self.processes:
             run.is_forgotten = run.has_ended
             run.said.clear()
 
-    def _receive(self, message: Message) -> None:
+    def receive(self, message: Message) -> None:
         term, what, done_seconds = message
         if term < self._term:
+            if isinstance(what, StartOrder):
+                self._refuse((what.task, what.fence))
             return
         self._term = term
         match what:
@@ -167,7 +172,14 @@ class Machine:
             case ForgetOrder():
                 self._forget(what)
 
+    def beat(self) -> None:
+        """A sign of life, with what it measures."""
+        if self.has_agent and self._term:
+            sampled = Sampled(self.name, self._timeline.now(), tuple(self.samples()))
+            self.reports.send((self._term, sampled))
+
     def _answer(self) -> None:
+        self._announcements += 1
         node = Node(self.name, 32.0, Mib(128 * 1024), 24, self.incarnation, f"{self.name}-boot-{self._boots}")
         known = sorted(self._runs)
         runs = tuple((task, fence, 0) for task, fence in known)
@@ -179,7 +191,7 @@ class Machine:
     def _start(self, order: StartOrder, done_seconds: float) -> None:
         claim = (order.task, order.fence)
         if order.incarnation != self.incarnation:
-            self._deny(claim)
+            self._refuse(claim)
         elif claim not in self._seen:
             self._seen.add(claim)
             program = self._programs[order.task]
@@ -188,7 +200,10 @@ class Machine:
             self.processes.append(run)
             self._timeline.after(self._chance.uniform(0.05, 3.0), lambda: self._begin(run))
 
-    def _deny(self, claim: Claim) -> None:
+    def _refuse(self, claim: Claim) -> None:
+        if claim in self._seen:
+            return
+        self._seen.add(claim)
         now = self._timeline.now()
         self.reports.send((self._term, Ended(*claim, now, Ending.NEVER_STARTED)))
         self.reports.send((self._term, Gone(*claim, now, "never_started")))
@@ -196,12 +211,11 @@ class Machine:
     def _stop(self, order: StopOrder) -> None:
         claim = (order.task, order.fence)
         run = self._runs.get(claim)
-        if order.incarnation != self.incarnation:
-            return
-        if run is None:
-            if claim not in self._seen:
-                self._seen.add(claim)
-                self._deny(claim)
+        if run is None and claim in self._seen:
+            gone = Gone(*claim, self._timeline.now(), "process_absent", samples=tuple(self.samples()))
+            self.reports.send((self._term, gone))
+        elif run is None:
+            self._refuse(claim)
         elif run.program.heeds_notice and order.grace_seconds > 0:
             self._timeline.after(order.grace_seconds * self._chance.random(), lambda: self._give_way(run))
         else:

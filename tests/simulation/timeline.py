@@ -3,6 +3,7 @@
 import heapq
 from collections import deque
 from collections.abc import Callable
+from math import inf
 from random import Random
 from typing import Any
 
@@ -28,6 +29,9 @@ class Timeline:
 
     def after(self, seconds: float, action: Action) -> None:
         self.at(self._now + seconds, action)
+
+    def next_at(self) -> float:
+        return self._planned[0][0] if self._planned else inf
 
     def step(self) -> Any:
         """Jump to the next thing and do it; what it returns is the caller's to await."""

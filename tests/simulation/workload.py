@@ -24,8 +24,10 @@ class Arrival:
 
 
 class Workload:
-    def __init__(self, chance: Random) -> None:
+    def __init__(self, chance: Random, hurry: float = 1.0) -> None:
+        """Everything takes so many times less long."""
         self._chance = chance
+        self._hurry = hurry
         self._count = 0
         self.accepted: list[tuple[TaskId, str]] = []
         """(task, tenant) of what was submitted, oldest first."""
@@ -45,10 +47,10 @@ class Workload:
             demand=self._demand(),
             submitted_at=now,
             max_retries=chance.randint(0, 3),
-            timeout_seconds=Seconds(chance.uniform(300.0, 3600.0)) if chance.random() < 0.2 else None,
-            grace_seconds=Seconds(chance.choice((0.0, 5.0, 30.0, 120.0))),
+            timeout_seconds=self._seconds(300.0, 3600.0) if chance.random() < 0.2 else None,
+            grace_seconds=Seconds(chance.choice((0.0, 5.0, 30.0, 120.0)) / self._hurry),
             not_before=self._at(now, 0.1, 1200.0),
-            queue_ttl_seconds=Seconds(chance.uniform(60.0, 1800.0)) if chance.random() < 0.1 else None,
+            queue_ttl_seconds=self._seconds(60.0, 1800.0) if chance.random() < 0.1 else None,
             deadline_at=self._at(now, 0.1, 7200.0),
         )
         task = self._with_dependencies(task)
@@ -69,9 +71,12 @@ class Workload:
         after = tuple(Dependency(name, chance.choice(on_failure)) for name in sorted(names))
         return replace(task, after=after, awaits=True)
 
+    def _seconds(self, least: float, most: float) -> Seconds:
+        return Seconds(self._chance.uniform(least, most) / self._hurry)
+
     def _at(self, now: Instant, share: float, most_seconds: float) -> Instant | None:
         """A time ahead, for that share of the tasks."""
-        at = self._chance.uniform(1.0, most_seconds)
+        at = self._seconds(1.0, most_seconds)
         return Instant(now + at) if self._chance.random() < share else None
 
     def _demand(self) -> Demand:
@@ -95,26 +100,29 @@ class Workload:
         chance = self._chance
         fails = chance.random() < 0.12
         return Program(
-            work_seconds=min(2 * 3600.0, chance.expovariate(1 / 600.0)),
+            work_seconds=min(2 * 3600.0, chance.expovariate(1 / 600.0)) / self._hurry,
             bad_end=chance.choice((Ending.FAILED, Ending.LOST)),
             bad_attempts=chance.randint(1, 3) if fails else 0,
-            saves_every_seconds=chance.uniform(20.0, 300.0) if chance.random() < 0.6 else None,
+            saves_every_seconds=self._seconds(20.0, 300.0) if chance.random() < 0.6 else None,
             heeds_notice=chance.random() < 0.85,
             leaves_after_seconds=chance.uniform(0.0, 2.0)
             if chance.random() < 0.95
-            else chance.uniform(30.0, 200.0),
+            else chance.uniform(30.0, 200.0) / self._hurry**0.5,
         )
 
     def _requests(self, task: Task) -> tuple[tuple[float, str, dict[str, Any]], ...]:
         chance = self._chance
-        after = chance.expovariate(1 / 300.0)
+        after = chance.expovariate(1 / 300.0) / self._hurry
         kind = chance.random()
         if kind < 0.05:
             return ((after, "cancel", {}),)
         if kind < 0.07:
-            return ((after, "cancel", {}), (after + 3.0, "cancel", {"grace_seconds": 0}))
+            return ((after, "cancel", {}), (after + 3.0 / self._hurry, "cancel", {"grace_seconds": 0}))
         if kind < 0.12:
             return ((after, "change", {"priority": chance.choice(PRIORITIES)}),)
         if kind < 0.16:
-            return ((after, "change", {"held": True}), (after + 600.0, "change", {"held": False}))
+            return (
+                (after, "change", {"held": True}),
+                (after + 600.0 / self._hurry, "change", {"held": False}),
+            )
         return ()

@@ -6,7 +6,7 @@ from typing import Protocol
 
 from service.adapters.boot_clock import boot_seconds
 from service.core.units import Instant, Seconds
-from service.ports import StoreUnavailable
+from service.ports import ReadTicks, StoreUnavailable
 
 _ANSWERS = 3
 
@@ -22,14 +22,17 @@ class DatabaseClock:
     due meanwhile, and no moment is lived twice. A restart of the service takes over the new time at once.
     """
 
-    def __init__(self, source: TimeSource, every_seconds: Seconds = Seconds(30.0)) -> None:
+    def __init__(
+        self, source: TimeSource, every_seconds: Seconds = Seconds(30.0), ticks: ReadTicks = boot_seconds
+    ) -> None:
         self._source = source
         self._every_seconds = every_seconds
-        self._offset_seconds = time.time() - boot_seconds()
+        self._ticks = ticks
+        self._offset_seconds = time.time() - ticks()
         self._latest = Instant(0.0)
 
     def now(self) -> Instant:
-        self._latest = max(self._latest, Instant(boot_seconds() + self._offset_seconds))
+        self._latest = max(self._latest, Instant(self._ticks() + self._offset_seconds))
         return self._latest
 
     async def read(self) -> None:
@@ -40,9 +43,9 @@ class DatabaseClock:
 
     async def _answer(self) -> tuple[float, float]:
         """(seconds it took, what the database's clock is ahead of ours by)"""
-        asked = boot_seconds()
+        asked = self._ticks()
         there = await self._source.database_time()
-        answered = boot_seconds()
+        answered = self._ticks()
         return answered - asked, there - (asked + answered) / 2
 
     async def keep(self) -> None:
