@@ -111,7 +111,7 @@ class _Forecasting:
             best = found
             yield
         if best is not None:
-            best = replace(best, places=(), keeps_room=True, first_in=first_in) if first_in else best
+            best = replace(best, places=(), first_in=first_in) if first_in else best
             self.made.append(best)
             late = best.p90_at - best.start_at
             end = Departure(best.end_at, Instant(best.end_at + late), best.n, best.basis is Basis.GUESS)
