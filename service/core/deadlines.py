@@ -46,8 +46,8 @@ def due(world: World, now: Instant, policy: Policy, watch: Watch | None) -> list
     """Decisions that time has made due; `watch` is how it stood after the look before this one.
 
     A leader that was late, slept or has just taken over counts nobody as unconfirmed before the whole
-    patience has passed again. Looks at the active tasks, at the runs that are over and not confirmed gone,
-    at the pledges, and at those pending tasks whose time is up.
+    patience has passed again. Looks at the active tasks whose time may be up, at the runs that are over and
+    not confirmed gone, at the pledges, and at those pending tasks whose time is up.
     """
     since = keep_watch(watch, now).since
     decisions: list[Decision] = []
@@ -104,8 +104,7 @@ def _late_leavers(
     world: World, now: Instant, but_not: Collection[Task]
 ) -> Iterator[tuple[Task, list[Member]]]:
     """Gangs with ranks that should have left by now, and those ranks."""
-    gangs = {name for name in world.active if world.tasks[name].members}
-    for name in sorted(gangs - {task.id for task in but_not}):
+    for name in sorted(set(world.active.due(now)) - {task.id for task in but_not}):
         task = world.tasks[name]
         late = [member for member in leavers_of(task) if now >= (member.stop_deadline_at or now)]
         if late:
@@ -114,8 +113,8 @@ def _late_leavers(
 
 def _overdue(world: World, now: Instant, policy: Policy, since: Instant) -> list[Task]:
     """Active past a limit or STOPPING past its grace period, in order of id."""
-    active = (world.tasks[name] for name in world.active)
-    late = (task for task in active if now >= _limit_of(task, policy) and _was_waited_for(task, since, now))
+    perhaps = map(world.tasks.__getitem__, world.active.due(now))
+    late = (task for task in perhaps if now >= _limit_of(task, policy) and _was_waited_for(task, since, now))
     return sorted(late, key=lambda task: task.id)
 
 
@@ -232,7 +231,7 @@ def _quarantine(world: World, holder: TaskId, fence: Fence, rank: int, now: Inst
 def _dissolve(world: World, preemptor: TaskId, moved: Set[TaskId]) -> Decision:
     """The preemptor is planned again; what its victims still free is nobody's in particular."""
     pledges = world.pledges[preemptor]
-    victims = (world.tasks[name] for name in sorted(world.active - moved))
+    victims = (world.tasks[name] for name in sorted(world.active.keys() - moved))
     return Decision(
         preemptor,
         "dissolved",

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import replace
+from math import inf
 
 from service.core.demand import Demand
 from service.core.member import Member
@@ -66,6 +67,21 @@ def leavers_of(task: Task) -> tuple[Member, ...]:
     if task.state is not TaskState.RUNNING:
         return ()
     return tuple(member for member in task.members if not (member.takes_part or member.gone))
+
+
+def may_be_late_at(task: Task) -> Instant:
+    """Of an active task: before that no limit of its own is over, nor of a rank that was asked to leave."""
+    if task.state is TaskState.STOPPING:
+        return Instant(inf) if task.stop_deadline_at is None else task.stop_deadline_at
+    claimed_at = task.admitted_at or Instant(0.0)
+    limits = [member.stop_deadline_at or claimed_at for member in leavers_of(task)]
+    if task.timeout_seconds is not None:
+        limits.append(Instant((task.started_at or claimed_at) + task.timeout_seconds))
+    if task.deadline_at is not None:
+        limits.append(task.deadline_at)
+    if task.members and task.started_at is None:
+        limits.append(claimed_at)
+    return min(limits, default=Instant(inf))
 
 
 def member_of(task: Task, rank: int) -> Member:

@@ -14,7 +14,7 @@ def still_of(world: World) -> World:
     twin.position, twin.as_of = world.position, world.as_of
     twin.inventory_version = world.inventory_version
     twin.nodes, twin.tasks = dict(world.nodes), dict(world.tasks)
-    twin.active, twin.custom_use = set(world.active), dict(world.custom_use)
+    twin.active, twin.custom_use = world.active.copy(), dict(world.custom_use)
     twin.by_node = {node: list(keys) for node, keys in world.by_node.items()}
     twin.books = {key: book.copy() for key, book in world.books.items()}
     twin.use = {node: use.copy() for node, use in world.use.items()}

@@ -23,6 +23,12 @@ class Timetable(dict[TaskId, Instant]):
         else:
             heappush(self._heap, (at, task))
 
+    def copy(self) -> "Timetable":
+        twin = Timetable()
+        twin.update(self)
+        twin._heap = list(self._heap)
+        return twin
+
     def due(self, now: Instant) -> list[TaskId]:
         """Those whose time has come, earliest first, then by id. They stay until they are taken out."""
         come: list[tuple[Instant, TaskId]] = []

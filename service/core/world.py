@@ -25,7 +25,7 @@ from service.core.ledger import Book
 from service.core.mix import Mix
 from service.core.ordering import PendingQueue
 from service.core.plan import Request
-from service.core.ranks import parts_of, surplus_of
+from service.core.ranks import may_be_late_at, parts_of, surplus_of
 from service.core.task import Task, TaskState, notice_of, notices_of
 from service.core.timetable import Timetable
 from service.core.unconfirmed import WORDS, Unconfirmed
@@ -65,7 +65,8 @@ class World:
         self.requests: dict[str, Request] = {}
         self.use: dict[NodeName, NodeUse] = {}
         self.custom_use: dict[str, float] = {}
-        self.active: set[TaskId] = set()
+        self.active = Timetable()
+        """Each that runs, with the earliest moment at which its time, or that of a rank, may be up."""
         self.runs: dict[NodeName, set[TaskId]] = {}
         """The active tasks of each node."""
         self.finished: Counter[tuple[str, TaskState]] = Counter()
@@ -267,7 +268,7 @@ class World:
                 self.expiring[task.id] = task.waits_until
         elif task.is_active:
             self._count_active(task, +1, grows=grows)
-            self.active.add(task.id)
+            self.active[task.id] = may_be_late_at(task)
 
     def _count_out(self, task: Task, *, grows: bool) -> None:
         if task.state is TaskState.PENDING:
@@ -275,7 +276,7 @@ class World:
             self.expiring.pop(task.id, None)
         else:  # active: what has ended changes no more
             self._count_active(task, -1, grows=grows)
-            self.active.discard(task.id)
+            self.active.pop(task.id, None)
 
     def _count_active(self, task: Task, sign: int, *, grows: bool) -> None:
         for node, part in parts_of(task):

@@ -211,7 +211,7 @@ def test_a_run_nobody_confirms_lets_its_task_go_and_keeps_its_memory(
     assert decision.tasks[0].task.state is state
     assert [lease.state for lease in decision.leases] == [LeaseState.QUARANTINED]
     commit(world, decision)
-    assert world.active == set()
+    assert not world.active
     assert sum(book.held_mb() for book in world.books.values()) == 8 * GIB
 
 

@@ -1,11 +1,19 @@
 """What is due when, however often entries change."""
 
+from collections.abc import Iterator
+from typing import Any
+
 from hypothesis import given
 from hypothesis import strategies as st
 
+from service.core.deadlines import Watch, due
+from service.core.policy import Policy
+from service.core.task import Task
 from service.core.timetable import Timetable
 from service.core.units import Instant, TaskId
+from tests.builders import GIB, NOW, a_task, a_world, holding
 
+WATCHED = Watch(since=Instant(0.0), last=Instant(NOW - 0.5))
 acts = st.lists(st.tuples(st.integers(0, 5), st.one_of(st.none(), st.integers(0, 9))), max_size=300)
 
 
@@ -32,3 +40,32 @@ def test_entries_that_come_and_go_leave_nothing_behind():
         del table[TaskId("goes")]
     assert len(table._heap) < 200
     assert table.due(Instant(1.0)) == ["stays"]
+
+
+class Looked(dict[TaskId, Task]):
+    """Tasks, and who of them was looked at."""
+
+    def __init__(self, tasks: dict[TaskId, Task]) -> None:
+        super().__init__(tasks)
+        self.at: set[TaskId] = set()
+
+    def __getitem__(self, name: TaskId) -> Task:
+        self.at.add(name)
+        return super().__getitem__(name)
+
+    def values(self) -> Any:
+        raise AssertionError("it looked at all of them")
+
+
+def test_nobody_is_looked_at_whose_time_cannot_be_up() -> None:
+    """However many run: the leader looks in each of its turns."""
+
+    def runs() -> Iterator[Any]:
+        for number in range(50):
+            limit = {"timeout_seconds": 1000.0} if number % 2 else {"deadline_at": Instant(NOW + 1000.0)}
+            yield holding(a_task(f"r{number:02}", gpu_mb=GIB, **limit), "gpu0", started_at=NOW)
+
+    world = a_world(*runs(), holding(a_task("late", gpu_mb=GIB, timeout_seconds=100.0), "gpu0"))
+    world.tasks = looked = Looked(world.tasks)
+    assert [decision.subject for decision in due(world, NOW, Policy(), WATCHED)] == ["late"]
+    assert looked.at == {"late"}
