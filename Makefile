@@ -36,7 +36,9 @@ check: .venv/.installed  ## formatting, lint, types, contracts, sizes, migration
 	$(RUN) pytest -q tests/architecture tests/migrations
 
 coverage: .venv/.installed  ## every branch of the core is tested by the core's own tests
-	$(RUN) coverage run -m pytest -q tests/core tests/architecture/test_state_diagram.py
+	$(RUN) coverage erase
+	$(RUN) coverage run -m pytest -q -n 2 tests/core tests/architecture/test_state_diagram.py
+	$(RUN) coverage combine --quiet
 	$(RUN) coverage report
 
 properties: .venv/.installed  ## the properties, with other random examples each time
