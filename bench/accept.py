@@ -23,6 +23,12 @@ DEVICE_MB = 24_576
 PATIENCE_SECONDS = 10.0
 """For a gateway to hear what the other one has taken in."""
 
+FULL_SETTINGS = {
+    "ENGINE": "simulated",
+    "SIMULATED_DEVICES": json.dumps([{"memory_mb": DEVICE_MB}]),
+    "ENTRYPOINTS": "bench.tasks:*",
+}
+
 TASK = {"run": {"entrypoint": "bench.tasks:noop"}, "resources": {"gpu_mb": 1024}}
 
 
@@ -42,13 +48,16 @@ def measure(options: Namespace) -> Iterator[Figure]:
 @contextmanager
 def full_site(variant: str) -> Iterator[Site]:
     """A site whose only device is held by a task that stays, so that nothing else fits."""
-    devices = json.dumps([{"memory_mb": DEVICE_MB}])
-    with site(variant, ENGINE="simulated", SIMULATED_DEVICES=devices, ENTRYPOINTS="bench.tasks:*") as running:
-        stays = {"entrypoint": "bench.tasks:noop", "kwargs": {"seconds": 86_400}}
-        holder = {"run": stays, "resources": {"gpu_mb": DEVICE_MB}}
-        door = running.doors[0]
-        door.wait_until(door.ask("POST", "/tasks", holder)["id"], "running")
+    with site(variant, **FULL_SETTINGS) as running:
+        fill_device(running)
         yield running
+
+
+def fill_device(running: Site) -> None:
+    door = running.doors[0]
+    stays = {"entrypoint": "bench.tasks:noop", "kwargs": {"seconds": 86_400}}
+    holder = door.ask("POST", "/tasks", {"run": stays, "resources": {"gpu_mb": DEVICE_MB}})
+    door.wait_until(holder["id"], "running")
 
 
 def rounds_against_bare(running: Site, name: str, options: Namespace) -> Iterator[Figure]:

@@ -4,7 +4,7 @@ import subprocess
 import sys
 import tempfile
 from argparse import ArgumentParser, Namespace
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -56,39 +56,64 @@ def prefix_of(bench: str, variant: str) -> str:
     return bench if variant == "sqlite" else f"{bench}.{variant}"
 
 
+@dataclass(frozen=True)
+class Home:
+    """Where everything stays that outlasts a process."""
+
+    variant: str
+    folder: Path
+    database: str
+    """A SQLite file, or the address of a PostgreSQL."""
+    durability: str
+
+    @contextmanager
+    def started(self, **settings: str) -> Iterator[Site]:
+        """Ready to be asked, with these settings (names without GPUBROKER_). All of it is stopped again."""
+        if self.variant != "sqlite":
+            settings = {**settings, "DATABASE_URL": self.database}
+        gateways = VARIANTS[self.variant]
+        if gateways:
+            with self._several(gateways, settings) as (doors, broker):
+                yield Site(doors, self.database, self.durability, broker)
+        else:
+            with served(self.folder, **settings) as one:
+                yield Site([one], self.database, self.durability)
+
+    @contextmanager
+    def _several(
+        self, gateways: int, settings: Mapping[str, str]
+    ) -> Iterator[tuple[Sequence[Service], psutil.Popen]]:
+        """So many gateways, and a broker that leads."""
+        shared = {**settings, "BLOB_DIR": str(self.folder / "objects")}
+        with brokering(self.folder / "broker", **shared) as broker:
+            try:
+                with ExitStack() as open_doors:
+                    doors = [
+                        open_doors.enter_context(served(self.folder / f"gateway-{one}", "gateway", **shared))
+                        for one in range(gateways)
+                    ]
+                    for door in doors:
+                        door.wait_for_leader()
+                    yield doors, broker
+            finally:
+                down = [sys.executable, "-m", "service", "down", "--data-dir", str(self.folder / "broker")]
+                subprocess.run(down, check=True, capture_output=True)
+
+
+@contextmanager
+def home(variant: str) -> Iterator[Home]:
+    """An empty one, removed afterwards."""
+    with tempfile.TemporaryDirectory(prefix="gpb-bench-") as name:
+        folder = Path(name)
+        if variant == "sqlite":
+            yield Home(variant, folder, str(folder / "gpubroker.db"), SQLITE_DURABILITY)
+        else:
+            with postgres() as (url, durability):
+                yield Home(variant, folder, url, durability)
+
+
 @contextmanager
 def site(variant: str, **settings: str) -> Iterator[Site]:
-    """One that is ready to be asked, with these settings (names without GPUBROKER_)."""
-    with tempfile.TemporaryDirectory(prefix="gpb-bench-") as folder:
-        home = Path(folder)
-        if variant == "sqlite":
-            with served(home, **settings) as one:
-                yield Site([one], str(home / "gpubroker.db"), SQLITE_DURABILITY)
-            return
-        with postgres() as (url, durability):
-            settings = {**settings, "DATABASE_URL": url}
-            if not VARIANTS[variant]:
-                with served(home, **settings) as one:
-                    yield Site([one], url, durability)
-            else:
-                with several(VARIANTS[variant], home, **settings) as (doors, broker):
-                    yield Site(doors, url, durability, broker)
-
-
-@contextmanager
-def several(gateways: int, home: Path, **settings: str) -> Iterator[tuple[Sequence[Service], psutil.Popen]]:
-    """So many gateways, and a broker that leads."""
-    shared = {**settings, "BLOB_DIR": str(home / "objects")}
-    with brokering(home / "broker", **shared) as broker:
-        try:
-            with ExitStack() as open_doors:
-                doors = [
-                    open_doors.enter_context(served(home / f"gateway-{number}", "gateway", **shared))
-                    for number in range(gateways)
-                ]
-                for door in doors:
-                    door.wait_for_leader()
-                yield doors, broker
-        finally:
-            down = [sys.executable, "-m", "service", "down", "--data-dir", str(home / "broker")]
-            subprocess.run(down, check=True, capture_output=True)
+    """One with an empty home."""
+    with home(variant) as place, place.started(**settings) as running:
+        yield running

@@ -8,7 +8,7 @@ from functools import lru_cache
 from operator import attrgetter
 from typing import Any
 
-from service.core.demand import ANYWHERE, Demand, Where
+from service.core.demand import ANYWHERE, Demand, Where, shared
 from service.core.device import Device, Node
 from service.core.external import External
 from service.core.lease import HolderKind, Lease, LeaseState, Pledge, mark_overused, move_lease
@@ -64,7 +64,7 @@ def demand_from(fields: Fields) -> Demand:
         row["where"] = _where_from(row["where"])
     if "bundles" in row:
         row["bundles"] = tuple(demand_from(bundle) for bundle in row["bundles"])
-    return Demand(**row)
+    return shared(Demand(**row))
 
 
 def _where_fields(where: Where) -> dict[str, Any]:

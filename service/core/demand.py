@@ -1,6 +1,8 @@
 """What a task asks for."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from functools import lru_cache
+from operator import attrgetter
 
 from service.core.units import Mib
 
@@ -28,8 +30,15 @@ class Where:
 ANYWHERE = Where()
 
 
+class _Hashed:
+    """Has room for a hash beside what it is made of."""
+
+    __slots__ = ("_hash",)
+    _hash: int
+
+
 @dataclass(frozen=True, slots=True)
-class Demand:
+class Demand(_Hashed):
     """Sizes are per device; `cpu` and `memory_mb` are of the one node that the task runs on.
 
     `gpus` devices of `gpu_mb` MiB each; with neither `gpu_mb` nor `gpu_fraction`, whole devices.
@@ -57,6 +66,15 @@ class Demand:
     min_ranks: int | None = None
     """With so many of its ranks, the first ones, a gang runs as well; None: with all."""
 
+    def __hash__(self) -> int:
+        """Asked for at every step of planning, so it is worked out once."""
+        try:
+            return self._hash
+        except AttributeError:
+            found = hash(_values(self))
+            object.__setattr__(self, "_hash", found)
+            return found
+
     @property
     def least_ranks(self) -> int:
         return len(self.bundles) if self.min_ranks is None else self.min_ranks
@@ -69,3 +87,13 @@ class Demand:
     @property
     def takes_whole_devices(self) -> bool:
         return self.gpus > 0 and (self.exclusive or (self.gpu_mb is None and self.gpu_fraction is None))
+
+
+_values = attrgetter(*(f.name for f in fields(Demand)))
+
+
+@lru_cache(4096)
+def shared(demand: Demand) -> Demand:
+    """The one for all that equal it. Tasks come in many, demands in few kinds: it is kept once, and equal
+    ones need not be compared field by field."""
+    return demand

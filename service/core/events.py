@@ -19,6 +19,8 @@ from service.core.plan import Decision, Fields, Request
 from service.core.task import Task
 from service.core.units import Instant, Position, TaskId
 
+SUBMITTED = "task.submitted"
+
 
 @dataclass(frozen=True, slots=True)
 class Event:
@@ -55,10 +57,9 @@ class NewEvent:
         return Event(position, at, self.kind, self.key, self.version, self.tenant, self.fields, self.task)
 
 
-def submitted(task: Task, like: Fields | None = None) -> NewEvent:
-    """The first event of a task: every field of it. `like`: those of a task that differs in its id alone."""
-    fields = task_fields(task) if like is None else {**like, "id": task.id}
-    return NewEvent("task.submitted", task.id, task.version, task.tenant, fields, task)
+def submitted(task: Task) -> NewEvent:
+    """The first event of a task: every field of it."""
+    return NewEvent(SUBMITTED, task.id, task.version, task.tenant, task_fields(task), task)
 
 
 def requested(request: Request) -> NewEvent:

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
+from service.core.copies import copier
 from service.core.task import Task
 from service.core.units import TaskId
 
@@ -34,6 +35,9 @@ class RunSpec:
     """How its `gpu_mb` was learned at submit, with the fields of `Size`; None if its submitter said it."""
 
 
+changed_spec = copier(RunSpec)
+
+
 @dataclass(frozen=True, slots=True)
 class Submission:
     """One task on its way in. The id is made before the commit, so a retry of the commit is harmless."""
@@ -42,8 +46,9 @@ class Submission:
     spec: RunSpec
     idempotency_key: str | None = None
     body_hash: str = ""
-    like: Task | None = None
-    """A task from which this one differs in its id alone, if one is known: much of the work is shared."""
+    like: "Submission | None" = None
+    """One from which this one differs in the id of its task and in its run alone, if one is known: much of
+    the work is shared."""
 
 
 @dataclass(frozen=True, slots=True)

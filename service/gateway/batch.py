@@ -2,22 +2,23 @@
 
 import asyncio
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from time import monotonic
 from typing import NamedTuple
 
 from pydantic import TypeAdapter, ValidationError
 
 from service.core.expectations import Size
-from service.core.task import Task, changed
+from service.core.submission import RunSpec, changed_spec
+from service.core.task import changed
 from service.core.units import TaskId
 from service.gateway.direct import Call
 from service.gateway.faults import body_faults, refused
-from service.gateway.intake import check_allowed, check_possible, digest_if_large, taken_in
+from service.gateway.intake import check_allowed, check_possible, digest_if_large, stored_spec, taken_in
 from service.gateway.permission import check_run
-from service.gateway.pieces import members_of
 from service.gateway.problems import Fault, Problem
-from service.gateway.schemas import Command, Entrypoint, Function, SubmitTask
+from service.gateway.runs import Around, EntrypointCall, call_within, cut_at_run, is_cut_at_run
+from service.gateway.schemas import SubmitTask
 from service.gateway.translate import arguments_of, spec_of
 from service.ports import Stand, Submission
 
@@ -27,18 +28,14 @@ TURN_SECONDS = 0.003
 STANDS_AT_ONCE = 1000
 
 _read_task = TypeAdapter(SubmitTask).validator.validate_json
-_read_run = {kind.tag: TypeAdapter(kind).validator.validate_json for kind in (Entrypoint, Command, Function)}
 _TASK_IDS = re.compile(rb"task_[0-7][0-9a-hjkmnp-tv-z]{25}")
-
-Key = tuple[object, ...]
-AnyRun = Entrypoint | Command | Function
 
 
 class _Like(NamedTuple):
     """What was found out about the first of several tasks that are alike."""
 
     body: SubmitTask
-    task: Task
+    first: Submission
     learned: Size | None
 
 
@@ -49,7 +46,9 @@ class Batch:
         self._call = call
         self._now = call.parts.clock.now()
         self._inline_bytes = call.parts.limits.inline_bytes
-        self._likes: dict[Key, _Like] = {}
+        self._likes: dict[Around, _Like] = {}
+        self._last: tuple[Around, Submission] | None = None
+        """What stood around the run of the last task, and the first of all that are like it."""
         self._stands: dict[TaskId, Stand] = {}
 
     async def take_in(self, pieces: Sequence[bytes]) -> list[Submission | Problem]:
@@ -59,8 +58,7 @@ class Batch:
         until = monotonic() + TURN_SECONDS
         for id, piece in zip(self._call.parts.ids.tasks(self._now, len(pieces)), pieces, strict=True):
             try:
-                like, run = self._read(piece, id)
-                taken.append(await self._submission(like, run, id))
+                taken.append(self._as_the_last(piece, id) or await self._submission(piece, id))
             except Problem as problem:
                 taken.append(problem)
             if monotonic() > until:
@@ -70,28 +68,51 @@ class Batch:
 
     async def _look_up(self, pieces: Sequence[bytes]) -> None:
         """Whatever may be the id of a task that one of them runs after."""
+        if b"after" not in await self._call.body():
+            return
         named = sorted({id for piece in pieces if b"after" in piece for id in _TASK_IDS.findall(piece)})
         ids = [TaskId(id.decode()) for id in named]
         for start in range(0, len(ids), STANDS_AT_ONCE):
             self._stands |= await self._call.parts.store.stands(ids[start : start + STANDS_AT_ONCE])
 
-    def _read(self, piece: bytes, id: TaskId) -> tuple[_Like, AnyRun]:
-        """The first task that is like this one, which it may be itself, and its own run. Raises Problem."""
-        members = members_of(piece)
-        run = None if members is None else _run_in(members)
-        if members is None or run is None:
-            like = self._met(piece, id)
-            return like, like.body.run
-        key = _key_of(members, run)
-        known = self._likes.get(key)
-        if known is None:
-            known = self._likes[key] = self._met(piece, id)
-        else:
-            check_run(self._call, run)
-        return known, run
+    def _as_the_last(self, piece: bytes, id: TaskId) -> Submission | None:
+        """If it calls the entrypoint that the one before it called, and differs in nothing else."""
+        if self._last is None:
+            return None
+        around, first = self._last
+        call = call_within(piece, around)
+        if call is None or len(call.arguments) > self._inline_bytes:
+            return None
+        spec = changed_spec(first.spec, arguments=call.arguments, arguments_digest=None)
+        return Submission(changed(first.task, id=id), spec, like=first)
 
-    def _met(self, piece: bytes, id: TaskId) -> _Like:
+    async def _submission(self, piece: bytes, id: TaskId) -> Submission:
         """Raises Problem."""
+        cut = cut_at_run(piece)
+        if cut is None:
+            return (await self._met(piece, id)).first
+        like = self._likes.get(cut.around)
+        if like is None:
+            like = await self._met(piece, id)
+            if is_cut_at_run(cut):
+                self._likes[cut.around] = like
+                self._last = cut.around, like.first
+            return like.first
+        self._last = cut.around, like.first
+        if isinstance(cut.run, EntrypointCall):
+            spec = await self._with_arguments(like.first.spec, cut.run.arguments, id)
+        else:
+            check_run(self._call, cut.run)
+            spec = spec_of(like.body, cut.run, b"", None, like.learned)
+            spec = await self._with_arguments(spec, arguments_of(cut.run), id)
+        return Submission(changed(like.first.task, id=id), spec, like=like.first)
+
+    async def _with_arguments(self, spec: RunSpec, arguments: bytes, id: TaskId) -> RunSpec:
+        digest = await digest_if_large(self._call, arguments, id)
+        return changed_spec(spec, arguments=arguments if digest is None else b"", arguments_digest=digest)
+
+    async def _met(self, piece: bytes, id: TaskId) -> _Like:
+        """The first of its likes, as far as anybody knows. Raises Problem."""
         try:
             body = _read_task(piece)
         except ValidationError as error:
@@ -99,37 +120,7 @@ class Batch:
         task, learned = taken_in(self._call, body, id, self._stands, self._now)
         check_allowed(self._call, body, task)
         check_possible(self._call, task)
-        return _Like(body, task, learned)
-
-    async def _submission(self, like: _Like, run: AnyRun, id: TaskId) -> Submission:
-        arguments = arguments_of(run)
-        digest = None
-        if len(arguments) > self._inline_bytes:
-            digest = await digest_if_large(self._call, arguments, id)
-        task = like.task if like.task.id == id else changed(like.task, id=id)
-        return Submission(task, spec_of(like.body, run, arguments, digest, like.learned), like=like.task)
-
-
-def _run_in(members: Mapping[str, bytes]) -> AnyRun | None:
-    """None if it is none; what is wrong with it is told by who reads all of the task."""
-    if "run" not in members:
-        return None
-    text = members["run"]
-    parts = members_of(text) or {}
-    kinds = [kind for kind in _read_run if kind in parts]
-    if len(kinds) != 1:
-        return None
-    try:
-        run: AnyRun = _read_run[kinds[0]](text)
-    except ValidationError:
-        return None
-    return run
-
-
-def _key_of(members: Mapping[str, bytes], run: AnyRun) -> Key:
-    """The same for tasks that differ in nothing but the arguments of their run."""
-    others = [member for member in members.items() if member[0] != "run"]
-    return (run.tag, run.entrypoint if isinstance(run, Entrypoint) else "", *others)
+        return _Like(body, Submission(task, await stored_spec(self._call, body, task, learned)), learned)
 
 
 def at_item(number: int, problem: Problem) -> list[Fault]:

@@ -2,7 +2,7 @@
 
 from typing import NamedTuple
 
-from service.core.demand import Demand
+from service.core.demand import Demand, shared
 from service.core.expectations import Size, learned_size
 from service.core.need import may_use_device
 from service.core.task import Task
@@ -47,7 +47,7 @@ def demand_in(
     parts = call.parts
     learned = _learned_size(call, body, tenant)
     asked = demand_of(body, parts.defaults, learned)
-    return parts.capacity.settled(asked, body.resources.pool, tenant, body.labels, at=at), learned
+    return shared(parts.capacity.settled(asked, body.resources.pool, tenant, body.labels, at=at)), learned
 
 
 def check_allowed(call: Call, body: SubmitTask, task: Task) -> None:

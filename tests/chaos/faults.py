@@ -9,7 +9,7 @@ from enum import StrEnum
 from typing import Any, TypeVar
 
 from service.adapters.sql.postgres import PostgresSession
-from service.adapters.sql.rowset import Row, SetStatement
+from service.adapters.sql.rowset import Row, Rows, SetStatement
 from service.adapters.sql.session import CommitUnknown, Session
 from service.core.units import Instant, Position, Term
 from service.ports import StoreUnavailable
@@ -57,7 +57,7 @@ class FaultySession:
     def begin(self) -> None:
         self._then("begin", self._session.begin)
 
-    def write(self, statement: SetStatement, rows: Sequence[Row]) -> None:
+    def write(self, statement: SetStatement, rows: Sequence[Row] | Rows) -> None:
         self._then(statement.name, lambda: self._session.write(statement, rows))
 
     def fetch(self, statement: SetStatement, rows: Sequence[Row]) -> Sequence[Sequence[Any]]:

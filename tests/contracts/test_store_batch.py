@@ -22,7 +22,8 @@ def a_batch(
 ) -> BatchSubmission:
     like = a_task(f"{prefix}00000", gpu_mb=1024)
     tasks = [changed(like, id=TaskId(f"{prefix}{number:05}")) for number in range(count)]
-    submissions = [replace(a_submission(task, **spec), like=like) for task in tasks]
+    first = a_submission(like, **spec)
+    submissions = [replace(a_submission(task, **spec), like=first) for task in tasks]
     return BatchSubmission(submissions, key, body, f"answer to {prefix}")
 
 
@@ -115,7 +116,7 @@ async def test_a_batch_with_a_value_that_cannot_be_stored_leaves_nothing(url: st
     async with opened(url) as store:
         batch = a_batch("a", count)
         last = batch.submissions[-1]
-        bad = replace(last, spec=replace(last.spec, model_type="half \ud800"))
+        bad = replace(last, spec=replace(last.spec, model_type="half \ud800"), like=None)
         with pytest.raises(Unstorable):
             await store.submit_batch(replace(batch, submissions=[*batch.submissions[:-1], bad]))
         assert await log_of(store) == []

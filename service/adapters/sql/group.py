@@ -6,16 +6,16 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from service.adapters.sql import statements as sql
+from service.adapters.sql.alike import BatchRows
 from service.adapters.sql.rows import (
     Written,
     estimate_row,
     event_row,
     row_of_request,
-    rows_of_batch,
     rows_of_decision,
     rows_of_submission,
 )
-from service.adapters.sql.rowset import Row, SetStatement
+from service.adapters.sql.rowset import Row, Rows, SetStatement
 from service.adapters.sql.session import (
     CommitUnknown,
     ConstraintFailed,
@@ -23,10 +23,9 @@ from service.adapters.sql.session import (
     Session,
 )
 from service.core.accounts import faded
-from service.core.codec import task_fields
 from service.core.estimate import Lesson, Topic
 from service.core.events import Event, NewEvent, events_of, requested, submitted
-from service.core.plan import Decision, Fields, Request, released_mb, taken_mb
+from service.core.plan import Decision, Request, released_mb, taken_mb
 from service.core.task import TaskState
 from service.core.units import Instant, Position, Seconds, TaskId, Term
 from service.ports import (
@@ -61,12 +60,29 @@ class Unit(ABC):
         self.answer: Any = None
 
     def _fill(self, rows: Sequence[Written], events: Sequence[NewEvent]) -> None:
-        self.rows = rows
-        self.events = events
-        self.event_rows = [event_row(event) for event in events]
+        self._written = rows
+        self._events = events
+        self._event_rows = [event_row(event) for event in events]
 
     def make_ready(self) -> None:  # noqa: B027  # most are when they are made
         """What would hold up the caller's thread; called by the writer's, before its transaction."""
+
+    @property
+    def event_count(self) -> int:
+        return len(self._events)
+
+    def put_rows(self, rows: Mapping[SetStatement, Rows]) -> None:
+        """Add its own, events apart."""
+        for statement, row in self._written:
+            rows[statement].single.append(row)
+
+    def put_events(self, rows: Rows, first: Position, at: Instant) -> None:
+        """Add its events, from this position on."""
+        rows.single += ((position, at, *row) for position, row in enumerate(self._event_rows, first))
+
+    def events_at(self, first: Position, at: Instant) -> Iterator[Event]:
+        """The same as others hear of them."""
+        return (event.at(Position(position), at) for position, event in enumerate(self._events, first))
 
     @abstractmethod
     def on_written(self) -> None:
@@ -110,22 +126,30 @@ class NewBatch(Arrival):
     def __init__(self, batch: BatchSubmission) -> None:
         super().__init__(batch.first, batch.tenant, batch.idempotency_key, batch.body_hash)
         self._batch = batch
+        self._made: BatchRows | None = None
         self.weight = max(1, len(batch.submissions) // 8)  # of many alike each costs so much less
 
     def make_ready(self) -> None:
-        if not self.rows:
-            self._fill(list(rows_of_batch(self._batch)), list(self._events()))
+        self._made = self._made or BatchRows(self._batch)
 
-    def _events(self) -> Iterator[NewEvent]:
-        likes: dict[int, Fields] = {}
-        for submission in self._batch.submissions:
-            like = submission.like
-            if like is None:
-                yield submitted(submission.task)
-            else:
-                if id(like) not in likes:
-                    likes[id(like)] = task_fields(like)
-                yield submitted(submission.task, likes[id(like)])
+    @property
+    def _rows(self) -> BatchRows:
+        assert self._made is not None, "it was not made ready"
+        return self._made
+
+    @property
+    def event_count(self) -> int:
+        return len(self._rows)
+
+    def put_rows(self, rows: Mapping[SetStatement, Rows]) -> None:
+        for statement, alike in self._rows.blocks:
+            rows[statement].alike.append(alike)
+
+    def put_events(self, rows: Rows, first: Position, at: Instant) -> None:
+        rows.alike.append(self._rows.event_rows(first, at))
+
+    def events_at(self, first: Position, at: Instant) -> Iterator[Event]:
+        return self._rows.events(first, at)
 
 
 class NewRequest(Unit):
@@ -184,23 +208,32 @@ def write_group(session: Session, units: Sequence[Unit], half_life_seconds: Seco
     for statement in sql.IN_ORDER:
         if statement in rows:
             session.write(statement, rows[statement])
-    first, at = session.number(sum(len(unit.events) for unit in units))
+    first, at = session.number(sum(unit.event_count for unit in units))
     if taken:
         session.write(sql.WRITE_USAGE, _usage_rows(taken, used, at, half_life_seconds))
-    events: list[Event] = []
-    numbered: list[Row] = []
-    for unit in units:
-        for event, row in zip(unit.events, unit.event_rows, strict=True):
-            position = Position(first + len(events))
-            events.append(event.at(position, at))
-            numbered.append((position, at, *row))
+    numbered = _event_rows(units, first, at)
     if numbered:
         session.write(sql.INSERT_EVENTS, numbered)
     try:
         session.commit()
     except CommitUnknown as unknown:
-        unknown.events = events
+        unknown.events = _events(units, first, at)
         raise
+    return _events(units, first, at)
+
+
+def _event_rows(units: Sequence[Unit], first: Position, at: Instant) -> Rows:
+    rows = Rows()
+    for unit in units:
+        unit.put_events(rows, Position(first + len(rows)), at)
+    return rows
+
+
+def _events(units: Sequence[Unit], first: Position, at: Instant) -> list[Event]:
+    """As committed. Made when nobody waits for the head of the log any more."""
+    events: list[Event] = []
+    for unit in units:
+        events += unit.events_at(Position(first + len(events)), at)
     return events
 
 
@@ -225,25 +258,23 @@ def _usage_rows(
     return rows
 
 
-def _rows_by_statement(units: Sequence[Unit]) -> Mapping[SetStatement, list[Row]]:
-    rows: dict[SetStatement, list[Row]] = defaultdict(list)
+def _rows_by_statement(units: Sequence[Unit]) -> Mapping[SetStatement, Rows]:
+    rows: dict[SetStatement, Rows] = defaultdict(Rows)
     memory: Counter[str] = Counter()
     finished: Counter[tuple[str, TaskState]] = Counter()
     lessons: dict[Topic, Lesson] = {}
     for unit in units:
-        for statement, row in unit.rows:
-            rows[statement].append(row)
+        unit.put_rows(rows)
         memory.update(unit.memory)
         finished.update(unit.finished)
         lessons.update((lesson.topic, lesson) for lesson in unit.lessons)
     if memory:
-        rows[sql.LEASE_MEMORY] = sorted(memory.items())
+        rows[sql.LEASE_MEMORY] = Rows(sorted(memory.items()))
     if finished:
-        rows[sql.COUNT_FINISHED] = [
-            (tenant, state.value, n) for (tenant, state), n in sorted(finished.items())
-        ]
+        counts = sorted(finished.items())
+        rows[sql.COUNT_FINISHED] = Rows([(tenant, state.value, n) for (tenant, state), n in counts])
     if lessons:
-        rows[sql.WRITE_ESTIMATES] = [estimate_row(lesson) for lesson in lessons.values()]
+        rows[sql.WRITE_ESTIMATES] = Rows([estimate_row(lesson) for lesson in lessons.values()])
     return rows
 
 

@@ -14,7 +14,15 @@ from psycopg import errors
 
 from service.adapters.sql.compatibility import check_schema
 from service.adapters.sql.connections import TERM, WRITER, Wishes, connect_writer, wished
-from service.adapters.sql.rowset import Row, SetStatement, postgres_copy, postgres_rows, postgres_text
+from service.adapters.sql.rowset import (
+    Row,
+    Rows,
+    SetStatement,
+    copied_text,
+    postgres_copy,
+    postgres_rows,
+    postgres_text,
+)
 from service.adapters.sql.session import (
     Collided,
     CommitUnknown,
@@ -84,24 +92,24 @@ class PostgresSession:
             if self._at_begin is not None:
                 self._connection.execute(self._at_begin, prepare=False)
 
-    def write(self, statement: SetStatement, rows: Sequence[Row]) -> None:
+    def write(self, statement: SetStatement, rows: Sequence[Row] | Rows) -> None:
         if statement.copied and len(rows) >= _COPIED_FROM:
-            self._copy(statement, rows)
+            self._copy(statement, rows if isinstance(rows, Rows) else Rows(rows))
             return
         with self._translated():
             cursor = self._connection.execute(
-                postgres_text(statement), {"rows": postgres_rows(statement, rows)}
+                postgres_text(statement), {"rows": postgres_rows(statement, list(rows))}
             )
             if statement.exact:
                 self._sent.append((statement, len(rows), cursor))
 
-    def _copy(self, statement: SetStatement, rows: Sequence[Row]) -> None:
+    def _copy(self, statement: SetStatement, rows: Rows) -> None:
         """Between two pipelines, which cannot copy. What was sent before is waited for."""
         with self._translated():
             self._open.close()
             with self._connection.cursor() as cursor, cursor.copy(postgres_copy(statement)) as copy:
-                for row in rows:
-                    copy.write_row(row)
+                for text in copied_text(rows):
+                    copy.write(text)
             self._pipeline = self._open.enter_context(self._connection.pipeline())
 
     def fetch(self, statement: SetStatement, rows: Sequence[Row]) -> Sequence[Sequence[Any]]:

@@ -27,7 +27,7 @@ from service.core.member import members_fields, members_from
 from service.core.orders import Checkpointed
 from service.core.plan import Decision, Outcome, Request
 from service.core.task import HOT_FIELDS, StopReason, Task, TaskState
-from service.ports import BatchSubmission, RunSpec, Submission, TokenRow
+from service.ports import RunSpec, Submission, TokenRow
 
 Written = tuple[SetStatement, Row]
 
@@ -49,42 +49,22 @@ def demand_of(text: str) -> Demand:
 
 
 def event_row(event: NewEvent) -> Row:
-    """An event without its position and time, which stand first in the table."""
+    """An event without its position and time, which stand first in `statements.EVENT_IN`."""
     fields = json_text(event.fields)
-    return (event.kind, event.key, event.version, event.tenant, task_of(event), fields, event.reader)
+    return (event.key, task_of(event), fields, event.kind, event.version, event.tenant, event.reader)
 
 
 def rows_of_submission(submission: Submission) -> Iterator[Written]:
     key = submission.idempotency_key
     marks = (key, submission.body_hash) if key is not None else _NO_KEY
-    yield sql.INSERT_TASKS, (*_new_task_row(submission.task), *marks)
+    yield sql.INSERT_TASKS, (*new_task_row(submission.task), *marks)
     yield from _beside_task(submission)
-
-
-def rows_of_batch(batch: BatchSubmission) -> Iterator[Written]:
-    """Of tasks that differ in their ids alone most of the row is made once."""
-    key = batch.idempotency_key
-    marks = (key, batch.body_hash) if key is not None else _NO_KEY
-    likes: dict[int, Row] = {}
-    for submission in batch.submissions:
-        task, like = submission.task, submission.like
-        if like is None:
-            row = _new_task_row(task)
-        else:
-            if id(like) not in likes:
-                likes[id(like)] = _new_task_row(like)[1:]
-            row = (task.id, *likes[id(like)])
-        yield sql.INSERT_TASKS, (*row, *marks)
-        yield from _beside_task(submission)
-        marks = _NO_KEY
-    if key is not None:
-        yield sql.INSERT_BATCHES, (batch.first, batch.tenant, batch.answer)
 
 
 _NO_KEY = (None, None)
 
 
-def _new_task_row(task: Task) -> Row:
+def new_task_row(task: Task) -> Row:
     """Without the key and the body's hash, which stand last."""
     if task.state is not TaskState.PENDING or task.version != 1:
         raise ValueError(f"task {task.id} is {task.state} in version {task.version}; submit a new one")
@@ -98,16 +78,25 @@ def _new_task_row(task: Task) -> Row:
 
 
 def _beside_task(submission: Submission) -> Iterator[Written]:
-    task, spec = submission.task, submission.spec
-    yield sql.INSERT_SPECS, (
-        task.id, task.tenant, spec.kind, spec.entrypoint,
-        json_text(spec.command) if spec.command else "[]", spec.arguments,
-        spec.arguments_digest, spec.python, mapping_text(spec.env), spec.result_format,
-        mapping_text(spec.labels), spec.model_type, spec.working_directory,
-        None if spec.sizing is None else json_text(spec.sizing),
+    task = submission.task
+    yield sql.INSERT_SPECS, (*spec_head(submission), *spec_tail(submission))
+    for name, value in submission.spec.labels.items():
+        yield sql.INSERT_LABELS, (task.id, task.tenant, name, value)
+
+
+def spec_head(submission: Submission) -> Row:
+    """Of its spec, what may differ among tasks that run the same with other arguments."""
+    spec = submission.spec
+    return (submission.task.id, spec.arguments, spec.arguments_digest)
+
+
+def spec_tail(submission: Submission) -> Row:
+    spec = submission.spec
+    return (
+        submission.task.tenant, spec.kind, spec.entrypoint, json_text(spec.command) if spec.command else "[]",
+        spec.python, mapping_text(spec.env), spec.result_format, mapping_text(spec.labels), spec.model_type,
+        spec.working_directory, None if spec.sizing is None else json_text(spec.sizing),
     )  # fmt: skip
-    for name, value in spec.labels.items():
-        yield sql.INSERT_LABELS, (task.tenant, name, value, task.id)
 
 
 def row_of_request(request: Request) -> Written:

@@ -2,13 +2,14 @@
 
 Each step of a statement hands Python's interpreter lock over, and each round trip costs a wake-up, so a
 group commit must be few statements however many rows it has. SQLite takes them as VALUES of a few fixed
-lengths, PostgreSQL as one JSON parameter. Both were measured; see docs/decisions/0002.
+lengths, PostgreSQL as one JSON parameter, or by COPY where there are many and nothing else happens to them.
+All were measured; see docs/decisions/0002 and 0095.
 """
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 from pydantic_core import PydanticSerializationError, to_json
 from sqlalchemy import (
@@ -29,10 +30,37 @@ from service.ports import Unstorable
 Row = tuple[Any, ...]
 """Values in the order of the statement's columns."""
 
+
+class Alike(NamedTuple):
+    """Rows of one statement of which only the first columns differ."""
+
+    heads: Sequence[Row]
+    tail: Row
+
+
+class Rows:
+    """Rows of one statement, for which what those that are alike share need be made out only once."""
+
+    def __init__(self, single: Sequence[Row] = ()) -> None:
+        self.single: list[Row] = list(single)
+        self.alike: list[Alike] = []
+
+    def __len__(self) -> int:
+        return len(self.single) + sum(len(alike.heads) for alike in self.alike)
+
+    def __iter__(self) -> Iterator[Row]:
+        yield from self.single
+        for heads, tail in self.alike:
+            for head in heads:
+                yield head + tail
+
+
 _SQLITE: Any = sqlite.dialect(paramstyle="qmark")
 _POSTGRES: Any = postgresql.psycopg.dialect()  # type: ignore[no-untyped-call]  # it has no types
-_SQLITE_LENGTHS = (64, 16, 4, 1)
-"""Each length is a statement of its own to SQLite, so there are few."""
+_SQLITE_LENGTHS = (1000, 64, 16, 4, 1)
+"""Each length is a statement of its own to SQLite, so there are few. Every statement hands Python's lock to
+others, who may keep it for milliseconds: what comes by the thousand must not take dozens. With 32 columns a
+thousand rows are as many values as SQLite takes."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -79,6 +107,17 @@ def sqlite_text(statement: SetStatement, length: int) -> str:
 
 
 @cache
+def sqlite_alike_text(statement: SetStatement, length: int, width: int) -> str:
+    """The same with question marks for one tail, and then for `length` heads of `width` columns."""
+    text, many = sqlite_text(statement, 1), len(statement.columns)
+    one_row = f"VALUES ({', '.join('?' * many)})"
+    heads = ", ".join([f"({', '.join('?' * width)})"] * length)
+    columns = ", ".join([*(f"column{at}" for at in range(1, width + 1)), *"?" * (many - width)])
+    rows = f"SELECT {columns} FROM (VALUES {heads})"  # noqa: S608  # marks and names of columns
+    return text.replace(one_row, rows, 1)
+
+
+@cache
 def postgres_text(statement: SetStatement) -> str:
     """SQL with one parameter `rows`: the JSON that `postgres_rows` makes."""
     names: list[ColumnElement[Any]] = [column(c.name, c.type) for c in statement.columns]
@@ -93,6 +132,31 @@ def postgres_copy(statement: SetStatement) -> str:
     quoted = _POSTGRES.identifier_preparer.quote
     columns = ", ".join(map(quoted, statement.names))
     return f"COPY {quoted(statement.copied)} ({columns}) FROM STDIN"
+
+
+def copied_text(rows: Rows) -> Iterator[str]:
+    """Pieces of what COPY reads: a line for each row, its values set apart by tabs."""
+    yield "".join(["\t".join(map(_copied, row)) + "\n" for row in rows.single])
+    for heads, tail in rows.alike:
+        end = "".join(["\t" + _copied(value) for value in tail]) + "\n"
+        yield "".join(["\t".join(map(_copied, head)) + end for head in heads])
+
+
+def _copied(value: Any) -> str:
+    if value is None:
+        return "\\N"
+    if isinstance(value, str):
+        is_plain = "\\" not in value and "\n" not in value and "\t" not in value and "\r" not in value
+        return value if is_plain else _escaped(value)
+    if isinstance(value, bytes):
+        return "\\\\x" + value.hex()
+    return str(value)  # numbers and truths, which the server reads as Python writes them
+
+
+def _escaped(text: str) -> str:
+    for character, name in (("\\", "\\"), ("\n", "n"), ("\t", "t"), ("\r", "r")):
+        text = text.replace(character, "\\" + name)
+    return text
 
 
 def postgres_rows(statement: SetStatement, rows: Sequence[Row]) -> str:

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-from service.adapters.sql.rowset import Row, SetStatement
+from service.adapters.sql.rowset import Row, Rows, SetStatement
 from service.core.events import Event
 from service.core.units import Instant, Position, Term
 
@@ -48,7 +48,7 @@ class Session(Protocol):
 
     def begin(self) -> None: ...
 
-    def write(self, statement: SetStatement, rows: Sequence[Row]) -> None:
+    def write(self, statement: SetStatement, rows: Sequence[Row] | Rows) -> None:
         """Send rows. A guard may be judged only by `number`, which waits for everything sent so far."""
         ...
 

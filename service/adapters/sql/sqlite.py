@@ -17,7 +17,14 @@ from typing import Any
 from urllib.parse import quote
 
 from service.adapters.sql.compatibility import check_schema
-from service.adapters.sql.rowset import Row, SetStatement, sqlite_chunks, sqlite_text
+from service.adapters.sql.rowset import (
+    Row,
+    Rows,
+    SetStatement,
+    sqlite_alike_text,
+    sqlite_chunks,
+    sqlite_text,
+)
 from service.adapters.sql.session import ConstraintFailed, DatabaseRefused, GuardMissed
 from service.core.events import Event
 from service.core.units import Instant, Position, Term
@@ -178,10 +185,14 @@ class SqliteSession:
     def begin(self) -> None:
         self._execute("BEGIN IMMEDIATE")
 
-    def write(self, statement: SetStatement, rows: Sequence[Row]) -> None:
+    def write(self, statement: SetStatement, rows: Sequence[Row] | Rows) -> None:
         before = self._connection.total_changes
-        for chunk in sqlite_chunks(rows):
+        for chunk in sqlite_chunks(rows.single if isinstance(rows, Rows) else rows):
             self._execute(sqlite_text(statement, len(chunk)), list(chain.from_iterable(chunk)))
+        for heads, tail in rows.alike if isinstance(rows, Rows) else ():
+            for chunk in sqlite_chunks(heads):
+                text = sqlite_alike_text(statement, len(chunk), len(chunk[0]))
+                self._execute(text, [*tail, *chain.from_iterable(chunk)])
         written = self._connection.total_changes - before
         if statement.exact and written != len(rows):
             raise GuardMissed(statement, len(rows), written)

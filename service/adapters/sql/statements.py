@@ -201,12 +201,18 @@ TASK_IN = (
     "grace_seconds", "shareable", "after", "queue_ttl_seconds", "deadline_at", "expected_seconds", "stream",
     "subject", "external", "held", "awaits", "expires_at", "not_before", "idem_key", "body_hash",
 )  # fmt: skip
+SPEC_IN = (
+    "task", "arguments", "arguments_digest", "tenant", "kind", "entrypoint", "command", "python", "env",
+    "result_format", "labels", "model_type", "working_directory", "sizing",
+)  # fmt: skip
+EVENT_IN = ("position", "at", "key", "task", "fields", "kind", "version", "tenant", "reader")
+"""What differs among tasks that are alike comes first, in each of these."""
 LEASE_KEY = ("holder_kind", "holder", "fence", "rank", "device")
 DEVICE_IN = tuple(c.name for c in tables.device.c if c.name != "leased_mb")
 
 INSERT_TASKS = _insert(tables.task, TASK_IN, known=OnConflict.SKIP, exact=True)
-INSERT_SPECS = _insert(tables.task_spec, known=OnConflict.SKIP)
-INSERT_LABELS = _insert(tables.task_label, known=OnConflict.SKIP)
+INSERT_SPECS = _insert(tables.task_spec, SPEC_IN, known=OnConflict.SKIP)
+INSERT_LABELS = _insert(tables.task_label, ("task", "tenant", "key", "value"), known=OnConflict.SKIP)
 INSERT_BATCHES = _insert(tables.batch, known=OnConflict.SKIP)
 INSERT_REQUESTS = _insert(tables.request, known=OnConflict.SKIP, exact=True)
 WRITE_NODES = _insert(tables.node, known=OnConflict.REPLACE)
@@ -229,7 +235,7 @@ FORGET_ESTIMATES = delete_rows(tables.estimate, ("tenant", "subject", "kind", "w
 WRITE_ESTIMATES = _insert(tables.estimate, known=OnConflict.REPLACE)
 COUNT_FINISHED = _add(tables.finished, "n")
 WRITE_USAGE = _insert(tables.usage, known=OnConflict.REPLACE)
-INSERT_EVENTS = _insert(tables.event, known=OnConflict.FAIL)
+INSERT_EVENTS = _insert(tables.event, EVENT_IN, known=OnConflict.FAIL)
 INSERT_AUDIT = _insert(
     tables.audit, ("at", "tenant", "actor", "action", "subject", "reason"), known=OnConflict.FAIL
 )

@@ -1,0 +1,49 @@
+from dataclasses import FrozenInstanceError, dataclass, fields, replace
+
+import pytest
+
+from service.core.copies import copier
+from service.core.demand import Demand, shared
+from service.core.units import Mib
+from tests.builders import a_task
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    x: int
+    y: tuple[int, ...] = ()
+
+
+moved = copier(Point)
+
+
+def test_a_copy_differs_in_what_was_named_and_in_nothing_else():
+    first = Point(1, (2, 3))
+    assert moved(first, x=7) == Point(7, (2, 3))
+    assert moved(first) == first == Point(1, (2, 3))
+
+
+def test_a_copy_is_as_frozen_as_any_other():
+    copy = moved(Point(1), x=2)
+    assert type(copy) is Point
+    with pytest.raises(FrozenInstanceError):
+        copy.x = 3  # type: ignore[misc]
+    assert replace(copy, x=4) == Point(4)
+
+
+def test_what_is_no_field_is_refused():
+    with pytest.raises(AttributeError):
+        moved(Point(1), z=2)
+
+
+def test_demands_that_equal_each_other_hash_alike_whatever_was_asked_of_them_before():
+    one, other = Demand(gpus=1, gpu_mb=Mib(1024)), Demand(gpus=1, gpu_mb=Mib(1024))
+    assert hash(one) == hash(one) == hash(other)
+    assert one == other
+    assert hash(replace(one, gpus=2)) == hash(Demand(gpus=2, gpu_mb=Mib(1024))) != hash(one)
+    assert shared(one) is shared(other)
+
+
+def test_the_hash_of_a_demand_is_none_of_its_fields():
+    hash(a_task("t").demand)
+    assert "_hash" not in {f.name for f in fields(Demand)}
