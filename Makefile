@@ -44,15 +44,16 @@ coverage: .venv/.installed  ## every branch of the core is tested by the core's 
 properties: .venv/.installed  ## the properties, with other random examples each time
 	$(RUN) pytest -q --hypothesis-profile=random -m hypothesis tests/core tests/gateway tests/simulation
 
-evidence: .venv/.installed  ## long: kills, sleepers, power cuts, planted faults; adds what evidence/ does not hold yet
+evidence: .venv/.installed  ## 90 minutes: kills, sleepers, power cuts, broken lines, planted faults; adds what evidence/ does not hold yet
 	$(RUN) python -m tests.chaos kills --database sqlite --kills 20 --tasks-per-kill 125 --batches 10
-	$(RUN) python -m tests.chaos kills --database postgres --kills 20 --tasks-per-kill 125 --batches 8
-	$(RUN) python -m tests.chaos kills --database postgres --engine site --kills 20 --tasks-per-kill 125 --batches 4
-	$(RUN) python -m tests.chaos kills --database sqlite --engine ray --kills 12 --tasks-per-kill 20 --batches 2
-	$(RUN) python -m tests.chaos kills --database postgres --engine ray --kills 12 --tasks-per-kill 20 --batches 2
+	$(RUN) python -m tests.chaos kills --database postgres --kills 20 --tasks-per-kill 125 --batches 9
+	$(RUN) python -m tests.chaos kills --database postgres --engine site --kills 20 --tasks-per-kill 125 --batches 3
+	$(RUN) python -m tests.chaos kills --database sqlite --engine ray --kills 14 --tasks-per-kill 20 --batches 4
+	$(RUN) python -m tests.chaos kills --database postgres --engine ray --kills 14 --tasks-per-kill 20 --batches 4
 	$(RUN) python -m tests.chaos zombies
 	$(RUN) python -m tests.chaos power-loss --batches 5
-	$(RUN) python -m tests.chaos blows --batches 3
+	$(RUN) python -m tests.chaos blows --restarts 5 --kills 50 --batches 6
+	$(RUN) python -m tests.chaos network --batches 2
 	$(RUN) python -m tests.chaos simulation --seeds 10000 --workers 2
 	$(RUN) python -m tests.chaos mutants
 	$(RUN) python -m tests.chaos table
