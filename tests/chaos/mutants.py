@@ -179,11 +179,19 @@ MUTANTS = (
         "tests/core/test_node_loss.py",
     ),
     Mutant(
-        "who is asked to stop while it stands back goes on",
+        "what is taken out of the queue leaves its outcome behind",
+        "service/adapters/sql/pruning.py",
+        '    _of_tasks(tables.outcome, "task"),\n',
+        "",
+        "sweep: take out what is over",
+    ),
+    Mutant(
+        "a leader that is asked to stop goes on",
         "service/broker/leadership.py",
-        "            await asyncio.gather(*parts, return_exceptions=True)\n        faults",
-        "            with suppress(asyncio.CancelledError):\n"
-        "                await asyncio.gather(*parts, return_exceptions=True)\n        faults",
+        "        try:\n"
+        "            await asyncio.wait(parts, return_when=asyncio.FIRST_COMPLETED)\n        finally:\n",
+        "        with suppress(asyncio.CancelledError):\n"
+        "            await asyncio.wait(parts, return_when=asyncio.FIRST_COMPLETED)\n        if parts:\n",
         "simulation: 30 seeds",
     ),
 )

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from service.core.orders import Ending, NodeLost
+from service.core.retention import Cutoffs
 from service.core.units import Instant, Seconds
 from service.ports import TokenRow
 from tests.builders import GIB
@@ -25,6 +26,8 @@ async def nothing(scene: Scene, id: str) -> None:
 class Operation:
     act: Act
     before: Act = nothing
+    takes_out: bool = False
+    """Rows and events go: what was in the log until then must have been read."""
 
 
 async def pending(scene: Scene, id: str) -> None:
@@ -109,6 +112,20 @@ async def several_at_once(scene: Scene, id: str) -> Any:
     return await asyncio.gather(scene.carry(scene.hear(*scene.ends(id))), *newcomers)
 
 
+async def is_over(scene: Scene, id: str) -> None:
+    """Nothing else is, and its memory is free."""
+    while await prune(scene, id):
+        pass
+    await scene.begin(id)
+    await scene.carry(scene.hear(*scene.ends(id)))
+    await scene.carry(scene.hear(*scene.leaves(id)))
+
+
+async def prune(scene: Scene, id: str) -> bool:
+    later = Instant(scene.now + 1e6)
+    return await scene.store.prune(scene.term, Cutoffs(later, later, Instant(0.0)))
+
+
 async def takes_the_term(scene: Scene, id: str) -> Any:
     scene.term = await next_term(scene.store, f"leader of {id}")
     return scene.term
@@ -145,6 +162,7 @@ OPERATIONS: dict[str, Operation] = {
     "lose a node": Operation(lambda scene, id: scene.carry(lose_node(scene)), running),
     "find a node again": Operation(lambda scene, id: scene.carry(scene.node_answers()), node_was_lost),
     "several at once": Operation(several_at_once, running),
+    "take out what is over": Operation(prune, is_over, takes_out=True),
     "take the term": Operation(takes_the_term),
     "renew the term": Operation(lambda scene, id: scene.store.renew(scene.term, Seconds(3600.0))),
     "put a token": Operation(lambda scene, id: scene.store.put_token(a_token(scene, id), by="chaos")),

@@ -8,6 +8,7 @@ import psycopg
 
 from service.bootstrap.compose import fill
 from service.core.events import Event
+from service.core.task import TERMINAL, TaskState
 from service.core.units import Position
 from service.core.world import World
 from service.ports import TaskStore
@@ -31,6 +32,18 @@ _ENDS = (
     "LEFT JOIN outcome o ON o.task = t.id AND o.ending = 'succeeded' "
     "WHERE (t.state = 'succeeded' OR o.task IS NOT NULL) AND t.id >= '{}' GROUP BY t.id, t.fence, t.state "
     "HAVING count(o.task) <> 1 OR max(o.fence) <> t.fence OR t.state <> 'succeeded'"
+)
+_LEFTOVERS = " UNION ALL ".join(
+    f"SELECT o.{task} FROM {table} o LEFT JOIN task t ON t.id = o.{task} "
+    f"WHERE t.id IS NULL AND o.{task} >= '{{0}}'{also}"
+    for table, task, also in (
+        ("task_spec", "task", ""),
+        ("task_label", "task", ""),
+        ("outcome", "task", ""),
+        ("checkpoint", "task", ""),
+        ("batch", "task", ""),
+        ("lease", "holder", " AND o.holder_kind = 'run'"),
+    )
 )
 _TASKS = "SELECT id, state, version, fence FROM task WHERE id >= '{}'"
 
@@ -66,6 +79,8 @@ class Rows:
         self._answers = answers
         self._history = History()
         self._replayed = World()
+        self.may_be_gone = False
+        """What is over may have been taken out."""
 
     async def check(self, store: TaskStore, since: str = "") -> list[str]:
         """What is wrong, in words. Of what is in no picture, tasks from that id on are looked at."""
@@ -79,6 +94,11 @@ class Rows:
             wrong += [f"rows and log differ in {part}" for part in told if told[part] != stored[part]]
         return [*wrong, *self._halves(since), *self._other_states(since)]
 
+    def taken_out(self) -> set[str]:
+        """Of the tasks that have ended, those that are no longer stored."""
+        stored = {id for (id,) in self._answers.to("SELECT id FROM task")}
+        return {id for id, task in self._history.tasks.items() if task.state in TERMINAL} - stored
+
     async def _news(self, store: TaskStore) -> Sequence[Event]:
         events: list[Event] = []
         while more := await store.events(Position(self._replayed.position + len(events)), 10_000):
@@ -91,6 +111,7 @@ class Rows:
             "leased_mb is the sum of the leases": _LEDGER,
             "a task has what it runs": _WITHOUT_SPEC,
             "a task has its labels": _WITHOUT_LABEL,
+            "nothing is left of a task that was taken out": _LEFTOVERS,
             "a success has one outcome, of the newest claim": _ENDS,
         }
         return [
@@ -107,7 +128,8 @@ class Rows:
         }
         seen = ((id, t) for id, t in self._history.tasks.items() if id >= since)
         told = {id: (t.state.value, t.version, t.fence) for id, t in seen}
-        ids = sorted(stored.keys() | told.keys())
+        over = {id for id, (state, *_) in told.items() if TaskState(state) in TERMINAL}
+        ids = sorted(stored.keys() | (told.keys() - (over if self.may_be_gone else set())))
         return [
             f"task {id} is {stored.get(id)} as stored and {told.get(id)} as told"
             for id in ids

@@ -55,15 +55,19 @@ class Stamp(NamedTuple):
     position: int
     term: int
     tokens: int
+    tasks: int
 
     def since(self, before: "Stamp") -> "Stamp":
         """A lost answer makes a leader take one more term; that is as good as one."""
         return Stamp(
-            self.position - before.position, min(1, self.term - before.term), self.tokens - before.tokens
+            self.position - before.position,
+            min(1, self.term - before.term),
+            self.tokens - before.tokens,
+            self.tasks - before.tasks,
         )
 
 
-NOTHING = Stamp(0, 0, 0)
+NOTHING = Stamp(0, 0, 0, 0)
 
 
 @dataclass(frozen=True)
@@ -198,8 +202,16 @@ class Sweep:
 
     async def _prepare(self, scene: Scene, operation: Operation) -> tuple[str, Stamp]:
         id = f"t{next(self._ids):05}"
+        await self._read_before(operation, scene)
         await operation.before(scene, id)
+        await self._read_before(operation, scene)
         return id, self._stamp()
+
+    async def _read_before(self, operation: Operation, scene: Scene) -> None:
+        if operation.takes_out:
+            self._rows.may_be_gone = True
+            if wrong := await self._rows.check(scene.store):
+                raise Broken("; ".join(wrong))
 
     async def _end(self, scene: Scene, id: str, where: str) -> None:
         """Look at what there is, and bring it to its end."""
@@ -211,13 +223,15 @@ class Sweep:
         """All that was accepted has ended, and the ends are as they should be."""
         async with self._opened() as (scene, _):
             wrong = await self._rows.check(scene.store)
-        lost = self._accepted - {id for (id,) in self._answers.to("SELECT id FROM task WHERE finished")}
+        ended = {id for (id,) in self._answers.to("SELECT id FROM task WHERE finished")}
+        lost = self._accepted - ended - self._rows.taken_out()
         if wrong or lost:
             raise Broken(f"{name}, at last: {'; '.join(wrong)}; accepted and not ended: {sorted(lost)}")
 
     def _stamp(self) -> Stamp:
         [found] = self._answers.to(
-            "SELECT position, (SELECT term FROM leadership), (SELECT count(*) FROM token) FROM log_head"
+            "SELECT position, (SELECT term FROM leadership), (SELECT count(*) FROM token), "
+            "(SELECT count(*) FROM task) FROM log_head"
         )
         return Stamp(*found)
 
