@@ -136,6 +136,17 @@ async def test_memory_returns_when_its_lease_is_released_and_only_once(store: Ta
     assert await store.commit(term, [admission(second, mb=80 * GIB)]) == [COMMITTED]
 
 
+async def test_a_second_release_is_stale_however_much_is_written_with_it(store: TaskStore) -> None:
+    """So much that a server has time to complain of the memory before it has heard all."""
+    task = a_task("t1")
+    term = await with_gpu(store, task)
+    await store.commit(term, [admission(task)])
+    lease = a_new_lease(claimed(task))
+    await store.commit(term, [release(lease)])
+    again = replace(end(claimed(task), result=b"x" * 2**23), leases=release(lease).leases)
+    assert await store.commit(term, [again]) == [STALE]
+
+
 async def test_a_released_lease_is_never_granted_again(store: TaskStore) -> None:
     task = a_task("t1")
     term = await with_gpu(store, task)

@@ -93,9 +93,17 @@ class PostgresSession:
                 self._connection.execute(self._at_begin, prepare=False)
 
     def write(self, statement: SetStatement, rows: Sequence[Row] | Rows) -> None:
-        if statement.copied and len(rows) >= _COPIED_FROM:
-            self._copy(statement, rows if isinstance(rows, Rows) else Rows(rows))
-            return
+        """The server may complain here of what was sent before."""
+        try:
+            if statement.copied and len(rows) >= _COPIED_FROM:
+                self._copy(statement, rows if isinstance(rows, Rows) else Rows(rows))
+            else:
+                self._send(statement, rows)
+        except ConstraintFailed:
+            self._check_guards()
+            raise
+
+    def _send(self, statement: SetStatement, rows: Sequence[Row] | Rows) -> None:
         with self._translated():
             cursor = self._connection.execute(
                 postgres_text(statement), {"rows": postgres_rows(statement, list(rows))}
@@ -131,12 +139,12 @@ class PostgresSession:
                 self._pipeline.sync()
                 [(last, compatible_from, at)] = head.fetchall()
         finally:
-            # Of a guard that missed and a constraint that then failed, the guard is what went wrong.
             self._check_guards()
         check_schema(compatible_from)
         return Position(last - events + 1), Instant(at)
 
     def _check_guards(self) -> None:
+        """Of a guard that missed and a constraint that then failed, the guard is what went wrong."""
         for term, leader in self._terms:
             for current, holder in leader.fetchall() if leader.rowcount >= 0 else ():
                 if current != term:
