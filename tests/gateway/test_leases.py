@@ -10,7 +10,7 @@ from service.core.deadlines import Watch, due
 from service.core.orders import Gone
 from service.core.plan import Decision
 from service.core.task import TaskState
-from service.core.units import Fence, Instant, Seconds, TaskId
+from service.core.units import Fence, Instant, Mib, Seconds, TaskId
 from tests.builders import GIB, a_device, a_node, a_sample
 from tests.gateway.harness import PATIENCE_SECONDS, Client, Gateway, a_body, before, fault, problem, until
 
@@ -190,6 +190,21 @@ async def test_the_same_key_asks_once(api: Client) -> None:
     assert again.json()["id"] == first.json()["id"]
     other = await api.post("/leases", json={**ASKED, "gpus": 1, "gpu_mb": 1}, headers=key)
     problem(other, 422, "idempotency-key-reused")
+
+
+async def test_the_same_key_is_answered_also_where_it_would_be_refused_by_now(
+    gateway: Gateway, api: Client
+) -> None:
+    key = {"Idempotency-Key": "k"}
+    first = await api.post("/leases", json=ASKED, headers=key)
+    [book] = gateway.world.books.values()
+    small = replace(book.device, physical_mb=Mib(8 * GIB), version=book.device.version + 1)
+    await gateway.commit(Decision("n1", "node_seen", devices=(small,)))
+    problem(await api.post("/leases", json=ASKED), 422, "exceeds-capacity")
+    again = await api.post("/leases", json=ASKED, headers=key)
+    assert (again.status_code, again.headers["Idempotency-Replayed"]) == (202, "true")
+    assert (again.json()["id"], again.headers["Location"]) == (first.json()["id"], first.headers["Location"])
+    problem(await api.post("/leases", json={**ASKED, "gpus": 2}, headers=key), 422, "exceeds-capacity")
 
 
 async def test_a_lease_is_its_tenants_own(gateway: Gateway, api: Client) -> None:

@@ -5,7 +5,7 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Query, Response
 
 from service.core.external import KIND
-from service.core.task import TaskState
+from service.core.task import Task, TaskState
 from service.core.units import Seconds
 from service.gateway.direct import Call, DirectRoute, answer, needs, problems
 from service.gateway.identity import Scope
@@ -27,7 +27,7 @@ from service.gateway.lookup import ask_leader, find, live_of, reread
 from service.gateway.permission import check_priority
 from service.gateway.problems import Problem
 from service.gateway.queries import LeaseQuery, LeaseWaitQuery
-from service.gateway.submitting import IdempotencyKey, submitted
+from service.gateway.submitting import IdempotencyKey, sent_before, submitted
 from service.gateway.waiters import moves_of
 from service.ports import RunSpec, TaskRecord
 
@@ -61,6 +61,20 @@ async def ask_lease(call: Call, body: AskLease, idempotency_key: IdempotencyKey 
     It waits in the same queue as tasks, and may be asked to leave for a higher priority. Use the memory while
     the lease is `held`, renew it before `deadline_at`, and release it when the memory is free again.
     """
+    try:
+        task = _taken_in(call, body)
+    except Problem:
+        known = await sent_before(call, idempotency_key, "lease")
+        if known is None:
+            raise
+        return _told(call, known.record, 202, known.headers)
+    spec = RunSpec(kind=KIND, labels=body.labels)
+    record, _is_new, headers = await submitted(call, task, spec, idempotency_key, "lease")
+    return _told(call, record, 202, headers)
+
+
+def _taken_in(call: Call, body: AskLease) -> Task:
+    """The task that it is, which could be held here. Raises Problem."""
     parts, tenant = call.parts, call.identity.tenant
     if body.pid is not None:
         call.require(Scope.TASKS_COMMAND, "naming a process of a node")
@@ -71,9 +85,7 @@ async def ask_lease(call: Call, body: AskLease, idempotency_key: IdempotencyKey 
     check_priority(call, task.priority)
     parts.capacity.check(demand, task.priority, tenant, at="")
     parts.capacity.check_times(task)
-    spec = RunSpec(kind=KIND, labels=body.labels)
-    record, _is_new, headers = await submitted(call, task, spec, idempotency_key, "lease")
-    return _told(call, record, 202, headers)
+    return task
 
 
 @router.get(
