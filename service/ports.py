@@ -380,7 +380,8 @@ class Executor(Protocol):
         ...
 
     def status(self) -> Mapping[str, Any]:
-        """For people: connected or not, address, why not. Keys: state, address, message."""
+        """For people: connected or not, address, why not. Keys: state, address, message. `agents`, where
+        there are some: by node, their release. `home`, of a Ray: which local one, or empty."""
         ...
 
     async def close(self, *, stop_cluster: bool) -> None: ...

@@ -14,7 +14,9 @@ from service.bootstrap.compose import (
     retention_of,
     tenure_rules_of,
 )
+from service.bootstrap.one_ray import other_ray
 from service.bootstrap.picture import Job, Picture, word_seconds
+from service.bootstrap.premises import StartRefused
 from service.broker.dispatch import Dispatcher
 from service.broker.leadership import Candidate
 from service.broker.loop import Leader
@@ -26,6 +28,7 @@ from service.core.events import Event
 from service.core.silence import Paused
 from service.core.tenure import Tenure
 from service.core.units import Term
+from service.last_values import LeaderSeen
 from service.settings import Settings
 
 
@@ -73,6 +76,14 @@ class BrokerRole:
             await self._picture.is_outgrown.wait()
             standing.cancel()
         await asyncio.Event().wait()  # nobody asked this part to end
+
+    async def check_ray(self, word: LeaderSeen | None) -> None:
+        """Against what a leader has said. Raises StartRefused if it leads still, with another Ray."""
+        if word is None or not (fault := other_ray(self.executor.status(), word)):
+            return
+        row = await self._store.leader()
+        if row.term == word.term and row.lease_until > row.at:
+            raise StartRefused(fault)
 
     def term(self) -> Term | None:
         """None while it does not lead."""

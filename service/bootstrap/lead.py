@@ -42,6 +42,12 @@ class Lead:
         self._foresight = Foresight()
         picture.listen(partial(forget_ended, picture.progress))
 
+    async def begin(self) -> None:
+        """Raises StartRefused if whoever leads does it with another Ray than this process would."""
+        if self._broker is not None and self._store.is_shared:
+            _, values = await self._store.said(0)
+            await self._broker.check_ray(values.leader)
+
     def jobs(self) -> list[Job]:
         if not self._store.is_shared:
             return []
@@ -97,6 +103,8 @@ class Lead:
         world = self._picture.world
         world.measure(values.samples)
         self._word = values.leader or self._word
+        if self._broker is not None:
+            await self._broker.check_ray(values.leader)
         for task, progress in values.progress.items():
             row = world.tasks.get(task)
             if row is not None and row.is_active:

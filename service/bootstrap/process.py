@@ -19,6 +19,7 @@ from service.bootstrap.compose import policy_of
 from service.bootstrap.gateway_role import GatewayRole
 from service.bootstrap.lead import Lead
 from service.bootstrap.picture import Picture
+from service.bootstrap.premises import StartRefused
 from service.bootstrap.words import farewell, greeting
 from service.core.units import Seconds
 from service.ports import Outgrown
@@ -75,10 +76,11 @@ class Process:
 
         The cluster goes on unless the stop said otherwise. Each part lives as long as the process: one that
         ends before, for whatever reason, ends the process, which a supervisor then starts anew. Raises
-        StoreUnavailable if the database goes away before anything has begun.
+        StoreUnavailable if the database goes away before anything has begun, and StartRefused.
         """
         make_full_collections_rare()
         await self._picture.begin()
+        await self._lead.begin()
         serving: list[asyncio.Task[None]] = []
         if self._gateway is not None:
             await self._gateway.begin()
@@ -137,7 +139,9 @@ class Process:
 
     def _fail(self, part: str, fault: BaseException) -> None:
         """Stop, and say so: going on without this part would look like service and be none."""
-        trace = None if isinstance(fault, Outgrown) else fault  # which is nobody's mistake, and says all
+        trace = (
+            None if isinstance(fault, Outgrown | StartRefused) else fault
+        )  # which is nobody's mistake, and says all
         log.error("stopping: a part of the service ended", subject=part, fault=repr(fault), exc_info=trace)
         self._fault = fault
         self._stop.set()

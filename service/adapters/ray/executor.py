@@ -168,7 +168,7 @@ class RayExecutor:
 
     def status(self) -> Mapping[str, Any]:
         about = {"state": self._state, "address": self._address, "message": self._message}
-        return {**about, "agents": self._agents.views()}
+        return {**about, "home": self._options.home, "agents": self._agents.views()}
 
     async def close(self, *, stop_cluster: bool) -> None:
         """With `stop_cluster` every run is killed and a local head ends; a joined cluster stays up."""

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+import socket
 import tempfile
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
@@ -63,6 +64,11 @@ class RayOptions:
     @property
     def is_local(self) -> bool:
         return self.address is None
+
+    @property
+    def home(self) -> str:
+        """Names a local Ray; empty for one that is joined."""
+        return f"{socket.gethostname()}:{self.data_dir.resolve()}" if self.is_local else ""
 
     @property
     def instance(self) -> str:
