@@ -5,7 +5,7 @@ import sys
 from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from types import ModuleType
 
-from bench import accept, batch, churn, openb, pickup, plan, preempt, run, simulate
+from bench import accept, batch, churn, openb, pickup, plan, preempt, queues, restart, run, simulate, soak
 from bench.measuring import publish
 
 BENCHMARKS: dict[str, ModuleType] = {
@@ -14,6 +14,9 @@ BENCHMARKS: dict[str, ModuleType] = {
     "run": run,
     "pickup": pickup,
     "preempt": preempt,
+    "queues": queues,
+    "restart": restart,
+    "soak": soak,
     "openb": openb,
     "plan": plan,
     "churn": churn,

@@ -53,11 +53,13 @@ def full_site(variant: str) -> Iterator[Site]:
         yield running
 
 
-def fill_device(running: Site) -> None:
+def fill_device(running: Site) -> str:
+    """The id of the task that holds all of it."""
     door = running.doors[0]
     stays = {"entrypoint": "bench.tasks:noop", "kwargs": {"seconds": 86_400}}
     holder = door.ask("POST", "/tasks", {"run": stays, "resources": {"gpu_mb": DEVICE_MB}})
     door.wait_until(holder["id"], "running")
+    return str(holder["id"])
 
 
 def rounds_against_bare(running: Site, name: str, options: Namespace) -> Iterator[Figure]:

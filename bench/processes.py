@@ -153,12 +153,14 @@ def _started(command: Sequence[str], environment: Mapping[str, str], log: Path) 
 
 
 def _wait_until_ready(process: psutil.Popen, data_dir: Path) -> Service:
-    log = _log_in(data_dir)
-    known = json.loads(_wait_for((data_dir / "client.json").read_text, process, log))
-    port = int(known["url"].rpartition(":")[2])
-    running = Service(process, port, known["token"], data_dir)
-    _wait_for(lambda: running.ask("GET", "/readyz"), process, log)
-    return running
+    def ready() -> Service:
+        """What the file says may be of an earlier process, which answers no more."""
+        known = json.loads((data_dir / "client.json").read_text())
+        running = Service(process, int(known["url"].rpartition(":")[2]), known["token"], data_dir)
+        running.ask("GET", "/readyz")
+        return running
+
+    return _wait_for(ready, process, _log_in(data_dir))
 
 
 def _wait_for(question: Callable[[], T], process: psutil.Popen, log: Path) -> T:

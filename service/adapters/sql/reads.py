@@ -107,6 +107,10 @@ _NOW = select(extract("epoch", func.clock_timestamp()).cast(Double))
 _TASK_NAMES = tuple(column.name for column in TASK)
 
 
+_IN_PARTS = {"yield_per": 2000}
+"""A long queue is not held twice, as rows and as tasks."""
+
+
 def _found(connection: Connection, query: Executable, **values: Any) -> list[dict[str, Any]]:
     """The rows by column name."""
     result = connection.execute(query, values)
@@ -178,7 +182,7 @@ def _in_states(states: Sequence[TaskState]) -> list[Any]:
 def _record_of(row: Mapping[str, Any]) -> TaskRecord:
     failure = row["failure"]
     return TaskRecord(
-        task=rows.task_of_row({name: row[name] for name in _TASK_NAMES}),
+        task=rows.task_of_row(row[name] for name in _TASK_NAMES),
         spec=rows.spec_of_row(row),
         failure=None if failure is None else from_json(failure),
         has_result=bool(row["has_result"]),
@@ -268,15 +272,19 @@ def snapshot(connection: Connection, at: Instant) -> Snapshot:
     """Inside one transaction that sees one state of the database."""
     lease, finished, device = tables.lease, tables.finished, tables.device
     holders = select(lease.c.holder).where(~lease.c.released)
-    unfinished = _found(connection, select(*TASK).where(~_task.c.finished))
-    leaving = _found(connection, select(*TASK).where(_task.c.finished, _task.c.id.in_(holders)))
+    unfinished = select(*TASK).where(~_task.c.finished)
+    leaving = select(*TASK).where(_task.c.finished, _task.c.id.in_(holders))
     leases = _found(connection, select(*_LEASE).where(~lease.c.released))
     devices = connection.execute(select(*_DEVICE).where(device.c.present | (device.c.leased_mb > 0)))
     counted = connection.execute(select(finished.c.tenant, finished.c.state, finished.c.n))
     return Snapshot(
         position=head(connection),
         at=at,
-        tasks=[rows.task_of_row(row) for row in (*unfinished, *leaving)],
+        tasks=[
+            rows.task_of_row(row)
+            for query in (unfinished, leaving)
+            for row in connection.execute(query, execution_options=_IN_PARTS)
+        ],
         leases=[rows.lease_of_row(row) for row in leases],
         pledges=[rows.pledge_of_row(row) for row in _found(connection, select(*_PLEDGE))],
         devices=[Device(*row) for row in devices],

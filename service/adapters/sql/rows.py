@@ -1,8 +1,10 @@
 """Tasks, leases and the rest as rows, and back. JSON columns hold what no statement looks into."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import fields
 from functools import lru_cache
 from operator import attrgetter
+from sys import intern
 from typing import Any
 
 from pydantic_core import from_json
@@ -220,18 +222,29 @@ def event_of_row(row: Sequence[Any]) -> Event:
     return Event(position, at, kind, key, version, tenant, from_json(fields))
 
 
-def task_of_row(row: Mapping[str, Any]) -> Task:
-    """`row` has the columns of `reads.TASK`, which are a task's fields."""
-    fields = dict(row)
-    fields["demand"] = demand_of(fields["demand"])
-    fields["after"] = () if fields["after"] == "[]" else after_from(from_json(fields["after"]))
-    if fields["external"] is not None:
-        fields["external"] = external_from(from_json(fields["external"]))
-    fields["state"] = TaskState(fields["state"])
-    if fields["stop_reason"] is not None:
-        fields["stop_reason"] = StopReason(fields["stop_reason"])
-    fields["members"] = () if fields["members"] is None else members_from(from_json(fields["members"]))
-    return Task(**fields)
+def task_of_row(row: Iterable[Any]) -> Task:
+    """`row` has the columns of `reads.TASK`, which are a task's fields in their order."""
+    values = list(row)
+    for at in _REPEATED:
+        values[at] = intern(values[at])
+    values[_DEMAND] = demand_of(values[_DEMAND])
+    values[_AFTER] = () if values[_AFTER] == "[]" else after_from(from_json(values[_AFTER]))
+    if values[_EXTERNAL] is not None:
+        values[_EXTERNAL] = external_from(from_json(values[_EXTERNAL]))
+    values[_TASK_STATE] = TaskState(values[_TASK_STATE])
+    if values[_TASK_STOP_REASON] is not None:
+        values[_TASK_STOP_REASON] = StopReason(values[_TASK_STOP_REASON])
+    members = values[_TASK_MEMBERS]
+    values[_TASK_MEMBERS] = () if members is None else members_from(from_json(members))
+    return Task(*values)
+
+
+_places = {field.name: place for place, field in enumerate(fields(Task))}
+_REPEATED = tuple(_places[name] for name in ("tenant", "name", "stream", "subject"))
+"""Words that many tasks share: of a long queue they are kept once."""
+_DEMAND, _AFTER, _EXTERNAL = (_places[name] for name in ("demand", "after", "external"))
+_TASK_STATE, _TASK_STOP_REASON = _places["state"], _places["stop_reason"]
+_TASK_MEMBERS = _places["members"]
 
 
 def spec_of_row(row: Mapping[str, Any]) -> RunSpec:
