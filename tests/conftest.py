@@ -7,6 +7,7 @@ Where several processes share the tests, each has a server of its own.
 """
 
 import logging
+import signal
 from collections.abc import Iterator
 from typing import Any
 
@@ -27,6 +28,13 @@ settings.register_profile(
 )
 settings.register_profile("random", settings.get_profile("repeatable"), derandomize=False, print_blob=True)
 settings.load_profile("repeatable")
+
+
+def pytest_configure() -> None:
+    """A shell has what it runs in the background ignore its keys, and so would all that tests start."""
+    for key, usual in ((signal.SIGINT, signal.default_int_handler), (signal.SIGQUIT, signal.SIG_DFL)):
+        if signal.getsignal(key) is signal.SIG_IGN:
+            signal.signal(key, usual)
 
 
 @pytest.hookimpl(optionalhook=True)

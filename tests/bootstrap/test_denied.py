@@ -11,6 +11,7 @@ import pytest
 
 from tests.bootstrap.refusals import WAITING, refusal
 from tests.bound_by_modes import bound_by_modes
+from tests.chaos.forked import ForkedService
 from tests.e2e.service_process import ServiceProcess
 
 READ_ONLY = stat.S_IRUSR | stat.S_IXUSR
@@ -37,14 +38,14 @@ def running(service: ServiceProcess) -> Iterator[ServiceProcess]:
 
 @pytest.mark.parametrize("below", ["", "data"], ids=["it is there", "it would have to be made"])
 def test_a_data_directory_that_nobody_may_write_is_named(tmp_path: Path, locked: Path, below: str) -> None:
-    said = refusal(ServiceProcess(tmp_path / "data", **WAITING, data_dir=str(locked / below)), bound_by_modes)
+    said = refusal(ForkedService(tmp_path / "data", **WAITING, data_dir=str(locked / below)), bound_by_modes)
     assert f"cannot write to the data directory {locked / below}: Permission denied" in said
     assert "--data-dir" in said
 
 
 def test_a_directory_in_which_no_database_may_be_made_is_named(tmp_path: Path, locked: Path) -> None:
     url = f"sqlite:///{locked}/gpubroker.db"
-    said = refusal(ServiceProcess(tmp_path / "data", **WAITING, database_url=url), bound_by_modes)
+    said = refusal(ForkedService(tmp_path / "data", **WAITING, database_url=url), bound_by_modes)
     assert f"cannot open the database {locked}/gpubroker.db: Permission denied" in said
     assert "give this user access" in said
     assert list(locked.iterdir()) == []
@@ -52,7 +53,7 @@ def test_a_directory_in_which_no_database_may_be_made_is_named(tmp_path: Path, l
 
 @pytest.mark.parametrize("mode", [0o400, 0o000], ids=["read only", "nothing"])
 def test_a_database_that_may_not_be_written_is_named_and_kept(tmp_path: Path, mode: int) -> None:
-    service = ServiceProcess(tmp_path / "data", **WAITING)
+    service = ForkedService(tmp_path / "data", **WAITING)
     with running(service):
         task = service.broker.submit("tests.e2e.work:add", 1, 2, cpu=0.5)
         service.broker.wait(task.id)
@@ -69,7 +70,7 @@ def test_a_database_that_may_not_be_written_is_named_and_kept(tmp_path: Path, mo
 
 
 def test_objects_that_cannot_be_written_are_refused_and_the_service_stays_up(tmp_path: Path) -> None:
-    with running(ServiceProcess(tmp_path / "data", **WAITING)) as service:
+    with running(ForkedService(tmp_path / "data", **WAITING)) as service:
         first = submit(service, "x")
         assert first.status_code == 202
         objects = tmp_path / "data" / "blobs"

@@ -15,6 +15,7 @@ import psutil
 import pytest
 
 from tests.bootstrap.refusals import WAITING
+from tests.chaos.forked import ForkedService
 from tests.e2e.service_process import ROOT, ServiceProcess, until
 from tests.patience import PATIENCE_SECONDS
 
@@ -26,7 +27,7 @@ DRAIN_SECONDS = 5.0
 @pytest.fixture(scope="module")
 def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServiceProcess]:
     home = tmp_path_factory.mktemp("drain") / "data"
-    with ServiceProcess(home, drain_seconds=DRAIN_SECONDS, **WAITING) as running:
+    with ForkedService(home, drain_seconds=DRAIN_SECONDS, **WAITING) as running:
         yield running
 
 

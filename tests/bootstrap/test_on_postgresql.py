@@ -9,6 +9,7 @@ import httpx
 import pytest
 
 from tests.bootstrap.refusals import WAITING
+from tests.chaos.forked import ForkedService
 from tests.e2e.service_process import ServiceProcess, until
 from tests.patience import PATIENCE_SECONDS
 from tests.postgres import OwnServer, a_server_of_its_own
@@ -25,7 +26,7 @@ def server() -> Iterator[OwnServer]:
 @pytest.fixture
 def service(tmp_path: Path, server: OwnServer) -> Iterator[ServiceProcess]:
     limits = {"stale_seconds": STALE_SECONDS}
-    with ServiceProcess(tmp_path / "data", database_url=server.url, limits=limits, **WAITING) as running:
+    with ForkedService(tmp_path / "data", database_url=server.url, limits=limits, **WAITING) as running:
         yield running
 
 
@@ -81,8 +82,8 @@ def test_a_second_serve_on_one_database_stands_by_and_takes_over(
     tmp_path: Path, service: ServiceProcess, server: OwnServer
 ) -> None:
     objects = str(service.data_dir / "blobs")
-    with ServiceProcess(tmp_path / "other", database_url=server.url, blob_dir=objects, **WAITING) as other:
-        assert other.broker.stats().leader["holder"].endswith(f":{service.pid}")
+    with ForkedService(tmp_path / "other", database_url=server.url, blob_dir=objects, **WAITING) as other:
+        until(lambda: str(other.broker.stats().leader["holder"]).endswith(f":{service.pid}"), "one leads")
         task = other.broker.submit("tests.e2e.work:add", cpu=0.5)
         assert service.broker.wait(task.id, timeout_seconds=PATIENCE_SECONDS).state == "succeeded"
         assert service.terminate() == 0

@@ -12,13 +12,8 @@ import pytest
 from gpubroker import Broker
 
 from tests.bootstrap.refusals import WAITING, refusal
-from tests.e2e.service_process import (
-    GIB,
-    BrokerProcess,
-    GatewayProcess,
-    ServiceProcess,
-    until,
-)
+from tests.chaos.forked import ForkedBroker, ForkedGateway, ForkedService
+from tests.e2e.service_process import GIB, ServiceProcess, until
 from tests.patience import PATIENCE_SECONDS
 from tests.postgres import PostgresServer, reset
 
@@ -32,8 +27,8 @@ class Site:
 
     def __init__(self, home: Path, url: str) -> None:
         self.settings = {**SETTINGS, "database_url": url, "blob_dir": str(home / "objects")}
-        self.leader = BrokerProcess(home / "broker", **self.settings)
-        self.gateways = [GatewayProcess(home / name, **self.settings) for name in ("a", "b")]
+        self.leader = ForkedBroker(home / "broker", **self.settings)
+        self.gateways = [ForkedGateway(home / name, **self.settings) for name in ("a", "b")]
 
     def __enter__(self) -> "Site":
         with ThreadPoolExecutor() as together:
@@ -126,12 +121,12 @@ def test_a_gateway_is_ready_without_a_leader_and_tells_what_the_leader_tells(
     tmp_path: Path, postgres_url: str
 ) -> None:
     settings = {**SETTINGS, "database_url": postgres_url, "blob_dir": str(tmp_path / "objects")}
-    with GatewayProcess(tmp_path / "gateway", **settings) as gateway:
+    with ForkedGateway(tmp_path / "gateway", **settings) as gateway:
         ready = ask(gateway, "/readyz")
         assert ready["status"] == "ready"
         assert (ready["parts"]["leader"], ready["parts"]["executor"]) == ("none", "unknown")
         last = [gateway.broker.submit("tests.e2e.work:add", kwargs=LONG, gpus=1) for _ in range(3)][-1]
-        with ServiceProcess(tmp_path / "leader", **settings) as leader:
+        with ForkedService(tmp_path / "leader", **settings) as leader:
             until(lambda: leader.broker.stats().tasks["running"] == 2, "both devices are taken")
             for path in ("/gpus", "/nodes", "/stats", f"/tasks/{last.id}/explain", f"/tasks/{last.id}"):
                 until(lambda path=path: tell_the_same(gateway, leader, path), f"both tell the same of {path}")
@@ -156,7 +151,7 @@ def timeless(view: Any) -> Any:
     return view
 
 
-@pytest.mark.parametrize("kind", [GatewayProcess, BrokerProcess])
+@pytest.mark.parametrize("kind", [ForkedGateway, ForkedBroker])
 def test_a_sqlite_file_has_one_process(tmp_path: Path, kind: type[ServiceProcess]) -> None:
     said = refusal(kind(tmp_path / "data", **WAITING))
     assert "gpubroker serve" in said
@@ -165,6 +160,6 @@ def test_a_sqlite_file_has_one_process(tmp_path: Path, kind: type[ServiceProcess
 
 def test_a_process_with_another_directory_of_objects_is_refused(site: Site, tmp_path: Path) -> None:
     settings = {**site.settings, "blob_dir": str(tmp_path / "elsewhere")}
-    said = refusal(GatewayProcess(tmp_path / "data", **settings))
+    said = refusal(ForkedGateway(tmp_path / "data", **settings))
     assert str(tmp_path / "elsewhere") in said
     assert "blob_dir" in said

@@ -19,9 +19,12 @@ _context.set_forkserver_preload(
 
 
 class Forking(ServiceProcess):
-    """Starts quickly. Its environment is that of the tester, and it has no Ray to leave behind."""
+    """Starts quickly, unless something is to be done before its program is executed. Its environment is that
+    of the tester, and it has no Ray to leave behind."""
 
     def spawn(self, begin: Callable[[], None] | None = None) -> Any:
+        if begin is not None:
+            return super().spawn(begin)
         words = (self.command, str(self._config), str(self._log))
         started = _context.Process(target=_run, args=(*words, environment()))
         started.start()
@@ -60,7 +63,8 @@ class Forked:
         return self.poll()
 
     def send_signal(self, number: int) -> None:
-        os.kill(self.pid, number)
+        if self.poll() is None:
+            os.kill(self.pid, number)
 
     def terminate(self) -> None:
         self.send_signal(signal.SIGTERM)

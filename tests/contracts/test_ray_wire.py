@@ -4,7 +4,7 @@ import pytest
 from gpubroker.runtime.messages import RunOrder
 
 from service.adapters.ray.report_form import MALFORMED, ReportForm
-from service.adapters.ray.wire import OrderForm, pack, unpack, write_reports
+from service.adapters.ray.wire import PROTOCOL, OrderForm, pack, unpack, write_reports
 from service.core.device import DeviceSample, Node
 from service.core.orders import (
     Checkpointed,
@@ -46,9 +46,9 @@ def carried(
     held_seconds: float = 0.0,
 ) -> list[Report]:
     data = write_reports("n1", sent_at, wire_reports, held_seconds)  # type: ignore[arg-type]  # also junk
-    node, reports = ReportForm("c", lambda: now).read(data, asked_seconds_ago)
-    assert node == "n1"
-    return reports
+    told = ReportForm("c", lambda: now).read(data, asked_seconds_ago)
+    assert (told.node, told.protocol) == ("n1", PROTOCOL)
+    return told.reports
 
 
 @pytest.mark.parametrize(

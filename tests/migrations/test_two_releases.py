@@ -13,6 +13,7 @@ from service.adapters.sql.session import DatabaseRefused
 from service.adapters.sql.store import migrate
 from service.ports import Outgrown
 from tests.bootstrap.refusals import WAITING, refusal
+from tests.chaos.forked import ForkedService
 from tests.contracts.lived_in import all_of, live_in
 from tests.contracts.scenes import a_submission, opened
 from tests.e2e.service_process import ServiceProcess, until
@@ -62,7 +63,7 @@ async def test_nothing_is_written_any_more_once_newer_software_has_taken_away(
 
 @pytest.fixture
 def service(tmp_path: Path, empty_postgres_url: str) -> Iterator[ServiceProcess]:
-    with ServiceProcess(tmp_path / "data", database_url=empty_postgres_url, **WAITING) as running:
+    with ForkedService(tmp_path / "data", database_url=empty_postgres_url, **WAITING) as running:
         yield running
 
 
