@@ -42,7 +42,7 @@ coverage: .venv/.installed  ## every branch of the core is tested by the core's 
 	$(RUN) coverage report
 
 properties: .venv/.installed  ## the properties, with other random examples each time
-	$(RUN) pytest -q --hypothesis-profile=random -m hypothesis tests/core tests/gateway tests/simulation
+	$(RUN) pytest -q --hypothesis-profile=random -m hypothesis tests/core tests/gateway tests/simulation tests/chaos
 
 evidence: .venv/.installed  ## 90 minutes: kills, sleepers, power cuts, broken lines, planted faults; adds what evidence/ does not hold yet
 	$(RUN) python -m tests.chaos kills --database sqlite --kills 20 --tasks-per-kill 125 --batches 10

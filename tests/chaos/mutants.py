@@ -186,6 +186,13 @@ MUTANTS = (
         "sweep: take out what is over",
     ),
     Mutant(
+        "what an agent does not have is waited for all the same",
+        "service/core/reconcile.py",
+        "react(world, _absences(world, seen), now, policy)",
+        "react(world, (), now, policy)",
+        "simulation: 3 seeds",
+    ),
+    Mutant(
         "a leader that is asked to stop goes on",
         "service/broker/leadership.py",
         "        try:\n"

@@ -12,7 +12,7 @@ from typing import Any
 
 from tests.simulation.storm import StormReport, storm
 
-BATCH = 250
+BATCH = 100
 """Seeds of one record."""
 STEPS = 200
 _SEEDS_AT_ONCE = 5

@@ -240,7 +240,7 @@ class Sweep:
         """With a picture from the rows, if it is not given."""
         known, breaker = database.open_database(self._url), Breaker()
         self._readers = self._readers or known.readers
-        store = SqlStore(_breaking(replace(known, readers=self._readers), breaker))
+        store = SqlStore(breaking(replace(known, readers=self._readers), breaker))
         try:
             scene = await Scene.on(store, self._term, world)
             yield scene, breaker
@@ -250,7 +250,7 @@ class Sweep:
             await store.close()
 
 
-def _breaking(known: Database, breaker: Breaker) -> Database:
+def breaking(known: Database, breaker: Breaker) -> Database:
     connect = known.connect_term
     return replace(
         known,

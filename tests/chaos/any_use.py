@@ -1,0 +1,374 @@
+"""The store, used in any order and cut off at any statement, beside a model of it that is a few dicts."""
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar, TypeVar
+
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
+
+from service.adapters.sql import database
+from service.adapters.sql.store import SqlStore
+from service.bootstrap.compose import fill
+from service.core.lease import Lease, LeaseState, move_lease, quarantine, release
+from service.core.plan import AuditNote, Decision, Request, write_move
+from service.core.retention import Cutoffs
+from service.core.submission import BatchSubmission, SubmitOutcome, SubmitVerdict
+from service.core.task import Move, Task, TaskState
+from service.core.tenure import LeaderRow
+from service.core.units import Instant, Seconds, TaskId, Term
+from service.core.world import World
+from service.ports import CommitVerdict, StaleTerm, StoreUnavailable, TokenRow
+from tests.builders import GIB, NOW, a_device, a_task
+from tests.chaos.faults import Breaker, Fault
+from tests.chaos.rows import Answers, Rows, picture_of
+from tests.chaos.sweep import breaking
+from tests.contracts.scenes import a_submission, admission, end, node_seen, picture
+
+T = TypeVar("T")
+
+MEMORY_MB = 80 * GIB
+TTL = Seconds(3600.0)
+LATER, NEVER = Instant(NOW + 1e12), Instant(0.0)
+PICKS = st.integers(0, 20)
+CUTS = st.one_of(st.none(), st.none(), st.none(), st.integers(0, 12))
+"""At which boundary the line is cut, counted from the beginning of the call; mostly at none."""
+ACTIONS = ("admit", "admit", "start", "start", "save", "succeed", "fail", "again", "leave", "doubt", "attest")
+
+
+@dataclass
+class Model:
+    """What must be stored: nothing but dicts."""
+
+    tasks: dict[TaskId, Task] = field(default_factory=dict)
+    keys: dict[str, tuple[TaskId, str]] = field(default_factory=dict)
+    leases: dict[str, Lease] = field(default_factory=dict)
+    requests: set[str] = field(default_factory=set)
+    tokens: dict[str, str] = field(default_factory=dict)
+    term: Term = Term(0)
+    was_ever: set[TaskId] = field(default_factory=set)
+
+    def submit(self, first: Task, others: list[Task], key: str | None, body: str) -> SubmitOutcome:
+        if key is not None and key in self.keys:
+            known, known_body = self.keys[key]
+            if known_body != body:
+                return SubmitOutcome(SubmitVerdict.KEY_REUSED, known)
+            if known != first.id:
+                return SubmitOutcome(SubmitVerdict.DUPLICATE, known)
+        if first.id not in self.tasks:
+            self.tasks |= {task.id: task for task in (first, *others)}
+            self.was_ever |= {task.id for task in (first, *others)}
+            if key is not None:
+                self.keys[key] = (first.id, body)
+        return SubmitOutcome(SubmitVerdict.ACCEPTED, first.id)
+
+    def judge(self, decision: Decision) -> CommitVerdict:
+        rows = {write.task.id: write.task.version - 1 for write in decision.tasks}
+        if any(id not in self.tasks or self.tasks[id].version != seen for id, seen in rows.items()):
+            return CommitVerdict.STALE
+        versions = {key: lease.version for key, lease in self.leases.items()}
+        if any(versions.get(lease.key, 0) != lease.version - 1 for lease in decision.leases):
+            return CommitVerdict.STALE
+        new_mb = sum(lease.mb for lease in decision.leases if lease.version == 1)
+        return CommitVerdict.COMMITTED if self.used_mb() + new_mb <= MEMORY_MB else CommitVerdict.REFUSED
+
+    def commit(self, decision: Decision) -> None:
+        self.tasks |= {write.task.id: write.task for write in decision.tasks}
+        self.leases |= {lease.key: lease for lease in decision.leases}
+        self.requests -= set(decision.requests_done)
+
+    def used_mb(self) -> int:
+        return sum(lease.mb for lease in self.leases.values() if lease.state is not LeaseState.RELEASED)
+
+    def live_of(self, task: TaskId) -> list[Lease]:
+        mine = (lease for lease in self.leases.values() if lease.holder == task)
+        return [lease for lease in mine if lease.state is not LeaseState.RELEASED]
+
+    def take_out(self) -> None:
+        """All that is over, with its keys: the beginning of the log goes with it."""
+        over = {id for id, task in self.tasks.items() if task.is_terminal and not self.live_of(id)}
+        self.tasks = {id: task for id, task in self.tasks.items() if id not in over}
+        self.keys = {key: known for key, known in self.keys.items() if known[0] not in over}
+
+
+def decided(model: Model, action: str, task: Task, mb: int) -> Decision | None:
+    """What a leader may make of this task now; None if this cannot be."""
+    live = model.live_of(task.id)
+    is_active = task.state in (TaskState.ADMITTED, TaskState.RUNNING)
+    now = Instant(NOW)
+
+    def moved(to: LeaseState, *of: LeaseState) -> tuple[Lease, ...]:
+        return tuple(move_lease(lease, to) for lease in live if lease.state in of)
+
+    held = (LeaseState.RESERVED, LeaseState.HELD)
+    match action:
+        case "admit" if task.state is TaskState.PENDING:
+            return admission(task, mb)
+        case "start" if task.state is TaskState.ADMITTED:
+            writes = (write_move(task, Move.STARTED, started_at=now),)
+            return Decision(task.id, "started", tasks=writes, leases=moved(LeaseState.HELD, held[0]))
+        case "save" if is_active:
+            return Decision(task.id, "saved", tasks=(write_move(task, Move.CHANGED, checkpoint_at=now),))
+        case "succeed" if is_active:
+            return replace(end(task), leases=moved(LeaseState.RELEASING, *held))
+        case "fail" | "again" if is_active:
+            changes: dict[str, Any] = {"finished_at": now} if action == "fail" else {"node": None}
+            what = Move.FAILED if action == "fail" else Move.REQUEUED
+            writes = (write_move(task, what, **changes),)
+            return Decision(task.id, action, tasks=writes, leases=moved(LeaseState.RELEASING, *held))
+        case "leave" if not is_active:
+            return _of(task, moved(LeaseState.RELEASED, LeaseState.RELEASING))
+        case "doubt":
+            return _of(task, tuple(quarantine(x, now) for x in live if x.state is LeaseState.RELEASING))
+        case "attest":
+            freed = tuple(release(x, "operator") for x in live if x.state is LeaseState.QUARANTINED)
+            notes = (AuditNote("default", "olga", "lease.attested", task.id, "it is off"),) if freed else ()
+            return replace(_of(task, freed) or Decision(task.id, "attest"), audit=notes) if freed else None
+        case _:
+            return None
+
+
+def _of(task: Task, leases: tuple[Lease, ...]) -> Decision | None:
+    return Decision(task.id, "leases", leases=leases) if leases else None
+
+
+class AnyUse(RuleBasedStateMachine):
+    """Of one database, as one process after another has it."""
+
+    fresh: ClassVar[Callable[[], str]]
+    """Makes a migrated database in which nothing is; its URL."""
+
+    @initialize()
+    def begin(self) -> None:
+        self.model, self.breaker = Model(), Breaker()
+        self.url = type(self).fresh()
+        self.runner = asyncio.Runner()
+        self.answers = Answers(self.url)
+        self.rows = Rows(self.answers)
+        self.rows.may_be_gone = True
+        self.count = self.old = 0
+        self._open()
+        self._take(self._do(self.store.leader()))
+        self._do(self.store.commit(self.model.term, [node_seen(a_device(mb=MEMORY_MB))]))
+
+    # What gateways do
+
+    @rule(
+        number=st.integers(0, 8), key=st.sampled_from((None, "a", "b")), body=st.sampled_from("xy"), cut=CUTS
+    )
+    def submit(self, number: int, key: str | None, body: str, cut: int | None) -> None:
+        """Some ids come twice, as when a gateway does not know whether it was heard."""
+        task = a_task(f"t{number}", gpu_mb=10 * GIB)
+        if task.id in self.model.was_ever:
+            key, task = None, replace(task, id=self._new_id()) if key is None else task
+        is_again = task.id in self.model.was_ever
+        if is_again and self._key_of(task.id) is None:
+            return
+        named = self._key_of(task.id) if is_again else (key, body)
+        assert named is not None
+        told = self._ask(self.store.submit(a_submission(task, *named, labels={"n": "1"})), cut)
+        if told is not None:
+            assert told == self.model.submit(task, [], *named)
+
+    @rule(count=st.integers(1, 3), key=st.sampled_from((None, "a", "c")), cut=CUTS)
+    def submit_a_batch(self, count: int, key: str | None, cut: int | None) -> None:
+        tasks = [a_task(self._new_id(), gpu_mb=10 * GIB) for _ in range(count)]
+        batch = BatchSubmission([a_submission(task) for task in tasks], key, "batch", "[]")
+        told = self._ask(self.store.submit_batch(batch), cut)
+        if told is not None:
+            assert told == self.model.submit(tasks[0], tasks[1:], key, "batch")
+
+    @precondition(lambda self: self.model.tasks)
+    @rule(pick=PICKS, cut=CUTS)
+    def ask_to_cancel(self, pick: int, cut: int | None) -> None:
+        """Twice under one id is once."""
+        task = self._pick(pick)
+        request = Request(f"r{self.count}", task.id, "default", "cancel", {}, Instant(NOW))
+        self.count += 1
+        if self._ask(self._once(self.store.request(request)), cut) is not None:
+            self.model.requests.add(request.id)
+            self._do(self.store.request(request))
+
+    @rule(name=st.sampled_from("pq"), secret=st.sampled_from("12"), cut=CUTS)
+    def put_a_token(self, name: str, secret: str, cut: int | None) -> None:
+        secret = f"{name}{secret}"  # two tokens never have one hash
+        token = TokenRow(name, secret, "default", ("*",), 100, Instant(NOW))
+        told = self._ask(self.store.put_token(token, by="olga"), cut)
+        if told is not None:
+            assert told is (self.model.tokens.setdefault(name, secret) == secret)
+
+    @rule(name=st.sampled_from("pq"), cut=CUTS)
+    def drop_a_token(self, name: str, cut: int | None) -> None:
+        told = self._ask(self.store.drop_token(name, by="olga"), cut)
+        if told is not None:
+            # Whoever was cut off after its commit does it again, and finds that there is none.
+            assert told is (self.model.tokens.pop(name, None) is not None) or cut is not None
+
+    # What leaders do
+
+    @rule(
+        what=st.lists(
+            st.tuples(st.sampled_from(ACTIONS), PICKS, st.sampled_from((10, 30, 60)), st.integers(0, 9)),
+            min_size=1,
+            max_size=3,
+        ),
+        cut=CUTS,
+    )
+    def commit(self, what: list[tuple[str, int, int, int]], cut: int | None) -> None:
+        """A few at once; now and then one was made of a row that has changed since."""
+        decisions: dict[TaskId, Decision] = {}
+        for action, pick, gib, luck in what if self.model.tasks else ():
+            task = self._pick(pick)
+            decision = decided(self.model, action, task, gib * GIB)
+            if decision is not None and task.id not in decisions:
+                decisions[task.id] = _outdated(decision) if luck == 0 else decision
+        if not decisions:
+            return
+        verdicts = self._ask(self.store.commit(self.model.term, list(decisions.values())), cut) or ()
+        for decision, verdict in zip(decisions.values(), verdicts, strict=False):
+            if cut is None or verdict is not CommitVerdict.UNAVAILABLE:
+                assert verdict is self.model.judge(decision), decision
+            if verdict is CommitVerdict.COMMITTED:
+                self.model.commit(decision)
+
+    @precondition(lambda self: self.model.requests)
+    @rule(cut=CUTS)
+    def settle_requests(self, cut: int | None) -> None:
+        done = Decision(None, "settled", requests_done=tuple(sorted(self.model.requests)))
+        if self._ask(self.store.commit(self.model.term, [done]), cut) == [CommitVerdict.COMMITTED]:
+            self.model.commit(done)
+
+    @precondition(lambda self: self.old)
+    @rule(pick=PICKS, what=st.sampled_from(("commit", "renew", "prune")))
+    def a_leader_of_an_older_term_wakes_up(self, pick: int, what: str) -> None:
+        term = Term(self.old)
+        calls: dict[str, Callable[[], Coroutine[Any, Any, Any]]] = {
+            "commit": lambda: self.store.commit(term, [node_seen(a_device("gpu9"))]),
+            "renew": lambda: self.store.renew(term, TTL),
+            "prune": lambda: self.store.prune(term, Cutoffs(LATER, LATER, NEVER)),
+        }
+        try:
+            self._do(calls[what]())
+        except StaleTerm:
+            return
+        raise AssertionError(f"a leader of term {term} was let {what}")
+
+    @rule(sees_an_old_row=st.booleans(), cut=CUTS)
+    def somebody_takes_the_term(self, sees_an_old_row: bool, cut: int | None) -> None:
+        row = self._do(self.store.leader())
+        assert row.term == self.model.term
+        self._take(replace(row, term=Term(row.term - 1)) if sees_an_old_row else row, cut)
+
+    @rule(cut=CUTS, lets_go=st.booleans())
+    def renew_or_resign(self, cut: int | None, lets_go: bool) -> None:
+        call = self.store.resign(self.model.term) if lets_go else self.store.renew(self.model.term, TTL)
+        if self._ask(self._once(call), cut) is not None:
+            assert self._do(self.store.leader()).is_past is lets_go
+
+    @rule(cut=CUTS)
+    def prune(self, cut: int | None) -> None:
+        self.look()
+        if self._ask(self._once(self.store.prune(self.model.term, Cutoffs(LATER, LATER, NEVER))), cut):
+            self.model.take_out()
+
+    @rule()
+    def the_process_ends_and_another_one_begins(self) -> None:
+        self._do(self.store.close())
+        self._open()
+
+    # What must hold
+
+    @rule()
+    def look(self) -> None:
+        """Rows, log, model, and the picture of who listened all the while."""
+        wrong = self._do(self.rows.check(self.store))
+        assert wrong == []
+        self._do(self._caught_up())
+        assert picture(self.world) == self._do(picture_of(self.store))
+        known = dict(self.answers.to("SELECT id, version FROM task"))
+        assert known == {task.id: task.version for task in self.model.tasks.values()}
+        live = {lease.key: lease.state for lease in self.world_leases() if lease.state is not None}
+        of_model = {
+            key: x.state for key, x in self.model.leases.items() if x.state is not LeaseState.RELEASED
+        }
+        assert live == of_model
+        assert set(self.world.requests) == self.model.requests
+        assert {t.name: t.sha256 for t in self._do(self.store.tokens())} == self.model.tokens
+        assert self._do(self.store.leader()).term == self.model.term
+
+    def world_leases(self) -> list[Lease]:
+        return [lease for claim in self.world.leases.values() for lease in claim.values()]
+
+    def teardown(self) -> None:
+        if hasattr(self, "store"):
+            try:
+                self.look()
+            finally:
+                self._do(self.store.close())
+                self.answers.close()
+                self.runner.close()
+
+    # Around them
+
+    def _open(self) -> None:
+        self.store = SqlStore(breaking(database.open_database(self.url), self.breaker))
+        self.world = World()
+        fill(self.world, self._do(self.store.snapshot()))
+        self.store.listen(self.world.apply)
+
+    async def _caught_up(self) -> None:
+        while await self.store.catch_up():
+            pass
+
+    def _take(self, seen: LeaderRow, cut: int | None = None) -> None:
+        self.count += 1
+        told = self._ask(
+            self._always(self.store.take_term(f"leader {self.count}", TTL, instead_of=seen)), cut
+        )
+        if told is not None:
+            assert (told[0] is not None) is (seen.term == self.model.term)
+        row = self._do(self.store.leader())
+        if told is None or told[0] is not None:
+            assert told is None or told[0] == row.term
+            self.old = self.model.term if row.term != self.model.term else self.old
+            self.model.term = row.term
+
+    def _ask(self, call: Coroutine[Any, Any, T], cut: int | None) -> T | None:
+        """None: it was cut off, and nothing was done."""
+        self.breaker.arm(Fault.CUT, cut)
+        try:
+            return self._do(call)
+        except StoreUnavailable:
+            assert cut is not None
+            return None
+        finally:
+            self.breaker.disarm()
+
+    def _do(self, call: Coroutine[Any, Any, T]) -> T:
+        return self.runner.run(call)
+
+    async def _once(self, call: Coroutine[Any, Any, Any]) -> bool:
+        await call
+        return True
+
+    async def _always(self, call: Coroutine[Any, Any, T]) -> tuple[T]:
+        return (await call,)
+
+    def _pick(self, pick: int) -> Task:
+        tasks = self.model.tasks
+        return tasks[sorted(tasks)[pick % len(tasks)]]
+
+    def _key_of(self, task: TaskId) -> tuple[str, str] | None:
+        return next(((key, body) for key, (id, body) in self.model.keys.items() if id == task), None)
+
+    def _new_id(self) -> TaskId:
+        self.count += 1
+        return TaskId(f"u{self.count:04}")
+
+
+def _outdated(decision: Decision) -> Decision:
+    """Made of a version that never was, so that it is not the row's."""
+    writes = tuple(replace(w, task=replace(w.task, version=w.task.version + 5)) for w in decision.tasks)
+    leases = tuple(replace(x, version=x.version + 5) for x in decision.leases if not writes)
+    return replace(decision, tasks=writes, leases=leases or decision.leases)
