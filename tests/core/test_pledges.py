@@ -5,8 +5,9 @@ from typing import Any
 import pytest
 
 from service.core.lease import PledgeEnd
+from service.core.policy import Policy, TenantPolicy
 from service.core.task import Task
-from service.core.units import Instant
+from service.core.units import Instant, Mib
 from service.core.world import World
 from tests.builders import GIB, NOW, a_device, a_task, a_world, holding, let_go, submit
 from tests.core.test_cycle import cycle, ends, started, stopped
@@ -70,3 +71,15 @@ def test_who_inherits_urgency_keeps_what_is_freed_for_it_from_its_own_band_alone
     assert cycle(world, now=NOW + 2.0) == []
     submit(world, a_small("above", 70))
     assert started(cycle(world, now=NOW + 4.0)) == ["above"]
+
+
+def test_what_is_freed_for_an_owner_is_kept_from_a_borrower_that_only_comes_then():
+    """When it was asked for nobody else had ever held anything: there was nothing to go by but priority."""
+    owner, borrower = TenantPolicy("owner", "lab", Mib(200 * GIB)), TenantPolicy("borrower", "lab", Mib(0))
+    policy, mine = Policy(tenants=(owner, borrower)), {"tenant": "owner", "gpu_mb": 40 * GIB}
+    low = [holding(a_task(f"low{n}", priority=10, **mine), "gpu0") for n in range(2)]
+    world = a_world(a_device(), *low, a_wide("wide", 55, tenant="owner"))
+    assert stopped(cycle(world, policy=policy)) == ["low0", "low1"]
+    let_go(world, "low0", requeue=False)
+    submit(world, a_small("later", 69, tenant="borrower"))
+    assert cycle(world, now=NOW + 2.0, policy=policy) == []

@@ -36,7 +36,8 @@ class Hours:
         self.leased: list[tuple[float, int]] = []
 
     def turn(self) -> None:
-        plan = plan_cycle(self.world, self.policy, Instant(self.now), forecasts=self.forecasts)
+        now, whole = Instant(self.now), 10_000
+        plan = plan_cycle(self.world, self.policy, now, budget=whole, forecasts=self.forecasts)
         for decision in plan.decisions:
             commit(self.world, decision, self.now)
             if decision.why == "admit":
