@@ -27,6 +27,8 @@ POLICY = Policy(
     )
 )
 
+ROOMY = Policy(tenants=(TenantPolicy("owner", "lab", Mib(80)), TenantPolicy("guest", "lab", Mib(0))))
+
 
 def a_run(name: str, tenant: str, mb: int, *, seconds: float = 100.0, **fields: Any) -> Holding:
     task = a_task(name, tenant=tenant, gpu_mb=mb, **{"priority": 50, **fields})
@@ -228,3 +230,20 @@ def test_a_gang_leaves_guarantees_whole_among_many_borrowers_too():
     assert stopped(world, policy) == ["r0", "r1", "r2", "r3"]
     poorer = Policy(tenants=(TenantPolicy("owner", "lab", Mib(80)), TenantPolicy("guest", "lab", Mib(130))))
     assert stopped(world, poorer) == []
+
+
+def test_an_owner_for_whose_likes_there_is_nothing_waits_if_too_little_is_lent():
+    """The more urgent of another tenant was refused the same before; only the owner may ask `guest`."""
+    fixed = a_run("fixed", "outsider", 40, priority=90)
+    lent = [a_run("lent", "guest", 35), wants(60)]
+    before = a_task("before", tenant="outsider", gpu_mb=60, priority=80)
+    assert stopped(a_full_device(fixed, *lent, before)) == []
+    assert stopped(a_full_device(*lent, before)) == ["lent"]
+
+
+def test_nothing_is_taken_back_where_too_few_gpus_could_be_cleared():
+    lent = a_run("lent", "guest", 80)
+    taken = holding(a_task("taken", tenant="outsider", gpu_mb=70, priority=90), "gpu1")
+    both = wants(20, gpus=2)
+    assert stopped(a_full_device(lent, a_device("gpu1", mb=80), taken, both), ROOMY) == []
+    assert stopped(a_full_device(lent, a_device("gpu1", mb=80), both), ROOMY) == ["lent"]
