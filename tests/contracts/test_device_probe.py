@@ -204,3 +204,12 @@ def test_what_is_no_size_is_not_heard(said: str) -> None:
     with a_process_that_says(said) as pid:
         [first, _second] = a_simulated_probe().sample({"task:1": a_group([pid], GPU_a=8000)})
     assert first.by_holder == {"task:1": 8000}
+
+
+def test_what_a_run_said_counts_until_its_last_process_is_gone() -> None:
+    probe = a_simulated_probe()
+    with a_process_that_says("9000") as pid:
+        probe.sample({"task:1": a_group([pid, os.getpid()], GPU_a=8000)})
+    used = [probe.sample({"task:1": a_group(pids, GPU_a=8000)})[0].used_mb for pids in ([os.getpid()], [])]
+    assert used == [9000, 0]
+    assert probe.sample({"task:1": a_group([os.getpid()], GPU_a=8000)})[0].used_mb == 8000

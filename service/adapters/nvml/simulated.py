@@ -14,21 +14,27 @@ _NAME = SAYS_WHAT_IT_USES.encode()
 
 class SimulatedProbe:
     """Implements `device_ports.DeviceProbe`. A run uses exactly its lease for as long as a process of it
-    lives, or what one of its processes was started to say that it uses.
+    lives, or what one of its processes was started to say that it uses; that counts until none lives.
     """
 
     def __init__(self, devices: Sequence[SeenDevice]) -> None:
         self._devices = tuple(devices)
+        self._said_mb: dict[str, Mib] = {}
 
     def inventory(self) -> Sequence[SeenDevice]:
         return self._devices
 
     def sample(self, holders: Mapping[str, ProcessGroup]) -> Sequence[MeasuredDevice]:
+        self._said_mb = {
+            holder: said_mb
+            for holder, group in holders.items()
+            if group.pids and (said_mb := _said_mb(group.pids) or self._said_mb.get(holder))
+        }
         return [self._measured(device.uuid, holders) for device in self._devices]
 
     def _measured(self, uuid: str, holders: Mapping[str, ProcessGroup]) -> MeasuredDevice:
         by_holder = {
-            holder: _said_mb(group.pids) or group.leased_mb[uuid]
+            holder: self._said_mb.get(holder, group.leased_mb[uuid])
             for holder, group in holders.items()
             if group.pids and uuid in group.leased_mb
         }
