@@ -74,10 +74,9 @@ class Planner:
         """What such tasks found on all nodes when the draft had changed so often."""
 
     def is_over_quota(self, task: Task) -> bool:
-        """Its tenant may take no more for such a task now. What is being freed for it counts already."""
-        if self._draft.pledges_of(task.id):
-            return False
-        return self._quotas.falls_short(task.tenant, task.demand, task.priority)
+        """Its tenant may take no more for such a task now. Of one with pledges: not before those who were
+        asked to leave have left, though the devices may have room already."""
+        return self._quotas.is_short(task)
 
     def place(self, task: Task) -> Gang | None:
         """Where it would be put now."""

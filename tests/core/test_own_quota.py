@@ -57,6 +57,8 @@ def test_it_starts_when_they_have_left_and_they_wait():
     memory = Memory()
     commit(world, plan_cycle(world, POLICY, NOW, memory=memory).decisions)
     assert plan_cycle(world, POLICY, NOW, memory=memory).decisions == (), "it waits for them"
+    waiting = world.tasks[TaskId("urgent")]
+    assert Planner(Draft(world), POLICY, NOW).attempt(waiting).places is None, "and so it is told"
     let_go(world, "new")
     commit(world, plan_cycle(world, POLICY, Instant(NOW + 1.0), memory=memory).decisions)
     assert world.tasks[TaskId("urgent")].state is TaskState.ADMITTED
