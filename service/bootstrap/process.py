@@ -139,9 +139,8 @@ class Process:
 
     def _fail(self, part: str, fault: BaseException) -> None:
         """Stop, and say so: going on without this part would look like service and be none."""
-        trace = (
-            None if isinstance(fault, Outgrown | StartRefused) else fault
-        )  # which is nobody's mistake, and says all
+        says_all = isinstance(fault, Outgrown | StartRefused)  # and is nobody's mistake
+        trace = None if says_all else fault
         log.error("stopping: a part of the service ended", subject=part, fault=repr(fault), exc_info=trace)
         self._fault = fault
         self._stop.set()

@@ -4,6 +4,7 @@ import argparse
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -138,46 +139,36 @@ def _wake(chosen: argparse.Namespace) -> None:
 
 def _cut_power(chosen: argparse.Namespace) -> None:
     evidence = Evidence("power-loss", power.SUMMED, trials=("images",))
-    for seed in range(chosen.seed, chosen.seed + chosen.batches):
-        if not chosen.no_evidence and evidence.has(seed=seed):
-            continue
-        record = power.run(seed, chosen.images)
-        print(record, flush=True)
-        if not chosen.no_evidence:
-            evidence.add(record, database="sqlite", durability=DURABILITY["sqlite"])
-        if record["wrong"] or record["forgetful"]:
-            sys.exit(1)
+    _try_each(chosen, evidence, "sqlite", lambda seed: power.run(seed, chosen.images))
 
 
 def _strike(chosen: argparse.Namespace) -> None:
     trials = ("restarts", "backends_killed", "acknowledged")
+    how = chosen.restarts, chosen.kills, chosen.watch_seconds, chosen.back_seconds
     evidence = Evidence("blows", blows.SUMMED, trials=trials)
-    for seed in range(chosen.seed, chosen.seed + chosen.batches):
-        if not chosen.no_evidence and evidence.has(seed=seed):
-            continue
-        asked = blows.Blows(seed, chosen.restarts, chosen.kills, chosen.watch_seconds, chosen.back_seconds)
-        record = blows.run(asked)
-        print(record, flush=True)
-        if not chosen.no_evidence:
-            evidence.add(record, database="postgres", durability=DURABILITY["postgres"])
-        if record["wrong"]:
-            sys.exit(1)
+    _try_each(chosen, evidence, "postgres", lambda seed: blows.run(blows.Blows(seed, *how)))
 
 
 def _part(chosen: argparse.Namespace) -> None:
-    evidence = Evidence("network", network.SUMMED, trials=("faults", "acknowledged"))
     most = chosen.most_seconds
     kinds, places = chosen.kind or tuple(network.KINDS), chosen.place or network.PLACES
+    how = chosen.rounds, (most / 6, most / 2, most), kinds, places, chosen.rest_seconds
+    evidence = Evidence("network", network.SUMMED, trials=("faults", "acknowledged"))
+    _try_each(chosen, evidence, "postgres", lambda seed: network.run(network.Faults(seed, *how)))
+
+
+def _try_each(
+    chosen: argparse.Namespace, evidence: Evidence, database: str, run: Callable[[int], dict[str, Any]]
+) -> None:
+    """A batch for each seed of which there is no evidence yet; the first with something wrong is the last."""
     for seed in range(chosen.seed, chosen.seed + chosen.batches):
         if not chosen.no_evidence and evidence.has(seed=seed):
             continue
-        lengths = (most / 6, most / 2, most)
-        asked = network.Faults(seed, chosen.rounds, lengths, kinds, places, chosen.rest_seconds)
-        record = network.run(asked)
+        record = run(seed)
         print(record, flush=True)
         if not chosen.no_evidence:
-            evidence.add(record, database="postgres", durability=DURABILITY["postgres"])
-        if record["wrong"]:
+            evidence.add(record, database=database, durability=DURABILITY[database])
+        if record["wrong"] or record.get("forgetful"):
             sys.exit(1)
 
 

@@ -199,3 +199,9 @@ class Line:
         self._acknowledged, packed = await self.agent.poll(self.incarnation, self._acknowledged, 10.0)
         if packed:
             self.heard += unpack(packed)[-1]
+
+
+def a_line(stand: Stand, folder: Path, **changes: Any) -> Line:
+    """To a new agent, with these changes of its configuration."""
+    config = an_agent_config(folder, **changes)
+    return Line(NodeAgent(config.to_json(), stand), config)

@@ -4,19 +4,19 @@ import asyncio
 import os
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import closing
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 from gpubroker.runtime.messages import RunKey, RunOrder, checkpointed, ended, failed, started
 from ray.exceptions import RaySystemError
 
 from service.adapters.ray import agent, pool
-from service.adapters.ray.agent import NodeAgent
 from service.adapters.ray.cards import Card, RunFiles, UnreadableCard
 from service.adapters.ray.options import AgentConfig
 from service.adapters.ray.processes import boot_id, process_id
-from tests.contracts.runner_stand import GPU, Line, Runner, Stand, an_agent_config
+from tests.contracts.runner_stand import GPU, Line, Runner, Stand, a_line
 from tests.patience import PATIENCE_SECONDS
 
 OpenLine = Callable[..., Line]
@@ -24,18 +24,13 @@ OpenLine = Callable[..., Line]
 
 @pytest.fixture
 def stand() -> Iterator[Stand]:
-    stand = Stand()
-    yield stand
-    stand.close()
+    with closing(Stand()) as stand:
+        yield stand
 
 
 @pytest.fixture
 def open_line(stand: Stand, tmp_path: Path) -> OpenLine:
-    def open_one(**changes: Any) -> Line:
-        config = an_agent_config(tmp_path, **changes)
-        return Line(NodeAgent(config.to_json(), stand), config)
-
-    return open_one
+    return partial(a_line, stand, tmp_path)
 
 
 def files_of(config: AgentConfig) -> Path:

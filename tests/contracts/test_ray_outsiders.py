@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,13 +14,12 @@ import pytest
 from gpubroker.runtime.process import INSTANCE_MARK
 
 from service.adapters.nvml.probe import NvmlProbe
-from service.adapters.ray.agent import NodeAgent
 from service.adapters.ray.cards import RunFiles
 from service.adapters.ray.meter import Meter
 from service.adapters.ray.processes import is_marked, process_id
 from tests.contracts.nvml_machine import Gpu, Machine
 from tests.contracts.nvml_machine import process as process_on
-from tests.contracts.runner_stand import GPU, Line, Stand, an_agent_config
+from tests.contracts.runner_stand import GPU, Line, Stand, a_line
 
 OpenLine = Callable[..., Line]
 Process = subprocess.Popen[bytes]
@@ -30,9 +30,8 @@ KEY = ("task_lease", 1, 0)
 
 @pytest.fixture
 def stand() -> Iterator[Stand]:
-    stand = Stand()
-    yield stand
-    stand.close()
+    with contextlib.closing(Stand()) as stand:
+        yield stand
 
 
 @pytest.fixture
@@ -71,11 +70,7 @@ def a_process_marked(instance: str) -> Iterator[int]:
 
 @pytest.fixture
 def open_line(stand: Stand, tmp_path: Path) -> OpenLine:
-    def open_one(**changes: Any) -> Line:
-        config = an_agent_config(tmp_path, **changes)
-        return Line(NodeAgent(config.to_json(), stand), config)
-
-    return open_one
+    return partial(a_line, stand, tmp_path)
 
 
 async def watch(line: Line, pid: int, lease: str = "task_lease") -> None:

@@ -4,7 +4,9 @@ import json
 import os
 import subprocess
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,6 @@ from gpubroker.runtime.messages import SPOKEN, RunKey, RunOrder, ended, failed
 from gpubroker.runtime.process import INSTANCE_MARK, NODE_MARK, RUN_MARK
 
 from service.adapters.ray import wire
-from service.adapters.ray.agent import NodeAgent
 from service.adapters.ray.agents import AGAIN_SECONDS, IDLE_SECONDS, Agents
 from service.adapters.ray.cards import Card, RunFiles
 from service.adapters.ray.processes import boot_id, process_id
@@ -21,7 +22,7 @@ from service.adapters.ray.wire import unpack
 from service.core.device import Node
 from service.core.orders import Ended, Ending, ForgetOrder, Gone, NodeSeen, StartOrder
 from service.core.units import Fence, Instant, Mib, NodeName, TaskId
-from tests.contracts.runner_stand import GPU, Line, Runner, Stand, an_agent_config
+from tests.contracts.runner_stand import GPU, Line, Runner, Stand, a_line
 
 OLD = SPOKEN[0]
 OpenLine = Callable[..., Line]
@@ -29,18 +30,13 @@ OpenLine = Callable[..., Line]
 
 @pytest.fixture
 def stand() -> Iterator[Stand]:
-    stand = Stand()
-    yield stand
-    stand.close()
+    with closing(Stand()) as stand:
+        yield stand
 
 
 @pytest.fixture
 def open_line(stand: Stand, tmp_path: Path) -> OpenLine:
-    def open_one(**changes: Any) -> Line:
-        config = an_agent_config(tmp_path, **changes)
-        return Line(NodeAgent(config.to_json(), stand), config)
-
-    return open_one
+    return partial(a_line, stand, tmp_path)
 
 
 async def test_a_run_that_the_release_before_began_is_taken_over_heard_and_stopped(

@@ -145,7 +145,7 @@ class Life:
         self.candidate = Candidate(
             name=process.life,
             store=self._store,
-            executor=self.wire,  # type: ignore[arg-type]  # nobody closes it
+            executor=self.wire,
             rules=TenureRules(),
             ticks=host.ticks,
             chance=chance.random,
@@ -180,12 +180,12 @@ class Life:
             world=picture.world,
             policy=site.policy,
             store=self._store,
-            executor=self.wire,  # type: ignore[arg-type]  # nobody closes it
+            executor=self.wire,
             observer=Observer(picture.world, site.policy, site.blobs, rules, 65536, picture.progress, ticks),
             dispatcher=Dispatcher(
                 self._store,
                 site.blobs,
-                self.wire,  # type: ignore[arg-type]  # nobody closes it
+                self.wire,
                 picture.world,
                 picture.clock,
             ),

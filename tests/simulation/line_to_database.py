@@ -41,7 +41,8 @@ def at_once(call: Coroutine[Any, Any, T]) -> T:
     try:
         call.send(None)
     except StopIteration as done:
-        return done.value  # type: ignore[no-any-return]  # the coroutine's own
+        found: T = done.value
+        return found
     raise AssertionError("it waits")
 
 
@@ -107,7 +108,7 @@ class Session:
         self._listeners.append(listener)
 
     async def snapshot(self) -> Snapshot:
-        found: Snapshot = await self._ask("snapshot", self._database.snapshot)
+        found = await self._ask("snapshot", self._database.snapshot)
         if not self._listeners:
             self._heard = found.position
         return found
@@ -119,17 +120,17 @@ class Session:
                 raise LogShortened("it was away for too long")
             return False
 
-        return bool(await self._ask("catch up", tail, "write"))
+        return await self._ask("catch up", tail, "write")
 
     async def go_on_at(self, position: Position) -> None:
         self._heard = max(self._heard, position)
 
     async def leader(self) -> LeaderRow:
-        return await self._ask("leader", self._database.leader, "term")  # type: ignore[no-any-return]
+        return await self._ask("leader", self._database.leader, "term")
 
     async def take_term(self, holder: str, ttl_seconds: Seconds, *, instead_of: LeaderRow) -> Term | None:
         take = partial(self._database.take_term, holder, ttl_seconds, instead_of=instead_of)
-        return await self._ask("take term", take, "term")  # type: ignore[no-any-return]
+        return await self._ask("take term", take, "term")
 
     async def renew(self, term: Term, ttl_seconds: Seconds) -> None:
         await self._ask("renew", partial(self._database.renew, term, ttl_seconds), "term")
@@ -140,34 +141,34 @@ class Session:
     async def commit(self, term: Term, decisions: Sequence[Decision]) -> Sequence[CommitVerdict]:
         try:
             written = partial(self._database.commit, term, decisions)
-            return await self._ask("commit", written, "write")  # type: ignore[no-any-return]
+            return await self._ask("commit", written, "write")
         except StoreUnavailable:
             return [CommitVerdict.UNAVAILABLE] * len(decisions)
 
     async def prune(self, term: Term, cutoffs: Cutoffs) -> bool:
-        return bool(await self._ask("prune", partial(self._database.prune, term, cutoffs), "write"))
+        return await self._ask("prune", partial(self._database.prune, term, cutoffs), "write")
 
     async def specs(self, tasks: Sequence[TaskId]) -> Mapping[TaskId, RunSpec]:
-        return await self._ask("specs", partial(self._database.specs, tasks))  # type: ignore[no-any-return]
+        return await self._ask("specs", partial(self._database.specs, tasks))
 
     async def checkpoints(self, task: TaskId) -> Sequence[StoredCheckpoint]:
         found = partial(self._database.checkpoints, task)
-        return await self._ask("checkpoints", found)  # type: ignore[no-any-return]
+        return await self._ask("checkpoints", found)
 
     async def stands(self, tasks: Sequence[TaskId]) -> Mapping[TaskId, Stand]:
-        return await self._ask("stands", partial(self._database.stands, tasks))  # type: ignore[no-any-return]
+        return await self._ask("stands", partial(self._database.stands, tasks))
 
     async def database_time(self) -> Instant:
-        return await self._ask("time", self._database.database_time)  # type: ignore[no-any-return]
+        return await self._ask("time", self._database.database_time)
 
-    async def _ask(self, what: str, call: Call, line: str = "read") -> Any:
+    async def _ask(self, what: str, call: Callable[[], Coroutine[Any, Any, T]], line: str = "read") -> T:
         """Once on its way it arrives, whatever becomes of who asked."""
         await self._process.pass_by(f"before {what}")
         answer = self._process.loop.create_future()
         at = max(self._there[line], self._timeline.now() + self._chance.uniform(*QUICK_SECONDS))
         self._there[line] = at
         self._timeline.at(at, lambda: self._carry_out(answer, call, line))
-        found = await answer
+        found: T = await answer
         await self._process.pass_by(f"after {what}")
         return found
 

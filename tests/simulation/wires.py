@@ -179,6 +179,12 @@ class Wire:
     async def stand_back(self) -> None:
         self._tenure = None
 
+    async def flush(self) -> None:
+        """What was sent is on its way."""
+
+    async def close(self, *, stop_cluster: bool) -> None:
+        raise AssertionError("a process of a storm ends in other ways")
+
     def ask(self, nodes: Sequence[NodeName]) -> None:
         for node in nodes:
             self._talks[node] += 1
