@@ -202,7 +202,7 @@ class Leader:
         self._refused.clear()
         await self._settle_requests()
         await self._carry_out(self._observer.on_time(self._clock.now(), listening=self._is_listening))
-        self._ask_given_up()
+        self._ask()
         await self._settle_dependencies()
         if self.foresight.is_blind(self._world):
             await self._foresee(inf)
@@ -216,8 +216,8 @@ class Leader:
     def _is_listening(self) -> bool:
         return self._has_room.is_set() and self._executor.status().get("state") == CONNECTED
 
-    def _ask_given_up(self) -> None:
-        """Whoever is there after all says what it has, and what of it is gone."""
+    def _ask(self) -> None:
+        """Whoever is there, after all or again, says what it has, and what of it is gone."""
         nodes, self._observer.to_ask = self._observer.to_ask, []
         if nodes:
             self._executor.ask(nodes)

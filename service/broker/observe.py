@@ -8,6 +8,7 @@ import structlog
 from service.core import deadlines, quarantine, requests, runs
 from service.core.device import DeviceSample
 from service.core.events import Event
+from service.core.inquiry import Inquiry
 from service.core.lessons import learn
 from service.core.orders import (
     Beat,
@@ -112,8 +113,10 @@ class Observer:
         self._watch: deadlines.Watch | None = None
         self._ticks = ticks
         self.silence = Silence(policy)
+        self._inquiry = Inquiry()
         self.to_ask: list[NodeName] = []
-        """Nodes that were given up: what becomes of them is asked once that is committed."""
+        """Nodes that were given up, once that is committed, and those whose word may have been lost: what is
+        there, and what is gone."""
 
     async def on_reports(self, reports: Sequence[Report], now: Instant) -> list[Decision]:
         """Of one batch as `next_batch` cuts it."""
@@ -177,6 +180,7 @@ class Observer:
         """`listening`: what agents say reaches this leader, as far as it can tell."""
         if lost := self._silent(now, listening=listening):
             return runs.react(self._world, lost, now, self._policy)
+        self.to_ask += self._inquiry.due(self._world, self._ticks())
         decisions = deadlines.due(self._world, now, self._policy, self._watch)
         decisions += quarantine.removed(self._world)
         self._watch = deadlines.keep_watch(self._watch, now)

@@ -64,15 +64,14 @@ def _place(lease: Lease) -> tuple[int, int, str]:
 
 def _awaited(world: World, lease: Lease, node: NodeName) -> tuple[tuple[Proof, ...], str]:
     always = (Proof.DEVICE_REMOVED, Proof.STATEMENT)
-    answers = node in world.nodes and world.nodes[node].ready
     if lease.holder_kind is HolderKind.EXTERNAL:
-        task = world.holder(lease.holder, lease.fence)
-        if task is None or task.external is None or task.external.pid is None:
+        pid = _outside_pid(world, lease)
+        if pid is None:
             said = f"its holder says that the memory is free, or {node} is booted anew"
             return (Proof.HOLDER, Proof.BOOT_CHANGED, *always), f"waits until {said}"
-        said = f"the agent of {node} finds process {task.external.pid} gone, or its holder releases it"
+        said = f"the agent of {node} finds process {pid} gone, or its holder releases it"
         return (Proof.PROCESS_ABSENT, Proof.HOLDER, Proof.BOOT_CHANGED, *always), f"waits until {said}"
-    if answers:
+    if answers(world, node):
         said = f"the agent of {node}, which goes on ending its process, finds nothing of it"
         return (Proof.PROCESS_ABSENT, Proof.BOOT_CHANGED, *always), f"waits until {said}"
     said = (
@@ -80,6 +79,22 @@ def _awaited(world: World, lease: Lease, node: NodeName) -> tuple[tuple[Proof, .
     )
     proofs = (Proof.AGENT_RESTARTED, Proof.PROCESS_ABSENT, Proof.BOOT_CHANGED)
     return (*proofs, *always), f"{node} does not answer: waits until {said}"
+
+
+def answers(world: World, node: NodeName) -> bool:
+    """Whether its agent has answered this term and is not given up."""
+    return node in world.nodes and world.nodes[node].ready
+
+
+def is_watched(world: World, lease: Lease) -> bool:
+    """Whether the agent of its node, while it answers, can tell by a process that its holder is gone."""
+    return lease.holder_kind is not HolderKind.EXTERNAL or _outside_pid(world, lease) is not None
+
+
+def _outside_pid(world: World, lease: Lease) -> int | None:
+    """Of who holds an external lease, if he named a process."""
+    task = world.holder(lease.holder, lease.fence)
+    return None if task is None or task.external is None else task.external.pid
 
 
 def removed(world: World) -> list[Decision]:

@@ -6,14 +6,15 @@ import pytest
 
 from service.adapters.blobs.directory import DirectoryBlobs
 from service.broker.observe import Observer
-from service.core.orders import Beat, NodeLost, NodeSeen
+from service.core.inquiry import ASK_SECONDS
+from service.core.orders import Beat, Ended, Gone, NodeLost, NodeSeen, Report
 from service.core.plan import Request
 from service.core.policy import Policy
 from service.core.reconcile import InventoryRules
 from service.core.units import Instant, Mib, NodeName, TaskId, Ticks
 from service.core.world import World
 from tests.broker.stage import a_stage
-from tests.builders import NOW, a_node, a_task, a_world, commit, holding
+from tests.builders import GIB, NOW, a_node, a_task, a_world, commit, holding
 
 
 class Watcher:
@@ -85,4 +86,25 @@ async def test_an_agent_that_was_given_up_is_asked_and_its_answer_opens_its_node
         answer = await stage.executor.reports()
         assert any(isinstance(report, NodeSeen) for report in answer)
         await stage.hear(*answer)
+        assert stage.world.nodes[NodeName("n1")].ready
+
+
+async def test_a_word_that_was_lost_on_its_way_is_asked_for_and_ends_the_quarantine(tmp_path: Path) -> None:
+    async with a_stage(tmp_path) as stage:
+        await stage.submit("one", gpu_mb=GIB)
+        await stage.leader.cycle()
+        told: list[Report] = []
+        while not any(isinstance(report, Gone) for report in told):
+            told += await stage.executor.reports()
+        assert any(isinstance(report, Ended) for report in told)
+        await stage.hear(*(report for report in told if not isinstance(report, Gone)))
+        quarantined = stage.world.unconfirmed.quarantined
+        while not quarantined:
+            await stage.later(1.0)
+        since = stage.clock.time
+        assert list(quarantined) == ["one"]
+        while quarantined:
+            assert stage.clock.time < since + 2 * ASK_SECONDS
+            await stage.later(1.0)
+        assert stage.clock.time >= since + ASK_SECONDS
         assert stage.world.nodes[NodeName("n1")].ready
