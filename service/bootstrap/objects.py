@@ -1,12 +1,16 @@
-"""The directory of large objects: the one that belongs to the database, whoever opens it."""
+"""The directory of large objects: the one that belongs to the database, whoever opens it.
 
-import asyncio
+The database has a mark before any directory has its name, and that name begins with the mark. So a first
+start that is cut off between naming the directory and noting that in the database is carried on by the next
+one: it knows the name for one that was given for this very database.
+"""
+
 import os
 import secrets
 from contextlib import suppress
 from pathlib import Path
 
-from service.adapters.blobs.directory import DirectoryBlobs
+from service.adapters.blobs.directory import DirectoryBlobs, sync_folder
 from service.adapters.sql.store import SqlStore
 from service.bootstrap.premises import StartRefused
 from service.settings import Settings
@@ -14,27 +18,31 @@ from service.settings import Settings
 _ID = ".gpubroker"
 """File in the directory that says which one it is, under whatever path it is mounted."""
 
-
-_OTHERS_SECONDS, _LOOKS = 3.0, 30
-"""For another process of the same database, which has just given the directory its id, to note that there."""
+_OPEN = "-"
+"""The end of a mark: the name of no directory ends so."""
 
 
 async def open_blobs(settings: Settings, store: SqlStore) -> DirectoryBlobs:
     """Raises StartRefused for another directory than the one that holds what the database's rows name, and
     for one that holds what another database's rows name: each would throw away what the other needs."""
     folder = settings.objects
+    known = await store.blobs() or await store.claim_blobs(f"{secrets.token_hex(8)}{_OPEN}", instead_of="")
+    is_first = known.endswith(_OPEN)
     try:
-        known = await store.blobs()
-        own, is_new = _id_of(folder), False
-        if known is None and not own:
-            own, is_new = _named(folder)
+        own = _id_of(folder) or (_named(folder, known) if is_first else "")
     except OSError as error:
         raise StartRefused(
             f"cannot use {folder} for large objects: {error.strerror}; give it to this user, or name another "
             "with blob_dir"
         ) from None
-    if known is None:
-        known = await (store.claim_blobs(own) if is_new or _is_alone(settings) else _noted(store, folder))
+    if is_first:
+        if not (own.startswith(known) or _is_alone(settings)):
+            raise StartRefused(
+                f"{folder} holds the large objects of another database: its file {_ID} was not made for this "
+                "one, which knows of none yet. Name another directory with blob_dir, or, if that database is "
+                "no longer in use, remove the file"
+            )
+        known = await store.claim_blobs(own, instead_of=known)
     if known != own:
         raise StartRefused(
             f"the objects of this database are not in {folder}, but in a directory whose file {_ID} says "
@@ -50,19 +58,6 @@ def _is_alone(settings: Settings) -> bool:
     return settings.blob_dir is None and settings.database.startswith("sqlite:")
 
 
-async def _noted(store: SqlStore, folder: Path) -> str:
-    """What the database says of the directory by now. Raises StartRefused if that stays nothing."""
-    for _ in range(_LOOKS):
-        if (known := await store.blobs()) is not None:
-            return known
-        await asyncio.sleep(_OTHERS_SECONDS / _LOOKS)
-    raise StartRefused(
-        f"{folder} holds the large objects of another database: its file {_ID} was there before this one "
-        "knew of any. Name another directory with blob_dir, or, if that database is no longer in use, remove "
-        "the file"
-    )
-
-
 def _id_of(folder: Path) -> str:
     """Empty if it has none."""
     with suppress(FileNotFoundError):
@@ -70,15 +65,18 @@ def _id_of(folder: Path) -> str:
     return ""
 
 
-def _named(folder: Path) -> tuple[str, bool]:
-    """Its id, and whether it has it from here: somebody else may be quicker."""
+def _named(folder: Path, mark: str) -> str:
+    """The name that it has from now on: somebody else may be quicker. It is on disk before the database
+    knows of it."""
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    draft = folder / f"{_ID}.{os.getpid()}"
-    draft.write_text(f"{secrets.token_hex(8)}\n", encoding="ascii")
-    try:
+    own = f"{mark}{secrets.token_hex(8)}"
+    draft = folder / f"{_ID}.{own}"
+    with draft.open("w", encoding="ascii") as file:
+        file.write(f"{own}\n")
+        file.flush()
+        os.fsync(file.fileno())
+    with suppress(FileExistsError):
         os.link(draft, folder / _ID)
-        return _id_of(folder), True
-    except FileExistsError:
-        return _id_of(folder), False
-    finally:
-        draft.unlink()
+    draft.unlink()
+    sync_folder(folder)
+    return _id_of(folder)

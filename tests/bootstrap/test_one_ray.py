@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from service.adapters.sql.store import SqlStore, open_store
-from service.bootstrap import objects
 from service.bootstrap.objects import open_blobs
 from service.bootstrap.one_ray import other_ray
 from service.bootstrap.premises import StartRefused
@@ -100,12 +99,8 @@ def settings_of(folder: Path, name: str, **changes: Any) -> Settings:
     return load_settings(data_dir=folder / name, engine="simulated", **changes)
 
 
-async def test_a_directory_with_the_objects_of_another_database_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_directory_with_the_objects_of_another_database_is_refused(tmp_path: Path) -> None:
     """Each would take the other's for nobody's, and throw them away."""
-    monkeypatch.setattr(objects, "_LOOKS", 1)
-    monkeypatch.setattr(objects, "_OTHERS_SECONDS", 0.0)
     shared = tmp_path / "objects"
     first, second = (settings_of(tmp_path, name, blob_dir=shared) for name in ("a", "b"))
     one, two = await open_store(first.database), await open_store(second.database)
@@ -137,3 +132,71 @@ async def test_a_new_file_beside_the_old_directory_is_its_database(tmp_path: Pat
         await open_blobs(settings, store)
         await store.close()
         (settings.data_dir / "gpubroker.db").unlink()
+
+
+async def cut_off_before_it_was_noted(store: SqlStore) -> None:
+    """The database as a first start leaves it that has named its directory, and come no further."""
+    known = await store.blobs()
+    assert known is not None
+    mark, dash, _ = known.partition("-")
+    assert await store.claim_blobs(mark + dash, instead_of=known) == mark + dash
+
+
+async def test_a_first_start_that_was_cut_off_after_it_named_its_directory_is_carried_on(
+    tmp_path: Path,
+) -> None:
+    settings = settings_of(tmp_path, "a", blob_dir=tmp_path / "objects")
+    store = await open_store(settings.database)
+    await open_blobs(settings, store)
+    known = await store.blobs()
+    await cut_off_before_it_was_noted(store)
+    await open_blobs(settings, store)
+    assert await store.blobs() == known == (tmp_path / "objects" / ".gpubroker").read_text().strip()
+    assert [file.name for file in (tmp_path / "objects").iterdir()] == [".gpubroker"]
+    await store.close()
+
+
+async def test_a_first_start_that_was_cut_off_before_it_named_its_directory_is_carried_on(
+    tmp_path: Path,
+) -> None:
+    settings = settings_of(tmp_path, "a", blob_dir=tmp_path / "objects")
+    store = await open_store(settings.database)
+    await store.claim_blobs("0123456789abcdef-", instead_of="")
+    await open_blobs(settings, store)
+    assert str(await store.blobs()).startswith("0123456789abcdef-")
+    await open_blobs(settings, store)
+    await store.close()
+
+
+async def test_a_start_that_was_cut_off_takes_no_directory_of_another_database(tmp_path: Path) -> None:
+    shared = tmp_path / "objects"
+    first, second = (settings_of(tmp_path, name, blob_dir=shared) for name in ("a", "b"))
+    one, two = await open_store(first.database), await open_store(second.database)
+    await open_blobs(first, one)
+    await two.claim_blobs("0123456789abcdef-", instead_of="")
+    with pytest.raises(StartRefused, match="objects of another database"):
+        await open_blobs(second, two)
+    await cut_off_before_it_was_noted(one)
+    with pytest.raises(StartRefused, match="objects of another database"):
+        await open_blobs(second, two)
+    await open_blobs(first, one)
+    elsewhere = second.model_copy(update={"blob_dir": tmp_path / "elsewhere"})
+    await open_blobs(elsewhere, two)
+    await one.close()
+    await two.close()
+
+
+async def test_of_two_directories_named_for_one_database_the_first_that_is_noted_is_its_own(
+    tmp_path: Path,
+) -> None:
+    settings = settings_of(tmp_path, "a", blob_dir=tmp_path / "objects")
+    other = settings.model_copy(update={"blob_dir": tmp_path / "elsewhere"})
+    store = await open_store(settings.database)
+    await open_blobs(settings, store)
+    first = str(await store.blobs())
+    await cut_off_before_it_was_noted(store)
+    await open_blobs(other, store)
+    with pytest.raises(StartRefused, match="name that one with blob_dir"):
+        await open_blobs(settings, store)
+    assert await store.claim_blobs(first, instead_of="") != first
+    await store.close()

@@ -120,7 +120,7 @@ class DirectoryBlobs:
             self._write(path, data)
         # Also when it was there: whoever wrote it may not have come this far.
         for folder in (path.parent, path.parent.parent, self._root, self._root.parent):
-            _sync(folder)
+            sync_folder(folder)
         return digest
 
     def _write(self, path: Path, data: bytes) -> None:
@@ -175,7 +175,8 @@ def _passing_over(name: str) -> Iterator[None]:
         log.warning("object cannot be swept", digest=name, fault=str(error))
 
 
-def _sync(folder: Path) -> None:
+def sync_folder(folder: Path) -> None:
+    """Which files it holds is on disk from here on."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(handle)

@@ -11,6 +11,7 @@ from sqlalchemy import (
     Integer,
     Table,
     Text,
+    case,
     delete,
     func,
     literal_column,
@@ -27,6 +28,7 @@ from service.adapters.sql.shared_tables import installation
 from service.core.task import HOT_FIELDS
 
 _ONE: Any = literal_column("1", Integer)
+_NOTHING: Any = literal_column("''", Text)
 
 
 def _columns(table: Table, names: Iterable[str] | None = None) -> tuple[Column[Any], ...]:
@@ -145,8 +147,10 @@ def _count_token_change(_insert: Any, r: FromClause) -> Any:
 
 
 def _claim_blobs(_insert: Any, r: FromClause) -> Any:
-    """The first one stays."""
-    change = update(installation).values(blobs=func.coalesce(installation.c.blobs, r.c.blobs))
+    """If it is still the one that was seen, empty for none; the one that it is then comes back."""
+    now = installation.c.blobs
+    claimed = case((func.coalesce(now, _NOTHING) == r.c.seen, r.c.blobs), else_=now)
+    change = update(installation).values(blobs=claimed)
     return change.where(installation.c.id == r.c.id).returning(installation.c.blobs)
 
 
@@ -269,7 +273,9 @@ TAKE_TERM = SetStatement(
     _take_term,
 )
 RENEW_TERM = SetStatement("renew term", _columns(tables.leadership, ("term", "lease_until")), _renew_term)
-CLAIM_BLOBS = SetStatement("claim blobs", _columns(installation, ("id", "blobs")), _claim_blobs)
+CLAIM_BLOBS = SetStatement(
+    "claim blobs", (*_columns(installation, ("id", "blobs")), Column("seen", Text)), _claim_blobs
+)
 COUNT_TOKEN_CHANGE = SetStatement("count token change", (installation.c.id,), _count_token_change)
 ADD_TOKENS = SetStatement("add token", tuple(tables.token.c), _add_token)
 DROP_TOKENS = SetStatement("drop token", (Column("name", Text),), _drop_token)

@@ -206,14 +206,14 @@ class SqlStore:
         return await self._write_alone(act)
 
     async def blobs(self) -> str | None:
-        """Which directory of objects belongs to this database; None before the first one was claimed."""
+        """Which directory of objects belongs to this database; None before anything was claimed."""
         return await self._read(reads.blobs)
 
-    async def claim_blobs(self, directory: str) -> str:
-        """The one that belongs to it from now on: this one, or whichever came first."""
+    async def claim_blobs(self, directory: str, *, instead_of: str) -> str:
+        """What it knows of its directory from now on: this, or what took the place of the other before."""
 
         def act(session: Session) -> str:
-            [(first,)] = session.fetch(sql.CLAIM_BLOBS, [(1, directory)])
+            [(first,)] = session.fetch(sql.CLAIM_BLOBS, [(1, directory, instead_of)])
             return str(first)
 
         return await self._write_alone(act)
