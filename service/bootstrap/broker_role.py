@@ -51,6 +51,7 @@ class BrokerRole:
             chance=random,
             new_leader=self._new_leader,
             catch_up=picture.catch_up,
+            resigned=store.resigned,
         )
         self._pruner = Pruner(store, picture.clock, retention_of(settings), self.term)
         self._publisher = Publisher(

@@ -19,7 +19,8 @@ from service.ports import Executor, ReadTicks, StaleTerm, StoreUnavailable, Task
 log = structlog.get_logger("gpubroker.leadership")
 
 LOOK_SECONDS = (0.05, 0.2)
-"""A candidate looks at the row at random moments so far apart, so that not all of them look at once."""
+"""A candidate looks at the row at random moments so far apart, so that not all of them look at once; and when
+it hears that a leader has let its term go."""
 
 RETRY_SECONDS = 0.1
 """A renewal that failed is tried again so soon: it has a second or two to succeed."""
@@ -42,9 +43,11 @@ class Candidate:
         chance: Callable[[], float],
         new_leader: Callable[[Tenure], Leader],
         catch_up: Callable[[], Awaitable[None]],
+        resigned: asyncio.Event,
     ) -> None:
         """`name` is this process's alone. `chance` is drawn from 0 to 1. `catch_up` is back when the picture
-        that leaders are made with shows everything that was committed when it was called."""
+        that leaders are made with shows everything that was committed when it was called. `resigned` is set
+        when a leader is heard to have let its term go, which nobody may rely on; cleared here."""
         self._name = name
         self._store = store
         self._executor = executor
@@ -53,6 +56,7 @@ class Candidate:
         self._chance = chance
         self._new_leader = new_leader
         self._catch_up = catch_up
+        self._resigned = resigned
         self.leader: Leader | None = None
         """The one of this process, while it leads."""
         self.row: LeaderRow | None = None
@@ -91,6 +95,7 @@ class Candidate:
         watched: Watched | None = None
         is_away = False
         while True:
+            self._resigned.clear()
             try:
                 self.row = await self._store.leader()
                 now = self._ticks()
@@ -103,7 +108,9 @@ class Candidate:
                     log.warning("the leader's row is not reached; trying again", fault=str(fault))
                 is_away = True
             soonest, latest = LOOK_SECONDS
-            await asyncio.sleep(soonest + (latest - soonest) * self._chance())
+            with suppress(TimeoutError):
+                async with asyncio.timeout(soonest + (latest - soonest) * self._chance()):
+                    await self._resigned.wait()
 
     async def _take(self, seen: LeaderRow) -> Tenure | None:
         asked_at = self._ticks()

@@ -164,6 +164,7 @@ class Party:
         self.clock = Hands()
         self.store = SlowStore(self.clock)
         self.stages = {name: Stage(folder / name, self.store, self.clock) for name in names}
+        self.resigned = {name: asyncio.Event() for name in names}
         self.candidates = {name: self._candidate(name) for name in names}
         self.running: dict[str, asyncio.Task[None]] = {}
         self.catching_up_fails = 0
@@ -194,6 +195,7 @@ class Party:
             chance=lambda: 0.0,
             new_leader=new_leader,
             catch_up=catch_up,
+            resigned=self.resigned[name],
         )
 
     def begin(self, name: str) -> None:
@@ -249,6 +251,23 @@ async def test_a_leader_that_is_stopped_lets_the_next_one_lead_at_once(party: Pa
     party.begin("two")
     await party.until(("one", 1))
     await party.stop("one")
+    await party.until(("two", 2))
+
+
+async def test_a_candidate_that_hears_of_a_term_let_go_does_not_wait_until_it_looks_again(
+    party: Party, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(leadership, "LOOK_SECONDS", (3600.0, 3600.0))
+    party.begin("one")
+    await party.until(("one", 1))
+    party.begin("two")
+    while party.candidates["two"].row is None:  # noqa: ASYNC110  # a look sends no events
+        await asyncio.sleep(0)
+    await party.stop("one")
+    for _ in range(100):
+        await asyncio.sleep(0)
+    assert party.leading() == []
+    party.resigned["two"].set()
     await party.until(("two", 2))
 
 

@@ -15,12 +15,12 @@ from service.bootstrap.compose import fill, fill_anew
 from service.bootstrap.picture import Picture
 from service.core.accounts import HALF_LIFE_SECONDS
 from service.core.events import Event
-from service.core.units import TaskId
+from service.core.units import TaskId, Term
 from service.core.world import World
 from service.ports import LogShortened, StoreUnavailable
 from tests.builders import a_task
 from tests.contracts.proxy import a_proxy, to_postgres, url_through
-from tests.contracts.scenes import a_submission, admission, log_of, opened, picture, with_gpu
+from tests.contracts.scenes import a_submission, admission, log_of, next_term, opened, picture, with_gpu
 from tests.contracts.wire import a_wire
 from tests.patience import PATIENCE_SECONDS
 
@@ -170,6 +170,26 @@ async def test_a_word_wakes_the_others_and_not_the_one_who_gave_it(postgres_url:
         await asyncio.wait(keeping)
 
 
+async def test_a_leader_that_lets_its_term_go_tells_it_to_who_listens(postgres_url: str) -> None:
+    async with opened(postgres_url) as one, opened(postgres_url) as two:
+        words = {one: asyncio.Event(), two: asyncio.Event()}
+        keeping = [asyncio.create_task(store.keep_hints(word.set)) for store, word in words.items()]
+        for word in words.values():  # once it listens
+            await asyncio.wait_for(word.wait(), PATIENCE_SECONDS)
+            word.clear()
+        term = await next_term(one)
+        await one.resign(Term(term - 1))
+        await one.submit(a_submission("t1"))
+        await asyncio.wait_for(words[two].wait(), PATIENCE_SECONDS)
+        assert not two.resigned.is_set(), "neither a term that is long over nor what is written is meant"
+        await one.resign(term)
+        await asyncio.wait_for(two.resigned.wait(), PATIENCE_SECONDS)
+        assert (await two.leader()).is_past
+        for job in keeping:
+            job.cancel()
+        await asyncio.wait(keeping)
+
+
 async def test_who_listens_listens_again_after_the_server_hung_up(postgres_url: str) -> None:
     async with opened(postgres_url) as one, opened(postgres_url) as two:
         words = [asyncio.Event(), asyncio.Event()]
@@ -223,7 +243,7 @@ def test_a_connection_that_is_there_when_nobody_wants_it_any_more_is_closed(post
         return opened[0]
 
     async def leave() -> None:
-        keeping = asyncio.create_task(hints.Hints(connect).keep(lambda: None))
+        keeping = asyncio.create_task(hints.Hints(connect).keep(lambda: None, lambda: None))
         await asyncio.to_thread(asked.wait, PATIENCE_SECONDS)
         keeping.cancel()
         await asyncio.wait([keeping])

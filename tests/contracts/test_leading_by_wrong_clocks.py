@@ -38,6 +38,7 @@ class Broker:
             chance=lambda: 0.5,
             new_leader=self._new_leader,
             catch_up=self._catch_up,
+            resigned=store.resigned,
         )
         self._running = asyncio.create_task(self.candidate.run())
 

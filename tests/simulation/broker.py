@@ -151,6 +151,7 @@ class Life:
             chance=chance.random,
             new_leader=self._new_leader,
             catch_up=self.picture.catch_up,
+            resigned=asyncio.Event(),
         )
         self._pruner = Pruner(self._store, self.picture.clock, RETENTION, lambda: self.candidate.term)
         self.picture.listen(

@@ -1,7 +1,8 @@
 """Wake-ups between processes on one PostgreSQL: a word that something was committed, and nothing more.
 
 Who gets none finds out by asking. A notification has a transaction of its own: in that of a commit, it would
-hold a lock of the whole server until the commit is on disk.
+hold a lock of the whole server until the commit is on disk. A leader that lets its term go, which is rare,
+says so in the transaction that does it: nobody looks too early, and no word is lost with a process that ends.
 """
 
 import asyncio
@@ -22,7 +23,9 @@ LOOK_SECONDS = 2.0
 """So often the server is asked whether it is still there: who only listens hears of no end of a line on which
 nothing passes."""
 
-_CHANNEL = b"gpubroker"
+_CHANNEL = "gpubroker"
+_RESIGNED = "resigned"
+TELL_RESIGNED = f"NOTIFY {_CHANNEL}, '{_RESIGNED}'"
 
 
 class Hints:
@@ -37,11 +40,12 @@ class Hints:
         self._sent_at = 0.0
         self._asked_at = 0.0
 
-    async def keep(self, on_hint: Callable[[], None]) -> None:
-        """Listen until cancelled; connect again when the server was away."""
+    async def keep(self, on_hint: Callable[[], None], on_resigned: Callable[[], None]) -> None:
+        """Listen until cancelled; connect again when the server was away. `on_resigned`: called as well when
+        a leader has let its term go."""
         while True:
             with suppress(psycopg.Error):
-                await self._listen(on_hint)
+                await self._listen(on_hint, on_resigned)
             await asyncio.sleep(RECONNECT_SECONDS)
 
     def send(self) -> None:
@@ -50,13 +54,13 @@ class Hints:
             loop = asyncio.get_running_loop()
             self._timer = loop.call_at(max(loop.time(), self._sent_at + PAUSE_SECONDS), self._notify)
 
-    async def _listen(self, on_hint: Callable[[], None]) -> None:
+    async def _listen(self, on_hint: Callable[[], None], on_resigned: Callable[[], None]) -> None:
         connection = await self._opened()
         loop = asyncio.get_running_loop()
         self._connection, self._lost = connection, loop.create_future()
         # Of our own: the library closes its own when the server hangs up, and the loop still watches it.
         socket = os.dup(connection.fileno())
-        loop.add_reader(socket, self._read, connection.pgconn, on_hint)
+        loop.add_reader(socket, self._read, connection.pgconn, on_hint, on_resigned)
         try:
             on_hint()  # whatever was said before we listened
             while not self._lost.done():
@@ -87,18 +91,26 @@ class Hints:
             return
         with self._noticing_loss():
             self._asked_at = self._sent_at
-            self._connection.pgconn.send_query(b"NOTIFY " + _CHANNEL)
+            self._connection.pgconn.send_query(b"NOTIFY " + _CHANNEL.encode())
 
-    def _read(self, connection: psycopg.pq.abc.PGconn, on_hint: Callable[[], None]) -> None:
-        is_told = False
+    def _read(
+        self,
+        connection: psycopg.pq.abc.PGconn,
+        on_hint: Callable[[], None],
+        on_resigned: Callable[[], None],
+    ) -> None:
+        is_told = has_resigned = False
         with self._noticing_loss():
             connection.consume_input()
             while not connection.is_busy() and connection.get_result() is not None:
                 pass  # the answer to a word of our own
             while (word := connection.notifies()) is not None:
                 is_told |= word.be_pid != connection.backend_pid
+                has_resigned |= word.extra == _RESIGNED.encode()
         if is_told:
             on_hint()
+        if has_resigned:
+            on_resigned()
 
     @contextmanager
     def _noticing_loss(self) -> Iterator[None]:

@@ -14,6 +14,7 @@ from psycopg import errors
 
 from service.adapters.sql.compatibility import check_schema
 from service.adapters.sql.connections import TERM, WRITER, Wishes, connect_writer, wished
+from service.adapters.sql.hints import TELL_RESIGNED
 from service.adapters.sql.rowset import (
     Row,
     Rows,
@@ -187,6 +188,10 @@ class PostgresSession:
     def end_hanging(self) -> None:
         with self._translated():
             self._connection.execute(_END_HANGING)
+
+    def tell_resigned(self) -> None:
+        with self._translated():
+            self._connection.execute(TELL_RESIGNED, prepare=False)
 
     def reconnect(self) -> None:
         self.close()

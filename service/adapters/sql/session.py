@@ -84,6 +84,10 @@ class Session(Protocol):
         wait for, where the database does not do so by itself."""
         ...
 
+    def tell_resigned(self) -> None:
+        """To others that listen, with the commit: nobody leads any more."""
+        ...
+
     def reconnect(self) -> None:
         """Raises StoreUnavailable."""
         ...

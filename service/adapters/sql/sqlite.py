@@ -232,6 +232,9 @@ class SqliteSession:
     def end_hanging(self) -> None:
         """There are no others."""
 
+    def tell_resigned(self) -> None:
+        """There is nobody to hear it."""
+
     def end_terms(self) -> None:
         """Whoever led has ended: the lock on the file is ours. Nobody need wait for a lease of his."""
         self._execute("UPDATE leadership SET lease_until = 0 WHERE lease_until > 0")

@@ -93,6 +93,8 @@ class SqlStore:
         self.tokens_changed = asyncio.Event()
         """Set by `catch_up` when tokens came or went; cleared by whoever has read them."""
         self._token_changes = 0
+        self.resigned = asyncio.Event()
+        """Set by `keep_hints` when a leader has let its term go; cleared by whoever looks at its row."""
         self._hints = None if database.listener is None else Hints(database.listener)
         connect = database.connect_term
         self._terms = None if connect is None else terms.OwnConnection(connect)
@@ -137,7 +139,7 @@ class SqlStore:
     async def keep_hints(self, on_hint: Callable[[], None]) -> None:
         """Tell others that something was written, and hear it of them, until cancelled."""
         if self._hints is not None:
-            await self._hints.keep(on_hint)
+            await self._hints.keep(on_hint, self.resigned.set)
 
     async def submit(self, submission: Submission) -> SubmitOutcome:
         self._recent.note_submission(submission)

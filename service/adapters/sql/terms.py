@@ -52,7 +52,8 @@ def renew_term(term: Term, ttl_seconds: Seconds) -> Act[None]:
 
 def resign_term(term: Term) -> Act[None]:
     def act(session: Session) -> None:
-        session.fetch(sql.RENEW_TERM, [(term, 0.0)])
+        if session.fetch(sql.RENEW_TERM, [(term, 0.0)]):
+            session.tell_resigned()
 
     return act
 
