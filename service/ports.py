@@ -140,6 +140,16 @@ class TaskFilter:
 
 
 @dataclass(frozen=True, slots=True)
+class HeldBack:
+    """How old is what keeps a database from taking away rows that nobody needs any more; 0 for nothing."""
+
+    transaction_seconds: float
+    """The oldest transaction of any client."""
+    slot_transactions: int
+    """So many transactions ago began what a replication slot keeps."""
+
+
+@dataclass(frozen=True, slots=True)
 class Snapshot:
     """Hot rows and the log position they stand at, read in one database snapshot."""
 
@@ -271,9 +281,8 @@ class TaskStore(Protocol):
 
     async def database_time(self) -> Instant: ...
 
-    async def oldest_transaction_seconds(self) -> float | None:
-        """Age of the oldest transaction of any client, behind which nothing can be vacuumed; None where the
-        database has no such thing."""
+    async def held_back(self) -> HeldBack | None:
+        """None where the database has no such thing."""
         ...
 
     async def close(self) -> None: ...

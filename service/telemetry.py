@@ -29,6 +29,7 @@ from service.core.task import TERMINAL, TaskState
 from service.core.tenure import Standing
 from service.core.units import Instant
 from service.core.world import World
+from service.ports import HeldBack
 
 LOG_FIELDS: Mapping[str, str] = {
     "request": "id of the HTTP request, as in the Request-Id header",
@@ -106,6 +107,10 @@ GAUGES: Mapping[str, tuple[str, tuple[str, ...]]] = {
     ),
     "gpubroker_world_age_seconds": ("Seconds since the picture was last known to be current.", ()),
     "gpubroker_database_oldest_transaction_seconds": ("Age of the database's oldest transaction.", ()),
+    "gpubroker_database_oldest_slot_transactions": (
+        "Transactions since the oldest that a replication slot keeps rows for.",
+        (),
+    ),
     "gpubroker_is_leader": ("1 if this process leads, else 0.", ()),
     "gpubroker_leader_term": ("Term of the leader in this process; absent if it does not lead.", ()),
     "gpubroker_leader_lease_seconds": (
@@ -147,9 +152,9 @@ class Telemetry:
         self.registry.register(self._requests)
         self.on_request = self._requests.on_request
 
-    def note_oldest_transaction(self, seconds: float | None) -> None:
+    def note_held_back(self, held_back: HeldBack | None) -> None:
         """Before a scrape, whose own reading waits for nothing."""
-        self._world.oldest_transaction_seconds = seconds
+        self._world.held_back = held_back
 
 
 class RequestCollector(Collector):
@@ -186,7 +191,7 @@ class WorldCollector(Collector):
 
     def __init__(self, sources: Sources) -> None:
         self._sources = sources
-        self.oldest_transaction_seconds: float | None = None
+        self.held_back: HeldBack | None = None
 
     def collect(self) -> Iterable[Metric]:
         sources = self._sources
@@ -203,9 +208,13 @@ class WorldCollector(Collector):
         yield from _forecast_metrics(sources.world)
         yield _gauge("gpubroker_event_log_position", [((), sources.world.position)])
         yield _gauge("gpubroker_world_age_seconds", [((), sources.age_seconds())])
-        oldest = self.oldest_transaction_seconds
-        known = [] if oldest is None else [((), oldest)]
-        yield _gauge("gpubroker_database_oldest_transaction_seconds", known)
+        known = [] if self.held_back is None else [self.held_back]
+        yield _gauge(
+            "gpubroker_database_oldest_transaction_seconds", [((), it.transaction_seconds) for it in known]
+        )
+        yield _gauge(
+            "gpubroker_database_oldest_slot_transactions", [((), it.slot_transactions) for it in known]
+        )
         yield from _leader_metrics(sources.standing())
 
 

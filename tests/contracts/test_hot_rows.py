@@ -10,8 +10,10 @@ import psycopg
 import pytest
 
 from service.core.task import HOT_FIELDS
+from service.ports import HeldBack, TaskStore
 from tests.builders import a_task
 from tests.contracts.scenes import admission, claimed, opened, start, with_gpu
+from tests.postgres import a_server_of_its_own
 
 AT_ITS_END = {"finished", "ended_as", "finished_at", "released"}
 """Columns that change once, when a row changes for the last time."""
@@ -87,12 +89,35 @@ async def test_the_oldest_transaction_is_told_while_it_keeps_a_snapshot(postgres
             reader.execute("SET TRANSACTION ISOLATION LEVEL REPEATABLE READ")
             reader.execute("SELECT count(*) FROM task")
             await asyncio.sleep(0.05)
-            age = await store.oldest_transaction_seconds()
-            assert age is not None
-            assert age >= 0.05
-        assert await store.oldest_transaction_seconds() == 0
+            held_back = await store.held_back()
+            assert held_back is not None
+            assert held_back.transaction_seconds >= 0.05
+        assert await store.held_back() == HeldBack(transaction_seconds=0.0, slot_transactions=0)
+
+
+async def test_what_a_replication_slot_keeps_is_told_in_transactions() -> None:
+    with a_server_of_its_own() as server:
+        with psycopg.connect(server.url, autocommit=True) as connection:
+            connection.execute("ALTER SYSTEM SET wal_level = logical")
+        server.stop()
+        server.start()
+        async with opened(server.url) as store:
+            assert await slot_transactions(store) == 0
+            with psycopg.connect(server.url, autocommit=True) as connection:
+                connection.execute("SELECT pg_create_logical_replication_slot('away', 'pgoutput')")
+                for _ in range(20):
+                    connection.execute("SELECT pg_current_xact_id()")
+                assert 20 <= await slot_transactions(store) < 1000
+                connection.execute("SELECT pg_drop_replication_slot('away')")
+            assert await slot_transactions(store) == 0
+
+
+async def slot_transactions(store: TaskStore) -> int:
+    held_back = await store.held_back()
+    assert held_back is not None
+    return held_back.slot_transactions
 
 
 async def test_a_file_has_no_transactions_of_others(tmp_path: Path) -> None:
     async with opened(f"sqlite:///{tmp_path / 'gpubroker.db'}") as store:
-        assert await store.oldest_transaction_seconds() is None
+        assert await store.held_back() is None

@@ -350,7 +350,7 @@ class MemoryStore:
     async def audit(self, *, by: str, tenant: str, action: str, subject: str) -> None:
         """Nobody could read it once the process has ended."""
 
-    async def oldest_transaction_seconds(self) -> float | None:
+    async def held_back(self) -> None:
         return None
 
     async def database_time(self) -> Instant:

@@ -34,6 +34,7 @@ from service.core.task import TERMINAL, Task, TaskState
 from service.core.tenure import LeaderRow
 from service.core.units import Instant, Position, TaskId, Term
 from service.ports import (
+    HeldBack,
     KnownKey,
     RunSpec,
     Snapshot,
@@ -96,12 +97,16 @@ _HEAD = select(tables.log_head.c.position)
 _OLDEST = select(
     func.coalesce(select(func.min(tables.event.c.position)).scalar_subquery(), tables.log_head.c.position + 1)
 )
-_OLDEST_TRANSACTION = """
-SELECT coalesce(extract(epoch FROM clock_timestamp() - min(began)), 0)::float8 FROM (
-    SELECT xact_start AS began FROM pg_stat_activity
-    WHERE backend_xmin IS NOT NULL AND backend_type = 'client backend' AND pid <> pg_backend_pid()
-    UNION ALL SELECT prepared FROM pg_prepared_xacts
-) transactions
+_HELD_BACK = """
+SELECT (
+    SELECT coalesce(extract(epoch FROM clock_timestamp() - min(began)), 0)::float8 FROM (
+        SELECT xact_start AS began FROM pg_stat_activity
+        WHERE backend_xmin IS NOT NULL AND backend_type = 'client backend' AND pid <> pg_backend_pid()
+        UNION ALL SELECT prepared FROM pg_prepared_xacts
+    ) transactions
+), (
+    SELECT coalesce(max(greatest(age(xmin), age(catalog_xmin))), 0) FROM pg_replication_slots
+)
 """
 _NOW = select(extract("epoch", func.clock_timestamp()).cast(Double))
 _TASK_NAMES = tuple(column.name for column in TASK)
@@ -302,8 +307,10 @@ def now(connection: Connection) -> Instant:
     return Instant(connection.execute(_NOW).scalar_one())
 
 
-def oldest_transaction_seconds(connection: Connection) -> float | None:
-    """Of whoever keeps a snapshot, prepared transactions included; without our own, which asks."""
+def held_back(connection: Connection) -> HeldBack | None:
+    """By whoever keeps a snapshot, prepared transactions included, without our own, which asks; and by
+    replication slots, of which the database knows no times."""
     if connection.dialect.name == "sqlite":
         return None
-    return float(connection.exec_driver_sql(_OLDEST_TRANSACTION).scalar_one())
+    [(seconds, transactions)] = connection.exec_driver_sql(_HELD_BACK).fetchall()
+    return HeldBack(seconds, transactions)

@@ -33,6 +33,7 @@ from service.ports import (
     BatchSubmission,
     CommitVerdict,
     EventListener,
+    HeldBack,
     KnownKey,
     RunSpec,
     Snapshot,
@@ -276,8 +277,8 @@ class SqlStore:
     async def tokens(self) -> Sequence[TokenRow]:
         return await self._read(reads.tokens)
 
-    async def oldest_transaction_seconds(self) -> float | None:
-        return await self._read(reads.oldest_transaction_seconds)
+    async def held_back(self) -> HeldBack | None:
+        return await self._read(reads.held_back)
 
     async def database_time(self) -> Instant:
         return await self._read(reads.now)

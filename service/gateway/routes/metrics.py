@@ -24,7 +24,7 @@ async def get_metrics(call: Call) -> Response:
     """Read all metrics in Prometheus's text format. They are listed in docs/metrics.md."""
     telemetry: Telemetry = call.app.state.telemetry
     try:
-        telemetry.note_oldest_transaction(await call.parts.store.oldest_transaction_seconds())
+        telemetry.note_held_back(await call.parts.store.held_back())
     except StoreUnavailable:
-        telemetry.note_oldest_transaction(None)
+        telemetry.note_held_back(None)
     return Response(generate_latest(telemetry.registry), media_type=CONTENT_TYPE_LATEST)
