@@ -1,6 +1,7 @@
 """Where all ranks of a gang can run at the same time, or nothing: a search over nodes and devices."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import replace
 
 from service.core.demand import Demand
 from service.core.gang_fill import fill
@@ -55,14 +56,16 @@ def _searches(task: Task, count: int, grounds: Sequence[Ground]) -> Iterator["_S
     if task.demand.strategy != "strict_pack":
         yield _Search(task, count, [copy_of(ground) for ground in grounds])
         return
-    for ground in sorted(grounds, key=lambda ground: _tightness(task, ground)):
+    sorts = {part.demand: part for part in (part_of(task, rank) for rank in range(count))}
+    for ground in sorted(grounds, key=lambda ground: _tightness(ground, sorts.values())):
         yield _Search(task, count, [copy_of(ground)])
 
 
-def _tightness(task: Task, ground: Ground) -> tuple[int, float, float, NodeName]:
-    """For a gang that lies on one node: preferred labels, then the one that is fullest already."""
-    unwanted = max(unwanted_node(bundle, ground.node) for bundle in task.demand.bundles)
-    return unwanted, *ground.room_left, ground.node.name
+def _tightness(ground: Ground, sorts: Collection[Task]) -> tuple[int, int, float, float, NodeName]:
+    """For a gang that lies on one node: preferred labels, then where one rank of each sort strands the least,
+    then the one that is fullest already."""
+    unwanted = max(unwanted_node(part.demand, ground.node) for part in sorts)
+    return unwanted, -sum(map(ground.score, sorts)), *ground.room_left, ground.node.name
 
 
 class _Search:
@@ -117,8 +120,11 @@ class _Search:
         for ground in self._grounds:
             signature = ground.signature()
             if signature not in known:
+                by_room = replace(
+                    ground, worth=None
+                )  # how many there are does not depend on which come first
                 known[signature] = {
-                    demand: _count(ground, part, len(self._parts)) for demand, part in samples.items()
+                    demand: _count(by_room, part, len(self._parts)) for demand, part in samples.items()
                 }
             counts[ground.node.name] = known[signature]
         return counts
@@ -146,22 +152,28 @@ class _Search:
         return False
 
     def _in_order(self, part: Task, left: int) -> list[Ground]:
-        """The nodes for a rank, the best first: preferred labels, then as the strategy says, then by name."""
+        """The nodes for a rank, the best first: preferred labels, then as the strategy says; of those that it
+        finds as good, where the rank strands the least; then by name."""
         demand = part.demand
         by: dict[str, Callable[[Ground], tuple[float, ...]]] = {
-            "pack": lambda ground: self._packed(ground, demand, left),
-            "strict_pack": lambda ground: self._packed(ground, demand, left),
-            "spread": lambda ground: (len(ground.ranks), -self._most[ground.node.name][demand]),
-            "strict_spread": lambda ground: (-self._most[ground.node.name][demand],),
+            "pack": lambda ground: self._packed(ground, part, left),
+            "strict_pack": lambda ground: self._packed(ground, part, left),
+            "spread": lambda ground: (len(ground.ranks), *self._apart(ground, part)),
+            "strict_spread": lambda ground: self._apart(ground, part),
         }
         key = by[self._strategy]
         usable = (g for g in self._grounds if not (self._strategy == "strict_spread" and g.ranks))
         return sorted(usable, key=lambda g: (unwanted_node(demand, g.node), *key(g), g.node.name))
 
-    def _packed(self, ground: Ground, demand: Demand, left: int) -> tuple[float, ...]:
-        """Nodes that the gang has already; then the fullest that takes all the others; then the largest."""
-        most = self._most[ground.node.name][demand]
-        return (not ground.ranks, -min(most, left), *ground.room_left)
+    def _packed(self, ground: Ground, part: Task, left: int) -> tuple[float, ...]:
+        """Nodes that the gang has already; then those that take all the others; then the largest. Of these
+        where it strands the least, then the fullest."""
+        most = self._most[ground.node.name][part.demand]
+        return (not ground.ranks, -min(most, left), -ground.score(part), *ground.room_left)
+
+    def _apart(self, ground: Ground, part: Task) -> tuple[float, ...]:
+        """Where it strands the least, then the largest."""
+        return -ground.score(part), -self._most[ground.node.name][part.demand]
 
 
 def _hardness(demand: Demand) -> tuple[float, ...]:

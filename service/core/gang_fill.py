@@ -42,41 +42,45 @@ def _turns(
     wishes = {ground.node.name: unwanted_node(part.demand, ground.node) for ground in able}
     match strategy:
         case "spread":
-            yield from _one_each_in_turn(count, able, wishes, most)
+            yield from _one_each_in_turn(part, count, able, wishes, most)
         case "strict_spread":
-            able.sort(key=lambda g: (wishes[g.node.name], -most[g.node.name], g.node.name))
+            able.sort(key=lambda g: (wishes[g.node.name], -g.score(part), -most[g.node.name], g.node.name))
             yield from able[:count]
         case _:
-            yield from _one_after_the_other(count, able, wishes, most)
+            yield from _one_after_the_other(part, count, able, wishes, most)
 
 
 def _one_each_in_turn(
-    count: int, grounds: Sequence[Ground], wishes: Counts, most: Counts
+    part: Task, count: int, grounds: Sequence[Ground], wishes: Counts, most: Counts
 ) -> Iterator[Ground]:
-    """Always the node with the fewest ranks; of these the largest."""
+    """Always the node with the fewest ranks; of these where a rank strands the least, then the largest."""
     known = {ground.node.name: ground for ground in grounds}
-    turns = [(wishes[name], 0, -most[name], name) for name in known]
+    turns = [(wishes[name], 0, -ground.score(part), -most[name], name) for name, ground in known.items()]
     heapify(turns)
     for _ in range(count):
         if not turns:
             return
-        wish, has, room, name = heappop(turns)
+        wish, has, _, room, name = heappop(turns)
         yield known[name]
         if has + 1 < -room:
-            heappush(turns, (wish, has + 1, room, name))
+            heappush(turns, (wish, has + 1, -known[name].score(part), room, name))
 
 
 def _one_after_the_other(
-    count: int, grounds: Sequence[Ground], wishes: Counts, most: Counts
+    part: Task, count: int, grounds: Sequence[Ground], wishes: Counts, most: Counts
 ) -> Iterator[Ground]:
-    """The largest nodes, each until it is full; for the rest, of those that take all of it, the fullest."""
-    order = [(wishes[g.node.name], -most[g.node.name], g.room_left, g.node.name, g) for g in grounds]
-    order.sort(key=lambda place: place[:4])
+    """The largest nodes, each until it is full; for the rest, of those that take all of it, the one where a
+    rank strands the least, then the fullest."""
+    order = [
+        (wishes[g.node.name], -most[g.node.name], -g.score(part), g.room_left, g.node.name, g)
+        for g in grounds
+    ]
+    order.sort(key=lambda place: place[:5])
     left = count
     for at, (wish, room, *_, ground) in enumerate(order):
         if left <= -room:
             enough = (place for place in order[at:] if place[0] == wish and left <= -place[1])
-            *_, ground = min(enough, key=lambda place: place[2:4])
+            *_, ground = min(enough, key=lambda place: place[2:5])
             yield from [ground] * left
             return
         left += room

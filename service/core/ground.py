@@ -4,6 +4,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import combinations
 
+from service.core.demand import Demand
 from service.core.device import Device, Node
 from service.core.draft import Draft
 from service.core.headroom import Headroom
@@ -12,6 +13,7 @@ from service.core.need import need_mb, unwanted_device
 from service.core.policy import Policy
 from service.core.task import Task
 from service.core.units import DeviceKey, Instant, Mib, NodeName
+from service.core.worth import Spot, Worth, rows
 
 Chosen = tuple[tuple[DeviceKey, Mib], ...]
 
@@ -25,8 +27,12 @@ class Ground:
     free: dict[DeviceKey, int]
     """MiB that the gang could have of each usable device."""
     devices: Mapping[DeviceKey, Device]
+    worth: Worth | None = None
+    """Of places, by what is usual; None: by room left."""
     ranks: list[int] = field(default_factory=list)
     """Those put down here."""
+    _spots: dict[Demand, Spot | None] = field(default_factory=dict, init=False)
+    """As long as nothing is put down or taken away."""
 
     @property
     def room_left(self) -> tuple[float, float]:
@@ -37,17 +43,25 @@ class Ground:
         for key, mb in chosen:
             self.free[key] -= mb
         self.ranks.append(rank)
+        self._spots.clear()
 
     def take(self, part: Task, chosen: Chosen) -> None:
         self.room = self.room.with_room_of(part)
         for key, mb in chosen:
             self.free[key] += mb
         self.ranks.pop()
+        self._spots.clear()
+
+    def score(self, part: Task) -> int:
+        """How little a rank strands here of what is usual, 0..100; 0 also where nobody asks for that."""
+        spot = self._spot(part)
+        return 0 if spot is None else spot.score
 
     def choices(self, part: Task) -> Iterator[Chosen]:
         """Every choice of devices for a rank, the best first; of equal ones only one.
 
-        `pack` fills devices that are in use, `spread` takes the emptiest; preferred kinds before others.
+        Preferred kinds before others, then, of single devices, the one on which it strands the least; then
+        `pack` fills devices that are in use, `spread` takes the emptiest.
         """
         demand = part.demand
         if not self.room.fits(part):
@@ -56,17 +70,29 @@ class Ground:
             yield ()
             return
         sign = -1 if demand.placement == "spread" else 1
+        spot = self._spot(part) if demand.gpus == 1 else None
+        best = spot.devices if spot is not None else ()
         options = sorted(
-            (unwanted_device(demand, device), sign * (free - need), key, need)
+            (unwanted_device(demand, device), key not in best, sign * (free - need), key, need)
             for key, device in self.devices.items()
             if (need := need_mb(demand, device)) is not None and need <= (free := self.free[key])
         )
         tried = set()
         for some in combinations(options, demand.gpus):
-            alike = tuple((unwanted, left, need) for unwanted, left, _, need in some)
+            alike = tuple((unwanted, left, need) for unwanted, _, left, _, need in some)
             if alike not in tried:
                 tried.add(alike)
-                yield tuple(sorted((key, need) for _, _, key, need in some))
+                yield tuple(sorted((key, need) for *_, key, need in some))
+
+    def _spot(self, part: Task) -> Spot | None:
+        demand = part.demand
+        if self.worth is None or demand.placement == "spread" or demand.where.devices:
+            return None
+        if demand not in self._spots:
+            left = [(self.devices[key], free) for key, free in self.free.items()]
+            there = rows(left, self.room.cpu) if self.room.fits(part) else ()
+            self._spots[demand] = self.worth.spot(demand, there) if there else None
+        return self._spots[demand]
 
     def signature(self) -> object:
         """Equal for nodes of which one is as good as the other for what is left to place."""
@@ -74,7 +100,9 @@ class Ground:
         return self.room._replace(node=None), self.node.labels, bool(self.ranks), tuple(sorted(devices))
 
 
-def grounds_of(draft: Draft, task: Task, policy: Policy, now: Instant) -> list[Ground]:
+def grounds_of(
+    draft: Draft, task: Task, policy: Policy, now: Instant, worth: Worth | None = None
+) -> list[Ground]:
     """What each usable node could give a task of this id and priority now."""
     found = []
     for name in sorted(draft.usable_nodes()):
@@ -85,6 +113,7 @@ def grounds_of(draft: Draft, task: Task, policy: Policy, now: Instant) -> list[G
                 draft.headroom(name, task=task.id, priority=task.priority),
                 {book.device.key: _free_mb(book, task) for book in books},
                 {book.device.key: book.device for book in books},
+                worth,
             )
         )
     return found
@@ -111,4 +140,4 @@ def empty_grounds(nodes: Iterable[Node], devices: Iterable[Device]) -> list[Grou
 
 
 def copy_of(ground: Ground) -> Ground:
-    return Ground(ground.node, ground.room, dict(ground.free), ground.devices)
+    return Ground(ground.node, ground.room, dict(ground.free), ground.devices, ground.worth)

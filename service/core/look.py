@@ -9,6 +9,7 @@ from service.core.draft import Draft
 from service.core.gang import Gang, place_gang, place_ranks
 from service.core.gang_admission import IN_WORDS, check_task
 from service.core.ground import Ground, grounds_of
+from service.core.placement import worth_of
 from service.core.ranks import part_of
 from service.core.reasons import Reason
 from service.core.survey import Survey, survey
@@ -74,7 +75,8 @@ class _Gang:
         self._whole = whole
         self._task = whole.task
         self._least = whole.task.demand.least_ranks
-        self._grounds = grounds_of(whole.draft, whole.task, whole.policy, whole.now)
+        worth = worth_of(whole.draft.world, whole.policy)
+        self._grounds = grounds_of(whole.draft, whole.task, whole.policy, whole.now, worth)
 
     def look(self) -> Look:
         limits = limit_blockers(self._whole)

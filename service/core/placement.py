@@ -122,9 +122,14 @@ class Places:
         self._looks.taken += CLOSE_LOOK * len(self._nodes)
         if self._draft.short_of(task, self._policy.custom_limits):
             return None
-        grounds = grounds_of(self._draft, task, self._policy, self._now)
+        worth = self._worth
+        before = 0 if worth is None else worth.worked_out
+        grounds = grounds_of(self._draft, task, self._policy, self._now, worth)
         most = Quotas(self._draft, self._policy).most_ranks(task)
-        return place_gang(task, grounds if guards is None else list(guards.beside(task, grounds)), most)
+        found = place_gang(task, grounds if guards is None else list(guards.beside(task, grounds)), most)
+        if worth is not None:
+            self._looks.taken += CLOSE_LOOK * (worth.worked_out - before)
+        return found
 
     def on(self, node: NodeName, task: Task, allows: Allows | None = None) -> Found | None:
         """The best place for a task on one node, of the devices that are allowed."""

@@ -12,24 +12,32 @@ from hypothesis import strategies as st
 from service.core import gang
 from service.core.demand import Where
 from service.core.draft import Draft
+from service.core.fragmentation import fragmentation
 from service.core.gang import Gang, place_gang
 from service.core.gang_fill import fill
 from service.core.ground import grounds_of
+from service.core.mix import Mix
 from service.core.need import may_use_node, need_mb
+from service.core.placement import worth_of
 from service.core.policy import Policy
 from service.core.ranks import part_of
 from service.core.task import Placement, Task
 from service.core.units import DeviceKey, Mib, NodeName
 from service.core.world import World
-from tests.builders import GIB, NOW, a_device, a_node, a_task, a_world, holding
-from tests.core.gangs import a_gang, bundles
+from tests.builders import GIB, NOW, a_demand, a_device, a_node, a_task, a_world, holding, submit
+from tests.core.gangs import a_gang, admit_all, bundles
 
 BIG = 60 * GIB
 """One of these to a device."""
 
 
-def placed(world: World, task: Task) -> Gang | None:
-    return place_gang(task, grounds_of(Draft(world), task, Policy(), NOW))
+def placed(world: World, task: Task, *usual: dict[str, Any]) -> Gang | None:
+    """`usual`: the demands by which places are judged; without any, by room left."""
+    world.mix = Mix()
+    for fields in usual:
+        world.mix.add(a_demand(**fields))
+    worth = worth_of(world, Policy())
+    return place_gang(task, grounds_of(Draft(world), task, Policy(), NOW, worth))
 
 
 def nodes(found: Gang | None) -> list[str]:
@@ -115,6 +123,58 @@ def test_instances_are_told_from_whole_gpus_of_the_same_size() -> None:
     assert nodes(placed(world, a_gang("gang", *bundles(1, gpus=2)))) == ["n2"]
 
 
+def held(*gib: int) -> World:
+    """n1, n2, ... with one device for each number, of which so many GiB are held."""
+    parts: list[Any] = []
+    for at, held_gib in enumerate(gib, start=1):
+        parts += [a_node(f"n{at}"), a_device("gpu0", f"n{at}")]
+        if held_gib:
+            parts.append(holding(a_task(f"run{at}", gpu_mb=held_gib * GIB), f"n{at}/gpu0"))
+    return a_world(*parts)
+
+
+WHOLE: dict[str, Any] = {"gpus": 1}
+
+
+@pytest.mark.parametrize("strategy", ["spread", "strict_spread"])
+def test_ranks_apart_leave_whole_devices_whole_where_these_are_usual(strategy: str) -> None:
+    gang = a_gang("gang", *bundles(2, gpu_mb=10 * GIB), strategy=strategy)
+    assert nodes(placed(held(0, 60, 60), gang)) == ["n1", "n2"]
+    assert sorted(nodes(placed(held(0, 60, 60), gang, WHOLE))) == ["n2", "n3"]
+
+
+def test_of_nodes_that_take_as_many_ranks_the_one_where_they_strand_the_least_is_taken() -> None:
+    gang = a_gang("gang", *bundles(1, gpu_mb=20 * GIB))
+    usual = {"gpu_mb": 30 * GIB}
+    assert nodes(placed(held(50, 30), gang, usual)) == ["n2"], "on n1 10 GiB would be left, and 30 are there"
+    assert nodes(placed(held(50, 30), gang)) == ["n1"]
+    strict = a_gang("gang", *bundles(1, gpu_mb=20 * GIB), strategy="strict_pack")
+    assert nodes(placed(held(50, 30), strict, usual)) == ["n2"]
+
+
+def test_on_a_node_a_rank_takes_the_device_where_it_strands_the_least() -> None:
+    runs = [holding(a_task(f"run{at}", gpu_mb=gib * GIB), f"gpu{at}") for at, gib in enumerate((50, 30))]
+    world = a_world(a_device("gpu0"), a_device("gpu1"), *runs)
+    gang = a_gang("gang", *bundles(1, gpu_mb=20 * GIB))
+    for usual, device in (((), "gpu0"), (({"gpu_mb": 30 * GIB},), "gpu1")):
+        found = placed(world, gang, *usual)
+        assert found is not None
+        assert [key for key, _ in found[0].devices] == [f"test/n1/{device}"]
+
+
+def test_a_gang_that_is_planned_leaves_less_stranded_than_by_room_alone() -> None:
+    left = {}
+    for placement in ("best_fit", "stranded"):
+        world = held(0, 0, 60, 60)
+        world.mix = Mix()
+        for _ in range(9):
+            world.mix.add(a_demand(**WHOLE))
+        submit(world, a_gang("gang", *bundles(2, gpu_mb=10 * GIB), strategy="strict_spread"))
+        admit_all(world, Policy(placement=placement))
+        left[placement] = fragmentation(world, Policy(), NOW).total.stranded_mb
+    assert left["stranded"] < left["best_fit"] / 2
+
+
 def test_an_elastic_gang_takes_what_there_is() -> None:
     elastic = a_gang("gang", *bundles(6, gpu_mb=BIG), min_ranks=2)
     assert len(nodes(placed(a_cluster(2, 2), elastic))) == 4
@@ -197,9 +257,14 @@ def holds(world: World, task: Task, places: Sequence[Placement]) -> bool:
     )
 
 
-@given(clusters(), gangs())
-def test_there_are_places_exactly_if_trying_everything_finds_some(world: World, task: Task) -> None:
-    found = placed(world, task)
+USUAL = st.lists(RANKS, max_size=3)
+
+
+@given(clusters(), gangs(), USUAL)
+def test_there_are_places_exactly_if_trying_everything_finds_some(
+    world: World, task: Task, usual: list[dict[str, Any]]
+) -> None:
+    found = placed(world, task, *usual)
     if found is None:
         assert not any(holds(world, task, way) for way in ways(world, task))
     else:
@@ -223,14 +288,15 @@ def test_a_rank_without_a_size_takes_whole_devices() -> None:
     st.integers(1, 6),
     st.sampled_from(({"gpu_mb": 20}, {"gpu_mb": 40, "cpu": 1.0}, {"gpus": 2, "gpu_mb": 20}, {"cpu": 1.0})),
     st.sampled_from(("pack", "spread", "strict_pack", "strict_spread")),
+    USUAL,
 )
 def test_ranks_that_are_alike_lie_where_the_search_would_put_them(
-    world: World, count: int, shape: dict[str, Any], strategy: str
+    world: World, count: int, shape: dict[str, Any], strategy: str, usual: list[dict[str, Any]]
 ) -> None:
     """One rank that asks for next to nothing more makes them unlike, so that places are searched for."""
     odd = (*bundles(1, memory_mb=1, **shape), *bundles(count - 1, **shape))
     alike = a_gang("gang", *bundles(count, **shape), strategy=strategy)
-    assert placed(world, alike) == placed(world, a_gang("gang", *odd, strategy=strategy))
+    assert placed(world, alike, *usual) == placed(world, a_gang("gang", *odd, strategy=strategy), *usual)
 
 
 @pytest.mark.parametrize("strategy", ["pack", "spread", "strict_spread"])

@@ -355,15 +355,15 @@ def test_among_many_candidates_who_frees_nothing_where_the_gang_runs_is_put_back
 
 def test_among_many_candidates_a_gang_beside_the_places_of_another_is_put_back() -> None:
     """On all of its nodes: the memory that it holds there is of no use."""
-    spread = {"strategy": "strict_spread"}
+    by_room, spread = Policy(placement="best_fit"), {"strategy": "strict_spread"}
     useless = a_gang("useless", *bundles(2, gpu_mb=15), priority=4, **spread)
     needed = a_gang("needed", *bundles(2, gpu_mb=20), priority=5, **spread)
     devices = [a_device(f"gpu{at}", node, mb=mb) for node in ("n1", "n2") for at, mb in ((0, 40), (1, 20))]
     since = {"started_at": Instant(NOW - 500.0)}
     others = [holding(a_task(f"r{n}", gpu_mb=10, priority=5), "n3/gpu0", **since) for n in range(9)]
     world = a_world(*devices, a_device("gpu0", "n3", mb=90), *others, useless)
-    plan(world, now=NOW)
+    plan(world, by_room, now=NOW)
     submit(world, needed)
-    plan(world, now=NOW)
+    plan(world, by_room, now=NOW)
     submit(world, a_gang("gang", *bundles(2, gpu_mb=30), priority=60, **spread))
     assert set(victims(plan(world))) == {"needed"}
