@@ -42,7 +42,8 @@ class Estimate:
 
 @dataclass(frozen=True, slots=True)
 class Sizing:
-    """How the size of a task was learned when it was submitted. `gpu_mb` is None for whole devices."""
+    """How the size of a task, or of the ranks of a gang, was learned when it was submitted. `gpu_mb` is None
+    for whole devices; of ranks that differ it is the largest, and the message tells of each."""
 
     gpu_mb: int | None = None
     p95_mb: int | None = None

@@ -60,7 +60,7 @@ class SubmitOptions(TypedDict, total=False):
     `{"train": {"gpu_mb": 40960}, "generate": {"gpu_mb": 20480, "cpu": 4}}`. It gets the most of each."""
     bundles: Sequence[Mapping[str, Any]]
     """A gang: what each rank asks for, such as `[{"count": 4, "gpus": 1}, {"cpu": 2}]`; all start together
-    or none does."""
+    or none does. `gpu_mb` of a rank may be `"learned"` too."""
     strategy: str
     """How ranks lie on nodes: `pack` (default) on as few as may be, `spread` on as many, `strict_pack` on
     one, `strict_spread` each on its own."""

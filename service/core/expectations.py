@@ -1,7 +1,7 @@
 """What is to be expected of a task, going by what runs like it took."""
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import ceil, inf
 
 from service.core.device import Device
@@ -71,6 +71,17 @@ def _whole(subject: str, n: int, policy: Policy) -> Size:
             "size: it gets whole GPUs"
         )
     return Size(None, None, n, "", message)
+
+
+def size_of_ranks(sizes: Mapping[str, Size]) -> Size | None:
+    """Of a gang, from the sizes of its ranks by how people call them: the largest, and what to say of all.
+
+    None if no rank asked for one.
+    """
+    if len(set(sizes.values())) < 2:
+        return next(iter(sizes.values()), None)
+    largest = max(sizes.values(), key=lambda size: inf if size.gpu_mb is None else size.gpu_mb)
+    return replace(largest, message="; ".join(f"{who}: {size.message}" for who, size in sizes.items()))
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,8 +5,9 @@ from dataclasses import replace
 from itertools import islice
 
 from service.core.estimate import Lesson, Sketch, Topic, What
+from service.core.member import MemberState
 from service.core.plan import Decision, TaskWrite
-from service.core.task import Move, Task
+from service.core.task import Move, Task, TaskState
 from service.core.units import Instant
 from service.core.world import World
 
@@ -23,7 +24,8 @@ def learn(
 
     A run that succeeded teaches the most that it used of each kind of device, and how long it took unless
     it resumed earlier work. One that ended otherwise did not do its work and teaches nothing, except how
-    much memory it took where that was more than its lease: else nobody would ever lease enough.
+    much memory it took where that was more than its lease: else nobody would ever lease enough. Each rank of
+    a gang teaches what it used when it ends itself, the gang how long it took.
     """
     known: dict[Topic, Sketch] = {}
     taught: list[Decision] = []
@@ -45,20 +47,37 @@ def _values(world: World, write: TaskWrite) -> Iterator[tuple[Topic, float]]:
     before, after = world.tasks.get(write.task.id), write.task
     if before is None or not before.subject or not before.is_active:
         return
-    succeeded = write.what is Move.SUCCEEDED
-    if not succeeded and write.what not in _OTHER_ENDS:
-        return
-    peaks: dict[str, int] = {}
-    for lease in world.leases_of(before):
-        kind = world.books[lease.device].device.kind
-        peak = world.learned.peaks.get(lease.key, 0)
-        if succeeded or peak > lease.mb:
-            peaks[kind] = max(peak, peaks.get(kind, 0))
-    for kind in sorted(peaks):
-        if peaks[kind] > 0:  # else the run was over before its device was measured
-            yield Topic(before.tenant, before.subject, kind, What.GPU_MB), peaks[kind]
-    if succeeded and (seconds := _run_seconds(after)) is not None:
+    for rank, succeeded in _ends(before, write):
+        peaks: dict[str, int] = {}
+        for lease in world.leases_of(before):
+            kind = world.books[lease.device].device.kind
+            peak = world.learned.peaks.get(lease.key, 0)
+            if lease.rank == rank and (succeeded or peak > lease.mb):
+                peaks[kind] = max(peak, peaks.get(kind, 0))
+        for kind in sorted(peaks):
+            if peaks[kind] > 0:  # else the run was over before its device was measured
+                yield Topic(before.tenant, before.subject, kind, What.GPU_MB), peaks[kind]
+    if write.what is Move.SUCCEEDED and (seconds := _run_seconds(after)) is not None:
         yield Topic(before.tenant, before.subject, kind_of_run(world, before), What.SECONDS), seconds
+
+
+def _ends(before: Task, write: TaskWrite) -> Iterator[tuple[int, bool]]:
+    """(rank, whether it did its work) of each run that ends with this.
+
+    A rank that ends well after notice was given to its gang has done its work only if the gang has.
+    """
+    succeeded = write.what is Move.SUCCEEDED
+    if not before.members:
+        if succeeded or write.what in _OTHER_ENDS:
+            yield 0, succeeded
+        return
+    at_work = succeeded or before.state is not TaskState.STOPPING
+    ended = {member.rank: member.state for member in write.task.members if member.has_ended}
+    for member in before.members:
+        state = ended.get(member.rank)
+        is_over = state is not None or not write.task.members  # of one that waits again all are
+        if is_over and not member.has_ended:
+            yield member.rank, at_work and state is MemberState.SUCCEEDED
 
 
 def kind_of_run(world: World, task: Task) -> str:

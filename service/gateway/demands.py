@@ -1,10 +1,10 @@
 """What a task asks for, from what clients say and back. Pure."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from itertools import groupby
 
-from service.core.demand import Demand, Labels, Where
+from service.core.demand import ANYWHERE, Demand, Labels, Where
 from service.core.expectations import Size
 from service.core.units import Mib
 from service.gateway.demand_views import BundleView, DemandView
@@ -12,6 +12,9 @@ from service.gateway.gpu_size import LEARNED, GpuSize
 from service.gateway.parts import Defaults, ModelType
 from service.gateway.resources import Amounts, Bundle
 from service.gateway.schemas import SubmitTask
+
+Learn = Callable[[Demand], Size]
+"""What earlier runs used of the devices that whoever asks for this may use."""
 
 NO_TYPE = ModelType()
 """Of a task that names no model type, or one of which nothing is usual."""
@@ -22,46 +25,26 @@ def subject_of(body: SubmitTask) -> str:
     return body.model_type or body.name or getattr(body.run, "entrypoint", "")
 
 
-def gpu_mb_of(body: SubmitTask, defaults: Defaults) -> GpuSize | None:
-    """As the submit says, else as is usual for its model type, if it says nothing of GPUs at all."""
-    usual = defaults.model_types.get(body.model_type, NO_TYPE)
-    resources = body.resources.settled()
-    return resources.gpu_mb if resources.mentions_gpus else usual.gpu_mb
+def demand_of(body: SubmitTask, defaults: Defaults, learn: Learn | None = None) -> Demand:
+    """A GPU size without a number of GPUs means one. CPU left out is the default, or none beside GPUs.
 
-
-def demand_of(body: SubmitTask, defaults: Defaults, learned: Size | None = None) -> Demand:
-    """A GPU size without a number of GPUs means one. CPU left out is the default, or none beside GPUs."""
+    `learn`: what a size comes to that is to be learned; None: whole devices.
+    """
     if body.resources.bundles:
-        return _gang_demand(body, defaults)
-    resources, usual = body.resources.settled(), defaults.model_types.get(body.model_type, NO_TYPE)
-    gpu_mb = gpu_mb_of(body, defaults)
-    wants_gpu = resources.wants_gpu or resources.names_devices or gpu_mb is not None
-    gpus = int(wants_gpu) if resources.gpus is None else resources.gpus
-    if gpu_mb == LEARNED:
-        gpu_mb = None if learned is None else learned.gpu_mb
-    cpu = usual.cpu if usual.cpu is not None else 0.0 if gpus else defaults.cpu
-    return Demand(
-        gpus=gpus,
-        gpu_mb=None if gpu_mb is None else Mib(gpu_mb),
-        gpu_fraction=resources.gpu_fraction,
-        exclusive=resources.exclusive,
-        cpu=cpu if resources.cpu is None else resources.cpu,
-        memory_mb=Mib((usual.memory_mb or 0) if resources.memory_mb is None else resources.memory_mb),
-        custom=tuple(sorted(resources.custom.items())),
-        placement=body.placement,
-        where=_where_of(resources),
-    )
+        return _gang_demand(body, defaults, learn)
+    resources = body.resources.settled()
+    gpu_mb = resources.gpu_mb if resources.mentions_gpus else _usual(body, defaults).gpu_mb
+    return _demand(resources, gpu_mb, body, defaults, learn)
 
 
-def _gang_demand(body: SubmitTask, defaults: Defaults) -> Demand:
+def _gang_demand(body: SubmitTask, defaults: Defaults, learn: Learn | None) -> Demand:
     """One demand per rank. What is said beside the bundles holds for each that does not say it itself."""
     resources = body.resources
     common = _where_of(resources)
-    ranks = [
-        rank
-        for bundle in resources.bundles
-        for rank in [_rank_demand(bundle, body, common, defaults)] * bundle.count
-    ]
+    ranks: list[Demand] = []
+    for bundle in resources.bundles:
+        rank = _demand(bundle, _gpu_mb_of_rank(bundle, body, defaults), body, defaults, learn, common)
+        ranks += [rank] * bundle.count
     custom: dict[str, float] = {}
     for name, amount in (pair for rank in ranks for pair in rank.custom):
         custom[name] = custom.get(name, 0.0) + amount
@@ -74,24 +57,45 @@ def _gang_demand(body: SubmitTask, defaults: Defaults) -> Demand:
     )
 
 
-def _rank_demand(bundle: Bundle, body: SubmitTask, common: Where, defaults: Defaults) -> Demand:
-    """What is usual for the model type holds for each rank. Which ranks have GPUs the bundles say alone."""
-    usual = defaults.model_types.get(body.model_type, NO_TYPE)
-    gpus = int(bundle.wants_gpu or bundle.names_devices) if bundle.gpus is None else bundle.gpus
-    where = _where_of(bundle)
-    own = {name: value for name in Where.__slots__ if (value := getattr(where, name))}
+def _gpu_mb_of_rank(bundle: Bundle, body: SubmitTask, defaults: Defaults) -> GpuSize | None:
+    """As the bundle says. What is usual for the model type holds where it names devices and no more, and for
+    all ranks if none of them says anything of GPUs: which of several have some the bundles say alone."""
+    if bundle.mentions_gpus:
+        return bundle.gpu_mb
+    nobody_says = not any(one.mentions_gpus or one.names_devices for one in body.resources.bundles)
+    return _usual(body, defaults).gpu_mb if bundle.names_devices or nobody_says else None
+
+
+def _usual(body: SubmitTask, defaults: Defaults) -> ModelType:
+    return defaults.model_types.get(body.model_type, NO_TYPE)
+
+
+def _demand(
+    asked: Amounts,
+    gpu_mb: GpuSize | None,
+    body: SubmitTask,
+    defaults: Defaults,
+    learn: Learn | None,
+    common: Where = ANYWHERE,
+) -> Demand:
+    """Of a task, or of one rank. `common`: what holds where it says nothing itself."""
+    usual, where = _usual(body, defaults), _where_of(asked)
+    wants_gpu = asked.wants_gpu or asked.names_devices or gpu_mb is not None
+    gpus = int(wants_gpu) if asked.gpus is None else asked.gpus
     cpu = usual.cpu if usual.cpu is not None else 0.0 if gpus else defaults.cpu
-    return Demand(
+    own = {name: value for name in Where.__slots__ if (value := getattr(where, name))}
+    demand = Demand(
         gpus=gpus,
-        gpu_mb=None if bundle.gpu_mb is None else Mib(bundle.gpu_mb),
-        gpu_fraction=bundle.gpu_fraction,
-        exclusive=bundle.exclusive,
-        cpu=cpu if bundle.cpu is None else bundle.cpu,
-        memory_mb=Mib((usual.memory_mb or 0) if bundle.memory_mb is None else bundle.memory_mb),
-        custom=tuple(sorted(bundle.custom.items())),
+        gpu_mb=None if gpu_mb is None or gpu_mb == LEARNED else Mib(gpu_mb),
+        gpu_fraction=asked.gpu_fraction,
+        exclusive=asked.exclusive,
+        cpu=cpu if asked.cpu is None else asked.cpu,
+        memory_mb=Mib((usual.memory_mb or 0) if asked.memory_mb is None else asked.memory_mb),
+        custom=tuple(sorted(asked.custom.items())),
         placement=body.placement,
-        where=replace(common, **own),
+        where=replace(common, **own) if own else common,
     )
+    return demand if gpu_mb != LEARNED or learn is None else replace(demand, gpu_mb=learn(demand).gpu_mb)
 
 
 def _where_of(resources: Amounts) -> Where:

@@ -35,11 +35,12 @@ class EstimateList(TypedDict):
 
 
 class SizingView(TypedDict):
-    """How the size of a task was learned from earlier runs when it was submitted."""
+    """How the size of a task, or of the ranks of a gang, was learned from earlier runs when it was submitted.
+    Of ranks that may use different devices: the largest, and the message tells of each."""
 
     gpu_mb: Annotated[int | None, Field(description="Per device; null: whole devices.")]
     p95_mb: Annotated[int | None, Field(description="What 95 of 100 runs stayed below.")]
-    n: Annotated[int, Field(description="Runs that were measured by then.")]
+    n: Annotated[int, Field(description="Runs, or ranks, that were measured by then.")]
     kind: Annotated[str | None, Field(description="Of the devices that they had.")]
     message: str
 

@@ -1,16 +1,17 @@
 """From a body to the task that it would be: the same for a submit and for a question about one."""
 
+from dataclasses import replace
 from typing import NamedTuple
 
 from service.core.demand import Demand, shared
-from service.core.expectations import Size, learned_size
+from service.core.expectations import Size, learned_size, size_of_ranks
+from service.core.gang_admission import ranks_in_words
 from service.core.need import may_use_device
 from service.core.task import Task
 from service.core.units import Instant, TaskId
-from service.gateway.demands import demand_of, gpu_mb_of, subject_of
+from service.gateway.demands import demand_of, subject_of
 from service.gateway.dependencies import Stands, dependencies_of, stands_for
 from service.gateway.direct import Call
-from service.gateway.gpu_size import LEARNED
 from service.gateway.permission import check_priority, check_run, check_stream
 from service.gateway.schemas import SubmitTask
 from service.gateway.translate import arguments_of, spec_of, task_of
@@ -20,7 +21,7 @@ from service.ports import RunSpec
 class Intake(NamedTuple):
     task: Task
     learned: Size | None
-    """How its size was learned, if it asks for that."""
+    """How its size was learned, if it asks for that; of a gang, that of its ranks."""
 
 
 async def take_in(call: Call, body: SubmitTask) -> Intake:
@@ -42,11 +43,16 @@ def taken_in(call: Call, body: SubmitTask, id: TaskId, stands: Stands, now: Inst
 def demand_in(
     call: Call, body: SubmitTask, tenant: str, *, at: str = "/resources"
 ) -> tuple[Demand, Size | None]:
-    """What it asks for, and how its size was learned if it asks for that. Raises Problem if its pool does not
-    fit; `at` is where in the request the resources stand."""
+    """What it asks for, and how its size was learned if it asks for that, or those of its ranks. Raises
+    Problem if its pool does not fit; `at` is where in the request the resources stand."""
     parts = call.parts
-    learned = _learned_size(call, body, tenant)
-    asked = demand_of(body, parts.defaults, learned)
+    sizes: dict[Demand, Size] = {}
+
+    def learn(asked: Demand) -> Size:
+        return sizes.setdefault(asked, _learned_size(call, asked, tenant, subject_of(body)))
+
+    asked = demand_of(body, parts.defaults, learn)
+    learned = size_of_ranks({_in_words(asked, whole, size): size for whole, size in sizes.items()})
     return shared(parts.capacity.settled(asked, body.resources.pool, tenant, body.labels, at=at)), learned
 
 
@@ -76,11 +82,13 @@ async def digest_if_large(call: Call, arguments: bytes, task: TaskId) -> str | N
     return await call.parts.blobs.put(arguments, owner=task)
 
 
-def _learned_size(call: Call, body: SubmitTask, tenant: str) -> Size | None:
-    """What runs like it used, if the submit, or the usual size of its model type, asks for that."""
-    parts, world = call.parts, call.parts.world
-    if gpu_mb_of(body, parts.defaults) != LEARNED:
-        return None
-    asked = demand_of(body, parts.defaults)
+def _in_words(asked: Demand, whole: Demand, size: Size) -> str:
+    """Which ranks of a gang were given this size."""
+    return ranks_in_words(asked, replace(whole, gpu_mb=size.gpu_mb)) if asked.bundles else ""
+
+
+def _learned_size(call: Call, asked: Demand, tenant: str, subject: str) -> Size:
+    """What runs like it used of the devices that it may use."""
+    world = call.parts.world
     devices = [book.device for book in world.books.values() if may_use_device(asked, book.device)]
-    return learned_size(world.learned.sketches, tenant, subject_of(body), devices, parts.policy)
+    return learned_size(world.learned.sketches, tenant, subject, devices, call.parts.policy)

@@ -6,7 +6,7 @@ from pydantic import Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from service.gateway.body import Body, LabelKey
-from service.gateway.gpu_size import MOST_MB, GpuMb
+from service.gateway.gpu_size import GpuMb
 from service.gateway.roles import Role, most_of
 from service.gateway.text import KindName, NodeLabels, line
 
@@ -67,6 +67,11 @@ class Amounts(Body):
     def wants_gpu(self) -> bool:
         return self.exclusive or self.gpu_mb is not None or self.gpu_fraction is not None
 
+    @property
+    def mentions_gpus(self) -> bool:
+        """Says how many, or how much of them: whether it needs any is not left to its model type."""
+        return self.gpus is not None or self.wants_gpu
+
     @model_validator(mode="after")
     def _agree_on_sizes(self) -> Self:
         _agree(self)
@@ -88,7 +93,6 @@ class Bundle(Amounts):
     """What one rank of a gang asks for, or each of `count` that are alike."""
 
     count: Annotated[int, Field(ge=1, le=MOST_RANKS)] = 1
-    gpu_mb: Annotated[int, Field(ge=1, le=MOST_MB)] | None = None
 
 
 class Resources(Amounts):
@@ -137,7 +141,8 @@ class Resources(Amounts):
 
     @property
     def mentions_gpus(self) -> bool:
-        return self.gpus is not None or self.wants_gpu or bool(self.bundles)
+        """Of a gang the ranks say it."""
+        return super().mentions_gpus or bool(self.bundles)
 
     @model_validator(mode="after")
     def _agree_on_roles(self) -> Self:

@@ -25,6 +25,14 @@ def test_submit_asks_for_a_learned_size_and_says_what_it_came_to(service: Record
     assert ended.out.strip() == FULL_ID
 
 
+def test_a_rank_asks_for_a_learned_size(service: RecordedService, run: Run) -> None:
+    service.told(Reply(202, a_task(FULL_ID, sizing=SIZING)))
+    ended = run("submit a:b --bundle count=4,gpu_mb=learned --bundle gpu_mb=2GiB --model-type resnet")
+    bundles = [{"count": 4, "gpu_mb": "learned"}, {"gpu_mb": 2048}]
+    assert service.asked[0].body["resources"] == {"bundles": bundles}
+    assert SIZING["message"] in ended.err
+
+
 def test_the_sdk_tells_how_a_size_was_learned_and_when_a_run_may_end(
     service: RecordedService, do: Do
 ) -> None:

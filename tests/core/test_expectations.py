@@ -8,7 +8,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from service.core.estimate import RELATIVE_ERROR, Sketch, Topic, What
-from service.core.expectations import Remaining, Size, learned_size, remaining_seconds, run_seconds
+from service.core.expectations import (
+    Remaining,
+    Size,
+    learned_size,
+    remaining_seconds,
+    run_seconds,
+    size_of_ranks,
+)
 from service.core.need import need_mb
 from service.core.policy import Policy
 from service.core.task import Task, TaskState
@@ -71,6 +78,17 @@ def test_of_several_kinds_the_one_on_which_runs_took_most_counts():
     sketches = sizes(*[4.0] * 9) | sizes(*[6.0] * 9, kind="L4")
     size = size_of(sketches)
     assert (size.kind, size.p95_mb) == ("L4", pytest.approx(6 * GIB, rel=RELATIVE_ERROR))
+
+
+def test_ranks_of_one_size_are_told_of_once_and_of_several_the_largest_counts():
+    known, few = size_of(sizes(*[4.0] * 9)), size_of({})
+    assert size_of_ranks({}) is None
+    assert size_of_ranks({"rank 0": known, "rank 1": known}) == known
+    both = size_of_ranks({"rank 0": known, "ranks 1 to 3": few})
+    assert both is not None
+    assert (both.gpu_mb, both.message) == (None, f"rank 0: {known.message}; ranks 1 to 3: {few.message}")
+    large = size_of(sizes(*[8.0] * 9))
+    assert size_of_ranks({"rank 0": known, "rank 1": large}).gpu_mb == large.gpu_mb
 
 
 def test_a_kind_that_nobody_has_any_more_does_not_count():

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from service.core.estimate import RELATIVE_ERROR, Lesson, Sketch, Topic, What
+from service.core.gang_leaving import ask_to_leave
 from service.core.lessons import learn
 from service.core.orders import Ended, Ending, Gone, Report, Started
 from service.core.plan import Decision, Request
@@ -32,6 +33,7 @@ from tests.builders import (
     holding,
     key,
 )
+from tests.core.gangs import Agents, a_gang, admit_all, bundles
 
 SIZE = Topic("default", "resnet", "H100", What.GPU_MB)
 TIME = Topic("default", "resnet", "H100", What.SECONDS)
@@ -190,6 +192,61 @@ def test_a_peak_is_forgotten_with_its_lease():
     measured(world, 8 * GIB)
     assert world.learned.peaks == {}
     assert world.books[key("gpu0")].holdings == {}
+
+
+def ranks_at_work(*peaks: int, **fields: Any) -> Agents:
+    """A gang of resnet, of which each rank leased 10 GiB of one GPU and was measured to use so many."""
+    gang = a_gang("run", *bundles(len(peaks), gpu_mb=10 * GIB), subject="resnet", **fields)
+    world = a_world(a_device("gpu0"), gang)
+    admit_all(world)
+    agents = Agents(world, "run")
+    agents.run()
+    used = {f"run:1:{rank}" if rank else "run:1": mb for rank, mb in enumerate(peaks)}
+    world.measure([a_sample("gpu0", used_mb=sum(peaks), by_holder=used)])
+    return agents
+
+
+def learned(gang: Agents, *reports: Report) -> list[tuple[str, float]]:
+    """What these teach, in order; they are committed."""
+    decisions = learn(gang.world, react(gang.world, reports, gang.now, gang.policy), gang.now)
+    commit(gang.world, decisions)
+    return [(lesson.topic.what, lesson.value) for each in decisions for lesson in each.lessons]
+
+
+def test_each_rank_teaches_its_own_peak_when_it_ends_and_the_gang_how_long_it_took():
+    gang = ranks_at_work(6 * GIB, 2 * GIB, 3 * GIB)
+    assert learned(gang, gang.ended(1), gang.gone(1)) == [("gpu_mb", 2 * GIB)]
+    assert learned(gang, gang.gone(1)) == []
+    gang.now = Instant(NOW + 60.0)
+    assert learned(gang, gang.ended(0), gang.ended(2)) == [
+        ("gpu_mb", 6 * GIB),
+        ("gpu_mb", 3 * GIB),
+        ("seconds", 60.0),
+    ]
+
+
+def test_of_a_gang_that_failed_only_ranks_that_were_done_and_those_above_their_lease_teach():
+    gang = ranks_at_work(2 * GIB, 14 * GIB, 3 * GIB, 4 * GIB, max_retries=1)
+    assert learned(gang, gang.ended(0)) == [("gpu_mb", 2 * GIB)]
+    assert learned(gang, gang.ended(1, Ending.FAILED)) == [("gpu_mb", 14 * GIB)]
+    assert learned(gang, gang.ended(2)) == [], "it was told to stop, and did"
+    assert learned(gang, gang.gone(3)) == []
+    assert learned(gang, *map(gang.gone, (0, 1, 2))) == []
+    assert gang.task.state is TaskState.PENDING
+
+
+def test_a_gang_that_is_lost_at_one_blow_teaches_what_was_above_its_lease():
+    gang = ranks_at_work(2 * GIB, 14 * GIB)
+    assert learned(gang, gang.node_lost("n1")) == [("gpu_mb", 14 * GIB)]
+    assert gang.task.members == ()
+
+
+def test_a_rank_that_leaves_a_gang_which_goes_on_has_not_done_its_work():
+    gang = ranks_at_work(2 * GIB, 3 * GIB, min_ranks=1)
+    write, _ = ask_to_leave(gang.world, gang.task, [1], TaskId("other"), gang.now)
+    commit(gang.world, Decision("run", "preempt", tasks=(write,)))
+    assert learned(gang, gang.ended(1)) == []
+    assert learned(gang, gang.ended(0)) == [("gpu_mb", 2 * GIB), ("seconds", 0.0)]
 
 
 ENDS = st.sampled_from([Ending.SUCCEEDED, Ending.FAILED, Ending.STOPPED, Ending.LOST])

@@ -116,6 +116,41 @@ async def test_a_size_goes_by_runs_on_devices_that_the_task_may_use(gateway: Gat
     assert (sizing["kind"], sizing["p95_mb"]) == ("L4", pytest.approx(4 * GIB, rel=0.02))
 
 
+async def test_ranks_ask_for_what_was_learned_beside_ranks_that_do_not(gateway: Gateway, api: Client) -> None:
+    await learn(gateway, What.GPU_MB, *[8.0 * GIB] * 12)
+    resources = {"bundles": [{"count": 2, "gpu_mb": "learned"}, {"gpu_mb": 1024}, {"cpu": 2}]}
+    asked = await api.post("/tasks/simulate", json=a_body(model_type="resnet", resources=resources))
+    task = (await api.post("/tasks", json=a_body(model_type="resnet", resources=resources))).json()
+    learned, stated, without = task["resources"]["bundles"]
+    assert learned["gpu_mb"] == pytest.approx(1.15 * 8 * GIB, rel=0.02)
+    assert (learned["count"], stated["gpu_mb"], without["gpus"]) == (2, 1024, 0)
+    assert task["sizing"]["gpu_mb"] == learned["gpu_mb"]
+    assert (task["sizing"]["n"], task["sizing"]) == (12, asked.json()["sizing"])
+
+
+async def test_ranks_that_may_use_different_kinds_have_sizes_of_their_own(
+    gateway: Gateway, api: Client
+) -> None:
+    await gateway.commit(Decision("n1", "node_seen", devices=(a_device("gpu1", kind="L4", mb=24 * GIB),)))
+    await learn(gateway, What.GPU_MB, *[8.0 * GIB] * 5)
+    await learn(gateway, What.GPU_MB, *[4.0 * GIB] * 5, kind="L4")
+    bundles = [{"gpu_mb": "learned", "kinds": [kind]} for kind in ("H100", "L4")]
+    task_id = await api.submit(model_type="resnet", resources={"bundles": bundles})
+    task = (await api.get(f"/tasks/{task_id}")).json()
+    sizes = [bundle["gpu_mb"] for bundle in task["resources"]["bundles"]]
+    assert sizes == [pytest.approx(1.15 * mb * GIB, rel=0.02) for mb in (8, 4)]
+    assert task["sizing"]["gpu_mb"] == sizes[0]
+    assert "rank 0: 95 of 100 runs of resnet" in task["sizing"]["message"]
+    assert "; rank 1: 95 of 100 runs of resnet" in task["sizing"]["message"]
+
+
+async def test_with_too_few_ranks_measured_each_is_given_whole_devices(gateway: Gateway, api: Client) -> None:
+    task_id = await api.submit(model_type="resnet", resources={"bundles": [{"gpu_mb": "learned"}]})
+    task = (await api.get(f"/tasks/{task_id}")).json()
+    [rank] = task["resources"]["bundles"]
+    assert (rank["gpus"], rank["gpu_mb"], task["sizing"]["gpu_mb"]) == (1, None, None)
+
+
 async def test_by_the_operators_default_a_task_of_a_type_that_states_no_size_gets_the_learned_one() -> None:
     types = {"resnet": ModelType(gpu_mb="learned")}
     async with Gateway() as gateway:
@@ -126,9 +161,22 @@ async def test_by_the_operators_default_a_task_of_a_type_that_states_no_size_get
         silent = await api.submit(model_type="resnet")
         whole = await api.submit(model_type="resnet", resources={"gpus": 1})
         said = [(await api.get(f"/tasks/{task_id}")).json() for task_id in (silent, whole)]
+        gangs = [
+            await api.submit(model_type="resnet", resources={"bundles": bundles})
+            for bundles in ([{"cpu": 2}], [{"kinds": ["H100"]}, {"cpu": 2}], [{"gpus": 1}, {"cpu": 2}])
+        ]
+        ranks = [
+            [
+                rank["gpu_mb"] or rank["gpus"]
+                for rank in (await api.get(f"/tasks/{id}")).json()["resources"]["bundles"]
+            ]
+            for id in gangs
+        ]
     assert said[0]["resources"]["gpus"] == 1
     assert said[0]["resources"]["gpu_mb"] == pytest.approx(1.15 * 8 * GIB, rel=0.02)
     assert (said[1]["resources"]["gpu_mb"], said[1]["sizing"]) == (None, None)
+    size = said[0]["resources"]["gpu_mb"]
+    assert ranks == [[size], [size, 0], [1, 0]]
 
 
 async def test_a_size_that_was_stated_has_no_basis(api: Client) -> None:

@@ -104,9 +104,9 @@ async def test_resources_that_contradict_their_bundles_are_refused(
     assert says in fault(answer, "/resources")
 
 
-async def test_a_rank_cannot_ask_for_what_was_learned(api: Client) -> None:
-    answer = await api.post("/tasks", json=a_body(resources={"bundles": [{"gpu_mb": "learned"}]}))
-    assert fault(answer, "/resources/bundles/0/gpu_mb")
+async def test_another_word_than_learned_is_no_size_of_a_rank(api: Client) -> None:
+    answer = await api.post("/tasks", json=a_body(resources={"bundles": [{"gpu_mb": "guess"}]}))
+    assert fault(answer, "/resources/bundles/0/gpu_mb") == 'should be a valid integer; found "guess"'
 
 
 @pytest.mark.parametrize(

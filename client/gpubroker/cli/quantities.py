@@ -84,6 +84,8 @@ def demand(text: str, option: str) -> dict[str, Any]:
     for name, value in pairs(text.split(","), option).items():
         if name.startswith("custom."):
             found.setdefault("custom", {})[name.removeprefix("custom.")] = amount(value)
+        elif name == "gpu_mb":
+            found[name] = gpu_size(value)
         elif name.endswith("_mb"):
             found[name] = size_mb(value)
         elif name.endswith("kinds"):

@@ -90,7 +90,7 @@ Bundles = Annotated[
     typer.Option(
         "--bundle",
         metavar="FIELD=VALUE,...",
-        help="Ranks of a gang, such as count=4,gpus=1,gpu_mb=18GiB or cpu=2; repeatable.",
+        help="Ranks of a gang, such as count=4,gpu_mb=18GiB, gpu_mb=learned or cpu=2; repeatable.",
     ),
 ]
 Strategy = Annotated[
