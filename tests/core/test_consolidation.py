@@ -176,6 +176,15 @@ def test_two_runs_are_not_sent_to_the_same_place():
     assert look(world) is None
 
 
+def test_runs_of_which_each_has_a_place_but_not_all_at_once_stay_where_they_are():
+    devices = [a_device("gpu0", node, mb=80) for node in ("n1", "n2", "n3")]
+    stay = [a_run(f"on-{node}", f"{node}/gpu0", mb=mb, saved=None) for node, mb in (("n2", 35), ("n3", 45))]
+    runs = [a_run("a", "n1/gpu0", mb=40), a_run("b", "n1/gpu0", mb=40)]
+    assert look(a_world(*devices, *stay, *runs, a_task("large", gpu_mb=80))) is None
+    one = a_run("a", "n1/gpu0", mb=40)
+    assert moved(look(a_world(*devices, *stay, one, a_task("large", gpu_mb=80)))) == ["a"]
+
+
 def test_nobody_is_moved_for_a_task_that_has_room_or_for_which_room_is_coming():
     assert moved(consolidate(two_halves(a_run("r0"), gpu_mb=40), POLICY, NOW)) == []
     leaving = {"state": TaskState.STOPPING, "stop_reason": StopReason.CANCEL}

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -25,7 +26,9 @@ from tests.builders import (
     a_world,
     commit,
     holding,
+    key,
     let_go,
+    submit,
 )
 
 POLICY = Policy()
@@ -102,6 +105,48 @@ def test_another_world_another_policy_and_an_earlier_time_find_an_empty_memory()
     world = a_world(a_device(), a_task("a", gpu_mb=2 * GIB))
     assert len(plan(world, memory)) == 1
     assert len(plan(world, memory, NOW - 1.0)) == 1
+
+
+def coming(*parts: Any) -> tuple[World, Memory]:
+    """80 GiB are coming on n1/gpu0, a task for 60 waits for them, and a cycle has found that out."""
+    notice = {"state": TaskState.STOPPING, "stop_deadline_at": Instant(NOW + 20.0)}
+    leaving = holding(a_task("leaving", gpu_mb=80 * GIB), "gpu0", **notice)
+    world = a_world(a_device(), leaving, *parts, a_task("waits", gpu_mb=60 * GIB))
+    memory = Memory()
+    assert plan(world, memory) == ()
+    return world, memory
+
+
+def test_who_waits_for_room_that_is_coming_still_does_when_something_else_changes_there():
+    run = holding(a_task("run", gpu_mb=70 * GIB), "gpu1")
+    world, memory = coming(a_device("gpu1"), run)
+    for name in ("small", "tiny"):
+        submit(world, a_task(name, gpu_mb=2 * GIB))
+        decisions = plan(world, memory)
+        assert [decision.subject for decision in decisions] == [name]
+        commit(world, decisions)
+    let_go(world, "leaving", requeue=False)
+    assert [decision.subject for decision in plan(world, memory)] == ["waits"]
+
+
+def test_who_waits_for_room_that_is_coming_takes_what_is_there_before():
+    run = holding(a_task("run", gpu_mb=70 * GIB), "n2/gpu0")
+    world, memory = coming(a_device("gpu0", "n2"), run)
+    let_go(world, "run", requeue=False)
+    decisions = plan(world, memory)
+    assert [decision.subject for decision in decisions] == ["waits"]
+    commit(world, decisions)
+    assert {lease.device for lease in world.leases_of(world.tasks[TaskId("waits")])} == {key("n2/gpu0")}
+
+
+def test_who_had_a_turn_has_no_other_in_the_cycle_where_nobody_remembers_it():
+    likes = [a_task(f"of-{tenant}", tenant=tenant, gpu_mb=60 * GIB) for tenant in "ab"]
+    world = a_world(a_device(), holding(a_task("run", gpu_mb=70 * GIB), "gpu0"), *likes)
+    part = plan_cycle(world, POLICY, NOW, budget=0)
+    assert (part.decisions, part.cursor is None) == ((), False)
+    let_go(world, "run", requeue=False)
+    rest = plan_cycle(world, POLICY, NOW, part.cursor)
+    assert [decision.subject for decision in rest.decisions] == ["of-b"]
 
 
 def slices(world: World, memory: Memory, *meanwhile: Callable[[], None]) -> list[str]:
