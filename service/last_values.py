@@ -6,7 +6,7 @@ from typing import Any, Protocol
 
 from service.core.device import DeviceSample
 from service.core.silence import Paused
-from service.core.units import Instant, TaskId, Term
+from service.core.units import Instant, NodeName, TaskId, Term
 from service.ports import Progress
 
 
@@ -21,6 +21,8 @@ class LeaderSeen:
     """As `Executor.status`."""
     paused: Paused | None = None
     """Which silent nodes it does not give up."""
+    silent: Mapping[NodeName, Instant] = field(default_factory=dict)
+    """Nodes of which it has heard nothing for more than two beats, and when it last did."""
 
 
 @dataclass(frozen=True, slots=True)

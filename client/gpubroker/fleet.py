@@ -92,10 +92,12 @@ class Gpu:
 @dataclass(frozen=True, slots=True)
 class Node:
     """One machine. `cpu`, `memory_mb` and `runs` hold what is used of what there is; `agent` its agent's
-    `release`, whether that is `outdated`, and the `message` what to do about it."""
+    `release`, whether that is `outdated`, and the `message` what to do about it; `silent_since` when that was
+    last heard of, if not lately."""
 
     name: str
     ready: bool = True
+    silent_since: datetime | None = None
     cordoned: bool = False
     incarnation: str = ""
     cpu: Mapping[str, float] = field(default_factory=dict)

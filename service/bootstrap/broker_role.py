@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Sequence
+from dataclasses import replace
 from random import random
 
 from service.adapters.blobs.directory import DirectoryBlobs
@@ -25,7 +26,6 @@ from service.broker.publish import Publisher
 from service.broker.retention import Pruner
 from service.core.backfill import Forecast
 from service.core.events import Event
-from service.core.silence import Paused
 from service.core.tenure import Tenure
 from service.core.units import Term
 from service.last_values import LeaderSeen
@@ -36,6 +36,7 @@ class BrokerRole:
     def __init__(
         self, name: str, settings: Settings, store: SqlStore, picture: Picture, blobs: DirectoryBlobs
     ) -> None:
+        self._name = name
         self._settings = settings
         self._store = store
         self._picture = picture
@@ -54,9 +55,7 @@ class BrokerRole:
             resigned=store.resigned,
         )
         self._pruner = Pruner(store, picture.clock, retention_of(settings), self.term)
-        self._publisher = Publisher(
-            name, picture.world, picture.progress, self.executor.status, self.paused, store, picture.clock
-        )
+        self._publisher = Publisher(picture.world, picture.progress, self.seen, store)
         picture.listen(self._on_events)
 
     def jobs(self) -> list[Job]:
@@ -90,10 +89,11 @@ class BrokerRole:
         """None while it does not lead."""
         return self.candidate.term
 
-    def paused(self) -> Paused | None:
-        """Which silent nodes the leader does not give up; None if none."""
-        leader = self.candidate.leader
-        return None if leader is None else leader.paused
+    def seen(self, term: Term) -> LeaderSeen:
+        """What this process says of itself while it leads."""
+        status, leader = dict(self.executor.status()), self.candidate.leader
+        seen = LeaderSeen(term, self._name, self._picture.clock.now(), status)
+        return seen if leader is None else replace(seen, paused=leader.paused, silent=leader.silent())
 
     def forecasts(self) -> Sequence[Forecast]:
         leader = self.candidate.leader

@@ -29,13 +29,10 @@ REST = 2.0
 class Lead:
     """Where others may lead, it takes in their samples and progress while this process does not."""
 
-    def __init__(
-        self, store: SqlStore, picture: Picture, policy: Policy, name: str, broker: BrokerRole | None
-    ) -> None:
+    def __init__(self, store: SqlStore, picture: Picture, policy: Policy, broker: BrokerRole | None) -> None:
         self._store = store
         self._picture = picture
         self._policy = policy
-        self._name = name
         self._broker = broker
         self._word: LeaderSeen | None = None
         self._heard = 0
@@ -57,8 +54,7 @@ class Lead:
     def leader(self) -> LeaderSeen | None:
         """None if nobody is known to lead."""
         if (here := self._here()) is not None and (term := here.term()) is not None:
-            now = self._picture.clock.now()
-            return LeaderSeen(term, self._name, now, here.executor.status(), here.paused())
+            return here.seen(term)
         word = self._word
         if word is None or self._picture.clock.now() - word.at > SILENT_SECONDS:
             return None

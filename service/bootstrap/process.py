@@ -62,7 +62,7 @@ class Process:
         half_life_seconds = Seconds(settings.policy.usage_half_life_seconds)
         self._picture = picture = Picture(store, half_life_seconds, self._fail)
         self._broker = broker = BrokerRole(name, settings, store, picture, blobs) if leads else None
-        self._lead = Lead(store, picture, policy_of(settings), name, broker)
+        self._lead = Lead(store, picture, policy_of(settings), broker)
         self._gateway = (
             None
             if listener is None

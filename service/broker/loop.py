@@ -24,7 +24,7 @@ from service.core.policy import Policy
 from service.core.reconcile import take_over
 from service.core.silence import Paused
 from service.core.tenure import Tenure
-from service.core.units import Instant
+from service.core.units import Instant, NodeName
 from service.core.world import World
 from service.ports import (
     Clock,
@@ -226,6 +226,10 @@ class Leader:
     def paused(self) -> Paused | None:
         """What it does not give up, and why; None if it holds nothing back."""
         return self._observer.silence.paused
+
+    def silent(self) -> dict[NodeName, Instant]:
+        """Nodes that are late to say something, and since when."""
+        return self._observer.silence.late(self._world, self._ticks(), self._clock.now())
 
     async def _last_cycle(self) -> None:
         await self._dispatch()

@@ -2,14 +2,12 @@
 
 import asyncio
 from collections.abc import Callable, Mapping
-from typing import Any
 
 from service.core.device import DeviceSample
-from service.core.silence import Paused
 from service.core.units import DeviceKey, Seconds, TaskId, Term
 from service.core.world import World
 from service.last_values import LastValues, LastValueStore, LeaderSeen
-from service.ports import Clock, Progress, StoreUnavailable
+from service.ports import Progress, StoreUnavailable
 
 
 class Publisher:
@@ -17,21 +15,16 @@ class Publisher:
 
     def __init__(
         self,
-        name: str,
         world: World,
         progress: Mapping[TaskId, Progress],
-        executor_status: Callable[[], Mapping[str, Any]],
-        paused: Callable[[], Paused | None],
+        leader: Callable[[Term], LeaderSeen],
         store: LastValueStore,
-        clock: Clock,
     ) -> None:
-        self._name = name
+        """`leader`: what this process says of itself while it leads this term."""
         self._world = world
         self._progress = progress
-        self._executor_status = executor_status
-        self._paused = paused
+        self._leader = leader
         self._store = store
-        self._clock = clock
         self._term = Term(0)
         self._number = 0
         """Of the words that were heard in this term."""
@@ -56,7 +49,7 @@ class Publisher:
         values = LastValues(
             samples=[sample for key, sample in samples.items() if sample is not self._samples.get(key)],
             progress={task: said for task, said in runs.items() if said is not self._runs.get(task)},
-            leader=self._itself(term),
+            leader=self._leader(term),
             ended=[task for task in self._runs if task not in runs],
         )
         try:
@@ -65,6 +58,3 @@ class Publisher:
             return
         self._number += 1
         self._samples, self._runs = samples, runs
-
-    def _itself(self, term: Term) -> LeaderSeen:
-        return LeaderSeen(term, self._name, self._clock.now(), dict(self._executor_status()), self._paused())

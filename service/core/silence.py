@@ -83,6 +83,13 @@ class Silence:
         late = [node for node, silence in self._silences(world, at) if silence >= self._patience]
         return self._judge([*late, *self._accused], world, at, now)
 
+    def late(self, world: World, at: float, now: Instant) -> dict[NodeName, Instant]:
+        """Of the nodes that answer, those of which nothing was heard for more than two beats, with when it
+        was last."""
+        longest = 2 * self._policy.beat_seconds
+        silences = self._silences(world, at)
+        return {node: Instant(now - silence) for node, silence in silences if silence > longest}
+
     def _silences(self, world: World, at: float) -> Iterator[tuple[NodeName, float]]:
         """How long nothing was heard of each node that has answered this term and is not given up."""
         if self._since is not None:

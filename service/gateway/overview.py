@@ -11,7 +11,7 @@ from service.core.fragmentation import Sum
 from service.core.ledger import Book, Holding
 from service.core.policy import band_of
 from service.core.task import TaskState
-from service.core.units import TaskId
+from service.core.units import Instant, NodeName, TaskId
 from service.core.use import NodeUse
 from service.core.world import World
 from service.gateway.identity import Identity, Scope
@@ -135,16 +135,20 @@ def sees(viewer: Identity, tenant: str) -> bool:
     return viewer.tenant == tenant or viewer.may(Scope.ADMIN)
 
 
-def node_views(world: World, agents: Mapping[str, AgentView]) -> list[NodeView]:
-    """`agents`: those that answer the leader, by node."""
-    return [_node_view(world, world.nodes[name], agents.get(name)) for name in sorted(world.nodes)]
+def node_views(
+    world: World, agents: Mapping[str, AgentView], silent: Mapping[NodeName, Instant]
+) -> list[NodeView]:
+    """`agents`: those that answer the leader, by node. `silent`: those it has not heard for a while."""
+    nodes = (world.nodes[name] for name in sorted(world.nodes))
+    return [_node_view(world, node, agents.get(node.name), silent.get(node.name)) for node in nodes]
 
 
-def _node_view(world: World, node: Node, agent: AgentView | None) -> NodeView:
+def _node_view(world: World, node: Node, agent: AgentView | None, silent_since: Instant | None) -> NodeView:
     use = world.use.get(node.name, NodeUse())
     return {
         "name": node.name,
         "ready": node.ready,
+        "silent_since": rfc3339_or_none(silent_since),
         "cordoned": node.cordoned,
         "incarnation": node.incarnation,
         "cpu": {"total": node.cpu, "used": use.cpu},

@@ -286,6 +286,13 @@ class AgentView(TypedDict):
 class NodeView(TypedDict):
     name: str
     ready: Annotated[bool, Field(description="Its agent has answered the leader.")]
+    silent_since: Annotated[
+        Time | None,
+        Field(
+            description="When the leader last heard of its agent, if that is longer ago than two beats; "
+            "null otherwise."
+        ),
+    ]
     cordoned: bool
     incarnation: Annotated[str, Field(description="Changes with each start of the node's agent.")]
     cpu: Amount

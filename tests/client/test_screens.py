@@ -121,6 +121,7 @@ TENANT = {
         ),
         ("gpus", {"items": [{**GPU, "free_mb": 24576}]}, ["n1  1 GPU ", "24.0 GiB free of 24.0", "░ free"]),
         ("nodes", {"items": [NODE]}, ["n1", "ready", "1.5/4", "0.0/8.0 GiB"]),
+        ("nodes", {"items": [{**NODE, "silent_since": "2026-01-01T00:00:00Z"}]}, ["n1", "silent"]),
         (
             "gpus",
             {"items": [{**GPU, "free_mb": 20480, "stranded_mb": 5120}]},

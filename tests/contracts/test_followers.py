@@ -12,11 +12,15 @@ import pytest
 from service.adapters.sql import hints
 from service.adapters.sql.store import SqlStore
 from service.bootstrap.compose import fill, fill_anew
+from service.bootstrap.lead import Lead
 from service.bootstrap.picture import Picture
 from service.core.accounts import HALF_LIFE_SECONDS
 from service.core.events import Event
-from service.core.units import TaskId, Term
+from service.core.policy import Policy
+from service.core.silence import Paused
+from service.core.units import Instant, NodeName, TaskId, Term
 from service.core.world import World
+from service.last_values import LastValues, LeaderSeen
 from service.ports import LogShortened, StoreUnavailable
 from tests.builders import a_task
 from tests.contracts.proxy import a_proxy, to_postgres, url_through
@@ -144,6 +148,40 @@ async def test_a_picture_hears_of_a_commit_elsewhere_and_knows_that_it_is_curren
             await asyncio.wait_for(there.wait(), PATIENCE_SECONDS)
             assert seen.world.tasks[TaskId("t1")].id == "t1"
             assert seen.age_seconds() < PATIENCE_SECONDS
+
+
+async def test_what_the_leader_holds_back_and_whom_it_does_not_hear_is_told_everywhere(
+    postgres_url: str,
+) -> None:
+    paused = Paused(Instant(1.0), (NodeName("n1"), NodeName("n2")), 7, 20, "2 nodes fell silent at once")
+    silent = {NodeName("n1"): Instant(2.0)}
+    async with opened(postgres_url) as one, opened(postgres_url) as two:
+        seen = Picture(two, HALF_LIFE_SECONDS, fails)
+        await seen.begin()
+        gateway = Lead(two, seen, Policy(), None)
+        assert (gateway.leader(), gateway.paused()) == (None, None)
+        term = await next_term(one)
+        said = LeaderSeen(term, "one:1", seen.clock.now(), {}, paused, silent)
+        await one.say(term, 1, LastValues(leader=said))
+        jobs = dict(gateway.jobs())
+        jobs["forecasts"].close()
+        hearing = asyncio.create_task(jobs["last values"])
+        async with asyncio.timeout(PATIENCE_SECONDS):
+            while gateway.leader() is None:  # noqa: ASYNC110  # what is no event is looked for
+                await asyncio.sleep(0.01)
+        assert gateway.leader() == said
+        assert gateway.paused() == paused
+        hearing.cancel()
+        await asyncio.wait([hearing])
+
+
+async def test_what_a_leader_of_a_later_release_says_besides_is_passed_over(postgres_url: str) -> None:
+    async with opened(postgres_url) as one:
+        word = LastValues(leader=LeaderSeen(Term(1), "one:1", Instant(1.0), {}))
+        await one.say(Term(1), 1, word)
+        with psycopg.connect(postgres_url) as connection:
+            connection.execute('UPDATE last_value SET value = (value::jsonb || \'{"mood": "fine"}\')::text')
+        assert (await one.said(0))[1] == word
 
 
 async def test_a_world_filled_anew_forgets_what_is_no_longer_there(postgres_url: str) -> None:

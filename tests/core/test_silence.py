@@ -348,3 +348,17 @@ def test_only_silent_nodes_are_given_up_and_never_more_than_a_share_at_once(
         recent = [n for n, at in cluster.lost.items() if cluster.at - at <= RECENT_SECONDS]
         if len(recent) >= 2:
             assert sum(of_node[n] for n in recent) <= Policy().pause_share * total
+
+
+def test_a_node_that_has_missed_two_beats_is_late_until_it_is_heard_of() -> None:
+    cluster = Cluster({"n1": 1, "n2": 1, "n3": 0})
+    cluster.run(10.0)
+    assert cluster.silence.late(cluster.world, cluster.at, NOW) == {}
+    cluster.dead.add("n1")
+    last = cluster.at - dict(cluster.silence._silences(cluster.world, cluster.at))[NodeName("n1")]
+    cluster.run(BEAT + 1.0)
+    [(node, since)] = cluster.silence.late(cluster.world, cluster.at, Instant(cluster.at)).items()
+    assert (node, since) == ("n1", last)
+    cluster.dead.clear()
+    cluster.run(BEAT)
+    assert cluster.silence.late(cluster.world, cluster.at, NOW) == {}

@@ -27,7 +27,7 @@ from service.core.runs import react
 from service.core.silence import Paused
 from service.core.task import Task, TaskState
 from service.core.tenure import Standing
-from service.core.units import Instant, Mib, Seconds, TaskId, Term
+from service.core.units import Instant, Mib, NodeName, Seconds, TaskId, Term
 from service.core.world import World
 from service.gateway.app import create_app, openapi_document
 from service.gateway.identity import EVERY_SCOPE, Tokens, new_token
@@ -109,6 +109,7 @@ class Gateway:
         self.term = Term(0)
         self.leads = True
         self.paused: Paused | None = None
+        self.silent: dict[NodeName, Instant] = {}
         self.hears = True
         self.parts = GatewayParts(
             store=self.store,
@@ -128,13 +129,16 @@ class Gateway:
             term=lambda: self.term,
             standing=lambda: Standing(self.term, Seconds(2.0), takeovers=1),
             paused=lambda: self.paused,
-            leader=lambda: LeaderSeen(self.term, "here:1", self.clock.now(), self.executor),
+            leader=self._seen,
             forecasts=lambda: self.forecasts,
             python="3.11",
             cloudpickle="3.1",
         )
         self.app = create_app(self.parts)
         self.clients: list[httpx.AsyncClient] = []
+
+    def _seen(self) -> LeaderSeen:
+        return LeaderSeen(self.term, "here:1", self.clock.now(), self.executor, silent=self.silent)
 
     def change(self, **parts: Any) -> None:
         """Other parts from here on; clients that are made later speak with them too."""

@@ -4,6 +4,7 @@ import re
 
 from service.core.overuse import overuse
 from service.core.plan import Decision
+from service.core.units import Instant, NodeName
 from tests.builders import GIB, a_device, a_sample
 from tests.gateway.harness import Client, Gateway, problem
 
@@ -93,6 +94,13 @@ async def test_a_node_shows_of_which_release_its_agent_is_and_what_to_do(
     old = {"release": "0.0.1", "protocol": 6, "outdated": True, "message": "upgrade it"}
     gateway.executor = {**gateway.executor, "agents": {"n1": old, "elsewhere": old}}
     assert [node["agent"] for node in (await api.get("/nodes")).json()["items"]] == [old]
+
+
+async def test_a_node_says_since_when_nothing_is_heard_of_it(gateway: Gateway, api: Client) -> None:
+    assert (await api.get("/nodes")).json()["items"][0]["silent_since"] is None
+    gateway.silent = {NodeName("n1"): Instant(0.0), NodeName("elsewhere"): Instant(1.0)}
+    [node] = (await api.get("/nodes")).json()["items"]
+    assert node["silent_since"] == "1970-01-01T00:00:00.000Z"
 
 
 async def test_the_totals_count_every_task_once(gateway: Gateway, api: Client) -> None:

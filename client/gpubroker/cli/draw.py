@@ -269,7 +269,8 @@ _NODE_COLUMNS = (
 def nodes(listed: Sequence[Node]) -> RenderableType:
     rows = []
     for node in listed:
-        state = "cordoned" if node.cordoned else "ready" if node.ready else "not answering"
+        heard = "ready" if node.silent_since is None else "silent"
+        state = "cordoned" if node.cordoned else heard if node.ready else "not answering"
         rows.append(
             (
                 node.name,

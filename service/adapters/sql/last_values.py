@@ -1,7 +1,7 @@
 """What the leader has last said that is no event: written past the writer, so that no commit waits for it."""
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from typing import Any
 
 from pydantic_core import from_json
@@ -76,13 +76,18 @@ def _heard(said: Iterable[tuple[str, str, Mapping[str, Any]]]) -> LastValues:
     for kind, key, value in said:
         match kind:
             case "device":
-                samples.append(DeviceSample(**value))
+                samples.append(DeviceSample(**_known(DeviceSample, value)))
             case "run":
-                progress[TaskId(key)] = Progress(**value)
+                progress[TaskId(key)] = Progress(**_known(Progress, value))
             case "leader":
-                leader = LeaderSeen(**{**value, "paused": _paused(value["paused"])})
+                leader = LeaderSeen(**{**_known(LeaderSeen, value), "paused": _paused(value["paused"])})
     return LastValues(samples, progress, leader)
 
 
 def _paused(value: Mapping[str, Any] | None) -> Paused | None:
-    return None if value is None else Paused(**{**value, "nodes": tuple(value["nodes"])})
+    return None if value is None else Paused(**{**_known(Paused, value), "nodes": tuple(value["nodes"])})
+
+
+def _known(form: Any, value: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A leader of a later release may say more."""
+    return {about.name: value[about.name] for about in fields(form) if about.name in value}

@@ -20,6 +20,7 @@ router = APIRouter(route_class=DirectRoute, tags=["cluster"])
 async def list_nodes(call: Call) -> Response:
     """List all nodes with their CPU, host memory and run slots, in all and in use, and their agents."""
     parts = call.parts
-    agents = parts.executor_status().get("agents", {})
-    view: NodeList = {**as_of(parts), "items": node_views(parts.world, agents)}
+    agents, leader = parts.executor_status().get("agents", {}), parts.leader()
+    silent = {} if leader is None else leader.silent
+    view: NodeList = {**as_of(parts), "items": node_views(parts.world, agents, silent)}
     return answer(view)
