@@ -14,10 +14,10 @@ from service.core.headroom import Headroom
 from service.core.ordering import OrderKey
 from service.core.policy import Policy
 from service.core.ranks import asks_for_gpus, part_of
+from service.core.shields import stoppable_at
 from service.core.supplies import Later, Supplies
 from service.core.task import Placement, Task, TaskState
 from service.core.units import DeviceKey, Instant, NodeName, TaskId
-from service.core.victims import stoppable_at
 
 
 class Basis(StrEnum):
@@ -210,14 +210,14 @@ class Guards:
             elif not self.is_tired:
                 yield self.leeway(task, node, everybody=False).clipped(ground)
 
-    def closed_to(self, task: Task) -> frozenset[NodeName]:
+    def closed_to(self, task: Task, like: Task | None = None) -> frozenset[NodeName]:
         """Where it may have nobody stopped: somebody who stands ahead of it with a forecast there could not
-        stop it in turn."""
-        mine = self._order(task)
+        stop it, or one `like` this, in turn."""
+        mine, run = self._order(task), like or task
         return frozenset(
             node
             for node, planned in self.on.items()
-            if not all(self._gives_way(task, one) for one in planned if self._key_of(one) < mine)
+            if not all(self._gives_way(run, one) for one in planned if self._key_of(one) < mine)
         )
 
     def off_limits(self, task: Task) -> frozenset[NodeName]:

@@ -20,9 +20,10 @@ from service.core.placement import Places, worth_of
 from service.core.plan import Decision
 from service.core.policy import Policy, band_of
 from service.core.preemption import Eviction, best_of, eviction_of, is_coming
+from service.core.shields import is_shielded
 from service.core.task import StopReason, Task, TaskState
 from service.core.units import Instant, NodeName, Seconds
-from service.core.victims import Candidate, Stoppable, is_shielded
+from service.core.victims import Candidate, Stoppable
 from service.core.waiting import first_of_queue
 from service.core.world import World
 

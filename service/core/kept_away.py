@@ -9,8 +9,9 @@ from service.core.memory import Keepers
 from service.core.ordering import Kin
 from service.core.policy import Policy
 from service.core.ranks import asks_for_gpus
+from service.core.shields import first_up_to
 from service.core.task import Task
-from service.core.units import Seconds
+from service.core.units import Instant, Seconds
 
 Lengths = tuple[Seconds, ...]
 """By kind of device: nine in ten of its runs take no longer; infinite if nobody knows."""
@@ -18,11 +19,12 @@ Lengths = tuple[Seconds, ...]
 
 class KeptAway:
     """In one draft. Of tasks of one demand and priority that stand behind the same forecasts and are shielded
-    alike, who takes longer is kept away from no less."""
+    alike, from the same ones, who takes longer is kept away from no less."""
 
-    def __init__(self, draft: Draft, policy: Policy, guards: Guards) -> None:
+    def __init__(self, draft: Draft, policy: Policy, now: Instant, guards: Guards) -> None:
         self._draft = draft
         self._policy = policy
+        self._now = now
         self._guards = guards
         self._kinds = sorted({book.device.kind for node in guards.on for book in draft.books_on(node)})
         self._changed = -1
@@ -61,7 +63,15 @@ class KeptAway:
 
     def _sort_of(self, task: Task) -> tuple[object, ...]:
         is_shielded = task.preemptions >= self._policy.preemption_budget
-        return is_shielded, task.tenant if self._policy.has_quotas else ""
+        return is_shielded, self._first_up_to(task), task.tenant if self._policy.has_quotas else ""
+
+    def _first_up_to(self, task: Task) -> int:
+        """The highest priority of those with forecasts before whom it has its turn; 0 if there are none."""
+        until = first_up_to(task, self._policy, self._now)
+        if until == task.priority:
+            return 0
+        planned = {one.task.priority for on in self._guards.on.values() for one in on}
+        return max((priority for priority in planned if task.priority < priority <= until), default=0)
 
     def _lengths_of(self, task: Task) -> Lengths:
         said = task.expected_seconds, task.timeout_seconds, task.grace_seconds

@@ -19,9 +19,10 @@ from service.core.policy import Policy
 from service.core.preemption import Search
 from service.core.quota import Needs
 from service.core.refused import Refused
+from service.core.shields import first_up_to, is_shielded, shielded_seconds, turn_ends_at
 from service.core.task import Placement, Task
 from service.core.units import Instant, NodeName, Seconds, TaskId
-from service.core.victims import is_old_enough, is_shielded, shielded_seconds
+from service.core.victims import is_old_enough
 from service.core.world import World
 from service.core.worth import Row, Worth
 
@@ -259,12 +260,15 @@ class Memory:
                 turned.append(run.id)
                 if run.started_at is not None:
                     at = min(at, run.started_at + shielded_seconds(run, self._policy))
+            if self._has_its_turn(run):
+                turned.append(f"turn of {run.id}")
+                at = min(at, turn_ends_at(run, self._policy))
         self._due[node] = Instant(at - A_MOMENT)
         self._turned[node] = frozenset(turned)
 
     def _worth_watching(self, node: NodeName) -> list[Task]:
         """The runs there that may be too young, or shielded. There may be thousands, most of them neither:
-        who has begun, and was stopped less often than the policy allows, has its least run time alone."""
+        who has begun, and was stopped less often than the policy allows, has a least run time and a turn."""
         assert self._world is not None, "the memory is open"
         tasks = self._world.tasks
         runs = [tasks[name] for name in self._world.runs.get(node, ())]
@@ -276,7 +280,13 @@ class Memory:
             or run.started_at is None
             or self._began_at - run.started_at < least
             or not is_old_enough(run, self._began_at)
+            or self._has_its_turn(run)
         ]
+
+    def _has_its_turn(self, run: Task) -> bool:
+        """Before some of its band whose priority is higher."""
+        is_early = self._began_at < turn_ends_at(run, self._policy)
+        return is_early and first_up_to(run, self._policy, self._began_at) > run.priority
 
 
 def _came_true(world: World, decision: Decision) -> bool:

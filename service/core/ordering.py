@@ -31,7 +31,7 @@ OrderKey = tuple[int, int, int, int, float, float, TaskId]
 """A task's place in the order of the queue: smallest first, never equal to another's."""
 
 
-def _aged(priority: int, top: int, waited_seconds: float, policy: Policy) -> int:
+def aged(priority: int, top: int, waited_seconds: float, policy: Policy) -> int:
     """One point more for each `ageing_seconds_per_point`, and never above the top of its band."""
     points = int(waited_seconds / policy.ageing_seconds_per_point) if waited_seconds > 0 else 0
     return min(top, priority + points)
@@ -49,8 +49,8 @@ def own_key(
     5. smaller id
     """
     top = band_of(standing)[2]
-    aged = _aged(standing, top, now - submitted_at, policy)
-    return (-top, -aged, -policy.weight_of(stream), submitted_at, task)
+    points = aged(standing, top, now - submitted_at, policy)
+    return (-top, -points, -policy.weight_of(stream), submitted_at, task)
 
 
 def order_key(own: OwnKey, rank: Rank) -> OrderKey:
@@ -165,7 +165,7 @@ class Group:
 
         def place(index: int) -> OwnKey:
             submitted_at, task = self._members[self._first + index]
-            return -top, -_aged(standing, top, now - submitted_at, policy), -weight, submitted_at, task
+            return -top, -aged(standing, top, now - submitted_at, policy), -weight, submitted_at, task
 
         if not self or place(len(self) - 1) <= key:  # all, or else none, of most groups
             return len(self)

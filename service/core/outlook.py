@@ -11,6 +11,7 @@ from service.core.draft import Draft
 from service.core.headroom import Headroom
 from service.core.need import Ceiling, ceiling, need_mb
 from service.core.policy import BANDS, Policy
+from service.core.shields import first_up_to
 from service.core.task import Placement, Task
 from service.core.units import DeviceKey, Instant, NodeName, TaskId
 from service.core.victims import Stoppable, after, gives_way, stoppable
@@ -66,7 +67,7 @@ class _Facts:
     """The same as it was found before that mark, and what was measured then."""
     samples: list[DeviceSample | None] = field(default_factory=list)
     steps: list[int] = field(default_factory=list)
-    """The priorities of its pledges and of all its runs."""
+    """The priorities of its pledges, of all its runs, and by which these went first."""
     most: dict[int, Room] = field(default_factory=dict)
 
 
@@ -119,7 +120,8 @@ class Outlooks:
             return self.soon(node, priority)
         facts = self._facts(node)
         if not facts.steps:
-            facts.steps = sorted({*facts.pledges, *priorities, CRITICAL - 1})
+            first = (first_up_to(one.task, self._policy, self._began_at) for one in self.stoppable(node))
+            facts.steps = sorted({*facts.pledges, *priorities, *first, CRITICAL - 1})
         above = bisect_left(facts.steps, priority)
         room = facts.most.get(above)
         if room is None:

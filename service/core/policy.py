@@ -114,6 +114,7 @@ class Policy:
     """After so many preemptions a task is shielded until its next checkpoint or so many
     `shield_seconds` of running. Critical tasks ignore the shield."""
     shield_seconds: Seconds = Seconds(600.0)
+    """So long, too, who went first by age is not stopped for those of its band before whom it went."""
     pledge_patience_seconds: Seconds = Seconds(10.0)
     """How long after its victims' deadline a pledge is kept."""
     kill_patience_seconds: Seconds = Seconds(10.0)

@@ -60,7 +60,7 @@ class Prospects:
         self._quotas = quotas
         self._claims = claims
         self._rights = Rights(draft, policy, memory, quotas, claims, guards)
-        self.kept_away = KeptAway(draft, policy, guards)
+        self.kept_away = KeptAway(draft, policy, now, guards)
 
     def has_no_right(self, group: Group) -> bool:
         return self._rights.has_none(group)

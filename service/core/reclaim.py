@@ -8,9 +8,10 @@ from service.core.guarantees import Restraint, Surplus, above_guarantees, leased
 from service.core.offers import Offer, Offers
 from service.core.policy import band_of
 from service.core.preemption import Eviction, best_of, eviction_of, may_preempt
+from service.core.shields import is_spared
 from service.core.task import Task
 from service.core.units import Instant, NodeName
-from service.core.victims import Stoppable, Together, all_of, is_spared
+from service.core.victims import Stoppable, Together, all_of
 
 
 def reclaim(
@@ -84,7 +85,8 @@ def _borrowers_on(offers: Offers, task: Task, surplus: Surplus, nodes: Iterable[
 
 
 def _may_be_asked(run: Stoppable, task: Task, offers: Offers) -> bool:
-    """Nothing spares a rank that its gang can do without: no work is lost."""
+    """Nothing spares a rank that its gang can do without: no work is lost. Who went before whom does not
+    matter: what was borrowed is given back."""
     same_or_lower = band_of(run.task.priority)[2] <= band_of(task.priority)[2]
     is_alone = run.rank is not None
     spared = not is_alone and is_spared(run.task, task.priority, offers.policy, offers.began_at)

@@ -2,6 +2,7 @@
 
 from collections.abc import Set
 from dataclasses import replace
+from math import inf
 
 from service.core.backfill import Guards
 from service.core.draft import Draft
@@ -11,7 +12,7 @@ from service.core.ordering import Group, Kin
 from service.core.policy import Policy
 from service.core.quota import Quotas
 from service.core.task import Task
-from service.core.units import NodeName
+from service.core.units import Instant, NodeName
 
 
 class Rights:
@@ -77,10 +78,11 @@ class Rights:
         return denied if denied is None or denied.closed <= self._closed_to_all(group, denied) else None
 
     def _closed_to_all(self, group: Group, denied: Denied) -> Set[NodeName]:
-        """No fewer nodes are closed to any other than would be to the first of them if it had no shield."""
+        """No fewer nodes are closed to any other than would be to the first of them if nothing spared it."""
         if not denied.closed:
             return denied.closed
-        return self._guards.closed_to(replace(self._draft.world.tasks[group.member(0)[1]], preemptions=0))
+        first = self._draft.world.tasks[group.member(0)[1]]
+        return self._guards.closed_to(first, replace(first, preemptions=0, submitted_at=Instant(inf)))
 
     def _is_as(self, denied: Denied, as_what: Right, surplus: Surplus) -> bool:
         return denied == self._state(as_what, surplus, denied.closed, passing=denied.changed > 0)

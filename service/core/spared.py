@@ -10,11 +10,11 @@ from typing import assert_never
 
 from service.core.guarantees import Claims, Restraint
 from service.core.quota import Quotas
+from service.core.shields import has_its_turn, is_spared, is_young
 from service.core.survey import Survey
 from service.core.task import Task, TaskState
 from service.core.trial import Trial
 from service.core.units import Mib, TaskId
-from service.core.victims import is_young, may_be_stopped
 
 MOST_TOLD = 20
 """So many runs are told one by one; all are counted."""
@@ -55,6 +55,8 @@ class Shield(StrEnum):
     """It has run for less than the operator lets every run have (`policy.min_run_seconds`)."""
     BUDGET = "budget"
     """It has been preempted as often as is allowed, and has neither saved its work nor run long since."""
+    TURN = "turn"
+    """It went before such a task in its band, and has neither saved its work nor run long since."""
     GUARANTEED = "guaranteed"
     """Its tenant has no more than it is guaranteed, and that of the task would borrow."""
     WOULD_NOT_HELP = "would_not_help"
@@ -107,9 +109,10 @@ _TELLING = {
     Shield.WOULD_NOT_HELP: 1,
     Shield.YOUNG: 2,
     Shield.BUDGET: 3,
-    Shield.GUARANTEED: 4,
-    Shield.PRIORITY: 5,
-    Shield.LEAVING: 6,
+    Shield.TURN: 4,
+    Shield.GUARANTEED: 5,
+    Shield.PRIORITY: 6,
+    Shield.LEAVING: 7,
 }
 
 
@@ -129,8 +132,10 @@ def _shield(seen: Survey, run: Task, chosen: Set[TaskId], restraint: Restraint |
         return Shield.NONE
     if run.priority >= task.priority:
         return Shield.PRIORITY
-    if not may_be_stopped(run, task.priority, seen.policy, seen.now):
+    if is_spared(run, task.priority, seen.policy, seen.now):
         return Shield.YOUNG if is_young(run, seen.policy, seen.now) else Shield.BUDGET
+    if has_its_turn(run, task.priority, seen.policy, seen.now):
+        return Shield.TURN
     if restraint is not None and not restraint.allows([run], {}):
         return Shield.GUARANTEED
     return Shield.WOULD_NOT_HELP
@@ -191,6 +196,7 @@ def _rest(counts: Counter[Shield], before: str) -> str:
         Shield.PRIORITY: "of the same or higher priority",
         Shield.YOUNG: "only just begun",
         Shield.BUDGET: "preempted as often as is allowed",
+        Shield.TURN: "only just begun, whose turn came first",
         Shield.GUARANTEED: "within what their tenants are guaranteed",
         Shield.LEAVING: "leaving anyway",
     }

@@ -11,9 +11,9 @@ from service.core.draft import Draft
 from service.core.headroom import Headroom
 from service.core.ledger import Book
 from service.core.ranks import asks_for_gpus
+from service.core.shields import stoppable_at
 from service.core.task import Placement, Task, TaskState
 from service.core.units import DeviceKey, Instant, NodeName, Seconds
-from service.core.victims import stoppable_at
 
 LATE_SECONDS = Seconds(30.0)
 """So much longer than it takes anything new, a device counts of which nothing is heard: what is kept of it

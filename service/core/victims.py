@@ -1,15 +1,16 @@
 """Who may be asked to leave, what that would cost, and the cheapest set of them that makes room."""
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import inf
 
 from service.core.draft import Draft
 from service.core.headroom import Headroom
-from service.core.policy import Policy, band_of
+from service.core.policy import Policy
 from service.core.ranks import gpus_of, part_of, ranks_of, surplus_of
+from service.core.shields import may_be_stopped
 from service.core.task import Task, TaskState
-from service.core.units import DeviceKey, Instant, NodeName, Seconds, TaskId
+from service.core.units import DeviceKey, Instant, NodeName, TaskId
 
 EXACT_LIMIT = 8
 """Up to so many candidates every subset is considered; above, cheapest first and then filled back."""
@@ -122,52 +123,6 @@ def gives_way(one: Stoppable, for_priority: int, policy: Policy, now: Instant) -
     if one.rank is not None:
         return one.task.priority < for_priority
     return may_be_stopped(one.task, for_priority, policy, now)
-
-
-def may_be_stopped(run: Task, for_priority: int, policy: Policy, now: Instant) -> bool:
-    """Strictly lower priority, and not shielded; who is critical ignores the shield."""
-    return run.priority < for_priority and not is_spared(run, for_priority, policy, now)
-
-
-def stoppable_at(run: Task, for_priority: int, policy: Policy, now: Instant) -> float:
-    """From when on it may be stopped for such a task, as things are with it; infinite if never. Of a task
-    that waits: if it began now."""
-    if run.priority >= for_priority:
-        return inf
-    if band_of(for_priority)[0] == "critical":
-        return now
-    if run.started_at is None or not run.is_active:
-        return now + shielded_seconds(replace(run, started_at=None), policy)
-    return max(now, run.started_at + shielded_seconds(run, policy))
-
-
-def is_spared(run: Task, for_priority: int, policy: Policy, now: Instant) -> bool:
-    """Shielded, from anybody who is not critical."""
-    return band_of(for_priority)[0] != "critical" and is_shielded(run, policy, now)
-
-
-def is_shielded(run: Task, policy: Policy, now: Instant) -> bool:
-    """It has hardly begun, or its preemption budget is spent and this attempt has neither saved its work nor
-    run for long."""
-    if run.started_at is None:
-        return is_young(run, policy, now) or run.preemptions >= policy.preemption_budget
-    return now - run.started_at < shielded_seconds(run, policy)
-
-
-def is_young(run: Task, policy: Policy, now: Instant) -> bool:
-    """It has hardly begun."""
-    began = run.started_at
-    return policy.min_run_seconds > 0 and (began is None or now - began < policy.min_run_seconds)
-
-
-def shielded_seconds(run: Task, policy: Policy) -> Seconds:
-    """For how long after its start a run that has begun is left alone, as things are with it."""
-    saved = (
-        run.checkpoint_at is not None and run.started_at is not None and run.checkpoint_at > run.started_at
-    )
-    if saved or run.preemptions < policy.preemption_budget:
-        return policy.min_run_seconds
-    return max(policy.shield_seconds, policy.min_run_seconds)
 
 
 def lost_gpu_seconds(run: Task, now: Instant) -> float:

@@ -37,7 +37,9 @@ class RunHolder(TypedDict):
 class SparedRunView(RunHolder):
     shield: Annotated[
         str,
-        Field(description="Stable: none, would_not_help, young, budget, guaranteed, priority or leaving."),
+        Field(
+            description="Stable: none, would_not_help, young, budget, turn, guaranteed, priority or leaving."
+        ),
     ]
 
 

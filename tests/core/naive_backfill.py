@@ -88,9 +88,11 @@ def stoppable_from(naive: Any, run: Task, other: Task) -> float:
     began = run.started_at if run.is_active and run.started_at is not None else naive.now
     policy, begun = naive.policy, replace(run, started_at=began)
     moments = [naive.now, began + policy.min_run_seconds, began + policy.shield_seconds]
-    return min(
-        at for at in moments if at >= naive.now and (other.priority >= 90 or not naive.is_shielded(begun, at))
-    )
+
+    def is_spared(at: float) -> bool:
+        return naive.is_shielded(begun, at) or naive.has_its_turn(begun, other.priority, at)
+
+    return min(at for at in moments if at >= naive.now and (other.priority >= 90 or not is_spared(at)))
 
 
 def lease_until(naive: Any, lease: Lease, other: Task) -> float:

@@ -9,7 +9,7 @@ from service.core.lease import Lease
 from service.core.member import MemberState
 from service.core.task import Task, TaskState
 from tests.core.naive_gangs import runs
-from tests.core.naive_tenants import NaiveTenants
+from tests.core.naive_tenants import TOPS, NaiveTenants
 
 
 def leavers(run: Task) -> list[Task]:
@@ -82,7 +82,9 @@ class NaiveLeavers(NaiveTenants):
             and (run.admitted_at or 0.0) < self.now
             and run.priority < task.priority
             for one in leavers(run)
-            if task.priority >= 90 or is_alone(one) or not self.is_shielded(run)
+            if task.priority >= 90
+            or is_alone(one)
+            or not (self.is_shielded(run) or self.has_its_turn(run, task.priority))
         ]
         return sorted((one for one in found if is_on(one, node.name)), key=self.by_cost)
 
@@ -114,6 +116,18 @@ class NaiveLeavers(NaiveTenants):
         long = began and now - run.started_at >= self.policy.shield_seconds
         young = not began or now - run.started_at < self.policy.min_run_seconds
         return (young and self.policy.min_run_seconds > 0) or (spent and not saved and not long)
+
+    def has_its_turn(self, run: Task, priority: int, at: float | None = None) -> bool:
+        """Until it has saved its work or run for long, those of its band are kept from it before whom it went
+        by its age when it was admitted."""
+        now = self.now if at is None else at
+        began = run.started_at is not None
+        saved = began and run.checkpoint_at is not None and run.checkpoint_at > run.started_at
+        early = not began or now - run.started_at < self.policy.shield_seconds
+        admitted = run.admitted_at if run.is_active else self.now
+        points = int(max(0.0, admitted - run.submitted_at) / self.policy.ageing_seconds_per_point)
+        stood = min(min(top for top in TOPS if run.priority <= top), run.priority + points)
+        return self.policy.shield_seconds > 0 and early and not saved and priority <= stood
 
     def lost(self, run: Task) -> float:
         if run.started_at is None or is_alone(run):

@@ -248,6 +248,14 @@ def test_what_shields_each_run_is_told():
     ]
 
 
+def test_a_run_whose_turn_came_first_is_told_as_such():
+    run = a_task("run", priority=45, gpu_mb=20 * GIB, submitted_at=Instant(NOW - 400.0))
+    world = a_world(holding(run, "gpu0"), a_task("new", gpus=1))
+    why, counts, message = spared(world)
+    assert (why, counts) == (Why.ALL_SHIELDED, {Shield.TURN: 1})
+    assert message == "nobody may be stopped for priority 50: 1 run only just begun, whose turn came first"
+
+
 def test_a_run_that_has_only_just_begun_is_told_as_such():
     run = holding(a_task("run", priority=10, gpu_mb=20 * GIB), "gpu0")
     why, counts, message = spared(a_world(run, a_task("new", gpus=1)), Policy(min_run_seconds=Seconds(101.0)))

@@ -34,6 +34,7 @@ from tests.builders import (
 from tests.core.gangs import a_gang, bundles
 
 POLICY = Policy(ageing_seconds_per_point=Seconds(1e9))
+AGEING = Policy()
 HOUR = 3600.0
 
 
@@ -213,6 +214,26 @@ def test_who_gives_way_fills_what_is_kept_unless_it_would_be_shielded_by_then():
     young = replace(POLICY, min_run_seconds=Seconds(2 * HOUR))
     assert fillers(HOUR, young) == []
     assert fillers(3 * HOUR, young) == ["filler", "worn"]
+
+
+def test_who_would_have_its_turn_before_the_first_does_not_fill_what_is_kept_and_a_later_one_like_it_does():
+    def fillers(left: float, policy: Policy = AGEING) -> list[str]:
+        wide = a_wide_task(priority=60, submitted_at=Instant(NOW - 9_999.0))
+        world = a_world(*gpus(), a_run("one", "gpu0", left=left, priority=69), wide)
+        submit(world, a_task("aged", gpu_mb=GIB, submitted_at=Instant(NOW - 600.0)))
+        submit(world, a_task("later", gpu_mb=GIB, submitted_at=Instant(NOW - 599.0)))
+        return list(admitted(world, policy))
+
+    assert fillers(60.0) == ["later"], "`aged` has waited for as many points as `wide` is above it"
+    assert fillers(HOUR) == ["aged", "later"]
+    assert fillers(60.0, replace(AGEING, shield_seconds=Seconds(30.0))) == ["aged", "later"]
+
+
+def test_a_run_whose_turn_came_first_is_in_the_way_until_it_has_run_for_long():
+    came_at = {"submitted_at": Instant(NOW - 9_999.0), "admitted_at": Instant(NOW - 100.0)}
+    low = a_run("low", "gpu0", left=2 * HOUR, grace_seconds=Seconds(40.0), **came_at)
+    world = a_world(a_device(), low, a_task("next", gpu_mb=80 * GIB, priority=60))
+    assert foreseen(world, AGEING)[0].start_at == NOW + 500 + 40, "it has run for 100 s"
 
 
 def test_a_run_that_is_shielded_for_a_while_is_in_the_way_for_as_long():

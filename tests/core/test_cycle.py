@@ -365,11 +365,12 @@ def test_what_was_refused_costs_no_look_in_the_next_cycle():
 def test_what_the_cycle_itself_has_admitted_is_not_stopped_in_a_later_slice():
     aged = a_task("aged", priority=60, gpu_mb=50 * GIB, submitted_at=Instant(NOW - 1e6))
     world = a_world(a_device(), aged, a_task("high", priority=65, gpu_mb=40 * GIB))
-    first = plan_cycle(world, POLICY, NOW, budget=1)
+    policy = Policy(shield_seconds=Seconds(0.0))
+    first = plan_cycle(world, policy, NOW, budget=1)
     commit(world, first.decisions)
     assert started(list(first.decisions)) == ["aged"]
-    assert plan_cycle(world, POLICY, Instant(NOW + 1.0), first.cursor).decisions == ()
-    assert stopped(cycle(world, now=NOW + 2.0)) == ["aged"]
+    assert plan_cycle(world, policy, Instant(NOW + 1.0), first.cursor).decisions == ()
+    assert stopped(cycle(world, now=NOW + 2.0, policy=policy)) == ["aged"]
 
 
 def test_a_pledge_that_was_taken_in_this_cycle_does_not_spare_its_task_the_refusal():

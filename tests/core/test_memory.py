@@ -55,6 +55,29 @@ def test_a_run_that_comes_out_of_its_shield_may_be_stopped():
     assert [decision.why for decision in plan(world, memory, later)] == ["preempt"]
 
 
+def test_a_run_whose_turn_is_over_may_be_stopped_by_those_before_whom_it_went():
+    run = a_task("run", priority=50, gpu_mb=80 * GIB, submitted_at=Instant(NOW - 9_999.0))
+    fresh = a_task("fresh", priority=60, gpu_mb=10 * GIB)
+    begun = holding(run, "gpu0", admitted_at=NOW, started_at=NOW)
+    world, memory, policy = a_world(begun, fresh), Memory(), replace(POLICY, min_run_seconds=Seconds(20.0))
+    for seconds, whys in ((1.0, []), (20.0, []), (POLICY.shield_seconds, ["preempt"])):
+        at = Instant(NOW + seconds)
+        world.measure([a_sample("gpu0", at)])
+        assert [d.why for d in plan_cycle(world, policy, at, memory=memory).decisions] == whys
+
+
+def test_a_run_that_is_no_longer_young_may_be_stopped_by_those_before_whom_it_did_not_go():
+    run = a_task("run", priority=50, gpu_mb=80 * GIB, submitted_at=Instant(NOW - 300.0))
+    begun = holding(run, "gpu0", admitted_at=NOW, started_at=NOW)
+    before = a_task("p55", priority=55, gpu_mb=80 * GIB, submitted_at=Instant(NOW - 300.0))
+    world, memory = a_world(begun, before, a_task("p56", priority=56, gpu_mb=80 * GIB)), Memory()
+    policy = replace(POLICY, min_run_seconds=Seconds(20.0))
+    assert plan_cycle(world, policy, NOW, memory=memory).decisions == ()
+    later = Instant(NOW + 20.0)
+    world.measure([a_sample("gpu0", later)])
+    assert [d.subject for d in plan_cycle(world, policy, later, memory=memory).decisions] == ["p56"]
+
+
 def test_a_run_whose_start_is_heard_of_late_has_run_long_enough():
     policy = replace(POLICY, min_run_seconds=Seconds(20.0))
     run = holding(a_task("run", priority=10, gpu_mb=80 * GIB), "gpu0", state=TaskState.ADMITTED)
@@ -77,9 +100,11 @@ def test_a_device_that_is_heard_of_again_is_used_again_and_one_that_is_not_is_no
 def test_what_this_cycle_admitted_may_be_stopped_in_the_next():
     aged = a_task("aged", priority=60, gpu_mb=50 * GIB, submitted_at=Instant(NOW - 1e6))
     world, memory = a_world(a_device(), aged, a_task("high", priority=65, gpu_mb=40 * GIB)), Memory()
-    commit(world, plan(world, memory))
-    assert plan(world, memory) == ()
-    assert [decision.why for decision in plan(world, memory, NOW + 1.0)] == ["preempt"]
+    policy = Policy(shield_seconds=Seconds(0.0))
+    commit(world, plan_cycle(world, policy, NOW, memory=memory).decisions)
+    assert plan_cycle(world, policy, NOW, memory=memory).decisions == ()
+    later = Instant(NOW + 1.0)
+    assert [d.why for d in plan_cycle(world, policy, later, memory=memory).decisions] == ["preempt"]
 
 
 def test_room_that_was_coming_and_goes_to_another_is_looked_for_elsewhere():

@@ -5,15 +5,28 @@ from typing import Any
 import pytest
 
 from service.core.lease import PledgeEnd
+from service.core.plan import Decision, write_move
 from service.core.policy import Policy, TenantPolicy
-from service.core.task import Task
-from service.core.units import Instant, Mib
+from service.core.task import Move, Task
+from service.core.units import Instant, Mib, Seconds, TaskId
 from service.core.world import World
-from tests.builders import GIB, NOW, a_device, a_task, a_world, holding, let_go, submit
+from tests.builders import (
+    GIB,
+    NOW,
+    a_device,
+    a_sample,
+    a_task,
+    a_world,
+    commit,
+    holding,
+    let_go,
+    submit,
+)
 from tests.core.test_cycle import cycle, ends, started, stopped
 from tests.core.test_inheritance import after
 
 HOURS_AGO = Instant(NOW - 9_999.0)
+POLICY = Policy()
 
 
 def freed_for(task: Task, *others: object) -> World:
@@ -83,3 +96,61 @@ def test_what_is_freed_for_an_owner_is_kept_from_a_borrower_that_only_comes_then
     let_go(world, "low0", requeue=False)
     submit(world, a_small("later", 69, tenant="borrower"))
     assert cycle(world, now=NOW + 2.0, policy=policy) == []
+
+
+def started_from_its_pledge(**fields: Any) -> World:
+    """`aged` had low runs stopped, and began 5 s ago in what they left."""
+    aged = a_wide("aged", 55, **({"submitted_at": HOURS_AGO} | fields))
+    world = freed_for(aged)
+    let_go(world, "low1", requeue=False)
+    decisions = cycle(world, now=NOW + 2.0)
+    assert started(decisions) == ["aged"]
+    commit(world, begun(world, "aged", NOW + 3.0))
+    return world
+
+
+def begun(world: World, name: str, at: float, move: Move = Move.STARTED, **fields: Any) -> Decision:
+    heard: dict[str, Any] = {"started_at": Instant(at)} if move is Move.STARTED else fields
+    row = write_move(world.tasks[TaskId(name)], move, **heard)
+    return Decision(TaskId(name), "heard", tasks=(row,))
+
+
+def stopped_at(world: World, seconds: float, policy: Policy = POLICY) -> list[str]:
+    world.measure([a_sample("gpu0", NOW + seconds)])
+    return stopped(cycle(world, now=NOW + seconds, policy=policy))
+
+
+@pytest.mark.parametrize("priority", [56, 69])
+def test_who_stood_behind_it_in_its_band_does_not_stop_what_has_just_begun(priority: int):
+    world = started_from_its_pledge()
+    submit(world, a_small("fresh", priority))
+    assert stopped_at(world, 8.0) == []
+
+
+@pytest.mark.parametrize(("priority", "submitted_at"), [(70, HOURS_AGO), (95, HOURS_AGO), (60, NOW - 120.0)])
+def test_a_higher_band_and_who_would_have_stood_before_it_stop_what_has_just_begun(
+    priority: int, submitted_at: float
+):
+    world = started_from_its_pledge(submitted_at=Instant(submitted_at))
+    submit(world, a_small("fresh", priority))
+    assert stopped_at(world, 8.0) == ["aged"]
+
+
+def test_what_went_first_may_be_stopped_once_it_has_saved_its_work():
+    world = started_from_its_pledge()
+    submit(world, a_small("fresh", 69))
+    assert stopped_at(world, 8.0) == []
+    commit(world, begun(world, "aged", 0.0, Move.CHANGED, checkpoint_at=Instant(NOW + 9.0)))
+    assert stopped_at(world, 10.0) == ["aged"]
+
+
+def test_what_went_first_may_be_stopped_once_it_has_run_for_long_enough():
+    world, until = started_from_its_pledge(), 3.0 + POLICY.shield_seconds
+    submit(world, a_small("fresh", 69))
+    assert (stopped_at(world, until - 1.0), stopped_at(world, until)) == ([], ["aged"])
+
+
+def test_nobody_keeps_its_turn_where_the_operator_gives_it_no_time():
+    world = started_from_its_pledge()
+    submit(world, a_small("fresh", 69))
+    assert stopped_at(world, 8.0, Policy(shield_seconds=Seconds(0.0))) == ["aged"]

@@ -112,6 +112,12 @@ def test_less_memory_and_more_priority_are_told_with_where_and_whom():
     assert set(told(world, highest=60)) == {"gpu_mb"}
 
 
+def test_the_priority_that_is_told_stands_before_a_run_whose_turn_came_first():
+    run = holding(a_task("run", priority=50, gpus=1, submitted_at=Instant(NOW - 400.0)), "gpu0", mb=80 * GIB)
+    world = a_world(run, a_task("new", gpu_mb=40 * GIB))
+    assert told(world)["priority"].change == {"priority": 56}
+
+
 def test_what_comes_on_top_of_a_size_is_not_offered_as_part_of_it():
     device = a_device(context_mb=1 * GIB)
     world = a_world(

@@ -32,7 +32,9 @@ runs = st.tuples(st.sampled_from(("alone", "borrower")), st.sampled_from(NODES),
     held=st.lists(runs, min_size=3, max_size=8),
     tenant=st.sampled_from(("alone", "owner", "borrower")),
     gpu_mb=st.sampled_from((20, 30)),
-    preemptions=st.lists(st.integers(0, 1), min_size=2, max_size=5),
+    waiting=st.lists(
+        st.tuples(st.integers(0, 1), st.sampled_from((0.0, 200.0, 900.0))), min_size=2, max_size=5
+    ),
     kept=st.lists(st.tuples(st.sampled_from(NODES), st.sampled_from((60.0, 900.0))), max_size=2),
 )
 @settings(max_examples=80)
@@ -40,7 +42,7 @@ def test_with_shields_and_forecasts_the_plan_is_the_naive_twins(
     held: list[tuple[str, str, int]],
     tenant: str,
     gpu_mb: int,
-    preemptions: list[int],
+    waiting: list[tuple[int, float]],
     kept: list[tuple[str, float]],
 ) -> None:
     parts: list[Any] = [a_device("gpu0", node, mb=80) for node in NODES]
@@ -50,9 +52,10 @@ def test_with_shields_and_forecasts_the_plan_is_the_naive_twins(
             used[node] += 20
             run = a_task(f"r{number}", tenant=whose, priority=40, gpu_mb=20)
             parts.append(holding(run, f"{node}/gpu0", started_at=Instant(NOW - seconds)))
-    for number, count in enumerate(preemptions):
+    for number, (count, waited) in enumerate(waiting):
         fields: dict[str, Any] = {"tenant": tenant, "preemptions": count, "gpu_mb": gpu_mb}
-        parts.append(a_task(f"w{number}", priority=60, submitted_at=Instant(NOW + number - 9.0), **fields))
+        came_at = Instant(NOW + number - 9.0 - waited)
+        parts.append(a_task(f"w{number}", priority=60, submitted_at=came_at, **fields))
     forecasts = []
     for number, (node, seconds) in enumerate(kept):
         first = a_task(f"first{number}", tenant="other", priority=65, gpu_mb=80, custom={"never": 1.0})
