@@ -5,7 +5,21 @@ import sys
 from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from types import ModuleType
 
-from bench import accept, batch, churn, openb, pickup, plan, preempt, queues, restart, run, simulate, soak
+from bench import (
+    accept,
+    batch,
+    churn,
+    evict,
+    openb,
+    pickup,
+    plan,
+    preempt,
+    queues,
+    restart,
+    run,
+    simulate,
+    soak,
+)
 from bench.measuring import publish
 
 BENCHMARKS: dict[str, ModuleType] = {
@@ -19,6 +33,7 @@ BENCHMARKS: dict[str, ModuleType] = {
     "soak": soak,
     "openb": openb,
     "plan": plan,
+    "evict": evict,
     "churn": churn,
     "simulate": simulate,
 }

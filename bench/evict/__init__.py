@@ -1,0 +1,92 @@
+"""Which models stay in memory: requests of a published trace that had to wait for a load, by policy.
+
+Each model takes one slot. The figure is the share of requests whose model was not there, beside FIFO, LRU,
+LFU, LFU with a half-life, and Belady's choice, which knows the future. `.hours` is the time spent on loading
+where each model has a load time of its own; the clairvoyant's is then the least that any choice could reach.
+`.second_half` is of the later half of the requests: constants of the service were chosen on the earlier one.
+
+Data: https://github.com/alibaba/clusterdata/tree/master/cluster-trace-v2026-GenAI
+"""
+
+import statistics
+from argparse import ArgumentParser, Namespace
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+from bench.evict.optimum import least_seconds
+from bench.evict.policies import BEST, LEAST_RECENT, OURS, POLICIES, policy
+from bench.evict.replay import misses
+from bench.evict.trace import Use, read_loads, read_uses, spread
+from bench.measuring import Figure, say
+
+Missed = dict[str, list[int]]
+"""By policy the numbers of the requests that had to wait."""
+
+
+def add_options(parser: ArgumentParser) -> None:
+    parser.add_argument("--data", type=Path, required=True, help="folder with the two files of the trace")
+    parser.add_argument("--slots", type=sizes, default=(2, 4, 8, 16), help="how many models fit, like 2,4,8")
+
+
+def sizes(text: str) -> tuple[int, ...]:
+    """Raises ValueError if a part is no whole number from 1 on."""
+    parts = tuple(int(part) for part in text.split(","))
+    if min(parts) < 1:
+        raise ValueError(f"slots are whole numbers from 1 on, not {text!r}")
+    return parts
+
+
+def measure(options: Namespace) -> Iterator[Figure]:
+    uses = read_uses(options.data)
+    loads = read_loads(options.data)
+    own = spread({use.model for use in uses}, loads)
+    same = dict.fromkeys(own, statistics.fmean(loads))
+    say(f"{len(uses):,} requests for {len(own)} models; a load takes {same[uses[0].model]:.1f} s on average")
+    for slots in options.slots:
+        equal = {name: misses(uses, slots, policy(name, uses, same)) for name in POLICIES}
+        different = {name: misses(uses, slots, policy(name, uses, own)) for name in POLICIES}
+        hours = {name: seconds_of(uses, missed, own) / 3600 for name, missed in different.items()}
+        hours[BEST] = least_seconds([use.model for use in uses], own, slots) / 3600
+        show(slots, uses, equal, same[uses[0].model], hours)
+        yield from figures(slots, uses, equal, hours)
+
+
+def seconds_of(uses: Sequence[Use], missed: Sequence[int], seconds: Mapping[str, float]) -> float:
+    return sum(seconds[uses[number].model] for number in missed)
+
+
+def figures(slots: int, uses: Sequence[Use], missed: Missed, hours: Mapping[str, float]) -> Iterator[Figure]:
+    half = len(uses) // 2
+    late = {name: [number for number in numbers if number >= half] for name, numbers in missed.items()}
+    for end, part, n in (("", missed, len(uses)), (".second_half", late, len(uses) - half)):
+        shares = {name: 100 * len(numbers) / n for name, numbers in part.items()}
+        for name in POLICIES:
+            yield figure(f"{slots}.{name}{end}", shares[name], "% of requests", n, shares[LEAST_RECENT])
+        yield figure(f"{slots}.way{end}", way(shares), "of the way from LRU to clairvoyant", n)
+    for name in POLICIES:
+        yield figure(f"{slots}.{name}.hours", hours[name], "h of loading", len(uses), hours[LEAST_RECENT])
+
+
+def figure(name: str, value: float, unit: str, n: int, baseline: float | None = None) -> Figure:
+    """The baseline is LRU's."""
+    ratio = value / baseline if baseline else None
+    return Figure("evict", f"evict.{name}", value, unit, n, baseline=baseline, ratio=ratio)
+
+
+def way(values: Mapping[str, float]) -> float:
+    """How far the service's choice gets from LRU (0) to clairvoyant (1)."""
+    least, most = values[BEST], values[LEAST_RECENT]
+    return (most - values[OURS]) / (most - least) if most > least else 0.0
+
+
+def show(slots: int, uses: Sequence[Use], missed: Missed, seconds: float, hours: Mapping[str, float]) -> None:
+    """The same for people."""
+    half = len(uses) // 2
+    say(f"\n{slots} slots         missed %  second half %  hours, all loads alike  hours, each its own")
+    for name, numbers in missed.items():
+        late = sum(number >= half for number in numbers)
+        share, late_share = 100 * len(numbers) / len(uses), 100 * late / (len(uses) - half)
+        alike = len(numbers) * seconds / 3600
+        say(f"  {name:<14}{share:>10.2f}{late_share:>15.2f}{alike:>24.1f}{hours[name]:>21.1f}")
+    counts = {name: float(len(numbers)) for name, numbers in missed.items()}
+    say(f"  gpubroker gets {way(counts):.0%} of the way from LRU to clairvoyant, by hours {way(hours):.0%}")

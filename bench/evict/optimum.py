@@ -1,0 +1,99 @@
+"""The least that any policy spends on loading, if it knows all requests and models differ in load time.
+
+Who is used again last need not be the best victim then. The optimum is a flow: to keep a model from one use
+to the next takes a slot for all requests between them, and saves a load. Each slot but the one of the request
+being served is a path through the trace, from one such stay to another or past requests; together the paths
+are to save as much as they can. Found by one shortest path after another (with potentials, after Johnson),
+each of which uses one slot more.
+"""
+
+from collections.abc import Mapping, Sequence
+from heapq import heappop, heappush
+from math import inf
+
+Stay = tuple[int, int, float]
+"""(the first place at which it takes a slot, the first at which it no longer does, seconds saved)"""
+
+
+def least_seconds(models: Sequence[str], seconds: Mapping[str, float], slots: int) -> float:
+    """Of loading, for requests for these models in this order."""
+    order = [model for at, model in enumerate(models) if at == 0 or models[at - 1] != model]
+    stays = stays_of(order, seconds)
+    return sum(seconds[model] for model in order) - most_saved(len(order), stays, slots - 1)
+
+
+def stays_of(order: Sequence[str], seconds: Mapping[str, float]) -> list[Stay]:
+    """From each use to the next one of that model; no two in a row are of one."""
+    last: dict[str, int] = {}
+    stays = []
+    for place, model in enumerate(order):
+        if model in last:
+            stays.append((last[model] + 1, place, seconds[model]))
+        last[model] = place
+    return stays
+
+
+def most_saved(places: int, stays: Sequence[Stay], slots: int) -> float:
+    """Seconds."""
+    starting: list[list[int]] = [[] for _ in range(places + 1)]
+    ending: list[list[int]] = [[] for _ in range(places + 1)]
+    for number, (start, end, _) in enumerate(stays):
+        starting[start].append(number)
+        ending[end].append(number)
+    potential = [0.0] * (places + 1)
+    for place in range(1, places + 1):
+        before = [potential[stays[number][0]] - stays[number][2] for number in ending[place]]
+        potential[place] = min(potential[place - 1], *before) if before else potential[place - 1]
+    kept = [False] * len(stays)
+    idle = [0] * places  # slots that pass a place empty
+    saved = 0.0
+    for _ in range(slots):
+        gain = _one_more(stays, starting, ending, potential, kept, idle)
+        if gain <= 0:
+            break
+        saved += gain
+    return saved
+
+
+def _one_more(
+    stays: Sequence[Stay],
+    starting: Sequence[Sequence[int]],
+    ending: Sequence[Sequence[int]],
+    potential: list[float],
+    kept: list[bool],
+    idle: list[int],
+) -> float:
+    """What one slot more saves. Changes what is kept, and the potentials, in place."""
+    places = len(idle)
+    distance = [inf] * (places + 1)
+    came: list[tuple[int, int]] = [(0, -1)] * (places + 1)  # (from where, by which stay; -1: past a request)
+    distance[0] = 0.0
+    heap = [(0.0, 0)]
+    while heap:
+        far, place = heappop(heap)
+        if far > distance[place]:
+            continue
+        ways = [(place + 1, -1, 0.0)] if place < places else []
+        if place > 0 and idle[place - 1]:
+            ways.append((place - 1, -1, 0.0))
+        ways += [(stays[n][1], n, -stays[n][2]) for n in starting[place] if not kept[n]]
+        ways += [(stays[n][0], n, stays[n][2]) for n in ending[place] if kept[n]]
+        for there, number, cost in ways:
+            further = far + max(0.0, cost + potential[place] - potential[there])
+            if further < distance[there]:
+                distance[there] = further
+                came[there] = place, number
+                heappush(heap, (further, there))
+    for place in range(places + 1):
+        potential[place] += distance[place]
+    place = places
+    while place > 0:
+        before, number = came[place]
+        if number >= 0:
+            kept[number] = not kept[number]
+        elif before < place:
+            idle[before] += 1
+        else:
+            idle[place] -= 1
+        place = before
+    return potential[0] - potential[places]
