@@ -10,11 +10,20 @@ RUN := $(UV) run --frozen --no-sync
 	$(UV) sync --quiet --frozen --compile-bytecode --python $(PYTHON)
 	@touch $@
 
-.PHONY: help setup demo try serve test check coverage properties evidence format bench clean
+# The real Triton Inference Server of the tests. Its models run in this environment; its Python is one of those
+# for which both wheels exist.
+.tools/triton/.installed: tests/triton/requirements.txt .venv/.installed
+	@$(UV) venv --quiet --clear --python '>=3.11,<3.13' .tools/triton
+	@$(UV) pip install --quiet --no-deps --python .tools/triton/bin/python -r $<
+	@touch $@
+
+.PHONY: help setup triton demo try serve test check coverage properties evidence format bench clean
 help:  ## what each target does
 	@grep -hE '^[a-z]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 12
 
 setup: .venv/.installed  ## install uv and all dependencies into this folder
+
+triton: .tools/triton/.installed  ## install the Triton Inference Server that tests and benchmarks use
 
 demo: .venv/.installed  ## the main job, live: fill two GPUs, preempt, checkpoint, resume
 	@$(RUN) python -m examples.demo
@@ -25,7 +34,7 @@ try: .venv/.installed  ## start the service with two simulated GPUs and an examp
 serve: .venv/.installed  ## start the service in the foreground; settings: make serve CONFIG=config.yaml
 	@$(RUN) gpubroker serve $(if $(CONFIG),--config $(CONFIG))
 
-test: .venv/.installed  ## run all tests, in two processes
+test: .venv/.installed .tools/triton/.installed  ## run all tests, in two processes
 	$(RUN) pytest -n 2
 
 check: .venv/.installed  ## formatting, lint, types, contracts, sizes, migrations, openapi

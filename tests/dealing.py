@@ -1,7 +1,8 @@
 """How tests are dealt to the processes of `make test`; a run in one process knows nothing of this.
 
 A file stays in one process. So does all that starts a Ray: heads, services and nodes are shared there, and
-two clusters at a time on a small machine would be slow in a way that no user meets.
+two clusters at a time on a small machine would be slow in a way that no user meets. And so do the tests with
+a Triton, of which there is one.
 """
 
 import pytest
@@ -12,9 +13,11 @@ ON_RAY = (
     "tests/client/test_readme.py",
     "tests/chaos/test_kills.py::test_kills_of_all_that_runs_on_ray",
 )
+ON_TRITON = "tests/triton/"
 _IN_TURN = (
     *ON_RAY,
     "tests/chaos/",
+    ON_TRITON,
     "tests/bootstrap/",
     "tests/simulation/",
     "tests/bench/",
@@ -32,7 +35,9 @@ class Dealer(LoadScopeScheduling):
 
     def _split_scope(self, nodeid: str) -> str:
         """What it is dealt with."""
-        return "on Ray" if nodeid.startswith(ON_RAY) else nodeid.partition("::")[0]
+        if nodeid.startswith(ON_RAY):
+            return "on Ray"
+        return "on Triton" if nodeid.startswith(ON_TRITON) else nodeid.partition("::")[0]
 
 
 def put_in_turn(items: list[pytest.Item]) -> None:
