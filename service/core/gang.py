@@ -82,7 +82,24 @@ class _Search:
         self._most = self._count_most()
 
     def places(self) -> Gang | None:
-        return (self._filled() or self._searched()) if self._may_fit() else None
+        found = (self._filled() or self._searched()) if self._may_fit() else None
+        return found and self._side_by_side(found)
+
+    def _side_by_side(self, found: Gang) -> Gang:
+        """The same places; on each node like ranks go device by device, so that the last ones, which
+        an elastic gang gives back first, free whole devices."""
+        alike: dict[tuple[Demand, NodeName], list[int]] = {}
+        for rank, place in enumerate(found):
+            alike.setdefault((self._parts[rank].demand, place.node), []).append(rank)
+        places = list(found)
+        for ranks in alike.values():
+            first: dict[object, int] = {}
+            for rank in ranks:
+                first.setdefault(found[rank].devices, rank)
+            together = sorted((found[rank] for rank in ranks), key=lambda place: first[place.devices])
+            for rank, place in zip(ranks, together, strict=True):
+                places[rank] = place
+        return tuple(places)
 
     def _filled(self) -> Gang | None:
         """Of ranks that are all alike."""

@@ -113,9 +113,11 @@ def test_less_memory_and_more_priority_are_told_with_where_and_whom():
 
 
 def test_the_priority_that_is_told_stands_before_a_run_whose_turn_came_first():
-    run = holding(a_task("run", priority=50, gpus=1, submitted_at=Instant(NOW - 400.0)), "gpu0", mb=80 * GIB)
-    world = a_world(run, a_task("new", gpu_mb=40 * GIB))
-    assert told(world)["priority"].change == {"priority": 56}
+    since = Instant(NOW - 30.0)
+    run = a_task("run", priority=50, gpus=1, submitted_at=Instant(NOW - 400.0))
+    just_begun = holding(run, "gpu0", mb=80 * GIB, admitted_at=since, started_at=since)
+    world = a_world(just_begun, a_task("new", gpu_mb=40 * GIB))
+    assert told(world)["priority"].change == {"priority": 57}
 
 
 def test_what_comes_on_top_of_a_size_is_not_offered_as_part_of_it():

@@ -81,7 +81,7 @@ def _heard(said: Iterable[tuple[str, str, Mapping[str, Any]]]) -> LastValues:
                 progress[TaskId(key)] = Progress(**_known(Progress, value))
             case "leader":
                 leader = LeaderSeen(**{**_known(LeaderSeen, value), "paused": _paused(value["paused"])})
-    return LastValues(samples, progress, leader)
+    return LastValues(tuple(samples), progress, leader)
 
 
 def _paused(value: Mapping[str, Any] | None) -> Paused | None:
