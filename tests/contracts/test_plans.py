@@ -11,7 +11,7 @@ from sqlalchemy.dialects import postgresql, sqlite
 
 from service.adapters.sql import reads, statements
 from service.adapters.sql.connections import connect_reader, connect_writer
-from service.adapters.sql.rowset import SetStatement, postgres_text, sqlite_text
+from service.adapters.sql.rowset import SetStatement, postgres_text, sqlite_chunks, sqlite_text
 from service.adapters.sql.sqlite import SqliteFile
 from service.adapters.sql.store import migrate, open_store
 from service.core.task import TaskState
@@ -28,6 +28,9 @@ BY_KEY = [
 names = pytest.mark.parametrize("statement", BY_KEY, ids=lambda statement: statement.name)
 
 Explain = Callable[[str, dict[str, Any]], str]
+
+SQLITE_VALUES = 32_766
+"""So many a statement of SQLite takes, unless it was built to take more."""
 
 
 @pytest.fixture(scope="module")
@@ -60,6 +63,12 @@ async def postgres_plan(postgres_url: str) -> AsyncIterator[Explain]:
             return "\n".join(line for (line,) in connection.execute(f"EXPLAIN {sql}", values))
 
         yield explain
+
+
+def test_the_longest_statement_of_sqlite_has_no_more_values_than_it_takes() -> None:
+    [most] = {len(rows) for rows in sqlite_chunks([()] * 10_000)}
+    written = {s.name: sqlite_text(s, most).count("?") for s in statements.IN_ORDER}
+    assert not {name: values for name, values in written.items() if values > SQLITE_VALUES}
 
 
 @names
