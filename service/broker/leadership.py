@@ -123,12 +123,12 @@ class Candidate:
         self._takeovers += 1
         parts = [asyncio.create_task(part) for part in (self._keep(tenure), self._decide(tenure))]
         try:
-            await asyncio.wait(parts, return_when=asyncio.FIRST_COMPLETED)
+            ended, _ = await asyncio.wait(parts, return_when=asyncio.FIRST_COMPLETED)
         finally:
             for part in parts:
                 part.cancel()
             await asyncio.gather(*parts, return_exceptions=True)
-        faults = [fault for part in parts if not part.cancelled() and (fault := part.exception())]
+        faults = [fault for part in parts if (fault := _fault(part, asked_to_end=part not in ended))]
         try:
             raise BaseExceptionGroup("a term is over", faults)
         except* StaleTerm as over:
@@ -174,6 +174,14 @@ class Candidate:
         with suppress(StoreUnavailable, TimeoutError):
             async with asyncio.timeout(RESIGN_SECONDS):
                 await self._store.resign(tenure.term)
+
+
+def _fault(part: asyncio.Task[None], *, asked_to_end: bool) -> BaseException | None:
+    """Why it ended; None only for one that was asked to."""
+    fault = None if part.cancelled() else part.exception()
+    if fault is None and not asked_to_end:
+        return RuntimeError("a part of the leader ended, though nobody had asked it to")
+    return fault
 
 
 def _text(over: BaseExceptionGroup[BaseException]) -> str:

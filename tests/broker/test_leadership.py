@@ -346,6 +346,22 @@ async def test_a_candidate_waits_for_the_database_before_it_leads(party: Party) 
     await party.until(("one", 1))
 
 
+@pytest.mark.parametrize("how", ["comes to an end", "is cancelled by nobody"])
+async def test_a_leader_that_ends_though_nobody_asked_it_to_ends_its_process(
+    party: Party, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    async def end(_leader: Leader) -> None:
+        if how != "comes to an end":
+            raise asyncio.CancelledError
+
+    monkeypatch.setattr(Leader, "run", end)
+    party.begin("one")
+    with pytest.raises(ExceptionGroup) as raised:
+        await party.running.pop("one")
+    assert raised.group_contains(RuntimeError, match="though nobody had asked it to")
+    assert (await party.store.leader()).is_past, "it has let its term go"
+
+
 async def test_the_next_leader_carries_on_with_what_is_in_the_queue(party: Party) -> None:
     party.begin("one")
     party.begin("two")
