@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from gpubroker.runtime.messages import RunKey, RunOrder, checkpointed, ended, failed, started
 from ray.exceptions import RaySystemError
+from structlog.testing import capture_logs
 
 from service.adapters.ray import agent, pool
 from service.adapters.ray.cards import Card, RunFiles, UnreadableCard
@@ -313,6 +314,25 @@ async def test_an_older_leader_lets_nobody_begin(stand: Stand, open_line: OpenLi
     await newer.order("go", "gang", 1, 0, "10.0.0.8:4711")
     await newer.until(lambda: len(stand.runner_of("gang").items) > 1)
     assert stand.runner_of("gang").items[1][2] == "10.0.0.8:4711"
+
+
+async def test_what_an_older_leader_orders_ends_nothing_and_is_told_to_people(
+    stand: Stand, open_line: OpenLine
+) -> None:
+    newer = open_line()
+    newer.term = 2
+    await newer.announce()
+    await newer.start("run")
+    await newer.until(lambda: "run" in stand.started)
+    older = Line(newer.agent, newer.config, term=1)
+    with capture_logs() as lines:
+        await older.stop("run", grace_seconds=60.0)
+        await newer.stop("run", grace_seconds=50.0)
+    runner = stand.runner_of("run")
+    await newer.until(lambda: len(runner.items) > 1)
+    assert [item[0] for item in runner.items] == ["own", "stop"]
+    [refused] = [line for line in lines if line["event"] == "refused: orders of a term that is over"]
+    assert (refused["term"], refused["fault"]) == (1, "it is term 2")
 
 
 async def test_a_run_that_is_taken_over_says_again_how_far_it_is(stand: Stand, open_line: OpenLine) -> None:

@@ -100,6 +100,8 @@ class NodeAgent:
         if protocol not in SPOKEN or self._keeper is None:
             raise ValueError(f"orders of protocol {protocol} before an announcement of one of {SPOKEN}")
         faults = []
+        if term < self._term:
+            log.warning("refused: orders of a term that is over", term=term, fault=f"it is term {self._term}")
         for order in unpack(packed):
             try:
                 self._carry_out(self._keeper, term, order)
