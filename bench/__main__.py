@@ -14,6 +14,7 @@ from bench import (
     pickup,
     plan,
     preempt,
+    proxy,
     queues,
     restart,
     run,
@@ -36,6 +37,7 @@ BENCHMARKS: dict[str, ModuleType] = {
     "evict": evict,
     "churn": churn,
     "simulate": simulate,
+    "proxy": proxy,
 }
 
 

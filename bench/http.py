@@ -16,9 +16,11 @@ class Target:
     path: str
     headers: Mapping[str, str] = field(default_factory=dict)
     body: str = ""
+    zeros: int = 0
+    """Bytes of a tensor behind the text of the body."""
 
     def encoded(self) -> bytes:
-        body = self.body.encode()
+        body = self.body.encode() + bytes(self.zeros)
         headers = {"Host": f"127.0.0.1:{self.port}", **self.headers, "Content-Length": str(len(body))}
         head = "".join(f"{name}: {value}\r\n" for name, value in headers.items())
         return f"{self.method} {self.path} HTTP/1.1\r\n{head}\r\n".encode() + body
@@ -29,8 +31,9 @@ class Connection(asyncio.Protocol):
 
     def __init__(self) -> None:
         self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._received = bytearray()
-        self._expected = 0
+        self._head = bytearray()
+        self._left = 0
+        """Bytes of the answer that are yet to come, once its head is there."""
         self._status = ""
         self._sent_at = 0.0
 
@@ -51,24 +54,28 @@ class Connection(asyncio.Protocol):
         self._transport = cast(asyncio.Transport, transport)  # uvloop's is one, but does not inherit from it
 
     def data_received(self, data: bytes) -> None:
-        self._received += data
-        if not self._expected:
-            self._read_head()
-        if self._expected and len(self._received) >= self._expected:
-            self._received.clear()
-            self._expected = 0
+        if self._left:
+            self._left -= len(data)
+        else:
+            self._head += data
+            if not self._read_head():
+                return
+        if not self._left:
             self.on_answer(self._status, 1000 * (time.perf_counter() - self._sent_at))
 
     def connection_lost(self, error: Exception | None) -> None:
         if not self.ended.done():
             self.ended.set_exception(error or ConnectionError("the server closed a keep-alive connection"))
 
-    def _read_head(self) -> None:
-        end = self._received.find(b"\r\n\r\n")
+    def _read_head(self) -> bool:
+        """False if it is not there yet."""
+        end = self._head.find(b"\r\n\r\n")
         if end < 0:
-            return
-        head = bytes(self._received[: end + 2]).lower()
+            return False
+        head = bytes(self._head[: end + 2]).lower()
         self._status = head[9:12].decode()
         _, named, rest = head.partition(b"\r\ncontent-length:")
         length = int(rest[: rest.index(b"\r\n")]) if named else 0
-        self._expected = end + 4 + length
+        self._left = end + 4 + length - len(self._head)
+        self._head.clear()
+        return True

@@ -1,6 +1,9 @@
 """The sections of the settings: what each may hold, and its default."""
 
+import re
+from pathlib import Path
 from typing import Annotated, Any, Literal
+from urllib.parse import urlsplit
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
 from pydantic_settings import NoDecode
@@ -272,3 +275,53 @@ class ModelTypeSettings(Section):
     memory_mb: Annotated[int, Field(ge=0)] | None = None
     timeout_seconds: Annotated[float, Field(gt=0)] | None = None
     max_retries: Annotated[int, Field(ge=0, le=100)] | None = None
+
+
+class TritonServerSettings(Section):
+    """A Triton Inference Server, and how it is spoken to."""
+
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?$")]
+    http_url: str
+    """`http://host:port` or `https://host:port`, as the server itself is reached."""
+    token_file: Path | None = None
+    """Holds a token that is sent as `Authorization: Bearer`, for what stands in front of the server."""
+    headers: dict[str, str] = {}
+    """Sent with each request, such as the header of a restricted API."""
+    ca_file: Path | None = None
+    """Whose certificates are believed, besides those that the system believes."""
+    connections: Annotated[int, Field(ge=1, le=10_000)] = 128
+    connect_seconds: Annotated[float, Field(gt=0, le=300)] = 5.0
+    silence_seconds: Annotated[float, Field(gt=0, le=86_400)] = 300.0
+    """So long the server may say nothing while somebody waits for it, also between parts of an answer."""
+
+    @field_validator("http_url")
+    @classmethod
+    def _is_an_address(cls, url: str) -> str:
+        found = urlsplit(url)
+        try:
+            port = found.port
+        except ValueError:
+            port = None
+        is_plain = not (found.path.strip("/") or found.query or found.fragment or found.username)
+        if found.scheme not in ("http", "https") or not found.hostname or port is None or not is_plain:
+            raise ValueError(
+                f"{url!r} is not the address of a Triton server; write http://host:8000 or https://host:8000"
+            )
+        return url
+
+    @field_validator("headers")
+    @classmethod
+    def _can_be_sent(cls, headers: dict[str, str]) -> dict[str, str]:
+        for name, value in headers.items():
+            if not re.fullmatch(r"[A-Za-z0-9!#$%&'*+.^_`|~-]+", name) or not re.fullmatch(r"[\t -~]*", value):
+                raise ValueError(
+                    f"{name!r} or its value cannot be sent as a header; use ASCII without control"
+                )
+        return headers
+
+
+class TritonSettings(Section):
+    servers: Annotated[list[TritonServerSettings], Field(max_length=1)] = []
+    """One as yet: all models are asked there. Without one, there is nothing under /v2."""
+    body_bytes: Annotated[int, Field(gt=0)] = 2**31 - 1
+    """The largest body of a request to a model; Triton counts in 32 bits."""

@@ -41,6 +41,7 @@ from service.sections import (
     RetentionSettings,
     Section,
     SimulatedDevice,
+    TritonSettings,
     Words,
     comma_separated,
 )
@@ -107,6 +108,7 @@ class Settings(BaseSettings):
     policy: PolicySettings = PolicySettings()
     limits: LimitSettings = LimitSettings()
     retention: RetentionSettings = RetentionSettings()
+    triton: TritonSettings = TritonSettings()
     defaults: DefaultSettings = DefaultSettings()
     kinds: Kinds = {kind.name: KindSettings(power=kind.power) for kind in SHIPPED}
     """Ranks of kinds of GPU, and what a process costs there. What a file says takes the place of all."""

@@ -50,6 +50,7 @@ LOG_FIELDS: Mapping[str, str] = {
     "need_mb": "what is needed on each GPU, in MiB",
     "free_mb": "what is free on all GPUs that could be used, in MiB",
     "largest_mb": "the largest piece of that",
+    "server": "name of a Triton server, as configured",
     "runner": "name of a process that runs tasks, as Ray knows it",
     "job": "what a node agent is at",
     "fault": "what went wrong, as text",

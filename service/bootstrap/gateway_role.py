@@ -1,10 +1,12 @@
 """The role that speaks HTTP."""
 
+import asyncio
 import contextlib
 import json
 import os
 import socket
 from collections.abc import Callable
+from typing import Literal
 
 import uvicorn
 
@@ -13,14 +15,19 @@ from service.adapters.sql.store import SqlStore
 from service.bootstrap.broker_role import BrokerRole
 from service.bootstrap.compose import defaults_of, kinds_of, limits_of, policy_of
 from service.bootstrap.lead import Lead
+from service.bootstrap.models import backend_of
 from service.bootstrap.picture import Job, Picture
 from service.bootstrap.premises import own_host, write_private
 from service.core.tenure import Standing
 from service.gateway.app import create_app
+from service.gateway.callers import Callers
 from service.gateway.identity import EVERY_SCOPE, Tokens, new_token
+from service.gateway.inference.connection import in_front_of
+from service.gateway.inference.plane import Plane
 from service.gateway.parts import GatewayParts
 from service.gateway.waiters import Waiters
 from service.settings import Settings
+from service.telemetry import Telemetry
 
 
 class GatewayRole:
@@ -68,9 +75,11 @@ class GatewayRole:
             forecasts=lead.forecasts,
             waiters=self._waiters,
         )
+        app = create_app(parts)
+        self._models = backend_of(settings)
         config = uvicorn.Config(
-            create_app(parts), http="httptools", loop="none", log_config=None, access_log=False,
-            lifespan="off", server_header=False, proxy_headers=False,
+            app, http=self._protocol(parts, app.state.telemetry), loop="none", log_config=None,
+            access_log=False, lifespan="off", server_header=False, proxy_headers=False,
         )  # fmt: skip
         self._server = QuietServer(config)
         picture.listen(self._waiters.on_events)
@@ -86,7 +95,11 @@ class GatewayRole:
 
     async def serve(self) -> None:
         """Until `stop`."""
-        await self._server.serve(sockets=[self._listener])
+        try:
+            await self._server.serve(sockets=[self._listener])
+        finally:
+            if self._models is not None:
+                await self._models.close()
 
     def drain(self) -> None:
         """Say that this process is about to end, and hold back no answer any more."""
@@ -106,6 +119,21 @@ class GatewayRole:
     @property
     def _host(self) -> str:
         return own_host(self._listener.getsockname()[0])
+
+    def _protocol(
+        self, parts: GatewayParts, telemetry: Telemetry
+    ) -> type[asyncio.Protocol] | Literal["httptools"]:
+        """What is made of each connection: with the data plane in front, if there is a server of models."""
+        if self._models is None:
+            return "httptools"
+        plane = Plane(
+            callers=Callers(parts.identity, parts.allowed_hosts),
+            ids=parts.ids,
+            on_request=telemetry.on_request,
+            backend=self._models,
+            most_body_bytes=self._settings.triton.body_bytes,
+        )
+        return in_front_of(plane)
 
     async def _write_client_file(self) -> None:
         """On the first start make the admin token; always say where this service is."""

@@ -1,8 +1,6 @@
 """What every request passes before a route sees it: host, encoding, size, token; and how it leaves."""
 
-import re
 import time
-from functools import lru_cache
 
 import structlog
 from fastapi import APIRouter
@@ -11,8 +9,8 @@ from starlette.requests import ClientDisconnect
 from starlette.routing import Route
 from starlette.types import Message, Receive, Scope, Send
 
+from service.gateway.callers import Callers
 from service.gateway.direct import DirectRoute
-from service.gateway.identity import Identity
 from service.gateway.parts import GatewayParts
 from service.gateway.problems import Problem, problem_response
 from service.ports import Outgrown, StoreUnavailable, Unstorable
@@ -26,8 +24,6 @@ OPEN_PATHS = frozenset({"/healthz", "/readyz", "/openapi.json"})
 BATCH_PATH = "/tasks/batch"
 """Its body may be larger."""
 
-LOOPBACK_NAMES = frozenset({"127.0.0.1", "localhost", "::1"})
-_HOST = re.compile(r"(?:\[(?P<six>[0-9A-Fa-f:.]+)\]|(?P<name>[^:\[\]]+))(?::\d{1,5})?")
 _NO_ROUTE = "unmatched"
 _STORE_AWAY = Problem(
     "store-unavailable",
@@ -55,9 +51,8 @@ class Door:
         }
         """Routes whose path has no parameters: found at once, not by trying pattern after pattern."""
         self._parts = parts
-        self._tokens = parts.identity
+        self._callers = Callers(parts.identity, parts.allowed_hosts)
         self._ids = parts.ids
-        self._hosts = LOOPBACK_NAMES | {host.strip("[]").lower() for host in parts.allowed_hosts}
         self._limits = parts.limits
         self._telemetry = telemetry
 
@@ -89,8 +84,9 @@ class Door:
             scope["path"] = path.rstrip("/") or "/"
         headers = state["headers"] = dict(scope["headers"])
         try:
-            self._check_host(headers)
-            state["identity"] = self._identity(scope["path"], headers)
+            self._callers.check_host(headers.get(b"host", b""))
+            is_open = scope["path"] in OPEN_PATHS
+            state["identity"] = None if is_open else self._callers.identify(headers.get(b"authorization"))
             receive = self._limited(scope["path"], headers, receive)
             route = self._fixed.get((scope["method"], scope["path"]))
             if route is None:
@@ -122,31 +118,6 @@ class Door:
         finally:
             template = getattr(scope.get("route"), "path", _NO_ROUTE)
             self._telemetry.on_request(scope["method"], template, status, time.perf_counter() - began)
-
-    def _check_host(self, headers: dict[bytes, bytes]) -> None:
-        """A page that a browser was lured to may know our address, but it cannot fake this name."""
-        host = _without_port(headers.get(b"host", b""))
-        if host not in self._hosts:
-            known = ", ".join(sorted(self._hosts))
-            raise Problem(
-                "host-not-allowed",
-                f'the service does not go by the name "{host}" but by {known}; '
-                "use one of those, or have the operator add this one to allowed_hosts",
-            )
-
-    def _identity(self, path: str, headers: dict[bytes, bytes]) -> Identity | None:
-        if path in OPEN_PATHS:
-            return None
-        given = headers.get(b"authorization")
-        if given is None:
-            raise _unauthenticated("no token was sent", "")
-        scheme, _, secret = given.decode("latin-1").partition(" ")
-        if scheme.lower() != "bearer":
-            raise _unauthenticated(f'the Authorization scheme is "{scheme[:20]}"', "")
-        identity = self._tokens.identify(secret.strip())
-        if identity is None:
-            raise _unauthenticated("the token is unknown or has expired", ', error="invalid_token"')
-        return identity
 
     def _limited(self, path: str, headers: dict[bytes, bytes], receive: Receive) -> Receive:
         """Refuse what is encoded or said to be too large; count what comes without a length."""
@@ -198,20 +169,3 @@ def _too_large(setting: str, most: int, found: str) -> Problem:
         f"put large data where tasks can read it and pass its address, or raise limits.{setting}",
         headers={"Connection": "close"},
     )
-
-
-def _unauthenticated(found: str, challenge: str) -> Problem:
-    return Problem(
-        "unauthenticated",
-        f"{found}; send Authorization: Bearer <token> "
-        "(the first one is in client.json in the service's data directory)",
-        headers={"WWW-Authenticate": f'Bearer realm="gpubroker"{challenge}'},
-    )
-
-
-@lru_cache(256)
-def _without_port(header: bytes) -> str:
-    """`[::1]:8470` -> `::1`, `localhost:8470` -> `localhost`; what is neither stays as it is."""
-    host = header.decode("latin-1")
-    parts = _HOST.fullmatch(host)
-    return host if parts is None else (parts["six"] or parts["name"]).lower()

@@ -33,6 +33,10 @@ class Scope(StrEnum):
     CLUSTER_WRITE = "cluster:write"
     """State what is gone of what is in quarantine, and let go on what the leader has paused."""
     METRICS_READ = "metrics:read"
+    MODELS_INFER = "models:infer"
+    """Ask models, and read what there is of them."""
+    MODELS_MANAGE = "models:manage"
+    """Load and unload models, and change how their servers log and trace. A model may bring code with it."""
     ADMIN = "admin"
     """Tokens, shutdown, and the names of other tenants' holders."""
     EVERY = EVERY_SCOPE

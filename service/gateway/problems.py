@@ -56,10 +56,16 @@ CATALOGUE: Final[Mapping[str, Kind]] = {
     "idempotency-key-reused": Kind(422, "The idempotency key belongs to another body"),
     "batch-refused": Kind(422, "Some tasks of the batch cannot be accepted"),
     "too-many-requests": Kind(429, "Too much is being worked out already", retryable=True),
+    "headers-too-large": Kind(431, "The headers are longer than the server of models takes"),
     "internal-error": Kind(500, "The service made a mistake"),
     "result-damaged": Kind(500, "The stored bytes are missing or damaged"),
+    "shared-memory-disabled": Kind(501, "Memory is not shared with servers of models"),
+    "model-server-failed": Kind(502, "The server of models broke off"),
     "follower-stale": Kind(503, "The overview is too old to be trusted", retryable=True),
     "store-unavailable": Kind(503, "The database cannot be reached", retryable=True),
+    "model-server-unavailable": Kind(503, "The server of models cannot be reached", retryable=True),
+    "model-server-busy": Kind(503, "Too many wait for the server of models", retryable=True),
+    "model-server-silent": Kind(504, "The server of models says nothing"),
 }
 
 _NOT_NOW = frozenset({429, 503})
@@ -128,7 +134,12 @@ def problem_document(problem: Problem, scope: Mapping[str, Any]) -> ProblemDocum
 def problem_response(problem: Problem, scope: Mapping[str, Any]) -> Response:
     """The answer to the request of this ASGI scope."""
     kind = problem.kind
+    return Response(to_json(problem_document(problem, scope)), kind.status, headers_of(problem), MEDIA_TYPE)
+
+
+def headers_of(problem: Problem) -> dict[str, str]:
+    """Its own, and when to come again where that helps."""
     headers = dict(problem.headers)
-    if kind.status in _NOT_NOW:
+    if problem.kind.status in _NOT_NOW:
         headers["Retry-After"] = _RETRY_AFTER_SECONDS
-    return Response(to_json(problem_document(problem, scope)), kind.status, headers, MEDIA_TYPE)
+    return headers

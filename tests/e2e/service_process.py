@@ -102,6 +102,11 @@ class ServiceProcess:
         return self._client()["url"]
 
     @property
+    def token(self) -> str:
+        """The admin's."""
+        return self._client()["token"]
+
+    @property
     def broker(self) -> Broker:
         return Broker(**self._client())
 

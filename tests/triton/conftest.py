@@ -1,12 +1,13 @@
-"""One real Triton for all tests of this folder. Who harms one starts another."""
+"""One real Triton for all tests of this folder, and one service in front. Who harms either opens its own."""
 
 from collections.abc import Iterator
 
 import pytest
 
+from tests.e2e.service_process import ServiceProcess
 from tests.triton.server import Triton
 
-LOADED = ("any_type", "echo_bytes", "identity_fp32", "queued", "slow", "stream_n")
+LOADED = ("any_type", "echo_bytes", "identity_fp32", "line_fp32", "queued", "stream_n")
 """From the start; the others of the folder `models` are for tests of loading."""
 
 
@@ -14,3 +15,12 @@ LOADED = ("any_type", "echo_bytes", "identity_fp32", "queued", "slow", "stream_n
 def triton(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Triton]:
     with Triton(tmp_path_factory.mktemp("triton"), loaded=LOADED) as running:
         yield running
+
+
+@pytest.fixture(scope="session")
+def service(triton: Triton, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServiceProcess]:
+    home = tmp_path_factory.mktemp("service") / "data"
+    servers = [{"name": "main", "http_url": triton.url}]
+    running = ServiceProcess(home, engine="simulated", triton={"servers": servers}).start()
+    yield running
+    assert running.terminate() == 0

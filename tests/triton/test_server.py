@@ -1,28 +1,28 @@
-"""The server that these tests are made with: it answers, and leaves nothing behind."""
-
-from pathlib import Path
+"""The server that these tests are made with may be killed and started again; the service lives through it."""
 
 import psutil
 import pytest
 import tritonclient.http
 from tritonclient.utils import InferenceServerException
 
-from tests.e2e.service_process import until
+from tests.e2e.service_process import ServiceProcess, until
 from tests.triton.server import Triton
 
 
-def test_a_killed_server_takes_the_processes_of_its_models_with_it_and_can_be_started_again(
-    tmp_path: Path,
+def test_a_server_that_was_killed_and_comes_again_is_asked_again(
+    triton: Triton, service: ServiceProcess
 ) -> None:
-    with Triton(tmp_path / "triton", loaded=["identity_fp32"]) as triton:
+    headers = {"Authorization": f"Bearer {service.token}"}
+    with tritonclient.http.InferenceServerClient(service.url.removeprefix("http://")) as client:
+        assert client.is_model_ready("identity_fp32", headers=dict(headers))
         stubs = psutil.Process(triton.pid).children()
-        assert len(stubs) == 1
+        assert len(stubs) > 1
         triton.kill()
-        until(lambda: not any(stub.is_running() for stub in stubs), "the stub has gone")
-        triton.start()
-        client = tritonclient.http.InferenceServerClient(f"127.0.0.1:{triton.http_port}")
-        assert client.is_model_ready("identity_fp32")
-        with pytest.raises(InferenceServerException, match="out of memory"):
-            client.load_model("fails_at_load")
-        client.close()
-    assert not psutil.pid_exists(triton.pid)
+        try:
+            until(lambda: not any(stub.is_running() for stub in stubs), "its models' processes have gone")
+            with pytest.raises(InferenceServerException, match="cannot be reached and was sent nothing"):
+                client.get_model_metadata("identity_fp32", headers=dict(headers))
+            assert list(service.broker.list()) == []
+        finally:
+            triton.start()
+        assert client.is_model_ready("identity_fp32", headers=dict(headers))

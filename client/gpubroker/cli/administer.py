@@ -20,7 +20,7 @@ def create(
             "--scope",
             "-s",
             help="tasks:read, tasks:write, tasks:code, tasks:command, cluster:read, cluster:write, "
-            "metrics:read, admin, *; repeatable.",
+            "metrics:read, models:infer, models:manage, admin, *; repeatable.",
         ),
     ],
     tenant: Annotated[str | None, typer.Option(help="Whose tasks it sees and submits.")] = None,

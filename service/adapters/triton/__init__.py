@@ -1,0 +1,1 @@
+"""Triton Inference Server: the upstream half of the data plane."""

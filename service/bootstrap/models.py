@@ -1,0 +1,59 @@
+"""From settings to the door of the servers of models."""
+
+import ssl
+from urllib.parse import urlsplit
+
+from service.adapters.triton.backend import HttpBackend, TritonServer
+from service.bootstrap.premises import StartRefused
+from service.core.units import Seconds
+from service.sections import TritonServerSettings
+from service.settings import Settings
+
+
+def backend_of(settings: Settings) -> HttpBackend | None:
+    """None without a server. Raises StartRefused."""
+    for given in settings.triton.servers:
+        return HttpBackend(_server_of(given))
+    return None
+
+
+def _server_of(given: TritonServerSettings) -> TritonServer:
+    url = urlsplit(given.http_url)
+    assert url.hostname is not None
+    assert url.port is not None
+    headers = dict(given.headers)
+    if given.token_file is not None:
+        headers["Authorization"] = f"Bearer {_token_in(given)}"
+    return TritonServer(
+        name=given.name,
+        host=url.hostname,
+        port=url.port,
+        authority=url.netloc.encode(),
+        headers=tuple((name.encode(), value.encode()) for name, value in headers.items()),
+        tls=_trust_of(given) if url.scheme == "https" else None,
+        connections=given.connections,
+        connect_seconds=Seconds(given.connect_seconds),
+        silence_seconds=Seconds(given.silence_seconds),
+    )
+
+
+def _token_in(given: TritonServerSettings) -> str:
+    assert given.token_file is not None
+    try:
+        token = given.token_file.read_text(encoding="ascii").strip()
+    except (OSError, UnicodeDecodeError) as fault:
+        raise StartRefused(f"triton.servers: cannot read the token_file of {given.name}: {fault}") from None
+    if not token or not token.isprintable():
+        raise StartRefused(
+            f"triton.servers: the token_file of {given.name}, {given.token_file}, should hold one token"
+        )
+    return token
+
+
+def _trust_of(given: TritonServerSettings) -> ssl.SSLContext:
+    try:
+        return ssl.create_default_context(cafile=given.ca_file)
+    except OSError as fault:
+        raise StartRefused(
+            f"triton.servers: cannot use the ca_file of {given.name}, {given.ca_file}: {fault}"
+        ) from None

@@ -1,0 +1,69 @@
+"""What a request under /v2 is about: which scope it needs, how it is counted, whose model it names.
+
+Paths are matched as they came, still encoded, as Triton matches them. What matches nothing is passed on as
+well: 404 and 405 are Triton's answers, not ours.
+"""
+
+import re
+from dataclasses import dataclass
+from functools import lru_cache
+
+from service.gateway.identity import Scope
+
+
+@dataclass(frozen=True, slots=True)
+class Aim:
+    route: str
+    """The path's template, under which it is counted."""
+    scope: Scope | None = Scope.MODELS_INFER
+    """None: open to everybody."""
+    model: bytes = b""
+    """As in the path; empty if the request is about none."""
+    shares_memory: bool = False
+    """The client would have the server read its memory, which needs both on one machine."""
+
+
+_MODEL = re.compile(
+    rb"/v2/models/([^/]+)(?:/versions/[0-9]+)?"
+    rb"(?:/(infer|generate|generate_stream|ready|config|stats|trace/setting))?"
+)
+_REPOSITORY = re.compile(rb"/v2/repository(?:/[^/]+)?/(?:models/([^/]+)/(load|unload)|index)")
+_SHARED_MEMORY = re.compile(rb"/v2/(systemsharedmemory|cudasharedmemory)(?:/region/[^/]+)?/(\w+)")
+_HEALTH = frozenset({b"/v2/health/live", b"/v2/health/ready"})
+_SETTINGS = frozenset({b"/v2/logging", b"/v2/trace/setting"})
+_PLAIN = frozenset({b"/v2", b"/v2/models/stats"})
+_UNKNOWN = Aim("/v2/unmatched")
+
+
+def is_claimed(target: bytes) -> bool:
+    """`/v2`, what is below it, and either with a query."""
+    return target.startswith(b"/v2") and target[3:4] in (b"", b"/", b"?")
+
+
+@lru_cache(4096)
+def aim_of(method: bytes, path: bytes) -> Aim:
+    """`path`: without its query."""
+    changes = method != b"GET"
+    if path in _HEALTH:
+        return Aim(path.decode(), None)
+    if path in _SETTINGS:
+        return Aim(path.decode(), _reading_or_managing(changes))
+    if path in _PLAIN:
+        return Aim(path.decode())
+    if found := _MODEL.fullmatch(path):
+        model, action = found[1], (found[2] or b"").decode()
+        scope = _reading_or_managing(changes and action == "trace/setting")
+        return Aim("/v2/models/{model}" + (f"/{action}" if action else ""), scope, model)
+    if found := _REPOSITORY.fullmatch(path):
+        if found[1] is None:
+            return Aim("/v2/repository/index")
+        return Aim(f"/v2/repository/models/{{model}}/{found[2].decode()}", Scope.MODELS_MANAGE, found[1])
+    if found := _SHARED_MEMORY.fullmatch(path):
+        is_told = found[2] == b"status"
+        route = f"/v2/{found[1].decode()}/{'status' if is_told else 'register'}"
+        return Aim(route, shares_memory=not is_told)
+    return _UNKNOWN
+
+
+def _reading_or_managing(changes: bool) -> Scope:
+    return Scope.MODELS_MANAGE if changes else Scope.MODELS_INFER

@@ -1,0 +1,105 @@
+"""The door of the data plane to the servers of models: bytes in, bytes out, and whose turn it is to wait."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Protocol
+
+Header = tuple[bytes, bytes]
+
+
+@dataclass(frozen=True, slots=True)
+class RequestHead:
+    """What is passed on of a request's head. The backend adds what only concerns the next connection: Host,
+    how long the body is, and its own credentials."""
+
+    method: bytes
+    target: bytes
+    """Path and query as they came, still encoded."""
+    headers: Sequence[Header]
+    body_bytes: int | None
+    """None: nobody knows before its end."""
+
+
+class Trouble(StrEnum):
+    """Why there is no answer, or only a part of one."""
+
+    UNREACHABLE = "unreachable"
+    """Nothing was sent: the very same request may be sent again."""
+    BROKEN = "broken"
+    """The connection was lost, or what came over it is no answer. The request may have been carried out."""
+    SILENT = "silent"
+    """Nothing came for longer than the server may take. The request may have been carried out."""
+    BUSY = "busy"
+    """Too many wait for a connection already; nothing was sent."""
+    TOO_LARGE = "too_large"
+    """The head is longer than the server takes; nothing was sent."""
+
+
+class Answer(Protocol):
+    """Whoever asked, as the backend sees it: told once each of head and end, or of the trouble instead.
+
+    Everything is called on the event loop's thread, and never before `ModelBackend.ask` has returned.
+    """
+
+    def on_head(self, status: int, headers: Sequence[Header], body_bytes: int | None) -> None:
+        """The headers as they came, without those that only concern the connection. `body_bytes` is None if
+        nobody knows before its end."""
+        ...
+
+    def on_body(self, data: bytes) -> None: ...
+
+    def on_end(self) -> None: ...
+
+    def on_pause(self) -> None:
+        """This was all that has come for now; the client should have it."""
+        ...
+
+    def on_trouble(self, trouble: Trouble, detail: str) -> None:
+        """Nothing more comes."""
+        ...
+
+    def hold_body(self) -> None:
+        """Do not write for now: the server takes no more."""
+        ...
+
+    def go_on_with_body(self) -> None: ...
+
+
+class Asking(Protocol):
+    """One request on its way, as whoever asked sees it."""
+
+    def write(self, data: bytes) -> None:
+        """The next bytes of the body; `flush` or `end` sends them, with the head or as one chunk. Also while
+        `hold_body` is in force they are taken, and kept."""
+        ...
+
+    def flush(self) -> None: ...
+
+    def end(self) -> None:
+        """The body is complete."""
+        ...
+
+    def cancel(self) -> None:
+        """Nobody wants the answer any more: the connection is closed, which is how a server hears of it.
+        Nothing more is told. Without effect after the end."""
+        ...
+
+    def hold_answer(self) -> None:
+        """Read nothing more for now: the client takes no more."""
+        ...
+
+    def go_on_with_answer(self) -> None: ...
+
+
+class ModelBackend(Protocol):
+    """One server of models."""
+
+    @property
+    def name(self) -> str: ...
+
+    def ask(self, head: RequestHead, answer: Answer) -> Asking: ...
+
+    async def close(self) -> None:
+        """All connections; what is under way on them ends in trouble."""
+        ...

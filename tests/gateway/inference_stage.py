@@ -1,0 +1,212 @@
+"""The data plane on a port of its own, between a raw client and a server that does what a test says.
+
+The real Triton is in tests/triton; this one is for what that does not do when it is told to.
+"""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import uvicorn
+from uvicorn.server import ServerState
+
+from service.adapters.triton.backend import HttpBackend, TritonServer
+from service.core.units import Seconds
+from service.gateway.callers import Callers
+from service.gateway.identity import new_token
+from service.gateway.inference.connection import in_front_of
+from service.gateway.inference.plane import Plane
+from tests.gateway.harness import Gateway
+from tests.patience import PATIENCE_SECONDS
+
+Handler = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
+
+INFER = "/v2/models/any/infer"
+OK = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: 2\r\n\r\n{}"
+
+
+class Connection:
+    """A client that says exactly what a test wants said."""
+
+    def __init__(self, stage: "Stage", reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._stage = stage
+        self.reader = reader
+        self.writer = writer
+
+    def send(self, *parts: str | bytes) -> None:
+        for part in parts:
+            self.writer.write(part.encode("latin-1") if isinstance(part, str) else part)
+
+    def ask(self, method: str = "GET", path: str = "/v2", body: bytes | None = None, **headers: str) -> None:
+        """A whole request of somebody with a token; `Some_Name` stands for the header `Some-Name`."""
+        self.send(self.head(method, path, len(body) if body is not None else None, **headers), body or b"")
+
+    def head(self, method: str, path: str, length: int | None = None, **headers: str) -> str:
+        given = {"Host": "localhost", "Authorization": f"Bearer {self._stage.secret}"}
+        given |= {name.replace("_", "-"): value for name, value in headers.items()}
+        if length is not None:
+            given["Content-Length"] = str(length)
+        lines = "".join(f"{name}: {value}\r\n" for name, value in given.items() if value)
+        return f"{method} {path} HTTP/1.1\r\n{lines}\r\n"
+
+    async def answer(self) -> tuple[int, dict[str, str], bytes]:
+        """The next one on the connection: status, headers by lowercase name, body."""
+        async with asyncio.timeout(PATIENCE_SECONDS):
+            head = (await self.reader.readuntil(b"\r\n\r\n")).decode("latin-1")
+            first, *lines = head.splitlines()[:-1]
+            headers = {name.lower(): value for name, _, value in (line.partition(": ") for line in lines)}
+            if "content-length" in headers:
+                body = await self.reader.readexactly(int(headers["content-length"]))
+            elif headers.get("transfer-encoding") == "chunked":
+                body = b"".join([chunk async for chunk in self.chunks()])
+            elif headers.get("connection") == "close":
+                body = await self.reader.read()
+            else:
+                body = b""
+            return int(first.split()[1]), headers, body
+
+    async def chunks(self) -> AsyncIterator[bytes]:
+        while size := int(await self.reader.readline(), 16):
+            yield (await self.reader.readexactly(size + 2))[:-2]
+        await self.reader.readexactly(2)
+
+    async def is_closed(self) -> bool:
+        """The other side has closed it, and there was nothing more to read."""
+        async with asyncio.timeout(PATIENCE_SECONDS):
+            with contextlib.suppress(ConnectionError):
+                return await self.reader.read() == b""
+            return True
+
+    async def close(self) -> None:
+        self.writer.close()
+        with contextlib.suppress(ConnectionError):
+            await self.writer.wait_closed()
+
+
+class Stage:
+    def __init__(self, gateway: Gateway, port: int, secret: str, backend: HttpBackend) -> None:
+        self.gateway = gateway
+        self.secret = secret
+        self.backend = backend
+        self._port = port
+        self._connections: list[Connection] = []
+
+    async def connect(self) -> Connection:
+        reader, writer = await asyncio.open_connection("127.0.0.1", self._port)
+        self._connections.append(Connection(self, reader, writer))
+        return self._connections[-1]
+
+    async def ask(self, *args: Any, **headers: Any) -> tuple[int, dict[str, str], bytes]:
+        """On a connection of its own."""
+        connection = await self.connect()
+        connection.ask(*args, **headers)
+        return await connection.answer()
+
+    async def close(self) -> None:
+        for connection in self._connections:
+            await connection.close()
+
+    async def token(self, *scopes: str) -> str:
+        name = f"only-{'-'.join(scopes)}"
+        now = self.gateway.clock.now()
+        secret, row = new_token(name, tenant="default", scopes=scopes, max_priority=50, now=now)
+        await self.gateway.store.put_token(row, by="test")
+        await self.gateway.parts.identity.load()
+        return f"Bearer {secret}"
+
+
+@asynccontextmanager
+async def a_stage(
+    server: Handler | None,
+    *,
+    most_body_bytes: int = 10**9,
+    silence_seconds: float = 60.0,
+    connections: int = 4,
+) -> AsyncIterator[Stage]:
+    """`server` is called with each connection to what stands for Triton; None: there is nobody."""
+    async with Gateway() as gateway:
+        upstream = await asyncio.start_server(_quietly(server or _nobody), "127.0.0.1", 0)
+        port = upstream.sockets[0].getsockname()[1]
+        if server is None:
+            upstream.close()
+        backend = HttpBackend(
+            TritonServer(
+                "main", "127.0.0.1", port, b"triton:8000", headers=((b"Authorization", b"Bearer theirs"),),
+                connections=connections, silence_seconds=Seconds(silence_seconds),
+            )
+        )  # fmt: skip
+        now = gateway.clock.now()
+        secret, row = new_token("me", tenant="default", scopes=["*"], max_priority=50, now=now)
+        await gateway.store.put_token(row, by="test")
+        await gateway.parts.identity.load()
+        plane = Plane(
+            callers=Callers(gateway.parts.identity, gateway.parts.allowed_hosts),
+            ids=gateway.parts.ids,
+            on_request=gateway.app.state.telemetry.on_request,
+            backend=backend,
+            most_body_bytes=most_body_bytes,
+        )
+        config = uvicorn.Config(gateway.app, http=in_front_of(plane), lifespan="off", log_config=None)
+        config.load()
+        state = ServerState()
+        door = await asyncio.get_running_loop().create_server(
+            lambda: config.http_protocol_class(config=config, server_state=state, app_state={}),  # type: ignore[call-arg]
+            "127.0.0.1",
+            0,
+        )
+        stage = Stage(gateway, door.sockets[0].getsockname()[1], secret, backend)
+        try:
+            yield stage
+        finally:
+            await stage.close()
+            await backend.close()
+            door.close()
+            upstream.close()
+            async with asyncio.timeout(PATIENCE_SECONDS):
+                while state.connections or state.tasks:  # noqa: ASYNC110  # turns of the loop
+                    await asyncio.sleep(0)
+
+
+def _quietly(handle: Handler) -> Handler:
+    async def handled(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(ConnectionError, asyncio.IncompleteReadError):
+            await handle(reader, writer)
+        writer.close()
+
+    return handled
+
+
+async def _nobody(_reader: asyncio.StreamReader, _writer: asyncio.StreamWriter) -> None:
+    raise AssertionError
+
+
+class Heard:
+    """A server that keeps what it hears, and answers each whole request the same way."""
+
+    def __init__(self, answer: bytes = OK) -> None:
+        self.answer = answer
+        self.heads: list[bytes] = []
+        self.bodies: list[bytes] = []
+        self.connections = 0
+
+    async def __call__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.connections += 1
+        while True:
+            head, body = await a_request(reader)
+            self.heads.append(head)
+            self.bodies.append(body)
+            writer.write(self.answer)
+            await writer.drain()
+
+
+async def a_request(reader: asyncio.StreamReader) -> tuple[bytes, bytes]:
+    """Head and body; of a body in chunks the raw bytes."""
+    head = await reader.readuntil(b"\r\n\r\n")
+    for line in head.lower().splitlines():
+        if line.startswith(b"content-length:"):
+            return head, await reader.readexactly(int(line.split()[1]))
+        if line.startswith(b"transfer-encoding:"):
+            return head, await reader.readuntil(b"\r\n0\r\n\r\n")
+    return head, b""
