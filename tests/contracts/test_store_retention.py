@@ -7,8 +7,9 @@ import pytest
 from sqlalchemy import create_engine, text
 
 from service.adapters.sql.tables import metadata
+from service.core.plan import Decision, write_move
 from service.core.retention import Cutoffs
-from service.core.task import TaskState
+from service.core.task import Dependency, Move, TaskState
 from service.core.units import Instant, Position, TaskId, Term
 from service.ports import StaleTerm, SubmitVerdict, TaskFilter, TaskStore
 from tests.builders import NOW, a_task
@@ -58,6 +59,24 @@ async def ended(
     await store.commit(term, [end(row)])
     if freed:
         await store.commit(term, [release(a_new_lease(mine, 1024))])
+
+
+async def test_a_task_that_is_over_stays_as_long_as_one_waits_that_runs_after_it(store: TaskStore) -> None:
+    """Who leads next must still find how it ended, or the dependent fails because nobody knows."""
+    term = await with_gpu(store)
+    for name in ("first", "other"):
+        await ended(store, term, name)
+    runs_after = (Dependency(TaskId("first")), Dependency(TaskId("longer")))
+    waits = a_task("waits", after=runs_after, awaits=True)
+    await store.submit(a_submission(a_task("longer")))
+    await store.submit(a_submission(waits))
+    await pruned(store, term, cutoffs())
+    assert await store.record(TaskId("other")) is None
+    assert await store.record(TaskId("first")) is not None
+    over = write_move(waits, Move.CANCELLED, finished_at=NOW)
+    await store.commit(term, [Decision(waits.id, "cancelled", tasks=(over,))])
+    await pruned(store, term, cutoffs())
+    assert await store.record(TaskId("first")) is None
 
 
 async def test_a_task_that_is_over_goes_with_all_that_is_its(store: TaskStore) -> None:

@@ -269,7 +269,10 @@ class MemoryStore:
 
     async def prune(self, term: Term, cutoffs: Cutoffs) -> bool:
         self._require(term)
-        over = [task for task in self._tasks.values() if self._is_over(task, cutoffs)]
+        waiting = (task for task in self._tasks.values() if task.awaits and not task.is_terminal)
+        awaited = {dependency.task for task in waiting for dependency in task.after}
+        rows = (task for task in self._tasks.values() if task.id not in awaited)
+        over = [task for task in rows if self._is_over(task, cutoffs)]
         for task in over:
             del self._tasks[task.id], self._specs[task.id]
             self._outcomes.pop(task.id, None)

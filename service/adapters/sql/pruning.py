@@ -3,7 +3,9 @@
 from typing import Any, Final
 
 from pydantic_core import from_json
-from sqlalchemy import Column, Double, FromClause, Integer, delete, literal_column, select
+from sqlalchemy import Boolean, Column, Double, FromClause, Integer, delete, literal_column, select
+from sqlalchemy.ext.compiler import compiles
+from sqlalchemy.sql.functions import GenericFunction
 
 from service.adapters.sql import tables
 from service.adapters.sql.columns import Count
@@ -60,13 +62,41 @@ def _prune_first(session: Session, oldest: SetStatement, away: SetStatement, bef
     return 1
 
 
+class _IsAwaited(GenericFunction[bool]):
+    """Whether a task that has not ended and still awaits others runs after this one."""
+
+    type = Boolean()
+    inherit_cache = True
+
+
+_AWAITED = (
+    "{id} IN (SELECT {first} FROM task AS d, {each} WHERE d.after <> '[]' AND d.awaits AND NOT d.finished)"
+)
+
+
+@compiles(_IsAwaited, "sqlite")
+def _on_sqlite(is_awaited: _IsAwaited, compiler: Any, **options: Any) -> str:
+    id = compiler.process(is_awaited.clauses, **options)
+    return _AWAITED.format(id=id, first="json_extract(one.value, '$[0]')", each="json_each(d.after) AS one")
+
+
+@compiles(_IsAwaited, "postgresql")
+def _on_postgresql(is_awaited: _IsAwaited, compiler: Any, **options: Any) -> str:
+    id = compiler.process(is_awaited.clauses, **options)
+    each = "jsonb_array_elements(d.after::jsonb) AS one(value)"
+    return _AWAITED.format(id=id, first="one.value->>0", each=each)
+
+
 def _over(_insert: Any, r: FromClause) -> Any:
-    """Whose memory is confirmed free, and whose key need not be known any more."""
+    """Whose memory is confirmed free, whose key need not be known any more, and whose end nobody waits for:
+    a leader that comes into office asks how those ended after whom others run."""
     lease = tables.lease
     held = select(lease.c.holder).where(lease.c.holder == _task.c.id, ~lease.c.released).exists()
     ended = (_task.c.finished) & (_task.c.finished_at < r.c.before)
     unkeyed = _task.c.idem_key.is_(None) | (_task.c.submitted_at < r.c.keyed_before)
-    chosen = r.join(_task, ended & unkeyed & ~held).join(_spec, _spec.c.task == _task.c.id)
+    chosen = r.join(_task, ended & unkeyed & ~held & ~_IsAwaited(_task.c.id)).join(
+        _spec, _spec.c.task == _task.c.id
+    )
     return (
         select(_task.c.id, _task.c.tenant, _spec.c.labels)
         .select_from(chosen)
