@@ -9,7 +9,7 @@ service computes is taken from the others as well.
 import json
 import statistics
 from argparse import ArgumentParser, Namespace
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import psutil
@@ -17,7 +17,7 @@ import psutil
 from bench.http import Target
 from bench.load import Load, Measured
 from bench.measuring import Figure, Pair, median_ratio, percentile, say
-from bench.processes import Service, service
+from bench.processes import service
 from bench.triton import triton
 
 MODEL = "identity_fp32"
@@ -40,6 +40,10 @@ SHAPES = (
 )
 
 
+BUSIEST = "small.c16"
+"""The shape that tells what a request costs the service in CPU, and in memory that it keeps."""
+
+
 def add_options(parser: ArgumentParser) -> None:
     names = [shape.name for shape in SHAPES]
     parser.add_argument("--shape", choices=[*names, "all"], default="all", help="size of tensors and clients")
@@ -48,61 +52,79 @@ def add_options(parser: ArgumentParser) -> None:
 
 
 def measure(options: Namespace) -> Iterator[Figure]:
+    chosen = [shape for shape in SHAPES if options.shape in (shape.name, "all")]
     with triton([MODEL]) as server:
         servers = json.dumps({"servers": [{"name": "main", "http_url": server.url}]})
         with service(ENGINE="simulated", TRITON=servers) as running, Load() as load:
-            for shape in SHAPES:
-                if options.shape in (shape.name, "all"):
-                    yield from rounds(shape, server.http_port, running, load, options)
+            for shape in chosen:
+                sides = Sides(shape, server.http_port, running.port, running.token, running.process)
+                sides.one_round(load, options.seconds)  # until all connections and buffers are there
+                before = resident_mb(running.process)
+                rounds = [told(shape, sides.one_round(load, options.seconds)) for _ in range(options.rounds)]
+                yield from figures(shape, rounds)
+                if shape.name == BUSIEST:
+                    grown = resident_mb(running.process) - before
+                    yield Figure("proxy", "proxy.grown_mb", grown, "MiB", answered(rounds))
 
 
-def rounds(shape: Shape, port: int, running: Service, load: Load, options: Namespace) -> Iterator[Figure]:
-    direct, proxied = a_target(port, shape), a_target(running.port, shape, running.token)
+@dataclass(frozen=True)
+class Round:
+    direct: Measured
+    proxied: Measured
+    cpu_us: float
+    """Of the service, for each request."""
 
-    def one_round(target: Target) -> Measured:
-        measured = load.measure(target, connections=shape.clients, seconds=options.seconds)
-        return measured.must_all_be(200)
 
-    one_round(direct), one_round(proxied)
-    pairs: list[Pair] = []
-    ours: list[Measured] = []
-    theirs: list[Measured] = []
-    cpu_us: list[float] = []
-    for number in range(1, options.rounds + 1):
-        theirs.append(one_round(direct))
-        before = cpu_seconds(running.process)
-        ours.append(one_round(proxied))
-        used = cpu_seconds(running.process) - before
-        cpu_us.append(1e6 * used / len(ours[-1].latencies_ms))
-        pairs.append(Pair(ours[-1].per_second, theirs[-1].per_second))
-        said = f"{ours[-1].per_second:,.0f}/s, direct {theirs[-1].per_second:,.0f}/s, {cpu_us[-1]:.0f} µs"
-        say(f"  {shape.name} round {number}: {said}")
-    n = sum(len(measured.latencies_ms) for measured in ours)
-    rates = [
-        statistics.median(side)
-        for side in zip(*((p.ours_per_second, p.baseline_per_second) for p in pairs), strict=True)
-    ]
+@dataclass(frozen=True)
+class Sides:
+    """The same request to Triton and to the service in front of it."""
+
+    shape: Shape
+    triton_port: int
+    service_port: int
+    token: str
+    process: psutil.Process
+
+    def one_round(self, load: Load, seconds: float) -> Round:
+        direct = self._ask(load, a_target(self.triton_port, self.shape), seconds)
+        before = cpu_seconds(self.process)
+        proxied = self._ask(load, a_target(self.service_port, self.shape, self.token), seconds)
+        used = cpu_seconds(self.process) - before
+        return Round(direct, proxied, 1e6 * used / len(proxied.latencies_ms))
+
+    def _ask(self, load: Load, target: Target, seconds: float) -> Measured:
+        return load.measure(target, connections=self.shape.clients, seconds=seconds).must_all_be(200)
+
+
+def told(shape: Shape, done: Round) -> Round:
+    ours, theirs = done.proxied.per_second, done.direct.per_second
+    say(f"  {shape.name}: {ours:,.0f}/s, direct {theirs:,.0f}/s, {done.cpu_us:.0f} µs of CPU")
+    return done
+
+
+def figures(shape: Shape, rounds: Sequence[Round]) -> Iterator[Figure]:
+    n, name = answered(rounds), f"proxy.http.{shape.name}"
+    pairs = [Pair(one.proxied.per_second, one.direct.per_second) for one in rounds]
     yield Figure(
-        "proxy",
-        f"proxy.http.{shape.name}",
-        rates[0],
-        "requests/s",
-        n,
-        baseline=rates[1],
+        bench="proxy",
+        figure=name,
+        value=statistics.median(pair.ours_per_second for pair in pairs),
+        unit="requests/s",
+        n=n,
+        baseline=statistics.median(pair.baseline_per_second for pair in pairs),
         ratio=median_ratio(pairs),
     )
-    yield p50(shape, ours, theirs, n)
-    if shape.name == "small.c16":
-        yield Figure("proxy", "proxy.cpu_us", statistics.median(cpu_us), "µs/request", n)
-
-
-def p50(shape: Shape, ours: list[Measured], theirs: list[Measured], n: int) -> Figure:
-    """What half of the requests take longer at least."""
     added = [
-        percentile(mine.latencies_ms, 50) - percentile(direct.latencies_ms, 50)
-        for mine, direct in zip(ours, theirs, strict=True)
+        percentile(one.proxied.latencies_ms, 50) - percentile(one.direct.latencies_ms, 50) for one in rounds
     ]
-    return Figure("proxy", f"proxy.http.{shape.name}.added_p50_ms", statistics.median(added), "ms", n)
+    yield Figure("proxy", f"{name}.added_p50_ms", statistics.median(added), "ms", n)
+    if shape.name == BUSIEST:
+        yield Figure("proxy", "proxy.cpu_us", statistics.median(one.cpu_us for one in rounds), "µs", n)
+
+
+def answered(rounds: Sequence[Round]) -> int:
+    """By the service."""
+    return sum(len(one.proxied.latencies_ms) for one in rounds)
 
 
 def a_target(port: int, shape: Shape, token: str = "") -> Target:
@@ -123,3 +145,7 @@ def a_target(port: int, shape: Shape, token: str = "") -> Target:
 def cpu_seconds(process: psutil.Process) -> float:
     times = process.cpu_times()
     return float(times.user + times.system)
+
+
+def resident_mb(process: psutil.Process) -> float:
+    return float(process.memory_info().rss) / 2**20

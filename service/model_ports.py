@@ -1,15 +1,16 @@
 """The door of the data plane to the servers of models: bytes in, bytes out, and whose turn it is to wait."""
 
+import asyncio
 from collections.abc import Sequence
-from dataclasses import dataclass
 from enum import StrEnum
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 Header = tuple[bytes, bytes]
 
+JOINED_BYTES = 16 * 1024
 
-@dataclass(frozen=True, slots=True)
-class RequestHead:
+
+class RequestHead(NamedTuple):
     """What is passed on of a request's head. The backend adds what only concerns the next connection: Host,
     how long the body is, and its own credentials."""
 
@@ -90,6 +91,16 @@ class Asking(Protocol):
         ...
 
     def go_on_with_answer(self) -> None: ...
+
+
+def write_together(transport: asyncio.WriteTransport, parts: Sequence[bytes]) -> None:
+    """Small parts in one piece, so that they leave together; of large ones no copy is made."""
+    if len(parts) == 1:
+        transport.write(parts[0])
+    elif sum(map(len, parts)) <= JOINED_BYTES:
+        transport.write(b"".join(parts))
+    else:
+        transport.writelines(parts)
 
 
 class ModelBackend(Protocol):

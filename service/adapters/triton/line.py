@@ -5,11 +5,12 @@ ever pipelined: Triton answers the first of several requests that come together,
 """
 
 import asyncio
+from collections.abc import Sequence
 from typing import Protocol, cast
 
 from httptools import HttpParserError, HttpParserUpgrade, HttpResponseParser
 
-from service.model_ports import Answer, Asking, Header, Trouble
+from service.model_ports import Answer, Asking, Header, Trouble, write_together
 
 OF_THE_CONNECTION = frozenset(
     {b"connection", b"keep-alive", b"proxy-connection", b"te", b"trailer", b"transfer-encoding", b"upgrade"}
@@ -131,7 +132,7 @@ class Request(Asking):
     def _send(self, line: "Line") -> None:
         held = self._held
         if held:
-            line.write(held[0] if len(held) == 1 else b"".join(held))
+            line.write(held)
             self._held = []
             self._held_bytes = 0
 
@@ -154,9 +155,9 @@ class Line(asyncio.Protocol):
         self._request = request
         self.moved_at = self._loop.time()
 
-    def write(self, data: bytes) -> None:
+    def write(self, parts: Sequence[bytes]) -> None:
         self.moved_at = self._loop.time()
-        self._transport.write(data)
+        write_together(self._transport, parts)
 
     def hold(self) -> None:
         self._is_held = True

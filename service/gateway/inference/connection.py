@@ -5,6 +5,7 @@ is that of the requests. See ADR 96 for what this rests on in uvicorn.
 """
 
 import asyncio
+from collections.abc import Sequence
 from typing import Any, ClassVar, cast
 
 from httptools import HttpParserError, HttpParserUpgrade, HttpRequestParser
@@ -14,6 +15,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 from service.gateway.inference.aims import is_claimed
 from service.gateway.inference.exchange import Exchange
 from service.gateway.inference.plane import Plane
+from service.model_ports import write_together
 
 WRITE_BUFFER_BYTES = 1024 * 1024
 """So much of an answer may wait to be taken by the client before the server of models is held up."""
@@ -27,8 +29,10 @@ class InferenceConnection(HttpToolsProtocol):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        self._is_claimed: bool | None = None
+        """The request that comes in is under /v2; None: so little of it is there that nobody knows."""
         self._is_offered = False
-        """The request that comes in is under /v2, and would change the protocol if we did."""
+        """And would change the protocol if we did."""
         self._incoming: Exchange | None = None
         """Whose request is coming in."""
         self._current: Exchange | None = None
@@ -57,7 +61,7 @@ class InferenceConnection(HttpToolsProtocol):
         except HttpParserError:
             self.send_400_response("Invalid HTTP request received.")
         except HttpParserUpgrade as offer:
-            if self._is_offered:
+            if self._is_claimed:
                 self._decline(data[offer.args[0] :])
             elif self._should_upgrade():
                 self.handle_websocket_upgrade()
@@ -81,17 +85,21 @@ class InferenceConnection(HttpToolsProtocol):
     # What the parser calls.
 
     def on_message_begin(self) -> None:
-        super().on_message_begin()
-        self._is_offered = False
+        self.url = b""
+        self._is_claimed = None
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        if is_claimed(self.url):
+        if self._is_claimed is None:
+            self._claim()
+        if self._is_claimed:
             self.headers.append((name, value))  # spelled as they came
         else:
             super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
-        if not is_claimed(self.url):
+        if self._is_claimed is None:
+            self._claim()
+        if not self._is_claimed:
             super().on_headers_complete()
             return
         parser = self.parser
@@ -154,8 +162,8 @@ class InferenceConnection(HttpToolsProtocol):
 
     # What exchanges call.
 
-    def write(self, data: bytes) -> None:
-        self.transport.write(data)
+    def write(self, parts: Sequence[bytes]) -> None:
+        write_together(self.transport, parts)
 
     def hold_body(self) -> None:
         self.flow.pause_reading()
@@ -172,6 +180,16 @@ class InferenceConnection(HttpToolsProtocol):
 
     def cut_off(self) -> None:
         self.transport.abort()
+
+    def _claim(self) -> None:
+        """The target is complete. What is not ours begins as it would have begun without us."""
+        url = self.url
+        self._is_claimed = is_claimed(url)
+        if self._is_claimed:
+            self.headers = []
+        else:
+            super().on_message_begin()
+            self.url = url
 
     def _decline(self, rest: bytes) -> None:
         """The protocol stays as it is: what follows the head is the body, and the next request."""

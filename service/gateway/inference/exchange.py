@@ -32,7 +32,9 @@ _CONTINUE: Final = b"HTTP/1.1 100 Continue\r\n\r\n"
 class Client(Protocol):
     """The connection that it is on."""
 
-    def write(self, data: bytes) -> None: ...
+    def write(self, parts: Sequence[bytes]) -> None:
+        """Together."""
+        ...
 
     def hold_body(self) -> None: ...
 
@@ -48,6 +50,20 @@ class Client(Protocol):
 class Exchange(Answer):
     message_event = asyncio.Event()
     """Set when the client has gone; nobody waits for it here."""
+    response_complete = False
+    disconnected = False
+
+    request_id = ""
+    _began = 0.0
+    _status = 0
+    _seen_bytes = 0
+    """Of the body."""
+    _is_complete = False
+    """All of the request has come."""
+    _sends_chunks = False
+    _asking: Asking | None = None
+    _refusal: Problem | None = None
+    _giving_up: asyncio.TimerHandle | None = None
 
     def __init__(
         self,
@@ -61,30 +77,18 @@ class Exchange(Answer):
         takes_chunks: bool,
     ) -> None:
         self.keep_alive = keep_alive
-        self.response_complete = False
-        self.disconnected = False
         self._plane = plane
         self._client = client
         self._method = method
         self._target = target
-        self._told = sorted_out(headers)
+        self._told = told = sorted_out(headers)
+        self._body_bytes = told.body_bytes
         self._takes_chunks = takes_chunks
         self._aim = aim_of(method, target.partition(b"?")[0])
-        self.request_id = ""
-        self._began = 0.0
-        self._status = 0
-        self._asking: Asking | None = None
         self._pieces: list[bytes] = []
         """Of the body, before its turn has come."""
-        self._body_bytes = self._told.body_bytes
-        self._seen_bytes = 0
-        self._is_complete = False
-        """All of the request has come."""
-        self._sends_chunks = False
         self._out: list[bytes] = []
         """Of the answer, until the end of one reading."""
-        self._refusal: Problem | None = None
-        self._giving_up: asyncio.TimerHandle | None = None
 
     @property
     def left_bytes(self) -> int | None:
@@ -109,7 +113,7 @@ class Exchange(Answer):
             self._refuse(our_mistake(self.request_id))
             return
         if self._waits_for_leave() and not self._is_complete:
-            self._client.write(_CONTINUE)
+            self._client.write([_CONTINUE])
         for piece in self._pieces:
             self._asking.write(piece)
         self._pieces.clear()
@@ -170,8 +174,8 @@ class Exchange(Answer):
 
     def on_pause(self) -> None:
         if self._out:
-            self._client.write(self._out[0] if len(self._out) == 1 else b"".join(self._out))
-            self._out.clear()
+            self._client.write(self._out)
+            self._out = []
 
     def on_end(self) -> None:
         self._asking = None

@@ -4,8 +4,7 @@ Everything that says whether, when and where a request goes is here.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from service.gateway.callers import Callers
 from service.gateway.ids import Ids
@@ -38,20 +37,14 @@ class OnRequest(Protocol):
     def __call__(self, method: str, route: str, status: int, seconds: float) -> None: ...
 
 
-@dataclass(frozen=True, slots=True)
-class Told:
+class Told(NamedTuple):
     """A request's headers, sorted by whom they are for."""
 
     to_us: Mapping[bytes, bytes]
     """By lowercase name."""
     passed_on: Sequence[Header]
-
-    @property
-    def body_bytes(self) -> int | None:
-        """None: it comes in chunks, and nobody knows before its end. The parser has seen to the text."""
-        if b"transfer-encoding" in self.to_us:
-            return None
-        return int(self.to_us.get(b"content-length", b"0"))
+    body_bytes: int | None
+    """None: it comes in chunks, and nobody knows before its end. The parser has seen to the text."""
 
 
 def sorted_out(headers: Sequence[Header]) -> Told:
@@ -67,7 +60,9 @@ def sorted_out(headers: Sequence[Header]) -> Told:
     if named not in _PLAIN_CONNECTIONS:
         dropped = {word.strip() for word in named.split(b",")}
         passed_on = [header for header in passed_on if header[0].lower() not in dropped]
-    return Told(to_us, passed_on)
+    if b"transfer-encoding" in to_us:
+        return Told(to_us, passed_on, None)
+    return Told(to_us, passed_on, int(to_us.get(b"content-length", b"0")))
 
 
 class Plane:

@@ -1,0 +1,24 @@
+"""The short form of `python -m bench proxy`."""
+
+import psutil
+
+from bench.load import Load
+from bench.proxy import BUSIEST, SHAPES, Sides, figures
+from tests.e2e.service_process import ServiceProcess
+from tests.triton.server import Triton
+
+
+def test_every_shape_is_asked_on_both_sides_and_has_its_figures(
+    triton: Triton, service: ServiceProcess
+) -> None:
+    port = int(service.url.rpartition(":")[2])
+    told: set[str] = set()
+    with Load() as load:
+        for shape in SHAPES:
+            sides = Sides(shape, triton.http_port, port, service.token, psutil.Process(service.pid))
+            one = sides.one_round(load, 0.1)
+            assert min(len(one.direct.latencies_ms), len(one.proxied.latencies_ms)) >= shape.clients
+            told |= {figure.figure for figure in figures(shape, [one])}
+    expected = {f"proxy.http.{shape.name}" for shape in SHAPES}
+    assert told == expected | {f"{name}.added_p50_ms" for name in expected} | {"proxy.cpu_us"}
+    assert BUSIEST in {shape.name for shape in SHAPES}
