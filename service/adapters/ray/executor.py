@@ -68,6 +68,7 @@ class RayExecutor:
 
     def __init__(self, options: RayOptions, clock: Clock) -> None:
         self._options = options
+        self._home = options.home  # asked for in every cycle, and looks at the disk
         self._clock = clock
         self._order_form = OrderForm(options.result_limit_bytes, options.checkpoint_limit_bytes)
         self._report_form = ReportForm(options.cluster, clock.now)
@@ -168,7 +169,7 @@ class RayExecutor:
 
     def status(self) -> Mapping[str, Any]:
         about = {"state": self._state, "address": self._address, "message": self._message}
-        return {**about, "home": self._options.home, "agents": self._agents.views()}
+        return {**about, "home": self._home, "agents": self._agents.views()}
 
     async def close(self, *, stop_cluster: bool) -> None:
         """With `stop_cluster` every run is killed and a local head ends; a joined cluster stays up."""
