@@ -13,11 +13,12 @@ from service.settings import Settings
 def backend_of(settings: Settings) -> HttpBackend | None:
     """None without a server. Raises StartRefused."""
     for given in settings.triton.servers:
-        return HttpBackend(_server_of(given))
+        return HttpBackend(server_of(given))
     return None
 
 
-def _server_of(given: TritonServerSettings) -> TritonServer:
+def server_of(given: TritonServerSettings) -> TritonServer:
+    """Reads what its files hold. Raises StartRefused."""
     url = urlsplit(given.http_url)
     assert url.hostname is not None
     assert url.port is not None

@@ -5,8 +5,10 @@ The real Triton is in tests/triton; this one is for what that does not do when i
 
 import asyncio
 import contextlib
+import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import uvicorn
@@ -124,16 +126,26 @@ async def a_stage(
     most_body_bytes: int = 10**9,
     silence_seconds: float = 60.0,
     connections: int = 4,
+    certificate: Path | None = None,
 ) -> AsyncIterator[Stage]:
-    """`server` is called with each connection to what stands for Triton; None: there is nobody."""
+    """`server` is called with each connection to what stands for Triton; None: there is nobody.
+
+    `certificate`: with its key; the server shows it, and it is believed.
+    """
     async with Gateway() as gateway:
-        upstream = await asyncio.start_server(_quietly(server or _nobody), "127.0.0.1", 0)
+        tls = None
+        if certificate is not None:
+            tls = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+            tls.load_cert_chain(certificate)
+        upstream = await asyncio.start_server(_quietly(server or _nobody), "127.0.0.1", 0, ssl=tls)
         port = upstream.sockets[0].getsockname()[1]
         if server is None:
             upstream.close()
         backend = HttpBackend(
             TritonServer(
-                "main", "127.0.0.1", port, b"triton:8000", headers=((b"Authorization", b"Bearer theirs"),),
+                "main", "127.0.0.1", port, b"triton:8000",
+                tls=ssl.create_default_context(cafile=certificate) if certificate else None,
+                headers=((b"Authorization", b"Bearer theirs"),),
                 connections=connections, silence_seconds=Seconds(silence_seconds),
             )
         )  # fmt: skip

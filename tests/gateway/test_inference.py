@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import json
+from pathlib import Path
 
 import pytest
 
@@ -240,6 +241,29 @@ async def test_a_server_that_takes_nothing_holds_the_client_up_and_then_gets_eve
         assert (await client.answer())[0] == 200
 
 
+async def test_a_client_that_asks_on_and_reads_nothing_is_not_answered_on() -> None:
+    written = 0
+
+    async def pours(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal written
+        while True:
+            await a_request(reader)
+            writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 1048576\r\n\r\n" + bytes(2**20))
+            await writer.drain()
+            written += 2**20
+
+    async with a_stage(pours) as stage:
+        client = await stage.connect()
+        client.writer.transport.pause_reading()
+        for _ in range(100):
+            client.ask("POST", INFER, b"{}")
+        await standstill(lambda: written)
+        assert 0 < written < 50 * 2**20
+        client.writer.transport.resume_reading()
+        for _ in range(100):
+            assert len((await client.answer())[2]) == 2**20
+
+
 async def standstill(count: object) -> None:
     """Until nothing moves for a while: nobody says that he is held up."""
     assert callable(count)
@@ -264,6 +288,13 @@ async def test_requests_are_counted_by_their_route_and_model_names_are_no_labels
         '{method="POST",route="/v2/models/{model}/infer",status="200"} 1.0',
         '{method="POST",route="/v2/models/{model}/infer",status="401"} 1.0',
     ]
+
+
+async def test_a_server_behind_tls_is_asked_under_its_certificate() -> None:
+    async with a_stage(heard := Heard(), certificate=Path(__file__).with_name("self_signed.pem")) as stage:
+        sent = bytes(range(256)) * 4000
+        assert (await stage.ask("POST", INFER, sent))[0] == 200
+    assert heard.bodies == [sent]
 
 
 async def test_connections_to_the_server_are_kept_and_no_more_are_opened_than_allowed() -> None:

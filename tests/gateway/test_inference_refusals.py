@@ -238,6 +238,16 @@ async def test_a_client_that_reads_slowly_does_not_make_a_server_silent() -> Non
         assert len((await client.answer())[2]) == 20_000_000
 
 
+async def test_a_client_that_sends_slowly_does_not_make_a_server_silent() -> None:
+    async with a_stage(heard := Heard(), silence_seconds=0.1) as stage:
+        client = await stage.connect()
+        client.send(client.head("POST", INFER, 4), b"ab")
+        await asyncio.sleep(0.3)  # what is tried is that nothing happens
+        client.send(b"cd")
+        assert (await client.answer())[0] == 200
+    assert heard.bodies == [b"abcd"]
+
+
 async def test_an_answer_before_the_end_of_the_request_counts_and_its_connection_is_not_used_again() -> None:
     async def hasty(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.readuntil(b"\r\n\r\n")

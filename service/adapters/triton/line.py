@@ -145,6 +145,9 @@ class Line(asyncio.Protocol):
         self._parser = HttpResponseParser(self)
         self._request: Request | None = None
         self._is_held = False
+        """The client takes no more."""
+        self._is_full = False
+        """The server takes no more."""
         self._headers: list[Header] = []
         self._length: int | None = None
         self.moved_at = loop.time()
@@ -182,7 +185,10 @@ class Line(asyncio.Protocol):
 
     def is_silent(self, since: float) -> bool:
         """Somebody waits for its server, and nothing has gone over it since then."""
-        return self._request is not None and not self._is_held and self.moved_at < since
+        request = self._request
+        if request is None or self._is_held or self.moved_at >= since:
+            return False
+        return request.is_sent or self._is_full  # else it is the client who is slow
 
     def give_up(self, trouble: Trouble, detail: str) -> None:
         request = self._request
@@ -222,10 +228,12 @@ class Line(asyncio.Protocol):
             request.fail(Trouble.BROKEN, str(why))
 
     def pause_writing(self) -> None:
+        self._is_full = True
         if self._request is not None:
             self._request.answer.hold_body()
 
     def resume_writing(self) -> None:
+        self._is_full = False
         if self._request is not None:
             self._request.answer.go_on_with_body()
 
@@ -313,7 +321,7 @@ class Line(asyncio.Protocol):
         if is_free:
             self._pool.on_free(self)
         else:
-            self._transport.close()
+            self._transport.abort()
         request.answer.on_end()
 
     def _begin_answer(self) -> None:

@@ -40,9 +40,12 @@ def is_claimed(target: bytes) -> bool:
     return target.startswith(b"/v2") and target[3:4] in (b"", b"/", b"?")
 
 
-@lru_cache(4096)
 def aim_of(method: bytes, path: bytes) -> Aim:
     """`path`: without its query."""
+    return _remembered(method, path) if len(path) <= MOST_REMEMBERED else _aim_of(method, path)
+
+
+def _aim_of(method: bytes, path: bytes) -> Aim:
     changes = method != b"GET"
     if path in _HEALTH:
         return Aim(path.decode(), None)
@@ -63,6 +66,11 @@ def aim_of(method: bytes, path: bytes) -> Aim:
         route = f"/v2/{found[1].decode()}/{'status' if is_told else 'register'}"
         return Aim(route, shares_memory=not is_told)
     return _UNKNOWN
+
+
+_remembered = lru_cache(4096)(_aim_of)
+MOST_REMEMBERED = 256
+"""Bytes of a path: strangers may send any, and long ones would fill the memory."""
 
 
 def _reading_or_managing(changes: bool) -> Scope:

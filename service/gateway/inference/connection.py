@@ -162,6 +162,10 @@ class InferenceConnection(HttpToolsProtocol):
 
     # What exchanges call.
 
+    @property
+    def is_full(self) -> bool:
+        return self.flow.write_paused
+
     def write(self, parts: Sequence[bytes]) -> None:
         write_together(self.transport, parts)
 

@@ -32,6 +32,11 @@ _CONTINUE: Final = b"HTTP/1.1 100 Continue\r\n\r\n"
 class Client(Protocol):
     """The connection that it is on."""
 
+    @property
+    def is_full(self) -> bool:
+        """It takes no more for now; `go_on_with_answer` is called when it does."""
+        ...
+
     def write(self, parts: Sequence[bytes]) -> None:
         """Together."""
         ...
@@ -164,6 +169,8 @@ class Exchange(Answer):
             self._sends_chunks = self._takes_chunks
             self.keep_alive = self.keep_alive and self._takes_chunks
         self._write_head(status, headers, body_bytes)
+        if self._client.is_full and self._asking is not None:
+            self._asking.hold_answer()  # it has not even taken what was answered before
 
     def on_body(self, data: bytes) -> None:
         if self._method == b"HEAD":

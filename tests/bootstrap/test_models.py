@@ -1,0 +1,52 @@
+"""From settings to the server of models: addresses, credentials, and files that cannot be used."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from service.bootstrap.models import backend_of, server_of
+from service.bootstrap.premises import StartRefused
+from service.sections import TritonServerSettings
+from service.settings import load_settings
+
+CERTIFICATE = Path(__file__).parents[1] / "gateway" / "self_signed.pem"
+
+
+def given(**fields: Any) -> TritonServerSettings:
+    return TritonServerSettings(name="main", **{"http_url": "http://triton.lab:8000", **fields})
+
+
+def test_without_a_server_there_is_nobody_to_ask() -> None:
+    assert backend_of(load_settings()) is None
+
+
+def test_a_server_is_called_as_its_address_says() -> None:
+    server = server_of(given(http_url="http://[::1]:8000/"))
+    assert (server.host, server.port, server.authority, server.tls) == ("::1", 8000, b"[::1]:8000", None)
+
+
+def test_a_token_is_read_from_its_file_and_sent_beside_other_headers(tmp_path: Path) -> None:
+    (tmp_path / "token").write_text("s3cret\n", encoding="ascii")
+    server = server_of(given(token_file=tmp_path / "token", headers={"X-Group": "lab"}))
+    assert server.headers == ((b"X-Group", b"lab"), (b"Authorization", b"Bearer s3cret"))
+
+
+def test_https_is_believed_by_the_certificates_of_the_file() -> None:
+    server = server_of(given(http_url="https://triton.lab:443", ca_file=CERTIFICATE))
+    assert server.tls is not None
+    assert any("gpubroker" in str(one["subject"]) for one in server.tls.get_ca_certs())
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"token_file": Path("/nowhere/token")}, "cannot read the token_file of main"),
+        ({"token_file": CERTIFICATE}, "should hold one token"),
+        ({"ca_file": Path("/nowhere/ca"), "http_url": "https://h:1"}, "cannot use the ca_file of main"),
+        ({"ca_file": Path(__file__), "http_url": "https://h:1"}, "cannot use the ca_file of main"),
+    ],
+)
+def test_a_file_that_cannot_be_used_is_told_at_the_start(fields: dict[str, Any], said: str) -> None:
+    with pytest.raises(StartRefused, match=said):
+        server_of(given(**fields))
