@@ -12,7 +12,7 @@ RUN := $(UV) run --frozen --no-sync
 
 # The real Triton Inference Server of the tests. Its models run in this environment; its Python is one of those
 # for which both wheels exist.
-.tools/triton/.installed: tests/triton/requirements.txt .venv/.installed
+.tools/triton/.installed: tests/triton/requirements.txt | .venv/.installed
 	@$(UV) venv --quiet --clear --python '>=3.11,<3.13' .tools/triton
 	@$(UV) pip install --quiet --no-deps --python .tools/triton/bin/python -r $<
 	@touch $@

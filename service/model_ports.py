@@ -94,10 +94,10 @@ class Asking(Protocol):
 
 
 def write_together(transport: asyncio.WriteTransport, parts: Sequence[bytes]) -> None:
-    """Small parts in one piece, so that they leave together; of large ones no copy is made."""
+    """In one piece, unless a large one is last: of that no copy is made."""
     if len(parts) == 1:
         transport.write(parts[0])
-    elif sum(map(len, parts)) <= JOINED_BYTES:
+    elif len(parts[-1]) <= JOINED_BYTES:
         transport.write(b"".join(parts))
     else:
         transport.writelines(parts)
