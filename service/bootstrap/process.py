@@ -133,9 +133,11 @@ class Process:
         return task
 
     def _on_end(self, part: asyncio.Task[None]) -> None:
+        fault = None if part.cancelled() else part.exception()
         if not self._stop.is_set():
-            fault = None if part.cancelled() else part.exception()
             self._fail(part.get_name(), fault or RuntimeError("it ended, though nobody had asked it to"))
+        elif fault is not None:
+            log.warning("a part failed while the service ended", subject=part.get_name(), fault=repr(fault))
 
     def _fail(self, part: str, fault: BaseException) -> None:
         """Stop, and say so: going on without this part would look like service and be none."""

@@ -1,9 +1,11 @@
 """A part that ends takes the whole service with it: visibly, and without leaving anything behind."""
 
 import asyncio
+import gc
 import socket
 import sqlite3
 from pathlib import Path
+from typing import Any
 
 import pytest
 from gpubroker import BrokerError
@@ -11,6 +13,7 @@ from structlog.testing import capture_logs
 
 from service.adapters.sql.store import open_store
 from service.bootstrap.objects import open_blobs
+from service.bootstrap.picture import Picture
 from service.bootstrap.process import Process
 from service.settings import load_settings
 from tests.bootstrap.refusals import WAITING
@@ -30,6 +33,27 @@ async def test_a_service_that_cannot_listen_ends_and_leaves_nothing_running(tmp_
     assert line["subject"] == "http"
     assert asyncio.all_tasks() == {asyncio.current_task()}
     await store.close()
+
+
+async def test_of_parts_that_fail_together_each_is_told_once_and_none_by_the_event_loop(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def fail() -> None:
+        raise ValueError("of the test")
+
+    monkeypatch.setattr(Picture, "jobs", lambda _: [("first", fail()), ("second", fail())])
+    unheard: list[Any] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, about: unheard.append(about))
+    settings = load_settings(data_dir=tmp_path, engine="simulated")
+    store = await open_store(settings.database)
+    blobs = await open_blobs(settings, store)
+    with capture_logs() as logs:
+        process = Process(settings, store, blobs, listener=None, leads=True)
+        assert await asyncio.wait_for(process.run(), PATIENCE_SECONDS) == 1
+    await store.close()
+    gc.collect()
+    assert [line["subject"] for line in logs if "of the test" in line.get("fault", "")] == ["first", "second"]
+    assert unheard == []
 
 
 def test_a_log_with_a_hole_ends_the_service_and_the_next_start_reads_the_picture_anew(
