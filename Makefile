@@ -60,6 +60,7 @@ evidence: .venv/.installed  ## 90 minutes: kills, sleepers, power cuts, broken l
 	$(RUN) python -m tests.chaos kills --database sqlite --engine ray --kills 14 --tasks-per-kill 20 --batches 4
 	$(RUN) python -m tests.chaos kills --database postgres --engine ray --kills 14 --tasks-per-kill 20 --batches 4
 	$(RUN) python -m tests.chaos zombies
+	$(RUN) python -m tests.chaos stops
 	$(RUN) python -m tests.chaos power-loss --batches 5
 	$(RUN) python -m tests.chaos blows --restarts 5 --kills 50 --batches 6
 	$(RUN) python -m tests.chaos network --batches 2

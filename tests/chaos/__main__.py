@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from tests.chaos import blows, kills, mutants, network, power, simulation, tables, zombies
+from tests.chaos import blows, kills, late_orders, mutants, network, power, simulation, stops, tables, zombies
 from tests.chaos.databases import DURABILITY, a_database
 from tests.chaos.evidence import Evidence
 from tests.chaos.faults import Fault
@@ -45,13 +45,15 @@ def main() -> None:
     killing.add_argument("--no-evidence", action="store_true", help="print the record and keep nothing")
     killing.set_defaults(run=_kill)
     waking = commands.add_parser(
-        "zombies", help="leaders that sleep past their lease in the middle of a write"
+        "zombies", help="leaders that sleep past their lease in the middle of a write, or before an order"
     )
-    waking.add_argument("--pauses", type=int, default=60)
+    waking.add_argument("--pauses", type=int, default=60, help="in the middle of writes")
+    waking.add_argument("--orders", type=int, default=60, help="that are sent late to agents on real Ray")
     waking.add_argument("--seed", type=int, default=1)
     waking.add_argument("--no-evidence", action="store_true", help="print the record and keep nothing")
     waking.set_defaults(run=_wake)
     _add_what_breaks_below(commands)
+    _add_stops(commands)
     _add_simulation(commands)
     mutating = commands.add_parser("mutants", help="plant faults, and see which test finds each")
     mutating.add_argument("--first", type=int, help="only so many of them")
@@ -98,6 +100,17 @@ def _add_what_breaks_below(commands: Any) -> None:
     parting.set_defaults(run=_part)
 
 
+def _add_stops(commands: Any) -> None:
+    stopping = commands.add_parser("stops", help="gateways and brokers asked to end, under load on Ray")
+    stopping.add_argument("--stops", type=int, default=20)
+    stopping.add_argument("--tasks-per-stop", type=int, default=40)
+    stopping.add_argument("--target", action="append", choices=sorted({*stops.TARGETS}))
+    stopping.add_argument("--seed", type=int, default=1, help="of the first batch; the next ones follow it")
+    stopping.add_argument("--batches", type=int, default=1, help="each with a Ray and a database of its own")
+    stopping.add_argument("--no-evidence", action="store_true", help="print the record and keep nothing")
+    stopping.set_defaults(run=_stop)
+
+
 def _add_simulation(commands: Any) -> None:
     storming = commands.add_parser(
         "simulation",
@@ -124,17 +137,33 @@ def _sweep(chosen: argparse.Namespace) -> None:
 
 
 def _wake(chosen: argparse.Namespace) -> None:
+    done = [record for record in (_wake_writers(chosen), _wake_senders(chosen)) if record is not None]
+    if any(record["wrong"] or record.get("accepted") for record in done):
+        sys.exit(1)
+
+
+def _wake_writers(chosen: argparse.Namespace) -> dict[str, Any] | None:
+    """None if none are wanted, or the evidence has them."""
     evidence = Evidence("zombies", ("pauses", "refused", "accepted"), trials=("pauses",))
-    if not chosen.no_evidence and evidence.has(seed=chosen.seed):
-        return
+    if not chosen.pauses or (not chosen.no_evidence and evidence.has(seed=chosen.seed)):
+        return None
     with tempfile.TemporaryDirectory() as folder, a_database("postgres", Path(folder)) as url:
         woken = Zombies(url).wake(chosen.pauses, chosen.seed)
-    record = zombies.record(chosen.seed, chosen.pauses, woken)
-    print(record)
+    return _keep(chosen, evidence, zombies.record(chosen.seed, chosen.pauses, woken))
+
+
+def _wake_senders(chosen: argparse.Namespace) -> dict[str, Any] | None:
+    evidence = Evidence("zombies-orders", ("sleepers", "sent", "refused"), trials=("sent",))
+    if not chosen.orders or (not chosen.no_evidence and evidence.has(seed=chosen.seed)):
+        return None
+    return _keep(chosen, evidence, late_orders.run(chosen.seed, chosen.orders))
+
+
+def _keep(chosen: argparse.Namespace, evidence: Evidence, record: dict[str, Any]) -> dict[str, Any]:
+    print(record, flush=True)
     if not chosen.no_evidence:
         evidence.add(record, database="postgres", durability=DURABILITY["postgres"])
-    if woken.wrong or woken.accepted:
-        sys.exit(1)
+    return record
 
 
 def _cut_power(chosen: argparse.Namespace) -> None:
@@ -155,6 +184,12 @@ def _part(chosen: argparse.Namespace) -> None:
     how = chosen.rounds, (most / 6, most / 2, most), kinds, places, chosen.rest_seconds
     evidence = Evidence("network", network.SUMMED, trials=("faults", "acknowledged"))
     _try_each(chosen, evidence, "postgres", lambda seed: network.run(network.Faults(seed, *how)))
+
+
+def _stop(chosen: argparse.Namespace) -> None:
+    evidence = Evidence("stops", stops.SUMMED, trials=("stops", "acknowledged"))
+    how = chosen.stops, chosen.tasks_per_stop, chosen.target or stops.TARGETS
+    _try_each(chosen, evidence, "postgres", lambda seed: stops.run(stops.Stops(seed, *how)))
 
 
 def _try_each(

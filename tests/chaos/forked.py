@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from tests.e2e.service_process import ROOT, BrokerProcess, GatewayProcess, ServiceProcess, environment
+from tests.e2e.service_process import ROOT, BrokerProcess, GatewayProcess, ServiceProcess
 
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(
@@ -19,14 +19,14 @@ _context.set_forkserver_preload(
 
 
 class Forking(ServiceProcess):
-    """Starts quickly, unless something is to be done before its program is executed. Its environment is that
-    of the tester, and it has no Ray to leave behind."""
+    """Starts quickly, unless something is to be done before its program is executed. It has no Ray to leave
+    behind, unless whoever started it sees to that."""
 
     def spawn(self, begin: Callable[[], None] | None = None) -> Any:
         if begin is not None:
             return super().spawn(begin)
         words = (self.command, str(self._config), str(self._log))
-        started = _context.Process(target=_run, args=(*words, environment()))
+        started = _context.Process(target=_run, args=(*words, self._env))
         started.start()
         return Forked(started)
 

@@ -48,7 +48,7 @@ def run(batch: Batch) -> dict[str, Any]:
 
 
 async def _fire(batch: Batch, rig: Rig, load: Load, chance: Random) -> None:
-    for target in _by_turns(rig.targets, chance):
+    for target in by_turns(rig.targets, chance):
         if sum(rig.kills.values()) >= batch.kills:
             return
         submitting = asyncio.create_task(load.submit(batch.tasks_per_kill))
@@ -57,7 +57,7 @@ async def _fire(batch: Batch, rig: Rig, load: Load, chance: Random) -> None:
         await submitting
 
 
-def _by_turns(targets: Sequence[str], chance: Random) -> Iterator[str]:
+def by_turns(targets: Sequence[str], chance: Random) -> Iterator[str]:
     while True:
         yield from chance.sample(targets, len(targets))
 

@@ -35,7 +35,13 @@ class Rig:
     settings: ClassVar[Mapping[str, Any]] = {"engine": "simulated"}
     process: ClassVar[type[ServiceProcess]] = ForkedService
 
-    def __init__(self, folder: Path, url: str, ways: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        url: str,
+        ways: Mapping[str, str] | None = None,
+        settings: Mapping[str, Any] | None = None,
+    ) -> None:
         """`ways`: the URLs by which processes go to the database that have one of their own, by name."""
         self.folder = folder
         self._given = {
@@ -43,15 +49,16 @@ class Rig:
             "policy": {"sample_period_seconds": 0.5, "kill_patience_seconds": 0.5},
             "blob_dir": str(folder / "objects"),
             **self.settings,
+            **(settings or {}),
         }
         self._url, self._ways = url, ways or {}
         self.service = self.made(self.process, "data")
         self.watch = Watch(folder / "witness", folder / "seen")
         self.kills: dict[str, int] = {}
 
-    def made(self, process: type[ServiceProcess], name: str) -> ServiceProcess:
+    def made(self, process: type[ServiceProcess], name: str, **more: Any) -> ServiceProcess:
         url = self._ways.get(name, self._url)
-        return process(self.folder / name, database_url=url, **self._given)
+        return process(self.folder / name, database_url=url, **self._given, **more)
 
     @property
     def homes(self) -> list[Path]:
@@ -103,10 +110,19 @@ class SiteRig(Rig):
     targets = ("gateway", "leader", "standby", "leader")
     process = ForkedGateway
 
-    def __init__(self, folder: Path, url: str, ways: Mapping[str, str] | None = None) -> None:
-        super().__init__(folder, url, ways)
+    def __init__(
+        self,
+        folder: Path,
+        url: str,
+        ways: Mapping[str, str] | None = None,
+        settings: Mapping[str, Any] | None = None,
+    ) -> None:
+        super().__init__(folder, url, ways, settings)
         self.gateways = [self.service, self.made(ForkedGateway, "other")]
-        self.brokers = [self.made(ForkedBroker, name) for name in ("one", "two")]
+        self.brokers = [self.broker(name) for name in ("one", "two")]
+
+    def broker(self, name: str) -> ServiceProcess:
+        return self.made(ForkedBroker, name)
 
     @property
     def homes(self) -> list[Path]:

@@ -64,12 +64,9 @@ def _lines(found: Mapping[str, Record]) -> Iterator[str]:
                 f"{record['released_early']} leases were released while their process was seen. "
                 f"{record['events']:,} events judged."
             )
-    if "zombies" in found:
-        record = found["zombies"]
-        yield (
-            f"Leaders stopped in the middle of a write and woken past their lease, {record['database']}: "
-            f"{record['refused']} of {record['pauses']} writes refused (< {record['bound']['pauses']:.1%})."
-        )
+    yield from _sleepers(found)
+    if "stops" in found:
+        yield _stops(found["stops"])
     if "power-loss" in found:
         record = found["power-loss"]
         yield (
@@ -105,6 +102,39 @@ def _lines(found: Mapping[str, Record]) -> Iterator[str]:
     if "mutants" in found:
         record = found["mutants"]
         yield f"Faults planted on purpose: {record['seen']} of {record['planted']} seen by a named test."
+
+
+def _sleepers(found: Mapping[str, Record]) -> Iterator[str]:
+    if "zombies" in found:
+        record = found["zombies"]
+        yield (
+            f"Leaders stopped in the middle of a write and woken past their lease, {record['database']}: "
+            f"{record['refused']} of {record['pauses']} writes refused (< {record['bound']['pauses']:.1%})."
+        )
+    if "zombies-orders" in found:
+        record = found["zombies-orders"]
+        ways = ", ".join(f"{way} {count}" for way, count in record["refused_by_kind"].items())
+        yield (
+            f"Orders that such leaders sent when they woke, by their own Ray drivers to agents on real Ray: "
+            f"{record['refused']} of {record['sent']} refused there, and nothing came of them "
+            f"(< {record['bound']['sent']:.1%}; {ways})."
+        )
+
+
+def _stops(record: Record) -> str:
+    whom = ", ".join(f"{target} {count}" for target, count in record["stops_by_kind"].items())
+    seconds = {
+        name: max(max(run["seconds"][name]) for run in record["runs"])
+        for name in ("to_end", "without_a_leader", "to_the_next_start")
+    }
+    return (
+        f"Processes asked to end under load on real Ray: {record['stops']} "
+        f"(< {record['bound']['stops']:.1%}; {whom}). Of {record['acknowledged']:,} accepted tasks "
+        f"{record['lost']} were lost, {record['accepted_twice']} accepted twice; of {record['runs_seen']:,} "
+        f"runs {record['began_again']} began again or were lost. At most {seconds['to_end']:.1f} s until a "
+        f"process had ended, {seconds['without_a_leader']:.2f} s without a leader, and "
+        f"{seconds['to_the_next_start']:.2f} s until the next one let a task begin."
+    )
 
 
 def _network(record: Record) -> Iterator[str]:

@@ -11,7 +11,6 @@ import gc
 import os
 import signal
 from collections import Counter
-from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from random import Random
@@ -119,7 +118,7 @@ def _end_with_parent() -> None:
     ctypes.CDLL(None).prctl(set_death_signal, signal.SIGKILL)
 
 
-def record(seed: int, pauses: int, woken: Woken) -> Mapping[str, Any]:
+def record(seed: int, pauses: int, woken: Woken) -> dict[str, Any]:
     return {
         "seed": seed,
         "pauses": pauses,

@@ -27,7 +27,7 @@ from service.adapters.sql.store import open_store
 from service.bootstrap.broker_role import BrokerRole
 from service.bootstrap.picture import Picture
 from service.core.accounts import HALF_LIFE_SECONDS
-from service.core.orders import Ended, Order, Report, StartOrder
+from service.core.orders import Ended, Order, Report, StartOrder, StopOrder
 from service.core.tenure import NEVER, Tenure
 from service.core.units import TaskId, Term
 from service.ports import RunPayload
@@ -38,7 +38,9 @@ from tests.patience import PATIENCE_SECONDS
 
 IN_TRANSACTION = "stop-between-two-statements"
 WITH_HEAD = "stop-with-the-head-of-the-log"
-BEFORE_SEND = "stop-before-the-next-start-is-sent"
+BEFORE_START = "stop-before-the-next-start-is-sent"
+BEFORE_STOP = "stop-before-the-next-stop-is-sent"
+_BEFORE: Mapping[type, str] = {StartOrder: BEFORE_START, StopOrder: BEFORE_STOP}
 NOTICES_NOTHING = "notices-nothing"
 LEAVE = "leave"
 """End everything of ours on the nodes as well."""
@@ -47,13 +49,16 @@ LEAVE = "leave"
 class BrokerProcess:
     """As a context manager it is started, and ended at the latest by force."""
 
-    def __init__(self, folder: Path, name: str, *words: str, **settings: Any) -> None:
-        """`words`: NOTICES_NOTHING, or none."""
+    def __init__(
+        self, folder: Path, name: str, *words: str, env: Mapping[str, str] | None = None, **settings: Any
+    ) -> None:
+        """`words`: NOTICES_NOTHING, or none. `env`: variables that it gets besides the tester's."""
         self._folder = folder / name
         self._folder.mkdir()
         self._config = self._folder / "config.yaml"
         self._config.write_text(yaml.safe_dump({"data_dir": str(self._folder), **settings}), encoding="utf-8")
         self._words = words
+        self._env = environment(**(env or {}))
         self._told: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
         self._process: subprocess.Popen[str] | None = None
 
@@ -65,7 +70,7 @@ class BrokerProcess:
                 stdout=subprocess.PIPE,
                 stderr=log,
                 text=True,
-                env=environment(),
+                env=self._env,
                 cwd=ROOT,
             )
         threading.Thread(target=self._listen, args=[self._process], daemon=True).start()
@@ -97,10 +102,12 @@ class BrokerProcess:
                 return told
 
     def order(self, word: str) -> None:
+        """Back when it knows."""
         assert self._process is not None
         assert self._process.stdin is not None
         self._process.stdin.write(f"{word}\n")
         self._process.stdin.flush()
+        self.next(f"knows {word}")
 
     def send(self, number: signal.Signals) -> float:
         """When it was sent, on this machine's clock."""
@@ -176,6 +183,7 @@ class Broker:
     def _obey(self, loop: asyncio.AbstractEventLoop) -> None:
         for line in sys.stdin:
             self._stops_at = line.strip()
+            tell(f"knows {self._stops_at}")
             if self._stops_at == LEAVE:
                 self._leaves = True
                 loop.call_soon_threadsafe(self._ending.set)
@@ -195,12 +203,12 @@ class Broker:
             return numbered
 
         async def stop_and_send(orders: Sequence[Order], payloads: Mapping[TaskId, RunPayload]) -> None:
-            starts = [order for order in orders if isinstance(order, StartOrder)]
-            if starts:
-                self._stop_at(BEFORE_SEND)
+            told = [order for order in orders if type(order) in _BEFORE]
+            for order in told:
+                self._stop_at(_BEFORE[type(order)])
             await send(orders, payloads)
-            for order in starts:
-                tell("sent", task=order.task, fence=order.fence)
+            for order in told:
+                tell("sent", task=order.task, fence=order.fence, kind=type(order).__name__)
 
         async def tell_reports() -> Sequence[Report]:
             heard = await reports()
@@ -225,7 +233,9 @@ def replace(owner: object, **methods: Callable[..., Any]) -> None:
 
 
 def tell(what: str, **more: Any) -> None:
-    print(json.dumps({"what": what, "at": boot_seconds(), **more}), flush=True)
+    """In one write: lines of two threads never mix."""
+    line = json.dumps({"what": what, "at": boot_seconds(), **more})
+    os.write(sys.stdout.fileno(), f"{line}\n".encode())
 
 
 def notice_nothing() -> None:

@@ -80,7 +80,7 @@ async def open_lab() -> AsyncIterator[Callable[..., Awaitable[Lab]]]:
 @pytest.fixture
 def as_guest(shared_lab: Lab, monkeypatch: pytest.MonkeyPatch) -> str:
     """The address of the shared head, with the environment to join it."""
-    for name, value in guest_environment(shared_lab).items():
+    for name, value in guest_environment(shared_lab.options.data_dir).items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(tempfile, "tempdir", None)
     return shared_lab.head.address

@@ -64,14 +64,14 @@ class Lab(Bench):
         return state
 
 
-def guest_environment(lab: Lab) -> dict[str, str]:
-    """What somebody who joins the shared head needs."""
+def guest_environment(data_dir: Path) -> dict[str, str]:
+    """What somebody who joins the head of this data directory needs."""
     return {
         "RAY_AUTH_MODE": "token",
-        "RAY_AUTH_TOKEN_PATH": str(lab.options.data_dir / "ray-token"),
+        "RAY_AUTH_TOKEN_PATH": str(data_dir / "ray-token"),
         "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
         # A joined cluster's runs have their directory below the temporary one.
-        "TMPDIR": str(lab.options.data_dir),
+        "TMPDIR": str(data_dir),
     }
 
 

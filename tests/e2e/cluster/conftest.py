@@ -46,7 +46,7 @@ CLUSTER: dict[str, Any] = {
 
 @pytest.fixture(scope="package")
 def _second_node(shared_lab: Lab) -> Iterator[RayNode]:
-    with RayNode(shared_lab.head.address, "n2", guest_environment(shared_lab)) as node:
+    with RayNode(shared_lab.head.address, "n2", guest_environment(shared_lab.options.data_dir)) as node:
         yield node
 
 
@@ -64,7 +64,9 @@ def _two_nodes(
 ) -> Iterator[ServiceProcess]:
     joined = {"address": shared_lab.head.address, "spares": 2, "cpu": 4}
     home = tmp_path_factory.mktemp("cluster") / "data"
-    with ServiceProcess(home, guest_environment(shared_lab), ray=joined, **CLUSTER) as running:
+    with ServiceProcess(
+        home, guest_environment(shared_lab.options.data_dir), ray=joined, **CLUSTER
+    ) as running:
         until(lambda: len(running.broker.nodes()) == 2, "both nodes are there")
         yield running
 

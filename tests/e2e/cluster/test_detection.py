@@ -4,16 +4,33 @@ import os
 import signal
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import pytest
 from gpubroker import Broker, Task
 
 from tests.e2e.hands import PATIENCE_SECONDS, SMALL, Hands
+from tests.e2e.ray_lab import Lab, guest_environment
 from tests.e2e.ray_node import RayNode
-from tests.e2e.service_process import ServiceProcess, until
+from tests.e2e.service_process import GIB, BrokerProcess, GatewayProcess, ServiceProcess, until
 
 FOUND_SECONDS = 8.0
 STOPPED_SECONDS = 10.0
+
+
+@dataclass(frozen=True)
+class Site:
+    """A gateway and two brokers on one PostgreSQL and two nodes."""
+
+    broker: Broker
+    leader: ServiceProcess
+    standby: ServiceProcess
+
+    def leads(self, process: ServiceProcess) -> bool:
+        return str(self.broker.stats().leader["holder"]).endswith(f":{process.pid}")
 
 
 @pytest.fixture
@@ -67,6 +84,50 @@ def test_a_leader_that_stood_still_itself_gives_nobody_up(
     assert [(task.state, task.attempt) for task in map(cluster.get, runs)] == [("running", 1)] * 2
     closed = [event for event in cluster.events(after=before) if event.kind == "node.seen"]
     assert closed == [], "no node was given up"
+    hands.end(*runs)
+
+
+@pytest.fixture
+def site(shared_lab: Lab, second_node: RayNode, postgres_url: str, tmp_path: Path) -> Iterator[Site]:
+    settings: dict[str, Any] = {
+        "database_url": postgres_url,
+        "blob_dir": str(tmp_path / "objects"),
+        "ray": {"address": shared_lab.head.address, "cluster": "stopped", "spares": 1, "warm_runners": 0},
+        "simulated_devices": [{"kind": "sim-24g", "memory_mb": 24 * GIB}],
+    }
+    env = guest_environment(shared_lab.options.data_dir)
+    with ExitStack() as stack:
+        gateway = stack.enter_context(GatewayProcess(tmp_path / "gateway", env, **settings))
+        leader, standby = (
+            stack.enter_context(BrokerProcess(tmp_path / name, env, **settings)) for name in ("one", "two")
+        )
+        yield Site(gateway.broker, leader, standby)
+
+
+@pytest.mark.evidence
+def test_of_a_leader_that_stands_still_another_takes_the_lead_and_neither_gives_anybody_up(
+    site: Site, tmp_path: Path
+) -> None:
+    broker, hands = site.broker, Hands(site.broker, tmp_path)
+    until(lambda: len(broker.nodes()) == 2, "both nodes are there")
+    runs = [hands.at_work(node.name, gpu_mb=4096, nodes={"node": [node.name]}) for node in broker.nodes()]
+    before = broker.stats()
+    assert site.leads(site.leader)
+    os.kill(site.leader.pid, signal.SIGSTOP)
+    try:
+        time.sleep(STOPPED_SECONDS)
+        assert broker.result(broker.submit("tests.e2e.work:add", 1, 2)) == 3
+        assert site.leads(site.standby)
+    finally:
+        os.kill(site.leader.pid, signal.SIGCONT)
+    time.sleep(STOPPED_SECONDS)
+    assert site.leads(site.standby), "who slept has stood back"
+    assert broker.stats().leader["term"] == before.leader["term"] + 1
+    assert [(task.state, task.attempt) for task in map(broker.get, runs)] == [("running", 1)] * 2
+    assert all(node.ready for node in broker.nodes())
+    assert broker.quarantine().items == ()
+    told = [event for event in broker.events(after=before.position) if event.key in {run.id for run in runs}]
+    assert told == [], "nothing befell the runs"
     hands.end(*runs)
 
 
