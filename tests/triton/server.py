@@ -68,16 +68,16 @@ class Triton:
 
     def start(self) -> None:
         """Also again, after `kill`, on the same ports."""
-        wheel = _wheel()
-        self._prepare_backend(wheel)
+        parts = wheel()
+        self._prepare_backend(parts)
         path = f"{HOME / 'bin'}:{os.environ.get('PATH', '')}"
-        libraries = f"{wheel['libraries']}:{wheel['libdir']}"
+        libraries = f"{parts['libraries']}:{parts['libdir']}"
         env = {**os.environ, "PATH": path, "LD_LIBRARY_PATH": libraries}
         for name in ("PYTHONHOME", "VIRTUAL_ENV"):
             env.pop(name, None)
         with self._log.open("ab") as log:
             self._process = subprocess.Popen(
-                self._command(wheel), env=env, stdin=subprocess.DEVNULL, stdout=log, stderr=log,
+                self._command(parts), env=env, stdin=subprocess.DEVNULL, stdout=log, stderr=log,
                 start_new_session=True, preexec_fn=_die_with_parent,
             )  # fmt: skip
         deadline = time.monotonic() + PATIENCE_SECONDS
@@ -105,9 +105,9 @@ class Triton:
     def log(self) -> str:
         return self._log.read_text(encoding="utf-8", errors="replace")
 
-    def _command(self, wheel: dict[str, str]) -> list[str]:
+    def _command(self, parts: dict[str, str]) -> list[str]:
         return [
-            f"{wheel['package']}/bin/tritonserver",
+            f"{parts['package']}/bin/tritonserver",
             f"--model-repository={self._folder / 'models'}",
             "--model-control-mode=explicit",
             "--strict-readiness=false",  # one failed load would make the whole server not ready
@@ -122,17 +122,17 @@ class Triton:
             *self._options,
         ]
 
-    def _prepare_backend(self, wheel: dict[str, str]) -> None:
+    def _prepare_backend(self, parts: dict[str, str]) -> None:
         """A directory of its own: the wheel keeps the stubs, one for each Python, apart."""
         backend = self._folder / "backends" / "python"
         if backend.exists():
             return
         backend.mkdir(parents=True)
-        package = Path(wheel["package"])
+        package = Path(parts["package"])
         for name in ("libtriton_python.so", "triton_python_backend_utils.py"):
             shutil.copy(package / "backends" / "python" / name, backend)
         stub = backend / "triton_python_backend_stub"
-        shutil.copy(package / "python_backend_stubs" / wheel["python"] / stub.name, stub)
+        shutil.copy(package / "python_backend_stubs" / parts["python"] / stub.name, stub)
         stub.chmod(0o755)
 
     def _is_ready(self) -> bool:
@@ -143,7 +143,8 @@ class Triton:
             return False
 
 
-def _wheel() -> dict[str, str]:
+def wheel() -> dict[str, str]:
+    """Where its parts are."""
     python = HOME / "bin" / "python"
     assert python.exists(), "there is no Triton for the tests; `make triton` installs it"
     asked = subprocess.run([python, "-c", _ASK], check=True, capture_output=True, text=True)
