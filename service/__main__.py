@@ -57,7 +57,7 @@ def broker(
 
 def down(config: Config = None, data_dir: DataDir = None) -> None:
     """Stop the service of this data directory and the local Ray it left running."""
-    from service.bootstrap import StillRunning, stop_everything
+    from service.bootstrap.down import StillRunning, stop_everything
 
     try:
         for line in stop_everything(_settings(config, data_dir=data_dir)):

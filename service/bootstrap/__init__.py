@@ -10,7 +10,6 @@ import uvloop
 from service.adapters.sql.move import move_data
 from service.adapters.sql.session import DatabaseRefused
 from service.adapters.sql.store import migrate, open_store
-from service.bootstrap.down import StillRunning, stop_everything
 from service.bootstrap.last_moment import LastMoment
 from service.bootstrap.objects import open_blobs
 from service.bootstrap.premises import (
@@ -23,20 +22,16 @@ from service.bootstrap.premises import (
 )
 from service.bootstrap.process import Process
 from service.core.units import Seconds
-from service.gateway import document
-from service.gateway.app import openapi_document
 from service.ports import StoreUnavailable
 from service.settings import Settings
 from service.telemetry import configure_logs
 
 __all__ = [
     "StartRefused",
-    "StillRunning",
     "migrate_database",
     "move_database",
     "openapi_yaml",
     "run_service",
-    "stop_everything",
 ]
 
 
@@ -100,4 +95,7 @@ def move_database(settings: Settings, target: str, tell: Callable[[str], None]) 
 
 def openapi_yaml() -> str:
     """The API's document, as `openapi.yaml` holds it."""
+    from service.gateway import document
+    from service.gateway.app import openapi_document
+
     return document.openapi_yaml(openapi_document())

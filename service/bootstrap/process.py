@@ -8,7 +8,8 @@ import socket
 import sys
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
-from typing import Any
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, Union
 
 import structlog
 
@@ -16,7 +17,6 @@ from service.adapters.blobs.directory import DirectoryBlobs
 from service.adapters.sql.store import SqlStore
 from service.bootstrap.broker_role import BrokerRole
 from service.bootstrap.compose import policy_of
-from service.bootstrap.gateway_role import GatewayRole
 from service.bootstrap.lead import Lead
 from service.bootstrap.picture import Picture
 from service.bootstrap.premises import StartRefused
@@ -24,6 +24,9 @@ from service.bootstrap.words import farewell, greeting
 from service.core.units import Seconds
 from service.ports import Outgrown
 from service.settings import Settings
+
+if TYPE_CHECKING:
+    from service.bootstrap.gateway_role import GatewayRole
 
 log = structlog.get_logger("gpubroker")
 
@@ -34,7 +37,7 @@ WIND_UP_SECONDS = 1.0
 CLOSE_SECONDS = 1.0
 """Of the time to end in, what is kept for the end itself."""
 
-Part = BrokerRole | Picture | Lead | GatewayRole
+Part = Union[BrokerRole, Picture, Lead, "GatewayRole"]
 
 
 class Process:
@@ -52,8 +55,11 @@ class Process:
     ) -> None:
         """A gateway if it has a listener; a broker, which may lead, if it `leads`. `on_stop`: called when it
         is asked to stop, and to leave the cluster as it is."""
-        name = f"{socket.gethostname()}:{os.getpid()}"
+        self._name = name = f"{socket.gethostname()}:{os.getpid()}"
         self._settings = settings
+        self._store = store
+        self._blobs = blobs
+        self._listener = listener
         self._on_stop = on_stop
         self._stop = asyncio.Event()
         self._stop_cluster = False
@@ -63,13 +69,8 @@ class Process:
         self._picture = picture = Picture(store, half_life_seconds, self._fail)
         self._broker = broker = BrokerRole(name, settings, store, picture, blobs) if leads else None
         self._lead = Lead(store, picture, policy_of(settings), broker)
-        self._gateway = (
-            None
-            if listener is None
-            else GatewayRole(
-                name, settings, store, picture, blobs, self._lead, broker, listener, self._shut_down
-            )
-        )
+        self._gateway: GatewayRole | None = None
+        """From the moment on at which somebody is answered."""
 
     async def run(self) -> int:
         """Work until asked to stop; the exit code.
@@ -81,12 +82,13 @@ class Process:
         make_full_collections_rare()
         await self._picture.begin()
         await self._lead.begin()
-        serving: list[asyncio.Task[None]] = []
-        if self._gateway is not None:
-            await self._gateway.begin()
-            serving.append(self._begin("http", self._gateway.serve()))
         self._stop_on_signals()
         leading = self._begin_all(self._broker)
+        try:
+            serving = [] if self._listener is None else [await self._speak(self._listener)]
+        except BaseException:
+            await _end(leading)
+            raise
         jobs = self._begin_all(self._picture, self._lead, self._gateway)
         self._say(*greeting(self._settings, None if self._gateway is None else self._gateway.url))
         await self._stop.wait()
@@ -96,6 +98,20 @@ class Process:
             await self._broker.close(stop_cluster=self._stop_cluster)
         self._say(self._farewell())
         return 0 if self._fault is None else 1
+
+    async def _speak(self, listener: socket.socket) -> asyncio.Task[None]:
+        """Answer requests from now on. What this takes is loaded here, beside the first decisions: a quarter
+        of all that a start loads, which none of them needs."""
+        await asyncio.to_thread(import_module, "service.bootstrap.gateway_role")
+        from service.bootstrap.gateway_role import GatewayRole
+
+        make_full_collections_rare()
+        self._gateway = GatewayRole(
+            self._name, self._settings, self._store, self._picture, self._blobs, self._lead, self._broker,
+            listener, self._shut_down,
+        )  # fmt: skip
+        await self._gateway.begin()
+        return self._begin("http", self._gateway.serve())
 
     async def _drain(
         self, serving: Sequence[asyncio.Task[None]], leading: Sequence[asyncio.Task[None]]

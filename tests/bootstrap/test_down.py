@@ -12,7 +12,7 @@ import pytest
 
 from service.adapters.ray.head import HeadState, versions, write_state
 from service.adapters.ray.processes import boot_id, process_id
-from service.bootstrap import StillRunning, stop_everything
+from service.bootstrap.down import StillRunning, stop_everything
 from service.bootstrap.premises import own_host
 from service.settings import load_settings
 from tests.e2e.service_process import ROOT, ServiceProcess

@@ -2,7 +2,7 @@ from dataclasses import FrozenInstanceError, dataclass, fields, replace
 
 import pytest
 
-from service.core.copies import copier
+from service.core.copies import copier, maker
 from service.core.demand import Demand, shared
 from service.core.units import Mib
 from tests.builders import a_task
@@ -15,6 +15,7 @@ class Point:
 
 
 moved = copier(Point)
+made_of = maker(Point)
 
 
 def test_a_copy_differs_in_what_was_named_and_in_nothing_else():
@@ -47,3 +48,17 @@ def test_demands_that_equal_each_other_hash_alike_whatever_was_asked_of_them_bef
 def test_the_hash_of_a_demand_is_none_of_its_fields():
     hash(a_task("t").demand)
     assert "_hash" not in {f.name for f in fields(Demand)}
+
+
+def test_a_value_made_of_all_its_fields_equals_one_made_the_usual_way():
+    made = made_of((1, (2, 3)))
+    assert type(made) is Point
+    assert made == Point(1, (2, 3))
+    with pytest.raises(FrozenInstanceError):
+        made.x = 3  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("values", [(1,), (1, (2,), 3)])
+def test_a_value_of_more_or_fewer_fields_than_there_are_is_refused(values):
+    with pytest.raises(ValueError, match="values to unpack"):
+        made_of(values)

@@ -20,6 +20,7 @@ from service.core.codec import (
     external_fields,
     external_from,
 )
+from service.core.copies import maker
 from service.core.demand import Demand
 from service.core.device import Node
 from service.core.estimate import Lesson, Sketch, Topic, What
@@ -236,9 +237,10 @@ def task_of_row(row: Iterable[Any]) -> Task:
         values[_TASK_STOP_REASON] = StopReason(values[_TASK_STOP_REASON])
     members = values[_TASK_MEMBERS]
     values[_TASK_MEMBERS] = () if members is None else members_from(from_json(members))
-    return Task(*values)
+    return _task(values)
 
 
+_task = maker(Task)
 _places = {field.name: place for place, field in enumerate(fields(Task))}
 _REPEATED = tuple(_places[name] for name in ("tenant", "name", "stream", "subject"))
 """Words that many tasks share: of a long queue they are kept once."""

@@ -1,0 +1,81 @@
+"""Changing a database's schema with alembic, from a checkout or from an installed package."""
+
+from pathlib import Path
+
+from alembic import command
+from alembic.config import Config
+from alembic.runtime.migration import MigrationContext
+from alembic.script import ScriptDirectory
+from alembic.util import CommandError
+from sqlalchemy import Connection, Engine, inspect, text
+from sqlalchemy.exc import DBAPIError
+
+from service.adapters.sql.compatibility import SCHEMA
+from service.adapters.sql.session import DatabaseRefused
+
+_INSTALLED = Path(__file__).parent / "migrations"
+_CHECKOUT = Path(__file__).parents[3] / "migrations"
+_LOCK = 0x67706272
+"""Advisory lock on PostgreSQL: of several processes that start, one migrates and the others wait."""
+
+
+def migrate_to(engine: Engine, revision: str, name: str) -> str:
+    """See `schema.bring_to`."""
+    try:
+        with engine.begin() as connection:
+            if connection.dialect.name == "postgresql":
+                connection.execute(text("SELECT pg_advisory_xact_lock(:key)"), {"key": _LOCK})
+            config = _config(connection)
+            current = MigrationContext.configure(connection).get_current_revision()
+            _check_ours(connection, current, name)
+            if current is None or _knows(config, current):
+                _move(config, current, revision)
+            else:
+                _check_compatible(connection, current, name, goes_elsewhere=revision != "head")
+            return MigrationContext.configure(connection).get_current_revision() or "base"
+    except CommandError as error:
+        raise DatabaseRefused(f"{name} cannot be brought to revision {revision}: {error}") from None
+    except DBAPIError as error:
+        raise DatabaseRefused(
+            f"{name} cannot be used: {error.orig}; "
+            "restore it from a backup, or name another with --database-url"
+        ) from None
+
+
+def _config(connection: Connection) -> Config:
+    config = Config()
+    config.set_main_option("script_location", str(_INSTALLED if _INSTALLED.is_dir() else _CHECKOUT))
+    config.attributes["connection"] = connection
+    return config
+
+
+def _check_ours(connection: Connection, current: str | None, name: str) -> None:
+    if current is None and inspect(connection).has_table("task"):
+        raise DatabaseRefused(
+            f"{name} has a table `task` that is not gpubroker's; name another with --database-url"
+        )
+
+
+def _knows(config: Config, revision: str) -> bool:
+    scripts = ScriptDirectory.from_config(config)
+    return revision in {script.revision for script in scripts.walk_revisions()}
+
+
+def _check_compatible(connection: Connection, current: str, name: str, *, goes_elsewhere: bool) -> None:
+    """Newer software has been here. What it has only added to is used as it is, and left as it is."""
+    compatible_from = connection.execute(text("SELECT compatible_from FROM log_head")).scalar_one()
+    if compatible_from > SCHEMA or goes_elsewhere:
+        raise DatabaseRefused(
+            f"{name} was written by a newer gpubroker (its schema is {current}, this one knows up to "
+            f"{SCHEMA:04}); upgrade gpubroker, or restore an older backup"
+        )
+
+
+def _move(config: Config, current: str | None, revision: str) -> None:
+    scripts = ScriptDirectory.from_config(config)
+    target = None if revision == "base" else scripts.get_revision(revision)
+    older = {script.revision for script in scripts.iterate_revisions(current or "base", "base")}
+    if target is None or (target.revision in older and target.revision != current):
+        command.downgrade(config, revision)
+    else:
+        command.upgrade(config, revision)
