@@ -35,6 +35,10 @@ others have written is only a hint."""
 ALONE_POLL_SECONDS = 1.0
 """Where nobody else writes, asking only proves that the picture is current."""
 
+FAR_SECONDS = 0.25
+"""Of a round trip to the database. A connection takes up to seven, and there are 2 s for it; each commit
+takes two, and holds up all others for one."""
+
 Job = tuple[str, Coroutine[Any, Any, None]]
 """What a part of a process does until it is cancelled, by the name under which its end is told."""
 
@@ -81,6 +85,7 @@ class Picture:
     async def begin(self) -> None:
         """Read it from the database. Raises StoreUnavailable."""
         await self.clock.read()
+        self._warn_if_far()
         fill(self.world, await self._store.snapshot())
         self._store.listen(self._on_events)
 
@@ -89,6 +94,14 @@ class Picture:
         if self._store.gives_hints:
             jobs.append(("hints", self._store.keep_hints(self._hinted.set)))
         return jobs
+
+    def _warn_if_far(self) -> None:
+        seconds = self.clock.round_trip_seconds
+        if seconds > FAR_SECONDS:
+            log.warning(
+                f"the database is too far away: a round trip takes {seconds:.2f} s, and at most "
+                f"{FAR_SECONDS:g} s are supported; run this process nearer to it"
+            )
 
     def _on_events(self, events: Sequence[Event]) -> None:
         """Raises what went wrong, so that the store hears of it as well and lets nobody write any more."""

@@ -1,6 +1,7 @@
 """From committed decisions to orders on their way, each start with what the run needs attached."""
 
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 
 import structlog
 
@@ -39,6 +40,15 @@ class Dispatcher:
         self._executor = executor
         self._world = world
         self._clock = clock
+        self._specs: Mapping[TaskId, RunSpec] = {}
+        """What was looked up last."""
+
+    async def look_up(self, decisions: Sequence[Decision]) -> None:
+        """Read what their starts will need, while they are committed; `send` reads what it does not find."""
+        starts = [order.task for d in decisions for order in d.orders if isinstance(order, StartOrder)]
+        if starts:
+            with suppress(StoreUnavailable):
+                self._specs = await self._store.specs(starts)
 
     async def send(self, committed: Sequence[Decision]) -> Sequence[Report]:
         """Send all orders in decision order. Returns reports about starts that could not be made.
@@ -69,7 +79,8 @@ class Dispatcher:
     ) -> tuple[Mapping[TaskId, RunPayload], Sequence[Report]]:
         if not starts:
             return {}, ()
-        specs = await self._store.specs([order.task for order in starts])
+        missing = [order.task for order in starts if order.task not in self._specs]
+        specs = {**self._specs, **(await self._store.specs(missing) if missing else {})}
         payloads: dict[TaskId, RunPayload] = {}
         impossible: list[Report] = []
         for order in starts:

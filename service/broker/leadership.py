@@ -13,7 +13,7 @@ import structlog
 
 from service.broker.loop import Leader
 from service.core.tenure import LeaderRow, Standing, Tenure, TenureRules, Watched
-from service.core.units import Seconds, Term
+from service.core.units import Term, Ticks
 from service.ports import Executor, ReadTicks, StaleTerm, StoreUnavailable, TaskStore, TenureOver
 
 log = structlog.get_logger("gpubroker.leadership")
@@ -23,7 +23,7 @@ LOOK_SECONDS = (0.05, 0.2)
 it hears that a leader has let its term go."""
 
 RETRY_SECONDS = 0.1
-"""A renewal that failed is tried again so soon: it has a second or two to succeed."""
+"""A renewal that failed is tried again so soon after it was asked for: it has a second or two to succeed."""
 
 RESIGN_SECONDS = 1.0
 """To let the term go is a courtesy; its lease ends by itself."""
@@ -150,13 +150,13 @@ class Candidate:
 
     async def _keep(self, tenure: Tenure) -> None:
         """Renew, again and again. Raises StaleTerm, and TenureOver when that did not succeed in time."""
-        pause = self._rules.renew_seconds
+        next_at = self._rules.renew_at(tenure.until)
         while True:
-            await asyncio.sleep(min(pause, tenure.seconds_left(self._ticks())))
+            await asyncio.sleep(max(0.0, min(next_at, tenure.until) - self._ticks()))
             asked_at = self._ticks()
             if tenure.is_over(asked_at):
                 raise TenureOver(f"term {tenure.term} was not renewed in time; stop leading")
-            pause = Seconds(RETRY_SECONDS)
+            next_at = Ticks(asked_at + RETRY_SECONDS)
             try:
                 async with asyncio.timeout(tenure.seconds_left(asked_at)):
                     await self._store.renew(tenure.term, self._rules.ttl_seconds)
@@ -166,7 +166,7 @@ class Candidate:
                 continue
             else:
                 tenure.extend(self._rules.trusted_until(asked_at))
-                pause = self._rules.renew_seconds
+                next_at = self._rules.renew_at(tenure.until)
 
     async def _stand_back(self, tenure: Tenure) -> None:
         """Nothing more leaves; then whoever waits need not wait for the lease to end."""

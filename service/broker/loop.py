@@ -336,7 +336,7 @@ class Leader:
             return ()
         self._check_tenure()
         writing = [decision for decision in decisions if not decision.is_empty()]
-        written = await self._store.commit(self.tenure.term, writing) if writing else ()
+        written = await self._commit(writing) if writing else ()
         fate = {id(decision): verdict for decision, verdict in zip(writing, written, strict=True)}
         verdicts = [fate.get(id(decision), CommitVerdict.COMMITTED) for decision in decisions]
         accepted = {d.subject for d, v in zip(decisions, verdicts, strict=True) if v is COMMITTED}
@@ -355,6 +355,11 @@ class Leader:
         await self._dispatch()
         if CommitVerdict.UNAVAILABLE in verdicts:
             raise StoreUnavailable("the database went away in the middle of a commit")
+        return verdicts
+
+    async def _commit(self, decisions: Sequence[Decision]) -> Sequence[CommitVerdict]:
+        written = self._store.commit(self.tenure.term, decisions)
+        verdicts, _ = await asyncio.gather(written, self._dispatcher.look_up(decisions))
         return verdicts
 
     def _check_tenure(self) -> None:

@@ -27,6 +27,11 @@ class TenureRules:
         """Of a lease that was asked for at this moment, and granted."""
         return Ticks(asked_at + self.ttl_seconds - self.margin_seconds)
 
+    def renew_at(self, until: Ticks) -> Ticks:
+        """The next one, of a lease that is trusted until then: so long after that was asked for, however late
+        it was granted."""
+        return Ticks(until - self.ttl_seconds + self.margin_seconds + self.renew_seconds)
+
 
 _DECADES = Seconds(1e9)
 WHILE_THE_PROCESS_LIVES = TenureRules(_DECADES, Seconds(0.0), _DECADES)

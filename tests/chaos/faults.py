@@ -63,6 +63,9 @@ class FaultySession:
     def fetch(self, statement: SetStatement, rows: Sequence[Row]) -> Sequence[Sequence[Any]]:
         return self._then(statement.name, lambda: self._session.fetch(statement, rows))
 
+    def ask(self, statement: SetStatement, rows: Sequence[Row]) -> Callable[[], Sequence[Sequence[Any]]]:
+        return self._then(statement.name, lambda: self._session.ask(statement, rows))
+
     def require_term(self, term: Term) -> None:
         self._then("term", lambda: self._session.require_term(term))
 

@@ -75,9 +75,9 @@ MUTANTS = (
     Mutant(
         "orders leave before the decision is committed",
         "service/broker/loop.py",
-        "        written = await self._store.commit(self.tenure.term, writing) if writing else ()\n",
+        "        written = await self._commit(writing) if writing else ()\n",
         "        await self._dispatcher.send(writing)\n"
-        "        written = await self._store.commit(self.tenure.term, writing) if writing else ()\n",
+        "        written = await self._commit(writing) if writing else ()\n",
         "tests/broker/test_leader.py",
     ),
     Mutant(

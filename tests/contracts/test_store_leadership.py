@@ -106,6 +106,25 @@ async def test_a_renewal_waits_for_no_writer(postgres_url: str) -> None:
         await asyncio.wait_for(waiting, PATIENCE_SECONDS)
 
 
+async def test_a_renewal_waits_for_no_commit_of_its_term_and_the_next_term_waits_for_it(
+    postgres_url: str,
+) -> None:
+    """Where the way to the server is long, commits take long, and one follows the other."""
+    async with opened(postgres_url) as store:
+        term = await next_term(store)
+        session = PostgresSession(postgres_url)
+        session.begin()
+        session.require_term(term)
+        session.number(0)
+        await asyncio.wait_for(store.renew(term, TTL), 1.5)
+        taking = asyncio.create_task(store.take_term("two", TTL, instead_of=await store.leader()))
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(asyncio.shield(taking), 0.2)
+        session.commit()
+        assert await asyncio.wait_for(taking, PATIENCE_SECONDS) == term + 1
+        session.close()
+
+
 async def test_a_leader_of_a_database_that_became_read_only_cannot_renew(postgres_url: str) -> None:
     async with opened(postgres_url) as store:
         term = await next_term(store)
@@ -131,9 +150,10 @@ async def test_a_leader_that_stops_in_the_middle_of_a_transaction_is_thrown_out_
     stopped = PostgresSession(postgres_url)
     stopped.begin()
     stopped.require_term(Term(0))
+    stopped.fetch(sql.OLDEST, [(1,)])  # so that what was said before has been sent
     if where == "with the head of the log in its hand":
         stopped.number(1)
-        stopped.fetch(sql.HEAD, [(1,)])  # and it has begun the next statement
+        stopped.fetch(sql.OLDEST, [(1,)])  # and it has begun the next statement
     async with opened(postgres_url) as store:
         took = asyncio.create_task(taken(store))
         assert await asyncio.wait_for(took, 4.0) == 1

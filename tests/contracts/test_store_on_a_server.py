@@ -9,6 +9,7 @@ from typing import Any
 import psycopg
 import pytest
 
+from service.adapters.sql import statements as sql
 from service.adapters.sql.database import READERS
 from service.adapters.sql.postgres import PostgresSession
 from service.adapters.sql.session import CommitUnknown
@@ -284,3 +285,21 @@ async def test_a_process_that_hangs_in_a_commit_does_not_hold_up_the_others(post
     with pytest.raises(CommitUnknown):
         hanging.commit()
     hanging.close()
+
+
+def test_statements_of_a_transaction_leave_together_when_somebody_waits_for_an_answer(
+    postgres_url: str,
+) -> None:
+    """Each that leaves alone wakes the server, and costs more than what it does."""
+    session = PostgresSession(postgres_url)
+    pid = session._connection.info.backend_pid
+    asked = "SELECT state, xact_start IS NULL FROM pg_stat_activity WHERE pid = %s"
+    with psycopg.connect(postgres_url, autocommit=True) as other:
+        session.begin()
+        leader = session.ask(sql.LEADER, [(1,)])
+        assert other.execute(asked, [pid]).fetchone() == ("idle", True)
+        session.number(0)
+        assert other.execute(asked, [pid]).fetchone() == ("idle in transaction", False)
+    session.commit()
+    assert len(leader()) == 1
+    session.close()

@@ -30,6 +30,8 @@ class DatabaseClock:
         self._ticks = ticks
         self._offset_seconds = time.time() - ticks()
         self._latest = Instant(0.0)
+        self.round_trip_seconds = Seconds(0.0)
+        """Of the quickest answer to the last reading."""
 
     def now(self) -> Instant:
         self._latest = max(self._latest, Instant(self._ticks() + self._offset_seconds))
@@ -39,7 +41,8 @@ class DatabaseClock:
         """Ask the database a few times. The quickest answer counts, and half of the time it took as its way
         back: the first one may have waited for a connection. Raises StoreUnavailable."""
         answers = [await self._answer() for _ in range(_ANSWERS)]
-        _, self._offset_seconds = min(answers)
+        quickest, self._offset_seconds = min(answers)
+        self.round_trip_seconds = Seconds(quickest)
 
     async def _answer(self) -> tuple[float, float]:
         """(seconds it took, what the database's clock is ahead of ours by)"""

@@ -3,7 +3,9 @@
 from collections.abc import Iterable
 from typing import Any
 
-from sqlalchemy import BigInteger, CheckConstraint, Integer, MetaData, Text, text
+from sqlalchemy import BigInteger, CheckConstraint, Double, Integer, MetaData, Text, text
+from sqlalchemy.ext.compiler import compiles
+from sqlalchemy.sql.functions import FunctionElement
 
 metadata = MetaData(
     naming_convention={
@@ -38,3 +40,24 @@ def one_of(column: str, values: Iterable[str]) -> CheckConstraint:
 def where(sqlite: str, postgresql: str = "") -> dict[str, Any]:
     """What makes an index partial, spelled as each database compares it with a query's own words."""
     return {"sqlite_where": text(sqlite), "postgresql_where": text(postgresql or sqlite)}
+
+
+SQLITE_NOW = "gpubroker_now"
+"""A function that our connections have: SQLite's own clock tells milliseconds."""
+
+
+class now(FunctionElement[float]):  # noqa: N801  # it is called, as `sqlalchemy.func.now` is
+    """The database's time, when the statement comes to it."""
+
+    type = Double()
+    inherit_cache = True
+
+
+@compiles(now, "postgresql")
+def _on_postgres(_element: now, _compiler: Any, **_options: Any) -> str:
+    return "extract(epoch from clock_timestamp())::float8"
+
+
+@compiles(now, "sqlite")
+def _on_sqlite(_element: now, _compiler: Any, **_options: Any) -> str:
+    return f"{SQLITE_NOW}()"

@@ -10,7 +10,8 @@ are said again at the begin of each transaction, no statement stays prepared, an
 
 import os
 import socket
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from math import inf
 from typing import Any, Literal
@@ -20,6 +21,28 @@ from psycopg.abc import PQGen
 
 from service.adapters.boot_clock import boot_seconds
 from service.adapters.sql.session import DatabaseRefused
+
+
+class Batch(psycopg.Pipeline):
+    """Statements leave together, when somebody waits for an answer. The library sends each one at once: two
+    system calls here, and a server that is woken for each."""
+
+    def _enqueue_sync(self) -> None:
+        super()._enqueue_sync()
+        self._hand_over()
+
+    def _communicate_gen(self) -> PQGen[None]:
+        if not self.command_queue:
+            yield from super()._communicate_gen()
+
+    def _fetch_gen(self, *, flush: bool) -> PQGen[None]:
+        self._hand_over()
+        yield from super()._fetch_gen(flush=flush)
+
+    def _hand_over(self) -> None:
+        """To the driver, which sends when it is told to, or has 64 KiB."""
+        while self.command_queue:
+            self.command_queue.popleft()()
 
 
 @dataclass(frozen=True)
@@ -78,6 +101,12 @@ class Line(psycopg.Connection[Any]):
 
     def wait(self, gen: PQGen[Any], interval: float = _LOOK_SECONDS, *limit: Any, **limits: Any) -> Any:
         return super().wait(self._while_patient(gen), interval, *limit, **limits)
+
+    @contextmanager
+    def pipeline(self) -> Iterator[psycopg.Pipeline]:
+        self._pipeline = self._pipeline or Batch(self)
+        with super().pipeline() as pipeline:
+            yield pipeline
 
     def _while_patient(self, gen: PQGen[Any]) -> PQGen[Any]:
         """As `gen`, which yields what it waits for and is sent what came, now and then that nothing did."""

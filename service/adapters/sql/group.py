@@ -204,13 +204,13 @@ def write_group(session: Session, units: Sequence[Unit], half_life_seconds: Seco
         session.require_term(term)
     taken = _taken_by_tenant(units)
     # Before the first guard, so that what is waited for here is no other statement's fault.
-    used = session.fetch(sql.USAGE_OF, [(tenant,) for tenant in taken]) if taken else ()
+    used = session.ask(sql.USAGE_OF, [(tenant,) for tenant in taken]) if taken else tuple
     for statement in sql.IN_ORDER:
         if statement in rows:
             session.write(statement, rows[statement])
     first, at = session.number(sum(unit.event_count for unit in units))
     if taken:
-        session.write(sql.WRITE_USAGE, _usage_rows(taken, used, at, half_life_seconds))
+        session.write(sql.WRITE_USAGE, _usage_rows(taken, used(), at, half_life_seconds))
     numbered = _event_rows(units, first, at)
     if numbered:
         session.write(sql.INSERT_EVENTS, numbered)

@@ -4,7 +4,7 @@ A connection that answers nothing for two seconds counts as lost, and a transact
 for two seconds is ended by the server: so a leader that hangs does not hold the log's head.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from typing import Any
@@ -36,6 +36,8 @@ from service.core.units import Instant, Position, Term
 from service.ports import StaleTerm, StoreUnavailable, Unstorable
 
 _NOW = "SELECT extract(epoch from clock_timestamp())::float8"
+_SHARE_TERM = "SELECT term, holder FROM leadership WHERE id = 1 FOR KEY SHARE"
+"""Whoever takes the next term waits for it, and who renews this one does not."""
 _TAKE_HEAD = (
     "UPDATE log_head SET position = position + %s WHERE id = 1 "
     "RETURNING position, compatible_from, extract(epoch from clock_timestamp())::float8"
@@ -126,9 +128,14 @@ class PostgresSession:
             parameters = {"rows": postgres_rows(statement, rows)}
             return self._connection.execute(postgres_text(statement), parameters).fetchall()
 
+    def ask(self, statement: SetStatement, rows: Sequence[Row]) -> Callable[[], Sequence[Sequence[Any]]]:
+        with self._translated():
+            parameters = {"rows": postgres_rows(statement, rows)}
+            return self._connection.execute(postgres_text(statement), parameters).fetchall
+
     def require_term(self, term: Term) -> None:
         with self._translated():
-            cursor = self._connection.execute("SELECT term, holder FROM leadership WHERE id = 1 FOR UPDATE")
+            cursor = self._connection.execute(_SHARE_TERM)
             self._terms.append((term, cursor))
 
     def number(self, events: int) -> tuple[Position, Instant]:

@@ -1,6 +1,6 @@
 """What a group commit asks of a database connection, whichever database it is."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from service.adapters.sql.rowset import Row, Rows, SetStatement
@@ -54,6 +54,10 @@ class Session(Protocol):
 
     def fetch(self, statement: SetStatement, rows: Sequence[Row]) -> Sequence[Sequence[Any]]:
         """Send rows and wait for what comes back; inside a transaction or outside of one."""
+        ...
+
+    def ask(self, statement: SetStatement, rows: Sequence[Row]) -> Callable[[], Sequence[Sequence[Any]]]:
+        """Send rows; what comes back is to be had once `number` has waited for everything sent so far."""
         ...
 
     def require_term(self, term: Term) -> None:

@@ -9,13 +9,14 @@ import fcntl
 import os
 import sqlite3
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from itertools import chain
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
+from service.adapters.sql.columns import SQLITE_NOW
 from service.adapters.sql.compatibility import check_schema
 from service.adapters.sql.rowset import (
     Row,
@@ -180,6 +181,7 @@ class SqliteSession:
 
     def __init__(self, connection: sqlite3.Connection) -> None:
         self._connection = connection
+        self._connection.create_function(SQLITE_NOW, 0, self.now)
         self._latest = Instant(0.0)
 
     def begin(self) -> None:
@@ -202,6 +204,10 @@ class SqliteSession:
         for chunk in sqlite_chunks(rows):
             found += self._execute(sqlite_text(statement, len(chunk)), list(chain.from_iterable(chunk)))
         return found
+
+    def ask(self, statement: SetStatement, rows: Sequence[Row]) -> Callable[[], Sequence[Sequence[Any]]]:
+        found = self.fetch(statement, rows)
+        return lambda: found
 
     def require_term(self, term: Term) -> None:
         [(current, holder)] = self._execute("SELECT term, holder FROM leadership WHERE id = 1")

@@ -22,7 +22,7 @@ from sqlalchemy import (
 )
 
 from service.adapters.sql import tables
-from service.adapters.sql.columns import Count
+from service.adapters.sql.columns import Count, now
 from service.adapters.sql.rowset import SetStatement
 from service.adapters.sql.shared_tables import installation
 from service.core.task import HOT_FIELDS
@@ -128,10 +128,13 @@ def _events_between(_insert: Any, r: FromClause) -> Any:
     return select(*EVENT).select_from(r.join(event, inside)).order_by(event.c.position)
 
 
-def _head(_insert: Any, r: FromClause) -> Any:
-    head, whole = tables.log_head, installation
-    joined = r.join(head, head.c.id == r.c.id).join(whole, whole.c.id == r.c.id)
-    return select(head.c.position, whole.c.token_changes, head.c.compatible_from).select_from(joined)
+def _tail(_insert: Any, r: FromClause) -> Any:
+    """One row at least: the head, with each event after a position, up to another one, or with none."""
+    head, whole, event = tables.log_head, installation, tables.event
+    inside = (event.c.position > r.c.after) & (event.c.position <= r.c.last)
+    joined = r.join(head, head.c.id == r.c.id).join(whole, whole.c.id == r.c.id).outerjoin(event, inside)
+    columns = (head.c.position.label("head"), whole.c.token_changes, head.c.compatible_from, *EVENT)
+    return select(*columns).select_from(joined).order_by(event.c.position)
 
 
 def _oldest(_insert: Any, r: FromClause) -> Any:
@@ -154,25 +157,37 @@ def _claim_blobs(_insert: Any, r: FromClause) -> Any:
     return change.where(installation.c.id == r.c.id).returning(installation.c.blobs)
 
 
+def _lock_leader(_insert: Any, r: FromClause) -> Any:
+    """Against commits, each of which holds a share of it; a renewal waits for none of them."""
+    leader = tables.leadership
+    return select(leader.c.term).select_from(r.join(leader, leader.c.id == r.c.id)).with_for_update(of=leader)
+
+
 def _take_term(_insert: Any, r: FromClause) -> Any:
     """If the row is still the one that was seen."""
     leader = tables.leadership
     same = (leader.c.id == r.c.id, leader.c.term == r.c.term, leader.c.lease_until == r.c.seen_until)
     change = update(leader).values(
-        term=leader.c.term + _ONE, holder=r.c.holder, taken_at=r.c.taken_at, lease_until=r.c.lease_until
+        term=leader.c.term + _ONE, holder=r.c.holder, taken_at=now(), lease_until=now() + r.c.ttl_seconds
     )
-    return change.where(*same).returning(leader.c.term)
+    return change.where(*same).returning(leader.c.term, leader.c.taken_at)
 
 
 def _renew_term(_insert: Any, r: FromClause) -> Any:
     leader = tables.leadership
-    change = update(leader).values(lease_until=r.c.lease_until)
+    change = update(leader).values(lease_until=now() + r.c.ttl_seconds)
+    return change.where(leader.c.term == r.c.term).returning(leader.c.term)
+
+
+def _resign_term(_insert: Any, r: FromClause) -> Any:
+    leader = tables.leadership
+    change = update(leader).values(lease_until=literal_column("0", Double))
     return change.where(leader.c.term == r.c.term).returning(leader.c.term)
 
 
 def _leader(_insert: Any, r: FromClause) -> Any:
     leader = tables.leadership
-    columns = (leader.c.term, leader.c.holder, leader.c.lease_until)
+    columns = (leader.c.term, leader.c.holder, leader.c.lease_until, now().label("now"))
     return select(*columns).select_from(r.join(leader, leader.c.id == r.c.id))
 
 
@@ -259,20 +274,20 @@ USAGE_OF = SetStatement("usage of", (tables.usage.c.tenant,), _usage_of)
 EVENTS_BETWEEN = SetStatement(
     "events between", (Column("after", Count), Column("last", Count)), _events_between
 )
-HEAD = SetStatement("head", (tables.log_head.c.id,), _head)
-"""Position of the newest event, and how often tokens have changed."""
+TAIL = SetStatement("tail", (tables.log_head.c.id, Column("after", Count), Column("last", Count)), _tail)
+"""Position of the newest event, how often tokens have changed, and who may write; then events."""
 OLDEST = SetStatement("oldest", (tables.log_head.c.id,), _oldest)
 """Position of the first event that is still in the log, or of the next one."""
 LEADER = SetStatement("leader", _columns(tables.leadership, ("id",)), _leader)
+LOCK_LEADER = SetStatement("lock leader", _columns(tables.leadership, ("id",)), _lock_leader)
+_TTL = Column("ttl_seconds", Double)
 TAKE_TERM = SetStatement(
     "take term",
-    (
-        *_columns(tables.leadership, ("id", "holder", "taken_at", "lease_until", "term")),
-        Column("seen_until", Double),
-    ),
+    (*_columns(tables.leadership, ("id", "holder", "term")), Column("seen_until", Double), _TTL),
     _take_term,
 )
-RENEW_TERM = SetStatement("renew term", _columns(tables.leadership, ("term", "lease_until")), _renew_term)
+RENEW_TERM = SetStatement("renew term", (tables.leadership.c.term, _TTL), _renew_term)
+RESIGN_TERM = SetStatement("resign term", (tables.leadership.c.term,), _resign_term)
 CLAIM_BLOBS = SetStatement(
     "claim blobs", (*_columns(installation, ("id", "blobs")), Column("seen", Text)), _claim_blobs
 )

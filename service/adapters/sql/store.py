@@ -37,6 +37,7 @@ from service.ports import (
     KnownKey,
     RunSpec,
     Snapshot,
+    StaleTerm,
     Stand,
     StoredCheckpoint,
     StoredResult,
@@ -182,7 +183,9 @@ class SqlStore:
         return await self._on_leader(terms.take_term(holder, ttl_seconds, instead_of))
 
     async def renew(self, term: Term, ttl_seconds: Seconds) -> None:
-        await self._on_leader(terms.renew_term(term, ttl_seconds))
+        if not await self._on_leader(terms.renew_term(term, ttl_seconds)):
+            leader = await self.leader()
+            raise StaleTerm(f"term {term} is over: {leader.holder} leads term {leader.term}; stop leading")
 
     async def resign(self, term: Term) -> None:
         await self._on_leader(terms.resign_term(term))
@@ -308,9 +311,11 @@ class SqlStore:
     async def _write_alone(self, act: Callable[[Session], T]) -> T:
         return await self._await(Work(get_running_loop(), alone=act))  # type: ignore[no-any-return]  # act's
 
-    async def _on_leader(self, act: Callable[[Session], T]) -> T:
+    async def _on_leader(self, act: terms.Act[T]) -> T:
         self._check_listeners()
-        return await (self._write_alone(act) if self._terms is None else self._terms.run(act))
+        if self._terms is not None:
+            return await self._terms.run(act)
+        return (await self._write_alone(act))()
 
     async def _await(self, work: Work) -> Any:
         self._hand_over(work)

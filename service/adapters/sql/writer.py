@@ -205,11 +205,12 @@ class Writer:
     def _catch_up(self, work: CatchUp) -> Sequence[Event]:
         """What others have appended, at most so much of it."""
         try:
-            [(head, token_changes, compatible_from)] = self._session.fetch(sql.HEAD, [(1,)])
+            most = self._heard + _CAUGHT_UP_AT_ONCE
+            found = self._session.fetch(sql.TAIL, [(1, self._heard, most)])
+            head, token_changes, compatible_from = found[0][:3]
             check_schema(compatible_from)
-            last = min(head, self._heard + _CAUGHT_UP_AT_ONCE)
-            span = (self._heard, last)
-            rows = self._session.fetch(sql.EVENTS_BETWEEN, [span]) if last > self._heard else ()
+            last = min(head, most)
+            rows = [row[3:] for row in found if row[3] is not None]
             if len(rows) < last - self._heard and self._is_shortened():
                 raise LogShortened(
                     f"the log no longer holds all events after position {self._heard}; read the picture anew"
