@@ -50,6 +50,9 @@ MANAGED = (
     ("POST", "/v2/logging"),
     ("POST", "/v2/trace/setting"),
     ("POST", "/v2/models/m/trace/setting"),
+    ("POST", "/v2/repository/models/m/load?a=b"),
+    ("POST", "/v2/repository/models/m/load#a"),
+    ("POST", "/v2/whatever/comes"),
 )
 ASKED = (
     ("GET", "/v2"),

@@ -32,7 +32,8 @@ _SHARED_MEMORY = re.compile(rb"/v2/(systemsharedmemory|cudasharedmemory)(?:/regi
 _HEALTH = frozenset({b"/v2/health/live", b"/v2/health/ready"})
 _SETTINGS = frozenset({b"/v2/logging", b"/v2/trace/setting"})
 _PLAIN = frozenset({b"/v2", b"/v2/models/stats"})
-_UNKNOWN = Aim("/v2/unmatched")
+_UNMATCHED = "/v2/unmatched"
+_END_OF_PATH = re.compile(rb"[?#]")
 
 
 def is_claimed(target: bytes) -> bool:
@@ -40,8 +41,8 @@ def is_claimed(target: bytes) -> bool:
     return target.startswith(b"/v2") and target[3:4] in (b"", b"/", b"?")
 
 
-def aim_of(method: bytes, path: bytes) -> Aim:
-    """`path`: without its query."""
+def aim_of(method: bytes, target: bytes) -> Aim:
+    path = _END_OF_PATH.split(target, 1)[0]
     return _remembered(method, path) if len(path) <= MOST_REMEMBERED else _aim_of(method, path)
 
 
@@ -65,7 +66,8 @@ def _aim_of(method: bytes, path: bytes) -> Aim:
         is_told = found[2] == b"status"
         route = f"/v2/{found[1].decode()}/{'status' if is_told else 'register'}"
         return Aim(route, shares_memory=not is_told)
-    return _UNKNOWN
+    # Triton may know more than we do: what could change something needs the right to do so.
+    return Aim(_UNMATCHED, _reading_or_managing(changes))
 
 
 _remembered = lru_cache(4096)(_aim_of)

@@ -89,7 +89,7 @@ class Exchange(Answer):
         self._told = told = sorted_out(headers)
         self._body_bytes = told.body_bytes
         self._takes_chunks = takes_chunks
-        self._aim = aim_of(method, target.partition(b"?")[0])
+        self._aim = aim_of(method, target)
         self._pieces: list[bytes] = []
         """Of the body, before its turn has come."""
         self._out: list[bytes] = []
