@@ -136,7 +136,7 @@ class MissingGpus(TypedDict):
 
 class MissingView(TypedDict):
     """So much more there would have to be, at least: what has no place, less what is left. If that is
-    nothing, and yet it does not fit, enough is left, but in pieces."""
+    nothing, and yet it does not fit, enough is left, but in pieces, or a limit or a quota is in the way."""
 
     gpus: list[MissingGpus]
     cpu: float

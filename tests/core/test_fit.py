@@ -11,7 +11,7 @@ from service.core.fit import Component, Displaced, FleetPlan
 from service.core.fleet import Machine, fleet_of
 from service.core.kinds import Kind
 from service.core.lease import LeaseState
-from service.core.policy import CustomLimit, Maximum, Policy
+from service.core.policy import CustomLimit, Maximum, Policy, TenantPolicy
 from service.core.reasons import Reason
 from service.core.task import TaskState
 from service.core.totals import Missing, OfKinds, Totals
@@ -134,6 +134,13 @@ def test_what_is_there_in_sum_but_not_in_one_piece_is_no_missing_amount():
     plan = planned(a_fleet(a_machine(gpus=2)), a_component("part", 3, gpu_mb=50 * GIB))
     assert (unplaced(plan), plan.missing) == ({"part": 1}, Missing((), 0.0, 0))
     assert plan.unplaced[0].reason is Reason.FRAGMENTED
+
+
+def test_where_only_a_quota_is_in_the_way_nothing_is_missing_and_the_reason_says_so():
+    policy = Policy(tenants=(TenantPolicy("default", guaranteed_mb=Mib(50 * GIB)),))
+    plan = planned(a_fleet(a_machine(gpus=2)), a_component("part", 3, gpu_mb=40 * GIB), policy=policy)
+    assert (unplaced(plan), plan.missing) == ({"part": 2}, Missing((), 0.0, 0))
+    assert plan.unplaced[0].reason is Reason.QUOTA_EXHAUSTED
 
 
 def test_who_may_use_the_fewest_gpus_is_given_what_is_left_of_them_before_others():
