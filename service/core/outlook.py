@@ -119,10 +119,7 @@ class Outlooks:
         if not priorities or min(priorities) >= priority:
             return self.soon(node, priority)
         facts = self._facts(node)
-        if not facts.steps:
-            first = (first_up_to(one.task, self._policy, self._began_at) for one in self.stoppable(node))
-            facts.steps = sorted({*facts.pledges, *priorities, *first, CRITICAL - 1})
-        above = bisect_left(facts.steps, priority)
+        above = bisect_left(self.steps(node), priority)
         room = facts.most.get(above)
         if room is None:
             leavers = self.leavers(node, priority)
@@ -135,6 +132,14 @@ class Outlooks:
             room = soon.with_amounts(devices, after(soon.beside, node, leavers)) if leavers else soon
             facts.most[above] = room
         return room
+
+    def steps(self, node: NodeName) -> Sequence[int]:
+        """The priorities above each of which a task may have more there than up to it; not to be changed."""
+        facts = self._facts(node)
+        if not facts.steps:
+            first = (first_up_to(one.task, self._policy, self._began_at) for one in self.stoppable(node))
+            facts.steps = sorted({*facts.pledges, *self._draft.use(node).priorities, *first, CRITICAL - 1})
+        return facts.steps
 
     def took(self, node: NodeName, since: int, task: Task, placement: Placement) -> None:
         """A task was given this place, and that is all that changed on the node since that mark."""

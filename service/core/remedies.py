@@ -13,7 +13,6 @@ from service.core.kept import short_enough
 from service.core.less import elsewhere, fewer_gpus, less_memory, less_of_the_node, other_kind
 from service.core.remedy import Remedy, Trials, first
 from service.core.rivals import first_end
-from service.core.shields import first_up_to
 from service.core.survey import Survey
 from service.core.trial import Planner, Trial, in_words
 
@@ -125,11 +124,8 @@ def _more_priority(trials: Trials, highest: int) -> Remedy | None:
 
 def _steps(trials: Trials) -> list[int]:
     """The priorities from which on a task may do what it may not below."""
-    steps = {priority + 1 for node in trials.nodes for priority in trials.draft.use(node).priorities}
-    for node in trials.nodes:
-        runs = trials.draft.runs_on(node)
-        steps |= {first_up_to(run, trials.seen.policy, trials.seen.now) + 1 for run in runs}
+    steps = trials.planner.steps(trials.nodes)
     for pledges in trials.draft.world.pledges.values():
         steps |= {pledge.priority + 1 for pledge in pledges.values()}
     steps |= {limit.priority_threshold for limit in trials.seen.policy.custom_limits}
-    return sorted(steps | {90})
+    return sorted(steps)

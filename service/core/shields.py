@@ -76,7 +76,8 @@ def turn_ends_at(run: Task, policy: Policy) -> float:
 def first_up_to(run: Task, policy: Policy, now: Instant) -> int:
     """The priority by which it stood in its band when it was admitted: nobody of at most this one who comes
     later would have stood before it. Of a task that waits: if it were admitted now."""
-    at = run.admitted_at if run.is_active and run.admitted_at is not None else now
+    admitted_at = run.admitted_at
+    at = admitted_at if admitted_at is not None and run.is_active else now
     return aged(run.priority, band_of(run.priority)[2], at - run.submitted_at, policy)
 
 

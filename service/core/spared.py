@@ -1,7 +1,7 @@
 """Why nobody is stopped for a task that waits: who could be, and what shields each."""
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Set
+from collections.abc import Iterator, Set
 from dataclasses import dataclass
 from enum import StrEnum
 from heapq import nsmallest
@@ -85,18 +85,17 @@ class Spared:
 def spared(seen: Survey, trial: Trial) -> Spared:
     """`trial`: what the planner would decide for the task now."""
     judged = _judged(seen, trial)
-    counts = Counter(shield for _, shield in judged)
-    telling = list(islice(_in_order(judged, counts), MOST_TOLD))
+    counts = Counter({shield: len(runs) for shield, runs in judged.items()})
+    telling = list(islice(_in_order(judged), MOST_TOLD))
     why = _why(seen, trial, counts)
     told = (SparedRun(run, _leased_mb(seen, run), shield) for run, shield in telling)
     return Spared(why, _message(seen, why, counts), dict(sorted(counts.items())), tuple(told))
 
 
-def _in_order(judged: list[tuple[Task, Shield]], shields: Iterable[Shield]) -> Iterator[tuple[Task, Shield]]:
+def _in_order(judged: dict[Shield, list[Task]]) -> Iterator[tuple[Task, Shield]]:
     """The most telling of each shield."""
-    for shield in sorted(shields, key=_TELLING.__getitem__):
-        runs = (run for run, theirs in judged if theirs is shield)
-        for run in nsmallest(MOST_TOLD, runs, key=lambda run: (run.priority, run.id)):
+    for shield in sorted(judged, key=_TELLING.__getitem__):
+        for run in nsmallest(MOST_TOLD, judged[shield], key=lambda run: (run.priority, run.id)):
             yield run, shield
 
 
@@ -116,12 +115,17 @@ _TELLING = {
 }
 
 
-def _judged(seen: Survey, trial: Trial) -> list[tuple[Task, Shield]]:
+def _judged(seen: Survey, trial: Trial) -> dict[Shield, list[Task]]:
+    """The runs on the nodes that it could use, by what shields them."""
     draft = seen.draft
     nodes = [node.node.name for node in seen.nodes if node.is_usable and node.is_large_enough]
     chosen = frozenset(victim.id for victim in trial.eviction.victims) if trial.eviction else frozenset()
     restraint = Claims(draft, seen.policy, Quotas(draft, seen.policy)).restraint_on(seen.task)
-    return [(run, _shield(seen, run, chosen, restraint)) for node in nodes for run in draft.runs_on(node)]
+    judged: dict[Shield, list[Task]] = {}
+    for node in nodes:
+        for run in draft.runs_on(node):
+            judged.setdefault(_shield(seen, run, chosen, restraint), []).append(run)
+    return judged
 
 
 def _shield(seen: Survey, run: Task, chosen: Set[TaskId], restraint: Restraint | None) -> Shield:

@@ -3,6 +3,7 @@
 from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import NamedTuple
 
 from service.core.backfill import Forecast
 from service.core.demand import Demand
@@ -39,8 +40,7 @@ OPEN = frozenset({Verdict.FITS, Verdict.KEPT_FOR_OTHERS, Verdict.NO_ROOM})
 """Nothing but memory keeps the task from such a device, if anything does."""
 
 
-@dataclass(frozen=True, slots=True)
-class DeviceFinding:
+class DeviceFinding(NamedTuple):
     book: Book
     verdict: Verdict
     need_mb: Mib | None

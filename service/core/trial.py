@@ -148,6 +148,10 @@ class Planner:
         may_stop = task.demand.gpus > 0 and may_preempt(self._offers, task)
         return may_stop and could_make_room(self._offers, task, node)
 
+    def steps(self, nodes: Iterable[NodeName]) -> set[int]:
+        """The priorities from which on a task may have more on one of these nodes than below."""
+        return {step + 1 for node in nodes for step in self._offers.outlooks.steps(node)}
+
     def could_start(self, task: Task) -> bool:
         """Whether `attempt` finds a place, or may find a way to one."""
         if task.demand.bundles:
