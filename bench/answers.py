@@ -24,6 +24,8 @@ from service.gateway.identity import EVERY_SCOPE, Tokens, new_token
 from service.gateway.parts import Defaults, GatewayParts, Limits
 from service.ports import BlobMissing, RunSpec, TaskRecord
 
+NOTHING = httpx.ByteStream(b"")
+
 
 @dataclass(frozen=True)
 class Answered:
@@ -125,6 +127,7 @@ class Picture:
                 answer = await client.request(method, path, json=body, headers=headers)
                 found.seconds.append(process_time() - began)
                 found.bytes.append(len(answer.content))
+                answer.stream = NOTHING  # it knows its answer: both would stay until the next full collection
                 if answer.status_code != 200:
                     raise RuntimeError(f"{method} {path}: {answer.status_code} {answer.text}")
         return found

@@ -2,7 +2,7 @@
 
 125 nodes of 8 GPUs of three kinds, empty at first, and tasks of 200 different demands, 4 tenants and 5
 priorities. After the first plan the cluster is full; then runs end one by one, or leave because they were
-asked to, and each time a cycle follows: as many slices as it takes until nothing more is to be decided. Every
+asked to, and each time a cycle follows: as many turns as it takes until nothing more is to be decided. Every
 second of that story forecasts are worked out anew, which the plans respect; they have a figure of their own.
 At the end clients ask why tasks wait, and what would become of others: through the gateway, JSON included.
 Before each answer a run ends and a cycle follows.
@@ -24,7 +24,8 @@ from typing import TypeVar
 from bench.answers import Picture
 from bench.measuring import Figure, percentile, say
 from service.bootstrap.process import make_full_collections_rare
-from service.core.cycle import SLICE, plan_cycle
+from service.broker.loop import MOST_TURNS
+from service.core.cycle import Slice
 from service.core.demand import Demand
 from service.core.device import Device, DeviceSample, Node
 from service.core.events import events_of
@@ -69,7 +70,7 @@ def measure(options: Namespace) -> Iterator[Figure]:
     make_full_collections_rare()
     first = room.cycle()
     say(
-        f"first plan: {len(first)} slices, the longest {1000 * max(first):.1f} ms, "
+        f"first plan: {len(first):,} turns, the longest {1000 * max(first):.1f} ms, "
         f"{len(room.world.active):,} started; taking them over took {room.applied_s:.2f} s more"
     )
     yield _figure("first_s", sum(first), "s", len(first))
@@ -82,7 +83,7 @@ def measure(options: Namespace) -> Iterator[Figure]:
 
 def releases(room: "Room", count: int, chance: random.Random) -> Iterator[Figure]:
     """A cycle is all planning after one release, be it the end of a run or the leaving of one that was
-    stopped: many slices if need be, those in which runs are stopped included."""
+    stopped: many turns if need be, those in which runs are stopped included."""
     slices: list[float] = []
     cycles: list[float] = []
     given: list[float] = []
@@ -99,7 +100,7 @@ def releases(room: "Room", count: int, chance: random.Random) -> Iterator[Figure
             given.append(room.given_at_s)
     say(
         f"{count:,} cycles: {room.decided['admit']:,} tasks started, {room.decided['preempt']:,} made room "
-        f"for themselves; median {1000 * percentile(cycles, 50):.2f} ms; slices: p99 "
+        f"for themselves; median {1000 * percentile(cycles, 50):.2f} ms; turns: p99 "
         f"{1000 * percentile(slices, 99):.1f} ms, the longest {1000 * max(slices):.1f} ms; "
         f"room was given to the last who got some within {1000 * percentile(given, 99):.1f} ms (p99)"
     )
@@ -156,17 +157,23 @@ class Room:
         """How long the last cycle had been planned when it had started the last of its tasks."""
 
     def cycle(self) -> list[float]:
-        """One whole cycle, made true slice by slice; seconds of planning of each. What it admits begins."""
+        """One whole cycle, made true slice by slice; seconds of each turn. What it admits begins."""
         taken: list[float] = []
         begun: list[TaskId] = []
         self.given_at_s = None
-        cursor = None
+        cursor, turns = None, 1
         while True:
             forecasts = self.foresight.forecasts
-            spent, plan = timed(
-                partial(plan_cycle, self.world, self.policy, self.now, cursor, SLICE, self.memory, forecasts)
-            )
-            taken.append(spent)
+            open_slice = partial(Slice, self.world, self.policy, self.now, cursor, self.memory, forecasts)
+            spent, part = timed(open_slice)
+            for _ in range(turns):
+                more, _ = timed(part.take_turn)
+                taken.append(spent + more)
+                spent = 0.0
+                if part.is_last:
+                    break
+            spent, plan = timed(part.plan)
+            taken[-1] += spent
             self.commit(plan.decisions)
             for decision in plan.decisions:
                 self.decided[decision.why] += 1
@@ -176,7 +183,7 @@ class Room:
                     self.given_at_s = sum(taken)
                 else:
                     self.asked += ((self.now, name) for name in names)
-            cursor = plan.cursor
+            cursor, turns = plan.cursor, MOST_TURNS
             if cursor is None:
                 self.begin(begun)
                 return taken

@@ -1,50 +1,18 @@
 """The tasks of one cycle in the order of the queue, without touching more of them than are examined."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from heapq import heapify, heappop, heappush
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
+from service.core.doubts import Doubts
 from service.core.fairness import Shares
 from service.core.inheritance import NOTHING
-from service.core.looks import Looks
+from service.core.looks import A_GLANCE, A_NOD
 from service.core.ordering import Group, Kin, Member, OrderKey, OwnKey, order_key, own_key
 from service.core.policy import BANDS, Policy
 from service.core.task import Task
 from service.core.units import Instant, TaskId
 from service.core.world import World
-
-A_GLANCE = 0.2
-"""To see that nothing has changed for a demand costs so much of a look."""
-
-A_NOD = 0.02
-"""To see that a demand is shut."""
-
-
-class Doubts(Protocol):
-    """What is known of a group before anybody looks for it."""
-
-    looks: Looks
-
-    def has_no_right(self, group: Group) -> bool:
-        """Their tenant may neither have such tasks now nor make room for them, whatever there is."""
-        ...
-
-    def may_reclaim(self, group: Group) -> bool:
-        """There may be something for its tasks and for no others."""
-        ...
-
-    def shut(self) -> Mapping[Kin, int]:
-        """Demand -> the priority up to which it is known that there is nothing, whoever asks."""
-        ...
-
-    def is_refused(self, group: Group) -> bool:
-        """There is nothing for its tasks."""
-        ...
-
-    def has_nothing(self, group: Group) -> bool:
-        """There is nothing for its tasks, nor for their likes of lower priority."""
-        ...
-
 
 NOBODY: OwnKey = (-101, 0, 0.0, 0.0, TaskId(""))
 """A place before all tasks."""
@@ -53,16 +21,20 @@ Likes = tuple[Group, ...]
 """Groups of one demand and one priority: what holds for one of them holds for all."""
 
 
+Place = tuple[OrderKey, TaskId, Group | None]
+"""The next task of a group, or (without a group) one that stands for itself. The key is unique."""
+
+
 class Head(NamedTuple):
-    """The next task of a group, or (without a group) one that stands for itself. `key` is unique."""
+    """A place whose turn it is before those of its line."""
 
     key: OrderKey
     is_let_in: bool
     """Else its group is not, nor are the others of that demand in this band, of which none comes earlier."""
     task: TaskId
     group: Group | None
-    line: "list[Head]"
-    """A heap of those that stand behind this one: the heads of other groups for which the same holds."""
+    line: list[Place]
+    """A heap of those that stand behind this one: of other groups for which the same holds."""
 
 
 class Agenda:
@@ -159,7 +131,7 @@ class Agenda:
         if group and (
             doubts.has_no_right(group) or (doubts.is_refused(group) and not doubts.may_reclaim(group))
         ):  # else all of them have left the queue since this one was lined up
-            behind = [other.group for other in head.line if other.group is not None]
+            behind = [other for _, _, other in head.line if other is not None]
             self._asleep.append((group, *behind))
             return None
         self._line_up(head.line, group, group.after(head.key[-2:]))
@@ -214,12 +186,24 @@ class Agenda:
         if not isinstance(comers, Kin):
             doubts.looks.taken += A_GLANCE
             self._enter([group for group in comers if group], doubts)
-        elif self._band in comers.bands:
+        elif self._band in comers.bands and not self._left_out(comers, doubts):
             doubts.looks.taken += A_GLANCE
             now, policy, rank = self._ordered_at, self._policy, self.shares.rank
             groups = self._groups_of(comers)
             first = min((rank(group.tenant), group.first_key(now, policy), group) for group in groups)
             heappush(self._heads, Head(order_key(first[1], first[0]), False, first[1][-1], first[2], []))
+
+    def _left_out(self, kin: Kin, doubts: Doubts) -> bool:
+        """There is known to be nothing for any of its groups in this band: not one need be lined up."""
+        doubts.looks.taken += A_GLANCE
+        if self._has_nothing(kin, doubts):
+            self._asleep_together[kin] = kin.highest[self._band]
+            return True
+        all_likes = [tuple(likes.values()) for likes in kin.bands[self._band].values()]
+        if self._policy.has_quotas or not all(doubts.is_refused(likes[0]) for likes in all_likes):
+            return False
+        self._asleep += all_likes
+        return True
 
     def _groups_of(self, kin: Kin) -> Iterator[Group]:
         """Those of this band."""
@@ -254,7 +238,7 @@ class Agenda:
             lines = claim
         doubts.looks.taken += A_GLANCE * len(likes)
         for groups in lines:
-            line: list[Head] = []
+            line: list[Place] = []
             for group in groups:
                 passed = self._count_passed(group)
                 if passed < len(group):
@@ -270,19 +254,20 @@ class Agenda:
         own = self.shares.passed.get(group.tenant)
         return passed if own is None else max(passed, group.count_own(own, self._ordered_at, self._policy))
 
-    def _line_up(self, line: list[Head], group: Group, member: Member | None) -> None:
+    def _line_up(self, line: list[Place], group: Group, member: Member | None) -> None:
         """Let in this member, or the next one that does not stand for itself."""
         while member is not None and member[1] in self._pledged:
             member = group.after(member)
         if member is not None:
             own = group.own_key(member, self._ordered_at, self._policy)
             key = order_key(own, self.shares.rank(group.tenant))
-            heappush(line, Head(key, True, member[1], group, line))
+            heappush(line, (key, member[1], group))
 
-    def _advance(self, line: list[Head]) -> None:
+    def _advance(self, line: list[Place]) -> None:
         """The first of a line takes its place among all."""
         if line:
-            heappush(self._heads, heappop(line))
+            key, task, group = heappop(line)
+            heappush(self._heads, Head(key, True, task, group, line))
 
     def _was_overtaken(self, head: Head) -> bool:
         """Whether its tenant was given something since it came in; then it stands back."""
@@ -291,7 +276,7 @@ class Agenda:
         rank = self.shares.rank(tenant)
         if head.key[1:3] == rank:
             return False
-        heappush(head.line, head._replace(key=(head.key[0], *rank, *head.key[3:])))
+        heappush(head.line, ((head.key[0], *rank, *head.key[3:]), head.task, head.group))
         self._advance(head.line)
         return True
 

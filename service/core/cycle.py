@@ -10,7 +10,7 @@ from service.core.draft import Draft
 from service.core.fairness import Shares
 from service.core.guarantees import Claims
 from service.core.lines import Lines
-from service.core.looks import Looks
+from service.core.looks import Looks, Paused
 from service.core.memory import Memory
 from service.core.offers import Offers
 from service.core.ordering import OrderKey
@@ -18,7 +18,7 @@ from service.core.outlook import Outlooks
 from service.core.placement import Places, worth_of
 from service.core.plan import Decision, given_mb
 from service.core.policy import Policy
-from service.core.preemption import Eviction, Search
+from service.core.preemption import Eviction
 from service.core.prospects import Prospects
 from service.core.quota import Quotas
 from service.core.ranks import nodes_of
@@ -98,6 +98,8 @@ class Slice:
             world.enter_due(now)
             shares, worth = Shares(world, policy, now), worth_of(world, policy)
             cursor = Cursor(now, shares, worth, forecasts=tuple(forecasts))
+            if memory is not None:
+                memory.agenda = None  # of a cycle that was given up
         self._looks = looks = Looks(may_pause=memory is not None)
         memory = Memory() if memory is None else memory
         memory.open(world, policy, now, cursor.ordered_at, cursor.worth)
@@ -164,7 +166,7 @@ class Slice:
             before = self._memory.growth.revision
             task = self._draft.world.tasks[head.task]
             decision = self._decide(task)
-            if isinstance(decision, Search):
+            if decision is Paused.HERE:
                 self._agenda.put_back(head, self._after)
                 return
             self._after = head.key
@@ -181,9 +183,8 @@ class Slice:
         """It takes room where some wait for more to come."""
         return any(nodes_of(write.task) & self._memory.awaited for write in decision.tasks)
 
-    def _decide(self, task: Task) -> Decision | Search | None:
-        """Admit the task, or make room for it, or neither. One with pledges waits for what they bring.
-        A search is not at its end."""
+    def _decide(self, task: Task) -> Decision | Paused | None:
+        """Admit the task, or make room for it, or neither. One with pledges waits for what they bring."""
         if not self._draft.pledges_of(task.id) and self._lines.ahead_of(task):
             return None
         if self._quotas.is_short(task):
@@ -193,8 +194,10 @@ class Slice:
                 gang = self._places.gang(task)
                 return None if gang is None else admit(self._draft, task, gang, self._now)
             is_moved = task.stop_reason is StopReason.MOVE
-            placement = self._places.kept(task) if is_moved else self._places.best(task, task.id)
-            return None if placement is None else admit(self._draft, task, (placement,), self._now)
+            placed = self._places.kept(task) if is_moved else self._places.best_of(task.id, task)
+            if placed is None or placed is Paused.HERE:
+                return placed
+            return admit(self._draft, task, (placed,), self._now)
         group = self._draft.world.queue.group_of(task.id)
         is_refused = self._prospects.is_refused(group)
         if is_refused and not self._prospects.may_reclaim(group):
@@ -207,6 +210,8 @@ class Slice:
                 return admit(self._draft, task, found, self._now)
             return self._enter(task, found)
         placement = self._prospects.place(task, group.kin)
+        if placement is Paused.HERE:
+            return placement
         if placement is None:
             way = self._prospects.reclaimed(task, group.kin)
             if way is not None:
@@ -236,5 +241,5 @@ class Slice:
         kept_up_to = self._claims.kept_up_to(task, place, is_shared=is_shared)
         return evict(self._draft, task, eviction, self._now, kept_up_to=kept_up_to)
 
-    def _enter(self, task: Task, found: Eviction | Search | None) -> Decision | Search | None:
+    def _enter(self, task: Task, found: Eviction | Paused | None) -> Decision | Paused | None:
         return self._evict(task, found) if isinstance(found, Eviction) else found

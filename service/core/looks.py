@@ -1,5 +1,16 @@
 """How much one turn of a planner may look at."""
 
+from enum import Enum
+
+A_GLANCE = 0.2
+"""To see that nothing has changed for a demand costs so much of a look."""
+
+A_NOD = 0.02
+"""To see that a demand is shut."""
+
+AN_ENTRY = 0.02
+"""To compare a node with what one demand needs at least."""
+
 
 class Looks:
     """Counted where they are taken: one is a glance at one node, and what takes longer counts more."""
@@ -24,3 +35,9 @@ class Looks:
     @property
     def call_for_a_pause(self) -> bool:
         return self._may_pause and self.are_spent
+
+
+class Paused(Enum):
+    """What is told instead of an answer when a turn is over: whoever asks again goes on with it."""
+
+    HERE = "here"

@@ -72,6 +72,8 @@ class Standing:
     seen: int = 0
     """Revision of `changes` of which this tells."""
     found: dict[NodeName, Found] = field(default_factory=dict)
+    left: dict[NodeName, None] = field(default_factory=dict)
+    """Nodes that have changed, and were not looked at yet."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ from service.core.backfill import Guards
 from service.core.draft import Draft
 from service.core.gang import Gang, place_gang
 from service.core.ground import grounds_of
-from service.core.looks import Looks
+from service.core.looks import Looks, Paused
 from service.core.memory import Found, Likes, Memory, Standing
 from service.core.need import need_mb, unwanted_device, unwanted_node
 from service.core.outlook import Outlooks, Room
@@ -63,7 +63,7 @@ class Places:
         self._worth = worth
         self._nodes = frozenset(draft.usable_nodes())
 
-    def best(self, task: Task, likes: Likes | TaskId | None = None) -> Placement | None:
+    def best(self, task: Task) -> Placement | None:
         """The best place for a task. Total order, smallest first:
 
         1. unmet preferences: of kinds, device by device, and of nodes
@@ -71,23 +71,30 @@ class Places:
            policy says `spread` or `best_fit`, if the task names its devices, or nothing is usual yet: room
            left on its devices, then CPU left on the node (`spread`: most first)
         3. names of node and devices
-
-        `likes`: under which its places are remembered.
         """
+        if self._draft.short_of(task, self._policy.custom_limits):
+            return None
+        found = [place for node in self._nodes if (place := self.on(node, task)) is not None]
+        return min(found)[1] if found else None
+
+    def best_of(self, likes: Likes | TaskId, task: Task) -> Placement | Paused | None:
+        """The same. Places are remembered for such tasks, and the search for them can be left."""
+        assert self._memory is not None, "there is one to remember them"
         self._looks.taken += 1
         if self._draft.short_of(task, self._policy.custom_limits):
             return None
-        if likes is None or self._memory is None:
-            found = [place for node in self._nodes if (place := self.on(node, task)) is not None]
-            return min(found)[1] if found else None
         standing = self._memory.standings.setdefault(likes, Standing())
-        for node in self._memory.changes.since(standing.seen):
+        standing.left |= dict.fromkeys(self._memory.changes.since(standing.seen))
+        standing.seen = self._memory.changes.revision
+        while standing.left:
+            node, _ = standing.left.popitem()
             place = self.on(node, task)
             if place is not None:
                 standing.found[node] = place
             else:
                 standing.found.pop(node, None)
-        standing.seen = self._memory.changes.revision
+            if standing.left and self._looks.call_for_a_pause:
+                return Paused.HERE
         return min(standing.found.values())[1] if standing.found else None
 
     def kept(self, task: Task) -> Placement | None:

@@ -9,7 +9,7 @@ from service.core.gang import Gang
 from service.core.gang_eviction import choose_for_gang
 from service.core.guarantees import Claims, Restraint
 from service.core.kept_away import KeptAway
-from service.core.looks import Looks
+from service.core.looks import Looks, Paused
 from service.core.memory import GangRefusal, Memory, Pursuit, Right, Standing
 from service.core.offers import Offers
 from service.core.ordering import Group, Kin
@@ -227,14 +227,14 @@ class Prospects:
         self._rights.deny(task, kin, Right.OWNER, surplus, passing=way is not None, closed=closed)
         return None
 
-    def place(self, task: Task, kin: Kin) -> Placement | None:
-        """The best place for a task."""
+    def place(self, task: Task, kin: Kin) -> Placement | Paused | None:
+        """The best place for a task. The search for it can be left."""
         likes = (kin, task.priority)
         seen = self._refusals.seen(task, kin)
         standing = self._memory.standings.get(likes)
         if standing is None or standing.seen < seen:
             self._memory.standings[likes] = Standing(seen)
-        return self._places.best(task, likes)
+        return self._places.best_of(likes, task)
 
     def place_beside(self, task: Task, kin: Kin, best: Placement) -> Placement | None:
         """The best place at which a task delays nobody for whom there is a forecast; who stands ahead of it
@@ -256,7 +256,7 @@ class Prospects:
         is_kept = restraint is not None and not restraint.allows(found.victims, found.surplus)
         return restraint if is_kept else None
 
-    def eviction(self, task: Task, kin: Kin, *, has_room: bool = False) -> Eviction | Search | None:
+    def eviction(self, task: Task, kin: Kin, *, has_room: bool = False) -> Eviction | Paused | None:
         """The best eviction where it delays no forecast, for a task for which there is no place, or none that
         it may have (`has_room`). None, which is remembered, if there is none, or if it need only wait. A
         search that is not at its end is gone on with when asked again."""
@@ -271,7 +271,7 @@ class Prospects:
             search = search or Search(task, self._worth_a_search(task, kin) - closed)
             if not search.go_on(self._offers, self.looks):
                 self._memory.pursuit = Pursuit(search, self._memory.changes.revision)
-                return search
+                return Paused.HERE
             found = search.eviction(self._offers, self._now)
             restraint = self._restraint_on(task, found)
             if restraint is not None:

@@ -2,9 +2,8 @@
 
 from collections.abc import Iterator, Mapping, Set
 
-from service.core.agenda import A_GLANCE
 from service.core.changes import Changes
-from service.core.looks import Looks
+from service.core.looks import A_GLANCE, AN_ENTRY, Looks
 from service.core.offers import Offers
 from service.core.ordering import Kin
 from service.core.outlook import Room
@@ -13,9 +12,6 @@ from service.core.preemption import is_coming
 from service.core.refused import Refusal, Refused, Since
 from service.core.task import Task
 from service.core.units import NodeName
-
-AN_ENTRY = 0.02
-"""To compare a node with what one demand needs at least costs so much of a look."""
 
 
 class Refusals:

@@ -213,20 +213,19 @@ def _exact(
 ) -> list[Candidate] | None:
     """Depth first over all subsets, cut where it costs too much or where the rest cannot suffice."""
     best: list[Candidate] | None = None
-
-    def search(taken: list[Candidate], cost: Cost, at: int) -> None:
-        nonlocal best, below
+    branches: list[tuple[list[Candidate], int]] = [([], 0)]
+    while branches:  # (those taken, how many were decided on), the next one last
+        taken, at = branches.pop()
+        cost = cost_of(taken)
         if cost >= below or not may_leave(taken):
-            return
+            continue
         if suffices(taken):
             best, below = taken, cost
-            return
+            continue
         candidate = found[at]  # there is one: with all that are left it suffices
-        search([*taken, candidate], cost_of([*taken, candidate]), at + 1)
         if suffices([*taken, *found[at + 1 :]]):
-            search(taken, cost, at + 1)
-
-    search([], NO_COST, 0)
+            branches.append((taken, at + 1))
+        branches.append(([*taken, candidate], at + 1))
     return best
 
 

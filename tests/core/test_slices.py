@@ -65,6 +65,29 @@ def test_who_comes_between_two_slices_has_its_turn_in_the_next_cycle_at_the_late
     assert started == ["a", "b", "late"]
 
 
+def test_a_cycle_that_was_given_up_leaves_no_order_to_the_next_one_even_of_the_same_moment():
+    world, memory = a_world(a_node(), a_task("a", cpu=1.0), a_task("b", cpu=2.0)), Memory()
+    assert plan_cycle(world, POLICY, NOW, budget=0, memory=memory).cursor is not None
+    submit(world, a_task("late", priority=80, cpu=3.0))
+    plan = plan_cycle(world, POLICY, NOW, memory=memory)
+    assert [decision.subject for decision in plan.decisions] == ["late", "a", "b"]
+
+
+def test_a_search_for_places_can_be_left_and_gone_on_with():
+    """Also where the first nodes have changed meanwhile."""
+    nodes = [f"n{number}" for number in range(6)]
+    world = a_world(*(a_node(node) for node in nodes), *(a_device("gpu0", node) for node in nodes))
+    submit(world, a_task("wide", gpu_mb=60 * GIB), a_task("next", gpu_mb=30 * GIB))
+    memory, cursor, slices, started = Memory(), None, 0, []
+    while cursor is not None or not slices:
+        plan = plan_cycle(world, POLICY, NOW, cursor, budget=2, memory=memory)
+        commit(world, plan.decisions)
+        started += [write.task.node for decision in plan.decisions for write in decision.tasks]
+        cursor, slices = plan.cursor, slices + 1
+    assert started == ["n0", "n1"]
+    assert slices > len(nodes)
+
+
 def test_a_place_that_was_given_is_taken_from_what_is_known_of_its_node():
     low = holding(a_task("low", priority=10, gpu_mb=30 * GIB), "gpu0")
     new = a_task("new", gpu_mb=20 * GIB, cpu=1.0)
@@ -131,19 +154,23 @@ def test_a_node_that_costs_more_than_it_seemed_gives_way_to_the_next():
     assert [victim.id for victim in eviction.victims] == ["n2"]
 
 
-def test_neither_a_slice_nor_an_explanation_leaves_its_draft_to_the_collector_of_cycles():
+def test_neither_slices_nor_explanations_leave_anything_to_the_collector_of_cycles():
+    """It comes rarely: see `make_full_collections_rare`."""
     run = holding(a_task("run", priority=10, gpu_mb=60 * GIB), key("gpu0", "n1"))
     waits = a_task("waits", priority=80, gpu_mb=60 * GIB)
-    world = a_world(a_node("n1"), a_device("gpu0", "n1"), run, waits)
+    likes = [a_task(f"of-{tenant}", tenant=tenant, gpu_mb=70 * GIB) for tenant in "abc"]
+    world, memory = a_world(a_node("n1"), a_device("gpu0", "n1"), run, waits, *likes), Memory()
     gc.collect()
     gc.disable()
     try:
-        plan_cycle(world, POLICY, NOW)
-        advise(look(survey(Draft(world), waits, POLICY, NOW)))
-        left = [found for found in gc.get_objects() if isinstance(found, Draft)]
+        explained = advise(look(survey(Draft(world), waits, POLICY, NOW)))
+        plan = plan_cycle(world, POLICY, NOW, memory=memory)
+        left = gc.collect()
     finally:
         gc.enable()
-    assert left == []
+    assert explained.trial.eviction is not None
+    assert [decision.why for decision in plan.decisions] == ["preempt"]
+    assert left == 0
 
 
 def test_of_a_demand_for_whose_limit_nothing_is_left_by_now_nobody_is_admitted():
