@@ -35,8 +35,11 @@ SUMMED = (
 TARGETS = ("gateway", "leader", "standby", "leader")
 DRAIN_SECONDS = 5.0
 TAKEOVER_SECONDS = 0.5
-HELD: Mapping[str, Mapping[str, Any]] = {"alone": {"gpu_mb": 4000}, "together": {"cpu": 0.05}}
-"""Runs that go on all the time, one of them in a process that others share."""
+HELD: Mapping[str, Mapping[str, Any]] = {
+    "alone": {"gpu_mb": 4000, "priority": 100},
+    "together": {"cpu": 0.05},
+}
+"""Runs that go on all the time, one of them in a process that others share. Nothing goes before them."""
 
 
 @dataclass(frozen=True)
