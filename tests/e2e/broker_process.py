@@ -28,7 +28,7 @@ from service.bootstrap.broker_role import BrokerRole
 from service.bootstrap.picture import Picture
 from service.core.accounts import HALF_LIFE_SECONDS
 from service.core.orders import Ended, Order, Report, StartOrder, StopOrder
-from service.core.tenure import NEVER, Tenure
+from service.core.tenure import NEVER, Tenure, TenureRules
 from service.core.units import TaskId, Term
 from service.ports import RunPayload
 from service.settings import load_settings
@@ -243,6 +243,7 @@ def notice_nothing() -> None:
     hear that agents listen to another one."""
     driver_link.DRIVER = "tests.e2e.deaf_driver"
     replace(Tenure, is_over=lambda _tenure, _now: False)
+    replace(TenureRules, renew_at=lambda rules, _until: boot_seconds() + rules.renew_seconds)
     setattr(Tenure, "until", property(lambda _tenure: NEVER))  # noqa: B010  # to a type checker it is no field
 
 
