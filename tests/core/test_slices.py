@@ -18,8 +18,8 @@ from service.core.policy import CustomLimit, Policy
 from service.core.supplies import Supplies
 from service.core.survey import survey
 from service.core.task import Move, Placement
-from service.core.units import Instant, Mib, NodeName, Seconds
-from tests.builders import GIB, NOW, a_device, a_node, a_task, a_world, commit, holding, key, submit
+from service.core.units import Instant, Mib, NodeName, Seconds, TaskId
+from tests.builders import GIB, NOW, a_device, a_node, a_task, a_world, commit, holding, key, let_go, submit
 from tests.core.plans import eviction_for
 
 POLICY = Policy()
@@ -40,14 +40,46 @@ def test_who_is_refused_in_the_middle_of_a_slice_is_refused_in_the_next_one_too(
     assert started == ["of-a"]
 
 
-def test_who_leaves_the_queue_while_its_demand_is_to_be_let_in_is_not_waited_for():
+@pytest.mark.parametrize(("gone", "left"), [("a", "b"), ("b", "a")])
+def test_who_leaves_the_queue_before_or_after_its_demand_is_let_in_is_not_waited_for(gone: str, left: str):
     world, memory = a_world(a_node(), a_task("a", cpu=1.0), a_task("b", cpu=2.0)), Memory()
     cursor = plan_cycle(world, POLICY, NOW, budget=0, memory=memory).cursor
-    gone = write_move(world.tasks["a"], Move.CANCELLED, finished_at=NOW)
-    commit(world, Decision("a", "cancel", tasks=(gone,)))
+    cancelled = write_move(world.tasks[TaskId(gone)], Move.CANCELLED, finished_at=NOW)
+    commit(world, Decision(gone, "cancel", tasks=(cancelled,)))
     plan = plan_cycle(world, POLICY, NOW, cursor, memory=memory)
-    assert [decision.subject for decision in plan.decisions] == ["b"]
+    assert [decision.subject for decision in plan.decisions] == [left]
     assert plan.cursor is None
+
+
+def test_who_waits_for_room_that_is_coming_is_left_alone_until_it_has_come():
+    low = holding(a_task("low", priority=10, gpu_mb=80 * GIB), "gpu0")
+    world = a_world(a_node(), a_device(), low, a_task("first", priority=80, gpu_mb=30 * GIB))
+    submit(world, *(a_task(f"second-{at}", priority=at, gpu_mb=40 * GIB) for at in (80, 50)))
+    memory = Memory()
+    plan = plan_cycle(world, POLICY, NOW, memory=memory)
+    commit(world, plan.decisions)
+    assert [(decision.subject, decision.why) for decision in plan.decisions] == [("first", "preempt")]
+    assert plan_cycle(world, POLICY, NOW, memory=memory).decisions == ()
+    let_go(world, "low")
+    plan = plan_cycle(world, POLICY, NOW, memory=memory)
+    assert [decision.subject for decision in plan.decisions] == ["first", "second-80"]
+
+
+def test_where_nothing_is_left_for_the_most_urgent_their_likes_in_lower_bands_are_not_asked():
+    busy = holding(a_task("busy", priority=95, gpu_mb=80 * GIB), "gpu0")
+    likes = [a_task(f"at-{priority}", priority=priority, gpu_mb=30 * GIB) for priority in (80, 50)]
+    world, memory = a_world(a_node(), a_device(), busy, *likes), Memory()
+    for _ in range(2):
+        assert plan_cycle(world, POLICY, NOW, memory=memory).decisions == ()
+
+
+def test_who_had_nothing_is_not_asked_again_when_too_little_is_given_back():
+    busy = holding(a_task("busy", priority=95, gpu_mb=50 * GIB), "gpu0")
+    low = holding(a_task("low", priority=10, gpu_mb=20 * GIB), "gpu0")
+    wide = [a_task(f"of-{tenant}", tenant=tenant, priority=80, gpu_mb=60 * GIB) for tenant in "ab"]
+    small = a_task("small", priority=75, gpu_mb=25 * GIB)
+    plan = plan_cycle(a_world(a_node(), a_device(), busy, low, *wide, small), POLICY, NOW, memory=Memory())
+    assert [(decision.subject, decision.why) for decision in plan.decisions] == [("small", "preempt")]
 
 
 def test_who_comes_between_two_slices_has_its_turn_in_the_next_cycle_at_the_latest():
