@@ -6,6 +6,9 @@ from ast import literal_eval
 
 import pytest
 
+from tests.chaos.mutants import MUTANTS
+from tests.chaos.evidence import ROOT
+
 SECONDS = 1200
 
 
@@ -33,6 +36,11 @@ def test_kills_of_all_that_runs_on_ray_lose_and_repeat_nothing() -> None:
 @pytest.mark.timeout(SECONDS + 60)
 def test_leaders_that_slept_past_their_lease_write_nothing_when_they_wake() -> None:
     assert "'accepted': {}" in chaos("zombies", "--pauses", "2", "--orders", "0")
+
+
+def test_every_fault_that_can_be_planted_has_its_place() -> None:
+    texts = {mutant.file: (ROOT / mutant.file).read_text() for mutant in MUTANTS}
+    assert [mutant.name for mutant in MUTANTS if texts[mutant.file].count(mutant.right) != 1] == []
 
 
 @pytest.mark.timeout(SECONDS + 60)
