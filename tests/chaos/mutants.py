@@ -196,9 +196,11 @@ MUTANTS = (
         "a leader that is asked to stop goes on",
         "service/broker/leadership.py",
         "        try:\n"
-        "            ended, _ = await asyncio.wait(parts, return_when=asyncio.FIRST_COMPLETED)\n        finally:\n",
+        "            ended, _ = await asyncio.wait(parts, return_when=asyncio.FIRST_COMPLETED)\n"
+        "        finally:\n",
         "        ended = set()\n        with suppress(asyncio.CancelledError):\n"
-        "            ended, _ = await asyncio.wait(parts, return_when=asyncio.FIRST_COMPLETED)\n        if parts:\n",
+        "            ended, _ = await asyncio.wait(parts, return_when=asyncio.FIRST_COMPLETED)\n"
+        "        if parts:\n",
         "simulation: 30 seeds",
     ),
 )

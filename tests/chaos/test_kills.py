@@ -6,8 +6,8 @@ from ast import literal_eval
 
 import pytest
 
-from tests.chaos.mutants import MUTANTS
 from tests.chaos.evidence import ROOT
+from tests.chaos.mutants import MUTANTS
 
 SECONDS = 1200
 

@@ -28,6 +28,10 @@ def test_there_is_time_for_a_second_renewal_before_a_term_is_over() -> None:
     assert rules.trusted_until(Ticks(0.0)) >= 2 * rules.renew_seconds
 
 
+def test_the_next_renewal_is_due_so_long_after_the_last_was_asked_for_however_late_it_was_granted() -> None:
+    assert RULES.renew_at(a_tenure(asked_at=100.0).until) == 101.0
+
+
 def test_a_term_that_was_over_once_stays_over_whatever_is_granted_later() -> None:
     tenure = a_tenure()
     assert tenure.is_over(Ticks(500.0))
