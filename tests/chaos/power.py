@@ -9,6 +9,7 @@ import asyncio
 import os
 import sqlite3
 import tempfile
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -19,6 +20,7 @@ from typing import Any
 import apsw
 
 from service.adapters.sql import database
+from service.adapters.sql.columns import SQLITE_NOW
 from service.adapters.sql.store import SqlStore, migrate
 from service.core.units import Term
 from tests.chaos.disk import Disk, Image, Told, crashes
@@ -144,6 +146,7 @@ def write(workload: Workload, folder: Path, synchronous: str) -> Disk:
     path.write_bytes(workload.before)
     disk = Disk(f"noted-{synchronous}")
     connection = apsw.Connection(str(path), vfs=disk.name)
+    connection.create_scalar_function(SQLITE_NOW, time.time, 0)
     try:
         for setting in SETTINGS:
             connection.execute(setting.format(synchronous)).fetchall()

@@ -56,7 +56,7 @@ async def test_followers_hear_all_of_each_other_through_it(postgres_url: str) ->
         assert await two.catch_up() is False
         assert heard == await log_of(one)
         leader = LeaderSeen(Term(1), "here:1", NOW, {"state": "connected"})
-        word = LastValues([a_sample("gpu0")], {}, leader)
+        word = LastValues((a_sample("gpu0"),), {}, leader)
         await one.say(Term(1), 1, word)
         assert (await two.said(0))[1] == word
 
