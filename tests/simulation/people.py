@@ -68,7 +68,7 @@ class People:
             return
         self._count += 1
         key = f"key {self._count}" if tasks > 1 or chance.random() < KEYED else None
-        wish = Wish(key, tuple(self._after_known(arrival.task) for arrival in arrivals))
+        wish = Wish(key, tuple(arrival.task for arrival in arrivals))
         if key is not None:
             self._wishes[key] = wish
         for arrival in arrivals:
@@ -97,7 +97,7 @@ class People:
                 self._ask(task.id, "change", {"held": False})
 
     def _after_known(self, task: Task) -> Task:
-        """A gateway refuses to let a task run after one that it does not know (any more)."""
+        """A gateway refuses to let a task run after one that it does not know (any more), at each try."""
         after = tuple(it for it in task.after if at_once(self._database.record(it.task)) is not None)
         return replace(task, after=after, awaits=bool(after))
 
@@ -127,7 +127,7 @@ class People:
         self.told |= {task.id for task in wish.tasks} if answer == first else {answer}
 
     def _submit(self, wish: Wish) -> TaskId:
-        submissions = [Submission(task, RunSpec("command")) for task in wish.tasks]
+        submissions = [Submission(self._after_known(task), RunSpec("command")) for task in wish.tasks]
         if len(submissions) > 1:
             batch = BatchSubmission(submissions, wish.key, "body", "[]")
             outcome = at_once(self._database.submit_batch(batch))
