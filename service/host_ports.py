@@ -1,0 +1,118 @@
+"""The door of the leader to what a server of models has in memory. One call, one answer; nobody is told
+anything unasked.
+
+Whether, when and one after the other is the caller's affair: of one server it makes one call that changes
+something at a time. An answer that did not come proves nothing: what is in memory, the index says.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Protocol
+
+from service.core.units import DeviceKey, Instant, Mib, Seconds
+
+
+class Stage(StrEnum):
+    """Where a model is, as the server's index says."""
+
+    ABSENT = "absent"
+    """Never loaded, or unloaded, or its last load failed: it holds nothing, as far as the server knows."""
+    LOADING = "loading"
+    READY = "ready"
+    UNLOADING = "unloading"
+    """It takes no new requests, and still has those that it took before."""
+
+
+@dataclass(frozen=True, slots=True)
+class Indexed:
+    """One model of the repository. Of several versions the one that is furthest from being absent counts:
+    READY before UNLOADING before LOADING before ABSENT."""
+
+    model: str
+    stage: Stage
+    versions: tuple[str, ...] = ()
+    """Those that are READY, sorted."""
+    reason: str = ""
+    """Why it is not there, in the server's words; empty for what was never loaded or was unloaded."""
+
+
+@dataclass(frozen=True, slots=True)
+class Index:
+    """What a server has, read in one call."""
+
+    models: Mapping[str, Indexed]
+    incarnation: str = ""
+    """Another one after each start of the server, where that can be told; empty if not."""
+
+
+@dataclass(frozen=True, slots=True)
+class Described:
+    """What is known of a model before it is loaded, for a first guess at its size."""
+
+    file_bytes: int | None = None
+    """Of its files in the repository; None where they cannot be seen."""
+    steps: tuple[str, ...] = ()
+    """Of an ensemble the models that are loaded with it; empty for all others."""
+    instances: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Used:
+    """Of one model since the server started, over all its versions."""
+
+    requests: int = 0
+    """Answered, well or not."""
+    last_at: Instant | None = None
+    memory_mb: Mib | None = None
+    """As the server says (`memory_usage` of a GPU); None where it says nothing."""
+
+
+class HostFault(StrEnum):
+    UNREACHABLE = "unreachable"
+    """Nothing was sent."""
+    UNKNOWN = "unknown"
+    """It may have been done: the answer was lost, or did not come within the time given."""
+    NOT_FOUND = "not_found"
+    """There is no such model in the repository, or it cannot be read."""
+    OUT_OF_MEMORY = "out_of_memory"
+    """Its backend could not get the memory, or the server's own limit said no."""
+    FAILED = "failed"
+    """The load failed for another reason; `str(fault)` has the server's words."""
+    NOT_ALLOWED = "not_allowed"
+    """The server does not load on request: it runs without `--model-control-mode=explicit`."""
+
+
+class HostRefused(Exception):
+    """A call that did not do what it was to do."""
+
+    def __init__(self, fault: HostFault, message: str) -> None:
+        super().__init__(message)
+        self.fault = fault
+
+
+class ModelHost(Protocol):
+    """One server of models. Each call raises HostRefused, and none waits longer than it is given."""
+
+    @property
+    def name(self) -> str: ...
+
+    async def load(self, model: str, devices: Sequence[DeviceKey], within_seconds: Seconds) -> None:
+        """Back when the model is ready; at once if it is already. `devices`: where its room is, for servers
+        that can be told."""
+        ...
+
+    async def unload(self, model: str, within_seconds: Seconds) -> None:
+        """Back when the server has taken it, for an ensemble with its steps; also for a model that is not
+        there. Its requests and its memory may take longer: the index says when it is gone."""
+        ...
+
+    async def index(self, within_seconds: Seconds) -> Index: ...
+
+    async def describe(self, model: str, within_seconds: Seconds) -> Described: ...
+
+    async def statistics(self, within_seconds: Seconds) -> Mapping[str, Used]:
+        """Of all models that are ready, by name."""
+        ...
+
+    async def close(self) -> None: ...
