@@ -114,3 +114,67 @@ class ModelBackend(Protocol):
     async def close(self) -> None:
         """All connections; what is under way on them ends in trouble."""
         ...
+
+
+Metadata = Sequence[tuple[str, str | bytes]]
+"""Of a call over gRPC: names in lowercase; those that end in `-bin` have bytes."""
+
+
+class CallFailed(Exception):
+    """The call has ended, and not well. The texts are those of the server, or of the library that speaks to
+    it, as a client without us would see them."""
+
+    def __init__(self, code: int, detail: str, metadata: Metadata, trouble: Trouble | None = None) -> None:
+        super().__init__(detail)
+        self.code = code
+        """As numbered by gRPC."""
+        self.detail = detail
+        self.metadata = metadata
+        """What came with the end."""
+        self.trouble = trouble
+        """Set if the server itself has said nothing."""
+
+
+class CallAnswer(NamedTuple):
+    message: bytes
+    first: Metadata
+    last: Metadata
+
+
+class Call(Protocol):
+    """Messages both ways, for as long as either side likes. Whoever waits in it may be cancelled."""
+
+    async def write(self, message: bytes) -> None:
+        """Returns when the server can take it."""
+        ...
+
+    async def end(self) -> None:
+        """Nothing more is written; the server may still answer."""
+        ...
+
+    async def first(self) -> Metadata: ...
+
+    async def read(self) -> bytes | None:
+        """None after the last one. Raises CallFailed."""
+        ...
+
+    async def last(self) -> Metadata: ...
+
+    def cancel(self) -> None:
+        """Nobody wants the rest. Without effect after the end."""
+        ...
+
+
+class CallBackend(Protocol):
+    """One server of models over gRPC. Messages are bytes, and nobody looks into them."""
+
+    @property
+    def name(self) -> str: ...
+
+    async def ask(self, method: str, message: bytes, metadata: Metadata, seconds: float | None) -> CallAnswer:
+        """One message, one answer, before so many seconds are over. Raises CallFailed."""
+        ...
+
+    def open(self, method: str, metadata: Metadata, seconds: float | None) -> Call: ...
+
+    async def close(self) -> None: ...

@@ -2,7 +2,7 @@
 
 import re
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 from urllib.parse import urlsplit
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
@@ -283,6 +283,8 @@ class TritonServerSettings(Section):
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?$")]
     http_url: str
     """`http://host:port` or `https://host:port`, as the server itself is reached."""
+    grpc_url: str | None = None
+    """The same for its gRPC, which has a port of its own."""
     token_file: Path | None = None
     """Holds a token that is sent as `Authorization: Bearer`, for what stands in front of the server."""
     headers: dict[str, str] = {}
@@ -294,9 +296,11 @@ class TritonServerSettings(Section):
     silence_seconds: Annotated[float, Field(gt=0, le=86_400)] = 300.0
     """So long the server may say nothing while somebody waits for it, also between parts of an answer."""
 
-    @field_validator("http_url")
+    @field_validator("http_url", "grpc_url")
     @classmethod
-    def _is_an_address(cls, url: str) -> str:
+    def _is_an_address(cls, url: str | None) -> str | None:
+        if url is None:
+            return None
         found = urlsplit(url)
         try:
             port = found.port
@@ -325,3 +329,16 @@ class TritonSettings(Section):
     """One as yet: all models are asked there. Without one, there is nothing under /v2."""
     body_bytes: Annotated[int, Field(gt=0)] = 2**31 - 1
     """The largest body of a request to a model; Triton counts in 32 bits."""
+    grpc_port: Annotated[int, Field(ge=1, le=65_535)] | None = None
+    """Triton's gRPC protocol is spoken here, at the host of everything else; off without one."""
+    load_files: bool = False
+    """Whether who may load models may bring files of theirs (`file:`), which can be code."""
+
+    @model_validator(mode="after")
+    def _calls_have_a_server(self) -> Self:
+        if self.grpc_port is not None and not any(server.grpc_url for server in self.servers):
+            raise ValueError(
+                f"grpc_port {self.grpc_port} has no server behind it; give one of triton.servers its "
+                "grpc_url, such as http://host:8001"
+            )
+        return self

@@ -4,7 +4,7 @@ import logging
 import sys
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from heapq import nlargest
 from importlib.metadata import version
@@ -124,7 +124,7 @@ COUNTERS: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "gpubroker_leader_takeovers": ("How often this process began to lead.", ()),
 }
 REQUEST_SECONDS = "gpubroker_http_request_duration_seconds"
-_REQUEST_LABELS = ("method", "route", "status")
+CALL_SECONDS = "gpubroker_grpc_call_duration_seconds"
 _REQUEST_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 10.0, 60.0)
 _METHODS = frozenset({"GET", "POST", "PATCH", "DELETE", "PUT", "HEAD", "OPTIONS"})
 
@@ -149,25 +149,37 @@ class Telemetry:
         self.registry = CollectorRegistry()
         self._world = WorldCollector(sources)
         self.registry.register(self._world)
-        self._requests = RequestCollector()
-        self.registry.register(self._requests)
-        self.on_request = self._requests.on_request
+        requests = DurationCollector(
+            REQUEST_SECONDS, "Time to answer, by route template.", ("method", "route", "status")
+        )
+        calls = DurationCollector(CALL_SECONDS, "Time to the end of a call over gRPC.", ("method", "code"))
+        self.registry.register(requests)
+        self.registry.register(calls)
+        self._note_request, self._note_call = requests.note, calls.note
 
     def note_held_back(self, held_back: HeldBack | None) -> None:
         """Before a scrape, whose own reading waits for nothing."""
         self._world.held_back = held_back
 
+    def on_request(self, method: str, route: str, status: int, seconds: float) -> None:
+        self._note_request((method if method in _METHODS else "other", route, status), seconds)
 
-class RequestCollector(Collector):
+    def on_call(self, method: str, code: str, seconds: float) -> None:
+        self._note_call((method, code), seconds)
+
+
+class DurationCollector(Collector):
     """A histogram for one event loop: without the library's locks it costs a tenth per request."""
 
-    def __init__(self) -> None:
-        self._counts: dict[tuple[str, str, int], list[int]] = {}
-        """Requests per bucket, the last for those slower than all, by (method, route, status)."""
-        self._seconds: dict[tuple[str, str, int], float] = {}
+    def __init__(self, name: str, told: str, labels: Sequence[str]) -> None:
+        self._name = name
+        self._told = told
+        self._labels = labels
+        self._counts: dict[tuple[str | int, ...], list[int]] = {}
+        """Requests per bucket, the last for those slower than all, by values of the labels."""
+        self._seconds: dict[tuple[str | int, ...], float] = {}
 
-    def on_request(self, method: str, route: str, status: int, seconds: float) -> None:
-        key = (method if method in _METHODS else "other", route, status)
+    def note(self, key: tuple[str | int, ...], seconds: float) -> None:
         counts = self._counts.get(key)
         if counts is None:
             counts = self._counts[key] = [0] * (len(_REQUEST_BUCKETS) + 1)
@@ -176,14 +188,11 @@ class RequestCollector(Collector):
         self._seconds[key] += seconds
 
     def collect(self) -> Iterable[Metric]:
-        family = HistogramMetricFamily(
-            REQUEST_SECONDS, "Time to answer, by route template.", labels=_REQUEST_LABELS
-        )
+        family = HistogramMetricFamily(self._name, self._told, labels=self._labels)
         bounds = [*map(str, _REQUEST_BUCKETS), "+Inf"]
         for key, counts in self._counts.items():
-            method, route, status = key
             buckets = list(zip(bounds, accumulate(counts), strict=True))
-            family.add_metric((method, route, str(status)), buckets, self._seconds[key])
+            family.add_metric([str(value) for value in key], buckets, self._seconds[key])
         yield family
 
 

@@ -6,7 +6,7 @@ import json
 import os
 import socket
 from collections.abc import Callable
-from typing import Literal
+from typing import TYPE_CHECKING
 
 import uvicorn
 
@@ -26,8 +26,12 @@ from service.gateway.inference.connection import in_front_of
 from service.gateway.inference.plane import Plane
 from service.gateway.parts import GatewayParts
 from service.gateway.waiters import Waiters
+from service.model_ports import ModelBackend
 from service.settings import Settings
 from service.telemetry import Telemetry
+
+if TYPE_CHECKING:
+    from service.gateway.inference.rpcs import RpcDoor
 
 
 class GatewayRole:
@@ -77,10 +81,13 @@ class GatewayRole:
         )
         app = create_app(parts)
         self._models = backend_of(settings)
+        plane = None if self._models is None else self._plane(parts, app.state.telemetry, self._models)
         config = uvicorn.Config(
-            app, http=self._protocol(parts, app.state.telemetry), loop="none", log_config=None,
+            app, http="httptools" if plane is None else in_front_of(plane), loop="none", log_config=None,
             access_log=False, lifespan="off", server_header=False, proxy_headers=False,
         )  # fmt: skip
+        self._calls = None if plane is None else self._door_for_calls(plane)
+        self._closing: asyncio.Task[None] | None = None
         self._server = QuietServer(config)
         picture.listen(self._waiters.on_events)
         if broker is None:
@@ -89,6 +96,8 @@ class GatewayRole:
     async def begin(self) -> None:
         await self._tokens.load()
         await self._write_client_file()
+        if self._calls is not None:
+            await self._calls.begin()
 
     def jobs(self) -> list[Job]:
         return [("tokens", self._tokens.keep_fresh(self._store.tokens_changed))]
@@ -98,6 +107,8 @@ class GatewayRole:
         try:
             await self._server.serve(sockets=[self._listener])
         finally:
+            if self._calls is not None:
+                await (self._closing or self._calls.close(0))
             if self._models is not None:
                 await self._models.close()
 
@@ -110,6 +121,8 @@ class GatewayRole:
         self.drain()
         self._server.config.timeout_graceful_shutdown = max(1, int(most_seconds))
         self._server.should_exit = True
+        if self._calls is not None:
+            self._closing = asyncio.create_task(self._calls.close(most_seconds))
 
     @property
     def url(self) -> str:
@@ -120,20 +133,24 @@ class GatewayRole:
     def _host(self) -> str:
         return own_host(self._listener.getsockname()[0])
 
-    def _protocol(
-        self, parts: GatewayParts, telemetry: Telemetry
-    ) -> type[asyncio.Protocol] | Literal["httptools"]:
-        """What is made of each connection: with the data plane in front, if there is a server of models."""
-        if self._models is None:
-            return "httptools"
-        plane = Plane(
+    def _plane(self, parts: GatewayParts, telemetry: Telemetry, backend: ModelBackend) -> Plane:
+        return Plane(
             callers=Callers(parts.identity, parts.allowed_hosts),
             ids=parts.ids,
             on_request=telemetry.on_request,
-            backend=self._models,
+            on_call=telemetry.on_call,
+            backend=backend,
             most_body_bytes=self._settings.triton.body_bytes,
+            takes_files=self._settings.triton.load_files,
         )
-        return in_front_of(plane)
+
+    def _door_for_calls(self, plane: Plane) -> "RpcDoor | None":
+        """Raises StartRefused."""
+        if self._settings.triton.grpc_port is None:
+            return None
+        from service.bootstrap.calls import rpc_door_of
+
+        return rpc_door_of(self._settings, plane, self._listener.getsockname()[0])
 
     async def _write_client_file(self) -> None:
         """On the first start make the admin token; always say where this service is."""

@@ -22,9 +22,7 @@ def server_of(given: TritonServerSettings) -> TritonServer:
     url = urlsplit(given.http_url)
     assert url.hostname is not None
     assert url.port is not None
-    headers = dict(given.headers)
-    if given.token_file is not None:
-        headers["Authorization"] = f"Bearer {_token_in(given)}"
+    headers = headers_of(given)
     return TritonServer(
         name=given.name,
         host=url.hostname,
@@ -36,6 +34,14 @@ def server_of(given: TritonServerSettings) -> TritonServer:
         connect_seconds=Seconds(given.connect_seconds),
         silence_seconds=Seconds(given.silence_seconds),
     )
+
+
+def headers_of(given: TritonServerSettings) -> dict[str, str]:
+    """Its credentials, the token included. Raises StartRefused."""
+    headers = dict(given.headers)
+    if given.token_file is not None:
+        headers["Authorization"] = f"Bearer {_token_in(given)}"
+    return headers
 
 
 def _token_in(given: TritonServerSettings) -> str:

@@ -14,6 +14,8 @@ def greeting(settings: Settings, url: str | None) -> list[str]:
         f"  address and token for this machine: {settings.data_dir / 'client.json'}",
         "  try: gpubroker gpus",
     ]
+    if settings.triton.grpc_port is not None:
+        lines.insert(1, f"  clients of Triton over gRPC: port {settings.triton.grpc_port}")
     if settings.data_dir != default_data_dir():
         lines.append(f"  clients find it with: export GPUBROKER_DATA_DIR={settings.data_dir}")
     if not settings.entrypoints:

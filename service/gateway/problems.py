@@ -27,6 +27,7 @@ CATALOGUE: Final[Mapping[str, Kind]] = {
     "cursor-invalid": Kind(400, "The cursor does not belong to this list"),
     "unauthenticated": Kind(401, "A token is needed"),
     "forbidden": Kind(403, "The token does not allow this"),
+    "load-files-disabled": Kind(403, "Loads of models bring no files here"),
     "priority-not-allowed": Kind(403, "The priority is above the token's cap"),
     "not-found": Kind(404, "There is no such thing"),
     "method-not-allowed": Kind(405, "This path does not know the method"),

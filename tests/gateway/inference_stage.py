@@ -157,6 +157,7 @@ async def a_stage(
             callers=Callers(gateway.parts.identity, gateway.parts.allowed_hosts),
             ids=gateway.parts.ids,
             on_request=gateway.app.state.telemetry.on_request,
+            on_call=gateway.app.state.telemetry.on_call,
             backend=backend,
             most_body_bytes=most_body_bytes,
         )

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.e2e.service_process import ServiceProcess
-from tests.triton.server import Triton
+from tests.triton.server import Triton, free_ports
 
 LOADED = ("any_type", "echo_bytes", "identity_fp32", "line_fp32", "queued", "stream_n")
 """From the start; the others of the folder `models` are for tests of loading."""
@@ -18,9 +18,20 @@ def triton(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Triton]:
 
 
 @pytest.fixture(scope="session")
-def service(triton: Triton, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServiceProcess]:
+def call_port() -> int:
+    """Where the service speaks gRPC."""
+    [port] = free_ports(1)
+    return port
+
+
+@pytest.fixture(scope="session")
+def service(
+    triton: Triton, call_port: int, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[ServiceProcess]:
     home = tmp_path_factory.mktemp("service") / "data"
-    servers = [{"name": "main", "http_url": triton.url}]
-    running = ServiceProcess(home, engine="simulated", triton={"servers": servers}).start()
+    server = {"name": "main", "http_url": triton.url, "grpc_url": f"http://127.0.0.1:{triton.grpc_port}"}
+    running = ServiceProcess(
+        home, engine="simulated", triton={"servers": [server], "grpc_port": call_port}
+    ).start()
     yield running
     assert running.terminate() == 0

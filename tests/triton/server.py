@@ -46,7 +46,7 @@ class Triton:
         self._log = folder / "tritonserver.log"
         self._shared_memory = f"gpb{uuid.uuid4().hex[:8]}_"
         self._process: subprocess.Popen[bytes] | None = None
-        self.http_port, self.grpc_port, self.metrics_port = _free_ports(3)
+        self.http_port, self.grpc_port, self.metrics_port = free_ports(3)
         folder.mkdir(parents=True, exist_ok=True)
         shutil.copytree(MODELS, folder / "models")
 
@@ -157,7 +157,7 @@ def _die_with_parent() -> None:
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)
 
 
-def _free_ports(count: int) -> list[int]:
+def free_ports(count: int) -> list[int]:
     """It takes no 0 for a free one."""
     sockets = [socket.socket() for _ in range(count)]
     try:

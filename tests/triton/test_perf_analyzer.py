@@ -24,19 +24,50 @@ def libraries(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("form", ["binary", "json"])
+FORMS = {
+    "binary": ("--input-tensor-format", "binary", "--output-tensor-format", "binary"),
+    "json": ("--input-tensor-format", "json", "--output-tensor-format", "json"),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
 def test_it_measures_a_model_through_the_broker(
     service: ServiceProcess, libraries: Path, tmp_path: Path, form: str
 ) -> None:
-    told = tmp_path / "told.json"
+    address = service.url.removeprefix("http://")
+    measured = measure(service, libraries, tmp_path, "-i", "http", "-u", address, *IDENTITY, *FORMS[form])
+    assert measured >= REQUESTS
+
+
+def test_it_measures_a_model_over_grpc(
+    service: ServiceProcess, call_port: int, libraries: Path, tmp_path: Path
+) -> None:
+    over_grpc = ("-i", "grpc", "-u", f"127.0.0.1:{call_port}")
+    assert measure(service, libraries, tmp_path, *over_grpc, *IDENTITY) >= REQUESTS
+
+
+def test_it_measures_a_stream_over_grpc(
+    service: ServiceProcess, call_port: int, libraries: Path, tmp_path: Path
+) -> None:
+    data = tmp_path / "data.json"
+    given = {"text_input": ["abc"], "N": [3], "DELAY_MS": [0], "FAIL_AT": [-1]}
+    data.write_text(json.dumps({"data": [given]}), encoding="utf-8")
+    stream = ("-i", "grpc", "-u", f"127.0.0.1:{call_port}", "--streaming", "-m", "stream_n")
+    assert measure(service, libraries, tmp_path, *stream, "--input-data", str(data)) >= REQUESTS
+
+
+IDENTITY = ("-m", "identity_fp32", "--shape", "INPUT0:1,16")
+
+
+def measure(service: ServiceProcess, libraries: Path, folder: Path, *options: str) -> int:
+    """How many requests it has had answered."""
+    told = folder / "told.json"
     command = [
-        str(HOME / "bin" / "perf_analyzer"), "-m", "identity_fp32", "-i", "http",
-        "-u", service.url.removeprefix("http://"), "-H", f"Authorization: Bearer {service.token}",
-        "--shape", "INPUT0:1,16", "--concurrency-range", "4", "--request-count", str(REQUESTS),
-        "--input-tensor-format", form, "--output-tensor-format", form, "--profile-export-file", str(told),
+        str(HOME / "bin" / "perf_analyzer"), *options, "-H", f"authorization: Bearer {service.token}",
+        "--concurrency-range", "4", "--request-count", str(REQUESTS), "--profile-export-file", str(told),
     ]  # fmt: skip
     env = {**os.environ, "LD_LIBRARY_PATH": str(libraries)}
     ran = subprocess.run(command, env=env, capture_output=True, text=True, timeout=PATIENCE_SECONDS)
     assert ran.returncode == 0, ran.stdout + ran.stderr
     [experiment] = json.loads(told.read_text())["experiments"]
-    assert len(experiment["requests"]) >= REQUESTS
+    return len(experiment["requests"])

@@ -21,6 +21,8 @@ class Aim:
     """As in the path; empty if the request is about none."""
     shares_memory: bool = False
     """The client would have the server read its memory, which needs both on one machine."""
+    loads: bool = False
+    """A model, and its body may bring files."""
 
 
 _MODEL = re.compile(
@@ -61,7 +63,9 @@ def _aim_of(method: bytes, path: bytes) -> Aim:
     if found := _REPOSITORY.fullmatch(path):
         if found[1] is None:
             return Aim("/v2/repository/index")
-        return Aim(f"/v2/repository/models/{{model}}/{found[2].decode()}", Scope.MODELS_MANAGE, found[1])
+        deed = found[2].decode()
+        route = f"/v2/repository/models/{{model}}/{deed}"
+        return Aim(route, Scope.MODELS_MANAGE, found[1], loads=deed == "load")
     if found := _SHARED_MEMORY.fullmatch(path):
         is_told = found[2] == b"status"
         route = f"/v2/{found[1].decode()}/{'status' if is_told else 'register'}"

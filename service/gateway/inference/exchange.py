@@ -65,6 +65,8 @@ class Exchange(Answer):
     """Of the body."""
     _is_complete = False
     """All of the request has come."""
+    _reads_first = False
+    """The body is looked into before anything is sent."""
     _sends_chunks = False
     _asking: Asking | None = None
     _refusal: Problem | None = None
@@ -108,22 +110,34 @@ class Exchange(Answer):
         self.request_id = self._plane.ids.exchange()
         try:
             self._plane.check(self._aim, self._told)
-            head = RequestHead(self._method, self._target, self._told.passed_on, self._body_bytes)
-            self._asking = self._plane.send(head, self)
-        except Problem as problem:
-            self._refuse(problem)
-            return
+            self._reads_first = self._plane.reads(self._aim)
+            if not self._reads_first:
+                self._asking = self._ask()
         except Exception as fault:
-            log.error("request failed", request=self.request_id, path=self._aim.route, exc_info=fault)
-            self._refuse(our_mistake(self.request_id))
+            self._refuse(self._problem_of(fault))
             return
         if self._waits_for_leave() and not self._is_complete:
             self._client.write([_CONTINUE])
-        for piece in self._pieces:
-            self._asking.write(piece)
-        self._pieces.clear()
+        if self._asking is not None:
+            self._send_on(self._asking)
         if self._is_complete:
             self.on_request_end()
+
+    def _ask(self) -> Asking:
+        """Raises Problem."""
+        head = RequestHead(self._method, self._target, self._told.passed_on, self._body_bytes)
+        return self._plane.send(head, self)
+
+    def _send_on(self, asking: Asking) -> None:
+        for piece in self._pieces:
+            asking.write(piece)
+        self._pieces.clear()
+
+    def _problem_of(self, fault: Exception) -> Problem:
+        if isinstance(fault, Problem):
+            return fault
+        log.error("request failed", request=self.request_id, path=self._aim.route, exc_info=fault)
+        return our_mistake(self.request_id)
 
     def on_request_body(self, data: bytes) -> None:
         self._seen_bytes += len(data)
@@ -136,16 +150,31 @@ class Exchange(Answer):
 
     def flush(self) -> None:
         """This was all that has come for now."""
-        if self._asking is not None and self._may_go_on(self._asking):
+        if self._asking is not None and self._is_short_enough():
             self._asking.flush()
+        elif self._reads_first:
+            self._is_short_enough()
 
     def on_request_end(self) -> None:
         self._is_complete = True
-        if self._asking is not None:
-            if self._may_go_on(self._asking):
-                self._asking.end()
-        elif self._refusal is not None:
+        if self._refusal is not None:
             self._say_refusal()
+        elif self._reads_first:
+            if self._is_short_enough():
+                self._read_and_ask()
+        elif self._asking is not None and self._is_short_enough():
+            self._asking.end()
+
+    def _read_and_ask(self) -> None:
+        self._reads_first = False
+        try:
+            self._plane.check_load(b"".join(self._pieces))
+            asking = self._asking = self._ask()
+        except Exception as fault:
+            self._refuse(self._problem_of(fault))
+            return
+        self._send_on(asking)
+        asking.end()
 
     def on_gone(self) -> None:
         """The client has closed the connection."""
@@ -205,14 +234,15 @@ class Exchange(Answer):
     def go_on_with_body(self) -> None:
         self._client.go_on_with_body()
 
-    def _may_go_on(self, asking: Asking) -> bool:
+    def _is_short_enough(self) -> bool:
         """The length of a body in chunks shows only when it comes."""
         if self._body_bytes is not None:
             return True
         try:
-            self._plane.check_size(self._seen_bytes)
+            self._plane.check_size(self._aim, self._seen_bytes)
         except Problem as problem:
-            asking.cancel()
+            if self._asking is not None:
+                self._asking.cancel()
             self._asking = None
             self._refuse(problem)
             return False
@@ -224,6 +254,7 @@ class Exchange(Answer):
     def _refuse(self, problem: Problem) -> None:
         """Say so once the body is there, or as much of it as is waited for."""
         self._refusal = problem
+        self._reads_first = False
         self._pieces.clear()
         self._client.go_on_with_body()
         if self._is_complete or (self._waits_for_leave() and not self._seen_bytes):

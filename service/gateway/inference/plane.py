@@ -7,8 +7,11 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 from service.gateway.callers import Callers
+from service.gateway.identity import Identity, Scope
 from service.gateway.ids import Ids
 from service.gateway.inference.aims import Aim
+from service.gateway.inference.loads import MOST_READ_BYTES, brings_files
+from service.gateway.inference.refusals import no_files, no_shared_memory
 from service.gateway.problems import Problem
 from service.model_ports import Answer, Asking, Header, ModelBackend, RequestHead
 
@@ -35,6 +38,10 @@ _PLAIN_CONNECTIONS = frozenset({b"", b"close", b"keep-alive"})
 
 class OnRequest(Protocol):
     def __call__(self, method: str, route: str, status: int, seconds: float) -> None: ...
+
+
+class OnCall(Protocol):
+    def __call__(self, method: str, code: str, seconds: float) -> None: ...
 
 
 class Told(NamedTuple):
@@ -72,11 +79,16 @@ class Plane:
         callers: Callers,
         ids: Ids,
         on_request: OnRequest,
+        on_call: OnCall,
         backend: ModelBackend,
         most_body_bytes: int,
+        takes_files: bool = False,
     ) -> None:
+        """`takes_files`: a load of a model may bring files with it."""
         self.ids = ids
         self.on_request = on_request
+        self.on_call = on_call
+        self.takes_files = takes_files
         self.backend = backend
         self.most_body_bytes = most_body_bytes
         self._callers = callers
@@ -85,21 +97,30 @@ class Plane:
         """Whoever asks may ask this. Raises Problem."""
         self._callers.check_host(told.to_us.get(b"host", b""))
         if aim.scope is not None:
-            identity = self._callers.identify(told.to_us.get(b"authorization"))
-            if not identity.may(aim.scope):
-                raise Problem(
-                    "forbidden",
-                    f'token "{identity.name}" lacks the scope {aim.scope}, which {aim.route} needs; '
-                    "ask an admin for a token that has it",
-                )
+            self.authorize(aim.scope, aim.route, told.to_us.get(b"authorization"))
         if aim.shares_memory:
-            raise Problem("shared-memory-disabled", _NO_SHARED_MEMORY)
+            raise no_shared_memory()
         if told.to_us.get(b"transfer-encoding", b"chunked").lower() != b"chunked":
             raise Problem("unsupported-media-type", "the only Transfer-Encoding that is read is chunked")
         if told.body_bytes is not None:
-            self.check_size(told.body_bytes)
+            self.check_size(aim, told.body_bytes)
 
-    def check_size(self, body_bytes: int) -> None:
+    def authorize(self, scope: Scope, what: str, authorization: bytes | None) -> Identity:
+        """Whose token it is, if it allows that. Raises Problem."""
+        identity = self._callers.identify(authorization)
+        self.check_scope(identity, scope, what)
+        return identity
+
+    def check_scope(self, identity: Identity, scope: Scope, what: str) -> None:
+        """Raises Problem."""
+        if not identity.may(scope):
+            raise Problem(
+                "forbidden",
+                f'token "{identity.name}" lacks the scope {scope}, which {what} needs; '
+                "ask an admin for a token that has it",
+            )
+
+    def check_size(self, aim: Aim, body_bytes: int) -> None:
         """Raises Problem."""
         if body_bytes > self.most_body_bytes:
             raise Problem(
@@ -107,13 +128,22 @@ class Plane:
                 f"a request to a model may have {self.most_body_bytes} bytes and this one has "
                 f"{body_bytes} or more; send less at once, or raise triton.body_bytes",
             )
+        if self.reads(aim) and body_bytes > MOST_READ_BYTES:
+            raise Problem(
+                "payload-too-large",
+                f"a load without files may have {MOST_READ_BYTES} bytes and this one has {body_bytes} or "
+                "more; put files into the model repository, or have the operator set triton.load_files",
+            )
+
+    def reads(self, aim: Aim) -> bool:
+        """The body must be there, and looked into, before anything is sent."""
+        return aim.loads and not self.takes_files
+
+    def check_load(self, body: bytes) -> None:
+        """Raises Problem."""
+        if brings_files(body):
+            raise no_files()
 
     def send(self, head: RequestHead, answer: Answer) -> Asking:
         """All models are asked at the one server that there is, at once."""
         return self.backend.ask(head, answer)
-
-
-_NO_SHARED_MEMORY = (
-    "Client shared memory is disabled. Start the server with '--allow-client-shm=true' to enable."
-)
-"""Triton's own words, which clients know."""

@@ -26,6 +26,23 @@ def problem_of(trouble: Trouble, server: str, detail: str) -> Problem:
     return Problem(_CODES[trouble], _WORDS[trouble].format(server=server, detail=detail))
 
 
+def no_shared_memory() -> Problem:
+    """In Triton's own words, which clients know."""
+    return Problem(
+        "shared-memory-disabled",
+        "Client shared memory is disabled. Start the server with '--allow-client-shm=true' to enable.",
+    )
+
+
+def no_files() -> Problem:
+    return Problem(
+        "load-files-disabled",
+        "this load brings files (parameters that begin with file:), or cannot be read; a file may be code, "
+        "which would run as Triton's user; put it into the model repository, or have the operator set "
+        "triton.load_files",
+    )
+
+
 def our_mistake(request_id: str) -> Problem:
     return Problem("internal-error", f"the service made a mistake; its log has more under {request_id}")
 

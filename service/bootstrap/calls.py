@@ -1,0 +1,65 @@
+"""From settings to the data plane over gRPC. Loaded only where that is wanted: its library is not small."""
+
+import os
+import ssl
+
+os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # it writes to stderr what is told to whoever asked
+os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")  # what is started here begins with exec
+
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from service.adapters.triton.rpc_backend import RpcBackend, TritonRpcServer
+from service.bootstrap.models import headers_of
+from service.bootstrap.premises import StartRefused
+from service.core.units import Seconds
+from service.gateway.inference.plane import Plane
+from service.gateway.inference.rpcs import RpcDoor, Rpcs
+from service.sections import TritonServerSettings
+from service.settings import Settings
+
+CALLS_PER_CONNECTION = 16
+"""So many at once for each connection that a server may have, though a call takes none; more are refused."""
+
+
+def rpc_door_of(settings: Settings, plane: Plane, host: str) -> RpcDoor:
+    """Raises StartRefused."""
+    port = settings.triton.grpc_port
+    assert port is not None
+    [given] = (server for server in settings.triton.servers if server.grpc_url)
+    backend = RpcBackend(rpc_server_of(given))
+    most_calls = CALLS_PER_CONNECTION * given.connections
+    try:
+        return RpcDoor(Rpcs(plane, backend), backend, host, port, most_calls)
+    except OSError as fault:
+        raise StartRefused(
+            f"cannot listen on {host}:{port} for gRPC: {fault}; is the port in use? "
+            "stop that process, or choose another triton.grpc_port"
+        ) from None
+
+
+def rpc_server_of(given: TritonServerSettings) -> TritonRpcServer:
+    """Reads what its files hold. Raises StartRefused."""
+    assert given.grpc_url is not None
+    url = urlsplit(given.grpc_url)
+    return TritonRpcServer(
+        name=given.name,
+        address=url.netloc,
+        metadata=tuple((name.lower(), value) for name, value in headers_of(given).items()),
+        roots=_roots_of(given) if url.scheme == "https" else None,
+        connect_seconds=Seconds(given.connect_seconds),
+        silence_seconds=Seconds(given.silence_seconds),
+    )
+
+
+def _roots_of(given: TritonServerSettings) -> bytes:
+    """Those that the system believes, and the server's own."""
+    known = ssl.get_default_verify_paths().cafile
+    try:
+        files = [Path(known)] if known else []
+        files += [given.ca_file] if given.ca_file else []
+        return b"\n".join(file.read_bytes() for file in files)
+    except OSError as fault:
+        raise StartRefused(
+            f"triton.servers: cannot use the ca_file of {given.name}, {given.ca_file}: {fault}"
+        ) from None

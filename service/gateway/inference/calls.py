@@ -1,0 +1,80 @@
+"""What a call over gRPC is about: the scope it needs, and what must be looked at in its message."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from service.gateway.identity import Scope
+from service.protowire import Malformed, fields
+
+
+@dataclass(frozen=True, slots=True)
+class CallAim:
+    name: str
+    """Under which it is counted."""
+    scope: Scope | None = Scope.MODELS_INFER
+    """None: open to everybody."""
+    is_stream: bool = False
+    shares_memory: bool = False
+    """The client would have the server read its memory, which needs both on one machine."""
+    sets: bool = False
+    """Changes settings, if its message holds any."""
+    loads: bool = False
+
+
+def call_aim_of(method: str) -> CallAim:
+    return _AIMS.get(method, _UNKNOWN)
+
+
+_SERVICE = "/inference.GRPCInferenceService/"
+_ASKING = ("ModelReady", "ServerMetadata", "ModelMetadata", "ModelInfer", "ModelConfig", "ModelStatistics",
+           "RepositoryIndex", "SystemSharedMemoryStatus", "CudaSharedMemoryStatus")  # fmt: skip
+_KNOWN = [
+    *(CallAim(name, None) for name in ("ServerLive", "ServerReady")),
+    *(CallAim(name) for name in _ASKING),
+    CallAim("ModelStreamInfer", is_stream=True),
+    *(CallAim(name, sets=True) for name in ("TraceSetting", "LogSettings")),
+    CallAim("RepositoryModelLoad", Scope.MODELS_MANAGE, loads=True),
+    CallAim("RepositoryModelUnload", Scope.MODELS_MANAGE),
+    *(
+        CallAim(f"{kind}SharedMemory{deed}", shares_memory=True)
+        for kind in ("System", "Cuda")
+        for deed in ("Register", "Unregister")
+    ),
+]
+_AIMS: Mapping[str, CallAim] = {
+    **{_SERVICE + aim.name: aim for aim in _KNOWN},
+    "/grpc.health.v1.Health/Check": CallAim("Health/Check", None),
+}
+_UNKNOWN = CallAim("unmatched", Scope.MODELS_MANAGE, is_stream=True)
+"""Triton may know more than we do: a stream may be of one message each way, and what could change something
+needs the right to do so."""
+
+_SETTINGS = 1
+_LOAD_PARAMETERS = 3
+_KEY = 1
+_FILE = b"file:"
+
+
+def changes_settings(message: bytes) -> bool:
+    """Of a TraceSettingRequest or LogSettingsRequest. What is no message may change anything."""
+    try:
+        return any(number == _SETTINGS for number, _ in fields(message))
+    except Malformed:
+        return True
+
+
+def brings_files(message: bytes) -> bool:
+    """Of a RepositoryModelLoadRequest."""
+    try:
+        parameters = [value for number, value in fields(message) if number == _LOAD_PARAMETERS]
+        return any(_is_file(parameter) for parameter in parameters)
+    except Malformed:
+        return True
+
+
+def _is_file(parameter: int | bytes) -> bool:
+    """Of a pair in the map of parameters. Of several keys the last one counts, and each is looked at."""
+    if isinstance(parameter, int):
+        return True
+    keys = (value for number, value in fields(parameter) if number == _KEY)
+    return any(isinstance(key, int) or key.startswith(_FILE) for key in keys)

@@ -1,0 +1,203 @@
+"""The data plane over gRPC, on a port of its own: who may call is asked, and messages go through as bytes."""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any, Final
+
+import grpc
+import structlog
+
+from service.gateway.identity import Identity, Scope
+from service.gateway.inference.calls import CallAim, brings_files, call_aim_of, changes_settings
+from service.gateway.inference.plane import Plane
+from service.gateway.inference.refusals import no_files, no_shared_memory, our_mistake, problem_of
+from service.gateway.problems import Problem, headers_of
+from service.model_ports import Call, CallBackend, CallFailed, Metadata
+
+log = structlog.get_logger("gpubroker.inference")
+
+_STATUSES: Final = {status.value[0]: status for status in grpc.StatusCode}
+
+_STATUS_OF: Final = {
+    400: grpc.StatusCode.INVALID_ARGUMENT,
+    401: grpc.StatusCode.UNAUTHENTICATED,
+    403: grpc.StatusCode.PERMISSION_DENIED,
+    413: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    429: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    501: grpc.StatusCode.UNIMPLEMENTED,
+    502: grpc.StatusCode.UNAVAILABLE,
+    503: grpc.StatusCode.UNAVAILABLE,
+    504: grpc.StatusCode.DEADLINE_EXCEEDED,
+}
+"""What a status of HTTP is called there; all others are INTERNAL."""
+
+_TO_US: Final = frozenset({"authorization", "user-agent"})
+"""Of a call's metadata; all else is passed on."""
+
+Behaviour = Callable[[Any, grpc.aio.ServicerContext], Awaitable[Any]]
+
+
+class Rpcs(grpc.GenericRpcHandler):  # type: ignore[misc]  # grpc says nothing of its types
+    """Told of each call before any message of it is read: who may not come in sends nothing but its head."""
+
+    def __init__(self, plane: Plane, backend: CallBackend) -> None:
+        self._plane = plane
+        self._backend = backend
+
+    def service(self, details: grpc.HandlerCallDetails) -> grpc.RpcMethodHandler:
+        metadata = [(name, value) for name, value in details.invocation_metadata if name not in _TO_US]
+        sent = (value for name, value in details.invocation_metadata if name == "authorization")
+        aim = call_aim_of(details.method)
+        rpc = Rpc(self._plane, self._backend, aim, details.method, metadata)
+        try:
+            if aim.scope is not None:
+                token = next(sent, None)
+                # perf_analyzer sends the space behind the colon, which HTTP/1.1 would have taken away
+                given = None if token is None else token.strip().encode("latin-1", "replace")
+                rpc.identity = self._plane.authorize(aim.scope, aim.name, given)
+            if aim.shares_memory:
+                raise no_shared_memory()
+        except Problem as problem:
+            return grpc.stream_stream_rpc_method_handler(rpc.refusing(problem))
+        if aim.is_stream:
+            return grpc.stream_stream_rpc_method_handler(rpc.stream)
+        return grpc.unary_unary_rpc_method_handler(rpc.unary)
+
+
+class Rpc:
+    """One call, and what comes of it."""
+
+    __slots__ = ("_aim", "_backend", "_began", "_metadata", "_method", "_plane", "_request_id", "identity")
+
+    def __init__(
+        self, plane: Plane, backend: CallBackend, aim: CallAim, method: str, metadata: Metadata
+    ) -> None:
+        self._plane = plane
+        self._backend = backend
+        self._aim = aim
+        self._method = method
+        self._metadata = metadata
+        self._began = time.perf_counter()
+        self._request_id = plane.ids.exchange()
+        self.identity: Identity | None = None
+        """None: whoever it is, it may."""
+
+    async def unary(self, message: bytes, context: grpc.aio.ServicerContext) -> bytes:
+        try:
+            self._look_into(message)
+            answer = await self._backend.ask(self._method, message, self._metadata, _seconds_left(context))
+        except Exception as fault:
+            await self._fail(fault, context)
+            raise AssertionError from None  # it has raised
+        except asyncio.CancelledError:
+            self._count(grpc.StatusCode.CANCELLED)
+            raise
+        if answer.first:
+            await context.send_initial_metadata(answer.first)
+        context.set_trailing_metadata(self._signed(answer.last))
+        self._count(grpc.StatusCode.OK)
+        return answer.message
+
+    async def stream(self, messages: AsyncIterator[bytes], context: grpc.aio.ServicerContext) -> None:
+        call = self._backend.open(self._method, self._metadata, _seconds_left(context))
+        sending = asyncio.create_task(_send_all(messages, call))
+        try:
+            await context.send_initial_metadata(await call.first())
+            while (message := await call.read()) is not None:
+                await context.write(message)
+            context.set_trailing_metadata(self._signed(await call.last()))
+            self._count(grpc.StatusCode.OK)
+        except Exception as fault:
+            await self._fail(fault, context)
+        except asyncio.CancelledError:
+            self._count(grpc.StatusCode.CANCELLED)
+            raise
+        finally:
+            sending.cancel()
+            call.cancel()
+
+    def refusing(self, problem: Problem) -> Behaviour:
+        async def refuse(_messages: AsyncIterator[bytes], context: grpc.aio.ServicerContext) -> None:
+            await self._fail(problem, context)
+
+        return refuse
+
+    def _look_into(self, message: bytes) -> None:
+        """Where what it needs depends on what is in it. Raises Problem."""
+        aim = self._aim
+        if aim.sets and changes_settings(message) and self.identity is not None:
+            self._plane.check_scope(self.identity, Scope.MODELS_MANAGE, f"{aim.name} with settings")
+        if aim.loads and not self._plane.takes_files and brings_files(message):
+            raise no_files()
+
+    async def _fail(self, fault: Exception, context: grpc.aio.ServicerContext) -> None:
+        """Say how the call ends. Raises, always."""
+        status, detail, metadata = self._ending(fault)
+        self._count(status)
+        await context.abort(status, detail, self._signed(metadata))
+
+    def _ending(self, fault: Exception) -> tuple[grpc.StatusCode, str, Metadata]:
+        if isinstance(fault, CallFailed) and fault.trouble is None:
+            return _STATUSES[fault.code], fault.detail, fault.metadata
+        problem = self._problem_of(fault)
+        headers = headers_of(problem)
+        told = [("code", problem.code), *((name.lower(), value) for name, value in headers.items())]
+        return _STATUS_OF.get(problem.kind.status, grpc.StatusCode.INTERNAL), problem.detail, told
+
+    def _problem_of(self, fault: Exception) -> Problem:
+        if isinstance(fault, Problem):
+            return fault
+        if isinstance(fault, CallFailed) and fault.trouble is not None:
+            server = self._backend.name
+            log.warning("no answer from Triton", request=self._request_id, server=server, fault=fault.detail)
+            return problem_of(fault.trouble, server, fault.detail)
+        log.error("request failed", request=self._request_id, path=self._aim.name, exc_info=fault)
+        return our_mistake(self._request_id)
+
+    def _signed(self, metadata: Metadata) -> Metadata:
+        return (*metadata, ("request-id", self._request_id))
+
+    def _count(self, status: grpc.StatusCode) -> None:
+        self._plane.on_call(self._aim.name, status.name, time.perf_counter() - self._began)
+
+
+class RpcDoor:
+    """The port. Raises OSError if it cannot be had."""
+
+    def __init__(self, rpcs: Rpcs, backend: CallBackend, host: str, port: int, most_calls: int) -> None:
+        self._backend = backend
+        self._server = grpc.aio.server(options=_OPTIONS, maximum_concurrent_rpcs=most_calls)
+        self._server.add_generic_rpc_handlers((rpcs,))
+        address = f"[{host}]" if ":" in host else host
+        try:
+            self.port: int = self._server.add_insecure_port(f"{address}:{port}")
+        except RuntimeError as fault:
+            raise OSError(str(fault)) from None
+
+    async def begin(self) -> None:
+        await self._server.start()
+
+    async def close(self, most_seconds: float) -> None:
+        """Take no more calls; those under way may go on so long."""
+        await self._server.stop(most_seconds)
+        await self._backend.close()
+
+
+_OPTIONS: Final = (
+    ("grpc.max_receive_message_length", -1),
+    ("grpc.max_send_message_length", -1),
+    ("grpc.so_reuseport", 0),  # or a port in use would be taken for a free one
+)
+
+
+async def _send_all(messages: AsyncIterator[bytes], call: Call) -> None:
+    async for message in messages:
+        await call.write(message)
+    await call.end()
+
+
+def _seconds_left(context: grpc.aio.ServicerContext) -> float | None:
+    """Until the client's own deadline."""
+    left: float | None = context.time_remaining()
+    return left

@@ -1,0 +1,64 @@
+"""Protobuf on the wire, for the few messages that are looked into or made here: fields by number.
+
+Triton's whole schema, and a library that knows it, would be a dependency of all who start the service.
+"""
+
+from collections.abc import Iterator
+
+_VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
+_FIXED = {_FIXED64: 8, _FIXED32: 4}
+_MOST_VARINT_BYTES = 10
+
+
+class Malformed(ValueError):
+    """These bytes are no message."""
+
+
+def fields(message: bytes) -> Iterator[tuple[int, int | bytes]]:
+    """Number and value of each, in the order in which they stand; numbers of fixed length as bytes. Raises
+    Malformed."""
+    at, end = 0, len(message)
+    while at < end:
+        key, at = _varint(message, at)
+        number, kind = key >> 3, key & 7
+        if kind == _VARINT:
+            value, at = _varint(message, at)
+            yield number, value
+            continue
+        if kind == _BYTES:
+            length, at = _varint(message, at)
+        elif kind in _FIXED:
+            length = _FIXED[kind]
+        else:
+            raise Malformed(f"field {number} is of the unknown kind {kind}")
+        if at + length > end:
+            raise Malformed(f"field {number} is longer than what holds it")
+        yield number, message[at : at + length]
+        at += length
+
+
+def _varint(message: bytes, at: int) -> tuple[int, int]:
+    """The number that begins there, and where it ends."""
+    value = 0
+    for index, byte in enumerate(message[at : at + _MOST_VARINT_BYTES]):
+        value |= (byte & 0x7F) << 7 * index
+        if byte < 0x80:
+            return value, at + index + 1
+    raise Malformed("a number does not end")
+
+
+def field(number: int, value: int | bytes | str) -> bytes:
+    """One field. Numbers are unsigned."""
+    if isinstance(value, int):
+        return _as_varint(number << 3 | _VARINT) + _as_varint(value)
+    content = value.encode() if isinstance(value, str) else value
+    return _as_varint(number << 3 | _BYTES) + _as_varint(len(content)) + content
+
+
+def _as_varint(value: int) -> bytes:
+    out = bytearray()
+    while value > 0x7F:
+        out.append(value & 0x7F | 0x80)
+        value >>= 7
+    out.append(value)
+    return bytes(out)

@@ -1,0 +1,146 @@
+"""The data plane over gRPC, between a bare client and a server that does what a test says."""
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import grpc
+
+from service.adapters.triton.backend import HttpBackend, TritonServer
+from service.adapters.triton.rpc_backend import RpcBackend, TritonRpcServer
+from service.core.units import Seconds
+from service.gateway.callers import Callers
+from service.gateway.identity import new_token
+from service.gateway.inference.plane import Plane
+from service.gateway.inference.rpcs import RpcDoor, Rpcs
+from service.model_ports import Metadata
+from tests.gateway.harness import Gateway
+
+SERVICE = "/inference.GRPCInferenceService/"
+INFER = SERVICE + "ModelInfer"
+STREAM = SERVICE + "ModelStreamInfer"
+
+Handler = Callable[[AsyncIterator[bytes], grpc.aio.ServicerContext], Awaitable[None]]
+"""Of one call, whichever it is."""
+
+
+class Stage:
+    def __init__(self, gateway: Gateway, secret: str, address: str, channel: grpc.aio.Channel) -> None:
+        self.address = address
+        self.gateway = gateway
+        self.channel = channel
+        self.own = (("authorization", f"Bearer {secret}"),)
+
+    def ask(
+        self,
+        method: str,
+        message: bytes = b"",
+        metadata: Metadata | None = None,
+        seconds: float | None = None,
+    ) -> grpc.aio.UnaryUnaryCall:
+        given = self.own if metadata is None else metadata
+        return self.channel.unary_unary(method)(message, metadata=given, timeout=seconds)
+
+    def open(self, method: str = STREAM, seconds: float | None = None) -> grpc.aio.StreamStreamCall:
+        return self.channel.stream_stream(method)(metadata=self.own, timeout=seconds)
+
+    async def refusal(self, method: str, message: bytes = b"", **options: Any) -> grpc.aio.AioRpcError:
+        try:
+            await self.ask(method, message, **options)
+        except grpc.aio.AioRpcError as error:
+            return error
+        raise AssertionError(f"{method} was answered")
+
+    async def token(self, *scopes: str) -> Metadata:
+        now = self.gateway.clock.now()
+        name = f"only-{'-'.join(scopes)}"
+        secret, row = new_token(name, tenant="default", scopes=scopes, max_priority=50, now=now)
+        await self.gateway.store.put_token(row, by="test")
+        await self.gateway.parts.identity.load()
+        return (("authorization", f"Bearer {secret}"),)
+
+
+class _All(grpc.GenericRpcHandler):  # type: ignore[misc]
+    def __init__(self, handle: Handler) -> None:
+        async def handled(messages: AsyncIterator[bytes], context: grpc.aio.ServicerContext) -> None:
+            await handle(messages, context)
+
+        self._handler = grpc.stream_stream_rpc_method_handler(handled)
+
+    def service(self, details: grpc.HandlerCallDetails) -> grpc.RpcMethodHandler:
+        return self._handler
+
+
+@asynccontextmanager
+async def a_stage(
+    server: Handler | None,
+    *,
+    metadata: Metadata = (("authorization", "Bearer theirs"),),
+    silence_seconds: float = 60.0,
+    takes_files: bool = False,
+    certificate: bytes | None = None,
+) -> AsyncIterator[Stage]:
+    """`server` is what stands for Triton; None: there is nobody. `certificate`: with its key; the server
+    shows it, and it is believed."""
+    async with Gateway() as gateway:
+        upstream = grpc.aio.server()
+        if certificate is None:
+            port = upstream.add_insecure_port("localhost:0")
+        else:
+            port = upstream.add_secure_port(
+                "localhost:0", grpc.ssl_server_credentials([(certificate, certificate)])
+            )
+        if server is not None:
+            upstream.add_generic_rpc_handlers((_All(server),))
+            await upstream.start()
+        else:
+            await upstream.stop(0)
+        behind = TritonRpcServer(
+            "main", f"localhost:{port}", metadata, certificate, silence_seconds=Seconds(silence_seconds)
+        )
+        now = gateway.clock.now()
+        secret, row = new_token("me", tenant="default", scopes=["*"], max_priority=50, now=now)
+        await gateway.store.put_token(row, by="test")
+        await gateway.parts.identity.load()
+        telemetry = gateway.app.state.telemetry
+        plane = Plane(
+            callers=Callers(gateway.parts.identity, gateway.parts.allowed_hosts),
+            ids=gateway.parts.ids,
+            on_request=telemetry.on_request,
+            on_call=telemetry.on_call,
+            backend=HttpBackend(TritonServer("main", "localhost", 1, b"localhost:1")),
+            most_body_bytes=10**9,
+            takes_files=takes_files,
+        )
+        backend = RpcBackend(behind)
+        door = RpcDoor(Rpcs(plane, backend), backend, "127.0.0.1", 0, 64)
+        await door.begin()
+        address = f"127.0.0.1:{door.port}"
+        async with grpc.aio.insecure_channel(address) as channel:
+            yield Stage(gateway, secret, address, channel)
+        await door.close(0)
+        await upstream.stop(0)
+
+
+class Heard:
+    """Keeps what it hears, and answers each message with itself."""
+
+    def __init__(self) -> None:
+        self.metadata: list[dict[str, str | bytes]] = []
+        self.seconds: list[float | None] = []
+        self.messages: list[bytes] = []
+        self.cancelled = asyncio.Event()
+
+    async def __call__(self, messages: AsyncIterator[bytes], context: grpc.aio.ServicerContext) -> None:
+        self.metadata.append(dict(context.invocation_metadata()))
+        self.seconds.append(context.time_remaining())
+        await context.send_initial_metadata((("x-first", "1"),))
+        context.set_trailing_metadata((("x-last-bin", b"\x00\xff"),))
+        try:
+            async for message in messages:
+                self.messages.append(message)
+                await context.write(message)
+        except asyncio.CancelledError:
+            self.cancelled.set()
+            raise

@@ -1,0 +1,234 @@
+"""What becomes of a call over gRPC on its way to a server of models, and of how it ends."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from itertools import repeat
+from pathlib import Path
+
+import grpc
+import pytest
+
+from service.protowire import field
+from tests.gateway.call_stage import INFER, SERVICE, STREAM, Heard, Stage, a_stage
+from tests.gateway.inference_stage import Heard as HeardOverHttp
+from tests.gateway.inference_stage import a_stage as an_http_stage
+from tests.patience import PATIENCE_SECONDS
+
+Status = grpc.StatusCode
+CERTIFICATE = Path(__file__).with_name("self_signed.pem").read_bytes()
+
+
+async def test_metadata_go_both_ways_but_for_the_token() -> None:
+    async with a_stage(heard := Heard()) as stage:
+        call = stage.ask(INFER, b"abc", (*stage.own, ("x-a", "b"), ("x-c-bin", b"\x00\x01")))
+        assert await call == b"abc"
+        [got] = heard.metadata
+        assert (got["authorization"], got["x-a"], got["x-c-bin"]) == ("Bearer theirs", "b", b"\x00\x01")
+        assert dict(await call.initial_metadata()) == {"x-first": "1"}
+        last = dict(await call.trailing_metadata())
+        assert last.pop("request-id").startswith("req_")
+        assert last == {"x-last-bin": b"\x00\xff"}
+
+
+async def test_without_credentials_for_the_server_it_gets_none() -> None:
+    async with a_stage(heard := Heard(), metadata=()) as stage:
+        await stage.ask(INFER)
+        assert "authorization" not in heard.metadata[0]
+
+
+async def test_a_clients_deadline_is_the_servers() -> None:
+    async with a_stage(heard := Heard()) as stage:
+        await stage.ask(INFER, seconds=50)
+        call = stage.open(seconds=40)
+        await call.done_writing()
+        assert [message async for message in call] == []
+        assert 40 < (heard.seconds[0] or 0) < 51
+        assert 30 < (heard.seconds[1] or 0) < 41
+
+
+async def test_a_stream_without_a_deadline_has_none() -> None:
+    async with a_stage(heard := Heard()) as stage:
+        call = stage.open()
+        for word in (b"one", b"two"):
+            await call.write(word)
+            assert await call.read() == word
+        assert heard.seconds == [None]
+        await call.done_writing()
+        assert await call.read() is grpc.aio.EOF
+        assert dict(await call.trailing_metadata())["x-last-bin"] == b"\x00\xff"
+
+
+@pytest.mark.parametrize("method", [INFER, STREAM])
+async def test_a_client_that_leaves_is_one_that_the_server_hears_of(method: str) -> None:
+    began = asyncio.Event()
+    gone = asyncio.Event()
+
+    async def waits(_messages: AsyncIterator[bytes], _context: grpc.aio.ServicerContext) -> None:
+        began.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            gone.set()
+
+    async with a_stage(waits) as stage, asyncio.timeout(PATIENCE_SECONDS):
+        call = stage.ask(method) if method == INFER else stage.open()
+        await began.wait()
+        call.cancel()
+        await gone.wait()
+
+
+async def test_how_a_call_ends_is_told_as_the_server_tells_it() -> None:
+    async def ends(_messages: AsyncIterator[bytes], context: grpc.aio.ServicerContext) -> None:
+        await context.abort(Status.ALREADY_EXISTS, "wörtlich: so", (("x-why", "w"),))
+
+    async with a_stage(ends) as stage:
+        for method in (INFER, STREAM):
+            error = await stage.refusal(method)
+            assert (error.code(), error.details()) == (Status.ALREADY_EXISTS, "wörtlich: so")
+            assert dict(error.trailing_metadata())["x-why"] == "w"
+
+
+async def test_a_stream_that_the_server_ends_while_the_client_writes_is_told_its_status() -> None:
+    async def ends(messages: AsyncIterator[bytes], context: grpc.aio.ServicerContext) -> None:
+        await anext(messages)
+        await context.abort(Status.NOT_FOUND, "no such model")
+
+    def how_it_ends(stage: Stage) -> tuple[object, ...]:
+        with grpc.insecure_channel(stage.address) as channel:
+            call = channel.stream_stream(STREAM)(repeat(b"x" * 1000), metadata=stage.own)
+            try:
+                return next(call), "was answered"
+            except grpc.RpcError as error:
+                return error.code(), error.details()
+
+    async with a_stage(ends) as stage:
+        for _ in range(20):
+            assert await asyncio.to_thread(how_it_ends, stage) == (Status.NOT_FOUND, "no such model")
+
+
+async def test_who_has_no_token_is_refused_before_a_message_is_read() -> None:
+    async with a_stage(heard := Heard()) as stage:
+        for method in (INFER, STREAM, SERVICE + "ServerMetadata", "/any.Other/Call"):
+            error = await stage.refusal(method, b"x" * 10_000_000, metadata=())
+            assert error.code() is Status.UNAUTHENTICATED
+            assert "send Authorization: Bearer" in str(error.details())
+            assert dict(error.trailing_metadata())["code"] == "unauthenticated"
+        assert heard.metadata == []
+        for open_to_all in (SERVICE + "ServerLive", SERVICE + "ServerReady", "/grpc.health.v1.Health/Check"):
+            assert await stage.ask(open_to_all, metadata=()) == b""
+
+
+async def test_each_call_needs_its_scope() -> None:
+    setting = field(1, field(1, "log_verbose_level"))
+    async with a_stage(heard := Heard()) as stage:
+        infers, manages = await stage.token("models:infer"), await stage.token("models:manage")
+        for name in ("ModelInfer", "ModelConfig", "RepositoryIndex", "TraceSetting", "LogSettings"):
+            await stage.ask(SERVICE + name, field(2, "any"), infers)
+        for name in ("RepositoryModelLoad", "RepositoryModelUnload", "Unheard"):
+            await stage.ask(SERVICE + name, b"", manages)
+            error = await stage.refusal(SERVICE + name, metadata=infers)
+            assert error.code() is Status.PERMISSION_DENIED
+        for name in ("TraceSetting", "LogSettings"):
+            error = await stage.refusal(SERVICE + name, setting, metadata=infers)
+            assert "lacks the scope models:manage" in str(error.details())
+            assert await stage.ask(SERVICE + name, setting) == setting
+        assert (await stage.refusal(INFER, metadata=manages)).code() is Status.PERMISSION_DENIED
+        assert len(heard.metadata) == 10
+
+
+LOADS = {
+    "nothing": (b"", False),
+    "a model": (field(2, "any"), False),
+    "a configuration": (field(2, "any") + field(3, field(1, "config") + field(2, field(3, "{}"))), False),
+    "a file": (field(2, "any") + field(3, field(1, "file:1/model.py") + field(2, field(4, b"code"))), True),
+    "a file of two keys": (field(3, field(1, "file:a") + field(1, "config")), True),
+    "a file among others": (field(3, field(1, "config")) + field(3, field(1, "file:a")), True),
+    "a number for a pair": (field(3, 1), True),
+    "a number for a key": (field(3, field(1, 1)), True),
+    "no message": (b"\xff", True),
+}
+
+
+@pytest.mark.parametrize("what", LOADS)
+async def test_a_load_brings_files_only_where_that_is_allowed(what: str) -> None:
+    message, brings_files = LOADS[what]
+    method = SERVICE + "RepositoryModelLoad"
+    async with a_stage(Heard()) as stage:
+        if brings_files:
+            error = await stage.refusal(method, message)
+            assert error.code() is Status.PERMISSION_DENIED
+            assert dict(error.trailing_metadata())["code"] == "load-files-disabled"
+        else:
+            assert await stage.ask(method, message) == message
+    async with a_stage(Heard(), takes_files=True) as stage:
+        assert await stage.ask(method, message) == message
+
+
+async def test_a_server_that_cannot_be_reached_is_told_as_one_that_was_sent_nothing() -> None:
+    async with a_stage(None) as stage:
+        for method in (INFER, STREAM):
+            error = await stage.refusal(method)
+            assert error.code() is Status.UNAVAILABLE
+            assert "main cannot be reached and was sent nothing" in str(error.details())
+            assert dict(error.trailing_metadata())["retry-after"] == "1"
+
+
+async def test_a_server_that_says_nothing_is_given_up_and_a_client_with_less_time_hears_of_its_own() -> None:
+    async def waits(_messages: AsyncIterator[bytes], _context: grpc.aio.ServicerContext) -> None:
+        await asyncio.Event().wait()
+
+    async with a_stage(waits, silence_seconds=0.2) as stage:
+        error = await stage.refusal(INFER)
+        assert error.code() is Status.DEADLINE_EXCEEDED
+        assert "gave no answer and may still do it" in str(error.details())
+        error = await stage.refusal(INFER, seconds=0.05)
+        assert (error.code(), error.details()) == (Status.DEADLINE_EXCEEDED, "Deadline Exceeded")
+
+
+async def test_a_server_behind_tls_is_believed_by_its_certificate() -> None:
+    async with a_stage(Heard(), certificate=CERTIFICATE) as stage:
+        assert await stage.ask(INFER, b"abc") == b"abc"
+
+
+async def test_calls_are_counted_by_name_and_end() -> None:
+    async with a_stage(Heard()) as stage:
+        await stage.ask(INFER)
+        await stage.refusal("/any.Other/Call", metadata=())
+        told = (await stage.gateway.admin.get("/metrics")).text
+    for labels in ('code="OK",method="ModelInfer"', 'code="UNAUTHENTICATED",method="unmatched"'):
+        assert f"gpubroker_grpc_call_duration_seconds_count{{{labels}}} 1.0" in told
+
+
+BODIES = {
+    b"": 200,
+    b"{}": 200,
+    b'{"parameters":{"config":"{}"}}': 200,
+    b'{"parameters":{"config":"{}","file:1/model.py":"AAAA"}}': 403,
+    b'{"parameters":{"\\u0066ile:1/model.py":"AAAA"}}': 403,
+    b'{"parameters":{"file:a":"A"},"parameters":{}}': 403,
+    b"\xef\xbb\xbf{}": 403,
+    b'{"parameters":{"config":"\xff"}}': 200,
+    b"[" * 100_000: 403,
+    b" " * 2**20 + b"{}": 413,
+}
+
+
+async def test_a_load_over_http_brings_no_files_either() -> None:
+    path = "/v2/repository/models/any/load"
+    async with an_http_stage(heard := HeardOverHttp()) as stage:
+        for body, expected in BODIES.items():
+            status, _, _ = await stage.ask("POST", path, body)
+            assert status == expected, body[:60]
+        client = await stage.connect()
+        client.send(client.head("POST", path, Transfer_Encoding="chunked"), "2\r\n{}\r\n0\r\n\r\n")
+        assert (await client.answer())[0] == 200
+        client.send(client.head("POST", path, Transfer_Encoding="chunked"))
+        client.send(*(b"10000\r\n" + b" " * 2**16 + b"\r\n" for _ in range(17)), b"0\r\n\r\n")
+        assert (await client.answer())[0] == 413
+        client = await stage.connect()
+        client.send(client.head("POST", path, 2, Expect="100-continue"))
+        assert await client.reader.readuntil(b"\r\n\r\n") == b"HTTP/1.1 100 Continue\r\n\r\n"
+        client.send(b"{}")
+        assert (await client.answer())[0] == 200
+    allowed = [body for body, status in BODIES.items() if status == 200]
+    assert heard.bodies == [*allowed, b"2\r\n{}\r\n0\r\n\r\n", b"{}"]
