@@ -1,7 +1,7 @@
 """Rows as plain JSON values and back: one spelling for the event log, snapshots and followers."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from dataclasses import fields as dataclass_fields
 from enum import StrEnum
 from functools import lru_cache
@@ -179,9 +179,8 @@ def changed_lease(lease: Lease, fields: Fields) -> Lease:
     """The lease after one more event."""
     if fields.get("overused_mb") is not None:
         return mark_overused(lease, fields["overused_mb"])
-    moved = move_lease(lease, LeaseState(fields["state"]))
     told = {name: fields[name] for name in ("quarantined_at", "proof") if name in fields}
-    return replace(moved, **told) if told else moved
+    return move_lease(lease, LeaseState(fields["state"]), **told)
 
 
 def lease_from(fields: Fields) -> Lease:

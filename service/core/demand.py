@@ -4,12 +4,14 @@ from dataclasses import dataclass, fields
 from functools import lru_cache
 from operator import attrgetter
 
+from service.core.copies import made_at_once
 from service.core.units import Mib
 
 Labels = tuple[tuple[str, tuple[str, ...]], ...]
 """(label, values), sorted: one value of each. The label `node` is the node's name."""
 
 
+@made_at_once
 @dataclass(frozen=True, slots=True)
 class Where:
     """Which devices and nodes a task may use (all of it must hold) and which it would rather have."""
@@ -37,6 +39,7 @@ class _Hashed:
     _hash: int
 
 
+@made_at_once
 @dataclass(frozen=True, slots=True)
 class Demand(_Hashed):
     """Sizes are per device; `cpu` and `memory_mb` are of the one node that the task runs on.

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from math import ceil, log
 
+from service.core.copies import made_at_once
 from service.core.units import Instant
 
 RELATIVE_ERROR = 0.02
@@ -23,6 +24,7 @@ _SMALLEST = 1e-3
 """Values below it, zero and negative ones too, count as this much."""
 
 
+@made_at_once
 @dataclass(frozen=True, slots=True)
 class Sketch:
     """A value. `add` makes the next one."""
@@ -86,6 +88,7 @@ class What(StrEnum):
     the forecast held if it is no more than 1."""
 
 
+@made_at_once
 @dataclass(frozen=True, slots=True)
 class Topic:
     """What one sketch is about."""
@@ -98,6 +101,7 @@ class Topic:
     what: What
 
 
+@made_at_once
 @dataclass(frozen=True, slots=True)
 class Lesson:
     """One value that the end of a run adds."""

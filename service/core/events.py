@@ -13,6 +13,7 @@ from service.core.codec import (
     task_changes,
     task_fields,
 )
+from service.core.copies import made_at_once
 from service.core.estimate import Topic
 from service.core.lease import HOLDERS_OF_TASKS
 from service.core.plan import Decision, Fields, Request
@@ -22,6 +23,7 @@ from service.core.units import Instant, Position, TaskId
 SUBMITTED = "task.submitted"
 
 
+@made_at_once
 @dataclass(frozen=True, slots=True)
 class Event:
     """One line of the log: what changed on which row, in commit order. Never a payload."""
@@ -38,6 +40,7 @@ class Event:
     """What `fields` make of the task, where this process wrote the event: it need not be worked out again."""
 
 
+@made_at_once
 @dataclass(frozen=True, slots=True)
 class NewEvent:
     """An event that has no position yet; the last statement before COMMIT numbers it."""

@@ -1,8 +1,10 @@
 """Leases and pledges: who holds, or will hold, how many MiB of which device."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import StrEnum
+from typing import Any
 
+from service.core.copies import copier, made_at_once
 from service.core.errors import IllegalTransition
 from service.core.units import DeviceKey, Fence, Instant, Mib, TaskId, mark_of
 
@@ -51,6 +53,7 @@ NEXT_STATES = {
 before anybody has heard of its start."""
 
 
+@made_at_once
 @dataclass(frozen=True, slots=True)
 class Lease:
     """A holder's right to `mb` MiB of one device. Identity: (holder_kind, holder, fence, rank, device).
@@ -89,26 +92,31 @@ class Lease:
         return mark_of(self.holder, self.fence, self.rank)
 
 
-def move_lease(lease: Lease, state: LeaseState) -> Lease:
-    """The lease in its next state, version + 1. Raises IllegalTransition; the lease is unchanged."""
+_changed = copier(Lease)
+"""The lease with some fields changed. Every lease changes several times."""
+
+
+def move_lease(lease: Lease, state: LeaseState, **changes: Any) -> Lease:
+    """The lease in its next state, version + 1, and the given fields changed. Raises IllegalTransition; the
+    lease is unchanged."""
     if state not in NEXT_STATES[lease.state]:
         raise IllegalTransition(f"lease {lease.key} is {lease.state}; it cannot become {state}")
-    return replace(lease, state=state, version=lease.version + 1)
+    return _changed(lease, state=state, version=lease.version + 1, **changes)
 
 
 def quarantine(lease: Lease, now: Instant) -> Lease:
     """Nobody waits any longer for its holder to go. Raises IllegalTransition."""
-    return replace(move_lease(lease, LeaseState.QUARANTINED), quarantined_at=now)
+    return move_lease(lease, LeaseState.QUARANTINED, quarantined_at=now)
 
 
 def release(lease: Lease, proof: str) -> Lease:
     """Its holder is gone. The proof is noted of one that waited for it. Raises IllegalTransition."""
     was_waiting = lease.state is LeaseState.QUARANTINED
-    return replace(move_lease(lease, LeaseState.RELEASED), proof=proof if was_waiting else "")
+    return move_lease(lease, LeaseState.RELEASED, proof=proof if was_waiting else "")
 
 
 def mark_overused(lease: Lease, measured_mb: Mib) -> Lease:
-    return replace(lease, overused_mb=measured_mb, version=lease.version + 1)
+    return _changed(lease, overused_mb=measured_mb, version=lease.version + 1)
 
 
 class PledgeEnd(StrEnum):

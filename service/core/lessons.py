@@ -1,9 +1,9 @@
 """What the end of a run teaches about the next run of the same subject."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from itertools import islice
 
+from service.core.copies import copier
 from service.core.estimate import Lesson, Sketch, Topic, What
 from service.core.member import MemberState
 from service.core.plan import Decision, TaskWrite
@@ -13,6 +13,8 @@ from service.core.world import World
 
 MOST_TOPICS = 10_000
 """With more, those are forgotten that have learned nothing for the longest time."""
+
+_changed = copier(Decision)
 
 _OTHER_ENDS = frozenset({Move.REQUEUED, Move.FAILED, Move.CANCELLED, Move.EXPIRED})
 
@@ -36,10 +38,10 @@ def learn(
                 sketch = known.get(topic) or world.learned.sketch(topic)
                 known[topic] = sketch.add(value)
                 lessons.append(Lesson(topic, value, known[topic], now))
-        taught.append(replace(decision, lessons=tuple(lessons)) if lessons else decision)
-    if known:
+        taught.append(_changed(decision, lessons=tuple(lessons)) if lessons else decision)
+    if known and (forgotten := _too_many(world, known, most_topics)):
         last = max(at for at, decision in enumerate(taught) if decision.lessons)
-        taught[last] = replace(taught[last], forgotten=_too_many(world, known, most_topics))
+        taught[last] = _changed(taught[last], forgotten=forgotten)
     return taught
 
 

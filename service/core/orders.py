@@ -8,6 +8,7 @@ it has already started.
 from dataclasses import dataclass
 from enum import StrEnum
 
+from service.core.copies import made_at_once
 from service.core.device import DeviceSample, Node
 from service.core.task import StopReason
 from service.core.units import DeviceKey, Fence, Instant, Mib, NodeName, Seconds, TaskId
@@ -16,6 +17,7 @@ RunId = tuple[TaskId, Fence, int]
 """(task, fence, rank)"""
 
 
+@made_at_once
 @dataclass(frozen=True, slots=True)
 class StartOrder:
     """Start one run. The payload (entrypoint, arguments, checkpoint) is attached by dispatch on its way."""
@@ -91,6 +93,7 @@ class StopOrder:
     rank: int = 0
 
 
+@made_at_once
 @dataclass(frozen=True, slots=True)
 class ForgetOrder:
     """The outcome of this run is durable; the agent may drop what it kept of it."""
@@ -130,6 +133,7 @@ class Failure:
     traceback: str = ""
 
 
+@made_at_once
 @dataclass(frozen=True, slots=True)
 class Started:
     task: TaskId
@@ -176,6 +180,7 @@ class Checkpointed:
     rank: int = 0
 
 
+@made_at_once
 @dataclass(frozen=True, slots=True)
 class Ended:
     """The outcome of a run. Its memory is not yet free: that takes a Gone."""
@@ -192,6 +197,7 @@ class Ended:
     rank: int = 0
 
 
+@made_at_once
 @dataclass(frozen=True, slots=True)
 class Gone:
     """Proof that no process of this run is left. `samples` were taken after that."""

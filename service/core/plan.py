@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from service.core.copies import made_at_once
 from service.core.device import Device, Node
 from service.core.estimate import Lesson, Topic
 from service.core.lease import Lease, LeaseState, Pledge, PledgeEnd
@@ -15,6 +16,7 @@ Fields = Mapping[str, Any]
 """Plain JSON values only: what an event carries and `World.apply` reads."""
 
 
+@made_at_once
 @dataclass(frozen=True, slots=True)
 class TaskWrite:
     """One changed task row. The store writes it only where the row's version is `task.version - 1`."""
@@ -43,6 +45,7 @@ def withdrawn(pledges: Mapping[DeviceKey, Pledge]) -> tuple[PledgeWrite, ...]:
     return tuple(PledgeWrite(pledges[device], PledgeEnd.WITHDRAWN) for device in sorted(pledges))
 
 
+@made_at_once
 @dataclass(frozen=True, slots=True)
 class Outcome:
     """What a run left behind. The newest accepted outcome of a task is its result."""
@@ -72,6 +75,7 @@ class AuditNote:
     reason: str
 
 
+@made_at_once
 @dataclass(frozen=True, slots=True)
 class Decision:
     """Rows that change together, and the orders to send once they have.

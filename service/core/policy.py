@@ -168,6 +168,7 @@ class Policy:
     _by_name: dict[str, TenantPolicy] = field(init=False, repr=False, compare=False)
     _cohorts: dict[str, int] = field(init=False, repr=False, compare=False)
     """Name -> what its members are guaranteed in all."""
+    _limits: dict[str, float] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         """Work out what is looked up for every task that is examined."""
@@ -176,6 +177,7 @@ class Policy:
             cohorts[tenant.cohort] = cohorts.get(tenant.cohort, 0) + (tenant.guaranteed_mb or 0)
         object.__setattr__(self, "_by_name", {tenant.name: tenant for tenant in self.tenants})
         object.__setattr__(self, "_cohorts", cohorts)
+        object.__setattr__(self, "_limits", {limit.name: limit.amount for limit in self.custom_limits})
         object.__setattr__(self, "has_quotas", any(t.guaranteed_mb is not None for t in self.tenants))
 
     def tenant(self, name: str) -> TenantPolicy:
@@ -193,8 +195,8 @@ class Policy:
 
     def limit_of(self, slot: str) -> float | None:
         """How much there is of what a slot counts; None if nobody limits it."""
-        limits = {limit.name: limit.amount for limit in self.custom_limits}
-        return limits.get(slot, limits.get(each_of(slot)))
+        found = self._limits.get(slot)
+        return self._limits.get(each_of(slot)) if found is None else found
 
 
 def each_of(slot: str) -> str:

@@ -89,6 +89,8 @@ def _outside(demand: Demand, pool: Pool) -> tuple[Demand, dict[str, Any]]:
 
 def _running_slots(tenant: str, labels: Mapping[str, str], policy: Policy) -> Iterable[str]:
     """The counters of running tasks for which there is a limit."""
+    if not policy.custom_limits:
+        return ()
     names = (f"tenant:{tenant}", *(f"label:{key}={value}" for key, value in labels.items()))
     return (name for name in names if policy.limit_of(name) is not None)
 

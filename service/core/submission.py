@@ -5,11 +5,12 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
-from service.core.copies import copier
+from service.core.copies import copier, made_at_once
 from service.core.task import Task
 from service.core.units import TaskId
 
 
+@made_at_once
 @dataclass(frozen=True, slots=True)
 class RunSpec:
     """What a task runs: the cold half of a task, as submitted. What is too large is a blob."""

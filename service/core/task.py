@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
-from service.core.copies import copier
+from service.core.copies import copier, made_at_once
 from service.core.demand import Demand
 from service.core.errors import IllegalTransition
 from service.core.external import External
@@ -120,6 +120,7 @@ class StopReason(StrEnum):
     this reason until it is admitted there."""
 
 
+@made_at_once
 @dataclass(frozen=True, slots=True)
 class Task:
     """The hot half of a task: what decisions need. Arguments, results and labels live beside it in SQL.
@@ -258,6 +259,7 @@ changed = copier(Task)
 """The task with some fields changed. Every task changes several times."""
 
 
+@made_at_once
 @dataclass(frozen=True, slots=True)
 class Placement:
     """Where a task will run: one node, and one (device, MiB) pair per GPU in key order."""

@@ -42,7 +42,7 @@ class Capacity:
         """Raises Problem for a demand that could never be satisfied, or never at this priority, or never for
         this tenant."""
         refusal = self._refusal(demand) or check_priority(demand, priority, self._policy)
-        if refusal is None and (demand.gpus or demand.bundles):
+        if refusal is None and self._policy.has_quotas and (demand.gpus or demand.bundles):
             counts = self._needs.of(self._world, demand)
             refusal = check_quota(demand, counts, tenant, self._policy)
         if refusal is not None:

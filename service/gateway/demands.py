@@ -40,7 +40,7 @@ def demand_of(body: SubmitTask, defaults: Defaults, learn: Learn | None = None) 
 def _gang_demand(body: SubmitTask, defaults: Defaults, learn: Learn | None) -> Demand:
     """One demand per rank. What is said beside the bundles holds for each that does not say it itself."""
     resources = body.resources
-    common = _where_of(resources)
+    common = _where_of(resources, ANYWHERE)
     ranks: list[Demand] = []
     for bundle in resources.bundles:
         rank = _demand(bundle, _gpu_mb_of_rank(bundle, body, defaults), body, defaults, learn, common)
@@ -79,11 +79,10 @@ def _demand(
     common: Where = ANYWHERE,
 ) -> Demand:
     """Of a task, or of one rank. `common`: what holds where it says nothing itself."""
-    usual, where = _usual(body, defaults), _where_of(asked)
+    usual = _usual(body, defaults)
     wants_gpu = asked.wants_gpu or asked.names_devices or gpu_mb is not None
     gpus = int(wants_gpu) if asked.gpus is None else asked.gpus
     cpu = usual.cpu if usual.cpu is not None else 0.0 if gpus else defaults.cpu
-    own = {name: value for name in Where.__slots__ if (value := getattr(where, name))}
     demand = Demand(
         gpus=gpus,
         gpu_mb=None if gpu_mb is None or gpu_mb == LEARNED else Mib(gpu_mb),
@@ -93,20 +92,24 @@ def _demand(
         memory_mb=Mib((usual.memory_mb or 0) if asked.memory_mb is None else asked.memory_mb),
         custom=tuple(sorted(asked.custom.items())),
         placement=body.placement,
-        where=replace(common, **own) if own else common,
+        where=_where_of(asked, common),
     )
     return demand if gpu_mb != LEARNED or learn is None else replace(demand, gpu_mb=learn(demand).gpu_mb)
 
 
-def _where_of(resources: Amounts) -> Where:
-    return Where(
-        kinds=tuple(resources.kinds),
-        min_power=resources.min_power,
-        min_device_mb=Mib(resources.min_device_mb),
-        nodes=_labels_of(resources.nodes),
-        prefer_kinds=tuple(resources.prefer_kinds),
-        prefer_nodes=_labels_of(resources.prefer_nodes),
+def _where_of(asked: Amounts, common: Where) -> Where:
+    """As it says itself; `common` where it says nothing, which most do."""
+    if asked.model_fields_set.isdisjoint(Where.__slots__):
+        return common
+    said = Where(
+        kinds=tuple(asked.kinds),
+        min_power=asked.min_power,
+        min_device_mb=Mib(asked.min_device_mb),
+        nodes=_labels_of(asked.nodes),
+        prefer_kinds=tuple(asked.prefer_kinds),
+        prefer_nodes=_labels_of(asked.prefer_nodes),
     )
+    return replace(common, **{name: value for name in Where.__slots__ if (value := getattr(said, name))})
 
 
 def _labels_of(wanted: Mapping[str, list[str]]) -> Labels:

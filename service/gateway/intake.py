@@ -52,7 +52,8 @@ def demand_in(
         return sizes.setdefault(asked, _learned_size(call, asked, tenant, subject_of(body)))
 
     asked = demand_of(body, parts.defaults, learn)
-    learned = size_of_ranks({_in_words(asked, whole, size): size for whole, size in sizes.items()})
+    told = {_in_words(asked, whole, size): size for whole, size in sizes.items()}
+    learned = size_of_ranks(told) if told else None
     return shared(parts.capacity.settled(asked, body.resources.pool, tenant, body.labels, at=at)), learned
 
 

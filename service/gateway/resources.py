@@ -73,20 +73,20 @@ class Amounts(Body):
         return self.gpus is not None or self.wants_gpu
 
     @model_validator(mode="after")
-    def _agree_on_sizes(self) -> Self:
-        _agree(self)
+    def _agrees(self) -> Self:
+        self.check_agreement()
         return self
 
-
-def _agree(asked: Amounts) -> None:
-    if asked.gpu_mb is not None and asked.gpu_fraction is not None:
-        raise PydanticCustomError("contradiction", "give gpu_mb or gpu_fraction, not both")
-    if asked.gpus == 0 and (asked.wants_gpu or asked.names_devices):
-        raise PydanticCustomError(
-            "contradiction",
-            "gpus is 0, but gpu_mb, gpu_fraction, exclusive, kinds, min_power or min_device_mb asks for "
-            "one; leave gpus out: it becomes 1",
-        )
+    def check_agreement(self) -> None:
+        """Raises PydanticCustomError where two of its members contradict each other."""
+        if self.gpu_mb is not None and self.gpu_fraction is not None:
+            raise PydanticCustomError("contradiction", "give gpu_mb or gpu_fraction, not both")
+        if self.gpus == 0 and (self.wants_gpu or self.names_devices):
+            raise PydanticCustomError(
+                "contradiction",
+                "gpus is 0, but gpu_mb, gpu_fraction, exclusive, kinds, min_power or min_device_mb asks for "
+                "one; leave gpus out: it becomes 1",
+            )
 
 
 class Bundle(Amounts):
@@ -144,24 +144,27 @@ class Resources(Amounts):
         """Of a gang the ranks say it."""
         return super().mentions_gpus or bool(self.bundles)
 
-    @model_validator(mode="after")
-    def _agree_on_roles(self) -> Self:
-        if self.roles and (self.mentions_gpus or self.custom or (self.cpu, self.memory_mb) != (None, None)):
-            raise PydanticCustomError("contradiction", "give sizes or roles, not both: roles have the sizes")
+    def check_agreement(self) -> None:
+        super().check_agreement()
         if self.roles:
-            _agree(self.settled())
-        return self
+            self._check_roles()
+        if self.bundles:
+            self._check_ranks()
+        elif not self.model_fields_set.isdisjoint(_OF_A_GANG):
+            raise PydanticCustomError("contradiction", "strategy and min_ranks are for bundles; give those")
 
-    @model_validator(mode="after")
-    def _agree_on_ranks(self) -> Self:
+    def _check_roles(self) -> None:
+        if self.mentions_gpus or self.custom or (self.cpu, self.memory_mb) != (None, None):
+            raise PydanticCustomError("contradiction", "give sizes or roles, not both: roles have the sizes")
+        super(Resources, self.settled()).check_agreement()
+
+    def _check_ranks(self) -> None:
         ranks = sum(bundle.count for bundle in self.bundles)
-        if self.bundles and self.model_fields_set & _OF_ONE_RANK:
+        if self.model_fields_set & _OF_ONE_RANK:
             wrong = ", ".join(sorted(self.model_fields_set & _OF_ONE_RANK))
             raise PydanticCustomError(
                 "contradiction", "beside bundles, {wrong} says nothing; put it into them", {"wrong": wrong}
             )
-        if not self.bundles and self.model_fields_set & {"strategy", "min_ranks"}:
-            raise PydanticCustomError("contradiction", "strategy and min_ranks are for bundles; give those")
         if ranks > MOST_RANKS:
             raise PydanticCustomError(
                 "too_many_ranks", "{ranks} ranks; at most {most}", {"ranks": ranks, "most": MOST_RANKS}
@@ -170,7 +173,7 @@ class Resources(Amounts):
             raise PydanticCustomError(
                 "contradiction", "min_ranks is above the {ranks} ranks there are", {"ranks": ranks}
             )
-        return self
 
 
+_OF_A_GANG = frozenset({"strategy", "min_ranks"})
 _OF_ONE_RANK = {"gpus", "gpu_mb", "gpu_fraction", "exclusive", "cpu", "memory_mb", "custom"}

@@ -172,10 +172,11 @@ class Function(Body):
 
 def _kind_of(run: Any) -> str | None:
     """The one of the three that is there; None if it is not exactly one."""
-    named = [
-        kind.tag for kind in (Entrypoint, Command, Function) if isinstance(run, dict) and kind.tag in run
-    ]
-    return named[0] if len(named) == 1 else None
+    named = _TAGS & run.keys() if isinstance(run, dict) else _TAGS
+    return next(iter(named)) if len(named) == 1 else None
+
+
+_TAGS = frozenset({Entrypoint.tag, Command.tag, Function.tag})
 
 
 Run = Annotated[

@@ -22,12 +22,18 @@ class Timing:
     expected_seconds: Seconds | None
 
 
+_UNTIMED = Timing(None, None, None, None, None)
+_TIMES = frozenset({"not_before", "queue_ttl_seconds", "deadline_at", "deadline_seconds", "expected_seconds"})
+
+
 def timing_of(body: SubmitTask, now: Instant) -> Timing:
     """The time to wait begins when the task may start; of one that runs after others, when those have ended.
 
     Raises Problem for a time that is too late to be kept, or too far away; a `not_before` that has passed
     means nothing.
     """
+    if body.model_fields_set.isdisjoint(_TIMES):
+        return _UNTIMED
     faults: list[Fault] = []
     not_before = _ahead("not_before", body.not_before, now, faults)
     if body.deadline_seconds is not None:

@@ -93,7 +93,10 @@ def priority_of(body: SubmitTask, defaults: Defaults) -> int:
 
 def _first(*values: Any) -> Any:
     """The first that somebody gave; None if nobody did."""
-    return next((value for value in values if value is not None), None)
+    for value in values:
+        if value is not None:
+            return value
+    return None
 
 
 def arguments_of(run: Entrypoint | Command | Function) -> bytes:

@@ -1,8 +1,11 @@
-from dataclasses import FrozenInstanceError, dataclass, fields, replace
+import copy
+import pickle
+from collections.abc import Mapping
+from dataclasses import FrozenInstanceError, dataclass, field, fields, replace
 
 import pytest
 
-from service.core.copies import copier, maker
+from service.core.copies import copier, made_at_once, maker
 from service.core.demand import Demand, shared
 from service.core.units import Mib
 from tests.builders import a_task
@@ -12,6 +15,18 @@ from tests.builders import a_task
 class Point:
     x: int
     y: tuple[int, ...] = ()
+
+
+class Marked:
+    __slots__ = ("mark",)
+
+
+@made_at_once
+@dataclass(frozen=True, slots=True)
+class Quick(Marked):
+    x: int
+    y: tuple[int, ...] = ()
+    labels: Mapping[str, int] = field(default_factory=dict)
 
 
 moved = copier(Point)
@@ -62,3 +77,38 @@ def test_a_value_made_of_all_its_fields_equals_one_made_the_usual_way():
 def test_a_value_of_more_or_fewer_fields_than_there_are_is_refused(values):
     with pytest.raises(ValueError, match="values to unpack"):
         made_of(values)
+
+
+def test_what_is_made_at_once_is_what_the_usual_way_makes():
+    assert Quick(1) == Quick(x=1, y=(), labels={})
+    assert Quick(1, (2, 3), {"a": 4}) == replace(Quick(1, labels={"a": 4}), y=(2, 3))
+    assert hash(Point(1)) == hash(Point(1))
+    assert repr(Quick(1)) == "Quick(x=1, y=(), labels={})"
+    assert Quick(1).labels is not Quick(1).labels
+
+
+def test_what_is_made_at_once_is_frozen_and_copied_as_any_other():
+    made = Quick(1, (2,))
+    assert type(made) is Quick
+    with pytest.raises(FrozenInstanceError):
+        made.x = 3  # type: ignore[misc]
+    assert made == copy.copy(made) == copy.deepcopy(made) == pickle.loads(pickle.dumps(made))
+
+
+@pytest.mark.parametrize("given", [{}, {"x": 1, "z": 2}])
+def test_what_is_made_at_once_takes_its_fields_and_no_others(given):
+    with pytest.raises(TypeError, match="argument"):
+        Quick(**given)
+
+
+def test_a_class_that_fills_a_field_itself_is_not_made_at_once():
+    @dataclass(frozen=True, slots=True)
+    class Doubled:
+        x: int
+        double: int = field(init=False)
+
+        def __post_init__(self) -> None:
+            object.__setattr__(self, "double", 2 * self.x)
+
+    with pytest.raises(TypeError, match="leave @made_at_once out"):
+        made_at_once(Doubled)
