@@ -10,31 +10,9 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Protocol
 
+from service.core.model_orders import Indexed as Indexed
+from service.core.model_orders import Stage as Stage
 from service.core.units import DeviceKey, Instant, Mib, Seconds
-
-
-class Stage(StrEnum):
-    """Where a model is, as the server's index says."""
-
-    ABSENT = "absent"
-    """Never loaded, or unloaded, or its last load failed: it holds nothing, as far as the server knows."""
-    LOADING = "loading"
-    READY = "ready"
-    UNLOADING = "unloading"
-    """It takes no new requests, and still has those that it took before."""
-
-
-@dataclass(frozen=True, slots=True)
-class Indexed:
-    """One model of the repository. Of several versions the one that is furthest from being absent counts:
-    READY before UNLOADING before LOADING before ABSENT."""
-
-    model: str
-    stage: Stage
-    versions: tuple[str, ...] = ()
-    """Those that are READY, sorted."""
-    reason: str = ""
-    """Why it is not there, in the server's words; empty for what was never loaded or was unloaded."""
 
 
 @dataclass(frozen=True, slots=True)

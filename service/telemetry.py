@@ -51,6 +51,7 @@ LOG_FIELDS: Mapping[str, str] = {
     "free_mb": "what is free on all GPUs that could be used, in MiB",
     "largest_mb": "the largest piece of that",
     "server": "name of a Triton server, as configured",
+    "model": "name of a model, as its server knows it",
     "runner": "name of a process that runs tasks, as Ray knows it",
     "job": "what a node agent is at",
     "fault": "what went wrong, as text",

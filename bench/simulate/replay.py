@@ -22,6 +22,7 @@ from service.core.forecasts import make_forecasts
 from service.core.fragmentation import Sum, fragmentation
 from service.core.lessons import learn
 from service.core.memory import Memory
+from service.core.model_orders import ModelOrder
 from service.core.orders import (
     Ended,
     Ending,
@@ -209,7 +210,7 @@ class Replay:
         for event in events:
             self.world.apply([event.at(Position(self.world.position + 1), self._now)])
 
-    def _obey(self, order: Order) -> None:
+    def _obey(self, order: Order | ModelOrder) -> None:
         match order:
             case StartOrder():
                 run = self._runs.get(order.task)

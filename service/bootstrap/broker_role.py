@@ -21,13 +21,15 @@ from service.bootstrap.premises import StartRefused
 from service.broker.dispatch import Dispatcher
 from service.broker.leadership import Candidate
 from service.broker.loop import Leader
+from service.broker.model_desk import DeskRules, ModelDesk
 from service.broker.observe import Observer
 from service.broker.publish import Publisher
 from service.broker.retention import Pruner
 from service.core.backfill import Forecast
 from service.core.events import Event
 from service.core.tenure import Tenure
-from service.core.units import Term
+from service.core.units import Seconds, Term
+from service.host_ports import ModelHost
 from service.last_values import LeaderSeen
 from service.settings import Settings
 
@@ -43,6 +45,8 @@ class BrokerRole:
         self._blobs = blobs
         self._policy = policy_of(settings)
         self.executor = new_executor(settings, picture.clock)
+        self._hosts: tuple[ModelHost, ...] = ()
+        self._wait_seconds = DeskRules().call_seconds if store.is_shared else Seconds(0.0)
         self.candidate = Candidate(
             name=name,
             store=store,
@@ -104,6 +108,8 @@ class BrokerRole:
 
     async def close(self, *, stop_cluster: bool) -> None:
         await self.executor.close(stop_cluster=stop_cluster)
+        for host in self._hosts:
+            await host.close()
 
     def _new_leader(self, tenure: Tenure) -> Leader:
         """For one term: nothing that an earlier one of this process remembered holds any more."""
@@ -124,9 +130,14 @@ class BrokerRole:
                 picture.progress,
                 boot_seconds,
             ),
-            dispatcher=Dispatcher(self._store, self._blobs, self.executor, picture.world, picture.clock),
+            dispatcher=self._dispatcher(),
             clock=picture.clock,
         )
+
+    def _dispatcher(self) -> Dispatcher:
+        clock = self._picture.clock
+        desk = ModelDesk(self._hosts, clock, boot_seconds, wait_seconds=self._wait_seconds)
+        return Dispatcher(self._store, self._blobs, self.executor, self._picture.world, clock, desk)
 
     def _on_events(self, events: Sequence[Event]) -> None:
         if self.candidate.leader is not None:

@@ -5,9 +5,12 @@ from contextlib import suppress
 
 import structlog
 
-from service.core.orders import Ended, Ending, Failure, Gone, Report, StartOrder
+from service.broker.model_desk import Hear, ModelDesk
+from service.core.model_orders import ModelOrder
+from service.core.orders import Ended, Ending, Failure, Gone, Order, Report, StartOrder
 from service.core.plan import Decision
 from service.core.task import Task
+from service.core.tenure import Tenure
 from service.core.units import Fence, TaskId
 from service.core.world import World
 from service.ports import (
@@ -33,13 +36,21 @@ class Dispatcher:
     """Sends the orders of committed decisions. What cannot be sent comes back as a report of its end."""
 
     def __init__(
-        self, store: TaskStore, blobs: BlobStore, executor: Executor, world: World, clock: Clock
+        self,
+        store: TaskStore,
+        blobs: BlobStore,
+        executor: Executor,
+        world: World,
+        clock: Clock,
+        desk: ModelDesk | None = None,
     ) -> None:
+        """`desk`: to the servers of models, if there are any."""
         self._store = store
         self._blobs = blobs
         self._executor = executor
         self._world = world
         self._clock = clock
+        self._desk = desk
         self._specs: Mapping[TaskId, RunSpec] = {}
         """What was looked up last."""
 
@@ -60,14 +71,21 @@ class Dispatcher:
         rows = {(w.task.id, w.task.fence): w.task for decision in committed for w in decision.tasks}
         payloads, impossible = await self._payloads(starts, rows)
         ready = {(order.task, order.fence) for order in starts if order.task in payloads}
-        sendable = [
-            order
-            for order in orders
-            if not isinstance(order, StartOrder) or (order.task, order.fence) in ready
-        ]
+        sendable: list[Order] = []
+        for order in orders:
+            if isinstance(order, ModelOrder):
+                if self._desk is not None:
+                    self._desk.send(order)
+            elif not isinstance(order, StartOrder) or (order.task, order.fence) in ready:
+                sendable.append(order)
         if sendable:
             await self._executor.send(sendable, payloads)
         return impossible
+
+    async def serve_models(self, tenure: Tenure, hear: Hear) -> None:
+        """Have what servers of models say heard, until cancelled."""
+        if self._desk is not None:
+            await self._desk.run(tenure, hear)
 
     def _is_over(self, order: StartOrder) -> bool:
         """It ended between commit and dispatch, and its agent must not hear of it."""

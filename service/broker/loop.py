@@ -156,6 +156,7 @@ class Leader:
                 await self._wait_for_store(fault)
         async with asyncio.TaskGroup() as group:
             group.create_task(self._listen())
+            group.create_task(self._dispatcher.serve_models(self.tenure, self.hear))
             group.create_task(self._lead())
 
     async def wind_up(self) -> None:

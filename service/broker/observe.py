@@ -5,11 +5,12 @@ from dataclasses import replace
 
 import structlog
 
-from service.core import deadlines, quarantine, requests, runs
+from service.core import deadlines, model_holders, quarantine, requests, runs
 from service.core.device import DeviceSample
 from service.core.events import Event
 from service.core.inquiry import Inquiry
 from service.core.lessons import learn
+from service.core.model_orders import ServerSeen
 from service.core.orders import (
     Beat,
     Checkpointed,
@@ -51,14 +52,14 @@ def forget_ended(progress: dict[TaskId, Progress], events: Iterable[Event]) -> N
 
 
 def next_batch(heard: Iterable[Report]) -> list[Report]:
-    """The reports up to the next NodeSeen, or that one alone.
+    """The reports up to the next NodeSeen or ServerSeen, or that one alone.
 
-    What an agent says of all its runs holds in its place between the other reports: what came before must
-    be committed when it is read, and what came after must not.
+    What an agent says of all its runs, or a server of all its models, holds in its place between the other
+    reports: what came before must be committed when it is read, and what came after must not.
     """
     batch: list[Report] = []
     for report in heard:
-        if isinstance(report, NodeSeen):
+        if isinstance(report, NodeSeen | ServerSeen):
             return batch or [report]
         batch.append(report)
     return batch
@@ -139,6 +140,8 @@ class Observer:
                     about_runs.append(report)
                 case Progressed():
                     self._on_progress(report)
+                case ServerSeen():
+                    decisions += model_holders.seen(self._world, report, now, self._policy)
                 case NodeSeen():
                     decisions += reconcile(self._world, report, now, self._policy, self._inventory)
                 case _:
@@ -183,6 +186,7 @@ class Observer:
         self.to_ask += self._inquiry.due(self._world, self._ticks())
         decisions = deadlines.due(self._world, now, self._policy, self._watch)
         decisions += quarantine.removed(self._world)
+        decisions += model_holders.due(self._world, now)
         self._watch = deadlines.keep_watch(self._watch, now)
         decided = {decision.subject for decision in decisions}
         over = overuse(self._world, now, self._policy)

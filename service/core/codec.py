@@ -13,7 +13,9 @@ from service.core.device import Device, Node
 from service.core.external import External
 from service.core.lease import HolderKind, Lease, LeaseState, Pledge, mark_overused, move_lease
 from service.core.member import members_fields, members_from
+from service.core.model_terms import ModelTerms
 from service.core.plan import Fields, Request, TaskWrite
+from service.core.residency import Usage
 from service.core.task import Dependency, OnFailure, StopReason, Task, TaskState, changed
 from service.core.units import TaskId
 
@@ -106,6 +108,8 @@ def task_fields(task: Task) -> dict[str, Any]:
         row["after"] = after_fields(task.after)
     if task.external is not None:
         row["external"] = external_fields(task.external)
+    if task.model is not None:
+        row["model"] = model_fields(task.model)
     if task.stop_reason is not None:
         row["stop_reason"] = task.stop_reason.value
     return row
@@ -127,6 +131,16 @@ def external_from(fields: Fields | None) -> External | None:
     return None if fields is None else External(**fields)
 
 
+def model_fields(model: ModelTerms) -> dict[str, Any]:
+    usage = {"at": model.usage.at, "counts": list(model.usage.counts)}
+    return {**asdict(model), "usage": usage, "steps": list(model.steps)}
+
+
+def model_from(fields: Fields) -> ModelTerms:
+    usage = Usage(fields["usage"]["at"], tuple(fields["usage"]["counts"]))
+    return ModelTerms(**{**fields, "usage": usage, "steps": tuple(fields["steps"])})
+
+
 def task_from(fields: Fields) -> Task:
     row = dict(fields)
     row["demand"] = demand_from(row["demand"])
@@ -142,6 +156,8 @@ def task_changes(write: TaskWrite) -> dict[str, Any]:
         row[name] = _plain(getattr(write.task, name))
     if "members" in row:
         row["members"] = members_fields(write.task.members)
+    if write.task.model is not None and "model" in row:
+        row["model"] = model_fields(write.task.model)
     return row
 
 
@@ -156,6 +172,8 @@ def _typed(row: dict[str, Any]) -> dict[str, Any]:
         row["stop_reason"] = StopReason(row["stop_reason"])
     if "members" in row:
         row["members"] = members_from(row["members"])
+    if row.get("model") is not None:
+        row["model"] = model_from(row["model"])
     return row
 
 

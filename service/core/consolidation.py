@@ -103,7 +103,7 @@ def may_be_moved(run: Task, task: Task, policy: Policy, now: Instant) -> bool:
     if run.state is not TaskState.RUNNING or run.started_at is None or run.checkpoint_at is None:
         return False
     has_saved = run.checkpoint_at > run.started_at
-    is_plain = run.demand.gpus > 0 and not run.members and run.external is None and run.deadline_at is None
+    is_plain = run.demand.gpus > 0 and not run.members and run.is_run and run.deadline_at is None
     is_lower = band_of(run.priority)[2] <= band_of(task.priority)[2]
     had_peace = run.preemptions == 0 or now - run.started_at >= HOUR_SECONDS
     return has_saved and is_plain and is_lower and had_peace and not is_shielded(run, policy, now)

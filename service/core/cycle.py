@@ -12,6 +12,7 @@ from service.core.guarantees import Claims
 from service.core.lines import Lines
 from service.core.looks import Looks, Paused
 from service.core.memory import Memory
+from service.core.model_holders import in_time
 from service.core.offers import Offers
 from service.core.ordering import OrderKey
 from service.core.outlook import Outlooks
@@ -236,7 +237,9 @@ class Slice:
         way = self._prospects.in_quota(task, self._draft.world.queue.group_of(task.id).kin)
         return None if way is None else self._evict(task, way)
 
-    def _evict(self, task: Task, eviction: Eviction) -> Decision:
+    def _evict(self, task: Task, eviction: Eviction) -> Decision | None:
+        if not in_time(task, eviction.deadline_at):
+            return None
         place, is_shared = self._agenda.key_of(task), self._shares.are_several
         kept_up_to = self._claims.kept_up_to(task, place, is_shared=is_shared)
         return evict(self._draft, task, eviction, self._now, kept_up_to=kept_up_to)

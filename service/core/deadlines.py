@@ -8,11 +8,12 @@ from service.core import gang_leaving
 from service.core.external_leases import not_released
 from service.core.lease import LeaseState, PledgeEnd, quarantine
 from service.core.member import Member, MemberState
+from service.core.model_holders import not_unloaded
 from service.core.orders import Ending, Failure
 from service.core.plan import Decision, Outcome, PledgeWrite, withdrawn, write_move
 from service.core.policy import Policy
 from service.core.ranks import leavers_of
-from service.core.stopping import after_stop, comes_back, give_notice, out_of_time, stop_orders
+from service.core.stopping import after_stop, comes_back, give_notice, orders_to_leave, out_of_time
 from service.core.task import Move, StopReason, Task, TaskState, notice_of
 from service.core.units import Fence, Instant, Seconds, TaskId
 from service.core.world import World
@@ -65,7 +66,7 @@ def due(world: World, now: Instant, policy: Policy, watch: Watch | None) -> list
         elif task.external is None and (
             watch is None or _is_kill_due(task.stop_deadline_at, watch.last, now)
         ):
-            kills = stop_orders(world, task, Seconds(0.0))
+            kills = orders_to_leave(world, task, Seconds(0.0))
             decisions.append(Decision(task.id, "kill", orders=kills))
     for task, late in _late_leavers(world, now, overdue):
         lost = [m for m in late if _is_over(m.stop_deadline_at, policy.kill_patience_seconds, since, now)]
@@ -212,12 +213,16 @@ def _give_up(world: World, task: Task, now: Instant, policy: Policy) -> Decision
     """Nobody confirms that the run is gone: its task moves on, its memory does not come back."""
     leases = (lease for lease in world.leases_of(task) if lease.state is not LeaseState.QUARANTINED)
     what, changes = after_stop(task, now, policy)
+    outcome = None if task.external is None else not_released(task, now)
+    if task.model is not None:  # which is not to come back beside what is left of it
+        what, changes = Move.FAILED, {"finished_at": now, "freeing_for": None}
+        outcome = not_unloaded(task, now)
     return Decision(
         task.id,
         "unconfirmed",
         tasks=(write_move(task, what, **changes),),
         leases=tuple(quarantine(lease, now) for lease in leases),
-        outcome=None if task.external is None else not_released(task, now),
+        outcome=outcome,
     )
 
 

@@ -11,11 +11,12 @@ from service.core.draft import Draft
 from service.core.gang_leaving import ask_to_leave
 from service.core.lease import HolderKind, Lease, LeaseState, Pledge, PledgeEnd
 from service.core.member import Member
+from service.core.model_orders import ModelOrder, load_order
 from service.core.need import context_mb
 from service.core.orders import Order, StartOrder
 from service.core.plan import Decision, PledgeWrite, TaskWrite, write_move
 from service.core.preemption import Eviction
-from service.core.stopping import stop_orders
+from service.core.stopping import orders_to_leave
 from service.core.task import Move, Placement, StopReason, Task
 from service.core.units import DeviceKey, Fence, Instant, TaskId
 
@@ -49,10 +50,18 @@ def admit(draft: Draft, task: Task, places: Sequence[Placement], now: Instant) -
         tasks=(write,),
         leases=tuple(leases),
         pledges=tuple(pledges),
-        orders=_starts(draft, write.task, places)
-        if task.external is None
-        else external_leases.watch_orders(draft.world, write.task, leases),
+        orders=_beginning(draft, write.task, places, leases),
     )
+
+
+def _beginning(
+    draft: Draft, task: Task, places: Sequence[Placement], leases: list[Lease]
+) -> tuple[Order | ModelOrder, ...]:
+    if task.external is not None:
+        return external_leases.watch_orders(draft.world, task, leases)
+    if task.model is not None:
+        return (load_order(task, places[0].devices),)
+    return _starts(draft, task, places)
 
 
 def _leases(draft: Draft, task: Task, rank: int, place: Placement) -> Iterator[Lease]:
@@ -61,6 +70,8 @@ def _leases(draft: Draft, task: Task, rank: int, place: Placement) -> Iterator[L
     state = LeaseState.RESERVED
     if task.external is not None:
         kind, state = HolderKind.EXTERNAL, LeaseState.HELD
+    elif task.model is not None:
+        kind = HolderKind.MODEL if task.model.model else HolderKind.SERVER
     assert task.admitted_at is not None
     for device, mb in place.devices:
         yield Lease(
@@ -148,7 +159,7 @@ def withdraw(draft: Draft, preemptor: TaskId) -> Decision:
 
 def _stop(
     draft: Draft, victim: Task, eviction: Eviction, preemptor: TaskId, now: Instant, reason: StopReason
-) -> tuple[TaskWrite, tuple[Order, ...]]:
+) -> tuple[TaskWrite, tuple[Order | ModelOrder, ...]]:
     ranks = eviction.surplus.get(victim.id)
     if ranks is not None:
         write, orders = ask_to_leave(draft.world, victim, ranks, preemptor, now)
@@ -162,7 +173,7 @@ def _stop(
         freeing_for=preemptor,
     )
     draft.replace_task(victim, write.task)
-    return write, stop_orders(draft.world, write.task, victim.grace_seconds)
+    return write, orders_to_leave(draft.world, write.task, victim.grace_seconds)
 
 
 def _end_own(pledge: Pledge, devices: set[DeviceKey]) -> PledgeWrite:

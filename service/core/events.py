@@ -14,6 +14,7 @@ from service.core.codec import (
     task_fields,
 )
 from service.core.copies import made_at_once
+from service.core.errors import OutOfStep
 from service.core.estimate import Topic
 from service.core.lease import HOLDERS_OF_TASKS
 from service.core.plan import Decision, Fields, Request
@@ -40,6 +41,18 @@ class Event:
     """What `fields` make of the task, where this process wrote the event: it need not be worked out again."""
 
 
+def in_step(events: Iterable[Event], position: Position) -> list[Event]:
+    """Those after a position, without a gap. Raises OutOfStep if one is missing."""
+    fresh = [event for event in events if event.position > position]
+    for expected, event in enumerate(fresh, start=position + 1):
+        if event.position != expected:
+            raise OutOfStep(
+                f"after position {position}, event {event.position} came: {expected} is missing; "
+                "read the picture anew from the rows"
+            )
+    return fresh
+
+
 @made_at_once
 @dataclass(frozen=True, slots=True)
 class NewEvent:
@@ -62,7 +75,8 @@ class NewEvent:
 
 def submitted(task: Task) -> NewEvent:
     """The first event of a task: every field of it."""
-    return NewEvent(SUBMITTED, task.id, task.version, task.tenant, task_fields(task), task)
+    form = 1 if task.model is None else 2
+    return NewEvent(SUBMITTED, task.id, task.version, task.tenant, task_fields(task), task, form)
 
 
 def requested(request: Request) -> NewEvent:

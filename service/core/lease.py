@@ -19,7 +19,10 @@ class HolderKind(StrEnum):
     EXTERNAL = "external"
 
 
-HOLDERS_OF_TASKS = frozenset({HolderKind.RUN, HolderKind.GANG_MEMBER, HolderKind.EXTERNAL})
+HOLDERS_WITH_RUNS = frozenset({HolderKind.RUN, HolderKind.GANG_MEMBER})
+"""Node agents know of them."""
+
+HOLDERS_OF_TASKS = HOLDERS_WITH_RUNS | {HolderKind.EXTERNAL, HolderKind.MODEL, HolderKind.SERVER}
 """Their id is a task's."""
 
 

@@ -280,6 +280,7 @@ class Memory:
             for run in runs
             if run.preemptions >= budget
             or run.started_at is None
+            or run.model is not None
             or self._began_at - run.started_at < least
             or not is_old_enough(run, self._began_at)
             or self._has_its_turn(run)

@@ -10,6 +10,7 @@ from enum import StrEnum
 
 from service.core.copies import made_at_once
 from service.core.device import DeviceSample, Node
+from service.core.model_orders import ServerSeen
 from service.core.task import StopReason
 from service.core.units import DeviceKey, Fence, Instant, Mib, NodeName, Seconds, TaskId
 
@@ -270,5 +271,17 @@ class Sampled:
     samples: tuple[DeviceSample, ...]
 
 
-Report = Started | Ready | Progressed | Checkpointed | Ended | Gone | NodeSeen | NodeLost | Beat | Sampled
+Report = (
+    Started
+    | Ready
+    | Progressed
+    | Checkpointed
+    | Ended
+    | Gone
+    | NodeSeen
+    | NodeLost
+    | Beat
+    | Sampled
+    | ServerSeen
+)
 """`task`, `fence` and `rank` of the first six name the run; a report with a stale fence changes nothing."""

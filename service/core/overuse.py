@@ -30,7 +30,7 @@ def overuse(world: World, now: Instant, policy: Policy) -> list[Decision]:
 
 
 def _is_at_work(task: Task, rank: int) -> bool:
-    return task.state is TaskState.RUNNING and not notice_of(task, rank)[1]
+    return task.model is None and task.state is TaskState.RUNNING and not notice_of(task, rank)[1]
 
 
 def _decision(world: World, task: Task, keys: list[str], now: Instant, policy: Policy) -> Decision:

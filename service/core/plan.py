@@ -8,6 +8,7 @@ from service.core.copies import made_at_once
 from service.core.device import Device, Node
 from service.core.estimate import Lesson, Topic
 from service.core.lease import Lease, LeaseState, Pledge, PledgeEnd
+from service.core.model_orders import ModelOrder
 from service.core.orders import Checkpointed, Failure, Order
 from service.core.task import Move, Task, move
 from service.core.units import DeviceKey, Instant, TaskId
@@ -96,7 +97,7 @@ class Decision:
     outcome: Outcome | None = None
     checkpoint: Checkpointed | None = None
     requests_done: tuple[str, ...] = ()
-    orders: tuple[Order, ...] = ()
+    orders: tuple[Order | ModelOrder, ...] = ()
     lessons: tuple[Lesson, ...] = ()
     """What the runs that it ends teach."""
     forgotten: tuple[Topic, ...] = ()
@@ -113,8 +114,9 @@ class Request:
     """What a client asked of a task that exists: a gateway inserts it, only the leader carries it out.
 
     `what` is cancel (fields: grace_seconds, or nothing), or change (fields: priority, held); of an external
-    holder also renew (fields: ttl_seconds, or nothing), or release (fields: by). Of operators: attest
-    (fields: leases, by, reason) of a holder, and resume (fields: nodes, by, reason), of no task.
+    holder also renew (fields: ttl_seconds, or nothing), or release (fields: by); of a model want (fields:
+    priority, uses) or pin (fields: pinned, by). Of operators: attest (fields: leases, by, reason) of a
+    holder, and resume (fields: nodes, by, reason), of no task.
     """
 
     id: str

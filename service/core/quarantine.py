@@ -4,7 +4,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import groupby
 
-from service.core.lease import HolderKind, Lease, release
+from service.core.lease import HOLDERS_WITH_RUNS, HolderKind, Lease, release
 from service.core.plan import AuditNote, Decision, Request
 from service.core.unconfirmed import Proof
 from service.core.units import Fence, Instant, NodeName, Seconds
@@ -71,6 +71,9 @@ def _awaited(world: World, lease: Lease, node: NodeName) -> tuple[tuple[Proof, .
             return (Proof.HOLDER, Proof.BOOT_CHANGED, *always), f"waits until {said}"
         said = f"the agent of {node} finds process {pid} gone, or its holder releases it"
         return (Proof.PROCESS_ABSENT, Proof.HOLDER, Proof.BOOT_CHANGED, *always), f"waits until {said}"
+    if lease.holder_kind not in HOLDERS_WITH_RUNS:
+        said = "the index of its server says that it is not there"
+        return (Proof.UNLOADED, *always), f"waits until {said}"
     if answers(world, node):
         said = f"the agent of {node}, which goes on ending its process, finds nothing of it"
         return (Proof.PROCESS_ABSENT, Proof.BOOT_CHANGED, *always), f"waits until {said}"
@@ -88,7 +91,7 @@ def answers(world: World, node: NodeName) -> bool:
 
 def is_watched(world: World, lease: Lease) -> bool:
     """Whether the agent of its node, while it answers, can tell by a process that its holder is gone."""
-    return lease.holder_kind is not HolderKind.EXTERNAL or _outside_pid(world, lease) is not None
+    return lease.holder_kind in HOLDERS_WITH_RUNS or _outside_pid(world, lease) is not None
 
 
 def _outside_pid(world: World, lease: Lease) -> int | None:

@@ -12,8 +12,8 @@ from service.core.units import Instant, NodeName
 
 def ranks_of(task: Task) -> tuple[tuple[int, NodeName], ...]:
     """(rank, node) of each run of an active task, without those of a gang that are gone. An external holder
-    has none that could be ordered anything."""
-    if task.external is not None:
+    or a model has none that an agent could be ordered anything about."""
+    if not task.is_run:
         return ()
     if task.members:
         return tuple((member.rank, member.node) for member in task.members if not member.gone)

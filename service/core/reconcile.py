@@ -8,7 +8,7 @@ from service.core.device import Device, Node
 from service.core.gang_leaving import stop_order, world_orders
 from service.core.gang_runs import go_order
 from service.core.kinds import Kind, kind_of
-from service.core.lease import HOLDERS_OF_TASKS, HolderKind
+from service.core.lease import HOLDERS_WITH_RUNS
 from service.core.member import Member, MemberState
 from service.core.orders import ForgetOrder, Gone, NodeSeen, Order, RunId, SeenDevice, StopOrder
 from service.core.plan import Decision
@@ -177,8 +177,7 @@ def _claims_on(world: World, seen: NodeSeen) -> list[RunId]:
     """Claims with memory on this node, of tasks that have moved on or ended as well."""
     books = (world.books[key] for key in world.by_node.get(seen.node.name, ()))
     leases = (holding.lease for book in books for holding in book.holdings.values())
-    ours = HOLDERS_OF_TASKS - {HolderKind.EXTERNAL}
-    runs = (lease for lease in leases if lease.holder_kind in ours)
+    runs = (lease for lease in leases if lease.holder_kind in HOLDERS_WITH_RUNS)
     return sorted({(TaskId(lease.holder), lease.fence, lease.rank) for lease in runs})
 
 

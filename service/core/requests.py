@@ -5,11 +5,12 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from service.core import external_leases, quarantine
+from service.core import external_leases, model_holders, quarantine
+from service.core.model_orders import UnloadOrder
 from service.core.orders import StopOrder
 from service.core.plan import AuditNote, Decision, Request, withdrawn, write_move
 from service.core.policy import Policy
-from service.core.stopping import comes_back, give_notice, stop_orders
+from service.core.stopping import comes_back, give_notice, orders_to_leave
 from service.core.task import Move, StopReason, Task, TaskState
 from service.core.units import Instant, Seconds
 from service.core.world import World
@@ -43,6 +44,10 @@ def carry_out(world: World, request: Request, now: Instant, policy: Policy) -> D
             return _change(world, task, request, now, done)
         case "renew":
             return external_leases.renew(task, request, now, done)
+        case "want":
+            return model_holders.want(task, request, now, done)
+        case "pin":
+            return model_holders.pin(task, request, now, done)
         case _:
             return done
 
@@ -69,12 +74,12 @@ def _cancel_stopping(
     """
     assert task.stop_deadline_at is not None
     changes: dict[str, Any] = {}
-    orders: tuple[StopOrder, ...] = ()
+    orders: tuple[StopOrder | UnloadOrder, ...] = ()
     if comes_back(task):
         changes["stop_reason"] = StopReason.CANCEL
     if grace_seconds is not None and now + grace_seconds < task.stop_deadline_at:
         changes["stop_deadline_at"] = Instant(now + grace_seconds)
-        orders = stop_orders(world, task, grace_seconds)
+        orders = orders_to_leave(world, task, grace_seconds)
     if not changes:
         return done
     return replace(done, tasks=(write_move(task, Move.CHANGED, **changes),), orders=orders)

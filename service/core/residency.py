@@ -59,6 +59,9 @@ class Usage:
         return float(0.5 ** (max(0.0, now - self.at) / half_life))
 
 
+NEVER_USED = Usage()
+
+
 @dataclass(frozen=True, slots=True)
 class Resident:
     """A model in memory, as far as it matters for whether it stays there."""
@@ -66,7 +69,7 @@ class Resident:
     name: str
     load_seconds: Seconds
     """How long loading it again is expected to take."""
-    usage: Usage = Usage()
+    usage: Usage = NEVER_USED
     since: Instant = Instant(0.0)
     """When it was loaded."""
     in_flight: int = 0
@@ -87,7 +90,11 @@ class StayRules:
 
 def guarded_until(model: Resident, rules: StayRules) -> Instant:
     """Until then it has only just come."""
-    return Instant(model.since + max(rules.min_resident_seconds, rules.churn_factor * model.load_seconds))
+    return Instant(model.since + guarded_seconds(model.load_seconds, rules))
+
+
+def guarded_seconds(load_seconds: Seconds, rules: StayRules) -> Seconds:
+    return Seconds(max(rules.min_resident_seconds, rules.churn_factor * load_seconds))
 
 
 def may_be_evicted(model: Resident, rules: StayRules, now: Instant) -> bool:
@@ -97,7 +104,12 @@ def may_be_evicted(model: Resident, rules: StayRules, now: Instant) -> bool:
 
 def worth_keeping(model: Resident, now: Instant) -> Seconds:
     """Seconds of loading that its eviction is expected to cost."""
-    return Seconds(model.load_seconds * model.usage.chance(now))
+    return expected_seconds(model.load_seconds, model.usage, now)
+
+
+def expected_seconds(load_seconds: Seconds, usage: Usage, now: Instant) -> Seconds:
+    """Of loading, if it were evicted."""
+    return Seconds(load_seconds * usage.chance(now))
 
 
 def least_worth_first(models: Iterable[Resident], rules: StayRules, now: Instant) -> list[Resident]:

@@ -4,10 +4,11 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any, assert_never
 
-from service.core import external_leases, gang_runs
+from service.core import external_leases, gang_runs, model_holders
 from service.core.device import Node
 from service.core.fold import Fold, Folds
-from service.core.lease import HolderKind, LeaseState, PledgeEnd
+from service.core.lease import HOLDERS_WITH_RUNS, LeaseState, PledgeEnd
+from service.core.model_orders import ServerSeen
 from service.core.orders import (
     Beat,
     Checkpointed,
@@ -54,7 +55,7 @@ def react(world: World, reports: Iterable[Report], now: Instant, policy: Policy)
 
     Reports of one run must be in the order in which its agent made them. A report whose (task, fence) is
     no longer the task's running claim never touches the task; its Gone still releases that claim's leases.
-    NodeSeen is for `reconcile`, in its place between the other reports; the other three are no rows.
+    NodeSeen and ServerSeen are for others, in their places between the reports; the other three are no rows.
     """
     folds = Folds(world, now)
     nodes: dict[NodeName, Decision] = {}
@@ -75,7 +76,7 @@ def react(world: World, reports: Iterable[Report], now: Instant, policy: Policy)
                 if node is not None and node.incarnation == report.incarnation:
                     _give_up_runs(world, node, folds, now, policy)
                     nodes |= _close(world, node)
-            case NodeSeen() | Beat() | Sampled() | Progressed():
+            case NodeSeen() | ServerSeen() | Beat() | Sampled() | Progressed():
                 pass
             case _:
                 assert_never(report)
@@ -115,6 +116,9 @@ def _checkpointed(fold: Fold, report: Checkpointed, now: Instant) -> None:
 def _ended(fold: Fold, world: World, report: Ended, now: Instant, policy: Policy) -> None:
     task = fold.live(report.fence, report.rank)
     if task is None:
+        return
+    if task.model is not None:
+        model_holders.ended(fold, report, now, policy)
         return
     forget = forget_order(world, task, report.rank)
     at = _credible(report.at, task, now)
@@ -183,18 +187,19 @@ def _requeue(fold: Fold, why: str, **changes: Any) -> None:
 def _give_up_runs(world: World, node: Node, folds: Folds, now: Instant, policy: Policy) -> None:
     """Processes on a lost node may still live: every lease there is quarantined until there is proof.
 
-    External holders keep theirs: they are not ours to give up, and say themselves when they have left.
+    External holders keep theirs: they are not ours to give up, and say themselves when they have left. Of
+    models their server says it.
     """
     for key in world.by_node.get(node.name, ()):
         for holding in world.books[key].holdings.values():
             lease = holding.lease
-            if lease.holder_kind is HolderKind.EXTERNAL:
+            if lease.holder_kind not in HOLDERS_WITH_RUNS:
                 continue
             folds[TaskId(lease.holder)].move_leases(lease.fence, lease.rank, LeaseState.QUARANTINED)
     for name in sorted(world.runs.get(node.name, ())):
         fold = folds[name]
         task = fold.task
-        if task is None or not task.is_active or task.external is not None:
+        if task is None or not task.is_active or not task.is_run:
             continue
         if task.members:
             gang_runs.node_lost(fold, world, node.name, now, policy)

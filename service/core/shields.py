@@ -5,6 +5,7 @@ from math import inf
 
 from service.core.ordering import aged
 from service.core.policy import Policy, band_of
+from service.core.residency import StayRules, guarded_seconds
 from service.core.task import Task
 from service.core.units import Instant, Seconds
 
@@ -44,16 +45,24 @@ def is_shielded(run: Task, policy: Policy, now: Instant) -> bool:
 
 def is_young(run: Task, policy: Policy, now: Instant) -> bool:
     """It has hardly begun."""
-    began = run.started_at
-    return policy.min_run_seconds > 0 and (began is None or now - began < policy.min_run_seconds)
+    began, least = run.started_at, _least_seconds(run, policy)
+    return least > 0 and (began is None or now - began < least)
+
+
+def _least_seconds(run: Task, policy: Policy) -> Seconds:
+    """So long after its start it has hardly begun; a model that was loaded for it has hardly been there."""
+    if run.model is None:
+        return policy.min_run_seconds
+    return max(policy.min_run_seconds, guarded_seconds(run.model.load_seconds, StayRules()))
 
 
 def shielded_seconds(run: Task, policy: Policy, *, is_first: bool = False) -> Seconds:
     """For how long after its start a run that has begun is left alone, as things are with it. `is_first`: by
     those before whom it went."""
+    least = _least_seconds(run, policy)
     if _has_saved(run) or not (is_first or run.preemptions >= policy.preemption_budget):
-        return policy.min_run_seconds
-    return max(policy.shield_seconds, policy.min_run_seconds)
+        return least
+    return max(policy.shield_seconds, least)
 
 
 def has_its_turn(run: Task, for_priority: int, policy: Policy, now: Instant) -> bool:

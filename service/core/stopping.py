@@ -4,6 +4,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from service.core.lease import Lease
+from service.core.model_orders import UnloadOrder, unload_order
 from service.core.orders import Failure, ForgetOrder, StopOrder
 from service.core.plan import TaskWrite, write_move
 from service.core.policy import Policy
@@ -37,17 +38,20 @@ def off_the_nodes(task: Task, **changes: Any) -> dict[str, Any]:
 
 def give_notice(
     world: World, task: Task, reason: StopReason, grace_seconds: Seconds, now: Instant
-) -> tuple[TaskWrite, tuple[StopOrder, ...]]:
+) -> tuple[TaskWrite, tuple[StopOrder | UnloadOrder, ...]]:
     """An ADMITTED or RUNNING task on its way to STOPPING, and the notices that its agents get."""
     deadline_at = Instant(now + grace_seconds)
     write = write_move(task, Move.STOPPING, stop_reason=reason, stop_deadline_at=deadline_at)
-    return write, stop_orders(world, write.task, grace_seconds)
+    return write, orders_to_leave(world, write.task, grace_seconds)
 
 
 def after_stop(task: Task, now: Instant, policy: Policy) -> tuple[Move, dict[str, Any]]:
     """How a STOPPING task moves on when its runs are gone, or are given up. A preemption or a move uses up
-    no retry, nor does a rank that was lost. An external holder does not come back.
+    no retry, nor does a rank that was lost. An external holder does not come back, and a model does while it
+    is wanted.
     """
+    if task.model is not None:
+        return _after_unload(task, now)
     if task.external is not None and task.stop_reason is not StopReason.CANCEL:
         return Move.EXPIRED, {"finished_at": now, "freeing_for": None}
     match task.stop_reason:
@@ -66,6 +70,16 @@ def after_stop(task: Task, now: Instant, policy: Policy) -> tuple[Move, dict[str
             return Move.EXPIRED, {"finished_at": now, "freeing_for": None}
         case _:
             return Move.FAILED, {"finished_at": now, "freeing_for": None}
+
+
+def _after_unload(task: Task, now: Instant) -> tuple[Move, dict[str, Any]]:
+    assert task.model is not None
+    if task.stop_reason is StopReason.CANCEL:
+        return Move.CANCELLED, {"finished_at": now, "freeing_for": None}
+    if task.expires_at is None or now < task.expires_at:
+        again = {"preemptions": task.preemptions + 1, "priority": task.model.asked_priority}
+        return Move.REQUEUED, off_the_nodes(task, **again)
+    return Move.SUCCEEDED, {"finished_at": now, "freeing_for": None}
 
 
 def after_failure(task: Task, at: Instant, now: Instant, policy: Policy) -> tuple[Move, dict[str, Any]]:
@@ -115,6 +129,13 @@ def over_use(reason: StopReason | None, leases: Iterable[Lease]) -> Failure | No
         if lease.overused_mb
     )
     return Failure("over_use", f"the run used {used}; ask for more gpu_mb, or for gpu_mb: learned")
+
+
+def orders_to_leave(world: World, task: Task, grace_seconds: Seconds) -> tuple[StopOrder | UnloadOrder, ...]:
+    """For a task that is STOPPING, whoever has started it."""
+    if task.model is not None:
+        return (unload_order(task, grace_seconds),)
+    return stop_orders(world, task, grace_seconds)
 
 
 def stop_orders(world: World, task: Task, grace_seconds: Seconds) -> tuple[StopOrder, ...]:

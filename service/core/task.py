@@ -9,6 +9,7 @@ from service.core.demand import Demand
 from service.core.errors import IllegalTransition
 from service.core.external import External
 from service.core.member import Member
+from service.core.model_terms import ModelTerms
 from service.core.units import DeviceKey, Fence, Instant, Mib, NodeName, Seconds, TaskId
 
 
@@ -154,6 +155,8 @@ class Task:
     its name, else its entrypoint. Empty: nothing is learned from it."""
     external: External | None = None
     """Nobody starts it: an external holder, which has its devices from its admission on."""
+    model: ModelTerms | None = None
+    """A server of models has it in memory, or is to load it."""
     state: TaskState = TaskState.PENDING
     version: int = 1
     fence: Fence = Fence(0)
@@ -163,7 +166,8 @@ class Task:
     failed_by: TaskId | None = None
     """The first task of the chain of dependencies because of which it failed."""
     expires_at: Instant | None = None
-    """Until then it waits for its first admission, no longer. Set when it enters the queue."""
+    """Until then it waits for its first admission, no longer. Set when it enters the queue. A model: until
+    then it is wanted, whether it waits or is there."""
     not_before: Instant | None = None
     failures: int = 0
     preemptions: int = 0
@@ -188,6 +192,11 @@ class Task:
         return self.state in ACTIVE
 
     @property
+    def is_run(self) -> bool:
+        """Node agents start it and stop it, and know of it: it is neither an external holder nor a model."""
+        return self.external is None and self.model is None
+
+    @property
     def is_moving(self) -> bool:
         """Its run is under notice, and room elsewhere is pledged to it."""
         return self.state is TaskState.STOPPING and self.stop_reason is StopReason.MOVE
@@ -196,7 +205,7 @@ class Task:
     def waits_until(self) -> Instant | None:
         """When it expires if it is still pending; None if it never does. Its time to wait is that for its
         first admission: a task that has run, and comes back, is not lost by it."""
-        if self.expires_at is None or self.fence > 0:
+        if self.expires_at is None or (self.fence > 0 and self.model is None):
             return self.deadline_at
         return self.expires_at if self.deadline_at is None else min(self.expires_at, self.deadline_at)
 
@@ -223,6 +232,7 @@ HOT_FIELDS = (
     "stop_deadline_at",
     "freeing_for",
     "members",
+    "model",
 )
 """The fields of a task that change after submit."""
 

@@ -2,7 +2,7 @@
 
 from enum import StrEnum
 
-from service.core.lease import Lease, LeaseState
+from service.core.lease import HolderKind, Lease, LeaseState
 from service.core.orders import RunId
 from service.core.units import Instant, TaskId
 
@@ -18,6 +18,8 @@ class Proof(StrEnum):
     """A later agent of its machine found neither its mark nor memory of its process."""
     DEVICE_REMOVED = "device_removed"
     """The device is no longer in the machine."""
+    UNLOADED = "unloaded"
+    """Its server's index says that it is not there: of models."""
     HOLDER = "released"
     """Who held it said so: of external leases."""
     STATEMENT = "statement"
@@ -26,6 +28,14 @@ class Proof(StrEnum):
 
 WORDS = frozenset({Proof.HOLDER, Proof.STATEMENT})
 """Somebody says so, and nobody has looked."""
+
+
+def is_unproven(lease: Lease) -> bool:
+    """It is released, and what it freed is to be seen: a server that has unloaded a model need not have given
+    all of its memory back."""
+    if lease.proof in WORDS:
+        return True
+    return lease.state is LeaseState.RELEASED and lease.holder_kind in (HolderKind.MODEL, HolderKind.SERVER)
 
 
 class Unconfirmed:

@@ -8,6 +8,7 @@ from service.core.draft import Draft
 from service.core.headroom import Headroom
 from service.core.policy import Policy
 from service.core.ranks import gpus_of, part_of, ranks_of, surplus_of
+from service.core.residency import expected_seconds
 from service.core.shields import may_be_stopped
 from service.core.task import Task, TaskState
 from service.core.units import DeviceKey, Instant, NodeName, TaskId
@@ -126,9 +127,12 @@ def gives_way(one: Stoppable, for_priority: int, policy: Policy, now: Instant) -
 
 
 def lost_gpu_seconds(run: Task, now: Instant) -> float:
-    """Work that stopping would throw away. A run without GPU counts as if it had one."""
+    """Work that stopping would throw away, or of a model the loading that is expected to be needed again. A
+    run without GPU counts as if it had one."""
     if run.started_at is None:
         return 0.0
+    if run.model is not None:
+        return expected_seconds(run.model.load_seconds, run.model.usage, now) * max(1, gpus_of(run))
     saved_at = max(run.started_at, run.checkpoint_at or run.started_at)
     return max(0.0, now - saved_at) * max(1, gpus_of(run))
 

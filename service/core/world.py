@@ -18,7 +18,8 @@ from service.core.codec import (
 )
 from service.core.device import Device, DeviceSample, Node
 from service.core.errors import OutOfStep
-from service.core.events import Event
+from service.core.events import Event, in_step
+from service.core.homes import Homes
 from service.core.learned import Learned
 from service.core.lease import HOLDERS_OF_TASKS, Lease, LeaseState, Pledge
 from service.core.ledger import Book
@@ -28,7 +29,7 @@ from service.core.plan import Request
 from service.core.ranks import may_be_late_at, parts_of, surplus_of
 from service.core.task import Task, TaskState, notice_of, notices_of
 from service.core.timetable import Timetable
-from service.core.unconfirmed import WORDS, Unconfirmed
+from service.core.unconfirmed import Unconfirmed, is_unproven
 from service.core.units import DeviceKey, Instant, NodeName, Position, Seconds, TaskId
 from service.core.use import NodeUse, count_custom
 
@@ -71,6 +72,7 @@ class World:
         """The active tasks of each node."""
         self.finished: Counter[tuple[str, TaskState]] = Counter()
         """(tenant, terminal state) -> how many ever ended so; survives pruning."""
+        self.homes = Homes()
         self.learned = Learned()
         self.mix = Mix()
         self.accounts = Accounts(usage_half_life_seconds)
@@ -81,14 +83,7 @@ class World:
         Raises OutOfStep if one is missing: then nothing is changed. Raises it, too, if one does not fit what
         is known: then the events before that one are applied.
         """
-        fresh = [event for event in events if event.position > self.position]
-        for expected, event in enumerate(fresh, start=self.position + 1):
-            if event.position != expected:
-                raise OutOfStep(
-                    f"after position {self.position}, event {event.position} came: {expected} is missing; "
-                    "read the picture anew from the rows"
-                )
-        for event in fresh:
+        for event in in_step(events, self.position):
             self.as_of = event.at
             try:
                 self._take_over(event)
@@ -223,7 +218,7 @@ class World:
         after = changed_lease(before, event.fields)
         self._enter(after)
         self.unconfirmed.note(after, event.at)
-        if after.proof in WORDS:
+        if is_unproven(after):
             self.books[after.device].measure_anew(event.at)
         if after.state is not LeaseState.RELEASED:
             run[event.key] = after
@@ -262,6 +257,7 @@ class World:
         self._drop_if_gone(book)
 
     def _count_in(self, task: Task, *, grows: bool = True) -> None:
+        self.homes.note(task)
         if task.state is TaskState.PENDING:
             self.queue.add(task)
             if task.waits_until is not None:
@@ -297,4 +293,5 @@ class World:
     def _drop_if_done(self, task: TaskId) -> None:
         row = self.tasks.get(task)
         if row is not None and row.is_terminal and (task, row.fence) not in self.leases:
+            self.homes.drop(row)
             del self.tasks[task]

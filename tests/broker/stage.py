@@ -12,6 +12,7 @@ from service.adapters.memory.executor import SimulatedNode, WaitingExecutor
 from service.adapters.memory.store import MemoryStore
 from service.broker.dispatch import Dispatcher
 from service.broker.loop import Leader
+from service.broker.model_desk import ModelDesk
 from service.broker.observe import Observer
 from service.core.events import Event
 from service.core.orders import Order, Report, SeenDevice
@@ -107,7 +108,11 @@ class ForgetfulStore(MemoryStore):
 
 class Stage:
     def __init__(
-        self, folder: Path, store: TaskStore | None = None, clock: Hands | None = None, **policy: Any
+        self,
+        folder: Path,
+        store: TaskStore | None = None,
+        clock: Hands | None = None,
+        **policy: Any,
     ) -> None:
         self.clock = clock or Hands()
         self.memory = ForgetfulStore(self.clock.now)
@@ -121,7 +126,11 @@ class Stage:
         self.leader = self.new_leader(Tenure(Term(0)))
         self.store.listen(self._on_events)
 
-    def new_leader(self, tenure: Tenure) -> Leader:
+    def use(self, desk: ModelDesk) -> None:
+        """From now on there are servers of models; whoever calls has it run."""
+        self.leader = self.new_leader(self.leader.tenure, desk)
+
+    def new_leader(self, tenure: Tenure, desk: ModelDesk | None = None) -> Leader:
         rules = InventoryRules("test", Mib(0))
         return Leader(
             tenure=tenure,
@@ -133,7 +142,7 @@ class Stage:
             observer=Observer(
                 self.world, self.policy, self.blobs, rules, 1024, self.progress, self.clock.ticks
             ),
-            dispatcher=Dispatcher(self.store, self.blobs, self.executor, self.world, self.clock),
+            dispatcher=Dispatcher(self.store, self.blobs, self.executor, self.world, self.clock, desk),
             clock=self.clock,
         )
 

@@ -2,17 +2,21 @@
 
 import asyncio
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 
+from service.core.codec import task_from
 from service.core.demand import Demand
 from service.core.events import Event
-from service.core.plan import Request
-from service.core.task import Dependency, OnFailure, Task
+from service.core.model_terms import ModelTerms
+from service.core.plan import Decision, Request, write_move
+from service.core.residency import Usage
+from service.core.task import Dependency, Move, OnFailure, Task
 from service.core.units import Instant, Position, TaskId
 from service.ports import RunSpec, Submission, SubmitVerdict, TaskStore
-from tests.builders import NOW, a_task
-from tests.contracts.scenes import a_submission, log_of
+from tests.builders import GIB, NOW, a_task
+from tests.contracts.scenes import a_submission, log_of, next_term
 
 
 async def test_what_was_submitted_reads_back_as_it_was(store: TaskStore) -> None:
@@ -180,3 +184,40 @@ async def test_a_demand_of_every_kind_survives(store: TaskStore) -> None:
         await store.submit(a_submission(task))
     rows = {task.id: task for task in (await store.snapshot()).tasks}
     assert [rows[task.id].demand for task in tasks] == demands
+
+
+def a_model(id: str, server: str = "main", **terms: Any) -> Task:
+    return a_task(id, gpu_mb=10 * GIB, model=ModelTerms(server, "llm", **terms))
+
+
+async def test_a_model_reads_back_with_its_terms(store: TaskStore) -> None:
+    usage = Usage(Instant(NOW), (1.0, 2.5, 3.0, 4.0))
+    task = a_model("m1", asked_priority=70, pinned=True, load_seconds=4.5, usage=usage, steps=("a", "b"))
+    await store.submit(a_submission(task))
+    record = await store.record(task.id)
+    assert record is not None
+    assert record.task == task
+    [event] = await log_of(store)
+    assert (task_from(event.fields), (await store.snapshot()).tasks) == (task, [task])
+
+
+async def test_of_each_model_of_a_server_there_is_one_holder_at_a_time(store: TaskStore) -> None:
+    assert (await store.submit(a_submission(a_model("m1")))).verdict is SubmitVerdict.ACCEPTED
+    second = await store.submit(a_submission(a_model("m2")))
+    assert (second.verdict, second.task) == (SubmitVerdict.DUPLICATE, "m1")
+    assert await store.record(TaskId("m2")) is None
+    assert (await store.submit(a_submission(a_model("m3", "other")))).verdict is SubmitVerdict.ACCEPTED
+    term = await next_term(store)
+    over = write_move(a_model("m1"), Move.CANCELLED, finished_at=NOW)
+    await store.commit(term, [Decision("m1", "cancel", tasks=(over,))])
+    assert (await store.submit(a_submission(a_model("m4")))).verdict is SubmitVerdict.ACCEPTED
+
+
+async def test_of_many_who_want_a_model_at_once_one_makes_its_holder(store: TaskStore) -> None:
+    asked = [store.submit(a_submission(a_model(f"m{n}"))) for n in range(5)]
+    plain = store.submit(a_submission("t1"))
+    *outcomes, other = await asyncio.gather(*asked, plain)
+    first = {outcome.task for outcome in outcomes}
+    assert len(first) == 1
+    assert [outcome.verdict for outcome in outcomes].count(SubmitVerdict.ACCEPTED) == 1
+    assert other.verdict is SubmitVerdict.ACCEPTED

@@ -72,7 +72,8 @@ def test_an_event_gets_its_place_and_time_and_keeps_the_rest():
         (requested(REQUEST), "t"),
         (NewEvent("pledge.made", "t:c/n1/gpu0", 1, "", {"preemptor": "t"}), "t"),
         (NewEvent("lease.held", "run:t:1:0:c/n1/gpu0", 2, "", {}), "t"),
-        (NewEvent("lease.held", "model:m:1:0:c/n1/gpu0", 2, "", {}), None),
+        (NewEvent("lease.held", "model:t:1:0:c/n1/gpu0", 2, "", {}), "t"),
+        (NewEvent("lease.held", "worker:w:1:0:c/n1/gpu0", 2, "", {}), None),
         (NewEvent("node.seen", "n1", 1, "", {}), None),
     ],
 )

@@ -71,10 +71,11 @@ def facts_of(connection: Connection) -> set[str]:
     if connection.dialect.name == "sqlite":
         made = connection.execute(text("SELECT name, sql FROM sqlite_master WHERE sql IS NOT NULL"))
         return {
-            f"{name}: {' '.join(line.split()).rstrip(',')}"
+            f"{name}: {' '.join(part.split()).rstrip(',')}"
             for name, sql in made
             if name != "alembic_version"
             for line in sql.splitlines()
+            for part in line.split(", ")  # where columns stand that were added later
         }
     lines = {line for query in POSTGRES_FACTS for (line,) in connection.execute(text(query))}
     return {line for line in lines if "alembic_version" not in line}

@@ -89,11 +89,20 @@ class MemoryStore:
                 return SubmitOutcome(SubmitVerdict.KEY_REUSED, first)
             if first != task.id:
                 return SubmitOutcome(SubmitVerdict.DUPLICATE, first)
+        if task.id not in self._tasks and (holder := self._holder(task)) is not None:
+            return SubmitOutcome(SubmitVerdict.DUPLICATE, holder)
         if task.id not in self._tasks:
             self._tasks[task.id] = task
             self._specs[task.id] = submission.spec
             self._append([submitted(task)])
         return SubmitOutcome(SubmitVerdict.ACCEPTED, task.id)
+
+    def _holder(self, task: Task) -> TaskId | None:
+        """Who has, or waits for, the same home."""
+        if task.model is None:
+            return None
+        others = (other for other in self._tasks.values() if other.model and not other.is_terminal)
+        return next((o.id for o in others if o.model and o.model.home == task.model.home), None)
 
     async def submit_batch(self, batch: BatchSubmission) -> SubmitOutcome:
         first, *others = batch.submissions

@@ -7,6 +7,7 @@ import msgpack
 from gpubroker.runtime.messages import Report as WireReport
 from gpubroker.runtime.messages import RunOrder
 
+from service.core.model_orders import ServerSeen
 from service.core.orders import (
     Beat,
     ForgetOrder,
@@ -124,7 +125,7 @@ def write_reports(
 
 
 def key_of(report: Report) -> RunId | None:
-    """(task, fence, rank) of a report about a run; None for one about a node."""
-    if isinstance(report, NodeSeen | NodeLost | Beat | Sampled):
+    """(task, fence, rank) of a report about a run; None for one about a node or a server."""
+    if isinstance(report, NodeSeen | NodeLost | Beat | Sampled | ServerSeen):
         return None
     return report.task, report.fence, report.rank

@@ -2,10 +2,10 @@
 
 from service.ports import LogOutgrown, Outgrown
 
-SCHEMA = 4
+SCHEMA = 5
 """Number of the newest migration that this software knows."""
 
-READER = 1
+READER = 2
 """Newest form of events that this software can read. Whoever writes another one gives its events a higher
 number, and one that old software understands keeps the number it has."""
 

@@ -11,6 +11,7 @@ from service.adapters.sql.rows import (
     Written,
     estimate_row,
     event_row,
+    home_text,
     row_of_request,
     rows_of_decision,
     rows_of_submission,
@@ -96,6 +97,9 @@ class Unit(ABC):
 class Arrival(Unit):
     """Tasks on their way in, known again by the id of the first of them and by their key."""
 
+    home: str | None = None
+    """Of a model: there is one holder of it at a time."""
+
     def __init__(self, first: TaskId, tenant: str, key: str | None, body_hash: str) -> None:
         super().__init__((), ())
         self.first = first
@@ -104,6 +108,10 @@ class Arrival(Unit):
 
     def on_written(self) -> None:
         self.answer = SubmitOutcome(SubmitVerdict.ACCEPTED, self.first)
+
+    def on_there(self, task: TaskId) -> None:
+        """That one is the holder of its home."""
+        self.answer = SubmitOutcome(SubmitVerdict.DUPLICATE, task)
 
     def on_known(self, task: TaskId, body_hash: str | None) -> None:
         """Something with this key was there before."""
@@ -119,6 +127,7 @@ class NewTask(Arrival):
     def __init__(self, submission: Submission) -> None:
         task = submission.task
         super().__init__(task.id, task.tenant, submission.idempotency_key, submission.body_hash)
+        self.home = home_text(task)
         self._fill(list(rows_of_submission(submission)), [submitted(task)])
 
 
@@ -286,12 +295,16 @@ def answer_known(session: Session, units: Sequence[Unit]) -> list[Unit]:
     keys = [arrival.key for arrival in arrivals if arrival.key[1] is not None]
     by_key = {(row[0], row[1]): (row[2], row[3]) for row in session.fetch(sql.KNOWN_KEYS, keys)}
     ids = {row[0] for row in session.fetch(sql.KNOWN_IDS, [(arrival.first,) for arrival in arrivals])}
+    homes = [(arrival.home,) for arrival in arrivals if arrival.home is not None]
+    by_home = {row[0]: row[1] for row in session.fetch(sql.KNOWN_HOMES, homes)} if homes else {}
     left: list[Unit] = []
     for unit in units:
         if isinstance(unit, Arrival) and unit.key in by_key:
             unit.on_known(*by_key[unit.key])
         elif isinstance(unit, Arrival) and unit.first in ids:
             unit.on_written()
+        elif isinstance(unit, Arrival) and unit.home in by_home:
+            unit.on_there(by_home[unit.home])
         else:
             left.append(unit)
     return left

@@ -19,6 +19,8 @@ from service.core.codec import (
     demand_from,
     external_fields,
     external_from,
+    model_fields,
+    model_from,
 )
 from service.core.copies import maker
 from service.core.demand import Demand
@@ -75,9 +77,14 @@ def new_task_row(task: Task) -> Row:
         task.id, task.tenant, task.name, task.priority, demand_text(task.demand), task.submitted_at,
         task.max_retries, task.timeout_seconds, task.grace_seconds, task.shareable, _after_text(task),
         task.queue_ttl_seconds, task.deadline_at, task.expected_seconds, task.stream, task.subject,
-        None if task.external is None else json_text(external_fields(task.external)), task.held,
+        None if task.external is None else json_text(external_fields(task.external)),
+        None if task.model is None else json_text(model_fields(task.model)), home_text(task), task.held,
         task.awaits, task.expires_at, task.not_before,
     )  # fmt: skip
+
+
+def home_text(task: Task) -> str | None:
+    return None if task.model is None else "/".join(task.model.home)
 
 
 def _beside_task(submission: Submission) -> Iterator[Written]:
@@ -162,7 +169,7 @@ def _after_text(task: Task) -> str:
 
 
 _hot_values = attrgetter(*HOT_FIELDS)
-_STATE, _STOP_REASON, _MEMBERS = map(HOT_FIELDS.index, ("state", "stop_reason", "members"))
+_STATE, _STOP_REASON, _MEMBERS, _MODEL = map(HOT_FIELDS.index, ("state", "stop_reason", "members", "model"))
 
 
 def _moved_task_row(task: Task) -> Row:
@@ -170,6 +177,7 @@ def _moved_task_row(task: Task) -> Row:
     hot[_STATE] = str(task.state)
     hot[_STOP_REASON] = task.stop_reason and str(task.stop_reason)
     hot[_MEMBERS] = json_text(members_fields(task.members)) if task.members else None
+    hot[_MODEL] = json_text(model_fields(task.model)) if task.model is not None else None
     ended_as = hot[_STATE] if task.is_terminal else None
     return (task.id, task.version, *hot, task.is_terminal, ended_as)
 
@@ -232,6 +240,8 @@ def task_of_row(row: Iterable[Any]) -> Task:
     values[_AFTER] = () if values[_AFTER] == "[]" else after_from(from_json(values[_AFTER]))
     if values[_EXTERNAL] is not None:
         values[_EXTERNAL] = external_from(from_json(values[_EXTERNAL]))
+    if values[_TASK_MODEL] is not None:
+        values[_TASK_MODEL] = model_from(from_json(values[_TASK_MODEL]))
     values[_TASK_STATE] = TaskState(values[_TASK_STATE])
     if values[_TASK_STOP_REASON] is not None:
         values[_TASK_STOP_REASON] = StopReason(values[_TASK_STOP_REASON])
@@ -246,7 +256,7 @@ _REPEATED = tuple(_places[name] for name in ("tenant", "name", "stream", "subjec
 """Words that many tasks share: of a long queue they are kept once."""
 _DEMAND, _AFTER, _EXTERNAL = (_places[name] for name in ("demand", "after", "external"))
 _TASK_STATE, _TASK_STOP_REASON = _places["state"], _places["stop_reason"]
-_TASK_MEMBERS = _places["members"]
+_TASK_MEMBERS, _TASK_MODEL = _places["members"], _places["model"]
 
 
 def spec_of_row(row: Mapping[str, Any]) -> RunSpec:

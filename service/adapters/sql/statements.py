@@ -118,6 +118,12 @@ def _known_keys(_insert: Any, r: FromClause) -> Any:
     return select(task.c.tenant, task.c.idem_key, task.c.id, task.c.body_hash).select_from(r.join(task, same))
 
 
+def _known_homes(_insert: Any, r: FromClause) -> Any:
+    task = tables.task
+    same = (task.c.home == r.c.home) & task.c.finished.is_(False)
+    return select(task.c.home, task.c.id).select_from(r.join(task, same))
+
+
 def _known_ids(_insert: Any, r: FromClause) -> Any:
     return select(tables.task.c.id).select_from(r.join(tables.task, tables.task.c.id == r.c.id))
 
@@ -218,7 +224,8 @@ EVENT = _columns(tables.event, ("position", "at", "kind", "key", "version", "ten
 TASK_IN = (
     "id", "tenant", "name", "priority", "demand", "submitted_at", "max_retries", "timeout_seconds",
     "grace_seconds", "shareable", "after", "queue_ttl_seconds", "deadline_at", "expected_seconds", "stream",
-    "subject", "external", "held", "awaits", "expires_at", "not_before", "idem_key", "body_hash",
+    "subject", "external", "model", "home", "held", "awaits", "expires_at", "not_before", "idem_key",
+    "body_hash",
 )  # fmt: skip
 SPEC_IN = (
     "task", "arguments", "arguments_digest", "tenant", "kind", "entrypoint", "command", "python", "env",
@@ -269,6 +276,7 @@ IN_ORDER = (
 before new pledges of the same key."""
 
 KNOWN_KEYS = SetStatement("known keys", (tables.task.c.tenant, tables.task.c.idem_key), _known_keys)
+KNOWN_HOMES = SetStatement("known homes", (tables.task.c.home,), _known_homes)
 KNOWN_IDS = SetStatement("known ids", (tables.task.c.id,), _known_ids)
 USAGE_OF = SetStatement("usage of", (tables.usage.c.tenant,), _usage_of)
 EVENTS_BETWEEN = SetStatement(

@@ -70,6 +70,8 @@ task = Table(
     Column("ended_as", Text),
     Column("idem_key", Text),
     Column("body_hash", Text),
+    Column("model", Text),
+    Column("home", Text),
     one_of("state", TaskState),
     CheckConstraint(
         f"finished = (state IN ({', '.join(repr(state.value) for state in sorted(TERMINAL))}))",
@@ -86,6 +88,13 @@ Index("ix_task_unfinished", task.c.tenant, task.c.id, **where("finished = 0", "N
 Index("ix_task_finished", task.c.tenant, task.c.ended_as, task.c.id, **where("finished = 1", "finished"))
 Index("ix_task_finished_at", task.c.finished_at, **where("finished = 1", "finished"))
 Index("ix_task_dependent", task.c.tenant, task.c.id, **where("after <> '[]'"))
+Index(
+    "ix_task_home",
+    task.c.home,
+    unique=True,
+    **where("home IS NOT NULL AND finished = 0", "home IS NOT NULL AND NOT finished"),
+)
+"""Of each model of a server there is one holder at a time."""
 Index("ix_task_external", task.c.tenant, task.c.id, **where("external IS NOT NULL"))
 
 task_spec = Table(

@@ -1,0 +1,220 @@
+"""Orders to servers of models on their way, one after the other, and what the servers' indexes say.
+
+Servers cannot be fenced: they do what they are told, by whomever and however late. So nothing is sent once
+the tenure is over, a new leader waits until what an older one sent has arrived, and what a server has is only
+ever taken from its index.
+"""
+
+import asyncio
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AsyncExitStack, suppress
+from dataclasses import dataclass
+
+import structlog
+
+from service.core.model_orders import LoadOrder, ModelOrder, ServerSeen, Stage, UnloadOrder
+from service.core.orders import Ended, Ending, Failure, Report
+from service.core.tenure import Tenure
+from service.core.units import DeviceKey, Fence, Seconds, TaskId
+from service.host_ports import HostFault, HostRefused, Index, ModelHost
+from service.ports import Clock, ReadTicks
+
+log = structlog.get_logger("gpubroker.models")
+
+Hear = Callable[[Sequence[Report]], None]
+Claim = tuple[TaskId, Fence]
+
+_MESSAGES = {
+    HostFault.NOT_FOUND: "the server has no such model",
+    HostFault.OUT_OF_MEMORY: "the server could not get the memory for it",
+    HostFault.FAILED: "the server failed to load it",
+    HostFault.NOT_ALLOWED: "the server loads nothing on request; start it with --model-control-mode=explicit",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class DeskRules:
+    look_seconds: Seconds = Seconds(2.0)
+    """So often each index is read."""
+    busy_look_seconds: Seconds = Seconds(0.25)
+    """And so often while something is on its way there."""
+    call_seconds: Seconds = Seconds(10.0)
+    """What is no load is answered by then, or has not been heard."""
+    load_seconds: Seconds = Seconds(600.0)
+    """With an answer that takes longer, the index says what became of a load."""
+    drain_seconds: Seconds = Seconds(0.25)
+    """Before an unload: until gateways have heard that they are to send nothing more. What the server has by
+    then it answers."""
+
+
+class ModelDesk:
+    """Of one leader, for one term."""
+
+    def __init__(
+        self,
+        hosts: Iterable[ModelHost],
+        clock: Clock,
+        ticks: ReadTicks,
+        rules: DeskRules | None = None,
+        wait_seconds: Seconds = Seconds(0.0),
+    ) -> None:
+        """`wait_seconds`: so long what an older leader has sent may be on its way."""
+        self._clock = clock
+        self._ticks = ticks
+        self._wait_seconds = wait_seconds
+        self._hear: Hear = lambda _: None
+        locks: dict[DeviceKey, asyncio.Lock] = {}
+        self._lanes = {
+            host.name: _Lane(host, clock, rules or DeskRules(), locks, self._may_send) for host in hosts
+        }
+        self._tenure: Tenure | None = None
+
+    async def run(self, tenure: Tenure, hear: Hear) -> None:
+        """Until cancelled. `hear` takes what there is to tell."""
+        self._tenure, self._hear = tenure, hear
+        await asyncio.sleep(self._wait_seconds if self._lanes else 0.0)
+        async with asyncio.TaskGroup() as group:
+            for lane in self._lanes.values():
+                group.create_task(lane.keep(hear))
+
+    def send(self, order: ModelOrder) -> None:
+        """Take a committed order; it is not waited for."""
+        lane = self._lanes.get(order.server)
+        if lane is not None:
+            lane.take(order)
+        elif isinstance(order, LoadOrder):
+            message = f"there is no server {order.server} (any more); configure it under triton.servers"
+            failure = Failure("load_failed", message)
+            self._hear([_ended(order, self._clock, Ending.FAILED, failure)])
+
+    def _may_send(self) -> bool:
+        return self._tenure is not None and not self._tenure.is_over(self._ticks())
+
+
+class _Lane:
+    """One server: one call at a time that changes something, and its index beside it."""
+
+    def __init__(
+        self,
+        host: ModelHost,
+        clock: Clock,
+        rules: DeskRules,
+        locks: dict[DeviceKey, asyncio.Lock],
+        may_send: Callable[[], bool],
+    ) -> None:
+        self._host = host
+        self._clock = clock
+        self._rules = rules
+        self._locks = locks
+        self._may_send = may_send
+        self._waiting: deque[ModelOrder] = deque()
+        self._now: ModelOrder | None = None
+        """What is being carried out."""
+        self._woken = asyncio.Event()
+        self._done = asyncio.Event()
+        """A call has come back: its index is worth a look."""
+        self._is_away = False
+
+    def take(self, order: ModelOrder) -> None:
+        """A load that has not begun is taken back by the unload: the index says that nothing is there. The
+        same order once more changes nothing."""
+        mine = [other for other in self._waiting if _claim(other) == _claim(order)]
+        for other in mine:
+            self._waiting.remove(other)
+        if any(isinstance(other, LoadOrder) for other in mine) and isinstance(order, UnloadOrder):
+            return
+        if self._now is None or _claim(self._now) != _claim(order) or type(self._now) is not type(order):
+            self._waiting.append(order)
+        self._woken.set()
+
+    async def keep(self, hear: Hear) -> None:
+        async with asyncio.TaskGroup() as group:
+            group.create_task(self._carry_out(hear))
+            group.create_task(self._look(hear))
+
+    async def _carry_out(self, hear: Hear) -> None:
+        while True:
+            while self._waiting:
+                self._now = self._waiting.popleft()
+                try:
+                    await self._call(self._now, hear)
+                finally:
+                    self._now = None
+                    self._done.set()
+            self._woken.clear()
+            await self._woken.wait()
+
+    async def _call(self, order: ModelOrder, hear: Hear) -> None:
+        try:
+            if isinstance(order, LoadOrder):
+                await self._load(order)
+            else:
+                await asyncio.sleep(min(order.grace_seconds, self._rules.drain_seconds))
+                if self._may_send():
+                    await self._host.unload(order.model, self._rules.call_seconds)
+        except HostRefused as refused:
+            log.warning("a model server did not do it", server=self._host.name, model=order.model,
+                        fault=f"{refused.fault}: {refused}")  # fmt: skip
+            if isinstance(order, LoadOrder) and refused.fault is not HostFault.UNKNOWN:
+                hear([self._told(order, refused)])
+
+    async def _load(self, order: LoadOrder) -> None:
+        """Devices are locked in the order of their keys, so that nobody waits for whom waits for him."""
+        devices = sorted(device for device, _ in order.devices)
+        async with AsyncExitStack() as held:
+            for device in devices:
+                await held.enter_async_context(self._locks.setdefault(device, asyncio.Lock()))
+            if order.model and self._may_send():
+                await self._host.load(order.model, devices, self._rules.load_seconds)
+
+    def _told(self, order: LoadOrder, refused: HostRefused) -> Report:
+        if refused.fault is HostFault.UNREACHABLE:
+            return _ended(order, self._clock, Ending.NEVER_STARTED, None)
+        message = f"{_MESSAGES[refused.fault]}: {refused}"
+        return _ended(order, self._clock, Ending.FAILED, Failure("load_failed", message))
+
+    async def _look(self, hear: Hear) -> None:
+        while True:
+            self._done.clear()
+            claims = self._under_way()
+            index = await self._read()
+            if index is not None:
+                claims |= self._under_way()  # of what was ordered meanwhile it need not tell yet
+                hear([ServerSeen(self._host.name, self._clock.now(), index.models, claims)])
+            is_busy = bool(claims) or (index is not None and _moves(index))
+            pause = self._rules.busy_look_seconds if is_busy else self._rules.look_seconds
+            with suppress(TimeoutError):
+                async with asyncio.timeout(pause):
+                    await self._done.wait()
+
+    async def _read(self) -> Index | None:
+        """None if the server does not tell."""
+        try:
+            index = await self._host.index(self._rules.call_seconds)
+        except HostRefused as refused:
+            if not self._is_away:
+                log.warning("the index of a model server is not read; trying again",
+                            server=self._host.name, fault=str(refused))  # fmt: skip
+            self._is_away = True
+            return None
+        self._is_away = False
+        return index
+
+    def _under_way(self) -> frozenset[Claim]:
+        orders = [*self._waiting] if self._now is None else [*self._waiting, self._now]
+        return frozenset(_claim(order) for order in orders)
+
+
+def _claim(order: ModelOrder) -> Claim:
+    return order.task, order.fence
+
+
+def _moves(index: Index) -> bool:
+    """A model is about to come or to go."""
+    stages = {model.stage for model in index.models.values()}
+    return bool(stages & {Stage.LOADING, Stage.UNLOADING})
+
+
+def _ended(order: LoadOrder, clock: Clock, ending: Ending, failure: Failure | None) -> Ended:
+    return Ended(order.task, order.fence, clock.now(), ending, failure=failure)

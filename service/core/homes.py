@@ -1,0 +1,44 @@
+"""Which models are wanted or in memory, where; kept by the World beside its tasks."""
+
+from collections.abc import Iterator
+
+from service.core.model_terms import Home
+from service.core.task import Task
+from service.core.units import TaskId
+
+
+class Homes:
+    def __init__(self) -> None:
+        self._live: dict[Home, Task] = {}
+        self._known: dict[TaskId, Task] = {}
+        """Those that are over as well, as long as they may hold something."""
+
+    def note(self, task: Task) -> None:
+        """It is new, or has changed."""
+        if task.model is None:
+            return
+        self._known[task.id] = task
+        home = task.model.home
+        if not task.is_terminal:
+            self._live[home] = task
+        elif home in self._live and self._live[home].id == task.id:
+            del self._live[home]
+
+    def drop(self, task: Task) -> None:
+        """It is over and holds nothing any more."""
+        self._known.pop(task.id, None)
+
+    def of(self, home: Home) -> Task | None:
+        """The task of a model that is wanted or there."""
+        return self._live.get(home)
+
+    def on(self, server: str) -> Iterator[Task]:
+        """All of one server, the ended ones with memory included, in order of id."""
+        for name in sorted(self._known):
+            task = self._known[name]
+            if task.model is not None and task.model.server == server:
+                yield task
+
+    def live(self) -> Iterator[Task]:
+        """In order of their homes."""
+        return (self._live[home] for home in sorted(self._live))

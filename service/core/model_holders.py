@@ -1,0 +1,199 @@
+"""Models as holders of memory: what their server's index, their users and time make of them.
+
+A model waits, is loaded, stays and leaves as the task that it is. Its priority says who may have its room:
+while it is wanted that of those who want it; afterwards none, so that everybody may who asks for it.
+"""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+from service.core.fold import Fold
+from service.core.lease import LeaseState
+from service.core.model_orders import ModelOrder, ServerSeen, Stage, load_order, unload_order
+from service.core.orders import Ended, Ending, Failure
+from service.core.plan import AuditNote, Decision, Outcome, Request, write_move
+from service.core.policy import Policy
+from service.core.residency import Usage
+from service.core.retry import next_retry_at
+from service.core.stopping import after_failure, after_stop, off_the_nodes
+from service.core.task import Move, Task, TaskState
+from service.core.unconfirmed import Proof
+from service.core.units import Fence, Instant, Seconds
+from service.core.world import World
+
+HIGHEST = 100
+"""Nobody has a higher priority: the room of who has it is never taken."""
+
+MOST_USES = 64
+"""So many uses of one report are counted: those that follow at once say little more."""
+
+
+def is_wanted(task: Task, now: Instant) -> bool:
+    return task.expires_at is None or now < task.expires_at
+
+
+def standing(task: Task, now: Instant) -> int:
+    """The priority that a model which is there has now."""
+    assert task.model is not None
+    if task.model.pinned or not task.model.model:
+        return HIGHEST
+    return task.model.asked_priority if is_wanted(task, now) else 0
+
+
+def in_time(task: Task, room_by: Instant) -> bool:
+    """Whether a model that has room by then would be ready while it is wanted; others always are."""
+    if task.model is None or task.expires_at is None:
+        return True
+    return room_by + task.model.load_seconds <= task.expires_at
+
+
+def due(world: World, now: Instant) -> list[Decision]:
+    """Models that are no longer wanted, or are pinned since: their priority follows."""
+    decisions = []
+    for task in world.homes.live():
+        if task.state is TaskState.RUNNING and (priority := standing(task, now)) != task.priority:
+            write = write_move(task, Move.CHANGED, priority=priority)
+            decisions.append(Decision(task.id, "standing", tasks=(write,)))
+    return decisions
+
+
+def seen(world: World, index: ServerSeen, now: Instant, policy: Policy) -> list[Decision]:
+    """What a server's index says of the models that rows know there, a decision for each that it changes."""
+    decisions = []
+    for task in world.homes.on(index.server):
+        if (task.id, task.fence) in index.under_way:
+            continue
+        assert task.model is not None
+        fold = Fold(world, task.id, now)
+        stage = index.stage_of(task.model.model)
+        if stage is Stage.ABSENT:
+            for fence in _claims(world, task):
+                fold.release_leases(fence, 0, Proof.UNLOADED)
+        _follow(fold, task, stage, now, policy)
+        orders = tuple(_orders_again(world, task, stage, now))
+        decision = fold.decision() or Decision(task.id, "again")
+        if orders or not decision.is_empty():
+            decisions.append(replace(decision, orders=orders))
+    return decisions
+
+
+def _claims(world: World, task: Task) -> set[Fence]:
+    """All that may still hold something."""
+    held = {lease.fence for lease in world.unconfirmed.quarantined.get(task.id, {}).values()}
+    held |= {fence for holder, fence, _ in world.unconfirmed.releasing if holder == task.id}
+    return held | ({task.fence} if task.state is TaskState.STOPPING or _is_there(task) else set())
+
+
+def _is_there(task: Task) -> bool:
+    return task.state is TaskState.RUNNING
+
+
+def _follow(fold: Fold, task: Task, stage: Stage, now: Instant, policy: Policy) -> None:
+    assert task.model is not None
+    match task.state, stage:
+        case TaskState.ADMITTED, Stage.READY:
+            took_seconds = Seconds(round(now - (task.admitted_at or now), 3))
+            terms = replace(task.model, load_seconds=took_seconds or task.model.load_seconds)
+            priority = standing(task, now)
+            fold.move(Move.STARTED, "loaded", started_at=now, model=terms, priority=priority)
+            fold.move_leases(task.fence, 0, LeaseState.HELD)
+        case TaskState.RUNNING, Stage.ABSENT if is_wanted(task, now):
+            fold.move(Move.REQUEUED, "vanished", **back_in_queue(task))
+        case TaskState.RUNNING, Stage.ABSENT:
+            fold.outcome = Outcome(task.id, task.fence, Ending.LOST, now, failure=_VANISHED)
+            fold.move(Move.FAILED, "vanished", finished_at=now)
+        case TaskState.STOPPING, Stage.ABSENT:
+            what, changes = after_stop(task, now, policy)
+            fold.move(what, "unloaded", **changes)
+        case _:
+            pass
+
+
+_VANISHED = Failure(
+    "model_gone", "its server no longer has it: it was unloaded by hand, or the server was started anew"
+)
+
+
+def _orders_again(world: World, task: Task, stage: Stage, now: Instant) -> Iterator[ModelOrder]:
+    """What was ordered may have been lost with the leader that did."""
+    if task.state is TaskState.ADMITTED and stage is Stage.ABSENT:
+        yield load_order(task, tuple((lease.device, lease.mb) for lease in world.leases_of(task)))
+    elif task.state is TaskState.STOPPING and stage is Stage.READY:
+        yield unload_order(task, Seconds(max(0.0, (task.stop_deadline_at or now) - now)))
+
+
+def back_in_queue(task: Task, **changes: Any) -> dict[str, Any]:
+    """With the priority of those who want it, whatever it was while it was there."""
+    assert task.model is not None
+    return off_the_nodes(task, priority=task.model.asked_priority, **changes)
+
+
+def ended(fold: Fold, report: Ended, now: Instant, policy: Policy) -> None:
+    """Its load failed, or could not be begun. What it left behind is free when the index says so."""
+    task = fold.live(report.fence)
+    if task is None:
+        return
+    fold.move_leases(report.fence, 0, LeaseState.RELEASING)
+    if task.state is TaskState.STOPPING:
+        what, changes = after_stop(task, now, policy)
+        fold.move(what, "ended", **changes)
+    elif report.ending is Ending.NEVER_STARTED:
+        fold.move(
+            Move.REQUEUED, "never_started", **back_in_queue(task, not_before=next_retry_at(1, now, policy))
+        )
+    else:
+        fold.outcome = Outcome(task.id, task.fence, Ending.FAILED, now, failure=report.failure)
+        what, changes = after_failure(task, now, now, policy)
+        fold.move(what, "ended" if what is Move.FAILED else "retry", **changes)
+
+
+def want(task: Task, request: Request, now: Instant, done: Decision) -> Decision:
+    """Somebody asks for it, or has asked for it so many times since it was last told."""
+    if task.model is None:
+        return done
+    fields = request.fields
+    asked = int(fields["priority"])
+    if is_wanted(task, now):
+        asked = max(asked, task.model.asked_priority)
+    usage = _used(task.model.usage, min(int(fields.get("uses", 1)), MOST_USES), now)
+    terms = replace(task.model, asked_priority=asked, usage=usage)
+    changes: dict[str, Any] = {"model": terms}
+    if task.expires_at is not None:
+        changes["expires_at"] = Instant(now + terms.wanted_seconds)
+    after = replace(task, **changes)
+    priority = standing(after, now) if task.state is TaskState.RUNNING else asked
+    if priority != task.priority:
+        changes["priority"] = priority
+    return replace(done, tasks=(write_move(task, Move.CHANGED, **changes),))
+
+
+def pin(task: Task, request: Request, now: Instant, done: Decision) -> Decision:
+    """It stays, or need not stay any longer. One that is pinned waits for its room without end."""
+    if task.model is None:
+        return done
+    is_pinned = bool(request.fields["pinned"])
+    terms = replace(task.model, pinned=is_pinned)
+    expires_at = None if is_pinned else Instant(now + terms.wanted_seconds)
+    changes: dict[str, Any] = {"model": terms, "expires_at": expires_at}
+    if task.state is TaskState.RUNNING:
+        changes["priority"] = standing(replace(task, **changes), now)
+    said = "model.pin" if is_pinned else "model.unpin"
+    name = f"{terms.server}/{terms.model}"
+    note = AuditNote(now, task.tenant, str(request.fields.get("by", "")), said, name, "")
+    return replace(done, tasks=(write_move(task, Move.CHANGED, **changes),), audit=(note,))
+
+
+def _used(usage: Usage, times: int, now: Instant) -> Usage:
+    for _ in range(times):
+        usage = usage.used(now)
+    return usage
+
+
+def not_unloaded(task: Task, now: Instant) -> Outcome:
+    """For one that nobody confirms to be gone."""
+    message = (
+        "its server was asked to unload it and still has it; its memory counts as used until the server's "
+        "index says that it is gone: end what still asks it, or start the server anew"
+    )
+    return Outcome(task.id, task.fence, Ending.LOST, now, failure=Failure("not_unloaded", message))

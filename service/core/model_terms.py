@@ -1,0 +1,47 @@
+"""The terms on which a server of models holds memory for one of them."""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from service.core.residency import NEVER_USED, Usage
+from service.core.units import Seconds
+
+KIND = "model"
+"""What stands where others have the kind of their run."""
+
+
+class Home(NamedTuple):
+    """A model on a server. Of each home there is one holder at a time."""
+
+    server: str
+    model: str
+    """Empty: the server itself, with what it takes before it has loaded anything."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelTerms:
+    """A model that is wanted, or in memory: its server loads and unloads it, no node agent knows it."""
+
+    server: str
+    model: str
+    wanted_seconds: Seconds = Seconds(300.0)
+    """So long after each request for it, it is wanted: until then it waits for room, and then it stays with
+    the priority of those who ask for it."""
+    asked_priority: int = 50
+    """The highest of those who want it."""
+    pinned: bool = False
+    """Somebody said that it stays."""
+    load_seconds: Seconds = Seconds(0.0)
+    """How long loading it took, or is expected to take."""
+    usage: Usage = NEVER_USED
+    steps: tuple[str, ...] = ()
+    """Of an ensemble the models that come and go with it; its size is theirs as well."""
+
+    @property
+    def home(self) -> Home:
+        return Home(self.server, self.model)
+
+    @property
+    def covers(self) -> tuple[Home, ...]:
+        """What its leases are for."""
+        return self.home, *(Home(self.server, step) for step in self.steps)

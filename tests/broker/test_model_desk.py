@@ -1,0 +1,285 @@
+"""The leader and a server of models: loads and unloads that were committed first, and believed last."""
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from service.adapters.memory.model_host import SimulatedHost, SimulatedModel
+from service.broker.model_desk import DeskRules, ModelDesk
+from service.core.model_orders import LoadOrder, ServerSeen, Stage, UnloadOrder
+from service.core.model_terms import ModelTerms
+from service.core.orders import Ended, Ending, Report
+from service.core.plan import Request
+from service.core.task import TaskState
+from service.core.tenure import Tenure
+from service.core.units import DeviceKey, Fence, Instant, Mib, Seconds, TaskId, Term, Ticks
+from service.host_ports import HostFault, HostRefused
+from service.ports import RunSpec, Submission
+from tests.broker.stage import Hands, a_stage
+from tests.broker.stage import Stage as Scene
+from tests.builders import GIB, NOW, a_task, check_ledger
+
+AT_ONCE = DeskRules(Seconds(0.01), Seconds(0.01), drain_seconds=Seconds(0.0))
+GPU = DeviceKey("test/n1/gpu0")
+
+
+def a_load(task: str = "llm", fence: int = 1, server: str = "main", model: str = "llm") -> LoadOrder:
+    return LoadOrder(TaskId(task), Fence(fence), server, model, ((GPU, Mib(10)),))
+
+
+def an_unload(task: str = "llm", fence: int = 1, model: str = "llm") -> UnloadOrder:
+    return UnloadOrder(TaskId(task), Fence(fence), "main", model, Seconds(0.0))
+
+
+class Desk:
+    """A desk of one term, and what it tells."""
+
+    def __init__(self, *models: SimulatedModel, wait_seconds: float = 0.0) -> None:
+        self.host = SimulatedHost("main", models)
+        self.ticks = Ticks(0.0)
+        self.told: list[Report] = []
+        self._read = 0
+        self._news = asyncio.Event()
+        self.desk = ModelDesk(
+            [self.host], Hands(), lambda: self.ticks, AT_ONCE, wait_seconds=Seconds(wait_seconds)
+        )
+
+    def hear(self, reports: Sequence[Report]) -> None:
+        self.told += reports
+        self._news.set()
+
+    async def next(self) -> Report:
+        """Each once, in order."""
+        while self._read == len(self.told):
+            self._news.clear()
+            await self._news.wait()
+        self._read += 1
+        return self.told[self._read - 1]
+
+    async def seen(self, model: str, stage: Stage) -> ServerSeen:
+        """The first index from now on in which the model is there."""
+        while True:
+            report = await self.next()
+            if isinstance(report, ServerSeen) and report.stage_of(model) is stage:
+                return report
+
+
+@asynccontextmanager
+async def running(desk: Desk, until: float = 1e9) -> AsyncIterator[Desk]:
+    run = asyncio.create_task(desk.desk.run(Tenure(Term(1), Ticks(until)), desk.hear))
+    try:
+        yield desk
+    finally:
+        run.cancel()
+        await asyncio.gather(run, return_exceptions=True)
+        await desk.host.close()
+
+
+async def test_orders_to_a_server_are_carried_out_one_after_the_other() -> None:
+    async with running(
+        Desk(SimulatedModel("llm", load_seconds=Seconds(0.05)), SimulatedModel("bert"))
+    ) as desk:
+        desk.desk.send(a_load())
+        desk.desk.send(a_load("bert", model="bert"))
+        report = await desk.next()
+        assert isinstance(report, ServerSeen)
+        assert report.under_way == {("llm", 1), ("bert", 1)}
+        await desk.seen("bert", Stage.READY)
+        assert desk.host.asked == [("load", "llm"), ("load", "bert")]
+        assert desk.host.devices["llm"] == (GPU,)
+
+
+async def test_what_was_answered_is_no_longer_under_way() -> None:
+    async with running(Desk(SimulatedModel("llm"))) as desk:
+        desk.desk.send(a_load())
+        while (await desk.seen("llm", Stage.READY)).under_way:
+            pass
+        desk.desk.send(an_unload())
+        while (await desk.seen("llm", Stage.ABSENT)).under_way:
+            pass
+
+
+async def test_a_load_that_has_not_begun_is_taken_back_by_its_unload() -> None:
+    first = SimulatedModel("bert", load_seconds=Seconds(0.05))
+    async with running(Desk(first, SimulatedModel("llm"))) as desk:
+        desk.desk.send(a_load("bert", model="bert"))
+        desk.desk.send(a_load())
+        desk.desk.send(an_unload())
+        desk.desk.send(an_unload())
+        await desk.seen("bert", Stage.READY)
+        assert ("load", "llm") not in desk.host.asked
+
+
+async def test_the_same_order_twice_is_carried_out_once() -> None:
+    async with running(Desk(SimulatedModel("llm", load_seconds=Seconds(0.05)))) as desk:
+        for _ in range(2):
+            desk.desk.send(a_load())
+        await desk.next()
+        desk.desk.send(a_load())
+        while (await desk.seen("llm", Stage.READY)).under_way:
+            pass
+        assert desk.host.asked == [("load", "llm")]
+
+
+@pytest.mark.parametrize(
+    ("fault", "ending"),
+    [(HostFault.OUT_OF_MEMORY, Ending.FAILED), (HostFault.UNREACHABLE, Ending.NEVER_STARTED)],
+)
+async def test_a_load_that_is_refused_has_ended(fault: HostFault, ending: Ending) -> None:
+    async with running(Desk(SimulatedModel("llm", fails=HostRefused(fault, "so it says")))) as desk:
+        desk.desk.send(a_load())
+        while not isinstance(report := await desk.next(), Ended):
+            pass
+        assert (report.task, report.fence, report.ending) == ("llm", 1, ending)
+        if report.failure is not None:
+            assert report.failure.message == "the server could not get the memory for it: so it says"
+
+
+async def test_of_a_load_without_an_answer_the_index_tells() -> None:
+    lost = SimulatedModel("llm", fails=HostRefused(HostFault.UNKNOWN, "the line broke"))
+    async with running(Desk(lost)) as desk:
+        desk.desk.send(a_load())
+        while not isinstance(report := await desk.next(), ServerSeen) or report.under_way:
+            pass
+        assert not [report for report in desk.told if isinstance(report, Ended)]
+
+
+async def test_an_order_for_a_server_that_is_no_longer_there_has_failed() -> None:
+    async with running(Desk()) as desk:
+        await desk.next()
+        desk.desk.send(replace(a_load(), server="gone"))
+        desk.desk.send(replace(an_unload(), server="gone"))
+        [report] = [report for report in desk.told if isinstance(report, Ended)]
+        assert report.failure is not None
+        assert "configure it under triton.servers" in report.failure.message
+
+
+async def test_nothing_is_sent_once_the_tenure_is_over() -> None:
+    async with running(Desk(SimulatedModel("llm")), until=5.0) as desk:
+        desk.desk.send(a_load())
+        await desk.seen("llm", Stage.READY)
+        desk.ticks = Ticks(6.0)
+        desk.desk.send(an_unload())
+        desk.desk.send(a_load("other", model="llm"))
+        while not isinstance(report := await desk.next(), ServerSeen) or report.under_way:
+            pass
+        assert desk.host.asked == [("load", "llm")]
+
+
+async def test_a_new_leader_waits_for_what_an_older_one_has_sent() -> None:
+    async with running(Desk(SimulatedModel("llm"), wait_seconds=0.05)) as desk:
+        desk.desk.send(a_load())
+        await asyncio.sleep(0)
+        assert (desk.told, desk.host.asked) == ([], [])
+        assert isinstance(await desk.next(), ServerSeen), "the index is read before anything is changed"
+
+
+async def test_a_server_that_is_away_says_nothing_and_is_asked_again() -> None:
+    desk = Desk(SimulatedModel("llm"))
+    desk.host.go_away()
+    async with running(desk):
+        desk.desk.send(a_load())
+        assert isinstance(await desk.next(), Ended)
+        assert not [report for report in desk.told if isinstance(report, ServerSeen)]
+        desk.host.come_back()
+        assert isinstance(await desk.next(), ServerSeen)
+
+
+class Served:
+    """A leader on a stage, with one server of models behind it."""
+
+    def __init__(self, scene: Scene, host: SimulatedHost) -> None:
+        self.scene = scene
+        self.host = host
+        self._news = asyncio.Event()
+
+    def hear(self, reports: Sequence[Report]) -> None:
+        self.scene.leader.hear(reports)
+        self._news.set()
+
+    async def want(self, model: str, **fields: Any) -> None:
+        facts = {"gpu_mb": 20 * GIB, "expires_at": Instant(NOW + 300.0), **fields}
+        task = a_task(model, model=ModelTerms("main", model), **facts)
+        await self.scene.store.submit(Submission(task, RunSpec(kind="model")))
+
+    async def until(self, id: str, state: TaskState, fence: int = 0) -> None:
+        """Turns of the leader, each with what has come in meanwhile; the time limit of the test ends them."""
+        scene = self.scene
+        while True:
+            scene.clock.time = Instant(scene.clock.time + 0.1)
+            scene.executor.measure()
+            await scene.turn()
+            check_ledger(scene.world)
+            row = await scene.row(id)
+            if row.state is state and row.fence >= fence:
+                return
+            self._news.clear()
+            await self._news.wait()
+
+
+@asynccontextmanager
+async def served(folder: Path, *models: SimulatedModel) -> AsyncIterator[Served]:
+    host = SimulatedHost("main", models)
+    async with a_stage(folder) as scene:
+        stage = Served(scene, host)
+        desk = ModelDesk([host], scene.clock, scene.clock.ticks, AT_ONCE)
+        scene.use(desk)
+        run = asyncio.create_task(desk.run(scene.leader.tenure, stage.hear))
+        try:
+            yield stage
+        finally:
+            run.cancel()
+            await asyncio.gather(run, return_exceptions=True)
+            await host.close()
+
+
+async def test_a_wanted_model_is_loaded_and_an_idle_one_makes_room_for_a_task(tmp_path: Path) -> None:
+    async with served(tmp_path, SimulatedModel("llm"), SimulatedModel("bert")) as stage:
+        await stage.want("llm")
+        await stage.want("bert")
+        await stage.until("llm", TaskState.RUNNING)
+        await stage.until("bert", TaskState.RUNNING)
+        assert stage.host.ready == ["bert", "llm"]
+        stage.scene.clock.time = Instant(NOW + 400.0)
+        await stage.scene.submit("run", 1e6, gpu_mb=22 * GIB, gpus=2, priority=10)
+        await stage.until("run", TaskState.RUNNING)
+        assert stage.host.ready == []
+
+
+async def test_a_critical_model_stops_a_task_and_is_loaded_when_it_has_left(tmp_path: Path) -> None:
+    async with served(tmp_path, SimulatedModel("llm")) as stage:
+        await stage.scene.submit("run", 1e6, gpu_mb=22 * GIB, gpus=2, priority=20)
+        await stage.until("run", TaskState.RUNNING)
+        await stage.want("llm", priority=95)
+        await stage.until("llm", TaskState.RUNNING)
+        assert (await stage.scene.row("run")).state is TaskState.PENDING
+
+
+async def test_memory_of_a_model_that_does_not_go_is_not_given_to_anybody(tmp_path: Path) -> None:
+    async with served(tmp_path, SimulatedModel("llm", stuck=True)) as stage:
+        await stage.want("llm", grace_seconds=Seconds(1.0))
+        await stage.until("llm", TaskState.RUNNING)
+        await stage.scene.store.request(Request("r1", TaskId("llm"), "default", "cancel", {}, NOW))
+        await stage.until("llm", TaskState.FAILED)
+        await stage.scene.submit("run", 1e6, gpu_mb=22 * GIB, gpus=2, priority=99)
+        for _ in range(5):
+            await stage.scene.later(1.0)
+        assert (await stage.scene.row("run")).state is TaskState.PENDING
+        stage.host.let_go("llm")
+        await stage.until("run", TaskState.RUNNING)
+
+
+async def test_a_server_that_starts_anew_has_lost_its_models_and_gets_those_that_are_wanted(
+    tmp_path: Path,
+) -> None:
+    async with served(tmp_path, SimulatedModel("llm")) as stage:
+        await stage.want("llm")
+        await stage.until("llm", TaskState.RUNNING)
+        stage.host.restart()
+        await stage.until("llm", TaskState.RUNNING, fence=2)
+        assert stage.host.ready == ["llm"]
