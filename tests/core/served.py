@@ -1,0 +1,113 @@
+"""What tests of models on servers say in one line: of 80 GiB, a model takes 50."""
+
+from dataclasses import replace
+from typing import Any
+
+from service.core.cycle import plan_cycle
+from service.core.deadlines import due, keep_watch
+from service.core.lease import HolderKind, LeaseState
+from service.core.model_holders import seen
+from service.core.model_orders import Indexed, ServerSeen, Stage
+from service.core.model_terms import ModelTerms
+from service.core.orders import Ended, Ending, Failure
+from service.core.plan import Decision, Request
+from service.core.policy import Policy
+from service.core.requests import carry_out
+from service.core.runs import react
+from service.core.task import Task, TaskState
+from service.core.units import Fence, Instant, Seconds, TaskId
+from service.core.world import World
+from tests.builders import (
+    GIB,
+    NOW,
+    a_sample,
+    a_task,
+    a_world,
+    check_ledger,
+    commit,
+    submit,
+)
+
+POLICY = Policy()
+LLM = TaskId("llm")
+WANTED = 300.0
+
+
+def at(seconds: float) -> Instant:
+    return Instant(NOW + seconds)
+
+
+def a_model(
+    id: str = LLM, *, server: str = "main", terms: dict[str, Any] | None = None, **fields: Any
+) -> Task:
+    """50 of 80 GiB, wanted by somebody of priority 50 for five minutes."""
+    facts = {"gpu_mb": 50 * GIB, "expires_at": at(WANTED), "grace_seconds": Seconds(10.0), "max_retries": 1}
+    model = ModelTerms(server, id, **(terms or {}))
+    return a_task(id, model=model, **{**facts, **fields})
+
+
+def the(world: World, task: str = LLM) -> Task:
+    return world.tasks[TaskId(task)]
+
+
+def plan(world: World, seconds: float = 0.0, policy: Policy = POLICY) -> list[Decision]:
+    world.measure([a_sample(device, at(seconds)) for device in world.books])
+    decisions = list(plan_cycle(world, policy, at(seconds)).decisions)
+    commit(world, decisions, at(seconds))
+    check_ledger(world)
+    return decisions
+
+
+def index(
+    world: World, stages: dict[str, Stage], seconds: float = 0.0, under_way: set[str] | None = None
+) -> list[Decision]:
+    """Read on `main`; what is not named was never loaded."""
+    models = {name: Indexed(name, stage) for name, stage in stages.items()}
+    claims = frozenset((TaskId(name), the(world, name).fence) for name in under_way or ())
+    decisions = seen(world, ServerSeen("main", at(seconds), models, claims), at(seconds), POLICY)
+    commit(world, decisions, at(seconds))
+    return decisions
+
+
+def loaded(*tasks: Task, seconds: float = 1.0) -> World:
+    world = a_world()
+    models = tasks or (a_model(),)
+    submit(world, *models)
+    plan(world)
+    index(world, {task.name: Stage.READY for task in models}, seconds)
+    assert all(the(world, task.id).state is TaskState.RUNNING for task in models)
+    return world
+
+
+def ask(world: World, what: str, seconds: float = 0.0, task: str = LLM, **fields: Any) -> Decision:
+    request = Request("r1", TaskId(task), "default", what, fields, NOW)
+    world.add_request(request)
+    decision = carry_out(world, request, at(seconds), POLICY)
+    commit(world, decision, at(seconds))
+    return decision
+
+
+def pass_time(world: World, seconds: float) -> list[Decision]:
+    """A leader that has looked since the beginning."""
+    watch = replace(keep_watch(None, NOW), last=at(seconds - 1.0))
+    decisions = due(world, at(seconds), POLICY, watch)
+    commit(world, decisions, at(seconds))
+    return decisions
+
+
+def orders(decisions: list[Decision]) -> list[Any]:
+    return [order for decision in decisions for order in decision.orders]
+
+
+def leases(world: World) -> list[tuple[HolderKind, LeaseState]]:
+    return [(lease.holder_kind, lease.state) for claim in world.leases.values() for lease in claim.values()]
+
+
+def fail(
+    world: World, ending: Ending = Ending.FAILED, fence: int = 1, seconds: float = 2.0
+) -> list[Decision]:
+    failure = Failure("load_failed", "no such layer")
+    report = Ended(LLM, Fence(fence), at(seconds), ending, failure=failure)
+    decisions = react(world, [report], at(seconds), POLICY)
+    commit(world, decisions, at(seconds))
+    return decisions
