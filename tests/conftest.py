@@ -17,6 +17,7 @@ from hypothesis import HealthCheck, settings
 
 from service.adapters.sql.store import migrate
 from tests.dealing import Dealer, put_in_turn
+from tests.places import put_files_in_memory
 from tests.postgres import PostgresServer, a_server, reset
 
 _SHARED = ("bootstrap", "broker", "builders", "chaos", "client", "contracts", "e2e", "gateway", "simulation")
@@ -28,6 +29,9 @@ settings.register_profile(
 )
 settings.register_profile("random", settings.get_profile("repeatable"), derandomize=False, print_blob=True)
 settings.load_profile("repeatable")
+
+
+put_files_in_memory()
 
 
 def pytest_configure() -> None:

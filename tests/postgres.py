@@ -21,6 +21,7 @@ from psycopg import sql
 from psycopg.conninfo import make_conninfo
 
 from service.adapters.sql.tables import metadata
+from tests.places import short_place
 
 ENVIRONMENT = "GPUBROKER_TEST_POSTGRES_URL"
 
@@ -130,7 +131,7 @@ class OwnServer:
 def a_server_of_its_own() -> Iterator[OwnServer]:
     """A running server that nobody else uses."""
     programs, user = _installed() or _bundled_programs()
-    with tempfile.TemporaryDirectory(prefix="gpubroker-pg-", dir="/tmp") as folder:
+    with tempfile.TemporaryDirectory(prefix="gpubroker-pg-", dir=short_place()) as folder:
         server = OwnServer(programs, user, folder)
         server.start()
         try:

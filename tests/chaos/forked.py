@@ -14,8 +14,16 @@ from tests.e2e.service_process import ROOT, BrokerProcess, GatewayProcess, Servi
 
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(
-    ["service.__main__", "service.bootstrap", "uvicorn.protocols.http.httptools_impl"]
+    [
+        "service.__main__",
+        "service.adapters.sql.migrating",
+        "service.bootstrap.broker_role",
+        "service.bootstrap.gateway_role",
+        "uvicorn.protocols.http.httptools_impl",
+        "tests.chaos.forked",
+    ]
 )
+LATE = "was not imported before the fork"
 
 
 class Forking(ServiceProcess):
@@ -73,6 +81,15 @@ class Forked:
         self.send_signal(signal.SIGKILL)
 
 
+class _TellsWhatIsLate:
+    """Each module of ours that a process must import by itself costs all of them as much at every start."""
+
+    @staticmethod
+    def find_spec(name: str, *_: object) -> None:
+        if name.startswith("service."):
+            print(name, LATE, flush=True)
+
+
 def _run(command: str, config: str, log: str, env: dict[str, str]) -> None:
     os.chdir(ROOT)
     os.environ.clear()
@@ -80,6 +97,7 @@ def _run(command: str, config: str, log: str, env: dict[str, str]) -> None:
     with open(log, "ab") as lines:
         os.dup2(lines.fileno(), sys.stdout.fileno())
         os.dup2(lines.fileno(), sys.stderr.fileno())
+    sys.meta_path.insert(0, _TellsWhatIsLate)
     sys.argv = ["gpubroker", command, "--config", config]
     from service.__main__ import main
 

@@ -1,8 +1,9 @@
 import json
+import ssl
 from pathlib import Path
 
 import pytest
-from gpubroker import Unreachable
+from gpubroker import Broker, Unreachable
 from gpubroker.connection import find_service
 
 
@@ -62,3 +63,18 @@ def test_a_damaged_file_is_in_nobodys_way_who_needs_nothing_of_it(tmp_path: Path
 
 def test_a_token_is_not_shown_when_a_connection_is(tmp_path: Path) -> None:
     assert "from-file" not in repr(find_service(environ=written(tmp_path)))
+
+
+def test_only_who_speaks_tls_reads_whom_to_trust(monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[object] = []
+    create = ssl.create_default_context
+
+    def noted(*_: object, **__: object) -> ssl.SSLContext:
+        read.append(_)
+        return create()
+
+    monkeypatch.setattr(ssl, "create_default_context", noted)
+    Broker("http://127.0.0.1:8470", "token").close()
+    assert read == []
+    Broker("https://127.0.0.1:8470", "token").close()
+    assert len(read) == 1

@@ -11,6 +11,7 @@ import pytest
 from psycopg.conninfo import conninfo_to_dict
 
 from service.adapters.sql.connections import Line
+from tests.places import short_place
 
 
 class Cut(Enum):
@@ -122,7 +123,7 @@ async def a_wire(url: str) -> AsyncIterator[tuple[Wire, str]]:
     """The wire to a server on a Unix socket, and the URL that goes through it."""
     parts = conninfo_to_dict(url)
     wire = Wire(str(Path(str(parts["host"])) / f".s.PGSQL.{parts.get('port', 5432)}"))
-    with tempfile.TemporaryDirectory(prefix="gpubroker-wire-", dir="/tmp") as folder:
+    with tempfile.TemporaryDirectory(prefix="gpubroker-wire-", dir=short_place()) as folder:
         server = await asyncio.start_unix_server(wire.connect, f"{folder}/.s.PGSQL.5432")
         yield wire, f"postgresql://{parts['user']}@/{parts['dbname']}?host={folder}"
         server.close()

@@ -178,7 +178,7 @@ class ServiceProcess:
     def _is_ready(self) -> bool:
         try:
             found = yaml.safe_load((self.data_dir / "client.json").read_text(encoding="utf-8"))
-            return httpx.get(f"{found['url']}/readyz").status_code == 200
+            return httpx.get(f"{found['url']}/readyz", verify=False).status_code == 200
         except httpx.TransportError:
             return False
 
