@@ -33,6 +33,13 @@ class Described:
     steps: tuple[str, ...] = ()
     """Of an ensemble the models that are loaded with it; empty for all others."""
     instances: int = 1
+    most_batch: int = 1
+    """So many requests each instance takes together."""
+
+    @property
+    def slots(self) -> int:
+        """So many requests are worked on at once."""
+        return self.instances * self.most_batch
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +98,13 @@ class ModelHost(Protocol):
 
     async def statistics(self, within_seconds: Seconds) -> Mapping[str, Used]:
         """Of all models that are ready, by name."""
+        ...
+
+    async def answers(self, model: str, within_seconds: Seconds) -> bool:
+        """Whether a model that says it is ready does anything: one whose process was killed is ready for
+        ever, and loading it changes nothing. It is cured by unload, a wait until it is gone, and load; but
+        one that was asked after its process had died may say UNLOADING for ever (Triton 24.10), and is
+        loaded all the same. This is a request to the model: ask only where others have failed."""
         ...
 
     async def close(self) -> None: ...

@@ -62,3 +62,48 @@ def _as_varint(value: int) -> bytes:
         value >>= 7
     out.append(value)
     return bytes(out)
+
+
+class Message:
+    """Of which whatever is not there has the value that protobuf gives it: nothing, 0, empty."""
+
+    def __init__(self, data: bytes) -> None:
+        """Raises Malformed."""
+        self._values: dict[int, list[int | bytes]] = {}
+        for number, value in fields(data):
+            self._values.setdefault(number, []).append(value)
+
+    def number(self, field_number: int) -> int:
+        return next((one for one in reversed(self._all(field_number)) if isinstance(one, int)), 0)
+
+    def numbers(self, field_number: int) -> list[int]:
+        """Signed, of a list that stands packed or one by one."""
+        found: list[int] = []
+        for value in self._all(field_number):
+            found += [value] if isinstance(value, int) else _packed(value)
+        return [one - 2**64 if one >= 2**63 else one for one in found]
+
+    def text(self, field_number: int) -> str:
+        return next(reversed(self.texts(field_number)), "")
+
+    def texts(self, field_number: int) -> list[str]:
+        return [one.decode("utf-8", "replace") for one in self._all(field_number) if isinstance(one, bytes)]
+
+    def message(self, field_number: int) -> "Message":
+        """Raises Malformed."""
+        return next(reversed(self.messages(field_number)), Message(b""))
+
+    def messages(self, field_number: int) -> "list[Message]":
+        """Raises Malformed."""
+        return [Message(one) for one in self._all(field_number) if isinstance(one, bytes)]
+
+    def _all(self, field_number: int) -> list[int | bytes]:
+        return self._values.get(field_number, [])
+
+
+def _packed(values: bytes) -> list[int]:
+    found, at = [], 0
+    while at < len(values):
+        value, at = _varint(values, at)
+        found.append(value)
+    return found

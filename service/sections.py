@@ -285,6 +285,9 @@ class TritonServerSettings(Section):
     """`http://host:port` or `https://host:port`, as the server itself is reached."""
     grpc_url: str | None = None
     """The same for its gRPC, which has a port of its own."""
+    repository: Path | None = None
+    """Where the service sees the server's models, if it does: how large their files are is the first guess
+    at what they take."""
     token_file: Path | None = None
     """Holds a token that is sent as `Authorization: Bearer`, for what stands in front of the server."""
     headers: dict[str, str] = {}

@@ -108,3 +108,17 @@ async def test_a_server_that_is_away_is_not_reached_and_comes_back_as_it_was() -
         assert refused.value.fault is HostFault.UNREACHABLE
     host.come_back()
     assert list(await host.statistics(SOON)) == ["llm"]
+
+
+async def test_a_model_whose_process_was_killed_is_ready_answers_nothing_and_is_cured_by_leaving() -> None:
+    host = new_host()
+    await host.load("llm", (), SOON)
+    host.models["llm"].dead = True
+    await host.load("llm", (), SOON)
+    assert (await host.index(SOON)).models["llm"].stage is Stage.READY
+    assert not await host.answers("llm", SOON)
+    await host.unload("llm", SOON)
+    with pytest.raises(HostRefused):
+        await host.answers("llm", SOON)
+    await host.load("llm", (), SOON)
+    assert await host.answers("llm", SOON)

@@ -15,7 +15,7 @@ import subprocess
 import time
 import urllib.request
 import uuid
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from tests.patience import PATIENCE_SECONDS
@@ -39,8 +39,16 @@ print(json.dumps({
 class Triton:
     """`with Triton(folder) as triton:` serves a copy of our models, `loaded` ones from the start."""
 
-    def __init__(self, folder: Path, loaded: Sequence[str] = (), options: Sequence[str] = ()) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        loaded: Sequence[str] = (),
+        options: Sequence[str] = (),
+        mode: str = "explicit",
+    ) -> None:
+        """`mode`: of model control; with `none` it loads all it can."""
         self._folder = folder
+        self._mode = mode
         self._loaded = loaded
         self._options = options
         self._log = folder / "tritonserver.log"
@@ -48,7 +56,8 @@ class Triton:
         self._process: subprocess.Popen[bytes] | None = None
         self.http_port, self.grpc_port, self.metrics_port = free_ports(3)
         folder.mkdir(parents=True, exist_ok=True)
-        shutil.copytree(MODELS, folder / "models")
+        self.repository = folder / "models"
+        shutil.copytree(MODELS, self.repository)
 
     @property
     def url(self) -> str:
@@ -73,6 +82,7 @@ class Triton:
         path = f"{HOME / 'bin'}:{os.environ.get('PATH', '')}"
         libraries = f"{parts['libraries']}:{parts['libdir']}"
         env = {**os.environ, "PATH": path, "LD_LIBRARY_PATH": libraries}
+        env["PYTHONDONTWRITEBYTECODE"] = "1"  # or a model's folder has changed when it is loaded again
         for name in ("PYTHONHOME", "VIRTUAL_ENV"):
             env.pop(name, None)
         with self._log.open("ab") as log:
@@ -102,14 +112,26 @@ class Triton:
     def go_on(self) -> None:
         os.killpg(self.pid, signal.SIGCONT)
 
+    @contextlib.contextmanager
+    def slow_to_load(self, seconds: float) -> Iterator[None]:
+        """The model `slow`, for a while."""
+        config = self.repository / "slow" / "config.pbtxt"
+        before = config.read_text(encoding="utf-8")
+        slower = before.replace('string_value: "0"', f'string_value: "{round(1000 * seconds)}"')
+        config.write_text(slower, encoding="utf-8")
+        try:
+            yield
+        finally:
+            config.write_text(before, encoding="utf-8")
+
     def log(self) -> str:
         return self._log.read_text(encoding="utf-8", errors="replace")
 
     def _command(self, parts: dict[str, str]) -> list[str]:
         return [
             f"{parts['package']}/bin/tritonserver",
-            f"--model-repository={self._folder / 'models'}",
-            "--model-control-mode=explicit",
+            f"--model-repository={self.repository}",
+            f"--model-control-mode={self._mode}",
             "--strict-readiness=false",  # one failed load would make the whole server not ready
             "--disable-auto-complete-config",  # or each load starts a second process first
             f"--backend-directory={self._folder / 'backends'}",

@@ -22,6 +22,8 @@ class SimulatedModel:
     """What each load of it ends with."""
     stuck: bool = False
     """Asked to unload it goes on serving a request that never ends."""
+    dead: bool = False
+    """Its process was killed, and nobody has missed it: until it leaves it stays ready."""
 
 
 @dataclass(slots=True)
@@ -115,6 +117,12 @@ class SimulatedHost(ModelHost):
         self._reach()
         return {name: Used(self.requests.get(name, 0)) for name in self.ready}
 
+    async def answers(self, model: str, within_seconds: Seconds) -> bool:  # noqa: ARG002
+        self._reach()
+        if self._home(model).stage is not Stage.READY:
+            raise HostRefused(HostFault.NOT_FOUND, f"Request for unknown model: '{model}' is not found")
+        return not self.models[model].dead
+
     async def close(self) -> None:
         for home in self._homes.values():
             if home.load is not None:
@@ -148,6 +156,7 @@ class SimulatedHost(ModelHost):
     def _leave(self, model: str) -> None:
         home = self._home(model)
         home.stage, home.reason = Stage.ABSENT, ""
+        self.models[model].dead = False
 
     def _home(self, model: str) -> _Home:
         return self._homes.setdefault(model, _Home())

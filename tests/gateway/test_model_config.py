@@ -1,0 +1,32 @@
+"""What a model's own file says is read as the server would read it."""
+
+from pathlib import Path
+
+import pytest
+
+from service.adapters.triton.model_config import ModelConfig, config_in
+
+FILES = {
+    "": ModelConfig(),
+    'name: "m"  # a remark: {': ModelConfig(),
+    "max_batch_size: 8 instance_group [ { count: 2 kind: KIND_CPU } ]": ModelConfig(2, 8),
+    "instance_group { count: 2, gpus: [0, 1] }; instance_group < kind: KIND_CPU >": ModelConfig(5),
+    "instance_group [ {gpus: 0 gpus: 1}, {} ]": ModelConfig(3),
+    "ensemble_scheduling { step { model_name: 'a' } step { model_name: \"b\" input_map { key: 'k' } } "
+    'step { model_name: "a" } }': ModelConfig(steps=("a", "b")),
+}
+
+
+@pytest.mark.parametrize("text", FILES)
+def test_instances_batches_and_steps_are_found(tmp_path: Path, text: str) -> None:
+    file = tmp_path / "config.pbtxt"
+    file.write_text(text, encoding="utf-8")
+    assert config_in(file) == FILES[text]
+
+
+@pytest.mark.parametrize("text", ["a: [1", "a {", "a:", "step { b: { c: 1 }"])
+def test_what_ends_in_the_middle_is_no_configuration(tmp_path: Path, text: str) -> None:
+    file = tmp_path / "config.pbtxt"
+    file.write_text(text, encoding="utf-8")
+    with pytest.raises(ValueError, match="ends in the middle"):
+        config_in(file)
