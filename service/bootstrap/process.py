@@ -31,8 +31,9 @@ if TYPE_CHECKING:
 log = structlog.get_logger("gpubroker")
 
 
-WIND_UP_SECONDS = 1.0
-"""So long the leader may take to commit and send what it has in hand; the next one hears it again."""
+WIND_UP_SECONDS = 0.25
+"""So long the leader may take to commit and send what it has in hand, of the half second in which another one
+is to lead. What it leaves, the next one hears and sends again."""
 
 CLOSE_SECONDS = 1.0
 """Of the time to end in, what is kept for the end itself."""

@@ -11,14 +11,13 @@ import os
 import signal
 from collections import Counter
 from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import ExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass, field, replace
-from functools import cache
 from typing import Any, NamedTuple
 
 from sqlalchemy import Engine
 
-from service.adapters.sql import database
+from service.adapters.sql import connections, database
 from service.adapters.sql.database import Database
 from service.adapters.sql.store import SqlStore
 from service.core.units import Term
@@ -271,11 +270,14 @@ async def said(answer: Any) -> bool:
 
 @contextmanager
 def migrated_before() -> Iterator[None]:
-    """Hundreds of times the database is opened: its schema, which has been brought to the newest before, is
-    not looked at again, and a server is asked only once what it is."""
-    bring_to, server_engine = database.bring_to, database.server_engine
-    database.bring_to, database.server_engine = lambda *_: "head", cache(server_engine)
-    try:
+    """Hundreds of times the database is opened: whether its server, its schema and its place are right, which
+    has been found out before, is not asked again."""
+    with ExitStack() as put_back:
+        for module, name in (
+            (database, "bring_to"),
+            (database, "check_served_here"),
+            (connections, "check_server"),
+        ):
+            put_back.callback(setattr, module, name, getattr(module, name))
+            setattr(module, name, lambda *_: "head")
         yield
-    finally:
-        database.bring_to, database.server_engine = bring_to, server_engine

@@ -83,8 +83,7 @@ def _open_file(path: Path) -> Database:
     file = SqliteFile(path)
     try:
         bring_to(file_engine(file), "head", str(path))
-        with file_engine(file).connect() as connection:
-            check_served_here(connection, str(path))
+        check_served_here(file_engine(file), str(path))
         readers = _readers("sqlite://", file.reader)
         session = SqliteSession(file.writer())
         session.end_terms()
@@ -110,8 +109,7 @@ def _open_server(url: str, *, pooled: bool) -> Database:
     session = postgres.PostgresSession(url, pooled=pooled)
     try:
         bring_to(server_engine(url), "head", "the database")
-        with server_engine(url).connect() as connection:
-            check_served_here(connection, connections.told(url))
+        check_served_here(server_engine(url), connections.told(url))
     except BaseException:
         session.close()
         raise

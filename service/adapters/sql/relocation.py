@@ -6,7 +6,7 @@ killed in between leaves marks by which the next one knows how far it had come.
 
 from dataclasses import dataclass
 
-from sqlalchemy import Connection, delete, insert, select
+from sqlalchemy import Connection, Engine, delete, insert, select
 
 from service.adapters.sql.reads import now
 from service.adapters.sql.session import DatabaseRefused
@@ -35,9 +35,11 @@ def set_mark(connection: Connection, mark: Mark) -> None:
     connection.execute(insert(relocation).values(**values, at=now(connection)))
 
 
-def check_served_here(connection: Connection, name: str) -> None:
+def check_served_here(engine: Engine, name: str) -> None:
     """Raises DatabaseRefused where that would make two services of one."""
-    match read_mark(connection):
+    with engine.connect() as connection:
+        mark = read_mark(connection)
+    match mark:
         case Mark(stage=Stage.GONE, other=other):
             raise DatabaseRefused(
                 f"{name} has been moved to {other}; name that one with --database-url, or move this one away"
