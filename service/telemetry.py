@@ -31,6 +31,8 @@ from service.core.units import Instant
 from service.core.world import World
 from service.ports import HeldBack
 
+_RELEASE = version("gpubroker-server")
+
 LOG_FIELDS: Mapping[str, str] = {
     "request": "id of the HTTP request, as in the Request-Id header",
     "path": "path of the HTTP request",
@@ -206,7 +208,7 @@ class WorldCollector(Collector):
 
     def collect(self) -> Iterable[Metric]:
         sources = self._sources
-        yield _gauge("gpubroker_build_info", [((version("gpubroker-server"),), 1)])
+        yield _gauge("gpubroker_build_info", [((_RELEASE,), 1)])
         yield from _task_metrics(sources.world)
         nodes = sources.world.nodes.values()
         yield _gauge("gpubroker_node_ready", [((node.name,), node.ready) for node in nodes])

@@ -190,7 +190,8 @@ async def _end(jobs: Sequence[asyncio.Task[None]]) -> None:
 def make_full_collections_rare() -> None:
     """The queue in memory is large and lives long: a full collection walks all of it and finds nothing.
 
-    The others are kept small, since requests and planning wait for them.
+    The others are kept small, since requests and planning wait for them. What outlives two of them is left to
+    a full one, so neither requests nor planning may leave anything behind that refers to itself (ADR 70).
     """
     gc.freeze()
-    gc.set_threshold(500, 5, 40_000)
+    gc.set_threshold(100, 1, 600_000)

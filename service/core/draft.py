@@ -12,7 +12,7 @@ from service.core.ledger import Book
 from service.core.member import MemberState
 from service.core.policy import CustomLimit, Policy, each_of
 from service.core.ranks import asks_for_gpus, part_of, parts_of, parts_on
-from service.core.task import Task, TaskState, notice_of, notices_of
+from service.core.task import Task, TaskState, changed, notice_of, notices_of
 from service.core.units import DeviceKey, Instant, NodeName, TaskId
 from service.core.use import NodeUse, count_custom
 from service.core.world import World
@@ -183,12 +183,12 @@ class Draft:
     def dismiss(self, run: Task, ranks: Collection[int] | None = None) -> None:
         """As if the run had ended, or had never been; of a gang that goes on without them, only `ranks`."""
         if ranks is None:
-            after, parts = replace(run, state=TaskState.SUCCEEDED), parts_of(run)
+            after, parts = changed(run, state=TaskState.SUCCEEDED), parts_of(run)
             count_custom(self.custom_use, run, -1)
         else:
             parts = tuple((run.members[rank].node, part_of(run, rank)) for rank in ranks)
             left = {rank: replace(run.members[rank], state=MemberState.LEFT, gone=True) for rank in ranks}
-            after = replace(run, members=tuple(left.get(one.rank, one) for one in run.members))
+            after = changed(run, members=tuple(left.get(one.rank, one) for one in run.members))
         self._tasks[run.id] = after
         for node, part in parts:
             self.changes.mark(node)

@@ -18,7 +18,7 @@ def settled(
     This is done once, at the door: a pool or a limit that changes later changes how much there is, and not
     which limits a task counts against.
     """
-    slots = dict.fromkeys(_running_slots(tenant, labels, policy), 1.0)
+    slots = dict.fromkeys(running_slots(tenant, labels, policy), 1.0)
     if not pool:
         return replace(demand, slots=tuple(sorted(slots.items()))) if slots else demand
     chosen = next((known for known in policy.pools if known.name == pool), None)
@@ -87,8 +87,9 @@ def _outside(demand: Demand, pool: Pool) -> tuple[Demand, dict[str, Any]]:
     return replace(demand, where=where), change
 
 
-def _running_slots(tenant: str, labels: Mapping[str, str], policy: Policy) -> Iterable[str]:
-    """The counters of running tasks for which there is a limit."""
+def running_slots(tenant: str, labels: Mapping[str, str], policy: Policy) -> Iterable[str]:
+    """The counters of running tasks for which there is a limit, of those that a tenant's task with these
+    labels counts against."""
     if not policy.custom_limits:
         return ()
     names = (f"tenant:{tenant}", *(f"label:{key}={value}" for key, value in labels.items()))

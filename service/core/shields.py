@@ -1,12 +1,11 @@
 """Which runs may be stopped for whom, and from when on: what spares a run of lower priority."""
 
-from dataclasses import replace
 from math import inf
 
 from service.core.ordering import aged
 from service.core.policy import Policy, band_of
 from service.core.residency import StayRules, guarded_seconds
-from service.core.task import Task
+from service.core.task import Task, changed
 from service.core.units import Instant, Seconds
 
 
@@ -26,7 +25,7 @@ def stoppable_at(run: Task, for_priority: int, policy: Policy, now: Instant) -> 
         return now
     is_first = for_priority <= first_up_to(run, policy, now)
     if run.started_at is None or not run.is_active:
-        return now + shielded_seconds(replace(run, started_at=None), policy, is_first=is_first)
+        return now + shielded_seconds(changed(run, started_at=None), policy, is_first=is_first)
     return max(now, run.started_at + shielded_seconds(run, policy, is_first=is_first))
 
 

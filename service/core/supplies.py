@@ -49,33 +49,98 @@ class _Waiter(NamedTuple):
     """Tenants whose runs with GPUs it may not have stopped."""
 
 
+class Leaving:
+    """What the nodes of one draft have, and who leaves them when. What `Supplies` remembers refers to this,
+    and not to `Supplies`: else it would stay until the collector of cycles comes."""
+
+    def __init__(self, departures: Departures, *, for_plans: bool) -> None:
+        self._departures = departures
+        self._for_plans = for_plans
+        self._heard_until = Instant(departures.now - LATE_SECONDS)
+
+    @property
+    def draft(self) -> Draft:
+        return self._departures.draft
+
+    def usable_devices(self, node: NodeName) -> list[DeviceKey]:
+        period = self._departures.policy.sample_period_seconds
+        return [
+            book.device.key
+            for book in self.draft.books_on(node)
+            if not book.is_stale(self._heard_until, period)
+        ]
+
+    def leaves_at(self, run: Task, waiter: _Waiter) -> float:
+        """By when a run is no obstacle any more to the task."""
+        return self._out_of_the_way_at(run, self._departures.of(run), waiter)
+
+    def mb_now(self, device: DeviceKey, waiter: _Waiter) -> int:
+        book = self.draft.book(device)
+        if self._is_unheard_of(book):
+            return 0
+        kept = sum(pledge.mb for pledge in book.pledges.values() if pledge.priority >= waiter.priority)
+        return book.unheld_mb() - kept
+
+    def room_now(self, node: NodeName, waiter: _Waiter) -> Headroom:
+        return self.draft.headroom(node, priority=waiter.priority)
+
+    def of_device(self, device: DeviceKey, waiter: _Waiter) -> Iterator[tuple[float, int]]:
+        """(when, MiB) of all who hold memory of it. What is heard of no more brings nothing."""
+        book = self.draft.book(device)
+        for holding in () if self._is_unheard_of(book) else book.holdings.values():
+            departure = self._departures.of_holding(holding)
+            run = self.draft.holder(holding.lease)
+            at: float = departure.p50_at
+            if at < inf and run is not None and not holding.stopping:  # of whom the deadline is known
+                at = self._out_of_the_way_at(run, departure, waiter)
+            yield at, holding.takes_mb
+
+    def of_node(self, node: NodeName, waiter: _Waiter) -> Iterator[tuple[float, Task]]:
+        """(when, run) of all who are there."""
+        return ((self.leaves_at(run, waiter), run) for run in self.draft.active_on(node))
+
+    def _is_unheard_of(self, book: Book) -> bool:
+        return book.is_stale(self._heard_until, self._departures.policy.sample_period_seconds)
+
+    def _out_of_the_way_at(self, run: Task, departure: Departure, waiter: _Waiter) -> float:
+        now, policy = self._departures.now, self._departures.policy
+        came_after = (run.admitted_at or now) > waiter.since
+        stays = departure.is_guess and came_after and not self._for_plans
+        leaves_at = inf if stays else departure.p50_at
+        is_spared = run.tenant in waiter.spared and asks_for_gpus(run.demand)
+        if not waiter.stops or is_spared or run.state is TaskState.STOPPING:
+            return leaves_at
+        grace = run.grace_seconds if self._for_plans else 0.0
+        return min(leaves_at, stoppable_at(run, waiter.priority, policy, now) + grace)
+
+
 class Later:
     """What one node of a draft will have at one moment, for one sort of task. Added up when asked for: often
     there is enough of everything before anybody has left."""
 
-    def __init__(self, supplies: "Supplies", node: NodeName, waiter: _Waiter, at: float) -> None:
-        self._supplies = supplies
+    def __init__(self, leaving: Leaving, node: NodeName, waiter: _Waiter, at: float) -> None:
+        self._leaving = leaving
         self._node = node
         self._waiter = waiter
         self._at = at
         self._room: Headroom | None = None
         self._mb: dict[DeviceKey, int] = {}
-        self.revision = supplies.draft.changes.at(node)
+        self.revision = leaving.draft.changes.at(node)
         """Of the node's changes."""
 
     def has_room(self, planned: Iterable[Task], parts: Sequence[Task]) -> bool:
         """Whether all these parts fit beside those that are planned."""
         before = list(planned)
-        now = self._supplies.room_now(self._node, self._waiter)
+        now = self._leaving.room_now(self._node, self._waiter)
         return _fit(now, before, parts) or _fit(self.room(), before, parts)
 
     def has_mb(self, device: DeviceKey, mb: int) -> bool:
-        return mb <= self._supplies.mb_now(device, self._waiter) or mb <= self.mb(device)
+        return mb <= self._leaving.mb_now(device, self._waiter) or mb <= self.mb(device)
 
     def room(self) -> Headroom:
         if self._room is None:
-            self._room = self._supplies.room_now(self._node, self._waiter)
-            for at, run in self._supplies.leaving_node(self._node, self._waiter):
+            self._room = self._leaving.room_now(self._node, self._waiter)
+            for at, run in self._leaving.of_node(self._node, self._waiter):
                 if at <= self._at:
                     self._room = self._room.with_room_of(run)
         return self._room
@@ -83,14 +148,14 @@ class Later:
     def mb(self, device: DeviceKey) -> int:
         mb = self._mb.get(device)
         if mb is None:
-            leaving = self._supplies.leaving_device(device, self._waiter)
-            mb = self._supplies.mb_now(device, self._waiter)
-            mb = self._mb[device] = mb + sum(more for at, more in leaving if at <= self._at)
+            leavers = self._leaving.of_device(device, self._waiter)
+            mb = self._leaving.mb_now(device, self._waiter)
+            mb = self._mb[device] = mb + sum(more for at, more in leavers if at <= self._at)
         return mb
 
     def took(self, run: Task, place: Placement) -> None:
-        self.revision = self._supplies.draft.changes.at(self._node)
-        if self._supplies.leaves_at(run, self._waiter) <= self._at:
+        self.revision = self._leaving.draft.changes.at(self._node)
+        if self._leaving.leaves_at(run, self._waiter) <= self._at:
             return
         if self._room is not None:
             self._room = self._room.with_room_of(run, sign=-1)
@@ -118,17 +183,13 @@ class Supplies:
         self._spared_from = spared_from
         self._departures = departures
         self._for_plans = for_plans
-        self._heard_until = Instant(departures.now - LATE_SECONDS)
+        self._leaving = Leaving(departures, for_plans=for_plans)
         self._known: dict[tuple[NodeName, _Waiter], tuple[int, Supply]] = {}
         self._later: dict[NodeName, dict[tuple[_Waiter, float], Later]] = {}
 
-    @property
-    def draft(self) -> Draft:
-        return self._departures.draft
-
     def of(self, node: NodeName, task: Task) -> Supply:
         """At all times, for a task of this priority."""
-        waiter, revision = self._waiter(task), self.draft.changes.at(node)
+        waiter, revision = self._waiter(task), self._departures.draft.changes.at(node)
         known = self._known.get((node, waiter))
         if known is None or known[0] != revision:
             known = self._known[node, waiter] = revision, self._work_out(node, waiter)
@@ -138,8 +199,8 @@ class Supplies:
         """At one moment."""
         waiter, there = self._waiter(task), self._later.setdefault(node, {})
         known = there.get((waiter, at))
-        if known is None or known.revision != self.draft.changes.at(node):
-            known = there[waiter, at] = Later(self, node, waiter, at)
+        if known is None or known.revision != self._departures.draft.changes.at(node):
+            known = there[waiter, at] = Later(self._leaving, node, waiter, at)
         return known
 
     def took(self, node: NodeName, since: int, run: Task, place: Placement) -> None:
@@ -148,66 +209,23 @@ class Supplies:
             if later.revision == since:
                 later.took(run, place)
 
-    def leaves_at(self, run: Task, waiter: _Waiter) -> float:
-        """By when a run is no obstacle any more to the task."""
-        return self._out_of_the_way_at(run, self._departures.of(run), waiter)
-
-    def mb_now(self, device: DeviceKey, waiter: _Waiter) -> int:
-        book = self.draft.book(device)
-        if self._is_unheard_of(book):
-            return 0
-        kept = sum(pledge.mb for pledge in book.pledges.values() if pledge.priority >= waiter.priority)
-        return book.unheld_mb() - kept
-
-    def room_now(self, node: NodeName, waiter: _Waiter) -> Headroom:
-        return self.draft.headroom(node, priority=waiter.priority)
-
-    def leaving_device(self, device: DeviceKey, waiter: _Waiter) -> Iterator[tuple[float, int]]:
-        """(when, MiB) of all who hold memory of it. What is heard of no more brings nothing."""
-        book = self.draft.book(device)
-        for holding in () if self._is_unheard_of(book) else book.holdings.values():
-            departure = self._departures.of_holding(holding)
-            run = self.draft.holder(holding.lease)
-            at: float = departure.p50_at
-            if at < inf and run is not None and not holding.stopping:  # of whom the deadline is known
-                at = self._out_of_the_way_at(run, departure, waiter)
-            yield at, holding.takes_mb
-
-    def leaving_node(self, node: NodeName, waiter: _Waiter) -> Iterator[tuple[float, Task]]:
-        """(when, run) of all who are there."""
-        return ((self.leaves_at(run, waiter), run) for run in self.draft.active_on(node))
-
     def _waiter(self, task: Task) -> _Waiter:
         """Only one that asks for GPUs may have runs stopped for it."""
         stops = self._departures.policy.preemption and asks_for_gpus(task.demand)
         since = self._departures.now if self._for_plans else task.submitted_at
         return _Waiter(task.priority, stops, since, self._spared_from(task) if stops else frozenset())
 
-    def _is_unheard_of(self, book: Book) -> bool:
-        return book.is_stale(self._heard_until, self._departures.policy.sample_period_seconds)
-
-    def _out_of_the_way_at(self, run: Task, departure: Departure, waiter: _Waiter) -> float:
-        now, policy = self._departures.now, self._departures.policy
-        came_after = (run.admitted_at or now) > waiter.since
-        stays = departure.is_guess and came_after and not self._for_plans
-        leaves_at = inf if stays else departure.p50_at
-        is_spared = run.tenant in waiter.spared and asks_for_gpus(run.demand)
-        if not waiter.stops or is_spared or run.state is TaskState.STOPPING:
-            return leaves_at
-        grace = run.grace_seconds if self._for_plans else 0.0
-        return min(leaves_at, stoppable_at(run, waiter.priority, policy, now) + grace)
-
     def _work_out(self, node: NodeName, waiter: _Waiter) -> Supply:
-        policy, devices = self._departures.policy, dict[DeviceKey, list[tuple[float, int]]]()
-        for key in [b.device.key for b in self.draft.usable_books(node, policy, self._heard_until)]:
-            free = self.mb_now(key, waiter)
+        leaving, devices = self._leaving, dict[DeviceKey, list[tuple[float, int]]]()
+        for key in leaving.usable_devices(node):
+            free = leaving.mb_now(key, waiter)
             steps = devices[key] = [(-inf, free)]
-            for at, mb in sorted(self.leaving_device(key, waiter)):
+            for at, mb in sorted(leaving.of_device(key, waiter)):
                 free += mb
                 steps.append((at, free))
-        room = self.room_now(node, waiter)
+        room = leaving.room_now(node, waiter)
         rooms = [(-inf, room)]
-        for at, run in sorted(self.leaving_node(node, waiter), key=lambda leaver: (leaver[0], leaver[1].id)):
+        for at, run in sorted(leaving.of_node(node, waiter), key=lambda leaver: (leaver[0], leaver[1].id)):
             room = room.with_room_of(run)
             rooms.append((at, room))
         return Supply(devices, rooms)

@@ -3,10 +3,10 @@
 from collections.abc import Mapping
 
 from service.core.admission import Refusal, check_priority, check_times
-from service.core.demand import Demand
+from service.core.demand import Demand, shared
 from service.core.gang_admission import check_demand
 from service.core.policy import Policy
-from service.core.pools import settled
+from service.core.pools import running_slots, settled
 from service.core.quota import Needs, check_quota
 from service.core.task import Task
 from service.core.world import World
@@ -23,6 +23,8 @@ class Capacity:
         self._world = world
         self._policy = policy
         self._known: dict[Demand, Refusal | None] = {}
+        self._settled: dict[tuple[Demand, str, tuple[str, ...]], Demand | Refusal] = {}
+        """(as asked for, pool, limits of running tasks) -> as it is stored; the same for all alike."""
         self._inventory_version = -1
         self._needs = Needs()
 
@@ -33,7 +35,13 @@ class Capacity:
 
         `at` is where in the body it was asked for.
         """
-        found = settled(demand, pool, tenant, labels, self._policy)
+        alike = demand, pool, tuple(running_slots(tenant, labels, self._policy))
+        found = self._settled.get(alike)
+        if found is None:
+            if len(self._settled) >= REMEMBERED:
+                self._settled.clear()
+            found = settled(demand, pool, tenant, labels, self._policy)
+            found = self._settled[alike] = found if isinstance(found, Refusal) else shared(found)
         if isinstance(found, Refusal):
             raise _problem(found, f"{at}/{found.field}")
         return found

@@ -3,7 +3,7 @@
 from dataclasses import replace
 from typing import NamedTuple
 
-from service.core.demand import Demand, shared
+from service.core.demand import Demand
 from service.core.expectations import Size, learned_size, size_of_ranks
 from service.core.gang_admission import ranks_in_words
 from service.core.need import may_use_device
@@ -54,7 +54,7 @@ def demand_in(
     asked = demand_of(body, parts.defaults, learn)
     told = {_in_words(asked, whole, size): size for whole, size in sizes.items()}
     learned = size_of_ranks(told) if told else None
-    return shared(parts.capacity.settled(asked, body.resources.pool, tenant, body.labels, at=at)), learned
+    return parts.capacity.settled(asked, body.resources.pool, tenant, body.labels, at=at), learned
 
 
 def check_allowed(call: Call, body: SubmitTask, task: Task) -> None:

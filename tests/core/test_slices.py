@@ -10,6 +10,7 @@ from service.core.cycle import plan_cycle
 from service.core.decide import admit
 from service.core.departures import Departures
 from service.core.draft import Draft
+from service.core.foresight import Foresight
 from service.core.look import look
 from service.core.memory import Memory
 from service.core.outlook import Outlooks
@@ -202,6 +203,24 @@ def test_neither_slices_nor_explanations_leave_anything_to_the_collector_of_cycl
         gc.enable()
     assert explained.trial.eviction is not None
     assert [decision.why for decision in plan.decisions] == ["preempt"]
+    assert left == 0
+
+
+def test_what_stands_behind_forecasts_leaves_nothing_to_the_collector_of_cycles_either():
+    run = holding(a_task("run", gpu_mb=60 * GIB, expected_seconds=100.0), key("gpu0"))
+    waits, small = a_task("waits", gpu_mb=70 * GIB), a_task("small", gpu_mb=5 * GIB, priority=20)
+    world, foresight = a_world(a_device("gpu0"), run, waits, small), Foresight()
+    gc.collect()
+    gc.disable()
+    try:
+        while foresight.go_on(world, POLICY, NOW):
+            pass
+        plan = plan_cycle(world, POLICY, NOW, memory=Memory(), forecasts=foresight.forecasts)
+        left = gc.collect()
+    finally:
+        gc.enable()
+    assert foresight.forecasts[0].task == "waits"
+    assert [decision.subject for decision in plan.decisions] == ["small"]
     assert left == 0
 
 
