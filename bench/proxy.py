@@ -1,9 +1,9 @@
 """What asking a model through the service costs, against asking Triton directly, in the same run.
 
-A real Triton with a model that gives back what it gets is asked over HTTP with binary tensors: directly and
-through the service, which checks the token, counts the request and passes it on. One of the two is loaded at
-a time, in short alternating rounds; client, service and Triton share the machine's cores, so that what the
-service computes is taken from the others as well.
+A real Triton with a model that gives back what it gets is asked over HTTP with binary tensors, and over gRPC
+by Triton's own load generator: directly and through the service, which checks the token, counts the request
+and passes it on. One of the two is loaded at a time, in short alternating rounds; client, service and Triton
+share the machine's cores, so that what the service computes is taken from the others as well.
 """
 
 import json
@@ -14,11 +14,13 @@ from dataclasses import dataclass
 
 import psutil
 
+from bench.analyzer import Analyzer, analyzer
 from bench.http import Target
 from bench.load import Load, Measured
 from bench.measuring import Figure, Pair, median_ratio, percentile, say
-from bench.processes import service
+from bench.processes import Service, service
 from bench.triton import triton
+from tests.triton.server import free_ports
 
 MODEL = "identity_fp32"
 
@@ -40,22 +42,34 @@ SHAPES = (
 )
 
 
+CALLS = "grpc.small"
+CALL_CLIENTS = 16
+
 BUSIEST = "small.c16"
 """The shape that tells what a request costs the service in CPU, and in memory that it keeps."""
 
 
 def add_options(parser: ArgumentParser) -> None:
     names = [shape.name for shape in SHAPES]
-    parser.add_argument("--shape", choices=[*names, "all"], default="all", help="size of tensors and clients")
+    parser.add_argument(
+        "--shape", choices=[*names, CALLS, "all"], default="all", help="size of tensors and clients"
+    )
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=3.0, help="of load per round and side")
+    parser.add_argument("--calls", type=int, default=5000, help="over gRPC, per round and side")
+    parser.add_argument("--requests", type=int, default=0, help="ask so often, and tell the memory kept")
 
 
 def measure(options: Namespace) -> Iterator[Figure]:
     chosen = [shape for shape in SHAPES if options.shape in (shape.name, "all")]
     with triton([MODEL]) as server:
-        servers = json.dumps({"servers": [{"name": "main", "http_url": server.url}]})
-        with service(ENGINE="simulated", TRITON=servers) as running, Load() as load:
+        [call_port] = free_ports(1)
+        main = {"name": "main", "http_url": server.url, "grpc_url": f"http://127.0.0.1:{server.grpc_port}"}
+        triton_settings = json.dumps({"servers": [main], "grpc_port": call_port})
+        with service(ENGINE="simulated", TRITON=triton_settings) as running, Load() as load:
+            if options.requests:
+                yield from memory_kept(load, running, options.requests)
+                return
             for shape in chosen:
                 sides = Sides(shape, server.http_port, running.port, running.token, running.process)
                 sides.one_round(load, options.seconds)  # until all connections and buffers are there
@@ -65,6 +79,24 @@ def measure(options: Namespace) -> Iterator[Figure]:
                 if shape.name == BUSIEST:
                     grown = resident_mb(running.process) - before
                     yield Figure("proxy", "proxy.grown_mb", grown, "MiB", answered(rounds))
+            if options.shape in (CALLS, "all"):
+                with analyzer() as asking:
+                    call = Calls(asking, server.grpc_port, call_port, running.token, running.process)
+                    call.one_round(options.calls // 5)
+                    yield from call_figures([call.one_round(options.calls) for _ in range(options.rounds)])
+
+
+def memory_kept(load: Load, running: Service, requests: int) -> Iterator[Figure]:
+    """Of the service, before and after so many small requests, once the first have been answered."""
+    target = a_target(running.port, SHAPES[0], running.token)
+    load.measure(target, connections=SHAPES[0].clients, seconds=3.0).must_all_be(200)
+    before, done = resident_mb(running.process), 0
+    while done < requests:
+        measured = load.measure(target, connections=SHAPES[0].clients, seconds=5.0).must_all_be(200)
+        done += len(measured.latencies_ms)
+        say(f"  {done:,} requests: {resident_mb(running.process):.1f} MiB")
+    after = resident_mb(running.process)
+    yield Figure("proxy", "proxy.resident_mb", after, "MiB", done, baseline=before, ratio=after / before)
 
 
 @dataclass(frozen=True)
@@ -102,24 +134,58 @@ def told(shape: Shape, done: Round) -> Round:
     return done
 
 
-def figures(shape: Shape, rounds: Sequence[Round]) -> Iterator[Figure]:
-    n, name = answered(rounds), f"proxy.http.{shape.name}"
+def against_direct(name: str, rounds: Sequence[Round]) -> Figure:
     pairs = [Pair(one.proxied.per_second, one.direct.per_second) for one in rounds]
-    yield Figure(
+    return Figure(
         bench="proxy",
         figure=name,
         value=statistics.median(pair.ours_per_second for pair in pairs),
         unit="requests/s",
-        n=n,
+        n=answered(rounds),
         baseline=statistics.median(pair.baseline_per_second for pair in pairs),
         ratio=median_ratio(pairs),
     )
+
+
+def figures(shape: Shape, rounds: Sequence[Round]) -> Iterator[Figure]:
+    n, name = answered(rounds), f"proxy.http.{shape.name}"
+    yield against_direct(name, rounds)
     added = [
         percentile(one.proxied.latencies_ms, 50) - percentile(one.direct.latencies_ms, 50) for one in rounds
     ]
     yield Figure("proxy", f"{name}.added_p50_ms", statistics.median(added), "ms", n)
     if shape.name == BUSIEST:
         yield Figure("proxy", "proxy.cpu_us", statistics.median(one.cpu_us for one in rounds), "µs", n)
+
+
+@dataclass(frozen=True)
+class Calls:
+    """The same call to Triton and to the service in front of it."""
+
+    asking: Analyzer
+    triton_port: int
+    service_port: int
+    token: str
+    process: psutil.Process
+
+    def one_round(self, requests: int) -> Round:
+        direct = self._ask(self.triton_port, requests)
+        before = cpu_seconds(self.process)
+        proxied = self._ask(self.service_port, requests, self.token)
+        used = cpu_seconds(self.process) - before
+        done = Round(direct, proxied, 1e6 * used / len(proxied.latencies_ms))
+        ours, theirs = proxied.per_second, direct.per_second
+        say(f"  {CALLS}: {ours:,.0f}/s, direct {theirs:,.0f}/s, {done.cpu_us:.0f} µs of CPU")
+        return done
+
+    def _ask(self, port: int, requests: int, token: str = "") -> Measured:
+        return self.asking.measure(port, MODEL, 16, clients=CALL_CLIENTS, requests=requests, token=token)
+
+
+def call_figures(rounds: Sequence[Round]) -> Iterator[Figure]:
+    n, name = answered(rounds), f"proxy.{CALLS}"
+    yield against_direct(name, rounds)
+    yield Figure("proxy", f"{name}.cpu_us", statistics.median(one.cpu_us for one in rounds), "µs", n)
 
 
 def answered(rounds: Sequence[Round]) -> int:

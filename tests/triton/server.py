@@ -174,6 +174,15 @@ def wheel() -> dict[str, str]:
     return found
 
 
+def analyzer_libraries(folder: Path) -> Path:
+    """The two that perf_analyzer misses, which the server's wheel brings under longer names."""
+    folder.mkdir(exist_ok=True)
+    for name, pattern in (("libb64.so.0d", "libb64-*.so.0d"), ("libcudart.so.12", "libcudart-*.so.12*")):
+        [found] = Path(wheel()["libraries"]).glob(pattern)
+        (folder / name).symlink_to(found)
+    return folder
+
+
 def _die_with_parent() -> None:
     """When the tests are killed, so is the server; its models' processes follow within seconds."""
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)

@@ -2,8 +2,9 @@
 
 import psutil
 
+from bench.analyzer import analyzer
 from bench.load import Load
-from bench.proxy import BUSIEST, SHAPES, Sides, figures
+from bench.proxy import BUSIEST, SHAPES, Calls, Sides, call_figures, figures
 from tests.e2e.service_process import ServiceProcess
 from tests.triton.server import Triton
 
@@ -22,3 +23,14 @@ def test_every_shape_is_asked_on_both_sides_and_has_its_figures(
     expected = {f"proxy.http.{shape.name}" for shape in SHAPES}
     assert told == expected | {f"{name}.added_p50_ms" for name in expected} | {"proxy.cpu_us"}
     assert BUSIEST in {shape.name for shape in SHAPES}
+
+
+def test_calls_over_grpc_are_measured_on_both_sides(
+    triton: Triton, service: ServiceProcess, call_port: int
+) -> None:
+    with analyzer() as asking:
+        calls = Calls(asking, triton.grpc_port, call_port, service.token, psutil.Process(service.pid))
+        one = calls.one_round(100)
+    assert min(len(one.direct.latencies_ms), len(one.proxied.latencies_ms)) >= 100
+    told = {figure.figure for figure in call_figures([one])}
+    assert told == {"proxy.grpc.small", "proxy.grpc.small.cpu_us"}

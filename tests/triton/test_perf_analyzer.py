@@ -9,19 +9,14 @@ import pytest
 
 from tests.e2e.service_process import ServiceProcess
 from tests.patience import PATIENCE_SECONDS
-from tests.triton.server import HOME, wheel
+from tests.triton.server import HOME, analyzer_libraries
 
 REQUESTS = 60
 
 
 @pytest.fixture(scope="module")
 def libraries(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The two that it misses, which the server's wheel brings under longer names."""
-    folder = tmp_path_factory.mktemp("libraries")
-    for name, pattern in (("libb64.so.0d", "libb64-*.so.0d"), ("libcudart.so.12", "libcudart-*.so.12*")):
-        [found] = Path(wheel()["libraries"]).glob(pattern)
-        (folder / name).symlink_to(found)
-    return folder
+    return analyzer_libraries(tmp_path_factory.mktemp("libraries"))
 
 
 FORMS = {
