@@ -12,7 +12,7 @@ import pytest
 from service.core.task import HOT_FIELDS
 from service.ports import HeldBack, TaskStore
 from tests.builders import a_task
-from tests.contracts.scenes import admission, claimed, opened, start, with_gpu
+from tests.contracts.scenes import a_new_lease, admission, claimed, end, opened, release, start, with_gpu
 from tests.postgres import a_server_of_its_own
 
 AT_ITS_END = {"finished", "ended_as", "finished_at", "released"}
@@ -65,14 +65,37 @@ async def test_changes_of_tasks_before_their_end_stay_on_their_pages(postgres_ur
         for task in tasks:
             await store.commit(term, [admission(task, 1024)])
             await store.commit(term, [start(claimed(task))])
-    until = time.monotonic() + 10
-    while True:  # the server counts what a connection did when it has ended
-        all_, hot = (now - then for now, then in zip(updates(postgres_url, "task"), before, strict=True))
-        if all_ >= 2 * TASKS or time.monotonic() > until:
-            break
-        await asyncio.sleep(0.05)
+    all_, hot = await counted(postgres_url, "task", before, 2 * TASKS)
     assert all_ == 2 * TASKS
     assert hot >= 0.9 * all_
+
+
+async def test_the_last_change_of_a_task_and_of_a_lease_leaves_the_index_of_what_is_not_over(
+    postgres_url: str,
+) -> None:
+    """And with it its page: of two changes of a row one stays, however much room there is."""
+    tasks = [a_task(f"t{number:02}", gpu_mb=1024) for number in range(TASKS)]
+    before = {table: updates(postgres_url, table) for table in ("task", "lease")}
+    async with opened(postgres_url) as store:
+        term = await with_gpu(store, *tasks)
+        for task in tasks:
+            await store.commit(term, [admission(task, 1024)])
+            await store.commit(term, [end(claimed(task))])
+            await store.commit(term, [release(a_new_lease(claimed(task), 1024))])
+    assert await counted(postgres_url, "lease", before["lease"], TASKS) == (TASKS, 0)
+    all_, hot = await counted(postgres_url, "task", before["task"], 2 * TASKS)
+    assert all_ == 2 * TASKS
+    assert 0.45 * all_ <= hot <= 0.5 * all_
+
+
+async def counted(url: str, table: str, before: tuple[int, int], expected: int) -> tuple[int, int]:
+    """Updates since then; the server counts what a connection did when it has ended."""
+    until = time.monotonic() + 10
+    while True:
+        all_, hot = (now - then for now, then in zip(updates(url, table), before, strict=True))
+        if all_ >= expected or time.monotonic() > until:
+            return all_, hot
+        await asyncio.sleep(0.05)
 
 
 def updates(url: str, table: str) -> tuple[int, int]:
