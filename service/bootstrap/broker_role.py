@@ -58,7 +58,9 @@ class BrokerRole:
             catch_up=picture.catch_up,
             resigned=store.resigned,
         )
-        self._pruner = Pruner(store, picture.clock, retention_of(settings), self.term)
+        self._pruner = Pruner(
+            store, picture.clock, retention_of(settings), self.term, lambda: picture.world.position
+        )
         self._publisher = Publisher(picture.world, picture.progress, self.seen, store)
         picture.listen(self._on_events)
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 import structlog
 
 from service.core.retention import Retention
-from service.core.units import Seconds, Term
+from service.core.units import Position, Seconds, Term
 from service.ports import Clock, StaleTerm, StoreUnavailable, TaskStore
 
 log = structlog.get_logger("gpubroker.retention")
@@ -17,13 +17,19 @@ PAUSE_SECONDS = Seconds(0.1)
 
 class Pruner:
     def __init__(
-        self, store: TaskStore, clock: Clock, retention: Retention, term: Callable[[], Term | None]
+        self,
+        store: TaskStore,
+        clock: Clock,
+        retention: Retention,
+        term: Callable[[], Term | None],
+        heard: Callable[[], Position],
     ) -> None:
-        """`term`: of this process, while it leads."""
+        """`term`: of this process, while it leads; `heard`: how far its picture has come in the log."""
         self._store = store
         self._clock = clock
         self._retention = retention
         self._term = term
+        self._heard = heard
 
     async def keep(self, every_seconds: Seconds = Seconds(60.0)) -> None:
         """Look again and again, until cancelled."""
@@ -39,6 +45,7 @@ class Pruner:
     async def prune(self) -> None:
         """All that is over by now. Raises StaleTerm, StoreUnavailable."""
         while (term := self._term()) is not None:
-            if not await self._store.prune(term, self._retention.cutoffs(self._clock.now())):
+            cutoffs = self._retention.cutoffs(self._clock.now(), self._heard())
+            if not await self._store.prune(term, cutoffs):
                 return
             await asyncio.sleep(PAUSE_SECONDS)

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from service.core.units import Instant, Seconds
+from service.core.units import Instant, Position, Seconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -12,6 +12,9 @@ class Cutoffs:
     finished: Instant
     keyed: Instant
     audited: Instant
+    heard: Position
+    """Events after it stay, whatever their age: who takes them out has yet to hear them. A clock that is set
+    far ahead makes all of them old at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,9 +25,10 @@ class Retention:
     """A task that was submitted with a key stays at least so long, from its submit on."""
     audit_seconds: Seconds
 
-    def cutoffs(self, now: Instant) -> Cutoffs:
+    def cutoffs(self, now: Instant, heard: Position) -> Cutoffs:
         return Cutoffs(
             finished=Instant(now - self.finished_seconds),
             keyed=Instant(now - self.idempotency_seconds),
             audited=Instant(now - self.audit_seconds),
+            heard=heard,
         )

@@ -5,11 +5,12 @@ from service.broker.retention import Pruner
 from service.core.plan import Decision, write_move
 from service.core.retention import Retention
 from service.core.task import Move
-from service.core.units import Instant, Seconds, TaskId, Term
+from service.core.units import Instant, Position, Seconds, TaskId, Term
 from tests.builders import NOW, a_task
 from tests.contracts.scenes import a_submission, next_term
 
 RETENTION = Retention(Seconds(100.0), Seconds(10.0), Seconds(1000.0))
+FIRST = Position(1)
 
 
 class Standing:
@@ -34,15 +35,16 @@ async def with_an_end() -> tuple[MemoryStore, Term]:
 async def test_what_ended_long_enough_ago_is_taken_out() -> None:
     store, term = await with_an_end()
     clock = Standing(Instant(NOW + 99))
-    pruner = Pruner(store, clock, RETENTION, lambda: term)
+    pruner = Pruner(store, clock, RETENTION, lambda: term, lambda: FIRST)
     await pruner.prune()
     assert await store.record(TaskId("t1")) is not None
     clock.at = Instant(NOW + 101)
     await pruner.prune()
     assert await store.record(TaskId("t1")) is None
+    assert await store.oldest() == FIRST + 1
 
 
 async def test_who_does_not_lead_takes_nothing_out() -> None:
     store, _ = await with_an_end()
-    await Pruner(store, Standing(Instant(NOW + 101)), RETENTION, lambda: None).prune()
+    await Pruner(store, Standing(Instant(NOW + 101)), RETENTION, lambda: None, lambda: FIRST).prune()
     assert await store.record(TaskId("t1")) is not None

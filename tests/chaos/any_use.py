@@ -17,7 +17,7 @@ from service.core.retention import Cutoffs
 from service.core.submission import BatchSubmission, SubmitOutcome, SubmitVerdict
 from service.core.task import Move, Task, TaskState
 from service.core.tenure import LeaderRow
-from service.core.units import Instant, Seconds, TaskId, Term
+from service.core.units import Instant, Position, Seconds, TaskId, Term
 from service.core.world import World
 from service.ports import CommitVerdict, StaleTerm, StoreUnavailable, TokenRow
 from tests.builders import GIB, NOW, a_device, a_task
@@ -31,6 +31,7 @@ T = TypeVar("T")
 MEMORY_MB = 80 * GIB
 TTL = Seconds(3600.0)
 LATER, NEVER = Instant(NOW + 1e12), Instant(0.0)
+ALL = Position(10**9)
 PICKS = st.integers(0, 20)
 CUTS = st.one_of(st.none(), st.none(), st.none(), st.integers(0, 12))
 """At which boundary the line is cut, counted from the beginning of the call; mostly at none."""
@@ -246,7 +247,7 @@ class AnyUse(RuleBasedStateMachine):
         calls: dict[str, Callable[[], Coroutine[Any, Any, Any]]] = {
             "commit": lambda: self.store.commit(term, [node_seen(a_device("gpu9"))]),
             "renew": lambda: self.store.renew(term, TTL),
-            "prune": lambda: self.store.prune(term, Cutoffs(LATER, LATER, NEVER)),
+            "prune": lambda: self.store.prune(term, Cutoffs(LATER, LATER, NEVER, ALL)),
         }
         try:
             self._do(calls[what]())
@@ -269,7 +270,7 @@ class AnyUse(RuleBasedStateMachine):
     @rule(cut=CUTS)
     def prune(self, cut: int | None) -> None:
         self.look()
-        if self._ask(self._once(self.store.prune(self.model.term, Cutoffs(LATER, LATER, NEVER))), cut):
+        if self._ask(self._once(self.store.prune(self.model.term, Cutoffs(LATER, LATER, NEVER, ALL))), cut):
             self.model.take_out()
 
     @rule()

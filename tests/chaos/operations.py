@@ -7,7 +7,7 @@ from typing import Any
 
 from service.core.orders import Ending, NodeLost
 from service.core.retention import Cutoffs
-from service.core.units import Instant, Seconds
+from service.core.units import Instant, Position, Seconds
 from service.ports import TokenRow
 from tests.builders import GIB
 from tests.chaos.scene import NODE, Scene
@@ -123,7 +123,7 @@ async def is_over(scene: Scene, id: str) -> None:
 
 async def prune(scene: Scene, id: str) -> bool:
     later = Instant(scene.now + 1e6)
-    return await scene.store.prune(scene.term, Cutoffs(later, later, Instant(0.0)))
+    return await scene.store.prune(scene.term, Cutoffs(later, later, Instant(0.0), Position(10**9)))
 
 
 async def takes_the_term(scene: Scene, id: str) -> Any:

@@ -31,10 +31,13 @@ from tests.contracts.test_store_batch import a_batch
 
 FOREVER = Instant(time.time() + 10**9)
 NEVER = Instant(0.0)
+ALL = Position(10**9)
 
 
-def cutoffs(finished: Instant = FOREVER, keyed: Instant = FOREVER, audited: Instant = NEVER) -> Cutoffs:
-    return Cutoffs(finished, keyed, audited)
+def cutoffs(
+    finished: Instant = FOREVER, keyed: Instant = FOREVER, audited: Instant = NEVER, heard: Position = ALL
+) -> Cutoffs:
+    return Cutoffs(finished, keyed, audited, heard)
 
 
 async def pruned(store: TaskStore, term: Term, before: Cutoffs) -> int:
@@ -169,6 +172,15 @@ async def test_a_picture_from_the_rows_goes_on_with_what_is_left_of_the_log(stor
     await store.submit(a_submission("t3"))
     world.apply(await store.events(world.position, 100))
     assert set(world.tasks) == {"t3"}
+
+
+async def test_events_that_the_leader_has_yet_to_hear_stay_however_old_they_are(store: TaskStore) -> None:
+    term = await with_gpu(store)
+    heard = await store.head()
+    await store.submit(a_submission("t1"))
+    await pruned(store, term, cutoffs(heard=heard))
+    assert await store.oldest() == heard + 1
+    assert [event.key for event in await store.events(heard, 100)] == ["t1"]
 
 
 async def test_a_leader_whose_term_is_over_takes_nothing_out(store: TaskStore) -> None:

@@ -111,7 +111,7 @@ async def test_a_cursor_from_before_the_first_event_that_is_kept_is_gone(
     first = (await api.get("/events")).json()
     assert first["oldest"] == 1
     gateway.clock.advance(100)
-    await gateway.store.prune(gateway.term, Cutoffs(gateway.clock.now(), NOW, NOW))
+    await gateway.store.prune(gateway.term, Cutoffs(gateway.clock.now(), NOW, NOW, gateway.world.position))
     await api.submit()
     for path in ("/events", f"/tasks/{task}/events"):
         gone = problem(await api.get(path, params={"after": 1}), 410, "events-gone")

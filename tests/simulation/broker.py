@@ -153,7 +153,13 @@ class Life:
             catch_up=self.picture.catch_up,
             resigned=asyncio.Event(),
         )
-        self._pruner = Pruner(self._store, self.picture.clock, RETENTION, lambda: self.candidate.term)
+        self._pruner = Pruner(
+            self._store,
+            self.picture.clock,
+            RETENTION,
+            lambda: self.candidate.term,
+            lambda: self.picture.world.position,
+        )
         self.picture.listen(
             lambda events: self.candidate.leader.on_events(events) if self.candidate.leader else None
         )

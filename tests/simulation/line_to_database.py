@@ -101,6 +101,7 @@ class Session:
         self._timeline, self._chance = timeline, chance
         self._listeners: list[EventListener] = []
         self._heard = 0
+        """At the database: what was read up to there is on its way, if it has not come."""
         self._there = dict.fromkeys(("read", "write", "term"), 0.0)
         self._back = dict.fromkeys(("read", "write", "term"), 0.0)
 
@@ -186,15 +187,22 @@ class Session:
             seconds = self._chance.uniform(*LOST_ANSWER_SECONDS)
         at = max(self._back[line], self._timeline.now() + seconds)
         self._back[line] = at
-        upto = len(database.plain) if line == "write" and error is None else 0
+        news = self._news() if line == "write" and error is None else []
         loop = self._process.loop
-        self._timeline.at(at, lambda: loop.call_soon(self._tell, answer, found, error, upto))
+        self._timeline.at(at, lambda: loop.call_soon(self._tell, answer, found, error, news))
 
-    def _tell(self, answer: Any, found: Any, error: Exception | None, upto: int) -> None:
+    def _news(self) -> Sequence[Event]:
+        """What was appended since the last time, without a gap. Nothing, if some of it has been removed:
+        whoever catches up is told."""
+        if self._heard + 1 < at_once(self._database.oldest()):
+            return []
+        news = self._database.plain[self._heard :]
+        self._heard += len(news)
+        return news
+
+    def _tell(self, answer: Any, found: Any, error: Exception | None, news: Sequence[Event]) -> None:
         """First what was appended until then, in order and once, then the answer."""
-        news = self._database.plain[self._heard : upto]
         if news:
-            self._heard = upto
             for listener in self._listeners:
                 listener(news)
         if answer.done():

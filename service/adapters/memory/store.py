@@ -289,7 +289,9 @@ class MemoryStore:
             self._batch_answers.pop(task.id, None)
         ids = {task.id for task in over}
         self._keys = {key: known for key, known in self._keys.items() if known[0] not in ids}
-        first = next((n for n, (event, _) in enumerate(self._log) if event.at >= cutoffs.finished), None)
+        log = (event for event, _ in self._log)
+        stays = (event.at >= cutoffs.finished or event.position > cutoffs.heard for event in log)
+        first = next((n for n, it in enumerate(stays) if it), None)
         gone = (len(self._log) if first is None else first) - self._pruned
         self._pruned += max(gone, 0)
         return bool(over or gone > 0)

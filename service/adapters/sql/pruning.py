@@ -1,5 +1,6 @@
 """What is over is taken out in small steps: tasks with all that is theirs, and the beginning of the log."""
 
+from math import inf
 from typing import Any, Final
 
 from pydantic_core import from_json
@@ -27,7 +28,7 @@ def prune_step(session: Session, term: Term, cutoffs: Cutoffs) -> list[TaskId] |
     there was nothing to take out at all."""
     session.require_term(term)
     tasks = _prune_tasks(session, cutoffs)
-    events = _prune_first(session, _OLDEST_EVENTS, _DELETE_EVENTS, cutoffs.finished)
+    events = _prune_first(session, _OLDEST_EVENTS, _DELETE_EVENTS, cutoffs.finished, cutoffs.heard)
     notes = _prune_first(session, _OLDEST_NOTES, _DELETE_NOTES, cutoffs.audited)
     return tasks if tasks or events or notes else None
 
@@ -49,11 +50,13 @@ def _prune_tasks(session: Session, cutoffs: Cutoffs) -> list[TaskId]:
     return [TaskId(id) for (id,) in ids]
 
 
-def _prune_first(session: Session, oldest: SetStatement, away: SetStatement, before: float) -> int:
+def _prune_first(
+    session: Session, oldest: SetStatement, away: SetStatement, before: float, last: float = inf
+) -> int:
     """Only a beginning goes, so that what is left has no gap."""
     upto = None
     for place, at in session.fetch(oldest, [(1,)]):
-        if at >= before:
+        if at >= before or place > last:
             break
         upto = place
     if upto is None:
