@@ -60,20 +60,19 @@ _USAGE = select(*(tables.usage.c[name] for name in Usage._fields)).order_by(tabl
 _HAS_RESULT = or_(_outcome.c.result.isnot(None), _outcome.c.result_digest.isnot(None)).label("has_result")
 
 
-def _completed(tasks: Select[Any]) -> Select[Any]:
-    """Chosen rows of `TASK` as records. Chosen first, so that nothing is joined to what is not asked for."""
-    chosen, other = tasks.subquery("chosen"), _outcome.alias("other")
-    newest = select(func.max(other.c.fence)).where(other.c.task == chosen.c.id).scalar_subquery()
-    return (
-        select(*chosen.c, *_SPEC, _outcome.c.failure, _HAS_RESULT)
-        .join(_spec, _spec.c.task == chosen.c.id)
-        .outerjoin(_outcome, and_(_outcome.c.task == chosen.c.id, _outcome.c.fence == newest))
-        .order_by(chosen.c.id.desc())
-    )
-
+_chosen, _other = _task.alias("chosen"), _outcome.alias("other")
+_newest = select(func.max(_other.c.fence)).where(_other.c.task == _chosen.c.id).scalar_subquery()
 
 # Fixed statements with parameters: building one anew costs more than running it.
-_ONE_RECORD = _completed(select(*TASK).where(_task.c.id == bindparam("task")))
+_RECORDS = (
+    select(*(_chosen.c[column.name] for column in TASK), *_SPEC, _outcome.c.failure, _HAS_RESULT)
+    .join(_spec, _spec.c.task == _chosen.c.id)
+    .outerjoin(_outcome, and_(_outcome.c.task == _chosen.c.id, _outcome.c.fence == _newest))
+    .order_by(_chosen.c.id.desc())
+)
+"""Of the chosen tasks, which are named by their ids: a subquery of whole rows leaves hundreds of objects that
+refer to each other each time one is made."""
+_ONE_RECORD = _RECORDS.where(_chosen.c.id == bindparam("task"))
 _NEWEST_OUTCOME = (
     select(_outcome).where(_outcome.c.task == bindparam("task")).order_by(_outcome.c.fence.desc()).limit(1)
 )
@@ -133,7 +132,7 @@ def records(connection: Connection, wanted: TaskFilter) -> Sequence[TaskRecord]:
 
 def listing(wanted: TaskFilter) -> Select[Any]:
     """The records that match, newest first."""
-    query = select(*TASK).where(_task.c.tenant == wanted.tenant)
+    query = select(_task.c.id).where(_task.c.tenant == wanted.tenant)
     if wanted.after is not None:
         query = query.where(_task.c.id < wanted.after)
     if wanted.states:
@@ -150,7 +149,7 @@ def listing(wanted: TaskFilter) -> Select[Any]:
         named = select(_spec.c.task).where(
             _spec.c.task == _task.c.id, _spec.c.model_type == wanted.model_type
         )
-        query = query.where(named.exists())
+        query = query.where(named.correlate(_task).exists())
     if wanted.runs_after is not None:
         some = _task.c.after != literal_column("'[]'")  # in the words of the index of dependents
         query = query.where(some, _task.c.after.contains(f'"{wanted.runs_after}"', autoescape=True))
@@ -160,14 +159,14 @@ def listing(wanted: TaskFilter) -> Select[Any]:
         query = query.where(_task.c.external.isnot(None))  # in the words of their index
     elif wanted.kind is not None:
         of_kind = select(_spec.c.task).where(_spec.c.task == _task.c.id, _spec.c.kind == wanted.kind)
-        query = query.where(of_kind.exists())
+        query = query.where(of_kind.correlate(_task).exists())
     if wanted.quarantined is not None:
         used = select(_lease.c.holder).where(_lease.c.holder == _task.c.id, ~_lease.c.released).exists()
         query = query.where(or_(~_task.c.finished, used if wanted.quarantined else ~used))
     for key, value in wanted.labels.items():
         here = (_label.c.tenant == wanted.tenant) & (_label.c.key == key) & (_label.c.value == value)
         query = query.where(_task.c.id.in_(select(_label.c.task).where(here)))
-    return _completed(query.order_by(_task.c.id.desc()).limit(wanted.limit))
+    return _RECORDS.where(_chosen.c.id.in_(query.order_by(_task.c.id.desc()).limit(wanted.limit)))
 
 
 def _within(time: Column[Any], start: Instant | None, end: Instant | None) -> list[ColumnElement[bool]]:
