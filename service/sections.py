@@ -277,6 +277,17 @@ class ModelTypeSettings(Section):
     max_retries: Annotated[int, Field(ge=0, le=100)] | None = None
 
 
+class ModelSettings(Section):
+    """What is known of one model of a server."""
+
+    gpu_mb: Annotated[int, Field(ge=0)] | None = None
+    """What it takes of one GPU; 0: none. Left out: 1.25 times its files, where they can be seen."""
+    priority: Annotated[int, Field(ge=0, le=100)] | None = None
+    """Of requests for it that name none."""
+    load_seconds: Annotated[float, Field(ge=0)] = 0.0
+    """How long its first load is expected to take; later that is known."""
+
+
 class TritonServerSettings(Section):
     """A Triton Inference Server, and how it is spoken to."""
 
@@ -298,6 +309,15 @@ class TritonServerSettings(Section):
     connect_seconds: Annotated[float, Field(gt=0, le=300)] = 5.0
     silence_seconds: Annotated[float, Field(gt=0, le=86_400)] = 300.0
     """So long the server may say nothing while somebody waits for it, also between parts of an answer."""
+
+    node: str = ""
+    """The node on whose GPUs it runs: its models are loaded and unloaded by the service, which holds their
+    memory in its ledger. Empty: it has what it has, and nobody counts it."""
+    devices: list[str] = []
+    """UUIDs of the GPUs that it uses; all of the node if there are none."""
+    repository: Path | None = None
+    """Where this machine sees its models' files, for a first guess at their sizes."""
+    models: dict[str, ModelSettings] = {}
 
     @field_validator("http_url", "grpc_url")
     @classmethod
@@ -334,8 +354,28 @@ class TritonSettings(Section):
     """The largest body of a request to a model; Triton counts in 32 bits."""
     grpc_port: Annotated[int, Field(ge=1, le=65_535)] | None = None
     """Triton's gRPC protocol is spoken here, at the host of everything else; off without one."""
+    cold_seconds: Annotated[float, Field(ge=0, le=3600)] = 55.0
+    """So long a request waits for a model that is not in memory; then it is told when to come again."""
+    wanted_seconds: Annotated[float, Field(gt=0)] = 300.0
+    """So long after the last request for it a model is wanted: it waits for room, and keeps what it has."""
+    priority: Annotated[int, Field(ge=0, le=100)] = 79
+    """Of requests that name none in their header `x-priority`."""
+    tenant: str = "default"
+    """Whose quota models count in."""
+    least_mb: Annotated[int, Field(gt=0)] = 512
+    """A model of which nothing is known is taken to need so much."""
     load_files: bool = False
     """Whether who may load models may bring files of theirs (`file:`), which can be code."""
+
+    @model_validator(mode="after")
+    def _models_are_managed_by_calls(self) -> Self:
+        for server in self.servers:
+            if server.node and server.grpc_url is None:
+                raise ValueError(
+                    f"{server.name} has a node, so that the service loads and unloads its models, which "
+                    "is done over gRPC; give it its grpc_url, such as http://host:8001"
+                )
+        return self
 
     @model_validator(mode="after")
     def _calls_have_a_server(self) -> Self:

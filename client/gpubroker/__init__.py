@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from gpubroker.policy import Policy
     from gpubroker.quarantine import Detection, Quarantined, Released
     from gpubroker.runtime import CheckpointTooLarge, NoCurrentTask, RunningTask, Stopped, current_task
+    from gpubroker.served import ServedModel
 
 __version__ = "0.1.0"
 
@@ -62,6 +63,7 @@ _HOME = {
     "FleetPlan": "planned",
     "Policy": "policy",
     **dict.fromkeys(("Detection", "Quarantined", "Released"), "quarantine"),
+    "ServedModel": "served",
     **dict.fromkeys(
         ("CheckpointTooLarge", "NoCurrentTask", "RunningTask", "Stopped", "current_task"), "runtime"
     ),
@@ -91,6 +93,7 @@ __all__ = [
     "Refused",
     "Released",
     "RunningTask",
+    "ServedModel",
     "Simulation",
     "Stats",
     "Stopped",

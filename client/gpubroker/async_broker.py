@@ -28,6 +28,7 @@ from gpubroker.operations import (
 from gpubroker.planned import FleetPlan
 from gpubroker.policy import Policy
 from gpubroker.quarantine import Detection, Quarantined, Released
+from gpubroker.served import ServedModel
 from gpubroker.submission import SubmitOptions, Target
 from gpubroker.wire import answer_of, client_settings, request_of, unreachable
 
@@ -197,6 +198,28 @@ class AsyncBroker:
     async def resume(self, reason: str) -> Detection:
         """State that the nodes which fell silent at once are lost. Raises Refused (`nothing-paused`)."""
         return await self._carry_out(self._do.resume(reason))
+
+    async def models(self) -> Page[ServedModel]:
+        """Of the servers whose memory is in the ledger: in memory, waiting for it, or neither."""
+        return await self._carry_out(self._do.models())
+
+    async def model(self, name: str) -> ServedModel:
+        return await self._carry_out(self._do.model(name))
+
+    async def load_model(
+        self, name: str, *, priority: int | None = None, wait_seconds: float = 0.0
+    ) -> ServedModel:
+        """Have it brought into memory, and wait so long for it."""
+        body = {"wait_seconds": wait_seconds, **({} if priority is None else {"priority": priority})}
+        return await self._carry_out(self._do.change_model(name, "load", body))
+
+    async def unload_model(self, name: str) -> ServedModel:
+        """Have it answer what it has, and leave."""
+        return await self._carry_out(self._do.change_model(name, "unload", None))
+
+    async def pin_model(self, name: str, *, pinned: bool = True) -> ServedModel:
+        """Keep it in memory whoever asks for its room, or no longer."""
+        return await self._carry_out(self._do.change_model(name, "pin", {"pinned": pinned}))
 
     async def tenants(self) -> Page[Tenant]:
         return await self._carry_out(self._do.tenants())

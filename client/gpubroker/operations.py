@@ -19,6 +19,7 @@ from gpubroker.models import Event, Failure, Outcome, Page, Task, TaskState, Tok
 from gpubroker.planned import FleetPlan
 from gpubroker.policy import Policy
 from gpubroker.quarantine import Detection, Quarantined, Released
+from gpubroker.served import ServedModel
 from gpubroker.submission import SubmitOptions, Target, opened, plain, question_body, submission_body
 
 _LONG_POLL_SECONDS = 30.0
@@ -201,6 +202,17 @@ class Operations:
         call = Call("POST", "/detection/resume", body=_json({"reason": reason}), repeatable=False)
         answer = yield from self._send(call)
         return filled(Detection, answer.json())
+
+    def models(self) -> Steps[Page[ServedModel]]:
+        raw = yield from self._ask("GET", "/models")
+        return Page(tuple(filled(ServedModel, item) for item in raw["items"]), raw=raw)
+
+    def model(self, name: str) -> Steps[ServedModel]:
+        return filled(ServedModel, (yield from self._ask("GET", f"/models/{_quoted(name)}")))
+
+    def change_model(self, name: str, deed: str, body: Mapping[str, Any] | None) -> Steps[ServedModel]:
+        answer = yield from self._send(Call("POST", f"/models/{_quoted(name)}/{deed}", body=_json(body)))
+        return filled(ServedModel, answer.json())
 
     def tenants(self) -> Steps[Page[Tenant]]:
         raw = yield from self._ask("GET", "/tenants")

@@ -15,6 +15,7 @@ from service.bootstrap.compose import (
     retention_of,
     tenure_rules_of,
 )
+from service.bootstrap.model_hosts import hosts_of
 from service.bootstrap.one_ray import other_ray
 from service.bootstrap.picture import Job, Picture, word_seconds
 from service.bootstrap.premises import StartRefused
@@ -29,7 +30,6 @@ from service.core.backfill import Forecast
 from service.core.events import Event
 from service.core.tenure import Tenure
 from service.core.units import Seconds, Term
-from service.host_ports import ModelHost
 from service.last_values import LeaderSeen
 from service.settings import Settings
 
@@ -45,7 +45,7 @@ class BrokerRole:
         self._blobs = blobs
         self._policy = policy_of(settings)
         self.executor = new_executor(settings, picture.clock)
-        self._hosts: tuple[ModelHost, ...] = ()
+        self._hosts = hosts_of(settings)
         self._wait_seconds = DeskRules().call_seconds if store.is_shared else Seconds(0.0)
         self.candidate = Candidate(
             name=name,

@@ -15,7 +15,8 @@ from service.adapters.sql.store import SqlStore
 from service.bootstrap.broker_role import BrokerRole
 from service.bootstrap.compose import defaults_of, kinds_of, limits_of, policy_of
 from service.bootstrap.lead import Lead
-from service.bootstrap.models import backend_of
+from service.bootstrap.model_hosts import hosts_of
+from service.bootstrap.models import backend_of, server_rules_of
 from service.bootstrap.picture import Job, Picture
 from service.bootstrap.premises import own_host, write_private
 from service.core.tenure import Standing
@@ -54,6 +55,8 @@ class GatewayRole:
         self._listener = listener
         self._tokens = Tokens(store, picture.clock)
         self._waiters = Waiters()
+        rules = server_rules_of(settings)
+        self._served = None if rules is None else (rules, hosts_of(settings)[0])
         parts = GatewayParts(
             store=store,
             world=picture.world,
@@ -78,7 +81,9 @@ class GatewayRole:
             leader=lead.leader,
             forecasts=lead.forecasts,
             waiters=self._waiters,
+            served=self._served,
         )
+        self._residency = parts.residency
         app = create_app(parts)
         self._models = backend_of(settings)
         plane = None if self._models is None else self._plane(parts, app.state.telemetry, self._models)
@@ -100,7 +105,10 @@ class GatewayRole:
             await self._calls.begin()
 
     def jobs(self) -> list[Job]:
-        return [("tokens", self._tokens.keep_fresh(self._store.tokens_changed))]
+        jobs: list[Job] = [("tokens", self._tokens.keep_fresh(self._store.tokens_changed))]
+        if self._residency is not None:
+            jobs.append(("use of models", self._residency.keep_telling()))
+        return jobs
 
     async def serve(self) -> None:
         """Until `stop`."""
@@ -111,6 +119,8 @@ class GatewayRole:
                 await (self._closing or self._calls.close(0))
             if self._models is not None:
                 await self._models.close()
+            if self._served is not None:
+                await self._served[1].close()
 
     def drain(self) -> None:
         """Say that this process is about to end, and hold back no answer any more."""
@@ -142,6 +152,7 @@ class GatewayRole:
             backend=backend,
             most_body_bytes=self._settings.triton.body_bytes,
             takes_files=self._settings.triton.load_files,
+            residency=parts.residency,
         )
 
     def _door_for_calls(self, plane: Plane) -> "RpcDoor | None":

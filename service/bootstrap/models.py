@@ -5,7 +5,8 @@ from urllib.parse import urlsplit
 
 from service.adapters.triton.backend import HttpBackend, TritonServer
 from service.bootstrap.premises import StartRefused
-from service.core.units import Seconds
+from service.core.units import Mib, Seconds
+from service.gateway.residency import ModelRules, ServerRules
 from service.sections import TritonServerSettings
 from service.settings import Settings
 
@@ -15,6 +16,29 @@ def backend_of(settings: Settings) -> HttpBackend | None:
     for given in settings.triton.servers:
         return HttpBackend(server_of(given))
     return None
+
+
+def server_rules_of(settings: Settings) -> ServerRules | None:
+    """Of the server whose models are held in the ledger; None without one."""
+    given, triton = next((s for s in settings.triton.servers if s.node), None), settings.triton
+    if given is None:
+        return None
+    models = {
+        name: ModelRules(None if m.gpu_mb is None else Mib(m.gpu_mb), m.priority, Seconds(m.load_seconds))
+        for name, m in given.models.items()
+    }
+    return ServerRules(
+        given.name,
+        given.node,
+        tuple(given.devices),
+        triton.tenant,
+        triton.priority,
+        Seconds(settings.defaults.grace_seconds),
+        Mib(triton.least_mb),
+        Seconds(triton.cold_seconds),
+        Seconds(triton.wanted_seconds),
+        models,
+    )
 
 
 def server_of(given: TritonServerSettings) -> TritonServer:

@@ -20,8 +20,10 @@ from service.gateway.gpu_size import GpuSize
 from service.gateway.identity import Tokens
 from service.gateway.ids import Ids
 from service.gateway.pending import PendingReasons
+from service.gateway.residency import Residency, ServerRules
 from service.gateway.turns import Turns
 from service.gateway.waiters import Waiters
+from service.host_ports import ModelHost
 from service.last_values import LeaderSeen
 from service.ports import BlobStore, Clock, Progress, TaskStore
 
@@ -124,11 +126,16 @@ class GatewayParts:
     """What opens them there."""
     kinds: tuple[Kind, ...] = ()
     """Those that the operator has ranked, strongest first."""
+    served: tuple[ServerRules, ModelHost] | None = None
+    """The server whose models are held in the ledger."""
+    residency: Residency | None = field(init=False)
     capacity: Capacity = field(init=False)
     pending: PendingReasons = field(init=False)
     pieces: Pieces = field(init=False)
 
     def __post_init__(self) -> None:
+        residency = None if self.served is None else Residency(self, *self.served)
+        object.__setattr__(self, "residency", residency)
         object.__setattr__(self, "capacity", Capacity(self.world, self.policy))
         object.__setattr__(self, "pieces", Pieces(self.world, self.policy, self.clock))
         object.__setattr__(self, "pending", PendingReasons(self.world, self.policy, self.forecasts))

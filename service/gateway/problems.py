@@ -61,11 +61,13 @@ CATALOGUE: Final[Mapping[str, Kind]] = {
     "internal-error": Kind(500, "The service made a mistake"),
     "result-damaged": Kind(500, "The stored bytes are missing or damaged"),
     "shared-memory-disabled": Kind(501, "Memory is not shared with servers of models"),
+    "model-not-loaded": Kind(502, "The model was not loaded"),
     "model-server-failed": Kind(502, "The server of models broke off"),
     "follower-stale": Kind(503, "The overview is too old to be trusted", retryable=True),
     "store-unavailable": Kind(503, "The database cannot be reached", retryable=True),
     "model-server-unavailable": Kind(503, "The server of models cannot be reached", retryable=True),
     "model-server-busy": Kind(503, "Too many wait for the server of models", retryable=True),
+    "model-not-ready": Kind(503, "The model is not in memory yet", retryable=True),
     "model-server-silent": Kind(504, "The server of models says nothing"),
 }
 
@@ -142,5 +144,5 @@ def headers_of(problem: Problem) -> dict[str, str]:
     """Its own, and when to come again where that helps."""
     headers = dict(problem.headers)
     if problem.kind.status in _NOT_NOW:
-        headers["Retry-After"] = _RETRY_AFTER_SECONDS
+        headers.setdefault("Retry-After", _RETRY_AFTER_SECONDS)
     return headers

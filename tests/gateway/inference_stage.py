@@ -20,6 +20,8 @@ from service.gateway.callers import Callers
 from service.gateway.identity import new_token
 from service.gateway.inference.connection import in_front_of
 from service.gateway.inference.plane import Plane
+from service.gateway.residency import ServerRules
+from service.host_ports import ModelHost
 from tests.gateway.harness import Gateway
 from tests.patience import PATIENCE_SECONDS
 
@@ -127,12 +129,16 @@ async def a_stage(
     silence_seconds: float = 60.0,
     connections: int = 4,
     certificate: Path | None = None,
+    homes: tuple[ServerRules, ModelHost] | None = None,
 ) -> AsyncIterator[Stage]:
     """`server` is called with each connection to what stands for Triton; None: there is nobody.
 
-    `certificate`: with its key; the server shows it, and it is believed.
+    `certificate`: with its key; the server shows it, and it is believed. `homes`: its models are in
+    the ledger.
     """
     async with Gateway() as gateway:
+        if homes is not None:
+            gateway.change(served=homes)
         tls = None
         if certificate is not None:
             tls = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
@@ -160,6 +166,7 @@ async def a_stage(
             on_call=gateway.app.state.telemetry.on_call,
             backend=backend,
             most_body_bytes=most_body_bytes,
+            residency=gateway.parts.residency,
         )
         config = uvicorn.Config(gateway.app, http=in_front_of(plane), lifespan="off", log_config=None)
         config.load()

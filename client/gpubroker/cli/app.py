@@ -17,6 +17,7 @@ from gpubroker.cli import (
     lease,
     plan,
     quarantine,
+    served,
     submit,
     tasks,
 )
@@ -106,6 +107,18 @@ def version(output: Output = Format.TABLE) -> None:
     typer.echo(f"gpubroker {__version__}" if output is Format.TABLE else f'{{"version": "{__version__}"}}')
 
 
-for part in (submit, tasks, control, lease, learned, cluster, quarantine, detection, plan, administer):
+for part in (
+    submit,
+    tasks,
+    control,
+    lease,
+    learned,
+    cluster,
+    served,
+    quarantine,
+    detection,
+    plan,
+    administer,
+):
     part.add_to(app)
 app.command(rich_help_panel="Administration")(version)

@@ -23,6 +23,10 @@ class Aim:
     """The client would have the server read its memory, which needs both on one machine."""
     loads: bool = False
     """A model, and its body may bring files."""
+    needs_model: bool = False
+    """It is work for the model, or is to bring it: it waits until that is there."""
+    unloads: bool = False
+    """A model: it waits until that is gone."""
 
 
 _MODEL = re.compile(
@@ -34,6 +38,7 @@ _SHARED_MEMORY = re.compile(rb"/v2/(systemsharedmemory|cudasharedmemory)(?:/regi
 _HEALTH = frozenset({b"/v2/health/live", b"/v2/health/ready"})
 _SETTINGS = frozenset({b"/v2/logging", b"/v2/trace/setting"})
 _PLAIN = frozenset({b"/v2", b"/v2/models/stats"})
+_WORK = frozenset({"infer", "generate", "generate_stream"})
 _UNMATCHED = "/v2/unmatched"
 _END_OF_PATH = re.compile(rb"[?#]")
 
@@ -59,13 +64,15 @@ def _aim_of(method: bytes, path: bytes) -> Aim:
     if found := _MODEL.fullmatch(path):
         model, action = found[1], (found[2] or b"").decode()
         scope = _reading_or_managing(changes and action == "trace/setting")
-        return Aim("/v2/models/{model}" + (f"/{action}" if action else ""), scope, model)
+        works = changes and action in _WORK
+        return Aim("/v2/models/{model}" + (f"/{action}" if action else ""), scope, model, needs_model=works)
     if found := _REPOSITORY.fullmatch(path):
         if found[1] is None:
             return Aim("/v2/repository/index")
         deed = found[2].decode()
         route = f"/v2/repository/models/{{model}}/{deed}"
-        return Aim(route, Scope.MODELS_MANAGE, found[1], loads=deed == "load")
+        loads = deed == "load"
+        return Aim(route, Scope.MODELS_MANAGE, found[1], loads=loads, needs_model=loads, unloads=not loads)
     if found := _SHARED_MEMORY.fullmatch(path):
         is_told = found[2] == b"status"
         route = f"/v2/{found[1].decode()}/{'status' if is_told else 'register'}"

@@ -12,6 +12,7 @@ from typing import Final, Protocol
 import structlog
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE
 
+from service.gateway.identity import Identity
 from service.gateway.inference.aims import aim_of
 from service.gateway.inference.plane import Plane, sorted_out
 from service.gateway.inference.refusals import our_mistake, problem_of, rendered
@@ -69,6 +70,8 @@ class Exchange(Answer):
     """The body is looked into before anything is sent."""
     _sends_chunks = False
     _asking: Asking | None = None
+    _identity: Identity | None = None
+    """Whose token it came with; None where nobody is asked for one."""
     _refusal: Problem | None = None
     _giving_up: asyncio.TimerHandle | None = None
 
@@ -109,7 +112,7 @@ class Exchange(Answer):
         self._began = time.perf_counter()
         self.request_id = self._plane.ids.exchange()
         try:
-            self._plane.check(self._aim, self._told)
+            self._identity = self._plane.check(self._aim, self._told)
             self._reads_first = self._plane.reads(self._aim)
             if not self._reads_first:
                 self._asking = self._ask()
@@ -126,7 +129,7 @@ class Exchange(Answer):
     def _ask(self) -> Asking:
         """Raises Problem."""
         head = RequestHead(self._method, self._target, self._told.passed_on, self._body_bytes)
-        return self._plane.send(head, self)
+        return self._plane.send(head, self, self._aim, self._identity)
 
     def _send_on(self, asking: Asking) -> None:
         for piece in self._pieces:
@@ -227,6 +230,10 @@ class Exchange(Answer):
             self._client.cut_off()  # half an answer; only this tells the client
         else:
             self._refuse(problem_of(trouble, server, detail))
+
+    def on_refused(self, fault: Exception) -> None:
+        self._asking = None
+        self._refuse(self._problem_of(fault))
 
     def hold_body(self) -> None:
         self._client.hold_body()

@@ -5,15 +5,18 @@ Everything that says whether, when and where a request goes is here.
 
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple, Protocol
+from urllib.parse import unquote
 
 from service.gateway.callers import Callers
 from service.gateway.identity import Identity, Scope
 from service.gateway.ids import Ids
 from service.gateway.inference.aims import Aim
+from service.gateway.inference.cold import Cold, Refusable
 from service.gateway.inference.loads import MOST_READ_BYTES, brings_files
 from service.gateway.inference.refusals import no_files, no_shared_memory
 from service.gateway.problems import Problem
-from service.model_ports import Answer, Asking, Header, ModelBackend, RequestHead
+from service.gateway.residency import Residency
+from service.model_ports import Asking, Header, ModelBackend, RequestHead
 
 _TO_US = frozenset(
     {
@@ -83,8 +86,11 @@ class Plane:
         backend: ModelBackend,
         most_body_bytes: int,
         takes_files: bool = False,
+        residency: Residency | None = None,
     ) -> None:
-        """`takes_files`: a load of a model may bring files with it."""
+        """`takes_files`: a load of a model may bring files with it. `residency`: of a server whose models are
+        held in the ledger."""
+        self._residency = residency
         self.ids = ids
         self.on_request = on_request
         self.on_call = on_call
@@ -93,17 +99,19 @@ class Plane:
         self.most_body_bytes = most_body_bytes
         self._callers = callers
 
-    def check(self, aim: Aim, told: Told) -> None:
-        """Whoever asks may ask this. Raises Problem."""
+    def check(self, aim: Aim, told: Told) -> Identity | None:
+        """Whoever asks may ask this: who that is, if it matters. Raises Problem."""
+        identity = None
         self._callers.check_host(told.to_us.get(b"host", b""))
         if aim.scope is not None:
-            self.authorize(aim.scope, aim.route, told.to_us.get(b"authorization"))
+            identity = self.authorize(aim.scope, aim.route, told.to_us.get(b"authorization"))
         if aim.shares_memory:
             raise no_shared_memory()
         if told.to_us.get(b"transfer-encoding", b"chunked").lower() != b"chunked":
             raise Problem("unsupported-media-type", "the only Transfer-Encoding that is read is chunked")
         if told.body_bytes is not None:
             self.check_size(aim, told.body_bytes)
+        return identity
 
     def authorize(self, scope: Scope, what: str, authorization: bytes | None) -> Identity:
         """Whose token it is, if it allows that. Raises Problem."""
@@ -144,6 +152,24 @@ class Plane:
         if brings_files(body):
             raise no_files()
 
-    def send(self, head: RequestHead, answer: Answer) -> Asking:
-        """All models are asked at the one server that there is, at once."""
-        return self.backend.ask(head, answer)
+    def send(self, head: RequestHead, answer: Refusable, aim: Aim, identity: Identity | None) -> Asking:
+        """All models are asked at the one server that there is: at once, or once the model is there."""
+        if self._residency is None or not (aim.needs_model or aim.unloads):
+            return self.backend.ask(head, answer)
+        model, residency = unquote(aim.model.decode("latin-1")), self._residency
+        if aim.unloads:
+            return Cold(residency.unloaded(model), lambda: self.backend.ask(head, answer), answer)
+        priority = residency.priority_of(model, _priority_in(head, identity))
+        residency.note_use(model, priority)
+        if residency.is_there(model):
+            return self.backend.ask(head, answer)
+        return Cold(residency.ready_if_known(model, priority), lambda: self.backend.ask(head, answer), answer)
+
+
+def _priority_in(head: RequestHead, identity: Identity | None) -> int | None:
+    """`x-priority`, 0 to 100, and at most what the token may; None if it is not there, or is no number."""
+    most = 100 if identity is None else identity.max_priority
+    for name, value in head.headers:
+        if name.lower() == b"x-priority" and value.isdigit():
+            return min(int(value), most, 100)
+    return None

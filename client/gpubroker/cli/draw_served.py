@@ -1,0 +1,41 @@
+"""Models of servers, as a table for people."""
+
+from collections.abc import Sequence
+
+from rich.console import RenderableType
+from rich.text import Text
+
+from gpubroker.cli.layout import Column, Rows, ago, size
+from gpubroker.served import ServedModel
+
+_COLUMNS = (
+    Column("MODEL", share=0.3),
+    Column("SERVER"),
+    Column("STATE"),
+    Column("PRIORITY"),
+    Column("MEMORY"),
+    Column("LOADED"),
+    Column("NOTE", wraps=True),
+)
+
+
+def models(listed: Sequence[ServedModel]) -> RenderableType:
+    rows = [
+        (
+            one.name,
+            one.server,
+            one.state,
+            "pinned" if one.pinned else "" if one.priority is None else str(one.priority),
+            "" if one.gpu_mb is None else size(one.gpu_mb),
+            "" if one.loaded_at is None else ago(one.loaded_at),
+            one.reason,
+        )
+        for one in listed
+    ]
+    return Rows(_COLUMNS, rows) if rows else Text("there are no models")
+
+
+def model(shown: ServedModel) -> RenderableType:
+    of = "" if shown.gpu_mb is None else f" of {size(shown.gpu_mb)}"
+    pinned = ", pinned" if shown.pinned else ""
+    return Text(f"{shown.name}{of} on {shown.server}: {shown.state}{pinned}")

@@ -1,0 +1,57 @@
+"""Commands about models of servers: models, load, unload, pin."""
+
+from typing import Annotated
+
+import typer
+
+from gpubroker.cli.session import Format, Output, broker_of, emit, emit_all
+
+Name = Annotated[str, typer.Argument(metavar="MODEL", help="As its server knows it.")]
+
+
+def models(context: typer.Context, output: Output = Format.TABLE) -> None:
+    """Models of servers: which are in memory, which wait for it, and for whom they stay."""
+    from gpubroker.cli import draw_served
+
+    with broker_of(context) as broker:
+        emit_all(output, broker.models().items, draw_served.models)
+
+
+def load(
+    context: typer.Context,
+    model: Name,
+    priority: Annotated[int | None, typer.Option(help="0 to 100; else that of its configuration.")] = None,
+    wait: Annotated[float, typer.Option(metavar="SECONDS", help="So long until it is there.")] = 0.0,
+    output: Output = Format.TABLE,
+) -> None:
+    """Bring a model into memory: it waits its turn, and may take the room of lower priorities."""
+    from gpubroker.cli import draw_served
+
+    with broker_of(context) as broker:
+        emit(output, broker.load_model(model, priority=priority, wait_seconds=wait), draw_served.model)
+
+
+def unload(context: typer.Context, model: Name, output: Output = Format.TABLE) -> None:
+    """Take a model out of memory once it has answered what it has; the next request brings it back."""
+    from gpubroker.cli import draw_served
+
+    with broker_of(context) as broker:
+        emit(output, broker.unload_model(model), draw_served.model)
+
+
+def pin(
+    context: typer.Context,
+    model: Name,
+    off: Annotated[bool, typer.Option("--off", help="It need not stay any longer.")] = False,
+    output: Output = Format.TABLE,
+) -> None:
+    """Keep a model in memory, whoever asks for its room."""
+    from gpubroker.cli import draw_served
+
+    with broker_of(context) as broker:
+        emit(output, broker.pin_model(model, pinned=not off), draw_served.model)
+
+
+def add_to(app: typer.Typer) -> None:
+    for command in (models, load, unload, pin):
+        app.command(rich_help_panel="Models")(command)

@@ -1,0 +1,266 @@
+"""Models of a server in the ledger, as those who ask for them see it: there, coming, or not to be had now."""
+
+import asyncio
+from collections import Counter
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from math import ceil
+from typing import TYPE_CHECKING
+
+import structlog
+
+from service.core.demand import Demand, Where
+from service.core.model_sizes import first_guess_mb
+from service.core.model_terms import KIND, Home, ModelTerms
+from service.core.plan import Request
+from service.core.start import start_of
+from service.core.task import Task, TaskState
+from service.core.units import Instant, Mib, Seconds
+from service.gateway.problems import Problem
+from service.gateway.waiters import moves_of
+from service.host_ports import Described, HostFault, HostRefused, Indexed, ModelHost
+from service.ports import RunSpec, StoreUnavailable, Submission
+
+if TYPE_CHECKING:
+    from service.gateway.parts import GatewayParts
+
+log = structlog.get_logger("gpubroker.models")
+
+DESCRIBE_SECONDS = Seconds(5.0)
+TELL_SECONDS = Seconds(30.0)
+"""So often the leader is told which models were used."""
+
+LOAD_TRIES = 3
+"""A model whose load fails so often is not tried again for those who ask now."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelRules:
+    """What the operator says of one model."""
+
+    gpu_mb: Mib | None = None
+    priority: int | None = None
+    load_seconds: Seconds = Seconds(0.0)
+
+
+@dataclass(frozen=True, slots=True)
+class ServerRules:
+    """Where a server's models are, and how they are held."""
+
+    name: str
+    node: str
+    devices: tuple[str, ...] = ()
+    tenant: str = "default"
+    priority: int = 79
+    grace_seconds: Seconds = Seconds(30.0)
+    least_mb: Mib = Mib(512)
+    cold_seconds: Seconds = Seconds(55.0)
+    wanted_seconds: Seconds = Seconds(300.0)
+    models: Mapping[str, ModelRules] = field(default_factory=dict)
+
+
+class UnknownModel(Exception):
+    """The server has no such model."""
+
+
+class Residency:
+    """Of one server. Only the leader loads and unloads: here it is told who wants what."""
+
+    def __init__(self, parts: "GatewayParts", rules: ServerRules, host: ModelHost) -> None:
+        self.rules = rules
+        self._parts = parts
+        self._host = host
+        self._uses: Counter[str] = Counter()
+        self._priorities: dict[str, int] = {}
+        """Since the leader was last told, by model."""
+        self._asking: dict[str, asyncio.Lock] = {}
+
+    def of(self, model: str) -> Task | None:
+        """Who has it, or waits for it."""
+        return self._parts.world.homes.of(Home(self.rules.name, model))
+
+    def holders(self) -> list[Task]:
+        """Of all its models that are there, or are waited for."""
+        here = (task for task in self._parts.world.homes.live() if task.model is not None)
+        return [
+            task for task in here if task.model and task.model.server == self.rules.name and task.model.model
+        ]
+
+    async def repository(self) -> Mapping[str, Indexed]:
+        """What the server says that it has; nothing while it does not answer."""
+        try:
+            return (await self._host.index(DESCRIBE_SECONDS)).models
+        except HostRefused:
+            return {}
+
+    def is_there(self, model: str) -> bool:
+        task = self.of(model)
+        return task is not None and task.state is TaskState.RUNNING
+
+    def priority_of(self, model: str, asked: int | None = None) -> int:
+        if asked is not None:
+            return asked
+        own = self._rules_of(model).priority
+        return self.rules.priority if own is None else own
+
+    def note_use(self, model: str, priority: int) -> None:
+        self._uses[model] += 1
+        self._priorities[model] = max(priority, self._priorities.get(model, 0))
+
+    async def keep_telling(self, every_seconds: Seconds = TELL_SECONDS) -> None:
+        """Which models are used, until cancelled."""
+        while True:
+            await asyncio.sleep(every_seconds)
+            try:
+                await self.tell()
+            except StoreUnavailable as fault:
+                log.warning("the use of models is told later", fault=str(fault))
+
+    async def tell(self) -> None:
+        """Raises StoreUnavailable: what was not told is told the next time."""
+        for model, uses in list(self._uses.items()):
+            task = self.of(model)
+            if task is not None:
+                await self.ask_leader(task, "want", priority=self._priorities[model], uses=uses)
+            del self._uses[model], self._priorities[model]
+
+    async def ready(self, model: str, priority: int, seconds: Seconds | None = None) -> Task:
+        """Wait until it is there, and have it brought if it is not. Raises Problem: model-not-ready, with
+        when to come again, at once where that is known to be too late; model-not-loaded, if it failed."""
+        until = self._parts.clock.now() + (self.rules.cold_seconds if seconds is None else seconds)
+        task = await self.want(model, priority)
+        while True:
+            with self._parts.waiters.expect(moves_of(task.id)) as moved:
+                now = self._parts.clock.now()
+                known = self._parts.world.tasks.get(task.id) or await self._row(task)
+                if known.state is TaskState.RUNNING:
+                    return known
+                if known.is_terminal:
+                    raise await self._failed(known)
+                if now >= until or self._parts.waiters.is_closed or self._is_too_late(known, until, now):
+                    raise self._not_ready(known, now)
+                await moved.within(Seconds(min(until - now, 1.0)))
+
+    async def ready_if_known(self, model: str, priority: int) -> None:
+        """The same; of what it does not have the server tells itself."""
+        with suppress(UnknownModel):
+            await self.ready(model, priority)
+
+    async def want(self, model: str, priority: int) -> Task:
+        """Its holder, made if there is none. Raises Problem, UnknownModel, StoreUnavailable."""
+        async with self._asking.setdefault(model, asyncio.Lock()):
+            task = self.of(model)
+            if task is None:
+                return await self._enter(model, priority)
+            assert task.model is not None
+            now = self._parts.clock.now()
+            is_low = priority > task.model.asked_priority
+            is_late = task.expires_at is not None and task.expires_at - now < self.rules.wanted_seconds / 2
+            if is_low or is_late:
+                await self.ask_leader(task, "want", priority=priority, uses=1)
+            return task
+
+    async def ask_leader(self, task: Task, what: str, **fields: object) -> bool:
+        """Whether it was carried out by the time that this is back."""
+        parts = self._parts
+        now = parts.clock.now()
+        request = Request(parts.ids.request(now), task.id, task.tenant, what, fields, now)
+        with parts.waiters.expect(request.id) as done:
+            await parts.store.request(request)
+            return await done.within(parts.limits.settle_seconds)
+
+    async def unloaded(self, model: str) -> None:
+        """Have it unloaded, and wait until it is gone. Raises Problem model-not-ready."""
+        task = self.of(model)
+        if task is None:
+            return
+        with self._parts.waiters.expect(task.id) as ended:
+            await self.ask_leader(task, "cancel")
+            if not await ended.within(self.rules.cold_seconds) and self.of(model) is not None:
+                detail = f"model {model[:100]} is not gone yet: its server still has requests for it"
+                raise Problem("model-not-ready", detail)
+
+    async def _enter(self, model: str, priority: int) -> Task:
+        parts, rules = self._parts, self.rules
+        demand, described = await self._demand(model)
+        parts.capacity.check(demand, priority, rules.tenant, at="")
+        now = parts.clock.now()
+        terms = ModelTerms(
+            rules.name,
+            model,
+            rules.wanted_seconds,
+            priority,
+            load_seconds=self._rules_of(model).load_seconds,
+            steps=described.steps,
+        )
+        task = Task(
+            parts.ids.task(now),
+            rules.tenant,
+            model,
+            priority,
+            demand,
+            now,
+            max_retries=LOAD_TRIES - 1,
+            grace_seconds=rules.grace_seconds,
+            expires_at=Instant(now + rules.wanted_seconds),
+            model=terms,
+        )
+        outcome = await parts.store.submit(Submission(task, RunSpec(kind=KIND)))
+        record = None if outcome.task == task.id else await parts.store.record(outcome.task)
+        return task if record is None else record.task
+
+    async def _demand(self, model: str) -> tuple[Demand, Described]:
+        """What the operator says, else a guess by what the server tells. Raises Problem."""
+        rules, said = self.rules, self._rules_of(model)
+        try:
+            described = await self._host.describe(model, DESCRIBE_SECONDS)
+        except HostRefused as refused:
+            if said.gpu_mb is None and refused.fault is HostFault.NOT_FOUND:
+                raise UnknownModel(str(refused)) from None
+            if said.gpu_mb is None:
+                raise Problem(
+                    "model-not-loaded", f"server {rules.name} tells nothing of model {model[:100]}: {refused}"
+                ) from None
+            described = Described()
+        size_mb = said.gpu_mb
+        if size_mb is None:
+            size_mb = first_guess_mb(described.file_bytes, rules.least_mb)
+        where = Where(nodes=(("node", (rules.node,)),), devices=tuple(sorted(rules.devices)))
+        demand = Demand(gpus=1 if size_mb else 0, gpu_mb=size_mb or None, where=where)
+        return self._parts.capacity.settled(demand, "", rules.tenant, {}, at=""), described
+
+    def _rules_of(self, model: str) -> ModelRules:
+        return self.rules.models.get(model, ModelRules())
+
+    async def _row(self, task: Task) -> Task:
+        record = await self._parts.store.record(task.id)
+        return task if record is None else record.task
+
+    def _starts_at(self, task: Task, now: Instant) -> Instant | None:
+        """When it is likely to be there; None if nobody can tell."""
+        assert task.model is not None
+        if task.state is TaskState.ADMITTED:
+            return Instant(max(now, (task.admitted_at or now) + task.model.load_seconds))
+        start = start_of(self._parts.world, task, self._parts.forecasts(), now)
+        return None if start is None else Instant(start.p50_at + task.model.load_seconds)
+
+    def _is_too_late(self, task: Task, until: float, now: Instant) -> bool:
+        at = self._starts_at(task, now) if task.state is TaskState.PENDING else None
+        return at is not None and at > until
+
+    def _not_ready(self, task: Task, now: Instant) -> Problem:
+        at = self._starts_at(task, now)
+        seconds = 5 if at is None else max(1, ceil(at - now))
+        when = "nobody can tell when" if at is None else f"it is expected to be there in {seconds} s"
+        detail = (
+            f"model {task.name} is not in memory ({task.state.value}): {when}; "
+            f"it stays wanted, GET /tasks/{task.id}/explain says what it waits for"
+        )
+        return Problem("model-not-ready", detail, headers={"Retry-After": str(seconds)})
+
+    async def _failed(self, task: Task) -> Problem:
+        record = await self._parts.store.record(task.id)
+        failure = None if record is None else record.failure
+        why = "it was unloaded" if failure is None else failure.get("message", "")
+        return Problem("model-not-loaded", f"model {task.name} is not in memory ({task.state.value}): {why}")

@@ -1,0 +1,39 @@
+"""Models of servers on the command line."""
+
+from typing import Any
+
+from tests.client.command_line import Run
+from tests.client.recorded_service import RecordedService, Reply
+
+LLM: dict[str, Any] = {
+    "name": "llm", "server": "main", "state": "resident", "task": "task_1", "priority": 79, "pinned": False,
+    "gpu_mb": 18432, "node": "n1", "load_seconds": 20.0, "loaded_at": "2026-11-21T10:02:11.412Z",
+    "wanted_until_at": None, "reason": "",
+}  # fmt: skip
+COLD = {**LLM, "name": "bert", "state": "cold", "gpu_mb": None, "priority": None, "loaded_at": None,
+        "reason": "no such layer"}  # fmt: skip
+
+
+def test_the_list_says_what_is_in_memory_and_why_the_rest_is_not(service: RecordedService, run: Run) -> None:
+    service.told(Reply(200, {"items": [LLM, COLD]}), Reply(200, {"items": []}), Reply(200, {"items": [LLM]}))
+    shown = run("models")
+    assert (shown.code, shown.err) == (0, "")
+    for text in ("llm", "resident", "18.0 GiB", "79", "bert", "cold", "no such layer"):
+        assert text in shown.out
+    assert run("models").out == "there are no models\n"
+    assert [one["name"] for one in run("models -o json").json] == ["llm"]
+
+
+def test_a_model_is_loaded_unloaded_and_pinned(service: RecordedService, run: Run) -> None:
+    service.told(
+        Reply(202, {**LLM, "state": "waiting"}),
+        Reply(202, {**LLM, "state": "draining"}),
+        Reply(200, {**LLM, "pinned": True}),
+        Reply(200, LLM),
+    )
+    assert run("load llm --priority 90 --wait 5").out == "llm of 18.0 GiB on main: waiting\n"
+    assert run("unload llm").out == "llm of 18.0 GiB on main: draining\n"
+    assert run("pin llm").out == "llm of 18.0 GiB on main: resident, pinned\n"
+    assert run("pin llm --off").code == 0
+    asked = [(one.method, one.path) for one in service.asked]
+    assert asked == [("POST", f"/models/llm/{deed}") for deed in ("load", "unload", "pin", "pin")]

@@ -1,0 +1,180 @@
+"""Requests for models that are not in memory: they wait for the ledger, or are told when to come again."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from typing import Any
+
+from service.adapters.memory.model_host import SimulatedHost, SimulatedModel
+from service.core.model_holders import seen
+from service.core.model_orders import Indexed, ServerSeen
+from service.core.model_orders import Stage as Where
+from service.core.model_terms import Home
+from service.core.orders import Ended, Ending, Failure
+from service.core.task import Task, TaskState
+from service.core.units import Mib, Seconds
+from service.gateway.residency import ModelRules, ServerRules
+from tests.builders import GIB, a_sample
+from tests.gateway.harness import until
+from tests.gateway.inference_stage import INFER, Heard, Stage, a_stage
+
+RULES = ServerRules("main", "n1", models={"any": ModelRules(Mib(50 * GIB))})
+
+
+@asynccontextmanager
+async def homes(heard: Heard, *models: SimulatedModel, **rules: Any) -> AsyncIterator["Homes"]:
+    host = SimulatedHost("main", models or (SimulatedModel("any"),))
+    async with a_stage(heard, homes=(replace(RULES, **rules), host)) as stage:
+        yield Homes(stage)
+
+
+class Homes:
+    """The leader is told by a test what to do next."""
+
+    def __init__(self, stage: Stage) -> None:
+        self.stage = stage
+        self.gateway = stage.gateway
+
+    def of(self, model: str = "any") -> Task | None:
+        return self.gateway.world.homes.of(Home("main", model))
+
+    async def wanted(self, model: str = "any") -> Task:
+        await until(lambda: self.of(model) is not None)
+        task = self.of(model)
+        assert task is not None
+        return task
+
+    async def index(self, **stages: Where) -> None:
+        now = self.gateway.clock.now()
+        models = {name: Indexed(name, stage) for name, stage in stages.items()}
+        for decision in seen(self.gateway.world, ServerSeen("main", now, models), now, self.gateway.policy):
+            if not decision.is_empty():
+                await self.gateway.commit(decision)
+
+    async def load(self, model: str = "any") -> Task:
+        task = await self.wanted(model)
+        await self.gateway.plan(task.id)
+        await self.index(**{model: Where.READY})
+        return self.gateway.task(task.id)
+
+
+async def test_a_request_for_a_cold_model_waits_until_it_is_loaded_and_is_sent_as_it_came() -> None:
+    async with homes(heard := Heard()) as there:
+        client = await there.stage.connect()
+        client.ask("POST", INFER, b"xyz")
+        task = await there.load()
+        assert (await client.answer())[0] == 200
+        assert heard.bodies == [b"xyz"]
+        assert (task.priority, task.demand.gpu_mb, task.tenant) == (79, 50 * GIB, "default")
+        assert task.demand.where.nodes == (("node", ("n1",)),)
+
+
+async def test_many_who_want_it_share_one_load() -> None:
+    async with homes(heard := Heard()) as there:
+        clients = [await there.stage.connect() for _ in range(3)]
+        for client in clients:
+            client.ask("POST", INFER, b"x")
+        await there.load()
+        assert [(await client.answer())[0] for client in clients] == [200, 200, 200]
+        assert len(heard.bodies) == 3
+        assert len(list(there.gateway.world.homes.live())) == 1
+
+
+async def test_a_large_body_is_held_up_while_its_model_is_loaded() -> None:
+    body = bytes(range(256)) * 4096 * 6
+    async with homes(heard := Heard()) as there:
+        client = await there.stage.connect()
+        client.ask("POST", INFER, body)
+        await there.load()
+        assert (await client.answer())[0] == 200
+        assert heard.bodies == [body]
+
+
+async def test_who_has_waited_long_enough_is_told_when_to_come_again_and_the_model_stays_wanted() -> None:
+    async with homes(Heard(), cold_seconds=Seconds(0.0)) as there:
+        status, headers, body = await there.stage.ask("POST", INFER, b"x")
+        told = json.loads(body)
+        assert (status, told["code"], told["retryable"]) == (503, "model-not-ready", True)
+        assert headers["retry-after"] == "5"
+        task = there.of()
+        assert task is not None
+        assert task.id in told["error"]
+        assert task.state is TaskState.PENDING
+
+
+async def test_the_priority_of_a_request_is_that_of_its_model_up_to_what_its_token_may() -> None:
+    async with homes(Heard(), cold_seconds=Seconds(0.0)) as there:
+        await there.stage.ask("POST", INFER, b"x", X_Priority="20")
+        assert (await there.wanted()).priority == 20
+        await there.stage.ask("POST", INFER, b"x", X_Priority="90")
+        assert (await there.wanted()).priority == 50, "the token may no more"
+
+
+async def test_a_load_that_failed_is_told_in_the_words_of_the_server() -> None:
+    async with homes(Heard()) as there:
+        client = await there.stage.connect()
+        client.ask("POST", INFER, b"x")
+        task = await there.wanted()
+        for _ in range(3):
+            there.gateway.clock.advance(60.0)
+            there.gateway.world.measure([a_sample("gpu0", there.gateway.clock.now())])
+            await there.gateway.plan(task.id)
+            known = there.gateway.task(task.id)
+            failure = Failure("load_failed", "no such layer")
+            now = there.gateway.clock.now()
+            await there.gateway.hear(Ended(known.id, known.fence, now, Ending.FAILED, failure=failure))
+            await there.index()
+            there.gateway.world.measure([a_sample("gpu0", now + 1)])
+        status, _, body = await client.answer()
+        assert (status, json.loads(body)["code"]) == (502, "model-not-loaded")
+        assert "no such layer" in json.loads(body)["error"]
+
+
+async def test_a_model_of_which_nothing_is_said_is_taken_for_a_quarter_more_than_its_files() -> None:
+    async with homes(Heard(), SimulatedModel("any", Mib(8 * GIB)), models={}) as there:
+        client = await there.stage.connect()
+        client.ask("POST", INFER, b"x")
+        assert (await there.load()).demand.gpu_mb == 10 * GIB
+        assert (await client.answer())[0] == 200
+
+
+async def test_what_the_server_does_not_have_it_answers_itself() -> None:
+    async with homes(heard := Heard(), models={}) as there:
+        status, _, _ = await there.stage.ask("POST", "/v2/models/nothing/infer", b"x")
+        assert status == 200, "whatever it says"
+        assert there.of("nothing") is None
+        assert len(heard.bodies) == 1
+
+
+async def test_what_is_no_work_for_a_model_waits_for_none() -> None:
+    async with homes(Heard()) as there:
+        for path in ("/v2/models/any/config", "/v2/models/any/ready", "/v2/models/stats"):
+            assert (await there.stage.ask("GET", path))[0] == 200
+        assert there.of() is None
+
+
+async def test_a_load_over_the_protocol_of_triton_goes_through_the_ledger_and_so_does_an_unload() -> None:
+    async with homes(heard := Heard()) as there:
+        client = await there.stage.connect()
+        client.ask("POST", "/v2/repository/models/any/load", b"")
+        task = await there.load()
+        assert (await client.answer())[0] == 200
+        client.ask("POST", "/v2/repository/models/any/unload", b"")
+        await until(lambda: there.gateway.task(task.id).state is TaskState.STOPPING)
+        assert len(heard.heads) == 1
+        await there.index()
+        assert (await client.answer())[0] == 200
+        assert there.of() is None
+
+
+async def test_who_goes_away_while_his_model_is_loaded_is_not_sent_on() -> None:
+    async with homes(heard := Heard()) as there:
+        client = await there.stage.connect()
+        client.ask("POST", INFER, b"x")
+        await there.wanted()
+        await client.close()
+        await there.load()
+        await asyncio.sleep(0)
+        assert heard.bodies == []

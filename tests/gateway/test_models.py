@@ -1,0 +1,165 @@
+"""Models as resources: listed, loaded, unloaded, pinned."""
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import httpx
+from gpubroker import AsyncBroker
+
+from service.adapters.memory.model_host import SimulatedHost, SimulatedModel
+from service.core.model_holders import due, seen
+from service.core.model_orders import Indexed, ServerSeen, Stage
+from service.core.model_terms import Home
+from service.core.task import Task, TaskState
+from service.core.units import Mib
+from service.gateway.residency import ModelRules, ServerRules
+from tests.builders import GIB
+from tests.gateway.harness import Gateway, problem
+
+RULES = ServerRules("main", "n1", models={"llm": ModelRules(Mib(50 * GIB), priority=60)})
+
+
+@asynccontextmanager
+async def a_gateway() -> AsyncIterator[Gateway]:
+    async with Gateway() as gateway:
+        host = SimulatedHost("main", (SimulatedModel("llm"), SimulatedModel("bert", Mib(2 * GIB))))
+        gateway.change(served=(RULES, host))
+        gateway.admin = await gateway.client("boss")
+        yield gateway
+
+
+def holder(gateway: Gateway, model: str = "llm") -> Task:
+    task = gateway.world.homes.of(Home("main", model))
+    assert task is not None
+    return task
+
+
+async def index(gateway: Gateway, **stages: Stage) -> None:
+    now = gateway.clock.now()
+    models = {name: Indexed(name, stage) for name, stage in stages.items()}
+    for decision in seen(gateway.world, ServerSeen("main", now, models), now, gateway.policy):
+        if not decision.is_empty():
+            await gateway.commit(decision)
+
+
+async def loaded(gateway: Gateway, model: str = "llm") -> Task:
+    await gateway.plan(holder(gateway, model).id)
+    await index(gateway, **{model: Stage.READY})
+    return holder(gateway, model)
+
+
+async def test_a_model_is_brought_and_told_of() -> None:
+    async with a_gateway() as gateway:
+        asked = await gateway.admin.post("/models/llm/load", json={})
+        assert asked.status_code == 202
+        assert (asked.json()["state"], asked.json()["priority"]) == ("waiting", 60)
+        task = await loaded(gateway)
+        told = (await gateway.admin.get("/models/llm")).json()
+        assert (told["state"], told["task"], told["gpu_mb"]) == ("resident", task.id, 50 * GIB)
+        assert (await gateway.admin.post("/models/llm/load", json={})).status_code == 200
+        items = (await gateway.admin.get("/models")).json()["items"]
+        assert [(one["name"], one["state"]) for one in items] == [("bert", "cold"), ("llm", "resident")]
+
+
+async def test_a_model_that_waits_is_explained_as_a_task_is() -> None:
+    async with a_gateway() as gateway:
+        await gateway.admin.submit(resources={"gpus": 1})
+        await gateway.admin.post("/models/llm/load", json={"priority": 10})
+        answer = await gateway.admin.get(f"/tasks/{holder(gateway).id}/explain")
+        assert answer.status_code == 200
+        assert answer.json()["devices"] or answer.json()["nodes"]
+
+
+async def test_a_model_is_unloaded_and_comes_back_when_it_is_asked_for() -> None:
+    async with a_gateway() as gateway:
+        await gateway.admin.post("/models/llm/load", json={})
+        await loaded(gateway)
+        answer = await gateway.admin.post("/models/llm/unload")
+        assert (answer.status_code, answer.json()["state"]) == (202, "draining")
+        await index(gateway)
+        answer = await gateway.admin.post("/models/llm/unload")
+        assert (answer.status_code, answer.json()["state"]) == (200, "cold")
+        assert (await gateway.admin.post("/models/llm/load", json={})).json()["state"] == "waiting"
+
+
+async def test_a_pinned_model_is_nobody_s_victim() -> None:
+    async with a_gateway() as gateway:
+        assert (await gateway.admin.post("/models/llm/pin", json={})).status_code == 202
+        assert holder(gateway).expires_at is None
+        await loaded(gateway)
+        answer = await gateway.admin.post("/models/llm/pin", json={})
+        assert (answer.status_code, answer.json()["pinned"], answer.json()["priority"]) == (200, True, 100)
+        answer = await gateway.admin.post("/models/llm/pin", json={"pinned": False})
+        assert answer.json()["priority"] == 60
+        assert [note.action for note in gateway.store.audited] == ["model.pin", "model.pin", "model.unpin"]
+        gateway.clock.advance(1000.0)
+        await gateway.commit(*due(gateway.world, gateway.clock.now()))
+        assert (await gateway.admin.get("/models/llm")).json()["priority"] == 0
+
+
+async def test_nothing_is_pinned_off_that_is_not_there() -> None:
+    async with a_gateway() as gateway:
+        answer = await gateway.admin.post("/models/llm/pin", json={"pinned": False})
+        assert (answer.status_code, answer.json()["state"]) == (200, "cold")
+
+
+async def test_what_no_server_has_is_not_found() -> None:
+    async with a_gateway() as gateway:
+        for answer in (
+            await gateway.admin.get("/models/nothing"),
+            await gateway.admin.post("/models/nothing/load", json={}),
+            await gateway.admin.post("/models/nothing/pin", json={}),
+            await gateway.admin.post("/models/nothing/unload"),
+        ):
+            problem(answer, 404, "not-found")
+
+
+async def test_without_a_server_in_the_ledger_there_are_no_models() -> None:
+    async with Gateway() as gateway:
+        answer = await gateway.admin.get("/models")
+        assert "triton.servers" in problem(answer, 404, "not-found")["detail"]
+
+
+async def test_who_may_only_ask_models_does_not_manage_them() -> None:
+    async with a_gateway() as gateway:
+        user = await gateway.client("user", "models:infer")
+        assert (await user.get("/models/llm")).status_code == 200
+        for deed in ("load", "unload", "pin"):
+            problem(await user.post(f"/models/llm/{deed}", json={}), 403, "forbidden")
+        modest = await gateway.client("modest", "models:manage", max_priority=50)
+        problem(await modest.post("/models/llm/load", json={"priority": 80}), 403, "priority-not-allowed")
+
+
+async def test_the_use_of_models_is_told_to_the_leader() -> None:
+    async with a_gateway() as gateway:
+        residency = gateway.parts.residency
+        assert residency is not None
+        await gateway.admin.post("/models/llm/load", json={})
+        await loaded(gateway)
+        gateway.clock.advance(100.0)
+        for _ in range(3):
+            residency.note_use("llm", 70)
+        residency.note_use("gone", 70)
+        await residency.tell()
+        task = holder(gateway)
+        assert (task.priority, task.expires_at) == (70, gateway.clock.now() + 300.0)
+        assert task.model is not None
+        assert task.model.usage.counts[0] > 1.0
+        version = task.version
+        await residency.tell()
+        assert holder(gateway).version == version, "there was nothing to tell"
+
+
+async def test_the_sdk_speaks_of_models() -> None:
+    async with a_gateway() as gateway:
+        token = gateway.admin.headers["authorization"].removeprefix("Bearer ")
+        transport = httpx.ASGITransport(gateway.app)
+        async with AsyncBroker("http://127.0.0.1:8470", token, transport=transport) as broker:
+            assert (await broker.load_model("llm", priority=70)).state == "waiting"
+            await loaded(gateway)
+            assert [one.state for one in (await broker.models()).items] == ["cold", "resident"]
+            assert (await broker.pin_model("llm")).pinned
+            model = await broker.model("llm")
+            assert model.loaded_at is not None
+            assert (await broker.unload_model("llm")).state == "draining"
+            assert holder(gateway).state is TaskState.STOPPING
