@@ -315,8 +315,6 @@ class TritonServerSettings(Section):
     memory in its ledger. Empty: it has what it has, and nobody counts it."""
     devices: list[str] = []
     """UUIDs of the GPUs that it uses; all of the node if there are none."""
-    repository: Path | None = None
-    """Where this machine sees its models' files, for a first guess at their sizes."""
     models: dict[str, ModelSettings] = {}
 
     @field_validator("http_url", "grpc_url")

@@ -15,7 +15,7 @@ from service.bootstrap.compose import (
     retention_of,
     tenure_rules_of,
 )
-from service.bootstrap.model_hosts import hosts_of
+from service.bootstrap.hosts import hosts_of
 from service.bootstrap.one_ray import other_ray
 from service.bootstrap.picture import Job, Picture, word_seconds
 from service.bootstrap.premises import StartRefused

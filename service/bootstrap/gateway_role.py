@@ -14,8 +14,8 @@ from service.adapters.blobs.directory import DirectoryBlobs
 from service.adapters.sql.store import SqlStore
 from service.bootstrap.broker_role import BrokerRole
 from service.bootstrap.compose import defaults_of, kinds_of, limits_of, policy_of
+from service.bootstrap.hosts import hosts_of
 from service.bootstrap.lead import Lead
-from service.bootstrap.model_hosts import hosts_of
 from service.bootstrap.models import backend_of, server_rules_of
 from service.bootstrap.picture import Job, Picture
 from service.bootstrap.premises import own_host, write_private

@@ -189,6 +189,8 @@ def _expire(world: World, task: Task, now: Instant) -> Decision:
     if task.deadline_at is not None and now >= task.deadline_at:
         what = "its deadline passed" if task.external is None else "it was not renewed"
         missed = Failure("deadline", f"{what} while it waited{_attempts(task)}")
+    elif task.model is not None:
+        missed = Failure("expired", "nobody has asked for it again, and it did not get its memory meanwhile")
     else:
         patience = f"{task.queue_ttl_seconds or 0:g} s"
         missed = Failure(

@@ -141,6 +141,7 @@ class Residency:
                 if now >= until or self._parts.waiters.is_closed or self._is_too_late(known, until, now):
                     raise self._not_ready(known, now)
                 await moved.within(Seconds(min(until - now, 1.0)))
+            await self._keep_wanted(known, priority)
 
     async def ready_if_known(self, model: str, priority: int) -> None:
         """The same; of what it does not have the server tells itself."""
@@ -153,13 +154,16 @@ class Residency:
             task = self.of(model)
             if task is None:
                 return await self._enter(model, priority)
-            assert task.model is not None
-            now = self._parts.clock.now()
-            is_low = priority > task.model.asked_priority
-            is_late = task.expires_at is not None and task.expires_at - now < self.rules.wanted_seconds / 2
-            if is_low or is_late:
-                await self.ask_leader(task, "want", priority=priority, uses=1)
+            await self._keep_wanted(task, priority)
             return task
+
+    async def _keep_wanted(self, task: Task, priority: int) -> None:
+        """Whoever waits for it wants it, at his own priority."""
+        assert task.model is not None
+        is_low = priority > task.model.asked_priority
+        left_seconds = None if task.expires_at is None else task.expires_at - self._parts.clock.now()
+        if is_low or (left_seconds is not None and left_seconds < self.rules.wanted_seconds / 2):
+            await self.ask_leader(task, "want", priority=priority, uses=1)
 
     async def ask_leader(self, task: Task, what: str, **fields: object) -> bool:
         """Whether it was carried out by the time that this is back."""

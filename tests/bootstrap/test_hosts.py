@@ -7,12 +7,14 @@ from service.bootstrap.hosts import hosts_of
 from service.settings import load_settings
 
 
-def test_a_server_without_grpc_has_no_models_of_ours(tmp_path: Path) -> None:
+def test_only_a_server_with_a_node_has_models_of_ours(tmp_path: Path) -> None:
     file = tmp_path / "config.yaml"
     server = "{name: main, http_url: 'http://h:1'%s}"
     file.write_text("triton: {servers: [%s]}" % (server % ""), encoding="utf-8")
     assert hosts_of(load_settings(file)) == []
-    file.write_text("triton: {servers: [%s]}" % (server % ", grpc_url: 'http://h:2'"), encoding="utf-8")
+    file.write_text(
+        "triton: {servers: [%s]}" % (server % ", grpc_url: 'http://h:2', node: n1"), encoding="utf-8"
+    )
     [host] = hosts_of(load_settings(file))
     assert host.name == "main"
     asyncio.run(host.close())

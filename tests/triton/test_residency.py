@@ -1,0 +1,155 @@
+"""Models of a real Triton in the ledger beside tasks: brought, evicted, and never given memory twice."""
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tritonclient.http
+from gpubroker import Broker, TaskState
+from tritonclient.utils import InferenceServerException
+
+from tests.e2e.service_process import GIB, ServiceProcess, until
+from tests.triton.server import Triton
+
+SIZES = {
+    "identity_fp32": {"gpu_mb": 20 * GIB},
+    "line_fp32": {"gpu_mb": 20 * GIB},
+    "slow": {"gpu_mb": 20 * GIB},
+}
+
+
+@pytest.fixture(scope="module")
+def own_triton(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Triton]:
+    with Triton(tmp_path_factory.mktemp("residency")) as running:
+        yield running
+
+
+def settings(triton: Triton, engine: str, **more: Any) -> dict[str, Any]:
+    server = {
+        "name": "main",
+        "http_url": triton.url,
+        "grpc_url": f"http://127.0.0.1:{triton.grpc_port}",
+        "node": "local",
+        "repository": str(triton.repository),
+        "models": SIZES,
+    }
+    devices = [{"kind": "sim-24g", "memory_mb": 24 * GIB, "count": 1}]
+    return {
+        "engine": engine,
+        "ray": {"node_name": "local"},
+        "simulated_devices": devices,
+        "triton": {"servers": [server], **more},
+    }
+
+
+@pytest.fixture
+def service(own_triton: Triton, tmp_path: Path) -> Iterator[ServiceProcess]:
+    with ServiceProcess(tmp_path / "data", **settings(own_triton, "simulated")) as running:
+        yield running
+        for model in running.broker.models().items:
+            if model.state != "cold":
+                running.broker.unload_model(model.name)
+        until(lambda: ready(own_triton) == [], "nothing is left in the server")
+
+
+def ready(triton: Triton) -> list[str]:
+    with tritonclient.http.InferenceServerClient(triton.url.removeprefix("http://")) as client:
+        index = client.get_model_repository_index()
+    return sorted(model["name"] for model in index if model.get("state") == "READY")
+
+
+def infer(service: ServiceProcess, model: str, **headers: str) -> Any:
+    """Of an unmodified client, with 1, 2 and 3."""
+    values = np.array([1, 2, 3], np.float32).reshape([1, 3] if model == "identity_fp32" else [3])
+    tensor = tritonclient.http.InferInput("INPUT0", list(values.shape), "FP32")
+    tensor.set_data_from_numpy(values)
+    with tritonclient.http.InferenceServerClient(service.url.removeprefix("http://")) as client:
+        given = {"Authorization": f"Bearer {service.token}", **headers}
+        return client.infer(model, [tensor], headers=given).as_numpy("OUTPUT0").flatten().tolist()
+
+
+def state_of(broker: Broker, model: str) -> str:
+    return broker.model(model).state
+
+
+def is_at(broker: Broker, task: str, state: TaskState) -> bool:
+    return broker.get(task).state is state
+
+
+def leased_mb(broker: Broker) -> list[int]:
+    return [sum(holder.gpu_mb for holder in gpu.holders) for gpu in broker.gpus()]
+
+
+def test_a_model_is_loaded_for_the_first_who_asks_and_makes_room_for_the_next(
+    service: ServiceProcess, own_triton: Triton
+) -> None:
+    assert infer(service, "identity_fp32") == [1, 2, 3]
+    assert ready(own_triton) == ["identity_fp32"]
+    assert leased_mb(service.broker) == [20 * GIB]
+    assert infer(service, "line_fp32", **{"x-priority": "95"}) == [1, 2, 3]
+    assert ready(own_triton) == ["line_fp32"]
+    assert leased_mb(service.broker) == [20 * GIB]
+
+
+def test_a_model_that_nobody_wants_any_more_is_unloaded_so_that_a_task_can_run(
+    own_triton: Triton, tmp_path: Path
+) -> None:
+    with ServiceProcess(
+        tmp_path / "data", **settings(own_triton, "simulated", wanted_seconds=1.0)
+    ) as service:
+        assert infer(service, "identity_fp32") == [1, 2, 3]
+        task = service.broker.submit("tests.e2e.work:add", gpu_mb=20 * GIB, priority=10)
+        until(lambda: is_at(service.broker, task.id, TaskState.SUCCEEDED), "the task has run")
+        assert ready(own_triton) == []
+
+
+def test_who_asks_for_a_model_without_room_is_told_when_to_come_again(
+    own_triton: Triton, tmp_path: Path
+) -> None:
+    chosen = settings(own_triton, "simulated", cold_seconds=0.2)
+    with ServiceProcess(tmp_path / "data", **chosen) as service:
+        kwargs = {"seconds": 600}
+        task = service.broker.submit("tests.e2e.work:add", kwargs=kwargs, gpu_mb=20 * GIB, priority=95)
+        until(lambda: is_at(service.broker, task.id, TaskState.RUNNING), "the task runs")
+        with pytest.raises(InferenceServerException, match="is not in memory"):
+            infer(service, "identity_fp32")
+        assert (
+            service.broker.explain(service.broker.model("identity_fp32").task or "").raw["state"] == "pending"
+        )
+        service.broker.cancel(task)
+        until(lambda: state_of(service.broker, "identity_fp32") == "resident", "it is there in the end")
+        assert infer(service, "identity_fp32") == [1, 2, 3]
+        service.broker.unload_model("identity_fp32")
+        until(lambda: ready(own_triton) == [], "it has left")
+
+
+def test_requests_that_a_model_has_are_answered_before_it_leaves(
+    service: ServiceProcess, own_triton: Triton
+) -> None:
+    service.broker.load_model("slow", wait_seconds=60)
+    answers: list[Any] = []
+    asking = threading.Thread(target=lambda: answers.append(infer(service, "slow")))
+    asking.start()
+    service.broker.unload_model("slow")
+    asking.join()
+    assert answers == [[1, 2, 3]]
+
+
+def test_models_are_there_for_the_next_leader_and_a_server_that_was_killed_has_none(
+    own_triton: Triton, service: ServiceProcess
+) -> None:
+    service.broker.pin_model("identity_fp32")
+    until(lambda: state_of(service.broker, "identity_fp32") == "resident", "it is loaded")
+    before = service.broker.model("identity_fp32").task
+    service.kill_9()
+    service.start()
+    assert state_of(service.broker, "identity_fp32") == "resident"
+    assert service.broker.model("identity_fp32").task == before
+    own_triton.kill()
+    own_triton.start()
+    until(lambda: ready(own_triton) == ["identity_fp32"], "what is pinned is brought back")
+    until(lambda: state_of(service.broker, "identity_fp32") == "resident", "and is known to be there")
+    assert leased_mb(service.broker) == [20 * GIB]
