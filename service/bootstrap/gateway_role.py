@@ -14,9 +14,8 @@ from service.adapters.blobs.directory import DirectoryBlobs
 from service.adapters.sql.store import SqlStore
 from service.bootstrap.broker_role import BrokerRole
 from service.bootstrap.compose import defaults_of, kinds_of, limits_of, policy_of
-from service.bootstrap.hosts import hosts_of
 from service.bootstrap.lead import Lead
-from service.bootstrap.models import backend_of, server_rules_of
+from service.bootstrap.models import backend_of, served_of
 from service.bootstrap.picture import Job, Picture
 from service.bootstrap.premises import own_host, write_private
 from service.core.tenure import Standing
@@ -55,8 +54,7 @@ class GatewayRole:
         self._listener = listener
         self._tokens = Tokens(store, picture.clock)
         self._waiters = Waiters()
-        rules = server_rules_of(settings)
-        self._served = None if rules is None else (rules, hosts_of(settings)[0])
+        self._served = served_of(settings)
         parts = GatewayParts(
             store=store,
             world=picture.world,

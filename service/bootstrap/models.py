@@ -4,9 +4,11 @@ import ssl
 from urllib.parse import urlsplit
 
 from service.adapters.triton.backend import HttpBackend, TritonServer
+from service.bootstrap.hosts import hosts_of
 from service.bootstrap.premises import StartRefused
 from service.core.units import Mib, Seconds
 from service.gateway.residency import ModelRules, ServerRules
+from service.host_ports import ModelHost
 from service.sections import TritonServerSettings
 from service.settings import Settings
 
@@ -18,8 +20,13 @@ def backend_of(settings: Settings) -> HttpBackend | None:
     return None
 
 
-def server_rules_of(settings: Settings) -> ServerRules | None:
-    """Of the server whose models are held in the ledger; None without one."""
+def served_of(settings: Settings) -> tuple[ServerRules, ModelHost] | None:
+    """The server whose models are held in the ledger; None without one. Raises StartRefused."""
+    rules = _rules_of(settings)
+    return None if rules is None else (rules, hosts_of(settings)[0])
+
+
+def _rules_of(settings: Settings) -> ServerRules | None:
     given, triton = next((s for s in settings.triton.servers if s.node), None), settings.triton
     if given is None:
         return None

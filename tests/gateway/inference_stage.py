@@ -159,15 +159,7 @@ async def a_stage(
         secret, row = new_token("me", tenant="default", scopes=["*"], max_priority=50, now=now)
         await gateway.store.put_token(row, by="test")
         await gateway.parts.identity.load()
-        plane = Plane(
-            callers=Callers(gateway.parts.identity, gateway.parts.allowed_hosts),
-            ids=gateway.parts.ids,
-            on_request=gateway.app.state.telemetry.on_request,
-            on_call=gateway.app.state.telemetry.on_call,
-            backend=backend,
-            most_body_bytes=most_body_bytes,
-            residency=gateway.parts.residency,
-        )
+        plane = _plane(gateway, backend, most_body_bytes)
         config = uvicorn.Config(gateway.app, http=in_front_of(plane), lifespan="off", log_config=None)
         config.load()
         state = ServerState()
@@ -187,6 +179,18 @@ async def a_stage(
             async with asyncio.timeout(PATIENCE_SECONDS):
                 while state.connections or state.tasks:  # noqa: ASYNC110  # turns of the loop
                     await asyncio.sleep(0)
+
+
+def _plane(gateway: Gateway, backend: HttpBackend, most_body_bytes: int) -> Plane:
+    return Plane(
+        callers=Callers(gateway.parts.identity, gateway.parts.allowed_hosts),
+        ids=gateway.parts.ids,
+        on_request=gateway.app.state.telemetry.on_request,
+        on_call=gateway.app.state.telemetry.on_call,
+        backend=backend,
+        most_body_bytes=most_body_bytes,
+        residency=gateway.parts.residency,
+    )
 
 
 def _quietly(handle: Handler) -> Handler:
