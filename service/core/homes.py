@@ -21,7 +21,7 @@ class Homes:
         home = task.model.home
         if not task.is_terminal:
             self._live[home] = task
-        elif home in self._live and self._live[home].id == task.id:
+        elif (holder := self._live.get(home)) is not None and holder.id == task.id:
             del self._live[home]
 
     def drop(self, task: Task) -> None:

@@ -129,11 +129,8 @@ def back_in_queue(task: Task, **changes: Any) -> dict[str, Any]:
     return off_the_nodes(task, priority=task.model.asked_priority, **changes)
 
 
-def ended(fold: Fold, report: Ended, now: Instant, policy: Policy) -> None:
+def ended(fold: Fold, task: Task, report: Ended, now: Instant, policy: Policy) -> None:
     """Its load failed, or could not be begun. What it left behind is free when the index says so."""
-    task = fold.live(report.fence)
-    if task is None:
-        return
     fold.move_leases(report.fence, 0, LeaseState.RELEASING)
     if task.state is TaskState.STOPPING:
         what, changes = after_stop(task, now, policy)

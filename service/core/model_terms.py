@@ -40,8 +40,3 @@ class ModelTerms:
     @property
     def home(self) -> Home:
         return Home(self.server, self.model)
-
-    @property
-    def covers(self) -> tuple[Home, ...]:
-        """What its leases are for."""
-        return self.home, *(Home(self.server, step) for step in self.steps)

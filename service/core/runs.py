@@ -118,7 +118,7 @@ def _ended(fold: Fold, world: World, report: Ended, now: Instant, policy: Policy
     if task is None:
         return
     if task.model is not None:
-        model_holders.ended(fold, report, now, policy)
+        model_holders.ended(fold, task, report, now, policy)
         return
     forget = forget_order(world, task, report.rank)
     at = _credible(report.at, task, now)

@@ -14,6 +14,7 @@ from service.core.quarantine import is_watched, quarantined
 from service.core.ranks import ranks_of
 from service.core.task import StopReason, TaskState
 from service.core.units import Fence, Mib, Seconds
+from service.core.world import World
 from tests.builders import (
     GIB,
     a_sample,
@@ -227,6 +228,10 @@ def test_the_next_holder_of_a_home_is_another_one_and_both_copies_count() -> Non
     assert held is not None
     assert (held.id, held.state) == ("again", TaskState.ADMITTED)
     assert world.books[key("gpu0")].held_mb() == 60 * GIB
+    later = World()
+    for task in world.tasks.values():
+        later.add_task(task)
+    assert later.homes.of(Home("main", "llm")) == held, "also for who reads the rows anew"
 
 
 @pytest.mark.parametrize(("seconds", "state"), [(10.0, TaskState.PENDING), (WANTED + 1, None)])

@@ -8,7 +8,7 @@ from service.core.lease import HolderKind, LeaseState
 from service.core.model_holders import due as standings_due
 from service.core.model_holders import in_time
 from service.core.model_orders import Stage
-from service.core.model_terms import Home, ModelTerms
+from service.core.model_terms import ModelTerms
 from service.core.orders import NodeLost
 from service.core.overuse import overuse
 from service.core.residency import Usage
@@ -152,11 +152,6 @@ def test_over_use_is_no_fault_of_a_model() -> None:
     used = Mib(60 * GIB)
     world.measure([a_sample("gpu0", at(2), used_mb=used, by_holder={lease.mark: used})])
     assert overuse(world, at(2), replace(POLICY, overuse="stop")) == []
-
-
-def test_an_ensemble_is_there_for_its_steps_as_well() -> None:
-    terms = ModelTerms("main", "chat", steps=("tokens", "llm"))
-    assert terms.covers == (Home("main", "chat"), Home("main", "tokens"), Home("main", "llm"))
 
 
 def test_an_index_tells_of_its_own_server_only() -> None:
