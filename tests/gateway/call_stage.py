@@ -14,6 +14,8 @@ from service.gateway.callers import Callers
 from service.gateway.identity import new_token
 from service.gateway.inference.plane import Plane
 from service.gateway.inference.rpcs import RpcDoor, Rpcs
+from service.gateway.residency import ServerRules
+from service.host_ports import ModelHost
 from service.model_ports import Metadata
 from tests.gateway.harness import Gateway
 
@@ -80,10 +82,13 @@ async def a_stage(
     silence_seconds: float = 60.0,
     takes_files: bool = False,
     certificate: bytes | None = None,
+    homes: tuple[ServerRules, ModelHost] | None = None,
 ) -> AsyncIterator[Stage]:
     """`server` is what stands for Triton; None: there is nobody. `certificate`: with its key; the server
     shows it, and it is believed."""
     async with Gateway() as gateway:
+        if homes is not None:
+            gateway.change(served=homes)
         upstream = grpc.aio.server()
         if certificate is None:
             port = upstream.add_insecure_port("localhost:0")
@@ -112,6 +117,7 @@ async def a_stage(
             backend=HttpBackend(TritonServer("main", "localhost", 1, b"localhost:1")),
             most_body_bytes=10**9,
             takes_files=takes_files,
+            residency=gateway.parts.residency,
         )
         backend = RpcBackend(behind)
         door = RpcDoor(Rpcs(plane, backend), backend, "127.0.0.1", 0, 64)

@@ -19,6 +19,18 @@ class CallAim:
     sets: bool = False
     """Changes settings, if its message holds any."""
     loads: bool = False
+    unloads: bool = False
+    model_at: int = 0
+    """Number of the field that names the model which is to be there first, or to be gone; 0: none is."""
+
+
+def model_named_in(message: bytes, number: int) -> str:
+    """Empty if it names none, or is no message: its server says so."""
+    try:
+        named = next((value for at, value in fields(message) if at == number), b"")
+    except Malformed:
+        return ""
+    return "" if isinstance(named, int) else named.decode(errors="replace")
 
 
 def call_aim_of(method: str) -> CallAim:
@@ -26,15 +38,16 @@ def call_aim_of(method: str) -> CallAim:
 
 
 _SERVICE = "/inference.GRPCInferenceService/"
-_ASKING = ("ModelReady", "ServerMetadata", "ModelMetadata", "ModelInfer", "ModelConfig", "ModelStatistics",
+_ASKING = ("ModelReady", "ServerMetadata", "ModelMetadata", "ModelConfig", "ModelStatistics",
            "RepositoryIndex", "SystemSharedMemoryStatus", "CudaSharedMemoryStatus")  # fmt: skip
 _KNOWN = [
     *(CallAim(name, None) for name in ("ServerLive", "ServerReady")),
     *(CallAim(name) for name in _ASKING),
+    CallAim("ModelInfer", model_at=1),
     CallAim("ModelStreamInfer", is_stream=True),
     *(CallAim(name, sets=True) for name in ("TraceSetting", "LogSettings")),
-    CallAim("RepositoryModelLoad", Scope.MODELS_MANAGE, loads=True),
-    CallAim("RepositoryModelUnload", Scope.MODELS_MANAGE),
+    CallAim("RepositoryModelLoad", Scope.MODELS_MANAGE, loads=True, model_at=2),
+    CallAim("RepositoryModelUnload", Scope.MODELS_MANAGE, unloads=True, model_at=2),
     *(
         CallAim(f"{kind}SharedMemory{deed}", shares_memory=True)
         for kind in ("System", "Cuda")

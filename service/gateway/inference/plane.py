@@ -3,7 +3,7 @@
 Everything that says whether, when and where a request goes is here.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Mapping, Sequence
 from typing import NamedTuple, Protocol
 from urllib.parse import unquote
 
@@ -154,22 +154,30 @@ class Plane:
 
     def send(self, head: RequestHead, answer: Refusable, aim: Aim, identity: Identity | None) -> Asking:
         """All models are asked at the one server that there is: at once, or once the model is there."""
-        if self._residency is None or not (aim.needs_model or aim.unloads):
+        if not (aim.needs_model or aim.unloads):
             return self.backend.ask(head, answer)
-        model, residency = unquote(aim.model.decode("latin-1")), self._residency
-        if aim.unloads:
-            return Cold(residency.unloaded(model), lambda: self.backend.ask(head, answer), answer)
-        priority = residency.priority_of(model, _priority_in(head, identity))
+        model = unquote(aim.model.decode("latin-1"))
+        waiting = self.wait_for(model, priority_in(head.headers, identity), unloads=aim.unloads)
+        if waiting is None:
+            return self.backend.ask(head, answer)
+        return Cold(waiting, lambda: self.backend.ask(head, answer), answer)
+
+    def wait_for(self, model: str, priority: int | None, *, unloads: bool) -> Awaitable[None] | None:
+        """Until it is there, or gone; None if there is nothing to wait for. Raises Problem when awaited."""
+        residency = self._residency
+        if residency is None:
+            return None
+        if unloads:
+            return residency.unloaded(model)
+        priority = residency.priority_of(model, priority)
         residency.note_use(model, priority)
-        if residency.is_there(model):
-            return self.backend.ask(head, answer)
-        return Cold(residency.ready_if_known(model, priority), lambda: self.backend.ask(head, answer), answer)
+        return None if residency.is_there(model) else residency.ready_if_known(model, priority)
 
 
-def _priority_in(head: RequestHead, identity: Identity | None) -> int | None:
+def priority_in(headers: Sequence[Header], identity: Identity | None) -> int | None:
     """`x-priority`, 0 to 100, and at most what the token may; None if it is not there, or is no number."""
     most = 100 if identity is None else identity.max_priority
-    for name, value in head.headers:
+    for name, value in headers:
         if name.lower() == b"x-priority" and value.isdigit():
             return min(int(value), most, 100)
     return None

@@ -9,8 +9,14 @@ import grpc
 import structlog
 
 from service.gateway.identity import Identity, Scope
-from service.gateway.inference.calls import CallAim, brings_files, call_aim_of, changes_settings
-from service.gateway.inference.plane import Plane
+from service.gateway.inference.calls import (
+    CallAim,
+    brings_files,
+    call_aim_of,
+    changes_settings,
+    model_named_in,
+)
+from service.gateway.inference.plane import Plane, priority_in
 from service.gateway.inference.refusals import no_files, no_shared_memory, our_mistake, problem_of
 from service.gateway.problems import Problem, headers_of
 from service.model_ports import Call, CallBackend, CallFailed, Metadata
@@ -86,6 +92,7 @@ class Rpc:
     async def unary(self, message: bytes, context: grpc.aio.ServicerContext) -> bytes:
         try:
             self._look_into(message)
+            await self._wait_for_model(message)
             answer = await self._backend.ask(self._method, message, self._metadata, _seconds_left(context))
         except Exception as fault:
             await self._fail(fault, context)
@@ -130,6 +137,17 @@ class Rpc:
             self._plane.check_scope(self.identity, Scope.MODELS_MANAGE, f"{aim.name} with settings")
         if aim.loads and not self._plane.takes_files and brings_files(message):
             raise no_files()
+
+    async def _wait_for_model(self, message: bytes) -> None:
+        """Raises Problem."""
+        if self._aim.model_at and (model := model_named_in(message, self._aim.model_at)):
+            headers = [
+                (name.encode(), v if isinstance(v, bytes) else v.encode()) for name, v in self._metadata
+            ]
+            asked = priority_in(headers, self.identity)
+            waiting = self._plane.wait_for(model, asked, unloads=self._aim.unloads)
+            if waiting is not None:
+                await waiting
 
     async def _fail(self, fault: Exception, context: grpc.aio.ServicerContext) -> None:
         """Say how the call ends. Raises, always."""

@@ -1,0 +1,67 @@
+"""Calls over gRPC for models that are not in memory: they wait, or are told when to come again."""
+
+import asyncio
+
+import grpc
+
+from service.adapters.memory.model_host import SimulatedHost, SimulatedModel
+from service.core.model_holders import seen
+from service.core.model_orders import Indexed, ServerSeen, Stage
+from service.core.model_terms import Home
+from service.core.units import Mib, Seconds
+from service.gateway.residency import ModelRules, ServerRules
+from service.protowire import field
+from tests.builders import GIB
+from tests.gateway.call_stage import INFER, Heard, a_stage
+from tests.gateway.harness import Gateway, until
+
+LOAD = "/inference.GRPCInferenceService/RepositoryModelLoad"
+UNLOAD = "/inference.GRPCInferenceService/RepositoryModelUnload"
+
+
+def homes(cold_seconds: float = 55.0) -> tuple[ServerRules, SimulatedHost]:
+    models = {"any": ModelRules(Mib(50 * GIB))}
+    rules = ServerRules("main", "n1", models=models, cold_seconds=Seconds(cold_seconds))
+    return rules, SimulatedHost("main", (SimulatedModel("any"),))
+
+
+async def index(gateway: Gateway, stage: Stage) -> None:
+    now = gateway.clock.now()
+    index = ServerSeen("main", now, {"any": Indexed("any", stage)})
+    for decision in seen(gateway.world, index, now, gateway.policy):
+        if not decision.is_empty():
+            await gateway.commit(decision)
+
+
+async def test_calls_wait_for_their_model_to_come_and_for_its_end() -> None:
+    async with a_stage(heard := Heard(), homes=homes()) as stage:
+        gateway, home = stage.gateway, Home("main", "any")
+        call = asyncio.ensure_future(stage.ask(INFER, field(1, "any"), (*stage.own, ("x-priority", "20"))))
+        await until(lambda: gateway.world.homes.of(home) is not None)
+        task = gateway.world.homes.of(home)
+        assert task is not None
+        assert (task.priority, heard.messages) == (20, [])
+        await gateway.plan(task.id)
+        await index(gateway, Stage.READY)
+        assert await call == field(1, "any")
+        assert await stage.ask(LOAD, field(2, "any")) == field(2, "any")
+        leaving = asyncio.ensure_future(stage.ask(UNLOAD, field(2, "any")))
+        await until(lambda: gateway.task(task.id).stop_reason is not None)
+        await index(gateway, Stage.ABSENT)
+        assert await leaving == field(2, "any")
+        assert gateway.world.homes.of(home) is None
+
+
+async def test_who_has_waited_long_enough_is_told_when_to_come_again() -> None:
+    async with a_stage(Heard(), homes=homes(cold_seconds=0.0)) as stage:
+        error = await stage.refusal(INFER, field(1, "any"))
+        assert error.code() is grpc.StatusCode.UNAVAILABLE
+        told = dict(error.trailing_metadata() or ())
+        assert (told["code"], told["retry-after"]) == ("model-not-ready", "5")
+
+
+async def test_what_names_no_model_is_its_server_s_affair() -> None:
+    async with a_stage(heard := Heard(), homes=homes()) as stage:
+        for message in (b"", b"\xff", field(1, 7)):
+            assert await stage.ask(INFER, message) == message
+    assert len(heard.messages) == 3
