@@ -32,12 +32,15 @@ class Callers:
         """Whose token it is. Raises Problem."""
         if authorization is None:
             raise _unauthenticated("no token was sent", "")
+        if (known := self._tokens.remembered(authorization)) is not None:
+            return known
         scheme, _, secret = authorization.decode("latin-1").partition(" ")
         if scheme.lower() != "bearer":
             raise _unauthenticated(f'the Authorization scheme is "{scheme[:20]}"', "")
         identity = self._tokens.identify(secret.strip())
         if identity is None:
             raise _unauthenticated("the token is unknown or has expired", ', error="invalid_token"')
+        self._tokens.remember(authorization, identity)
         return identity
 
 

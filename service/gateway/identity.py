@@ -20,6 +20,10 @@ TOKEN_PREFIX = "gpb_"  # noqa: S105  # not a secret: it marks one, for people an
 EVERY_SCOPE = "*"
 
 
+MOST_REMEMBERED = 10_000
+"""Headers: one token may be sent with any number of spaces."""
+
+
 class Scope(StrEnum):
     """What a token may do. `*` stands for all of them."""
 
@@ -89,6 +93,8 @@ class Tokens:
         self._clock = clock
         self._refresh_seconds = refresh_seconds
         self._by_hash: dict[str, Identity] = {}
+        self._remembered: dict[bytes, Identity] = {}
+        """By the header as it was sent: of those that were found since the rows were read last."""
 
     def tenants(self) -> set[str]:
         """Of all tokens, expired ones too."""
@@ -103,6 +109,7 @@ class Tokens:
             )
             for row in rows
         }
+        self._remembered.clear()
 
     async def keep_fresh(self, changed: asyncio.Event) -> None:
         """Follow the changes that other processes make, until cancelled: when they are told, and else often
@@ -121,8 +128,17 @@ class Tokens:
         """None if nobody has this token or it has expired."""
         found = hash_of(secret)
         identity = self._by_hash.get(found)
-        if identity is None:
-            return None
-        if identity.expires_at is not None and identity.expires_at <= self._clock.now():
-            return None
-        return identity
+        return None if identity is None or self._has_expired(identity) else identity
+
+    def remembered(self, authorization: bytes) -> Identity | None:
+        """Whose header this was before; None says nothing. Most clients send the same one again and again."""
+        identity = self._remembered.get(authorization)
+        return None if identity is None or self._has_expired(identity) else identity
+
+    def remember(self, authorization: bytes, identity: Identity) -> None:
+        if len(self._remembered) >= MOST_REMEMBERED:
+            self._remembered.clear()
+        self._remembered[authorization] = identity
+
+    def _has_expired(self, identity: Identity) -> bool:
+        return identity.expires_at is not None and identity.expires_at <= self._clock.now()

@@ -318,3 +318,49 @@ async def test_connections_to_the_server_are_kept_and_no_more_are_opened_than_al
         let_go.set()
         assert [(await client.answer())[0] for client in clients] == [200] * 5
     assert most == 2
+
+
+async def test_the_same_head_again_is_taken_like_the_first_whatever_comes_between_and_however_it_is_cut() -> (
+    None
+):
+    async with a_stage(heard := Heard()) as stage:
+        client = await stage.connect()
+        head = client.head("POST", INFER, 3)
+        other = client.head("POST", INFER + "?a", 4, X_Other="1")
+
+        async def answered(*parts: str | bytes) -> None:
+            client.send(*parts)
+            assert (await client.answer())[0] == 200
+
+        for word in (b"one", b"two"):
+            await answered(head + word.decode())
+        client.send(head[:30])
+        await client.writer.drain()
+        await answered(head[30:] + "six")
+        await answered(other + "four")
+        await answered(other + "five")
+        await answered(client.head("GET", "/healthz"))
+        client.send(head)
+        await client.writer.drain()
+        await answered(b"ten")
+        client.send(head + "abc" + head + "def" + other + "four")
+        assert [(await client.answer())[0] for _ in range(3)] == [200] * 3
+        await answered(client.head("GET", "/v2/health/live"))
+        await answered(client.head("GET", "/v2/health/live"))
+    sent = [b"one", b"two", b"six", b"four", b"five", b"ten", b"abc", b"def", b"four", b"", b""]
+    assert heard.bodies == sent
+    assert heard.heads[1] == heard.heads[0]
+    assert b"X-Other: 1" in heard.heads[4]
+
+
+async def test_a_token_that_is_revoked_is_refused_on_a_connection_that_used_it() -> None:
+    async with a_stage(Heard()) as stage:
+        client = await stage.connect()
+        token = await stage.token("models:infer")
+        for _ in range(2):
+            client.ask("POST", INFER, b"{}", Authorization=token)
+            assert (await client.answer())[0] == 200
+        await stage.gateway.store.drop_token("only-models:infer", by="test")
+        await stage.gateway.parts.identity.load()
+        client.ask("POST", INFER, b"{}", Authorization=token)
+        assert (await client.answer())[0] == 401

@@ -6,7 +6,7 @@ is that of the requests. See ADR 96 for what this rests on in uvicorn.
 
 import asyncio
 from collections.abc import Sequence
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar, NamedTuple, cast
 
 from httptools import HttpParserError, HttpParserUpgrade, HttpRequestParser
 from uvicorn._types import ASGI3Application
@@ -14,7 +14,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 
 from service.gateway.inference.aims import is_claimed
 from service.gateway.inference.exchange import Exchange
-from service.gateway.inference.plane import Plane
+from service.gateway.inference.plane import Plane, Told, sorted_out
 from service.model_ports import write_together
 
 WRITE_BUFFER_BYTES = 1024 * 1024
@@ -22,6 +22,15 @@ WRITE_BUFFER_BYTES = 1024 * 1024
 
 IDLE_SECONDS = 75
 """Clients of Triton keep connections for later: it never closes one."""
+
+
+class Known(NamedTuple):
+    """A head as it came, and what it means. Most clients ask with the same bytes again and again."""
+
+    head: bytes
+    method: bytes
+    url: bytes
+    told: Told
 
 
 class InferenceConnection(HttpToolsProtocol):
@@ -39,6 +48,13 @@ class InferenceConnection(HttpToolsProtocol):
         """Whose turn it is to be answered."""
         self._uncut_bytes = 0
         """Of a body, that are handed on without being parsed."""
+        self._is_between = True
+        """All that has come was whole requests."""
+        self._heads = 0
+        """That were parsed in one reading."""
+        self._parsed: Known | None = None
+        """The last of them, if its like may go past the parser; where it ends nobody has looked yet."""
+        self._known: Known | None = None
 
     # What the event loop calls.
 
@@ -56,6 +72,11 @@ class InferenceConnection(HttpToolsProtocol):
             self._take_uncut(data)
             return
         self._unset_keepalive_if_required()
+        is_first = self._is_between
+        if is_first and self._known is not None and data.startswith(self._known.head):
+            self._ask_again(self._known, data)
+            return
+        self._heads = 0
         try:
             self.parser.feed_data(data)
         except HttpParserError:
@@ -71,6 +92,8 @@ class InferenceConnection(HttpToolsProtocol):
         if incoming is not None:
             incoming.flush()
             self._uncut_bytes = incoming.left_bytes or 0
+        elif is_first and self._heads == 1 and self._is_between:
+            self._remember(data)
 
     def pause_writing(self) -> None:
         super().pause_writing()
@@ -87,6 +110,7 @@ class InferenceConnection(HttpToolsProtocol):
     def on_message_begin(self) -> None:
         self.url = b""
         self._is_claimed = None
+        self._is_between = False
 
     def on_header(self, name: bytes, value: bytes) -> None:
         if self._is_claimed is None:
@@ -103,16 +127,20 @@ class InferenceConnection(HttpToolsProtocol):
             super().on_headers_complete()
             return
         parser = self.parser
+        self._heads += 1
         self._is_offered = parser.should_upgrade()
         is_current = parser.get_http_version() != "1.0"
+        keep_alive = is_current and parser.should_keep_alive()
+        told = sorted_out(self.headers)
+        self._parsed = None
+        if keep_alive and told.body_bytes is not None and not self._is_offered:
+            self._parsed = Known(b"", parser.get_method(), self.url, told)
+        self._take_in(parser.get_method(), self.url, told, keep_alive, is_current)
+
+    def _take_in(self, method: bytes, url: bytes, told: Told, keep_alive: bool, takes_chunks: bool) -> None:
+        """A request has begun, which is answered when its turn comes."""
         exchange = Exchange(
-            self.plane,
-            self,
-            parser.get_method(),
-            self.url,
-            self.headers,
-            keep_alive=is_current and parser.should_keep_alive(),
-            takes_chunks=is_current,
+            self.plane, self, method, url, told, keep_alive=keep_alive, takes_chunks=takes_chunks
         )
         before = cast(RequestResponseCycle | None, self.cycle)
         cycle = cast(RequestResponseCycle, exchange)
@@ -132,6 +160,7 @@ class InferenceConnection(HttpToolsProtocol):
             self._incoming.on_request_body(body)
 
     def on_message_complete(self) -> None:
+        self._is_between = not self._is_offered
         incoming = self._incoming
         if incoming is None:
             super().on_message_complete()
@@ -218,10 +247,31 @@ class InferenceConnection(HttpToolsProtocol):
         if self._uncut_bytes:
             incoming.flush()
             return
-        self.parser = HttpRequestParser(self)
+        if not self._is_between:
+            self.parser = HttpRequestParser(self)
         self.on_message_complete()
         if rest:
             self.data_received(rest)
+
+    def _remember(self, data: bytes) -> None:
+        """The head of this one request, if that is all there is and ends where it should."""
+        parsed = self._parsed
+        if parsed is not None:
+            end = data.find(b"\r\n\r\n") + 4
+            if len(data) == end + (parsed.told.body_bytes or 0):
+                self._known = parsed._replace(head=data[:end])
+
+    def _ask_again(self, known: Known, data: bytes) -> None:
+        """With a head that needs no parsing. The parser, which sees nothing of this, stays between two."""
+        self._take_in(known.method, known.url, known.told, True, True)
+        self._uncut_bytes = known.told.body_bytes or 0
+        rest = data[len(known.head) :]
+        if rest and self._uncut_bytes:
+            self._take_uncut(rest)
+        elif not self._uncut_bytes:
+            self.on_message_complete()
+            if rest:
+                self.data_received(rest)
 
 
 def in_front_of(plane: Plane) -> type[InferenceConnection]:

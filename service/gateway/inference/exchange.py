@@ -14,7 +14,7 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE
 
 from service.gateway.identity import Identity
 from service.gateway.inference.aims import aim_of
-from service.gateway.inference.plane import Plane, sorted_out
+from service.gateway.inference.plane import Plane, Told
 from service.gateway.inference.refusals import our_mistake, problem_of, rendered
 from service.gateway.problems import Problem
 from service.model_ports import Answer, Asking, Header, RequestHead, Trouble
@@ -81,7 +81,7 @@ class Exchange(Answer):
         client: Client,
         method: bytes,
         target: bytes,
-        headers: Sequence[Header],
+        told: Told,
         *,
         keep_alive: bool,
         takes_chunks: bool,
@@ -91,7 +91,7 @@ class Exchange(Answer):
         self._client = client
         self._method = method
         self._target = target
-        self._told = told = sorted_out(headers)
+        self._told = told
         self._body_bytes = told.body_bytes
         self._takes_chunks = takes_chunks
         self._aim = aim_of(method, target)
