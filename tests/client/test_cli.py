@@ -96,10 +96,10 @@ def test_submit_reads_times_as_instants_or_as_durations_from_now(service: Record
 
 
 def test_submit_names_the_tasks_to_run_after_by_any_word_for_them(service: RecordedService, run: Run) -> None:
-    other = FULL_ID[:-4] + "ZZZZ"
-    service.told(page(other), Reply(202, a_task(FULL_ID)))
-    assert run(f"submit a:b --after {FULL_ID} --after-end ZZZZ").code == 0
-    assert service.asked[1].body["after"] == [FULL_ID, {"task": other, "on_failure": "ignore"}]
+    other = FULL_ID[:-4] + "zzzz"
+    service.told(page(), page(other), Reply(202, a_task(FULL_ID)))
+    assert run(f"submit a:b --after {FULL_ID} --after-end {other[-8:]}").code == 0
+    assert service.asked[2].body["after"] == [FULL_ID, {"task": other, "on_failure": "ignore"}]
 
 
 @pytest.mark.parametrize(
@@ -213,10 +213,10 @@ def test_a_pickled_result_is_saved_and_never_opened(
 
 def test_a_task_may_be_named_by_its_beginning_or_its_end(service: RecordedService, run: Run) -> None:
     other = FULL_ID[:-1] + "q"
-    for word in (FULL_ID, FULL_ID[5:], FULL_ID[-4:]):
+    for word in (FULL_ID, FULL_ID[5:], FULL_ID[-8:]):
         service.asked.clear()
         needs_search = len(word) != len(FULL_ID)
-        service.told(*([page(other, FULL_ID)] if needs_search else []), Reply(200, a_task(FULL_ID)))
+        service.told(*([page(), page(other, FULL_ID)] if needs_search else []), Reply(200, a_task(FULL_ID)))
         assert run("show", word, "-o", "json").json["id"] == FULL_ID
         assert service.asked[-1].path == f"/tasks/{FULL_ID}"
 
@@ -247,9 +247,9 @@ def test_where_nothing_was_submitted_last_may_be_looked_at_but_not_changed(
 
 def test_a_task_may_be_named_by_its_name_if_it_is_the_only_one(service: RecordedService, run: Run) -> None:
     two = page(FULL_ID, FULL_ID[:-1] + "q")
-    service.told(page(FULL_ID), page(FULL_ID), Reply(200, a_task(FULL_ID)), page(FULL_ID), two)
+    service.told(page(FULL_ID), Reply(200, a_task(FULL_ID)), two)
     assert run("show", "fit", "-o", "json").json["id"] == FULL_ID
-    assert ("name", "fit") in service.asked[1].params
+    assert ("name", "fit") in service.asked[0].params
     ended = run("show", "fit")
     assert ended.code == 6
     assert ended.err.startswith("gpubroker: 'fit' may be any of ")
@@ -271,12 +271,43 @@ def test_each_fault_of_a_refusal_is_told_once(service: RecordedService, run: Run
 
 
 def test_a_word_that_means_several_tasks_or_none_changes_nothing(service: RecordedService, run: Run) -> None:
-    service.told(page(FULL_ID), page(FULL_ID, FULL_ID[:-1] + "q"), page(FULL_ID), page())
-    ended = run("cancel", "mnp", "task_01k9")
+    several = page(FULL_ID, FULL_ID[:-1] + "q")
+    service.told(page(FULL_ID), page(), several, page())
+    ended = run("cancel", "fit", FULL_ID[:14])
     assert ended.code == 6
     assert "may be any of" in ended.err
+    assert "nothing was changed, of none of the 2" in ended.err
     assert "no task is named 'zzz'" in run("cancel", "zzz").err
     assert {asked.method for asked in service.asked} == {"GET"}
+
+
+def test_a_name_goes_before_the_end_of_another_tasks_id(service: RecordedService, run: Run) -> None:
+    word = FULL_ID[-8:]
+    named = FULL_ID[:-1] + "q"
+    service.told(page(named), Reply(200, a_task(named)))
+    assert run("show", word, "-o", "json").json["id"] == named
+    service.told(page(named), page(named, FULL_ID))
+    ended = run("cancel", word)
+    assert (ended.code, f"may be any of {named}, {FULL_ID}" in ended.err) == (6, True)
+    assert {asked.method for asked in service.asked} == {"GET"}
+
+
+def test_fewer_characters_than_tables_show_are_a_name_and_no_id(service: RecordedService, run: Run) -> None:
+    service.told(page(), page(FULL_ID), Reply(200, a_task(FULL_ID)))
+    ended = run("cancel", FULL_ID[-7:])
+    assert (ended.code, "at least 8 characters are needed" in ended.err) == (6, True)
+    assert run("cancel", FULL_ID[-7:]).code == 0
+    assert [asked.method for asked in service.asked] == ["GET", "GET", "POST"]
+
+
+def test_a_refusal_in_the_middle_shows_what_was_changed_and_names_the_rest(
+    service: RecordedService, run: Run
+) -> None:
+    last = FULL_ID[:-1] + "z"
+    service.told(Reply(200, a_task(FULL_ID)), a_problem(409, "task-finished", "it is over"))
+    ended = run("cancel", FULL_ID, FULL_ID[:-1] + "q", last, "-o", "ndjson")
+    assert (ended.code, ended.json["id"]) == (6, FULL_ID)
+    assert f"these were not tried: {last}" in ended.err
 
 
 def test_tasks_can_be_cancelled_held_released_and_moved(service: RecordedService, run: Run) -> None:

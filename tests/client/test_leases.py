@@ -227,7 +227,7 @@ def test_the_list_of_leases_leaves_out_those_that_are_over(service: RecordedServ
     ]
 
 
-@pytest.mark.parametrize("word", ["vllm", FULL_ID[-4:], FULL_ID[5:20]])
+@pytest.mark.parametrize("word", ["vllm", FULL_ID[-8:], FULL_ID[5:20]])
 def test_a_lease_is_named_by_a_part_of_its_id_or_by_its_holder(
     service: RecordedService, run: Run, word: str
 ) -> None:

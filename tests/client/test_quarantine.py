@@ -102,7 +102,7 @@ def test_nothing_is_stated_without_a_yes(
 ) -> None:
     service.told(LISTED, LISTED)
     monkeypatch.setattr("sys.stdin", answering("n\n"))
-    assert run(f"quarantine release {FULL_ID[-6:]} --because looked").code == 6
+    assert run(f"quarantine release {FULL_ID[-8:]} --because looked").code == 6
     monkeypatch.setattr("sys.stdin", io.StringIO(""))
     ended = run("quarantine release train --because looked")
     assert (ended.code, "say --yes" in ended.err) == (2, True)

@@ -16,6 +16,9 @@ EXIT_NOT_NOW = 8
 """It would wait, or does not fit."""
 EXIT_INTERRUPTED = 130
 
+SHOWN_ID_LENGTH = 8
+"""So much of an id's end is shown in tables, and at least so much of one must be typed."""
+
 
 def main() -> None:
     """Run the command line and leave with one of the codes above."""

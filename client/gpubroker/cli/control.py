@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 import typer
 
 from gpubroker.cli import quantities
-from gpubroker.cli.session import Format, Output, TaskWord, TaskWords, broker_of, emit_all, task_id
+from gpubroker.cli.session import Format, Output, TaskWord, TaskWords, broker_of, emit_all, say, task_id
+from gpubroker.errors import BrokerError
 
 if TYPE_CHECKING:
     from gpubroker.broker import Broker
@@ -108,11 +109,33 @@ def _change(
     context: typer.Context, words: Sequence[str], output: Format, change: Callable[["Broker", str], "Task"]
 ) -> None:
     """Find all the tasks before changing any, so that a mistyped word changes nothing."""
+    with broker_of(context) as broker:
+        try:
+            found = [task_id(broker, word, to_change=True) for word in words]
+        except typer.Exit:
+            if len(words) > 1:
+                say(f"nothing was changed, of none of the {len(words)}")
+            raise
+        change_all(broker, found, output, change)
+
+
+def change_all(
+    broker: "Broker", tasks: Sequence[str], output: Format, change: Callable[["Broker", str], "Task"]
+) -> None:
+    """Shows what was changed also where a later one is refused, and says which were not."""
     from gpubroker.cli import draw
 
-    with broker_of(context) as broker:
-        found = [task_id(broker, word, to_change=True) for word in words]
-        emit_all(output, [change(broker, task) for task in found], draw.tasks)
+    changed: list[Task] = []
+    try:
+        for task in tasks:
+            changed.append(change(broker, task))
+    except BrokerError as fault:
+        if rest := tasks[len(changed) + 1 :]:
+            fault.add_note(f"after it these were not tried: {', '.join(rest)}")
+        if changed:
+            emit_all(output, changed, draw.tasks)
+        raise
+    emit_all(output, changed, draw.tasks)
 
 
 def add_to(app: typer.Typer) -> None:

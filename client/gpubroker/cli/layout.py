@@ -10,7 +10,8 @@ from rich.console import Console, ConsoleOptions, RenderResult
 from rich.table import Table
 from rich.text import Text
 
-_SHOWN_ID_LENGTH = 8
+from gpubroker.cli import SHOWN_ID_LENGTH
+
 _LEAST_CELLS = 8
 _WHOLE_ID = re.compile(r"task_[0-9a-z]{26}")
 
@@ -53,7 +54,7 @@ def short_id(task: str | None) -> str:
 
     Of another tenant's task the service tells no id.
     """
-    return task[-_SHOWN_ID_LENGTH:] if task else "another tenant"
+    return task[-SHOWN_ID_LENGTH:] if task else "another tenant"
 
 
 def with_short_ids(message: str) -> str:

@@ -30,7 +30,12 @@ lease = typer.Typer(help="External leases: memory for what the broker does not s
 
 _SECONDS = {"parser": quantities.seconds, "metavar": "DURATION"}
 
-LeaseId = Annotated[str, typer.Argument(metavar="LEASE", help="Its id, a start or end of it, or its holder.")]
+LeaseId = Annotated[
+    str,
+    typer.Argument(
+        metavar="LEASE", help="Its id, 8 or more characters of its beginning or end, or its holder."
+    ),
+]
 Holder = Annotated[str | None, typer.Option(help="Who holds it, for people; else this program.")]
 Ttl = Annotated[
     Any, typer.Option("--ttl", help="Who is not heard of for so long is asked to leave.", **_SECONDS)

@@ -7,7 +7,7 @@ import typer
 
 from gpubroker.cli import EXIT_REFUSED
 from gpubroker.cli.layout import size
-from gpubroker.cli.session import Format, Output, agree, broker_of, emit, emit_all, say
+from gpubroker.cli.session import Format, Output, agree, broker_of, emit, emit_all, is_of_id, say
 
 if TYPE_CHECKING:
     from gpubroker.broker import Broker
@@ -30,7 +30,7 @@ def list_(context: typer.Context, output: Output = Format.TABLE) -> None:
 def release(
     context: typer.Context,
     holder: Annotated[
-        str, typer.Argument(metavar="TASK", help="Id, a unique end of one, or a unique name, as listed.")
+        str, typer.Argument(metavar="TASK", help="Id, the end of one as listed, or a unique name.")
     ],
     because: Annotated[
         str, typer.Option(metavar="REASON", help="What you looked at. It is kept with your token's name.")
@@ -62,7 +62,7 @@ def release(
 def _meant(broker: "Broker", word: str) -> Sequence["Quarantined"]:
     """All runs in quarantine of the one holder a person meant."""
     listed = broker.quarantine().items
-    found = [one for one in listed if one.id and (one.id.endswith(word) or one.name == word)]
+    found = [one for one in listed if one.id and (is_of_id(one.id, word) or one.name == word)]
     if len({one.id for one in found}) == 1:
         return found
     if found:

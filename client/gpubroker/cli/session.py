@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Protocol, TypeVar
 
 import typer
 
-from gpubroker.cli import EXIT_REFUSED, EXIT_USAGE, last
+from gpubroker.cli import EXIT_REFUSED, EXIT_USAGE, SHOWN_ID_LENGTH, last
 from gpubroker.connection import TOKEN_VARIABLE, client_file
 from gpubroker.errors import Refused
 
@@ -39,7 +39,10 @@ class Format(StrEnum):
 
 Output = Annotated[Format, typer.Option("--output", "-o", help="Shape of what goes to standard output.")]
 Watch = Annotated[bool, typer.Option("--watch", "-w", help="Show it again each second, until Ctrl-C.")]
-_WORDS = "a unique beginning or end of one, a unique name, or `last`: the newest you submitted from here"
+_WORDS = (
+    "a unique name, 8 or more characters of an id's beginning or end, or `last`: the newest you submitted "
+    "from here"
+)
 TaskWord = Annotated[str, typer.Argument(metavar="TASK", help=f"Id, {_WORDS}.")]
 TaskWords = Annotated[list[str], typer.Argument(metavar="TASK...", help=f"For each: id, {_WORDS}.")]
 
@@ -74,16 +77,17 @@ def _about_token(url: str, given: str | None) -> str:
 def task_id(broker: "Broker", word: str, *, to_change: bool = False) -> str:
     """The id of the task a person meant; leaves with 6 if in doubt.
 
-    `last` is a task of the person's own. To look at, any newest one will do where there is none; what is
-    going to be changed must be named then.
+    A name goes before a part of an id; what is going to be changed must not be both. `last` is a task of the
+    person's own: to look at, any newest one will do where there is none, and to change it must be named then.
     """
     if word.startswith("task_") and len(word) == _TASK_ID_LENGTH:
         return word
     if word == "last":
         return _last(broker, to_change)
-    recent = islice(broker.list(limit=500), _TASKS_SEARCHED)
-    found = [task.id for task in recent if _is_meant(task.id, word)]
-    found = found or [task.id for task in islice(broker.list(name=word, limit=6), 6)]
+    found = [task.id for task in islice(broker.list(name=word, limit=6), 6)]
+    if may_be_of_id(word) and (to_change or not found):
+        recent = islice(broker.list(limit=500), _TASKS_SEARCHED)
+        found += [task.id for task in recent if is_of_id(task.id, word) and task.id not in found]
     return _only(found, word, "task is named")
 
 
@@ -97,8 +101,10 @@ def lease_id(broker: "Broker", word: str) -> str:
     if held := [lease.id for lease in broker.leases(state=UNFINISHED_LEASES, holder=word)]:
         return _only(held, word, "lease is held by")
     recent = list(islice(broker.leases(), _TASKS_SEARCHED))
-    found = [lease.id for lease in recent if _is_meant(lease.id, word)]
-    return _only(found or [lease.id for lease in recent if lease.holder == word], word, "lease is held by")
+    found = [lease.id for lease in recent if lease.holder == word]
+    return _only(
+        found or [lease.id for lease in recent if is_of_id(lease.id, word)], word, "lease is held by"
+    )
 
 
 def _only(found: Sequence[str], word: str, nothing: str) -> str:
@@ -107,7 +113,12 @@ def _only(found: Sequence[str], word: str, nothing: str) -> str:
             return only
         case []:
             raise _doubt(
-                f"no {nothing} {word!r}, and of the newest {_TASKS_SEARCHED} no id begins or ends so"
+                f"no {nothing} {word!r}, and "
+                + (
+                    f"of the newest {_TASKS_SEARCHED} no id begins or ends so"
+                    if may_be_of_id(word)
+                    else f"of an id at least {SHOWN_ID_LENGTH} characters are needed, as lists show them"
+                )
             )
     raise _doubt(
         f"{word!r} may be any of {', '.join(found[:5])}{' ...' if found[5:] else ''}; type one of them"
@@ -135,8 +146,14 @@ def _doubt(message: str) -> typer.Exit:
     return typer.Exit(EXIT_REFUSED)
 
 
-def _is_meant(task: str, word: str) -> bool:
-    return task.startswith((word, f"task_{word}")) or task.endswith(word)
+def may_be_of_id(word: str) -> bool:
+    """Fewer characters than lists show would soon mean somebody else's task."""
+    return len(word.removeprefix("task_")) >= SHOWN_ID_LENGTH
+
+
+def is_of_id(task: str, word: str) -> bool:
+    """Whether a word stands for this id by its beginning or its end."""
+    return may_be_of_id(word) and (task.startswith((word, f"task_{word}")) or task.endswith(word))
 
 
 def stats_if_allowed(broker: "Broker") -> "Stats | None":
