@@ -10,7 +10,6 @@ from service.core.draft import Draft
 from service.core.expectations import whole_run_seconds
 from service.core.ground import Ground
 from service.core.guarantees import Claims
-from service.core.headroom import Headroom
 from service.core.ordering import OrderKey
 from service.core.policy import Policy
 from service.core.ranks import asks_for_gpus, part_of
@@ -53,6 +52,8 @@ class Forecast:
     first_in: frozenset[str] = frozenset()
     """Limits and quotas (`line_of_quota`) for which it is among the first who wait: nobody behind it takes
     anything of them, unless it is gone by then."""
+    as_of: Instant | None = None
+    """When it was made: the runs ahead of it are expected to end as they were then. None: as they are."""
 
 
 class Planned(NamedTuple):
@@ -127,17 +128,10 @@ class Leeway:
             left = bound.later.room()
             for part in bound.parts():
                 left = left.with_room_of(part, sign=-1)
-            room = _lesser(room, left)
+            room = room.at_most(left)
             for device in free.keys() & bound.devices:
                 free[device] = min(free[device], bound.later.mb(device) - bound.mb(device))
         return replace(ground, room=room, free=free)
-
-
-def _lesser(one: Headroom, other: Headroom) -> Headroom:
-    """Of two views of the same node."""
-    custom = tuple((name, min(a, b)) for (name, a), (_, b) in zip(one.custom, other.custom, strict=True))
-    cpu, memory_mb = min(one.cpu, other.cpu), min(one.memory_mb, other.memory_mb)
-    return Headroom(cpu, memory_mb, min(one.runs, other.runs), custom, one.node)
 
 
 class Guards:
@@ -160,7 +154,8 @@ class Guards:
         self._claims = claims
         self._order = order
         self.forecasts = tuple(forecasts)
-        self._departures = Departures(draft, policy, now)
+        as_of = max((f.as_of for f in self.forecasts if f.as_of is not None), default=now)
+        self._departures = Departures(draft, policy, now, as_of)
         self._supplies = Supplies(self._departures, for_plans=False, spared_from=claims.spared_from)
         self.on: dict[NodeName, list[Planned]] = {}
         """Node -> the forecasts that keep room there, the first in order first."""

@@ -43,11 +43,15 @@ NEVER = Departure(Instant(inf), Instant(inf))
 class Departures:
     """Of the runs in one draft, each worked out once."""
 
-    def __init__(self, draft: Draft, policy: Policy, now: Instant) -> None:
+    def __init__(self, draft: Draft, policy: Policy, now: Instant, as_of: Instant | None = None) -> None:
+        """`as_of`: how long runs of which that is not certain go on is judged by how long they had lasted
+        then, if they had begun. Each moment that such a run lasts moves its end on, and a plan would find
+        that everybody delays a forecast which was made a moment before. None: now."""
         self.draft = draft
         """May be replaced by another one of the same World."""
         self.policy = policy
         self.now = now
+        self._as_of = now if as_of is None else as_of
         self._sketches = draft.world.learned.sketches
         self._known: dict[tuple[TaskId, int, TaskState], Departure] = {}
         self._learned: dict[tuple[str, str, str], Sketch | None] = {}
@@ -78,24 +82,26 @@ class Departures:
     def _work_out(self, run: Task) -> Departure:
         kind = self._kind_of(run)
         known = self._seconds_of(run, kind)
+        at = max(self._as_of, run.started_at or run.admitted_at or self.now)
         if known is None and run.expected_seconds is None:
-            return self._guessed(run, 0.0)
+            return self._guessed(run, 0.0, at)
         if run.started_at is None:
             left = run_seconds(run, self._sketches, self.policy, kind=kind)
         else:
-            left = remaining_seconds(run, self._sketches, self.now, kind=kind)
+            left = remaining_seconds(run, self._sketches, at, kind=kind)
         if left is not None:
-            return self._bounded(run, left.p50_seconds, left.p90_seconds, left.n, is_guess=False)
+            p50_at, p90_at = at + left.p50_seconds, at + left.p90_seconds
+            return self._bounded(run, p50_at, p90_at, left.n, is_guess=False)
         learned = 0.0 if known is None else known.quantile(1.0) or 0.0
-        return self._guessed(run, learned if run.expected_seconds is None else run.expected_seconds)
+        return self._guessed(run, learned if run.expected_seconds is None else run.expected_seconds, at)
 
-    def _guessed(self, run: Task, known_seconds: float) -> Departure:
-        """`known_seconds`: what it was thought to take at most; 0 if nothing was."""
-        elapsed = 0.0 if run.started_at is None else self.now - run.started_at
+    def _guessed(self, run: Task, known_seconds: float, at: Instant) -> Departure:
+        """`known_seconds`: what it was thought to take at most; 0 if nothing was. `at`: as of when."""
+        elapsed = 0.0 if run.started_at is None else at - run.started_at
         guess = max(LEAST_GUESS_SECONDS, elapsed - known_seconds)
-        return self._bounded(run, guess, GUESS_P90 * guess, 0, is_guess=True)
+        return self._bounded(run, at + guess, at + GUESS_P90 * guess, 0, is_guess=True)
 
-    def _bounded(self, run: Task, p50: float, p90: float, n: int, *, is_guess: bool) -> Departure:
+    def _bounded(self, run: Task, p50_at: float, p90_at: float, n: int, *, is_guess: bool) -> Departure:
         """Whatever it would take, it is stopped at its time limit and at its deadline."""
         latest = inf
         if run.timeout_seconds is not None:
@@ -103,9 +109,7 @@ class Departures:
         if run.deadline_at is not None and run.external is None:  # whose deadline each renewal moves on
             latest = min(latest, run.deadline_at + run.grace_seconds)
         latest = max(self.now, latest)
-        return Departure(
-            Instant(min(latest, self.now + p50)), Instant(min(latest, self.now + p90)), n, is_guess
-        )
+        return Departure(Instant(min(latest, p50_at)), Instant(min(latest, p90_at)), n, is_guess)
 
     def _seconds_of(self, run: Task, kind: str) -> Sketch | None:
         about = run.tenant, run.subject, kind

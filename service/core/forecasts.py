@@ -259,13 +259,13 @@ class _Forecasting:
         ahead = [leaver.departure for leaver in self._opening]
         ahead += [d for place in places for d in self._ahead(place) if d.p50_at <= at if at > self._now]
         p90_at = max([at, *(departure.p90_at for departure in ahead)])
-        ns = [departure.n for departure in ahead if departure.n]
+        n = min((departure.n for departure in ahead if departure.n), default=0)
         is_guess = any(departure.is_guess for departure in ahead)
-        basis = Basis.GUESS if is_guess else Basis.LEARNED if ns else Basis.STATED
+        basis = Basis.GUESS if is_guess else Basis.LEARNED if n else Basis.STATED
         guesses = (forecast for forecast in self.made if forecast.basis is Basis.GUESS)
         keeps_room = not is_guess or not any(forecast.places for forecast in guesses)
         times = Instant(at), Instant(p90_at), Instant(end_at)
-        return Forecast(task.id, tuple(places), *times, min(ns, default=0), basis, keeps_room)
+        return Forecast(task.id, tuple(places), *times, n, basis, keeps_room, as_of=self._now)
 
     def _run_seconds(self, task: Task, nodes: Iterable[NodeName]) -> tuple[Seconds, Seconds]:
         """(p50, p90) of its run there."""

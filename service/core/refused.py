@@ -69,7 +69,7 @@ class Lot:
     def met_by(self, room: Room) -> Iterator[tuple[Kin, Refusal]]:
         """For whom the room is enough."""
         amounts, whole = room.ceiling
-        cpu, memory_mb, count = room.beside.cpu, room.beside.memory_mb, len(amounts)
+        cpu, memory_mb, count = max(0.0, room.beside.cpu), max(0, room.beside.memory_mb), len(amounts)
         if room.beside.runs < 1:
             return
         for kin, lack in self.lacks.items():

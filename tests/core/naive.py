@@ -230,7 +230,9 @@ class Naive(NaiveLeavers):
                 continue
             if not self.is_open(node, task):
                 continue
-            if cpu < demand.cpu or memory < demand.memory_mb or runs < 1 or not self.node_has(node, task):
+            if max(0.0, cpu) < demand.cpu or max(0, memory) < demand.memory_mb or runs < 1:
+                continue
+            if not self.node_has(node, task):
                 continue
             for chosen in combinations(self.devices(node.name), demand.gpus):
                 needs = [self.needs(demand, device) for device in chosen]

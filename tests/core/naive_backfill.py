@@ -41,17 +41,11 @@ def keepers(naive: Any) -> list[Forecast]:
     ]
 
 
-def gone_at(naive: Any, run: Task) -> float:
-    """When one in two such runs has left; in these stories nothing is learned."""
-    if run.state is TaskState.STOPPING:
-        return max(naive.now, run.stop_deadline_at or naive.now)
-    at, _ = ends_at(naive, run)
-    return at
-
-
-def ends_at(naive: Any, run: Task) -> tuple[float, bool]:
-    """When one in two such runs has ended, and whether that is only a guess."""
-    said, lasted = run.expected_seconds, naive.now - (run.started_at or naive.now)
+def ends_at(naive: Any, run: Task, forecast: Forecast) -> tuple[float, bool]:
+    """When one in two such runs has ended, and whether that is only a guess; in these stories nothing is
+    learned. As it looked when the forecast was made, or else when the run began."""
+    as_of = max(forecast.as_of or naive.now, run.started_at or run.admitted_at or naive.now)
+    said, lasted = run.expected_seconds, as_of - (run.started_at or as_of)
     if said is not None and said > lasted:
         left = said - lasted
     elif said is not None and run.started_at is None:
@@ -60,7 +54,7 @@ def ends_at(naive: Any, run: Task) -> tuple[float, bool]:
         left = max(60.0, lasted - (said or 0.0))
     is_guess = said is None or (run.started_at is not None and said <= lasted)
     began = run.started_at or naive.now
-    limits = [naive.now + left]
+    limits = [as_of + left]
     if run.timeout_seconds is not None:
         limits.append(max(naive.now, began + run.timeout_seconds + run.grace_seconds))
     if run.deadline_at is not None:
@@ -68,12 +62,13 @@ def ends_at(naive: Any, run: Task) -> tuple[float, bool]:
     return min(limits), is_guess
 
 
-def in_the_way_until(naive: Any, run: Task, other: Task) -> float:
+def in_the_way_until(naive: Any, run: Task, forecast: Forecast) -> float:
     """Of a task that may stop the run, the run is not in the way at all. Who came after it, for nobody knows
     how long, stays."""
+    other = naive.tasks[forecast.task]
     if run.state is TaskState.STOPPING:
-        return gone_at(naive, run)
-    at, is_guess = ends_at(naive, run)
+        return max(naive.now, run.stop_deadline_at or naive.now)
+    at, is_guess = ends_at(naive, run, forecast)
     if run.admitted_at > other.submitted_at and is_guess:
         at = inf
     return min(at, stoppable_from(naive, run, other))
@@ -95,13 +90,13 @@ def stoppable_from(naive: Any, run: Task, other: Task) -> float:
     return min(at for at in moments if at >= naive.now and (other.priority >= 90 or not is_spared(at)))
 
 
-def lease_until(naive: Any, lease: Lease, other: Task) -> float:
+def lease_until(naive: Any, lease: Lease, forecast: Forecast) -> float:
     if lease.state is LeaseState.RELEASING:
         return naive.now
     run = naive.run_of(lease)
     if lease.state is LeaseState.QUARANTINED or run is None:
         return inf
-    return in_the_way_until(naive, run, other) if run.is_active else inf
+    return in_the_way_until(naive, run, forecast) if run.is_active else inf
 
 
 def lasts(naive: Any, task: Task) -> float:
@@ -147,15 +142,16 @@ def is_open(naive: Any, task: Task, node: Any, everybody: bool, parts: Sequence[
     those of its ranks that would be there."""
     for forecast in delayed(naive, task, node.name, everybody):
         other, at = naive.tasks[forecast.task], max(naive.now, forecast.start_at)
-        there = [run for run in naive.runs_on(node) if in_the_way_until(naive, run, other) > at]
+        there = [run for run in naive.runs_on(node) if in_the_way_until(naive, run, forecast) > at]
         there += naive.waiting_here(node, other)
         for f in also_there(naive, task, forecast, node.name, at):
             there += parts_on(naive, f, node.name)
-        wanted = [*there, *(parts or (task,))]
-        if round(sum(run.demand.cpu for run in wanted), 6) > node.cpu or len(wanted) > node.max_runs:
+        if len(there) + len(parts or (task,)) > node.max_runs:
             return False
-        if sum(run.demand.memory_mb for run in wanted) > node.memory_mb:
-            return False
+        for name, has in (("cpu", node.cpu), ("memory_mb", node.memory_mb)):
+            asked = sum(getattr(part.demand, name) for part in parts or (task,))
+            if asked and round(asked + sum(getattr(run.demand, name) for run in there), 6) > has:
+                return False
         for name, has in node.custom:
             asked = sum(dict(part.demand.custom).get(name, 0.0) for part in parts or (task,))
             if asked and asked + sum(dict(run.demand.custom).get(name, 0.0) for run in there) > has:
@@ -173,7 +169,7 @@ def allows(naive: Any, task: Task, device: Any, mb: int, everybody: bool) -> boo
         left += sum(
             naive.takes(lease)
             for lease in naive.leases
-            if lease.device == device.key and lease_until(naive, lease, other) <= at
+            if lease.device == device.key and lease_until(naive, lease, forecast) <= at
         )
         left -= sum(
             devices_of(f).get(device.key, 0) for f in also_there(naive, task, forecast, device.node, at)

@@ -64,7 +64,9 @@ def places(
         for node in usable:
             before = left[node.name]
             after = less(before, part)
-            if not naive.is_open(node, part) or any(amount < 0 for amount in after.values()):
+            if not naive.is_open(node, part) or any(
+                after[name] < 0 for name in after if after[name] < before[name]
+            ):
                 continue
             if not lies_well(task.demand.strategy, [name for name, _ in found], node.name):
                 continue

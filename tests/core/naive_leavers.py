@@ -160,7 +160,7 @@ class NaiveLeavers(NaiveTenants):
         leaving = [run for run in self.runs_on(node) if run.state is TaskState.STOPPING]
         for run in [*leaving, *here]:
             cpu, memory, slots = cpu + run.demand.cpu, memory + run.demand.memory_mb, slots + 1
-        if round(cpu, 6) < task.demand.cpu or memory < task.demand.memory_mb or slots < 1:
+        if max(0.0, round(cpu, 6)) < task.demand.cpu or max(0, memory) < task.demand.memory_mb or slots < 1:
             return False
         if not self.node_has(node, task, [*leaving, *here]):
             return False
