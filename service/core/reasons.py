@@ -14,7 +14,7 @@ class Reason(StrEnum):
     NO_MATCHING_DEVICE = "NoMatchingDevice"
     """What is large enough is not ready or is cordoned, or nothing is of the kind that is asked for."""
     BACKEND_UNAVAILABLE = "BackendUnavailable"
-    """No node answers, or nobody knows how much memory is in use."""
+    """No node answers, nobody leads, or nobody knows how much memory is in use."""
     NOT_BEFORE = "NotBefore"
     DEPENDENCY_PENDING = "DependencyPending"
     """Tasks that it runs after have not ended."""

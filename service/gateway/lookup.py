@@ -19,6 +19,7 @@ from service.gateway.problems import Problem
 from service.gateway.quarantine import quarantined_view
 from service.gateway.results import result_member
 from service.gateway.translate import Live, expected_view, task_view
+from service.gateway.unled import told_unled, unled
 from service.gateway.views import ExpectedView, PendingView
 from service.ports import TaskRecord
 
@@ -101,6 +102,8 @@ def live_of(parts: GatewayParts, task: Task, *, explained: bool = True) -> Live:
 def _pending_of(parts: GatewayParts, task: Task) -> PendingView | None:
     now = parts.clock.now()
     view = parts.pending.of(task, now)
+    if view is not None and (blocker := unled(parts, task)) is not None:
+        return told_unled(view, blocker)
     start = start_of(parts.world, task, parts.forecasts(), now)
     return view if view is None or start is None else {**view, "start": expected_view(start, now)}
 

@@ -23,6 +23,14 @@ def test_a_priority_is_changed_together_with_times(service: RecordedService, run
     assert service.asked[-1].body == {"priority": 0, "not_before": None}
 
 
+def test_what_is_asked_for_while_nobody_leads_is_told_beside_the_task(
+    service: RecordedService, run: Run
+) -> None:
+    waits = {"reason": "BackendUnavailable", "message": "nobody leads; the cancel is kept"}
+    service.told(Reply(202, a_task(FULL_ID, pending=waits)))
+    assert f"{FULL_ID}: nobody leads; the cancel is kept" in run("cancel", FULL_ID).err
+
+
 def test_tasks_are_listed_since_a_time_or_for_a_while(service: RecordedService, run: Run) -> None:
     service.told(page(), page())
     assert run("ps --since 2026-11-21T22:00+00:00").code == 0

@@ -170,3 +170,38 @@ async def test_an_external_lease_that_waits_is_explained_and_one_that_is_held_is
     [holder] = found["devices"][0]["holders"]
     assert (holder["id"], holder["gpu_mb"]) == (held, 60 * GIB)
     assert {"gpu_mb": 20 * GIB} in [remedy["change"] for remedy in found["remedies"]]
+
+
+async def test_while_nobody_leads_a_task_is_told_that_and_no_start() -> None:
+    async with Gateway(settle_seconds=0) as gateway:
+        api = gateway.admin
+        task_id, held = await api.submit(), await api.submit()
+        await api.patch(f"/tasks/{held}", json={"held": True})
+        gateway.forecasts = list(make_forecasts(gateway.world, gateway.policy, gateway.clock.now()))[-1]
+        gateway.leads = False
+        gateway.change(leader=lambda: None)
+        found = (await api.get(f"/tasks/{task_id}/explain")).json()
+        assert (found["reason"], found["start"], found["remedies"]) == ("BackendUnavailable", None, [])
+        assert found["message"].startswith("nobody leads")
+        assert [blocker["reason"] for blocker in found["blockers"]] == ["BackendUnavailable"]
+        pending = (await api.get(f"/tasks/{task_id}")).json()["pending"]
+        assert (pending["reason"], pending["message"], pending["start"]) == (
+            "BackendUnavailable",
+            found["message"],
+            None,
+        )
+        pending = (await api.get(f"/tasks/{held}")).json()["pending"]
+        assert (pending["reason"], "held by a person" in pending["message"]) == ("Held", True)
+        assert "nobody leads" in pending["message"]
+
+
+async def test_a_cancel_that_nobody_leads_to_hear_is_told_where_the_task_is() -> None:
+    async with Gateway(settle_seconds=0) as gateway:
+        task_id = await gateway.admin.submit()
+        gateway.leads = False
+        gateway.change(leader=lambda: None)
+        for answer in (
+            await gateway.admin.post(f"/tasks/{task_id}/cancel"),
+            await gateway.admin.get(f"/tasks/{task_id}"),
+        ):
+            assert "asked to be cancelled" in answer.json()["pending"]["message"]

@@ -136,6 +136,9 @@ def change_all(
             emit_all(output, changed, draw.tasks)
         raise
     emit_all(output, changed, draw.tasks)
+    for done in changed:
+        if done.pending and done.pending.reason == "BackendUnavailable":  # so it is still as it was
+            say(f"{done.id}: {done.pending.message}")
 
 
 def add_to(app: typer.Typer) -> None:

@@ -8,6 +8,7 @@ from service.core.explain import ended_message, explain, explain_waiting
 from service.core.look import look
 from service.core.reasons import Reason
 from service.core.task import Task, TaskState
+from service.gateway.advice import NO_ADVICE
 from service.gateway.direct import Call, DirectRoute, answer, needs, problems
 from service.gateway.explanation import UNEXPLAINED, ExplanationView, blocker_view, explained_fields
 from service.gateway.identity import Scope
@@ -16,6 +17,7 @@ from service.gateway.overview import as_of
 from service.gateway.pending import NOT_YET_SEEN, inherits_view
 from service.gateway.permission import highest_priority
 from service.gateway.translate import rfc3339
+from service.gateway.unled import unled
 from service.ports import TaskRecord
 
 router = APIRouter(route_class=DirectRoute, tags=["tasks"])
@@ -55,10 +57,25 @@ def _waiting(call: Call, task: Task) -> ExplanationView:
     view = _bare(call, task)
     looked = look(parts.asking.survey(parts.world, task, parts.policy, now, parts.forecasts()))
     found, advice = explain_waiting(looked), advise(looked, highest_priority(call))
-    return {
+    view = {
         **view,
         "inherits": inherits_view(found.inherits),
         **explained_fields(parts.world, found, advice, call.identity, now),
+    }
+    blocker = unled(parts, task)
+    return view if blocker is None else _unled(view, found.blockers, blocker)
+
+
+def _unled(view: ExplanationView, blockers: tuple[Blocker, ...], unled: Blocker) -> ExplanationView:
+    """While nobody leads there is no start to tell, and nothing helps but a leader."""
+    others = [one for one in blockers if one.reason is not Reason.PENDING_EVALUATION]
+    first, *more = sorted([unled, *others], key=lambda blocker: blocker.tier)
+    return {
+        **view,
+        **NO_ADVICE,
+        "reason": first.reason.value,
+        "message": first.message,
+        "blockers": [blocker_view(blocker) for blocker in (first, *more)],
     }
 
 
