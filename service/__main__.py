@@ -71,14 +71,20 @@ def migrate(
     config: Config = None,
     data_dir: DataDir = None,
     database_url: DatabaseUrl = None,
-    to: Annotated[str, typer.Option(help="Revision to go to, up or down.")] = "head",
+    to: Annotated[str, typer.Option(help="Revision to go to, up or down, such as 0003.")] = "head",
+    drop_everything: Annotated[
+        bool, typer.Option("--drop-everything", help="Needed for --to base, which drops every table.")
+    ] = False,
 ) -> None:
-    """Bring the database to a revision; the service must not be running on a SQLite file meanwhile."""
+    """Bring the database to a revision.
+
+    The service must not be running meanwhile on a SQLite file, nor, to go back, on PostgreSQL.
+    """
     from service.bootstrap import StartRefused, migrate_database
 
     settings = _settings(config, data_dir=data_dir, database_url=database_url)
     try:
-        typer.echo(migrate_database(settings, to), err=True)
+        typer.echo(migrate_database(settings, to, drop_everything=drop_everything), err=True)
     except StartRefused as refused:
         raise _refused(str(refused)) from None
 

@@ -396,3 +396,4 @@ def downgrade() -> None:
         "pledge", "lease", "device", "request", "checkpoint", "outcome", "task_label", "task_spec", "task",
     ):  # fmt: skip
         op.drop_table(table)
+    op.execute("DROP TABLE IF EXISTS installation")

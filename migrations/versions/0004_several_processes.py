@@ -31,6 +31,8 @@ def upgrade() -> None:
         sa.PrimaryKeyConstraint("kind", "key", name=op.f("pk_last_value")),
         **HOT,
     )
+    if sa.inspect(op.get_bind()).has_table("installation"):
+        return
     op.create_table(
         "installation",
         sa.Column("id", sa.Integer(), autoincrement=False, nullable=False),
@@ -44,5 +46,6 @@ def upgrade() -> None:
 
 
 def downgrade() -> None:
-    op.drop_table("installation")
+    """`installation` stays until nothing is left: it says which directory of objects belongs to this
+    database, and what came before does not see it."""
     op.drop_table("last_value")

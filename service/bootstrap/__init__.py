@@ -75,11 +75,12 @@ async def _run(settings: Settings, listener: socket.socket | None, *, leads: boo
         last_moment.cancel()
 
 
-def migrate_database(settings: Settings, revision: str) -> str:
+def migrate_database(settings: Settings, revision: str, *, drop_everything: bool) -> str:
     """Bring the schema to a revision, up or down. Raises StartRefused; the database is unchanged."""
     prepare_data_dir(settings.data_dir)
     try:
-        return f"the database is now at {migrate(settings.database, revision)}"
+        reached = migrate(settings.database, revision, drop_everything=drop_everything)
+        return f"the database is now at {reached}"
     except DatabaseRefused as refused:
         raise StartRefused(str(refused)) from None
 

@@ -38,9 +38,10 @@ async def open_blobs(settings: Settings, store: SqlStore) -> DirectoryBlobs:
     if is_first:
         if not (own.startswith(known) or _is_alone(settings)):
             raise StartRefused(
-                f"{folder} holds the large objects of another database: its file {_ID} was not made for this "
-                "one, which knows of none yet. Name another directory with blob_dir, or, if that database is "
-                "no longer in use, remove the file"
+                f"{folder} holds the large objects of another database, or of this one before it was "
+                f"emptied: its file {_ID} was not made for this one, which knows of none yet. Name another "
+                "directory with blob_dir. Only where no database needs these objects any more, remove the "
+                "file: what is in the directory is then deleted in time"
             )
         known = await store.claim_blobs(own, instead_of=known)
     if known != own:

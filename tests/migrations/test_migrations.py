@@ -93,7 +93,7 @@ def test_the_newest_schema_is_the_one_in_tables(url: str) -> None:
 def test_checks_partial_indexes_and_storage_are_the_ones_in_tables(url: str) -> None:
     migrate(url, "head")
     migrated = looked_at(url, facts_of)
-    migrate(url, "base")
+    migrate(url, "base", drop_everything=True)
     with engine_of(url).begin() as connection:
         metadata.create_all(connection)
     assert migrated == looked_at(url, facts_of)
@@ -102,7 +102,7 @@ def test_checks_partial_indexes_and_storage_are_the_ones_in_tables(url: str) -> 
 def test_a_schema_goes_down_to_nothing_and_up_again(url: str) -> None:
     assert migrate(url, "head") == NEWEST
     before = looked_at(url, facts_of)
-    assert migrate(url, "base") == "base"
+    assert migrate(url, "base", drop_everything=True) == "base"
     assert looked_at(url, tables_of) == set()
     assert migrate(url, "head") == NEWEST
     assert looked_at(url, facts_of) == before
@@ -115,9 +115,21 @@ def test_a_schema_at_the_newest_revision_stays_as_it_is(url: str) -> None:
 def test_a_revision_that_does_not_exist_changes_nothing(url: str) -> None:
     migrate(url, "head")
     before = looked_at(url, facts_of)
-    with pytest.raises(DatabaseRefused, match="cannot be brought to revision 4711"):
-        migrate(url, "4711")
+    for revision in ("4711", "3", "-1", "nope"):
+        refusal = f"cannot be brought to revision {revision}: there are base, 0001, .*{NEWEST} and head"
+        with pytest.raises(DatabaseRefused, match=refusal):
+            migrate(url, revision)
     assert looked_at(url, facts_of) == before
+
+
+async def test_everything_is_dropped_only_for_who_says_so(url: str) -> None:
+    assert migrate(url, "base") == "base"
+    async with opened(url) as store:
+        await store.submit(a_submission("t1"))
+    with pytest.raises(DatabaseRefused, match=r"drops every table.*--drop-everything"):
+        migrate(url, "base")
+    async with opened(url) as store:
+        assert await store.head() == 1
 
 
 async def test_a_store_migrates_what_it_opens_and_keeps_what_is_in_it(url: str) -> None:
@@ -138,6 +150,16 @@ async def test_what_is_in_a_database_outlives_the_way_down_and_up_again(url: str
         assert migrate(url, f"{revision:04}") == f"{revision:04}"
     async with opened(url) as store:
         assert await all_of(store) == before
+
+
+@pytest.mark.parametrize("revision", [f"{number:04}" for number in range(1, SCHEMA)])
+async def test_a_database_is_the_same_one_after_the_way_down_and_up_again(url: str, revision: str) -> None:
+    """Its directory of objects belongs to it, and to a new one it would not."""
+    async with opened(url) as store:
+        known = await store.claim_blobs("0123456789abcdef-1", instead_of="")
+    migrate(url, revision)
+    async with opened(url) as store:
+        assert await store.blobs() == known
 
 
 @pytest.mark.parametrize(("table", "states"), [("task", TaskState), ("lease", LeaseState)])

@@ -82,6 +82,26 @@ def test_a_service_goes_on_under_a_migration_that_adds_and_ends_under_one_that_t
     assert "upgrade gpubroker" in refusal(service)
 
 
+def test_nobody_goes_back_under_a_living_service(service: ServiceProcess, empty_postgres_url: str) -> None:
+    for revision in ("0003", "base"):
+        with pytest.raises(DatabaseRefused, match=r"in use: gpubroker, process \d+ on .*so stop them"):
+            migrate(empty_postgres_url, revision, drop_everything=True)
+    task = service.broker.submit("tests.e2e.work:add", cpu=0.5)
+    assert service.broker.wait(task.id, timeout_seconds=PATIENCE_SECONDS).state == "succeeded"
+    assert service.terminate() == 0
+    until(lambda: went_back(empty_postgres_url, "0003"), "the database goes back")
+    service.start()
+    assert service.broker.get(task.id).state == "succeeded"
+
+
+def went_back(url: str, revision: str) -> bool:
+    """A server may know the sessions of a process for a moment longer than it lived."""
+    try:
+        return migrate(url, revision) == revision
+    except DatabaseRefused:
+        return False
+
+
 def test_a_process_that_cannot_read_the_log_stands_back_and_still_takes_tasks(
     service: ServiceProcess, empty_postgres_url: str
 ) -> None:

@@ -42,17 +42,18 @@ def open_database(url: str, *, pooled: bool = False) -> Database:
     return _open_file(path_of(url)) if is_file(url) else _open_server(url, pooled=pooled)
 
 
-def migrate(url: str, revision: str) -> str:
-    """Bring the schema to a revision (`head`, `base`, `-1`, ...); the revision it has now.
+def migrate(url: str, revision: str, *, drop_everything: bool = False) -> str:
+    """Bring the schema to a revision (`head`, `base`, `0003`, ...); the revision it has now.
 
-    Raises DatabaseRefused; the database is unchanged.
+    Going back needs the database for itself, and a word of its own where nothing would be left. Raises
+    DatabaseRefused; the database is unchanged.
     """
     if not is_file(url):
         connections.check_server(url)
-        return bring_to(server_engine(url), revision, "the database")
+        return bring_to(server_engine(url), revision, "the database", drop_everything=drop_everything)
     file = SqliteFile(path_of(url))
     try:
-        return bring_to(file_engine(file), revision, str(file.path))
+        return bring_to(file_engine(file), revision, str(file.path), drop_everything=drop_everything)
     finally:
         file.close()
 

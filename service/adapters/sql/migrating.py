@@ -1,5 +1,6 @@
 """Changing a database's schema with alembic, from a checkout or from an installed package."""
 
+from dataclasses import dataclass
 from pathlib import Path
 
 from alembic import command
@@ -17,9 +18,17 @@ _INSTALLED = Path(__file__).parent / "migrations"
 _CHECKOUT = Path(__file__).parents[3] / "migrations"
 _LOCK = 0x67706272
 """Advisory lock on PostgreSQL: of several processes that start, one migrates and the others wait."""
+_OTHERS = text("""
+SELECT DISTINCT application_name FROM pg_stat_activity
+WHERE datname = current_database() AND application_name LIKE 'gpubroker%'
+    AND application_name <> current_setting('application_name')
+ORDER BY 1
+""")
+"""Whoever starts has a session before it asks for the revision, and the lock on that makes it wait: so it is
+seen here, or finds what this has made."""
 
 
-def migrate_to(engine: Engine, revision: str, name: str) -> str:
+def migrate_to(engine: Engine, revision: str, name: str, *, drop_everything: bool) -> str:
     """See `schema.bring_to`."""
     try:
         with engine.begin() as connection:
@@ -29,7 +38,7 @@ def migrate_to(engine: Engine, revision: str, name: str) -> str:
             current = MigrationContext.configure(connection).get_current_revision()
             _check_ours(connection, current, name)
             if current is None or _knows(config, current):
-                _move(config, current, revision)
+                _move(config, current, _Goal(revision, name, drop_everything))
             else:
                 _check_compatible(connection, current, name, goes_elsewhere=revision != "head")
             return MigrationContext.configure(connection).get_current_revision() or "base"
@@ -40,6 +49,14 @@ def migrate_to(engine: Engine, revision: str, name: str) -> str:
             f"{name} cannot be used: {error.orig}; "
             "restore it from a backup, or name another with --database-url"
         ) from None
+
+
+@dataclass(frozen=True, slots=True)
+class _Goal:
+    revision: str
+    of: str
+    """The database's name for people."""
+    drop_everything: bool
 
 
 def _config(connection: Connection) -> Config:
@@ -71,11 +88,32 @@ def _check_compatible(connection: Connection, current: str, name: str, *, goes_e
         )
 
 
-def _move(config: Config, current: str | None, revision: str) -> None:
-    scripts = ScriptDirectory.from_config(config)
-    target = None if revision == "base" else scripts.get_revision(revision)
-    older = {script.revision for script in scripts.iterate_revisions(current or "base", "base")}
-    if target is None or (target.revision in older and target.revision != current):
-        command.downgrade(config, revision)
+def _move(config: Config, current: str | None, goal: _Goal) -> None:
+    known = [script.revision for script in ScriptDirectory.from_config(config).walk_revisions()]
+    known = ["base", *reversed(known)]
+    target = known[-1] if goal.revision == "head" else goal.revision
+    if target not in known:
+        raise DatabaseRefused(
+            f"{goal.of} cannot be brought to revision {goal.revision}: there are {', '.join(known)} and head"
+        )
+    if known.index(target) < known.index(current or "base"):
+        _check_way_down(config.attributes["connection"], target, goal)
+        command.downgrade(config, target)
     else:
-        command.upgrade(config, revision)
+        command.upgrade(config, target)
+
+
+def _check_way_down(connection: Connection, target: str, goal: _Goal) -> None:
+    if target == "base" and not goal.drop_everything:
+        raise DatabaseRefused(
+            f"base is before the first revision: going there drops every table of {goal.of}, with all tasks, "
+            "results, tokens and the log; if that is what you want, say --drop-everything"
+        )
+    if connection.dialect.name != "postgresql":
+        return  # whoever has the file has locked it
+    connection.execute(text("LOCK TABLE alembic_version IN ACCESS EXCLUSIVE MODE"))
+    if others := connection.execute(_OTHERS).scalars().all():
+        raise DatabaseRefused(
+            f"{goal.of} is in use: {'; '.join(others)}; going back to revision {goal.revision} takes away "
+            "what they need, so stop them first"
+        )

@@ -9,8 +9,8 @@ NEWEST = f"{SCHEMA:04}"
 _REVISION = text("SELECT version_num FROM alembic_version")
 
 
-def bring_to(engine: Engine, revision: str, name: str) -> str:
-    """Migrate up or down to a revision (`head`, `base`, `-1`, ...); the revision reached, or `base`.
+def bring_to(engine: Engine, revision: str, name: str, *, drop_everything: bool = False) -> str:
+    """Migrate up or down to a revision (`head`, `base`, `0003`, ...); the revision reached, or `base`.
 
     `name` is the database's name for people. Raises DatabaseRefused; the schema is unchanged.
     """
@@ -19,7 +19,7 @@ def bring_to(engine: Engine, revision: str, name: str) -> str:
     # alembic: a tenth of what a start loads, and hardly any start has something to migrate.
     from service.adapters.sql.migrating import migrate_to
 
-    return migrate_to(engine, revision, name)
+    return migrate_to(engine, revision, name, drop_everything=drop_everything)
 
 
 def _is_newest(engine: Engine) -> bool:
