@@ -8,6 +8,7 @@ from urllib.parse import urlsplit
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
 from pydantic_settings import NoDecode
 
+from service.core.kinds import SHIPPED
 from service.core.policy import BAND_NAMES
 
 
@@ -258,11 +259,18 @@ class KindSettings(Section):
     """MiB that each process takes there beyond what it asked for."""
 
 
-def _power_alone(value: Any) -> Any:
-    return {"power": value} if isinstance(value, int | str) else value
+Kinds = dict[str, KindSettings]
 
 
-Kinds = dict[str, Annotated[KindSettings, BeforeValidator(_power_alone)]]
+def over_the_shipped(kinds: Any) -> Any:
+    """What is said of a kind changes no other; of a shipped one what is not said stays. Null takes one out."""
+    if not isinstance(kinds, dict):
+        return kinds
+    merged: dict[Any, Any] = {kind.name: {"power": kind.power} for kind in SHIPPED}
+    for name, said in kinds.items():
+        said = {"power": said} if isinstance(said, int | str) else said
+        merged[name] = {**merged.get(name, {}), **said} if isinstance(said, dict) else said
+    return {name: said for name, said in merged.items() if said is not None}
 
 
 class ModelTypeSettings(Section):

@@ -28,11 +28,9 @@ from pydantic_settings import (
     SettingsConfigDict,
 )
 
-from service.core.kinds import SHIPPED
 from service.sections import (
     DefaultSettings,
     Kinds,
-    KindSettings,
     LimitSettings,
     ModelTypeSettings,
     PolicySettings,
@@ -44,6 +42,7 @@ from service.sections import (
     TritonSettings,
     Words,
     comma_separated,
+    over_the_shipped,
 )
 
 LOOPBACK = frozenset({"127.0.0.1", "::1", "localhost"})
@@ -110,8 +109,8 @@ class Settings(BaseSettings):
     retention: RetentionSettings = RetentionSettings()
     triton: TritonSettings = TritonSettings()
     defaults: DefaultSettings = DefaultSettings()
-    kinds: Kinds = {kind.name: KindSettings(power=kind.power) for kind in SHIPPED}
-    """Ranks of kinds of GPU, and what a process costs there. What a file says takes the place of all."""
+    kinds: Annotated[Kinds, BeforeValidator(over_the_shipped), Field(validate_default=True)] = {}
+    """Ranks of kinds of GPU, and what a process costs there, over those that are shipped."""
     node_labels: dict[str, dict[str, str]] = {}
     """Labels by name of the node, which tasks may ask for."""
     pools: dict[str, PoolSettings] = {}

@@ -21,8 +21,20 @@ def test_what_is_kept_from_leases_comes_from_the_settings() -> None:
 def test_a_power_alone_ranks_a_kind_and_labels_are_taken_as_they_are() -> None:
     settings = load_settings(kinds={"L4": 100, "T4": {"context_mb": 300}}, node_labels={"n1": {"zone": "a"}})
     rules = inventory_rules_of(settings)
-    assert rules.kinds == (Kind("L4", 100), Kind("T4", 0, 300))
+    assert {*rules.kinds} == {*SHIPPED, Kind("L4", 100), Kind("T4", 0, 300)}
     assert rules.node_labels == {"n1": {"zone": "a"}}
+
+
+def test_a_kind_that_is_set_takes_no_other_away_and_null_takes_it_out() -> None:
+    settings = load_settings(kinds={"H100": {"context_mb": 500}, "A100": 700, "L40": None, "none": None})
+    kinds = {kind.name: (kind.power, kind.context_mb) for kind in inventory_rules_of(settings).kinds}
+    assert kinds == {
+        "H200": (2500, 0),
+        "H100": (2000, 500),
+        "A100": (700, 0),
+        "5090": (419, 0),
+        "4090": (330, 0),
+    }
 
 
 def test_negative_foreign_memory_is_refused_by_name() -> None:
