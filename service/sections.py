@@ -263,7 +263,7 @@ Kinds = dict[str, KindSettings]
 
 
 def over_the_shipped(kinds: Any) -> Any:
-    """What is said of a kind changes no other; of a shipped one what is not said stays. Null takes one out."""
+    """What is said of a kind changes no other; of a shipped one all else stays. Null takes it out."""
     if not isinstance(kinds, dict):
         return kinds
     merged: dict[Any, Any] = {kind.name: {"power": kind.power} for kind in SHIPPED}

@@ -195,7 +195,8 @@ def _pieces_reader(model: type[InPieces]) -> Reader:
         _check_content_type(call.header(b"content-type"))
         members = members_of(raw)
         if members is None:
-            raise Faulty([Fault(pointer="", detail="must be an object", code="model-type")])
+            detail = f'must be an object, such as {{"{model.pieces}": [...]}}'
+            raise Faulty([Fault(pointer="", detail=detail, code="model-type")])
         parts = {name: value_of(text) for name, text in members.items() if name != model.pieces}
         if model.pieces in members:
             found = pieces_of(members[model.pieces])

@@ -27,6 +27,7 @@ WORDS_OF_OTHERS: Final[Mapping[str, str]] = {
     "grace": "grace_seconds",
     "retries": "max_retries",
     "tags": "labels",
+    "ttl": "ttl_seconds",
     "cmd": "command",
 }
 """What other systems call our fields."""
@@ -113,6 +114,8 @@ def _detail(found: ErrorDetails, path: Sequence[int | str], model: type[BaseMode
 def _instead_of(path: Sequence[int | str], value: Any) -> str:
     """What was probably meant: a size with a unit where MiB are asked for as a number, or half a GPU."""
     field = str(path[-1]) if path else ""
+    if field.endswith("_at") or field == "not_before":
+        return "; give a time with its zone, such as 2026-11-21T22:00:00Z"
     if field == "gpus" and isinstance(value, float):
         return "; for a part of one leave gpus out and give gpu_fraction or gpu_mb"
     size = _SIZE.fullmatch(value) if isinstance(value, str) and field.endswith("_mb") else None

@@ -24,11 +24,11 @@ from service.gateway.views import ExpectedView, PendingView
 from service.ports import TaskRecord
 
 
-async def find(call: Call, task_id: str) -> TaskRecord:
+async def find(call: Call, task_id: str, what: str = "task") -> TaskRecord:
     """Raises Problem not-found; also for a task of another tenant, so that ids can not be probed."""
     record = await call.parts.store.record(TaskId(task_id)) if is_task_id(task_id) else None
     if record is None or record.task.tenant != call.identity.tenant:
-        raise Problem("not-found", f'there is no task "{task_id[:100]}"; GET /tasks lists yours')
+        raise Problem("not-found", f'there is no {what} "{task_id[:100]}"; GET /{what}s lists yours')
     await _in_step(call.parts, record.task)
     return record
 

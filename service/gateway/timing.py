@@ -85,8 +85,14 @@ def _check_order(
 ) -> None:
     if deadline_at is not None and deadline_at <= earliest:
         what = "the task may start" if earliest > now else "it was sent"
-        ends = f"the deadline is {earliest - deadline_at:.0f} s before {what}; give it time to run"
+        ends = f"the deadline is {_span(earliest - deadline_at)} before {what}; give it time to run"
         faults.append(Fault(pointer=f"/{name}", detail=ends, code="deadline-passed"))
+
+
+def _span(seconds: float) -> str:
+    units = (("days", 24 * 3600), ("hours", 3600), ("minutes", 60))
+    name, size = next((unit for unit in units if seconds >= 2 * unit[1]), ("s", 1))
+    return f"{seconds / size:.0f} {name}"
 
 
 def _ahead(name: str, time: datetime | None, now: Instant, faults: list[Fault]) -> float | None:

@@ -273,3 +273,8 @@ async def test_a_task_sent_again_has_its_answer_although_it_would_be_refused_by_
     again = await api.post("/tasks", json=body, headers={"Idempotency-Key": "k"})
     assert (again.status_code, again.json()["id"]) == (202, first.json()["id"])
     problem(await api.post("/tasks", json=body), 422, "entrypoint-not-allowed")
+
+
+async def test_a_list_alone_is_answered_with_where_it_belongs(api: Client) -> None:
+    found = problem(await api.post("/tasks/batch", json=[a_body()]), 422, "validation-failed")
+    assert found["detail"] == 'must be an object, such as {"tasks": [...]}'

@@ -133,6 +133,8 @@ async def test_one_that_is_not_given_back_is_quarantined_until_somebody_says_tha
     assert (found["state"], found["error"]["kind"]) == ("quarantined", "not_released")
     assert [share["state"] for share in found["devices"]] == ["quarantined"]
     assert await listed(api, "state=quarantined") == [lease]
+    renewed = problem(await api.post(f"/leases/{lease}/renew"), 409, "lease-ended")
+    assert f"DELETE /leases/{lease}" in renewed["detail"]
     released = await api.delete(f"/leases/{lease}")
     assert (released.status_code, released.json()["state"]) == (200, "ended")
     assert released.json()["error"]["kind"] == "not_released"
@@ -297,3 +299,12 @@ async def test_a_process_is_on_one_node(gateway: Gateway, api: Client) -> None:
 
 async def test_a_body_of_a_task_is_no_lease(api: Client) -> None:
     problem(await api.post("/leases", json=a_body()), 422, "validation-failed")
+
+
+async def test_a_lease_that_is_not_there_and_a_wrong_word_are_answered_in_words_of_leases(
+    api: Client,
+) -> None:
+    found = problem(await api.post("/leases/foo/renew"), 404, "not-found")
+    assert found["detail"] == 'there is no lease "foo"; GET /leases lists yours'
+    found = problem(await api.post("/leases", json={**ASKED, "ttl": 60}), 422, "validation-failed")
+    assert 'did you mean "ttl_seconds"?' in found["detail"]

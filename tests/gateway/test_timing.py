@@ -146,3 +146,13 @@ async def test_a_run_past_its_deadline_hears_the_notice_and_may_still_succeed(
     assert (await api.get(f"/tasks/{done}/result")).json()["result"] == 7
     ended = (await api.get(f"/tasks/{late}")).json()
     assert (ended["state"], ended["error"]["kind"]) == ("expired", "deadline")
+
+
+async def test_a_time_that_is_none_is_answered_with_one_and_a_deadline_long_past_in_days(
+    gateway: Gateway, api: Client
+) -> None:
+    for wrong in ("tomorrow", "2026-11-21T22:00:00"):
+        detail = problem(await api.post("/tasks", json=a_body(not_before=wrong)), 422, "validation-failed")
+        assert "such as 2026-11-21T22:00:00Z" in detail["detail"]
+    late = await api.post("/tasks", json=a_body(deadline_at=at(gateway, -3 * 86400)))
+    assert "3 days before it was sent" in problem(late, 422, "validation-failed")["detail"]

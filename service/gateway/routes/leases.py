@@ -162,6 +162,12 @@ async def renew_lease(call: Call, lease_id: str, body: RenewLease = RenewLease()
     """Say that an external lease is still needed: its deadline moves on."""
     record = await _find_lease(call, lease_id)
     task = record.task
+    if task.is_terminal and _stands(call, record) is not LeaseStanding.ENDED:
+        raise Problem(
+            "lease-ended",
+            f"lease {task.id} was to be given back, and its memory counts as used until it is released: free "
+            f"the memory, then DELETE /leases/{task.id}; after that ask for a new lease",
+        )
     if task.is_terminal:
         raise Problem("lease-ended", f"lease {task.id} has ended; free its memory and ask for a new lease")
     if task.state is TaskState.STOPPING:
@@ -196,7 +202,7 @@ async def release_lease(call: Call, lease_id: str) -> Response:
 
 async def _find_lease(call: Call, lease_id: str) -> TaskRecord:
     """Raises Problem not-found; also for what is a task that the broker starts."""
-    record = await find(call, lease_id)
+    record = await find(call, lease_id, "lease")
     if record.task.external is None:
         raise Problem("not-found", f'"{lease_id[:100]}" is a task; GET /leases lists your leases')
     return record
