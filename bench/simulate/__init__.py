@@ -75,7 +75,10 @@ def measure(options: Namespace) -> Iterator[Figure]:
     scene = _scene(options)
     hours = scene.seconds / 3600.0
     say(f"{scene.name}: {len(scene.works):,} tasks over {hours:.1f} h on {len(scene.devices):,} GPUs")
-    seen = {name: Replay(scene, policy).run() for name, policy in options.policy or [SHIPPED]}
+    seen = {
+        name: Replay(scene, policy).run(lambda far, name=name: say(f"{name}: {far}"))  # type: ignore[misc]
+        for name, policy in options.policy or [SHIPPED]
+    }
     for line in table(seen):
         say(line)
     for name, outcome in seen.items():

@@ -7,6 +7,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from bench.measuring import say
 from bench.simulate.work import Scene, Work
 from service.core.codec import device_from, node_from, task_from
 from service.core.device import Device, Node
@@ -14,6 +15,7 @@ from service.core.task import Task
 from service.core.units import DeviceKey, Instant, NodeName, TaskId
 
 _ENDS = ("task.succeeded", "task.failed", "task.cancelled", "task.expired")
+_EXPORT = "gpubroker events --after 0 -o ndjson > history.ndjson"
 _BREAKS = ("task.requeued", *_ENDS)
 
 
@@ -22,10 +24,9 @@ class NoHistory(SystemExit):
 
 
 def a_history(path: Path) -> Scene:
-    """The events of one log from its beginning. Tasks that never ran are left out. Raises NoHistory."""
-    with path.open() as file:
-        lines = [json.loads(line) for line in file if line.strip()]
-    events = [item for line in lines for item in line.get("items", [line])]
+    """The events of one log from its beginning. Left out are tasks that never ran, and what a replay has
+    nobody for: external leases and models. Raises NoHistory."""
+    events = _events(path)
     nodes: dict[NodeName, Node] = {}
     devices: dict[DeviceKey, Device] = {}
     for event in events:
@@ -39,10 +40,24 @@ def a_history(path: Path) -> Scene:
     if not devices or not works:
         raise NoHistory(
             f"{path} has {len(devices)} devices and {len(works)} tasks that ran; export the whole log: "
-            "gpubroker events --after 0 -o ndjson > history.ndjson"
+            f"{_EXPORT}"
         )
     works.sort(key=lambda work: (work.task.submitted_at, work.task.id))
     return Scene(f"history-{path.stem}", list(nodes.values()), list(devices.values()), works)
+
+
+def _events(path: Path) -> list[dict[str, Any]]:
+    try:
+        lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+        events = [item for line in lines for item in line.get("items", [line])]
+        whole = all({"key", "at", "fields", "kind"} <= event.keys() for event in events)
+    except OSError as error:
+        raise NoHistory(f"cannot read {path}: {error.strerror}; make it with {_EXPORT}") from None
+    except (ValueError, AttributeError):
+        whole = False
+    if not whole:
+        raise NoHistory(f"{path} does not hold one event as JSON per line; make it with {_EXPORT}")
+    return events
 
 
 def _works(events: Iterable[dict[str, Any]]) -> Iterable[Work]:
@@ -61,6 +76,11 @@ def _works(events: Iterable[dict[str, Any]]) -> Iterable[Work]:
                 ran[key] = ran.get(key, 0.0) + at - started.pop(key)
         if fields.get("checkpoint_at") is not None:
             saved.add(key)
+    others = [key for key in ran if key in tasks and not tasks[key].is_run]
+    if others:
+        say(f"left out: {len(others)} external leases and models, whose memory counts as free")
+    for key in others:
+        del ran[key]
     for key, seconds in ran.items():
         if key in tasks:
             yield Work(_after_those(tasks[key], ran), max(seconds, 0.001), checkpoints=key in saved)

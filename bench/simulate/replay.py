@@ -135,8 +135,14 @@ class Replay:
         for work in scene.works:
             self._at(work.task.submitted_at, self._submission_of(work))
 
-    def run(self) -> Seen:
+    def run(self, tell: Callable[[str], None] = lambda _: None) -> Seen:
+        """`tell` hears after each tenth of the time in which tasks come how far it has come."""
+        told, span = 0, float(self._last_submit - self._first_submit) or 1.0
         while self._moments:
+            tenths = min(10, int(10 * (self._moments[0][0] - self._first_submit) / span))
+            if tenths > told:
+                told = tenths
+                tell(f"{10 * told} % of the time, {self.seen.ended:,} tasks have ended")
             moment = self._moments[0][0]
             self._count_until(moment)
             self._now = Instant(moment)

@@ -19,7 +19,8 @@ from bench.simulate.replay import Replay, Seen
 from bench.simulate.work import NoTrace, Scene, Work, a_day, a_node, an_openb_day
 from service.core.codec import device_fields, node_fields
 from service.core.demand import Demand
-from service.core.events import NewEvent
+from service.core.events import NewEvent, submitted
+from service.core.external import External
 from service.core.policy import Policy
 from service.core.task import Dependency, Task
 from service.core.units import Instant, Mib, TaskId
@@ -116,6 +117,42 @@ def test_a_history_without_a_beginning_says_how_to_export_one(tmp_path: Path) ->
     path.write_text('{"kind": "task.started", "key": "t", "at": 1.0, "fields": {}}\n')
     with pytest.raises(NoHistory, match=r"0 devices and 0 tasks.*gpubroker events"):
         a_history(path)
+
+
+def test_external_leases_are_left_out_of_a_replay_and_counted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    scene = a_day(4, hours=1.0, gpus=8, load=1.0)
+    recorded = Recorded(scene, Policy())
+    recorded.run()
+    lease = replace(scene.works[0].task, id=TaskId("task_lease"), external=External(ttl_seconds=60.0))
+    submit = submitted(lease)
+    told = [
+        {"kind": submit.kind, "key": submit.key, "at": 1.0, "fields": dict(submit.fields)},
+        {"kind": "task.started", "key": submit.key, "at": 2.0, "fields": {}},
+        {"kind": "task.succeeded", "key": submit.key, "at": 3.0, "fields": {}},
+    ]
+    path = tmp_path / "may.ndjson"
+    path.write_text("\n".join([*_inventory(scene), *recorded.told, *map(json.dumps, told)]))
+    read = a_history(path)
+    assert len(read.works) == len(scene.works)
+    assert "left out: 1 external leases" in capsys.readouterr().err
+
+
+def test_a_file_that_is_no_history_says_how_to_export_one(tmp_path: Path) -> None:
+    with pytest.raises(NoHistory, match=r"cannot read .*nothing.*gpubroker events"):
+        a_history(tmp_path / "nothing")
+    path = tmp_path / "other"
+    for text in ("no JSON", "3", '{"kind": "task.started"}'):
+        path.write_text(text)
+        with pytest.raises(NoHistory, match=r"one event as JSON per line.*gpubroker events"):
+            a_history(path)
+
+
+def test_a_replay_says_how_far_it_is() -> None:
+    told: list[str] = []
+    Replay(a_day(4, hours=1.0, gpus=8, load=1.0), Policy()).run(told.append)
+    assert [line.partition(" of ")[0] for line in told][-1] == "100 %"
 
 
 @pytest.mark.parametrize(
