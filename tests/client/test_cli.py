@@ -156,6 +156,21 @@ def test_submit_and_wait_prints_the_result(service: RecordedService, run: Run) -
     ended = run("submit a:b --wait")
     assert (ended.code, ended.json) == (0, {"accuracy": 0.9})
     assert "epoch 3" in ended.err
+    assert ended.err.startswith(f"accepted {FULL_ID}\n")
+
+
+def test_who_waits_for_a_task_waits_for_a_restart_as_well(service: RecordedService, run: Run) -> None:
+    restarting = Reply(503, {"detail": "starting"}, {"Retry-After": "3.1"})
+    service.told(Reply(202, a_task(FULL_ID)), restarting)
+    service.told(Reply(200, a_task(FULL_ID, "succeeded")), outcome("succeeded", result=7))
+    assert run("submit a:b --wait").json == 7
+
+
+def test_a_task_goes_on_where_the_service_does_not_come_back(service: RecordedService, run: Run) -> None:
+    service.told(Reply(202, a_task(FULL_ID)), Reply(503, {"detail": "gone"}, {"Retry-After": "100"}))
+    ended = run("submit a:b --wait")
+    assert ended.code == 7
+    assert f"the task goes on; wait again: gpubroker wait {FULL_ID}" in ended.err
 
 
 def failed(state: str = "failed") -> Reply:

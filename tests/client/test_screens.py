@@ -247,6 +247,21 @@ def test_a_list_without_unfinished_tasks_says_where_the_others_are(
     assert run("ps --all").out == "no such task\n"
 
 
+def test_a_list_of_unfinished_tasks_does_not_deny_those_that_have_ended(
+    service: RecordedService, run: Run
+) -> None:
+    service.told(page(), page())
+    for words in (f"ps --after {FULL_ID}", "ps --name fit"):
+        assert run(words).out == "none of these waits or runs; with --all you see those that have ended\n"
+
+
+def test_a_list_says_that_there_are_more(service: RecordedService, run: Run) -> None:
+    service.told(page(FULL_ID, "task_2"), page(FULL_ID, "task_2"))
+    cut = run("ps -o ndjson --limit 1")
+    assert (cut.json["id"], "the newest 1 and there are more" in cut.err) == (FULL_ID, True)
+    assert run("ps -o ndjson --limit 2").err == ""
+
+
 def test_no_gpus_while_the_cluster_starts_is_no_reason_to_declare_some(
     service: RecordedService, run: Run
 ) -> None:

@@ -9,6 +9,7 @@ import typer
 
 from gpubroker.cli import EXIT_INTERRUPTED
 from gpubroker.cli.session import Format, emit, say
+from gpubroker.errors import Unreachable
 
 if TYPE_CHECKING:
     from gpubroker.broker import Broker
@@ -22,11 +23,19 @@ def wait_and_show(broker: "Broker", task: str, timeout_seconds: float | None, ou
 
 
 def wait(broker: "Broker", task: str, timeout_seconds: float | None) -> None:
+    """Who waits for a task waits for a service as well that is started again meanwhile, as the SDK does."""
+    from gpubroker.broker import Broker
+
+    goes_on = f"the task goes on; wait again: gpubroker wait {task}   stop it: gpubroker cancel {task}"
     try:
-        broker.wait(task, timeout_seconds)
+        with Broker(broker.connection.url, broker.connection.token) as patient:
+            patient.wait(task, timeout_seconds)
     except KeyboardInterrupt:
-        say(f"the task goes on; wait again: gpubroker wait {task}   stop it: gpubroker cancel {task}")
+        say(goes_on)
         raise typer.Exit(EXIT_INTERRUPTED) from None
+    except Unreachable as fault:
+        fault.add_note(goes_on)
+        raise
 
 
 def show(outcome: "Outcome", output: Format, save: Path | None = None) -> None:

@@ -280,6 +280,7 @@ def _send(
     task = broker.submit(wanted, *words, **options)
     _accepted(broker, task, None if how.wait else how.output)
     if how.wait:
+        say(f"accepted {task.id}")
         wait_and_show(broker, task.id, how.wait_timeout, how.output)
 
 

@@ -16,6 +16,7 @@ from gpubroker.cli.session import (
     broker_of,
     emit,
     emit_all,
+    say,
     stats_if_allowed,
     task_id,
     watch,
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 _UNFINISHED = ("pending", "admitted", "running", "stopping")
 _REASONS_ASKED = 20
 _NOTHING_TO_DO = "nothing waits or runs; gpubroker ps --all shows what has ended"
+_NONE_OF_THESE = "none of these waits or runs; with --all you see those that have ended"
 
 WaitTimeout = Annotated[
     float | None,
@@ -86,12 +88,17 @@ def ps(
             wanted["after"] = task_id(broker, after)
 
         def listed() -> "list[Task]":
-            found = list(islice(broker.list(**wanted), limit))
+            found = list(islice(broker.list(**wanted), limit + 1))
+            if len(found) > limit:
+                del found[limit:]
+                say(f"these are the newest {limit} and there are more; see them with --limit")
             return _with_reasons(broker, found) if output is Format.TABLE else found
 
         def drawn(found: "Sequence[Task]") -> "RenderableType":
-            narrow = state or label or any(given.values()) or after or everything
-            return draw.tasks(found, "no such task" if narrow else _NOTHING_TO_DO)
+            if state or everything:
+                return draw.tasks(found, "no such task")
+            narrow = label or any(given.values()) or after
+            return draw.tasks(found, _NONE_OF_THESE if narrow else _NOTHING_TO_DO)
 
         if watching:
             watch(output, listed, drawn)
