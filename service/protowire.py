@@ -17,6 +17,19 @@ class Malformed(ValueError):
 def fields(message: bytes) -> Iterator[tuple[int, int | bytes]]:
     """Number and value of each, in the order in which they stand; numbers of fixed length as bytes. Raises
     Malformed."""
+    for number, value in _places(message):
+        yield number, message[value] if isinstance(value, slice) else value
+
+
+def last_of(message: bytes, number: int) -> bytes:
+    """The one that counts of the fields of this number, if it is bytes; empty if there is none. Nothing else
+    of the message is copied. Raises Malformed."""
+    found = [value for at, value in _places(message) if at == number and isinstance(value, slice)]
+    return message[found[-1]] if found else b""
+
+
+def _places(message: bytes) -> Iterator[tuple[int, int | slice]]:
+    """Of what is bytes, where it stands."""
     at, end = 0, len(message)
     while at < end:
         key, at = _varint(message, at)
@@ -33,7 +46,7 @@ def fields(message: bytes) -> Iterator[tuple[int, int | bytes]]:
             raise Malformed(f"field {number} is of the unknown kind {kind}")
         if at + length > end:
             raise Malformed(f"field {number} is longer than what holds it")
-        yield number, message[at : at + length]
+        yield number, slice(at, at + length)
         at += length
 
 

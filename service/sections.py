@@ -364,7 +364,7 @@ class TritonSettings(Section):
     """So long a request waits for a model that is not in memory; then it is told when to come again."""
     wanted_seconds: Annotated[float, Field(gt=0)] = 300.0
     """So long after the last request for it a model is wanted: it waits for room, and keeps what it has."""
-    priority: Annotated[int, Field(ge=0, le=100)] = 79
+    priority: Annotated[int, Field(ge=0, le=100), BeforeValidator(_band_value)] = BAND_NAMES["interactive"]
     """Of requests that name none in their header `x-priority`."""
     tenant: str = "default"
     """Whose quota models count in."""
@@ -372,6 +372,14 @@ class TritonSettings(Section):
     """A model of which nothing is known is taken to need so much."""
     load_files: bool = False
     """Whether who may load models may bring files of theirs (`file:`), which can be code."""
+    slots: dict[str, Annotated[int, Field(ge=1, le=10_000)]] = {}
+    """By model: so many requests at once; of others as many as prove to be of use."""
+    waiting: Annotated[int, Field(ge=1, le=100_000)] = 256
+    """So many requests may wait for one model."""
+    tenant_share: Annotated[float, Field(gt=0, le=1)] = 0.75
+    """So much of a model's waiting places one tenant may have, and of its slots while others wait."""
+    queue_seconds: Annotated[float, Field(gt=0, le=86_400)] = 30.0
+    """So long a request may wait for its turn at a model."""
 
     @model_validator(mode="after")
     def _models_are_managed_by_calls(self) -> Self:

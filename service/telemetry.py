@@ -71,10 +71,7 @@ MOST_TENANTS = 100
 GAUGES: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "gpubroker_build_info": ("Always 1; what runs here.", ("version",)),
     "gpubroker_tasks": ("Tasks that are not finished.", ("state", "band")),
-    "gpubroker_pending_tasks": (
-        "Pending tasks by the reason that can be told without planning.",
-        ("reason",),
-    ),
+    "gpubroker_pending_tasks": ("Pending tasks by the reason that is told without planning.", ("reason",)),
     "gpubroker_node_ready": ("1 if the node's agent has answered the leader, else 0.", ("hostname",)),
     "gpubroker_silent_nodes": (
         "Nodes that are silent and are not given up, because too many fell silent at once.",
@@ -96,10 +93,7 @@ GAUGES: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "gpubroker_gpu_utilization_ratio": ("Share of time the device computed, as last measured.", _GPU),
     "gpubroker_tenant_held_bytes": ("GPU memory that the tenant holds, until it is confirmed free.", _TENANT),
     "gpubroker_tenant_guaranteed_bytes": ("GPU memory that the tenant is guaranteed.", _TENANT),
-    "gpubroker_tenant_usage_byte_seconds": (
-        "Memory held, times how long, fading.",
-        _TENANT,
-    ),
+    "gpubroker_tenant_usage_byte_seconds": ("Memory held, times how long, fading.", _TENANT),
     "gpubroker_event_log_position": ("Position of the last event this process has applied.", ()),
     "gpubroker_forecast_error_seconds": (
         "From the start that a task was foretold first to its start, in the median, by what that rested on.",
@@ -115,6 +109,9 @@ GAUGES: Mapping[str, tuple[str, tuple[str, ...]]] = {
         "Transactions since the oldest that a replication slot keeps rows for.",
         (),
     ),
+    "gpubroker_model_slots": ("So many requests a model is asked at once.", ("model",)),
+    "gpubroker_model_requests_in_flight": ("Requests that have one of these slots.", ("model",)),
+    "gpubroker_model_requests_waiting": ("Requests that wait for one.", ("model",)),
     "gpubroker_is_leader": ("1 if this process leads, else 0.", ()),
     "gpubroker_leader_term": ("Term of the leader in this process; absent if it does not lead.", ()),
     "gpubroker_leader_lease_seconds": (
@@ -127,8 +124,11 @@ COUNTERS: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "gpubroker_leader_takeovers": ("How often this process began to lead.", ()),
 }
 REQUEST_SECONDS = "gpubroker_http_request_duration_seconds"
+WAIT_SECONDS = "gpubroker_model_wait_seconds"
 CALL_SECONDS = "gpubroker_grpc_call_duration_seconds"
 _REQUEST_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 10.0, 60.0)
+LaneRow = tuple[str, int, int, int]
+"""Model, its slots, requests that have one, requests that wait."""
 _METHODS = frozenset({"GET", "POST", "PATCH", "DELETE", "PUT", "HEAD", "OPTIONS"})
 
 
@@ -156,9 +156,10 @@ class Telemetry:
             REQUEST_SECONDS, "Time to answer, by route template.", ("method", "route", "status")
         )
         calls = DurationCollector(CALL_SECONDS, "Time to the end of a call over gRPC.", ("method", "code"))
-        self.registry.register(requests)
-        self.registry.register(calls)
-        self._note_request, self._note_call = requests.note, calls.note
+        waits = DurationCollector(WAIT_SECONDS, "How long requests waited, that had to, for a slot.", ())
+        for histogram in (requests, calls, waits):
+            self.registry.register(histogram)
+        self._note_request, self._note_call, self._note_wait = requests.note, calls.note, waits.note
 
     def note_held_back(self, held_back: HeldBack | None) -> None:
         """Before a scrape, whose own reading waits for nothing."""
@@ -169,6 +170,24 @@ class Telemetry:
 
     def on_call(self, method: str, code: str, seconds: float) -> None:
         self._note_call((method, code), seconds)
+
+    def on_waited(self, seconds: float) -> None:
+        self._note_wait((), seconds)
+
+    def show_lanes(self, read: Callable[[], Iterable[LaneRow]]) -> None:
+        self.registry.register(LaneCollector(read))
+
+
+class LaneCollector(Collector):
+    """Of models that nobody asks nothing is told: clients make up their names."""
+
+    def __init__(self, read: Callable[[], Iterable[LaneRow]]) -> None:
+        self._read = read
+
+    def collect(self) -> Iterable[Metric]:
+        rows = list(self._read())
+        for index, name in enumerate(("slots", "requests_in_flight", "requests_waiting"), 1):
+            yield _gauge(f"gpubroker_model_{name}", [((row[0],), float(row[index])) for row in rows])
 
 
 class DurationCollector(Collector):

@@ -15,7 +15,7 @@ from service.adapters.sql.store import SqlStore
 from service.bootstrap.broker_role import BrokerRole
 from service.bootstrap.compose import defaults_of, kinds_of, limits_of, policy_of
 from service.bootstrap.lead import Lead
-from service.bootstrap.models import backend_of, served_of
+from service.bootstrap.models import backend_of, lane_options_of, served_of
 from service.bootstrap.picture import Job, Picture
 from service.bootstrap.premises import own_host, write_private
 from service.core.tenure import Standing
@@ -23,6 +23,7 @@ from service.gateway.app import create_app
 from service.gateway.callers import Callers
 from service.gateway.identity import EVERY_SCOPE, Tokens, new_token
 from service.gateway.inference.connection import in_front_of
+from service.gateway.inference.lanes import Lanes
 from service.gateway.inference.plane import Plane
 from service.gateway.parts import GatewayParts
 from service.gateway.waiters import Waiters
@@ -142,12 +143,15 @@ class GatewayRole:
         return own_host(self._listener.getsockname()[0])
 
     def _plane(self, parts: GatewayParts, telemetry: Telemetry, backend: ModelBackend) -> Plane:
+        lanes = Lanes(lane_options_of(self._settings.triton), on_waited=telemetry.on_waited)
+        telemetry.show_lanes(lanes.figures)
         return Plane(
             callers=Callers(parts.identity, parts.allowed_hosts),
             ids=parts.ids,
             on_request=telemetry.on_request,
             on_call=telemetry.on_call,
             backend=backend,
+            lanes=lanes,
             most_body_bytes=self._settings.triton.body_bytes,
             takes_files=self._settings.triton.load_files,
             residency=parts.residency,

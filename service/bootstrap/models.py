@@ -6,10 +6,12 @@ from urllib.parse import urlsplit
 from service.adapters.triton.backend import HttpBackend, TritonServer
 from service.bootstrap.hosts import hosts_of
 from service.bootstrap.premises import StartRefused
+from service.core.lane import LaneRules
 from service.core.units import Mib, Seconds
+from service.gateway.inference.lanes import LaneOptions
 from service.gateway.residency import ModelRules, ServerRules
 from service.host_ports import ModelHost
-from service.sections import TritonServerSettings
+from service.sections import TritonServerSettings, TritonSettings
 from service.settings import Settings
 
 
@@ -18,6 +20,15 @@ def backend_of(settings: Settings) -> HttpBackend | None:
     for given in settings.triton.servers:
         return HttpBackend(server_of(given))
     return None
+
+
+def lane_options_of(given: TritonSettings) -> LaneOptions:
+    return LaneOptions(
+        LaneRules(given.waiting, given.tenant_share),
+        Seconds(given.queue_seconds),
+        given.priority,
+        {name.encode(): slots for name, slots in given.slots.items()},
+    )
 
 
 def served_of(settings: Settings) -> tuple[ServerRules, ModelHost] | None:

@@ -12,6 +12,7 @@ from service.adapters.triton.rpc_backend import RpcBackend, TritonRpcServer
 from service.core.units import Seconds
 from service.gateway.callers import Callers
 from service.gateway.identity import new_token
+from service.gateway.inference.lanes import LaneOptions, Lanes
 from service.gateway.inference.plane import Plane
 from service.gateway.inference.rpcs import RpcDoor, Rpcs
 from service.gateway.residency import ServerRules
@@ -83,6 +84,7 @@ async def a_stage(
     takes_files: bool = False,
     certificate: bytes | None = None,
     homes: tuple[ServerRules, ModelHost] | None = None,
+    lanes: Lanes | None = None,
 ) -> AsyncIterator[Stage]:
     """`server` is what stands for Triton; None: there is nobody. `certificate`: with its key; the server
     shows it, and it is believed."""
@@ -114,6 +116,7 @@ async def a_stage(
             ids=gateway.parts.ids,
             on_request=telemetry.on_request,
             on_call=telemetry.on_call,
+            lanes=Lanes(LaneOptions()) if lanes is None else lanes,
             backend=HttpBackend(TritonServer("main", "localhost", 1, b"localhost:1")),
             most_body_bytes=10**9,
             takes_files=takes_files,

@@ -19,6 +19,7 @@ from service.core.units import Seconds
 from service.gateway.callers import Callers
 from service.gateway.identity import new_token
 from service.gateway.inference.connection import in_front_of
+from service.gateway.inference.lanes import LaneOptions, Lanes
 from service.gateway.inference.plane import Plane
 from service.gateway.residency import ServerRules
 from service.host_ports import ModelHost
@@ -113,12 +114,21 @@ class Stage:
             await connection.close()
 
     async def token(self, *scopes: str) -> str:
-        name = f"only-{'-'.join(scopes)}"
-        now = self.gateway.clock.now()
-        secret, row = new_token(name, tenant="default", scopes=scopes, max_priority=50, now=now)
-        await self.gateway.store.put_token(row, by="test")
-        await self.gateway.parts.identity.load()
+        return f"Bearer {await a_token(self.gateway, '-'.join(('only', *scopes)), *scopes)}"
+
+    async def of_tenant(self, tenant: str, max_priority: int = 50) -> str:
+        secret = await a_token(self.gateway, tenant, "*", tenant=tenant, max_priority=max_priority)
         return f"Bearer {secret}"
+
+
+async def a_token(
+    gateway: Gateway, name: str, *scopes: str, tenant: str = "default", max_priority: int = 50
+) -> str:
+    now = gateway.clock.now()
+    secret, row = new_token(name, tenant=tenant, scopes=scopes, max_priority=max_priority, now=now)
+    await gateway.store.put_token(row, by="test")
+    await gateway.parts.identity.load()
+    return secret
 
 
 @asynccontextmanager
@@ -130,6 +140,7 @@ async def a_stage(
     connections: int = 4,
     certificate: Path | None = None,
     homes: tuple[ServerRules, ModelHost] | None = None,
+    lanes: Lanes | None = None,
 ) -> AsyncIterator[Stage]:
     """`server` is called with each connection to what stands for Triton; None: there is nobody.
 
@@ -155,11 +166,8 @@ async def a_stage(
                 connections=connections, silence_seconds=Seconds(silence_seconds),
             )
         )  # fmt: skip
-        now = gateway.clock.now()
-        secret, row = new_token("me", tenant="default", scopes=["*"], max_priority=50, now=now)
-        await gateway.store.put_token(row, by="test")
-        await gateway.parts.identity.load()
-        plane = _plane(gateway, backend, most_body_bytes)
+        secret = await a_token(gateway, "me", "*")
+        plane = _plane(gateway, backend, lanes or Lanes(LaneOptions()), most_body_bytes)
         config = uvicorn.Config(gateway.app, http=in_front_of(plane), lifespan="off", log_config=None)
         config.load()
         state = ServerState()
@@ -181,13 +189,14 @@ async def a_stage(
                     await asyncio.sleep(0)
 
 
-def _plane(gateway: Gateway, backend: HttpBackend, most_body_bytes: int) -> Plane:
+def _plane(gateway: Gateway, backend: HttpBackend, lanes: Lanes, most_body_bytes: int) -> Plane:
     return Plane(
         callers=Callers(gateway.parts.identity, gateway.parts.allowed_hosts),
         ids=gateway.parts.ids,
         on_request=gateway.app.state.telemetry.on_request,
         on_call=gateway.app.state.telemetry.on_call,
         backend=backend,
+        lanes=lanes,
         most_body_bytes=most_body_bytes,
         residency=gateway.parts.residency,
     )

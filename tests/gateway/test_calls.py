@@ -1,6 +1,7 @@
 """What becomes of a call over gRPC on its way to a server of models, and of how it ends."""
 
 import asyncio
+from collections import defaultdict
 from collections.abc import AsyncIterator
 from itertools import repeat
 from pathlib import Path
@@ -8,8 +9,10 @@ from pathlib import Path
 import grpc
 import pytest
 
+from service.gateway.inference.lanes import LaneOptions, Lanes
 from service.protowire import field
 from tests.gateway.call_stage import INFER, SERVICE, STREAM, Heard, Stage, a_stage
+from tests.gateway.harness import until
 from tests.gateway.inference_stage import Heard as HeardOverHttp
 from tests.gateway.inference_stage import a_stage as an_http_stage
 from tests.patience import PATIENCE_SECONDS
@@ -232,3 +235,75 @@ async def test_a_load_over_http_brings_no_files_either() -> None:
         assert (await client.answer())[0] == 200
     allowed = [body for body, status in BODIES.items() if status == 200]
     assert heard.bodies == [*allowed, b"2\r\n{}\r\n0\r\n\r\n", b"{}"]
+
+
+def naming(model: str) -> bytes:
+    """A request of that model, under a name of another one that does not count."""
+    return field(1, "other") + field(3, b"id") + field(1, model)
+
+
+class Model:
+    """Answers a request with itself, when it is told to."""
+
+    def __init__(self) -> None:
+        self.began: list[bytes] = []
+        self._ends: dict[bytes, asyncio.Event] = defaultdict(asyncio.Event)
+
+    async def __call__(self, messages: AsyncIterator[bytes], context: grpc.aio.ServicerContext) -> None:
+        assert "x-priority" not in dict(context.invocation_metadata())
+        async for message in messages:
+            self.began.append(message)
+            await self._ends[message].wait()
+            await context.write(message)
+
+    async def begins(self, message: bytes) -> None:
+        await until(lambda: message in self.began)
+
+    def end(self, message: bytes) -> None:
+        self._ends[message].set()
+
+
+async def test_calls_wait_for_a_slot_of_the_model_that_their_message_names() -> None:
+    lanes, model = Lanes(LaneOptions(slots={b"m": 1})), Model()
+    first, low, high, gone = (naming("m") + field(2, name) for name in ("1", "low", "high", "gone"))
+    async with a_stage(model, lanes=lanes) as stage:
+        calls = {first: stage.ask(INFER, first)}
+        await model.begins(first)
+        for number, (message, priority) in enumerate(((low, "10"), (gone, "50"), (high, "critical")), 1):
+            calls[message] = stage.ask(INFER, message, (*stage.own, ("x-priority", priority)))
+            await until(lambda count=number: sum(it.waiting for it in lanes.figures()) == count)  # type: ignore[misc]
+        calls[gone].cancel()
+        await until(lambda: sum(it.waiting for it in lanes.figures()) == 2)
+        for message in (first, high, low):
+            await model.begins(message)
+            model.end(message)
+            assert await calls[message] == message
+        told = [dict(await calls[message].trailing_metadata()) for message in (first, high, low)]
+        assert ["x-queue-seconds" in last for last in told] == [False, True, True]
+        assert [last.get("x-priority") for last in told] == [None, "50", None]
+    assert model.began == [first, high, low]
+    assert not list(lanes.figures())
+
+
+async def test_a_call_that_gets_no_slot_in_time_is_told_when_to_come_again() -> None:
+    model = Model()
+    async with a_stage(model, lanes=Lanes(LaneOptions(slots={b"m": 1}))) as stage:
+        first = stage.ask(INFER, naming("m"))
+        await model.begins(naming("m"))
+        error = await stage.refusal(INFER, naming("m"), metadata=(*stage.own, ("x-timeout-seconds", "0.01")))
+        told = dict(error.trailing_metadata() or ())
+        assert error.code() is Status.UNAVAILABLE
+        assert (told["code"], told["x-queue-position"], told["retry-after"]) == (
+            "model-queue-timeout",
+            "1",
+            "1",
+        )
+        error = await stage.refusal(INFER, naming("m"), metadata=(*stage.own, ("x-priority", "most")))
+        assert error.code() is Status.INVALID_ARGUMENT
+        model.end(naming("m"))
+        assert await first == naming("m")
+
+
+async def test_what_is_no_message_names_no_model() -> None:
+    async with a_stage(Heard()) as stage:
+        assert await stage.ask(INFER, b"\xff") == b"\xff"

@@ -9,6 +9,7 @@ from structlog.testing import capture_logs
 
 from service.gateway.inference.aims import aim_of
 from service.gateway.inference.exchange import DRAIN_STRANGER_BYTES
+from service.gateway.inference.lanes import LaneOptions, Lanes
 from tests.gateway.harness import until
 from tests.gateway.inference_stage import INFER, OK, Heard, a_request, a_stage
 from tests.patience import PATIENCE_SECONDS
@@ -277,7 +278,8 @@ async def test_too_many_that_wait_for_a_connection_are_told_to_come_again() -> N
             writer.write(OK)
 
     with capture_logs() as logs:
-        async with a_stage(waits, connections=1) as stage:
+        lanes = Lanes(LaneOptions(slots={b"any": 100}))
+        async with a_stage(waits, connections=1, lanes=lanes) as stage:
             first = await stage.connect()
             first.ask("POST", INFER, b"{}")
             await asyncio.wait_for(came.wait(), PATIENCE_SECONDS)

@@ -31,7 +31,9 @@ def service(
     home = tmp_path_factory.mktemp("service") / "data"
     server = {"name": "main", "http_url": triton.url, "grpc_url": f"http://127.0.0.1:{triton.grpc_port}"}
     running = ServiceProcess(
-        home, engine="simulated", triton={"servers": [server], "grpc_port": call_port}
+        home,
+        engine="simulated",
+        triton={"servers": [server], "grpc_port": call_port, "slots": {"queued": 64}},
     ).start()
     yield running
     assert running.terminate() == 0

@@ -21,6 +21,8 @@ class Aim:
     """As in the path; empty if the request is about none."""
     shares_memory: bool = False
     """The client would have the server read its memory, which needs both on one machine."""
+    takes_slot: bool = False
+    """Of the model: it is to work."""
     loads: bool = False
     """A model, and its body may bring files."""
     needs_model: bool = False
@@ -33,6 +35,7 @@ _MODEL = re.compile(
     rb"/v2/models/([^/]+)(?:/versions/[0-9]+)?"
     rb"(?:/(infer|generate|generate_stream|ready|config|stats|trace/setting))?"
 )
+_WORK = frozenset({"infer", "generate", "generate_stream"})
 _REPOSITORY = re.compile(rb"/v2/repository(?:/[^/]+)?/(?:models/([^/]+)/(load|unload)|index)")
 _SHARED_MEMORY = re.compile(rb"/v2/(systemsharedmemory|cudasharedmemory)(?:/region/[^/]+)?/(\w+)")
 _HEALTH = frozenset({b"/v2/health/live", b"/v2/health/ready"})
@@ -65,7 +68,8 @@ def _aim_of(method: bytes, path: bytes) -> Aim:
         model, action = found[1], (found[2] or b"").decode()
         scope = _reading_or_managing(changes and action == "trace/setting")
         works = changes and action in _WORK
-        return Aim("/v2/models/{model}" + (f"/{action}" if action else ""), scope, model, needs_model=works)
+        route = "/v2/models/{model}" + (f"/{action}" if action else "")
+        return Aim(route, scope, model, takes_slot=works, needs_model=works)
     if found := _REPOSITORY.fullmatch(path):
         if found[1] is None:
             return Aim("/v2/repository/index")

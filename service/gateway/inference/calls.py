@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from service.gateway.identity import Scope
-from service.protowire import Malformed, fields
+from service.protowire import Malformed, fields, last_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -14,6 +14,8 @@ class CallAim:
     scope: Scope | None = Scope.MODELS_INFER
     """None: open to everybody."""
     is_stream: bool = False
+    takes_slot: bool = False
+    """Of the model that its message names."""
     shares_memory: bool = False
     """The client would have the server read its memory, which needs both on one machine."""
     sets: bool = False
@@ -43,7 +45,7 @@ _ASKING = ("ModelReady", "ServerMetadata", "ModelMetadata", "ModelConfig", "Mode
 _KNOWN = [
     *(CallAim(name, None) for name in ("ServerLive", "ServerReady")),
     *(CallAim(name) for name in _ASKING),
-    CallAim("ModelInfer", model_at=1),
+    CallAim("ModelInfer", takes_slot=True, model_at=1),
     CallAim("ModelStreamInfer", is_stream=True),
     *(CallAim(name, sets=True) for name in ("TraceSetting", "LogSettings")),
     CallAim("RepositoryModelLoad", Scope.MODELS_MANAGE, loads=True, model_at=2),
@@ -62,10 +64,19 @@ _UNKNOWN = CallAim("unmatched", Scope.MODELS_MANAGE, is_stream=True)
 """Triton may know more than we do: a stream may be of one message each way, and what could change something
 needs the right to do so."""
 
+_MODEL_NAME = 1
 _SETTINGS = 1
 _LOAD_PARAMETERS = 3
 _KEY = 1
 _FILE = b"file:"
+
+
+def model_in(message: bytes) -> bytes:
+    """Of a ModelInferRequest; empty if there is none."""
+    try:
+        return last_of(message, _MODEL_NAME)
+    except Malformed:
+        return b""
 
 
 def changes_settings(message: bytes) -> bool:

@@ -1,9 +1,11 @@
-"""A request for a model that is not in memory yet: it waits, with what has come of its body."""
+"""A request for a model that is not in memory yet, or has no slot for it: it waits, with what has come of its
+body."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Final, Protocol
 
+from service.gateway.inference.lanes import Turn
 from service.model_ports import Answer, Asking
 
 HELD_BYTES: Final = 1024 * 1024
@@ -11,13 +13,16 @@ HELD_BYTES: Final = 1024 * 1024
 
 
 class Refusable(Answer, Protocol):
+    turn: Turn | None
+    """At its model, if it needs one: whoever is answered gives it back."""
+
     def on_refused(self, fault: Exception) -> None:
         """Nothing was sent, and nothing more comes."""
         ...
 
 
 class Cold(Asking):
-    """Stands for the request until the model is there; then it is sent, and this passes on what follows."""
+    """Stands for the request until it may go; then it is sent, and this passes on what follows."""
 
     def __init__(self, ready: Awaitable[object], send: Callable[[], Asking], answer: Refusable) -> None:
         self._send = send

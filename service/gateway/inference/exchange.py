@@ -14,6 +14,7 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE
 
 from service.gateway.identity import Identity
 from service.gateway.inference.aims import aim_of
+from service.gateway.inference.lanes import Turn
 from service.gateway.inference.plane import Plane, Told
 from service.gateway.inference.refusals import our_mistake, problem_of, rendered
 from service.gateway.problems import Problem
@@ -70,6 +71,8 @@ class Exchange(Answer):
     """The body is looked into before anything is sent."""
     _sends_chunks = False
     _asking: Asking | None = None
+    turn: Turn | None = None
+    """At the model, if it needs one."""
     _identity: Identity | None = None
     """Whose token it came with; None where nobody is asked for one."""
     _refusal: Problem | None = None
@@ -129,7 +132,7 @@ class Exchange(Answer):
     def _ask(self) -> Asking:
         """Raises Problem."""
         head = RequestHead(self._method, self._target, self._told.passed_on, self._body_bytes)
-        return self._plane.send(head, self, self._aim, self._identity)
+        return self._plane.send(head, self, self._aim, self._told, self._identity)
 
     def _send_on(self, asking: Asking) -> None:
         for piece in self._pieces:
@@ -262,6 +265,8 @@ class Exchange(Answer):
         """Say so once the body is there, or as much of it as is waited for."""
         self._refusal = problem
         self._reads_first = False
+        if self.turn is not None:
+            self.turn.leave()
         self._pieces.clear()
         self._client.go_on_with_body()
         if self._is_complete or (self._waits_for_leave() and not self._seen_bytes):
@@ -300,6 +305,8 @@ class Exchange(Answer):
             parts.append(b"Transfer-Encoding: chunked\r\n")
         if not self.keep_alive:
             parts.append(b"Connection: close\r\n")
+        if self.turn is not None:
+            parts += [b"%b: %b\r\n" % (name.encode(), value.encode()) for name, value in self.turn.told()]
         parts.append(b"Request-Id: %b\r\n\r\n" % self.request_id.encode())
         self._out = parts
 
@@ -308,6 +315,8 @@ class Exchange(Answer):
         self.on_pause()
         if self._giving_up is not None:
             self._giving_up.cancel()
+        if self.turn is not None:
+            self.turn.leave()
         self.response_complete = True
         self._pieces.clear()
         seconds = time.perf_counter() - self._began

@@ -12,14 +12,19 @@ from service.gateway.identity import Identity, Scope
 from service.gateway.ids import Ids
 from service.gateway.inference.aims import Aim
 from service.gateway.inference.cold import Cold, Refusable
+from service.gateway.inference.lanes import PRIORITY, TIMEOUT, Lanes, Wish, wish_in
 from service.gateway.inference.loads import MOST_READ_BYTES, brings_files
 from service.gateway.inference.refusals import no_files, no_shared_memory
 from service.gateway.problems import Problem
 from service.gateway.residency import Residency
 from service.model_ports import Asking, Header, ModelBackend, RequestHead
 
+_PRIORITY = PRIORITY.encode()
+_TIMEOUT = TIMEOUT.encode()
 _TO_US = frozenset(
     {
+        _PRIORITY,
+        _TIMEOUT,
         b"authorization",
         b"connection",
         b"content-length",
@@ -75,6 +80,10 @@ def sorted_out(headers: Sequence[Header]) -> Told:
     return Told(to_us, passed_on, int(to_us.get(b"content-length", b"0")))
 
 
+def _text(value: bytes | None) -> str | None:
+    return None if value is None else value.decode("latin-1").strip()
+
+
 class Plane:
     def __init__(
         self,
@@ -84,6 +93,7 @@ class Plane:
         on_request: OnRequest,
         on_call: OnCall,
         backend: ModelBackend,
+        lanes: Lanes,
         most_body_bytes: int,
         takes_files: bool = False,
         residency: Residency | None = None,
@@ -96,6 +106,7 @@ class Plane:
         self.on_call = on_call
         self.takes_files = takes_files
         self.backend = backend
+        self.lanes = lanes
         self.most_body_bytes = most_body_bytes
         self._callers = callers
 
@@ -152,15 +163,29 @@ class Plane:
         if brings_files(body):
             raise no_files()
 
-    def send(self, head: RequestHead, answer: Refusable, aim: Aim, identity: Identity | None) -> Asking:
-        """All models are asked at the one server that there is: at once, or once the model is there."""
-        if not (aim.needs_model or aim.unloads):
+    def send(
+        self, head: RequestHead, answer: Refusable, aim: Aim, told: Told, who: Identity | None
+    ) -> Asking:
+        """All models are asked at the one server that there is: at once, or once the model is there and has a
+        slot for it. Raises Problem."""
+
+        def ask() -> Asking:
             return self.backend.ask(head, answer)
-        model = unquote(aim.model.decode("latin-1"))
-        waiting = self.wait_for(model, priority_in(head.headers, identity), unloads=aim.unloads)
-        if waiting is None:
-            return self.backend.ask(head, answer)
-        return Cold(waiting, lambda: self.backend.ask(head, answer), answer)
+
+        if who is None or not (aim.takes_slot or aim.needs_model or aim.unloads):
+            return ask()
+        wish = wish_in(who, _text(told.to_us.get(_PRIORITY)), _text(told.to_us.get(_TIMEOUT)))
+        there = None
+        if aim.needs_model or aim.unloads:
+            model = unquote(aim.model.decode("latin-1"))
+            there = self.wait_for(model, wish.priority, unloads=aim.unloads)
+        if there is not None:
+            return Cold(self._there_and_in_turn(there, answer, aim, who, wish), ask, answer)
+        if aim.takes_slot:
+            answer.turn = turn = self.lanes.enter(aim.model, who, wish)
+            if turn.waits:
+                return Cold(turn.granted(), ask, answer)
+        return ask()
 
     def wait_for(self, model: str, priority: int | None, *, unloads: bool) -> Awaitable[None] | None:
         """Until it is there, or gone; None if there is nothing to wait for. Raises Problem when awaited."""
@@ -173,11 +198,11 @@ class Plane:
         residency.note_use(model, priority)
         return None if residency.is_there(model) else residency.ready_if_known(model, priority)
 
-
-def priority_in(headers: Sequence[Header], identity: Identity | None) -> int | None:
-    """`x-priority`, 0 to 100, and at most what the token may; None if it is not there, or is no number."""
-    most = 100 if identity is None else identity.max_priority
-    for name, value in headers:
-        if name.lower() == b"x-priority" and value.isdigit():
-            return min(int(value), most, 100)
-    return None
+    async def _there_and_in_turn(
+        self, there: Awaitable[object], answer: Refusable, aim: Aim, who: Identity, wish: Wish
+    ) -> None:
+        """Raises Problem."""
+        await there
+        if aim.takes_slot:
+            answer.turn = turn = self.lanes.enter(aim.model, who, wish)
+            await turn.granted()

@@ -1,7 +1,11 @@
 """What the data plane says itself, in Triton's form: clients of Triton look for `error`, ours for `code`."""
 
+from collections.abc import Mapping
+from math import ceil
+
 from pydantic_core import to_json
 
+from service.core.lane import Full, Outlook
 from service.gateway.problems import Problem, headers_of
 from service.model_ports import Header, Trouble
 
@@ -43,6 +47,60 @@ def no_files() -> Problem:
     )
 
 
+class NoTurn(Problem):
+    """A request gets no slot of its model now; when it might is told with it."""
+
+    def __init__(self, code: str, detail: str, outlook: Outlook) -> None:
+        eta = None if outlook.eta_seconds is None else round(outlook.eta_seconds, 3)
+        self.facts: Mapping[str, float | None] = {
+            "queue_position": outlook.position,
+            "queue_eta_seconds": eta,
+        }
+        headers = {"x-queue-position": str(outlook.position), "Retry-After": str(max(1, ceil(eta or 0)))}
+        if eta is not None:
+            headers["x-queue-eta-seconds"] = str(eta)
+        super().__init__(code, detail, headers=headers)
+
+
+def queue_full(full: Full, tenant: str) -> NoTurn:
+    if full.is_share:
+        return NoTurn(
+            "model-queue-share",
+            f'tenant "{tenant}" has all the waiting places it may have at this model; send less at once, or '
+            "have the operator raise triton.waiting or triton.tenant_share",
+            full.outlook,
+        )
+    return NoTurn(
+        "model-queue-full",
+        "all waiting places of this model are taken by requests that are no less important; come again "
+        "later, or have the operator raise triton.waiting",
+        full.outlook,
+    )
+
+
+def displaced(outlook: Outlook) -> NoTurn:
+    return NoTurn(
+        "model-queue-full",
+        "all waiting places of this model are taken, and a more important request took the place of this "
+        "one, of which nothing was sent; come again later",
+        outlook,
+    )
+
+
+def queue_timeout(outlook: Outlook, seconds: float) -> NoTurn:
+    return NoTurn(
+        "model-queue-timeout",
+        f"the request waited {seconds:.1f} s for its turn at this model, as long as it may, and nothing was "
+        "sent; come again later, or allow more by x-timeout-seconds, up to the operator's "
+        "triton.queue_seconds",
+        outlook,
+    )
+
+
+def bad_header(name: str, found: str, remedy: str) -> Problem:
+    return Problem("header-invalid", f'the header {name} is "{found[:40]}"; {remedy}')
+
+
 def our_mistake(request_id: str) -> Problem:
     return Problem("internal-error", f"the service made a mistake; its log has more under {request_id}")
 
@@ -56,6 +114,7 @@ def rendered(problem: Problem, request_id: str) -> tuple[int, list[Header], byte
             "code": problem.code,
             "request_id": request_id,
             "retryable": kind.retryable,
+            **(problem.facts if isinstance(problem, NoTurn) else {}),
         }
     )
     headers = {"Content-Type": "application/json", **headers_of(problem)}

@@ -14,9 +14,11 @@ from service.gateway.inference.calls import (
     brings_files,
     call_aim_of,
     changes_settings,
+    model_in,
     model_named_in,
 )
-from service.gateway.inference.plane import Plane, priority_in
+from service.gateway.inference.lanes import NO_WISH, PRIORITY, TIMEOUT, Turn, wish_in
+from service.gateway.inference.plane import Plane
 from service.gateway.inference.refusals import no_files, no_shared_memory, our_mistake, problem_of
 from service.gateway.problems import Problem, headers_of
 from service.model_ports import Call, CallBackend, CallFailed, Metadata
@@ -38,7 +40,7 @@ _STATUS_OF: Final = {
 }
 """What a status of HTTP is called there; all others are INTERNAL."""
 
-_TO_US: Final = frozenset({"authorization", "user-agent"})
+_TO_US: Final = frozenset({"authorization", "user-agent", PRIORITY, TIMEOUT})
 """Of a call's metadata; all else is passed on."""
 
 Behaviour = Callable[[Any, grpc.aio.ServicerContext], Awaitable[Any]]
@@ -53,15 +55,16 @@ class Rpcs(grpc.GenericRpcHandler):  # type: ignore[misc]  # grpc says nothing o
 
     def service(self, details: grpc.HandlerCallDetails) -> grpc.RpcMethodHandler:
         metadata = [(name, value) for name, value in details.invocation_metadata if name not in _TO_US]
-        sent = (value for name, value in details.invocation_metadata if name == "authorization")
+        sent = {name: value for name, value in details.invocation_metadata if name in _TO_US}
         aim = call_aim_of(details.method)
         rpc = Rpc(self._plane, self._backend, aim, details.method, metadata)
         try:
             if aim.scope is not None:
-                token = next(sent, None)
+                token = sent.get("authorization")
                 # perf_analyzer sends the space behind the colon, which HTTP/1.1 would have taken away
                 given = None if token is None else token.strip().encode("latin-1", "replace")
                 rpc.identity = self._plane.authorize(aim.scope, aim.name, given)
+                rpc.wish = wish_in(rpc.identity, sent.get(PRIORITY), sent.get(TIMEOUT))
             if aim.shares_memory:
                 raise no_shared_memory()
         except Problem as problem:
@@ -74,7 +77,18 @@ class Rpcs(grpc.GenericRpcHandler):  # type: ignore[misc]  # grpc says nothing o
 class Rpc:
     """One call, and what comes of it."""
 
-    __slots__ = ("_aim", "_backend", "_began", "_metadata", "_method", "_plane", "_request_id", "identity")
+    __slots__ = (
+        "_aim",
+        "_backend",
+        "_began",
+        "_metadata",
+        "_method",
+        "_plane",
+        "_request_id",
+        "_turn",
+        "identity",
+        "wish",
+    )
 
     def __init__(
         self, plane: Plane, backend: CallBackend, aim: CallAim, method: str, metadata: Metadata
@@ -86,13 +100,18 @@ class Rpc:
         self._metadata = metadata
         self._began = time.perf_counter()
         self._request_id = plane.ids.exchange()
+        self._turn: Turn | None = None
+        """At the model, if it needs one."""
         self.identity: Identity | None = None
         """None: whoever it is, it may."""
+        self.wish = NO_WISH
 
     async def unary(self, message: bytes, context: grpc.aio.ServicerContext) -> bytes:
         try:
             self._look_into(message)
             await self._wait_for_model(message)
+            if self._aim.takes_slot and self.identity is not None:
+                await self._wait_for_turn(self.identity, message)
             answer = await self._backend.ask(self._method, message, self._metadata, _seconds_left(context))
         except Exception as fault:
             await self._fail(fault, context)
@@ -100,6 +119,9 @@ class Rpc:
         except asyncio.CancelledError:
             self._count(grpc.StatusCode.CANCELLED)
             raise
+        finally:
+            if self._turn is not None:
+                self._turn.leave()
         if answer.first:
             await context.send_initial_metadata(answer.first)
         context.set_trailing_metadata(self._signed(answer.last))
@@ -130,6 +152,11 @@ class Rpc:
 
         return refuse
 
+    async def _wait_for_turn(self, identity: Identity, message: bytes) -> None:
+        """Raises Problem."""
+        self._turn = self._plane.lanes.enter(model_in(message), identity, self.wish)
+        await self._turn.granted()
+
     def _look_into(self, message: bytes) -> None:
         """Where what it needs depends on what is in it. Raises Problem."""
         aim = self._aim
@@ -141,11 +168,7 @@ class Rpc:
     async def _wait_for_model(self, message: bytes) -> None:
         """Raises Problem."""
         if self._aim.model_at and (model := model_named_in(message, self._aim.model_at)):
-            headers = [
-                (name.encode(), v if isinstance(v, bytes) else v.encode()) for name, v in self._metadata
-            ]
-            asked = priority_in(headers, self.identity)
-            waiting = self._plane.wait_for(model, asked, unloads=self._aim.unloads)
+            waiting = self._plane.wait_for(model, self.wish.priority, unloads=self._aim.unloads)
             if waiting is not None:
                 await waiting
 
@@ -174,7 +197,8 @@ class Rpc:
         return our_mistake(self._request_id)
 
     def _signed(self, metadata: Metadata) -> Metadata:
-        return (*metadata, ("request-id", self._request_id))
+        told = () if self._turn is None else self._turn.told()
+        return (*metadata, *told, ("request-id", self._request_id))
 
     def _count(self, status: grpc.StatusCode) -> None:
         self._plane.on_call(self._aim.name, status.name, time.perf_counter() - self._began)

@@ -1,0 +1,235 @@
+"""Requests that wait for their turn at a model, each until it has a slot, its time is up, or its client gone.
+
+A slot is given back exactly once, however its request ends: by `Turn.leave`, which may be called again.
+"""
+
+import asyncio
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Final, NamedTuple
+
+from service.core.lane import Full, Lane, LaneRules, Place
+from service.core.policy import BAND_NAMES
+from service.core.units import Seconds, Ticks
+from service.gateway.identity import Identity
+from service.gateway.inference.refusals import bad_header, displaced, queue_full, queue_timeout
+from service.gateway.problems import Problem
+
+PRIORITY: Final = "x-priority"
+TIMEOUT: Final = "x-timeout-seconds"
+WAITED: Final = "x-queue-seconds"
+
+MOST_LANES: Final = 1024
+"""Of models that nobody asks at the moment, what was learned of so many is kept: names come from clients."""
+
+
+class LaneOptions(NamedTuple):
+    rules: LaneRules = LaneRules()
+    queue_seconds: Seconds = Seconds(30.0)
+    """So long a request may wait; less if it says so."""
+    priority: int = BAND_NAMES["interactive"]
+    """Of requests that state none."""
+    slots: Mapping[bytes, int] = {}
+    """By model; of all others it is found out."""
+
+
+class Wish(NamedTuple):
+    """What a request says of its turn."""
+
+    priority: int | None = None
+    """At most what its token may have."""
+    seconds: float | None = None
+    """So long it would wait."""
+    is_capped: bool = False
+    """It asked for a higher priority than it has."""
+
+
+NO_WISH: Final = Wish()
+
+
+def wish_in(identity: Identity, priority: str | None, seconds: str | None) -> Wish:
+    """The two headers, if they were sent. Raises Problem."""
+    if priority is None and seconds is None:
+        return NO_WISH
+    asked, most = None if priority is None else _priority_in(priority), identity.max_priority
+    is_capped = asked is not None and asked > most
+    return Wish(most if is_capped else asked, None if seconds is None else _seconds_in(seconds), is_capped)
+
+
+class LaneFigures(NamedTuple):
+    model: str
+    slots: int
+    in_flight: int
+    waiting: int
+
+
+class Turn:
+    __slots__ = ("_capped", "_expiry", "_granted", "_is_over", "_lane", "_lanes", "_place", "_since",
+                 "_tenant", "waited_seconds")  # fmt: skip
+
+    def __init__(self, lanes: "Lanes", lane: Lane, tenant: str, capped: int | None, now: float) -> None:
+        """`capped`: the priority that it has instead of a higher one."""
+        self.waited_seconds: float | None = None
+        """Set if it had to wait and has gone."""
+        self._capped = capped
+        self._lanes = lanes
+        self._lane = lane
+        self._tenant = tenant
+        self._since = now
+        """When it began to wait, or has gone."""
+        self._is_over = False
+        self._place: Place | None = None
+        """While it waits."""
+        self._granted: asyncio.Future[Problem | None] | None = None
+        self._expiry: asyncio.TimerHandle | None = None
+
+    @property
+    def waits(self) -> bool:
+        return self._place is not None
+
+    async def granted(self) -> None:
+        """It has a slot. Raises Problem."""
+        if self._granted is not None and (problem := await self._granted) is not None:
+            raise problem
+
+    def told(self) -> Sequence[tuple[str, str]]:
+        """Headers of the answer: none if it went at once, by the priority that it asked for."""
+        if self._capped is None and self.waited_seconds is None:
+            return ()
+        told = [] if self._capped is None else [(PRIORITY, str(self._capped))]
+        if self.waited_seconds is not None:
+            told.append((WAITED, f"{self.waited_seconds:.3f}"))
+        return told
+
+    def leave(self) -> None:
+        """It is over, whether it has gone or not."""
+        if self._is_over:
+            return
+        self._is_over = True
+        if self._place is None:
+            self._lanes.end(self._lane, self._tenant, self._since)
+            return
+        self._lane.leave(self._place)
+        self._stop_waiting(None)
+
+    # What its lanes call.
+
+    def wait(self, place: Place, seconds: float) -> None:
+        loop = asyncio.get_running_loop()
+        self._place = place
+        self._granted = loop.create_future()
+        self._expiry = loop.call_later(seconds, self._expire)
+
+    def go(self, now: float) -> None:
+        self.waited_seconds = now - self._since
+        self._since = now
+        self._stop_waiting(None)
+
+    def lose(self, problem: Problem) -> None:
+        """Its lane knows it no more."""
+        self._is_over = True
+        self._stop_waiting(problem)
+
+    def _expire(self) -> None:
+        place = self._place
+        assert place is not None
+        problem = queue_timeout(self._lane.outlook(place), self._lanes.now() - self._since)
+        self._lane.leave(place)
+        self.lose(problem)
+
+    def _stop_waiting(self, problem: Problem | None) -> None:
+        place, granted, expiry = self._place, self._granted, self._expiry
+        assert place is not None
+        assert granted is not None
+        assert expiry is not None
+        self._lanes.forget(self._lane, place)
+        self._place = None
+        expiry.cancel()
+        if not granted.done():
+            granted.set_result(problem)
+
+
+class Lanes:
+    def __init__(
+        self,
+        options: LaneOptions,
+        *,
+        on_waited: Callable[[float], None] = lambda _seconds: None,
+        now: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.now = now
+        self._options = options
+        self._on_waited = on_waited
+        self._lanes: dict[bytes, Lane] = {}
+        self._waiting: dict[tuple[Lane, Place], Turn] = {}
+
+    def enter(self, model: bytes, identity: Identity, wish: Wish) -> Turn:
+        """Raises Problem."""
+        lane = self._lanes.get(model) or self._open(model)
+        turn = Turn(self, lane, identity.tenant, wish.priority if wish.is_capped else None, self.now())
+        if not lane.goes_now(identity.tenant):
+            options = self._options
+            priority = (
+                min(options.priority, identity.max_priority) if wish.priority is None else wish.priority
+            )
+            place = self._wait(lane, identity, priority)
+            self._waiting[lane, place] = turn
+            seconds = options.queue_seconds
+            turn.wait(place, seconds if wish.seconds is None else min(seconds, wish.seconds))
+        return turn
+
+    def _wait(self, lane: Lane, identity: Identity, priority: int) -> Place:
+        """Raises Problem."""
+        queued = lane.wait(identity.tenant, priority)
+        if isinstance(queued, Full):
+            raise queue_full(queued, identity.tenant)
+        if queued.displaced is not None:
+            self._waiting[lane, queued.displaced].lose(displaced(lane.outlook(queued.displaced)))
+        return queued.place
+
+    def figures(self) -> Iterator[LaneFigures]:
+        """Of the models that are being asked."""
+        for model, lane in self._lanes.items():
+            if not lane.is_idle:
+                name = model.decode("utf-8", "replace")
+                yield LaneFigures(name, lane.slots, lane.in_flight, lane.waiting)
+
+    # What turns call.
+
+    def end(self, lane: Lane, tenant: str, since: float) -> None:
+        now = self.now()
+        lane.end(tenant, now - since, Ticks(now))
+        while lane.waiting and (place := lane.next()) is not None:
+            turn = self._waiting[lane, place]
+            turn.go(now)
+            self._on_waited(turn.waited_seconds or 0.0)
+
+    def forget(self, lane: Lane, place: Place) -> None:
+        del self._waiting[lane, place]
+
+    def _open(self, model: bytes) -> Lane:
+        if len(self._lanes) >= MOST_LANES:
+            for name in [name for name, lane in self._lanes.items() if lane.is_idle]:
+                del self._lanes[name]
+        lane = self._lanes[model] = Lane(self._options.rules, self._options.slots.get(model))
+        return lane
+
+
+def _priority_in(text: str) -> int:
+    """Raises Problem."""
+    if text in BAND_NAMES:
+        return BAND_NAMES[text]
+    if text.isascii() and text.isdecimal() and len(text) <= 3 and int(text) <= 100:
+        return int(text)
+    raise bad_header(PRIORITY, text, f"write 0 to 100, or one of {', '.join(BAND_NAMES)}")
+
+
+def _seconds_in(text: str) -> float:
+    """Raises Problem."""
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds < float("inf"):
+        raise bad_header(TIMEOUT, text, "write a number of seconds above 0")
+    return seconds
