@@ -4,7 +4,6 @@ It has one backend, Python, whose models are those of the folder `models`.
 """
 
 import contextlib
-import ctypes
 import glob
 import json
 import os
@@ -12,6 +11,7 @@ import shutil
 import signal
 import socket
 import subprocess
+import sys
 import time
 import urllib.request
 import uuid
@@ -87,8 +87,8 @@ class Triton:
             env.pop(name, None)
         with self._log.open("ab") as log:
             self._process = subprocess.Popen(
-                self._command(parts), env=env, stdin=subprocess.DEVNULL, stdout=log, stderr=log,
-                start_new_session=True, preexec_fn=_die_with_parent,
+                [sys.executable, "-IS", "-c", _DIES_WITH_PARENT, *self._command(parts)],
+                env=env, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True,
             )  # fmt: skip
         deadline = time.monotonic() + PATIENCE_SECONDS
         while not self._is_ready():
@@ -183,9 +183,11 @@ def analyzer_libraries(folder: Path) -> Path:
     return folder
 
 
-def _die_with_parent() -> None:
-    """When the tests are killed, so is the server; its models' processes follow within seconds."""
-    ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+_DIES_WITH_PARENT = (
+    "import ctypes, os, sys; ctypes.CDLL(None).prctl(1, 9); os.execv(sys.argv[1], sys.argv[1:])"
+)
+"""When the tests are killed, so is the server; its models' processes follow within seconds. Asked for between
+fork and exec, where gRPC has handlers of its own, it would now and then cost the server its life."""
 
 
 def free_ports(count: int) -> list[int]:
