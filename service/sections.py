@@ -1,9 +1,6 @@
 """The sections of the settings: what each may hold, and its default."""
 
-import re
-from pathlib import Path
-from typing import Annotated, Any, Literal, Self
-from urllib.parse import urlsplit
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
 from pydantic_settings import NoDecode
@@ -19,7 +16,7 @@ def comma_separated(value: Any) -> Any:
     return [word.strip() for word in value.split(",") if word.strip()]
 
 
-def _band_value(value: Any) -> Any:
+def band_value(value: Any) -> Any:
     if not isinstance(value, str) or value.isdecimal():
         return value
     if value not in BAND_NAMES:
@@ -82,7 +79,7 @@ class CustomSettings(Section):
     limit: Annotated[float, Field(ge=0)]
     per: Literal["cluster", "node"] = "cluster"
     """Of `node`, each node has so much."""
-    priority_threshold: Annotated[int, Field(ge=0, le=100), BeforeValidator(_band_value)] = 0
+    priority_threshold: Annotated[int, Field(ge=0, le=100), BeforeValidator(band_value)] = 0
     """Tasks of lower priority are given none."""
 
 
@@ -145,7 +142,7 @@ class TenantSettings(Section):
     borrow_mb: Annotated[int, Field(ge=0)] | None = None
     """MiB beyond the guarantee; empty: as much as the cohort leaves."""
     weight: Annotated[float, Field(gt=0, le=1_000_000)] = 1.0
-    max_priority: Annotated[int, Field(ge=0, le=100), BeforeValidator(_band_value)] = 100
+    max_priority: Annotated[int, Field(ge=0, le=100), BeforeValidator(band_value)] = 100
 
     @model_validator(mode="after")
     def _borrows_from_a_cohort(self) -> "TenantSettings":
@@ -243,7 +240,7 @@ class RetentionSettings(Section):
 class DefaultSettings(Section):
     """What a submit that leaves it out gets."""
 
-    priority: Annotated[int, Field(ge=0, le=100), BeforeValidator(_band_value)] = BAND_NAMES["batch"]
+    priority: Annotated[int, Field(ge=0, le=100), BeforeValidator(band_value)] = BAND_NAMES["batch"]
     """A number, or the name of a band, which stands for its middle."""
     cpu: Annotated[float, Field(ge=0)] = 1.0
     """For tasks without a GPU; those with one take none unless they say so."""
@@ -276,126 +273,10 @@ def over_the_shipped(kinds: Any) -> Any:
 class ModelTypeSettings(Section):
     """What a submit that names this model type and leaves it out gets."""
 
-    priority: Annotated[int, Field(ge=0, le=100), BeforeValidator(_band_value)] | None = None
+    priority: Annotated[int, Field(ge=0, le=100), BeforeValidator(band_value)] | None = None
     gpu_mb: Annotated[int, Field(gt=0)] | Literal["learned"] | None = None
     """Only for a submit that says nothing of GPUs. `learned`: what earlier runs of the type used."""
     cpu: Annotated[float, Field(ge=0)] | None = None
     memory_mb: Annotated[int, Field(ge=0)] | None = None
     timeout_seconds: Annotated[float, Field(gt=0)] | None = None
     max_retries: Annotated[int, Field(ge=0, le=100)] | None = None
-
-
-class ModelSettings(Section):
-    """What is known of one model of a server."""
-
-    gpu_mb: Annotated[int, Field(ge=0)] | None = None
-    """What it takes of one GPU; 0: none. Left out: 1.25 times its files, where they can be seen."""
-    priority: Annotated[int, Field(ge=0, le=100)] | None = None
-    """Of requests for it that name none."""
-    load_seconds: Annotated[float, Field(ge=0)] = 0.0
-    """How long its first load is expected to take; later that is known."""
-
-
-class TritonServerSettings(Section):
-    """A Triton Inference Server, and how it is spoken to."""
-
-    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?$")]
-    http_url: str
-    """`http://host:port` or `https://host:port`, as the server itself is reached."""
-    grpc_url: str | None = None
-    """The same for its gRPC, which has a port of its own."""
-    repository: Path | None = None
-    """Where the service sees the server's models, if it does: how large their files are is the first guess
-    at what they take."""
-    token_file: Path | None = None
-    """Holds a token that is sent as `Authorization: Bearer`, for what stands in front of the server."""
-    headers: dict[str, str] = {}
-    """Sent with each request, such as the header of a restricted API."""
-    ca_file: Path | None = None
-    """Whose certificates are believed, besides those that the system believes."""
-    connections: Annotated[int, Field(ge=1, le=10_000)] = 128
-    connect_seconds: Annotated[float, Field(gt=0, le=300)] = 5.0
-    silence_seconds: Annotated[float, Field(gt=0, le=86_400)] = 300.0
-    """So long the server may say nothing while somebody waits for it, also between parts of an answer."""
-
-    node: str = ""
-    """The node on whose GPUs it runs: its models are loaded and unloaded by the service, which holds their
-    memory in its ledger. Empty: it has what it has, and nobody counts it."""
-    devices: list[str] = []
-    """UUIDs of the GPUs that it uses; all of the node if there are none."""
-    models: dict[str, ModelSettings] = {}
-
-    @field_validator("http_url", "grpc_url")
-    @classmethod
-    def _is_an_address(cls, url: str | None) -> str | None:
-        if url is None:
-            return None
-        found = urlsplit(url)
-        try:
-            port = found.port
-        except ValueError:
-            port = None
-        is_plain = not (found.path.strip("/") or found.query or found.fragment or found.username)
-        if found.scheme not in ("http", "https") or not found.hostname or port is None or not is_plain:
-            raise ValueError(
-                f"{url!r} is not the address of a Triton server; write http://host:8000 or https://host:8000"
-            )
-        return url
-
-    @field_validator("headers")
-    @classmethod
-    def _can_be_sent(cls, headers: dict[str, str]) -> dict[str, str]:
-        for name, value in headers.items():
-            if not re.fullmatch(r"[A-Za-z0-9!#$%&'*+.^_`|~-]+", name) or not re.fullmatch(r"[\t -~]*", value):
-                raise ValueError(
-                    f"{name!r} or its value cannot be sent as a header; use ASCII without control"
-                )
-        return headers
-
-
-class TritonSettings(Section):
-    servers: Annotated[list[TritonServerSettings], Field(max_length=1)] = []
-    """One as yet: all models are asked there. Without one, there is nothing under /v2."""
-    body_bytes: Annotated[int, Field(gt=0)] = 2**31 - 1
-    """The largest body of a request to a model; Triton counts in 32 bits."""
-    grpc_port: Annotated[int, Field(ge=1, le=65_535)] | None = None
-    """Triton's gRPC protocol is spoken here, at the host of everything else; off without one."""
-    cold_seconds: Annotated[float, Field(ge=0, le=3600)] = 55.0
-    """So long a request waits for a model that is not in memory; then it is told when to come again."""
-    wanted_seconds: Annotated[float, Field(gt=0)] = 300.0
-    """So long after the last request for it a model is wanted: it waits for room, and keeps what it has."""
-    priority: Annotated[int, Field(ge=0, le=100), BeforeValidator(_band_value)] = BAND_NAMES["interactive"]
-    """Of requests that name none in their header `x-priority`."""
-    tenant: str = "default"
-    """Whose quota models count in."""
-    least_mb: Annotated[int, Field(gt=0)] = 512
-    """A model of which nothing is known is taken to need so much."""
-    load_files: bool = False
-    """Whether who may load models may bring files of theirs (`file:`), which can be code."""
-    slots: dict[str, Annotated[int, Field(ge=1, le=10_000)]] = {}
-    """By model: so many requests at once; of others as many as prove to be of use."""
-    waiting: Annotated[int, Field(ge=1, le=100_000)] = 256
-    """So many requests may wait for one model."""
-    tenant_share: Annotated[float, Field(gt=0, le=1)] = 0.75
-    """So much of a model's waiting places one tenant may have, and of its slots while others wait."""
-    queue_seconds: Annotated[float, Field(gt=0, le=86_400)] = 30.0
-    """So long a request may wait for its turn at a model."""
-
-    @model_validator(mode="after")
-    def _models_are_managed_by_calls(self) -> Self:
-        for server in self.servers:
-            if server.node and server.grpc_url is None:
-                raise ValueError(
-                    f"{server.name} has a node, so that the service loads and unloads its models, which "
-                    "is done over gRPC; give it its grpc_url, such as http://host:8001"
-                )
-        return self
-
-    @model_validator(mode="after")
-    def _calls_have_a_server(self) -> Self:
-        if self.grpc_port is not None and not any(server.grpc_url for server in self.servers):
-            raise ValueError(
-                f"grpc_port {self.grpc_port} has no server behind it; give one of triton.servers its "
-                "grpc_url, such as http://host:8001"
-            )
-        return self

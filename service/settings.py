@@ -39,11 +39,11 @@ from service.sections import (
     RetentionSettings,
     Section,
     SimulatedDevice,
-    TritonSettings,
     Words,
     comma_separated,
     over_the_shipped,
 )
+from service.triton_sections import TritonSettings
 
 LOOPBACK = frozenset({"127.0.0.1", "::1", "localhost"})
 

@@ -15,8 +15,8 @@ from service.bootstrap.premises import StartRefused
 from service.core.units import Seconds
 from service.gateway.inference.plane import Plane
 from service.gateway.inference.rpcs import RpcDoor, Rpcs
-from service.sections import TritonServerSettings
 from service.settings import Settings
+from service.triton_sections import TritonServerSettings
 
 CALLS_PER_CONNECTION = 16
 """So many at once for each connection that a server may have, though a call takes none; more are refused."""

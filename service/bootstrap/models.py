@@ -11,8 +11,8 @@ from service.core.units import Mib, Seconds
 from service.gateway.inference.lanes import LaneOptions
 from service.gateway.residency import ModelRules, ServerRules
 from service.host_ports import ModelHost
-from service.sections import TritonServerSettings, TritonSettings
 from service.settings import Settings
+from service.triton_sections import TritonServerSettings, TritonSettings
 
 
 def backend_of(settings: Settings) -> HttpBackend | None:

@@ -8,7 +8,7 @@ import pytest
 
 from service.bootstrap.calls import rpc_server_of
 from service.bootstrap.premises import StartRefused
-from service.sections import TritonServerSettings
+from service.triton_sections import TritonServerSettings
 from tests.bootstrap.refusals import WAITING, refusal
 from tests.e2e.service_process import ServiceProcess
 

@@ -7,8 +7,8 @@ import pytest
 
 from service.bootstrap.models import backend_of, server_of
 from service.bootstrap.premises import StartRefused
-from service.sections import TritonServerSettings
 from service.settings import load_settings
+from service.triton_sections import TritonServerSettings
 
 CERTIFICATE = Path(__file__).parents[1] / "gateway" / "self_signed.pem"
 

@@ -121,3 +121,8 @@ def outcome(state: str, **more: Any) -> Reply:
 
 def page(*ids: str) -> Reply:
     return Reply(200, {"items": [a_task(id) for id in ids], "next_cursor": None, "has_more": False})
+
+
+def failed(state: str = "failed") -> Reply:
+    error = {"kind": "exception", "message": "no luck", "traceback": "Traceback ...\nValueError: no luck"}
+    return outcome(state, error=error)

@@ -10,7 +10,16 @@ from typing import Any
 import pytest
 
 from tests.client.command_line import Run
-from tests.client.recorded_service import FULL_ID, RecordedService, Reply, a_problem, a_task, outcome, page
+from tests.client.recorded_service import (
+    FULL_ID,
+    RecordedService,
+    Reply,
+    a_problem,
+    a_task,
+    failed,
+    outcome,
+    page,
+)
 
 
 def test_submit_prints_the_id_and_nothing_else_to_standard_output(service: RecordedService, run: Run) -> None:
@@ -159,25 +168,6 @@ def test_submit_and_wait_prints_the_result(service: RecordedService, run: Run) -
     assert ended.err.startswith(f"accepted {FULL_ID}\n")
 
 
-def test_who_waits_for_a_task_waits_for_a_restart_as_well(service: RecordedService, run: Run) -> None:
-    restarting = Reply(503, {"detail": "starting"}, {"Retry-After": "3.1"})
-    service.told(Reply(202, a_task(FULL_ID)), restarting)
-    service.told(Reply(200, a_task(FULL_ID, "succeeded")), outcome("succeeded", result=7))
-    assert run("submit a:b --wait").json == 7
-
-
-def test_a_task_goes_on_where_the_service_does_not_come_back(service: RecordedService, run: Run) -> None:
-    service.told(Reply(202, a_task(FULL_ID)), Reply(503, {"detail": "gone"}, {"Retry-After": "100"}))
-    ended = run("submit a:b --wait")
-    assert ended.code == 7
-    assert f"the task goes on; wait again: gpubroker wait {FULL_ID}" in ended.err
-
-
-def failed(state: str = "failed") -> Reply:
-    error = {"kind": "exception", "message": "no luck", "traceback": "Traceback ...\nValueError: no luck"}
-    return outcome(state, error=error)
-
-
 @pytest.mark.parametrize(
     ("replies", "code", "says"),
     [
@@ -195,13 +185,6 @@ def test_the_exit_code_says_how_it_ended(
     ended = run("result", FULL_ID, "--wait", "--timeout", "0")
     assert (ended.code, ended.out) == (code, "")
     assert says in ended.err
-
-
-def test_wait_ends_as_the_task_did(service: RecordedService, run: Run) -> None:
-    shown = Reply(200, a_task(FULL_ID, "failed"))
-    service.told(shown, shown, failed())
-    ended = run("wait", FULL_ID, "-o", "json")
-    assert (ended.code, ended.json["state"]) == (3, "failed")
 
 
 def test_no_service_and_nobody_listening_are_unreachable(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -70,19 +70,17 @@ def ps(
     """Tasks, newest first, and why the waiting ones wait."""
     from gpubroker.cli import draw
 
-    wanted: ListOptions = {"limit": min(limit, 200)}
-    if state or not everything:
-        wanted["state"] = state or _UNFINISHED
-    if label:
-        wanted["labels"] = quantities.pairs(label, "--label")
     given = {
+        "state": state or ([] if everything else _UNFINISHED),
+        "labels": quantities.pairs(label or [], "--label"),
         "name": name,
         "kind": kind,
         "model_type": model_type,
         "stream": stream,
         "submitted_from": since,
     }
-    wanted |= cast("ListOptions", {option: value for option, value in given.items() if value})
+    wanted = cast("ListOptions", {option: value for option, value in given.items() if value})
+    wanted["limit"] = min(limit, 200)
     with broker_of(context) as broker:
         if after:
             wanted["after"] = task_id(broker, after)
@@ -97,8 +95,7 @@ def ps(
         def drawn(found: "Sequence[Task]") -> "RenderableType":
             if state or everything:
                 return draw.tasks(found, "no such task")
-            narrow = label or any(given.values()) or after
-            return draw.tasks(found, _NONE_OF_THESE if narrow else _NOTHING_TO_DO)
+            return draw.tasks(found, _NONE_OF_THESE if len(wanted) > 2 else _NOTHING_TO_DO)
 
         if watching:
             watch(output, listed, drawn)
