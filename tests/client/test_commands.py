@@ -205,6 +205,12 @@ def test_what_needs_a_database_server_says_so_without_one(gpubroker: Run, tmp_pa
         assert "postgresql" in said.lower()
 
 
+def test_without_a_server_of_models_what_is_about_models_says_what_to_set(gpubroker: Run) -> None:
+    for refused in (gpubroker("models"), gpubroker("load m"), gpubroker("unload m"), gpubroker("pin m")):
+        assert refused.code == 6
+        assert "give one of triton.servers its node" in refused.err
+
+
 def test_no_command_is_missing_here() -> None:
     group = get_command(app)
     assert isinstance(group, TyperGroup)
