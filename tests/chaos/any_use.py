@@ -124,7 +124,7 @@ def decided(model: Model, action: str, task: Task, mb: int) -> Decision | None:
             return _of(task, tuple(quarantine(x, now) for x in live if x.state is LeaseState.RELEASING))
         case "attest":
             freed = tuple(release(x, "operator") for x in live if x.state is LeaseState.QUARANTINED)
-            notes = (AuditNote("default", "olga", "lease.attested", task.id, "it is off"),) if freed else ()
+            notes = (AuditNote(now, "default", "olga", "lease.attested", task.id, "off"),) if freed else ()
             return replace(_of(task, freed) or Decision(task.id, "attest"), audit=notes) if freed else None
         case _:
             return None
