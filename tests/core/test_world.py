@@ -184,7 +184,7 @@ def test_events_of_a_task_or_a_lease_that_is_gone_change_nothing():
 
 def test_a_lease_of_a_holder_that_is_no_run_comes_and_goes_by_the_log():
     world = a_world()
-    lease = replace(a_lease(a_task("m", fence=1), "gpu0", 30 * GIB, version=1), holder_kind=HolderKind.MODEL)
+    lease = replace(a_lease(a_task("m", fence=1), "gpu0", 30 * GIB, version=1), holder_kind=HolderKind.WORKER)
     commit(world, Decision("m", "load", leases=(lease,)))
     assert world.books[key("gpu0")].free_mb() == 50 * GIB
     commit(world, Decision("m", "unload", leases=(move_lease(lease, LeaseState.RELEASED),)))
