@@ -7,6 +7,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from math import ceil
 from typing import TYPE_CHECKING
+from weakref import WeakValueDictionary
 
 import structlog
 
@@ -74,7 +75,8 @@ class Residency:
         self._uses: Counter[str] = Counter()
         self._priorities: dict[str, int] = {}
         """Since the leader was last told, by model."""
-        self._asking: dict[str, asyncio.Lock] = {}
+        self._asking: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
+        """Of models that somebody asks for at the moment: names come from clients."""
 
     def of(self, model: str) -> Task | None:
         """Who has it, or waits for it."""
@@ -119,11 +121,16 @@ class Residency:
 
     async def tell(self) -> None:
         """Raises StoreUnavailable: what was not told is told the next time."""
-        for model, uses in list(self._uses.items()):
+        for model in list(self._uses):
+            uses, priority = self._uses.pop(model), self._priorities.pop(model)
             task = self.of(model)
-            if task is not None:
-                await self.ask_leader(task, "want", priority=self._priorities[model], uses=uses)
-            del self._uses[model], self._priorities[model]
+            try:
+                if task is not None:
+                    await self.ask_leader(task, "want", priority=priority, uses=uses)
+            except StoreUnavailable:
+                self._uses[model] += uses
+                self._priorities[model] = max(priority, self._priorities.get(model, 0))
+                raise
 
     async def ready(self, model: str, priority: int, seconds: Seconds | None = None) -> Task:
         """Wait until it is there, and have it brought if it is not. Raises Problem: model-not-ready, with

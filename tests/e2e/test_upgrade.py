@@ -13,6 +13,7 @@ from tests.e2e.service_process import GIB, ServiceProcess, until
 
 
 def agent_of(broker: Broker) -> Mapping[str, Any]:
+    until(lambda: bool(broker.nodes().items), "its node is known")
     [node] = broker.nodes().items
     return node.agent or {}
 

@@ -1,6 +1,7 @@
 """Requests for models that are not in memory: they wait for the ledger, or are told when to come again."""
 
 import asyncio
+import gc
 import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -178,3 +179,16 @@ async def test_who_goes_away_while_his_model_is_loaded_is_not_sent_on() -> None:
         await there.load()
         await asyncio.sleep(0)
         assert heard.bodies == []
+
+
+async def test_names_that_clients_invent_leave_nothing_behind() -> None:
+    def locks() -> int:
+        return sum(isinstance(known, asyncio.Lock) for known in gc.get_objects())
+
+    async with homes(Heard(), models={}) as there:
+        gc.collect()
+        before = locks()
+        for n in range(20):
+            await there.stage.ask("POST", f"/v2/models/nothing{n}/infer", b"x")
+        gc.collect()
+        assert locks() < before + 20
