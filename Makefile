@@ -6,13 +6,15 @@ UV := .tools/bin/uv
 RUN := $(UV) run --frozen --no-sync
 
 .venv/.installed: pyproject.toml client/pyproject.toml uv.lock
+	@echo 'installing dependencies into .venv: under a minute, once'
 	@test -x $(UV) || ($(PYTHON) -m venv .tools && .tools/bin/pip install --quiet --disable-pip-version-check uv==0.13.9)
-	$(UV) sync --quiet --frozen --compile-bytecode --python $(PYTHON)
+	@$(UV) sync --quiet --frozen --compile-bytecode --python $(PYTHON)
 	@touch $@
 
 # The real Triton Inference Server of the tests. Its models run in this environment; its Python is one of those
 # for which both wheels exist.
 .tools/triton/.installed: tests/triton/requirements.txt | .venv/.installed
+	@echo 'installing the Triton of the tests into .tools/triton: once'
 	@$(UV) venv --quiet --clear --python '>=3.11,<3.13' .tools/triton
 	@$(UV) pip install --quiet --no-deps --python .tools/triton/bin/python -r $<
 	@touch $@

@@ -50,16 +50,19 @@ class Refused(BrokerError):
 
 
 class TaskFailed(BrokerError):
-    """The task ended without a result: its code failed, it ran out of time, or it expired in the queue.
+    """The task ended without a result: its code failed, or it ran out of time.
 
     `kind` is the failure's stable token (`exception`, `timeout`, `exit`, ...); `traceback` is the task's
     own, as text, where there is one; `log_tail` the end of what it printed.
     """
 
+    ending = "failed"
+
     def __init__(
         self, task_id: str, *, kind: str, message: str, traceback: str | None = None, log_tail: str = ""
     ) -> None:
-        super().__init__(f"task {task_id} failed ({kind}): {message}", code="task-failed")
+        why = kind if kind == self.ending else f"{self.ending} ({kind})"
+        super().__init__(f"task {task_id} {why}: {message}", code="task-failed")
         self.task_id = task_id
         self.kind = kind
         self.message = message
@@ -68,6 +71,12 @@ class TaskFailed(BrokerError):
 
     def __str__(self) -> str:
         return f"{self.detail}\n\n{self.traceback.rstrip()}" if self.traceback else self.detail
+
+
+class TaskExpired(TaskFailed):
+    """It waited longer than it was to wait, or its deadline came."""
+
+    ending = "expired"
 
 
 class TaskCancelled(BrokerError):

@@ -10,7 +10,7 @@ from urllib.parse import quote
 
 from gpubroker.batch import Answered, Wanted, submit_all
 from gpubroker.decoding import filled
-from gpubroker.errors import TaskCancelled, TaskFailed, WaitTimeout
+from gpubroker.errors import TaskCancelled, TaskExpired, TaskFailed, WaitTimeout
 from gpubroker.estimates import Estimate
 from gpubroker.exchange import Answer, Call, Steps, exchange
 from gpubroker.explained import Explanation, Simulation
@@ -272,12 +272,13 @@ class Operations:
 
 
 def check_success(outcome: Outcome) -> None:
-    """Raises TaskFailed or TaskCancelled for a task that ended without a result."""
+    """Raises TaskFailed, TaskExpired or TaskCancelled for a task that ended without a result."""
     if outcome.state is TaskState.CANCELLED:
         raise TaskCancelled(outcome.id)
     if outcome.state is not TaskState.SUCCEEDED:
         error = outcome.error or Failure(str(outcome.raw.get("state")), "it left no message")
-        raise TaskFailed(
+        fault = TaskExpired if outcome.state is TaskState.EXPIRED else TaskFailed
+        raise fault(
             outcome.id,
             kind=error.kind,
             message=error.message,

@@ -2,8 +2,6 @@
 
 import base64
 import json
-import time
-from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -92,18 +90,6 @@ def test_words_behind_two_dashes_are_a_command_with_its_own_options(
     assert (sent["resources"], sent["priority"]) == ({"gpus": 1}, 7)
 
 
-def test_submit_reads_times_as_instants_or_as_durations_from_now(service: RecordedService, run: Run) -> None:
-    service.told(Reply(202, a_task(FULL_ID)))
-    began = datetime.fromtimestamp(time.time(), UTC)
-    line = "submit a:b --not-before 2026-11-21T22:00Z --deadline 2h --queue-ttl 30m --expected 90"
-    assert run(line).code == 0
-    sent = service.asked[0].body
-    assert datetime.fromisoformat(sent["not_before"]) == datetime(2026, 11, 21, 22, tzinfo=UTC)
-    ahead = datetime.fromisoformat(sent["deadline_at"]) - began
-    assert timedelta(hours=2) <= ahead < timedelta(hours=2, minutes=1)
-    assert (sent["queue_ttl_seconds"], sent["expected_seconds"]) == (1800, 90)
-
-
 def test_submit_names_the_tasks_to_run_after_by_any_word_for_them(service: RecordedService, run: Run) -> None:
     other = FULL_ID[:-4] + "zzzz"
     service.told(page(), page(other), Reply(202, a_task(FULL_ID)))
@@ -172,6 +158,11 @@ def test_submit_and_wait_prints_the_result(service: RecordedService, run: Run) -
     ("replies", "code", "says"),
     [
         ([Reply(200, a_task(FULL_ID, "failed")), failed()], 3, "ValueError: no luck"),
+        (
+            [Reply(200, a_task(FULL_ID, "expired")), failed("expired")],
+            3,
+            f"{FULL_ID} expired (exception): no",
+        ),
         ([Reply(200, a_task(FULL_ID, "cancelled")), outcome("cancelled")], 4, "was cancelled"),
         ([Reply(202, a_task(FULL_ID, "running"))], 5, "it goes on"),
         ([a_problem(404, "not-found", "no such task")], 6, "no such task"),

@@ -1,10 +1,22 @@
-"""What the command line narrows lists by, and what it changes of tasks, against recorded answers."""
+"""Times that people type, what lists are narrowed by, and what is changed, against recorded answers."""
 
 import time
 from datetime import UTC, datetime
 
 from tests.client.command_line import Run
 from tests.client.recorded_service import FULL_ID, RecordedService, Reply, a_task, page
+
+
+def test_submit_reads_times_as_instants_or_as_durations_from_now(service: RecordedService, run: Run) -> None:
+    service.told(Reply(202, a_task(FULL_ID)), Reply(202, a_task(FULL_ID)))
+    line = "submit a:b --not-before 2026-11-21T22:00Z --deadline 2h --queue-ttl 30m --expected 90"
+    assert run(line).code == 0
+    sent = service.asked[0].body
+    assert datetime.fromisoformat(sent["not_before"]) == datetime(2026, 11, 21, 22, tzinfo=UTC)
+    assert sent["deadline_seconds"] == 7200, "by the clock of the service"
+    assert run("submit a:b --deadline 2026-11-21T22:00Z").code == 0
+    assert service.asked[1].body["deadline_at"] == sent["not_before"]
+    assert (sent["queue_ttl_seconds"], sent["expected_seconds"]) == (1800, 90)
 
 
 def test_times_are_changed_and_taken_away(service: RecordedService, run: Run) -> None:
@@ -45,3 +57,28 @@ def test_who_runs_after_a_task_is_listed(service: RecordedService, run: Run) -> 
     service.told(page())
     assert run("ps", "--all", "--after", FULL_ID).code == 0
     assert ("after", FULL_ID) in service.asked[-1].params
+
+
+def test_all_of_a_sort_are_cancelled_those_that_wait_first(service: RecordedService, run: Run) -> None:
+    waits = FULL_ID[:-1] + "q"
+    found = {"items": [a_task(FULL_ID, "running"), a_task(waits)], "next_cursor": None, "has_more": False}
+    service.told(Reply(200, found), Reply(200, a_task(waits, "cancelled")), Reply(200, a_task(FULL_ID)))
+    ended = run("cancel --label run=42 --stream night --yes --reason", "wrong data")
+    assert ended.code == 0
+    assert {("label.run", "42"), ("stream", "night"), ("state", "running")} <= set(service.asked[0].params)
+    assert [asked.path for asked in service.asked[1:]] == [f"/tasks/{id}/cancel" for id in (waits, FULL_ID)]
+    assert service.asked[1].body == {"reason": "wrong data"}
+
+
+def test_nobody_cancels_many_by_mistake(service: RecordedService, run: Run) -> None:
+    service.told(page(FULL_ID))
+    assert "say --yes" in run("cancel --all").err
+    for line in ("cancel", f"cancel {FULL_ID} --all", f"cancel {FULL_ID} --state pending"):
+        ended = run(line)
+        assert (ended.code, "name tasks, or say which" in ended.err) == (2, True)
+    assert [asked.method for asked in service.asked] == ["GET"]
+
+
+def test_where_none_is_left_none_is_cancelled(service: RecordedService, run: Run) -> None:
+    service.told(page())
+    assert run("cancel --all").code == 0

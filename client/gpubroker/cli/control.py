@@ -6,20 +6,44 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 import typer
 
 from gpubroker.cli import quantities
-from gpubroker.cli.session import Format, Output, TaskWord, TaskWords, broker_of, emit_all, say, task_id
+from gpubroker.cli.session import (
+    UNFINISHED,
+    AnyTaskWords,
+    Format,
+    Output,
+    TaskWord,
+    TaskWords,
+    agree,
+    broker_of,
+    emit_all,
+    say,
+    task_id,
+)
 from gpubroker.errors import BrokerError
 
 if TYPE_CHECKING:
     from gpubroker.broker import Broker
     from gpubroker.models import Task
-    from gpubroker.operations import ChangeOptions
+    from gpubroker.operations import ChangeOptions, ListOptions
 
 _NONE = "none"
+_PAGE = 200
 
 
 def cancel(
     context: typer.Context,
-    tasks: TaskWords,
+    tasks: AnyTaskWords = None,
+    everything: Annotated[
+        bool, typer.Option("--all", "-a", help="All that wait or run, instead of naming some.")
+    ] = False,
+    state: Annotated[
+        list[str] | None, typer.Option("--state", "-s", help="All in this state; repeatable.")
+    ] = None,
+    label: Annotated[
+        list[str] | None, typer.Option("--label", "-l", metavar="NAME=VALUE", help="All with this label.")
+    ] = None,
+    stream: Annotated[str | None, typer.Option(help="All of this work stream.")] = None,
+    yes: Annotated[bool, typer.Option("--yes", help="Do not ask before cancelling many.")] = False,
     grace: Annotated[
         float | None,
         typer.Option(parser=quantities.seconds, metavar="DURATION", help="Time to stop in after notice."),
@@ -27,13 +51,31 @@ def cancel(
     reason: Annotated[str | None, typer.Option(help="Told in the event log.")] = None,
     output: Output = Format.TABLE,
 ) -> None:
-    """End tasks: waiting ones at once, running ones after notice and their grace period."""
-    _change(
-        context,
-        tasks,
-        output,
-        lambda broker, task: broker.cancel(task, grace_seconds=grace, reason=reason),
-    )
+    """End tasks: waiting ones at once, running ones after notice and their grace period.
+
+    \b
+    gpubroker cancel last
+    gpubroker cancel --label run=42 --state pending
+    """
+    wanted = {"state": state, "labels": quantities.pairs(label or [], "--label"), "stream": stream}
+    narrowed = {option: value for option, value in wanted.items() if value}
+    if bool(tasks) == (everything or bool(narrowed)):
+        raise typer.BadParameter("name tasks, or say which: --all, --state, --label, --stream")
+
+    def end(broker: "Broker", task: str) -> "Task":
+        return broker.cancel(task, grace_seconds=grace, reason=reason)
+
+    if tasks:
+        _change(context, tasks, output, end)
+        return
+    with broker_of(context) as broker:
+        chosen = cast("ListOptions", {"state": UNFINISHED, "limit": _PAGE, **narrowed})
+        found = sorted(broker.list(**chosen), key=lambda task: task.state != "pending")
+        if found and not yes:
+            agree(
+                f"cancel {len(found)} tasks, of which {sum(t.state != 'pending' for t in found)} have begun?"
+            )
+        change_all(broker, [task.id for task in found], output, end)
 
 
 def hold(context: typer.Context, tasks: TaskWords, output: Output = Format.TABLE) -> None:

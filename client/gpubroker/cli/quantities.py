@@ -45,6 +45,13 @@ def time_ahead(text: str) -> datetime:
     return _time(text, 1, "in two hours")
 
 
+def time_or_seconds(text: str) -> datetime | float:
+    """As `time_ahead`; a duration stays one, to be counted by the clock of the service."""
+    with suppress(typer.BadParameter):
+        return seconds(text)
+    return time_ahead(text)
+
+
 def time_ago(text: str) -> datetime:
     """As `time_ahead`; a duration is one before now."""
     return _time(text, -1, "two hours ago")

@@ -28,6 +28,7 @@ _RETRY_SECONDS = 3.0
 """A person at a terminal would rather read that nothing answers than wait for a service to come back."""
 _WATCH_SECONDS = 1.0
 _PIPE_WIDTH = 1000
+UNFINISHED = ("pending", "admitted", "running", "stopping")
 UNFINISHED_LEASES = "pending,held,stopping,quarantined"
 
 
@@ -44,7 +45,9 @@ _WORDS = (
     "from here"
 )
 TaskWord = Annotated[str, typer.Argument(metavar="TASK", help=f"Id, {_WORDS}.")]
-TaskWords = Annotated[list[str], typer.Argument(metavar="TASK...", help=f"For each: id, {_WORDS}.")]
+_EACH = typer.Argument(metavar="TASK...", help=f"For each: id, {_WORDS}.")
+TaskWords = Annotated[list[str], _EACH]
+AnyTaskWords = Annotated[list[str] | None, _EACH]
 
 
 @contextmanager

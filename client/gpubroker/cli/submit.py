@@ -134,7 +134,7 @@ Deadline = Annotated[
     Any,
     typer.Option(
         "--deadline",
-        parser=quantities.time_ahead,
+        parser=quantities.time_or_seconds,
         metavar="TIME",
         help="Expire, or stop, when it has not ended by then: a time, or 2h.",
     ),
@@ -212,7 +212,7 @@ def submit(
     after_end: AfterEnd = None,
     not_before: NotBefore = None,
     queue_ttl_seconds: QueueTtl = None,
-    deadline_at: Deadline = None,
+    deadline: Deadline = None,
     expected_seconds: Expected = None,
     result_format: ResultFormat = None,
     working_directory: Directory = None,
@@ -341,6 +341,8 @@ def _options(given: Mapping[str, Any]) -> "SubmitOptions":
     ):
         if name in options:
             options[name] = quantities.pairs(options[name], option)
+    if (by := given["deadline"]) is not None:
+        options["deadline_seconds" if isinstance(by, float) else "deadline_at"] = by
     if "kwargs" in options:
         options["kwargs"] = {n: quantities.json_or_text(v) for n, v in options["kwargs"].items()}
     for name in {"nodes", "prefer_nodes"} & options.keys():

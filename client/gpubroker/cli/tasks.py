@@ -9,6 +9,7 @@ import typer
 
 from gpubroker.cli import outcome, quantities
 from gpubroker.cli.session import (
+    UNFINISHED,
     Format,
     Output,
     TaskWord,
@@ -30,7 +31,6 @@ if TYPE_CHECKING:
     from gpubroker.models import Task
     from gpubroker.operations import ListOptions
 
-_UNFINISHED = ("pending", "admitted", "running", "stopping")
 _REASONS_ASKED = 20
 _NOTHING_TO_DO = "nothing waits or runs; gpubroker ps --all shows what has ended"
 _NONE_OF_THESE = "none of these waits or runs; with --all you see those that have ended"
@@ -71,7 +71,7 @@ def ps(
     from gpubroker.cli import draw
 
     given = {
-        "state": state or ([] if everything else _UNFINISHED),
+        "state": state or ([] if everything else UNFINISHED),
         "labels": quantities.pairs(label or [], "--label"),
         "name": name,
         "kind": kind,
