@@ -203,23 +203,29 @@ class AsyncBroker:
         """Of the servers whose memory is in the ledger: in memory, waiting for it, or neither."""
         return await self._carry_out(self._do.models())
 
-    async def model(self, name: str) -> ServedModel:
-        return await self._carry_out(self._do.model(name))
+    async def model(self, name: str, *, server: str | None = None) -> ServedModel:
+        """`server`: here and below, which one is meant where several have it."""
+        return await self._carry_out(self._do.model(name, server))
 
     async def load_model(
-        self, name: str, *, priority: int | None = None, wait_seconds: float = 0.0
+        self,
+        name: str,
+        *,
+        priority: int | None = None,
+        wait_seconds: float = 0.0,
+        server: str | None = None,
     ) -> ServedModel:
         """Have it brought into memory, and wait so long for it."""
         body = {"wait_seconds": wait_seconds, **({} if priority is None else {"priority": priority})}
-        return await self._carry_out(self._do.change_model(name, "load", body))
+        return await self._carry_out(self._do.change_model(name, "load", body, server))
 
-    async def unload_model(self, name: str) -> ServedModel:
+    async def unload_model(self, name: str, *, server: str | None = None) -> ServedModel:
         """Have it answer what it has, and leave."""
-        return await self._carry_out(self._do.change_model(name, "unload", None))
+        return await self._carry_out(self._do.change_model(name, "unload", None, server))
 
-    async def pin_model(self, name: str, *, pinned: bool = True) -> ServedModel:
+    async def pin_model(self, name: str, *, pinned: bool = True, server: str | None = None) -> ServedModel:
         """Keep it in memory whoever asks for its room, or no longer."""
-        return await self._carry_out(self._do.change_model(name, "pin", {"pinned": pinned}))
+        return await self._carry_out(self._do.change_model(name, "pin", {"pinned": pinned}, server))
 
     async def tenants(self) -> Page[Tenant]:
         return await self._carry_out(self._do.tenants())

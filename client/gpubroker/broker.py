@@ -248,21 +248,29 @@ class Broker:
         """Of the servers whose memory is in the ledger: in memory, waiting for it, or neither."""
         return self._carry_out(self._do.models())
 
-    def model(self, name: str) -> ServedModel:
-        return self._carry_out(self._do.model(name))
+    def model(self, name: str, *, server: str | None = None) -> ServedModel:
+        """`server`: here and below, which one is meant where several have it."""
+        return self._carry_out(self._do.model(name, server))
 
-    def load_model(self, name: str, *, priority: int | None = None, wait_seconds: float = 0.0) -> ServedModel:
+    def load_model(
+        self,
+        name: str,
+        *,
+        priority: int | None = None,
+        wait_seconds: float = 0.0,
+        server: str | None = None,
+    ) -> ServedModel:
         """Have it brought into memory, and wait so long for it."""
         body = {"wait_seconds": wait_seconds, **({} if priority is None else {"priority": priority})}
-        return self._carry_out(self._do.change_model(name, "load", body))
+        return self._carry_out(self._do.change_model(name, "load", body, server))
 
-    def unload_model(self, name: str) -> ServedModel:
+    def unload_model(self, name: str, *, server: str | None = None) -> ServedModel:
         """Have it answer what it has, and leave."""
-        return self._carry_out(self._do.change_model(name, "unload", None))
+        return self._carry_out(self._do.change_model(name, "unload", None, server))
 
-    def pin_model(self, name: str, *, pinned: bool = True) -> ServedModel:
+    def pin_model(self, name: str, *, pinned: bool = True, server: str | None = None) -> ServedModel:
         """Keep it in memory whoever asks for its room, or no longer."""
-        return self._carry_out(self._do.change_model(name, "pin", {"pinned": pinned}))
+        return self._carry_out(self._do.change_model(name, "pin", {"pinned": pinned}, server))
 
     def tenants(self) -> Page[Tenant]:
         """Quota, holding, usage and fair share of tenants: of your own, or of all with cluster:read."""

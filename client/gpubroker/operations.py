@@ -207,11 +207,15 @@ class Operations:
         raw = yield from self._ask("GET", "/models")
         return Page(tuple(filled(ServedModel, item) for item in raw["items"]), raw=raw)
 
-    def model(self, name: str) -> Steps[ServedModel]:
-        return filled(ServedModel, (yield from self._ask("GET", f"/models/{_quoted(name)}")))
+    def model(self, name: str, server: str | None) -> Steps[ServedModel]:
+        return filled(ServedModel, (yield from self._ask("GET", f"/models/{_quoted(name)}", server=server)))
 
-    def change_model(self, name: str, deed: str, body: Mapping[str, Any] | None) -> Steps[ServedModel]:
-        answer = yield from self._send(Call("POST", f"/models/{_quoted(name)}/{deed}", body=_json(body)))
+    def change_model(
+        self, name: str, deed: str, body: Mapping[str, Any] | None, server: str | None
+    ) -> Steps[ServedModel]:
+        path, waits = f"/models/{_quoted(name)}/{deed}", (body or {}).get("wait_seconds", 0.0)
+        call = Call("POST", path, params=_given({"server": server}), body=_json(body), patience_seconds=waits)
+        answer = yield from self._send(call)
         return filled(ServedModel, answer.json())
 
     def tenants(self) -> Steps[Page[Tenant]]:

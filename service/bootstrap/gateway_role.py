@@ -82,7 +82,7 @@ class GatewayRole:
             waiters=self._waiters,
             served=self._served,
         )
-        self._residency = parts.residency
+        self._residencies = parts.residencies
         app = create_app(parts)
         self._models = backend_of(settings)
         plane = None if self._models is None else self._plane(parts, app.state.telemetry, self._models)
@@ -105,8 +105,8 @@ class GatewayRole:
 
     def jobs(self) -> list[Job]:
         jobs: list[Job] = [("tokens", self._tokens.keep_fresh(self._store.tokens_changed))]
-        if self._residency is not None:
-            jobs.append(("use of models", self._residency.keep_telling()))
+        if self._residencies is not None:
+            jobs.append(("use of models", self._residencies.keep_telling()))
         return jobs
 
     async def serve(self) -> None:
@@ -118,8 +118,8 @@ class GatewayRole:
                 await (self._closing or self._calls.close(0))
             if self._models is not None:
                 await self._models.close()
-            if self._served is not None:
-                await self._served[1].close()
+            for _, host in self._served:
+                await host.close()
 
     def drain(self) -> None:
         """Say that this process is about to end, and hold back no answer any more."""
@@ -154,7 +154,7 @@ class GatewayRole:
             lanes=lanes,
             most_body_bytes=self._settings.triton.body_bytes,
             takes_files=self._settings.triton.load_files,
-            residency=parts.residency,
+            residencies=parts.residencies,
         )
 
     def _door_for_calls(self, plane: Plane) -> "RpcDoor | None":

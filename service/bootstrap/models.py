@@ -31,16 +31,15 @@ def lane_options_of(given: TritonSettings) -> LaneOptions:
     )
 
 
-def served_of(settings: Settings) -> tuple[ServerRules, ModelHost] | None:
-    """The server whose models are held in the ledger; None without one. Raises StartRefused."""
-    rules = _rules_of(settings)
-    return None if rules is None else (rules, hosts_of(settings)[0])
+def served_of(settings: Settings) -> list[tuple[ServerRules, ModelHost]]:
+    """The servers whose models are held in the ledger. Raises StartRefused."""
+    managed = [given for given in settings.triton.servers if given.node]
+    rules = [_rules_of(settings, given) for given in managed]
+    return list(zip(rules, hosts_of(settings), strict=True))
 
 
-def _rules_of(settings: Settings) -> ServerRules | None:
-    given, triton = next((s for s in settings.triton.servers if s.node), None), settings.triton
-    if given is None:
-        return None
+def _rules_of(settings: Settings, given: TritonServerSettings) -> ServerRules:
+    triton = settings.triton
     models = {
         name: ModelRules(None if m.gpu_mb is None else Mib(m.gpu_mb), m.priority, Seconds(m.load_seconds))
         for name, m in given.models.items()

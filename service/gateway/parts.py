@@ -20,7 +20,8 @@ from service.gateway.gpu_size import GpuSize
 from service.gateway.identity import Tokens
 from service.gateway.ids import Ids
 from service.gateway.pending import PendingReasons
-from service.gateway.residency import Residency, ServerRules
+from service.gateway.residencies import Residencies
+from service.gateway.residency import ServerRules
 from service.gateway.turns import Turns
 from service.gateway.waiters import Waiters
 from service.host_ports import ModelHost
@@ -126,16 +127,16 @@ class GatewayParts:
     """What opens them there."""
     kinds: tuple[Kind, ...] = ()
     """Those that the operator has ranked, strongest first."""
-    served: tuple[ServerRules, ModelHost] | None = None
-    """The server whose models are held in the ledger."""
-    residency: Residency | None = field(init=False)
+    served: Sequence[tuple[ServerRules, ModelHost]] = ()
+    """The servers whose models are held in the ledger."""
+    residencies: Residencies | None = field(init=False)
     capacity: Capacity = field(init=False)
     pending: PendingReasons = field(init=False)
     pieces: Pieces = field(init=False)
 
     def __post_init__(self) -> None:
-        residency = None if self.served is None else Residency(self, *self.served)
-        object.__setattr__(self, "residency", residency)
+        residencies = Residencies(self, self.served) if self.served else None
+        object.__setattr__(self, "residencies", residencies)
         object.__setattr__(self, "capacity", Capacity(self.world, self.policy))
         object.__setattr__(self, "pieces", Pieces(self.world, self.policy, self.clock))
         object.__setattr__(self, "pending", PendingReasons(self.world, self.policy, self.forecasts))

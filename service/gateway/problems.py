@@ -35,6 +35,7 @@ CATALOGUE: Final[Mapping[str, Kind]] = {
     "task-already-finished": Kind(409, "The task has already finished"),
     "task-not-finished": Kind(409, "The task has not finished", retryable=True),
     "task-not-pending": Kind(409, "The task no longer waits"),
+    "model-ambiguous": Kind(409, "The model is at several servers"),
     "lease-ended": Kind(409, "The lease has ended"),
     "lease-under-notice": Kind(409, "The lease is to be given back"),
     "nothing-quarantined": Kind(409, "Nothing of it is in quarantine"),

@@ -69,6 +69,13 @@ class EstimateQuery(Query):
     ] = None
 
 
+class ServerQuery(Query):
+    server: Annotated[
+        str | None,
+        Field(max_length=100, description="Which server is meant, where several have the model."),
+    ] = None
+
+
 class EventQuery(Query):
     after: Annotated[int, Field(ge=0, le=2**63 - 1, description="`next_after` of the page before.")] = 0
     limit: Annotated[int, Field(ge=1)] = 100

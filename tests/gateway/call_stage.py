@@ -90,7 +90,7 @@ async def a_stage(
     shows it, and it is believed."""
     async with Gateway() as gateway:
         if homes is not None:
-            gateway.change(served=homes)
+            gateway.change(served=[homes])
         upstream = grpc.aio.server()
         if certificate is None:
             port = upstream.add_insecure_port("localhost:0")
@@ -120,7 +120,7 @@ async def a_stage(
             backend=HttpBackend(TritonServer("main", "localhost", 1, b"localhost:1")),
             most_body_bytes=10**9,
             takes_files=takes_files,
-            residency=gateway.parts.residency,
+            residencies=gateway.parts.residencies,
         )
         backend = RpcBackend(behind)
         door = RpcDoor(Rpcs(plane, backend), backend, "127.0.0.1", 0, 64)

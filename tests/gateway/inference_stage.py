@@ -149,7 +149,7 @@ async def a_stage(
     """
     async with Gateway() as gateway:
         if homes is not None:
-            gateway.change(served=homes)
+            gateway.change(served=[homes])
         tls = None
         if certificate is not None:
             tls = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
@@ -198,7 +198,7 @@ def _plane(gateway: Gateway, backend: HttpBackend, lanes: Lanes, most_body_bytes
         backend=backend,
         lanes=lanes,
         most_body_bytes=most_body_bytes,
-        residency=gateway.parts.residency,
+        residencies=gateway.parts.residencies,
     )
 
 

@@ -23,7 +23,7 @@ RULES = ServerRules("main", "n1", models={"llm": ModelRules(Mib(50 * GIB), prior
 async def a_gateway() -> AsyncIterator[Gateway]:
     async with Gateway() as gateway:
         host = SimulatedHost("main", (SimulatedModel("llm"), SimulatedModel("bert", Mib(2 * GIB))))
-        gateway.change(served=(RULES, host))
+        gateway.change(served=[(RULES, host)])
         gateway.admin = await gateway.client("boss")
         yield gateway
 
@@ -132,8 +132,8 @@ async def test_who_may_only_ask_models_does_not_manage_them() -> None:
 
 async def test_the_use_of_models_is_told_to_the_leader() -> None:
     async with a_gateway() as gateway:
-        residency = gateway.parts.residency
-        assert residency is not None
+        assert gateway.parts.residencies is not None
+        [residency] = gateway.parts.residencies
         await gateway.admin.post("/models/llm/load", json={})
         await loaded(gateway)
         gateway.clock.advance(100.0)

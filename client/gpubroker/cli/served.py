@@ -7,6 +7,7 @@ import typer
 from gpubroker.cli.session import Format, Output, broker_of, emit, emit_all
 
 Name = Annotated[str, typer.Argument(metavar="MODEL", help="As its server knows it.")]
+Server = Annotated[str | None, typer.Option(metavar="NAME", help="Where several have the model.")]
 
 
 def models(context: typer.Context, output: Output = Format.TABLE) -> None:
@@ -22,34 +23,37 @@ def load(
     model: Name,
     priority: Annotated[int | None, typer.Option(help="0 to 100; else that of its configuration.")] = None,
     wait: Annotated[float, typer.Option(metavar="SECONDS", help="So long until it is there.")] = 0.0,
+    server: Server = None,
     output: Output = Format.TABLE,
 ) -> None:
     """Bring a model into memory: it waits its turn, and may take the room of lower priorities."""
     from gpubroker.cli import draw_served
 
     with broker_of(context) as broker:
-        emit(output, broker.load_model(model, priority=priority, wait_seconds=wait), draw_served.model)
+        loaded = broker.load_model(model, priority=priority, wait_seconds=wait, server=server)
+        emit(output, loaded, draw_served.model)
 
 
-def unload(context: typer.Context, model: Name, output: Output = Format.TABLE) -> None:
+def unload(context: typer.Context, model: Name, server: Server = None, output: Output = Format.TABLE) -> None:
     """Take a model out of memory once it has answered what it has; the next request brings it back."""
     from gpubroker.cli import draw_served
 
     with broker_of(context) as broker:
-        emit(output, broker.unload_model(model), draw_served.model)
+        emit(output, broker.unload_model(model, server=server), draw_served.model)
 
 
 def pin(
     context: typer.Context,
     model: Name,
     off: Annotated[bool, typer.Option("--off", help="It need not stay any longer.")] = False,
+    server: Server = None,
     output: Output = Format.TABLE,
 ) -> None:
     """Keep a model in memory, whoever asks for its room."""
     from gpubroker.cli import draw_served
 
     with broker_of(context) as broker:
-        emit(output, broker.pin_model(model, pinned=not off), draw_served.model)
+        emit(output, broker.pin_model(model, pinned=not off, server=server), draw_served.model)
 
 
 def add_to(app: typer.Typer) -> None:

@@ -16,7 +16,7 @@ from service.gateway.inference.lanes import PRIORITY, TIMEOUT, Lanes, Wish, wish
 from service.gateway.inference.loads import MOST_READ_BYTES, brings_files
 from service.gateway.inference.refusals import no_files, no_shared_memory
 from service.gateway.problems import Problem
-from service.gateway.residency import Residency
+from service.gateway.residencies import Residencies
 from service.model_ports import Asking, Header, ModelBackend, RequestHead
 
 _PRIORITY = PRIORITY.encode()
@@ -96,11 +96,11 @@ class Plane:
         lanes: Lanes,
         most_body_bytes: int,
         takes_files: bool = False,
-        residency: Residency | None = None,
+        residencies: Residencies | None = None,
     ) -> None:
-        """`takes_files`: a load of a model may bring files with it. `residency`: of a server whose models are
-        held in the ledger."""
-        self._residency = residency
+        """`takes_files`: a load of a model may bring files with it. `residencies`: of the servers whose
+        models are held in the ledger."""
+        self._residencies = residencies
         self.ids = ids
         self.on_request = on_request
         self.on_call = on_call
@@ -187,16 +187,12 @@ class Plane:
                 return Cold(turn.granted(), ask, answer)
         return ask()
 
-    def wait_for(self, model: str, priority: int | None, *, unloads: bool) -> Awaitable[None] | None:
+    def wait_for(self, model: str, priority: int | None, *, unloads: bool) -> Awaitable[object] | None:
         """Until it is there, or gone; None if there is nothing to wait for. Raises Problem when awaited."""
-        residency = self._residency
-        if residency is None:
+        residencies = self._residencies
+        if residencies is None:
             return None
-        if unloads:
-            return residency.unloaded(model)
-        priority = residency.priority_of(model, priority)
-        residency.note_use(model, priority)
-        return None if residency.is_there(model) else residency.ready_if_known(model, priority)
+        return residencies.unloaded(model) if unloads else residencies.wait_for(model, priority)
 
     async def _there_and_in_turn(
         self, there: Awaitable[object], answer: Refusable, aim: Aim, who: Identity, wish: Wish

@@ -1,9 +1,11 @@
 """Models of servers: what is in memory, what waits; load, unload, pin."""
 
+import asyncio
 from collections.abc import Mapping
+from typing import Annotated
 from urllib.parse import unquote
 
-from fastapi import APIRouter, Response
+from fastapi import APIRouter, Query, Response
 
 from service.core.model_orders import Indexed
 from service.core.task import Task
@@ -14,12 +16,15 @@ from service.gateway.models import LoadModel, ModelList, ModelView, PinModel, mo
 from service.gateway.overview import as_of
 from service.gateway.permission import check_priority
 from service.gateway.problems import Problem
+from service.gateway.queries import ServerQuery
+from service.gateway.residencies import Residencies
 from service.gateway.residency import Residency, UnknownModel
 
 router = APIRouter(route_class=DirectRoute, tags=["models"])
 
 _REFUSED = ("unauthenticated", "forbidden", "not-found", "store-unavailable")
-_LOADING = ("malformed-json", "validation-failed", "priority-not-allowed", "exceeds-capacity",
+_ONE = ("model-ambiguous", "validation-failed")
+_LOADING = (*_ONE, "malformed-json", "priority-not-allowed", "exceeds-capacity",
             "no-matching-device", "exceeds-maximum", "exceeds-quota", "model-not-loaded")  # fmt: skip
 
 
@@ -31,13 +36,11 @@ _LOADING = ("malformed-json", "validation-failed", "priority-not-allowed", "exce
     responses=problems(*_REFUSED, "follower-stale"),
 )
 async def list_models(call: Call) -> Response:
-    """List the models of the servers whose memory is in the ledger: those in memory, those that wait for it,
-    and all others of the repository."""
-    residency = _residency(call)
-    known, held = await residency.repository(), {task.name: task for task in residency.holders()}
-    names = sorted({*known, *held, *residency.rules.models})
-    items = [model_view(residency, name, held.get(name), known.get(name)) for name in names]
-    view: ModelList = {**as_of(call.parts), "items": items}
+    """List the models of the servers whose memory is in the ledger, server by server: those in memory, those
+    that wait for it, and all others of the repository."""
+    residencies = _residencies(call)
+    each = await asyncio.gather(*(_rows(residency) for residency in residencies))
+    view: ModelList = {**as_of(call.parts), "items": [row for rows in each for row in rows]}
     return answer(view)
 
 
@@ -46,11 +49,11 @@ async def list_models(call: Call) -> Response:
     operation_id="models_get",
     dependencies=[needs(Scope.MODELS_INFER)],
     response_model=ModelView,
-    responses=problems(*_REFUSED),
+    responses=problems(*_REFUSED, *_ONE),
 )
-async def get_model(call: Call, name: str) -> Response:
+async def get_model(call: Call, name: str, query: Annotated[ServerQuery, Query()]) -> Response:
     """Read a model: whether it is in memory, since when, and for whom it stays."""
-    return answer(await _view(call, name))
+    return answer(await _view(call, name, query.server))
 
 
 @router.post(
@@ -64,14 +67,15 @@ async def get_model(call: Call, name: str) -> Response:
         **problems(*_REFUSED, *_LOADING),
     },
 )
-async def load_model(call: Call, name: str, body: LoadModel) -> Response:
+async def load_model(
+    call: Call, name: str, query: Annotated[ServerQuery, Query()], body: LoadModel
+) -> Response:
     """Have a model brought into memory, as a request for it would: it waits its turn, and may take the
-    room of lower priorities. Nothing is loaded twice."""
-    residency = _residency(call)
-    priority = residency.priority_of(name, body.priority)
+    room of lower priorities. Nothing is loaded twice at one server."""
+    priority = _priority_of(call, name, query.server, body.priority)
     check_priority(call, priority)
     try:
-        await residency.want(name, priority)
+        residency, _ = await _want(call, name, query.server, priority)
         if body.wait_seconds:
             await residency.ready(name, priority, Seconds(body.wait_seconds))
     except UnknownModel as unknown:
@@ -79,7 +83,7 @@ async def load_model(call: Call, name: str, body: LoadModel) -> Response:
     except Problem as problem:
         if problem.code != "model-not-ready":
             raise
-    view = await _view(call, name)
+    view = await _view(call, name, residency.rules.name)
     return answer(view, 200 if view["state"] == "resident" else 202)
 
 
@@ -91,18 +95,18 @@ async def load_model(call: Call, name: str, body: LoadModel) -> Response:
     response_description="It is out of memory.",
     responses={
         202: {"model": ModelView, "description": "It leaves when it has answered what it has."},
-        **problems(*_REFUSED),
+        **problems(*_REFUSED, *_ONE),
     },
 )
-async def unload_model(call: Call, name: str) -> Response:
+async def unload_model(call: Call, name: str, query: Annotated[ServerQuery, Query()]) -> Response:
     """Have a model unloaded: it takes no more requests, answers those it has, and gives its memory back. The
     next request for it brings it back."""
-    residency = _residency(call)
-    task = residency.of(name)
-    if task is not None:
+    residency = _holding(call, name, query.server)
+    task = None if residency is None else residency.of(name)
+    if residency is not None and task is not None:
         await _noted(call, task, "model.unload")
         await residency.ask_leader(task, "cancel")
-    view = await _view(call, name)
+    view = await _view(call, name, query.server if residency is None else residency.rules.name)
     return answer(view, 200 if view["state"] == "cold" else 202)
 
 
@@ -117,39 +121,87 @@ async def unload_model(call: Call, name: str) -> Response:
         **problems(*_REFUSED, *_LOADING),
     },
 )
-async def pin_model(call: Call, name: str, body: PinModel) -> Response:
+async def pin_model(
+    call: Call, name: str, query: Annotated[ServerQuery, Query()], body: PinModel
+) -> Response:
     """Keep a model in memory whoever asks for its room, or no longer. One that is not there is brought."""
-    residency = _residency(call)
-    priority = residency.priority_of(name)
-    try:
-        task = await residency.want(name, priority) if body.pinned else residency.of(name)
-    except UnknownModel as unknown:
-        raise _no_such(name, str(unknown)) from None
-    if task is not None:
+    residency = _holding(call, name, query.server)
+    task = None if residency is None else residency.of(name)
+    if body.pinned and task is None:
+        try:
+            residency, task = await _want(call, name, query.server, _priority_of(call, name, query.server))
+        except UnknownModel as unknown:
+            raise _no_such(name, str(unknown)) from None
+    if residency is not None and task is not None:
         await residency.ask_leader(task, "pin", pinned=body.pinned, by=call.identity.name)
-    view = await _view(call, name)
+    view = await _view(call, name, query.server if residency is None else residency.rules.name)
     return answer(view, 200 if view["state"] == "resident" or not body.pinned else 202)
 
 
-def _residency(call: Call) -> Residency:
+def _residencies(call: Call) -> Residencies:
     """Raises Problem not-found."""
-    residency = call.parts.residency
-    if residency is None:
+    residencies = call.parts.residencies
+    if residencies is None:
         raise Problem(
             "not-found",
             "no server of models is held in the ledger; give one of triton.servers its node",
         )
+    return residencies
+
+
+def _at(call: Call, server: str) -> Residency:
+    """Raises Problem not-found."""
+    residencies = _residencies(call)
+    residency = residencies.at(server)
+    if residency is None:
+        known = ", ".join(residency.rules.name for residency in residencies)
+        raise Problem("not-found", f'no server "{server[:100]}" is held in the ledger, but {known}')
     return residency
 
 
-async def _view(call: Call, name: str) -> ModelView:
-    """Raises Problem not-found."""
-    residency = _residency(call)
-    task = residency.of(name)
-    known: Mapping[str, Indexed] = {} if task is not None else await residency.repository()
-    if task is None and name not in known and name not in residency.rules.models:
-        raise _no_such(name, "it is in no repository")
-    return model_view(residency, name, task, known.get(name))
+def _holding(call: Call, name: str, server: str | None) -> Residency | None:
+    """Where the model is in memory, or waits for that. Raises Problem if that is not one server."""
+    if server is not None:
+        return _at(call, server)
+    holding = _residencies(call).holding(name)
+    if len(holding) > 1:
+        servers = [residency.rules.name for residency in holding]
+        raise Problem(
+            "model-ambiguous",
+            f'model "{name[:100]}" is at several servers ({", ".join(servers)}); say which is meant, as in '
+            f"?server={servers[0]}",
+        )
+    return holding[0] if holding else None
+
+
+def _priority_of(call: Call, name: str, server: str | None, asked: int | None = None) -> int:
+    of = _residencies(call) if server is None else _at(call, server)
+    return of.priority_of(name, asked)
+
+
+async def _want(call: Call, name: str, server: str | None, priority: int) -> tuple[Residency, Task]:
+    """Raises Problem, UnknownModel."""
+    if server is None:
+        return await _residencies(call).want(name, priority)
+    residency = _at(call, server)
+    return residency, await residency.want(name, priority)
+
+
+async def _rows(residency: Residency) -> list[ModelView]:
+    known, held = await residency.repository(), {task.name: task for task in residency.holders()}
+    names = sorted({*known, *held, *residency.rules.models})
+    return [model_view(residency, name, held.get(name), known.get(name)) for name in names]
+
+
+async def _view(call: Call, name: str, server: str | None) -> ModelView:
+    """Where it is, else at the first server that has it in its repository. Raises Problem not-found."""
+    holding = _holding(call, name, server)
+    for residency in _residencies(call) if holding is None else [holding]:
+        task = residency.of(name)
+        known: Mapping[str, Indexed] = {} if task is not None else await residency.repository()
+        if task is not None or name in known or name in residency.rules.models:
+            return model_view(residency, name, task, known.get(name))
+    raise _no_such(name, "it is in no repository")
 
 
 async def _noted(call: Call, task: Task, action: str) -> None:

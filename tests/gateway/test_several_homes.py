@@ -1,0 +1,141 @@
+"""Models of several servers in the ledger: where one is brought, and which server is meant."""
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+from service.adapters.memory.model_host import SimulatedHost, SimulatedModel
+from service.core.model_holders import seen
+from service.core.model_orders import Indexed, ServerSeen, Stage
+from service.core.model_terms import Home
+from service.core.plan import Decision
+from service.core.task import Task
+from service.core.units import Mib
+from service.gateway.residencies import Residencies
+from service.gateway.residency import ModelRules, ServerRules
+from tests.builders import GIB, a_device, a_node, a_sample, key
+from tests.gateway.harness import Gateway, problem
+
+LARGE = {"llm": ModelRules(Mib(50 * GIB))}
+
+
+def a_server(name: str, node: str, *models: str, **rules: Any) -> tuple[ServerRules, SimulatedHost]:
+    return ServerRules(name, node, **rules), SimulatedHost(name, [SimulatedModel(model) for model in models])
+
+
+@asynccontextmanager
+async def a_gateway(*served: tuple[ServerRules, SimulatedHost]) -> AsyncIterator[Gateway]:
+    """Two nodes with a device of 80 GiB each."""
+    async with Gateway() as gateway:
+        device = a_device("gpu9", node="n2")
+        await gateway.commit(Decision("n2", "node_seen", nodes=(a_node("n2"),), devices=(device,)))
+        gateway.world.measure([a_sample(key("gpu9", "n2"))])
+        gateway.change(served=served)
+        gateway.admin = await gateway.client("boss")
+        yield gateway
+
+
+def at(gateway: Gateway, server: str, model: str = "llm") -> Task | None:
+    return gateway.world.homes.of(Home(server, model))
+
+
+def residencies(gateway: Gateway) -> Residencies:
+    assert gateway.parts.residencies is not None
+    return gateway.parts.residencies
+
+
+async def loaded(gateway: Gateway, server: str, model: str = "llm") -> None:
+    task = at(gateway, server, model)
+    assert task is not None
+    await gateway.plan(task.id)
+    now = gateway.clock.now()
+    index = ServerSeen(server, now, {model: Indexed(model, Stage.READY)})
+    await gateway.commit(*seen(gateway.world, index, now, gateway.policy))
+
+
+async def test_a_model_is_brought_to_the_server_that_has_it() -> None:
+    async with a_gateway(a_server("a", "n1"), a_server("b", "n2", "bert")) as gateway:
+        asked = await gateway.admin.post("/models/bert/load", json={})
+        assert (asked.status_code, asked.json()["server"]) == (202, "b")
+        assert at(gateway, "a", "bert") is None
+
+
+async def test_a_model_that_several_have_is_brought_where_a_gpu_is_emptiest() -> None:
+    async with a_gateway(a_server("a", "n1", "llm"), a_server("b", "n2", "llm")) as gateway:
+        task = await gateway.admin.submit(resources={"gpus": 1, "gpu_mb": 30 * GIB})
+        await gateway.plan(task)
+        holder = gateway.task(task).node
+        asked = await gateway.admin.post("/models/llm/load", json={})
+        assert asked.json()["server"] == ("b" if holder == "n1" else "a")
+
+
+async def test_a_model_that_is_wanted_already_is_brought_nowhere_else() -> None:
+    async with a_gateway(a_server("a", "n1", "llm"), a_server("b", "n2", "llm")) as gateway:
+        await gateway.admin.post("/models/llm/load?server=b", json={})
+        asked = await gateway.admin.post("/models/llm/load", json={})
+        assert asked.json()["server"] == "b"
+        assert at(gateway, "a") is None
+
+
+async def test_a_server_that_is_away_is_asked_last_for_a_model() -> None:
+    async with a_gateway(a_server("a", "n1", "llm"), a_server("b", "n2", "llm")) as gateway:
+        await residencies(gateway).want("llm", 50)
+        assert at(gateway, "a") is not None
+        await loaded(gateway, "a")
+        assert residencies(gateway).is_there("llm")
+        residencies(gateway).is_up = lambda server: server != "a"
+        assert not residencies(gateway).is_there("llm")
+        await residencies(gateway).want("llm", 50)
+        assert at(gateway, "b") is not None
+
+
+async def test_a_server_whose_gpus_are_too_small_is_passed_over() -> None:
+    huge = {"llm": ModelRules(Mib(200 * GIB))}
+    served = a_server("a", "n1", "llm", models=huge), a_server("b", "n2", "llm", models=LARGE)
+    async with a_gateway(*served) as gateway:
+        asked = await gateway.admin.post("/models/llm/load", json={})
+        assert asked.json()["server"] == "b"
+        refused = await gateway.admin.post("/models/llm/load?server=a", json={})
+        problem(refused, 422, "exceeds-capacity")
+
+
+async def test_whose_copy_is_meant_must_be_said_where_there_are_two() -> None:
+    async with a_gateway(a_server("a", "n1", "llm"), a_server("b", "n2", "llm")) as gateway:
+        for server in ("a", "b"):
+            await gateway.admin.post("/models/llm/load", json={}, params={"server": server})
+            await loaded(gateway, server)
+        for answer in (
+            await gateway.admin.get("/models/llm"),
+            await gateway.admin.post("/models/llm/unload"),
+            await gateway.admin.post("/models/llm/pin", json={}),
+        ):
+            assert "a, b" in problem(answer, 409, "model-ambiguous")["detail"]
+        pinned = await gateway.admin.post("/models/llm/pin?server=b", json={})
+        assert (pinned.json()["server"], pinned.json()["pinned"]) == ("b", True)
+        left = await gateway.admin.post("/models/llm/unload?server=a")
+        assert (left.json()["server"], left.json()["state"]) == ("a", "draining")
+        items = (await gateway.admin.get("/models")).json()["items"]
+        assert [(one["server"], one["state"]) for one in items] == [("a", "draining"), ("b", "resident")]
+
+
+async def test_a_server_that_does_not_exist_is_told_with_those_that_do() -> None:
+    async with a_gateway(a_server("a", "n1", "llm"), a_server("b", "n2", "llm")) as gateway:
+        for answer in (
+            await gateway.admin.get("/models/llm?server=c"),
+            await gateway.admin.post("/models/llm/load?server=c", json={}),
+        ):
+            assert problem(answer, 404, "not-found")["detail"].endswith("but a, b")
+        problem(await gateway.admin.get("/models/none"), 404, "not-found")
+
+
+async def test_use_is_told_of_each_copy() -> None:
+    async with a_gateway(a_server("a", "n1", "llm"), a_server("b", "n2", "llm")) as gateway:
+        for server in ("a", "b"):
+            await gateway.admin.post("/models/llm/load", json={}, params={"server": server})
+            await loaded(gateway, server)
+        gateway.clock.advance(100.0)
+        assert residencies(gateway).wait_for("llm", 90) is None
+        for residency in residencies(gateway):
+            await residency.tell()
+        tasks = [at(gateway, server) for server in ("a", "b")]
+        assert [task.priority for task in tasks if task is not None] == [90, 90]
