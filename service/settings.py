@@ -224,6 +224,8 @@ def _told(fault: ErrorDetails, origin: str) -> str:
             said = f"should hold settings by name; found {found!r}"
         case "value_error":
             pass  # our own words, which name what was found
+        case "int_parsing" | "int_type" if str(path[-1]).endswith("_mb"):
+            said = f"should be a number of MiB, as 40960 for 40 GiB; found {found!r}"
         case _:
             said = f"{said}; found {found!r}"
     name = ".".join(str(part) for part in path)

@@ -30,7 +30,7 @@ from gpubroker.policy import Policy
 from gpubroker.quarantine import Detection, Quarantined, Released
 from gpubroker.served import ServedModel
 from gpubroker.submission import SubmitOptions, Target
-from gpubroker.wire import answer_of, client_settings, request_of, unreachable
+from gpubroker.wire import answer_of, client_settings, closed, request_of, unreachable
 
 T = TypeVar("T")
 
@@ -291,6 +291,9 @@ class AsyncBroker:
             answer = failure = None
             if isinstance(step, Pause):
                 await asyncio.sleep(step.seconds)
+                continue
+            if self._http.is_closed:
+                failure = closed()
                 continue
             try:
                 answer = await self._send(step)

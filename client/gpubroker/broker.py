@@ -30,7 +30,7 @@ from gpubroker.policy import Policy
 from gpubroker.quarantine import Detection, Quarantined, Released
 from gpubroker.served import ServedModel
 from gpubroker.submission import SubmitOptions, Target
-from gpubroker.wire import answer_of, client_settings, request_of, unreachable
+from gpubroker.wire import answer_of, client_settings, closed, request_of, unreachable
 
 T = TypeVar("T")
 
@@ -341,6 +341,9 @@ class Broker:
             answer = failure = None
             if isinstance(step, Pause):
                 time.sleep(step.seconds)
+                continue
+            if self._http.is_closed:
+                failure = closed()
                 continue
             try:
                 answer = self._send(step)

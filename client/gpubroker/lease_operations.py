@@ -25,8 +25,9 @@ from gpubroker.leases import (
 )
 from gpubroker.models import Page
 
-_NEVER_AGAIN = frozenset({"unauthenticated", "forbidden", "not-found"})
-"""Codes by which the service itself says that this program cannot renew. A proxy's 4xx has no code."""
+_NEVER_AGAIN = frozenset({"unauthenticated", "forbidden", "not-found", "closed"})
+"""Codes by which the service itself, or the SDK, says that this program cannot renew. A proxy's 4xx has no
+code."""
 
 
 class LeaseOperations:

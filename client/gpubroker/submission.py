@@ -197,9 +197,8 @@ def _run_of(target: Target, args: Sequence[Any], options: SubmitOptions) -> dict
     if directory is not None and (callable(target) or isinstance(target, str)):
         raise WrongArgument("working_directory is for commands; functions run where their worker runs")
     if callable(target):
-        pickled = cloudpickle.dumps((target, tuple(args), dict(kwargs)))
         return {
-            "function": base64.b64encode(pickled).decode(),
+            "function": base64.b64encode(_pickled(target, args, kwargs)).decode(),
             "python": f"{sys.version_info.major}.{sys.version_info.minor}",
             "cloudpickle": ".".join(cloudpickle.__version__.split(".")[:2]),
         }
@@ -217,6 +216,18 @@ def _run_of(target: Target, args: Sequence[Any], options: SubmitOptions) -> dict
         raise WrongArgument("a command takes no arguments beside its words; put them into the list")
     run: dict[str, Any] = {"command": [str(word) for word in target]}
     return run if directory is None else run | {"working_directory": directory}
+
+
+def _pickled(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> bytes:
+    try:
+        packed: bytes = cloudpickle.dumps((function, tuple(args), dict(kwargs)))
+    except Exception as error:  # what objects refuse it with is their affair
+        name = getattr(function, "__qualname__", repr(function))
+        raise WrongArgument(
+            f"{name} or what it refers to cannot be pickled ({type(error).__name__}: {error}); make locks, "
+            "files and connections inside of the function, and pass plain values"
+        ) from error
+    return packed
 
 
 def opened(data: bytes) -> Any:

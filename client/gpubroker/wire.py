@@ -5,7 +5,7 @@ from typing import Any
 import httpx
 
 from gpubroker.connection import Connection
-from gpubroker.errors import Unreachable
+from gpubroker.errors import BrokerError, Unreachable
 from gpubroker.exchange import Answer, Call
 
 _CONNECT_SECONDS = 5.0
@@ -56,3 +56,7 @@ def unreachable(connection: Connection, error: httpx.TransportError) -> Unreacha
         "`gpubroker serve` starts one here",
         code="unreachable",
     )
+
+
+def closed() -> BrokerError:
+    return BrokerError("this Broker is closed, and asks nothing any more; make another one", code="closed")

@@ -341,6 +341,7 @@ def test_the_newest_events_are_shown_in_order(service: RecordedService, run: Run
     at = "2026-11-21T10:02:11.412Z"
     line = {"at": at, "kind": "task.started", "key": FULL_ID, "fields": {}}
     lines = [{"position": position, **line} for position in (99, 100)]
+    lines[1] |= {"kind": "task.changed", "fields": {"members": []}}
     service.told(
         Reply(200, {"position": 100}),
         Reply(200, {"items": lines, "next_after": 100}),
@@ -349,6 +350,7 @@ def test_the_newest_events_are_shown_in_order(service: RecordedService, run: Run
     ended = run("events -n 2")
     assert dict(service.asked[1].params)["after"] == "98"
     assert [line.split()[0] for line in ended.out.splitlines()] == ["99", "100"]
+    assert ended.out.rstrip().endswith("members"), "of what says nothing to people, the name"
 
 
 def test_a_token_s_secret_is_all_that_goes_to_standard_output(service: RecordedService, run: Run) -> None:

@@ -63,3 +63,9 @@ def test_the_ranks_of_a_task_are_read() -> None:
 )
 def test_what_the_ranks_ask_for_is_shown_in_a_line(bundles: list[dict[str, int]], shown: str) -> None:
     assert demand({"bundles": bundles}) == shown
+
+
+def test_an_elastic_gang_says_how_few_ranks_will_do() -> None:
+    bundles = [{"count": 4, "gpus": 1, "gpu_mb": 1024}]
+    assert demand({"bundles": bundles, "min_ranks": 2}) == "4 ranks of 1.0 GiB, at least 2"
+    assert demand({"bundles": bundles, "min_ranks": 4}) == "4 ranks of 1.0 GiB"

@@ -9,7 +9,7 @@ from typing import Any
 
 import httpx
 import pytest
-from gpubroker import AsyncBroker, Broker, LeaseEnded, LeaseState, Refused
+from gpubroker import AsyncBroker, Broker, BrokerError, LeaseEnded, LeaseState, Refused
 from gpubroker.exchange import Answer, Pause
 from gpubroker.lease_operations import LeaseOperations
 from gpubroker.leases import Lease, Standing
@@ -157,6 +157,20 @@ def test_whoever_may_not_renew_any_longer_is_told_so(service: RecordedService) -
         assert held.notice.reason == "refused"
         assert held.fault is not None
         assert held.fault.code == "unauthenticated"
+
+
+def test_whoever_closes_the_broker_first_is_told_so(service: RecordedService) -> None:
+    service.told(Reply(202, a_lease(ttl_seconds=0.01)))
+    service.always = Reply(200, a_lease(ttl_seconds=0.01))
+    broker = Broker(service.url, "gpb_secret", retry_seconds=0)
+    held = broker.lease(gpu_mb=1024)
+    held.__enter__()
+    broker.close()
+    assert held.wait_for_notice(PATIENCE_SECONDS)
+    assert held.fault is not None
+    assert held.fault.code == "closed"
+    with pytest.raises(BrokerError, match="this Broker is closed"):
+        held.__exit__(None, None, None)
 
 
 @pytest.mark.parametrize("status", [401, 403, 404, 429])

@@ -1,6 +1,7 @@
 import base64
 import json
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +47,19 @@ def test_a_function_travels_with_its_arguments_and_its_python() -> None:
     assert cloudpickle.__version__.startswith(sent["run"]["cloudpickle"])
     assert sent["result_format"] == "cloudpickle"
     assert body(len, [1], result_format="json")["result_format"] == "json"
+
+
+def test_what_cannot_be_pickled_is_told_by_name() -> None:
+    lock = threading.Lock()
+
+    def guarded() -> None:
+        with lock:
+            pass
+
+    with pytest.raises(WrongArgument, match=r"guarded or what it refers to .*pickle '_thread.lock'"):
+        body(guarded)
+    with pytest.raises(WrongArgument, match="pass plain values"):
+        body(len, lock)
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
+from math import inf
 from types import MappingProxyType
 from typing import Any
 
@@ -36,11 +37,12 @@ def demand(resources: Mapping[str, Any]) -> str:
     """`2 × 18.0 GiB`, `1 × ½ GPU`, `2 GPUs`, or nothing; of a gang what its ranks ask for."""
     bundles = resources.get("bundles") or ()
     if bundles:
-        asked = ((bundle.get("count", 1), demand(bundle)) for bundle in bundles)
+        asked = [(bundle.get("count", 1), demand(bundle)) for bundle in bundles]
+        least = resources.get("min_ranks") or inf
         return " + ".join(
             f"{count} rank{'s' if count > 1 else ''}" + (f" of {each}" if each else "")
             for count, each in asked
-        )
+        ) + (f", at least {least}" if least < sum(count for count, _ in asked) else "")
     gpus = resources.get("gpus") or 0
     if not gpus:
         return ""

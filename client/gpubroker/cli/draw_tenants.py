@@ -15,7 +15,7 @@ _COLUMNS = (
     Column("GUARANTEED"),
     Column("BORROWED"),
     Column("USED"),
-    Column("SHARE"),
+    Column("FAIR SHARE"),
     Column("LEVEL"),
     Column("PENDING"),
     Column("ACTIVE"),

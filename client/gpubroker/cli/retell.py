@@ -15,6 +15,8 @@ def retold(event: Event) -> Text:
     at = f"{event.at:%H:%M:%S}" if event.at else ""
     subject, place = _subject(event)
     facts = ", ".join(fact for fact in (place, *_facts(event)) if fact)
+    if not facts and event.kind.endswith(".changed"):
+        facts = ", ".join(event.fields)
     return Text.assemble(
         (f"{event.position:>6} {at} ", "dim"),
         (f"{event.kind:<{_KIND_CELLS}} ", "bold"),
