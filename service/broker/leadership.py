@@ -28,6 +28,10 @@ RETRY_SECONDS = 0.1
 RESIGN_SECONDS = 1.0
 """To let the term go is a courtesy; its lease ends by itself."""
 
+FLUSH_SECONDS = 0.25
+"""So long agents may take over the last orders of a leader that was asked to stop. What they have not taken
+by then, or when they hear of the next term, that one sends again."""
+
 
 class Candidate:
     """Leads whenever no other process does, from `run` until it is cancelled."""
@@ -79,11 +83,15 @@ class Candidate:
         await self._executor.connect()
         while True:
             tenure = await self._win()
+            over = self._stand_back
             try:
                 await self._lead(tenure)
+            except asyncio.CancelledError:
+                over = self._hand_over
+                raise
             finally:
                 self.leader = None
-                await self._stand_back(tenure)
+                await over(tenure)
 
     async def wind_up(self) -> None:
         """Before `run` is cancelled, which lets the term go: see `Leader.wind_up`."""
@@ -168,9 +176,22 @@ class Candidate:
                 tenure.extend(self._rules.trusted_until(asked_at))
                 next_at = self._rules.renew_at(tenure.until)
 
-    async def _stand_back(self, tenure: Tenure) -> None:
-        """Nothing more leaves; then whoever waits need not wait for the lease to end."""
+    async def _hand_over(self, tenure: Tenure) -> None:
+        """The term first, for which somebody may wait: no agent takes orders of this one any more once it has
+        heard of the next. Nothing is committed from here on."""
+        await self._resign(tenure)
+        with suppress(TimeoutError):
+            async with asyncio.timeout(FLUSH_SECONDS):
+                await self._executor.flush()
         await self._executor.stand_back()
+
+    async def _stand_back(self, tenure: Tenure) -> None:
+        """Nothing more leaves, of a term that may be somebody else's by now."""
+        await self._executor.stand_back()
+        await self._resign(tenure)
+
+    async def _resign(self, tenure: Tenure) -> None:
+        """Whoever waits need not wait for the lease to end."""
         with suppress(StoreUnavailable, TimeoutError):
             async with asyncio.timeout(RESIGN_SECONDS):
                 await self._store.resign(tenure.term)

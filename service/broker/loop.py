@@ -58,7 +58,6 @@ TRIES = 20
 STORE_PATIENCE_SECONDS = 1.0
 """Pause before a commit is tried again when the database could not be reached."""
 
-
 CONNECTED = "connected"
 """What an executor that hears its nodes calls its state."""
 COMMITTED = CommitVerdict.COMMITTED
@@ -67,7 +66,6 @@ _DIVERGED = (
     f"{TRIES} times in a row the database refused what the leader made of {{}}; "
     "restart the service, which reads the picture anew"
 )
-
 
 MOST_ASKED = 1000
 """Ends of tasks that are asked for in one cycle."""
@@ -160,7 +158,7 @@ class Leader:
             group.create_task(self._lead())
 
     async def wind_up(self) -> None:
-        """Back when what was heard by now is committed, and the orders of all that is committed are taken.
+        """Back when what was heard by now is committed, and the orders of all that is committed have left.
         Nothing is planned from now on; what is heard later is told again to whoever leads next."""
         self._winding_up = True
         self._woken.set()
@@ -205,6 +203,8 @@ class Leader:
         await self._carry_out(self._observer.on_time(self._clock.now(), listening=self._is_listening))
         self._ask()
         await self._settle_dependencies()
+        if self._winding_up:
+            return
         if self.foresight.is_blind(self._world):
             await self._foresee(inf)
         await self._plan()
@@ -235,7 +235,6 @@ class Leader:
     async def _last_cycle(self) -> None:
         await self._dispatch()
         await self._settle_reports()
-        await self._executor.flush()
         self._wound_up.set()
 
     async def _settle_reports(self) -> None:
@@ -310,7 +309,7 @@ class Leader:
             plan = part.plan()
             await self._carry_out(self.foresight.compare(self._world, plan.decisions, now))
             cursor, turns = plan.cursor, MOST_TURNS
-            if cursor is None:
+            if cursor is None or self._winding_up:
                 return
 
     async def _consolidate(self) -> None:

@@ -238,20 +238,41 @@ async def test_a_leader_that_winds_up_commits_what_it_has_heard_and_plans_nothin
     assert (await stage.row("two")).state is TaskState.PENDING
 
 
-async def test_a_leader_that_winds_up_sends_what_is_committed_and_waits_until_agents_have_it(
+async def test_a_leader_that_winds_up_in_the_middle_of_a_cycle_plans_nothing_in_it(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await running(stage, "one")
+    await stage.submit("two", gpu_mb=GIB)
+    stage.leader.hear([saved("one", 1, b"state")])
+    committing, go_on = asyncio.Event(), asyncio.Event()
+    commit = stage.store.commit
+
+    async def slow(*given: Any) -> Any:
+        committing.set()
+        await go_on.wait()
+        return await commit(*given)
+
+    monkeypatch.setattr(stage.store, "commit", slow)
+    leading = asyncio.create_task(stage.leader._lead())
+    await committing.wait()
+    winding_up = asyncio.create_task(stage.leader.wind_up())
+    await asyncio.sleep(0)
+    go_on.set()
+    await winding_up
+    leading.cancel()
+    await asyncio.wait([leading])
+    assert [checkpoint.sequence for checkpoint in await stage.store.checkpoints(TaskId("one"))] == [1]
+    assert (await stage.row("two")).state is TaskState.PENDING
+
+
+async def test_a_leader_that_winds_up_sends_what_is_committed(
     stage: Stage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What the start needs could not be read for a moment, so its order has yet to leave."""
-    taken, asked = asyncio.Event(), asyncio.Event()
-
-    async def flush() -> None:
-        asked.set()
-        await taken.wait()
 
     async def away(_tasks: object) -> Any:
         raise StoreUnavailable("cut by the test")
 
-    monkeypatch.setattr(stage.executor, "flush", flush)
     await stage.submit("one", gpu_mb=GIB)
     with monkeypatch.context() as cut:
         cut.setattr(stage.store, "specs", away)
@@ -261,11 +282,7 @@ async def test_a_leader_that_winds_up_sends_what_is_committed_and_waits_until_ag
     assert stage.executor.begun == set()
 
     leading = asyncio.create_task(stage.leader._lead())
-    winding_up = asyncio.create_task(stage.leader.wind_up())
-    await asked.wait()
+    await stage.leader.wind_up()
     assert stage.executor.begun == {"one"}
-    assert not winding_up.done()
-    taken.set()
-    await winding_up
     leading.cancel()
     await asyncio.wait([leading])

@@ -260,6 +260,36 @@ async def test_a_leader_that_is_stopped_lets_the_next_one_lead_at_once(party: Pa
     await party.until(("two", 2))
 
 
+async def test_who_is_stopped_lets_the_term_go_before_agents_have_its_last_orders(
+    party: Party, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(leadership, "FLUSH_SECONDS", TOO_LONG)
+    asked, taken, over = asyncio.Event(), asyncio.Event(), asyncio.Event()
+    executor = party.candidates["one"]._executor
+    stand_back = executor.stand_back
+
+    async def flush() -> None:
+        asked.set()
+        await taken.wait()
+
+    async def note_end() -> None:
+        over.set()
+        await stand_back()
+
+    party.begin("one")
+    party.begin("two")
+    await party.until(("one", 1))
+    monkeypatch.setattr(executor, "flush", flush)
+    monkeypatch.setattr(executor, "stand_back", note_end)
+    stopping = asyncio.create_task(party.stop("one"))
+    await asked.wait()
+    await party.until(("two", 2))
+    assert not over.is_set(), "what is on its way may still arrive"
+    taken.set()
+    await stopping
+    assert over.is_set()
+
+
 async def test_a_candidate_that_hears_of_a_term_let_go_does_not_wait_until_it_looks_again(
     party: Party, monkeypatch: pytest.MonkeyPatch
 ) -> None:
