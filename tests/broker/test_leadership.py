@@ -1,64 +1,25 @@
 """Who leads, and when it must stop: no decision, no commit and no order after its time is over."""
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
 
 from service.adapters.blobs.directory import DirectoryBlobs
 from service.broker import leadership
-from service.broker.leadership import Candidate
 from service.broker.loop import Leader
 from service.core.orders import Ended, Ending, StartOrder
-from service.core.plan import Decision, Request
+from service.core.plan import Request
 from service.core.task import TaskState
-from service.core.tenure import Standing, Tenure, TenureRules
+from service.core.tenure import Standing, Tenure
 from service.core.units import Fence, Instant, Seconds, TaskId, Term
-from service.ports import CommitVerdict, RunSpec, StoreUnavailable, TenureOver
-from tests.broker.stage import ForgetfulStore, Hands, Stage, a_stage
+from service.ports import TenureOver
+from tests.broker.party import RULES, TOO_LONG, Party, SlowStore
+from tests.broker.stage import Hands, Stage, a_stage
 from tests.builders import GIB, NOW
 from tests.contracts.scenes import next_term
 from tests.patience import PATIENCE_SECONDS
-
-RULES = TenureRules(Seconds(3.0), Seconds(0.75), renew_seconds=Seconds(0.01))
-TOO_LONG = 2.25
-"""After so long without a renewal a leader must have stopped."""
-
-
-class SlowStore(ForgetfulStore):
-    """A database that may take its time, while the clocks go on."""
-
-    def __init__(self, clock: Hands) -> None:
-        super().__init__(clock.now)
-        self.clock = clock
-        self.seconds: dict[str, float] = {}
-        """Name of a call -> until its answer, once."""
-        self.unread = 0
-        """So many more times nobody learns what tasks are."""
-        self.passed = asyncio.Event()
-
-    async def commit(self, term: Term, decisions: Sequence[Decision]) -> Sequence[CommitVerdict]:
-        verdicts = await super().commit(term, decisions)
-        self._pass("commit")
-        return verdicts
-
-    async def specs(self, tasks: Sequence[TaskId]) -> Mapping[TaskId, RunSpec]:
-        if self.unread > 0:
-            self.unread -= 1
-            raise StoreUnavailable("cut by the test")
-        specs = await super().specs(tasks)
-        self._pass("specs")
-        return specs
-
-    async def renew(self, term: Term, ttl_seconds: Seconds) -> None:
-        await super().renew(term, ttl_seconds)
-        self._pass("renew")
-
-    def _pass(self, call: str) -> None:
-        if call in self.seconds:
-            self.clock.time = Instant(self.clock.time + self.seconds.pop(call))
-            self.passed.set()
 
 
 class SlowBlobs(DirectoryBlobs):
@@ -161,75 +122,6 @@ async def test_a_start_that_never_left_is_made_good_in_the_next_term(stage: Stag
     await stage.turns_until("one", TaskState.RUNNING)
     row = await stage.row("one")
     assert (row.fence, row.failures) == (2, 0)
-
-
-class Party:
-    """Processes with one database and one machine's clock, each with a candidate."""
-
-    def __init__(self, folder: Path, *names: str) -> None:
-        self.clock = Hands()
-        self.store = SlowStore(self.clock)
-        self.stages = {name: Stage(folder / name, self.store, self.clock) for name in names}
-        self.resigned = {name: asyncio.Event() for name in names}
-        self.candidates = {name: self._candidate(name) for name in names}
-        self.running: dict[str, asyncio.Task[None]] = {}
-        self.catching_up_fails = 0
-
-    def _candidate(self, name: str) -> Candidate:
-        stage = self.stages[name]
-
-        caught_up: list[Term] = []
-
-        async def catch_up() -> None:
-            """A store in memory tells everybody everything at once."""
-            if self.catching_up_fails > 0:
-                self.catching_up_fails -= 1
-                raise StoreUnavailable("cut by the test")
-            caught_up.append((await self.store.leader()).term)
-
-        def new_leader(tenure: Tenure) -> Leader:
-            assert caught_up[-1] == tenure.term, "what the leader before committed last is not in the picture"
-            stage.leader = stage.new_leader(tenure)
-            return stage.leader
-
-        return Candidate(
-            name=name,
-            store=self.store,
-            executor=stage.executor,
-            rules=RULES,
-            ticks=self.clock.ticks,
-            chance=lambda: 0.0,
-            new_leader=new_leader,
-            catch_up=catch_up,
-            resigned=self.resigned[name],
-        )
-
-    def begin(self, name: str) -> None:
-        self.running[name] = asyncio.create_task(self.candidates[name].run())
-
-    async def stop(self, name: str) -> None:
-        """As a process stops that was asked to."""
-        task = self.running.pop(name)
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
-
-    async def kill(self, name: str) -> None:
-        """As a process ends that was not."""
-        self.candidates[name]._store = Gone(self.clock.now)
-        await self.stop(name)
-
-    def leading(self) -> list[tuple[str, Term]]:
-        led = {name: candidate.term for name, candidate in self.candidates.items()}
-        return [(name, term) for name, term in led.items() if term is not None]
-
-    async def until(self, *leading: tuple[str, int]) -> None:
-        async with asyncio.timeout(PATIENCE_SECONDS):
-            while self.leading() != list(leading):  # noqa: ASYNC110  # who leads sends no events
-                await asyncio.sleep(0)
-
-
-class Gone(ForgetfulStore):
-    away = True
 
 
 @pytest.fixture
