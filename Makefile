@@ -19,13 +19,17 @@ RUN := $(UV) run --frozen --no-sync
 	@$(UV) pip install --quiet --no-deps --python .tools/triton/bin/python -r $<
 	@touch $@
 
-.PHONY: help setup triton demo try serve test check coverage properties evidence format bench clean
+.PHONY: help setup triton mlserver demo try serve test check coverage properties evidence format bench clean
 help:  ## what each target does
 	@grep -hE '^[a-z]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 12
 
 setup: .venv/.installed  ## install uv and all dependencies into this folder
 
 triton: .tools/triton/.installed  ## install the Triton Inference Server that tests and benchmarks use
+
+mlserver: .venv/.installed  ## install MLServer, beside which `bench proxy --beside mlserver` measures
+	@$(UV) venv --quiet --clear --python '>=3.11,<3.13' .tools/mlserver
+	@$(UV) pip install --quiet --python .tools/mlserver/bin/python mlserver==1.7.1
 
 demo: .venv/.installed  ## the main job, live: fill two GPUs, preempt, checkpoint, resume
 	@$(RUN) python -m examples.demo
@@ -55,7 +59,7 @@ coverage: .venv/.installed  ## every branch of the core is tested by the core's 
 properties: .venv/.installed  ## the properties, with other random examples each time
 	$(RUN) pytest -q --hypothesis-profile=random -m hypothesis tests/core tests/gateway tests/simulation tests/chaos
 
-evidence: .venv/.installed  ## 90 minutes: kills, sleepers, power cuts, broken lines, planted faults; adds what evidence/ does not hold yet
+evidence: .venv/.installed .tools/triton/.installed  ## 90 minutes: kills, sleepers, power cuts, broken lines, planted faults; adds what evidence/ does not hold yet
 	$(RUN) python -m tests.chaos kills --database sqlite --kills 20 --tasks-per-kill 125 --batches 10
 	$(RUN) python -m tests.chaos kills --database postgres --kills 20 --tasks-per-kill 125 --batches 9
 	$(RUN) python -m tests.chaos kills --database postgres --engine site --kills 20 --tasks-per-kill 125 --batches 3
@@ -68,6 +72,7 @@ evidence: .venv/.installed  ## 90 minutes: kills, sleepers, power cuts, broken l
 	$(RUN) python -m tests.chaos network --batches 2
 	$(RUN) python -m tests.chaos simulation --seeds 10000 --workers 2
 	$(RUN) python -m tests.chaos mutants
+	$(RUN) pytest -q -m evidence tests/triton
 	$(RUN) python -m tests.chaos table
 
 format: .venv/.installed  ## rewrite formatting and imports

@@ -112,7 +112,7 @@ def _process(command: str, data_dir: Path, settings: Mapping[str, str]) -> Itera
     data_dir.mkdir(exist_ok=True)
     given = {"DATA_DIR": str(data_dir), "LOG_LEVEL": "WARNING", **settings}
     environment = {**os.environ, **{f"GPUBROKER_{name}": value for name, value in given.items()}}
-    with _started([sys.executable, "-m", "service", command], environment, _log_in(data_dir)) as process:
+    with started([sys.executable, "-m", "service", command], environment, _log_in(data_dir)) as process:
         yield process
 
 
@@ -125,8 +125,8 @@ def bare_app() -> Iterator[int]:
     """The baseline under the service's server settings; its port."""
     with tempfile.TemporaryDirectory(prefix="gpb-bare-") as folder:
         log = Path(folder) / "bare.log"
-        with _started([sys.executable, "-m", "bench.bare"], dict(os.environ), log) as process:
-            yield int(_wait_for(log.read_text, process, log))
+        with started([sys.executable, "-m", "bench.bare"], dict(os.environ), log) as process:
+            yield int(wait_for(log.read_text, process, log))
 
 
 def settle(process: psutil.Process, *, busy: float = 0.2, patience_seconds: float = 10.0) -> None:
@@ -140,9 +140,11 @@ def settle(process: psutil.Process, *, busy: float = 0.2, patience_seconds: floa
 
 
 @contextmanager
-def _started(command: Sequence[str], environment: Mapping[str, str], log: Path) -> Iterator[psutil.Popen]:
+def started(
+    command: Sequence[str], environment: Mapping[str, str], log: Path, folder: Path = ROOT
+) -> Iterator[psutil.Popen]:
     with log.open("wb") as out:
-        process = psutil.Popen(command, cwd=ROOT, env=environment, stdout=out, stderr=subprocess.STDOUT)
+        process = psutil.Popen(command, cwd=folder, env=environment, stdout=out, stderr=subprocess.STDOUT)
     try:
         yield process
     finally:
@@ -160,10 +162,10 @@ def _wait_until_ready(process: psutil.Popen, data_dir: Path) -> Service:
         running.ask("GET", "/readyz")
         return running
 
-    return _wait_for(ready, process, _log_in(data_dir))
+    return wait_for(ready, process, _log_in(data_dir))
 
 
-def _wait_for(question: Callable[[], T], process: psutil.Popen, log: Path) -> T:
+def wait_for(question: Callable[[], T], process: psutil.Popen, log: Path) -> T:
     """Ask until there is an answer. Raises NotReady when the process ended or the time is up."""
     deadline = time.monotonic() + START_SECONDS
     while time.monotonic() < deadline and process.poll() is None:

@@ -18,6 +18,7 @@ from bench.analyzer import Analyzer, analyzer
 from bench.http import Target
 from bench.load import Load, Measured
 from bench.measuring import Figure, Pair, median_ratio, percentile, say
+from bench.mlserver import mlserver
 from bench.processes import Service, service
 from bench.triton import triton
 from tests.triton.server import free_ports
@@ -32,6 +33,8 @@ class Shape:
     name: str
     tensor_bytes: int
     clients: int
+    is_json: bool = False
+    """Else binary both ways."""
 
 
 SHAPES = (
@@ -39,6 +42,7 @@ SHAPES = (
     Shape("small.c1", 64, 1),
     Shape("1mb", 2**20, 1),
     Shape("16mb", 2**24, 1),
+    Shape("json.c16", 64, 16, is_json=True),
 )
 
 
@@ -57,6 +61,11 @@ def add_options(parser: ArgumentParser) -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=3.0, help="of load per round and side")
     parser.add_argument("--calls", type=int, default=5000, help="over gRPC, per round and side")
+    parser.add_argument(
+        "--beside",
+        choices=["mlserver"],
+        help="ask this server the shape json.c16 as well; `make mlserver` first",
+    )
     parser.add_argument("--requests", type=int, default=0, help="ask so often, and tell the memory kept")
 
 
@@ -69,6 +78,9 @@ def measure(options: Namespace) -> Iterator[Figure]:
         with service(ENGINE="simulated", TRITON=triton_settings) as running, Load() as load:
             if options.requests:
                 yield from memory_kept(load, running, options.requests)
+                return
+            if options.beside:
+                yield from beside(load, server.http_port, running, options)
                 return
             for shape in chosen:
                 sides = Sides(shape, server.http_port, running.port, running.token, running.process)
@@ -84,6 +96,26 @@ def measure(options: Namespace) -> Iterator[Figure]:
                     call = Calls(asking, server.grpc_port, call_port, running.token, running.process)
                     call.one_round(options.calls // 5)
                     yield from call_figures([call.one_round(options.calls) for _ in range(options.rounds)])
+
+
+def beside(load: Load, triton_port: int, running: Service, options: Namespace) -> Iterator[Figure]:
+    """The same JSON to Triton, to the service in front of it, and to a server of the same protocol."""
+    shape = next(shape for shape in SHAPES if shape.is_json)
+    sides = Sides(shape, triton_port, running.port, running.token, running.process)
+    with mlserver(MODEL) as port:
+        theirs, rounds = [], []
+        for _ in range(options.rounds + 1):
+            rounds.append(told(shape, sides.one_round(load, options.seconds)))
+            target = a_target(port, shape)
+            measured = load.measure(target, connections=shape.clients, seconds=options.seconds)
+            theirs.append(measured.must_all_be(200))
+            say(f"  MLServer: {measured.per_second:,.0f}/s")
+    yield from figures(shape, rounds[1:])  # the first is for all connections and buffers
+    pairs = [
+        Pair(one.per_second, other.direct.per_second)
+        for one, other in zip(theirs[1:], rounds[1:], strict=True)
+    ]
+    yield against(f"proxy.mlserver.{shape.name}", pairs, sum(len(one.latencies_ms) for one in theirs[1:]))
 
 
 def memory_kept(load: Load, running: Service, requests: int) -> Iterator[Figure]:
@@ -136,12 +168,16 @@ def told(shape: Shape, done: Round) -> Round:
 
 def against_direct(name: str, rounds: Sequence[Round]) -> Figure:
     pairs = [Pair(one.proxied.per_second, one.direct.per_second) for one in rounds]
+    return against(name, pairs, answered(rounds))
+
+
+def against(name: str, pairs: Sequence[Pair], n: int) -> Figure:
     return Figure(
         bench="proxy",
         figure=name,
         value=statistics.median(pair.ours_per_second for pair in pairs),
         unit="requests/s",
-        n=answered(rounds),
+        n=n,
         baseline=statistics.median(pair.baseline_per_second for pair in pairs),
         ratio=median_ratio(pairs),
     )
@@ -194,18 +230,18 @@ def answered(rounds: Sequence[Round]) -> int:
 
 
 def a_target(port: int, shape: Shape, token: str = "") -> Target:
-    """One infer, binary both ways."""
-    tensor = {
-        "name": "INPUT0",
-        "shape": [1, shape.tensor_bytes // 4],
-        "datatype": "FP32",
-        "parameters": {"binary_data_size": shape.tensor_bytes},
-    }
+    """One infer."""
+    count = shape.tensor_bytes // 4
+    tensor: dict[str, object] = {"name": "INPUT0", "shape": [1, count], "datatype": "FP32"}
+    headers = {"Authorization": f"Bearer {token}"} if token else {}
+    path = f"/v2/models/{MODEL}/infer"
+    if shape.is_json:
+        body = json.dumps({"inputs": [{**tensor, "data": [0.5] * count}]})
+        return Target(port, "POST", path, {"Content-Type": "application/json", **headers}, body)
+    tensor["parameters"] = {"binary_data_size": shape.tensor_bytes}
     head = json.dumps({"inputs": [tensor], "parameters": {"binary_data_output": True}})
-    headers = {"Inference-Header-Content-Length": str(len(head))}
-    if token:
-        headers["Authorization"] = f"Bearer {token}"
-    return Target(port, "POST", f"/v2/models/{MODEL}/infer", headers, head, zeros=shape.tensor_bytes)
+    headers["Inference-Header-Content-Length"] = str(len(head))
+    return Target(port, "POST", path, headers, head, zeros=shape.tensor_bytes)
 
 
 def cpu_seconds(process: psutil.Process) -> float:
