@@ -36,6 +36,10 @@ class Residencies:
         """At a server that answers."""
         return any(there.is_there(model) and self.is_up(there.rules.name) for there in self._each)
 
+    def have(self, model: str) -> bool:
+        """The same of any server: one that is away may answer by the time that it is asked."""
+        return any(there.is_there(model) for there in self._each)
+
     def priority_of(self, model: str, asked: int | None = None) -> int:
         """That of the first server for which the operator has said one, else that of all models."""
         if asked is not None:
@@ -48,20 +52,34 @@ class Residencies:
         for residency in self.holding(model) or self._each[:1]:
             residency.note_use(model, priority)
 
-    def wait_for(self, model: str, asked: int | None) -> Awaitable[object] | None:
-        """Until it is there; None if it is. Raises Problem when awaited."""
+    def wait_for(self, model: str, asked: int | None) -> Awaitable[bool] | None:
+        """Until it is there; None if it is. When awaited False if no server has such a model; raises
+        Problem."""
         priority = self.priority_of(model, asked)
         self.note_use(model, priority)
         return None if self.is_there(model) else self.ready_if_known(model, priority)
 
-    async def ready_if_known(self, model: str, priority: int) -> None:
-        """Wait until it is at one of the servers; of what none of them has they tell themselves. Raises
-        Problem."""
+    def coming(self, model: str, asked: int | None) -> Awaitable[bool] | None:
+        """The same for whoever has asked for it already: it may have left since."""
+        return None if self.have(model) else self.ready_if_known(model, self.priority_of(model, asked))
+
+    async def ready_if_known(self, model: str, priority: int) -> bool:
+        """Wait until it is at one of the servers. False: of what none of them has they tell themselves.
+        Raises Problem."""
         try:
             residency, _ = await self.want(model, priority)
+            await residency.ready(model, priority)
         except UnknownModel:
-            return
-        await residency.ready(model, priority)
+            return False
+        return True
+
+    async def back(self, model: str, asked: int | None) -> bool:
+        """The same for one that is there as far as the picture goes, and of which its server says that it has
+        none."""
+        priority = self.priority_of(model, asked)
+        if (there := next((one for one in self._each if one.is_there(model)), None)) is not None:
+            await there.back(model)
+        return await self.ready_if_known(model, priority)
 
     async def want(self, model: str, priority: int) -> tuple[Residency, Task]:
         """Its holder, made if there is none, and where that is: at the first server of those below that has
@@ -86,10 +104,13 @@ class Residencies:
         assert refused is not None
         raise refused
 
-    async def unloaded(self, model: str) -> None:
-        """Have it unloaded wherever it is, and wait until it is gone. Raises Problem model-not-ready."""
-        for residency in self.holding(model):
+    async def unloaded(self, model: str) -> bool:
+        """Have it unloaded wherever it is, and wait until it is gone; False if it was nowhere. Raises Problem
+        model-not-ready."""
+        holding = self.holding(model)
+        for residency in holding:
             await residency.unloaded(model)
+        return bool(holding)
 
     async def keep_telling(self, every_seconds: Seconds = TELL_SECONDS) -> None:
         """The leader which models are used, until cancelled."""

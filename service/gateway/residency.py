@@ -3,7 +3,6 @@
 import asyncio
 from collections import Counter
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import dataclass, field
 from math import ceil
 from typing import TYPE_CHECKING
@@ -20,7 +19,7 @@ from service.core.task import Task, TaskState
 from service.core.units import Instant, Mib, Seconds
 from service.gateway.problems import Problem
 from service.gateway.waiters import moves_of
-from service.host_ports import Described, HostFault, HostRefused, Indexed, ModelHost
+from service.host_ports import Described, HostFault, HostRefused, Indexed, ModelHost, Stage
 from service.ports import RunSpec, StoreUnavailable, Submission
 
 if TYPE_CHECKING:
@@ -29,6 +28,9 @@ if TYPE_CHECKING:
 log = structlog.get_logger("gpubroker.models")
 
 DESCRIBE_SECONDS = Seconds(5.0)
+LOOK_SECONDS = Seconds(0.25)
+"""So often a server is asked whether a model is back that it has lost."""
+
 TELL_SECONDS = Seconds(30.0)
 """So often the leader is told which models were used."""
 
@@ -137,23 +139,43 @@ class Residency:
         when to come again, at once where that is known to be too late; model-not-loaded, if it failed."""
         until = self._parts.clock.now() + (self.rules.cold_seconds if seconds is None else seconds)
         task = await self.want(model, priority)
+        was_leaving = False
         while True:
             with self._parts.waiters.expect(moves_of(task.id)) as moved:
                 now = self._parts.clock.now()
                 known = self._parts.world.tasks.get(task.id) or await self._row(task)
                 if known.state is TaskState.RUNNING:
                     return known
+                if known.is_terminal and was_leaving and known.state is not TaskState.FAILED:
+                    task, was_leaving = await self.want(model, priority), False
+                    continue
                 if known.is_terminal:
                     raise await self._failed(known)
+                was_leaving = known.state is TaskState.STOPPING
                 if now >= until or self._parts.waiters.is_closed or self._is_too_late(known, until, now):
                     raise self._not_ready(known, now)
                 await moved.within(Seconds(min(until - now, 1.0)))
             await self._keep_wanted(known, priority)
 
-    async def ready_if_known(self, model: str, priority: int) -> None:
-        """The same; of what it does not have the server tells itself."""
-        with suppress(UnknownModel):
-            await self.ready(model, priority)
+    async def back(self, model: str) -> None:
+        """Wait for a model that is there as far as the picture goes, and of which the server says that it has
+        none: until one of them tells otherwise. Raises Problem."""
+        now = self._parts.clock.now
+        until = now() + self.rules.cold_seconds
+        said = self.of(model)
+        while said is not None and _is_same(said, self.of(model)):
+            if await self._has(model):
+                return
+            with self._parts.waiters.expect(moves_of(said.id)) as moved:
+                if not _is_same(said, self.of(model)):
+                    return
+                if now() >= until or self._parts.waiters.is_closed:
+                    raise self._not_ready(said, now())
+                await moved.within(LOOK_SECONDS)
+
+    async def _has(self, model: str) -> bool:
+        found = (await self.repository()).get(model)
+        return found is not None and found.stage is Stage.READY
 
     async def want(self, model: str, priority: int) -> Task:
         """Its holder, made if there is none. Raises Problem, UnknownModel, StoreUnavailable."""
@@ -275,3 +297,9 @@ class Residency:
         failure = None if record is None else record.failure
         why = "it was unloaded" if failure is None else failure.get("message", "")
         return Problem("model-not-loaded", f"model {task.name} is not in memory ({task.state.value}): {why}")
+
+
+def _is_same(said: Task, known: Task | None) -> bool:
+    """It is there as it was: neither under notice nor loaded anew."""
+    is_there = known is not None and known.state is TaskState.RUNNING
+    return is_there and known is not None and (known.id, known.fence) == (said.id, said.fence)

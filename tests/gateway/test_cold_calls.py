@@ -1,6 +1,7 @@
 """Calls over gRPC for models that are not in memory: they wait, or are told when to come again."""
 
 import asyncio
+from collections.abc import AsyncIterator
 
 import grpc
 
@@ -11,7 +12,7 @@ from service.core.model_terms import Home
 from service.core.units import Mib, Seconds
 from service.gateway.residency import ModelRules, ServerRules
 from service.protowire import field
-from tests.builders import GIB
+from tests.builders import GIB, a_sample
 from tests.gateway.call_stage import INFER, Heard, a_stage
 from tests.gateway.harness import Gateway, until
 
@@ -65,3 +66,49 @@ async def test_what_names_no_model_is_its_server_s_affair() -> None:
         for message in (b"", b"\xff", field(1, 7)):
             assert await stage.ask(INFER, message) == message
     assert len(heard.messages) == 3
+
+
+class Leaving(Heard):
+    """Says that it has no such model while `gone` is true."""
+
+    gone = False
+    refused = 0
+    detail = "Request for unknown model: 'any' has no available versions"
+
+    async def __call__(self, messages: AsyncIterator[bytes], context: grpc.aio.ServicerContext) -> None:
+        if self.gone:
+            self.refused += 1
+            await context.abort(grpc.StatusCode.UNAVAILABLE, self.detail)
+        await super().__call__(messages, context)
+
+
+async def test_a_call_that_finds_its_model_gone_waits_until_it_is_loaded_again() -> None:
+    rules, host = homes()
+    async with a_stage(heard := Leaving(), homes=(rules, host)) as stage:
+        gateway, message = stage.gateway, field(1, "any")
+        await brought(gateway, host, asyncio.ensure_future(stage.ask(INFER, message)))
+        heard.gone = True
+        host.restart()
+        call = asyncio.ensure_future(stage.ask(INFER, message))
+        await until(lambda: heard.refused == 1)
+        heard.gone = False
+        await index(gateway, Stage.ABSENT)
+        assert await brought(gateway, host, call) == message
+        heard.gone = True
+        error = await stage.refusal(INFER, message)
+        assert (error.code(), error.details()) == (grpc.StatusCode.UNAVAILABLE, heard.detail)
+        assert heard.refused == 5
+
+
+async def brought(gateway: Gateway, host: SimulatedHost, call: asyncio.Future[bytes]) -> bytes:
+    """Its answer, once its model is there."""
+    home = Home("main", "any")
+    await until(lambda: (task := gateway.world.homes.of(home)) is not None and not task.is_active)
+    task = gateway.world.homes.of(home)
+    assert task is not None
+    gateway.clock.advance(0.1)
+    gateway.world.measure([a_sample("gpu0", gateway.clock.now())])
+    await gateway.plan(task.id)
+    await host.load("any", (), Seconds(1.0))
+    await index(gateway, Stage.READY)
+    return await call

@@ -3,62 +3,15 @@
 import asyncio
 import gc
 import json
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
-from dataclasses import replace
-from typing import Any
 
-from service.adapters.memory.model_host import SimulatedHost, SimulatedModel
-from service.core.model_holders import seen
-from service.core.model_orders import Indexed, ServerSeen
-from service.core.model_orders import Stage as Where
-from service.core.model_terms import Home
+from service.adapters.memory.model_host import SimulatedModel
 from service.core.orders import Ended, Ending, Failure
-from service.core.task import Task, TaskState
+from service.core.task import TaskState
 from service.core.units import Mib, Seconds
-from service.gateway.residency import ModelRules, ServerRules
 from tests.builders import GIB, a_sample
 from tests.gateway.harness import until
-from tests.gateway.inference_stage import INFER, Heard, Stage, a_stage
-
-RULES = ServerRules("main", "n1", models={"any": ModelRules(Mib(50 * GIB))})
-
-
-@asynccontextmanager
-async def homes(heard: Heard, *models: SimulatedModel, **rules: Any) -> AsyncIterator["Homes"]:
-    host = SimulatedHost("main", models or (SimulatedModel("any"),))
-    async with a_stage(heard, homes=(replace(RULES, **rules), host)) as stage:
-        yield Homes(stage)
-
-
-class Homes:
-    """The leader is told by a test what to do next."""
-
-    def __init__(self, stage: Stage) -> None:
-        self.stage = stage
-        self.gateway = stage.gateway
-
-    def of(self, model: str = "any") -> Task | None:
-        return self.gateway.world.homes.of(Home("main", model))
-
-    async def wanted(self, model: str = "any") -> Task:
-        await until(lambda: self.of(model) is not None)
-        task = self.of(model)
-        assert task is not None
-        return task
-
-    async def index(self, **stages: Where) -> None:
-        now = self.gateway.clock.now()
-        models = {name: Indexed(name, stage) for name, stage in stages.items()}
-        for decision in seen(self.gateway.world, ServerSeen("main", now, models), now, self.gateway.policy):
-            if not decision.is_empty():
-                await self.gateway.commit(decision)
-
-    async def load(self, model: str = "any") -> Task:
-        task = await self.wanted(model)
-        await self.gateway.plan(task.id)
-        await self.index(**{model: Where.READY})
-        return self.gateway.task(task.id)
+from tests.gateway.homes import homes
+from tests.gateway.inference_stage import INFER, Heard
 
 
 async def test_a_request_for_a_cold_model_waits_until_it_is_loaded_and_is_sent_as_it_came() -> None:

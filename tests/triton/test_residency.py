@@ -2,17 +2,19 @@
 
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import tritonclient.grpc
 import tritonclient.http
 from gpubroker import Broker, TaskState
 from tritonclient.utils import InferenceServerException
 
 from tests.e2e.service_process import GIB, ServiceProcess, until
-from tests.triton.server import Triton
+from tests.triton.server import Triton, free_ports
 
 SIZES = {
     "identity_fp32": {"gpu_mb": 20 * GIB},
@@ -45,14 +47,30 @@ def settings(triton: Triton, engine: str, **more: Any) -> dict[str, Any]:
     }
 
 
-@pytest.fixture
-def service(own_triton: Triton, tmp_path: Path) -> Iterator[ServiceProcess]:
-    with ServiceProcess(tmp_path / "data", **settings(own_triton, "simulated")) as running:
+@pytest.fixture(scope="module")
+def call_port() -> int:
+    """Where the service speaks gRPC."""
+    [port] = free_ports(1)
+    return port
+
+
+@pytest.fixture(scope="module")
+def shared(
+    own_triton: Triton, call_port: int, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[ServiceProcess]:
+    chosen = settings(own_triton, "simulated", grpc_port=call_port)
+    with ServiceProcess(tmp_path_factory.mktemp("service") / "data", **chosen) as running:
         yield running
-        for model in running.broker.models().items:
-            if model.state != "cold":
-                running.broker.unload_model(model.name)
-        until(lambda: ready(own_triton) == [], "nothing is left in the server")
+
+
+@pytest.fixture
+def service(shared: ServiceProcess, own_triton: Triton) -> Iterator[ServiceProcess]:
+    """With nothing in memory, before and after."""
+    yield shared
+    for model in shared.broker.models().items:
+        if model.state != "cold":
+            shared.broker.unload_model(model.name)
+    until(lambda: ready(own_triton) == [], "nothing is left in the server")
 
 
 def ready(triton: Triton) -> list[str]:
@@ -61,14 +79,25 @@ def ready(triton: Triton) -> list[str]:
     return sorted(model["name"] for model in index if model.get("state") == "READY")
 
 
-def infer(service: ServiceProcess, model: str, **headers: str) -> Any:
+def infer(service: ServiceProcess, model: str, version: str = "", **headers: str) -> Any:
     """Of an unmodified client, with 1, 2 and 3."""
-    values = np.array([1, 2, 3], np.float32).reshape([1, 3] if model == "identity_fp32" else [3])
-    tensor = tritonclient.http.InferInput("INPUT0", list(values.shape), "FP32")
-    tensor.set_data_from_numpy(values)
     with tritonclient.http.InferenceServerClient(service.url.removeprefix("http://")) as client:
         given = {"Authorization": f"Bearer {service.token}", **headers}
-        return client.infer(model, [tensor], headers=given).as_numpy("OUTPUT0").flatten().tolist()
+        return asked(tritonclient.http, client, model, version, given)
+
+
+def call(service: ServiceProcess, port: int, model: str) -> Any:
+    """The same over gRPC."""
+    with tritonclient.grpc.InferenceServerClient(f"127.0.0.1:{port}") as client:
+        return asked(tritonclient.grpc, client, model, "", {"authorization": f"Bearer {service.token}"})
+
+
+def asked(kit: Any, client: Any, model: str, version: str, headers: dict[str, str]) -> Any:
+    values = np.array([1, 2, 3], np.float32).reshape([1, 3] if model == "identity_fp32" else [3])
+    tensor = kit.InferInput("INPUT0", list(values.shape), "FP32")
+    tensor.set_data_from_numpy(values)
+    answer = client.infer(model, [tensor], version, headers=headers)
+    return answer.as_numpy("OUTPUT0").flatten().tolist()
 
 
 def state_of(broker: Broker, model: str) -> str:
@@ -153,3 +182,19 @@ def test_models_are_there_for_the_next_leader_and_a_server_that_was_killed_has_n
     until(lambda: ready(own_triton) == ["identity_fp32"], "what is pinned is brought back")
     until(lambda: state_of(service.broker, "identity_fp32") == "resident", "and is known to be there")
     assert leased_mb(service.broker) == [20 * GIB]
+
+
+def test_nobody_reads_of_a_model_that_somebody_has_unloaded_by_hand(
+    own_triton: Triton, service: ServiceProcess, call_port: int
+) -> None:
+    assert infer(service, "identity_fp32") == [1, 2, 3]
+    with tritonclient.http.InferenceServerClient(own_triton.url.removeprefix("http://")) as by_hand:
+        by_hand.unload_model("identity_fp32")
+    asks = (
+        lambda: infer(service, "identity_fp32"),
+        lambda: infer(service, "identity_fp32", version="1"),
+        lambda: call(service, call_port, "identity_fp32"),
+    )
+    with ThreadPoolExecutor() as asking:
+        answers = [asking.submit(ask) for ask in asks]
+    assert [answer.result() for answer in answers] == [[1, 2, 3]] * 3

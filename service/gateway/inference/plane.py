@@ -4,15 +4,17 @@ Everything that says whether, when and where a request goes is here.
 """
 
 from collections.abc import Awaitable, Mapping, Sequence
+from functools import partial
 from typing import NamedTuple, Protocol
 from urllib.parse import unquote
 
 from service.gateway.callers import Callers
 from service.gateway.identity import Identity, Scope
 from service.gateway.ids import Ids
+from service.gateway.inference.again import Again
 from service.gateway.inference.aims import Aim
 from service.gateway.inference.cold import Cold, Refusable
-from service.gateway.inference.lanes import PRIORITY, TIMEOUT, Lanes, Wish, wish_in
+from service.gateway.inference.lanes import PRIORITY, TIMEOUT, Lanes, Turn, Wish, wish_in
 from service.gateway.inference.loads import MOST_READ_BYTES, brings_files
 from service.gateway.inference.refusals import no_files, no_shared_memory
 from service.gateway.problems import Problem
@@ -175,30 +177,73 @@ class Plane:
         if who is None or not (aim.takes_slot or aim.needs_model or aim.unloads):
             return ask()
         wish = wish_in(who, _text(told.to_us.get(_PRIORITY)), _text(told.to_us.get(_TIMEOUT)))
-        there = None
-        if aim.needs_model or aim.unloads:
-            model = unquote(aim.model.decode("latin-1"))
-            there = self.wait_for(model, wish.priority, unloads=aim.unloads)
-        if there is not None:
-            return Cold(self._there_and_in_turn(there, answer, aim, who, wish), ask, answer)
-        if aim.takes_slot:
-            answer.turn = turn = self.lanes.enter(aim.model, who, wish)
-            if turn.waits:
-                return Cold(turn.granted(), ask, answer)
-        return ask()
+        model = unquote(aim.model.decode("latin-1"))
+        there = self.wait_for(model, wish.priority, unloads=aim.unloads)
+        if not aim.takes_slot:
+            return ask() if there is None else Cold(there, ask, answer)
 
-    def wait_for(self, model: str, priority: int | None, *, unloads: bool) -> Awaitable[object] | None:
-        """Until it is there, or gone; None if there is nothing to wait for. Raises Problem when awaited."""
+        send = ask if self._residencies is None else partial(self._send_again, head, answer, aim, who, wish)
+        if there is not None:
+            return Cold(self._in_turn(answer, aim, who, wish, there), send, answer)
+        answer.turn = turn = self.lanes.enter(aim.model, who, wish)
+        if turn.waits:
+            return Cold(self._in_turn(answer, aim, who, wish, turn=turn), send, answer)
+        return send()
+
+    def _send_again(
+        self, head: RequestHead, answer: Refusable, aim: Aim, who: Identity, wish: Wish
+    ) -> Asking:
+        """For as long as its model is not there, though it should be."""
+        model = unquote(aim.model.decode("latin-1"))
+
+        async def back() -> None:
+            if answer.turn is not None:
+                answer.turn.leave()
+            await self._in_turn(answer, aim, who, wish, self.back(model, wish.priority))
+
+        return Again(lambda to: self.backend.ask(head, to), answer, lambda: self.is_there(model), back)
+
+    def wait_for(self, model: str, priority: int | None, *, unloads: bool) -> Awaitable[bool] | None:
+        """Until it is there, or gone; None if there is nothing to wait for. When awaited False if no server
+        has such a model; raises Problem."""
         residencies = self._residencies
         if residencies is None:
             return None
         return residencies.unloaded(model) if unloads else residencies.wait_for(model, priority)
 
-    async def _there_and_in_turn(
-        self, there: Awaitable[object], answer: Refusable, aim: Aim, who: Identity, wish: Wish
+    def coming(self, model: str, priority: int | None) -> Awaitable[bool] | None:
+        """The same for one that has been asked for already, and may have left since."""
+        return None if self._residencies is None else self._residencies.coming(model, priority)
+
+    def is_there(self, model: str) -> bool:
+        """Held in the ledger, and as far as the picture goes in memory."""
+        return self._residencies is not None and self._residencies.have(model)
+
+    def back(self, model: str, priority: int | None) -> Awaitable[bool]:
+        """The same for one that its server does not have, though it `is_there`."""
+        assert self._residencies is not None
+        return self._residencies.back(model, priority)
+
+    async def _in_turn(
+        self,
+        answer: Refusable,
+        aim: Aim,
+        who: Identity,
+        wish: Wish,
+        there: Awaitable[bool] | None = None,
+        turn: Turn | None = None,
     ) -> None:
-        """Raises Problem."""
-        await there
-        if aim.takes_slot:
-            answer.turn = turn = self.lanes.enter(aim.model, who, wish)
+        """Until the model is there and has a slot for it, both at once: while it waits for the one it may
+        lose the other. Raises Problem."""
+        model = unquote(aim.model.decode("latin-1"))
+        is_known = True
+        while True:
+            if there is not None:
+                is_known = await there
+            if turn is None:
+                answer.turn = turn = self.lanes.enter(aim.model, who, wish)
             await turn.granted()
+            if not is_known or (there := self.coming(model, wish.priority)) is None:
+                return
+            turn.leave()
+            turn = None

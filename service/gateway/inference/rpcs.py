@@ -9,6 +9,7 @@ import grpc
 import structlog
 
 from service.gateway.identity import Identity, Scope
+from service.gateway.inference.again import MOST_TIMES, says_gone
 from service.gateway.inference.calls import (
     CallAim,
     brings_files,
@@ -21,7 +22,7 @@ from service.gateway.inference.lanes import NO_WISH, PRIORITY, TIMEOUT, Turn, wi
 from service.gateway.inference.plane import Plane
 from service.gateway.inference.refusals import no_files, no_shared_memory, our_mistake, problem_of
 from service.gateway.problems import Problem, headers_of
-from service.model_ports import Call, CallBackend, CallFailed, Metadata
+from service.model_ports import Call, CallAnswer, CallBackend, CallFailed, Metadata
 
 log = structlog.get_logger("gpubroker.inference")
 
@@ -109,10 +110,11 @@ class Rpc:
     async def unary(self, message: bytes, context: grpc.aio.ServicerContext) -> bytes:
         try:
             self._look_into(message)
-            await self._wait_for_model(message)
+            is_known = await self._wait_for_model(message)
             if self._aim.takes_slot and self.identity is not None:
-                await self._wait_for_turn(self.identity, message)
-            answer = await self._backend.ask(self._method, message, self._metadata, _seconds_left(context))
+                answer = await self._ask_in_turn(self.identity, message, context, is_known=is_known)
+            else:
+                answer = await self._ask(message, context)
         except Exception as fault:
             await self._fail(fault, context)
             raise AssertionError from None  # it has raised
@@ -152,10 +154,32 @@ class Rpc:
 
         return refuse
 
-    async def _wait_for_turn(self, identity: Identity, message: bytes) -> None:
-        """Raises Problem."""
-        self._turn = self._plane.lanes.enter(model_in(message), identity, self.wish)
-        await self._turn.granted()
+    async def _ask(self, message: bytes, context: grpc.aio.ServicerContext) -> CallAnswer:
+        """Raises CallFailed."""
+        return await self._backend.ask(self._method, message, self._metadata, _seconds_left(context))
+
+    async def _ask_in_turn(
+        self, identity: Identity, message: bytes, context: grpc.aio.ServicerContext, *, is_known: bool
+    ) -> CallAnswer:
+        """Again, if its model is not there though it should be. Raises Problem, CallFailed."""
+        plane, model, times = self._plane, model_named_in(message, self._aim.model_at), 0
+        while True:
+            self._turn = turn = plane.lanes.enter(model_in(message), identity, self.wish)
+            await turn.granted()
+            if is_known and (there := plane.coming(model, self.wish.priority)) is not None:
+                turn.leave()
+                is_known = await there
+                continue
+            was_there = plane.is_there(model)
+            try:
+                return await self._ask(message, context)
+            except CallFailed as failed:
+                is_gone = was_there and failed.trouble is None and says_gone(failed.detail)
+                if not is_gone or times == MOST_TIMES:
+                    raise
+            turn.leave()
+            times += 1
+            is_known = await plane.back(model, self.wish.priority)
 
     def _look_into(self, message: bytes) -> None:
         """Where what it needs depends on what is in it. Raises Problem."""
@@ -165,12 +189,12 @@ class Rpc:
         if aim.loads and not self._plane.takes_files and brings_files(message):
             raise no_files()
 
-    async def _wait_for_model(self, message: bytes) -> None:
-        """Raises Problem."""
-        if self._aim.model_at and (model := model_named_in(message, self._aim.model_at)):
-            waiting = self._plane.wait_for(model, self.wish.priority, unloads=self._aim.unloads)
-            if waiting is not None:
-                await waiting
+    async def _wait_for_model(self, message: bytes) -> bool:
+        """False if there is none of which its server would not tell itself. Raises Problem."""
+        if not self._aim.model_at or not (model := model_named_in(message, self._aim.model_at)):
+            return False
+        waiting = self._plane.wait_for(model, self.wish.priority, unloads=self._aim.unloads)
+        return waiting is None or await waiting
 
     async def _fail(self, fault: Exception, context: grpc.aio.ServicerContext) -> None:
         """Say how the call ends. Raises, always."""

@@ -1,0 +1,77 @@
+"""A gateway whose models are in the ledger, and whose leader is told by a test what to do next."""
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from typing import Any
+
+from service.adapters.memory.model_host import SimulatedHost, SimulatedModel
+from service.core.model_holders import seen
+from service.core.model_orders import Indexed, ServerSeen
+from service.core.model_orders import Stage as Where
+from service.core.model_terms import Home
+from service.core.plan import Request
+from service.core.requests import carry_out
+from service.core.task import Task
+from service.core.units import Mib, Seconds
+from service.gateway.inference.lanes import LaneOptions, Lanes
+from service.gateway.residency import ModelRules, ServerRules
+from tests.builders import GIB, a_sample
+from tests.gateway.harness import until
+from tests.gateway.inference_stage import Handler, Stage, a_stage
+
+RULES = ServerRules("main", "n1", models={"any": ModelRules(Mib(50 * GIB))})
+
+
+@asynccontextmanager
+async def homes(
+    heard: Handler, *models: SimulatedModel, slots: int | None = None, **rules: Any
+) -> AsyncIterator["Homes"]:
+    host = SimulatedHost("main", models or (SimulatedModel("any"),))
+    lanes = Lanes(LaneOptions(slots={} if slots is None else {b"any": slots}))
+    async with a_stage(heard, homes=(replace(RULES, **rules), host), lanes=lanes) as stage:
+        yield Homes(stage, host, lanes)
+
+
+class Homes:
+    def __init__(self, stage: Stage, host: SimulatedHost, lanes: Lanes) -> None:
+        self.stage = stage
+        self.host = host
+        self.lanes = lanes
+        self.gateway = stage.gateway
+
+    def of(self, model: str = "any") -> Task | None:
+        return self.gateway.world.homes.of(Home("main", model))
+
+    async def wanted(self, model: str = "any") -> Task:
+        await until(lambda: self.of(model) is not None)
+        task = self.of(model)
+        assert task is not None
+        return task
+
+    async def index(self, **stages: Where) -> None:
+        """The server has these models and no others, and the leader has read so."""
+        self.host.restart()
+        for name in stages:
+            await self.host.load(name, (), Seconds(1.0))
+        now = self.gateway.clock.now()
+        models = {name: Indexed(name, stage) for name, stage in stages.items()}
+        for decision in seen(self.gateway.world, ServerSeen("main", now, models), now, self.gateway.policy):
+            if not decision.is_empty():
+                await self.gateway.commit(decision)
+
+    async def load(self, model: str = "any") -> Task:
+        """Its device is measured before, so that what has left is known to be gone."""
+        task = await self.wanted(model)
+        self.gateway.clock.advance(0.1)
+        self.gateway.world.measure([a_sample("gpu0", self.gateway.clock.now())])
+        await self.gateway.plan(task.id)
+        await self.index(**{model: Where.READY})
+        return self.gateway.task(task.id)
+
+    async def unload(self, model: str = "any") -> None:
+        """Notice is given; the index says what becomes of it."""
+        gateway, task = self.gateway, await self.wanted(model)
+        now = gateway.clock.now()
+        request = Request(f"unload-{task.id}", task.id, task.tenant, "cancel", {}, now)
+        await gateway.commit(carry_out(gateway.world, request, now, gateway.policy))

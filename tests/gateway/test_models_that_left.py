@@ -1,0 +1,136 @@
+"""Requests that were sent to a model that had just left: they wait for it again, and nobody reads of it."""
+
+import asyncio
+import json
+
+from service.core.task import TaskState
+from service.core.units import Seconds
+from tests.gateway.harness import until
+from tests.gateway.homes import Homes, homes
+from tests.gateway.inference_stage import INFER, OK, Heard, a_request
+
+
+def saying(text: str, status: str = "404 Not Found") -> bytes:
+    body = json.dumps({"error": text}, separators=(",", ":")).encode()
+    head = b"HTTP/1.1 %b\r\nContent-Type: text/plain\r\nContent-Length: %d\r\n\r\n" % (
+        status.encode(),
+        len(body),
+    )
+    return head + body
+
+
+GONE = saying("Request for unknown model: 'any' has no available versions")
+NOT_THERE = saying("Request for unknown model: 'any' is not found")
+NOT_READY = saying(
+    "Request for unknown model: 'any' version 1 is not at ready state", "503 Service Unavailable"
+)
+NO_VERSION = saying("Request for unknown model: 'any' version 9 is not found")
+
+
+async def resident(there: Homes) -> None:
+    """Somebody has asked for it, it is there, and it has answered."""
+    client = await there.stage.connect()
+    client.ask("POST", INFER, b"first")
+    await there.load()
+    assert (await client.answer())[0] == 200
+
+
+async def test_a_request_that_finds_its_model_gone_waits_until_it_is_loaded_again() -> None:
+    async with homes(heard := Heard()) as there:
+        await resident(there)
+        for gone, asked in ((GONE, 2), (NOT_THERE, 4), (NOT_READY, 6)):
+            heard.answer = gone
+            client = await there.stage.connect()
+            there.host.restart()
+            client.ask("POST", INFER, b"xyz")
+            await until(lambda asked=asked: len(heard.bodies) == asked)  # type: ignore[misc]
+            heard.answer = OK
+            await there.index()
+            await there.load()
+            status, headers, body = await client.answer()
+            assert (status, body, "request-id" in headers) == (200, b"{}", True)
+        assert heard.bodies == [b"first", *[b"xyz"] * 6]
+
+
+async def test_a_model_that_is_back_before_the_leader_has_missed_it_is_asked_again_at_once() -> None:
+    async with homes(heard := Heard()) as there:
+        await resident(there)
+        there.host.restart()
+        heard.answer = GONE
+        client = await there.stage.connect()
+        client.ask("POST", INFER, b"xyz")
+        await until(lambda: len(heard.bodies) == 2)
+        heard.answer = OK
+        await there.host.load("any", (), Seconds(1.0))
+        assert (await client.answer())[0] == 200
+
+
+async def test_a_server_that_says_so_again_and_again_is_believed() -> None:
+    async with homes(heard := Heard()) as there:
+        await resident(there)
+        heard.answer = GONE
+        status, headers, body = await there.stage.ask("POST", INFER, b"xyz")
+        assert (status, headers["content-type"], body) == (404, "text/plain", GONE[-len(body) :])
+        assert heard.bodies == [b"first", *[b"xyz"] * 4]
+
+
+async def test_what_else_is_not_found_is_told_as_it_came() -> None:
+    async with homes(heard := Heard()) as there:
+        await resident(there)
+        for answer in (NO_VERSION, saying("no such tensor"), saying("x" * 5000), saying("")):
+            heard.answer = answer
+            status, _, body = await there.stage.ask("POST", INFER, b"xyz")
+            assert (status, answer.endswith(body)) == (404, True)
+        assert heard.bodies == [b"first", *[b"xyz"] * 4]
+
+
+async def test_a_body_that_was_too_long_to_be_kept_is_not_sent_again() -> None:
+    async with homes(heard := Heard()) as there:
+        await resident(there)
+        heard.answer = GONE
+        status, _, _ = await there.stage.ask("POST", INFER, b"x" * (1024 * 1024 + 1))
+        assert status == 404
+
+
+async def test_who_waits_in_vain_for_a_model_that_left_is_told_when_to_come_again() -> None:
+    async with homes(heard := Heard(), cold_seconds=Seconds(0.0)) as there:
+        assert (await there.stage.ask("POST", INFER, b"x"))[0] == 503
+        await there.load()
+        there.host.restart()
+        heard.answer = GONE
+        status, _, body = await there.stage.ask("POST", INFER, b"xyz")
+        assert (status, json.loads(body)["code"]) == (503, "model-not-ready")
+
+
+class Slow(Heard):
+    """Answers when it may."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.may_answer = asyncio.Event()
+        self.may_answer.set()
+
+    async def __call__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while True:
+            self.bodies.append((await a_request(reader))[1])
+            await self.may_answer.wait()
+            writer.write(self.answer)
+
+
+async def test_a_request_that_waits_for_its_turn_waits_again_if_its_model_leaves_meanwhile() -> None:
+    async with homes(heard := Slow(), slots=1) as there:
+        await resident(there)
+        heard.may_answer.clear()
+        first, second = await there.stage.connect(), await there.stage.connect()
+        first.ask("POST", INFER, b"1")
+        await until(lambda: heard.bodies[-1] == b"1")
+        second.ask("POST", INFER, b"2")
+        await until(lambda: any(lane.waiting for lane in there.lanes.figures()))
+        await there.unload()
+        heard.may_answer.set()
+        assert (await first.answer())[0] == 200
+        await there.index()
+        await until(lambda: (task := there.of()) is not None and task.state is TaskState.PENDING)
+        assert heard.bodies == [b"first", b"1"]
+        await there.load()
+        assert (await second.answer())[0] == 200
