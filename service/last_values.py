@@ -6,7 +6,7 @@ from typing import Any, Protocol
 
 from service.core.device import DeviceSample
 from service.core.silence import Paused
-from service.core.units import Instant, NodeName, TaskId, Term
+from service.core.units import Instant, NodeName, Seconds, TaskId, Term
 from service.ports import Progress
 
 
@@ -34,6 +34,37 @@ class LastValues:
     leader: LeaderSeen | None = None
     ended: Sequence[TaskId] = ()
     """Runs of whose progress nothing is to be kept."""
+
+
+@dataclass(frozen=True, slots=True)
+class Presence:
+    """A gateway says that it is there, and of which models that are to leave it has let go."""
+
+    gateway: str
+    at: Instant
+    let_go: frozenset[str] = frozenset()
+    """Claims, as `claim_name` names them: it knows that they are to leave, sends them nothing more, and what
+    it had sent is answered."""
+
+
+PRESENT_SECONDS = Seconds(5.0)
+"""A gateway that has said nothing for so long is waited for no longer."""
+
+
+class PresenceStore(Protocol):
+    """Where gateways tell the leader of themselves; losing it loses nothing but a second."""
+
+    async def present(self, presence: Presence) -> None:
+        """In place of what this gateway said before. Raises StoreUnavailable."""
+        ...
+
+    async def absent(self, gateway: str) -> None:
+        """It is about to end. Raises StoreUnavailable."""
+        ...
+
+    async def presences(self) -> Sequence[Presence]:
+        """What each gateway has last said, however long ago. Raises StoreUnavailable."""
+        ...
 
 
 class LastValueStore(Protocol):

@@ -1,7 +1,7 @@
 """The role that decides and acts: a candidate for the lead, its leader, and what carries out orders."""
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from random import random
 
@@ -20,6 +20,7 @@ from service.bootstrap.one_ray import other_ray
 from service.bootstrap.picture import Job, Picture, word_seconds
 from service.bootstrap.premises import StartRefused
 from service.broker.dispatch import Dispatcher
+from service.broker.gateways import Gateways
 from service.broker.leadership import Candidate
 from service.broker.loop import Leader
 from service.broker.model_desk import DeskRules, ModelDesk
@@ -61,6 +62,10 @@ class BrokerRole:
         self._pruner = Pruner(
             store, picture.clock, retention_of(settings), self.term, lambda: picture.world.position
         )
+        self._gateways = Gateways(store, picture.clock)
+        self.let_go: Callable[[], frozenset[str]] | None = None
+        """Claims of models of which the gateway in this process has let go, if there is one; where others may
+        be, they say so in the database."""
         self._publisher = Publisher(picture.world, picture.progress, self.seen, store)
         picture.listen(self._on_events)
 
@@ -138,8 +143,15 @@ class BrokerRole:
 
     def _dispatcher(self) -> Dispatcher:
         clock = self._picture.clock
-        desk = ModelDesk(self._hosts, clock, boot_seconds, wait_seconds=self._wait_seconds)
+        desk = ModelDesk(
+            self._hosts, clock, boot_seconds, wait_seconds=self._wait_seconds, have_let_go=self._have_let_go
+        )
         return Dispatcher(self._store, self._blobs, self.executor, self._picture.world, clock, desk)
+
+    async def _have_let_go(self, claim: str) -> bool:
+        if self._store.is_shared:
+            return await self._gateways.have_let_go(claim)
+        return self.let_go is None or claim in self.let_go()
 
     def _on_events(self, events: Sequence[Event]) -> None:
         if self.candidate.leader is not None:

@@ -25,9 +25,11 @@ from service.gateway.identity import EVERY_SCOPE, Tokens, new_token
 from service.gateway.inference.connection import in_front_of
 from service.gateway.inference.lanes import Lanes
 from service.gateway.inference.plane import Plane
+from service.gateway.letting_go import LettingGo
 from service.gateway.parts import GatewayParts
 from service.gateway.waiters import Waiters
 from service.model_ports import ModelBackend
+from service.ports import StoreUnavailable
 from service.settings import Settings
 from service.telemetry import Telemetry
 
@@ -36,6 +38,9 @@ if TYPE_CHECKING:
 
 
 class GatewayRole:
+    _letting_go: LettingGo | None = None
+    """Of models in the ledger, if there are any."""
+
     def __init__(
         self,
         name: str,
@@ -48,7 +53,7 @@ class GatewayRole:
         listener: socket.socket,
         shut_down: Callable[[bool], None],
     ) -> None:
-        self._name = name
+        self._name, self._broker = name, broker
         self._settings = settings
         self._store = store
         self._picture = picture
@@ -100,6 +105,8 @@ class GatewayRole:
     async def begin(self) -> None:
         await self._tokens.load()
         await self._write_client_file()
+        if self._letting_go is not None and self._store.is_shared:
+            await self._letting_go.say(self._store, self._name, self._picture.clock.now())
         if self._calls is not None:
             await self._calls.begin()
 
@@ -107,6 +114,9 @@ class GatewayRole:
         jobs: list[Job] = [("tokens", self._tokens.keep_fresh(self._store.tokens_changed))]
         if self._residencies is not None:
             jobs.append(("use of models", self._residencies.keep_telling()))
+        if self._letting_go is not None and self._store.is_shared:
+            keep = self._letting_go.keep_saying(self._store, self._name, self._picture.clock)
+            jobs.append(("presence", keep))
         return jobs
 
     async def serve(self) -> None:
@@ -120,6 +130,9 @@ class GatewayRole:
                 await self._models.close()
             for _, host in self._served:
                 await host.close()
+            if self._letting_go is not None and self._store.is_shared:
+                with contextlib.suppress(StoreUnavailable):  # then it is missed in a few seconds
+                    await self._store.absent(self._name)
 
     def drain(self) -> None:
         """Say that this process is about to end, and hold back no answer any more."""
@@ -145,6 +158,11 @@ class GatewayRole:
     def _plane(self, parts: GatewayParts, telemetry: Telemetry, backend: ModelBackend) -> Plane:
         lanes = Lanes(lane_options_of(self._settings.triton), on_waited=telemetry.on_waited)
         telemetry.show_lanes(lanes.figures)
+        if parts.residencies is not None:
+            self._letting_go = LettingGo(parts.world, lanes.has_older, lanes.now)
+            self._picture.listen(self._letting_go.on_events)
+            if self._broker is not None:
+                self._broker.let_go = self._letting_go.claims
         return Plane(
             callers=Callers(parts.identity, parts.allowed_hosts),
             ids=parts.ids,

@@ -7,13 +7,14 @@ ever taken from its index.
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import structlog
 
-from service.core.model_orders import LoadOrder, ModelOrder, ServerSeen, Stage, UnloadOrder
+from service.core.model_orders import LoadOrder, ModelOrder, ServerSeen, Stage, UnloadOrder, claim_name
 from service.core.orders import Ended, Ending, Failure, Report
 from service.core.tenure import Tenure
 from service.core.units import DeviceKey, Fence, Seconds, TaskId
@@ -24,6 +25,8 @@ log = structlog.get_logger("gpubroker.models")
 
 Hear = Callable[[Sequence[Report]], None]
 Claim = tuple[TaskId, Fence]
+HaveLetGo = Callable[[str], Awaitable[bool]]
+"""Whether all gateways have let go of a claim, as `claim_name` names it."""
 
 _MESSAGES = {
     HostFault.NOT_FOUND: "the server has no such model",
@@ -43,9 +46,13 @@ class DeskRules:
     """What is no load is answered by then, or has not been heard."""
     load_seconds: Seconds = Seconds(600.0)
     """With an answer that takes longer, the index says what became of a load."""
-    drain_seconds: Seconds = Seconds(0.25)
-    """Before an unload: until gateways have heard that they are to send nothing more. What the server has by
-    then it answers."""
+    drain_look_seconds: Seconds = Seconds(0.05)
+    """Before an unload the gateways are asked so often whether they have let go of the model. After the time
+    that it has to leave it is unloaded all the same: what the server has by then it answers."""
+
+
+async def _nobody_asks(_claim: str) -> bool:
+    return True
 
 
 class ModelDesk:
@@ -58,6 +65,7 @@ class ModelDesk:
         ticks: ReadTicks,
         rules: DeskRules | None = None,
         wait_seconds: Seconds = Seconds(0.0),
+        have_let_go: HaveLetGo = _nobody_asks,
     ) -> None:
         """`wait_seconds`: so long what an older leader has sent may be on its way."""
         self._clock = clock
@@ -66,7 +74,8 @@ class ModelDesk:
         self._hear: Hear = lambda _: None
         locks: dict[DeviceKey, asyncio.Lock] = {}
         self._lanes = {
-            host.name: _Lane(host, clock, rules or DeskRules(), locks, self._may_send) for host in hosts
+            host.name: _Lane(host, clock, rules or DeskRules(), locks, self._may_send, have_let_go)
+            for host in hosts
         }
         self._tenure: Tenure | None = None
 
@@ -92,6 +101,12 @@ class ModelDesk:
         return self._tenure is not None and not self._tenure.is_over(self._ticks())
 
 
+class _Leaving(NamedTuple):
+    order: UnloadOrder
+    until: float
+    """Of the loop's clock: then it is unloaded whoever has not let go of it."""
+
+
 class _Lane:
     """One server: one call at a time that changes something, and its index beside it."""
 
@@ -102,12 +117,17 @@ class _Lane:
         rules: DeskRules,
         locks: dict[DeviceKey, asyncio.Lock],
         may_send: Callable[[], bool],
+        have_let_go: HaveLetGo,
     ) -> None:
         self._host = host
         self._clock = clock
         self._rules = rules
         self._locks = locks
         self._may_send = may_send
+        self._have_let_go = have_let_go
+        self._leaving: dict[Claim, _Leaving] = {}
+        """To be unloaded, when the gateways have let go of it."""
+        self._left = asyncio.Event()
         self._waiting: deque[ModelOrder] = deque()
         self._now: ModelOrder | None = None
         """What is being carried out."""
@@ -124,14 +144,40 @@ class _Lane:
             self._waiting.remove(other)
         if any(isinstance(other, LoadOrder) for other in mine) and isinstance(order, UnloadOrder):
             return
-        if self._now is None or _claim(self._now) != _claim(order) or type(self._now) is not type(order):
+        if self._now is not None and _claim(self._now) == _claim(order) and type(self._now) is type(order):
+            return
+        if isinstance(order, UnloadOrder) and not mine:
+            self._leave(order)
+        else:
             self._waiting.append(order)
         self._woken.set()
+
+    def _leave(self, order: UnloadOrder) -> None:
+        """A shorter time takes the place of a longer one."""
+        until = asyncio.get_running_loop().time() + order.grace_seconds
+        known = self._leaving.get(_claim(order))
+        self._leaving[_claim(order)] = _Leaving(order, min(until, known.until) if known else until)
+        self._left.set()
 
     async def keep(self, hear: Hear) -> None:
         async with asyncio.TaskGroup() as group:
             group.create_task(self._carry_out(hear))
             group.create_task(self._look(hear))
+            group.create_task(self._drain())
+
+    async def _drain(self) -> None:
+        """Beside what is carried out: it may take as long as an answer of the model."""
+        loop = asyncio.get_running_loop()
+        while True:
+            self._left.clear()
+            for claim, leaving in list(self._leaving.items()):
+                if loop.time() >= leaving.until or await self._have_let_go(claim_name(*claim)):
+                    del self._leaving[claim]
+                    self._waiting.append(leaving.order)
+                    self._woken.set()
+            with suppress(TimeoutError):
+                async with asyncio.timeout(self._rules.drain_look_seconds if self._leaving else None):
+                    await self._left.wait()
 
     async def _carry_out(self, hear: Hear) -> None:
         while True:
@@ -149,10 +195,8 @@ class _Lane:
         try:
             if isinstance(order, LoadOrder):
                 await self._load(order)
-            else:
-                await asyncio.sleep(min(order.grace_seconds, self._rules.drain_seconds))
-                if self._may_send():
-                    await self._host.unload(order.model, self._rules.call_seconds)
+            elif self._may_send():
+                await self._host.unload(order.model, self._rules.call_seconds)
         except HostRefused as refused:
             log.warning("a model server did not do it", server=self._host.name, model=order.model,
                         fault=f"{refused.fault}: {refused}")  # fmt: skip
@@ -203,7 +247,7 @@ class _Lane:
 
     def _under_way(self) -> frozenset[Claim]:
         orders = [*self._waiting] if self._now is None else [*self._waiting, self._now]
-        return frozenset(_claim(order) for order in orders)
+        return frozenset((*map(_claim, orders), *self._leaving))
 
 
 def _claim(order: ModelOrder) -> Claim:

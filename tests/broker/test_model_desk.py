@@ -24,7 +24,7 @@ from tests.broker.stage import Hands, a_stage
 from tests.broker.stage import Stage as Scene
 from tests.builders import GIB, NOW, a_task, check_ledger
 
-AT_ONCE = DeskRules(Seconds(0.01), Seconds(0.01), drain_seconds=Seconds(0.0))
+AT_ONCE = DeskRules(Seconds(0.01), Seconds(0.01), drain_look_seconds=Seconds(0.01))
 GPU = DeviceKey("test/n1/gpu0")
 
 
@@ -32,22 +32,31 @@ def a_load(task: str = "llm", fence: int = 1, server: str = "main", model: str =
     return LoadOrder(TaskId(task), Fence(fence), server, model, ((GPU, Mib(10)),))
 
 
-def an_unload(task: str = "llm", fence: int = 1, model: str = "llm") -> UnloadOrder:
-    return UnloadOrder(TaskId(task), Fence(fence), "main", model, Seconds(0.0))
+def an_unload(
+    task: str = "llm", fence: int = 1, model: str = "llm", grace_seconds: float = 0.0
+) -> UnloadOrder:
+    return UnloadOrder(TaskId(task), Fence(fence), "main", model, Seconds(grace_seconds))
 
 
 class Desk:
     """A desk of one term, and what it tells."""
 
-    def __init__(self, *models: SimulatedModel, wait_seconds: float = 0.0) -> None:
+    def __init__(self, *models: SimulatedModel, wait_seconds: float = 0.0, is_let_go: bool = True) -> None:
         self.host = SimulatedHost("main", models)
         self.ticks = Ticks(0.0)
         self.told: list[Report] = []
         self._read = 0
         self._news = asyncio.Event()
+        self.is_let_go = is_let_go
+        self.claims: set[str] = set()
+        """Those that gateways were to let go of."""
         self.desk = ModelDesk(
-            [self.host], Hands(), lambda: self.ticks, AT_ONCE, wait_seconds=Seconds(wait_seconds)
+            [self.host], Hands(), lambda: self.ticks, AT_ONCE, Seconds(wait_seconds), self._have_let_go
         )
+
+    async def _have_let_go(self, claim: str) -> bool:
+        self.claims.add(claim)
+        return self.is_let_go
 
     def hear(self, reports: Sequence[Report]) -> None:
         self.told += reports
@@ -124,6 +133,31 @@ async def test_the_same_order_twice_is_carried_out_once() -> None:
         while (await desk.seen("llm", Stage.READY)).under_way:
             pass
         assert desk.host.asked == [("load", "llm")]
+
+
+async def test_a_model_that_gateways_have_yet_to_let_go_of_is_not_unloaded_and_others_are_loaded() -> None:
+    async with running(Desk(SimulatedModel("llm"), SimulatedModel("bert"), is_let_go=False)) as desk:
+        desk.desk.send(a_load())
+        await desk.seen("llm", Stage.READY)
+        desk.desk.send(an_unload(grace_seconds=1e6))
+        desk.desk.send(a_load("bert", model="bert"))
+        report = await desk.seen("bert", Stage.READY)
+        assert ("llm", 1) in report.under_way
+        assert desk.claims == {"llm:1"}
+        assert desk.host.asked == [("load", "llm"), ("load", "bert")]
+        desk.is_let_go = True
+        await desk.seen("llm", Stage.ABSENT)
+
+
+async def test_gateways_that_do_not_let_go_of_a_model_are_waited_for_as_long_as_it_has_to_leave() -> None:
+    async with running(Desk(SimulatedModel("llm"), is_let_go=False)) as desk:
+        desk.desk.send(a_load())
+        await desk.seen("llm", Stage.READY)
+        desk.desk.send(an_unload(grace_seconds=1e6))
+        desk.desk.send(an_unload(grace_seconds=0.02))
+        desk.desk.send(an_unload(grace_seconds=1e6))
+        await desk.seen("llm", Stage.ABSENT)
+        assert desk.host.asked == [("load", "llm"), ("unload", "llm")]
 
 
 @pytest.mark.parametrize(

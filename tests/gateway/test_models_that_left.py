@@ -5,6 +5,9 @@ import json
 
 from service.core.task import TaskState
 from service.core.units import Seconds
+from service.gateway.identity import Identity
+from service.gateway.inference.lanes import NO_WISH
+from service.gateway.letting_go import LettingGo
 from tests.gateway.harness import until
 from tests.gateway.homes import Homes, homes
 from tests.gateway.inference_stage import INFER, OK, Heard, a_request
@@ -115,6 +118,37 @@ class Slow(Heard):
             self.bodies.append((await a_request(reader))[1])
             await self.may_answer.wait()
             writer.write(self.answer)
+
+
+async def test_a_model_is_let_go_of_when_what_it_was_sent_before_is_answered() -> None:
+    async with homes(heard := Slow()) as there:
+        letting_go = LettingGo(there.gateway.world, there.lanes.has_older, there.lanes.now)
+        await resident(there)
+        assert letting_go.claims() == frozenset()
+        heard.may_answer.clear()
+        client = await there.stage.connect()
+        client.ask("POST", INFER, b"1")
+        await until(lambda: heard.bodies[-1] == b"1")
+        await there.unload()
+        task = await there.wanted()
+        assert letting_go.claims() == frozenset()
+        heard.may_answer.set()
+        assert (await client.answer())[0] == 200
+        await until(lambda: letting_go.claims() == {f"{task.id}:{task.fence}"})
+        await there.index()
+        assert letting_go.claims() == frozenset()
+
+
+async def test_what_is_sent_to_a_copy_elsewhere_keeps_no_model_from_leaving() -> None:
+    async with homes(Heard()) as there:
+        letting_go = LettingGo(there.gateway.world, there.lanes.has_older, there.lanes.now)
+        await resident(there)
+        await there.unload()
+        task = await there.wanted()
+        assert letting_go.claims() == {f"{task.id}:{task.fence}"}
+        turn = there.lanes.enter(b"any", Identity("me", "default", frozenset(), 50), NO_WISH)
+        assert letting_go.claims() == {f"{task.id}:{task.fence}"}
+        turn.leave()
 
 
 async def test_a_request_that_waits_for_its_turn_waits_again_if_its_model_leaves_meanwhile() -> None:

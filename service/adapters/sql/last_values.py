@@ -1,19 +1,23 @@
-"""What the leader has last said that is no event: written past the writer, so that no commit waits for it."""
+"""What leader and gateways have last said that is no event: written past the writer, so that no commit waits
+for it."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, fields
-from typing import Any
+from typing import Any, TypeVar
 
 from pydantic_core import from_json
 from sqlalchemy import Connection, FromClause, bindparam, delete, select, true
+from sqlalchemy.dialects.postgresql import insert
 
 from service.adapters.sql.rowset import SetStatement, json_text, postgres_rows, postgres_text
 from service.adapters.sql.shared_tables import last_value
 from service.core.device import DeviceSample
 from service.core.silence import Paused
 from service.core.units import TaskId, Term
-from service.last_values import LastValues, LeaderSeen
+from service.last_values import LastValues, LastValueStore, LeaderSeen, Presence, PresenceStore
 from service.ports import Progress
+
+T = TypeVar("T")
 
 _PER_TERM = 2**32
 """More than a leader ever writes in its term, once a second."""
@@ -33,7 +37,31 @@ def _write(insert: Any, r: FromClause) -> Any:
 
 _WRITE = SetStatement("write last_value", tuple(last_value.c), _write)
 _NEWER = select(last_value).where(last_value.c.revision > bindparam("after"))
+_PRESENCES = select(last_value.c.key, last_value.c.value).where(last_value.c.kind == "gateway")
 _FROM_OLDER_TERMS = delete(last_value).where(last_value.c.revision < bindparam("first"))
+
+
+class SqlLastValues(LastValueStore, PresenceStore):
+    """The part of the store that has them."""
+
+    async def say(self, term: Term, number: int, values: LastValues) -> None:
+        await self._read(write, term, number, values)
+
+    async def said(self, after: int) -> tuple[int, LastValues]:
+        return await self._read(read, after)
+
+    async def present(self, presence: Presence) -> None:
+        await self._read(_write_presence, presence)
+
+    async def absent(self, gateway: str) -> None:
+        await self._read(_forget_presence, gateway)
+
+    async def presences(self) -> Sequence[Presence]:
+        return await self._read(_presences)
+
+    async def _read(self, query: Callable[..., T], *values: Any) -> T:
+        """On one of the readers' connections."""
+        raise NotImplementedError
 
 
 def write(connection: Connection, term: Term, number: int, values: LastValues) -> None:
@@ -58,6 +86,30 @@ def read(connection: Connection, after: int) -> tuple[int, LastValues]:
     found = connection.execute(_NEWER, {"after": after}).fetchall()
     said = [(kind, key, from_json(value)) for kind, key, _, value in found]
     return max((revision for _, _, revision, _ in found), default=after), _heard(said)
+
+
+def _write_presence(connection: Connection, presence: Presence) -> None:
+    """With a revision below each leader's: none hears it as a leader's word, and each new one forgets it."""
+    value = json_text({"at": presence.at, "let_go": sorted(presence.let_go)})
+    connection.exec_driver_sql("BEGIN READ WRITE")
+    connection.exec_driver_sql("SET LOCAL synchronous_commit = off")
+    said = insert(last_value).values(kind="gateway", key=presence.gateway, revision=0, value=value)
+    where = [last_value.c.kind, last_value.c.key]
+    connection.execute(said.on_conflict_do_update(index_elements=where, set_={"value": value}))
+    connection.exec_driver_sql("COMMIT")
+
+
+def _forget_presence(connection: Connection, gateway: str) -> None:
+    connection.exec_driver_sql("BEGIN READ WRITE")
+    is_it = (last_value.c.kind == "gateway", last_value.c.key == gateway)
+    connection.execute(delete(last_value).where(*is_it))
+    connection.exec_driver_sql("COMMIT")
+
+
+def _presences(connection: Connection) -> Sequence[Presence]:
+    found = connection.execute(_PRESENCES).fetchall()
+    said = [(gateway, from_json(value)) for gateway, value in found]
+    return [Presence(gateway, value["at"], frozenset(value["let_go"])) for gateway, value in said]
 
 
 def _said(values: LastValues) -> Iterator[tuple[str, str, Mapping[str, Any]]]:

@@ -12,11 +12,12 @@ from typing import Any, TypeVar
 from sqlalchemy import Connection
 from sqlalchemy.exc import DataError, DBAPIError
 
-from service.adapters.sql import last_values, reads, terms
+from service.adapters.sql import reads, terms
 from service.adapters.sql import statements as sql
 from service.adapters.sql.database import READERS, Database, migrate, open_database
 from service.adapters.sql.group import Change, NewBatch, NewRequest, NewTask, Unit
 from service.adapters.sql.hints import Hints
+from service.adapters.sql.last_values import SqlLastValues
 from service.adapters.sql.pruning import prune_step
 from service.adapters.sql.recent import Recent
 from service.adapters.sql.rows import token_row
@@ -28,7 +29,6 @@ from service.core.plan import Decision, Request
 from service.core.retention import Cutoffs
 from service.core.tenure import LeaderRow
 from service.core.units import Instant, Position, Seconds, TaskId, Term
-from service.last_values import LastValues
 from service.ports import (
     BatchSubmission,
     CommitVerdict,
@@ -81,7 +81,7 @@ async def open_store(
         raise
 
 
-class SqlStore:
+class SqlStore(SqlLastValues):
     """Writes go to the writer thread and are answered after their commit; reads take a reader's thread."""
 
     def __init__(self, database: Database, usage_half_life_seconds: Seconds = HALF_LIFE_SECONDS) -> None:
@@ -285,12 +285,6 @@ class SqlStore:
 
     async def database_time(self) -> Instant:
         return await self._read(reads.now)
-
-    async def say(self, term: Term, number: int, values: LastValues) -> None:
-        await self._read(last_values.write, term, number, values)
-
-    async def said(self, after: int) -> tuple[int, LastValues]:
-        return await self._read(last_values.read, after)
 
     async def close(self) -> None:
         """Write what is waiting, then let go of the database."""

@@ -64,8 +64,8 @@ class LaneFigures(NamedTuple):
 
 
 class Turn:
-    __slots__ = ("_capped", "_expiry", "_granted", "_is_over", "_lane", "_lanes", "_place", "_since",
-                 "_tenant", "waited_seconds")  # fmt: skip
+    __slots__ = ("_capped", "_expiry", "_granted", "_is_over", "_lane", "_lanes", "_place", "_tenant",
+                 "since", "waited_seconds")  # fmt: skip
 
     def __init__(self, lanes: "Lanes", lane: Lane, tenant: str, capped: int | None, now: float) -> None:
         """`capped`: the priority that it has instead of a higher one."""
@@ -75,7 +75,7 @@ class Turn:
         self._lanes = lanes
         self._lane = lane
         self._tenant = tenant
-        self._since = now
+        self.since = now
         """When it began to wait, or has gone."""
         self._is_over = False
         self._place: Place | None = None
@@ -107,7 +107,7 @@ class Turn:
             return
         self._is_over = True
         if self._place is None:
-            self._lanes.end(self._lane, self._tenant, self._since)
+            self._lanes.end(self._lane, self._tenant, self)
             return
         self._lane.leave(self._place)
         self._stop_waiting(None)
@@ -121,8 +121,8 @@ class Turn:
         self._expiry = loop.call_later(seconds, self._expire)
 
     def go(self, now: float) -> None:
-        self.waited_seconds = now - self._since
-        self._since = now
+        self.waited_seconds = now - self.since
+        self.since = now
         self._stop_waiting(None)
 
     def lose(self, problem: Problem) -> None:
@@ -133,7 +133,7 @@ class Turn:
     def _expire(self) -> None:
         place = self._place
         assert place is not None
-        problem = queue_timeout(self._lane.outlook(place), self._lanes.now() - self._since)
+        problem = queue_timeout(self._lane.outlook(place), self._lanes.now() - self.since)
         self._lane.leave(place)
         self.lose(problem)
 
@@ -162,12 +162,16 @@ class Lanes:
         self._on_waited = on_waited
         self._lanes: dict[bytes, Lane] = {}
         self._waiting: dict[tuple[Lane, Place], Turn] = {}
+        self._gone: dict[Lane, set[Turn]] = {}
+        """Those that have a slot."""
 
     def enter(self, model: bytes, identity: Identity, wish: Wish) -> Turn:
         """Raises Problem."""
         lane = self._lanes.get(model) or self._open(model)
         turn = Turn(self, lane, identity.tenant, wish.priority if wish.is_capped else None, self.now())
-        if not lane.goes_now(identity.tenant):
+        if lane.goes_now(identity.tenant):
+            self._gone[lane].add(turn)
+        else:
             options = self._options
             priority = (
                 min(options.priority, identity.max_priority) if wish.priority is None else wish.priority
@@ -187,6 +191,11 @@ class Lanes:
             self._waiting[lane, queued.displaced].lose(displaced(lane.outlook(queued.displaced)))
         return queued.place
 
+    def has_older(self, model: str, at: float) -> bool:
+        """Whether a request that has had its slot since before is not answered yet."""
+        lane = self._lanes.get(model.encode())
+        return lane is not None and any(turn.since <= at for turn in self._gone[lane])
+
     def figures(self) -> Iterator[LaneFigures]:
         """Of the models that are being asked."""
         for model, lane in self._lanes.items():
@@ -196,11 +205,13 @@ class Lanes:
 
     # What turns call.
 
-    def end(self, lane: Lane, tenant: str, since: float) -> None:
+    def end(self, lane: Lane, tenant: str, ended: Turn) -> None:
         now = self.now()
-        lane.end(tenant, now - since, Ticks(now))
+        self._gone[lane].discard(ended)
+        lane.end(tenant, now - ended.since, Ticks(now))
         while lane.waiting and (place := lane.next()) is not None:
             turn = self._waiting[lane, place]
+            self._gone[lane].add(turn)
             turn.go(now)
             self._on_waited(turn.waited_seconds or 0.0)
 
@@ -210,8 +221,9 @@ class Lanes:
     def _open(self, model: bytes) -> Lane:
         if len(self._lanes) >= MOST_LANES:
             for name in [name for name, lane in self._lanes.items() if lane.is_idle]:
-                del self._lanes[name]
+                del self._gone[self._lanes.pop(name)]
         lane = self._lanes[model] = Lane(self._options.rules, self._options.slots.get(model))
+        self._gone[lane] = set()
         return lane
 
 

@@ -1,0 +1,117 @@
+"""Gateways on one PostgreSQL let go of a model, each for itself, before the leader has it unloaded."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
+
+from service.adapters.sql.store import SqlStore
+from service.bootstrap.picture import Picture
+from service.broker.gateways import Gateways
+from service.core.accounts import HALF_LIFE_SECONDS
+from service.core.model_orders import claim_name
+from service.core.model_terms import ModelTerms
+from service.core.plan import Decision
+from service.core.stopping import give_notice
+from service.core.task import StopReason, Task
+from service.core.units import Fence, Instant, Seconds, Term
+from service.gateway.letting_go import LettingGo
+from service.last_values import PRESENT_SECONDS, LastValues, LeaderSeen, Presence
+from service.ports import RunSpec, Submission
+from tests.builders import a_task
+from tests.contracts.scenes import admission, claimed, opened, start, with_gpu
+from tests.patience import PATIENCE_SECONDS
+
+
+class Gateway:
+    """Of one process: its own store, its own picture."""
+
+    def __init__(self, store: SqlStore, picture: Picture) -> None:
+        self.store = store
+        self.picture = picture
+        self.has_older = False
+        self.letting_go = LettingGo(picture.world, lambda _model, _at: self.has_older, lambda: 0.0)
+        picture.listen(self.letting_go.on_events)
+
+
+@asynccontextmanager
+async def a_gateway(url: str, name: str) -> AsyncIterator[Gateway]:
+    async with opened(url) as store:
+        picture = Picture(store, HALF_LIFE_SECONDS, lambda _part, _fault: None)
+        await picture.begin()
+        gateway = Gateway(store, picture)
+        await gateway.letting_go.say(store, name, picture.clock.now())
+        keep = gateway.letting_go.keep_saying(store, name, picture.clock)
+        jobs = [asyncio.create_task(job) for job in (keep, *(job for _, job in picture.jobs()))]
+        try:
+            yield gateway
+        finally:
+            for job in jobs:
+                job.cancel()
+            await asyncio.wait(jobs)
+            await store.absent(name)
+
+
+async def a_resident_model(store: SqlStore) -> tuple[Term, Task]:
+    term = await with_gpu(store)
+    task = a_task("llm", model=ModelTerms("main", "llm"))
+    await store.submit(Submission(task, RunSpec(kind="model")))
+    await store.commit(term, [admission(task)])
+    await store.commit(term, [start(claimed(task))])
+    record = await store.record(task.id)
+    assert record is not None
+    return term, record.task
+
+
+async def stop(leader: Gateway, term: Term, task: Task) -> str:
+    """Give it notice."""
+    world = leader.picture.world
+    notice, _ = give_notice(world, task, StopReason.PREEMPT, Seconds(30.0), leader.picture.clock.now())
+    await leader.store.commit(term, [Decision(task.id, "evict", tasks=(notice,))])
+    return claim_name(task.id, task.fence)
+
+
+async def let_go(leader: Gateway, claim: str) -> None:
+    gateways = Gateways(leader.store, leader.picture.clock)
+    async with asyncio.timeout(PATIENCE_SECONDS):
+        while not await gateways.have_let_go(claim):  # noqa: ASYNC110  # what is no event is looked for
+            await asyncio.sleep(0.01)
+
+
+async def test_a_model_is_let_go_of_when_the_last_gateway_has_its_answers(postgres_url: str) -> None:
+    async with a_gateway(postgres_url, "one") as one, a_gateway(postgres_url, "two") as two:
+        gateways = Gateways(one.store, one.picture.clock)
+        two.has_older = True
+        term, task = await a_resident_model(one.store)
+        claim = await stop(one, term, task)
+        said = one.store.presences
+        async with asyncio.timeout(PATIENCE_SECONDS):
+            while claim not in {name for row in await said() for name in row.let_go}:  # noqa: ASYNC110  # as above
+                await asyncio.sleep(0.01)
+        assert not await gateways.have_let_go(claim), "the other one has a request there still"
+        two.has_older = False
+        await let_go(one, claim)
+        assert not await gateways.have_let_go(claim_name(task.id, Fence(task.fence + 1)))
+
+
+async def test_who_is_gone_or_says_nothing_is_not_waited_for(postgres_url: str) -> None:
+    async with a_gateway(postgres_url, "one") as one:
+        gateways, now = Gateways(one.store, one.picture.clock), one.picture.clock.now()
+        term, task = await a_resident_model(one.store)
+        claim = await stop(one, term, task)
+        await one.store.present(Presence("killed", Instant(now - PRESENT_SECONDS - 1)))
+        await one.store.present(Presence("ending", now))
+        assert not await gateways.have_let_go(claim)
+        await one.store.absent("ending")
+        await let_go(one, claim)
+
+
+async def test_what_gateways_say_is_no_word_of_a_leader(postgres_url: str) -> None:
+    async with opened(postgres_url) as store:
+        said = LastValues(leader=LeaderSeen(Term(1), "one:1", Instant(1.0), {}))
+        await store.say(Term(1), 1, said)
+        presence = Presence("one", Instant(1.0), frozenset({"a:1", "b:2"}))
+        await store.present(replace(presence, let_go=frozenset()))
+        await store.present(presence)
+        assert (await store.said(0))[1] == said
+        assert await store.presences() == [presence]
