@@ -24,7 +24,7 @@ from service.gateway.advice import (
     place_views,
 )
 from service.gateway.identity import Identity
-from service.gateway.overview import sees
+from service.gateway.overview import priority_of, sees
 from service.gateway.quarantine import awaited_by_lease
 from service.gateway.quarantine_views import AwaitedView
 from service.gateway.views import ExpectedView, InheritsView, Time
@@ -213,14 +213,14 @@ def _holder_view(
     world: World, holding: Holding, viewer: Identity, advice: Advice, now: Instant
 ) -> DeviceHolder:
     lease = holding.lease
-    known = sees(viewer, lease.tenant)
+    known, priority = sees(viewer, lease.tenant), priority_of(world, lease)
     task = world.tasks.get(TaskId(lease.holder)) if known else None
     is_quarantined = lease.state is LeaseState.QUARANTINED
     return {
         "id": lease.holder if known else None,
         "name": None if task is None else task.name,
-        "priority": lease.priority,
-        "band": band_of(lease.priority)[0],
+        "priority": priority,
+        "band": band_of(priority)[0],
         "gpu_mb": holding.takes_mb,
         "stopping": holding.is_leaving,
         "quarantine": awaited_by_lease(world).get(lease.key) if is_quarantined else None,

@@ -8,6 +8,7 @@ from service.core.device import Node
 from service.core.estimate import What
 from service.core.foresight import topic_of
 from service.core.fragmentation import Sum
+from service.core.lease import Lease
 from service.core.ledger import Book, Holding
 from service.core.policy import band_of
 from service.core.task import TaskState
@@ -93,19 +94,25 @@ def _gpu_view(
     }
 
 
+def priority_of(world: World, lease: Lease) -> int:
+    """By now; the lease itself keeps that of its admission."""
+    holder = world.holder(lease.holder, lease.fence)
+    return lease.priority if holder is None else holder.priority
+
+
 def _holder_view(
     world: World, holding: Holding, viewer: Identity, awaited: Mapping[str, AwaitedView]
 ) -> HolderView:
     lease = holding.lease
     task = world.tasks.get(TaskId(lease.holder))
-    known = sees(viewer, lease.tenant)
+    known, priority = sees(viewer, lease.tenant), priority_of(world, lease)
     return {
         "kind": lease.holder_kind.value,
         "id": lease.holder if known else None,
         "name": task.name if task is not None and known else None,
         "tenant": lease.tenant,
-        "priority": lease.priority,
-        "band": band_of(lease.priority)[0],
+        "priority": priority,
+        "band": band_of(priority)[0],
         "gpu_mb": lease.mb,
         "context_mb": lease.context_mb,
         "measured_mb": holding.measured_mb,

@@ -11,14 +11,14 @@ LLM: dict[str, Any] = {
     "wanted_until_at": None, "reason": "",
 }  # fmt: skip
 COLD = {**LLM, "name": "bert", "state": "cold", "gpu_mb": None, "priority": None, "loaded_at": None,
-        "reason": "no such layer"}  # fmt: skip
+        "reason": "no such layer\n\nAt:\n  model.py"}  # fmt: skip
 
 
 def test_the_list_says_what_is_in_memory_and_why_the_rest_is_not(service: RecordedService, run: Run) -> None:
     service.told(Reply(200, {"items": [LLM, COLD]}), Reply(200, {"items": []}), Reply(200, {"items": [LLM]}))
     shown = run("models")
     assert (shown.code, shown.err) == (0, "")
-    for text in ("llm", "resident", "18.0 GiB", "79", "bert", "cold", "no such layer"):
+    for text in ("llm", "resident", "18.0 GiB", "79", "bert", "cold", "no such layer At: model.py"):
         assert text in shown.out
     assert run("models").out == "there are no models\n"
     assert [one["name"] for one in run("models -o json").json] == ["llm"]

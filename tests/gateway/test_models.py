@@ -97,6 +97,18 @@ async def test_a_pinned_model_is_nobody_s_victim() -> None:
         assert (await gateway.admin.get("/models/llm")).json()["priority"] == 0
 
 
+async def test_what_is_said_of_a_gpu_is_how_important_its_models_are_by_now() -> None:
+    async with a_gateway() as gateway:
+        await gateway.admin.post("/models/llm/load", json={})
+        await loaded(gateway)
+        await gateway.admin.post("/models/llm/pin", json={})
+        waits = await gateway.admin.submit(resources={"gpu_mb": 70 * GIB})
+        [gpu] = (await gateway.admin.get("/gpus")).json()["items"]
+        [device] = (await gateway.admin.get(f"/tasks/{waits}/explain")).json()["devices"]
+        for [held] in (gpu["holders"], device["holders"]):
+            assert (held["priority"], held["band"]) == (100, "critical"), "and not as when it was loaded"
+
+
 async def test_nothing_is_pinned_off_that_is_not_there() -> None:
     async with a_gateway() as gateway:
         answer = await gateway.admin.post("/models/llm/pin", json={"pinned": False})

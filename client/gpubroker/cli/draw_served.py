@@ -28,7 +28,7 @@ def models(listed: Sequence[ServedModel]) -> RenderableType:
             "pinned" if one.pinned else "" if one.priority is None else str(one.priority),
             "" if one.gpu_mb is None else size(one.gpu_mb),
             "" if one.loaded_at is None else ago(one.loaded_at),
-            one.reason,
+            " ".join((one.reason or "").split()),
         )
         for one in listed
     ]
