@@ -79,11 +79,13 @@ def ready(triton: Triton) -> list[str]:
     return sorted(model["name"] for model in index if model.get("state") == "READY")
 
 
-def infer(service: ServiceProcess, model: str, version: str = "", **headers: str) -> Any:
+def infer(
+    service: ServiceProcess, model: str, version: str = "", sleep_ms: int | None = None, **headers: str
+) -> Any:
     """Of an unmodified client, with 1, 2 and 3."""
     with tritonclient.http.InferenceServerClient(service.url.removeprefix("http://")) as client:
         given = {"Authorization": f"Bearer {service.token}", **headers}
-        return asked(tritonclient.http, client, model, version, given)
+        return asked(tritonclient.http, client, model, version, given, sleep_ms)
 
 
 def call(service: ServiceProcess, port: int, model: str) -> Any:
@@ -92,11 +94,17 @@ def call(service: ServiceProcess, port: int, model: str) -> Any:
         return asked(tritonclient.grpc, client, model, "", {"authorization": f"Bearer {service.token}"})
 
 
-def asked(kit: Any, client: Any, model: str, version: str, headers: dict[str, str]) -> Any:
+def asked(
+    kit: Any, client: Any, model: str, version: str, headers: dict[str, str], sleep_ms: int | None = None
+) -> Any:
     values = np.array([1, 2, 3], np.float32).reshape([1, 3] if model == "identity_fp32" else [3])
     tensor = kit.InferInput("INPUT0", list(values.shape), "FP32")
     tensor.set_data_from_numpy(values)
-    answer = client.infer(model, [tensor], version, headers=headers)
+    inputs = [tensor]
+    if sleep_ms is not None:
+        inputs.append(kit.InferInput("SLEEP_MS", [1], "INT32"))
+        inputs[-1].set_data_from_numpy(np.array([sleep_ms], np.int32))
+    answer = client.infer(model, inputs, version, headers=headers)
     return answer.as_numpy("OUTPUT0").flatten().tolist()
 
 

@@ -1,0 +1,41 @@
+"""Two gateways on one PostgreSQL in front of one Triton, of which either may have requests under way.
+
+The short form is `tests/contracts/test_letting_go.py`: a leader waits ten seconds first
+where others may lead.
+"""
+
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests.e2e.service_process import GatewayProcess, ServiceProcess, until
+from tests.triton.server import Triton
+from tests.triton.test_residency import infer, ready, settings
+
+
+def in_flight(gateway: ServiceProcess, model: str) -> bool:
+    metrics = httpx.get(f"{gateway.url}/metrics", headers={"Authorization": f"Bearer {gateway.token}"}).text
+    return f'gpubroker_model_requests_in_flight{{model="{model}"}} 1.0' in metrics
+
+
+@pytest.mark.evidence
+def test_a_model_is_not_unloaded_before_both_gateways_have_their_answers(
+    postgres_url: str, tmp_path: Path
+) -> None:
+    shared = {"database_url": postgres_url, "blob_dir": str(tmp_path / "blobs"), "drain_seconds": 2.0}
+    with Triton(tmp_path / "triton") as triton:
+        chosen = {**settings(triton, "simulated"), **shared}
+        one, other = ServiceProcess(tmp_path / "one", **chosen), GatewayProcess(tmp_path / "other", **chosen)
+        with one, other, ThreadPoolExecutor() as asking:
+            assert infer(one, "slow") == [1, 2, 3]
+            until(lambda: other.broker.model("slow").state == "resident", "the other one knows of it")
+            late = asking.submit(infer, other, "slow", sleep_ms=1500)
+            until(lambda: in_flight(other, "slow"), "it is asked")
+            one.broker.unload_model("slow")
+            until(lambda: other.broker.model("slow").state != "resident", "the other one has heard of it")
+            assert not late.done()
+            assert ready(triton) == ["slow"], "it is not asked to leave before it has answered"
+            assert late.result() == [1, 2, 3]
+            until(lambda: ready(triton) == [], "then it leaves")
