@@ -124,8 +124,12 @@ class CallFailed(Exception):
     """The call has ended, and not well. The texts are those of the server, or of the library that speaks to
     it, as a client without us would see them."""
 
-    def __init__(self, code: int, detail: str, metadata: Metadata, trouble: Trouble | None = None) -> None:
+    def __init__(
+        self, code: int, detail: str, metadata: Metadata, trouble: Trouble | None = None, server: str = ""
+    ) -> None:
         super().__init__(detail)
+        self.server = server
+        """That was called, by name."""
         self.code = code
         """As numbered by gRPC."""
         self.detail = detail

@@ -1,7 +1,5 @@
 """Names of metrics, labels and log fields: one table. Some are counted here, the rest is read at scrape."""
 
-import logging
-import sys
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -9,9 +7,8 @@ from dataclasses import dataclass
 from heapq import nlargest
 from importlib.metadata import version
 from itertools import accumulate
-from typing import Literal
+from typing import NamedTuple
 
-import structlog
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.metrics_core import Metric
@@ -53,6 +50,7 @@ LOG_FIELDS: Mapping[str, str] = {
     "free_mb": "what is free on all GPUs that could be used, in MiB",
     "largest_mb": "the largest piece of that",
     "server": "name of a Triton server, as configured",
+    "way": "the protocol in which a server is asked",
     "model": "name of a model, as its server knows it",
     "runner": "name of a process that runs tasks, as Ray knows it",
     "job": "what a node agent is at",
@@ -109,6 +107,11 @@ GAUGES: Mapping[str, tuple[str, tuple[str, ...]]] = {
         "Transactions since the oldest that a replication slot keeps rows for.",
         (),
     ),
+    "gpubroker_model_server_up": (
+        "1 if a server of models is asked, 0 while it failed several times in a row.",
+        ("server", "protocol"),
+    ),
+    "gpubroker_model_server_requests_in_flight": ("Requests sent to it that are not over.", ("server",)),
     "gpubroker_model_slots": ("So many requests a model is asked at once.", ("model",)),
     "gpubroker_model_requests_in_flight": ("Requests that have one of these slots.", ("model",)),
     "gpubroker_model_requests_waiting": ("Requests that wait for one.", ("model",)),
@@ -122,6 +125,14 @@ GAUGES: Mapping[str, tuple[str, tuple[str, ...]]] = {
 COUNTERS: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "gpubroker_tasks_finished": ("Tasks that ever finished; survives pruning.", ("state",)),
     "gpubroker_leader_takeovers": ("How often this process began to lead.", ()),
+    "gpubroker_model_server_faults": (
+        "How often it was not there, broke off, or said nothing.",
+        ("server", "protocol"),
+    ),
+    "gpubroker_model_server_requests_passed_on": (
+        "Requests that went to another server when it failed.",
+        ("server",),
+    ),
 }
 REQUEST_SECONDS = "gpubroker_http_request_duration_seconds"
 WAIT_SECONDS = "gpubroker_model_wait_seconds"
@@ -129,6 +140,18 @@ CALL_SECONDS = "gpubroker_grpc_call_duration_seconds"
 _REQUEST_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 10.0, 60.0)
 LaneRow = tuple[str, int, int, int]
 """Model, its slots, requests that have one, requests that wait."""
+
+
+class ServerRow(NamedTuple):
+    """Of one server of models, in the protocols in which it is asked."""
+
+    name: str
+    ways: Sequence[tuple[str, bool, int]]
+    """Protocol, whether it is asked, its faults."""
+    in_flight: int
+    passed_on: int
+
+
 _METHODS = frozenset({"GET", "POST", "PATCH", "DELETE", "PUT", "HEAD", "OPTIONS"})
 
 
@@ -177,6 +200,9 @@ class Telemetry:
     def show_lanes(self, read: Callable[[], Iterable[LaneRow]]) -> None:
         self.registry.register(LaneCollector(read))
 
+    def show_servers(self, read: Callable[[], Iterable[ServerRow]]) -> None:
+        self.registry.register(ServerCollector(read))
+
 
 class LaneCollector(Collector):
     """Of models that nobody asks nothing is told: clients make up their names."""
@@ -188,6 +214,24 @@ class LaneCollector(Collector):
         rows = list(self._read())
         for index, name in enumerate(("slots", "requests_in_flight", "requests_waiting"), 1):
             yield _gauge(f"gpubroker_model_{name}", [((row[0],), float(row[index])) for row in rows])
+
+
+class ServerCollector(Collector):
+    """Of servers of models."""
+
+    def __init__(self, read: Callable[[], Iterable[ServerRow]]) -> None:
+        self._read = read
+
+    def collect(self) -> Iterable[Metric]:
+        rows = list(self._read())
+        ways = [(row.name, *way) for row in rows for way in row.ways]
+        yield _gauge("gpubroker_model_server_up", [((name, way), up) for name, way, up, _ in ways])
+        in_flight = [((row.name,), float(row.in_flight)) for row in rows]
+        yield _gauge("gpubroker_model_server_requests_in_flight", in_flight)
+        faults = [((name, way), float(faults)) for name, way, _, faults in ways]
+        yield _counter("gpubroker_model_server_faults", faults)
+        passed_on = [((row.name,), float(row.passed_on)) for row in rows]
+        yield _counter("gpubroker_model_server_requests_passed_on", passed_on)
 
 
 class DurationCollector(Collector):
@@ -258,15 +302,20 @@ def _gauge(name: str, samples: Iterable[tuple[tuple[str, ...], float]]) -> Metri
     return family
 
 
+def _counter(name: str, samples: Iterable[tuple[tuple[str, ...], float]]) -> Metric:
+    about, labels = COUNTERS[name]
+    family = CounterMetricFamily(name, about, labels=labels)
+    for values, value in samples:
+        family.add_metric(values, value)
+    return family
+
+
 def _leader_metrics(standing: Standing) -> Iterator[Metric]:
     leads = standing.term is not None
     yield _gauge("gpubroker_is_leader", [((), leads)])
     yield _gauge("gpubroker_leader_term", [((), standing.term)] if standing.term is not None else [])
     yield _gauge("gpubroker_leader_lease_seconds", [((), standing.seconds_left)] if leads else [])
-    about, labels = COUNTERS["gpubroker_leader_takeovers"]
-    takeovers = CounterMetricFamily("gpubroker_leader_takeovers", about, labels=labels)
-    takeovers.add_metric((), standing.takeovers)
-    yield takeovers
+    yield _counter("gpubroker_leader_takeovers", [((), standing.takeovers)])
 
 
 def _task_metrics(world: World) -> Iterator[Metric]:
@@ -288,12 +337,12 @@ def _task_metrics(world: World) -> Iterator[Metric]:
         "Queued": waiting.total(),
     }
     yield _gauge("gpubroker_pending_tasks", [((reason,), count) for reason, count in reasons.items()])
-    about, labels = COUNTERS["gpubroker_tasks_finished"]
-    finished = CounterMetricFamily("gpubroker_tasks_finished", about, labels=labels)
-    for state in sorted(TERMINAL):
-        total = sum(count for (_tenant, ended), count in world.finished.items() if ended is state)
-        finished.add_metric((state.value,), total)
-    yield finished
+    finished: Counter[str] = Counter()
+    for (_tenant, state), count in world.finished.items():
+        finished[state.value] += count
+    yield _counter(
+        "gpubroker_tasks_finished", [((state.value,), finished[state.value]) for state in sorted(TERMINAL)]
+    )
 
 
 def _forecast_metrics(world: World) -> Iterator[Metric]:
@@ -361,38 +410,3 @@ def _quarantined_mb(book: Book) -> int:
 
 def _utilization(book: Book) -> float | None:
     return None if book.sample is None else book.sample.utilization
-
-
-def configure_logs(level: str, form: Literal["console", "json"]) -> None:
-    """Structured lines to stderr, from this process's own code and from the libraries it uses."""
-    shared: list[structlog.typing.Processor] = [
-        structlog.contextvars.merge_contextvars,
-        structlog.stdlib.add_log_level,
-        structlog.processors.TimeStamper(fmt="iso", utc=True),
-    ]
-    # Tracebacks without local variables: those hold tokens and what users submit.
-    plain = structlog.dev.ConsoleRenderer(colors=False, exception_formatter=structlog.dev.plain_traceback)
-    frames = structlog.processors.ExceptionRenderer(
-        structlog.tracebacks.ExceptionDictTransformer(show_locals=False)
-    )
-    render: list[structlog.typing.Processor] = (
-        [frames, structlog.processors.JSONRenderer()] if form == "json" else [plain]
-    )
-    structlog.configure(
-        processors=[*shared, structlog.stdlib.ProcessorFormatter.wrap_for_formatter],
-        wrapper_class=structlog.make_filtering_bound_logger(logging.getLevelNamesMapping()[level]),
-        logger_factory=structlog.stdlib.LoggerFactory(),
-        cache_logger_on_first_use=True,
-    )
-    handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(
-        structlog.stdlib.ProcessorFormatter(
-            foreign_pre_chain=shared,
-            processors=[structlog.stdlib.ProcessorFormatter.remove_processors_meta, *render],
-        )
-    )
-    root = logging.getLogger()
-    root.handlers[:] = [handler]
-    root.setLevel(level)
-    for library in ("alembic", "uvicorn"):
-        logging.getLogger(library).setLevel(max(logging.WARNING, root.level))

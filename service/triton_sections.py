@@ -80,8 +80,8 @@ class TritonServerSettings(Section):
 
 
 class TritonSettings(Section):
-    servers: Annotated[list[TritonServerSettings], Field(max_length=1)] = Field(default_factory=list)
-    """One as yet: all models are asked there. Without one, there is nothing under /v2."""
+    servers: Annotated[list[TritonServerSettings], Field(max_length=64)] = Field(default_factory=list)
+    """A model is asked where it is. Without a server, there is nothing under /v2."""
     body_bytes: Annotated[int, Field(gt=0)] = 2**31 - 1
     """The largest body of a request to a model; Triton counts in 32 bits."""
     grpc_port: Annotated[int, Field(ge=1, le=65_535)] | None = None
@@ -106,6 +106,13 @@ class TritonSettings(Section):
     """So much of a model's waiting places one tenant may have, and of its slots while others wait."""
     queue_seconds: Annotated[float, Field(gt=0, le=86_400)] = 30.0
     """So long a request may wait for its turn at a model."""
+
+    @model_validator(mode="after")
+    def _servers_have_names_of_their_own(self) -> Self:
+        names = [server.name for server in self.servers]
+        if twice := sorted({name for name in names if names.count(name) > 1}):
+            raise ValueError(f"several servers are called {twice[0]}; give each a name of its own")
+        return self
 
     @model_validator(mode="after")
     def _models_are_managed_by_calls(self) -> Self:

@@ -200,6 +200,8 @@ class Stats:
     leader: Mapping[str, Any] = field(default_factory=dict)
     detection: Mapping[str, Any] = field(default_factory=dict)
     """`state`, watching or paused; then also the silent `nodes` that are not given up, and the `message`."""
+    model_servers: tuple[Mapping[str, Any], ...] = ()
+    """Name, node and requests in flight of each; of `http` and `grpc` whether it is `up`, and the `fault`."""
     as_of: datetime | None = None
     age_seconds: float | None = None
     position: int = 0

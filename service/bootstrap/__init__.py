@@ -22,9 +22,9 @@ from service.bootstrap.premises import (
 )
 from service.bootstrap.process import Process
 from service.core.units import Seconds
+from service.logs import configure_logs
 from service.ports import StoreUnavailable
 from service.settings import Settings
-from service.telemetry import configure_logs
 
 __all__ = [
     "StartRefused",

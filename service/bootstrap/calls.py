@@ -26,11 +26,13 @@ def rpc_door_of(settings: Settings, plane: Plane, host: str) -> RpcDoor:
     """Raises StartRefused."""
     port = settings.triton.grpc_port
     assert port is not None
-    [given] = (server for server in settings.triton.servers if server.grpc_url)
-    backend = RpcBackend(rpc_server_of(given))
-    most_calls = CALLS_PER_CONNECTION * given.connections
+    speaking = {given.name: given for given in settings.triton.servers if given.grpc_url}
+    for server in plane.fleet.servers:
+        if server.name in speaking:
+            server.calls = RpcBackend(rpc_server_of(speaking[server.name]))
+    most_calls = CALLS_PER_CONNECTION * sum(given.connections for given in speaking.values())
     try:
-        return RpcDoor(Rpcs(plane, backend), backend, host, port, most_calls)
+        return RpcDoor(Rpcs(plane), host, port, most_calls)
     except OSError as fault:
         raise StartRefused(
             f"cannot listen on {host}:{port} for gRPC: {fault}; is the port in use? "

@@ -15,7 +15,7 @@ from service.adapters.sql.store import SqlStore
 from service.bootstrap.broker_role import BrokerRole
 from service.bootstrap.compose import defaults_of, kinds_of, limits_of, policy_of
 from service.bootstrap.lead import Lead
-from service.bootstrap.models import backend_of, lane_options_of, served_of
+from service.bootstrap.models import lane_options_of, served_of, servers_of
 from service.bootstrap.picture import Job, Picture
 from service.bootstrap.premises import own_host, write_private
 from service.core.tenure import Standing
@@ -23,12 +23,13 @@ from service.gateway.app import create_app
 from service.gateway.callers import Callers
 from service.gateway.identity import EVERY_SCOPE, Tokens, new_token
 from service.gateway.inference.connection import in_front_of
+from service.gateway.inference.fleet import Fleet
 from service.gateway.inference.lanes import Lanes
 from service.gateway.inference.plane import Plane
+from service.gateway.inference.watch import Watch
 from service.gateway.letting_go import LettingGo
 from service.gateway.parts import GatewayParts
 from service.gateway.waiters import Waiters
-from service.model_ports import ModelBackend
 from service.ports import StoreUnavailable
 from service.settings import Settings
 from service.telemetry import Telemetry
@@ -61,6 +62,7 @@ class GatewayRole:
         self._tokens = Tokens(store, picture.clock)
         self._waiters = Waiters()
         self._served = served_of(settings)
+        self._servers = servers_of(settings)
         parts = GatewayParts(
             store=store,
             world=picture.world,
@@ -86,11 +88,11 @@ class GatewayRole:
             forecasts=lead.forecasts,
             waiters=self._waiters,
             served=self._served,
+            servers=self._servers,
         )
         self._residencies = parts.residencies
         app = create_app(parts)
-        self._models = backend_of(settings)
-        plane = None if self._models is None else self._plane(parts, app.state.telemetry, self._models)
+        plane = self._plane(parts, app.state.telemetry) if self._servers else None
         config = uvicorn.Config(
             app, http="httptools" if plane is None else in_front_of(plane), loop="none", log_config=None,
             access_log=False, lifespan="off", server_header=False, proxy_headers=False,
@@ -117,6 +119,8 @@ class GatewayRole:
         if self._letting_go is not None and self._store.is_shared:
             keep = self._letting_go.keep_saying(self._store, self._name, self._picture.clock)
             jobs.append(("presence", keep))
+        if self._servers:
+            jobs.append(("servers of models", Watch(self._servers).keep()))
         return jobs
 
     async def serve(self) -> None:
@@ -126,8 +130,8 @@ class GatewayRole:
         finally:
             if self._calls is not None:
                 await (self._closing or self._calls.close(0))
-            if self._models is not None:
-                await self._models.close()
+            for server in self._servers:
+                await server.close()
             for _, host in self._served:
                 await host.close()
             if self._letting_go is not None and self._store.is_shared:
@@ -155,20 +159,22 @@ class GatewayRole:
     def _host(self) -> str:
         return own_host(self._listener.getsockname()[0])
 
-    def _plane(self, parts: GatewayParts, telemetry: Telemetry, backend: ModelBackend) -> Plane:
+    def _plane(self, parts: GatewayParts, telemetry: Telemetry) -> Plane:
         lanes = Lanes(lane_options_of(self._settings.triton), on_waited=telemetry.on_waited)
+        fleet = Fleet(self._servers, parts.residencies)
         telemetry.show_lanes(lanes.figures)
         if parts.residencies is not None:
             self._letting_go = LettingGo(parts.world, lanes.has_older, lanes.now)
             self._picture.listen(self._letting_go.on_events)
             if self._broker is not None:
                 self._broker.let_go = self._letting_go.claims
+        telemetry.show_servers(fleet.rows)
         return Plane(
             callers=Callers(parts.identity, parts.allowed_hosts),
             ids=parts.ids,
             on_request=telemetry.on_request,
             on_call=telemetry.on_call,
-            backend=backend,
+            fleet=fleet,
             lanes=lanes,
             most_body_bytes=self._settings.triton.body_bytes,
             takes_files=self._settings.triton.load_files,

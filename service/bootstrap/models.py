@@ -9,17 +9,19 @@ from service.bootstrap.premises import StartRefused
 from service.core.lane import LaneRules
 from service.core.units import Mib, Seconds
 from service.gateway.inference.lanes import LaneOptions
+from service.gateway.inference.server import Server
 from service.gateway.residency import ModelRules, ServerRules
 from service.host_ports import ModelHost
 from service.settings import Settings
 from service.triton_sections import TritonServerSettings, TritonSettings
 
 
-def backend_of(settings: Settings) -> HttpBackend | None:
-    """None without a server. Raises StartRefused."""
-    for given in settings.triton.servers:
-        return HttpBackend(server_of(given))
-    return None
+def servers_of(settings: Settings) -> list[Server]:
+    """As they are asked over HTTP. Raises StartRefused."""
+    return [
+        Server(given.name, HttpBackend(server_of(given)), is_managed=bool(given.node))
+        for given in settings.triton.servers
+    ]
 
 
 def lane_options_of(given: TritonSettings) -> LaneOptions:

@@ -15,6 +15,9 @@ from service.gateway.views import AsOf
 
 Standing = Literal["cold", "waiting", "loading", "resident", "draining"]
 
+_OUTSIDE: Mapping[str, Standing] = {"READY": "resident", "LOADING": "loading", "UNLOADING": "draining"}
+"""By what a server says whose models are not in the ledger."""
+
 _STANDINGS: Mapping[TaskState, Standing] = {
     TaskState.PENDING: "waiting",
     TaskState.ADMITTED: "loading",
@@ -36,7 +39,11 @@ class ModelView(TypedDict):
         ),
     ]
     task: Annotated[
-        str | None, Field(description="Holds its memory; `/tasks/{id}/explain` says why it waits.")
+        str | None,
+        Field(
+            description="Holds its memory; `/tasks/{id}/explain` says why it waits. Null for a model that is "
+            "cold, and for one of a server whose memory is not in the ledger."
+        ),
     ]
     priority: Annotated[
         int | None, Field(description="Who has a higher one may have its memory; 100 if pinned.")
@@ -84,4 +91,22 @@ def model_view(residency: Residency, name: str, task: Task | None, known: Indexe
         "loaded_at": None if task is None else rfc3339_or_none(task.started_at),
         "wanted_until_at": None if task is None else rfc3339_or_none(task.expires_at),
         "reason": "" if known is None else known.reason,
+    }
+
+
+def outside_view(server: str, name: str, row: Mapping[str, object]) -> ModelView:
+    """Of a server whose models are not in the ledger; `row` as in its index."""
+    return {
+        "name": name,
+        "server": server,
+        "state": _OUTSIDE.get(str(row.get("state")), "cold"),
+        "task": None,
+        "priority": None,
+        "pinned": False,
+        "gpu_mb": None,
+        "node": None,
+        "load_seconds": None,
+        "loaded_at": None,
+        "wanted_until_at": None,
+        "reason": str(row.get("reason", "")),
     }

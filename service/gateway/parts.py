@@ -19,6 +19,7 @@ from service.gateway.fragmentation import Pieces
 from service.gateway.gpu_size import GpuSize
 from service.gateway.identity import Tokens
 from service.gateway.ids import Ids
+from service.gateway.inference.server import Server
 from service.gateway.pending import PendingReasons
 from service.gateway.residencies import Residencies
 from service.gateway.residency import ServerRules
@@ -129,6 +130,8 @@ class GatewayParts:
     """Those that the operator has ranked, strongest first."""
     served: Sequence[tuple[ServerRules, ModelHost]] = ()
     """The servers whose models are held in the ledger."""
+    servers: Sequence[Server] = ()
+    """All servers of models, those included."""
     residencies: Residencies | None = field(init=False)
     capacity: Capacity = field(init=False)
     pending: PendingReasons = field(init=False)

@@ -73,13 +73,12 @@ class Residencies:
             return False
         return True
 
-    async def back(self, model: str, asked: int | None) -> bool:
-        """The same for one that is there as far as the picture goes, and of which its server says that it has
-        none."""
-        priority = self.priority_of(model, asked)
-        if (there := next((one for one in self._each if one.is_there(model)), None)) is not None:
+    async def back(self, model: str, asked: int | None, server: str) -> bool:
+        """The same for one that is there as far as the picture goes, and of which this server says that it
+        has none."""
+        if (there := self.at(server)) is not None and there.is_there(model):
             await there.back(model)
-        return await self.ready_if_known(model, priority)
+        return await self.ready_if_known(model, self.priority_of(model, asked))
 
     async def want(self, model: str, priority: int) -> tuple[Residency, Task]:
         """Its holder, made if there is none, and where that is: at the first server of those below that has

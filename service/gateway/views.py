@@ -6,9 +6,7 @@ from pydantic import Field
 from typing_extensions import TypedDict
 
 from service.gateway.demand_views import DeviceShare, Overused, RankView, ResourcesView
-from service.gateway.detection_views import DetectionView
 from service.gateway.estimates import SizingView
-from service.gateway.fragmentation import FragmentationView
 from service.gateway.quarantine_views import AwaitedView, QuarantinedView
 from service.gateway.quarantine_views import Time as Time
 
@@ -348,16 +346,6 @@ class ForecastsView(TypedDict):
     n: Annotated[int, Field(description="Starts that were foretold, at most 1000; recent ones count more.")]
     median_error_seconds: Annotated[float, Field(description="From the foretold start, either way.")]
     within_p90: Annotated[float, Field(description="The share that started by the p90; 0.9 is right.")]
-
-
-class Stats(AsOf):
-    forecasts: list[ForecastsView]
-    gpu: GpuTotals
-    fragmentation: FragmentationView
-    tasks: TaskCounts
-    executor: ExecutorView
-    leader: LeaderView
-    detection: DetectionView
 
 
 class TokenView(TypedDict):

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from service.bootstrap.models import backend_of, server_of
+from service.bootstrap.models import server_of, servers_of
 from service.bootstrap.premises import StartRefused
 from service.settings import load_settings
 from service.triton_sections import TritonServerSettings
@@ -18,7 +18,7 @@ def given(**fields: Any) -> TritonServerSettings:
 
 
 def test_without_a_server_there_is_nobody_to_ask() -> None:
-    assert backend_of(load_settings()) is None
+    assert servers_of(load_settings()) == []
 
 
 def test_a_server_is_called_as_its_address_says() -> None:

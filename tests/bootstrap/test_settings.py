@@ -120,6 +120,10 @@ def test_the_default_priority_is_what_the_name_of_its_band_stands_for(tmp_path: 
         ("triton: {servers: [{name: a b, http_url: 'http://h:1'}]}\n", "triton.servers.0.name"),
         ("triton: {servers: [{name: a, url: 'http://h:1'}]}\n", "triton.servers.0.url: there is no such"),
         ("triton: {servers: [{name: a, http_url: 'http://h:1'}], grpc_port: 8471}\n", "its grpc_url"),
+        (
+            "triton: {servers: [{name: a, http_url: 'http://h:1'}, {name: a, http_url: 'http://h:2'}]}\n",
+            "several servers are called a",
+        ),
         ("triton: {servers: [{name: a, http_url: 'http://h:1', headers: {'a b': c}}]}\n", "as a header"),
         ("- a\n", "settings by name"),
         ("{\n", "not YAML"),

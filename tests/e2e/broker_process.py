@@ -30,9 +30,9 @@ from service.core.accounts import HALF_LIFE_SECONDS
 from service.core.orders import Ended, Order, Report, StartOrder, StopOrder
 from service.core.tenure import NEVER, Tenure, TenureRules
 from service.core.units import TaskId, Term
+from service.logs import configure_logs
 from service.ports import RunPayload
 from service.settings import load_settings
-from service.telemetry import configure_logs
 from tests.e2e.service_process import ROOT, environment
 from tests.patience import PATIENCE_SECONDS
 

@@ -1,7 +1,7 @@
 """The data plane over gRPC, between a bare client and a server that does what a test says."""
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -12,24 +12,31 @@ from service.adapters.triton.rpc_backend import RpcBackend, TritonRpcServer
 from service.core.units import Seconds
 from service.gateway.callers import Callers
 from service.gateway.identity import new_token
+from service.gateway.inference.fleet import Fleet
 from service.gateway.inference.lanes import LaneOptions, Lanes
 from service.gateway.inference.plane import Plane
 from service.gateway.inference.rpcs import RpcDoor, Rpcs
+from service.gateway.inference.server import Server
 from service.gateway.residency import ServerRules
 from service.host_ports import ModelHost
 from service.model_ports import Metadata
 from tests.gateway.harness import Gateway
+from tests.triton.server import free_ports
 
 SERVICE = "/inference.GRPCInferenceService/"
 INFER = SERVICE + "ModelInfer"
 STREAM = SERVICE + "ModelStreamInfer"
+NAMES = ("main", "b", "c")
 
 Handler = Callable[[AsyncIterator[bytes], grpc.aio.ServicerContext], Awaitable[None]]
 """Of one call, whichever it is."""
 
 
 class Stage:
-    def __init__(self, gateway: Gateway, secret: str, address: str, channel: grpc.aio.Channel) -> None:
+    def __init__(
+        self, gateway: Gateway, secret: str, address: str, channel: grpc.aio.Channel, fleet: Fleet
+    ) -> None:
+        self.fleet = fleet
         self.address = address
         self.gateway = gateway
         self.channel = channel
@@ -85,27 +92,24 @@ async def a_stage(
     certificate: bytes | None = None,
     homes: tuple[ServerRules, ModelHost] | None = None,
     lanes: Lanes | None = None,
+    others: Sequence[Handler | None] = (),
 ) -> AsyncIterator[Stage]:
-    """`server` is what stands for Triton; None: there is nobody. `certificate`: with its key; the server
-    shows it, and it is believed."""
+    """`server` is what stands for Triton; None: there is nobody. `others`: more of them, as in NAMES.
+    `certificate`: with its key; the server shows it, and it is believed."""
     async with Gateway() as gateway:
         if homes is not None:
             gateway.change(served=[homes])
-        upstream = grpc.aio.server()
-        if certificate is None:
-            port = upstream.add_insecure_port("localhost:0")
-        else:
-            port = upstream.add_secure_port(
-                "localhost:0", grpc.ssl_server_credentials([(certificate, certificate)])
+        upstreams, servers = [], []
+        for name, handler in zip(NAMES, (server, *others), strict=False):
+            upstream, port = await _upstream(handler, certificate)
+            upstreams.append(upstream)
+            nowhere = HttpBackend(TritonServer(name, "localhost", 1, b"localhost:1"))
+            servers.append(Server(name, nowhere, is_managed=homes is not None))
+            servers[-1].calls = RpcBackend(
+                TritonRpcServer(
+                    name, f"localhost:{port}", metadata, certificate, silence_seconds=Seconds(silence_seconds)
+                )
             )
-        if server is not None:
-            upstream.add_generic_rpc_handlers((_All(server),))
-            await upstream.start()
-        else:
-            await upstream.stop(0)
-        behind = TritonRpcServer(
-            "main", f"localhost:{port}", metadata, certificate, silence_seconds=Seconds(silence_seconds)
-        )
         now = gateway.clock.now()
         secret, row = new_token("me", tenant="default", scopes=["*"], max_priority=50, now=now)
         await gateway.store.put_token(row, by="test")
@@ -117,19 +121,36 @@ async def a_stage(
             on_request=telemetry.on_request,
             on_call=telemetry.on_call,
             lanes=Lanes(LaneOptions()) if lanes is None else lanes,
-            backend=HttpBackend(TritonServer("main", "localhost", 1, b"localhost:1")),
+            fleet=Fleet(servers, gateway.parts.residencies),
             most_body_bytes=10**9,
             takes_files=takes_files,
             residencies=gateway.parts.residencies,
         )
-        backend = RpcBackend(behind)
-        door = RpcDoor(Rpcs(plane, backend), backend, "127.0.0.1", 0, 64)
+        door = RpcDoor(Rpcs(plane), "127.0.0.1", 0, 64)
         await door.begin()
         address = f"127.0.0.1:{door.port}"
         async with grpc.aio.insecure_channel(address) as channel:
-            yield Stage(gateway, secret, address, channel)
+            yield Stage(gateway, secret, address, channel, plane.fleet)
         await door.close(0)
-        await upstream.stop(0)
+        for one in servers:
+            await one.close()
+        for upstream in upstreams:
+            await upstream.stop(0)
+
+
+async def _upstream(server: Handler | None, certificate: bytes | None) -> tuple[grpc.aio.Server, int]:
+    upstream = grpc.aio.server()
+    if server is None:
+        return upstream, free_ports(1)[0]  # what is bound and not served takes connections
+    if certificate is None:
+        port = upstream.add_insecure_port("localhost:0")
+    else:
+        port = upstream.add_secure_port(
+            "localhost:0", grpc.ssl_server_credentials([(certificate, certificate)])
+        )
+    upstream.add_generic_rpc_handlers((_All(server),))
+    await upstream.start()
+    return upstream, port
 
 
 class Heard:

@@ -6,8 +6,9 @@ The real Triton is in tests/triton; this one is for what that does not do when i
 import asyncio
 import contextlib
 import ssl
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,10 @@ from service.core.units import Seconds
 from service.gateway.callers import Callers
 from service.gateway.identity import new_token
 from service.gateway.inference.connection import in_front_of
+from service.gateway.inference.fleet import Fleet
 from service.gateway.inference.lanes import LaneOptions, Lanes
 from service.gateway.inference.plane import Plane
+from service.gateway.inference.server import Server
 from service.gateway.residency import ServerRules
 from service.host_ports import ModelHost
 from tests.gateway.harness import Gateway
@@ -28,6 +31,7 @@ from tests.patience import PATIENCE_SECONDS
 
 Handler = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 
+NAMES = ("main", "b", "c")
 INFER = "/v2/models/any/infer"
 OK = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: 2\r\n\r\n{}"
 
@@ -91,12 +95,19 @@ class Connection:
 
 
 class Stage:
-    def __init__(self, gateway: Gateway, port: int, secret: str, backend: HttpBackend) -> None:
+    def __init__(self, gateway: Gateway, port: int, secret: str, fleet: Fleet) -> None:
         self.gateway = gateway
         self.secret = secret
-        self.backend = backend
+        self.fleet = fleet
         self._port = port
         self._connections: list[Connection] = []
+
+    @property
+    def backend(self) -> HttpBackend:
+        """Of the first server."""
+        backend = self.fleet.servers[0].backend
+        assert isinstance(backend, HttpBackend)
+        return backend
 
     async def connect(self) -> Connection:
         reader, writer = await asyncio.open_connection("127.0.0.1", self._port)
@@ -141,33 +152,25 @@ async def a_stage(
     certificate: Path | None = None,
     homes: tuple[ServerRules, ModelHost] | None = None,
     lanes: Lanes | None = None,
+    others: Sequence[Handler | None] = (),
 ) -> AsyncIterator[Stage]:
     """`server` is called with each connection to what stands for Triton; None: there is nobody.
 
     `certificate`: with its key; the server shows it, and it is believed. `homes`: its models are in
-    the ledger.
+    the ledger. `others`: more servers, called as in NAMES.
     """
     async with Gateway() as gateway:
         if homes is not None:
             gateway.change(served=[homes])
-        tls = None
-        if certificate is not None:
-            tls = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
-            tls.load_cert_chain(certificate)
-        upstream = await asyncio.start_server(_quietly(server or _nobody), "127.0.0.1", 0, ssl=tls)
-        port = upstream.sockets[0].getsockname()[1]
-        if server is None:
-            upstream.close()
-        backend = HttpBackend(
-            TritonServer(
-                "main", "127.0.0.1", port, b"triton:8000",
-                tls=ssl.create_default_context(cafile=certificate) if certificate else None,
-                headers=((b"Authorization", b"Bearer theirs"),),
-                connections=connections, silence_seconds=Seconds(silence_seconds),
-            )
-        )  # fmt: skip
+        upstreams, servers = [], []
+        for name, handler in zip(NAMES, (server, *others), strict=False):
+            upstream, behind = await _upstream(name, handler, certificate)
+            upstreams.append(upstream)
+            behind = replace(behind, connections=connections, silence_seconds=Seconds(silence_seconds))
+            servers.append(Server(name, HttpBackend(behind), is_managed=homes is not None))
         secret = await a_token(gateway, "me", "*")
-        plane = _plane(gateway, backend, lanes or Lanes(LaneOptions()), most_body_bytes)
+        fleet = Fleet(servers, gateway.parts.residencies)
+        plane = _plane(gateway, fleet, lanes or Lanes(LaneOptions()), most_body_bytes)
         config = uvicorn.Config(gateway.app, http=in_front_of(plane), lifespan="off", log_config=None)
         config.load()
         state = ServerState()
@@ -176,26 +179,44 @@ async def a_stage(
             "127.0.0.1",
             0,
         )
-        stage = Stage(gateway, door.sockets[0].getsockname()[1], secret, backend)
+        stage = Stage(gateway, door.sockets[0].getsockname()[1], secret, fleet)
         try:
             yield stage
         finally:
             await stage.close()
-            await backend.close()
+            for one in servers:
+                await one.close()
             door.close()
-            upstream.close()
+            for upstream in upstreams:
+                upstream.close()
             async with asyncio.timeout(PATIENCE_SECONDS):
                 while state.connections or state.tasks:  # noqa: ASYNC110  # turns of the loop
                     await asyncio.sleep(0)
 
 
-def _plane(gateway: Gateway, backend: HttpBackend, lanes: Lanes, most_body_bytes: int) -> Plane:
+async def _upstream(
+    name: str, server: Handler | None, certificate: Path | None
+) -> tuple[asyncio.Server, TritonServer]:
+    tls = None
+    if certificate is not None:
+        tls = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+        tls.load_cert_chain(certificate)
+    upstream = await asyncio.start_server(_quietly(server or _nobody), "127.0.0.1", 0, ssl=tls)
+    port = upstream.sockets[0].getsockname()[1]
+    if server is None:
+        upstream.close()
+    trust = ssl.create_default_context(cafile=certificate) if certificate else None
+    credentials = ((b"Authorization", b"Bearer theirs"),)
+    return upstream, TritonServer(name, "127.0.0.1", port, b"triton:8000", credentials, trust)
+
+
+def _plane(gateway: Gateway, fleet: Fleet, lanes: Lanes, most_body_bytes: int) -> Plane:
     return Plane(
         callers=Callers(gateway.parts.identity, gateway.parts.allowed_hosts),
         ids=gateway.parts.ids,
         on_request=gateway.app.state.telemetry.on_request,
         on_call=gateway.app.state.telemetry.on_call,
-        backend=backend,
+        fleet=fleet,
         lanes=lanes,
         most_body_bytes=most_body_bytes,
         residencies=gateway.parts.residencies,

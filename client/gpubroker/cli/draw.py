@@ -14,6 +14,7 @@ from rich.text import Text
 
 from gpubroker.cli.bars import LEGEND, bar
 from gpubroker.cli.draw_learned import expected_end, expected_start
+from gpubroker.cli.draw_served import model_server
 from gpubroker.cli.layout import Column, Rows, ago, gib, moment, short_id, size, span, with_short_ids
 from gpubroker.cli.retell import retold
 from gpubroker.fleet import ForecastsKept, Fragmentation, Gpu, Holder, Node, Stats
@@ -304,6 +305,7 @@ def stats(shown: Stats) -> RenderableType:
         *(("forecasts", _kept(of)) for of in shown.forecasts),
         ("tasks", " · ".join(f"{state} {count}" for state, count in shown.tasks.items())),
         ("executor", executor(shown)),
+        *(("model server", model_server(of)) for of in shown.model_servers),
         *([("nodes", f"! {shown.detection['message']}")] if shown.detection.get("message") else ()),
     ]
     if shown.age_seconds is not None:

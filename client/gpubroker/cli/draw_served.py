@@ -1,6 +1,7 @@
 """Models of servers, as a table for people."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from rich.console import RenderableType
 from rich.text import Text
@@ -39,3 +40,10 @@ def model(shown: ServedModel) -> RenderableType:
     of = "" if shown.gpu_mb is None else f" of {size(shown.gpu_mb)}"
     pinned = ", pinned" if shown.pinned else ""
     return Text(f"{shown.name}{of} on {shown.server}: {shown.state}{pinned}")
+
+
+def model_server(of: Mapping[str, Any]) -> str:
+    """One server of models: whether it answers, and if not why."""
+    ways = {name: of[name] for name in ("http", "grpc") if of.get(name)}
+    down = [f"! {name} is not asked: {way.get('fault')}" for name, way in ways.items() if not way.get("up")]
+    return " · ".join([str(of.get("name")), *(down or [f"up, {of.get('requests_in_flight')} requests"])])

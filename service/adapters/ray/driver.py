@@ -20,7 +20,7 @@ from service.adapters.boot_clock import boot_seconds
 from service.adapters.ray.frames import frame, read_frame
 from service.adapters.ray.node_link import NodeLink
 from service.adapters.ray.options import AgentConfig
-from service.telemetry import configure_logs
+from service.logs import configure_logs
 
 log = structlog.get_logger("gpubroker.driver")
 

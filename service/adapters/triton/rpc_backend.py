@@ -87,7 +87,7 @@ class RpcBackend(CallBackend):
         elif code is grpc.StatusCode.DEADLINE_EXCEEDED and is_ours:
             trouble, detail = Trouble.SILENT, f"nothing came for {self._server.silence_seconds:g} s"
         metadata: Any = error.trailing_metadata()
-        return CallFailed(code.value[0], detail, tuple(metadata or ()), trouble)
+        return CallFailed(code.value[0], detail, tuple(metadata or ()), trouble, self.name)
 
 
 _NOT_REACHED: Final = "failed to connect to all addresses"

@@ -9,7 +9,9 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Final
 
 from service.gateway.inference.cold import HELD_BYTES, Refusable
-from service.model_ports import Answer, Asking, Header, Trouble
+from service.gateway.inference.lanes import Turn
+from service.gateway.inference.server import Server
+from service.model_ports import Asking, Header, Trouble
 
 MOST_TIMES: Final = 3
 """So often a request is sent again; then the client reads what the server says."""
@@ -35,12 +37,12 @@ def _says_gone(body: bytes) -> bool:
     return is_error and says_gone(body[len(head) : -len(tail)].decode("utf-8", "replace"))
 
 
-class Again(Asking, Answer):
+class Again(Asking, Refusable):
     """Between a request and its answer: passes both on, and keeps the request as long as it may be needed."""
 
     def __init__(
         self,
-        send: Callable[[Answer], Asking],
+        send: Callable[[Refusable], Asking],
         answer: Refusable,
         is_there: Callable[[], bool],
         back: Callable[[], Awaitable[None]],
@@ -62,6 +64,22 @@ class Again(Asking, Answer):
         self._said: list[bytes] = []
         self._waiting: asyncio.Task[None] | None = None
         self._asking = send(self)
+
+    @property
+    def turn(self) -> Turn | None:
+        return self._answer.turn
+
+    @turn.setter
+    def turn(self, turn: Turn | None) -> None:
+        self._answer.turn = turn
+
+    @property
+    def server(self) -> Server | None:
+        return self._answer.server
+
+    @server.setter
+    def server(self, server: Server | None) -> None:
+        self._answer.server = server
 
     # What the client's side calls.
 
@@ -123,6 +141,9 @@ class Again(Asking, Answer):
 
     def on_trouble(self, trouble: Trouble, detail: str) -> None:
         self._answer.on_trouble(trouble, detail)
+
+    def on_refused(self, fault: Exception) -> None:
+        self._answer.on_refused(fault)
 
     def hold_body(self) -> None:
         self._answer.hold_body()

@@ -6,9 +6,25 @@ well: 404 and 405 are Triton's answers, not ours.
 
 import re
 from dataclasses import dataclass
+from enum import StrEnum
 from functools import lru_cache
 
 from service.gateway.identity import Scope
+
+
+class Asked(StrEnum):
+    """Of several servers, those that a request is for, and what is made of their answers."""
+
+    ONE = "one"
+    """That is sent there as it came, and answered as it is answered there."""
+    ANY = "any"
+    """All at once: well if one of them is."""
+    EACH = "each"
+    """All, one after the other: well if each of them is."""
+    INDEX = "index"
+    """All at once: what they have, together."""
+    STATISTICS = "statistics"
+    """All at once: what they have done, summed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,6 +35,10 @@ class Aim:
     """None: open to everybody."""
     model: bytes = b""
     """As in the path; empty if the request is about none."""
+    version: bytes = b""
+    """Of the model; empty if the path names none."""
+    asked: Asked = Asked.ONE
+    """If there are several servers."""
     shares_memory: bool = False
     """The client would have the server read its memory, which needs both on one machine."""
     takes_slot: bool = False
@@ -32,7 +52,7 @@ class Aim:
 
 
 _MODEL = re.compile(
-    rb"/v2/models/([^/]+)(?:/versions/[0-9]+)?"
+    rb"/v2/models/([^/]+)(?:/versions/([0-9]+))?"
     rb"(?:/(infer|generate|generate_stream|ready|config|stats|trace/setting))?"
 )
 _WORK = frozenset({"infer", "generate", "generate_stream"})
@@ -40,8 +60,8 @@ _REPOSITORY = re.compile(rb"/v2/repository(?:/[^/]+)?/(?:models/([^/]+)/(load|un
 _SHARED_MEMORY = re.compile(rb"/v2/(systemsharedmemory|cudasharedmemory)(?:/region/[^/]+)?/(\w+)")
 _HEALTH = frozenset({b"/v2/health/live", b"/v2/health/ready"})
 _SETTINGS = frozenset({b"/v2/logging", b"/v2/trace/setting"})
-_PLAIN = frozenset({b"/v2", b"/v2/models/stats"})
-_WORK = frozenset({"infer", "generate", "generate_stream"})
+_METADATA = b"/v2"
+_STATISTICS = b"/v2/models/stats"
 _UNMATCHED = "/v2/unmatched"
 _END_OF_PATH = re.compile(rb"[?#]")
 
@@ -59,30 +79,43 @@ def aim_of(method: bytes, target: bytes) -> Aim:
 def _aim_of(method: bytes, path: bytes) -> Aim:
     changes = method != b"GET"
     if path in _HEALTH:
-        return Aim(path.decode(), None)
+        return Aim(path.decode(), None, asked=Asked.ANY)
     if path in _SETTINGS:
-        return Aim(path.decode(), _reading_or_managing(changes))
-    if path in _PLAIN:
+        asked = Asked.EACH if changes else Asked.ONE
+        return Aim(path.decode(), _reading_or_managing(changes), asked=asked)
+    if path == _STATISTICS:
+        return Aim(path.decode(), asked=Asked.STATISTICS)
+    if path == _METADATA:
         return Aim(path.decode())
     if found := _MODEL.fullmatch(path):
-        model, action = found[1], (found[2] or b"").decode()
-        scope = _reading_or_managing(changes and action == "trace/setting")
-        works = changes and action in _WORK
-        route = "/v2/models/{model}" + (f"/{action}" if action else "")
-        return Aim(route, scope, model, takes_slot=works, needs_model=works)
+        return _aim_at_model(changes, found[1], found[2] or b"", (found[3] or b"").decode())
     if found := _REPOSITORY.fullmatch(path):
         if found[1] is None:
-            return Aim("/v2/repository/index")
+            return Aim("/v2/repository/index", asked=Asked.INDEX)
         deed = found[2].decode()
         route = f"/v2/repository/models/{{model}}/{deed}"
-        loads = deed == "load"
-        return Aim(route, Scope.MODELS_MANAGE, found[1], loads=loads, needs_model=loads, unloads=not loads)
+        if deed == "load":
+            return Aim(route, Scope.MODELS_MANAGE, found[1], loads=True, needs_model=True)
+        return Aim(route, Scope.MODELS_MANAGE, found[1], asked=Asked.EACH, unloads=True)
     if found := _SHARED_MEMORY.fullmatch(path):
         is_told = found[2] == b"status"
         route = f"/v2/{found[1].decode()}/{'status' if is_told else 'register'}"
         return Aim(route, shares_memory=not is_told)
     # Triton may know more than we do: what could change something needs the right to do so.
     return Aim(_UNMATCHED, _reading_or_managing(changes))
+
+
+def _aim_at_model(changes: bool, model: bytes, version: bytes, action: str) -> Aim:
+    works = changes and action in _WORK
+    return Aim(
+        "/v2/models/{model}" + (f"/{action}" if action else ""),
+        _reading_or_managing(changes and action == "trace/setting"),
+        model,
+        version,
+        Asked.STATISTICS if action == "stats" else Asked.ONE,
+        takes_slot=works,
+        needs_model=works,
+    )
 
 
 _remembered = lru_cache(4096)(_aim_of)

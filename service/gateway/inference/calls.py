@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from service.gateway.identity import Scope
+from service.gateway.inference.aims import Asked
 from service.protowire import Malformed, fields, last_of
 
 
@@ -23,7 +24,13 @@ class CallAim:
     loads: bool = False
     unloads: bool = False
     model_at: int = 0
-    """Number of the field that names the model which is to be there first, or to be gone; 0: none is."""
+    """Number of the field that names the model it is about; 0: it is about none."""
+    needs_model: bool = False
+    """It waits until that is there; of an unload, until it is gone."""
+    asked: Asked = Asked.ONE
+    """If there are several servers."""
+    reads: bool = False
+    """And changes nothing, so that it may be asked twice."""
 
 
 def model_named_in(message: bytes, number: int) -> str:
@@ -40,16 +47,26 @@ def call_aim_of(method: str) -> CallAim:
 
 
 _SERVICE = "/inference.GRPCInferenceService/"
-_ASKING = ("ModelReady", "ServerMetadata", "ModelMetadata", "ModelConfig", "ModelStatistics",
-           "RepositoryIndex", "SystemSharedMemoryStatus", "CudaSharedMemoryStatus")  # fmt: skip
+_ASKING = ("ServerMetadata", "SystemSharedMemoryStatus", "CudaSharedMemoryStatus")
+_OF_MODELS = ("ModelReady", "ModelMetadata", "ModelConfig")
 _KNOWN = [
-    *(CallAim(name, None) for name in ("ServerLive", "ServerReady")),
-    *(CallAim(name) for name in _ASKING),
-    CallAim("ModelInfer", takes_slot=True, model_at=1),
-    CallAim("ModelStreamInfer", is_stream=True),
-    *(CallAim(name, sets=True) for name in ("TraceSetting", "LogSettings")),
-    CallAim("RepositoryModelLoad", Scope.MODELS_MANAGE, loads=True, model_at=2),
-    CallAim("RepositoryModelUnload", Scope.MODELS_MANAGE, unloads=True, model_at=2),
+    *(CallAim(name, None, asked=Asked.ANY, reads=True) for name in ("ServerLive", "ServerReady")),
+    *(CallAim(name, reads=True) for name in _ASKING),
+    *(CallAim(name, model_at=1, reads=True) for name in _OF_MODELS),
+    CallAim("ModelStatistics", model_at=1, asked=Asked.STATISTICS, reads=True),
+    CallAim("RepositoryIndex", asked=Asked.INDEX, reads=True),
+    CallAim("ModelInfer", takes_slot=True, model_at=1, needs_model=True),
+    CallAim("ModelStreamInfer", is_stream=True, model_at=1),
+    *(CallAim(name, sets=True, asked=Asked.EACH) for name in ("TraceSetting", "LogSettings")),
+    CallAim("RepositoryModelLoad", Scope.MODELS_MANAGE, loads=True, model_at=2, needs_model=True),
+    CallAim(
+        "RepositoryModelUnload",
+        Scope.MODELS_MANAGE,
+        unloads=True,
+        model_at=2,
+        needs_model=True,
+        asked=Asked.EACH,
+    ),
     *(
         CallAim(f"{kind}SharedMemory{deed}", shares_memory=True)
         for kind in ("System", "Cuda")
@@ -58,13 +75,14 @@ _KNOWN = [
 ]
 _AIMS: Mapping[str, CallAim] = {
     **{_SERVICE + aim.name: aim for aim in _KNOWN},
-    "/grpc.health.v1.Health/Check": CallAim("Health/Check", None),
+    "/grpc.health.v1.Health/Check": CallAim("Health/Check", None, asked=Asked.ANY, reads=True),
 }
 _UNKNOWN = CallAim("unmatched", Scope.MODELS_MANAGE, is_stream=True)
 """Triton may know more than we do: a stream may be of one message each way, and what could change something
 needs the right to do so."""
 
 _MODEL_NAME = 1
+_MODEL_VERSION = 2
 _SETTINGS = 1
 _LOAD_PARAMETERS = 3
 _KEY = 1
@@ -73,8 +91,20 @@ _FILE = b"file:"
 
 def model_in(message: bytes) -> bytes:
     """Of a ModelInferRequest; empty if there is none."""
+    return text_in(message, _MODEL_NAME)
+
+
+def about(aim: CallAim, message: bytes) -> tuple[bytes, bytes]:
+    """Model and version that the message names; empty where it names none."""
+    if not aim.model_at:
+        return b"", b""
+    version = text_in(message, _MODEL_VERSION) if aim.model_at == _MODEL_NAME else b""
+    return text_in(message, aim.model_at), version
+
+
+def text_in(message: bytes, number: int) -> bytes:
     try:
-        return last_of(message, _MODEL_NAME)
+        return last_of(message, number)
     except Malformed:
         return b""
 

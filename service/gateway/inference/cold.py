@@ -6,6 +6,7 @@ from collections.abc import Awaitable, Callable
 from typing import Final, Protocol
 
 from service.gateway.inference.lanes import Turn
+from service.gateway.inference.server import Server
 from service.model_ports import Answer, Asking
 
 HELD_BYTES: Final = 1024 * 1024
@@ -15,6 +16,8 @@ HELD_BYTES: Final = 1024 * 1024
 class Refusable(Answer, Protocol):
     turn: Turn | None
     """At its model, if it needs one: whoever is answered gives it back."""
+    server: Server | None
+    """That was asked last."""
 
     def on_refused(self, fault: Exception) -> None:
         """Nothing was sent, and nothing more comes."""

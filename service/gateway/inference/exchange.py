@@ -17,6 +17,7 @@ from service.gateway.inference.aims import aim_of
 from service.gateway.inference.lanes import Turn
 from service.gateway.inference.plane import Plane, Told
 from service.gateway.inference.refusals import our_mistake, problem_of, rendered
+from service.gateway.inference.server import Server
 from service.gateway.problems import Problem
 from service.model_ports import Answer, Asking, Header, RequestHead, Trouble
 
@@ -73,6 +74,8 @@ class Exchange(Answer):
     _asking: Asking | None = None
     turn: Turn | None = None
     """At the model, if it needs one."""
+    server: Server | None = None
+    """That was asked."""
     _identity: Identity | None = None
     """Whose token it came with; None where nobody is asked for one."""
     _refusal: Problem | None = None
@@ -227,7 +230,9 @@ class Exchange(Answer):
 
     def on_trouble(self, trouble: Trouble, detail: str) -> None:
         self._asking = None
-        server = self._plane.backend.name
+        server = "" if self.server is None else self.server.name
+        if self.server is not None:
+            self.server.http.failed(trouble, detail)
         log.warning("no answer from Triton", request=self.request_id, server=server, fault=detail)
         if self._status:
             self._client.cut_off()  # half an answer; only this tells the client

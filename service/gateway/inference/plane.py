@@ -3,9 +3,9 @@
 Everything that says whether, when and where a request goes is here.
 """
 
-from collections.abc import Awaitable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
-from typing import NamedTuple, Protocol
+from typing import Final, NamedTuple, Protocol
 from urllib.parse import unquote
 
 from service.gateway.callers import Callers
@@ -14,17 +14,23 @@ from service.gateway.ids import Ids
 from service.gateway.inference.again import Again
 from service.gateway.inference.aims import Aim
 from service.gateway.inference.cold import Cold, Refusable
+from service.gateway.inference.fleet import Fleet
 from service.gateway.inference.lanes import PRIORITY, TIMEOUT, Lanes, Turn, Wish, wish_in
 from service.gateway.inference.loads import MOST_READ_BYTES, brings_files
 from service.gateway.inference.refusals import no_files, no_shared_memory
 from service.gateway.problems import Problem
 from service.gateway.residencies import Residencies
-from service.model_ports import Asking, Header, ModelBackend, RequestHead
+from service.model_ports import Asking, Header, RequestHead
+
+IDEMPOTENT: Final = "x-idempotent"
+"""`true`: doing it twice does no harm, so that it may go to a second server when the first one breaks off."""
 
 _PRIORITY = PRIORITY.encode()
 _TIMEOUT = TIMEOUT.encode()
+_IDEMPOTENT = IDEMPOTENT.encode()
 _TO_US = frozenset(
     {
+        _IDEMPOTENT,
         _PRIORITY,
         _TIMEOUT,
         b"authorization",
@@ -94,7 +100,7 @@ class Plane:
         ids: Ids,
         on_request: OnRequest,
         on_call: OnCall,
-        backend: ModelBackend,
+        fleet: Fleet,
         lanes: Lanes,
         most_body_bytes: int,
         takes_files: bool = False,
@@ -107,7 +113,7 @@ class Plane:
         self.on_request = on_request
         self.on_call = on_call
         self.takes_files = takes_files
-        self.backend = backend
+        self.fleet = fleet
         self.lanes = lanes
         self.most_body_bytes = most_body_bytes
         self._callers = callers
@@ -168,11 +174,11 @@ class Plane:
     def send(
         self, head: RequestHead, answer: Refusable, aim: Aim, told: Told, who: Identity | None
     ) -> Asking:
-        """All models are asked at the one server that there is: at once, or once the model is there and has a
-        slot for it. Raises Problem."""
+        """At once, or once the model is there and has a slot for it. Raises Problem."""
 
-        def ask() -> Asking:
-            return self.backend.ask(head, answer)
+        def ask(to: Refusable = answer) -> Asking:
+            is_idempotent = told.to_us.get(_IDEMPOTENT, b"").lower() == b"true"
+            return self.fleet.ask(head, to, aim, is_idempotent=is_idempotent)
 
         if who is None or not (aim.takes_slot or aim.needs_model or aim.unloads):
             return ask()
@@ -182,7 +188,7 @@ class Plane:
         if not aim.takes_slot:
             return ask() if there is None else Cold(there, ask, answer)
 
-        send = ask if self._residencies is None else partial(self._send_again, head, answer, aim, who, wish)
+        send = ask if self._residencies is None else partial(self._send_again, ask, answer, aim, who, wish)
         if there is not None:
             return Cold(self._in_turn(answer, aim, who, wish, there), send, answer)
         answer.turn = turn = self.lanes.enter(aim.model, who, wish)
@@ -191,7 +197,7 @@ class Plane:
         return send()
 
     def _send_again(
-        self, head: RequestHead, answer: Refusable, aim: Aim, who: Identity, wish: Wish
+        self, ask: Callable[[Refusable], Asking], answer: Refusable, aim: Aim, who: Identity, wish: Wish
     ) -> Asking:
         """For as long as its model is not there, though it should be."""
         model = unquote(aim.model.decode("latin-1"))
@@ -199,9 +205,10 @@ class Plane:
         async def back() -> None:
             if answer.turn is not None:
                 answer.turn.leave()
-            await self._in_turn(answer, aim, who, wish, self.back(model, wish.priority))
+            server = "" if answer.server is None else answer.server.name
+            await self._in_turn(answer, aim, who, wish, self.back(model, wish.priority, server))
 
-        return Again(lambda to: self.backend.ask(head, to), answer, lambda: self.is_there(model), back)
+        return Again(ask, answer, lambda: self.is_there(model), back)
 
     def wait_for(self, model: str, priority: int | None, *, unloads: bool) -> Awaitable[bool] | None:
         """Until it is there, or gone; None if there is nothing to wait for. When awaited False if no server
@@ -209,20 +216,25 @@ class Plane:
         residencies = self._residencies
         if residencies is None:
             return None
-        return residencies.unloaded(model) if unloads else residencies.wait_for(model, priority)
+        if unloads:
+            return residencies.unloaded(model)
+        return None if self.fleet.is_outside(model) else residencies.wait_for(model, priority)
 
     def coming(self, model: str, priority: int | None) -> Awaitable[bool] | None:
         """The same for one that has been asked for already, and may have left since."""
-        return None if self._residencies is None else self._residencies.coming(model, priority)
+        residencies = self._residencies
+        if residencies is None or self.fleet.is_outside(model):
+            return None
+        return residencies.coming(model, priority)
 
     def is_there(self, model: str) -> bool:
         """Held in the ledger, and as far as the picture goes in memory."""
         return self._residencies is not None and self._residencies.have(model)
 
-    def back(self, model: str, priority: int | None) -> Awaitable[bool]:
-        """The same for one that its server does not have, though it `is_there`."""
+    def back(self, model: str, priority: int | None, server: str) -> Awaitable[bool]:
+        """The same for one that this server does not have, though it `is_there`."""
         assert self._residencies is not None
-        return self._residencies.back(model, priority)
+        return self._residencies.back(model, priority, server)
 
     async def _in_turn(
         self,

@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import Any, Final
 
 import grpc
@@ -10,6 +10,7 @@ import structlog
 
 from service.gateway.identity import Identity, Scope
 from service.gateway.inference.again import MOST_TIMES, says_gone
+from service.gateway.inference.call_fleet import CallFleet, note
 from service.gateway.inference.calls import (
     CallAim,
     brings_files,
@@ -19,10 +20,10 @@ from service.gateway.inference.calls import (
     model_named_in,
 )
 from service.gateway.inference.lanes import NO_WISH, PRIORITY, TIMEOUT, Turn, wish_in
-from service.gateway.inference.plane import Plane
+from service.gateway.inference.plane import IDEMPOTENT, Plane
 from service.gateway.inference.refusals import no_files, no_shared_memory, our_mistake, problem_of
 from service.gateway.problems import Problem, headers_of
-from service.model_ports import Call, CallAnswer, CallBackend, CallFailed, Metadata
+from service.model_ports import Call, CallAnswer, CallFailed, Metadata
 
 log = structlog.get_logger("gpubroker.inference")
 
@@ -41,7 +42,7 @@ _STATUS_OF: Final = {
 }
 """What a status of HTTP is called there; all others are INTERNAL."""
 
-_TO_US: Final = frozenset({"authorization", "user-agent", PRIORITY, TIMEOUT})
+_TO_US: Final = frozenset({"authorization", "user-agent", IDEMPOTENT, PRIORITY, TIMEOUT})
 """Of a call's metadata; all else is passed on."""
 
 Behaviour = Callable[[Any, grpc.aio.ServicerContext], Awaitable[Any]]
@@ -50,15 +51,15 @@ Behaviour = Callable[[Any, grpc.aio.ServicerContext], Awaitable[Any]]
 class Rpcs(grpc.GenericRpcHandler):  # type: ignore[misc]  # grpc says nothing of its types
     """Told of each call before any message of it is read: who may not come in sends nothing but its head."""
 
-    def __init__(self, plane: Plane, backend: CallBackend) -> None:
+    def __init__(self, plane: Plane) -> None:
         self._plane = plane
-        self._backend = backend
+        self._servers = CallFleet(plane.fleet)
 
     def service(self, details: grpc.HandlerCallDetails) -> grpc.RpcMethodHandler:
         metadata = [(name, value) for name, value in details.invocation_metadata if name not in _TO_US]
         sent = {name: value for name, value in details.invocation_metadata if name in _TO_US}
         aim = call_aim_of(details.method)
-        rpc = Rpc(self._plane, self._backend, aim, details.method, metadata)
+        rpc = Rpc(self._plane, self._servers, aim, details.method, metadata)
         try:
             if aim.scope is not None:
                 token = sent.get("authorization")
@@ -66,6 +67,7 @@ class Rpcs(grpc.GenericRpcHandler):  # type: ignore[misc]  # grpc says nothing o
                 given = None if token is None else token.strip().encode("latin-1", "replace")
                 rpc.identity = self._plane.authorize(aim.scope, aim.name, given)
                 rpc.wish = wish_in(rpc.identity, sent.get(PRIORITY), sent.get(TIMEOUT))
+                rpc.is_idempotent = sent.get(IDEMPOTENT, "").lower() == "true"
             if aim.shares_memory:
                 raise no_shared_memory()
         except Problem as problem:
@@ -80,22 +82,23 @@ class Rpc:
 
     __slots__ = (
         "_aim",
-        "_backend",
         "_began",
         "_metadata",
         "_method",
         "_plane",
         "_request_id",
+        "_servers",
         "_turn",
         "identity",
+        "is_idempotent",
         "wish",
     )
 
     def __init__(
-        self, plane: Plane, backend: CallBackend, aim: CallAim, method: str, metadata: Metadata
+        self, plane: Plane, servers: CallFleet, aim: CallAim, method: str, metadata: Metadata
     ) -> None:
         self._plane = plane
-        self._backend = backend
+        self._servers = servers
         self._aim = aim
         self._method = method
         self._metadata = metadata
@@ -106,6 +109,7 @@ class Rpc:
         self.identity: Identity | None = None
         """None: whoever it is, it may."""
         self.wish = NO_WISH
+        self.is_idempotent = False
 
     async def unary(self, message: bytes, context: grpc.aio.ServicerContext) -> bytes:
         try:
@@ -131,20 +135,31 @@ class Rpc:
         return answer.message
 
     async def stream(self, messages: AsyncIterator[bytes], context: grpc.aio.ServicerContext) -> None:
-        call = self._backend.open(self._method, self._metadata, _seconds_left(context))
-        sending = asyncio.create_task(_send_all(messages, call))
+        """One that may go to several servers goes where its first message belongs."""
+        first: list[bytes] = []
+        if self._servers.has_choice and self._aim.model_at:
+            async for message in messages:
+                first.append(message)
+                break
+        seconds, named = _seconds_left(context), b"".join(first)
+        server, call = self._servers.open(self._aim, self._method, named, self._metadata, seconds)
+        sending = asyncio.create_task(_send_all(first, messages, call))
+        server.in_flight += 1
         try:
             await context.send_initial_metadata(await call.first())
-            while (message := await call.read()) is not None:
-                await context.write(message)
+            while (answer := await call.read()) is not None:
+                await context.write(answer)
             context.set_trailing_metadata(self._signed(await call.last()))
             self._count(grpc.StatusCode.OK)
         except Exception as fault:
+            if isinstance(fault, CallFailed):
+                note(server, fault)
             await self._fail(fault, context)
         except asyncio.CancelledError:
             self._count(grpc.StatusCode.CANCELLED)
             raise
         finally:
+            server.in_flight -= 1
             sending.cancel()
             call.cancel()
 
@@ -156,7 +171,10 @@ class Rpc:
 
     async def _ask(self, message: bytes, context: grpc.aio.ServicerContext) -> CallAnswer:
         """Raises CallFailed."""
-        return await self._backend.ask(self._method, message, self._metadata, _seconds_left(context))
+        seconds = _seconds_left(context)
+        return await self._servers.ask(
+            self._aim, self._method, message, self._metadata, seconds, is_idempotent=self.is_idempotent
+        )
 
     async def _ask_in_turn(
         self, identity: Identity, message: bytes, context: grpc.aio.ServicerContext, *, is_known: bool
@@ -177,9 +195,10 @@ class Rpc:
                 is_gone = was_there and failed.trouble is None and says_gone(failed.detail)
                 if not is_gone or times == MOST_TIMES:
                     raise
+                server = failed.server
             turn.leave()
             times += 1
-            is_known = await plane.back(model, self.wish.priority)
+            is_known = await plane.back(model, self.wish.priority, server)
 
     def _look_into(self, message: bytes) -> None:
         """Where what it needs depends on what is in it. Raises Problem."""
@@ -191,7 +210,7 @@ class Rpc:
 
     async def _wait_for_model(self, message: bytes) -> bool:
         """False if there is none of which its server would not tell itself. Raises Problem."""
-        if not self._aim.model_at or not (model := model_named_in(message, self._aim.model_at)):
+        if not self._aim.needs_model or not (model := model_named_in(message, self._aim.model_at)):
             return False
         waiting = self._plane.wait_for(model, self.wish.priority, unloads=self._aim.unloads)
         return waiting is None or await waiting
@@ -214,9 +233,10 @@ class Rpc:
         if isinstance(fault, Problem):
             return fault
         if isinstance(fault, CallFailed) and fault.trouble is not None:
-            server = self._backend.name
-            log.warning("no answer from Triton", request=self._request_id, server=server, fault=fault.detail)
-            return problem_of(fault.trouble, server, fault.detail)
+            log.warning(
+                "no answer from Triton", request=self._request_id, server=fault.server, fault=fault.detail
+            )
+            return problem_of(fault.trouble, fault.server, fault.detail)
         log.error("request failed", request=self._request_id, path=self._aim.name, exc_info=fault)
         return our_mistake(self._request_id)
 
@@ -231,8 +251,7 @@ class Rpc:
 class RpcDoor:
     """The port. Raises OSError if it cannot be had."""
 
-    def __init__(self, rpcs: Rpcs, backend: CallBackend, host: str, port: int, most_calls: int) -> None:
-        self._backend = backend
+    def __init__(self, rpcs: Rpcs, host: str, port: int, most_calls: int) -> None:
         self._server = grpc.aio.server(options=_OPTIONS, maximum_concurrent_rpcs=most_calls)
         self._server.add_generic_rpc_handlers((rpcs,))
         address = f"[{host}]" if ":" in host else host
@@ -247,7 +266,6 @@ class RpcDoor:
     async def close(self, most_seconds: float) -> None:
         """Take no more calls; those under way may go on so long."""
         await self._server.stop(most_seconds)
-        await self._backend.close()
 
 
 _OPTIONS: Final = (
@@ -257,7 +275,9 @@ _OPTIONS: Final = (
 )
 
 
-async def _send_all(messages: AsyncIterator[bytes], call: Call) -> None:
+async def _send_all(first: Sequence[bytes], messages: AsyncIterator[bytes], call: Call) -> None:
+    for message in first:
+        await call.write(message)
     async for message in messages:
         await call.write(message)
     await call.end()

@@ -2,6 +2,8 @@
 
 import asyncio
 from collections.abc import Mapping
+from contextlib import suppress
+from itertools import chain
 from typing import Annotated
 from urllib.parse import unquote
 
@@ -12,13 +14,16 @@ from service.core.task import Task
 from service.core.units import Seconds
 from service.gateway.direct import Call, DirectRoute, answer, needs, problems
 from service.gateway.identity import Scope
-from service.gateway.models import LoadModel, ModelList, ModelView, PinModel, model_view
+from service.gateway.inference.fetch import NotFetched
+from service.gateway.inference.server import Server
+from service.gateway.inference.watch import index_of
+from service.gateway.models import LoadModel, ModelList, ModelView, PinModel, model_view, outside_view
 from service.gateway.overview import as_of
 from service.gateway.permission import check_priority
 from service.gateway.problems import Problem
 from service.gateway.queries import ServerQuery
 from service.gateway.residencies import Residencies
-from service.gateway.residency import Residency, UnknownModel
+from service.gateway.residency import DESCRIBE_SECONDS, Residency, UnknownModel
 
 router = APIRouter(route_class=DirectRoute, tags=["models"])
 
@@ -36,11 +41,13 @@ _LOADING = (*_ONE, "malformed-json", "priority-not-allowed", "exceeds-capacity",
     responses=problems(*_REFUSED, "follower-stale"),
 )
 async def list_models(call: Call) -> Response:
-    """List the models of the servers whose memory is in the ledger, server by server: those in memory, those
-    that wait for it, and all others of the repository."""
-    residencies = _residencies(call)
-    each = await asyncio.gather(*(_rows(residency) for residency in residencies))
-    view: ModelList = {**as_of(call.parts), "items": [row for rows in each for row in rows]}
+    """List the models of all servers, one after the other: those in memory, those that wait for it, and all
+    others of the repository."""
+    parts = call.parts
+    outside = _outside(call)
+    residencies = _residencies(call) if not outside else parts.residencies or ()
+    each = await asyncio.gather(*map(_rows, residencies), *map(_outside_rows, outside))
+    view: ModelList = {**as_of(parts), "items": [*chain(*each)]}
     return answer(view)
 
 
@@ -53,7 +60,17 @@ async def list_models(call: Call) -> Response:
 )
 async def get_model(call: Call, name: str, query: Annotated[ServerQuery, Query()]) -> Response:
     """Read a model: whether it is in memory, since when, and for whom it stays."""
-    return answer(await _view(call, name, query.server))
+    outside = [one for one in _outside(call) if query.server in (None, one.name)]
+    if query.server is None or not outside:
+        try:
+            return answer(await _view(call, name, query.server))
+        except Problem as problem:
+            if problem.code != "not-found" or not outside:
+                raise
+    for row in chain(*await asyncio.gather(*map(_outside_rows, outside))):
+        if row["name"] == name:
+            return answer(row)
+    raise _no_such(name, "it is in no repository")
 
 
 @router.post(
@@ -191,6 +208,24 @@ async def _rows(residency: Residency) -> list[ModelView]:
     known, held = await residency.repository(), {task.name: task for task in residency.holders()}
     names = sorted({*known, *held, *residency.rules.models})
     return [model_view(residency, name, held.get(name), known.get(name)) for name in names]
+
+
+def _outside(call: Call) -> list[Server]:
+    """Servers whose models are not in the ledger."""
+    return [server for server in call.parts.servers if not server.is_managed]
+
+
+async def _outside_rows(server: Server) -> list[ModelView]:
+    """None while it does not answer. Of several versions one that is ready counts."""
+    with suppress(NotFetched):
+        rows = await index_of(server, DESCRIBE_SECONDS) or []
+        known = {row.get("name", ""): row for row in sorted(rows, key=_is_ready)}
+        return [outside_view(server.name, name, known[name]) for name in sorted(known)]
+    return []
+
+
+def _is_ready(row: Mapping[str, str]) -> bool:
+    return row.get("state") == "READY"
 
 
 async def _view(call: Call, name: str, server: str | None) -> ModelView:

@@ -7,7 +7,8 @@ from service.gateway.direct import Call, DirectRoute, answer, needs, problems
 from service.gateway.fragmentation import fragmentation_view
 from service.gateway.identity import Scope
 from service.gateway.overview import as_of, forecasts_views, gpu_totals, leader_view, task_counts
-from service.gateway.views import Stats
+from service.gateway.server_views import model_server_views
+from service.gateway.stats_view import Stats
 
 router = APIRouter(route_class=DirectRoute, tags=["cluster"])
 
@@ -36,5 +37,6 @@ async def get_stats(call: Call) -> Response:
         },
         "leader": leader_view(parts.leader()),
         "detection": detection_view(parts.paused()),
+        "model_servers": model_server_views(parts.servers, parts.residencies),
     }
     return answer(view)

@@ -1,0 +1,133 @@
+"""Several servers of models over gRPC."""
+
+from collections.abc import AsyncIterator
+
+import grpc
+from tritonclient.grpc import service_pb2 as messages
+
+from service.gateway.inference.server import Contents, Server
+from service.gateway.inference.watch import Watch
+from service.protowire import field
+from tests.gateway.call_stage import INFER, SERVICE, STREAM, Handler, Heard, Stage, a_stage
+from tests.gateway.test_fleet import SHORT
+
+Status = grpc.StatusCode
+ANY = field(1, "any") + field(2, "2")
+
+
+def ending(status: grpc.StatusCode) -> Handler:
+    async def ends(messages: AsyncIterator[bytes], context: grpc.aio.ServicerContext) -> None:
+        await anext(messages, None)
+        await context.abort(status, "for a reason")
+
+    return ends
+
+
+def answering(message: bytes) -> Handler:
+    async def answers(_messages: AsyncIterator[bytes], context: grpc.aio.ServicerContext) -> None:
+        await context.write(message)
+
+    return answers
+
+
+def have(stage: Stage, *ready: set[bytes]) -> list[Server]:
+    for server, models in zip(stage.fleet.servers, ready, strict=True):
+        server.contents = Contents(frozenset(models), frozenset(models))
+    return [*stage.fleet.servers]
+
+
+async def test_calls_and_streams_go_where_the_model_is_that_they_name() -> None:
+    async with a_stage(main := Heard(), others=[b := Heard()]) as stage:
+        have(stage, {b"other"}, {b"any", b"any/2"})
+        assert await stage.ask(INFER, ANY) == ANY
+        assert await stage.ask(SERVICE + "ModelConfig", field(1, "any")) == field(1, "any")
+        call = stage.open()
+        for message in (ANY, field(1, "other")):  # a stream stays where it was opened
+            await call.write(message)
+            assert await call.read() == message
+        assert stage.fleet.servers[1].in_flight == 1
+        await call.done_writing()
+        assert await call.read() is grpc.aio.EOF
+        assert (len(main.messages), len(b.messages)) == (0, 4)
+        assert stage.fleet.servers[1].in_flight == 0
+
+
+async def test_a_stream_that_says_nothing_is_opened_at_a_server_that_answers() -> None:
+    async with a_stage(main := Heard(), others=[Heard()]) as stage:
+        call = stage.open()
+        await call.done_writing()
+        assert await call.read() is grpc.aio.EOF
+        assert len(main.metadata) == 1
+
+
+async def test_a_call_that_was_not_sent_goes_to_the_next_server() -> None:
+    async with a_stage(None, others=[b := Heard()]) as stage:
+        main, other = have(stage, {b"any"}, {b"any"})
+        other.in_flight = 1
+        assert await stage.ask(INFER, field(1, "any")) == field(1, "any")
+        assert len(b.messages) == 1
+        assert (main.grpc.faults, main.http.faults, main.in_flight) == (1, 0, 0)
+
+
+async def test_what_broke_off_goes_on_elsewhere_only_if_it_may_be_done_twice() -> None:
+    async with a_stage(ending(Status.UNAVAILABLE), others=[b := Heard()]) as stage:
+        _, other = have(stage, {b"any"}, {b"any"})
+        other.in_flight = 1
+        error = await stage.refusal(INFER, field(1, "any"))
+        assert (error.code(), error.details()) == (Status.UNAVAILABLE, "for a reason")
+        assert b.messages == []
+        for method, metadata in ((SERVICE + "ModelConfig", ()), (INFER, (("x-idempotent", "true"),))):
+            assert await stage.ask(method, field(1, "any"), (*stage.own, *metadata)) == field(1, "any")
+        assert all("x-idempotent" not in got for got in b.metadata)
+        error = await stage.refusal(STREAM, field(1, "any"))
+        assert error.code() is Status.UNAVAILABLE
+
+
+async def test_what_a_server_says_itself_is_told_by_no_other() -> None:
+    async with a_stage(ending(Status.NOT_FOUND), others=[b := Heard()]) as stage:
+        have(stage, set(), set())
+        error = await stage.refusal(INFER, field(1, "any"), metadata=(*stage.own, ("x-idempotent", "true")))
+        assert error.code() is Status.NOT_FOUND
+        assert b.messages == []
+
+
+async def test_one_server_that_lives_is_enough() -> None:
+    dead = messages.ServerLiveResponse(live=False).SerializeToString()
+    live = messages.ServerLiveResponse(live=True).SerializeToString()
+    async with a_stage(answering(dead), others=[answering(live), None]) as stage:
+        for name in (SERVICE + "ServerLive", SERVICE + "ServerReady", "/grpc.health.v1.Health/Check"):
+            assert await stage.ask(name, metadata=()) == live
+    async with a_stage(None, others=[None]) as stage:
+        assert (await stage.refusal(SERVICE + "ServerLive")).code() is Status.UNAVAILABLE
+
+
+async def test_settings_and_unloads_go_to_all() -> None:
+    setting = field(1, field(1, "log_verbose_level"))
+    async with a_stage(main := Heard(), others=[b := Heard()]) as stage:
+        servers = have(stage, {b"any"}, {b"any"})
+        assert await stage.ask(SERVICE + "RepositoryModelUnload", field(2, "any")) == field(2, "any")
+        assert await stage.ask(SERVICE + "LogSettings", setting) == setting
+        assert (len(main.messages), len(b.messages)) == (2, 2)
+        assert await stage.ask(SERVICE + "LogSettings", b"") == b""
+        assert (len(main.messages), len(b.messages)) == (3, 2)
+        assert [server.in_flight for server in servers] == [0, 0]
+
+
+async def test_the_index_is_that_of_all() -> None:
+    response, row = messages.RepositoryIndexResponse, messages.RepositoryIndexResponse.ModelIndex
+    gone = row(name="m", version="1", state="UNAVAILABLE", reason="unloaded")
+    ready, cold = row(name="m", version="1", state="READY"), row(name="n")
+    told = [response(models=models).SerializeToString() for models in ([gone], [ready, cold, row(name="m")])]
+    async with a_stage(answering(told[0]), others=[answering(told[1]), None]) as stage:
+        answer = response.FromString(await stage.ask(SERVICE + "RepositoryIndex"))
+        assert list(answer.models) == [ready, cold]
+
+
+async def test_a_server_is_looked_after_over_grpc_as_well() -> None:
+    live = messages.ServerLiveResponse(live=True).SerializeToString()
+    async with a_stage(answering(live), others=[None]) as stage:
+        watch = Watch(stage.fleet.servers, SHORT)
+        for _ in range(3):
+            await watch.look_at_all()
+        assert [server.grpc.breaker.is_open for server in stage.fleet.servers] == [False, True]
+        assert [server.is_up for server in stage.fleet.servers] == [True, False]

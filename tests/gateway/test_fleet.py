@@ -1,0 +1,313 @@
+"""Several servers of models: which one is asked, and what becomes of a request when it breaks off."""
+
+import asyncio
+import json
+
+import pytest
+from prometheus_client import generate_latest
+from structlog.testing import capture_logs
+
+from service.gateway.inference.server import Contents, Server
+from service.gateway.inference.watch import Watch, WatchRules, rows_in
+from tests.gateway.harness import problem, until
+from tests.gateway.inference_stage import INFER, OK, Handler, Heard, Stage, a_request, a_stage
+
+SHORT = WatchRules(look_seconds=0.0, rest_seconds=0.0, doubt_seconds=0.0, answer_seconds=5.0)  # type: ignore[arg-type]
+
+
+def answering(body: bytes, status: bytes = b"200 OK") -> Heard:
+    head = b"HTTP/1.1 %b\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n"
+    return Heard(head % (status, len(body)) + body)
+
+
+def breaking_off(after: bytes = b"", times: int = 10**6) -> Handler:
+    """It takes the request, says this, and closes the connection; and answers from a later time on."""
+    left = [times]
+
+    async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while True:
+            await a_request(reader)
+            left[0] -= 1
+            if left[0] >= 0:
+                writer.write(after)
+                return
+            writer.write(OK)
+
+    return handle
+
+
+def have(stage: Stage, *ready: set[bytes]) -> None:
+    """What each server says that it has in memory."""
+    for server, models in zip(stage.fleet.servers, ready, strict=True):
+        server.contents = Contents(frozenset(models | {b"cold"}), frozenset(models))
+
+
+def server(stage: Stage, name: str) -> Server:
+    return next(one for one in stage.fleet.servers if one.name == name)
+
+
+async def test_a_model_is_asked_where_it_is() -> None:
+    async with a_stage(main := Heard(), others=[b := Heard()]) as stage:
+        have(stage, {b"other"}, {b"any", b"any/2"})
+        for path in (INFER, "/v2/models/any/versions/2/infer"):
+            assert (await stage.ask("POST", path, b"{}"))[0] == 200
+        assert (len(main.heads), len(b.heads)) == (0, 2)
+
+
+async def test_of_several_who_has_least_to_do_is_asked_and_else_they_take_turns() -> None:
+    async with a_stage(main := Heard(), others=[b := Heard()]) as stage:
+        have(stage, {b"any"}, {b"any"})
+        for _ in range(4):
+            await stage.ask("POST", INFER, b"{}")
+        assert (len(main.heads), len(b.heads)) == (2, 2)
+        server(stage, "main").in_flight = 2
+        for _ in range(4):
+            await stage.ask("POST", INFER, b"{}")
+        assert (len(main.heads), len(b.heads)) == (2, 6)
+        assert server(stage, "b").in_flight == 0
+
+
+async def test_a_model_that_no_server_has_is_asked_at_the_first_which_says_so() -> None:
+    async with a_stage(main := answering(b"{}", b"404 Not Found"), others=[b := Heard()]) as stage:
+        have(stage, set(), set())
+        watched = server(stage, "b").http
+        assert (await stage.ask("POST", INFER, b"{}"))[0] == 404
+        assert (len(main.heads), len(b.heads)) == (1, 0)
+        assert watched.look_wanted.is_set(), "it may have been loaded a moment ago"
+
+
+async def test_a_server_that_does_not_tell_what_it_has_is_asked_for_what_no_other_has() -> None:
+    async with a_stage(main := Heard(), others=[b := Heard()]) as stage:
+        server(stage, "main").contents = Contents(frozenset(), frozenset({b"other"}))
+        await stage.ask("POST", INFER, b"{}")
+        await stage.ask("POST", "/v2/models/other/infer", b"{}")
+        assert (len(main.heads), len(b.heads)) == (1, 1)
+
+
+async def test_a_load_goes_where_the_model_is_in_the_repository() -> None:
+    async with a_stage(main := Heard(), others=[b := Heard()]) as stage:
+        have(stage, set(), set())
+        server(stage, "main").contents = Contents()
+        await stage.ask("POST", "/v2/repository/models/cold/load", b"")
+        assert (len(main.heads), len(b.heads)) == (0, 1)
+
+
+@pytest.mark.parametrize("chunked", [False, True])
+async def test_what_was_not_sent_goes_to_the_next_server_with_all_of_its_body(chunked: bool) -> None:
+    async with a_stage(None, others=[b := Heard()]) as stage:
+        have(stage, {b"any"}, {b"any"})
+        server(stage, "b").in_flight = 1
+        client = await stage.connect()
+        if chunked:
+            client.send(client.head("POST", INFER, Transfer_Encoding="chunked"), "3\r\nxyz\r\n0\r\n\r\n")
+        else:
+            client.ask("POST", INFER, b"xyz")
+        assert (await client.answer())[0] == 200
+        assert b.bodies == [b"3\r\nxyz\r\n0\r\n\r\n" if chunked else b"xyz"]
+        assert [one.in_flight for one in stage.fleet.servers] == [0, 1]
+        assert server(stage, "main").http.faults == 1
+
+
+async def test_a_large_body_goes_on_at_the_next_server_when_the_first_was_not_there() -> None:
+    body = bytes(range(256)) * 4096 * 3
+    async with a_stage(None, others=[b := Heard()]) as stage:
+        have(stage, {b"any"}, {b"any"})
+        server(stage, "b").in_flight = 1
+        assert (await stage.ask("POST", INFER, body))[0] == 200
+        assert b.bodies == [body]
+
+
+async def test_what_changes_nothing_is_asked_again_where_the_answer_did_not_come() -> None:
+    async with a_stage(breaking_off(), others=[b := Heard()]) as stage:
+        assert (await stage.ask("GET", "/v2"))[0] == 200
+        assert len(b.heads) == 1
+
+
+async def test_an_inference_that_broke_off_is_sent_again_only_if_its_client_says_that_it_may() -> None:
+    async with a_stage(breaking_off(), others=[b := Heard()]) as stage:
+        have(stage, {b"any"}, {b"any"})
+        server(stage, "b").in_flight = 1
+        status, _, told = await stage.ask("POST", INFER, b"{}")
+        assert (status, json.loads(told)["code"]) == (502, "model-server-failed")
+        assert "server main broke off" in json.loads(told)["error"]
+        assert b.heads == []
+        assert (await stage.ask("POST", INFER, b"{}", x_idempotent="true"))[0] == 200
+        assert b"x-idempotent" not in b.heads[0].lower()
+
+
+async def test_what_has_begun_to_be_answered_is_never_sent_again() -> None:
+    half = b"HTTP/1.1 200 OK\r\nContent-Length: 10\r\n\r\nhalf"
+    async with a_stage(breaking_off(half), others=[b := Heard()]) as stage:
+        have(stage, {b"any"}, {b"any"})
+        server(stage, "b").in_flight = 1
+        client = await stage.connect()
+        client.ask("POST", INFER, b"{}", x_idempotent="true")
+        assert (await client.reader.read()).endswith(b"half")
+        assert b.heads == []
+
+
+async def test_when_nobody_is_there_the_last_trouble_is_told() -> None:
+    async with a_stage(None, others=[None]) as stage:
+        have(stage, {b"any"}, {b"any"})
+        status, _, told = await stage.ask("POST", INFER, b"{}")
+        assert (status, json.loads(told)["code"]) == (503, "model-server-unavailable")
+        assert [one.http.faults for one in stage.fleet.servers] == [1, 1]
+
+
+async def test_a_server_that_failed_three_times_is_asked_nothing_until_it_answers_again() -> None:
+    async with a_stage(breaking_off(times=3), others=[b := Heard()]) as stage:
+        have(stage, {b"any"}, {b"any"})
+        with capture_logs() as logs:
+            for _ in range(3):
+                server(stage, "b").in_flight = 1
+                assert (await stage.ask("POST", INFER, b"{}"))[0] == 502
+            server(stage, "b").in_flight = 0
+            for _ in range(4):
+                assert (await stage.ask("POST", INFER, b"{}"))[0] == 200
+            assert len(b.heads) == 4
+            watch = asyncio.create_task(Watch([server(stage, "main")], SHORT).keep())
+            await until(lambda: server(stage, "main").is_up)
+            watch.cancel()
+        told = [log["event"] for log in logs if log["event"].startswith("a model server")]
+        assert told == ["a model server does not answer", "a model server answers again"]
+
+
+async def test_a_model_is_not_asked_elsewhere_because_its_only_server_does_not_answer() -> None:
+    async with a_stage(None, others=[b := Heard()]) as stage:
+        have(stage, {b"any"}, {b"other"})
+        for _ in range(5):
+            assert (await stage.ask("POST", INFER, b"{}"))[0] == 503
+        assert not server(stage, "main").is_up
+        assert b.heads == []
+
+
+async def test_who_goes_away_is_no_longer_counted() -> None:
+    began = asyncio.Event()
+
+    async def silent(reader: asyncio.StreamReader, _writer: asyncio.StreamWriter) -> None:
+        await a_request(reader)
+        began.set()
+        await reader.read()
+
+    async with a_stage(silent, others=[None]) as stage:
+        have(stage, {b"any"}, set())
+        client = await stage.connect()
+        client.ask("POST", INFER, b"{}")
+        await began.wait()
+        assert server(stage, "main").in_flight == 1
+        await client.close()
+        await until(lambda: server(stage, "main").in_flight == 0)
+
+
+async def test_one_server_that_is_ready_is_enough() -> None:
+    async with a_stage(answering(b"", b"400 Bad Request"), others=[Heard(), None]) as stage:
+        assert (await stage.ask("GET", "/v2/health/ready", Authorization=""))[0] == 200
+    async with a_stage(answering(b"", b"400 Bad Request"), others=[None]) as stage:
+        assert (await stage.ask("GET", "/v2/health/ready", Authorization=""))[0] == 400
+    async with a_stage(None, others=[None]) as stage:
+        assert (await stage.ask("GET", "/v2/health/live", Authorization=""))[0] == 503
+
+
+async def test_the_index_is_that_of_all() -> None:
+    cold, ready = {"name": "m"}, {"name": "m", "version": "1", "state": "READY"}
+    gone = {"name": "m", "version": "1", "state": "UNAVAILABLE", "reason": "unloaded"}
+    only = {"name": "n"}
+    async with a_stage(
+        answering(json.dumps([gone, only]).encode()),
+        others=[answering(json.dumps([cold]).encode()), b := answering(json.dumps([ready]).encode())],
+    ) as stage:
+        asked = b'{"ready": true}'
+        status, headers, body = await stage.ask("POST", "/v2/repository/index", asked, Accept_Encoding="gzip")
+        assert (status, headers["content-type"]) == (200, "application/json")
+        assert json.loads(body) == [ready, only]
+        assert b.bodies == [asked]
+        assert b"gzip" not in b.heads[0]
+
+
+async def test_what_cannot_be_put_together_is_told_as_the_servers_fault() -> None:
+    async with a_stage(answering(b"nonsense"), others=[answering(b"[]")]) as stage:
+        status, _, body = await stage.ask("POST", "/v2/repository/index", b"")
+        assert (status, json.loads(body)["code"]) == (502, "model-server-failed")
+
+
+async def test_an_unload_goes_to_every_server_that_has_the_model_and_settings_to_all() -> None:
+    async with a_stage(main := Heard(), others=[b := Heard(), c := Heard()]) as stage:
+        have(stage, {b"any"}, {b"any"}, set())
+        assert (await stage.ask("POST", "/v2/repository/models/any/unload", b""))[0] == 200
+        assert [len(one.heads) for one in (main, b, c)] == [1, 1, 0]
+        assert (await stage.ask("POST", "/v2/logging", b"{}"))[0] == 200
+        assert [len(one.heads) for one in (main, b, c)] == [2, 2, 1]
+        b.answer = b"HTTP/1.1 400 Bad Request\r\nContent-Length: 0\r\n\r\n"
+        assert (await stage.ask("POST", "/v2/logging", b"{}"))[0] == 400
+        assert (await stage.ask("GET", "/v2/logging"))[0] == 200
+        assert [len(one.heads) for one in (main, b, c)] == [4, 3, 2]
+
+
+async def test_what_all_servers_are_asked_may_not_be_large() -> None:
+    async with a_stage(Heard(), others=[Heard()]) as stage:
+        assert (await stage.ask("POST", "/v2/logging", b"x" * (1024 * 1024 + 1)))[0] == 413
+
+
+async def test_a_server_is_looked_after_with_its_credentials_and_says_what_it_has() -> None:
+    index = [{"name": "m", "version": "1", "state": "READY"}, {"name": "n"}]
+    async with a_stage(main := answering(json.dumps(index).encode()), others=[None]) as stage:
+        watch = Watch(stage.fleet.servers, SHORT)
+        for _ in range(3):
+            await watch.look_at_all()
+        assert all(b"Bearer theirs" in head for head in main.heads)
+        assert server(stage, "main").contents == Contents(frozenset({b"m", b"n"}), frozenset({b"m", b"m/1"}))
+        assert [one.is_up for one in stage.fleet.servers] == [True, False]
+        main.answer = b"HTTP/1.1 401 Unauthorized\r\nContent-Length: 0\r\n\r\n"
+        for _ in range(3):
+            await watch.look_at_all()
+        assert server(stage, "main").http.breaker.fault == "GET /v2/health/live was answered 401"
+        assert not server(stage, "main").is_up
+
+
+def test_what_is_no_index_says_nothing() -> None:
+    for body in (b"", b"{}", b"[1]", b'[{"name": 1}]'):
+        assert rows_in(body) is None
+
+
+async def test_models_of_all_servers_are_listed_and_servers_with_their_health() -> None:
+    index = [{"name": "m", "version": "1", "state": "READY"}, {"name": "m", "version": "2"}, {"name": "n"}]
+    gone = [{"name": "n", "version": "1", "state": "UNAVAILABLE", "reason": "unloaded"}]
+    async with a_stage(
+        answering(json.dumps(index).encode()), others=[answering(json.dumps(gone).encode()), None]
+    ) as stage:
+        stage.gateway.change(servers=stage.fleet.servers)
+        boss = await stage.gateway.client("boss")
+        items = (await boss.get("/models")).json()["items"]
+        assert [(one["server"], one["name"], one["state"]) for one in items] == [
+            ("main", "m", "resident"), ("main", "n", "cold"), ("b", "n", "cold"),
+        ]  # fmt: skip
+        assert (await boss.get("/models/m")).json()["server"] == "main"
+        assert (await boss.get("/models/n?server=b")).json()["reason"] == "unloaded"
+        problem(await boss.get("/models/x"), 404, "not-found")
+        problem(await boss.get("/models/m?server=b"), 404, "not-found")
+        for _ in range(3):
+            await Watch(stage.fleet.servers, SHORT).look_at_all()
+        told = (await boss.get("/stats")).json()["model_servers"]
+        assert [(one["name"], one["node"], one["grpc"]) for one in told] == [
+            ("main", None, None), ("b", None, None), ("c", None, None),
+        ]  # fmt: skip
+        assert [one["http"]["up"] for one in told] == [True, True, False]
+        assert told[2]["http"]["fault"].startswith("[Errno 111]")
+
+
+async def test_metrics_show_servers_and_what_was_passed_on() -> None:
+    async with a_stage(None, others=[Heard()]) as stage:
+        have(stage, {b"any"}, {b"any"})
+        stage.gateway.app.state.telemetry.show_servers(stage.fleet.rows)
+        for _ in range(3):
+            server(stage, "b").in_flight = 1
+            await stage.ask("POST", INFER, b"{}")
+        told = generate_latest(stage.gateway.app.state.telemetry.registry).decode()
+        for line in (
+            'up{protocol="http",server="main"} 0.0',
+            'up{protocol="http",server="b"} 1.0',
+            'faults_total{protocol="http",server="main"} 3.0',
+            'requests_passed_on_total{server="main"} 3.0',
+            'requests_in_flight{server="b"} 1.0',
+        ):
+            assert f"gpubroker_model_server_{line}" in told
