@@ -1,16 +1,14 @@
 """Names of metrics, labels and log fields: one table. Some are counted here, the rest is read at scrape."""
 
-from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from heapq import nlargest
 from importlib.metadata import version
-from itertools import accumulate
 from typing import NamedTuple
 
 from prometheus_client import CollectorRegistry
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
@@ -26,6 +24,7 @@ from service.core.task import TERMINAL, TaskState
 from service.core.tenure import Standing
 from service.core.units import Instant
 from service.core.world import World
+from service.durations import DurationCollector
 from service.ports import HeldBack
 
 _RELEASE = version("gpubroker-server")
@@ -137,7 +136,6 @@ COUNTERS: Mapping[str, tuple[str, tuple[str, ...]]] = {
 REQUEST_SECONDS = "gpubroker_http_request_duration_seconds"
 WAIT_SECONDS = "gpubroker_model_wait_seconds"
 CALL_SECONDS = "gpubroker_grpc_call_duration_seconds"
-_REQUEST_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 10.0, 60.0)
 LaneRow = tuple[str, int, int, int]
 """Model, its slots, requests that have one, requests that wait."""
 
@@ -232,34 +230,6 @@ class ServerCollector(Collector):
         yield _counter("gpubroker_model_server_faults", faults)
         passed_on = [((row.name,), float(row.passed_on)) for row in rows]
         yield _counter("gpubroker_model_server_requests_passed_on", passed_on)
-
-
-class DurationCollector(Collector):
-    """A histogram for one event loop: without the library's locks it costs a tenth per request."""
-
-    def __init__(self, name: str, told: str, labels: Sequence[str]) -> None:
-        self._name = name
-        self._told = told
-        self._labels = labels
-        self._counts: dict[tuple[str | int, ...], list[int]] = {}
-        """Requests per bucket, the last for those slower than all, by values of the labels."""
-        self._seconds: dict[tuple[str | int, ...], float] = {}
-
-    def note(self, key: tuple[str | int, ...], seconds: float) -> None:
-        counts = self._counts.get(key)
-        if counts is None:
-            counts = self._counts[key] = [0] * (len(_REQUEST_BUCKETS) + 1)
-            self._seconds[key] = 0.0
-        counts[bisect_left(_REQUEST_BUCKETS, seconds)] += 1
-        self._seconds[key] += seconds
-
-    def collect(self) -> Iterable[Metric]:
-        family = HistogramMetricFamily(self._name, self._told, labels=self._labels)
-        bounds = [*map(str, _REQUEST_BUCKETS), "+Inf"]
-        for key, counts in self._counts.items():
-            buckets = list(zip(bounds, accumulate(counts), strict=True))
-            family.add_metric([str(value) for value in key], buckets, self._seconds[key])
-        yield family
 
 
 class WorldCollector(Collector):

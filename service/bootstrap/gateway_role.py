@@ -61,9 +61,7 @@ class GatewayRole:
         self._listener = listener
         self._tokens = Tokens(store, picture.clock)
         self._waiters = Waiters()
-        self._served = served_of(settings)
-        self._servers = servers_of(settings)
-        parts = GatewayParts(
+        self._parts = parts = GatewayParts(
             store=store,
             world=picture.world,
             policy=policy_of(settings),
@@ -87,15 +85,15 @@ class GatewayRole:
             leader=lead.leader,
             forecasts=lead.forecasts,
             waiters=self._waiters,
-            served=self._served,
-            servers=self._servers,
+            served=served_of(settings),
+            servers=servers_of(settings),
         )
-        self._residencies = parts.residencies
         app = create_app(parts)
-        plane = self._plane(parts, app.state.telemetry) if self._servers else None
+        plane = self._plane(parts, app.state.telemetry) if parts.servers else None
+        spoken = "httptools" if plane is None else in_front_of(plane)
         config = uvicorn.Config(
-            app, http="httptools" if plane is None else in_front_of(plane), loop="none", log_config=None,
-            access_log=False, lifespan="off", server_header=False, proxy_headers=False,
+            app, http=spoken, loop="none", log_config=None, access_log=False, lifespan="off",
+            server_header=False, proxy_headers=False,
         )  # fmt: skip
         self._calls = None if plane is None else self._door_for_calls(plane)
         self._closing: asyncio.Task[None] | None = None
@@ -114,13 +112,13 @@ class GatewayRole:
 
     def jobs(self) -> list[Job]:
         jobs: list[Job] = [("tokens", self._tokens.keep_fresh(self._store.tokens_changed))]
-        if self._residencies is not None:
-            jobs.append(("use of models", self._residencies.keep_telling()))
+        if self._parts.residencies is not None:
+            jobs.append(("use of models", self._parts.residencies.keep_telling()))
         if self._letting_go is not None and self._store.is_shared:
             keep = self._letting_go.keep_saying(self._store, self._name, self._picture.clock)
             jobs.append(("presence", keep))
-        if self._servers:
-            jobs.append(("servers of models", Watch(self._servers).keep()))
+        if self._parts.servers:
+            jobs.append(("servers of models", Watch(self._parts.servers).keep()))
         return jobs
 
     async def serve(self) -> None:
@@ -130,9 +128,9 @@ class GatewayRole:
         finally:
             if self._calls is not None:
                 await (self._closing or self._calls.close(0))
-            for server in self._servers:
+            for server in self._parts.servers:
                 await server.close()
-            for _, host in self._served:
+            for _, host in self._parts.served:
                 await host.close()
             if self._letting_go is not None and self._store.is_shared:
                 with contextlib.suppress(StoreUnavailable):  # then it is missed in a few seconds
@@ -161,7 +159,7 @@ class GatewayRole:
 
     def _plane(self, parts: GatewayParts, telemetry: Telemetry) -> Plane:
         lanes = Lanes(lane_options_of(self._settings.triton), on_waited=telemetry.on_waited)
-        fleet = Fleet(self._servers, parts.residencies)
+        fleet = Fleet(self._parts.servers, parts.residencies)
         telemetry.show_lanes(lanes.figures)
         if parts.residencies is not None:
             self._letting_go = LettingGo(parts.world, lanes.has_older, lanes.now)
