@@ -6,7 +6,7 @@ The real Triton is in tests/triton; this one is for what that does not do when i
 import asyncio
 import contextlib
 import ssl
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -153,18 +153,20 @@ async def a_stage(
     homes: tuple[ServerRules, ModelHost] | None = None,
     lanes: Lanes | None = None,
     others: Sequence[Handler | None] = (),
+    plain: Collection[str] = (),
 ) -> AsyncIterator[Stage]:
     """`server` is called with each connection to what stands for Triton; None: there is nobody.
 
     `certificate`: with its key; the server shows it, and it is believed. `homes`: its models are in
-    the ledger. `others`: more servers, called as in NAMES.
+    the ledger. `others`: more servers, called as in NAMES. `plain`: those that show none all the same.
     """
     async with Gateway() as gateway:
         if homes is not None:
             gateway.change(served=[homes])
         upstreams, servers = [], []
         for name, handler in zip(NAMES, (server, *others), strict=False):
-            upstream, behind = await _upstream(name, handler, certificate)
+            shown = None if name in plain else certificate
+            upstream, behind = await _upstream(name, handler, shown)
             upstreams.append(upstream)
             behind = replace(behind, connections=connections, silence_seconds=Seconds(silence_seconds))
             servers.append(Server(name, HttpBackend(behind), is_managed=homes is not None))
@@ -206,7 +208,9 @@ async def _upstream(
     if server is None:
         upstream.close()
     trust = ssl.create_default_context(cafile=certificate) if certificate else None
-    credentials = ((b"Authorization", b"Bearer theirs"),)
+    credentials = (
+        (b"Authorization", b"Bearer theirs" if name == "main" else b"Bearer of-%b" % name.encode()),
+    )
     return upstream, TritonServer(name, "127.0.0.1", port, b"triton:8000", credentials, trust)
 
 

@@ -2,16 +2,21 @@
 
 import asyncio
 import json
+import ssl
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from prometheus_client import generate_latest
 from structlog.testing import capture_logs
 
+from service.adapters.triton.backend import HttpBackend
 from service.gateway.inference.server import Contents, Server
 from service.gateway.inference.watch import Watch, WatchRules, rows_in
 from tests.gateway.harness import problem, until
 from tests.gateway.inference_stage import INFER, OK, Handler, Heard, Stage, a_request, a_stage
 
+CERTIFICATE = Path(__file__).with_name("self_signed.pem")
 SHORT = WatchRules(look_seconds=0.0, rest_seconds=0.0, doubt_seconds=0.0, answer_seconds=5.0)  # type: ignore[arg-type]
 
 
@@ -144,6 +149,29 @@ async def test_what_has_begun_to_be_answered_is_never_sent_again() -> None:
         client.ask("POST", INFER, b"{}", x_idempotent="true")
         assert (await client.reader.read()).endswith(b"half")
         assert b.heads == []
+
+
+async def test_each_server_has_its_own_trust_and_its_own_credentials_also_when_a_request_goes_on() -> None:
+    async with a_stage(main := Heard(), others=[b := Heard()], certificate=CERTIFICATE, plain=["b"]) as stage:
+        have(stage, {b"one"}, {b"other"})
+        for model in ("one", "other"):
+            assert (await stage.ask("POST", f"/v2/models/{model}/infer", b"{}"))[0] == 200
+        assert (b"Bearer theirs" in main.heads[0], b"Bearer of-b" in b.heads[0]) == (True, True)
+    async with a_stage(None, others=[b := Heard()], certificate=CERTIFICATE, plain=["b"]) as stage:
+        assert (await stage.ask("GET", "/v2"))[0] == 200
+        assert b"theirs" not in b.heads[0]
+
+
+async def test_a_server_whose_certificate_is_not_believed_gets_nothing() -> None:
+    async with a_stage(Heard(), others=[b := Heard()], certificate=CERTIFICATE) as stage:
+        have(stage, {b"any"}, {b"any"})
+        stage.fleet.servers[0].backend = HttpBackend(
+            replace(stage.backend._server, tls=ssl.create_default_context())
+        )
+        server(stage, "b").in_flight = 1
+        assert (await stage.ask("POST", INFER, b"{}"))[0] == 200
+        assert len(b.heads) == 1
+        assert "CERTIFICATE_VERIFY_FAILED" in server(stage, "main").http.breaker.fault
 
 
 async def test_when_nobody_is_there_the_last_trouble_is_told() -> None:

@@ -1,0 +1,178 @@
+"""Two real Tritons behind one service: clients see one, and one that is killed is missed by nobody."""
+
+import json
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tritonclient.grpc
+import tritonclient.http
+
+from tests.e2e.service_process import GIB, ServiceProcess, until
+from tests.triton.raw import Door, directly, through
+from tests.triton.script import given
+from tests.triton.server import Triton, free_ports
+
+LOADED = {"a": ("identity_fp32", "echo_bytes"), "b": ("identity_fp32", "line_fp32")}
+MODELS = "/v2/models"
+BODY = json.dumps(
+    {"inputs": [{"name": "INPUT0", "datatype": "FP32", "shape": [1, 1], "data": [1.0]}]}
+).encode()
+
+
+def settings_of(name: str, triton: Triton, **more: object) -> dict[str, object]:
+    grpc_url = f"http://127.0.0.1:{triton.grpc_port}"
+    return {"name": name, "http_url": triton.url, "grpc_url": grpc_url, **more}
+
+
+class Scene:
+    def __init__(self, a: Triton, b: Triton, service: ServiceProcess, call_port: int) -> None:
+        self.a = a
+        self.b = b
+        self.service = service
+        self.address = f"127.0.0.1:{call_port}"
+
+    @property
+    def token(self) -> dict[str, str]:
+        """A new one each time: the client over HTTP adds to it."""
+        return {"authorization": f"Bearer {self.service.token}"}
+
+    def door(self) -> Door:
+        return through(self.service)
+
+    def infer(self, door: Door, model: str = "identity_fp32", **headers: str) -> int:
+        sent = {name.replace("_", "-"): value for name, value in headers.items()}
+        return door.ask("POST", f"{MODELS}/{model}/infer", BODY, sent).status
+
+    def is_up(self, name: str) -> bool:
+        [server] = [one for one in self.service.broker.stats().model_servers if one["name"] == name]
+        return bool(server["http"]["up"]) and bool(server["grpc"]["up"]) and not server["http"]["fault"]
+
+    def know_all(self) -> None:
+        """What each has, has been read."""
+        until(lambda: all(self.is_up(name) for name in LOADED), "both servers answer")
+        for model in ("line_fp32", "echo_bytes"):
+            until(lambda: self.knows(model), "what they have is known")  # noqa: B023  # called at once
+
+    def knows(self, model: str) -> bool:
+        return self.door().ask("GET", f"{MODELS}/{model}/ready").status == 200
+
+
+@pytest.fixture(scope="module")
+def scene(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
+    folder, [port] = tmp_path_factory.mktemp("several"), free_ports(1)
+    with Triton(folder / "a", LOADED["a"]) as a, Triton(folder / "b", LOADED["b"]) as b:
+        servers = [settings_of("a", a), settings_of("b", b)]
+        triton = {"servers": servers, "grpc_port": port}
+        with ServiceProcess(folder / "data", engine="simulated", triton=triton) as service:
+            running = Scene(a, b, service, port)
+            running.know_all()
+            yield running
+
+
+def executions(triton: Triton, model: str = "identity_fp32") -> int:
+    answer = directly(triton).ask("GET", f"{MODELS}/{model}/stats").body
+    return int(json.loads(answer)["model_stats"][0]["execution_count"])
+
+
+def test_clients_of_both_kinds_find_each_model_where_it_is(scene: Scene) -> None:
+    array = np.ones((1, 1), np.float32)
+    with (
+        tritonclient.http.InferenceServerClient(scene.service.url.removeprefix("http://")) as over_http,
+        tritonclient.grpc.InferenceServerClient(scene.address) as over_grpc,
+    ):
+        for kit, client in ((tritonclient.http, over_http), (tritonclient.grpc, over_grpc)):
+            for model, values in (("identity_fp32", array), ("line_fp32", array[0])):
+                answer = client.infer(model, [given(kit, "INPUT0", "FP32", values)], headers=scene.token)
+                assert answer.as_numpy("OUTPUT0").tolist() == values.tolist()
+            texts = np.array([b"ab"], dtype=np.object_)
+            answer = client.infer(
+                "echo_bytes", [given(kit, "text_input", "BYTES", texts)], headers=scene.token
+            )
+            assert answer.as_numpy("text_output").tolist() == [b"ba"]
+            assert client.is_model_ready("line_fp32", headers=scene.token)
+            assert client.is_server_ready(headers=scene.token)
+
+
+def test_requests_are_shared_out_and_statistics_and_index_are_those_of_both(scene: Scene) -> None:
+    before = [executions(one) for one in (scene.a, scene.b)]
+    door = scene.door()
+    assert {scene.infer(door) for _ in range(10)} == {200}
+    after = [executions(one) for one in (scene.a, scene.b)]
+    assert [now - then for now, then in zip(after, before, strict=True)] == [5, 5]
+    [told] = json.loads(door.ask("GET", f"{MODELS}/identity_fp32/stats").body)["model_stats"]
+    assert told["execution_count"] == sum(after)
+    with tritonclient.grpc.InferenceServerClient(scene.address) as client:
+        summed = client.get_inference_statistics("identity_fp32", headers=scene.token, as_json=True)
+        assert summed["model_stats"][0]["execution_count"] == str(sum(after))
+        index = client.get_model_repository_index(headers=scene.token, as_json=True)["models"]
+        assert {row["name"] for row in index if row.get("state") == "READY"} == set(LOADED["a"] + LOADED["b"])
+        assert len(index) == len({row["name"] for row in index})
+    rows = json.loads(door.ask("POST", "/v2/repository/index").body)
+    assert sorted(row["name"] for row in rows) == sorted(row["name"] for row in index)
+    listed = {
+        (one.server, one.name) for one in scene.service.broker.models().items if one.state == "resident"
+    }
+    assert listed == {(name, model) for name, models in LOADED.items() for model in models}
+
+
+def test_a_server_killed_under_load_costs_only_what_it_was_at(scene: Scene) -> None:
+    """Half of the clients say that their requests may be done twice: those lose nothing."""
+    killed = [False]
+
+    def ask(**headers: str) -> list[int]:
+        door, told = scene.door(), []
+        for number in count():
+            told.append(scene.infer(door, **headers))
+            if killed[0] and number >= 20:
+                return told[-20:]
+        raise AssertionError
+
+    with ThreadPoolExecutor() as pool:
+        plain = [pool.submit(ask) for _ in range(4)]
+        twice = [pool.submit(ask, x_idempotent="true") for _ in range(4)]
+        until(lambda: executions(scene.b) > 20, "both are at work")
+        scene.b.kill()
+        killed[0] = True
+        after = [one.result() for one in plain]
+        assert [set(one.result()) for one in twice] == [{200}] * 4
+    for told in after:
+        assert told.count(200) >= 19
+        assert set(told) <= {200, 502}
+    assert through_only_a(scene)
+    scene.b.start()
+    scene.know_all()
+    before = executions(scene.b)
+    assert {scene.infer(scene.door()) for _ in range(4)} == {200}
+    assert executions(scene.b) == before + 2
+
+
+def through_only_a(scene: Scene) -> bool:
+    """And what was only there cannot be reached, which its client is told."""
+    before = executions(scene.a)
+    door = scene.door()
+    assert {scene.infer(door) for _ in range(4)} == {200}
+    assert scene.infer(door, "line_fp32") == 503
+    assert door.ask("GET", "/v2/health/ready").status == 200
+    return executions(scene.a) == before + 4
+
+
+def test_a_model_of_a_dead_server_is_brought_at_another_one(tmp_path: Path) -> None:
+    size = {"identity_fp32": {"gpu_mb": 20 * GIB}}
+    with Triton(tmp_path / "a") as a, Triton(tmp_path / "b") as b:
+        held: dict[str, Any] = {"node": "local", "models": size}
+        servers = [settings_of("a", a, **held), settings_of("b", b, **held)]
+        with ServiceProcess(
+            tmp_path / "data", engine="simulated", ray={"node_name": "local"}, triton={"servers": servers}
+        ) as service:
+            scene = Scene(a, b, service, 0)
+            assert scene.infer(scene.door()) == 200
+            [first] = [one.server for one in service.broker.models().items if one.state == "resident"]
+            (a if first == "a" else b).kill()
+            until(lambda: scene.infer(scene.door()) == 200, "the other one has it")
+            stood = {one.server: one.state for one in service.broker.models().items if one.task}
+            assert stood == {"a": "resident", "b": "resident"}, "who may have it still counts"
