@@ -14,7 +14,15 @@ from typing import NamedTuple
 
 import structlog
 
-from service.core.model_orders import LoadOrder, ModelOrder, ServerSeen, Stage, UnloadOrder, claim_name
+from service.core.model_orders import (
+    CheckOrder,
+    LoadOrder,
+    ModelOrder,
+    ServerSeen,
+    Stage,
+    UnloadOrder,
+    claim_name,
+)
 from service.core.orders import Ended, Ending, Failure, Report
 from service.core.tenure import Tenure
 from service.core.units import DeviceKey, Fence, Seconds, TaskId
@@ -46,6 +54,8 @@ class DeskRules:
     """What is no load is answered by then, or has not been heard."""
     load_seconds: Seconds = Seconds(600.0)
     """With an answer that takes longer, the index says what became of a load."""
+    gone_seconds: Seconds = Seconds(3.0)
+    """So long a model whose process is gone has to leave, before it is loaded anew all the same."""
     drain_look_seconds: Seconds = Seconds(0.05)
     """Before an unload the gateways are asked so often whether they have let go of the model. After the time
     that it has to leave it is unloaded all the same: what the server has by then it answers."""
@@ -138,7 +148,12 @@ class _Lane:
 
     def take(self, order: ModelOrder) -> None:
         """A load that has not begun is taken back by the unload: the index says that nothing is there. The
-        same order once more changes nothing."""
+        same order once more changes nothing. Nothing is checked of which more is known soon."""
+        if isinstance(order, CheckOrder):
+            if _claim(order) not in self._under_way():
+                self._waiting.append(order)
+                self._woken.set()
+            return
         mine = [other for other in self._waiting if _claim(other) == _claim(order)]
         for other in mine:
             self._waiting.remove(other)
@@ -146,7 +161,7 @@ class _Lane:
             return
         if self._now is not None and _claim(self._now) == _claim(order) and type(self._now) is type(order):
             return
-        if isinstance(order, UnloadOrder) and not mine:
+        if isinstance(order, UnloadOrder) and not any(isinstance(other, UnloadOrder) for other in mine):
             self._leave(order)
         else:
             self._waiting.append(order)
@@ -195,6 +210,8 @@ class _Lane:
         try:
             if isinstance(order, LoadOrder):
                 await self._load(order)
+            elif isinstance(order, CheckOrder):
+                await self._check(order)
             elif self._may_send():
                 await self._host.unload(order.model, self._rules.call_seconds)
         except HostRefused as refused:
@@ -202,6 +219,22 @@ class _Lane:
                         fault=f"{refused.fault}: {refused}")  # fmt: skip
             if isinstance(order, LoadOrder) and refused.fault is not HostFault.UNKNOWN:
                 hear([self._told(order, refused)])
+
+    async def _check(self, order: CheckOrder) -> None:
+        """Raises HostRefused: what is there then, the index says."""
+        host, rules = self._host, self._rules
+        if await host.answers(order.model, rules.call_seconds) or not self._may_send():
+            return
+        log.warning("a model is ready and answers nothing, its process is gone: it is loaded anew",
+                    server=host.name, model=order.model)  # fmt: skip
+        await host.unload(order.model, rules.call_seconds)
+        loop = asyncio.get_running_loop()
+        until = loop.time() + rules.gone_seconds
+        while _stage_in(await host.index(rules.call_seconds), order.model) is not Stage.ABSENT:
+            if loop.time() >= until:
+                break  # one that was asked when its process had gone may be UNLOADING for ever, and loads
+            await asyncio.sleep(rules.busy_look_seconds)
+        await self._load(LoadOrder(order.task, order.fence, order.server, order.model, order.devices))
 
     async def _load(self, order: LoadOrder) -> None:
         """Devices are locked in the order of their keys, so that nobody waits for whom waits for him."""
@@ -252,6 +285,10 @@ class _Lane:
 
 def _claim(order: ModelOrder) -> Claim:
     return order.task, order.fence
+
+
+def _stage_in(index: Index, model: str) -> Stage:
+    return index.models[model].stage if model in index.models else Stage.ABSENT
 
 
 def _moves(index: Index) -> bool:

@@ -10,7 +10,7 @@ from typing import Any
 
 from service.core.fold import Fold
 from service.core.lease import LeaseState
-from service.core.model_orders import ModelOrder, ServerSeen, Stage, load_order, unload_order
+from service.core.model_orders import ModelOrder, ServerSeen, Stage, check_order, load_order, unload_order
 from service.core.orders import Ended, Ending, Failure
 from service.core.plan import AuditNote, Decision, Outcome, Request, write_move
 from service.core.policy import Policy
@@ -19,7 +19,7 @@ from service.core.retry import next_retry_at
 from service.core.stopping import after_failure, after_stop, off_the_nodes
 from service.core.task import Move, Task, TaskState
 from service.core.unconfirmed import Proof
-from service.core.units import Fence, Instant, Seconds
+from service.core.units import DeviceKey, Fence, Instant, Mib, Seconds
 from service.core.world import World
 
 HIGHEST = 100
@@ -118,7 +118,7 @@ _VANISHED = Failure(
 def _orders_again(world: World, task: Task, stage: Stage, now: Instant) -> Iterator[ModelOrder]:
     """What was ordered may have been lost with the leader that did."""
     if task.state is TaskState.ADMITTED and stage is Stage.ABSENT:
-        yield load_order(task, tuple((lease.device, lease.mb) for lease in world.leases_of(task)))
+        yield load_order(task, _room_of(world, task))
     elif task.state is TaskState.STOPPING and stage is Stage.READY:
         yield unload_order(task, Seconds(max(0.0, (task.stop_deadline_at or now) - now)))
 
@@ -145,8 +145,9 @@ def ended(fold: Fold, task: Task, report: Ended, now: Instant, policy: Policy) -
         fold.move(what, "ended" if what is Move.FAILED else "retry", **changes)
 
 
-def want(task: Task, request: Request, now: Instant, done: Decision) -> Decision:
-    """Somebody asks for it, or has asked for it so many times since it was last told."""
+def want(world: World, task: Task, request: Request, now: Instant, done: Decision) -> Decision:
+    """Somebody asks for it, or has asked for it so many times since it was last told. `doubted`: it is there,
+    and answers as nothing does that is alive."""
     if task.model is None:
         return done
     fields = request.fields
@@ -162,7 +163,14 @@ def want(task: Task, request: Request, now: Instant, done: Decision) -> Decision
     priority = standing(after, now) if task.state is TaskState.RUNNING else asked
     if priority != task.priority:
         changes["priority"] = priority
-    return replace(done, tasks=(write_move(task, Move.CHANGED, **changes),))
+    orders: tuple[ModelOrder, ...] = ()
+    if fields.get("doubted") and task.state is TaskState.RUNNING:
+        orders = (check_order(task, _room_of(world, task)),)
+    return replace(done, tasks=(write_move(task, Move.CHANGED, **changes),), orders=orders)
+
+
+def _room_of(world: World, task: Task) -> tuple[tuple[DeviceKey, Mib], ...]:
+    return tuple((lease.device, lease.mb) for lease in world.leases_of(task))
 
 
 def pin(task: Task, request: Request, now: Instant, done: Decision) -> Decision:

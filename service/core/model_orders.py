@@ -56,7 +56,19 @@ class UnloadOrder:
     grace_seconds: Seconds
 
 
-ModelOrder = LoadOrder | UnloadOrder
+@dataclass(frozen=True, slots=True)
+class CheckOrder:
+    """Requests to a model that is there have failed as those to one do whose process is gone: if it is, the
+    model is loaded anew, on the devices that it has."""
+
+    task: TaskId
+    fence: Fence
+    server: str
+    model: str
+    devices: tuple[tuple[DeviceKey, Mib], ...]
+
+
+ModelOrder = LoadOrder | UnloadOrder | CheckOrder
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +99,11 @@ def claim_name(task: TaskId, fence: Fence) -> str:
 def load_order(task: Task, devices: tuple[tuple[DeviceKey, Mib], ...]) -> LoadOrder:
     assert task.model is not None
     return LoadOrder(task.id, task.fence, task.model.server, task.model.model, devices)
+
+
+def check_order(task: Task, devices: tuple[tuple[DeviceKey, Mib], ...]) -> CheckOrder:
+    assert task.model is not None
+    return CheckOrder(task.id, task.fence, task.model.server, task.model.model, devices)
 
 
 def unload_order(task: Task, grace_seconds: Seconds) -> UnloadOrder:

@@ -45,7 +45,7 @@ def carry_out(world: World, request: Request, now: Instant, policy: Policy) -> D
         case "renew":
             return external_leases.renew(task, request, now, done)
         case "want":
-            return model_holders.want(task, request, now, done)
+            return model_holders.want(world, task, request, now, done)
         case "pin":
             return model_holders.pin(task, request, now, done)
         case _:

@@ -80,6 +80,11 @@ class Residencies:
             await there.back(model)
         return await self.ready_if_known(model, self.priority_of(model, asked))
 
+    def doubt(self, model: str, server: str) -> None:
+        """It answers as one does whose process is gone."""
+        if (there := self.at(server)) is not None:
+            there.doubt(model)
+
     async def want(self, model: str, priority: int) -> tuple[Residency, Task]:
         """Its holder, made if there is none, and where that is: at the first server of those below that has
         the model and a GPU which is large enough. Raises Problem, UnknownModel, StoreUnavailable.

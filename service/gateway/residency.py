@@ -3,6 +3,7 @@
 import asyncio
 from collections import Counter
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from math import ceil
 from typing import TYPE_CHECKING
@@ -33,6 +34,9 @@ LOOK_SECONDS = Seconds(0.25)
 
 TELL_SECONDS = Seconds(30.0)
 """So often the leader is told which models were used."""
+
+DOUBT_SECONDS = Seconds(5.0)
+"""So long the leader has to see to a model that has not answered, before it is told again."""
 
 LOAD_TRIES = 3
 """A model whose load fails so often is not tried again for those who ask now."""
@@ -77,6 +81,9 @@ class Residency:
         self._uses: Counter[str] = Counter()
         self._priorities: dict[str, int] = {}
         """Since the leader was last told, by model."""
+        self._doubted: dict[str, Instant] = {}
+        """Until when the leader is not told again, by model."""
+        self._telling: set[asyncio.Future[None]] = set()
         self._asking: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         """Of models that somebody asks for at the moment: names come from clients."""
 
@@ -111,6 +118,21 @@ class Residency:
     def note_use(self, model: str, priority: int) -> None:
         self._uses[model] += 1
         self._priorities[model] = max(priority, self._priorities.get(model, 0))
+
+    def doubt(self, model: str) -> None:
+        """Have the leader see whether it is alive. It is told soon, and once in a while."""
+        now = self._parts.clock.now()
+        if self.is_there(model) and now >= self._doubted.get(model, now):
+            self._doubted[model] = Instant(now + DOUBT_SECONDS)
+            telling = asyncio.ensure_future(self._tell_of_doubt(model))
+            self._telling.add(telling)
+            telling.add_done_callback(self._telling.discard)
+
+    async def _tell_of_doubt(self, model: str) -> None:
+        task = self.of(model)
+        if task is not None and task.model is not None:
+            with suppress(StoreUnavailable):  # whoever asks next says it again
+                await self.ask_leader(task, "want", priority=task.model.asked_priority, uses=0, doubted=True)
 
     async def keep_telling(self, every_seconds: Seconds = TELL_SECONDS) -> None:
         """Which models are used, until cancelled."""

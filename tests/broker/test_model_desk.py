@@ -11,7 +11,7 @@ import pytest
 
 from service.adapters.memory.model_host import SimulatedHost, SimulatedModel
 from service.broker.model_desk import DeskRules, ModelDesk
-from service.core.model_orders import LoadOrder, ServerSeen, Stage, UnloadOrder
+from service.core.model_orders import CheckOrder, LoadOrder, ServerSeen, Stage, UnloadOrder
 from service.core.model_terms import ModelTerms
 from service.core.orders import Ended, Ending, Report
 from service.core.plan import Request
@@ -24,7 +24,9 @@ from tests.broker.stage import Hands, a_stage
 from tests.broker.stage import Stage as Scene
 from tests.builders import GIB, NOW, a_task, check_ledger
 
-AT_ONCE = DeskRules(Seconds(0.01), Seconds(0.01), drain_look_seconds=Seconds(0.01))
+AT_ONCE = DeskRules(
+    Seconds(0.01), Seconds(0.01), gone_seconds=Seconds(0.05), drain_look_seconds=Seconds(0.01)
+)
 GPU = DeviceKey("test/n1/gpu0")
 
 
@@ -36,6 +38,10 @@ def an_unload(
     task: str = "llm", fence: int = 1, model: str = "llm", grace_seconds: float = 0.0
 ) -> UnloadOrder:
     return UnloadOrder(TaskId(task), Fence(fence), "main", model, Seconds(grace_seconds))
+
+
+def a_check() -> CheckOrder:
+    return CheckOrder(TaskId("llm"), Fence(1), "main", "llm", ((GPU, Mib(10)),))
 
 
 class Desk:
@@ -69,6 +75,11 @@ class Desk:
             await self._news.wait()
         self._read += 1
         return self.told[self._read - 1]
+
+    async def carried_out(self) -> None:
+        """An index from now on that was read while nothing was under way."""
+        while not isinstance(report := await self.next(), ServerSeen) or report.under_way:
+            pass
 
     async def seen(self, model: str, stage: Stage) -> ServerSeen:
         """The first index from now on in which the model is there."""
@@ -158,6 +169,43 @@ async def test_gateways_that_do_not_let_go_of_a_model_are_waited_for_as_long_as_
         desk.desk.send(an_unload(grace_seconds=1e6))
         await desk.seen("llm", Stage.ABSENT)
         assert desk.host.asked == [("load", "llm"), ("unload", "llm")]
+
+
+@pytest.mark.parametrize("stuck", [False, True])
+async def test_a_model_whose_process_is_gone_is_unloaded_and_loaded_anew(stuck: bool) -> None:
+    """`stuck`: having asked a dead process its server never ends the unload, and loads it all the same."""
+    async with running(Desk(SimulatedModel("llm", stuck=stuck))) as desk:
+        desk.desk.send(a_load())
+        await desk.seen("llm", Stage.READY)
+        desk.host.models["llm"].dead = True
+        desk.desk.send(a_check())
+        desk.desk.send(a_check())
+        await desk.carried_out()
+        assert desk.host.asked == [("load", "llm"), ("unload", "llm"), ("load", "llm")]
+        assert desk.host.ready == ["llm"]
+
+
+async def test_a_model_that_answers_is_left_alone_and_one_that_is_to_leave_is_not_asked() -> None:
+    async with running(Desk(SimulatedModel("llm"), is_let_go=False)) as desk:
+        desk.desk.send(a_load())
+        await desk.seen("llm", Stage.READY)
+        desk.desk.send(a_check())
+        await desk.carried_out()
+        assert desk.host.asked == [("load", "llm")]
+        desk.host.models["llm"].dead = True
+        desk.desk.send(an_unload(grace_seconds=1e6))
+        desk.desk.send(a_check())
+        desk.is_let_go = True
+        await desk.seen("llm", Stage.ABSENT)
+        await desk.carried_out()
+        assert desk.host.asked == [("load", "llm"), ("unload", "llm")]
+
+
+async def test_of_a_model_that_has_gone_since_it_was_doubted_the_index_tells() -> None:
+    async with running(Desk(SimulatedModel("llm"))) as desk:
+        desk.desk.send(a_check())
+        await desk.carried_out()
+        assert (desk.host.asked, [report for report in desk.told if isinstance(report, Ended)]) == ([], [])
 
 
 @pytest.mark.parametrize(

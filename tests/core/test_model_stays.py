@@ -7,14 +7,14 @@ import pytest
 from service.core.lease import HolderKind, LeaseState
 from service.core.model_holders import due as standings_due
 from service.core.model_holders import in_time
-from service.core.model_orders import Stage
+from service.core.model_orders import CheckOrder, Stage
 from service.core.model_terms import ModelTerms
 from service.core.orders import NodeLost
 from service.core.overuse import overuse
 from service.core.residency import Usage
 from service.core.runs import react
 from service.core.task import TaskState
-from service.core.units import Mib, NodeName, Seconds
+from service.core.units import Fence, Mib, NodeName, Seconds
 from service.core.victims import lost_gpu_seconds
 from tests.builders import (
     GIB,
@@ -24,6 +24,7 @@ from tests.builders import (
     a_world,
     commit,
     holding,
+    key,
     let_go,
     submit,
 )
@@ -161,3 +162,17 @@ def test_an_index_tells_of_its_own_server_only() -> None:
     index(world, {"llm": Stage.READY, "other": Stage.READY}, 1.0)
     assert [task.id for task in world.homes.live()] == ["llm", "other"]
     assert the(world, "other").state is TaskState.ADMITTED
+
+
+def test_a_model_that_is_doubted_is_looked_at_where_it_is() -> None:
+    world = loaded()
+    before = the(world).model
+    decision = ask(world, "want", 2.0, priority=50, uses=0, doubted=True)
+    assert decision.orders == (CheckOrder(LLM, Fence(1), "main", "llm", ((key("gpu0"), Mib(50 * GIB)),)),)
+    assert the(world).model == before, "to doubt it is not to use it"
+
+
+def test_one_that_has_left_is_doubted_no_more() -> None:
+    world = loaded()
+    ask(world, "cancel", 2.0)
+    assert ask(world, "want", 3.0, priority=50, uses=0, doubted=True).orders == ()

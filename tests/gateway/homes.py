@@ -1,11 +1,12 @@
 """A gateway whose models are in the ledger, and whose leader is told by a test what to do next."""
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Any
 
 from service.adapters.memory.model_host import SimulatedHost, SimulatedModel
+from service.core.events import Event
 from service.core.model_holders import seen
 from service.core.model_orders import Indexed, ServerSeen
 from service.core.model_orders import Stage as Where
@@ -17,7 +18,7 @@ from service.core.units import Mib, Seconds
 from service.gateway.inference.lanes import LaneOptions, Lanes
 from service.gateway.residency import ModelRules, ServerRules
 from tests.builders import GIB, a_sample
-from tests.gateway.harness import until
+from tests.gateway.harness import Gateway, until
 from tests.gateway.inference_stage import Handler, Stage, a_stage
 
 RULES = ServerRules("main", "n1", models={"any": ModelRules(Mib(50 * GIB))})
@@ -75,3 +76,15 @@ class Homes:
         now = gateway.clock.now()
         request = Request(f"unload-{task.id}", task.id, task.tenant, "cancel", {}, now)
         await gateway.commit(carry_out(gateway.world, request, now, gateway.policy))
+
+
+def doubts_told(gateway: Gateway) -> list[str]:
+    """Of which models the leader is told from now on that they do not answer."""
+    told: list[str] = []
+
+    def on_events(events: Sequence[Event]) -> None:
+        made = (gateway.world.requests.get(event.key) for event in events if event.kind == "request.made")
+        told.extend(request.task for request in made if request and request.fields.get("doubted"))
+
+    gateway.store.listen(on_events)
+    return told

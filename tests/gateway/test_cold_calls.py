@@ -15,6 +15,7 @@ from service.protowire import field
 from tests.builders import GIB, a_sample
 from tests.gateway.call_stage import INFER, Heard, a_stage
 from tests.gateway.harness import Gateway, until
+from tests.gateway.homes import doubts_told
 
 LOAD = "/inference.GRPCInferenceService/RepositoryModelLoad"
 UNLOAD = "/inference.GRPCInferenceService/RepositoryModelUnload"
@@ -98,6 +99,10 @@ async def test_a_call_that_finds_its_model_gone_waits_until_it_is_loaded_again()
         error = await stage.refusal(INFER, message)
         assert (error.code(), error.details()) == (grpc.StatusCode.UNAVAILABLE, heard.detail)
         assert heard.refused == 5
+        heard.detail = "Stub process 'any_0_0' is not healthy."
+        doubts = doubts_told(gateway)
+        await stage.refusal(INFER, message)
+        await until(lambda: len(doubts) == 1)
 
 
 async def brought(gateway: Gateway, host: SimulatedHost, call: asyncio.Future[bytes]) -> bytes:

@@ -9,7 +9,7 @@ from service.gateway.identity import Identity
 from service.gateway.inference.lanes import NO_WISH
 from service.gateway.letting_go import LettingGo
 from tests.gateway.harness import until
-from tests.gateway.homes import Homes, homes
+from tests.gateway.homes import Homes, doubts_told, homes
 from tests.gateway.inference_stage import INFER, OK, Heard, a_request
 
 
@@ -103,6 +103,23 @@ async def test_who_waits_in_vain_for_a_model_that_left_is_told_when_to_come_agai
         heard.answer = GONE
         status, _, body = await there.stage.ask("POST", INFER, b"xyz")
         assert (status, json.loads(body)["code"]) == (503, "model-not-ready")
+
+
+async def test_a_model_that_answers_as_one_whose_process_is_gone_is_told_to_the_leader_once_in_a_while() -> (
+    None
+):
+    dead = saying("Stub process 'any_0_0' is not healthy.", "500 Internal Server Error")
+    async with homes(heard := Heard()) as there:
+        await resident(there)
+        doubts = doubts_told(there.gateway)
+        for answer, told in ((saying("no such tensor", "500 No"), 0), (dead, 1), (dead, 1)):
+            heard.answer = answer
+            status, _, body = await there.stage.ask("POST", INFER, b"x")
+            assert (status, answer.endswith(body)) == (500, True)
+            await until(lambda told=told: len(doubts) == told)  # type: ignore[misc]
+        there.gateway.clock.advance(5.0)
+        await there.stage.ask("POST", INFER, b"x")
+        await until(lambda: len(doubts) == 2)
 
 
 class Slow(Heard):

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 import tritonclient.grpc
 import tritonclient.http
@@ -206,3 +207,21 @@ def test_nobody_reads_of_a_model_that_somebody_has_unloaded_by_hand(
     with ThreadPoolExecutor() as asking:
         answers = [asking.submit(ask) for ask in asks]
     assert [answer.result() for answer in answers] == [[1, 2, 3]] * 3
+
+
+def test_a_model_whose_process_was_killed_is_loaded_anew(own_triton: Triton, service: ServiceProcess) -> None:
+    assert infer(service, "identity_fp32") == [1, 2, 3]
+    before = service.broker.model("identity_fp32").task
+    [stub] = psutil.Process(own_triton.pid).children()
+    stub.kill()
+    until(lambda: stub.status() == psutil.STATUS_ZOMBIE, "it has ended; its server does not look")
+    until(lambda: answers(service, "identity_fp32"), "somebody has missed it")
+    assert service.broker.model("identity_fp32").task == before, "it has the room that it had"
+    assert leased_mb(service.broker) == [20 * GIB]
+
+
+def answers(service: ServiceProcess, model: str) -> bool:
+    try:
+        return bool(infer(service, model) == [1, 2, 3])
+    except InferenceServerException:
+        return False

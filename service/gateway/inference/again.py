@@ -23,6 +23,9 @@ _STATUSES: Final = (404, 503)
 """The second one if the request names a version."""
 _UNKNOWN: Final = "Request for unknown model: "
 
+_FAILED: Final = 500
+_DEAD: Final = "is not healthy"
+
 
 def says_gone(said: str) -> bool:
     """Whether these words of a server are about a model that it does not have; of a version that a model
@@ -37,6 +40,11 @@ def _says_gone(body: bytes) -> bool:
     return is_error and says_gone(body[len(head) : -len(tail)].decode("utf-8", "replace"))
 
 
+def says_dead(said: str) -> bool:
+    """Whether a server speaks of a model whose process is gone. It calls that ready all the same."""
+    return _DEAD in said
+
+
 class Again(Asking, Refusable):
     """Between a request and its answer: passes both on, and keeps the request as long as it may be needed."""
 
@@ -46,13 +54,16 @@ class Again(Asking, Refusable):
         answer: Refusable,
         is_there: Callable[[], bool],
         back: Callable[[], Awaitable[None]],
+        doubt: Callable[[], None],
     ) -> None:
         """`is_there`: the model, when it is sent; of others their server tells itself. `back`: until it may
-        be sent again; raises Problem."""
+        be sent again; raises Problem. `doubt`: called when it answers as one whose process is gone."""
         self._send = send
         self._answer = answer
         self._is_there = is_there
         self._back = back
+        self._doubt = doubt
+        self._has_failed = False
         self._was_there = is_there()
         self._times = 0
         self._pieces: list[bytes] | None = []
@@ -117,10 +128,13 @@ class Again(Asking, Refusable):
             self._head = status, headers, body_bytes
             return
         self._pieces = None
+        self._has_failed = status == _FAILED and self._was_there
         self._answer.on_head(status, headers, body_bytes)
 
     def on_body(self, data: bytes) -> None:
         if self._head is None:
+            if self._has_failed and says_dead(data[:_MOST_SAID_BYTES].decode("utf-8", "replace")):
+                self._doubt()
             self._answer.on_body(data)
             return
         self._said.append(data)

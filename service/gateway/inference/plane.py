@@ -208,7 +208,10 @@ class Plane:
             server = "" if answer.server is None else answer.server.name
             await self._in_turn(answer, aim, who, wish, self.back(model, wish.priority, server))
 
-        return Again(ask, answer, lambda: self.is_there(model), back)
+        def doubt() -> None:
+            self.doubt(model, "" if answer.server is None else answer.server.name)
+
+        return Again(ask, answer, lambda: self.is_there(model), back, doubt)
 
     def wait_for(self, model: str, priority: int | None, *, unloads: bool) -> Awaitable[bool] | None:
         """Until it is there, or gone; None if there is nothing to wait for. When awaited False if no server
@@ -235,6 +238,11 @@ class Plane:
         """The same for one that this server does not have, though it `is_there`."""
         assert self._residencies is not None
         return self._residencies.back(model, priority, server)
+
+    def doubt(self, model: str, server: str) -> None:
+        """It has answered as one does whose process is gone."""
+        if self._residencies is not None:
+            self._residencies.doubt(model, server)
 
     async def _in_turn(
         self,

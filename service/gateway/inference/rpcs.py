@@ -9,7 +9,7 @@ import grpc
 import structlog
 
 from service.gateway.identity import Identity, Scope
-from service.gateway.inference.again import MOST_TIMES, says_gone
+from service.gateway.inference.again import MOST_TIMES, says_dead, says_gone
 from service.gateway.inference.call_fleet import CallFleet, note
 from service.gateway.inference.calls import (
     CallAim,
@@ -192,6 +192,8 @@ class Rpc:
             try:
                 return await self._ask(message, context)
             except CallFailed as failed:
+                if was_there and says_dead(failed.detail):
+                    plane.doubt(model, failed.server)
                 is_gone = was_there and failed.trouble is None and says_gone(failed.detail)
                 if not is_gone or times == MOST_TIMES:
                     raise
