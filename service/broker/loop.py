@@ -1,7 +1,6 @@
 """The loop of the leader: hear, decide, commit, act. One cycle at a time, nothing acts before its commit."""
 
 import asyncio
-import contextlib
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from math import inf
@@ -11,6 +10,7 @@ import structlog
 from service.broker.dispatch import Dispatcher
 from service.broker.fragmentation import FragmentationWatch
 from service.broker.observe import Observer, next_batch, plainer
+from service.broker.rhythm import Rhythm
 from service.core.awaited import End
 from service.core.consolidation import Consolidation
 from service.core.cycle import Slice
@@ -37,13 +37,6 @@ from service.ports import (
 )
 
 log = structlog.get_logger("gpubroker.broker")
-
-TICK_SECONDS = 0.25
-"""How often deadlines and due retries are looked at when nothing else happens."""
-
-PACE_SECONDS = 0.005
-"""Cycles begin at least so far apart: what came in meanwhile shares one plan and two commits. After a quiet
-moment the first one begins at once."""
 
 MOST_TURNS = 4
 """What is decided in so many turns of planning, of some milliseconds each, shares one commit. The first turn
@@ -117,7 +110,7 @@ class Leader:
         """Subjects that the database refused in this cycle, and did not accept in it either."""
         self._in_vain: Mapping[str, int] = {}
         """Subject -> cycles in a row in which it was refused."""
-        self._woken = asyncio.Event()
+        self._rhythm = Rhythm()
         self._has_room = asyncio.Event()
         self._winding_up = False
         self._wound_up = asyncio.Event()
@@ -128,7 +121,7 @@ class Leader:
         """Wake up for what gateways inserted; the leader's own commits need no second look."""
         self._observer.on_events(events)
         if any(event.kind in {"task.submitted", "request.made"} for event in events):
-            self._woken.set()
+            self._rhythm.arrive()
 
     def hear(self, reports: Sequence[Report]) -> None:
         """Keep what agents said, in order, for the next cycle."""
@@ -136,7 +129,7 @@ class Leader:
         self._heard.extend(reports)
         self._heard_bytes += sum(map(_size_bytes, reports))
         self._look_for_room()
-        self._woken.set()
+        self._rhythm.wake()
 
     async def take_over(self) -> None:
         """Begin the term: no node is used before its agent has answered it."""
@@ -161,7 +154,7 @@ class Leader:
         """Back when what was heard by now is committed, and the orders of all that is committed have left.
         Nothing is planned from now on; what is heard later is told again to whoever leads next."""
         self._winding_up = True
-        self._woken.set()
+        self._rhythm.arrive()
         await self._wound_up.wait()
 
     async def _listen(self) -> None:
@@ -171,15 +164,8 @@ class Leader:
             self.hear(await self._executor.reports())
 
     async def _lead(self) -> None:
-        loop = asyncio.get_running_loop()
-        began = 0.0
         while True:
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(TICK_SECONDS):
-                    await self._woken.wait()
-            await asyncio.sleep(max(0.0, began + PACE_SECONDS - loop.time()))
-            began = loop.time()
-            self._woken.clear()
+            await self._rhythm.next()
             try:
                 await (self._last_cycle() if self._winding_up else self.cycle())
             except StoreUnavailable as fault:
@@ -188,7 +174,7 @@ class Leader:
     async def _wait_for_store(self, fault: StoreUnavailable) -> None:
         log.warning("what is stored is not reached; trying again", fault=str(fault))
         await asyncio.sleep(STORE_PATIENCE_SECONDS)
-        self._woken.set()
+        self._rhythm.wake()
 
     async def cycle(self) -> None:
         """One turn: reports, requests, deadlines, then the plan.
@@ -326,7 +312,7 @@ class Leader:
         until = loop.time() + most_seconds
         while self.foresight.go_on(self._world, self._policy, now):
             if loop.time() >= until:
-                self._woken.set()
+                self._rhythm.wake()
                 return
             await asyncio.sleep(0)
 
@@ -351,7 +337,7 @@ class Leader:
                     subject=decision.subject, why=decision.why, fault=verdict.value,
                 )  # fmt: skip
         if CommitVerdict.STALE in verdicts:
-            self._woken.set()
+            self._rhythm.wake()
         await self._dispatch()
         if CommitVerdict.UNAVAILABLE in verdicts:
             raise StoreUnavailable("the database went away in the middle of a commit")

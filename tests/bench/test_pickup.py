@@ -4,11 +4,13 @@ import json
 
 import pytest
 
+from bench import pickup
 from bench.pace import Pace
-from bench.pickup import Event, figures, roomy, targets_of, waits_ms, waits_of
+from bench.pickup import LoggedEvent, figures, plain_rounds, roomy, targets_of, waits_ms, waits_of
+from tests.e2e.service_process import until
 
 
-def event(at: float, kind: str, key: str, **fields: object) -> Event:
+def event(at: float, kind: str, key: str, **fields: object) -> LoggedEvent:
     return at, kind, key, json.dumps(fields)
 
 
@@ -30,5 +32,16 @@ def test_every_task_sent_is_measured() -> None:
         sent = pace.send(targets_of(running), per_second=40.0, seconds=1.0, status=202)
         waits = waits_ms(running.database, sent)
     assert len(waits) == sent > 20
-    told = {figure.figure: figure.value for figure in figures("sqlite", waits, "")}
+    told = {figure.figure: figure.value for figure in figures("sqlite", waits, [], "")}
     assert 0.0 < told["pickup.p50_ms"] <= told["pickup.p99_ms"]
+
+
+def test_what_a_row_takes_without_a_queue_is_the_baseline(
+    postgres_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pickup, "ROUND_SECONDS", 0.0)
+    with plain_rounds(postgres_url) as rounds_ms:
+        until(lambda: len(rounds_ms) > 10, "some rounds are made")
+    p50, p99 = figures("postgres", [8.0, 8.0], [2.0, 4.0], "")
+    assert (p50.figure, p50.baseline, p50.ratio) == ("pickup.postgres.p50_ms", 2.0, 4.0)
+    assert (p99.baseline, p99.ratio) == (4.0, 2.0)

@@ -16,7 +16,7 @@ from structlog.testing import capture_logs
 
 from service.bootstrap import picture as bootstrap_picture
 from service.bootstrap.compose import fill
-from service.broker import leadership, loop
+from service.broker import leadership, rhythm
 from service.core.events import Event
 from service.core.policy import CustomLimit, Policy
 from service.core.task import TERMINAL
@@ -75,7 +75,7 @@ class StormReport:
 def rarer_looks() -> Iterator[None]:
     """To look whether there is something new takes most of the time if there is nothing, as mostly here."""
     known = {
-        (loop, "TICK_SECONDS"): 1.0,
+        (rhythm, "TICK_SECONDS"): 1.0,
         (leadership, "LOOK_SECONDS"): (0.2, 0.8),
         (bootstrap_picture, "POLL_SECONDS"): (0.2, 1.0),
     }

@@ -1,0 +1,75 @@
+"""When cycles begin: at once for who arrives after quiet, together for those who arrive close together."""
+
+import asyncio
+
+import pytest
+
+from service.broker import rhythm
+from service.broker.rhythm import Rhythm
+from tests.patience import PATIENCE_SECONDS
+
+
+@pytest.fixture(autouse=True)
+def _hours(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is paced does not come within a test."""
+    monkeypatch.setattr(rhythm, "TICK_SECONDS", 3600.0)
+    monkeypatch.setattr(rhythm, "PACE_SECONDS", 3600.0)
+
+
+async def begins(rhythm: Rhythm) -> bool:
+    """Whether a cycle begins by itself, as far as anybody can tell at once."""
+    beginning = asyncio.create_task(rhythm.next())
+    for _ in range(20):
+        await asyncio.sleep(0)
+    has_begun = beginning.done()
+    beginning.cancel()
+    await asyncio.wait([beginning])
+    return has_begun
+
+
+async def test_nothing_begins_until_something_happens() -> None:
+    assert not await begins(Rhythm())
+
+
+async def test_after_quiet_a_cycle_begins_at_once() -> None:
+    for happen in (Rhythm.wake, Rhythm.arrive):
+        fresh = Rhythm()
+        happen(fresh)
+        assert await begins(fresh)
+
+
+async def test_reports_wait_for_others_after_any_cycle() -> None:
+    for happen in (Rhythm.wake, Rhythm.arrive):
+        after = Rhythm()
+        happen(after)
+        await after.next()
+        after.wake()
+        assert not await begins(after)
+
+
+async def test_who_arrives_does_not_wait_after_a_cycle_of_reports() -> None:
+    after = Rhythm()
+    after.wake()
+    await after.next()
+    after.wake()
+    after.arrive()
+    assert await begins(after)
+
+
+async def test_who_arrives_while_reports_wait_for_others_is_not_kept() -> None:
+    after = Rhythm()
+    after.wake()
+    await after.next()
+    after.wake()
+    beginning = asyncio.create_task(after.next())
+    await asyncio.sleep(0)
+    after.arrive()
+    await asyncio.wait_for(beginning, PATIENCE_SECONDS)
+
+
+async def test_who_arrives_soon_after_another_waits_for_more() -> None:
+    after = Rhythm()
+    after.arrive()
+    await after.next()
+    after.arrive()
+    assert not await begins(after)
