@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from gpubroker.async_broker import AsyncBroker
     from gpubroker.batch import Submission
     from gpubroker.broker import Broker
+    from gpubroker.decorators import inference
     from gpubroker.errors import (
         BrokerError,
         Refused,
@@ -44,6 +45,7 @@ _HOME = {
     "AsyncBroker": "async_broker",
     "Broker": "broker",
     "Submission": "batch",
+    "inference": "decorators",
     **dict.fromkeys(
         (
             "BrokerError",
@@ -111,6 +113,7 @@ __all__ = [
     "WaitTimeout",
     "WrongArgument",
     "current_task",
+    "inference",
 ]
 
 

@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from types import TracebackType
-from typing import Any, Self, TypeVar, Unpack
+from typing import TYPE_CHECKING, Any, Self, TypeVar, Unpack
 
 import httpx
 
@@ -14,6 +14,7 @@ from gpubroker.exchange import Answer, Call, Pause, Steps
 from gpubroker.explained import Explanation, Simulation
 from gpubroker.fleet import Gpu, Node, Stats, Tenant
 from gpubroker.holding import AsyncHeldLease
+from gpubroker.inferring import InferOptions, triton_healthy
 from gpubroker.lease_operations import LeaseOperations
 from gpubroker.leases import AnyLease, Lease, LeaseOptions
 from gpubroker.models import Event, Outcome, Page, Task, Token
@@ -31,6 +32,9 @@ from gpubroker.quarantine import Detection, Quarantined, Released
 from gpubroker.served import ServedModel
 from gpubroker.submission import SubmitOptions, Target
 from gpubroker.wire import answer_of, client_settings, closed, request_of, unreachable
+
+if TYPE_CHECKING:
+    from numpy.typing import ArrayLike, NDArray
 
 T = TypeVar("T")
 
@@ -198,6 +202,14 @@ class AsyncBroker:
     async def resume(self, reason: str) -> Detection:
         """State that the nodes which fell silent at once are lost. Raises Refused (`nothing-paused`)."""
         return await self._carry_out(self._do.resume(reason))
+
+    async def infer(
+        self, model: str, inputs: "Mapping[str, ArrayLike]", **options: Unpack[InferOptions]
+    ) -> "dict[str, NDArray[Any]]":
+        return await self._carry_out(self._do.infer(model, inputs, options))
+
+    async def triton_healthy(self) -> bool:
+        return await self._carry_out(triton_healthy())
 
     async def models(self) -> Page[ServedModel]:
         """Of the servers whose memory is in the ledger: in memory, waiting for it, or neither."""

@@ -3,7 +3,7 @@
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import TracebackType
-from typing import Any, Self, TypeVar, Unpack
+from typing import TYPE_CHECKING, Any, Self, TypeVar, Unpack
 
 import httpx
 
@@ -14,6 +14,7 @@ from gpubroker.exchange import Answer, Call, Pause, Steps
 from gpubroker.explained import Explanation, Simulation
 from gpubroker.fleet import Gpu, Node, Stats, Tenant
 from gpubroker.holding import HeldLease
+from gpubroker.inferring import InferOptions, triton_healthy
 from gpubroker.lease_operations import LeaseOperations
 from gpubroker.leases import AnyLease, Lease, LeaseOptions
 from gpubroker.models import Event, Outcome, Page, Task, Token
@@ -31,6 +32,9 @@ from gpubroker.quarantine import Detection, Quarantined, Released
 from gpubroker.served import ServedModel
 from gpubroker.submission import SubmitOptions, Target
 from gpubroker.wire import answer_of, client_settings, closed, request_of, unreachable
+
+if TYPE_CHECKING:
+    from numpy.typing import ArrayLike, NDArray
 
 T = TypeVar("T")
 
@@ -243,6 +247,24 @@ class Broker:
     def resume(self, reason: str) -> Detection:
         """State that the nodes which fell silent at once are lost. Raises Refused (`nothing-paused`)."""
         return self._carry_out(self._do.resume(reason))
+
+    def infer(
+        self, model: str, inputs: "Mapping[str, ArrayLike]", **options: Unpack[InferOptions]
+    ) -> "dict[str, NDArray[Any]]":
+        """Ask a model that Triton serves; arrays in, arrays out.
+
+            probabilities = broker.infer("resnet", {"image": pixels}, priority="interactive")["probabilities"]
+
+        Text (str or bytes) is BYTES, and comes back as arrays of `bytes`. The options are those of
+        `InferOptions`: priority, model_type, outputs, version, parameters, timeout_seconds. Waits for the
+        model, if it must be loaded first, and for its turn. Raises Refused or Unreachable, also in Triton's
+        words, which have no `code`; with `retry_after_seconds` where the service knows when to come again.
+        """
+        return self._carry_out(self._do.infer(model, inputs, options))
+
+    def triton_healthy(self) -> bool:
+        """Whether there is a server of models, and it can be asked. Raises Unreachable if nobody can tell."""
+        return self._carry_out(triton_healthy())
 
     def models(self) -> Page[ServedModel]:
         """Of the servers whose memory is in the ledger: in memory, waiting for it, or neither."""

@@ -9,7 +9,8 @@ class BrokerError(Exception):
 
     `code` is the stable token of the problem (`exceeds-capacity`, `not-found`, ...); `status` the HTTP
     status, 0 when there was no answer; `request_id` finds the request in the service's log; `errors` lists
-    `{pointer, detail, code}` for each wrong part of the request.
+    `{pointer, detail, code}` for each wrong part of the request; `retry_after_seconds` is when to come again,
+    where the service said so.
     """
 
     def __init__(
@@ -20,6 +21,7 @@ class BrokerError(Exception):
         status: int = 0,
         request_id: str | None = None,
         errors: Sequence[Mapping[str, Any]] = (),
+        retry_after_seconds: float | None = None,
     ) -> None:
         super().__init__(detail)
         self.detail = detail
@@ -27,6 +29,7 @@ class BrokerError(Exception):
         self.status = status
         self.request_id = request_id
         self.errors = tuple(errors)
+        self.retry_after_seconds = retry_after_seconds
 
     def __str__(self) -> str:
         """The first wrong part is told in `detail`, the others below it."""

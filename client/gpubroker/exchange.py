@@ -89,7 +89,7 @@ def exchange(call: Call, retry_seconds: float) -> Steps[Answer]:
                 return answer
             failure = error_of(answer)
             again = answer.status in _NOTHING_DONE or (call.repeatable and answer.status in _NO_WORD)
-            pause = max(pause, _retry_after_seconds(answer))
+            pause = max(pause, failure.retry_after_seconds or 0.0)
         failed_at = time.monotonic()
         give_up_at = failed_at + retry_seconds if give_up_at is None else give_up_at
         if not again or failed_at + pause > give_up_at:
@@ -106,24 +106,29 @@ def error_of(answer: Answer) -> BrokerError:
         problem = {}
     if not isinstance(problem, dict):
         problem = {}
-    return error_of_problem(problem, answer.status, answer.headers.get("request-id"))
+    return error_of_problem(problem, answer.status, answer.headers)
 
 
-def error_of_problem(problem: Mapping[str, Any], status: int, request_id: str | None = None) -> BrokerError:
-    detail = problem.get("detail") or problem.get("title") or f"the service answered {status}"
+def error_of_problem(
+    problem: Mapping[str, Any], status: int, headers: Mapping[str, str] | None = None
+) -> BrokerError:
+    """Of the service, or of a model's server, which calls its words `error` and has no codes."""
+    said = problem.get("detail") or problem.get("title") or problem.get("error")
+    headers = headers or {}
     kind = Unreachable if status in (502, 503, 504) else Refused if status < 500 else BrokerError
     return kind(
-        str(detail),
+        str(said or f"the service answered {status}"),
         code=str(problem.get("code", "")),
         status=status,
-        request_id=problem.get("request_id") or request_id,
+        request_id=problem.get("request_id") or headers.get("request-id"),
         errors=problem.get("errors") or (),
+        retry_after_seconds=_retry_after_seconds(headers),
     )
 
 
-def _retry_after_seconds(answer: Answer) -> float:
+def _retry_after_seconds(headers: Mapping[str, str]) -> float | None:
     """Seconds from `Retry-After`; its date form is treated as not given."""
     try:
-        return max(0.0, float(answer.headers.get("retry-after", "0")))
-    except ValueError:
-        return 0.0
+        return max(0.0, float(headers["retry-after"]))
+    except (KeyError, ValueError):
+        return None

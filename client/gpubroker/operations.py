@@ -5,7 +5,7 @@ import time
 import uuid
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
-from typing import Any, TypedDict, cast
+from typing import TYPE_CHECKING, Any, TypedDict, cast
 from urllib.parse import quote
 
 from gpubroker.batch import Answered, Wanted, submit_all
@@ -15,12 +15,16 @@ from gpubroker.estimates import Estimate
 from gpubroker.exchange import Answer, Call, Steps, exchange
 from gpubroker.explained import Explanation, Simulation
 from gpubroker.fleet import Gpu, Node, Stats, Tenant
+from gpubroker.inferring import InferOptions, infer
 from gpubroker.models import Event, Failure, Outcome, Page, Task, TaskState, Token
 from gpubroker.planned import FleetPlan
 from gpubroker.policy import Policy
 from gpubroker.quarantine import Detection, Quarantined, Released
 from gpubroker.served import ServedModel
 from gpubroker.submission import SubmitOptions, Target, opened, plain, question_body, submission_body
+
+if TYPE_CHECKING:
+    from numpy.typing import ArrayLike, NDArray
 
 _LONG_POLL_SECONDS = 30.0
 """How long one request may wait for a task; the service answers at once when the task ends."""
@@ -217,6 +221,11 @@ class Operations:
         call = Call("POST", path, params=_given({"server": server}), body=_json(body), patience_seconds=waits)
         answer = yield from self._send(call)
         return filled(ServedModel, answer.json())
+
+    def infer(
+        self, model: str, inputs: "Mapping[str, ArrayLike]", options: InferOptions
+    ) -> "Steps[dict[str, NDArray[Any]]]":
+        return infer(model, inputs, options, self._retry_seconds)
 
     def tenants(self) -> Steps[Page[Tenant]]:
         raw = yield from self._ask("GET", "/tenants")

@@ -30,7 +30,7 @@ def client_settings(connection: Connection) -> dict[str, Any]:
 def request_of(call: Call, timeout_seconds: float) -> dict[str, Any]:
     headers = dict(call.headers)
     if call.body is not None:
-        headers["Content-Type"] = "application/json"
+        headers.setdefault("Content-Type", "application/json")
     return {
         "method": call.method,
         "url": call.path,

@@ -158,7 +158,7 @@ class GatewayRole:
         return own_host(self._listener.getsockname()[0])
 
     def _plane(self, parts: GatewayParts, telemetry: Telemetry) -> Plane:
-        lanes = Lanes(lane_options_of(self._settings.triton), on_waited=telemetry.on_waited)
+        lanes = Lanes(lane_options_of(self._settings), on_waited=telemetry.on_waited)
         fleet = Fleet(self._parts.servers, parts.residencies)
         telemetry.show_lanes(lanes.figures)
         if parts.residencies is not None:

@@ -13,7 +13,7 @@ from service.gateway.inference.server import Server
 from service.gateway.residency import ModelRules, ServerRules
 from service.host_ports import ModelHost
 from service.settings import Settings
-from service.triton_sections import TritonServerSettings, TritonSettings
+from service.triton_sections import TritonServerSettings
 
 
 def servers_of(settings: Settings) -> list[Server]:
@@ -24,12 +24,14 @@ def servers_of(settings: Settings) -> list[Server]:
     ]
 
 
-def lane_options_of(given: TritonSettings) -> LaneOptions:
+def lane_options_of(settings: Settings) -> LaneOptions:
+    given, types = settings.triton, settings.model_types
     return LaneOptions(
         LaneRules(given.waiting, given.tenant_share),
         Seconds(given.queue_seconds),
         given.priority,
         {name.encode(): slots for name, slots in given.slots.items()},
+        {name: chosen.priority for name, chosen in types.items() if chosen.priority is not None},
     )
 
 

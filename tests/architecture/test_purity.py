@@ -6,6 +6,7 @@ import subprocess
 import sys
 import tomllib
 from collections.abc import Iterator
+from itertools import chain
 
 from tests.architecture.source_tree import CORE, ROOT, Module, is_stdlib, modules
 
@@ -112,7 +113,7 @@ def declared_by_the_client() -> set[str]:
     project = tomllib.loads((ROOT / "client/pyproject.toml").read_text(encoding="utf-8"))["project"]
     names = {
         re.split(r"[\[<>=!~; ]", wanted, maxsplit=1)[0].lower().replace("-", "_")
-        for wanted in project["dependencies"]
+        for wanted in [*project["dependencies"], *chain(*project["optional-dependencies"].values())]
     }
     return {"yaml" if name == "pyyaml" else name for name in names}
 

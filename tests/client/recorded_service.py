@@ -72,7 +72,7 @@ class RecordedService:
                         parts.path,
                         parse_qsl(parts.query),
                         {name.lower(): value for name, value in self.headers.items()},
-                        json.loads(text) if text else None,
+                        _read(text, self.headers.get("content-type", "")),
                     )
                 )
                 reply = service._replies.popleft() if service._replies else service.always
@@ -95,6 +95,12 @@ class RecordedService:
 
 
 FULL_ID = "task_01k9z6x8d2000abcdefghjkmnp"
+
+
+def _read(body: bytes, content_type: str) -> Any:
+    if content_type == "application/octet-stream":
+        return body
+    return json.loads(body) if body else None
 
 
 def a_task(id: str = "task_1", state: str = "pending", **more: Any) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from service.core.lane import LaneRules
 from service.core.units import Seconds
 from service.gateway.identity import Identity
 from service.gateway.inference.cold import HELD_BYTES
-from service.gateway.inference.lanes import MOST_LANES, NO_WISH, LaneOptions, Lanes, Wish, wish_in
+from service.gateway.inference.lanes import MOST_LANES, NO_WISH, LaneOptions, Lanes, Wish
 from service.gateway.problems import Problem
 from tests.gateway.harness import until
 from tests.gateway.inference_stage import INFER, OK, Connection, Stage, a_request, a_stage
@@ -21,10 +21,12 @@ class Model:
     def __init__(self) -> None:
         self.working: dict[bytes, asyncio.Event] = {}
         self.began: list[bytes] = []
+        self.heads: list[bytes] = []
 
     async def __call__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         while True:
-            _, body = await a_request(reader)
+            head, body = await a_request(reader)
+            self.heads.append(head)
             end = self.working[body] = asyncio.Event()
             self.began.append(body)
             await end.wait()
@@ -42,7 +44,9 @@ class Scene:
 
     def __init__(self, slots: int = 1, *, places: int = 8, queue_seconds: float = 60.0) -> None:
         self.model = Model()
-        options = LaneOptions(LaneRules(places), Seconds(queue_seconds), slots={b"any": slots})
+        options = LaneOptions(
+            LaneRules(places), Seconds(queue_seconds), slots={b"any": slots}, type_priorities={"llm": 20}
+        )
         self.lanes = Lanes(options)
         self.waiting = 0
 
@@ -94,6 +98,19 @@ async def test_what_is_more_important_goes_first_and_is_told_how_long_it_waited(
             assert float(headers["x-queue-seconds"]) >= 0
     assert scene.model.began == [b"first", b"high", b"none", b"band", b"low"]
     assert not list(scene.lanes.figures())
+
+
+async def test_a_model_type_goes_first_as_its_priority_says_and_that_is_nobody_elses_business() -> None:
+    scene = Scene()
+    async with a_stage(scene.model, lanes=scene.lanes) as stage:
+        [first] = await scene.busy(stage, b"first")
+        plain = await scene.waits(stage, b"plain", x_priority="10")
+        typed = await scene.waits(stage, b"typed", x_model_type="llm")
+        await scene.ends(b"first", first)
+        assert "x-priority" not in await scene.ends(b"typed", typed)
+        await scene.ends(b"plain", plain)
+    assert scene.model.began == [b"first", b"typed", b"plain"]
+    assert not [head for head in scene.model.heads if b"x-model-type" in head.lower()]
 
 
 async def test_only_what_makes_a_model_work_takes_a_slot() -> None:
@@ -201,10 +218,21 @@ async def test_a_priority_above_the_tokens_is_lowered_to_it_and_said() -> None:
         assert "x-priority" not in await scene.ends(b"unsaid", unsaid)
 
 
+def test_who_states_no_priority_has_that_of_the_model_type() -> None:
+    lanes = Lanes(LaneOptions(type_priorities={"llm": 79, "chat": 100}))
+    weak = Identity("weak", "weak", frozenset(), 90)
+    assert lanes.wish_in(weak, None, None, "llm") == Wish(79)
+    assert lanes.wish_in(weak, "10", None, "llm") == Wish(10)
+    assert lanes.wish_in(weak, None, "2", "other") == Wish(None, 2.0)
+    assert lanes.wish_in(weak, None, None, "chat") == Wish(90), (
+        "it asked for none, so that none is told of it"
+    )
+
+
 @pytest.mark.parametrize("text", ["101", "-1", "high", "", "1.5", "٣", "0000"])
 async def test_a_priority_that_is_none_is_refused(text: str) -> None:
     with pytest.raises(Problem) as found:
-        wish_in(SOMEBODY, text, None)
+        Lanes(LaneOptions()).wish_in(SOMEBODY, text, None, None)
     assert found.value.code == "header-invalid"
     assert "critical, interactive" in found.value.detail
 

@@ -17,6 +17,7 @@ from service.gateway.problems import Problem
 
 PRIORITY: Final = "x-priority"
 TIMEOUT: Final = "x-timeout-seconds"
+MODEL_TYPE: Final = "x-model-type"
 WAITED: Final = "x-queue-seconds"
 
 MOST_LANES: Final = 1024
@@ -31,6 +32,8 @@ class LaneOptions(NamedTuple):
     """Of requests that state none."""
     slots: Mapping[bytes, int] = {}
     """By model; of all others it is found out."""
+    type_priorities: Mapping[str, int] = {}
+    """Model type -> priority of requests that name it and state none."""
 
 
 class Wish(NamedTuple):
@@ -45,15 +48,6 @@ class Wish(NamedTuple):
 
 
 NO_WISH: Final = Wish()
-
-
-def wish_in(identity: Identity, priority: str | None, seconds: str | None) -> Wish:
-    """The two headers, if they were sent. Raises Problem."""
-    if priority is None and seconds is None:
-        return NO_WISH
-    asked, most = None if priority is None else _priority_in(priority), identity.max_priority
-    is_capped = asked is not None and asked > most
-    return Wish(most if is_capped else asked, None if seconds is None else _seconds_in(seconds), is_capped)
 
 
 class LaneFigures(NamedTuple):
@@ -164,6 +158,21 @@ class Lanes:
         self._waiting: dict[tuple[Lane, Place], Turn] = {}
         self._gone: dict[Lane, set[Turn]] = {}
         """Those that have a slot."""
+
+    def wish_in(
+        self, identity: Identity, priority: str | None, seconds: str | None, model_type: str | None
+    ) -> Wish:
+        """The three headers, if they were sent. Raises Problem."""
+        if priority is None and seconds is None and model_type is None:
+            return NO_WISH
+        asked = None if priority is None else _priority_in(priority)
+        usual = self._options.type_priorities.get(model_type or "")
+        given, most = usual if asked is None else asked, identity.max_priority
+        return Wish(
+            None if given is None else min(given, most),
+            None if seconds is None else _seconds_in(seconds),
+            is_capped=asked is not None and asked > most,
+        )
 
     def enter(self, model: bytes, identity: Identity, wish: Wish) -> Turn:
         """Raises Problem."""

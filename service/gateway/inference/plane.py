@@ -15,7 +15,7 @@ from service.gateway.inference.again import Again
 from service.gateway.inference.aims import Aim
 from service.gateway.inference.cold import Cold, Refusable
 from service.gateway.inference.fleet import Fleet
-from service.gateway.inference.lanes import PRIORITY, TIMEOUT, Lanes, Turn, Wish, wish_in
+from service.gateway.inference.lanes import MODEL_TYPE, PRIORITY, TIMEOUT, Lanes, Turn, Wish
 from service.gateway.inference.loads import MOST_READ_BYTES, brings_files
 from service.gateway.inference.refusals import no_files, no_shared_memory
 from service.gateway.problems import Problem
@@ -28,11 +28,14 @@ IDEMPOTENT: Final = "x-idempotent"
 _PRIORITY = PRIORITY.encode()
 _TIMEOUT = TIMEOUT.encode()
 _IDEMPOTENT = IDEMPOTENT.encode()
+_MODEL_TYPE = MODEL_TYPE.encode()
+_WISHES = (_PRIORITY, _TIMEOUT, _MODEL_TYPE)
 _TO_US = frozenset(
     {
         _IDEMPOTENT,
         _PRIORITY,
         _TIMEOUT,
+        _MODEL_TYPE,
         b"authorization",
         b"connection",
         b"content-length",
@@ -182,7 +185,7 @@ class Plane:
 
         if who is None or not (aim.takes_slot or aim.needs_model or aim.unloads):
             return ask()
-        wish = wish_in(who, _text(told.to_us.get(_PRIORITY)), _text(told.to_us.get(_TIMEOUT)))
+        wish = self.lanes.wish_in(who, *(_text(told.to_us.get(name)) for name in _WISHES))
         model = unquote(aim.model.decode("latin-1"))
         there = self.wait_for(model, wish.priority, unloads=aim.unloads)
         if not aim.takes_slot:

@@ -19,7 +19,7 @@ from service.gateway.inference.calls import (
     model_in,
     model_named_in,
 )
-from service.gateway.inference.lanes import NO_WISH, PRIORITY, TIMEOUT, Turn, wish_in
+from service.gateway.inference.lanes import MODEL_TYPE, NO_WISH, PRIORITY, TIMEOUT, Turn
 from service.gateway.inference.plane import IDEMPOTENT, Plane
 from service.gateway.inference.refusals import no_files, no_shared_memory, our_mistake, problem_of
 from service.gateway.problems import Problem, headers_of
@@ -42,7 +42,8 @@ _STATUS_OF: Final = {
 }
 """What a status of HTTP is called there; all others are INTERNAL."""
 
-_TO_US: Final = frozenset({"authorization", "user-agent", IDEMPOTENT, PRIORITY, TIMEOUT})
+_WISHES: Final = (PRIORITY, TIMEOUT, MODEL_TYPE)
+_TO_US: Final = frozenset({"authorization", "user-agent", IDEMPOTENT, *_WISHES})
 """Of a call's metadata; all else is passed on."""
 
 Behaviour = Callable[[Any, grpc.aio.ServicerContext], Awaitable[Any]]
@@ -66,7 +67,7 @@ class Rpcs(grpc.GenericRpcHandler):  # type: ignore[misc]  # grpc says nothing o
                 # perf_analyzer sends the space behind the colon, which HTTP/1.1 would have taken away
                 given = None if token is None else token.strip().encode("latin-1", "replace")
                 rpc.identity = self._plane.authorize(aim.scope, aim.name, given)
-                rpc.wish = wish_in(rpc.identity, sent.get(PRIORITY), sent.get(TIMEOUT))
+                rpc.wish = self._plane.lanes.wish_in(rpc.identity, *map(sent.get, _WISHES))
                 rpc.is_idempotent = sent.get(IDEMPOTENT, "").lower() == "true"
             if aim.shares_memory:
                 raise no_shared_memory()

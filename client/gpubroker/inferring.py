@@ -1,0 +1,79 @@
+"""Requests to models that Triton serves behind the service, each a generator as in `gpubroker.operations`."""
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, TypedDict
+from urllib.parse import quote
+
+from gpubroker.errors import BrokerError, WrongArgument
+from gpubroker.exchange import Call, Steps, exchange
+from gpubroker.tensors import HEAD_BYTES, read, written
+
+if TYPE_CHECKING:
+    from numpy.typing import ArrayLike, NDArray
+
+_PATIENCE_SECONDS = 300.0
+"""The service may have to load the model and to wait for its turn, and then the model works. Of all three it
+tells by itself when they take too long, as its operator has set."""
+
+
+class InferOptions(TypedDict, total=False):
+    """What `infer` takes by name besides the model and its inputs."""
+
+    priority: int | str
+    """0 to 100, or the name of a band: who waits longer in front of the model."""
+    model_type: str
+    """Kind of model, for which the operator may have set a priority."""
+    outputs: Sequence[str]
+    """Only these; left out, all that the model has."""
+    version: int | str
+    """Of the model; left out, as the server chooses."""
+    parameters: Mapping[str, Any]
+    """The model's own, passed to Triton untouched."""
+    timeout_seconds: float
+    """So long it may wait for its turn; then it is not tried again either."""
+
+
+def infer(
+    model: str, inputs: "Mapping[str, ArrayLike]", options: InferOptions, retry_seconds: float
+) -> "Steps[dict[str, NDArray[Any]]]":
+    """Sent once: again only after an answer which says that nothing was done."""
+    for unknown in options.keys() - InferOptions.__annotations__:
+        known = ", ".join(InferOptions.__annotations__)
+        raise WrongArgument(f"infer() knows no option {unknown}; there are {known}")
+    body, head_bytes = written(inputs, options.get("outputs"), options.get("parameters"))
+    version, timeout_seconds = options.get("version"), options.get("timeout_seconds")
+    said = {
+        "x-priority": options.get("priority"),
+        "x-model-type": options.get("model_type"),
+        "x-timeout-seconds": timeout_seconds,
+    }
+    headers = {
+        "Content-Type": "application/octet-stream",
+        HEAD_BYTES: str(head_bytes),
+        # Else the server would compress what the client then has to open.
+        "Accept-Encoding": "identity",
+        **{name: str(value) for name, value in said.items() if value is not None},
+    }
+    path = f"/v2/models/{quote(model, safe='')}"
+    if version is not None:
+        path += f"/versions/{quote(str(version), safe='')}"
+    call = Call(
+        "POST",
+        f"{path}/infer",
+        body=body,
+        headers=headers,
+        patience_seconds=_PATIENCE_SECONDS,
+        repeatable=False,
+    )
+    answer = yield from exchange(call, retry_seconds if timeout_seconds is None else 0.0)
+    return read(answer)
+
+
+def triton_healthy() -> Steps[bool]:
+    try:
+        yield from exchange(Call("GET", "/v2/health/ready"), 0.0)
+    except BrokerError as fault:
+        if fault.status == 0:
+            raise
+        return False
+    return True
