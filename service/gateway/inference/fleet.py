@@ -1,6 +1,7 @@
 """The servers of models, and which of them is asked."""
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Final
 from urllib.parse import unquote
 
 from service.gateway.inference.aims import Aim, Asked
@@ -12,6 +13,11 @@ from service.gateway.residencies import Residencies
 from service.model_ports import Asking, RequestHead, Trouble
 from service.telemetry import ServerRow
 
+IDEMPOTENT: Final = "x-idempotent"
+"""A header, `true`: doing it twice does no harm, so that it may go to a second server when the first one
+breaks off."""
+
+_IDEMPOTENT = IDEMPOTENT.encode()
 _UNCHANGING = frozenset({b"GET", b"HEAD"})
 _AGAIN = NOTHING_SENT | {Trouble.BROKEN}
 """What may be done twice; but not while a server that says nothing may still be at it."""
@@ -44,8 +50,8 @@ class Fleet:
             if not server.is_managed
         )
 
-    def ask(self, head: RequestHead, answer: Refusable, aim: Aim, *, is_idempotent: bool) -> Asking:
-        """`is_idempotent`: the client says that doing it twice does no harm."""
+    def ask(self, head: RequestHead, answer: Refusable, aim: Aim, to_us: Mapping[bytes, bytes]) -> Asking:
+        """`to_us`: headers of the client for the service itself."""
         if self.only is not None:
             answer.server = self.only
             return self.only.backend.ask(head, answer)
@@ -55,6 +61,7 @@ class Fleet:
                 return Gather(servers, head, answer, aim.asked)
         if head.method in _UNCHANGING:
             return Attempt(self, head, answer, aim, _AT_WILL)
+        is_idempotent = to_us.get(_IDEMPOTENT, b"").lower() == b"true"
         return Attempt(self, head, answer, aim, _AGAIN if is_idempotent else NOTHING_SENT)
 
     def pick(

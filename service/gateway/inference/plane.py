@@ -5,7 +5,7 @@ Everything that says whether, when and where a request goes is here.
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
-from typing import Final, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 from urllib.parse import unquote
 
 from service.gateway.callers import Callers
@@ -14,7 +14,7 @@ from service.gateway.ids import Ids
 from service.gateway.inference.again import Again
 from service.gateway.inference.aims import Aim
 from service.gateway.inference.cold import Cold, Refusable
-from service.gateway.inference.fleet import Fleet
+from service.gateway.inference.fleet import IDEMPOTENT, Fleet
 from service.gateway.inference.lanes import MODEL_TYPE, PRIORITY, TIMEOUT, Lanes, Turn, Wish
 from service.gateway.inference.loads import MOST_READ_BYTES, brings_files
 from service.gateway.inference.refusals import no_files, no_shared_memory
@@ -22,17 +22,13 @@ from service.gateway.problems import Problem
 from service.gateway.residencies import Residencies
 from service.model_ports import Asking, Header, RequestHead
 
-IDEMPOTENT: Final = "x-idempotent"
-"""`true`: doing it twice does no harm, so that it may go to a second server when the first one breaks off."""
-
 _PRIORITY = PRIORITY.encode()
 _TIMEOUT = TIMEOUT.encode()
-_IDEMPOTENT = IDEMPOTENT.encode()
 _MODEL_TYPE = MODEL_TYPE.encode()
 _WISHES = (_PRIORITY, _TIMEOUT, _MODEL_TYPE)
 _TO_US = frozenset(
     {
-        _IDEMPOTENT,
+        IDEMPOTENT.encode(),
         _PRIORITY,
         _TIMEOUT,
         _MODEL_TYPE,
@@ -180,8 +176,7 @@ class Plane:
         """At once, or once the model is there and has a slot for it. Raises Problem."""
 
         def ask(to: Refusable = answer) -> Asking:
-            is_idempotent = told.to_us.get(_IDEMPOTENT, b"").lower() == b"true"
-            return self.fleet.ask(head, to, aim, is_idempotent=is_idempotent)
+            return self.fleet.ask(head, to, aim, told.to_us)
 
         if who is None or not (aim.takes_slot or aim.needs_model or aim.unloads):
             return ask()

@@ -19,8 +19,9 @@ from service.gateway.inference.calls import (
     model_in,
     model_named_in,
 )
+from service.gateway.inference.fleet import IDEMPOTENT
 from service.gateway.inference.lanes import MODEL_TYPE, NO_WISH, PRIORITY, TIMEOUT, Turn
-from service.gateway.inference.plane import IDEMPOTENT, Plane
+from service.gateway.inference.plane import Plane
 from service.gateway.inference.refusals import no_files, no_shared_memory, our_mistake, problem_of
 from service.gateway.problems import Problem, headers_of
 from service.model_ports import Call, CallAnswer, CallFailed, Metadata
