@@ -38,6 +38,10 @@ if TYPE_CHECKING:
     from service.gateway.inference.rpcs import RpcDoor
 
 
+FIRST_LOOK_SECONDS = 1.0
+"""So long a start waits for servers of models to say what they have."""
+
+
 class GatewayRole:
     _letting_go: LettingGo | None = None
     """Of models in the ledger, if there are any."""
@@ -105,6 +109,10 @@ class GatewayRole:
     async def begin(self) -> None:
         await self._tokens.load()
         await self._write_client_file()
+        if len(self._parts.servers) > 1:  # whoever asks at once is to find his model
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(FIRST_LOOK_SECONDS):
+                    await Watch(self._parts.servers).look_at_all()
         if self._letting_go is not None and self._store.is_shared:
             await self._letting_go.say(self._store, self._name, self._picture.clock.now())
         if self._calls is not None:

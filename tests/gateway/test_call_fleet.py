@@ -91,6 +91,15 @@ async def test_what_a_server_says_itself_is_told_by_no_other() -> None:
         assert b.messages == []
 
 
+async def test_a_model_is_called_where_it_was_loaded_a_moment_ago_and_no_more_once_it_is_unloaded() -> None:
+    async with a_stage(main := Heard(), others=[b := Heard()]) as stage:
+        have(stage, set(), set())
+        stage.fleet.servers[1].contents = Contents(frozenset({b"any"}))
+        for name in ("RepositoryModelLoad", "ModelInfer", "RepositoryModelUnload", "ModelInfer"):
+            await stage.ask(SERVICE + name, field(1 if name == "ModelInfer" else 2, "any"))
+        assert (len(main.messages), len(b.messages)) == (1, 3)
+
+
 async def test_one_server_that_lives_is_enough() -> None:
     dead = messages.ServerLiveResponse(live=False).SerializeToString()
     live = messages.ServerLiveResponse(live=True).SerializeToString()

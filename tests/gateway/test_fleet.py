@@ -97,6 +97,18 @@ async def test_a_load_goes_where_the_model_is_in_the_repository() -> None:
         assert (len(main.heads), len(b.heads)) == (0, 1)
 
 
+async def test_a_model_is_asked_where_it_was_loaded_a_moment_ago_and_no_more_once_it_is_unloaded() -> None:
+    async with a_stage(main := Heard(), others=[b := Heard()]) as stage:
+        have(stage, set(), set())
+        server(stage, "main").contents = Contents()
+        await stage.ask("POST", "/v2/repository/models/cold/load", b"")
+        await stage.ask("POST", "/v2/models/cold/infer", b"{}")
+        await stage.ask("POST", "/v2/repository/models/cold/unload", b"")
+        assert (len(main.heads), len(b.heads)) == (0, 3)
+        await stage.ask("POST", "/v2/models/cold/infer", b"{}")
+        assert (len(main.heads), len(b.heads)) == (1, 3), "the first one says that it has no such model"
+
+
 @pytest.mark.parametrize("chunked", [False, True])
 async def test_what_was_not_sent_goes_to_the_next_server_with_all_of_its_body(chunked: bool) -> None:
     async with a_stage(None, others=[b := Heard()]) as stage:

@@ -19,6 +19,8 @@ KEPT_BYTES: Final = 2 * HELD_BYTES
 """So much of a body is kept for a second server, until the first one answers: more than is taken of a client
 before there is a connection."""
 
+_WELL: Final = 200
+
 NOTHING_SENT: Final = frozenset({Trouble.UNREACHABLE, Trouble.BUSY})
 """After these anything may be sent to another server."""
 
@@ -80,6 +82,8 @@ class Attempt(Asking, Answer):
         self._kept = None
         if self._server is not None:
             self._server.http.answered()
+            if self._aim.loads and status == _WELL:
+                self._server.note_load(self._aim.model)
         self._answer.on_head(status, headers, body_bytes)
 
     def on_body(self, data: bytes) -> None:

@@ -43,7 +43,7 @@ class CallFleet:
             return await _ask(self.servers[0], method, message, metadata, seconds)
         if aim.asked is not Asked.ONE and not (aim.sets and not changes_settings(message)):
             servers = self._concerned(aim, message)
-            if len(servers) > 1:
+            if len(servers) > 1 or (servers and aim.unloads):
                 return await _gather(aim, servers, method, message, metadata, seconds)
         until = None if seconds is None else monotonic() + seconds
         model, version = about(aim, message)
@@ -53,7 +53,7 @@ class CallFleet:
             assert server is not None  # of the first there always is one
             left = None if until is None else max(0.0, until - monotonic())
             try:
-                return await _ask(server, method, message, metadata, left)
+                answer = await _ask(server, method, message, metadata, left)
             except CallFailed as failed:
                 tried.append(server)
                 server = None
@@ -62,6 +62,10 @@ class CallFleet:
                 if server is None:
                     raise
                 tried[-1].passed_on += 1
+            else:
+                if aim.loads:
+                    server.note_load(model)
+                return answer
 
     def open(
         self, aim: CallAim, method: str, first: bytes, metadata: Metadata, seconds: float | None
@@ -125,7 +129,11 @@ async def _gather(
 ) -> CallAnswer:
     """Raises CallFailed: of `EACH` the first, of all others if none has answered."""
     if aim.asked is Asked.EACH:
-        told = [await _ask(server, method, message, metadata, seconds) for server in servers]
+        told: list[CallAnswer] = []
+        for server in servers:
+            told.append(await _ask(server, method, message, metadata, seconds))
+            if aim.unloads:
+                server.note_unload(about(aim, message)[0])
         return told[0]
     within = GATHER_SECONDS if seconds is None else min(seconds, GATHER_SECONDS)
     each = await asyncio.gather(

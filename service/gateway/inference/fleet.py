@@ -57,8 +57,8 @@ class Fleet:
             return self.only.backend.ask(head, answer)
         if aim.asked is not Asked.ONE:
             servers = self._concerned(aim)
-            if len(servers) > 1:
-                return Gather(servers, head, answer, aim.asked)
+            if len(servers) > 1 or (servers and aim.unloads):
+                return Gather(servers, head, answer, aim)
         if head.method in _UNCHANGING:
             return Attempt(self, head, answer, aim, _AT_WILL)
         is_idempotent = to_us.get(_IDEMPOTENT, b"").lower() == b"true"

@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Sequence
 from typing import Final
 
-from service.gateway.inference.aims import Asked
+from service.gateway.inference.aims import Aim, Asked
 from service.gateway.inference.cold import HELD_BYTES, Refusable
 from service.gateway.inference.fetch import Fetched, NotFetched, fetch
 from service.gateway.inference.merging import merged_index, summed_statistics
@@ -16,17 +16,20 @@ from service.model_ports import Asking, RequestHead, Trouble
 GATHER_SECONDS: Final = 10.0
 """Whoever has not answered by then is left out."""
 
+_WELL: Final = 200
+
 _OURS: Final = frozenset({b"accept-encoding", b"if-none-match", b"if-modified-since", b"range"})
 """Headers of the client that would make of an answer what cannot be put together."""
 
 
 class Gather(Asking):
-    def __init__(self, servers: Sequence[Server], head: RequestHead, answer: Refusable, asked: Asked) -> None:
+    def __init__(self, servers: Sequence[Server], head: RequestHead, answer: Refusable, aim: Aim) -> None:
         kept = [header for header in head.headers if header[0].lower() not in _OURS]
         self._servers = servers
         self._head = head._replace(headers=kept)
         self._answer = answer
-        self._asked = asked
+        self._aim = aim
+        self._asked = aim.asked
         self._body: list[bytes] = []
         self._bytes = 0
         self._task: asyncio.Task[None] | None = None
@@ -89,12 +92,14 @@ class Gather(Asking):
             server.http.failed(failed.trouble, str(failed))
             return problem_of(failed.trouble, server.name, str(failed))
         server.http.answered()
+        if self._aim.unloads and found.status == _WELL:
+            server.note_unload(self._aim.model)
         return found
 
     def _made_of(self, found: Sequence[Fetched]) -> Fetched:
-        well = [one for one in found if one.status == 200]
+        well = [one for one in found if one.status == _WELL]
         if self._asked is Asked.EACH:
-            return next((one for one in found if one.status != 200), found[0])
+            return next((one for one in found if one.status != _WELL), found[0])
         if len(well) < 2 or self._asked is Asked.ANY:
             return well[0] if well else found[0]
         join = merged_index if self._asked is Asked.INDEX else summed_statistics

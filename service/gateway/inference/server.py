@@ -98,6 +98,20 @@ class Server:
         """By one of its ways at least."""
         return not all(way.breaker.is_open for way in self.ways)
 
+    def note_load(self, model: bytes) -> None:
+        """It has loaded it a moment ago; which versions, it tells when it is asked the next time."""
+        if self.contents is not None:
+            known, ready = self.contents
+            self.contents = Contents(known | {model}, ready | {model})
+        self.http.look_wanted.set()
+
+    def note_unload(self, model: bytes) -> None:
+        if self.contents is not None:
+            known, ready = self.contents
+            begins = model + b"/"
+            left = frozenset(key for key in ready if key != model and not key.startswith(begins))
+            self.contents = Contents(known, left)
+
     async def close(self) -> None:
         await self.backend.close()
         if self.calls is not None:
