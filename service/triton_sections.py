@@ -79,6 +79,16 @@ class TritonServerSettings(Section):
         return headers
 
 
+class BatchSettings(Section):
+    """How queued inferences of one model are joined."""
+
+    max_size: Annotated[int, Field(ge=1, le=65_536)] = 16
+    """So many rows are sent together at most, and no more than the model's `max_batch_size`; 1: each
+    inference alone."""
+    delay_seconds: Annotated[float, Field(ge=0, le=60)] = 0.005
+    """So long the first of a batch waits for others."""
+
+
 class TritonSettings(Section):
     servers: Annotated[list[TritonServerSettings], Field(max_length=64)] = Field(default_factory=list)
     """A model is asked where it is. Without a server, there is nothing under /v2."""
@@ -106,6 +116,10 @@ class TritonSettings(Section):
     """So much of a model's waiting places one tenant may have, and of its slots while others wait."""
     queue_seconds: Annotated[float, Field(gt=0, le=86_400)] = 30.0
     """So long a request may wait for its turn at a model."""
+    queued_at_once: Annotated[int, Field(ge=1, le=10_000)] = 64
+    """Of queued inferences of one model so many are with its server, or about to be."""
+    batch: dict[str, BatchSettings] = Field(default_factory=dict)
+    """By model; of others up to 16 rows are joined, where the model takes batches."""
 
     @model_validator(mode="after")
     def _servers_have_names_of_their_own(self) -> Self:

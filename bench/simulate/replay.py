@@ -22,20 +22,18 @@ from service.core.forecasts import make_forecasts
 from service.core.fragmentation import Sum, fragmentation
 from service.core.lessons import learn
 from service.core.memory import Memory
-from service.core.model_orders import ModelOrder
 from service.core.orders import (
     Ended,
     Ending,
     Gone,
     GoOrder,
-    Order,
     Ready,
     Report,
     Started,
     StartOrder,
     StopOrder,
 )
-from service.core.plan import Decision
+from service.core.plan import AnyOrder, Decision
 from service.core.policy import BANDS, Policy, band_of
 from service.core.runs import react
 from service.core.task import Task, TaskState
@@ -216,7 +214,7 @@ class Replay:
         for event in events:
             self.world.apply([event.at(Position(self.world.position + 1), self._now)])
 
-    def _obey(self, order: Order | ModelOrder) -> None:
+    def _obey(self, order: AnyOrder) -> None:
         match order:
             case StartOrder():
                 run = self._runs.get(order.task)

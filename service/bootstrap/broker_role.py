@@ -16,6 +16,7 @@ from service.bootstrap.compose import (
     tenure_rules_of,
 )
 from service.bootstrap.hosts import hosts_of
+from service.bootstrap.inferences import askers_of, inference_desk_of
 from service.bootstrap.one_ray import other_ray
 from service.bootstrap.picture import Job, Picture, word_seconds
 from service.bootstrap.premises import StartRefused
@@ -47,6 +48,7 @@ class BrokerRole:
         self._policy = policy_of(settings)
         self.executor = new_executor(settings, picture.clock)
         self._hosts = hosts_of(settings)
+        self._askers = askers_of(settings)
         self._wait_seconds = DeskRules().call_seconds if store.is_shared else Seconds(0.0)
         self.candidate = Candidate(
             name=name,
@@ -117,6 +119,8 @@ class BrokerRole:
         await self.executor.close(stop_cluster=stop_cluster)
         for host in self._hosts:
             await host.close()
+        for asker in self._askers:
+            await asker.close()
 
     def _new_leader(self, tenure: Tenure) -> Leader:
         """For one term: nothing that an earlier one of this process remembered holds any more."""
@@ -146,7 +150,9 @@ class BrokerRole:
         desk = ModelDesk(
             self._hosts, clock, boot_seconds, wait_seconds=self._wait_seconds, have_let_go=self._have_let_go
         )
-        return Dispatcher(self._store, self._blobs, self.executor, self._picture.world, clock, desk)
+        inferences = inference_desk_of(self._settings, self._askers, clock)
+        world = self._picture.world
+        return Dispatcher(self._store, self._blobs, self.executor, world, clock, desk, inferences)
 
     async def _have_let_go(self, claim: str) -> bool:
         if self._store.is_shared:

@@ -13,6 +13,7 @@ from service.core.orders import SeenDevice
 from service.core.policy import CustomLimit, Maximum, Policy, Pool, TenantPolicy
 from service.core.reconcile import InventoryRules
 from service.core.retention import Retention
+from service.core.serving import Serving
 from service.core.tenure import WHILE_THE_PROCESS_LIVES, TenureRules
 from service.core.units import Mib, Seconds
 from service.core.world import World
@@ -26,6 +27,7 @@ from service.sections import (
     SimulatedInstance,
 )
 from service.settings import Settings
+from service.triton_sections import TritonSettings
 
 MIB_BYTES = 2**20
 
@@ -49,7 +51,18 @@ def policy_of(settings: Settings) -> Policy:
     customs += [
         CustomLimit(f"pool:{pool.name}:{field}", most) for pool in pools for field, most in pool.amounts()
     ]
-    return Policy(**chosen, custom_limits=tuple(sorted(customs)), pools=pools)
+    return Policy(
+        **chosen, custom_limits=tuple(sorted(customs)), pools=pools, serving=serving_of(settings.triton)
+    )
+
+
+def serving_of(given: TritonSettings) -> Serving:
+    """Who answers queued inferences."""
+    return Serving(
+        ledger=tuple(server.name for server in given.servers if server.node),
+        others=tuple(server.name for server in given.servers if not server.node),
+        at_once=given.queued_at_once,
+    )
 
 
 def _pool_of(name: str, given: PoolSettings) -> Pool:

@@ -20,6 +20,7 @@ from service.bootstrap.picture import Job, Picture
 from service.bootstrap.premises import own_host, write_private
 from service.core.tenure import Standing
 from service.gateway.app import create_app
+from service.gateway.bringing import Bringing
 from service.gateway.callers import Callers
 from service.gateway.identity import EVERY_SCOPE, Tokens, new_token
 from service.gateway.inference.connection import in_front_of
@@ -122,6 +123,7 @@ class GatewayRole:
         jobs: list[Job] = [("tokens", self._tokens.keep_fresh(self._store.tokens_changed))]
         if self._parts.residencies is not None:
             jobs.append(("use of models", self._parts.residencies.keep_telling()))
+            jobs.append(("models of inferences", Bringing(self._parts, self._parts.residencies).keep()))
         if self._letting_go is not None and self._store.is_shared:
             keep = self._letting_go.keep_saying(self._store, self._name, self._picture.clock)
             jobs.append(("presence", keep))

@@ -1,11 +1,14 @@
 """From committed decisions to orders on their way, each start with what the run needs attached."""
 
+import asyncio
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 
 import structlog
 
+from service.broker.inference_desk import InferenceDesk
 from service.broker.model_desk import Hear, ModelDesk
+from service.core.inference_orders import DropOrder, InferOrder
 from service.core.model_orders import ModelOrder
 from service.core.orders import Ended, Ending, Failure, Gone, Order, Report, StartOrder
 from service.core.plan import Decision
@@ -28,6 +31,9 @@ from service.ports import (
 
 log = structlog.get_logger("gpubroker.dispatch")
 
+Start = StartOrder | InferOrder
+"""What needs what its task was submitted with."""
+
 Rows = Mapping[tuple[TaskId, Fence], Task]
 """Each claim's task, as the decision that made the claim wrote it."""
 
@@ -43,20 +49,23 @@ class Dispatcher:
         world: World,
         clock: Clock,
         desk: ModelDesk | None = None,
+        inferences: InferenceDesk | None = None,
     ) -> None:
-        """`desk`: to the servers of models, if there are any."""
+        """`desk`: to the servers of models whose memory is in the ledger, if there are any; `inferences`: to
+        those that are asked."""
         self._store = store
         self._blobs = blobs
         self._executor = executor
         self._world = world
         self._clock = clock
         self._desk = desk
+        self._inferences = inferences
         self._specs: Mapping[TaskId, RunSpec] = {}
         """What was looked up last."""
 
     async def look_up(self, decisions: Sequence[Decision]) -> None:
         """Read what their starts will need, while they are committed; `send` reads what it does not find."""
-        starts = [order.task for d in decisions for order in d.orders if isinstance(order, StartOrder)]
+        starts = [order.task for d in decisions for order in d.orders if isinstance(order, Start)]
         if starts:
             with suppress(StoreUnavailable):
                 self._specs = await self._store.specs(starts)
@@ -67,7 +76,7 @@ class Dispatcher:
         Raises StoreUnavailable: then nothing was sent.
         """
         orders = [order for decision in committed for order in decision.orders]
-        starts = [order for order in orders if isinstance(order, StartOrder) and not self._is_over(order)]
+        starts = [order for order in orders if isinstance(order, Start) and not self._is_over(order)]
         rows = {(w.task.id, w.task.fence): w.task for decision in committed for w in decision.tasks}
         payloads, impossible = await self._payloads(starts, rows)
         ready = {(order.task, order.fence) for order in starts if order.task in payloads}
@@ -76,6 +85,8 @@ class Dispatcher:
             if isinstance(order, ModelOrder):
                 if self._desk is not None:
                     self._desk.send(order)
+            elif isinstance(order, InferOrder | DropOrder):
+                self._send_inference(order, payloads)
             elif not isinstance(order, StartOrder) or (order.task, order.fence) in ready:
                 sendable.append(order)
         if sendable:
@@ -84,16 +95,26 @@ class Dispatcher:
 
     async def serve_models(self, tenure: Tenure, hear: Hear) -> None:
         """Have what servers of models say heard, until cancelled."""
-        if self._desk is not None:
-            await self._desk.run(tenure, hear)
+        async with asyncio.TaskGroup() as group:
+            if self._desk is not None:
+                group.create_task(self._desk.run(tenure, hear))
+            if self._inferences is not None:
+                group.create_task(self._inferences.run(hear))
 
-    def _is_over(self, order: StartOrder) -> bool:
+    def _send_inference(self, order: InferOrder | DropOrder, payloads: Mapping[TaskId, RunPayload]) -> None:
+        assert self._inferences is not None, "none is admitted without a server"
+        if isinstance(order, DropOrder):
+            self._inferences.drop(order)
+        elif order.task in payloads:
+            self._inferences.send(order, payloads[order.task].arguments)
+
+    def _is_over(self, order: Start) -> bool:
         """It ended between commit and dispatch, and its agent must not hear of it."""
         task = self._world.tasks.get(order.task)
         return task is None or task.fence > order.fence or (task.fence == order.fence and not task.is_active)
 
     async def _payloads(
-        self, starts: Sequence[StartOrder], rows: Rows
+        self, starts: Sequence[Start], rows: Rows
     ) -> tuple[Mapping[TaskId, RunPayload], Sequence[Report]]:
         if not starts:
             return {}, ()
@@ -147,12 +168,12 @@ class Dispatcher:
                 )
         return None, None
 
-    def _put_back(self, order: StartOrder, fault: StoreUnavailable) -> Report:
+    def _put_back(self, order: Start, fault: StoreUnavailable) -> Report:
         """The task waits a moment and is planned anew; others do not wait for its bytes."""
         log.error("run not started: what it needs cannot be read now", task=order.task, fault=str(fault))
         return Gone(order.task, order.fence, self._clock.now(), "never_started", rank=order.rank)
 
-    def _never_started(self, order: StartOrder, fault: Exception) -> list[Report]:
+    def _never_started(self, order: Start, fault: Exception) -> list[Report]:
         now = self._clock.now()
         failure = Failure(
             "corrupt_order", f"the stored arguments cannot be used: {fault}; submit the task again"

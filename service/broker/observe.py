@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import structlog
 
-from service.core import deadlines, model_holders, quarantine, requests, runs
+from service.core import deadlines, inferences, model_holders, quarantine, requests, runs
 from service.core.device import DeviceSample
 from service.core.events import Event
 from service.core.inquiry import Inquiry
@@ -30,7 +30,7 @@ from service.core.policy import Policy
 from service.core.reconcile import InventoryRules, reconcile
 from service.core.silence import Silence, unanswered
 from service.core.task import Move
-from service.core.units import DeviceKey, Instant, NodeName, TaskId
+from service.core.units import DeviceKey, Fence, Instant, NodeName, TaskId
 from service.core.world import World
 from service.ports import BlobStore, BlobTooLarge, Progress, ReadTicks
 
@@ -115,6 +115,8 @@ class Observer:
         self._ticks = ticks
         self.silence = Silence(policy)
         self._inquiry = Inquiry()
+        self._left_behind: frozenset[tuple[TaskId, Fence]] | None = None
+        """Inferences that an older leader had sent; None until it is looked."""
         self.to_ask: list[NodeName] = []
         """Nodes that were given up, once that is committed, and those whose word may have been lost: what is
         there, and what is gone."""
@@ -189,8 +191,17 @@ class Observer:
         decisions += model_holders.due(self._world, now)
         self._watch = deadlines.keep_watch(self._watch, now)
         decided = {decision.subject for decision in decisions}
-        over = overuse(self._world, now, self._policy)
-        return [*decisions, *(decision for decision in over if decision.subject not in decided)]
+        more = [*overuse(self._world, now, self._policy), *self._about_inferences(now)]
+        return [*decisions, *(decision for decision in more if decision.subject not in decided)]
+
+    def _about_inferences(self, now: Instant) -> list[Decision]:
+        if self._left_behind is None:
+            self._left_behind = inferences.left_behind(self._world)
+        return [
+            *inferences.taken_back(self._world, self._left_behind, now, self._policy),
+            *inferences.kept_wanted(self._world, self._policy, now),
+            *inferences.admissions(self._world, self._policy, now),
+        ]
 
     def _silent(self, now: Instant, *, listening: bool) -> list[NodeLost]:
         at = self._ticks()

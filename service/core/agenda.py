@@ -142,7 +142,9 @@ class Agenda:
         self._band = top
         self._is_sifted = False
         self._coming_in = [
-            kin for kin in self._world.queue.kin.values() if top in kin.bands and self._may_wake(kin, top)
+            kin
+            for kin in self._world.queue.kin.values()
+            if top in kin.bands and not kin.demand.answered_by and self._may_wake(kin, top)
         ]
         for name in self._pledged:
             task = self._world.tasks.get(name)

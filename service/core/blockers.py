@@ -4,6 +4,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from service.core.admission import check, check_priority, slot_in_words
+from service.core.inference_told import why_not_sent
 from service.core.ledger import Book
 from service.core.quota_told import quota_of
 from service.core.reasons import Reason
@@ -35,6 +36,9 @@ def limit_blockers(seen: Survey) -> list[Blocker]:
 def room_blockers(seen: Survey, *, of_rank: bool = False) -> list[Blocker]:
     """Everything that stands between the task and a placement; empty if there is one. Of a rank without the
     limits that count over all."""
+    if seen.task.is_inference:
+        why = why_not_sent(seen.draft.world, seen.task, seen.policy)
+        return [*limit_blockers(seen), *(Blocker(reason, message) for reason, message in why)]
     demand, world = seen.task.demand, seen.draft.world
     devices = [book.device for book in world.books.values()]
     refusal = check(demand, devices, world.nodes.values(), seen.policy)

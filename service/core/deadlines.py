@@ -192,10 +192,10 @@ def _expire(world: World, task: Task, now: Instant) -> Decision:
     elif task.model is not None:
         missed = Failure("expired", "nobody has asked for it again, and it did not get its memory meanwhile")
     else:
-        patience = f"{task.queue_ttl_seconds or 0:g} s"
-        missed = Failure(
-            "expired", f"it was not given its devices within the {patience} it was to wait for them"
-        )
+        patience, what = f"{task.queue_ttl_seconds or 0:g} s", "its devices"
+        if task.is_inference:
+            what = f"a turn at its model {task.demand.answered_by}"
+        missed = Failure("expired", f"it was not given {what} within the {patience} it was to wait for them")
     return Decision(
         task.id,
         "expire",

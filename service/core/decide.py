@@ -11,10 +11,10 @@ from service.core.draft import Draft
 from service.core.gang_leaving import ask_to_leave
 from service.core.lease import HolderKind, Lease, LeaseState, Pledge, PledgeEnd
 from service.core.member import Member
-from service.core.model_orders import ModelOrder, load_order
+from service.core.model_orders import load_order
 from service.core.need import context_mb
-from service.core.orders import Order, StartOrder
-from service.core.plan import Decision, PledgeWrite, TaskWrite, write_move
+from service.core.orders import StartOrder
+from service.core.plan import AnyOrder, Decision, PledgeWrite, TaskWrite, write_move
 from service.core.preemption import Eviction
 from service.core.stopping import orders_to_leave
 from service.core.task import Move, Placement, StopReason, Task
@@ -56,7 +56,7 @@ def admit(draft: Draft, task: Task, places: Sequence[Placement], now: Instant) -
 
 def _beginning(
     draft: Draft, task: Task, places: Sequence[Placement], leases: list[Lease]
-) -> tuple[Order | ModelOrder, ...]:
+) -> tuple[AnyOrder, ...]:
     if task.external is not None:
         return external_leases.watch_orders(draft.world, task, leases)
     if task.model is not None:
@@ -159,7 +159,7 @@ def withdraw(draft: Draft, preemptor: TaskId) -> Decision:
 
 def _stop(
     draft: Draft, victim: Task, eviction: Eviction, preemptor: TaskId, now: Instant, reason: StopReason
-) -> tuple[TaskWrite, tuple[Order | ModelOrder, ...]]:
+) -> tuple[TaskWrite, tuple[AnyOrder, ...]]:
     ranks = eviction.surplus.get(victim.id)
     if ranks is not None:
         write, orders = ask_to_leave(draft.world, victim, ranks, preemptor, now)

@@ -68,6 +68,9 @@ class Demand(_Hashed):
     `strict_spread` each on its own."""
     min_ranks: int | None = None
     """With so many of its ranks, the first ones, a gang runs as well; None: with all."""
+    answered_by: str = ""
+    """The model of a server that is to answer: such a task takes nothing of nodes or devices, since the model
+    holds what it takes."""
 
     def __hash__(self) -> int:
         """Asked for at every step of planning, so it is worked out once."""

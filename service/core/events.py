@@ -75,8 +75,14 @@ class NewEvent:
 
 def submitted(task: Task) -> NewEvent:
     """The first event of a task: every field of it."""
-    form = 1 if task.model is None else 2
-    return NewEvent(SUBMITTED, task.id, task.version, task.tenant, task_fields(task), task, form)
+    return NewEvent(SUBMITTED, task.id, task.version, task.tenant, task_fields(task), task, _form_of(task))
+
+
+def _form_of(task: Task) -> int:
+    """Who does not know of models or of inferences would start them as runs."""
+    if task.is_inference:
+        return 3
+    return 1 if task.model is None else 2
 
 
 def requested(request: Request) -> NewEvent:

@@ -88,7 +88,7 @@ def explain_waiting(found: Look) -> Explanation:
     task, world = whole.task, whole.draft.world
     position = position_of(world, task, whole.policy, whole.now)
     room = [*found.blockers]
-    if not room and whole.forecasts:
+    if not room and whole.forecasts and not task.is_inference:
         room = kept_for_forecasts(whole)
     blockers = tuple(_blockers(whole, room, position))
     devices = [_verdict(finding, seen.task) for node in seen.nodes for finding in node.devices]
@@ -187,6 +187,8 @@ def _statement(world: World, task: Task, now: Instant) -> str:
 
 def _whereabouts(task: Task) -> str:
     """Where an active task is, and how its ranks are doing if it is a gang."""
+    if task.is_inference:
+        return f"model {task.demand.answered_by}"
     nodes = sorted(nodes_of(task))
     names = ", ".join(nodes[:3]) + (f" and {len(nodes) - 3} more" if len(nodes) > 3 else "")
     if not task.members:

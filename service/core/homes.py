@@ -1,6 +1,6 @@
-"""Which models are wanted or in memory, where; kept by the World beside its tasks."""
+"""Which models are wanted or in memory, where, and who is asking them; kept by the World beside its tasks."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from service.core.model_terms import Home
 from service.core.task import Task
@@ -12,9 +12,12 @@ class Homes:
         self._live: dict[Home, Task] = {}
         self._known: dict[TaskId, Task] = {}
         """Those that are over as well, as long as they may hold something."""
+        self._asking: dict[str, dict[TaskId, Task]] = {}
 
     def note(self, task: Task) -> None:
         """It is new, or has changed."""
+        if task.is_inference:
+            self._note_inference(task)
         if task.model is None:
             return
         self._known[task.id] = task
@@ -27,6 +30,23 @@ class Homes:
     def drop(self, task: Task) -> None:
         """It is over and holds nothing any more."""
         self._known.pop(task.id, None)
+
+    def asking(self, model: str) -> Mapping[TaskId, Task]:
+        """The inferences of a model that are with a server, or about to be; also those that are to end."""
+        return self._asking.get(model, {})
+
+    def asked(self) -> list[str]:
+        """The models for which there are any, in order."""
+        return sorted(self._asking)
+
+    def _note_inference(self, task: Task) -> None:
+        model = task.demand.answered_by
+        if task.is_active:
+            self._asking.setdefault(model, {})[task.id] = task
+        elif model in self._asking:
+            self._asking[model].pop(task.id, None)
+            if not self._asking[model]:
+                del self._asking[model]
 
     def of(self, home: Home) -> Task | None:
         """The task of a model that is wanted or there."""

@@ -7,11 +7,15 @@ from typing import Any
 from service.core.copies import made_at_once
 from service.core.device import Device, Node
 from service.core.estimate import Lesson, Topic
+from service.core.inference_orders import InferenceOrder
 from service.core.lease import Lease, LeaseState, Pledge, PledgeEnd
 from service.core.model_orders import ModelOrder
 from service.core.orders import Checkpointed, Failure, Order
 from service.core.task import Move, Task, move
 from service.core.units import DeviceKey, Instant, TaskId
+
+AnyOrder = Order | ModelOrder | InferenceOrder
+"""To node agents, to servers of models, or to those about to ask one."""
 
 Fields = Mapping[str, Any]
 """Plain JSON values only: what an event carries and `World.apply` reads."""
@@ -97,7 +101,7 @@ class Decision:
     outcome: Outcome | None = None
     checkpoint: Checkpointed | None = None
     requests_done: tuple[str, ...] = ()
-    orders: tuple[Order | ModelOrder, ...] = ()
+    orders: tuple[AnyOrder, ...] = ()
     lessons: tuple[Lesson, ...] = ()
     """What the runs that it ends teach."""
     forgotten: tuple[Topic, ...] = ()

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from service.core.accounts import HALF_LIFE_SECONDS
 from service.core.demand import Labels
+from service.core.serving import NOBODY, Serving
 from service.core.units import Mib, Seconds
 
 BANDS: tuple[tuple[str, int, int], ...] = (
@@ -163,6 +164,8 @@ class Policy:
     min_run_seconds: Seconds = Seconds(0.0)
     """A run is left alone for so long after its start, except by critical tasks."""
     maximum: Maximum = Maximum()  # frozen
+    serving: Serving = NOBODY
+    """Who answers queued inferences."""
 
     has_quotas: bool = field(init=False, repr=False, compare=False)
     _by_name: dict[str, TenantPolicy] = field(init=False, repr=False, compare=False)

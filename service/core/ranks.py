@@ -11,8 +11,8 @@ from service.core.units import Instant, NodeName
 
 
 def ranks_of(task: Task) -> tuple[tuple[int, NodeName], ...]:
-    """(rank, node) of each run of an active task, without those of a gang that are gone. An external holder
-    or a model has none that an agent could be ordered anything about."""
+    """(rank, node) of each run of an active task, without those of a gang that are gone. An external holder,
+    a model or an inference has none that an agent could be ordered anything about."""
     if not task.is_run:
         return ()
     if task.members:
@@ -22,7 +22,10 @@ def ranks_of(task: Task) -> tuple[tuple[int, NodeName], ...]:
 
 
 def parts_of(task: Task) -> tuple[tuple[NodeName, Task], ...]:
-    """The same, with each rank as if it were a task of its own."""
+    """The same, with each rank as if it were a task of its own; external holders and models are where they
+    hold something, and inferences nowhere."""
+    if task.is_inference:
+        return ()
     if task.members:
         return tuple((node, part_of(task, rank)) for rank, node in ranks_of(task))
     assert task.node is not None, "an active task has its place"

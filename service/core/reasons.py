@@ -29,7 +29,8 @@ class Reason(StrEnum):
     """It would fit, but what is free is kept for others."""
     WAITING_FOR_PREEMPTION = "WaitingForPreemption"
     """Runs are being stopped to make room for it."""
-    MODEL_LOADING = "ModelLoading"  # reserved
+    MODEL_LOADING = "ModelLoading"
+    """The model that is to answer it is not in memory."""
     PENDING_EVALUATION = "PendingEvaluation"
     """Nothing stands in its way; the next cycle looks at it."""
 

@@ -6,11 +6,9 @@ from dataclasses import replace
 from typing import Any
 
 from service.core import external_leases, model_holders, quarantine
-from service.core.model_orders import UnloadOrder
-from service.core.orders import StopOrder
 from service.core.plan import AuditNote, Decision, Request, withdrawn, write_move
 from service.core.policy import Policy
-from service.core.stopping import comes_back, give_notice, orders_to_leave
+from service.core.stopping import ToLeave, comes_back, give_notice, orders_to_leave
 from service.core.task import Move, StopReason, Task, TaskState
 from service.core.units import Instant, Seconds
 from service.core.world import World
@@ -74,7 +72,7 @@ def _cancel_stopping(
     """
     assert task.stop_deadline_at is not None
     changes: dict[str, Any] = {}
-    orders: tuple[StopOrder | UnloadOrder, ...] = ()
+    orders: tuple[ToLeave, ...] = ()
     if comes_back(task):
         changes["stop_reason"] = StopReason.CANCEL
     if grace_seconds is not None and now + grace_seconds < task.stop_deadline_at:

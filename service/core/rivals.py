@@ -131,7 +131,8 @@ class _Rivals:
             standing = world.queue.standing_of(task)
             own = own_key(standing, task.stream, task.submitted_at, task.id, now, policy)
             key = order_key(own, self._shares.rank(task.tenant))
-            found = [one for kin in world.queue.kin.values() for one in self._of(kin, key)]
+            to_place = (kin for kin in world.queue.kin.values() if not kin.demand.answered_by)
+            found = [one for kin in to_place for one in self._of(kin, key)]
             found += [world.tasks[name] for name in world.pledges if name in world.queue]
             self._ahead = [rival for rival in found if rival.id != task.id]
         return self._ahead

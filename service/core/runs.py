@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any, assert_never
 
-from service.core import external_leases, gang_runs, model_holders
+from service.core import external_leases, gang_runs, inferences, model_holders
 from service.core.device import Node
 from service.core.fold import Fold, Folds
 from service.core.lease import HOLDERS_WITH_RUNS, LeaseState, PledgeEnd
@@ -120,6 +120,9 @@ def _ended(fold: Fold, world: World, report: Ended, now: Instant, policy: Policy
     if task.model is not None:
         model_holders.ended(fold, task, report, now, policy)
         return
+    if task.is_inference:
+        inferences.ended(fold, task, report, now, policy)
+        return
     forget = forget_order(world, task, report.rank)
     at = _credible(report.at, task, now)
     if task.members:
@@ -152,6 +155,9 @@ def _ended_by_stop(fold: Fold, world: World, task: Task, report: Ended, at: Inst
 def _gone(fold: Fold, world: World, report: Gone, now: Instant, policy: Policy) -> None:
     if fold.task is not None and fold.task.external is not None:
         external_leases.gone(fold, world, report, now)
+        return
+    if fold.task is not None and fold.task.is_inference:
+        inferences.never_sent(fold, report, now, policy)
         return
     fold.release_leases(report.fence, report.rank, report.proof)
     task = fold.live(report.fence, report.rank)

@@ -3,6 +3,7 @@
 from collections.abc import Iterable
 from typing import Any
 
+from service.core.inference_orders import DropOrder
 from service.core.lease import Lease
 from service.core.model_orders import UnloadOrder, unload_order
 from service.core.orders import Failure, ForgetOrder, StopOrder
@@ -23,6 +24,9 @@ _OFF_THE_NODE: dict[str, Any] = {
     "stop_deadline_at": None,
     "freeing_for": None,
 }
+ToLeave = StopOrder | UnloadOrder | DropOrder
+"""What whoever has started it is told."""
+
 _COME_BACK = (StopReason.PREEMPT, StopReason.MOVE, StopReason.RANK_LOST)
 
 START_RETRIES = 3
@@ -38,7 +42,7 @@ def off_the_nodes(task: Task, **changes: Any) -> dict[str, Any]:
 
 def give_notice(
     world: World, task: Task, reason: StopReason, grace_seconds: Seconds, now: Instant
-) -> tuple[TaskWrite, tuple[StopOrder | UnloadOrder, ...]]:
+) -> tuple[TaskWrite, tuple[ToLeave, ...]]:
     """An ADMITTED or RUNNING task on its way to STOPPING, and the notices that its agents get."""
     deadline_at = Instant(now + grace_seconds)
     write = write_move(task, Move.STOPPING, stop_reason=reason, stop_deadline_at=deadline_at)
@@ -131,8 +135,10 @@ def over_use(reason: StopReason | None, leases: Iterable[Lease]) -> Failure | No
     return Failure("over_use", f"the run used {used}; ask for more gpu_mb, or for gpu_mb: learned")
 
 
-def orders_to_leave(world: World, task: Task, grace_seconds: Seconds) -> tuple[StopOrder | UnloadOrder, ...]:
+def orders_to_leave(world: World, task: Task, grace_seconds: Seconds) -> tuple[ToLeave, ...]:
     """For a task that is STOPPING, whoever has started it."""
+    if task.is_inference:
+        return (DropOrder(task.id, task.fence),)
     if task.model is not None:
         return (unload_order(task, grace_seconds),)
     return stop_orders(world, task, grace_seconds)

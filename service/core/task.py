@@ -83,8 +83,9 @@ TRANSITIONS: dict[tuple[TaskState, Move], TaskState] = {
     (_S, Move.CHANGED): _S,
 }
 """(state, move) -> next state. A move that is not here is a bug of ours, never a client's.
-ADMITTED may end at once: a short run reports its start and its end together. An external holder begins with
-its admission: there is nobody to start it."""
+ADMITTED may end at once: a short run reports its start and its end together. An external holder and an
+inference begin with their admission: there is nobody to start the one, and no process to wait for of the
+other."""
 
 
 class OnFailure(StrEnum):
@@ -193,8 +194,14 @@ class Task:
 
     @property
     def is_run(self) -> bool:
-        """Node agents start it and stop it, and know of it: it is neither an external holder nor a model."""
-        return self.external is None and self.model is None
+        """Node agents start it and stop it, and know of it: it is no external holder, no model, and no
+        inference."""
+        return self.external is None and self.model is None and not self.demand.answered_by
+
+    @property
+    def is_inference(self) -> bool:
+        """A server of models answers it."""
+        return bool(self.demand.answered_by)
 
     @property
     def is_moving(self) -> bool:

@@ -1,6 +1,7 @@
 """Which tasks a new one runs after: what the client says, held against the rows."""
 
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 from service.core.task import Dependency, OnFailure
 from service.core.units import TaskId
@@ -11,16 +12,21 @@ from service.gateway.problems import Fault
 from service.gateway.schemas import SubmitTask
 from service.ports import Stand
 
+if TYPE_CHECKING:
+    from service.gateway.inferences import SubmitInference
+
 Stands = Mapping[TaskId, Stand]
 
 
-async def stands_for(call: Call, body: SubmitTask) -> Stands:
+async def stands_for(call: Call, body: "SubmitTask | SubmitInference") -> Stands:
     """How the tasks stand that it runs after; those that there are not are left out."""
     ids = {TaskId(wanted.task) for wanted in body.after if is_task_id(wanted.task)}
     return await call.parts.store.stands(sorted(ids)) if ids else {}
 
 
-def dependencies_of(body: SubmitTask, stands: Stands, tenant: str) -> tuple[Dependency, ...]:
+def dependencies_of(
+    body: "SubmitTask | SubmitInference", stands: Stands, tenant: str
+) -> tuple[Dependency, ...]:
     """Raises Problem for tasks that the caller's tenant does not have, and for those named twice.
 
     How they stand is not asked here: whatever happens until the submit commits, the leader finds out.

@@ -155,14 +155,22 @@ def explained_fields(
     world: World, found: Explanation, advice: Advice, viewer: Identity, now: Instant
 ) -> ExplainedFields:
     return {
+        **unadvised_fields(found),
         **advice_fields(world, advice, viewer, now),
+        "quota": None if found.quota is None else _quota_view(found.quota),
+        "ranks": [_rank_view(world, verdict) for verdict in found.ranks] or None,
+        "devices": [_verdict_view(world, verdict, viewer, advice, now) for verdict in found.devices],
+    }
+
+
+def unadvised_fields(found: Explanation) -> ExplainedFields:
+    """Of a task that wants no devices: what keeps it, and nothing that would help it."""
+    return {
+        **UNEXPLAINED,
         "reason": None if found.reason is None else found.reason.value,
         "message": found.message,
         "position": found.position,
         "blockers": [blocker_view(blocker) for blocker in found.blockers],
-        "quota": None if found.quota is None else _quota_view(found.quota),
-        "ranks": [_rank_view(world, verdict) for verdict in found.ranks] or None,
-        "devices": [_verdict_view(world, verdict, viewer, advice, now) for verdict in found.devices],
     }
 
 

@@ -34,8 +34,11 @@ class TaskQuery(PageQuery):
         list[TaskState], Field(description="One or more states, repeated or separated by commas.")
     ] = []
     kind: Annotated[
-        Literal["entrypoint", "command", "function", "external"] | None,
-        Field(description="Of what is run; `external`: leases of what the broker does not start."),
+        Literal["entrypoint", "command", "function", "external", "inference", "model"] | None,
+        Field(
+            description="Of what is run; `inference`: what a model is asked, `model`: what holds its memory, "
+            "`external`: leases of what the broker does not start."
+        ),
     ] = None
     min_priority: Priority | None = None
     max_priority: Priority | None = None

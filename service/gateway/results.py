@@ -3,7 +3,12 @@
 import asyncio
 import base64
 import json
+from collections.abc import Iterator
+from typing import Any
 
+from service.core.inference_forms import FORMAT as TENSORS
+from service.core.inference_forms import answer_in
+from service.core.tensors import BadTensor, values_of
 from service.gateway.parts import GatewayParts
 from service.gateway.problems import Problem
 from service.ports import BlobCorrupt, BlobMissing, StoredResult
@@ -13,6 +18,7 @@ NO_RESULT = b'"result":null'
 _AT_ONCE_BYTES = 64 * 1024
 """Larger results are made ready on a thread, so that nobody else waits for them."""
 _BASE64_STEP = 3 * 2**18
+_VALUES_STEP = 4096
 
 
 async def result_member(parts: GatewayParts, stored: StoredResult | None) -> bytes:
@@ -28,7 +34,40 @@ async def result_member(parts: GatewayParts, stored: StoredResult | None) -> byt
 def _member(data: bytes, form: str) -> bytes:
     if form == "json" and _is_json(data):
         return b'"result":' + data
+    if form == TENSORS and (answered := _answered(data)) is not None:
+        return b'"result":' + answered
     return b'"data_base64":"' + _base64(data) + b'"'
+
+
+def shown_format(form: str) -> str:
+    """What a model answered is told as JSON."""
+    return "json" if form == TENSORS else form
+
+
+def _answered(data: bytes) -> bytes | None:
+    """What a model answered, as Triton's protocol has it in JSON. None if the bytes are no answer."""
+    try:
+        answer = answer_in(data)
+        outputs = [(tensor, values_of(tensor)) for tensor in answer.outputs]
+    except BadTensor:
+        return None
+    head = {"model_name": answer.model, "model_version": answer.version}
+    if answer.id:
+        head["id"] = answer.id
+    parts = [json.dumps(head).encode()[:-1], b',"parameters":', json.dumps(answer.parameters).encode()]
+    for at, (tensor, values) in enumerate(outputs):
+        told = {"name": tensor.name, "datatype": tensor.datatype, "shape": tensor.shape}
+        parts += [b"," if at else b',"outputs":[', json.dumps(told).encode()[:-1], b',"data":[']
+        parts += _listed(values)
+        parts.append(b"]}")
+    return b"".join((*parts, b"]}"))
+
+
+def _listed(values: list[Any]) -> Iterator[bytes]:
+    """In steps, between which others have their turn."""
+    for begin in range(0, len(values), _VALUES_STEP):
+        yield b"," if begin else b""
+        yield json.dumps(values[begin : begin + _VALUES_STEP], separators=(",", ":")).encode()[1:-1]
 
 
 def _is_json(data: bytes) -> bool:

@@ -191,6 +191,19 @@ Run = Annotated[
 ]
 
 
+StreamName = Annotated[
+    str,
+    line(100),
+    Field(description="The operator's work stream by whose weight tasks alike are ordered."),
+]
+TimeoutSeconds = Annotated[float, Field(gt=0, le=30 * _DAY_SECONDS)]
+
+
+def one_deadline(deadline_at: object, deadline_seconds: object) -> None:
+    if deadline_at is not None and deadline_seconds is not None:
+        raise PydanticCustomError("contradiction", "give deadline_at or deadline_seconds, not both")
+
+
 class SubmitTask(Body):
     """One task. Only `run` is required."""
 
@@ -202,15 +215,11 @@ class SubmitTask(Body):
         line(100),
         Field(description="The operator may have set defaults for it: priority, sizes, timeout, retries."),
     ] = ""
-    stream: Annotated[
-        str,
-        line(100),
-        Field(description="The operator's work stream by whose weight tasks alike are ordered."),
-    ] = ""
+    stream: StreamName = ""
     resources: Resources = Resources()
     placement: Placement = "pack"
     max_retries: Annotated[int, Field(ge=0, le=100)] | None = None
-    timeout_seconds: Annotated[float, Field(gt=0, le=30 * _DAY_SECONDS)] | None = None
+    timeout_seconds: TimeoutSeconds | None = None
     grace_seconds: GraceSeconds | None = None
     after: Afters = Field(default_factory=list)
     not_before: NotBefore | None = None
@@ -224,8 +233,7 @@ class SubmitTask(Body):
 
     @model_validator(mode="after")
     def _one_deadline(self) -> Self:
-        if self.deadline_at is not None and self.deadline_seconds is not None:
-            raise PydanticCustomError("contradiction", "give deadline_at or deadline_seconds, not both")
+        one_deadline(self.deadline_at, self.deadline_seconds)
         return self
 
 

@@ -15,6 +15,7 @@ from service.core.expectations import Remaining, Size
 from service.core.lease import Lease
 from service.core.member import Member, MemberState
 from service.core.policy import band_of
+from service.core.serving import KIND as INFERENCE
 from service.core.start import Start
 from service.core.task import Dependency, Task
 from service.core.units import Instant, Seconds, TaskId
@@ -268,8 +269,9 @@ def expected_view(expected: Remaining | Start, now: Instant) -> ExpectedView:
 def _run_view(spec: RunSpec) -> RunView:
     return {
         "kind": spec.kind,
-        "entrypoint": spec.entrypoint or None,
+        "entrypoint": None if spec.kind == INFERENCE else spec.entrypoint or None,
         "command": list(spec.command) or None,
+        "model": spec.entrypoint if spec.kind == INFERENCE else None,
     }
 
 

@@ -12,9 +12,10 @@ from service.gateway.quarantine_views import Time as Time
 
 
 class RunView(TypedDict):
-    kind: Annotated[str, Field(description="entrypoint, command, function or external.")]
+    kind: Annotated[str, Field(description="entrypoint, command, function, inference, model or external.")]
     entrypoint: str | None
     command: list[str] | None
+    model: Annotated[str | None, Field(description="Of an inference: who is to answer it.")]
 
 
 class ProgressView(TypedDict):

@@ -29,6 +29,7 @@ PURE_STDLIB = frozenset(
         "re",
         "statistics",
         "string",
+        "struct",
         "types",
         "typing",
     }

@@ -11,6 +11,7 @@ from service.adapters.blobs.directory import DirectoryBlobs
 from service.adapters.memory.executor import SimulatedNode, WaitingExecutor
 from service.adapters.memory.store import MemoryStore
 from service.broker.dispatch import Dispatcher
+from service.broker.inference_desk import InferenceDesk
 from service.broker.loop import Leader
 from service.broker.model_desk import ModelDesk
 from service.broker.observe import Observer
@@ -130,7 +131,13 @@ class Stage:
         """From now on there are servers of models; whoever calls has it run."""
         self.leader = self.new_leader(self.leader.tenure, desk)
 
-    def new_leader(self, tenure: Tenure, desk: ModelDesk | None = None) -> Leader:
+    def use_inferences(self, desk: InferenceDesk) -> None:
+        """The same for those that are asked: another leader begins."""
+        self.leader = self.new_leader(self.leader.tenure, inferences=desk)
+
+    def new_leader(
+        self, tenure: Tenure, desk: ModelDesk | None = None, inferences: InferenceDesk | None = None
+    ) -> Leader:
         rules = InventoryRules("test", Mib(0))
         return Leader(
             tenure=tenure,
@@ -142,7 +149,9 @@ class Stage:
             observer=Observer(
                 self.world, self.policy, self.blobs, rules, 1024, self.progress, self.clock.ticks
             ),
-            dispatcher=Dispatcher(self.store, self.blobs, self.executor, self.world, self.clock, desk),
+            dispatcher=Dispatcher(
+                self.store, self.blobs, self.executor, self.world, self.clock, desk, inferences
+            ),
             clock=self.clock,
         )
 

@@ -7,7 +7,7 @@ import pytest
 from tests.e2e.service_process import ServiceProcess
 from tests.triton.server import Triton, free_ports
 
-LOADED = ("any_type", "echo_bytes", "identity_fp32", "line_fp32", "queued", "stream_n")
+LOADED = ("any_type", "doubles", "echo_bytes", "identity_fp32", "line_fp32", "queued", "stream_n")
 """From the start; the others of the folder `models` are for tests of loading."""
 
 

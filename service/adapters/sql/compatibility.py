@@ -5,7 +5,7 @@ from service.ports import LogOutgrown, Outgrown
 SCHEMA = 5
 """Number of the newest migration that this software knows."""
 
-READER = 2
+READER = 3
 """Newest form of events that this software can read. Whoever writes another one gives its events a higher
 number, and one that old software understands keeps the number it has."""
 

@@ -4,13 +4,21 @@ from fastapi import APIRouter, Response
 
 from service.core.advice import advise
 from service.core.blockers import Blocker
-from service.core.explain import ended_message, explain, explain_waiting
-from service.core.look import look
+from service.core.explain import Explanation, ended_message, explain, explain_waiting
+from service.core.look import Look, look
 from service.core.reasons import Reason
 from service.core.task import Task, TaskState
+from service.core.units import Instant
 from service.gateway.advice import NO_ADVICE
 from service.gateway.direct import Call, DirectRoute, answer, needs, problems
-from service.gateway.explanation import UNEXPLAINED, ExplanationView, blocker_view, explained_fields
+from service.gateway.explanation import (
+    UNEXPLAINED,
+    ExplainedFields,
+    ExplanationView,
+    blocker_view,
+    explained_fields,
+    unadvised_fields,
+)
 from service.gateway.identity import Scope
 from service.gateway.lookup import caught_up, find, reread
 from service.gateway.overview import as_of
@@ -56,14 +64,18 @@ def _waiting(call: Call, task: Task) -> ExplanationView:
     parts, now = call.parts, call.parts.clock.now()
     view = _bare(call, task)
     looked = look(parts.asking.survey(parts.world, task, parts.policy, now, parts.forecasts()))
-    found, advice = explain_waiting(looked), advise(looked, highest_priority(call))
-    view = {
-        **view,
-        "inherits": inherits_view(found.inherits),
-        **explained_fields(parts.world, found, advice, call.identity, now),
-    }
+    found = explain_waiting(looked)
+    view = {**view, "inherits": inherits_view(found.inherits), **_explained(call, task, looked, found, now)}
     blocker = unled(parts, task)
     return view if blocker is None else _unled(view, found.blockers, blocker)
+
+
+def _explained(call: Call, task: Task, looked: Look, found: Explanation, now: Instant) -> ExplainedFields:
+    """An inference waits for its model, and no room on nodes would help it."""
+    if task.is_inference:
+        return unadvised_fields(found)
+    advice = advise(looked, highest_priority(call))
+    return explained_fields(call.parts.world, found, advice, call.identity, now)
 
 
 def _unled(view: ExplanationView, blockers: tuple[Blocker, ...], unled: Blocker) -> ExplanationView:

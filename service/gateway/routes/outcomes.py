@@ -9,7 +9,7 @@ from service.gateway.identity import Scope
 from service.gateway.lookup import at_its_end, find, finished, live_of
 from service.gateway.problems import Problem
 from service.gateway.queries import WaitQuery
-from service.gateway.results import result_member
+from service.gateway.results import result_member, shown_format
 from service.gateway.translate import error_view, task_view
 from service.gateway.views import ResultView, TaskView
 
@@ -57,7 +57,7 @@ async def get_result(call: Call, task_id: str) -> Response:
     view: ResultView = {
         "id": task.id,
         "state": task.state.value,
-        "format": record.spec.result_format if stored is None else stored.format,
+        "format": record.spec.result_format if stored is None else shown_format(stored.format),
         "error": error_view(record.failure),
         "log_tail": "" if stored is None else stored.log_tail.decode("utf-8", "replace"),
     }

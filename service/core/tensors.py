@@ -1,0 +1,156 @@
+"""Tensors as they travel: little-endian, row by row, without padding, as in Triton's binary form."""
+
+import struct
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from math import isfinite, prod
+from typing import Any, Final
+
+_FORMATS: Final = {
+    "BOOL": "?", "INT8": "b", "UINT8": "B", "INT16": "h", "UINT16": "H", "INT32": "i", "UINT32": "I",
+    "INT64": "q", "UINT64": "Q", "FP16": "e", "FP32": "f", "FP64": "d",
+}  # fmt: skip
+_BF16_BYTES: Final = 2
+DATATYPES: Final = (*_FORMATS, "BF16", "BYTES")
+
+_AT_ONCE: Final = 4096
+"""So many values are turned over at a time: whoever shares the processor has its turn in between."""
+
+
+class BadTensor(ValueError):
+    """These values are not a tensor of that type and shape; the text says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tensor:
+    name: str
+    datatype: str
+    shape: tuple[int, ...]
+    data: bytes
+
+    @property
+    def rows(self) -> int:
+        """Of its first dimension, along which batches are joined; 0 if it has none."""
+        return self.shape[0] if self.shape else 0
+
+
+def tensor_of(name: str, datatype: str, shape: Sequence[int], values: Sequence[Any]) -> Tensor:
+    """Of values as JSON has them, nested by rows or not. Raises BadTensor."""
+    flat = list(_flat(values))
+    if len(flat) != prod(shape):
+        raise BadTensor(f"shape {list(shape)} has {prod(shape)} values, and {len(flat)} are given")
+    try:
+        return Tensor(name, datatype, tuple(shape), b"".join(_packed(datatype, flat)))
+    except (struct.error, OverflowError, TypeError, AttributeError, UnicodeEncodeError) as fault:
+        raise BadTensor(f"not all values are {datatype}: {fault}") from None
+
+
+def values_of(tensor: Tensor) -> list[Any]:
+    """Flat, as JSON has them: bytes that are no UTF-8 as Latin-1, numbers that are none as None. Raises
+    BadTensor for data of another length than its shape says."""
+    count = prod(tensor.shape)
+    if tensor.datatype == "BYTES":
+        found: list[Any] = [_text(element) for element in elements_of(tensor.data)]
+    else:
+        if len(tensor.data) != count * size_of(tensor.datatype):
+            raise BadTensor(f"{tensor.name} of shape {list(tensor.shape)} came with {len(tensor.data)} bytes")
+        found = list(_unpacked(tensor.datatype, tensor.data))
+    if len(found) != count:
+        raise BadTensor(f"{tensor.name} of shape {list(tensor.shape)} came with {len(found)} values")
+    return found
+
+
+def size_of(datatype: str) -> int:
+    """Of one value, in bytes. Raises BadTensor for a type whose values differ in length, or that is none."""
+    if datatype == "BF16":
+        return _BF16_BYTES
+    if datatype not in _FORMATS:
+        raise BadTensor(f"{datatype} is no datatype of fixed size")
+    return struct.calcsize(f"<{_FORMATS[datatype]}")
+
+
+def elements_of(data: bytes) -> Iterator[bytes]:
+    """Of BYTES: each is preceded by its length. Raises BadTensor."""
+    at = 0
+    while at < len(data):
+        at, end = at + 4, at + 4 + int.from_bytes(data[at : at + 4], "little")
+        if end > len(data):
+            raise BadTensor("a value of type BYTES is longer than what holds it")
+        yield data[at:end]
+        at = end
+
+
+def rows_cut(tensor: Tensor, rows: Sequence[int]) -> list[Tensor]:
+    """A tensor of all rows as one for each of these numbers of rows, in order. Raises BadTensor if they are
+    not as many as it has."""
+    if tensor.rows != sum(rows):
+        raise BadTensor(f"{tensor.name} has shape {list(tensor.shape)}, not {sum(rows)} rows")
+    per_row, inner = prod(tensor.shape[1:]), tensor.shape[1:]
+    ends = _ends(tensor, [count * per_row for count in rows])
+    cuts = zip(rows, [0, *ends], ends, strict=False)
+    return [
+        Tensor(tensor.name, tensor.datatype, (count, *inner), tensor.data[begin:end])
+        for count, begin, end in cuts
+    ]
+
+
+def _ends(tensor: Tensor, counts: Sequence[int]) -> list[int]:
+    """Where in its data so many values end, and so many more."""
+    if tensor.datatype == "BYTES":
+        lengths = (4 + len(element) for element in elements_of(tensor.data))
+        ends: Sequence[int] = list(accumulate(lengths, initial=0))
+    else:
+        ends = range(0, len(tensor.data) + 1, size_of(tensor.datatype))
+    if len(ends) != sum(counts) + 1 or ends[-1] != len(tensor.data):
+        raise BadTensor(f"{tensor.name} of shape {list(tensor.shape)} came with {len(tensor.data)} bytes")
+    return [ends[upto] for upto in accumulate(counts)]
+
+
+def _flat(values: Sequence[Any]) -> Iterator[Any]:
+    for value in values:
+        if isinstance(value, list):
+            yield from _flat(value)
+        else:
+            yield value
+
+
+def _packed(datatype: str, values: list[Any]) -> Iterator[bytes]:
+    for begin in range(0, len(values), _AT_ONCE):
+        some = values[begin : begin + _AT_ONCE]
+        if datatype == "BYTES":
+            encoded = [value.encode() for value in some]
+            yield b"".join(len(one).to_bytes(4, "little") + one for one in encoded)
+            continue
+        if any(isinstance(value, bool) is not (datatype == "BOOL") for value in some):
+            raise BadTensor(f"not all values are {datatype}")
+        if datatype == "BF16":
+            yield b"".join(_bf16(value) for value in some)
+        else:
+            yield struct.pack(f"<{len(some)}{_FORMATS[datatype]}", *some)
+
+
+def _bf16(value: float) -> bytes:
+    """The upper half of a 32-bit number, rounded to the nearest, ties to even."""
+    bits = int.from_bytes(struct.pack("<f", value), "little")
+    return (min(bits + 0x7FFF + (bits >> 16 & 1), 0xFFFFFFFF) >> 16).to_bytes(2, "little")
+
+
+def _unpacked(datatype: str, data: bytes) -> Iterator[Any]:
+    form, step = _FORMATS.get(datatype, "f"), _AT_ONCE * size_of(datatype)
+    for begin in range(0, len(data), step):
+        part = data[begin : begin + step]
+        if datatype == "BF16":
+            part = b"".join(b"\0\0" + part[at : at + 2] for at in range(0, len(part), 2))
+        values = (value for (value,) in struct.iter_unpack(f"<{form}", part))
+        if form in "efd":
+            yield from (value if isfinite(value) else None for value in values)
+        else:
+            yield from values
+
+
+def _text(element: bytes) -> str:
+    try:
+        return element.decode()
+    except UnicodeDecodeError:
+        return element.decode("latin-1")

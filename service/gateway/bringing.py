@@ -1,0 +1,58 @@
+"""Models for which inferences wait are asked for again, where nobody has them or waits for them any more."""
+
+import asyncio
+from contextlib import suppress
+from typing import TYPE_CHECKING
+
+import structlog
+
+from service.core.inferences import waiting
+from service.core.units import Instant, Seconds
+from service.gateway.problems import Problem
+from service.gateway.residencies import Residencies
+from service.gateway.residency import UnknownModel
+from service.ports import StoreUnavailable
+
+if TYPE_CHECKING:
+    from service.gateway.parts import GatewayParts
+
+log = structlog.get_logger("gpubroker.models")
+
+LOOK_SECONDS = Seconds(1.0)
+AGAIN_SECONDS = Seconds(60.0)
+"""A model that was asked for and is nowhere again, because its load failed or somebody unloaded it, is asked
+for so much later."""
+
+
+class Bringing:
+    """While a model has a holder, the leader keeps it wanted; to make one is for gateways, which insert."""
+
+    def __init__(self, parts: "GatewayParts", residencies: Residencies) -> None:
+        self._parts = parts
+        self._residencies = residencies
+        self._asked_at: dict[str, Instant] = {}
+
+    async def keep(self) -> None:
+        """Until cancelled."""
+        while True:
+            await asyncio.sleep(LOOK_SECONDS)
+            with suppress(StoreUnavailable):
+                await self.look()
+
+    async def look(self) -> None:
+        """Once. Raises StoreUnavailable."""
+        now = self._parts.clock.now()
+        found = waiting(self._parts.world)
+        self._asked_at = {model: at for model, at in self._asked_at.items() if model in found}
+        for model, groups in found.items():
+            if self._residencies.holding(model):
+                continue
+            if now - self._asked_at.setdefault(model, Instant(now - AGAIN_SECONDS)) < AGAIN_SECONDS:
+                continue
+            self._asked_at[model] = now
+            try:
+                await self._residencies.want(model, max(group.standing for group in groups))
+            except (Problem, UnknownModel) as refused:
+                log.warning(
+                    "a model for which inferences wait cannot be had now", model=model, fault=str(refused)
+                )

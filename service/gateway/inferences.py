@@ -1,0 +1,166 @@
+"""Queued inferences: what clients may send, and the tasks that they are."""
+
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import Field, StringConstraints, WithJsonSchema, model_validator
+
+from service.core.demand import Demand
+from service.core.inference_forms import Question
+from service.core.serving import KIND
+from service.core.task import Dependency, Task
+from service.core.tensors import BadTensor, Tensor, tensor_of
+from service.core.units import Instant, Seconds, TaskId
+from service.gateway.body import (
+    Afters,
+    Body,
+    DeadlineAt,
+    DeadlineSeconds,
+    ExpectedSeconds,
+    NotBefore,
+    QueueTtlSeconds,
+)
+from service.gateway.faults import refused
+from service.gateway.parts import Defaults
+from service.gateway.problems import Fault
+from service.gateway.schemas import Priority, StreamName, TimeoutSeconds, one_deadline
+from service.gateway.text import Labels, Name, line
+from service.gateway.timing import Timing
+from service.ports import RunSpec
+
+Datatype = Literal[
+    "BOOL", "UINT8", "UINT16", "UINT32", "UINT64", "INT8", "INT16", "INT32", "INT64",
+    "FP16", "BF16", "FP32", "FP64", "BYTES",
+]  # fmt: skip
+
+
+class InputTensor(Body):
+    """As in the request of Triton's protocol."""
+
+    name: Annotated[str, line(1000, 1)]
+    datatype: Datatype
+    shape: Annotated[list[Annotated[int, Field(ge=0, le=2**31 - 1)]], Field(max_length=64)]
+    data: Annotated[
+        list[Any],
+        WithJsonSchema({"type": "array"}),
+        Field(description="The values row by row, nested or flat: numbers, booleans, or text for BYTES."),
+    ]
+
+
+class WantedTensor(Body):
+    name: Annotated[str, line(1000, 1)]
+
+
+class SubmitInference(Body):
+    """One inference. Only `model` and `inputs` are required."""
+
+    model: Annotated[
+        str,
+        StringConstraints(pattern=r"^[^/\x00-\x1f\x7f]{1,500}$"),
+        Field(description="As its server calls it.", examples=["resnet"]),
+    ]
+    version: Annotated[
+        str,
+        StringConstraints(pattern=r"^[0-9]{0,18}$"),
+        Field(description="Left out: the one that its server chooses."),
+    ] = ""
+    id: Annotated[str, line(500), Field(description="Comes back with the answer.")] = ""
+    inputs: Annotated[list[InputTensor], Field(min_length=1, max_length=1000)]
+    outputs: Annotated[
+        list[WantedTensor], Field(max_length=1000, description="Left out: all that the model has.")
+    ] = Field(default_factory=list)
+    parameters: Annotated[
+        dict[Annotated[str, line(500, 1)], str | bool | int | float],
+        Field(max_length=100, description="Passed on to the model."),
+    ] = Field(default_factory=dict)
+
+    name: Name = ""
+    priority: Priority | None = None
+    stream: StreamName = ""
+    max_retries: Annotated[int, Field(ge=0, le=100)] | None = None
+    timeout_seconds: TimeoutSeconds | None = None
+    after: Afters = Field(default_factory=list)
+    not_before: NotBefore | None = None
+    queue_ttl_seconds: QueueTtlSeconds | None = None
+    deadline_at: DeadlineAt | None = None
+    deadline_seconds: DeadlineSeconds | None = None
+    expected_seconds: ExpectedSeconds | None = None
+    labels: Labels = Field(default_factory=dict)
+
+    @model_validator(mode="after")
+    def _one_deadline(self) -> Self:
+        one_deadline(self.deadline_at, self.deadline_seconds)
+        return self
+
+
+def question_of(body: SubmitInference) -> Question:
+    """Its values as the model gets them. Raises Problem with all that is wrong with them."""
+    faults = [
+        *_named_twice("inputs", [tensor.name for tensor in body.inputs]),
+        *_named_twice("outputs", [tensor.name for tensor in body.outputs]),
+    ]
+    tensors: list[Tensor] = []
+    for at, given in enumerate(body.inputs):
+        try:
+            tensors.append(tensor_of(given.name, given.datatype, given.shape, given.data))
+        except BadTensor as bad:
+            faults.append(Fault(pointer=f"/inputs/{at}/data", detail=str(bad), code="bad-tensor"))
+    if faults:
+        raise refused(faults)
+    outputs = tuple(tensor.name for tensor in body.outputs)
+    return Question(tuple(tensors), body.version, outputs, body.parameters, body.id)
+
+
+def _named_twice(field: str, names: list[str]) -> list[Fault]:
+    return [
+        Fault(pointer=f"/{field}/{at}/name", detail=f'"{name}" stands there already', code="named-twice")
+        for at, name in enumerate(names)
+        if name in names[:at]
+    ]
+
+
+def demand_of_inference(body: SubmitInference) -> Demand:
+    return Demand(answered_by=body.model)
+
+
+def task_of_inference(
+    body: SubmitInference,
+    demand: Demand,
+    tenant: str,
+    defaults: Defaults,
+    timing: Timing,
+    *,
+    id: TaskId,
+    now: Instant,
+    after: tuple[Dependency, ...],
+) -> Task:
+    timeout = defaults.timeout_seconds if body.timeout_seconds is None else body.timeout_seconds
+    return Task(
+        id=id,
+        tenant=tenant,
+        name=body.name,
+        priority=defaults.priority if body.priority is None else body.priority,
+        demand=demand,
+        submitted_at=now,
+        max_retries=defaults.max_retries if body.max_retries is None else body.max_retries,
+        timeout_seconds=None if timeout is None else Seconds(timeout),
+        grace_seconds=Seconds(0.0),
+        not_before=timing.not_before,
+        after=after,
+        awaits=bool(after),
+        queue_ttl_seconds=timing.queue_ttl_seconds,
+        expires_at=timing.expires_at,
+        deadline_at=timing.deadline_at,
+        expected_seconds=timing.expected_seconds,
+        stream=body.stream,
+    )
+
+
+def spec_of_inference(body: SubmitInference, stored: bytes, digest: str | None) -> RunSpec:
+    """`stored`: the packed question; `digest` names the object that holds it if it is large."""
+    return RunSpec(
+        kind=KIND,
+        entrypoint=body.model,
+        arguments=stored if digest is None else b"",
+        arguments_digest=digest,
+        labels=body.labels,
+    )

@@ -1,0 +1,123 @@
+"""Queued inferences: submitted here, and tasks from then on."""
+
+import asyncio
+
+from fastapi import APIRouter, Response
+
+from service.core.explain import stands_aside
+from service.core.inference_forms import packed
+from service.core.task import Task
+from service.gateway.dependencies import dependencies_of, stands_for
+from service.gateway.direct import Call, DirectRoute, answer, needs, problems
+from service.gateway.identity import Scope
+from service.gateway.inferences import (
+    SubmitInference,
+    demand_of_inference,
+    question_of,
+    spec_of_inference,
+    task_of_inference,
+)
+from service.gateway.intake import digest_if_large
+from service.gateway.lookup import live_of
+from service.gateway.pending import NOT_YET_SEEN
+from service.gateway.permission import check_priority, check_stream
+from service.gateway.problems import Problem
+from service.gateway.residency import UnknownModel
+from service.gateway.submitting import IdempotencyKey, sent_before, submitted
+from service.gateway.timing import timing_of
+from service.gateway.translate import Live, task_view
+from service.gateway.views import TaskView
+
+router = APIRouter(route_class=DirectRoute, tags=["models"])
+
+_AT_ONCE_BYTES = 64 * 1024
+"""The values of larger requests are turned into bytes on a thread."""
+
+_JUST_ACCEPTED = Live(leases=[], uuids={}, pending=NOT_YET_SEEN)
+
+
+@router.post(
+    "/inferences",
+    operation_id="inferences_submit",
+    dependencies=[needs(Scope.MODELS_INFER)],
+    status_code=202,
+    response_model=TaskView,
+    response_description="It is on disk, and answered when its model is there and its turn has come.",
+    responses=problems(
+        "malformed-json",
+        "unauthenticated",
+        "forbidden",
+        "priority-not-allowed",
+        "not-found",
+        "payload-too-large",
+        "unsupported-media-type",
+        "validation-failed",
+        "exceeds-capacity",
+        "no-matching-device",
+        "exceeds-maximum",
+        "exceeds-quota",
+        "idempotency-key-reused",
+        "store-unavailable",
+    ),
+)
+async def submit_inference(
+    call: Call, body: SubmitInference, idempotency_key: IdempotencyKey = None
+) -> Response:
+    """Submit an inference that waits in the queue for its model.
+
+    It is a task: `/tasks/{id}` tells how it stands, `/tasks/{id}/result` what the model answered. While it
+    waits its model stays wanted. It may be asked more than once; one answer counts.
+    """
+    try:
+        if not call.parts.policy.serving.is_anywhere:
+            raise Problem("not-found", "no server of models is configured; set triton.servers")
+        task, stored = await _taken_in(call, body), await _stored(call, body)
+        if not stands_aside(task):
+            await _bring_model(call, body.model, task.priority)
+    except Problem:
+        known = await sent_before(call, idempotency_key, "inference")
+        if known is None:
+            raise
+        return answer(task_view(known.record, live_of(call.parts, known.record.task)), 202, known.headers)
+    spec = spec_of_inference(body, stored, await digest_if_large(call, stored, task.id))
+    record, is_new, headers = await submitted(call, task, spec, idempotency_key, "inference")
+    live = _JUST_ACCEPTED if is_new else live_of(call.parts, record.task)
+    return answer(task_view(record, live), 202, {**headers, "Location": f"/tasks/{record.task.id}"})
+
+
+async def _stored(call: Call, body: SubmitInference) -> bytes:
+    """What is asked, as it is stored. Raises Problem."""
+    if len(await call.body()) > _AT_ONCE_BYTES:
+        return await asyncio.to_thread(lambda: packed(question_of(body)))
+    return packed(question_of(body))
+
+
+async def _taken_in(call: Call, body: SubmitInference) -> Task:
+    """Raises Problem for what is wrong with it, but for its values."""
+    parts, tenant = call.parts, call.identity.tenant
+    check_stream(parts.policy, body.stream)
+    stands, now = await stands_for(call, body), parts.clock.now()
+    demand = parts.capacity.settled(demand_of_inference(body), "", tenant, body.labels, at="")
+    after, timing = dependencies_of(body, stands, tenant), timing_of(body, now)
+    id = parts.ids.task(now)
+    task = task_of_inference(body, demand, tenant, parts.defaults, timing, id=id, now=now, after=after)
+    check_priority(call, task.priority)
+    parts.capacity.check_times(task)
+    return task
+
+
+async def _bring_model(call: Call, model: str, priority: int) -> None:
+    """Where its memory is in the ledger it is wanted from now on. Raises Problem for one that no server has,
+    and for one that would fit nowhere; a server that says nothing now is asked again later."""
+    parts = call.parts
+    if parts.residencies is None or parts.residencies.holding(model):
+        return
+    try:
+        await parts.residencies.want(model, priority)
+    except UnknownModel as unknown:
+        if not parts.policy.serving.others:
+            detail = f'there is no model "{model[:100]}": {unknown}; GET /models lists them'
+            raise Problem("not-found", detail) from None
+    except Problem as problem:
+        if problem.kind.status < 500:
+            raise

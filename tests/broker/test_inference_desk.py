@@ -1,0 +1,318 @@
+"""Inferences sent to a server: joined, cut, asked one by one, dropped; and a leader with such a desk."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from service.broker.inference_desk import BatchRules, InferenceDesk
+from service.core.inference_forms import Answer, Question, answer_in, packed
+from service.core.inference_orders import DropOrder, InferOrder
+from service.core.orders import Ended, Ending, Report
+from service.core.plan import Request
+from service.core.serving import Serving
+from service.core.task import TaskState
+from service.core.tensors import Tensor, tensor_of, values_of
+from service.core.units import Fence, Seconds, TaskId
+from service.inference_ports import AskFault, AskRefused, Batching, ModelAsker
+from tests.broker.stage import Hands, Stage, a_stage
+from tests.builders import NOW
+from tests.gateway.harness import until
+from tests.patience import PATIENCE_SECONDS
+
+LONG = Seconds(3600.0)
+TOGETHER = BatchRules(delay_seconds=Seconds(0.05))
+
+
+@dataclass
+class Doubling(ModelAsker):
+    """A server of models whose one model doubles what it is given, and takes no negative numbers."""
+
+    name: str = "lab"
+    most_rows: int = 8
+    by_rows: bool = True
+    faults: list[AskFault] = field(default_factory=list)
+    """What the next questions meet, one after the other."""
+    asked: list[list[float]] = field(default_factory=list)
+    goes_on: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def __post_init__(self) -> None:
+        self.goes_on.set()
+
+    async def ask(self, model: str, question: Question) -> Answer:
+        values = values_of(question.inputs[0])
+        self.asked.append(values)
+        await self.goes_on.wait()
+        if self.faults:
+            raise AskRefused(self.faults.pop(0), "as the test wants it")
+        if min(values) < 0:
+            raise AskRefused(AskFault.FAILED, "takes no negative numbers")
+        answer = rows(*(2 * value for value in values))
+        if not self.by_rows:
+            answer = replace(answer, shape=(1, len(values)))
+        return Answer(model, "1", (answer,), id=question.id)
+
+    async def batching(self, model: str, version: str) -> Batching:  # of the port
+        return Batching(self.most_rows)
+
+    async def close(self) -> None:
+        pass
+
+
+def rows(*values: float) -> Tensor:
+    return tensor_of("x", "FP32", [len(values), 1], list(values))
+
+
+class Room:
+    """A desk at work, and what it has told."""
+
+    def __init__(self, asker: ModelAsker, rules: BatchRules) -> None:
+        self.clock = Hands()
+        self.told: list[Report] = []
+        self.desk = InferenceDesk([asker], self.clock, rules)
+
+    def send(self, id: str, *values: float, server: str = "lab", stored: bytes | None = None) -> None:
+        order = InferOrder(TaskId(id), Fence(1), server, "m")
+        self.desk.send(order, packed(Question((rows(*values),), id=id)) if stored is None else stored)
+
+    async def ended(self, count: int) -> dict[str, Ended]:
+        await until(lambda: len(self.told) >= count)
+        assert len(self.told) == count
+        return {report.task: report for report in self.told if isinstance(report, Ended)}
+
+
+@asynccontextmanager
+async def a_room(asker: ModelAsker, rules: BatchRules = TOGETHER) -> AsyncIterator[Room]:
+    room = Room(asker, rules)
+    work = asyncio.create_task(room.desk.run(room.told.extend))
+    try:
+        yield room
+    finally:
+        work.cancel()
+        await asyncio.gather(work, return_exceptions=True)
+
+
+def answers(reports: dict[str, Ended]) -> dict[str, list[float]]:
+    found = {}
+    for name, report in reports.items():
+        assert report.ending is Ending.SUCCEEDED, report
+        assert report.result is not None
+        answer = answer_in(report.result)
+        assert answer.id == name
+        found[name] = values_of(answer.outputs[0])
+    return found
+
+
+async def test_alike_ones_are_asked_together_and_each_is_told_its_own_rows() -> None:
+    asker = Doubling()
+    async with a_room(asker) as room:
+        room.send("a", 1)
+        room.send("b", 2, 3)
+        assert answers(await room.ended(2)) == {"a": [2], "b": [4, 6]}
+    assert asker.asked == [[1, 2, 3]]
+
+
+async def test_a_batch_that_is_full_waits_for_nobody() -> None:
+    asker = Doubling(most_rows=2)
+    async with a_room(asker, BatchRules(delay_seconds=LONG)) as room:
+        room.send("a", 1)
+        await until(lambda: bool(room.desk._lanes) and next(iter(room.desk._lanes.values()))._most_rows == 2)
+        room.send("b", 2)
+        assert answers(await room.ended(2)) == {"a": [2], "b": [4]}
+    assert asker.asked == [[1, 2]]
+
+
+async def test_a_model_that_takes_no_batches_is_asked_one_by_one() -> None:
+    asker = Doubling(most_rows=1)
+    async with a_room(asker, BatchRules(delay_seconds=LONG)) as room:
+        room.send("a", 1)
+        room.send("b", 2)
+        await room.ended(2)
+    assert sorted(asker.asked) == [[1], [2]]
+
+
+async def test_and_so_is_one_that_the_operator_wants_asked_so() -> None:
+    asker = Doubling()
+    async with a_room(asker, BatchRules(most_rows=1, delay_seconds=LONG)) as room:
+        room.send("a", 1)
+        await room.ended(1)
+        room.send("b", 2)
+        await room.ended(2)
+    assert asker.asked == [[1], [2]]
+
+
+async def test_one_that_the_model_fails_at_harms_no_other_of_its_batch() -> None:
+    asker = Doubling()
+    async with a_room(asker) as room:
+        room.send("a", 1)
+        room.send("bad", -1)
+        room.send("b", 2)
+        told = await room.ended(3)
+    bad = told.pop("bad")
+    assert (bad.ending, bad.failure and bad.failure.kind) == (Ending.FAILED, "inference_failed")
+    assert answers(told) == {"a": [2], "b": [4]}
+    assert asker.asked == [[1, -1, 2], [1], [-1], [2]]
+
+
+async def test_a_server_that_takes_nothing_now_is_not_asked_for_each_of_a_batch() -> None:
+    asker = Doubling(faults=[AskFault.UNREACHABLE])
+    async with a_room(asker) as room:
+        room.send("a", 1)
+        room.send("b", 2)
+        told = await room.ended(2)
+    assert {report.ending for report in told.values()} == {Ending.NEVER_STARTED}
+    assert asker.asked == [[1, 2]]
+
+
+async def test_each_fault_is_told_as_the_end_that_it_is() -> None:
+    expected = {
+        AskFault.NOT_THERE: (Ending.NEVER_STARTED, None),
+        AskFault.REFUSED: (Ending.FAILED, "inference_refused"),
+        AskFault.FAILED: (Ending.FAILED, "inference_failed"),
+        AskFault.BROKEN: (Ending.LOST, "model_server_lost"),
+    }
+    for fault, (ending, kind) in expected.items():
+        async with a_room(Doubling(faults=[fault])) as room:
+            room.send("a", 1)
+            report = (await room.ended(1))["a"]
+            assert (report.ending, report.failure and report.failure.kind) == (ending, kind)
+
+
+async def test_a_model_that_does_not_answer_by_rows_is_asked_no_batches_any_more() -> None:
+    asker = Doubling(by_rows=False)
+    async with a_room(asker) as room:
+        room.send("a", 1)
+        room.send("b", 2)
+        assert answers(await room.ended(2)) == {"a": [2], "b": [4]}
+        room.send("c", 3)
+        room.send("d", 4)
+        await room.ended(4)
+    assert asker.asked == [[1, 2], [1], [2], [3], [4]]
+
+
+async def test_one_that_is_dropped_is_over_at_once_and_its_answer_is_not_told() -> None:
+    asker = Doubling(most_rows=1)
+    async with a_room(asker) as room:
+        asker.goes_on.clear()
+        room.send("a", 1)
+        await until(lambda: bool(asker.asked))
+        room.desk.drop(DropOrder(TaskId("a"), Fence(1)))
+        assert (await room.ended(1))["a"].ending is Ending.STOPPED
+        asker.goes_on.set()
+        room.send("b", 2)
+        told = await room.ended(2)
+        assert told["b"].ending is Ending.SUCCEEDED
+
+
+async def test_what_nobody_knows_is_dropped_as_well() -> None:
+    async with a_room(Doubling()) as room:
+        room.desk.drop(DropOrder(TaskId("a"), Fence(1)))
+        assert (await room.ended(1))["a"].ending is Ending.STOPPED
+
+
+async def test_one_that_is_dropped_while_it_waits_for_others_is_not_sent() -> None:
+    asker = Doubling()
+    async with a_room(asker) as room:
+        room.send("a", 1)
+        room.send("b", 2)
+        room.desk.drop(DropOrder(TaskId("a"), Fence(1)))
+        await room.ended(2)
+    assert asker.asked == [[2]]
+
+
+async def test_what_cannot_be_sent_at_all_is_told_at_once() -> None:
+    async with a_room(Doubling()) as room:
+        room.send("a", 1, server="gone")
+        room.send("b", stored=b"\xff")
+        told = await room.ended(2)
+    assert told["a"].ending is Ending.NEVER_STARTED
+    assert (told["b"].ending, told["b"].failure and told["b"].failure.kind) == (
+        Ending.FAILED,
+        "corrupt_order",
+    )
+
+
+@asynccontextmanager
+async def a_leader(folder: Path, *askers: ModelAsker) -> AsyncIterator[tuple[Stage, Callable[[], None]]]:
+    """And what has another one take over, with the second asker; the first stays at work."""
+    async with a_stage(folder, serving=Serving(others=("lab",))) as stage:
+        desks = [InferenceDesk([asker], stage.clock, BatchRules(most_rows=1)) for asker in askers]
+        works = [asyncio.create_task(desk.run(lambda reports: stage.leader.hear(reports))) for desk in desks]
+        stage.use_inferences(desks[0])
+        try:
+            yield stage, lambda: stage.use_inferences(desks[1])
+        finally:
+            for work in works:
+                work.cancel()
+            await asyncio.gather(*works, return_exceptions=True)
+
+
+async def submitted(stage: Stage, id: str, value: float, *, as_object: bool = False) -> None:
+    stored = packed(Question((rows(value),), id=id))
+    spec = {"kind": "inference", "entrypoint": "m", "arguments": stored}
+    if as_object:
+        spec |= {"arguments": b"", "arguments_digest": await stage.blobs.put(stored, owner=id)}
+    await stage.submit(id, spec=spec, answered_by="m")
+
+
+async def cycles_until(stage: Stage, id: str, state: TaskState) -> None:
+    async with asyncio.timeout(PATIENCE_SECONDS):
+        while (await stage.row(id)).state is not state:
+            await stage.leader.cycle()
+            await asyncio.sleep(0)
+
+
+async def answer_to(stage: Stage, id: str) -> list[float]:
+    result = await stage.store.result(TaskId(id))
+    assert result is not None
+    assert (result.format, result.ending) == ("tensors", "succeeded")
+    return values_of(answer_in(result.data or b"").outputs[0])
+
+
+async def test_a_leader_has_inferences_answered_and_keeps_the_answers(tmp_path: Path) -> None:
+    async with a_leader(tmp_path, Doubling()) as (stage, _):
+        await submitted(stage, "a", 1)
+        await submitted(stage, "b", 2, as_object=True)
+        for id, value in (("a", 2.0), ("b", 4.0)):
+            await cycles_until(stage, id, TaskState.SUCCEEDED)
+            assert await answer_to(stage, id) == [value]
+
+
+async def test_a_new_leader_has_sent_again_what_the_one_before_it_had_sent_and_one_answer_counts(
+    tmp_path: Path,
+) -> None:
+    older, newer = Doubling(), Doubling()
+    async with a_leader(tmp_path, older, newer) as (stage, take_over):
+        older.goes_on.clear()
+        await submitted(stage, "a", 1)
+        await cycles_until(stage, "a", TaskState.RUNNING)
+        await until(lambda: older.asked == [[1]])
+        newer.goes_on.clear()
+        take_over()
+        await cycles_until(stage, "a", TaskState.PENDING)
+        await cycles_until(stage, "a", TaskState.RUNNING)
+        older.goes_on.set()
+        await until(lambda: newer.asked == [[1]])
+        await stage.leader.cycle()
+        assert (await stage.row("a")).state is TaskState.RUNNING, "the older claim's answer is nobody's"
+        newer.goes_on.set()
+        await cycles_until(stage, "a", TaskState.SUCCEEDED)
+        assert ((await stage.row("a")).fence, (await stage.row("a")).failures) == (2, 0)
+
+
+async def test_an_inference_whose_question_is_lost_fails(tmp_path: Path) -> None:
+    async with a_leader(tmp_path, Doubling()) as (stage, _):
+        spec = {"kind": "inference", "entrypoint": "m", "arguments": b"", "arguments_digest": "0" * 64}
+        await stage.submit("a", spec=spec, answered_by="m")
+        await cycles_until(stage, "a", TaskState.FAILED)
+
+
+async def test_one_that_is_cancelled_while_it_is_answered_is_over_at_once(tmp_path: Path) -> None:
+    asker = Doubling()
+    async with a_leader(tmp_path, asker) as (stage, _):
+        asker.goes_on.clear()
+        await submitted(stage, "a", 1)
+        await cycles_until(stage, "a", TaskState.RUNNING)
+        await stage.store.request(Request("r1", TaskId("a"), "default", "cancel", {}, NOW))
+        await cycles_until(stage, "a", TaskState.CANCELLED)

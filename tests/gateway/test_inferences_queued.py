@@ -1,0 +1,265 @@
+"""Queued inferences over HTTP: what is taken, what is refused, and how the answer is fetched."""
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from service.adapters.memory.model_host import SimulatedHost, SimulatedModel
+from service.core.inference_forms import FORMAT, Answer, packed, question_in
+from service.core.inferences import admissions, kept_wanted
+from service.core.model_holders import seen
+from service.core.model_orders import Indexed, ServerSeen, Stage
+from service.core.model_terms import Home
+from service.core.orders import Ended, Ending, Failure
+from service.core.serving import Serving
+from service.core.task import Task, TaskState
+from service.core.tensors import tensor_of, values_of
+from service.core.units import Mib, TaskId
+from service.gateway.bringing import AGAIN_SECONDS, Bringing
+from service.gateway.residency import ModelRules, ServerRules
+from tests.builders import GIB
+from tests.gateway.harness import Gateway, fault, problem
+
+RULES = ServerRules(
+    "main", "n1", models={"llm": ModelRules(Mib(50 * GIB)), "huge": ModelRules(Mib(90 * GIB))}
+)
+
+
+@asynccontextmanager
+async def a_gateway(*, serving: Serving | None = None, **limits: Any) -> AsyncIterator[Gateway]:
+    """With one server, whose models are in the ledger unless told otherwise."""
+    async with Gateway(**limits) as gateway:
+        policy = replace(gateway.policy, serving=serving or Serving(ledger=("main",)))
+        host = SimulatedHost("main", (SimulatedModel("llm"), SimulatedModel("huge")))
+        gateway.change(policy=policy, served=[] if serving else [(RULES, host)])
+        gateway.admin = await gateway.client("boss")
+        yield gateway
+
+
+OPEN = Serving(others=("lab",))
+
+
+def a_body(*values: float, **fields: Any) -> dict[str, Any]:
+    tensor = {"name": "x", "datatype": "FP32", "shape": [len(values), 1], "data": list(values)}
+    return {"model": "llm", "inputs": [tensor], **fields}
+
+
+async def ask(gateway: Gateway, *values: float, **fields: Any) -> str:
+    response = await gateway.admin.post("/inferences", json=a_body(*values, **fields))
+    assert response.status_code == 202, response.text
+    assert response.headers["location"] == f"/tasks/{response.json()['id']}"
+    return str(response.json()["id"])
+
+
+async def send(gateway: Gateway) -> None:
+    """What a leader would send now."""
+    await gateway.commit(*admissions(gateway.world, gateway.policy, gateway.clock.now()))
+
+
+async def end(
+    gateway: Gateway, id: str, answer: Answer | None = None, failure: Failure | None = None
+) -> None:
+    task = gateway.task(id)
+    ending = Ending.FAILED if answer is None else Ending.SUCCEEDED
+    result = None if answer is None else packed(answer)
+    report = Ended(task.id, task.fence, gateway.clock.now(), ending, result, FORMAT, failure)
+    await gateway.hear(report)
+
+
+async def test_it_is_accepted_as_a_task_and_stored_as_the_model_gets_it() -> None:
+    async with a_gateway(serving=OPEN) as gateway:
+        id = await ask(
+            gateway, 1, 2, priority="critical", labels={"team": "vision"}, name="nightly", version="3",
+            id="mine", outputs=[{"name": "y"}], parameters={"k": 0.5}, max_retries=2,
+        )  # fmt: skip
+        task = gateway.task(id)
+        assert (task.demand.answered_by, task.priority, task.max_retries) == ("llm", 95, 2)
+        assert (task.demand.cpu, task.demand.gpus) == (0.0, 0)
+        spec = (await gateway.store.specs([task.id]))[task.id]
+        question = question_in(spec.arguments)
+        assert values_of(question.inputs[0]) == [1.0, 2.0]
+        assert (question.version, question.id, question.outputs) == ("3", "mine", ("y",))
+        view = (await gateway.admin.get(f"/tasks/{id}")).json()
+        assert view["run"] == {"kind": "inference", "entrypoint": None, "command": None, "model": "llm"}
+        listed = (await gateway.admin.get("/tasks?kind=inference")).json()["items"]
+        assert [item["id"] for item in listed] == [id]
+
+
+async def test_what_the_model_answered_is_the_result_as_json() -> None:
+    async with a_gateway(serving=OPEN) as gateway:
+        id = await ask(gateway, 1)
+        await send(gateway)
+        assert gateway.task(id).state is TaskState.RUNNING
+        outputs = tensor_of("y", "FP32", [2, 1], [0.5, 3]), tensor_of("t", "BYTES", [1], ["ü"])
+        await end(gateway, id, Answer("llm", "1", outputs, {"k": 1}, "mine"))
+        told = (await gateway.admin.get(f"/tasks/{id}/result")).json()
+        assert told["format"] == "json"
+        assert told["result"] == {
+            "model_name": "llm",
+            "model_version": "1",
+            "id": "mine",
+            "parameters": {"k": 1},
+            "outputs": [
+                {"name": "y", "datatype": "FP32", "shape": [2, 1], "data": [0.5, 3.0]},
+                {"name": "t", "datatype": "BYTES", "shape": [1], "data": ["ü"]},
+            ],
+        }
+        assert (await gateway.admin.get(f"/tasks/{id}/wait")).json()["result"] == told["result"]
+
+
+async def test_large_questions_and_answers_are_objects() -> None:
+    async with a_gateway(serving=OPEN, inline_bytes=64) as gateway:
+        values = list(map(float, range(20_000)))
+        id = await ask(gateway, *values)
+        spec = (await gateway.store.specs([TaskId(id)]))[TaskId(id)]
+        assert (spec.arguments, spec.arguments_digest in gateway.blobs.objects) == (b"", True)
+        await send(gateway)
+        await end(gateway, id, Answer("llm", "1", (tensor_of("y", "FP32", [20_000], values),)))
+        told = (await gateway.admin.get(f"/tasks/{id}/result")).json()
+        assert told["result"]["outputs"][0]["data"] == values
+
+
+async def test_a_stored_answer_that_is_none_is_handed_out_as_bytes() -> None:
+    async with a_gateway(serving=OPEN) as gateway:
+        id = await ask(gateway, 1)
+        await send(gateway)
+        task = gateway.task(id)
+        report = Ended(task.id, task.fence, gateway.clock.now(), Ending.SUCCEEDED, b"\xff", FORMAT)
+        await gateway.hear(report)
+        assert (await gateway.admin.get(f"/tasks/{id}/result")).json()["data_base64"] == "/w=="
+
+
+async def test_a_model_s_refusal_is_the_task_s_error() -> None:
+    async with a_gateway(serving=OPEN) as gateway:
+        id = await ask(gateway, 1)
+        await send(gateway)
+        await end(gateway, id, failure=Failure("inference_refused", "unexpected shape"))
+        view = (await gateway.admin.get(f"/tasks/{id}")).json()
+        assert (view["state"], view["error"]["message"]) == ("failed", "unexpected shape")
+
+
+@pytest.mark.parametrize(
+    ("change", "pointer"),
+    [
+        ({"model": "a/b"}, "/model"),
+        ({"inputs": []}, "/inputs"),
+        ({"version": "one"}, "/version"),
+        ({"inputs": [{"name": "x", "datatype": "FP8", "shape": [1], "data": [1]}]}, "/inputs/0/datatype"),
+        ({"inputs": [{"name": "x", "datatype": "FP32", "shape": [2], "data": [1]}]}, "/inputs/0/data"),
+        ({"inputs": [{"name": "x", "datatype": "INT8", "shape": [1], "data": [300]}]}, "/inputs/0/data"),
+        ({"outputs": [{"name": "y"}, {"name": "y"}]}, "/outputs/1/name"),
+        ({"deadline_seconds": 5, "deadline_at": "2099-01-01T00:00:00Z"}, ""),
+        ({"resources": {}}, "/resources"),
+        ({"after": ["task_00000000000000000000000000"]}, "/after/0/task"),
+    ],
+)
+async def test_what_is_malformed_is_refused_and_its_field_named(change: dict[str, Any], pointer: str) -> None:
+    async with a_gateway(serving=OPEN) as gateway:
+        fault(await gateway.admin.post("/inferences", json={**a_body(1), **change}), pointer)
+        assert gateway.world.tasks == {}
+
+
+async def test_without_a_server_it_is_said_what_to_set() -> None:
+    async with Gateway() as gateway:
+        response = await gateway.admin.post("/inferences", json=a_body(1))
+        assert "set triton.servers" in problem(response, 404, "not-found")["detail"]
+
+
+async def test_it_needs_the_scope_for_asking_models_and_no_higher_priority_than_the_token_s() -> None:
+    async with a_gateway(serving=OPEN) as gateway:
+        submitter = await gateway.client("submitter", "tasks:write")
+        problem(await submitter.post("/inferences", json=a_body(1)), 403, "forbidden")
+        asker = await gateway.client("asker", "models:infer", max_priority=50)
+        too_high = await asker.post("/inferences", json=a_body(1, priority=51))
+        problem(too_high, 403, "priority-not-allowed")
+        assert (await asker.post("/inferences", json=a_body(1, priority=50))).status_code == 202
+
+
+async def test_the_same_key_and_body_are_one_inference_and_another_body_is_refused() -> None:
+    async with a_gateway(serving=OPEN) as gateway:
+        key = {"Idempotency-Key": "k1"}
+        first = await gateway.admin.post("/inferences", json=a_body(1), headers=key)
+        again = await gateway.admin.post("/inferences", json=a_body(1), headers=key)
+        assert again.json()["id"] == first.json()["id"]
+        assert again.headers["idempotency-replayed"] == "true"
+        other = await gateway.admin.post("/inferences", json=a_body(2), headers=key)
+        problem(other, 422, "idempotency-key-reused")
+        gateway.change(policy=replace(gateway.policy, serving=Serving()))
+        client = await gateway.client("later")
+        assert (await client.post("/inferences", json=a_body(1), headers=key)).status_code == 202
+
+
+def holder(gateway: Gateway, model: str = "llm") -> Task:
+    task = gateway.world.homes.of(Home("main", model))
+    assert task is not None
+    return task
+
+
+async def load(gateway: Gateway) -> None:
+    await gateway.plan(holder(gateway).id)
+    now = gateway.clock.now()
+    index = ServerSeen("main", now, {"llm": Indexed("llm", Stage.READY)})
+    await gateway.commit(*seen(gateway.world, index, now, gateway.policy))
+
+
+async def test_a_model_in_the_ledger_is_wanted_from_then_on_at_the_inference_s_priority() -> None:
+    async with a_gateway() as gateway:
+        id = await ask(gateway, 1, priority=30)
+        assert (holder(gateway).priority, holder(gateway).state) == (30, TaskState.PENDING)
+        told = (await gateway.admin.get(f"/tasks/{id}")).json()["pending"]
+        assert (told["reason"], "waits for its room" in told["message"]) == ("ModelLoading", True)
+        explained = (await gateway.admin.get(f"/tasks/{id}/explain")).json()
+        assert (explained["reason"], explained["remedies"], explained["devices"]) == ("ModelLoading", [], [])
+        await ask(gateway, 1, priority=60)
+        await gateway.commit(*kept_wanted(gateway.world, gateway.policy, gateway.clock.now()))
+        assert holder(gateway).priority == 60
+        await load(gateway)
+        await send(gateway)
+        assert gateway.task(id).state is TaskState.RUNNING
+        running = (await gateway.admin.get(f"/tasks/{id}/explain")).json()
+        assert running["message"].startswith("running on model llm")
+
+
+async def test_a_model_that_no_server_has_or_that_fits_nowhere_is_refused() -> None:
+    async with a_gateway() as gateway:
+        unknown = await gateway.admin.post("/inferences", json=a_body(1, model="unheard"))
+        assert '"unheard"' in problem(unknown, 404, "not-found")["detail"]
+        huge = await gateway.admin.post("/inferences", json=a_body(1, model="huge"))
+        problem(huge, 422, "exceeds-capacity")
+
+
+async def test_one_that_may_not_start_yet_wants_no_model_yet() -> None:
+    async with a_gateway() as gateway:
+        await ask(gateway, 1, not_before="1975-01-01T00:00:00Z")
+        assert gateway.world.homes.of(Home("main", "llm")) is None
+
+
+async def test_a_model_that_nobody_holds_any_more_is_asked_for_again_while_inferences_wait() -> None:
+    async with a_gateway() as gateway:
+        await ask(gateway, 1, priority=40)
+        assert gateway.parts.residencies is not None
+        bringing = Bringing(gateway.parts, gateway.parts.residencies)
+        await bringing.look()
+        first = holder(gateway)
+        for lost in (first, None):
+            if lost is not None:
+                await gateway.admin.post(f"/tasks/{lost.id}/cancel")
+            await bringing.look()
+            assert holder(gateway).id != first.id
+        second = holder(gateway)
+        await gateway.admin.post(f"/tasks/{second.id}/cancel")
+        await bringing.look()
+        assert gateway.world.homes.of(Home("main", "llm")) is None, "not at once: it may fail again and again"
+        gateway.clock.advance(AGAIN_SECONDS)
+        await bringing.look()
+        assert holder(gateway).priority == 40
+
+
+async def test_a_cancel_of_one_that_waits_ends_it() -> None:
+    async with a_gateway(serving=OPEN) as gateway:
+        id = await ask(gateway, 1)
+        response = await gateway.admin.post(f"/tasks/{id}/cancel")
+        assert (response.status_code, response.json()["state"]) == (202, "cancelled")

@@ -1,0 +1,119 @@
+"""Queued inferences answered by a real Triton: joined, cut, and none lost when a process is killed."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+from gpubroker import Broker, Task, TaskFailed, TaskState
+
+from tests.e2e.service_process import ServiceProcess, until
+from tests.patience import PATIENCE_SECONDS
+from tests.triton.server import Triton
+from tests.triton.test_residency import settings
+
+
+def column(*values: float) -> dict[str, Any]:
+    return {"INPUT0": np.array(values, np.float32).reshape(-1, 1)}
+
+
+def answered(broker: Broker, task: Task | str) -> dict[str, list[Any]]:
+    """By output."""
+    result = broker.result(task, timeout_seconds=PATIENCE_SECONDS)
+    return {output["name"]: output["data"] for output in result["outputs"]}
+
+
+def counts(triton: Triton, model: str) -> tuple[int, int]:
+    """(requests that it worked on, their rows); a model's own errors count as well."""
+    [stats] = httpx.get(f"{triton.url}/v2/models/{model}/stats").json()["model_stats"]
+    return stats["inference_stats"]["success"]["count"], stats["inference_count"]
+
+
+def test_alike_ones_are_one_request_and_one_that_fails_harms_no_other(
+    service: ServiceProcess, triton: Triton
+) -> None:
+    broker = service.broker
+    before = counts(triton, "doubles")
+    first = broker.infer("doubles", column(1500))
+    good = [broker.infer("doubles", column(at, at), after=[first]) for at in range(4)]
+    mixed = [broker.infer("doubles", column(value), after=[first]) for value in (-1, 5, 6)]
+    assert answered(broker, first) == {"OUTPUT0": [3000], "ROWS": [1]}
+    for at, task in enumerate(good):
+        assert answered(broker, task) == {"OUTPUT0": [2 * at] * 2, "ROWS": [8, 8]}
+    with pytest.raises(TaskFailed, match="takes no negative numbers"):
+        broker.result(mixed[0])
+    assert answered(broker, mixed[1]) == {"OUTPUT0": [10], "ROWS": [1]}
+    assert answered(broker, mixed[2]) == {"OUTPUT0": [12], "ROWS": [1]}
+    now = counts(triton, "doubles")
+    requests, rows = now[0] - before[0], now[1] - before[1]
+    assert (requests, rows) == (1 + 1 + 1 + 3, 1 + 8 + 3 + 3), (
+        "three of which one fails are asked together first"
+    )
+
+
+def test_every_datatype_of_triton_goes_there_and_back_half_precision_too(service: ServiceProcess) -> None:
+    values: dict[str, list[Any]] = {
+        "BOOL": [True, False], "UINT8": [0, 255], "INT64": [-(2**63), 2**63 - 1], "FP16": [0.5, -2.0],
+        "FP32": [0.25, 3.0], "FP64": [0.1, -1e300], "BYTES": ["ü", ""],
+    }  # fmt: skip
+    inputs = {
+        f"IN_{'STRING' if name == 'BYTES' else name}": {"datatype": name, "shape": [2], "data": some}
+        for name, some in values.items()
+    }
+    outputs = [name.replace("IN_", "OUT_") for name in inputs]
+    told = answered(service.broker, service.broker.infer("any_type", inputs, outputs=outputs))
+    assert told == {f"OUT_{'STRING' if name == 'BYTES' else name}": some for name, some in values.items()}
+
+
+def test_what_the_model_does_not_take_is_its_error_in_triton_s_words(service: ServiceProcess) -> None:
+    tasks = [
+        service.broker.infer("doubles", {"OTHER": np.zeros((1, 1), np.float32)}, max_retries=3),
+        service.broker.infer("stream_n", {"text_input": {"datatype": "BYTES", "shape": [1], "data": ["a"]}}),
+    ]
+    for task, says in zip(tasks, ("OTHER", "decoupled"), strict=True):
+        with pytest.raises(TaskFailed, match=says) as failed:
+            service.broker.result(task)
+        assert failed.value.kind == "inference_refused"
+
+
+def test_a_model_that_its_server_does_not_have_is_asked_again_until_the_inference_expires(
+    service: ServiceProcess,
+) -> None:
+    task = service.broker.infer("not_there", column(1), deadline_seconds=2.5)
+    assert service.broker.wait(task).state is TaskState.EXPIRED
+
+
+@pytest.fixture(scope="module")
+def own_triton(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Triton]:
+    with Triton(tmp_path_factory.mktemp("inferences")) as running:
+        yield running
+
+
+def test_a_cold_model_is_loaded_for_inferences_and_none_is_lost_when_service_or_server_is_killed(
+    own_triton: Triton, tmp_path: Path
+) -> None:
+    with ServiceProcess(tmp_path / "data", **settings(own_triton, "simulated")) as service:
+        for kill, start in ((service.kill_9, service.start), (own_triton.kill, own_triton.start)):
+            tasks = [service.broker.infer("slow", a_nap(value)).id for value in range(3)]
+            until(lambda: is_any_answered(service.broker), "they are being answered")
+            kill()
+            start()
+            for value, task in enumerate(tasks):
+                assert answered(service.broker, task) == {"OUTPUT0": [value]}
+                ends = [event for event in service.broker.events(task) if event.kind == "task.succeeded"]
+                assert len(ends) == 1
+
+
+def is_any_answered(broker: Broker) -> bool:
+    """At this moment."""
+    return any(True for _ in broker.list(state="running", kind="inference"))
+
+
+def a_nap(value: int) -> dict[str, Any]:
+    """Of 0.2 seconds."""
+    return {
+        "INPUT0": np.array([value], np.float32),
+        "SLEEP_MS": {"datatype": "INT32", "shape": [1], "data": [200]},
+    }
