@@ -14,6 +14,7 @@ from gpubroker.exchange import Answer, Call, Pause, Steps
 from gpubroker.explained import Explanation, Simulation
 from gpubroker.fleet import Gpu, Node, Stats, Tenant
 from gpubroker.holding import AsyncHeldLease
+from gpubroker.inferences import InferLaterOptions, Inputs
 from gpubroker.inferring import InferOptions, triton_healthy
 from gpubroker.lease_operations import LeaseOperations
 from gpubroker.leases import AnyLease, Lease, LeaseOptions
@@ -73,6 +74,9 @@ class AsyncBroker:
 
     async def submit(self, target: Target, *args: Any, **options: Unpack[SubmitOptions]) -> Task:
         return await self._carry_out(self._do.submit(target, args, options))
+
+    async def infer_later(self, model: str, inputs: Inputs, **options: Unpack[InferLaterOptions]) -> Task:
+        return await self._carry_out(self._do.infer_later(model, inputs, options))
 
     async def submit_many(
         self,

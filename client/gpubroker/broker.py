@@ -14,6 +14,7 @@ from gpubroker.exchange import Answer, Call, Pause, Steps
 from gpubroker.explained import Explanation, Simulation
 from gpubroker.fleet import Gpu, Node, Stats, Tenant
 from gpubroker.holding import HeldLease
+from gpubroker.inferences import InferLaterOptions, Inputs
 from gpubroker.inferring import InferOptions, triton_healthy
 from gpubroker.lease_operations import LeaseOperations
 from gpubroker.leases import AnyLease, Lease, LeaseOptions
@@ -93,6 +94,18 @@ class Broker:
         expected_seconds; env, working_directory (of commands), result_format, idempotency_key.
         """
         return self._carry_out(self._do.submit(target, args, options))
+
+    def infer_later(self, model: str, inputs: Inputs, **options: Unpack[InferLaterOptions]) -> Task:
+        """Queue a question to a model; when this returns it is on the service's disk.
+
+            task = broker.infer_later("resnet", {"image": pixels}, priority="batch")
+            broker.result(task)["outputs"][0]["data"]
+
+        It is answered when the model is in memory and has time, together with others that are alike.
+        `inputs`: arrays by name, as for `infer`, or mappings with datatype, shape and data. The result is
+        what Triton's protocol says in JSON. The options are those of `InferLaterOptions`. Raises Refused.
+        """
+        return self._carry_out(self._do.infer_later(model, inputs, options))
 
     def submit_many(
         self,

@@ -15,6 +15,7 @@ from gpubroker.estimates import Estimate
 from gpubroker.exchange import Answer, Call, Steps, exchange
 from gpubroker.explained import Explanation, Simulation
 from gpubroker.fleet import Gpu, Node, Stats, Tenant
+from gpubroker.inferences import InferLaterOptions, Inputs, inference_body
 from gpubroker.inferring import InferOptions, infer
 from gpubroker.models import Event, Failure, Outcome, Page, Task, TaskState, Token
 from gpubroker.planned import FleetPlan
@@ -41,7 +42,8 @@ class ListOptions(TypedDict, total=False):
 
     state: Sequence[str] | str
     kind: str
-    """entrypoint, command, function or external (a lease of what the broker does not start)."""
+    """entrypoint, command, function, inference, model, or external (a lease of what the broker does not
+    start)."""
     min_priority: int
     max_priority: int
     labels: Mapping[str, str]
@@ -97,6 +99,13 @@ class Operations:
         key = options.get("idempotency_key") or uuid.uuid4().hex
         body = submission_body(target, args, options)
         call = Call("POST", "/tasks", body=body, headers={"Idempotency-Key": f'"{key}"'})
+        answer = yield from self._send(call)
+        return Task.of(answer.json())
+
+    def infer_later(self, model: str, inputs: Inputs, options: InferLaterOptions) -> Steps[Task]:
+        key = options.get("idempotency_key") or uuid.uuid4().hex
+        body = inference_body(model, inputs, options)
+        call = Call("POST", "/inferences", body=body, headers={"Idempotency-Key": f'"{key}"'})
         answer = yield from self._send(call)
         return Task.of(answer.json())
 

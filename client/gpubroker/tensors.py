@@ -78,25 +78,50 @@ def read(answer: Answer) -> "dict[str, NDArray[Any]]":
     return found
 
 
+def spelled_out(name: str, given: "ArrayLike") -> dict[str, Any]:
+    """An input in JSON. Raises WrongArgument."""
+    array = _numpy().asarray(given)
+    datatype = _datatype_of(name, array)
+    if datatype == "BYTES":
+        data: list[Any] = [element.decode() for element in _encoded(name, array)]
+    else:
+        data = (array.astype("<f4") if datatype == "BF16" else array).flatten().tolist()
+    return {"name": name, "datatype": datatype, "shape": list(array.shape), "data": data}
+
+
 def _packed(name: str, given: "ArrayLike") -> tuple[str, list[int], bytes]:
     """Its datatype, shape and bytes, in rows."""
-    numpy = _numpy()
-    array = numpy.asarray(given)
-    shape, kind = list(array.shape), array.dtype.kind
+    array = _numpy().asarray(given)
+    datatype, shape = _datatype_of(name, array), list(array.shape)
+    if datatype == "BF16":
+        return datatype, shape, array.tobytes()
+    if datatype == "BYTES":
+        return datatype, shape, b"".join(_counted(name, array))
+    return datatype, shape, array.astype(_DTYPES[datatype], copy=False).tobytes()
+
+
+def _datatype_of(name: str, array: "NDArray[Any]") -> str:
+    kind = array.dtype.kind
     if array.dtype.name == _BFLOAT16:
-        return "BF16", shape, array.tobytes()
+        return "BF16"
     if kind in "OSU":
-        return "BYTES", shape, b"".join(_counted(name, array))
+        return "BYTES"
     datatype = _DATATYPES.get(f"{kind}{array.dtype.itemsize}" if kind != "b" else "?")
     if datatype is None:
         raise WrongArgument(
             f"input {name} has the dtype {array.dtype}, for which Triton has no datatype; "
             f"convert it to one of {', '.join(_DTYPES)}, or to text for BYTES"
         )
-    return datatype, shape, array.astype(_DTYPES[datatype], copy=False).tobytes()
+    return datatype
 
 
 def _counted(name: str, array: "NDArray[Any]") -> Iterable[bytes]:
+    for data in _encoded(name, array):
+        yield struct.pack("<I", len(data))
+        yield data
+
+
+def _encoded(name: str, array: "NDArray[Any]") -> Iterable[bytes]:
     for element in array.flat:
         data = element.encode() if isinstance(element, str) else element
         if not isinstance(data, bytes):
@@ -104,7 +129,6 @@ def _counted(name: str, array: "NDArray[Any]") -> Iterable[bytes]:
                 f"input {name} has an element of type {type(element).__name__}; BYTES are made of str and "
                 "bytes, and numbers need an array of one dtype"
             )
-        yield struct.pack("<I", len(data))
         yield data
 
 

@@ -36,9 +36,9 @@ def test_alike_ones_are_one_request_and_one_that_fails_harms_no_other(
 ) -> None:
     broker = service.broker
     before = counts(triton, "doubles")
-    first = broker.infer("doubles", column(1500))
-    good = [broker.infer("doubles", column(at, at), after=[first]) for at in range(4)]
-    mixed = [broker.infer("doubles", column(value), after=[first]) for value in (-1, 5, 6)]
+    first = broker.infer_later("doubles", column(1500))
+    good = [broker.infer_later("doubles", column(at, at), after=[first]) for at in range(4)]
+    mixed = [broker.infer_later("doubles", column(value), after=[first]) for value in (-1, 5, 6)]
     assert answered(broker, first) == {"OUTPUT0": [3000], "ROWS": [1]}
     for at, task in enumerate(good):
         assert answered(broker, task) == {"OUTPUT0": [2 * at] * 2, "ROWS": [8, 8]}
@@ -63,14 +63,16 @@ def test_every_datatype_of_triton_goes_there_and_back_half_precision_too(service
         for name, some in values.items()
     }
     outputs = [name.replace("IN_", "OUT_") for name in inputs]
-    told = answered(service.broker, service.broker.infer("any_type", inputs, outputs=outputs))
+    told = answered(service.broker, service.broker.infer_later("any_type", inputs, outputs=outputs))
     assert told == {f"OUT_{'STRING' if name == 'BYTES' else name}": some for name, some in values.items()}
 
 
 def test_what_the_model_does_not_take_is_its_error_in_triton_s_words(service: ServiceProcess) -> None:
     tasks = [
-        service.broker.infer("doubles", {"OTHER": np.zeros((1, 1), np.float32)}, max_retries=3),
-        service.broker.infer("stream_n", {"text_input": {"datatype": "BYTES", "shape": [1], "data": ["a"]}}),
+        service.broker.infer_later("doubles", {"OTHER": np.zeros((1, 1), np.float32)}, max_retries=3),
+        service.broker.infer_later(
+            "stream_n", {"text_input": {"datatype": "BYTES", "shape": [1], "data": ["a"]}}
+        ),
     ]
     for task, says in zip(tasks, ("OTHER", "decoupled"), strict=True):
         with pytest.raises(TaskFailed, match=says) as failed:
@@ -81,7 +83,7 @@ def test_what_the_model_does_not_take_is_its_error_in_triton_s_words(service: Se
 def test_a_model_that_its_server_does_not_have_is_asked_again_until_the_inference_expires(
     service: ServiceProcess,
 ) -> None:
-    task = service.broker.infer("not_there", column(1), deadline_seconds=2.5)
+    task = service.broker.infer_later("not_there", column(1), deadline_seconds=2.5)
     assert service.broker.wait(task).state is TaskState.EXPIRED
 
 
@@ -96,7 +98,7 @@ def test_a_cold_model_is_loaded_for_inferences_and_none_is_lost_when_service_or_
 ) -> None:
     with ServiceProcess(tmp_path / "data", **settings(own_triton, "simulated")) as service:
         for kill, start in ((service.kill_9, service.start), (own_triton.kill, own_triton.start)):
-            tasks = [service.broker.infer("slow", a_nap(value)).id for value in range(3)]
+            tasks = [service.broker.infer_later("slow", a_nap(value)).id for value in range(3)]
             until(lambda: is_any_answered(service.broker), "they are being answered")
             kill()
             start()

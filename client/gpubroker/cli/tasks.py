@@ -50,7 +50,8 @@ def ps(
     label: Annotated[list[str] | None, typer.Option("--label", "-l", metavar="NAME=VALUE")] = None,
     name: Annotated[str | None, typer.Option("--name", "-n", help="Only tasks of this name.")] = None,
     kind: Annotated[
-        str | None, typer.Option(help="Only entrypoint, command, function or external (a lease).")
+        str | None,
+        typer.Option(help="Only entrypoint, command, function, inference, model or external (a lease)."),
     ] = None,
     model_type: Annotated[str | None, typer.Option(help="Only of this model type.")] = None,
     stream: Annotated[str | None, typer.Option(help="Only of this work stream.")] = None,

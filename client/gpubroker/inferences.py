@@ -1,0 +1,66 @@
+"""From tensors to the body of `POST /inferences`: what a model is asked, to be answered when it has time."""
+
+import json
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from typing import Any, TypedDict
+
+from gpubroker.errors import WrongArgument
+from gpubroker.submission import plain
+from gpubroker.tensors import spelled_out
+
+Inputs = Mapping[str, Any]
+"""By name: an array of numpy, or what it makes one of; or a mapping with `datatype`, `shape` and `data`, as
+in Triton's protocol, which needs no numpy."""
+
+
+class InferLaterOptions(TypedDict, total=False):
+    """What `infer_later` takes by name. All may be left out."""
+
+    version: str
+    """Of the model."""
+    outputs: Sequence[str]
+    """All that the model has, if not given."""
+    parameters: Mapping[str, Any]
+    """Passed on to the model."""
+    id: str
+    """Comes back with the answer."""
+    name: str
+    """Shown in lists."""
+    priority: int | str
+    """0 to 100, or the name of a band; while it waits its model is wanted at that."""
+    stream: str
+    labels: Mapping[str, str]
+    max_retries: int
+    timeout_seconds: float
+    after: Sequence[Any]
+    """Tasks, or their ids, that must have ended before."""
+    not_before: datetime | str
+    queue_ttl_seconds: float
+    deadline_at: datetime | str
+    deadline_seconds: float
+    expected_seconds: float
+    idempotency_key: str
+    """Inferences with the same key and body are one. Made up by the SDK if not given."""
+
+
+def inference_body(model: str, inputs: Inputs, options: InferLaterOptions) -> bytes:
+    """The JSON of `POST /inferences`. Raises WrongArgument."""
+    known = InferLaterOptions.__annotations__
+    for name in options:
+        if name not in known:
+            raise WrongArgument(f"infer_later() knows no option {name}; there are {', '.join(sorted(known))}")
+    given = {name: plain(name, value) for name, value in options.items() if name != "idempotency_key"}
+    if "outputs" in given:
+        given["outputs"] = [{"name": name} for name in given["outputs"]]
+    body = {"model": model, "inputs": [_tensor(name, said) for name, said in inputs.items()], **given}
+    try:
+        return json.dumps(body, separators=(",", ":"), allow_nan=False).encode()
+    except (TypeError, ValueError) as error:
+        raise WrongArgument(
+            f"the inputs do not fit into JSON ({error}); give numbers, booleans or text"
+        ) from None
+
+
+def _tensor(name: str, given: Any) -> dict[str, Any]:
+    return {"name": name, **given} if isinstance(given, Mapping) else spelled_out(name, given)

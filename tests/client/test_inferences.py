@@ -1,0 +1,70 @@
+"""Questions to models through the SDK; every test runs with `Broker` and with `AsyncBroker`."""
+
+from datetime import UTC, datetime
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+from gpubroker import WrongArgument
+
+from tests.client.conftest import Do
+from tests.client.recorded_service import RecordedService, Reply, a_task
+
+TENSOR = {"datatype": "FP32", "shape": [1, 2], "data": [0.5, 1]}
+
+
+def test_a_question_is_sent_with_a_key_and_its_options(service: RecordedService, do: Do) -> None:
+    service.told(Reply(202, a_task("task_a")))
+    at = datetime(2026, 11, 21, 22, tzinfo=UTC)
+    options = {"priority": "critical", "outputs": ["y"], "labels": {"team": "vision"}, "not_before": at}
+    assert do("infer_later", "resnet", {"x": TENSOR}, **options).id == "task_a"
+    [asked] = service.asked
+    assert (asked.method, asked.path) == ("POST", "/inferences")
+    assert asked.body == {
+        "model": "resnet",
+        "inputs": [{"name": "x", **TENSOR}],
+        "priority": "critical",
+        "outputs": [{"name": "y"}],
+        "labels": {"team": "vision"},
+        "not_before": "2026-11-21T22:00:00+00:00",
+    }
+    assert asked.headers["idempotency-key"]
+
+
+@pytest.mark.parametrize(
+    ("array", "datatype", "data"),
+    [
+        (np.array([[0.5], [1.0]], np.float32), "FP32", [0.5, 1.0]),
+        (np.array([True]), "BOOL", [True]),
+        (np.array([b"two"], object), "BYTES", ["two"]),
+        (np.array(["two"]), "BYTES", ["two"]),
+        (np.array([1, 2], ml_dtypes.bfloat16), "BF16", [1.0, 2.0]),
+    ],
+)
+def test_arrays_are_sent_as_tensors(
+    service: RecordedService, do: Do, array: Any, datatype: str, data: list[Any]
+) -> None:
+    service.told(Reply(202, a_task()))
+    do("infer_later", "resnet", {"x": array}, idempotency_key="mine")
+    [asked] = service.asked
+    expected = {"name": "x", "datatype": datatype, "shape": list(array.shape), "data": data}
+    assert asked.body == {"model": "resnet", "inputs": [expected]}
+    assert asked.headers["idempotency-key"] == '"mine"'
+
+
+@pytest.mark.parametrize(
+    ("inputs", "options", "says"),
+    [
+        ({"x": np.array([1j])}, {}, "has the dtype complex128"),
+        ({"x": np.array([object()])}, {}, "an element of type object"),
+        ({"x": {**TENSOR, "data": [object()]}}, {}, "do not fit into JSON"),
+        ({"x": TENSOR}, {"gpus": 1}, "knows no option gpus"),
+    ],
+)
+def test_what_no_model_could_be_asked_is_refused_here(
+    service: RecordedService, do: Do, inputs: dict[str, Any], options: dict[str, Any], says: str
+) -> None:
+    with pytest.raises(WrongArgument, match=says):
+        do("infer_later", "resnet", inputs, **options)
+    assert service.asked == []
