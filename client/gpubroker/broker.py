@@ -269,9 +269,10 @@ class Broker:
             probabilities = broker.infer("resnet", {"image": pixels}, priority="interactive")["probabilities"]
 
         Text (str or bytes) is BYTES, and comes back as arrays of `bytes`. The options are those of
-        `InferOptions`: priority, model_type, outputs, version, parameters, timeout_seconds. Waits for the
-        model, if it must be loaded first, and for its turn. Raises Refused or Unreachable, also in Triton's
-        words, which have no `code`; with `retry_after_seconds` where the service knows when to come again.
+        `InferOptions`: priority, model_type, outputs, version, parameters, timeout_seconds, idempotent. Waits
+        for the model, if it must be loaded first, and for its turn. Raises Refused or Unreachable, also in
+        Triton's words, which have no `code`; with `retry_after_seconds` where the service knows when to come
+        again.
         """
         return self._carry_out(self._do.infer(model, inputs, options))
 

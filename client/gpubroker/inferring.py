@@ -31,21 +31,26 @@ class InferOptions(TypedDict, total=False):
     """The model's own, passed to Triton untouched."""
     timeout_seconds: float
     """So long it may wait for its turn; then it is not tried again either."""
+    idempotent: bool
+    """To ask twice does no harm: it is sent again, by the service to another server too, where nobody knows
+    whether it was carried out."""
 
 
 def infer(
     model: str, inputs: "Mapping[str, ArrayLike]", options: InferOptions, retry_seconds: float
 ) -> "Steps[dict[str, NDArray[Any]]]":
-    """Sent once: again only after an answer which says that nothing was done."""
+    """Unless it is idempotent it is sent again only after an answer which says that nothing was done."""
     for unknown in options.keys() - InferOptions.__annotations__:
         known = ", ".join(InferOptions.__annotations__)
         raise WrongArgument(f"infer() knows no option {unknown}; there are {known}")
     body, head_bytes = written(inputs, options.get("outputs"), options.get("parameters"))
+    repeatable = options.get("idempotent", False)
     version, timeout_seconds = options.get("version"), options.get("timeout_seconds")
     said = {
         "x-priority": options.get("priority"),
         "x-model-type": options.get("model_type"),
         "x-timeout-seconds": timeout_seconds,
+        "x-idempotent": "true" if repeatable else None,
     }
     headers = {
         "Content-Type": "application/octet-stream",
@@ -63,7 +68,7 @@ def infer(
         body=body,
         headers=headers,
         patience_seconds=_PATIENCE_SECONDS,
-        repeatable=False,
+        repeatable=repeatable,
     )
     answer = yield from exchange(call, retry_seconds if timeout_seconds is None else 0.0)
     return read(answer)

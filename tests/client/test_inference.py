@@ -177,6 +177,14 @@ def test_it_is_sent_again_only_if_nothing_was_done(service: RecordedService, do:
     assert len(service.asked) == 3
 
 
+def test_what_does_no_harm_twice_is_sent_again_whatever_became_of_it(
+    service: RecordedService, do: Do
+) -> None:
+    service.told(HANG_UP, Reply(502, {"error": "it broke off"}), ECHO)
+    assert np.array_equal(do("infer", "m", {"x": X}, idempotent=True)["y"], X)
+    assert [asked.headers["x-idempotent"] for asked in service.asked] == ["true"] * 3
+
+
 def test_who_says_how_long_it_may_wait_is_not_kept_longer(service: RecordedService, do: Do) -> None:
     service.told(Reply(503, {"error": "no", "code": "model-queue-timeout"}, {"Retry-After": "0"}))
     with pytest.raises(Unreachable) as late:
