@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from gpubroker.quarantine import Detection, Quarantined, Released
     from gpubroker.runtime import CheckpointTooLarge, NoCurrentTask, RunningTask, Stopped, current_task
     from gpubroker.served import ServedModel
+    from gpubroker.task_functions import task
 
 __version__ = "0.1.0"
 
@@ -46,6 +47,7 @@ _HOME = {
     "Broker": "broker",
     "Submission": "batch",
     "inference": "decorators",
+    "task": "task_functions",
     **dict.fromkeys(
         (
             "BrokerError",
@@ -114,6 +116,7 @@ __all__ = [
     "WrongArgument",
     "current_task",
     "inference",
+    "task",
 ]
 
 

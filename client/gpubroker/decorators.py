@@ -63,7 +63,7 @@ def _asking(
     @wraps(function)
     def ask(*args: P.args, **kwargs: P.kwargs) -> Any:
         wanted = _wanted(function, function(*args, **kwargs))
-        outputs = (broker or _broker()).infer(model, wanted.inputs, **options)
+        outputs = (broker or default_broker()).infer(model, wanted.inputs, **options)
         return outputs if wanted.process_outputs is None else wanted.process_outputs(outputs)
 
     return ask
@@ -101,7 +101,7 @@ def _wanted(function: Callable[..., Any], returned: Any) -> _Wanted:
 
 
 @cache
-def _broker() -> Broker:
+def default_broker() -> Broker:
     return Broker()
 
 

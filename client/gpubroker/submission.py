@@ -139,8 +139,13 @@ _WORDS_OF_OTHERS: Final[Mapping[str, str]] = {
 """What the command line and other systems call our options."""
 
 
+USUAL = "_gpubroker_options"
+"""The attribute of a function that holds how it is submitted where a submit says nothing else."""
+
+
 def submission_body(target: Target, args: Sequence[Any], options: SubmitOptions) -> bytes:
     """The JSON of `POST /tasks`. Raises WrongArgument for what no service could accept."""
+    options = cast("SubmitOptions", {**getattr(target, USUAL, {}), **options})
     return _body(target, {"run": _run_of(target, args, options)}, options)
 
 
@@ -150,9 +155,7 @@ def question_body(target: Target | None, args: Sequence[Any], options: SubmitOpt
 
 
 def _body(target: Target | None, body: dict[str, Any], options: SubmitOptions) -> bytes:
-    for name in options:
-        if name not in SubmitOptions.__annotations__:
-            raise WrongArgument(_unknown_option(name))
+    check_options(options)
     if callable(target):
         body["result_format"] = "cloudpickle"
     given: Mapping[str, Any] = options
@@ -167,6 +170,13 @@ def _body(target: Target | None, body: dict[str, Any], options: SubmitOptions) -
             f"the arguments of {target!r} do not fit into JSON ({error}); pass plain values, or submit the "
             "function itself instead of its name, so that it travels pickled"
         ) from None
+
+
+def check_options(options: SubmitOptions) -> None:
+    """Raises WrongArgument for one that there is not."""
+    for name in options:
+        if name not in SubmitOptions.__annotations__:
+            raise WrongArgument(_unknown_option(name))
 
 
 def plain(name: str, value: Any) -> Any:

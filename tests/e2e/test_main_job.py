@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from gpubroker import Broker, TaskFailed
+from gpubroker import Broker, TaskFailed, current_task, task
 
 from tests.e2e.service_process import until
 from tests.patience import PATIENCE_SECONDS
@@ -53,13 +53,20 @@ def test_a_task_that_does_not_fit_says_why_and_cancelling_it_is_immediate(
     until(lambda: all(gpu.leased_mb == 0 for gpu in broker.gpus()), "their memory is free")
 
 
+@task(name="times", cpu=0.25)
+def times(a: int, b: int) -> tuple[int, str]:
+    return a * b, current_task().name
+
+
 def test_a_coroutine_a_command_and_a_function_run_too(broker: Broker) -> None:
     coroutine = broker.submit("tests.e2e.work:add_later", 2, 3, cpu=0.1)
     command = broker.submit(["python3", "-c", "print('from a command')"], cpu=0.5)
     function = broker.submit(lambda a, b: {"sum": a + b}, 4, 5, cpu=0.5)
+    decorated = broker.submit(times, 4, 5)
     assert broker.result(coroutine.id, timeout_seconds=PATIENCE_SECONDS) == 5
     assert broker.result(command.id, timeout_seconds=PATIENCE_SECONDS) == {"exit_code": 0}
     assert broker.result(function.id, timeout_seconds=PATIENCE_SECONDS) == {"sum": 9}
+    assert broker.result(decorated.id, timeout_seconds=PATIENCE_SECONDS) == (20, "times")
 
 
 def test_a_failure_comes_back_with_its_traceback_after_its_retries(broker: Broker) -> None:
