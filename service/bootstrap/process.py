@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 log = structlog.get_logger("gpubroker")
 
 
-WIND_UP_SECONDS = 0.2
+WIND_UP_SECONDS = 0.1
 """So long the leader may take to commit and send what it has in hand, of the half second in which another one
 is to lead. What it leaves, the next one hears and sends again."""
 
