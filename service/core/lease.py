@@ -25,6 +25,9 @@ HOLDERS_WITH_RUNS = frozenset({HolderKind.RUN, HolderKind.GANG_MEMBER})
 HOLDERS_OF_TASKS = HOLDERS_WITH_RUNS | {HolderKind.EXTERNAL, HolderKind.MODEL, HolderKind.SERVER}
 """Their id is a task's."""
 
+OF_SERVERS = frozenset({HolderKind.MODEL, HolderKind.SERVER})
+"""A server of models holds it, whose process no agent knows."""
+
 
 class LeaseState(StrEnum):
     RESERVED = "reserved"

@@ -6,7 +6,7 @@ from math import inf
 from typing import NamedTuple
 
 from service.core.device import Device, DeviceSample
-from service.core.lease import Lease, LeaseState, Pledge
+from service.core.lease import OF_SERVERS, Lease, LeaseState, Pledge
 from service.core.units import Instant, Mib, TaskId
 
 NOISE_DIVISOR = 256
@@ -44,14 +44,18 @@ class Sums(NamedTuple):
     begun_mb: int = 0
     """The leases whose runs may use memory."""
     measured_mb: int = 0
+    loaded_mb: int = 0
+    """The leases of what servers of models have in memory."""
 
     def with_that_of(self, holding: Holding, sign: int) -> "Sums":
         lease = holding.lease
+        begun_mb = 0 if lease.state is LeaseState.RESERVED else sign * lease.mb
         return Sums(
             self.leased_mb + sign * lease.mb,
             self.held_mb + sign * holding.takes_mb,
-            self.begun_mb + (0 if lease.state is LeaseState.RESERVED else sign * lease.mb),
+            self.begun_mb + begun_mb,
             self.measured_mb + sign * holding.measured_mb,
+            self.loaded_mb + (begun_mb if lease.holder_kind in OF_SERVERS else 0),
         )
 
 
@@ -97,8 +101,15 @@ class Book:
     @property
     def foreign_mb(self) -> Mib:
         """What processes of no lease use: as measured, and at least as the operator declared."""
-        measured = None if self.sample is None else self.sample.foreign_mb
-        return max(measured or Mib(0), self.device.declared_foreign_mb)
+        measured_mb = 0 if self.sample is None else self.sample.foreign_mb or 0
+        return Mib(max(measured_mb - self.served_mb, self.device.declared_foreign_mb))
+
+    @property
+    def served_mb(self) -> int:
+        """What of the measured use of processes without a lease is that of servers of models: up to what is
+        leased to what they have in memory (ADR 111)."""
+        measured_mb = 0 if self.sample is None else self.sample.foreign_mb or 0
+        return min(measured_mb, self._sums.loaded_mb)
 
     @property
     def unexplained_mb(self) -> Mib:
@@ -112,7 +123,8 @@ class Book:
             return Mib(0)
         # Whose lease was released explains nothing: until the next sample, what it used counts as taken. Nor
         # does a run that is not known to have begun.
-        known = self._sums.begun_mb if sample.foreign_mb is None else self._sums.measured_mb
+        is_listed = sample.foreign_mb is not None
+        known = self._sums.measured_mb + self.served_mb if is_listed else self._sums.begun_mb
         beyond = sample.used_mb - self.foreign_mb - known - device.reserve_mb
         return Mib(beyond if beyond > device.physical_mb // NOISE_DIVISOR else 0)
 
@@ -133,10 +145,14 @@ class Book:
         holding = self.holdings[lease]
         self._enter(lease, None)
         if self.sample is not None:
+            mb, foreign_mb = holding.lease.mb, self.sample.foreign_mb
             began = holding.lease.state is not LeaseState.RESERVED
-            unlisted = holding.lease.mb if self.sample.foreign_mb is None and began else 0
-            used_mb = self.sample.used_mb - (holding.measured_mb or unlisted)
-            self.sample = replace(self.sample, used_mb=Mib(max(0, used_mb)))
+            unlisted_mb = mb if foreign_mb is None and began else 0
+            if foreign_mb is not None and began and holding.lease.holder_kind in OF_SERVERS:
+                unlisted_mb = min(mb, foreign_mb)
+                foreign_mb = Mib(foreign_mb - unlisted_mb)
+            used_mb = self.sample.used_mb - (holding.measured_mb or unlisted_mb)
+            self.sample = replace(self.sample, used_mb=Mib(max(0, used_mb)), foreign_mb=foreign_mb)
 
     def measure(self, sample: DeviceSample) -> None:
         """Take over a sample: foreign memory, and what each holder really uses."""

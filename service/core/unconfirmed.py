@@ -2,7 +2,7 @@
 
 from enum import StrEnum
 
-from service.core.lease import HolderKind, Lease, LeaseState
+from service.core.lease import OF_SERVERS, Lease, LeaseState
 from service.core.orders import RunId
 from service.core.units import Instant, TaskId
 
@@ -35,7 +35,7 @@ def is_unproven(lease: Lease) -> bool:
     all of its memory back."""
     if lease.proof in WORDS:
         return True
-    return lease.state is LeaseState.RELEASED and lease.holder_kind in (HolderKind.MODEL, HolderKind.SERVER)
+    return lease.state is LeaseState.RELEASED and lease.holder_kind in OF_SERVERS
 
 
 class Unconfirmed:

@@ -9,7 +9,7 @@ from itertools import combinations
 from typing import Any
 
 from service.core.demand import Demand
-from service.core.lease import HolderKind, Lease, LeaseState, Pledge
+from service.core.lease import OF_SERVERS, HolderKind, Lease, LeaseState, Pledge
 from service.core.member import Member
 from service.core.policy import Policy
 from service.core.task import Task, TaskState
@@ -54,13 +54,16 @@ class Naive(NaiveLeavers):
         """What must be left to whoever has no lease: as listed, as declared, and what nobody explains."""
         book = next(book for book in self.books if book.device.key == device.key)
         listed = book.sample.foreign_mb
-        foreign = max(listed or 0, device.declared_foreign_mb)
+        here = [lease for lease in self.leases if lease.device == device.key]
+        begun = [lease for lease in here if lease.state is not LeaseState.RESERVED]
+        loaded = sum(lease.mb for lease in begun if lease.holder_kind in OF_SERVERS)
+        served = min(listed or 0, loaded)
+        foreign = max((listed or 0) - served, device.declared_foreign_mb)
         if listed is None:
-            begun = [lease for lease in self.leases if lease.state is not LeaseState.RESERVED]
-            ours = sum(lease.mb for lease in begun if lease.device == device.key)
+            ours = sum(lease.mb for lease in begun)
         else:
-            here = {lease.mark for lease in self.leases if lease.device == device.key}
-            ours = sum(mb for holder, mb in book.sample.by_holder.items() if holder in here)
+            marks = {lease.mark for lease in here}
+            ours = served + sum(mb for holder, mb in book.sample.by_holder.items() if holder in marks)
         hidden = book.sample.used_mb - foreign - ours - device.reserve_mb
         return foreign + (hidden if hidden > device.physical_mb / 256 else 0)
 

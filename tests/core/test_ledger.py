@@ -1,12 +1,13 @@
 """The book of one device."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from service.core.lease import LeaseState
+from service.core.lease import HolderKind, LeaseState
 from service.core.ledger import Book
 from service.core.units import Instant
 from tests.builders import NOW, a_device, a_lease, a_pledge, a_sample, a_task
@@ -59,6 +60,41 @@ def test_foreign_memory_counts_as_measured_and_at_least_as_declared():
     assert book.free_mb() == 80
     book.measure(a_sample(DEVICE.key, foreign_mb=30))
     assert book.free_mb() == 70
+
+
+def a_served_book(foreign_mb: int | None, used_mb: int, state: LeaseState = LeaseState.HELD) -> Book:
+    """100 MiB, of which 40 are leased to a model on a server."""
+    book = Book(a_device(mb=100))
+    lease = a_lease(LOW, DEVICE.key, 40, state=state)
+    book.put(replace(lease, holder_kind=HolderKind.MODEL))
+    book.measure(a_sample(DEVICE.key, used_mb=used_mb, foreign_mb=foreign_mb))
+    return book
+
+
+@pytest.mark.parametrize(
+    ("measured_mb", "foreign_mb", "free_mb"), [(0, 0, 60), (30, 0, 60), (40, 0, 60), (55, 15, 45)]
+)
+def test_what_a_server_of_models_uses_is_that_of_its_models_up_to_what_they_have_leased(
+    measured_mb: int, foreign_mb: int, free_mb: int
+) -> None:
+    book = a_served_book(measured_mb, measured_mb)
+    assert (book.foreign_mb, book.unexplained_mb, book.free_mb()) == (foreign_mb, 0, free_mb)
+    [model] = book.holdings
+    book.vacate(model)
+    assert (book.foreign_mb, book.unexplained_mb, book.free_mb()) == (foreign_mb, 0, 100 - foreign_mb)
+
+
+def test_a_model_that_is_being_loaded_has_nothing_of_what_is_measured_yet() -> None:
+    book = a_served_book(30, 30, LeaseState.RESERVED)
+    assert (book.foreign_mb, book.free_mb()) == (30, 30)
+
+
+def test_where_use_cannot_be_told_apart_a_model_explains_its_lease_as_a_run_does() -> None:
+    book = a_served_book(None, 45)
+    assert (book.foreign_mb, book.unexplained_mb, book.free_mb()) == (0, 5, 55)
+    [model] = book.holdings
+    book.vacate(model)
+    assert (book.unexplained_mb, book.free_mb()) == (5, 95)
 
 
 def a_measured_book(used_mb: int, foreign_mb: int | None = 0, **device: Any) -> Book:
