@@ -6,7 +6,7 @@ from typing import Any, Protocol
 
 from service.core.device import DeviceSample
 from service.core.silence import Paused
-from service.core.units import Instant, NodeName, Seconds, TaskId, Term
+from service.core.units import Fence, Instant, NodeName, Seconds, TaskId, Term
 from service.ports import Progress
 
 
@@ -34,6 +34,11 @@ class LastValues:
     leader: LeaderSeen | None = None
     ended: Sequence[TaskId] = ()
     """Runs of whose progress nothing is to be kept."""
+
+
+def claim_name(task: TaskId, fence: Fence) -> str:
+    """Under which gateways tell that they have let go of a model."""
+    return f"{task}:{fence}"
 
 
 @dataclass(frozen=True, slots=True)

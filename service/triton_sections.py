@@ -47,6 +47,9 @@ class TritonServerSettings(Section):
     node: str = ""
     """The node on whose GPUs it runs: its models are loaded and unloaded by the service, which holds their
     memory in its ledger. Empty: it has what it has, and nobody counts it."""
+    base_mb: Annotated[int, Field(ge=0)] = 0
+    """What the server itself takes of each of `devices`, of one GPU if there are none: held as long as this
+    says so, beside what its models take."""
     devices: list[str] = Field(default_factory=list)
     """UUIDs of the GPUs that it uses; all of the node if there are none."""
     models: dict[str, ModelSettings] = Field(default_factory=dict)

@@ -19,6 +19,7 @@ from service.bootstrap.models import lane_options_of, served_of, servers_of
 from service.bootstrap.picture import Job, Picture
 from service.bootstrap.premises import own_host, write_private
 from service.core.tenure import Standing
+from service.gateway.adopting import Adopting
 from service.gateway.app import create_app
 from service.gateway.bringing import Bringing
 from service.gateway.callers import Callers
@@ -124,6 +125,7 @@ class GatewayRole:
         if self._parts.residencies is not None:
             jobs.append(("use of models", self._parts.residencies.keep_telling()))
             jobs.append(("models of inferences", Bringing(self._parts, self._parts.residencies).keep()))
+            jobs.append(("models without a holder", Adopting(self._parts.residencies).keep()))
         if self._letting_go is not None and self._store.is_shared:
             keep = self._letting_go.keep_saying(self._store, self._name, self._picture.clock)
             jobs.append(("presence", keep))

@@ -55,6 +55,7 @@ def _rules_of(settings: Settings, given: TritonServerSettings) -> ServerRules:
         triton.tenant,
         triton.priority,
         Seconds(settings.defaults.grace_seconds),
+        Mib(given.base_mb),
         Mib(triton.least_mb),
         Seconds(triton.cold_seconds),
         Seconds(triton.wanted_seconds),

@@ -21,12 +21,12 @@ from service.core.model_orders import (
     ServerSeen,
     Stage,
     UnloadOrder,
-    claim_name,
 )
 from service.core.orders import Ended, Ending, Failure, Report
 from service.core.tenure import Tenure
 from service.core.units import DeviceKey, Fence, Seconds, TaskId
 from service.host_ports import HostFault, HostRefused, Index, ModelHost
+from service.last_values import claim_name
 from service.ports import Clock, ReadTicks
 
 log = structlog.get_logger("gpubroker.models")

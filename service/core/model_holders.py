@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
+from service.core.adoption import adopt
 from service.core.fold import Fold
 from service.core.lease import LeaseState
 from service.core.model_orders import ModelOrder, ServerSeen, Stage, check_order, load_order, unload_order
@@ -49,10 +50,17 @@ def in_time(task: Task, room_by: Instant) -> bool:
 
 
 def due(world: World, now: Instant) -> list[Decision]:
-    """Models that are no longer wanted, or are pinned since: their priority follows."""
-    decisions = []
+    """Models that are no longer wanted, or are pinned since: their priority follows. And servers whose own
+    memory nobody is to count any more: that takes the word of their operator."""
+    decisions: list[Decision] = []
     for task in world.homes.live():
-        if task.state is TaskState.RUNNING and (priority := standing(task, now)) != task.priority:
+        assert task.model is not None
+        if task.state is TaskState.STOPPING and not task.model.model:
+            fold = Fold(world, task.id, now)
+            fold.release_leases(task.fence, 0, Proof.HOLDER)
+            fold.move(Move.CANCELLED, "released", finished_at=now, freeing_for=None)
+            decisions += filter(None, [fold.decision()])
+        elif task.state is TaskState.RUNNING and (priority := standing(task, now)) != task.priority:
             write = write_move(task, Move.CHANGED, priority=priority)
             decisions.append(Decision(task.id, "standing", tasks=(write,)))
     return decisions
@@ -60,13 +68,20 @@ def due(world: World, now: Instant) -> list[Decision]:
 
 def seen(world: World, index: ServerSeen, now: Instant, policy: Policy) -> list[Decision]:
     """What a server's index says of the models that rows know there, a decision for each that it changes."""
-    decisions = []
+    decisions: list[Decision] = []
+    is_adopting = False
     for task in world.homes.on(index.server):
         if (task.id, task.fence) in index.under_way:
             continue
         assert task.model is not None
         fold = Fold(world, task.id, now)
         stage = index.stage_of(task.model.model)
+        if task.state is TaskState.PENDING and stage is Stage.READY:
+            # one at a time: each is to find what the one before has left
+            adopted = None if is_adopting else adopt(world, task, standing(task, now), now)
+            is_adopting = is_adopting or adopted is not None
+            decisions += filter(None, [adopted])
+            continue
         if stage is Stage.ABSENT:
             for fence in _claims(world, task):
                 fold.release_leases(fence, 0, Proof.UNLOADED)
@@ -98,6 +113,9 @@ def _follow(fold: Fold, task: Task, stage: Stage, now: Instant, policy: Policy) 
             priority = standing(task, now)
             fold.move(Move.STARTED, "loaded", started_at=now, model=terms, priority=priority)
             fold.move_leases(task.fence, 0, LeaseState.HELD)
+        case TaskState.PENDING, Stage.ABSENT if task.held:
+            fold.outcome = Outcome(task.id, task.fence, TaskState.EXPIRED, now, failure=_VANISHED)
+            fold.move(Move.EXPIRED, "vanished", finished_at=now)
         case TaskState.RUNNING, Stage.ABSENT if is_wanted(task, now):
             fold.move(Move.REQUEUED, "vanished", **back_in_queue(task))
         case TaskState.RUNNING, Stage.ABSENT:
@@ -163,6 +181,8 @@ def want(world: World, task: Task, request: Request, now: Instant, done: Decisio
     priority = standing(after, now) if task.state is TaskState.RUNNING else asked
     if priority != task.priority:
         changes["priority"] = priority
+    if task.held:  # it was in memory without room, and somebody wants it now
+        changes["held"] = False
     orders: tuple[ModelOrder, ...] = ()
     if fields.get("doubted") and task.state is TaskState.RUNNING:
         orders = (check_order(task, _room_of(world, task)),)

@@ -91,11 +91,6 @@ class ServerSeen:
         return self.models[model].stage if model in self.models else Stage.ABSENT
 
 
-def claim_name(task: TaskId, fence: Fence) -> str:
-    """Under which gateways tell that they have let go of it."""
-    return f"{task}:{fence}"
-
-
 def load_order(task: Task, devices: tuple[tuple[DeviceKey, Mib], ...]) -> LoadOrder:
     assert task.model is not None
     return LoadOrder(task.id, task.fence, task.model.server, task.model.model, devices)

@@ -140,7 +140,7 @@ def orders_to_leave(world: World, task: Task, grace_seconds: Seconds) -> tuple[T
     if task.is_inference:
         return (DropOrder(task.id, task.fence),)
     if task.model is not None:
-        return (unload_order(task, grace_seconds),)
+        return (unload_order(task, grace_seconds),) if task.model.model else ()
     return stop_orders(world, task, grace_seconds)
 
 

@@ -8,11 +8,10 @@ from typing import Final
 import structlog
 
 from service.core.events import Event
-from service.core.model_orders import claim_name
 from service.core.task import TaskState
 from service.core.units import Instant, Seconds
 from service.core.world import World
-from service.last_values import PRESENT_SECONDS, Presence, PresenceStore
+from service.last_values import PRESENT_SECONDS, Presence, PresenceStore, claim_name
 from service.ports import Clock, StoreUnavailable
 
 log = structlog.get_logger("gpubroker.models")

@@ -2,11 +2,11 @@
 
 import asyncio
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from math import ceil
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
 
 import structlog
@@ -61,6 +61,8 @@ class ServerRules:
     tenant: str = "default"
     priority: int = 79
     grace_seconds: Seconds = Seconds(30.0)
+    base_mb: Mib = Mib(0)
+    """What the server itself takes, of each of its GPUs."""
     least_mb: Mib = Mib(512)
     cold_seconds: Seconds = Seconds(55.0)
     wanted_seconds: Seconds = Seconds(300.0)
@@ -240,27 +242,49 @@ class Residency:
         parts, rules = self._parts, self.rules
         demand, described = await self._demand(model)
         parts.capacity.check(demand, priority, rules.tenant, at="")
-        now = parts.clock.now()
+        seconds, now = self._rules_of(model).load_seconds, parts.clock.now()
         terms = ModelTerms(
-            rules.name,
-            model,
-            rules.wanted_seconds,
-            priority,
-            load_seconds=self._rules_of(model).load_seconds,
-            steps=described.steps,
+            rules.name, model, rules.wanted_seconds, priority, load_seconds=seconds, steps=described.steps
         )
-        task = Task(
-            parts.ids.task(now),
-            rules.tenant,
-            model,
-            priority,
-            demand,
-            now,
-            max_retries=LOAD_TRIES - 1,
-            grace_seconds=rules.grace_seconds,
-            expires_at=Instant(now + rules.wanted_seconds),
-            model=terms,
+        wanted_until = Instant(now + rules.wanted_seconds)
+        return await self._submit(self._holder(model, demand, terms, now, expires_at=wanted_until))
+
+    async def steps_of(self, model: str) -> Sequence[str]:
+        """Of an ensemble the models that come and go with it. Raises Problem, UnknownModel."""
+        return (await self._demand(model))[1].steps
+
+    async def adopt(self, model: str) -> None:
+        """Enter what the server has in memory and nobody holds: it gets its leases where it is, and waits for
+        none as long as nobody asks for it. Raises Problem, UnknownModel, StoreUnavailable."""
+        demand, described = await self._demand(model)
+        seconds, now = self._rules_of(model).load_seconds, self._parts.clock.now()
+        wanted_seconds = self.rules.wanted_seconds
+        terms = ModelTerms(
+            self.rules.name, model, wanted_seconds, 0, load_seconds=seconds, steps=described.steps
         )
+        until = Instant(now + wanted_seconds)
+        await self._submit(self._holder(model, demand, terms, now, expires_at=until, held=True))
+
+    async def hold_base(self) -> None:
+        """Have what the server itself takes counted, as the settings say, or no longer. Raises Problem,
+        StoreUnavailable."""
+        rules, task, now = self.rules, self.of(""), self._parts.clock.now()
+        if task is not None and not rules.base_mb:
+            await self.ask_leader(task, "cancel")
+        elif task is None and rules.base_mb:
+            demand = Demand(gpus=max(1, len(rules.devices)), gpu_mb=rules.base_mb, where=self._where())
+            demand = self._parts.capacity.settled(demand, "", rules.tenant, {}, at="")
+            terms = ModelTerms(rules.name, "", rules.wanted_seconds, 0)
+            await self._submit(self._holder(f"{rules.name} itself", demand, terms, now, held=True))
+
+    def _holder(self, name: str, demand: Demand, terms: ModelTerms, now: Instant, **fields: Any) -> Task:
+        rules, id = self.rules, self._parts.ids.task(now)
+        fields |= {"max_retries": LOAD_TRIES - 1, "grace_seconds": rules.grace_seconds, "model": terms}
+        return Task(id, rules.tenant, name, terms.asked_priority, demand, now, **fields)
+
+    async def _submit(self, task: Task) -> Task:
+        """Or the one that somebody else has submitted for the same."""
+        parts = self._parts
         outcome = await parts.store.submit(Submission(task, RunSpec(kind=KIND)))
         record = None if outcome.task == task.id else await parts.store.record(outcome.task)
         return task if record is None else record.task
@@ -281,9 +305,12 @@ class Residency:
         size_mb = said.gpu_mb
         if size_mb is None:
             size_mb = first_guess_mb(described.file_bytes, rules.least_mb)
-        where = Where(nodes=(("node", (rules.node,)),), devices=tuple(sorted(rules.devices)))
-        demand = Demand(gpus=1 if size_mb else 0, gpu_mb=size_mb or None, where=where)
+        demand = Demand(gpus=1 if size_mb else 0, gpu_mb=size_mb or None, where=self._where())
         return self._parts.capacity.settled(demand, "", rules.tenant, {}, at=""), described
+
+    def _where(self) -> Where:
+        rules = self.rules
+        return Where(nodes=(("node", (rules.node,)),), devices=tuple(sorted(rules.devices)))
 
     def _rules_of(self, model: str) -> ModelRules:
         return self.rules.models.get(model, ModelRules())

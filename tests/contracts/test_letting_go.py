@@ -9,14 +9,13 @@ from service.adapters.sql.store import SqlStore
 from service.bootstrap.picture import Picture
 from service.broker.gateways import Gateways
 from service.core.accounts import HALF_LIFE_SECONDS
-from service.core.model_orders import claim_name
 from service.core.model_terms import ModelTerms
 from service.core.plan import Decision
 from service.core.stopping import give_notice
 from service.core.task import StopReason, Task
 from service.core.units import Fence, Instant, Seconds, Term
 from service.gateway.letting_go import LettingGo
-from service.last_values import PRESENT_SECONDS, LastValues, LeaderSeen, Presence
+from service.last_values import PRESENT_SECONDS, LastValues, LeaderSeen, Presence, claim_name
 from service.ports import RunSpec, Submission
 from tests.builders import a_task
 from tests.contracts.scenes import admission, claimed, opened, start, with_gpu

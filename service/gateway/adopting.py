@@ -1,0 +1,59 @@
+"""What servers of models have in memory though nobody has asked for it here, and what they take themselves:
+both are entered, so that they are counted as theirs."""
+
+import asyncio
+from typing import Final
+
+import structlog
+
+from service.gateway.problems import Problem
+from service.gateway.residencies import Residencies
+from service.gateway.residency import Residency, UnknownModel
+from service.host_ports import Stage
+from service.ports import StoreUnavailable
+
+log = structlog.get_logger("gpubroker.models")
+
+LOOK_SECONDS: Final = 10.0
+
+
+class Adopting:
+    def __init__(self, residencies: Residencies) -> None:
+        self._residencies = residencies
+        self._seen: dict[str, frozenset[str]] = {}
+        """By server, what was in memory and had no holder at the last look."""
+
+    async def keep(self) -> None:
+        """Until cancelled."""
+        while True:
+            await self.look()
+            await asyncio.sleep(LOOK_SECONDS)
+
+    async def look(self) -> None:
+        for residency in self._residencies:
+            await self._look(residency)
+
+    async def _look(self, residency: Residency) -> None:
+        server = residency.rules.name
+        try:
+            await residency.hold_base()
+            found = await _strays(residency)
+            stay = found & self._seen.get(server, frozenset())
+            steps = {step for model in sorted(stay) for step in await residency.steps_of(model)}
+            for model in sorted(stay - steps):
+                if residency.of(model) is None:  # nobody has asked for it meanwhile
+                    await residency.adopt(model)
+            self._seen[server] = found
+        except (Problem, UnknownModel, StoreUnavailable) as fault:
+            log.warning(
+                "what a model server has is not entered; trying again", server=server, fault=str(fault)
+            )
+
+
+async def _strays(residency: Residency) -> frozenset[str]:
+    """In memory, held by nobody, and no step of an ensemble that somebody holds. What is just leaving had its
+    holder when the index was asked for, and one look more tells."""
+    held = {task.model.model for task in residency.holders() if task.model is not None}
+    held |= {step for task in residency.holders() if task.model is not None for step in task.model.steps}
+    index = await residency.repository()
+    return frozenset(name for name, one in index.items() if one.stage is Stage.READY and name not in held)

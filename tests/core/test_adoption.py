@@ -1,0 +1,131 @@
+"""Models that somebody has loaded by hand: they get their leases where they are, if these fit."""
+
+from dataclasses import replace
+from typing import Any
+
+from service.core.demand import Where
+from service.core.lease import HolderKind, LeaseState
+from service.core.model_holders import due
+from service.core.model_orders import Stage
+from service.core.model_terms import ModelTerms
+from service.core.task import Task, TaskState
+from service.core.units import Mib
+from service.core.world import World
+from tests.builders import (
+    GIB,
+    a_device,
+    a_sample,
+    a_task,
+    a_world,
+    check_ledger,
+    commit,
+    holding,
+    let_go,
+    submit,
+)
+from tests.core.served import LLM, a_model, ask, at, index, leases, plan, the
+
+READY = {"llm": Stage.READY}
+
+
+def by_hand(name: str = "llm", **fields: Any) -> Task:
+    """As the gateway enters it."""
+    model = a_model(name, priority=0, held=True, **fields)
+    assert model.model is not None
+    return replace(model, model=replace(model.model, asked_priority=0))
+
+
+def used(world: World, gib: int, device: str = "gpu0", seconds: float = 1.0) -> None:
+    """By processes that no agent knows."""
+    mb = Mib(gib * GIB)
+    world.measure([a_sample(device, at(seconds), used_mb=mb, foreign_mb=mb)])
+
+
+def free_gib(world: World, device: str = "gpu0") -> int:
+    [book] = [book for book in world.books.values() if book.device.uuid == device]
+    return book.free_mb() // GIB
+
+
+def test_a_model_that_was_loaded_by_hand_has_the_memory_that_it_uses() -> None:
+    world = a_world(a_device("gpu0"), a_device("gpu1"))
+    used(world, 45, "gpu1")
+    submit(world, by_hand())
+    assert plan(world) == []
+    [decision] = index(world, READY, 2.0)
+    task = the(world)
+    assert (task.state, task.priority, task.held, task.started_at) == (TaskState.RUNNING, 0, False, at(2.0))
+    assert leases(world) == [(HolderKind.MODEL, LeaseState.HELD)]
+    assert (decision.orders, free_gib(world, "gpu0"), free_gib(world, "gpu1")) == ((), 80, 30)
+    check_ledger(world)
+
+
+def test_without_room_for_its_lease_what_it_uses_is_foreign_and_nobody_is_stopped_for_it() -> None:
+    world = a_world(holding(a_task("run", gpu_mb=60 * GIB, priority=0), "gpu0"))
+    used(world, 15)
+    submit(world, by_hand())
+    assert index(world, READY, 2.0) == []
+    assert plan(world, 3.0) == []
+    assert (the(world).state, the(world, "run").state) == (TaskState.PENDING, TaskState.RUNNING)
+    index(world, {}, 4.0)
+    assert LLM not in world.tasks, "it has left before"
+
+
+def test_a_device_that_was_not_measured_holds_none() -> None:
+    world = a_world()
+    world.books[next(iter(world.books))].measure_anew(at(1.0))
+    submit(world, by_hand())
+    assert index(world, READY, 2.0) == []
+
+
+def test_of_two_the_second_one_sees_what_the_first_has_left() -> None:
+    world = a_world()
+    submit(world, by_hand(), by_hand("other"))
+    both = {"llm": Stage.READY, "other": Stage.READY}
+    assert [decision.subject for decision in index(world, both, 1.0)] == ["llm"]
+    assert index(world, both, 2.0) == [], "50 GiB each, of 80"
+    check_ledger(world)
+
+
+def test_one_that_is_there_before_its_room_was_taken_needs_what_was_pledged_no_longer() -> None:
+    world = a_world(holding(a_task("run", gpu_mb=60 * GIB, priority=10), "gpu0"))
+    submit(world, a_model(priority=95))
+    plan(world, 100.0)
+    pledged = [*world.pledges[LLM].values()]
+    assert index(world, READY, 101.0) == [], "its victim has the room for its lease"
+    let_go(world, "run")
+    [decision] = index(world, READY, 102.0)
+    assert [write.pledge for write in decision.pledges] == pledged
+    assert LLM not in world.pledges
+    check_ledger(world)
+
+
+def test_who_asks_for_one_without_room_has_it_planned_as_any_other() -> None:
+    world = a_world()
+    submit(world, by_hand())
+    ask(world, "want", 1.0, priority=60)
+    assert (the(world).held, the(world).priority) == (False, 60)
+    plan(world, 2.0)
+    assert the(world).state is TaskState.ADMITTED
+
+
+def test_a_model_without_a_gpu_is_where_its_server_is() -> None:
+    world = a_world()
+    submit(world, by_hand(gpus=0, gpu_mb=None))
+    index(world, READY, 1.0)
+    assert (the(world).state, the(world).node, leases(world)) == (TaskState.RUNNING, "n1", [])
+    elsewhere = a_world()
+    submit(elsewhere, by_hand(gpus=0, gpu_mb=None, where=Where(nodes=(("node", ("n9",)),))))
+    assert index(elsewhere, READY, 1.0) == []
+
+
+def test_what_a_server_itself_takes_is_held_until_its_operator_says_no_more() -> None:
+    world = a_world(a_device("gpu0"), a_device("gpu1"))
+    base = replace(by_hand("base", gpus=2, gpu_mb=2 * GIB), model=ModelTerms("main", ""))
+    submit(world, replace(base, expires_at=None))
+    index(world, {}, 1.0)
+    assert leases(world) == [(HolderKind.SERVER, LeaseState.HELD)] * 2
+    assert (the(world, "base").priority, free_gib(world, "gpu1")) == (100, 78)
+    decision = ask(world, "cancel", 2.0, task="base")
+    assert decision.orders == ()
+    commit(world, due(world, at(3.0)), at(3.0))
+    assert (leases(world), "base" in world.tasks) == ([], False)

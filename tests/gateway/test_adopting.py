@@ -1,0 +1,74 @@
+"""What a server of models has in memory without a holder is entered once it is sure that nobody has it."""
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from typing import Any
+
+from service.adapters.memory.model_host import SimulatedModel
+from service.core.model_terms import Home
+from service.core.task import TaskState
+from service.core.units import Mib, Seconds
+from service.gateway.adopting import Adopting
+from tests.builders import GIB
+from tests.gateway.harness import until
+from tests.gateway.homes import Homes, homes
+from tests.gateway.inference_stage import Heard
+
+
+@asynccontextmanager
+async def looking(*models: SimulatedModel, **rules: Any) -> AsyncIterator[tuple[Homes, Adopting]]:
+    async with homes(Heard(), *models, **rules) as there:
+        assert there.gateway.parts.residencies is not None
+        yield there, Adopting(there.gateway.parts.residencies)
+
+
+async def test_a_model_that_is_there_at_two_looks_is_entered_and_stays_where_it_is() -> None:
+    async with looking() as (there, looks):
+        await there.host.load("any", (), Seconds(1.0))
+        await looks.look()
+        assert there.of() is None, "it may be about to leave"
+        await looks.look()
+        task = there.of()
+        assert task is not None
+        assert (task.state, task.held, task.priority, task.demand.gpu_mb) == (
+            TaskState.PENDING, True, 0, 50 * GIB,
+        )  # fmt: skip
+        await looks.look()
+        assert there.of() == task
+
+
+async def test_steps_of_an_ensemble_and_what_has_left_are_not_entered() -> None:
+    models = (SimulatedModel("any", steps=("step",)), SimulatedModel("step", Mib(10)), SimulatedModel("gone"))
+    async with looking(*models) as (there, looks):
+        await there.host.load("any", (), Seconds(1.0))
+        await there.host.load("gone", (), Seconds(1.0))
+        await looks.look()
+        await there.host.unload("gone", Seconds(1.0))
+        await looks.look()
+        await looks.look()
+        assert [task.name for task in there.gateway.world.homes.live()] == ["any"]
+
+
+async def test_what_a_server_itself_takes_is_held_while_the_settings_say_so() -> None:
+    async with looking(base_mb=Mib(500)) as (there, looks):
+        await looks.look()
+        base = there.gateway.world.homes.of(Home("main", ""))
+        assert base is not None
+        assert (base.name, base.demand.gpu_mb, base.expires_at) == ("main itself", 500, None)
+        [residency] = there.gateway.parts.residencies or ()
+        residency.rules = replace(residency.rules, base_mb=Mib(0))
+        await looks.look()
+        await until(lambda: there.gateway.world.homes.of(Home("main", "")) is None)
+
+
+async def test_what_cannot_be_entered_is_tried_again() -> None:
+    async with looking(models={}) as (there, looks):
+        await there.host.load("any", (), Seconds(1.0))
+        await looks.look()
+        there.host.go_away()
+        await looks.look()
+        there.host.come_back()
+        await looks.look()
+        await looks.look()
+        assert there.of() is not None
