@@ -6,6 +6,7 @@ from typing import Any, Protocol
 
 from service.core.device import DeviceSample
 from service.core.silence import Paused
+from service.core.slot_shares import Claim, Shares
 from service.core.units import Fence, Instant, NodeName, Seconds, TaskId, Term
 from service.ports import Progress
 
@@ -23,6 +24,8 @@ class LeaderSeen:
     """Which silent nodes it does not give up."""
     silent: Mapping[NodeName, Instant] = field(default_factory=dict)
     """Nodes of which it has heard nothing for more than two beats, and when it last did."""
+    slots: Mapping[str, Shares] | None = None
+    """By model what each gateway may claim of its slots; None of a leader that divides none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +72,22 @@ class PresenceStore(Protocol):
 
     async def presences(self) -> Sequence[Presence]:
         """What each gateway has last said, however long ago. Raises StoreUnavailable."""
+        ...
+
+
+class SlotStore(Protocol):
+    """Where gateways claim slots of models. What is lost comes again within a second."""
+
+    async def claim_slots(self, claim: Claim) -> None:
+        """In place of what this gateway claimed before. Raises StoreUnavailable."""
+        ...
+
+    async def slot_claims(self) -> Sequence[Claim]:
+        """What each gateway has last claimed, however long ago. Raises StoreUnavailable."""
+        ...
+
+    async def drop_slots(self, gateway: str) -> None:
+        """It claims none any more. Raises StoreUnavailable."""
         ...
 
 

@@ -28,6 +28,7 @@ from service.broker.model_desk import DeskRules, ModelDesk
 from service.broker.observe import Observer
 from service.broker.publish import Publisher
 from service.broker.retention import Pruner
+from service.broker.slot_desk import SlotDesk
 from service.core.backfill import Forecast
 from service.core.events import Event
 from service.core.tenure import Tenure
@@ -69,6 +70,7 @@ class BrokerRole:
         """Claims of models of which the gateway in this process has let go, if there is one; where others may
         be, they say so in the database."""
         self._publisher = Publisher(picture.world, picture.progress, self.seen, store)
+        self._slots = SlotDesk(settings.triton.slots, store, picture.clock)
         picture.listen(self._on_events)
 
     def jobs(self) -> list[Job]:
@@ -79,6 +81,7 @@ class BrokerRole:
         ]
         if self._store.is_shared:
             jobs.append(("publisher", self._publisher.keep(self.term, word_seconds(self._policy))))
+            jobs.append(("slots of models", self._slots.keep(self.term, word_seconds(self._policy))))
         return jobs
 
     async def _stand(self) -> None:
@@ -105,7 +108,7 @@ class BrokerRole:
     def seen(self, term: Term) -> LeaderSeen:
         """What this process says of itself while it leads."""
         status, leader = dict(self.executor.status()), self.candidate.leader
-        seen = LeaderSeen(term, self._name, self._picture.clock.now(), status)
+        seen = LeaderSeen(term, self._name, self._picture.clock.now(), status, slots=self._slots.told)
         return seen if leader is None else replace(seen, paused=leader.paused, silent=leader.silent())
 
     def forecasts(self) -> Sequence[Forecast]:

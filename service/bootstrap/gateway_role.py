@@ -31,6 +31,7 @@ from service.gateway.inference.plane import Plane
 from service.gateway.inference.watch import Watch
 from service.gateway.letting_go import LettingGo
 from service.gateway.parts import GatewayParts
+from service.gateway.slot_leases import SlotLeases
 from service.gateway.waiters import Waiters
 from service.ports import StoreUnavailable
 from service.settings import Settings
@@ -46,6 +47,8 @@ FIRST_LOOK_SECONDS = 1.0
 
 class GatewayRole:
     _letting_go: LettingGo | None = None
+    _slots: SlotLeases | None = None
+    """Where several gateways divide the slots of models."""
     """Of models in the ledger, if there are any."""
 
     def __init__(
@@ -129,6 +132,8 @@ class GatewayRole:
         if self._letting_go is not None and self._store.is_shared:
             keep = self._letting_go.keep_saying(self._store, self._name, self._picture.clock)
             jobs.append(("presence", keep))
+        if self._slots is not None:
+            jobs.append(("slots of models", self._slots.keep()))
         if self._parts.servers:
             jobs.append(("servers of models", Watch(self._parts.servers).keep()))
         return jobs
@@ -144,9 +149,11 @@ class GatewayRole:
                 await server.close()
             for _, host in self._parts.served:
                 await host.close()
-            if self._letting_go is not None and self._store.is_shared:
-                with contextlib.suppress(StoreUnavailable):  # then it is missed in a few seconds
+            with contextlib.suppress(StoreUnavailable):  # then it is missed in a few seconds
+                if self._letting_go is not None and self._store.is_shared:
                     await self._store.absent(self._name)
+                if self._slots is not None:
+                    await self._slots.drop()
 
     def drain(self) -> None:
         """Say that this process is about to end, and hold back no answer any more."""
@@ -171,6 +178,9 @@ class GatewayRole:
 
     def _plane(self, parts: GatewayParts, telemetry: Telemetry) -> Plane:
         lanes = Lanes(lane_options_of(self._settings), on_waited=telemetry.on_waited)
+        slots = self._settings.triton.slots
+        if slots and self._store.is_shared:
+            self._slots = SlotLeases(self._name, slots, lanes, self._store, self._picture.clock, parts.leader)
         fleet = Fleet(self._parts.servers, parts.residencies)
         telemetry.show_lanes(lanes.figures)
         if parts.residencies is not None:

@@ -76,6 +76,10 @@ class Lane:
     def slots(self) -> int:
         return self._climb.limit if self._slots is None else self._slots
 
+    def limit(self, slots: int) -> None:
+        """So many at once from now on; those that are under way go on."""
+        self._slots = slots
+
     @property
     def is_idle(self) -> bool:
         return not self.in_flight and not self.waiting

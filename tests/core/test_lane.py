@@ -46,6 +46,16 @@ def test_a_request_goes_at_once_while_a_slot_is_free() -> None:
     assert lane.goes_now("b")
 
 
+def test_a_new_limit_holds_from_the_next_request_on() -> None:
+    lane = a_lane(2, busy="ab")
+    lane.limit(1)
+    place = waits(lane)
+    lane.end("a", 1.0, NOW)
+    assert lane.next() is None
+    lane.limit(2)
+    assert lane.next() == place
+
+
 def test_nobody_goes_at_once_past_those_who_wait() -> None:
     lane = a_lane(busy="a")
     first = waits(lane)

@@ -13,8 +13,9 @@ from service.adapters.sql.rowset import SetStatement, json_text, postgres_rows, 
 from service.adapters.sql.shared_tables import last_value
 from service.core.device import DeviceSample
 from service.core.silence import Paused
+from service.core.slot_shares import Claim
 from service.core.units import TaskId, Term
-from service.last_values import LastValues, LastValueStore, LeaderSeen, Presence, PresenceStore
+from service.last_values import LastValues, LastValueStore, LeaderSeen, Presence, PresenceStore, SlotStore
 from service.ports import Progress
 
 T = TypeVar("T")
@@ -38,10 +39,14 @@ def _write(insert: Any, r: FromClause) -> Any:
 _WRITE = SetStatement("write last_value", tuple(last_value.c), _write)
 _NEWER = select(last_value).where(last_value.c.revision > bindparam("after"))
 _PRESENCES = select(last_value.c.key, last_value.c.value).where(last_value.c.kind == "gateway")
-_FROM_OLDER_TERMS = delete(last_value).where(last_value.c.revision < bindparam("first"))
+_CLAIMS = select(last_value.c.key, last_value.c.value).where(last_value.c.kind == "slots")
+_FROM_OLDER_TERMS = delete(last_value).where(
+    last_value.c.revision < bindparam("first"), last_value.c.kind != "slots"
+)
+"""But not what gateways claim, which holds whoever leads."""
 
 
-class SqlLastValues(LastValueStore, PresenceStore):
+class SqlLastValues(LastValueStore, PresenceStore, SlotStore):
     """The part of the store that has them."""
 
     async def say(self, term: Term, number: int, values: LastValues) -> None:
@@ -54,10 +59,20 @@ class SqlLastValues(LastValueStore, PresenceStore):
         await self._read(_write_presence, presence)
 
     async def absent(self, gateway: str) -> None:
-        await self._read(_forget_presence, gateway)
+        await self._read(_forget, "gateway", gateway)
 
     async def presences(self) -> Sequence[Presence]:
         return await self._read(_presences)
+
+    async def claim_slots(self, claim: Claim) -> None:
+        value = json_text({"at": claim.at, "holds": claim.holds, "wants": claim.wants})
+        await self._read(_put, "slots", claim.gateway, value)
+
+    async def slot_claims(self) -> Sequence[Claim]:
+        return await self._read(_claims)
+
+    async def drop_slots(self, gateway: str) -> None:
+        await self._read(_forget, "slots", gateway)
 
     async def _read(self, query: Callable[..., T], *values: Any) -> T:
         """On one of the readers' connections."""
@@ -89,21 +104,34 @@ def read(connection: Connection, after: int) -> tuple[int, LastValues]:
 
 
 def _write_presence(connection: Connection, presence: Presence) -> None:
-    """With a revision below each leader's: none hears it as a leader's word, and each new one forgets it."""
-    value = json_text({"at": presence.at, "let_go": sorted(presence.let_go)})
+    _put(
+        connection,
+        "gateway",
+        presence.gateway,
+        json_text({"at": presence.at, "let_go": sorted(presence.let_go)}),
+    )
+
+
+def _put(connection: Connection, kind: str, key: str, value: str) -> None:
+    """A gateway's own word, with a revision below each leader's: none hears it as a leader's word."""
     connection.exec_driver_sql("BEGIN READ WRITE")
     connection.exec_driver_sql("SET LOCAL synchronous_commit = off")
-    said = insert(last_value).values(kind="gateway", key=presence.gateway, revision=0, value=value)
+    said = insert(last_value).values(kind=kind, key=key, revision=0, value=value)
     where = [last_value.c.kind, last_value.c.key]
     connection.execute(said.on_conflict_do_update(index_elements=where, set_={"value": value}))
     connection.exec_driver_sql("COMMIT")
 
 
-def _forget_presence(connection: Connection, gateway: str) -> None:
+def _forget(connection: Connection, kind: str, key: str) -> None:
     connection.exec_driver_sql("BEGIN READ WRITE")
-    is_it = (last_value.c.kind == "gateway", last_value.c.key == gateway)
-    connection.execute(delete(last_value).where(*is_it))
+    connection.execute(delete(last_value).where(last_value.c.kind == kind, last_value.c.key == key))
     connection.exec_driver_sql("COMMIT")
+
+
+def _claims(connection: Connection) -> Sequence[Claim]:
+    found = connection.execute(_CLAIMS).fetchall()
+    said = [(gateway, from_json(value)) for gateway, value in found]
+    return [Claim(gateway, value["at"], value["holds"], value["wants"]) for gateway, value in said]
 
 
 def _presences(connection: Connection) -> Sequence[Presence]:

@@ -57,6 +57,15 @@ class LaneFigures(NamedTuple):
     waiting: int
 
 
+class Load(NamedTuple):
+    """What a model has to do here."""
+
+    slots: int
+    in_flight: int
+    wanted: int
+    """In flight, or waiting."""
+
+
 class Turn:
     __slots__ = ("_capped", "_expiry", "_granted", "_is_over", "_lane", "_lanes", "_place", "_tenant",
                  "since", "waited_seconds")  # fmt: skip
@@ -153,6 +162,8 @@ class Lanes:
     ) -> None:
         self.now = now
         self._options = options
+        self._limits = dict(options.slots)
+        """By model."""
         self._on_waited = on_waited
         self._lanes: dict[bytes, Lane] = {}
         self._waiting: dict[tuple[Lane, Place], Turn] = {}
@@ -212,12 +223,31 @@ class Lanes:
                 name = model.decode("utf-8", "replace")
                 yield LaneFigures(name, lane.slots, lane.in_flight, lane.waiting)
 
+    def limit(self, model: str, slots: int) -> None:
+        """Ask it so many requests at once from now on; those that are under way go on."""
+        name = model.encode()
+        self._limits[name] = slots
+        if (lane := self._lanes.get(name)) is not None:
+            lane.limit(slots)
+            self._go_on(lane, self.now())
+
+    def load(self, model: str) -> Load:
+        name = model.encode()
+        lane = self._lanes.get(name)
+        if lane is None:
+            return Load(self._limits.get(name, 1), 0, 0)
+        return Load(lane.slots, lane.in_flight, lane.in_flight + lane.waiting)
+
     # What turns call.
 
     def end(self, lane: Lane, tenant: str, ended: Turn) -> None:
         now = self.now()
         self._gone[lane].discard(ended)
         lane.end(tenant, now - ended.since, Ticks(now))
+        self._go_on(lane, now)
+
+    def _go_on(self, lane: Lane, now: float) -> None:
+        """Those that wait, as far as slots are free."""
         while lane.waiting and (place := lane.next()) is not None:
             turn = self._waiting[lane, place]
             self._gone[lane].add(turn)
@@ -231,7 +261,7 @@ class Lanes:
         if len(self._lanes) >= MOST_LANES:
             for name in [name for name, lane in self._lanes.items() if lane.is_idle]:
                 del self._gone[self._lanes.pop(name)]
-        lane = self._lanes[model] = Lane(self._options.rules, self._options.slots.get(model))
+        lane = self._lanes[model] = Lane(self._options.rules, self._limits.get(model))
         self._gone[lane] = set()
         return lane
 

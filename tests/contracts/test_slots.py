@@ -1,0 +1,150 @@
+"""Gateways on one PostgreSQL divide a model's slots, as the leader tells them, and never use one twice."""
+
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+
+from service.adapters.sql.store import SqlStore
+from service.broker.slot_desk import SlotDesk
+from service.core.slot_shares import FRESH_SECONDS, HOLD_SECONDS, Claim
+from service.core.units import Instant, Term
+from service.gateway.identity import Identity
+from service.gateway.inference.lanes import NO_WISH, LaneOptions, Lanes, Turn
+from service.gateway.slot_leases import SlotLeases
+from service.last_values import LastValues, LeaderSeen, SlotStore
+from service.ports import StoreUnavailable
+from tests.builders import NOW
+from tests.contracts.scenes import opened
+
+SOMEBODY = Identity("me", "default", frozenset({"*"}), 50)
+
+
+class ManualClock:
+    at = NOW
+
+    def now(self) -> Instant:
+        return self.at
+
+
+class Away(SlotStore):
+    """A database that cannot be reached."""
+
+    async def claim_slots(self, claim: Claim) -> None:
+        raise StoreUnavailable("gone")
+
+    async def slot_claims(self) -> Sequence[Claim]:
+        raise StoreUnavailable("gone")
+
+    async def drop_slots(self, gateway: str) -> None:
+        raise StoreUnavailable("gone")
+
+
+class Scene:
+    def __init__(self, store: SqlStore) -> None:
+        self.clock = ManualClock()
+        self.store = store
+        self.desk = SlotDesk({"m": 8}, store, self.clock)
+        self.lanes = {name: Lanes(LaneOptions(slots={b"m": 8})) for name in ("a", "b")}
+        self.leases = {name: self._leases(name, store) for name in self.lanes}
+        self.word: LeaderSeen | None = None
+
+    def _leases(self, name: str, store: SlotStore) -> SlotLeases:
+        return SlotLeases(name, {"m": 8}, self.lanes[name], store, self.clock, lambda: self.word)
+
+    def ask(self, name: str, count: int) -> list[Turn]:
+        return [self.lanes[name].enter(b"m", SOMEBODY, NO_WISH) for _ in range(count)]
+
+    async def rounds(self, count: int, term: int = 1, unknown: int = 0) -> None:
+        """Leader and gateways have one turn each, second by second. `unknown`: gateways that the leader knows
+        not yet, or no more, each of which uses one slot."""
+        for _ in range(count):
+            await self.desk.divide(Term(term))
+            self.word = LeaderSeen(Term(term), "one:1", self.clock.now(), {}, slots=self.desk.told)
+            for leases in self.leases.values():
+                await leases.turn()
+                assert sum(self.slots()) <= 8 + unknown
+            self.clock.at = Instant(self.clock.at + 1)
+
+    def slots(self) -> list[int]:
+        return [lanes.load("m").slots for lanes in self.lanes.values()]
+
+
+@asynccontextmanager
+async def a_scene(url: str) -> AsyncIterator[Scene]:
+    async with opened(url) as store:
+        yield Scene(store)
+
+
+async def test_slots_go_where_requests_are_and_come_back(postgres_url: str) -> None:
+    async with a_scene(postgres_url) as scene:
+        assert scene.slots() == [1, 1]
+        await scene.rounds(10)
+        assert scene.slots() == [4, 4]
+        turns = scene.ask("a", 20)
+        await scene.rounds(12)
+        assert scene.slots() == [7, 1]
+        assert scene.lanes["a"].load("m").in_flight == 7
+        more = scene.ask("b", 20)
+        await scene.rounds(12)
+        assert scene.slots() == [4, 1], "what is under way counts until it is answered"
+        for turn in turns:
+            turn.leave()
+        await scene.rounds(12)
+        assert scene.slots() == [1, 7]
+        for turn in more:
+            turn.leave()
+
+
+async def test_the_next_leader_counts_what_gateways_hold(postgres_url: str) -> None:
+    async with a_scene(postgres_url) as scene:
+        await scene.rounds(10)
+        said = LastValues(leader=LeaderSeen(Term(2), "two:1", scene.clock.now(), {}, slots={}))
+        await scene.store.say(Term(2), 1, said)
+        assert (await scene.store.said(0))[1] == said
+        scene.ask("a", 20)
+        await scene.rounds(2, term=2)
+        assert scene.slots() == [4, 1]
+        await scene.rounds(12, term=2)
+        assert scene.slots() == [7, 1]
+        await scene.desk.divide(None)
+        assert scene.desk.told == {}
+
+
+async def test_who_ended_leaves_his_slots_at_once_and_who_was_killed_after_a_while(postgres_url: str) -> None:
+    async with a_scene(postgres_url) as scene:
+        await scene.rounds(10)
+        await scene.leases.pop("b").drop()
+        del scene.lanes["b"]
+        await scene.rounds(8)
+        assert scene.slots() == [8]
+        scene.lanes["b"] = Lanes(LaneOptions(slots={b"m": 8}))
+        scene.leases["b"] = scene._leases("b", scene.store)
+        del scene.leases["a"]
+        await scene.rounds(8, unknown=1)
+        assert scene.slots() == [8, 1], "nobody knows that it is gone"
+        del scene.lanes["a"]
+        await scene.rounds(int(HOLD_SECONDS))
+        assert scene.slots() == [8]
+        assert [claim.gateway for claim in await scene.store.slot_claims()] == ["b"]
+
+
+async def test_a_gateway_that_is_cut_off_is_down_to_one_before_its_slots_are_given_away(
+    postgres_url: str,
+) -> None:
+    async with a_scene(postgres_url) as scene:
+        await scene.rounds(10)
+        scene.leases["a"]._store = Away()
+        await scene.rounds(int(HOLD_SECONDS - FRESH_SECONDS) - 1)
+        assert scene.slots() == [4, 4]
+        await scene.rounds(8, unknown=1)
+        assert scene.slots() == [1, 8]
+        scene.leases["a"]._store = scene.store
+        scene.ask("a", 20)
+        await scene.rounds(16, unknown=1)
+        assert scene.slots() == [7, 1]
+
+
+async def test_a_leader_that_divides_none_leaves_all_to_each(postgres_url: str) -> None:
+    async with a_scene(postgres_url) as scene:
+        scene.word = LeaderSeen(Term(1), "one:1", scene.clock.now(), {})
+        await scene.leases["a"].turn()
+        assert scene.slots() == [8, 1]
