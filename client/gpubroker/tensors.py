@@ -80,7 +80,7 @@ def read(answer: Answer) -> "dict[str, NDArray[Any]]":
 
 def spelled_out(name: str, given: "ArrayLike") -> dict[str, Any]:
     """An input in JSON. Raises WrongArgument."""
-    array = _numpy().asarray(given)
+    array = _array(name, given)
     datatype = _datatype_of(name, array)
     if datatype == "BYTES":
         data: list[Any] = [element.decode() for element in _encoded(name, array)]
@@ -91,7 +91,7 @@ def spelled_out(name: str, given: "ArrayLike") -> dict[str, Any]:
 
 def _packed(name: str, given: "ArrayLike") -> tuple[str, list[int], bytes]:
     """Its datatype, shape and bytes, in rows."""
-    array = _numpy().asarray(given)
+    array = _array(name, given)
     datatype, shape = _datatype_of(name, array), list(array.shape)
     if datatype == "BF16":
         return datatype, shape, array.tobytes()
@@ -100,11 +100,19 @@ def _packed(name: str, given: "ArrayLike") -> tuple[str, list[int], bytes]:
     return datatype, shape, array.astype(_DTYPES[datatype], copy=False).tobytes()
 
 
+def _array(name: str, given: "ArrayLike") -> "NDArray[Any]":
+    try:
+        array: NDArray[Any] = _numpy().asarray(given)
+    except ValueError as fault:
+        raise WrongArgument(f"input {name} is no array: {fault}") from None
+    return array
+
+
 def _datatype_of(name: str, array: "NDArray[Any]") -> str:
     kind = array.dtype.kind
     if array.dtype.name == _BFLOAT16:
         return "BF16"
-    if kind in "OSU":
+    if kind in "OSTU":
         return "BYTES"
     datatype = _DATATYPES.get(f"{kind}{array.dtype.itemsize}" if kind != "b" else "?")
     if datatype is None:

@@ -91,6 +91,10 @@ AS_SENT: Mapping[str, tuple[Any, tuple[str, list[int], bytes]]] = {
     "bfloat16": (np.array([1], ml_dtypes.bfloat16), ("BF16", [1], b"\x80\x3f")),
     "text and bytes": (np.array(["ab", b"", "zwöl"], object), ("BYTES", [3], COUNTED)),
     "fixed width": (np.array([["ab"]]), ("BYTES", [1, 1], COUNTED[:6])),
+    "text of any width": (
+        np.array(["ab", "", "zwöl"], np.dtypes.StringDType()),
+        ("BYTES", [3], COUNTED),
+    ),
     "one text": ("ab", ("BYTES", [], COUNTED[:6])),
 }
 
@@ -144,6 +148,8 @@ def test_what_no_model_takes_is_not_sent(service: RecordedService, do: Do) -> No
         do("infer", "m", {"x": np.zeros(1, np.complex128)})
     with pytest.raises(WrongArgument, match="an element of type int"):
         do("infer", "m", {"x": np.array([1, "a"], object)})
+    with pytest.raises(WrongArgument, match="input x is no array"):
+        do("infer", "m", {"x": [[1, 2], [3]]})
     with pytest.raises(WrongArgument, match="knows no option prio"):
         do("infer", "m", {"x": X}, prio=1)
     assert service.asked == []
