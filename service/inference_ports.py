@@ -16,6 +16,8 @@ class AskFault(StrEnum):
     """The request is none that the model takes; the same one would be refused again."""
     FAILED = "failed"
     """The model, or its server, failed at it."""
+    DEAD = "dead"
+    """The process of the model is gone, and its server has not missed it. The request may have ended it."""
     BROKEN = "broken"
     """It was sent, and no answer came: nobody knows how far it got."""
 

@@ -26,7 +26,7 @@ Claim = tuple[TaskId, Fence]
 LOOK_AGAIN_SECONDS = 60.0
 """So long it is believed how many rows a model takes: it may be loaded anew with another configuration."""
 
-_OF_ONE = frozenset({AskFault.REFUSED, AskFault.FAILED, AskFault.BROKEN})
+_OF_ONE = frozenset({AskFault.REFUSED, AskFault.FAILED, AskFault.BROKEN, AskFault.DEAD})
 """What one request of a batch may have brought upon all."""
 
 
@@ -227,5 +227,7 @@ def _ending(refused: AskRefused) -> tuple[Ending, Failure | None]:
             return Ending.FAILED, Failure("inference_refused", message)
         case AskFault.FAILED:
             return Ending.FAILED, Failure("inference_failed", message)
+        case AskFault.DEAD:
+            return Ending.LOST, Failure("model_process_gone", message)
         case AskFault.BROKEN:
             return Ending.LOST, Failure("model_server_lost", f"the server broke off: {message}")

@@ -151,6 +151,7 @@ class Observer:
         # Measured after their processes were gone, so that nobody takes what they used for a stranger's. Of
         # many that left one device at once, the last sample tells it of all.
         self._world.measure(after_gone.values())
+        decisions += inferences.doubts(self._world, about_runs, self._policy, now)
         return decisions + await self._on_runs(about_runs, now)
 
     async def _on_runs(self, reports: Sequence[Report], now: Instant) -> list[Decision]:

@@ -5,7 +5,7 @@ placed; it runs from the moment in which its request is handed to the desk that 
 """
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from heapq import heapify, heappop, heappush
 from typing import NamedTuple
 
@@ -16,7 +16,7 @@ from service.core.fold import Fold
 from service.core.inference_orders import InferOrder
 from service.core.model_terms import Home
 from service.core.ordering import Group, Member, OwnKey, Rank
-from service.core.orders import Ended, Ending, Gone
+from service.core.orders import Ended, Ending, Gone, Report
 from service.core.plan import Decision, Outcome, Request, write_move
 from service.core.policy import Policy
 from service.core.stopping import after_failure, after_stop, off_the_nodes
@@ -26,6 +26,9 @@ from service.core.world import World
 
 REFUSED = "inference_refused"
 """The kind of failure of a request that its model does not take: to send it again would change nothing."""
+
+PROCESS_GONE = "model_process_gone"
+"""That of one whose model has no process any more, which its server has not missed."""
 
 LOST_RETRIES = 3
 """So often at least one is sent again whose server broke off: most often it is no fault of the request, and
@@ -168,6 +171,24 @@ def _is_to_be_told(holder: Task, priority: int, now: Instant) -> bool:
         return True
     left_seconds = None if holder.expires_at is None else holder.expires_at - now
     return left_seconds is not None and left_seconds < WANTED_SHARE * holder.model.wanted_seconds
+
+
+def doubts(world: World, reports: Iterable[Report], policy: Policy, now: Instant) -> list[Decision]:
+    """Models of which answers tell that their process is gone: their servers are to look, and to load them
+    anew if it is."""
+    models = {
+        task.demand.answered_by
+        for report in reports
+        if isinstance(report, Ended) and report.failure is not None and report.failure.kind == PROCESS_GONE
+        if (task := world.holder(report.task, report.fence)) is not None
+    }
+    decisions = []
+    for holder in (holder for model in sorted(models) for holder in holders(world, policy, model)):
+        assert holder.model is not None
+        said = {"priority": holder.model.asked_priority, "uses": 0, "doubted": True}
+        doubt = Request("", holder.id, holder.tenant, "want", said, now)
+        decisions.append(model_holders.want(world, holder, doubt, now, Decision(holder.id, "doubted")))
+    return decisions
 
 
 def left_behind(world: World) -> frozenset[tuple[TaskId, Fence]]:

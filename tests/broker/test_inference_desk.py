@@ -170,6 +170,7 @@ async def test_each_fault_is_told_as_the_end_that_it_is() -> None:
         AskFault.NOT_THERE: (Ending.NEVER_STARTED, None),
         AskFault.REFUSED: (Ending.FAILED, "inference_refused"),
         AskFault.FAILED: (Ending.FAILED, "inference_failed"),
+        AskFault.DEAD: (Ending.LOST, "model_process_gone"),
         AskFault.BROKEN: (Ending.LOST, "model_server_lost"),
     }
     for fault, (ending, kind) in expected.items():

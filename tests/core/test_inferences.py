@@ -1,5 +1,7 @@
 """Queued inferences: when their turn comes, what keeps their model wanted, and how they end."""
 
+from dataclasses import replace
+
 import pytest
 
 from service.core.codec import task_fields, task_from
@@ -12,11 +14,12 @@ from service.core.inferences import (
     LOST_RETRIES,
     REFUSED,
     admissions,
+    doubts,
     kept_wanted,
     left_behind,
     taken_back,
 )
-from service.core.model_orders import Stage
+from service.core.model_orders import CheckOrder, Stage
 from service.core.orders import Ended, Ending, Failure
 from service.core.plan import Decision
 from service.core.policy import CustomLimit, Policy
@@ -25,9 +28,9 @@ from service.core.reasons import Reason
 from service.core.runs import react
 from service.core.serving import Serving
 from service.core.task import StopReason, Task, TaskState
-from service.core.units import Fence, Seconds, TaskId
+from service.core.units import Fence, Mib, Seconds, TaskId
 from service.core.world import World
-from tests.builders import a_task, a_world, commit, submit
+from tests.builders import GIB, a_task, a_world, commit, key, submit
 from tests.core.served import LLM, WANTED, a_model, ask, at, index, loaded, pass_time, plan, the
 
 POLICY = Policy(serving=Serving(ledger=("main",), at_once=2))
@@ -231,6 +234,19 @@ def test_one_whose_server_broke_off_is_sent_again_whatever_it_asked_for_but_not_
             world.enter_due(at(600 * tried))
             assert admit(world, 600 * tried) == ["ask"]
     assert decision.tasks[0].task.state is TaskState.FAILED
+
+
+def test_a_model_whose_process_is_said_to_be_gone_is_looked_after_by_its_server() -> None:
+    world = asked()
+    gone = Failure("model_process_gone", "stub process is not healthy")
+    report = Ended(TaskId("ask"), Fence(1), at(6), Ending.LOST, failure=gone)
+    [doubt] = doubts(world, [report], POLICY, at(6))
+    assert doubt.orders == (CheckOrder(LLM, Fence(1), "main", "llm", ((key("gpu0"), Mib(50 * GIB)),)),)
+    commit(world, doubt)
+    end(world, ending=Ending.LOST, failure=gone)
+    assert (the(world, "ask").state, the(world, "ask").failures) == (TaskState.PENDING, 1)
+    assert doubts(world, [replace(report, fence=Fence(2))], POLICY, at(7)) == []
+    assert doubts(world, [replace(report, failure=BROKE_OFF)], POLICY, at(7)) == []
 
 
 def test_one_that_its_server_could_not_take_waits_a_moment_and_uses_up_nothing() -> None:

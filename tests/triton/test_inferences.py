@@ -6,6 +6,7 @@ from typing import Any
 
 import httpx
 import numpy as np
+import psutil
 import pytest
 from gpubroker import Broker, Task, TaskFailed, TaskState
 
@@ -93,15 +94,27 @@ def own_triton(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Triton]:
         yield running
 
 
-def test_a_cold_model_is_loaded_for_inferences_and_none_is_lost_when_service_or_server_is_killed(
+def test_a_cold_model_is_loaded_for_inferences_and_none_is_lost_when_a_process_is_killed(
     own_triton: Triton, tmp_path: Path
 ) -> None:
     with ServiceProcess(tmp_path / "data", **settings(own_triton, "simulated")) as service:
-        for kill, start in ((service.kill_9, service.start), (own_triton.kill, own_triton.start)):
-            tasks = [service.broker.infer_later("slow", a_nap(value)).id for value in range(3)]
+
+        def kill_model() -> None:
+            [stub] = psutil.Process(own_triton.pid).children()
+            stub.kill()
+
+        def kill_service() -> None:
+            service.kill_9()
+            service.start()
+
+        def kill_server() -> None:
+            own_triton.kill()
+            own_triton.start()
+
+        for kill in (kill_model, kill_service, kill_server):
+            tasks = [service.broker.infer_later("slow", a_nap(value)).id for value in range(2)]
             until(lambda: is_any_answered(service.broker), "they are being answered")
             kill()
-            start()
             for value, task in enumerate(tasks):
                 assert answered(service.broker, task) == {"OUTPUT0": [value]}
                 ends = [event for event in service.broker.events(task) if event.kind == "task.succeeded"]

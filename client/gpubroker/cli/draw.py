@@ -149,6 +149,7 @@ def task(shown: Task, history: Mapping[str, str] = NO_HISTORY) -> RenderableType
         "ends": expected_end(shown.eta) if shown.eta else None,
         "priority": f"{shown.priority} ({shown.band})",
         "runs": run.get("entrypoint") or shlex.join(run.get("command") or ()) or run.get("kind"),
+        "model": run.get("model"),
         "gpu": demand(shown.resources),
         "size": shown.sizing.message if shown.sizing else None,
         "node": shown.node,

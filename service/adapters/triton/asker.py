@@ -17,7 +17,7 @@ _HEAD_LENGTH: Final = b"Inference-Header-Content-Length"
 _SHOWN_BYTES: Final = 2000
 
 _NOTHING_SENT: Final = frozenset({Trouble.UNREACHABLE, Trouble.BUSY})
-_LOST_STUB: Final = "is not healthy"
+_DEAD: Final = "is not healthy"
 
 
 class TritonAsker(ModelAsker):
@@ -97,8 +97,7 @@ def _refused(said: "_Said") -> AskRefused:
         case 400 | 413 | 501:
             return AskRefused(AskFault.REFUSED, message)
         case _:
-            fault = AskFault.NOT_THERE if _LOST_STUB in message else AskFault.FAILED
-            return AskRefused(fault, message)
+            return AskRefused(AskFault.DEAD if _DEAD in message else AskFault.FAILED, message)
 
 
 class _Said(Answering):
