@@ -10,6 +10,7 @@ from bench import (
     batch,
     churn,
     evict,
+    inferences,
     openb,
     pickup,
     plan,
@@ -38,6 +39,7 @@ BENCHMARKS: dict[str, ModuleType] = {
     "churn": churn,
     "simulate": simulate,
     "proxy": proxy,
+    "inferences": inferences,
 }
 
 

@@ -14,7 +14,7 @@ from service.core.plan import Decision, Request, write_move
 from service.core.residency import Usage
 from service.core.task import Dependency, Move, OnFailure, Task
 from service.core.units import Instant, Position, TaskId
-from service.ports import RunSpec, Submission, SubmitVerdict, TaskStore
+from service.ports import RunSpec, Submission, SubmitVerdict, TaskFilter, TaskStore
 from tests.builders import GIB, NOW, a_task
 from tests.contracts.scenes import a_submission, log_of, next_term
 
@@ -221,3 +221,16 @@ async def test_of_many_who_want_a_model_at_once_one_makes_its_holder(store: Task
     assert len(first) == 1
     assert [outcome.verdict for outcome in outcomes].count(SubmitVerdict.ACCEPTED) == 1
     assert other.verdict is SubmitVerdict.ACCEPTED
+
+
+async def test_an_inference_reads_back_with_the_model_that_is_to_answer_it(store: TaskStore) -> None:
+    task = a_task("i1", answered_by="resnet")
+    spec = RunSpec(kind="inference", entrypoint="resnet", arguments=b"\x00\xff")
+    await store.submit(Submission(task, spec))
+    record = await store.record(task.id)
+    assert record is not None
+    assert (record.task, record.spec, record.task.is_inference) == (task, spec, True)
+    [event] = await log_of(store)
+    assert task_from(event.fields) == task
+    assert (await store.snapshot()).tasks == [task]
+    assert [found.task.id for found in await store.records(TaskFilter("default", kind="inference"))] == ["i1"]

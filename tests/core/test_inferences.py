@@ -20,7 +20,7 @@ from service.core.inferences import (
     taken_back,
 )
 from service.core.model_orders import CheckOrder, Stage
-from service.core.orders import Ended, Ending, Failure
+from service.core.orders import Ended, Ending, Failure, Gone
 from service.core.plan import Decision
 from service.core.policy import CustomLimit, Policy
 from service.core.ranks import ranks_of
@@ -307,3 +307,21 @@ def test_software_that_knows_no_inferences_does_not_read_on_past_one() -> None:
 def test_an_inference_comes_back_from_its_event_as_it_was() -> None:
     task = an_inference()
     assert task_from(task_fields(task)) == task
+
+
+def test_one_whose_question_cannot_be_read_just_now_waits_a_moment() -> None:
+    world = asked()
+    unread = Gone(TaskId("ask"), Fence(1), at(6), "never_started")
+    commit(world, react(world, [unread, replace(unread, fence=Fence(0))], at(6), POLICY), at(6))
+    task = the(world, "ask")
+    assert (task.state, task.failures, task.not_before) == (TaskState.PENDING, 0, at(7.5))
+    assert react(world, [unread], at(7), POLICY) == []
+
+
+def test_one_that_waited_too_long_for_its_model_says_so() -> None:
+    world = a_world()
+    submit(world, an_inference(queue_ttl_seconds=Seconds(30.0), expires_at=at(30)))
+    [expired] = pass_time(world, 30.0)
+    assert expired.outcome is not None
+    assert expired.outcome.failure is not None
+    assert "a turn at its model llm within the 30 s" in expired.outcome.failure.message

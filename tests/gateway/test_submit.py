@@ -77,7 +77,8 @@ async def test_everything_a_submit_says_comes_back(gateway: Gateway, api: Client
     ).json()
     assert {name: task[name] for name in said} == said
     assert {name: task["resources"][name] for name in resources} == resources
-    assert task["run"] == {"kind": "entrypoint", "entrypoint": "myteam.training:train", "command": None}
+    run_as = {"kind": "entrypoint", "entrypoint": "myteam.training:train", "command": None, "model": None}
+    assert task["run"] == run_as
     spec = (await gateway.store.specs([task["id"]]))[task["id"]]
     assert json.loads(spec.arguments) == {"args": run["args"], "kwargs": run["kwargs"]}
     assert spec.env == {"MODE": "fast"}

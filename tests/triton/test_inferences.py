@@ -84,7 +84,7 @@ def test_what_the_model_does_not_take_is_its_error_in_triton_s_words(service: Se
 def test_a_model_that_its_server_does_not_have_is_asked_again_until_the_inference_expires(
     service: ServiceProcess,
 ) -> None:
-    task = service.broker.infer_later("not_there", column(1), deadline_seconds=2.5)
+    task = service.broker.infer_later("not_there", column(1), deadline_seconds=1.5)
     assert service.broker.wait(task).state is TaskState.EXPIRED
 
 
@@ -94,31 +94,37 @@ def own_triton(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Triton]:
         yield running
 
 
-def test_a_cold_model_is_loaded_for_inferences_and_none_is_lost_when_a_process_is_killed(
+def test_a_cold_model_is_loaded_for_inferences_and_none_is_lost_when_service_or_server_is_killed(
     own_triton: Triton, tmp_path: Path
 ) -> None:
     with ServiceProcess(tmp_path / "data", **settings(own_triton, "simulated")) as service:
-
-        def kill_model() -> None:
-            [stub] = psutil.Process(own_triton.pid).children()
-            stub.kill()
-
-        def kill_service() -> None:
-            service.kill_9()
-            service.start()
-
-        def kill_server() -> None:
-            own_triton.kill()
-            own_triton.start()
-
-        for kill in (kill_model, kill_service, kill_server):
-            tasks = [service.broker.infer_later("slow", a_nap(value)).id for value in range(2)]
-            until(lambda: is_any_answered(service.broker), "they are being answered")
+        for kill, start in ((service.kill_9, service.start), (own_triton.kill, own_triton.start)):
+            tasks = asked_to_nap(service.broker)
             kill()
-            for value, task in enumerate(tasks):
-                assert answered(service.broker, task) == {"OUTPUT0": [value]}
-                ends = [event for event in service.broker.events(task) if event.kind == "task.succeeded"]
-                assert len(ends) == 1
+            start()
+            check_each_is_answered_once(service.broker, tasks)
+
+
+@pytest.mark.evidence
+def test_none_is_lost_when_the_process_of_the_model_is_killed(own_triton: Triton, tmp_path: Path) -> None:
+    with ServiceProcess(tmp_path / "data", **settings(own_triton, "simulated")) as service:
+        tasks = asked_to_nap(service.broker)
+        [process] = psutil.Process(own_triton.pid).children()
+        process.kill()
+        check_each_is_answered_once(service.broker, tasks)
+
+
+def asked_to_nap(broker: Broker) -> list[str]:
+    """Two, of which at least one is being answered."""
+    tasks = [broker.infer_later("slow", a_nap(value)).id for value in range(2)]
+    until(lambda: is_any_answered(broker), "they are being answered")
+    return tasks
+
+
+def check_each_is_answered_once(broker: Broker, tasks: list[str]) -> None:
+    for value, task in enumerate(tasks):
+        assert answered(broker, task) == {"OUTPUT0": [value]}
+        assert [event.kind for event in broker.events(task)].count("task.succeeded") == 1
 
 
 def is_any_answered(broker: Broker) -> bool:

@@ -1,0 +1,62 @@
+"""How many queued inferences a second are answered, joined into batches and one by one, in the same run.
+
+A real Triton with a model that doubles what it gets, eight rows at once. Inferences of one row each are
+submitted while another one keeps them waiting; then all may go, and the time until the last answer counts.
+"""
+
+import json
+import statistics
+from argparse import ArgumentParser, Namespace
+from collections.abc import Iterator
+from datetime import datetime
+
+from gpubroker import Broker, Task, TaskState
+
+from bench.measuring import Figure, Pair, median_ratio, say
+from bench.processes import SQLITE_DURABILITY, service
+from bench.triton import triton
+
+MODEL = "doubles"
+HELD_UP = 10_000
+"""Given this number the model sleeps for as many milliseconds."""
+
+
+def add_options(parser: ArgumentParser) -> None:
+    parser.add_argument("--inferences", type=int, default=500, help="per round and side")
+    parser.add_argument("--rounds", type=int, default=3)
+
+
+def measure(options: Namespace) -> Iterator[Figure]:
+    sizes = {"batches": 8, "alone": 1}
+    rates: dict[str, list[float]] = {name: [] for name in sizes}
+    with triton([MODEL]) as server:
+        for _ in range(options.rounds):
+            for name, size in sizes.items():
+                rates[name].append(per_second(server.url, size, options.inferences))
+                say(f"  {name}: {rates[name][-1]:,.0f}/s")
+    ours, alone = statistics.median(rates["batches"]), statistics.median(rates["alone"])
+    ratio = median_ratio([Pair(*both) for both in zip(rates["batches"], rates["alone"], strict=True)])
+    count = options.inferences * options.rounds
+    yield Figure("inferences", "inferences.batches", ours, "1/s", count, SQLITE_DURABILITY, alone, ratio)
+
+
+def per_second(url: str, max_size: int, count: int) -> float:
+    """From the end of what they wait for to the last answer, by the service's clock."""
+    settings = {"servers": [{"name": "main", "http_url": url}], "batch": {MODEL: {"max_size": max_size}}}
+    with service(ENGINE="simulated", TRITON=json.dumps(settings)) as running:
+        broker = Broker(url=f"http://127.0.0.1:{running.port}", token=running.token)
+        first = broker.infer_later(MODEL, {"INPUT0": a_row(HELD_UP)})
+        tasks = [broker.infer_later(MODEL, {"INPUT0": a_row(n % 100)}, after=[first]) for n in range(count)]
+        began = _ended_at(broker.wait(first))
+        ends = [_ended_at(broker.wait(task)) for task in tasks]
+        return count / (max(ends) - began).total_seconds()
+
+
+def a_row(value: int) -> dict[str, object]:
+    return {"datatype": "FP32", "shape": [1, 1], "data": [value]}
+
+
+def _ended_at(task: Task) -> datetime:
+    assert task.state is TaskState.SUCCEEDED, task.raw
+    assert task.finished_at is not None
+    return task.finished_at
