@@ -143,6 +143,7 @@ class BrokerRole:
                 settings.limits.inline_bytes,
                 picture.progress,
                 boot_seconds,
+                frozenset(host.name for host in self._hosts),
             ),
             dispatcher=self._dispatcher(),
             clock=picture.clock,

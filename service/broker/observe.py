@@ -1,11 +1,11 @@
 """What came in since the last cycle: reports, requests and deadlines, turned into decisions by the core."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 
 import structlog
 
-from service.core import deadlines, inferences, model_holders, quarantine, requests, runs
+from service.core import deadlines, inferences, model_holders, quarantine, removed_servers, requests, runs
 from service.core.device import DeviceSample
 from service.core.events import Event
 from service.core.inquiry import Inquiry
@@ -104,7 +104,10 @@ class Observer:
         inline_bytes: int,
         progress: dict[TaskId, Progress],
         ticks: ReadTicks,
+        servers: Collection[str] | None = None,
     ) -> None:
+        """`servers`: of models, all that there are; None: nobody says."""
+        self._servers = servers
         self._world = world
         self._policy = policy
         self._blobs = blobs
@@ -190,6 +193,8 @@ class Observer:
         decisions = deadlines.due(self._world, now, self._policy, self._watch)
         decisions += quarantine.removed(self._world)
         decisions += model_holders.due(self._world, now)
+        if self._servers is not None:
+            decisions += removed_servers.give_up(self._world, self._servers, now)
         self._watch = deadlines.keep_watch(self._watch, now)
         decided = {decision.subject for decision in decisions}
         more = [*overuse(self._world, now, self._policy), *self._about_inferences(now)]

@@ -15,6 +15,7 @@ from service.core.guarantees import Claims
 from service.core.lines import First, Lines
 from service.core.looks import Looks
 from service.core.memory import Found
+from service.core.model_holders import in_time
 from service.core.offers import Offers
 from service.core.ordering import OrderKey, order_key, own_key
 from service.core.outlook import Known, Outlooks
@@ -170,6 +171,12 @@ class Planner:
         The tasks ahead of it are taken to have been looked at and to wait on, as they do between two cycles.
         With `most_nodes`, victims are looked for on so many nodes only.
         """
+        trial = self._attempt(task, most_nodes)
+        if trial.eviction is not None and not in_time(task, trial.eviction.deadline_at):
+            return Trial()
+        return trial
+
+    def _attempt(self, task: Task, most_nodes: int | None) -> Trial:
         room = self._room(self._offers.nodes, task)
         places = self._beside(task, room)
         if places is not None or self._draft.pledges_of(task.id) or self._lines.ahead_of(task):

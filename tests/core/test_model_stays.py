@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 
+from service.core.draft import Draft
 from service.core.lease import HolderKind, LeaseState
 from service.core.model_holders import due as standings_due
 from service.core.model_holders import in_time
@@ -14,6 +15,7 @@ from service.core.overuse import overuse
 from service.core.residency import Usage
 from service.core.runs import react
 from service.core.task import TaskState
+from service.core.trial import Planner
 from service.core.units import Fence, Mib, NodeName, Seconds
 from service.core.victims import lost_gpu_seconds
 from tests.builders import (
@@ -120,6 +122,9 @@ def test_a_model_stops_nobody_for_whom_it_would_come_too_late() -> None:
     submit(world, a_model(priority=95, terms={"load_seconds": Seconds(271.0)}))
     assert plan(world) == []
     assert the(world, "run").state is TaskState.RUNNING
+    planner = Planner(Draft(world), POLICY, at(0.0))
+    assert not planner.attempt(the(world)).is_way, "nor is anybody told that it would"
+    assert planner.attempt(replace(the(world), expires_at=at(302.0))).eviction is not None
 
 
 def test_what_has_no_end_is_always_in_time() -> None:
