@@ -109,7 +109,9 @@ class ModelBackend(Protocol):
     @property
     def name(self) -> str: ...
 
-    def ask(self, head: RequestHead, answer: Answer) -> Asking: ...
+    def ask(self, head: RequestHead, answer: Answer, *, is_check: bool = False) -> Asking:
+        """`is_check`: it waits for no connection behind others."""
+        ...
 
     async def close(self) -> None:
         """All connections; what is under way on them ends in trouble."""

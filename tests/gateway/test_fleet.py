@@ -304,6 +304,32 @@ async def test_a_server_is_looked_after_with_its_credentials_and_says_what_it_ha
         assert not server(stage, "main").is_up
 
 
+async def test_a_server_all_of_whose_connections_are_in_use_is_no_dead_one() -> None:
+    """Long answers and streams keep them for minutes."""
+    ended, asked = asyncio.Event(), []
+
+    async def slow(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while True:
+            head, _ = await a_request(reader)
+            if head.startswith(b"POST /v2/models"):
+                asked.append(head)
+                await ended.wait()
+            writer.write(OK)
+
+    async with a_stage(slow, connections=1) as stage:
+        clients = [await stage.connect() for _ in range(2)]
+        for client in clients:
+            client.ask("POST", INFER, b"{}")
+        await until(lambda: len(stage.backend._waiting) == 1 and len(asked) == 1)
+        for _ in range(4):
+            await Watch(stage.fleet.servers, SHORT).look_at_all()
+        assert (server(stage, "main").http.faults, server(stage, "main").is_up) == (0, True)
+        await until(lambda: len(stage.backend._lines) == 1)
+        assert len(asked) == 1, "the other request has waited for its own connection"
+        ended.set()
+        assert [(await client.answer())[0] for client in clients] == [200, 200]
+
+
 def test_what_is_no_index_says_nothing() -> None:
     for body in (b"", b"{}", b"[1]", b'[{"name": 1}]'):
         assert rows_in(body) is None

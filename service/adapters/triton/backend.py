@@ -51,6 +51,8 @@ class HttpBackend(ModelBackend):
         """Used last, last: those at the beginning grow old."""
         self._lines: set[Line] = set()
         self._waiting: deque[Request] = deque()
+        self._checks: deque[Request] = deque()
+        """Of those that wait, the ones for which a connection is opened beyond the limit."""
         self._opening: set[asyncio.Task[None]] = set()
         self._look: asyncio.TimerHandle | None = None
         self._look_seconds = min(1.0, server.silence_seconds / 4)
@@ -63,7 +65,7 @@ class HttpBackend(ModelBackend):
     def name(self) -> str:
         return self._server.name
 
-    def ask(self, head: RequestHead, answer: Answer) -> Asking:
+    def ask(self, head: RequestHead, answer: Answer, *, is_check: bool = False) -> Asking:
         loop = self._loop = self._loop or asyncio.get_running_loop()
         is_chunked = head.body_bytes is None
         written = self._written(head)
@@ -75,6 +77,9 @@ class HttpBackend(ModelBackend):
         if (line := self._idle_line()) is not None:
             request.line = line
             line.carry(request)
+        elif is_check:
+            self._checks.append(request)
+            self._open_more(loop)
         elif len(self._waiting) >= WAITING_PER_CONNECTION * self._server.connections:
             detail = f"{len(self._waiting)} requests wait for one of {self._server.connections} connections"
             loop.call_soon(request.fail, Trouble.BUSY, detail)
@@ -90,13 +95,18 @@ class HttpBackend(ModelBackend):
             task.cancel()
         for line in list(self._lines):
             line.give_up(Trouble.BROKEN, "the service ends")
-        while self._waiting:
-            self._waiting.popleft().fail(Trouble.UNREACHABLE, "the service ends")
+        for waiting in (self._checks, self._waiting):
+            while waiting:
+                waiting.popleft().fail(Trouble.UNREACHABLE, "the service ends")
 
     # What lines and requests call.
 
     def on_free(self, line: Line) -> None:
-        if self._waiting:
+        if self._checks:
+            self._checks.popleft().begin_on(line)
+        elif len(self._lines) > self._server.connections:
+            line.close()
+        elif self._waiting:
             self._waiting.popleft().begin_on(line)
         else:
             self._idle.append(line)
@@ -105,12 +115,13 @@ class HttpBackend(ModelBackend):
         self._lines.discard(line)
         if line in self._idle:
             self._idle.remove(line)
-        if self._waiting and self._loop is not None:
+        if (self._waiting or self._checks) and self._loop is not None:
             self._open_more(self._loop)
 
     def forget(self, request: Request) -> None:
-        if request in self._waiting:
-            self._waiting.remove(request)
+        for waiting in (self._checks, self._waiting):
+            if request in waiting:
+                waiting.remove(request)
 
     def _written(self, head: RequestHead) -> bytes:
         parts = [head.method, b" ", head.target, b" HTTP/1.1\r\n", self._own]
@@ -133,9 +144,9 @@ class HttpBackend(ModelBackend):
         return None
 
     def _open_more(self, loop: asyncio.AbstractEventLoop) -> None:
-        """As many as are waited for, within the limit."""
-        most = self._server.connections - len(self._lines)
-        while len(self._opening) < min(len(self._waiting), most):
+        """As many as are waited for, within the limit; for checks beyond it."""
+        most = max(0, self._server.connections - len(self._lines))
+        while len(self._opening) < min(len(self._waiting), most) + len(self._checks):
             task = loop.create_task(self._open(loop))
             self._opening.add(task)
             task.add_done_callback(self._on_opened)
@@ -151,15 +162,15 @@ class HttpBackend(ModelBackend):
                 )
         except (OSError, TimeoutError) as fault:
             why = str(fault) or f"no connection within {server.connect_seconds:g} s"
-            if self._waiting:
-                self._waiting.popleft().fail(Trouble.UNREACHABLE, why)
+            if waiting := self._checks or self._waiting:
+                waiting.popleft().fail(Trouble.UNREACHABLE, why)
             return
         self._lines.add(line)
         self.on_free(line)
 
     def _on_opened(self, task: asyncio.Task[None]) -> None:
         self._opening.discard(task)
-        if self._waiting and not task.cancelled():
+        if (self._waiting or self._checks) and not task.cancelled():
             self._open_more(task.get_loop())
 
     def _look_around(self, loop: asyncio.AbstractEventLoop) -> None:

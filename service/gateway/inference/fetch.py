@@ -20,11 +20,17 @@ class NotFetched(Exception):
 
 
 async def fetch(
-    backend: ModelBackend, head: RequestHead, body: bytes = b"", within_seconds: float = 10.0
+    backend: ModelBackend,
+    head: RequestHead,
+    body: bytes = b"",
+    within_seconds: float = 10.0,
+    *,
+    is_check: bool = False,
 ) -> Fetched:
-    """On one of the connections that clients' requests use. Raises NotFetched."""
+    """Over a connection as clients' requests use them; a check has one though all be in use. Raises
+    NotFetched."""
     pieces = _Pieces()
-    asking = backend.ask(head._replace(body_bytes=len(body)), pieces)
+    asking = backend.ask(head._replace(body_bytes=len(body)), pieces, is_check=is_check)
     try:
         asking.write(body)
         asking.end()

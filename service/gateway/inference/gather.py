@@ -89,7 +89,8 @@ class Gather(Asking):
         try:
             found = await fetch(server.backend, self._head, body, GATHER_SECONDS)
         except NotFetched as failed:
-            server.http.failed(failed.trouble, str(failed))
+            if failed.trouble is not Trouble.SILENT:  # its connections may all be in use
+                server.http.failed(failed.trouble, str(failed))
             return problem_of(failed.trouble, server.name, str(failed))
         server.http.answered()
         if self._aim.unloads and found.status == _WELL:

@@ -72,7 +72,7 @@ class Watch:
     async def _ask(self, server: Server) -> None:
         """Raises NotFetched."""
         within = self._rules.answer_seconds
-        found = await fetch(server.backend, get(b"/v2/health/live"), within_seconds=within)
+        found = await fetch(server.backend, get(b"/v2/health/live"), within_seconds=within, is_check=True)
         if found.status != 200:
             raise NotFetched(Trouble.BROKEN, f"GET /v2/health/live was answered {found.status}")
         if self._reads_index and not server.is_managed:
@@ -91,7 +91,7 @@ class Watch:
 async def index_of(server: Server, within_seconds: float) -> list[dict[str, str]] | None:
     """What it says that it has, a row for each version of a model; None if that is no index. Raises
     NotFetched."""
-    answer = await fetch(server.backend, INDEX, within_seconds=within_seconds)
+    answer = await fetch(server.backend, INDEX, within_seconds=within_seconds, is_check=True)
     return rows_in(answer.body) if answer.status == 200 else None
 
 
