@@ -15,7 +15,8 @@ import tritonclient.http
 from tests.e2e.service_process import GIB, ServiceProcess, until
 from tests.triton.raw import Door, directly, through
 from tests.triton.script import given
-from tests.triton.server import Triton, free_ports
+from tests.triton.server import Triton, analyzer_libraries, free_ports
+from tests.triton.test_perf_analyzer import FORMS, IDENTITY, REQUESTS, measure
 
 LOADED = {"a": ("identity_fp32", "echo_bytes"), "b": ("identity_fp32", "line_fp32")}
 MODELS = "/v2/models"
@@ -118,6 +119,17 @@ def test_requests_are_shared_out_and_statistics_and_index_are_those_of_both(scen
         (one.server, one.name) for one in scene.service.broker.models().items if one.state == "resident"
     }
     assert listed == {(name, model) for name, models in LOADED.items() for model in models}
+
+
+@pytest.mark.evidence
+def test_tritons_load_generator_measures_both_as_one(scene: Scene, tmp_path: Path) -> None:
+    """It is particular about statistics, which it asks for before and after."""
+    libraries = analyzer_libraries(tmp_path / "libraries")
+    address = scene.service.url.removeprefix("http://")
+    for way in (("-i", "http", "-u", address, *FORMS["binary"]), ("-i", "grpc", "-u", scene.address)):
+        folder = tmp_path / way[1]
+        folder.mkdir()
+        assert measure(scene.service, libraries, folder, *way, *IDENTITY) >= REQUESTS
 
 
 def test_a_server_killed_under_load_costs_only_what_it_was_at(scene: Scene) -> None:
