@@ -57,6 +57,7 @@ IN_PIECES = {
     ],
     "scattered": {"gpus": 2, "gpu_mb": 30720, "waiting": 5, "free_mb": 40960, "largest_mb": 20480},
 }
+UP, DOWN = {"up": True, "fault": ""}, {"up": False, "fault": "no route"}
 IN_PIECES_SAYS = [
     "25% of what is free, 10.0 GiB (A100 50% · H100 0%)",
     "! 5 wait for 2 × 30.0 GiB; 40.0 GiB are free, at most 20.0 GiB in one piece",
@@ -134,6 +135,17 @@ TENANT = {
             "stats",
             {**STATS, "forecasts": [FORETOLD]},
             ["forecasts", "learned: 88% of 40 by their p90, off by 70s"],
+        ),
+        (
+            "stats",
+            {
+                **STATS,
+                "model_servers": [
+                    {"name": "a", "http": UP, "grpc": None, "requests_in_flight": 3},
+                    {"name": "b", "http": DOWN, "grpc": UP, "requests_in_flight": 0},
+                ],
+            },
+            ["a · up, 3 requests", "b · ! http is not asked: no route"],
         ),
         ("stats", STATS, ["leased 1.0 GiB · total 2.0 GiB", "pending 7", "0.2 s ago, event 9"]),
         (

@@ -37,3 +37,10 @@ def test_a_model_is_loaded_unloaded_and_pinned(service: RecordedService, run: Ru
     assert run("pin llm --off").code == 0
     asked = [(one.method, one.path) for one in service.asked]
     assert asked == [("POST", f"/models/llm/{deed}") for deed in ("load", "unload", "pin", "pin")]
+
+
+def test_which_server_is_meant_is_said_with_every_deed(service: RecordedService, run: Run) -> None:
+    service.told(*[Reply(200, LLM)] * 3)
+    for command in ("load llm --server b", "unload llm --server b", "pin llm --server b"):
+        assert run(command).code == 0
+    assert [one.params for one in service.asked] == [[("server", "b")]] * 3
