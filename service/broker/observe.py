@@ -10,6 +10,7 @@ from service.core.device import DeviceSample
 from service.core.events import Event
 from service.core.inquiry import Inquiry
 from service.core.lessons import learn
+from service.core.model_gauge import Gauge
 from service.core.model_orders import ServerSeen
 from service.core.orders import (
     Beat,
@@ -118,6 +119,7 @@ class Observer:
         self._ticks = ticks
         self.silence = Silence(policy)
         self._inquiry = Inquiry()
+        self._gauge = Gauge()
         self._left_behind: frozenset[tuple[TaskId, Fence]] | None = None
         """Inferences that an older leader had sent; None until it is looked."""
         self.to_ask: list[NodeName] = []
@@ -197,6 +199,7 @@ class Observer:
             decisions += removed_servers.give_up(self._world, self._servers, now)
         self._watch = deadlines.keep_watch(self._watch, now)
         decided = {decision.subject for decision in decisions}
+        decisions += self._gauge.look(self._world, now, decided)
         more = [*overuse(self._world, now, self._policy), *self._about_inferences(now)]
         return [*decisions, *(decision for decision in more if decision.subject not in decided)]
 

@@ -12,12 +12,13 @@ from weakref import WeakValueDictionary
 import structlog
 
 from service.core.demand import Demand, Where
+from service.core.model_gauge import learned_mb
 from service.core.model_sizes import first_guess_mb
 from service.core.model_terms import KIND, Home, ModelTerms
 from service.core.plan import Request
 from service.core.start import start_of
 from service.core.task import Task, TaskState
-from service.core.units import Instant, Mib, Seconds
+from service.core.units import Instant, Mib, NodeName, Seconds
 from service.gateway.problems import Problem
 from service.gateway.waiters import moves_of
 from service.host_ports import Described, HostFault, HostRefused, Indexed, ModelHost, Stage
@@ -290,7 +291,7 @@ class Residency:
         return task if record is None else record.task
 
     async def _demand(self, model: str) -> tuple[Demand, Described]:
-        """What the operator says, else a guess by what the server tells. Raises Problem."""
+        """What the operator says, else what was measured, else a guess by its files. Raises Problem."""
         rules, said = self.rules, self._rules_of(model)
         try:
             described = await self._host.describe(model, DESCRIBE_SECONDS)
@@ -304,9 +305,18 @@ class Residency:
             described = Described()
         size_mb = said.gpu_mb
         if size_mb is None:
+            world, margin = self._parts.world, self._parts.policy.learned_margin
+            size_mb = learned_mb(world, rules.tenant, model, self._kinds(), margin)
+        if size_mb is None:
             size_mb = first_guess_mb(described.file_bytes, rules.least_mb)
         demand = Demand(gpus=1 if size_mb else 0, gpu_mb=size_mb or None, where=self._where())
         return self._parts.capacity.settled(demand, "", rules.tenant, {}, at=""), described
+
+    def _kinds(self) -> set[str]:
+        """Of the GPUs that it may use."""
+        world, rules = self._parts.world, self.rules
+        devices = (world.books[key].device for key in world.by_node.get(NodeName(rules.node), ()))
+        return {device.kind for device in devices if not rules.devices or device.uuid in rules.devices}
 
     def _where(self) -> Where:
         rules = self.rules

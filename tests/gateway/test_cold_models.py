@@ -4,11 +4,14 @@ import asyncio
 import gc
 import json
 
+import pytest
+
 from service.adapters.memory.model_host import SimulatedModel
+from service.core.model_gauge import topic_of
 from service.core.orders import Ended, Ending, Failure
 from service.core.task import TaskState
 from service.core.units import Mib, Seconds
-from tests.builders import GIB, a_sample
+from tests.builders import GIB, a_sample, a_sketch
 from tests.gateway.harness import until
 from tests.gateway.homes import homes
 from tests.gateway.inference_stage import INFER, Heard
@@ -91,6 +94,17 @@ async def test_a_model_of_which_nothing_is_said_is_taken_for_a_quarter_more_than
         client = await there.stage.connect()
         client.ask("POST", INFER, b"x")
         assert (await there.load()).demand.gpu_mb == 10 * GIB
+        assert (await client.answer())[0] == 200
+
+
+async def test_a_model_that_was_seen_loaded_takes_what_it_took_then_and_a_margin() -> None:
+    async with homes(Heard(), SimulatedModel("any", Mib(8 * GIB)), models={}) as there:
+        world = there.gateway.world
+        kinds = {book.device.kind for book in world.books.values()}
+        world.learned.put(topic_of("default", "any", *kinds), a_sketch([20 * GIB]))
+        client = await there.stage.connect()
+        client.ask("POST", INFER, b"x")
+        assert (await there.load()).demand.gpu_mb == pytest.approx(23 * GIB, rel=0.03)
         assert (await client.answer())[0] == 200
 
 

@@ -1,0 +1,120 @@
+"""How large a model is, by what its device has more in use when it is there."""
+
+import pytest
+
+from service.core.estimate import What
+from service.core.model_gauge import Gauge, learned_mb
+from service.core.model_orders import Stage
+from service.core.plan import Decision
+from service.core.units import Mib
+from service.core.world import World
+from tests.builders import GIB, a_device, a_sample, a_task, a_world, commit, holding, submit
+from tests.core.served import a_model, ask, at, index, plan
+
+
+class Scene:
+    """A model of 50 GiB on a device of 80, whatever else is there."""
+
+    def __init__(self, *parts: object, **fields: object) -> None:
+        self.world: World = a_world(*parts)  # type: ignore[arg-type]
+        self.gauge = Gauge()
+        submit(self.world, a_model(**fields))  # type: ignore[arg-type]
+        plan(self.world, 1.0)
+
+    def look(self, seconds: float, *but_not: str) -> list[Decision]:
+        decisions = self.gauge.look(self.world, at(seconds), but_not)
+        commit(self.world, decisions, at(seconds))
+        return decisions
+
+    def measure(
+        self, seconds: float, gib: int, by_holder: dict[str, Mib] | None = None, **fields: object
+    ) -> None:
+        known = by_holder or {}
+        used = Mib(gib * GIB)
+        foreign = Mib(used - sum(known.values()))
+        facts = {"used_mb": used, "foreign_mb": foreign, "by_holder": known, **fields}
+        self.world.measure([a_sample("gpu0", at(seconds), **facts)])
+
+    def load(self, gib: int = 40, **fields: object) -> list[Decision]:
+        """It is loaded, and measured since."""
+        self.look(1.5)
+        index(self.world, {"llm": Stage.READY}, 5.0)
+        assert self.look(5.5) == [], "it was not measured since"
+        self.measure(6.0, gib, **fields)  # type: ignore[arg-type]
+        return self.look(6.5)
+
+    @property
+    def learned(self) -> Mib | None:
+        return learned_mb(self.world, "default", "llm", {"H100", "other"}, 0.25)
+
+
+def test_a_model_takes_what_its_device_has_more_in_use_since_it_is_there() -> None:
+    scene = Scene()
+    assert scene.learned is None
+    [decision] = scene.load(40)
+    [lesson] = decision.lessons
+    assert (lesson.topic.subject, lesson.topic.kind, lesson.topic.what) == ("model llm", "H100", What.GPU_MB)
+    assert scene.learned == pytest.approx(50 * GIB, rel=0.03)
+    assert scene.look(7.0) == [], "once for each load"
+
+
+def test_what_runs_beside_it_and_stays_as_it_is_disturbs_nothing() -> None:
+    run = holding(a_task("run", gpu_mb=10 * GIB), "gpu0")
+    scene = Scene(run)
+    scene.world.measure(
+        [a_sample("gpu0", at(1.0), used_mb=Mib(10 * GIB), by_holder={"run:1": Mib(10 * GIB)})]
+    )
+    scene.load(50, by_holder={"run:1": Mib(10 * GIB)})
+    assert scene.learned == pytest.approx(50 * GIB, rel=0.03)
+
+
+@pytest.mark.parametrize("change", ["grew", "came", "left", "unlisted"])
+def test_of_a_load_during_which_anything_else_changed_nothing_is_learned(change: str) -> None:
+    scene = Scene(holding(a_task("run", gpu_mb=10 * GIB), "gpu0"))
+    scene.look(1.5)
+    index(scene.world, {"llm": Stage.READY}, 5.0)
+    if change == "came":
+        submit(scene.world, a_task("other", gpu_mb=5 * GIB))
+        plan(scene.world, 5.5)
+    if change == "left":
+        ask(scene.world, "cancel", 5.5, task="run")
+    used = {"run:1": Mib((12 if change == "grew" else 0) * GIB)}
+    scene.measure(6.0, 50, used, **({"foreign_mb": None} if change == "unlisted" else {}))
+    assert scene.look(6.5) == []
+    assert scene.learned is None
+
+
+def test_a_difference_that_the_driver_makes_is_no_size() -> None:
+    assert Scene().load(0) == []
+
+
+def test_a_sample_that_is_newer_than_its_admission_tells_of_no_time_before() -> None:
+    scene = Scene()
+    scene.measure(1.2, 5)
+    assert scene.load() == []
+
+
+def test_beside_somebody_who_is_about_to_come_or_to_go_nothing_is_begun() -> None:
+    scene = Scene(holding(a_task("run", gpu_mb=10 * GIB), "gpu0"))
+    ask(scene.world, "cancel", 1.2, task="run")
+    assert scene.load() == []
+
+
+def test_nothing_is_learned_of_what_takes_several_gpus_or_none() -> None:
+    two = Scene(a_device("gpu0"), a_device("gpu1"), gpus=2, gpu_mb=10 * GIB)
+    assert two.load() == []
+    assert Scene(gpus=0, gpu_mb=None).load() == []
+
+
+def test_a_load_that_failed_is_forgotten_and_what_is_decided_anyway_comes_first() -> None:
+    scene = Scene()
+    scene.look(1.5)
+    index(scene.world, {"llm": Stage.READY}, 5.0)
+    scene.measure(6.0, 40)
+    assert scene.look(6.2, "llm") == []
+    assert len(scene.look(6.5)) == 1
+    gone = Scene()
+    gone.look(1.5)
+    ask(gone.world, "cancel", 2.0)
+    assert gone.look(2.5) == []
+    assert gone.gauge.look(gone.world, at(3.0)) == []
