@@ -221,6 +221,23 @@ async def test_a_model_is_not_asked_elsewhere_because_its_only_server_does_not_a
         assert b.heads == []
 
 
+async def test_a_service_that_ends_has_nothing_to_say_of_its_servers() -> None:
+    began: list[bytes] = []
+
+    async def silent(reader: asyncio.StreamReader, _writer: asyncio.StreamWriter) -> None:
+        began.append((await a_request(reader))[0])
+        await reader.read()
+
+    async with a_stage(silent) as stage:
+        clients = [await stage.connect() for _ in range(4)]
+        for client in clients:
+            client.ask("POST", INFER, b"{}")
+        await until(lambda: len(began) == 4)
+        await server(stage, "main").close()
+        assert [(await client.answer())[0] for client in clients] == [502] * 4
+        assert (server(stage, "main").http.faults, server(stage, "main").is_up) == (0, True)
+
+
 async def test_who_goes_away_is_no_longer_counted() -> None:
     began = asyncio.Event()
 

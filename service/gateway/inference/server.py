@@ -32,7 +32,7 @@ class Contents(NamedTuple):
 class Way:
     """One of the protocols in which a server is asked, each on a port of its own."""
 
-    __slots__ = ("_now", "_server", "breaker", "faults", "look_wanted", "protocol")
+    __slots__ = ("_is_over", "_now", "_server", "breaker", "faults", "look_wanted", "protocol")
 
     def __init__(
         self, server: str, protocol: str, rules: BreakerRules | None, now: Callable[[], float]
@@ -45,9 +45,14 @@ class Way:
         """There is reason to look at once whether it answers, and what it has."""
         self._server = server
         self._now = now
+        self._is_over = False
+
+    def close(self) -> None:
+        """What fails from here on is our own doing."""
+        self._is_over = True
 
     def failed(self, trouble: Trouble, why: str) -> None:
-        if trouble not in _FAULTS:
+        if self._is_over or trouble not in _FAULTS:
             return
         self.faults += 1
         self.look_wanted.set()
@@ -113,6 +118,8 @@ class Server:
             self.contents = Contents(known, left)
 
     async def close(self) -> None:
+        for way in self.ways:
+            way.close()
         await self.backend.close()
         if self.calls is not None:
             await self.calls.close()
