@@ -10,7 +10,7 @@ import psutil
 import pytest
 from gpubroker import Broker, Task, TaskFailed, TaskState
 
-from tests.e2e.service_process import ServiceProcess, until
+from tests.e2e.service_process import BrokerProcess, GatewayProcess, ServiceProcess, until
 from tests.patience import PATIENCE_SECONDS
 from tests.triton.server import Triton
 from tests.triton.test_residency import settings
@@ -112,6 +112,20 @@ def test_none_is_lost_when_the_process_of_the_model_is_killed(own_triton: Triton
         [process] = psutil.Process(own_triton.pid).children()
         process.kill()
         check_each_is_answered_once(service.broker, tasks)
+
+
+@pytest.mark.evidence
+def test_a_standby_on_postgresql_has_those_answered_again_whose_leader_was_killed(
+    own_triton: Triton, postgres_url: str, tmp_path: Path
+) -> None:
+    shared = {"database_url": postgres_url, "blob_dir": str(tmp_path / "blobs"), "drain_seconds": 2.0}
+    chosen = {**settings(own_triton, "simulated"), **shared}
+    gateway = GatewayProcess(tmp_path / "gateway", **chosen)
+    leader, standby = (BrokerProcess(tmp_path / name, **chosen) for name in ("leader", "standby"))
+    with leader, gateway, standby:
+        tasks = asked_to_nap(gateway.broker)
+        leader.kill_9()
+        check_each_is_answered_once(gateway.broker, tasks)
 
 
 def asked_to_nap(broker: Broker) -> list[str]:
