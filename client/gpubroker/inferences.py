@@ -1,4 +1,4 @@
-"""From tensors to the body of `POST /inferences`: what a model is asked, to be answered when it has time."""
+"""From arrays to the body of `POST /inferences`: what a model is asked, to be answered when it has time."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -7,7 +7,7 @@ from typing import Any, TypedDict
 
 from gpubroker.errors import WrongArgument
 from gpubroker.submission import plain
-from gpubroker.tensors import spelled_out
+from gpubroker.tensors import HEAD_BYTES, described
 
 Inputs = Mapping[str, Any]
 """By name: an array of numpy, or what it makes one of; or a mapping with `datatype`, `shape` and `data`, as
@@ -44,8 +44,8 @@ class InferLaterOptions(TypedDict, total=False):
     """Inferences with the same key and body are one. Made up by the SDK if not given."""
 
 
-def inference_body(model: str, inputs: Inputs, options: InferLaterOptions) -> bytes:
-    """The JSON of `POST /inferences`. Raises WrongArgument."""
+def inference_body(model: str, inputs: Inputs, options: InferLaterOptions) -> tuple[bytes, dict[str, str]]:
+    """The body of `POST /inferences`, and the headers that say what it is. Raises WrongArgument."""
     known = InferLaterOptions.__annotations__
     for name in options:
         if name not in known:
@@ -53,14 +53,19 @@ def inference_body(model: str, inputs: Inputs, options: InferLaterOptions) -> by
     given = {name: plain(name, value) for name, value in options.items() if name != "idempotency_key"}
     if "outputs" in given:
         given["outputs"] = [{"name": name} for name in given["outputs"]]
-    body = {"model": model, "inputs": [_tensor(name, said) for name, said in inputs.items()], **given}
+    told = [_tensor(name, said) for name, said in inputs.items()]
+    body = {"model": model, "inputs": [tensor for tensor, _ in told], **given}
     try:
-        return json.dumps(body, separators=(",", ":"), allow_nan=False).encode()
+        head = json.dumps(body, separators=(",", ":"), allow_nan=False).encode()
     except (TypeError, ValueError) as error:
         raise WrongArgument(
             f"the inputs do not fit into JSON ({error}); give numbers, booleans or text"
         ) from None
+    behind = b"".join(data for _, data in told)
+    if not behind:
+        return head, {}
+    return head + behind, {HEAD_BYTES: str(len(head)), "Content-Type": "application/octet-stream"}
 
 
-def _tensor(name: str, given: Any) -> dict[str, Any]:
-    return {"name": name, **given} if isinstance(given, Mapping) else spelled_out(name, given)
+def _tensor(name: str, given: Any) -> tuple[dict[str, Any], bytes]:
+    return ({"name": name, **given}, b"") if isinstance(given, Mapping) else described(name, given)

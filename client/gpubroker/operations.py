@@ -104,8 +104,8 @@ class Operations:
 
     def infer_later(self, model: str, inputs: Inputs, options: InferLaterOptions) -> Steps[Task]:
         key = options.get("idempotency_key") or uuid.uuid4().hex
-        body = inference_body(model, inputs, options)
-        call = Call("POST", "/inferences", body=body, headers={"Idempotency-Key": f'"{key}"'})
+        body, headers = inference_body(model, inputs, options)
+        call = Call("POST", "/inferences", body=body, headers={**headers, "Idempotency-Key": f'"{key}"'})
         answer = yield from self._send(call)
         return Task.of(answer.json())
 

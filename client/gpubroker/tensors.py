@@ -38,14 +38,9 @@ def written(
 
     Raises WrongArgument.
     """
-    described: list[dict[str, Any]] = []
-    parts: list[bytes] = [b""]
-    for name, given in inputs.items():
-        datatype, shape, data = _packed(name, given)
-        size = {"binary_data_size": len(data)}
-        described.append({"name": name, "datatype": datatype, "shape": shape, "parameters": size})
-        parts.append(data)
-    asked: dict[str, Any] = {"inputs": described}
+    told = [described(name, given) for name, given in inputs.items()]
+    parts = [b"", *(data for _, data in told)]
+    asked: dict[str, Any] = {"inputs": [tensor for tensor, _ in told]}
     if outputs is not None:
         asked["outputs"] = [{"name": name, "parameters": {"binary_data": True}} for name in outputs]
     asked["parameters"] = {**(parameters or {}), "binary_data_output": True}
@@ -78,15 +73,11 @@ def read(answer: Answer) -> "dict[str, NDArray[Any]]":
     return found
 
 
-def spelled_out(name: str, given: "ArrayLike") -> dict[str, Any]:
-    """An input in JSON. Raises WrongArgument."""
-    array = _array(name, given)
-    datatype = _datatype_of(name, array)
-    if datatype == "BYTES":
-        data: list[Any] = [element.decode() for element in _encoded(name, array)]
-    else:
-        data = (array.astype("<f4") if datatype == "BF16" else array).flatten().tolist()
-    return {"name": name, "datatype": datatype, "shape": list(array.shape), "data": data}
+def described(name: str, given: "ArrayLike") -> tuple[dict[str, Any], bytes]:
+    """An input, and its bytes, which follow the JSON. Raises WrongArgument."""
+    datatype, shape, data = _packed(name, given)
+    size = {"binary_data_size": len(data)}
+    return {"name": name, "datatype": datatype, "shape": shape, "parameters": size}, data
 
 
 def _packed(name: str, given: "ArrayLike") -> tuple[str, list[int], bytes]:

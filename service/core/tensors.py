@@ -61,6 +61,12 @@ def values_of(tensor: Tensor) -> list[Any]:
     return found
 
 
+def checked(tensor: Tensor) -> Tensor:
+    """One whose data came as bytes. Raises BadTensor if they are not what its type and shape say."""
+    _ends(tensor, [prod(tensor.shape)])
+    return tensor
+
+
 def size_of(datatype: str) -> int:
     """Of one value, in bytes. Raises BadTensor for a type whose values differ in length, or that is none."""
     if datatype == "BF16":

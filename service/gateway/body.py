@@ -31,6 +31,10 @@ class InPieces(Body):
     """The name of the list."""
 
 
+class BytesBehind(Body):
+    """A body behind whose JSON other bytes may follow; a header says how long the JSON is then."""
+
+
 class After(Body):
     """A task whose end another one waits for."""
 

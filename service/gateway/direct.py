@@ -20,7 +20,7 @@ from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Send
 from starlette.types import Scope as ScopeOfRequest
 
-from service.gateway.body import InPieces
+from service.gateway.body import BytesBehind, InPieces
 from service.gateway.faults import Faulty, body_faults, parameter_faults, refused, unknown_parameter
 from service.gateway.identity import Identity, Scope
 from service.gateway.parts import GatewayParts
@@ -30,6 +30,8 @@ from service.gateway.queries import Query
 
 _BEARER = HTTPBearer(scheme_name="token", description="`Authorization: Bearer gpb_...`", auto_error=False)
 _JSON = "application/json"
+HEAD_LENGTH = "Inference-Header-Content-Length"
+"""The header of Triton's protocol that says how long the JSON is where bytes follow it."""
 _encode = msgspec.json.Encoder().encode
 """What is no number in JSON becomes null."""
 
@@ -60,6 +62,11 @@ class Call(Request):
         """Who asks. Only open paths have nobody, and they do not look."""
         identity: Identity = self.scope["state"]["identity"]
         return identity
+
+    async def behind(self) -> bytes:
+        """What follows the JSON of a body of `BytesBehind`."""
+        head_bytes = _head_bytes(self, await self.body())
+        return b"" if head_bytes is None else (await self.body())[head_bytes:]
 
     def header(self, name: bytes) -> str | None:
         """`name` in lower case, as ASGI has it."""
@@ -166,6 +173,8 @@ def _reader_of(name: str, hint: Any, default: Any, is_path: bool) -> Reader:
             return _header_reader(mark.alias or name, TypeAdapter(hint))
     if isinstance(hint, type) and issubclass(hint, InPieces):
         return _pieces_reader(hint)
+    if isinstance(hint, type) and issubclass(hint, BytesBehind):
+        return _head_reader(hint)
     if isinstance(hint, type) and issubclass(hint, BaseModel):
         return _body_reader(hint, default)
     raise TypeError(
@@ -188,6 +197,32 @@ def _body_reader(model: type[BaseModel], default: Any) -> Reader:
             raise Faulty(body_faults(error, model)) from None
 
     return read
+
+
+def _head_reader(model: type[BytesBehind]) -> Reader:
+    whole, head = _body_reader(model, inspect.Parameter.empty), TypeAdapter(model).validator.validate_json
+
+    def read(call: Call, raw: bytes) -> Any:
+        head_bytes = _head_bytes(call, raw)
+        if head_bytes is None:
+            return whole(call, raw)
+        try:
+            return head(raw[:head_bytes])
+        except ValidationError as error:
+            raise Faulty(body_faults(error, model)) from None
+
+    return read
+
+
+def _head_bytes(call: Call, raw: bytes) -> int | None:
+    """None if the whole body is JSON. Raises Faulty."""
+    given = call.header(HEAD_LENGTH.lower().encode())
+    if given is None:
+        return None
+    if not (given.isascii() and given.isdigit() and len(given) < 20 and int(given) <= len(raw)):
+        detail = f'"{given[:30]}" is no length of the JSON at the beginning of {len(raw)} bytes'
+        raise Faulty([Fault(pointer=f"header:{HEAD_LENGTH}", detail=detail, code="bad-header")])
+    return int(given)
 
 
 def _pieces_reader(model: type[InPieces]) -> Reader:

@@ -8,11 +8,12 @@ from service.core.demand import Demand
 from service.core.inference_forms import Question
 from service.core.serving import KIND
 from service.core.task import Dependency, Task
-from service.core.tensors import BadTensor, Tensor, tensor_of
+from service.core.tensors import BadTensor, Tensor, checked, tensor_of
 from service.core.units import Instant, Seconds, TaskId
 from service.gateway.body import (
     Afters,
     Body,
+    BytesBehind,
     DeadlineAt,
     DeadlineSeconds,
     ExpectedSeconds,
@@ -33,24 +34,31 @@ Datatype = Literal[
 ]  # fmt: skip
 
 
+class TensorParameters(Body):
+    binary_data_size: Annotated[
+        int, Field(ge=0, description="So many bytes behind the JSON are its values, as in Triton's protocol.")
+    ]
+
+
 class InputTensor(Body):
-    """As in the request of Triton's protocol."""
+    """As in the request of Triton's protocol, with its values here or behind the JSON."""
 
     name: Annotated[str, line(1000, 1)]
     datatype: Datatype
     shape: Annotated[list[Annotated[int, Field(ge=0, le=2**31 - 1)]], Field(max_length=64)]
     data: Annotated[
-        list[Any],
+        list[Any] | None,
         WithJsonSchema({"type": "array"}),
         Field(description="The values row by row, nested or flat: numbers, booleans, or text for BYTES."),
-    ]
+    ] = None
+    parameters: TensorParameters | None = None
 
 
 class WantedTensor(Body):
     name: Annotated[str, line(1000, 1)]
 
 
-class SubmitInference(Body):
+class SubmitInference(BytesBehind):
     """One inference. Only `model` and `inputs` are required."""
 
     model: Annotated[
@@ -92,22 +100,39 @@ class SubmitInference(Body):
         return self
 
 
-def question_of(body: SubmitInference) -> Question:
-    """Its values as the model gets them. Raises Problem with all that is wrong with them."""
+def question_of(body: SubmitInference, behind: bytes = b"") -> Question:
+    """Its values as the model gets them. Raises Problem with all that is wrong with them. `behind`: the bytes
+    that followed the JSON."""
     faults = [
         *_named_twice("inputs", [tensor.name for tensor in body.inputs]),
         *_named_twice("outputs", [tensor.name for tensor in body.outputs]),
     ]
     tensors: list[Tensor] = []
+    begin = 0
     for at, given in enumerate(body.inputs):
+        size = 0 if given.parameters is None else given.parameters.binary_data_size
         try:
-            tensors.append(tensor_of(given.name, given.datatype, given.shape, given.data))
+            tensors.append(_tensor(given, behind[begin : begin + size]))
         except BadTensor as bad:
-            faults.append(Fault(pointer=f"/inputs/{at}/data", detail=str(bad), code="bad-tensor"))
+            where = "data" if given.parameters is None else "parameters/binary_data_size"
+            faults.append(Fault(pointer=f"/inputs/{at}/{where}", detail=str(bad), code="bad-tensor"))
+        begin += size
+    if begin != len(behind) and not faults:
+        detail = f"{len(behind)} bytes follow the JSON, and its inputs name {begin} (binary_data_size)"
+        faults.append(Fault(pointer="/inputs", detail=detail, code="bad-tensor"))
     if faults:
         raise refused(faults)
     outputs = tuple(tensor.name for tensor in body.outputs)
     return Question(tuple(tensors), body.version, outputs, body.parameters, body.id)
+
+
+def _tensor(given: InputTensor, behind: bytes) -> Tensor:
+    """Raises BadTensor."""
+    if (given.data is None) == (given.parameters is None):
+        raise BadTensor("give its values, or parameters with binary_data_size if they follow the JSON")
+    if given.data is not None:
+        return tensor_of(given.name, given.datatype, given.shape, given.data)
+    return checked(Tensor(given.name, given.datatype, tuple(given.shape), behind))
 
 
 def _named_twice(field: str, names: list[str]) -> list[Fault]:

@@ -11,6 +11,7 @@ from service.core.tensors import (
     DATATYPES,
     BadTensor,
     Tensor,
+    checked,
     elements_of,
     rows_cut,
     size_of,
@@ -38,6 +39,7 @@ def test_values_come_back_as_they_were(datatype: str, values: list[Any]) -> None
     assert datatype in DATATYPES
     tensor = tensor_of("x", datatype, [3], values)
     assert values_of(tensor) == values
+    assert checked(tensor) == tensor
 
 
 def test_numbers_are_little_endian_and_strings_are_preceded_by_their_lengths() -> None:
@@ -98,6 +100,8 @@ def test_what_is_no_such_tensor_is_refused(
 def test_data_of_another_length_than_its_shape_says_is_no_tensor(tensor: Tensor) -> None:
     with pytest.raises(BadTensor):
         values_of(tensor)
+    with pytest.raises(BadTensor):
+        checked(tensor)
     with pytest.raises(BadTensor):
         rows_cut(tensor, [1, tensor.shape[0] - 1])
 

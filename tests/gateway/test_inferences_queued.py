@@ -1,5 +1,6 @@
 """Queued inferences over HTTP: what is taken, what is refused, and how the answer is fetched."""
 
+import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -160,6 +161,53 @@ async def test_what_is_malformed_is_refused_and_its_field_named(change: dict[str
     async with a_gateway(serving=OPEN) as gateway:
         fault(await gateway.admin.post("/inferences", json={**a_body(1), **change}), pointer)
         assert gateway.world.tasks == {}
+
+
+def with_bytes(data: bytes, *tensors: dict[str, Any], head_bytes: int | None = None) -> dict[str, Any]:
+    """A body as Triton's clients write it, with the name of the model."""
+    head = json.dumps({"model": "llm", "inputs": list(tensors)}).encode()
+    length = str(len(head) if head_bytes is None else head_bytes)
+    headers = {"Inference-Header-Content-Length": length, "Content-Type": "application/octet-stream"}
+    return {"content": head + data, "headers": headers}
+
+
+def behind(name: str, size: int, **fields: Any) -> dict[str, Any]:
+    return {
+        "name": name,
+        "datatype": "INT16",
+        "shape": [2],
+        "parameters": {"binary_data_size": size},
+        **fields,
+    }
+
+
+async def test_values_may_follow_the_json_as_bytes_as_in_triton_s_protocol() -> None:
+    async with a_gateway(serving=OPEN) as gateway:
+        inline = {"name": "b", "datatype": "FP32", "shape": [1], "data": [0.5]}
+        text = behind("c", 10, datatype="BYTES")
+        sent = with_bytes(b"\x01\0\xff\xff\x02\0\0\0ab\0\0\0\0", behind("a", 4), inline, text)
+        response = await gateway.admin.post("/inferences", **sent)
+        assert response.status_code == 202, response.text
+        spec = (await gateway.store.specs([TaskId(response.json()["id"])])).popitem()[1]
+        tensors = question_in(spec.arguments).inputs
+        assert [values_of(tensor) for tensor in tensors] == [[1, -1], [0.5], ["ab", ""]]
+
+
+@pytest.mark.parametrize(
+    ("sent", "pointer"),
+    [
+        (with_bytes(b"\0\0\0", behind("a", 3)), "/inputs/0/parameters/binary_data_size"),
+        (with_bytes(b"\0\0\0", behind("a", 4)), "/inputs/0/parameters/binary_data_size"),
+        (with_bytes(b"\0" * 5, behind("a", 4)), "/inputs"),
+        (with_bytes(b"\0" * 4, behind("a", 4, data=[1, 2])), "/inputs/0/parameters/binary_data_size"),
+        (with_bytes(b"", {"name": "a", "datatype": "INT16", "shape": [1]}), "/inputs/0/data"),
+        (with_bytes(b"", head_bytes=10**6), "header:Inference-Header-Content-Length"),
+        (with_bytes(b"", {"name": "a"}), "/inputs/0/datatype"),
+    ],
+)
+async def test_bytes_that_are_not_what_the_json_says_are_refused(sent: dict[str, Any], pointer: str) -> None:
+    async with a_gateway(serving=OPEN) as gateway:
+        fault(await gateway.admin.post("/inferences", **sent), pointer)
 
 
 async def test_without_a_server_it_is_said_what_to_set() -> None:

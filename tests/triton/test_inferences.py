@@ -94,20 +94,25 @@ def own_triton(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Triton]:
         yield running
 
 
-def test_a_cold_model_is_loaded_for_inferences_and_none_is_lost_when_service_or_server_is_killed(
+def test_a_cold_model_is_loaded_for_inferences_and_none_is_lost_when_the_service_is_killed(
     own_triton: Triton, tmp_path: Path
 ) -> None:
     with ServiceProcess(tmp_path / "data", **settings(own_triton, "simulated")) as service:
-        for kill, start in ((service.kill_9, service.start), (own_triton.kill, own_triton.start)):
-            tasks = asked_to_nap(service.broker)
-            kill()
-            start()
-            check_each_is_answered_once(service.broker, tasks)
+        tasks = asked_to_nap(service.broker)
+        service.kill_9()
+        service.start()
+        check_each_is_answered_once(service.broker, tasks)
 
 
 @pytest.mark.evidence
-def test_none_is_lost_when_the_process_of_the_model_is_killed(own_triton: Triton, tmp_path: Path) -> None:
+def test_none_is_lost_when_the_server_or_the_process_of_the_model_is_killed(
+    own_triton: Triton, tmp_path: Path
+) -> None:
     with ServiceProcess(tmp_path / "data", **settings(own_triton, "simulated")) as service:
+        tasks = asked_to_nap(service.broker)
+        own_triton.kill()
+        own_triton.start()
+        check_each_is_answered_once(service.broker, tasks)
         tasks = asked_to_nap(service.broker)
         [process] = psutil.Process(own_triton.pid).children()
         process.kill()

@@ -8,7 +8,7 @@ from service.core.explain import stands_aside
 from service.core.inference_forms import packed
 from service.core.task import Task
 from service.gateway.dependencies import dependencies_of, stands_for
-from service.gateway.direct import Call, DirectRoute, answer, needs, problems
+from service.gateway.direct import HEAD_LENGTH, Call, DirectRoute, answer, needs, problems
 from service.gateway.identity import Scope
 from service.gateway.inferences import (
     SubmitInference,
@@ -59,6 +59,20 @@ _JUST_ACCEPTED = Live(leases=[], uuids={}, pending=NOT_YET_SEEN)
         "idempotency-key-reused",
         "store-unavailable",
     ),
+    openapi_extra={
+        "parameters": [
+            {
+                "name": HEAD_LENGTH,
+                "in": "header",
+                "description": "How long the JSON is, if values of tensors follow it as bytes "
+                "(`binary_data_size`), as in Triton's protocol.",
+                "schema": {"type": "integer", "minimum": 0},
+            }
+        ],
+        "requestBody": {
+            "content": {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}}
+        },
+    },
 )
 async def submit_inference(
     call: Call, body: SubmitInference, idempotency_key: IdempotencyKey = None
@@ -87,9 +101,10 @@ async def submit_inference(
 
 async def _stored(call: Call, body: SubmitInference) -> bytes:
     """What is asked, as it is stored. Raises Problem."""
+    behind = await call.behind()
     if len(await call.body()) > _AT_ONCE_BYTES:
-        return await asyncio.to_thread(lambda: packed(question_of(body)))
-    return packed(question_of(body))
+        return await asyncio.to_thread(lambda: packed(question_of(body, behind)))
+    return packed(question_of(body, behind))
 
 
 async def _taken_in(call: Call, body: SubmitInference) -> Task:
