@@ -110,6 +110,15 @@ async def test_one_server_that_lives_is_enough() -> None:
         assert (await stage.refusal(SERVICE + "ServerLive")).code() is Status.UNAVAILABLE
 
 
+async def test_settings_of_a_model_go_where_it_is() -> None:
+    setting = field(1, field(1, "trace_level")) + field(2, "any")
+    async with a_stage(main := Heard(), others=[b := Heard()]) as stage:
+        have(stage, set(), {b"any"})
+        for message in (setting, field(2, "any")):
+            assert await stage.ask(SERVICE + "TraceSetting", message) == message
+        assert (len(main.messages), len(b.messages)) == (0, 2)
+
+
 async def test_settings_and_unloads_go_to_all() -> None:
     setting = field(1, field(1, "log_verbose_level"))
     async with a_stage(main := Heard(), others=[b := Heard()]) as stage:

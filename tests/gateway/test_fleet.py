@@ -294,10 +294,13 @@ async def test_an_unload_goes_to_every_server_that_has_the_model_and_settings_to
         assert [len(one.heads) for one in (main, b, c)] == [1, 1, 0]
         assert (await stage.ask("POST", "/v2/logging", b"{}"))[0] == 200
         assert [len(one.heads) for one in (main, b, c)] == [2, 2, 1]
+        have(stage, {b"any"}, {b"any"}, set())
+        assert (await stage.ask("POST", "/v2/models/any/trace/setting", b"{}"))[0] == 200
+        assert [len(one.heads) for one in (main, b, c)] == [3, 3, 1]
         b.answer = b"HTTP/1.1 400 Bad Request\r\nContent-Length: 0\r\n\r\n"
         assert (await stage.ask("POST", "/v2/logging", b"{}"))[0] == 400
         assert (await stage.ask("GET", "/v2/logging"))[0] == 200
-        assert [len(one.heads) for one in (main, b, c)] == [4, 3, 2]
+        assert [len(one.heads) for one in (main, b, c)] == [5, 4, 2]
 
 
 async def test_what_all_servers_are_asked_may_not_be_large() -> None:

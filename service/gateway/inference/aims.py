@@ -107,12 +107,14 @@ def _aim_of(method: bytes, path: bytes) -> Aim:
 
 def _aim_at_model(changes: bool, model: bytes, version: bytes, action: str) -> Aim:
     works = changes and action in _WORK
+    sets = changes and action == "trace/setting"
+    asked = Asked.EACH if sets else Asked.STATISTICS if action == "stats" else Asked.ONE
     return Aim(
         "/v2/models/{model}" + (f"/{action}" if action else ""),
-        _reading_or_managing(changes and action == "trace/setting"),
+        _reading_or_managing(sets),
         model,
         version,
-        Asked.STATISTICS if action == "stats" else Asked.ONE,
+        asked,
         takes_slot=works,
         needs_model=works,
     )

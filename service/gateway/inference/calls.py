@@ -57,7 +57,8 @@ _KNOWN = [
     CallAim("RepositoryIndex", asked=Asked.INDEX, reads=True),
     CallAim("ModelInfer", takes_slot=True, model_at=1, needs_model=True),
     CallAim("ModelStreamInfer", is_stream=True, model_at=1),
-    *(CallAim(name, sets=True, asked=Asked.EACH) for name in ("TraceSetting", "LogSettings")),
+    CallAim("TraceSetting", sets=True, model_at=2, asked=Asked.EACH),
+    CallAim("LogSettings", sets=True, asked=Asked.EACH),
     CallAim("RepositoryModelLoad", Scope.MODELS_MANAGE, loads=True, model_at=2, needs_model=True),
     CallAim(
         "RepositoryModelUnload",
