@@ -162,7 +162,12 @@ def answer_on_wire(body: bytes, head_bytes: int) -> Answer:
     try:
         head = json.loads(body[:head_bytes])
         outputs = [
-            (one["name"], one["datatype"], tuple(one["shape"]), one["parameters"]["binary_data_size"])
+            (
+                str(one["name"]),
+                str(one["datatype"]),
+                tuple(map(int, one["shape"])),
+                int(one["parameters"]["binary_data_size"]),
+            )
             for one in head["outputs"]
         ]
         model, version = str(head["model_name"]), str(head["model_version"])

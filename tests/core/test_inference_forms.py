@@ -69,7 +69,19 @@ def test_an_answer_in_that_form_is_read() -> None:
     assert answer_on_wire(head + b"\x09\0\0\0", len(head)) == Answer("m", "1", (rows(9, name="y"),))
 
 
-@pytest.mark.parametrize("body", [b"", b"[]", b'{"model_name": "m"}', b'{"outputs": [{"name": "y"}]}'])
+ODD = {"name": "y", "datatype": "FP32", "shape": ["?"], "parameters": {"binary_data_size": 0}}
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"[]",
+        b'{"model_name": "m"}',
+        b'{"outputs": [{"name": "y"}]}',
+        json.dumps({"model_name": "m", "model_version": "1", "outputs": [ODD]}).encode(),
+    ],
+)
 def test_an_answer_that_is_none_is_told(body: bytes) -> None:
     with pytest.raises(BadTensor, match="cannot be read"):
         answer_on_wire(body, len(body))

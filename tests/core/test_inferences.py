@@ -81,6 +81,7 @@ def test_an_inference_runs_as_soon_as_its_model_is_there_and_needs_no_node() -> 
     assert (task.state, task.node, task.started_at) == (TaskState.RUNNING, None, at(5))
     assert ranks_of(task) == ()
     assert world.leases_of(task) == []
+    assert explain(world, task.id, POLICY, at(7)).message == "running on model llm for 2 s"
 
 
 def test_the_planner_places_no_inference_on_a_node() -> None:

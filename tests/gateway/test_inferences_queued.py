@@ -257,6 +257,8 @@ async def test_a_model_in_the_ledger_is_wanted_from_then_on_at_the_inference_s_p
     async with a_gateway() as gateway:
         id = await ask(gateway, 1, priority=30)
         assert (holder(gateway).priority, holder(gateway).state) == (30, TaskState.PENDING)
+        models = (await gateway.admin.get("/tasks?kind=model")).json()["items"]
+        assert [model["id"] for model in models] == [holder(gateway).id]
         told = (await gateway.admin.get(f"/tasks/{id}")).json()["pending"]
         assert (told["reason"], "waits for its room" in told["message"]) == ("ModelLoading", True)
         explained = (await gateway.admin.get(f"/tasks/{id}/explain")).json()
