@@ -26,6 +26,9 @@ Claim = tuple[TaskId, Fence]
 LOOK_AGAIN_SECONDS = 60.0
 """So long it is believed how many rows a model takes: it may be loaded anew with another configuration."""
 
+MOST_LANES = 1024
+"""Of models that nobody asks at the moment so many are remembered: names come from clients."""
+
 _OF_ONE = frozenset({AskFault.REFUSED, AskFault.FAILED, AskFault.BROKEN, AskFault.DEAD})
 """What one request of a batch may have brought upon all."""
 
@@ -97,13 +100,19 @@ class InferenceDesk:
             return
         lane = self._lanes.get((order.server, order.model))
         if lane is None:
-            rules = self._rules.get(order.model, self._usual)
-            lane = _Lane(asker, order.model, rules, self._told)
-            self._lanes[order.server, order.model] = lane
-            self._fresh.append(lane)
-            self._woken.set()
+            lane = self._open(asker, order)
         self._known[asked.claim] = asked
         lane.take(asked)
+
+    def _open(self, asker: ModelAsker, order: InferOrder) -> "_Lane":
+        if len(self._lanes) >= MOST_LANES:
+            for home in [home for home, lane in self._lanes.items() if lane.is_idle]:
+                self._lanes.pop(home).end()
+        rules = self._rules.get(order.model, self._usual)
+        lane = self._lanes[order.server, order.model] = _Lane(asker, order.model, rules, self._told)
+        self._fresh.append(lane)
+        self._woken.set()
+        return lane
 
     def drop(self, order: DropOrder) -> None:
         """Its answer is not told any more, if one comes."""
@@ -152,6 +161,17 @@ class _Lane:
         self._asked_at: float | None = None
         """When it was last asked how many rows it takes."""
         self._answers_by_rows = True
+        self._under_way = 0
+        self._is_over = False
+
+    @property
+    def is_idle(self) -> bool:
+        return not self._waiting and not self._under_way
+
+    def end(self) -> None:
+        """Nothing comes any more, and nothing is under way."""
+        self._is_over = True
+        self._woken.set()
 
     def take(self, asked: _Asked) -> None:
         self._waiting.append(asked)
@@ -163,6 +183,8 @@ class _Lane:
         async with asyncio.TaskGroup() as group:
             while True:
                 await self._woken.wait()
+                if self._is_over:
+                    return
                 most_rows = await self._take_at_once()
                 if self._rows() < most_rows:
                     self._is_full.clear()
@@ -173,7 +195,8 @@ class _Lane:
                 self._waiting = []
                 self._woken.clear()
                 for batch in batches([one.question for one in waiting], most_rows):
-                    group.create_task(self._ask([waiting[at] for at in batch]))
+                    self._under_way += 1
+                    group.create_task(self._see_to([waiting[at] for at in batch]))
 
     def _rows(self) -> int:
         return sum(max(1, one.question.rows) for one in self._waiting)
@@ -190,6 +213,12 @@ class _Lane:
                 self._most_rows = min(batching.most_rows, self._rules.most_rows)
                 self._asked_at = now
         return self._most_rows
+
+    async def _see_to(self, batch: Sequence[_Asked]) -> None:
+        try:
+            await self._ask(batch)
+        finally:
+            self._under_way -= 1
 
     async def _ask(self, batch: Sequence[_Asked]) -> None:
         """Together; each alone if one of them may have failed the others."""

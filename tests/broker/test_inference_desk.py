@@ -6,7 +6,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from service.broker.inference_desk import BatchRules, InferenceDesk
+from service.broker.inference_desk import MOST_LANES, BatchRules, InferenceDesk
 from service.core.inference_forms import Answer, Question, answer_in, packed
 from service.core.inference_orders import DropOrder, InferOrder
 from service.core.orders import Ended, Ending, Report
@@ -72,8 +72,10 @@ class Room:
         self.told: list[Report] = []
         self.desk = InferenceDesk([asker], self.clock, rules)
 
-    def send(self, id: str, *values: float, server: str = "lab", stored: bytes | None = None) -> None:
-        order = InferOrder(TaskId(id), Fence(1), server, "m")
+    def send(
+        self, id: str, *values: float, server: str = "lab", model: str = "m", stored: bytes | None = None
+    ) -> None:
+        order = InferOrder(TaskId(id), Fence(1), server, model)
         self.desk.send(order, packed(Question((rows(*values),), id=id)) if stored is None else stored)
 
     async def ended(self, count: int) -> dict[str, Ended]:
@@ -204,6 +206,23 @@ async def test_one_that_is_dropped_is_over_at_once_and_its_answer_is_not_told() 
         room.send("b", 2)
         told = await room.ended(2)
         assert told["b"].ending is Ending.SUCCEEDED
+
+
+async def test_of_models_that_nobody_asks_any_more_so_many_are_remembered() -> None:
+    """Names come from clients, and a server that is not in the ledger is asked for whatever they name."""
+    asker = Doubling()
+    async with a_room(asker, BatchRules(delay_seconds=Seconds(0.001))) as room:
+        before = len(asyncio.all_tasks())
+        for at in range(MOST_LANES):
+            room.send(f"t{at}", 1, model=f"m{at}")
+        await room.ended(MOST_LANES)
+        asker.goes_on.clear()
+        room.send("a", 1, model="more")
+        await until(lambda: len(asyncio.all_tasks()) == before + 2)  # its lane, and its question
+        asker.goes_on.set()
+        assert "a" in await room.ended(MOST_LANES + 1)
+        room.send("b", 1, model="m0")
+        assert "b" in await room.ended(MOST_LANES + 2)
 
 
 async def test_what_nobody_knows_is_dropped_as_well() -> None:
