@@ -6,11 +6,14 @@ from dataclasses import replace
 from typing import Any
 
 from service.adapters.memory.model_host import SimulatedModel
+from service.core.model_orders import Stage
 from service.core.model_terms import Home
 from service.core.task import TaskState
 from service.core.units import Mib, Seconds
 from service.gateway.adopting import Adopting
 from tests.builders import GIB
+from tests.chaos.history import violations
+from tests.contracts.scenes import log_of
 from tests.gateway.harness import until
 from tests.gateway.homes import Homes, homes
 from tests.gateway.inference_stage import Heard
@@ -72,3 +75,17 @@ async def test_what_cannot_be_entered_is_tried_again() -> None:
         await looks.look()
         await looks.look()
         assert there.of() is not None
+
+
+async def test_the_history_of_what_was_adopted_and_has_left_is_one_that_may_be() -> None:
+    async with looking(base_mb=Mib(500)) as (there, looks):
+        await there.host.load("any", (), Seconds(1.0))
+        for _ in range(2):
+            await looks.look()
+        for _ in range(2):  # one is adopted for each index
+            await there.index(any=Stage.READY)
+        assert {task.state for task in there.gateway.world.homes.live()} == {TaskState.RUNNING}
+        await there.unload()
+        await there.index()
+        assert [task.name for task in there.gateway.world.homes.live()] == ["main itself"]
+        assert violations(await log_of(there.gateway.store)) == []
