@@ -81,6 +81,7 @@ class BrokerRole:
         ]
         if self._store.is_shared:
             jobs.append(("publisher", self._publisher.keep(self.term, word_seconds(self._policy))))
+        if self._store.is_shared and self._settings.triton.slots:
             jobs.append(("slots of models", self._slots.keep(self.term, word_seconds(self._policy))))
         return jobs
 
@@ -108,7 +109,7 @@ class BrokerRole:
     def seen(self, term: Term) -> LeaderSeen:
         """What this process says of itself while it leads."""
         status, leader = dict(self.executor.status()), self.candidate.leader
-        seen = LeaderSeen(term, self._name, self._picture.clock.now(), status, slots=self._slots.told)
+        seen = LeaderSeen(term, self._name, self._picture.clock.now(), status, slots=self._slots.word)
         return seen if leader is None else replace(seen, paused=leader.paused, silent=leader.silent())
 
     def forecasts(self) -> Sequence[Forecast]:

@@ -20,6 +20,11 @@ class SlotDesk:
         self.told: Mapping[str, Shares] = {}
         """Its newest word."""
 
+    @property
+    def word(self) -> Mapping[str, Shares] | None:
+        """As the leader says it; None where there is nothing to divide."""
+        return self.told if self._slots else None
+
     async def keep(self, term: Callable[[], Term | None], every_seconds: Seconds) -> None:
         """While there is a term, until cancelled."""
         while True:

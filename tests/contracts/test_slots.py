@@ -58,7 +58,7 @@ class Scene:
         not yet, or no more, each of which uses one slot."""
         for _ in range(count):
             await self.desk.divide(Term(term))
-            self.word = LeaderSeen(Term(term), "one:1", self.clock.now(), {}, slots=self.desk.told)
+            self.word = LeaderSeen(Term(term), "one:1", self.clock.now(), {}, slots=self.desk.word)
             for leases in self.leases.values():
                 await leases.turn()
                 assert sum(self.slots()) <= 8 + unknown
@@ -106,7 +106,7 @@ async def test_the_next_leader_counts_what_gateways_hold(postgres_url: str) -> N
         await scene.rounds(12, term=2)
         assert scene.slots() == [7, 1]
         await scene.desk.divide(None)
-        assert scene.desk.told == {}
+        assert scene.desk.word == {}, "which gives nobody anything, and takes nothing"
 
 
 async def test_who_ended_leaves_his_slots_at_once_and_who_was_killed_after_a_while(postgres_url: str) -> None:
@@ -145,6 +145,7 @@ async def test_a_gateway_that_is_cut_off_is_down_to_one_before_its_slots_are_giv
 
 async def test_a_leader_that_divides_none_leaves_all_to_each(postgres_url: str) -> None:
     async with a_scene(postgres_url) as scene:
-        scene.word = LeaderSeen(Term(1), "one:1", scene.clock.now(), {})
+        divides_none = SlotDesk({}, scene.store, scene.clock)
+        scene.word = LeaderSeen(Term(1), "one:1", scene.clock.now(), {}, slots=divides_none.word)
         await scene.leases["a"].turn()
         assert scene.slots() == [8, 1]
