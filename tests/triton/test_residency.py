@@ -193,6 +193,33 @@ def test_models_are_there_for_the_next_leader_and_a_server_that_was_killed_has_n
     assert leased_mb(service.broker) == [20 * GIB]
 
 
+@pytest.mark.evidence
+def test_a_service_that_is_killed_while_a_model_waits_comes_or_goes_brings_it_there_or_away(
+    service: ServiceProcess, own_triton: Triton
+) -> None:
+    def killed_while(state: str) -> None:
+        until(lambda: state_of(service.broker, "slow") == state, f"it is {state}")
+        service.kill_9()
+        service.start()
+
+    task = service.broker.submit("tests.e2e.work:add", kwargs={"seconds": 600}, gpu_mb=20 * GIB, priority=99)
+    until(lambda: is_at(service.broker, task.id, TaskState.RUNNING), "the task runs")
+    with own_triton.slow_to_load(3.0):
+        service.broker.load_model("slow")
+        killed_while("waiting")
+        service.broker.cancel(task)
+        killed_while("loading")
+        until(lambda: state_of(service.broker, "slow") == "resident", "it is there")
+    assert (ready(own_triton), leased_mb(service.broker)) == (["slow"], [20 * GIB])
+    with ThreadPoolExecutor() as asking:
+        lost = asking.submit(infer, service, "slow", sleep_ms=3000)
+        service.broker.unload_model("slow")
+        killed_while("draining")
+        assert lost.exception() is not None, "its connection went with the service"
+    until(lambda: state_of(service.broker, "slow") == "cold", "it has left")
+    assert (ready(own_triton), leased_mb(service.broker)) == ([], [0])
+
+
 def test_nobody_reads_of_a_model_that_somebody_has_unloaded_by_hand(
     own_triton: Triton, service: ServiceProcess, call_port: int
 ) -> None:
