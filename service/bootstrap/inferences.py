@@ -13,7 +13,8 @@ from service.settings import Settings
 
 def askers_of(settings: Settings) -> list[ModelAsker]:
     """Each with connections of its own, opened when they are needed. Raises StartRefused."""
-    return [TritonAsker(server_of(given)) for given in settings.triton.servers]
+    most_bytes = settings.limits.result_bytes
+    return [TritonAsker(server_of(given), most_bytes) for given in settings.triton.servers]
 
 
 def inference_desk_of(settings: Settings, askers: Sequence[ModelAsker], clock: Clock) -> InferenceDesk:

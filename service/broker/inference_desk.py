@@ -234,7 +234,13 @@ class _Lane:
                     await self._ask([one])
 
     async def _answers(self, questions: Sequence[Question]) -> Sequence[Answer]:
-        answer = await self._asker.ask(self._model, joined(questions))
+        try:
+            answer = await self._asker.ask(self._model, joined(questions))
+        except AskRefused:
+            raise
+        except Exception as mistake:  # of ours: it would bring down each leader that asks
+            log.error("an inference failed", model=self._model, exc_info=mistake)
+            raise AskRefused(AskFault.FAILED, f"the service failed at it: {mistake!r}") from mistake
         if len(questions) == 1:
             return [answer]
         try:

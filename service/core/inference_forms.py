@@ -171,11 +171,10 @@ def answer_on_wire(body: bytes, head_bytes: int) -> Answer:
             for one in head["outputs"]
         ]
         model, version = str(head["model_name"]), str(head["model_version"])
-    except (ValueError, KeyError, TypeError) as fault:
+        parameters, id = dict(head.get("parameters") or {}), str(head.get("id") or "")
+    except (ValueError, KeyError, TypeError, OverflowError) as fault:
         raise BadTensor(f"the answer cannot be read: {fault!r}") from None
-    return Answer(
-        model, version, _sliced(outputs, body, head_bytes), head.get("parameters", {}), head.get("id", "")
-    )
+    return Answer(model, version, _sliced(outputs, body, head_bytes), parameters, id)
 
 
 def _sliced(

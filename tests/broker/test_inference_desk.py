@@ -182,6 +182,20 @@ async def test_each_fault_is_told_as_the_end_that_it_is() -> None:
             assert (report.ending, report.failure and report.failure.kind) == (ending, kind)
 
 
+async def test_a_mistake_of_ours_fails_one_inference_and_not_the_leader() -> None:
+    """Each later leader would send it again, and end of it as well."""
+    asker = Doubling()
+    async with a_room(asker) as room:
+        room.send("a", 1)
+        room.desk._askers["lab"].ask = None  # type: ignore[method-assign,assignment]  # whatever it is
+        ended = await room.ended(1)
+        assert ended["a"].failure is not None
+        assert (ended["a"].ending, ended["a"].failure.kind) == (Ending.FAILED, "inference_failed")
+        del asker.ask
+        room.send("b", 2)
+        assert "b" in await room.ended(2)
+
+
 async def test_a_model_that_does_not_answer_by_rows_is_asked_no_batches_any_more() -> None:
     asker = Doubling(by_rows=False)
     async with a_room(asker) as room:

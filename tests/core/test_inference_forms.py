@@ -80,6 +80,7 @@ ODD = {"name": "y", "datatype": "FP32", "shape": ["?"], "parameters": {"binary_d
         b'{"model_name": "m"}',
         b'{"outputs": [{"name": "y"}]}',
         json.dumps({"model_name": "m", "model_version": "1", "outputs": [ODD]}).encode(),
+        b'{"model_name": "m", "model_version": "1", "outputs": [], "parameters": 5}',
     ],
 )
 def test_an_answer_that_is_none_is_told(body: bytes) -> None:

@@ -21,8 +21,10 @@ _DEAD: Final = "is not healthy"
 
 
 class TritonAsker(ModelAsker):
-    def __init__(self, server: TritonServer) -> None:
+    def __init__(self, server: TritonServer, most_bytes: int) -> None:
+        """`most_bytes`: no longer is an answer, which is in memory as a whole before it is stored."""
         self._backend = HttpBackend(server)
+        self._most_bytes = most_bytes
 
     @property
     def name(self) -> str:
@@ -57,7 +59,7 @@ class TritonAsker(ModelAsker):
     async def _said(
         self, method: bytes, target: bytes, headers: Sequence[Header], body: Sequence[bytes]
     ) -> "_Said":
-        said = _Said(asyncio.get_running_loop())
+        said = _Said(asyncio.get_running_loop(), self._most_bytes)
         head = RequestHead(method, target, headers, sum(map(len, body)))
         asking = self._backend.ask(head, said)
         for part in body:
@@ -65,9 +67,8 @@ class TritonAsker(ModelAsker):
         asking.end()
         try:
             await said.end
-        except asyncio.CancelledError:
+        finally:
             asking.cancel()
-            raise
         if said.status != 200:
             raise _refused(said)
         return said
@@ -103,8 +104,10 @@ def _refused(said: "_Said") -> AskRefused:
 class _Said(Answering):
     """An answer while it comes in, as a whole in the end."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(self, loop: asyncio.AbstractEventLoop, most_bytes: int) -> None:
         self.end: asyncio.Future[None] = loop.create_future()
+        self._left_bytes = most_bytes
+        self._most_bytes = most_bytes
         self.status = 0
         self.head_bytes = 0
         self._parts: list[bytes] = []
@@ -122,7 +125,15 @@ class _Said(Answering):
                 self.head_bytes = int(value)
 
     def on_body(self, data: bytes) -> None:
-        self._parts.append(data)
+        self._left_bytes -= len(data)
+        if self._left_bytes >= 0:
+            self._parts.append(data)
+            return
+        self._parts.clear()
+        if not self.end.done():
+            most = f"the answer has more than {self._most_bytes} bytes"
+            detail = f"{most}; ask for fewer outputs or rows, or raise limits.result_bytes"
+            self.end.set_exception(AskRefused(AskFault.REFUSED, detail))
 
     def on_end(self) -> None:
         if not self.end.done():

@@ -1,0 +1,54 @@
+"""A server that answers inferences over HTTP as none should."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import pytest
+
+from service.adapters.triton.asker import TritonAsker
+from service.adapters.triton.backend import TritonServer
+from service.core.inference_forms import Question
+from service.core.tensors import tensor_of
+from service.inference_ports import AskFault, AskRefused
+from tests.patience import PATIENCE_SECONDS
+
+MOST_BYTES = 100_000
+QUESTION = Question((tensor_of("x", "INT8", [1, 1], [1]),))
+
+
+@asynccontextmanager
+async def an_asker(head: bytes, piece: bytes) -> AsyncIterator[tuple[TritonAsker, asyncio.Event]]:
+    """Of a server that sends pieces for as long as somebody takes them; the event says that nobody does."""
+    left = asyncio.Event()
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        try:
+            writer.write(head)
+            while True:
+                writer.write(piece)
+                await writer.drain()
+        except OSError:
+            left.set()
+
+    server = await asyncio.start_server(answer, "127.0.0.1", 0)
+    port = server.sockets[0].getsockname()[1]
+    asker = TritonAsker(TritonServer("lab", "127.0.0.1", port, b"lab"), MOST_BYTES)
+    try:
+        yield asker, left
+    finally:
+        await asker.close()
+        server.close()
+
+
+@pytest.mark.parametrize("length", [b"Transfer-Encoding: chunked", b"Content-Length: 1000000000000"])
+async def test_no_more_of_an_answer_is_taken_than_may_be_kept(length: bytes) -> None:
+    chunk = b"8000\r\n" + b"x" * 0x8000 + b"\r\n"
+    piece = chunk if b"chunked" in length else b"x" * 0x8000
+    async with an_asker(b"HTTP/1.1 200 OK\r\n" + length + b"\r\n\r\n", piece) as (asker, left):
+        async with asyncio.timeout(PATIENCE_SECONDS):
+            with pytest.raises(AskRefused, match="more than 100000 bytes") as refusal:
+                await asker.ask("m", QUESTION)
+            assert refusal.value.fault is AskFault.REFUSED
+            await left.wait()
