@@ -81,7 +81,8 @@ class ModelDesk:
         self._clock = clock
         self._ticks = ticks
         self._wait_seconds = wait_seconds
-        self._hear: Hear = lambda _: None
+        self._untold: list[Report] = []
+        self._hear: Hear = self._untold.extend
         locks: dict[DeviceKey, asyncio.Lock] = {}
         self._lanes = {
             host.name: _Lane(host, clock, rules or DeskRules(), locks, self._may_send, have_let_go)
@@ -92,6 +93,8 @@ class ModelDesk:
     async def run(self, tenure: Tenure, hear: Hear) -> None:
         """Until cancelled. `hear` takes what there is to tell."""
         self._tenure, self._hear = tenure, hear
+        if self._untold:
+            hear(self._untold)
         await asyncio.sleep(self._wait_seconds if self._lanes else 0.0)
         async with asyncio.TaskGroup() as group:
             for lane in self._lanes.values():

@@ -114,6 +114,15 @@ async def test_orders_to_a_server_are_carried_out_one_after_the_other() -> None:
         assert desk.host.devices["llm"] == (GPU,)
 
 
+async def test_what_there_is_to_tell_before_anybody_hears_is_told_then() -> None:
+    desk = Desk()
+    desk.desk.send(replace(a_load(), server="gone"))
+    async with running(desk):
+        report = await desk.next()
+        assert isinstance(report, Ended)
+        assert report.task == "llm"
+
+
 async def test_what_was_answered_is_no_longer_under_way() -> None:
     async with running(Desk(SimulatedModel("llm"))) as desk:
         desk.desk.send(a_load())
