@@ -1,15 +1,19 @@
 """Models that their server has in memory though nobody has given them room there: loaded by hand, or when it
 was started. What they take is in use already, and measured as that of nobody.
 
-A holder that waits gets its leases where it is, as far as they fit: nobody is stopped for it.
+A holder that waits gets its leases where it is, as far as they fit: nobody is stopped for it. What an earlier
+holder of the same model has left there, of which nobody could say that it is gone, has become its own.
 """
 
+from collections.abc import Iterator
+
 from service.core.device import Device
-from service.core.lease import HolderKind, Lease, LeaseState
+from service.core.lease import HolderKind, Lease, LeaseState, release
 from service.core.ledger import Book
 from service.core.need import context_mb, may_use_node, need_mb
 from service.core.plan import Decision, withdrawn, write_move
 from service.core.task import Move, Task
+from service.core.unconfirmed import Proof
 from service.core.units import Fence, Instant, Mib
 from service.core.world import World
 
@@ -19,20 +23,37 @@ def adopt(world: World, task: Task, priority: int, now: Instant) -> Decision | N
     assert task.model is not None
     fence = Fence(task.fence + 1)
     kind = HolderKind.MODEL if task.model.model else HolderKind.SERVER
-    leases: list[Lease] = []
-    for book, mb in _rooms(world, task) if task.demand.gpus else ():
+    left = list(_left_there(world, task))
+    known = {device: Mib(0) for device in sorted({lease.device for lease in left})}
+    for lease in left:
+        known[lease.device] = max(known[lease.device], lease.mb)
+    leases = [_lease(task, fence, kind, world.books[key].device, known[key], priority, now) for key in known]
+    for book, mb in _rooms(world, task) if task.demand.gpus and not leases else ():
         lease = _lease(task, fence, kind, book.device, mb, priority, now)
         if len(leases) < task.demand.gpus and _fits(book, lease, task):
             leases.append(lease)
     nodes = [world.books[lease.device].device.node for lease in leases]
     if not task.demand.gpus:
         nodes = [node.name for node in world.nodes.values() if may_use_node(task.demand, node)]
-    if len(leases) < task.demand.gpus or not nodes:
+    if (len(leases) < task.demand.gpus and not left) or not nodes:
         return None
     begun = {"node": min(nodes), "admitted_at": now, "started_at": now, "not_before": None, "held": False}
     write = write_move(task, Move.STARTED, fence=fence, priority=priority, **begun)
     pledges = withdrawn(world.pledges.get(task.id, {}))
-    return Decision(task.id, "adopted", tasks=(write,), leases=tuple(leases), pledges=pledges)
+    given_back = (release(lease, Proof.HELD_ANEW) for lease in left)
+    return Decision(task.id, "adopted", tasks=(write,), leases=(*given_back, *leases), pledges=pledges)
+
+
+def _left_there(world: World, task: Task) -> Iterator[Lease]:
+    """Leases of its own earlier claims, and of those who had the model at this server before. What was taken
+    for it is in use still, as its server's index says: once, whoever holds it."""
+    assert task.model is not None
+    for other in world.homes.on(task.model.server):
+        if other.model is None or other.model.model != task.model.model:
+            continue
+        for fence in sorted(world.unconfirmed.claims_of(other.id)):
+            claim = world.leases.get((other.id, fence), {})
+            yield from (claim[key] for key in sorted(claim) if claim[key].device in world.books)
 
 
 def _rooms(world: World, task: Task) -> list[tuple[Book, Mib]]:

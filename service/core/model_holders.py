@@ -95,9 +95,7 @@ def seen(world: World, index: ServerSeen, now: Instant, policy: Policy) -> list[
 
 def _claims(world: World, task: Task) -> set[Fence]:
     """All that may still hold something."""
-    held = {lease.fence for lease in world.unconfirmed.quarantined.get(task.id, {}).values()}
-    held |= {fence for holder, fence, _ in world.unconfirmed.releasing if holder == task.id}
-    return held | ({task.fence} if task.state is TaskState.STOPPING or _is_there(task) else set())
+    return world.unconfirmed.claims_of(task.id) | ({task.fence} if task.state is TaskState.STOPPING or _is_there(task) else set())
 
 
 def _is_there(task: Task) -> bool:

@@ -4,7 +4,7 @@ from enum import StrEnum
 
 from service.core.lease import OF_SERVERS, Lease, LeaseState
 from service.core.orders import RunId
-from service.core.units import Instant, TaskId
+from service.core.units import Fence, Instant, TaskId
 
 
 class Proof(StrEnum):
@@ -20,6 +20,8 @@ class Proof(StrEnum):
     """The device is no longer in the machine."""
     UNLOADED = "unloaded"
     """Its server's index says that it is not there: of models."""
+    HELD_ANEW = "held_anew"
+    """Another lease of the same device is for what is still there: of models."""
     HOLDER = "released"
     """Who held it said so: of external leases."""
     STATEMENT = "statement"
@@ -59,3 +61,8 @@ class Unconfirmed:
             of_holder.pop(lease.key, None)
             if not of_holder:
                 del self.quarantined[lease.holder]
+
+    def claims_of(self, holder: TaskId) -> set[Fence]:
+        """Those of its claims that are over, or given up, and hold something still."""
+        ending = {fence for name, fence, _ in self.releasing if name == holder}
+        return ending | {lease.fence for lease in self.quarantined.get(holder, {}).values()}

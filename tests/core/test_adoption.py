@@ -3,6 +3,8 @@
 from dataclasses import replace
 from typing import Any
 
+import pytest
+
 from service.core.demand import Where
 from service.core.lease import HolderKind, LeaseState
 from service.core.model_holders import due
@@ -23,7 +25,20 @@ from tests.builders import (
     let_go,
     submit,
 )
-from tests.core.served import LLM, a_model, ask, at, index, leases, plan, the
+from tests.core.served import (
+    LLM,
+    WANTED,
+    a_model,
+    ask,
+    at,
+    fail,
+    index,
+    leases,
+    loaded,
+    pass_time,
+    plan,
+    the,
+)
 
 READY = {"llm": Stage.READY}
 
@@ -129,3 +144,36 @@ def test_what_a_server_itself_takes_is_held_until_its_operator_says_no_more() ->
     assert decision.orders == ()
     commit(world, due(world, at(3.0)), at(3.0))
     assert (leases(world), "base" in world.tasks) == ([], False)
+
+
+@pytest.mark.parametrize("seconds", [40.0, WANTED + 1])
+def test_what_its_last_holder_left_there_is_that_of_whoever_has_it_now_and_counts_once(
+    seconds: float,
+) -> None:
+    """Nobody could say in time that it had gone, and it has not: its server had not heard of it."""
+    world = loaded(a_model(gpu_mb=30 * GIB))
+    ask(world, "cancel", 2.0)
+    pass_time(world, 23.0)
+    assert leases(world) == [(HolderKind.MODEL, LeaseState.QUARANTINED)]
+    again = by_hand("again", gpu_mb=20 * GIB)
+    submit(world, replace(again, model=replace(again.model, model="llm")))
+    index(world, READY, seconds)
+    assert the(world, "again").state is TaskState.RUNNING
+    assert leases(world) == [(HolderKind.MODEL, LeaseState.HELD)]
+    assert sum(book.held_mb() for book in world.books.values()) == 30 * GIB
+    assert [task.id for task in world.homes.on("main")] == ["again"]
+    check_ledger(world)
+    assert [book.sample for book in world.books.values()] == [None], "nobody has looked since"
+    used(world, 30, seconds=seconds + 1)
+    assert free_gib(world) == 50
+
+
+def test_so_is_what_a_failed_load_left_there() -> None:
+    world = a_world()
+    submit(world, a_model(gpu_mb=30 * GIB))
+    plan(world)
+    fail(world)
+    assert leases(world) == [(HolderKind.MODEL, LeaseState.RELEASING)]
+    index(world, READY, 40.0)
+    assert the(world).state is TaskState.RUNNING
+    assert leases(world) == [(HolderKind.MODEL, LeaseState.HELD)]

@@ -1,17 +1,19 @@
 """What a server of models has in memory without a holder is entered once it is sure that nobody has it."""
 
+import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Any
 
 from service.adapters.memory.model_host import SimulatedModel
+from service.core.deadlines import due, keep_watch
 from service.core.model_orders import Stage
 from service.core.model_terms import Home
 from service.core.task import TaskState
 from service.core.units import Mib, Seconds
 from service.gateway.adopting import Adopting
-from tests.builders import GIB
+from tests.builders import GIB, NOW
 from tests.chaos.history import violations
 from tests.contracts.scenes import log_of
 from tests.gateway.harness import until
@@ -89,3 +91,26 @@ async def test_the_history_of_what_was_adopted_and_has_left_is_one_that_may_be()
         await there.index()
         assert [task.name for task in there.gateway.world.homes.live()] == ["main itself"]
         assert violations(await log_of(there.gateway.store)) == []
+
+
+async def test_one_whose_last_holder_was_given_up_is_entered_and_has_what_that_one_left() -> None:
+    async with looking() as (there, looks):
+        gateway, [residency] = there.gateway, there.gateway.parts.residencies or ()
+        asked = asyncio.ensure_future(residency.ready("any", 50))
+        first = await there.load()
+        await asked
+        await there.unload()
+        gateway.clock.advance(100.0)
+        now = gateway.clock.now()
+        watch = replace(keep_watch(None, NOW), last=now)
+        for decision in due(gateway.world, now, gateway.policy, watch):
+            await gateway.commit(decision)
+        assert list(gateway.world.unconfirmed.quarantined) == [first.id]
+        for _ in range(2):
+            await looks.look()
+        await there.index(any=Stage.READY)
+        task = there.of()
+        assert task is not None
+        assert (task.state, task.id == first.id) == (TaskState.RUNNING, False)
+        assert list(gateway.world.unconfirmed.quarantined) == []
+        assert violations(await log_of(gateway.store)) == []
