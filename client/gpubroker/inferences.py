@@ -7,7 +7,7 @@ from typing import Any, TypedDict
 
 from gpubroker.errors import WrongArgument
 from gpubroker.submission import plain
-from gpubroker.tensors import HEAD_BYTES, described
+from gpubroker.tensors import HEAD_BYTES, described, named
 
 Inputs = Mapping[str, Any]
 """By name: an array of numpy, or what it makes one of; or a mapping with `datatype`, `shape` and `data`, as
@@ -53,7 +53,7 @@ def inference_body(model: str, inputs: Inputs, options: InferLaterOptions) -> tu
     given = {name: plain(name, value) for name, value in options.items() if name != "idempotency_key"}
     if "outputs" in given:
         given["outputs"] = [{"name": name} for name in given["outputs"]]
-    told = [_tensor(name, said) for name, said in inputs.items()]
+    told = [_tensor(name, said) for name, said in named(inputs).items()]
     body = {"model": model, "inputs": [tensor for tensor, _ in told], **given}
     try:
         head = json.dumps(body, separators=(",", ":"), allow_nan=False).encode()

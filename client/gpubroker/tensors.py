@@ -38,7 +38,7 @@ def written(
 
     Raises WrongArgument.
     """
-    told = [described(name, given) for name, given in inputs.items()]
+    told = [described(name, given) for name, given in named(inputs).items()]
     parts = [b"", *(data for _, data in told)]
     asked: dict[str, Any] = {"inputs": [tensor for tensor, _ in told]}
     if outputs is not None:
@@ -80,6 +80,16 @@ def described(name: str, given: "ArrayLike") -> tuple[dict[str, Any], bytes]:
     return {"name": name, "datatype": datatype, "shape": shape, "parameters": size}, data
 
 
+def named(inputs: "Mapping[str, ArrayLike]") -> "Mapping[str, ArrayLike]":
+    """The same. Raises WrongArgument where there is an array without a name."""
+    if not isinstance(inputs, Mapping):
+        raise WrongArgument(
+            f"inputs is of type {type(inputs).__name__}; give a mapping of arrays by the names of the "
+            "model's inputs, such as {'INPUT0': array}"
+        )
+    return inputs
+
+
 def _packed(name: str, given: "ArrayLike") -> tuple[str, list[int], bytes]:
     """Its datatype, shape and bytes, in rows."""
     array = _array(name, given)
@@ -92,8 +102,15 @@ def _packed(name: str, given: "ArrayLike") -> tuple[str, list[int], bytes]:
 
 
 def _array(name: str, given: "ArrayLike") -> "NDArray[Any]":
+    numpy = _numpy()
     try:
-        array: NDArray[Any] = _numpy().asarray(given)
+        try:
+            array: NDArray[Any] = numpy.asarray(given)
+        except UnicodeDecodeError:  # str and bytes, of which numpy would make one type
+            array = numpy.asarray(given, object)
+        if array.dtype.kind in "SU" and not isinstance(given, numpy.ndarray):
+            # Of numpy's own types of text all lose the NULs at their end, and numbers among them become text.
+            array = numpy.asarray(given, object)
     except ValueError as fault:
         raise WrongArgument(f"input {name} is no array: {fault}") from None
     return array

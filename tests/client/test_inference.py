@@ -95,6 +95,8 @@ AS_SENT: Mapping[str, tuple[Any, tuple[str, list[int], bytes]]] = {
         np.array(["ab", "", "zwöl"], np.dtypes.StringDType()),
         ("BYTES", [3], COUNTED),
     ),
+    "bytes that end with NULs": ([b"ab\0"], ("BYTES", [1], b"\3\0\0\0ab\0")),
+    "text beside bytes": (["ab", b"\xff"], ("BYTES", [2], COUNTED[:6] + b"\1\0\0\0\xff")),
     "one text": ("ab", ("BYTES", [], COUNTED[:6])),
 }
 
@@ -148,6 +150,10 @@ def test_what_no_model_takes_is_not_sent(service: RecordedService, do: Do) -> No
         do("infer", "m", {"x": np.zeros(1, np.complex128)})
     with pytest.raises(WrongArgument, match="an element of type int"):
         do("infer", "m", {"x": np.array([1, "a"], object)})
+    with pytest.raises(WrongArgument, match="an element of type int"):
+        do("infer", "m", {"x": [1, "a"]})
+    with pytest.raises(WrongArgument, match="inputs is of type ndarray; give a mapping"):
+        do("infer", "m", X)
     with pytest.raises(WrongArgument, match="input x is no array"):
         do("infer", "m", {"x": [[1, 2], [3]]})
     with pytest.raises(WrongArgument, match="knows no option prio"):

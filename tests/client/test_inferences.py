@@ -53,12 +53,13 @@ def test_arrays_follow_the_json_as_bytes(service: RecordedService, do: Do) -> No
     [
         ({"x": np.array([1j])}, {}, "has the dtype complex128"),
         ({"x": np.array([object()])}, {}, "an element of type object"),
+        (np.array([1.0]), {}, "inputs is of type ndarray; give a mapping"),
         ({"x": {**TENSOR, "data": [object()]}}, {}, "do not fit into JSON"),
         ({"x": TENSOR}, {"gpus": 1}, "knows no option gpus"),
     ],
 )
 def test_what_no_model_could_be_asked_is_refused_here(
-    service: RecordedService, do: Do, inputs: dict[str, Any], options: dict[str, Any], says: str
+    service: RecordedService, do: Do, inputs: Any, options: dict[str, Any], says: str
 ) -> None:
     with pytest.raises(WrongArgument, match=says):
         do("infer_later", "resnet", inputs, **options)
