@@ -81,6 +81,15 @@ def test_what_the_model_does_not_take_is_its_error_in_triton_s_words(service: Se
         assert failed.value.kind == "inference_refused"
 
 
+def test_a_version_that_the_model_does_not_have_is_no_reason_to_wait_for_the_model(
+    service: ServiceProcess,
+) -> None:
+    task = service.broker.infer_later("doubles", column(1), version="9", deadline_seconds=PATIENCE_SECONDS)
+    with pytest.raises(TaskFailed, match="version 9 is not found; it has version 1") as failed:
+        service.broker.result(task, timeout_seconds=PATIENCE_SECONDS)
+    assert failed.value.kind == "inference_failed"
+
+
 def test_a_model_that_its_server_does_not_have_is_asked_again_until_the_inference_expires(
     service: ServiceProcess,
 ) -> None:

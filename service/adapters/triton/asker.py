@@ -33,7 +33,14 @@ class TritonAsker(ModelAsker):
     async def ask(self, model: str, question: Question) -> Answer:
         head, data = wire_of(question)
         headers = [(_HEAD_LENGTH, b"%d" % len(head)), (b"Content-Type", b"application/octet-stream")]
-        said = await self._said(b"POST", _target(model, question.version, "infer"), headers, [head, *data])
+        try:
+            said = await self._said(
+                b"POST", _target(model, question.version, "infer"), headers, [head, *data]
+            )
+        except AskRefused as refused:
+            if refused.fault is AskFault.NOT_THERE and question.version:
+                await self._look_for_the_version(model, question.version, str(refused))
+            raise
         body = said.body
         try:
             return answer_on_wire(body, said.head_bytes or len(body))
@@ -52,6 +59,17 @@ class TritonAsker(ModelAsker):
             raise AskRefused(
                 AskFault.FAILED, f"{self.name} has no configuration of {model}: {fault}"
             ) from None
+
+    async def _look_for_the_version(self, model: str, version: str, refusal: str) -> None:
+        """Raises AskRefused of another kind if the model is there and has other versions alone: to wait for
+        it would be in vain."""
+        said = await self._said(b"GET", f"/v2/models/{quote(model, safe='')}".encode(), [], [])
+        try:
+            versions = [str(one) for one in json.loads(said.body)["versions"]]
+        except (ValueError, TypeError, KeyError):
+            return
+        if versions and version not in versions:
+            raise AskRefused(AskFault.FAILED, f"{refusal}; it has version {', '.join(versions)}") from None
 
     async def close(self) -> None:
         await self._backend.close()
