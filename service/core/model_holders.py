@@ -95,7 +95,9 @@ def seen(world: World, index: ServerSeen, now: Instant, policy: Policy) -> list[
 
 def _claims(world: World, task: Task) -> set[Fence]:
     """All that may still hold something."""
-    return world.unconfirmed.claims_of(task.id) | ({task.fence} if task.state is TaskState.STOPPING or _is_there(task) else set())
+    return world.unconfirmed.claims_of(task.id) | (
+        {task.fence} if task.state is TaskState.STOPPING or _is_there(task) else set()
+    )
 
 
 def _is_there(task: Task) -> bool:
