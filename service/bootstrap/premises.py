@@ -7,6 +7,7 @@ import pwd
 import socket
 from collections.abc import Iterator
 from pathlib import Path
+from secrets import token_hex
 
 import psutil
 
@@ -15,6 +16,12 @@ from service.settings import Settings
 
 class StartRefused(Exception):
     """The service cannot start; the text says why and what to do."""
+
+
+def process_name() -> str:
+    """Of this process alone, of all that share a database: containers may have a host name in common, and
+    each of them a process 1; and the lead, presence and slots go by names."""
+    return f"{socket.gethostname()}:{token_hex(3)}:{os.getpid()}"
 
 
 def prepare_data_dir(data_dir: Path) -> None:

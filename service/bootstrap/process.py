@@ -2,7 +2,6 @@
 
 import asyncio
 import gc
-import os
 import signal
 import socket
 import sys
@@ -19,7 +18,7 @@ from service.bootstrap.broker_role import BrokerRole
 from service.bootstrap.compose import policy_of
 from service.bootstrap.lead import Lead
 from service.bootstrap.picture import Picture
-from service.bootstrap.premises import StartRefused
+from service.bootstrap.premises import StartRefused, process_name
 from service.bootstrap.words import farewell, greeting
 from service.core.units import Seconds
 from service.ports import Outgrown
@@ -56,7 +55,7 @@ class Process:
     ) -> None:
         """A gateway if it has a listener; a broker, which may lead, if it `leads`. `on_stop`: called when it
         is asked to stop, and to leave the cluster as it is."""
-        self._name = name = f"{socket.gethostname()}:{os.getpid()}"
+        self._name = name = process_name()
         self._settings = settings
         self._store = store
         self._blobs = blobs

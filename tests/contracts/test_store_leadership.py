@@ -8,6 +8,7 @@ import pytest
 from service.adapters.sql import statements as sql
 from service.adapters.sql.postgres import PostgresSession
 from service.adapters.sql.session import CommitUnknown, ConnectionLost
+from service.bootstrap.premises import process_name
 from service.core.units import Seconds, Term
 from service.ports import CommitVerdict, StaleTerm, StoreUnavailable, SubmitVerdict, TaskStore
 from tests.builders import a_task
@@ -38,6 +39,14 @@ async def test_of_two_who_saw_the_same_row_one_takes_the_term(store: TaskStore) 
     seen = await store.leader()
     both = (store.take_term(name, TTL, instead_of=seen) for name in ("one", "two"))
     assert sorted(await asyncio.gather(*both), key=str) == [1, None]
+
+
+async def test_so_does_one_of_two_processes_whose_host_and_number_are_the_same(url: str) -> None:
+    """As those of containers in their host's network: each is process 1 there."""
+    async with opened(url) as store:
+        seen = await store.leader()
+        both = (store.take_term(process_name(), TTL, instead_of=seen) for _ in range(2))
+        assert sorted(await asyncio.gather(*both), key=str) == [1, None]
 
 
 async def test_a_leader_that_renewed_meanwhile_is_not_replaced(store: TaskStore) -> None:
