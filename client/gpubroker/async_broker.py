@@ -227,7 +227,7 @@ class AsyncBroker:
         self,
         name: str,
         *,
-        priority: int | None = None,
+        priority: int | str | None = None,
         wait_seconds: float = 0.0,
         server: str | None = None,
     ) -> ServedModel:

@@ -292,7 +292,7 @@ class Broker:
         self,
         name: str,
         *,
-        priority: int | None = None,
+        priority: int | str | None = None,
         wait_seconds: float = 0.0,
         server: str | None = None,
     ) -> ServedModel:

@@ -10,6 +10,7 @@ from service.core.model_orders import Indexed
 from service.core.task import Task, TaskState
 from service.gateway.quarantine_views import Time
 from service.gateway.residency import Residency
+from service.gateway.schemas import Priority
 from service.gateway.translate import rfc3339_or_none
 from service.gateway.views import AsOf
 
@@ -64,7 +65,7 @@ class ModelList(AsOf):
 class LoadModel(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
-    priority: Annotated[int, Field(ge=0, le=100)] | None = None
+    priority: Priority | None = None
     """Left out: that of its configuration."""
     wait_seconds: Annotated[float, Field(ge=0, le=300)] = 0.0
     """So long the answer may take, if it is not there before."""

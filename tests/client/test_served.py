@@ -3,7 +3,7 @@
 from typing import Any
 
 from tests.client.command_line import Run
-from tests.client.recorded_service import RecordedService, Reply
+from tests.client.recorded_service import FULL_ID, RecordedService, Reply, a_task
 
 LLM: dict[str, Any] = {
     "name": "llm", "server": "main", "state": "resident", "task": "task_1", "priority": 79, "pinned": False,
@@ -24,6 +24,17 @@ def test_the_list_says_what_is_in_memory_and_why_the_rest_is_not(service: Record
     assert [one["name"] for one in run("models -o json").json] == ["llm"]
 
 
+def test_a_model_is_named_by_its_name_though_it_was_there_before(service: RecordedService, run: Run) -> None:
+    runs = {"run": {"kind": "model", "model": "llm"}}
+    now, before = a_task(FULL_ID, "running", **runs), a_task(FULL_ID[:-1] + "q", "succeeded", **runs)
+    ended = {**now, "state": "failed"}
+    for listed, meant in (([before, now], now), ([ended, before], ended)):
+        found = Reply(200, {"items": listed, "next_cursor": None, "has_more": False})
+        service.told(found, Reply(200, meant))
+        assert run("show", "llm", "-o", "json").json["id"] == FULL_ID
+        assert service.asked[-1].path == f"/tasks/{FULL_ID}"
+
+
 def test_a_model_is_loaded_unloaded_and_pinned(service: RecordedService, run: Run) -> None:
     service.told(
         Reply(202, {**LLM, "state": "waiting"}),
@@ -37,6 +48,12 @@ def test_a_model_is_loaded_unloaded_and_pinned(service: RecordedService, run: Ru
     assert run("pin llm --off").code == 0
     asked = [(one.method, one.path) for one in service.asked]
     assert asked == [("POST", f"/models/llm/{deed}") for deed in ("load", "unload", "pin", "pin")]
+
+
+def test_a_model_is_loaded_at_the_priority_of_a_band(service: RecordedService, run: Run) -> None:
+    service.told(Reply(202, LLM))
+    assert run("load llm --priority critical").code == 0
+    assert service.asked[0].body == {"wait_seconds": 0.0, "priority": "critical"}
 
 
 def test_which_server_is_meant_is_said_with_every_deed(service: RecordedService, run: Run) -> None:

@@ -167,7 +167,8 @@ async def test_the_sdk_speaks_of_models() -> None:
         token = gateway.admin.headers["authorization"].removeprefix("Bearer ")
         transport = httpx.ASGITransport(gateway.app)
         async with AsyncBroker("http://127.0.0.1:8470", token, transport=transport) as broker:
-            assert (await broker.load_model("llm", priority=70)).state == "waiting"
+            assert (await broker.load_model("llm", priority="batch")).state == "waiting"
+            assert holder(gateway).priority == 54
             await loaded(gateway)
             assert [one.state for one in (await broker.models()).items] == ["cold", "resident"]
             assert (await broker.pin_model("llm")).pinned

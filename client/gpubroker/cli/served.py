@@ -1,9 +1,10 @@
 """Commands about models of servers: models, load, unload, pin."""
 
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
+from gpubroker.cli import quantities
 from gpubroker.cli.session import Format, Output, broker_of, emit, emit_all
 
 Name = Annotated[str, typer.Argument(metavar="MODEL", help="As its server knows it.")]
@@ -21,7 +22,14 @@ def models(context: typer.Context, output: Output = Format.TABLE) -> None:
 def load(
     context: typer.Context,
     model: Name,
-    priority: Annotated[int | None, typer.Option(help="0 to 100; else that of its configuration.")] = None,
+    priority: Annotated[
+        Any,
+        typer.Option(
+            help="0 to 100, or a band's name; else that of its configuration.",
+            metavar="PRIORITY",
+            parser=quantities.priority,
+        ),
+    ] = None,
     wait: Annotated[float, typer.Option(metavar="SECONDS", help="So long until it is there.")] = 0.0,
     server: Server = None,
     output: Output = Format.TABLE,

@@ -80,14 +80,19 @@ def _about_token(url: str, given: str | None) -> str:
 def task_id(broker: "Broker", word: str, *, to_change: bool = False) -> str:
     """The id of the task a person meant; leaves with 6 if in doubt.
 
-    A name goes before a part of an id; what is going to be changed must not be both. `last` is a task of the
-    person's own: to look at, any newest one will do where there is none, and to change it must be named then.
+    A name goes before a part of an id; what is going to be changed must not be both. Each time that a model
+    comes into memory is a task of the model's name: its earlier ones are only meant where it has no other.
+    `last` is a task of the person's own: to look at, any newest one will do where there is none, and to
+    change it must be named then.
     """
     if word.startswith("task_") and len(word) == _TASK_ID_LENGTH:
         return word
     if word == "last":
         return _last(broker, to_change)
-    found = [task.id for task in islice(broker.list(name=word, limit=6), 6)]
+    named = list(islice(broker.list(name=word, limit=6), 6))
+    if all(task.run.get("kind") == "model" for task in named):
+        named = [task for task in named if not task.is_finished] or named[:1]
+    found = [task.id for task in named]
     if may_be_of_id(word) and (to_change or not found):
         recent = islice(broker.list(limit=500), _TASKS_SEARCHED)
         found += [task.id for task in recent if is_of_id(task.id, word) and task.id not in found]
