@@ -3,7 +3,7 @@
 import struct
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, islice, repeat, takewhile
 from math import isfinite, prod
 from typing import Any, Final
 
@@ -49,16 +49,22 @@ def tensor_of(name: str, datatype: str, shape: Sequence[int], values: Sequence[A
 def values_of(tensor: Tensor) -> list[Any]:
     """Flat, as JSON has them: bytes that are no UTF-8 as Latin-1, numbers that are none as None. Raises
     BadTensor for data of another length than its shape says."""
-    count = prod(tensor.shape)
+    return [value for some in values_in_steps(tensor) for value in some]
+
+
+def values_in_steps(tensor: Tensor) -> Iterator[list[Any]]:
+    """The same, some at a time: all together take many times the memory of their bytes. Raises BadTensor
+    before the first."""
+    count, data = prod(tensor.shape), tensor.data
     if tensor.datatype == "BYTES":
-        found: list[Any] = [_text(element) for element in elements_of(tensor.data)]
-    else:
-        if len(tensor.data) != count * size_of(tensor.datatype):
-            raise BadTensor(f"{tensor.name} of shape {list(tensor.shape)} came with {len(tensor.data)} bytes")
-        found = list(_unpacked(tensor.datatype, tensor.data))
-    if len(found) != count:
-        raise BadTensor(f"{tensor.name} of shape {list(tensor.shape)} came with {len(found)} values")
-    return found
+        found = sum(1 for _ in elements_of(data))
+        if found != count:
+            raise BadTensor(f"{tensor.name} of shape {list(tensor.shape)} came with {found} values")
+        texts = (_text(element) for element in elements_of(data))
+        return takewhile(bool, (list(islice(texts, _AT_ONCE)) for _ in repeat(None)))
+    if len(data) != count * size_of(tensor.datatype):
+        raise BadTensor(f"{tensor.name} of shape {list(tensor.shape)} came with {len(data)} bytes")
+    return _unpacked(tensor.datatype, data)
 
 
 def checked(tensor: Tensor) -> Tensor:
@@ -142,17 +148,14 @@ def _bf16(value: float) -> bytes:
     return (min(bits + 0x7FFF + (bits >> 16 & 1), 0xFFFFFFFF) >> 16).to_bytes(2, "little")
 
 
-def _unpacked(datatype: str, data: bytes) -> Iterator[Any]:
+def _unpacked(datatype: str, data: bytes) -> Iterator[list[Any]]:
     form, step = _FORMATS.get(datatype, "f"), _AT_ONCE * size_of(datatype)
     for begin in range(0, len(data), step):
         part = data[begin : begin + step]
         if datatype == "BF16":
             part = b"".join(b"\0\0" + part[at : at + 2] for at in range(0, len(part), 2))
-        values = (value for (value,) in struct.iter_unpack(f"<{form}", part))
-        if form in "efd":
-            yield from (value if isfinite(value) else None for value in values)
-        else:
-            yield from values
+        values = [value for (value,) in struct.iter_unpack(f"<{form}", part)]
+        yield [value if isfinite(value) else None for value in values] if form in "efd" else values
 
 
 def _text(element: bytes) -> str:

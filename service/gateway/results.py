@@ -3,12 +3,12 @@
 import asyncio
 import base64
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from service.core.inference_forms import FORMAT as TENSORS
 from service.core.inference_forms import answer_in
-from service.core.tensors import BadTensor, values_of
+from service.core.tensors import BadTensor, values_in_steps
 from service.gateway.parts import GatewayParts
 from service.gateway.problems import Problem
 from service.ports import BlobCorrupt, BlobMissing, StoredResult
@@ -18,7 +18,6 @@ NO_RESULT = b'"result":null'
 _AT_ONCE_BYTES = 64 * 1024
 """Larger results are made ready on a thread, so that nobody else waits for them."""
 _BASE64_STEP = 3 * 2**18
-_VALUES_STEP = 4096
 
 
 async def result_member(parts: GatewayParts, stored: StoredResult | None) -> bytes:
@@ -48,26 +47,26 @@ def _answered(data: bytes) -> bytes | None:
     """What a model answered, as Triton's protocol has it in JSON. None if the bytes are no answer."""
     try:
         answer = answer_in(data)
-        outputs = [(tensor, values_of(tensor)) for tensor in answer.outputs]
+        outputs = [(tensor, values_in_steps(tensor)) for tensor in answer.outputs]
     except BadTensor:
         return None
     head = {"model_name": answer.model, "model_version": answer.version}
     if answer.id:
         head["id"] = answer.id
     parts = [json.dumps(head).encode()[:-1], b',"parameters":', json.dumps(answer.parameters).encode()]
-    for at, (tensor, values) in enumerate(outputs):
+    for at, (tensor, steps) in enumerate(outputs):
         told = {"name": tensor.name, "datatype": tensor.datatype, "shape": tensor.shape}
         parts += [b"," if at else b',"outputs":[', json.dumps(told).encode()[:-1], b',"data":[']
-        parts += _listed(values)
+        parts += _listed(steps)
         parts.append(b"]}")
     return b"".join((*parts, b"]}"))
 
 
-def _listed(values: list[Any]) -> Iterator[bytes]:
-    """In steps, between which others have their turn."""
-    for begin in range(0, len(values), _VALUES_STEP):
-        yield b"," if begin else b""
-        yield json.dumps(values[begin : begin + _VALUES_STEP], separators=(",", ":")).encode()[1:-1]
+def _listed(steps: Iterable[list[Any]]) -> Iterator[bytes]:
+    """Between the steps others have their turn."""
+    for at, values in enumerate(steps):
+        yield b"," if at else b""
+        yield json.dumps(values, separators=(",", ":")).encode()[1:-1]
 
 
 def _is_json(data: bytes) -> bool:

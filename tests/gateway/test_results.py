@@ -1,0 +1,25 @@
+"""What tasks left, as it is told."""
+
+import json
+import tracemalloc
+
+from service.core.inference_forms import FORMAT, Answer, packed
+from service.core.tensors import Tensor, tensor_of
+from service.gateway.results import result_member
+from service.ports import StoredResult
+
+
+async def test_a_large_answer_takes_no_more_memory_than_three_times_its_text() -> None:
+    """As numbers of Python its values would take many times that, of up to `limits.result_bytes`."""
+    outputs = (Tensor("y", "UINT8", (200_000,), b"\x07" * 200_000), tensor_of("z", "BF16", [2], [1, 2]))
+    data = packed(Answer("m", "1", outputs))
+    stored = StoredResult("succeeded", FORMAT, data, None, None, b"")
+    tracemalloc.start()
+    try:
+        told = await result_member(None, stored)  # type: ignore[arg-type]  # it is in no object
+        _, peak_bytes = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak_bytes < 3 * len(told)
+    first, second = json.loads(b"{%b}" % told)["result"]["outputs"]
+    assert (first["data"], second["data"]) == ([7] * 200_000, [1.0, 2.0])
