@@ -245,8 +245,14 @@ class _Lane:
         async with AsyncExitStack() as held:
             for device in devices:
                 await held.enter_async_context(self._locks.setdefault(device, asyncio.Lock()))
-            if order.model and self._may_send():
+            if not order.model or await self._has(order.model):
+                return  # of changed files a load would be a reload, with both copies in memory meanwhile
+            if self._may_send():
                 await self._host.load(order.model, devices, self._rules.load_seconds)
+
+    async def _has(self, model: str) -> bool:
+        index = await self._host.index(self._rules.call_seconds)
+        return _stage_in(index, model) is Stage.READY
 
     def _told(self, order: LoadOrder, refused: HostRefused) -> Report:
         if refused.fault is HostFault.UNREACHABLE:

@@ -194,6 +194,15 @@ async def test_a_model_whose_process_is_gone_is_unloaded_and_loaded_anew(stuck: 
         assert desk.host.ready == ["llm"]
 
 
+async def test_what_is_ready_already_is_not_loaded_again_so_that_no_two_copies_are_there() -> None:
+    async with running(Desk(SimulatedModel("llm"))) as desk:
+        desk.desk.send(a_load())
+        await desk.seen("llm", Stage.READY)
+        desk.desk.send(a_load("another"))
+        await desk.carried_out()
+        assert desk.host.asked == [("load", "llm")]
+
+
 async def test_a_model_that_answers_is_left_alone_and_one_that_is_to_leave_is_not_asked() -> None:
     async with running(Desk(SimulatedModel("llm"), is_let_go=False)) as desk:
         desk.desk.send(a_load())
