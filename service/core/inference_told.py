@@ -12,6 +12,11 @@ _DOES = {
     TaskState.STOPPING: "it is being unloaded",
 }
 
+_IS_NOWHERE = (
+    "it was not brought, or has left, and is asked for again, each time later; `gpubroker models` says how "
+    "its last load ended"
+)
+
 
 def why_not_sent(world: World, task: Task, policy: Policy) -> list[tuple[Reason, str]]:
     """Nothing if its model is there and takes one more."""
@@ -21,7 +26,7 @@ def why_not_sent(world: World, task: Task, policy: Policy) -> list[tuple[Reason,
     servers = servers_of(world, policy, model)
     if not servers:
         held = holders(world, policy, model)
-        does = _DOES[held[0].state] if held else "it is to be asked for anew, which takes up to a minute"
+        does = _DOES[held[0].state] if held else _IS_NOWHERE
         return [(Reason.MODEL_LOADING, f"model {model} is not in memory: {does}")]
     if len(world.homes.asking(model)) >= serving.at_once:
         message = f"{serving.at_once} inferences of model {model} are being answered, and no more at once"

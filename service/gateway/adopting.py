@@ -2,6 +2,8 @@
 both are entered, so that they are counted as theirs."""
 
 import asyncio
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Final
 
 import structlog
@@ -35,19 +37,33 @@ class Adopting:
 
     async def _look(self, residency: Residency) -> None:
         server = residency.rules.name
-        try:
+        with _told(server):
             await residency.hold_base()
             found = await _strays(residency)
-            stay = found & self._seen.get(server, frozenset())
-            steps = {step for model in sorted(stay) for step in await residency.steps_of(model)}
-            for model in sorted(stay - steps):
-                if residency.of(model) is None:  # nobody has asked for it meanwhile
-                    await residency.adopt(model)
+            stay = sorted(found & self._seen.get(server, frozenset()))
             self._seen[server] = found
-        except (Problem, UnknownModel, StoreUnavailable) as fault:
-            log.warning(
-                "what a model server has is not entered; trying again", server=server, fault=str(fault)
-            )
+            steps: set[str] = set()
+            for model in stay:
+                with _told(server, model):
+                    steps.update(await residency.steps_of(model))
+            for model in stay:
+                if model not in steps and residency.of(model) is None:  # nobody has asked for it meanwhile
+                    with _told(server, model):
+                        await residency.adopt(model)
+
+
+@contextmanager
+def _told(server: str, model: str = "") -> Iterator[None]:
+    """What cannot be entered now keeps nothing else out, and is tried again."""
+    try:
+        yield
+    except (Problem, UnknownModel, StoreUnavailable) as fault:
+        log.warning(
+            "what a model server has is not entered; trying again",
+            server=server,
+            model=model,
+            fault=str(fault),
+        )
 
 
 async def _strays(residency: Residency) -> frozenset[str]:

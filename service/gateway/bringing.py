@@ -2,6 +2,7 @@
 
 import asyncio
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import structlog
@@ -20,8 +21,15 @@ log = structlog.get_logger("gpubroker.models")
 
 LOOK_SECONDS = Seconds(1.0)
 AGAIN_SECONDS = Seconds(60.0)
+MOST_AGAIN_SECONDS = Seconds(3600.0)
 """A model that was asked for and is nowhere again, because its load failed or somebody unloaded it, is asked
-for so much later."""
+for so much later; twice as much each time that it was not there meanwhile, up to the other."""
+
+
+@dataclass(slots=True)
+class _Asked:
+    at: Instant
+    again_seconds: float = AGAIN_SECONDS
 
 
 class Bringing:
@@ -30,7 +38,7 @@ class Bringing:
     def __init__(self, parts: "GatewayParts", residencies: Residencies) -> None:
         self._parts = parts
         self._residencies = residencies
-        self._asked_at: dict[str, Instant] = {}
+        self._asked: dict[str, _Asked] = {}
 
     async def keep(self) -> None:
         """Until cancelled."""
@@ -43,13 +51,19 @@ class Bringing:
         """Once. Raises StoreUnavailable."""
         now = self._parts.clock.now()
         found = waiting(self._parts.world)
-        self._asked_at = {model: at for model, at in self._asked_at.items() if model in found}
+        self._asked = {model: asked for model, asked in self._asked.items() if model in found}
         for model, groups in found.items():
+            asked = self._asked.get(model)
             if self._residencies.holding(model):
+                if asked is not None and self._residencies.have(model):
+                    asked.again_seconds = AGAIN_SECONDS
                 continue
-            if now - self._asked_at.setdefault(model, Instant(now - AGAIN_SECONDS)) < AGAIN_SECONDS:
+            if asked is None:
+                self._asked[model] = _Asked(now)
+            elif now - asked.at < asked.again_seconds:
                 continue
-            self._asked_at[model] = now
+            else:
+                asked.at, asked.again_seconds = now, min(2 * asked.again_seconds, MOST_AGAIN_SECONDS)
             try:
                 await self._residencies.want(model, max(group.standing for group in groups))
             except (Problem, UnknownModel) as refused:

@@ -296,7 +296,7 @@ class Residency:
         try:
             described = await self._host.describe(model, DESCRIBE_SECONDS)
         except HostRefused as refused:
-            if said.gpu_mb is None and refused.fault is HostFault.NOT_FOUND:
+            if refused.fault is HostFault.NOT_FOUND and (said.gpu_mb is None or await self._lacks(model)):
                 raise UnknownModel(str(refused)) from None
             if said.gpu_mb is None:
                 raise Problem(
@@ -311,6 +311,11 @@ class Residency:
             size_mb = first_guess_mb(described.file_bytes, rules.least_mb)
         demand = Demand(gpus=1 if size_mb else 0, gpu_mb=size_mb or None, where=self._where())
         return self._parts.capacity.settled(demand, "", rules.tenant, {}, at=""), described
+
+    async def _lacks(self, model: str) -> bool:
+        """Whether its server says that it has none of that name, loaded or not."""
+        index = await self.repository()
+        return bool(index) and model not in index
 
     def _kinds(self) -> set[str]:
         """Of the GPUs that it may use."""

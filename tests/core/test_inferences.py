@@ -162,7 +162,7 @@ def test_one_whose_model_nobody_has_asked_for_is_told_so_and_sent_nowhere() -> N
     world = a_world()
     submit(world, an_inference())
     assert admit(world) == []
-    assert "asked for anew" in explain(world, TaskId("ask"), POLICY, at(5)).message
+    assert "asked for again" in explain(world, TaskId("ask"), POLICY, at(5)).message
 
 
 def test_while_inferences_wait_their_model_stays_wanted_at_the_highest_of_their_priorities() -> None:

@@ -79,6 +79,17 @@ async def test_what_cannot_be_entered_is_tried_again() -> None:
         assert there.of() is not None
 
 
+async def test_one_of_which_nothing_can_be_told_keeps_no_other_out() -> None:
+    odd = SimulatedModel("a", unreadable=True)
+    async with looking(odd, SimulatedModel("b", Mib(8)), models={}) as (there, looks):
+        for model in ("a", "b"):
+            await there.host.load(model, (), Seconds(1.0))
+        await looks.look()
+        await looks.look()
+        assert there.of("a") is None
+        assert there.of("b") is not None
+
+
 async def test_the_history_of_what_was_adopted_and_has_left_is_one_that_may_be() -> None:
     async with looking(base_mb=Mib(500)) as (there, looks):
         await there.host.load("any", (), Seconds(1.0))

@@ -11,6 +11,7 @@ from service.core.model_gauge import topic_of
 from service.core.orders import Ended, Ending, Failure
 from service.core.task import TaskState
 from service.core.units import Mib, Seconds
+from service.gateway.residency import ModelRules
 from tests.builders import GIB, a_sample, a_sketch
 from tests.gateway.harness import until
 from tests.gateway.homes import homes
@@ -114,6 +115,12 @@ async def test_what_the_server_does_not_have_it_answers_itself() -> None:
         assert status == 200, "whatever it says"
         assert there.of("nothing") is None
         assert len(heard.bodies) == 1
+
+
+async def test_what_the_operator_named_and_the_server_does_not_have_takes_nobody_s_room() -> None:
+    async with homes(Heard(), models={"lost": ModelRules(Mib(50 * GIB))}) as there:
+        assert (await there.stage.ask("POST", "/v2/models/lost/infer", b"x"))[0] == 200, "whatever it says"
+        assert there.of("lost") is None
 
 
 async def test_what_is_no_work_for_a_model_waits_for_none() -> None:

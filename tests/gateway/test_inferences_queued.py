@@ -306,6 +306,14 @@ async def test_a_model_that_nobody_holds_any_more_is_asked_for_again_while_infer
         gateway.clock.advance(AGAIN_SECONDS)
         await bringing.look()
         assert holder(gateway).priority == 40
+        await gateway.admin.post(f"/tasks/{holder(gateway).id}/cancel")
+        for seconds in (AGAIN_SECONDS, AGAIN_SECONDS - 1.0):
+            gateway.clock.advance(seconds)
+            await bringing.look()
+            assert gateway.world.homes.of(Home("main", "llm")) is None, "each time later"
+        gateway.clock.advance(1.0)
+        await bringing.look()
+        assert holder(gateway).priority == 40
 
 
 async def test_a_cancel_of_one_that_waits_ends_it() -> None:

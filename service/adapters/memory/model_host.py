@@ -24,6 +24,8 @@ class SimulatedModel:
     """Asked to unload it goes on serving a request that never ends."""
     dead: bool = False
     """Its process was killed, and nobody has missed it: until it leaves it stays ready."""
+    unreadable: bool = False
+    """Nothing can be told of it but that it is there."""
 
 
 @dataclass(slots=True)
@@ -111,6 +113,8 @@ class SimulatedHost(ModelHost):
     async def describe(self, model: str, within_seconds: Seconds) -> Described:  # noqa: ARG002
         self._reach()
         known = self._known(model)
+        if known.unreadable:
+            raise HostRefused(HostFault.FAILED, f"the configuration of {model} cannot be read")
         return Described(known.size_mb * MIB_BYTES, known.steps)
 
     async def statistics(self, within_seconds: Seconds) -> Mapping[str, Used]:  # noqa: ARG002
