@@ -18,6 +18,7 @@ from service.core.foresight import topic_of
 from service.core.fragmentation import Fragmentation, Scattered
 from service.core.lease import LeaseState
 from service.core.ledger import Book
+from service.core.model_gauge import size_records
 from service.core.policy import Policy, band_of
 from service.core.silence import Paused
 from service.core.task import TERMINAL, TaskState
@@ -111,6 +112,8 @@ GAUGES: Mapping[str, tuple[str, tuple[str, ...]]] = {
         ("server", "protocol"),
     ),
     "gpubroker_model_server_requests_in_flight": ("Requests sent to it that are not over.", ("server",)),
+    "gpubroker_model_size_ratio": ("Leased for models to measured of them, in the median.", ("server",)),
+    "gpubroker_model_size_enough_ratio": ("Share of models with no more measured than leased.", ("server",)),
     "gpubroker_model_slots": ("So many requests a model is asked at once.", ("model",)),
     "gpubroker_model_requests_in_flight": ("Requests that have one of these slots.", ("model",)),
     "gpubroker_model_requests_waiting": ("Requests that wait for one.", ("model",)),
@@ -252,6 +255,9 @@ class WorldCollector(Collector):
         yield from _fragmentation_metrics(sources.world, *sources.fragmentation())
         yield from _tenant_metrics(sources)
         yield from _forecast_metrics(sources.world)
+        sizes = size_records(sources.world)
+        yield _gauge("gpubroker_model_size_ratio", [((of.server,), of.ratio) for of in sizes])
+        yield _gauge("gpubroker_model_size_enough_ratio", [((of.server,), of.enough) for of in sizes])
         yield _gauge("gpubroker_event_log_position", [((), sources.world.position)])
         yield _gauge("gpubroker_world_age_seconds", [((), sources.age_seconds())])
         known = [] if self.held_back is None else [self.held_back]

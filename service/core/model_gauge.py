@@ -6,8 +6,9 @@ Of a load of which anything else on the device has changed meanwhile nothing is 
 from collections.abc import Collection
 from dataclasses import dataclass
 from math import ceil
+from statistics import median
 
-from service.core.estimate import Lesson, Topic, What
+from service.core.estimate import Lesson, Sketch, Topic, What
 from service.core.lease import LeaseState
 from service.core.ledger import NOISE_DIVISOR, Book
 from service.core.plan import Decision, write_move
@@ -30,6 +31,35 @@ def learned_mb(world: World, tenant: str, model: str, kinds: Collection[str], ma
 
 
 @dataclass(frozen=True, slots=True)
+class SizeRecord:
+    """How true the sizes are that are leased for the models which a server has in memory, of those that were
+    measured."""
+
+    server: str
+    ratio: float
+    """Leased to measured, in the median of the models: 1 is right, 2 twice too much."""
+    enough: float
+    """Share of them (0 to 1) of which no more was measured than is leased."""
+
+
+def size_records(world: World) -> list[SizeRecord]:
+    """By server. A model is taken to need what it did in the median of its loads."""
+    ratios: dict[str, list[float]] = {}
+    for task in world.homes.live():
+        leases = world.leases_of(task)
+        if task.state is not TaskState.RUNNING or task.model is None or len(leases) != 1:
+            continue
+        kind = world.books[leases[0].device].device.kind
+        measured_mb = world.learned.sketch(topic_of(task.tenant, task.model.model, kind)).quantile(0.5)
+        if measured_mb:
+            ratios.setdefault(task.model.server, []).append(leases[0].mb / measured_mb)
+    return [
+        SizeRecord(server, median(known), sum(ratio >= 1 for ratio in known) / len(known))
+        for server, known in sorted(ratios.items())
+    ]
+
+
+@dataclass(frozen=True, slots=True)
 class _Before:
     fence: Fence
     device: DeviceKey
@@ -48,6 +78,7 @@ class Gauge:
         """What was learned since; `but_not`: tasks of which something else is decided at the moment."""
         known, self._before = self._before, {}
         decisions: list[Decision] = []
+        sketches: dict[Topic, Sketch] = {}
         for task in world.homes.live():
             before = known.get(task.id)
             if before is None or before.fence != task.fence:
@@ -55,7 +86,7 @@ class Gauge:
             if before is None:
                 continue
             if task.id not in but_not and _is_measured(world, task, before):
-                decisions += _learned(world, task, before, now)
+                decisions += _learned(world, task, before, sketches, now)
             elif task.state in (TaskState.ADMITTED, TaskState.RUNNING):
                 self._before[task.id] = before
         return decisions
@@ -89,7 +120,10 @@ def _is_measured(world: World, task: Task, before: _Before) -> bool:
     return sample.at > task.started_at
 
 
-def _learned(world: World, task: Task, before: _Before, now: Instant) -> list[Decision]:
+def _learned(
+    world: World, task: Task, before: _Before, sketches: dict[Topic, Sketch], now: Instant
+) -> list[Decision]:
+    """`sketches`: with what other decisions of the same look add; of each topic the last row stays."""
     book = world.books[before.device]
     assert book.sample is not None
     assert task.model is not None
@@ -104,5 +138,6 @@ def _learned(world: World, task: Task, before: _Before, now: Instant) -> list[De
     if more_mb <= noise_mb or max(changes_mb, default=0) > noise_mb:
         return []
     topic = topic_of(task.tenant, task.model.model, book.device.kind)
-    lesson = Lesson(topic, more_mb, world.learned.sketch(topic).add(more_mb), now)
+    sketches[topic] = (sketches.get(topic) or world.learned.sketch(topic)).add(more_mb)
+    lesson = Lesson(topic, more_mb, sketches[topic], now)
     return [Decision(task.id, "measured", tasks=(write_move(task, Move.CHANGED),), lessons=(lesson,))]

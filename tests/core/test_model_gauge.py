@@ -1,15 +1,19 @@
 """How large a model is, by what its device has more in use when it is there."""
 
+from dataclasses import replace
+
 import pytest
 
 from service.core.estimate import What
-from service.core.model_gauge import Gauge, learned_mb
-from service.core.model_orders import Stage
+from service.core.model_gauge import Gauge, learned_mb, size_records
+from service.core.model_holders import seen
+from service.core.model_orders import Indexed, ServerSeen, Stage
+from service.core.model_terms import ModelTerms
 from service.core.plan import Decision
 from service.core.units import Mib
 from service.core.world import World
 from tests.builders import GIB, a_device, a_sample, a_task, a_world, commit, holding, submit
-from tests.core.served import a_model, ask, at, index, plan
+from tests.core.served import POLICY, a_model, ask, at, index, plan
 
 
 class Scene:
@@ -118,3 +122,28 @@ def test_a_load_that_failed_is_forgotten_and_what_is_decided_anyway_comes_first(
     ask(gone.world, "cancel", 2.0)
     assert gone.look(2.5) == []
     assert gone.gauge.look(gone.world, at(3.0)) == []
+
+
+@pytest.mark.parametrize(("took", "ratio", "enough"), [(40, 1.25, 1.0), (25, 2.0, 1.0), (60, 0.83, 0.0)])
+def test_what_is_leased_is_compared_with_what_was_measured(took: int, ratio: float, enough: float) -> None:
+    scene = Scene()
+    assert size_records(scene.world) == []
+    scene.load(took)
+    [record] = size_records(scene.world)
+    assert (record.server, record.enough) == ("main", enough)
+    assert record.ratio == pytest.approx(ratio, rel=0.03)
+
+
+def test_of_one_model_that_two_servers_loaded_at_once_both_loads_are_learned_from() -> None:
+    scene = Scene(a_device("gpu0"), a_device("gpu1"))
+    scene.look(1.1)
+    submit(scene.world, replace(a_model("twin"), model=ModelTerms("other", "llm")))
+    plan(scene.world, 1.2)
+    scene.look(1.5)
+    index(scene.world, {"llm": Stage.READY}, 5.0)
+    there = ServerSeen("other", at(5.0), {"llm": Indexed("llm", Stage.READY)})
+    commit(scene.world, seen(scene.world, there, at(5.0), POLICY), at(5.0))
+    full = {"used_mb": Mib(60 * GIB), "foreign_mb": Mib(60 * GIB)}
+    scene.world.measure([a_sample(gpu, at(6.0), **full) for gpu in ("gpu0", "gpu1")])
+    first, second = scene.look(6.5)
+    assert [one.lessons[0].sketch.n for one in (first, second)] == [1, 2]

@@ -3,6 +3,7 @@
 import asyncio
 import gc
 import json
+import re
 
 import pytest
 
@@ -107,6 +108,21 @@ async def test_a_model_that_was_seen_loaded_takes_what_it_took_then_and_a_margin
         client.ask("POST", INFER, b"x")
         assert (await there.load()).demand.gpu_mb == pytest.approx(23 * GIB, rel=0.03)
         assert (await client.answer())[0] == 200
+
+
+async def test_the_metrics_tell_by_server_how_true_the_sizes_of_models_are() -> None:
+    async with homes(Heard()) as there:
+        client, asked = await there.stage.connect(), there.gateway.admin
+        client.ask("POST", INFER, b"x")
+        await there.load()
+        assert "gpubroker_model_size_ratio{" not in (await asked.get("/metrics")).text
+        world = there.gateway.world
+        kinds = {book.device.kind for book in world.books.values()}
+        world.learned.put(topic_of("default", "any", *kinds), a_sketch([25 * GIB]))
+        told = (await asked.get("/metrics")).text
+        [ratio] = re.findall(r'^gpubroker_model_size_ratio\{server="main"\} (\S+)$', told, re.MULTILINE)
+        assert float(ratio) == pytest.approx(2.0, rel=0.03)
+        assert 'gpubroker_model_size_enough_ratio{server="main"} 1.0' in told
 
 
 async def test_what_the_server_does_not_have_it_answers_itself() -> None:
