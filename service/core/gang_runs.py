@@ -19,6 +19,9 @@ from service.core.world import World
 _SETTLED = (StopReason.TIMEOUT, StopReason.DEADLINE, StopReason.OVERUSE, StopReason.RANK_FAILED)
 """With these the verdict is written already; that the other ranks still succeed does not change it."""
 
+_TOLD = (StopReason.OVERUSE, StopReason.RANK_FAILED, StopReason.START_TIMEOUT)
+"""With these it says more than what rank 0 leaves behind when it is stopped for it."""
+
 
 def ready(fold: Fold, world: World, task: Task, report: Ready, at: Instant) -> None:
     """The last rank to be ready lets all begin. One that says so again is told again."""
@@ -95,7 +98,7 @@ def _ended_by_stop(
     if task.stop_reason not in _SETTLED and report.ending is Ending.SUCCEEDED:
         _succeeded(fold, outcome, members, report.rank)
         return
-    if report.rank == 0 and task.stop_reason not in (StopReason.RANK_FAILED, StopReason.OVERUSE):
+    if report.rank == 0 and task.stop_reason not in _TOLD:
         told = out_of_time(task, task.stop_reason) or report.failure
         if report.ending is not Ending.NEVER_STARTED:
             ending = Ending.STOPPED if report.ending is Ending.SUCCEEDED else outcome.ending

@@ -49,6 +49,14 @@ def test_a_gang_that_is_not_ready_in_time_gives_its_place_back_and_says_who_was_
     assert gang.task.not_before == gang.now + 1.0
 
 
+def test_a_rank_that_is_killed_for_it_leaves_the_word_of_who_was_missing() -> None:
+    gang = admitted()
+    gang.tell(gang.started(0))
+    time_passes(gang, 300.0)
+    assert outcome_of(gang, gang.ended(0, Ending.FAILED)) is None
+    assert gang.task.stop_reason is StopReason.START_TIMEOUT
+
+
 def test_a_gang_that_is_never_ready_waits_longer_each_time_and_fails_in_the_end() -> None:
     gang = admitted(max_retries=1)
     pauses = []
