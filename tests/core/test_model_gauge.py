@@ -128,7 +128,11 @@ def test_a_load_that_failed_is_forgotten_and_what_is_decided_anyway_comes_first(
 def test_what_is_leased_is_compared_with_what_was_measured(took: int, ratio: float, enough: float) -> None:
     scene = Scene()
     assert size_records(scene.world) == []
-    scene.load(took)
+    scene.look(1.5)
+    index(scene.world, {"llm": Stage.READY}, 5.0)
+    assert size_records(scene.world) == [], "nobody has measured it yet"
+    scene.measure(6.0, took)
+    scene.look(6.5)
     [record] = size_records(scene.world)
     assert (record.server, record.enough) == ("main", enough)
     assert record.ratio == pytest.approx(ratio, rel=0.03)
