@@ -4,12 +4,14 @@ import asyncio
 from collections.abc import AsyncIterator
 
 import grpc
+import pytest
 
 from service.adapters.memory.model_host import SimulatedHost, SimulatedModel
 from service.core.model_holders import seen
 from service.core.model_orders import Indexed, ServerSeen, Stage
 from service.core.model_terms import Home
 from service.core.units import Mib, Seconds
+from service.gateway.inference.lanes import LaneOptions, Lanes
 from service.gateway.residency import ModelRules, ServerRules
 from service.protowire import field
 from tests.builders import GIB, a_sample
@@ -60,6 +62,30 @@ async def test_who_has_waited_long_enough_is_told_when_to_come_again() -> None:
         assert error.code() is grpc.StatusCode.UNAVAILABLE
         told = dict(error.trailing_metadata() or ())
         assert (told["code"], told["retry-after"]) == ("model-not-ready", "5")
+
+
+async def test_a_stream_waits_for_the_model_of_its_first_message_and_is_under_way_until_it_ends() -> None:
+    rules, host = homes()
+    async with a_stage(heard := Heard(), homes=(rules, host), lanes=(lanes := Lanes(LaneOptions()))) as stage:
+        call, message = stage.open(), field(1, "any")
+        await call.write(message)
+        reading = asyncio.ensure_future(call.read())
+        assert await brought(stage.gateway, host, reading) == message
+        assert lanes.has_older("any", lanes.now())
+        await call.done_writing()
+        assert await call.read() is grpc.aio.EOF
+        await until(lambda: not lanes.has_older("any", lanes.now()))
+    assert heard.messages == [message]
+
+
+async def test_a_stream_that_has_waited_long_enough_is_told_when_to_come_again() -> None:
+    async with a_stage(heard := Heard(), homes=homes(cold_seconds=0.0)) as stage:
+        call = stage.open()
+        await call.write(field(1, "any"))
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await call.read()
+        assert dict(refused.value.trailing_metadata() or ())["code"] == "model-not-ready"
+    assert heard.messages == []
 
 
 async def test_what_names_no_model_is_its_server_s_affair() -> None:

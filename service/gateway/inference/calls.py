@@ -56,7 +56,7 @@ _KNOWN = [
     CallAim("ModelStatistics", model_at=1, asked=Asked.STATISTICS, reads=True),
     CallAim("RepositoryIndex", asked=Asked.INDEX, reads=True),
     CallAim("ModelInfer", takes_slot=True, model_at=1, needs_model=True),
-    CallAim("ModelStreamInfer", is_stream=True, model_at=1),
+    CallAim("ModelStreamInfer", is_stream=True, model_at=1, needs_model=True),
     CallAim("TraceSetting", sets=True, model_at=2, asked=Asked.EACH),
     CallAim("LogSettings", sets=True, asked=Asked.EACH),
     CallAim("RepositoryModelLoad", Scope.MODELS_MANAGE, loads=True, model_at=2, needs_model=True),

@@ -6,6 +6,7 @@ A slot is given back exactly once, however its request ends: by `Turn.leave`, wh
 import asyncio
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Final, NamedTuple
 
 from service.core.lane import Full, Lane, LaneRules, Place
@@ -169,6 +170,8 @@ class Lanes:
         self._waiting: dict[tuple[Lane, Place], Turn] = {}
         self._gone: dict[Lane, set[Turn]] = {}
         """Those that have a slot."""
+        self._streams: dict[str, list[float]] = {}
+        """By model, since when those are open that take no slot."""
 
     def wish_in(
         self, identity: Identity, priority: str | None, seconds: str | None, model_type: str | None
@@ -211,8 +214,22 @@ class Lanes:
             self._waiting[lane, queued.displaced].lose(displaced(lane.outlook(queued.displaced)))
         return queued.place
 
+    @contextmanager
+    def streaming(self, model: str) -> Iterator[None]:
+        """While a stream to it is open, which takes no slot and is under way all the same."""
+        since = self.now()
+        self._streams.setdefault(model, []).append(since)
+        try:
+            yield
+        finally:
+            self._streams[model].remove(since)
+            if not self._streams[model]:
+                del self._streams[model]
+
     def has_older(self, model: str, at: float) -> bool:
-        """Whether a request that has had its slot since before is not answered yet."""
+        """Whether a request that has had its slot since before is not answered yet, or a stream open."""
+        if any(since <= at for since in self._streams.get(model, ())):
+            return True
         lane = self._lanes.get(model.encode())
         return lane is not None and any(turn.since <= at for turn in self._gone[lane])
 

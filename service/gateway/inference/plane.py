@@ -211,6 +211,11 @@ class Plane:
 
         return Again(ask, answer, lambda: self.is_there(model), back, doubt)
 
+    @property
+    def holds_models(self) -> bool:
+        """Whether the ledger has the models of any server."""
+        return self._residencies is not None
+
     def wait_for(self, model: str, priority: int | None, *, unloads: bool) -> Awaitable[bool] | None:
         """Until it is there, or gone; None if there is nothing to wait for. When awaited False if no server
         has such a model; raises Problem."""

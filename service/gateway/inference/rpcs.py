@@ -137,28 +137,38 @@ class Rpc:
         return answer.message
 
     async def stream(self, messages: AsyncIterator[bytes], context: grpc.aio.ServicerContext) -> None:
-        """One that may go to several servers goes where its first message belongs."""
+        """It goes where its first message belongs, once the model of that is there."""
         first: list[bytes] = []
-        if self._servers.has_choice and self._aim.model_at:
-            async for message in messages:
-                first.append(message)
-                break
+        try:
+            if self._aim.model_at and (self._servers.has_choice or self._plane.holds_models):
+                async for message in messages:
+                    first.append(message)
+                    break
+                await self._wait_for_model(b"".join(first))
+            await self._pass_on(first, messages, context)
+            self._count(grpc.StatusCode.OK)
+        except Exception as fault:
+            await self._fail(fault, context)
+        except asyncio.CancelledError:
+            self._count(grpc.StatusCode.CANCELLED)
+            raise
+
+    async def _pass_on(
+        self, first: Sequence[bytes], messages: AsyncIterator[bytes], context: grpc.aio.ServicerContext
+    ) -> None:
+        """Raises CallFailed."""
         seconds, named = _seconds_left(context), b"".join(first)
         server, call = self._servers.open(self._aim, self._method, named, self._metadata, seconds)
         sending = asyncio.create_task(_send_all(first, messages, call))
         server.in_flight += 1
         try:
-            await context.send_initial_metadata(await call.first())
-            while (answer := await call.read()) is not None:
-                await context.write(answer)
-            context.set_trailing_metadata(self._signed(await call.last()))
-            self._count(grpc.StatusCode.OK)
-        except Exception as fault:
-            if isinstance(fault, CallFailed):
-                note(server, fault)
-            await self._fail(fault, context)
-        except asyncio.CancelledError:
-            self._count(grpc.StatusCode.CANCELLED)
+            with self._plane.lanes.streaming(model_named_in(named, self._aim.model_at)):
+                await context.send_initial_metadata(await call.first())
+                while (answer := await call.read()) is not None:
+                    await context.write(answer)
+                context.set_trailing_metadata(self._signed(await call.last()))
+        except CallFailed as failed:
+            note(server, failed)
             raise
         finally:
             server.in_flight -= 1
