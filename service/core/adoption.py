@@ -6,6 +6,7 @@ holder of the same model has left there, of which nobody could say that it is go
 """
 
 from collections.abc import Iterator
+from typing import Any
 
 from service.core.device import Device
 from service.core.lease import HolderKind, Lease, LeaseState, release
@@ -37,8 +38,10 @@ def adopt(world: World, task: Task, priority: int, now: Instant) -> Decision | N
         nodes = [node.name for node in world.nodes.values() if may_use_node(task.demand, node)]
     if (len(leases) < task.demand.gpus and not left) or not nodes:
         return None
-    begun = {"node": min(nodes), "admitted_at": now, "started_at": now, "not_before": None, "held": False}
-    write = write_move(task, Move.STARTED, fence=fence, priority=priority, **begun)
+    begun: dict[str, Any] = {"node": min(nodes), "admitted_at": now, "started_at": now, "not_before": None}
+    if task.held and task.expires_at is not None:
+        begun["expires_at"] = now  # nobody has asked for it: when it leaves, it is not brought again
+    write = write_move(task, Move.STARTED, fence=fence, priority=priority, held=False, **begun)
     pledges = withdrawn(world.pledges.get(task.id, {}))
     given_back = (release(lease, Proof.HELD_ANEW) for lease in left)
     return Decision(task.id, "adopted", tasks=(write,), leases=(*given_back, *leases), pledges=pledges)

@@ -85,6 +85,18 @@ def test_without_room_for_its_lease_what_it_uses_is_foreign_and_nobody_is_stoppe
     assert LLM not in world.tasks, "it has left before"
 
 
+def test_what_a_hand_has_loaded_a_hand_may_take_away_unless_somebody_asks_for_it() -> None:
+    for is_wanted in (False, True):
+        world = a_world(a_device("gpu0"))
+        used(world, 45)
+        submit(world, by_hand())
+        index(world, READY, 2.0)
+        if is_wanted:
+            ask(world, "want", 3.0, priority=50, uses=1)
+        index(world, {}, 4.0)
+        assert (LLM in world.tasks and the(world).state is TaskState.PENDING) is is_wanted
+
+
 def test_a_device_that_was_not_measured_holds_none() -> None:
     world = a_world()
     world.books[next(iter(world.books))].measure_anew(at(1.0))
