@@ -71,5 +71,5 @@ async def _strays(residency: Residency) -> frozenset[str]:
     holder when the index was asked for, and one look more tells."""
     held = {task.model.model for task in residency.holders() if task.model is not None}
     held |= {step for task in residency.holders() if task.model is not None for step in task.model.steps}
-    index = await residency.repository()
+    index = await residency.repository() or {}
     return frozenset(name for name, one in index.items() if one.stage is Stage.READY and name not in held)

@@ -6,7 +6,6 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, ConfigDict, Field
 from typing_extensions import TypedDict
 
-from service.core.model_orders import Indexed
 from service.core.task import Task, TaskState
 from service.gateway.quarantine_views import Time
 from service.gateway.residency import Residency
@@ -77,7 +76,7 @@ class PinModel(BaseModel):
     pinned: bool = True
 
 
-def model_view(residency: Residency, name: str, task: Task | None, known: Indexed | None) -> ModelView:
+def model_view(residency: Residency, name: str, task: Task | None, reason: str = "") -> ModelView:
     terms = None if task is None else task.model
     return {
         "name": name,
@@ -91,7 +90,7 @@ def model_view(residency: Residency, name: str, task: Task | None, known: Indexe
         "load_seconds": None if terms is None else terms.load_seconds,
         "loaded_at": None if task is None else rfc3339_or_none(task.started_at),
         "wanted_until_at": None if task is None else rfc3339_or_none(task.expires_at),
-        "reason": "" if known is None else known.reason,
+        "reason": reason,
     }
 
 

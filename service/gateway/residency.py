@@ -101,12 +101,12 @@ class Residency:
             task for task in here if task.model and task.model.server == self.rules.name and task.model.model
         ]
 
-    async def repository(self) -> Mapping[str, Indexed]:
-        """What the server says that it has; nothing while it does not answer."""
+    async def repository(self) -> Mapping[str, Indexed] | None:
+        """What the server says that it has; None while it does not answer."""
         try:
             return (await self._host.index(DESCRIBE_SECONDS)).models
         except HostRefused:
-            return {}
+            return None
 
     def is_there(self, model: str) -> bool:
         task = self.of(model)
@@ -199,7 +199,7 @@ class Residency:
                 await moved.within(LOOK_SECONDS)
 
     async def _has(self, model: str) -> bool:
-        found = (await self.repository()).get(model)
+        found = (await self.repository() or {}).get(model)
         return found is not None and found.stage is Stage.READY
 
     async def want(self, model: str, priority: int) -> Task:
@@ -315,7 +315,7 @@ class Residency:
     async def _lacks(self, model: str) -> bool:
         """Whether its server says that it has none of that name, loaded or not."""
         index = await self.repository()
-        return bool(index) and model not in index
+        return index is not None and model not in index
 
     def _kinds(self) -> set[str]:
         """Of the GPUs that it may use."""

@@ -109,6 +109,18 @@ async def test_what_is_said_of_a_gpu_is_how_important_its_models_are_by_now() ->
             assert (held["priority"], held["band"]) == (100, "critical"), "and not as when it was loaded"
 
 
+async def test_of_a_server_that_is_away_its_models_say_so() -> None:
+    host = SimulatedHost("main", (SimulatedModel("llm"),))
+    async with a_gateway() as gateway:
+        gateway.change(served=[(RULES, host)])
+        await gateway.admin.post("/models/llm/load", json={})
+        await loaded(gateway)
+        host.go_away()
+        [told] = (await gateway.admin.get("/models")).json()["items"]
+        assert (told["name"], told["state"]) == ("llm", "resident"), "nobody can say that it is gone"
+        assert "server main does not answer" in told["reason"]
+
+
 async def test_nothing_is_pinned_off_that_is_not_there() -> None:
     async with a_gateway() as gateway:
         answer = await gateway.admin.post("/models/llm/pin", json={"pinned": False})

@@ -206,8 +206,15 @@ async def _want(call: Call, name: str, server: str | None, priority: int) -> tup
 
 async def _rows(residency: Residency) -> list[ModelView]:
     known, held = await residency.repository(), {task.name: task for task in residency.holders()}
-    names = sorted({*known, *held, *residency.rules.models})
-    return [model_view(residency, name, held.get(name), known.get(name)) for name in names]
+    names = sorted({*(known or ()), *held, *residency.rules.models})
+    return [model_view(residency, name, held.get(name), _reason(residency, known, name)) for name in names]
+
+
+def _reason(residency: Residency, known: Mapping[str, Indexed] | None, name: str) -> str:
+    """Of its server, why it is as it is."""
+    if known is None:
+        return f"server {residency.rules.name} does not answer; what it had stays leased until it does"
+    return known[name].reason if name in known else ""
 
 
 def _outside(call: Call) -> list[Server]:
@@ -233,9 +240,11 @@ async def _view(call: Call, name: str, server: str | None) -> ModelView:
     holding = _holding(call, name, server)
     for residency in _residencies(call) if holding is None else [holding]:
         task = residency.of(name)
-        known: Mapping[str, Indexed] = {} if task is not None else await residency.repository()
-        if task is not None or name in known or name in residency.rules.models:
-            return model_view(residency, name, task, known.get(name))
+        if task is not None:
+            return model_view(residency, name, task)
+        known = await residency.repository()
+        if name in (known or ()) or name in residency.rules.models:
+            return model_view(residency, name, None, _reason(residency, known, name))
     raise _no_such(name, "it is in no repository")
 
 
