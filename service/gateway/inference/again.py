@@ -8,10 +8,11 @@ import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Final
 
+from service.gateway.inference.between import Between
 from service.gateway.inference.cold import HELD_BYTES, Refusable
 from service.gateway.inference.lanes import Turn
 from service.gateway.inference.server import Server
-from service.model_ports import Asking, Header, Trouble
+from service.model_ports import Asking, Header
 
 MOST_TIMES: Final = 3
 """So often a request is sent again; then the client reads what the server says."""
@@ -45,8 +46,10 @@ def says_dead(said: str) -> bool:
     return _DEAD in said
 
 
-class Again(Asking, Refusable):
-    """Between a request and its answer: passes both on, and keeps the request as long as it may be needed."""
+class Again(Between, Refusable):
+    """Keeps the request as long as it may be needed."""
+
+    _answer: Refusable
 
     def __init__(
         self,
@@ -102,9 +105,6 @@ class Again(Asking, Refusable):
             if self._kept_bytes > HELD_BYTES:
                 self._pieces = None
 
-    def flush(self) -> None:
-        self._asking.flush()
-
     def end(self) -> None:
         self._is_complete = True
         self._asking.end()
@@ -113,12 +113,6 @@ class Again(Asking, Refusable):
         if self._waiting is not None:
             self._waiting.cancel()
         self._asking.cancel()
-
-    def hold_answer(self) -> None:
-        self._asking.hold_answer()
-
-    def go_on_with_answer(self) -> None:
-        self._asking.go_on_with_answer()
 
     # What the server's side calls.
 
@@ -153,17 +147,8 @@ class Again(Asking, Refusable):
             self._let_through()
         self._answer.on_end()
 
-    def on_trouble(self, trouble: Trouble, detail: str) -> None:
-        self._answer.on_trouble(trouble, detail)
-
     def on_refused(self, fault: Exception) -> None:
         self._answer.on_refused(fault)
-
-    def hold_body(self) -> None:
-        self._answer.hold_body()
-
-    def go_on_with_body(self) -> None:
-        self._answer.go_on_with_body()
 
     def _let_through(self) -> None:
         assert self._head is not None

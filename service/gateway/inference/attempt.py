@@ -8,9 +8,10 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Final
 
 from service.gateway.inference.aims import Aim
+from service.gateway.inference.between import Between
 from service.gateway.inference.cold import HELD_BYTES, Refusable
 from service.gateway.inference.server import Server
-from service.model_ports import Answer, Asking, Header, RequestHead, Trouble
+from service.model_ports import Asking, Header, RequestHead, Trouble
 
 if TYPE_CHECKING:
     from service.gateway.inference.fleet import Fleet
@@ -25,9 +26,8 @@ NOTHING_SENT: Final = frozenset({Trouble.UNREACHABLE, Trouble.BUSY})
 """After these anything may be sent to another server."""
 
 
-class Attempt(Asking, Answer):
-    __slots__ = ("_aim", "_answer", "_asking", "_fleet", "_head", "_is_complete", "_is_held", "_kept",
-                 "_kept_bytes", "_passes", "_server", "_tried")  # fmt: skip
+class Attempt(Between):
+    _answer: Refusable
 
     def __init__(
         self, fleet: "Fleet", head: RequestHead, answer: Refusable, aim: Aim, passes: frozenset[Trouble]
@@ -59,9 +59,6 @@ class Attempt(Asking, Answer):
                 self._kept = None
         self._asking.write(data)
 
-    def flush(self) -> None:
-        self._asking.flush()
-
     def end(self) -> None:
         self._is_complete = True
         self._asking.end()
@@ -69,12 +66,6 @@ class Attempt(Asking, Answer):
     def cancel(self) -> None:
         self._leave()
         self._asking.cancel()
-
-    def hold_answer(self) -> None:
-        self._asking.hold_answer()
-
-    def go_on_with_answer(self) -> None:
-        self._asking.go_on_with_answer()
 
     # What the server calls.
 
@@ -85,12 +76,6 @@ class Attempt(Asking, Answer):
             if self._aim.loads and status == _WELL:
                 self._server.note_load(self._aim.model)
         self._answer.on_head(status, headers, body_bytes)
-
-    def on_body(self, data: bytes) -> None:
-        self._answer.on_body(data)
-
-    def on_pause(self) -> None:
-        self._answer.on_pause()
 
     def on_end(self) -> None:
         self._leave()
