@@ -1,6 +1,6 @@
 """What every JSON body has in common, and the parts of one that say when a task runs."""
 
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import (
     AwareDatetime,
@@ -10,7 +10,9 @@ from pydantic import (
     Field,
     StringConstraints,
     WithJsonSchema,
+    model_validator,
 )
+from pydantic_core import PydanticCustomError
 
 YEAR_SECONDS = 366 * 24 * 3600
 
@@ -93,3 +95,20 @@ Afters = Annotated[
         "succeed it fails as well, unless `on_failure` is `ignore`.",
     ),
 ]
+
+
+class Timed(Body):
+    """A task as it is submitted: after which others it runs, when, and how long it waits for that."""
+
+    after: Afters = Field(default_factory=list)
+    not_before: NotBefore | None = None
+    queue_ttl_seconds: QueueTtlSeconds | None = None
+    deadline_at: DeadlineAt | None = None
+    deadline_seconds: DeadlineSeconds | None = None
+    expected_seconds: ExpectedSeconds | None = None
+
+    @model_validator(mode="after")
+    def _one_deadline(self) -> Self:
+        if self.deadline_at is not None and self.deadline_seconds is not None:
+            raise PydanticCustomError("contradiction", "give deadline_at or deadline_seconds, not both")
+        return self

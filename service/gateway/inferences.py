@@ -1,8 +1,8 @@
 """Queued inferences: what clients may send, and the tasks that they are."""
 
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, StringConstraints, WithJsonSchema, model_validator
+from pydantic import Field, StringConstraints, WithJsonSchema
 
 from service.core.demand import Demand
 from service.core.inference_forms import Question
@@ -10,20 +10,11 @@ from service.core.serving import KIND
 from service.core.task import Dependency, Task
 from service.core.tensors import BadTensor, Tensor, checked, tensor_of
 from service.core.units import Instant, Seconds, TaskId
-from service.gateway.body import (
-    Afters,
-    Body,
-    BytesBehind,
-    DeadlineAt,
-    DeadlineSeconds,
-    ExpectedSeconds,
-    NotBefore,
-    QueueTtlSeconds,
-)
+from service.gateway.body import Body, BytesBehind, Timed
 from service.gateway.faults import refused
 from service.gateway.parts import Defaults
 from service.gateway.problems import Fault
-from service.gateway.schemas import Priority, StreamName, TimeoutSeconds, one_deadline
+from service.gateway.schemas import Priority, StreamName, TimeoutSeconds
 from service.gateway.text import Labels, Name, line
 from service.gateway.timing import Timing
 from service.ports import RunSpec
@@ -58,7 +49,7 @@ class WantedTensor(Body):
     name: Annotated[str, line(1000, 1)]
 
 
-class SubmitInference(BytesBehind):
+class SubmitInference(Timed, BytesBehind):
     """One inference. Only `model` and `inputs` are required."""
 
     model: Annotated[
@@ -86,18 +77,7 @@ class SubmitInference(BytesBehind):
     stream: StreamName = ""
     max_retries: Annotated[int, Field(ge=0, le=100)] | None = None
     timeout_seconds: TimeoutSeconds | None = None
-    after: Afters = Field(default_factory=list)
-    not_before: NotBefore | None = None
-    queue_ttl_seconds: QueueTtlSeconds | None = None
-    deadline_at: DeadlineAt | None = None
-    deadline_seconds: DeadlineSeconds | None = None
-    expected_seconds: ExpectedSeconds | None = None
     labels: Labels = Field(default_factory=dict)
-
-    @model_validator(mode="after")
-    def _one_deadline(self) -> Self:
-        one_deadline(self.deadline_at, self.deadline_seconds)
-        return self
 
 
 def question_of(body: SubmitInference, behind: bytes = b"") -> Question:

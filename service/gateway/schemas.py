@@ -19,16 +19,7 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 from service.core.policy import BAND_NAMES
-from service.gateway.body import (
-    Afters,
-    Body,
-    DeadlineAt,
-    DeadlineSeconds,
-    ExpectedSeconds,
-    InPieces,
-    NotBefore,
-    QueueTtlSeconds,
-)
+from service.gateway.body import Body, DeadlineAt, InPieces, NotBefore, QueueTtlSeconds, Timed
 from service.gateway.identity import Scope
 from service.gateway.resources import Resources
 from service.gateway.text import LINE, Labels, Name, Text, line
@@ -199,12 +190,7 @@ StreamName = Annotated[
 TimeoutSeconds = Annotated[float, Field(gt=0, le=30 * _DAY_SECONDS)]
 
 
-def one_deadline(deadline_at: object, deadline_seconds: object) -> None:
-    if deadline_at is not None and deadline_seconds is not None:
-        raise PydanticCustomError("contradiction", "give deadline_at or deadline_seconds, not both")
-
-
-class SubmitTask(Body):
+class SubmitTask(Timed):
     """One task. Only `run` is required."""
 
     run: Run
@@ -221,20 +207,9 @@ class SubmitTask(Body):
     max_retries: Annotated[int, Field(ge=0, le=100)] | None = None
     timeout_seconds: TimeoutSeconds | None = None
     grace_seconds: GraceSeconds | None = None
-    after: Afters = Field(default_factory=list)
-    not_before: NotBefore | None = None
-    queue_ttl_seconds: QueueTtlSeconds | None = None
-    deadline_at: DeadlineAt | None = None
-    deadline_seconds: DeadlineSeconds | None = None
-    expected_seconds: ExpectedSeconds | None = None
     labels: Labels = Field(default_factory=dict)
     env: Env = Field(default_factory=dict)
     result_format: Literal["json", "cloudpickle"] = "json"
-
-    @model_validator(mode="after")
-    def _one_deadline(self) -> Self:
-        one_deadline(self.deadline_at, self.deadline_seconds)
-        return self
 
 
 MOST_TASKS = 10_000

@@ -2,16 +2,13 @@
 
 from dataclasses import dataclass
 from datetime import datetime
-from typing import TYPE_CHECKING
 
 from service.core.task import Task
 from service.core.units import Instant, Seconds
+from service.gateway.body import Timed
 from service.gateway.faults import refused
 from service.gateway.problems import Fault
-from service.gateway.schemas import CHANGEABLE_TIMES, ChangeTask, SubmitTask
-
-if TYPE_CHECKING:
-    from service.gateway.inferences import SubmitInference
+from service.gateway.schemas import CHANGEABLE_TIMES, ChangeTask
 
 HORIZON_SECONDS = 3650 * 24 * 3600.0
 """No time that a task may be given lies further ahead."""
@@ -30,7 +27,7 @@ _UNTIMED = Timing(None, None, None, None, None)
 _TIMES = frozenset({"not_before", "queue_ttl_seconds", "deadline_at", "deadline_seconds", "expected_seconds"})
 
 
-def timing_of(body: "SubmitTask | SubmitInference", now: Instant) -> Timing:
+def timing_of(body: Timed, now: Instant) -> Timing:
     """The time to wait begins when the task may start; of one that runs after others, when those have ended.
 
     Raises Problem for a time that is too late to be kept, or too far away; a `not_before` that has passed
