@@ -47,7 +47,13 @@ class Run:
         return self.bench.heard.get((self.order.task, self.order.fence, self.order.rank), [])
 
     async def first(self, kind: type[Kind]) -> Kind:
-        found = await self.bench.until(lambda: next((r for r in self.reports if isinstance(r, kind)), None))
+        try:
+            found = await self.bench.until(
+                lambda: next((r for r in self.reports if isinstance(r, kind)), None)
+            )
+        except TimeoutError as late:
+            late.add_note(f"of {self.order.task} was heard: {self.reports}; {self.bench.situation()}")
+            raise
         assert isinstance(found, kind)
         return found
 
@@ -108,6 +114,10 @@ class Bench:
         if self._listening is not None:
             self._listening.cancel()
         await self.executor.close(stop_cluster=stop_cluster)
+
+    def situation(self) -> str:
+        """What may tell why something was not heard."""
+        return f"listening: {self._listening}; {len(self.beats)} beats; agents: {self.nodes[-3:]}"
 
     async def announce_again(self) -> NodeSeen:
         """Begin another term; what the agent answers to that."""
