@@ -62,7 +62,9 @@ class Runner:
         self.process = subprocess.Popen(["sleep", "600"])
         self.items: list[Any] = []
         self.runs: list[RunOrder] = []
-        self.is_mute = False
+        self.answers = asyncio.Event()
+        """Until it is set nobody hears who this is."""
+        self.answers.set()
         self.speaks = (PROTOCOL,)
         self.describe = _Method(self._describe)
         self.exchange = _Method(self._exchange)
@@ -84,8 +86,7 @@ class Runner:
             self._mailbox.journal.add(report)
 
     async def _describe(self) -> bytes:
-        if self.is_mute:
-            await asyncio.Event().wait()
+        await self.answers.wait()
         runs = [order.to_wire() for order in self.runs]
         who = {"pid": self.process.pid, "shared": self.shared, "runs": runs}
         return pack({"protocol": self.speaks[0], "speaks": self.speaks, **who})

@@ -5,6 +5,7 @@ import os
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import closing
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -227,6 +228,25 @@ async def test_an_agent_that_nobody_asks_leaves_and_leaves_nothing(
     assert os.listdir(tmp_path) == []
 
 
+async def test_an_agent_that_is_to_be_replaced_takes_no_run_and_loses_none(
+    stand: Stand, open_line: OpenLine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    left, has_process = [], asyncio.Event()
+    monkeypatch.setattr(os, "_exit", left.append)
+    stand.birth = lambda runner: setattr(runner, "answers", has_process)
+    line = open_line()
+    await line.announce()
+    assert (await line.hear("node_seen"))[2]["max_runs"] == 10
+    await line.start("waits")
+    wanted = Line(line.agent, replace(line.config, max_runs=7), term=2)
+    assert await wanted.announce() == "welcome"
+    assert (await wanted.hear("node_seen"))[2]["max_runs"] == 0
+    assert (left, stand.started) == ([], [])
+    has_process.set()
+    await wanted.until(lambda: stand.started == ["waits"])
+    await wanted.until(lambda: left)
+
+
 async def test_makers_of_processes_that_never_answer_make_room_for_others(
     stand: Stand, open_line: OpenLine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -234,7 +254,8 @@ async def test_makers_of_processes_that_never_answer_make_room_for_others(
     monkeypatch.setattr(pool, "RETRY_PAUSE_SECONDS", 0.0)
 
     def mute_at_first(runner: Runner) -> None:
-        runner.is_mute = len(stand.runners) < pool.MAKING_AT_ONCE
+        if len(stand.runners) < pool.MAKING_AT_ONCE:
+            runner.answers.clear()
 
     stand.birth = mute_at_first
     line = open_line()
@@ -242,7 +263,9 @@ async def test_makers_of_processes_that_never_answer_make_room_for_others(
     for task in "abc":
         await line.start(task)
     await line.until(lambda: len(stand.started) == 3)
-    assert all(runner.process.wait(PATIENCE_SECONDS) for runner in stand.runners if runner.is_mute)
+    assert all(
+        runner.process.wait(PATIENCE_SECONDS) for runner in stand.runners if not runner.answers.is_set()
+    )
 
 
 async def test_a_warm_runner_of_an_earlier_agent_is_ended_when_it_has_nothing_to_run(

@@ -77,7 +77,8 @@ class NodeAgent:
         """(`welcome`, the new incarnation), or why not: (`stale`, the known term) and (`outdated`, ...).
 
         One that is outdated does not speak this form: try an older one, or kill it and make a new one. One
-        with another configuration ends by itself, as soon as it has told what nobody else knows.
+        with another configuration takes no new runs, and ends by itself as soon as it has told what nobody
+        else knows.
         """
         async with self._opening:
             if self._leaving is not None:
@@ -177,7 +178,7 @@ class NodeAgent:
 
         At once: no end of a run may be heard between this look and the end of this process.
         """
-        if self._is_replaced and not (self._keeper and self._keeper.book.keeps_outcomes):
+        if self._is_replaced and not (self._keeper and self._keeper.knows_what_no_card_tells):
             log.info("ending, to be replaced by an agent with another configuration", node=self._config.node)
             os._exit(0)
 
@@ -224,7 +225,7 @@ class NodeAgent:
             "name": config.node,
             "cpu": config.cpu or float(len(os.sched_getaffinity(0))),
             "memory_mb": config.memory_mb or memory_mb,
-            "max_runs": config.max_runs,
+            "max_runs": 0 if self._is_replaced else config.max_runs,  # a start on its way would be lost
             "incarnation": self._incarnation,
             "boot_id": boot_id(),
         }

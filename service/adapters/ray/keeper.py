@@ -61,6 +61,12 @@ class RunKeeper:
     def is_idle(self) -> bool:
         return all(run.has_ended or run.is_gone for run in self.book.runs.values())
 
+    @property
+    def knows_what_no_card_tells(self) -> bool:
+        """An agent that came now would take a run that still waits for its process for one that nobody began,
+        and would not hear how those have ended whose end is not durable elsewhere."""
+        return bool(self._waiting) or self.book.keeps_outcomes
+
     def _runner_pids(self) -> list[int]:
         """Of the processes that runs are in, or will be."""
         lanes = (*self.pool.ready, *(run.lane for run in self.book.runs.values()))
