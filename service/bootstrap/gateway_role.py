@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import uvicorn
 
 from service.adapters.blobs.directory import DirectoryBlobs
+from service.adapters.boot_clock import boot_seconds
 from service.adapters.sql.store import SqlStore
 from service.bootstrap.broker_role import BrokerRole
 from service.bootstrap.compose import defaults_of, kinds_of, limits_of, policy_of
@@ -47,9 +48,9 @@ FIRST_LOOK_SECONDS = 1.0
 
 class GatewayRole:
     _letting_go: LettingGo | None = None
+    """Of models in the ledger, if there are any."""
     _slots: SlotLeases | None = None
     """Where several gateways divide the slots of models."""
-    """Of models in the ledger, if there are any."""
 
     def __init__(
         self,
@@ -177,7 +178,7 @@ class GatewayRole:
         return own_host(self._listener.getsockname()[0])
 
     def _plane(self, parts: GatewayParts, telemetry: Telemetry) -> Plane:
-        lanes = Lanes(lane_options_of(self._settings), on_waited=telemetry.on_waited)
+        lanes = Lanes(lane_options_of(self._settings), on_waited=telemetry.on_waited, now=boot_seconds)
         slots = self._settings.triton.slots
         if slots and self._store.is_shared:
             self._slots = SlotLeases(self._name, slots, lanes, self._store, self._picture.clock, parts.leader)

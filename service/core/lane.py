@@ -76,6 +76,11 @@ class Lane:
     def slots(self) -> int:
         return self._climb.limit if self._slots is None else self._slots
 
+    @property
+    def is_limited(self) -> bool:
+        """Somebody has said how many requests at once."""
+        return self._slots is not None
+
     def limit(self, slots: int) -> None:
         """So many at once from now on; those that are under way go on."""
         self._slots = slots

@@ -2,10 +2,11 @@
 
 import asyncio
 from collections.abc import Callable, Mapping
+from math import inf
 from typing import Final
 
 from service.core.slot_shares import FRESH_SECONDS, HOLD_SECONDS, Claim
-from service.core.units import Instant, Seconds
+from service.core.units import Seconds
 from service.gateway.inference.lanes import Lanes
 from service.last_values import LeaderSeen, SlotStore
 from service.ports import Clock, StoreUnavailable
@@ -13,7 +14,8 @@ from service.ports import Clock, StoreUnavailable
 EVERY_SECONDS: Final = Seconds(1.0)
 
 _USABLE_SECONDS: Final = Seconds(HOLD_SECONDS - FRESH_SECONDS)
-"""So long after a claim was written down it is relied upon."""
+"""So long after a claim was written down it is relied upon, by the clock of the lanes, which look at it each
+time: whoever was asleep for longer knows it before he has a turn here."""
 
 
 class SlotLeases:
@@ -34,9 +36,8 @@ class SlotLeases:
         self._store = store
         self._clock = clock
         self._leader = leader
-        self._claimed_at: Instant | None = None
-        """None: it needs none, for one slot."""
-        self._be_modest()
+        for model in slots:
+            lanes.limit(model, 1)
 
     async def keep(self) -> None:
         """Until cancelled."""
@@ -46,13 +47,12 @@ class SlotLeases:
 
     async def turn(self) -> None:
         """Use less at once; claim; use more, unless the word that gave it is stale by then."""
-        now, word = self._clock.now(), self._leader()
+        began, now, word = self._lanes.now(), self._clock.now(), self._leader()
         if word is not None and word.slots is None:  # of a release that divides none
+            self._lanes.limits_end_at = inf
             for model, slots in self._slots.items():
                 self._lanes.limit(model, slots)
             return
-        if self._claimed_at is not None and now >= self._claimed_at + _USABLE_SECONDS:
-            self._be_modest()
         given = {} if word is None or word.at < now - FRESH_SECONDS else self._given_by(word)
         holds: dict[str, int] = {}
         for model in self._slots:
@@ -61,7 +61,10 @@ class SlotLeases:
             self._lanes.limit(model, min(share, load.slots))
             holds[model] = max(share, load.in_flight)
         wants = {model: self._lanes.load(model).wanted for model in self._slots}
-        if not await self._claim(Claim(self._name, now, holds, wants)) or word is None:
+        if not await self._claim(Claim(self._name, now, holds, wants)):
+            return
+        self._lanes.limits_end_at = began + _USABLE_SECONDS
+        if word is None:
             return
         if self._clock.now() <= word.at + FRESH_SECONDS:
             for model, share in given.items():
@@ -69,16 +72,12 @@ class SlotLeases:
 
     async def _claim(self, claim: Claim) -> bool:
         """Whether it is written down, before the one before it ends."""
-        left = None if self._claimed_at is None else self._claimed_at + _USABLE_SECONDS - claim.at
+        left = self._lanes.limits_end_at - self._lanes.now()
         try:
-            async with asyncio.timeout(left):
+            async with asyncio.timeout(left if 0 < left < inf else None):
                 await self._store.claim_slots(claim)
-        except TimeoutError:
-            self._be_modest()
+        except (TimeoutError, StoreUnavailable):
             return False
-        except StoreUnavailable:
-            return False
-        self._claimed_at = claim.at
         return True
 
     async def drop(self) -> None:
@@ -89,9 +88,3 @@ class SlotLeases:
         shares = word.slots or {}
         given = {model: shares.get(model, {}).get(self._name) for model in self._slots}
         return {model: share for model, share in given.items() if share is not None}
-
-    def _be_modest(self) -> None:
-        """No claim of more than this holds any longer."""
-        self._claimed_at = None
-        for model in self._slots:
-            self._lanes.limit(model, 1)

@@ -43,9 +43,12 @@ class Scene:
         self.clock = ManualClock()
         self.store = store
         self.desk = SlotDesk({"m": 8}, store, self.clock)
-        self.lanes = {name: Lanes(LaneOptions(slots={b"m": 8})) for name in ("a", "b")}
+        self.lanes = {name: self.new_lanes() for name in ("a", "b")}
         self.leases = {name: self._leases(name, store) for name in self.lanes}
         self.word: LeaderSeen | None = None
+
+    def new_lanes(self) -> Lanes:
+        return Lanes(LaneOptions(slots={b"m": 8}), now=lambda: self.clock.at)
 
     def _leases(self, name: str, store: SlotStore) -> SlotLeases:
         return SlotLeases(name, {"m": 8}, self.lanes[name], store, self.clock, lambda: self.word)
@@ -116,7 +119,7 @@ async def test_who_ended_leaves_his_slots_at_once_and_who_was_killed_after_a_whi
         del scene.lanes["b"]
         await scene.rounds(8)
         assert scene.slots() == [8]
-        scene.lanes["b"] = Lanes(LaneOptions(slots={b"m": 8}))
+        scene.lanes["b"] = scene.new_lanes()
         scene.leases["b"] = scene._leases("b", scene.store)
         del scene.leases["a"]
         await scene.rounds(8, unknown=1)
@@ -133,11 +136,33 @@ async def test_a_gateway_that_is_cut_off_is_down_to_one_before_its_slots_are_giv
     async with a_scene(postgres_url) as scene:
         await scene.rounds(10)
         scene.leases["a"]._store = Away()
-        await scene.rounds(int(HOLD_SECONDS - FRESH_SECONDS) - 1)
+        await scene.rounds(int(HOLD_SECONDS - FRESH_SECONDS) - 2)
         assert scene.slots() == [4, 4]
         await scene.rounds(8, unknown=1)
         assert scene.slots() == [1, 8]
         scene.leases["a"]._store = scene.store
+        scene.ask("a", 20)
+        await scene.rounds(16, unknown=1)
+        assert scene.slots() == [7, 1]
+
+
+async def test_a_gateway_that_wakes_after_its_share_has_ended_uses_one_slot_before_it_hears_of_anything(
+    postgres_url: str,
+) -> None:
+    async with a_scene(postgres_url) as scene:
+        turns = scene.ask("a", 20)
+        await scene.rounds(24)
+        lanes, asleep = scene.lanes["a"], scene.leases.pop("a")
+        assert lanes.load("m").in_flight == 7
+        await scene.rounds(int(HOLD_SECONDS) + 2, unknown=1)
+        assert scene.slots() == [1, 8], "what was its own is the other one's"
+        for turn in turns[:7]:
+            turn.leave()
+        assert lanes.load("m").in_flight == 1, "of those that waited"
+        assert lanes.enter(b"m", SOMEBODY, NO_WISH).waits
+        for turn in turns:
+            turn.leave()
+        scene.leases["a"] = asleep
         scene.ask("a", 20)
         await scene.rounds(16, unknown=1)
         assert scene.slots() == [7, 1]

@@ -7,6 +7,7 @@ import asyncio
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from math import inf
 from typing import Final, NamedTuple
 
 from service.core.lane import Full, Lane, LaneRules, Place
@@ -165,6 +166,9 @@ class Lanes:
         self._options = options
         self._limits = dict(options.slots)
         """By model."""
+        self.limits_end_at = inf
+        """By `now`: from then on each model that has a limit is asked one request at a time, however long
+        this process has slept."""
         self._on_waited = on_waited
         self._lanes: dict[bytes, Lane] = {}
         self._waiting: dict[tuple[Lane, Place], Turn] = {}
@@ -190,8 +194,9 @@ class Lanes:
 
     def enter(self, model: bytes, identity: Identity, wish: Wish) -> Turn:
         """Raises Problem."""
-        lane = self._lanes.get(model) or self._open(model)
-        turn = Turn(self, lane, identity.tenant, wish.priority if wish.is_capped else None, self.now())
+        lane, now = self._lanes.get(model) or self._open(model), self.now()
+        self._heed_the_end(lane, now)
+        turn = Turn(self, lane, identity.tenant, wish.priority if wish.is_capped else None, now)
         if lane.goes_now(identity.tenant):
             self._gone[lane].add(turn)
         else:
@@ -246,13 +251,15 @@ class Lanes:
         self._limits[name] = slots
         if (lane := self._lanes.get(name)) is not None:
             lane.limit(slots)
-            self._go_on(lane, self.now())
+            self._go_on(lane)
 
     def load(self, model: str) -> Load:
         name = model.encode()
         lane = self._lanes.get(name)
+        now = self.now()
         if lane is None:
-            return Load(self._limits.get(name, 1), 0, 0)
+            return Load(1 if now >= self.limits_end_at else self._limits.get(name, 1), 0, 0)
+        self._heed_the_end(lane, now)
         return Load(lane.slots, lane.in_flight, lane.in_flight + lane.waiting)
 
     # What turns call.
@@ -261,15 +268,23 @@ class Lanes:
         now = self.now()
         self._gone[lane].discard(ended)
         lane.end(tenant, now - ended.since, Ticks(now))
-        self._go_on(lane, now)
+        self._go_on(lane)
 
-    def _go_on(self, lane: Lane, now: float) -> None:
+    def _go_on(self, lane: Lane) -> None:
         """Those that wait, as far as slots are free."""
-        while lane.waiting and (place := lane.next()) is not None:
+        while lane.waiting:
+            now = self.now()
+            self._heed_the_end(lane, now)
+            if (place := lane.next()) is None:
+                return
             turn = self._waiting[lane, place]
             self._gone[lane].add(turn)
             turn.go(now)
             self._on_waited(turn.waited_seconds or 0.0)
+
+    def _heed_the_end(self, lane: Lane, now: float) -> None:
+        if now >= self.limits_end_at and lane.is_limited:
+            lane.limit(1)
 
     def forget(self, lane: Lane, place: Place) -> None:
         del self._waiting[lane, place]
