@@ -5,6 +5,8 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
 
+import psycopg
+
 from service.adapters.sql.store import SqlStore
 from service.bootstrap.picture import Picture
 from service.broker.gateways import Gateways
@@ -114,3 +116,25 @@ async def test_what_gateways_say_is_no_word_of_a_leader(postgres_url: str) -> No
         await store.present(presence)
         assert (await store.said(0))[1] == said
         assert await store.presences() == [presence]
+
+
+async def test_a_word_that_arrives_late_takes_no_newer_ones_place(postgres_url: str) -> None:
+    async with opened(postgres_url) as store:
+        newer = Presence("one", Instant(2.0), frozenset({"a:1"}))
+        await store.present(newer)
+        await store.present(Presence("one", Instant(1.0)))
+        assert await store.presences() == [newer]
+
+
+async def test_who_is_stopped_while_he_says_something_ends_when_it_is_said(postgres_url: str) -> None:
+    async with opened(postgres_url) as store:
+        with psycopg.connect(postgres_url) as other:
+            other.execute("LOCK TABLE last_value")
+            saying = asyncio.create_task(store.present(Presence("one", Instant(1.0))))
+            await asyncio.wait([saying], timeout=0.05)
+            saying.cancel()
+            assert not (await asyncio.wait([saying], timeout=0.05))[0], "it is on its way"
+        await asyncio.wait([saying])
+        assert saying.cancelled()
+        await store.absent("one")
+        assert await store.presences() == []

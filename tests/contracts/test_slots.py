@@ -174,3 +174,14 @@ async def test_a_leader_that_divides_none_leaves_all_to_each(postgres_url: str) 
         scene.word = LeaderSeen(Term(1), "one:1", scene.clock.now(), {}, slots=divides_none.word)
         await scene.leases["a"].turn()
         assert scene.slots() == [8, 1]
+
+
+async def test_a_claim_that_arrives_late_takes_no_newer_ones_place(postgres_url: str) -> None:
+    async with opened(postgres_url) as store:
+        newer = Claim("a", Instant(NOW + 0.001), {"m": 5}, {"m": 1})
+        await store.claim_slots(newer)
+        await store.claim_slots(Claim("a", NOW, {"m": 2}, {"m": 1}))
+        assert await store.slot_claims() == [newer]
+        same_moment = newer._replace(holds={"m": 6})
+        await store.claim_slots(same_moment)
+        assert await store.slot_claims() == [same_moment]

@@ -1,6 +1,7 @@
 """What leader and gateways have last said that is no event: written past the writer, so that no commit waits
 for it."""
 
+import asyncio
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, fields
 from typing import Any, TypeVar
@@ -14,7 +15,7 @@ from service.adapters.sql.shared_tables import last_value
 from service.core.device import DeviceSample
 from service.core.silence import Paused
 from service.core.slot_shares import Claim
-from service.core.units import TaskId, Term
+from service.core.units import Instant, TaskId, Term
 from service.last_values import LastValues, LastValueStore, LeaderSeen, Presence, PresenceStore, SlotStore
 from service.ports import Progress
 
@@ -22,6 +23,10 @@ T = TypeVar("T")
 
 _PER_TERM = 2**32
 """More than a leader ever writes in its term, once a second."""
+
+_OWN = -(2**62)
+"""From here on gateways count their own words, in microseconds: below each leader's, so that none is heard as
+one. Each row of theirs has one writer, whose clock never goes back: so its own time puts them in order."""
 
 
 def _write(insert: Any, r: FromClause) -> Any:
@@ -56,7 +61,8 @@ class SqlLastValues(LastValueStore, PresenceStore, SlotStore):
         return await self._read(read, after)
 
     async def present(self, presence: Presence) -> None:
-        await self._read(_write_presence, presence)
+        value = json_text({"at": presence.at, "let_go": sorted(presence.let_go)})
+        await self._put("gateway", presence.gateway, presence.at, value)
 
     async def absent(self, gateway: str) -> None:
         await self._read(_forget, "gateway", gateway)
@@ -66,13 +72,22 @@ class SqlLastValues(LastValueStore, PresenceStore, SlotStore):
 
     async def claim_slots(self, claim: Claim) -> None:
         value = json_text({"at": claim.at, "holds": claim.holds, "wants": claim.wants})
-        await self._read(_put, "slots", claim.gateway, value)
+        await self._put("slots", claim.gateway, claim.at, value)
 
     async def slot_claims(self) -> Sequence[Claim]:
         return await self._read(_claims)
 
     async def drop_slots(self, gateway: str) -> None:
         await self._read(_forget, "slots", gateway)
+
+    async def _put(self, kind: str, key: str, at: Instant, value: str) -> None:
+        """Who is cancelled meanwhile ends when it is written: nothing comes after a goodbye."""
+        written = asyncio.ensure_future(self._read(_put, kind, key, at, value))
+        try:
+            await asyncio.shield(written)
+        except asyncio.CancelledError:
+            await asyncio.wait([written])
+            raise
 
     async def _read(self, query: Callable[..., T], *values: Any) -> T:
         """On one of the readers' connections."""
@@ -103,22 +118,17 @@ def read(connection: Connection, after: int) -> tuple[int, LastValues]:
     return max((revision for _, _, revision, _ in found), default=after), _heard(said)
 
 
-def _write_presence(connection: Connection, presence: Presence) -> None:
-    _put(
-        connection,
-        "gateway",
-        presence.gateway,
-        json_text({"at": presence.at, "let_go": sorted(presence.let_go)}),
-    )
-
-
-def _put(connection: Connection, kind: str, key: str, value: str) -> None:
-    """A gateway's own word, with a revision below each leader's: none hears it as a leader's word."""
+def _put(connection: Connection, kind: str, key: str, at: Instant, value: str) -> None:
+    """A gateway's own word. One that was on its way for longer takes no newer one's place."""
     connection.exec_driver_sql("BEGIN READ WRITE")
     connection.exec_driver_sql("SET LOCAL synchronous_commit = off")
-    said = insert(last_value).values(kind=kind, key=key, revision=0, value=value)
-    where = [last_value.c.kind, last_value.c.key]
-    connection.execute(said.on_conflict_do_update(index_elements=where, set_={"value": value}))
+    said = insert(last_value).values(kind=kind, key=key, revision=_OWN + round(at * 1e6), value=value)
+    newest = said.on_conflict_do_update(
+        index_elements=[last_value.c.kind, last_value.c.key],
+        set_={"revision": said.excluded.revision, "value": said.excluded.value},
+        where=last_value.c.revision <= said.excluded.revision,
+    )
+    connection.execute(newest)
     connection.exec_driver_sql("COMMIT")
 
 
