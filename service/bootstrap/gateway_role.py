@@ -150,11 +150,6 @@ class GatewayRole:
                 await server.close()
             for _, host in self._parts.served:
                 await host.close()
-            with contextlib.suppress(StoreUnavailable):  # then it is missed in a few seconds
-                if self._letting_go is not None and self._store.is_shared:
-                    await self._store.absent(self._name)
-                if self._slots is not None:
-                    await self._slots.drop()
 
     def drain(self) -> None:
         """Say that this process is about to end, and hold back no answer any more."""
@@ -167,6 +162,14 @@ class GatewayRole:
         self._server.should_exit = True
         if self._calls is not None:
             self._closing = asyncio.create_task(self._calls.close(most_seconds))
+
+    async def say_goodbye(self) -> None:
+        """When `serve` and all jobs have ended: nothing is said after it."""
+        with contextlib.suppress(StoreUnavailable):  # then it is missed in a few seconds
+            if self._letting_go is not None and self._store.is_shared:
+                await self._store.absent(self._name)
+            if self._slots is not None:
+                await self._slots.drop()
 
     @property
     def url(self) -> str:

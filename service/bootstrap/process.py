@@ -94,6 +94,8 @@ class Process:
         await self._stop.wait()
         await self._drain(serving, leading)
         await _end(jobs)
+        if self._gateway is not None:
+            await self._gateway.say_goodbye()
         if self._broker is not None:
             await self._broker.close(stop_cluster=self._stop_cluster)
         self._say(self._farewell())
