@@ -130,6 +130,15 @@ async def test_only_what_makes_a_model_work_takes_a_slot() -> None:
             await scene.waits(stage, action.encode(), f"/v2/models/any/{action}")
 
 
+async def test_however_its_name_is_encoded_a_model_has_one_lane() -> None:
+    scene = Scene()
+    async with a_stage(scene.model, lanes=scene.lanes) as stage:
+        await scene.busy(stage, b"first")
+        await scene.waits(stage, b"second", "/v2/models/a%6Ey/infer")
+        await scene.waits(stage, b"third", "/v2/models/%61%6e%79/infer")
+        assert [(one.model, one.waiting) for one in scene.lanes.figures()] == [("any", 2)]
+
+
 async def test_who_has_waited_as_long_as_it_may_is_told_when_to_come_again() -> None:
     scene = Scene()
     async with a_stage(scene.model, lanes=scene.lanes) as stage:

@@ -77,6 +77,14 @@ async def test_a_server_that_says_so_again_and_again_is_believed() -> None:
         assert heard.bodies == [b"first", *[b"xyz"] * 4]
 
 
+async def test_a_name_that_triton_does_not_decode_is_not_asked_for_again() -> None:
+    async with homes(heard := Heard()) as there:
+        await resident(there)
+        heard.answer = NOT_THERE
+        status, _, _ = await there.stage.ask("POST", "/v2/models/%61ny/infer", b"xyz")
+        assert (status, heard.bodies) == (404, [b"first", b"xyz"])
+
+
 async def test_what_else_is_not_found_is_told_as_it_came() -> None:
     async with homes(heard := Heard()) as there:
         await resident(there)

@@ -69,6 +69,7 @@ PATHS = [
     ("GET", "/v2/models/nope/stats", 400),
     ("GET", "/v2/models/ready", 404),
     ("POST", "/v2/models/nope/infer", 404),
+    ("POST", "/v2/models/identity%5Ffp32/infer", 404),
     ("POST", "/v2/models/identity_fp32/versions/9/infer", 404),
     ("GET", IDENTITY, 405),
     ("PUT", "/v2/health/live", 405),

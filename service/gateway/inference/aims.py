@@ -1,13 +1,14 @@
 """What a request under /v2 is about: which scope it needs, how it is counted, whose model it names.
 
-Paths are matched as they came, still encoded, as Triton matches them. What matches nothing is passed on as
-well: 404 and 405 are Triton's answers, not ours.
+Paths are matched as they came, still encoded, as Triton matches them; only a model's name is decoded. What
+matches nothing is passed on as well: 404 and 405 are Triton's answers, not ours.
 """
 
 import re
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import lru_cache
+from urllib.parse import unquote_to_bytes
 
 from service.gateway.identity import Scope
 
@@ -34,7 +35,9 @@ class Aim:
     scope: Scope | None = Scope.MODELS_INFER
     """None: open to everybody."""
     model: bytes = b""
-    """As in the path; empty if the request is about none."""
+    """Decoded: however the path spells it, it is one model. Empty if the request is about none."""
+    is_encoded: bool = False
+    """The path spells it otherwise. Triton does not decode, and knows no such model then."""
     version: bytes = b""
     """Of the model; empty if the path names none."""
     asked: Asked = Asked.ONE
@@ -92,11 +95,11 @@ def _aim_of(method: bytes, path: bytes) -> Aim:
     if found := _REPOSITORY.fullmatch(path):
         if found[1] is None:
             return Aim("/v2/repository/index", asked=Asked.INDEX)
-        deed = found[2].decode()
+        deed, model = found[2].decode(), unquote_to_bytes(found[1])
         route = f"/v2/repository/models/{{model}}/{deed}"
         if deed == "load":
-            return Aim(route, Scope.MODELS_MANAGE, found[1], loads=True, needs_model=True)
-        return Aim(route, Scope.MODELS_MANAGE, found[1], asked=Asked.EACH, unloads=True)
+            return Aim(route, Scope.MODELS_MANAGE, model, loads=True, needs_model=True)
+        return Aim(route, Scope.MODELS_MANAGE, model, asked=Asked.EACH, unloads=True)
     if found := _SHARED_MEMORY.fullmatch(path):
         is_told = found[2] == b"status"
         route = f"/v2/{found[1].decode()}/{'status' if is_told else 'register'}"
@@ -112,9 +115,10 @@ def _aim_at_model(changes: bool, model: bytes, version: bytes, action: str) -> A
     return Aim(
         "/v2/models/{model}" + (f"/{action}" if action else ""),
         _reading_or_managing(sets),
-        model,
-        version,
-        asked,
+        unquote_to_bytes(model),
+        version=version,
+        asked=asked,
+        is_encoded=b"%" in model,
         takes_slot=works,
         needs_model=works,
     )

@@ -2,7 +2,6 @@
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Final
-from urllib.parse import unquote
 
 from service.gateway.inference.aims import Aim, Asked
 from service.gateway.inference.attempt import NOTHING_SENT, Attempt
@@ -101,7 +100,7 @@ class Fleet:
         """In memory; of a load, if there is none, in the repository. Where no server has it, those that tell
         nothing may."""
         key = b"%b/%b" % (model, version) if version else model
-        name = unquote(model.decode("utf-8", "replace")) if self._residencies is not None else ""
+        name = model.decode(errors="replace") if self._residencies is not None else ""
         having = [server for server in servers if self._has(server, key, name)]
         if loads and not having:
             having = [one for one in servers if one.contents is not None and model in one.contents.known]

@@ -6,7 +6,6 @@ Everything that says whether, when and where a request goes is here.
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
 from typing import NamedTuple, Protocol
-from urllib.parse import unquote
 
 from service.gateway.callers import Callers
 from service.gateway.identity import Identity, Scope
@@ -181,12 +180,14 @@ class Plane:
         if who is None or not (aim.takes_slot or aim.needs_model or aim.unloads):
             return ask()
         wish = self.lanes.wish_in(who, *(_text(told.to_us.get(name)) for name in _WISHES))
-        model = unquote(aim.model.decode("latin-1"))
+        model = aim.model.decode(errors="replace")
         there = self.wait_for(model, wish.priority, unloads=aim.unloads)
         if not aim.takes_slot:
             return ask() if there is None else Cold(there, ask, answer)
 
-        send = ask if self._residencies is None else partial(self._send_again, ask, answer, aim, who, wish)
+        send = ask
+        if self._residencies is not None and not aim.is_encoded:
+            send = partial(self._send_again, ask, answer, aim, who, wish)
         if there is not None:
             return Cold(self._in_turn(answer, aim, who, wish, there), send, answer)
         answer.turn = turn = self.lanes.enter(aim.model, who, wish)
@@ -198,7 +199,7 @@ class Plane:
         self, ask: Callable[[Refusable], Asking], answer: Refusable, aim: Aim, who: Identity, wish: Wish
     ) -> Asking:
         """For as long as its model is not there, though it should be."""
-        model = unquote(aim.model.decode("latin-1"))
+        model = aim.model.decode(errors="replace")
 
         async def back() -> None:
             if answer.turn is not None:
@@ -258,7 +259,7 @@ class Plane:
     ) -> None:
         """Until the model is there and has a slot for it, both at once: while it waits for the one it may
         lose the other. Raises Problem."""
-        model = unquote(aim.model.decode("latin-1"))
+        model = aim.model.decode(errors="replace")
         is_known = True
         while True:
             if there is not None:
