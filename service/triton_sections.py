@@ -115,6 +115,8 @@ class TritonSettings(Section):
     """By model: so many requests at once; of others as many as prove to be of use."""
     waiting: Annotated[int, Field(ge=1, le=100_000)] = 256
     """So many requests may wait for one model."""
+    waiting_bytes: Annotated[int, Field(gt=0)] = 2**30
+    """So much memory of one gateway requests may hold that wait for their models, all together."""
     tenant_share: Annotated[float, Field(gt=0, le=1)] = 0.75
     """So much of a model's waiting places one tenant may have, and of its slots while others wait."""
     queue_seconds: Annotated[float, Field(gt=0, le=86_400)] = 30.0

@@ -32,7 +32,7 @@ def rpc_door_of(settings: Settings, plane: Plane, host: str) -> RpcDoor:
             server.calls = RpcBackend(rpc_server_of(speaking[server.name]))
     most_calls = CALLS_PER_CONNECTION * sum(given.connections for given in speaking.values())
     try:
-        return RpcDoor(Rpcs(plane), host, port, most_calls)
+        return RpcDoor(Rpcs(plane), host, port, most_calls, plane.most_body_bytes)
     except OSError as fault:
         raise StartRefused(
             f"cannot listen on {host}:{port} for gRPC: {fault}; is the port in use? "

@@ -201,6 +201,7 @@ class GatewayRole:
             fleet=fleet,
             lanes=lanes,
             most_body_bytes=self._settings.triton.body_bytes,
+            most_waiting_bytes=self._settings.triton.waiting_bytes,
             takes_files=self._settings.triton.load_files,
             residencies=parts.residencies,
         )

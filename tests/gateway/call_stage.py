@@ -93,6 +93,8 @@ async def a_stage(
     homes: tuple[ServerRules, ModelHost] | None = None,
     lanes: Lanes | None = None,
     others: Sequence[Handler | None] = (),
+    most_body_bytes: int = 10**9,
+    most_waiting_bytes: int = 10**9,
 ) -> AsyncIterator[Stage]:
     """`server` is what stands for Triton; None: there is nobody. `others`: more of them, as in NAMES.
     `certificate`: with its key; the server shows it, and it is believed."""
@@ -122,11 +124,12 @@ async def a_stage(
             on_call=telemetry.on_call,
             lanes=Lanes(LaneOptions()) if lanes is None else lanes,
             fleet=Fleet(servers, gateway.parts.residencies),
-            most_body_bytes=10**9,
+            most_body_bytes=most_body_bytes,
+            most_waiting_bytes=most_waiting_bytes,
             takes_files=takes_files,
             residencies=gateway.parts.residencies,
         )
-        door = RpcDoor(Rpcs(plane), "127.0.0.1", 0, 64)
+        door = RpcDoor(Rpcs(plane), "127.0.0.1", 0, 64, most_body_bytes)
         await door.begin()
         address = f"127.0.0.1:{door.port}"
         async with grpc.aio.insecure_channel(address) as channel:

@@ -147,6 +147,7 @@ async def a_stage(
     server: Handler | None,
     *,
     most_body_bytes: int = 10**9,
+    most_waiting_bytes: int = 10**9,
     silence_seconds: float = 60.0,
     connections: int = 4,
     certificate: Path | None = None,
@@ -172,7 +173,7 @@ async def a_stage(
             servers.append(Server(name, HttpBackend(behind), is_managed=homes is not None))
         secret = await a_token(gateway, "me", "*")
         fleet = Fleet(servers, gateway.parts.residencies)
-        plane = _plane(gateway, fleet, lanes or Lanes(LaneOptions()), most_body_bytes)
+        plane = _plane(gateway, fleet, lanes or Lanes(LaneOptions()), most_body_bytes, most_waiting_bytes)
         config = uvicorn.Config(gateway.app, http=in_front_of(plane), lifespan="off", log_config=None)
         config.load()
         state = ServerState()
@@ -214,7 +215,9 @@ async def _upstream(
     return upstream, TritonServer(name, "127.0.0.1", port, b"triton:8000", credentials, trust)
 
 
-def _plane(gateway: Gateway, fleet: Fleet, lanes: Lanes, most_body_bytes: int) -> Plane:
+def _plane(
+    gateway: Gateway, fleet: Fleet, lanes: Lanes, most_body_bytes: int, most_waiting_bytes: int
+) -> Plane:
     return Plane(
         callers=Callers(gateway.parts.identity, gateway.parts.allowed_hosts),
         ids=gateway.parts.ids,
@@ -223,6 +226,7 @@ def _plane(gateway: Gateway, fleet: Fleet, lanes: Lanes, most_body_bytes: int) -
         fleet=fleet,
         lanes=lanes,
         most_body_bytes=most_body_bytes,
+        most_waiting_bytes=most_waiting_bytes,
         residencies=gateway.parts.residencies,
     )
 

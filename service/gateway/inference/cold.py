@@ -6,7 +6,9 @@ from collections.abc import Awaitable, Callable
 from typing import Final, Protocol
 
 from service.gateway.inference.lanes import Turn
+from service.gateway.inference.room import Room
 from service.gateway.inference.server import Server
+from service.gateway.problems import Problem
 from service.model_ports import Answer, Asking
 
 HELD_BYTES: Final = 1024 * 1024
@@ -27,14 +29,18 @@ class Refusable(Answer, Protocol):
 class Cold(Asking):
     """Stands for the request until it may go; then it is sent, and this passes on what follows."""
 
-    def __init__(self, ready: Awaitable[object], send: Callable[[], Asking], answer: Refusable) -> None:
+    def __init__(
+        self, ready: Awaitable[object], send: Callable[[], Asking], answer: Refusable, room: Room
+    ) -> None:
         self._send = send
         self._answer = answer
+        self._room = room
         self._pieces: list[bytes] = []
         self._kept_bytes = 0
         self._is_complete = False
         self._asking: Asking | None = None
         self._waiting = asyncio.ensure_future(self._wait(ready))
+        self._waiting.add_done_callback(lambda _: room.give_back(self._kept_bytes))
 
     async def _wait(self, ready: Awaitable[object]) -> None:
         try:
@@ -56,6 +62,12 @@ class Cold(Asking):
     def write(self, data: bytes) -> None:
         if self._asking is not None:
             self._asking.write(data)
+            return
+        try:
+            self._room.take(len(data))
+        except Problem as full:
+            asyncio.get_running_loop().call_soon(self._waiting.cancel)  # it may not even have begun
+            self._answer.on_refused(full)
             return
         self._pieces.append(data)
         before, self._kept_bytes = self._kept_bytes, self._kept_bytes + len(data)

@@ -17,6 +17,7 @@ from service.gateway.inference.fleet import IDEMPOTENT, Fleet
 from service.gateway.inference.lanes import MODEL_TYPE, PRIORITY, TIMEOUT, Lanes, Turn, Wish
 from service.gateway.inference.loads import MOST_READ_BYTES, brings_files
 from service.gateway.inference.refusals import no_files, no_shared_memory
+from service.gateway.inference.room import USUAL_BYTES, Room
 from service.gateway.problems import Problem
 from service.gateway.residencies import Residencies
 from service.model_ports import Asking, Header, RequestHead
@@ -101,6 +102,7 @@ class Plane:
         fleet: Fleet,
         lanes: Lanes,
         most_body_bytes: int,
+        most_waiting_bytes: int = USUAL_BYTES,
         takes_files: bool = False,
         residencies: Residencies | None = None,
     ) -> None:
@@ -114,6 +116,7 @@ class Plane:
         self.fleet = fleet
         self.lanes = lanes
         self.most_body_bytes = most_body_bytes
+        self.room = Room(most_waiting_bytes)
         self._callers = callers
 
     def check(self, aim: Aim, told: Told) -> Identity | None:
@@ -183,16 +186,16 @@ class Plane:
         model = aim.model.decode(errors="replace")
         there = self.wait_for(model, wish.priority, unloads=aim.unloads)
         if not aim.takes_slot:
-            return ask() if there is None else Cold(there, ask, answer)
+            return ask() if there is None else Cold(there, ask, answer, self.room)
 
         send = ask
         if self._residencies is not None and not aim.is_encoded:
             send = partial(self._send_again, ask, answer, aim, who, wish)
         if there is not None:
-            return Cold(self._in_turn(answer, aim, who, wish, there), send, answer)
+            return Cold(self._in_turn(answer, aim, who, wish, there), send, answer, self.room)
         answer.turn = turn = self.lanes.enter(aim.model, who, wish)
         if turn.waits:
-            return Cold(self._in_turn(answer, aim, who, wish, turn=turn), send, answer)
+            return Cold(self._in_turn(answer, aim, who, wish, turn=turn), send, answer, self.room)
         return send()
 
     def _send_again(

@@ -195,10 +195,11 @@ class Rpc:
         plane, model, times = self._plane, model_named_in(message, self._aim.model_at), 0
         while True:
             self._turn = turn = plane.lanes.enter(model_in(message), identity, self.wish)
-            await turn.granted()
+            if turn.waits:
+                await plane.room.hold(len(message), turn.granted())
             if is_known and (there := plane.coming(model, self.wish.priority)) is not None:
                 turn.leave()
-                is_known = await there
+                is_known = await plane.room.hold(len(message), there)
                 continue
             was_there = plane.is_there(model)
             try:
@@ -212,7 +213,8 @@ class Rpc:
                 server = failed.server
             turn.leave()
             times += 1
-            is_known = await plane.back(model, self.wish.priority, server)
+            back = plane.back(model, self.wish.priority, server)
+            is_known = await plane.room.hold(len(message), back)
 
     def _look_into(self, message: bytes) -> None:
         """Where what it needs depends on what is in it. Raises Problem."""
@@ -227,7 +229,7 @@ class Rpc:
         if not self._aim.needs_model or not (model := model_named_in(message, self._aim.model_at)):
             return False
         waiting = self._plane.wait_for(model, self.wish.priority, unloads=self._aim.unloads)
-        return waiting is None or await waiting
+        return waiting is None or await self._plane.room.hold(len(message), waiting)
 
     async def _fail(self, fault: Exception, context: grpc.aio.ServicerContext) -> None:
         """Say how the call ends. Raises, always."""
@@ -265,8 +267,10 @@ class Rpc:
 class RpcDoor:
     """The port. Raises OSError if it cannot be had."""
 
-    def __init__(self, rpcs: Rpcs, host: str, port: int, most_calls: int) -> None:
-        self._server = grpc.aio.server(options=_OPTIONS, maximum_concurrent_rpcs=most_calls)
+    def __init__(self, rpcs: Rpcs, host: str, port: int, most_calls: int, most_message_bytes: int) -> None:
+        """`most_message_bytes`: a longer one is refused before it is read, with RESOURCE_EXHAUSTED."""
+        limit = ("grpc.max_receive_message_length", min(most_message_bytes, _MOST_MESSAGE_BYTES))
+        self._server = grpc.aio.server(options=(limit, *_OPTIONS), maximum_concurrent_rpcs=most_calls)
         self._server.add_generic_rpc_handlers((rpcs,))
         address = f"[{host}]" if ":" in host else host
         try:
@@ -282,8 +286,10 @@ class RpcDoor:
         await self._server.stop(most_seconds)
 
 
+_MOST_MESSAGE_BYTES: Final = 2**31 - 1
+"""Its library counts in 32 bits."""
+
 _OPTIONS: Final = (
-    ("grpc.max_receive_message_length", -1),
     ("grpc.max_send_message_length", -1),
     ("grpc.so_reuseport", 0),  # or a port in use would be taken for a free one
 )
