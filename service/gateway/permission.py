@@ -29,23 +29,27 @@ def highest_priority(call: Call, tenant: str | None = None) -> int:
     return min(identity.max_priority, call.parts.policy.tenant(tenant or identity.tenant).max_priority)
 
 
-def check_priority(call: Call, priority: int, tenant: str | None = None, *, at: str = "/priority") -> None:
-    """As `highest_priority`; `at` is where in the request the priority stands, or would."""
+def check_priority(
+    call: Call, priority: int, tenant: str | None = None, *, at: str = "/priority", said: str = ""
+) -> None:
+    """As `highest_priority`; `at` is where in the request the priority stands, or would. `said`: what has
+    it, where the request does not name it."""
     identity = call.identity
     if priority <= highest_priority(call, tenant):
         return
     name = tenant or identity.tenant
+    asked = said or f"priority {priority} is"
     cap = call.parts.policy.tenant(name).max_priority
     if cap < min(priority, identity.max_priority):
         raise Problem(
             "priority-not-allowed",
-            f'priority {priority} is above {cap}, the cap of tenant "{name}"; '
+            f'{asked} above {cap}, the cap of tenant "{name}"; '
             "ask for less, or have the operator raise its max_priority (setting policy.tenants)",
             errors=[Fault(pointer=at, detail=f"at most {cap}", code="above-cap")],
         )
     raise Problem(
         "priority-not-allowed",
-        f'priority {priority} is above {identity.max_priority}, the cap of token "{identity.name}"; '
+        f'{asked} above {identity.max_priority}, the cap of token "{identity.name}"; '
         "ask for less, or have an admin make a token with a higher max_priority",
         errors=[Fault(pointer=at, detail=f"at most {identity.max_priority}", code="above-cap")],
     )

@@ -154,6 +154,18 @@ async def test_who_may_only_ask_models_does_not_manage_them() -> None:
         problem(await modest.post("/models/llm/load", json={"priority": 80}), 403, "priority-not-allowed")
 
 
+async def test_pinning_is_for_those_who_may_give_the_highest_priority() -> None:
+    async with a_gateway() as gateway:
+        modest = await gateway.client("modest", "models:manage", max_priority=99)
+        refused = await modest.post("/models/llm/pin", json={})
+        found = problem(refused, 403, "priority-not-allowed")
+        assert "a pinned model has priority 100, which is above 99" in found["detail"]
+        assert found["errors"][0]["pointer"] == "/pinned"
+        assert gateway.world.homes.of(Home("main", "llm")) is None, "nor was it brought"
+        await gateway.admin.post("/models/llm/pin", json={})
+        assert (await modest.post("/models/llm/pin", json={"pinned": False})).json()["pinned"] is False
+
+
 async def test_the_use_of_models_is_told_to_the_leader() -> None:
     async with a_gateway() as gateway:
         assert gateway.parts.residencies is not None

@@ -9,6 +9,7 @@ from urllib.parse import unquote
 
 from fastapi import APIRouter, Query, Response
 
+from service.core.model_holders import HIGHEST
 from service.core.model_orders import Indexed
 from service.core.task import Task
 from service.core.units import Seconds
@@ -141,7 +142,10 @@ async def unload_model(call: Call, name: str, query: Annotated[ServerQuery, Quer
 async def pin_model(
     call: Call, name: str, query: Annotated[ServerQuery, Query()], body: PinModel
 ) -> Response:
-    """Keep a model in memory whoever asks for its room, or no longer. One that is not there is brought."""
+    """Keep a model in memory whoever asks for its room, or no longer. One that is not there is brought.
+    While it is pinned it has the highest priority, which the token must allow."""
+    if body.pinned:
+        check_priority(call, HIGHEST, at="/pinned", said=f"a pinned model has priority {HIGHEST}, which is")
     residency = _holding(call, name, query.server)
     task = None if residency is None else residency.of(name)
     if body.pinned and task is None:
