@@ -6,6 +6,7 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Any
 
+import httpx
 import pytest
 
 from service.adapters.memory.model_host import SimulatedHost, SimulatedModel
@@ -321,3 +322,23 @@ async def test_a_cancel_of_one_that_waits_ends_it() -> None:
         id = await ask(gateway, 1)
         response = await gateway.admin.post(f"/tasks/{id}/cancel")
         assert (response.status_code, response.json()["state"]) == (202, "cancelled")
+
+
+async def test_numbers_that_json_has_no_word_for_are_taken_as_triton_takes_them() -> None:
+    async with a_gateway(serving=OPEN) as gateway:
+
+        async def sent(datatype: str, value: str, k: str = "0.5") -> httpx.Response:
+            tensor = f'{{"name": "x", "datatype": "{datatype}", "shape": [1], "data": [{value}]}}'
+            content = f'{{"model": "llm", "inputs": [{tensor}], "parameters": {{"k": {k}}}}}'
+            headers = {"Content-Type": "application/json"}
+            return await gateway.admin.post("/inferences", content=content, headers=headers)
+
+        for datatype in ("FP16", "BF16", "FP32", "FP64"):
+            for value in ("NaN", "Infinity", "-Infinity"):
+                accepted = await sent(datatype, value)
+                assert accepted.status_code == 202, accepted.text
+                id = TaskId(accepted.json()["id"])
+                question = question_in((await gateway.store.specs([id]))[id].arguments)
+                assert question.inputs == (tensor_of("x", datatype, [1], [float(value)]),)
+        fault(await sent("INT32", "NaN"), "/inputs/0/data")
+        assert "/parameters/k" in (await sent("FP32", "NaN", k="NaN")).text
