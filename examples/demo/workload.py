@@ -39,7 +39,7 @@ class Work:
 
 
 def _training(name: str, seed: int, hidden: int, gpu_gib: int) -> Work:
-    arguments = {"seed": seed, "hidden": hidden, "epochs": 240, "pace_seconds": 0.01}
+    arguments = {"seed": seed, "hidden": hidden, "epochs": 100, "pace_seconds": 0.05}
     return Work(name, "examples.digits:train", arguments, gpu_gib * _GIB, "background")
 
 
