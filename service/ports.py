@@ -22,6 +22,7 @@ from service.core.submission import SubmitVerdict as SubmitVerdict
 from service.core.task import Task, TaskState
 from service.core.tenure import LeaderRow, Tenure
 from service.core.units import Instant, NodeName, Position, Seconds, TaskId, Term, Ticks
+from service.object_ports import ObjectRows
 
 
 class Clock(Protocol):
@@ -175,7 +176,7 @@ EventListener = Callable[[Sequence[Event]], None]
 """Called on the event loop's thread with what one group commit appended, in position order."""
 
 
-class TaskStore(Protocol):
+class TaskStore(ObjectRows, Protocol):
     """The queue, the ledger's rows and the event log. Every write is durable when its call returns."""
 
     def listen(self, listener: EventListener) -> None:
@@ -241,8 +242,8 @@ class TaskStore(Protocol):
         ...
 
     async def prune(self, term: Term, cutoffs: Cutoffs) -> bool:
-        """Take out a few of those that are over: tasks with all that belongs to them but the objects, and the
-        beginning of the log. False if there were none. Raises StaleTerm."""
+        """Take out a few of those that are over: tasks with all that belongs to them but the objects, the
+        beginning of the log, and rows of uploaded objects. False if there were none. Raises StaleTerm."""
         ...
 
     async def record(self, task: TaskId) -> TaskRecord | None: ...

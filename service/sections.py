@@ -219,6 +219,10 @@ class LimitSettings(Section):
     """The largest body of a request."""
     batch_body_bytes: Annotated[int, Field(gt=0)] = 16 * 1024 * 1024
     """The same of a batch, which may have 10,000 tasks."""
+    object_bytes: Annotated[int, Field(gt=0)] = 16 * 1024 * 1024
+    """The largest object that is uploaded, and the most that the objects of one inference have together."""
+    tenant_object_bytes: Annotated[int, Field(ge=0)] = 4 * 1024**3
+    """All objects that a tenant has uploaded, each counted as 4 KiB at least."""
     inline_bytes: Annotated[int, Field(gt=0)] = 64 * 1024
     """Arguments and results up to this size stay in the row; larger ones become blobs."""
     result_bytes: Annotated[int, Field(gt=0)] = 64 * 1024 * 1024
@@ -233,6 +237,8 @@ class RetentionSettings(Section):
     """So long after its end a task can be read, with its result, its log and its events."""
     idempotency_seconds: Annotated[float, Field(gt=0)] = 86400.0
     """So long after a submit its key is known, at least: tasks that were submitted with one stay so long."""
+    object_seconds: Annotated[float, Field(gt=0)] = 86400.0
+    """So long after its last use an uploaded object is kept."""
     audit_seconds: Annotated[float, Field(gt=0)] = 365 * 86400.0
     """So long it can be read who did what."""
 

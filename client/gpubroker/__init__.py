@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from gpubroker.fleet import Gpu, Node, Stats, Tenant
     from gpubroker.leases import Lease, LeaseEnded, LeaseState, Notice
     from gpubroker.models import Event, Outcome, Page, Task, TaskState, Token
+    from gpubroker.objects import StoredObject
     from gpubroker.planned import FleetPlan
     from gpubroker.policy import Policy
     from gpubroker.quarantine import Detection, Quarantined, Released
@@ -67,6 +68,7 @@ _HOME = {
     **dict.fromkeys(("Explanation", "Simulation"), "explained"),
     **dict.fromkeys(("Event", "Outcome", "Page", "Task", "TaskState", "Token"), "models"),
     "FleetPlan": "planned",
+    "StoredObject": "objects",
     "Policy": "policy",
     **dict.fromkeys(("Detection", "Quarantined", "Released"), "quarantine"),
     "ServedModel": "served",
@@ -103,6 +105,7 @@ __all__ = [
     "Simulation",
     "Stats",
     "Stopped",
+    "StoredObject",
     "Submission",
     "Task",
     "TaskCancelled",

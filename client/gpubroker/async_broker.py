@@ -19,6 +19,7 @@ from gpubroker.inferring import InferOptions, triton_healthy
 from gpubroker.lease_operations import LeaseOperations
 from gpubroker.leases import AnyLease, Lease, LeaseOptions
 from gpubroker.models import Event, Outcome, Page, Task, Token
+from gpubroker.objects import StoredObject
 from gpubroker.operations import (
     EVENTS_PER_PAGE,
     FOLLOW_PAUSE_SECONDS,
@@ -77,6 +78,9 @@ class AsyncBroker:
 
     async def infer_later(self, model: str, inputs: Inputs, **options: Unpack[InferLaterOptions]) -> Task:
         return await self._carry_out(self._do.infer_later(model, inputs, options))
+
+    async def upload(self, data: "bytes | ArrayLike") -> StoredObject:
+        return await self._carry_out(self._do.upload(data))
 
     async def submit_many(
         self,

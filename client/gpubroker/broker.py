@@ -19,6 +19,7 @@ from gpubroker.inferring import InferOptions, triton_healthy
 from gpubroker.lease_operations import LeaseOperations
 from gpubroker.leases import AnyLease, Lease, LeaseOptions
 from gpubroker.models import Event, Outcome, Page, Task, Token
+from gpubroker.objects import StoredObject
 from gpubroker.operations import (
     EVENTS_PER_PAGE,
     FOLLOW_PAUSE_SECONDS,
@@ -102,10 +103,15 @@ class Broker:
             broker.result(task)["outputs"][0]["data"]
 
         It is answered when the model is in memory and has time, together with others that are alike.
-        `inputs`: arrays by name, as for `infer`, or mappings with datatype, shape and data. The result is
-        what Triton's protocol says in JSON. The options are those of `InferLaterOptions`. Raises Refused.
+        `inputs`: arrays by name, as for `infer`, what `upload` gave for an array, or mappings with datatype,
+        shape, and data or object. The result is what Triton's protocol says in JSON. The options are those
+        of `InferLaterOptions`. Raises Refused.
         """
         return self._carry_out(self._do.infer_later(model, inputs, options))
+
+    def upload(self, data: "bytes | ArrayLike") -> StoredObject:
+        """Store an array or bytes once, for any number of `infer_later` to name. Raises Refused."""
+        return self._carry_out(self._do.upload(data))
 
     def submit_many(
         self,

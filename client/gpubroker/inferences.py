@@ -6,12 +6,13 @@ from datetime import datetime
 from typing import Any, TypedDict
 
 from gpubroker.errors import WrongArgument
+from gpubroker.objects import StoredObject
 from gpubroker.submission import plain
 from gpubroker.tensors import HEAD_BYTES, described, named
 
 Inputs = Mapping[str, Any]
-"""By name: an array of numpy, or what it makes one of; or a mapping with `datatype`, `shape` and `data`, as
-in Triton's protocol, which needs no numpy."""
+"""By name: an array of numpy, or what it makes one of; an array that was uploaded; or a mapping with
+`datatype`, `shape` and `data` as in Triton's protocol, or `object`, the id of one, which needs no numpy."""
 
 
 class InferLaterOptions(TypedDict, total=False):
@@ -68,4 +69,6 @@ def inference_body(model: str, inputs: Inputs, options: InferLaterOptions) -> tu
 
 
 def _tensor(name: str, given: Any) -> tuple[dict[str, Any], bytes]:
+    if isinstance(given, StoredObject):
+        given = given.as_input(name)
     return ({"name": name, **given}, b"") if isinstance(given, Mapping) else described(name, given)

@@ -18,6 +18,7 @@ from gpubroker.fleet import Gpu, Node, Stats, Tenant
 from gpubroker.inferences import InferLaterOptions, Inputs, inference_body
 from gpubroker.inferring import InferOptions, infer
 from gpubroker.models import Event, Failure, Outcome, Page, Task, TaskState, Token
+from gpubroker.objects import StoredObject, object_body
 from gpubroker.planned import FleetPlan
 from gpubroker.policy import Policy
 from gpubroker.quarantine import Detection, Quarantined, Released
@@ -108,6 +109,12 @@ class Operations:
         call = Call("POST", "/inferences", body=body, headers={**headers, "Idempotency-Key": f'"{key}"'})
         answer = yield from self._send(call)
         return Task.of(answer.json())
+
+    def upload(self, data: "bytes | ArrayLike") -> Steps[StoredObject]:
+        body, about = object_body(data)
+        headers = {"Content-Type": "application/octet-stream"}
+        answer = yield from self._send(Call("POST", "/objects", body=body, headers=headers))
+        return filled(StoredObject, answer.json(), **about)
 
     def submit_many(
         self, tasks: Iterable[Wanted], *, all_or_nothing: bool, key: str | None

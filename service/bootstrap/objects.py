@@ -50,7 +50,9 @@ async def open_blobs(settings: Settings, store: SqlStore) -> DirectoryBlobs:
             f"{known}; name that one with blob_dir: all processes on one database share it"
         )
     limits = settings.limits
-    most_bytes = max(limits.body_bytes, limits.result_bytes, limits.checkpoint_bytes)
+    # An inference that names objects is their values and its own, and a head.
+    asked_bytes = limits.body_bytes + limits.object_bytes
+    most_bytes = max(asked_bytes, limits.result_bytes, limits.checkpoint_bytes)
     return DirectoryBlobs(folder, max_bytes=most_bytes)
 
 

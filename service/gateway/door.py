@@ -21,8 +21,8 @@ log = structlog.get_logger("gpubroker.gateway")
 OPEN_PATHS = frozenset({"/healthz", "/readyz", "/openapi.json"})
 """Answered without a token. Everything else, known or not, asks for one."""
 
-BATCH_PATH = "/tasks/batch"
-"""Its body may be larger."""
+_MOST_BYTES = {"/tasks/batch": "batch_body_bytes", "/objects": "object_bytes"}
+"""Paths whose bodies may be larger, and the limit that holds for them."""
 
 _NO_ROUTE = "unmatched"
 _STORE_AWAY = Problem(
@@ -127,7 +127,7 @@ class Door:
                 "unsupported-media-type",
                 f'Content-Encoding "{encoding.decode("latin-1")}" is not read; send the body as it is',
             )
-        setting = "batch_body_bytes" if path == BATCH_PATH else "body_bytes"
+        setting = _MOST_BYTES.get(path, "body_bytes")
         most: int = getattr(self._limits, setting)
         length = headers.get(b"content-length")
         if length is not None and length.isdigit():

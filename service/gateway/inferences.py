@@ -1,5 +1,7 @@
 """Queued inferences: what clients may send, and the tasks that they are."""
 
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, StringConstraints, WithJsonSchema
@@ -25,6 +27,9 @@ Datatype = Literal[
 ]  # fmt: skip
 
 
+NO_OBJECTS: Mapping[str, bytes] = MappingProxyType({})
+
+
 class TensorParameters(Body):
     binary_data_size: Annotated[
         int, Field(ge=0, description="So many bytes behind the JSON are its values, as in Triton's protocol.")
@@ -32,7 +37,7 @@ class TensorParameters(Body):
 
 
 class InputTensor(Body):
-    """As in the request of Triton's protocol, with its values here or behind the JSON."""
+    """As in the request of Triton's protocol, with its values here, behind the JSON, or in an object."""
 
     name: Annotated[str, line(1000, 1)]
     datatype: Datatype
@@ -43,6 +48,12 @@ class InputTensor(Body):
         Field(description="The values row by row, nested or flat: numbers, booleans, or text for BYTES."),
     ] = None
     parameters: TensorParameters | None = None
+    object: Annotated[
+        str | None,
+        StringConstraints(max_length=100),
+        WithJsonSchema({"type": "string", "maxLength": 100}),
+        Field(description="Id of an object (`POST /objects`) that has its values in Triton's binary form."),
+    ] = None
 
 
 class WantedTensor(Body):
@@ -80,9 +91,11 @@ class SubmitInference(Timed, BytesBehind):
     labels: Labels = Field(default_factory=dict)
 
 
-def question_of(body: SubmitInference, behind: bytes = b"") -> Question:
+def question_of(
+    body: SubmitInference, behind: bytes = b"", objects: Mapping[str, bytes] = NO_OBJECTS
+) -> Question:
     """Its values as the model gets them. Raises Problem with all that is wrong with them. `behind`: the bytes
-    that followed the JSON."""
+    that followed the JSON; `objects`: those that it names, by id."""
     faults = [
         *_named_twice("inputs", [tensor.name for tensor in body.inputs]),
         *_named_twice("outputs", [tensor.name for tensor in body.outputs]),
@@ -92,9 +105,10 @@ def question_of(body: SubmitInference, behind: bytes = b"") -> Question:
     for at, given in enumerate(body.inputs):
         size = 0 if given.parameters is None else given.parameters.binary_data_size
         try:
-            tensors.append(_tensor(given, behind[begin : begin + size]))
+            tensors.append(_tensor(given, behind[begin : begin + size], objects))
         except BadTensor as bad:
             where = "data" if given.parameters is None else "parameters/binary_data_size"
+            where = where if given.object is None else "object"
             faults.append(Fault(pointer=f"/inputs/{at}/{where}", detail=str(bad), code="bad-tensor"))
         begin += size
     if begin != len(behind) and not faults:
@@ -106,13 +120,17 @@ def question_of(body: SubmitInference, behind: bytes = b"") -> Question:
     return Question(tuple(tensors), body.version, outputs, body.parameters, body.id)
 
 
-def _tensor(given: InputTensor, behind: bytes) -> Tensor:
+def _tensor(given: InputTensor, behind: bytes, objects: Mapping[str, bytes]) -> Tensor:
     """Raises BadTensor."""
-    if (given.data is None) == (given.parameters is None):
-        raise BadTensor("give its values, or parameters with binary_data_size if they follow the JSON")
+    if [given.data, given.parameters, given.object].count(None) != 2:
+        raise BadTensor(
+            "give its values (data), or parameters with binary_data_size if they follow the JSON, or the "
+            "object that has them: one of these"
+        )
     if given.data is not None:
         return tensor_of(given.name, given.datatype, given.shape, given.data)
-    return checked(Tensor(given.name, given.datatype, tuple(given.shape), behind))
+    data = behind if given.object is None else objects[given.object]
+    return checked(Tensor(given.name, given.datatype, tuple(given.shape), data))
 
 
 def _named_twice(field: str, names: list[str]) -> list[Fault]:

@@ -36,6 +36,12 @@ PYTHON_MINOR = f"{sys.version_info.major}.{sys.version_info.minor}"
 class Limits:
     body_bytes: int = 8 * 1024 * 1024
     batch_body_bytes: int = 16 * 1024 * 1024
+    object_bytes: int = 16 * 1024 * 1024
+    """The largest object that may be uploaded, and the most that the objects of one inference have."""
+    tenant_object_bytes: int = 4 * 1024**3
+    """All that a tenant has uploaded."""
+    object_seconds: Seconds = Seconds(86400.0)
+    """An uploaded object is kept so long after its last use."""
     inline_bytes: int = 64 * 1024
     """Arguments up to this size stay in the row; larger ones become blobs."""
     stale_seconds: Seconds = Seconds(30.0)
@@ -121,6 +127,8 @@ class GatewayParts:
     """What they keep of the World for one another."""
     batches: Turns = field(default_factory=lambda: Turns("batches", most_waiting=32))
     """One is taken in at a time, in small steps; the one before it is on its way to the disk meanwhile."""
+    reads: Turns = field(default_factory=lambda: Turns("inferences on objects", most_waiting=64))
+    """One has the objects that it names in memory at a time."""
     ids: Ids = field(default_factory=Ids)
     python: str = PYTHON_MINOR
     """The Python minor that runs pickled functions."""

@@ -51,6 +51,7 @@ CATALOGUE: Final[Mapping[str, Kind]] = {
     "no-matching-device": Kind(422, "There is no such GPU or node here"),
     "exceeds-maximum": Kind(422, "The task asks for more than one task may have"),
     "exceeds-quota": Kind(422, "The task asks for more than its tenant may have"),
+    "objects-full": Kind(422, "The tenant's objects would take more than they may"),
     "priority-too-low": Kind(422, "What the task asks for is kept for higher priorities"),
     "pool-mismatch": Kind(422, "The pool does not give what the task asks for"),
     "unknown-resource": Kind(422, "Nobody offers this resource"),

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from gpubroker import WrongArgument
+from gpubroker import StoredObject, WrongArgument
 
 from tests.client.conftest import Do
 from tests.client.recorded_service import RecordedService, Reply, a_task
@@ -48,9 +48,26 @@ def test_arrays_follow_the_json_as_bytes(service: RecordedService, do: Do) -> No
     assert asked.headers["idempotency-key"] == '"mine"'
 
 
+def test_an_array_is_uploaded_once_and_named_by_questions(service: RecordedService, do: Do) -> None:
+    told = {"id": "abc", "size_bytes": 8, "expires_at": "2026-11-21T22:00:00Z"}
+    service.told(Reply(201, told), Reply(202, a_task()), Reply(201, told))
+    pixels = np.array([[0.5], [1.0]], np.float32)
+    stored = do("upload", pixels)
+    assert (stored.id, stored.datatype, stored.shape, stored.size_bytes) == ("abc", "FP32", (2, 1), 8)
+    assert stored.expires_at == datetime(2026, 11, 21, 22, tzinfo=UTC)
+    do("infer_later", "resnet", {"x": stored, "y": TENSOR})
+    assert do("upload", pixels.tobytes()).datatype == ""
+    first, asked, again = service.asked
+    assert (first.method, first.path, first.body) == ("POST", "/objects", pixels.tobytes())
+    assert again.body == first.body
+    named = {"name": "x", "datatype": "FP32", "shape": [2, 1], "object": "abc"}
+    assert asked.body["inputs"] == [named, {"name": "y", **TENSOR}]
+
+
 @pytest.mark.parametrize(
     ("inputs", "options", "says"),
     [
+        ({"x": StoredObject("abc", 8)}, {}, "uploaded as bytes; say what they are"),
         ({"x": np.array([1j])}, {}, "has the dtype complex128"),
         ({"x": np.array([object()])}, {}, "an element of type object"),
         (np.array([1.0]), {}, "inputs is of type ndarray; give a mapping"),

@@ -11,8 +11,10 @@ from service.adapters.sql.move import move_data
 from service.adapters.sql.session import DatabaseRefused
 from service.adapters.sql.store import SqlStore, migrate
 from service.adapters.sql.tables import metadata
+from service.core.units import Instant
+from service.object_ports import StoredObject
 from service.ports import TaskFilter
-from tests.builders import GIB
+from tests.builders import GIB, NOW
 from tests.chaos.rows import Answers, Rows
 from tests.chaos.scene import Scene
 from tests.contracts.lived_in import all_of, live_in
@@ -35,13 +37,16 @@ async def file(tmp_path: Path) -> str:
 async def test_everything_that_can_be_read_of_a_service_is_the_same_after_its_move(
     file: str, empty_postgres_url: str
 ) -> None:
+    uploaded = StoredObject("default", "digest", 10, NOW, Instant(NOW + 10))
     async with opened(file) as store:
+        await store.keep_object(uploaded, 10**6)
         before = await all_of(store)
     told: list[str] = []
     move_data(file, empty_postgres_url, told.append)
     assert len(told) == len(COPIED) + 2
     async with opened(empty_postgres_url) as store:
         assert await all_of(store) == before
+        assert await store.stored_object("default", "digest") == uploaded
         assert await Rows(Answers(empty_postgres_url)).check(store) == []
 
 

@@ -68,6 +68,15 @@ def test_every_datatype_of_triton_goes_there_and_back_half_precision_too(service
     assert told == {f"OUT_{'STRING' if name == 'BYTES' else name}": some for name, some in values.items()}
 
 
+def test_an_array_is_uploaded_once_and_asked_about_as_often_as_one_likes(service: ServiceProcess) -> None:
+    broker = service.broker
+    stored = broker.upload(column(1, 2)["INPUT0"])
+    halves = broker.upload(np.array([0.5, 4], np.float32).tobytes())
+    named = {"datatype": "FP32", "shape": [2, 1], "object": halves.id}
+    tasks = [broker.infer_later("doubles", {"INPUT0": given}) for given in (stored, named, stored)]
+    assert [answered(broker, task)["OUTPUT0"] for task in tasks] == [[2, 4], [1, 8], [2, 4]]
+
+
 def test_what_the_model_does_not_take_is_its_error_in_triton_s_words(service: ServiceProcess) -> None:
     tasks = [
         service.broker.infer_later("doubles", {"OTHER": np.zeros((1, 1), np.float32)}, max_retries=3),

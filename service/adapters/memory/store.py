@@ -5,6 +5,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
 
+from service.adapters.memory.possessions import MemoryPossessions
 from service.core.accounts import HALF_LIFE_SECONDS, Accounts
 from service.core.device import Device, Node
 from service.core.estimate import Sketch, Topic
@@ -32,13 +33,12 @@ from service.ports import (
     SubmitVerdict,
     TaskFilter,
     TaskRecord,
-    TokenRow,
 )
 
 _CHECKPOINTS_KEPT = 3
 
 
-class MemoryStore:
+class MemoryStore(MemoryPossessions):
     """A TaskStore for one event loop: no call awaits anything, so each is atomic."""
 
     def __init__(
@@ -46,6 +46,7 @@ class MemoryStore:
         now: Callable[[], float] = time.time,
         usage_half_life_seconds: Seconds = HALF_LIFE_SECONDS,
     ) -> None:
+        super().__init__()
         self._now = now
         self._listeners: list[EventListener] = []
         self._fault: Exception | None = None
@@ -67,7 +68,6 @@ class MemoryStore:
         self._finished: Counter[tuple[str, TaskState]] = Counter()
         self._estimates: dict[Topic, Sketch] = {}
         self._usage = Accounts(usage_half_life_seconds)
-        self._tokens: dict[str, TokenRow] = {}
         self._pruned = 0
         """So many events are no longer told."""
         self._log: list[tuple[Event, TaskId | None]] = []
@@ -294,7 +294,7 @@ class MemoryStore:
         first = next((n for n, it in enumerate(stays) if it), None)
         gone = (len(self._log) if first is None else first) - self._pruned
         self._pruned += max(gone, 0)
-        return bool(over or gone > 0)
+        return self.prune_objects(Instant(self._now())) or bool(over or gone > 0)
 
     def _is_over(self, task: Task, cutoffs: Cutoffs) -> bool:
         held = {lease.holder for lease in self._leases.values() if lease.state is not LeaseState.RELEASED}
@@ -350,16 +350,8 @@ class MemoryStore:
         named = {spec.arguments_digest for spec in self._specs.values()}
         named |= {outcome.result_digest for outcome in self._outcomes.values()}
         named |= {saved.digest for kept in self._checkpoints.values() for saved in kept.values()}
+        named |= self.uploaded()
         return frozenset(digest for digest in digests if digest in named)
-
-    async def put_token(self, token: TokenRow, *, by: str) -> bool:  # noqa: ARG002  # no audit outlives it
-        return self._tokens.setdefault(token.name, token).sha256 == token.sha256
-
-    async def tokens(self) -> Sequence[TokenRow]:
-        return [self._tokens[name] for name in sorted(self._tokens)]
-
-    async def drop_token(self, name: str, *, by: str) -> bool:  # noqa: ARG002
-        return self._tokens.pop(name, None) is not None
 
     async def audit(self, *, by: str, tenant: str, action: str, subject: str) -> None:
         """Nobody could read it once the process has ended."""

@@ -2,7 +2,7 @@
 
 from service.ports import LogOutgrown, Outgrown
 
-SCHEMA = 5
+SCHEMA = 6
 """Number of the newest migration that this software knows."""
 
 READER = 3

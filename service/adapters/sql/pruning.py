@@ -10,6 +10,7 @@ from sqlalchemy.sql.functions import GenericFunction
 
 from service.adapters.sql import tables
 from service.adapters.sql.columns import Count
+from service.adapters.sql.objects import prune_objects
 from service.adapters.sql.rowset import SetStatement
 from service.adapters.sql.session import Session
 from service.adapters.sql.statements import delete_rows
@@ -30,7 +31,8 @@ def prune_step(session: Session, term: Term, cutoffs: Cutoffs) -> list[TaskId] |
     tasks = _prune_tasks(session, cutoffs)
     events = _prune_first(session, _OLDEST_EVENTS, _DELETE_EVENTS, cutoffs.finished, cutoffs.heard)
     notes = _prune_first(session, _OLDEST_NOTES, _DELETE_NOTES, cutoffs.audited)
-    return tasks if tasks or events or notes else None
+    objects = prune_objects(session)
+    return tasks if tasks or events or notes or objects else None
 
 
 def _prune_tasks(session: Session, cutoffs: Cutoffs) -> list[TaskId]:

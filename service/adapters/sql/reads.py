@@ -23,6 +23,7 @@ from sqlalchemy import (
 )
 
 from service.adapters.sql import rows, tables
+from service.adapters.sql.object_table import stored_object
 from service.adapters.sql.shared_tables import installation
 from service.adapters.sql.statements import EVENT
 from service.core.accounts import Usage
@@ -234,7 +235,8 @@ def checkpoints(connection: Connection, task: TaskId) -> Sequence[StoredCheckpoi
 
 
 def referenced(connection: Connection, digests: Sequence[str]) -> frozenset[str]:
-    places = (_spec.c.arguments_digest, _outcome.c.result_digest, tables.checkpoint.c.digest)
+    of_tasks = (_spec.c.arguments_digest, _outcome.c.result_digest, tables.checkpoint.c.digest)
+    places = (*of_tasks, stored_object.c.digest)
     return frozenset(
         digest
         for column in places

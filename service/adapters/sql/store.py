@@ -18,6 +18,7 @@ from service.adapters.sql.database import READERS, Database, migrate, open_datab
 from service.adapters.sql.group import Change, NewBatch, NewRequest, NewTask, Unit
 from service.adapters.sql.hints import Hints
 from service.adapters.sql.last_values import SqlLastValues
+from service.adapters.sql.objects import SqlObjects
 from service.adapters.sql.pruning import prune_step
 from service.adapters.sql.recent import Recent
 from service.adapters.sql.rows import token_row
@@ -81,7 +82,7 @@ async def open_store(
         raise
 
 
-class SqlStore(SqlLastValues):
+class SqlStore(SqlLastValues, SqlObjects):
     """Writes go to the writer thread and are answered after their commit; reads take a reader's thread."""
 
     def __init__(self, database: Database, usage_half_life_seconds: Seconds = HALF_LIFE_SECONDS) -> None:

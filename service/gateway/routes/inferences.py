@@ -1,6 +1,8 @@
 """Queued inferences: submitted here, and tasks from then on."""
 
 import asyncio
+from collections.abc import Mapping
+from contextlib import nullcontext
 
 from fastapi import APIRouter, Response
 
@@ -11,6 +13,7 @@ from service.gateway.dependencies import dependencies_of, stands_for
 from service.gateway.direct import HEAD_LENGTH, Call, DirectRoute, answer, needs, problems
 from service.gateway.identity import Scope
 from service.gateway.inferences import (
+    NO_OBJECTS,
     SubmitInference,
     demand_of_inference,
     question_of,
@@ -19,6 +22,7 @@ from service.gateway.inferences import (
 )
 from service.gateway.intake import digest_if_large
 from service.gateway.lookup import live_of
+from service.gateway.objects import values_of
 from service.gateway.pending import NOT_YET_SEEN
 from service.gateway.permission import check_priority, check_stream
 from service.gateway.problems import Problem
@@ -27,6 +31,7 @@ from service.gateway.submitting import IdempotencyKey, sent_before, submitted
 from service.gateway.timing import timing_of
 from service.gateway.translate import Live, task_view
 from service.gateway.views import TaskView
+from service.ports import RunSpec
 
 router = APIRouter(route_class=DirectRoute, tags=["models"])
 
@@ -57,6 +62,8 @@ _JUST_ACCEPTED = Live(leases=[], uuids={}, pending=NOT_YET_SEEN)
         "exceeds-maximum",
         "exceeds-quota",
         "idempotency-key-reused",
+        "too-many-requests",
+        "result-damaged",
         "store-unavailable",
     ),
     openapi_extra={
@@ -85,26 +92,35 @@ async def submit_inference(
     try:
         if not call.parts.policy.serving.is_anywhere:
             raise Problem("not-found", "no server of models is configured; set triton.servers")
-        task, stored = await _taken_in(call, body), await _stored(call, body)
-        if not stands_aside(task):
-            await _bring_model(call, body.model, task.priority)
+        task = await _taken_in(call, body)
+        named = {at: tensor.object for at, tensor in enumerate(body.inputs) if tensor.object is not None}
+        async with call.parts.reads.take() if named else nullcontext():
+            spec = await _taken_spec(call, body, task, named)
     except Problem:
         known = await sent_before(call, idempotency_key, "inference")
         if known is None:
             raise
         return answer(task_view(known.record, live_of(call.parts, known.record.task)), 202, known.headers)
-    spec = spec_of_inference(body, stored, await digest_if_large(call, stored, task.id))
     record, is_new, headers = await submitted(call, task, spec, idempotency_key, "inference")
     live = _JUST_ACCEPTED if is_new else live_of(call.parts, record.task)
     return answer(task_view(record, live), 202, {**headers, "Location": f"/tasks/{record.task.id}"})
 
 
-async def _stored(call: Call, body: SubmitInference) -> bytes:
+async def _taken_spec(call: Call, body: SubmitInference, task: Task, named: Mapping[int, str]) -> RunSpec:
+    """Large questions are on disk before the row that names them. Raises Problem."""
+    stored = await _stored(call, body, await values_of(call, named) if named else NO_OBJECTS)
+    if not stands_aside(task):
+        await _bring_model(call, body.model, task.priority)
+    return spec_of_inference(body, stored, await digest_if_large(call, stored, task.id))
+
+
+async def _stored(call: Call, body: SubmitInference, objects: Mapping[str, bytes]) -> bytes:
     """What is asked, as it is stored. Raises Problem."""
     behind = await call.behind()
-    if len(await call.body()) > _AT_ONCE_BYTES:
-        return await asyncio.to_thread(lambda: packed(question_of(body, behind)))
-    return packed(question_of(body, behind))
+    size_bytes = len(await call.body()) + sum(map(len, objects.values()))
+    if size_bytes > _AT_ONCE_BYTES:
+        return await asyncio.to_thread(lambda: packed(question_of(body, behind, objects)))
+    return packed(question_of(body, behind, objects))
 
 
 async def _taken_in(call: Call, body: SubmitInference) -> Task:

@@ -1,0 +1,134 @@
+"""What tenants upload: how long it is kept, how much of it, and what it gives to an inference."""
+
+import asyncio
+import hashlib
+from collections.abc import Mapping
+from typing import Annotated, Final
+
+from pydantic import Field
+from typing_extensions import TypedDict
+
+from service.core.units import Instant
+from service.gateway.direct import Call
+from service.gateway.faults import refused
+from service.gateway.problems import Fault, Problem
+from service.gateway.translate import rfc3339
+from service.gateway.views import Time
+from service.object_ports import StoredObject
+from service.ports import BlobCorrupt, BlobMissing
+
+_AT_ONCE_BYTES: Final = 64 * 1024
+_IDLE_SHARE: Final = 0.1
+"""A use is noted once so much of the time that an object is kept has gone by: each note is a write."""
+
+
+class ObjectView(TypedDict):
+    id: Annotated[str, Field(description="The sha256 of its bytes, in hexadecimal.")]
+    size_bytes: int
+    created_at: Time
+    expires_at: Annotated[Time, Field(description="Each use puts it off.")]
+
+
+def object_view(kept: StoredObject) -> ObjectView:
+    return {
+        "id": kept.digest,
+        "size_bytes": kept.size_bytes,
+        "created_at": rfc3339(kept.created_at),
+        "expires_at": rfc3339(kept.expires_at),
+    }
+
+
+async def keep(call: Call, data: bytes) -> StoredObject:
+    """Durable when this returns. Raises Problem objects-full."""
+    parts, tenant = call.parts, call.identity.tenant
+    given = StoredObject(tenant, await _digest_of(data), len(data), parts.clock.now(), _end(call))
+    # Before its bytes are on the disk: who is refused fills none.
+    known = await parts.store.stored_object(tenant, given.digest)
+    has_bytes = await parts.store.counted_bytes(tenant, given.created_at)
+    if known is None and has_bytes + given.counted_bytes > parts.limits.tenant_object_bytes:
+        raise _full(call, given, has_bytes)
+    digest = await parts.blobs.put(data, owner=tenant)
+    assert digest == given.digest, "objects are named by their sha256"
+    kept = await parts.store.keep_object(given, parts.limits.tenant_object_bytes)
+    if kept is None:
+        raise _full(call, given, await parts.store.counted_bytes(tenant, given.created_at))
+    return kept
+
+
+async def find(call: Call, object_id: str) -> StoredObject:
+    """Raises Problem not-found; also for an object of another tenant."""
+    kept = await _kept(call, object_id)
+    if kept is None:
+        raise Problem("not-found", _unknown(call, object_id))
+    return kept
+
+
+async def bytes_of(call: Call, kept: StoredObject) -> bytes:
+    """Noted as a use. Raises Problem result-damaged."""
+    try:
+        data = await call.parts.blobs.get(kept.digest)
+    except (BlobMissing, BlobCorrupt):
+        raise Problem(
+            "result-damaged",
+            f"the bytes of object {kept.digest} are missing or damaged; upload them again, and check the "
+            "disk that holds the blobs",
+        ) from None
+    until = _end(call)
+    if until - kept.expires_at > _IDLE_SHARE * call.parts.limits.object_seconds:
+        await call.parts.store.extend_object(kept.tenant, kept.digest, until)
+    return data
+
+
+async def values_of(call: Call, named: Mapping[int, str]) -> Mapping[str, bytes]:
+    """The objects that these inputs of an inference name, by id. Raises Problem with all that is wrong."""
+    found = {object_id: await _kept(call, object_id) for object_id in sorted({*named.values()})}
+    faults = [
+        Fault(pointer=f"/inputs/{at}/object", detail=_unknown(call, object_id), code="unknown-object")
+        for at, object_id in named.items()
+        if found[object_id] is None
+    ]
+    if faults:
+        raise refused(faults)
+    kept = {object_id: row for object_id, row in found.items() if row is not None}
+    all_bytes, most = sum(kept[it].size_bytes for it in named.values()), call.parts.limits.object_bytes
+    if all_bytes > most:
+        detail = (
+            f"the objects of one inference may have {most} bytes, and these have {all_bytes}; ask in "
+            "parts, or raise limits.object_bytes"
+        )
+        raise refused([Fault(pointer="/inputs", detail=detail, code="objects-too-large")])
+    return {object_id: await bytes_of(call, row) for object_id, row in kept.items()}
+
+
+async def _kept(call: Call, object_id: str) -> StoredObject | None:
+    row = await call.parts.store.stored_object(call.identity.tenant, object_id)
+    return row if row is not None and row.expires_at > call.parts.clock.now() else None
+
+
+def _end(call: Call) -> Instant:
+    return Instant(call.parts.clock.now() + call.parts.limits.object_seconds)
+
+
+def _unknown(call: Call, object_id: str) -> str:
+    seconds = call.parts.limits.object_seconds
+    return (
+        f'you have no object "{object_id[:100]}"; objects are kept for {seconds:g} seconds after their last '
+        "use: upload it (again) with POST /objects"
+    )
+
+
+def _full(call: Call, given: StoredObject, has_bytes: int) -> Problem:
+    limits = call.parts.limits
+    return Problem(
+        "objects-full",
+        f'tenant "{given.tenant}" has objects of {has_bytes} bytes, and may have '
+        f"{limits.tenant_object_bytes}; this one counts {given.counted_bytes}. Delete some (DELETE "
+        f"/objects/ID), wait until some were not used for {limits.object_seconds:g} seconds, or raise "
+        "limits.tenant_object_bytes",
+    )
+
+
+async def _digest_of(data: bytes) -> str:
+    if len(data) <= _AT_ONCE_BYTES:
+        return hashlib.sha256(data).hexdigest()
+    return await asyncio.to_thread(lambda: hashlib.sha256(data).hexdigest())

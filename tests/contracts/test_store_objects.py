@@ -1,0 +1,90 @@
+"""What tenants have uploaded: each sees its own, for a time, and no more of it than it may have."""
+
+import asyncio
+import time
+from dataclasses import replace
+
+from service.core.units import Instant
+from service.object_ports import LEAST_BYTES, StoredObject
+from service.ports import TaskStore
+from tests.contracts.scenes import next_term
+from tests.contracts.test_store_retention import NEVER, cutoffs, pruned
+
+NOW = Instant(time.time())
+PLENTY = 10**12
+
+
+def an_object(
+    name: str = "pixels", size_bytes: int = 10_000, tenant: str = "acme", lasts: float = 3600.0
+) -> StoredObject:
+    return StoredObject(tenant, f"digest-of-{name}", size_bytes, NOW, Instant(NOW + lasts))
+
+
+async def test_an_object_is_its_tenant_s_alone(store: TaskStore) -> None:
+    mine = an_object()
+    assert await store.keep_object(mine, PLENTY) == mine
+    assert await store.stored_object("acme", mine.digest) == mine
+    assert await store.stored_object("zeta", mine.digest) is None
+    assert not await store.drop_object("zeta", mine.digest)
+    assert await store.drop_object("acme", mine.digest)
+    assert not await store.drop_object("acme", mine.digest)
+    assert await store.stored_object("acme", mine.digest) is None
+
+
+async def test_the_same_again_is_the_same_object_and_the_later_end_counts(store: TaskStore) -> None:
+    first = an_object(lasts=100)
+    await store.keep_object(first, PLENTY)
+    again = replace(first, created_at=Instant(NOW + 50), expires_at=Instant(NOW + 150))
+    longer = replace(first, expires_at=Instant(NOW + 150))
+    assert await store.keep_object(again, PLENTY) == longer
+    assert await store.keep_object(first, PLENTY) == longer
+    await store.extend_object("acme", first.digest, Instant(NOW + 120))
+    assert await store.stored_object("acme", first.digest) == longer
+    await store.extend_object("acme", first.digest, Instant(NOW + 200))
+    found = await store.stored_object("acme", first.digest)
+    assert found is not None
+    assert found.expires_at == NOW + 200
+    await store.extend_object("acme", "gone", Instant(NOW + 200))
+    assert await store.stored_object("acme", "gone") is None
+
+
+async def test_a_tenant_has_no_more_than_it_may(store: TaskStore) -> None:
+    await store.keep_object(an_object("other", tenant="zeta"), 10_000)
+    await store.keep_object(an_object("a", 6000), 10_000)
+    assert await store.keep_object(an_object("b", 4001), 10_000) is None
+    assert await store.keep_object(an_object("tiny", 1), 10_000 - 1) is None, "it counts as a block of a disk"
+    assert await store.stored_object("acme", "digest-of-b") is None
+    assert await store.keep_object(an_object("a", 6000), 10_000), "it is there already"
+    assert await store.counted_bytes("acme", NOW) == 6000
+    assert await store.keep_object(an_object("tiny", 1), 6000 + LEAST_BYTES)
+    assert await store.counted_bytes("acme", NOW) == 6000 + LEAST_BYTES
+    assert await store.counted_bytes("nobody", NOW) == 0
+
+
+async def test_of_many_at_once_no_more_are_kept_than_fit(store: TaskStore) -> None:
+    kept = await asyncio.gather(*(store.keep_object(an_object(f"{n}"), 30_000) for n in range(8)))
+    assert sum(one is not None for one in kept) == 3
+    assert await store.counted_bytes("acme", NOW) == 30_000
+
+
+async def test_what_is_over_counts_no_more_and_makes_room(store: TaskStore) -> None:
+    await store.keep_object(an_object("old", lasts=10), 10_000)
+    later = Instant(NOW + 10)
+    assert await store.counted_bytes("acme", later) == 0
+    fresh = replace(an_object("fresh"), created_at=later)
+    assert await store.keep_object(fresh, 10_000) == fresh
+    assert await store.stored_object("acme", "digest-of-old") is None
+
+
+async def test_what_is_over_is_pruned_and_its_bytes_are_nobody_s(store: TaskStore) -> None:
+    term = await next_term(store, "me")
+    old = [an_object(f"old-{n}", lasts=-1.0) for n in range(3)]
+    kept, shared = an_object("kept"), an_object("old-0", tenant="zeta")
+    for one in (kept, shared, *old):
+        await store.keep_object(replace(one, created_at=NEVER), PLENTY)
+    digests = [old[1].digest, kept.digest, shared.digest, "nobody-s"]
+    assert await store.referenced(digests) == {*digests} - {"nobody-s"}
+    assert await pruned(store, term, cutoffs(finished=NEVER, keyed=NEVER)) >= 1
+    assert await store.referenced(digests) == {kept.digest, shared.digest}
+    assert await store.stored_object("acme", old[0].digest) is None
+    assert await store.stored_object("acme", kept.digest) is not None

@@ -1,0 +1,166 @@
+"""Uploaded objects over HTTP: kept for a time, for whoever uploaded them, and named by inferences."""
+
+import hashlib
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+
+from service.core.inference_forms import question_in
+from service.core.tensors import values_of
+from service.core.units import TaskId
+from tests.gateway.harness import Client, Gateway, fault, problem
+from tests.gateway.test_inferences_queued import OPEN, a_gateway
+
+DAY = 86400.0
+FLOATS = bytes.fromhex("0000003f 00000040")
+"""0.5 and 2.0."""
+
+
+@pytest.fixture
+async def gateway() -> AsyncIterator[Gateway]:
+    async with a_gateway(serving=OPEN) as gateway:
+        yield gateway
+
+
+async def upload(client: Client, data: bytes = FLOATS) -> dict[str, Any]:
+    response = await client.post("/objects", content=data)
+    assert response.status_code == 201, response.text
+    told: dict[str, Any] = response.json()
+    assert response.headers["location"] == f"/objects/{told['id']}"
+    return told
+
+
+def naming(object_id: str, **fields: Any) -> dict[str, Any]:
+    tensor = {"name": "x", "datatype": "FP32", "shape": [2, 1], "object": object_id, **fields}
+    return {"model": "llm", "inputs": [tensor]}
+
+
+async def test_what_is_uploaded_is_named_by_its_digest_and_comes_back(gateway: Gateway) -> None:
+    told = await upload(gateway.admin)
+    assert (told["id"], told["size_bytes"]) == (hashlib.sha256(FLOATS).hexdigest(), 8)
+    where = f"/objects/{told['id']}"
+    assert (await gateway.admin.get(where)).json() == told
+    assert (await gateway.admin.get(f"{where}/content")).content == FLOATS
+    assert (await gateway.admin.delete(where)).status_code == 204
+    problem(await gateway.admin.get(where), 404, "not-found")
+    problem(await gateway.admin.delete(where), 404, "not-found")
+
+
+async def test_an_object_is_read_by_nobody_else_and_each_tenant_has_its_own(gateway: Gateway) -> None:
+    id = (await upload(gateway.admin))["id"]
+    other = await gateway.client("other", tenant="acme")
+    for path in (f"/objects/{id}", f"/objects/{id}/content"):
+        problem(await other.get(path), 404, "not-found")
+    fault(await other.post("/inferences", json=naming(id)), "/inputs/0/object")
+    await upload(other)
+    assert (await gateway.admin.delete(f"/objects/{id}")).status_code == 204
+    assert (await other.get(f"/objects/{id}/content")).content == FLOATS
+
+
+async def test_it_needs_the_scope_for_asking_models(gateway: Gateway) -> None:
+    reader = await gateway.client("reader", "tasks:read", "tasks:write")
+    problem(await reader.post("/objects", content=FLOATS), 403, "forbidden")
+    problem(await reader.get("/objects/abc"), 403, "forbidden")
+
+
+async def test_it_is_kept_for_a_day_after_it_was_uploaded_or_used_last(gateway: Gateway) -> None:
+    first = await upload(gateway.admin)
+    where = f"/objects/{first['id']}"
+    gateway.clock.advance(DAY / 2)
+    again = await upload(gateway.admin)
+    assert (again["created_at"], again["expires_at"] > first["expires_at"]) == (first["created_at"], True)
+    for use in ("inference", "content"):
+        gateway.clock.advance(DAY - 1)
+        if use == "content":
+            assert (await gateway.admin.get(f"{where}/content")).status_code == 200
+        else:
+            response = await gateway.admin.post("/inferences", json=naming(first["id"]))
+            assert response.status_code == 202
+    gateway.clock.advance(DAY - 1)
+    assert (await gateway.admin.get(where)).status_code == 200
+    gateway.clock.advance(1)
+    assert "86400 seconds" in problem(await gateway.admin.get(where), 404, "not-found")["detail"]
+    fault(await gateway.admin.post("/inferences", json=naming(first["id"])), "/inputs/0/object")
+    assert (await upload(gateway.admin))["created_at"] > first["created_at"], "it is a new one"
+
+
+async def test_what_is_too_large_or_more_than_the_tenant_may_have_is_refused_with_the_numbers() -> None:
+    async with a_gateway(
+        serving=OPEN, body_bytes=100, object_bytes=9000, tenant_object_bytes=10_000
+    ) as gateway:
+        await upload(gateway.admin, b"x" * 6000)
+        too_large = await gateway.admin.post("/objects", content=b"x" * 9001)
+        assert "limits.object_bytes" in problem(too_large, 413, "payload-too-large")["detail"]
+        full = problem(await gateway.admin.post("/objects", content=b"y" * 5000), 422, "objects-full")
+        for said in ("6000 bytes", "may have 10000", "counts 5000", "limits.tenant_object_bytes"):
+            assert said in full["detail"]
+        assert len(gateway.blobs.objects) == 1, "who is refused fills no disk"
+        await upload(gateway.admin, b"x" * 6000)
+        await upload(await gateway.client("other", tenant="acme"), b"y" * 6000)
+
+
+async def test_an_inference_has_the_values_of_the_object_that_it_names_and_outlives_it(
+    gateway: Gateway,
+) -> None:
+    id = (await upload(gateway.admin))["id"]
+    inline = {"name": "b", "datatype": "FP32", "shape": [1], "data": [7]}
+    text = {"name": "t", "datatype": "BYTES", "shape": [1]}
+    text["object"] = (await upload(gateway.admin, b"\x02\0\0\0ab"))["id"]
+    body = naming(id)
+    body["inputs"] += [inline, text, {**body["inputs"][0], "name": "again"}]
+    response = await gateway.admin.post("/inferences", json=body)
+    assert response.status_code == 202, response.text
+    await gateway.admin.delete(f"/objects/{id}")
+    spec = (await gateway.store.specs([TaskId(response.json()["id"])])).popitem()[1]
+    tensors = question_in(spec.arguments).inputs
+    assert [values_of(tensor) for tensor in tensors] == [[0.5, 2.0], [7.0], ["ab"], [0.5, 2.0]]
+
+
+async def test_one_that_is_sent_again_with_its_key_has_its_answer_also_without_its_object(
+    gateway: Gateway,
+) -> None:
+    id, key = (await upload(gateway.admin))["id"], {"Idempotency-Key": "k"}
+    first = await gateway.admin.post("/inferences", json=naming(id), headers=key)
+    await gateway.admin.delete(f"/objects/{id}")
+    again = await gateway.admin.post("/inferences", json=naming(id), headers=key)
+    assert (again.status_code, again.json()["id"]) == (202, first.json()["id"])
+
+
+@pytest.mark.parametrize(
+    ("fields", "says"),
+    [
+        ({"object": "gone"}, 'you have no object "gone"'),
+        ({"object": ""}, 'you have no object ""'),
+        ({"shape": [3, 1]}, "came with 8 bytes"),
+        ({"datatype": "FP64"}, "came with 8 bytes"),
+        ({"datatype": "BYTES"}, "longer than what holds it"),
+        ({"data": [1, 2]}, "one of these"),
+        ({"parameters": {"binary_data_size": 0}}, "one of these"),
+    ],
+)
+async def test_an_object_that_is_not_there_or_not_those_values_is_refused(
+    gateway: Gateway, fields: dict[str, Any], says: str
+) -> None:
+    id = (await upload(gateway.admin))["id"]
+    refused = await gateway.admin.post("/inferences", json=naming(id, **{"object": id, **fields}))
+    assert says in fault(refused, "/inputs/0/object")
+    assert gateway.world.tasks == {}
+
+
+async def test_the_objects_of_one_inference_have_no_more_bytes_than_one_may_have() -> None:
+    async with a_gateway(serving=OPEN, object_bytes=15) as gateway:
+        body = naming((await upload(gateway.admin))["id"])
+        body["inputs"].append({**body["inputs"][0], "name": "y"})
+        refused = await gateway.admin.post("/inferences", json=body)
+        assert "may have 15 bytes, and these have 16" in fault(refused, "/inputs")
+
+
+async def test_bytes_that_are_lost_are_said_to_be(gateway: Gateway) -> None:
+    id = (await upload(gateway.admin))["id"]
+    gateway.blobs.objects.clear()
+    for response in (
+        await gateway.admin.post("/inferences", json=naming(id)),
+        await gateway.admin.get(f"/objects/{id}/content"),
+    ):
+        assert "upload them again" in problem(response, 500, "result-damaged")["detail"]
