@@ -38,9 +38,6 @@ AGE_SHARE = 0.25
 AGAIN_MOST_SECONDS = 30.0
 """One that its server could not take is sent again after this share of its age, and after so long at most."""
 
-WANTED_SHARE = 0.5
-"""A model for which inferences wait is said to be wanted anew when so much of its time is over."""
-
 
 def servers_of(world: World, policy: Policy, model: str) -> tuple[str, ...]:
     """Which may be asked for this model now. None while it is nowhere, and while it is to come."""
@@ -159,18 +156,11 @@ def kept_wanted(world: World, policy: Policy, now: Instant) -> list[Decision]:
     decisions = []
     for model in sorted(urgency):
         for holder in holders(world, policy, model):
-            if _is_to_be_told(holder, urgency[model], now):
-                asked = Request("", holder.id, holder.tenant, "want", {"priority": urgency[model]}, now)
+            if model_holders.is_to_be_told(holder, urgency[model], now, queued=True):
+                said = {"priority": urgency[model], "queued": True}
+                asked = Request("", holder.id, holder.tenant, "want", said, now)
                 decisions.append(model_holders.want(world, holder, asked, now, Decision(holder.id, "wanted")))
     return decisions
-
-
-def _is_to_be_told(holder: Task, priority: int, now: Instant) -> bool:
-    assert holder.model is not None
-    if priority > holder.model.asked_priority or not model_holders.is_wanted(holder, now):
-        return True
-    left_seconds = None if holder.expires_at is None else holder.expires_at - now
-    return left_seconds is not None and left_seconds < WANTED_SHARE * holder.model.wanted_seconds
 
 
 def doubts(world: World, reports: Iterable[Report], policy: Policy, now: Instant) -> list[Decision]:

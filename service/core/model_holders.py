@@ -12,6 +12,7 @@ from service.core.adoption import adopt
 from service.core.fold import Fold
 from service.core.lease import LeaseState
 from service.core.model_orders import ModelOrder, ServerSeen, Stage, check_order, load_order, unload_order
+from service.core.model_terms import ModelTerms
 from service.core.orders import Ended, Ending, Failure
 from service.core.plan import AuditNote, Decision, Outcome, Request, write_move
 from service.core.policy import Policy
@@ -30,8 +31,38 @@ MOST_USES = 64
 """So many uses of one report are counted: those that follow at once say little more."""
 
 
+WANTED_SHARE = 0.5
+"""Who goes on wanting a model says so anew when so much of its time is over."""
+
+
 def is_wanted(task: Task, now: Instant) -> bool:
     return task.expires_at is None or now < task.expires_at
+
+
+def is_to_be_told(task: Task, priority: int, now: Instant, *, queued: bool = False) -> bool:
+    """Whether it matters to the model that it is wanted at this priority. `queued`: by inferences in the
+    queue, the highest of all."""
+    terms = task.model
+    assert terms is not None
+    if task.expires_at is None or priority > terms.asked_priority:
+        return priority > terms.asked_priority
+    until = task.expires_at
+    if priority < terms.asked_priority:
+        if _gives_way(terms, now, queued=queued):
+            return True
+    else:
+        until = min(until, _asked_until(terms))
+    return until - now < WANTED_SHARE * terms.wanted_seconds
+
+
+def _gives_way(terms: ModelTerms, now: Instant, *, queued: bool) -> bool:
+    """Whether its priority may become a lower one: nobody has wanted it at that one lately, or it was wanted
+    so by inferences that no longer wait."""
+    return (queued and terms.queued) or now >= _asked_until(terms)
+
+
+def _asked_until(terms: ModelTerms) -> Instant:
+    return Instant(terms.asked_at + terms.wanted_seconds)
 
 
 def standing(task: Task, now: Instant) -> int:
@@ -169,16 +200,17 @@ def want(world: World, task: Task, request: Request, now: Instant, done: Decisio
     if task.model is None:
         return done
     fields = request.fields
-    asked = int(fields["priority"])
-    if is_wanted(task, now):
-        asked = max(asked, task.model.asked_priority)
     usage = _used(task.model.usage, min(int(fields.get("uses", 1)), MOST_USES), now)
-    terms = replace(task.model, asked_priority=asked, usage=usage)
+    terms = replace(task.model, usage=usage)
+    if not fields.get("doubted"):  # who doubts has asked before
+        terms = _asked(
+            terms, int(fields["priority"]), now, wanted=is_wanted(task, now), queued="queued" in fields
+        )
     changes: dict[str, Any] = {"model": terms}
     if task.expires_at is not None:
         changes["expires_at"] = Instant(now + terms.wanted_seconds)
     after = replace(task, **changes)
-    priority = standing(after, now) if task.state is TaskState.RUNNING else asked
+    priority = standing(after, now) if task.state is TaskState.RUNNING else terms.asked_priority
     if priority != task.priority:
         changes["priority"] = priority
     if task.held:  # it was in memory without room, and somebody wants it now
@@ -187,6 +219,14 @@ def want(world: World, task: Task, request: Request, now: Instant, done: Decisio
     if fields.get("doubted") and task.state is TaskState.RUNNING:
         orders = (check_order(task, _room_of(world, task)),)
     return replace(done, tasks=(write_move(task, Move.CHANGED, **changes),), orders=orders)
+
+
+def _asked(terms: ModelTerms, priority: int, now: Instant, *, wanted: bool, queued: bool) -> ModelTerms:
+    """As they are once somebody asks at this priority."""
+    is_new = not wanted or _gives_way(terms, now, queued=queued) or priority > terms.asked_priority
+    if not is_new and priority < terms.asked_priority:
+        return terms
+    return replace(terms, asked_priority=priority, asked_at=now, queued=queued and (is_new or terms.queued))
 
 
 def _room_of(world: World, task: Task) -> tuple[tuple[DeviceKey, Mib], ...]:

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from service.core.residency import NEVER_USED, Usage
-from service.core.units import Seconds
+from service.core.units import Instant, Seconds
 
 KIND = "model"
 """What stands where others have the kind of their run."""
@@ -29,6 +29,10 @@ class ModelTerms:
     the priority of those who ask for it."""
     asked_priority: int = 50
     """The highest of those who want it."""
+    asked_at: Instant = Instant(0.0)
+    """When it was last wanted at that priority."""
+    queued: bool = False
+    """It is inferences in the queue that want it so: when they no longer do, the leader knows."""
     pinned: bool = False
     """Somebody said that it stays."""
     load_seconds: Seconds = Seconds(0.0)

@@ -65,7 +65,8 @@ class Bringing:
             else:
                 asked.at, asked.again_seconds = now, min(2 * asked.again_seconds, MOST_AGAIN_SECONDS)
             try:
-                await self._residencies.want(model, max(group.standing for group in groups))
+                urgency = max(group.standing for group in groups)
+                await self._residencies.want(model, urgency, queued=True)
             except (Problem, UnknownModel) as refused:
                 log.warning(
                     "a model for which inferences wait cannot be had now", model=model, fault=str(refused)

@@ -85,7 +85,7 @@ class Residencies:
         if (there := self.at(server)) is not None:
             there.doubt(model)
 
-    async def want(self, model: str, priority: int) -> tuple[Residency, Task]:
+    async def want(self, model: str, priority: int, *, queued: bool = False) -> tuple[Residency, Task]:
         """Its holder, made if there is none, and where that is: at the first server of those below that has
         the model and a GPU which is large enough. Raises Problem, UnknownModel, StoreUnavailable.
 
@@ -98,7 +98,7 @@ class Residencies:
         refused: Problem | UnknownModel | None = None
         for residency in self._in_order(model):
             try:
-                return residency, await residency.want(model, priority)
+                return residency, await residency.want(model, priority, queued=queued)
             except UnknownModel as unknown:
                 refused = refused or unknown
             except Problem as problem:

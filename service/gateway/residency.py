@@ -13,6 +13,7 @@ import structlog
 
 from service.core.demand import Demand, Where
 from service.core.model_gauge import learned_mb
+from service.core.model_holders import is_to_be_told
 from service.core.model_sizes import first_guess_mb
 from service.core.model_terms import KIND, Home, ModelTerms
 from service.core.plan import Request
@@ -202,21 +203,20 @@ class Residency:
         found = (await self.repository() or {}).get(model)
         return found is not None and found.stage is Stage.READY
 
-    async def want(self, model: str, priority: int) -> Task:
-        """Its holder, made if there is none. Raises Problem, UnknownModel, StoreUnavailable."""
+    async def want(self, model: str, priority: int, *, queued: bool = False) -> Task:
+        """Its holder, made if there is none. `queued`: for an inference in the queue, for which the leader
+        keeps it wanted. Raises Problem, UnknownModel, StoreUnavailable."""
         async with self._asking.setdefault(model, asyncio.Lock()):
             task = self.of(model)
             if task is None:
-                return await self._enter(model, priority)
-            await self._keep_wanted(task, priority)
+                return await self._enter(model, priority, queued=queued)
+            if not queued:
+                await self._keep_wanted(task, priority)
             return task
 
     async def _keep_wanted(self, task: Task, priority: int) -> None:
         """Whoever waits for it wants it, at his own priority."""
-        assert task.model is not None
-        is_low = priority > task.model.asked_priority
-        left_seconds = None if task.expires_at is None else task.expires_at - self._parts.clock.now()
-        if is_low or (left_seconds is not None and left_seconds < self.rules.wanted_seconds / 2):
+        if is_to_be_told(task, priority, self._parts.clock.now()):
             await self.ask_leader(task, "want", priority=priority, uses=1)
 
     async def ask_leader(self, task: Task, what: str, **fields: object) -> bool:
@@ -239,14 +239,15 @@ class Residency:
                 detail = f"model {model[:100]} is not gone yet: its server still has requests for it"
                 raise Problem("model-not-ready", detail)
 
-    async def _enter(self, model: str, priority: int) -> Task:
+    async def _enter(self, model: str, priority: int, *, queued: bool) -> Task:
         parts, rules = self._parts, self.rules
         demand, described = await self._demand(model)
         parts.capacity.check(demand, priority, rules.tenant, at="")
         seconds, now = self._rules_of(model).load_seconds, parts.clock.now()
         terms = ModelTerms(
-            rules.name, model, rules.wanted_seconds, priority, load_seconds=seconds, steps=described.steps
-        )
+            rules.name, model, rules.wanted_seconds, priority, asked_at=now, queued=queued,
+            load_seconds=seconds, steps=described.steps,
+        )  # fmt: skip
         wanted_until = Instant(now + rules.wanted_seconds)
         return await self._submit(self._holder(model, demand, terms, now, expires_at=wanted_until))
 

@@ -176,6 +176,45 @@ def test_while_inferences_wait_their_model_stays_wanted_at_the_highest_of_their_
     assert the(world).expires_at == at(5 + 1.6 * WANTED)
 
 
+@pytest.mark.parametrize("is_there", [True, False])
+def test_a_model_is_wanted_at_the_priority_of_those_that_still_wait(is_there: bool) -> None:
+    world = loaded() if is_there else a_world()
+    if not is_there:
+        submit(world, a_model())
+    submit(world, an_inference("low", priority=10), an_inference("high", priority=85, submitted_at=at(1)))
+    commit(world, kept_wanted(world, POLICY, at(5)), at(5))
+    assert the(world).priority == 85
+    ask(world, "cancel", 6.0, task="high")
+    [told] = kept_wanted(world, POLICY, at(7))
+    commit(world, told, at(7))
+    assert (the(world).priority, the(world).expires_at) == (10, at(7 + WANTED))
+    assert kept_wanted(world, POLICY, at(8)) == []
+
+
+def test_who_asks_directly_is_not_made_less_urgent_by_those_in_the_queue() -> None:
+    world = loaded()
+    ask(world, "want", 1.0, priority=70)
+    submit(world, an_inference("low", priority=10))
+    assert kept_wanted(world, POLICY, at(2)) == []
+    [again] = kept_wanted(world, POLICY, at(0.6 * WANTED))
+    commit(world, again, at(0.6 * WANTED))
+    assert (the(world).priority, the(world).expires_at) == (70, at(1.6 * WANTED))
+    [late] = kept_wanted(world, POLICY, at(1.0 + WANTED))
+    commit(world, late, at(1.0 + WANTED))
+    assert the(world).priority == 10, "nobody has asked directly for so long"
+
+
+def test_inferences_keep_their_priority_though_others_who_ask_for_less_keep_the_model_wanted() -> None:
+    world = loaded()
+    submit(world, an_inference("high", priority=85))
+    commit(world, kept_wanted(world, POLICY, at(5)), at(5))
+    ask(world, "want", 0.5 * WANTED, priority=20)
+    [again] = kept_wanted(world, POLICY, at(0.6 * WANTED))
+    commit(world, again, at(0.6 * WANTED))
+    ask(world, "want", 6.0 + WANTED, priority=20)
+    assert the(world).priority == 85
+
+
 def test_a_model_that_answers_inferences_is_wanted_until_they_have_ended() -> None:
     world = asked()
     [told] = kept_wanted(world, POLICY, at(0.9 * WANTED))

@@ -106,6 +106,20 @@ def test_requests_keep_a_model_wanted_and_raise_its_priority() -> None:
     assert the(world).priority == 80, "somebody of 80 wants it still"
 
 
+def test_a_model_has_no_longer_the_priority_of_who_asked_for_it_once_though_others_keep_it_wanted() -> None:
+    world = loaded()
+    ask(world, "want", 10.0, priority=80)
+    for seconds in (160.0, 305.0):
+        ask(world, "want", seconds, priority=20)
+        assert the(world).priority == 80, "it is kept for whoever asked and comes again"
+    ask(world, "want", 10.0 + WANTED, priority=20)
+    assert the(world).priority == 20
+    ask(world, "want", 320.0, priority=80)
+    ask(world, "want", 500.0, priority=80)
+    ask(world, "want", 330.0 + WANTED, priority=20)
+    assert the(world).priority == 80, "he has come again"
+
+
 def test_who_comes_after_all_the_others_brings_his_own_priority() -> None:
     world = loaded(a_model(priority=80, terms={"asked_priority": 80}))
     ask(world, "want", WANTED + 1.0, priority=20)

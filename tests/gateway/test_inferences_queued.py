@@ -264,9 +264,12 @@ async def test_a_model_in_the_ledger_is_wanted_from_then_on_at_the_inference_s_p
         assert (told["reason"], "waits for its room" in told["message"]) == ("ModelLoading", True)
         explained = (await gateway.admin.get(f"/tasks/{id}/explain")).json()
         assert (explained["reason"], explained["remedies"], explained["devices"]) == ("ModelLoading", [], [])
-        await ask(gateway, 1, priority=60)
+        urgent = await ask(gateway, 1, priority=60)
         await gateway.commit(*kept_wanted(gateway.world, gateway.policy, gateway.clock.now()))
         assert holder(gateway).priority == 60
+        await gateway.admin.post(f"/tasks/{urgent}/cancel")
+        await gateway.commit(*kept_wanted(gateway.world, gateway.policy, gateway.clock.now()))
+        assert holder(gateway).priority == 30, "that of those that still wait"
         await load(gateway)
         await send(gateway)
         assert gateway.task(id).state is TaskState.RUNNING
@@ -301,6 +304,8 @@ async def test_a_model_that_nobody_holds_any_more_is_asked_for_again_while_infer
             await bringing.look()
             assert holder(gateway).id != first.id
         second = holder(gateway)
+        assert second.model is not None
+        assert (second.model.asked_at, second.model.queued) == (gateway.clock.now(), True)
         await gateway.admin.post(f"/tasks/{second.id}/cancel")
         await bringing.look()
         assert gateway.world.homes.of(Home("main", "llm")) is None, "not at once: it may fail again and again"

@@ -144,7 +144,7 @@ async def _bring_model(call: Call, model: str, priority: int) -> None:
     if parts.residencies is None or parts.residencies.holding(model):
         return
     try:
-        await parts.residencies.want(model, priority)
+        await parts.residencies.want(model, priority, queued=True)
     except UnknownModel as unknown:
         if not parts.policy.serving.others:
             detail = f'there is no model "{model[:100]}": {unknown}; GET /models lists them'
