@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from gpubroker.decorators import inference
     from gpubroker.errors import (
         BrokerError,
+        ModelUnavailable,
         Refused,
         TaskCancelled,
         TaskExpired,
@@ -52,6 +53,7 @@ _HOME = {
     **dict.fromkeys(
         (
             "BrokerError",
+            "ModelUnavailable",
             "Refused",
             "TaskCancelled",
             "TaskExpired",
@@ -91,6 +93,7 @@ __all__ = [
     "Lease",
     "LeaseEnded",
     "LeaseState",
+    "ModelUnavailable",
     "NoCurrentTask",
     "Node",
     "Notice",

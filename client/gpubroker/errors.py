@@ -48,6 +48,18 @@ class Unreachable(BrokerError):
     """No service is known, none answered, or it said that it cannot serve now, until patience ran out."""
 
 
+class ModelUnavailable(BrokerError):
+    """The service was reached, and the model cannot answer now.
+
+    `code` is `model-not-ready` while it waits for room or is being loaded, `model-queue-timeout` if it had no
+    time, and `model-not-loaded` if its load failed.
+
+    `model` is its name; `retry_after_seconds` is when to come again, None where that alone would not help.
+    """
+
+    model = ""
+
+
 class Refused(BrokerError):
     """The service understood the request and said no (4xx). Repeating it unchanged will not help."""
 

@@ -12,9 +12,12 @@ from collections.abc import Generator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from gpubroker.errors import BrokerError, Refused, Unreachable
+from gpubroker.errors import BrokerError, ModelUnavailable, Refused, Unreachable
 
 T = TypeVar("T")
+
+_OF_A_MODEL = frozenset({"model-not-ready", "model-not-loaded", "model-queue-timeout"})
+"""Codes of the service about one model, where it serves well otherwise."""
 
 _FIRST_PAUSE_SECONDS = 0.1
 _LONGEST_PAUSE_SECONDS = 5.0
@@ -22,6 +25,8 @@ _NOTHING_DONE = frozenset({429, 503})
 """Statuses that promise that nothing was done and that asking again may help."""
 _NO_WORD = frozenset({502, 504})
 """Of a proxy: the service may have done it all the same."""
+_TRIED_IN_VAIN = "model-not-loaded"
+"""The same status, and the service's own word: to load it once more would fail once more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +93,8 @@ def exchange(call: Call, retry_seconds: float) -> Steps[Answer]:
             if answer.status < 400:
                 return answer
             failure = error_of(answer)
-            again = answer.status in _NOTHING_DONE or (call.repeatable and answer.status in _NO_WORD)
+            is_lost = answer.status in _NO_WORD and failure.code != _TRIED_IN_VAIN
+            again = answer.status in _NOTHING_DONE or (call.repeatable and is_lost)
             pause = max(pause, failure.retry_after_seconds or 0.0)
         failed_at = time.monotonic()
         give_up_at = failed_at + retry_seconds if give_up_at is None else give_up_at
@@ -115,15 +121,23 @@ def error_of_problem(
     """Of the service, or of a model's server, which calls its words `error` and has no codes."""
     said = problem.get("detail") or problem.get("title") or problem.get("error")
     headers = headers or {}
-    kind = Unreachable if status in (502, 503, 504) else Refused if status < 500 else BrokerError
-    return kind(
+    code = str(problem.get("code", ""))
+    return _kind_of(code, status)(
         str(said or f"the service answered {status}"),
-        code=str(problem.get("code", "")),
+        code=code,
         status=status,
         request_id=problem.get("request_id") or headers.get("request-id"),
         errors=problem.get("errors") or (),
         retry_after_seconds=_retry_after_seconds(headers),
     )
+
+
+def _kind_of(code: str, status: int) -> type[BrokerError]:
+    if code in _OF_A_MODEL:
+        return ModelUnavailable
+    if status in (502, 503, 504):
+        return Unreachable
+    return Refused if status < 500 else BrokerError
 
 
 def _retry_after_seconds(headers: Mapping[str, str]) -> float | None:

@@ -6,6 +6,7 @@ from datetime import datetime
 from typing import Any, TypedDict
 
 from gpubroker.errors import WrongArgument
+from gpubroker.inferring import check_model
 from gpubroker.objects import StoredObject
 from gpubroker.submission import plain
 from gpubroker.tensors import HEAD_BYTES, described, named
@@ -51,6 +52,7 @@ def inference_body(model: str, inputs: Inputs, options: InferLaterOptions) -> tu
     for name in options:
         if name not in known:
             raise WrongArgument(f"infer_later() knows no option {name}; there are {', '.join(sorted(known))}")
+    check_model(model, "infer_later()")
     given = {name: plain(name, value) for name, value in options.items() if name != "idempotency_key"}
     if "outputs" in given:
         given["outputs"] = [{"name": name} for name in given["outputs"]]

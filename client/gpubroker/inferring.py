@@ -4,8 +4,8 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypedDict
 from urllib.parse import quote
 
-from gpubroker.errors import BrokerError, WrongArgument
-from gpubroker.exchange import Call, Steps, exchange
+from gpubroker.errors import BrokerError, ModelUnavailable, WrongArgument
+from gpubroker.exchange import Answer, Call, Steps, exchange
 from gpubroker.tensors import HEAD_BYTES, read, written
 
 if TYPE_CHECKING:
@@ -43,6 +43,7 @@ def infer(
     for unknown in options.keys() - InferOptions.__annotations__:
         known = ", ".join(InferOptions.__annotations__)
         raise WrongArgument(f"infer() knows no option {unknown}; there are {known}")
+    check_model(model, "infer()")
     body, head_bytes = written(inputs, options.get("outputs"), options.get("parameters"))
     repeatable = options.get("idempotent", False)
     version, timeout_seconds = options.get("version"), options.get("timeout_seconds")
@@ -70,8 +71,23 @@ def infer(
         patience_seconds=_PATIENCE_SECONDS,
         repeatable=repeatable,
     )
-    answer = yield from exchange(call, retry_seconds if timeout_seconds is None else 0.0)
+    answer = yield from about(model, call, retry_seconds if timeout_seconds is None else 0.0)
     return read(answer)
+
+
+def check_model(model: object, asked: str) -> None:
+    """Raises WrongArgument for what can be no name: as a part of a path it would ask for something else."""
+    if not isinstance(model, str) or not model:
+        raise WrongArgument(f"{asked} needs the name of a model, and {model!r} is none; models() lists them")
+
+
+def about(model: str, call: Call, retry_seconds: float) -> Steps[Answer]:
+    """As `exchange`; what is said of the model names it."""
+    try:
+        return (yield from exchange(call, retry_seconds))
+    except ModelUnavailable as fault:
+        fault.model = model
+        raise
 
 
 def triton_healthy() -> Steps[bool]:

@@ -16,7 +16,7 @@ from gpubroker.exchange import Answer, Call, Steps, exchange
 from gpubroker.explained import Explanation, Simulation
 from gpubroker.fleet import Gpu, Node, Stats, Tenant
 from gpubroker.inferences import InferLaterOptions, Inputs, inference_body
-from gpubroker.inferring import InferOptions, infer
+from gpubroker.inferring import InferOptions, about, check_model, infer
 from gpubroker.models import Event, Failure, Outcome, Page, Task, TaskState, Token
 from gpubroker.objects import StoredObject, object_body
 from gpubroker.planned import FleetPlan
@@ -228,14 +228,16 @@ class Operations:
         return Page(tuple(filled(ServedModel, item) for item in raw["items"]), raw=raw)
 
     def model(self, name: str, server: str | None) -> Steps[ServedModel]:
+        check_model(name, "model()")
         return filled(ServedModel, (yield from self._ask("GET", f"/models/{_quoted(name)}", server=server)))
 
     def change_model(
         self, name: str, deed: str, body: Mapping[str, Any] | None, server: str | None
     ) -> Steps[ServedModel]:
+        check_model(name, f"{deed}_model()")
         path, waits = f"/models/{_quoted(name)}/{deed}", (body or {}).get("wait_seconds", 0.0)
         call = Call("POST", path, params=_given({"server": server}), body=_json(body), patience_seconds=waits)
-        answer = yield from self._send(call)
+        answer = yield from about(name, call, self._retry_seconds)
         return filled(ServedModel, answer.json())
 
     def infer(

@@ -13,6 +13,7 @@ from gpubroker import (
     AsyncBroker,
     Broker,
     BrokerError,
+    ModelUnavailable,
     Refused,
     Unreachable,
     WrongArgument,
@@ -199,10 +200,32 @@ def test_what_does_no_harm_twice_is_sent_again_whatever_became_of_it(
 
 def test_who_says_how_long_it_may_wait_is_not_kept_longer(service: RecordedService, do: Do) -> None:
     service.told(Reply(503, {"error": "no", "code": "model-queue-timeout"}, {"Retry-After": "0"}))
-    with pytest.raises(Unreachable) as late:
+    with pytest.raises(ModelUnavailable) as late:
         do("infer", "m", {"x": X}, timeout_seconds=0.1)
-    assert late.value.code == "model-queue-timeout"
+    assert (late.value.code, late.value.model) == ("model-queue-timeout", "m")
     assert len(service.asked) == 1
+
+
+def test_a_model_that_is_not_there_is_no_service_that_is_away(service: RecordedService, do: Do) -> None:
+    service.told(
+        Reply(503, {"error": "it waits", "code": "model-not-ready"}, {"Retry-After": "60"}),
+        a_problem(502, "model-not-loaded", "no such layer"),
+    )
+    with pytest.raises(ModelUnavailable, match="it waits") as waits:
+        do("infer", "m", {"x": X})
+    assert (waits.value.model, waits.value.retry_after_seconds) == ("m", 60.0)
+    with pytest.raises(ModelUnavailable, match="no such layer") as failed:
+        do("load_model", "m")
+    assert (failed.value.model, failed.value.retry_after_seconds) == ("m", None)
+    assert not isinstance(failed.value, Unreachable)
+
+
+def test_what_is_no_name_of_a_model_is_said_before_anything_is_sent(service: RecordedService, do: Do) -> None:
+    for ask, *more in (("infer", {"x": X}), ("infer_later", {"x": X}), ("load_model",), ("model",)):
+        for name in ("", None):
+            with pytest.raises(WrongArgument, match=rf"{ask}\(\) needs the name of a model"):
+                do(ask, name, *more)
+    assert service.asked == []
 
 
 def test_whether_models_can_be_asked_is_yes_or_no(service: RecordedService, do: Do) -> None:

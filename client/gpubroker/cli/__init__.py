@@ -46,5 +46,7 @@ def exit_code(error: errors.BrokerError | errors.WrongArgument) -> int:
             return EXIT_REFUSED
         case errors.Unreachable():
             return EXIT_UNREACHABLE
+        case errors.ModelUnavailable(retry_after_seconds=float()):
+            return EXIT_NOT_NOW
         case _:
             return EXIT_ERROR
