@@ -3,7 +3,7 @@
 from typing import Any
 
 from tests.client.command_line import Run
-from tests.client.recorded_service import FULL_ID, RecordedService, Reply, a_task
+from tests.client.recorded_service import FULL_ID, RecordedService, Reply, a_problem, a_task
 
 LLM: dict[str, Any] = {
     "name": "llm", "server": "main", "state": "resident", "task": "task_1", "priority": 79, "pinned": False,
@@ -42,7 +42,7 @@ def test_a_model_is_loaded_unloaded_and_pinned(service: RecordedService, run: Ru
         Reply(200, {**LLM, "pinned": True}),
         Reply(200, LLM),
     )
-    assert run("load llm --priority 90 --wait 5").out == "llm of 18.0 GiB on main: waiting\n"
+    assert run("load llm --priority 90 --wait 5").out.startswith("llm of 18.0 GiB on main: waiting\n")
     assert run("unload llm").out == "llm of 18.0 GiB on main: draining\n"
     assert run("pin llm").out == "llm of 18.0 GiB on main: resident, pinned\n"
     assert run("pin llm --off").code == 0
@@ -61,3 +61,36 @@ def test_which_server_is_meant_is_said_with_every_deed(service: RecordedService,
     for command in ("load llm --server b", "unload llm --server b", "pin llm --server b"):
         assert run(command).code == 0
     assert [one.params for one in service.asked] == [[("server", "b")]] * 3
+
+
+def test_what_is_only_asked_for_is_said_to_be(service: RecordedService, run: Run) -> None:
+    waiting = {**LLM, "state": "waiting"}
+    service.told(Reply(202, waiting), Reply(202, waiting), Reply(202, waiting), Reply(200, LLM))
+    for command in ("load llm", "pin llm"):
+        shown = run(command)
+        assert (shown.code, shown.err) == (0, "")
+        assert shown.out == (
+            "llm of 18.0 GiB on main: waiting\n"
+            "asked for, and not in memory yet; how it stands: gpubroker models, gpubroker explain task_1\n"
+        )
+    waited = run("load llm --wait 5")
+    assert (waited.code, waited.err) == (5, "gpubroker: it was not there within 5 s\n")
+    assert run("load llm --wait 5").code == 0
+
+
+def test_a_model_that_is_refused_or_does_not_load_is_no_success(service: RecordedService, run: Run) -> None:
+    words = "model llm is not in memory (failed): no such layer"
+    service.told(
+        a_problem(422, "exceeds-capacity"),
+        a_problem(404, "not-found"),
+        a_problem(502, "model-not-loaded", words),
+        Reply(503, {"detail": "later", "code": "model-not-ready"}, {"Retry-After": "60"}),
+    )
+    assert [run("load llm").code for _ in range(2)] == [6, 6]
+    failed = run("load llm")
+    assert (failed.code, failed.out) == (1, "")
+    assert words in failed.err
+    assert run("load llm").code == 8
+    named = run("load", "")
+    assert named.code == 2
+    assert "needs the name of a model" in named.err

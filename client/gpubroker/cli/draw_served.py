@@ -42,6 +42,15 @@ def model(shown: ServedModel) -> RenderableType:
     return Text(f"{shown.name}{of} on {shown.server}: {shown.state}{pinned}")
 
 
+def asked_for(shown: ServedModel) -> RenderableType:
+    """What is accepted is not done yet."""
+    if shown.state == "resident":
+        return model(shown)
+    sees = ["gpubroker models"] + ([f"gpubroker explain {shown.task}"] if shown.task else [])
+    told = f"\nasked for, and not in memory yet; how it stands: {', '.join(sees)}"
+    return Text.assemble(str(model(shown)), told)
+
+
 def model_server(of: Mapping[str, Any]) -> str:
     """One server of models: whether it answers, and if not why."""
     ways = {name: of[name] for name in ("http", "grpc") if of.get(name)}

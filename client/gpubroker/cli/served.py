@@ -4,8 +4,8 @@ from typing import Annotated, Any
 
 import typer
 
-from gpubroker.cli import quantities
-from gpubroker.cli.session import Format, Output, broker_of, emit, emit_all
+from gpubroker.cli import EXIT_WAIT_TIMEOUT, quantities
+from gpubroker.cli.session import Format, Output, broker_of, emit, emit_all, say
 
 Name = Annotated[str, typer.Argument(metavar="MODEL", help="As its server knows it.")]
 Server = Annotated[str | None, typer.Option(metavar="NAME", help="Where several have the model.")]
@@ -30,7 +30,9 @@ def load(
             parser=quantities.priority,
         ),
     ] = None,
-    wait: Annotated[float, typer.Option(metavar="SECONDS", help="So long until it is there.")] = 0.0,
+    wait: Annotated[
+        float, typer.Option(metavar="SECONDS", help="So long until it is there; else only ask for it.")
+    ] = 0.0,
     server: Server = None,
     output: Output = Format.TABLE,
 ) -> None:
@@ -39,7 +41,10 @@ def load(
 
     with broker_of(context) as broker:
         loaded = broker.load_model(model, priority=priority, wait_seconds=wait, server=server)
-        emit(output, loaded, draw_served.model)
+        emit(output, loaded, draw_served.asked_for)
+    if wait and loaded.state != "resident":
+        say(f"gpubroker: it was not there within {wait:g} s")
+        raise typer.Exit(EXIT_WAIT_TIMEOUT)
 
 
 def unload(context: typer.Context, model: Name, server: Server = None, output: Output = Format.TABLE) -> None:
@@ -61,7 +66,8 @@ def pin(
     from gpubroker.cli import draw_served
 
     with broker_of(context) as broker:
-        emit(output, broker.pin_model(model, pinned=not off, server=server), draw_served.model)
+        pinned = broker.pin_model(model, pinned=not off, server=server)
+        emit(output, pinned, draw_served.model if off else draw_served.asked_for)
 
 
 def add_to(app: typer.Typer) -> None:
