@@ -324,3 +324,19 @@ def test_a_watch_into_a_pipe_is_one_answer_after_another(
     ended = run("gpus --watch -o ndjson")
     assert [json.loads(line)["free_mb"] for line in ended.out.splitlines()] == [1, 2]
     assert ended.code == 0
+
+
+def test_the_holders_of_a_gpu_stand_below_each_other_so_that_a_terminal_has_room(
+    service: RecordedService, run: Run
+) -> None:
+    [device] = EXPLAINED["devices"]
+    holders = [
+        {"id": FULL_ID, "name": f"fit{mb}", "priority": 25, "gpu_mb": mb} for mb in range(1024, 8192, 1024)
+    ]
+    explained = {**EXPLAINED, "devices": [{**device, "holders": holders}]}
+    service.told(Reply(200, explained), Reply(200, a_task(FULL_ID)))
+    shown = run("explain", FULL_ID).out.splitlines()
+    told = [line for line in shown if "(priority 25)" in line]
+    assert max(map(len, told[1:])) <= 80
+    assert ["fit7168 7.0 GiB (priority 25)" in told[0], len(told)] == [True, 5]
+    assert shown[shown.index(told[-1]) + 1].strip() == "and 2 more"

@@ -24,6 +24,9 @@ from gpubroker.fleet import ForecastsKept
 MOST_DEVICES = 24
 """So many devices are drawn, those that come nearest; `-o json` has all."""
 
+MOST_HOLDERS = 5
+"""So many are drawn of each."""
+
 _COLUMNS = (
     Column("GPU", share=0.25),
     Column("FREE GiB"),
@@ -216,7 +219,7 @@ def devices(found: Sequence[DeviceVerdict]) -> Iterator[RenderableType]:
             f"{device.node} {device.index} {device.kind}",
             f"{gib(device.free_mb)}/{gib(device.allocatable_mb)}",
             "" if device.free_in is None else _short(device.free_in),
-            ", ".join(map(_holder, device.holders)),
+            _holders(device.holders),
             with_short_ids(device.message),
         )
         for device in shown
@@ -240,6 +243,13 @@ def _short(free_in: Expected) -> str:
     if span(free_in.p50_seconds) == span(free_in.p90_seconds):
         return span(free_in.p50_seconds)
     return f"{span(free_in.p50_seconds)}-{span(free_in.p90_seconds)}"
+
+
+def _holders(holders: Sequence[Run]) -> str:
+    """A line for each: all in one would be wider than a terminal. The largest first."""
+    largest = sorted(holders, key=lambda holder: -holder.gpu_mb)[:MOST_HOLDERS]
+    more = [f"and {len(holders) - len(largest)} more"] if len(holders) > len(largest) else []
+    return "\n".join([*map(_holder, largest), *more])
 
 
 def _holder(holder: Run) -> str:
