@@ -54,7 +54,10 @@ class ModelView(TypedDict):
     load_seconds: Annotated[float | None, Field(description="How long its last load took.")]
     loaded_at: Time | None
     wanted_until_at: Annotated[Time | None, Field(description="Null while it is pinned, or cold.")]
-    reason: Annotated[str, Field(description="Why its last load failed, in the server's words; else empty.")]
+    reason: Annotated[
+        str,
+        Field(description="Why it cannot be loaded, or why its last load failed; else empty."),
+    ]
 
 
 class ModelList(AsOf):

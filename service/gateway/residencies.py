@@ -8,6 +8,7 @@ from service.core.task import Task
 from service.core.units import NodeName, Seconds
 from service.gateway.problems import Problem
 from service.gateway.residency import TELL_SECONDS, Residency, ServerRules, UnknownModel
+from service.gateway.server_places import PlaceWatch
 from service.host_ports import ModelHost
 
 if TYPE_CHECKING:
@@ -121,6 +122,13 @@ class Residencies:
         async with asyncio.TaskGroup() as group:
             for residency in self._each:
                 group.create_task(residency.keep_telling(every_seconds))
+            group.create_task(self._keep_looking(every_seconds))
+
+    async def _keep_looking(self, every_seconds: Seconds) -> None:
+        watch = PlaceWatch(self._parts, [residency.rules for residency in self._each])
+        while True:
+            await asyncio.sleep(every_seconds)
+            watch.look()
 
     def _in_order(self, model: str) -> list[Residency]:
         if len(self._each) == 1:

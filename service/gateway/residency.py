@@ -21,6 +21,7 @@ from service.core.start import start_of
 from service.core.task import Task, TaskState
 from service.core.units import Instant, Mib, NodeName, Seconds
 from service.gateway.problems import Problem
+from service.gateway.server_places import place_fault
 from service.gateway.waiters import moves_of
 from service.host_ports import Described, HostFault, HostRefused, Indexed, ModelHost, Stage
 from service.ports import RunSpec, StoreUnavailable, Submission
@@ -350,7 +351,8 @@ class Residency:
     def _not_ready(self, task: Task, now: Instant) -> Problem:
         at = self._starts_at(task, now)
         seconds = 5 if at is None else max(1, ceil(at - now))
-        when = "nobody can tell when" if at is None else f"it is expected to be there in {seconds} s"
+        unknown = place_fault(self._parts.world, self.rules) or "nobody can tell when"
+        when = unknown if at is None else f"it is expected to be there in {seconds} s"
         detail = (
             f"model {task.name} is not in memory ({task.state.value}): {when}; "
             f"it stays wanted, GET /tasks/{task.id}/explain says what it waits for"

@@ -6,8 +6,10 @@ from typing import Annotated
 from pydantic import Field
 from typing_extensions import TypedDict
 
+from service.core.world import World
 from service.gateway.inference.server import Server, Way
 from service.gateway.residencies import Residencies
+from service.gateway.server_places import place_fault
 
 
 class WayView(TypedDict):
@@ -20,21 +22,27 @@ class ModelServerView(TypedDict):
 
     name: str
     node: Annotated[str | None, Field(description="Null if its models are not in the ledger.")]
+    node_fault: Annotated[
+        str, Field(description="What is wrong with where it is said to be; empty if nothing is.")
+    ]
     http: WayView
     grpc: Annotated[WayView | None, Field(description="Null where gRPC is not spoken.")]
     requests_in_flight: Annotated[int, Field(description="Sent to it, and not over.")]
 
 
-def model_server_views(servers: Sequence[Server], residencies: Residencies | None) -> list[ModelServerView]:
+def model_server_views(
+    servers: Sequence[Server], residencies: Residencies | None, world: World
+) -> list[ModelServerView]:
     """In the order of the settings."""
-    return [_view(server, residencies) for server in servers]
+    return [_view(server, residencies, world) for server in servers]
 
 
-def _view(server: Server, residencies: Residencies | None) -> ModelServerView:
+def _view(server: Server, residencies: Residencies | None, world: World) -> ModelServerView:
     residency = None if residencies is None else residencies.at(server.name)
     return {
         "name": server.name,
         "node": None if residency is None else residency.rules.node,
+        "node_fault": "" if residency is None else place_fault(world, residency.rules),
         "http": _way(server.http),
         "grpc": None if server.calls is None else _way(server.grpc),
         "requests_in_flight": server.in_flight,

@@ -143,9 +143,14 @@ TENANT = {
                 "model_servers": [
                     {"name": "a", "http": UP, "grpc": None, "requests_in_flight": 3},
                     {"name": "b", "http": DOWN, "grpc": UP, "requests_in_flight": 0},
+                    {"name": "c", "http": UP, "node_fault": "its node has not joined"},
                 ],
             },
-            ["a · up, 3 requests", "b · ! http is not asked: no route"],
+            [
+                "a · up, 3 requests",
+                "b · ! http is not asked: no route",
+                "c · ! its node has not joined",
+            ],
         ),
         ("stats", STATS, ["leased 1.0 GiB · total 2.0 GiB", "pending 7", "0.2 s ago, event 9"]),
         (

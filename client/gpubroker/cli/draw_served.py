@@ -48,11 +48,12 @@ def asked_for(shown: ServedModel) -> RenderableType:
         return model(shown)
     sees = ["gpubroker models"] + ([f"gpubroker explain {shown.task}"] if shown.task else [])
     told = f"\nasked for, and not in memory yet; how it stands: {', '.join(sees)}"
-    return Text.assemble(str(model(shown)), told)
+    return Text.assemble(str(model(shown)), told, f"\n{shown.reason}" if shown.reason else "")
 
 
 def model_server(of: Mapping[str, Any]) -> str:
     """One server of models: whether it answers, and if not why."""
     ways = {name: of[name] for name in ("http", "grpc") if of.get(name)}
-    down = [f"! {name} is not asked: {way.get('fault')}" for name, way in ways.items() if not way.get("up")]
+    down = [f"! {of['node_fault']}"] if of.get("node_fault") else []
+    down += [f"! {name} is not asked: {way.get('fault')}" for name, way in ways.items() if not way.get("up")]
     return " · ".join([str(of.get("name")), *(down or [f"up, {of.get('requests_in_flight')} requests"])])

@@ -25,6 +25,7 @@ from service.gateway.problems import Problem
 from service.gateway.queries import ServerQuery
 from service.gateway.residencies import Residencies
 from service.gateway.residency import DESCRIBE_SECONDS, Residency, UnknownModel
+from service.gateway.server_places import place_fault
 
 router = APIRouter(route_class=DirectRoute, tags=["models"])
 
@@ -47,7 +48,8 @@ async def list_models(call: Call) -> Response:
     parts = call.parts
     outside = _outside(call)
     residencies = _residencies(call) if not outside else parts.residencies or ()
-    each = await asyncio.gather(*map(_rows, residencies), *map(_outside_rows, outside))
+    held = [_rows(call, residency) for residency in residencies]
+    each = await asyncio.gather(*held, *map(_outside_rows, outside))
     view: ModelList = {**as_of(parts), "items": [*chain(*each)]}
     return answer(view)
 
@@ -208,10 +210,14 @@ async def _want(call: Call, name: str, server: str | None, priority: int) -> tup
     return residency, await residency.want(name, priority)
 
 
-async def _rows(residency: Residency) -> list[ModelView]:
+async def _rows(call: Call, residency: Residency) -> list[ModelView]:
     known, held = await residency.repository(), {task.name: task for task in residency.holders()}
     names = sorted({*(known or ()), *held, *residency.rules.models})
-    return [model_view(residency, name, held.get(name), _reason(residency, known, name)) for name in names]
+    fault = place_fault(call.parts.world, residency.rules)
+    return [
+        model_view(residency, name, held.get(name), fault or _reason(residency, known, name))
+        for name in names
+    ]
 
 
 def _reason(residency: Residency, known: Mapping[str, Indexed] | None, name: str) -> str:
@@ -243,12 +249,12 @@ async def _view(call: Call, name: str, server: str | None) -> ModelView:
     """Where it is, else at the first server that has it in its repository. Raises Problem not-found."""
     holding = _holding(call, name, server)
     for residency in _residencies(call) if holding is None else [holding]:
-        task = residency.of(name)
+        task, fault = residency.of(name), place_fault(call.parts.world, residency.rules)
         if task is not None:
-            return model_view(residency, name, task)
+            return model_view(residency, name, task, fault)
         known = await residency.repository()
         if name in (known or ()) or name in residency.rules.models:
-            return model_view(residency, name, None, _reason(residency, known, name))
+            return model_view(residency, name, None, fault or _reason(residency, known, name))
     raise _no_such(name, "it is in no repository")
 
 

@@ -37,6 +37,6 @@ async def get_stats(call: Call) -> Response:
         },
         "leader": leader_view(parts.leader()),
         "detection": detection_view(parts.paused()),
-        "model_servers": model_server_views(parts.servers, parts.residencies),
+        "model_servers": model_server_views(parts.servers, parts.residencies, parts.world),
     }
     return answer(view)
