@@ -2,6 +2,7 @@
 
 import asyncio
 import hashlib
+import re
 from collections.abc import Mapping
 from typing import Annotated, Final
 
@@ -17,6 +18,7 @@ from service.gateway.views import Time
 from service.object_ports import StoredObject
 from service.ports import BlobCorrupt, BlobMissing
 
+_ID: Final = re.compile("[0-9a-f]{64}")
 _AT_ONCE_BYTES: Final = 64 * 1024
 _IDLE_SHARE: Final = 0.1
 """A use is noted once so much of the time that an object is kept has gone by: each note is a write."""
@@ -101,6 +103,8 @@ async def values_of(call: Call, named: Mapping[int, str]) -> Mapping[str, bytes]
 
 
 async def _kept(call: Call, object_id: str) -> StoredObject | None:
+    if _ID.fullmatch(object_id) is None:
+        return None  # not for the database, which takes no NUL
     row = await call.parts.store.stored_object(call.identity.tenant, object_id)
     return row if row is not None and row.expires_at > call.parts.clock.now() else None
 

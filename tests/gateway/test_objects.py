@@ -132,6 +132,8 @@ async def test_one_that_is_sent_again_with_its_key_has_its_answer_also_without_i
     [
         ({"object": "gone"}, 'you have no object "gone"'),
         ({"object": ""}, 'you have no object ""'),
+        ({"object": "\0"}, "you have no object"),
+        ({"object": "ab" * 32}, 'you have no object "abab'),
         ({"shape": [3, 1]}, "came with 8 bytes"),
         ({"datatype": "FP64"}, "came with 8 bytes"),
         ({"datatype": "BYTES"}, "longer than what holds it"),
