@@ -35,6 +35,8 @@ class Described:
     instances: int = 1
     most_batch: int = 1
     """So many requests each instance takes together."""
+    versions: tuple[str, ...] = ()
+    """Those that a load brings, sorted as in an index; empty where nobody can tell."""
 
     @property
     def slots(self) -> int:

@@ -133,12 +133,13 @@ def external_from(fields: Fields | None) -> External | None:
 
 def model_fields(model: ModelTerms) -> dict[str, Any]:
     usage = {"at": model.usage.at, "counts": list(model.usage.counts)}
-    return {**asdict(model), "usage": usage, "steps": list(model.steps)}
+    return {**asdict(model), "usage": usage, "steps": list(model.steps), "versions": list(model.versions)}
 
 
 def model_from(fields: Fields) -> ModelTerms:
     usage = Usage(fields["usage"]["at"], tuple(fields["usage"]["counts"]))
-    return ModelTerms(**{**fields, "usage": usage, "steps": tuple(fields["steps"])})
+    lists = {name: tuple(fields.get(name, ())) for name in ("steps", "versions")}
+    return ModelTerms(**{**fields, "usage": usage, **lists})
 
 
 def task_from(fields: Fields) -> Task:

@@ -116,7 +116,7 @@ def seen(world: World, index: ServerSeen, now: Instant, policy: Policy) -> list[
         if stage is Stage.ABSENT:
             for fence in _claims(world, task):
                 fold.release_leases(fence, 0, Proof.UNLOADED)
-        _follow(fold, task, stage, now, policy)
+        _follow(fold, task, index, now, policy)
         orders = tuple(_orders_again(world, task, stage, now))
         decision = fold.decision() or Decision(task.id, "again")
         if orders or not decision.is_empty():
@@ -135,12 +135,16 @@ def _is_there(task: Task) -> bool:
     return task.state is TaskState.RUNNING
 
 
-def _follow(fold: Fold, task: Task, stage: Stage, now: Instant, policy: Policy) -> None:
+def _follow(fold: Fold, task: Task, index: ServerSeen, now: Instant, policy: Policy) -> None:
     assert task.model is not None
-    match task.state, stage:
+    match task.state, index.stage_of(task.model.model):
         case TaskState.ADMITTED, Stage.READY:
             took_seconds = Seconds(round(now - (task.admitted_at or now), 3))
-            terms = replace(task.model, load_seconds=took_seconds or task.model.load_seconds)
+            terms = replace(
+                task.model,
+                load_seconds=took_seconds or task.model.load_seconds,
+                versions=index.versions_of(task.model.model),
+            )
             priority = standing(task, now)
             fold.move(Move.STARTED, "loaded", started_at=now, model=terms, priority=priority)
             fold.move_leases(task.fence, 0, LeaseState.HELD)

@@ -90,6 +90,9 @@ class ServerSeen:
             return Stage.READY
         return self.models[model].stage if model in self.models else Stage.ABSENT
 
+    def versions_of(self, model: str) -> tuple[str, ...]:
+        return self.models[model].versions if model in self.models else ()
+
 
 def load_order(task: Task, devices: tuple[tuple[DeviceKey, Mib], ...]) -> LoadOrder:
     assert task.model is not None

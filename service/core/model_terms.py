@@ -40,6 +40,8 @@ class ModelTerms:
     usage: Usage = NEVER_USED
     steps: tuple[str, ...] = ()
     """Of an ensemble the models that come and go with it; its size is theirs as well."""
+    versions: tuple[str, ...] = ()
+    """Those that its server had loaded when it was last there, sorted; empty: nobody has said."""
 
     @property
     def home(self) -> Home:

@@ -308,7 +308,7 @@ class Residency:
         size_mb = said.gpu_mb
         if size_mb is None:
             world, margin = self._parts.world, self._parts.policy.learned_margin
-            size_mb = learned_mb(world, rules.tenant, model, self._kinds(), margin)
+            size_mb = learned_mb(world, rules.tenant, model, self._kinds(), margin, described.versions)
         if size_mb is None:
             size_mb = first_guess_mb(described.file_bytes, rules.least_mb)
         demand = Demand(gpus=1 if size_mb else 0, gpu_mb=size_mb or None, where=self._where())

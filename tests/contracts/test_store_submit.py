@@ -192,7 +192,9 @@ def a_model(id: str, server: str = "main", **terms: Any) -> Task:
 
 async def test_a_model_reads_back_with_its_terms(store: TaskStore) -> None:
     usage = Usage(Instant(NOW), (1.0, 2.5, 3.0, 4.0))
-    task = a_model("m1", asked_priority=70, pinned=True, load_seconds=4.5, usage=usage, steps=("a", "b"))
+    asked = {"asked_priority": 70, "asked_at": Instant(NOW), "queued": True}
+    told = {"load_seconds": 4.5, "usage": usage, "steps": ("a", "b"), "versions": ("1", "3")}
+    task = a_model("m1", pinned=True, **asked, **told)
     await store.submit(a_submission(task))
     record = await store.record(task.id)
     assert record is not None

@@ -59,10 +59,14 @@ def plan(world: World, seconds: float = 0.0, policy: Policy = POLICY) -> list[De
 
 
 def index(
-    world: World, stages: dict[str, Stage], seconds: float = 0.0, under_way: set[str] | None = None
+    world: World,
+    stages: dict[str, Stage],
+    seconds: float = 0.0,
+    under_way: set[str] | None = None,
+    versions: tuple[str, ...] = (),
 ) -> list[Decision]:
     """Read on `main`; what is not named was never loaded."""
-    models = {name: Indexed(name, stage) for name, stage in stages.items()}
+    models = {name: Indexed(name, stage, versions) for name, stage in stages.items()}
     claims = frozenset((TaskId(name), the(world, name).fence) for name in under_way or ())
     decisions = seen(world, ServerSeen("main", at(seconds), models, claims), at(seconds), POLICY)
     commit(world, decisions, at(seconds))

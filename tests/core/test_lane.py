@@ -56,6 +56,11 @@ def test_a_new_limit_holds_from_the_next_request_on() -> None:
     assert lane.next() == place
 
 
+def test_what_is_found_by_trying_is_no_limit_that_somebody_has_set() -> None:
+    found, set_by_somebody = Lane(LaneRules()), Lane(LaneRules(), 2)
+    assert (found.is_limited, set_by_somebody.is_limited) == (False, True)
+
+
 def test_nobody_goes_at_once_past_those_who_wait() -> None:
     lane = a_lane(busy="a")
     first = waits(lane)

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from service.core.estimate import What
-from service.core.model_gauge import Gauge, learned_mb, size_records
+from service.core.model_gauge import WARM_SECONDS, Gauge, learned_mb, size_records
 from service.core.model_holders import seen
 from service.core.model_orders import Indexed, ServerSeen, Stage
 from service.core.model_terms import ModelTerms
@@ -14,6 +14,8 @@ from service.core.units import Mib
 from service.core.world import World
 from tests.builders import GIB, a_device, a_sample, a_task, a_world, commit, holding, submit
 from tests.core.served import POLICY, a_model, ask, at, index, plan
+
+WARM = 5.0 + WARM_SECONDS
 
 
 class Scene:
@@ -39,17 +41,25 @@ class Scene:
         facts = {"used_mb": used, "foreign_mb": foreign, "by_holder": known, **fields}
         self.world.measure([a_sample("gpu0", at(seconds), **facts)])
 
-    def load(self, gib: int = 40, **fields: object) -> list[Decision]:
+    def begin(self, gib: int = 40, versions: tuple[str, ...] = (), **fields: object) -> list[Decision]:
         """It is loaded, and measured since."""
         self.look(1.5)
-        index(self.world, {"llm": Stage.READY}, 5.0)
+        index(self.world, {"llm": Stage.READY}, 5.0, versions=versions)
         assert self.look(5.5) == [], "it was not measured since"
         self.measure(6.0, gib, **fields)  # type: ignore[arg-type]
         return self.look(6.5)
 
+    def load(self, gib: int = 40, **fields: object) -> list[Decision]:
+        """And for as long as its first requests count."""
+        assert self.begin(gib, **fields) == [], "it may need more yet"  # type: ignore[arg-type]
+        return self.look(WARM)
+
     @property
     def learned(self) -> Mib | None:
-        return learned_mb(self.world, "default", "llm", {"H100", "other"}, 0.25)
+        return self.of()
+
+    def of(self, *versions: str) -> Mib | None:
+        return learned_mb(self.world, "default", "llm", {"H100", "other"}, 0.25, versions)
 
 
 def test_a_model_takes_what_its_device_has_more_in_use_since_it_is_there() -> None:
@@ -59,7 +69,67 @@ def test_a_model_takes_what_its_device_has_more_in_use_since_it_is_there() -> No
     [lesson] = decision.lessons
     assert (lesson.topic.subject, lesson.topic.kind, lesson.topic.what) == ("model llm", "H100", What.GPU_MB)
     assert scene.learned == pytest.approx(50 * GIB, rel=0.03)
-    assert scene.look(7.0) == [], "once for each load"
+    assert scene.look(WARM + 1) == [], "once for each load"
+
+
+def test_what_a_model_takes_for_its_first_requests_is_its_own() -> None:
+    scene = Scene()
+    assert scene.begin(40) == []
+    for seconds, gib in ((8.0, 48), (12.0, 44)):
+        scene.measure(seconds, gib)
+        assert scene.look(seconds) == []
+    assert len(scene.look(WARM)) == 1
+    scene.measure(WARM + 2, 70)
+    assert scene.look(WARM + 3) == [], "that is for the margin"
+    assert scene.learned == pytest.approx(1.25 * 48 * GIB, rel=0.03)
+
+
+@pytest.mark.parametrize("what", ["somebody comes", "it leaves", "it vanishes"])
+def test_when_its_device_is_no_longer_its_own_what_was_seen_by_then_counts(what: str) -> None:
+    scene = Scene()
+    assert scene.begin(40) == []
+    match what:
+        case "somebody comes":
+            submit(scene.world, a_task("other", gpu_mb=5 * GIB))
+            plan(scene.world, 7.0)
+        case "it leaves":
+            ask(scene.world, "cancel", 7.0)
+        case _:
+            index(scene.world, {"llm": Stage.ABSENT}, 7.0)
+    scene.measure(8.0, 70)
+    assert len(scene.look(8.5)) == 1
+    assert scene.learned == pytest.approx(50 * GIB, rel=0.03)
+    assert scene.look(WARM) == []
+
+
+def test_beside_another_model_only_the_load_counts() -> None:
+    scene = Scene()
+    submit(scene.world, a_model("other", gpu_mb=20 * GIB))
+    index(scene.world, {"llm": Stage.READY}, 2.0)
+    scene.measure(3.0, 40)
+    plan(scene.world, 3.5)
+    scene.look(4.0)
+    index(scene.world, {"llm": Stage.READY, "other": Stage.READY}, 5.0)
+    scene.measure(6.0, 55)
+    [decision] = scene.look(6.5)
+    assert decision.lessons[0].topic.subject == "model other", "their requests are one process's"
+
+
+def test_each_version_of_a_model_has_its_own_size() -> None:
+    scene = Scene()
+    scene.begin(40, versions=("1", "3"))
+    [decision] = scene.look(WARM)
+    assert decision.lessons[0].topic.subject == "model llm/1,3"
+    other = Scene()
+    other.world.learned = scene.world.learned
+    other.begin(60, versions=("4",))
+    other.look(WARM)
+    assert scene.of("1", "3") == pytest.approx(50 * GIB, rel=0.03)
+    assert scene.of("4") == pytest.approx(75 * GIB, rel=0.03)
+    assert scene.of("5") == scene.of() == scene.of("4"), "the last one is the nearest"
+    assert learned_mb(scene.world, "default", "ll", {"H100"}, 0.25) is None
+    [record] = size_records(other.world)
+    assert record.ratio == pytest.approx(50 / 60, rel=0.03)
 
 
 def test_what_runs_beside_it_and_stays_as_it_is_disturbs_nothing() -> None:
@@ -85,6 +155,7 @@ def test_of_a_load_during_which_anything_else_changed_nothing_is_learned(change:
     used = {"run:1": Mib((12 if change == "grew" else 0) * GIB)}
     scene.measure(6.0, 50, used, **({"foreign_mb": None} if change == "unlisted" else {}))
     assert scene.look(6.5) == []
+    assert scene.look(WARM) == []
     assert scene.learned is None
 
 
@@ -115,8 +186,8 @@ def test_a_load_that_failed_is_forgotten_and_what_is_decided_anyway_comes_first(
     scene.look(1.5)
     index(scene.world, {"llm": Stage.READY}, 5.0)
     scene.measure(6.0, 40)
-    assert scene.look(6.2, "llm") == []
-    assert len(scene.look(6.5)) == 1
+    assert scene.look(WARM, "llm") == []
+    assert len(scene.look(WARM + 1)) == 1
     gone = Scene()
     gone.look(1.5)
     ask(gone.world, "cancel", 2.0)
@@ -132,7 +203,7 @@ def test_what_is_leased_is_compared_with_what_was_measured(took: int, ratio: flo
     index(scene.world, {"llm": Stage.READY}, 5.0)
     assert size_records(scene.world) == [], "nobody has measured it yet"
     scene.measure(6.0, took)
-    scene.look(6.5)
+    scene.look(WARM)
     [record] = size_records(scene.world)
     assert (record.server, record.enough) == ("main", enough)
     assert record.ratio == pytest.approx(ratio, rel=0.03)
@@ -149,5 +220,5 @@ def test_of_one_model_that_two_servers_loaded_at_once_both_loads_are_learned_fro
     commit(scene.world, seen(scene.world, there, at(5.0), POLICY), at(5.0))
     full = {"used_mb": Mib(60 * GIB), "foreign_mb": Mib(60 * GIB)}
     scene.world.measure([a_sample(gpu, at(6.0), **full) for gpu in ("gpu0", "gpu1")])
-    first, second = scene.look(6.5)
+    first, second = scene.look(WARM)
     assert [one.lessons[0].sketch.n for one in (first, second)] == [1, 2]

@@ -14,6 +14,10 @@ FILES = {
     "instance_group [ {gpus: 0 gpus: 1}, {} ]": ModelConfig(3),
     "ensemble_scheduling { step { model_name: 'a' } step { model_name: \"b\" input_map { key: 'k' } } "
     'step { model_name: "a" } }': ModelConfig(steps=("a", "b")),
+    "version_policy: { latest { num_versions: 2 } }": ModelConfig(latest=2),
+    "version_policy { latest {} }": ModelConfig(),
+    "version_policy: { all { } }": ModelConfig(latest=None),
+    "version_policy: { specific { versions: [3, 1] } }": ModelConfig(specific=("3", "1")),
 }
 
 
@@ -22,6 +26,24 @@ def test_instances_batches_and_steps_are_found(tmp_path: Path, text: str) -> Non
     file = tmp_path / "config.pbtxt"
     file.write_text(text, encoding="utf-8")
     assert config_in(file) == FILES[text]
+
+
+@pytest.mark.parametrize(
+    ("config", "loaded"),
+    [
+        (ModelConfig(), ("10",)),
+        (ModelConfig(latest=2), ("10", "9")),
+        (ModelConfig(latest=None), ("1", "10", "9")),
+        (ModelConfig(specific=("9", "1", "7")), ("1", "9")),
+    ],
+)
+def test_the_versions_that_a_load_brings_are_those_of_the_policy_that_are_there(
+    tmp_path: Path, config: ModelConfig, loaded: tuple[str, ...]
+) -> None:
+    for name in ("1", "9", "10", "011", "0", "labels", "2.old"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "12").touch()
+    assert config.versions_in(tmp_path) == loaded
 
 
 @pytest.mark.parametrize("text", ["a: [1", "a {", "a:", "step { b: { c: 1 }"])

@@ -68,6 +68,10 @@ async def test_all_versions_of_a_model_are_one(host: TritonHost) -> None:
     await host.load("two_versions", (), SOON)
     found = (await host.index(SOON)).models["two_versions"]
     assert (found.stage, found.versions) == (Stage.READY, ("1", "2"))
+    for model in ("two_versions", "echo_bytes"):
+        await host.load(model, (), SOON)
+        told = await host.describe(model, SOON)
+        assert told.versions == (await host.index(SOON)).models[model].versions, "as its files tell"
 
 
 async def test_an_ensemble_comes_and_goes_with_its_steps(host: TritonHost) -> None:

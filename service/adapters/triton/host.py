@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import reduce
 from pathlib import Path
-from typing import Final, TypeVar
+from typing import Final, NamedTuple, TypeVar
 
 from service.adapters.triton.incarnation import Incarnations
 from service.adapters.triton.model_config import ModelConfig, config_in, config_of
@@ -47,6 +47,14 @@ _NO_MEMORY: Final = (
 T = TypeVar("T")
 
 
+class _Files(NamedTuple):
+    """What a model's folder tells, as `Described`."""
+
+    config: ModelConfig | None = None
+    file_bytes: int | None = None
+    versions: tuple[str, ...] = ()
+
+
 class TritonHost(ModelHost):
     def __init__(self, server: TritonRpcServer, repository: Path | None = None) -> None:
         """`repository`: where this machine sees the server's models."""
@@ -71,10 +79,9 @@ class TritonHost(ModelHost):
         return Index(_indexed(answer), incarnation)
 
     async def describe(self, model: str, within_seconds: Seconds) -> Described:
-        config, file_bytes = await asyncio.to_thread(self._seen, model)
-        if config is None:
-            config = await self._told(model, within_seconds)
-        return Described(file_bytes, config.steps, config.instances, config.most_batch)
+        seen = await asyncio.to_thread(self._seen, model)
+        config = seen.config or await self._told(model, within_seconds)
+        return Described(seen.file_bytes, config.steps, config.instances, config.most_batch, seen.versions)
 
     async def statistics(self, within_seconds: Seconds) -> Mapping[str, Used]:
         answer = await self._ask("ModelStatistics", b"", within_seconds)
@@ -116,21 +123,25 @@ class TritonHost(ModelHost):
                 HostFault.UNKNOWN, f"{self.name} answered {method} with no message: {fault}"
             ) from None
 
-    def _seen(self, model: str) -> tuple[ModelConfig | None, int | None]:
-        """In the repository, as far as this machine sees it."""
+    def _seen(self, model: str) -> "_Files":
+        """In the repository, as far as this machine sees it. Raises HostRefused NOT_FOUND."""
         if self._repository is None:
-            return None, None
+            return _Files()
         folder = self._repository / model
         try:
             size = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
         except OSError:
-            return None, None
+            return _Files()
         if not folder.is_dir():
             raise HostRefused(HostFault.NOT_FOUND, f"{self.name} has no model {model} in {self._repository}")
+        file = folder / "config.pbtxt"
         try:
-            return config_in(folder / "config.pbtxt"), size
+            if not file.exists():  # the server makes out all of it
+                return _Files(None, size, ModelConfig().versions_in(folder))
+            config = config_in(file)
+            return _Files(config, size, config.versions_in(folder))
         except (OSError, ValueError):
-            return None, size
+            return _Files(None, size)
 
     async def _told(self, model: str, within_seconds: Seconds) -> ModelConfig:
         """By the server, which knows the configuration of what is loaded and of nothing else."""

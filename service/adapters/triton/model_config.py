@@ -12,6 +12,10 @@ _GROUP_COUNT, _GROUP_GPUS = 2, 3
 _STEP, _STEP_MODEL = 1, 1
 
 
+_VERSION = re.compile("[1-9][0-9]*")
+"""The name of a folder that Triton takes for a version."""
+
+
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
     instances: int = 1
@@ -19,6 +23,18 @@ class ModelConfig:
     """So many requests an instance takes together."""
     steps: tuple[str, ...] = ()
     """Of an ensemble, each model once."""
+    latest: int | None = 1
+    """So many of the highest versions are loaded; None: all."""
+    specific: tuple[str, ...] = ()
+    """If there are any, these are loaded instead."""
+
+    def versions_in(self, folder: Path) -> tuple[str, ...]:
+        """Those in the model's folder that a load brings, sorted as in an index. Raises OSError."""
+        there = [one.name for one in folder.iterdir() if one.is_dir() and _VERSION.fullmatch(one.name)]
+        if self.specific:
+            return tuple(sorted(set(self.specific) & set(there)))
+        highest_first = sorted(there, key=int, reverse=True)
+        return tuple(sorted(highest_first[: self.latest]))
 
 
 def config_of(message: Message) -> ModelConfig:
@@ -43,6 +59,7 @@ def _instances(count: int, gpus: int) -> int:
 def config_in(file: Path) -> ModelConfig:
     """As a `config.pbtxt` says, which the server may complete. Raises OSError, ValueError."""
     found = _Text(file.read_text(encoding="utf-8")).fields()
+    latest, specific = _policy_in(found)
     groups = [group for group in found.get("instance_group", []) if isinstance(group, dict)]
     ensembles = [one for one in found.get("ensemble_scheduling", []) if isinstance(one, dict)]
     steps = [step for one in ensembles for step in one.get("step", []) if isinstance(step, dict)]
@@ -51,7 +68,23 @@ def config_in(file: Path) -> ModelConfig:
         instances=sum(_instances(count, gpus) for count, gpus in counts) or 1,
         most_batch=_first_number(found.get("max_batch_size", [])) or 1,
         steps=tuple(dict.fromkeys(str(name) for step in steps for name in step.get("model_name", []))),
+        latest=latest,
+        specific=specific,
     )
+
+
+def _policy_in(config: "Fields") -> tuple[int | None, tuple[str, ...]]:
+    """Of versions: (so many of the highest, or None for all; or these)."""
+    for policy in (one for one in config.get("version_policy", []) if isinstance(one, dict)):
+        if "all" in policy:
+            return None, ()
+        for one in policy.get("specific", []):
+            if isinstance(one, dict):
+                return 1, tuple(str(version) for version in one.get("versions", []))
+        for one in policy.get("latest", []):
+            if isinstance(one, dict):
+                return _first_number(one.get("num_versions", [])) or 1, ()
+    return 1, ()
 
 
 Fields = dict[str, "list[str | Fields]"]
