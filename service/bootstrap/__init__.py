@@ -69,7 +69,9 @@ async def _run(settings: Settings, listener: socket.socket | None, *, leads: boo
         process = Process(settings, store, blobs, listener=listener, leads=leads, on_stop=last_moment.begin)
         return await process.run()
     except StoreUnavailable as fault:
-        raise StartRefused(f"{fault}; start the database, or correct --database-url") from None
+        raise StartRefused(
+            f"{fault}; start the database, or correct database_url (or --database-url)"
+        ) from None
     finally:
         await store.close()
         last_moment.cancel()
@@ -91,7 +93,10 @@ def move_database(settings: Settings, target: str, tell: Callable[[str], None]) 
         move_data(settings.database, target, tell)
     except DatabaseRefused as refused:
         raise StartRefused(str(refused)) from None
-    tell(f"moved; start the service with --database-url, and with the data directory {settings.data_dir}")
+    tell(
+        "moved; start the service with the new database_url (or --database-url), and with the data directory "
+        f"{settings.data_dir}"
+    )
 
 
 def openapi_yaml() -> str:

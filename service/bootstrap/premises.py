@@ -43,7 +43,7 @@ def check_shared(settings: Settings) -> None:
     if settings.database.startswith("sqlite"):
         raise StartRefused(
             f"{settings.database.removeprefix('sqlite:///')} is a SQLite file, which belongs to one process: "
-            "start `gpubroker serve`, or name a PostgreSQL database with --database-url"
+            "start `gpubroker serve`, or name a PostgreSQL database with database_url (or --database-url)"
         )
 
 

@@ -76,7 +76,7 @@ WAITS: dict[str, Any] = {
 @pytest.mark.parametrize(
     ("answer", "code", "says"),
     [
-        ({"verdict": "starts", "message": "it would start now on n1"}, 0, ["would start now: it would"]),
+        ({"verdict": "starts", "message": "it would start now on n1"}, 0, ["would start now on n1\n"]),
         (
             {"verdict": "preempts", "message": "1 run would be stopped for it", "victims": [RUN]},
             0,

@@ -1,6 +1,7 @@
 """What a run's entrypoint opens: the functions of the module it names, not everything the module imports."""
 
 import json
+import sys
 from functools import wraps
 from os import system as system
 from subprocess import run as run
@@ -60,3 +61,14 @@ def test_a_module_does_not_open_what_it_imports(name: str, home: str) -> None:
     assert fault is not None
     assert fault.kind == "import_failed"
     assert f"is defined in {home}," in fault.message
+
+
+def test_where_a_module_was_looked_for_is_told_line_by_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    places = [f"/srv/jobs/{number}" for number in range(9)]
+    monkeypatch.setattr("sys.path", ["", f"{sys.base_prefix}/lib", *places])
+    fault = outcome_of("no.such.module:f").fault
+    assert fault is not None
+    first, *others = fault.message.splitlines()
+    assert first.startswith("cannot import no.such.module:f: ")
+    assert "No module named 'no'" in first
+    assert others == [f"  {place}" for place in places[:6]]

@@ -1,5 +1,6 @@
 """Everything of a SQLite file, on PostgreSQL, and never two services of one."""
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -180,6 +181,25 @@ async def test_a_file_in_use_is_left_alone(file: str, empty_postgres_url: str) -
 def test_data_moves_from_a_file_to_a_server_only(source: str, target: str) -> None:
     with pytest.raises(DatabaseRefused, match="from a file to a server"):
         move_data(source, target, lambda _: None)
+
+
+@pytest.mark.parametrize(
+    ("target", "says"),
+    [
+        ("mysql://u:secret@host/db", '--to must begin with .* but is "mysql:..."'),
+        ("", "--to must begin with .* but is empty"),
+        ("postgresql://u@127.0.0.1:1/db?foo=secret", "--to is no address of PostgreSQL"),
+        ("postgresql://u:secret@127.0.0.1:1/db", "cannot use PostgreSQL at 127.0.0.1.* or correct --to$"),
+    ],
+)
+def test_an_address_that_nothing_can_be_moved_to_is_named_by_its_option(
+    tmp_path: Path, target: str, says: str
+) -> None:
+    source = tmp_path / "source.db"
+    source.touch()
+    with pytest.raises(DatabaseRefused, match=re.compile(says, re.DOTALL)) as refused:
+        move_data(f"sqlite:///{source}", target, lambda _: None)
+    assert "secret" not in str(refused.value)
 
 
 async def may_be_served(url: str) -> bool:

@@ -230,7 +230,7 @@ async def test_a_path_that_cannot_be_a_file_is_refused_by_name(tmp_path: Path, b
     "url", ["mysql://host/x", "gpubroker.db", "sqlite://", "sqlite:///:memory:", "sqlite:///"]
 )
 async def test_an_address_of_no_known_kind_is_refused(url: str) -> None:
-    assert "--database-url must" in await refusal(url)
+    assert "database_url (or --database-url) must" in await refusal(url)
 
 
 async def test_an_address_that_cannot_be_read_is_refused_without_its_password() -> None:

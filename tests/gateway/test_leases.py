@@ -11,6 +11,7 @@ from service.core.orders import Gone
 from service.core.plan import Decision
 from service.core.task import TaskState
 from service.core.units import Fence, Instant, Mib, Seconds, TaskId
+from service.gateway.translate import rfc3339
 from tests.builders import GIB, a_device, a_node, a_sample
 from tests.gateway.harness import PATIENCE_SECONDS, Client, Gateway, a_body, before, fault, problem, until
 
@@ -66,6 +67,22 @@ async def test_a_lease_waits_in_the_queue_is_held_and_is_given_back(gateway: Gat
     assert given_back.json()["error"] is None
     assert (await api.delete(f"/leases/{lease['id']}")).status_code == 200
     assert (await api.get("/gpus")).json()["items"][0]["free_mb"] == 80 * GIB
+
+
+async def test_of_a_lease_that_is_over_it_is_explained_how_it_ended(gateway: Gateway, api: Client) -> None:
+    async def explained(lease: str) -> str:
+        return str((await api.get(f"/tasks/{lease}/explain")).json()["message"])
+
+    held, waiting, lost = await ask(api), await ask(api), await ask(api)
+    await gateway.plan(held)
+    at = rfc3339(gateway.clock.now())
+    for lease in (held, waiting):
+        await api.delete(f"/leases/{lease}")
+    assert await explained(held) == f"released at {at}; it holds nothing any more"
+    assert await explained(waiting) == f"given up at {at}, before it held anything"
+    await gateway.plan(lost)
+    await overdue(gateway, lost)
+    assert "without having been released" in await explained(lost)
 
 
 async def test_a_lease_is_a_task_that_nobody_starts(gateway: Gateway, api: Client) -> None:

@@ -62,7 +62,9 @@ _WOULD = {
 def simulation(told: Simulation) -> RenderableType:
     """What would become of a task."""
     verdict = _WOULD.get(told.verdict, f"would wait ({told.reason})" if told.reason else "would wait")
-    parts: list[RenderableType] = [Text.assemble((verdict, "bold"), f": {with_short_ids(told.message)}")]
+    more = told.message.removeprefix(f"it {verdict}")  # what it says itself is not said twice
+    colon = ": " if more == told.message else ""
+    parts: list[RenderableType] = [Text.assemble((verdict, "bold"), f"{colon}{with_short_ids(more)}")]
     if told.verdict == "refused":
         return Group(*parts, *remedies(told.remedies))
     if told.verdict == "waits" and (place := _place(told)):

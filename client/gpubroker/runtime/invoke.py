@@ -17,6 +17,10 @@ PLAIN_FUNCTION = "__gpubroker_function__"
 """Attribute under which a decorated task keeps the function itself."""
 
 
+_MOST_PLACES = 6
+"""So many directories are named, a line each, of those that are not Python's own."""
+
+
 class CannotOpen(Exception):
     """The function or its arguments cannot be had; `outcome` is what the run ends with."""
 
@@ -110,9 +114,10 @@ def _opened_function(order: RunOrder) -> Call:
 
 
 def _import_failed(entrypoint: str, fault: BaseException) -> Outcome:
-    places = ", ".join(path for path in sys.path[:4] if path)
+    paths = [path for path in sys.path if path and not path.startswith(sys.base_prefix)]
+    places = "".join(f"\n  {path}" for path in paths[:_MOST_PLACES])
     message = (
-        f"cannot import {entrypoint}: {describe(fault)}; modules are looked for in {places}, ... "
-        "(the operator's task_path comes first)"
+        f"cannot import {entrypoint}: {describe(fault)}; modules are looked for in these directories, the "
+        f"operator's task_path first, and in those of Python itself:{places}"
     )
     return failed("import_failed", message, trace_of(fault))

@@ -20,7 +20,7 @@ import psycopg
 from psycopg.abc import PQGen
 
 from service.adapters.boot_clock import boot_seconds
-from service.adapters.sql.session import DatabaseRefused
+from service.adapters.sql.session import SETTING, DatabaseRefused
 
 
 class Batch(psycopg.Pipeline):
@@ -160,13 +160,14 @@ def connect_migrator(url: str) -> psycopg.Connection[Any]:
     return psycopg.connect(url, **_CONNECTION)
 
 
-def check_server(url: str) -> None:
-    """Raises DatabaseRefused when the server cannot be reached, is too old, or only repeats another."""
+def check_server(url: str, named: str = SETTING) -> None:
+    """Raises DatabaseRefused when the server cannot be reached, is too old, or only repeats another. `named`:
+    what that calls the place where it was given."""
     try:
         psycopg.conninfo.conninfo_to_dict(url)
     except psycopg.ProgrammingError:
         raise DatabaseRefused(
-            "--database-url is no address of PostgreSQL; write postgresql://user@host:port/database"
+            f"{named} is no address of PostgreSQL; write postgresql://user@host:port/database"
         ) from None
     try:
         with _connect(url, READER, pooled=True) as connection:
@@ -174,13 +175,13 @@ def check_server(url: str) -> None:
             standby = connection.execute("SELECT pg_is_in_recovery()").fetchone()
     except psycopg.Error as error:
         raise DatabaseRefused(
-            f"cannot use PostgreSQL at {told(url)}: {str(error).strip()}; start it, or correct --database-url"
+            f"cannot use PostgreSQL at {told(url)}: {str(error).strip()}; start it, or correct {named}"
         ) from None
     if version < _OLDEST:
         raise DatabaseRefused(f"PostgreSQL at {told(url)} is {version // 10000}; 14 is the oldest")
     if standby == (True,):
         raise DatabaseRefused(
-            f"PostgreSQL at {told(url)} is a read-only standby; name the primary in --database-url"
+            f"PostgreSQL at {told(url)} is a read-only standby; name the primary in {named}"
         )
 
 

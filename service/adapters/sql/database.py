@@ -14,7 +14,7 @@ from sqlalchemy.pool import NullPool, QueuePool
 from service.adapters.sql import connections, postgres
 from service.adapters.sql.relocation import check_served_here
 from service.adapters.sql.schema import bring_to
-from service.adapters.sql.session import DatabaseRefused, Session
+from service.adapters.sql.session import SETTING, DatabaseRefused, Session
 from service.adapters.sql.sqlite import SqliteFile, SqliteSession
 
 READERS = 4
@@ -58,14 +58,19 @@ def migrate(url: str, revision: str, *, drop_everything: bool = False) -> str:
         file.close()
 
 
-def is_file(url: str) -> bool:
+def is_file(url: str, named: str = SETTING) -> bool:
+    """`named`: what a refusal calls the place where it was given. Raises DatabaseRefused."""
     if url.startswith(("postgresql://", "postgres://")):
         return False
     if url.startswith("sqlite:///"):
         return True
-    raise DatabaseRefused(
-        f"--database-url must begin with sqlite:/// or postgresql://, but is {url.partition(':')[0]}:..."
-    )
+    raise DatabaseRefused(f"{named} must begin with sqlite:/// or postgresql://, but is {_beginning(url)}")
+
+
+def _beginning(url: str) -> str:
+    """Without what may be a password."""
+    scheme, colon, _ = url.partition(":")
+    return f'"{scheme}:..."' if colon else "another text" if url else "empty"
 
 
 def path_of(url: str) -> Path:
@@ -75,7 +80,7 @@ def path_of(url: str) -> Path:
         name = None
     if not name or name == ":memory:":
         raise DatabaseRefused(
-            "--database-url must name a file, such as sqlite:////var/lib/gpubroker/gpubroker.db"
+            "database_url (or --database-url) must name a file, such as sqlite:////var/lib/gpubroker/gpubroker.db"
         )
     return Path(name)
 

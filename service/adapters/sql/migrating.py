@@ -47,7 +47,7 @@ def migrate_to(engine: Engine, revision: str, name: str, *, drop_everything: boo
     except DBAPIError as error:
         raise DatabaseRefused(
             f"{name} cannot be used: {error.orig}; "
-            "restore it from a backup, or name another with --database-url"
+            "restore it from a backup, or name another with database_url (or --database-url)"
         ) from None
 
 
@@ -69,7 +69,8 @@ def _config(connection: Connection) -> Config:
 def _check_ours(connection: Connection, current: str | None, name: str) -> None:
     if current is None and inspect(connection).has_table("task"):
         raise DatabaseRefused(
-            f"{name} has a table `task` that is not gpubroker's; name another with --database-url"
+            f"{name} has a table `task` that is not gpubroker's; name another with database_url (or "
+            "--database-url)"
         )
 
 

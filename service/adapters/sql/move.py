@@ -46,7 +46,7 @@ SELECT count(*) FROM pg_stat_activity WHERE datname = current_database() AND pid
 
 def move_data(source: str, target: str, tell: Tell) -> None:
     """Raises DatabaseRefused: the file is served as before, unless the text says that it is gone."""
-    if is_file(target) or not is_file(source):
+    if is_file(target, "--to") or not is_file(source, "--from, or database_url,"):
         raise DatabaseRefused(
             "data moves from a file to a server: --from sqlite:///path --to postgresql://user@host/name"
         )
@@ -57,7 +57,7 @@ def move_data(source: str, target: str, tell: Tell) -> None:
     try:
         here, there = file_engine(file), _mover(target)
         bring_to(here, "head", str(path))
-        connections.check_server(target)
+        connections.check_server(target, "--to")
         bring_to(server_engine(target), "head", "the database")
         with _told_in_words():
             _move(here, there, str(path.resolve()), connections.told(target), tell)

@@ -42,10 +42,11 @@ def check_served_here(engine: Engine, name: str) -> None:
     match mark:
         case Mark(stage=Stage.GONE, other=other):
             raise DatabaseRefused(
-                f"{name} has been moved to {other}; name that one with --database-url, or move this one away"
+                f"{name} has been moved to {other}; name that one with database_url (or --database-url), or "
+                "move this one away"
             )
         case Mark(stage=Stage.COMING, other=other):
             raise DatabaseRefused(
                 f"the move of {other} to {name} is not finished; run the same `gpubroker migrate-data` "
-                "again, or name another database with --database-url"
+                "again, or name another database with database_url (or --database-url)"
             )

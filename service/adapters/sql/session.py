@@ -1,11 +1,14 @@
 """What a group commit asks of a database connection, whichever database it is."""
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
 from service.adapters.sql.rowset import Row, Rows, SetStatement
 from service.core.events import Event
 from service.core.units import Instant, Position, Term
+
+SETTING: Final = "database_url (or --database-url)"
+"""What refusals call the place where a database is named: either a file may say it, or whoever starts."""
 
 
 class DatabaseRefused(Exception):

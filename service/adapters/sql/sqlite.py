@@ -58,7 +58,7 @@ class SqliteFile:
         if version < _OLDEST:
             raise DatabaseRefused(
                 f"this Python's SQLite is {'.'.join(map(str, version))}; gpubroker needs 3.38 or newer: "
-                "use another Python, or PostgreSQL with --database-url"
+                "use another Python, or PostgreSQL with database_url (or --database-url)"
             )
         self.path = path
         self._one_writer = has_wal_reset_bug(version)
@@ -92,7 +92,7 @@ class SqliteFile:
             if mode != "wal":
                 raise DatabaseRefused(
                     f"{self.path} lies on a file system where SQLite's write-ahead log does not work; "
-                    "name a file on a local disk with --database-url"
+                    "name a file on a local disk with database_url (or --database-url)"
                 )
             connection.execute("PRAGMA synchronous = FULL")
             connection.execute("PRAGMA fullfsync = ON")
@@ -134,7 +134,7 @@ def _lock(path: Path) -> int:
         os.close(handle)
         raise DatabaseRefused(
             f"{path} is in use by process {holder}; "
-            "stop that one first, or name another file with --database-url"
+            "stop that one first, or name another file with database_url (or --database-url)"
         ) from None
     os.ftruncate(handle, 0)
     os.pwrite(handle, f"{os.getpid()}\n".encode(), 0)
@@ -155,7 +155,7 @@ def _check_header(path: Path) -> None:
         what = "the SQLite database of another program" if is_sqlite else "no SQLite database at all"
         raise DatabaseRefused(
             f"{path} is not a gpubroker database but {what}; "
-            "name another file with --database-url, or move it away"
+            "name another file with database_url (or --database-url), or move it away"
         )
 
 
@@ -166,13 +166,14 @@ def _refusing(path: Path) -> Iterator[None]:
     except OSError as error:
         raise DatabaseRefused(
             f"cannot open the database {path}: {error.strerror}; "
-            "give this user access to it, or name another file with --database-url"
+            "give this user access to it, or name another file with database_url (or --database-url)"
         ) from None
     except sqlite3.Error as error:
         denied = not os.access(path, os.R_OK | os.W_OK) or not os.access(path.parent, os.W_OK)
         remedy = "give this user access to it" if denied else "restore it from a backup"
         raise DatabaseRefused(
-            f"cannot open the database {path}: {error}; {remedy}, or name another file with --database-url"
+            f"cannot open the database {path}: {error}; {remedy}, or name another file with "
+            "database_url (or --database-url)"
         ) from None
 
 

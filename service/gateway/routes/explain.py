@@ -57,7 +57,8 @@ def _view(call: Call, record: TaskRecord) -> ExplanationView:
     if row is None:
         return view if task.is_terminal else _not_yet_seen(view)
     found = explain(parts.world, task.id, parts.policy, parts.clock.now())
-    return {**view, "state": found.state.value, "message": found.message}
+    message = _ended(row) if row.is_terminal else found.message
+    return {**view, "state": found.state.value, "message": message}
 
 
 def _waiting(call: Call, task: Task) -> ExplanationView:
@@ -99,7 +100,7 @@ def _bare(call: Call, task: Task) -> ExplanationView:
         "id": task.id,
         "state": task.state.value,
         **UNEXPLAINED,
-        "message": ended_message(task.state),
+        "message": _ended(task),
         "evaluated_at": rfc3339(now),
         "queue_length": len(parts.world.queue),
         "inherits": None,
@@ -107,6 +108,20 @@ def _bare(call: Call, task: Task) -> ExplanationView:
         "age_seconds": age["age_seconds"],
         "log_position": age["position"],
     }
+
+
+def _ended(task: Task) -> str:
+    """Of a lease that its holder gave back, that it did: there is no run that could have succeeded."""
+    if task.external is None or task.finished_at is None:
+        return ended_message(task.state)
+    at = rfc3339(task.finished_at)
+    match task.state:
+        case TaskState.SUCCEEDED:
+            return f"released at {at}; it holds nothing any more"
+        case TaskState.CANCELLED:
+            return f"given up at {at}, before it held anything"
+        case _:
+            return f"ended at {at} without having been released; GET /leases/{task.id} has its error"
 
 
 def _not_yet_seen(view: ExplanationView) -> ExplanationView:
