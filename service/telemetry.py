@@ -26,6 +26,9 @@ from service.core.tenure import Standing
 from service.core.units import Instant
 from service.core.world import World
 from service.durations import DurationCollector
+from service.inference_metrics import COUNTERS as OF_INFERENCES
+from service.inference_metrics import GAUGES as ABOUT_INFERENCES
+from service.inference_metrics import inference_metrics
 from service.ports import HeldBack
 
 _RELEASE = version("gpubroker-server")
@@ -117,6 +120,7 @@ GAUGES: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "gpubroker_model_slots": ("So many requests a model is asked at once.", ("model",)),
     "gpubroker_model_requests_in_flight": ("Requests that have one of these slots.", ("model",)),
     "gpubroker_model_requests_waiting": ("Requests that wait for one.", ("model",)),
+    **ABOUT_INFERENCES,
     "gpubroker_is_leader": ("1 if this process leads, else 0.", ()),
     "gpubroker_leader_term": ("Term of the leader in this process; absent if it does not lead.", ()),
     "gpubroker_leader_lease_seconds": (
@@ -126,6 +130,7 @@ GAUGES: Mapping[str, tuple[str, tuple[str, ...]]] = {
 }
 COUNTERS: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "gpubroker_tasks_finished": ("Tasks that ever finished; survives pruning.", ("state",)),
+    **OF_INFERENCES,
     "gpubroker_leader_takeovers": ("How often this process began to lead.", ()),
     "gpubroker_model_server_faults": (
         "How often it was not there, broke off, or said nothing.",
@@ -255,6 +260,7 @@ class WorldCollector(Collector):
         yield from _fragmentation_metrics(sources.world, *sources.fragmentation())
         yield from _tenant_metrics(sources)
         yield from _forecast_metrics(sources.world)
+        yield from inference_metrics(sources.world)
         sizes = size_records(sources.world)
         yield _gauge("gpubroker_model_size_ratio", [((of.server,), of.ratio) for of in sizes])
         yield _gauge("gpubroker_model_size_enough_ratio", [((of.server,), of.enough) for of in sizes])

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 
+from service.core.answered import Answered
 from service.core.model_terms import Home
 from service.core.task import Task
 from service.core.units import TaskId
@@ -13,6 +14,7 @@ class Homes:
         self._known: dict[TaskId, Task] = {}
         """Those that are over as well, as long as they may hold something."""
         self._asking: dict[str, dict[TaskId, Task]] = {}
+        self.answered = Answered()
 
     def note(self, task: Task) -> None:
         """It is new, or has changed."""

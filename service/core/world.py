@@ -196,6 +196,7 @@ class World:
         self.tasks[after.id] = after
         self._count_in(after, grows=grows)
         self.awaited.note(after)
+        self.homes.answered.note(before, after)
         self.queue.stand_anew(self.awaited.inheritance.changed, self.tasks)
         for device in self.pledges.get(after.id, ()):
             self.marks.mark(self.books[device].device.node)
