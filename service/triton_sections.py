@@ -118,7 +118,8 @@ class TritonSettings(Section):
     waiting_bytes: Annotated[int, Field(gt=0)] = 2**30
     """So much memory of one gateway requests may hold that wait for their models, all together."""
     tenant_share: Annotated[float, Field(gt=0, le=1)] = 0.75
-    """So much of a model's waiting places one tenant may have, and of its slots while others wait."""
+    """One tenant may have so much of a model's waiting places, of `waiting_bytes`, and of a model's slots
+    while others wait."""
     queue_seconds: Annotated[float, Field(gt=0, le=86_400)] = 30.0
     """So long a request may wait for its turn at a model."""
     queued_at_once: Annotated[int, Field(ge=1, le=10_000)] = 64

@@ -92,6 +92,17 @@ async def test_bodies_that_wait_hold_no_more_than_they_may() -> None:
         await scene.ends(bytes(400), third)
 
 
+async def test_one_tenant_leaves_room_for_others() -> None:
+    scene = Scene()
+    async with a_stage(scene.model, lanes=scene.lanes, most_waiting_bytes=1000) as stage:
+        await scene.busy(stage, b"first")
+        await scene.waits(stage, bytes(500))
+        document = refused(await stage.ask("POST", INFER, bytes(300)), 429, "model-queue-share")
+        assert 'tenant "default"' in document["error"]
+        assert "500 bytes of the 750" in document["error"]
+        await scene.waits(stage, bytes(300), Authorization=await stage.of_tenant("b"))
+
+
 async def test_whoever_has_given_up_holds_nothing() -> None:
     scene = Scene(queue_seconds=Seconds(0.01))
     async with a_stage(scene.model, lanes=scene.lanes, most_waiting_bytes=1000) as stage:

@@ -30,17 +30,18 @@ class Cold(Asking):
     """Stands for the request until it may go; then it is sent, and this passes on what follows."""
 
     def __init__(
-        self, ready: Awaitable[object], send: Callable[[], Asking], answer: Refusable, room: Room
+        self, ready: Awaitable[object], send: Callable[[], Asking], answer: Refusable, room: Room, tenant: str
     ) -> None:
         self._send = send
         self._answer = answer
         self._room = room
+        self._tenant = tenant
         self._pieces: list[bytes] = []
         self._kept_bytes = 0
         self._is_complete = False
         self._asking: Asking | None = None
         self._waiting = asyncio.ensure_future(self._wait(ready))
-        self._waiting.add_done_callback(lambda _: room.give_back(self._kept_bytes))
+        self._waiting.add_done_callback(lambda _: room.give_back(self._kept_bytes, tenant))
 
     async def _wait(self, ready: Awaitable[object]) -> None:
         try:
@@ -64,7 +65,7 @@ class Cold(Asking):
             self._asking.write(data)
             return
         try:
-            self._room.take(len(data))
+            self._room.take(len(data), self._tenant)
         except Problem as full:
             asyncio.get_running_loop().call_soon(self._waiting.cancel)  # it may not even have begun
             self._answer.on_refused(full)

@@ -238,6 +238,10 @@ class Lanes:
         lane = self._lanes.get(model.encode())
         return lane is not None and any(turn.since <= at for turn in self._gone[lane])
 
+    @property
+    def tenant_share(self) -> float:
+        return self._options.rules.tenant_share
+
     def figures(self) -> Iterator[LaneFigures]:
         """Of the models that are being asked."""
         for model, lane in self._lanes.items():

@@ -116,7 +116,7 @@ class Plane:
         self.fleet = fleet
         self.lanes = lanes
         self.most_body_bytes = most_body_bytes
-        self.room = Room(most_waiting_bytes)
+        self.room = Room(most_waiting_bytes, lanes.tenant_share)
         self._callers = callers
 
     def check(self, aim: Aim, told: Told) -> Identity | None:
@@ -186,16 +186,16 @@ class Plane:
         model = aim.model.decode(errors="replace")
         there = self.wait_for(model, wish.priority, unloads=aim.unloads)
         if not aim.takes_slot:
-            return ask() if there is None else Cold(there, ask, answer, self.room)
+            return ask() if there is None else Cold(there, ask, answer, self.room, who.tenant)
 
         send = ask
         if self._residencies is not None and not aim.is_encoded:
             send = partial(self._send_again, ask, answer, aim, who, wish)
         if there is not None:
-            return Cold(self._in_turn(answer, aim, who, wish, there), send, answer, self.room)
+            return Cold(self._in_turn(answer, aim, who, wish, there), send, answer, self.room, who.tenant)
         answer.turn = turn = self.lanes.enter(aim.model, who, wish)
         if turn.waits:
-            return Cold(self._in_turn(answer, aim, who, wish, turn=turn), send, answer, self.room)
+            return Cold(self._in_turn(answer, aim, who, wish, turn=turn), send, answer, self.room, who.tenant)
         return send()
 
     def _send_again(

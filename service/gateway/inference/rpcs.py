@@ -196,10 +196,10 @@ class Rpc:
         while True:
             self._turn = turn = plane.lanes.enter(model_in(message), identity, self.wish)
             if turn.waits:
-                await plane.room.hold(len(message), turn.granted())
+                await plane.room.hold(len(message), identity.tenant, turn.granted())
             if is_known and (there := plane.coming(model, self.wish.priority)) is not None:
                 turn.leave()
-                is_known = await plane.room.hold(len(message), there)
+                is_known = await plane.room.hold(len(message), identity.tenant, there)
                 continue
             was_there = plane.is_there(model)
             try:
@@ -214,7 +214,7 @@ class Rpc:
             turn.leave()
             times += 1
             back = plane.back(model, self.wish.priority, server)
-            is_known = await plane.room.hold(len(message), back)
+            is_known = await plane.room.hold(len(message), identity.tenant, back)
 
     def _look_into(self, message: bytes) -> None:
         """Where what it needs depends on what is in it. Raises Problem."""
@@ -229,7 +229,8 @@ class Rpc:
         if not self._aim.needs_model or not (model := model_named_in(message, self._aim.model_at)):
             return False
         waiting = self._plane.wait_for(model, self.wish.priority, unloads=self._aim.unloads)
-        return waiting is None or await self._plane.room.hold(len(message), waiting)
+        tenant = "" if self.identity is None else self.identity.tenant
+        return waiting is None or await self._plane.room.hold(len(message), tenant, waiting)
 
     async def _fail(self, fault: Exception, context: grpc.aio.ServicerContext) -> None:
         """Say how the call ends. Raises, always."""
