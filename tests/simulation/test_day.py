@@ -14,9 +14,8 @@ from tests.simulation.auditor import Violation
 from tests.simulation.day import replay
 
 
-@pytest.mark.parametrize("seed", [1, 2])
-def test_hours_of_faults_break_no_rule_and_every_task_ends(seed: int) -> None:
-    report = replay(seed, hours=3.0)
+def test_hours_of_faults_break_no_rule_and_every_task_ends() -> None:
+    report = replay(1, hours=3.0)
     ends = [report.counts[f"task.{end}"] for end in ("succeeded", "failed", "cancelled", "expired")]
     assert sum(ends) == report.submitted
     assert min(ends) > 0

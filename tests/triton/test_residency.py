@@ -136,7 +136,7 @@ def test_a_model_that_nobody_wants_any_more_is_unloaded_so_that_a_task_can_run(
     own_triton: Triton, tmp_path: Path
 ) -> None:
     with ServiceProcess(
-        tmp_path / "data", **settings(own_triton, "simulated", wanted_seconds=1.0)
+        tmp_path / "data", **settings(own_triton, "simulated", wanted_seconds=5.0)
     ) as service:
         assert infer(service, "identity_fp32") == [1, 2, 3]
         task = service.broker.submit("tests.e2e.work:add", gpu_mb=20 * GIB, priority=10)
