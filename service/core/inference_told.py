@@ -1,9 +1,14 @@
-"""Why an inference is not being answered, in words for people."""
+"""Why an inference is not being answered, in words for people, and when it will be sent."""
 
-from service.core.inferences import holders, servers_of
+from collections.abc import Sequence
+
+from service.core.backfill import Forecast
+from service.core.inferences import holders, servers_of, waiting
 from service.core.policy import Policy
 from service.core.reasons import Reason
+from service.core.start import Start, there_at
 from service.core.task import Task, TaskState
+from service.core.units import Instant
 from service.core.world import World
 
 _DOES = {
@@ -32,3 +37,19 @@ def why_not_sent(world: World, task: Task, policy: Policy) -> list[tuple[Reason,
         message = f"{serving.at_once} inferences of model {model} are being answered, and no more at once"
         return [(Reason.CONCURRENCY_LIMITED, message)]
     return []
+
+
+def sent_at(
+    world: World, task: Task, policy: Policy, forecasts: Sequence[Forecast], now: Instant
+) -> Start | None:
+    """When one that waits for nothing but its model is likely to be sent: when that is in memory. None if
+    nobody can tell: of a model that was never loaded, and of one for which others must have been answered
+    first, since how long answers take is not known."""
+    model = task.demand.answered_by
+    if task.id not in world.queue or servers_of(world, policy, model):
+        return None
+    if sum(map(len, waiting(world)[model])) > policy.serving.at_once:
+        return None
+    timed = [one for one in holders(world, policy, model) if one.model is not None and one.model.load_seconds]
+    starts = (there_at(world, one, forecasts, now) for one in timed)
+    return min((start for start in starts if start is not None), default=None)

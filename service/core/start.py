@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from service.core.backfill import Basis, Forecast
-from service.core.task import Task
+from service.core.task import Task, TaskState
 from service.core.units import Instant
 from service.core.world import World
 
@@ -30,3 +30,17 @@ def start_of(world: World, task: Task, forecasts: Sequence[Forecast], now: Insta
             p50_at, p90_at = max(now, forecast.start_at), max(now, forecast.p90_at)
             return Start(p50_at, p90_at, forecast.n, forecast.basis)
     return None
+
+
+def there_at(world: World, model: Task, forecasts: Sequence[Forecast], now: Instant) -> Start | None:
+    """When a model that waits, or is being loaded, is likely to be in memory; None if nobody can tell."""
+    assert model.model is not None
+    load_seconds = model.model.load_seconds
+    if model.state is TaskState.ADMITTED:
+        at = Instant(max(now, (model.admitted_at or now) + load_seconds))
+        return Start(at, at, 0, Basis.STATED)
+    room = start_of(world, model, forecasts, now)
+    if room is None:
+        return None
+    p50_at, p90_at = Instant(room.p50_at + load_seconds), Instant(room.p90_at + load_seconds)
+    return room._replace(p50_at=p50_at, p90_at=p90_at)

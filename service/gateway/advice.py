@@ -100,12 +100,22 @@ class AdviceFields(TypedDict):
 NO_ADVICE: AdviceFields = {"start": None, "start_record": None, "preemption": None, "remedies": []}
 
 
+class StartFields(TypedDict):
+    start: ExpectedView | None
+    start_record: ForecastsView | None
+
+
+def start_fields(world: World, start: Start | None, now: Instant) -> StartFields:
+    """With how true starts came that were foretold like this one."""
+    expected = expected_or_none(start, now)
+    records = forecasts_views(world) if expected is not None else []
+    record = next((one for one in records if expected and one["basis"] == expected["basis"]), None)
+    return {"start": expected, "start_record": record}
+
+
 def advice_fields(world: World, advice: Advice, viewer: Identity, now: Instant) -> AdviceFields:
-    start = expected_or_none(advice.start, now)
-    records = forecasts_views(world) if start is not None else []
     return {
-        "start": start,
-        "start_record": next((one for one in records if start and one["basis"] == start["basis"]), None),
+        **start_fields(world, advice.start, now),
         "preemption": _spared_view(world, advice.spared, viewer, now),
         "remedies": [_remedy_view(world, remedy, viewer, now) for remedy in advice.remedies],
     }

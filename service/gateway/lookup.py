@@ -6,9 +6,11 @@ from typing import Any
 from fastapi import Response
 
 from service.core.expectations import remaining_seconds
+from service.core.inference_told import sent_at
 from service.core.lessons import kind_of_run
 from service.core.plan import Request
 from service.core.quarantine import quarantined
+from service.core.reasons import Reason
 from service.core.start import start_of
 from service.core.task import Task, TaskState
 from service.core.units import Seconds, TaskId
@@ -104,7 +106,11 @@ def _pending_of(parts: GatewayParts, task: Task) -> PendingView | None:
     view = parts.pending.of(task, now)
     if view is not None and (blocker := unled(parts, task)) is not None:
         return told_unled(view, blocker)
-    start = start_of(parts.world, task, parts.forecasts(), now)
+    start = None
+    if not task.is_inference:
+        start = start_of(parts.world, task, parts.forecasts(), now)
+    elif view is not None and view["reason"] == Reason.MODEL_LOADING.value:
+        start = sent_at(parts.world, task, parts.policy, parts.forecasts(), now)
     return view if view is None or start is None else {**view, "start": expected_view(start, now)}
 
 

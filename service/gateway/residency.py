@@ -17,7 +17,7 @@ from service.core.model_holders import is_to_be_told
 from service.core.model_sizes import first_guess_mb
 from service.core.model_terms import KIND, Home, ModelTerms
 from service.core.plan import Request
-from service.core.start import start_of
+from service.core.start import there_at
 from service.core.task import Task, TaskState
 from service.core.units import Instant, Mib, NodeName, Seconds
 from service.gateway.problems import Problem
@@ -338,11 +338,8 @@ class Residency:
 
     def _starts_at(self, task: Task, now: Instant) -> Instant | None:
         """When it is likely to be there; None if nobody can tell."""
-        assert task.model is not None
-        if task.state is TaskState.ADMITTED:
-            return Instant(max(now, (task.admitted_at or now) + task.model.load_seconds))
-        start = start_of(self._parts.world, task, self._parts.forecasts(), now)
-        return None if start is None else Instant(start.p50_at + task.model.load_seconds)
+        start = there_at(self._parts.world, task, self._parts.forecasts(), now)
+        return None if start is None else start.p50_at
 
     def _is_too_late(self, task: Task, until: float, now: Instant) -> bool:
         at = self._starts_at(task, now) if task.state is TaskState.PENDING else None

@@ -19,14 +19,16 @@ from service.core.orders import Ended, Ending, Failure
 from service.core.serving import Serving
 from service.core.task import Task, TaskState
 from service.core.tensors import tensor_of, values_of
-from service.core.units import Mib, TaskId
+from service.core.units import Mib, Seconds, TaskId
 from service.gateway.bringing import AGAIN_SECONDS, Bringing
 from service.gateway.residency import ModelRules, ServerRules
 from tests.builders import GIB
 from tests.gateway.harness import Gateway, fault, problem
 
 RULES = ServerRules(
-    "main", "n1", models={"llm": ModelRules(Mib(50 * GIB)), "huge": ModelRules(Mib(90 * GIB))}
+    "main",
+    "n1",
+    models={"llm": ModelRules(Mib(50 * GIB), load_seconds=Seconds(20.0)), "huge": ModelRules(Mib(90 * GIB))},
 )
 
 
@@ -264,6 +266,7 @@ async def test_a_model_in_the_ledger_is_wanted_from_then_on_at_the_inference_s_p
         assert (told["reason"], "waits for its room" in told["message"]) == ("ModelLoading", True)
         explained = (await gateway.admin.get(f"/tasks/{id}/explain")).json()
         assert (explained["reason"], explained["remedies"], explained["devices"]) == ("ModelLoading", [], [])
+        assert (told["start"], explained["start"]) == (None, None), "nobody can tell"
         urgent = await ask(gateway, 1, priority=60)
         await gateway.commit(*kept_wanted(gateway.world, gateway.policy, gateway.clock.now()))
         assert holder(gateway).priority == 60
@@ -275,6 +278,16 @@ async def test_a_model_in_the_ledger_is_wanted_from_then_on_at_the_inference_s_p
         assert gateway.task(id).state is TaskState.RUNNING
         running = (await gateway.admin.get(f"/tasks/{id}/explain")).json()
         assert running["message"].startswith("running on model llm")
+
+
+async def test_the_start_of_one_whose_model_is_being_loaded_is_told() -> None:
+    async with a_gateway() as gateway:
+        id = await ask(gateway, 1)
+        await gateway.plan(holder(gateway).id)
+        told = (await gateway.admin.get(f"/tasks/{id}")).json()["pending"]["start"]
+        explained = (await gateway.admin.get(f"/tasks/{id}/explain")).json()["start"]
+        assert told == explained
+        assert (told["basis"], told["p50_seconds"]) == ("stated", 20.0)
 
 
 async def test_a_model_that_no_server_has_or_that_fits_nowhere_is_refused() -> None:

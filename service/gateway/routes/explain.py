@@ -5,11 +5,12 @@ from fastapi import APIRouter, Response
 from service.core.advice import advise
 from service.core.blockers import Blocker
 from service.core.explain import Explanation, ended_message, explain, explain_waiting
+from service.core.inference_told import sent_at
 from service.core.look import Look, look
 from service.core.reasons import Reason
 from service.core.task import Task, TaskState
 from service.core.units import Instant
-from service.gateway.advice import NO_ADVICE
+from service.gateway.advice import NO_ADVICE, start_fields
 from service.gateway.direct import Call, DirectRoute, answer, needs, problems
 from service.gateway.explanation import (
     UNEXPLAINED,
@@ -73,10 +74,14 @@ def _waiting(call: Call, task: Task) -> ExplanationView:
 
 def _explained(call: Call, task: Task, looked: Look, found: Explanation, now: Instant) -> ExplainedFields:
     """An inference waits for its model, and no room on nodes would help it."""
+    parts = call.parts
     if task.is_inference:
-        return unadvised_fields(found)
+        start = None
+        if found.reason is Reason.MODEL_LOADING:
+            start = sent_at(parts.world, task, parts.policy, parts.forecasts(), now)
+        return {**unadvised_fields(found), **start_fields(parts.world, start, now)}
     advice = advise(looked, highest_priority(call))
-    return explained_fields(call.parts.world, found, advice, call.identity, now)
+    return explained_fields(parts.world, found, advice, call.identity, now)
 
 
 def _unled(view: ExplanationView, blockers: tuple[Blocker, ...], unled: Blocker) -> ExplanationView:
