@@ -46,6 +46,11 @@ def a_model(
     return a_task(id, model=model, **{**facts, **fields})
 
 
+def an_inference(id: str = "ask", **fields: Any) -> Task:
+    """In the queue, for the model above."""
+    return a_task(id, answered_by=LLM, **{"submitted_at": at(0), **fields})
+
+
 def the(world: World, task: str = LLM) -> Task:
     return world.tasks[TaskId(task)]
 

@@ -1,14 +1,10 @@
 """What is counted of queued inferences: how they ended, and how long they waited first."""
 
 from service.core.answered import WAIT_BOUNDS, Answered
-from service.core.demand import Demand
 from service.core.task import Task, TaskState, changed
 from service.core.units import Fence, Instant
 from tests.builders import NOW, a_task
-
-
-def an_inference(**fields: object) -> Task:
-    return a_task(demand=Demand(answered_by="llm"), submitted_at=NOW, **fields)
+from tests.core.served import an_inference
 
 
 def sent(task: Task, after_seconds: float) -> Task:

@@ -10,14 +10,10 @@ from service.core.start import Start
 from service.core.task import Task
 from service.core.units import Seconds
 from service.core.world import World
-from tests.builders import a_task, a_world, commit, submit
-from tests.core.served import LLM, a_model, at, index, plan, the
+from tests.builders import a_world, commit, submit
+from tests.core.served import LLM, a_model, an_inference, at, index, plan, the
 
 POLICY = Policy(serving=Serving(ledger=("main",), at_once=2))
-
-
-def an_inference(id: str = "ask", **fields: object) -> Task:
-    return a_task(id, answered_by="llm", **{"submitted_at": at(0), **fields})
 
 
 def a_timed_model() -> Task:

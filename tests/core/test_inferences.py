@@ -27,20 +27,16 @@ from service.core.ranks import ranks_of
 from service.core.reasons import Reason
 from service.core.runs import react
 from service.core.serving import Serving
-from service.core.task import StopReason, Task, TaskState
+from service.core.task import StopReason, TaskState
 from service.core.units import Fence, Mib, Seconds, TaskId
 from service.core.world import World
 from tests.builders import GIB, a_task, a_world, commit, key, submit
-from tests.core.served import LLM, WANTED, a_model, ask, at, index, loaded, pass_time, plan, the
+from tests.core.served import LLM, WANTED, a_model, an_inference, ask, at, index, loaded, pass_time, plan, the
 
 POLICY = Policy(serving=Serving(ledger=("main",), at_once=2))
 OPEN = Policy(serving=Serving(others=("lab",), at_once=2))
 NO_SUCH_INPUT = Failure(REFUSED, "no such input")
 BROKE_OFF = Failure("model_server_lost", "reset by peer")
-
-
-def an_inference(id: str = "ask", **fields: object) -> Task:
-    return a_task(id, answered_by="llm", **{"submitted_at": at(0), **fields})
 
 
 def admit(world: World, seconds: float = 5.0, policy: Policy = POLICY) -> list[str]:
