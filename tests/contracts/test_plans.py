@@ -3,6 +3,8 @@
 import gc
 import json
 from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +17,12 @@ from service.adapters.sql.connections import connect_reader, connect_writer
 from service.adapters.sql.rowset import SetStatement, postgres_text, sqlite_chunks, sqlite_text
 from service.adapters.sql.sqlite import SqliteFile
 from service.adapters.sql.store import migrate, open_store
+from service.core.retention import Cutoffs
 from service.core.task import TaskState
-from service.core.units import TaskId
-from service.ports import TaskFilter
+from service.core.units import Instant, Position, TaskId
+from service.ports import SubmitVerdict, TaskFilter
 from tests.builders import a_task
-from tests.contracts.scenes import admission, with_gpu
+from tests.contracts.scenes import a_submission, admission, next_term, opened, with_gpu
 
 BY_KEY = [
     statement
@@ -113,6 +116,59 @@ def postgres_plan_of_many(postgres_url: str) -> Iterator[Explain]:
             return "\n".join(line for (line,) in connection.execute(f"EXPLAIN {sql}", values))
 
         yield explain
+
+
+LONG_LOG = """
+WITH appended AS (
+    INSERT INTO event (position, at, kind, key, version, tenant, fields, reader)
+    SELECT n, 0, 'task.started', 'task_' || n, 1, 'default', '"' || repeat('x', 200) || '"', 1
+    FROM generate_series(1, 20000) AS n
+)
+UPDATE log_head SET position = 20000
+"""
+FETCHED = "SELECT idx_tup_fetch + seq_tup_read FROM pg_stat_user_tables WHERE relname = %s"
+
+
+@contextmanager
+def fetched_at_most(most: int, table: str, url: str) -> Iterator[None]:
+    """Rows, by sessions that begin and end within: they tell at their end."""
+    with psycopg.connect(url, autocommit=True) as connection:
+        [(before,)] = connection.execute(FETCHED, [table]).fetchall()
+    yield
+    with psycopg.connect(url, autocommit=True) as connection:
+        [(after,)] = connection.execute(FETCHED, [table]).fetchall()
+    assert after - before <= most
+
+
+@pytest.mark.parametrize("is_analyzed", [True, False])
+async def test_what_others_have_appended_is_read_without_the_log_before_it(
+    postgres_url: str, is_analyzed: bool
+) -> None:
+    """Between two commits of its own by who commits, and after them by who catches up."""
+    with psycopg.connect(postgres_url, autocommit=True) as connection:
+        connection.execute(LONG_LOG)
+        if is_analyzed:
+            connection.execute("ANALYZE")
+    with fetched_at_most(500, "event", postgres_url):
+        async with opened(postgres_url) as one, opened(postgres_url) as other:
+            for turn in range(8):  # more often than a plan is made anew for each
+                assert (await other.submit(a_submission(f"theirs-{turn}"))).verdict is SubmitVerdict.ACCEPTED
+                assert (await one.submit(a_submission(f"ours-{turn}"))).verdict is SubmitVerdict.ACCEPTED
+            await other.catch_up()
+
+
+async def test_what_is_over_is_found_without_the_tasks_that_are_kept(postgres_url: str) -> None:
+    with psycopg.connect(postgres_url, autocommit=True) as connection:
+        connection.execute(MANY_TASKS)
+        connection.execute(THEIR_SPECS)
+        connection.execute("UPDATE task SET finished_at = 100 + id::int WHERE finished")
+        connection.execute("ANALYZE")
+    with fetched_at_most(500, "task", postgres_url):
+        async with opened(postgres_url) as store:
+            term = await next_term(store)
+            kept = Cutoffs(Instant(100), Instant(0), Instant(0), Position(0))
+            assert not await store.prune(term, kept)
+            assert await store.prune(term, replace(kept, finished=Instant(131), keyed=Instant(1)))
 
 
 LISTS = [

@@ -94,17 +94,18 @@ def _on_postgresql(is_awaited: _IsAwaited, compiler: Any, **options: Any) -> str
 
 def _over(_insert: Any, r: FromClause) -> Any:
     """Whose memory is confirmed free, whose key need not be known any more, and whose end nobody waits for:
-    a leader that comes into office asks how those ended after whom others run."""
+    a leader that comes into office asks how those ended after whom others run.
+
+    The times are values to the planner, which would else look through all that has ended (see `TAIL`)."""
     lease = tables.lease
+    before, keyed_before = (select(time).scalar_subquery() for time in (r.c.before, r.c.keyed_before))
     held = select(lease.c.holder).where(lease.c.holder == _task.c.id, ~lease.c.released).exists()
-    ended = (_task.c.finished) & (_task.c.finished_at < r.c.before)
-    unkeyed = _task.c.idem_key.is_(None) | (_task.c.submitted_at < r.c.keyed_before)
-    chosen = r.join(_task, ended & unkeyed & ~held & ~_IsAwaited(_task.c.id)).join(
-        _spec, _spec.c.task == _task.c.id
-    )
+    ended = (_task.c.finished) & (_task.c.finished_at < before)
+    unkeyed = _task.c.idem_key.is_(None) | (_task.c.submitted_at < keyed_before)
     return (
         select(_task.c.id, _task.c.tenant, _spec.c.labels)
-        .select_from(chosen)
+        .join_from(_task, _spec, _spec.c.task == _task.c.id)
+        .where(ended & unkeyed & ~held & ~_IsAwaited(_task.c.id))
         .order_by(_task.c.finished_at)
         .limit(literal_column(str(TASKS_PER_STEP)))
         .offset(literal_column("0"))  # else SQLite is given one as a parameter

@@ -128,19 +128,19 @@ def _known_ids(_insert: Any, r: FromClause) -> Any:
     return select(tables.task.c.id).select_from(r.join(tables.task, tables.task.c.id == r.c.id))
 
 
-def _events_between(_insert: Any, r: FromClause) -> Any:
-    event = tables.event
-    inside = (event.c.position > r.c.after) & (event.c.position <= r.c.last)
-    return select(*EVENT).select_from(r.join(event, inside)).order_by(event.c.position)
-
-
 def _tail(_insert: Any, r: FromClause) -> Any:
-    """One row at least: the head, with each event after a position, up to another one, or with none."""
+    """One row at least: the head, with each event after a position, up to another one, or with none.
+
+    Both positions are values to the planner. Joined with their row, of which it believes that there are a
+    hundred, it would rather read the whole log along its key than sort what so many of them might find.
+    """
     head, whole, event = tables.log_head, installation, tables.event
-    inside = (event.c.position > r.c.after) & (event.c.position <= r.c.last)
-    joined = r.join(head, head.c.id == r.c.id).join(whole, whole.c.id == r.c.id).outerjoin(event, inside)
+    after, last = (select(column).scalar_subquery() for column in (r.c.after, r.c.last))
+    inside = (event.c.position > after) & (event.c.position <= last)
+    joined = head.join(whole, whole.c.id == head.c.id).outerjoin(event, inside)
     columns = (head.c.position.label("head"), whole.c.token_changes, head.c.compatible_from, *EVENT)
-    return select(*columns).select_from(joined).order_by(event.c.position)
+    only = head.c.id == select(r.c.id).scalar_subquery()
+    return select(*columns).select_from(joined).where(only).order_by(event.c.position)
 
 
 def _oldest(_insert: Any, r: FromClause) -> Any:
@@ -279,9 +279,6 @@ KNOWN_KEYS = SetStatement("known keys", (tables.task.c.tenant, tables.task.c.ide
 KNOWN_HOMES = SetStatement("known homes", (tables.task.c.home,), _known_homes)
 KNOWN_IDS = SetStatement("known ids", (tables.task.c.id,), _known_ids)
 USAGE_OF = SetStatement("usage of", (tables.usage.c.tenant,), _usage_of)
-EVENTS_BETWEEN = SetStatement(
-    "events between", (Column("after", Count), Column("last", Count)), _events_between
-)
 TAIL = SetStatement("tail", (tables.log_head.c.id, Column("after", Count), Column("last", Count)), _tail)
 """Position of the newest event, how often tokens have changed, and who may write; then events."""
 OLDEST = SetStatement("oldest", (tables.log_head.c.id,), _oldest)
