@@ -11,6 +11,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import psutil
+
 from bench.processes import ROOT, started, wait_for
 from tests.triton.server import free_ports
 
@@ -30,8 +32,8 @@ class Echo(MLModel):
 
 
 @contextmanager
-def mlserver(model: str) -> Iterator[int]:
-    """Its port for HTTP, when the model is ready. Raises SystemExit where it is not installed."""
+def mlserver(model: str) -> Iterator[tuple[int, psutil.Popen]]:
+    """(its port for HTTP, its process), when the model is ready. Raises SystemExit if it is not installed."""
     if not (HOME / "bin" / "mlserver").exists():
         sys.exit("there is no MLServer; `make mlserver` installs it")
     http_port, grpc_port, metrics_port = free_ports(3)
@@ -61,4 +63,4 @@ def mlserver(model: str) -> Iterator[int]:
         path = {"PATH": f"{HOME / 'bin'}:/usr/bin:/bin", "HOME": str(folder)}
         with started(command, path, log, folder) as process:
             wait_for(is_ready, process, log)
-            yield http_port
+            yield http_port, process

@@ -20,6 +20,7 @@ from bench.load import Load, Measured
 from bench.measuring import Figure, Pair, median_ratio, percentile, say
 from bench.mlserver import mlserver
 from bench.processes import Service, service
+from bench.relay import relay
 from bench.triton import triton
 from tests.triton.server import free_ports
 
@@ -37,14 +38,14 @@ class Shape:
     """Else binary both ways."""
 
 
+SMALL_BYTES = 64
 SHAPES = (
-    Shape("small.c16", 64, 16),
-    Shape("small.c1", 64, 1),
+    Shape("small.c16", SMALL_BYTES, 16),
+    Shape("small.c1", SMALL_BYTES, 1),
     Shape("1mb", 2**20, 1),
     Shape("16mb", 2**24, 1),
-    Shape("json.c16", 64, 16, is_json=True),
+    Shape("json.c16", SMALL_BYTES, 16, is_json=True),
 )
-
 
 CALLS = "grpc.small"
 CALL_CLIENTS = 16
@@ -63,8 +64,9 @@ def add_options(parser: ArgumentParser) -> None:
     parser.add_argument("--calls", type=int, default=5000, help="over gRPC, per round and side")
     parser.add_argument(
         "--beside",
-        choices=["mlserver"],
-        help="ask this server the shape json.c16 as well; `make mlserver` first",
+        choices=["mlserver", "relay"],
+        help="ask this server the shape json.c16 as well (`make mlserver` first), or what does nothing but "
+        "pass bytes on the small shapes",
     )
     parser.add_argument("--requests", type=int, default=0, help="ask so often, and tell the memory kept")
 
@@ -79,8 +81,11 @@ def measure(options: Namespace) -> Iterator[Figure]:
             if options.requests:
                 yield from memory_kept(load, running, options.requests)
                 return
-            if options.beside:
-                yield from beside(load, server.http_port, running, options)
+            if options.beside == "mlserver":
+                yield from beside_mlserver(load, server.http_port, running, options)
+                return
+            if options.beside == "relay":
+                yield from beside_relay(load, server.http_port, running, options)
                 return
             for shape in chosen:
                 sides = Sides(shape, server.http_port, running.port, running.token, running.process)
@@ -98,24 +103,42 @@ def measure(options: Namespace) -> Iterator[Figure]:
                     yield from call_figures([call.one_round(options.calls) for _ in range(options.rounds)])
 
 
-def beside(load: Load, triton_port: int, running: Service, options: Namespace) -> Iterator[Figure]:
+def beside_mlserver(load: Load, triton_port: int, running: Service, options: Namespace) -> Iterator[Figure]:
     """The same JSON to Triton, to the service in front of it, and to a server of the same protocol."""
-    shape = next(shape for shape in SHAPES if shape.is_json)
-    sides = Sides(shape, triton_port, running.port, running.token, running.process)
-    with mlserver(MODEL) as port:
-        theirs, rounds = [], []
-        for _ in range(options.rounds + 1):
-            rounds.append(told(shape, sides.one_round(load, options.seconds)))
-            target = a_target(port, shape)
-            measured = load.measure(target, connections=shape.clients, seconds=options.seconds)
-            theirs.append(measured.must_all_be(200))
-            say(f"  MLServer: {measured.per_second:,.0f}/s")
-    yield from figures(shape, rounds[1:])  # the first is for all connections and buffers
-    pairs = [
-        Pair(one.per_second, other.direct.per_second)
-        for one, other in zip(theirs[1:], rounds[1:], strict=True)
-    ]
-    yield against(f"proxy.mlserver.{shape.name}", pairs, sum(len(one.latencies_ms) for one in theirs[1:]))
+    with mlserver(MODEL) as other:
+        [shape] = [shape for shape in SHAPES if shape.is_json]
+        sides = Sides(shape, triton_port, running.port, running.token, running.process)
+        yield from beside("mlserver", *other, sides, load, options)
+
+
+def beside_relay(load: Load, triton_port: int, running: Service, options: Namespace) -> Iterator[Figure]:
+    """The same small tensors to Triton, to the service in front of it, and to a relay in front of it."""
+    with relay(triton_port) as other:
+        for shape in SHAPES:
+            if shape.tensor_bytes == SMALL_BYTES and not shape.is_json:
+                sides = Sides(shape, triton_port, running.port, running.token, running.process)
+                yield from beside("relay", *other, sides, load, options)
+
+
+def beside(
+    name: str, port: int, process: psutil.Process, sides: "Sides", load: Load, options: Namespace
+) -> Iterator[Figure]:
+    """What answers on this port, against Triton; then the service in the same rounds."""
+    shape, theirs, cpu_us, rounds = sides.shape, [], [], []
+    for _ in range(options.rounds + 1):
+        rounds.append(told(shape, sides.one_round(load, options.seconds)))
+        before = cpu_seconds(process)
+        measured = load.measure(a_target(port, shape), connections=shape.clients, seconds=options.seconds)
+        theirs.append(measured.must_all_be(200))
+        cpu_us.append(1e6 * (cpu_seconds(process) - before) / len(measured.latencies_ms))
+        say(f"  {name}: {measured.per_second:,.0f}/s, {cpu_us[-1]:.0f} µs of CPU")
+    del rounds[0], theirs[0], cpu_us[0]  # until all connections and buffers are there
+    pairs = [Pair(one.per_second, other.direct.per_second) for one, other in zip(theirs, rounds, strict=True)]
+    n = sum(len(one.latencies_ms) for one in theirs)
+    yield against(f"proxy.{name}.{shape.name}", pairs, n)
+    if shape.name == BUSIEST:
+        yield Figure("proxy", f"proxy.{name}.cpu_us", statistics.median(cpu_us), "µs", n)
+    yield from figures(shape, rounds)
 
 
 def memory_kept(load: Load, running: Service, requests: int) -> Iterator[Figure]:
