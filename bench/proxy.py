@@ -66,7 +66,7 @@ def add_options(parser: ArgumentParser) -> None:
         "--beside",
         choices=["mlserver", "relay"],
         help="ask this server the shape json.c16 as well (`make mlserver` first), or what does nothing but "
-        "pass bytes on the small shapes",
+        "pass bytes on, all others",
     )
     parser.add_argument("--requests", type=int, default=0, help="ask so often, and tell the memory kept")
 
@@ -112,10 +112,10 @@ def beside_mlserver(load: Load, triton_port: int, running: Service, options: Nam
 
 
 def beside_relay(load: Load, triton_port: int, running: Service, options: Namespace) -> Iterator[Figure]:
-    """The same small tensors to Triton, to the service in front of it, and to a relay in front of it."""
+    """The same tensors to Triton, to the service in front of it, and to a relay in front of it."""
     with relay(triton_port) as other:
         for shape in SHAPES:
-            if shape.tensor_bytes == SMALL_BYTES and not shape.is_json:
+            if not shape.is_json:
                 sides = Sides(shape, triton_port, running.port, running.token, running.process)
                 yield from beside("relay", *other, sides, load, options)
 
