@@ -50,6 +50,12 @@ async def test_nothing_listens_outside_this_machine(lab: Lab) -> None:
     assert {address for _pid, address in listening} == {"127.0.0.1"}
 
 
+async def test_nobody_waits_for_a_dashboard(lab: Lab) -> None:
+    words = [word for pid in session_of(lab.head) for word in psutil.Process(pid).cmdline()]
+    assert any(word.endswith("raylet") for word in words)
+    assert not any(word.endswith("dashboard.py") for word in words)
+
+
 async def test_the_secrets_of_the_head_are_for_its_user_only(lab: Lab) -> None:
     home = lab.options.data_dir
     assert stat.S_IMODE((home / "ray-token").stat().st_mode) == 0o600

@@ -44,6 +44,7 @@ KEPT_ENV = frozenset({"HOME", "LANG", "LD_LIBRARY_PATH", "LOGNAME", "PATH", "PYT
 
 
 SUPERVISOR = "service.adapters.ray.head_supervisor"
+WORKER_FILE = "worker.py"
 
 
 class HeadRefused(Exception):
@@ -71,6 +72,10 @@ class HeadState:
     @property
     def keepalive(self) -> Path:
         return Path(self.temp_dir) / "alive"
+
+    @property
+    def worker_file(self) -> Path:
+        return Path(self.temp_dir) / WORKER_FILE
 
     @property
     def ray_dir(self) -> Path:

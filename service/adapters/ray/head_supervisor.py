@@ -21,6 +21,7 @@ from typing import Any
 
 from gpubroker.runtime.process import adopt_orphans
 
+from service.adapters.ray import ray_worker
 from service.adapters.ray.head import HeadState, read_state, state_file, versions, write_state
 from service.adapters.ray.processes import (
     boot_id,
@@ -35,7 +36,7 @@ WATCH_SECONDS = 1.0
 VITAL = frozenset({"gcs_server", "raylet"})
 """Without one of these there is no cluster left to talk to."""
 
-HOOK = "service.adapters.ray.head_supervisor.without_client_server"
+START = "service.adapters.ray.head_start"
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,11 +98,6 @@ def _supervise(orders: Orders, ready: int) -> int:
     return 0
 
 
-def without_client_server(ray_params: Any, _head: bool) -> None:
-    """Ray's start hook. Where grpc is installed Ray would open a client server on port 10001, unasked."""
-    ray_params.ray_client_server_port = None
-
-
 def _begin(orders: Orders) -> HeadState:
     """Who this is, for a service that must clear it away before Ray is up. Raises OSError."""
     mine = process_id(os.getpid())
@@ -116,6 +112,7 @@ def _begin(orders: Orders) -> HeadState:
         python=python,
     )
     try:
+        shutil.copyfile(ray_worker.__file__, state.worker_file)
         write_state(Path(orders.data_dir), state)
     except OSError:
         shutil.rmtree(state.temp_dir)
@@ -125,15 +122,15 @@ def _begin(orders: Orders) -> HeadState:
 
 def _start_ray(orders: Orders, state: HeadState, bell: Bell) -> bool:
     """Whether Ray is up, once that is known. What Ray says is in our output."""
-    starting = subprocess.Popen(  # noqa: S603  # Ray's own command line
+    starting = subprocess.Popen(  # noqa: S603  # Ray's own command line, as it is there
         [
-            *(sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--disable-usage-stats"),
+            *(sys.executable, "-m", START, "start", "--head", "--disable-usage-stats"),
             *("--node-ip-address=127.0.0.1", "--port=0", "--min-worker-port=0", "--max-worker-port=0"),
             *("--include-dashboard=false", "--include-log-monitor=false", "--no-monitor"),
             *(f"--num-cpus={os.cpu_count() or 1}", "--num-gpus=0", f"--temp-dir={state.ray_dir}"),
             f"--object-store-memory={orders.object_store_bytes}",
         ],
-        env={**os.environ, "RAY_START_HOOK": HOOK},
+        env={**os.environ, "RAY_START_HOOK": f"{START}.prepare"},
     )
     while starting.poll() is None and not bell.stop:
         bell.wait()
