@@ -1,5 +1,6 @@
 """What tenants have uploaded: rows that name objects, each for a time."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final, Protocol
 
@@ -33,6 +34,12 @@ class ObjectRows(Protocol):
 
     async def stored_object(self, tenant: str, digest: str) -> StoredObject | None:
         """Also one whose time is over, until it is pruned."""
+        ...
+
+    async def stored_objects(
+        self, tenant: str, now: Instant, *, after: str = "", limit: int
+    ) -> Sequence[StoredObject]:
+        """Those of a tenant whose time is not over, by digest, from the one behind `after` on."""
         ...
 
     async def counted_bytes(self, tenant: str, now: Instant) -> int:

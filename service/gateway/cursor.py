@@ -3,7 +3,7 @@
 import base64
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from service.gateway.ids import is_task_id
@@ -20,14 +20,14 @@ def write_cursor(last: str, filtered_by: str) -> str:
     return base64.urlsafe_b64encode(f"{filtered_by}{last}".encode()).decode().rstrip("=")
 
 
-def read_cursor(cursor: str, filtered_by: str) -> str:
+def read_cursor(cursor: str, filtered_by: str, is_id: Callable[[str], bool] = is_task_id) -> str:
     """The id after which the next page begins. Raises Problem."""
     try:
         text = base64.urlsafe_b64decode(cursor + "=" * (-len(cursor) % 4)).decode("ascii")
     except ValueError:
         text = ""
     made_for, last = text[: len(filtered_by)], text[len(filtered_by) :]
-    if not is_task_id(last):
+    if not is_id(last):
         raise Problem("cursor-invalid", "this is no cursor of ours; begin again without one")
     if made_for != filtered_by:
         raise Problem(

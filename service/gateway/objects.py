@@ -10,12 +10,14 @@ from pydantic import Field
 from typing_extensions import TypedDict
 
 from service.core.units import Instant
+from service.gateway.cursor import filter_hash, read_cursor, write_cursor
 from service.gateway.direct import Call
 from service.gateway.faults import refused
 from service.gateway.problems import Fault, Problem
+from service.gateway.queries import PageQuery
 from service.gateway.translate import rfc3339
 from service.gateway.views import Time
-from service.object_ports import StoredObject
+from service.object_ports import LEAST_BYTES, StoredObject
 from service.ports import BlobCorrupt, BlobMissing
 
 _ID: Final = re.compile("[0-9a-f]{64}")
@@ -29,6 +31,17 @@ class ObjectView(TypedDict):
     size_bytes: int
     created_at: Time
     expires_at: Annotated[Time, Field(description="Each use puts it off.")]
+
+
+class ObjectPage(TypedDict):
+    items: list[ObjectView]
+    next_cursor: str | None
+    has_more: bool
+    counted_bytes: Annotated[
+        int | None,
+        Field(description=f"Of all the tenant has, each {LEAST_BYTES} at least. Null but on the first page."),
+    ]
+    most_bytes: Annotated[int, Field(description="So many may count (`limits.tenant_object_bytes`).")]
 
 
 def object_view(kept: StoredObject) -> ObjectView:
@@ -55,6 +68,24 @@ async def keep(call: Call, data: bytes) -> StoredObject:
     if kept is None:
         raise _full(call, given, await parts.store.counted_bytes(tenant, given.created_at))
     return kept
+
+
+async def page_of(call: Call, query: PageQuery) -> ObjectPage:
+    """Raises Problem cursor-invalid."""
+    parts, tenant, now = call.parts, call.identity.tenant, call.parts.clock.now()
+    limit = min(query.limit, parts.limits.page_items)
+    filtered_by = filter_hash({"objects of": tenant})
+    after = "" if query.cursor is None else read_cursor(query.cursor, filtered_by, _is_id)
+    found = await parts.store.stored_objects(tenant, now, after=after, limit=limit + 1)
+    page, has_more = found[:limit], len(found) > limit
+    return {
+        "items": [object_view(kept) for kept in page],
+        "next_cursor": write_cursor(page[-1].digest, filtered_by) if has_more else None,
+        "has_more": has_more,
+        # To count reads all rows of the tenant: once for a list, not for each of its pages.
+        "counted_bytes": None if after else await parts.store.counted_bytes(tenant, now),
+        "most_bytes": parts.limits.tenant_object_bytes,
+    }
 
 
 async def find(call: Call, object_id: str) -> StoredObject:
@@ -103,10 +134,14 @@ async def values_of(call: Call, named: Mapping[int, str]) -> Mapping[str, bytes]
 
 
 async def _kept(call: Call, object_id: str) -> StoredObject | None:
-    if _ID.fullmatch(object_id) is None:
+    if not _is_id(object_id):
         return None  # not for the database, which takes no NUL
     row = await call.parts.store.stored_object(call.identity.tenant, object_id)
     return row if row is not None and row.expires_at > call.parts.clock.now() else None
+
+
+def _is_id(text: str) -> bool:
+    return _ID.fullmatch(text) is not None
 
 
 def _end(call: Call) -> Instant:
@@ -126,8 +161,9 @@ def _full(call: Call, given: StoredObject, has_bytes: int) -> Problem:
     return Problem(
         "objects-full",
         f'tenant "{given.tenant}" has objects of {has_bytes} bytes, and may have '
-        f"{limits.tenant_object_bytes}; this one counts {given.counted_bytes}. Delete some (DELETE "
-        f"/objects/ID), wait until some were not used for {limits.object_seconds:g} seconds, or raise "
+        f"{limits.tenant_object_bytes}; this one counts {given.counted_bytes}. See which (GET "
+        "/objects, or gpubroker objects), delete some (DELETE /objects/ID, or gpubroker objects delete ID), "
+        f"wait until some were not used for {limits.object_seconds:g} seconds, or raise "
         "limits.tenant_object_bytes",
     )
 

@@ -12,7 +12,7 @@ import psycopg
 import pytest
 from sqlalchemy.dialects import postgresql, sqlite
 
-from service.adapters.sql import reads, statements
+from service.adapters.sql import objects, reads, statements
 from service.adapters.sql.connections import connect_reader, connect_writer
 from service.adapters.sql.rowset import SetStatement, postgres_text, sqlite_chunks, sqlite_text
 from service.adapters.sql.sqlite import SqliteFile
@@ -169,6 +169,36 @@ async def test_what_is_over_is_found_without_the_tasks_that_are_kept(postgres_ur
             kept = Cutoffs(Instant(100), Instant(0), Instant(0), Position(0))
             assert not await store.prune(term, kept)
             assert await store.prune(term, replace(kept, finished=Instant(131), keyed=Instant(1)))
+
+
+MANY_OBJECTS = """
+INSERT INTO stored_object (tenant, digest, size_bytes, created_at, expires_at)
+SELECT CASE WHEN n % 10 = 0 THEN 'zeta' ELSE 'acme' END, md5(n::text), 4096, 0, 1000 + n
+FROM generate_series(1, 20000) AS n
+"""
+
+
+@pytest.mark.parametrize("is_analyzed", [True, False])
+async def test_a_page_of_objects_is_read_without_those_of_other_pages(
+    postgres_url: str, is_analyzed: bool
+) -> None:
+    with psycopg.connect(postgres_url, autocommit=True) as connection:
+        connection.execute(MANY_OBJECTS)
+        if is_analyzed:
+            connection.execute("ANALYZE")
+    with fetched_at_most(2000, "stored_object", postgres_url):
+        async with opened(postgres_url) as store:
+            for turn in range(8):  # more often than a plan is made anew for each
+                page = await store.stored_objects("acme", Instant(0), after=f"{turn}", limit=100)
+                assert len(page) == 100
+
+
+def test_sqlite_pages_objects_along_their_key(sqlite_plan: Explain) -> None:
+    compiled = objects.LISTED.compile(dialect=sqlite.dialect(paramstyle="qmark"))
+    values = {**compiled.params, "tenant": "acme", "now": 0.0, "after": "a", "most": 100}
+    plan = sqlite_plan(str(compiled), {name: values[name] for name in compiled.positiontup or ()})
+    assert "sqlite_autoindex_stored_object_1 (tenant=? AND digest>?)" in plan, plan
+    assert "TEMP B-TREE" not in plan, plan
 
 
 LISTS = [

@@ -67,6 +67,22 @@ async def test_of_many_at_once_no_more_are_kept_than_fit(store: TaskStore) -> No
     assert await store.counted_bytes("acme", NOW) == 30_000
 
 
+async def test_a_tenant_s_objects_are_listed_in_pages_without_those_whose_time_is_over(
+    store: TaskStore,
+) -> None:
+    mine = [an_object(f"{n}") for n in range(5)]
+    for one in (*reversed(mine), an_object("2-over", lasts=10), an_object("3", tenant="zeta")):
+        await store.keep_object(one, PLENTY)
+    later = Instant(NOW + 10)
+    pages, after = [], ""
+    while page := await store.stored_objects("acme", later, after=after, limit=2):
+        pages.append(page)
+        after = page[-1].digest
+    assert pages == [mine[:2], mine[2:4], mine[4:]]
+    assert len(await store.stored_objects("acme", NOW, limit=10)) == 6
+    assert await store.stored_objects("nobody", NOW, limit=10) == []
+
+
 async def test_what_is_over_counts_no_more_and_makes_room(store: TaskStore) -> None:
     await store.keep_object(an_object("old", lasts=10), 10_000)
     later = Instant(NOW + 10)

@@ -58,10 +58,57 @@ async def test_an_object_is_read_by_nobody_else_and_each_tenant_has_its_own(gate
     assert (await other.get(f"/objects/{id}/content")).content == FLOATS
 
 
+async def test_a_tenant_lists_its_own_in_pages_with_what_they_count_and_may(gateway: Gateway) -> None:
+    other = await gateway.client("other", tenant="acme")
+    mine = [await upload(gateway.admin, b"%d" % n * 5000) for n in range(5)]
+    theirs = await upload(other)
+    first = (await gateway.admin.get("/objects?limit=2")).json()
+    assert (first["has_more"], first["counted_bytes"], first["most_bytes"]) == (True, 25_000, 4 * 1024**3)
+    seen, page = list(first["items"]), first
+    while page["has_more"]:
+        page = (await gateway.admin.get(f"/objects?limit=2&cursor={page['next_cursor']}")).json()
+        assert len(page["items"]) <= 2
+        assert page["counted_bytes"] is None, "to count takes reading all, once for a list"
+        seen += page["items"]
+    assert page["next_cursor"] is None
+    assert seen == sorted(mine, key=lambda one: one["id"])
+    assert (await other.get("/objects")).json()["items"] == [theirs]
+    assert (await other.get("/objects")).json()["counted_bytes"] == 4096
+
+
+async def test_one_whose_time_is_over_is_listed_and_counted_no_more(gateway: Gateway) -> None:
+    await upload(gateway.admin)
+    gateway.clock.advance(DAY / 2)
+    kept = await upload(gateway.admin, b"x" * 5000)
+    gateway.clock.advance(DAY / 2)
+    listed = (await gateway.admin.get("/objects")).json()
+    assert (listed["items"], listed["counted_bytes"]) == ([kept], 5000)
+
+
+async def test_a_page_has_no_more_than_a_page_may_and_none_is_no_page() -> None:
+    async with a_gateway(serving=OPEN, page_items=2) as gateway:
+        for data in (b"a", b"b", b"c"):
+            await upload(gateway.admin, data)
+        assert len((await gateway.admin.get("/objects?limit=1000")).json()["items"]) == 2
+        problem(await gateway.admin.get("/objects?limit=0"), 422, "validation-failed")
+
+
+async def test_a_cursor_is_of_this_list_and_this_tenant_only(gateway: Gateway) -> None:
+    for data in (b"a", b"b"):
+        await upload(gateway.admin, data)
+    cursor = (await gateway.admin.get("/objects?limit=1")).json()["next_cursor"]
+    assert len((await gateway.admin.get(f"/objects?cursor={cursor}")).json()["items"]) == 1
+    other = await gateway.client("other", tenant="acme")
+    problem(await other.get(f"/objects?cursor={cursor}"), 400, "cursor-invalid")
+    problem(await gateway.admin.get("/objects?cursor=rubbish"), 400, "cursor-invalid")
+    problem(await gateway.admin.get(f"/tasks?cursor={cursor}"), 400, "cursor-invalid")
+
+
 async def test_it_needs_the_scope_for_asking_models(gateway: Gateway) -> None:
     reader = await gateway.client("reader", "tasks:read", "tasks:write")
     problem(await reader.post("/objects", content=FLOATS), 403, "forbidden")
     problem(await reader.get("/objects/abc"), 403, "forbidden")
+    problem(await reader.get("/objects"), 403, "forbidden")
 
 
 async def test_it_is_kept_for_a_day_after_it_was_uploaded_or_used_last(gateway: Gateway) -> None:
@@ -93,7 +140,14 @@ async def test_what_is_too_large_or_more_than_the_tenant_may_have_is_refused_wit
         too_large = await gateway.admin.post("/objects", content=b"x" * 9001)
         assert "limits.object_bytes" in problem(too_large, 413, "payload-too-large")["detail"]
         full = problem(await gateway.admin.post("/objects", content=b"y" * 5000), 422, "objects-full")
-        for said in ("6000 bytes", "may have 10000", "counts 5000", "limits.tenant_object_bytes"):
+        for said in (
+            "6000 bytes",
+            "may have 10000",
+            "counts 5000",
+            "GET /objects",
+            "gpubroker objects",
+            "limits.tenant_object_bytes",
+        ):
             assert said in full["detail"]
         assert len(gateway.blobs.objects) == 1, "who is refused fills no disk"
         await upload(gateway.admin, b"x" * 6000)

@@ -39,6 +39,12 @@ class MemoryPossessions:
     async def stored_object(self, tenant: str, digest: str) -> StoredObject | None:
         return self._objects.get((tenant, digest))
 
+    async def stored_objects(
+        self, tenant: str, now: Instant, *, after: str = "", limit: int
+    ) -> Sequence[StoredObject]:
+        kept = [it for it in self._objects.values() if it.tenant == tenant and it.expires_at > now]
+        return sorted((it for it in kept if it.digest > after), key=lambda it: it.digest)[:limit]
+
     async def counted_bytes(self, tenant: str, now: Instant) -> int:
         kept = self._objects.values()
         return sum(it.counted_bytes for it in kept if it.tenant == tenant and it.expires_at > now)

@@ -1,6 +1,6 @@
 """What tenants have uploaded, as rows."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 from sqlalchemy import (
@@ -38,6 +38,13 @@ _COUNTED = func.coalesce(
 )
 
 _OBJECT = select(stored_object).where(_c.tenant == bindparam("tenant"), _c.digest == bindparam("digest"))
+LISTED = (
+    select(stored_object)
+    .where(_c.tenant == bindparam("tenant"), _c.digest > bindparam("after"), _c.expires_at > bindparam("now"))
+    .order_by(_c.digest)
+    .limit(bindparam("most"))
+)
+"""Along the primary key: each page reads its own rows, however many there are before and after them."""
 _COUNTED_BYTES = select(_COUNTED).where(_c.tenant == bindparam("tenant"), _c.expires_at > bindparam("now"))
 
 
@@ -59,6 +66,11 @@ class SqlObjects:
 
     async def stored_object(self, tenant: str, digest: str) -> StoredObject | None:
         return await self._read(_find, tenant, digest)
+
+    async def stored_objects(
+        self, tenant: str, now: Instant, *, after: str = "", limit: int
+    ) -> Sequence[StoredObject]:
+        return await self._read(_page, tenant, now, after, limit)
 
     async def counted_bytes(self, tenant: str, now: Instant) -> int:
         return await self._read(_count, tenant, now)
@@ -84,6 +96,13 @@ def prune_objects(session: Session) -> bool:
 def _find(connection: Connection, tenant: str, digest: str) -> StoredObject | None:
     row = connection.execute(_OBJECT, {"tenant": tenant, "digest": digest}).one_or_none()
     return None if row is None else StoredObject(*row)
+
+
+def _page(
+    connection: Connection, tenant: str, now: Instant, after: str, limit: int
+) -> Sequence[StoredObject]:
+    wanted = {"tenant": tenant, "now": now, "after": after, "most": limit}
+    return [StoredObject(*row) for row in connection.execute(LISTED, wanted)]
 
 
 def _count(connection: Connection, tenant: str, now: Instant) -> int:

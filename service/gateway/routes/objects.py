@@ -1,12 +1,13 @@
 """Objects: bytes that are uploaded once, for inferences that name them."""
 
-from typing import Any
+from typing import Annotated, Any
 
-from fastapi import APIRouter, Response
+from fastapi import APIRouter, Query, Response
 
 from service.gateway.direct import Call, DirectRoute, answer, needs, problems
 from service.gateway.identity import Scope
-from service.gateway.objects import ObjectView, bytes_of, find, keep, object_view
+from service.gateway.objects import ObjectPage, ObjectView, bytes_of, find, keep, object_view, page_of
+from service.gateway.queries import PageQuery
 
 router = APIRouter(route_class=DirectRoute, tags=["models"])
 
@@ -33,6 +34,18 @@ async def upload_object(call: Call) -> Response:
     """
     kept = await keep(call, await call.body())
     return answer(object_view(kept), 201, {"Location": f"/objects/{kept.digest}"})
+
+
+@router.get(
+    "/objects",
+    operation_id="objects_list",
+    dependencies=[needs(Scope.MODELS_INFER)],
+    response_model=ObjectPage,
+    responses=problems("cursor-invalid", "unauthenticated", "forbidden", "validation-failed"),
+)
+async def list_objects(call: Call, query: Annotated[PageQuery, Query()]) -> Response:
+    """List your tenant's objects, by id, and how much of what it may have they are."""
+    return answer(await page_of(call, query))
 
 
 @router.get(
