@@ -3,14 +3,13 @@
 import asyncio
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self, TypeVar, Unpack
+from typing import TYPE_CHECKING, Any, Self, Unpack
 
 import httpx
 
 from gpubroker.batch import Answered, Wanted
 from gpubroker.connection import Connection, find_service
 from gpubroker.estimates import Estimate
-from gpubroker.exchange import Answer, Call, Pause, Steps
 from gpubroker.explained import Explanation, Simulation
 from gpubroker.fleet import Gpu, Node, Stats, Tenant
 from gpubroker.holding import AsyncHeldLease
@@ -33,12 +32,10 @@ from gpubroker.policy import Policy
 from gpubroker.quarantine import Detection, Quarantined, Released
 from gpubroker.served import ServedModel
 from gpubroker.submission import SubmitOptions, Target
-from gpubroker.wire import answer_of, client_settings, closed, request_of, unreachable
+from gpubroker.wire import AsyncWire
 
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike, NDArray
-
-T = TypeVar("T")
 
 
 class AsyncBroker:
@@ -59,8 +56,8 @@ class AsyncBroker:
         self.connection: Connection = find_service(url, token)
         self._do = Operations(retry_seconds)
         self._leases = LeaseOperations(retry_seconds)
-        self._timeout_seconds = timeout_seconds
-        self._http = httpx.AsyncClient(transport=transport, **client_settings(self.connection))
+        self._wire = AsyncWire(self.connection, timeout_seconds, transport)
+        self._carry_out = self._wire.carry_out
 
     async def __aenter__(self) -> Self:
         return self
@@ -71,7 +68,7 @@ class AsyncBroker:
         await self.close()
 
     async def close(self) -> None:
-        await self._http.aclose()
+        await self._wire.close()
 
     async def submit(self, target: Target, *args: Any, **options: Unpack[SubmitOptions]) -> Task:
         return await self._carry_out(self._do.submit(target, args, options))
@@ -119,15 +116,8 @@ class AsyncBroker:
     async def change(self, task: AnyTask, **wanted: Unpack[ChangeOptions]) -> Task:
         return await self._carry_out(self._do.change(task, wanted))
 
-    async def list(self, **wanted: Unpack[ListOptions]) -> AsyncIterator[Task]:
-        cursor: str | None = None
-        while True:
-            page = await self._carry_out(self._do.page(cursor, wanted))
-            for item in page.items:
-                yield item
-            cursor = page.next_cursor
-            if cursor is None:
-                return
+    def list(self, **wanted: Unpack[ListOptions]) -> AsyncIterator[Task]:
+        return self._wire.items(lambda cursor: self._do.page(cursor, wanted))
 
     async def explain(self, task: AnyTask) -> Explanation:
         return await self._carry_out(self._do.explain(task))
@@ -164,16 +154,9 @@ class AsyncBroker:
     async def get_lease(self, lease: AnyLease) -> Lease:
         return await self._carry_out(self._leases.get(lease))
 
-    async def leases(self, *, state: str | None = None, holder: str | None = None) -> AsyncIterator[Lease]:
+    def leases(self, *, state: str | None = None, holder: str | None = None) -> AsyncIterator[Lease]:
         """All leases that match, newest first; `state` may be several, separated by commas."""
-        cursor: str | None = None
-        while True:
-            page = await self._carry_out(self._leases.page(cursor, state, holder))
-            for lease in page.items:
-                yield lease
-            cursor = page.next_cursor
-            if cursor is None:
-                return
+        return self._wire.items(lambda cursor: self._leases.page(cursor, state, holder))
 
     async def renew_lease(self, lease: AnyLease, ttl_seconds: float | None = None) -> Lease:
         """Raises Refused (`lease-under-notice`, `lease-ended`) where it is too late."""
@@ -298,27 +281,3 @@ class AsyncBroker:
 
     async def shutdown(self, *, stop_cluster: bool = False) -> None:
         await self._carry_out(self._do.shutdown(stop_cluster))
-
-    async def _carry_out(self, steps: Steps[T]) -> T:
-        answer: Answer | None = None
-        failure: Exception | None = None
-        while True:
-            try:
-                step = steps.send(answer) if failure is None else steps.throw(failure)
-            except StopIteration as done:
-                result: T = done.value
-                return result
-            answer = failure = None
-            if isinstance(step, Pause):
-                await asyncio.sleep(step.seconds)
-                continue
-            if self._http.is_closed:
-                failure = closed()
-                continue
-            try:
-                answer = await self._send(step)
-            except httpx.TransportError as error:
-                failure = unreachable(self.connection, error)
-
-    async def _send(self, call: Call) -> Answer:
-        return answer_of(await self._http.request(**request_of(call, self._timeout_seconds)))

@@ -3,14 +3,13 @@
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self, TypeVar, Unpack
+from typing import TYPE_CHECKING, Any, Self, Unpack
 
 import httpx
 
 from gpubroker.batch import Answered, Wanted
 from gpubroker.connection import Connection, find_service
 from gpubroker.estimates import Estimate
-from gpubroker.exchange import Answer, Call, Pause, Steps
 from gpubroker.explained import Explanation, Simulation
 from gpubroker.fleet import Gpu, Node, Stats, Tenant
 from gpubroker.holding import HeldLease
@@ -33,12 +32,10 @@ from gpubroker.policy import Policy
 from gpubroker.quarantine import Detection, Quarantined, Released
 from gpubroker.served import ServedModel
 from gpubroker.submission import SubmitOptions, Target
-from gpubroker.wire import answer_of, client_settings, closed, request_of, unreachable
+from gpubroker.wire import Wire
 
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike, NDArray
-
-T = TypeVar("T")
 
 
 class Broker:
@@ -62,8 +59,8 @@ class Broker:
         self.connection: Connection = find_service(url, token)
         self._do = Operations(retry_seconds)
         self._leases = LeaseOperations(retry_seconds)
-        self._timeout_seconds = timeout_seconds
-        self._http = httpx.Client(transport=transport, **client_settings(self.connection))
+        self._wire = Wire(self.connection, timeout_seconds, transport)
+        self._carry_out = self._wire.carry_out
 
     def __enter__(self) -> Self:
         return self
@@ -74,7 +71,7 @@ class Broker:
         self.close()
 
     def close(self) -> None:
-        self._http.close()
+        self._wire.close()
 
     def submit(self, target: Target, *args: Any, **options: Unpack[SubmitOptions]) -> Task:
         """Queue a task; when this returns it is on the service's disk.
@@ -170,13 +167,7 @@ class Broker:
 
     def list(self, **wanted: Unpack[ListOptions]) -> Iterator[Task]:
         """All tasks that match, newest first, fetched page by page as they are used."""
-        cursor: str | None = None
-        while True:
-            page = self._carry_out(self._do.page(cursor, wanted))
-            yield from page.items
-            cursor = page.next_cursor
-            if cursor is None:
-                return
+        return self._wire.items(lambda cursor: self._do.page(cursor, wanted))
 
     def explain(self, task: AnyTask) -> Explanation:
         """Why the task waits, with a verdict per device; or where it runs."""
@@ -223,13 +214,7 @@ class Broker:
 
     def leases(self, *, state: str | None = None, holder: str | None = None) -> Iterator[Lease]:
         """All leases that match, newest first; `state` may be several, separated by commas."""
-        cursor: str | None = None
-        while True:
-            page = self._carry_out(self._leases.page(cursor, state, holder))
-            yield from page.items
-            cursor = page.next_cursor
-            if cursor is None:
-                return
+        return self._wire.items(lambda cursor: self._leases.page(cursor, state, holder))
 
     def renew_lease(self, lease: AnyLease, ttl_seconds: float | None = None) -> Lease:
         """Raises Refused (`lease-under-notice`, `lease-ended`) where it is too late."""
@@ -370,27 +355,3 @@ class Broker:
     def shutdown(self, *, stop_cluster: bool = False) -> None:
         """Ask the service to stop, and with `stop_cluster` the local Ray it started as well."""
         self._carry_out(self._do.shutdown(stop_cluster))
-
-    def _carry_out(self, steps: Steps[T]) -> T:
-        answer: Answer | None = None
-        failure: Exception | None = None
-        while True:
-            try:
-                step = steps.send(answer) if failure is None else steps.throw(failure)
-            except StopIteration as done:
-                result: T = done.value
-                return result
-            answer = failure = None
-            if isinstance(step, Pause):
-                time.sleep(step.seconds)
-                continue
-            if self._http.is_closed:
-                failure = closed()
-                continue
-            try:
-                answer = self._send(step)
-            except httpx.TransportError as error:
-                failure = unreachable(self.connection, error)
-
-    def _send(self, call: Call) -> Answer:
-        return answer_of(self._http.request(**request_of(call, self._timeout_seconds)))
