@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from gpubroker.fleet import Gpu, Node, Stats, Tenant
     from gpubroker.leases import Lease, LeaseEnded, LeaseState, Notice
     from gpubroker.models import Event, Outcome, Page, Task, TaskState, Token
-    from gpubroker.objects import StoredObject
+    from gpubroker.objects import ObjectUsage, StoredObject
     from gpubroker.planned import FleetPlan
     from gpubroker.policy import Policy
     from gpubroker.quarantine import Detection, Quarantined, Released
@@ -70,7 +70,7 @@ _HOME = {
     **dict.fromkeys(("Explanation", "Simulation"), "explained"),
     **dict.fromkeys(("Event", "Outcome", "Page", "Task", "TaskState", "Token"), "models"),
     "FleetPlan": "planned",
-    "StoredObject": "objects",
+    **dict.fromkeys(("ObjectUsage", "StoredObject"), "objects"),
     "Policy": "policy",
     **dict.fromkeys(("Detection", "Quarantined", "Released"), "quarantine"),
     "ServedModel": "served",
@@ -97,6 +97,7 @@ __all__ = [
     "NoCurrentTask",
     "Node",
     "Notice",
+    "ObjectUsage",
     "Outcome",
     "Page",
     "Policy",

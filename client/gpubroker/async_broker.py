@@ -18,7 +18,7 @@ from gpubroker.inferring import InferOptions, triton_healthy
 from gpubroker.lease_operations import LeaseOperations
 from gpubroker.leases import AnyLease, Lease, LeaseOptions
 from gpubroker.models import Event, Outcome, Page, Task, Token
-from gpubroker.objects import StoredObject
+from gpubroker.objects import AnyObject, ObjectUsage, StoredObject
 from gpubroker.operations import (
     EVENTS_PER_PAGE,
     FOLLOW_PAUSE_SECONDS,
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 class AsyncBroker:
     """`Broker` for asyncio: same arguments, same methods, same exceptions. Close it, or use `async with`.
 
-    `list` and `events` are asynchronous iterators; everything else is awaited.
+    `list`, `events`, `leases` and `objects` are asynchronous iterators; everything else is awaited.
     """
 
     def __init__(
@@ -78,6 +78,15 @@ class AsyncBroker:
 
     async def upload(self, data: "bytes | ArrayLike") -> StoredObject:
         return await self._carry_out(self._do.upload(data))
+
+    def objects(self) -> AsyncIterator[StoredObject]:
+        return self._wire.items(self._do.objects_page)
+
+    async def object_usage(self) -> ObjectUsage:
+        return await self._carry_out(self._do.object_usage())
+
+    async def delete_object(self, stored: AnyObject) -> None:
+        await self._carry_out(self._do.delete_object(stored))
 
     async def submit_many(
         self,

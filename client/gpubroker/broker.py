@@ -18,7 +18,7 @@ from gpubroker.inferring import InferOptions, triton_healthy
 from gpubroker.lease_operations import LeaseOperations
 from gpubroker.leases import AnyLease, Lease, LeaseOptions
 from gpubroker.models import Event, Outcome, Page, Task, Token
-from gpubroker.objects import StoredObject
+from gpubroker.objects import AnyObject, ObjectUsage, StoredObject
 from gpubroker.operations import (
     EVENTS_PER_PAGE,
     FOLLOW_PAUSE_SECONDS,
@@ -107,8 +107,22 @@ class Broker:
         return self._carry_out(self._do.infer_later(model, inputs, options))
 
     def upload(self, data: "bytes | ArrayLike") -> StoredObject:
-        """Store an array or bytes once, for any number of `infer_later` to name. Raises Refused."""
+        """Store an array or bytes once, for any number of `infer_later` to name. Raises Refused, with the
+        code `objects-full` where the tenant has as much as it may."""
         return self._carry_out(self._do.upload(data))
+
+    def objects(self) -> Iterator[StoredObject]:
+        """All objects of your tenant, by id, fetched page by page as they are used. What an array was is
+        known to the answer of `upload` alone."""
+        return self._wire.items(self._do.objects_page)
+
+    def object_usage(self) -> ObjectUsage:
+        """How many bytes the objects of your tenant count, and how many they may."""
+        return self._carry_out(self._do.object_usage())
+
+    def delete_object(self, stored: AnyObject) -> None:
+        """Make room. Questions that were queued before have its values. Raises Refused (`not-found`)."""
+        self._carry_out(self._do.delete_object(stored))
 
     def submit_many(
         self,

@@ -37,6 +37,20 @@ class StoredObject:
         return {"datatype": self.datatype, "shape": list(self.shape), "object": self.id}
 
 
+AnyObject = StoredObject | str
+"""An object, or its id."""
+
+
+@dataclass(frozen=True, slots=True)
+class ObjectUsage:
+    """Bytes, of all objects of the tenant."""
+
+    counted_bytes: int = 0
+    """Each object counts 4 KiB at least."""
+    most_bytes: int = 0
+    raw: Raw = field(default_factory=dict, repr=False)
+
+
 def object_body(data: "bytes | bytearray | memoryview | ArrayLike") -> tuple[bytes, dict[str, Any]]:
     """The bytes, and what is known of them. Raises WrongArgument."""
     if isinstance(data, bytes | bytearray | memoryview):

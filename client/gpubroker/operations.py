@@ -18,7 +18,7 @@ from gpubroker.fleet import Gpu, Node, Stats, Tenant
 from gpubroker.inferences import InferLaterOptions, Inputs, inference_body
 from gpubroker.inferring import InferOptions, about, check_model, infer
 from gpubroker.models import Event, Failure, Outcome, Page, Task, TaskState, Token
-from gpubroker.objects import StoredObject, object_body
+from gpubroker.objects import AnyObject, ObjectUsage, StoredObject, object_body
 from gpubroker.planned import FleetPlan
 from gpubroker.policy import Policy
 from gpubroker.quarantine import Detection, Quarantined, Released
@@ -32,6 +32,7 @@ _LONG_POLL_SECONDS = 30.0
 """How long one request may wait for a task; the service answers at once when the task ends."""
 
 EVENTS_PER_PAGE = 500
+_OBJECTS_PER_PAGE = 500
 FOLLOW_PAUSE_SECONDS = 0.5
 
 AnyTask = Task | str
@@ -115,6 +116,17 @@ class Operations:
         headers = {"Content-Type": "application/octet-stream"}
         answer = yield from self._send(Call("POST", "/objects", body=body, headers=headers))
         return filled(StoredObject, answer.json(), **about)
+
+    def objects_page(self, cursor: str | None) -> Steps[Page[StoredObject]]:
+        raw = yield from self._ask("GET", "/objects", limit=_OBJECTS_PER_PAGE, cursor=cursor)
+        return Page(tuple(filled(StoredObject, item) for item in raw["items"]), raw.get("next_cursor"), raw)
+
+    def object_usage(self) -> Steps[ObjectUsage]:
+        return filled(ObjectUsage, (yield from self._ask("GET", "/objects", limit=1)))
+
+    def delete_object(self, stored: AnyObject) -> Steps[None]:
+        id = stored.id if isinstance(stored, StoredObject) else stored
+        yield from self._send(Call("DELETE", f"/objects/{_quoted(id)}", repeatable=False))
 
     def submit_many(
         self, tasks: Iterable[Wanted], *, all_or_nothing: bool, key: str | None

@@ -10,6 +10,7 @@ from tests.client.command_line import Run, command_line
 from tests.client.recorded_service import RecordedService
 
 Do = Callable[..., Any]
+ITERATORS = frozenset({"list", "events", "leases", "objects"})
 
 
 @pytest.fixture(autouse=True)
@@ -41,12 +42,12 @@ def do(request: pytest.FixtureRequest, service: RecordedService) -> Do:
     def do_sync(name: str, *args: Any, **options: Any) -> Any:
         with Broker(service.url, "gpb_secret", retry_seconds=5) as broker:
             found = getattr(broker, name)(*args, **options)
-            return list(found) if name in ("list", "events") else found
+            return list(found) if name in ITERATORS else found
 
     async def do_async(name: str, *args: Any, **options: Any) -> Any:
         async with AsyncBroker(service.url, "gpb_secret", retry_seconds=5) as broker:
             found = getattr(broker, name)(*args, **options)
-            return [item async for item in found] if name in ("list", "events") else await found
+            return [item async for item in found] if name in ITERATORS else await found
 
     if request.param == "sync":
         return do_sync

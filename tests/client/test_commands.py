@@ -211,6 +211,18 @@ def test_without_a_server_of_models_what_is_about_models_says_what_to_set(gpubro
         assert "give one of triton.servers its node" in refused.err
 
 
+def test_what_is_uploaded_is_listed_and_deleted(gpubroker: Run, tmp_path: Path) -> None:
+    file = tmp_path / "pixels"
+    file.write_bytes(bytes(5000))
+    id = gpubroker("upload", str(file)).out.strip()
+    listed = gpubroker("objects")
+    assert (listed.code, id in listed.out) == (0, True)
+    assert "they count 5 KiB of the 4.0 GiB" in listed.err
+    assert gpubroker("objects delete", id[-8:]).err == f"deleted {id}\n"
+    assert gpubroker("objects -o json").json == []
+    assert "you have no object" in gpubroker("objects delete", id).err
+
+
 def test_no_command_is_missing_here() -> None:
     group = get_command(app)
     assert isinstance(group, TyperGroup)

@@ -70,6 +70,12 @@ def size(mb: float) -> str:
     return f"{mb:.0f} MiB" if 0 < mb < 103 else f"{gib(mb)} GiB"
 
 
+def size_of_bytes(count: int) -> str:
+    if count < 1024:
+        return f"{count} B"
+    return f"{count / 1024:.0f} KiB" if count < 1024**2 else size(count / 1024**2)
+
+
 def ago(at: datetime | None) -> str:
     return "" if at is None else span(max(0.0, time.time() - at.timestamp()))
 
