@@ -121,7 +121,8 @@ class Broker:
         return self._carry_out(self._do.object_usage())
 
     def delete_object(self, stored: AnyObject) -> None:
-        """Make room. Questions that were queued before have its values. Raises Refused (`not-found`)."""
+        """Make room; questions that were queued before have its values already. Raises Refused
+        (`not-found`)."""
         self._carry_out(self._do.delete_object(stored))
 
     def submit_many(

@@ -55,7 +55,7 @@ def delete(
         ),
     ],
 ) -> None:
-    """Make room. Inferences that were queued before have the values already."""
+    """Delete objects, to make room. Inferences that were queued before have their values already."""
     with broker_of(context) as broker:
         found = _meant(broker, ids)
         for at, id in enumerate(found):
