@@ -80,7 +80,7 @@ def migrate(
 
     The service must not be running meanwhile on a SQLite file, nor, to go back, on PostgreSQL.
     """
-    from service.bootstrap import StartRefused, migrate_database
+    from service.bootstrap.commands import StartRefused, migrate_database
 
     settings = _settings(config, data_dir=data_dir, database_url=database_url)
     try:
@@ -102,7 +102,7 @@ def migrate_data(
     Every table is compared once it has arrived, and the file is then never served again. Broken off at any
     moment it is simply run again. Runs go on meanwhile.
     """
-    from service.bootstrap import StartRefused, move_database
+    from service.bootstrap.commands import StartRefused, move_database
 
     settings = _settings(config, data_dir=data_dir, database_url=source)
     try:
@@ -113,13 +113,13 @@ def migrate_data(
 
 def openapi() -> None:
     """Print the OpenAPI document as YAML."""
-    from service.bootstrap import openapi_yaml
+    from service.bootstrap.commands import openapi_yaml
 
     typer.echo(openapi_yaml(), nl=False)
 
 
 def _run(settings: Settings, *, speaks: bool, leads: bool) -> None:
-    from service.bootstrap import StartRefused, run_service
+    from service.bootstrap.commands import StartRefused, run_service
 
     try:
         raise typer.Exit(run_service(settings, speaks=speaks, leads=leads))

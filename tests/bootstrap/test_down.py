@@ -54,6 +54,14 @@ def down(data_dir: Path) -> str:
     return "\n".join(stop_everything(load_settings(data_dir=data_dir)))
 
 
+def test_whoever_stops_a_service_does_not_wait_for_what_only_a_service_needs() -> None:
+    imported = "import sys, service.__main__, service.bootstrap.down; print(*sys.modules)"
+    ran = subprocess.run(
+        [sys.executable, "-c", imported], capture_output=True, text=True, check=True, cwd=ROOT
+    )
+    assert {"fastapi", "ray", "sqlalchemy", "uvicorn"}.isdisjoint(ran.stdout.split())
+
+
 def is_there(process: psutil.Process) -> bool:
     return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
 

@@ -18,6 +18,7 @@ _context.set_forkserver_preload(
         "service.__main__",
         "service.adapters.sql.migrating",
         "service.bootstrap.broker_role",
+        "service.bootstrap.commands",
         "service.bootstrap.gateway_role",
         "uvicorn.protocols.http.httptools_impl",
         "tests.chaos.forked",
