@@ -48,6 +48,13 @@ class ForkedService(Forking):
     """`gpubroker serve`."""
 
 
+class ForkedServiceOnRay(ForkedService):
+    """With a local Ray, which is stopped with it."""
+
+    def stop(self) -> None:
+        ServiceProcess.stop(self)
+
+
 class ForkedGateway(Forking, GatewayProcess):
     """`gpubroker gateway`."""
 

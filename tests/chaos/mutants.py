@@ -169,7 +169,7 @@ MUTANTS = (
         "service/adapters/ray/runbook.py",
         "return key.fence > self._fences.get((key.task, key.rank), 0)",
         "return True",
-        "tests/e2e/test_ray_executor.py::TestRayExecutor::test_a_claim_starts_once",
+        "tests/e2e/lab/test_ray_executor.py::TestRayExecutor::test_a_claim_starts_once",
     ),
     Mutant(
         "a run that was given up with its node is given up again",

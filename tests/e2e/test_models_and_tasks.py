@@ -11,10 +11,11 @@ import tritonclient.http
 from tritonclient.utils import InferenceServerException
 
 from service.adapters.sql.store import open_store
+from tests.chaos.forked import ForkedServiceOnRay
 from tests.chaos.history import violations
 from tests.contracts.scenes import log_of
-from tests.e2e.conftest import POLICY
 from tests.e2e.hands import Hands
+from tests.e2e.policy import POLICY
 from tests.e2e.service_process import GIB, ServiceProcess, until
 from tests.triton.server import Triton
 
@@ -37,7 +38,7 @@ def served(triton: Triton, tmp_path: Path) -> Iterator[ServiceProcess]:
         "node": "local",
         "models": {MODEL: {"gpu_mb": 20 * GIB}},
     }
-    with ServiceProcess(
+    with ForkedServiceOnRay(
         tmp_path / "data",
         ray={"node_name": "local", "spares": 1, "warm_runners": 1},
         simulated_devices=[{"kind": "sim-24g", "memory_mb": 24 * GIB, "count": 1}],

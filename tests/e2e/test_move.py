@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tests.bootstrap.refusals import refusal
+from tests.chaos.forked import ForkedServiceOnRay
 from tests.e2e.service_process import ROOT, ServiceProcess, environment, until
 from tests.patience import PATIENCE_SECONDS
 
@@ -24,7 +25,7 @@ def test_a_run_goes_on_while_its_service_moves_and_its_end_is_accepted(
     witness, flag = tmp_path / "witness", tmp_path / "flag"
     home, work = tmp_path / "data", {"witness": str(witness), "until": str(flag)}
     ray = {"spares": 1, "warm_runners": 1}
-    with ServiceProcess(home, ray=ray) as on_file:
+    with ForkedServiceOnRay(home, ray=ray) as on_file:
         broker = on_file.broker
         finished = broker.submit("tests.e2e.work:add", 2, 3, cpu=0.1)
         assert broker.result(finished.id) == 5
@@ -39,7 +40,7 @@ def test_a_run_goes_on_while_its_service_moves_and_its_end_is_accepted(
 
         # With other settings: the agent that alone knows how the run ended tells that, and then makes room.
         ray |= {"max_runs": 7}
-        with ServiceProcess(home, ray=ray, database_url=empty_postgres_url) as on_server:
+        with ForkedServiceOnRay(home, ray=ray, database_url=empty_postgres_url) as on_server:
             broker = on_server.broker
             for task in (running, pending):
                 assert broker.result(task.id, timeout_seconds=PATIENCE_SECONDS) == 1

@@ -16,6 +16,7 @@ import pytest
 from service.adapters.ray import head
 from service.adapters.ray.head import HeadRefused, HeadState, read_state, running_head, versions, write_state
 from service.adapters.ray.processes import boot_id, process_id
+from tests.chaos.forked import ForkedServiceOnRay
 from tests.e2e.ray_lab import command_lines, eventually, is_there, lab_options
 from tests.e2e.service_process import ServiceProcess, until
 from tests.patience import PATIENCE_SECONDS
@@ -76,7 +77,7 @@ def test_a_head_that_cannot_start_is_told_with_what_its_log_says(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PYTHONPATH", broken_ray(tmp_path, "raise ImportError('this Ray is broken')"))
-    with running(ServiceProcess(tmp_path / "data")) as service:
+    with running(ForkedServiceOnRay(tmp_path / "data")) as service:
         said = what_is_said(service, "this Ray is broken")
     assert said.startswith("failed: the local Ray head did not start")
     assert str(tmp_path / "data" / "ray-head.log") in said
@@ -86,7 +87,7 @@ def test_a_head_that_cannot_start_is_told_with_what_its_log_says(
 def test_a_cluster_that_does_not_answer_is_told_with_the_setting_that_names_it(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         address = f"127.0.0.1:{taken.getsockname()[1]}"
-    with running(ServiceProcess(tmp_path / "data", ray={"address": address})) as service:
+    with running(ForkedServiceOnRay(tmp_path / "data", ray={"address": address})) as service:
         said = what_is_said(service, "nothing answers")
     assert said.startswith(f"failed: nothing answers at {address}, the configured ray.address")
     assert "start the head of the cluster there" in said

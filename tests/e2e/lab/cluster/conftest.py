@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from gpubroker import Broker
 
+from tests.chaos.forked import ForkedServiceOnRay
 from tests.e2e.hands import Hands
 from tests.e2e.ray_lab import Lab, guest_environment
 from tests.e2e.ray_node import RayNode
@@ -64,7 +65,7 @@ def _two_nodes(
 ) -> Iterator[ServiceProcess]:
     joined = {"address": shared_lab.head.address, "spares": 2, "cpu": 4}
     home = tmp_path_factory.mktemp("cluster") / "data"
-    with ServiceProcess(
+    with ForkedServiceOnRay(
         home, guest_environment(shared_lab.options.data_dir), ray=joined, **CLUSTER
     ) as running:
         until(lambda: len(running.broker.nodes()) == 2, "both nodes are there")

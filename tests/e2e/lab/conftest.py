@@ -1,5 +1,4 @@
-"""What many tests share, because it takes seconds to start: a Ray head for those that need only an executor,
-and a service. Who harms one of them, or wants it otherwise, opens its own."""
+"""One Ray head with an executor for all tests in this folder, and another one for who harms it."""
 
 import shutil
 import tempfile
@@ -11,22 +10,8 @@ from typing import Any
 
 import pytest
 import pytest_asyncio
-from gpubroker import Broker
 
 from tests.e2e.ray_lab import Lab, guest_environment, lab_options
-from tests.e2e.service_process import ServiceProcess
-
-POLICY = {
-    "sample_period_seconds": 0.5,
-    "kill_patience_seconds": 0.5,
-    "consolidation": 10,
-    "learned_least_runs": 3,
-    "overuse": "stop",
-    "tenants": {
-        "owner": {"cohort": "lab", "guaranteed_mb": 24_000},
-        "guest": {"cohort": "lab", "guaranteed_mb": 10_000},
-    },
-}
 
 
 @contextmanager
@@ -84,22 +69,3 @@ def as_guest(shared_lab: Lab, monkeypatch: pytest.MonkeyPatch) -> str:
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(tempfile, "tempdir", None)
     return shared_lab.head.address
-
-
-@pytest.fixture(scope="package")
-def _service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServiceProcess]:
-    home = tmp_path_factory.mktemp("service") / "data"
-    with ServiceProcess(home, ray={"spares": 4}, policy=POLICY) as running:
-        yield running
-
-
-@pytest.fixture
-def service(_service: ServiceProcess) -> Iterator[ServiceProcess]:
-    """With two simulated GPUs of 24 GiB, a local Ray, and nothing to do: a test may also kill it."""
-    yield _service
-    _service.clear()
-
-
-@pytest.fixture
-def broker(service: ServiceProcess) -> Broker:
-    return service.broker

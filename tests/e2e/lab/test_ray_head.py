@@ -16,7 +16,7 @@ import pytest
 from service.adapters.ray.executor import RayExecutor
 from service.adapters.ray.head import HeadState, read_state, write_state
 from service.adapters.ray.options import RayOptions
-from service.core.orders import Ended, Started
+from service.core.orders import Ended, Gone, NodeLost, NodeSeen, Started
 from service.core.tenure import Tenure
 from service.core.units import Term
 from tests.e2e.ray_lab import Lab, SystemClock, agents_of, eventually, is_there, lab_options
@@ -63,14 +63,30 @@ async def test_the_secrets_of_the_head_are_for_its_user_only(lab: Lab) -> None:
     assert stat.S_IMODE(os.stat(lab.head.temp_dir).st_mode) == 0o700
 
 
-async def test_a_cluster_that_is_stopped_leaves_no_process_and_no_directory(open_lab: OpenLab) -> None:
+async def test_a_head_that_was_shot_is_replaced_and_says_what_became_of_its_runs(open_lab: OpenLab) -> None:
+    """And the one after it, which is stopped, leaves no process and no directory."""
     lab = await open_lab()
+    run = await lab.start("ignore_the_notice", gpu_mb=1000)
+    head = lab.head
+    pid = (await run.first(Started)).pid
+    before = len(lab.nodes)
+    os.kill(head.pid, signal.SIGKILL)
+    lost = await lab.until(lambda: [node for node in lab.nodes[before:] if isinstance(node, NodeLost)])
+    assert lost[0].why == "the local Ray head ended"
+    seen = await lab.until(lambda: [node for node in lab.nodes[before:] if isinstance(node, NodeSeen)])
+    assert (run.order.task, 1, 0) in seen[-1].runs
+    assert (await run.first(Gone)).proof == "agent_restarted"
+    assert not is_there(pid)
+    assert not any(isinstance(report, Ended) for report in run.reports)
+    assert_nothing_is_left(head)
+
+    replaced = lab.head
+    assert replaced != head
     run = await lab.start("ignore_the_notice")
     await run.first(Started)
-    head = lab.head
-    assert len(session_of(head)) > 4
+    assert len(session_of(replaced)) > 4
     await lab.close(stop_cluster=True)
-    assert_cleared_away(head, lab)
+    assert_cleared_away(replaced, lab)
 
 
 async def test_a_head_stays_while_it_is_of_use_and_stops_by_itself_later(open_lab: OpenLab) -> None:
@@ -139,7 +155,11 @@ async def test_an_address_that_cannot_be_joined_names_the_right_form(address: st
         RayOptions(Path(), address=address)
 
 
-def assert_cleared_away(head: HeadState, lab: Lab) -> None:
+def assert_nothing_is_left(head: HeadState) -> None:
     assert session_of(head) == []
     assert not Path(head.temp_dir).exists()
+
+
+def assert_cleared_away(head: HeadState, lab: Lab) -> None:
+    assert_nothing_is_left(head)
     assert read_state(lab.options.data_dir) is None

@@ -1,0 +1,28 @@
+"""One service with a local Ray for all tests in this folder."""
+
+from collections.abc import Iterator
+
+import pytest
+from gpubroker import Broker
+
+from tests.e2e.policy import POLICY
+from tests.e2e.service_process import ServiceProcess
+
+
+@pytest.fixture(scope="package")
+def _service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServiceProcess]:
+    home = tmp_path_factory.mktemp("service") / "data"
+    with ServiceProcess(home, ray={"spares": 4}, policy=POLICY) as running:
+        yield running
+
+
+@pytest.fixture
+def service(_service: ServiceProcess) -> Iterator[ServiceProcess]:
+    """With two simulated GPUs of 24 GiB, a local Ray, and nothing to do: a test may also kill it."""
+    yield _service
+    _service.clear()
+
+
+@pytest.fixture
+def broker(service: ServiceProcess) -> Broker:
+    return service.broker
