@@ -7,7 +7,9 @@ Where several processes share the tests, each has a server of its own.
 """
 
 import logging
+import os
 import signal
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -32,6 +34,9 @@ settings.load_profile("repeatable")
 
 
 put_files_in_memory()
+# Hundreds of processes are started, and all of them would compile all of ours in a shell that keeps nothing.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 
 
 def pytest_configure() -> None:
