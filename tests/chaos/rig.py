@@ -17,7 +17,6 @@ from service.adapters.ray.head import read_state
 from tests.chaos.forked import ForkedBroker, ForkedGateway, ForkedService
 from tests.chaos.load import Kind, Waits, Works
 from tests.chaos.witness import Watch, lines_of
-from tests.e2e.ray_lab import agents_of, command_lines
 from tests.e2e.service_process import GIB, ServiceProcess, until
 
 DEVICE_MB = 24 * GIB
@@ -181,6 +180,11 @@ class RayRig(Rig):
             time.sleep(0.02)
 
     def _pids(self, target: str) -> list[int]:
+        from tests.e2e.ray_lab import (  # loads Ray, which takes the other rigs a second
+            agents_of,
+            command_lines,
+        )
+
         head = read_state(self.service.data_dir)
         match target:
             case "driver":
