@@ -16,9 +16,8 @@ from service.core.retention import Retention
 from service.core.serving import Serving
 from service.core.tenure import WHILE_THE_PROCESS_LIVES, TenureRules
 from service.core.units import Mib, Seconds
-from service.core.world import World
 from service.gateway.parts import Defaults, Limits, ModelType
-from service.ports import Clock, Executor, Snapshot
+from service.ports import Clock, Executor
 from service.sections import (
     MaximumSettings,
     ModelTypeSettings,
@@ -201,37 +200,3 @@ def kinds_of(settings: Settings) -> tuple[Kind, ...]:
     """Strongest first."""
     kinds = [Kind(name, kind.power, Mib(kind.context_mb)) for name, kind in settings.kinds.items()]
     return tuple(sorted(kinds, key=lambda kind: (-kind.power, kind.name)))
-
-
-def fill_anew(world: World, snapshot: Snapshot) -> None:
-    """Bring a World that has missed events to where the database stands.
-
-    Samples are measured anew; whoever remembers the inventory by its version sees that it may have changed.
-    """
-    fresh = World(world.accounts.half_life_seconds)
-    fill(fresh, snapshot)
-    fresh.inventory_version += world.inventory_version
-    vars(world).update(vars(fresh))
-
-
-def fill(world: World, snapshot: Snapshot) -> None:
-    """Bring an empty World to where the database stands."""
-    for node in snapshot.nodes:
-        world.add_node(node)
-    for device in snapshot.devices:
-        world.add_device(device)
-    for task in snapshot.tasks:
-        world.add_task(task)
-    for lease in snapshot.leases:
-        world.add_lease(lease)
-    for usage in snapshot.usage:
-        world.accounts.restore(usage)
-    for pledge in snapshot.pledges:
-        world.add_pledge(pledge)
-    for request in snapshot.requests:
-        world.add_request(request)
-    world.finished.update(snapshot.finished)
-    for topic, sketch in snapshot.estimates:
-        world.learned.put(topic, sketch)
-    world.position = snapshot.position
-    world.as_of = snapshot.at

@@ -11,7 +11,7 @@ import structlog
 from service.adapters.boot_clock import boot_seconds
 from service.adapters.sql.clock import DatabaseClock
 from service.adapters.sql.store import SqlStore
-from service.bootstrap.compose import fill, fill_anew
+from service.bootstrap.filling import fill, fill_anew
 from service.core.events import Event
 from service.core.policy import Policy
 from service.core.units import Seconds, TaskId

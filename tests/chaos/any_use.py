@@ -10,7 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 
 from service.adapters.sql import database
 from service.adapters.sql.store import SqlStore
-from service.bootstrap.compose import fill
+from service.bootstrap.filling import fill
 from service.core.lease import Lease, LeaseState, move_lease, quarantine, release
 from service.core.plan import AuditNote, Decision, Request, write_move
 from service.core.retention import Cutoffs

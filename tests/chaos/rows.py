@@ -6,7 +6,7 @@ from typing import Any
 
 import psycopg
 
-from service.bootstrap.compose import fill
+from service.bootstrap.filling import fill
 from service.core.events import Event
 from service.core.task import TERMINAL, TaskState
 from service.core.units import Position

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from hashlib import sha256
 from typing import Any
 
-from service.bootstrap.compose import fill
+from service.bootstrap.filling import fill
 from service.core.cycle import plan_cycle
 from service.core.deadlines import Watch, due
 from service.core.orders import (

@@ -11,7 +11,7 @@ import pytest
 
 from service.adapters.sql import hints
 from service.adapters.sql.store import SqlStore
-from service.bootstrap.compose import fill, fill_anew
+from service.bootstrap.filling import fill, fill_anew
 from service.bootstrap.lead import Lead
 from service.bootstrap.picture import Picture
 from service.core.accounts import HALF_LIFE_SECONDS

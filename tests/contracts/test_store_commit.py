@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from service.bootstrap.compose import fill
+from service.bootstrap.filling import fill
 from service.core.codec import changed_task, task_from
 from service.core.events import Event
 from service.core.lease import LeaseState, PledgeEnd, move_lease

@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from dataclasses import replace
 
-from service.bootstrap.compose import fill
+from service.bootstrap.filling import fill
 from service.core.estimate import Lesson, Sketch, Topic, What
 from service.core.lease import LeaseState, mark_overused, move_lease
 from service.core.plan import Decision

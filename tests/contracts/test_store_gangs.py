@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from service.bootstrap.compose import fill
+from service.bootstrap.filling import fill
 from service.core.lease import HolderKind
 from service.core.member import Member, MemberState
 from service.core.plan import Decision, write_move

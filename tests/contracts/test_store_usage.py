@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from service.bootstrap.compose import fill
+from service.bootstrap.filling import fill
 from service.core.plan import Decision
 from service.core.units import Instant
 from service.core.world import World

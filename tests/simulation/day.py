@@ -14,7 +14,7 @@ from typing import Any
 from structlog.testing import capture_logs
 
 from service.adapters.memory.store import MemoryStore
-from service.bootstrap.compose import fill
+from service.bootstrap.filling import fill
 from service.broker.dispatch import Dispatcher
 from service.broker.loop import Leader
 from service.broker.observe import Observer

@@ -15,7 +15,7 @@ from random import Random
 from structlog.testing import capture_logs
 
 from service.bootstrap import picture as bootstrap_picture
-from service.bootstrap.compose import fill
+from service.bootstrap.filling import fill
 from service.broker import leadership, rhythm
 from service.core.events import Event
 from service.core.policy import CustomLimit, Policy
