@@ -1,5 +1,6 @@
 """`python -m service` and the server's commands of the `gpubroker` command line."""
 
+import gc
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -119,6 +120,7 @@ def openapi() -> None:
 
 
 def _run(settings: Settings, *, speaks: bool, leads: bool) -> None:
+    gc.disable()  # a tenth of a start, and finds nothing; see `make_full_collections_rare`
     from service.bootstrap.commands import StartRefused, run_service
 
     try:

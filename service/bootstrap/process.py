@@ -104,6 +104,7 @@ class Process:
     async def _speak(self, listener: socket.socket) -> asyncio.Task[None]:
         """Answer requests from now on. What this takes is loaded here, beside the first decisions: a quarter
         of all that a start loads, which none of them needs."""
+        gc.disable()  # see `make_full_collections_rare`
         await asyncio.to_thread(import_module, "service.bootstrap.gateway_role")
         from service.bootstrap.gateway_role import GatewayRole
 
@@ -193,6 +194,8 @@ def make_full_collections_rare() -> None:
 
     The others are kept small, since requests and planning wait for them. What outlives two of them is left to
     a full one, so neither requests nor planning may leave anything behind that refers to itself (ADR 70).
+    Whoever has loaded much before, without collecting meanwhile, has it left out of all of them.
     """
     gc.freeze()
     gc.set_threshold(100, 1, 600_000)
+    gc.enable()
