@@ -10,7 +10,7 @@ from service.bootstrap.calls import rpc_server_of
 from service.bootstrap.premises import StartRefused
 from service.triton_sections import TritonServerSettings
 from tests.bootstrap.refusals import WAITING, refusal
-from tests.e2e.service_process import ServiceProcess
+from tests.chaos.forked import ForkedService
 
 CERTIFICATE = Path(__file__).parents[1] / "gateway" / "self_signed.pem"
 
@@ -44,6 +44,6 @@ def test_a_port_for_calls_that_is_taken_refuses_the_start(tmp_path: Path) -> Non
         port = taken.getsockname()[1]
         server = {"name": "main", "http_url": "http://127.0.0.1:1", "grpc_url": "http://127.0.0.1:1"}
         triton = {"servers": [server], "grpc_port": port}
-        said = refusal(ServiceProcess(tmp_path / "data", **WAITING, triton=triton))
+        said = refusal(ForkedService(tmp_path / "data", **WAITING, triton=triton))
     assert f"cannot listen on 127.0.0.1:{port} for gRPC" in said
     assert "choose another triton.grpc_port" in said

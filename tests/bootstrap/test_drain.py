@@ -103,7 +103,7 @@ def test_whoever_waits_is_answered_at_once_and_the_probe_sends_others_elsewhere_
     tmp_path: Path,
 ) -> None:
     settings = {"drain_seconds": DRAIN_SECONDS, "drain_notice_seconds": 1.0}
-    with ServiceProcess(tmp_path / "data", **WAITING, **settings) as service:
+    with ForkedService(tmp_path / "data", **WAITING, **settings) as service:
         drain_with_notice(service)
 
 

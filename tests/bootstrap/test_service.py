@@ -17,7 +17,7 @@ from service.bootstrap.picture import Picture
 from service.bootstrap.process import Process
 from service.settings import load_settings
 from tests.bootstrap.refusals import WAITING
-from tests.e2e.service_process import ServiceProcess
+from tests.chaos.forked import ForkedService
 from tests.patience import PATIENCE_SECONDS
 
 
@@ -59,7 +59,7 @@ async def test_of_parts_that_fail_together_each_is_told_once_and_none_by_the_eve
 def test_a_log_with_a_hole_ends_the_service_and_the_next_start_reads_the_picture_anew(
     tmp_path: Path,
 ) -> None:
-    with ServiceProcess(tmp_path / "data", **WAITING) as service:
+    with ForkedService(tmp_path / "data", **WAITING) as service:
         with sqlite3.connect(tmp_path / "data" / "gpubroker.db") as database:
             database.execute("UPDATE log_head SET position = position + 1")
         database.close()

@@ -1,4 +1,7 @@
-"""What stops a start, and what a start leaves on disk. The process is the real one; its engine only waits."""
+"""What stops a start, and what a start leaves on disk. The process is the real one; its engine only waits.
+
+Most are forked from an interpreter that has loaded everything; one is started as its users start it.
+"""
 
 import json
 import os
@@ -12,12 +15,13 @@ from pathlib import Path
 import pytest
 
 from tests.bootstrap.refusals import WAITING, refusal
+from tests.chaos.forked import ForkedService
 from tests.e2e.service_process import ServiceProcess
 
 
 @pytest.fixture
 def service(tmp_path: Path) -> Iterator[ServiceProcess]:
-    with ServiceProcess(tmp_path / "data", **WAITING) as running:
+    with ForkedService(tmp_path / "data", **WAITING) as running:
         yield running
 
 
@@ -31,7 +35,7 @@ def service(tmp_path: Path) -> Iterator[ServiceProcess]:
 def test_tasks_that_could_only_fail_are_not_waited_for(
     tmp_path: Path, setting: str, value: object, says: str
 ) -> None:
-    assert says in refusal(ServiceProcess(tmp_path / "data", **{setting: value}))
+    assert says in refusal(ForkedService(tmp_path / "data", **{setting: value}))
 
 
 def test_the_first_start_makes_an_admin_token_that_only_its_owner_can_read(service: ServiceProcess) -> None:
@@ -62,7 +66,7 @@ def test_a_lost_token_file_is_replaced_by_one_with_a_new_admin_token(service: Se
 
 
 def test_a_second_serve_on_one_file_is_refused_and_names_the_first(service: ServiceProcess) -> None:
-    said = refusal(ServiceProcess(service.data_dir, **WAITING))
+    said = refusal(ForkedService(service.data_dir, **WAITING))
     assert str(service.pid) in said
     assert service.broker.stats().tasks["pending"] == 0
 
@@ -70,7 +74,7 @@ def test_a_second_serve_on_one_file_is_refused_and_names_the_first(service: Serv
 def test_a_port_in_use_is_refused_with_another_way_named(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        said = refusal(ServiceProcess(tmp_path / "data", port=port, **WAITING))
+        said = refusal(ForkedService(tmp_path / "data", port=port, **WAITING))
     assert f"127.0.0.1:{port}" in said
     assert "--port" in said
     assert f"process {os.getpid()}" in said
@@ -81,7 +85,7 @@ def test_a_database_of_somebody_else_is_left_alone(tmp_path: Path) -> None:
     with sqlite3.connect(path) as theirs:
         theirs.execute("CREATE TABLE orders (id)")
     before = path.read_bytes()
-    said = refusal(ServiceProcess(tmp_path / "data", database_url=f"sqlite:///{path}", **WAITING))
+    said = refusal(ForkedService(tmp_path / "data", database_url=f"sqlite:///{path}", **WAITING))
     assert "theirs.db" in said
     assert "--database-url" in said
     assert path.read_bytes() == before
@@ -90,20 +94,20 @@ def test_a_database_of_somebody_else_is_left_alone(tmp_path: Path) -> None:
 def test_a_file_that_is_no_database_is_left_alone(tmp_path: Path) -> None:
     path = tmp_path / "notes.txt"
     path.write_text("not a database, and long enough to be taken for one\n" * 40)
-    said = refusal(ServiceProcess(tmp_path / "data", database_url=f"sqlite:///{path}", **WAITING))
+    said = refusal(ForkedService(tmp_path / "data", database_url=f"sqlite:///{path}", **WAITING))
     assert "notes.txt" in said
     assert path.read_text().startswith("not a database")
 
 
 def test_a_data_directory_that_cannot_be_made_is_named_with_the_way_out(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    said = refusal(ServiceProcess(tmp_path / "other", data_dir=str(tmp_path / "file" / "data"), **WAITING))
+    said = refusal(ForkedService(tmp_path / "other", data_dir=str(tmp_path / "file" / "data"), **WAITING))
     assert str(tmp_path / "file" / "data") in said
     assert "--data-dir" in said
 
 
 def test_a_wrong_setting_stops_the_start(tmp_path: Path) -> None:
-    service = ServiceProcess(tmp_path / "data", prot=1)
+    service = ForkedService(tmp_path / "data", prot=1)
     refusal(service)
     assert "prot" in service.log()
 
@@ -112,18 +116,19 @@ def test_a_database_server_that_is_away_is_refused_at_the_start(tmp_path: Path) 
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
     url = f"postgresql://nobody@127.0.0.1:{port}/none"
-    service = ServiceProcess(tmp_path / "data", database_url=url, **WAITING)
+    service = ForkedService(tmp_path / "data", database_url=url, **WAITING)
     assert "--database-url" in refusal(service)
     assert str(port) in service.log()
 
 
 def test_down_without_a_service_says_so(tmp_path: Path) -> None:
-    config = ServiceProcess(tmp_path / "data", **WAITING)
+    config = ForkedService(tmp_path / "data", **WAITING)
     config.stop()
     assert not (tmp_path / "data").exists()
 
 
-def test_sigterm_ends_the_service_within_its_time_and_without_complaint(service: ServiceProcess) -> None:
+def test_sigterm_ends_the_service_within_its_time_and_without_complaint(tmp_path: Path) -> None:
+    service = ServiceProcess(tmp_path / "data", **WAITING).start()
     assert service.terminate() == 0
     assert "Traceback" not in service.log()
 

@@ -15,6 +15,7 @@ from gpubroker.cli.app import app
 from typer.core import TyperGroup
 from typer.main import get_command
 
+from tests.chaos.forked import ForkedService
 from tests.client.command_line import Run, command_line
 from tests.e2e.service_process import ServiceProcess, until
 
@@ -24,7 +25,7 @@ WORK = "tests.e2e.work:hold"
 
 @pytest.fixture(scope="module")
 def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServiceProcess]:
-    with ServiceProcess(tmp_path_factory.mktemp("service") / "data", engine="simulated") as running:
+    with ForkedService(tmp_path_factory.mktemp("service") / "data", engine="simulated") as running:
         yield running
 
 

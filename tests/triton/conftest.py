@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests.chaos.forked import ForkedService
 from tests.e2e.service_process import ServiceProcess
 from tests.triton.server import Triton, free_ports
 
@@ -30,7 +31,7 @@ def service(
 ) -> Iterator[ServiceProcess]:
     home = tmp_path_factory.mktemp("service") / "data"
     server = {"name": "main", "http_url": triton.url, "grpc_url": f"http://127.0.0.1:{triton.grpc_port}"}
-    running = ServiceProcess(
+    running = ForkedService(
         home,
         engine="simulated",
         triton={"servers": [server], "grpc_port": call_port, "slots": {"queued": 64}},

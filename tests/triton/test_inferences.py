@@ -10,7 +10,8 @@ import psutil
 import pytest
 from gpubroker import Broker, Task, TaskFailed, TaskState
 
-from tests.e2e.service_process import BrokerProcess, GatewayProcess, ServiceProcess, until
+from tests.chaos.forked import ForkedBroker, ForkedGateway, ForkedService
+from tests.e2e.service_process import ServiceProcess, until
 from tests.patience import PATIENCE_SECONDS
 from tests.triton.server import Triton
 from tests.triton.test_residency import settings
@@ -115,7 +116,7 @@ def own_triton(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Triton]:
 def test_a_cold_model_is_loaded_for_inferences_and_none_is_lost_when_the_service_is_killed(
     own_triton: Triton, tmp_path: Path
 ) -> None:
-    with ServiceProcess(tmp_path / "data", **settings(own_triton, "simulated")) as service:
+    with ForkedService(tmp_path / "data", **settings(own_triton, "simulated")) as service:
         tasks = asked_to_nap(service.broker)
         service.kill_9()
         service.start()
@@ -126,7 +127,7 @@ def test_a_cold_model_is_loaded_for_inferences_and_none_is_lost_when_the_service
 def test_none_is_lost_when_the_server_or_the_process_of_the_model_is_killed(
     own_triton: Triton, tmp_path: Path
 ) -> None:
-    with ServiceProcess(tmp_path / "data", **settings(own_triton, "simulated")) as service:
+    with ForkedService(tmp_path / "data", **settings(own_triton, "simulated")) as service:
         tasks = asked_to_nap(service.broker)
         own_triton.kill()
         own_triton.start()
@@ -143,8 +144,8 @@ def test_a_standby_on_postgresql_has_those_answered_again_whose_leader_was_kille
 ) -> None:
     shared = {"database_url": postgres_url, "blob_dir": str(tmp_path / "blobs"), "drain_seconds": 2.0}
     chosen = {**settings(own_triton, "simulated"), **shared}
-    gateway = GatewayProcess(tmp_path / "gateway", **chosen)
-    leader, standby = (BrokerProcess(tmp_path / name, **chosen) for name in ("leader", "standby"))
+    gateway = ForkedGateway(tmp_path / "gateway", **chosen)
+    leader, standby = (ForkedBroker(tmp_path / name, **chosen) for name in ("leader", "standby"))
     with leader, gateway, standby:
         tasks = asked_to_nap(gateway.broker)
         leader.kill_9()

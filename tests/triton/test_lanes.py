@@ -12,6 +12,7 @@ import tritonclient.grpc
 import tritonclient.http
 from tritonclient.utils import InferenceServerException
 
+from tests.chaos.forked import ForkedService
 from tests.e2e.service_process import ServiceProcess, until
 from tests.triton.raw import Answer, Door, through
 from tests.triton.script import given
@@ -74,7 +75,7 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
         server = {"name": "main", "http_url": triton.url, "grpc_url": f"http://127.0.0.1:{triton.grpc_port}"}
         lanes = {"slots": {"slow": 1}, "waiting": 2, "tenant_share": 1.0}
         settings = {"servers": [server], "grpc_port": port, **lanes}
-        with ServiceProcess(folder / "data", engine="simulated", triton=settings) as service:
+        with ForkedService(folder / "data", engine="simulated", triton=settings) as service:
             yield Scene(triton, service, port)
 
 

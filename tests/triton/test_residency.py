@@ -14,6 +14,7 @@ import tritonclient.http
 from gpubroker import Broker, TaskState
 from tritonclient.utils import InferenceServerException
 
+from tests.chaos.forked import ForkedService
 from tests.e2e.service_process import GIB, ServiceProcess, until
 from tests.triton.server import Triton, free_ports
 
@@ -60,7 +61,7 @@ def shared(
     own_triton: Triton, call_port: int, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[ServiceProcess]:
     chosen = settings(own_triton, "simulated", grpc_port=call_port)
-    with ServiceProcess(tmp_path_factory.mktemp("service") / "data", **chosen) as running:
+    with ForkedService(tmp_path_factory.mktemp("service") / "data", **chosen) as running:
         yield running
 
 
@@ -135,9 +136,7 @@ def test_a_model_is_loaded_for_the_first_who_asks_and_makes_room_for_the_next(
 def test_a_model_that_nobody_wants_any_more_is_unloaded_so_that_a_task_can_run(
     own_triton: Triton, tmp_path: Path
 ) -> None:
-    with ServiceProcess(
-        tmp_path / "data", **settings(own_triton, "simulated", wanted_seconds=5.0)
-    ) as service:
+    with ForkedService(tmp_path / "data", **settings(own_triton, "simulated", wanted_seconds=5.0)) as service:
         assert infer(service, "identity_fp32") == [1, 2, 3]
         task = service.broker.submit("tests.e2e.work:add", gpu_mb=20 * GIB, priority=10)
         until(lambda: is_at(service.broker, task.id, TaskState.SUCCEEDED), "the task has run")
@@ -148,7 +147,7 @@ def test_who_asks_for_a_model_without_room_is_told_when_to_come_again(
     own_triton: Triton, tmp_path: Path
 ) -> None:
     chosen = settings(own_triton, "simulated", cold_seconds=0.2)
-    with ServiceProcess(tmp_path / "data", **chosen) as service:
+    with ForkedService(tmp_path / "data", **chosen) as service:
         kwargs = {"seconds": 600}
         task = service.broker.submit("tests.e2e.work:add", kwargs=kwargs, gpu_mb=20 * GIB, priority=95)
         until(lambda: is_at(service.broker, task.id, TaskState.RUNNING), "the task runs")

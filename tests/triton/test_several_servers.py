@@ -12,6 +12,7 @@ import pytest
 import tritonclient.grpc
 import tritonclient.http
 
+from tests.chaos.forked import ForkedService
 from tests.e2e.service_process import GIB, ServiceProcess, until
 from tests.triton.raw import Door, directly, through
 from tests.triton.script import given
@@ -69,7 +70,7 @@ def scene(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
     with Triton(folder / "a", LOADED["a"]) as a, Triton(folder / "b", LOADED["b"]) as b:
         servers = [settings_of("a", a), settings_of("b", b)]
         triton = {"servers": servers, "grpc_port": port}
-        with ServiceProcess(folder / "data", engine="simulated", triton=triton) as service:
+        with ForkedService(folder / "data", engine="simulated", triton=triton) as service:
             running = Scene(a, b, service, port)
             running.know_all()
             yield running
@@ -180,7 +181,7 @@ def test_a_model_of_a_dead_server_is_brought_at_another_one(tmp_path: Path) -> N
     with Triton(tmp_path / "a") as a, Triton(tmp_path / "b") as b:
         held: dict[str, Any] = {"node": "local", "models": size}
         servers = [settings_of("a", a, **held), settings_of("b", b, **held)]
-        with ServiceProcess(
+        with ForkedService(
             tmp_path / "data", engine="simulated", ray={"node_name": "local"}, triton={"servers": servers}
         ) as service:
             scene = Scene(a, b, service, 0)

@@ -10,7 +10,8 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.e2e.service_process import GatewayProcess, ServiceProcess, until
+from tests.chaos.forked import ForkedGateway, ForkedService
+from tests.e2e.service_process import ServiceProcess, until
 from tests.triton.server import Triton
 from tests.triton.test_residency import infer, ready, settings
 
@@ -27,7 +28,7 @@ def test_a_model_is_not_unloaded_before_both_gateways_have_their_answers(
     shared = {"database_url": postgres_url, "blob_dir": str(tmp_path / "blobs"), "drain_seconds": 2.0}
     with Triton(tmp_path / "triton") as triton:
         chosen = {**settings(triton, "simulated"), **shared}
-        one, other = ServiceProcess(tmp_path / "one", **chosen), GatewayProcess(tmp_path / "other", **chosen)
+        one, other = ForkedService(tmp_path / "one", **chosen), ForkedGateway(tmp_path / "other", **chosen)
         with one, other, ThreadPoolExecutor() as asking:
             assert infer(one, "slow") == [1, 2, 3]
             until(lambda: other.broker.model("slow").state == "resident", "the other one knows of it")
@@ -50,7 +51,7 @@ def test_two_gateways_together_ask_a_model_no_more_at_once_than_its_slots(
     with Triton(tmp_path / "triton", loaded=("slow",)) as triton:
         server = {"name": "main", "http_url": triton.url}
         chosen = {"engine": "simulated", "triton": {"servers": [server], "slots": {"slow": 6}}, **shared}
-        one, other = ServiceProcess(tmp_path / "one", **chosen), GatewayProcess(tmp_path / "other", **chosen)
+        one, other = ForkedService(tmp_path / "one", **chosen), ForkedGateway(tmp_path / "other", **chosen)
         with one, other, ThreadPoolExecutor(32) as asking:
             asked = [asking.submit(infer, to, "slow", sleep_ms=60) for _ in range(120) for to in (one, other)]
             until(lambda: slots(one, other) == [3, 3], "both have their half")
