@@ -15,6 +15,7 @@ from service.adapters.ray.processes import boot_id, process_id
 from service.bootstrap.down import StillRunning, stop_everything
 from service.bootstrap.premises import own_host
 from service.settings import load_settings
+from tests.chaos.forked import ForkedService
 from tests.e2e.service_process import ROOT, ServiceProcess
 from tests.patience import PATIENCE_SECONDS
 
@@ -29,7 +30,7 @@ def data_dir(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def service(data_dir: Path) -> Iterator[ServiceProcess]:
-    with ServiceProcess(data_dir, **WAITING) as running:
+    with ForkedService(data_dir, **WAITING) as running:
         yield running
 
 
@@ -120,7 +121,7 @@ def test_a_damaged_client_file_is_named_and_nothing_is_stopped(
 
 def test_a_service_on_another_address_is_found_by_its_own_machine(tmp_path: Path) -> None:
     elsewhere = {"host": "127.0.0.2", "allowed_hosts": ["gpus.example"], **WAITING}
-    with ServiceProcess(tmp_path / "data", **elsewhere) as service:
+    with ForkedService(tmp_path / "data", **elsewhere) as service:
         assert service.broker.connection.url.startswith("http://127.0.0.2:")
         assert service.broker.stats().tasks["pending"] == 0
 
