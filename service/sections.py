@@ -223,6 +223,8 @@ class LimitSettings(Section):
     """The largest object that is uploaded, and the most that the objects of one inference have together."""
     tenant_object_bytes: Annotated[int, Field(ge=0)] = 4 * 1024**3
     """All objects that a tenant has uploaded, each counted as 4 KiB at least."""
+    tenant_objects: Annotated[int, Field(ge=0)] = 10_000
+    """So many of them. Each upload counts them while nobody else writes: some 2 ms for each thousand."""
     inline_bytes: Annotated[int, Field(gt=0)] = 64 * 1024
     """Arguments and results up to this size stay in the row; larger ones become blobs."""
     result_bytes: Annotated[int, Field(gt=0)] = 64 * 1024 * 1024

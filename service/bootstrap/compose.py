@@ -158,6 +158,7 @@ def limits_of(settings: Settings) -> Limits:
         batch_body_bytes=given.batch_body_bytes,
         object_bytes=given.object_bytes,
         tenant_object_bytes=given.tenant_object_bytes,
+        tenant_objects=given.tenant_objects,
         object_seconds=Seconds(settings.retention.object_seconds),
         inline_bytes=given.inline_bytes,
         stale_seconds=Seconds(given.stale_seconds),

@@ -17,7 +17,7 @@ from service.gateway.problems import Fault, Problem
 from service.gateway.queries import PageQuery
 from service.gateway.translate import rfc3339
 from service.gateway.views import Time
-from service.object_ports import LEAST_BYTES, StoredObject
+from service.object_ports import LEAST_BYTES, Counted, Quota, StoredObject
 from service.ports import BlobCorrupt, BlobMissing
 
 _ID: Final = re.compile("[0-9a-f]{64}")
@@ -59,14 +59,15 @@ async def keep(call: Call, data: bytes) -> StoredObject:
     given = StoredObject(tenant, await _digest_of(data), len(data), parts.clock.now(), _end(call))
     # Before its bytes are on the disk: who is refused fills none.
     known = await parts.store.stored_object(tenant, given.digest)
-    has_bytes = await parts.store.counted_bytes(tenant, given.created_at)
-    if known is None and has_bytes + given.counted_bytes > parts.limits.tenant_object_bytes:
-        raise _full(call, given, has_bytes)
+    counted = await parts.store.counted_objects(tenant, given.created_at)
+    quota = Quota(parts.limits.tenant_object_bytes, parts.limits.tenant_objects)
+    if known is None and not quota.has_room(counted, given):
+        raise _full(call, given, counted)
     digest = await parts.blobs.put(data, owner=tenant)
     assert digest == given.digest, "objects are named by their sha256"
-    kept = await parts.store.keep_object(given, parts.limits.tenant_object_bytes)
+    kept = await parts.store.keep_object(given, quota)
     if kept is None:
-        raise _full(call, given, await parts.store.counted_bytes(tenant, given.created_at))
+        raise _full(call, given, await parts.store.counted_objects(tenant, given.created_at))
     return kept
 
 
@@ -83,7 +84,7 @@ async def page_of(call: Call, query: PageQuery) -> ObjectPage:
         "next_cursor": write_cursor(page[-1].digest, filtered_by) if has_more else None,
         "has_more": has_more,
         # To count reads all rows of the tenant: once for a list, not for each of its pages.
-        "counted_bytes": None if after else await parts.store.counted_bytes(tenant, now),
+        "counted_bytes": None if after else (await parts.store.counted_objects(tenant, now)).size_bytes,
         "most_bytes": parts.limits.tenant_object_bytes,
     }
 
@@ -156,15 +157,22 @@ def _unknown(call: Call, object_id: str) -> str:
     )
 
 
-def _full(call: Call, given: StoredObject, has_bytes: int) -> Problem:
+def _full(call: Call, given: StoredObject, counted: Counted) -> Problem:
     limits = call.parts.limits
+    if counted.objects < limits.tenant_objects:
+        setting = "limits.tenant_object_bytes"
+        found = (
+            f"has objects of {counted.size_bytes} bytes, and may have {limits.tenant_object_bytes}; this one "
+            f"counts {given.counted_bytes}"
+        )
+    else:
+        setting = "limits.tenant_objects"
+        found = f"has {counted.objects} objects, and may have {limits.tenant_objects}"
     return Problem(
         "objects-full",
-        f'tenant "{given.tenant}" has objects of {has_bytes} bytes, and may have '
-        f"{limits.tenant_object_bytes}; this one counts {given.counted_bytes}. See which (GET "
-        "/objects, or gpubroker objects), delete some (DELETE /objects/ID, or gpubroker objects delete ID), "
-        f"wait until some were not used for {limits.object_seconds:g} seconds, or raise "
-        "limits.tenant_object_bytes",
+        f'tenant "{given.tenant}" {found}. See which (GET /objects, or gpubroker objects), delete some '
+        "(DELETE /objects/ID, or gpubroker objects delete ID), wait until some were not used for "
+        f"{limits.object_seconds:g} seconds, or raise {setting}",
     )
 
 

@@ -39,6 +39,7 @@ class Limits:
     object_bytes: int = 16 * 1024 * 1024
     """The largest object that may be uploaded, and the most that the objects of one inference have."""
     tenant_object_bytes: int = 4 * 1024**3
+    tenant_objects: int = 10_000
     """All that a tenant has uploaded."""
     object_seconds: Seconds = Seconds(86400.0)
     """An uploaded object is kept so long after its last use."""

@@ -13,7 +13,7 @@ from service.adapters.sql.session import DatabaseRefused
 from service.adapters.sql.store import SqlStore, migrate
 from service.adapters.sql.tables import metadata
 from service.core.units import Instant
-from service.object_ports import StoredObject
+from service.object_ports import Quota, StoredObject
 from service.ports import TaskFilter
 from tests.builders import GIB, NOW
 from tests.chaos.rows import Answers, Rows
@@ -40,7 +40,7 @@ async def test_everything_that_can_be_read_of_a_service_is_the_same_after_its_mo
 ) -> None:
     uploaded = StoredObject("default", "digest", 10, NOW, Instant(NOW + 10))
     async with opened(file) as store:
-        await store.keep_object(uploaded, 10**6)
+        await store.keep_object(uploaded, Quota(10**6, 1))
         before = await all_of(store)
     told: list[str] = []
     move_data(file, empty_postgres_url, told.append)

@@ -5,13 +5,17 @@ import time
 from dataclasses import replace
 
 from service.core.units import Instant
-from service.object_ports import LEAST_BYTES, StoredObject
+from service.object_ports import LEAST_BYTES, Counted, Quota, StoredObject
 from service.ports import TaskStore
 from tests.contracts.scenes import next_term
 from tests.contracts.test_store_retention import NEVER, cutoffs, pruned
 
 NOW = Instant(time.time())
-PLENTY = 10**12
+PLENTY = Quota(10**12, 10**6)
+
+
+def quota(most_bytes: int) -> Quota:
+    return PLENTY._replace(most_bytes=most_bytes)
 
 
 def an_object(
@@ -49,22 +53,35 @@ async def test_the_same_again_is_the_same_object_and_the_later_end_counts(store:
 
 
 async def test_a_tenant_has_no_more_than_it_may(store: TaskStore) -> None:
-    await store.keep_object(an_object("other", tenant="zeta"), 10_000)
-    await store.keep_object(an_object("a", 6000), 10_000)
-    assert await store.keep_object(an_object("b", 4001), 10_000) is None
-    assert await store.keep_object(an_object("tiny", 1), 10_000 - 1) is None, "it counts as a block of a disk"
+    await store.keep_object(an_object("other", tenant="zeta"), quota(10_000))
+    await store.keep_object(an_object("a", 6000), quota(10_000))
+    assert await store.keep_object(an_object("b", 4001), quota(10_000)) is None
+    assert await store.keep_object(an_object("tiny", 1), quota(10_000 - 1)) is None, (
+        "it counts as a block of a disk"
+    )
     assert await store.stored_object("acme", "digest-of-b") is None
-    assert await store.keep_object(an_object("a", 6000), 10_000), "it is there already"
-    assert await store.counted_bytes("acme", NOW) == 6000
-    assert await store.keep_object(an_object("tiny", 1), 6000 + LEAST_BYTES)
-    assert await store.counted_bytes("acme", NOW) == 6000 + LEAST_BYTES
-    assert await store.counted_bytes("nobody", NOW) == 0
+    assert await store.keep_object(an_object("a", 6000), quota(10_000)), "it is there already"
+    assert await store.counted_objects("acme", NOW) == Counted(6000, 1)
+    assert await store.keep_object(an_object("tiny", 1), quota(6000 + LEAST_BYTES))
+    assert await store.counted_objects("acme", NOW) == Counted(6000 + LEAST_BYTES, 2)
+    assert await store.counted_objects("nobody", NOW) == Counted(0, 0)
+
+
+async def test_a_tenant_has_no_more_objects_than_it_may_however_small(store: TaskStore) -> None:
+    two = PLENTY._replace(most_objects=2)
+    for name in ("a", "b"):
+        assert await store.keep_object(an_object(name), two)
+    assert await store.keep_object(an_object("c"), two) is None
+    assert await store.keep_object(an_object("a"), two), "it is there already"
+    assert await store.keep_object(an_object("c", tenant="zeta"), two)
+    await store.drop_object("acme", "digest-of-b")
+    assert await store.keep_object(an_object("c"), two)
 
 
 async def test_of_many_at_once_no_more_are_kept_than_fit(store: TaskStore) -> None:
-    kept = await asyncio.gather(*(store.keep_object(an_object(f"{n}"), 30_000) for n in range(8)))
+    kept = await asyncio.gather(*(store.keep_object(an_object(f"{n}"), quota(30_000)) for n in range(8)))
     assert sum(one is not None for one in kept) == 3
-    assert await store.counted_bytes("acme", NOW) == 30_000
+    assert await store.counted_objects("acme", NOW) == Counted(30_000, 3)
 
 
 async def test_a_tenant_s_objects_are_listed_in_pages_without_those_whose_time_is_over(
@@ -84,11 +101,11 @@ async def test_a_tenant_s_objects_are_listed_in_pages_without_those_whose_time_i
 
 
 async def test_what_is_over_counts_no_more_and_makes_room(store: TaskStore) -> None:
-    await store.keep_object(an_object("old", lasts=10), 10_000)
+    await store.keep_object(an_object("old", lasts=10), quota(10_000))
     later = Instant(NOW + 10)
-    assert await store.counted_bytes("acme", later) == 0
+    assert await store.counted_objects("acme", later) == Counted(0, 0)
     fresh = replace(an_object("fresh"), created_at=later)
-    assert await store.keep_object(fresh, 10_000) == fresh
+    assert await store.keep_object(fresh, quota(10_000)) == fresh
     assert await store.stored_object("acme", "digest-of-old") is None
 
 

@@ -154,6 +154,16 @@ async def test_what_is_too_large_or_more_than_the_tenant_may_have_is_refused_wit
         await upload(await gateway.client("other", tenant="acme"), b"y" * 6000)
 
 
+async def test_a_tenant_with_as_many_objects_as_it_may_have_is_told_how_many_these_are() -> None:
+    async with a_gateway(serving=OPEN, tenant_objects=2) as gateway:
+        for data in (b"a", b"b"):
+            await upload(gateway.admin, data)
+        full = problem(await gateway.admin.post("/objects", content=b"c"), 422, "objects-full")
+        for said in ("has 2 objects", "may have 2", "limits.tenant_objects"):
+            assert said in full["detail"]
+        await upload(gateway.admin, b"a")
+
+
 async def test_an_inference_has_the_values_of_the_object_that_it_names_and_outlives_it(
     gateway: Gateway,
 ) -> None:

@@ -4,7 +4,7 @@ from collections.abc import Sequence, Set
 from dataclasses import replace
 
 from service.core.units import Instant
-from service.object_ports import StoredObject
+from service.object_ports import Counted, Quota, StoredObject
 from service.ports import TokenRow
 
 
@@ -22,14 +22,13 @@ class MemoryPossessions:
     async def drop_token(self, name: str, *, by: str) -> bool:  # noqa: ARG002
         return self._tokens.pop(name, None) is not None
 
-    async def keep_object(self, given: StoredObject, most_bytes: int) -> StoredObject | None:
+    async def keep_object(self, given: StoredObject, quota: Quota) -> StoredObject | None:
         of_tenant = [kept for (tenant, _), kept in self._objects.items() if tenant == given.tenant]
         self._drop_over(of_tenant, given.created_at)
         key = given.tenant, given.digest
         known = self._objects.get(key)
-        all_bytes = await self.counted_bytes(given.tenant, given.created_at)
-        others = all_bytes - (0 if known is None else known.counted_bytes)
-        if others + given.counted_bytes > most_bytes:
+        others = [it for it in of_tenant if it.expires_at > given.created_at and it is not known]
+        if not quota.has_room(_counted(others), given):
             return None
         if known is not None:
             given = replace(known, expires_at=max(known.expires_at, given.expires_at))
@@ -45,9 +44,9 @@ class MemoryPossessions:
         kept = [it for it in self._objects.values() if it.tenant == tenant and it.expires_at > now]
         return sorted((it for it in kept if it.digest > after), key=lambda it: it.digest)[:limit]
 
-    async def counted_bytes(self, tenant: str, now: Instant) -> int:
+    async def counted_objects(self, tenant: str, now: Instant) -> Counted:
         kept = self._objects.values()
-        return sum(it.counted_bytes for it in kept if it.tenant == tenant and it.expires_at > now)
+        return _counted([it for it in kept if it.tenant == tenant and it.expires_at > now])
 
     async def extend_object(self, tenant: str, digest: str, until: Instant) -> None:
         known = self._objects.get((tenant, digest))
@@ -70,3 +69,7 @@ class MemoryPossessions:
         for kept in over:
             del self._objects[kept.tenant, kept.digest]
         return bool(over)
+
+
+def _counted(kept: Sequence[StoredObject]) -> Counted:
+    return Counted(sum(it.counted_bytes for it in kept), len(kept))

@@ -25,7 +25,7 @@ from service.adapters.sql.object_table import stored_object
 from service.adapters.sql.rowset import SetStatement
 from service.adapters.sql.session import Session
 from service.core.units import Instant
-from service.object_ports import LEAST_BYTES, StoredObject
+from service.object_ports import LEAST_BYTES, Counted, Quota, StoredObject
 
 T = TypeVar("T")
 
@@ -33,8 +33,11 @@ OBJECTS_PER_STEP = 500
 _c = stored_object.c
 _KEY = (_c.tenant, _c.digest)
 _least: Any = literal_column(str(LEAST_BYTES), Integer)
-_COUNTED = func.coalesce(
-    func.sum(case((_c.size_bytes < _least, _least), else_=_c.size_bytes)), literal_column("0", Count)
+_COUNTED = (
+    func.coalesce(
+        func.sum(case((_c.size_bytes < _least, _least), else_=_c.size_bytes)), literal_column("0", Count)
+    ),
+    func.count(),
 )
 
 _OBJECT = select(stored_object).where(_c.tenant == bindparam("tenant"), _c.digest == bindparam("digest"))
@@ -45,18 +48,18 @@ LISTED = (
     .limit(bindparam("most"))
 )
 """Along the primary key: each page reads its own rows, however many there are before and after them."""
-_COUNTED_BYTES = select(_COUNTED).where(_c.tenant == bindparam("tenant"), _c.expires_at > bindparam("now"))
+_COUNTED_OBJECTS = select(*_COUNTED).where(_c.tenant == bindparam("tenant"), _c.expires_at > bindparam("now"))
 
 
 class SqlObjects:
     """The part of a store on SQL that an ObjectRows is."""
 
-    async def keep_object(self, given: StoredObject, most_bytes: int) -> StoredObject | None:
+    async def keep_object(self, given: StoredObject, quota: Quota) -> StoredObject | None:
         def act(session: Session) -> StoredObject | None:
             session.number(0)  # whoever else uploads waits here, and counts this one
             session.write(_DROP_OVER, [(given.tenant, given.created_at)])
-            [(others,)] = session.fetch(_COUNTED_WITHOUT, [(given.tenant, given.digest)])
-            if int(others) + given.counted_bytes > most_bytes:
+            [(others, many)] = session.fetch(_COUNTED_WITHOUT, [(given.tenant, given.digest)])
+            if not quota.has_room(Counted(int(others), many), given):
                 return None
             row = (given.tenant, given.digest, given.size_bytes, given.created_at, given.expires_at)
             [kept] = session.fetch(_KEEP, [row])
@@ -72,7 +75,7 @@ class SqlObjects:
     ) -> Sequence[StoredObject]:
         return await self._read(_page, tenant, now, after, limit)
 
-    async def counted_bytes(self, tenant: str, now: Instant) -> int:
+    async def counted_objects(self, tenant: str, now: Instant) -> Counted:
         return await self._read(_count, tenant, now)
 
     async def extend_object(self, tenant: str, digest: str, until: Instant) -> None:
@@ -105,8 +108,9 @@ def _page(
     return [StoredObject(*row) for row in connection.execute(LISTED, wanted)]
 
 
-def _count(connection: Connection, tenant: str, now: Instant) -> int:
-    return int(connection.execute(_COUNTED_BYTES, {"tenant": tenant, "now": now}).scalar_one())
+def _count(connection: Connection, tenant: str, now: Instant) -> Counted:
+    size_bytes, objects = connection.execute(_COUNTED_OBJECTS, {"tenant": tenant, "now": now}).one()
+    return Counted(int(size_bytes), objects)
 
 
 def _drop_over(_insert: Any, r: FromClause) -> Any:
@@ -116,7 +120,7 @@ def _drop_over(_insert: Any, r: FromClause) -> Any:
 
 def _counted_without(_insert: Any, r: FromClause) -> Any:
     others = (_c.tenant == r.c.tenant) & (_c.digest != r.c.digest)
-    return select(_COUNTED).select_from(r.join(stored_object, others))
+    return select(*_COUNTED).select_from(r.join(stored_object, others))
 
 
 def _keep(insert: Any, r: FromClause) -> Any:
