@@ -1,19 +1,30 @@
 """One suite, three stores: what a test here claims holds in memory, on SQLite and on PostgreSQL."""
 
+import shutil
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 
 import pytest
 
 from service.adapters.memory.store import MemoryStore
-from service.adapters.sql.store import open_store
+from service.adapters.sql.store import migrate, open_store
 from service.ports import TaskStore
 
 Open = Callable[[], Awaitable[TaskStore]]
 
 
+@pytest.fixture(scope="session")
+def migrated_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of SQLite, to be copied: two hundred tests would take its way through all revisions anew."""
+    path = tmp_path_factory.mktemp("migrated") / "gpubroker.db"
+    migrate(f"sqlite:///{path}", "head")
+    return path
+
+
 def database_url(name: str, request: pytest.FixtureRequest, folder: Path) -> str:
+    """At the newest schema, as it is right after its migration."""
     if name == "sqlite":
+        shutil.copy(request.getfixturevalue("migrated_file"), folder / "gpubroker.db")
         return f"sqlite:///{folder / 'gpubroker.db'}"
     return str(request.getfixturevalue("postgres_url"))
 
