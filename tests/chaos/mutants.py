@@ -248,6 +248,15 @@ def _copy_to(copy: Path) -> None:
         if name and (ROOT / name).exists():
             (copy / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(ROOT / name, copy / name)
+    _copy_bytecode(copy)
+
+
+def _copy_bytecode(copy: Path) -> None:
+    """Each of its sources is as old as the one it was compiled from, and what is planted is newer."""
+    for folder in {path.parent for path in copy.rglob("*.py")}:
+        compiled = ROOT / folder.relative_to(copy) / "__pycache__"
+        if compiled.exists():
+            shutil.copytree(compiled, folder / "__pycache__")
 
 
 def _passes(tree: Path, test: str) -> bool:
