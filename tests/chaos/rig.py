@@ -14,7 +14,7 @@ import psutil
 from gpubroker import BrokerError
 
 from service.adapters.ray.head import read_state
-from tests.chaos.forked import ForkedBroker, ForkedGateway, ForkedService
+from tests.chaos.forked import ForkedBroker, ForkedGateway, ForkedService, ForkedServiceOnRay
 from tests.chaos.load import Kind, Waits, Works
 from tests.chaos.witness import Watch, lines_of
 from tests.e2e.service_process import GIB, ServiceProcess, until
@@ -159,7 +159,7 @@ class RayRig(Rig):
     """A service with a local Ray, whose tasks are real processes."""
 
     targets = ("main", "driver", "agent", "run", "shared runner", "raylet")
-    process = ServiceProcess
+    process = ForkedServiceOnRay
     settings: ClassVar[Mapping[str, Any]] = {"ray": {"spares": 2, "warm_runners": 1}}
 
     def kind(self) -> Kind:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import yaml
 
+from tests.chaos.forked import ForkedServiceOnRay
 from tests.e2e.service_process import ROOT, ServiceProcess
 from tests.patience import PATIENCE_SECONDS
 
@@ -28,7 +29,7 @@ TRIED: dict[str, Any] = yaml.safe_load((ROOT / "examples/try.yaml").read_text(en
 
 @pytest.fixture(scope="module")
 def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServiceProcess]:
-    with ServiceProcess(tmp_path_factory.mktemp("state") / "gpubroker", **TRIED) as running:
+    with ForkedServiceOnRay(tmp_path_factory.mktemp("state") / "gpubroker", **TRIED) as running:
         yield running
 
 
