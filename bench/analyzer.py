@@ -1,17 +1,12 @@
 """Triton's own load generator, in C++, for gRPC: one in Python would be slower than what it measures."""
 
-import json
-import os
-import subprocess
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from bench.load import Measured
-from tests.triton.server import HOME, analyzer_libraries
-
-RUN_SECONDS = 300.0
+from tests.triton.analyzer import analyzed, analyzer_libraries
 
 
 class Analyzer:
@@ -25,22 +20,14 @@ class Analyzer:
     ) -> Measured:
         """Raises RuntimeError if anything was refused."""
         self._runs += 1
-        told = self._folder / f"run-{self._runs}.json"  # it overwrites none
-        command = [
-            str(HOME / "bin" / "perf_analyzer"), "-i", "grpc", "-u", f"127.0.0.1:{port}", "-m", model,
-            "--shape", f"INPUT0:1,{floats}", "--concurrency-range", str(clients),
-            "--request-count", str(requests), "--profile-export-file", str(told),
+        options = [
+            "-i", "grpc", "-u", f"127.0.0.1:{port}", "-m", model, "--shape", f"INPUT0:1,{floats}",
+            "--concurrency-range", str(clients), "--request-count", str(requests),
         ]  # fmt: skip
         if token:
-            command += ["-H", f"authorization: Bearer {token}"]
-        env = {**os.environ, "LD_LIBRARY_PATH": str(self._libraries)}
-        ran = subprocess.run(
-            command, check=False, env=env, capture_output=True, text=True, timeout=RUN_SECONDS
-        )
-        if ran.returncode:
-            raise RuntimeError(f"perf_analyzer ended with {ran.returncode}:\n{ran.stdout}{ran.stderr}")
-        [experiment] = json.loads(told.read_text())["experiments"]
-        spans = [(one["timestamp"], one["response_timestamps"][-1]) for one in experiment["requests"]]
+            options += ["-H", f"authorization: Bearer {token}"]
+        asked = analyzed(self._libraries, self._folder / f"run-{self._runs}.json", *options)
+        spans = [(one["timestamp"], one["response_timestamps"][-1]) for one in asked]
         seconds = (max(end for _, end in spans) - min(begin for begin, _ in spans)) / 1e9
         return Measured(seconds, {"200": len(spans)}, [(end - begin) / 1e6 for begin, end in spans])
 

@@ -174,15 +174,6 @@ def wheel() -> dict[str, str]:
     return found
 
 
-def analyzer_libraries(folder: Path) -> Path:
-    """The two that perf_analyzer misses, which the server's wheel brings under longer names."""
-    folder.mkdir(exist_ok=True)
-    for name, pattern in (("libb64.so.0d", "libb64-*.so.0d"), ("libcudart.so.12", "libcudart-*.so.12*")):
-        [found] = Path(wheel()["libraries"]).glob(pattern)
-        (folder / name).symlink_to(found)
-    return folder
-
-
 _DIES_WITH_PARENT = (
     "import ctypes, os, sys; ctypes.CDLL(None).prctl(1, 9); os.execv(sys.argv[1], sys.argv[1:])"
 )

@@ -1,15 +1,12 @@
 """Triton's own load generator, in C++: it asks for metadata, configuration and statistics besides."""
 
 import json
-import os
-import subprocess
 from pathlib import Path
 
 import pytest
 
 from tests.e2e.service_process import ServiceProcess
-from tests.patience import PATIENCE_SECONDS
-from tests.triton.server import HOME, analyzer_libraries
+from tests.triton.analyzer import analyzed, analyzer_libraries
 
 REQUESTS = 60
 
@@ -56,13 +53,6 @@ IDENTITY = ("-m", "identity_fp32", "--shape", "INPUT0:1,16")
 
 def measure(service: ServiceProcess, libraries: Path, folder: Path, *options: str) -> int:
     """How many requests it has had answered."""
+    given = ("-H", f"authorization: Bearer {service.token}", "--concurrency-range", "4")
     told = folder / "told.json"
-    command = [
-        str(HOME / "bin" / "perf_analyzer"), *options, "-H", f"authorization: Bearer {service.token}",
-        "--concurrency-range", "4", "--request-count", str(REQUESTS), "--profile-export-file", str(told),
-    ]  # fmt: skip
-    env = {**os.environ, "LD_LIBRARY_PATH": str(libraries)}
-    ran = subprocess.run(command, env=env, capture_output=True, text=True, timeout=PATIENCE_SECONDS)
-    assert ran.returncode == 0, ran.stdout + ran.stderr
-    [experiment] = json.loads(told.read_text())["experiments"]
-    return len(experiment["requests"])
+    return len(analyzed(libraries, told, *options, *given, "--request-count", str(REQUESTS)))

@@ -14,9 +14,10 @@ import tritonclient.http
 
 from tests.chaos.forked import ForkedService
 from tests.e2e.service_process import GIB, ServiceProcess, until
+from tests.triton.analyzer import analyzer_libraries
 from tests.triton.raw import Door, directly, through
 from tests.triton.script import given
-from tests.triton.server import Triton, analyzer_libraries, free_ports
+from tests.triton.server import Triton, free_ports
 from tests.triton.test_perf_analyzer import FORMS, IDENTITY, REQUESTS, measure
 
 LOADED = {"a": ("identity_fp32", "echo_bytes"), "b": ("identity_fp32", "line_fp32")}
