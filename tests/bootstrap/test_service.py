@@ -18,6 +18,7 @@ from service.bootstrap.process import Process
 from service.settings import load_settings
 from tests.bootstrap.refusals import WAITING
 from tests.chaos.forked import ForkedService
+from tests.e2e.service_process import until
 from tests.patience import PATIENCE_SECONDS
 
 
@@ -60,6 +61,7 @@ def test_a_log_with_a_hole_ends_the_service_and_the_next_start_reads_the_picture
     tmp_path: Path,
 ) -> None:
     with ForkedService(tmp_path / "data", **WAITING) as service:
+        until(lambda: bool(service.broker.gpus()), "the log has begun: a hole at its beginning is no hole")
         with sqlite3.connect(tmp_path / "data" / "gpubroker.db") as database:
             database.execute("UPDATE log_head SET position = position + 1")
         database.close()
