@@ -11,18 +11,17 @@ from time import process_time
 from typing import Any
 
 import httpx
-
-from service.adapters.memory.store import MemoryStore
-from service.core.backfill import Forecast
-from service.core.demand import Demand
-from service.core.policy import Policy
-from service.core.task import Task
-from service.core.units import Instant, TaskId
-from service.core.world import World
-from service.gateway.app import create_app
-from service.gateway.identity import EVERY_SCOPE, Tokens, new_token
-from service.gateway.parts import Defaults, GatewayParts, Limits
-from service.ports import BlobMissing, RunSpec, TaskRecord
+from gpubroker_server.adapters.memory.store import MemoryStore
+from gpubroker_server.core.domain.demand import Demand
+from gpubroker_server.core.domain.policy import Policy
+from gpubroker_server.core.domain.task import Task
+from gpubroker_server.core.domain.units import Instant, TaskId
+from gpubroker_server.core.planning.backfill import Forecast
+from gpubroker_server.core.world.world import World
+from gpubroker_server.gateway.app import create_app
+from gpubroker_server.gateway.http.identity import EVERY_SCOPE, Tokens, new_token
+from gpubroker_server.gateway.parts import Defaults, GatewayParts, Limits
+from gpubroker_server.ports.store import BlobMissing, RunSpec, TaskRecord
 
 NOTHING = httpx.ByteStream(b"")
 

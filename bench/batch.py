@@ -17,13 +17,13 @@ from contextlib import closing
 from pathlib import Path
 
 import psycopg
+from gpubroker_server.adapters.sql.store import migrate
 
 from bench.accept import full_site, must_be_queued
 from bench.http import Target
 from bench.load import Load
 from bench.measuring import Figure, Pair, median_ratio, say
 from bench.sites import Site, add_variants, variants_of
-from service.adapters.sql.store import migrate
 
 TABLES = {"task": "id", "task_spec": "task", "event": "position"}
 """What one task is in the database: table -> the column by which its rows are ordered as they came."""

@@ -21,22 +21,23 @@ from functools import partial
 from time import process_time
 from typing import TypeVar
 
+from gpubroker_server.bootstrap.process import make_full_collections_rare
+from gpubroker_server.broker.loop import MOST_TURNS
+from gpubroker_server.core.domain.decisions import Decision, write_move
+from gpubroker_server.core.domain.demand import Demand
+from gpubroker_server.core.domain.device import Device, DeviceSample, Node
+from gpubroker_server.core.domain.lease import LeaseState, move_lease
+from gpubroker_server.core.domain.policy import Policy
+from gpubroker_server.core.domain.task import Move, Task, TaskState
+from gpubroker_server.core.domain.units import DeviceKey, Instant, Mib, NodeName, Position, TaskId, device_key
+from gpubroker_server.core.planning.cycle import Slice
+from gpubroker_server.core.planning.forecast_accuracy import Foresight
+from gpubroker_server.core.planning.memory import Memory
+from gpubroker_server.core.world.events import events_of
+from gpubroker_server.core.world.world import World
+
 from bench.answers import Picture
 from bench.measuring import Figure, percentile, say
-from service.bootstrap.process import make_full_collections_rare
-from service.broker.loop import MOST_TURNS
-from service.core.cycle import Slice
-from service.core.demand import Demand
-from service.core.device import Device, DeviceSample, Node
-from service.core.events import events_of
-from service.core.foresight import Foresight
-from service.core.lease import LeaseState, move_lease
-from service.core.memory import Memory
-from service.core.plan import Decision, write_move
-from service.core.policy import Policy
-from service.core.task import Move, Task, TaskState
-from service.core.units import DeviceKey, Instant, Mib, NodeName, Position, TaskId, device_key
-from service.core.world import World
 
 GIB = 1024
 KINDS = (("H100", 80), ("A100", 80), ("A100", 40), ("H100", 80), ("L40S", 48))

@@ -112,7 +112,9 @@ def _process(command: str, data_dir: Path, settings: Mapping[str, str]) -> Itera
     data_dir.mkdir(exist_ok=True)
     given = {"DATA_DIR": str(data_dir), "LOG_LEVEL": "WARNING", **settings}
     environment = {**os.environ, **{f"GPUBROKER_{name}": value for name, value in given.items()}}
-    with started([sys.executable, "-m", "service", command], environment, _log_in(data_dir)) as process:
+    with started(
+        [sys.executable, "-m", "gpubroker_server", command], environment, _log_in(data_dir)
+    ) as process:
         yield process
 
 

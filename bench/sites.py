@@ -96,7 +96,14 @@ class Home:
                         door.wait_for_leader()
                     yield doors, broker
             finally:
-                down = [sys.executable, "-m", "service", "down", "--data-dir", str(self.folder / "broker")]
+                down = [
+                    sys.executable,
+                    "-m",
+                    "gpubroker_server",
+                    "down",
+                    "--data-dir",
+                    str(self.folder / "broker"),
+                ]
                 subprocess.run(down, check=True, capture_output=True)
 
 

@@ -4,9 +4,8 @@ For `alembic revision --autogenerate`, name a database at head: `alembic -x url=
 """
 
 from alembic import context
+from gpubroker_server.adapters.sql.tables.tables import metadata
 from sqlalchemy import Connection, create_engine
-
-from service.adapters.sql.tables import metadata
 
 
 def run(connection: Connection) -> None:

@@ -10,16 +10,25 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from service.core.codec import task_fields
-from service.core.demand import Demand
-from service.core.device import Device, DeviceSample, Node
-from service.core.estimate import Sketch
-from service.core.events import Event, NewEvent, events_of
-from service.core.lease import HolderKind, Lease, LeaseState, Pledge, move_lease
-from service.core.plan import Decision, Request, TaskWrite, write_move
-from service.core.task import Move, Task, TaskState
-from service.core.units import DeviceKey, Fence, Instant, Mib, NodeName, Position, TaskId, device_key
-from service.core.world import World
+from gpubroker_server.core.domain.decisions import Decision, Request, TaskWrite, write_move
+from gpubroker_server.core.domain.demand import Demand
+from gpubroker_server.core.domain.device import Device, DeviceSample, Node
+from gpubroker_server.core.domain.estimates import Sketch
+from gpubroker_server.core.domain.lease import HolderKind, Lease, LeaseState, Pledge, move_lease
+from gpubroker_server.core.domain.task import Move, Task, TaskState
+from gpubroker_server.core.domain.units import (
+    DeviceKey,
+    Fence,
+    Instant,
+    Mib,
+    NodeName,
+    Position,
+    TaskId,
+    device_key,
+)
+from gpubroker_server.core.world.event_codec import task_fields
+from gpubroker_server.core.world.events import Event, NewEvent, events_of
+from gpubroker_server.core.world.world import World
 
 NOW = Instant(1_000_000.0)
 GIB = 1024

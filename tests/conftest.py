@@ -15,9 +15,9 @@ from typing import Any
 
 import pytest
 import structlog
+from gpubroker_server.adapters.sql.store import migrate
 from hypothesis import HealthCheck, settings
 
-from service.adapters.sql.store import migrate
 from tests.dealing import Dealer, put_in_turn
 from tests.places import put_files_in_memory
 from tests.postgres import PostgresServer, a_server, reset

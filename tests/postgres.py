@@ -17,10 +17,10 @@ from itertools import count
 from pathlib import Path
 
 import psycopg
+from gpubroker_server.adapters.sql.tables.tables import metadata
 from psycopg import sql
 from psycopg.conninfo import make_conninfo
 
-from service.adapters.sql.tables import metadata
 from tests.places import short_place
 
 ENVIRONMENT = "GPUBROKER_TEST_POSTGRES_URL"

@@ -3,9 +3,10 @@
 from collections.abc import Collection, Mapping, Sequence
 from typing import Protocol
 
+from gpubroker_server.core.domain.models.residency import Resident, StayRules, Usage, least_worth_first
+from gpubroker_server.core.domain.units import Instant, Seconds
+
 from bench.evict.trace import Use
-from service.core.residency import Resident, StayRules, Usage, least_worth_first
-from service.core.units import Instant, Seconds
 
 LEAST_RECENT, OURS, BEST = "lru", "gpubroker", "clairvoyant"
 POLICIES = ("fifo", LEAST_RECENT, "lfu", "decayed_lfu", OURS, BEST)

@@ -2,7 +2,8 @@
 
 The trace is shuffled and prolonged until 130 % of all GPUs are asked for; tasks come one by one and stay. The
 figure is the part of all GPUs that is allocated in the end, a mean over seeds, beside the published mean
-(`gpubroker` beside the published FGD). Everything on a node is decided by `service/core/stranding.py`.
+(`gpubroker` beside the published FGD). Everything on a node is decided by
+`gpubroker_server.core.world.fragmentation_gradient`.
 
 Data: https://github.com/alibaba/clusterdata/tree/master/cluster-trace-gpu-v2023/csv
 """

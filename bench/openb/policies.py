@@ -10,8 +10,18 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Sequence
 
+from gpubroker_server.core.world.fragmentation_gradient import (
+    Measure,
+    Remainder,
+    Shape,
+    Spot,
+    Stock,
+    fgd,
+    tasks_lost,
+    usual,
+)
+
 from bench.openb.trace import WHOLE_GPU, Job, Machine
-from service.core.stranding import Measure, Remainder, Shape, Spot, Stock, fgd, tasks_lost, usual
 
 LARGEST_CPU_MILLI = 128_000
 LARGEST_GPU_MILLI = 8_000

@@ -2,9 +2,10 @@
 
 from collections.abc import Collection, Sequence
 
+from gpubroker_server.core.world.fragmentation_gradient import Remainder, Spot
+
 from bench.openb.policies import Node, Policy, group
 from bench.openb.trace import Job, Machine
-from service.core.stranding import Remainder, Spot
 
 TOO_FULL = -1
 """Stands for the score of a node that has no room."""

@@ -12,13 +12,14 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
+from gpubroker_server.bootstrap.compose import policy_of
+from gpubroker_server.core.domain.policy import Policy
+from gpubroker_server.settings.loading import SettingsRefused, load_settings
+
 from bench.measuring import Figure, say
 from bench.simulate.history import a_history
 from bench.simulate.replay import Replay, Seen
 from bench.simulate.work import Scene, a_day, an_openb_day
-from service.bootstrap.compose import policy_of
-from service.core.policy import Policy
-from service.settings import SettingsRefused, load_settings
 
 Named = tuple[str, Policy]
 SHIPPED: Named = ("shipped", Policy())

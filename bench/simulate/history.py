@@ -7,12 +7,13 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from gpubroker_server.core.domain.device import Device, Node
+from gpubroker_server.core.domain.task import Task
+from gpubroker_server.core.domain.units import DeviceKey, Instant, NodeName, TaskId
+from gpubroker_server.core.world.event_codec import device_from, node_from, task_from
+
 from bench.measuring import say
 from bench.simulate.work import Scene, Work
-from service.core.codec import device_from, node_from, task_from
-from service.core.device import Device, Node
-from service.core.task import Task
-from service.core.units import DeviceKey, Instant, NodeName, TaskId
 
 _ENDS = ("task.succeeded", "task.failed", "task.cancelled", "task.expired")
 _EXPORT = "gpubroker events --after 0 -o ndjson > history.ndjson"

@@ -8,21 +8,10 @@ from itertools import count
 from math import inf
 from statistics import mean
 
-from bench.measuring import percentile
-from bench.simulate.work import Scene, Work
-from service.core.backfill import Forecast
-from service.core.consolidation import Consolidation
-from service.core.cycle import plan_cycle
-from service.core.deadlines import Watch, due, keep_watch
-from service.core.demand import Demand
-from service.core.dependencies import settle
-from service.core.device import DeviceSample
-from service.core.events import NewEvent, events_of, submitted
-from service.core.forecasts import make_forecasts
-from service.core.fragmentation import Sum, fragmentation
-from service.core.lessons import learn
-from service.core.memory import Memory
-from service.core.orders import (
+from gpubroker_server.core.domain.decisions import AnyOrder, Decision
+from gpubroker_server.core.domain.demand import Demand
+from gpubroker_server.core.domain.device import DeviceSample
+from gpubroker_server.core.domain.orders import (
     Ended,
     Ending,
     Gone,
@@ -33,12 +22,24 @@ from service.core.orders import (
     StartOrder,
     StopOrder,
 )
-from service.core.plan import AnyOrder, Decision
-from service.core.policy import BANDS, Policy, band_of
-from service.core.runs import react
-from service.core.task import Task, TaskState
-from service.core.units import Fence, Instant, Mib, Position, Seconds, TaskId
-from service.core.world import World
+from gpubroker_server.core.domain.policy import BANDS, Policy, band_of
+from gpubroker_server.core.domain.task import Task, TaskState
+from gpubroker_server.core.domain.units import Fence, Instant, Mib, Position, Seconds, TaskId
+from gpubroker_server.core.lifecycle.deadlines import Watch, due, keep_watch
+from gpubroker_server.core.lifecycle.learning import learn
+from gpubroker_server.core.lifecycle.runs import react
+from gpubroker_server.core.planning.backfill import Forecast
+from gpubroker_server.core.planning.consolidation import Consolidation
+from gpubroker_server.core.planning.cycle import plan_cycle
+from gpubroker_server.core.planning.forecasts import make_forecasts
+from gpubroker_server.core.planning.fragmentation import Sum, fragmentation
+from gpubroker_server.core.planning.memory import Memory
+from gpubroker_server.core.world.dependencies import settle
+from gpubroker_server.core.world.events import NewEvent, events_of, submitted
+from gpubroker_server.core.world.world import World
+
+from bench.measuring import percentile
+from bench.simulate.work import Scene, Work
 
 START_SECONDS = 0.1
 SAVE_SECONDS = 1.0

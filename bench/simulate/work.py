@@ -7,13 +7,14 @@ from pathlib import Path
 from random import Random
 from typing import NamedTuple
 
+from gpubroker_server.core.domain.demand import Demand
+from gpubroker_server.core.domain.device import Device, Node
+from gpubroker_server.core.domain.policy import Policy
+from gpubroker_server.core.domain.task import Task
+from gpubroker_server.core.domain.units import Instant, Mib, NodeName, Seconds, TaskId, device_key
+from gpubroker_server.core.explain.admission import check
+
 from bench.openb.trace import TASKS, read_machines, traces_in
-from service.core.admission import check
-from service.core.demand import Demand
-from service.core.device import Device, Node
-from service.core.policy import Policy
-from service.core.task import Task
-from service.core.units import Instant, Mib, NodeName, Seconds, TaskId, device_key
 
 GIB = 1024
 GPUS_PER_NODE = 8

@@ -15,9 +15,11 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from gpubroker.async_broker import AsyncBroker
-    from gpubroker.batch import Submission
     from gpubroker.broker import Broker
-    from gpubroker.decorators import inference
+    from gpubroker.cluster.fleet import Gpu, Node, Stats, Tenant
+    from gpubroker.cluster.plan import FleetPlan
+    from gpubroker.cluster.policy import Policy
+    from gpubroker.cluster.quarantine import Detection, Quarantined, Released
     from gpubroker.errors import (
         BrokerError,
         ModelUnavailable,
@@ -29,27 +31,25 @@ if TYPE_CHECKING:
         WaitTimeout,
         WrongArgument,
     )
-    from gpubroker.estimates import Estimate
-    from gpubroker.explained import Explanation, Simulation
-    from gpubroker.fleet import Gpu, Node, Stats, Tenant
-    from gpubroker.leases import Lease, LeaseEnded, LeaseState, Notice
-    from gpubroker.models import Event, Outcome, Page, Task, TaskState, Token
-    from gpubroker.objects import ObjectUsage, StoredObject
-    from gpubroker.planned import FleetPlan
-    from gpubroker.policy import Policy
-    from gpubroker.quarantine import Detection, Quarantined, Released
+    from gpubroker.inference.decorators import inference
+    from gpubroker.inference.models import ServedModel
+    from gpubroker.inference.objects import ObjectUsage, StoredObject
+    from gpubroker.leases.lease import Lease, LeaseEnded, LeaseState, Notice
     from gpubroker.runtime import CheckpointTooLarge, NoCurrentTask, RunningTask, Stopped, current_task
-    from gpubroker.served import ServedModel
-    from gpubroker.task_functions import task
+    from gpubroker.tasks.batch import Submission
+    from gpubroker.tasks.estimates import Estimate
+    from gpubroker.tasks.explanation import Explanation, Simulation
+    from gpubroker.tasks.task import Event, Outcome, Page, Task, TaskState, Token
+    from gpubroker.tasks.task_functions import task
 
 __version__ = "0.1.0"
 
 _HOME = {
     "AsyncBroker": "async_broker",
     "Broker": "broker",
-    "Submission": "batch",
-    "inference": "decorators",
-    "task": "task_functions",
+    "Submission": "tasks.batch",
+    "inference": "inference.decorators",
+    "task": "tasks.task_functions",
     **dict.fromkeys(
         (
             "BrokerError",
@@ -64,16 +64,16 @@ _HOME = {
         ),
         "errors",
     ),
-    "Estimate": "estimates",
-    **dict.fromkeys(("Gpu", "Node", "Stats", "Tenant"), "fleet"),
-    **dict.fromkeys(("Lease", "LeaseEnded", "LeaseState", "Notice"), "leases"),
-    **dict.fromkeys(("Explanation", "Simulation"), "explained"),
-    **dict.fromkeys(("Event", "Outcome", "Page", "Task", "TaskState", "Token"), "models"),
-    "FleetPlan": "planned",
-    **dict.fromkeys(("ObjectUsage", "StoredObject"), "objects"),
-    "Policy": "policy",
-    **dict.fromkeys(("Detection", "Quarantined", "Released"), "quarantine"),
-    "ServedModel": "served",
+    "Estimate": "tasks.estimates",
+    **dict.fromkeys(("Gpu", "Node", "Stats", "Tenant"), "cluster.fleet"),
+    **dict.fromkeys(("Lease", "LeaseEnded", "LeaseState", "Notice"), "leases.lease"),
+    **dict.fromkeys(("Explanation", "Simulation"), "tasks.explanation"),
+    **dict.fromkeys(("Event", "Outcome", "Page", "Task", "TaskState", "Token"), "tasks.task"),
+    "FleetPlan": "cluster.plan",
+    **dict.fromkeys(("ObjectUsage", "StoredObject"), "inference.objects"),
+    "Policy": "cluster.policy",
+    **dict.fromkeys(("Detection", "Quarantined", "Released"), "cluster.quarantine"),
+    "ServedModel": "inference.models",
     **dict.fromkeys(
         ("CheckpointTooLarge", "NoCurrentTask", "RunningTask", "Stopped", "current_task"), "runtime"
     ),

@@ -7,18 +7,17 @@ from typing import TYPE_CHECKING, Any, Self, Unpack
 
 import httpx
 
-from gpubroker.batch import Answered, Wanted
-from gpubroker.connection import Connection, find_service
-from gpubroker.estimates import Estimate
-from gpubroker.explained import Explanation, Simulation
-from gpubroker.fleet import Gpu, Node, Stats, Tenant
-from gpubroker.holding import AsyncHeldLease
-from gpubroker.inferences import InferLaterOptions, Inputs
-from gpubroker.inferring import InferOptions, triton_healthy
-from gpubroker.lease_operations import LeaseOperations
-from gpubroker.leases import AnyLease, Lease, LeaseOptions
-from gpubroker.models import Event, Outcome, Page, Task, Token
-from gpubroker.objects import AnyObject, ObjectUsage, StoredObject
+from gpubroker.cluster.fleet import Gpu, Node, Stats, Tenant
+from gpubroker.cluster.plan import FleetPlan
+from gpubroker.cluster.policy import Policy
+from gpubroker.cluster.quarantine import Detection, Quarantined, Released
+from gpubroker.inference.models import ServedModel
+from gpubroker.inference.objects import AnyObject, ObjectUsage, StoredObject
+from gpubroker.inference.queued import InferLaterOptions, Inputs
+from gpubroker.inference.requests import InferOptions, triton_healthy
+from gpubroker.leases.holding import AsyncHeldLease
+from gpubroker.leases.lease import AnyLease, Lease, LeaseOptions
+from gpubroker.leases.operations import LeaseOperations
 from gpubroker.operations import (
     EVENTS_PER_PAGE,
     FOLLOW_PAUSE_SECONDS,
@@ -27,12 +26,13 @@ from gpubroker.operations import (
     ListOptions,
     Operations,
 )
-from gpubroker.planned import FleetPlan
-from gpubroker.policy import Policy
-from gpubroker.quarantine import Detection, Quarantined, Released
-from gpubroker.served import ServedModel
-from gpubroker.submission import SubmitOptions, Target
-from gpubroker.wire import AsyncWire
+from gpubroker.tasks.batch import Answered, Wanted
+from gpubroker.tasks.estimates import Estimate
+from gpubroker.tasks.explanation import Explanation, Simulation
+from gpubroker.tasks.submission import SubmitOptions, Target
+from gpubroker.tasks.task import Event, Outcome, Page, Task, Token
+from gpubroker.transport.connection import Connection, find_service
+from gpubroker.transport.wire import AsyncWire
 
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike, NDArray

@@ -8,22 +8,22 @@ from datetime import datetime
 from typing import TYPE_CHECKING, Any, TypedDict, cast
 from urllib.parse import quote
 
-from gpubroker.batch import Answered, Wanted, submit_all
-from gpubroker.decoding import filled
+from gpubroker.cluster.fleet import Gpu, Node, Stats, Tenant
+from gpubroker.cluster.plan import FleetPlan
+from gpubroker.cluster.policy import Policy
+from gpubroker.cluster.quarantine import Detection, Quarantined, Released
 from gpubroker.errors import TaskCancelled, TaskExpired, TaskFailed, WaitTimeout
-from gpubroker.estimates import Estimate
-from gpubroker.exchange import Answer, Call, Steps, exchange
-from gpubroker.explained import Explanation, Simulation
-from gpubroker.fleet import Gpu, Node, Stats, Tenant
-from gpubroker.inferences import InferLaterOptions, Inputs, inference_body
-from gpubroker.inferring import InferOptions, about, check_model, infer
-from gpubroker.models import Event, Failure, Outcome, Page, Task, TaskState, Token
-from gpubroker.objects import AnyObject, ObjectUsage, StoredObject, object_body
-from gpubroker.planned import FleetPlan
-from gpubroker.policy import Policy
-from gpubroker.quarantine import Detection, Quarantined, Released
-from gpubroker.served import ServedModel
-from gpubroker.submission import SubmitOptions, Target, opened, plain, question_body, submission_body
+from gpubroker.inference.models import ServedModel
+from gpubroker.inference.objects import AnyObject, ObjectUsage, StoredObject, object_body
+from gpubroker.inference.queued import InferLaterOptions, Inputs, inference_body
+from gpubroker.inference.requests import InferOptions, about, check_model, infer
+from gpubroker.tasks.batch import Answered, Wanted, submit_all
+from gpubroker.tasks.estimates import Estimate
+from gpubroker.tasks.explanation import Explanation, Simulation
+from gpubroker.tasks.submission import SubmitOptions, Target, opened, plain, question_body, submission_body
+from gpubroker.tasks.task import Event, Failure, Outcome, Page, Task, TaskState, Token
+from gpubroker.transport.decoding import filled
+from gpubroker.transport.exchange import Answer, Call, Steps, exchange
 
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike, NDArray
@@ -80,7 +80,7 @@ def id_of(task: AnyTask) -> str:
 
 
 class Operations:
-    """Generators, one per operation (see `gpubroker.exchange`). Holds nothing but how long to try again."""
+    """Generators, one per operation (see `transport.exchange`). Holds nothing but how long to try again."""
 
     def __init__(self, retry_seconds: float) -> None:
         self._retry_seconds = retry_seconds

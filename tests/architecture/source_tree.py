@@ -10,7 +10,7 @@ from pathlib import Path
 from subprocess import run
 
 ROOT = Path(__file__).resolve().parents[2]
-CORE = "service/core"
+CORE = "service/gpubroker_server/core"
 SHIPPED = ("service", "client")
 PYTHON_FOLDERS = (*SHIPPED, "migrations", "bench", "examples", "tests")
 PAGE_FOLDERS = ("docs", "deploy")

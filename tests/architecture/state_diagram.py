@@ -6,15 +6,16 @@ from enum import StrEnum
 from itertools import pairwise
 from pathlib import Path
 
-from service.core import lease, task
-from service.core.lease import NEXT_STATES, LeaseState, PledgeEnd
-from service.core.task import TERMINAL, TRANSITIONS, Move, TaskState
+from gpubroker_server.core.domain import lease, task
+from gpubroker_server.core.domain.lease import NEXT_STATES, LeaseState, PledgeEnd
+from gpubroker_server.core.domain.task import TERMINAL, TRANSITIONS, Move, TaskState
+
 from tests.architecture.source_tree import ROOT
 
 PAGE = ROOT / "docs" / "states.md"
 
 SOURCE = """\
-Made from the tables in `service/core/task.py` and `service/core/lease.py`; a test fails when they differ.
+Made from the tables in `core/domain/task.py` and `core/domain/lease.py`; a test fails when they differ.
 What is not drawn cannot happen: the code refuses it, and the database guards every row by its version."""
 
 NOT_DRAWN = """\

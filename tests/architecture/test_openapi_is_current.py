@@ -1,10 +1,11 @@
 """`openapi.yaml` is what the service really speaks."""
 
-from service.gateway.app import openapi_document
-from service.gateway.document import openapi_yaml
+from gpubroker_server.gateway.app import openapi_document
+from gpubroker_server.gateway.http.openapi import openapi_yaml
+
 from tests.architecture.source_tree import ROOT
 
 
 def test_openapi_yaml_is_what_the_app_says_of_itself() -> None:
-    """If this fails: python -m service openapi > openapi.yaml"""
+    """If this fails: python -m gpubroker_server openapi > openapi.yaml"""
     assert (ROOT / "openapi.yaml").read_text(encoding="utf-8") == openapi_yaml(openapi_document())

@@ -1,8 +1,7 @@
 """Files and functions stay small enough to be read in one go."""
 
-from tests.architecture.source_tree import CORE, PYTHON_FOLDERS, Function, modules
+from tests.architecture.source_tree import PYTHON_FOLDERS, Function, modules
 
-CORE_FILE_LINES = 300
 FILE_LINES = 400
 FUNCTION_LINES = 60
 
@@ -13,11 +12,7 @@ def lines_of(function: Function) -> int:
     return function.end_lineno - function.lineno + 1
 
 
-def test_core_files_have_at_most_300_lines() -> None:
-    assert [f"{m.path}: {m.lines} lines" for m in modules(CORE) if m.lines > CORE_FILE_LINES] == []
-
-
-def test_other_files_have_at_most_400_lines() -> None:
+def test_files_have_at_most_400_lines() -> None:
     assert [f"{m.path}: {m.lines} lines" for m in modules(*PYTHON_FOLDERS) if m.lines > FILE_LINES] == []
 
 

@@ -1,10 +1,10 @@
 """The page of states says what the tables say, and the tables leave no state without a way."""
 
 import pytest
+from gpubroker_server.core.domain.errors import IllegalTransition
+from gpubroker_server.core.domain.lease import NEXT_STATES, LeaseState, move_lease
+from gpubroker_server.core.domain.task import ACTIVE, TERMINAL, TRANSITIONS, Move, TaskState, move
 
-from service.core.errors import IllegalTransition
-from service.core.lease import NEXT_STATES, LeaseState, move_lease
-from service.core.task import ACTIVE, TERMINAL, TRANSITIONS, Move, TaskState, move
 from tests.architecture.state_diagram import PAGE, page
 from tests.builders import a_lease, a_task
 

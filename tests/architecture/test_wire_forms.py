@@ -7,14 +7,18 @@ from pathlib import Path
 
 import pytest
 from gpubroker.runtime import messages
+from gpubroker_server.adapters.ray import wire
 
-from service.adapters.ray import wire
 from tests.architecture.source_tree import modules
 
 MESSAGES = "client/gpubroker/runtime/messages.py"
-AGENT = ("service/adapters/ray/agent.py", "service/adapters/ray/report_form.py", MESSAGES)
+AGENT = (
+    "service/gpubroker_server/adapters/ray/agent/node_agent.py",
+    "service/gpubroker_server/adapters/ray/driver/reports.py",
+    MESSAGES,
+)
 """Read what driver and agent send each other."""
-RUNNER = ("service/adapters/ray/runner.py", MESSAGES)
+RUNNER = ("service/gpubroker_server/adapters/ray/agent/runner.py", MESSAGES)
 """Read what agent and run process send each other."""
 ACTORS = ("NodeAgent", "Runner")
 """Called by handles that another release made."""

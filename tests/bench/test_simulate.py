@@ -10,6 +10,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from gpubroker_server.core.domain.demand import Demand
+from gpubroker_server.core.domain.external_lease import External
+from gpubroker_server.core.domain.policy import Policy
+from gpubroker_server.core.domain.task import Dependency, Task
+from gpubroker_server.core.domain.units import Instant, Mib, TaskId
+from gpubroker_server.core.world.event_codec import device_fields, node_fields
+from gpubroker_server.core.world.events import NewEvent, submitted
 
 from bench import simulate
 from bench.openb.trace import NODES
@@ -17,13 +24,6 @@ from bench.processes import ROOT, service
 from bench.simulate.history import NoHistory, a_history
 from bench.simulate.replay import Replay, Seen
 from bench.simulate.work import NoTrace, Scene, Work, a_day, a_node, an_openb_day
-from service.core.codec import device_fields, node_fields
-from service.core.demand import Demand
-from service.core.events import NewEvent, submitted
-from service.core.external import External
-from service.core.policy import Policy
-from service.core.task import Dependency, Task
-from service.core.units import Instant, Mib, TaskId
 from tests.patience import PATIENCE_SECONDS
 
 GIB = 1024

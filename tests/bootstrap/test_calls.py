@@ -5,10 +5,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from gpubroker_server.bootstrap.grpc_proxy import rpc_server_of
+from gpubroker_server.bootstrap.start_checks import StartRefused
+from gpubroker_server.settings.triton import TritonServerSettings
 
-from service.bootstrap.calls import rpc_server_of
-from service.bootstrap.premises import StartRefused
-from service.triton_sections import TritonServerSettings
 from tests.bootstrap.refusals import WAITING, refusal
 from tests.chaos.forked import ForkedService
 

@@ -5,13 +5,14 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 
-from service.adapters.blobs.directory import DirectoryBlobs
-from service.adapters.sql.store import SqlStore, open_store
-from service.bootstrap.broker_role import BrokerRole
-from service.bootstrap.picture import Picture
-from service.core.accounts import HALF_LIFE_SECONDS
-from service.core.events import Event
-from service.settings import load_settings
+from gpubroker_server.adapters.blobs.directory import DirectoryBlobs
+from gpubroker_server.adapters.sql.store import SqlStore, open_store
+from gpubroker_server.bootstrap.broker_role import BrokerRole
+from gpubroker_server.bootstrap.follower import Picture
+from gpubroker_server.core.world.events import Event
+from gpubroker_server.core.world.tenant_accounts import HALF_LIFE_SECONDS
+from gpubroker_server.settings.loading import load_settings
+
 from tests.bootstrap.refusals import WAITING
 from tests.builders import a_task
 from tests.chaos.history import violations

@@ -1,13 +1,12 @@
 """Settings become what the core and the adapters are told."""
 
 import pytest
-
-from service.bootstrap.compose import defaults_of, inventory_rules_of, policy_of, simulated_devices
-from service.core.kinds import SHIPPED, Kind
-from service.core.policy import CustomLimit, Maximum, Pool
-from service.core.reconcile import InventoryRules
-from service.gateway.parts import ModelType
-from service.settings import SettingsRefused, load_settings
+from gpubroker_server.bootstrap.compose import defaults_of, inventory_rules_of, policy_of, simulated_devices
+from gpubroker_server.core.domain.gpu_kinds import SHIPPED, Kind
+from gpubroker_server.core.domain.policy import CustomLimit, Maximum, Pool
+from gpubroker_server.core.lifecycle.reconcile import InventoryRules
+from gpubroker_server.gateway.parts import ModelType
+from gpubroker_server.settings.loading import SettingsRefused, load_settings
 
 
 def test_what_is_kept_from_leases_comes_from_the_settings() -> None:

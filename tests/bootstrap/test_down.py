@@ -9,12 +9,12 @@ from pathlib import Path
 
 import psutil
 import pytest
+from gpubroker_server.adapters.ray.head.head import HeadState, versions, write_state
+from gpubroker_server.adapters.ray.processes import boot_id, process_id
+from gpubroker_server.bootstrap.down import StillRunning, stop_everything
+from gpubroker_server.bootstrap.start_checks import own_host
+from gpubroker_server.settings.loading import load_settings
 
-from service.adapters.ray.head import HeadState, versions, write_state
-from service.adapters.ray.processes import boot_id, process_id
-from service.bootstrap.down import StillRunning, stop_everything
-from service.bootstrap.premises import own_host
-from service.settings import load_settings
 from tests.chaos.forked import ForkedService
 from tests.e2e.service_process import ROOT, ServiceProcess
 from tests.patience import PATIENCE_SECONDS
@@ -56,7 +56,7 @@ def down(data_dir: Path) -> str:
 
 
 def test_whoever_stops_a_service_does_not_wait_for_what_only_a_service_needs() -> None:
-    imported = "import sys, service.__main__, service.bootstrap.down; print(*sys.modules)"
+    imported = "import sys, gpubroker_server.__main__, gpubroker_server.bootstrap.down; print(*sys.modules)"
     ran = subprocess.run(
         [sys.executable, "-c", imported], capture_output=True, text=True, check=True, cwd=ROOT
     )
@@ -76,7 +76,7 @@ def test_a_service_that_refuses_keeps_its_local_ray_until_it_is_told_to_stop(
 ) -> None:
     known = json.loads((service.data_dir / "client.json").read_text())
     write_client_file(service.data_dir, known["url"], "gpb_of_another_service")
-    words = [sys.executable, "-m", "service", "down", "--data-dir", str(service.data_dir)]
+    words = [sys.executable, "-m", "gpubroker_server", "down", "--data-dir", str(service.data_dir)]
     refused = subprocess.run(words, capture_output=True, text=True, timeout=PATIENCE_SECONDS, cwd=ROOT)
     assert refused.returncode == 1
     assert "refused to stop: 401" in refused.stderr
@@ -93,7 +93,7 @@ def test_a_service_that_refuses_keeps_its_local_ray_until_it_is_told_to_stop(
 def test_somebody_who_listens_and_does_not_answer_is_left_alone(
     data_dir: Path, head: psutil.Process, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("service.bootstrap.down.ANSWER_SECONDS", 0.2)
+    monkeypatch.setattr("gpubroker_server.bootstrap.down.ANSWER_SECONDS", 0.2)
     with socket.create_server(("127.0.0.1", 0)) as mute:
         write_client_file(data_dir, f"http://127.0.0.1:{mute.getsockname()[1]}")
         with pytest.raises(StillRunning, match="does not answer"):

@@ -129,7 +129,7 @@ def drain_with_notice(service: ServiceProcess) -> None:
 
 def test_what_does_not_come_to_its_end_is_ended_in_time() -> None:
     code = (
-        "import time; from service.bootstrap.last_moment import LastMoment; "
+        "import time; from gpubroker_server.bootstrap.exit_deadline import LastMoment; "
         "LastMoment(0.2).begin(); time.sleep(60)"
     )
     ran = subprocess.run(

@@ -6,13 +6,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from gpubroker_server.bootstrap.object_store import open_blobs
+from gpubroker_server.bootstrap.process import Process
+from gpubroker_server.bootstrap.start_checks import listening_socket
+from gpubroker_server.core.serving.slot_shares import Claim
+from gpubroker_server.ports.last_values import Presence
+from gpubroker_server.settings.loading import load_settings
 
-from service.bootstrap.objects import open_blobs
-from service.bootstrap.premises import listening_socket
-from service.bootstrap.process import Process
-from service.core.slot_shares import Claim
-from service.last_values import Presence
-from service.settings import load_settings
 from tests.contracts.scenes import opened
 from tests.patience import PATIENCE_SECONDS
 

@@ -3,8 +3,8 @@
 import asyncio
 from pathlib import Path
 
-from service.bootstrap.hosts import hosts_of
-from service.settings import load_settings
+from gpubroker_server.bootstrap.model_hosts import hosts_of
+from gpubroker_server.settings.loading import load_settings
 
 
 def test_only_a_server_with_a_node_has_models_of_ours(tmp_path: Path) -> None:

@@ -4,11 +4,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-from service.bootstrap.models import server_of, servers_of
-from service.bootstrap.premises import StartRefused
-from service.settings import load_settings
-from service.triton_sections import TritonServerSettings
+from gpubroker_server.bootstrap.model_servers import server_of, servers_of
+from gpubroker_server.bootstrap.start_checks import StartRefused
+from gpubroker_server.settings.loading import load_settings
+from gpubroker_server.settings.triton import TritonServerSettings
 
 CERTIFICATE = Path(__file__).parents[1] / "gateway" / "self_signed.pem"
 

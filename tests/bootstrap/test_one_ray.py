@@ -7,15 +7,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from gpubroker_server.adapters.sql.store import SqlStore, open_store
+from gpubroker_server.bootstrap.object_store import open_blobs
+from gpubroker_server.bootstrap.process import Process
+from gpubroker_server.bootstrap.shared_ray import other_ray
+from gpubroker_server.bootstrap.start_checks import StartRefused
+from gpubroker_server.core.domain.units import Instant, Seconds, Term
+from gpubroker_server.ports.last_values import LastValues, LeaderSeen
+from gpubroker_server.settings.loading import Settings, load_settings
 
-from service.adapters.sql.store import SqlStore, open_store
-from service.bootstrap.objects import open_blobs
-from service.bootstrap.one_ray import other_ray
-from service.bootstrap.premises import StartRefused
-from service.bootstrap.process import Process
-from service.core.units import Instant, Seconds, Term
-from service.last_values import LastValues, LeaderSeen
-from service.settings import Settings, load_settings
 from tests.contracts.scenes import next_term
 
 LOCAL = {"home": "one:/data", "address": "127.0.0.1:4711"}

@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 from gpubroker import BrokerError
+from gpubroker_server.adapters.sql.store import open_store
+from gpubroker_server.bootstrap.follower import Picture
+from gpubroker_server.bootstrap.object_store import open_blobs
+from gpubroker_server.bootstrap.process import Process
+from gpubroker_server.settings.loading import load_settings
 from structlog.testing import capture_logs
 
-from service.adapters.sql.store import open_store
-from service.bootstrap.objects import open_blobs
-from service.bootstrap.picture import Picture
-from service.bootstrap.process import Process
-from service.settings import load_settings
 from tests.bootstrap.refusals import WAITING
 from tests.chaos.forked import ForkedService
 from tests.e2e.service_process import until

@@ -4,9 +4,8 @@ from pathlib import Path
 
 import pytest
 import yaml
+from gpubroker_server.settings.loading import Settings, SettingsRefused, load_settings
 from pydantic import BaseModel
-
-from service.settings import Settings, SettingsRefused, load_settings
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -8,9 +8,9 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
+from gpubroker_server.adapters.sql.store import open_store
+from gpubroker_server.ports.store import RunSpec, Submission
 
-from service.adapters.sql.store import open_store
-from service.ports import RunSpec, Submission
 from tests.bootstrap.refusals import WAITING
 from tests.builders import a_task
 from tests.e2e.broker_process import IN_TRANSACTION, WITH_HEAD, BrokerProcess

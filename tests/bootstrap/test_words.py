@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
-from service.bootstrap.words import farewell, greeting
-from service.settings import Settings, default_data_dir
+from gpubroker_server.bootstrap.messages import farewell, greeting
+from gpubroker_server.settings.loading import Settings, default_data_dir
 
 
 def test_a_data_directory_that_clients_would_not_look_in_is_told_to_them() -> None:

@@ -4,12 +4,13 @@ import asyncio
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from service.broker.leadership import Candidate
-from service.broker.loop import Leader
-from service.core.plan import Decision
-from service.core.tenure import Tenure, TenureRules
-from service.core.units import Instant, Seconds, TaskId, Term
-from service.ports import CommitVerdict, RunSpec, StoreUnavailable
+from gpubroker_server.broker.leadership import Candidate
+from gpubroker_server.broker.loop import Leader
+from gpubroker_server.core.domain.decisions import Decision
+from gpubroker_server.core.domain.leader_term import Tenure, TenureRules
+from gpubroker_server.core.domain.units import Instant, Seconds, TaskId, Term
+from gpubroker_server.ports.store import CommitVerdict, RunSpec, StoreUnavailable
+
 from tests.broker.stage import ForgetfulStore, Hands, Stage
 from tests.patience import PATIENCE_SECONDS
 

@@ -7,24 +7,24 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from service.adapters.blobs.directory import DirectoryBlobs
-from service.adapters.memory.executor import SimulatedNode, WaitingExecutor
-from service.adapters.memory.store import MemoryStore
-from service.broker.dispatch import Dispatcher
-from service.broker.inference_desk import InferenceDesk
-from service.broker.loop import Leader
-from service.broker.model_desk import ModelDesk
-from service.broker.observe import Observer
-from service.core.events import Event
-from service.core.orders import Order, Report, SeenDevice
-from service.core.plan import Decision
-from service.core.policy import Policy
-from service.core.reconcile import InventoryRules
-from service.core.task import Task, TaskState
-from service.core.tenure import LeaderRow, Tenure
-from service.core.units import Instant, Mib, Seconds, TaskId, Term, Ticks
-from service.core.world import World
-from service.ports import (
+from gpubroker_server.adapters.blobs.directory import DirectoryBlobs
+from gpubroker_server.adapters.memory.executor import SimulatedNode, WaitingExecutor
+from gpubroker_server.adapters.memory.store import MemoryStore
+from gpubroker_server.broker.dispatch import Dispatcher
+from gpubroker_server.broker.inference_dispatch import InferenceDesk
+from gpubroker_server.broker.loop import Leader
+from gpubroker_server.broker.model_dispatch import ModelDesk
+from gpubroker_server.broker.observe import Observer
+from gpubroker_server.core.domain.decisions import Decision
+from gpubroker_server.core.domain.leader_term import LeaderRow, Tenure
+from gpubroker_server.core.domain.orders import Order, Report, SeenDevice
+from gpubroker_server.core.domain.policy import Policy
+from gpubroker_server.core.domain.task import Task, TaskState
+from gpubroker_server.core.domain.units import Instant, Mib, Seconds, TaskId, Term, Ticks
+from gpubroker_server.core.lifecycle.reconcile import InventoryRules
+from gpubroker_server.core.world.events import Event
+from gpubroker_server.core.world.world import World
+from gpubroker_server.ports.store import (
     CommitVerdict,
     Progress,
     RunPayload,
@@ -33,6 +33,7 @@ from service.ports import (
     Submission,
     TaskStore,
 )
+
 from tests.builders import GIB, NOW, a_task
 from tests.contracts.scenes import next_term
 

@@ -5,12 +5,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+from gpubroker_server.broker import loop
+from gpubroker_server.core.domain.decisions import Decision
+from gpubroker_server.core.domain.orders import Sampled
+from gpubroker_server.core.domain.units import Term
+from gpubroker_server.ports.store import CommitVerdict
 
-from service.broker import loop
-from service.core.orders import Sampled
-from service.core.plan import Decision
-from service.core.units import Term
-from service.ports import CommitVerdict
 from tests.broker.stage import ForgetfulStore, Hands, a_stage
 from tests.patience import PATIENCE_SECONDS
 

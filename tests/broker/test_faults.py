@@ -6,17 +6,17 @@ from hashlib import sha256
 from pathlib import Path
 
 import pytest
+from gpubroker_server.adapters.sql.store import open_store
+from gpubroker_server.broker.dispatch import Dispatcher
+from gpubroker_server.broker.loop import TRIES, PictureDiverged
+from gpubroker_server.core.domain.decisions import Request
+from gpubroker_server.core.domain.orders import Checkpointed, Ended, Ending, Failure, Gone, StartOrder
+from gpubroker_server.core.domain.policy import Policy
+from gpubroker_server.core.domain.task import TaskState
+from gpubroker_server.core.domain.units import Fence, Instant, Mib, TaskId
+from gpubroker_server.core.planning.cycle import plan_cycle
+from gpubroker_server.ports.store import StoredResult, StoreUnavailable
 
-from service.adapters.sql.store import open_store
-from service.broker.dispatch import Dispatcher
-from service.broker.loop import TRIES, PictureDiverged
-from service.core.cycle import plan_cycle
-from service.core.orders import Checkpointed, Ended, Ending, Failure, Gone, StartOrder
-from service.core.plan import Request
-from service.core.policy import Policy
-from service.core.task import TaskState
-from service.core.units import Fence, Instant, Mib, TaskId
-from service.ports import StoredResult, StoreUnavailable
 from tests.broker.stage import Stage, a_stage
 from tests.builders import GIB, NOW
 from tests.contracts.scenes import log_of, replayed

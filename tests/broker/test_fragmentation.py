@@ -2,9 +2,9 @@
 
 from pathlib import Path
 
+from gpubroker_server.core.domain.decisions import Request
 from structlog.testing import capture_logs
 
-from service.core.plan import Request
 from tests.broker.stage import a_stage
 from tests.builders import GIB
 

@@ -6,16 +6,17 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from service.broker.inference_desk import MOST_LANES, BatchRules, InferenceDesk
-from service.core.inference_forms import Answer, Question, answer_in, packed
-from service.core.inference_orders import DropOrder, InferOrder
-from service.core.orders import Ended, Ending, Report
-from service.core.plan import Request
-from service.core.serving import Serving
-from service.core.task import TaskState
-from service.core.tensors import Tensor, tensor_of, values_of
-from service.core.units import Fence, Seconds, TaskId
-from service.inference_ports import AskFault, AskRefused, Batching, ModelAsker
+from gpubroker_server.broker.inference_dispatch import MOST_LANES, BatchRules, InferenceDesk
+from gpubroker_server.core.domain.decisions import Request
+from gpubroker_server.core.domain.models.inference_orders import DropOrder, InferOrder
+from gpubroker_server.core.domain.models.inference_servers import Serving
+from gpubroker_server.core.domain.orders import Ended, Ending, Report
+from gpubroker_server.core.domain.task import TaskState
+from gpubroker_server.core.domain.units import Fence, Seconds, TaskId
+from gpubroker_server.core.serving.batching import Answer, Question, answer_in, packed
+from gpubroker_server.core.serving.tensors import Tensor, tensor_of, values_of
+from gpubroker_server.ports.inferences import AskFault, AskRefused, Batching, ModelAsker
+
 from tests.broker.stage import Hands, Stage, a_stage
 from tests.builders import NOW
 from tests.gateway.harness import until

@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from gpubroker_server.core.domain.decisions import Request
+from gpubroker_server.core.domain.orders import Checkpointed, Ended, Ending, Progressed, StartOrder, StopOrder
+from gpubroker_server.core.domain.task import Dependency, TaskState
+from gpubroker_server.core.domain.units import Fence, Instant, TaskId
+from gpubroker_server.ports.store import StaleTerm, StoreUnavailable
 
-from service.core.orders import Checkpointed, Ended, Ending, Progressed, StartOrder, StopOrder
-from service.core.plan import Request
-from service.core.task import Dependency, TaskState
-from service.core.units import Fence, Instant, TaskId
-from service.ports import StaleTerm, StoreUnavailable
 from tests.broker.stage import Stage, a_stage
 from tests.builders import GIB, NOW
 from tests.contracts.scenes import next_term

@@ -5,16 +5,16 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
+from gpubroker_server.adapters.blobs.directory import DirectoryBlobs
+from gpubroker_server.broker import leadership
+from gpubroker_server.broker.loop import Leader
+from gpubroker_server.core.domain.decisions import Request
+from gpubroker_server.core.domain.leader_term import Standing, Tenure
+from gpubroker_server.core.domain.orders import Ended, Ending, StartOrder
+from gpubroker_server.core.domain.task import TaskState
+from gpubroker_server.core.domain.units import Fence, Instant, Seconds, TaskId, Term
+from gpubroker_server.ports.store import TenureOver
 
-from service.adapters.blobs.directory import DirectoryBlobs
-from service.broker import leadership
-from service.broker.loop import Leader
-from service.core.orders import Ended, Ending, StartOrder
-from service.core.plan import Request
-from service.core.task import TaskState
-from service.core.tenure import Standing, Tenure
-from service.core.units import Fence, Instant, Seconds, TaskId, Term
-from service.ports import TenureOver
 from tests.broker.party import RULES, TOO_LONG, Party, SlowStore
 from tests.broker.stage import Hands, Stage, a_stage
 from tests.builders import GIB, NOW

@@ -2,13 +2,14 @@
 
 from pathlib import Path
 
-from service.core.backfill import Basis
-from service.core.device import DeviceSample
-from service.core.estimate import RELATIVE_ERROR, Topic, What
-from service.core.foresight import Foresight, topic_of
-from service.core.orders import Sampled, StopOrder
-from service.core.task import StopReason, TaskState
-from service.core.units import Mib, NodeName, Position, Seconds, TaskId
+from gpubroker_server.core.domain.device import DeviceSample
+from gpubroker_server.core.domain.estimates import RELATIVE_ERROR, Topic, What
+from gpubroker_server.core.domain.orders import Sampled, StopOrder
+from gpubroker_server.core.domain.task import StopReason, TaskState
+from gpubroker_server.core.domain.units import Mib, NodeName, Position, Seconds, TaskId
+from gpubroker_server.core.planning.backfill import Basis
+from gpubroker_server.core.planning.forecast_accuracy import Foresight, topic_of
+
 from tests.broker.stage import Stage, a_stage
 from tests.builders import GIB, key
 

@@ -8,18 +8,24 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from gpubroker_server.adapters.memory.model_host import SimulatedHost, SimulatedModel
+from gpubroker_server.broker.model_dispatch import DeskRules, ModelDesk
+from gpubroker_server.core.domain.decisions import Request
+from gpubroker_server.core.domain.leader_term import Tenure
+from gpubroker_server.core.domain.models.model_orders import (
+    CheckOrder,
+    LoadOrder,
+    ServerSeen,
+    Stage,
+    UnloadOrder,
+)
+from gpubroker_server.core.domain.models.model_terms import ModelTerms
+from gpubroker_server.core.domain.orders import Ended, Ending, Report
+from gpubroker_server.core.domain.task import TaskState
+from gpubroker_server.core.domain.units import DeviceKey, Fence, Instant, Mib, Seconds, TaskId, Term, Ticks
+from gpubroker_server.ports.models import HostFault, HostRefused
+from gpubroker_server.ports.store import RunSpec, Submission
 
-from service.adapters.memory.model_host import SimulatedHost, SimulatedModel
-from service.broker.model_desk import DeskRules, ModelDesk
-from service.core.model_orders import CheckOrder, LoadOrder, ServerSeen, Stage, UnloadOrder
-from service.core.model_terms import ModelTerms
-from service.core.orders import Ended, Ending, Report
-from service.core.plan import Request
-from service.core.task import TaskState
-from service.core.tenure import Tenure
-from service.core.units import DeviceKey, Fence, Instant, Mib, Seconds, TaskId, Term, Ticks
-from service.host_ports import HostFault, HostRefused
-from service.ports import RunSpec, Submission
 from tests.broker.stage import Hands, a_stage
 from tests.broker.stage import Stage as Scene
 from tests.builders import GIB, NOW, a_task, check_ledger

@@ -2,13 +2,14 @@
 
 from pathlib import Path
 
-from service.adapters.blobs.directory import DirectoryBlobs
-from service.broker.observe import Observer
-from service.core.lease import LeaseState
-from service.core.orders import Gone
-from service.core.policy import Policy
-from service.core.reconcile import InventoryRules
-from service.core.units import Fence, Instant, Mib, TaskId, Ticks
+from gpubroker_server.adapters.blobs.directory import DirectoryBlobs
+from gpubroker_server.broker.observe import Observer
+from gpubroker_server.core.domain.lease import LeaseState
+from gpubroker_server.core.domain.orders import Gone
+from gpubroker_server.core.domain.policy import Policy
+from gpubroker_server.core.domain.units import Fence, Instant, Mib, TaskId, Ticks
+from gpubroker_server.core.lifecycle.reconcile import InventoryRules
+
 from tests.builders import GIB, NOW, a_device, a_sample, a_task, a_world, commit, holding, key
 
 

@@ -4,13 +4,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pytest
+from gpubroker_server.core.domain.decisions import Request
+from gpubroker_server.core.domain.leader_term import NEVER, Tenure, TenureRules
+from gpubroker_server.core.domain.orders import Ended, Ending, Order, Report, StartOrder
+from gpubroker_server.core.domain.task import TaskState
+from gpubroker_server.core.domain.units import Fence, Instant, TaskId, Term
+from gpubroker_server.ports.store import RunPayload, StaleTerm
 
-from service.core.orders import Ended, Ending, Order, Report, StartOrder
-from service.core.plan import Request
-from service.core.task import TaskState
-from service.core.tenure import NEVER, Tenure, TenureRules
-from service.core.units import Fence, Instant, TaskId, Term
-from service.ports import RunPayload, StaleTerm
 from tests.broker.stage import ForgetfulStore, Hands, Stage, WitnessedExecutor
 from tests.builders import GIB, NOW
 from tests.chaos.history import violations

@@ -1,11 +1,12 @@
 """The leader takes out what is over, and nobody else does."""
 
-from service.adapters.memory.store import MemoryStore
-from service.broker.retention import Pruner
-from service.core.plan import Decision, write_move
-from service.core.retention import Retention
-from service.core.task import Move
-from service.core.units import Instant, Position, Seconds, TaskId, Term
+from gpubroker_server.adapters.memory.store import MemoryStore
+from gpubroker_server.broker.pruning import Pruner
+from gpubroker_server.core.domain.decisions import Decision, write_move
+from gpubroker_server.core.domain.retention import Retention
+from gpubroker_server.core.domain.task import Move
+from gpubroker_server.core.domain.units import Instant, Position, Seconds, TaskId, Term
+
 from tests.builders import NOW, a_task
 from tests.contracts.scenes import a_submission, next_term
 

@@ -3,22 +3,22 @@
 import asyncio
 
 import pytest
+from gpubroker_server.broker import cycle_timing
+from gpubroker_server.broker.cycle_timing import Rhythm
 
-from service.broker import rhythm
-from service.broker.rhythm import Rhythm
 from tests.patience import PATIENCE_SECONDS
 
 
 @pytest.fixture(autouse=True)
 def _hours(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is paced does not come within a test."""
-    monkeypatch.setattr(rhythm, "TICK_SECONDS", 3600.0)
-    monkeypatch.setattr(rhythm, "PACE_SECONDS", 3600.0)
+    monkeypatch.setattr(cycle_timing, "TICK_SECONDS", 3600.0)
+    monkeypatch.setattr(cycle_timing, "PACE_SECONDS", 3600.0)
 
 
 async def begins(rhythm: Rhythm) -> bool:
     """Whether a cycle begins by itself, as far as anybody can tell at once."""
-    beginning = asyncio.create_task(rhythm.next())
+    beginning = asyncio.create_task(cycle_timing.next())
     for _ in range(20):
         await asyncio.sleep(0)
     has_begun = beginning.done()

@@ -3,16 +3,16 @@
 from pathlib import Path
 
 import pytest
+from gpubroker_server.adapters.blobs.directory import DirectoryBlobs
+from gpubroker_server.broker.observe import Observer
+from gpubroker_server.core.domain.decisions import Request
+from gpubroker_server.core.domain.orders import Beat, Ended, Gone, NodeLost, NodeSeen, Report
+from gpubroker_server.core.domain.policy import Policy
+from gpubroker_server.core.domain.units import Instant, Mib, NodeName, TaskId, Ticks
+from gpubroker_server.core.lifecycle.quarantine_inquiry import ASK_SECONDS
+from gpubroker_server.core.lifecycle.reconcile import InventoryRules
+from gpubroker_server.core.world.world import World
 
-from service.adapters.blobs.directory import DirectoryBlobs
-from service.broker.observe import Observer
-from service.core.inquiry import ASK_SECONDS
-from service.core.orders import Beat, Ended, Gone, NodeLost, NodeSeen, Report
-from service.core.plan import Request
-from service.core.policy import Policy
-from service.core.reconcile import InventoryRules
-from service.core.units import Instant, Mib, NodeName, TaskId, Ticks
-from service.core.world import World
 from tests.broker.stage import a_stage
 from tests.builders import GIB, NOW, a_node, a_task, a_world, commit, holding
 

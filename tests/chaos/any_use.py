@@ -5,21 +5,21 @@ from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, TypeVar
 
+from gpubroker_server.adapters.sql import database
+from gpubroker_server.adapters.sql.store import SqlStore
+from gpubroker_server.bootstrap.world_loading import fill
+from gpubroker_server.core.domain.decisions import AuditNote, Decision, Request, write_move
+from gpubroker_server.core.domain.leader_term import LeaderRow
+from gpubroker_server.core.domain.lease import Lease, LeaseState, move_lease, quarantine, release
+from gpubroker_server.core.domain.retention import Cutoffs
+from gpubroker_server.core.domain.submission import BatchSubmission, SubmitOutcome, SubmitVerdict
+from gpubroker_server.core.domain.task import Move, Task, TaskState
+from gpubroker_server.core.domain.units import Instant, Position, Seconds, TaskId, Term
+from gpubroker_server.core.world.world import World
+from gpubroker_server.ports.store import CommitVerdict, StaleTerm, StoreUnavailable, TokenRow
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
-from service.adapters.sql import database
-from service.adapters.sql.store import SqlStore
-from service.bootstrap.filling import fill
-from service.core.lease import Lease, LeaseState, move_lease, quarantine, release
-from service.core.plan import AuditNote, Decision, Request, write_move
-from service.core.retention import Cutoffs
-from service.core.submission import BatchSubmission, SubmitOutcome, SubmitVerdict
-from service.core.task import Move, Task, TaskState
-from service.core.tenure import LeaderRow
-from service.core.units import Instant, Position, Seconds, TaskId, Term
-from service.core.world import World
-from service.ports import CommitVerdict, StaleTerm, StoreUnavailable, TokenRow
 from tests.builders import GIB, NOW, a_device, a_task
 from tests.chaos.faults import Breaker, Fault
 from tests.chaos.rows import Answers, Rows, picture_of

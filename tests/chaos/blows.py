@@ -17,8 +17,8 @@ from random import Random
 from typing import Any
 
 import psycopg
+from gpubroker_server.adapters.sql.store import migrate
 
-from service.adapters.sql.store import migrate
 from tests.chaos.load import LINES, Load
 from tests.chaos.rig import DEVICE_MB, Rig
 from tests.chaos.verdict import judge

@@ -4,7 +4,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from service.adapters.sql.store import migrate
+from gpubroker_server.adapters.sql.store import migrate
+
 from tests.postgres import a_server_of_its_own
 
 DURABILITY = {

@@ -8,11 +8,11 @@ from collections.abc import Callable, Sequence
 from enum import StrEnum
 from typing import Any, TypeVar
 
-from service.adapters.sql.postgres import PostgresSession
-from service.adapters.sql.rowset import Row, Rows, SetStatement
-from service.adapters.sql.session import CommitUnknown, Session
-from service.core.units import Instant, Position, Term
-from service.ports import StoreUnavailable
+from gpubroker_server.adapters.sql.engines.postgres import PostgresSession
+from gpubroker_server.adapters.sql.engines.rowset import Row, Rows, SetStatement
+from gpubroker_server.adapters.sql.engines.session import CommitUnknown, Session
+from gpubroker_server.core.domain.units import Instant, Position, Term
+from gpubroker_server.ports.store import StoreUnavailable
 
 T = TypeVar("T")
 

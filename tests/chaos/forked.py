@@ -15,11 +15,11 @@ from tests.e2e.service_process import ROOT, BrokerProcess, GatewayProcess, Servi
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(
     [
-        "service.__main__",
-        "service.adapters.sql.migrating",
-        "service.bootstrap.broker_role",
-        "service.bootstrap.commands",
-        "service.bootstrap.gateway_role",
+        "gpubroker_server.__main__",
+        "gpubroker_server.adapters.sql.migrating.migrate",
+        "gpubroker_server.bootstrap.broker_role",
+        "gpubroker_server.bootstrap.commands",
+        "gpubroker_server.bootstrap.gateway_role",
         "uvicorn.protocols.http.httptools_impl",
         "tests.chaos.forked",
     ]
@@ -94,7 +94,7 @@ class _TellsWhatIsLate:
 
     @staticmethod
     def find_spec(name: str, *_: object) -> None:
-        if name.startswith("service."):
+        if name.startswith("gpubroker_server."):
             print(name, LATE, flush=True)
 
 
@@ -107,6 +107,6 @@ def _run(command: str, config: str, log: str, env: dict[str, str]) -> None:
         os.dup2(lines.fileno(), sys.stderr.fileno())
     sys.meta_path.insert(0, _TellsWhatIsLate)
     sys.argv = ["gpubroker", command, "--config", config]
-    from service.__main__ import main
+    from gpubroker_server.__main__ import main
 
     main()

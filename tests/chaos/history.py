@@ -3,11 +3,11 @@
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from service.core.events import Event
-from service.core.lease import HOLDERS_OF_TASKS, NEXT_STATES, LeaseState
-from service.core.member import members_from
-from service.core.task import ACTIVE, TERMINAL, TRANSITIONS, Move, TaskState
-from service.core.units import Position
+from gpubroker_server.core.domain.gang_member import members_from
+from gpubroker_server.core.domain.lease import HOLDERS_OF_TASKS, NEXT_STATES, LeaseState
+from gpubroker_server.core.domain.task import ACTIVE, TERMINAL, TRANSITIONS, Move, TaskState
+from gpubroker_server.core.domain.units import Position
+from gpubroker_server.core.world.events import Event
 
 Rank = tuple[str, int, int]
 """(holder, fence, rank): one run."""

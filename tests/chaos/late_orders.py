@@ -20,12 +20,13 @@ from pathlib import Path
 from random import Random
 from typing import Any, NamedTuple
 
-from service.adapters.ray.head import HeadState, running_head, stop_head
-from service.adapters.sql.store import SqlStore, open_store
-from service.core.events import Event
-from service.core.task import Task, TaskState
-from service.core.units import Position, Seconds, TaskId
-from service.ports import RunSpec, Submission
+from gpubroker_server.adapters.ray.head.head import HeadState, running_head, stop_head
+from gpubroker_server.adapters.sql.store import SqlStore, open_store
+from gpubroker_server.core.domain.task import Task, TaskState
+from gpubroker_server.core.domain.units import Position, Seconds, TaskId
+from gpubroker_server.core.world.events import Event
+from gpubroker_server.ports.store import RunSpec, Submission
+
 from tests.builders import GIB, a_task
 from tests.chaos.databases import a_database
 from tests.chaos.history import violations

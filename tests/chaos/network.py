@@ -21,8 +21,8 @@ from typing import Any
 
 import httpx
 from gpubroker import AsyncBroker, BrokerError
+from gpubroker_server.adapters.sql.store import migrate
 
-from service.adapters.sql.store import migrate
 from tests.chaos.load import LINES, Kind, Load
 from tests.chaos.rig import DEVICE_MB, SiteRig
 from tests.chaos.rows import Answers

@@ -5,10 +5,11 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any
 
-from service.core.orders import Ending, NodeLost
-from service.core.retention import Cutoffs
-from service.core.units import Instant, Position, Seconds
-from service.ports import TokenRow
+from gpubroker_server.core.domain.orders import Ending, NodeLost
+from gpubroker_server.core.domain.retention import Cutoffs
+from gpubroker_server.core.domain.units import Instant, Position, Seconds
+from gpubroker_server.ports.store import TokenRow
+
 from tests.builders import GIB
 from tests.chaos.scene import NODE, Scene
 from tests.contracts.scenes import next_term

@@ -18,11 +18,11 @@ from random import Random
 from typing import Any
 
 import apsw
+from gpubroker_server.adapters.sql import database
+from gpubroker_server.adapters.sql.store import SqlStore, migrate
+from gpubroker_server.adapters.sql.tables.columns import SQLITE_NOW
+from gpubroker_server.core.domain.units import Term
 
-from service.adapters.sql import database
-from service.adapters.sql.columns import SQLITE_NOW
-from service.adapters.sql.store import SqlStore, migrate
-from service.core.units import Term
 from tests.chaos.disk import Disk, Image, Told, crashes
 from tests.chaos.operations import OPERATIONS
 from tests.chaos.rows import Answers, Rows

@@ -12,8 +12,8 @@ from typing import Any, ClassVar
 import httpx
 import psutil
 from gpubroker import BrokerError
+from gpubroker_server.adapters.ray.head.head import read_state
 
-from service.adapters.ray.head import read_state
 from tests.chaos.forked import ForkedBroker, ForkedGateway, ForkedService, ForkedServiceOnRay
 from tests.chaos.load import Kind, Waits, Works
 from tests.chaos.witness import Watch, lines_of

@@ -5,13 +5,13 @@ from collections.abc import Sequence
 from typing import Any
 
 import psycopg
+from gpubroker_server.bootstrap.world_loading import fill
+from gpubroker_server.core.domain.task import TERMINAL, TaskState
+from gpubroker_server.core.domain.units import Position
+from gpubroker_server.core.world.events import Event
+from gpubroker_server.core.world.world import World
+from gpubroker_server.ports.store import TaskStore
 
-from service.bootstrap.filling import fill
-from service.core.events import Event
-from service.core.task import TERMINAL, TaskState
-from service.core.units import Position
-from service.core.world import World
-from service.ports import TaskStore
 from tests.chaos.history import History
 from tests.contracts.scenes import picture
 

@@ -5,10 +5,9 @@ from collections.abc import Sequence
 from hashlib import sha256
 from typing import Any
 
-from service.bootstrap.filling import fill
-from service.core.cycle import plan_cycle
-from service.core.deadlines import Watch, due
-from service.core.orders import (
+from gpubroker_server.bootstrap.world_loading import fill
+from gpubroker_server.core.domain.decisions import Decision, Request
+from gpubroker_server.core.domain.orders import (
     Checkpointed,
     Ended,
     Ending,
@@ -20,16 +19,18 @@ from service.core.orders import (
     SeenDevice,
     Started,
 )
-from service.core.plan import Decision, Request
-from service.core.policy import Policy
-from service.core.reconcile import InventoryRules, reconcile
-from service.core.requests import carry_out
-from service.core.runs import react
-from service.core.submission import BatchSubmission, Submission, SubmitOutcome, SubmitVerdict
-from service.core.task import Task, TaskState
-from service.core.units import Fence, Instant, Mib, NodeName, TaskId, Term
-from service.core.world import World
-from service.ports import CommitVerdict, TaskStore
+from gpubroker_server.core.domain.policy import Policy
+from gpubroker_server.core.domain.submission import BatchSubmission, Submission, SubmitOutcome, SubmitVerdict
+from gpubroker_server.core.domain.task import Task, TaskState
+from gpubroker_server.core.domain.units import Fence, Instant, Mib, NodeName, TaskId, Term
+from gpubroker_server.core.lifecycle.change_requests import carry_out
+from gpubroker_server.core.lifecycle.deadlines import Watch, due
+from gpubroker_server.core.lifecycle.reconcile import InventoryRules, reconcile
+from gpubroker_server.core.lifecycle.runs import react
+from gpubroker_server.core.planning.cycle import plan_cycle
+from gpubroker_server.core.world.world import World
+from gpubroker_server.ports.store import CommitVerdict, TaskStore
+
 from tests.builders import GIB, a_node, a_sample, a_task
 from tests.contracts.scenes import a_submission
 

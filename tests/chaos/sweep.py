@@ -15,14 +15,15 @@ from contextlib import ExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
+from gpubroker_server.adapters.sql import database
+from gpubroker_server.adapters.sql.database import Database
+from gpubroker_server.adapters.sql.engines import connections
+from gpubroker_server.adapters.sql.store import SqlStore
+from gpubroker_server.core.domain.units import Term
+from gpubroker_server.core.world.world import World
+from gpubroker_server.ports.store import CommitVerdict, StoreUnavailable
 from sqlalchemy import Engine
 
-from service.adapters.sql import connections, database
-from service.adapters.sql.database import Database
-from service.adapters.sql.store import SqlStore
-from service.core.units import Term
-from service.core.world import World
-from service.ports import CommitVerdict, StoreUnavailable
 from tests.chaos.faults import Breaker, Fault, FaultySession
 from tests.chaos.operations import OPERATIONS, Operation
 from tests.chaos.rows import Answers, Rows, picture_of

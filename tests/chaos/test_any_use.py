@@ -6,10 +6,10 @@ from itertools import count
 from pathlib import Path
 
 import pytest
+from gpubroker_server.adapters.sql.store import migrate
 from hypothesis import settings
 from hypothesis.stateful import run_state_machine_as_test
 
-from service.adapters.sql.store import migrate
 from tests.chaos.any_use import AnyUse
 from tests.chaos.sweep import migrated_before
 from tests.postgres import reset

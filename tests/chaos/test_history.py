@@ -5,12 +5,12 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from gpubroker_server.core.domain.decisions import Decision, PledgeWrite, TaskWrite, write_move
+from gpubroker_server.core.domain.lease import LeaseState, Pledge, PledgeEnd, move_lease
+from gpubroker_server.core.domain.task import Move, StopReason, Task
+from gpubroker_server.core.domain.units import Fence, Instant, Mib, Position
+from gpubroker_server.core.world.events import Event, events_of, submitted
 
-from service.core.events import Event, events_of, submitted
-from service.core.lease import LeaseState, Pledge, PledgeEnd, move_lease
-from service.core.plan import Decision, PledgeWrite, TaskWrite, write_move
-from service.core.task import Move, StopReason, Task
-from service.core.units import Fence, Instant, Mib, Position
 from tests.builders import GIB, NOW, a_device, a_node, a_task, key
 from tests.chaos.history import violations
 from tests.contracts.scenes import a_new_lease

@@ -5,8 +5,7 @@ import sys
 from pathlib import Path
 
 import pytest
-
-from service.adapters.sql.store import migrate
+from gpubroker_server.adapters.sql.store import migrate
 
 SECONDS = 1200
 

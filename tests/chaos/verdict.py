@@ -5,9 +5,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from service.adapters.sql.rows import event_of_row
-from service.core.events import Event
-from service.core.task import TERMINAL
+from gpubroker_server.adapters.sql.writing.rows import event_of_row
+from gpubroker_server.core.domain.task import TERMINAL
+from gpubroker_server.core.world.events import Event
+
 from tests.chaos.history import History
 from tests.chaos.rows import Answers
 from tests.chaos.witness import Span, beyond_capacity, lines_of, spans, started_twice

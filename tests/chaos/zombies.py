@@ -16,7 +16,8 @@ from dataclasses import dataclass, field
 from random import Random
 from typing import Any
 
-from service.ports import StaleTerm
+from gpubroker_server.ports.store import StaleTerm
+
 from tests.builders import GIB
 from tests.chaos.faults import Fault
 from tests.chaos.operations import OPERATIONS, Operation

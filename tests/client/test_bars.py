@@ -3,7 +3,7 @@ from typing import Any
 import pytest
 from gpubroker import Gpu
 from gpubroker.cli import draw
-from gpubroker.cli.bars import bar, shares
+from gpubroker.cli.cluster.bars import bar, shares
 from gpubroker.cli.session import console
 
 GIB = 1024

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 from gpubroker import Broker, Unreachable
-from gpubroker.connection import find_service
+from gpubroker.transport.connection import find_service
 
 
 def written(data_dir: Path, url: str = "http://127.0.0.1:8470", token: str = "from-file") -> dict[str, str]:

@@ -3,7 +3,7 @@ from typing import Any
 
 import pytest
 from gpubroker import BrokerError, Refused, Unreachable
-from gpubroker.exchange import Answer, Call, Pause, error_of, exchange
+from gpubroker.transport.exchange import Answer, Call, Pause, error_of, exchange
 
 GET = Call("GET", "/stats")
 ONCE = Call("POST", "/tokens", repeatable=False)
@@ -48,7 +48,7 @@ def test_an_answer_that_never_came_is_asked_for_again_however_long_it_was_waited
 ) -> None:
     """A line on which nothing passes any more takes all of one request's time; a new one may be good."""
     now = 0.0
-    monkeypatch.setattr("gpubroker.exchange.time.monotonic", lambda: now)
+    monkeypatch.setattr("gpubroker.transport.exchange.time.monotonic", lambda: now)
     steps = exchange(GET, retry_seconds=30)
     next(steps)
     now = 45.0

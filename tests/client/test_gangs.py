@@ -2,7 +2,7 @@
 
 import pytest
 from gpubroker.cli.draw import demand
-from gpubroker.models import Task
+from gpubroker.tasks.task import Task
 
 from tests.client.command_line import Run
 from tests.client.recorded_service import FULL_ID, RecordedService, Reply, a_task

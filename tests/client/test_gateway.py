@@ -7,11 +7,11 @@ import cloudpickle
 import httpx
 import pytest
 from gpubroker import AsyncBroker, Refused, TaskFailed, TaskState, WaitTimeout, WrongArgument
+from gpubroker_server.core.domain.decisions import Decision
+from gpubroker_server.core.domain.estimates import Lesson, Topic, What
+from gpubroker_server.core.domain.orders import Failure
+from gpubroker_server.gateway.http.identity import EVERY_SCOPE
 
-from service.core.estimate import Lesson, Topic, What
-from service.core.orders import Failure
-from service.core.plan import Decision
-from service.gateway.identity import EVERY_SCOPE
 from tests.builders import a_sketch
 from tests.gateway.harness import Gateway
 

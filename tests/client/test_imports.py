@@ -3,7 +3,7 @@ import sys
 
 import pytest
 
-HEAVY = {"ray", "sqlalchemy", "fastapi", "starlette", "pydantic", "service", "sklearn", "numpy"}
+HEAVY = {"ray", "sqlalchemy", "fastapi", "starlette", "pydantic", "gpubroker_server", "sklearn", "numpy"}
 
 
 def loaded_by(statement: str) -> set[str]:

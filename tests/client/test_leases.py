@@ -10,11 +10,11 @@ from typing import Any
 import httpx
 import pytest
 from gpubroker import AsyncBroker, Broker, BrokerError, LeaseEnded, LeaseState, Refused
-from gpubroker.exchange import Answer, Pause
-from gpubroker.lease_operations import LeaseOperations
-from gpubroker.leases import Lease, Standing
+from gpubroker.leases.lease import Lease, Standing
+from gpubroker.leases.operations import LeaseOperations
+from gpubroker.transport.exchange import Answer, Pause
+from gpubroker_server.gateway.http.identity import EVERY_SCOPE
 
-from service.gateway.identity import EVERY_SCOPE
 from tests.builders import GIB
 from tests.client.command_line import Run
 from tests.client.recorded_service import FULL_ID, RecordedService, Reply, a_problem

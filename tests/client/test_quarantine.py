@@ -6,8 +6,8 @@ from typing import Any
 import httpx
 import pytest
 from gpubroker import AsyncBroker, Refused
+from gpubroker_server.core.domain.orders import NodeLost
 
-from service.core.orders import NodeLost
 from tests.builders import GIB
 from tests.client.command_line import Run
 from tests.client.recorded_service import FULL_ID, RecordedService, Reply, a_task

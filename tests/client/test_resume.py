@@ -3,9 +3,9 @@
 import httpx
 import pytest
 from gpubroker import AsyncBroker, Refused
+from gpubroker_server.core.domain.units import NodeName
+from gpubroker_server.core.lifecycle.silent_nodes import Paused
 
-from service.core.silence import Paused
-from service.core.units import NodeName
 from tests.builders import NOW
 from tests.client.command_line import Run
 from tests.client.recorded_service import RecordedService, Reply

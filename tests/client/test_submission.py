@@ -8,7 +8,7 @@ from typing import Any
 import cloudpickle
 import pytest
 from gpubroker import Broker, WrongArgument
-from gpubroker.submission import SubmitOptions, submission_body
+from gpubroker.tasks.submission import SubmitOptions, submission_body
 
 
 def body(target: Any, *args: Any, **options: Any) -> dict[str, Any]:

@@ -5,10 +5,9 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 
 import pytest
-
-from service.adapters.memory.store import MemoryStore
-from service.adapters.sql.store import migrate, open_store
-from service.ports import TaskStore
+from gpubroker_server.adapters.memory.store import MemoryStore
+from gpubroker_server.adapters.sql.store import migrate, open_store
+from gpubroker_server.ports.store import TaskStore
 
 Open = Callable[[], Awaitable[TaskStore]]
 

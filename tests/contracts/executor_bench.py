@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from itertools import count
 from typing import Any, TypeVar
 
-from service.core.orders import (
+from gpubroker_server.core.domain.leader_term import Tenure
+from gpubroker_server.core.domain.orders import (
     Beat,
     Checkpointed,
     Ended,
@@ -24,10 +25,10 @@ from service.core.orders import (
     StartOrder,
     StopOrder,
 )
-from service.core.task import StopReason
-from service.core.tenure import Tenure
-from service.core.units import DeviceKey, Fence, Mib, Seconds, TaskId, Term
-from service.ports import Executor, RunPayload, RunSpec
+from gpubroker_server.core.domain.task import StopReason
+from gpubroker_server.core.domain.units import DeviceKey, Fence, Mib, Seconds, TaskId, Term
+from gpubroker_server.ports.store import Executor, RunPayload, RunSpec
+
 from tests.patience import PATIENCE_SECONDS
 
 GPU = DeviceKey("local/local/GPU-sim-0")

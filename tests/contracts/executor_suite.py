@@ -4,9 +4,18 @@ import json
 from typing import Any
 
 import pytest
+from gpubroker_server.core.domain.orders import (
+    Ended,
+    Ending,
+    ForgetOrder,
+    Gone,
+    Ready,
+    Sampled,
+    Started,
+    StartOrder,
+)
+from gpubroker_server.core.domain.units import Fence, TaskId
 
-from service.core.orders import Ended, Ending, ForgetOrder, Gone, Ready, Sampled, Started, StartOrder
-from service.core.units import Fence, TaskId
 from tests.contracts.executor_bench import GPU, Bench, Run
 
 LONG_SECONDS = 600.0

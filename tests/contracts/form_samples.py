@@ -11,12 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from gpubroker.runtime.messages import RunOrder
-
-from service.adapters.ray.cards import Card
-from service.adapters.ray.keeper import own_start
-from service.adapters.ray.options import AgentConfig
-from service.adapters.ray.wire import OrderForm, pack, write_reports
-from service.core.orders import (
+from gpubroker_server.adapters.ray.agent.run_records import Card
+from gpubroker_server.adapters.ray.agent.runs import own_start
+from gpubroker_server.adapters.ray.options import AgentConfig
+from gpubroker_server.adapters.ray.wire import OrderForm, pack, write_reports
+from gpubroker_server.core.domain.orders import (
     ForgetOrder,
     GoOrder,
     Order,
@@ -25,9 +24,9 @@ from service.core.orders import (
     WatchOrder,
     WorldOrder,
 )
-from service.core.task import StopReason
-from service.core.units import DeviceKey, Fence, Mib, NodeName, Seconds, TaskId
-from service.ports import RunPayload, RunSpec
+from gpubroker_server.core.domain.task import StopReason
+from gpubroker_server.core.domain.units import DeviceKey, Fence, Mib, NodeName, Seconds, TaskId
+from gpubroker_server.ports.store import RunPayload, RunSpec
 
 FORMS = Path(__file__).with_name("forms")
 

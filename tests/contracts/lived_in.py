@@ -2,10 +2,11 @@
 
 from typing import Any
 
-from service.adapters.sql.store import SqlStore
-from service.core.orders import Ending
-from service.core.units import Position
-from service.ports import TaskFilter, TokenRow
+from gpubroker_server.adapters.sql.store import SqlStore
+from gpubroker_server.core.domain.orders import Ending
+from gpubroker_server.core.domain.units import Position
+from gpubroker_server.ports.store import TaskFilter, TokenRow
+
 from tests.builders import GIB
 from tests.chaos.operations import quarantined
 from tests.chaos.scene import Scene

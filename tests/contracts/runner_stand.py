@@ -8,13 +8,13 @@ from typing import Any
 
 from gpubroker.runtime.mailbox import Mailbox
 from gpubroker.runtime.messages import PROTOCOL, Report, RunOrder
+from gpubroker_server.adapters.ray.agent.node_agent import NodeAgent
+from gpubroker_server.adapters.ray.options import AgentConfig
+from gpubroker_server.adapters.ray.processes import Watched, process_id
+from gpubroker_server.adapters.ray.wire import PROTOCOL as AGENT_PROTOCOL
+from gpubroker_server.adapters.ray.wire import pack, unpack
 from ray.exceptions import RayActorError
 
-from service.adapters.ray.agent import NodeAgent
-from service.adapters.ray.options import AgentConfig
-from service.adapters.ray.processes import Watched, process_id
-from service.adapters.ray.wire import PROTOCOL as AGENT_PROTOCOL
-from service.adapters.ray.wire import pack, unpack
 from tests.patience import PATIENCE_SECONDS
 
 GPU = "GPU-sim-0"

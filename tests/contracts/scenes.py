@@ -5,16 +5,17 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Any
 
-from service.adapters.sql.store import SqlStore, open_store
-from service.core.device import Device, Node
-from service.core.events import Event
-from service.core.lease import HolderKind, Lease, LeaseState, Pledge, move_lease
-from service.core.orders import Checkpointed, Failure
-from service.core.plan import Decision, Outcome, PledgeWrite, write_move
-from service.core.task import Move, Task
-from service.core.units import Fence, Instant, Mib, NodeName, Position, Seconds, TaskId, Term
-from service.core.world import World
-from service.ports import RunSpec, Submission, TaskStore
+from gpubroker_server.adapters.sql.store import SqlStore, open_store
+from gpubroker_server.core.domain.decisions import Decision, Outcome, PledgeWrite, write_move
+from gpubroker_server.core.domain.device import Device, Node
+from gpubroker_server.core.domain.lease import HolderKind, Lease, LeaseState, Pledge, move_lease
+from gpubroker_server.core.domain.orders import Checkpointed, Failure
+from gpubroker_server.core.domain.task import Move, Task
+from gpubroker_server.core.domain.units import Fence, Instant, Mib, NodeName, Position, Seconds, TaskId, Term
+from gpubroker_server.core.world.events import Event
+from gpubroker_server.core.world.world import World
+from gpubroker_server.ports.store import RunSpec, Submission, TaskStore
+
 from tests.builders import GIB, NOW, a_device, a_node, a_task, key
 
 GPU0 = key("gpu0")

@@ -9,10 +9,10 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 
 import pytest
+from gpubroker_server.adapters.blobs.directory import DirectoryBlobs, Referenced
+from gpubroker_server.core.domain.units import Seconds
+from gpubroker_server.ports.store import BlobCorrupt, BlobMissing, BlobTooLarge, StoreUnavailable, TaskStore
 
-from service.adapters.blobs.directory import DirectoryBlobs, Referenced
-from service.core.units import Seconds
-from service.ports import BlobCorrupt, BlobMissing, BlobTooLarge, StoreUnavailable, TaskStore
 from tests.builders import a_task
 from tests.contracts.scenes import a_checkpoint, a_submission, admission, claimed, end, with_gpu
 from tests.full_disk import file_size_limit

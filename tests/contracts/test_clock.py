@@ -4,10 +4,11 @@ import asyncio
 import time
 from itertools import pairwise
 
-from service.adapters.sql.clock import DatabaseClock
-from service.adapters.sql.store import open_store
-from service.core.units import Instant, Seconds
-from service.ports import StoreUnavailable
+from gpubroker_server.adapters.sql.engines.clock import DatabaseClock
+from gpubroker_server.adapters.sql.store import open_store
+from gpubroker_server.core.domain.units import Instant, Seconds
+from gpubroker_server.ports.store import StoreUnavailable
+
 from tests.patience import PATIENCE_SECONDS
 
 

@@ -7,12 +7,12 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from gpubroker_server.adapters.nvml.probe import NvmlProbe, new_probe, shares_pids
+from gpubroker_server.adapters.nvml.simulated import SAYS_WHAT_IT_USES, SimulatedProbe
+from gpubroker_server.core.domain.orders import SeenDevice
+from gpubroker_server.core.domain.units import Mib
+from gpubroker_server.ports.devices import DeviceProbe, MeasuredDevice, ProcessGroup
 
-from service.adapters.nvml.probe import NvmlProbe, new_probe, shares_pids
-from service.adapters.nvml.simulated import SAYS_WHAT_IT_USES, SimulatedProbe
-from service.core.orders import SeenDevice
-from service.core.units import Mib
-from service.device_ports import DeviceProbe, MeasuredDevice, ProcessGroup
 from tests.contracts.nvml_machine import Gpu, Machine, process
 
 UUIDS = ("GPU-a", "GPU-b")
@@ -168,7 +168,7 @@ def test_a_lost_device_gets_no_sample_and_the_others_do() -> None:
 
 
 def test_a_machine_without_nvml_has_no_devices_and_no_fault(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("service.adapters.nvml.probe.load_nvml", lambda: None)
+    monkeypatch.setattr("gpubroker_server.adapters.nvml.probe.load_nvml", lambda: None)
     assert list(new_probe(None).inventory()) == []
 
 

@@ -4,10 +4,10 @@ import time
 from collections.abc import AsyncIterator
 
 import pytest
+from gpubroker_server.adapters.memory.executor import SimulatedNode, WaitingExecutor
+from gpubroker_server.core.domain.orders import SeenDevice
+from gpubroker_server.core.domain.units import Instant, Mib
 
-from service.adapters.memory.executor import SimulatedNode, WaitingExecutor
-from service.core.orders import SeenDevice
-from service.core.units import Instant, Mib
 from tests.contracts.executor_bench import Bench
 from tests.contracts.executor_suite import ExecutorSuite
 

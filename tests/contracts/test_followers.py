@@ -8,20 +8,20 @@ from typing import Any
 
 import psycopg
 import pytest
+from gpubroker_server.adapters.sql.engines import hints
+from gpubroker_server.adapters.sql.store import SqlStore
+from gpubroker_server.bootstrap.follower import Picture
+from gpubroker_server.bootstrap.leader_status import Lead
+from gpubroker_server.bootstrap.world_loading import fill, fill_anew
+from gpubroker_server.core.domain.policy import Policy
+from gpubroker_server.core.domain.units import Instant, NodeName, TaskId, Term
+from gpubroker_server.core.lifecycle.silent_nodes import Paused
+from gpubroker_server.core.world.events import Event
+from gpubroker_server.core.world.tenant_accounts import HALF_LIFE_SECONDS
+from gpubroker_server.core.world.world import World
+from gpubroker_server.ports.last_values import LastValues, LeaderSeen
+from gpubroker_server.ports.store import LogShortened, StoreUnavailable
 
-from service.adapters.sql import hints
-from service.adapters.sql.store import SqlStore
-from service.bootstrap.filling import fill, fill_anew
-from service.bootstrap.lead import Lead
-from service.bootstrap.picture import Picture
-from service.core.accounts import HALF_LIFE_SECONDS
-from service.core.events import Event
-from service.core.policy import Policy
-from service.core.silence import Paused
-from service.core.units import Instant, NodeName, TaskId, Term
-from service.core.world import World
-from service.last_values import LastValues, LeaderSeen
-from service.ports import LogShortened, StoreUnavailable
 from tests.builders import a_task
 from tests.contracts.proxy import a_proxy, to_postgres, url_through
 from tests.contracts.scenes import a_submission, admission, log_of, next_term, opened, picture, with_gpu

@@ -8,9 +8,9 @@ from typing import Any
 
 import psycopg
 import pytest
+from gpubroker_server.core.domain.task import HOT_FIELDS
+from gpubroker_server.ports.store import HeldBack, TaskStore
 
-from service.core.task import HOT_FIELDS
-from service.ports import HeldBack, TaskStore
 from tests.builders import a_task
 from tests.contracts.scenes import a_new_lease, admission, claimed, end, opened, release, start, with_gpu
 from tests.postgres import a_server_of_its_own

@@ -5,15 +5,15 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
+from gpubroker_server.adapters.sql.store import SqlStore
+from gpubroker_server.broker import leadership
+from gpubroker_server.broker.leadership import Candidate
+from gpubroker_server.broker.loop import Leader
+from gpubroker_server.core.domain.leader_term import Tenure, TenureRules
+from gpubroker_server.core.domain.units import Instant, Seconds, Term
+from gpubroker_server.ports.store import StaleTerm
 from sqlalchemy import create_engine, text
 
-from service.adapters.sql.store import SqlStore
-from service.broker import leadership
-from service.broker.leadership import Candidate
-from service.broker.loop import Leader
-from service.core.tenure import Tenure, TenureRules
-from service.core.units import Instant, Seconds, Term
-from service.ports import StaleTerm
 from tests.broker.stage import Hands, Stage
 from tests.contracts.scenes import node_seen, opened
 

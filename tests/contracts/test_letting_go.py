@@ -6,19 +6,19 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 
 import psycopg
+from gpubroker_server.adapters.sql.store import SqlStore
+from gpubroker_server.bootstrap.follower import Picture
+from gpubroker_server.broker.gateways import Gateways
+from gpubroker_server.core.domain.decisions import Decision
+from gpubroker_server.core.domain.models.model_terms import ModelTerms
+from gpubroker_server.core.domain.task import StopReason, Task
+from gpubroker_server.core.domain.units import Fence, Instant, Seconds, Term
+from gpubroker_server.core.lifecycle.stopping import give_notice
+from gpubroker_server.core.world.tenant_accounts import HALF_LIFE_SECONDS
+from gpubroker_server.gateway.residency.draining import LettingGo
+from gpubroker_server.ports.last_values import PRESENT_SECONDS, LastValues, LeaderSeen, Presence, claim_name
+from gpubroker_server.ports.store import RunSpec, Submission
 
-from service.adapters.sql.store import SqlStore
-from service.bootstrap.picture import Picture
-from service.broker.gateways import Gateways
-from service.core.accounts import HALF_LIFE_SECONDS
-from service.core.model_terms import ModelTerms
-from service.core.plan import Decision
-from service.core.stopping import give_notice
-from service.core.task import StopReason, Task
-from service.core.units import Fence, Instant, Seconds, Term
-from service.gateway.letting_go import LettingGo
-from service.last_values import PRESENT_SECONDS, LastValues, LeaderSeen, Presence, claim_name
-from service.ports import RunSpec, Submission
 from tests.builders import a_task
 from tests.contracts.scenes import admission, claimed, opened, start, with_gpu
 from tests.patience import PATIENCE_SECONDS

@@ -5,12 +5,12 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 import pytest
+from gpubroker_server.adapters.triton.asker import TritonAsker
+from gpubroker_server.adapters.triton.http_backend import TritonServer
+from gpubroker_server.core.serving.batching import Question
+from gpubroker_server.core.serving.tensors import tensor_of
+from gpubroker_server.ports.inferences import AskFault, AskRefused
 
-from service.adapters.triton.asker import TritonAsker
-from service.adapters.triton.backend import TritonServer
-from service.core.inference_forms import Question
-from service.core.tensors import tensor_of
-from service.inference_ports import AskFault, AskRefused
 from tests.patience import PATIENCE_SECONDS
 
 MOST_BYTES = 100_000

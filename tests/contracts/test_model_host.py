@@ -4,10 +4,9 @@ import asyncio
 from dataclasses import replace
 
 import pytest
-
-from service.adapters.memory.model_host import SimulatedHost, SimulatedModel
-from service.core.units import DeviceKey, Mib, Seconds
-from service.host_ports import HostFault, HostRefused, Stage
+from gpubroker_server.adapters.memory.model_host import SimulatedHost, SimulatedModel
+from gpubroker_server.core.domain.units import DeviceKey, Mib, Seconds
+from gpubroker_server.ports.models import HostFault, HostRefused, Stage
 
 SOON = Seconds(20.0)
 REPOSITORY = (

@@ -7,14 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from gpubroker_server.adapters.sql.engines.session import DatabaseRefused
+from gpubroker_server.adapters.sql.move_data import move_data
+from gpubroker_server.adapters.sql.store import SqlStore, migrate
+from gpubroker_server.adapters.sql.tables.tables import metadata
+from gpubroker_server.core.domain.units import Instant
+from gpubroker_server.ports.objects import Quota, StoredObject
+from gpubroker_server.ports.store import TaskFilter
 
-from service.adapters.sql.move import move_data
-from service.adapters.sql.session import DatabaseRefused
-from service.adapters.sql.store import SqlStore, migrate
-from service.adapters.sql.tables import metadata
-from service.core.units import Instant
-from service.object_ports import Quota, StoredObject
-from service.ports import TaskFilter
 from tests.builders import GIB, NOW
 from tests.chaos.rows import Answers, Rows
 from tests.chaos.scene import Scene
@@ -85,7 +85,7 @@ async def a_task_of(store: SqlStore) -> Any:
 
 KILLED_AT = """
 import os, sys
-from service.adapters.sql.move import move_data
+from gpubroker_server.adapters.sql.move_data import move_data
 source, target, fatal = sys.argv[1:]
 told = 0
 def tell(line):

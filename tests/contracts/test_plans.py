@@ -10,17 +10,23 @@ from typing import Any
 
 import psycopg
 import pytest
+from gpubroker_server.adapters.sql.engines.connections import connect_reader, connect_writer
+from gpubroker_server.adapters.sql.engines.rowset import (
+    SetStatement,
+    postgres_text,
+    sqlite_chunks,
+    sqlite_text,
+)
+from gpubroker_server.adapters.sql.engines.sqlite import SqliteFile
+from gpubroker_server.adapters.sql.reading import objects, reads
+from gpubroker_server.adapters.sql.store import migrate, open_store
+from gpubroker_server.adapters.sql.writing import statements
+from gpubroker_server.core.domain.retention import Cutoffs
+from gpubroker_server.core.domain.task import TaskState
+from gpubroker_server.core.domain.units import Instant, Position, TaskId
+from gpubroker_server.ports.store import SubmitVerdict, TaskFilter
 from sqlalchemy.dialects import postgresql, sqlite
 
-from service.adapters.sql import objects, reads, statements
-from service.adapters.sql.connections import connect_reader, connect_writer
-from service.adapters.sql.rowset import SetStatement, postgres_text, sqlite_chunks, sqlite_text
-from service.adapters.sql.sqlite import SqliteFile
-from service.adapters.sql.store import migrate, open_store
-from service.core.retention import Cutoffs
-from service.core.task import TaskState
-from service.core.units import Instant, Position, TaskId
-from service.ports import SubmitVerdict, TaskFilter
 from tests.builders import a_task
 from tests.contracts.scenes import a_submission, admission, next_term, opened, with_gpu
 

@@ -6,13 +6,13 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import psycopg
+from gpubroker_server.adapters.sql.engines.connections import TERM, wished
+from gpubroker_server.adapters.sql.store import SqlStore, open_store
+from gpubroker_server.core.domain.units import TaskId, Term
+from gpubroker_server.core.world.events import Event
+from gpubroker_server.ports.last_values import LastValues, LeaderSeen
+from gpubroker_server.ports.store import CommitVerdict, SubmitVerdict, TokenRow
 
-from service.adapters.sql.connections import TERM, wished
-from service.adapters.sql.store import SqlStore, open_store
-from service.core.events import Event
-from service.core.units import TaskId, Term
-from service.last_values import LastValues, LeaderSeen
-from service.ports import CommitVerdict, SubmitVerdict, TokenRow
 from tests.builders import NOW, a_sample, a_task
 from tests.contracts.pooler import a_pooler
 from tests.contracts.scenes import a_submission, admission, log_of, with_gpu

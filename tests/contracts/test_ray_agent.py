@@ -11,13 +11,13 @@ from pathlib import Path
 
 import pytest
 from gpubroker.runtime.messages import RunKey, RunOrder, checkpointed, ended, failed, started
+from gpubroker_server.adapters.ray.agent import node_agent, runner_pool
+from gpubroker_server.adapters.ray.agent.run_records import Card, RunFiles, UnreadableCard
+from gpubroker_server.adapters.ray.options import AgentConfig
+from gpubroker_server.adapters.ray.processes import boot_id, process_id
 from ray.exceptions import RaySystemError
 from structlog.testing import capture_logs
 
-from service.adapters.ray import agent, pool
-from service.adapters.ray.cards import Card, RunFiles, UnreadableCard
-from service.adapters.ray.options import AgentConfig
-from service.adapters.ray.processes import boot_id, process_id
 from tests.contracts.runner_stand import GPU, Line, Runner, Stand, a_line
 from tests.patience import PATIENCE_SECONDS
 
@@ -219,7 +219,7 @@ async def test_an_agent_that_nobody_asks_leaves_and_leaves_nothing(
 ) -> None:
     left: list[int] = []
     monkeypatch.setattr(os, "_exit", left.append)
-    monkeypatch.setattr(agent, "DESERTED_SECONDS", 0.0)
+    monkeypatch.setattr(node_agent, "DESERTED_SECONDS", 0.0)
     line = open_line(warm_runners=1, idle_stop_seconds=0.0, sample_period_seconds=0.01)
     await line.announce()
     await line.until(lambda: left)
@@ -250,11 +250,11 @@ async def test_an_agent_that_is_to_be_replaced_takes_no_run_and_loses_none(
 async def test_makers_of_processes_that_never_answer_make_room_for_others(
     stand: Stand, open_line: OpenLine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pool, "BIRTH_SECONDS", 0.05)
-    monkeypatch.setattr(pool, "RETRY_PAUSE_SECONDS", 0.0)
+    monkeypatch.setattr(runner_pool, "BIRTH_SECONDS", 0.05)
+    monkeypatch.setattr(runner_pool, "RETRY_PAUSE_SECONDS", 0.0)
 
     def mute_at_first(runner: Runner) -> None:
-        if len(stand.runners) < pool.MAKING_AT_ONCE:
+        if len(stand.runners) < runner_pool.MAKING_AT_ONCE:
             runner.answers.clear()
 
     stand.birth = mute_at_first

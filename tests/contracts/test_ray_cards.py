@@ -6,9 +6,8 @@ from pathlib import Path
 
 import pytest
 from gpubroker.runtime.messages import RunKey
-
-from service.adapters.ray import cards
-from service.adapters.ray.cards import Card, RunFiles, UnreadableCard
+from gpubroker_server.adapters.ray.agent import run_records
+from gpubroker_server.adapters.ray.agent.run_records import Card, RunFiles, UnreadableCard
 
 CARD = Card("t", 1, 0, (("GPU-a", 100),), "runner", 42, 4711, "ray-node")
 BOOT = "this-boot"
@@ -128,7 +127,7 @@ def test_a_disk_that_takes_no_more_leaves_no_half_card(home: Path) -> None:
 def test_a_log_that_grew_too_long_goes_on_behind_its_last_lines(
     home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cards, "LOG_BYTES", 1000)
+    monkeypatch.setattr(run_records, "LOG_BYTES", 1000)
     files = opened(home)
     path = files.log_of(CARD.key)
     with path.open("ab", buffering=0) as log:
@@ -143,8 +142,8 @@ def test_a_log_that_grew_too_long_goes_on_behind_its_last_lines(
 def test_of_the_logs_of_runs_that_have_gone_the_newest_stay(
     home: Path, monkeypatch: pytest.MonkeyPatch, logs: int, kept_bytes: int, left: int
 ) -> None:
-    monkeypatch.setattr(cards, "KEPT_LOGS", logs)
-    monkeypatch.setattr(cards, "KEPT_LOG_BYTES", kept_bytes)
+    monkeypatch.setattr(run_records, "KEPT_LOGS", logs)
+    monkeypatch.setattr(run_records, "KEPT_LOG_BYTES", kept_bytes)
     files = opened(home)
     for number in range(5):
         path = files.log_of(RunKey(f"t{number}", 1, 0))

@@ -9,22 +9,22 @@ from typing import Any
 
 import pytest
 import ray
+from gpubroker_server.adapters.boot_clock import boot_seconds
+from gpubroker_server.adapters.ray.driver import executor
+from gpubroker_server.adapters.ray.driver import link as driver_link
+from gpubroker_server.adapters.ray.driver.executor import NOBODY, RayExecutor
+from gpubroker_server.adapters.ray.driver.node_link import NodeLink
+from gpubroker_server.adapters.ray.driver.process import UNTAKEN_BYTES, Driver, Opening
+from gpubroker_server.adapters.ray.driver.reports import MALFORMED
+from gpubroker_server.adapters.ray.frames import frame, read_frame
+from gpubroker_server.adapters.ray.options import RayOptions
+from gpubroker_server.adapters.ray.wire import unpack, write_reports
+from gpubroker_server.core.domain.leader_term import Tenure
+from gpubroker_server.core.domain.orders import Ended, Ending, ForgetOrder, Gone, NodeSeen, StartOrder
+from gpubroker_server.core.domain.units import Fence, Instant, NodeName, TaskId, Term, Ticks
+from gpubroker_server.ports.store import RunPayload, RunSpec
 from ray.exceptions import RayError
 from structlog.testing import capture_logs
-
-from service.adapters.boot_clock import boot_seconds
-from service.adapters.ray import driver_link, executor
-from service.adapters.ray.driver import UNTAKEN_BYTES, Driver, Opening
-from service.adapters.ray.executor import NOBODY, RayExecutor
-from service.adapters.ray.frames import frame, read_frame
-from service.adapters.ray.node_link import NodeLink
-from service.adapters.ray.options import RayOptions
-from service.adapters.ray.report_form import MALFORMED
-from service.adapters.ray.wire import unpack, write_reports
-from service.core.orders import Ended, Ending, ForgetOrder, Gone, NodeSeen, StartOrder
-from service.core.tenure import Tenure
-from service.core.units import Fence, Instant, NodeName, TaskId, Term, Ticks
-from service.ports import RunPayload, RunSpec
 
 NODE = {"name": "n1", "cpu": 2.0, "memory_mb": 10, "max_runs": 4, "incarnation": "i.1", "boot_id": "b"}
 SEEN: tuple[Any, ...] = ("node_seen", 1.0, NODE, [], [])

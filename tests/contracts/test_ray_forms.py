@@ -11,16 +11,15 @@ from gpubroker.runtime import messages
 from gpubroker.runtime.host import RunHost
 from gpubroker.runtime.messages import RunKey, RunOrder, is_report
 from gpubroker.runtime.process import Claim
-
-from service.adapters.ray import runner as runner_module
-from service.adapters.ray import wire
-from service.adapters.ray.cards import RunFiles
-from service.adapters.ray.introduction import describe
-from service.adapters.ray.options import AgentConfig
-from service.adapters.ray.report_form import ReportForm
-from service.adapters.ray.wire import unpack
-from service.core.device import DeviceSample, Node
-from service.core.orders import (
+from gpubroker_server.adapters.ray import wire
+from gpubroker_server.adapters.ray.agent import runner as runner_module
+from gpubroker_server.adapters.ray.agent.handshake import describe
+from gpubroker_server.adapters.ray.agent.run_records import RunFiles
+from gpubroker_server.adapters.ray.driver.reports import ReportForm
+from gpubroker_server.adapters.ray.options import AgentConfig
+from gpubroker_server.adapters.ray.wire import unpack
+from gpubroker_server.core.domain.device import DeviceSample, Node
+from gpubroker_server.core.domain.orders import (
     Beat,
     Checkpointed,
     Ended,
@@ -35,7 +34,8 @@ from service.core.orders import (
     SeenDevice,
     Started,
 )
-from service.core.units import DeviceKey, Fence, Instant, Mib, NodeName, TaskId
+from gpubroker_server.core.domain.units import DeviceKey, Fence, Instant, Mib, NodeName, TaskId
+
 from tests.contracts.form_samples import CARD, CONFIG, FORMS, NEWS, ORDERS, PAYLOAD, RUN, written
 
 SPOKEN = list(zip(wire.SPOKEN, messages.SPOKEN, strict=True))

@@ -5,11 +5,10 @@ import os
 from pathlib import Path
 
 import pytest
-
-from service.adapters.ray import head
-from service.adapters.ray.head import HeadState, running_head, versions, write_state
-from service.adapters.ray.options import RayOptions
-from service.adapters.ray.processes import boot_id, process_id
+from gpubroker_server.adapters.ray.head import head
+from gpubroker_server.adapters.ray.head.head import HeadState, running_head, versions, write_state
+from gpubroker_server.adapters.ray.options import RayOptions
+from gpubroker_server.adapters.ray.processes import boot_id, process_id
 
 
 async def test_of_brokers_that_look_for_a_head_at_once_one_starts_it_and_all_have_that_one(

@@ -16,13 +16,13 @@ from typing import Any
 import pytest
 from gpubroker.runtime.journal import AT_ONCE
 from gpubroker.runtime.messages import Report, RunKey, RunOrder
+from gpubroker_server.adapters.ray.agent.device_meter import Meter
+from gpubroker_server.adapters.ray.agent.runs import RunKeeper
+from gpubroker_server.adapters.ray.processes import has_stopped
+from gpubroker_server.core.domain.orders import SeenDevice
+from gpubroker_server.core.domain.units import Mib
+from gpubroker_server.ports.devices import MeasuredDevice, ProcessGroup
 
-from service.adapters.ray.keeper import RunKeeper
-from service.adapters.ray.meter import Meter
-from service.adapters.ray.processes import has_stopped
-from service.core.orders import SeenDevice
-from service.core.units import Mib
-from service.device_ports import MeasuredDevice, ProcessGroup
 from tests.contracts.runner_stand import GPU, Stand, an_agent_config
 from tests.patience import PATIENCE_SECONDS
 

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 from gpubroker.runtime.journal import START_OVER
 from gpubroker.runtime.messages import PROTOCOL, Report, RunKey
+from gpubroker_server.adapters.ray.agent.runner_process import Lane
+from gpubroker_server.adapters.ray.processes import ProcessId, process_id
+from gpubroker_server.adapters.ray.wire import pack
 
-from service.adapters.ray.lane import Lane
-from service.adapters.ray.processes import ProcessId, process_id
-from service.adapters.ray.wire import pack
 from tests.patience import PATIENCE_SECONDS
 
 KEY = RunKey("t", 1, 0)

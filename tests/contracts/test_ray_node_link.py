@@ -8,12 +8,11 @@ from typing import Any
 
 import pytest
 import ray
+from gpubroker_server.adapters.ray.driver import node_link
+from gpubroker_server.adapters.ray.driver.node_link import NodeLink
+from gpubroker_server.adapters.ray.options import RayOptions
+from gpubroker_server.adapters.ray.wire import SPOKEN
 from ray.exceptions import RayError
-
-from service.adapters.ray import node_link
-from service.adapters.ray.node_link import NodeLink
-from service.adapters.ray.options import RayOptions
-from service.adapters.ray.wire import SPOKEN
 
 
 class Call:

@@ -12,11 +12,11 @@ from typing import Any, NamedTuple
 
 import pytest
 from gpubroker.runtime.process import INSTANCE_MARK
+from gpubroker_server.adapters.nvml.probe import NvmlProbe
+from gpubroker_server.adapters.ray.agent.device_meter import Meter
+from gpubroker_server.adapters.ray.agent.run_records import RunFiles
+from gpubroker_server.adapters.ray.processes import is_marked, process_id
 
-from service.adapters.nvml.probe import NvmlProbe
-from service.adapters.ray.cards import RunFiles
-from service.adapters.ray.meter import Meter
-from service.adapters.ray.processes import is_marked, process_id
 from tests.contracts.nvml_machine import Gpu, Machine
 from tests.contracts.nvml_machine import process as process_on
 from tests.contracts.runner_stand import GPU, Line, Stand, a_line

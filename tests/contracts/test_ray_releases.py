@@ -13,15 +13,15 @@ from typing import Any
 import pytest
 from gpubroker.runtime.messages import SPOKEN, RunKey, RunOrder, ended, failed
 from gpubroker.runtime.process import INSTANCE_MARK, NODE_MARK, RUN_MARK
+from gpubroker_server.adapters.ray import wire
+from gpubroker_server.adapters.ray.agent.run_records import Card, RunFiles
+from gpubroker_server.adapters.ray.driver.agents import AGAIN_SECONDS, IDLE_SECONDS, Agents
+from gpubroker_server.adapters.ray.processes import boot_id, process_id
+from gpubroker_server.adapters.ray.wire import unpack
+from gpubroker_server.core.domain.device import Node
+from gpubroker_server.core.domain.orders import Ended, Ending, ForgetOrder, Gone, NodeSeen, StartOrder
+from gpubroker_server.core.domain.units import Fence, Instant, Mib, NodeName, TaskId
 
-from service.adapters.ray import wire
-from service.adapters.ray.agents import AGAIN_SECONDS, IDLE_SECONDS, Agents
-from service.adapters.ray.cards import Card, RunFiles
-from service.adapters.ray.processes import boot_id, process_id
-from service.adapters.ray.wire import unpack
-from service.core.device import Node
-from service.core.orders import Ended, Ending, ForgetOrder, Gone, NodeSeen, StartOrder
-from service.core.units import Fence, Instant, Mib, NodeName, TaskId
 from tests.contracts.runner_stand import GPU, Line, Runner, Stand, a_line
 
 OLD = SPOKEN[0]

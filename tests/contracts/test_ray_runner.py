@@ -9,9 +9,8 @@ import cloudpickle
 import pytest
 from gpubroker import current_task
 from gpubroker.runtime.messages import PROTOCOL, RunOrder
-
-from service.adapters.ray.runner import Runner
-from service.adapters.ray.wire import unpack
+from gpubroker_server.adapters.ray.agent.runner import Runner
+from gpubroker_server.adapters.ray.wire import unpack
 
 PYTHON = f"{sys.version_info.major}.{sys.version_info.minor}"
 

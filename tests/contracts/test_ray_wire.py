@@ -2,11 +2,10 @@
 
 import pytest
 from gpubroker.runtime.messages import RunOrder
-
-from service.adapters.ray.report_form import MALFORMED, ReportForm
-from service.adapters.ray.wire import PROTOCOL, OrderForm, pack, unpack, write_reports
-from service.core.device import DeviceSample, Node
-from service.core.orders import (
+from gpubroker_server.adapters.ray.driver.reports import MALFORMED, ReportForm
+from gpubroker_server.adapters.ray.wire import PROTOCOL, OrderForm, pack, unpack, write_reports
+from gpubroker_server.core.domain.device import DeviceSample, Node
+from gpubroker_server.core.domain.orders import (
     Checkpointed,
     Ended,
     Ending,
@@ -26,9 +25,9 @@ from service.core.orders import (
     StopOrder,
     WorldOrder,
 )
-from service.core.task import StopReason
-from service.core.units import DeviceKey, Fence, Instant, Mib, NodeName, Seconds, TaskId
-from service.ports import RunPayload, RunSpec
+from gpubroker_server.core.domain.task import StopReason
+from gpubroker_server.core.domain.units import DeviceKey, Fence, Instant, Mib, NodeName, Seconds, TaskId
+from gpubroker_server.ports.store import RunPayload, RunSpec
 
 T, F, N = TaskId("t"), Fence(3), NodeName("n1")
 AT = Instant(1000.0)

@@ -4,8 +4,7 @@ import sys
 from pathlib import Path
 
 import pytest
-
-from service.adapters.ray.ray_worker import put_off
+from gpubroker_server.adapters.ray.head.ray_worker import put_off
 
 NAME = "seldom_used_by_this_test"
 

@@ -3,15 +3,16 @@
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 
-from service.adapters.sql.store import SqlStore
-from service.broker.slot_desk import SlotDesk
-from service.core.slot_shares import FRESH_SECONDS, HOLD_SECONDS, Claim
-from service.core.units import Instant, Term
-from service.gateway.identity import Identity
-from service.gateway.inference.lanes import NO_WISH, LaneOptions, Lanes, Turn
-from service.gateway.slot_leases import SlotLeases
-from service.last_values import LastValues, LeaderSeen, SlotStore
-from service.ports import StoreUnavailable
+from gpubroker_server.adapters.sql.store import SqlStore
+from gpubroker_server.broker.slot_division import SlotDesk
+from gpubroker_server.core.domain.units import Instant, Term
+from gpubroker_server.core.serving.slot_shares import FRESH_SECONDS, HOLD_SECONDS, Claim
+from gpubroker_server.gateway.http.identity import Identity
+from gpubroker_server.gateway.proxy.lanes import NO_WISH, LaneOptions, Lanes, Turn
+from gpubroker_server.gateway.residency.slot_leases import SlotLeases
+from gpubroker_server.ports.last_values import LastValues, LeaderSeen, SlotStore
+from gpubroker_server.ports.store import StoreUnavailable
+
 from tests.builders import NOW
 from tests.contracts.scenes import opened
 

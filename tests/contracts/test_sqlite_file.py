@@ -14,10 +14,10 @@ from pathlib import Path
 
 import psycopg
 import pytest
+from gpubroker_server.adapters.sql.engines.session import DatabaseRefused
+from gpubroker_server.adapters.sql.engines.sqlite import APPLICATION_ID, SqliteFile, Version
+from gpubroker_server.adapters.sql.store import migrate, open_store
 
-from service.adapters.sql.session import DatabaseRefused
-from service.adapters.sql.sqlite import APPLICATION_ID, SqliteFile, Version
-from service.adapters.sql.store import migrate, open_store
 from tests.contracts.scenes import a_submission
 
 
@@ -190,7 +190,7 @@ async def test_a_second_process_is_refused_and_told_who_is_first(tmp_path: Path)
     store = await open_store(url)
     code = (
         "import asyncio, sys\n"
-        "from service.adapters.sql.store import DatabaseRefused, migrate, open_store\n"
+        "from gpubroker_server.adapters.sql.store import DatabaseRefused, migrate, open_store\n"
         "for act in (lambda: asyncio.run(open_store(sys.argv[1])), lambda: migrate(sys.argv[1], 'head')):\n"
         "    try: act()\n"
         "    except DatabaseRefused as refused: print(refused)\n"

@@ -5,11 +5,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
+from gpubroker_server.core.domain.task import changed
+from gpubroker_server.core.domain.units import TaskId
+from gpubroker_server.core.world.events import Event
+from gpubroker_server.ports.store import BatchSubmission, SubmitVerdict, TaskStore, Unstorable
 
-from service.core.events import Event
-from service.core.task import changed
-from service.core.units import TaskId
-from service.ports import BatchSubmission, SubmitVerdict, TaskStore, Unstorable
 from tests.builders import a_task
 from tests.contracts.scenes import a_submission, log_of, opened, replayed
 

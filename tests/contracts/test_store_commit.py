@@ -5,17 +5,17 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
+from gpubroker_server.bootstrap.world_loading import fill
+from gpubroker_server.core.domain.decisions import Decision, PledgeWrite, Request, write_move
+from gpubroker_server.core.domain.lease import LeaseState, PledgeEnd, move_lease
+from gpubroker_server.core.domain.orders import Failure
+from gpubroker_server.core.domain.task import Move, Task, TaskState
+from gpubroker_server.core.domain.units import Fence, Instant, Mib, NodeName, Position, TaskId, Term
+from gpubroker_server.core.world.event_codec import changed_task, task_from
+from gpubroker_server.core.world.events import Event
+from gpubroker_server.core.world.world import World
+from gpubroker_server.ports.store import CommitVerdict, StaleTerm, TaskStore
 
-from service.bootstrap.filling import fill
-from service.core.codec import changed_task, task_from
-from service.core.events import Event
-from service.core.lease import LeaseState, PledgeEnd, move_lease
-from service.core.orders import Failure
-from service.core.plan import Decision, PledgeWrite, Request, write_move
-from service.core.task import Move, Task, TaskState
-from service.core.units import Fence, Instant, Mib, NodeName, Position, TaskId, Term
-from service.core.world import World
-from service.ports import CommitVerdict, StaleTerm, TaskStore
 from tests.builders import GIB, NOW, a_device, a_node, a_task
 from tests.contracts.scenes import (
     GPU0,

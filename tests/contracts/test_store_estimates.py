@@ -3,14 +3,15 @@
 from collections.abc import Iterable
 from dataclasses import replace
 
-from service.bootstrap.filling import fill
-from service.core.estimate import Lesson, Sketch, Topic, What
-from service.core.lease import LeaseState, mark_overused, move_lease
-from service.core.plan import Decision
-from service.core.task import Task
-from service.core.units import Instant, Mib, Position
-from service.core.world import World
-from service.ports import CommitVerdict, TaskStore
+from gpubroker_server.bootstrap.world_loading import fill
+from gpubroker_server.core.domain.decisions import Decision
+from gpubroker_server.core.domain.estimates import Lesson, Sketch, Topic, What
+from gpubroker_server.core.domain.lease import LeaseState, mark_overused, move_lease
+from gpubroker_server.core.domain.task import Task
+from gpubroker_server.core.domain.units import Instant, Mib, Position
+from gpubroker_server.core.world.world import World
+from gpubroker_server.ports.store import CommitVerdict, TaskStore
+
 from tests.builders import GIB, NOW, a_sketch, a_task
 from tests.contracts.scenes import (
     a_new_lease,

@@ -2,14 +2,15 @@
 
 from dataclasses import replace
 
-from service.bootstrap.filling import fill
-from service.core.lease import HolderKind
-from service.core.member import Member, MemberState
-from service.core.plan import Decision, write_move
-from service.core.task import Move
-from service.core.units import Fence, Instant, NodeName, TaskId
-from service.core.world import World
-from service.ports import TaskStore
+from gpubroker_server.bootstrap.world_loading import fill
+from gpubroker_server.core.domain.decisions import Decision, write_move
+from gpubroker_server.core.domain.gang_member import Member, MemberState
+from gpubroker_server.core.domain.lease import HolderKind
+from gpubroker_server.core.domain.task import Move
+from gpubroker_server.core.domain.units import Fence, Instant, NodeName, TaskId
+from gpubroker_server.core.world.world import World
+from gpubroker_server.ports.store import TaskStore
+
 from tests.builders import GIB, NOW, a_task
 from tests.contracts.scenes import a_new_lease, a_pledge_of, log_of, makes, picture, replayed, with_gpu
 from tests.core.gangs import a_gang, bundles

@@ -4,13 +4,13 @@ import asyncio
 
 import psycopg
 import pytest
+from gpubroker_server.adapters.sql.engines.postgres import PostgresSession
+from gpubroker_server.adapters.sql.engines.session import CommitUnknown, ConnectionLost
+from gpubroker_server.adapters.sql.writing import statements as sql
+from gpubroker_server.bootstrap.start_checks import process_name
+from gpubroker_server.core.domain.units import Seconds, Term
+from gpubroker_server.ports.store import CommitVerdict, StaleTerm, StoreUnavailable, SubmitVerdict, TaskStore
 
-from service.adapters.sql import statements as sql
-from service.adapters.sql.postgres import PostgresSession
-from service.adapters.sql.session import CommitUnknown, ConnectionLost
-from service.bootstrap.premises import process_name
-from service.core.units import Seconds, Term
-from service.ports import CommitVerdict, StaleTerm, StoreUnavailable, SubmitVerdict, TaskStore
 from tests.builders import a_task
 from tests.contracts.scenes import a_submission, admission, next_term, opened, with_gpu
 from tests.contracts.wire import Cut, a_wire, little_patience

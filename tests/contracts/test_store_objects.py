@@ -4,9 +4,10 @@ import asyncio
 import time
 from dataclasses import replace
 
-from service.core.units import Instant
-from service.object_ports import LEAST_BYTES, Counted, Quota, StoredObject
-from service.ports import TaskStore
+from gpubroker_server.core.domain.units import Instant
+from gpubroker_server.ports.objects import LEAST_BYTES, Counted, Quota, StoredObject
+from gpubroker_server.ports.store import TaskStore
+
 from tests.contracts.scenes import next_term
 from tests.contracts.test_store_retention import NEVER, cutoffs, pruned
 

@@ -8,17 +8,16 @@ from typing import Any
 
 import psycopg
 import pytest
-
-from service.adapters.sql import statements as sql
-from service.adapters.sql.connections import Batch, Line
-from service.adapters.sql.database import READERS
-from service.adapters.sql.postgres import PostgresSession
-from service.adapters.sql.session import CommitUnknown
-from service.core.events import Event
-from service.core.plan import write_move
-from service.core.task import Move, TaskState
-from service.core.units import NodeName, TaskId
-from service.ports import (
+from gpubroker_server.adapters.sql.database import READERS
+from gpubroker_server.adapters.sql.engines.connections import Batch, Line
+from gpubroker_server.adapters.sql.engines.postgres import PostgresSession
+from gpubroker_server.adapters.sql.engines.session import CommitUnknown
+from gpubroker_server.adapters.sql.writing import statements as sql
+from gpubroker_server.core.domain.decisions import write_move
+from gpubroker_server.core.domain.task import Move, TaskState
+from gpubroker_server.core.domain.units import NodeName, TaskId
+from gpubroker_server.core.world.events import Event
+from gpubroker_server.ports.store import (
     CommitVerdict,
     StaleTerm,
     StoreUnavailable,
@@ -27,6 +26,7 @@ from service.ports import (
     TokenRow,
     Unstorable,
 )
+
 from tests.builders import GIB, NOW, a_task
 from tests.contracts.scenes import (
     a_submission,

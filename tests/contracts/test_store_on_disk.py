@@ -9,21 +9,21 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from sqlalchemy import create_engine, text
-
-from service.adapters.sql.store import open_store
-from service.core.lease import quarantine
-from service.core.lease import release as give_back
-from service.core.plan import AuditNote, Decision
-from service.core.task import TaskState
-from service.core.units import Instant, Position, TaskId
-from service.ports import (
+from gpubroker_server.adapters.sql.store import open_store
+from gpubroker_server.core.domain.decisions import AuditNote, Decision
+from gpubroker_server.core.domain.lease import quarantine
+from gpubroker_server.core.domain.lease import release as give_back
+from gpubroker_server.core.domain.task import TaskState
+from gpubroker_server.core.domain.units import Instant, Position, TaskId
+from gpubroker_server.ports.store import (
     CommitVerdict,
     StoreUnavailable,
     SubmitVerdict,
     TokenRow,
     Unstorable,
 )
+from sqlalchemy import create_engine, text
+
 from tests.builders import NOW, a_task
 from tests.contracts.scenes import (
     a_checkpoint,
@@ -98,9 +98,9 @@ async def test_what_postgresql_alone_refuses_fails_alone(postgres_url: str) -> N
 
 SUBMITTER = """
 import asyncio, sys
-from service.adapters.sql.postgres import PostgresSession
-from service.adapters.sql.session import CommitUnknown
-from service.adapters.sql.store import open_store
+from gpubroker_server.adapters.sql.engines.postgres import PostgresSession
+from gpubroker_server.adapters.sql.engines.session import CommitUnknown
+from gpubroker_server.adapters.sql.store import open_store
 from tests.contracts.scenes import a_submission
 
 async def submit_for_ever(url):

@@ -2,10 +2,11 @@
 
 from dataclasses import replace
 
-from service.core.orders import Failure
-from service.core.plan import Decision, write_move
-from service.core.task import Move
-from service.ports import CommitVerdict, TaskStore
+from gpubroker_server.core.domain.decisions import Decision, write_move
+from gpubroker_server.core.domain.orders import Failure
+from gpubroker_server.core.domain.task import Move
+from gpubroker_server.ports.store import CommitVerdict, TaskStore
+
 from tests.builders import NOW, a_device, a_task
 from tests.contracts.scenes import a_checkpoint, admission, claimed, end, node_seen, start, with_gpu
 

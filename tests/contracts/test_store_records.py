@@ -4,12 +4,12 @@ import asyncio
 from dataclasses import replace
 
 import pytest
+from gpubroker_server.core.domain.decisions import Decision, write_move
+from gpubroker_server.core.domain.external_lease import External
+from gpubroker_server.core.domain.task import Dependency, Move, OnFailure, TaskState
+from gpubroker_server.core.domain.units import Instant, Seconds, TaskId
+from gpubroker_server.ports.store import Stand, TaskFilter, TaskStore, TokenRow
 
-from service.core.external import External
-from service.core.plan import Decision, write_move
-from service.core.task import Dependency, Move, OnFailure, TaskState
-from service.core.units import Instant, Seconds, TaskId
-from service.ports import Stand, TaskFilter, TaskStore, TokenRow
 from tests.builders import NOW, a_task
 from tests.contracts.scenes import (
     a_submission,

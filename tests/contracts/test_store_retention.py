@@ -4,14 +4,14 @@ import time
 from typing import Any
 
 import pytest
+from gpubroker_server.adapters.sql.tables.tables import metadata
+from gpubroker_server.core.domain.decisions import Decision, write_move
+from gpubroker_server.core.domain.retention import Cutoffs
+from gpubroker_server.core.domain.task import Dependency, Move, TaskState
+from gpubroker_server.core.domain.units import Instant, Position, TaskId, Term
+from gpubroker_server.ports.store import StaleTerm, SubmitVerdict, TaskFilter, TaskStore
 from sqlalchemy import create_engine, text
 
-from service.adapters.sql.tables import metadata
-from service.core.plan import Decision, write_move
-from service.core.retention import Cutoffs
-from service.core.task import Dependency, Move, TaskState
-from service.core.units import Instant, Position, TaskId, Term
-from service.ports import StaleTerm, SubmitVerdict, TaskFilter, TaskStore
 from tests.builders import NOW, a_task
 from tests.contracts.scenes import (
     a_checkpoint,

@@ -5,16 +5,16 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
+from gpubroker_server.core.domain.decisions import Decision, Request, write_move
+from gpubroker_server.core.domain.demand import Demand
+from gpubroker_server.core.domain.models.model_terms import ModelTerms
+from gpubroker_server.core.domain.models.residency import Usage
+from gpubroker_server.core.domain.task import Dependency, Move, OnFailure, Task
+from gpubroker_server.core.domain.units import Instant, Position, TaskId
+from gpubroker_server.core.world.event_codec import task_from
+from gpubroker_server.core.world.events import Event
+from gpubroker_server.ports.store import RunSpec, Submission, SubmitVerdict, TaskFilter, TaskStore
 
-from service.core.codec import task_from
-from service.core.demand import Demand
-from service.core.events import Event
-from service.core.model_terms import ModelTerms
-from service.core.plan import Decision, Request, write_move
-from service.core.residency import Usage
-from service.core.task import Dependency, Move, OnFailure, Task
-from service.core.units import Instant, Position, TaskId
-from service.ports import RunSpec, Submission, SubmitVerdict, TaskFilter, TaskStore
 from tests.builders import GIB, NOW, a_task
 from tests.contracts.scenes import a_submission, log_of, next_term
 

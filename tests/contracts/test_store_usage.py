@@ -3,12 +3,12 @@
 from dataclasses import replace
 
 import pytest
+from gpubroker_server.bootstrap.world_loading import fill
+from gpubroker_server.core.domain.decisions import Decision
+from gpubroker_server.core.domain.units import Instant
+from gpubroker_server.core.world.world import World
+from gpubroker_server.ports.store import CommitVerdict, TaskStore
 
-from service.bootstrap.filling import fill
-from service.core.plan import Decision
-from service.core.units import Instant
-from service.core.world import World
-from service.ports import CommitVerdict, TaskStore
 from tests.builders import GIB, a_task
 from tests.contracts.scenes import (
     a_new_lease,

@@ -8,9 +8,9 @@ from enum import Enum, auto
 from pathlib import Path
 
 import pytest
+from gpubroker_server.adapters.sql.engines.connections import Line
 from psycopg.conninfo import conninfo_to_dict
 
-from service.adapters.sql.connections import Line
 from tests.places import short_place
 
 

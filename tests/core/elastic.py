@@ -3,17 +3,18 @@
 from collections.abc import Sequence
 from typing import Any
 
-from service.core.deadlines import Watch, due
-from service.core.device import Node
-from service.core.orders import (
+from gpubroker_server.core.domain.decisions import Decision
+from gpubroker_server.core.domain.device import Node
+from gpubroker_server.core.domain.orders import (
     NodeSeen,
     Order,
     SeenDevice,
 )
-from service.core.plan import Decision
-from service.core.reconcile import InventoryRules, reconcile
-from service.core.task import Task, TaskState
-from service.core.units import Instant, Mib, NodeName, TaskId
+from gpubroker_server.core.domain.task import Task, TaskState
+from gpubroker_server.core.domain.units import Instant, Mib, NodeName, TaskId
+from gpubroker_server.core.lifecycle.deadlines import Watch, due
+from gpubroker_server.core.lifecycle.reconcile import InventoryRules, reconcile
+
 from tests.builders import (
     GIB,
     NOW,

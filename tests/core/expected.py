@@ -1,8 +1,9 @@
 """Starts as they are told."""
 
-from service.core.backfill import Basis
-from service.core.start import Start
-from service.core.units import Instant
+from gpubroker_server.core.domain.units import Instant
+from gpubroker_server.core.planning.backfill import Basis
+from gpubroker_server.core.planning.expected_start import Start
+
 from tests.builders import NOW
 
 

@@ -3,11 +3,11 @@
 from collections.abc import Sequence
 from typing import Any
 
-from service.core.cycle import plan_cycle
-from service.core.demand import Demand
-from service.core.lease import LeaseState
-from service.core.member import MemberState
-from service.core.orders import (
+from gpubroker_server.core.domain.decisions import Decision
+from gpubroker_server.core.domain.demand import Demand
+from gpubroker_server.core.domain.gang_member import MemberState
+from gpubroker_server.core.domain.lease import LeaseState
+from gpubroker_server.core.domain.orders import (
     Ended,
     Ending,
     Failure,
@@ -19,12 +19,13 @@ from service.core.orders import (
     Started,
     StopOrder,
 )
-from service.core.plan import Decision
-from service.core.policy import Policy
-from service.core.runs import react
-from service.core.task import Task
-from service.core.units import Instant, NodeName, TaskId
-from service.core.world import World
+from gpubroker_server.core.domain.policy import Policy
+from gpubroker_server.core.domain.task import Task
+from gpubroker_server.core.domain.units import Instant, NodeName, TaskId
+from gpubroker_server.core.lifecycle.runs import react
+from gpubroker_server.core.planning.cycle import plan_cycle
+from gpubroker_server.core.world.world import World
+
 from tests.builders import GIB, NOW, a_demand, a_device, a_task, a_world, commit
 
 POLICY = Policy()

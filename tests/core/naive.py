@@ -8,13 +8,14 @@ from dataclasses import replace
 from itertools import combinations
 from typing import Any
 
-from service.core.demand import Demand
-from service.core.lease import OF_SERVERS, HolderKind, Lease, LeaseState, Pledge
-from service.core.member import Member
-from service.core.policy import Policy
-from service.core.task import Task, TaskState
-from service.core.units import NodeName
-from service.core.world import World
+from gpubroker_server.core.domain.demand import Demand
+from gpubroker_server.core.domain.gang_member import Member
+from gpubroker_server.core.domain.lease import OF_SERVERS, HolderKind, Lease, LeaseState, Pledge
+from gpubroker_server.core.domain.policy import Policy
+from gpubroker_server.core.domain.task import Task, TaskState
+from gpubroker_server.core.domain.units import NodeName
+from gpubroker_server.core.world.world import World
+
 from tests.core.naive_backfill import beside, other_way, stands_behind
 from tests.core.naive_gangs import a_rank, gang_step, runs
 from tests.core.naive_leavers import NaiveLeavers, leave

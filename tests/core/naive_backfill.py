@@ -6,9 +6,9 @@ from dataclasses import replace
 from math import inf
 from typing import Any
 
-from service.core.backfill import Forecast
-from service.core.lease import Lease, LeaseState
-from service.core.task import Task, TaskState
+from gpubroker_server.core.domain.lease import Lease, LeaseState
+from gpubroker_server.core.domain.task import Task, TaskState
+from gpubroker_server.core.planning.backfill import Forecast
 
 
 def nodes_of(forecast: Forecast) -> set[str]:

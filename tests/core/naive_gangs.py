@@ -10,7 +10,8 @@ from functools import lru_cache
 from itertools import combinations
 from typing import Any
 
-from service.core.task import Task, TaskState
+from gpubroker_server.core.domain.task import Task, TaskState
+
 from tests.core import naive_backfill as backfill
 
 EXACT = 8

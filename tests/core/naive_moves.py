@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from service.core.task import StopReason, Task, TaskState
+from gpubroker_server.core.domain.task import StopReason, Task, TaskState
 
 
 def is_moving(naive: Any, name: str) -> bool:

@@ -6,12 +6,13 @@ from itertools import combinations, permutations
 from math import log
 from typing import Any
 
-from service.core.demand import Demand
-from service.core.lease import HolderKind, Lease, Pledge
-from service.core.policy import Policy
-from service.core.task import Task, TaskState
-from service.core.units import Fence, Instant, Mib
-from service.core.world import World
+from gpubroker_server.core.domain.demand import Demand
+from gpubroker_server.core.domain.lease import HolderKind, Lease, Pledge
+from gpubroker_server.core.domain.policy import Policy
+from gpubroker_server.core.domain.task import Task, TaskState
+from gpubroker_server.core.domain.units import Fence, Instant, Mib
+from gpubroker_server.core.world.world import World
+
 from tests.builders import NOW
 from tests.core.naive_moves import is_moving
 

@@ -5,9 +5,16 @@ from collections.abc import Mapping
 from math import fsum
 from typing import Any
 
-from service.core.demand import Demand
-from service.core.stranding import Measure, Remainder, Shape, fgd, tasks_lost, usual
-from service.core.task import Task
+from gpubroker_server.core.domain.demand import Demand
+from gpubroker_server.core.domain.task import Task
+from gpubroker_server.core.world.fragmentation_gradient import (
+    Measure,
+    Remainder,
+    Shape,
+    fgd,
+    tasks_lost,
+    usual,
+)
 
 
 def sort(device: Any) -> str:

@@ -3,16 +3,17 @@
 from collections.abc import Sequence
 from math import inf
 
-from service.core.backfill import Forecast
-from service.core.draft import Draft
-from service.core.fit import Component, FleetPlan, planning
-from service.core.looks import Looks
-from service.core.offers import Offers
-from service.core.policy import Policy
-from service.core.preemption import Eviction, Search, may_preempt
-from service.core.task import Task
-from service.core.units import Instant
-from service.core.world import World
+from gpubroker_server.core.domain.policy import Policy
+from gpubroker_server.core.domain.task import Task
+from gpubroker_server.core.domain.units import Instant
+from gpubroker_server.core.explain.fit import Component, FleetPlan, planning
+from gpubroker_server.core.planning.backfill import Forecast
+from gpubroker_server.core.planning.draft import Draft
+from gpubroker_server.core.planning.looks import Looks
+from gpubroker_server.core.planning.offers import Offers
+from gpubroker_server.core.planning.preemption import Eviction, Search, may_preempt
+from gpubroker_server.core.world.world import World
+
 from tests.builders import NOW
 
 POLICY = Policy()

@@ -5,17 +5,17 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
+from gpubroker_server.core.domain.decisions import Decision, write_move
+from gpubroker_server.core.domain.demand import Where
+from gpubroker_server.core.domain.lease import LeaseState, move_lease
+from gpubroker_server.core.domain.policy import CustomLimit, Policy, TenantPolicy
+from gpubroker_server.core.domain.task import Dependency, Move, OnFailure, StopReason, Task, TaskState
+from gpubroker_server.core.domain.units import Instant, Mib, Seconds
+from gpubroker_server.core.lifecycle.deadlines import due
+from gpubroker_server.core.world.dependencies import settle
+from gpubroker_server.core.world.world import World
 from hypothesis import strategies as st
 
-from service.core.deadlines import due
-from service.core.demand import Where
-from service.core.dependencies import settle
-from service.core.lease import LeaseState, move_lease
-from service.core.plan import Decision, write_move
-from service.core.policy import CustomLimit, Policy, TenantPolicy
-from service.core.task import Dependency, Move, OnFailure, StopReason, Task, TaskState
-from service.core.units import Instant, Mib, Seconds
-from service.core.world import World
 from tests.builders import NOW, a_device, a_node, a_sample, a_task, a_world, commit, let_go, submit
 
 POLICY = Policy(

@@ -3,20 +3,21 @@
 from dataclasses import replace
 from typing import Any
 
-from service.core.cycle import plan_cycle
-from service.core.deadlines import due, keep_watch
-from service.core.lease import HolderKind, LeaseState
-from service.core.model_holders import seen
-from service.core.model_orders import Indexed, ServerSeen, Stage
-from service.core.model_terms import ModelTerms
-from service.core.orders import Ended, Ending, Failure
-from service.core.plan import Decision, Request
-from service.core.policy import Policy
-from service.core.requests import carry_out
-from service.core.runs import react
-from service.core.task import Task, TaskState
-from service.core.units import Fence, Instant, Seconds, TaskId
-from service.core.world import World
+from gpubroker_server.core.domain.decisions import Decision, Request
+from gpubroker_server.core.domain.lease import HolderKind, LeaseState
+from gpubroker_server.core.domain.models.model_orders import Indexed, ServerSeen, Stage
+from gpubroker_server.core.domain.models.model_terms import ModelTerms
+from gpubroker_server.core.domain.orders import Ended, Ending, Failure
+from gpubroker_server.core.domain.policy import Policy
+from gpubroker_server.core.domain.task import Task, TaskState
+from gpubroker_server.core.domain.units import Fence, Instant, Seconds, TaskId
+from gpubroker_server.core.lifecycle.change_requests import carry_out
+from gpubroker_server.core.lifecycle.deadlines import due, keep_watch
+from gpubroker_server.core.lifecycle.model_lifecycle import seen
+from gpubroker_server.core.lifecycle.runs import react
+from gpubroker_server.core.planning.cycle import plan_cycle
+from gpubroker_server.core.world.world import World
+
 from tests.builders import (
     GIB,
     NOW,

@@ -1,5 +1,6 @@
-from service.core.lease import LeaseState
-from service.core.task import TaskState
+from gpubroker_server.core.domain.lease import LeaseState
+from gpubroker_server.core.domain.task import TaskState
+
 from tests.builders import GIB, NOW, a_device, a_task, a_world, check_ledger, holding, key, let_go, submit
 
 

@@ -18,21 +18,21 @@ from types import TracebackType
 from typing import Any
 
 import yaml
+from gpubroker_server.adapters.blobs.directory import DirectoryBlobs
+from gpubroker_server.adapters.boot_clock import boot_seconds
+from gpubroker_server.adapters.ray.driver import link as driver_link
+from gpubroker_server.adapters.sql.engines.postgres import PostgresSession
+from gpubroker_server.adapters.sql.store import open_store
+from gpubroker_server.bootstrap.broker_role import BrokerRole
+from gpubroker_server.bootstrap.follower import Picture
+from gpubroker_server.core.domain.leader_term import NEVER, Tenure, TenureRules
+from gpubroker_server.core.domain.orders import Ended, Order, Report, StartOrder, StopOrder
+from gpubroker_server.core.domain.units import TaskId, Term
+from gpubroker_server.core.world.tenant_accounts import HALF_LIFE_SECONDS
+from gpubroker_server.ports.store import RunPayload
+from gpubroker_server.settings.loading import load_settings
+from gpubroker_server.telemetry.logs import configure_logs
 
-from service.adapters.blobs.directory import DirectoryBlobs
-from service.adapters.boot_clock import boot_seconds
-from service.adapters.ray import driver_link
-from service.adapters.sql.postgres import PostgresSession
-from service.adapters.sql.store import open_store
-from service.bootstrap.broker_role import BrokerRole
-from service.bootstrap.picture import Picture
-from service.core.accounts import HALF_LIFE_SECONDS
-from service.core.orders import Ended, Order, Report, StartOrder, StopOrder
-from service.core.tenure import NEVER, Tenure, TenureRules
-from service.core.units import TaskId, Term
-from service.logs import configure_logs
-from service.ports import RunPayload
-from service.settings import load_settings
 from tests.e2e.service_process import ROOT, environment
 from tests.patience import PATIENCE_SECONDS
 

@@ -7,8 +7,8 @@ hear that, and delivers what it is given.
 import asyncio
 from typing import Any
 
-from service.adapters.ray import driver
-from service.adapters.ray.node_link import NodeLink
+from gpubroker_server.adapters.ray.driver import process as driver
+from gpubroker_server.adapters.ray.driver.node_link import NodeLink
 
 _listen = NodeLink._listen
 

@@ -5,11 +5,11 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from gpubroker.runtime import messages
+from gpubroker_server.adapters.ray import wire
 
-from service.adapters.ray import wire
 from tests.e2e.service_process import ROOT
 
-RAY = "service/adapters/ray"
+RAY = "service/gpubroker_server/adapters/ray"
 _SPOKEN = {"SPOKEN = (PROTOCOL - 1, PROTOCOL)": "SPOKEN = (PROTOCOL,)"}
 CHANGES: Mapping[str, Mapping[str, str]] = {
     f"{RAY}/wire.py": {f"PROTOCOL = {wire.PROTOCOL}": f"PROTOCOL = {wire.PROTOCOL - 1}", **_SPOKEN},
@@ -50,7 +50,7 @@ class Installation:
 
     @property
     def env(self) -> Mapping[str, str]:
-        return {"PYTHONPATH": f"{self._path}:{self._path / 'client'}"}
+        return {"PYTHONPATH": f"{self._path}:{self._path / 'service'}:{self._path / 'client'}"}
 
     @property
     def task_path(self) -> list[str]:

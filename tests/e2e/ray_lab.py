@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from gpubroker.runtime.process import RUN_MARK
+from gpubroker_server.adapters.ray.agent.node_agent import DESERTED_SECONDS
+from gpubroker_server.adapters.ray.driver.executor import RayExecutor
+from gpubroker_server.adapters.ray.head.head import HeadState, read_state
+from gpubroker_server.adapters.ray.options import RayOptions
+from gpubroker_server.core.domain.orders import SeenDevice
+from gpubroker_server.core.domain.units import Instant, Mib
 
-from service.adapters.ray.agent import DESERTED_SECONDS
-from service.adapters.ray.executor import RayExecutor
-from service.adapters.ray.head import HeadState, read_state
-from service.adapters.ray.options import RayOptions
-from service.core.orders import SeenDevice
-from service.core.units import Instant, Mib
 from tests.contracts.executor_bench import PATIENCE_SECONDS, Bench
 
 

@@ -8,7 +8,8 @@ import sys
 from collections.abc import Mapping
 from types import TracebackType
 
-from service.adapters.ray.processes import kill_all, name_of, process_table, send_signal, session_of
+from gpubroker_server.adapters.ray.processes import kill_all, name_of, process_table, send_signal, session_of
+
 from tests.e2e.ray_lab import is_there
 from tests.e2e.service_process import until
 from tests.patience import PATIENCE_SECONDS

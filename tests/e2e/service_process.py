@@ -71,7 +71,7 @@ class ServiceProcess:
         """Start the process, which calls `begin` first, and wait for nothing."""
         with self._log.open("ab") as log:
             return subprocess.Popen(
-                [sys.executable, "-m", "service", self.command, "--config", str(self._config)],
+                [sys.executable, "-m", "gpubroker_server", self.command, "--config", str(self._config)],
                 stdout=log,
                 stderr=log,
                 env=self._env,
@@ -129,7 +129,7 @@ class ServiceProcess:
         drivers = [
             child
             for child in psutil.Process(self.pid).children()
-            if "service.adapters.ray.driver" in child.cmdline()
+            if "gpubroker_server.adapters.ray.driver.process" in child.cmdline()
         ]
         assert len(drivers) == 1, drivers
         return drivers[0]
@@ -162,7 +162,7 @@ class ServiceProcess:
     def stop(self) -> None:
         """`gpubroker down`: the service and its local Ray."""
         subprocess.run(
-            [sys.executable, "-m", "service", "down", "--config", str(self._config)],
+            [sys.executable, "-m", "gpubroker_server", "down", "--config", str(self._config)],
             check=True,
             capture_output=True,
             timeout=PATIENCE_SECONDS,

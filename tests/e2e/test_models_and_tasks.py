@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 import tritonclient.http
+from gpubroker_server.adapters.sql.store import open_store
 from tritonclient.utils import InferenceServerException
 
-from service.adapters.sql.store import open_store
 from tests.chaos.forked import ForkedServiceOnRay
 from tests.chaos.history import violations
 from tests.contracts.scenes import log_of

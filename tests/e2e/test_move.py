@@ -13,7 +13,7 @@ from tests.patience import PATIENCE_SECONDS
 
 def migrate_data(data_dir: Path, *words: str) -> Sequence[str]:
     """What it said; it must have moved everything."""
-    command = [sys.executable, "-m", "service", "migrate-data", "--data-dir", str(data_dir), *words]
+    command = [sys.executable, "-m", "gpubroker_server", "migrate-data", "--data-dir", str(data_dir), *words]
     ran = subprocess.run(command, capture_output=True, text=True, env=environment(), cwd=ROOT)
     assert ran.returncode == 0, ran.stderr
     return ran.stderr.splitlines()

@@ -12,10 +12,17 @@ from pathlib import Path
 
 import httpx
 import pytest
+from gpubroker_server.adapters.ray.head import head
+from gpubroker_server.adapters.ray.head.head import (
+    HeadRefused,
+    HeadState,
+    read_state,
+    running_head,
+    versions,
+    write_state,
+)
+from gpubroker_server.adapters.ray.processes import boot_id, process_id
 
-from service.adapters.ray import head
-from service.adapters.ray.head import HeadRefused, HeadState, read_state, running_head, versions, write_state
-from service.adapters.ray.processes import boot_id, process_id
 from tests.chaos.forked import ForkedServiceOnRay
 from tests.e2e.ray_lab import command_lines, eventually, is_there, lab_options
 from tests.e2e.service_process import ServiceProcess, until

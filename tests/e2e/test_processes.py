@@ -6,9 +6,9 @@ from pathlib import Path
 
 import httpx
 import pytest
+from gpubroker_server.adapters.sql.store import migrate
+from gpubroker_server.core.domain.leader_term import TenureRules
 
-from service.adapters.sql.store import migrate
-from service.core.tenure import TenureRules
 from tests.chaos.stops import RaySite, Stops, fire
 from tests.e2e.hands import Hands
 from tests.e2e.service_process import ServiceProcess, until

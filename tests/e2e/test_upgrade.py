@@ -5,8 +5,8 @@ from pathlib import Path
 from typing import Any
 
 from gpubroker import Broker
+from gpubroker_server.adapters.ray import wire
 
-from service.adapters.ray import wire
 from tests.e2e.hands import Hands
 from tests.e2e.older_release import Installation
 from tests.e2e.service_process import GIB, ServiceProcess, until

@@ -6,20 +6,20 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import grpc
+from gpubroker_server.adapters.triton.grpc_backend import RpcBackend, TritonRpcServer
+from gpubroker_server.adapters.triton.http_backend import HttpBackend, TritonServer
+from gpubroker_server.core.domain.units import Seconds
+from gpubroker_server.gateway.http.access import Callers
+from gpubroker_server.gateway.http.identity import new_token
+from gpubroker_server.gateway.proxy.fleet import Fleet
+from gpubroker_server.gateway.proxy.lanes import LaneOptions, Lanes
+from gpubroker_server.gateway.proxy.plane import Plane
+from gpubroker_server.gateway.proxy.rpcs import RpcDoor, Rpcs
+from gpubroker_server.gateway.proxy.server import Server
+from gpubroker_server.gateway.residency.residency import ServerRules
+from gpubroker_server.ports.backends import Metadata
+from gpubroker_server.ports.models import ModelHost
 
-from service.adapters.triton.backend import HttpBackend, TritonServer
-from service.adapters.triton.rpc_backend import RpcBackend, TritonRpcServer
-from service.core.units import Seconds
-from service.gateway.callers import Callers
-from service.gateway.identity import new_token
-from service.gateway.inference.fleet import Fleet
-from service.gateway.inference.lanes import LaneOptions, Lanes
-from service.gateway.inference.plane import Plane
-from service.gateway.inference.rpcs import RpcDoor, Rpcs
-from service.gateway.inference.server import Server
-from service.gateway.residency import ServerRules
-from service.host_ports import ModelHost
-from service.model_ports import Metadata
 from tests.gateway.harness import Gateway
 from tests.triton.server import free_ports
 

@@ -12,29 +12,29 @@ from dataclasses import replace
 from typing import Any
 
 import httpx
+from gpubroker_server.adapters.memory.store import MemoryStore
+from gpubroker_server.core.domain.decisions import Decision
+from gpubroker_server.core.domain.leader_term import Standing
+from gpubroker_server.core.domain.orders import Ended, Ending, Failure, Gone, Report, Started
+from gpubroker_server.core.domain.policy import CustomLimit, Maximum, Policy, Pool, TenantPolicy
+from gpubroker_server.core.domain.task import Task, TaskState
+from gpubroker_server.core.domain.units import Instant, Mib, NodeName, Seconds, TaskId, Term
+from gpubroker_server.core.lifecycle.change_requests import carry_out
+from gpubroker_server.core.lifecycle.deadlines import Watch, due
+from gpubroker_server.core.lifecycle.runs import react
+from gpubroker_server.core.lifecycle.silent_nodes import Paused
+from gpubroker_server.core.planning.backfill import Forecast
+from gpubroker_server.core.planning.cycle import plan_cycle
+from gpubroker_server.core.world.dependencies import settle
+from gpubroker_server.core.world.events import Event
+from gpubroker_server.core.world.world import World
+from gpubroker_server.gateway.app import create_app, openapi_document
+from gpubroker_server.gateway.http.identity import EVERY_SCOPE, Tokens, new_token
+from gpubroker_server.gateway.parts import Defaults, GatewayParts, Limits, ModelType
+from gpubroker_server.ports.last_values import LeaderSeen
+from gpubroker_server.ports.store import BlobMissing, CommitVerdict, Progress
 from jsonschema import Draft202012Validator
 
-from service.adapters.memory.store import MemoryStore
-from service.core.backfill import Forecast
-from service.core.cycle import plan_cycle
-from service.core.deadlines import Watch, due
-from service.core.dependencies import settle
-from service.core.events import Event
-from service.core.orders import Ended, Ending, Failure, Gone, Report, Started
-from service.core.plan import Decision
-from service.core.policy import CustomLimit, Maximum, Policy, Pool, TenantPolicy
-from service.core.requests import carry_out
-from service.core.runs import react
-from service.core.silence import Paused
-from service.core.task import Task, TaskState
-from service.core.tenure import Standing
-from service.core.units import Instant, Mib, NodeName, Seconds, TaskId, Term
-from service.core.world import World
-from service.gateway.app import create_app, openapi_document
-from service.gateway.identity import EVERY_SCOPE, Tokens, new_token
-from service.gateway.parts import Defaults, GatewayParts, Limits, ModelType
-from service.last_values import LeaderSeen
-from service.ports import BlobMissing, CommitVerdict, Progress
 from tests.builders import NOW, a_device, a_node, a_sample
 from tests.contracts.scenes import next_term
 from tests.patience import PATIENCE_SECONDS

@@ -5,18 +5,19 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Any
 
-from service.adapters.memory.model_host import SimulatedHost, SimulatedModel
-from service.core.events import Event
-from service.core.model_holders import seen
-from service.core.model_orders import Indexed, ServerSeen
-from service.core.model_orders import Stage as Where
-from service.core.model_terms import Home
-from service.core.plan import Request
-from service.core.requests import carry_out
-from service.core.task import Task
-from service.core.units import Mib, Seconds
-from service.gateway.inference.lanes import LaneOptions, Lanes
-from service.gateway.residency import ModelRules, ServerRules
+from gpubroker_server.adapters.memory.model_host import SimulatedHost, SimulatedModel
+from gpubroker_server.core.domain.decisions import Request
+from gpubroker_server.core.domain.models.model_orders import Indexed, ServerSeen
+from gpubroker_server.core.domain.models.model_orders import Stage as Where
+from gpubroker_server.core.domain.models.model_terms import Home
+from gpubroker_server.core.domain.task import Task
+from gpubroker_server.core.domain.units import Mib, Seconds
+from gpubroker_server.core.lifecycle.change_requests import carry_out
+from gpubroker_server.core.lifecycle.model_lifecycle import seen
+from gpubroker_server.core.world.events import Event
+from gpubroker_server.gateway.proxy.lanes import LaneOptions, Lanes
+from gpubroker_server.gateway.residency.residency import ModelRules, ServerRules
+
 from tests.builders import GIB, a_sample
 from tests.gateway.harness import Gateway, until
 from tests.gateway.inference_stage import Handler, Stage, a_stage

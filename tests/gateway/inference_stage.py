@@ -13,19 +13,19 @@ from pathlib import Path
 from typing import Any
 
 import uvicorn
+from gpubroker_server.adapters.triton.http_backend import HttpBackend, TritonServer
+from gpubroker_server.core.domain.units import Seconds
+from gpubroker_server.gateway.http.access import Callers
+from gpubroker_server.gateway.http.identity import new_token
+from gpubroker_server.gateway.proxy.connection import in_front_of
+from gpubroker_server.gateway.proxy.fleet import Fleet
+from gpubroker_server.gateway.proxy.lanes import LaneOptions, Lanes
+from gpubroker_server.gateway.proxy.plane import Plane
+from gpubroker_server.gateway.proxy.server import Server
+from gpubroker_server.gateway.residency.residency import ServerRules
+from gpubroker_server.ports.models import ModelHost
 from uvicorn.server import ServerState
 
-from service.adapters.triton.backend import HttpBackend, TritonServer
-from service.core.units import Seconds
-from service.gateway.callers import Callers
-from service.gateway.identity import new_token
-from service.gateway.inference.connection import in_front_of
-from service.gateway.inference.fleet import Fleet
-from service.gateway.inference.lanes import LaneOptions, Lanes
-from service.gateway.inference.plane import Plane
-from service.gateway.inference.server import Server
-from service.gateway.residency import ServerRules
-from service.host_ports import ModelHost
 from tests.gateway.harness import Gateway
 from tests.patience import PATIENCE_SECONDS
 

@@ -4,11 +4,11 @@ import asyncio
 from typing import Any
 
 import pytest
+from gpubroker_server.core.domain.units import Instant
+from gpubroker_server.gateway.http.identity import Tokens, hash_of, new_token
+from gpubroker_server.ports.store import StoreUnavailable
 from structlog.testing import capture_logs
 
-from service.core.units import Instant
-from service.gateway.identity import Tokens, hash_of, new_token
-from service.ports import StoreUnavailable
 from tests.gateway.harness import DOCUMENT, Client, Gateway, a_body, fault, problem, until
 
 OPERATIONS = [

@@ -6,13 +6,14 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Any
 
-from service.adapters.memory.model_host import SimulatedModel
-from service.core.deadlines import due, keep_watch
-from service.core.model_orders import Stage
-from service.core.model_terms import Home
-from service.core.task import TaskState
-from service.core.units import Mib, Seconds
-from service.gateway.adopting import Adopting
+from gpubroker_server.adapters.memory.model_host import SimulatedModel
+from gpubroker_server.core.domain.models.model_orders import Stage
+from gpubroker_server.core.domain.models.model_terms import Home
+from gpubroker_server.core.domain.task import TaskState
+from gpubroker_server.core.domain.units import Mib, Seconds
+from gpubroker_server.core.lifecycle.deadlines import due, keep_watch
+from gpubroker_server.gateway.residency.adoption import Adopting
+
 from tests.builders import GIB, NOW
 from tests.chaos.history import violations
 from tests.contracts.scenes import log_of

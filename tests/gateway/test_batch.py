@@ -6,11 +6,11 @@ from typing import Any
 
 import httpx
 import pytest
+from gpubroker_server.core.domain.units import Instant
+from gpubroker_server.gateway.answers.translate import rfc3339
+from gpubroker_server.gateway.http.ids import Ids, is_task_id
+from gpubroker_server.gateway.intake.schemas import MOST_TASKS
 
-from service.core.units import Instant
-from service.gateway.ids import Ids, is_task_id
-from service.gateway.schemas import MOST_TASKS
-from service.gateway.translate import rfc3339
 from tests.builders import NOW
 from tests.gateway.harness import Client, Gateway, a_body, fault, problem
 

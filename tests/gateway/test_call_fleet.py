@@ -3,11 +3,11 @@
 from collections.abc import AsyncIterator
 
 import grpc
+from gpubroker_server.gateway.proxy.server import Contents, Server
+from gpubroker_server.gateway.proxy.watch import Watch
+from gpubroker_server.ports.protowire import field
 from tritonclient.grpc import service_pb2 as messages
 
-from service.gateway.inference.server import Contents, Server
-from service.gateway.inference.watch import Watch
-from service.protowire import field
 from tests.gateway.call_stage import INFER, SERVICE, STREAM, Handler, Heard, Stage, a_stage
 from tests.gateway.test_fleet import SHORT
 

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import grpc
 import pytest
+from gpubroker_server.gateway.proxy.lanes import LaneOptions, Lanes
+from gpubroker_server.ports.protowire import field
 
-from service.gateway.inference.lanes import LaneOptions, Lanes
-from service.protowire import field
 from tests.gateway.call_stage import INFER, SERVICE, STREAM, Heard, Stage, a_stage
 from tests.gateway.harness import until
 from tests.gateway.inference_stage import Heard as HeardOverHttp

@@ -5,15 +5,15 @@ from collections.abc import AsyncIterator
 
 import grpc
 import pytest
+from gpubroker_server.adapters.memory.model_host import SimulatedHost, SimulatedModel
+from gpubroker_server.core.domain.models.model_orders import Indexed, ServerSeen, Stage
+from gpubroker_server.core.domain.models.model_terms import Home
+from gpubroker_server.core.domain.units import Mib, Seconds
+from gpubroker_server.core.lifecycle.model_lifecycle import seen
+from gpubroker_server.gateway.proxy.lanes import LaneOptions, Lanes
+from gpubroker_server.gateway.residency.residency import ModelRules, ServerRules
+from gpubroker_server.ports.protowire import field
 
-from service.adapters.memory.model_host import SimulatedHost, SimulatedModel
-from service.core.model_holders import seen
-from service.core.model_orders import Indexed, ServerSeen, Stage
-from service.core.model_terms import Home
-from service.core.units import Mib, Seconds
-from service.gateway.inference.lanes import LaneOptions, Lanes
-from service.gateway.residency import ModelRules, ServerRules
-from service.protowire import field
 from tests.builders import GIB, a_sample
 from tests.gateway.call_stage import INFER, Heard, a_stage
 from tests.gateway.harness import Gateway, until

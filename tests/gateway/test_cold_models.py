@@ -6,13 +6,13 @@ import json
 import re
 
 import pytest
+from gpubroker_server.adapters.memory.model_host import SimulatedModel
+from gpubroker_server.core.domain.orders import Ended, Ending, Failure
+from gpubroker_server.core.domain.task import TaskState
+from gpubroker_server.core.domain.units import Mib, Seconds
+from gpubroker_server.core.lifecycle.model_measurement import topic_of
+from gpubroker_server.gateway.residency.residency import ModelRules
 
-from service.adapters.memory.model_host import SimulatedModel
-from service.core.model_gauge import topic_of
-from service.core.orders import Ended, Ending, Failure
-from service.core.task import TaskState
-from service.core.units import Mib, Seconds
-from service.gateway.residency import ModelRules
 from tests.builders import GIB, a_sample, a_sketch
 from tests.gateway.harness import until
 from tests.gateway.homes import homes

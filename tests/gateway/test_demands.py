@@ -1,9 +1,9 @@
 """What a task may ask for beside sizes: what its type fills in, and what the operator limits or keeps."""
 
 import pytest
+from gpubroker_server.core.domain.decisions import Decision
+from gpubroker_server.core.domain.device import Device
 
-from service.core.device import Device
-from service.core.plan import Decision
 from tests.builders import GIB, a_device, a_node
 from tests.gateway.harness import Client, Gateway, a_body, problem
 

@@ -3,9 +3,9 @@
 from typing import Any
 
 import pytest
+from gpubroker_server.core.domain.orders import Failure
+from gpubroker_server.core.domain.task import TaskState
 
-from service.core.orders import Failure
-from service.core.task import TaskState
 from tests.gateway.harness import Client, Gateway, a_body, problem
 
 STRANGER = "task_01K000000000000000000000AA"

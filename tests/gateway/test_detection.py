@@ -1,7 +1,8 @@
 """What is told, and may be asked, while silent nodes are not given up."""
 
-from service.core.silence import Paused
-from service.core.units import Instant, NodeName
+from gpubroker_server.core.domain.units import Instant, NodeName
+from gpubroker_server.core.lifecycle.silent_nodes import Paused
+
 from tests.builders import NOW
 from tests.gateway.harness import Client, Gateway
 

@@ -2,9 +2,10 @@
 
 import re
 
-from service.gateway.problems import CATALOGUE
-from service.inference_metrics import WAIT_SECONDS as INFERENCE_WAIT_SECONDS
-from service.telemetry import CALL_SECONDS, COUNTERS, GAUGES, REQUEST_SECONDS, WAIT_SECONDS
+from gpubroker_server.gateway.http.problems import CATALOGUE
+from gpubroker_server.telemetry.inferences import WAIT_SECONDS as INFERENCE_WAIT_SECONDS
+from gpubroker_server.telemetry.metrics import CALL_SECONDS, COUNTERS, GAUGES, REQUEST_SECONDS, WAIT_SECONDS
+
 from tests.architecture.source_tree import ROOT
 from tests.gateway.harness import DOCUMENT, Client, Gateway
 

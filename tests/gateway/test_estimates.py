@@ -3,12 +3,12 @@
 from dataclasses import replace
 
 import pytest
+from gpubroker_server.core.domain.decisions import Decision
+from gpubroker_server.core.domain.estimates import Lesson, Topic, What
+from gpubroker_server.core.domain.units import Instant
+from gpubroker_server.gateway.app import create_app
+from gpubroker_server.gateway.parts import ModelType
 
-from service.core.estimate import Lesson, Topic, What
-from service.core.plan import Decision
-from service.core.units import Instant
-from service.gateway.app import create_app
-from service.gateway.parts import ModelType
 from tests.builders import GIB, NOW, a_device, a_sketch, key
 from tests.gateway.harness import Client, Gateway, a_body, fault
 

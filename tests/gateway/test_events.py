@@ -1,6 +1,7 @@
 """The event log over HTTP."""
 
-from service.core.retention import Cutoffs
+from gpubroker_server.core.domain.retention import Cutoffs
+
 from tests.builders import GIB, NOW
 from tests.gateway.harness import Client, Gateway, fault, problem
 

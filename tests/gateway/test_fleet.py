@@ -7,12 +7,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from gpubroker_server.adapters.triton.http_backend import HttpBackend
+from gpubroker_server.gateway.proxy.server import Contents, Server
+from gpubroker_server.gateway.proxy.watch import Watch, WatchRules, rows_in
 from prometheus_client import generate_latest
 from structlog.testing import capture_logs
 
-from service.adapters.triton.backend import HttpBackend
-from service.gateway.inference.server import Contents, Server
-from service.gateway.inference.watch import Watch, WatchRules, rows_in
 from tests.gateway.harness import problem, until
 from tests.gateway.inference_stage import INFER, OK, Handler, Heard, Stage, a_request, a_stage
 

@@ -1,12 +1,12 @@
 """When a task is likely to start, and how true such words came."""
 
 import pytest
+from gpubroker_server.core.domain.estimates import What
+from gpubroker_server.core.domain.units import TaskId
+from gpubroker_server.core.planning.backfill import Basis
+from gpubroker_server.core.planning.forecast_accuracy import topic_of
+from gpubroker_server.core.planning.forecasts import make_forecasts
 
-from service.core.backfill import Basis
-from service.core.estimate import What
-from service.core.forecasts import make_forecasts
-from service.core.foresight import topic_of
-from service.core.units import TaskId
 from tests.builders import GIB, a_pledge, a_sketch
 from tests.gateway.harness import Client, Gateway
 

@@ -3,10 +3,10 @@
 from typing import Any
 
 import pytest
+from gpubroker_server.core.domain.gang_member import MemberState
+from gpubroker_server.core.domain.orders import Ended, Ending, Failure, Gone, Ready, Started
+from gpubroker_server.core.domain.task import Task
 
-from service.core.member import MemberState
-from service.core.orders import Ended, Ending, Failure, Gone, Ready, Started
-from service.core.task import Task
 from tests.builders import GIB
 from tests.gateway.harness import Client, Gateway, a_body, fault, problem
 

@@ -2,11 +2,10 @@
 
 import uuid
 
+from gpubroker_server.core.domain.units import Instant
+from gpubroker_server.gateway.http.ids import Ids, is_task_id
 from hypothesis import given
 from hypothesis import strategies as st
-
-from service.core.units import Instant
-from service.gateway.ids import Ids, is_task_id
 
 CROCKFORD = "0123456789abcdefghjkmnpqrstvwxyz"
 

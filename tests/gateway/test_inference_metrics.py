@@ -1,8 +1,9 @@
 """Queued inferences in the metrics."""
 
-from service.core.inference_forms import Answer
-from service.core.orders import Failure
-from service.core.tensors import tensor_of
+from gpubroker_server.core.domain.orders import Failure
+from gpubroker_server.core.serving.batching import Answer
+from gpubroker_server.core.serving.tensors import tensor_of
+
 from tests.gateway.harness import Gateway
 from tests.gateway.test_inferences_queued import OPEN, a_gateway, ask, end, send
 

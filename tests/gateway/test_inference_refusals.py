@@ -5,11 +5,11 @@ import json
 from typing import Any
 
 import pytest
+from gpubroker_server.gateway.proxy.aims import aim_of
+from gpubroker_server.gateway.proxy.exchange import DRAIN_STRANGER_BYTES
+from gpubroker_server.gateway.proxy.lanes import LaneOptions, Lanes
 from structlog.testing import capture_logs
 
-from service.gateway.inference.aims import aim_of
-from service.gateway.inference.exchange import DRAIN_STRANGER_BYTES
-from service.gateway.inference.lanes import LaneOptions, Lanes
 from tests.gateway.harness import until
 from tests.gateway.inference_stage import INFER, OK, Heard, a_request, a_stage
 from tests.patience import PATIENCE_SECONDS

@@ -8,20 +8,20 @@ from typing import Any
 
 import httpx
 import pytest
+from gpubroker_server.adapters.memory.model_host import SimulatedHost, SimulatedModel
+from gpubroker_server.core.domain.models.inference_servers import Serving
+from gpubroker_server.core.domain.models.model_orders import Indexed, ServerSeen, Stage
+from gpubroker_server.core.domain.models.model_terms import Home
+from gpubroker_server.core.domain.orders import Ended, Ending, Failure
+from gpubroker_server.core.domain.task import Task, TaskState
+from gpubroker_server.core.domain.units import Mib, Seconds, TaskId
+from gpubroker_server.core.lifecycle.model_lifecycle import seen
+from gpubroker_server.core.planning.inference_admission import admissions, kept_wanted
+from gpubroker_server.core.serving.batching import FORMAT, Answer, packed, question_in
+from gpubroker_server.core.serving.tensors import tensor_of, values_of
+from gpubroker_server.gateway.residency.residency import ModelRules, ServerRules
+from gpubroker_server.gateway.residency.wanted_models import AGAIN_SECONDS, Bringing
 
-from service.adapters.memory.model_host import SimulatedHost, SimulatedModel
-from service.core.inference_forms import FORMAT, Answer, packed, question_in
-from service.core.inferences import admissions, kept_wanted
-from service.core.model_holders import seen
-from service.core.model_orders import Indexed, ServerSeen, Stage
-from service.core.model_terms import Home
-from service.core.orders import Ended, Ending, Failure
-from service.core.serving import Serving
-from service.core.task import Task, TaskState
-from service.core.tensors import tensor_of, values_of
-from service.core.units import Mib, Seconds, TaskId
-from service.gateway.bringing import AGAIN_SECONDS, Bringing
-from service.gateway.residency import ModelRules, ServerRules
 from tests.builders import GIB
 from tests.gateway.harness import Gateway, fault, problem
 

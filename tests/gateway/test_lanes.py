@@ -3,13 +3,13 @@
 import asyncio
 
 import pytest
+from gpubroker_server.core.domain.units import Seconds
+from gpubroker_server.core.serving.lane import LaneRules
+from gpubroker_server.gateway.http.identity import Identity
+from gpubroker_server.gateway.http.problems import Problem
+from gpubroker_server.gateway.proxy.cold import HELD_BYTES
+from gpubroker_server.gateway.proxy.lanes import MOST_LANES, NO_WISH, LaneOptions, Lanes, Wish
 
-from service.core.lane import LaneRules
-from service.core.units import Seconds
-from service.gateway.identity import Identity
-from service.gateway.inference.cold import HELD_BYTES
-from service.gateway.inference.lanes import MOST_LANES, NO_WISH, LaneOptions, Lanes, Wish
-from service.gateway.problems import Problem
 from tests.gateway.harness import until
 from tests.gateway.inference_stage import INFER, OK, Connection, Stage, a_request, a_stage
 from tests.gateway.test_inference_refusals import refused

@@ -5,13 +5,13 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from gpubroker_server.core.domain.decisions import Decision
+from gpubroker_server.core.domain.orders import Gone
+from gpubroker_server.core.domain.task import TaskState
+from gpubroker_server.core.domain.units import Fence, Instant, Mib, Seconds, TaskId
+from gpubroker_server.core.lifecycle.deadlines import Watch, due
+from gpubroker_server.gateway.answers.translate import rfc3339
 
-from service.core.deadlines import Watch, due
-from service.core.orders import Gone
-from service.core.plan import Decision
-from service.core.task import TaskState
-from service.core.units import Fence, Instant, Mib, Seconds, TaskId
-from service.gateway.translate import rfc3339
 from tests.builders import GIB, a_device, a_node, a_sample
 from tests.gateway.harness import PATIENCE_SECONDS, Client, Gateway, a_body, before, fault, problem, until
 

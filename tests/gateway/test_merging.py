@@ -4,9 +4,8 @@ import json
 from typing import Any
 
 from google.protobuf.json_format import MessageToDict
+from gpubroker_server.gateway.proxy import merging, merging_calls
 from tritonclient.grpc import service_pb2 as messages
-
-from service.gateway.inference import merging, merging_calls
 
 TIMES = (
     "success",

@@ -3,8 +3,7 @@
 from pathlib import Path
 
 import pytest
-
-from service.adapters.triton.model_config import ModelConfig, config_in
+from gpubroker_server.adapters.triton.model_config import ModelConfig, config_in
 
 FILES = {
     "": ModelConfig(),

@@ -5,14 +5,14 @@ from contextlib import asynccontextmanager
 
 import httpx
 from gpubroker import AsyncBroker
+from gpubroker_server.adapters.memory.model_host import SimulatedHost, SimulatedModel
+from gpubroker_server.core.domain.models.model_orders import Indexed, ServerSeen, Stage
+from gpubroker_server.core.domain.models.model_terms import Home
+from gpubroker_server.core.domain.task import Task, TaskState
+from gpubroker_server.core.domain.units import Mib
+from gpubroker_server.core.lifecycle.model_lifecycle import due, seen
+from gpubroker_server.gateway.residency.residency import ModelRules, ServerRules
 
-from service.adapters.memory.model_host import SimulatedHost, SimulatedModel
-from service.core.model_holders import due, seen
-from service.core.model_orders import Indexed, ServerSeen, Stage
-from service.core.model_terms import Home
-from service.core.task import Task, TaskState
-from service.core.units import Mib
-from service.gateway.residency import ModelRules, ServerRules
 from tests.builders import GIB
 from tests.gateway.harness import Gateway, problem
 

@@ -3,11 +3,12 @@
 import asyncio
 import json
 
-from service.core.task import TaskState
-from service.core.units import Seconds
-from service.gateway.identity import Identity
-from service.gateway.inference.lanes import NO_WISH
-from service.gateway.letting_go import LettingGo
+from gpubroker_server.core.domain.task import TaskState
+from gpubroker_server.core.domain.units import Seconds
+from gpubroker_server.gateway.http.identity import Identity
+from gpubroker_server.gateway.proxy.lanes import NO_WISH
+from gpubroker_server.gateway.residency.draining import LettingGo
+
 from tests.gateway.harness import until
 from tests.gateway.homes import Homes, doubts_told, homes
 from tests.gateway.inference_stage import INFER, OK, Heard, a_request

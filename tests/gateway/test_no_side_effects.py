@@ -5,10 +5,10 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
+from gpubroker_server.adapters.sql.engines.clock import DatabaseClock
+from gpubroker_server.adapters.sql.store import open_store
+from gpubroker_server.gateway.http.identity import Tokens
 
-from service.adapters.sql.clock import DatabaseClock
-from service.adapters.sql.store import open_store
-from service.gateway.identity import Tokens
 from tests.builders import GIB, a_sample
 from tests.gateway.harness import Client, Gateway, a_body
 

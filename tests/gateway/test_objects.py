@@ -5,10 +5,10 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
+from gpubroker_server.core.domain.units import TaskId
+from gpubroker_server.core.serving.batching import question_in
+from gpubroker_server.core.serving.tensors import values_of
 
-from service.core.inference_forms import question_in
-from service.core.tensors import values_of
-from service.core.units import TaskId
 from tests.gateway.harness import Client, Gateway, fault, problem
 from tests.gateway.test_inferences_queued import OPEN, a_gateway
 

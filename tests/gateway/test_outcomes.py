@@ -4,11 +4,11 @@ import asyncio
 import base64
 
 import pytest
+from gpubroker_server.core.domain.orders import Failure
+from gpubroker_server.core.domain.task import TaskState
+from gpubroker_server.core.domain.units import TaskId
+from gpubroker_server.gateway.answers.lookup import at_its_end
 
-from service.core.orders import Failure
-from service.core.task import TaskState
-from service.core.units import TaskId
-from service.gateway.lookup import at_its_end
 from tests.builders import GIB
 from tests.gateway.harness import PATIENCE_SECONDS, Client, Gateway, before, fault, problem, until
 

@@ -2,9 +2,10 @@
 
 import re
 
-from service.core.overuse import overuse
-from service.core.plan import Decision
-from service.core.units import Instant, NodeName
+from gpubroker_server.core.domain.decisions import Decision
+from gpubroker_server.core.domain.units import Instant, NodeName
+from gpubroker_server.core.lifecycle.overuse import overuse
+
 from tests.builders import GIB, a_device, a_sample
 from tests.gateway.harness import Client, Gateway, problem
 

@@ -6,9 +6,9 @@ from typing import Any
 
 import httpx
 import pytest
+from gpubroker_server.core.domain.orders import Ready, Started
+from gpubroker_server.core.explain.fit import Steps, planning
 
-from service.core.fit import Steps, planning
-from service.core.orders import Ready, Started
 from tests.builders import GIB
 from tests.gateway.harness import Client, Gateway, fault, problem
 
@@ -284,7 +284,7 @@ async def test_others_are_answered_while_a_plan_is_worked_out(
         assert may_go_on.wait(10.0)
         return (yield from planning(*asked))
 
-    monkeypatch.setattr("service.gateway.routes.plan.planning", slowly)
+    monkeypatch.setattr("gpubroker_server.gateway.explain.plan_routes.planning", slowly)
     part = {"components": [{"name": "a", "resources": {"cpu": 1}}]}
     answer = asyncio.ensure_future(api.post("/plan", json=part))
     assert await asyncio.to_thread(began.wait, 10.0)
@@ -295,7 +295,7 @@ async def test_others_are_answered_while_a_plan_is_worked_out(
 
 
 async def test_a_plan_that_takes_too_long_is_refused(api: Client, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("service.gateway.routes.plan.LIMIT_SECONDS", 0.0)
+    monkeypatch.setattr("gpubroker_server.gateway.explain.plan_routes.LIMIT_SECONDS", 0.0)
     body = {"components": [{"name": "a", "count": 2, "resources": {"cpu": 1}}]}
     refusal = problem(await api.post("/plan", json=body), 422, "validation-failed")
     assert "ask about fewer tasks at a time" in str(refusal["errors"])

@@ -3,10 +3,10 @@
 from dataclasses import replace
 
 import pytest
+from gpubroker_server.core.domain.gpu_kinds import Kind
+from gpubroker_server.core.domain.policy import Maximum, TenantPolicy
+from gpubroker_server.core.domain.units import Mib, Seconds
 
-from service.core.kinds import Kind
-from service.core.policy import Maximum, TenantPolicy
-from service.core.units import Mib, Seconds
 from tests.gateway.harness import Client, Gateway, a_body, problem
 
 

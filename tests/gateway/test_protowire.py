@@ -1,9 +1,8 @@
 """Messages that are looked into: what protobuf's own library writes is read, and what we write it reads."""
 
 import pytest
+from gpubroker_server.ports.protowire import Malformed, field, fields
 from tritonclient.grpc import service_pb2 as messages
-
-from service.protowire import Malformed, field, fields
 
 
 def test_what_the_library_writes_is_read() -> None:

@@ -2,11 +2,12 @@
 
 from typing import Any
 
-from service.core.device import DeviceSample
-from service.core.lease import LeaseState
-from service.core.orders import Gone, NodeLost
-from service.core.task import TaskState
-from service.core.units import Mib, TaskId
+from gpubroker_server.core.domain.device import DeviceSample
+from gpubroker_server.core.domain.lease import LeaseState
+from gpubroker_server.core.domain.orders import Gone, NodeLost
+from gpubroker_server.core.domain.task import TaskState
+from gpubroker_server.core.domain.units import Mib, TaskId
+
 from tests.builders import GIB, a_sample
 from tests.gateway.harness import Client, Gateway
 

@@ -6,8 +6,8 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
+from gpubroker_server.core.domain.decisions import Decision
 
-from service.core.plan import Decision
 from tests.builders import GIB, a_device
 from tests.gateway.harness import Client, Gateway, a_body, fault, problem
 

@@ -3,10 +3,10 @@
 import json
 import tracemalloc
 
-from service.core.inference_forms import FORMAT, Answer, packed
-from service.core.tensors import Tensor, tensor_of
-from service.gateway.results import result_member
-from service.ports import StoredResult
+from gpubroker_server.core.serving.batching import FORMAT, Answer, packed
+from gpubroker_server.core.serving.tensors import Tensor, tensor_of
+from gpubroker_server.gateway.tasks.results import result_member
+from gpubroker_server.ports.store import StoredResult
 
 
 async def test_a_large_answer_takes_no_more_memory_than_three_times_its_text() -> None:

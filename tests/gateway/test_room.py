@@ -4,11 +4,11 @@ import asyncio
 from collections.abc import AsyncIterator
 
 import grpc
+from gpubroker_server.core.domain.models.model_terms import Home
+from gpubroker_server.core.domain.units import Seconds
+from gpubroker_server.gateway.proxy.lanes import LaneOptions, Lanes
+from gpubroker_server.ports.protowire import field
 
-from service.core.model_terms import Home
-from service.core.units import Seconds
-from service.gateway.inference.lanes import LaneOptions, Lanes
-from service.protowire import field
 from tests.gateway.call_stage import INFER as CALL
 from tests.gateway.call_stage import STREAM, Heard
 from tests.gateway.call_stage import a_stage as a_call_stage

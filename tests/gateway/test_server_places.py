@@ -3,13 +3,13 @@
 from dataclasses import replace
 
 import pytest
+from gpubroker_server.adapters.memory.model_host import SimulatedHost, SimulatedModel
+from gpubroker_server.adapters.triton.http_backend import HttpBackend, TritonServer
+from gpubroker_server.gateway.http.problems import Problem
+from gpubroker_server.gateway.proxy.server import Server
+from gpubroker_server.gateway.residency.server_places import PlaceWatch
 from structlog.testing import capture_logs
 
-from service.adapters.memory.model_host import SimulatedHost, SimulatedModel
-from service.adapters.triton.backend import HttpBackend, TritonServer
-from service.gateway.inference.server import Server
-from service.gateway.problems import Problem
-from service.gateway.server_places import PlaceWatch
 from tests.builders import a_node
 from tests.gateway.harness import Gateway, problem
 from tests.gateway.test_models import RULES

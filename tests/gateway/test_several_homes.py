@@ -4,15 +4,16 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
-from service.adapters.memory.model_host import SimulatedHost, SimulatedModel
-from service.core.model_holders import seen
-from service.core.model_orders import Indexed, ServerSeen, Stage
-from service.core.model_terms import Home
-from service.core.plan import Decision
-from service.core.task import Task
-from service.core.units import Mib
-from service.gateway.residencies import Residencies
-from service.gateway.residency import ModelRules, ServerRules
+from gpubroker_server.adapters.memory.model_host import SimulatedHost, SimulatedModel
+from gpubroker_server.core.domain.decisions import Decision
+from gpubroker_server.core.domain.models.model_orders import Indexed, ServerSeen, Stage
+from gpubroker_server.core.domain.models.model_terms import Home
+from gpubroker_server.core.domain.task import Task
+from gpubroker_server.core.domain.units import Mib
+from gpubroker_server.core.lifecycle.model_lifecycle import seen
+from gpubroker_server.gateway.residency.residencies import Residencies
+from gpubroker_server.gateway.residency.residency import ModelRules, ServerRules
+
 from tests.builders import GIB, a_device, a_node, a_sample, key
 from tests.gateway.harness import Gateway, problem
 

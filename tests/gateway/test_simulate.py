@@ -3,7 +3,8 @@
 import asyncio
 from typing import Any
 
-from service.core.units import Position
+from gpubroker_server.core.domain.units import Position
+
 from tests.builders import GIB, a_sample
 from tests.gateway.harness import Client, Gateway, a_body, problem, until
 

@@ -5,9 +5,9 @@ import base64
 import json
 
 import pytest
+from gpubroker_server.core.domain.orders import Failure
+from gpubroker_server.core.domain.units import TaskId
 
-from service.core.orders import Failure
-from service.core.units import TaskId
 from tests.builders import GIB
 from tests.gateway.harness import PATIENCE_SECONDS, Client, Gateway, a_body, before, problem
 

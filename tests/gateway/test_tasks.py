@@ -5,11 +5,11 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from gpubroker_server.core.domain.task import TaskState
+from gpubroker_server.core.domain.units import Instant, Position
+from gpubroker_server.gateway.answers.translate import rfc3339
+from gpubroker_server.ports.store import Progress
 
-from service.core.task import TaskState
-from service.core.units import Instant, Position
-from service.gateway.translate import rfc3339
-from service.ports import Progress
 from tests.builders import GIB
 from tests.gateway.harness import Client, Gateway, fault, problem, until
 

@@ -3,9 +3,9 @@
 import re
 
 import pytest
+from gpubroker_server.core.domain.units import Instant
+from gpubroker_server.core.planning.cycle import plan_cycle
 
-from service.core.cycle import plan_cycle
-from service.core.units import Instant
 from tests.builders import GIB
 from tests.gateway.harness import Gateway, a_body, problem
 

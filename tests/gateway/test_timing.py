@@ -4,8 +4,8 @@ from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import pytest
+from gpubroker_server.core.domain.orders import Failure
 
-from service.core.orders import Failure
 from tests.gateway.harness import Client, Gateway, a_body, problem
 
 

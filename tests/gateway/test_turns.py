@@ -7,10 +7,10 @@ from collections.abc import Generator
 from typing import Any
 
 import pytest
+from gpubroker_server.core.domain.units import Seconds
+from gpubroker_server.gateway.http.problems import Problem
+from gpubroker_server.gateway.http.turns import Turns, aside
 
-from service.core.units import Seconds
-from service.gateway.problems import Problem
-from service.gateway.turns import Turns, aside
 from tests.gateway.harness import Client, Gateway, before, problem, until
 
 

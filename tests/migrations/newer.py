@@ -5,10 +5,9 @@ from pathlib import Path
 
 from alembic import command
 from alembic.config import Config
+from gpubroker_server.adapters.sql.tables.compatibility import SCHEMA
 from sqlalchemy import create_engine
 from sqlalchemy.pool import NullPool
-
-from service.adapters.sql.compatibility import SCHEMA
 
 MIGRATIONS = Path(__file__).resolve().parents[2] / "migrations"
 NEXT = SCHEMA + 1

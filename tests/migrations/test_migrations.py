@@ -11,15 +11,15 @@ from typing import Any
 import pytest
 from alembic.autogenerate import compare_metadata
 from alembic.runtime.migration import MigrationContext
+from gpubroker_server.adapters.sql.engines.session import DatabaseRefused
+from gpubroker_server.adapters.sql.store import migrate, open_store
+from gpubroker_server.adapters.sql.tables.compatibility import SCHEMA
+from gpubroker_server.adapters.sql.tables.tables import metadata
+from gpubroker_server.core.domain.lease import LeaseState
+from gpubroker_server.core.domain.task import TaskState
 from sqlalchemy import Connection, Engine, create_engine, inspect, text
 from sqlalchemy.pool import NullPool
 
-from service.adapters.sql.compatibility import SCHEMA
-from service.adapters.sql.session import DatabaseRefused
-from service.adapters.sql.store import migrate, open_store
-from service.adapters.sql.tables import metadata
-from service.core.lease import LeaseState
-from service.core.task import TaskState
 from tests.contracts.lived_in import all_of, live_in
 from tests.contracts.scenes import a_submission, opened
 
@@ -175,7 +175,10 @@ def test_a_states_check_names_the_states_of_the_core(url: str, table: str, state
 
 
 def test_processes_that_start_together_migrate_once(empty_postgres_url: str) -> None:
-    code = "import sys; from service.adapters.sql.store import migrate; print(migrate(sys.argv[1], 'head'))"
+    code = (
+        "import sys; from gpubroker_server.adapters.sql.store import migrate; "
+        "print(migrate(sys.argv[1], 'head'))"
+    )
     command = [sys.executable, "-c", code, empty_postgres_url]
     running = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT) for _ in range(3)]
     assert [process.communicate()[0].strip() for process in running] == [NEWEST] * 3
@@ -189,7 +192,8 @@ def test_an_installed_package_brings_its_migrations(tmp_path: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(tmp_path / "installed")
     code = (
-        "import sys; from service.adapters.sql import schema, store; "
+        "import sys; from gpubroker_server.adapters.sql import store; "
+        "from gpubroker_server.adapters.sql.migrating import schema; "
         "print(schema.__file__, store.migrate(sys.argv[1], 'head'))"
     )
     url = f"sqlite:///{tmp_path / 'gpubroker.db'}"

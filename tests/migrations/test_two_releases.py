@@ -7,11 +7,11 @@ from pathlib import Path
 import httpx
 import psycopg
 import pytest
+from gpubroker_server.adapters.sql.engines.session import DatabaseRefused
+from gpubroker_server.adapters.sql.store import migrate
+from gpubroker_server.adapters.sql.tables.compatibility import READER
+from gpubroker_server.ports.store import Outgrown
 
-from service.adapters.sql.compatibility import READER
-from service.adapters.sql.session import DatabaseRefused
-from service.adapters.sql.store import migrate
-from service.ports import Outgrown
 from tests.bootstrap.refusals import WAITING, refusal
 from tests.chaos.forked import ForkedService
 from tests.contracts.lived_in import all_of, live_in

@@ -3,10 +3,10 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from service.core.device import DeviceSample, Node
-from service.core.orders import Report, RunId, SeenDevice, StartOrder
-from service.core.units import DeviceKey, Instant, Mib, NodeName, mark_of
-from service.core.world import World
+from gpubroker_server.core.domain.device import DeviceSample, Node
+from gpubroker_server.core.domain.orders import Report, RunId, SeenDevice, StartOrder
+from gpubroker_server.core.domain.units import DeviceKey, Instant, Mib, NodeName, mark_of
+from gpubroker_server.core.world.world import World
 
 
 @dataclass

@@ -7,8 +7,9 @@ from hashlib import sha256
 from math import inf
 from typing import Any
 
-from service.core.events import Event
-from service.core.task import TERMINAL, TaskState
+from gpubroker_server.core.domain.task import TERMINAL, TaskState
+from gpubroker_server.core.world.events import Event
+
 from tests.chaos.history import History, LeaseSeen
 from tests.simulation.machine import Machine
 

@@ -7,19 +7,20 @@ from dataclasses import dataclass, field
 from random import Random
 from typing import cast
 
-from service.adapters.sql.store import SqlStore
-from service.bootstrap.picture import Picture
-from service.broker.dispatch import Dispatcher
-from service.broker.leadership import Candidate
-from service.broker.loop import Leader
-from service.broker.observe import Observer
-from service.broker.retention import Pruner
-from service.core.policy import Policy
-from service.core.reconcile import InventoryRules
-from service.core.retention import Retention
-from service.core.tenure import Tenure, TenureRules
-from service.core.units import Seconds, Term
-from service.ports import BlobStore, StoreUnavailable, TaskStore
+from gpubroker_server.adapters.sql.store import SqlStore
+from gpubroker_server.bootstrap.follower import Picture
+from gpubroker_server.broker.dispatch import Dispatcher
+from gpubroker_server.broker.leadership import Candidate
+from gpubroker_server.broker.loop import Leader
+from gpubroker_server.broker.observe import Observer
+from gpubroker_server.broker.pruning import Pruner
+from gpubroker_server.core.domain.leader_term import Tenure, TenureRules
+from gpubroker_server.core.domain.policy import Policy
+from gpubroker_server.core.domain.retention import Retention
+from gpubroker_server.core.domain.units import Seconds, Term
+from gpubroker_server.core.lifecycle.reconcile import InventoryRules
+from gpubroker_server.ports.store import BlobStore, StoreUnavailable, TaskStore
+
 from tests.simulation.line_to_database import Database, Session
 from tests.simulation.machine import CLUSTER
 from tests.simulation.timeline import Timeline
@@ -131,7 +132,7 @@ class Process:
 
 
 class Life:
-    """As `service.bootstrap` puts a broker together."""
+    """As `gpubroker_server.bootstrap` puts a broker together."""
 
     def __init__(self, process: Process, site: Site, chance: Random) -> None:
         self._process, self._site = process, site

@@ -3,10 +3,20 @@
 from collections.abc import Callable, Mapping, Sequence
 from random import Random
 
-from service.core.orders import Ended, Ending, Gone, NodeLost, NodeSeen, Order, Report, StartOrder
-from service.core.tenure import Tenure
-from service.core.units import NodeName, TaskId, Term
-from service.ports import RunPayload
+from gpubroker_server.core.domain.leader_term import Tenure
+from gpubroker_server.core.domain.orders import (
+    Ended,
+    Ending,
+    Gone,
+    NodeLost,
+    NodeSeen,
+    Order,
+    Report,
+    StartOrder,
+)
+from gpubroker_server.core.domain.units import NodeName, TaskId, Term
+from gpubroker_server.ports.store import RunPayload
+
 from tests.simulation.machine import Announcement, Machine
 from tests.simulation.timeline import Timeline
 

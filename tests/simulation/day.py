@@ -11,23 +11,23 @@ from hashlib import sha256
 from random import Random
 from typing import Any
 
+from gpubroker_server.adapters.memory.store import MemoryStore
+from gpubroker_server.bootstrap.world_loading import fill
+from gpubroker_server.broker.dispatch import Dispatcher
+from gpubroker_server.broker.loop import Leader
+from gpubroker_server.broker.observe import Observer
+from gpubroker_server.core.domain.decisions import Decision, Request
+from gpubroker_server.core.domain.leader_term import Tenure
+from gpubroker_server.core.domain.orders import Beat, ForgetOrder, Report, SeenDevice, StartOrder, StopOrder
+from gpubroker_server.core.domain.policy import CustomLimit, Policy
+from gpubroker_server.core.domain.units import Mib, NodeName, Seconds, TaskId, Term, Ticks
+from gpubroker_server.core.explain.admission import check
+from gpubroker_server.core.lifecycle.reconcile import InventoryRules
+from gpubroker_server.core.world.events import Event
+from gpubroker_server.core.world.world import World
+from gpubroker_server.ports.store import CommitVerdict, RunSpec, StoreUnavailable, Submission
 from structlog.testing import capture_logs
 
-from service.adapters.memory.store import MemoryStore
-from service.bootstrap.filling import fill
-from service.broker.dispatch import Dispatcher
-from service.broker.loop import Leader
-from service.broker.observe import Observer
-from service.core.admission import check
-from service.core.events import Event
-from service.core.orders import Beat, ForgetOrder, Report, SeenDevice, StartOrder, StopOrder
-from service.core.plan import Decision, Request
-from service.core.policy import CustomLimit, Policy
-from service.core.reconcile import InventoryRules
-from service.core.tenure import Tenure
-from service.core.units import Mib, NodeName, Seconds, TaskId, Term, Ticks
-from service.core.world import World
-from service.ports import CommitVerdict, RunSpec, StoreUnavailable, Submission
 from tests.contracts.scenes import next_term
 from tests.simulation.auditor import Auditor, Violation, require
 from tests.simulation.cluster import Cluster, LeaderDied

@@ -5,10 +5,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from service.core.plan import Decision
-from service.core.policy import Policy
-from service.core.task import Task, TaskState
-from service.core.world import World
+from gpubroker_server.core.domain.decisions import Decision
+from gpubroker_server.core.domain.policy import Policy
+from gpubroker_server.core.domain.task import Task, TaskState
+from gpubroker_server.core.world.world import World
+
 from tests.core.naive import Naive
 from tests.core.naive_backfill import allows, is_open
 from tests.core.naive_gangs import delays_nobody

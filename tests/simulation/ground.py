@@ -9,18 +9,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from service.broker.observe import next_batch
-from service.core.admission import check, check_priority
-from service.core.awaited import End
-from service.core.backfill import Forecast
-from service.core.consolidation import Consolidation
-from service.core.cycle import plan_cycle
-from service.core.deadlines import Watch, due, keep_watch
-from service.core.dependencies import settle
-from service.core.forecasts import make_forecasts
-from service.core.lease import LeaseState
-from service.core.memory import Memory
-from service.core.orders import (
+from gpubroker_server.broker.observe import next_batch
+from gpubroker_server.core.domain.decisions import Decision, Request
+from gpubroker_server.core.domain.lease import LeaseState
+from gpubroker_server.core.domain.orders import (
     Checkpointed,
     Ended,
     Ending,
@@ -38,19 +30,28 @@ from service.core.orders import (
     StartOrder,
     StopOrder,
 )
-from service.core.plan import Decision, Request
-from service.core.policy import Policy, band_of
-from service.core.ranks import nodes_of
-from service.core.reconcile import InventoryRules, reconcile, take_over
-from service.core.requests import carry_out
-from service.core.runs import react
-from service.core.silence import unanswered
-from service.core.task import Task, TaskState
-from service.core.units import DeviceKey, Instant, NodeName
-from service.core.world import World
+from gpubroker_server.core.domain.policy import Policy, band_of
+from gpubroker_server.core.domain.ranks import nodes_of
+from gpubroker_server.core.domain.task import Task, TaskState
+from gpubroker_server.core.domain.units import DeviceKey, Instant, NodeName
+from gpubroker_server.core.explain.admission import check, check_priority
+from gpubroker_server.core.lifecycle.change_requests import carry_out
+from gpubroker_server.core.lifecycle.deadlines import Watch, due, keep_watch
+from gpubroker_server.core.lifecycle.reconcile import InventoryRules, reconcile, take_over
+from gpubroker_server.core.lifecycle.runs import react
+from gpubroker_server.core.lifecycle.silent_nodes import unanswered
+from gpubroker_server.core.planning.backfill import Forecast
+from gpubroker_server.core.planning.consolidation import Consolidation
+from gpubroker_server.core.planning.cycle import plan_cycle
+from gpubroker_server.core.planning.forecasts import make_forecasts
+from gpubroker_server.core.planning.memory import Memory
+from gpubroker_server.core.world.dependencies import settle
+from gpubroker_server.core.world.dependents import End
+from gpubroker_server.core.world.world import World
+
 from tests.builders import NOW, a_world, check_ledger, commit, submit
 from tests.core.naive import Naive
-from tests.core.test_plan_properties import check_pledges, step_of
+from tests.core.planning.test_plan_properties import check_pledges, step_of
 from tests.simulation.agents import Agent, Process, agent_of
 from tests.simulation.fairness import Passing, check_gang, passings, standings
 from tests.simulation.promises import is_true

@@ -4,8 +4,9 @@ import random
 from argparse import Namespace
 from collections.abc import Iterator
 
+from gpubroker_server.core.planning.cycle import plan_cycle
+
 from bench.plan import Room, a_cluster
-from service.core.cycle import plan_cycle
 from tests.simulation.day import replay
 
 LOOKS = 3

@@ -7,13 +7,13 @@ from functools import partial
 from random import Random
 from typing import Any, Protocol, TypeVar
 
-from service.adapters.memory.store import MemoryStore
-from service.core.events import Event
-from service.core.plan import Decision
-from service.core.retention import Cutoffs
-from service.core.tenure import LeaderRow
-from service.core.units import Instant, Position, Seconds, TaskId, Term
-from service.ports import (
+from gpubroker_server.adapters.memory.store import MemoryStore
+from gpubroker_server.core.domain.decisions import Decision
+from gpubroker_server.core.domain.leader_term import LeaderRow
+from gpubroker_server.core.domain.retention import Cutoffs
+from gpubroker_server.core.domain.units import Instant, Position, Seconds, TaskId, Term
+from gpubroker_server.core.world.events import Event
+from gpubroker_server.ports.store import (
     CommitVerdict,
     EventListener,
     LogShortened,
@@ -24,6 +24,7 @@ from service.ports import (
     StoredCheckpoint,
     StoreUnavailable,
 )
+
 from tests.simulation.timeline import Timeline
 from tests.simulation.virtual_loop import VirtualLoop
 
@@ -90,7 +91,7 @@ class Guard(Protocol):
 
 
 class Session:
-    """The store as one process has it: `service.ports.TaskStore`, as far as a broker uses it, and what
+    """The store as one process has it: `ports.store.TaskStore`, as far as a broker uses it, and what
     `SqlStore` has besides. What is written goes there in order, and is answered in order."""
 
     is_shared = True

@@ -5,8 +5,8 @@ from dataclasses import dataclass, field
 from hashlib import sha256
 from random import Random
 
-from service.core.device import DeviceSample, Node
-from service.core.orders import (
+from gpubroker_server.core.domain.device import DeviceSample, Node
+from gpubroker_server.core.domain.orders import (
     Checkpointed,
     Ended,
     Ending,
@@ -22,7 +22,8 @@ from service.core.orders import (
     StartOrder,
     StopOrder,
 )
-from service.core.units import DeviceKey, Fence, Mib, NodeName, TaskId, Term, device_key
+from gpubroker_server.core.domain.units import DeviceKey, Fence, Mib, NodeName, TaskId, Term, device_key
+
 from tests.simulation.timeline import Line, Timeline
 
 Claim = tuple[TaskId, Fence]

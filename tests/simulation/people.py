@@ -5,14 +5,15 @@ from dataclasses import dataclass, replace
 from random import Random
 from typing import Any
 
-from service.core.admission import check
-from service.core.events import Event
-from service.core.plan import Request
-from service.core.policy import Policy
-from service.core.task import Task
-from service.core.units import TaskId
-from service.core.world import World
-from service.ports import BatchSubmission, RunSpec, Submission
+from gpubroker_server.core.domain.decisions import Request
+from gpubroker_server.core.domain.policy import Policy
+from gpubroker_server.core.domain.task import Task
+from gpubroker_server.core.domain.units import TaskId
+from gpubroker_server.core.explain.admission import check
+from gpubroker_server.core.world.events import Event
+from gpubroker_server.core.world.world import World
+from gpubroker_server.ports.store import BatchSubmission, RunSpec, Submission
+
 from tests.simulation.line_to_database import Database, at_once
 from tests.simulation.machine import Program
 from tests.simulation.timeline import Timeline

@@ -1,11 +1,11 @@
 """Whether the end that is told of a pledge is the one to which it came."""
 
-from service.core.lease import LeaseState, Pledge, PledgeEnd
-from service.core.plan import Decision
-from service.core.policy import Policy
-from service.core.task import Move
-from service.core.units import TaskId
-from service.core.world import World
+from gpubroker_server.core.domain.decisions import Decision
+from gpubroker_server.core.domain.lease import LeaseState, Pledge, PledgeEnd
+from gpubroker_server.core.domain.policy import Policy
+from gpubroker_server.core.domain.task import Move
+from gpubroker_server.core.domain.units import TaskId
+from gpubroker_server.core.world.world import World
 
 
 def is_true(

@@ -12,16 +12,16 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from random import Random
 
+from gpubroker_server.bootstrap import follower as bootstrap_picture
+from gpubroker_server.bootstrap.world_loading import fill
+from gpubroker_server.broker import cycle_timing, leadership
+from gpubroker_server.core.domain.policy import CustomLimit, Policy
+from gpubroker_server.core.domain.task import TERMINAL
+from gpubroker_server.core.domain.units import Seconds
+from gpubroker_server.core.world.events import Event
+from gpubroker_server.core.world.world import World
 from structlog.testing import capture_logs
 
-from service.bootstrap import picture as bootstrap_picture
-from service.bootstrap.filling import fill
-from service.broker import leadership, rhythm
-from service.core.events import Event
-from service.core.policy import CustomLimit, Policy
-from service.core.task import TERMINAL
-from service.core.units import Seconds
-from service.core.world import World
 from tests.contracts.scenes import picture
 from tests.simulation.auditor import Auditor, Violation
 from tests.simulation.broker import Process, Site
@@ -75,7 +75,7 @@ class StormReport:
 def rarer_looks() -> Iterator[None]:
     """To look whether there is something new takes most of the time if there is nothing, as mostly here."""
     known = {
-        (rhythm, "TICK_SECONDS"): 1.0,
+        (cycle_timing, "TICK_SECONDS"): 1.0,
         (leadership, "LOOK_SECONDS"): (0.2, 0.8),
         (bootstrap_picture, "POLL_SECONDS"): (0.2, 1.0),
     }

@@ -4,6 +4,13 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from gpubroker_server.core.domain.demand import Demand
+from gpubroker_server.core.domain.external_lease import External
+from gpubroker_server.core.domain.orders import Ending
+from gpubroker_server.core.domain.policy import Policy
+from gpubroker_server.core.domain.task import ACTIVE, Dependency, OnFailure, Task, TaskState
+from gpubroker_server.core.domain.units import Instant, Seconds
+from gpubroker_server.core.world.world import World
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -13,13 +20,6 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from service.core.demand import Demand
-from service.core.external import External
-from service.core.orders import Ending
-from service.core.policy import Policy
-from service.core.task import ACTIVE, Dependency, OnFailure, Task, TaskState
-from service.core.units import Instant, Seconds
-from service.core.world import World
 from tests.builders import NOW, a_demand, a_device, a_node, a_task, a_world
 from tests.core.scenarios import POLICY, SHAPES
 from tests.simulation.agents import Agent, Process

@@ -4,11 +4,11 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
+from gpubroker_server.core.domain.decisions import Decision
+from gpubroker_server.core.domain.lease import LeaseState
+from gpubroker_server.core.domain.task import Move
+from gpubroker_server.core.domain.units import DeviceKey, Fence, Mib
 
-from service.core.lease import LeaseState
-from service.core.plan import Decision
-from service.core.task import Move
-from service.core.units import DeviceKey, Fence, Mib
 from tests.simulation.__main__ import text_of
 from tests.simulation.auditor import Violation
 from tests.simulation.day import replay

@@ -5,9 +5,9 @@ from collections import Counter
 from contextlib import suppress
 
 import pytest
+from gpubroker_server.broker.leadership import Candidate
+from gpubroker_server.core.domain.leader_term import Tenure
 
-from service.broker.leadership import Candidate
-from service.core.tenure import Tenure
 from tests.simulation.storm import storm
 
 STEPS = 100

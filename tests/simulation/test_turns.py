@@ -4,12 +4,12 @@ from itertools import cycle, islice
 from typing import Any
 
 import pytest
+from gpubroker_server.core.domain.orders import Ending
+from gpubroker_server.core.domain.policy import CustomLimit, Policy, TenantPolicy
+from gpubroker_server.core.domain.units import Instant, Mib, Seconds
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from service.core.orders import Ending
-from service.core.policy import CustomLimit, Policy, TenantPolicy
-from service.core.units import Instant, Mib, Seconds
 from tests.builders import NOW, a_demand, a_device, a_task, a_world
 from tests.simulation.ground import Ground
 

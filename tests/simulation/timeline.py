@@ -7,7 +7,7 @@ from math import inf
 from random import Random
 from typing import Any
 
-from service.core.units import Instant
+from gpubroker_server.core.domain.units import Instant
 
 Action = Callable[[], Any]
 

@@ -9,7 +9,8 @@ from contextvars import Context
 from random import Random
 from typing import Any
 
-from service.core.units import Ticks
+from gpubroker_server.core.domain.units import Ticks
+
 from tests.simulation.timeline import Timeline
 
 LONGEST_STEP_SECONDS = 0.001

@@ -7,7 +7,8 @@ from dataclasses import replace
 from random import Random
 from typing import Any
 
-from service.core.orders import (
+from gpubroker_server.core.domain.leader_term import Tenure
+from gpubroker_server.core.domain.orders import (
     Beat,
     Gone,
     NodeLost,
@@ -18,9 +19,9 @@ from service.core.orders import (
     SeenDevice,
     StartOrder,
 )
-from service.core.tenure import Tenure
-from service.core.units import Instant, Mib, NodeName, TaskId, Term
-from service.ports import Clock, RunPayload
+from gpubroker_server.core.domain.units import Instant, Mib, NodeName, TaskId, Term
+from gpubroker_server.ports.store import Clock, RunPayload
+
 from tests.simulation.line_to_database import Guard
 from tests.simulation.machine import Announcement, Machine, Program
 from tests.simulation.timeline import Timeline
@@ -150,7 +151,7 @@ class Network:
 
 
 class Wire:
-    """The executor of one process (`service.ports.Executor`): carries orders to agents and reports back."""
+    """The executor of one process (`ports.store.Executor`): carries orders to agents and reports back."""
 
     def __init__(
         self, name: str, process: Guard, host: Host, clock: Clock, network: Network, chance: Random

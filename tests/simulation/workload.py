@@ -4,10 +4,11 @@ from dataclasses import dataclass, replace
 from random import Random
 from typing import Any
 
-from service.core.demand import Demand
-from service.core.orders import Ending
-from service.core.task import Dependency, OnFailure, Task
-from service.core.units import Instant, Mib, Seconds, TaskId
+from gpubroker_server.core.domain.demand import Demand
+from gpubroker_server.core.domain.orders import Ending
+from gpubroker_server.core.domain.task import Dependency, OnFailure, Task
+from gpubroker_server.core.domain.units import Instant, Mib, Seconds, TaskId
+
 from tests.simulation.machine import Program
 
 GIB = 1024

@@ -160,7 +160,7 @@ class Triton:
     def _is_ready(self) -> bool:
         try:
             with urllib.request.urlopen(f"{self.url}/v2/health/ready", timeout=1) as answer:
-                return answer.status == 200
+                return bool(answer.status == 200)
         except OSError:
             return False
 

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import psutil
 import pytest
+from gpubroker_server.adapters.triton.grpc_backend import TritonRpcServer
+from gpubroker_server.adapters.triton.host import TritonHost
+from gpubroker_server.core.domain.units import Mib, Seconds
+from gpubroker_server.ports.models import HostFault, HostRefused, Stage
 
-from service.adapters.triton.host import TritonHost
-from service.adapters.triton.rpc_backend import TritonRpcServer
-from service.core.units import Mib, Seconds
-from service.host_ports import HostFault, HostRefused, Stage
 from tests.e2e.service_process import until
 from tests.patience import PATIENCE_SECONDS
 from tests.triton.server import Triton
@@ -227,10 +227,9 @@ async def test_a_server_that_loads_by_itself_says_that_it_may_not_be_told(tmp_pa
 
 
 def test_the_size_that_a_server_states_is_in_mib_and_of_its_gpus_alone() -> None:
+    from gpubroker_server.adapters.triton.host import _used
+    from gpubroker_server.ports.protowire import Message
     from tritonclient.grpc import service_pb2 as messages
-
-    from service.adapters.triton.host import _used
-    from service.protowire import Message
 
     told = messages.ModelStatistics(name="m")
     for kind, size in (("GPU", 3 * 2**20), ("GPU", 1), ("CPU", 2**30)):

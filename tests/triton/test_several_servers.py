@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 import tritonclient.grpc
 import tritonclient.http
+from gpubroker_server.core.serving.circuit_breaker import BreakerRules
 
-from service.core.breaker import BreakerRules
 from tests.chaos.forked import ForkedService
 from tests.e2e.service_process import GIB, ServiceProcess, until
 from tests.triton.analyzer import analyzer_libraries

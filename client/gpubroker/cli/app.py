@@ -7,22 +7,17 @@ import typer
 from typer.core import TyperGroup
 from typer.main import get_group
 
-from gpubroker.cli import (
-    EXIT_USAGE,
-    administer,
-    cluster,
-    control,
-    detection,
-    learned,
-    lease,
-    objects,
-    plan,
-    quarantine,
-    served,
-    submit,
-    tasks,
-)
+from gpubroker.cli import EXIT_USAGE
+from gpubroker.cli.admin import tokens as administer
+from gpubroker.cli.cluster import commands as cluster
+from gpubroker.cli.cluster import detection, estimates, plan, quarantine
+from gpubroker.cli.leases import commands as lease
+from gpubroker.cli.models import commands as served
+from gpubroker.cli.models import objects
 from gpubroker.cli.session import Format, Output, say
+from gpubroker.cli.tasks import change as control
+from gpubroker.cli.tasks import show as tasks
+from gpubroker.cli.tasks import submit
 
 _SERVER_COMMANDS = frozenset({"serve", "down", "migrate", "migrate-data", "openapi"})
 
@@ -113,7 +108,7 @@ for part in (
     tasks,
     control,
     lease,
-    learned,
+    estimates,
     cluster,
     served,
     objects,

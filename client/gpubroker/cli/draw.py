@@ -12,14 +12,14 @@ from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderR
 from rich.table import Table
 from rich.text import Text
 
-from gpubroker.cli.bars import LEGEND, bar
-from gpubroker.cli.draw_learned import expected_end, expected_start
-from gpubroker.cli.draw_served import model_server
+from gpubroker.cli.cluster.bars import LEGEND, bar
+from gpubroker.cli.cluster.draw_estimates import expected_end, expected_start
 from gpubroker.cli.layout import Column, Rows, ago, gib, moment, short_id, size, span, with_short_ids
-from gpubroker.cli.retell import retold
-from gpubroker.fleet import ForecastsKept, Fragmentation, Gpu, Holder, Node, Stats
-from gpubroker.models import Event, Task, TaskDevice, TaskRank, TaskState, Token
-from gpubroker.quarantine import Quarantined
+from gpubroker.cli.models.draw import model_server
+from gpubroker.cli.tasks.event_lines import retold
+from gpubroker.cluster.fleet import ForecastsKept, Fragmentation, Gpu, Holder, Node, Stats
+from gpubroker.cluster.quarantine import Quarantined
+from gpubroker.tasks.task import Event, Task, TaskDevice, TaskRank, TaskState, Token
 
 NO_HISTORY: Mapping[str, str] = MappingProxyType({})
 _NAME_CELLS = 24

@@ -12,15 +12,16 @@ from typing import TYPE_CHECKING, Annotated, Any, Protocol, TypeVar
 
 import typer
 
-from gpubroker.cli import EXIT_REFUSED, EXIT_USAGE, SHOWN_ID_LENGTH, last
-from gpubroker.connection import TOKEN_VARIABLE, client_file
+from gpubroker.cli import EXIT_REFUSED, EXIT_USAGE, SHOWN_ID_LENGTH
+from gpubroker.cli.tasks import last_task
 from gpubroker.errors import Refused
+from gpubroker.transport.connection import TOKEN_VARIABLE, client_file
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
 
     from gpubroker.broker import Broker
-    from gpubroker.fleet import Stats
+    from gpubroker.cluster.fleet import Stats
 
 _TASK_ID_LENGTH = len("task_") + 26
 _TASKS_SEARCHED = 2000
@@ -135,7 +136,7 @@ def _only(found: Sequence[str], word: str, nothing: str) -> str:
 
 def _last(broker: "Broker", to_change: bool) -> str:
     url = broker.connection.url
-    if known := last.submitted(url):
+    if known := last_task.submitted(url):
         return known
     newest = next(broker.list(limit=1), None)
     if newest is None:

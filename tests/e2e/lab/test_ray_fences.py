@@ -3,10 +3,10 @@
 import asyncio
 
 import pytest
+from gpubroker_server.adapters.ray.driver.executor import RayExecutor
+from gpubroker_server.core.domain.leader_term import Tenure
+from gpubroker_server.core.domain.units import Term
 
-from service.adapters.ray.executor import RayExecutor
-from service.core.tenure import Tenure
-from service.core.units import Term
 from tests.e2e.ray_lab import Lab, SystemClock
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")

@@ -7,8 +7,8 @@ import sys
 from typing import Any
 
 import pytest
+from gpubroker_server.core.domain.orders import Checkpointed, Ended, Ending, Gone, NodeSeen, Ready, Started
 
-from service.core.orders import Checkpointed, Ended, Ending, Gone, NodeSeen, Ready, Started
 from tests.contracts.executor_bench import Run
 from tests.e2e.ray_lab import Lab, agents_of, is_there, marked_with
 

@@ -12,13 +12,13 @@ from pathlib import Path
 
 import psutil
 import pytest
+from gpubroker_server.adapters.ray.driver.executor import RayExecutor
+from gpubroker_server.adapters.ray.head.head import HeadState, read_state, write_state
+from gpubroker_server.adapters.ray.options import RayOptions
+from gpubroker_server.core.domain.leader_term import Tenure
+from gpubroker_server.core.domain.orders import Ended, Gone, NodeLost, NodeSeen, Started
+from gpubroker_server.core.domain.units import Term
 
-from service.adapters.ray.executor import RayExecutor
-from service.adapters.ray.head import HeadState, read_state, write_state
-from service.adapters.ray.options import RayOptions
-from service.core.orders import Ended, Gone, NodeLost, NodeSeen, Started
-from service.core.tenure import Tenure
-from service.core.units import Term
 from tests.e2e.ray_lab import Lab, SystemClock, agents_of, eventually, is_there, lab_options
 
 OpenLab = Callable[..., Awaitable[Lab]]

@@ -7,9 +7,9 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import pytest
+from gpubroker_server.adapters.ray.driver import link as driver_link
+from gpubroker_server.core.domain.orders import Ended, Ending, Gone, NodeLost, NodeSeen, Started
 
-from service.adapters.ray import driver_link
-from service.core.orders import Ended, Ending, Gone, NodeLost, NodeSeen, Started
 from tests.contracts.executor_bench import Run
 from tests.contracts.proxy import a_proxy
 from tests.e2e.ray_lab import Lab, agents_of, command_lines, eventually, is_there
@@ -98,5 +98,5 @@ async def test_a_run_outlives_the_node_agent(lab: Lab, tmp_path: Path) -> None:
 
 def driver_pids(parent: int) -> list[int]:
     """Driver processes of one service."""
-    drivers = command_lines("service.adapters.ray.driver")
+    drivers = command_lines("gpubroker_server.adapters.ray.driver.process")
     return [pid for pid in drivers if f"PPid:\t{parent}\n" in Path(f"/proc/{pid}/status").read_text()]

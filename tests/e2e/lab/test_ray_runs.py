@@ -6,8 +6,8 @@ from itertools import pairwise
 
 import cloudpickle
 import pytest
+from gpubroker_server.core.domain.orders import Checkpointed, Ended, Ending, Gone, Progressed, Started
 
-from service.core.orders import Checkpointed, Ended, Ending, Gone, Progressed, Started
 from tests.e2e.ray_lab import Lab
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")

@@ -5,8 +5,8 @@ import os
 import signal
 
 import pytest
+from gpubroker_server.core.domain.orders import Checkpointed, Ended, Ending, Gone, Progressed, Started
 
-from service.core.orders import Checkpointed, Ended, Ending, Gone, Progressed, Started
 from tests.contracts.executor_bench import GPU
 from tests.e2e.ray_lab import Lab, eventually, is_there, marked_with
 

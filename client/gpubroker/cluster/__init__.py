@@ -1,0 +1,1 @@
+"""Devices, nodes, policy, quarantine and planned fleets as the service answers them."""

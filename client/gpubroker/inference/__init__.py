@@ -1,0 +1,1 @@
+"""Ask models, now or queued, with arrays or uploaded objects."""

@@ -1,0 +1,1 @@
+"""GPU memory for programs that the broker does not start."""

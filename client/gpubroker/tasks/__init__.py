@@ -1,0 +1,1 @@
+"""Submit tasks and read their answers."""

@@ -1,0 +1,1 @@
+"""Find the service, send a request, retry, decode."""

@@ -1,1 +1,0 @@
-"""The world outside: one folder per foreign thing, each behind a Protocol of `service.ports`."""

@@ -1,0 +1,157 @@
+"""`python -m gpubroker_server` and the server's commands of the `gpubroker` command line."""
+
+import gc
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from gpubroker_server.settings.loading import Settings, SettingsRefused, load_settings
+
+Config = Annotated[Path | None, typer.Option("--config", help="Configuration file (YAML).")]
+DataDir = Annotated[Path | None, typer.Option("--data-dir", help="Database, blobs, tokens and state files.")]
+DatabaseUrl = Annotated[
+    str | None, typer.Option("--database-url", help="sqlite:///path or postgresql://user@host/name.")
+]
+
+Host = Annotated[str | None, typer.Option(help="Address to listen on.")]
+Port = Annotated[int | None, typer.Option(help="Port to listen on; 0 takes a free one.")]
+LogLevel = Annotated[str | None, typer.Option(help="DEBUG, INFO, WARNING or ERROR.")]
+
+
+def serve(
+    config: Config = None,
+    data_dir: DataDir = None,
+    database_url: DatabaseUrl = None,
+    host: Host = None,
+    port: Port = None,
+    log_level: LogLevel = None,
+) -> None:
+    """Start the service in the foreground: HTTP, leader and a local Ray."""
+    flags = {"data_dir": data_dir, "database_url": database_url, "host": host, "port": port}
+    _run(_settings(config, **flags, log_level=log_level), speaks=True, leads=True)
+
+
+def gateway(
+    config: Config = None,
+    data_dir: DataDir = None,
+    database_url: DatabaseUrl = None,
+    host: Host = None,
+    port: Port = None,
+    log_level: LogLevel = None,
+) -> None:
+    """Start one of the processes that speak HTTP, on PostgreSQL; a broker carries out what they take in."""
+    flags = {"data_dir": data_dir, "database_url": database_url, "host": host, "port": port}
+    _run(_settings(config, **flags, log_level=log_level), speaks=True, leads=False)
+
+
+def broker(
+    config: Config = None,
+    data_dir: DataDir = None,
+    database_url: DatabaseUrl = None,
+    log_level: LogLevel = None,
+) -> None:
+    """Start one of the processes that decide and run tasks, on PostgreSQL; one of them leads."""
+    flags = {"data_dir": data_dir, "database_url": database_url}
+    _run(_settings(config, **flags, log_level=log_level), speaks=False, leads=True)
+
+
+def down(config: Config = None, data_dir: DataDir = None) -> None:
+    """Stop the service of this data directory and the local Ray it left running."""
+    from gpubroker_server.bootstrap.down import StillRunning, stop_everything
+
+    try:
+        for line in stop_everything(_settings(config, data_dir=data_dir)):
+            typer.echo(line, err=True)
+    except StillRunning as refused:
+        typer.echo(f"gpubroker: {refused}", err=True)
+        raise typer.Exit(1) from None
+
+
+def migrate(
+    config: Config = None,
+    data_dir: DataDir = None,
+    database_url: DatabaseUrl = None,
+    to: Annotated[str, typer.Option(help="Revision to go to, up or down, such as 0003.")] = "head",
+    drop_everything: Annotated[
+        bool, typer.Option("--drop-everything", help="Needed for --to base, which drops every table.")
+    ] = False,
+) -> None:
+    """Bring the database to a revision.
+
+    The service must not be running meanwhile on a SQLite file, nor, to go back, on PostgreSQL.
+    """
+    from gpubroker_server.bootstrap.commands import StartRefused, migrate_database
+
+    settings = _settings(config, data_dir=data_dir, database_url=database_url)
+    try:
+        typer.echo(migrate_database(settings, to, drop_everything=drop_everything), err=True)
+    except StartRefused as refused:
+        raise _refused(str(refused)) from None
+
+
+def migrate_data(
+    target: Annotated[str, typer.Option("--to", help="An empty database: postgresql://user@host/name.")],
+    source: Annotated[
+        str | None, typer.Option("--from", help="sqlite:///path; otherwise the one of the configuration.")
+    ] = None,
+    config: Config = None,
+    data_dir: DataDir = None,
+) -> None:
+    """Move a stopped service from its SQLite file to PostgreSQL: everything, or nothing.
+
+    Every table is compared once it has arrived, and the file is then never served again. Broken off at any
+    moment it is simply run again. Runs go on meanwhile.
+    """
+    from gpubroker_server.bootstrap.commands import StartRefused, move_database
+
+    settings = _settings(config, data_dir=data_dir, database_url=source)
+    try:
+        move_database(settings, target, lambda line: typer.echo(line, err=True))
+    except StartRefused as refused:
+        raise _refused(str(refused)) from None
+
+
+def openapi() -> None:
+    """Print the OpenAPI document as YAML."""
+    from gpubroker_server.bootstrap.commands import openapi_yaml
+
+    typer.echo(openapi_yaml(), nl=False)
+
+
+def _run(settings: Settings, *, speaks: bool, leads: bool) -> None:
+    gc.disable()  # a tenth of a start, and finds nothing; see `make_full_collections_rare`
+    from gpubroker_server.bootstrap.commands import StartRefused, run_service
+
+    try:
+        raise typer.Exit(run_service(settings, speaks=speaks, leads=leads))
+    except StartRefused as refused:
+        raise _refused(str(refused)) from None
+
+
+def commands(app: typer.Typer) -> None:
+    """Add the server's commands to a command line. Entry point of group `gpubroker.commands`."""
+    for command in (serve, gateway, broker, down, migrate, migrate_data, openapi):
+        app.command()(command)
+
+
+def main() -> None:
+    app = typer.Typer(no_args_is_help=True, add_completion=False)
+    commands(app)
+    app()
+
+
+def _settings(config: Path | None, **flags: Any) -> Settings:
+    try:
+        return load_settings(config, **flags)
+    except SettingsRefused as refused:
+        raise _refused(str(refused)) from None
+
+
+def _refused(message: str) -> typer.Exit:
+    typer.echo(f"gpubroker: {message}", err=True)
+    return typer.Exit(2)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,184 @@
+"""Objects as files below one directory: `ab/cd/abcd…`, named by the sha256 of what is in them."""
+
+import asyncio
+import hashlib
+import os
+import tempfile
+import time
+from collections.abc import Awaitable, Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import structlog
+
+from gpubroker_server.core.domain.units import Seconds
+from gpubroker_server.ports.store import BlobCorrupt, BlobMissing, BlobTooLarge, StoreUnavailable
+
+log = structlog.get_logger("gpubroker.blobs")
+
+_DIGEST_LENGTH = 64
+_ASKED_AT_ONCE = 500
+
+Referenced = Callable[[Sequence[str]], Awaitable[Collection[str]]]
+"""Of these digests, those that a row names."""
+
+
+class DirectoryBlobs:
+    """A BlobStore. A file is complete and synced under its name, or it is not there under its name."""
+
+    def __init__(self, root: Path, max_bytes: int = 64 * 1024 * 1024) -> None:
+        self._root = root
+        self._max_bytes = max_bytes
+
+    async def put(self, data: bytes, *, owner: str) -> str:
+        if len(data) > self._max_bytes:
+            raise BlobTooLarge(
+                f"{owner} gave an object of {len(data)} bytes; at most {self._max_bytes} bytes are kept"
+            )
+        with self._reachable("written"):
+            return await asyncio.to_thread(self._put, data)
+
+    async def get(self, digest: str) -> bytes:
+        with self._reachable("read"):
+            return await asyncio.to_thread(self._get, digest)
+
+    async def delete(self, digest: str) -> None:
+        """One that is not there is deleted already."""
+        path = self._path(digest)
+        with self._reachable("deleted"):
+            await asyncio.to_thread(path.unlink, missing_ok=True)
+
+    @contextmanager
+    def _reachable(self, what: str) -> Iterator[None]:
+        """A full disk, a lost mount or a missing right may pass: what was asked for is worth asking again."""
+        try:
+            yield
+        except OSError as error:
+            raise StoreUnavailable(
+                f"an object below {self._root} cannot be {what}: {error.strerror}; "
+                "make room, or give this user access"
+            ) from error
+
+    async def keep_clean(
+        self,
+        referenced: Referenced,
+        *,
+        every_seconds: Seconds = Seconds(900.0),
+        age_seconds: Seconds = Seconds(3600.0),
+    ) -> None:
+        """Sweep again and again, until cancelled; while the database or the disk is away nothing is swept."""
+        while True:
+            await asyncio.sleep(every_seconds)
+            try:
+                await self.sweep(referenced, age_seconds=age_seconds)
+            except (StoreUnavailable, OSError) as fault:
+                log.warning("objects not swept; trying again later", fault=str(fault))
+
+    async def sweep(self, referenced: Referenced, *, age_seconds: Seconds) -> int:
+        """Delete what no row names, if it was put at least so long ago; how many were deleted.
+
+        The row of a younger one may still be on its way. A file that cannot be touched is passed over.
+        """
+        before = time.time() - age_seconds
+        old = await asyncio.to_thread(lambda: list(self._older_than(before)))
+        deleted = 0
+        for start in range(0, len(old), _ASKED_AT_ONCE):
+            digests = old[start : start + _ASKED_AT_ONCE]
+            needed = await referenced(digests)
+            for digest in set(digests) - set(needed):
+                with _passing_over(digest):
+                    deleted += await asyncio.to_thread(self._drop, digest, before)
+        return deleted
+
+    def _older_than(self, before: float) -> Iterator[str]:
+        for path in self._root.glob("??/??/*"):
+            with _passing_over(path.name):
+                if path.stat().st_mtime <= before:
+                    if len(path.name) == _DIGEST_LENGTH:
+                        yield path.name
+                    else:
+                        path.unlink()  # left over from a write that was cut short
+
+    def _drop(self, digest: str, before: float) -> bool:
+        """Take it off its name first: if it was put again meanwhile, that is seen, and it is put back."""
+        path = self._path(digest)
+        aside = path.with_name(f".old-{digest}")
+        try:
+            os.rename(path, aside)
+        except FileNotFoundError:
+            return False
+        if aside.stat().st_mtime > before:
+            os.rename(aside, path)
+            return False
+        aside.unlink()
+        return True
+
+    def _put(self, data: bytes) -> str:
+        digest = hashlib.sha256(data).hexdigest()
+        path = self._path(digest)
+        if not self._holds(path, data):
+            self._write(path, data)
+        # Also when it was there: whoever wrote it may not have come this far.
+        for folder in (path.parent, path.parent.parent, self._root, self._root.parent):
+            sync_folder(folder)
+        return digest
+
+    def _write(self, path: Path, data: bytes) -> None:
+        for folder in (self._root, path.parent.parent, path.parent):
+            folder.mkdir(mode=0o700, parents=folder == self._root, exist_ok=True)
+        handle, name = tempfile.mkstemp(dir=path.parent, prefix=".new-")
+        try:
+            with os.fdopen(handle, "wb") as file:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(name, path)
+        except BaseException:
+            with suppress(FileNotFoundError):
+                os.unlink(name)
+            raise
+
+    def _holds(self, path: Path, data: bytes) -> bool:
+        """It is there whole, and counts as put now; a damaged one is written again."""
+        try:
+            if path.read_bytes() != data:
+                return False
+            os.utime(path)
+        except FileNotFoundError:
+            return False
+        return True
+
+    def _get(self, digest: str) -> bytes:
+        path = self._path(digest)
+        try:
+            data = path.read_bytes()
+        except FileNotFoundError:
+            raise BlobMissing(f"no object has the digest {digest}") from None
+        found = hashlib.sha256(data).hexdigest()
+        if found != digest:
+            raise BlobCorrupt(f"{path} holds bytes of the digest {found}; restore it from a backup")
+        return data
+
+    def _path(self, digest: str) -> Path:
+        if len(digest) != _DIGEST_LENGTH or not set(digest) <= set("0123456789abcdef"):
+            raise BlobMissing(f"{digest!r} is no sha256 digest")
+        return self._root / digest[:2] / digest[2:4] / digest
+
+
+@contextmanager
+def _passing_over(name: str) -> Iterator[None]:
+    try:
+        yield
+    except FileNotFoundError:
+        pass  # somebody was quicker
+    except OSError as error:
+        log.warning("object cannot be swept", digest=name, fault=str(error))
+
+
+def sync_folder(folder: Path) -> None:
+    """Which files it holds is on disk from here on."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

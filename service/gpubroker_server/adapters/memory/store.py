@@ -1,0 +1,397 @@
+"""The task store in memory: the same guards and the same log as in SQL, and nothing survives the process."""
+
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, replace
+
+from gpubroker_server.adapters.memory.tokens_and_objects import MemoryPossessions
+from gpubroker_server.core.domain.decisions import (
+    AuditNote,
+    Decision,
+    Outcome,
+    Request,
+    released_mb,
+    taken_mb,
+)
+from gpubroker_server.core.domain.device import Device, Node
+from gpubroker_server.core.domain.estimates import Sketch, Topic
+from gpubroker_server.core.domain.external_lease import KIND as EXTERNAL
+from gpubroker_server.core.domain.leader_term import LeaderRow
+from gpubroker_server.core.domain.lease import Lease, LeaseState, Pledge
+from gpubroker_server.core.domain.retention import Cutoffs
+from gpubroker_server.core.domain.task import Task, TaskState
+from gpubroker_server.core.domain.units import DeviceKey, Instant, NodeName, Position, Seconds, TaskId, Term
+from gpubroker_server.core.world.events import Event, NewEvent, events_of, requested, submitted, task_of
+from gpubroker_server.core.world.tenant_accounts import HALF_LIFE_SECONDS, Accounts
+from gpubroker_server.ports.store import (
+    BatchSubmission,
+    CommitVerdict,
+    EventListener,
+    KnownKey,
+    RunSpec,
+    Snapshot,
+    StaleTerm,
+    Stand,
+    StoredCheckpoint,
+    StoredResult,
+    Submission,
+    SubmitOutcome,
+    SubmitVerdict,
+    TaskFilter,
+    TaskRecord,
+)
+
+_CHECKPOINTS_KEPT = 3
+
+
+class MemoryStore(MemoryPossessions):
+    """A TaskStore for one event loop: no call awaits anything, so each is atomic."""
+
+    def __init__(
+        self,
+        now: Callable[[], float] = time.time,
+        usage_half_life_seconds: Seconds = HALF_LIFE_SECONDS,
+    ) -> None:
+        super().__init__()
+        self._now = now
+        self._listeners: list[EventListener] = []
+        self._fault: Exception | None = None
+        self._term = Term(0)
+        self._leader = ""
+        self._lease_until = Instant(0.0)
+        self._tasks: dict[TaskId, Task] = {}
+        self._specs: dict[TaskId, RunSpec] = {}
+        self._keys: dict[tuple[str, str], tuple[TaskId, str]] = {}
+        self._batch_answers: dict[TaskId, str] = {}
+        self._leases: dict[str, Lease] = {}
+        self._pledges: dict[str, Pledge] = {}
+        self._devices: dict[DeviceKey, Device] = {}
+        self._leased_mb: Counter[str] = Counter()
+        self._nodes: dict[NodeName, Node] = {}
+        self._requests: dict[str, Request] = {}
+        self._outcomes: dict[TaskId, Outcome] = {}
+        self._checkpoints: dict[TaskId, dict[tuple[int, int], StoredCheckpoint]] = {}
+        self._finished: Counter[tuple[str, TaskState]] = Counter()
+        self._estimates: dict[Topic, Sketch] = {}
+        self._usage = Accounts(usage_half_life_seconds)
+        self._pruned = 0
+        """So many events are no longer told."""
+        self._log: list[tuple[Event, TaskId | None]] = []
+        self.audited: list[AuditNote] = []
+        """What decisions noted."""
+
+    def listen(self, listener: EventListener) -> None:
+        self._listeners.append(listener)
+
+    async def submit(self, submission: Submission) -> SubmitOutcome:
+        self._check_listeners()
+        task = submission.task
+        if task.state is not TaskState.PENDING or task.version != 1:
+            raise ValueError(f"task {task.id} is {task.state} in version {task.version}; submit a new one")
+        if submission.idempotency_key is not None:
+            key = (task.tenant, submission.idempotency_key)
+            first, body_hash = self._keys.setdefault(key, (task.id, submission.body_hash))
+            if body_hash != submission.body_hash:
+                return SubmitOutcome(SubmitVerdict.KEY_REUSED, first)
+            if first != task.id:
+                return SubmitOutcome(SubmitVerdict.DUPLICATE, first)
+        if task.id not in self._tasks and (holder := self._holder(task)) is not None:
+            return SubmitOutcome(SubmitVerdict.DUPLICATE, holder)
+        if task.id not in self._tasks:
+            self._tasks[task.id] = task
+            self._specs[task.id] = submission.spec
+            self._append([submitted(task)])
+        return SubmitOutcome(SubmitVerdict.ACCEPTED, task.id)
+
+    def _holder(self, task: Task) -> TaskId | None:
+        """Who has, or waits for, the same home."""
+        if task.model is None:
+            return None
+        others = (other for other in self._tasks.values() if other.model and not other.is_terminal)
+        return next((o.id for o in others if o.model and o.model.home == task.model.home), None)
+
+    async def submit_batch(self, batch: BatchSubmission) -> SubmitOutcome:
+        first, *others = batch.submissions
+        named = replace(first, idempotency_key=batch.idempotency_key, body_hash=batch.body_hash)
+        outcome = await self.submit(named)
+        if outcome.verdict is SubmitVerdict.ACCEPTED:
+            for other in others:
+                await self.submit(other)
+            self._batch_answers[first.task.id] = batch.answer
+        return outcome
+
+    async def known_key(self, tenant: str, key: str) -> KnownKey | None:
+        known = self._keys.get((tenant, key))
+        return None if known is None else KnownKey(*known)
+
+    async def batch_answer(self, first: TaskId) -> str:
+        return self._batch_answers.get(first, "")
+
+    async def request(self, request: Request) -> None:
+        self._check_listeners()
+        if request.id not in self._requests:
+            self._requests[request.id] = request
+            self._append([requested(request)])
+
+    async def leader(self) -> LeaderRow:
+        return LeaderRow(self._term, self._leader, self._lease_until, Instant(self._now()))
+
+    async def take_term(self, holder: str, ttl_seconds: Seconds, *, instead_of: LeaderRow) -> Term | None:
+        self._check_listeners()
+        if (instead_of.term, instead_of.lease_until) != (self._term, self._lease_until):
+            return None
+        self._term = Term(self._term + 1)
+        self._leader = holder
+        self._lease_until = Instant(self._now() + ttl_seconds)
+        return self._term
+
+    async def renew(self, term: Term, ttl_seconds: Seconds) -> None:
+        self._require(term)
+        self._lease_until = Instant(self._now() + ttl_seconds)
+
+    async def resign(self, term: Term) -> None:
+        if term == self._term:
+            self._lease_until = Instant(0.0)
+
+    def _require(self, term: Term) -> None:
+        if term != self._term:
+            raise StaleTerm(f"term {term} is over: {self._leader} leads term {self._term}; stop leading")
+
+    async def commit(self, term: Term, decisions: Sequence[Decision]) -> Sequence[CommitVerdict]:
+        self._check_listeners()
+        self._require(term)
+        at = Instant(self._now())
+        verdicts: list[CommitVerdict] = []
+        new: list[NewEvent] = []
+        for decision in decisions:
+            verdict = self._judge(decision)
+            if verdict is CommitVerdict.COMMITTED:
+                self._write(decision)
+                for tenant, mb in taken_mb(decision).items():
+                    self._usage.change(tenant, mb, at)
+                new += events_of(decision)
+            verdicts.append(verdict)
+        self._append(new, at)
+        return verdicts
+
+    def _judge(self, decision: Decision) -> CommitVerdict:
+        for write in decision.tasks:
+            row = self._tasks.get(write.task.id)
+            if row is None or row.version != write.task.version - 1:
+                return CommitVerdict.STALE
+        for lease in decision.leases:
+            known = self._leases.get(lease.key)
+            if (known.version if known is not None else 0) != lease.version - 1:
+                return CommitVerdict.STALE
+        for written in decision.pledges:
+            if written.end is not None and written.pledge.key not in self._pledges:
+                return CommitVerdict.STALE
+        return CommitVerdict.COMMITTED if self._fits(decision) else CommitVerdict.REFUSED
+
+    def _fits(self, decision: Decision) -> bool:
+        """The net below the ledger: no device is leased beyond what it physically has, or below nothing."""
+        physical = {device.key: device.physical_mb for device in decision.devices}
+        delta = released_mb(decision)
+        for key in {*physical, *delta}:
+            known = self._devices.get(DeviceKey(key))
+            whole = physical.get(DeviceKey(key), known.physical_mb if known is not None else None)
+            if whole is None or not 0 <= self._leased_mb[key] + delta.get(key, 0) <= whole:
+                return False
+        return True
+
+    def _write(self, decision: Decision) -> None:
+        self._nodes.update((node.name, node) for node in decision.nodes)
+        self._devices.update((device.key, device) for device in decision.devices)
+        for key, mb in released_mb(decision).items():
+            self._leased_mb[key] += mb
+        for write in decision.tasks:
+            self._tasks[write.task.id] = write.task
+            if write.task.is_terminal:
+                self._finished[write.task.tenant, write.task.state] += 1
+        self._leases.update((lease.key, lease) for lease in decision.leases)
+        for written in decision.pledges:
+            if written.end is None:
+                self._pledges[written.pledge.key] = written.pledge
+            else:
+                del self._pledges[written.pledge.key]
+        if decision.outcome is not None:
+            self._outcomes[decision.outcome.task] = decision.outcome
+        self._keep_checkpoint(decision)
+        for request in decision.requests_done:
+            self._requests.pop(request, None)
+        for lesson in decision.lessons:
+            self._estimates.pop(lesson.topic, None)
+            self._estimates[lesson.topic] = lesson.sketch
+        self.audited += decision.audit
+        for topic in decision.forgotten:
+            self._estimates.pop(topic, None)
+
+    def _keep_checkpoint(self, decision: Decision) -> None:
+        saved = decision.checkpoint
+        if saved is None:
+            return
+        size_bytes = len(saved.data) if saved.data is not None else 0
+        row = StoredCheckpoint(saved.sequence, saved.at, saved.digest, size_bytes, saved.uri)
+        kept = {**self._checkpoints.get(saved.task, {}), (saved.fence, saved.sequence): row}
+        newest = sorted(kept, reverse=True)[:_CHECKPOINTS_KEPT]
+        self._checkpoints[saved.task] = {key: kept[key] for key in newest}
+
+    def _append(self, new: Iterable[NewEvent], at: Instant | None = None) -> None:
+        at = Instant(self._now()) if at is None else at
+        events = [
+            line.at(Position(position), at) for position, line in enumerate(new, start=len(self._log) + 1)
+        ]
+        if not events:
+            return
+        self._log += [(event, task_of(event)) for event in events]
+        try:
+            for listener in self._listeners:
+                listener(events)
+        except Exception as fault:
+            self._fault = fault
+            raise
+
+    def _check_listeners(self) -> None:
+        if self._fault is not None:
+            raise self._fault
+
+    async def snapshot(self) -> Snapshot:
+        leases = [lease for lease in self._leases.values() if lease.state is not LeaseState.RELEASED]
+        holders = {lease.holder for lease in leases}
+        return Snapshot(
+            position=Position(len(self._log)),
+            at=Instant(self._now()),
+            tasks=[task for task in self._tasks.values() if not task.is_terminal or task.id in holders],
+            leases=leases,
+            pledges=list(self._pledges.values()),
+            devices=[d for d in self._devices.values() if d.present or self._leased_mb[d.key]],
+            nodes=list(self._nodes.values()),
+            requests=list(self._requests.values()),
+            finished=dict(self._finished),
+            estimates=list(self._estimates.items()),
+            usage=self._usage.rows(),
+        )
+
+    async def events(self, after: Position, limit: int, task: TaskId | None = None) -> Sequence[Event]:
+        tail = self._log[max(after, self._pruned) :]
+        return [event for event, owner in tail if task is None or owner == task][:limit]
+
+    async def head(self) -> Position:
+        return Position(len(self._log))
+
+    async def oldest(self) -> Position:
+        return Position(self._pruned + 1)
+
+    async def prune(self, term: Term, cutoffs: Cutoffs) -> bool:
+        self._require(term)
+        waiting = (task for task in self._tasks.values() if task.awaits and not task.is_terminal)
+        awaited = {dependency.task for task in waiting for dependency in task.after}
+        rows = (task for task in self._tasks.values() if task.id not in awaited)
+        over = [task for task in rows if self._is_over(task, cutoffs)]
+        for task in over:
+            del self._tasks[task.id], self._specs[task.id]
+            self._outcomes.pop(task.id, None)
+            self._checkpoints.pop(task.id, None)
+            self._batch_answers.pop(task.id, None)
+        ids = {task.id for task in over}
+        self._keys = {key: known for key, known in self._keys.items() if known[0] not in ids}
+        log = (event for event, _ in self._log)
+        stays = (event.at >= cutoffs.finished or event.position > cutoffs.heard for event in log)
+        first = next((n for n, it in enumerate(stays) if it), None)
+        gone = (len(self._log) if first is None else first) - self._pruned
+        self._pruned += max(gone, 0)
+        return self.prune_objects(Instant(self._now())) or bool(over or gone > 0)
+
+    def _is_over(self, task: Task, cutoffs: Cutoffs) -> bool:
+        held = {lease.holder for lease in self._leases.values() if lease.state is not LeaseState.RELEASED}
+        keyed = any(first == task.id for first, _ in self._keys.values())
+        ended = task.finished_at is not None and task.finished_at < cutoffs.finished
+        return ended and task.id not in held and not (keyed and task.submitted_at >= cutoffs.keyed)
+
+    async def record(self, task: TaskId) -> TaskRecord | None:
+        row = self._tasks.get(task)
+        return None if row is None else self._record(row)
+
+    async def records(self, wanted: TaskFilter) -> Sequence[TaskRecord]:
+        found = (self._tasks[task] for task in sorted(self._tasks, reverse=True))
+        rows = [task for task in found if _matches(task, self._specs[task.id], wanted)]
+        if wanted.quarantined is not None:
+            leases = self._leases.values()
+            used = {lease.holder for lease in leases if lease.state is not LeaseState.RELEASED}
+            rows = [t for t in rows if not t.is_terminal or (t.id in used) is wanted.quarantined]
+        return [self._record(task) for task in rows[: wanted.limit]]
+
+    def _record(self, task: Task) -> TaskRecord:
+        outcome = self._outcomes.get(task.id)
+        if outcome is None:
+            return TaskRecord(task, self._specs[task.id])
+        failure = None if outcome.failure is None else asdict(outcome.failure)
+        has_result = outcome.result is not None or outcome.result_digest is not None
+        return TaskRecord(task, self._specs[task.id], failure, has_result)
+
+    async def stands(self, tasks: Sequence[TaskId]) -> Mapping[TaskId, Stand]:
+        rows = (self._tasks[task] for task in tasks if task in self._tasks)
+        return {row.id: Stand(row.tenant, row.state, row.failed_by) for row in rows}
+
+    async def specs(self, tasks: Sequence[TaskId]) -> Mapping[TaskId, RunSpec]:
+        return {task: self._specs[task] for task in tasks if task in self._specs}
+
+    async def result(self, task: TaskId) -> StoredResult | None:
+        outcome = self._outcomes.get(task)
+        if outcome is None:
+            return None
+        return StoredResult(
+            ending=outcome.ending,
+            format=outcome.result_format,
+            data=outcome.result,
+            digest=outcome.result_digest,
+            failure=None if outcome.failure is None else asdict(outcome.failure),
+            log_tail=outcome.log_tail,
+        )
+
+    async def checkpoints(self, task: TaskId) -> Sequence[StoredCheckpoint]:
+        return list(self._checkpoints.get(task, {}).values())
+
+    async def referenced(self, digests: Sequence[str]) -> frozenset[str]:
+        named = {spec.arguments_digest for spec in self._specs.values()}
+        named |= {outcome.result_digest for outcome in self._outcomes.values()}
+        named |= {saved.digest for kept in self._checkpoints.values() for saved in kept.values()}
+        named |= self.uploaded()
+        return frozenset(digest for digest in digests if digest in named)
+
+    async def audit(self, *, by: str, tenant: str, action: str, subject: str) -> None:
+        """Nobody could read it once the process has ended."""
+
+    async def held_back(self) -> None:
+        return None
+
+    async def database_time(self) -> Instant:
+        return Instant(self._now())
+
+    async def close(self) -> None:
+        self._listeners.clear()
+
+
+def _matches(task: Task, spec: RunSpec, wanted: TaskFilter) -> bool:
+    return (
+        task.tenant == wanted.tenant
+        and (wanted.after is None or task.id < wanted.after)
+        and (not wanted.states or task.state in wanted.states)
+        and (wanted.min_priority is None or task.priority >= wanted.min_priority)
+        and (wanted.max_priority is None or task.priority <= wanted.max_priority)
+        and (wanted.name is None or task.name == wanted.name)
+        and (wanted.model_type is None or spec.model_type == wanted.model_type)
+        and (wanted.stream is None or task.stream == wanted.stream)
+        and (wanted.runs_after is None or any(it.task == wanted.runs_after for it in task.after))
+        and _is_within(task.submitted_at, wanted.submitted_from, wanted.submitted_before)
+        and _is_within(task.finished_at, wanted.finished_from, wanted.finished_before)
+        and wanted.kind in (None, spec.kind if task.external is None else EXTERNAL)
+        and all(spec.labels.get(key) == value for key, value in wanted.labels.items())
+    )
+
+
+def _is_within(time: Instant | None, start: Instant | None, end: Instant | None) -> bool:
+    if time is None:
+        return start is None and end is None
+    return (start is None or time >= start) and (end is None or time < end)

@@ -1,0 +1,75 @@
+"""What tenants have besides tasks, in memory: their tokens, and what they have uploaded."""
+
+from collections.abc import Sequence, Set
+from dataclasses import replace
+
+from gpubroker_server.core.domain.units import Instant
+from gpubroker_server.ports.objects import Counted, Quota, StoredObject
+from gpubroker_server.ports.store import TokenRow
+
+
+class MemoryPossessions:
+    def __init__(self) -> None:
+        self._tokens: dict[str, TokenRow] = {}
+        self._objects: dict[tuple[str, str], StoredObject] = {}
+
+    async def put_token(self, token: TokenRow, *, by: str) -> bool:  # noqa: ARG002  # no audit outlives it
+        return self._tokens.setdefault(token.name, token).sha256 == token.sha256
+
+    async def tokens(self) -> Sequence[TokenRow]:
+        return [self._tokens[name] for name in sorted(self._tokens)]
+
+    async def drop_token(self, name: str, *, by: str) -> bool:  # noqa: ARG002
+        return self._tokens.pop(name, None) is not None
+
+    async def keep_object(self, given: StoredObject, quota: Quota) -> StoredObject | None:
+        of_tenant = [kept for (tenant, _), kept in self._objects.items() if tenant == given.tenant]
+        self._drop_over(of_tenant, given.created_at)
+        key = given.tenant, given.digest
+        known = self._objects.get(key)
+        others = [it for it in of_tenant if it.expires_at > given.created_at and it is not known]
+        if not quota.has_room(_counted(others), given):
+            return None
+        if known is not None:
+            given = replace(known, expires_at=max(known.expires_at, given.expires_at))
+        self._objects[key] = given
+        return given
+
+    async def stored_object(self, tenant: str, digest: str) -> StoredObject | None:
+        return self._objects.get((tenant, digest))
+
+    async def stored_objects(
+        self, tenant: str, now: Instant, *, after: str = "", limit: int
+    ) -> Sequence[StoredObject]:
+        kept = [it for it in self._objects.values() if it.tenant == tenant and it.expires_at > now]
+        return sorted((it for it in kept if it.digest > after), key=lambda it: it.digest)[:limit]
+
+    async def counted_objects(self, tenant: str, now: Instant) -> Counted:
+        kept = self._objects.values()
+        return _counted([it for it in kept if it.tenant == tenant and it.expires_at > now])
+
+    async def extend_object(self, tenant: str, digest: str, until: Instant) -> None:
+        known = self._objects.get((tenant, digest))
+        if known is not None and known.expires_at < until:
+            self._objects[tenant, digest] = replace(known, expires_at=until)
+
+    async def drop_object(self, tenant: str, digest: str) -> bool:
+        return self._objects.pop((tenant, digest), None) is not None
+
+    def uploaded(self) -> Set[str]:
+        """Their digests."""
+        return {digest for _, digest in self._objects}
+
+    def prune_objects(self, now: Instant) -> bool:
+        """Whether any whose time is over went."""
+        return self._drop_over(list(self._objects.values()), now)
+
+    def _drop_over(self, some: Sequence[StoredObject], now: Instant) -> bool:
+        over = [kept for kept in some if kept.expires_at <= now]
+        for kept in over:
+            del self._objects[kept.tenant, kept.digest]
+        return bool(over)
+
+
+def _counted(kept: Sequence[StoredObject]) -> Counted:
+    return Counted(sum(it.counted_bytes for it in kept), len(kept))

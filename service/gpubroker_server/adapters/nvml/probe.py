@@ -1,0 +1,180 @@
+"""GPUs through NVIDIA's management library, and what each process group uses of them."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from gpubroker_server.core.domain.orders import SeenDevice
+from gpubroker_server.core.domain.units import Mib
+from gpubroker_server.ports.devices import DeviceProbe, MeasuredDevice, ProcessGroup
+
+MIB = 2**20
+
+_FIRST_PID_NAMESPACE = "pid:[4026531836]"
+"""The one that Linux starts with; its number is fixed (PROC_PID_INIT_INO)."""
+
+
+def load_nvml() -> Any | None:
+    """The initialised `pynvml` module; None where there is no NVIDIA driver. The one import of it."""
+    import pynvml
+
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError:
+        return None
+    return pynvml
+
+
+def new_probe(simulated: Sequence[SeenDevice] | None) -> DeviceProbe:
+    """Simulated devices if the configuration names some (also an empty list), else what NVML finds."""
+    from gpubroker_server.adapters.nvml.simulated import SimulatedProbe
+
+    if simulated is not None:
+        return SimulatedProbe(simulated)
+    nvml = load_nvml()
+    return SimulatedProbe(()) if nvml is None else NvmlProbe(nvml, shares_pids=shares_pids())
+
+
+def shares_pids(own_namespace: Path = Path("/proc/self/ns/pid")) -> bool:
+    """Whether process ids mean the same here as to the driver.
+
+    In a container with process ids of its own, drivers answer with the host's ids, with translated ones, or
+    with translated ones and no memory, depending on their release: none of it can be relied on.
+    """
+    try:
+        return str(own_namespace.readlink()) == _FIRST_PID_NAMESPACE
+    except OSError:
+        return False
+
+
+class NvmlProbe:
+    """Implements `device_ports.DeviceProbe`. What NVML cannot tell is None or left out, never an error.
+
+    Where it does not say which process uses how much (MIG, a driver that does not tell), or says it in
+    process ids that are not ours (`shares_pids` is False), use is attributed to nobody.
+    """
+
+    def __init__(self, nvml: Any, *, shares_pids: bool = True) -> None:
+        self._nvml = nvml
+        self._shares_pids = shares_pids
+        self._handles: dict[str, Any] = {}
+        self._instances: set[str] = set()
+        """Those of `_handles` that are instances of a GPU."""
+        self._devices: list[SeenDevice] = []
+        whole = [nvml.nvmlDeviceGetHandleByIndex(index) for index in range(nvml.nvmlDeviceGetCount())]
+        for handle in whole:
+            self._enter(handle)
+        for handle in whole:
+            for instance in self._instances_of(handle):
+                self._enter(instance, parent=_text(nvml.nvmlDeviceGetUUID(handle)))
+
+    def _enter(self, handle: Any, parent: str = "") -> None:
+        """Numbered through; instances come after all GPUs, whose numbers are the driver's."""
+        uuid = _text(self._nvml.nvmlDeviceGetUUID(handle))
+        self._handles[uuid] = handle
+        if parent:
+            self._instances.add(uuid)
+        self._devices.append(
+            SeenDevice(
+                uuid=uuid,
+                kind=_text(self._nvml.nvmlDeviceGetName(handle)),
+                index=len(self._devices),
+                physical_mb=self._memory(handle)[0],
+                simulated=False,
+                parent=parent,
+                split=not parent and self._is_split(handle),
+            )
+        )
+
+    def _instances_of(self, handle: Any) -> Iterator[Any]:
+        """Of a GPU that is split (MIG); slots may be empty."""
+        if not self._is_split(handle):
+            return
+        for slot in range(self._nvml.nvmlDeviceGetMaxMigDeviceCount(handle)):
+            try:
+                yield self._nvml.nvmlDeviceGetMigDeviceHandleByIndex(handle, slot)
+            except self._nvml.NVMLError:
+                continue
+
+    def inventory(self) -> Sequence[SeenDevice]:
+        return self._devices
+
+    def sample(self, holders: Mapping[str, ProcessGroup]) -> Sequence[MeasuredDevice]:
+        """A device that fell off the bus has no entry: its sample gets stale and it takes nothing new."""
+        measured = []
+        for uuid, handle in self._handles.items():
+            # A run on a device that it has no lease of is as foreign there as anybody.
+            here = {name: group for name, group in holders.items() if uuid in group.leased_mb}
+            owners = {pid: name for name, group in here.items() for pid in group.pids}
+            try:
+                measured.append(self._measure(uuid, handle, owners))
+            except self._nvml.NVMLError:
+                continue
+        return measured
+
+    def _measure(self, uuid: str, handle: Any, owners: Mapping[int, str]) -> MeasuredDevice:
+        _, used_mb = self._memory(handle)
+        utilization = self._utilization(handle)
+        processes = dict(self._processes(handle))
+        is_split = uuid in self._instances or self._is_split(handle)
+        if not self._shares_pids or None in processes.values() or is_split:
+            return MeasuredDevice(uuid, used_mb, None, {}, utilization)
+        by_holder: dict[str, Mib] = {}
+        foreign_mb = 0
+        for pid, mb in processes.items():
+            holder = owners.get(pid)
+            if holder is None:
+                foreign_mb += mb or 0
+            else:
+                by_holder[holder] = Mib(by_holder.get(holder, 0) + (mb or 0))
+        return MeasuredDevice(uuid, used_mb, Mib(foreign_mb), by_holder, utilization)
+
+    def _memory(self, handle: Any) -> tuple[Mib, Mib]:
+        """(what processes can have, what of it is in use). What the driver keeps for itself is in neither.
+
+        Drivers before 510 do not tell the latter apart; it is in both then.
+        """
+        nvml = self._nvml
+        try:
+            memory = nvml.nvmlDeviceGetMemoryInfo(handle, version=nvml.nvmlMemory_v2)
+            reserved = memory.reserved
+        except nvml.NVMLError:
+            memory, reserved = nvml.nvmlDeviceGetMemoryInfo(handle), 0
+        # Releases disagree on whether `used` includes what is reserved; `free` means the same in all.
+        physical = memory.total - reserved
+        return Mib(physical // MIB), Mib((physical - memory.free) // MIB)
+
+    def _processes(self, handle: Any) -> Iterator[tuple[int, int | None]]:
+        """(pid, MiB or None). One process may be listed for compute and graphics with the same sum."""
+        nvml = self._nvml
+        compute, graphics = (
+            nvml.nvmlDeviceGetComputeRunningProcesses,
+            nvml.nvmlDeviceGetGraphicsRunningProcesses,
+        )
+        for listing in (compute, graphics):
+            try:
+                listed = listing(handle)
+            except nvml.NVMLError_NotSupported:
+                continue
+            for process in listed:
+                known = process.usedGpuMemory
+                yield process.pid, None if known is None else known // MIB
+
+    def _is_split(self, handle: Any) -> bool:
+        """MIG: the processes of an instance are not listed with the whole device."""
+        try:
+            current, _pending = self._nvml.nvmlDeviceGetMigMode(handle)
+        except self._nvml.NVMLError:
+            return False
+        return bool(current)
+
+    def _utilization(self, handle: Any) -> float | None:
+        try:
+            return float(self._nvml.nvmlDeviceGetUtilizationRates(handle).gpu) / 100.0
+        except self._nvml.NVMLError:
+            return None
+
+
+def _text(value: str | bytes) -> str:
+    """Older bindings answer bytes."""
+    return value.decode() if isinstance(value, bytes) else value

@@ -1,0 +1,1 @@
+"""The node agent and the processes of its runs."""

@@ -1,0 +1,226 @@
+"""The Ray driver: an expendable process that talks to Ray, so that nothing Ray does ends the service.
+
+Started as `python -m gpubroker_server.adapters.ray.driver.process DESCRIPTOR`. It reads frames of orders
+from the service and writes frames of reports, both unopened. When the service is
+gone it ends, and so it does when any part of it fails: the service starts another. The runs go on.
+"""
+
+import asyncio
+import contextlib
+import logging
+import os
+import socket
+import sys
+from typing import Any, NamedTuple
+
+import ray
+import structlog
+
+from gpubroker_server.adapters.boot_clock import boot_seconds
+from gpubroker_server.adapters.ray.driver.node_link import NodeLink
+from gpubroker_server.adapters.ray.frames import frame, read_frame
+from gpubroker_server.adapters.ray.options import AgentConfig
+from gpubroker_server.telemetry.logs import configure_logs
+
+log = structlog.get_logger("gpubroker.driver")
+
+CONNECT_SECONDS = 60.0
+"""Ray itself tries for minutes."""
+
+LOOK_SECONDS = 1.0
+"""How often Ray is asked which nodes there are; it takes half a millisecond."""
+
+LOOK_PATIENCE_SECONDS = 10.0
+"""Without Ray's control service for so long people are told; agents can be talked to without it."""
+
+UNTAKEN_BYTES = 32 * 2**20
+"""No agent is asked for more reports while the service has more than this to take."""
+
+
+class Opening(NamedTuple):
+    """The first frame: what to connect to, and as whom."""
+
+    address: str
+    local_node: str
+    """Name of the only node of a local head; empty for a joined cluster."""
+    agent_config: str
+    broker: str
+    term: int
+    """0 while another process leads."""
+
+
+class CannotConnect(Exception):
+    """Ray let us not in; the text says where and why."""
+
+
+def main() -> None:
+    configure_logs("INFO", "console")
+    asyncio.run(_drive(socket.socket(fileno=int(sys.argv[1]))))
+
+
+async def _drive(channel: socket.socket) -> None:
+    reader, writer = await asyncio.open_unix_connection(sock=channel)
+    opening = await read_frame(reader)
+    if opening is None:
+        return
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            driver = Driver(Opening(*opening), writer, tasks)
+            tasks.create_task(driver.look_after_nodes())
+            while (message := await read_frame(reader)) is not None:
+                await driver.on_message(message)
+            # Without Ray's own farewell, which may wait for a control service that is gone.
+            os._exit(0)
+    except* Exception as faults:
+        log.exception("a part of the driver failed; it ends")
+        with contextlib.suppress(ConnectionError):
+            writer.write(frame("trouble", "; ".join(_texts(faults))))
+            await writer.drain()
+    os._exit(1)
+
+
+def _texts(faults: BaseExceptionGroup[BaseException]) -> list[str]:
+    return [str(fault) if isinstance(fault, CannotConnect) else repr(fault) for fault in faults.exceptions]
+
+
+class Driver:
+    """Implements `node_link.Listener`."""
+
+    def __init__(self, opening: Opening, writer: asyncio.StreamWriter, tasks: asyncio.TaskGroup) -> None:
+        self._opening = opening
+        self._writer = writer
+        self._tasks = tasks
+        self._term = opening.term
+        self._links: dict[str, NodeLink] = {}
+        """By node name."""
+        self._namesakes: set[str] = set()
+        """Ray nodes that have another's name, and of which that was told."""
+        self._untaken_bytes = 0
+        self._has_room = asyncio.Event()
+        self._has_room.set()
+
+    async def look_after_nodes(self) -> None:
+        """Connect, then keep one link per node that is alive. Raises CannotConnect."""
+        address = self._opening.address
+        try:
+            async with asyncio.timeout(CONNECT_SECONDS):
+                await asyncio.to_thread(_connect, address)
+        except TimeoutError:
+            raise CannotConnect(
+                f"Ray at {address} did not let us in within {CONNECT_SECONDS:g} s; it must be a Ray head; "
+                "one with a token needs RAY_AUTH_MODE=token in this service's environment, and the token in "
+                "~/.ray/auth_token or where RAY_AUTH_TOKEN_PATH says"
+            ) from None
+        except Exception as fault:
+            raise CannotConnect(f"cannot connect to Ray at {address}: {fault}") from fault
+        await self.tell("connected")
+        while True:
+            await self._follow(await self._nodes())
+            await asyncio.sleep(LOOK_SECONDS)
+
+    async def on_message(self, message: tuple[Any, ...]) -> None:
+        match message:
+            case ("orders", node, packed, until):
+                if (link := self._links.get(node)) is not None:
+                    self._pass_on(link, packed, until)
+            case ("ask", node):
+                if (link := self._links.get(node)) is not None:
+                    link.announce_again()
+            case ("replace", node):
+                if (link := self._links.get(node)) is not None:
+                    self._tasks.create_task(link.replace())
+            case ("ping",):
+                await self.tell("pong")
+            case ("taken", taken_bytes):
+                self._change_untaken(-taken_bytes)
+            case ("term", term):
+                self._term = term
+                for link in self._links.values():
+                    link.change_term(term)
+            case ("flush",):
+                self._tasks.create_task(self._flush())
+            case ("leave",):
+                self._tasks.create_task(self._leave())
+
+    async def tell(self, *parts: Any) -> None:
+        self._writer.write(frame(*parts))
+        await self._writer.drain()
+
+    def _pass_on(self, link: NodeLink, packed: bytes, until: float) -> None:
+        """Orders that were on their way for too long are nobody's: the next announcement brings out what
+        became of them."""
+        if boot_seconds() < until:
+            link.send(packed)
+        else:
+            log.warning("orders came too late and are dropped", node=link.node)
+            link.announce_again()
+
+    async def tell_reports(self, packed: bytes, asked_at: float, term: int) -> None:
+        self._change_untaken(len(packed))
+        await self.tell("reports", packed, asked_at, term)
+
+    async def room(self) -> None:
+        await self._has_room.wait()
+
+    def _change_untaken(self, more_bytes: int) -> None:
+        self._untaken_bytes += more_bytes
+        if self._untaken_bytes > UNTAKEN_BYTES:
+            self._has_room.clear()
+        else:
+            self._has_room.set()
+
+    async def _flush(self) -> None:
+        await asyncio.gather(*(link.flush() for link in self._links.values()))
+        await self.tell("flushed")
+
+    async def _leave(self) -> None:
+        await asyncio.gather(*(link.dismiss() for link in self._links.values()))
+        await self.tell("left")
+
+    async def _nodes(self) -> list[dict[str, Any]]:
+        """Waits for Ray's control service as long as Ray does, and says so."""
+        asking = asyncio.ensure_future(asyncio.to_thread(ray.nodes))
+        seconds = 0.0
+        while not (await asyncio.wait({asking}, timeout=LOOK_PATIENCE_SECONDS))[0]:
+            seconds += LOOK_PATIENCE_SECONDS
+            await self.tell("trouble", f"Ray's control service has not answered for {seconds:g} s")
+        if seconds > 0:
+            await self.tell("connected")
+        nodes: list[dict[str, Any]] = asking.result()
+        return nodes
+
+    async def _follow(self, nodes: list[dict[str, Any]]) -> None:
+        alive = {node["NodeID"]: node for node in nodes if node["Alive"]}
+        for name, link in list(self._links.items()):
+            if link.ray_node not in alive:
+                del self._links[name]
+                link.close()
+                await link.tell_lost("Ray says that the node is dead")
+        linked = {link.ray_node for link in self._links.values()}
+        for ray_node, node in sorted(alive.items()):
+            if ray_node not in linked:
+                self._link(ray_node, self._opening.local_node or _name_of(node))
+
+    def _link(self, ray_node: str, name: str) -> None:
+        if name in self._links:
+            if ray_node not in self._namesakes:
+                self._namesakes.add(ray_node)
+                log.error("two nodes have one name; start one with a --node-name of its own", node=name)
+            return
+        config = AgentConfig.from_json(self._opening.agent_config).on_node(name)
+        self._links[name] = NodeLink(ray_node, config, self._opening.broker, self._term, self, self._tasks)
+
+
+def _connect(address: str) -> None:
+    """In a thread: on the main thread Ray would put its own signal handlers in place."""
+    ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
+
+
+def _name_of(node: dict[str, Any]) -> str:
+    """What the operator called it by `ray start --node-name`, or its host name."""
+    named = str(node["NodeName"])
+    return str(node["NodeManagerHostname"]) if named == node["NodeManagerAddress"] else named
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""The local Ray head: started apart from the service, adopted after a restart."""

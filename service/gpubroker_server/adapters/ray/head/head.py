@@ -1,0 +1,261 @@
+"""The local Ray head: started apart from the service, adopted again after a restart, stopped on request."""
+
+import asyncio
+import errno
+import fcntl
+import json
+import os
+import secrets
+import select
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import asdict, dataclass
+from importlib.metadata import version
+from pathlib import Path
+
+import structlog
+
+from gpubroker_server.adapters.ray.options import RayOptions
+from gpubroker_server.adapters.ray.processes import (
+    ProcessId,
+    boot_id,
+    is_alive,
+    kill_all,
+    process_table,
+    send_signal,
+    session_of,
+)
+
+log = structlog.get_logger("gpubroker.ray")
+
+START_SECONDS = 60.0
+STOP_SECONDS = 15.0
+POLL_SECONDS = 0.02
+
+KEPT_ENV = frozenset({"HOME", "LANG", "LD_LIBRARY_PATH", "LOGNAME", "PATH", "PYTHONPATH"}) | frozenset(
+    {"SHELL", "TERM", "TMPDIR", "TZ", "USER", "VIRTUAL_ENV"}
+)
+"""What a run's process inherits of this one's environment, besides LC_* and what the operator names."""
+
+
+SUPERVISOR = "gpubroker_server.adapters.ray.head.supervisor"
+WORKER_FILE = "worker.py"
+
+
+class HeadRefused(Exception):
+    """No local head can be had; the text says why and what to do."""
+
+
+@dataclass(frozen=True, slots=True)
+class HeadState:
+    """`<data_dir>/ray-head.json`: written by the head's supervisor when it begins and when Ray is up."""
+
+    pid: int
+    start_ticks: int
+    boot_id: str
+    address: str
+    """Empty until Ray is up."""
+    temp_dir: str
+    """Nobody else can look into it, whatever modes Ray gives to what is in it."""
+    ray: str
+    python: str
+
+    @property
+    def process(self) -> ProcessId:
+        return ProcessId(self.pid, self.start_ticks)
+
+    @property
+    def keepalive(self) -> Path:
+        return Path(self.temp_dir) / "alive"
+
+    @property
+    def worker_file(self) -> Path:
+        return Path(self.temp_dir) / WORKER_FILE
+
+    @property
+    def ray_dir(self) -> Path:
+        """Ray opens its own directory to everybody. Its name is short: paths of sockets have 107 bytes."""
+        return Path(self.temp_dir) / "r"
+
+    def is_running(self) -> bool:
+        return self.boot_id == boot_id() and is_alive(self.process)
+
+
+def state_file(data_dir: Path) -> Path:
+    return data_dir / "ray-head.json"
+
+
+def read_state(data_dir: Path) -> HeadState | None:
+    try:
+        return HeadState(**json.loads(state_file(data_dir).read_text()))
+    except (OSError, ValueError, TypeError):
+        return None
+
+
+def write_state(data_dir: Path, state: HeadState) -> None:
+    draft = state_file(data_dir).with_suffix(".new")
+    draft.write_text(json.dumps(asdict(state)))
+    draft.replace(state_file(data_dir))
+
+
+def versions() -> tuple[str, str]:
+    return version("ray"), f"{sys.version_info.major}.{sys.version_info.minor}"
+
+
+async def running_head(options: RayOptions) -> HeadState:
+    """The head of this data directory: the one that runs, or a new one. Raises HeadRefused, OSError."""
+    _check_access(options.data_dir)
+    async with _nobody_else_looks(options.data_dir):
+        known = read_state(options.data_dir)
+        if known is not None and known.is_running() and known.address:
+            _check_versions(known)
+            return known
+        if known is not None:
+            await asyncio.to_thread(_clear_away, options.data_dir, known)
+        return await _start(options)
+
+
+@asynccontextmanager
+async def _nobody_else_looks(data_dir: Path) -> AsyncIterator[None]:
+    """Of several brokers with one data directory the first one starts the head, and the others find it."""
+    lock = os.open(data_dir / "ray-head.lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+    try:
+        await asyncio.to_thread(fcntl.flock, lock, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(lock)
+
+
+async def stop_head(data_dir: Path) -> None:
+    """Back when no process of the head is left. Nothing happens where none runs."""
+    state = read_state(data_dir)
+    if state is None:
+        return
+    send_signal(state.process, signal.SIGTERM)
+    for _ in range(int(STOP_SECONDS / POLL_SECONDS)):
+        if not state.is_running():
+            break
+        await asyncio.sleep(POLL_SECONDS)
+    await asyncio.to_thread(_clear_away, data_dir, state)
+
+
+def ray_environment(options: RayOptions) -> dict[str, str]:
+    """For every process that talks to Ray. How a joined cluster authenticates is its operator's business."""
+    environment = {
+        "RAY_DISABLE_FAILURE_SIGNAL_HANDLER": "1",
+        "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",
+        "RAY_USAGE_STATS_ENABLED": "0",
+        # Ray ends a driver that has not heard of its control service for so long.
+        "RAY_gcs_rpc_server_reconnect_timeout_s": "600",
+    }
+    if options.is_local:
+        environment |= {
+            "RAY_AUTH_MODE": "token",
+            "RAY_AUTH_TOKEN_PATH": str(_token_file(options.data_dir)),
+            # What keeps every port on 127.0.0.1: without it Ray takes the machine's outward address.
+            "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
+            # Ray makes all its workers nice, the node agent too; runs become nice by themselves.
+            "RAY_worker_niceness": "0",
+        }
+    return environment
+
+
+def _token_file(data_dir: Path) -> Path:
+    """A secret of this data directory, mode 0600, made when first asked for."""
+    path = data_dir / "ray-token"
+    if not path.exists():
+        draft = path.with_suffix(".new")
+        draft.touch(mode=0o600)
+        draft.write_text(secrets.token_hex(32))
+        draft.replace(path)
+    return path
+
+
+def _check_access(data_dir: Path) -> None:
+    """What the node agent and Ray's own processes need of this directory. Raises PermissionError."""
+    runs = data_dir / "runs"
+    runs.mkdir(mode=0o700, exist_ok=True)
+    for path, wanted in ((runs, os.W_OK | os.X_OK), (_token_file(data_dir), os.R_OK)):
+        if not os.access(path, wanted):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+
+
+async def _start(options: RayOptions) -> HeadState:
+    log_file = options.data_dir / "ray-head.log"
+    is_up = await asyncio.to_thread(_run_supervisor, options, log_file)
+    state = read_state(options.data_dir)
+    if is_up and state is not None:
+        return state
+    if state is not None:
+        await asyncio.to_thread(_clear_away, options.data_dir, state)
+    tail = log_file.read_text(errors="replace")[-1000:]
+    raise HeadRefused(
+        f"the local Ray head did not start within {START_SECONDS:g} s or failed; the service goes on trying. "
+        f"Mend what {log_file} says, or join a cluster that runs with ray.address. It ends:\n{tail}"
+    )
+
+
+def _run_supervisor(options: RayOptions, log_file: Path) -> bool:
+    """Start it in the background and wait until it says that Ray is up; False if it does not."""
+    reading, writing = os.pipe()
+    with os.fdopen(reading, "rb", 0) as ready, os.fdopen(writing, "wb", 0) as theirs:
+        orders = {
+            "data_dir": str(options.data_dir),
+            "object_store_bytes": options.object_store_bytes,
+            "idle_stop_seconds": options.idle_stop_seconds,
+        }
+        with log_file.open("wb") as output:
+            subprocess.run(  # noqa: S603  # our own module
+                [sys.executable, "-m", SUPERVISOR, json.dumps(orders), str(writing)],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                env=_inherited(options) | ray_environment(options),
+                pass_fds=(writing,),
+                check=False,
+            )
+        theirs.close()
+        answered, _, _ = select.select([ready], [], [], START_SECONDS)
+        return bool(answered) and ready.read(1) == b"1"
+
+
+def _inherited(options: RayOptions) -> dict[str, str]:
+    allowed = KEPT_ENV | set(options.inherit_env)
+    return {name: text for name, text in os.environ.items() if name in allowed or name.startswith("LC_")}
+
+
+def _check_versions(state: HeadState) -> None:
+    if (state.ray, state.python) != versions():
+        ray, python = versions()
+        raise HeadRefused(
+            f"a Ray {state.ray} head (Python {state.python}) of this data directory still runs as process "
+            f"{state.pid}, and this service has Ray {ray} (Python {python}); let its runs finish, then stop "
+            "it with `gpubroker down`"
+        )
+
+
+def _clear_away(data_dir: Path, state: HeadState) -> None:
+    """After a head that was killed or never came up: kills what is left of it, and removes its directory."""
+    deadline = time.monotonic() + STOP_SECONDS
+    while (left := _processes_of(state)) and time.monotonic() < deadline:
+        log.warning("killing what a Ray head left behind", processes=len(left))
+        kill_all(left)
+        time.sleep(POLL_SECONDS)
+    shutil.rmtree(state.temp_dir, ignore_errors=True)
+    state_file(data_dir).unlink(missing_ok=True)
+
+
+def _processes_of(state: HeadState) -> list[ProcessId]:
+    """They are in a session of their own, which nobody else joins."""
+    if state.boot_id != boot_id():
+        return []
+    return [
+        entry.id
+        for pid, entry in process_table().items()
+        if session_of(pid) == state.pid and entry.id.start_ticks >= state.start_ticks
+    ]

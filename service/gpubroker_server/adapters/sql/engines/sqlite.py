@@ -1,0 +1,274 @@
+"""SQLite: one file, one process, one writing connection.
+
+WAL with synchronous=FULL: a commit is on disk when it returns. Many versions can damage a database whose
+connections write and checkpoint at the same time (docs/decisions/0014): on those one connection does both,
+and a lock file keeps every other process out.
+"""
+
+import fcntl
+import os
+import sqlite3
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from itertools import chain
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+from gpubroker_server.adapters.sql.engines.rowset import (
+    Row,
+    Rows,
+    SetStatement,
+    sqlite_alike_text,
+    sqlite_chunks,
+    sqlite_text,
+)
+from gpubroker_server.adapters.sql.engines.session import ConstraintFailed, DatabaseRefused, GuardMissed
+from gpubroker_server.adapters.sql.tables.columns import SQLITE_NOW
+from gpubroker_server.adapters.sql.tables.compatibility import check_schema
+from gpubroker_server.core.domain.units import Instant, Position, Term
+from gpubroker_server.core.world.events import Event
+from gpubroker_server.ports.store import StaleTerm, StoreUnavailable, Unstorable
+
+APPLICATION_ID = 0x67706272
+"""`gpbr` in the file's header: this is a gpubroker database."""
+
+Version = tuple[int, int, int]
+
+_OLDEST: Version = (3, 38, 0)
+_WAL_RESET_MENDED: Version = (3, 51, 3)
+_WAL_RESET_MENDED_IN = {(3, 44): 6, (3, 50): 7}
+"""Older lines, and the first of their releases that have it mended as well."""
+_TAKE_HEAD = "UPDATE log_head SET position = position + ? WHERE id = 1 RETURNING position, compatible_from"
+_BUSY_MS = 5000
+_MAGIC = b"SQLite format 3\0"
+
+
+def has_wal_reset_bug(version: Version) -> bool:
+    """Two connections that write or checkpoint at once may damage the database; see sqlite.org/wal.html."""
+    mended = _WAL_RESET_MENDED_IN.get(version[:2])
+    return version < _WAL_RESET_MENDED and (mended is None or version[2] < mended)
+
+
+class SqliteFile:
+    """The file and the lock that keeps other processes out of it. Opening refuses what is not ours."""
+
+    def __init__(self, path: Path, version: Version = sqlite3.sqlite_version_info[:3]) -> None:
+        if version < _OLDEST:
+            raise DatabaseRefused(
+                f"this Python's SQLite is {'.'.join(map(str, version))}; gpubroker needs 3.38 or newer: "
+                "use another Python, or PostgreSQL with database_url (or --database-url)"
+            )
+        self.path = path
+        self._one_writer = has_wal_reset_bug(version)
+        self._writer: sqlite3.Connection | None = None
+        self._lock = _lock(path)
+        try:
+            _check_header(path)
+        except DatabaseRefused:
+            self.close()
+            raise
+
+    def writer(self) -> sqlite3.Connection:
+        """The connection that writes and checkpoints. Makes the file if there is none.
+
+        A version that cannot bear two at a time gets one only: close it before you ask again.
+        """
+        if self._one_writer and self._writer is not None and _is_open(self._writer):
+            raise RuntimeError(f"{self.path} has a writing connection already, and SQLite bears only one")
+        self._writer = self._new_writer()
+        return self._writer
+
+    def _new_writer(self) -> sqlite3.Connection:
+        with _refusing(self.path):
+            if not self.path.exists():
+                os.close(os.open(self.path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600))
+            connection = _connect(self.path)
+            # Before WAL, so that it is in the file's header and not only in its log.
+            if connection.execute("PRAGMA application_id").fetchone()[0] != APPLICATION_ID:
+                connection.execute(f"PRAGMA application_id = {APPLICATION_ID}")
+            [(mode,)] = connection.execute("PRAGMA journal_mode = WAL").fetchall()
+            if mode != "wal":
+                raise DatabaseRefused(
+                    f"{self.path} lies on a file system where SQLite's write-ahead log does not work; "
+                    "name a file on a local disk with database_url (or --database-url)"
+                )
+            connection.execute("PRAGMA synchronous = FULL")
+            connection.execute("PRAGMA fullfsync = ON")
+            connection.execute("PRAGMA cache_size = -32768")
+            return connection
+
+    def reader(self) -> sqlite3.Connection:
+        """A connection that can neither write nor checkpoint, not even when it is the last one to close."""
+        return _connect(self.path, "ro")
+
+    def close(self) -> None:
+        os.close(self._lock)
+
+
+def _connect(path: Path, mode: str = "rw") -> sqlite3.Connection:
+    connection = sqlite3.connect(
+        f"file:{quote(str(path))}?mode={mode}",
+        uri=True, isolation_level=None, check_same_thread=False, cached_statements=256,
+    )  # fmt: skip
+    connection.execute(f"PRAGMA busy_timeout = {_BUSY_MS}")
+    return connection
+
+
+def _is_open(connection: sqlite3.Connection) -> bool:
+    try:
+        return connection.total_changes >= 0
+    except sqlite3.ProgrammingError:
+        return False
+
+
+def _lock(path: Path) -> int:
+    """Hold `<file>.lock` until closed; its text is our pid, for whoever comes second."""
+    with _refusing(path):
+        handle = os.open(f"{path}.lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        holder = os.pread(handle, 32, 0).decode(errors="replace").strip() or "unknown"
+        os.close(handle)
+        raise DatabaseRefused(
+            f"{path} is in use by process {holder}; "
+            "stop that one first, or name another file with database_url (or --database-url)"
+        ) from None
+    os.ftruncate(handle, 0)
+    os.pwrite(handle, f"{os.getpid()}\n".encode(), 0)
+    return handle
+
+
+def _check_header(path: Path) -> None:
+    with _refusing(path):
+        header = b""
+        if path.exists():
+            # To write as well: SQLite takes a file that it may only read, and says so at the first commit.
+            with path.open("r+b") as file:
+                header = file.read(100)
+    if not header:
+        return
+    is_sqlite = header.startswith(_MAGIC)
+    if not is_sqlite or int.from_bytes(header[68:72], "big") != APPLICATION_ID:
+        what = "the SQLite database of another program" if is_sqlite else "no SQLite database at all"
+        raise DatabaseRefused(
+            f"{path} is not a gpubroker database but {what}; "
+            "name another file with database_url (or --database-url), or move it away"
+        )
+
+
+@contextmanager
+def _refusing(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise DatabaseRefused(
+            f"cannot open the database {path}: {error.strerror}; "
+            "give this user access to it, or name another file with database_url (or --database-url)"
+        ) from None
+    except sqlite3.Error as error:
+        denied = not os.access(path, os.R_OK | os.W_OK) or not os.access(path.parent, os.W_OK)
+        remedy = "give this user access to it" if denied else "restore it from a backup"
+        raise DatabaseRefused(
+            f"cannot open the database {path}: {error}; {remedy}, or name another file with "
+            "database_url (or --database-url)"
+        ) from None
+
+
+class SqliteSession:
+    """The writer's connection to a file."""
+
+    def __init__(self, connection: sqlite3.Connection) -> None:
+        self._connection = connection
+        self._connection.create_function(SQLITE_NOW, 0, self.now)
+        self._latest = Instant(0.0)
+
+    def begin(self) -> None:
+        self._execute("BEGIN IMMEDIATE")
+
+    def write(self, statement: SetStatement, rows: Sequence[Row] | Rows) -> None:
+        before = self._connection.total_changes
+        for chunk in sqlite_chunks(rows.single if isinstance(rows, Rows) else rows):
+            self._execute(sqlite_text(statement, len(chunk)), list(chain.from_iterable(chunk)))
+        for heads, tail in rows.alike if isinstance(rows, Rows) else ():
+            for chunk in sqlite_chunks(heads):
+                text = sqlite_alike_text(statement, len(chunk), len(chunk[0]))
+                self._execute(text, [*tail, *chain.from_iterable(chunk)])
+        written = self._connection.total_changes - before
+        if statement.exact and written != len(rows):
+            raise GuardMissed(statement, len(rows), written)
+
+    def fetch(self, statement: SetStatement, rows: Sequence[Row]) -> Sequence[Sequence[Any]]:
+        found: list[Sequence[Any]] = []
+        for chunk in sqlite_chunks(rows):
+            found += self._execute(sqlite_text(statement, len(chunk)), list(chain.from_iterable(chunk)))
+        return found
+
+    def ask(self, statement: SetStatement, rows: Sequence[Row]) -> Callable[[], Sequence[Sequence[Any]]]:
+        found = self.fetch(statement, rows)
+        return lambda: found
+
+    def require_term(self, term: Term) -> None:
+        [(current, holder)] = self._execute("SELECT term, holder FROM leadership WHERE id = 1")
+        if current != term:
+            raise StaleTerm(f"term {term} is over: {holder} leads term {current}; stop leading")
+
+    def number(self, events: int) -> tuple[Position, Instant]:
+        [(last, compatible_from)] = self._execute(_TAKE_HEAD, [events])
+        check_schema(compatible_from)
+        return Position(last - events + 1), self.now()
+
+    def commit(self) -> None:
+        self._execute("COMMIT")
+
+    def rollback(self) -> None:
+        with suppress(sqlite3.Error):
+            if self._connection.in_transaction:
+                self._connection.rollback()
+
+    def has_event(self, event: Event) -> bool:
+        found = self._execute("SELECT kind, key, version, at FROM event WHERE position = ?", [event.position])
+        return found == [(event.kind, event.key, event.version, event.at)]
+
+    def now(self) -> Instant:
+        self._latest = max(self._latest, Instant(time.time()))
+        return self._latest
+
+    def end_hanging(self) -> None:
+        """There are no others."""
+
+    def tell_resigned(self) -> None:
+        """There is nobody to hear it."""
+
+    def end_terms(self) -> None:
+        """Whoever led has ended: the lock on the file is ours. Nobody need wait for a lease of his."""
+        self._execute("UPDATE leadership SET lease_until = 0 WHERE lease_until > 0")
+
+    def reconnect(self) -> None:
+        """A file is never disconnected."""
+
+    def rest(self) -> None:
+        """Give the log's space back, which a burst of writes has taken, unless a reader stands in the way."""
+        with suppress(sqlite3.Error):
+            self._connection.execute("PRAGMA busy_timeout = 0")
+            self._connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
+            self._connection.execute(f"PRAGMA busy_timeout = {_BUSY_MS}")
+
+    def close(self) -> None:
+        with suppress(sqlite3.Error):  # what stays in the log is read from there at the next start
+            self._connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+        self._connection.close()
+
+    def _execute(self, text: str, values: Sequence[Any] = ()) -> list[Any]:
+        try:
+            return self._connection.execute(text, values).fetchall()
+        except sqlite3.IntegrityError as error:
+            raise ConstraintFailed(str(error)) from error
+        except (sqlite3.DataError, UnicodeError, OverflowError) as error:
+            raise Unstorable(f"a value cannot be stored: {error}") from error
+        except sqlite3.ProgrammingError:
+            raise
+        except sqlite3.DatabaseError as error:
+            raise StoreUnavailable(f"the database cannot be written: {error}") from error

@@ -1,0 +1,1 @@
+"""Bringing a database to a schema with alembic."""

@@ -1,0 +1,120 @@
+"""Changing a database's schema with alembic, from a checkout or from an installed package."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from alembic import command
+from alembic.config import Config
+from alembic.runtime.migration import MigrationContext
+from alembic.script import ScriptDirectory
+from alembic.util import CommandError
+from sqlalchemy import Connection, Engine, inspect, text
+from sqlalchemy.exc import DBAPIError
+
+from gpubroker_server.adapters.sql.engines.session import DatabaseRefused
+from gpubroker_server.adapters.sql.tables.compatibility import SCHEMA
+
+_INSTALLED = Path(__file__).parent / "migrations"
+_CHECKOUT = Path(__file__).parents[5] / "migrations"
+_LOCK = 0x67706272
+"""Advisory lock on PostgreSQL: of several processes that start, one migrates and the others wait."""
+_OTHERS = text("""
+SELECT DISTINCT application_name FROM pg_stat_activity
+WHERE datname = current_database() AND application_name LIKE 'gpubroker%'
+    AND application_name <> current_setting('application_name')
+ORDER BY 1
+""")
+"""Whoever starts has a session before it asks for the revision, and the lock on that makes it wait: so it is
+seen here, or finds what this has made."""
+
+
+def migrate_to(engine: Engine, revision: str, name: str, *, drop_everything: bool) -> str:
+    """See `schema.bring_to`."""
+    try:
+        with engine.begin() as connection:
+            if connection.dialect.name == "postgresql":
+                connection.execute(text("SELECT pg_advisory_xact_lock(:key)"), {"key": _LOCK})
+            config = _config(connection)
+            current = MigrationContext.configure(connection).get_current_revision()
+            _check_ours(connection, current, name)
+            if current is None or _knows(config, current):
+                _move(config, current, _Goal(revision, name, drop_everything))
+            else:
+                _check_compatible(connection, current, name, goes_elsewhere=revision != "head")
+            return MigrationContext.configure(connection).get_current_revision() or "base"
+    except CommandError as error:
+        raise DatabaseRefused(f"{name} cannot be brought to revision {revision}: {error}") from None
+    except DBAPIError as error:
+        raise DatabaseRefused(
+            f"{name} cannot be used: {error.orig}; "
+            "restore it from a backup, or name another with database_url (or --database-url)"
+        ) from None
+
+
+@dataclass(frozen=True, slots=True)
+class _Goal:
+    revision: str
+    of: str
+    """The database's name for people."""
+    drop_everything: bool
+
+
+def _config(connection: Connection) -> Config:
+    config = Config()
+    config.set_main_option("script_location", str(_INSTALLED if _INSTALLED.is_dir() else _CHECKOUT))
+    config.attributes["connection"] = connection
+    return config
+
+
+def _check_ours(connection: Connection, current: str | None, name: str) -> None:
+    if current is None and inspect(connection).has_table("task"):
+        raise DatabaseRefused(
+            f"{name} has a table `task` that is not gpubroker's; name another with database_url (or "
+            "--database-url)"
+        )
+
+
+def _knows(config: Config, revision: str) -> bool:
+    scripts = ScriptDirectory.from_config(config)
+    return revision in {script.revision for script in scripts.walk_revisions()}
+
+
+def _check_compatible(connection: Connection, current: str, name: str, *, goes_elsewhere: bool) -> None:
+    """Newer software has been here. What it has only added to is used as it is, and left as it is."""
+    compatible_from = connection.execute(text("SELECT compatible_from FROM log_head")).scalar_one()
+    if compatible_from > SCHEMA or goes_elsewhere:
+        raise DatabaseRefused(
+            f"{name} was written by a newer gpubroker (its schema is {current}, this one knows up to "
+            f"{SCHEMA:04}); upgrade gpubroker, or restore an older backup"
+        )
+
+
+def _move(config: Config, current: str | None, goal: _Goal) -> None:
+    known = [script.revision for script in ScriptDirectory.from_config(config).walk_revisions()]
+    known = ["base", *reversed(known)]
+    target = known[-1] if goal.revision == "head" else goal.revision
+    if target not in known:
+        raise DatabaseRefused(
+            f"{goal.of} cannot be brought to revision {goal.revision}: there are {', '.join(known)} and head"
+        )
+    if known.index(target) < known.index(current or "base"):
+        _check_way_down(config.attributes["connection"], target, goal)
+        command.downgrade(config, target)
+    else:
+        command.upgrade(config, target)
+
+
+def _check_way_down(connection: Connection, target: str, goal: _Goal) -> None:
+    if target == "base" and not goal.drop_everything:
+        raise DatabaseRefused(
+            f"base is before the first revision: going there drops every table of {goal.of}, with all tasks, "
+            "results, tokens and the log; if that is what you want, say --drop-everything"
+        )
+    if connection.dialect.name != "postgresql":
+        return  # whoever has the file has locked it
+    connection.execute(text("LOCK TABLE alembic_version IN ACCESS EXCLUSIVE MODE"))
+    if others := connection.execute(_OTHERS).scalars().all():
+        raise DatabaseRefused(
+            f"{goal.of} is in use: {'; '.join(others)}; going back to revision {goal.revision} takes away "
+            "what they need, so stop them first"
+        )

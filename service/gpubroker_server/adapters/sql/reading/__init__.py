@@ -1,0 +1,1 @@
+"""Reads that never wait for the writer."""

@@ -1,0 +1,161 @@
+"""What tenants have uploaded, as rows."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+from sqlalchemy import (
+    Column,
+    Connection,
+    Double,
+    FromClause,
+    Integer,
+    bindparam,
+    case,
+    delete,
+    func,
+    literal_column,
+    select,
+    true,
+    tuple_,
+    update,
+)
+
+from gpubroker_server.adapters.sql.engines.rowset import SetStatement
+from gpubroker_server.adapters.sql.engines.session import Session
+from gpubroker_server.adapters.sql.tables.columns import Count
+from gpubroker_server.adapters.sql.tables.objects import stored_object
+from gpubroker_server.core.domain.units import Instant
+from gpubroker_server.ports.objects import LEAST_BYTES, Counted, Quota, StoredObject
+
+T = TypeVar("T")
+
+OBJECTS_PER_STEP = 500
+_c = stored_object.c
+_KEY = (_c.tenant, _c.digest)
+_least: Any = literal_column(str(LEAST_BYTES), Integer)
+_COUNTED = (
+    func.coalesce(
+        func.sum(case((_c.size_bytes < _least, _least), else_=_c.size_bytes)), literal_column("0", Count)
+    ),
+    func.count(),
+)
+
+_OBJECT = select(stored_object).where(_c.tenant == bindparam("tenant"), _c.digest == bindparam("digest"))
+LISTED = (
+    select(stored_object)
+    .where(_c.tenant == bindparam("tenant"), _c.digest > bindparam("after"), _c.expires_at > bindparam("now"))
+    .order_by(_c.digest)
+    .limit(bindparam("most"))
+)
+"""Along the primary key: each page reads its own rows, however many there are before and after them."""
+_COUNTED_OBJECTS = select(*_COUNTED).where(_c.tenant == bindparam("tenant"), _c.expires_at > bindparam("now"))
+
+
+class SqlObjects:
+    """The part of a store on SQL that an ObjectRows is."""
+
+    async def keep_object(self, given: StoredObject, quota: Quota) -> StoredObject | None:
+        def act(session: Session) -> StoredObject | None:
+            session.number(0)  # whoever else uploads waits here, and counts this one
+            session.write(_DROP_OVER, [(given.tenant, given.created_at)])
+            [(others, many)] = session.fetch(_COUNTED_WITHOUT, [(given.tenant, given.digest)])
+            if not quota.has_room(Counted(int(others), many), given):
+                return None
+            row = (given.tenant, given.digest, given.size_bytes, given.created_at, given.expires_at)
+            [kept] = session.fetch(_KEEP, [row])
+            return StoredObject(*kept)
+
+        return await self._write_alone(act)
+
+    async def stored_object(self, tenant: str, digest: str) -> StoredObject | None:
+        return await self._read(_find, tenant, digest)
+
+    async def stored_objects(
+        self, tenant: str, now: Instant, *, after: str = "", limit: int
+    ) -> Sequence[StoredObject]:
+        return await self._read(_page, tenant, now, after, limit)
+
+    async def counted_objects(self, tenant: str, now: Instant) -> Counted:
+        return await self._read(_count, tenant, now)
+
+    async def extend_object(self, tenant: str, digest: str, until: Instant) -> None:
+        await self._write_alone(lambda session: session.write(_EXTEND, [(tenant, digest, until)]))
+
+    async def drop_object(self, tenant: str, digest: str) -> bool:
+        return await self._write_alone(lambda session: bool(session.fetch(_DROP, [(tenant, digest)])))
+
+    async def _read(self, query: Callable[..., T], *values: Any) -> T:
+        raise NotImplementedError
+
+    async def _write_alone(self, act: Callable[[Session], T]) -> T:
+        raise NotImplementedError
+
+
+def prune_objects(session: Session) -> bool:
+    """One step: whether any whose time is over went."""
+    return bool(session.fetch(_PRUNE, [(session.now(),)]))
+
+
+def _find(connection: Connection, tenant: str, digest: str) -> StoredObject | None:
+    row = connection.execute(_OBJECT, {"tenant": tenant, "digest": digest}).one_or_none()
+    return None if row is None else StoredObject(*row)
+
+
+def _page(
+    connection: Connection, tenant: str, now: Instant, after: str, limit: int
+) -> Sequence[StoredObject]:
+    wanted = {"tenant": tenant, "now": now, "after": after, "most": limit}
+    return [StoredObject(*row) for row in connection.execute(LISTED, wanted)]
+
+
+def _count(connection: Connection, tenant: str, now: Instant) -> Counted:
+    size_bytes, objects = connection.execute(_COUNTED_OBJECTS, {"tenant": tenant, "now": now}).one()
+    return Counted(int(size_bytes), objects)
+
+
+def _drop_over(_insert: Any, r: FromClause) -> Any:
+    over = select(r.c.at).scalar_subquery()
+    return delete(stored_object).where(_c.tenant.in_(select(r.c.tenant)), _c.expires_at <= over)
+
+
+def _counted_without(_insert: Any, r: FromClause) -> Any:
+    others = (_c.tenant == r.c.tenant) & (_c.digest != r.c.digest)
+    return select(*_COUNTED).select_from(r.join(stored_object, others))
+
+
+def _keep(insert: Any, r: FromClause) -> Any:
+    names = list(stored_object.c.keys())
+    statement = insert(stored_object).from_select(names, select(*(r.c[name] for name in names)).where(true()))
+    later = statement.excluded.expires_at
+    end = case((_c.expires_at > later, _c.expires_at), else_=later)
+    return statement.on_conflict_do_update(index_elements=list(_KEY), set_={"expires_at": end}).returning(
+        *stored_object.c
+    )
+
+
+def _extend(_insert: Any, r: FromClause) -> Any:
+    same = (_c.tenant == r.c.tenant) & (_c.digest == r.c.digest) & (_c.expires_at < r.c.expires_at)
+    return update(stored_object).values(expires_at=r.c.expires_at).where(same)
+
+
+def _drop(_insert: Any, r: FromClause) -> Any:
+    chosen = tuple_(*_KEY).in_(select(r.c.tenant, r.c.digest))
+    return delete(stored_object).where(chosen).returning(_c.digest)
+
+
+def _prune(_insert: Any, r: FromClause) -> Any:
+    """The end is looked at again where somebody else had the row: it may have been put off."""
+    over, other = select(r.c.at).scalar_subquery(), stored_object.alias("other")
+    step: Any = literal_column(str(OBJECTS_PER_STEP))
+    some = select(other.c.tenant, other.c.digest).where(other.c.expires_at <= over).limit(step)
+    chosen = tuple_(*_KEY).in_(some.offset(literal_column("0")))
+    return delete(stored_object).where(chosen, _c.expires_at <= over).returning(_c.digest)
+
+
+_AT = Column("at", Double)
+_DROP_OVER = SetStatement("drop objects", (_c.tenant, _AT), _drop_over)
+_COUNTED_WITHOUT = SetStatement("count objects", _KEY, _counted_without)
+_KEEP = SetStatement("keep object", tuple(stored_object.c), _keep)
+_EXTEND = SetStatement("extend object", (*_KEY, _c.expires_at), _extend)
+_DROP = SetStatement("drop object", _KEY, _drop)
+_PRUNE = SetStatement("prune objects", (_AT,), _prune)

@@ -1,0 +1,1 @@
+"""All tables, and which schema this release needs."""

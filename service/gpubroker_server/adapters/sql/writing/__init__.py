@@ -1,0 +1,1 @@
+"""The one writer: many requests in one transaction, each statement guarded."""

@@ -1,0 +1,345 @@
+"""The one thread that writes: takes whatever is waiting, writes it in one transaction, then answers all.
+
+It also reads the tail of the log, so that what others appended and what it wrote itself come in one order.
+"""
+
+import threading
+from asyncio import AbstractEventLoop, Future
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from queue import Empty, SimpleQueue
+from typing import Any, TypeVar
+
+from gpubroker_server.adapters.sql.engines.session import Collided, CommitUnknown, ConnectionLost, Session
+from gpubroker_server.adapters.sql.tables.compatibility import check_schema
+from gpubroker_server.adapters.sql.writing import statements as sql
+from gpubroker_server.adapters.sql.writing.group import Unit, answer_known, write_group
+from gpubroker_server.adapters.sql.writing.rows import event_of_row
+from gpubroker_server.core.domain.units import Position, Seconds
+from gpubroker_server.core.world.events import Event
+from gpubroker_server.ports.store import LogShortened, Outgrown, StoreUnavailable
+
+_UNITS_PER_GROUP = 512
+_CAUGHT_UP_AT_ONCE = 1000
+"""Events are handed out in parts: applying one holds up the event loop, by some tens of microseconds each."""
+_TRIES = 3
+_RETRY_SECONDS = 0.25
+_GIVE_WAY_SECONDS = 0.05
+_QUIET_SECONDS = 2.0
+
+T = TypeVar("T")
+
+Deliver = Callable[[Sequence[Event], Sequence["Work"]], None]
+"""Runs on the event loop: hands out the events, then answers the works."""
+
+
+class Work:
+    """What one caller waits for: units to write, or something that needs a transaction of its own."""
+
+    def __init__(
+        self,
+        loop: AbstractEventLoop,
+        units: Sequence[Unit] = (),
+        alone: Callable[[Session], Any] | None = None,
+    ) -> None:
+        self.units = units
+        self.alone = alone
+        self.answer: Any = None
+        self.future: Future[Any] = loop.create_future()
+
+    @property
+    def weight(self) -> int:
+        return sum(unit.weight for unit in self.units)
+
+    def refuse(self, error: Exception) -> None:
+        """Answer with an error, whatever became of the work; on the event loop."""
+        if not self.future.done():
+            self.future.set_exception(error)
+
+    def finish(self) -> None:
+        """Answer the caller; on the event loop."""
+        if self.future.cancelled():
+            return
+        answers = [unit.answer for unit in self.units] if self.units else [self.answer]
+        error = next((answer for answer in answers if isinstance(answer, Exception)), None)
+        if error is not None:
+            self.future.set_exception(error)
+        else:
+            self.future.set_result(answers if self.units else self.answer)
+
+
+class CatchUp(Work):
+    """To hear what other processes have appended. The answer: whether more of it follows, and how
+    often tokens have changed."""
+
+
+class BeginAt(Work):
+    """To go on at a later position, to which the caller has come by other means."""
+
+    def __init__(self, loop: AbstractEventLoop, position: Position) -> None:
+        super().__init__(loop)
+        self.position = position
+
+
+class Writer:
+    """Owns the session from `start` to `close`. `put` never blocks."""
+
+    def __init__(
+        self, session: Session, heard: Position, deliver: Deliver, usage_half_life_seconds: Seconds
+    ) -> None:
+        self._session = session
+        self._usage_half_life_seconds = usage_half_life_seconds
+        self._heard = heard
+        self._deliver = deliver
+        self._inbox: SimpleQueue[Sequence[Work] | None] = SimpleQueue()
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="gpubroker-writer", daemon=True)
+        self._thread.start()
+
+    def put(self, works: Sequence[Work]) -> None:
+        """Raises StoreUnavailable after `close`."""
+        if self._closing.is_set():
+            raise StoreUnavailable("the store is closed")
+        self._inbox.put(works)
+
+    def close(self) -> None:
+        """Write what is waiting, then end. Blocks until done."""
+        self._closing.set()
+        self._inbox.put(None)
+        self._thread.join()
+
+    def _run(self) -> None:
+        while (first := self._next()) is not None:
+            works = self._with_waiting(first)
+            group = [work for work in works if work.units]
+            events = self._write([unit for work in group for unit in work.units])
+            self._answer(events, group)
+            for work in works:
+                if not work.units:
+                    self._answer(self._do(work), [work])
+        self._session.close()
+
+    def _next(self) -> Sequence[Work] | None:
+        """What is asked for next; if nobody asks for a while, the session has its rest, once."""
+        with suppress(Empty):
+            return self._inbox.get(timeout=_QUIET_SECONDS)
+        self._session.rest()
+        return self._inbox.get()
+
+    def _do(self, work: Work) -> Sequence[Event]:
+        """What is no unit; the events that it brought."""
+        match work:
+            case CatchUp():
+                return self._catch_up(work)
+            case BeginAt():
+                self._heard = max(self._heard, work.position)
+            case Work(alone=act) if act is not None:
+                work.answer = self._run_alone(act)
+        return ()
+
+    def _with_waiting(self, first: Sequence[Work]) -> list[Work]:
+        works = list(first)
+        while sum(work.weight for work in works) < _UNITS_PER_GROUP:
+            more = self._next_waiting()
+            if not more:
+                break
+            works += more
+        return works
+
+    def _next_waiting(self) -> Sequence[Work]:
+        try:
+            works = self._inbox.get_nowait()
+        except Empty:
+            return ()
+        if works is None:
+            self._inbox.put(None)  # the end is for `_run` to see
+        return works or ()
+
+    def _answer(self, events: Sequence[Event], works: Sequence[Work]) -> None:
+        if works:
+            with suppress(RuntimeError):  # the loop is closed: nobody is left to hear
+                works[0].future.get_loop().call_soon_threadsafe(self._deliver, events, works)
+
+    def _write(self, units: Sequence[Unit]) -> list[Event]:
+        """Write units, together if possible; each has its answer afterwards."""
+        events: list[Event] = []
+        groups: deque[Sequence[Unit]] = deque([units] if units else [])
+        while groups:
+            group = groups.popleft()
+            try:
+                written = self._transact(group)
+            except StoreUnavailable as error:
+                for unit in (*group, *(unit for later in groups for unit in later)):
+                    unit.on_failed(error)
+                break
+            except Exception as error:
+                groups.extendleft(reversed(self._parts(group, error)))
+            else:
+                for unit in group:
+                    unit.on_written()
+                events += self._without_gap(written)
+        return events
+
+    def _without_gap(self, events: list[Event]) -> list[Event]:
+        """With what other processes appended in between, so that listeners hear every position once.
+
+        Nobody hears of a commit before its events can be handed out: a caller that goes on with a picture
+        from before its own commit would decide the same again.
+        """
+        if not events:
+            return events
+        if events[0].position != self._heard + 1:
+            span = (self._heard, events[-1].position)
+            found = self._insist(lambda: self._session.fetch(sql.TAIL, [(1, *span)]))
+            try:
+                events = _readable([row[3:] for row in found or ()])
+            except Outgrown:
+                return []  # whoever catches up is told
+            if len(events) < span[1] - span[0] and self._insist(self._is_shortened):
+                return []  # whoever catches up is told
+        if events:
+            self._heard = events[-1].position
+        return events
+
+    def _catch_up(self, work: CatchUp) -> Sequence[Event]:
+        """What others have appended, at most so much of it."""
+        try:
+            most = self._heard + _CAUGHT_UP_AT_ONCE
+            found = self._session.fetch(sql.TAIL, [(1, self._heard, most)])
+            head, token_changes, compatible_from = found[0][:3]
+            check_schema(compatible_from)
+            last = min(head, most)
+            rows = [row[3:] for row in found if row[3] is not None]
+            if len(rows) < last - self._heard and self._is_shortened():
+                raise LogShortened(
+                    f"the log no longer holds all events after position {self._heard}; read the picture anew"
+                )
+            events = _readable(rows)
+        except Outgrown as error:
+            work.answer = error
+            return ()
+        except (ConnectionLost, StoreUnavailable) as error:
+            work.answer = StoreUnavailable(str(error))
+            with suppress(StoreUnavailable):
+                self._session.reconnect()
+            return ()
+        except Exception as error:
+            work.answer = error
+            return ()
+        if len(events) < len(rows):
+            last = events[-1].position
+        self._heard = Position(max(last, self._heard))
+        work.answer = last < head, token_changes
+        return events
+
+    def _is_shortened(self) -> bool:
+        """Whether the next event to hear has been removed. Raises what the session raises."""
+        [(oldest,)] = self._session.fetch(sql.OLDEST, [(1,)])
+        return bool(oldest > self._heard + 1)
+
+    def _parts(self, group: Sequence[Unit], error: Exception) -> list[Sequence[Unit]]:
+        """What is left to write of a group that failed: without what was stored before, else one by one."""
+        try:
+            left = answer_known(self._session, group)
+        except ConnectionLost:
+            return [group]
+        except Exception as failed:
+            if len(group) > 1:
+                return [[unit] for unit in group]
+            group[0].on_failed(failed)
+            return []
+        if len(left) < len(group):
+            return [left] if left else []
+        if len(group) > 1:
+            return [[unit] for unit in group]
+        group[0].on_failed(error)
+        return []
+
+    def _transact(self, units: Sequence[Unit]) -> list[Event]:
+        """One transaction, tried again when nothing was kept for no fault of its own."""
+        for _ in range(_TRIES):
+            try:
+                return write_group(self._session, units, self._usage_half_life_seconds)
+            except ConnectionLost:
+                self._session.reconnect()
+            except CommitUnknown as unknown:
+                if not unknown.events or self._was_committed(unknown.events[0]):
+                    return list(unknown.events)
+            except Collided:
+                self._session.rollback()
+                self._closing.wait(_GIVE_WAY_SECONDS)
+            except Exception:
+                self._session.rollback()
+                raise
+        raise StoreUnavailable("the database breaks off again and again; nothing was written")
+
+    def _was_committed(self, first: Event) -> bool:
+        """Read back an unknown commit."""
+        with suppress(StoreUnavailable):
+            self._session.reconnect()
+        known = self._insist(lambda: self._session.has_event(first))
+        if known is None:
+            raise StoreUnavailable("the store was closed before an unknown commit could be read back")
+        return known
+
+    def _insist(self, ask: Callable[[], T]) -> T | None:
+        """What the database says, however long it is away; None if the store is closed before it says it.
+
+        Meanwhile all others are refused.
+        """
+        while True:
+            try:
+                return ask()
+            except (ConnectionLost, StoreUnavailable) as error:
+                self._refuse_waiting(str(error))
+                if self._closing.wait(_RETRY_SECONDS):
+                    return None
+                with suppress(StoreUnavailable):
+                    self._session.reconnect()
+
+    def _refuse_waiting(self, why: str) -> None:
+        refused: list[Work] = []
+        while works := self._next_waiting():
+            for work in works:
+                work.answer = StoreUnavailable(why)
+                for unit in work.units:
+                    unit.on_failed(work.answer)
+            refused += works
+        self._answer((), refused)
+
+    def _run_alone(self, act: Callable[[Session], Any]) -> Any:
+        """A transaction of its own. Its acts do no harm when done twice, so a lost commit is done again."""
+        for _ in range(_TRIES):
+            try:
+                self._session.begin()
+                answer = act(self._session)
+                self._session.number(0)
+                self._session.commit()
+            except (ConnectionLost, CommitUnknown):
+                try:
+                    self._session.reconnect()
+                except StoreUnavailable as error:
+                    return error
+            except Collided:
+                self._session.rollback()
+                self._closing.wait(_GIVE_WAY_SECONDS)
+            except Exception as error:
+                self._session.rollback()
+                return error
+            else:
+                return answer
+        return StoreUnavailable("the database breaks off again and again; nothing was written")
+
+
+def _readable(rows: Sequence[Sequence[Any]]) -> list[Event]:
+    """Up to the first that this software cannot read. Raises Outgrown if that is the very first one."""
+    events: list[Event] = []
+    for row in rows:
+        try:
+            events.append(event_of_row(row))
+        except Outgrown:
+            if not events:
+                raise
+            break
+    return events

@@ -1,0 +1,150 @@
+"""A server of models over gRPC: one channel, calls whose messages nobody looks into."""
+
+import asyncio
+import contextlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Final
+
+import grpc
+
+from gpubroker_server.core.domain.units import Seconds
+from gpubroker_server.ports.backends import Call, CallAnswer, CallBackend, CallFailed, Metadata, Trouble
+
+
+@dataclass(frozen=True, slots=True)
+class TritonRpcServer:
+    """Where a server is, and how it is spoken to."""
+
+    name: str
+    address: str
+    """`host:port`."""
+    metadata: Metadata = ()
+    """Credentials, which only this server gets; they take the place of what a client calls the same."""
+    roots: bytes | None = None
+    """Certificates that are believed; None: it is spoken to in the clear."""
+    connect_seconds: Seconds = Seconds(5.0)
+    silence_seconds: Seconds = Seconds(300.0)
+
+
+class RpcBackend(CallBackend):
+    """What was sent is never sent again: the library's own second tries are off."""
+
+    def __init__(self, server: TritonRpcServer) -> None:
+        self._server = server
+        self._replaced = {name for name, _ in server.metadata}
+        self._channel: grpc.aio.Channel | None = None
+        self._asked: dict[str, grpc.aio.UnaryUnaryMultiCallable] = {}
+
+    @property
+    def name(self) -> str:
+        return self._server.name
+
+    async def ask(self, method: str, message: bytes, metadata: Metadata, seconds: float | None) -> CallAnswer:
+        ask = self._asked.get(method) or self._asked.setdefault(method, self._open().unary_unary(method))
+        most_seconds = self._server.silence_seconds
+        is_ours = seconds is None or seconds > most_seconds
+        call = ask(message, timeout=most_seconds if is_ours else seconds, metadata=self._with_own(metadata))
+        try:
+            answer = await call
+        except grpc.aio.AioRpcError as error:
+            raise self._failure(error, is_ours) from None
+        return CallAnswer(answer, await _first(call), await _last(call))
+
+    def open(self, method: str, metadata: Metadata, seconds: float | None) -> Call:
+        opened = self._open().stream_stream(method)(timeout=seconds, metadata=self._with_own(metadata))
+        return _Stream(opened, self._failure)
+
+    async def close(self) -> None:
+        if self._channel is not None:
+            await self._channel.close()
+
+    def _open(self) -> grpc.aio.Channel:
+        """On the loop that uses it."""
+        if self._channel is None:
+            server = self._server
+            reconnect_ms = int(1000 * server.connect_seconds)
+            options = (*_OPTIONS, ("grpc.min_reconnect_backoff_ms", reconnect_ms))
+            if server.roots is None:
+                self._channel = grpc.aio.insecure_channel(server.address, options)
+            else:
+                trust = grpc.ssl_channel_credentials(server.roots)
+                self._channel = grpc.aio.secure_channel(server.address, trust, options)
+        return self._channel
+
+    def _with_own(self, metadata: Metadata) -> Metadata:
+        own = self._server.metadata
+        if not own:
+            return metadata
+        return (*own, *(pair for pair in metadata if pair[0] not in self._replaced))
+
+    def _failure(self, error: grpc.aio.AioRpcError, is_ours: bool = False) -> CallFailed:
+        """`is_ours`: no client had a deadline as early as that of the call."""
+        code, detail = error.code(), error.details() or ""
+        trouble = None
+        if code is grpc.StatusCode.UNAVAILABLE and detail.startswith(_NOT_REACHED):
+            trouble = Trouble.UNREACHABLE
+        elif code is grpc.StatusCode.DEADLINE_EXCEEDED and is_ours:
+            trouble, detail = Trouble.SILENT, f"nothing came for {self._server.silence_seconds:g} s"
+        metadata: Any = error.trailing_metadata()
+        return CallFailed(code.value[0], detail, tuple(metadata or ()), trouble, self.name)
+
+
+_NOT_REACHED: Final = "failed to connect to all addresses"
+"""So the library begins where no connection was had, and nothing sent."""
+
+_OVER: Final = (grpc.aio.AioRpcError, grpc.aio.InternalError, asyncio.InvalidStateError)
+
+_OPTIONS: Final = (
+    ("grpc.max_receive_message_length", -1),
+    ("grpc.max_send_message_length", -1),
+    ("grpc.enable_retries", 0),
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", 1000),
+)
+
+
+class _Stream(Call):
+    def __init__(
+        self, call: grpc.aio.StreamStreamCall, failure: Callable[[grpc.aio.AioRpcError], CallFailed]
+    ) -> None:
+        self._call = call
+        self._failure = failure
+        self._answers = aiter(call)
+
+    async def write(self, message: bytes) -> None:
+        """To a call that is over nothing can be written; whoever reads is told why it is.
+
+        The library's own `write` puts a mistake of its own in the place of the server's status then, if that
+        is yet to come; hence the part below it.
+        """
+        with contextlib.suppress(*_OVER):
+            await self._call.wait_for_connection()
+            await self._call._cython_call.send_serialized_message(message)
+
+    async def end(self) -> None:
+        with contextlib.suppress(*_OVER):
+            await self._call.done_writing()
+
+    async def first(self) -> Metadata:
+        return await _first(self._call)
+
+    async def read(self) -> bytes | None:
+        try:
+            return await anext(self._answers, None)
+        except grpc.aio.AioRpcError as error:
+            raise self._failure(error) from None
+
+    async def last(self) -> Metadata:
+        return await _last(self._call)
+
+    def cancel(self) -> None:
+        self._call.cancel()
+
+
+async def _first(call: grpc.aio.Call) -> Metadata:
+    return tuple(await call.initial_metadata())
+
+
+async def _last(call: grpc.aio.Call) -> Metadata:
+    return tuple(await call.trailing_metadata())

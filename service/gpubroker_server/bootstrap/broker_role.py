@@ -1,0 +1,169 @@
+"""The role that decides and acts: a candidate for the lead, its leader, and what carries out orders."""
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from random import random
+
+from gpubroker_server.adapters.blobs.directory import DirectoryBlobs
+from gpubroker_server.adapters.boot_clock import boot_seconds
+from gpubroker_server.adapters.sql.store import SqlStore
+from gpubroker_server.bootstrap.compose import (
+    inventory_rules_of,
+    new_executor,
+    policy_of,
+    retention_of,
+    tenure_rules_of,
+)
+from gpubroker_server.bootstrap.follower import Job, Picture, word_seconds
+from gpubroker_server.bootstrap.inference_senders import askers_of, inference_desk_of
+from gpubroker_server.bootstrap.model_hosts import hosts_of
+from gpubroker_server.bootstrap.shared_ray import other_ray
+from gpubroker_server.bootstrap.start_checks import StartRefused
+from gpubroker_server.broker.dispatch import Dispatcher
+from gpubroker_server.broker.gateways import Gateways
+from gpubroker_server.broker.leadership import Candidate
+from gpubroker_server.broker.loop import Leader
+from gpubroker_server.broker.model_dispatch import DeskRules, ModelDesk
+from gpubroker_server.broker.observe import Observer
+from gpubroker_server.broker.pruning import Pruner
+from gpubroker_server.broker.publish import Publisher
+from gpubroker_server.broker.slot_division import SlotDesk
+from gpubroker_server.core.domain.leader_term import Tenure
+from gpubroker_server.core.domain.units import Seconds, Term
+from gpubroker_server.core.planning.backfill import Forecast
+from gpubroker_server.core.world.events import Event
+from gpubroker_server.ports.last_values import LeaderSeen
+from gpubroker_server.settings.loading import Settings
+
+
+class BrokerRole:
+    def __init__(
+        self, name: str, settings: Settings, store: SqlStore, picture: Picture, blobs: DirectoryBlobs
+    ) -> None:
+        self._name = name
+        self._settings = settings
+        self._store = store
+        self._picture = picture
+        self._blobs = blobs
+        self._policy = policy_of(settings)
+        self.executor = new_executor(settings, picture.clock)
+        self._hosts = hosts_of(settings)
+        self._askers = askers_of(settings)
+        self._wait_seconds = DeskRules().call_seconds if store.is_shared else Seconds(0.0)
+        self.candidate = Candidate(
+            name=name,
+            store=store,
+            executor=self.executor,
+            rules=tenure_rules_of(settings),
+            ticks=boot_seconds,
+            chance=random,
+            new_leader=self._new_leader,
+            catch_up=picture.catch_up,
+            resigned=store.resigned,
+        )
+        self._pruner = Pruner(
+            store, picture.clock, retention_of(settings), self.term, lambda: picture.world.position
+        )
+        self._gateways = Gateways(store, picture.clock)
+        self.let_go: Callable[[], frozenset[str]] | None = None
+        """Claims of models of which the gateway in this process has let go, if there is one; where others may
+        be, they say so in the database."""
+        self._publisher = Publisher(picture.world, picture.progress, self.seen, store)
+        self._slots = SlotDesk(settings.triton.slots, store, picture.clock)
+        picture.listen(self._on_events)
+
+    def jobs(self) -> list[Job]:
+        jobs = [
+            ("leader", self._stand()),
+            ("retention", self._pruner.keep()),
+            ("objects", self._blobs.keep_clean(self._store.referenced)),
+        ]
+        if self._store.is_shared:
+            jobs.append(("publisher", self._publisher.keep(self.term, word_seconds(self._policy))))
+        if self._store.is_shared and self._settings.triton.slots:
+            jobs.append(("slots of models", self._slots.keep(self.term, word_seconds(self._policy))))
+        return jobs
+
+    async def _stand(self) -> None:
+        """For the lead, until the log holds what this software cannot read; then it lets the term go, and
+        stands no more. What the candidate raises comes in a group."""
+        async with asyncio.TaskGroup() as group:
+            standing = group.create_task(self.candidate.run())
+            await self._picture.is_outgrown.wait()
+            standing.cancel()
+        await asyncio.Event().wait()  # nobody asked this part to end
+
+    async def check_ray(self, word: LeaderSeen | None) -> None:
+        """Against what a leader has said. Raises StartRefused if it leads still, with another Ray."""
+        if word is None or not (fault := other_ray(self.executor.status(), word)):
+            return
+        row = await self._store.leader()
+        if row.term == word.term and row.lease_until > row.at:
+            raise StartRefused(fault)
+
+    def term(self) -> Term | None:
+        """None while it does not lead."""
+        return self.candidate.term
+
+    def seen(self, term: Term) -> LeaderSeen:
+        """What this process says of itself while it leads."""
+        status, leader = dict(self.executor.status()), self.candidate.leader
+        seen = LeaderSeen(term, self._name, self._picture.clock.now(), status, slots=self._slots.word)
+        return seen if leader is None else replace(seen, paused=leader.paused, silent=leader.silent())
+
+    def forecasts(self) -> Sequence[Forecast]:
+        leader = self.candidate.leader
+        return () if leader is None else leader.foresight.forecasts
+
+    async def wind_up(self) -> None:
+        await self.candidate.wind_up()
+
+    async def close(self, *, stop_cluster: bool) -> None:
+        await self.executor.close(stop_cluster=stop_cluster)
+        for host in self._hosts:
+            await host.close()
+        for asker in self._askers:
+            await asker.close()
+
+    def _new_leader(self, tenure: Tenure) -> Leader:
+        """For one term: nothing that an earlier one of this process remembered holds any more."""
+        picture, settings = self._picture, self._settings
+        return Leader(
+            tenure=tenure,
+            ticks=boot_seconds,
+            world=picture.world,
+            policy=self._policy,
+            store=self._store,
+            executor=self.executor,
+            observer=Observer(
+                picture.world,
+                self._policy,
+                self._blobs,
+                inventory_rules_of(settings),
+                settings.limits.inline_bytes,
+                picture.progress,
+                boot_seconds,
+                frozenset(host.name for host in self._hosts),
+            ),
+            dispatcher=self._dispatcher(),
+            clock=picture.clock,
+        )
+
+    def _dispatcher(self) -> Dispatcher:
+        clock = self._picture.clock
+        desk = ModelDesk(
+            self._hosts, clock, boot_seconds, wait_seconds=self._wait_seconds, have_let_go=self._have_let_go
+        )
+        inferences = inference_desk_of(self._settings, self._askers, clock)
+        world = self._picture.world
+        return Dispatcher(self._store, self._blobs, self.executor, world, clock, desk, inferences)
+
+    async def _have_let_go(self, claim: str) -> bool:
+        if self._store.is_shared:
+            return await self._gateways.have_let_go(claim)
+        return self.let_go is None or claim in self.let_go()
+
+    def _on_events(self, events: Sequence[Event]) -> None:
+        if self.candidate.leader is not None:
+            self.candidate.leader.on_events(events)

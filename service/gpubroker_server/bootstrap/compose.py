@@ -1,0 +1,203 @@
+"""From settings to the parts they describe."""
+
+import os
+from typing import TypeVar
+
+import psutil
+
+from gpubroker_server.adapters.memory.executor import SimulatedNode, WaitingExecutor
+from gpubroker_server.adapters.ray.driver.executor import RayExecutor
+from gpubroker_server.adapters.ray.options import RayOptions
+from gpubroker_server.core.domain.gpu_kinds import Kind
+from gpubroker_server.core.domain.leader_term import WHILE_THE_PROCESS_LIVES, TenureRules
+from gpubroker_server.core.domain.models.inference_servers import Serving
+from gpubroker_server.core.domain.orders import SeenDevice
+from gpubroker_server.core.domain.policy import CustomLimit, Maximum, Policy, Pool, TenantPolicy
+from gpubroker_server.core.domain.retention import Retention
+from gpubroker_server.core.domain.units import Mib, Seconds
+from gpubroker_server.core.lifecycle.reconcile import InventoryRules
+from gpubroker_server.gateway.parts import Defaults, Limits, ModelType
+from gpubroker_server.ports.store import Clock, Executor
+from gpubroker_server.settings.loading import Settings
+from gpubroker_server.settings.sections import (
+    MaximumSettings,
+    ModelTypeSettings,
+    PoolSettings,
+    SimulatedDevice,
+    SimulatedInstance,
+)
+from gpubroker_server.settings.triton import TritonSettings
+
+MIB_BYTES = 2**20
+
+Number = TypeVar("Number", int, float)
+
+
+def policy_of(settings: Settings) -> Policy:
+    chosen = settings.policy.model_dump()
+    chosen["maximum"] = Maximum(**chosen["maximum"])
+    running = settings.policy.max_running
+    del chosen["max_running"], chosen["custom_limits"]
+    chosen["streams"] = tuple(sorted(chosen["streams"].items()))
+    chosen["tenants"] = tuple(TenantPolicy(name, **t) for name, t in sorted(chosen["tenants"].items()))
+    customs = [
+        CustomLimit(name, custom.limit, custom.per == "node", custom.priority_threshold)
+        for name, custom in settings.policy.custom_limits.items()
+    ]
+    customs += [CustomLimit(f"tenant:{name}", most) for name, most in running.tenants.items()]
+    customs += [CustomLimit(f"label:{label}", most) for label, most in running.labels.items()]
+    pools = tuple(_pool_of(name, given) for name, given in sorted(settings.pools.items()))
+    customs += [
+        CustomLimit(f"pool:{pool.name}:{field}", most) for pool in pools for field, most in pool.amounts()
+    ]
+    return Policy(
+        **chosen, custom_limits=tuple(sorted(customs)), pools=pools, serving=serving_of(settings.triton)
+    )
+
+
+def serving_of(given: TritonSettings) -> Serving:
+    """Who answers queued inferences."""
+    return Serving(
+        ledger=tuple(server.name for server in given.servers if server.node),
+        others=tuple(server.name for server in given.servers if not server.node),
+        at_once=given.queued_at_once,
+    )
+
+
+def _pool_of(name: str, given: PoolSettings) -> Pool:
+    chosen = given.model_dump()
+    nodes = tuple(sorted((label, tuple(sorted(values))) for label, values in chosen.pop("nodes").items()))
+    custom = tuple(sorted(chosen.pop("custom").items()))
+    return Pool(name, kinds=tuple(chosen.pop("kinds")), nodes=nodes, custom=custom, **chosen)
+
+
+def tenure_rules_of(settings: Settings) -> TenureRules:
+    """A SQLite file is locked by the one process that has it, for as long as that lives."""
+    return WHILE_THE_PROCESS_LIVES if settings.database.startswith("sqlite:") else TenureRules()
+
+
+def new_executor(settings: Settings, clock: Clock) -> Executor:
+    devices = simulated_devices(settings)
+    ray = settings.ray
+    if settings.engine == "simulated":
+        node = SimulatedNode(
+            name=ray.node_name,
+            cluster=ray.cluster,
+            cpu=ray.cpu or float(os.cpu_count() or 1),
+            memory_mb=ray.memory_mb or psutil.virtual_memory().total // MIB_BYTES,
+            max_runs=ray.max_runs,
+            devices=devices,
+        )
+        # What it measures is also its beat.
+        period_seconds = min(settings.policy.sample_period_seconds, settings.policy.beat_seconds)
+        return WaitingExecutor(node, clock, period_seconds)
+    options = RayOptions(
+        data_dir=settings.data_dir,
+        address=ray.address or None,
+        node_name=ray.node_name,
+        cluster=ray.cluster,
+        devices=devices or None,
+        spares=ray.spares,
+        warm_runners=ray.warm_runners,
+        cpu=ray.cpu,
+        memory_mb=ray.memory_mb,
+        max_runs=ray.max_runs,
+        process_memory_mb=ray.process_memory_mb,
+        task_path=tuple(str(path) for path in settings.task_path),
+        task_user=settings.task_user,
+        object_store_bytes=ray.object_store_mb * MIB_BYTES,
+        result_limit_bytes=settings.limits.result_bytes,
+        checkpoint_limit_bytes=settings.limits.checkpoint_bytes,
+        sample_period_seconds=settings.policy.sample_period_seconds,
+        beat_seconds=settings.policy.beat_seconds,
+        idle_stop_seconds=ray.idle_stop_seconds,
+        inherit_env=tuple(ray.inherit_env),
+    )
+    return RayExecutor(options, clock)
+
+
+def simulated_devices(settings: Settings) -> tuple[SeenDevice, ...]:
+    """Numbered through, with names that say what they are."""
+    seen: list[SeenDevice] = []
+    for given in (device for device in settings.simulated_devices for _ in range(device.count)):
+        whole = _simulated(settings, len(seen), given)
+        seen.append(whole)
+        for instance in (one for one in given.instances for _ in range(one.count)):
+            seen.append(_simulated(settings, len(seen), instance, parent=whole.uuid))
+    return tuple(seen)
+
+
+def _simulated(
+    settings: Settings, index: int, given: SimulatedDevice | SimulatedInstance, parent: str = ""
+) -> SeenDevice:
+    uuid = f"{'MIG' if parent else 'GPU'}-sim-{settings.ray.node_name}-{index}"
+    return SeenDevice(uuid, given.kind, index, Mib(given.memory_mb), True, parent)
+
+
+def inventory_rules_of(settings: Settings) -> InventoryRules:
+    return InventoryRules(
+        cluster=settings.ray.cluster,
+        reserve_mb=Mib(settings.device_reserve_mb),
+        declared_foreign_mb={name: Mib(mb) for name, mb in settings.declared_foreign_mb.items()},
+        node_custom=tuple(
+            (name, custom.limit)
+            for name, custom in sorted(settings.policy.custom_limits.items())
+            if custom.per == "node"
+        ),
+        node_labels=settings.node_labels,
+        kinds=tuple(
+            Kind(name, kind.power, Mib(kind.context_mb)) for name, kind in sorted(settings.kinds.items())
+        ),
+    )
+
+
+def limits_of(settings: Settings) -> Limits:
+    given = settings.limits
+    return Limits(
+        body_bytes=given.body_bytes,
+        batch_body_bytes=given.batch_body_bytes,
+        object_bytes=given.object_bytes,
+        tenant_object_bytes=given.tenant_object_bytes,
+        tenant_objects=given.tenant_objects,
+        object_seconds=Seconds(settings.retention.object_seconds),
+        inline_bytes=given.inline_bytes,
+        stale_seconds=Seconds(given.stale_seconds),
+    )
+
+
+def retention_of(settings: Settings) -> Retention:
+    given = settings.retention
+    return Retention(
+        Seconds(given.finished_seconds), Seconds(given.idempotency_seconds), Seconds(given.audit_seconds)
+    )
+
+
+def defaults_of(settings: Settings) -> Defaults:
+    """What is filled in stays within what one task may ask for: only what somebody says is refused."""
+    given, most = settings.defaults, settings.policy.maximum
+    return Defaults(
+        priority=given.priority,
+        cpu=given.cpu,
+        max_retries=_capped(given.max_retries, most.max_retries),
+        grace_seconds=Seconds(_capped(given.grace_seconds, most.grace_seconds)),
+        timeout_seconds=None if most.timeout_seconds is None else Seconds(most.timeout_seconds),
+        model_types={name: _model_type(chosen, most) for name, chosen in settings.model_types.items()},
+    )
+
+
+def _model_type(chosen: ModelTypeSettings, most: MaximumSettings) -> ModelType:
+    fields = chosen.model_dump()
+    for name in ("timeout_seconds", "max_retries"):
+        if fields[name] is not None:
+            fields[name] = _capped(fields[name], getattr(most, name))
+    return ModelType(**fields)
+
+
+def _capped(value: Number, most: Number | None) -> Number:
+    return value if most is None else min(value, most)
+
+
+def kinds_of(settings: Settings) -> tuple[Kind, ...]:
+    """Strongest first."""
+    kinds = [Kind(name, kind.power, Mib(kind.context_mb)) for name, kind in settings.kinds.items()]
+    return tuple(sorted(kinds, key=lambda kind: (-kind.power, kind.name)))

@@ -1,0 +1,101 @@
+"""`gpubroker down`: stop the service of a data directory, and the local Ray that outlives it."""
+
+import asyncio
+import json
+import os
+import signal
+import socket
+import time
+from contextlib import suppress
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from gpubroker import Broker, BrokerError, Unreachable
+
+from gpubroker_server.adapters.ray.head.head import read_state, stop_head
+from gpubroker_server.bootstrap.start_checks import brokers_of
+from gpubroker_server.settings.loading import Settings
+
+ANSWER_SECONDS = 30.0
+CLOSE_SECONDS = 30.0
+
+
+class StillRunning(Exception):
+    """The service may go on, so its local Ray was left alone; the text says why and what to do."""
+
+
+def stop_everything(settings: Settings) -> list[str]:
+    """Stop the service of this data directory, then the local Ray it may have left; what was done.
+
+    Runs die with their Ray: it is only stopped once no service is there that counts on it.
+    Raises StillRunning.
+    """
+    said = [_stop_service(settings.data_dir / "client.json"), *_stop_brokers(settings.data_dir)]
+    head = read_state(settings.data_dir)
+    if head is not None:
+        asyncio.run(stop_head(settings.data_dir))
+        said.append(f"local Ray (process {head.pid}) stopped")
+    return said
+
+
+def _stop_service(client_file: Path) -> str:
+    if not client_file.exists():
+        return f"no service has run in {client_file.parent}"
+    try:
+        known = json.loads(client_file.read_text(encoding="utf-8"))
+        url, token = known["url"], known["token"]
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise StillRunning(
+            f"{client_file} does not say where the service is ({error!r}); start the service again, which "
+            "writes it anew, or end its process"
+        ) from None
+    try:
+        with Broker(url, token, timeout_seconds=ANSWER_SECONDS, retry_seconds=0) as broker:
+            broker.shutdown(stop_cluster=True)
+    except Unreachable as error:
+        if _listens(url):
+            raise StillRunning(f"somebody listens on {url} and does not answer: {error}; try again") from None
+        return f"no service answers on {url}"
+    except BrokerError as error:
+        raise StillRunning(
+            f"{url} refused to stop: {error.status} {error}; is the service of another data directory there?"
+        ) from None
+    _wait_until_closed(url)
+    return f"service on {url} stopped"
+
+
+def _stop_brokers(data_dir: Path) -> list[str]:
+    """Those that speak no HTTP."""
+    said: list[str] = []
+    for broker in brokers_of(data_dir):
+        with suppress(ProcessLookupError):
+            os.kill(broker, signal.SIGTERM)
+        deadline = time.monotonic() + CLOSE_SECONDS
+        while broker in brokers_of(data_dir):
+            if time.monotonic() > deadline:
+                raise StillRunning(
+                    f"broker (process {broker}) still runs {CLOSE_SECONDS:.0f} s after SIGTERM"
+                )
+            time.sleep(0.05)
+        said.append(f"broker (process {broker}) stopped")
+    return said
+
+
+def _wait_until_closed(url: str) -> None:
+    deadline = time.monotonic() + CLOSE_SECONDS
+    while _listens(url):
+        if time.monotonic() > deadline:
+            raise StillRunning(f"{url} said that it stops and still listens after {CLOSE_SECONDS:.0f} s")
+        time.sleep(0.05)
+
+
+def _listens(url: str) -> bool:
+    """Whether anybody takes a connection. One that is neither taken nor refused in time is taken for busy."""
+    address = urlsplit(url)
+    try:
+        socket.create_connection((address.hostname or "", address.port or 80), timeout=1).close()
+    except TimeoutError:
+        return True
+    except OSError:
+        return False
+    return True

@@ -1,0 +1,239 @@
+"""The role that speaks HTTP."""
+
+import asyncio
+import contextlib
+import json
+import os
+import socket
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import uvicorn
+
+from gpubroker_server.adapters.blobs.directory import DirectoryBlobs
+from gpubroker_server.adapters.boot_clock import boot_seconds
+from gpubroker_server.adapters.sql.store import SqlStore
+from gpubroker_server.bootstrap.broker_role import BrokerRole
+from gpubroker_server.bootstrap.compose import defaults_of, kinds_of, limits_of, policy_of
+from gpubroker_server.bootstrap.follower import Job, Picture
+from gpubroker_server.bootstrap.leader_status import Lead
+from gpubroker_server.bootstrap.model_servers import lane_options_of, served_of, servers_of
+from gpubroker_server.bootstrap.start_checks import own_host, write_private
+from gpubroker_server.core.domain.leader_term import Standing
+from gpubroker_server.gateway.app import create_app
+from gpubroker_server.gateway.http.access import Callers
+from gpubroker_server.gateway.http.identity import EVERY_SCOPE, Tokens, new_token
+from gpubroker_server.gateway.http.waiters import Waiters
+from gpubroker_server.gateway.parts import GatewayParts
+from gpubroker_server.gateway.proxy.connection import in_front_of
+from gpubroker_server.gateway.proxy.fleet import Fleet
+from gpubroker_server.gateway.proxy.lanes import Lanes
+from gpubroker_server.gateway.proxy.plane import Plane
+from gpubroker_server.gateway.proxy.watch import Watch
+from gpubroker_server.gateway.residency.adoption import Adopting
+from gpubroker_server.gateway.residency.draining import LettingGo
+from gpubroker_server.gateway.residency.slot_leases import SlotLeases
+from gpubroker_server.gateway.residency.wanted_models import Bringing
+from gpubroker_server.ports.store import StoreUnavailable
+from gpubroker_server.settings.loading import Settings
+from gpubroker_server.telemetry.metrics import Telemetry
+
+if TYPE_CHECKING:
+    from gpubroker_server.gateway.proxy.rpcs import RpcDoor
+
+
+FIRST_LOOK_SECONDS = 1.0
+"""So long a start waits for servers of models to say what they have."""
+
+
+class GatewayRole:
+    _letting_go: LettingGo | None = None
+    """Of models in the ledger, if there are any."""
+    _slots: SlotLeases | None = None
+    """Where several gateways divide the slots of models."""
+
+    def __init__(
+        self,
+        name: str,
+        settings: Settings,
+        store: SqlStore,
+        picture: Picture,
+        blobs: DirectoryBlobs,
+        lead: Lead,
+        broker: BrokerRole | None,
+        listener: socket.socket,
+        shut_down: Callable[[bool], None],
+    ) -> None:
+        self._name, self._broker = name, broker
+        self._settings = settings
+        self._store = store
+        self._picture = picture
+        self._listener = listener
+        self._tokens = Tokens(store, picture.clock)
+        self._waiters = Waiters()
+        self._parts = parts = GatewayParts(
+            store=store,
+            world=picture.world,
+            policy=policy_of(settings),
+            kinds=kinds_of(settings),
+            blobs=blobs,
+            clock=picture.clock,
+            limits=limits_of(settings),
+            defaults=defaults_of(settings),
+            identity=self._tokens,
+            allowed_entrypoints=tuple(settings.entrypoints),
+            allowed_hosts=(*settings.allowed_hosts, self._host),
+            progress=picture.progress,
+            executor_status=lead.executor_status,
+            age_seconds=picture.age_seconds,
+            why_stale=picture.why_stale,
+            shutdown=shut_down,
+            has_executor=broker is not None,
+            term=(lambda: None) if broker is None else broker.term,
+            standing=Standing if broker is None else broker.candidate.standing,
+            paused=lead.paused,
+            leader=lead.leader,
+            forecasts=lead.forecasts,
+            waiters=self._waiters,
+            served=served_of(settings),
+            servers=servers_of(settings),
+        )
+        app = create_app(parts)
+        plane = self._plane(parts, app.state.telemetry) if parts.servers else None
+        spoken = "httptools" if plane is None else in_front_of(plane)
+        config = uvicorn.Config(
+            app, http=spoken, loop="none", log_config=None, access_log=False, lifespan="off",
+            server_header=False, proxy_headers=False,
+        )  # fmt: skip
+        self._calls = None if plane is None else self._door_for_calls(plane)
+        self._closing: asyncio.Task[None] | None = None
+        self._server = QuietServer(config)
+        picture.listen(self._waiters.on_events)
+        if broker is None:
+            picture.on_anew = self._waiters.wake_all
+
+    async def begin(self) -> None:
+        await self._tokens.load()
+        await self._write_client_file()
+        if len(self._parts.servers) > 1:  # whoever asks at once is to find his model
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(FIRST_LOOK_SECONDS):
+                    await Watch(self._parts.servers).look_at_all()
+        if self._letting_go is not None and self._store.is_shared:
+            await self._letting_go.say(self._store, self._name, self._picture.clock.now())
+        if self._calls is not None:
+            await self._calls.begin()
+
+    def jobs(self) -> list[Job]:
+        jobs: list[Job] = [("tokens", self._tokens.keep_fresh(self._store.tokens_changed))]
+        if self._parts.residencies is not None:
+            jobs.append(("use of models", self._parts.residencies.keep_telling()))
+            jobs.append(("models of inferences", Bringing(self._parts, self._parts.residencies).keep()))
+            jobs.append(("models without a holder", Adopting(self._parts.residencies).keep()))
+        if self._letting_go is not None and self._store.is_shared:
+            keep = self._letting_go.keep_saying(self._store, self._name, self._picture.clock)
+            jobs.append(("presence", keep))
+        if self._slots is not None:
+            jobs.append(("slots of models", self._slots.keep()))
+        if self._parts.servers:
+            jobs.append(("servers of models", Watch(self._parts.servers).keep()))
+        return jobs
+
+    async def serve(self) -> None:
+        """Until `stop`."""
+        try:
+            await self._server.serve(sockets=[self._listener])
+        finally:
+            if self._calls is not None:
+                await (self._closing or self._calls.close(0))
+            for server in self._parts.servers:
+                await server.close()
+            for _, host in self._parts.served:
+                await host.close()
+
+    def drain(self) -> None:
+        """Say that this process is about to end, and hold back no answer any more."""
+        self._waiters.close()
+
+    def stop(self, most_seconds: float) -> None:
+        """Take no more requests; those under way are answered, if that takes no longer."""
+        self.drain()
+        self._server.config.timeout_graceful_shutdown = max(1, int(most_seconds))
+        self._server.should_exit = True
+        if self._calls is not None:
+            self._closing = asyncio.create_task(self._calls.close(most_seconds))
+
+    async def say_goodbye(self) -> None:
+        """When `serve` and all jobs have ended: nothing is said after it."""
+        with contextlib.suppress(StoreUnavailable):  # then it is missed in a few seconds
+            if self._letting_go is not None and self._store.is_shared:
+                await self._store.absent(self._name)
+            if self._slots is not None:
+                await self._slots.drop()
+
+    @property
+    def url(self) -> str:
+        host, port = self._host, self._listener.getsockname()[1]
+        return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+    @property
+    def _host(self) -> str:
+        return own_host(self._listener.getsockname()[0])
+
+    def _plane(self, parts: GatewayParts, telemetry: Telemetry) -> Plane:
+        lanes = Lanes(lane_options_of(self._settings), on_waited=telemetry.on_waited, now=boot_seconds)
+        slots = self._settings.triton.slots
+        if slots and self._store.is_shared:
+            self._slots = SlotLeases(self._name, slots, lanes, self._store, self._picture.clock, parts.leader)
+        fleet = Fleet(self._parts.servers, parts.residencies)
+        telemetry.show_lanes(lanes.figures)
+        if parts.residencies is not None:
+            self._letting_go = LettingGo(parts.world, lanes.has_older, lanes.now)
+            self._picture.listen(self._letting_go.on_events)
+            if self._broker is not None:
+                self._broker.let_go = self._letting_go.claims
+        telemetry.show_servers(fleet.rows)
+        return Plane(
+            callers=Callers(parts.identity, parts.allowed_hosts),
+            ids=parts.ids,
+            on_request=telemetry.on_request,
+            on_call=telemetry.on_call,
+            fleet=fleet,
+            lanes=lanes,
+            most_body_bytes=self._settings.triton.body_bytes,
+            most_waiting_bytes=self._settings.triton.waiting_bytes,
+            takes_files=self._settings.triton.load_files,
+            residencies=parts.residencies,
+        )
+
+    def _door_for_calls(self, plane: Plane) -> "RpcDoor | None":
+        """Raises StartRefused."""
+        if self._settings.triton.grpc_port is None:
+            return None
+        from gpubroker_server.bootstrap.grpc_proxy import rpc_door_of
+
+        return rpc_door_of(self._settings, plane, self._listener.getsockname()[0])
+
+    async def _write_client_file(self) -> None:
+        """On the first start make the admin token; always say where this service is."""
+        path = self._settings.data_dir / "client.json"
+        known = json.loads(path.read_text()) if path.exists() else {}
+        secret = known.get("token", "")
+        if self._tokens.identify(secret) is None:
+            names = "admin", f"admin-{int(self._picture.clock.now())}-{os.getpid()}"
+            secret = await self._new_admin(names[0]) or await self._new_admin(names[1]) or ""
+            await self._tokens.load()
+        write_private(path, json.dumps({"url": self.url, "token": secret}))
+
+    async def _new_admin(self, name: str) -> str | None:
+        """None if there is one of this name, perhaps of a gateway that began at the same moment."""
+        now = self._picture.clock.now()
+        secret, row = new_token(name, tenant="default", scopes=[EVERY_SCOPE], max_priority=100, now=now)
+        return secret if await self._store.put_token(row, by=self._name) else None
+
+
+class QuietServer(uvicorn.Server):
+    """Signals are the service's business; uvicorn would raise them again after its own end."""
+
+    def capture_signals(self) -> contextlib.AbstractContextManager[None]:  # type: ignore[override]
+        return contextlib.nullcontext()

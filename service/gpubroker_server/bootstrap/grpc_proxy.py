@@ -1,0 +1,67 @@
+"""From settings to the data plane over gRPC. Loaded only where that is wanted: its library is not small."""
+
+import os
+import ssl
+
+os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # it writes to stderr what is told to whoever asked
+os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")  # what is started here begins with exec
+
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from gpubroker_server.adapters.triton.grpc_backend import RpcBackend, TritonRpcServer
+from gpubroker_server.bootstrap.model_servers import headers_of
+from gpubroker_server.bootstrap.start_checks import StartRefused
+from gpubroker_server.core.domain.units import Seconds
+from gpubroker_server.gateway.proxy.plane import Plane
+from gpubroker_server.gateway.proxy.rpcs import RpcDoor, Rpcs
+from gpubroker_server.settings.loading import Settings
+from gpubroker_server.settings.triton import TritonServerSettings
+
+CALLS_PER_CONNECTION = 16
+"""So many at once for each connection that a server may have, though a call takes none; more are refused."""
+
+
+def rpc_door_of(settings: Settings, plane: Plane, host: str) -> RpcDoor:
+    """Raises StartRefused."""
+    port = settings.triton.grpc_port
+    assert port is not None
+    speaking = {given.name: given for given in settings.triton.servers if given.grpc_url}
+    for server in plane.fleet.servers:
+        if server.name in speaking:
+            server.calls = RpcBackend(rpc_server_of(speaking[server.name]))
+    most_calls = CALLS_PER_CONNECTION * sum(given.connections for given in speaking.values())
+    try:
+        return RpcDoor(Rpcs(plane), host, port, most_calls, plane.most_body_bytes)
+    except OSError as fault:
+        raise StartRefused(
+            f"cannot listen on {host}:{port} for gRPC: {fault}; is the port in use? "
+            "stop that process, or choose another triton.grpc_port"
+        ) from None
+
+
+def rpc_server_of(given: TritonServerSettings) -> TritonRpcServer:
+    """Reads what its files hold. Raises StartRefused."""
+    assert given.grpc_url is not None
+    url = urlsplit(given.grpc_url)
+    return TritonRpcServer(
+        name=given.name,
+        address=url.netloc,
+        metadata=tuple((name.lower(), value) for name, value in headers_of(given).items()),
+        roots=_roots_of(given) if url.scheme == "https" else None,
+        connect_seconds=Seconds(given.connect_seconds),
+        silence_seconds=Seconds(given.silence_seconds),
+    )
+
+
+def _roots_of(given: TritonServerSettings) -> bytes:
+    """Those that the system believes, and the server's own."""
+    known = ssl.get_default_verify_paths().cafile
+    try:
+        files = [Path(known)] if known else []
+        files += [given.ca_file] if given.ca_file else []
+        return b"\n".join(file.read_bytes() for file in files)
+    except OSError as fault:
+        raise StartRefused(
+            f"triton.servers: cannot use the ca_file of {given.name}, {given.ca_file}: {fault}"
+        ) from None

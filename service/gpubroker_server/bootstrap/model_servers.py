@@ -1,0 +1,112 @@
+"""From settings to the door of the servers of models."""
+
+import ssl
+from urllib.parse import urlsplit
+
+from gpubroker_server.adapters.triton.http_backend import HttpBackend, TritonServer
+from gpubroker_server.bootstrap.model_hosts import hosts_of
+from gpubroker_server.bootstrap.start_checks import StartRefused
+from gpubroker_server.core.domain.units import Mib, Seconds
+from gpubroker_server.core.serving.lane import LaneRules
+from gpubroker_server.gateway.proxy.lanes import LaneOptions
+from gpubroker_server.gateway.proxy.server import Server
+from gpubroker_server.gateway.residency.residency import ModelRules, ServerRules
+from gpubroker_server.ports.models import ModelHost
+from gpubroker_server.settings.loading import Settings
+from gpubroker_server.settings.triton import TritonServerSettings
+
+
+def servers_of(settings: Settings) -> list[Server]:
+    """As they are asked over HTTP. Raises StartRefused."""
+    return [
+        Server(given.name, HttpBackend(server_of(given)), is_managed=bool(given.node))
+        for given in settings.triton.servers
+    ]
+
+
+def lane_options_of(settings: Settings) -> LaneOptions:
+    given, types = settings.triton, settings.model_types
+    return LaneOptions(
+        LaneRules(given.waiting, given.tenant_share),
+        Seconds(given.queue_seconds),
+        given.priority,
+        {name.encode(): slots for name, slots in given.slots.items()},
+        {name: chosen.priority for name, chosen in types.items() if chosen.priority is not None},
+    )
+
+
+def served_of(settings: Settings) -> list[tuple[ServerRules, ModelHost]]:
+    """The servers whose models are held in the ledger. Raises StartRefused."""
+    managed = [given for given in settings.triton.servers if given.node]
+    rules = [_rules_of(settings, given) for given in managed]
+    return list(zip(rules, hosts_of(settings), strict=True))
+
+
+def _rules_of(settings: Settings, given: TritonServerSettings) -> ServerRules:
+    triton = settings.triton
+    models = {
+        name: ModelRules(None if m.gpu_mb is None else Mib(m.gpu_mb), m.priority, Seconds(m.load_seconds))
+        for name, m in given.models.items()
+    }
+    return ServerRules(
+        given.name,
+        given.node,
+        tuple(given.devices),
+        triton.tenant,
+        triton.priority,
+        Seconds(settings.defaults.grace_seconds),
+        Mib(given.base_mb),
+        Mib(triton.least_mb),
+        Seconds(triton.cold_seconds),
+        Seconds(triton.wanted_seconds),
+        models,
+    )
+
+
+def server_of(given: TritonServerSettings) -> TritonServer:
+    """Reads what its files hold. Raises StartRefused."""
+    url = urlsplit(given.http_url)
+    assert url.hostname is not None
+    assert url.port is not None
+    headers = headers_of(given)
+    return TritonServer(
+        name=given.name,
+        host=url.hostname,
+        port=url.port,
+        authority=url.netloc.encode(),
+        headers=tuple((name.encode(), value.encode()) for name, value in headers.items()),
+        tls=_trust_of(given) if url.scheme == "https" else None,
+        connections=given.connections,
+        connect_seconds=Seconds(given.connect_seconds),
+        silence_seconds=Seconds(given.silence_seconds),
+    )
+
+
+def headers_of(given: TritonServerSettings) -> dict[str, str]:
+    """Its credentials, the token included. Raises StartRefused."""
+    headers = dict(given.headers)
+    if given.token_file is not None:
+        headers["Authorization"] = f"Bearer {_token_in(given)}"
+    return headers
+
+
+def _token_in(given: TritonServerSettings) -> str:
+    assert given.token_file is not None
+    try:
+        token = given.token_file.read_text(encoding="ascii").strip()
+    except (OSError, UnicodeDecodeError) as fault:
+        raise StartRefused(f"triton.servers: cannot read the token_file of {given.name}: {fault}") from None
+    if not token or not token.isprintable():
+        raise StartRefused(
+            f"triton.servers: the token_file of {given.name}, {given.token_file}, should hold one token"
+        )
+    return token
+
+
+def _trust_of(given: TritonServerSettings) -> ssl.SSLContext:
+    try:
+        return ssl.create_default_context(cafile=given.ca_file)
+    except OSError as fault:
+        raise StartRefused(
+            f"triton.servers: cannot use the ca_file of {given.name}, {given.ca_file}: {fault}"
+        ) from None

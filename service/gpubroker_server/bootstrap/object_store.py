@@ -1,0 +1,85 @@
+"""The directory of large objects: the one that belongs to the database, whoever opens it.
+
+The database has a mark before any directory has its name, and that name begins with the mark. So a first
+start that is cut off between naming the directory and noting that in the database is carried on by the next
+one: it knows the name for one that was given for this very database.
+"""
+
+import os
+import secrets
+from contextlib import suppress
+from pathlib import Path
+
+from gpubroker_server.adapters.blobs.directory import DirectoryBlobs, sync_folder
+from gpubroker_server.adapters.sql.store import SqlStore
+from gpubroker_server.bootstrap.start_checks import StartRefused
+from gpubroker_server.settings.loading import Settings
+
+_ID = ".gpubroker"
+"""File in the directory that says which one it is, under whatever path it is mounted."""
+
+_OPEN = "-"
+"""The end of a mark: the name of no directory ends so."""
+
+
+async def open_blobs(settings: Settings, store: SqlStore) -> DirectoryBlobs:
+    """Raises StartRefused for another directory than the one that holds what the database's rows name, and
+    for one that holds what another database's rows name: each would throw away what the other needs."""
+    folder = settings.objects
+    known = await store.blobs() or await store.claim_blobs(f"{secrets.token_hex(8)}{_OPEN}", instead_of="")
+    is_first = known.endswith(_OPEN)
+    try:
+        own = _id_of(folder) or (_named(folder, known) if is_first else "")
+    except OSError as error:
+        raise StartRefused(
+            f"cannot use {folder} for large objects: {error.strerror}; give it to this user, or name another "
+            "with blob_dir"
+        ) from None
+    if is_first:
+        if not (own.startswith(known) or _is_alone(settings)):
+            raise StartRefused(
+                f"{folder} holds the large objects of another database, or of this one before it was "
+                f"emptied: its file {_ID} was not made for this one, which knows of none yet. Name another "
+                "directory with blob_dir. Only where no database needs these objects any more, remove the "
+                "file: what is in the directory is then deleted in time"
+            )
+        known = await store.claim_blobs(own, instead_of=known)
+    if known != own:
+        raise StartRefused(
+            f"the objects of this database are not in {folder}, but in a directory whose file {_ID} says "
+            f"{known}; name that one with blob_dir: all processes on one database share it"
+        )
+    limits = settings.limits
+    # An inference that names objects is their values and its own, and a head.
+    asked_bytes = limits.body_bytes + limits.object_bytes
+    most_bytes = max(asked_bytes, limits.result_bytes, limits.checkpoint_bytes)
+    return DirectoryBlobs(folder, max_bytes=most_bytes)
+
+
+def _is_alone(settings: Settings) -> bool:
+    """The directory lies beside the file that is the database: no other database has it."""
+    return settings.blob_dir is None and settings.database.startswith("sqlite:")
+
+
+def _id_of(folder: Path) -> str:
+    """Empty if it has none."""
+    with suppress(FileNotFoundError):
+        return (folder / _ID).read_text(encoding="ascii").strip()
+    return ""
+
+
+def _named(folder: Path, mark: str) -> str:
+    """The name that it has from now on: somebody else may be quicker. It is on disk before the database
+    knows of it."""
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    own = f"{mark}{secrets.token_hex(8)}"
+    draft = folder / f"{_ID}.{own}"
+    with draft.open("w", encoding="ascii") as file:
+        file.write(f"{own}\n")
+        file.flush()
+        os.fsync(file.fileno())
+    with suppress(FileExistsError):
+        os.link(draft, folder / _ID)
+    draft.unlink()
+    sync_folder(folder)
+    return _id_of(folder)

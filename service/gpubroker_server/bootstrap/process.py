@@ -1,0 +1,201 @@
+"""One process: its roles around one picture, from the start until it is asked to stop."""
+
+import asyncio
+import gc
+import signal
+import socket
+import sys
+from collections.abc import Callable, Coroutine, Sequence
+from contextlib import suppress
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, Union
+
+import structlog
+
+from gpubroker_server.adapters.blobs.directory import DirectoryBlobs
+from gpubroker_server.adapters.sql.store import SqlStore
+from gpubroker_server.bootstrap.broker_role import BrokerRole
+from gpubroker_server.bootstrap.compose import policy_of
+from gpubroker_server.bootstrap.follower import Picture
+from gpubroker_server.bootstrap.leader_status import Lead
+from gpubroker_server.bootstrap.messages import farewell, greeting
+from gpubroker_server.bootstrap.start_checks import StartRefused, process_name
+from gpubroker_server.core.domain.units import Seconds
+from gpubroker_server.ports.store import Outgrown
+from gpubroker_server.settings.loading import Settings
+
+if TYPE_CHECKING:
+    from gpubroker_server.bootstrap.gateway_role import GatewayRole
+
+log = structlog.get_logger("gpubroker")
+
+
+WIND_UP_SECONDS = 0.1
+"""So long the leader may take to commit and send what it has in hand, of the half second in which another one
+is to lead. What it leaves, the next one hears and sends again."""
+
+CLOSE_SECONDS = 1.0
+"""Of the time to end in, what is kept for the end itself."""
+
+Part = Union[BrokerRole, Picture, Lead, "GatewayRole"]
+
+
+class Process:
+    """Gateway, broker, or both at once around one World."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        store: SqlStore,
+        blobs: DirectoryBlobs,
+        *,
+        listener: socket.socket | None,
+        leads: bool,
+        on_stop: Callable[[], None] = lambda: None,
+    ) -> None:
+        """A gateway if it has a listener; a broker, which may lead, if it `leads`. `on_stop`: called when it
+        is asked to stop, and to leave the cluster as it is."""
+        self._name = name = process_name()
+        self._settings = settings
+        self._store = store
+        self._blobs = blobs
+        self._listener = listener
+        self._on_stop = on_stop
+        self._stop = asyncio.Event()
+        self._stop_cluster = False
+        self._fault: BaseException | None = None
+        """Why this process must not go on."""
+        half_life_seconds = Seconds(settings.policy.usage_half_life_seconds)
+        self._picture = picture = Picture(store, half_life_seconds, self._fail)
+        self._broker = broker = BrokerRole(name, settings, store, picture, blobs) if leads else None
+        self._lead = Lead(store, picture, policy_of(settings), broker)
+        self._gateway: GatewayRole | None = None
+        """From the moment on at which somebody is answered."""
+
+    async def run(self) -> int:
+        """Work until asked to stop; the exit code.
+
+        The cluster goes on unless the stop said otherwise. Each part lives as long as the process: one that
+        ends before, for whatever reason, ends the process, which a supervisor then starts anew. Raises
+        StoreUnavailable if the database goes away before anything has begun, and StartRefused.
+        """
+        make_full_collections_rare()
+        await self._picture.begin()
+        await self._lead.begin()
+        self._stop_on_signals()
+        leading = self._begin_all(self._broker)
+        try:
+            serving = [] if self._listener is None else [await self._speak(self._listener)]
+        except BaseException:
+            await _end(leading)
+            raise
+        jobs = self._begin_all(self._picture, self._lead, self._gateway)
+        self._say(*greeting(self._settings, None if self._gateway is None else self._gateway.url))
+        await self._stop.wait()
+        await self._drain(serving, leading)
+        await _end(jobs)
+        if self._gateway is not None:
+            await self._gateway.say_goodbye()
+        if self._broker is not None:
+            await self._broker.close(stop_cluster=self._stop_cluster)
+        self._say(self._farewell())
+        return 0 if self._fault is None else 1
+
+    async def _speak(self, listener: socket.socket) -> asyncio.Task[None]:
+        """Answer requests from now on. What this takes is loaded here, beside the first decisions: a quarter
+        of all that a start loads, which none of them needs."""
+        gc.disable()  # see `make_full_collections_rare`
+        await asyncio.to_thread(import_module, "gpubroker_server.bootstrap.gateway_role")
+        from gpubroker_server.bootstrap.gateway_role import GatewayRole
+
+        make_full_collections_rare()
+        self._gateway = GatewayRole(
+            self._name, self._settings, self._store, self._picture, self._blobs, self._lead, self._broker,
+            listener, self._shut_down,
+        )  # fmt: skip
+        await self._gateway.begin()
+        return self._begin("http", self._gateway.serve())
+
+    async def _drain(
+        self, serving: Sequence[asyncio.Task[None]], leading: Sequence[asyncio.Task[None]]
+    ) -> None:
+        """Bring to its end what is under way. First the lead, so that who waits for that need not wait until
+        the last request is answered."""
+        loop = asyncio.get_running_loop()
+        began = loop.time()
+        is_well = self._fault is None
+        if self._gateway is not None:
+            self._gateway.drain()
+        if is_well and self._broker is not None:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(WIND_UP_SECONDS):
+                    await self._broker.wind_up()
+        await _end(leading)
+        if self._gateway is None:
+            return
+        if is_well:
+            await asyncio.sleep(max(0.0, began + self._settings.drain_notice_seconds - loop.time()))
+        self._gateway.stop(began + self._settings.drain_seconds - CLOSE_SECONDS - loop.time())
+        await asyncio.wait(serving)
+
+    def _farewell(self) -> str:
+        if self._broker is None:
+            return "gpubroker stopped"
+        return farewell(self._settings, len(self._picture.world.active), self._stop_cluster)
+
+    def _begin_all(self, *parts: Part | None) -> list[asyncio.Task[None]]:
+        return [self._begin(name, job) for part in parts if part is not None for name, job in part.jobs()]
+
+    def _begin(self, name: str, part: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = asyncio.create_task(part, name=name)
+        task.add_done_callback(self._on_end)
+        return task
+
+    def _on_end(self, part: asyncio.Task[None]) -> None:
+        fault = None if part.cancelled() else part.exception()
+        if not self._stop.is_set():
+            self._fail(part.get_name(), fault or RuntimeError("it ended, though nobody had asked it to"))
+        elif fault is not None:
+            log.warning("a part failed while the service ended", subject=part.get_name(), fault=repr(fault))
+
+    def _fail(self, part: str, fault: BaseException) -> None:
+        """Stop, and say so: going on without this part would look like service and be none."""
+        says_all = isinstance(fault, Outgrown | StartRefused)  # and is nobody's mistake
+        trace = None if says_all else fault
+        log.error("stopping: a part of the service ended", subject=part, fault=repr(fault), exc_info=trace)
+        self._fault = fault
+        self._stop.set()
+
+    def _shut_down(self, stop_cluster: bool) -> None:
+        self._stop_cluster = stop_cluster
+        self._stop.set()
+        if not stop_cluster:
+            self._on_stop()
+
+    def _stop_on_signals(self) -> None:
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._shut_down, False)
+
+    def _say(self, *lines: str) -> None:
+        sys.stderr.write("".join(f"{line}\n" for line in lines))
+        sys.stderr.flush()
+
+
+async def _end(jobs: Sequence[asyncio.Task[None]]) -> None:
+    for job in jobs:
+        job.cancel()
+    if jobs:
+        await asyncio.wait(jobs)
+
+
+def make_full_collections_rare() -> None:
+    """The queue in memory is large and lives long: a full collection walks all of it and finds nothing.
+
+    The others are kept small, since requests and planning wait for them. What outlives two of them is left to
+    a full one, so neither requests nor planning may leave anything behind that refers to itself (ADR 70).
+    Whoever has loaded much before, without collecting meanwhile, has it left out of all of them.
+    """
+    gc.freeze()
+    gc.set_threshold(100, 1, 600_000)
+    gc.enable()

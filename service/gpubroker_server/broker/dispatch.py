@@ -1,0 +1,185 @@
+"""From committed decisions to orders on their way, each start with what the run needs attached."""
+
+import asyncio
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+
+import structlog
+
+from gpubroker_server.broker.inference_dispatch import InferenceDesk
+from gpubroker_server.broker.model_dispatch import Hear, ModelDesk
+from gpubroker_server.core.domain.decisions import Decision
+from gpubroker_server.core.domain.leader_term import Tenure
+from gpubroker_server.core.domain.models.inference_orders import DropOrder, InferOrder
+from gpubroker_server.core.domain.models.model_orders import ModelOrder
+from gpubroker_server.core.domain.orders import Ended, Ending, Failure, Gone, Order, Report, StartOrder
+from gpubroker_server.core.domain.task import Task
+from gpubroker_server.core.domain.units import Fence, TaskId
+from gpubroker_server.core.world.world import World
+from gpubroker_server.ports.store import (
+    BlobCorrupt,
+    BlobMissing,
+    BlobStore,
+    Clock,
+    Executor,
+    RunPayload,
+    RunSpec,
+    StoredCheckpoint,
+    StoreUnavailable,
+    TaskStore,
+)
+
+log = structlog.get_logger("gpubroker.dispatch")
+
+Start = StartOrder | InferOrder
+"""What needs what its task was submitted with."""
+
+Rows = Mapping[tuple[TaskId, Fence], Task]
+"""Each claim's task, as the decision that made the claim wrote it."""
+
+
+class Dispatcher:
+    """Sends the orders of committed decisions. What cannot be sent comes back as a report of its end."""
+
+    def __init__(
+        self,
+        store: TaskStore,
+        blobs: BlobStore,
+        executor: Executor,
+        world: World,
+        clock: Clock,
+        desk: ModelDesk | None = None,
+        inferences: InferenceDesk | None = None,
+    ) -> None:
+        """`desk`: to the servers of models whose memory is in the ledger, if there are any; `inferences`: to
+        those that are asked."""
+        self._store = store
+        self._blobs = blobs
+        self._executor = executor
+        self._world = world
+        self._clock = clock
+        self._desk = desk
+        self._inferences = inferences
+        self._specs: Mapping[TaskId, RunSpec] = {}
+        """What was looked up last."""
+
+    async def look_up(self, decisions: Sequence[Decision]) -> None:
+        """Read what their starts will need, while they are committed; `send` reads what it does not find."""
+        starts = [order.task for d in decisions for order in d.orders if isinstance(order, Start)]
+        if starts:
+            with suppress(StoreUnavailable):
+                self._specs = await self._store.specs(starts)
+
+    async def send(self, committed: Sequence[Decision]) -> Sequence[Report]:
+        """Send all orders in decision order. Returns reports about starts that could not be made.
+
+        Raises StoreUnavailable: then nothing was sent.
+        """
+        orders = [order for decision in committed for order in decision.orders]
+        starts = [order for order in orders if isinstance(order, Start) and not self._is_over(order)]
+        rows = {(w.task.id, w.task.fence): w.task for decision in committed for w in decision.tasks}
+        payloads, impossible = await self._payloads(starts, rows)
+        ready = {(order.task, order.fence) for order in starts if order.task in payloads}
+        sendable: list[Order] = []
+        for order in orders:
+            if isinstance(order, ModelOrder):
+                if self._desk is not None:
+                    self._desk.send(order)
+            elif isinstance(order, InferOrder | DropOrder):
+                self._send_inference(order, payloads)
+            elif not isinstance(order, StartOrder) or (order.task, order.fence) in ready:
+                sendable.append(order)
+        if sendable:
+            await self._executor.send(sendable, payloads)
+        return impossible
+
+    async def serve_models(self, tenure: Tenure, hear: Hear) -> None:
+        """Have what servers of models say heard, until cancelled."""
+        async with asyncio.TaskGroup() as group:
+            if self._desk is not None:
+                group.create_task(self._desk.run(tenure, hear))
+            if self._inferences is not None:
+                group.create_task(self._inferences.run(hear))
+
+    def _send_inference(self, order: InferOrder | DropOrder, payloads: Mapping[TaskId, RunPayload]) -> None:
+        assert self._inferences is not None, "none is admitted without a server"
+        if isinstance(order, DropOrder):
+            self._inferences.drop(order)
+        elif order.task in payloads:
+            self._inferences.send(order, payloads[order.task].arguments)
+
+    def _is_over(self, order: Start) -> bool:
+        """It ended between commit and dispatch, and its agent must not hear of it."""
+        task = self._world.tasks.get(order.task)
+        return task is None or task.fence > order.fence or (task.fence == order.fence and not task.is_active)
+
+    async def _payloads(
+        self, starts: Sequence[Start], rows: Rows
+    ) -> tuple[Mapping[TaskId, RunPayload], Sequence[Report]]:
+        if not starts:
+            return {}, ()
+        missing = [order.task for order in starts if order.task not in self._specs]
+        specs = {**self._specs, **(await self._store.specs(missing) if missing else {})}
+        payloads: dict[TaskId, RunPayload] = {}
+        impossible: list[Report] = []
+        for order in starts:
+            task = rows[order.task, order.fence]
+            saved = await self._store.checkpoints(task.id) if task.checkpoint_at is not None else ()
+            try:
+                payloads[task.id] = await self._payload(task, specs[task.id], saved)
+            except StoreUnavailable as fault:
+                impossible.append(self._put_back(order, fault))
+            except (BlobMissing, BlobCorrupt) as fault:
+                impossible += self._never_started(order, fault)
+        return payloads, impossible
+
+    async def _payload(self, task: Task, spec: RunSpec, saved: Sequence[StoredCheckpoint]) -> RunPayload:
+        arguments = spec.arguments
+        if spec.arguments_digest is not None:
+            arguments = await self._blobs.get(spec.arguments_digest)
+        state, uri = await self._newest_valid(task, saved)
+        return RunPayload(
+            spec=spec,
+            arguments=arguments,
+            resume_state=state,
+            resume_uri=uri,
+            attempt=task.fence,
+            name=task.name,
+            tenant=task.tenant,
+            timeout_seconds=task.timeout_seconds,
+        )
+
+    async def _newest_valid(
+        self, task: Task, saved: Iterable[StoredCheckpoint]
+    ) -> tuple[bytes | None, str | None]:
+        """A checkpoint whose bytes no longer match is passed over for the one before it."""
+        for checkpoint in saved:
+            if checkpoint.uri is not None:
+                return None, checkpoint.uri
+            try:
+                return await self._blobs.get(checkpoint.digest), None
+            except (BlobMissing, BlobCorrupt) as fault:
+                log.warning(
+                    "checkpoint passed over; the run resumes from an older one or from the start",
+                    task=task.id,
+                    sequence=checkpoint.sequence,
+                    digest=checkpoint.digest,
+                    fault=str(fault),
+                )
+        return None, None
+
+    def _put_back(self, order: Start, fault: StoreUnavailable) -> Report:
+        """The task waits a moment and is planned anew; others do not wait for its bytes."""
+        log.error("run not started: what it needs cannot be read now", task=order.task, fault=str(fault))
+        return Gone(order.task, order.fence, self._clock.now(), "never_started", rank=order.rank)
+
+    def _never_started(self, order: Start, fault: Exception) -> list[Report]:
+        now = self._clock.now()
+        failure = Failure(
+            "corrupt_order", f"the stored arguments cannot be used: {fault}; submit the task again"
+        )
+        log.error("run cannot be started", task=order.task, fault=str(fault))
+        return [
+            Ended(order.task, order.fence, now, Ending.FAILED, failure=failure, rank=order.rank),
+            Gone(order.task, order.fence, now, "never_started", rank=order.rank),
+        ]

@@ -1,0 +1,293 @@
+"""What came in since the last cycle: reports, requests and deadlines, turned into decisions by the core."""
+
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import replace
+
+import structlog
+
+from gpubroker_server.core.domain.decisions import Decision, Outcome
+from gpubroker_server.core.domain.device import DeviceSample
+from gpubroker_server.core.domain.models.model_orders import ServerSeen
+from gpubroker_server.core.domain.orders import (
+    Beat,
+    Checkpointed,
+    Ended,
+    Ending,
+    Failure,
+    Gone,
+    NodeLost,
+    NodeSeen,
+    Progressed,
+    Report,
+    Sampled,
+)
+from gpubroker_server.core.domain.policy import Policy
+from gpubroker_server.core.domain.task import Move
+from gpubroker_server.core.domain.units import DeviceKey, Fence, Instant, NodeName, TaskId
+from gpubroker_server.core.lifecycle import (
+    change_requests,
+    deadlines,
+    model_lifecycle,
+    quarantine,
+    removed_servers,
+    runs,
+)
+from gpubroker_server.core.lifecycle.learning import learn
+from gpubroker_server.core.lifecycle.model_measurement import Gauge
+from gpubroker_server.core.lifecycle.overuse import overuse
+from gpubroker_server.core.lifecycle.quarantine_inquiry import Inquiry
+from gpubroker_server.core.lifecycle.reconcile import InventoryRules, reconcile
+from gpubroker_server.core.lifecycle.silent_nodes import Silence, unanswered
+from gpubroker_server.core.planning import inference_admission
+from gpubroker_server.core.world.events import Event
+from gpubroker_server.core.world.world import World
+from gpubroker_server.ports.store import BlobStore, BlobTooLarge, Progress, ReadTicks
+
+log = structlog.get_logger("gpubroker.observe")
+
+_ENDS_OF_A_RUN = frozenset(
+    f"task.{move}" for move in (Move.REQUEUED, Move.SUCCEEDED, Move.FAILED, Move.CANCELLED, Move.EXPIRED)
+)
+_UNSTORABLE = Failure(
+    "unstorable", "what the run left behind holds a value that the database cannot keep, such as a NUL"
+)
+
+
+def forget_ended(progress: dict[TaskId, Progress], events: Iterable[Event]) -> None:
+    """Forget what a run said of itself when it is over."""
+    for event in events:
+        if event.kind in _ENDS_OF_A_RUN:
+            progress.pop(TaskId(event.key), None)
+
+
+def next_batch(heard: Iterable[Report]) -> list[Report]:
+    """The reports up to the next NodeSeen or ServerSeen, or that one alone.
+
+    What an agent says of all its runs, or a server of all its models, holds in its place between the other
+    reports: what came before must be committed when it is read, and what came after must not.
+    """
+    batch: list[Report] = []
+    for report in heard:
+        if isinstance(report, NodeSeen | ServerSeen):
+            return batch or [report]
+        batch.append(report)
+    return batch
+
+
+def plainer(reports: Sequence[Report], task: str, now: Instant) -> list[Report]:
+    """What is left of the reports about one task that the database refused, in words of our own.
+
+    Nothing if they were as plain as this already.
+    """
+    mine = [report for report in reports if getattr(report, "task", None) == task]
+    plain: list[Report] = []
+    for report in mine:
+        match report:
+            case Checkpointed():
+                continue
+            case Ended() if report.failure is not _UNSTORABLE:
+                failed = Ended(report.task, report.fence, now, Ending.FAILED, failure=_UNSTORABLE)
+                plain.append(replace(failed, rank=report.rank))
+            case _:
+                plain.append(report)
+    return [] if plain == mine else plain
+
+
+class _NotKept(Exception):
+    """The bytes of this report are refused; what to read in its place, if anything."""
+
+    def __init__(self, report: Report, instead: Report | None = None) -> None:
+        self.report = report
+        self.instead = instead
+
+
+class Observer:
+    """Turns what was heard into decisions. Keeps progress in memory; it is no event."""
+
+    def __init__(
+        self,
+        world: World,
+        policy: Policy,
+        blobs: BlobStore,
+        inventory: InventoryRules,
+        inline_bytes: int,
+        progress: dict[TaskId, Progress],
+        ticks: ReadTicks,
+        servers: Collection[str] | None = None,
+    ) -> None:
+        """`servers`: of models, all that there are; None: nobody says."""
+        self._servers = servers
+        self._world = world
+        self._policy = policy
+        self._blobs = blobs
+        self._inventory = inventory
+        self._inline_bytes = inline_bytes
+        self._progress = progress
+        self._watch: deadlines.Watch | None = None
+        self._ticks = ticks
+        self.silence = Silence(policy)
+        self._inquiry = Inquiry()
+        self._gauge = Gauge()
+        self._left_behind: frozenset[tuple[TaskId, Fence]] | None = None
+        """Inferences that an older leader had sent; None until it is looked."""
+        self.to_ask: list[NodeName] = []
+        """Nodes that were given up, once that is committed, and those whose word may have been lost: what is
+        there, and what is gone."""
+
+    async def on_reports(self, reports: Sequence[Report], now: Instant) -> list[Decision]:
+        """Of one batch as `next_batch` cuts it."""
+        about_runs: list[Report] = []
+        decisions: list[Decision] = []
+        after_gone: dict[DeviceKey, DeviceSample] = {}
+        told = [report for report in reports if isinstance(report, NodeLost)]
+        given_up = self._given_up(self.silence.accuse(told, self._world, self._ticks(), now))
+        for report in reports:
+            match report:
+                case Beat():
+                    pass
+                case NodeLost():
+                    if report in given_up:
+                        about_runs.append(report)
+                case Sampled():
+                    self._world.measure(report.samples)
+                case Gone():
+                    after_gone |= {sample.device: sample for sample in report.samples}
+                    about_runs.append(report)
+                case Progressed():
+                    self._on_progress(report)
+                case ServerSeen():
+                    decisions += model_lifecycle.seen(self._world, report, now, self._policy)
+                case NodeSeen():
+                    decisions += reconcile(self._world, report, now, self._policy, self._inventory)
+                case _:
+                    about_runs.append(report)
+        # Measured after their processes were gone, so that nobody takes what they used for a stranger's. Of
+        # many that left one device at once, the last sample tells it of all.
+        self._world.measure(after_gone.values())
+        decisions += inference_admission.doubts(self._world, about_runs, self._policy, now)
+        return decisions + await self._on_runs(about_runs, now)
+
+    async def _on_runs(self, reports: Sequence[Report], now: Instant) -> list[Decision]:
+        """Decisions whose bytes are on disk. A report whose bytes are refused is as if never said."""
+        while True:
+            decisions = learn(self._world, runs.react(self._world, reports, now, self._policy), now)
+            try:
+                return [await self._with_blobs(decision, reports) for decision in decisions]
+            except _NotKept as refused:
+                heard = [refused.instead if report is refused.report else report for report in reports]
+                reports = [report for report in heard if report is not None]
+
+    def hear(self, reports: Iterable[Report]) -> None:
+        """What has just come in, and is not looked into before its turn: who says something is there."""
+        at = self._ticks()
+        for report in reports:
+            if isinstance(report, Beat | Sampled):
+                self.silence.hear(report.node, at)
+            elif isinstance(report, NodeSeen):
+                self.silence.hear(report.node.name, at)
+
+    def on_requests(self, now: Instant) -> list[Decision]:
+        for request in self._world.requests.values():
+            if request.what == "resume":
+                self.silence.resume(request.fields["nodes"])
+        return [
+            change_requests.carry_out(self._world, request, now, self._policy)
+            for request in list(self._world.requests.values())
+        ]
+
+    def on_time(self, now: Instant, *, listening: bool = True) -> list[Decision]:
+        """`listening`: what agents say reaches this leader, as far as it can tell."""
+        if lost := self._silent(now, listening=listening):
+            return runs.react(self._world, lost, now, self._policy)
+        self.to_ask += self._inquiry.due(self._world, self._ticks())
+        decisions = deadlines.due(self._world, now, self._policy, self._watch)
+        decisions += quarantine.removed(self._world)
+        decisions += model_lifecycle.due(self._world, now)
+        if self._servers is not None:
+            decisions += removed_servers.give_up(self._world, self._servers, now)
+        self._watch = deadlines.keep_watch(self._watch, now)
+        decided = {decision.subject for decision in decisions}
+        decisions += self._gauge.look(self._world, now, decided)
+        more = [*overuse(self._world, now, self._policy), *self._about_inferences(now)]
+        return [*decisions, *(decision for decision in more if decision.subject not in decided)]
+
+    def _about_inferences(self, now: Instant) -> list[Decision]:
+        if self._left_behind is None:
+            self._left_behind = inference_admission.left_behind(self._world)
+        return [
+            *inference_admission.taken_back(self._world, self._left_behind, now, self._policy),
+            *inference_admission.kept_wanted(self._world, self._policy, now),
+            *inference_admission.admissions(self._world, self._policy, now),
+        ]
+
+    def _silent(self, now: Instant, *, listening: bool) -> list[NodeLost]:
+        at = self._ticks()
+        was_paused = self.silence.paused
+        lost = self.silence.look(self._world, at, now, listening=listening)
+        since = deadlines.keep_watch(self._watch, now).since
+        if told := unanswered(self._world, since, now):
+            lost += self.silence.accuse(told, self._world, at, now)
+        paused = self.silence.paused
+        if paused is not None and was_paused is None:
+            log.warning("nodes are silent and are not given up", fault=paused.message)
+        elif paused is None and was_paused is not None:
+            log.info("no silent node is kept from being given up any more")
+        return self._given_up(lost)
+
+    def _given_up(self, lost: list[NodeLost]) -> list[NodeLost]:
+        for report in lost:
+            log.warning("a node is given up", node=report.node, fault=report.why)
+            self.to_ask.append(report.node)
+        return lost
+
+    def _on_progress(self, report: Progressed) -> None:
+        task = self._world.tasks.get(report.task)
+        if task is not None and task.fence == report.fence and task.is_active:
+            self._progress[report.task] = Progress(report.at, report.fraction, report.message)
+
+    def on_events(self, events: Iterable[Event]) -> None:
+        forget_ended(self._progress, events)
+
+    async def _with_blobs(self, decision: Decision, reports: Sequence[Report]) -> Decision:
+        """Bytes first, row after: a committed row never names an object that is not on disk.
+
+        Raises _NotKept, StoreUnavailable.
+        """
+        if decision.checkpoint is not None and decision.checkpoint.data is not None:
+            await self._store_checkpoint(decision.checkpoint, decision.checkpoint.data)
+        outcome = decision.outcome
+        if outcome is None or outcome.result is None or len(outcome.result) <= self._inline_bytes:
+            return decision
+        try:
+            digest = await self._blobs.put(outcome.result, owner=outcome.task)
+        except BlobTooLarge as fault:
+            raise _too_large(reports, outcome, fault) from None
+        return replace(decision, outcome=replace(outcome, result=None, result_digest=digest))
+
+    async def _store_checkpoint(self, checkpoint: Checkpointed, data: bytes) -> None:
+        """Without one that is refused the checkpoint before it stays the newest."""
+        try:
+            digest = await self._blobs.put(data, owner=checkpoint.task)
+        except BlobTooLarge as fault:
+            log.warning(
+                "checkpoint refused", task=checkpoint.task, sequence=checkpoint.sequence, fault=str(fault)
+            )
+            raise _NotKept(checkpoint) from None
+        if digest != checkpoint.digest:
+            log.warning(
+                "checkpoint refused: its bytes do not have the digest taken where it was saved",
+                task=checkpoint.task,
+                sequence=checkpoint.sequence,
+                expected=checkpoint.digest,
+                found=digest,
+            )
+            raise _NotKept(checkpoint)
+
+
+def _too_large(reports: Iterable[Report], outcome: Outcome, fault: BlobTooLarge) -> _NotKept:
+    """The run did its work, but nobody could ever fetch what came of it."""
+    failure = Failure("result_too_large", f"{fault}; return less, or raise limits.result_bytes")
+    for report in reports:
+        if isinstance(report, Ended) and report.result is outcome.result:
+            return _NotKept(report, replace(report, ending=Ending.FAILED, result=None, failure=failure))
+    raise AssertionError(f"the result of {outcome.task} came with no report")

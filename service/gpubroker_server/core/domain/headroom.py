@@ -1,0 +1,55 @@
+"""What is left of one node beside its devices."""
+
+from typing import NamedTuple
+
+from gpubroker_server.core.domain.device import Node
+from gpubroker_server.core.domain.eligibility import may_use_node
+from gpubroker_server.core.domain.task import Task
+
+
+class Headroom(NamedTuple):
+    """CPU, host memory in MiB, run slots, and the node's own custom resources."""
+
+    cpu: float
+    memory_mb: int
+    runs: int
+    custom: tuple[tuple[str, float], ...] = ()
+    """Of the custom resources that each node has for itself."""
+    node: Node | None = None
+    """Whose it is, for demands that may not use every node."""
+
+    def fits(self, task: Task) -> bool:
+        """Nobody lacks what he does not ask for, even where more is promised than there is."""
+        demand = task.demand
+        enough = self.cpu >= demand.cpu or not demand.cpu
+        enough = enough and (self.memory_mb >= demand.memory_mb or not demand.memory_mb)
+        return enough and self.runs >= 1 and self.is_open_to(task) and not self.short_of(task)
+
+    def is_open_to(self, task: Task) -> bool:
+        """Whether the task may use the node at all."""
+        return self.node is None or may_use_node(task.demand, self.node)
+
+    def short_of(self, task: Task) -> list[str]:
+        """The node's own resources of which there is too little left, in name order."""
+        if not (self.custom and task.demand.custom):
+            return []
+        asked = dict(task.demand.custom)
+        return [name for name, left in self.custom if asked.get(name, 0.0) > max(0.0, left)]
+
+    def with_room_of(self, *tasks: Task, sign: int = 1) -> "Headroom":
+        """As if these had left (or, with -1, come)."""
+        cpu, memory_mb, custom = self.cpu, self.memory_mb, self.custom
+        for task in tasks:
+            demand = task.demand
+            cpu += sign * demand.cpu
+            memory_mb += sign * demand.memory_mb
+            if custom and demand.custom:
+                took = dict(demand.custom)
+                custom = tuple((name, round(left + sign * took.get(name, 0.0), 6)) for name, left in custom)
+        return Headroom(round(cpu, 6), memory_mb, self.runs + sign * len(tasks), custom, self.node)
+
+    def at_most(self, other: "Headroom") -> "Headroom":
+        """Of each the lesser of two views of the same node."""
+        custom = tuple((name, min(a, b)) for (name, a), (_, b) in zip(self.custom, other.custom, strict=True))
+        cpu, memory_mb = min(self.cpu, other.cpu), min(self.memory_mb, other.memory_mb)
+        return Headroom(cpu, memory_mb, min(self.runs, other.runs), custom, self.node)

@@ -1,0 +1,19 @@
+"""What is done every so many seconds, as long as somebody comes by to do it."""
+
+from math import inf
+
+from gpubroker_server.core.domain.units import Instant, Seconds
+
+
+class Pace:
+    """A clock that was set back stops nothing."""
+
+    def __init__(self, every_seconds: Seconds) -> None:
+        self._every_seconds = every_seconds
+        self._done_at = Instant(-inf)
+
+    def is_due(self, now: Instant) -> bool:
+        return not 0 <= now - self._done_at < self._every_seconds
+
+    def done(self, now: Instant) -> None:
+        self._done_at = now

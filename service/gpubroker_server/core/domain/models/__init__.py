@@ -1,0 +1,1 @@
+"""Models as holders of GPU memory: terms, orders, sizes, residency."""

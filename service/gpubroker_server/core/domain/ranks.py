@@ -1,0 +1,124 @@
+"""Tasks by their ranks. A plain task is its own rank 0, so that nobody need ask which of the two it is."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from math import inf
+
+from gpubroker_server.core.domain.demand import Demand
+from gpubroker_server.core.domain.gang_member import Member
+from gpubroker_server.core.domain.task import Task, TaskState
+from gpubroker_server.core.domain.units import Instant, NodeName
+
+
+def ranks_of(task: Task) -> tuple[tuple[int, NodeName], ...]:
+    """(rank, node) of each run of an active task, without those of a gang that are gone. An external holder,
+    a model or an inference has none that an agent could be ordered anything about."""
+    if not task.is_run:
+        return ()
+    if task.members:
+        return tuple((member.rank, member.node) for member in task.members if not member.gone)
+    assert task.node is not None, "an active task has its place"
+    return ((0, task.node),)
+
+
+def parts_of(task: Task) -> tuple[tuple[NodeName, Task], ...]:
+    """The same, with each rank as if it were a task of its own; external holders and models are where they
+    hold something, and inferences nowhere."""
+    if task.is_inference:
+        return ()
+    if task.members:
+        return tuple((node, part_of(task, rank)) for rank, node in ranks_of(task))
+    assert task.node is not None, "an active task has its place"
+    return ((task.node, task),)
+
+
+def parts_on(task: Task, node: NodeName) -> Iterator[Task]:
+    """Those on one node, of a task that is on it."""
+    if not task.members:
+        yield task
+    for rank, there in ranks_of(task) if task.members else ():
+        if there == node:
+            yield part_of(task, rank)
+
+
+def part_of(task: Task, rank: int) -> Task:
+    """One rank of a gang as if it were a task of its own, of the same name: STOPPING if it is to leave."""
+    part = replace(task, demand=task.demand.bundles[rank], members=()) if task.demand.bundles else task
+    if not task.members or (member := task.members[rank]).takes_part:
+        return part
+    until = member.stop_deadline_at
+    return replace(part, state=TaskState.STOPPING, freeing_for=member.freeing_for, stop_deadline_at=until)
+
+
+def stop_deadline_of(task: Task, rank: int) -> Instant | None:
+    """Until when a run may take its time to leave; None if nobody has asked it to."""
+    if task.members and not (member := task.members[rank]).takes_part:
+        return member.stop_deadline_at
+    return task.stop_deadline_at
+
+
+def surplus_of(task: Task) -> tuple[int, ...]:
+    """The ranks that a gang at work can go on without: of an elastic one those beyond the least."""
+    if task.state is not TaskState.RUNNING or not task.members:
+        return ()
+    beyond = task.members[task.demand.least_ranks :]
+    return tuple(member.rank for member in beyond if member.takes_part and not member.has_ended)
+
+
+def leavers_of(task: Task) -> tuple[Member, ...]:
+    """The ranks that were asked to leave a gang that goes on, and are not gone yet."""
+    if task.state is not TaskState.RUNNING:
+        return ()
+    return tuple(member for member in task.members if not (member.takes_part or member.gone))
+
+
+def may_be_late_at(task: Task) -> Instant:
+    """Of an active task: before that no limit of its own is over, nor of a rank that was asked to leave."""
+    if task.state is TaskState.STOPPING:
+        return Instant(inf) if task.stop_deadline_at is None else task.stop_deadline_at
+    claimed_at = task.admitted_at or Instant(0.0)
+    limits = [member.stop_deadline_at or claimed_at for member in leavers_of(task)]
+    if task.timeout_seconds is not None:
+        limits.append(Instant((task.started_at or claimed_at) + task.timeout_seconds))
+    if task.deadline_at is not None:
+        limits.append(task.deadline_at)
+    if task.members and task.started_at is None:
+        limits.append(claimed_at)
+    return min(limits, default=Instant(inf))
+
+
+def member_of(task: Task, rank: int) -> Member:
+    """Ranks count from 0 and without gaps."""
+    return task.members[rank]
+
+
+def with_member(task: Task, member: Member) -> tuple[Member, ...]:
+    """The members of a gang after one of them changed."""
+    before = task.members
+    return (*before[: member.rank], member, *before[member.rank + 1 :])
+
+
+def node_of(task: Task, rank: int) -> NodeName:
+    if task.members:
+        return task.members[rank].node
+    assert task.node is not None, "an active task has its place"
+    return task.node
+
+
+def nodes_of(task: Task) -> set[NodeName]:
+    """Where a task has, or had, its runs."""
+    if task.members:
+        return {member.node for member in task.members}
+    return set() if task.node is None else {task.node}
+
+
+def gpus_of(task: Task) -> int:
+    """How many devices its runs have together."""
+    if not task.members:
+        return task.demand.gpus
+    return sum(task.demand.bundles[rank].gpus for rank, _ in ranks_of(task))
+
+
+def asks_for_gpus(demand: Demand) -> bool:
+    """Of a gang: any of its ranks."""
+    return demand.gpus > 0 or any(bundle.gpus for bundle in demand.bundles)

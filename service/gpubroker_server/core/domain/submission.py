@@ -1,0 +1,92 @@
+"""Tasks on their way in, and what becomes of them there."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+from gpubroker_server.core.domain.copies import copier, made_at_once
+from gpubroker_server.core.domain.task import Task
+from gpubroker_server.core.domain.units import TaskId
+
+
+@made_at_once
+@dataclass(frozen=True, slots=True)
+class RunSpec:
+    """What a task runs: the cold half of a task, as submitted. What is too large is a blob."""
+
+    kind: str
+    """entrypoint, command or function; external for what nobody starts."""
+    entrypoint: str = ""
+    """`module:function`, for kind entrypoint."""
+    command: tuple[str, ...] = ()
+    arguments: bytes = b""
+    """JSON `{"args": [], "kwargs": {}}` for an entrypoint; the cloudpickle of (function, args, kwargs) for a
+    function; empty for a command."""
+    arguments_digest: str | None = None
+    """Where `arguments` are when they were too large to stay in the row."""
+    python: str = ""
+    """`3.11`: the Python minor that pickled a function."""
+    env: Mapping[str, str] = field(default_factory=dict)
+    result_format: str = "json"
+    labels: Mapping[str, str] = field(default_factory=dict)
+    model_type: str = ""
+    working_directory: str = ""
+    sizing: Mapping[str, Any] | None = None
+    """How its `gpu_mb` was learned at submit, with the fields of `Size`; None if its submitter said it."""
+
+
+changed_spec = copier(RunSpec)
+
+
+@dataclass(frozen=True, slots=True)
+class Submission:
+    """One task on its way in. The id is made before the commit, so a retry of the commit is harmless."""
+
+    task: Task
+    spec: RunSpec
+    idempotency_key: str | None = None
+    body_hash: str = ""
+    like: "Submission | None" = None
+    """One from which this one differs in the id of its task and in its run alone, if one is known: much of
+    the work is shared."""
+
+
+@dataclass(frozen=True, slots=True)
+class BatchSubmission:
+    """Tasks that are written together or not at all, at least one, in order."""
+
+    submissions: Sequence[Submission]
+    idempotency_key: str | None = None
+    body_hash: str = ""
+    answer: str = ""
+    """What its sender was told, kept beside the key for whoever sends it again."""
+
+    @property
+    def tenant(self) -> str:
+        return self.submissions[0].task.tenant
+
+    @property
+    def first(self) -> TaskId:
+        """Names the batch, and has its key."""
+        return self.submissions[0].task.id
+
+
+class SubmitVerdict(StrEnum):
+    ACCEPTED = "accepted"
+    DUPLICATE = "duplicate"
+    """Same key, same body: `task` is the first one's id; of batches, that of the first one's first task."""
+    KEY_REUSED = "key_reused"
+    """Same key, other body: nothing was stored."""
+
+
+@dataclass(frozen=True, slots=True)
+class KnownKey:
+    task: TaskId
+    body_hash: str
+
+
+@dataclass(frozen=True, slots=True)
+class SubmitOutcome:
+    verdict: SubmitVerdict
+    task: TaskId

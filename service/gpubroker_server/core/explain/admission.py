@@ -1,0 +1,225 @@
+"""What is refused at the door: only what could never run here, whatever leaves and however long it waits."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from gpubroker_server.core.domain.demand import Demand
+from gpubroker_server.core.domain.device import Device, Node
+from gpubroker_server.core.domain.eligibility import may_use_device, may_use_node, need_mb
+from gpubroker_server.core.domain.policy import Policy
+from gpubroker_server.core.domain.task import Task
+from gpubroker_server.core.domain.units import in_gib
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    code: str
+    """exceeds-capacity, exceeds-maximum, exceeds-quota, no-matching-device, pool-mismatch,
+    unknown-resource or priority-too-low."""
+    message: str
+    """What was asked, what there is, what to do."""
+    field: str
+    """The field of the demand that is at fault: gpu_mb, gpu_fraction, gpus, cpu, memory_mb, kinds, min_power,
+    min_device_mb, devices, nodes, custom/NAME."""
+
+
+def check_priority(demand: Demand, priority: int, policy: Policy) -> Refusal | None:
+    """Why a task of this priority is never given what it asks for, however much there is; or None."""
+    asked = dict(demand.custom)
+    for limit in policy.custom_limits:
+        if limit.name in asked and priority < limit.priority_threshold:
+            message = (
+                f"{limit.name!r} is for tasks of priority {limit.priority_threshold} and above, and this one "
+                f"has {priority}; raise its priority, or do without {limit.name!r}"
+            )
+            return Refusal("priority-too-low", message, f"custom/{limit.name}")
+    return None
+
+
+def check(demand: Demand, devices: Iterable[Device], nodes: Iterable[Node], policy: Policy) -> Refusal | None:
+    """Why this demand could never run, or None. Nodes count whether ready or not: they may come back.
+
+    While no node is known, a service that has just started cannot tell; it lets every size pass.
+    """
+    known = sorted(nodes, key=lambda node: node.name)
+    refusal = _over_maximum(demand, policy) or _over_limit(demand, policy)
+    if refusal is not None or not known:
+        return refusal
+    open_nodes = [node for node in known if may_use_node(demand, node)]
+    if not open_nodes:
+        return _no_such_node(demand, known)
+    if not demand.gpus:
+        return _over_nodes(demand, open_nodes)
+    names = {node.name for node in open_nodes}
+    there = [device for device in devices if device.node in names]
+    usable = [device for device in there if may_use_device(demand, device)]
+    if there and not usable:
+        return _no_such_device(demand, there)
+    return _over_devices(demand, usable, open_nodes)
+
+
+def wanted(demand: Demand) -> str:
+    """Which devices and nodes it may use, in words; empty if all."""
+    where = demand.where
+    parts = [
+        f"kinds {', '.join(where.kinds)}" if where.kinds else "",
+        f"power {where.min_power} or more" if where.min_power else "",
+        f"memory {in_gib(where.min_device_mb)} or more" if where.min_device_mb else "",
+        f"UUID {' or '.join(where.devices)}" if where.devices else "",
+        *(f"{label} {' or '.join(values)}" for label, values in where.nodes),
+    ]
+    return "; ".join(part for part in parts if part)
+
+
+def _no_such_node(demand: Demand, nodes: Sequence[Node]) -> Refusal:
+    there_are = ", ".join(_named(node) for node in nodes[:5]) + (", ..." if len(nodes) > 5 else "")
+    message = f"no node is {wanted(demand)}; there are {there_are}; ask for others, or label a node so"
+    return Refusal("no-matching-device", message, "nodes")
+
+
+def _named(node: Node) -> str:
+    labels = ", ".join(f"{label}={value}" for label, value in node.labels)
+    return f"{node.name} ({labels})" if labels else node.name
+
+
+def _no_such_device(demand: Demand, devices: Sequence[Device]) -> Refusal:
+    where = demand.where
+    kinds = sorted({(device.kind, device.power, device.physical_mb) for device in devices})
+    there_are = ", ".join(f"{kind} (power {power}, {in_gib(size)})" for kind, power, size in kinds[:5])
+    message = f"no GPU is of {wanted(demand)}; there are {there_are}; ask for one of those"
+    asked = {"kinds": where.kinds, "min_power": where.min_power, "devices": where.devices}
+    field = next((name for name, value in asked.items() if value), "min_device_mb")
+    return Refusal("no-matching-device", message, field)
+
+
+def _over_maximum(demand: Demand, policy: Policy) -> Refusal | None:
+    """Where the size per GPU is limited, it must be stated: whole GPUs and shares differ from GPU to GPU."""
+    most = policy.maximum
+    if most.gpu_mb is not None and _differs_by_device(demand):
+        message = (
+            f"one task may have at most {in_gib(most.gpu_mb)} of a GPU here, so whole GPUs and shares are "
+            "not given; say how much with gpu_mb"
+        )
+        return Refusal("exceeds-maximum", message, "gpu_mb")
+    for field, asked, limit in (
+        ("gpus", demand.gpus, most.gpus),
+        ("gpu_mb", demand.gpu_mb or 0, most.gpu_mb),
+        ("cpu", demand.cpu, most.cpu),
+        ("memory_mb", demand.memory_mb, most.memory_mb),
+    ):
+        if limit is not None and asked > limit:
+            message = f"{field} {asked}: one task may have at most {limit} here; ask for less"
+            return Refusal("exceeds-maximum", message, field)
+    return None
+
+
+def check_times(task: Task, policy: Policy) -> Refusal | None:
+    """Whether a run may take, repeat and linger as long as the task says."""
+    most = policy.maximum
+    asked: tuple[tuple[str, float | None, float | None], ...] = (
+        ("timeout_seconds", task.timeout_seconds, most.timeout_seconds),
+        ("max_retries", task.max_retries, most.max_retries),
+        ("grace_seconds", task.grace_seconds, most.grace_seconds),
+    )
+    for field, value, limit in asked:
+        if limit is not None and value is not None and value > limit:
+            message = f"{field} {value:g}: one task may have at most {limit:g} here; ask for less"
+            return Refusal("exceeds-maximum", message, field)
+    return None
+
+
+def _differs_by_device(demand: Demand) -> bool:
+    return demand.takes_whole_devices or demand.gpu_fraction is not None
+
+
+def slot_in_words(slot: str) -> str:
+    """`the pool's gpus (pool research)`, `the tasks of tenant acme`, `the tasks with label team=vision`."""
+    kind, _, name = slot.partition(":")
+    if kind == "pool":
+        pool, _, field = name.rpartition(":")
+        return f"the pool's {field.removeprefix('custom/')} (pool {pool})"
+    return f"the tasks {'with label' if kind == 'label' else 'of tenant'} {name} that may run at once"
+
+
+def _over_limit(demand: Demand, policy: Policy) -> Refusal | None:
+    limits = {limit.name: limit for limit in policy.custom_limits}
+    for slot, asked in demand.slots:
+        there_is = policy.limit_of(slot)
+        if there_is is not None and asked > there_is:
+            message = f"{asked:g} of {slot_in_words(slot)} exceed the limit of {there_is:g}; ask for less"
+            return Refusal("exceeds-capacity", message, "pool")
+    for name, asked in demand.custom:
+        if name not in limits:
+            known = ", ".join(name for name in limits if ":" not in name) or "none"
+            message = f"nobody offers the resource {name!r}; configured are: {known}"
+            return Refusal("unknown-resource", message, f"custom/{name}")
+        if asked > limits[name].amount:
+            whose = "each node's" if limits[name].per_node else "the cluster's"
+            message = f"{asked:g} of {name!r} exceed {whose} limit of {limits[name].amount:g}; ask for less"
+            return Refusal("exceeds-capacity", message, f"custom/{name}")
+    return None
+
+
+def _over_devices(demand: Demand, devices: Sequence[Device], nodes: Sequence[Node]) -> Refusal | None:
+    large = [device for device in devices if need_mb(demand, device) is not None]
+    if not large:
+        return _too_large(demand, devices)
+    count = {node.name: 0 for node in nodes}
+    for device in large:
+        count[device.node] += 1
+    most = max(count, key=lambda name: count[name])
+    if demand.gpus > count[most]:
+        size = f" of {in_gib(demand.gpu_mb)}" if demand.gpu_mb is not None else ""
+        message = (
+            f"{demand.gpus} GPUs{size} on one node: the node with the most has {count[most]} ({most}); "
+            "ask for fewer GPUs, or split the task"
+        )
+        return Refusal("exceeds-capacity", message, "gpus")
+    return _over_nodes(demand, [node for node in nodes if count[node.name] >= demand.gpus])
+
+
+def _too_large(demand: Demand, devices: Sequence[Device]) -> Refusal:
+    if not devices:
+        which = f"no node that is {wanted(demand)}" if demand.where.nodes else "no node"
+        message = f"a GPU is asked for, and {which} has one; add a node with GPUs, or ask for none"
+        return Refusal("exceeds-capacity", message, "gpus")
+    largest = max(devices, key=lambda device: (device.allocatable_mb - device.context_mb, device.key))
+    beside = f" beside {in_gib(largest.context_mb)} for each process" if largest.context_mb else ""
+    offers_mb = largest.allocatable_mb - largest.context_mb
+    there_is = f"{in_gib(offers_mb)} of {largest.kind} {largest.node}/gpu{largest.index}{beside}"
+    if demand.gpu_mb is None:
+        message = (
+            f"{demand.gpu_fraction or 1:g} of a GPU is more than any GPU has; the largest offers {there_is}"
+        )
+        return Refusal("exceeds-capacity", message, "gpu_fraction")
+    message = (
+        f"{in_gib(demand.gpu_mb)} on one GPU exceed the largest, which offers {there_is}; "
+        "ask for less per GPU and for more GPUs, or add a larger device"
+    )
+    return Refusal("exceeds-capacity", message, "gpu_mb")
+
+
+def _over_nodes(demand: Demand, nodes: Sequence[Node]) -> Refusal | None:
+    """`nodes`: those with enough GPUs, of which one must have the CPU and the host memory as well."""
+    which = f" with {demand.gpus} such GPUs" if demand.gpus else ""
+    by_cpu = max(nodes, key=lambda node: node.cpu)
+    if demand.cpu > by_cpu.cpu:
+        message = (
+            f"{demand.cpu:g} CPUs exceed the largest node{which}, {by_cpu.name} with {by_cpu.cpu:g}; "
+            "ask for less"
+        )
+        return Refusal("exceeds-capacity", message, "cpu")
+    by_memory = max(nodes, key=lambda node: node.memory_mb)
+    if demand.memory_mb > by_memory.memory_mb:
+        message = (
+            f"{in_gib(demand.memory_mb)} of host memory exceed the largest node{which}, "
+            f"{by_memory.name} with {in_gib(by_memory.memory_mb)}; ask for less"
+        )
+        return Refusal("exceeds-capacity", message, "memory_mb")
+    if not any(node.cpu >= demand.cpu and node.memory_mb >= demand.memory_mb for node in nodes):
+        message = (
+            f"no node{which} has {demand.cpu:g} CPUs and {in_gib(demand.memory_mb)} of host memory together; "
+            "ask for less of one"
+        )
+        return Refusal("exceeds-capacity", message, "memory_mb")
+    return None

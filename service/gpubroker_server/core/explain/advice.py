@@ -1,0 +1,132 @@
+"""What is to be expected for a task that waits, and what would help: the costly half of an explanation."""
+
+from dataclasses import dataclass
+from heapq import nsmallest
+
+from gpubroker_server.core.domain.units import DeviceKey, Instant, NodeName, Seconds, TaskId
+from gpubroker_server.core.explain.explain import stands_aside
+from gpubroker_server.core.explain.remedies import remedies
+from gpubroker_server.core.explain.remedy_trial import Remedy
+from gpubroker_server.core.explain.shielded_runs import Spared, spared
+from gpubroker_server.core.explain.verdicts import Look
+from gpubroker_server.core.planning.backfill import Basis
+from gpubroker_server.core.planning.expected_ends import Departures
+from gpubroker_server.core.planning.expected_start import Start, start_of
+from gpubroker_server.core.planning.forecasts import forecast_alone
+from gpubroker_server.core.planning.run_estimates import Remaining
+from gpubroker_server.core.planning.survey import Survey
+from gpubroker_server.core.planning.trial import Planner, Trial
+from gpubroker_server.core.world.ledger import Book
+
+MOST_NODES = 8
+"""So many nodes are looked at closely, those that promise most."""
+
+
+@dataclass(frozen=True, slots=True)
+class Advice:
+    trial: Trial
+    """What the planner would decide for the task if it looked at it now; for one that stands aside, if it
+    did not."""
+    start: Start | None
+    """As pledged to it or forecast for it; else when it has room if nobody else takes that before; None if
+    nobody can tell."""
+    spared: Spared
+    remedies: tuple[Remedy, ...]
+    """Empty where none is needed or none was found."""
+    free_in: dict[DeviceKey, Remaining]
+    """When each device that it may use has enough for it, where that can be told."""
+    departures: Departures
+
+
+def advise(found: Look, highest_priority: int = 100) -> Advice:
+    """Of a pending task, or of one that nobody has submitted. Changes nothing."""
+    seen = found.whole
+    task, draft = seen.task, seen.draft
+    planner = Planner(draft, seen.policy, seen.now, seen.forecasts, seen.known)
+    trial = planner.attempt(task)
+    departures = Departures(draft, seen.policy, seen.now)
+    free_in = _free_in(found.part, departures)
+    may_start = trial.places is not None and not stands_aside(task)
+    return Advice(
+        trial,
+        _at(seen.now) if may_start else _start(seen, trial, free_in),
+        spared(seen, trial),
+        () if may_start else remedies(seen, trial, departures, planner, highest_priority),
+        free_in,
+        departures,
+    )
+
+
+def _free_in(seen: Survey, departures: Departures) -> dict[DeviceKey, Remaining]:
+    found = {}
+    if seen.task.demand.gpus:
+        for node in seen.nodes:
+            for device in node.open_devices:
+                missing_mb = (device.need_mb or 0) - device.free_mb
+                end = _end_of_need(device.book, missing_mb, seen.task.id, departures)
+                if end is not None:
+                    found[device.book.device.key] = end
+    return found
+
+
+def _end_of_need(book: Book, missing_mb: int, task: TaskId, departures: Departures) -> Remaining | None:
+    """When so much more will be free on a device. What is being freed for others does not count."""
+    within = Remaining(Seconds(0.0), Seconds(0.0), 0)
+    if missing_mb <= 0:
+        return within
+    if book.held_mb() < missing_mb:
+        return None
+    ends: list[tuple[Remaining, int]] = []
+    for held in book.holdings.values():
+        if held.freeing_for is None or held.freeing_for == task:
+            end = departures.of_holding(held).within(departures.now)
+            if end is not None:
+                ends.append((end, held.takes_mb))
+    ends.sort(key=lambda one: one[0].p50_seconds)
+    for end, mb in ends:
+        if missing_mb <= 0:
+            break
+        within, missing_mb = _later(within, end), missing_mb - mb
+    return within if missing_mb <= 0 else None
+
+
+def _later(one: Remaining, other: Remaining) -> Remaining:
+    """When both have come; it rests on the fewer runs."""
+    p50, p90 = max(one.p50_seconds, other.p50_seconds), max(one.p90_seconds, other.p90_seconds)
+    return Remaining(p50, p90, min((end.n for end in (one, other) if end.n), default=0))
+
+
+def _start(seen: Survey, trial: Trial, free_in: dict[DeviceKey, Remaining]) -> Start | None:
+    task, now = seen.task, seen.now
+    if task.held or task.awaits:
+        return None
+    start = start_of(seen.draft.world, task, seen.forecasts, now)
+    if trial.places is not None:
+        start = _at(now)
+    elif start is None and trial.eviction is not None:
+        start = _at(trial.eviction.deadline_at)
+    elif start is None:
+        nodes = seen.draft.world.nodes if task.demand.bundles else _nodes(seen, free_in)
+        alone = forecast_alone(seen.draft, task, seen.policy, now, nodes)
+        if alone is not None and alone.basis is not Basis.GUESS:
+            start = Start(alone.start_at, alone.p90_at, alone.n, alone.basis)
+    if start is None or task.not_before is None:
+        return start
+    p50_at, p90_at = max(start.p50_at, task.not_before), max(start.p90_at, task.not_before)
+    return start._replace(p50_at=p50_at, p90_at=p90_at)
+
+
+def _nodes(seen: Survey, free_in: dict[DeviceKey, Remaining]) -> list[NodeName]:
+    """Those that have room first, by their devices."""
+    gpus, found = seen.task.demand.gpus, []
+    for node in seen.nodes:
+        if node.is_usable and node.is_large_enough:
+            keys = (device.book.device.key for device in node.devices)
+            ends = sorted(free_in[key].p50_seconds for key in keys if key in free_in)
+            if len(ends) >= gpus:
+                found.append((ends[gpus - 1] if gpus else 0.0, node.node.name))
+    return [name for _, name in nsmallest(MOST_NODES, found)]
+
+
+def _at(instant: Instant) -> Start:
+    return Start(instant, instant, 0, Basis.STATED)

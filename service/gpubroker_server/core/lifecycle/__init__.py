@@ -1,0 +1,1 @@
+"""What becomes of whatever runs: reports, deadlines, stopping, quarantine, learning."""

@@ -1,0 +1,120 @@
+"""What clients ask of tasks that exist: cancel, change, renew, release, attest. Only the leader carries it
+out."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from gpubroker_server.core.domain.decisions import AuditNote, Decision, Request, withdrawn, write_move
+from gpubroker_server.core.domain.policy import Policy
+from gpubroker_server.core.domain.task import Move, StopReason, Task, TaskState
+from gpubroker_server.core.domain.units import Instant, Seconds
+from gpubroker_server.core.lifecycle import external_leases, model_lifecycle, quarantine
+from gpubroker_server.core.lifecycle.stopping import ToLeave, comes_back, give_notice, orders_to_leave
+from gpubroker_server.core.world.world import World
+
+TIMES = ("not_before", "queue_ttl_seconds", "deadline_at")
+"""What may be changed of a task that waits, as instants and seconds."""
+
+
+def carry_out(world: World, request: Request, now: Instant, policy: Policy) -> Decision:
+    """One decision that settles the request, whatever becomes of it.
+
+    A request that comes too late, or that a newer version wrote and this one does not know, is settled
+    without a change.
+    """
+    done = Decision(subject=request.task, why=request.what, requests_done=(request.id,))
+    task = world.tasks.get(request.task)
+    if request.what == "resume":
+        said = str(request.fields["by"]), "detection.resume", ", ".join(request.fields["nodes"])
+        return replace(done, audit=(AuditNote(now, request.tenant, *said, str(request.fields["reason"])),))
+    if request.what == "attest":
+        return quarantine.attest(world, request, now, policy.sample_period_seconds, done)
+    if task is not None and request.what == "release":
+        return external_leases.release(world, task, request, now, done)
+    if task is None or task.is_terminal:
+        return done
+    match request.what:
+        case "cancel":
+            grace_seconds = request.fields.get("grace_seconds")
+            return _cancel(world, task, None if grace_seconds is None else Seconds(grace_seconds), now, done)
+        case "change":
+            return _change(world, task, request, now, done)
+        case "renew":
+            return external_leases.renew(task, request, now, done)
+        case "want":
+            return model_lifecycle.want(world, task, request, now, done)
+        case "pin":
+            return model_lifecycle.pin(task, request, now, done)
+        case _:
+            return done
+
+
+def _cancel(
+    world: World, task: Task, grace_seconds: Seconds | None, now: Instant, done: Decision
+) -> Decision:
+    if task.state is TaskState.PENDING:
+        write = write_move(task, Move.CANCELLED, finished_at=now)
+        return replace(done, tasks=(write,), pledges=withdrawn(world.pledges.get(task.id, {})))
+    if task.state is TaskState.STOPPING:
+        return _cancel_stopping(world, task, grace_seconds, now, done)
+    grace = task.grace_seconds if grace_seconds is None else grace_seconds
+    notice, orders = give_notice(world, task, StopReason.CANCEL, grace, now)
+    return replace(done, tasks=(notice,), orders=orders)
+
+
+def _cancel_stopping(
+    world: World, task: Task, grace_seconds: Seconds | None, now: Instant, done: Decision
+) -> Decision:
+    """A run that was to come back will not; a run past its limit still ends as timed out.
+
+    A shorter grace period than the one that runs takes its place, a longer one does not.
+    """
+    assert task.stop_deadline_at is not None
+    changes: dict[str, Any] = {}
+    orders: tuple[ToLeave, ...] = ()
+    if comes_back(task):
+        changes["stop_reason"] = StopReason.CANCEL
+    if grace_seconds is not None and now + grace_seconds < task.stop_deadline_at:
+        changes["stop_deadline_at"] = Instant(now + grace_seconds)
+        orders = orders_to_leave(world, task, grace_seconds)
+    if not changes:
+        return done
+    return replace(done, tasks=(write_move(task, Move.CHANGED, **changes),), orders=orders)
+
+
+def _change(world: World, task: Task, request: Request, now: Instant, done: Decision) -> Decision:
+    """`held` and times mean something only while the task waits. Leases keep the priority of their
+    admission; decisions about a run read its task's."""
+    changes: dict[str, Any] = {}
+    priority = request.fields.get("priority", task.priority)
+    held = request.fields.get("held", task.held)
+    if priority != task.priority:
+        changes["priority"] = priority
+    if task.state is TaskState.PENDING:
+        if held != task.held:
+            changes["held"] = held
+        changes |= _new_times(task, request.fields, now)
+    if not changes:
+        return done
+    stands_aside = changes.get("held", False) or changes.get("not_before") is not None
+    is_moved = task.stop_reason is StopReason.MOVE  # to room that is kept for it whatever its priority
+    gives_up_its_turn = stands_aside or (priority < task.priority and not is_moved)
+    return replace(
+        done,
+        tasks=(write_move(task, Move.CHANGED, **changes),),
+        pledges=withdrawn(world.pledges.get(task.id, {})) if gives_up_its_turn else (),
+    )
+
+
+def _new_times(task: Task, asked: Mapping[str, Any], now: Instant) -> dict[str, Any]:
+    """None takes a limit away. A time to wait that changes, or begins at another time, is counted anew: from
+    now, or from when the task may start; of one that waits for others still from their end."""
+    changes = {name: asked[name] for name in TIMES if name in asked and asked[name] != getattr(task, name)}
+    if changes.get("not_before") is not None and changes["not_before"] <= now:
+        changes["not_before"] = None
+    if changes.keys() & {"not_before", "queue_ttl_seconds"}:
+        ttl = changes.get("queue_ttl_seconds", task.queue_ttl_seconds)
+        begins_at = max(now, changes.get("not_before", task.not_before) or now)
+        changes["expires_at"] = None if ttl is None or task.awaits else Instant(begins_at + ttl)
+    return changes

@@ -1,0 +1,257 @@
+"""What time alone makes due: limits of runs and of waiting, kills, runs nobody confirms, late pledges."""
+
+from collections.abc import Collection, Iterator, Set
+from dataclasses import dataclass
+from math import inf
+
+from gpubroker_server.core.domain.decisions import Decision, Outcome, PledgeWrite, withdrawn, write_move
+from gpubroker_server.core.domain.gang_member import Member, MemberState
+from gpubroker_server.core.domain.lease import LeaseState, PledgeEnd, quarantine
+from gpubroker_server.core.domain.orders import Ending, Failure
+from gpubroker_server.core.domain.policy import Policy
+from gpubroker_server.core.domain.ranks import leavers_of
+from gpubroker_server.core.domain.task import Move, StopReason, Task, TaskState, notice_of
+from gpubroker_server.core.domain.units import Fence, Instant, Seconds, TaskId
+from gpubroker_server.core.lifecycle import gang_shrinking
+from gpubroker_server.core.lifecycle.external_leases import not_released
+from gpubroker_server.core.lifecycle.model_lifecycle import not_unloaded
+from gpubroker_server.core.lifecycle.stopping import (
+    after_stop,
+    comes_back,
+    give_notice,
+    orders_to_leave,
+    out_of_time,
+)
+from gpubroker_server.core.world.world import World
+
+KILL_AGAIN_SECONDS = 3.0
+"""A kill order may be lost with its connection; it is sent again this often until the run is given up."""
+
+GAP_SECONDS = 5.0
+"""A leader that did not look for so long may have reports waiting: what they say comes first."""
+
+MOST_NAMED = 3
+"""So many ranks are named in a sentence, and the others counted."""
+
+
+@dataclass(frozen=True, slots=True)
+class Watch:
+    """Since when the leader has looked without a gap, and when it looked last."""
+
+    since: Instant
+    last: Instant
+
+
+def keep_watch(watch: Watch | None, now: Instant) -> Watch:
+    """The watch after a look at `now`. None starts one; a gap starts it anew."""
+    if watch is None or now - watch.last > GAP_SECONDS:
+        return Watch(since=now, last=now)
+    return Watch(since=watch.since, last=now)
+
+
+def due(world: World, now: Instant, policy: Policy, watch: Watch | None) -> list[Decision]:
+    """Decisions that time has made due; `watch` is how it stood after the look before this one.
+
+    A leader that was late, slept or has just taken over counts nobody as unconfirmed before the whole
+    patience has passed again. Looks at the active tasks whose time may be up, at the runs that are over and
+    not confirmed gone, at the pledges, and at those pending tasks whose time is up.
+    """
+    since = keep_watch(watch, now).since
+    decisions: list[Decision] = []
+    moved: set[TaskId] = set()
+    let_down: set[TaskId | None] = set()
+    overdue = _overdue(world, now, policy, since)
+    for task in overdue:
+        if task.state is not TaskState.STOPPING:
+            decisions.append(_stop_for_time(world, task, now, policy))
+            moved.add(task.id)
+        elif _is_over(task.stop_deadline_at, policy.kill_patience_seconds, since, now):
+            decisions.append(_give_up(world, task, now, policy))
+            moved.add(task.id)
+            let_down.add(task.freeing_for)
+        elif task.external is None and (
+            watch is None or _is_kill_due(task.stop_deadline_at, watch.last, now)
+        ):
+            kills = orders_to_leave(world, task, Seconds(0.0))
+            decisions.append(Decision(task.id, "kill", orders=kills))
+    for task, late in _late_leavers(world, now, overdue):
+        lost = [m for m in late if _is_over(m.stop_deadline_at, policy.kill_patience_seconds, since, now)]
+        if lost:
+            decisions.append(gang_shrinking.give_up(world, task, lost, now))
+            moved.add(task.id)
+            let_down |= {member.freeing_for for member in lost}
+        elif watch is None or any(_is_kill_due(m.stop_deadline_at, watch.last, now) for m in late):
+            decisions.append(gang_shrinking.kills(world, task, late))
+    for (holder, fence, rank), ended_at in world.unconfirmed.releasing.items():
+        run = world.holder(holder, fence)
+        # Of one under notice the deadline is looked at above.
+        has_notice = run is not None and run.is_active and notice_of(run, rank)[1]
+        if not has_notice and _is_over(ended_at, policy.kill_patience_seconds, since, now):
+            decisions.append(_quarantine(world, holder, fence, rank, now))
+            if run is not None:
+                moved.add(run.id)
+                let_down.add(notice_of(run, rank)[0])
+    expiring = world.expiring.due(now)
+    for preemptor, pledges in world.pledges.items():
+        if preemptor in expiring:
+            continue  # which ends its pledges
+        deadline_at = max(pledge.deadline_at for pledge in pledges.values())
+        mover = world.tasks.get(preemptor)
+        is_late = _is_over(deadline_at, policy.pledge_patience_seconds, since, now)
+        is_late = is_late and not (mover is not None and mover.is_moving)  # else it had no turn to go there
+        if is_late or preemptor in let_down:
+            dissolved = _dissolve(world, preemptor, moved)
+            decisions.append(dissolved)
+            moved |= {write.task.id for write in dissolved.tasks}  # a gang may free for several
+    decisions += [_expire(world, world.tasks[task], now) for task in expiring]
+    return decisions
+
+
+def _late_leavers(
+    world: World, now: Instant, but_not: Collection[Task]
+) -> Iterator[tuple[Task, list[Member]]]:
+    """Gangs with ranks that should have left by now, and those ranks."""
+    for name in sorted(set(world.active.due(now)) - {task.id for task in but_not}):
+        task = world.tasks[name]
+        late = [member for member in leavers_of(task) if now >= (member.stop_deadline_at or now)]
+        if late:
+            yield task, late
+
+
+def _overdue(world: World, now: Instant, policy: Policy, since: Instant) -> list[Task]:
+    """Active past a limit or STOPPING past its grace period, in order of id."""
+    perhaps = map(world.tasks.__getitem__, world.active.due(now))
+    late = (task for task in perhaps if now >= _limit_of(task, policy) and _was_waited_for(task, since, now))
+    return sorted(late, key=lambda task: task.id)
+
+
+def _was_waited_for(task: Task, since: Instant, now: Instant) -> bool:
+    """Who holds an external lease renews it, and could not while nobody was there to hear of it."""
+    if task.external is None or task.state is TaskState.STOPPING:
+        return True
+    return now >= since + task.external.ttl_seconds
+
+
+def _limit_of(task: Task, policy: Policy) -> float:
+    if task.state is TaskState.STOPPING:
+        return inf if task.stop_deadline_at is None else task.stop_deadline_at
+    deadline_at = inf if task.deadline_at is None else task.deadline_at
+    return min(_timeout_of(task, policy), _start_limit_of(task, policy), deadline_at)
+
+
+def _start_limit_of(task: Task, policy: Policy) -> float:
+    """Until when all ranks of a gang must be ready."""
+    if not task.members or task.started_at is not None or task.admitted_at is None:
+        return inf
+    return task.admitted_at + policy.gang_start_seconds
+
+
+def _timeout_of(task: Task, policy: Policy) -> float:
+    """A run may hang before anybody hears that it has begun: then its time counts from the latest start."""
+    if task.admitted_at is None or task.timeout_seconds is None:
+        return inf
+    latest_start_at = task.admitted_at + policy.gang_start_seconds
+    return (latest_start_at if task.started_at is None else task.started_at) + task.timeout_seconds
+
+
+def _is_over(deadline_at: Instant | None, patience_seconds: Seconds, since: Instant, now: Instant) -> bool:
+    return deadline_at is not None and now >= max(deadline_at, since) + patience_seconds
+
+
+def _is_kill_due(deadline_at: Instant | None, last: Instant, now: Instant) -> bool:
+    """At the deadline and every KILL_AGAIN_SECONDS after it, however often the leader looks."""
+    assert deadline_at is not None
+    return (now - deadline_at) // KILL_AGAIN_SECONDS > (last - deadline_at) // KILL_AGAIN_SECONDS
+
+
+def _stop_for_time(world: World, task: Task, now: Instant, policy: Policy) -> Decision:
+    """The verdict is written with the notice; what the run still leaves behind is added to it."""
+    limit = _limit_of(task, policy)
+    if _start_limit_of(task, policy) <= limit:
+        reason = StopReason.START_TIMEOUT
+    else:
+        reason = StopReason.TIMEOUT if _timeout_of(task, policy) <= limit else StopReason.DEADLINE
+    notice, orders = give_notice(world, task, reason, task.grace_seconds, now)
+    is_late = reason is StopReason.START_TIMEOUT
+    failure = _not_ready(notice.task, policy) if is_late else out_of_time(task, reason)
+    verdict = Outcome(task.id, task.fence, Ending.FAILED, now, failure=failure)
+    return Decision(task.id, reason, tasks=(notice,), outcome=verdict, orders=orders)
+
+
+def _not_ready(task: Task, policy: Policy) -> Failure:
+    """Which ranks the others waited for."""
+    late = [f"{m.rank} on {m.node}" for m in task.members if m.state is MemberState.PLACED]
+    more = f" and {len(late) - MOST_NAMED} more" if len(late) > MOST_NAMED else ""
+    message = (
+        f"not all {len(task.members)} ranks were ready within {policy.gang_start_seconds:g} s, so that none "
+        f"began; missing: {', '.join(late[:MOST_NAMED])}{more}; "
+        f"{'it is tried again' if comes_back(task) else f'it was tried {task.failures + 1} times'}"
+    )
+    return Failure("start_timeout", message)
+
+
+def _expire(world: World, task: Task, now: Instant) -> Decision:
+    """A task that still waits when its time to wait, or its deadline, is over."""
+    if task.deadline_at is not None and now >= task.deadline_at:
+        what = "its deadline passed" if task.external is None else "it was not renewed"
+        missed = Failure("deadline", f"{what} while it waited{_attempts(task)}")
+    elif task.model is not None:
+        missed = Failure("expired", "nobody has asked for it again, and it did not get its memory meanwhile")
+    else:
+        patience, what = f"{task.queue_ttl_seconds or 0:g} s", "its devices"
+        if task.is_inference:
+            what = f"a turn at its model {task.demand.answered_by}"
+        missed = Failure("expired", f"it was not given {what} within the {patience} it was to wait for them")
+    return Decision(
+        task.id,
+        "expire",
+        tasks=(write_move(task, Move.EXPIRED, finished_at=now),),
+        pledges=withdrawn(world.pledges.get(task.id, {})),
+        outcome=Outcome(task.id, task.fence, TaskState.EXPIRED, now, failure=missed),
+    )
+
+
+def _attempts(task: Task) -> str:
+    """What came before, of a task that comes back to the queue."""
+    past = [f"{n} {what}" for n, what in ((task.failures, "failed"), (task.preemptions, "preempted")) if n]
+    return f" (attempts before: {', '.join(past)})" if past else ""
+
+
+def _give_up(world: World, task: Task, now: Instant, policy: Policy) -> Decision:
+    """Nobody confirms that the run is gone: its task moves on, its memory does not come back."""
+    leases = (lease for lease in world.leases_of(task) if lease.state is not LeaseState.QUARANTINED)
+    what, changes = after_stop(task, now, policy)
+    outcome = None if task.external is None else not_released(task, now)
+    if task.model is not None:  # which is not to come back beside what is left of it
+        what, changes = Move.FAILED, {"finished_at": now, "freeing_for": None}
+        outcome = not_unloaded(task, now)
+    return Decision(
+        task.id,
+        "unconfirmed",
+        tasks=(write_move(task, what, **changes),),
+        leases=tuple(quarantine(lease, now) for lease in leases),
+        outcome=outcome,
+    )
+
+
+def _quarantine(world: World, holder: TaskId, fence: Fence, rank: int, now: Instant) -> Decision:
+    """A run is over and its process stays: nobody waits any longer for what it holds."""
+    claim = world.leases[holder, fence]
+    leases = (claim[key] for key in sorted(claim) if claim[key].rank == rank)
+    return Decision(holder, "unconfirmed", leases=tuple(quarantine(lease, now) for lease in leases))
+
+
+def _dissolve(world: World, preemptor: TaskId, moved: Set[TaskId]) -> Decision:
+    """The preemptor is planned again; what its victims still free is nobody's in particular."""
+    pledges = world.pledges[preemptor]
+    victims = (world.tasks[name] for name in sorted(world.active.keys() - moved))
+    return Decision(
+        preemptor,
+        "dissolved",
+        tasks=tuple(
+            write_move(victim, Move.CHANGED, **changes)
+            for victim in victims
+            if (changes := gang_shrinking.freed_for_nobody(victim, preemptor))
+        ),
+        pledges=tuple(PledgeWrite(pledges[key], PledgeEnd.DISSOLVED) for key in sorted(pledges)),
+    )

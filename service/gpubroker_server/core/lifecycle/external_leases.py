@@ -1,0 +1,137 @@
+"""Leases of holders that nobody starts: their own word ends them, or the proof that their process is gone."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+from gpubroker_server.core.domain.decisions import (
+    AuditNote,
+    Decision,
+    Outcome,
+    Request,
+    withdrawn,
+    write_move,
+)
+from gpubroker_server.core.domain.lease import HolderKind, Lease
+from gpubroker_server.core.domain.lease import release as leave
+from gpubroker_server.core.domain.orders import Ending, Failure, ForgetOrder, Gone, WatchOrder
+from gpubroker_server.core.domain.task import Move, Task, TaskState
+from gpubroker_server.core.domain.units import Instant, NodeName, TaskId
+from gpubroker_server.core.world.fold import Fold
+from gpubroker_server.core.world.unconfirmed_ends import Proof
+from gpubroker_server.core.world.world import World
+
+NOT_YOUR_PROCESS = "not_your_process"
+"""In place of a proof: the process that it named is accounted for with others, and is none of its own."""
+_PROOFS = frozenset({"process_absent", "boot_changed", NOT_YOUR_PROCESS})
+"""That an agent does not know of a holder says nothing about it."""
+
+
+def begun(task: Task, now: Instant) -> dict[str, Any]:
+    """What its admission changes besides its claim: it begins at once, and has its whole time from then."""
+    assert task.external is not None
+    return {"started_at": now, "deadline_at": Instant(now + task.external.ttl_seconds)}
+
+
+def watch_orders(world: World, task: Task, leases: list[Lease]) -> tuple[WatchOrder, ...]:
+    """For a holder that named its process."""
+    if task.external is None or task.external.pid is None or task.node is None:
+        return ()
+    devices = tuple((lease.device, lease.mb) for lease in leases)
+    incarnation = world.nodes[task.node].incarnation
+    return (WatchOrder(task.id, task.fence, task.node, incarnation, task.external.pid, devices),)
+
+
+def holders_on(world: World, node: NodeName) -> list[Task]:
+    """Those with memory there, also when they should have left; in order of id."""
+    leases = (h.lease for key in world.by_node.get(node, ()) for h in world.books[key].holdings.values())
+    names = {lease.holder for lease in leases if lease.holder_kind is HolderKind.EXTERNAL}
+    return [world.tasks[TaskId(name)] for name in sorted(names)]
+
+
+def watched_on(world: World, node: NodeName) -> Iterator[WatchOrder]:
+    for task in holders_on(world, node):
+        yield from watch_orders(world, task, world.leases_of(task))
+
+
+def gone(fold: Fold, world: World, report: Gone, now: Instant) -> None:
+    """Its process is gone, and with it what it held. Asked to leave, it has left."""
+    if report.proof not in _PROOFS:
+        return
+    known = fold.task
+    assert known is not None, "whose report this is was looked up"
+    fold.release_leases(report.fence, report.rank, report.proof)
+    task = fold.live(report.fence)
+    if task is None:
+        fold.forget_whom_it_freed(report.fence)
+    elif task.state is TaskState.STOPPING:
+        fold.outcome = _given_back(task, now)
+        fold.move(Move.SUCCEEDED, "process_gone", finished_at=now, freeing_for=None)
+    else:
+        fold.outcome = Outcome(task.id, task.fence, Ending.LOST, now, failure=_failure(task, report.proof))
+        fold.move(Move.FAILED, "process_gone", finished_at=now)
+    fold.orders += _forget(world, known)
+
+
+def renew(task: Task, request: Request, now: Instant, done: Decision) -> Decision:
+    """One that is under notice, or over, is not renewed."""
+    if task.external is None or task.state not in (TaskState.PENDING, TaskState.RUNNING):
+        return done
+    ttl_seconds = request.fields.get("ttl_seconds", task.external.ttl_seconds)
+    write = write_move(task, Move.CHANGED, deadline_at=Instant(now + ttl_seconds))
+    return replace(done, tasks=(write,))
+
+
+def release(world: World, task: Task, request: Request, now: Instant, done: Decision) -> Decision:
+    """The holder's word that it has left, whatever was asked of it before; also when it is long over. Of what
+    is in quarantine by then it is noted who said it."""
+    if task.external is None:
+        return done
+    if task.state is TaskState.PENDING:
+        write = write_move(task, Move.CANCELLED, finished_at=now)
+        return replace(done, tasks=(write,), pledges=withdrawn(world.pledges.get(task.id, {})))
+    leases = tuple(leave(lease, Proof.HOLDER) for lease in world.leases_of(task))
+    notes = tuple(
+        AuditNote(now, task.tenant, str(request.fields.get("by", "")), "lease.release", lease.key, "")
+        for lease in leases
+        if lease.proof
+    )
+    given_back = replace(done, leases=leases, orders=_forget(world, task), audit=notes)
+    if task.is_terminal:
+        return given_back
+    write = write_move(task, Move.SUCCEEDED, finished_at=now, freeing_for=None)
+    return replace(given_back, tasks=(write,), outcome=_given_back(task, now))
+
+
+def not_released(task: Task, now: Instant) -> Outcome:
+    """For one that was asked to leave and did not say that it has."""
+    message = (
+        f"it was asked to leave ({task.stop_reason}) and was not released; its memory counts as used until "
+        "it is, or until its process is known to be gone: release it when the memory is free"
+    )
+    return Outcome(task.id, task.fence, Ending.LOST, now, failure=Failure("not_released", message))
+
+
+def _given_back(task: Task, now: Instant) -> Outcome:
+    """In place of whatever was said when it was asked to leave."""
+    return Outcome(task.id, task.fence, Ending.SUCCEEDED, now)
+
+
+def _failure(task: Task, proof: str) -> Failure:
+    pid = None if task.external is None else task.external.pid
+    if proof == NOT_YOUR_PROCESS:
+        message = (
+            f"process {pid} is a run's, another lease's or the broker's, or above or below one of "
+            "theirs; name the process of your own program, or none"
+        )
+        return Failure(NOT_YOUR_PROCESS, message)
+    what = "its node was started anew" if pid is None else f"its process {pid} is not there (any more)"
+    return Failure("process_gone", f"{what}; the lease ended with it, without having been released")
+
+
+def _forget(world: World, task: Task) -> tuple[ForgetOrder, ...]:
+    """Its agent need not look at it any longer."""
+    if task.external is None or task.external.pid is None or task.node is None:
+        return ()
+    incarnation = world.nodes[task.node].incarnation
+    return (ForgetOrder(task.id, task.fence, task.node, incarnation),)

@@ -1,0 +1,95 @@
+"""Models that their server has in memory though nobody has given them room there: loaded by hand, or when it
+was started. What they take is in use already, and measured as that of nobody.
+
+A holder that waits gets its leases where it is, as far as they fit: nobody is stopped for it. What an earlier
+holder of the same model has left there, of which nobody could say that it is gone, has become its own.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+from gpubroker_server.core.domain.decisions import Decision, withdrawn, write_move
+from gpubroker_server.core.domain.device import Device
+from gpubroker_server.core.domain.eligibility import context_mb, may_use_node, need_mb
+from gpubroker_server.core.domain.lease import HolderKind, Lease, LeaseState, release
+from gpubroker_server.core.domain.task import Move, Task
+from gpubroker_server.core.domain.units import Fence, Instant, Mib
+from gpubroker_server.core.world.ledger import Book
+from gpubroker_server.core.world.unconfirmed_ends import Proof
+from gpubroker_server.core.world.world import World
+
+
+def adopt(world: World, task: Task, priority: int, now: Instant) -> Decision | None:
+    """None while its leases would not fit: what it uses counts as foreign until then."""
+    assert task.model is not None
+    fence = Fence(task.fence + 1)
+    kind = HolderKind.MODEL if task.model.model else HolderKind.SERVER
+    left = list(_left_there(world, task))
+    known = {device: Mib(0) for device in sorted({lease.device for lease in left})}
+    for lease in left:
+        known[lease.device] = max(known[lease.device], lease.mb)
+    leases = [_lease(task, fence, kind, world.books[key].device, known[key], priority, now) for key in known]
+    for book, mb in _rooms(world, task) if task.demand.gpus and not leases else ():
+        lease = _lease(task, fence, kind, book.device, mb, priority, now)
+        if len(leases) < task.demand.gpus and _fits(book, lease, task):
+            leases.append(lease)
+    nodes = [world.books[lease.device].device.node for lease in leases]
+    if not task.demand.gpus:
+        nodes = [node.name for node in world.nodes.values() if may_use_node(task.demand, node)]
+    if (len(leases) < task.demand.gpus and not left) or not nodes:
+        return None
+    begun: dict[str, Any] = {"node": min(nodes), "admitted_at": now, "started_at": now, "not_before": None}
+    if task.held and task.expires_at is not None:
+        begun["expires_at"] = now  # nobody has asked for it: when it leaves, it is not brought again
+    write = write_move(task, Move.STARTED, fence=fence, priority=priority, held=False, **begun)
+    pledges = withdrawn(world.pledges.get(task.id, {}))
+    given_back = (release(lease, Proof.HELD_ANEW) for lease in left)
+    return Decision(task.id, "adopted", tasks=(write,), leases=(*given_back, *leases), pledges=pledges)
+
+
+def _left_there(world: World, task: Task) -> Iterator[Lease]:
+    """Leases of its own earlier claims, and of those who had the model at this server before. What was taken
+    for it is in use still, as its server's index says: once, whoever holds it."""
+    assert task.model is not None
+    for other in world.homes.on(task.model.server):
+        if other.model is None or other.model.model != task.model.model:
+            continue
+        for fence in sorted(world.unconfirmed.claims_of(other.id)):
+            claim = world.leases.get((other.id, fence), {})
+            yield from (claim[key] for key in sorted(claim) if claim[key].device in world.books)
+
+
+def _rooms(world: World, task: Task) -> list[tuple[Book, Mib]]:
+    """The devices that it may be on, with what it takes there; those with most of nobody's use first."""
+    found = [
+        (book, mb)
+        for book in world.books.values()
+        if book.sample is not None
+        and may_use_node(task.demand, world.nodes[book.device.node])
+        and (mb := need_mb(task.demand, book.device)) is not None
+    ]
+    return sorted(found, key=lambda one: (-one[0].foreign_mb, one[0].device.key))
+
+
+def _lease(
+    task: Task, fence: Fence, kind: HolderKind, device: Device, mb: Mib, priority: int, now: Instant
+) -> Lease:
+    return Lease(
+        kind,
+        task.id,
+        fence,
+        device.key,
+        mb,
+        task.tenant,
+        priority,
+        since=now,
+        state=LeaseState.HELD,
+        context_mb=context_mb(task.demand, device),
+    )
+
+
+def _fits(book: Book, lease: Lease, task: Task) -> bool:
+    """With what it uses no longer counted as foreign, and nothing taken that is kept for others."""
+    after = book.copy()
+    after.put(lease)
+    return after.free_mb(task=task.id) >= 0 and after.leased_mb() <= book.device.allocatable_mb

@@ -1,0 +1,275 @@
+"""Models as holders of memory: what their server's index, their users and time make of them.
+
+A model waits, is loaded, stays and leaves as the task that it is. Its priority says who may have its room:
+while it is wanted that of those who want it; afterwards none, so that everybody may who asks for it.
+"""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+from gpubroker_server.core.domain.decisions import AuditNote, Decision, Outcome, Request, write_move
+from gpubroker_server.core.domain.lease import LeaseState
+from gpubroker_server.core.domain.models.model_orders import (
+    ModelOrder,
+    ServerSeen,
+    Stage,
+    check_order,
+    load_order,
+    unload_order,
+)
+from gpubroker_server.core.domain.models.model_terms import ModelTerms
+from gpubroker_server.core.domain.models.residency import Usage
+from gpubroker_server.core.domain.orders import Ended, Ending, Failure
+from gpubroker_server.core.domain.policy import Policy
+from gpubroker_server.core.domain.retry import next_retry_at
+from gpubroker_server.core.domain.task import Move, Task, TaskState
+from gpubroker_server.core.domain.units import DeviceKey, Fence, Instant, Mib, Seconds
+from gpubroker_server.core.lifecycle.model_adoption import adopt
+from gpubroker_server.core.lifecycle.stopping import after_failure, after_stop, off_the_nodes
+from gpubroker_server.core.world.fold import Fold
+from gpubroker_server.core.world.unconfirmed_ends import Proof
+from gpubroker_server.core.world.world import World
+
+HIGHEST = 100
+"""Nobody has a higher priority: the room of who has it is never taken."""
+
+MOST_USES = 64
+"""So many uses of one report are counted: those that follow at once say little more."""
+
+
+WANTED_SHARE = 0.5
+"""Who goes on wanting a model says so anew when so much of its time is over."""
+
+
+def is_wanted(task: Task, now: Instant) -> bool:
+    return task.expires_at is None or now < task.expires_at
+
+
+def is_to_be_told(task: Task, priority: int, now: Instant, *, queued: bool = False) -> bool:
+    """Whether it matters to the model that it is wanted at this priority. `queued`: by inferences in the
+    queue, the highest of all."""
+    terms = task.model
+    assert terms is not None
+    if task.expires_at is None or priority > terms.asked_priority:
+        return priority > terms.asked_priority
+    until = task.expires_at
+    if priority < terms.asked_priority:
+        if _gives_way(terms, now, queued=queued):
+            return True
+    else:
+        until = min(until, _asked_until(terms))
+    return until - now < WANTED_SHARE * terms.wanted_seconds
+
+
+def _gives_way(terms: ModelTerms, now: Instant, *, queued: bool) -> bool:
+    """Whether its priority may become a lower one: nobody has wanted it at that one lately, or it was wanted
+    so by inferences that no longer wait."""
+    return (queued and terms.queued) or now >= _asked_until(terms)
+
+
+def _asked_until(terms: ModelTerms) -> Instant:
+    return Instant(terms.asked_at + terms.wanted_seconds)
+
+
+def standing(task: Task, now: Instant) -> int:
+    """The priority that a model which is there has now."""
+    assert task.model is not None
+    if task.model.pinned or not task.model.model:
+        return HIGHEST
+    return task.model.asked_priority if is_wanted(task, now) else 0
+
+
+def in_time(task: Task, room_by: Instant) -> bool:
+    """Whether a model that has room by then would be ready while it is wanted; others always are."""
+    if task.model is None or task.expires_at is None:
+        return True
+    return room_by + task.model.load_seconds <= task.expires_at
+
+
+def due(world: World, now: Instant) -> list[Decision]:
+    """Models that are no longer wanted, or are pinned since: their priority follows. And servers whose own
+    memory nobody is to count any more: that takes the word of their operator."""
+    decisions: list[Decision] = []
+    for task in world.homes.live():
+        assert task.model is not None
+        if task.state is TaskState.STOPPING and not task.model.model:
+            fold = Fold(world, task.id, now)
+            fold.release_leases(task.fence, 0, Proof.HOLDER)
+            fold.move(Move.CANCELLED, "released", finished_at=now, freeing_for=None)
+            decisions += filter(None, [fold.decision()])
+        elif task.state is TaskState.RUNNING and (priority := standing(task, now)) != task.priority:
+            write = write_move(task, Move.CHANGED, priority=priority)
+            decisions.append(Decision(task.id, "standing", tasks=(write,)))
+    return decisions
+
+
+def seen(world: World, index: ServerSeen, now: Instant, policy: Policy) -> list[Decision]:
+    """What a server's index says of the models that rows know there, a decision for each that it changes."""
+    decisions: list[Decision] = []
+    is_adopting = False
+    for task in world.homes.on(index.server):
+        if (task.id, task.fence) in index.under_way:
+            continue
+        assert task.model is not None
+        fold = Fold(world, task.id, now)
+        stage = index.stage_of(task.model.model)
+        if task.state is TaskState.PENDING and stage is Stage.READY:
+            # one at a time: each is to find what the one before has left
+            adopted = None if is_adopting else adopt(world, task, standing(task, now), now)
+            is_adopting = is_adopting or adopted is not None
+            decisions += filter(None, [adopted])
+            continue
+        if stage is Stage.ABSENT:
+            for fence in _claims(world, task):
+                fold.release_leases(fence, 0, Proof.UNLOADED)
+        _follow(fold, task, index, now, policy)
+        orders = tuple(_orders_again(world, task, stage, now))
+        decision = fold.decision() or Decision(task.id, "again")
+        if orders or not decision.is_empty():
+            decisions.append(replace(decision, orders=orders))
+    return decisions
+
+
+def _claims(world: World, task: Task) -> set[Fence]:
+    """All that may still hold something."""
+    return world.unconfirmed.claims_of(task.id) | (
+        {task.fence} if task.state is TaskState.STOPPING or _is_there(task) else set()
+    )
+
+
+def _is_there(task: Task) -> bool:
+    return task.state is TaskState.RUNNING
+
+
+def _follow(fold: Fold, task: Task, index: ServerSeen, now: Instant, policy: Policy) -> None:
+    assert task.model is not None
+    match task.state, index.stage_of(task.model.model):
+        case TaskState.ADMITTED, Stage.READY:
+            took_seconds = Seconds(round(now - (task.admitted_at or now), 3))
+            terms = replace(
+                task.model,
+                load_seconds=took_seconds or task.model.load_seconds,
+                versions=index.versions_of(task.model.model),
+            )
+            priority = standing(task, now)
+            fold.move(Move.STARTED, "loaded", started_at=now, model=terms, priority=priority)
+            fold.move_leases(task.fence, 0, LeaseState.HELD)
+        case TaskState.PENDING, Stage.ABSENT if task.held:
+            fold.outcome = Outcome(task.id, task.fence, TaskState.EXPIRED, now, failure=_VANISHED)
+            fold.move(Move.EXPIRED, "vanished", finished_at=now)
+        case TaskState.RUNNING, Stage.ABSENT if is_wanted(task, now):
+            fold.move(Move.REQUEUED, "vanished", **back_in_queue(task))
+        case TaskState.RUNNING, Stage.ABSENT:
+            fold.outcome = Outcome(task.id, task.fence, Ending.LOST, now, failure=_VANISHED)
+            fold.move(Move.FAILED, "vanished", finished_at=now)
+        case TaskState.STOPPING, Stage.ABSENT:
+            what, changes = after_stop(task, now, policy)
+            fold.move(what, "unloaded", **changes)
+        case _:
+            pass
+
+
+_VANISHED = Failure(
+    "model_gone", "its server no longer has it: it was unloaded by hand, or the server was started anew"
+)
+
+
+def _orders_again(world: World, task: Task, stage: Stage, now: Instant) -> Iterator[ModelOrder]:
+    """What was ordered may have been lost with the leader that did."""
+    if task.state is TaskState.ADMITTED and stage is Stage.ABSENT:
+        yield load_order(task, _room_of(world, task))
+    elif task.state is TaskState.STOPPING and stage is Stage.READY:
+        yield unload_order(task, Seconds(max(0.0, (task.stop_deadline_at or now) - now)))
+
+
+def back_in_queue(task: Task, **changes: Any) -> dict[str, Any]:
+    """With the priority of those who want it, whatever it was while it was there."""
+    assert task.model is not None
+    return off_the_nodes(task, priority=task.model.asked_priority, **changes)
+
+
+def ended(fold: Fold, task: Task, report: Ended, now: Instant, policy: Policy) -> None:
+    """Its load failed, or could not be begun. What it left behind is free when the index says so."""
+    fold.move_leases(report.fence, 0, LeaseState.RELEASING)
+    if task.state is TaskState.STOPPING:
+        what, changes = after_stop(task, now, policy)
+        fold.move(what, "ended", **changes)
+    elif report.ending is Ending.NEVER_STARTED:
+        fold.move(
+            Move.REQUEUED, "never_started", **back_in_queue(task, not_before=next_retry_at(1, now, policy))
+        )
+    else:
+        fold.outcome = Outcome(task.id, task.fence, Ending.FAILED, now, failure=report.failure)
+        what, changes = after_failure(task, now, now, policy)
+        fold.move(what, "ended" if what is Move.FAILED else "retry", **changes)
+
+
+def want(world: World, task: Task, request: Request, now: Instant, done: Decision) -> Decision:
+    """Somebody asks for it, or has asked for it so many times since it was last told. `doubted`: it is there,
+    and answers as nothing does that is alive."""
+    if task.model is None:
+        return done
+    fields = request.fields
+    usage = _used(task.model.usage, min(int(fields.get("uses", 1)), MOST_USES), now)
+    terms = replace(task.model, usage=usage)
+    if not fields.get("doubted"):  # who doubts has asked before
+        terms = _asked(
+            terms, int(fields["priority"]), now, wanted=is_wanted(task, now), queued="queued" in fields
+        )
+    changes: dict[str, Any] = {"model": terms}
+    if task.expires_at is not None:
+        changes["expires_at"] = Instant(now + terms.wanted_seconds)
+    after = replace(task, **changes)
+    priority = standing(after, now) if task.state is TaskState.RUNNING else terms.asked_priority
+    if priority != task.priority:
+        changes["priority"] = priority
+    if task.held:  # it was in memory without room, and somebody wants it now
+        changes["held"] = False
+    orders: tuple[ModelOrder, ...] = ()
+    if fields.get("doubted") and task.state is TaskState.RUNNING:
+        orders = (check_order(task, _room_of(world, task)),)
+    return replace(done, tasks=(write_move(task, Move.CHANGED, **changes),), orders=orders)
+
+
+def _asked(terms: ModelTerms, priority: int, now: Instant, *, wanted: bool, queued: bool) -> ModelTerms:
+    """As they are once somebody asks at this priority."""
+    is_new = not wanted or _gives_way(terms, now, queued=queued) or priority > terms.asked_priority
+    if not is_new and priority < terms.asked_priority:
+        return terms
+    return replace(terms, asked_priority=priority, asked_at=now, queued=queued and (is_new or terms.queued))
+
+
+def _room_of(world: World, task: Task) -> tuple[tuple[DeviceKey, Mib], ...]:
+    return tuple((lease.device, lease.mb) for lease in world.leases_of(task))
+
+
+def pin(task: Task, request: Request, now: Instant, done: Decision) -> Decision:
+    """It stays, or need not stay any longer. One that is pinned waits for its room without end."""
+    if task.model is None:
+        return done
+    is_pinned = bool(request.fields["pinned"])
+    terms = replace(task.model, pinned=is_pinned)
+    expires_at = None if is_pinned else Instant(now + terms.wanted_seconds)
+    changes: dict[str, Any] = {"model": terms, "expires_at": expires_at}
+    if task.state is TaskState.RUNNING:
+        changes["priority"] = standing(replace(task, **changes), now)
+    said = "model.pin" if is_pinned else "model.unpin"
+    name = f"{terms.server}/{terms.model}"
+    note = AuditNote(now, task.tenant, str(request.fields.get("by", "")), said, name, "")
+    return replace(done, tasks=(write_move(task, Move.CHANGED, **changes),), audit=(note,))
+
+
+def _used(usage: Usage, times: int, now: Instant) -> Usage:
+    for _ in range(times):
+        usage = usage.used(now)
+    return usage
+
+
+def not_unloaded(task: Task, now: Instant) -> Outcome:
+    """For one that nobody confirms to be gone."""
+    message = (
+        "its server was asked to unload it and still has it; its memory counts as used until the server's "
+        "index says that it is gone: end what still asks it, or start the server anew"
+    )
+    return Outcome(task.id, task.fence, Ending.LOST, now, failure=Failure("not_unloaded", message))

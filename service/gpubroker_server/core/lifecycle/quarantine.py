@@ -1,0 +1,141 @@
+"""What is in quarantine, which proof each run there waits for, and the word of an operator in its place."""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from itertools import groupby
+
+from gpubroker_server.core.domain.decisions import AuditNote, Decision, Request
+from gpubroker_server.core.domain.lease import HOLDERS_WITH_RUNS, HolderKind, Lease, release
+from gpubroker_server.core.domain.units import Fence, Instant, NodeName, Seconds
+from gpubroker_server.core.world.unconfirmed_ends import Proof
+from gpubroker_server.core.world.world import World
+
+
+@dataclass(frozen=True, slots=True)
+class Quarantined:
+    """One run, or one other holder, of which nobody can say that it is gone: it counts as there."""
+
+    kind: HolderKind
+    holder: str
+    tenant: str
+    attempt: Fence
+    rank: int
+    node: NodeName
+    since: Instant
+    leases: tuple[Lease, ...]
+    """In order of their devices."""
+    awaits: tuple[Proof, ...]
+    """Any of these ends it; the one that is likely to come first."""
+    message: str
+    """The same for people."""
+
+
+def quarantined(world: World, holder: str | None = None) -> list[Quarantined]:
+    """Of one holder or of all, the longest first."""
+    known = world.unconfirmed.quarantined
+    leases = known.values() if holder is None else [known.get(holder, {})]
+    found = [one for of_holder in leases for one in _runs(world, of_holder.values())]
+    return sorted(found, key=lambda one: (one.since, one.holder, one.attempt, one.rank))
+
+
+def _runs(world: World, leases: Iterable[Lease]) -> Iterator[Quarantined]:
+    for (attempt, rank), group in groupby(sorted(leases, key=_place), key=lambda ls: (ls.fence, ls.rank)):
+        held = tuple(group)
+        first = held[0]
+        device = world.books[first.device].device
+        awaits, message = _awaited(world, first, device.node)
+        yield Quarantined(
+            first.holder_kind,
+            first.holder,
+            first.tenant,
+            attempt,
+            rank,
+            device.node,
+            since=min(lease.quarantined_at or lease.since for lease in held),
+            leases=held,
+            awaits=awaits,
+            message=message,
+        )
+
+
+def _place(lease: Lease) -> tuple[int, int, str]:
+    return lease.fence, lease.rank, lease.device
+
+
+def _awaited(world: World, lease: Lease, node: NodeName) -> tuple[tuple[Proof, ...], str]:
+    always = (Proof.DEVICE_REMOVED, Proof.STATEMENT)
+    if lease.holder_kind is HolderKind.EXTERNAL:
+        pid = _outside_pid(world, lease)
+        if pid is None:
+            said = f"its holder says that the memory is free, or {node} is booted anew"
+            return (Proof.HOLDER, Proof.BOOT_CHANGED, *always), f"waits until {said}"
+        said = f"the agent of {node} finds process {pid} gone, or its holder releases it"
+        return (Proof.PROCESS_ABSENT, Proof.HOLDER, Proof.BOOT_CHANGED, *always), f"waits until {said}"
+    if lease.holder_kind not in HOLDERS_WITH_RUNS:
+        said = "the index of its server says that it is not there"
+        return (Proof.UNLOADED, *always), f"waits until {said}"
+    if answers(world, node):
+        said = f"the agent of {node}, which goes on ending its process, finds nothing of it"
+        return (Proof.PROCESS_ABSENT, Proof.BOOT_CHANGED, *always), f"waits until {said}"
+    said = (
+        f"an agent answers on {node} and finds nothing of its process there, or another boot of the machine"
+    )
+    proofs = (Proof.AGENT_RESTARTED, Proof.PROCESS_ABSENT, Proof.BOOT_CHANGED)
+    return (*proofs, *always), f"{node} does not answer: waits until {said}"
+
+
+def answers(world: World, node: NodeName) -> bool:
+    """Whether its agent has answered this term and is not given up."""
+    return node in world.nodes and world.nodes[node].ready
+
+
+def is_watched(world: World, lease: Lease) -> bool:
+    """Whether the agent of its node, while it answers, can tell by a process that its holder is gone."""
+    return lease.holder_kind in HOLDERS_WITH_RUNS or _outside_pid(world, lease) is not None
+
+
+def _outside_pid(world: World, lease: Lease) -> int | None:
+    """Of who holds an external lease, if he named a process."""
+    task = world.holder(lease.holder, lease.fence)
+    return None if task is None or task.external is None else task.external.pid
+
+
+def removed(world: World) -> list[Decision]:
+    """The end of quarantine on devices that their machine no longer has: nothing can be held there."""
+    decisions = []
+    for holder, leases in sorted(world.unconfirmed.quarantined.items()):
+        gone = [leases[key] for key in sorted(leases) if not world.books[leases[key].device].device.present]
+        if gone:
+            left = tuple(release(lease, Proof.DEVICE_REMOVED) for lease in gone)
+            decisions.append(Decision(holder, "device_removed", leases=left))
+    return decisions
+
+
+def seen_in_use(world: World, lease: Lease, now: Instant, period_seconds: Seconds) -> int:
+    """MiB that its processes were lately measured to use: no word makes these free.
+
+    What an agent measured before it fell silent says nothing of what became of its node since.
+    """
+    book = world.books[lease.device]
+    if book.sample is None or book.is_stale(now, period_seconds):
+        return 0
+    if book.sample.at < (lease.quarantined_at or lease.since) and not world.nodes[book.device.node].ready:
+        return 0
+    return book.holdings[lease.key].measured_mb
+
+
+def attest(world: World, request: Request, now: Instant, period_seconds: Seconds, done: Decision) -> Decision:
+    """An operator states that what had these leases is gone: those that are still in quarantine, and are not
+    measured to be in use, come back. Who said so, and why, is noted with it."""
+    wanted = frozenset(request.fields["leases"])
+    leases = world.unconfirmed.quarantined.get(request.task, {})
+    left = tuple(
+        release(leases[key], Proof.STATEMENT)
+        for key in sorted(wanted & leases.keys())
+        if not seen_in_use(world, leases[key], now, period_seconds)
+    )
+    if not left:
+        return done
+    said = str(request.fields["by"]), "quarantine.release", ", ".join(lease.key for lease in left)
+    note = AuditNote(now, request.tenant, *said, str(request.fields["reason"]))
+    return replace(done, leases=left, audit=(note,))

@@ -1,0 +1,229 @@
+"""What rows say of a node, held against what its agent says: the answer of the agent wins."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+
+from gpubroker_server.core.domain.decisions import Decision
+from gpubroker_server.core.domain.device import Device, Node
+from gpubroker_server.core.domain.gang_member import Member, MemberState
+from gpubroker_server.core.domain.gpu_kinds import Kind, kind_of
+from gpubroker_server.core.domain.lease import HOLDERS_WITH_RUNS
+from gpubroker_server.core.domain.orders import (
+    ForgetOrder,
+    Gone,
+    NodeSeen,
+    Order,
+    RunId,
+    SeenDevice,
+    StopOrder,
+)
+from gpubroker_server.core.domain.policy import Policy
+from gpubroker_server.core.domain.ranks import ranks_of
+from gpubroker_server.core.domain.task import StopReason, Task, TaskState
+from gpubroker_server.core.domain.units import Instant, Mib, Seconds, TaskId, device_key
+from gpubroker_server.core.lifecycle import external_leases
+from gpubroker_server.core.lifecycle.gang_runs import go_order
+from gpubroker_server.core.lifecycle.gang_shrinking import stop_order, world_orders
+from gpubroker_server.core.lifecycle.runs import dissolved, react
+from gpubroker_server.core.lifecycle.stopping import stop_orders
+from gpubroker_server.core.world.world import World
+
+
+def take_over(world: World) -> Decision | None:
+    """The first decision of a term: nothing is placed on a node before its agent has answered this term.
+
+    From that answer on, starts which an older term had ordered can no longer arrive, because agents refuse
+    lower terms. That makes the answer a proof of what never started.
+    """
+    ready = (node for name, node in sorted(world.nodes.items()) if node.ready)
+    nodes = tuple(replace(node, ready=False, version=node.version + 1) for node in ready)
+    return Decision("cluster", "take_over", nodes=nodes) if nodes else None
+
+
+@dataclass(frozen=True, slots=True)
+class InventoryRules:
+    """How devices that agents report are entered."""
+
+    cluster: str
+    reserve_mb: Mib = Mib(0)
+    declared_foreign_mb: Mapping[str, Mib] = field(default_factory=dict)
+    """Per GPU, by the name of its node or by its kind; the node's number wins."""
+    node_custom: tuple[tuple[str, float], ...] = ()
+    """Amounts of the custom resources that each node has for itself, sorted by name."""
+    node_labels: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    """The operator's labels by name of the node; they win over the agent's own."""
+    kinds: tuple[Kind, ...] = ()
+
+
+def reconcile(
+    world: World, seen: NodeSeen, now: Instant, policy: Policy, rules: InventoryRules
+) -> list[Decision]:
+    """First the node and its devices, then one decision per task whose run is not there, then orders.
+
+    Runs that both sides know go on. Runs that only rows know are gone, whatever they were; runs that only
+    the agent knows are killed.
+    """
+    decisions = []
+    nodes, devices = _node_row(world, seen, rules), _device_rows(world, seen, rules)
+    if nodes or devices:
+        gone = [device.key for device in devices if not device.present]
+        pledges = dissolved(world, gone)
+        decisions.append(Decision(seen.node.name, "node_seen", pledges=pledges, nodes=nodes, devices=devices))
+    absent = (replace(d, orders=()) for d in react(world, _absences(world, seen), now, policy))
+    decisions += [decision for decision in absent if not decision.is_empty()]
+    again = (replace(o, incarnation=seen.node.incarnation) for o in _orders_again(world, seen, now))
+    orders = (*again, *_unwanted(world, seen))
+    if orders:
+        decisions.append(Decision(seen.node.name, "reconcile", orders=orders))
+    return decisions
+
+
+def _node_row(world: World, seen: NodeSeen, rules: InventoryRules) -> tuple[Node, ...]:
+    """Whether it is cordoned is the operator's word, not the agent's."""
+    known = world.nodes.get(seen.node.name)
+    labels = {**dict(seen.node.labels), **rules.node_labels.get(seen.node.name, {})}
+    row = replace(
+        seen.node, ready=True, version=1, custom=rules.node_custom, labels=tuple(sorted(labels.items()))
+    )
+    if known is None:
+        return (row,)
+    row = replace(row, cordoned=known.cordoned, version=known.version)
+    return () if row == known else (replace(row, version=known.version + 1),)
+
+
+def _device_rows(world: World, seen: NodeSeen, rules: InventoryRules) -> tuple[Device, ...]:
+    rows = []
+    for device in seen.devices:
+        row = _device(seen, device, rules)
+        book = world.books.get(row.key)
+        if book is not None:
+            row = replace(row, version=book.device.version)
+            if row == book.device:
+                continue
+            row = replace(row, version=row.version + 1)
+        rows.append(row)
+    return (*rows, *_gone_devices(world, seen))
+
+
+def _gone_devices(world: World, seen: NodeSeen) -> Iterator[Device]:
+    """Those that the rows know on this node and its agent no longer finds."""
+    found = {device.uuid for device in seen.devices}
+    for key in world.by_node.get(seen.node.name, ()):
+        device = world.books[key].device
+        if device.present and device.uuid not in found:
+            yield replace(device, present=False, version=device.version + 1)
+
+
+def _device(seen: NodeSeen, device: SeenDevice, rules: InventoryRules) -> Device:
+    node = seen.node.name
+    declared = rules.declared_foreign_mb
+    kind = kind_of(device.kind, rules.kinds)
+    return Device(
+        key=device_key(rules.cluster, node, device.uuid),
+        node=node,
+        uuid=device.uuid,
+        kind=device.kind,
+        index=device.index,
+        physical_mb=device.physical_mb,
+        reserve_mb=rules.reserve_mb,
+        declared_foreign_mb=declared.get(node, declared.get(device.kind, Mib(0))),
+        power=0 if kind is None else kind.power,
+        context_mb=Mib(0) if kind is None else kind.context_mb,
+        simulated=device.simulated,
+        parent=device.parent,
+        split=device.split or any(other.parent == device.uuid for other in seen.devices),
+    )
+
+
+def _absences(world: World, seen: NodeSeen) -> Iterator[Gone]:
+    """One proof for each claim that rows place on this node and its agent does not know."""
+    known = world.nodes.get(seen.node.name)
+    if known is None:
+        return
+    there = set(seen.runs)
+    node_proof = _node_proof(known, seen.node)
+    if node_proof == "boot_changed":
+        for outsider in external_leases.holders_on(world, seen.node.name):
+            yield Gone(outsider.id, outsider.fence, seen.at, node_proof)
+    expected = set()
+    for task, rank in _active_on(world, seen):
+        run = (task.id, task.fence, rank)
+        expected.add(run)
+        if run in there:
+            continue
+        if _has_begun(task, rank):
+            yield Gone(task.id, task.fence, seen.at, node_proof or "process_absent", rank=rank)
+        elif node_proof or not known.ready:
+            yield Gone(task.id, task.fence, seen.at, node_proof or "never_started", rank=rank)
+        # Otherwise this agent has answered this term before, and the start may be on its way to it.
+    for holder, fence, rank in _claims_on(world, seen):
+        if (holder, fence, rank) not in there | expected:
+            yield Gone(holder, fence, seen.at, node_proof or "process_absent", rank=rank)
+
+
+def _node_proof(known: Node, answering: Node) -> str:
+    """Why nothing that ran under the agent we knew can still run; empty if that agent answers."""
+    if answering.boot_id != known.boot_id:
+        return "boot_changed"
+    return "agent_restarted" if answering.incarnation != known.incarnation else ""
+
+
+def _has_begun(task: Task, rank: int) -> bool:
+    return task.started_at is not None or (
+        bool(task.members) and task.members[rank].state is not MemberState.PLACED
+    )
+
+
+def _active_on(world: World, seen: NodeSeen) -> list[tuple[Task, int]]:
+    """Each run that is not gone, as rows know it."""
+    name = seen.node.name
+    tasks = (world.tasks[task] for task in sorted(world.runs.get(name, ())))
+    return [(task, rank) for task in tasks for rank, node in ranks_of(task) if node == name]
+
+
+def _claims_on(world: World, seen: NodeSeen) -> list[RunId]:
+    """Claims with memory on this node, of tasks that have moved on or ended as well."""
+    books = (world.books[key] for key in world.by_node.get(seen.node.name, ()))
+    leases = (holding.lease for book in books for holding in book.holdings.values())
+    runs = (lease for lease in leases if lease.holder_kind in HOLDERS_WITH_RUNS)
+    return sorted({(TaskId(lease.holder), lease.fence, lease.rank) for lease in runs})
+
+
+def _orders_again(world: World, seen: NodeSeen, now: Instant) -> Iterator[Order]:
+    """A notice, the word to begin, or what to watch, may have been lost with the leader or the agent that
+    carried it."""
+    there = set(seen.runs)
+    for watch in external_leases.watched_on(world, seen.node.name):
+        if (watch.task, watch.fence, watch.rank) not in there:
+            yield replace(watch, incarnation=seen.node.incarnation)
+    for task, rank in _active_on(world, seen):
+        if (task.id, task.fence, rank) not in there:
+            continue
+        if task.state is TaskState.STOPPING:
+            assert task.stop_deadline_at is not None
+            left = Seconds(max(0.0, task.stop_deadline_at - now))
+            notices = stop_orders(world, task, left)
+            yield from (notice for notice in notices if notice.rank == rank)
+        elif task.state is TaskState.RUNNING and task.members:
+            yield from _gang_orders_again(world, task, task.members[rank], now)
+
+
+def _gang_orders_again(world: World, task: Task, member: Member, now: Instant) -> Iterator[Order]:
+    """For a rank of a gang at work."""
+    if not member.takes_part:
+        left = Seconds(max(0.0, (member.stop_deadline_at or now) - now))
+        yield stop_order(world, task, member, left)
+    elif not member.has_ended:
+        yield go_order(world, task, member)
+        yield from (order for order in world_orders(world, task) if order.rank == member.rank)
+
+
+def _unwanted(world: World, seen: NodeSeen) -> Iterator[Order]:
+    """Runs whose outcome nobody will accept: of tasks that ended, moved on or were never ours."""
+    name, incarnation = seen.node.name, seen.node.incarnation
+    wanted = {(task.id, task.fence, rank) for task, rank in _active_on(world, seen)}
+    wanted |= {(outsider.id, outsider.fence, 0) for outsider in external_leases.holders_on(world, name)}
+    for task, fence, rank in seen.runs:
+        if (task, fence, rank) not in wanted:
+            yield StopOrder(task, fence, name, incarnation, StopReason.CANCEL, Seconds(0.0), rank)
+            yield ForgetOrder(task, fence, name, incarnation, rank)

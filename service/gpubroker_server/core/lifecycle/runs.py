@@ -1,0 +1,261 @@
+"""What the reports of node agents do to tasks and leases."""
+
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any, assert_never
+
+from gpubroker_server.core.domain.decisions import Decision, Outcome, PledgeWrite
+from gpubroker_server.core.domain.device import Node
+from gpubroker_server.core.domain.lease import HOLDERS_WITH_RUNS, LeaseState, PledgeEnd
+from gpubroker_server.core.domain.models.model_orders import ServerSeen
+from gpubroker_server.core.domain.orders import (
+    Beat,
+    Checkpointed,
+    Ended,
+    Ending,
+    Failure,
+    Gone,
+    NodeLost,
+    NodeSeen,
+    Progressed,
+    Ready,
+    Report,
+    Sampled,
+    Started,
+)
+from gpubroker_server.core.domain.policy import Policy
+from gpubroker_server.core.domain.retry import next_retry_at
+from gpubroker_server.core.domain.task import Move, Task, TaskState
+from gpubroker_server.core.domain.units import DeviceKey, Instant, NodeName, TaskId
+from gpubroker_server.core.lifecycle import external_leases, gang_runs, model_lifecycle
+from gpubroker_server.core.lifecycle.stopping import (
+    after_failure,
+    after_stop,
+    forget_order,
+    off_the_nodes,
+    out_of_time,
+    over_use,
+)
+from gpubroker_server.core.planning import inference_admission
+from gpubroker_server.core.world.fold import Fold, Folds
+from gpubroker_server.core.world.world import World
+
+_NODE_PROOFS = frozenset({"boot_changed", "agent_restarted"})
+"""The run went down with its node or its agent: no fault of its own, so no retry is used up."""
+
+_KILLED = Failure(
+    "killed", "the process went away without a word: it was killed or it crashed; its log may say why"
+)
+_STOPPED_UNASKED = Failure(
+    "stopped_unasked", "the run says that it gave way to a stop notice, but none was given"
+)
+
+
+def react(world: World, reports: Iterable[Report], now: Instant, policy: Policy) -> list[Decision]:
+    """At most one decision per task, in order of its first report, then one per lost node.
+
+    Reports of one run must be in the order in which its agent made them. A report whose (task, fence) is
+    no longer the task's running claim never touches the task; its Gone still releases that claim's leases.
+    NodeSeen and ServerSeen are for others, in their places between the reports; the other three are no rows.
+    """
+    folds = Folds(world, now)
+    nodes: dict[NodeName, Decision] = {}
+    for report in reports:
+        match report:
+            case Started():
+                _started(folds[report.task], report, now)
+            case Ready():
+                _ready(folds[report.task], world, report, now)
+            case Checkpointed():
+                _checkpointed(folds[report.task], report, now)
+            case Ended():
+                _ended(folds[report.task], world, report, now, policy)
+            case Gone():
+                _gone(folds[report.task], world, report, now, policy)
+            case NodeLost():
+                node = world.nodes.get(report.node)
+                if node is not None and node.incarnation == report.incarnation:
+                    _give_up_runs(world, node, folds, now, policy)
+                    nodes |= _close(world, node)
+            case NodeSeen() | ServerSeen() | Beat() | Sampled() | Progressed():
+                pass
+            case _:
+                assert_never(report)
+    return [*folds.decisions(), *nodes.values()]
+
+
+def _started(fold: Fold, report: Started, now: Instant) -> None:
+    """A gang has not begun before all its ranks are ready."""
+    task = fold.live(report.fence, report.rank)
+    if task is None:
+        return
+    if task.state is TaskState.ADMITTED and not task.members:
+        fold.move(Move.STARTED, "started", started_at=_credible(report.at, task, now))
+    fold.move_leases(report.fence, report.rank, LeaseState.HELD)
+
+
+def _ready(fold: Fold, world: World, report: Ready, now: Instant) -> None:
+    task = fold.live(report.fence, report.rank)
+    if task is not None and task.members:
+        fold.move_leases(report.fence, report.rank, LeaseState.HELD)
+        gang_runs.ready(fold, world, task, report, _credible(report.at, task, now))
+
+
+def _checkpointed(fold: Fold, report: Checkpointed, now: Instant) -> None:
+    """Of a gang, rank 0 saves for all."""
+    task = fold.live(report.fence)
+    if (
+        report.rank
+        or task is None
+        or (fold.checkpoint is not None and fold.checkpoint.sequence >= report.sequence)
+    ):
+        return
+    fold.checkpoint = report
+    fold.move(Move.CHANGED, "checkpoint", checkpoint_at=_credible(report.at, task, now))
+
+
+def _ended(fold: Fold, world: World, report: Ended, now: Instant, policy: Policy) -> None:
+    task = fold.live(report.fence, report.rank)
+    if task is None:
+        return
+    if task.model is not None:
+        model_lifecycle.ended(fold, task, report, now, policy)
+        return
+    if task.is_inference:
+        inference_admission.ended(fold, task, report, now, policy)
+        return
+    forget = forget_order(world, task, report.rank)
+    at = _credible(report.at, task, now)
+    if task.members:
+        failure = None if report.ending is Ending.SUCCEEDED else _failure_of(report)
+        gang_runs.ended(fold, world, report, _outcome(report, at, failure), now, policy)
+    elif report.ending is Ending.SUCCEEDED:
+        fold.outcome = _outcome(report, at, None)
+        fold.move(Move.SUCCEEDED, "ended", finished_at=at)
+    elif task.state is TaskState.STOPPING:
+        _ended_by_stop(fold, world, task, report, at)
+    elif report.ending is Ending.NEVER_STARTED:
+        _requeue(fold, "never_started", not_before=next_retry_at(1, now, policy))
+    else:
+        fold.outcome = _outcome(report, at, _failure_of(report))
+        _fail(fold, task, at, now, policy)
+    fold.move_leases(report.fence, report.rank, LeaseState.RELEASING)
+    fold.orders.append(forget)
+
+
+def _ended_by_stop(fold: Fold, world: World, task: Task, report: Ended, at: Instant) -> None:
+    """The state waits for the proof that the memory is free; what the run left behind is kept now."""
+    if report.ending is Ending.NEVER_STARTED:
+        return
+    why = task.stop_reason
+    told = out_of_time(task, why) or over_use(why, world.leases_of(task)) or report.failure
+    fold.outcome = _outcome(report, at, told)
+    fold.move(Move.CHANGED, "ended")
+
+
+def _gone(fold: Fold, world: World, report: Gone, now: Instant, policy: Policy) -> None:
+    if fold.task is not None and fold.task.external is not None:
+        external_leases.gone(fold, world, report, now)
+        return
+    if fold.task is not None and fold.task.is_inference:
+        inference_admission.never_sent(fold, report, now, policy)
+        return
+    fold.release_leases(report.fence, report.rank, report.proof)
+    task = fold.live(report.fence, report.rank)
+    if task is None:
+        fold.forget_whom_it_freed(report.fence)
+        return
+    forget = forget_order(world, task, report.rank)
+    if task.members:
+        gang_runs.gone(fold, world, report, _KILLED, now, policy)
+    elif task.state is TaskState.STOPPING:
+        what, changes = after_stop(task, now, policy)
+        fold.move(what, "stopped", **changes)
+    elif report.proof == "never_started":
+        _requeue(fold, "never_started", not_before=next_retry_at(1, now, policy))
+    elif report.proof in _NODE_PROOFS:
+        _requeue(fold, "node_lost")
+    else:
+        fold.outcome = Outcome(task.id, task.fence, Ending.LOST, now, failure=_KILLED)
+        _fail(fold, task, now, now, policy)
+    fold.orders.append(forget)
+
+
+def _fail(fold: Fold, task: Task, at: Instant, now: Instant, policy: Policy) -> None:
+    what, changes = after_failure(task, at, now, policy)
+    fold.move(what, "ended" if what is Move.FAILED else "retry", **changes)
+
+
+def _requeue(fold: Fold, why: str, **changes: Any) -> None:
+    assert fold.task is not None
+    fold.move(Move.REQUEUED, why, **off_the_nodes(fold.task, **changes))
+
+
+def _give_up_runs(world: World, node: Node, folds: Folds, now: Instant, policy: Policy) -> None:
+    """Processes on a lost node may still live: every lease there is quarantined until there is proof.
+
+    External holders keep theirs: they are not ours to give up, and say themselves when they have left. Of
+    models their server says it.
+    """
+    for key in world.by_node.get(node.name, ()):
+        for holding in world.books[key].holdings.values():
+            lease = holding.lease
+            if lease.holder_kind not in HOLDERS_WITH_RUNS:
+                continue
+            folds[TaskId(lease.holder)].move_leases(lease.fence, lease.rank, LeaseState.QUARANTINED)
+    for name in sorted(world.runs.get(node.name, ())):
+        fold = folds[name]
+        task = fold.task
+        if task is None or not task.is_active or not task.is_run:
+            continue
+        if task.members:
+            gang_runs.node_lost(fold, world, node.name, now, policy)
+        elif task.state is TaskState.STOPPING:
+            what, changes = after_stop(task, now, policy)
+            fold.move(what, "node_lost", **changes)
+        else:
+            _requeue(fold, "node_lost")
+
+
+def _close(world: World, node: Node) -> dict[NodeName, Decision]:
+    """The node takes nothing new, and nobody waits any longer for memory that was being freed there."""
+    pledges = dissolved(world, world.by_node.get(node.name, ()))
+    if not node.ready and not pledges:
+        return {}
+    closed = replace(node, ready=False, version=node.version + 1)
+    return {node.name: Decision(node.name, "node_lost", nodes=(closed,), pledges=pledges)}
+
+
+def dissolved(world: World, devices: Iterable[DeviceKey]) -> tuple[PledgeWrite, ...]:
+    """The end of all pledges of everybody who waits for memory of these devices."""
+    waiting = {preemptor for key in devices for preemptor in world.books[key].pledges}
+    return tuple(
+        PledgeWrite(pledge, PledgeEnd.DISSOLVED)
+        for preemptor in sorted(waiting)
+        for pledge in world.pledges[preemptor].values()
+    )
+
+
+def _outcome(report: Ended, at: Instant, failure: Failure | None) -> Outcome:
+    return Outcome(
+        task=report.task,
+        fence=report.fence,
+        ending=report.ending,
+        at=at,
+        result=report.result if report.ending is Ending.SUCCEEDED else None,
+        result_format=report.result_format,
+        failure=failure,
+        log_tail=report.log_tail,
+    )
+
+
+def _failure_of(report: Ended) -> Failure:
+    if report.failure is not None:
+        return report.failure
+    return _STOPPED_UNASKED if report.ending is Ending.STOPPED else _KILLED
+
+
+def _credible(at: Instant, task: Task, now: Instant) -> Instant:
+    """An agent's clock may be wrong: nothing happens before the admission, nor after now."""
+    earliest = task.started_at or task.admitted_at or now
+    return Instant(min(max(at, earliest), now))

@@ -1,0 +1,160 @@
+"""How a run is asked to leave, and what becomes of its task once it has left."""
+
+from collections.abc import Iterable
+from typing import Any
+
+from gpubroker_server.core.domain.decisions import TaskWrite, write_move
+from gpubroker_server.core.domain.lease import Lease
+from gpubroker_server.core.domain.models.inference_orders import DropOrder
+from gpubroker_server.core.domain.models.model_orders import UnloadOrder, unload_order
+from gpubroker_server.core.domain.orders import Failure, ForgetOrder, StopOrder
+from gpubroker_server.core.domain.policy import Policy
+from gpubroker_server.core.domain.ranks import node_of, ranks_of
+from gpubroker_server.core.domain.retry import next_retry_at
+from gpubroker_server.core.domain.task import Move, StopReason, Task
+from gpubroker_server.core.domain.units import Instant, Seconds, in_gib
+from gpubroker_server.core.world.world import World
+
+_OFF_THE_NODE: dict[str, Any] = {
+    "node": None,
+    "admitted_at": None,
+    "started_at": None,
+    "not_before": None,
+    "stop_reason": None,
+    "stop_deadline_at": None,
+    "freeing_for": None,
+}
+ToLeave = StopOrder | UnloadOrder | DropOrder
+"""What whoever has started it is told."""
+
+_COME_BACK = (StopReason.PREEMPT, StopReason.MOVE, StopReason.RANK_LOST)
+
+START_RETRIES = 3
+"""So often a gang whose ranks were not ready in time is started again, even if it has fewer retries."""
+
+
+def off_the_nodes(task: Task, **changes: Any) -> dict[str, Any]:
+    """What a task forgets when it goes back to the queue, and what else changes. Its fence and its
+    checkpoint stay."""
+    ranks = {"members": ()} if task.members else {}
+    return {**_OFF_THE_NODE, **ranks, **changes}
+
+
+def give_notice(
+    world: World, task: Task, reason: StopReason, grace_seconds: Seconds, now: Instant
+) -> tuple[TaskWrite, tuple[ToLeave, ...]]:
+    """An ADMITTED or RUNNING task on its way to STOPPING, and the notices that its agents get."""
+    deadline_at = Instant(now + grace_seconds)
+    write = write_move(task, Move.STOPPING, stop_reason=reason, stop_deadline_at=deadline_at)
+    return write, orders_to_leave(world, write.task, grace_seconds)
+
+
+def after_stop(task: Task, now: Instant, policy: Policy) -> tuple[Move, dict[str, Any]]:
+    """How a STOPPING task moves on when its runs are gone, or are given up. A preemption or a move uses up
+    no retry, nor does a rank that was lost. An external holder does not come back, and a model does while it
+    is wanted.
+    """
+    if task.model is not None:
+        return _after_unload(task, now)
+    if task.external is not None and task.stop_reason is not StopReason.CANCEL:
+        return Move.EXPIRED, {"finished_at": now, "freeing_for": None}
+    match task.stop_reason:
+        case StopReason.PREEMPT:
+            return Move.REQUEUED, off_the_nodes(task, preemptions=task.preemptions + 1)
+        case StopReason.MOVE:
+            moved = {"preemptions": task.preemptions + 1, "stop_reason": StopReason.MOVE}
+            return Move.REQUEUED, off_the_nodes(task, **moved)
+        case StopReason.RANK_LOST:
+            return Move.REQUEUED, off_the_nodes(task, not_before=next_retry_at(1, now, policy))
+        case StopReason.RANK_FAILED | StopReason.START_TIMEOUT:
+            return after_failure(task, now, now, policy)
+        case StopReason.CANCEL:
+            return Move.CANCELLED, {"finished_at": now, "freeing_for": None}
+        case StopReason.DEADLINE:
+            return Move.EXPIRED, {"finished_at": now, "freeing_for": None}
+        case _:
+            return Move.FAILED, {"finished_at": now, "freeing_for": None}
+
+
+def _after_unload(task: Task, now: Instant) -> tuple[Move, dict[str, Any]]:
+    assert task.model is not None
+    if task.stop_reason is StopReason.CANCEL:
+        return Move.CANCELLED, {"finished_at": now, "freeing_for": None}
+    if task.expires_at is None or now < task.expires_at:
+        again = {"preemptions": task.preemptions + 1, "priority": task.model.asked_priority}
+        return Move.REQUEUED, off_the_nodes(task, **again)
+    return Move.SUCCEEDED, {"finished_at": now, "freeing_for": None}
+
+
+def after_failure(task: Task, at: Instant, now: Instant, policy: Policy) -> tuple[Move, dict[str, Any]]:
+    """How a task moves on when its run failed, at an instant that may be past."""
+    failures = task.failures + 1
+    if failures > _retries_of(task):
+        return Move.FAILED, {"failures": failures, "finished_at": at, "freeing_for": None}
+    not_before = next_retry_at(failures, now, policy)
+    return Move.REQUEUED, off_the_nodes(task, failures=failures, not_before=not_before)
+
+
+def comes_back(task: Task) -> bool:
+    """Whether a STOPPING task will be pending again."""
+    if task.stop_reason in (StopReason.RANK_FAILED, StopReason.START_TIMEOUT):
+        return task.failures < _retries_of(task)
+    return task.stop_reason in _COME_BACK
+
+
+def _retries_of(task: Task) -> int:
+    if task.stop_reason is StopReason.START_TIMEOUT:
+        return max(task.max_retries, START_RETRIES)
+    return task.max_retries
+
+
+def out_of_time(task: Task, reason: StopReason | None) -> Failure | None:
+    """What people read of a run that was stopped by the clock, whatever else it left behind."""
+    match reason:
+        case StopReason.TIMEOUT:
+            return Failure("timeout", f"the run passed its limit of {task.timeout_seconds:g} s")
+        case StopReason.DEADLINE if task.external is not None:
+            return Failure("deadline", "it was not renewed in time")
+        case StopReason.DEADLINE:
+            began_at = task.started_at or task.admitted_at or task.submitted_at
+            ran_seconds = (task.deadline_at or began_at) - began_at
+            return Failure("deadline", f"its deadline passed when the run had had {ran_seconds:.0f} s")
+        case _:
+            return None
+
+
+def over_use(reason: StopReason | None, leases: Iterable[Lease]) -> Failure | None:
+    """What people read of a run that was stopped because it used more than it leased."""
+    if reason is not StopReason.OVERUSE:
+        return None
+    used = "; ".join(
+        f"{in_gib(lease.overused_mb)} of a GPU of which it leased {in_gib(lease.mb)}"
+        for lease in leases
+        if lease.overused_mb
+    )
+    return Failure("over_use", f"the run used {used}; ask for more gpu_mb, or for gpu_mb: learned")
+
+
+def orders_to_leave(world: World, task: Task, grace_seconds: Seconds) -> tuple[ToLeave, ...]:
+    """For a task that is STOPPING, whoever has started it."""
+    if task.is_inference:
+        return (DropOrder(task.id, task.fence),)
+    if task.model is not None:
+        return (unload_order(task, grace_seconds),) if task.model.model else ()
+    return stop_orders(world, task, grace_seconds)
+
+
+def stop_orders(world: World, task: Task, grace_seconds: Seconds) -> tuple[StopOrder, ...]:
+    """For a task that is STOPPING: one for each of its runs that is not gone."""
+    assert task.stop_reason is not None
+    why = task.stop_reason, grace_seconds
+    return tuple(
+        StopOrder(task.id, task.fence, node, world.nodes[node].incarnation, *why, rank)
+        for rank, node in ranks_of(task)
+    )
+
+
+def forget_order(world: World, task: Task, rank: int) -> ForgetOrder:
+    """For an active task: the agent may drop what it kept of this run."""
+    node = node_of(task, rank)
+    return ForgetOrder(task.id, task.fence, node, world.nodes[node].incarnation, rank)

@@ -1,0 +1,1 @@
+"""Which task starts, where, and which runs must leave for it."""

@@ -1,0 +1,210 @@
+"""Moves of runs to other devices, so that a task fits for which enough is free in sum and not in one piece.
+
+A move is no right of anybody's: it takes nothing from others, and whoever is moved has a place to go to,
+which is kept for it from the moment of its notice, from everybody who is not of a higher band than the task.
+"""
+
+from collections.abc import Iterable, Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import replace
+
+from gpubroker_server.core.domain.decisions import Decision
+from gpubroker_server.core.domain.demand import Demand
+from gpubroker_server.core.domain.eligibility import need_mb
+from gpubroker_server.core.domain.interval import Pace
+from gpubroker_server.core.domain.policy import Policy, band_of
+from gpubroker_server.core.domain.task import StopReason, Task, TaskState
+from gpubroker_server.core.domain.units import Instant, NodeName, Seconds
+from gpubroker_server.core.planning.backfill import Forecast
+from gpubroker_server.core.planning.deciding import evict, keep_room
+from gpubroker_server.core.planning.draft import Draft
+from gpubroker_server.core.planning.looks import Looks
+from gpubroker_server.core.planning.offers import Offers
+from gpubroker_server.core.planning.placement import Places, worth_of
+from gpubroker_server.core.planning.preemption import Eviction, best_of, eviction_of, is_coming
+from gpubroker_server.core.planning.shields import is_shielded
+from gpubroker_server.core.planning.victims import Candidate, Stoppable
+from gpubroker_server.core.planning.waiting import first_of_queue
+from gpubroker_server.core.world.world import World
+
+EVERY_SECONDS = Seconds(1.0)
+"""So often it is looked whether a move would help anybody."""
+
+MOST_TASKS = 8
+"""For so many tasks of the queue, the first that wait for room."""
+
+MOST_RUNS = 4
+"""So many runs are moved for one task at most."""
+
+MOST_LOOKS = 2_000
+"""Looks at nodes in one go, some tens of milliseconds; who needs more is not helped."""
+
+HOUR_SECONDS = 3600.0
+
+_LEAST = 0
+"""The priority as which both sides look for room: so they respect whatever is pledged to anybody."""
+
+
+class Consolidation:
+    """Owned by the leader. What it has moved lately is forgotten with it; that a run was moved is not."""
+
+    def __init__(self) -> None:
+        self._pace = Pace(EVERY_SECONDS)
+        self._moved: list[Instant] = []
+        """When each run was asked to move, in the last hour."""
+
+    def look(
+        self, world: World, policy: Policy, now: Instant, forecasts: Iterable[Forecast] = ()
+    ) -> Decision | None:
+        """A decision that is worth a move; None if there is none, or if it is not time to look."""
+        if not policy.consolidation or not self._pace.is_due(now):
+            return None
+        self._pace.done(now)
+        self._moved = [at for at in self._moved if 0 <= now - at < HOUR_SECONDS]
+        most = min(MOST_RUNS, policy.consolidation - len(self._moved))
+        return consolidate(world, policy, now, forecasts, most) if most > 0 else None
+
+    def count(self, decision: Decision, now: Instant) -> None:
+        """It came true."""
+        self._moved += [now for _ in decision.tasks]
+
+
+def consolidate(
+    world: World, policy: Policy, now: Instant, forecasts: Iterable[Forecast] = (), most: int = MOST_RUNS
+) -> Decision | None:
+    """Notices to at most so many runs, for the first task of the queue that fits once they have moved; what
+    they free is pledged to it, and to each of them the place to which it goes.
+
+    For a task that has left the planner no other way: there is no room for it, none is coming, nobody may be
+    stopped for it by right. The moves with the least lost work, then the fewest, then by node. Nodes on which
+    a forecast stands that is ahead of the task are left alone.
+    """
+    search = _Search(world, policy, now, most)
+    foreseen = {forecast.task: {place.node for place in forecast.places} for forecast in forecasts}
+    closed: set[NodeName] = set()
+    tried: set[tuple[Demand, int]] = set()
+    for task in first_of_queue(search.draft, policy, now, MOST_TASKS):
+        if (task.demand, task.priority) not in tried:
+            tried.add((task.demand, task.priority))
+            decision = search.moves_for(task, closed)
+            if decision is not None or search.is_tired:
+                return decision
+        closed |= foreseen.get(task.id, set())
+    return None
+
+
+def may_be_moved(run: Task, task: Task, policy: Policy, now: Instant) -> bool:
+    """It can go on elsewhere, and deserves no rest.
+
+    It has saved a checkpoint since it began, which is proof that it does; it is not of a higher band than the
+    task; and it is neither shielded, nor has it a deadline to meet. Of priority no more is asked: it keeps a
+    place. One that was stopped before stays for an hour.
+    """
+    if run.state is not TaskState.RUNNING or run.started_at is None or run.checkpoint_at is None:
+        return False
+    has_saved = run.checkpoint_at > run.started_at
+    is_plain = run.demand.gpus > 0 and not run.members and run.is_run and run.deadline_at is None
+    is_lower = band_of(run.priority)[2] <= band_of(task.priority)[2]
+    had_peace = run.preemptions == 0 or now - run.started_at >= HOUR_SECONDS
+    return has_saved and is_plain and is_lower and had_peace and not is_shielded(run, policy, now)
+
+
+class _Search:
+    def __init__(self, world: World, policy: Policy, now: Instant, most: int) -> None:
+        self.draft = Draft(world)
+        self._world = world
+        self._policy = policy
+        self._now = now
+        self._most = most
+        self._looks = Looks(MOST_LOOKS)
+        self._worth = worth_of(world, policy)
+        self._offers = Offers(self.draft, policy, now)
+        self._places = self._places_in(self.draft)
+        self._open: dict[Demand, frozenset[NodeName]] = {}
+        """Nodes that have room for such a run now."""
+
+    @property
+    def is_tired(self) -> bool:
+        return self._looks.are_spent
+
+    def moves_for(self, task: Task, closed: AbstractSet[NodeName]) -> Decision | None:
+        if not self._lacks_one_piece(task):
+            return None
+        best, found = None, None
+        for node in sorted(self._offers.nodes - closed):
+            if self.is_tired:
+                break
+            runs = self._movable(node, task)
+            if not runs:
+                continue
+            offer = self._offers.among(node, _LEAST, runs)
+            way = best_of(offer, task, best, lambda gone: self._may_go(gone, closed))
+            if way is None or way is best:
+                continue
+            decision = self._carried_out(task, eviction_of(way, self.draft, self._now), closed)
+            if decision is not None:
+                best, found = way, decision
+        return found
+
+    def _lacks_one_piece(self, task: Task) -> bool:
+        """There is room for it in sum, and neither now nor soon in one piece. No limit keeps it back."""
+        if not task.demand.gpus or self._places.best(task) is not None:
+            return False
+        if any(is_coming(self._offers, task, node) for node in self._offers.nodes):
+            return False
+        free_mb, needs = 0, []
+        for node in self._offers.nodes:
+            for book in self.draft.usable_books(node, self._policy, self._now):
+                need = need_mb(task.demand, book.device)
+                if need is not None:
+                    needs.append(need)
+                    free_mb += max(0, book.free_mb(priority=_LEAST))
+        return bool(needs) and free_mb >= task.demand.gpus * min(needs)
+
+    def _movable(self, node: NodeName, task: Task) -> list[Stoppable]:
+        runs = self._offers.stoppable(node)
+        return [run for run in runs if may_be_moved(run.task, task, self._policy, self._now)]
+
+    def _may_go(self, gone: Sequence[Candidate], closed: AbstractSet[NodeName]) -> bool:
+        """At a glance: they are few, and there is room somewhere for each by itself."""
+        return len(gone) <= self._most and all(self._open_to(run.task) - closed for run in gone)
+
+    def _open_to(self, run: Task) -> frozenset[NodeName]:
+        known = self._open.get(run.demand)
+        if known is None:
+            stranger = _as_least(run)
+            found = (node for node in self._offers.nodes if self._places.on(node, stranger) is not None)
+            known = self._open[run.demand] = frozenset(found)
+        return known
+
+    def _carried_out(self, task: Task, eviction: Eviction, closed: AbstractSet[NodeName]) -> Decision | None:
+        """In a draft of its own, with the largest run placed first; None if one of them has no place."""
+        draft = Draft(self._world)
+        kept_up_to = band_of(task.priority)[2]
+        decision = evict(draft, task, eviction, self._now, StopReason.MOVE, kept_up_to)
+        places = self._places_in(draft)
+        left = {device for device, _ in eviction.devices}
+        left |= {lease.device for run in eviction.victims for lease in self._world.leases_of(run)}
+        runs = sorted((draft.task(run.id) for run in eviction.victims), key=self._size)
+        kept = list(decision.pledges)
+        for run in runs:
+            found = [
+                place
+                for node in sorted(self._open_to(run) - closed)
+                if (place := places.on(node, _as_least(run), lambda device, _mb: device not in left))
+            ]
+            if not found:
+                return None
+            gone_by = Instant(self._now + run.grace_seconds + self._policy.kill_patience_seconds)
+            kept += keep_room(draft, run, min(found)[1], self._now, gone_by, kept_up_to)
+        return replace(decision, pledges=tuple(kept))
+
+    def _size(self, run: Task) -> tuple[int, str]:
+        return -sum(lease.mb for lease in self._world.leases_of(run)), run.id
+
+    def _places_in(self, draft: Draft) -> Places:
+        return Places(draft, self._policy, self._now, worth=self._worth, looks=self._looks)
+
+
+def _as_least(run: Task) -> Task:
+    return replace(run, priority=_LEAST)

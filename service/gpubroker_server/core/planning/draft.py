@@ -1,0 +1,290 @@
+"""A picture of the World in which a plan is tried out: copy on write, thrown away or made into decisions."""
+
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import replace
+from math import inf
+
+from gpubroker_server.core.domain.errors import Overcommitted
+from gpubroker_server.core.domain.gang_member import MemberState
+from gpubroker_server.core.domain.headroom import Headroom
+from gpubroker_server.core.domain.lease import Lease, LeaseState, Pledge
+from gpubroker_server.core.domain.node_use import NodeUse, count_custom
+from gpubroker_server.core.domain.policy import CustomLimit, Policy, each_of
+from gpubroker_server.core.domain.ranks import asks_for_gpus, part_of, parts_of, parts_on
+from gpubroker_server.core.domain.task import Task, TaskState, changed, notice_of, notices_of
+from gpubroker_server.core.domain.units import DeviceKey, Instant, NodeName, TaskId
+from gpubroker_server.core.world.ledger import Book
+from gpubroker_server.core.world.revisions import Changes
+from gpubroker_server.core.world.world import World
+
+
+class Draft:
+    """Reads through to the World; what it changes stays here. Cheap: only touched devices are copied."""
+
+    def __init__(self, world: World, changes: Changes | None = None, growth: Changes | None = None) -> None:
+        self.world = world
+        self.changes = Changes() if changes is None else changes
+        """Nodes that are marked when they change in this draft."""
+        self.growth = Changes() if growth is None else growth
+        """Those on which somebody may now find room, or ways to make it, who found none before."""
+        self.custom_use: dict[str, float] = dict(world.custom_use)
+        self.given: list[tuple[str, int]] = []
+        """(tenant, MiB) of each lease that this draft has made; less than 0 of what it has taken back."""
+        self._given_to: dict[str, list[DeviceKey]] = {}
+        """Holder -> the devices of the leases that it has from this draft."""
+        self._books: dict[DeviceKey, Book] = {}
+        self._use: dict[NodeName, NodeUse] = {}
+        self._tasks: dict[TaskId, Task] = {}
+        self._admitted: dict[NodeName, set[TaskId]] = {}
+        self._pledges = {task: dict(kept) for task, kept in world.pledges.items()}
+        self._waiting: dict[NodeName, list[tuple[int, Task]]] | None = None
+
+    def copy(self) -> "Draft":
+        """One more that goes on from here; what changes in either stays there."""
+        twin = Draft(self.world)
+        twin.custom_use, twin.given = dict(self.custom_use), list(self.given)
+        twin._given_to = {holder: list(devices) for holder, devices in self._given_to.items()}
+        twin._books = {key: book.copy() for key, book in self._books.items()}
+        twin._use = {node: use.copy() for node, use in self._use.items()}
+        twin._tasks, twin._pledges = dict(self._tasks), dict(self._pledges)
+        twin._admitted = {node: set(names) for node, names in self._admitted.items()}
+        return twin
+
+    def task(self, task: TaskId) -> Task:
+        return self._tasks.get(task) or self.world.tasks[task]
+
+    def holder(self, lease: Lease) -> Task | None:
+        """The task whose newest claim the lease belongs to; None if that is over, or was never a task's."""
+        task = self._tasks.get(TaskId(lease.holder)) or self.world.tasks.get(TaskId(lease.holder))
+        return task if task is not None and task.fence == lease.fence else None
+
+    def book(self, device: DeviceKey) -> Book:
+        """The book to read; never change what this returns."""
+        return self._books.get(device) or self.world.books[device]
+
+    def books_on(self, node: NodeName) -> Iterator[Book]:
+        """In key order; never change what this yields."""
+        look_up = self.book if self._books else self.world.books.__getitem__
+        return map(look_up, self.world.by_node.get(node, ()))
+
+    def usable_nodes(self) -> Iterator[NodeName]:
+        """Nodes on which something may be placed, in no particular order."""
+        return (node.name for node in self.world.nodes.values() if node.ready and not node.cordoned)
+
+    def usable_books(self, node: NodeName, policy: Policy, now: Instant) -> Iterator[Book]:
+        """The books whose last sample is fresh enough to be believed, in key order."""
+        period = policy.sample_period_seconds
+        return (book for book in self.books_on(node) if not book.is_stale(now, period))
+
+    def use(self, node: NodeName) -> NodeUse:
+        """The node's use to read; never change what this returns."""
+        return self._use.get(node) or self.world.use[node]
+
+    def pledges_of(self, task: TaskId) -> dict[DeviceKey, Pledge]:
+        return self._pledges.get(task, {})
+
+    def pledged(self) -> Iterator[TaskId]:
+        """Whoever has a live pledge, in no particular order."""
+        return iter(self._pledges)
+
+    def runs_on(self, node: NodeName) -> Iterator[Task]:
+        """The runs that were on the node before this draft, as they stand now, in no particular order."""
+        look_up = self.task if self._tasks else self.world.tasks.__getitem__
+        return map(look_up, self.world.runs.get(node, ()))
+
+    def active_on(self, node: NodeName) -> Iterator[Task]:
+        """Each run there as a task of its own: those, and what this draft has admitted."""
+        for name in (*self.world.runs.get(node, ()), *self._admitted.get(node, ())):
+            yield from parts_on(self.task(name), node)
+
+    def active(self) -> Iterator[Task]:
+        """Whoever runs anywhere, and what this draft has admitted, in no particular order."""
+        return filter(lambda row: row.is_active, map(self.task, {*self.world.active, *self._tasks}))
+
+    def kinds_for(self, node: NodeName, task: Task) -> set[str]:
+        """Of the devices by which run times of the task are told apart there; the empty kind if by none."""
+        return {book.device.kind for book in self.books_on(node)} if asks_for_gpus(task.demand) else {""}
+
+    def headroom(self, node: NodeName, *, task: TaskId | None = None, priority: int = -1) -> Headroom:
+        """What a task of this id and priority could take of the node: what is unused and not kept for others.
+
+        A preemptor with pledges here will need a run slot, CPU and host memory too when its devices are free.
+        """
+        row, use = self.world.nodes[node], self.use(node)
+        custom = tuple((name, round(has - use.custom.get(name, 0.0), 6)) for name, has in row.custom)
+        cpu = round(row.cpu - use.cpu, 6)
+        room = Headroom(cpu, row.memory_mb - use.memory_mb, row.max_runs - use.runs, custom, row)
+        for other in self._respected(node, task, priority):
+            room = room.with_room_of(other, sign=-1)
+        return room
+
+    def headroom_soon(self, node: NodeName, *, priority: int) -> Headroom:
+        """The same once everybody on the node who is under notice has left."""
+        room = self.headroom(node, priority=priority)
+        touched = self._tasks.keys() & self.world.runs.get(node, set())
+        for name in touched | self.use(node).stopping:
+            for part in parts_on(self.task(name), node):
+                if part.state is TaskState.STOPPING:
+                    room = room.with_room_of(part)
+        return room
+
+    def short_of(self, task: Task, limits: Iterable[CustomLimit]) -> list[str]:
+        """The cluster-wide resources of which there is too little left for this task now, in name order.
+
+        Of what is kept for higher priorities there is nothing; a node's own never fall short: see `Headroom`.
+        """
+        left = self.left_of(task, limits) if task.demand.counted else {}
+        return [name for name, amount in task.demand.counted if amount > round(left[name], 6)]
+
+    def left_of(self, task: Task, limits: Iterable[CustomLimit]) -> dict[str, float]:
+        """What this task could take now of each of the cluster-wide resources that it counts against."""
+        known = {limit.name: limit for limit in limits}
+        left: dict[str, float] = {}
+        for name, _ in task.demand.counted:
+            left[name] = self._left_of(name, known.get(name) or known.get(each_of(name)), task.priority)
+        for preemptor, pledges in self._pledges.items():
+            if preemptor != task.id and any(kept.priority >= task.priority for kept in pledges.values()):
+                for name, amount in self._counted_when_it_starts(preemptor):
+                    left[name] = left.get(name, 0.0) - amount
+        return left
+
+    def _counted_when_it_starts(self, preemptor: TaskId) -> Iterable[tuple[str, float]]:
+        """Of a gang all that it takes together; nothing of one that is moving, which counts already."""
+        task = self._tasks.get(preemptor) or self.world.tasks.get(preemptor)
+        return task.demand.counted if task is not None and task.state is TaskState.PENDING else ()
+
+    def _left_of(self, name: str, limit: CustomLimit | None, priority: int) -> float:
+        """Infinitely too little, whoever leaves, of a resource that nobody offers any more, and of one that
+        is kept for higher priorities. A limit that is gone limits nothing."""
+        if limit is None:
+            return inf if ":" in name else -inf
+        if priority < limit.priority_threshold:
+            return -inf
+        return inf if limit.per_node else limit.amount - self.custom_use.get(name, 0.0)
+
+    def replace_task(self, before: Task, after: Task) -> None:
+        """Enter a task that was admitted, which now counts on its node, or a run that was given notice."""
+        self._tasks[after.id] = after
+        told = notices_of(before) != notices_of(after)
+        for node, part in parts_of(after):
+            self.changes.mark(node)
+            if not before.is_active:
+                self._own_use(node).count(part, +1)
+                self._admitted.setdefault(node, set()).add(after.id)
+            if told:
+                self.growth.mark(node)
+        if not before.is_active:
+            count_custom(self.custom_use, after, +1)
+        if told:
+            for lease in self.world.leases_of(after):
+                freeing_for, stopping = notice_of(after, lease.rank)
+                self._own(lease.device).put(lease, freeing_for, stopping=stopping)
+
+    def dismiss(self, run: Task, ranks: Collection[int] | None = None) -> None:
+        """As if the run had ended, or had never been; of a gang that goes on without them, only `ranks`."""
+        if ranks is None:
+            after, parts = changed(run, state=TaskState.SUCCEEDED), parts_of(run)
+            count_custom(self.custom_use, run, -1)
+        else:
+            parts = tuple((run.members[rank].node, part_of(run, rank)) for rank in ranks)
+            left = {rank: replace(run.members[rank], state=MemberState.LEFT, gone=True) for rank in ranks}
+            after = changed(run, members=tuple(left.get(one.rank, one) for one in run.members))
+        self._tasks[run.id] = after
+        for node, part in parts:
+            self.changes.mark(node)
+            self.growth.mark(node)
+            self._own_use(node).count(part, -1)
+        for lease in self.world.leases_of(run):
+            if lease.key in self.book(lease.device).holdings and (ranks is None or lease.rank in ranks):
+                self._take_back(lease)
+
+    def receive(self, node: NodeName) -> None:
+        """As if what the runs that are over still hold on the node were back."""
+        for key in self.world.by_node.get(node, ()):
+            for holding in list(self.book(key).holdings.values()):
+                if holding.lease.state is LeaseState.RELEASING:
+                    self._take_back(holding.lease)
+
+    def _take_back(self, lease: Lease) -> None:
+        self._own(lease.device).vacate(lease.key)
+        self.given.append((lease.tenant, -lease.mb))
+
+    def put_lease(self, lease: Lease) -> None:
+        """Enter a new lease. Raises Overcommitted if it does not fit, pledges aside; nothing is changed."""
+        if lease.mb > self.book(lease.device).unheld_mb():
+            raise Overcommitted(f"{lease.key}: {lease.mb} MiB do not fit on {lease.device}")
+        self._own(lease.device).put(lease)
+        self.given.append((lease.tenant, lease.mb))
+        self._given_to.setdefault(lease.holder, []).append(lease.device)
+
+    def given_to(self, holder: str) -> Sequence[DeviceKey]:
+        """The devices of which this draft has leased it something."""
+        return self._given_to.get(holder, ())
+
+    def leaving(self) -> Iterator[Lease]:
+        """Each whose run is over or under notice, and nobody doubts that it goes."""
+        return (holding.lease for key in self.world.books for holding in self.book(key).leaving())
+
+    def claimed(self, task: TaskId, priority: int) -> Iterator[tuple[str, int]]:
+        """(tenant, MiB) of what is pledged to others than this task, at its priority or a higher one. Who is
+        moving does not claim twice."""
+        for preemptor, pledges in self._pledges.items():
+            other = self._tasks.get(preemptor) or self.world.tasks.get(preemptor)
+            if preemptor != task and not (other is not None and other.is_moving):
+                yield from ((p.tenant, p.mb) for p in pledges.values() if p.priority >= priority)
+
+    def put_pledge(self, pledge: Pledge) -> None:
+        self._own(pledge.device).pledges[pledge.preemptor] = pledge
+        self._pledges[pledge.preemptor] = {**self.pledges_of(pledge.preemptor), pledge.device: pledge}
+        self._waiting = None
+
+    def end_pledges(self, preemptor: TaskId) -> tuple[Pledge, ...]:
+        """All pledges of a preemptor end together; returns them in device order."""
+        ended = self._pledges.pop(preemptor, {})
+        for device in ended:
+            book = self._own(device)
+            del book.pledges[preemptor]
+            self.growth.mark(book.device.node)
+        self._waiting = None
+        return tuple(ended[device] for device in sorted(ended))
+
+    def _respected(self, node: NodeName, task: TaskId | None, priority: int) -> Iterator[Task]:
+        for pledged, other in self._preemptors().get(node, ()):
+            if other.id != task and pledged >= priority:
+                yield other
+
+    def _preemptors(self) -> dict[NodeName, list[tuple[int, Task]]]:
+        """Node -> (priority of its pledges, task) of each that waits for room there; of a gang each rank."""
+        if self._waiting is None:
+            self._waiting = {}
+            for preemptor, pledges in self._pledges.items():
+                task = self._tasks.get(preemptor) or self.world.tasks.get(preemptor)
+                if task is not None and (task.state is TaskState.PENDING or task.is_moving):
+                    for node, priority, part in self._awaited_parts(task, pledges):
+                        self._waiting.setdefault(node, []).append((priority, part))
+        return self._waiting
+
+    def _awaited_parts(
+        self, task: Task, pledges: dict[DeviceKey, Pledge]
+    ) -> Iterator[tuple[NodeName, int, Task]]:
+        """Ranks without GPU have no pledge, and nothing is kept for them."""
+        if not task.demand.bundles:
+            device, pledge = next(iter(pledges.items()))
+            yield self.book(device).device.node, pledge.priority, task
+            return
+        ranks = {rank: pledge for pledge in pledges.values() for rank in pledge.ranks}
+        for rank, pledge in ranks.items():
+            yield self.book(pledge.device).device.node, pledge.priority, part_of(task, rank)
+
+    def _own(self, device: DeviceKey) -> Book:
+        book = self._books.get(device)
+        if book is None:
+            book = self._books[device] = self.world.books[device].copy()
+        self.changes.mark(book.device.node)
+        return book
+
+    def _own_use(self, node: NodeName) -> NodeUse:
+        use = self._use.get(node)
+        if use is None:
+            use = self._use[node] = self.world.use[node].copy()
+        return use

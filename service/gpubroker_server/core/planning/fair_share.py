@@ -1,0 +1,119 @@
+"""Which tenant comes first within a band: one below its guarantee, then the one furthest behind its share."""
+
+from typing import NamedTuple
+
+from gpubroker_server.core.domain.policy import Policy
+from gpubroker_server.core.domain.units import Instant
+from gpubroker_server.core.world.queue import EVEN, OwnKey, Rank
+from gpubroker_server.core.world.tenant_accounts import life_seconds
+from gpubroker_server.core.world.world import World
+
+STEPS = 20
+"""Into so many steps a fair share is divided. Tenants on the same step are equal, so that no tiny difference
+decides: then their tasks go by priority and age."""
+
+
+class Standing(NamedTuple):
+    """Of one tenant at one moment."""
+
+    claimed_mb: int = 0
+    """What it holds, and what is being freed for it."""
+    used: float = 0.0
+    """Its usage, as a share of what all devices together could ever come to."""
+
+
+class Levels:
+    """How far each tenant is with its fair share, at one moment.
+
+    A level is what a tenant has used plus what it claims now, both as shares of all memory, divided by its
+    part of all weights: at 1 it has had all that its weight entitles it to.
+    """
+
+    def __init__(self, world: World, policy: Policy, now: Instant) -> None:
+        self._policy = policy
+        self.tenants = {*world.accounts, *world.queue.tenants}
+        """All that ever held anything, or wait for it."""
+        self._whole_mb = max(1, world.accounts.whole_mb(world.books.values(), world.inventory_version))
+        most = self._whole_mb * life_seconds(world.accounts.half_life_seconds)
+        pledged: dict[str, int] = {}
+        for preemptor, mine in world.pledges.items():
+            task = world.tasks.get(preemptor)
+            for pledge in () if task is not None and task.is_moving else mine.values():
+                pledged[pledge.tenant] = pledged.get(pledge.tenant, 0) + pledge.mb
+        self._standings = {
+            tenant: Standing(
+                world.accounts.held_mb(tenant) + pledged.get(tenant, 0),
+                world.accounts.used(tenant, now) / most,
+            )
+            for tenant in self.tenants
+        }
+        self._weights = sum(policy.tenant(tenant).weight for tenant in sorted(self.tenants))
+
+    def claimed_mb(self, tenant: str) -> int:
+        return self._standings.get(tenant, Standing()).claimed_mb
+
+    def fair_share(self, tenant: str) -> float:
+        """Its part of all weights, or what that would be if it came in."""
+        weight = self._policy.tenant(tenant).weight
+        return weight / (self._weights + (0.0 if tenant in self.tenants else weight))
+
+    def level(self, tenant: str, more_mb: int = 0) -> float:
+        """`more_mb`: that it claims by now."""
+        standing = self._standings.get(tenant, Standing())
+        had = standing.used + (standing.claimed_mb + more_mb) / self._whole_mb
+        return had * self._weights / self._policy.tenant(tenant).weight
+
+
+class Shares:
+    """How tenants stand in one cycle: as they did when it began, and what it has given them since.
+
+    What a cycle gives counts at once, so that one cycle does not hand everything to one tenant. Within a
+    cycle no rank gets better.
+    """
+
+    def __init__(self, world: World, policy: Policy, now: Instant) -> None:
+        self.passed: dict[str, OwnKey] = {}
+        """Tenant -> the task for which it was charged last: its tasks up to there have had their turn."""
+        self._charged: dict[str, int] = {}
+        """Tenant -> MiB that this cycle has given it."""
+        self._policy = policy
+        self._ranks: dict[str, Rank] = {}
+        self.are_several = len({*world.accounts, *world.queue.tenants}) > 1
+        """More than one tenant ever held anything, or waits."""
+        self._levels = Levels(world, policy, now) if len(world.queue.tenants) > 1 else None
+
+    @property
+    def is_even(self) -> bool:
+        """Nobody has to be ranked: all that wait belong to one tenant."""
+        return self._levels is None
+
+    def copy(self) -> "Shares":
+        twin = Shares.__new__(Shares)
+        twin.__dict__.update(self.__dict__)
+        twin._charged, twin.passed, twin._ranks = dict(self._charged), dict(self.passed), dict(self._ranks)
+        return twin
+
+    def is_as(self, other: "Shares") -> bool:
+        """Whether both tell of the same moment of the same cycle."""
+        return self._levels is other._levels and self.passed == other.passed
+
+    def rank(self, tenant: str) -> Rank:
+        """Smallest first."""
+        if self._levels is None:
+            return EVEN
+        rank = self._ranks.get(tenant)
+        if rank is None:
+            charged_mb = self._charged.get(tenant, 0)
+            guaranteed_mb = self._policy.tenant(tenant).guaranteed_mb
+            has_its_own = (
+                guaranteed_mb is None or self._levels.claimed_mb(tenant) + charged_mb >= guaranteed_mb
+            )
+            step = int(self._levels.level(tenant, charged_mb) * STEPS)
+            rank = self._ranks[tenant] = (int(has_its_own), step)
+        return rank
+
+    def charge(self, tenant: str, mb: int, passed: OwnKey) -> None:
+        if mb > 0 and self._levels is not None:
+            self._charged[tenant] = self._charged.get(tenant, 0) + mb
+            self.passed[tenant] = passed
+            self._ranks.pop(tenant, None)

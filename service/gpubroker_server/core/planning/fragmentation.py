@@ -1,0 +1,120 @@
+"""How much of the free memory is in pieces that are too small, and whether that keeps tasks waiting."""
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from gpubroker_server.core.domain.demand import Demand
+from gpubroker_server.core.domain.eligibility import may_use_node, need_mb
+from gpubroker_server.core.domain.policy import Policy
+from gpubroker_server.core.domain.units import DeviceKey, Instant, Mib, NodeName
+from gpubroker_server.core.planning.draft import Draft
+from gpubroker_server.core.world.ledger import Book
+from gpubroker_server.core.world.placement_scores import rows
+from gpubroker_server.core.world.world import World
+
+
+class Sum(NamedTuple):
+    """Of some devices."""
+
+    free_mb: int = 0
+    stranded_mb: int = 0
+
+    @property
+    def share(self) -> float | None:
+        """0 to 1; None where nothing is free."""
+        return self.stranded_mb / self.free_mb if self.free_mb else None
+
+    def plus(self, other: "Sum") -> "Sum":
+        return Sum(self.free_mb + other.free_mb, self.stranded_mb + other.stranded_mb)
+
+
+@dataclass(frozen=True, slots=True)
+class Fragmentation:
+    """Free memory of devices that tasks may go to now, and what of it usual demands could not use.
+
+    Each usual demand counts by its share of what was submitted lately: memory that is good for a quarter of
+    them is stranded to three quarters. Nothing is stranded while nothing is usual.
+    """
+
+    devices: Mapping[DeviceKey, Sum]
+    kinds: Mapping[str, Sum]
+    """In name order."""
+
+    @property
+    def total(self) -> Sum:
+        total = Sum()
+        for one in self.kinds.values():
+            total = total.plus(one)
+        return total
+
+
+@dataclass(frozen=True, slots=True)
+class Scattered:
+    """What most of the waiting tasks ask for is free in sum, and nowhere in one piece."""
+
+    demand: Demand
+    waiting: int
+    """How many tasks ask for just this."""
+    need_mb: Mib
+    """On each of its devices, where it takes least."""
+    free_mb: int
+    """On all devices that could host it."""
+    largest_mb: int
+    """The largest piece of that on one device."""
+
+
+def fragmentation(world: World, policy: Policy, now: Instant) -> Fragmentation:
+    worth = world.mix.worth(world.books, world.inventory_version, "stranded")
+    devices: dict[DeviceKey, Sum] = {}
+    kinds: dict[str, Sum] = {}
+    draft = Draft(world)
+    for node in draft.usable_nodes():
+        left = [(book.device, book.free_mb()) for book in draft.usable_books(node, policy, now)]
+        for row in rows(left, draft.headroom(node).cpu) if left else ():
+            stranded = (0,) * len(row.devices) if worth is None else worth.stranded(row.room)
+            for device, free_mb, stranded_mb in zip(row.devices, row.room.left, stranded, strict=True):
+                devices[device.key] = here = Sum(free_mb, stranded_mb)
+                kinds[device.kind] = kinds.get(device.kind, Sum()).plus(here)
+    return Fragmentation(devices, {kind: kinds[kind] for kind in sorted(kinds)})
+
+
+def scattered(world: World, policy: Policy, now: Instant) -> Scattered | None:
+    """None unless the most common of the demands for devices that wait is kept waiting by the size of the
+    pieces alone. CPU, host memory and limits are not looked at: `explain` tells of them."""
+    waiting: Counter[Demand] = Counter()
+    for group in world.queue.groups.values():
+        if group.demand.gpus:
+            waiting[group.demand] += len(group)
+    if not waiting:
+        return None
+    [(demand, count)] = waiting.most_common(1)
+    pieces = list(_pieces(Draft(world), demand, policy, now))
+    if not pieces:
+        return None
+    roomy = Counter(piece.node for piece in pieces if piece.free_mb >= piece.need_mb)
+    need, free = min(piece.need_mb for piece in pieces), sum(piece.free_mb for piece in pieces)
+    if free < demand.gpus * need or any(count >= demand.gpus for count in roomy.values()):
+        return None
+    return Scattered(demand, count, need, free, max(piece.free_mb for piece in pieces))
+
+
+class _Piece(NamedTuple):
+    node: NodeName
+    free_mb: int
+    need_mb: Mib
+
+
+def _pieces(draft: Draft, demand: Demand, policy: Policy, now: Instant) -> Iterator[_Piece]:
+    """Of each device that could host the demand, what is free."""
+    for node in draft.usable_nodes():
+        if may_use_node(demand, draft.world.nodes[node]):
+            for book in draft.usable_books(node, policy, now):
+                need = need_mb(demand, book.device)
+                if need is not None:
+                    yield _Piece(node, _free_mb(book), need)
+
+
+def _free_mb(book: Book) -> int:
+    return max(0, book.free_mb())

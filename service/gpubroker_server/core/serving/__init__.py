@@ -1,0 +1,1 @@
+"""Requests to models: queues, slots, circuit breaker, batching, tensors."""

@@ -1,0 +1,62 @@
+"""Whether a server of models is to be asked: not after it has failed several times in a row, until it answers
+again. `now` is on any clock that never jumps."""
+
+from typing import NamedTuple
+
+from gpubroker_server.core.domain.units import Seconds, Ticks
+
+
+class BreakerRules(NamedTuple):
+    faults: int = 3
+    """So many in a row, with no answer in between, and nothing is sent any more where there is a choice."""
+    pause_seconds: Seconds = Seconds(1.0)
+    """So long at least: an answer that comes sooner is one to what was asked before."""
+    most_pause_seconds: Seconds = Seconds(30.0)
+    """The pause doubles up to this for a server that answers and fails in turn."""
+    calm_seconds: Seconds = Seconds(60.0)
+    """Closed for so long, it begins anew with the short pause."""
+
+
+class Breaker:
+    """Closed until `faults` in a row; open, then, until the first answer after its pause."""
+
+    __slots__ = ("_changed_at", "_faults", "_pause_seconds", "_rules", "fault", "is_open")
+
+    def __init__(self, rules: BreakerRules | None = None) -> None:
+        self.is_open = False
+        self.fault = ""
+        """The last one, in words; empty since an answer."""
+        self._rules = rules or BreakerRules()
+        self._faults = 0
+        """Since the last answer."""
+        self._changed_at = Ticks(float("-inf"))
+        self._pause_seconds = Seconds(0.0)
+
+    def failed(self, now: Ticks, why: str) -> bool:
+        """Whether this has opened it."""
+        self._faults += 1
+        self.fault = why
+        if self.is_open or self._faults < self._rules.faults:
+            return False
+        self._pause_seconds = self._next_pause(now)
+        self._changed_at = now
+        self.is_open = True
+        return True
+
+    def answered(self, now: Ticks) -> bool:
+        """Whether this has closed it."""
+        if self.is_open and now < self._changed_at + self._pause_seconds:
+            return False
+        was_open = self.is_open
+        self._faults = 0
+        self.fault = ""
+        self.is_open = False
+        if was_open:
+            self._changed_at = now
+        return was_open
+
+    def _next_pause(self, now: Ticks) -> Seconds:
+        rules = self._rules
+        is_calm = now >= self._changed_at + rules.calm_seconds
+        longer = max(rules.pause_seconds, 2 * self._pause_seconds)
+        return rules.pause_seconds if is_calm else Seconds(min(rules.most_pause_seconds, longer))

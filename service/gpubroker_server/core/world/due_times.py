@@ -1,0 +1,41 @@
+"""When what is due for which task: asked often, and cheap however many tasks wait."""
+
+from heapq import heapify, heappop, heappush
+
+from gpubroker_server.core.domain.units import Instant, TaskId
+
+_STALE_ENTRIES = 64
+
+
+class Timetable(dict[TaskId, Instant]):
+    """A mapping of tasks to instants. Entries are set one by one and taken out with `pop` or `del`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._heap: list[tuple[Instant, TaskId]] = []
+        """Every entry, and some that no longer hold: those are passed over when they come up."""
+
+    def __setitem__(self, task: TaskId, at: Instant) -> None:
+        super().__setitem__(task, at)
+        if len(self._heap) > 2 * len(self) + _STALE_ENTRIES:
+            self._heap = [(time, name) for name, time in self.items()]
+            heapify(self._heap)
+        else:
+            heappush(self._heap, (at, task))
+
+    def copy(self) -> "Timetable":
+        twin = Timetable()
+        twin.update(self)
+        twin._heap = list(self._heap)
+        return twin
+
+    def due(self, now: Instant) -> list[TaskId]:
+        """Those whose time has come, earliest first, then by id. They stay until they are taken out."""
+        come: list[tuple[Instant, TaskId]] = []
+        while self._heap and self._heap[0][0] <= now:
+            at, task = heappop(self._heap)
+            if self.get(task) == at and (not come or come[-1] != (at, task)):
+                come.append((at, task))
+        for entry in come:
+            heappush(self._heap, entry)
+        return [task for _, task in come]

@@ -1,0 +1,263 @@
+"""Rows as plain JSON values and back: one spelling for the event log, snapshots and followers."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict
+from dataclasses import fields as dataclass_fields
+from enum import StrEnum
+from functools import lru_cache
+from operator import attrgetter
+from typing import Any
+
+from gpubroker_server.core.domain.decisions import Fields, Request, TaskWrite
+from gpubroker_server.core.domain.demand import ANYWHERE, Demand, Where, shared
+from gpubroker_server.core.domain.device import Device, Node
+from gpubroker_server.core.domain.external_lease import External
+from gpubroker_server.core.domain.gang_member import members_fields, members_from
+from gpubroker_server.core.domain.lease import (
+    HolderKind,
+    Lease,
+    LeaseState,
+    Pledge,
+    mark_overused,
+    move_lease,
+)
+from gpubroker_server.core.domain.models.model_terms import ModelTerms
+from gpubroker_server.core.domain.models.residency import Usage
+from gpubroker_server.core.domain.task import Dependency, OnFailure, StopReason, Task, TaskState, changed
+from gpubroker_server.core.domain.units import TaskId
+
+_DEMAND_DEFAULTS = Demand()
+_DEMAND_NAMES = tuple(f.name for f in dataclass_fields(Demand))
+_WHERE_NAMES = tuple(f.name for f in dataclass_fields(Where))
+_TASK_NAMES = tuple(f.name for f in dataclass_fields(Task))
+_TASK_DEFAULTS = tuple(f.default for f in dataclass_fields(Task))
+"""MISSING, which equals no value, where a field has none."""
+_task_values = attrgetter(*_TASK_NAMES)
+_DEVICE_NAMES = tuple(f.name for f in dataclass_fields(Device) if f.init)
+_NODE_NAMES = tuple(f.name for f in dataclass_fields(Node))
+_LEASE_NAMES = tuple(f.name for f in dataclass_fields(Lease) if f.name not in ("quarantined_at", "proof"))
+"""Of a new one; how a quarantine begins and ends, the event of that says."""
+_PLEDGE_NAMES = tuple(f.name for f in dataclass_fields(Pledge))
+
+
+def demand_fields(demand: Demand) -> dict[str, Any]:
+    """Only what differs from the default; an empty dict is the empty demand. Whoever asks may keep it."""
+    row = dict(_demand_row(demand))
+    if demand.custom:
+        row["custom"] = [list(pair) for pair in demand.custom]
+    if demand.slots:
+        row["slots"] = [list(pair) for pair in demand.slots]
+    if demand.where is not ANYWHERE and demand.where != ANYWHERE:
+        row["where"] = _where_fields(demand.where)
+    if demand.bundles:
+        row["bundles"] = [demand_fields(bundle) for bundle in demand.bundles]
+    return row
+
+
+@lru_cache(4096)
+def _demand_row(demand: Demand) -> Fields:
+    """Tasks come in many, demands in few kinds: worked out once for all of a kind, and not to be changed."""
+    return {
+        name: value
+        for name in _DEMAND_NAMES
+        if (value := getattr(demand, name)) != getattr(_DEMAND_DEFAULTS, name)
+    }
+
+
+def demand_from(fields: Fields) -> Demand:
+    row = dict(fields)
+    for name in ("custom", "slots"):
+        if name in row:
+            row[name] = tuple(sorted((str(what), float(amount)) for what, amount in row[name]))
+    if "where" in row:
+        row["where"] = _where_from(row["where"])
+    if "bundles" in row:
+        row["bundles"] = tuple(demand_from(bundle) for bundle in row["bundles"])
+    return shared(Demand(**row))
+
+
+def _where_fields(where: Where) -> dict[str, Any]:
+    row = {}
+    for name in _WHERE_NAMES:
+        value = getattr(where, name)
+        if value != getattr(ANYWHERE, name):
+            row[name] = _as_lists(value)
+    return row
+
+
+def _where_from(fields: Fields) -> Where:
+    row = {name: _as_tuples(value) for name, value in fields.items()}
+    return Where(**row)
+
+
+def _as_lists(value: Any) -> Any:
+    return [_as_lists(part) for part in value] if isinstance(value, tuple) else value
+
+
+def _as_tuples(value: Any) -> Any:
+    return tuple(_as_tuples(part) for part in value) if isinstance(value, list | tuple) else value
+
+
+def _plain(value: Any) -> Any:
+    return value.value if isinstance(value, StrEnum) else value
+
+
+def task_fields(task: Task) -> dict[str, Any]:
+    """The state, and what differs from the defaults of a task, for its first event."""
+    row = {
+        name: value
+        for name, value, default in zip(_TASK_NAMES, _task_values(task), _TASK_DEFAULTS, strict=True)
+        if value is not default and value != default  # mostly it is, and identity is cheaper to tell
+    }
+    row["state"] = task.state.value
+    row["demand"] = demand_fields(task.demand)
+    if task.after:
+        row["after"] = after_fields(task.after)
+    if task.external is not None:
+        row["external"] = external_fields(task.external)
+    if task.model is not None:
+        row["model"] = model_fields(task.model)
+    if task.stop_reason is not None:
+        row["stop_reason"] = task.stop_reason.value
+    return row
+
+
+def after_fields(after: Iterable[Dependency]) -> list[list[str]]:
+    return [[dependency.task, dependency.on_failure.value] for dependency in after]
+
+
+def after_from(pairs: Iterable[Sequence[str]]) -> tuple[Dependency, ...]:
+    return tuple(Dependency(TaskId(task), OnFailure(on_failure)) for task, on_failure in pairs)
+
+
+def external_fields(external: External) -> dict[str, Any]:
+    return asdict(external)
+
+
+def external_from(fields: Fields | None) -> External | None:
+    return None if fields is None else External(**fields)
+
+
+def model_fields(model: ModelTerms) -> dict[str, Any]:
+    usage = {"at": model.usage.at, "counts": list(model.usage.counts)}
+    return {**asdict(model), "usage": usage, "steps": list(model.steps), "versions": list(model.versions)}
+
+
+def model_from(fields: Fields) -> ModelTerms:
+    usage = Usage(fields["usage"]["at"], tuple(fields["usage"]["counts"]))
+    lists = {name: tuple(fields.get(name, ())) for name in ("steps", "versions")}
+    return ModelTerms(**{**fields, "usage": usage, **lists})
+
+
+def task_from(fields: Fields) -> Task:
+    row = dict(fields)
+    row["demand"] = demand_from(row["demand"])
+    row["after"] = after_from(row.get("after", ()))
+    row["external"] = external_from(row.get("external"))
+    return Task(**_typed(row))
+
+
+def task_changes(write: TaskWrite) -> dict[str, Any]:
+    """The state and the changed hot fields, for every event after the first."""
+    row: dict[str, Any] = {"state": write.task.state.value}
+    for name in write.changed:
+        row[name] = _plain(getattr(write.task, name))
+    if "members" in row:
+        row["members"] = members_fields(write.task.members)
+    if write.task.model is not None and "model" in row:
+        row["model"] = model_fields(write.task.model)
+    return row
+
+
+def changed_task(task: Task, version: int, fields: Fields) -> Task:
+    """The task after one more event."""
+    return changed(task, version=version, **_typed(dict(fields)))
+
+
+def _typed(row: dict[str, Any]) -> dict[str, Any]:
+    row["state"] = TaskState(row["state"])
+    if row.get("stop_reason") is not None:
+        row["stop_reason"] = StopReason(row["stop_reason"])
+    if "members" in row:
+        row["members"] = members_from(row["members"])
+    if row.get("model") is not None:
+        row["model"] = model_from(row["model"])
+    return row
+
+
+def lease_fields(lease: Lease) -> dict[str, Any]:
+    return {name: _plain(getattr(lease, name)) for name in _LEASE_NAMES}
+
+
+def lease_change(lease: Lease) -> tuple[str, dict[str, Any]]:
+    """What happened to a lease, and what its event carries: all of a new one, else what changed."""
+    if lease.version == 1:
+        return lease.state.value, lease_fields(lease)
+    changed = {"state": lease.state.value}
+    if lease.state is LeaseState.HELD and lease.overused_mb:  # it is marked only while it is held
+        return "overused", {**changed, "mb": lease.mb, "overused_mb": lease.overused_mb}
+    if lease.state is LeaseState.QUARANTINED:
+        return lease.state.value, {**changed, "quarantined_at": lease.quarantined_at}
+    return lease.state.value, {**changed, "proof": lease.proof} if lease.proof else changed
+
+
+def changed_lease(lease: Lease, fields: Fields) -> Lease:
+    """The lease after one more event."""
+    if fields.get("overused_mb") is not None:
+        return mark_overused(lease, fields["overused_mb"])
+    told = {name: fields[name] for name in ("quarantined_at", "proof") if name in fields}
+    return move_lease(lease, LeaseState(fields["state"]), **told)
+
+
+def lease_from(fields: Fields) -> Lease:
+    row = dict(fields)
+    row["holder_kind"] = HolderKind(row["holder_kind"])
+    row["state"] = LeaseState(row["state"])
+    return Lease(**row)
+
+
+def pledge_fields(pledge: Pledge) -> dict[str, Any]:
+    row = {name: getattr(pledge, name) for name in _PLEDGE_NAMES}
+    row["ranks"] = list(pledge.ranks)
+    return row
+
+
+def pledge_from(fields: Fields) -> Pledge:
+    return Pledge(**{**fields, "ranks": tuple(fields["ranks"])})
+
+
+def device_fields(device: Device) -> dict[str, Any]:
+    return {name: getattr(device, name) for name in _DEVICE_NAMES}
+
+
+def device_from(fields: Fields) -> Device:
+    return Device(**fields)
+
+
+def node_fields(node: Node) -> dict[str, Any]:
+    row = {name: getattr(node, name) for name in _NODE_NAMES}
+    row["labels"] = [list(pair) for pair in node.labels]
+    row["custom"] = [list(pair) for pair in node.custom]
+    return row
+
+
+def node_from(fields: Fields) -> Node:
+    row = dict(fields)
+    row["labels"] = tuple((str(name), str(value)) for name, value in row["labels"])
+    row["custom"] = tuple((str(name), float(amount)) for name, amount in row["custom"])
+    return Node(**row)
+
+
+def request_fields(request: Request) -> dict[str, Any]:
+    return {
+        "id": request.id,
+        "task": request.task,
+        "tenant": request.tenant,
+        "what": request.what,
+        "fields": dict(request.fields),
+        "made_at": request.made_at,
+    }
+
+
+def request_from(fields: Fields) -> Request:
+    return Request(**fields)

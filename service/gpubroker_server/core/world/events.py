@@ -1,0 +1,134 @@
+"""The event log's lines, and how a decision becomes some of them."""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from itertools import groupby
+
+from gpubroker_server.core.domain.copies import made_at_once
+from gpubroker_server.core.domain.decisions import Decision, Fields, Request
+from gpubroker_server.core.domain.errors import OutOfStep
+from gpubroker_server.core.domain.estimates import Topic
+from gpubroker_server.core.domain.lease import HOLDERS_OF_TASKS
+from gpubroker_server.core.domain.task import Task
+from gpubroker_server.core.domain.units import Instant, Position, TaskId
+from gpubroker_server.core.world.event_codec import (
+    device_fields,
+    lease_change,
+    node_fields,
+    pledge_fields,
+    request_fields,
+    task_changes,
+    task_fields,
+)
+
+SUBMITTED = "task.submitted"
+
+
+@made_at_once
+@dataclass(frozen=True, slots=True)
+class Event:
+    """One line of the log: what changed on which row, in commit order. Never a payload."""
+
+    position: Position
+    at: Instant
+    kind: str
+    """`task.admitted`, `lease.released`, `pledge.made`, `device.seen`, `node.seen`, `request.made`, ..."""
+    key: str
+    version: int
+    tenant: str
+    fields: Fields
+    task: Task | None = field(default=None, compare=False, repr=False)
+    """What `fields` make of the task, where this process wrote the event: it need not be worked out again."""
+
+
+def in_step(events: Iterable[Event], position: Position) -> list[Event]:
+    """Those after a position, without a gap. Raises OutOfStep if one is missing."""
+    fresh = [event for event in events if event.position > position]
+    for expected, event in enumerate(fresh, start=position + 1):
+        if event.position != expected:
+            raise OutOfStep(
+                f"after position {position}, event {event.position} came: {expected} is missing; "
+                "read the picture anew from the rows"
+            )
+    return fresh
+
+
+@made_at_once
+@dataclass(frozen=True, slots=True)
+class NewEvent:
+    """An event that has no position yet; the last statement before COMMIT numbers it."""
+
+    kind: str
+    key: str
+    version: int
+    tenant: str
+    fields: Fields
+    task: Task | None = field(default=None, compare=False, repr=False)
+    """The task as it is after the event."""
+    reader: int = 1
+    """The form that a reader must know to go on past it. A new kind that changes a picture, or another
+    meaning of a known field, has a new number; a field that may be left out has not."""
+
+    def at(self, position: Position, at: Instant) -> Event:
+        return Event(position, at, self.kind, self.key, self.version, self.tenant, self.fields, self.task)
+
+
+def submitted(task: Task) -> NewEvent:
+    """The first event of a task: every field of it."""
+    return NewEvent(SUBMITTED, task.id, task.version, task.tenant, task_fields(task), task, _form_of(task))
+
+
+def _form_of(task: Task) -> int:
+    """Who does not know of models or of inferences would start them as runs."""
+    if task.is_inference:
+        return 3
+    return 1 if task.model is None else 2
+
+
+def requested(request: Request) -> NewEvent:
+    return NewEvent("request.made", request.id, 1, request.tenant, request_fields(request))
+
+
+def task_of(event: Event | NewEvent) -> TaskId | None:
+    """The task whose history an event belongs to; None for nodes, devices and holders that are no runs."""
+    match event.kind.partition(".")[0]:
+        case "task":
+            return TaskId(event.key)
+        case "pledge":
+            return TaskId(event.fields["preemptor"])
+        case "request":
+            return TaskId(event.fields["task"])
+        case "lease":
+            kind, holder, _rest = event.key.split(":", 2)
+            return TaskId(holder) if kind in HOLDERS_OF_TASKS else None
+    return None
+
+
+def events_of(decision: Decision) -> Iterator[NewEvent]:
+    """The log lines of one decision, in a fixed order: nodes, devices, tasks, leases, pledges, requests,
+    estimates."""
+    for node in decision.nodes:
+        yield NewEvent("node.seen", node.name, node.version, "", node_fields(node))
+    for device in decision.devices:
+        yield NewEvent("device.seen", device.key, device.version, "", device_fields(device))
+    for write in decision.tasks:
+        task = write.task
+        yield NewEvent(f"task.{write.what}", task.id, task.version, task.tenant, task_changes(write), task)
+    for lease in decision.leases:
+        what, fields = lease_change(lease)
+        yield NewEvent(f"lease.{what}", lease.key, lease.version, lease.tenant, fields)
+    for written in decision.pledges:
+        pledge, end = written.pledge, written.end
+        what = "made" if end is None else str(end)
+        yield NewEvent(f"pledge.{what}", pledge.key, 1, pledge.tenant, pledge_fields(pledge))
+    for request in decision.requests_done:
+        yield NewEvent("request.done", request, 1, "", {"task": decision.subject})
+    yield from _estimates("learned", ((lesson.topic, lesson.value) for lesson in decision.lessons))
+    yield from _estimates("forgotten", ((topic, None) for topic in decision.forgotten))
+
+
+def _estimates(what: str, topics: Iterable[tuple[Topic, float | None]]) -> Iterator[NewEvent]:
+    """What one run teaches is one line. A line holds values, never a sketch."""
+    for (tenant, subject), group in groupby(topics, key=lambda pair: (pair[0].tenant, pair[0].subject)):
+        values = [[topic.kind, topic.what.value, value] for topic, value in group]
+        yield NewEvent(f"estimate.{what}", subject, 1, tenant, {"values": values})

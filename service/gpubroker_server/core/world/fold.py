@@ -1,0 +1,122 @@
+"""Everything a batch of reports does to one task, gathered into one decision."""
+
+from typing import Any
+
+from gpubroker_server.core.domain.decisions import Decision, Outcome, TaskWrite, write_move
+from gpubroker_server.core.domain.lease import Lease, LeaseState, move_lease, quarantine, release
+from gpubroker_server.core.domain.orders import Checkpointed, Order
+from gpubroker_server.core.domain.task import Move, Task, move
+from gpubroker_server.core.domain.units import Fence, Instant, TaskId
+from gpubroker_server.core.world.world import World
+
+_AHEAD = {
+    LeaseState.RESERVED: 0,
+    LeaseState.HELD: 1,
+    LeaseState.RELEASING: 2,
+    LeaseState.QUARANTINED: 3,
+    LeaseState.RELEASED: 4,
+}
+"""A lease only ever goes forward in this order, and may skip any step but its last."""
+
+
+class Fold:
+    """One task with the leases of all its claims, as they stand after the reports read so far.
+
+    The store guards each row by its version, so a decision writes a row once: the last move that changed
+    the state wins, the changed fields add up, and a lease goes to its final state in one step.
+    """
+
+    def __init__(self, world: World, task: TaskId, now: Instant) -> None:
+        self._id = task
+        self._now = now
+        self._world = world
+        self._before = world.tasks.get(task)
+        self._what: Move | None = None
+        self._changes: dict[str, Any] = {}
+        self._leases: dict[str, tuple[Lease, LeaseState]] = {}
+        self._proof = ""
+        self.task: Task | None = self._before
+        """The task after the reports read so far; None if the World does not know it."""
+        self.why = ""
+        self.outcome: Outcome | None = None
+        self.checkpoint: Checkpointed | None = None
+        self.orders: list[Order] = []
+
+    def live(self, fence: Fence, rank: int = 0) -> Task | None:
+        """The task if this fence is its newest claim, has this rank and still runs; a report of any other
+        is stale."""
+        task = self.task
+        if task is None or not task.is_active or task.fence != fence:
+            return None
+        return task if rank < max(1, len(task.members)) else None
+
+    def move(self, what: Move, why: str, **changes: Any) -> None:
+        """Raises IllegalTransition; nothing is changed."""
+        assert self.task is not None
+        self.task = move(self.task, what, **changes)
+        if what is not Move.CHANGED or self._what is None:
+            self._what = what
+        self._changes |= changes
+        self.why = why
+
+    def move_leases(self, fence: Fence, rank: int, state: LeaseState) -> None:
+        """Bring the leases of one run forward to `state`; those already there or further stay."""
+        for lease in self._world.leases.get((self._id, fence), {}).values():
+            if lease.rank != rank:
+                continue
+            _, reached = self._leases.get(lease.key, (lease, lease.state))
+            if _AHEAD[state] > _AHEAD[reached]:
+                self._leases[lease.key] = (lease, state)
+
+    def release_leases(self, fence: Fence, rank: int, proof: str) -> None:
+        self._proof = proof
+        self.move_leases(fence, rank, LeaseState.RELEASED)
+
+    def forget_whom_it_freed(self, fence: Fence) -> None:
+        """The memory of a claim that ended in this batch is free in this batch too."""
+        task = self.task
+        if self._what is not None and task is not None and task.fence == fence and task.freeing_for:
+            self._changes["freeing_for"] = None
+
+    def decision(self) -> Decision | None:
+        """None if the reports changed nothing and nobody waits for an answer."""
+        leases = tuple(self._moved(*self._leases[key]) for key in sorted(self._leases))
+        tasks: tuple[TaskWrite, ...] = ()
+        if self._before is not None and self._what is not None:
+            tasks = (write_move(self._before, self._what, **self._changes),)
+        if not tasks and not leases and not self.orders:
+            return None
+        return Decision(
+            subject=self._id,
+            why=self.why or "lease",
+            tasks=tasks,
+            leases=leases,
+            outcome=self.outcome,
+            checkpoint=self.checkpoint,
+            orders=tuple(self.orders),
+        )
+
+    def _moved(self, lease: Lease, state: LeaseState) -> Lease:
+        match state:
+            case LeaseState.QUARANTINED:
+                return quarantine(lease, self._now)
+            case LeaseState.RELEASED:
+                return release(lease, self._proof)
+            case _:
+                return move_lease(lease, state)
+
+
+class Folds(dict[TaskId, Fold]):
+    """The folds of one batch, in order of first mention; one that is asked for is made."""
+
+    def __init__(self, world: World, now: Instant) -> None:
+        super().__init__()
+        self._world = world
+        self._now = now
+
+    def __missing__(self, task: TaskId) -> Fold:
+        fold = self[task] = Fold(self._world, task, self._now)
+        return fold
+
+    def decisions(self) -> list[Decision]:
+        return [decision for fold in self.values() if (decision := fold.decision()) is not None]

@@ -1,0 +1,66 @@
+"""Which models are wanted or in memory, where, and who is asking them; kept by the World beside its tasks."""
+
+from collections.abc import Iterator, Mapping
+
+from gpubroker_server.core.domain.models.model_terms import Home
+from gpubroker_server.core.domain.task import Task
+from gpubroker_server.core.domain.units import TaskId
+from gpubroker_server.core.world.answered_inferences import Answered
+
+
+class Homes:
+    def __init__(self) -> None:
+        self._live: dict[Home, Task] = {}
+        self._known: dict[TaskId, Task] = {}
+        """Those that are over as well, as long as they may hold something."""
+        self._asking: dict[str, dict[TaskId, Task]] = {}
+        self.answered = Answered()
+
+    def note(self, task: Task) -> None:
+        """It is new, or has changed."""
+        if task.is_inference:
+            self._note_inference(task)
+        if task.model is None:
+            return
+        self._known[task.id] = task
+        home = task.model.home
+        if not task.is_terminal:
+            self._live[home] = task
+        elif (holder := self._live.get(home)) is not None and holder.id == task.id:
+            del self._live[home]
+
+    def drop(self, task: Task) -> None:
+        """It is over and holds nothing any more."""
+        self._known.pop(task.id, None)
+
+    def asking(self, model: str) -> Mapping[TaskId, Task]:
+        """The inferences of a model that are with a server, or about to be; also those that are to end."""
+        return self._asking.get(model, {})
+
+    def asked(self) -> list[str]:
+        """The models for which there are any, in order."""
+        return sorted(self._asking)
+
+    def _note_inference(self, task: Task) -> None:
+        model = task.demand.answered_by
+        if task.is_active:
+            self._asking.setdefault(model, {})[task.id] = task
+        elif model in self._asking:
+            self._asking[model].pop(task.id, None)
+            if not self._asking[model]:
+                del self._asking[model]
+
+    def of(self, home: Home) -> Task | None:
+        """The task of a model that is wanted or there."""
+        return self._live.get(home)
+
+    def on(self, server: str) -> Iterator[Task]:
+        """All of one server, the ended ones with memory included, in order of id."""
+        for name in sorted(self._known):
+            task = self._known[name]
+            if task.model is not None and task.model.server == server:
+                yield task
+
+    def live(self) -> Iterator[Task]:
+        """In order of their homes."""
+        return (self._live[home] for home in sorted(self._live))

@@ -1,0 +1,201 @@
+"""What places are worth to the demands that are usual: the measures of `stranding` on real nodes."""
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from math import fsum
+from typing import NamedTuple
+
+from gpubroker_server.core.domain.demand import Demand
+from gpubroker_server.core.domain.device import Device
+from gpubroker_server.core.domain.eligibility import need_mb, unwanted_device
+from gpubroker_server.core.domain.units import DeviceKey, Mib
+from gpubroker_server.core.world.fragmentation_gradient import (
+    Remainder,
+    Shape,
+    Stock,
+    after,
+    fgd,
+    tasks_lost,
+    usual,
+)
+
+MOST_USUAL = 64
+"""So many shapes are taken for usual at most: each of them is asked about each state of a node."""
+
+MOST_STATES = 10_000
+"""Answers of nodes in so many states are kept, some megabytes, before all are forgotten."""
+
+Alike = Mapping[str, tuple[int, Device]]
+"""Name of a sort -> (how many devices, one of them)."""
+
+
+class Row(NamedTuple):
+    """What is left of the devices of one sort on one node, for one asker."""
+
+    room: Remainder
+    devices: tuple[Device, ...]
+    """In key order; of each, `room.left` tells what is left."""
+
+
+class Spot(NamedTuple):
+    """The best devices of one node for a demand, by the sort of devices that it wants most."""
+
+    unwanted: int
+    score: int
+    """0..100; 50 and more means that nothing is stranded that was not before."""
+    devices: tuple[DeviceKey, ...]
+    """In key order."""
+
+
+def sorts_of(devices: Iterable[Device]) -> Alike:
+    """The sorts of devices of which anything can be leased."""
+    some: dict[str, Device] = {}
+    count: Counter[str] = Counter()
+    for device in devices:
+        if device.allocatable_mb:
+            some.setdefault(device.sort, device)
+            count[device.sort] += 1
+    return {name: (count[name], some[name]) for name in sorted(some)}
+
+
+def rows(left: Iterable[tuple[Device, int]], cpu: float) -> tuple[Row, ...]:
+    """What is left of a node, sort by sort. `left`: its devices in key order and MiB; less than 0 is 0."""
+    sorts: dict[str, list[tuple[Device, int]]] = {}
+    for device, free_mb in left:
+        sorts.setdefault(device.sort, []).append((device, max(0, free_mb)))
+    return tuple(
+        Row(Remainder(cpu, tuple(mb for _, mb in found), name), tuple(device for device, _ in found))
+        for name, found in sorted(sorts.items())
+    )
+
+
+class Worth:
+    """Remembers what it was asked; the answers depend on the arguments alone."""
+
+    def __init__(self, edition: Mapping[Demand, int], alike: Alike, policy: str) -> None:
+        """`policy`: `stranded` (the service's measure) or `fgd` (the paper's)."""
+        self._alike = alike
+        self._shapes: dict[Demand, Shape] = {}
+        self._stranded: dict[Remainder, tuple[Mib, ...]] = {}
+        self.usual = self._usual(edition)
+        stock: Stock = {name: (count, device.allocatable_mb) for name, (count, device) in alike.items()}
+        self._measure = fgd(self.usual, _mean(stock)) if policy == "fgd" else tasks_lost(self.usual, stock)
+
+    def spot(self, demand: Demand, node: tuple[Row, ...]) -> Spot | None:
+        """Where on this node the demand strands the least; None if its devices do not suffice.
+
+        On devices that it wants equally: the highest score, then the lowest device. Several devices per
+        demand: those wanted most, then the fullest that have room, then the lowest.
+        """
+        if not demand.gpus:
+            rooms = [row.room for row in node]
+            return Spot(0, self._score(rooms, [after(room, self.shape(demand), (), 0) for room in rooms]), ())
+        if len(node) == 1:
+            return self._on_alike(demand, node[0])
+        return self._on_mixed(demand, node)
+
+    def stranded(self, room: Remainder) -> tuple[Mib, ...]:
+        """What of each device the usual demands could not use: of each demand that could use none of it,
+        the demand's share."""
+        known = self._stranded.get(room)
+        if known is None:
+            if len(self._stranded) >= MOST_STATES:
+                self._stranded.clear()
+            known = self._stranded[room] = tuple(self._useless(room))
+        return known
+
+    def _useless(self, room: Remainder) -> Iterator[Mib]:
+        usable = [0.0] * len(room.left)
+        for shape, share in self.usual.items():
+            amount = dict(shape.amounts).get(room.kind)
+            if amount is None or shape.cpu > room.cpu:
+                continue
+            fitting = [place for place, left in enumerate(room.left) if left >= amount]
+            if len(fitting) >= shape.devices:
+                for place in fitting:
+                    usable[place] += share
+        for left, share in zip(room.left, usable, strict=True):
+            yield Mib(round(left * max(0.0, 1.0 - share)))
+
+    @property
+    def worked_out(self) -> int:
+        """How many rows of devices were looked at so far; what was remembered is not counted again."""
+        return self._measure.worked_out
+
+    def shape(self, demand: Demand) -> Shape:
+        """What it would take of devices of each sort of the fleet."""
+        shape = self._shapes.get(demand)
+        if shape is None:
+            shape = self._shapes[demand] = Shape(demand.cpu, demand.gpus, tuple(self._amounts(demand)))
+        return shape
+
+    def _amounts(self, demand: Demand) -> Iterator[tuple[str, int]]:
+        if demand.gpus:
+            for name, (_, device) in self._alike.items():
+                need = need_mb(demand, device)
+                if need is not None:
+                    yield name, need
+
+    def _usual(self, edition: Mapping[Demand, int]) -> dict[Shape, float]:
+        """Of what could run here at all, the most frequent; of equally frequent ones the larger, as there."""
+        mix: Counter[Shape] = Counter()
+        for demand, count in edition.items():
+            shape = self.shape(demand)
+            if shape.amounts:
+                mix[shape] += count
+        return usual(
+            dict(sorted(mix.items(), key=lambda kept: (kept[1], kept[0]), reverse=True)[:MOST_USUAL])
+        )
+
+    def _on_alike(self, demand: Demand, row: Row) -> Spot | None:
+        spot = self._measure.spot(self.shape(demand), row.room)
+        if spot is None:
+            return None
+        unwanted = demand.gpus * unwanted_device(demand, row.devices[0])
+        return Spot(unwanted, spot.score, tuple(row.devices[place].key for place in spot.devices))
+
+    def _on_mixed(self, demand: Demand, node: tuple[Row, ...]) -> Spot | None:
+        amounts = dict(self.shape(demand).amounts)
+        found: list[_Option] = []
+        for number, (room, devices) in enumerate(node):
+            amount = amounts.get(room.kind)
+            for place, left in enumerate(room.left):
+                if amount is not None and amount <= left:
+                    far = unwanted_device(demand, devices[place])
+                    found.append(_Option(far, left - amount, devices[place].key, number, place))
+        if len(found) < demand.gpus:
+            return None
+        rooms = [row.room for row in node]
+        beside = [after(room, self.shape(demand), (), 0) for room in rooms]
+        ways = [sorted(found)[: demand.gpus]] if demand.gpus > 1 else [[option] for option in found]
+        spots = [self._taking(demand, rooms, beside, way) for way in ways]
+        return min(spots, key=lambda spot: (spot.unwanted, -spot.score, spot.devices))
+
+    def _taking(
+        self, demand: Demand, rooms: list[Remainder], beside: list[Remainder], chosen: list["_Option"]
+    ) -> Spot:
+        """`beside`: what is left of the rows from which it takes no device."""
+        amounts, behind = dict(self.shape(demand).amounts), list(beside)
+        for number in {option.row for option in chosen}:
+            room = rooms[number]
+            places = tuple(option.place for option in chosen if option.row == number)
+            behind[number] = after(room, self.shape(demand), places, amounts[room.kind])
+        unwanted = sum(option.unwanted for option in chosen)
+        return Spot(unwanted, self._score(rooms, behind), tuple(sorted(option.key for option in chosen)))
+
+    def _score(self, before: Iterable[Remainder], behind: Iterable[Remainder]) -> int:
+        lost = self._measure.lost
+        return self._measure.rate(fsum(map(lost, before)) - fsum(map(lost, behind)))
+
+
+class _Option(NamedTuple):
+    unwanted: int
+    left_mb: int
+    key: DeviceKey
+    row: int
+    place: int
+
+
+def _mean(stock: Stock) -> float:
+    """The amount of a device, on average."""
+    return sum(count * whole for count, whole in stock.values()) / sum(count for count, _ in stock.values())

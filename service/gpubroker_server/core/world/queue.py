@@ -1,0 +1,300 @@
+"""The order of the queue, and the queue itself: groups of equal demands, each in order of submission."""
+
+from bisect import bisect_left, bisect_right, insort
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from math import inf
+
+from gpubroker_server.core.domain.demand import Demand
+from gpubroker_server.core.domain.policy import Policy, band_of
+from gpubroker_server.core.domain.task import Task
+from gpubroker_server.core.domain.units import Instant, TaskId
+from gpubroker_server.core.world.due_times import Timetable
+
+GroupKey = tuple[str, int, Demand, str, int]
+"""(tenant, priority, demand, stream, standing): tasks that differ in nothing the planner looks at but their
+age. `standing` is the priority by which they stand in the queue: their own, or one that they inherit."""
+
+Member = tuple[float, TaskId]
+"""(submitted_at, id)"""
+
+Rank = tuple[int, int]
+"""A tenant's place within a band: (0 below its guarantee and 1 else, steps of its fair share it has had)."""
+
+EVEN: Rank = (0, 0)
+"""Of all, where nobody need be ranked."""
+
+OwnKey = tuple[int, int, float, float, TaskId]
+"""A task's place among those of its tenant."""
+
+OrderKey = tuple[int, int, int, int, float, float, TaskId]
+"""A task's place in the order of the queue: smallest first, never equal to another's."""
+
+
+def aged(priority: int, top: int, waited_seconds: float, policy: Policy) -> int:
+    """One point more for each `ageing_seconds_per_point`, and never above the top of its band."""
+    points = int(waited_seconds / policy.ageing_seconds_per_point) if waited_seconds > 0 else 0
+    return min(top, priority + points)
+
+
+def own_key(
+    standing: int, stream: str, submitted_at: Instant, task: TaskId, now: Instant, policy: Policy
+) -> OwnKey:
+    """Smallest first. Total, so that no plan depends on chance:
+
+    1. higher band
+    2. higher aged priority
+    3. heavier work stream
+    4. earlier submit time
+    5. smaller id
+    """
+    top = band_of(standing)[2]
+    points = aged(standing, top, now - submitted_at, policy)
+    return (-top, -points, -policy.weight_of(stream), submitted_at, task)
+
+
+def order_key(own: OwnKey, rank: Rank) -> OrderKey:
+    """Among all tasks: the tenant's rank comes right after the band."""
+    return (own[0], *rank, *own[1:])
+
+
+class Kin:
+    """The groups of one demand, whoever asks. Compares by identity."""
+
+    __slots__ = ("_most_urgent", "bands", "demand", "highest")
+
+    def __init__(self, demand: Demand) -> None:
+        self.demand = demand
+        self.bands: dict[int, dict[int, dict[GroupKey, Group]]] = {}
+        """Top of the band in which they stand -> priority -> the groups of it; none is empty."""
+        self.highest: dict[int, int] = {}
+        """Top of the band -> the highest priority of its groups."""
+        self._most_urgent: dict[int, Group] = {}
+
+    def most_urgent_of(self, top: int) -> "Group":
+        """One of the highest priority in a band that has any."""
+        found = self._most_urgent.get(top)
+        if found is None:
+            likes = self.bands[top][self.highest[top]]
+            found = self._most_urgent[top] = next(iter(likes.values()))
+        return found
+
+    def put(self, group: "Group") -> None:
+        top = band_of(group.standing)[2]
+        self.bands.setdefault(top, {}).setdefault(group.priority, {})[group.key] = group
+        self.highest[top] = max(group.priority, self.highest.get(top, -1))
+        self._most_urgent.pop(top, None)
+
+    def drop(self, group: "Group") -> None:
+        top = band_of(group.standing)[2]
+        likes = self.bands[top][group.priority]
+        del likes[group.key]
+        if not likes:
+            del self.bands[top][group.priority]
+        if self.bands[top]:
+            self.highest[top] = max(self.bands[top])
+        else:
+            del self.bands[top], self.highest[top]
+        self._most_urgent.pop(top, None)
+
+
+class Group:
+    """Pending tasks of one key in order of submission. Removal at the head is the common case and cheap."""
+
+    __slots__ = ("_first", "_first_key", "_members", "key", "kin")
+
+    def __init__(self, key: GroupKey, kin: Kin | None = None) -> None:
+        self.key = key
+        self.kin = Kin(key[2]) if kin is None else kin
+        self._members: list[Member] = []
+        self._first = 0
+        self._first_key: tuple[Member, Policy, float, float, OwnKey] | None = None
+        """(first member, policy, since when and until when this holds, its key)"""
+
+    @property
+    def tenant(self) -> str:
+        return self.key[0]
+
+    @property
+    def priority(self) -> int:
+        return self.key[1]
+
+    @property
+    def demand(self) -> Demand:
+        return self.key[2]
+
+    @property
+    def standing(self) -> int:
+        return self.key[4]
+
+    def __len__(self) -> int:
+        return len(self._members) - self._first
+
+    def member(self, index: int) -> Member:
+        return self._members[self._first + index]
+
+    def __iter__(self) -> Iterator[Member]:
+        return iter(self._members[self._first :])
+
+    def own_key(self, member: Member, now: Instant, policy: Policy) -> OwnKey:
+        submitted_at, task = member
+        return own_key(self.standing, self.key[3], Instant(submitted_at), task, now, policy)
+
+    def first_key(self, now: Instant, policy: Policy) -> OwnKey:
+        """Of the first member. Worked out anew when that is another one, or is a point older."""
+        first, known = self._members[self._first], self._first_key
+        if known is None or known[0] is not first or known[1] is not policy or not known[2] <= now < known[3]:
+            key = self.own_key(first, now, policy)
+            points, per_point = -key[1] - self.standing, policy.ageing_seconds_per_point
+            # A little early: rounding must not matter.
+            ages_at = inf if key[1] == key[0] else first[0] + (points + 1) * per_point - 0.001
+            known = self._first_key = first, policy, now, ages_at, key
+        return known[4]
+
+    def count_until(self, key: OrderKey, rank: Rank, now: Instant, policy: Policy) -> int:
+        """How many members stand at this place of the queue or before it, by the rank of their tenant."""
+        mine = (-band_of(self.standing)[2], *rank)
+        if key[:3] != mine:
+            return 0 if key[:3] < mine else len(self)
+        return self.count_own((key[0], *key[3:]), now, policy)
+
+    def count_own(self, key: OwnKey, now: Instant, policy: Policy) -> int:
+        """How many members stand at this place among their tenant's tasks or before it. Order of submission
+        is order of the queue within a group, so this takes a few looks only."""
+        standing, top, weight = self.standing, band_of(self.standing)[2], policy.weight_of(self.key[3])
+
+        def place(index: int) -> OwnKey:
+            submitted_at, task = self._members[self._first + index]
+            return -top, -aged(standing, top, now - submitted_at, policy), -weight, submitted_at, task
+
+        if not self or place(len(self) - 1) <= key:  # all, or else none, of most groups
+            return len(self)
+        return 0 if key < place(0) else bisect_right(range(len(self)), key, key=place)
+
+    def after(self, member: Member) -> Member | None:
+        """The next one; the one before it need not be here any more."""
+        at = bisect_right(self._members, member, lo=self._first)
+        return self._members[at] if at < len(self._members) else None
+
+    def add(self, member: Member) -> None:
+        if not self._members or member > self._members[-1]:
+            self._members.append(member)
+        else:
+            insort(self._members, member, lo=self._first)
+
+    def remove(self, member: Member) -> None:
+        at = bisect_left(self._members, member, lo=self._first)
+        if at == self._first:
+            self._first += 1
+            if self._first > 64 and self._first * 2 > len(self._members):
+                del self._members[: self._first]
+                self._first = 0
+        else:
+            del self._members[at]
+
+
+class PendingQueue:
+    """All pending tasks that may be planned, grouped; those held, delayed or awaiting others stand aside."""
+
+    def __init__(self, inherited: Mapping[TaskId, int]) -> None:
+        """`inherited`: task -> the highest priority among those that wait for it."""
+        self._inherited = inherited
+        self.groups: dict[GroupKey, Group] = {}
+        self.kin: dict[Demand, Kin] = {}
+        self.tenants: Counter[str] = Counter()
+        """Tenant -> how many groups it has."""
+        self.delayed = Timetable()
+        self.held: set[TaskId] = set()
+        self.awaiting: set[TaskId] = set()
+        """Those that wait for other tasks to end."""
+        self._where: dict[TaskId, GroupKey] = {}
+
+    def __len__(self) -> int:
+        return len(self._where) + len(self.delayed) + len(self.held) + len(self.awaiting)
+
+    def __contains__(self, task: TaskId) -> bool:
+        """Whether a task may be planned: pending, and nothing makes it stand aside."""
+        return task in self._where
+
+    def add(self, task: Task) -> None:
+        if task.held:
+            self.held.add(task.id)
+        elif task.awaits:
+            self.awaiting.add(task.id)
+        elif task.not_before is not None:
+            self.delayed[task.id] = task.not_before
+        else:
+            self._let_in(task)
+
+    def count_until(self, key: OrderKey, rank: Callable[[str], Rank], now: Instant, policy: Policy) -> int:
+        """How many stand at this place or before it, by the ranks of their tenants."""
+        ranks, count = {tenant: rank(tenant) for tenant in self.tenants}, 0
+        first, own = key[:3], (key[0], *key[3:])
+        for (tenant, _, _, _, standing), group in self.groups.items():
+            place = (-band_of(standing)[2], *ranks[tenant])
+            if place < first:
+                count += len(group)
+            elif place == first:
+                count += group.count_own(own, now, policy)
+        return count
+
+    def holds(self, task: TaskId, group: Group) -> bool:
+        return self._where.get(task) == group.key
+
+    def standing_of(self, task: Task) -> int:
+        """The priority by which it stands in the queue, or would."""
+        return max(task.priority, self._inherited.get(task.id, task.priority))
+
+    def group_of(self, task: TaskId) -> Group:
+        """Raises KeyError unless it may be planned."""
+        return self.groups[self._where[task]]
+
+    def remove(self, task: Task) -> None:
+        self.held.discard(task.id)
+        self.awaiting.discard(task.id)
+        self.delayed.pop(task.id, None)
+        key = self._where.pop(task.id, None)
+        if key is not None:
+            group = self.groups[key]
+            group.remove((task.submitted_at, task.id))
+            if not group:
+                self._drop(group)
+
+    def due(self, now: Instant) -> list[TaskId]:
+        """Delayed tasks whose time has come, earliest first."""
+        return self.delayed.due(now)
+
+    def enter(self, task: Task) -> None:
+        """Let a delayed task whose time has come into its group."""
+        del self.delayed[task.id]
+        self._let_in(task)
+
+    def stand_anew(self, changed: set[TaskId], tasks: Mapping[TaskId, Task]) -> None:
+        """Move those whose inheritance has changed to their new places, and take them out of the set."""
+        for name in sorted(changed):
+            key = self._where.get(name)
+            if key is not None and key[4] != self.standing_of(tasks[name]):
+                self.remove(tasks[name])
+                self._let_in(tasks[name])
+        changed.clear()
+
+    def _let_in(self, task: Task) -> None:
+        kin = self.kin.get(task.demand)
+        if kin is None:
+            kin = self.kin[task.demand] = Kin(task.demand)
+        standing = self.standing_of(task)
+        key = (task.tenant, task.priority, kin.demand, task.stream, standing)  # one demand for all equal ones
+        group = self.groups.get(key)
+        if group is None:
+            group = self.groups[key] = Group(key, kin)
+            kin.put(group)
+            self.tenants[task.tenant] += 1
+        group.add((task.submitted_at, task.id))
+        self._where[task.id] = key
+
+    def _drop(self, group: Group) -> None:
+        del self.groups[group.key]
+        group.kin.drop(group)
+        self.tenants -= Counter((group.tenant,))
+        if not group.kin.bands:
+            del self.kin[group.demand]

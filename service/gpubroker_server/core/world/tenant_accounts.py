@@ -1,0 +1,108 @@
+"""What each tenant holds, and what it has used: GPU-MiB-seconds that fade with a half-life."""
+
+from collections.abc import Iterable, Iterator
+from math import log
+from typing import NamedTuple
+
+from gpubroker_server.core.domain.units import Instant, Seconds
+from gpubroker_server.core.world.ledger import Book
+
+HALF_LIFE_SECONDS = Seconds(86_400.0)
+
+
+class Usage(NamedTuple):
+    """What a tenant had used at its last change of leases; since then it holds what its leases say."""
+
+    tenant: str
+    mb_seconds: float
+    at: Instant
+
+
+def faded(
+    mb_seconds: float, held_mb: int, seconds: float, half_life_seconds: Seconds = HALF_LIFE_SECONDS
+) -> float:
+    """Usage after some seconds in which so much was held all the time: exact, not sampled.
+
+    What is held for ever comes to `held_mb` times `life_seconds(half_life_seconds)`.
+    """
+    left: float = 0.5 ** (max(0.0, seconds) / half_life_seconds)
+    return mb_seconds * left + held_mb * life_seconds(half_life_seconds) * (1.0 - left)
+
+
+def life_seconds(half_life_seconds: Seconds) -> float:
+    """The mean time for which a second of use counts."""
+    return half_life_seconds / log(2.0)
+
+
+class Account:
+    """Of one tenant; owned by one World."""
+
+    __slots__ = ("at", "held_mb", "mb_seconds")
+
+    def __init__(self, held_mb: int = 0, mb_seconds: float = 0.0, at: Instant = Instant(0.0)) -> None:
+        self.held_mb = held_mb
+        """The sum of its leases that are not released, whatever their state."""
+        self.mb_seconds = mb_seconds
+        self.at = at
+        """Up to when `mb_seconds` tells."""
+
+
+class Accounts:
+    """Of all tenants that ever held anything. The same events make the same accounts, to the last bit."""
+
+    def __init__(self, half_life_seconds: Seconds = HALF_LIFE_SECONDS) -> None:
+        self.half_life_seconds = half_life_seconds
+        self.revision = 0
+        """Of the newest change of what anybody holds."""
+        self._known: dict[str, Account] = {}
+        self._whole: tuple[int, int] = (-1, 0)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._known)
+
+    def copy(self) -> "Accounts":
+        twin = Accounts(self.half_life_seconds)
+        twin._known = {
+            name: Account(one.held_mb, one.mb_seconds, one.at) for name, one in self._known.items()
+        }
+        return twin
+
+    def change(self, tenant: str, mb: int, at: Instant) -> None:
+        """So much more is held from now on."""
+        self.revision += 1
+        account = self._known.setdefault(tenant, Account())
+        account.mb_seconds = self._used(account, at)
+        account.at = max(account.at, at)
+        account.held_mb += mb
+
+    def restore(self, usage: Usage) -> None:
+        """What a row tells of a tenant whose leases are entered already."""
+        account = self._known.setdefault(usage.tenant, Account())
+        account.mb_seconds, account.at = usage.mb_seconds, usage.at
+
+    def rows(self) -> list[Usage]:
+        """In order of tenants."""
+        known = sorted(self._known.items())
+        return [Usage(tenant, account.mb_seconds, account.at) for tenant, account in known]
+
+    def held_mb(self, tenant: str) -> int:
+        account = self._known.get(tenant)
+        return 0 if account is None else account.held_mb
+
+    def held(self) -> list[tuple[str, int]]:
+        """(tenant, MiB) of all that hold anything."""
+        return [(name, account.held_mb) for name, account in self._known.items() if account.held_mb]
+
+    def used(self, tenant: str, now: Instant) -> float:
+        """In GPU-MiB-seconds, as they count now."""
+        account = self._known.get(tenant)
+        return 0.0 if account is None else self._used(account, now)
+
+    def whole_mb(self, books: Iterable[Book], version: int) -> int:
+        """What all devices together could have leased; `version`: of the devices."""
+        if self._whole[0] != version:
+            self._whole = version, sum(book.device.allocatable_mb for book in books)
+        return self._whole[1]
+
+    def _used(self, account: Account, now: Instant) -> float:
+        return faded(account.mb_seconds, account.held_mb, now - account.at, self.half_life_seconds)

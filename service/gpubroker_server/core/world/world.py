@@ -1,0 +1,298 @@
+"""The picture of everything decisions depend on, built from the event log and from nothing else."""
+
+from collections import Counter
+from collections.abc import Iterable
+
+from gpubroker_server.core.domain.decisions import Request
+from gpubroker_server.core.domain.device import Device, DeviceSample, Node
+from gpubroker_server.core.domain.errors import OutOfStep
+from gpubroker_server.core.domain.lease import HOLDERS_OF_TASKS, Lease, LeaseState, Pledge
+from gpubroker_server.core.domain.node_use import NodeUse, count_custom
+from gpubroker_server.core.domain.ranks import may_be_late_at, parts_of, surplus_of
+from gpubroker_server.core.domain.task import Task, TaskState, notice_of, notices_of
+from gpubroker_server.core.domain.units import DeviceKey, Instant, NodeName, Position, Seconds, TaskId
+from gpubroker_server.core.world.demand_mix import Mix
+from gpubroker_server.core.world.dependents import Awaited
+from gpubroker_server.core.world.due_times import Timetable
+from gpubroker_server.core.world.event_codec import (
+    changed_lease,
+    changed_task,
+    device_from,
+    lease_from,
+    node_from,
+    pledge_from,
+    request_from,
+    task_from,
+)
+from gpubroker_server.core.world.events import Event, in_step
+from gpubroker_server.core.world.ledger import Book
+from gpubroker_server.core.world.model_index import Homes
+from gpubroker_server.core.world.past_runs import Learned
+from gpubroker_server.core.world.queue import PendingQueue
+from gpubroker_server.core.world.revisions import Marks
+from gpubroker_server.core.world.tenant_accounts import HALF_LIFE_SECONDS, Accounts
+from gpubroker_server.core.world.unconfirmed_ends import Unconfirmed, is_unproven
+
+Claim = tuple[str, int]
+"""(holder, fence)"""
+
+
+class World:
+    """Mutable, owned by one loop, changed only by `apply` (committed events) and `measure` (samples).
+
+    `tasks` holds every task that is not terminal, and terminal ones until their last lease is released.
+    From a snapshot, rows are added in this order: nodes, devices, tasks, leases, usage, pledges, requests.
+    """
+
+    def __init__(self, usage_half_life_seconds: Seconds = HALF_LIFE_SECONDS) -> None:
+        self.position = Position(0)
+        self.as_of = Instant(0.0)
+        self.tasks: dict[TaskId, Task] = {}
+        self.awaited = Awaited()
+        self.queue = PendingQueue(self.awaited.inheritance.priorities)
+        self.expiring = Timetable()
+        """The pending tasks that do not wait for ever, and until when they do."""
+        self.marks = Marks()
+        """Of nodes on which anything changed that a plan may depend on, time apart."""
+        self.nodes: dict[NodeName, Node] = {}
+        self.books: dict[DeviceKey, Book] = {}
+        self.inventory_version = 0
+        """Rises with every new or changed row of a node or device."""
+        self.by_node: dict[NodeName, list[DeviceKey]] = {}
+        self.leases: dict[Claim, dict[str, Lease]] = {}
+        """The leases of each claim that are not released, by key."""
+        self.unconfirmed = Unconfirmed()
+        self.pledges: dict[TaskId, dict[DeviceKey, Pledge]] = {}
+        self.requests: dict[str, Request] = {}
+        self.use: dict[NodeName, NodeUse] = {}
+        self.custom_use: dict[str, float] = {}
+        self.active = Timetable()
+        """Each that runs, with the earliest moment at which its time, or that of a rank, may be up."""
+        self.runs: dict[NodeName, set[TaskId]] = {}
+        """The active tasks of each node."""
+        self.finished: Counter[tuple[str, TaskState]] = Counter()
+        """(tenant, terminal state) -> how many ever ended so; survives pruning."""
+        self.homes = Homes()
+        self.learned = Learned()
+        self.mix = Mix()
+        self.accounts = Accounts(usage_half_life_seconds)
+
+    def apply(self, events: Iterable[Event]) -> None:
+        """Take over committed events in position order; those already applied change nothing.
+
+        Raises OutOfStep if one is missing: then nothing is changed. Raises it, too, if one does not fit what
+        is known: then the events before that one are applied.
+        """
+        for event in in_step(events, self.position):
+            self.as_of = event.at
+            try:
+                self._take_over(event)
+            except Exception as fault:
+                raise OutOfStep(
+                    f"event {event.position} ({event.kind} {event.key}) does not fit what is known: "
+                    f"{fault!r}; the picture stands at {self.position}; read it anew from the rows"
+                ) from fault
+            self.position = event.position
+
+    def measure(self, samples: Iterable[DeviceSample]) -> None:
+        """Take over device samples; a device nobody registered is ignored."""
+        for sample in samples:
+            book = self.books.get(sample.device)
+            if book is not None and book.takes(sample):
+                before = book.sampled_at, book.taken()
+                book.measure(sample)
+                if before[0] is None or before[1] != book.taken():
+                    self.marks.mark(book.device.node)
+                self.learned.measure(book.holdings)
+
+    def add_task(self, task: Task) -> None:
+        """Enter a task row as it stands, from a snapshot or from its first event."""
+        self.tasks[task.id] = task
+        self.mix.add(task.demand)
+        self._count_in(task)
+        self.awaited.enter(task, self.tasks)
+        self.queue.stand_anew(self.awaited.inheritance.changed, self.tasks)
+
+    def add_lease(self, lease: Lease) -> None:
+        self._enter(lease)
+        self.leases.setdefault((lease.holder, lease.fence), {})[lease.key] = lease
+        self.unconfirmed.note(lease, self.as_of)
+        self.accounts.change(lease.tenant, lease.mb, self.as_of)
+
+    def add_pledge(self, pledge: Pledge) -> None:
+        self.pledges.setdefault(pledge.preemptor, {})[pledge.device] = pledge
+        book = self.books[pledge.device]
+        book.pledges[pledge.preemptor] = pledge
+        self.marks.mark(book.device.node, grows=False)
+
+    def add_device(self, device: Device) -> None:
+        self.inventory_version += 1
+        self.marks.mark(device.node)
+        known = self.books.get(device.key)
+        if known is not None:
+            known.register(device)
+            self._drop_if_gone(known)
+            return
+        self.books[device.key] = Book(device)
+        keys = self.by_node.setdefault(device.node, [])
+        keys.append(device.key)
+        keys.sort()
+
+    def add_node(self, node: Node) -> None:
+        self.inventory_version += 1
+        self.marks.mark(node.name)
+        self.nodes[node.name] = node
+        self.use.setdefault(node.name, NodeUse())
+
+    def add_request(self, request: Request) -> None:
+        self.requests[request.id] = request
+
+    def leases_of(self, task: Task) -> list[Lease]:
+        """The leases of a task's newest claim that are not released, in key order."""
+        run = self.leases.get((task.id, task.fence), {})
+        return [run[key] for key in sorted(run)] if len(run) > 1 else list(run.values())
+
+    def holder(self, holder: str, fence: int) -> Task | None:
+        """The task whose newest claim this is; None if that is over, or was never a task's."""
+        task = self.tasks.get(TaskId(holder))
+        return task if task is not None and task.fence == fence else None
+
+    def enter_due(self, now: Instant) -> None:
+        """Let delayed tasks whose time has come into the queue."""
+        for task in self.queue.due(now):
+            self.queue.enter(self.tasks[task])
+
+    def _take_over(self, event: Event) -> None:
+        subject, _, what = event.kind.partition(".")
+        match subject:
+            case "task":
+                self._apply_task(event, what)
+            case "lease":
+                self._apply_lease(event)
+            case "pledge":
+                self._apply_pledge(event, what)
+            case "device":
+                self.add_device(device_from(event.fields))
+            case "node":
+                self.add_node(node_from(event.fields))
+            case "request" if what == "made":
+                self.add_request(request_from(event.fields))
+            case "request":
+                self.requests.pop(event.key, None)
+            case "estimate":
+                self.learned.apply(event, what)
+
+    def _apply_task(self, event: Event, what: str) -> None:
+        if what == "submitted":
+            self.add_task(event.task or task_from(event.fields))
+            return
+        before = self.tasks.get(TaskId(event.key))
+        if before is None:
+            return
+        after = event.task or changed_task(before, event.version, event.fields)
+        begins = (before.state, after.state) == (TaskState.ADMITTED, TaskState.RUNNING)
+        grows = before.is_active and (not begins or bool(surplus_of(after)))
+        self._count_out(before, grows=grows)
+        self.tasks[after.id] = after
+        self._count_in(after, grows=grows)
+        self.awaited.note(after)
+        self.homes.answered.note(before, after)
+        self.queue.stand_anew(self.awaited.inheritance.changed, self.tasks)
+        for device in self.pledges.get(after.id, ()):
+            self.marks.mark(self.books[device].device.node)
+        if notices_of(before) != notices_of(after):
+            for lease in self.leases_of(after):
+                self._enter(lease)
+        if after.is_terminal:
+            self.finished[after.tenant, after.state] += 1
+            self._drop_if_done(after.id)
+
+    def _apply_lease(self, event: Event) -> None:
+        if event.version == 1:
+            self.add_lease(lease_from(event.fields))
+            return
+        kind, holder, fence, _rest = event.key.split(":", 3)
+        run = self.leases.get((holder, int(fence)), {})
+        before = run.get(event.key)
+        if before is None:
+            return
+        after = changed_lease(before, event.fields)
+        self._enter(after)
+        self.unconfirmed.note(after, event.at)
+        if is_unproven(after):
+            self.books[after.device].measure_anew(event.at)
+        if after.state is not LeaseState.RELEASED:
+            run[event.key] = after
+            return
+        del run[event.key]
+        self.accounts.change(after.tenant, -after.mb, event.at)
+        self.learned.drop(event.key)
+        if not run:
+            del self.leases[holder, int(fence)]
+            if kind in HOLDERS_OF_TASKS:
+                self._drop_if_done(TaskId(holder))
+
+    def _apply_pledge(self, event: Event, what: str) -> None:
+        pledge = pledge_from(event.fields)
+        if what == "made":
+            self.add_pledge(pledge)
+            return
+        mine = self.pledges.get(pledge.preemptor, {})
+        mine.pop(pledge.device, None)
+        if not mine:
+            self.pledges.pop(pledge.preemptor, None)
+        book = self.books[pledge.device]
+        book.pledges.pop(pledge.preemptor, None)
+        self.marks.mark(book.device.node)
+        self._drop_if_gone(book)
+
+    def _enter(self, lease: Lease) -> None:
+        """Book a lease, with what its run's notice says. Raises KeyError for a device nobody registered."""
+        task = self.holder(lease.holder, lease.fence)
+        freeing_for, stopping = (None, False) if task is None else notice_of(task, lease.rank)
+        book = self.books[lease.device]
+        unheld_mb = book.unheld_mb()
+        book.put(lease, freeing_for, stopping=stopping)
+        grows = lease.version > 1 and (lease.state is not LeaseState.HELD or book.unheld_mb() > unheld_mb)
+        self.marks.mark(book.device.node, grows=grows)
+        self._drop_if_gone(book)
+
+    def _count_in(self, task: Task, *, grows: bool = True) -> None:
+        self.homes.note(task)
+        if task.state is TaskState.PENDING:
+            self.queue.add(task)
+            if task.waits_until is not None:
+                self.expiring[task.id] = task.waits_until
+        elif task.is_active:
+            self._count_active(task, +1, grows=grows)
+            self.active[task.id] = may_be_late_at(task)
+
+    def _count_out(self, task: Task, *, grows: bool) -> None:
+        if task.state is TaskState.PENDING:
+            self.queue.remove(task)
+            self.expiring.pop(task.id, None)
+        else:  # active: what has ended changes no more
+            self._count_active(task, -1, grows=grows)
+            self.active.pop(task.id, None)
+
+    def _count_active(self, task: Task, sign: int, *, grows: bool) -> None:
+        for node, part in parts_of(task):
+            self.marks.mark(node, grows=grows)
+            self.use.setdefault(node, NodeUse()).count(part, sign)
+            runs = self.runs.setdefault(node, set())
+            (runs.add if sign > 0 else runs.discard)(task.id)
+        count_custom(self.custom_use, task, sign)
+
+    def _drop_if_gone(self, book: Book) -> None:
+        """A device that left its machine is forgotten when nobody holds or awaits anything of it."""
+        device = book.device
+        if not (device.present or book.holdings or book.pledges):
+            self.inventory_version += 1
+            del self.books[device.key]
+            self.by_node[device.node].remove(device.key)
+
+    def _drop_if_done(self, task: TaskId) -> None:
+        row = self.tasks.get(task)
+        if row is not None and row.is_terminal and (task, row.fence) not in self.leases:
+            self.homes.drop(row)
+            del self.tasks[task]

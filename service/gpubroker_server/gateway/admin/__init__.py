@@ -1,0 +1,1 @@
+"""Tokens, health, metrics and the orderly stop."""

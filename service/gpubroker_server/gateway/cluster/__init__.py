@@ -1,0 +1,1 @@
+"""The cluster: devices, nodes, tenants, policy, quarantine, totals."""

@@ -1,0 +1,24 @@
+"""Totals on one page, as the API answers them."""
+
+from gpubroker_server.gateway.answers.views import (
+    AsOf,
+    ExecutorView,
+    ForecastsView,
+    GpuTotals,
+    LeaderView,
+    TaskCounts,
+)
+from gpubroker_server.gateway.cluster.detection_views import DetectionView
+from gpubroker_server.gateway.cluster.fragmentation import FragmentationView
+from gpubroker_server.gateway.residency.server_views import ModelServerView
+
+
+class Stats(AsOf):
+    forecasts: list[ForecastsView]
+    gpu: GpuTotals
+    fragmentation: FragmentationView
+    tasks: TaskCounts
+    executor: ExecutorView
+    leader: LeaderView
+    detection: DetectionView
+    model_servers: list[ModelServerView]

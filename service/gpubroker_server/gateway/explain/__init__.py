@@ -1,0 +1,1 @@
+"""Why a task waits, what would help, and what-if questions."""

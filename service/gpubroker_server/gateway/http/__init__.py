@@ -1,0 +1,1 @@
+"""What every request passes: host, token, size limits, validation, problems."""

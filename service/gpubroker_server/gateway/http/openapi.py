@@ -1,0 +1,91 @@
+"""The OpenAPI document: what FastAPI reads off the routes, and what it cannot know."""
+
+from importlib.metadata import version
+from typing import Any
+
+import yaml
+from fastapi import FastAPI
+from fastapi.openapi.utils import get_openapi
+from pydantic import TypeAdapter
+
+from gpubroker_server.gateway.http.problems import ProblemDocument
+
+_DESCRIPTION = """\
+One HTTP service in front of the GPUs you own: a durable queue, one GPU-memory ledger, and an explanation for
+every decision.
+
+Sizes in `_mb` are MiB, durations `_seconds`, times RFC 3339 in UTC. Errors are `application/problem+json`
+with a stable `code`. The API only ever grows: accept fields and values that you do not know.
+"""
+_TAGS = [
+    {"name": "tasks", "description": "Submit work and fetch what came of it."},
+    {"name": "leases", "description": "GPU memory for what the broker does not start."},
+    {"name": "events", "description": "The log of everything that changed."},
+    {"name": "cluster", "description": "Devices, nodes and totals."},
+    {"name": "administration", "description": "Who may do what."},
+    {"name": "operations", "description": "For those who run the service."},
+]
+_REF = "#/components/schemas/{model}"
+
+
+def complete(app: FastAPI) -> dict[str, Any]:
+    """The whole document. Built once per app."""
+    if app.openapi_schema is None:
+        document = get_openapi(
+            title="gpubroker",
+            version=version("gpubroker-server"),
+            description=_DESCRIPTION,
+            routes=app.routes,
+            tags=_TAGS,
+            license_info={"name": "MIT", "identifier": "MIT"},
+            servers=[{"url": "http://127.0.0.1:8470", "description": "Where it listens by default."}],
+        )
+        for operations in document["paths"].values():
+            for operation in operations.values():
+                _polish(operation)
+        _add_problem_schema(document["components"]["schemas"])
+        app.openapi_schema = document
+    return app.openapi_schema
+
+
+def _polish(operation: dict[str, Any]) -> None:
+    """The first line of the docstring is the summary; a parameter that is left out is no null."""
+    summary, _, rest = operation.pop("description").partition("\n\n")
+    operation["summary"] = summary.rstrip(".")
+    if rest:
+        operation["description"] = rest
+    for parameter in operation.get("parameters", ()):
+        schema = parameter["schema"]
+        choices = [choice for choice in schema.pop("anyOf", ()) if choice.get("type") != "null"]
+        if len(choices) == 1:
+            schema.update(choices[0])
+        elif choices:
+            schema["anyOf"] = choices
+        schema.pop("description", None)
+
+
+def _add_problem_schema(schemas: dict[str, Any]) -> None:
+    problem = TypeAdapter(ProblemDocument).json_schema(mode="serialization", ref_template=_REF)
+    schemas.update(problem.pop("$defs", {}))
+    schemas["ProblemDocument"] = problem
+    for name in sorted(schemas):
+        schemas[name] = schemas.pop(name)
+
+
+class _Dumper(yaml.SafeDumper):
+    """Writes text of several lines as such, and nothing as a reference to something above."""
+
+    def ignore_aliases(self, data: Any) -> bool:  # noqa: ARG002  # the signature is yaml's
+        return True
+
+
+def _write_text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style="|" if "\n" in text else None)
+
+
+_Dumper.add_representer(str, _write_text)
+
+
+def openapi_yaml(document: dict[str, Any]) -> str:
+    """The document as `openapi.yaml` holds it."""
+    return yaml.dump(document, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=110)

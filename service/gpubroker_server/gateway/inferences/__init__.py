@@ -1,0 +1,1 @@
+"""Queued inferences: requests to models that wait as durable tasks."""

@@ -1,0 +1,87 @@
+"""Whether a demand could ever run here, remembered per demand: a large cluster is not searched per submit."""
+
+from collections.abc import Mapping
+
+from gpubroker_server.core.domain.demand import Demand, shared
+from gpubroker_server.core.domain.policy import Policy
+from gpubroker_server.core.domain.task import Task
+from gpubroker_server.core.explain.admission import Refusal, check_priority, check_times
+from gpubroker_server.core.explain.gang_admission import check_demand
+from gpubroker_server.core.explain.pools import running_slots, settled
+from gpubroker_server.core.planning.quota import Needs, check_quota
+from gpubroker_server.core.world.world import World
+from gpubroker_server.gateway.http.problems import Fault, Problem
+
+REMEMBERED = 4096
+"""Distinct demands; with more, all are forgotten and learned again."""
+
+
+class Capacity:
+    """Answers from one inventory of nodes and devices until that changes."""
+
+    def __init__(self, world: World, policy: Policy) -> None:
+        self._world = world
+        self._policy = policy
+        self._known: dict[Demand, Refusal | None] = {}
+        self._settled: dict[tuple[Demand, str, tuple[str, ...]], Demand | Refusal] = {}
+        """(as asked for, pool, limits of running tasks) -> as it is stored; the same for all alike."""
+        self._inventory_version = -1
+        self._needs = Needs()
+
+    def settled(
+        self, demand: Demand, pool: str, tenant: str, labels: Mapping[str, str], *, at: str = "/resources"
+    ) -> Demand:
+        """The demand with what its pool and its limits add. Raises Problem if the pool does not fit it.
+
+        `at` is where in the body it was asked for.
+        """
+        alike = demand, pool, tuple(running_slots(tenant, labels, self._policy))
+        found = self._settled.get(alike)
+        if found is None:
+            if len(self._settled) >= REMEMBERED:
+                self._settled.clear()
+            found = settled(demand, pool, tenant, labels, self._policy)
+            found = self._settled[alike] = found if isinstance(found, Refusal) else shared(found)
+        if isinstance(found, Refusal):
+            raise _problem(found, f"{at}/{found.field}")
+        return found
+
+    def check(self, demand: Demand, priority: int, tenant: str, *, at: str = "/resources") -> None:
+        """Raises Problem for a demand that could never be satisfied, or never at this priority, or never for
+        this tenant."""
+        refusal = self._refusal(demand) or check_priority(demand, priority, self._policy)
+        if refusal is None and self._policy.has_quotas and (demand.gpus or demand.bundles):
+            counts = self._needs.of(self._world, demand)
+            refusal = check_quota(demand, counts, tenant, self._policy)
+        if refusal is not None:
+            raise _problem(refusal, f"{at}/{refusal.field}")
+
+    def check_times(self, task: Task) -> None:
+        """Raises Problem for a task that may run, repeat or linger for longer than the operator allows."""
+        refusal = check_times(task, self._policy)
+        if refusal is not None:
+            raise _problem(refusal, f"/{refusal.field}")
+
+    def check_priority(self, demand: Demand, priority: int) -> None:
+        """Raises Problem for a priority at which a task would never get what it asks for."""
+        refusal = check_priority(demand, priority, self._policy)
+        if refusal is not None:
+            raise _problem(refusal, "/priority")
+
+    def _refusal(self, demand: Demand) -> Refusal | None:
+        world = self._world
+        if self._inventory_version != world.inventory_version or len(self._known) >= REMEMBERED:
+            self._known.clear()
+            self._inventory_version = world.inventory_version
+        try:
+            return self._known[demand]
+        except KeyError:
+            devices = [book.device for book in world.books.values()]
+            refusal = check_demand(demand, devices, world.nodes.values(), self._policy)
+            self._known[demand] = refusal
+            return refusal
+
+
+def _problem(refusal: Refusal, pointer: str) -> Problem:
+    fault = Fault(pointer=pointer, detail=refusal.message, code=refusal.code)
+    return Problem(refusal.code, refusal.message, errors=[fault])

@@ -1,0 +1,1 @@
+"""External leases: ask, renew, release."""

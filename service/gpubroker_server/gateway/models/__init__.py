@@ -1,0 +1,1 @@
+"""Models on Triton servers: list, load, unload, pin."""

@@ -1,0 +1,284 @@
+"""The server's connections with the data plane in front: what is under /v2 never becomes an ASGI request.
+
+Both kinds of requests may come on one connection, one after the other or together; the order of the answers
+is that of the requests. See ADR 96 for what this rests on in uvicorn.
+"""
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any, ClassVar, NamedTuple, cast
+
+from httptools import HttpParserError, HttpParserUpgrade, HttpRequestParser
+from uvicorn._types import ASGI3Application
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
+
+from gpubroker_server.gateway.proxy.aims import is_claimed
+from gpubroker_server.gateway.proxy.exchange import Exchange
+from gpubroker_server.gateway.proxy.plane import Plane, Told, sorted_out
+from gpubroker_server.ports.backends import write_together
+
+WRITE_BUFFER_BYTES = 1024 * 1024
+"""So much of an answer may wait to be taken by the client before the server of models is held up."""
+
+IDLE_SECONDS = 75
+"""Clients of Triton keep connections for later: it never closes one."""
+
+
+class Known(NamedTuple):
+    """A head as it came, and what it means. Most clients ask with the same bytes again and again."""
+
+    head: bytes
+    method: bytes
+    url: bytes
+    told: Told
+
+
+class InferenceConnection(HttpToolsProtocol):
+    plane: ClassVar[Plane]
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._is_claimed: bool | None = None
+        """The request that comes in is under /v2; None: so little of it is there that nobody knows."""
+        self._is_offered = False
+        """And would change the protocol if we did."""
+        self._incoming: Exchange | None = None
+        """Whose request is coming in."""
+        self._current: Exchange | None = None
+        """Whose turn it is to be answered."""
+        self._uncut_bytes = 0
+        """Of a body, that are handed on without being parsed."""
+        self._is_between = True
+        """All that has come was whole requests."""
+        self._heads = 0
+        """That were parsed in one reading."""
+        self._parsed: Known | None = None
+        """The last of them, if its like may go past the parser; where it ends nobody has looked yet."""
+        self._known: Known | None = None
+
+    # What the event loop calls.
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as in uvicorn
+        super().connection_made(transport)
+        transport.set_write_buffer_limits(high=WRITE_BUFFER_BYTES)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if self._current is not None:
+            self._current.on_gone()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        if self._uncut_bytes:
+            self._take_uncut(data)
+            return
+        self._unset_keepalive_if_required()
+        is_first = self._is_between
+        if is_first and self._known is not None and data.startswith(self._known.head):
+            self._ask_again(self._known, data)
+            return
+        self._heads = 0
+        try:
+            self.parser.feed_data(data)
+        except HttpParserError:
+            self.send_400_response("Invalid HTTP request received.")
+        except HttpParserUpgrade as offer:
+            if self._is_claimed:
+                self._decline(data[offer.args[0] :])
+            elif self._should_upgrade():
+                self.handle_websocket_upgrade()
+            else:
+                self._unsupported_upgrade_warning()
+        incoming = self._incoming
+        if incoming is not None:
+            incoming.flush()
+            self._uncut_bytes = incoming.left_bytes or 0
+        elif is_first and self._heads == 1 and self._is_between:
+            self._remember(data)
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        if self._current is not None:
+            self._current.hold_answer()
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        if self._current is not None:
+            self._current.go_on_with_answer()
+
+    # What the parser calls.
+
+    def on_message_begin(self) -> None:
+        self.url = b""
+        self._is_claimed = None
+        self._is_between = False
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if self._is_claimed is None:
+            self._claim()
+        if self._is_claimed:
+            self.headers.append((name, value))  # spelled as they came
+        else:
+            super().on_header(name, value)
+
+    def on_headers_complete(self) -> None:
+        if self._is_claimed is None:
+            self._claim()
+        if not self._is_claimed:
+            super().on_headers_complete()
+            return
+        parser = self.parser
+        self._heads += 1
+        self._is_offered = parser.should_upgrade()
+        is_current = parser.get_http_version() != "1.0"
+        keep_alive = is_current and parser.should_keep_alive()
+        told = sorted_out(self.headers)
+        self._parsed = None
+        if keep_alive and told.body_bytes is not None and not self._is_offered:
+            self._parsed = Known(b"", parser.get_method(), self.url, told)
+        self._take_in(parser.get_method(), self.url, told, keep_alive, is_current)
+
+    def _take_in(self, method: bytes, url: bytes, told: Told, keep_alive: bool, takes_chunks: bool) -> None:
+        """A request has begun, which is answered when its turn comes."""
+        exchange = Exchange(
+            self.plane, self, method, url, told, keep_alive=keep_alive, takes_chunks=takes_chunks
+        )
+        before = cast(RequestResponseCycle | None, self.cycle)
+        cycle = cast(RequestResponseCycle, exchange)
+        self.cycle = cycle
+        self._incoming = exchange
+        if before is None or before.response_complete:
+            self._current = exchange
+            exchange.begin()
+        else:
+            self.flow.pause_reading()
+            self.pipeline.appendleft((cycle, self.app))
+
+    def on_body(self, body: bytes) -> None:
+        if self._incoming is None:
+            super().on_body(body)
+        else:
+            self._incoming.on_request_body(body)
+
+    def on_message_complete(self) -> None:
+        self._is_between = not self._is_offered
+        incoming = self._incoming
+        if incoming is None:
+            super().on_message_complete()
+        elif not self._is_offered:  # or the body is yet to come, which the parser takes for something else
+            self._incoming = None
+            incoming.on_request_end()
+
+    # What uvicorn's part of this calls.
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle | Exchange, app: ASGI3Application) -> None:
+        """The turn of a request has come, that waited behind another one."""
+        if isinstance(cycle, Exchange):
+            self._current = cycle
+            self.loop.call_soon(self._begin, cycle)
+        else:
+            super()._start_asgi_task(cycle, app)
+
+    def _begin(self, exchange: Exchange) -> None:
+        if not self.transport.is_closing():
+            exchange.begin()
+            exchange.flush()
+
+    def send_400_response(self, msg: str) -> None:
+        if self._current is None:
+            super().send_400_response(msg)
+        else:
+            self.cut_off()  # in the middle of another answer it would be taken for a part of that
+
+    # What exchanges call.
+
+    @property
+    def is_full(self) -> bool:
+        return self.flow.write_paused
+
+    def write(self, parts: Sequence[bytes]) -> None:
+        write_together(self.transport, parts)
+
+    def hold_body(self) -> None:
+        self.flow.pause_reading()
+
+    def go_on_with_body(self) -> None:
+        self.flow.resume_reading()
+
+    def on_answered(self, exchange: Exchange) -> None:
+        self._current = None
+        self.timeout_keep_alive = IDLE_SECONDS
+        if not exchange.keep_alive:
+            self.transport.close()
+        self.on_response_complete()
+
+    def cut_off(self) -> None:
+        self.transport.abort()
+
+    def _claim(self) -> None:
+        """The target is complete. What is not ours begins as it would have begun without us."""
+        url = self.url
+        self._is_claimed = is_claimed(url)
+        if self._is_claimed:
+            self.headers = []
+        else:
+            super().on_message_begin()
+            self.url = url
+
+    def _decline(self, rest: bytes) -> None:
+        """The protocol stays as it is: what follows the head is the body, and the next request."""
+        self._is_offered = False
+        incoming = self._incoming
+        assert incoming is not None
+        if incoming.left_bytes is None:
+            self.cut_off()  # chunks would have to be read without the parser; nobody offers that
+            return
+        self._uncut_bytes = incoming.left_bytes
+        self._take_uncut(rest)
+
+    def _take_uncut(self, data: bytes) -> None:
+        """The rest of a body of known length, past the parser, which begins anew after it."""
+        self._unset_keepalive_if_required()
+        incoming = self._incoming
+        assert incoming is not None
+        rest = data[self._uncut_bytes :]
+        mine = data[: self._uncut_bytes] if rest else data
+        self._uncut_bytes -= len(mine)
+        incoming.on_request_body(mine)
+        if self._uncut_bytes:
+            incoming.flush()
+            return
+        if not self._is_between:
+            self.parser = HttpRequestParser(self)
+        self.on_message_complete()
+        if rest:
+            self.data_received(rest)
+
+    def _remember(self, data: bytes) -> None:
+        """The head of this one request, if that is all there is and ends where it should."""
+        parsed = self._parsed
+        if parsed is not None:
+            end = data.find(b"\r\n\r\n") + 4
+            if len(data) == end + (parsed.told.body_bytes or 0):
+                self._known = parsed._replace(head=data[:end])
+
+    def _ask_again(self, known: Known, data: bytes) -> None:
+        """With a head that needs no parsing. The parser, which sees nothing of this, stays between two."""
+        self._take_in(known.method, known.url, known.told, True, True)
+        self._uncut_bytes = known.told.body_bytes or 0
+        rest = data[len(known.head) :]
+        if rest and self._uncut_bytes:
+            self._take_uncut(rest)
+        elif not self._uncut_bytes:
+            self.on_message_complete()
+            if rest:
+                self.data_received(rest)
+
+
+def in_front_of(plane: Plane) -> type[InferenceConnection]:
+    """What uvicorn makes of each connection."""
+
+    class Connection(InferenceConnection):
+        pass
+
+    Connection.plane = plane
+    return Connection

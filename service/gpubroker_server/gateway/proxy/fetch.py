@@ -1,0 +1,77 @@
+"""A request of our own to a server of models, answered as a whole."""
+
+import asyncio
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from gpubroker_server.ports.backends import Answer, Header, ModelBackend, RequestHead, Trouble
+
+
+class Fetched(NamedTuple):
+    status: int
+    headers: Sequence[Header]
+    body: bytes
+
+
+class NotFetched(Exception):
+    def __init__(self, trouble: Trouble, detail: str) -> None:
+        super().__init__(detail)
+        self.trouble = trouble
+
+
+async def fetch(
+    backend: ModelBackend,
+    head: RequestHead,
+    body: bytes = b"",
+    within_seconds: float = 10.0,
+    *,
+    is_check: bool = False,
+) -> Fetched:
+    """Over a connection as clients' requests use them; a check has one though all be in use. Raises
+    NotFetched."""
+    pieces = _Pieces()
+    asking = backend.ask(head._replace(body_bytes=len(body)), pieces, is_check=is_check)
+    try:
+        asking.write(body)
+        asking.end()
+        async with asyncio.timeout(within_seconds):
+            return await pieces.all
+    except TimeoutError:
+        raise NotFetched(Trouble.SILENT, f"nothing came for {within_seconds:g} s") from None
+    finally:
+        asking.cancel()
+
+
+def get(path: bytes) -> RequestHead:
+    return RequestHead(b"GET", path, (), 0)
+
+
+class _Pieces(Answer):
+    def __init__(self) -> None:
+        self.all: asyncio.Future[Fetched] = asyncio.get_running_loop().create_future()
+        self._status = 0
+        self._headers: Sequence[Header] = ()
+        self._body: list[bytes] = []
+
+    def on_head(self, status: int, headers: Sequence[Header], body_bytes: int | None) -> None:  # noqa: ARG002  # it is counted as it comes
+        self._status, self._headers = status, headers
+
+    def on_body(self, data: bytes) -> None:
+        self._body.append(data)
+
+    def on_end(self) -> None:
+        if not self.all.done():
+            self.all.set_result(Fetched(self._status, self._headers, b"".join(self._body)))
+
+    def on_pause(self) -> None:
+        pass
+
+    def on_trouble(self, trouble: Trouble, detail: str) -> None:
+        if not self.all.done():
+            self.all.set_exception(NotFetched(trouble, detail))
+
+    def hold_body(self) -> None:
+        pass
+
+    def go_on_with_body(self) -> None:
+        pass

@@ -1,0 +1,121 @@
+"""What the data plane says itself, in Triton's form: clients of Triton look for `error`, ours for `code`."""
+
+from collections.abc import Mapping
+from math import ceil
+
+from pydantic_core import to_json
+
+from gpubroker_server.core.serving.lane import Full, Outlook
+from gpubroker_server.gateway.http.problems import Problem, headers_of
+from gpubroker_server.ports.backends import Header, Trouble
+
+_CODES = {
+    Trouble.UNREACHABLE: "model-server-unavailable",
+    Trouble.BUSY: "model-server-busy",
+    Trouble.BROKEN: "model-server-failed",
+    Trouble.SILENT: "model-server-silent",
+    Trouble.TOO_LARGE: "headers-too-large",
+}
+
+_WORDS = {
+    Trouble.UNREACHABLE: "Triton server {server} cannot be reached and was sent nothing: {detail}; try again",
+    Trouble.BUSY: "Triton server {server} is busy and nothing was sent: {detail}; send it again later",
+    Trouble.BROKEN: "Triton server {server} broke off and may have done it: {detail}",
+    Trouble.SILENT: "Triton server {server} gave no answer and may still do it: {detail}",
+    Trouble.TOO_LARGE: "{detail}; send fewer or shorter headers",
+}
+
+
+def problem_of(trouble: Trouble, server: str, detail: str) -> Problem:
+    return Problem(_CODES[trouble], _WORDS[trouble].format(server=server, detail=detail))
+
+
+def no_shared_memory() -> Problem:
+    """In Triton's own words, which clients know."""
+    return Problem(
+        "shared-memory-disabled",
+        "Client shared memory is disabled. Start the server with '--allow-client-shm=true' to enable.",
+    )
+
+
+def no_files() -> Problem:
+    return Problem(
+        "load-files-disabled",
+        "this load brings files (parameters that begin with file:), or cannot be read; a file may be code, "
+        "which would run as Triton's user; put it into the model repository, or have the operator set "
+        "triton.load_files",
+    )
+
+
+class NoTurn(Problem):
+    """A request gets no slot of its model now; when it might is told with it."""
+
+    def __init__(self, code: str, detail: str, outlook: Outlook) -> None:
+        eta = None if outlook.eta_seconds is None else round(outlook.eta_seconds, 3)
+        self.facts: Mapping[str, float | None] = {
+            "queue_position": outlook.position,
+            "queue_eta_seconds": eta,
+        }
+        headers = {"x-queue-position": str(outlook.position), "Retry-After": str(max(1, ceil(eta or 0)))}
+        if eta is not None:
+            headers["x-queue-eta-seconds"] = str(eta)
+        super().__init__(code, detail, headers=headers)
+
+
+def queue_full(full: Full, tenant: str) -> NoTurn:
+    if full.is_share:
+        return NoTurn(
+            "model-queue-share",
+            f'tenant "{tenant}" has all the waiting places it may have at this model; send less at once, or '
+            "have the operator raise triton.waiting or triton.tenant_share",
+            full.outlook,
+        )
+    return NoTurn(
+        "model-queue-full",
+        "all waiting places of this model are taken by requests that are no less important; come again "
+        "later, or have the operator raise triton.waiting",
+        full.outlook,
+    )
+
+
+def displaced(outlook: Outlook) -> NoTurn:
+    return NoTurn(
+        "model-queue-full",
+        "all waiting places of this model are taken, and a more important request took the place of this "
+        "one, of which nothing was sent; come again later",
+        outlook,
+    )
+
+
+def queue_timeout(outlook: Outlook, seconds: float) -> NoTurn:
+    return NoTurn(
+        "model-queue-timeout",
+        f"the request waited {seconds:.1f} s for its turn at this model, as long as it may, and nothing was "
+        "sent; come again later, or allow more by x-timeout-seconds, up to the operator's "
+        "triton.queue_seconds",
+        outlook,
+    )
+
+
+def bad_header(name: str, found: str, remedy: str) -> Problem:
+    return Problem("header-invalid", f'the header {name} is "{found[:40]}"; {remedy}')
+
+
+def our_mistake(request_id: str) -> Problem:
+    return Problem("internal-error", f"the service made a mistake; its log has more under {request_id}")
+
+
+def rendered(problem: Problem, request_id: str) -> tuple[int, list[Header], bytes]:
+    """Status, headers and body."""
+    kind = problem.kind
+    body = to_json(
+        {
+            "error": problem.detail,
+            "code": problem.code,
+            "request_id": request_id,
+            "retryable": kind.retryable,
+            **(problem.facts if isinstance(problem, NoTurn) else {}),
+        }
+    )
+    headers = {"Content-Type": "application/json", **headers_of(problem)}
+    return kind.status, [(name.encode(), value.encode()) for name, value in headers.items()], body

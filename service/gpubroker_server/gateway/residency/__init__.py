@@ -1,0 +1,1 @@
+"""Which models are in memory, and asking the leader to load one."""

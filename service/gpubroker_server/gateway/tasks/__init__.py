@@ -1,0 +1,1 @@
+"""Tasks: submit, list, read, change, cancel, wait, result."""

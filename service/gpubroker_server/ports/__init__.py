@@ -1,0 +1,1 @@
+"""The doors to the world as Protocols, one file per door."""

@@ -1,0 +1,1 @@
+"""Every setting once; the only reader of files, environment and flags."""

@@ -1,0 +1,323 @@
+"""Every knob of the service, once. The only reader of configuration files, environment and flags.
+
+Order, later wins: defaults, the file given by `--config` (or GPUBROKER_CONFIG), `<file>.local` beside it,
+environment (`GPUBROKER_PORT`, `GPUBROKER_RAY__SPARES`), flags.
+"""
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Annotated, Any, Final, Literal, get_args
+
+import yaml
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    Field,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
+from pydantic_core import ErrorDetails
+from pydantic_settings import (
+    BaseSettings,
+    InitSettingsSource,
+    NoDecode,
+    PydanticBaseSettingsSource,
+    SettingsConfigDict,
+)
+
+from gpubroker_server.settings.sections import (
+    DefaultSettings,
+    Kinds,
+    LimitSettings,
+    ModelTypeSettings,
+    PolicySettings,
+    PoolSettings,
+    RaySettings,
+    RetentionSettings,
+    Section,
+    SimulatedDevice,
+    Words,
+    comma_separated,
+    over_the_shipped,
+)
+from gpubroker_server.settings.triton import TritonSettings
+
+LOOPBACK = frozenset({"127.0.0.1", "::1", "localhost"})
+
+
+class SettingsRefused(Exception):
+    """The configuration is wrong; the text names each setting, its value and what to do."""
+
+
+def default_data_dir() -> Path:
+    """Where the service keeps its database, blobs and tokens: the place the CLI looks in, too."""
+    if given := os.environ.get("GPUBROKER_DATA_DIR"):
+        return Path(given)
+    state = os.environ.get("XDG_STATE_HOME") or str(Path.home() / ".local" / "state")
+    return Path(state) / "gpubroker"
+
+
+class Settings(BaseSettings):
+    model_config = SettingsConfigDict(
+        env_prefix="GPUBROKER_",
+        env_nested_delimiter="__",
+        extra="forbid",
+        frozen=True,
+    )
+
+    data_dir: Path = Field(default_factory=default_data_dir)
+    """Database, blobs, tokens and state files; created with mode 0700."""
+    database_url: str = ""
+    """`sqlite:///path` or `postgresql://user@host/name`; empty: gpubroker.db in the data directory."""
+    database_notify: bool = True
+    """Processes on one PostgreSQL wake each other with NOTIFY. Off, for a pooler that pools by transaction:
+    they find out by asking, and keep nothing in a session."""
+    blob_dir: Path | None = None
+    """Large arguments, results and checkpoints; empty: `blobs` in the data directory. Processes on one
+    database share it."""
+    host: str = "127.0.0.1"
+    port: Annotated[int, Field(ge=0, le=65535)] = 8470
+    """0 takes a free port."""
+    allowed_hosts: Words = []
+    """Names, besides loopback ones, under which clients may address the service (its Host check)."""
+    entrypoints: Words = []
+    """Patterns of `module:function` that tasks may name, such as `myteam.training:*` (here `*` is no dot)."""
+    task_path: Annotated[list[Path], NoDecode, BeforeValidator(comma_separated)] = []
+    """Directories from which tasks import their modules; empty: where the service was started."""
+    engine: Literal["ray", "simulated"] = "ray"
+    """`simulated` runs nothing: a task only waits `kwargs.seconds` on a node that exists in memory."""
+    task_user: str = ""
+    """System user that tasks run as when the service runs as root; it must exist on every node."""
+    device_reserve_mb: Annotated[int, Field(ge=0)] = 0
+    """MiB of each device that are never leased."""
+    declared_foreign_mb: dict[str, Annotated[int, Field(ge=0)]] = {}
+    """MiB of each GPU that processes outside this service use, by node or by kind of GPU; a node's wins."""
+    simulated_devices: list[SimulatedDevice] = []
+    """Instead of the GPUs found by NVML."""
+    drain_seconds: Annotated[float, Field(ge=2, le=3600)] = 20.0
+    """So long after SIGTERM the process has ended, whatever it waits for."""
+    drain_notice_seconds: Annotated[float, Field(ge=0)] = 0.0
+    """So long of it requests are still taken, while /readyz sends those who look there elsewhere."""
+    log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = "INFO"
+    log_format: Literal["console", "json"] = "console"
+    ray: RaySettings = RaySettings()
+    policy: PolicySettings = PolicySettings()
+    limits: LimitSettings = LimitSettings()
+    retention: RetentionSettings = RetentionSettings()
+    triton: TritonSettings = TritonSettings()
+    defaults: DefaultSettings = DefaultSettings()
+    kinds: Annotated[Kinds, BeforeValidator(over_the_shipped), Field(validate_default=True)] = {}
+    """Ranks of kinds of GPU, and what a process costs there, over those that are shipped."""
+    node_labels: dict[str, dict[str, str]] = {}
+    """Labels by name of the node, which tasks may ask for."""
+    pools: dict[str, PoolSettings] = {}
+    """Parts of the cluster, by the names that tasks use."""
+    model_types: dict[str, ModelTypeSettings] = {}
+    """Defaults by `model_type`; they win over `defaults`."""
+
+    @field_validator("data_dir", "blob_dir")
+    @classmethod
+    def _home_is_expanded(cls, path: Path | None) -> Path | None:
+        return None if path is None else path.expanduser()
+
+    @field_validator("entrypoints")
+    @classmethod
+    def _patterns_name_functions(cls, patterns: list[str]) -> list[str]:
+        for pattern in patterns:
+            if pattern.count(":") != 1:
+                raise ValueError(f"{pattern!r} is no entrypoint pattern; write module:function or module:*")
+        return patterns
+
+    @model_validator(mode="after")
+    def _bind_rule(self) -> "Settings":
+        if self.host not in LOOPBACK and not self.allowed_hosts:
+            raise ValueError(
+                f"host {self.host!r} is reachable from other machines; name the host names clients use "
+                "in allowed_hosts (and put TLS in front), or bind 127.0.0.1"
+            )
+        host, _, port = self.ray.address.rpartition(":")
+        if self.ray.address and (not host or "//" in host or not port.isdigit()):
+            raise ValueError(
+                f"ray.address {self.ray.address!r} is not the address of a Ray head; give host:6379 (not the "
+                "ray:// address of a client server)"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _answers_fit_into_the_end(self) -> "Settings":
+        if self.drain_notice_seconds > self.drain_seconds - 2:
+            raise ValueError(
+                f"drain_notice_seconds ({self.drain_notice_seconds:g}) leaves no time for answers; it must "
+                f"be at least 2 less than drain_seconds ({self.drain_seconds:g})"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _know_what_pools_share(self) -> "Settings":
+        for name, pool in self.pools.items():
+            for resource in sorted(pool.custom.keys() - self.policy.custom_limits.keys()):
+                raise ValueError(
+                    f"pools.{name}.custom names {resource!r}, which nobody offers; say how much there is of "
+                    "it in policy.custom_limits"
+                )
+        return self
+
+    @property
+    def objects(self) -> Path:
+        return self.blob_dir or self.data_dir / "blobs"
+
+    @property
+    def database(self) -> str:
+        return self.database_url or f"sqlite:///{self.data_dir / 'gpubroker.db'}"
+
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,
+        file_secret_settings: PydanticBaseSettingsSource,
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        """Flags win over environment, environment over the files handed in as `_files`."""
+        flags = dict(init_settings())
+        files = flags.pop("_files", {})
+        return (
+            InitSettingsSource(settings_cls, init_kwargs=flags),
+            env_settings,
+            InitSettingsSource(settings_cls, init_kwargs=files),
+        )
+
+
+def load_settings(config: Path | None = None, **flags: Any) -> Settings:
+    """Read all sources. Flags that are None count as not given. Raises SettingsRefused."""
+    given = {name: value for name, value in flags.items() if value is not None}
+    named = config or (Path(path) if (path := os.environ.get("GPUBROKER_CONFIG")) else None)
+    files = _read_files(named)
+    merged: dict[str, Any] = {}
+    for tree in files.values():
+        merged = _merge(merged, tree)
+    wrong = list(_misspelled_variables())
+    try:
+        settings = Settings(_files=merged, **given)  # type: ignore[call-arg]  # see the sources above
+    except ValidationError as refused:
+        wrong += [_told(fault, _origin(fault["loc"], given, files)) for fault in refused.errors()]
+    if wrong:
+        lines = "".join(f"\n  {line}" for line in wrong)
+        raise SettingsRefused(f"wrong settings:{lines}\nevery setting is in config.example.yaml")
+    return settings
+
+
+def _told(fault: ErrorDetails, origin: str) -> str:
+    """One fault in words: which setting, what is wrong with it, what was found, and where."""
+    path, found = fault["loc"], fault["input"]
+    said = fault["msg"].removeprefix("Value error, ").removeprefix("Input ")
+    match fault["type"]:
+        case "extra_forbidden":
+            said = f"there is no such setting{_remedy(str(path[-1]), _section_at(path[:-1]))}"
+        case "missing":
+            said = "is required"
+        case "model_type":
+            said = f"should hold settings by name; found {found!r}"
+        case "value_error":
+            pass  # our own words, which name what was found
+        case "int_parsing" | "int_type" if str(path[-1]).endswith("_mb"):
+            said = f"should be a number of MiB, as 40960 for 40 GiB; found {found!r}"
+        case _:
+            said = f"{said}; found {found!r}"
+    name = ".".join(str(part) for part in path)
+    return (f"{name}: " if name else "") + said + (f" (in {origin})" if origin else "")
+
+
+def _section_at(path: Sequence[int | str]) -> type[BaseModel]:
+    section: type[BaseModel] = Settings
+    for part in path:  # names of ours, and the operator's own names of things of one section
+        if part in section.model_fields:
+            section = next(_sections_in(section.model_fields[str(part)].annotation), section)
+    return section
+
+
+def _sections_in(annotation: Any) -> Iterator[type[BaseModel]]:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        yield annotation
+    for inner in get_args(annotation):
+        yield from _sections_in(inner)
+
+
+def _remedy(name: str, section: type[BaseModel]) -> str:
+    """The same setting in the section where it belongs, or the nearest one of this section."""
+    for inner, field in section.model_fields.items():
+        home = field.annotation
+        if isinstance(home, type) and issubclass(home, Section) and name in home.model_fields:
+            return f'; did you mean "{inner}.{name}"?'
+    near = get_close_matches(name, section.model_fields, n=1)
+    return f'; did you mean "{near[0]}"?' if near else f"; known are {', '.join(section.model_fields)}"
+
+
+def _origin(path: Sequence[int | str], flags: Mapping[str, Any], files: dict[str, Any]) -> str:
+    """Where a setting's value came from: the flag, the variable or the file; empty if none holds it."""
+    if not path:
+        return ""
+    if path[0] in flags:
+        return f"--{path[0]}".replace("_", "-")
+    for length in range(len(path), 0, -1):
+        variable = _PREFIX + "__".join(str(part) for part in path[:length]).upper()
+        if variable in os.environ:
+            return variable
+    return next((file for file, tree in reversed(files.items()) if _holds(tree, path[:2])), "")
+
+
+def _holds(tree: Any, path: Sequence[int | str]) -> bool:
+    for part in path:
+        if isinstance(tree, dict):
+            if part not in tree:
+                return False
+            tree = tree[part]
+    return True
+
+
+def _misspelled_variables() -> Iterator[str]:
+    """Variables that nobody reads and that look like one of ours; others may belong to somebody else."""
+    for variable in os.environ:
+        name = variable.removeprefix(_PREFIX).lower()
+        if variable.startswith(_PREFIX) and "__" not in name and name not in _VARIABLES:
+            for meant in get_close_matches(name, _VARIABLES, n=1, cutoff=0.8):
+                yield f"{variable}: there is no such variable; did you mean {_PREFIX}{meant.upper()}?"
+
+
+_PREFIX: Final = "GPUBROKER_"
+_VARIABLES: Final = (*Settings.model_fields, "config", "url", "token")
+"""Names of ours behind the prefix: the settings, the file that holds them, and what clients read."""
+
+
+def _read_files(config: Path | None) -> dict[str, dict[str, Any]]:
+    """What each file says, by its path; later ones win."""
+    if config is None:
+        return {}
+    local = config.with_name(config.name + ".local")
+    return {str(path): _read_yaml(path) for path in (config, local) if path == config or path.exists()}
+
+
+def _read_yaml(path: Path) -> dict[str, Any]:
+    try:
+        read = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise SettingsRefused(f"cannot read {path}: {error.strerror}; name another with --config") from None
+    except yaml.YAMLError as error:
+        raise SettingsRefused(f"{path} is not YAML: {error}") from None
+    if read is None:
+        return {}
+    if not isinstance(read, dict):
+        raise SettingsRefused(f"{path} must hold settings by name, as config.example.yaml does")
+    return read
+
+
+def _merge(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
+    merged = dict(below)
+    for name, value in above.items():
+        known = merged.get(name)
+        merged[name] = _merge(known, value) if isinstance(known, dict) and isinstance(value, dict) else value
+    return merged

@@ -1,0 +1,1 @@
+"""Names of metrics and log fields, and how they are counted and written."""

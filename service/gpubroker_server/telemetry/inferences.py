@@ -1,0 +1,43 @@
+"""Figures of queued inferences, read at scrape. No model is a label: clients make up their names."""
+
+from collections.abc import Iterator, Mapping
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
+from prometheus_client.metrics_core import Metric
+
+from gpubroker_server.core.domain.task import TERMINAL
+from gpubroker_server.core.planning.inference_admission import waiting
+from gpubroker_server.core.world.answered_inferences import WAIT_BOUNDS
+from gpubroker_server.core.world.world import World
+
+_WAITING, _RUNNING = "gpubroker_inferences_waiting", "gpubroker_inferences_running"
+_FINISHED = "gpubroker_inferences_finished"
+WAIT_SECONDS = "gpubroker_inference_wait_seconds"
+
+GAUGES: Mapping[str, tuple[str, tuple[str, ...]]] = {
+    _WAITING: ("Queued inferences that wait for their model, or for their turn at it.", ()),
+    _RUNNING: ("Queued inferences that a model is being asked.", ()),
+}
+COUNTERS: Mapping[str, tuple[str, tuple[str, ...]]] = {
+    _FINISHED: ("Queued inferences that ended since this process began.", ("state",)),
+}
+
+
+def inference_metrics(world: World) -> Iterator[Metric]:
+    answered = world.homes.answered
+    queued = sum(len(group) for groups in waiting(world).values() for group in groups)
+    asked = sum(len(world.homes.asking(model)) for model in world.homes.asked())
+    for name, value in ((_WAITING, queued), (_RUNNING, asked)):
+        yield GaugeMetricFamily(name, GAUGES[name][0], value=value)
+    told, labels = COUNTERS[_FINISHED]
+    finished = CounterMetricFamily(_FINISHED, told, labels=labels)
+    for state in sorted(TERMINAL):
+        finished.add_metric((state.value,), answered.ended[state])
+    yield finished
+    buckets = list(zip([*map(str, WAIT_BOUNDS), "+Inf"], answered.waits(), strict=True))
+    yield HistogramMetricFamily(
+        WAIT_SECONDS,
+        "How long queued inferences waited until a model was asked them first.",
+        buckets=buckets,
+        sum_value=answered.waited_seconds,
+    )

@@ -1,0 +1,394 @@
+"""Names of metrics, labels and log fields: one table. Some are counted here, the rest is read at scrape."""
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from heapq import nlargest
+from importlib.metadata import version
+from typing import NamedTuple
+
+from prometheus_client import CollectorRegistry
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
+
+from gpubroker_server.core.domain.estimates import What
+from gpubroker_server.core.domain.leader_term import Standing
+from gpubroker_server.core.domain.lease import LeaseState
+from gpubroker_server.core.domain.policy import Policy, band_of
+from gpubroker_server.core.domain.task import TERMINAL, TaskState
+from gpubroker_server.core.domain.units import Instant
+from gpubroker_server.core.lifecycle.model_measurement import size_records
+from gpubroker_server.core.lifecycle.silent_nodes import Paused
+from gpubroker_server.core.planning.backfill import Basis
+from gpubroker_server.core.planning.forecast_accuracy import topic_of
+from gpubroker_server.core.planning.fragmentation import Fragmentation, Scattered
+from gpubroker_server.core.world.ledger import Book
+from gpubroker_server.core.world.world import World
+from gpubroker_server.ports.store import HeldBack
+from gpubroker_server.telemetry.durations import DurationCollector
+from gpubroker_server.telemetry.inferences import COUNTERS as OF_INFERENCES
+from gpubroker_server.telemetry.inferences import GAUGES as ABOUT_INFERENCES
+from gpubroker_server.telemetry.inferences import inference_metrics
+
+_RELEASE = version("gpubroker-server")
+
+LOG_FIELDS: Mapping[str, str] = {
+    "request": "id of the HTTP request, as in the Request-Id header",
+    "path": "path of the HTTP request",
+    "task": "id of the task",
+    "sequence": "number of a checkpoint within its run",
+    "digest": "sha256 of an object's bytes",
+    "expected": "the digest that was announced",
+    "found": "the digest of the bytes that came",
+    "term": "number of the unbroken spell of leadership",
+    "reports": "how many reports of node agents",
+    "subject": "task or node that a decision is about",
+    "why": "stable token of a decision's reason",
+    "node": "name of the node",
+    "processes": "how many processes",
+    "waiting": "how many tasks wait for the same",
+    "gpus": "how many GPUs are asked for",
+    "need_mb": "what is needed on each GPU, in MiB",
+    "free_mb": "what is free on all GPUs that could be used, in MiB",
+    "largest_mb": "the largest piece of that",
+    "server": "name of a Triton server, as configured",
+    "way": "the protocol in which a server is asked",
+    "model": "name of a model, as its server knows it",
+    "runner": "name of a process that runs tasks, as Ray knows it",
+    "job": "what a node agent is at",
+    "fault": "what went wrong, as text",
+}
+"""Fields that structured log lines carry, always by these names."""
+
+_MIB = 1024 * 1024
+_GPU = ("gpu", "UUID", "hostname")
+"""Spelled as dcgm-exporter spells them, so that both join on UUID without relabelling."""
+
+_TENANT = ("tenant",)
+MOST_TENANTS = 100
+"""Of so many, those that hold most, there are metrics; all are in GET /tenants."""
+
+GAUGES: Mapping[str, tuple[str, tuple[str, ...]]] = {
+    "gpubroker_build_info": ("Always 1; what runs here.", ("version",)),
+    "gpubroker_tasks": ("Tasks that are not finished.", ("state", "band")),
+    "gpubroker_pending_tasks": ("Pending tasks by the reason that is told without planning.", ("reason",)),
+    "gpubroker_node_ready": ("1 if the node's agent has answered the leader, else 0.", ("hostname",)),
+    "gpubroker_silent_nodes": (
+        "Nodes that are silent and are not given up, because too many fell silent at once.",
+        (),
+    ),
+    "gpubroker_gpu_info": ("Always 1; what each device is.", (*_GPU, "modelName")),
+    "gpubroker_gpu_memory_capacity_bytes": ("Physical memory of the device.", _GPU),
+    "gpubroker_gpu_memory_leased_bytes": ("Memory that holders have a right to.", _GPU),
+    "gpubroker_gpu_memory_quarantined_bytes": ("Leased to holders not confirmed gone.", _GPU),
+    "gpubroker_gpu_memory_used_bytes": ("Memory in use, as last measured.", _GPU),
+    "gpubroker_gpu_memory_overused_bytes": ("Memory that runs use beyond their leases.", _GPU),
+    "gpubroker_gpu_memory_foreign_bytes": ("Memory in use that no lease explains.", _GPU),
+    "gpubroker_gpu_memory_free_bytes": ("Memory that a task without a pledge could take now.", _GPU),
+    "gpubroker_gpu_memory_stranded_bytes": ("Free memory that the usual demands cannot use.", _GPU),
+    "gpubroker_gpu_memory_scattered": (
+        "Tasks that wait though what they ask for, more often than anything else, is free in pieces.",
+        (),
+    ),
+    "gpubroker_gpu_utilization_ratio": ("Share of time the device computed, as last measured.", _GPU),
+    "gpubroker_tenant_held_bytes": ("GPU memory that the tenant holds, until it is confirmed free.", _TENANT),
+    "gpubroker_tenant_guaranteed_bytes": ("GPU memory that the tenant is guaranteed.", _TENANT),
+    "gpubroker_tenant_usage_byte_seconds": ("Memory held, times how long, fading.", _TENANT),
+    "gpubroker_event_log_position": ("Position of the last event this process has applied.", ()),
+    "gpubroker_forecast_error_seconds": (
+        "From the start that a task was foretold first to its start, in the median, by what that rested on.",
+        ("basis",),
+    ),
+    "gpubroker_forecast_within_p90_ratio": (
+        "Share of the tasks foretold that started by the p90; 0.9 is right.",
+        ("basis",),
+    ),
+    "gpubroker_world_age_seconds": ("Seconds since the picture was last known to be current.", ()),
+    "gpubroker_database_oldest_transaction_seconds": ("Age of the database's oldest transaction.", ()),
+    "gpubroker_database_oldest_slot_transactions": (
+        "Transactions since the oldest that a replication slot keeps rows for.",
+        (),
+    ),
+    "gpubroker_model_server_up": (
+        "1 if a server of models is asked, 0 while it failed several times in a row.",
+        ("server", "protocol"),
+    ),
+    "gpubroker_model_server_requests_in_flight": ("Requests sent to it that are not over.", ("server",)),
+    "gpubroker_model_size_ratio": ("Leased for models to measured of them, in the median.", ("server",)),
+    "gpubroker_model_size_enough_ratio": ("Share of models with no more measured than leased.", ("server",)),
+    "gpubroker_model_slots": ("So many requests a model is asked at once.", ("model",)),
+    "gpubroker_model_requests_in_flight": ("Requests that have one of these slots.", ("model",)),
+    "gpubroker_model_requests_waiting": ("Requests that wait for one.", ("model",)),
+    **ABOUT_INFERENCES,
+    "gpubroker_is_leader": ("1 if this process leads, else 0.", ()),
+    "gpubroker_leader_term": ("Term of the leader in this process; absent if it does not lead.", ()),
+    "gpubroker_leader_lease_seconds": (
+        "So long this process leads without another renewal; absent if it does not lead.",
+        (),
+    ),
+}
+COUNTERS: Mapping[str, tuple[str, tuple[str, ...]]] = {
+    "gpubroker_tasks_finished": ("Tasks that ever finished; survives pruning.", ("state",)),
+    **OF_INFERENCES,
+    "gpubroker_leader_takeovers": ("How often this process began to lead.", ()),
+    "gpubroker_model_server_faults": (
+        "How often it was not there, broke off, or said nothing.",
+        ("server", "protocol"),
+    ),
+    "gpubroker_model_server_requests_passed_on": (
+        "Requests that went to another server when it failed.",
+        ("server",),
+    ),
+}
+REQUEST_SECONDS = "gpubroker_http_request_duration_seconds"
+WAIT_SECONDS = "gpubroker_model_wait_seconds"
+CALL_SECONDS = "gpubroker_grpc_call_duration_seconds"
+LaneRow = tuple[str, int, int, int]
+"""Model, its slots, requests that have one, requests that wait."""
+
+
+class ServerRow(NamedTuple):
+    """Of one server of models, in the protocols in which it is asked."""
+
+    name: str
+    ways: Sequence[tuple[str, bool, int]]
+    """Protocol, whether it is asked, its faults."""
+    in_flight: int
+    passed_on: int
+
+
+_METHODS = frozenset({"GET", "POST", "PATCH", "DELETE", "PUT", "HEAD", "OPTIONS"})
+
+
+@dataclass(frozen=True, slots=True)
+class Sources:
+    """Where the figures come from that are read at scrape."""
+
+    world: World
+    age_seconds: Callable[[], float]
+    standing: Callable[[], Standing]
+    policy: Policy
+    now: Callable[[], Instant]
+    fragmentation: Callable[[], tuple[Fragmentation, Scattered | None]]
+    paused: Callable[[], Paused | None]
+
+
+class Telemetry:
+    """One registry per app, so that two apps in one process never mix their figures."""
+
+    def __init__(self, sources: Sources) -> None:
+        self.registry = CollectorRegistry()
+        self._world = WorldCollector(sources)
+        self.registry.register(self._world)
+        requests = DurationCollector(
+            REQUEST_SECONDS, "Time to answer, by route template.", ("method", "route", "status")
+        )
+        calls = DurationCollector(CALL_SECONDS, "Time to the end of a call over gRPC.", ("method", "code"))
+        waits = DurationCollector(WAIT_SECONDS, "How long requests waited, that had to, for a slot.", ())
+        for histogram in (requests, calls, waits):
+            self.registry.register(histogram)
+        self._note_request, self._note_call, self._note_wait = requests.note, calls.note, waits.note
+
+    def note_held_back(self, held_back: HeldBack | None) -> None:
+        """Before a scrape, whose own reading waits for nothing."""
+        self._world.held_back = held_back
+
+    def on_request(self, method: str, route: str, status: int, seconds: float) -> None:
+        self._note_request((method if method in _METHODS else "other", route, status), seconds)
+
+    def on_call(self, method: str, code: str, seconds: float) -> None:
+        self._note_call((method, code), seconds)
+
+    def on_waited(self, seconds: float) -> None:
+        self._note_wait((), seconds)
+
+    def show_lanes(self, read: Callable[[], Iterable[LaneRow]]) -> None:
+        self.registry.register(LaneCollector(read))
+
+    def show_servers(self, read: Callable[[], Iterable[ServerRow]]) -> None:
+        self.registry.register(ServerCollector(read))
+
+
+class LaneCollector(Collector):
+    """Of models that nobody asks nothing is told: clients make up their names."""
+
+    def __init__(self, read: Callable[[], Iterable[LaneRow]]) -> None:
+        self._read = read
+
+    def collect(self) -> Iterable[Metric]:
+        rows = list(self._read())
+        for index, name in enumerate(("slots", "requests_in_flight", "requests_waiting"), 1):
+            yield _gauge(f"gpubroker_model_{name}", [((row[0],), float(row[index])) for row in rows])
+
+
+class ServerCollector(Collector):
+    """Of servers of models."""
+
+    def __init__(self, read: Callable[[], Iterable[ServerRow]]) -> None:
+        self._read = read
+
+    def collect(self) -> Iterable[Metric]:
+        rows = list(self._read())
+        ways = [(row.name, *way) for row in rows for way in row.ways]
+        yield _gauge("gpubroker_model_server_up", [((name, way), up) for name, way, up, _ in ways])
+        in_flight = [((row.name,), float(row.in_flight)) for row in rows]
+        yield _gauge("gpubroker_model_server_requests_in_flight", in_flight)
+        faults = [((name, way), float(faults)) for name, way, _, faults in ways]
+        yield _counter("gpubroker_model_server_faults", faults)
+        passed_on = [((row.name,), float(row.passed_on)) for row in rows]
+        yield _counter("gpubroker_model_server_requests_passed_on", passed_on)
+
+
+class WorldCollector(Collector):
+    """Reads the ledger when asked. Costs what is held and active, not what is queued. No task is a label."""
+
+    def __init__(self, sources: Sources) -> None:
+        self._sources = sources
+        self.held_back: HeldBack | None = None
+
+    def collect(self) -> Iterable[Metric]:
+        sources = self._sources
+        yield _gauge("gpubroker_build_info", [((_RELEASE,), 1)])
+        yield from _task_metrics(sources.world)
+        nodes = sources.world.nodes.values()
+        yield _gauge("gpubroker_node_ready", [((node.name,), node.ready) for node in nodes])
+        if sources.standing().term is not None:
+            paused = sources.paused()
+            yield _gauge("gpubroker_silent_nodes", [((), 0 if paused is None else len(paused.nodes))])
+        yield from _device_metrics(sources.world)
+        yield from _fragmentation_metrics(sources.world, *sources.fragmentation())
+        yield from _tenant_metrics(sources)
+        yield from _forecast_metrics(sources.world)
+        yield from inference_metrics(sources.world)
+        sizes = size_records(sources.world)
+        yield _gauge("gpubroker_model_size_ratio", [((of.server,), of.ratio) for of in sizes])
+        yield _gauge("gpubroker_model_size_enough_ratio", [((of.server,), of.enough) for of in sizes])
+        yield _gauge("gpubroker_event_log_position", [((), sources.world.position)])
+        yield _gauge("gpubroker_world_age_seconds", [((), sources.age_seconds())])
+        known = [] if self.held_back is None else [self.held_back]
+        yield _gauge(
+            "gpubroker_database_oldest_transaction_seconds", [((), it.transaction_seconds) for it in known]
+        )
+        yield _gauge(
+            "gpubroker_database_oldest_slot_transactions", [((), it.slot_transactions) for it in known]
+        )
+        yield from _leader_metrics(sources.standing())
+
+
+def _gauge(name: str, samples: Iterable[tuple[tuple[str, ...], float]]) -> Metric:
+    about, labels = GAUGES[name]
+    family = GaugeMetricFamily(name, about, labels=labels)
+    for values, value in samples:
+        family.add_metric(values, value)
+    return family
+
+
+def _counter(name: str, samples: Iterable[tuple[tuple[str, ...], float]]) -> Metric:
+    about, labels = COUNTERS[name]
+    family = CounterMetricFamily(name, about, labels=labels)
+    for values, value in samples:
+        family.add_metric(values, value)
+    return family
+
+
+def _leader_metrics(standing: Standing) -> Iterator[Metric]:
+    leads = standing.term is not None
+    yield _gauge("gpubroker_is_leader", [((), leads)])
+    yield _gauge("gpubroker_leader_term", [((), standing.term)] if standing.term is not None else [])
+    yield _gauge("gpubroker_leader_lease_seconds", [((), standing.seconds_left)] if leads else [])
+    yield _counter("gpubroker_leader_takeovers", [((), standing.takeovers)])
+
+
+def _task_metrics(world: World) -> Iterator[Metric]:
+    queue = world.queue
+    waiting: Counter[int] = Counter()
+    for (_tenant, priority, *_alike), group in queue.groups.items():
+        waiting[priority] += len(group)
+    live: Counter[tuple[str, str]] = Counter()
+    for priority, count in waiting.items():
+        live[TaskState.PENDING.value, band_of(priority)[0]] += count
+    for task in (*queue.held, *queue.awaiting, *queue.delayed, *world.active):
+        row = world.tasks[task]
+        live[row.state.value, band_of(row.priority)[0]] += 1
+    yield _gauge("gpubroker_tasks", live.items())
+    reasons = {
+        "Held": len(queue.held),
+        "DependencyPending": len(queue.awaiting),
+        "NotBefore": len(queue.delayed),
+        "Queued": waiting.total(),
+    }
+    yield _gauge("gpubroker_pending_tasks", [((reason,), count) for reason, count in reasons.items()])
+    finished: Counter[str] = Counter()
+    for (_tenant, state), count in world.finished.items():
+        finished[state.value] += count
+    yield _counter(
+        "gpubroker_tasks_finished", [((state.value,), finished[state.value]) for state in sorted(TERMINAL)]
+    )
+
+
+def _forecast_metrics(world: World) -> Iterator[Metric]:
+    """Of each basis of which anything is known."""
+    errors = ((basis, world.learned.sketch(topic_of(basis, What.START_ERROR))) for basis in Basis)
+    medians = [((basis.value,), median) for basis, e in errors if (median := e.quantile(0.5)) is not None]
+    shares = ((basis, world.learned.sketch(topic_of(basis, What.START_SHARE))) for basis in Basis)
+    held = [((basis.value,), share) for basis, s in shares if (share := s.share_until(1.0)) is not None]
+    yield _gauge("gpubroker_forecast_error_seconds", medians)
+    yield _gauge("gpubroker_forecast_within_p90_ratio", held)
+
+
+def _tenant_metrics(sources: Sources) -> Iterator[Metric]:
+    accounts, policy = sources.world.accounts, sources.policy
+    held = nlargest(MOST_TENANTS, ((accounts.held_mb(tenant), tenant) for tenant in accounts))
+    yield _gauge("gpubroker_tenant_held_bytes", [((tenant,), mb * _MIB) for mb, tenant in held])
+    # Those that are configured come first: a guarantee that nobody uses is what one wants to see.
+    named = [tenant.name for tenant in policy.tenants if tenant.name != "*"]
+    known = list(dict.fromkeys([*named, *(tenant for _, tenant in held)]))[:MOST_TENANTS]
+    guaranteed = [(tenant, policy.tenant(tenant).guaranteed_mb) for tenant in known]
+    yield _gauge(
+        "gpubroker_tenant_guaranteed_bytes", [((t,), mb * _MIB) for t, mb in guaranteed if mb is not None]
+    )
+    now = sources.now()
+    used = [((tenant,), accounts.used(tenant, now) * _MIB) for _, tenant in held]
+    yield _gauge("gpubroker_tenant_usage_byte_seconds", used)
+
+
+def _device_metrics(world: World) -> Iterator[Metric]:
+    books = [world.books[key] for key in sorted(world.books)]
+    labels = {book.device.key: (str(book.device.index), book.device.uuid, book.device.node) for book in books}
+    yield _gauge("gpubroker_gpu_info", [((*labels[b.device.key], b.device.kind), 1) for b in books])
+
+    def per_device(name: str, read: Callable[[Book], float | None]) -> Metric:
+        values = ((labels[book.device.key], read(book)) for book in books)
+        return _gauge(name, [(at, value) for at, value in values if value is not None])
+
+    yield per_device("gpubroker_gpu_memory_capacity_bytes", lambda b: b.device.physical_mb * _MIB)
+    yield per_device("gpubroker_gpu_memory_leased_bytes", lambda b: b.leased_mb() * _MIB)
+    yield per_device("gpubroker_gpu_memory_quarantined_bytes", lambda b: _quarantined_mb(b) * _MIB)
+    yield per_device(
+        "gpubroker_gpu_memory_used_bytes", lambda b: None if b.sample is None else b.sample.used_mb * _MIB
+    )
+    yield per_device("gpubroker_gpu_memory_overused_bytes", lambda b: (b.held_mb() - b.leased_mb()) * _MIB)
+    yield per_device("gpubroker_gpu_memory_foreign_bytes", lambda b: (b.foreign_mb + b.unexplained_mb) * _MIB)
+    yield per_device("gpubroker_gpu_memory_free_bytes", lambda b: max(0, b.free_mb()) * _MIB)
+    yield per_device("gpubroker_gpu_utilization_ratio", _utilization)
+
+
+def _fragmentation_metrics(
+    world: World, found: Fragmentation, scattered: Scattered | None
+) -> Iterator[Metric]:
+    devices = [(world.books[key].device, of) for key, of in sorted(found.devices.items())]
+    yield _gauge(
+        "gpubroker_gpu_memory_stranded_bytes",
+        [((str(d.index), d.uuid, d.node), of.stranded_mb * _MIB) for d, of in devices],
+    )
+    yield _gauge("gpubroker_gpu_memory_scattered", [((), scattered.waiting if scattered else 0)])
+
+
+def _quarantined_mb(book: Book) -> int:
+    leases = (holding.lease for holding in book.holdings.values())
+    return sum(lease.mb for lease in leases if lease.state is LeaseState.QUARANTINED)
+
+
+def _utilization(book: Book) -> float | None:
+    return None if book.sample is None else book.sample.utilization

@@ -1,0 +1,89 @@
+"""How long a leader may count on its term, and when a candidate may take the next one."""
+
+from dataclasses import replace
+
+import pytest
+from gpubroker_server.core.domain.leader_term import (
+    NEVER,
+    WHILE_THE_PROCESS_LIVES,
+    LeaderRow,
+    Tenure,
+    TenureRules,
+    Watched,
+)
+from gpubroker_server.core.domain.units import Instant, Seconds, Term, Ticks
+
+from tests.builders import NOW
+
+RULES = TenureRules(ttl_seconds=Seconds(3.0), margin_seconds=Seconds(0.75), renew_seconds=Seconds(1.0))
+ROW = LeaderRow(Term(4), "host:1", Instant(NOW + 3.0), Instant(NOW))
+
+
+def a_tenure(asked_at: float = 100.0) -> Tenure:
+    return Tenure(Term(4), RULES.trusted_until(Ticks(asked_at)))
+
+
+def test_a_term_is_counted_on_from_when_it_was_asked_for_and_less_than_others_wait() -> None:
+    tenure = a_tenure(asked_at=100.0)
+    assert not tenure.is_over(Ticks(102.24))
+    assert tenure.is_over(Ticks(102.25))
+    assert tenure.until < 100.0 + RULES.ttl_seconds
+
+
+def test_there_is_time_for_a_second_renewal_before_a_term_is_over() -> None:
+    rules = TenureRules()
+    assert rules.trusted_until(Ticks(0.0)) >= 2 * rules.renew_seconds
+
+
+def test_the_next_renewal_is_due_so_long_after_the_last_was_asked_for_however_late_it_was_granted() -> None:
+    assert RULES.renew_at(a_tenure(asked_at=100.0).until) == 101.0
+
+
+def test_a_term_that_was_over_once_stays_over_whatever_is_granted_later() -> None:
+    tenure = a_tenure()
+    assert tenure.is_over(Ticks(500.0))
+    tenure.extend(Ticks(1000.0))
+    assert tenure.is_over(Ticks(501.0))
+    assert tenure.seconds_left(Ticks(501.0)) == 0.0
+    assert tenure.until < 0
+
+
+def test_a_renewal_extends_a_term_and_one_that_was_overtaken_does_not_shorten_it() -> None:
+    tenure = a_tenure()
+    tenure.extend(Ticks(110.0))
+    tenure.extend(Ticks(105.0))
+    assert tenure.seconds_left(Ticks(107.0)) == 3.0
+    assert not tenure.is_over(Ticks(109.9))
+
+
+def test_a_term_without_a_lease_is_never_over() -> None:
+    assert not Tenure(Term(1)).is_over(Ticks(1e12))
+    assert Tenure(Term(1)).until == NEVER
+
+
+def test_a_candidate_waits_while_the_leader_renews() -> None:
+    watched = Watched(ROW, Ticks(0.0))
+    for second in range(1, 10):
+        row = replace(ROW, lease_until=Instant(NOW + 3.0 + second), at=Instant(NOW + second))
+        watched = watched.next(row, Ticks(float(second)))
+        assert not watched.may_take(Ticks(float(second)), RULES)
+
+
+def test_a_candidate_takes_over_when_the_lease_is_past_by_the_databases_clock() -> None:
+    row = replace(ROW, at=ROW.lease_until)
+    assert Watched(row, Ticks(0.0)).may_take(Ticks(0.0), RULES)
+
+
+@pytest.mark.parametrize(("seconds", "may_take"), [(3.0, False), (3.1, True)])
+def test_a_candidate_takes_over_when_nothing_was_renewed_though_the_databases_clock_was_set_back(
+    seconds: float, may_take: bool
+) -> None:
+    row = replace(ROW, at=Instant(NOW - 3600.0))
+    watched = Watched(row, Ticks(0.0)).next(row, Ticks(seconds))
+    assert watched.may_take(Ticks(seconds), RULES) is may_take
+
+
+def test_where_a_lock_keeps_others_out_a_term_lasts_until_it_is_let_go() -> None:
+    row = replace(ROW, lease_until=Instant(NOW + WHILE_THE_PROCESS_LIVES.ttl_seconds))
+    assert not Watched(row, Ticks(0.0)).may_take(Ticks(1e6), WHILE_THE_PROCESS_LIVES)
+    assert Watched(replace(row, lease_until=Instant(0.0)), Ticks(0.0)).may_take(Ticks(0.0), RULES)

@@ -1,0 +1,397 @@
+"""What people are told about a task that waits."""
+
+from typing import Any
+
+import pytest
+from gpubroker_server.core.domain.demand import Where
+from gpubroker_server.core.domain.lease import LeaseState
+from gpubroker_server.core.domain.policy import CustomLimit, Policy
+from gpubroker_server.core.domain.reasons import Reason
+from gpubroker_server.core.domain.task import Dependency, StopReason, TaskState
+from gpubroker_server.core.domain.units import Instant, TaskId
+from gpubroker_server.core.explain.explain import Explanation, explain
+from gpubroker_server.core.planning.cycle import plan_cycle
+from gpubroker_server.core.planning.survey import Verdict
+from gpubroker_server.core.world.dependents import End
+from gpubroker_server.core.world.world import World
+
+from tests.builders import (
+    GIB,
+    NOW,
+    a_device,
+    a_lease,
+    a_node,
+    a_pledge,
+    a_sample,
+    a_task,
+    a_world,
+    commit,
+    holding,
+    submit,
+)
+
+POLICY = Policy(custom_limits=(CustomLimit("licence", 4.0),))
+
+
+def told(world: World, task: str = "new", *, now: float = NOW) -> Explanation:
+    return explain(world, TaskId(task), POLICY, Instant(now))
+
+
+def reasons(explanation: Explanation) -> list[Reason]:
+    return [blocker.reason for blocker in explanation.blockers]
+
+
+def test_a_task_that_waits_for_memory_is_told_what_it_needs_and_the_largest_free_block():
+    world = a_world(
+        a_device(),
+        a_device("gpu1"),
+        holding(a_task("a", gpu_mb=70 * GIB), "gpu0"),
+        holding(a_task("b", gpu_mb=76 * GIB), "gpu1"),
+        a_task("new", gpu_mb=18 * GIB),
+    )
+    explanation = told(world)
+    assert explanation.reason is Reason.WAITING_FOR_MEMORY
+    assert explanation.message == "needs 18.0 GiB on one GPU; the largest free block is 10.0 GiB (n1/gpu0)"
+    assert (explanation.position, explanation.queue_length, explanation.evaluated_at) == (1, 1, NOW)
+
+
+def test_free_memory_in_pieces_is_told_as_such():
+    world = a_world(
+        a_device(),
+        a_device("gpu1"),
+        holding(a_task("a", gpu_mb=70 * GIB), "gpu0"),
+        holding(a_task("b", gpu_mb=68 * GIB), "gpu1"),
+        a_task("new", gpu_mb=18 * GIB),
+    )
+    message = (
+        "needs 18.0 GiB on one GPU; 22.0 GiB are free in all, but the largest block is 12.0 GiB (n1/gpu1)"
+    )
+    assert (told(world).reason, told(world).message) == (Reason.FRAGMENTED, message)
+
+
+def test_whole_gpus_in_pieces_are_told_with_the_best_node():
+    world = a_world(
+        a_device("gpu0", "n1"),
+        a_device("gpu1", "n1"),
+        a_device("gpu0", "n2"),
+        a_device("gpu1", "n2"),
+        holding(a_task("a", gpus=1), "n1/gpu0", mb=80 * GIB),
+        holding(a_task("b", gpus=1), "n2/gpu1", mb=80 * GIB),
+        a_task("new", gpus=2),
+    )
+    assert told(world).reason is Reason.FRAGMENTED
+    assert told(world).message == ("needs 2 whole GPUs of one node; no node has more than 1 empty (n2/gpu0)")
+
+
+def test_several_gpus_are_told_how_near_the_best_node_comes_not_of_one_large_block():
+    taken = holding(a_task("a", gpu_mb=75 * GIB), "gpu0")
+    world = a_world(a_device(), a_device("gpu1"), taken, a_task("new", gpus=2, gpu_mb=44 * GIB))
+    assert told(world).reason is Reason.WAITING_FOR_MEMORY
+    assert told(world).message == (
+        "needs 44.0 GiB on each of 2 GPUs of one node; no node has more than 1 with that much free (n1/gpu1)"
+    )
+    full = a_world(
+        a_device(), a_device("gpu1"), taken, a_task("new", gpus=2), holding(a_task("b"), "gpu1", mb=1)
+    )
+    assert told(full).message == "needs 2 whole GPUs of one node; no node has one empty"
+
+
+def test_memory_that_is_coming_is_pointed_out():
+    over = a_task("over", gpu_mb=60 * GIB, fence=1)
+    releasing = a_lease(over, "gpu0", 60 * GIB, state=LeaseState.RELEASING)
+    world = a_world(a_device(), releasing, a_task("new", gpu_mb=30 * GIB))
+    assert "which is being released on n1/gpu0" in told(world).message
+
+
+def test_memory_kept_for_a_preemptor_is_told_with_its_name_and_priority():
+    preemptor = a_task("first", priority=80, gpu_mb=60 * GIB)
+    world = a_world(
+        a_device(), preemptor, a_pledge(preemptor, "gpu0", 60 * GIB), a_task("new", gpu_mb=30 * GIB)
+    )
+    assert told(world).reason is Reason.BEHIND_HIGHER_PRIORITY
+    assert told(world).message == "what is free on n1/gpu0 is kept for first (priority 80)"
+    assert told(world).devices[0].message == "what is free is kept for first"
+
+
+def test_tasks_of_other_tenants_are_not_named():
+    theirs = {"tenant": "theirs", "gpu_mb": 40 * GIB}
+    waiting, mine = a_task("secret", priority=80, **theirs), a_task("new", priority=80, gpu_mb=60 * GIB)
+    leaving = {"state": TaskState.STOPPING, "stop_reason": StopReason.PREEMPT}
+    kept = a_world(a_device(), waiting, a_pledge(waiting, "gpu0", 60 * GIB), mine)
+    assert told(kept).message == "what is free on n1/gpu0 is kept for a task of another tenant (priority 80)"
+    assert told(kept).devices[0].message == "what is free is kept for a task of another tenant"
+    victim = holding(a_task("secret", **theirs), "gpu0", freeing_for="new", **leaving)
+    pledged = a_world(a_device(), victim, mine, a_pledge(mine, "gpu0", 80 * GIB))
+    assert "waits for a task of another tenant to stop" in told(pledged).message
+    stopping = holding(mine, "gpu0", freeing_for="secret", **leaving)
+    assert "to make room for a task of another tenant;" in told(a_world(stopping, waiting)).message
+    assert "to make room for a task that has ended;" in told(a_world(stopping)).message
+
+
+def test_a_preemptor_is_told_its_victims_and_their_deadline():
+    world = a_world(
+        *(holding(a_task(f"low{n}", priority=10, gpu_mb=20 * GIB), "gpu0") for n in range(4)),
+        a_device(),
+        a_task("new", priority=80, gpu_mb=70 * GIB),
+    )
+    commit(world, plan_cycle(world, POLICY, NOW).decisions)
+    assert reasons(told(world)) == [Reason.WAITING_FOR_PREEMPTION]
+    world.measure([a_sample("gpu0", NOW + 35.0)])
+    assert told(world, now=NOW + 10.0).message == (
+        "70.0 GiB on n1/gpu0 are kept for it; waits for low0, low1, low2 and 1 more to stop (within 20 s)"
+    )
+    assert "(due 5 s ago)" in told(world, now=NOW + 35.0).message
+
+
+def test_a_preemptor_is_told_what_else_stands_in_its_way():
+    waiting = a_task("new", priority=80, gpu_mb=60 * GIB)
+    world = a_world(a_device(), waiting, a_pledge(waiting, "gpu0", 60 * GIB))
+    assert reasons(told(world, now=NOW + 60.0)) == [Reason.BACKEND_UNAVAILABLE, Reason.WAITING_FOR_PREEMPTION]
+
+
+def test_a_preemptor_whose_victims_have_ended_waits_for_what_is_leaving():
+    waiting = a_task("new", priority=80, gpu_mb=60 * GIB)
+    over = a_task("over", gpu_mb=60 * GIB, fence=1, freeing_for="new", state=TaskState.SUCCEEDED)
+    releasing = a_lease(over, "gpu0", 60 * GIB, state=LeaseState.RELEASING)
+    world = a_world(a_device(), over, releasing, waiting, a_pledge(waiting, "gpu0", 60 * GIB))
+    assert "waits for what is leaving to be gone" in told(world).message
+
+
+def test_all_blockers_are_told_most_structural_first():
+    world = a_world(
+        a_node(max_runs=1),
+        a_device(),
+        holding(a_task("run", gpu_mb=60 * GIB, custom={"licence": 4.0}), "gpu0"),
+        a_task(
+            "new",
+            gpu_mb=30 * GIB,
+            held=True,
+            not_before=Instant(NOW + 60.0),
+            failures=2,
+            max_retries=5,
+            custom={"licence": 1.0},
+        ),
+    )
+    explanation = told(world)
+    assert reasons(explanation) == [
+        Reason.HELD,
+        Reason.NOT_BEFORE,
+        Reason.CONCURRENCY_LIMITED,
+        Reason.CONCURRENCY_LIMITED,
+        Reason.WAITING_FOR_MEMORY,
+    ]
+    messages = [blocker.message for blocker in explanation.blockers]
+    assert messages[1] == "not to be started for another 60 s, because it has failed 2 of at most 6 times"
+    assert messages[2] == "needs 1 of 'licence'; of the cluster's 4 too few are left"
+    assert [blocker.tier for blocker in explanation.blockers] == [1, 7, 9, 9, 11]
+    assert explanation.position is None
+
+
+def test_a_full_node_is_told_with_what_it_has_left():
+    run = holding(a_task("run", cpu=3.0, memory_mb=20 * GIB), node="n1")
+    world = a_world(a_node(cpu=4.0, memory_mb=32 * GIB, max_runs=5), run, a_task("new", cpu=2.0))
+    assert told(world).message == (
+        "needs 2 CPUs, of which 1 are left (on n1, the node with the most CPU left)"
+    )
+
+
+def test_a_full_node_names_only_what_is_short():
+    run = holding(a_task("run", cpu=3.0, memory_mb=20 * GIB), node="n1")
+    wanted = a_task("new", cpu=1.0, memory_mb=16 * GIB)
+    world = a_world(a_node(cpu=4.0, memory_mb=32 * GIB, max_runs=1), run, wanted)
+    assert told(world).message.startswith(
+        "needs a run slot, and none is left; 16.0 GiB of host memory, of which 12.0 GiB are left (on n1"
+    )
+
+
+def test_a_task_with_room_waits_for_the_next_cycle_and_is_told_how_many_are_ahead():
+    tasks = [a_task("urgent", priority=95), a_task("older", submitted_at=NOW - 1.0), a_task("new")]
+    world = a_world(a_device(), *tasks, a_task("later", priority=10))
+    assert told(world, "urgent").message == "there is room for it now; the next cycle looks at it"
+    assert (told(world).reason, told(world).position) == (Reason.PENDING_EVALUATION, 3)
+    assert told(world).message.endswith("after the 2 ahead of it")
+
+
+def test_a_delayed_task_whose_time_has_come_waits_for_the_next_cycle():
+    world = a_world(a_node(), a_task("new", not_before=Instant(NOW - 1.0)))
+    assert (told(world).reason, told(world).position) == (Reason.PENDING_EVALUATION, None)
+
+
+def test_positions_are_places_in_the_order_in_which_tasks_are_planned():
+    tasks = [
+        a_task(f"t{n:02}", priority=40 + 7 * (n % 4), submitted_at=NOW - 37.0 * (n % 5), cpu=float(n % 2))
+        for n in range(40)
+    ]
+    world = a_world(a_node(cpu=1000.0, max_runs=100), *tasks)
+    planned = [decision.subject for decision in plan_cycle(world, POLICY, NOW, budget=10_000).decisions]
+    assert len(planned) == 40
+    assert [told(world, name).position for name in planned] == list(range(1, 41))
+
+
+def test_what_can_never_run_is_told_what_there_is():
+    world = a_world(a_device(), a_task("new", gpu_mb=90 * GIB, priority=10))
+    assert reasons(told(world)) == [Reason.EXCEEDS_CAPACITY]
+    assert "90.0 GiB on one GPU exceed the largest" in told(world).message
+    assert told(world).devices[0].message == "too small: 80.0 GiB in all"
+
+
+def some_verdicts(world: World) -> dict[str, tuple[Verdict, str]]:
+    return {
+        f"{verdict.node}/gpu{verdict.index}": (verdict.verdict, verdict.message)
+        for verdict in told(world).devices
+    }
+
+
+def test_every_device_is_judged_with_its_holders_and_why_not():
+    waiting = a_task("first", priority=80, gpu_mb=60 * GIB)
+    low = holding(a_task("low", priority=10, gpu_mb=60 * GIB), "n1/gpu1")
+    world = a_world(
+        a_node("n2", ready=False),
+        a_node("n3", cordoned=True),
+        *(a_device(f"gpu{n}", "n1") for n in range(5)),
+        a_device("gpu5", "n1", mb=10 * GIB, kind="T4"),
+        a_device("gpu6", "n1", present=False),
+        a_device("gpu0", "n2"),
+        a_device("gpu0", "n3"),
+        low,
+        a_lease(a_task("dead", fence=1), "n1/gpu1", 1 * GIB, state=LeaseState.RELEASING),
+        a_sample("n1/gpu1", by_holder={"low:1": 70 * GIB}),
+        a_sample("n1/gpu2", foreign_mb=75 * GIB),
+        waiting,
+        a_pledge(waiting, "n1/gpu3", 80 * GIB),
+        a_task("new", gpu_mb=30 * GIB),
+    )
+    stale = world.books["test/n1/gpu4"]
+    stale.measure(a_sample("n1/gpu4", NOW - 60.0))
+    assert some_verdicts(world) == {
+        "n1/gpu0": (Verdict.FITS, "fits: 80.0 GiB are free"),
+        "n1/gpu1": (Verdict.NO_ROOM, "30.0 GiB are needed, 9.0 GiB are free"),
+        "n1/gpu2": (
+            Verdict.NO_ROOM,
+            "30.0 GiB are needed, 5.0 GiB are free, 75.0 GiB go to processes that are not ours",
+        ),
+        "n1/gpu3": (Verdict.KEPT_FOR_OTHERS, "what is free is kept for first"),
+        "n1/gpu4": (Verdict.STALE, "its memory use has not been reported lately"),
+        "n1/gpu5": (Verdict.TOO_SMALL, "too small: 10.0 GiB in all"),
+        "n1/gpu6": (Verdict.GONE, "its node no longer has it"),
+        "n2/gpu0": (Verdict.NODE_NOT_READY, "its node does not answer"),
+        "n3/gpu0": (Verdict.CORDONED, "its node is cordoned"),
+    }
+    crowded = told(world).devices[1]
+    assert [(h.lease.holder, h.lease.priority, h.takes_mb, h.is_leaving) for h in crowded.holders] == [
+        ("low", 10, 70 * GIB, False),
+        ("dead", 50, 1 * GIB, True),
+    ]
+    assert (crowded.need_mb, crowded.free_mb, crowded.allocatable_mb) == (30 * GIB, 9 * GIB, 80 * GIB)
+
+
+def test_a_whole_device_is_told_who_else_is_on_it_and_what_to_do():
+    world = a_world(a_device(), a_sample("gpu0", used_mb=1536, foreign_mb=512), a_task("new", gpus=1))
+    others = "0.5 GiB go to processes that are not ours and 1.0 GiB are in use by nobody who is known"
+    assert told(world).devices[0].message == f"not empty: 78.5 GiB of 80.0 GiB are free, {others}"
+    assert told(world).reason is Reason.WAITING_FOR_MEMORY
+    assert told(world).message == (
+        f"needs a whole GPU, and of n1/gpu0 {others}: end or declare those, or ask for a size (gpu_mb); "
+        "the largest free block is 78.5 GiB (n1/gpu0)"
+    )
+
+
+def test_a_whole_device_is_told_nothing_of_others_where_a_lease_is_in_its_way():
+    run = holding(a_task("run", gpu_mb=8 * GIB), "gpu0")
+    world = a_world(a_device(), run, a_sample("gpu0", foreign_mb=512), a_task("new", gpus=1))
+    assert told(world).message == "needs a whole GPU; the largest free block is 71.5 GiB (n1/gpu0)"
+
+
+def test_a_task_without_gpu_is_told_nothing_about_devices():
+    assert told(a_world(a_device(), a_task("new", cpu=1.0))).devices == ()
+
+
+@pytest.mark.parametrize(
+    ("state", "fields", "message"),
+    [
+        (TaskState.ADMITTED, {}, "admitted to n1; its order is on the way"),
+        (TaskState.RUNNING, {}, "running on n1 for 100 s"),
+        (
+            TaskState.STOPPING,
+            {
+                "stop_reason": StopReason.PREEMPT,
+                "stop_deadline_at": Instant(NOW + 7.0),
+                "freeing_for": "high",
+            },
+            "asked to stop (preempt) to make room for high; 7 s of grace are left",
+        ),
+        (
+            TaskState.STOPPING,
+            {"stop_reason": StopReason.CANCEL, "stop_deadline_at": Instant(NOW - 7.0)},
+            "asked to stop (cancel); 0 s of grace are left",
+        ),
+        (TaskState.SUCCEEDED, {}, "succeeded; it no longer waits for anything"),
+    ],
+)
+def test_a_task_that_does_not_wait_is_told_what_it_does(
+    state: TaskState, fields: dict[str, Any], message: str
+):
+    run = holding(a_task("new", gpu_mb=1), "gpu0", state=state, **fields)
+    world = a_world(run, a_task("high", priority=80))
+    explanation = told(world)
+    assert (explanation.state, explanation.reason, explanation.message) == (state, None, message)
+    assert (explanation.blockers, explanation.devices, explanation.position) == ((), (), None)
+
+
+def test_a_task_that_nobody_knows_is_a_mistake():
+    with pytest.raises(KeyError):
+        told(World())
+
+
+def test_the_published_reasons_are_a_total_order_with_one_shared_place():
+    tiers = [reason.tier for reason in Reason]
+    assert tiers == sorted(tiers)
+    assert set(tiers) == set(range(1, 16))
+    assert Reason.NOT_BEFORE.tier == Reason.DEPENDENCY_PENDING.tier
+
+
+def test_explaining_changes_nothing():
+    world = a_world(a_device(), a_task("new", gpu_mb=1), a_task("late", not_before=Instant(NOW - 1.0)))
+    assert told(world) == told(world)
+    assert TaskId("late") not in world.queue
+
+
+def test_a_node_that_has_too_little_of_a_resource_of_its_own_is_said_to():
+    policy = Policy(custom_limits=(CustomLimit("fpga", 2.0, per_node=True),))
+    run = holding(a_task("run", cpu=1.0, custom={"fpga": 1.0}), node="n1")
+    world = a_world(a_node("n1", custom=(("fpga", 2.0),)), run)
+    submit(world, a_task("new", cpu=1.0, custom={"fpga": 2.0}))
+    told = explain(world, TaskId("new"), policy, NOW)
+    assert told.reason is Reason.CONCURRENCY_LIMITED
+    assert told.message == "needs 2 of 'fpga', of which 1 are left (on n1, the node with the most CPU left)"
+
+
+def test_a_task_that_was_lowered_below_a_threshold_is_told_so():
+    policy = Policy(custom_limits=(CustomLimit("seat", 2.0, priority_threshold=70),))
+    world = a_world(a_node("n1"))
+    submit(world, a_task("new", priority=50, cpu=1.0, custom={"seat": 1.0}))
+    told = explain(world, TaskId("new"), policy, NOW)
+    assert told.reason is Reason.EXCEEDS_CAPACITY
+    assert "priority 70 and above" in told.message
+
+
+def test_a_gpu_that_is_not_asked_for_is_said_to_be_none():
+    task = a_task("new", gpus=1, where=Where(kinds=("A100",)))
+    world = a_world(a_device("gpu0", kind="H100"), a_device("gpu1", kind="A100"), task)
+    told = explain(world, task.id, POLICY, NOW)
+    assert [verdict.verdict for verdict in told.devices] == [Verdict.NOT_WANTED, Verdict.FITS]
+    assert told.devices[0].message == "not among what is asked for (kinds A100)"
+
+
+def test_a_task_that_runs_after_others_names_them_and_how_they_stand() -> None:
+    names = ("a", "b", "c", "d")
+    after = tuple(Dependency(TaskId(name)) for name in names)
+    run = holding(a_task("b", cpu=1.0), node="n1")
+    world = a_world(a_device(), a_task("a"), run, a_task("c"), a_task("new", after=after, awaits=True))
+    told = explain(world, TaskId("new"), POLICY, NOW)
+    assert told.reason is Reason.DEPENDENCY_PENDING
+    assert told.message == "runs after a (pending), b (running), c (pending) and 1 more"
+    assert told.position is None
+    world.awaited.learn(["d"], {TaskId("d"): End(TaskState.SUCCEEDED)})
+    assert "c (pending)" in explain(world, TaskId("new"), POLICY, NOW).message
+    assert "more" not in explain(world, TaskId("new"), POLICY, NOW).message

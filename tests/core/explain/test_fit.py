@@ -1,0 +1,253 @@
+"""Whether a set of components fits a fleet."""
+
+from typing import Any
+
+import pytest
+from gpubroker_server.core.domain.demand import Where
+from gpubroker_server.core.domain.gpu_kinds import Kind
+from gpubroker_server.core.domain.lease import LeaseState
+from gpubroker_server.core.domain.policy import CustomLimit, Maximum, Policy, TenantPolicy
+from gpubroker_server.core.domain.reasons import Reason
+from gpubroker_server.core.domain.task import TaskState
+from gpubroker_server.core.domain.units import Instant, Mib, Seconds
+from gpubroker_server.core.explain.fit import Component, Displaced, FleetPlan
+from gpubroker_server.core.explain.planned_fleet import Machine, fleet_of
+from gpubroker_server.core.planning.cycle import plan_cycle
+from gpubroker_server.core.planning.draft import Draft
+from gpubroker_server.core.planning.totals import Missing, OfKinds, Totals
+from gpubroker_server.core.world.world import World
+
+from tests.builders import (
+    GIB,
+    NOW,
+    a_demand,
+    a_device,
+    a_pledge,
+    a_sample,
+    a_task,
+    a_world,
+    commit,
+    holding,
+    submit,
+)
+from tests.core.elastic import at_work, shrunk
+from tests.core.gangs import Agents, bundles
+from tests.core.plans import planned
+
+POLICY = Policy()
+
+
+def unplaced(plan: FleetPlan) -> dict[str, int]:
+    return {one.component.name: one.count for one in plan.unplaced}
+
+
+def a_component(name: str, count: int = 1, priority: int = 50, **demand: Any) -> Component:
+    return Component(name, count, a_demand(**demand), priority)
+
+
+def a_machine(name: str = "m1", cpu: float = 16.0, gpus: int = 1) -> Machine:
+    return Machine(name, cpu, Mib(64 * GIB), (("H100", Mib(80 * GIB)),) * gpus)
+
+
+def a_fleet(*machines: Machine) -> World:
+    return fleet_of(machines, (), NOW)
+
+
+def test_each_component_is_told_its_place_and_how_many_have_none():
+    plan = planned(a_fleet(a_machine(gpus=2)), a_component("small", 3, gpu_mb=50 * GIB))
+    assert (plan.fits, unplaced(plan)) == (False, {"small": 1})
+    assert [placed.places[0].node for placed in plan.placed] == ["m1", "m1"]
+    assert len({placed.places[0].devices for placed in plan.placed}) == 2
+
+
+def test_what_is_hardest_to_place_is_placed_first():
+    world = a_fleet(a_machine(gpus=2))
+    plan = planned(world, a_component("small", 1, gpu_mb=GIB), a_component("whole", 2, gpus=1))
+    assert unplaced(plan) == {"small": 1}
+    plan = planned(world, a_component("small", 2, gpu_mb=30 * GIB), a_component("large", 2, gpu_mb=50 * GIB))
+    assert plan.fits
+
+
+def test_components_of_higher_priority_are_placed_first_so_that_none_displaces_another():
+    low, high = a_component("low", 2, 20, gpu_mb=GIB), a_component("high", 1, 80, gpus=1)
+    plan = planned(a_fleet(a_machine()), low, high)
+    assert ([p.component for p in plan.placed], unplaced(plan), plan.displaced) == (["high"], {"low": 2}, ())
+
+
+def test_what_finds_no_room_displaces_runs_of_lower_priority_and_is_put_where_they_were():
+    run = holding(a_task("run", priority=10, gpu_mb=80 * GIB), "gpu0")
+    world = a_world(a_device(), run)
+    plan = planned(world, a_component("new", 2, gpu_mb=40 * GIB))
+    assert plan.fits
+    assert [placed.displaced for placed in plan.placed] == [1, 0]
+    assert plan.displaced == (Displaced(run.task, None),)
+    assert unplaced(planned(world, a_component("new", 1, 10, gpu_mb=GIB))) == {"new": 1}
+
+
+def test_to_plan_changes_nothing():
+    run = holding(a_task("run", priority=10, gpu_mb=80 * GIB), "gpu0")
+    world = a_world(a_device(), run)
+    planned(world, a_component("new", gpu_mb=40 * GIB))
+    assert (world.tasks["run"], Draft(world).book(a_device().key).unheld_mb()) == (run.task, 0)
+
+
+def test_who_asks_for_no_gpu_displaces_nobody():
+    run = holding(a_task("run", priority=10, cpu=64.0), node="n1")
+    assert unplaced(planned(a_world(a_device(), run), a_component("new", cpu=1.0))) == {"new": 1}
+
+
+def test_roles_that_take_turns_are_counted_together_and_apart():
+    roles = (a_demand(gpus=1, cpu=2.0), a_demand(gpu_mb=20 * GIB, cpu=1.0, memory_mb=GIB))
+    worker = Component("worker", 2, a_demand(gpus=1, cpu=2.0, memory_mb=GIB), 50, roles)
+    plan = planned(a_fleet(a_machine(gpus=2)), worker)
+    assert plan.fits
+    assert plan.totals == Totals(gpus=2, whole_gpus=2, gpu_mb=0, cpu=4.0, memory_mb=2 * GIB)
+    assert plan.totals_apart == Totals(4, 2, 40 * GIB, 6.0, 2 * GIB)
+
+
+def test_a_fleet_that_need_not_exist_has_the_costs_of_the_kinds_that_are_known():
+    known = Kind("H100", 9, Mib(GIB))
+    world = fleet_of([a_machine()], [known], NOW)
+    [book] = world.books.values()
+    assert (book.device.power, book.device.context_mb, book.device.physical_mb) == (9, GIB, 80 * GIB)
+    assert unplaced(planned(world, a_component("full", gpu_mb=80 * GIB))) == {"full": 1}
+    assert planned(world, a_component("rest", gpu_mb=79 * GIB)).fits
+
+
+def test_what_is_missing_is_told_in_amounts_less_what_is_left_and_with_the_first_ones_reason():
+    machine = Machine("m1", 8.0, Mib(64 * GIB), (("H100", Mib(80 * GIB)), ("A100", Mib(40 * GIB))))
+    trainer = a_component("trainer", 3, gpus=1, cpu=3.0, memory_mb=30 * GIB, where=Where(kinds=("H100",)))
+    plan = planned(a_fleet(machine), trainer)
+    assert plan.missing == Missing((OfKinds(("H100",), 2, 0),), 1.0, 26 * GIB)
+    [why] = plan.unplaced
+    assert (why.count, why.reason) == (2, Reason.WAITING_FOR_MEMORY)
+    assert why.message == "needs a whole GPU; the largest free block is 0.0 GiB (m1/gpu0)"
+
+
+def test_parts_of_gpus_are_missing_in_mib_with_what_a_process_costs():
+    world = fleet_of([a_machine(gpus=2)], [Kind("H100", 9, Mib(GIB))], NOW)
+    plan = planned(world, a_component("part", 6, gpu_mb=39 * GIB))
+    assert (unplaced(plan), plan.missing) == ({"part": 2}, Missing((OfKinds((), 0, 80 * GIB),), 0.0, 0))
+
+
+def test_what_is_there_in_sum_but_not_in_one_piece_is_no_missing_amount():
+    plan = planned(a_fleet(a_machine(gpus=2)), a_component("part", 3, gpu_mb=50 * GIB))
+    assert (unplaced(plan), plan.missing) == ({"part": 1}, Missing((), 0.0, 0))
+    assert plan.unplaced[0].reason is Reason.FRAGMENTED
+
+
+def test_where_only_a_quota_is_in_the_way_nothing_is_missing_and_the_reason_says_so():
+    policy = Policy(tenants=(TenantPolicy("default", guaranteed_mb=Mib(50 * GIB)),))
+    plan = planned(a_fleet(a_machine(gpus=2)), a_component("part", 3, gpu_mb=40 * GIB), policy=policy)
+    assert (unplaced(plan), plan.missing) == ({"part": 2}, Missing((), 0.0, 0))
+    assert plan.unplaced[0].reason is Reason.QUOTA_EXHAUSTED
+
+
+def test_who_may_use_the_fewest_gpus_is_given_what_is_left_of_them_before_others():
+    machine = Machine("m1", 0.0, Mib(0), (("H100", Mib(80 * GIB)),) * 2)
+    picky = a_component("picky", gpus=1, cpu=1.0, where=Where(kinds=("H100",)))
+    rare = a_component("rare", gpus=1, cpu=1.0, where=Where(kinds=("B200",)))
+    plan = planned(a_fleet(machine), a_component("any", gpus=1, cpu=1.0), picky, rare)
+    assert plan.missing == Missing((OfKinds(("B200",), 1, 0),), 3.0, 0)
+
+
+def test_all_ranks_of_a_gang_are_placed_or_none_and_each_is_told_its_place():
+    gang = a_component("gang", 2, bundles=bundles(2, gpus=1, cpu=1.0), strategy="strict_spread")
+    plan = planned(a_fleet(a_machine("m1", gpus=2), a_machine("m2", gpus=1)), gang)
+    assert [[place.node for place in one.places] for one in plan.placed] == [["m1", "m2"]]
+    assert (unplaced(plan), plan.totals.gpus, plan.totals.cpu) == ({"gang": 1}, 4, 4.0)
+    assert plan.missing == Missing((OfKinds((), 1, 0),), 0.0, 0)
+    assert plan.unplaced[0].message.startswith("there is room for 1 of the 2 ranks that must start together")
+
+
+def test_a_gang_of_many_gpus_is_placed_before_single_ones():
+    gang = a_component("gang", bundles=bundles(2, gpus=1), strategy="strict_pack")
+    one = a_component("a", 1, gpus=1)
+    fleet = a_fleet(a_machine("m1", gpus=2), a_machine("m2", gpus=1))
+    assert planned(fleet, one, gang).fits
+
+
+def test_a_gang_displaces_whom_it_must_on_all_its_nodes():
+    devices = a_device("gpu0", "n1"), a_device("gpu0", "n2")
+    low = [
+        holding(a_task(f"low{n}", priority=10, gpu_mb=80 * GIB), device.key, node=f"n{n}")
+        for n, device in enumerate(devices, 1)
+    ]
+    world = a_world(*devices, *low)
+    plan = planned(world, a_component("gang", bundles=bundles(2, gpus=1), strategy="spread"))
+    assert plan.fits
+    assert [one.run.id for one in plan.displaced] == ["low1", "low2"]
+    assert plan.placed[0].displaced == 2
+
+
+def elastic_fleet() -> Agents:
+    """Four ranks of which two will do, on four GPUs that they fill, measured at this moment."""
+    gang = at_work()
+    gang.world.measure([a_sample(device, gang.now) for device in gang.world.books])
+    return gang
+
+
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_a_gang_gives_up_the_ranks_that_the_planner_would_ask_and_no_more(count: int):
+    gang = elastic_fleet()
+    policy = Policy(min_run_seconds=Seconds(3600.0))
+    new = a_component("new", count, 80, gpu_mb=60 * GIB)
+    plan = planned(gang.world, new, policy=policy, now=gang.now)
+    for number in range(count):
+        submit(gang.world, a_task(f"u{number}", priority=80, gpu_mb=60 * GIB, gpus=1))
+    decided = plan_cycle(gang.world, policy, gang.now).decisions
+    commit(gang.world, decided)
+    leavers = tuple(one.rank for one in gang.task.members if not one.takes_part)
+    assert [(one.run.id, one.ranks) for one in plan.displaced] == [("gang", leavers)]
+    assert len(plan.placed) == len(leavers) == min(2, count)
+
+
+def test_a_gang_that_may_be_stopped_is_displaced_as_a_whole_when_its_surplus_is_not_enough():
+    gang = elastic_fleet()
+    plan = planned(gang.world, a_component("new", 3, 80, gpu_mb=60 * GIB), now=gang.now)
+    assert plan.fits
+    assert [(one.run.id, one.ranks) for one in plan.displaced] == [("gang", None)]
+
+
+def test_runs_under_notice_count_as_gone_and_what_they_free_for_others_is_kept_for_those():
+    leaver = holding(
+        a_task("leaver", priority=10, gpu_mb=80 * GIB),
+        "gpu0",
+        state=TaskState.STOPPING,
+        stop_deadline_at=Instant(NOW + 30),
+    )
+    new = a_component("new", 1, gpu_mb=40 * GIB)
+    plan = planned(a_world(a_device(), leaver), new)
+    assert (plan.fits, plan.displaced) == (True, ())
+    waits = a_task("waits", priority=50, gpu_mb=60 * GIB)
+    pledged = a_world(a_device(), leaver, waits, a_pledge(waits, "gpu0", 60 * GIB))
+    assert unplaced(planned(pledged, new)) == {"new": 1}
+
+
+def test_ranks_that_are_leaving_count_as_gone():
+    gang = shrunk()
+    gang.world.measure([a_sample(device, gang.now) for device in gang.world.books])
+    plan = planned(gang.world, a_component("small", 1, 10, gpu_mb=20 * GIB), now=gang.now)
+    assert plan.fits
+
+
+def test_what_a_run_that_is_over_still_holds_counts_as_free():
+    over = holding(
+        a_task("over", gpu_mb=80 * GIB), "gpu0", state=TaskState.SUCCEEDED, lease_state=LeaseState.RELEASING
+    )
+    assert planned(a_world(a_device(), over), a_component("new", gpu_mb=40 * GIB)).fits
+
+
+def test_what_a_submit_refuses_finds_no_place_however_much_is_free():
+    policy = Policy(maximum=Maximum(gpus=1), custom_limits=(CustomLimit("seat", 4.0, priority_threshold=70),))
+    wide = a_component("wide", 2, gpus=2)
+    ring = a_component("ring", bundles=bundles(2, gpus=1))
+    seated = a_component("seated", priority=69, custom=(("seat", 1.0),))
+    plan = planned(a_fleet(a_machine(gpus=8)), wide, ring, seated, a_component("one", gpus=1), policy=policy)
+    assert [(one.component.name, one.count, one.reason) for one in plan.unplaced] == [
+        ("seated", 1, Reason.EXCEEDS_CAPACITY),
+        ("ring", 1, Reason.EXCEEDS_CAPACITY),
+        ("wide", 2, Reason.EXCEEDS_CAPACITY),
+    ]
+    assert plan.unplaced[2].message == "gpus 2: one task may have at most 1 here; ask for less"
+    assert [place.component for place in plan.placed] == ["one"]

@@ -1,0 +1,147 @@
+"""What is told of room that forecasts keep: that it is kept, for whom, and how to have it all the same."""
+
+from dataclasses import replace
+from typing import Any
+
+from gpubroker_server.core.domain.demand import Demand
+from gpubroker_server.core.domain.policy import Policy
+from gpubroker_server.core.domain.reasons import Reason
+from gpubroker_server.core.domain.units import Mib, Seconds, TaskId
+from gpubroker_server.core.explain.advice import Advice, advise
+from gpubroker_server.core.explain.explain import explain
+from gpubroker_server.core.explain.fit import Component
+from gpubroker_server.core.explain.verdicts import look
+from gpubroker_server.core.planning.backfill import Forecast
+from gpubroker_server.core.planning.draft import Draft
+from gpubroker_server.core.planning.forecasts import make_forecasts
+from gpubroker_server.core.planning.survey import survey
+from gpubroker_server.core.world.world import World
+
+from tests.builders import GIB, NOW, a_device, a_task, a_world, holding, submit
+from tests.core.expected import starting_in
+from tests.core.gangs import a_gang, bundles
+from tests.core.plans import planned
+
+POLICY = Policy(ageing_seconds_per_point=Seconds(1e9))
+
+
+def a_queue(*others: Any, **fields: Any) -> World:
+    """`wide` needs both GPUs in 600 s, when a run on one of them ends; the other is kept for it."""
+    running = a_task("run", gpus=1, gpu_mb=80 * GIB, expected_seconds=Seconds(700.0))
+    wide = a_task("wide", **{"gpus": 2, "gpu_mb": 80 * GIB, "submitted_at": NOW - 10, **fields})
+    return a_world(a_device("gpu0"), a_device("gpu1"), holding(running, "gpu0"), wide, *others)
+
+
+def foreseen(world: World) -> list[Forecast]:
+    *_, made = make_forecasts(world, POLICY, NOW)
+    return made
+
+
+def advice(world: World, task: str = "new", policy: Policy = POLICY) -> Advice:
+    return advise(look(survey(Draft(world), world.tasks[TaskId(task)], policy, NOW, foreseen(world))))
+
+
+def test_room_that_is_kept_is_no_place_and_the_blocker_says_for_whom():
+    world = a_queue(a_task("new", gpu_mb=10 * GIB))
+    assert advice(world).trial.places is None
+    found = explain(world, TaskId("new"), POLICY, NOW, foreseen(world))
+    assert found.reason is Reason.BEHIND_HIGHER_PRIORITY
+    assert found.message == (
+        "it has room, which is kept for wide, expected to start on n1 in 600 s: "
+        "nobody knows that this one is done by then"
+    )
+    assert explain(world, TaskId("new"), POLICY, NOW).reason is Reason.PENDING_EVALUATION
+
+
+def test_of_other_tenants_only_that_there_is_somebody_is_told():
+    world = a_queue(a_task("new", gpu_mb=10 * GIB), tenant="rivals")
+    found = explain(world, TaskId("new"), POLICY, NOW, foreseen(world))
+    assert "kept for a task of another tenant" in found.message
+    assert "wide" not in found.message
+
+
+def test_who_would_be_done_in_time_is_told_to_say_so():
+    world = a_queue(a_task("new", gpu_mb=10 * GIB))
+    first = advice(world).remedies[0]
+    assert (first.change, first.task.expected_seconds) == ({"expected_seconds": 600.0}, 600.0)
+    assert first.message == "said to end within 600 s (expected_seconds) it starts now on n1/gpu1"
+
+
+def test_a_run_time_that_would_not_do_is_not_advised():
+    stopping = a_queue(a_task("new", gpu_mb=10 * GIB))
+    forecasts = [replace(one, start_at=NOW) for one in foreseen(stopping)]
+    seen = look(survey(Draft(stopping), stopping.tasks[TaskId("new")], POLICY, NOW, forecasts))
+    assert not any("expected_seconds" in remedy.change for remedy in advise(seen).remedies)
+
+
+def test_nobody_is_advised_to_be_done_sooner_who_lacks_room():
+    world = a_queue(a_task("new", gpus=2, gpu_mb=10 * GIB, priority=50))
+    assert not any("expected_seconds" in remedy.change for remedy in advice(world).remedies)
+
+
+def test_who_is_done_before_the_forecast_begins_has_its_place():
+    world = a_queue(a_task("new", gpu_mb=10 * GIB, expected_seconds=Seconds(300.0)))
+    assert advice(world).trial.places is not None
+
+
+def test_a_place_elsewhere_is_taken_before_one_that_somebody_behind_waits_for():
+    def placed_on(world: World) -> list[str]:
+        kept = foreseen(world)
+        submit(world, a_task("new", gpu_mb=10 * GIB, priority=60))
+        seen = look(survey(Draft(world), world.tasks[TaskId("new")], POLICY, NOW, kept))
+        return [place.node for place in advise(seen).trial.places or ()]
+
+    assert placed_on(a_queue()) == ["n1"], "it stands ahead, and there is no other place"
+    assert placed_on(a_queue(a_device("gpu0", "n2"))) == ["n2"]
+
+
+def test_who_is_kept_away_has_runs_stopped_where_no_forecast_stands():
+    low = holding(a_task("low", gpu_mb=80 * GIB, priority=20), "n2/gpu0")
+    world = a_queue(a_device("gpu0", "n2"), low, a_task("new", gpu_mb=10 * GIB))
+    found = advice(world).trial
+    assert found.places is None
+    assert found.eviction is not None
+    assert found.eviction.node == "n2"
+
+
+def test_nobody_is_told_to_be_stopped_on_the_node_of_a_forecast():
+    low = holding(a_task("low", gpu_mb=70 * GIB, priority=20, expected_seconds=Seconds(700.0)), "gpu1")
+    world = a_queue(low, a_task("new", gpu_mb=20 * GIB))
+    assert [place.node for forecast in foreseen(world) for place in forecast.places] == ["n1"]
+    assert advice(world).trial.eviction is None
+
+
+def test_a_gang_is_kept_away_as_well_and_finds_other_nodes():
+    world = a_queue(a_gang("new", *bundles(1, gpus=1, gpu_mb=10 * GIB)))
+    assert advice(world).trial.places is None
+    found = explain(world, TaskId("new"), POLICY, NOW, foreseen(world))
+    assert found.reason is Reason.BEHIND_HIGHER_PRIORITY
+    other = a_queue(a_device("gpu0", "n2"), a_gang("new", *bundles(1, gpus=1, gpu_mb=10 * GIB)))
+    places = advice(other).trial.places or ()
+    assert [one.node for one in places] == ["n2"]
+
+
+def test_who_has_a_forecast_is_told_its_start():
+    world = a_queue()
+    assert advice(world, "wide").start == starting_in(600.0)
+
+
+def test_a_plan_does_not_give_away_what_is_kept():
+    world = a_queue()
+    component = Component("service", 1, Demand(cpu=1.0, gpus=1, gpu_mb=Mib(10 * GIB)), 50)
+    assert planned(world, component).fits
+    assert not planned(world, component, forecasts=foreseen(world)).fits
+
+
+def test_a_gang_stops_nobody_on_the_node_of_a_forecast():
+    low = holding(a_task("low", gpu_mb=70 * GIB, priority=20, expected_seconds=Seconds(700.0)), "gpu1")
+    world = a_queue(low, a_gang("new", *bundles(1, gpus=1, gpu_mb=20 * GIB)))
+    row = world.tasks[TaskId("new")]
+    assert advise(look(survey(Draft(world), row, POLICY, NOW))).trial.eviction is not None
+    assert not advice(world).trial.is_way
+
+
+def test_a_forecast_that_keeps_nothing_from_a_task_is_no_blocker():
+    world = a_queue(a_task("new", gpu_mb=10 * GIB, expected_seconds=Seconds(60.0)))
+    found = explain(world, TaskId("new"), POLICY, NOW, foreseen(world))
+    assert found.reason is Reason.PENDING_EVALUATION

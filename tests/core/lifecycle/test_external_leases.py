@@ -1,0 +1,375 @@
+"""Holders that nobody starts: admitted as tasks are, asked to leave, and never ended by force."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from gpubroker_server.core.domain.decisions import Decision, Request
+from gpubroker_server.core.domain.demand import Demand, Where
+from gpubroker_server.core.domain.external_lease import External
+from gpubroker_server.core.domain.lease import HolderKind, LeaseState
+from gpubroker_server.core.domain.orders import (
+    ForgetOrder,
+    Gone,
+    NodeLost,
+    NodeSeen,
+    Order,
+    SeenDevice,
+    WatchOrder,
+)
+from gpubroker_server.core.domain.policy import Policy
+from gpubroker_server.core.domain.task import StopReason, Task, TaskState
+from gpubroker_server.core.domain.units import Fence, Instant, NodeName, Seconds, TaskId
+from gpubroker_server.core.lifecycle.change_requests import carry_out
+from gpubroker_server.core.lifecycle.deadlines import due, keep_watch
+from gpubroker_server.core.lifecycle.reconcile import InventoryRules, reconcile
+from gpubroker_server.core.lifecycle.runs import react
+from gpubroker_server.core.planning.cycle import plan_cycle
+from gpubroker_server.core.world.world import World
+
+from tests.builders import (
+    GIB,
+    NOW,
+    a_device,
+    a_node,
+    a_sample,
+    a_task,
+    a_world,
+    check_ledger,
+    commit,
+    holding,
+    submit,
+)
+
+POLICY = Policy()
+RULES = InventoryRules("test")
+TTL = 60.0
+PID = 4711
+LEASE = TaskId("lease")
+
+
+def at(seconds: float) -> Instant:
+    return Instant(NOW + seconds)
+
+
+def an_asking(id: str = LEASE, *, pid: int | None = None, **fields: Any) -> Task:
+    """Who asks for 50 of 80 GiB, for a minute at a time."""
+    facts = {"gpu_mb": 50 * GIB, "deadline_at": at(TTL), "grace_seconds": Seconds(10.0), **fields}
+    return a_task(id, external=External(Seconds(TTL), pid), **facts)
+
+
+def plan(world: World, seconds: float = 0.0) -> list[Decision]:
+    world.measure([a_sample(device, at(seconds)) for device in world.books])
+    decisions = list(plan_cycle(world, POLICY, at(seconds)).decisions)
+    commit(world, decisions)
+    check_ledger(world)
+    return decisions
+
+
+def ask(world: World, what: str, seconds: float = 0.0, task: str = LEASE, **fields: Any) -> Decision:
+    request = Request("r1", TaskId(task), "default", what, fields, NOW)
+    world.add_request(request)
+    decision = carry_out(world, request, at(seconds), Policy())
+    commit(world, decision)
+    return decision
+
+
+def pass_time(world: World, seconds: float) -> list[Decision]:
+    """A leader that has looked since the beginning."""
+    watch = replace(keep_watch(None, NOW), last=at(seconds - 1.0))
+    decisions = due(world, at(seconds), POLICY, watch)
+    commit(world, decisions)
+    check_ledger(world)
+    return decisions
+
+
+def hear(world: World, *reports: Any, seconds: float = 0.0) -> list[Decision]:
+    decisions = react(world, reports, at(seconds), POLICY)
+    commit(world, decisions)
+    return decisions
+
+
+def announce(world: World, *runs: tuple[TaskId, Fence, int], **node: Any) -> list[Order]:
+    """What the leader orders when the agent of n1 answers, and everything that this decides is true."""
+    seen = NodeSeen(a_node(**node), (), runs, at(1.0))
+    devices = [book.device for book in world.books.values()]
+    there = tuple(SeenDevice(d.uuid, d.kind, d.index, d.physical_mb, d.simulated) for d in devices)
+    decisions = reconcile(world, replace(seen, devices=there), at(1.0), POLICY, RULES)
+    commit(world, decisions)
+    return [order for decision in decisions for order in decision.orders]
+
+
+def held(*, pid: int | None = None, **fields: Any) -> World:
+    """A world in which the lease has been given."""
+    world = a_world()
+    submit(world, an_asking(pid=pid, **fields))
+    plan(world)
+    assert the(world).state is TaskState.RUNNING
+    return world
+
+
+def the(world: World, task: str = LEASE) -> Task:
+    return world.tasks[TaskId(task)]
+
+
+def leases(world: World) -> list[tuple[HolderKind, LeaseState]]:
+    return [(lease.holder_kind, lease.state) for claim in world.leases.values() for lease in claim.values()]
+
+
+def test_it_has_its_memory_from_its_admission_on_and_its_whole_time_from_then() -> None:
+    world = a_world()
+    submit(world, an_asking())
+    [decision] = plan(world, 20.0)
+    assert decision.orders == ()
+    task = the(world)
+    assert (task.state, task.node, task.fence) == (TaskState.RUNNING, "n1", 1)
+    assert (task.started_at, task.deadline_at) == (at(20), at(20 + TTL))
+    assert leases(world) == [(HolderKind.EXTERNAL, LeaseState.HELD)]
+
+
+def test_the_agent_is_told_which_process_has_the_memory() -> None:
+    world = a_world()
+    submit(world, an_asking(pid=PID))
+    [decision] = plan(world)
+    [device] = world.books
+    assert decision.orders == (
+        WatchOrder(LEASE, Fence(1), NodeName("n1"), "n1-1", PID, ((device, 50 * GIB),)),
+    )
+
+
+def test_it_waits_in_the_one_queue() -> None:
+    world = held()
+    submit(world, an_asking("second"))
+    assert plan(world) == []
+    ask(world, "release", 5.0)
+    plan(world, 5.0)
+    assert the(world, "second").state is TaskState.RUNNING
+
+
+def test_a_renewal_moves_its_deadline() -> None:
+    world = held()
+    ask(world, "renew", 50.0)
+    assert the(world).deadline_at == at(50 + TTL)
+    ask(world, "renew", 50.0, ttl_seconds=600.0)
+    assert the(world).deadline_at == at(650)
+    assert pass_time(world, 100.0) == []
+
+
+def test_one_that_waits_is_renewed_too_and_expires_if_it_is_not() -> None:
+    world = held()
+    submit(world, an_asking("second"))
+    ask(world, "renew", 40.0, "second")
+    ask(world, "renew", 59.0)
+    assert pass_time(world, 61.0) == []
+    [decision] = pass_time(world, 101.0)
+    assert decision.outcome is not None
+    assert decision.outcome.failure is not None
+    assert "not renewed while it waited" in decision.outcome.failure.message
+    assert TaskId("second") not in world.tasks
+
+
+@pytest.mark.parametrize("pid", [None, PID])
+def test_its_word_frees_its_memory_at_once(pid: int | None) -> None:
+    world = held(pid=pid)
+    decision = ask(world, "release", 5.0)
+    assert decision.outcome is not None
+    assert decision.outcome.failure is None
+    assert decision.tasks[0].task.state is TaskState.SUCCEEDED
+    forget = (ForgetOrder(LEASE, Fence(1), NodeName("n1"), "n1-1"),)
+    assert decision.orders == (forget if pid else ())
+    assert (world.leases, world.tasks) == ({}, {})
+
+
+def test_one_that_no_longer_wants_to_wait_is_cancelled() -> None:
+    world = held()
+    submit(world, an_asking("second"))
+    assert ask(world, "release", task="second").tasks[0].task.state is TaskState.CANCELLED
+
+
+def test_a_release_of_a_task_that_is_started_here_changes_nothing() -> None:
+    world = a_world()
+    submit(world, a_task("task"))
+    assert ask(world, "release", task="task").is_empty() is False
+    assert the(world, "task").version == 1
+    assert ask(world, "renew", task="task").tasks == ()
+
+
+def test_it_is_asked_to_leave_for_a_higher_priority_and_its_release_makes_room() -> None:
+    world = held(priority=20)
+    submit(world, a_task("high", priority=80, gpu_mb=60 * GIB))
+    [decision] = plan(world, 5.0)
+    assert decision.orders == ()
+    task = the(world)
+    assert (task.state, task.stop_reason, task.stop_deadline_at) == (
+        TaskState.STOPPING,
+        StopReason.PREEMPT,
+        at(15),
+    )
+    assert ask(world, "renew", 6.0).tasks == ()
+    ask(world, "release", 8.0)
+    plan(world, 8.0)
+    assert the(world, "high").state is TaskState.ADMITTED
+    assert LEASE not in world.tasks
+
+
+def test_one_that_stays_is_quarantined_and_never_comes_back() -> None:
+    world = held(priority=20)
+    submit(world, a_task("high", priority=80, gpu_mb=60 * GIB))
+    plan(world, 5.0)
+    assert pass_time(world, 16.0) == []
+    pass_time(world, 15.0 + POLICY.kill_patience_seconds)
+    assert the(world).state is TaskState.EXPIRED
+    assert leases(world) == [(HolderKind.EXTERNAL, LeaseState.QUARANTINED)]
+    assert world.pledges == {}
+    assert plan(world, 60.0) == []
+
+
+def test_one_that_is_not_renewed_is_asked_to_leave_and_then_quarantined_until_its_word() -> None:
+    world = held()
+    [notice] = pass_time(world, TTL)
+    assert (the(world).stop_reason, the(world).stop_deadline_at) == (StopReason.DEADLINE, at(70))
+    assert notice.outcome is not None
+    assert notice.outcome.failure is not None
+    assert notice.outcome.failure.message == "it was not renewed in time"
+    [verdict] = pass_time(world, 70.0 + POLICY.kill_patience_seconds)
+    assert verdict.outcome is not None
+    assert verdict.outcome.failure is not None
+    assert verdict.outcome.failure.kind == "not_released"
+    assert leases(world) == [(HolderKind.EXTERNAL, LeaseState.QUARANTINED)]
+    decision = ask(world, "release", 500.0)
+    assert decision.tasks == ()
+    assert (world.leases, world.tasks) == ({}, {})
+
+
+def test_a_cancel_asks_it_to_leave() -> None:
+    world = held()
+    decision = ask(world, "cancel")
+    assert (decision.orders, the(world).stop_reason) == ((), StopReason.CANCEL)
+    pass_time(world, 10.0 + POLICY.kill_patience_seconds)
+    assert the(world).state is TaskState.CANCELLED
+
+
+def test_it_ends_with_its_process() -> None:
+    world = held(pid=PID)
+    [decision] = hear(world, Gone(LEASE, Fence(1), at(3), "process_absent"), seconds=3.0)
+    assert decision.tasks[0].task.state is TaskState.FAILED
+    assert decision.outcome is not None
+    assert decision.outcome.failure is not None
+    assert decision.outcome.failure.message.startswith(f"its process {PID} is not there")
+    assert [type(order) for order in decision.orders] == [ForgetOrder]
+    assert (world.leases, world.tasks) == ({}, {})
+
+
+def test_a_process_that_ends_after_notice_has_left_as_it_was_asked_to() -> None:
+    world = held(pid=PID)
+    ask(world, "cancel")
+    [decision] = hear(world, Gone(LEASE, Fence(1), at(3), "process_absent"), seconds=3.0)
+    assert decision.tasks[0].task.state is TaskState.SUCCEEDED
+
+
+def test_the_end_of_its_process_ends_its_quarantine() -> None:
+    world = held(pid=PID)
+    pass_time(world, TTL)
+    pass_time(world, 100.0)
+    assert leases(world) == [(HolderKind.EXTERNAL, LeaseState.QUARANTINED)]
+    [decision] = hear(world, Gone(LEASE, Fence(1), at(101), "process_absent"), seconds=101.0)
+    assert decision.tasks == ()
+    assert [type(order) for order in decision.orders] == [ForgetOrder]
+    assert (world.leases, world.tasks) == ({}, {})
+
+
+@pytest.mark.parametrize("proof", ["never_started", "agent_restarted"])
+def test_what_an_agent_does_not_know_is_no_proof(proof: str) -> None:
+    world = held(pid=PID)
+    assert hear(world, Gone(LEASE, Fence(1), at(3), proof)) == []
+    assert leases(world) == [(HolderKind.EXTERNAL, LeaseState.HELD)]
+
+
+def test_a_node_that_is_lost_takes_nothing_from_it() -> None:
+    world = held(pid=PID)
+    decisions = hear(world, NodeLost(NodeName("n1"), "n1-1", at(3), "dead"))
+    assert [decision.subject for decision in decisions] == ["n1"]
+    assert (the(world).state, leases(world)) == (
+        TaskState.RUNNING,
+        [(HolderKind.EXTERNAL, LeaseState.HELD)],
+    )
+
+
+def test_one_on_a_lost_node_stops_nobodys_clock() -> None:
+    late = holding(a_task("late", gpu_mb=GIB, timeout_seconds=Seconds(10.0)), "n2/gpu0")
+    world = a_world(a_node("n1"), a_device("gpu0", "n1"), a_node("n2"), a_device("gpu0", "n2"), late)
+    submit(world, an_asking())
+    plan(world)
+    where = world.tasks[LEASE].node
+    assert where == "n1"
+    hear(world, NodeLost(where, world.nodes[where].incarnation, at(5), "its agent is silent"), seconds=5)
+    pass_time(world, 1000.0)
+    assert world.tasks[TaskId("late")].stop_reason is StopReason.TIMEOUT
+    assert world.tasks[LEASE].state is TaskState.STOPPING
+
+
+def test_a_leader_that_was_away_gives_it_its_whole_time_to_be_renewed() -> None:
+    world = a_world(a_device())
+    submit(world, an_asking())
+    plan(world)
+    watch = keep_watch(None, at(600))
+    assert due(world, at(600 + TTL - 1), POLICY, replace(watch, last=at(600 + TTL - 2))) == []
+    [decision] = due(world, at(600 + TTL), POLICY, replace(watch, last=at(600 + TTL - 1)))
+    assert decision.tasks[0].task.stop_reason is StopReason.DEADLINE
+
+
+def test_an_agent_that_does_not_watch_its_process_is_told_again() -> None:
+    world = held(pid=PID)
+    [watch] = announce(world, incarnation="n1-2")
+    assert isinstance(watch, WatchOrder)
+    assert (watch.pid, watch.incarnation) == (PID, "n1-2")
+    assert announce(world, (LEASE, Fence(1), 0), incarnation="n1-3") == []
+    assert the(world).state is TaskState.RUNNING
+
+
+def test_its_process_is_watched_while_its_memory_is_quarantined() -> None:
+    world = held(pid=PID)
+    pass_time(world, TTL)
+    pass_time(world, 100.0)
+    assert [type(order) for order in announce(world, incarnation="n1-2")] == [WatchOrder]
+    assert announce(world, (LEASE, Fence(1), 0), incarnation="n1-2") == []
+
+
+@pytest.mark.parametrize("pid", [None, PID])
+def test_nobody_holds_anything_on_a_machine_that_was_started_anew(pid: int | None) -> None:
+    world = held(pid=pid)
+    announce(world, incarnation="n1-2", boot_id="another")
+    assert (world.leases, world.tasks) == ({}, {})
+
+
+def test_one_without_a_process_is_nothing_to_its_agent() -> None:
+    world = held()
+    assert announce(world, incarnation="n1-2") == []
+    assert the(world).state is TaskState.RUNNING
+
+
+def test_what_its_process_uses_is_not_counted_again_as_a_strangers() -> None:
+    world = held(pid=PID)
+    [book] = world.books.values()
+    before = book.free_mb()
+    used = a_sample("gpu0", at(2), used_mb=48 * GIB, foreign_mb=0, by_holder={"lease:1": 48 * GIB})
+    world.measure([used])
+    assert book.free_mb() == before
+
+
+def test_it_may_name_its_device() -> None:
+    world = a_world(a_device("gpu0"), a_device("gpu1"))
+    demand = Demand(gpus=1, gpu_mb=50 * GIB, where=Where(devices=("gpu1",)))
+    submit(world, an_asking("one", demand=demand), an_asking("two", demand=demand))
+    plan(world)
+    assert [lease.device for claim in world.leases.values() for lease in claim.values()] == ["test/n1/gpu1"]
+
+
+def test_a_process_that_is_somebody_elses_ends_the_lease_and_says_so() -> None:
+    world = held(pid=PID)
+    [decision] = hear(world, Gone(LEASE, Fence(1), at(1.0), "not_your_process"))
+    assert decision.outcome is not None
+    assert decision.outcome.failure is not None
+    assert decision.outcome.failure.kind == "not_your_process"
+    assert f"process {PID} is a run's" in decision.outcome.failure.message
+    assert leases(world) == []

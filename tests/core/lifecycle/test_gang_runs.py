@@ -1,0 +1,275 @@
+"""The ranks of a gang begin together, stop together, and the gang moves on when none of them is left."""
+
+from dataclasses import replace
+
+import pytest
+from gpubroker_server.core.domain.decisions import Request
+from gpubroker_server.core.domain.gang_member import MemberState
+from gpubroker_server.core.domain.lease import LeaseState
+from gpubroker_server.core.domain.orders import (
+    Checkpointed,
+    Ended,
+    Ending,
+    GoOrder,
+    Ready,
+    Started,
+    StartOrder,
+)
+from gpubroker_server.core.domain.policy import Policy
+from gpubroker_server.core.domain.task import StopReason, TaskState
+from gpubroker_server.core.domain.units import Fence
+from gpubroker_server.core.lifecycle.change_requests import carry_out
+from gpubroker_server.core.lifecycle.runs import react
+
+from tests.builders import GIB, NOW, a_task, a_world, commit
+from tests.core.gangs import (
+    a_cluster,
+    a_gang,
+    admit_all,
+    admitted,
+    bundles,
+    leases,
+    outcome_of,
+    running,
+    stopped,
+)
+
+R, E = MemberState.READY, MemberState.ENDED
+
+
+def test_one_decision_starts_every_rank_under_one_fence() -> None:
+    world = a_cluster(a_gang("gang", *bundles(3, gpu_mb=50 * GIB)))
+    [decision] = admit_all(world)
+    starts = [order for order in decision.orders if isinstance(order, StartOrder)]
+    assert [(s.rank, s.node, s.fence, s.world_size, s.barrier) for s in starts] == [
+        (0, "n1", 1, 3, True), (1, "n1", 1, 3, True), (2, "n2", 1, 3, True),
+    ]  # fmt: skip
+    assert [lease.rank for lease in decision.leases] == [0, 1, 2]
+
+
+def test_each_node_counts_the_ranks_that_it_has() -> None:
+    use = admitted().world.use
+    assert {name: (one.runs, one.cpu) for name, one in use.items()} == {"n1": (2, 4.0), "n2": (1, 2.0)}
+
+
+def test_nobody_begins_before_the_last_rank_is_ready() -> None:
+    gang = admitted()
+    assert not gang.tell(*(gang.started(rank) for rank in range(3)), gang.ready(0), gang.ready(2))
+    assert gang.task.state is TaskState.ADMITTED
+    assert gang.task.started_at is None
+    orders = gang.tell(gang.ready(1))
+    assert [(o.rank, o.rank_zero_address) for o in orders if isinstance(o, GoOrder)] == [
+        (0, "10.0.0.0:4000"), (1, "10.0.0.0:4000"), (2, "10.0.0.0:4000"),
+    ]  # fmt: skip
+    assert gang.task.state is TaskState.RUNNING
+    assert gang.task.started_at == NOW
+
+
+def test_a_rank_that_says_again_that_it_is_ready_is_told_again() -> None:
+    gang = running()
+    [order] = gang.tell(gang.ready(2))
+    assert isinstance(order, GoOrder)
+    assert order.rank == 2
+
+
+def test_the_result_of_a_gang_is_that_of_rank_zero() -> None:
+    gang = running()
+    outcome = outcome_of(gang, gang.ended(0), gang.ended(2))
+    assert outcome.result == b"0"
+    assert gang.task.state is TaskState.RUNNING
+    gang.tell(gang.ended(1))
+    assert gang.task.state is TaskState.SUCCEEDED
+    assert leases(gang) == dict.fromkeys(range(3), LeaseState.RELEASING)
+
+
+def test_the_devices_of_a_rank_that_is_done_are_free_for_others() -> None:
+    gang = running()
+    gang.tell(gang.ended(2), gang.gone(2))
+    assert leases(gang) == {0: LeaseState.HELD, 1: LeaseState.HELD}
+    assert gang.world.use["n2"].runs == 0
+    assert gang.task.state is TaskState.RUNNING
+
+
+def test_the_first_rank_that_fails_is_the_outcome_and_stops_the_others() -> None:
+    gang = running()
+    orders = gang.tell(gang.ended(1, Ending.FAILED))
+    assert stopped(orders) == [0, 2]
+    assert (gang.task.state, gang.task.stop_reason) == (TaskState.STOPPING, StopReason.RANK_FAILED)
+    again = outcome_of(gang, gang.gone(1), gang.ended(0, Ending.FAILED), gang.gone(0))
+    assert again is None
+    assert gang.task.state is TaskState.STOPPING
+    gang.tell(gang.ended(2, Ending.STOPPED), gang.gone(2))
+    assert gang.id not in gang.world.tasks  # failed, and nothing of it is left
+    assert gang.world.finished["default", TaskState.FAILED] == 1
+
+
+def test_the_outcome_names_the_rank() -> None:
+    gang = running()
+    assert outcome_of(gang, gang.ended(1, Ending.FAILED)).failure.message == "rank 1: boom"
+
+
+def test_with_retries_left_a_failed_gang_is_pending_again_once_all_ranks_are_gone() -> None:
+    gang = running(max_retries=1)
+    gang.tell(gang.ended(1, Ending.FAILED), gang.gone(1), gang.gone(0))
+    assert gang.task.state is TaskState.STOPPING
+    gang.tell(gang.gone(2))
+    task = gang.task
+    assert (task.state, task.failures, task.members, task.node) == (TaskState.PENDING, 1, (), None)
+    assert task.not_before == NOW + 1.0
+
+
+def test_a_rank_that_goes_without_a_word_fails_the_gang() -> None:
+    gang = running()
+    outcome = outcome_of(gang, gang.gone(2))
+    assert outcome.ending is Ending.LOST
+    assert gang.task.stop_reason is StopReason.RANK_FAILED
+
+
+def test_a_rank_that_never_started_uses_up_no_retry() -> None:
+    gang = admitted()
+    gang.tell(
+        gang.started(0), gang.started(1), gang.ended(2, Ending.NEVER_STARTED), gang.gone(2, "never_started")
+    )
+    assert gang.task.stop_reason is StopReason.RANK_LOST
+    gang.tell(gang.gone(0), gang.gone(1))
+    assert (gang.task.state, gang.task.failures) == (TaskState.PENDING, 0)
+    assert gang.task.not_before is not None
+
+
+def test_when_no_rank_ever_started_the_gang_is_pending_at_once() -> None:
+    gang = admitted()
+    gang.tell(*(gang.gone(rank, "never_started") for rank in range(3)))
+    assert gang.task.state is TaskState.PENDING
+    assert not leases(gang)
+
+
+def test_a_cancel_stops_every_rank() -> None:
+    gang = running()
+    request = Request("r", gang.id, "default", "cancel", {}, NOW)
+    decision = carry_out(gang.world, request, NOW, Policy())
+    commit(gang.world, decision)
+    assert stopped(decision.orders) == [0, 1, 2]
+    gang.tell(gang.ended(0, Ending.STOPPED), gang.gone(0), gang.gone(1))
+    assert gang.task.state is TaskState.STOPPING
+    gang.tell(gang.gone(2))
+    assert gang.world.finished["default", TaskState.CANCELLED] == 1
+
+
+def test_a_cancelled_gang_that_was_to_come_back_does_not() -> None:
+    gang = running(max_retries=3)
+    gang.tell(gang.ended(1, Ending.FAILED), gang.gone(1))
+    commit(
+        gang.world, carry_out(gang.world, Request("r", gang.id, "default", "cancel", {}, NOW), NOW, Policy())
+    )
+    gang.tell(gang.gone(0), gang.gone(2))
+    assert gang.world.finished["default", TaskState.CANCELLED] == 1
+
+
+def test_a_gang_whose_ranks_all_succeed_under_notice_has_succeeded() -> None:
+    gang = running()
+    commit(
+        gang.world, carry_out(gang.world, Request("r", gang.id, "default", "cancel", {}, NOW), NOW, Policy())
+    )
+    gang.tell(*(gang.ended(rank) for rank in range(3)))
+    assert gang.task.state is TaskState.SUCCEEDED
+
+
+def test_a_lost_node_quarantines_its_ranks_and_stops_the_others() -> None:
+    gang = running()
+    orders = gang.tell(gang.node_lost("n2"))
+    assert stopped(orders) == [0, 1]
+    assert leases(gang) == {0: LeaseState.HELD, 1: LeaseState.HELD, 2: LeaseState.QUARANTINED}
+    assert gang.task.stop_reason is StopReason.RANK_LOST
+    gang.tell(gang.gone(0), gang.gone(1))
+    assert (gang.task.state, gang.task.failures) == (TaskState.PENDING, 0)
+
+
+def test_a_lost_node_whose_ranks_were_done_stops_nobody() -> None:
+    gang = running()
+    gang.tell(gang.ended(2))
+    assert not stopped(gang.tell(gang.node_lost("n2")))
+    assert gang.task.state is TaskState.RUNNING
+    gang.tell(gang.ended(0), gang.ended(1))
+    assert gang.task.state is TaskState.SUCCEEDED
+
+
+def test_a_gang_that_loses_all_its_nodes_is_pending_at_once() -> None:
+    gang = running()
+    gang.tell(gang.node_lost("n1"), gang.node_lost("n2"))
+    assert gang.task.state is TaskState.PENDING
+
+
+def test_a_gang_under_notice_that_loses_its_last_node_moves_on() -> None:
+    gang = running()
+    gang.tell(gang.ended(0, Ending.FAILED), gang.gone(0), gang.gone(1), gang.node_lost("n2"))
+    assert gang.task.state is TaskState.FAILED
+
+
+def test_reports_of_an_old_fence_change_nothing_but_its_leases() -> None:
+    gang = running(max_retries=1)
+    gang.tell(gang.ended(1, Ending.FAILED), *(gang.gone(rank) for rank in range(3)))
+    admit_all(gang.world, now=NOW + 5.0)
+    before = gang.task
+    assert before.fence == 2
+    gang.tell(gang.started(0), gang.ready(1), gang.ended(2), gang.gone(2))
+    assert gang.task == before
+
+
+def test_a_rank_that_the_gang_does_not_have_is_nobodys() -> None:
+    gang = running()
+    before = gang.task
+    gang.tell(gang.started(7), gang.ready(7), gang.ended(7, Ending.FAILED), gang.gone(7))
+    assert gang.task == before
+
+
+def test_what_is_said_twice_counts_once() -> None:
+    gang = running()
+    gang.tell(gang.ended(1, Ending.FAILED), gang.gone(1))
+    before = gang.task
+    gang.tell(gang.ended(1, Ending.FAILED), gang.gone(1), gang.ready(1))
+    assert gang.task == before
+
+
+def test_checkpoints_are_those_of_rank_zero() -> None:
+    gang = running()
+    saved = Checkpointed(gang.id, gang.fence, NOW, 1, "digest", b"state", None)
+    gang.tell(replace(saved, rank=1))
+    assert gang.task.checkpoint_at is None
+    gang.tell(saved)
+    assert gang.task.checkpoint_at == NOW
+
+
+def test_a_plain_task_has_no_ranks_to_be_ready() -> None:
+    world = a_world(a_task("plain", gpu_mb=GIB))
+    admit_all(world)
+    commit(world, react(world, [Started(a_task("plain").id, Fence(1), NOW, 1)], NOW, Policy()))
+    assert react(world, [Ready(a_task("plain").id, Fence(1), NOW, "a:1")], NOW, Policy()) == []
+
+
+@pytest.mark.parametrize("proof", ["boot_changed", "agent_restarted"])
+def test_a_rank_that_went_down_with_its_agent_costs_no_retry(proof: str) -> None:
+    gang = running()
+    gang.tell(gang.gone(1, proof))
+    assert gang.task.stop_reason is StopReason.RANK_LOST
+
+
+def test_an_end_without_words_is_told_as_a_kill() -> None:
+    gang = running()
+    lost = Ended(gang.id, gang.fence, NOW, Ending.LOST, rank=2)
+    assert outcome_of(gang, lost).failure.message.startswith("rank 2: the process went away")
+
+
+def test_when_the_last_rank_goes_without_a_word_the_gang_moves_on_at_once() -> None:
+    gang = running(max_retries=1)
+    gang.tell(gang.ended(0), gang.gone(0), gang.ended(1), gang.gone(1))
+    gang.tell(gang.gone(2))
+    assert (gang.task.state, gang.task.failures) == (TaskState.PENDING, 1)
+
+
+def test_a_cancelled_rank_that_never_started_leaves_nothing_behind() -> None:
+    gang = admitted()
+    commit(
+        gang.world, carry_out(gang.world, Request("r", gang.id, "default", "cancel", {}, NOW), NOW, Policy())
+    )
+    assert outcome_of(gang, gang.ended(0, Ending.NEVER_STARTED)) is None
+    assert gang.task.state is TaskState.STOPPING

@@ -1,0 +1,191 @@
+"""Models that somebody has loaded by hand: they get their leases where they are, if these fit."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from gpubroker_server.core.domain.demand import Where
+from gpubroker_server.core.domain.lease import HolderKind, LeaseState
+from gpubroker_server.core.domain.models.model_orders import Stage
+from gpubroker_server.core.domain.models.model_terms import ModelTerms
+from gpubroker_server.core.domain.task import Task, TaskState
+from gpubroker_server.core.domain.units import Mib
+from gpubroker_server.core.lifecycle.model_lifecycle import due
+from gpubroker_server.core.world.world import World
+
+from tests.builders import (
+    GIB,
+    a_device,
+    a_sample,
+    a_task,
+    a_world,
+    check_ledger,
+    commit,
+    holding,
+    let_go,
+    submit,
+)
+from tests.core.served import (
+    LLM,
+    WANTED,
+    a_model,
+    ask,
+    at,
+    fail,
+    index,
+    leases,
+    loaded,
+    pass_time,
+    plan,
+    the,
+)
+
+READY = {"llm": Stage.READY}
+
+
+def by_hand(name: str = "llm", **fields: Any) -> Task:
+    """As the gateway enters it."""
+    model = a_model(name, priority=0, held=True, **fields)
+    assert model.model is not None
+    return replace(model, model=replace(model.model, asked_priority=0))
+
+
+def used(world: World, gib: int, device: str = "gpu0", seconds: float = 1.0) -> None:
+    """By processes that no agent knows."""
+    mb = Mib(gib * GIB)
+    world.measure([a_sample(device, at(seconds), used_mb=mb, foreign_mb=mb)])
+
+
+def free_gib(world: World, device: str = "gpu0") -> int:
+    [book] = [book for book in world.books.values() if book.device.uuid == device]
+    return book.free_mb() // GIB
+
+
+def test_a_model_that_was_loaded_by_hand_has_the_memory_that_it_uses() -> None:
+    world = a_world(a_device("gpu0"), a_device("gpu1"))
+    used(world, 45, "gpu1")
+    submit(world, by_hand())
+    assert plan(world) == []
+    [decision] = index(world, READY, 2.0)
+    task = the(world)
+    assert (task.state, task.priority, task.held, task.started_at) == (TaskState.RUNNING, 0, False, at(2.0))
+    assert leases(world) == [(HolderKind.MODEL, LeaseState.HELD)]
+    assert (decision.orders, free_gib(world, "gpu0"), free_gib(world, "gpu1")) == ((), 80, 30)
+    check_ledger(world)
+
+
+def test_without_room_for_its_lease_what_it_uses_is_foreign_and_nobody_is_stopped_for_it() -> None:
+    world = a_world(holding(a_task("run", gpu_mb=60 * GIB, priority=0), "gpu0"))
+    used(world, 15)
+    submit(world, by_hand())
+    assert index(world, READY, 2.0) == []
+    assert plan(world, 3.0) == []
+    assert (the(world).state, the(world, "run").state) == (TaskState.PENDING, TaskState.RUNNING)
+    index(world, {}, 4.0)
+    assert LLM not in world.tasks, "it has left before"
+
+
+def test_what_a_hand_has_loaded_a_hand_may_take_away_unless_somebody_asks_for_it() -> None:
+    for is_wanted in (False, True):
+        world = a_world(a_device("gpu0"))
+        used(world, 45)
+        submit(world, by_hand())
+        index(world, READY, 2.0)
+        if is_wanted:
+            ask(world, "want", 3.0, priority=50, uses=1)
+        index(world, {}, 4.0)
+        assert (LLM in world.tasks and the(world).state is TaskState.PENDING) is is_wanted
+
+
+def test_a_device_that_was_not_measured_holds_none() -> None:
+    world = a_world()
+    world.books[next(iter(world.books))].measure_anew(at(1.0))
+    submit(world, by_hand())
+    assert index(world, READY, 2.0) == []
+
+
+def test_of_two_the_second_one_sees_what_the_first_has_left() -> None:
+    world = a_world()
+    submit(world, by_hand(), by_hand("other"))
+    both = {"llm": Stage.READY, "other": Stage.READY}
+    assert [decision.subject for decision in index(world, both, 1.0)] == ["llm"]
+    assert index(world, both, 2.0) == [], "50 GiB each, of 80"
+    check_ledger(world)
+
+
+def test_one_that_is_there_before_its_room_was_taken_needs_what_was_pledged_no_longer() -> None:
+    world = a_world(holding(a_task("run", gpu_mb=60 * GIB, priority=10), "gpu0"))
+    submit(world, a_model(priority=95))
+    plan(world, 100.0)
+    pledged = [*world.pledges[LLM].values()]
+    assert index(world, READY, 101.0) == [], "its victim has the room for its lease"
+    let_go(world, "run")
+    [decision] = index(world, READY, 102.0)
+    assert [write.pledge for write in decision.pledges] == pledged
+    assert LLM not in world.pledges
+    check_ledger(world)
+
+
+def test_who_asks_for_one_without_room_has_it_planned_as_any_other() -> None:
+    world = a_world()
+    submit(world, by_hand())
+    ask(world, "want", 1.0, priority=60)
+    assert (the(world).held, the(world).priority) == (False, 60)
+    plan(world, 2.0)
+    assert the(world).state is TaskState.ADMITTED
+
+
+def test_a_model_without_a_gpu_is_where_its_server_is() -> None:
+    world = a_world()
+    submit(world, by_hand(gpus=0, gpu_mb=None))
+    index(world, READY, 1.0)
+    assert (the(world).state, the(world).node, leases(world)) == (TaskState.RUNNING, "n1", [])
+    elsewhere = a_world()
+    submit(elsewhere, by_hand(gpus=0, gpu_mb=None, where=Where(nodes=(("node", ("n9",)),))))
+    assert index(elsewhere, READY, 1.0) == []
+
+
+def test_what_a_server_itself_takes_is_held_until_its_operator_says_no_more() -> None:
+    world = a_world(a_device("gpu0"), a_device("gpu1"))
+    base = replace(by_hand("base", gpus=2, gpu_mb=2 * GIB), model=ModelTerms("main", ""))
+    submit(world, replace(base, expires_at=None))
+    index(world, {}, 1.0)
+    assert leases(world) == [(HolderKind.SERVER, LeaseState.HELD)] * 2
+    assert (the(world, "base").priority, free_gib(world, "gpu1")) == (100, 78)
+    decision = ask(world, "cancel", 2.0, task="base")
+    assert decision.orders == ()
+    commit(world, due(world, at(3.0)), at(3.0))
+    assert (leases(world), "base" in world.tasks) == ([], False)
+
+
+@pytest.mark.parametrize("seconds", [40.0, WANTED + 1])
+def test_what_its_last_holder_left_there_is_that_of_whoever_has_it_now_and_counts_once(
+    seconds: float,
+) -> None:
+    """Nobody could say in time that it had gone, and it has not: its server had not heard of it."""
+    world = loaded(a_model(gpu_mb=30 * GIB))
+    ask(world, "cancel", 2.0)
+    pass_time(world, 23.0)
+    assert leases(world) == [(HolderKind.MODEL, LeaseState.QUARANTINED)]
+    again = by_hand("again", gpu_mb=20 * GIB)
+    submit(world, replace(again, model=replace(again.model, model="llm")))
+    index(world, READY, seconds)
+    assert the(world, "again").state is TaskState.RUNNING
+    assert leases(world) == [(HolderKind.MODEL, LeaseState.HELD)]
+    assert sum(book.held_mb() for book in world.books.values()) == 30 * GIB
+    assert [task.id for task in world.homes.on("main")] == ["again"]
+    check_ledger(world)
+    assert [book.sample for book in world.books.values()] == [None], "nobody has looked since"
+    used(world, 30, seconds=seconds + 1)
+    assert free_gib(world) == 50
+
+
+def test_so_is_what_a_failed_load_left_there() -> None:
+    world = a_world()
+    submit(world, a_model(gpu_mb=30 * GIB))
+    plan(world)
+    fail(world)
+    assert leases(world) == [(HolderKind.MODEL, LeaseState.RELEASING)]
+    index(world, READY, 40.0)
+    assert the(world).state is TaskState.RUNNING
+    assert leases(world) == [(HolderKind.MODEL, LeaseState.HELD)]

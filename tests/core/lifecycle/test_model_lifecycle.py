@@ -1,0 +1,291 @@
+"""Models on a server as holders of memory: wanted, loaded, unloaded, and what the index says."""
+
+from dataclasses import replace
+
+import pytest
+from gpubroker_server.core.domain.lease import HolderKind, LeaseState
+from gpubroker_server.core.domain.models.model_orders import LoadOrder, Stage, UnloadOrder
+from gpubroker_server.core.domain.models.model_terms import Home, ModelTerms
+from gpubroker_server.core.domain.orders import Ending, Failure
+from gpubroker_server.core.domain.ranks import ranks_of
+from gpubroker_server.core.domain.task import StopReason, TaskState
+from gpubroker_server.core.domain.units import Fence, Mib, Seconds
+from gpubroker_server.core.lifecycle.model_lifecycle import due as standings_due
+from gpubroker_server.core.lifecycle.quarantine import is_watched, quarantined
+from gpubroker_server.core.planning.cycle import plan_cycle
+from gpubroker_server.core.world.world import World
+
+from tests.builders import (
+    GIB,
+    a_sample,
+    a_task,
+    a_world,
+    commit,
+    holding,
+    key,
+    submit,
+)
+from tests.core.served import (
+    LLM,
+    POLICY,
+    WANTED,
+    a_model,
+    ask,
+    at,
+    fail,
+    index,
+    leases,
+    loaded,
+    orders,
+    pass_time,
+    plan,
+    the,
+)
+
+
+def test_a_wanted_model_gets_its_room_as_a_task_does_and_its_server_is_told_to_load_it() -> None:
+    world = a_world()
+    submit(world, a_model())
+    [decision] = plan(world)
+    assert decision.orders == (LoadOrder(LLM, Fence(1), "main", "llm", ((key("gpu0"), Mib(50 * GIB)),)),)
+    assert the(world).state is TaskState.ADMITTED
+    assert leases(world) == [(HolderKind.MODEL, LeaseState.RESERVED)]
+    assert ranks_of(the(world)) == ()
+
+
+def test_a_model_is_there_when_the_index_says_so() -> None:
+    world = a_world()
+    submit(world, a_model())
+    plan(world)
+    index(world, {"llm": Stage.LOADING}, 1.0)
+    assert the(world).state is TaskState.ADMITTED
+    index(world, {"llm": Stage.READY}, 7.0)
+    task = the(world)
+    assert (task.state, task.started_at) == (TaskState.RUNNING, at(7.0))
+    assert task.model is not None
+    assert task.model.load_seconds == 7.0
+    assert leases(world) == [(HolderKind.MODEL, LeaseState.HELD)]
+    assert index(world, {"llm": Stage.READY}, 8.0) == []
+
+
+def test_a_load_that_took_no_time_leaves_what_was_expected() -> None:
+    world = a_world()
+    submit(world, a_model(terms={"load_seconds": Seconds(4.0)}))
+    plan(world)
+    index(world, {"llm": Stage.READY})
+    assert the(world).model == replace(a_model().model or ModelTerms("", ""), load_seconds=Seconds(4.0))
+
+
+def test_an_order_to_load_that_was_lost_with_its_leader_is_given_again() -> None:
+    world = a_world()
+    submit(world, a_model())
+    plan(world)
+    assert index(world, {}, under_way={"llm"}) == []
+    [again] = index(world, {})
+    assert orders([again]) == [LoadOrder(LLM, Fence(1), "main", "llm", ((key("gpu0"), Mib(50 * GIB)),))]
+
+
+def test_one_that_nobody_wants_any_longer_before_there_was_room_expires() -> None:
+    world = a_world(holding(a_task("run", gpu_mb=60 * GIB), "gpu0"))
+    submit(world, a_model())
+    plan(world)
+    pass_time(world, WANTED)
+    assert the(world, "run").state is TaskState.RUNNING
+    assert LLM not in world.tasks
+    assert world.homes.of(Home("main", "llm")) is None
+
+
+def test_requests_keep_a_model_wanted_and_raise_its_priority() -> None:
+    world = loaded()
+    ask(world, "want", 100.0, priority=80, uses=3)
+    task = the(world)
+    assert (task.priority, task.expires_at) == (80, at(100 + WANTED))
+    assert task.model is not None
+    assert task.model.usage.at == at(100.0)
+    ask(world, "want", 110.0, priority=20)
+    assert the(world).priority == 80, "somebody of 80 wants it still"
+
+
+def test_a_model_has_no_longer_the_priority_of_who_asked_for_it_once_though_others_keep_it_wanted() -> None:
+    world = loaded()
+    ask(world, "want", 10.0, priority=80)
+    for seconds in (160.0, 305.0):
+        ask(world, "want", seconds, priority=20)
+        assert the(world).priority == 80, "it is kept for whoever asked and comes again"
+    ask(world, "want", 10.0 + WANTED, priority=20)
+    assert the(world).priority == 20
+    ask(world, "want", 320.0, priority=80)
+    ask(world, "want", 500.0, priority=80)
+    ask(world, "want", 330.0 + WANTED, priority=20)
+    assert the(world).priority == 80, "he has come again"
+
+
+def test_who_comes_after_all_the_others_brings_his_own_priority() -> None:
+    world = loaded(a_model(priority=80, terms={"asked_priority": 80}))
+    ask(world, "want", WANTED + 1.0, priority=20)
+    assert the(world).priority == 20
+
+
+def test_one_that_waits_is_wanted_for_longer_and_stands_higher_with_each_that_asks() -> None:
+    world = a_world(holding(a_task("run", priority=90, gpu_mb=60 * GIB), "gpu0"))
+    submit(world, a_model())
+    ask(world, "want", 200.0, priority=70)
+    assert pass_time(world, WANTED) == []
+    assert (the(world).state, the(world).priority) == (TaskState.PENDING, 70)
+
+
+def test_a_model_that_nobody_wants_stays_until_anybody_wants_its_room() -> None:
+    world = loaded()
+    assert standings_due(world, at(WANTED - 1)) == []
+    commit(world, standings_due(world, at(WANTED)), at(WANTED))
+    assert the(world).priority == 0
+    submit(world, a_task("run", priority=1, gpu_mb=60 * GIB, submitted_at=at(WANTED)))
+    plan(world, WANTED)
+    assert (the(world).state, the(world).stop_reason) == (TaskState.STOPPING, StopReason.PREEMPT)
+
+
+def test_a_wanted_model_is_left_to_those_who_are_not_more_urgent() -> None:
+    world = loaded()
+    submit(world, a_task("run", priority=50, gpu_mb=60 * GIB))
+    assert plan(world, 100.0) == []
+
+
+def test_for_a_more_urgent_task_its_server_is_told_to_unload_it_and_then_the_room_is_the_task_s() -> None:
+    world = loaded()
+    submit(world, a_task("run", priority=95, gpu_mb=60 * GIB))
+    assert orders(plan(world, 100.0)) == [UnloadOrder(LLM, Fence(1), "main", "llm", Seconds(10.0))]
+    assert index(world, {"llm": Stage.UNLOADING}, 101.0) == []
+    assert plan(world, 102.0) == []
+    index(world, {}, 103.0)
+    task = the(world)
+    assert (task.state, task.priority, task.preemptions) == (TaskState.PENDING, 50, 1)
+    plan(world, 104.0)
+    assert the(world, "run").state is TaskState.ADMITTED
+
+
+def test_what_an_unloaded_model_freed_is_taken_when_somebody_has_looked_what_is_in_use() -> None:
+    world = loaded()
+    ask(world, "cancel", 100.0)
+    world.measure([a_sample("gpu0", at(100.0))])
+    index(world, {}, 101.0)
+    submit(world, a_task("run", gpu_mb=60 * GIB))
+    assert plan_cycle(world, POLICY, at(101.5)).decisions == ()
+    left = Mib(45 * GIB)
+    world.measure([a_sample("gpu0", at(102.0), used_mb=left, foreign_mb=left)])
+    assert plan_cycle(world, POLICY, at(102.0)).decisions == (), "the server has not given its memory back"
+    plan(world, 103.0)
+    assert the(world, "run").state is TaskState.ADMITTED
+
+
+def test_one_that_is_unloaded_for_somebody_and_wanted_no_longer_is_over() -> None:
+    world = loaded(a_model(expires_at=at(105.0)))
+    submit(world, a_task("run", priority=95, gpu_mb=60 * GIB))
+    plan(world, 100.0)
+    index(world, {}, 106.0)
+    assert LLM not in world.tasks
+    assert world.finished["default", TaskState.SUCCEEDED] == 1
+
+
+def test_an_unload_that_was_asked_for_ends_it() -> None:
+    world = loaded()
+    decision = ask(world, "cancel", 2.0)
+    assert decision.orders == (UnloadOrder(LLM, Fence(1), "main", "llm", Seconds(10.0)),)
+    index(world, {}, 4.0)
+    assert LLM not in world.tasks
+    assert world.finished["default", TaskState.CANCELLED] == 1
+
+
+def test_a_shorter_time_to_unload_takes_the_place_of_a_longer_one() -> None:
+    world = loaded()
+    ask(world, "cancel", 2.0)
+    assert ask(world, "cancel", 3.0, grace_seconds=0.0).orders == (
+        UnloadOrder(LLM, Fence(1), "main", "llm", Seconds(0.0)),
+    )
+
+
+def test_an_order_to_unload_that_was_lost_is_given_again_with_the_time_that_is_left() -> None:
+    world = loaded()
+    ask(world, "cancel", 2.0)
+    assert index(world, {"llm": Stage.READY}, 3.0, under_way={"llm"}) == []
+    [again] = orders(index(world, {"llm": Stage.READY}, 5.0))
+    assert again == UnloadOrder(LLM, Fence(1), "main", "llm", Seconds(7.0))
+    [again] = orders(pass_time(world, 12.5))
+    assert again == UnloadOrder(LLM, Fence(1), "main", "llm", Seconds(0.0))
+
+
+def test_one_that_does_not_go_in_time_counts_as_there_until_the_index_says_that_it_is_gone() -> None:
+    world = loaded()
+    ask(world, "cancel", 2.0)
+    [decision] = pass_time(world, 23.0)
+    assert decision.outcome is not None
+    assert decision.outcome.failure is not None
+    assert decision.outcome.failure.kind == "not_unloaded"
+    assert the(world).state is TaskState.FAILED
+    [stuck] = quarantined(world)
+    assert stuck.awaits[0] == "unloaded"
+    assert stuck.message == "waits until the index of its server says that it is not there"
+    assert not is_watched(world, stuck.leases[0])
+    index(world, {"llm": Stage.UNLOADING}, 30.0)
+    assert leases(world) == [(HolderKind.MODEL, LeaseState.QUARANTINED)]
+    index(world, {}, 40.0)
+    assert leases(world) == []
+    assert list(world.homes.on("main")) == []
+
+
+def test_the_next_holder_of_a_home_is_another_one_and_both_copies_count() -> None:
+    world = loaded(a_model(gpu_mb=30 * GIB))
+    ask(world, "cancel", 2.0)
+    pass_time(world, 23.0)
+    submit(world, replace(a_model("again", gpu_mb=30 * GIB), model=ModelTerms("main", "llm")))
+    plan(world, 24.0)
+    held = world.homes.of(Home("main", "llm"))
+    assert held is not None
+    assert (held.id, held.state) == ("again", TaskState.ADMITTED)
+    assert world.books[key("gpu0")].held_mb() == 60 * GIB
+    later = World()
+    for task in world.tasks.values():
+        later.add_task(task)
+    assert later.homes.of(Home("main", "llm")) == held, "also for who reads the rows anew"
+
+
+@pytest.mark.parametrize(("seconds", "state"), [(10.0, TaskState.PENDING), (WANTED + 1, None)])
+def test_a_model_that_vanished_waits_again_if_it_is_wanted(seconds: float, state: TaskState | None) -> None:
+    world = loaded()
+    index(world, {}, seconds)
+    assert leases(world) == []
+    assert (the(world).state if LLM in world.tasks else None) is state
+
+
+def test_a_load_that_fails_is_tried_again_and_then_given_up_with_the_words_of_the_server() -> None:
+    world = a_world()
+    submit(world, a_model())
+    plan(world)
+    fail(world)
+    assert (the(world).state, the(world).failures) == (TaskState.PENDING, 1)
+    assert leases(world) == [(HolderKind.MODEL, LeaseState.RELEASING)]
+    index(world, {}, 3.0)
+    assert leases(world) == []
+    plan(world, 10.0)
+    [decision] = fail(world, fence=2, seconds=11.0)
+    assert the(world).state is TaskState.FAILED
+    assert decision.outcome is not None
+    assert decision.outcome.failure == Failure("load_failed", "no such layer")
+
+
+def test_a_load_that_was_never_begun_uses_up_no_try() -> None:
+    world = a_world()
+    submit(world, a_model())
+    plan(world)
+    fail(world, Ending.NEVER_STARTED)
+    task = the(world)
+    assert (task.state, task.failures, task.not_before) == (TaskState.PENDING, 0, at(3.0))
+
+
+def test_a_load_that_fails_while_it_is_to_be_unloaded_is_over() -> None:
+    world = a_world()
+    submit(world, a_model())
+    plan(world)
+    ask(world, "cancel", 1.0)
+    fail(world)
+    assert the(world).state is TaskState.CANCELLED
+    assert fail(world) == [], "nobody listens to it any more"

@@ -1,0 +1,224 @@
+"""How large a model is, by what its device has more in use when it is there."""
+
+from dataclasses import replace
+
+import pytest
+from gpubroker_server.core.domain.decisions import Decision
+from gpubroker_server.core.domain.estimates import What
+from gpubroker_server.core.domain.models.model_orders import Indexed, ServerSeen, Stage
+from gpubroker_server.core.domain.models.model_terms import ModelTerms
+from gpubroker_server.core.domain.units import Mib
+from gpubroker_server.core.lifecycle.model_lifecycle import seen
+from gpubroker_server.core.lifecycle.model_measurement import WARM_SECONDS, Gauge, learned_mb, size_records
+from gpubroker_server.core.world.world import World
+
+from tests.builders import GIB, a_device, a_sample, a_task, a_world, commit, holding, submit
+from tests.core.served import POLICY, a_model, ask, at, index, plan
+
+WARM = 5.0 + WARM_SECONDS
+
+
+class Scene:
+    """A model of 50 GiB on a device of 80, whatever else is there."""
+
+    def __init__(self, *parts: object, **fields: object) -> None:
+        self.world: World = a_world(*parts)  # type: ignore[arg-type]
+        self.gauge = Gauge()
+        submit(self.world, a_model(**fields))  # type: ignore[arg-type]
+        plan(self.world, 1.0)
+
+    def look(self, seconds: float, *but_not: str) -> list[Decision]:
+        decisions = self.gauge.look(self.world, at(seconds), but_not)
+        commit(self.world, decisions, at(seconds))
+        return decisions
+
+    def measure(
+        self, seconds: float, gib: int, by_holder: dict[str, Mib] | None = None, **fields: object
+    ) -> None:
+        known = by_holder or {}
+        used = Mib(gib * GIB)
+        foreign = Mib(used - sum(known.values()))
+        facts = {"used_mb": used, "foreign_mb": foreign, "by_holder": known, **fields}
+        self.world.measure([a_sample("gpu0", at(seconds), **facts)])
+
+    def begin(self, gib: int = 40, versions: tuple[str, ...] = (), **fields: object) -> list[Decision]:
+        """It is loaded, and measured since."""
+        self.look(1.5)
+        index(self.world, {"llm": Stage.READY}, 5.0, versions=versions)
+        assert self.look(5.5) == [], "it was not measured since"
+        self.measure(6.0, gib, **fields)  # type: ignore[arg-type]
+        return self.look(6.5)
+
+    def load(self, gib: int = 40, **fields: object) -> list[Decision]:
+        """And for as long as its first requests count."""
+        assert self.begin(gib, **fields) == [], "it may need more yet"  # type: ignore[arg-type]
+        return self.look(WARM)
+
+    @property
+    def learned(self) -> Mib | None:
+        return self.of()
+
+    def of(self, *versions: str) -> Mib | None:
+        return learned_mb(self.world, "default", "llm", {"H100", "other"}, 0.25, versions)
+
+
+def test_a_model_takes_what_its_device_has_more_in_use_since_it_is_there() -> None:
+    scene = Scene()
+    assert scene.learned is None
+    [decision] = scene.load(40)
+    [lesson] = decision.lessons
+    assert (lesson.topic.subject, lesson.topic.kind, lesson.topic.what) == ("model llm", "H100", What.GPU_MB)
+    assert scene.learned == pytest.approx(50 * GIB, rel=0.03)
+    assert scene.look(WARM + 1) == [], "once for each load"
+
+
+def test_what_a_model_takes_for_its_first_requests_is_its_own() -> None:
+    scene = Scene()
+    assert scene.begin(40) == []
+    for seconds, gib in ((8.0, 48), (12.0, 44)):
+        scene.measure(seconds, gib)
+        assert scene.look(seconds) == []
+    assert len(scene.look(WARM)) == 1
+    scene.measure(WARM + 2, 70)
+    assert scene.look(WARM + 3) == [], "that is for the margin"
+    assert scene.learned == pytest.approx(1.25 * 48 * GIB, rel=0.03)
+
+
+@pytest.mark.parametrize("what", ["somebody comes", "it leaves", "it vanishes"])
+def test_when_its_device_is_no_longer_its_own_what_was_seen_by_then_counts(what: str) -> None:
+    scene = Scene()
+    assert scene.begin(40) == []
+    match what:
+        case "somebody comes":
+            submit(scene.world, a_task("other", gpu_mb=5 * GIB))
+            plan(scene.world, 7.0)
+        case "it leaves":
+            ask(scene.world, "cancel", 7.0)
+        case _:
+            index(scene.world, {"llm": Stage.ABSENT}, 7.0)
+    scene.measure(8.0, 70)
+    assert len(scene.look(8.5)) == 1
+    assert scene.learned == pytest.approx(50 * GIB, rel=0.03)
+    assert scene.look(WARM) == []
+
+
+def test_beside_another_model_only_the_load_counts() -> None:
+    scene = Scene()
+    submit(scene.world, a_model("other", gpu_mb=20 * GIB))
+    index(scene.world, {"llm": Stage.READY}, 2.0)
+    scene.measure(3.0, 40)
+    plan(scene.world, 3.5)
+    scene.look(4.0)
+    index(scene.world, {"llm": Stage.READY, "other": Stage.READY}, 5.0)
+    scene.measure(6.0, 55)
+    [decision] = scene.look(6.5)
+    assert decision.lessons[0].topic.subject == "model other", "their requests are one process's"
+
+
+def test_each_version_of_a_model_has_its_own_size() -> None:
+    scene = Scene()
+    scene.begin(40, versions=("1", "3"))
+    [decision] = scene.look(WARM)
+    assert decision.lessons[0].topic.subject == "model llm/1,3"
+    other = Scene()
+    other.world.learned = scene.world.learned
+    other.begin(60, versions=("4",))
+    other.look(WARM)
+    assert scene.of("1", "3") == pytest.approx(50 * GIB, rel=0.03)
+    assert scene.of("4") == pytest.approx(75 * GIB, rel=0.03)
+    assert scene.of("5") == scene.of() == scene.of("4"), "the last one is the nearest"
+    assert learned_mb(scene.world, "default", "ll", {"H100"}, 0.25) is None
+    [record] = size_records(other.world)
+    assert record.ratio == pytest.approx(50 / 60, rel=0.03)
+
+
+def test_what_runs_beside_it_and_stays_as_it_is_disturbs_nothing() -> None:
+    run = holding(a_task("run", gpu_mb=10 * GIB), "gpu0")
+    scene = Scene(run)
+    scene.world.measure(
+        [a_sample("gpu0", at(1.0), used_mb=Mib(10 * GIB), by_holder={"run:1": Mib(10 * GIB)})]
+    )
+    scene.load(50, by_holder={"run:1": Mib(10 * GIB)})
+    assert scene.learned == pytest.approx(50 * GIB, rel=0.03)
+
+
+@pytest.mark.parametrize("change", ["grew", "came", "left", "unlisted"])
+def test_of_a_load_during_which_anything_else_changed_nothing_is_learned(change: str) -> None:
+    scene = Scene(holding(a_task("run", gpu_mb=10 * GIB), "gpu0"))
+    scene.look(1.5)
+    index(scene.world, {"llm": Stage.READY}, 5.0)
+    if change == "came":
+        submit(scene.world, a_task("other", gpu_mb=5 * GIB))
+        plan(scene.world, 5.5)
+    if change == "left":
+        ask(scene.world, "cancel", 5.5, task="run")
+    used = {"run:1": Mib((12 if change == "grew" else 0) * GIB)}
+    scene.measure(6.0, 50, used, **({"foreign_mb": None} if change == "unlisted" else {}))
+    assert scene.look(6.5) == []
+    assert scene.look(WARM) == []
+    assert scene.learned is None
+
+
+def test_a_difference_that_the_driver_makes_is_no_size() -> None:
+    assert Scene().load(0) == []
+
+
+def test_a_sample_that_is_newer_than_its_admission_tells_of_no_time_before() -> None:
+    scene = Scene()
+    scene.measure(1.2, 5)
+    assert scene.load() == []
+
+
+def test_beside_somebody_who_is_about_to_come_or_to_go_nothing_is_begun() -> None:
+    scene = Scene(holding(a_task("run", gpu_mb=10 * GIB), "gpu0"))
+    ask(scene.world, "cancel", 1.2, task="run")
+    assert scene.load() == []
+
+
+def test_nothing_is_learned_of_what_takes_several_gpus_or_none() -> None:
+    two = Scene(a_device("gpu0"), a_device("gpu1"), gpus=2, gpu_mb=10 * GIB)
+    assert two.load() == []
+    assert Scene(gpus=0, gpu_mb=None).load() == []
+
+
+def test_a_load_that_failed_is_forgotten_and_what_is_decided_anyway_comes_first() -> None:
+    scene = Scene()
+    scene.look(1.5)
+    index(scene.world, {"llm": Stage.READY}, 5.0)
+    scene.measure(6.0, 40)
+    assert scene.look(WARM, "llm") == []
+    assert len(scene.look(WARM + 1)) == 1
+    gone = Scene()
+    gone.look(1.5)
+    ask(gone.world, "cancel", 2.0)
+    assert gone.look(2.5) == []
+    assert gone.gauge.look(gone.world, at(3.0)) == []
+
+
+@pytest.mark.parametrize(("took", "ratio", "enough"), [(40, 1.25, 1.0), (25, 2.0, 1.0), (60, 0.83, 0.0)])
+def test_what_is_leased_is_compared_with_what_was_measured(took: int, ratio: float, enough: float) -> None:
+    scene = Scene()
+    assert size_records(scene.world) == []
+    scene.look(1.5)
+    index(scene.world, {"llm": Stage.READY}, 5.0)
+    assert size_records(scene.world) == [], "nobody has measured it yet"
+    scene.measure(6.0, took)
+    scene.look(WARM)
+    [record] = size_records(scene.world)
+    assert (record.server, record.enough) == ("main", enough)
+    assert record.ratio == pytest.approx(ratio, rel=0.03)
+
+
+def test_of_one_model_that_two_servers_loaded_at_once_both_loads_are_learned_from() -> None:
+    scene = Scene(a_device("gpu0"), a_device("gpu1"))
+    scene.look(1.1)
+    submit(scene.world, replace(a_model("twin"), model=ModelTerms("other", "llm")))
+    plan(scene.world, 1.2)
+    scene.look(1.5)
+    index(scene.world, {"llm": Stage.READY}, 5.0)
+    there = ServerSeen("other", at(5.0), {"llm": Indexed("llm", Stage.READY)})
+    commit(scene.world, seen(scene.world, there, at(5.0), POLICY), at(5.0))
+    full = {"used_mb": Mib(60 * GIB), "foreign_mb": Mib(60 * GIB)}
+    scene.world.measure([a_sample(gpu, at(6.0), **full) for gpu in ("gpu0", "gpu1")])
+    first, second = scene.look(WARM)
+    assert [one.lessons[0].sketch.n for one in (first, second)] == [1, 2]

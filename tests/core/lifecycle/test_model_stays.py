@@ -1,0 +1,183 @@
+"""Whose room is taken for whom: models that are pinned, used, idle, new; tasks in their way."""
+
+from dataclasses import replace
+
+import pytest
+from gpubroker_server.core.domain.lease import HolderKind, LeaseState
+from gpubroker_server.core.domain.models.model_orders import CheckOrder, Stage
+from gpubroker_server.core.domain.models.model_terms import ModelTerms
+from gpubroker_server.core.domain.models.residency import Usage
+from gpubroker_server.core.domain.orders import NodeLost
+from gpubroker_server.core.domain.task import TaskState
+from gpubroker_server.core.domain.units import Fence, Mib, NodeName, Seconds
+from gpubroker_server.core.lifecycle.model_lifecycle import due as standings_due
+from gpubroker_server.core.lifecycle.model_lifecycle import in_time
+from gpubroker_server.core.lifecycle.overuse import overuse
+from gpubroker_server.core.lifecycle.runs import react
+from gpubroker_server.core.planning.draft import Draft
+from gpubroker_server.core.planning.trial import Planner
+from gpubroker_server.core.planning.victims import lost_gpu_seconds
+
+from tests.builders import (
+    GIB,
+    a_device,
+    a_sample,
+    a_task,
+    a_world,
+    commit,
+    holding,
+    key,
+    let_go,
+    submit,
+)
+from tests.core.served import (
+    LLM,
+    POLICY,
+    WANTED,
+    a_model,
+    ask,
+    at,
+    index,
+    leases,
+    loaded,
+    pass_time,
+    plan,
+    the,
+)
+
+
+def test_a_pinned_model_is_left_alone_by_everybody_until_it_is_not_pinned_any_more() -> None:
+    world = loaded()
+    decision = ask(world, "pin", 2.0, pinned=True, by="ann")
+    assert [(note.action, note.subject, note.actor) for note in decision.audit] == [
+        ("model.pin", "main/llm", "ann")
+    ]
+    commit(world, standings_due(world, at(10 * WANTED)))
+    submit(world, a_task("run", priority=99, gpu_mb=60 * GIB))
+    assert plan(world, 10 * WANTED) == []
+    ask(world, "want", 10 * WANTED, priority=10)
+    assert the(world).expires_at is None
+    ask(world, "pin", 10 * WANTED, pinned=False, by="ann")
+    plan(world, 10 * WANTED)
+    assert the(world).state is TaskState.STOPPING
+
+
+def test_a_model_that_was_pinned_while_it_waited_has_no_end_to_its_waiting() -> None:
+    world = a_world(holding(a_task("run", priority=90, gpu_mb=60 * GIB), "gpu0"))
+    submit(world, a_model())
+    ask(world, "pin", 2.0, pinned=True)
+    assert pass_time(world, 10 * WANTED) == []
+    assert (the(world).state, the(world).priority) == (TaskState.PENDING, 50)
+
+
+def test_only_models_are_wanted_or_pinned() -> None:
+    world = a_world()
+    submit(world, a_task("run"))
+    assert ask(world, "want", task="run", priority=90).tasks == ()
+    assert ask(world, "pin", task="run", pinned=True).tasks == ()
+
+
+def test_a_model_that_has_just_come_is_left_alone_for_a_while_except_by_who_is_critical() -> None:
+    """Twice as long as it took to load."""
+    world = loaded(seconds=30.0)
+    submit(world, a_task("run", priority=80, gpu_mb=60 * GIB))
+    assert plan(world, 89.0) == []
+    submit(world, a_task("now", priority=95, gpu_mb=60 * GIB))
+    plan(world, 89.5)
+    assert the(world).freeing_for == "now"
+
+
+def test_after_that_while_it_has_to_make_room() -> None:
+    world = loaded(seconds=30.0)
+    submit(world, a_task("run", priority=80, gpu_mb=60 * GIB))
+    plan(world, 90.5)
+    assert the(world).freeing_for == "run"
+
+
+def test_of_two_models_that_goes_whose_loading_is_expected_to_cost_less() -> None:
+    often = Usage(at(0.0), (9.0, 20.0, 50.0, 50.0))
+    used = a_model("used", gpu_mb=30 * GIB, terms={"usage": often})
+    idle = a_model("idle", gpu_mb=30 * GIB, terms={"usage": Usage(at(0.0), (0.0, 0.1, 0.1, 0.1))})
+    world = loaded(used, idle, seconds=5.0)
+    submit(world, a_task("run", priority=95, gpu_mb=40 * GIB))
+    plan(world, 100.0)
+    assert (the(world, "used").state, the(world, "idle").state) == (TaskState.RUNNING, TaskState.STOPPING)
+    assert lost_gpu_seconds(the(world, "used"), at(100.0)) == pytest.approx(4.9, abs=0.1)
+
+
+def test_a_critical_model_stops_a_task_of_low_priority() -> None:
+    run = holding(a_task("run", priority=20, gpu_mb=60 * GIB), "gpu0")
+    world = a_world(run)
+    submit(world, a_model(priority=95, terms={"asked_priority": 95}))
+    plan(world)
+    assert the(world, "run").freeing_for == LLM
+    let_go(world, "run")
+    plan(world, 1.0)
+    assert the(world).state is TaskState.ADMITTED
+
+
+def test_a_model_stops_nobody_for_whom_it_would_come_too_late() -> None:
+    run = holding(a_task("run", priority=20, gpu_mb=60 * GIB, grace_seconds=Seconds(30.0)), "gpu0")
+    world = a_world(run)
+    submit(world, a_model(priority=95, terms={"load_seconds": Seconds(271.0)}))
+    assert plan(world) == []
+    assert the(world, "run").state is TaskState.RUNNING
+    planner = Planner(Draft(world), POLICY, at(0.0))
+    assert not planner.attempt(the(world)).is_way, "nor is anybody told that it would"
+    assert planner.attempt(replace(the(world), expires_at=at(302.0))).eviction is not None
+
+
+def test_what_has_no_end_is_always_in_time() -> None:
+    assert in_time(a_task("run"), at(1e9))
+    assert in_time(a_model(expires_at=None), at(1e9))
+    assert in_time(a_model(), at(WANTED))
+    assert not in_time(a_model(), at(WANTED + 1))
+
+
+def test_a_lost_node_takes_nothing_from_a_model() -> None:
+    """Its server may be there all the same, and says so itself."""
+    world = loaded()
+    commit(world, react(world, [NodeLost(NodeName("n1"), "n1-1", at(2), "silent")], at(2), POLICY))
+    assert the(world).state is TaskState.RUNNING
+    assert leases(world) == [(HolderKind.MODEL, LeaseState.HELD)]
+
+
+def test_a_server_s_own_memory_is_held_as_long_as_it_answers_and_nobody_takes_it() -> None:
+    base = replace(a_model("base", gpu_mb=2 * GIB), model=ModelTerms("main", ""))
+    world = a_world()
+    submit(world, base)
+    plan(world)
+    index(world, {}, 1.0)
+    assert leases(world) == [(HolderKind.SERVER, LeaseState.HELD)]
+    assert the(world, "base").priority == 100
+
+
+def test_over_use_is_no_fault_of_a_model() -> None:
+    world = loaded()
+    [lease] = [lease for claim in world.leases.values() for lease in claim.values()]
+    used = Mib(60 * GIB)
+    world.measure([a_sample("gpu0", at(2), used_mb=used, by_holder={lease.mark: used})])
+    assert overuse(world, at(2), replace(POLICY, overuse="stop")) == []
+
+
+def test_an_index_tells_of_its_own_server_only() -> None:
+    world = a_world(a_device("gpu0"), a_device("gpu1"))
+    submit(world, a_model(), a_model("other", server="second"))
+    plan(world)
+    index(world, {"llm": Stage.READY, "other": Stage.READY}, 1.0)
+    assert [task.id for task in world.homes.live()] == ["llm", "other"]
+    assert the(world, "other").state is TaskState.ADMITTED
+
+
+def test_a_model_that_is_doubted_is_looked_at_where_it_is() -> None:
+    world = loaded()
+    before = the(world).model
+    decision = ask(world, "want", 2.0, priority=50, uses=0, doubted=True)
+    assert decision.orders == (CheckOrder(LLM, Fence(1), "main", "llm", ((key("gpu0"), Mib(50 * GIB)),)),)
+    assert the(world).model == before, "to doubt it is not to use it"
+
+
+def test_one_that_has_left_is_doubted_no_more() -> None:
+    world = loaded()
+    ask(world, "cancel", 2.0)
+    assert ask(world, "want", 3.0, priority=50, uses=0, doubted=True).orders == ()

@@ -1,0 +1,58 @@
+"""What answers keep for one another is told as if each had looked for itself."""
+
+from typing import Any
+
+from gpubroker_server.core.domain.task import Task, TaskState
+from gpubroker_server.core.domain.units import Instant
+from gpubroker_server.core.explain.advice import advise
+from gpubroker_server.core.explain.explain import explain_waiting
+from gpubroker_server.core.explain.verdicts import look
+from gpubroker_server.core.planning.asking import Asking
+from gpubroker_server.core.planning.cycle import plan_cycle
+from gpubroker_server.core.planning.draft import Draft
+from gpubroker_server.core.planning.survey import Survey, survey
+from gpubroker_server.core.world.world import World
+from hypothesis import given, settings
+
+from tests.builders import NOW, a_device, a_sample, a_task, a_world, commit, holding, submit
+from tests.core.scenarios import POLICY, Chapter, Story, clusters, stories
+
+
+def told(seen: Survey) -> tuple[Any, ...]:
+    found = look(seen)
+    advice = advise(found)
+    return explain_waiting(found), advice.trial, advice.start, advice.spared, advice.remedies, advice.free_in
+
+
+def who_waits(world: World) -> list[Task]:
+    """The newest and the oldest."""
+    waiting = sorted(name for name, task in world.tasks.items() if task.state is TaskState.PENDING)
+    return [world.tasks[name] for name in dict.fromkeys(waiting[-1:] + waiting[:1])]
+
+
+@given(clusters(), stories)
+@settings(max_examples=12, deadline=None)
+def test_an_answer_is_the_same_whatever_was_asked_before_and_happened_since(
+    world: World, story: list[Chapter]
+):
+    course, asking = Story(world), Asking()
+    for chapter in story:
+        for _ in course.happens(chapter):
+            now = Instant(course.now)
+            for task in who_waits(world):
+                kept = told(asking.survey(world, task, POLICY, now))
+                assert kept == told(survey(Draft(world), task, POLICY, now))
+        commit(world, plan_cycle(world, POLICY, Instant(course.now), budget=10_000).decisions)
+        course.measure()
+
+
+def test_what_was_found_of_a_node_serves_the_next_question_until_the_node_changes():
+    world, asking = a_world(holding(a_task("run", gpu_mb=60), "gpu0"), a_device(mb=80)), Asking()
+    small, large = a_task("small", gpu_mb=20), a_task("large", gpu_mb=80)
+    submit(world, small, large)
+    for now in (NOW, Instant(NOW + 1.0)):
+        for task in (small, large):
+            assert told(asking.survey(world, task, POLICY, now)) == told(
+                survey(Draft(world), task, POLICY, now)
+            )
+        world.measure([a_sample("gpu0", now, by_holder={"run:1": 70})])

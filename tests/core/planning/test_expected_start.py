@@ -1,0 +1,21 @@
+"""What a task that waits is told of its start."""
+
+from gpubroker_server.core.domain.task import Placement
+from gpubroker_server.core.domain.units import Instant, NodeName, TaskId
+from gpubroker_server.core.planning.backfill import Basis, Forecast
+from gpubroker_server.core.planning.expected_start import Start, start_of
+
+from tests.builders import GIB, NOW, a_pledge, a_task, a_world
+
+
+def test_who_waits_is_told_of_its_pledge_else_of_its_forecast_else_nothing():
+    waiting = a_task("next", gpu_mb=GIB)
+    times = Instant(NOW - 5), Instant(NOW + 60), Instant(NOW + 90)
+    forecast = Forecast(TaskId("next"), (Placement(NodeName("n1"), ()),), *times, 7, Basis.LEARNED)
+    other = Forecast(TaskId("other"), (Placement(NodeName("n1"), ()),), *times, 7, Basis.LEARNED)
+    world = a_world(waiting)
+    assert start_of(world, waiting, [other, forecast], NOW) == Start(NOW, times[1], 7, Basis.LEARNED)
+    assert start_of(world, waiting, [other], NOW) is None
+    pledged = a_world(waiting, a_pledge(waiting, "gpu0", GIB))
+    due = Instant(NOW + 30.0)
+    assert start_of(pledged, waiting, [forecast], NOW) == Start(due, due, 0, Basis.STATED)

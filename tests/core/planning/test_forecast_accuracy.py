@@ -1,0 +1,99 @@
+"""How true forecasts come, and when they are made anew."""
+
+from gpubroker_server.core.domain.decisions import Decision
+from gpubroker_server.core.domain.estimates import Sketch, What
+from gpubroker_server.core.domain.policy import Policy
+from gpubroker_server.core.domain.task import Placement
+from gpubroker_server.core.domain.units import Instant, Mib, NodeName, TaskId
+from gpubroker_server.core.planning.backfill import Basis, Forecast
+from gpubroker_server.core.planning.cycle import plan_cycle
+from gpubroker_server.core.planning.forecast_accuracy import Foresight, topic_of
+from gpubroker_server.core.planning.forecasts import make_forecasts
+
+from tests.builders import GIB, NOW, a_device, a_node, a_sample, a_sketch, a_task, a_world, commit, submit
+
+
+def a_forecast(start: float, p90: float, basis: Basis = Basis.LEARNED) -> Forecast:
+    times = Instant(NOW + start), Instant(NOW + p90), Instant(NOW + 9000)
+    return Forecast(TaskId("next"), (Placement(NodeName("n1"), ()),), *times, 7, basis)
+
+
+def test_each_start_tells_how_true_the_first_word_about_it_was():
+    world, foresight = a_world(a_task("next", gpu_mb=GIB)), Foresight()
+    foresight.take([a_forecast(100.0, 400.0)], world, NOW)
+    foresight.take([a_forecast(300.0, 500.0)], world, Instant(NOW + 50))
+    now = Instant(NOW + 3)
+    decisions = foresight.compare(world, plan_cycle(world, Policy(), now).decisions, now)
+    commit(world, decisions, now)
+    errors = world.learned.sketch(topic_of(Basis.LEARNED, What.START_ERROR))
+    shares = world.learned.sketch(topic_of(Basis.LEARNED, What.START_SHARE))
+    assert (errors.n, shares.n) == (1, 1)
+    assert abs((errors.quantile(0.5) or 0.0) - 97) < 2
+    assert shares.share_until(1.0) == 1.0
+
+
+def test_who_was_told_nothing_or_was_to_start_at_once_teaches_nothing():
+    world, foresight = a_world(a_task("next", gpu_mb=GIB), a_task("other", gpu_mb=GIB)), Foresight()
+    foresight.take([a_forecast(0.5, 0.5)], world, NOW)
+    decisions = plan_cycle(world, Policy(), NOW).decisions
+    assert foresight.compare(world, decisions, NOW) == list(decisions)
+
+
+def test_what_was_said_of_who_no_longer_waits_is_forgotten():
+    world, foresight = a_world(a_task("other", gpu_mb=GIB)), Foresight()
+    foresight.take([a_forecast(100.0, 400.0)], world, NOW)
+    submit(world, a_task("next", gpu_mb=GIB))
+    decisions = plan_cycle(world, Policy(), NOW).decisions
+    assert foresight.compare(world, decisions, NOW) == list(decisions)
+
+
+def test_forecasts_are_made_anew_once_a_second_while_anybody_waits():
+    world, foresight = a_world(), Foresight()
+    assert not foresight.is_due(world, NOW)
+    submit(world, a_task("next", gpu_mb=GIB))
+    assert foresight.is_due(world, NOW)
+    foresight.take([a_forecast(100.0, 400.0)], world, NOW)
+    assert not foresight.is_due(world, Instant(NOW + 0.9))
+    assert foresight.is_due(world, Instant(NOW + 1.0))
+    assert foresight.is_due(a_world(), Instant(NOW + 1.0)), "the last ones are taken back"
+
+
+def test_forecasts_are_worked_out_in_steps_and_hold_once_all_are_there():
+    devices = [a_device("gpu0", f"n{number}") for number in range(9)]
+    world, foresight = a_world(*devices, a_task("next", gpu_mb=GIB)), Foresight()
+    *_, whole = make_forecasts(world, Policy(), NOW)
+    steps = 0
+    while foresight.go_on(world, Policy(), NOW):
+        steps += 1
+        assert foresight.forecasts == ()
+    assert (steps > 2, list(foresight.forecasts)) == (True, whole)
+    assert not foresight.go_on(world, Policy(), Instant(NOW + 0.9)), "they are not due"
+
+
+def test_a_round_of_forecasts_that_meets_another_inventory_begins_again():
+    """Of a device that is gone, nothing more can be read."""
+    devices = [a_device("gpu0", f"n{number}") for number in range(9)]
+    world, foresight = a_world(*devices, a_task("next", gpu_mb=100 * GIB)), Foresight()
+    assert foresight.go_on(world, Policy(), NOW)
+    commit(world, [Decision("n8", "node_seen", devices=(a_device("gpu1", "n8", mb=Mib(120 * GIB)),))], NOW)
+    world.measure([a_sample("n8/gpu1")])
+    while foresight.go_on(world, Policy(), NOW):
+        pass
+    assert [place.node for forecast in foresight.forecasts for place in forecast.places] == ["n8"]
+
+
+def test_nothing_is_known_before_the_first_forecasts_and_when_nodes_have_come_or_gone():
+    world, foresight = a_world(a_device()), Foresight()
+    assert not foresight.is_blind(world), "nobody waits"
+    submit(world, a_task("next", gpu_mb=GIB))
+    assert foresight.is_blind(world)
+    foresight.take([], world, NOW)
+    assert not foresight.is_blind(world)
+    world.add_node(a_node("n2"))
+    assert foresight.is_blind(world)
+    assert foresight.is_due(world, NOW)
+
+
+def test_a_sketch_tells_which_share_is_no_more_than_a_value():
+    assert Sketch().share_until(1.0) is None
+    assert a_sketch([0.2, 0.5, 1.0, 3.0]).share_until(1.0) == 0.75

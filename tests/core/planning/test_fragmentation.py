@@ -1,0 +1,126 @@
+"""Free memory in pieces: how much of it is of no use, and when that keeps tasks waiting."""
+
+from typing import Any
+
+from gpubroker_server.core.domain.demand import Where
+from gpubroker_server.core.domain.policy import Policy
+from gpubroker_server.core.domain.units import Instant
+from gpubroker_server.core.planning.fragmentation import Scattered, Sum, fragmentation, scattered
+from gpubroker_server.core.world.demand_mix import Mix
+from gpubroker_server.core.world.world import World
+
+from tests.builders import GIB, NOW, a_demand, a_device, a_node, a_task, a_world, holding, submit
+
+
+def on(*gib_held: int, node: str = "n1") -> list[Any]:
+    """One device of 80 GiB for each number, of which so many GiB are held."""
+    parts: list[Any] = []
+    for index, held in enumerate(gib_held):
+        parts += [a_device(f"gpu{index}", node)]
+        if held:
+            parts.append(holding(a_task(f"{node}-{index}", gpu_mb=held * GIB), f"{node}/gpu{index}"))
+    return parts
+
+
+def stranded(world: World, *usual: dict[str, Any]) -> dict[str, Sum]:
+    world.mix = Mix()
+    for fields in usual:
+        world.mix.add(a_demand(**fields))
+    found = fragmentation(world, Policy(), NOW)
+    return {name.removeprefix("test/"): of for name, of in found.devices.items()}
+
+
+def waits(world: World, **task: Any) -> Scattered | None:
+    for number in range(3):
+        submit(world, a_task(f"w{number}", **task))
+    return scattered(world, Policy(), NOW)
+
+
+def test_memory_is_stranded_to_the_share_of_demands_that_cannot_use_it():
+    world = a_world(*on(0, 60))
+    found = stranded(world, {"gpu_mb": 10 * GIB}, {"gpu_mb": 40 * GIB})
+    assert found == {"n1/gpu0": Sum(80 * GIB, 0), "n1/gpu1": Sum(20 * GIB, 10 * GIB)}
+
+
+def test_idle_devices_without_cpu_beside_them_are_stranded():
+    world = a_world(a_node("n1", cpu=4), a_device("gpu0"))
+    assert stranded(world, {"gpus": 1, "cpu": 8.0}) == {"n1/gpu0": Sum(80 * GIB, 80 * GIB)}
+
+
+def test_devices_too_few_for_a_demand_on_one_node_are_stranded():
+    world = a_world(*on(0), *on(0, node="n2"))
+    assert set(stranded(world, {"gpus": 2}).values()) == {Sum(80 * GIB, 80 * GIB)}
+
+
+def test_nothing_is_stranded_while_nothing_is_usual():
+    assert stranded(a_world(*on(70))) == {"n1/gpu0": Sum(10 * GIB, 0)}
+
+
+def test_what_takes_no_tasks_is_not_counted():
+    world = a_world(*on(0), a_node("n2", cordoned=True), *on(0, node="n2"))
+    assert list(stranded(world, {"gpus": 1})) == ["n1/gpu0"]
+    assert fragmentation(world, Policy(), Instant(NOW + 60)).total == Sum()
+    assert fragmentation(world, Policy(), Instant(NOW + 60)).total.share is None
+
+
+def test_the_sums_of_kinds_make_the_total():
+    small = a_device("gpu9", mb=24 * GIB, kind="4090")
+    world = a_world(*on(60), small)
+    world.mix.add(a_demand(gpu_mb=24 * GIB))
+    world.mix.add(a_demand(gpu_mb=24 * GIB))
+    found = fragmentation(world, Policy(), NOW)
+    assert list(found.kinds) == ["4090", "H100"]
+    assert found.total.free_mb == 44 * GIB
+    assert found.total.share == found.total.stranded_mb / found.total.free_mb
+    assert found.kinds["4090"].stranded_mb < found.kinds["H100"].stranded_mb
+
+
+def test_answers_are_forgotten_and_found_again(monkeypatch: Any):
+    monkeypatch.setattr("gpubroker_server.core.world.placement_scores.MOST_STATES", 1)
+    world = a_world(*on(0, 60), *on(30, node="n2"))
+    first = stranded(world, {"gpu_mb": 40 * GIB})
+    assert stranded(world, {"gpu_mb": 40 * GIB}) == first
+
+
+def test_tasks_wait_for_pieces_that_are_large_enough():
+    found = waits(a_world(*on(60, 50, 40)), gpu_mb=50 * GIB)
+    assert found == Scattered(a_demand(gpu_mb=50 * GIB), 3, 50 * GIB, 90 * GIB, 40 * GIB)
+
+
+def test_tasks_wait_for_enough_devices_on_one_node():
+    assert waits(a_world(*on(0, 10), *on(0, node="n2")), gpus=2) is not None
+    assert waits(a_world(*on(0, 0), *on(0, node="n2")), gpus=2) is None
+
+
+def test_it_is_no_matter_of_pieces_where_memory_is_short_in_sum():
+    assert waits(a_world(*on(60, 70)), gpu_mb=50 * GIB) is None
+
+
+def test_it_is_no_matter_of_pieces_where_one_is_large_enough():
+    assert waits(a_world(*on(60, 0)), gpu_mb=50 * GIB, cpu=1000.0) is None
+
+
+def test_tasks_without_devices_wait_for_no_pieces():
+    world = a_world(*on(60, 50))
+    for number in range(9):
+        submit(world, a_task(f"cpu{number}", cpu=1000.0))
+    assert scattered(world, Policy(), NOW) is None
+    assert waits(world, gpu_mb=50 * GIB) is not None
+
+
+def test_pieces_on_nodes_that_a_task_may_not_use_do_not_count():
+    here = Where(nodes=(("node", ("n1",)),))
+    assert waits(a_world(*on(60, 50), *on(0, node="n2")), gpu_mb=50 * GIB, where=here) is not None
+
+
+def test_only_what_most_ask_for_is_looked_at():
+    world = a_world(*on(60, 60))
+    submit(world, a_task("rare", gpu_mb=30 * GIB))
+    assert scattered(world, Policy(), NOW) is not None
+    assert waits(world, gpu_mb=10 * GIB) is None
+
+
+def test_nobody_waits_for_pieces_of_what_he_may_not_use():
+    world = a_world(*on(60, 60))
+    assert scattered(world, Policy(), NOW) is None
+    assert waits(world, gpu_mb=90 * GIB) is None

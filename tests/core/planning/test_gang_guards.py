@@ -1,0 +1,147 @@
+"""Gangs beside forecasts: where they may have others stopped, and what is remembered of it."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from gpubroker_server.core.domain.demand import Where
+from gpubroker_server.core.domain.policy import Policy, TenantPolicy
+from gpubroker_server.core.domain.task import Placement, Task, TaskState
+from gpubroker_server.core.domain.units import Instant, Mib, NodeName, Seconds
+from gpubroker_server.core.planning import prospects
+from gpubroker_server.core.planning.backfill import Basis, Forecast
+from gpubroker_server.core.planning.cycle import plan_cycle
+from gpubroker_server.core.planning.draft import Draft
+from gpubroker_server.core.planning.memory import Memory
+from gpubroker_server.core.planning.trial import Planner
+from gpubroker_server.core.world.world import World
+
+from tests.builders import GIB, NOW, a_device, a_task, a_world, commit, holding
+from tests.core.gangs import a_gang, bundles
+
+POLICY = Policy(ageing_seconds_per_point=Seconds(1e9))
+FIRST = replace(a_task("first", priority=60, cpu=64.0), submitted_at=Instant(NOW - 100.0))
+GANG = a_gang("gang", *bundles(2, gpus=1, exclusive=True), priority=60)
+
+
+def full(node: str, seconds: float, priority: int = 10) -> list[Any]:
+    """Both GPUs of a node, and CPU of which another task waits for all."""
+    hog = holding(a_task(f"hog-{node}", priority=90, cpu=40.0), node=node)
+    runs = [
+        holding(
+            a_task(f"{node}-{index}", priority=priority, gpus=1, exclusive=True),
+            f"{node}/gpu{index}",
+            mb=80 * GIB,
+            started_at=Instant(NOW - seconds),
+        )
+        for index in range(2)
+    ]
+    return [hog, *runs]
+
+
+def two_nodes(*parts: Any) -> World:
+    return a_world(*(a_device(f"gpu{n}", node) for node in ("n1", "n2") for n in range(2)), FIRST, *parts)
+
+
+def on(node: str, seconds: float = 4000.0) -> list[Forecast]:
+    at = Instant(NOW + seconds)
+    place = Placement(NodeName(node), ())
+    return [Forecast(FIRST.id, (place,), at, at, Instant(at + 5000.0), 0, Basis.STATED)]
+
+
+def stopped(
+    world: World, forecasts: Sequence[Forecast], memory: Memory | None = None, policy: Policy = POLICY
+) -> list[str]:
+    plan = plan_cycle(world, policy, NOW, budget=10_000, memory=memory, forecasts=forecasts)
+    return [write.task.id for d in plan.decisions if d.why == "preempt" for write in d.tasks]
+
+
+def test_a_gang_has_others_stopped_where_no_forecast_stands_if_that_costs_more():
+    world = two_nodes(*full("n1", 10.0), *full("n2", 500.0), GANG)
+    told = Planner(Draft(world), POLICY, NOW, on("n1")).attempt(GANG).eviction
+    assert stopped(world, on("n1")) == ["n2-0", "n2-1"]
+    assert stopped(world, ()) == ["n1-0", "n1-1"]
+    assert told is not None
+    assert [run.id for run in told.victims] == ["n2-0", "n2-1"]
+
+
+class Asked:
+    """How often a way was looked for."""
+
+    def __init__(self, monkeypatch: Any) -> None:
+        self.count = 0
+        self._choose = prospects.choose_for_gang
+        monkeypatch.setattr(prospects, "choose_for_gang", self)
+
+    def __call__(self, *args: Any) -> Any:
+        self.count += 1
+        return self._choose(*args)
+
+
+def another(gang: Task = GANG) -> Task:
+    return replace(gang, id="gang2", submitted_at=Instant(NOW + 1.0))
+
+
+def test_that_forecasts_leave_a_gang_nothing_is_remembered_until_they_change(monkeypatch: Any):
+    world = two_nodes(*full("n1", 10.0), *full("n2", 500.0, priority=90), GANG, another())
+    memory, asked = Memory(), Asked(monkeypatch)
+    for _ in range(3):
+        assert stopped(world, on("n1"), memory) == []
+    assert asked.count == 1, "the second one is kept away like the first"
+    assert stopped(world, on("n1", 5000.0), memory) == []
+    assert asked.count == 2
+    assert stopped(world, (), memory) == ["n1-0", "n1-1"]
+
+
+def test_that_room_is_coming_for_a_gang_tells_nothing_of_one_to_whom_that_node_is_closed():
+    """The second one has been stopped so often that it would not give way to who starts there."""
+    leaves = {"state": TaskState.STOPPING, "stop_deadline_at": Instant(NOW + 9.0)}
+    leaving = [
+        replace(run, task=replace(run.task, **leaves)) if run.leases else run for run in full("n1", 500.0)
+    ]
+    wide = replace(a_task(FIRST.id, priority=65, cpu=64.0, gpus=1), submitted_at=FIRST.submitted_at)
+    stays = replace(another(), preemptions=POLICY.preemption_budget)
+    forecasts = on("n1", 400.0)
+
+    def stopped_for(*gangs: Task) -> list[str]:
+        devices = [a_device(f"gpu{n}", node) for node in ("n1", "n2") for n in range(2)]
+        return stopped(a_world(*devices, wide, *leaving, *full("n2", 500.0), *gangs), forecasts)
+
+    assert stopped_for(GANG) == []
+    assert stopped_for(stays) == ["n2-0", "n2-1"]
+    assert stopped_for(GANG, stays) == ["n2-0", "n2-1"]
+
+
+def test_a_gang_that_forecasts_kept_away_takes_back_what_is_lent_from_then_on():
+    """Its own node is held within a guarantee, until that tenant is given more elsewhere."""
+    lab = TenantPolicy("acme", "lab", Mib(160 * GIB)), TenantPolicy("beta", "lab", Mib(80 * GIB))
+    policy, memory = replace(POLICY, tenants=lab), Memory()
+    whole: dict[str, Any] = {"gpus": 1, "exclusive": True}
+    held = holding(a_task("held", tenant="beta", priority=60, **whole), "n2/gpu0", mb=80 * GIB)
+    more = a_task("more", tenant="beta", priority=50, where=Where(kinds=("B100",)), **whole)
+    gang = a_gang("gang", *bundles(1, where=Where(kinds=("H100",)), **whole), tenant="acme", priority=60)
+    fleet = a_device("gpu0", "n1"), a_device("gpu1", "n1"), a_device("gpu0", "n2")
+    fleet = *fleet, a_device("gpu0", "n3", kind="B100")
+    wide = replace(FIRST, tenant="acme", demand=replace(FIRST.demand, cpu=1000.0))
+    world = a_world(*fleet, wide, *full("n1", 10.0), held, gang, more)
+    first = plan_cycle(world, policy, NOW, budget=10_000, memory=memory, forecasts=on("n1"))
+    assert [(d.why, d.subject) for d in first.decisions] == [("admit", more.id)]
+    commit(world, first.decisions)
+    assert stopped(world, on("n1"), memory, policy) == ["held"]
+
+
+def test_room_that_is_kept_from_a_gang_is_remembered_until_something_changes_there():
+    low = a_task("low", priority=10, gpus=1, exclusive=True)
+    hogs = [one for node in ("n1", "n2") for one in full(node, 10.0, priority=90)[:1]]
+    wide = a_gang("wide", *bundles(2, cpu=20.0), priority=60)
+    world, memory = two_nodes(*hogs, wide), Memory()
+    both = [replace(on("n1")[0], places=(Placement(NodeName("n1"), ()), Placement(NodeName("n2"), ())))]
+    for _ in range(2):
+        plan = plan_cycle(world, POLICY, NOW, budget=10_000, memory=memory, forecasts=both)
+        assert plan.decisions == ()
+    [known] = memory.gangs.values()
+    assert known.keepers is not None
+    world.add_task(low)
+    commit(world, plan_cycle(world, POLICY, NOW, budget=10_000, memory=memory, forecasts=both).decisions)
+    plan = plan_cycle(world, POLICY, NOW, budget=10_000, memory=memory)
+    assert [decision.subject for decision in plan.decisions] == [wide.id]

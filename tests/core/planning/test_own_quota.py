@@ -1,0 +1,147 @@
+"""How a task makes room above the quota of its tenant: among that tenant's own runs."""
+
+from dataclasses import replace
+from typing import Any
+
+from gpubroker_server.core.domain.policy import CustomLimit, Policy, TenantPolicy
+from gpubroker_server.core.domain.task import Placement, TaskState
+from gpubroker_server.core.domain.units import Instant, Mib, NodeName, TaskId
+from gpubroker_server.core.planning.backfill import Basis, Forecast
+from gpubroker_server.core.planning.cycle import plan_cycle
+from gpubroker_server.core.planning.draft import Draft
+from gpubroker_server.core.planning.memory import Memory
+from gpubroker_server.core.planning.trial import Planner
+from gpubroker_server.core.world.world import World
+
+from tests.builders import NOW, a_device, a_sample, a_task, a_world, commit, holding, let_go, submit
+from tests.core.gangs import a_gang, bundles
+
+POLICY = Policy(tenants=(TenantPolicy("small", guaranteed_mb=Mib(40)), TenantPolicy("large")))
+
+
+def a_run(name: str, device: str = "n1/gpu0", *, seconds: float = 100.0, **fields: Any) -> Any:
+    task = a_task(name, **{"tenant": "small", "gpu_mb": 20, "priority": 40, **fields})
+    return holding(task, device, started_at=Instant(NOW - seconds))
+
+
+def a_cluster(*parts: Any, mb: int = 80) -> World:
+    """Two nodes with one device each: there is more room than the tenant may have."""
+    return a_world(a_device("gpu0", "n1", mb=mb), a_device("gpu0", "n2", mb=mb), *parts)
+
+
+def urgent(mb: int = 20, **fields: Any) -> Any:
+    return a_task("urgent", **{"tenant": "small", "gpu_mb": mb, "priority": 60, **fields})
+
+
+def asked_to_leave(world: World, policy: Policy = POLICY, memory: Memory | None = None) -> list[str]:
+    decisions = plan_cycle(world, policy, NOW, memory=memory or Memory()).decisions
+    return [write.task.id for decision in decisions if decision.why == "preempt" for write in decision.tasks]
+
+
+def test_above_its_quota_a_task_stops_runs_of_its_own_tenant_until_the_quota_has_room():
+    world = a_cluster(a_run("old"), a_run("new", seconds=5.0), urgent())
+    assert asked_to_leave(world) == ["new"]
+    assert asked_to_leave(a_cluster(a_run("old"), a_run("new"), urgent(40))) == ["new", "old"]
+
+
+def test_of_many_runs_no_more_are_stopped_than_the_quota_lacks():
+    policy = Policy(tenants=(TenantPolicy("small", guaranteed_mb=Mib(90)),))
+    runs = [a_run(f"r{n}", f"n{n % 2 + 1}/gpu0", gpu_mb=10, seconds=100.0 - n) for n in range(9)]
+    assert sorted(asked_to_leave(a_cluster(*runs, urgent()), policy)) == ["r7", "r8"]
+
+
+def test_it_starts_when_they_have_left_and_they_wait():
+    world = a_cluster(a_run("old"), a_run("new", "n2/gpu0", seconds=5.0), urgent())
+    told = Planner(Draft(world), POLICY, NOW).attempt(urgent()).eviction
+    assert told is not None
+    assert [run.id for run in told.victims] == ["new"]
+    memory = Memory()
+    commit(world, plan_cycle(world, POLICY, NOW, memory=memory).decisions)
+    assert plan_cycle(world, POLICY, NOW, memory=memory).decisions == (), "it waits for them"
+    waiting = world.tasks[TaskId("urgent")]
+    assert Planner(Draft(world), POLICY, NOW).attempt(waiting).places is None, "and so it is told"
+    let_go(world, "new")
+    commit(world, plan_cycle(world, POLICY, Instant(NOW + 1.0), memory=memory).decisions)
+    assert world.tasks[TaskId("urgent")].state is TaskState.ADMITTED
+    assert world.tasks[TaskId("new")].state is TaskState.PENDING
+    assert plan_cycle(world, POLICY, Instant(NOW + 2.0), memory=memory).decisions == ()
+
+
+def test_neither_others_nor_equals_are_stopped_for_a_quota():
+    other = a_run("other", tenant="large", priority=5)
+    world = a_cluster(other, a_run("equal", gpu_mb=40, priority=60), urgent())
+    assert asked_to_leave(world) == []
+    assert Planner(Draft(world), POLICY, NOW).attempt(urgent()).eviction is None
+
+
+def test_shields_hold_and_what_is_switched_off_is_off():
+    shielded = [a_run(f"r{n}", seconds=1.0, preemptions=3) for n in range(2)]
+    assert asked_to_leave(a_cluster(*shielded, urgent())) == []
+    off = Policy(tenants=POLICY.tenants, preemption=False)
+    world = a_cluster(a_run("a"), a_run("b"), urgent())
+    assert asked_to_leave(world, off) == []
+    assert Planner(Draft(world), off, NOW).attempt(urgent()).eviction is None
+
+
+def test_nobody_is_stopped_for_a_quota_while_a_limit_is_in_the_way():
+    policy = replace(POLICY, custom_limits=(CustomLimit("licence", 0.0),))
+    world = a_cluster(a_run("a"), a_run("b"), urgent(custom={"licence": 1.0}))
+    assert asked_to_leave(world, policy) == []
+
+
+def test_nobody_is_stopped_if_there_would_be_quota_and_still_no_place():
+    foreign = a_run("foreign", gpu_mb=80, tenant="large", priority=60)
+    full = a_run("full", "n2/gpu0", gpu_mb=60, tenant="large", priority=60)
+    world = a_cluster(foreign, full, a_run("mine", "n2/gpu0", gpu_mb=20), urgent(40))
+    memory = Memory()
+    assert asked_to_leave(world, memory=memory) == []
+    assert asked_to_leave(world, memory=memory) == [], "which is remembered"
+    let_go(world, "full")
+    world.measure([a_sample("n2/gpu0", NOW)])
+    assert asked_to_leave(world, memory=memory) == ["mine"]
+    assert not memory.denied, "it held until something grew"
+
+
+def test_a_run_elsewhere_gives_quota_and_a_free_gpu_the_place():
+    full = a_run("full", "n1/gpu0", gpu_mb=40, tenant="large", priority=60)
+    world = a_cluster(full, a_run("mine", "n1/gpu0", gpu_mb=40), urgent(40))
+    decision = plan_cycle(world, POLICY, NOW).decisions[0]
+    assert [write.task.id for write in decision.tasks] == ["mine"]
+    assert [write.pledge.device for write in decision.pledges] == ["test/n1/gpu0"], "the fullest with room"
+
+
+def test_quota_that_is_coming_is_waited_for():
+    leaving = a_run("leaving", gpu_mb=20)
+    world = a_cluster(leaving, a_run("mine"), urgent())
+    assert asked_to_leave(world) in (["leaving"], ["mine"])
+    commit(world, plan_cycle(world, POLICY, NOW).decisions)
+    submit(world, a_task("next", tenant="small", gpu_mb=20, priority=61))
+    left = [task.id for task in world.tasks.values() if task.state is TaskState.RUNNING]
+    assert asked_to_leave(world) == [], f"{left} stays: of higher priority, it takes what is being freed"
+
+
+def test_a_gang_makes_room_in_its_quota_as_well():
+    runs = [a_run("a"), a_run("b", "n2/gpu0", seconds=50.0)]
+    gang = a_gang("gang", *bundles(2, gpu_mb=10), tenant="small", priority=60, strategy="strict_spread")
+    assert asked_to_leave(a_cluster(*runs, gang)) == ["b"]
+
+
+def test_what_its_cohort_lends_is_room_in_the_quota_too():
+    tenants = (TenantPolicy("small", "lab", Mib(20)), TenantPolicy("other", "lab", Mib(20)))
+    world = a_cluster(a_run("mine"), a_run("lent"), urgent())
+    assert len(asked_to_leave(world, Policy(tenants=tenants))) == 1
+
+
+def test_that_forecasts_close_nodes_to_a_shielded_task_says_nothing_of_one_that_gives_way_to_them():
+    """The first could not be stopped for `wide` by the time that is to start; its likes could be."""
+    wide = a_task("wide", tenant="large", priority=65, gpu_mb=80, custom={"licence": 1.0})
+    there, start = (Placement(NodeName("n1"), (("test/n1/gpu0", Mib(80)),)),), Instant(NOW + 60.0)
+    kept = Forecast(wide.id, there, start, start, Instant(NOW + 999.0), 0, Basis.STATED)
+    likes = {"tenant": "small", "gpu_mb": 20, "priority": 60}
+    shielded = a_task("shielded", preemptions=3, submitted_at=Instant(NOW - 9.0), **likes)
+    world = a_cluster(a_run("old"), a_run("new", seconds=5.0), shielded, urgent(), wide)
+    policy = replace(POLICY, custom_limits=(CustomLimit("licence", 0.0),))
+    memory = Memory()
+    for moment in (NOW, Instant(NOW + 1.0)):
+        plan = plan_cycle(world, policy, moment, memory=memory, forecasts=[kept])
+        assert [(decision.subject, decision.why) for decision in plan.decisions] == [("urgent", "preempt")]

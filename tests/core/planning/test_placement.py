@@ -1,0 +1,278 @@
+"""Where a task goes, and what is said where it cannot go."""
+
+from typing import Any
+
+import pytest
+from gpubroker_server.core.domain.demand import Where
+from gpubroker_server.core.domain.lease import LeaseState
+from gpubroker_server.core.domain.policy import CustomLimit, Policy
+from gpubroker_server.core.domain.reasons import Reason
+from gpubroker_server.core.domain.task import Placement, Task
+from gpubroker_server.core.domain.units import Instant
+from gpubroker_server.core.explain.blockers import Blocker, room_blockers
+from gpubroker_server.core.planning.cycle import plan_cycle
+from gpubroker_server.core.planning.draft import Draft
+from gpubroker_server.core.planning.placement import Places
+from gpubroker_server.core.planning.survey import survey
+from gpubroker_server.core.world.world import World
+
+from tests.builders import (
+    GIB,
+    NOW,
+    a_device,
+    a_lease,
+    a_node,
+    a_pledge,
+    a_sample,
+    a_task,
+    a_world,
+    holding,
+    key,
+    submit,
+)
+
+POLICY = Policy(custom_limits=(CustomLimit("licence", 4.0),))
+
+
+def place_of(world: World, task: Task, now: float = NOW) -> Placement | Blocker:
+    """Where it goes, or what above all keeps it from going anywhere."""
+    draft = Draft(world)
+    place = Places(draft, POLICY, Instant(now)).best(task)
+    return place or room_blockers(survey(draft, task, POLICY, Instant(now)))[0]
+
+
+def found(world: World, *, now: float = NOW, **task: Any) -> Placement | Blocker:
+    return place_of(world, a_task("new", **task), now)
+
+
+def devices(world: World, **task: Any) -> list[str]:
+    """`n1/gpu0` and so on, where it would be placed."""
+    placement = found(world, **task)
+    assert isinstance(placement, Placement), placement
+    return [device.removeprefix("test/") for device, _ in placement.devices]
+
+
+def reason(world: World, **task: Any) -> Reason:
+    placement = found(world, **task)
+    assert isinstance(placement, Blocker), placement
+    return placement.reason
+
+
+def filled(*gib: int, node: str = "n1") -> list[Any]:
+    """One device of 80 GiB for each number, of which so many GiB are held."""
+    parts: list[Any] = []
+    for index, held in enumerate(gib):
+        parts.append(a_device(f"gpu{index}", node))
+        if held:
+            parts.append(holding(a_task(f"{node}-{index}", gpu_mb=held * GIB), f"{node}/gpu{index}"))
+    return parts
+
+
+def test_the_fullest_device_that_still_has_room_is_taken():
+    assert devices(a_world(*filled(10, 50, 70)), gpu_mb=20 * GIB) == ["n1/gpu1"]
+
+
+def test_spread_takes_the_emptiest():
+    assert devices(a_world(*filled(10, 0, 70)), gpu_mb=20 * GIB, placement="spread") == ["n1/gpu1"]
+
+
+def test_equal_devices_go_by_name():
+    world = a_world(*filled(0, 0), *filled(0, 0, node="n2"))
+    assert devices(world, gpu_mb=20 * GIB) == ["n1/gpu0"]
+    assert devices(world, gpu_mb=20 * GIB, placement="spread") == ["n1/gpu0"]
+
+
+def test_equal_devices_go_to_the_busier_node_and_spread_to_the_idler():
+    busy = holding(a_task("cpu", cpu=8.0), node="n2")
+    world = a_world(*filled(0), *filled(0, node="n2"), busy)
+    assert devices(world, gpus=1) == ["n2/gpu0"]
+    assert devices(world, gpus=1, placement="spread") == ["n1/gpu0"]
+
+
+def test_all_devices_of_a_task_are_on_one_node():
+    world = a_world(*filled(60, 0), *filled(10, 10, node="n2"))
+    assert devices(world, gpus=2, gpu_mb=30 * GIB) == ["n2/gpu0", "n2/gpu1"]
+
+
+def test_a_fraction_is_of_what_may_be_leased_of_the_device():
+    placement = found(a_world(a_device(mb=101, reserve_mb=2)), gpu_fraction=0.5)
+    assert placement == Placement("n1", ((key("gpu0"), 49),))
+
+
+def test_a_whole_device_is_all_of_an_empty_one():
+    world = a_world(*filled(1, 0))
+    assert found(world, gpus=1) == Placement("n1", ((key("gpu1"), 80 * GIB),))
+    assert found(world, gpu_mb=5 * GIB, exclusive=True) == Placement("n1", ((key("gpu1"), 80 * GIB),))
+
+
+def test_nobody_fits_beside_a_whole_device():
+    world = a_world(holding(a_task("whole", gpus=1), "gpu0", mb=80 * GIB))
+    assert reason(world, gpu_mb=1) is Reason.WAITING_FOR_MEMORY
+
+
+def test_foreign_memory_is_not_given_away():
+    world = a_world(a_device(), a_sample("gpu0", foreign_mb=30 * GIB))
+    assert devices(world, gpu_mb=50 * GIB) == ["n1/gpu0"]
+    assert reason(world, gpu_mb=51 * GIB) is Reason.WAITING_FOR_MEMORY
+
+
+@pytest.mark.parametrize(
+    "measured", [{"foreign_mb": 1}, {"used_mb": 1 * GIB}, {"used_mb": GIB, "foreign_mb": 1}]
+)
+def test_a_device_that_strangers_use_is_not_whole(measured: dict[str, Any]):
+    world = a_world(a_device(), a_sample("gpu0", **measured))
+    assert reason(world, gpus=1) is Reason.WAITING_FOR_MEMORY
+    assert reason(world, gpu_mb=1, exclusive=True) is Reason.WAITING_FOR_MEMORY
+    assert devices(world, gpu_mb=70 * GIB) == ["n1/gpu0"]
+
+
+def test_a_device_is_whole_although_strangers_use_what_was_declared_of_it():
+    world = a_world(a_device(declared_foreign_mb=2 * GIB), a_sample("gpu0", used_mb=GIB, foreign_mb=GIB))
+    assert found(world, gpus=1) == Placement("n1", ((key("gpu0"), 78 * GIB),))
+
+
+def test_nobody_is_stopped_for_a_whole_device_that_strangers_use():
+    low = holding(a_task("low", priority=10, gpu_mb=8 * GIB), "gpu0")
+    world = a_world(a_device(), low, a_sample("gpu0", foreign_mb=1))
+    submit(world, a_task("high", priority=95, gpus=1))
+    assert plan_cycle(world, POLICY, NOW).decisions == ()
+
+
+@pytest.mark.parametrize("state", [LeaseState.RELEASING, LeaseState.QUARANTINED])
+def test_memory_of_a_run_that_is_not_confirmed_gone_is_not_free(state: LeaseState):
+    over = a_task("over", gpu_mb=60 * GIB, fence=1)
+    world = a_world(a_device(), a_lease(over, "gpu0", 60 * GIB, state=state))
+    assert reason(world, gpu_mb=30 * GIB) is Reason.WAITING_FOR_MEMORY
+
+
+def test_a_device_whose_sample_is_too_old_takes_nothing():
+    world = a_world(a_device())
+    assert reason(world, gpu_mb=1, now=NOW + 6.5) is Reason.BACKEND_UNAVAILABLE
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [({"ready": False}, Reason.BACKEND_UNAVAILABLE), ({"cordoned": True}, Reason.NO_MATCHING_DEVICE)],
+)
+def test_a_node_that_is_away_or_cordoned_takes_nothing(fields: dict[str, Any], expected: Reason):
+    world = a_world(a_node("n1", **fields), a_device())
+    assert reason(world, gpu_mb=1) is expected
+    assert reason(world, cpu=1.0) is expected
+
+
+def test_where_only_smaller_devices_are_ready_no_device_matches():
+    world = a_world(a_node("n1", ready=False), a_device(), a_device("gpu0", "n2", mb=10 * GIB))
+    assert reason(world, gpu_mb=20 * GIB) is Reason.NO_MATCHING_DEVICE
+
+
+def test_what_no_device_could_ever_give_exceeds_capacity():
+    assert reason(a_world(a_device()), gpu_mb=81 * GIB) is Reason.EXCEEDS_CAPACITY
+
+
+def test_without_any_node_the_backend_is_unavailable():
+    assert reason(World(), cpu=1.0) is Reason.BACKEND_UNAVAILABLE
+
+
+def test_memory_that_is_free_in_sum_but_not_in_one_piece_is_fragmented():
+    assert reason(a_world(*filled(60, 60)), gpu_mb=40 * GIB) is Reason.FRAGMENTED
+
+
+def test_gpus_that_are_free_on_different_nodes_are_fragmented():
+    world = a_world(*filled(0, 80), *filled(0, 80, node="n2"))
+    assert reason(world, gpus=2) is Reason.FRAGMENTED
+
+
+def test_too_little_memory_in_sum_is_waited_for():
+    assert reason(a_world(*filled(60, 65)), gpu_mb=40 * GIB) is Reason.WAITING_FOR_MEMORY
+
+
+@pytest.mark.parametrize("demand", [{"cpu": 3.0}, {"memory_mb": 30 * GIB}, {"gpu_mb": 1, "cpu": 3.0}])
+def test_a_full_node_limits_concurrency(demand: dict[str, Any]):
+    node = a_node("n1", cpu=4.0, memory_mb=40 * GIB)
+    run = holding(a_task("run", cpu=2.0, memory_mb=20 * GIB), node="n1")
+    assert reason(a_world(node, a_device(), run), **demand) is Reason.CONCURRENCY_LIMITED
+
+
+def test_a_node_takes_no_more_runs_than_it_has_slots():
+    world = a_world(a_node("n1", max_runs=1), holding(a_task("run"), node="n1"))
+    assert reason(world) is Reason.CONCURRENCY_LIMITED
+
+
+def test_a_custom_resource_that_is_used_up_limits_concurrency():
+    world = a_world(a_node("n1"), holding(a_task("run", custom={"licence": 3.0}), node="n1"))
+    assert reason(world, custom={"licence": 2.0}) is Reason.CONCURRENCY_LIMITED
+    assert isinstance(found(world, custom={"licence": 1.0}), Placement)
+
+
+def test_a_task_without_gpu_goes_to_the_node_with_least_cpu_left_and_spread_to_the_other():
+    world = a_world(a_node("n1", cpu=8.0), a_node("n2", cpu=4.0), a_node("n3", cpu=1.0))
+    assert found(world, cpu=2.0) == Placement("n2", ())
+    assert found(world, cpu=2.0, placement="spread") == Placement("n1", ())
+
+
+def test_what_is_pledged_to_the_same_or_a_higher_priority_is_not_free():
+    preemptor = a_task("waiting", priority=80, gpu_mb=60 * GIB)
+    world = a_world(a_device(), preemptor, a_pledge(preemptor, "gpu0", 60 * GIB))
+    assert reason(world, gpu_mb=80 * GIB, priority=80) is Reason.BEHIND_HIGHER_PRIORITY
+    assert devices(world, gpu_mb=30 * GIB, priority=81) == ["n1/gpu0"]
+    assert isinstance(place_of(world, preemptor), Placement)
+
+
+def test_cpu_and_slots_are_kept_for_a_preemptor_as_well():
+    preemptor = a_task("waiting", priority=80, gpu_mb=60 * GIB, cpu=3.0, custom={"licence": 3.0})
+    world = a_world(a_node(cpu=4.0), a_device(), preemptor, a_pledge(preemptor, "gpu0", 60 * GIB))
+    assert reason(world, cpu=2.0) is Reason.CONCURRENCY_LIMITED
+    assert reason(world, custom={"licence": 2.0}) is Reason.CONCURRENCY_LIMITED
+    assert isinstance(found(world, cpu=2.0, priority=81), Placement)
+    assert isinstance(found(world, cpu=1.0, custom={"licence": 1.0}), Placement)
+
+
+def test_a_pledge_whose_task_is_gone_keeps_no_cpu():
+    gone = a_task("gone", priority=80, cpu=4.0)
+    world = a_world(a_node(cpu=4.0), a_device(), a_pledge(gone, "gpu0", 60 * GIB))
+    assert isinstance(found(world, cpu=4.0), Placement)
+
+
+KINDS = (
+    a_device("gpu0", "n1", kind="NVIDIA A100", power=624),
+    a_device("gpu0", "n2", kind="NVIDIA H100", power=2000, context_mb=512),
+    a_device("gpu0", "n3", kind="NVIDIA L40S"),
+    a_node("n1", labels=(("zone", "a"),)),
+    a_node("n2", labels=(("zone", "b"),)),
+    a_node("n3", labels=(("zone", "b"),)),
+)
+
+
+@pytest.mark.parametrize(
+    ("where", "device"),
+    [
+        (Where(kinds=("H100",)), "n2/gpu0"),
+        (Where(min_power=625), "n2/gpu0"),
+        (Where(nodes=(("node", ("n3",)),)), "n3/gpu0"),
+        (Where(nodes=(("zone", ("b",)),), prefer_kinds=("L40S",)), "n3/gpu0"),
+        (Where(prefer_kinds=("B200", "H100", "A100")), "n2/gpu0"),
+        (Where(prefer_nodes=(("zone", ("b",)),)), "n2/gpu0"),
+    ],
+)
+def test_a_task_goes_where_it_may_and_rather_where_it_wants(where: Where, device: str):
+    assert devices(a_world(*KINDS), gpu_mb=10 * GIB, where=where) == [device]
+
+
+def test_a_wish_keeps_nobody_waiting():
+    taken = holding(a_task("run", gpu_mb=80 * GIB), "n2/gpu0")
+    assert devices(a_world(*KINDS, taken), gpus=1, where=Where(prefer_kinds=("H100",))) == ["n1/gpu0"]
+
+
+def test_a_task_waits_for_what_it_insists_on():
+    taken = holding(a_task("run", gpu_mb=80 * GIB), "n2/gpu0")
+    assert reason(a_world(*KINDS, taken), gpus=1, where=Where(kinds=("H100",))) is Reason.WAITING_FOR_MEMORY
+
+
+def test_what_is_of_no_kind_that_is_asked_for_is_no_match():
+    assert reason(a_world(*KINDS), gpus=1, where=Where(kinds=("B200",))) is Reason.NO_MATCHING_DEVICE
+
+
+def test_a_task_that_is_spread_takes_nothing_that_is_kept_for_others():
+    waits = a_task("waits", priority=90, gpu_mb=80 * GIB)
+    world = a_world(a_device("gpu0"), a_device("gpu1"), waits, a_pledge(waits, "gpu0", 80 * GIB))
+    assert devices(world, gpu_mb=10 * GIB, placement="spread") == ["n1/gpu1"]

@@ -1,0 +1,156 @@
+"""Who may take what is being freed for another: only who stands before it in the queue."""
+
+from typing import Any
+
+import pytest
+from gpubroker_server.core.domain.decisions import Decision, write_move
+from gpubroker_server.core.domain.lease import PledgeEnd
+from gpubroker_server.core.domain.policy import Policy, TenantPolicy
+from gpubroker_server.core.domain.task import Move, Task
+from gpubroker_server.core.domain.units import Instant, Mib, Seconds, TaskId
+from gpubroker_server.core.world.world import World
+
+from tests.builders import (
+    GIB,
+    NOW,
+    a_device,
+    a_sample,
+    a_task,
+    a_world,
+    commit,
+    holding,
+    let_go,
+    submit,
+)
+from tests.core.planning.test_cycle import cycle, ends, started, stopped
+from tests.core.world.test_inherited_priority import after
+
+HOURS_AGO = Instant(NOW - 9_999.0)
+POLICY = Policy()
+
+
+def freed_for(task: Task, *others: object) -> World:
+    """Two runs are being stopped for the task, and one has left."""
+    low = [holding(a_task(f"low{n}", priority=10, gpu_mb=40 * GIB), "gpu0") for n in range(2)]
+    world = a_world(a_device(), *low, *others, task)
+    assert stopped(cycle(world)) == ["low0", "low1"]
+    let_go(world, "low0", requeue=False)
+    return world
+
+
+def a_wide(name: str, priority: int, **fields: Any) -> Task:
+    return a_task(name, priority=priority, gpu_mb=80 * GIB, **fields)
+
+
+def a_small(name: str, priority: int, **fields: Any) -> Task:
+    return a_task(name, priority=priority, gpu_mb=40 * GIB, **fields)
+
+
+def test_who_stands_behind_it_in_its_band_takes_nothing_that_is_freed_for_a_task():
+    world = freed_for(a_wide("aged", 55, submitted_at=HOURS_AGO))
+    submit(world, a_small("fresh", 69))
+    assert cycle(world, now=NOW + 2.0) == []
+    let_go(world, "low1", requeue=False)
+    decisions = cycle(world, now=NOW + 4.0)
+    assert (started(decisions), ends(decisions)) == (["aged"], [("aged", PledgeEnd.CONSUMED)])
+
+
+@pytest.mark.parametrize("priority", [58, 69])
+def test_who_stands_before_it_in_its_band_takes_what_is_freed_for_a_task(priority: int):
+    world = freed_for(a_wide("young", 55, submitted_at=Instant(NOW - 120.0)))
+    submit(world, a_small("above", priority, submitted_at=NOW))
+    decisions = cycle(world, now=NOW + 2.0)
+    assert (started(decisions), ends(decisions)) == (["above"], [("young", PledgeEnd.TAKEN)])
+
+
+def test_a_higher_band_takes_what_is_freed_for_a_task_however_old_that_is():
+    world = freed_for(a_wide("aged", 55, submitted_at=HOURS_AGO))
+    submit(world, a_small("above", 70))
+    assert started(cycle(world, now=NOW + 2.0)) == ["above"]
+
+
+def test_where_tenants_share_what_is_freed_for_a_task_is_kept_from_its_whole_band():
+    """Priority comes after the shares of tenants: `later` stands behind `first`."""
+    held = holding(a_task("run", tenant="busy", gpu_mb=70 * GIB, priority=69), "gpu1")
+    world = freed_for(a_wide("first", 55, tenant="idle"), a_device("gpu1"), held)
+    submit(world, a_small("later", 69, tenant="busy"))
+    assert cycle(world, now=NOW + 2.0) == []
+
+
+def test_who_inherits_urgency_keeps_what_is_freed_for_it_from_its_own_band_alone():
+    heir = a_wide("heir", 85, **after("needed"))
+    world = freed_for(a_wide("needed", 55), heir)
+    submit(world, a_small("behind", 69))
+    assert cycle(world, now=NOW + 2.0) == []
+    submit(world, a_small("above", 70))
+    assert started(cycle(world, now=NOW + 4.0)) == ["above"]
+
+
+def test_what_is_freed_for_an_owner_is_kept_from_a_borrower_that_only_comes_then():
+    """When it was asked for nobody else had ever held anything: there was nothing to go by but priority."""
+    owner, borrower = TenantPolicy("owner", "lab", Mib(200 * GIB)), TenantPolicy("borrower", "lab", Mib(0))
+    policy, mine = Policy(tenants=(owner, borrower)), {"tenant": "owner", "gpu_mb": 40 * GIB}
+    low = [holding(a_task(f"low{n}", priority=10, **mine), "gpu0") for n in range(2)]
+    world = a_world(a_device(), *low, a_wide("wide", 55, tenant="owner"))
+    assert stopped(cycle(world, policy=policy)) == ["low0", "low1"]
+    let_go(world, "low0", requeue=False)
+    submit(world, a_small("later", 69, tenant="borrower"))
+    assert cycle(world, now=NOW + 2.0, policy=policy) == []
+
+
+def started_from_its_pledge(**fields: Any) -> World:
+    """`aged` had low runs stopped, and began 5 s ago in what they left."""
+    aged = a_wide("aged", 55, **({"submitted_at": HOURS_AGO} | fields))
+    world = freed_for(aged)
+    let_go(world, "low1", requeue=False)
+    decisions = cycle(world, now=NOW + 2.0)
+    assert started(decisions) == ["aged"]
+    commit(world, begun(world, "aged", NOW + 3.0))
+    return world
+
+
+def begun(world: World, name: str, at: float, move: Move = Move.STARTED, **fields: Any) -> Decision:
+    heard: dict[str, Any] = {"started_at": Instant(at)} if move is Move.STARTED else fields
+    row = write_move(world.tasks[TaskId(name)], move, **heard)
+    return Decision(TaskId(name), "heard", tasks=(row,))
+
+
+def stopped_at(world: World, seconds: float, policy: Policy = POLICY) -> list[str]:
+    world.measure([a_sample("gpu0", NOW + seconds)])
+    return stopped(cycle(world, now=NOW + seconds, policy=policy))
+
+
+@pytest.mark.parametrize("priority", [56, 69])
+def test_who_stood_behind_it_in_its_band_does_not_stop_what_has_just_begun(priority: int):
+    world = started_from_its_pledge()
+    submit(world, a_small("fresh", priority))
+    assert stopped_at(world, 8.0) == []
+
+
+@pytest.mark.parametrize(("priority", "submitted_at"), [(70, HOURS_AGO), (95, HOURS_AGO), (60, NOW - 120.0)])
+def test_a_higher_band_and_who_would_have_stood_before_it_stop_what_has_just_begun(
+    priority: int, submitted_at: float
+):
+    world = started_from_its_pledge(submitted_at=Instant(submitted_at))
+    submit(world, a_small("fresh", priority))
+    assert stopped_at(world, 8.0) == ["aged"]
+
+
+def test_what_went_first_may_be_stopped_once_it_has_saved_its_work():
+    world = started_from_its_pledge()
+    submit(world, a_small("fresh", 69))
+    assert stopped_at(world, 8.0) == []
+    commit(world, begun(world, "aged", 0.0, Move.CHANGED, checkpoint_at=Instant(NOW + 9.0)))
+    assert stopped_at(world, 10.0) == ["aged"]
+
+
+def test_what_went_first_may_be_stopped_once_it_has_run_for_long_enough():
+    world, until = started_from_its_pledge(), 3.0 + POLICY.shield_seconds
+    submit(world, a_small("fresh", 69))
+    assert (stopped_at(world, until - 1.0), stopped_at(world, until)) == ([], ["aged"])
+
+
+def test_nobody_keeps_its_turn_where_the_operator_gives_it_no_time():
+    world = started_from_its_pledge()
+    submit(world, a_small("fresh", 69))
+    assert stopped_at(world, 8.0, Policy(shield_seconds=Seconds(0.0))) == ["aged"]

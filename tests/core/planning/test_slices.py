@@ -1,0 +1,233 @@
+"""Slices of a cycle that end in the middle, and what is known of a node while it changes."""
+
+import gc
+
+import pytest
+from gpubroker_server.core.domain.decisions import Decision, write_move
+from gpubroker_server.core.domain.policy import CustomLimit, Policy
+from gpubroker_server.core.domain.task import Move, Placement
+from gpubroker_server.core.domain.units import Instant, Mib, NodeName, Seconds, TaskId
+from gpubroker_server.core.explain.advice import advise
+from gpubroker_server.core.explain.verdicts import look
+from gpubroker_server.core.planning.cycle import plan_cycle
+from gpubroker_server.core.planning.deciding import admit
+from gpubroker_server.core.planning.draft import Draft
+from gpubroker_server.core.planning.expected_ends import Departures
+from gpubroker_server.core.planning.forecast_accuracy import Foresight
+from gpubroker_server.core.planning.future_capacity import Supplies
+from gpubroker_server.core.planning.memory import Memory
+from gpubroker_server.core.planning.node_room import Outlooks
+from gpubroker_server.core.planning.survey import survey
+from gpubroker_server.core.world.revisions import Changes
+
+from tests.builders import GIB, NOW, a_device, a_node, a_task, a_world, commit, holding, key, let_go, submit
+from tests.core.plans import eviction_for
+
+POLICY = Policy()
+
+
+def test_who_is_refused_in_the_middle_of_a_slice_is_refused_in_the_next_one_too():
+    likes = [a_task(f"of-{tenant}", tenant=tenant, gpu_mb=60 * GIB) for tenant in "abcd"]
+    world, memory = a_world(a_device(), *likes), Memory()
+    started, cursor = [], None
+    for _ in range(50):
+        plan = plan_cycle(world, POLICY, NOW, cursor, budget=0, memory=memory)
+        commit(world, plan.decisions)
+        started += [decision.subject for decision in plan.decisions]
+        cursor = plan.cursor
+        if cursor is None:
+            break
+    assert cursor is None
+    assert started == ["of-a"]
+
+
+@pytest.mark.parametrize(("gone", "left"), [("a", "b"), ("b", "a")])
+def test_who_leaves_the_queue_before_or_after_its_demand_is_let_in_is_not_waited_for(gone: str, left: str):
+    world, memory = a_world(a_node(), a_task("a", cpu=1.0), a_task("b", cpu=2.0)), Memory()
+    cursor = plan_cycle(world, POLICY, NOW, budget=0, memory=memory).cursor
+    cancelled = write_move(world.tasks[TaskId(gone)], Move.CANCELLED, finished_at=NOW)
+    commit(world, Decision(gone, "cancel", tasks=(cancelled,)))
+    plan = plan_cycle(world, POLICY, NOW, cursor, memory=memory)
+    assert [decision.subject for decision in plan.decisions] == [left]
+    assert plan.cursor is None
+
+
+def test_who_waits_for_room_that_is_coming_is_left_alone_until_it_has_come():
+    low = holding(a_task("low", priority=10, gpu_mb=80 * GIB), "gpu0")
+    world = a_world(a_node(), a_device(), low, a_task("first", priority=80, gpu_mb=30 * GIB))
+    submit(world, *(a_task(f"second-{at}", priority=at, gpu_mb=40 * GIB) for at in (80, 50)))
+    memory = Memory()
+    plan = plan_cycle(world, POLICY, NOW, memory=memory)
+    commit(world, plan.decisions)
+    assert [(decision.subject, decision.why) for decision in plan.decisions] == [("first", "preempt")]
+    assert plan_cycle(world, POLICY, NOW, memory=memory).decisions == ()
+    let_go(world, "low")
+    plan = plan_cycle(world, POLICY, NOW, memory=memory)
+    assert [decision.subject for decision in plan.decisions] == ["first", "second-80"]
+
+
+def test_where_nothing_is_left_for_the_most_urgent_their_likes_in_lower_bands_are_not_asked():
+    busy = holding(a_task("busy", priority=95, gpu_mb=80 * GIB), "gpu0")
+    likes = [a_task(f"at-{priority}", priority=priority, gpu_mb=30 * GIB) for priority in (80, 50)]
+    world, memory = a_world(a_node(), a_device(), busy, *likes), Memory()
+    for _ in range(2):
+        assert plan_cycle(world, POLICY, NOW, memory=memory).decisions == ()
+
+
+def test_who_had_nothing_is_not_asked_again_when_too_little_is_given_back():
+    busy = holding(a_task("busy", priority=95, gpu_mb=50 * GIB), "gpu0")
+    low = holding(a_task("low", priority=10, gpu_mb=20 * GIB), "gpu0")
+    wide = [a_task(f"of-{tenant}", tenant=tenant, priority=80, gpu_mb=60 * GIB) for tenant in "ab"]
+    small = a_task("small", priority=75, gpu_mb=25 * GIB)
+    plan = plan_cycle(a_world(a_node(), a_device(), busy, low, *wide, small), POLICY, NOW, memory=Memory())
+    assert [(decision.subject, decision.why) for decision in plan.decisions] == [("small", "preempt")]
+
+
+def test_who_comes_between_two_slices_has_its_turn_in_the_next_cycle_at_the_latest():
+    world, memory = a_world(a_node(), a_task("a", cpu=1.0), a_task("b", cpu=2.0)), Memory()
+    cursor, started = plan_cycle(world, POLICY, NOW, budget=0, memory=memory).cursor, []
+    submit(world, a_task("late", priority=80, cpu=3.0))
+    for _ in range(2):
+        while True:
+            plan = plan_cycle(world, POLICY, NOW, cursor, memory=memory)
+            commit(world, plan.decisions)
+            started += [decision.subject for decision in plan.decisions]
+            cursor = plan.cursor
+            if cursor is None:
+                break
+    assert started == ["a", "b", "late"]
+
+
+def test_a_cycle_that_was_given_up_leaves_no_order_to_the_next_one_even_of_the_same_moment():
+    world, memory = a_world(a_node(), a_task("a", cpu=1.0), a_task("b", cpu=2.0)), Memory()
+    assert plan_cycle(world, POLICY, NOW, budget=0, memory=memory).cursor is not None
+    submit(world, a_task("late", priority=80, cpu=3.0))
+    plan = plan_cycle(world, POLICY, NOW, memory=memory)
+    assert [decision.subject for decision in plan.decisions] == ["late", "a", "b"]
+
+
+def test_a_search_for_places_can_be_left_and_gone_on_with():
+    """Also where the first nodes have changed meanwhile."""
+    nodes = [f"n{number}" for number in range(6)]
+    world = a_world(*(a_node(node) for node in nodes), *(a_device("gpu0", node) for node in nodes))
+    submit(world, a_task("wide", gpu_mb=60 * GIB), a_task("next", gpu_mb=30 * GIB))
+    memory, cursor, slices, started = Memory(), None, 0, []
+    while cursor is not None or not slices:
+        plan = plan_cycle(world, POLICY, NOW, cursor, budget=2, memory=memory)
+        commit(world, plan.decisions)
+        started += [write.task.node for decision in plan.decisions for write in decision.tasks]
+        cursor, slices = plan.cursor, slices + 1
+    assert started == ["n0", "n1"]
+    assert slices > len(nodes)
+
+
+def test_a_place_that_was_given_is_taken_from_what_is_known_of_its_node():
+    low = holding(a_task("low", priority=10, gpu_mb=30 * GIB), "gpu0")
+    new = a_task("new", gpu_mb=20 * GIB, cpu=1.0)
+    draft = Draft(a_world(a_node(), a_device(), low, new), Changes())
+    node, place = NodeName("n1"), Placement(NodeName("n1"), ((key("gpu0"), Mib(20 * GIB)),))
+    known = Outlooks(draft, POLICY, NOW, NOW, {})
+    before = known.most(node, 80), known.now(node, 80)
+    since = draft.changes.at(node)
+    admit(draft, new, (place,), NOW)
+    known.took(node, since, new, place)
+    fresh = Outlooks(draft, POLICY, NOW, NOW, {})
+    assert (known.most(node, 80), known.now(node, 80)) == (fresh.most(node, 80), fresh.now(node, 80))
+    assert (known.most(node, 80), known.now(node, 80)) != before
+    known.took(node, since, new, place)
+    assert known.most(node, 80) == fresh.most(node, 80)
+
+
+@pytest.mark.parametrize("lasts", [5.0, 500.0])
+def test_a_place_that_was_given_is_taken_from_what_the_node_will_have_unless_it_is_back_by_then(lasts: float):
+    long = holding(a_task("long", gpu_mb=30 * GIB, expected_seconds=Seconds(900.0)), "gpu0")
+    short = holding(a_task("short", gpu_mb=10 * GIB, expected_seconds=Seconds(9.0)), "gpu0")
+    new = a_task("new", gpu_mb=20 * GIB, cpu=1.0, expected_seconds=Seconds(lasts))
+    wide = a_task("wide", gpu_mb=50 * GIB)
+    draft = Draft(a_world(a_node(), a_device(), long, short, new, wide), Changes())
+    node, place, at = NodeName("n1"), Placement(NodeName("n1"), ((key("gpu0"), Mib(20 * GIB)),)), NOW + 60.0
+    supplies = Supplies(Departures(draft, POLICY, NOW), for_plans=False)
+    later, unasked = supplies.later(node, wide, at), supplies.later(node, wide, at + 1.0)
+    before = later.room(), later.mb(key("gpu0"))
+    since = draft.changes.at(node)
+    run = admit(draft, new, (place,), NOW).tasks[0].task
+    supplies.took(node, since, run, place)
+    fresh = Supplies(Departures(draft, POLICY, NOW), for_plans=False).later(node, wide, at)
+    assert supplies.later(node, wide, at) is later
+    assert (later.room(), later.mb(key("gpu0"))) == (fresh.room(), fresh.mb(key("gpu0")))
+    assert ((later.room(), later.mb(key("gpu0"))) == before) == (lasts < 60.0)
+    assert (unasked.room(), unasked.mb(key("gpu0"))) == (fresh.room(), fresh.mb(key("gpu0")))
+    draft.changes.mark(node)
+    assert supplies.later(node, wide, at) is not later
+    supplies.took(node, since, run, place)
+    assert (later.room(), later.mb(key("gpu0"))) == (fresh.room(), fresh.mb(key("gpu0")))
+
+
+def test_a_device_that_is_heard_of_no_more_will_have_nothing():
+    long_after = Instant(NOW + 1000.0)
+    wide = a_task("wide", gpu_mb=50 * GIB)
+    draft = Draft(a_world(a_node(), a_device(), holding(a_task("run", gpu_mb=30 * GIB), "gpu0"), wide))
+    later = Supplies(Departures(draft, POLICY, long_after), for_plans=False).later(
+        NodeName("n1"), wide, long_after + 60.0
+    )
+    assert later.mb(key("gpu0")) == 0
+    assert not later.has_mb(key("gpu0"), 1)
+
+
+def test_a_node_that_costs_more_than_it_seemed_gives_way_to_the_next():
+    began = {"n1a": 100.0, "n1b": 1.0, "n1c": 2.0, "n2": 50.0}
+    sizes = {"n1a": 60, "n1b": 10, "n1c": 10, "n2": 80}
+    parts = [a_node("n1"), a_device("gpu0", "n1"), a_node("n2"), a_device("gpu0", "n2")]
+    for name, seconds in began.items():
+        run = a_task(name, priority=10, gpu_mb=sizes[name] * GIB)
+        parts.append(holding(run, key("gpu0", name[:2]), started_at=Instant(NOW - seconds)))
+    high = a_task("high", priority=80, gpu_mb=70 * GIB)
+    eviction = eviction_for(Draft(a_world(*parts)), high)
+    assert eviction is not None
+    assert [victim.id for victim in eviction.victims] == ["n2"]
+
+
+def test_neither_slices_nor_explanations_leave_anything_to_the_collector_of_cycles():
+    """It comes rarely: see `make_full_collections_rare`."""
+    run = holding(a_task("run", priority=10, gpu_mb=60 * GIB), key("gpu0", "n1"))
+    waits = a_task("waits", priority=80, gpu_mb=60 * GIB)
+    likes = [a_task(f"of-{tenant}", tenant=tenant, gpu_mb=70 * GIB) for tenant in "abc"]
+    world, memory = a_world(a_node("n1"), a_device("gpu0", "n1"), run, waits, *likes), Memory()
+    gc.collect()
+    gc.disable()
+    try:
+        explained = advise(look(survey(Draft(world), waits, POLICY, NOW)))
+        plan = plan_cycle(world, POLICY, NOW, memory=memory)
+        left = gc.collect()
+    finally:
+        gc.enable()
+    assert explained.trial.eviction is not None
+    assert [decision.why for decision in plan.decisions] == ["preempt"]
+    assert left == 0
+
+
+def test_what_stands_behind_forecasts_leaves_nothing_to_the_collector_of_cycles_either():
+    run = holding(a_task("run", gpu_mb=60 * GIB, expected_seconds=100.0), key("gpu0"))
+    waits, small = a_task("waits", gpu_mb=70 * GIB), a_task("small", gpu_mb=5 * GIB, priority=20)
+    world, foresight = a_world(a_device("gpu0"), run, waits, small), Foresight()
+    gc.collect()
+    gc.disable()
+    try:
+        while foresight.go_on(world, POLICY, NOW):
+            pass
+        plan = plan_cycle(world, POLICY, NOW, memory=Memory(), forecasts=foresight.forecasts)
+        left = gc.collect()
+    finally:
+        gc.enable()
+    assert foresight.forecasts[0].task == "waits"
+    assert [decision.subject for decision in plan.decisions] == ["small"]
+    assert left == 0
+
+
+def test_of_a_demand_for_whose_limit_nothing_is_left_by_now_nobody_is_admitted():
+    """Whatever their priorities."""
+    taker = a_task("taker", gpu_mb=10, priority=65, custom={"licence": 1.0})
+    late = [a_task(f"late{at}", gpu_mb=20, priority=at, custom={"licence": 1.0}) for at in (60, 50)]
+    policy = Policy(custom_limits=(CustomLimit("licence", 1.0),))
+    world = a_world(a_device(mb=80), taker, *late)
+    assert [d.subject for d in plan_cycle(world, policy, NOW, memory=Memory()).decisions] == ["taker"]

@@ -1,0 +1,57 @@
+"""A server that fails again and again is not asked for a while."""
+
+from gpubroker_server.core.domain.units import Seconds, Ticks
+from gpubroker_server.core.serving.circuit_breaker import Breaker, BreakerRules
+
+RULES = BreakerRules(3, Seconds(1.0), Seconds(4.0), Seconds(60.0))
+
+
+def a_breaker(*faults_at: float) -> Breaker:
+    breaker = Breaker(RULES)
+    for at in faults_at:
+        breaker.failed(Ticks(at), "no connection")
+    return breaker
+
+
+def test_faults_in_a_row_open_it_and_those_with_answers_in_between_do_not() -> None:
+    breaker = a_breaker(0.0, 0.1)
+    assert not breaker.is_open
+    assert not breaker.answered(Ticks(0.2))
+    assert breaker.fault == ""
+    assert [breaker.failed(Ticks(at), "gone") for at in (0.3, 0.4, 0.5, 0.6)] == [False, False, True, False]
+    assert (breaker.is_open, breaker.fault) == (True, "gone")
+
+
+def test_the_first_answer_after_the_pause_closes_it_and_none_before() -> None:
+    breaker = a_breaker(0.0, 0.0, 0.0)
+    assert not breaker.answered(Ticks(0.9))
+    assert breaker.is_open
+    assert breaker.answered(Ticks(1.0))
+    assert (breaker.is_open, breaker.fault) == (False, "")
+    assert not breaker.answered(Ticks(1.1))
+
+
+def pauses(breaker: Breaker, at: float, count: int) -> tuple[list[float], float]:
+    """How long it stays open, each time that all requests fail right after it was closed."""
+    found = []
+    for _ in range(count):
+        for _ in range(3):
+            breaker.failed(Ticks(at), "gone")
+        opened = at
+        while not breaker.answered(Ticks(at)):
+            at += 0.5
+        found.append(at - opened)
+    return found, at
+
+
+def test_a_server_that_answers_and_fails_in_turn_is_left_alone_for_longer_and_longer() -> None:
+    breaker = Breaker(RULES)
+    found, at = pauses(breaker, 0.0, 4)
+    assert found == [1.0, 2.0, 4.0, 4.0]
+    assert pauses(breaker, at + 60.0, 1)[0] == [1.0]
+
+
+def test_it_needs_no_rules_to_be_told() -> None:
+    breaker = Breaker()
+    opened = [breaker.failed(Ticks(0.0), "gone") for _ in range(3)]
+    assert opened == [False, False, True]

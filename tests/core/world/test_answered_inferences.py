@@ -1,0 +1,41 @@
+"""What is counted of queued inferences: how they ended, and how long they waited first."""
+
+from gpubroker_server.core.domain.task import Task, TaskState, changed
+from gpubroker_server.core.domain.units import Fence, Instant
+from gpubroker_server.core.world.answered_inferences import WAIT_BOUNDS, Answered
+
+from tests.builders import NOW, a_task
+from tests.core.served import an_inference
+
+
+def sent(task: Task, after_seconds: float) -> Task:
+    started = Instant(NOW + after_seconds)
+    return changed(task, state=TaskState.RUNNING, fence=Fence(task.fence + 1), started_at=started)
+
+
+def test_a_wait_ends_when_it_is_sent_first_and_is_counted_once() -> None:
+    answered, task = Answered(), an_inference()
+    running = sent(task, 0.3)
+    back = changed(running, state=TaskState.PENDING)
+    for before, after in ((task, running), (running, back), (back, sent(back, 100.0))):
+        answered.note(before, after)
+    below = [bound for bound in WAIT_BOUNDS if bound < 0.3]
+    assert answered.waits() == (*[0] * len(below), *[1] * (len(WAIT_BOUNDS) + 1 - len(below)))
+    assert round(answered.waited_seconds, 6) == 0.3
+    assert not answered.ended
+
+
+def test_a_wait_begins_when_it_may_be_sent() -> None:
+    answered, task = Answered(), an_inference(not_before=Instant(NOW + 50.0))
+    answered.note(task, sent(task, 60.0))
+    assert answered.waited_seconds == 10.0
+
+
+def test_those_that_ended_are_counted_by_how_and_no_other_tasks_are() -> None:
+    answered, task = Answered(), an_inference()
+    running = sent(task, 1.0)
+    answered.note(running, changed(running, state=TaskState.FAILED))
+    answered.note(task, changed(task, state=TaskState.CANCELLED))
+    answered.note(a_task(), changed(a_task(), state=TaskState.CANCELLED))
+    assert answered.ended == {TaskState.FAILED: 1, TaskState.CANCELLED: 1}
+    assert answered.waits()[-1] == 0

@@ -1,0 +1,258 @@
+"""Tasks that run after others: who comes in, who fails with whom, and that no end is missed."""
+
+from typing import Any
+
+import pytest
+from gpubroker_server.core.domain.decisions import Decision, write_move
+from gpubroker_server.core.domain.policy import Policy
+from gpubroker_server.core.domain.task import Dependency, Move, OnFailure, Task, TaskState
+from gpubroker_server.core.domain.units import Instant, TaskId
+from gpubroker_server.core.explain.explain import explain
+from gpubroker_server.core.planning.cycle import plan_cycle
+from gpubroker_server.core.world import dependencies
+from gpubroker_server.core.world.dependencies import settle
+from gpubroker_server.core.world.dependents import End
+from gpubroker_server.core.world.world import World
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.builders import NOW, a_node, a_task, a_world, commit, holding, submit
+
+LATER = Instant(NOW + 60.0)
+ENDS = {
+    "succeeded": Move.SUCCEEDED,
+    "failed": Move.FAILED,
+    "cancelled": Move.CANCELLED,
+    "expired": Move.EXPIRED,
+}
+
+
+def after(*tasks: str, ignore: bool = False) -> dict[str, Any]:
+    what = OnFailure.IGNORE if ignore else OnFailure.FAIL
+    return {"after": tuple(Dependency(TaskId(task), what) for task in tasks), "awaits": True}
+
+
+def end(world: World, task: str, how: str = "succeeded") -> None:
+    row = world.tasks[TaskId(task)]
+    if row.state is TaskState.PENDING and how == "succeeded":
+        row = end_of_start(world, row)
+    write = write_move(row, ENDS[how], finished_at=NOW)
+    commit(world, Decision(row.id, "test", tasks=(write,)))
+
+
+def end_of_start(world: World, row: Task) -> Task:
+    commit(world, Decision(row.id, "admit", tasks=(write_move(row, Move.ADMITTED, fence=1, node="n1"),)))
+    return world.tasks[row.id]
+
+
+def settled(world: World) -> dict[str, str]:
+    """What becomes of whom, in as many rounds as it takes."""
+    told: dict[str, str] = {}
+    while decisions := settle(world, LATER):
+        commit(world, decisions)
+        for decision in decisions:
+            failure = decision.outcome.failure if decision.outcome is not None else None
+            told[decision.subject] = failure.message if failure is not None else "in"
+    return told
+
+
+def test_a_task_that_fails_with_two_of_those_before_it_fails_once() -> None:
+    world = a_world(a_task("a"), a_task("b", **after("a")), a_task("c", **after("a", "b")))
+    end(world, "a", "failed")
+    assert sorted(decision.subject for decision in settle(world, LATER)) == ["b", "c"]
+
+
+def test_a_task_comes_in_when_the_last_of_those_before_it_has_succeeded() -> None:
+    world = a_world(a_task("a"), a_task("b"), a_task("c", **after("a", "b")))
+    assert (TaskId("c") in world.queue, len(world.queue)) == (False, 3)
+    end(world, "a")
+    assert settled(world) == {}
+    end(world, "b")
+    assert settled(world) == {"c": "in"}
+    assert TaskId("c") in world.queue
+    assert world.awaited.left == world.awaited.dependents == {}
+
+
+@pytest.mark.parametrize(
+    ("how", "says"), [("failed", "has failed"), ("cancelled", "was cancelled"), ("expired", "has expired")]
+)
+def test_a_dependency_that_does_not_succeed_fails_its_dependents_at_once(how: str, says: str) -> None:
+    world = a_world(a_task("a"), a_task("b"), a_task("c", **after("a", "b")))
+    end(world, "a", how)
+    assert settled(world) == {"c": f"it was to run after a, which {says}"}
+    assert TaskId("c") not in world.tasks
+    assert world.finished["default", TaskState.FAILED] == 1 + (how == "failed")
+    end(world, "b")
+    assert settled(world) == {}
+
+
+def test_a_failure_that_is_ignored_counts_as_an_end() -> None:
+    world = a_world(a_task("a"), a_task("b"), a_task("c", **after("a", "b", ignore=True)))
+    end(world, "a", "failed")
+    assert settled(world) == {}
+    end(world, "b", "cancelled")
+    assert settled(world) == {"c": "in"}
+
+
+def test_a_failure_cascades_in_one_round_and_names_the_first_of_the_chain() -> None:
+    chain = [a_task("t1"), *(a_task(f"t{n}", **after(f"t{n - 1}")) for n in range(2, 6))]
+    free = a_task("free", **after("t3", ignore=True))
+    world = a_world(*chain, free)
+    end(world, "t1", "failed")
+    decisions = settle(world, LATER)
+    assert [decision.subject for decision in decisions] == ["t2", "t3", "t4", "t5"]
+    assert {decision.tasks[0].task.failed_by for decision in decisions} == {"t1"}
+    assert settled(world) == {
+        "t2": "it was to run after t1, which has failed",
+        "t3": "it was to run after t2, which could not run because t1 did not succeed",
+        "t4": "it was to run after t3, which could not run because t1 did not succeed",
+        "t5": "it was to run after t4, which could not run because t1 did not succeed",
+        "free": "in",
+    }
+
+
+def test_many_dependents_are_settled_a_bounded_number_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dependencies, "MOST", 3)
+    first = [a_task("a"), *(a_task(f"b{n}", **after("a")) for n in range(7))]
+    world = a_world(*first, *(a_task(f"c{n}", **after(f"b{n}", "a")) for n in range(7)))
+    end(world, "a", "failed")
+    assert len(settle(world, LATER)) == 3
+    assert len(settled(world)) == 14
+    assert world.awaited.doomed == {}
+    assert world.awaited.ripe == set()
+
+
+def test_what_ended_before_the_world_heard_of_the_dependent_is_asked_for() -> None:
+    world = a_world(a_node())
+    submit(world, a_task("c", **after("gone", "lost")), a_task("d", **after("gone")))
+    assert settle(world, LATER) == []
+    assert world.awaited.unknown == {"gone", "lost"}
+    world.awaited.learn(["gone"], {TaskId("gone"): End(TaskState.SUCCEEDED)})
+    assert settled(world) == {"d": "in"}
+    world.awaited.learn(["lost"], {})
+    assert settled(world) == {"c": "it was to run after lost, which ended long ago, and its record is gone"}
+    assert world.awaited.unknown == set()
+
+
+def test_an_answer_that_it_has_not_ended_changes_nothing() -> None:
+    world = a_world(a_node())
+    submit(world, a_task("b", **after("a")))
+    world.awaited.learn(["a"], {TaskId("a"): End(TaskState.RUNNING)})
+    assert world.awaited.unknown == {"a"}
+    submit(world, a_task("a"))
+    assert world.awaited.unknown == set()
+    end(world, "a")
+    assert settled(world) == {"b": "in"}
+
+
+def test_one_that_has_ended_and_still_holds_memory_is_known_to_have_ended() -> None:
+    leaving = holding(a_task("a", gpu_mb=8), "gpu0", state=TaskState.SUCCEEDED)
+    for parts in ((leaving, a_task("b", **after("a"))), (a_task("b", **after("a")), leaving)):
+        world = a_world(*parts)
+        assert world.awaited.unknown == set()
+        assert settled(world) == {"b": "in"}
+
+
+def test_a_dependent_that_is_cancelled_is_awaited_by_nobody_and_awaits_nobody() -> None:
+    world = a_world(a_task("a"), a_task("b", **after("a", "x")), a_task("c", **after("b")))
+    end(world, "b", "cancelled")
+    assert settled(world) == {"c": "it was to run after b, which was cancelled"}
+    assert world.awaited.left == world.awaited.dependents == {}
+    assert world.awaited.unknown == set()
+
+
+def test_a_held_task_comes_in_when_it_is_released_and_a_delayed_one_when_its_time_has_come() -> None:
+    world = a_world(
+        a_task("a"), a_task("h", held=True, **after("a")), a_task("d", not_before=LATER, **after("a"))
+    )
+    end(world, "a")
+    assert settled(world) == {"h": "in", "d": "in"}
+    assert (world.queue.held, set(world.queue.delayed), world.queue.awaiting) == ({"h"}, {"d"}, set())
+
+
+def test_the_time_to_wait_begins_when_a_dependent_comes_in() -> None:
+    fields: dict[str, Any] = {"queue_ttl_seconds": 30.0}
+    late = Instant(LATER + 100.0)
+    world = a_world(
+        a_task("a"), a_task("b", **fields, **after("a")), a_task("c", not_before=late, **fields, **after("a"))
+    )
+    assert world.expiring == {}
+    end(world, "a")
+    settled(world)
+    assert world.expiring == {"b": LATER + 30.0, "c": late + 30.0}
+
+
+dags = st.lists(
+    st.tuples(st.sets(st.integers(0, 6), max_size=3), st.booleans(), st.sampled_from(sorted(ENDS))),
+    min_size=1,
+    max_size=8,
+)
+
+
+@given(dags, st.randoms(use_true_random=False), st.booleans())
+@settings(max_examples=200, deadline=None)
+def test_whatever_depends_on_what_everybody_ends_and_nobody_starts_early(
+    dag: list[tuple[set[int], bool, str]], chance: Any, restart: bool
+) -> None:
+    """Tasks run when the planner lets them and end as drawn; a naive look says who may run and who fails."""
+    tasks = [
+        a_task(f"t{n}", cpu=1.0, **(after(*(f"t{d}" for d in sorted(before) if d < n), ignore=ignore)))
+        for n, (before, ignore, _) in enumerate(dag)
+    ]
+    tasks = [task if task.after else a_task(task.id, cpu=1.0) for task in tasks]
+    how = {task.id: end for task, (_, _, end) in zip(tasks, dag, strict=True)}
+    world, ended = a_world(a_node()), dict[str, str]()
+    submit(world, *tasks)
+    for _ in range(4 * len(tasks)):
+        for failed in settled_states(world):
+            ended[failed] = "failed"
+        assert {task.id for task in tasks if is_doomed(task, ended)} <= ended.keys()
+        commit(world, plan_cycle(world, Policy(), LATER).decisions)
+        started = sorted(world.active)
+        assert {task.id for task in tasks if may_run(task, ended)} <= {*started, *ended}
+        assert all(may_run(task, ended) for task in tasks if task.id in started)
+        if started:
+            name = chance.choice(started)
+            ended[name] = "succeeded" if how[name] == "succeeded" else "failed"
+            end(world, name, ended[name])
+        if restart:
+            world = reread(world, ended)
+    assert ended.keys() == {task.id for task in tasks}
+
+
+def settled_states(world: World) -> list[str]:
+    return [name for name, told in settled(world).items() if told != "in"]
+
+
+def may_run(task: Task, ended: dict[str, str]) -> bool:
+    return all(
+        dependency.task in ended
+        and (dependency.on_failure is OnFailure.IGNORE or ended[dependency.task] == "succeeded")
+        for dependency in task.after
+    )
+
+
+def is_doomed(task: Task, ended: dict[str, str]) -> bool:
+    return any(
+        dependency.on_failure is OnFailure.FAIL and ended.get(dependency.task, "succeeded") != "succeeded"
+        for dependency in task.after
+    )
+
+
+def reread(world: World, ended: dict[str, str]) -> World:
+    """A new process: it has the rows of what has not ended, the last ones first, and asks for the rest."""
+    fresh = World()
+    for node in world.nodes.values():
+        fresh.add_node(node)
+    for name in sorted(world.tasks, reverse=True):
+        fresh.add_task(world.tasks[name])
+    fresh.position, fresh.as_of = world.position, world.as_of
+    asked = sorted(fresh.awaited.unknown)
+    fresh.awaited.learn(asked, {task: End(TaskState(ended[task])) for task in asked})
+    return fresh
+
+
+def test_a_task_that_is_not_to_start_yet_says_for_how_long() -> None:
+    world = a_world(a_task("later", not_before=Instant(NOW + 60.0)))
+    told = explain(world, TaskId("later"), Policy(), NOW)
+    assert told.message == "not to be started for another 60 s"

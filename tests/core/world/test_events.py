@@ -1,0 +1,88 @@
+"""What a decision, a submission and a request write into the log, and whose history each line belongs to."""
+
+import pytest
+from gpubroker_server.core.domain.decisions import (
+    Decision,
+    PledgeWrite,
+    Request,
+    released_mb,
+    taken_mb,
+    write_move,
+)
+from gpubroker_server.core.domain.lease import LeaseState, PledgeEnd, move_lease
+from gpubroker_server.core.domain.task import Move
+from gpubroker_server.core.domain.units import Position, TaskId
+from gpubroker_server.core.world.event_codec import task_from
+from gpubroker_server.core.world.events import NewEvent, events_of, requested, submitted, task_of
+
+from tests.builders import NOW, a_device, a_lease, a_node, a_pledge, a_task, key
+
+REQUEST = Request("r1", TaskId("t"), "default", "cancel", {"grace_seconds": 5.0}, NOW)
+
+
+def test_the_lines_of_a_decision_come_in_one_order_and_carry_what_changed():
+    run, high = a_task("t", priority=10), a_task("high")
+    new, old = a_lease(run, "gpu0", 20, version=1), a_lease(run, "gpu1", 30)
+    decision = Decision(
+        "t",
+        "everything",
+        tasks=(write_move(run, Move.CHANGED, priority=60),),
+        leases=(new, move_lease(old, LeaseState.RELEASED)),
+        pledges=(
+            PledgeWrite(a_pledge(high, "gpu0", 5)),
+            PledgeWrite(a_pledge(run, "gpu0", 5), PledgeEnd.TAKEN),
+        ),
+        devices=(a_device(),),
+        nodes=(a_node(),),
+        requests_done=("r1",),
+    )
+    lines = list(events_of(decision))
+    assert [line.kind for line in lines] == [
+        "node.seen",
+        "device.seen",
+        "task.changed",
+        "lease.held",
+        "lease.released",
+        "pledge.made",
+        "pledge.taken",
+        "request.done",
+    ]
+    assert lines[2].fields == {"state": "pending", "priority": 60}
+    assert lines[4].fields == {"state": "released"}
+
+
+def test_a_decision_takes_what_is_new_and_gives_back_what_is_released():
+    run = a_task("t")
+    kept, gone = a_lease(run, "gpu1", 30, state=LeaseState.RELEASING), a_lease(run, "gpu2", 40)
+    leases = (a_lease(run, "gpu0", 20, version=1), kept, move_lease(gone, LeaseState.RELEASED))
+    assert released_mb(Decision("t", "ended", leases=leases)) == {key("gpu0"): 20, key("gpu2"): -40}
+
+
+def test_a_decision_changes_what_tenants_hold_by_what_it_leases_and_what_it_confirms_to_be_free():
+    mine, others = a_task("mine", tenant="acme"), a_task("others", tenant="beta")
+    given, kept = a_lease(mine, "gpu0", 20, version=1), a_lease(mine, "gpu1", 30, state=LeaseState.RELEASING)
+    gone = [move_lease(a_lease(whose, "gpu2", 40), LeaseState.RELEASED) for whose in (mine, others)]
+    assert taken_mb(Decision("t", "ended", leases=(given, kept, *gone))) == {"acme": -20, "beta": -40}
+
+
+def test_an_event_gets_its_place_and_time_and_keeps_the_rest():
+    task = a_task("t")
+    event = submitted(task).at(Position(7), NOW)
+    assert (event.position, event.at, event.key, event.tenant, event.task) == (7, NOW, "t", "default", task)
+    assert task_from(event.fields) == task
+
+
+@pytest.mark.parametrize(
+    ("event", "task"),
+    [
+        (submitted(a_task("t")), "t"),
+        (requested(REQUEST), "t"),
+        (NewEvent("pledge.made", "t:c/n1/gpu0", 1, "", {"preemptor": "t"}), "t"),
+        (NewEvent("lease.held", "run:t:1:0:c/n1/gpu0", 2, "", {}), "t"),
+        (NewEvent("lease.held", "model:t:1:0:c/n1/gpu0", 2, "", {}), "t"),
+        (NewEvent("lease.held", "worker:w:1:0:c/n1/gpu0", 2, "", {}), None),
+        (NewEvent("node.seen", "n1", 1, "", {}), None),
+    ],
+)
+def test_a_line_belongs_to_the_history_of_one_task_or_of_none(event: NewEvent, task: str | None):
+    assert task_of(event) == task

@@ -1,0 +1,143 @@
+"""What a task inherits from those that wait for it: its place in the queue, and no rights."""
+
+from typing import Any
+
+from gpubroker_server.core.domain.decisions import Decision, write_move
+from gpubroker_server.core.domain.policy import Policy
+from gpubroker_server.core.domain.task import Dependency, Move, TaskState
+from gpubroker_server.core.domain.units import TaskId
+from gpubroker_server.core.explain.explain import explain
+from gpubroker_server.core.planning.cycle import plan_cycle
+from gpubroker_server.core.planning.memory import Memory
+from gpubroker_server.core.world.dependencies import settle
+from gpubroker_server.core.world.world import World
+from hypothesis import given, settings
+
+from tests.builders import GIB, NOW, a_device, a_node, a_task, a_world, commit, holding, submit
+from tests.core.naive import Naive
+from tests.core.scenarios import POLICY, Chapter, Story, clusters, stories
+
+
+def after(*tasks: str) -> dict[str, Any]:
+    return {"after": tuple(Dependency(TaskId(task)) for task in tasks), "awaits": True}
+
+
+def change(world: World, task: str, **changes: Any) -> None:
+    row = world.tasks[TaskId(task)]
+    commit(world, Decision(row.id, "change", tasks=(write_move(row, Move.CHANGED, **changes),)))
+
+
+def standing(world: World, task: str) -> int:
+    return world.queue.standing_of(world.tasks[TaskId(task)])
+
+
+def source(world: World, task: str) -> str | None:
+    found = world.awaited.inheritance.of(world.tasks[TaskId(task)])
+    return None if found is None else found.task
+
+
+def started(world: World) -> list[str]:
+    return [decision.subject for decision in plan_cycle(world, Policy(), NOW).decisions]
+
+
+def test_a_task_goes_before_others_if_one_waits_for_it_that_would() -> None:
+    world = a_world(a_node(cpu=1.0), a_task("early", cpu=1.0), a_task("late", cpu=1.0, submitted_at=NOW))
+    submit(world, a_task("urgent", priority=80, **after("late")))
+    assert started(world) == ["late"]
+    assert explain(world, TaskId("early"), Policy(), NOW).position == 2
+    assert explain(world, TaskId("late"), Policy(), NOW).inherits == (80, "urgent")
+
+
+def test_of_two_heirs_alike_one_that_is_lowered_takes_nothing_with_it() -> None:
+    world = a_world(a_task("t"))
+    submit(world, a_task("one", priority=80, **after("t")), a_task("two", priority=80, **after("t")))
+    change(world, "one", priority=60)
+    assert standing(world, "t") == 80
+
+
+def test_it_is_inherited_through_any_number_of_tasks_in_between() -> None:
+    chain = [a_task("t0"), *(a_task(f"t{n}", **after(f"t{n - 1}")) for n in range(1, 2000))]
+    world = a_world(*chain)
+    submit(world, a_task("last", priority=95, **after("t1999")))
+    assert standing(world, "t0") == standing(world, "t1999") == 95
+    assert source(world, "t0") == "last"
+    change(world, "last", priority=60)
+    assert standing(world, "t0") == 60
+
+
+def test_the_most_urgent_of_all_that_wait_counts_and_the_next_one_once_it_has_gone() -> None:
+    world = a_world(
+        a_task("a"), a_task("b", priority=70, **after("a")), a_task("c", priority=90, **after("a"))
+    )
+    assert (standing(world, "a"), source(world, "a")) == (90, "c")
+    commit(world, Decision(TaskId("c"), "x", tasks=(write_move(world.tasks[TaskId("c")], Move.CANCELLED),)))
+    assert (standing(world, "a"), source(world, "a")) == (70, "b")
+    change(world, "b", priority=20)
+    assert (standing(world, "a"), source(world, "a")) == (50, None)
+
+
+def test_nobody_need_hurry_for_a_task_that_is_held() -> None:
+    world = a_world(a_task("a"), a_task("b", **after("a")), a_task("c", priority=90, **after("b")))
+    change(world, "b", held=True)
+    assert (standing(world, "a"), standing(world, "b")) == (50, 90)
+    change(world, "b", held=False)
+    assert standing(world, "a") == 90
+
+
+def test_what_has_ended_is_waited_for_by_nobody_and_inherits_nothing() -> None:
+    world = a_world(a_node(), a_task("a", cpu=1.0), a_task("b", priority=90, **after("a")))
+    commit(world, plan_cycle(world, Policy(), NOW).decisions)
+    row = world.tasks[TaskId("a")]
+    commit(world, Decision(row.id, "end", tasks=(write_move(row, Move.SUCCEEDED, finished_at=NOW),)))
+    commit(world, settle(world, NOW))
+    assert world.awaited.inheritance.priorities == {}
+    assert TaskId("b") in world.queue
+
+
+def test_a_borrowed_place_stops_nobody() -> None:
+    world = a_world(a_device(), holding(a_task("run", priority=60, gpu_mb=60 * GIB), "gpu0"))
+    submit(world, a_task("a", gpu_mb=60 * GIB), a_task("b", priority=95, gpu_mb=60 * GIB, **after("a")))
+    assert standing(world, "a") == 95
+    assert plan_cycle(world, Policy(), NOW).decisions == ()
+    change(world, "a", priority=95)
+    assert started(world) == ["a"]
+
+
+def test_one_of_higher_priority_is_looked_at_though_those_before_it_have_nothing_to_expect() -> None:
+    """Those stand higher only because somebody waits for them, and may stop nobody."""
+    world = a_world(a_device(), holding(a_task("run", priority=45, gpu_mb=60 * GIB), "gpu0"))
+    submit(world, a_task("a", priority=40, gpu_mb=60 * GIB), a_task("b", priority=95, **after("a")))
+    memory = Memory()
+    assert plan_cycle(world, Policy(), NOW, memory=memory).decisions == ()
+    submit(world, a_task("own", priority=60, gpu_mb=60 * GIB))
+    decisions = plan_cycle(world, Policy(), NOW, memory=memory).decisions
+    assert [(decision.why, decision.subject) for decision in decisions] == [("preempt", "own")]
+
+
+def test_who_waits_may_be_known_before_whom_it_waits_for() -> None:
+    world = a_world(a_task("b", priority=90, **after("a")))
+    submit(world, a_task("a"))
+    assert (standing(world, "a"), source(world, "a")) == (90, "b")
+
+
+@given(clusters(), stories)
+@settings(max_examples=100, deadline=None)
+def test_whatever_happens_each_task_stands_where_a_naive_look_puts_it(
+    world: World, story: list[Chapter]
+) -> None:
+    tale = Story(world)
+    for chapter in story:
+        for _ in tale.happens(chapter):
+            naive = Naive(world, POLICY, tale.now)
+            for task in world.tasks.values():
+                if task.state is not TaskState.PENDING:
+                    continue
+                assert world.queue.standing_of(task) == naive.standing(task)
+                assert (task.id not in world.queue) or (
+                    world.queue.group_of(task.id).standing == naive.standing(task)
+                )
+                told = world.awaited.inheritance.of(task)
+                assert (told is not None) == (naive.standing(task) > task.priority)
+                assert told is None or told.priority == world.tasks[told.task].priority == naive.standing(
+                    task
+                )

@@ -1,0 +1,324 @@
+"""The book of one device."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from gpubroker_server.core.domain.lease import HolderKind, LeaseState
+from gpubroker_server.core.domain.units import Instant
+from gpubroker_server.core.world.ledger import Book
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.builders import NOW, a_device, a_lease, a_pledge, a_sample, a_task
+
+DEVICE = a_device(mb=100, reserve_mb=10)
+LOW = a_task("low", priority=10, fence=1)
+HIGH = a_task("high", priority=80)
+
+
+def a_book(**lease: object) -> Book:
+    """90 MiB that may be leased; `low` holds 60 of them."""
+    book = Book(DEVICE)
+    book.put(a_lease(LOW, DEVICE.key, 60, **lease))
+    return book
+
+
+def test_what_is_leased_is_told_apart_from_what_is_held():
+    book = a_book()
+    book.measure(a_sample(DEVICE.key, by_holder={"low:1": 70}))
+    assert (book.leased_mb(), book.held_mb()) == (60, 70)
+
+
+def test_the_reserve_is_never_free():
+    assert Book(DEVICE).free_mb() == 90
+
+
+def test_a_holder_counts_for_its_lease_or_for_its_measured_use_whichever_is_more():
+    book = a_book()
+    book.measure(a_sample(DEVICE.key, by_holder={"low:1": 70}))
+    assert book.free_mb() == 20
+    book.measure(a_sample(DEVICE.key, by_holder={"low:1": 10}))
+    assert book.free_mb() == 30
+
+
+def test_what_was_measured_of_an_older_claim_is_not_counted_for_the_new_one():
+    book = a_book()
+    book.measure(a_sample(DEVICE.key, by_holder={"low:0": 80}))
+    assert book.free_mb() == 30
+
+
+def test_a_lease_that_changes_keeps_what_was_measured_of_its_holder():
+    book = a_book()
+    book.measure(a_sample(DEVICE.key, by_holder={"low:1": 70}))
+    book.put(a_lease(LOW, DEVICE.key, 60, state=LeaseState.RELEASING))
+    assert book.free_mb() == 20
+
+
+def test_foreign_memory_counts_as_measured_and_at_least_as_declared():
+    book = Book(a_device(mb=100, declared_foreign_mb=20))
+    assert book.free_mb() == 80
+    book.measure(a_sample(DEVICE.key, foreign_mb=30))
+    assert book.free_mb() == 70
+
+
+def a_served_book(foreign_mb: int | None, used_mb: int, state: LeaseState = LeaseState.HELD) -> Book:
+    """100 MiB, of which 40 are leased to a model on a server."""
+    book = Book(a_device(mb=100))
+    lease = a_lease(LOW, DEVICE.key, 40, state=state)
+    book.put(replace(lease, holder_kind=HolderKind.MODEL))
+    book.measure(a_sample(DEVICE.key, used_mb=used_mb, foreign_mb=foreign_mb))
+    return book
+
+
+@pytest.mark.parametrize(
+    ("measured_mb", "foreign_mb", "free_mb"), [(0, 0, 60), (30, 0, 60), (40, 0, 60), (55, 15, 45)]
+)
+def test_what_a_server_of_models_uses_is_that_of_its_models_up_to_what_they_have_leased(
+    measured_mb: int, foreign_mb: int, free_mb: int
+) -> None:
+    book = a_served_book(measured_mb, measured_mb)
+    assert (book.foreign_mb, book.unexplained_mb, book.free_mb()) == (foreign_mb, 0, free_mb)
+    [model] = book.holdings
+    book.vacate(model)
+    assert (book.foreign_mb, book.unexplained_mb, book.free_mb()) == (foreign_mb, 0, 100 - foreign_mb)
+
+
+def test_a_model_that_is_being_loaded_has_nothing_of_what_is_measured_yet() -> None:
+    book = a_served_book(30, 30, LeaseState.RESERVED)
+    assert (book.foreign_mb, book.free_mb()) == (30, 30)
+
+
+def test_where_use_cannot_be_told_apart_a_model_explains_its_lease_as_a_run_does() -> None:
+    book = a_served_book(None, 45)
+    assert (book.foreign_mb, book.unexplained_mb, book.free_mb()) == (0, 5, 55)
+    [model] = book.holdings
+    book.vacate(model)
+    assert (book.unexplained_mb, book.free_mb()) == (5, 95)
+
+
+def a_measured_book(used_mb: int, foreign_mb: int | None = 0, **device: Any) -> Book:
+    """100 MiB, of which `low` has leased 60 and was seen to use 50 of what is in use."""
+    book = Book(a_device(mb=100, **device))
+    book.put(a_lease(LOW, DEVICE.key, 60))
+    by_holder = {} if foreign_mb is None else {"low:1": 50}
+    book.measure(a_sample(DEVICE.key, used_mb=used_mb, foreign_mb=foreign_mb, by_holder=by_holder))
+    return book
+
+
+def test_what_is_in_use_and_used_by_nobody_who_is_known_is_not_free():
+    assert (a_measured_book(50).unexplained_mb, a_measured_book(50).free_mb()) == (0, 40)
+    assert (a_measured_book(70).unexplained_mb, a_measured_book(70).free_mb()) == (20, 20)
+    assert (a_measured_book(70, 5).unexplained_mb, a_measured_book(70, 5).free_mb()) == (15, 20)
+
+
+def test_what_a_run_used_is_free_only_when_the_device_was_measured_without_it():
+    book = a_measured_book(50)
+    book.put(a_lease(LOW, DEVICE.key, 60, state=LeaseState.RELEASED))
+    assert (book.unexplained_mb, book.free_mb()) == (50, 50)
+    book.measure(a_sample(DEVICE.key, NOW + 2.0))
+    assert (book.unexplained_mb, book.free_mb()) == (0, 100)
+
+
+def test_listed_processes_may_add_up_to_more_than_is_in_use():
+    assert a_measured_book(40).unexplained_mb == 0
+
+
+def test_what_was_declared_explains_what_is_in_use():
+    book = a_measured_book(70, declared_foreign_mb=20)
+    assert (book.foreign_mb, book.unexplained_mb, book.free_mb()) == (20, 0, 20)
+
+
+def test_the_reserve_covers_what_nobody_explains():
+    book = a_measured_book(70, reserve_mb=15)
+    assert (book.unexplained_mb, book.free_mb()) == (5, 100 - 15 - 5 - 60)
+
+
+@pytest.mark.parametrize(("used_mb", "unexplained_mb"), [(320, 0), (321, 321)])
+def test_a_little_use_without_a_process_is_noise(used_mb: int, unexplained_mb: int):
+    book = Book(a_device())
+    book.measure(a_sample(book.device.key, used_mb=used_mb))
+    assert book.unexplained_mb == unexplained_mb
+
+
+def test_where_use_cannot_be_attributed_what_is_beyond_the_leases_is_not_free():
+    assert (a_measured_book(50, None).unexplained_mb, a_measured_book(50, None).free_mb()) == (0, 40)
+    assert (a_measured_book(75, None).unexplained_mb, a_measured_book(75, None).free_mb()) == (15, 25)
+
+
+def test_where_use_cannot_be_attributed_what_was_declared_is_not_counted_twice():
+    book = a_measured_book(75, None, declared_foreign_mb=10)
+    assert (book.foreign_mb, book.unexplained_mb, book.free_mb()) == (10, 5, 25)
+
+
+@pytest.mark.parametrize(
+    ("state", "unexplained_mb"),
+    [
+        (LeaseState.RESERVED, 75),
+        (LeaseState.HELD, 15),
+        (LeaseState.RELEASING, 15),
+        (LeaseState.QUARANTINED, 15),
+        (LeaseState.RELEASED, 75),
+    ],
+)
+def test_where_use_cannot_be_attributed_only_a_run_that_may_use_memory_explains_any(
+    state: LeaseState, unexplained_mb: int
+):
+    book = a_measured_book(75, None)
+    book.put(a_lease(LOW, DEVICE.key, 60, state=state))
+    assert book.unexplained_mb == unexplained_mb
+
+
+def test_a_device_that_was_never_measured_hides_nothing():
+    assert Book(DEVICE).unexplained_mb == 0
+
+
+def test_a_new_declaration_of_foreign_memory_counts_at_once():
+    book = Book(a_device(mb=100))
+    assert book.free_mb() == 100
+    book.register(a_device(mb=100, declared_foreign_mb=40))
+    assert book.free_mb() == 60
+
+
+def test_a_released_lease_leaves_the_book():
+    book = a_book()
+    book.put(a_lease(LOW, DEVICE.key, 60, state=LeaseState.RELEASED))
+    assert book.free_mb() == 90
+    assert book.held_mb() == 0
+
+
+def test_of_a_pledge_only_what_its_victims_will_not_bring_is_kept():
+    book = Book(DEVICE)
+    book.put(a_lease(LOW, DEVICE.key, 60), HIGH.id, stopping=True)
+    pledge = a_pledge(HIGH, DEVICE.key, 70)
+    book.pledges[HIGH.id] = pledge
+    assert book.kept_free_mb(pledge) == 10
+    assert book.free_mb() == 20
+    book.put(a_lease(LOW, DEVICE.key, 60, state=LeaseState.RELEASED))
+    assert book.kept_free_mb(pledge) == 70
+    assert book.free_mb() == 20
+
+
+def test_a_pledge_is_free_for_its_preemptor_and_for_strictly_higher_priorities_only():
+    book = Book(DEVICE)
+    book.pledges[HIGH.id] = a_pledge(HIGH, DEVICE.key, 70)
+    assert book.free_mb(priority=79) == 20
+    assert book.free_mb(priority=80) == 20
+    assert book.free_mb(priority=81) == 90
+    assert book.free_mb(task=HIGH.id, priority=0) == 90
+
+
+def test_a_quarantined_victim_brings_nothing_so_its_preemptors_pledge_is_kept_in_full():
+    book = Book(DEVICE)
+    book.put(a_lease(LOW, DEVICE.key, 60, state=LeaseState.QUARANTINED), HIGH.id, stopping=True)
+    pledge = a_pledge(HIGH, DEVICE.key, 70)
+    book.pledges[HIGH.id] = pledge
+    assert book.claim_mb(pledge) == 70
+    assert book.soon_mb() == 30 - 70
+
+
+def test_what_is_there_is_kept_for_the_highest_priority_first():
+    book = a_book(state=LeaseState.RELEASING)
+    claims = [a_pledge(a_task(f"p{p}", priority=p), DEVICE.key, 20) for p in (20, 60, 40)]
+    for claim in claims:
+        book.pledges[claim.preemptor] = claim
+    assert [book.kept_free_mb(claim) for claim in claims] == [0, 20, 10]
+
+
+def test_what_is_leaving_is_free_soon_less_what_is_promised_of_it():
+    book = a_book(state=LeaseState.RELEASING)
+    assert (book.free_mb(), book.soon_mb()) == (30, 90)
+    book.pledges[HIGH.id] = a_pledge(HIGH, DEVICE.key, 70)
+    assert book.soon_mb(priority=80) == 20
+    assert book.soon_mb(priority=81) == 90
+
+
+def test_a_copy_changes_nothing_in_the_original():
+    book = a_book()
+    copy = book.copy()
+    copy.put(a_lease(HIGH, DEVICE.key, 20))
+    copy.pledges[HIGH.id] = a_pledge(HIGH, DEVICE.key, 5)
+    assert book.free_mb() == 30
+    assert copy.free_mb() == 5
+
+
+def test_a_device_is_stale_without_a_sample_and_after_three_periods():
+    book = Book(DEVICE)
+    assert book.is_stale(NOW, 2.0)
+    book.measure(a_sample(DEVICE.key, NOW))
+    assert not book.is_stale(Instant(NOW + 6.0), 2.0)
+    assert book.is_stale(Instant(NOW + 6.1), 2.0)
+    assert book.sampled_at == NOW
+
+
+def test_who_left_a_device_that_was_never_measured_gives_back_its_lease():
+    book = a_book()
+    [held] = book.holdings
+    book.vacate(held)
+    assert (book.held_mb(), book.free_mb(), book.sample) == (0, 90, None)
+
+
+CHANGES = st.one_of(
+    st.tuples(
+        st.just("put"),
+        st.sampled_from(["a", "b", "c"]),
+        st.sampled_from(LeaseState),
+        st.integers(1, 40),
+        st.sampled_from([None, "high"]),
+        st.booleans(),
+    ),
+    st.tuples(st.just("vacate"), st.sampled_from(["a", "b", "c"])),
+    st.tuples(
+        st.just("measure"),
+        st.dictionaries(st.sampled_from(["a:1", "b:1", "c:1"]), st.integers(0, 60)),
+        st.sampled_from([None, 0, 20]),
+    ),
+    st.tuples(st.just("copy")),
+)
+
+
+@given(changes=st.lists(CHANGES, max_size=12))
+def test_the_sums_of_a_book_are_those_of_its_holdings_after_any_course(changes: list[Any]):
+    book = Book(DEVICE)
+    for what, *how in changes:
+        if what == "put":
+            name, state, mb, freeing_for, stopping = how
+            lease = a_lease(a_task(name, fence=1), DEVICE.key, mb, state=state)
+            book.put(lease, freeing_for, stopping=stopping)
+        elif what == "vacate" and (mine := [k for k, h in book.holdings.items() if h.lease.holder == how[0]]):
+            book.vacate(mine[0])
+        elif what == "measure":
+            by_holder, foreign_mb = how
+            sample = a_sample(DEVICE.key, by_holder=by_holder, foreign_mb=foreign_mb, used_mb=50)
+            book.measure(sample)
+        elif what == "copy":
+            before = book
+            book = before.copy()
+            before.measure(a_sample(DEVICE.key, by_holder={"a:1": 99}))  # is none of the copy's business
+        check_sums(book)
+
+
+def check_sums(book: Book) -> None:
+    holdings = list(book.holdings.values())
+    begun = [held for held in holdings if held.lease.state is not LeaseState.RESERVED]
+    sample, used = book.sample, [held.measured_mb for held in holdings]
+    unexplained = 0
+    if sample is not None:
+        known = sum(held.lease.mb for held in begun) if sample.foreign_mb is None else sum(used)
+        unexplained = max(0, sample.used_mb - book.foreign_mb - known - DEVICE.reserve_mb)
+    assert book.leased_mb() == sum(held.lease.mb for held in holdings)
+    assert book.held_mb() == sum(max(held.lease.mb, held.measured_mb) for held in holdings)
+    assert book.unexplained_mb == unexplained
+    assert book.unheld_mb() == 90 - book.foreign_mb - unexplained - book.held_mb()
+    leaving = [held for held in holdings if held.is_leaving]
+    assert sorted(book.leaving(), key=repr) == sorted(leaving, key=repr)
+    assert book.yet_to_come_mb(HIGH.id) == sum(h.takes_mb for h in leaving if h.freeing_for == HIGH.id)
+
+
+def test_to_measure_anew_keeps_a_sample_that_is_newer():
+    book = a_book()
+    book.measure(a_sample(DEVICE.key))
+    book.measure_anew(Instant(NOW - 1.0))
+    assert book.sample is not None
+    book.measure_anew(Instant(NOW))
+    assert book.sample is None

@@ -1,0 +1,198 @@
+"""Places by what they leave over for the demands that are usual."""
+
+import pytest
+from gpubroker_server.core.domain.demand import Where
+from gpubroker_server.core.domain.policy import Policy
+from gpubroker_server.core.planning.cycle import plan_cycle
+from gpubroker_server.core.planning.placement import worth_of
+from gpubroker_server.core.world import demand_mix as mixes
+from gpubroker_server.core.world.demand_mix import Mix
+from gpubroker_server.core.world.placement_scores import rows
+from gpubroker_server.core.world.world import World
+
+from tests.builders import (
+    GIB,
+    NOW,
+    a_demand,
+    a_device,
+    a_node,
+    a_task,
+    a_world,
+    commit,
+    holding,
+    key,
+    submit,
+)
+from tests.core.gangs import a_gang, bundles
+
+
+def usual(world: World, **demands: tuple[int, dict[str, object]]) -> None:
+    """So many of each were submitted lately."""
+    for count, fields in demands.values():
+        for _ in range(count):
+            world.mix.add(a_demand(**fields))
+
+
+def goes_to(world: World, placement: str = "stranded", **task: object) -> str:
+    submit(world, a_task("new", **task))
+    commit(world, plan_cycle(world, Policy(placement=placement), NOW).decisions)
+    placed = world.tasks["new"]
+    keys = [lease.device.removeprefix("test/") for lease in world.leases_of(placed)]
+    return ",".join(keys) or str(placed.node)
+
+
+def two_devices() -> World:
+    """30 GiB are left on the one, 48 on the other."""
+    world = a_world(
+        a_device("gpu0"),
+        a_device("gpu1"),
+        holding(a_task("a", gpu_mb=50 * GIB), "gpu0"),
+        holding(a_task("b", gpu_mb=32 * GIB), "gpu1"),
+    )
+    world.mix = Mix()
+    return world
+
+
+def test_a_task_leaves_room_that_is_usually_asked_for():
+    world = two_devices()
+    usual(world, small=(9, {"gpu_mb": 24 * GIB}), large=(1, {"gpu_mb": 48 * GIB}))
+    assert goes_to(world, gpu_mb=24 * GIB) == "n1/gpu1", "two more of them fit: 24 + 24"
+
+
+def test_best_fit_takes_the_fullest_device_whatever_is_usual():
+    world = two_devices()
+    usual(world, small=(9, {"gpu_mb": 24 * GIB}))
+    assert goes_to(world, "best_fit", gpu_mb=24 * GIB) == "n1/gpu0"
+
+
+def test_spread_by_policy_takes_the_emptiest_device():
+    world = two_devices()
+    usual(world, small=(9, {"gpu_mb": 24 * GIB}))
+    assert goes_to(world, "spread", gpu_mb=8 * GIB) == "n1/gpu1"
+
+
+def test_a_task_that_asks_to_be_spread_is_whatever_the_policy_says():
+    world = a_world(a_device("gpu0"), a_device("gpu1"), holding(a_task("a", gpu_mb=1), "gpu0"))
+    assert goes_to(world, gpu_mb=8 * GIB, placement="spread") == "n1/gpu1"
+
+
+def test_a_task_without_devices_keeps_off_the_cpus_that_devices_need():
+    world = a_world(a_node("n1", cpu=8), a_node("n2", cpu=64), a_device("gpu0", "n1"), a_device("gpu0", "n2"))
+    usual(world, gpu=(5, {"gpus": 1, "cpu": 8.0}))
+    assert goes_to(world, cpu=4.0) == "n2"
+
+
+def test_rare_devices_are_left_to_those_that_need_them():
+    devices = (
+        a_device(f"gpu{n}", "n1" if n < 2 else "n2", kind="H100" if n < 2 else "L40") for n in range(8)
+    )
+    world = a_world(a_node("n1"), a_node("n2"), *devices)
+    usual(
+        world,
+        any=(5, {"gpus": 1}),
+        picky=(5, {"gpus": 1, "where": Where(kinds=("H100",))}),
+    )
+    assert goes_to(world, gpus=1) == "n2/gpu2"
+
+
+def test_where_a_node_has_devices_of_several_sorts_all_of_them_are_judged():
+    world = a_world(a_device("gpu0", mb=80 * GIB), a_device("gpu1", mb=24 * GIB, kind="4090"))
+    usual(world, small=(5, {"gpu_mb": 20 * GIB}), large=(5, {"gpu_mb": 80 * GIB}))
+    assert goes_to(world, gpu_mb=20 * GIB) == "n1/gpu1"
+
+
+def test_wishes_come_before_what_is_left_over():
+    world = a_world(a_device("gpu0", mb=80 * GIB), a_device("gpu1", mb=24 * GIB, kind="4090"))
+    usual(world, small=(5, {"gpu_mb": 20 * GIB}), large=(5, {"gpu_mb": 80 * GIB}))
+    assert goes_to(world, gpu_mb=20 * GIB, where=Where(prefer_kinds=("H100",))) == "n1/gpu0"
+
+
+def test_several_devices_of_several_sorts_are_the_fullest_ones():
+    world = a_world(
+        a_device("gpu0", mb=80 * GIB),
+        a_device("gpu1", mb=24 * GIB, kind="4090"),
+        a_device("gpu2", mb=40 * GIB),
+    )
+    usual(world, pair=(5, {"gpus": 2, "gpu_mb": 20 * GIB}))
+    assert goes_to(world, gpus=2, gpu_mb=20 * GIB) == "n1/gpu1,n1/gpu2"
+
+
+def test_what_places_are_worth_stays_the_same_until_enough_is_new():
+    world = a_world(a_device("gpu0"))
+    usual(world, first=(80, {"gpu_mb": GIB}))
+    before = worth_of(world, Policy())
+    usual(world, few=(2, {"gpus": 1}))
+    assert worth_of(world, Policy()) is before
+    world.add_node(a_node("n2"))
+    assert worth_of(world, Policy()) is before, "another node, the same devices"
+    usual(world, more=(20, {"gpus": 1}))
+    after = worth_of(world, Policy())
+    assert after is not before
+    world.add_device(a_device("gpu1"))
+    assert worth_of(world, Policy()) is not after
+
+
+def test_what_is_usual_is_known_again_after_a_restart_from_what_waits_and_runs():
+    world = a_world(a_device("gpu0"), holding(a_task("runs", gpu_mb=GIB), "gpu0"), a_task("waits", gpus=1))
+    assert world.mix.edition == {a_demand(gpu_mb=GIB): 1, a_demand(gpus=1): 1}
+    assert worth_of(world, Policy()) is not None
+
+
+def test_each_rank_of_a_gang_teaches_what_is_usual():
+    world = a_world(a_device("gpu0"))
+    submit(world, a_gang("gang", *bundles(3, gpu_mb=GIB), *bundles(1, cpu=1.0)))
+    assert world.mix.edition == {a_demand(gpu_mb=GIB): 3}
+
+
+@pytest.mark.parametrize("kind", ["H100", "4090"])
+def test_a_place_needs_as_many_devices_with_room_as_are_asked_for(kind: str):
+    nothing = a_device("gpu2", mb=8, reserve_mb=8)
+    world = a_world(a_device("gpu0"), a_device("gpu1", kind=kind), nothing)
+    usual(world, any=(1, {"gpu_mb": GIB}))
+    worth = worth_of(world, Policy())
+    assert worth is not None
+    node = rows([(world.books[key(name)].device, mb) for name, mb in (("gpu0", 9), ("gpu1", 5))], 8.0)
+    assert worth.spot(a_demand(gpus=2, gpu_mb=7), node) is None
+    spot = worth.spot(a_demand(gpus=2, gpu_mb=5), node)
+    assert spot is not None
+    assert spot.devices == (key("gpu0"), key("gpu1"))
+
+
+def test_the_published_measure_may_be_chosen():
+    world = two_devices()
+    usual(world, small=(9, {"gpu_mb": 24 * GIB}), large=(1, {"gpu_mb": 48 * GIB}))
+    assert goes_to(world, "fgd", gpu_mb=30 * GIB) == "n1/gpu0", "nothing is left over there"
+
+
+def test_nothing_is_usual_where_nothing_that_was_asked_for_could_run():
+    world = a_world(a_device("gpu0", mb=GIB))
+    usual(world, large=(5, {"gpu_mb": 80 * GIB}))
+    assert worth_of(world, Policy()) is None
+
+
+def test_what_was_usual_once_is_forgotten():
+    mix = Mix()
+    for _ in range(mixes.MOST_COUNTED):
+        mix.add(a_demand(gpu_mb=GIB))
+    for _ in range(3 * mixes.MOST_COUNTED):
+        mix.add(a_demand(gpus=1))
+    counts = [mix.edition.get(a_demand(gpu_mb=GIB), 0), mix.edition[a_demand(gpus=1)]]
+    assert counts[0] < counts[1] / 4
+
+
+def test_no_more_is_remembered_than_is_told_apart(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(mixes, "MOST_TOLD_APART", 10)
+    mix = Mix()
+    for size in range(1, 100):
+        mix.add(a_demand(gpus=1))
+        mix.add(a_demand(gpu_mb=size))
+    assert len(mix.edition) <= 10
+    assert mix.edition[a_demand(gpus=1)] == max(mix.edition.values())
+
+
+def test_whose_it_is_and_what_it_takes_beside_devices_makes_no_demand_another_one():
+    mix = Mix()
+    mix.add(a_demand(gpu_mb=GIB, memory_mb=5, custom={"licence": 1.0}, slots=(("tenant:a", 1.0),), pool="p"))
+    mix.add(a_demand(gpu_mb=GIB, placement="spread", where=Where(prefer_kinds=("H100",))))
+    mix.add(a_demand(cpu=1.0))
+    assert mix.edition == {a_demand(gpu_mb=GIB): 2}

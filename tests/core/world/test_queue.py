@@ -1,0 +1,138 @@
+"""The order of the queue, and the groups it is kept in."""
+
+import pytest
+from gpubroker_server.core.domain.policy import BAND_NAMES, Policy, band_of
+from gpubroker_server.core.domain.task import Task
+from gpubroker_server.core.domain.units import Instant, TaskId
+from gpubroker_server.core.world.queue import EVEN, Group, PendingQueue, order_key, own_key
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.builders import NOW, a_demand, a_task
+
+POLICY = Policy(ageing_seconds_per_point=60.0)
+
+
+def in_order(*tasks: Task, now: float = NOW) -> list[str]:
+    def place(task: Task) -> object:
+        return own_key(task.priority, task.stream, task.submitted_at, task.id, Instant(now), POLICY)
+
+    return [task.id for task in sorted(tasks, key=place)]
+
+
+def test_a_higher_band_goes_first_however_long_the_other_has_waited():
+    old = a_task("old", priority=69, submitted_at=NOW - 1e6)
+    assert in_order(old, a_task("new", priority=70)) == ["new", "old"]
+
+
+def aged(priority: int, waited_seconds: float) -> int:
+    return -own_key(priority, "", Instant(NOW - waited_seconds), TaskId("t"), NOW, POLICY)[1]
+
+
+def test_within_a_band_waiting_makes_up_for_priority():
+    old = a_task("old", priority=50, submitted_at=NOW - 660.0)
+    assert in_order(old, a_task("new", priority=60)) == ["old", "new"]
+
+
+def test_ageing_ends_at_the_top_of_the_band():
+    assert aged(50, 1e9) == 69
+
+
+def test_a_task_from_the_future_has_not_aged():
+    assert aged(50, -1e9) == 50
+
+
+def test_equal_priorities_go_by_submission_and_then_by_id():
+    tasks = (a_task("b"), a_task("a"), a_task("c", submitted_at=NOW - 1.0))
+    assert in_order(*tasks) == ["c", "a", "b"]
+
+
+def test_every_priority_lies_in_a_band_and_every_band_name_in_its_own():
+    assert [band_of(priority)[0] for priority in (100, 90, 89, 70, 69, 40, 39, 10, 9, 0)] == [
+        "critical",
+        "critical",
+        "interactive",
+        "interactive",
+        "batch",
+        "batch",
+        "background",
+        "background",
+        "idle",
+        "idle",
+    ]
+    assert all(band_of(middle)[0] == name for name, middle in BAND_NAMES.items())
+    with pytest.raises(ValueError, match="outside"):
+        band_of(-1)
+
+
+members = st.tuples(st.integers(0, 20).map(float), st.text("abc", min_size=1, max_size=3).map(TaskId))
+
+
+@given(st.lists(st.tuples(st.booleans(), members), max_size=200))
+def test_a_group_is_a_sorted_list_whatever_comes_and_goes(changes: list[tuple[bool, tuple[float, TaskId]]]):
+    group, plain = Group(("default", 50, a_demand(), "", 50)), []
+    for comes, member in changes:
+        if comes and member not in plain:
+            group.add(member)
+            plain = sorted([*plain, member])
+        elif not comes and plain:
+            gone = plain.pop(0 if member[0] < 15 else len(plain) // 2)
+            group.remove(gone)
+        assert [group.member(index) for index in range(len(group))] == list(group) == plain
+
+
+def test_a_group_that_is_worked_off_forgets_those_who_left():
+    group = Group(("default", 50, a_demand(), "", 50))
+    for number in range(500):
+        group.add((float(number), TaskId("t")))
+    for number in range(400):
+        group.remove((float(number), TaskId("t")))
+    assert len(group) == 100
+    assert len(group._members) < 300
+
+
+def test_a_group_knows_how_many_stand_before_a_place():
+    group = Group(("default", 50, a_demand(), "", 50))
+    for number in range(10):
+        group.add((NOW - 10.0 * number, TaskId(f"t{number}")))
+    third = own_key(50, "", Instant(NOW - 70.0), TaskId("t7"), NOW, POLICY)
+    assert group.count_own(third, NOW, POLICY) == 3
+    assert group.count_until(order_key(third, EVEN), EVEN, NOW, POLICY) == 3
+    assert group.count_until(order_key(third, EVEN), (1, 0), NOW, POLICY) == 0
+    assert group.count_until(order_key(third, (1, 0)), EVEN, NOW, POLICY) == 10
+    higher = own_key(95, "", NOW, TaskId("x"), NOW, POLICY)
+    assert group.count_until(order_key(higher, EVEN), EVEN, NOW, POLICY) == 0
+
+
+def test_held_and_delayed_tasks_stand_aside_and_count_as_waiting():
+    queue = PendingQueue({})
+    held, delayed = a_task("held", held=True), a_task("delayed", not_before=Instant(NOW + 5.0))
+    for task in (held, delayed, a_task("ready")):
+        queue.add(task)
+    assert len(queue) == 3
+    assert [task in queue for task in (TaskId("held"), TaskId("delayed"), TaskId("ready"))] == [
+        False,
+        False,
+        True,
+    ]
+    queue.remove(held)
+    queue.remove(delayed)
+    assert len(queue) == 1
+
+
+def test_delayed_tasks_come_in_when_their_time_has_come_earliest_first():
+    queue = PendingQueue({})
+    tasks = [a_task(f"t{at}", not_before=Instant(NOW + at)) for at in (3, 1, 2)]
+    for task in tasks:
+        queue.add(task)
+    assert queue.due(Instant(NOW + 2.0)) == ["t1", "t2"]
+    queue.enter(tasks[1])
+    assert TaskId("t1") in queue
+    assert queue.due(Instant(NOW + 2.0)) == ["t2"]
+
+
+def test_an_empty_group_is_dropped():
+    queue = PendingQueue({})
+    queue.add(a_task())
+    queue.remove(a_task())
+    assert queue.groups == {}

@@ -1,0 +1,77 @@
+"""A copy of the World for plans: the same answers, and nothing that goes on."""
+
+from typing import Any
+
+from gpubroker_server.core.domain.task import TaskState
+from gpubroker_server.core.domain.units import Instant
+from gpubroker_server.core.explain.fit import Component, FleetPlan
+from gpubroker_server.core.planning.draft import Draft
+from gpubroker_server.core.world.snapshot import still_of
+from gpubroker_server.core.world.world import World
+
+from tests.builders import GIB, NOW, a_demand, a_device, a_pledge, a_task, a_world, holding, submit
+from tests.core.elastic import at_work, comes
+from tests.core.gangs import admit_all
+from tests.core.plans import planned
+
+
+def a_busy_world() -> World:
+    """Runs, a run under notice for somebody who waits, and others who wait."""
+    stops = {"state": TaskState.STOPPING, "stop_deadline_at": Instant(NOW + 30)}
+    leaver = holding(a_task("leaver", gpu_mb=40 * GIB), "gpu0", **stops)
+    waits = a_task("waits", tenant="labs", priority=60, gpu_mb=60 * GIB)
+    runs = [holding(a_task(f"run{n}", priority=10, gpu_mb=20 * GIB, cpu=2.0), "gpu1") for n in range(3)]
+    others = [a_task(f"other{n}", gpus=1) for n in range(3)]
+    pledge = a_pledge(waits, "gpu0", 60 * GIB)
+    return a_world(a_device("gpu0"), a_device("gpu1"), leaver, waits, *runs, pledge, *others)
+
+
+def plan_of(world: World, **demand: Any) -> FleetPlan:
+    return planned(world, Component("new", 3, a_demand(**demand), 50))
+
+
+def shared(one: object, other: object, path: str = "world") -> list[str]:
+    """Where both hold the very same thing that can change."""
+    if one is other:
+        return [path] if isinstance(one, dict | list | set) else []
+    found: list[str] = []
+    if isinstance(one, dict) and isinstance(other, dict):
+        for key in one.keys() & other.keys():
+            found += shared(one[key], other[key], f"{path}[{key!r}]")
+    elif hasattr(one, "__dict__"):
+        found += shared(vars(one), vars(other), path)
+    elif hasattr(type(one), "__slots__") and type(one) is type(other):
+        for name in type(one).__slots__:
+            found += shared(getattr(one, name, None), getattr(other, name, None), f"{path}.{name}")
+    return found
+
+
+def test_a_plan_finds_the_same_in_the_copy():
+    for demand in (
+        {"gpu_mb": 20 * GIB},
+        {"gpus": 1},
+        {"gpus": 1, "gpu_mb": 50 * GIB, "cpu": 1.0},
+        {"cpu": 3.0},
+    ):
+        world = a_busy_world()
+        assert plan_of(still_of(world), **demand) == plan_of(world, **demand)
+
+
+def test_the_copy_shares_nothing_that_changes():
+    world = a_busy_world()
+    assert [path for path in shared(world, still_of(world)) if "edition" not in path] == []
+
+
+def test_what_happens_afterwards_is_not_seen_in_the_copy():
+    gang = at_work()
+    world = gang.world
+    before = still_of(world)
+    books = {key: book.taken() for key, book in before.books.items()}
+    comes(gang)
+    submit(world, a_task("late", cpu=1.0))
+    admit_all(world, now=gang.now)
+    assert before.tasks.keys() == {"gang"}
+    assert all(member.takes_part for member in before.tasks["gang"].members)
+    assert {key: book.taken() for key, book in before.books.items()} == books
+    assert [Draft(before).use(node).cpu for node in sorted(before.nodes)] == [2.0, 2.0]
+    assert (before.pledges, world.pledges.keys()) == ({}, {"urgent"})

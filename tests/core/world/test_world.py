@@ -1,0 +1,218 @@
+"""The World is what the log says, whichever way it was read."""
+
+from dataclasses import replace
+
+import pytest
+from gpubroker_server.core.domain.decisions import Decision, Request, write_move
+from gpubroker_server.core.domain.errors import OutOfStep
+from gpubroker_server.core.domain.lease import HolderKind, LeaseState, move_lease
+from gpubroker_server.core.domain.task import Move, TaskState
+from gpubroker_server.core.domain.units import Instant, Position, TaskId
+from gpubroker_server.core.planning.cycle import plan_cycle
+from gpubroker_server.core.world.event_codec import device_fields, lease_fields, node_fields, request_fields
+from gpubroker_server.core.world.events import Event
+from gpubroker_server.core.world.world import World
+from hypothesis import given, settings
+
+from tests.builders import (
+    GIB,
+    NOW,
+    a_device,
+    a_lease,
+    a_node,
+    a_pledge,
+    a_sample,
+    a_task,
+    a_world,
+    commit,
+    holding,
+    key,
+    let_go,
+    submit,
+)
+from tests.core.scenarios import POLICY, Chapter, Story, clusters, stories, twin
+
+
+def picture(world: World) -> dict[str, object]:
+    """Everything decisions depend on, as plain values."""
+    return {
+        "tasks": world.tasks,
+        "leases": world.leases,
+        "releasing": set(world.unconfirmed.releasing),
+        "pledges": world.pledges,
+        "waiting": {group.key: list(group) for group in world.queue.groups.values()},
+        "aside": (world.queue.delayed, world.queue.held),
+        "active": world.active,
+        "runs": {node: runs for node, runs in world.runs.items() if runs},
+        "use": {node: (use.cpu, use.memory_mb, use.runs) for node, use in world.use.items()},
+        "custom": {name: amount for name, amount in world.custom_use.items() if amount},
+        "books": {
+            key: (book.holdings, book.pledges, book.free_mb(), book.soon_mb())
+            for key, book in world.books.items()
+        },
+    }
+
+
+@given(clusters(), stories)
+@settings(max_examples=40)
+def test_a_world_that_read_the_log_equals_one_that_read_the_rows(world: World, story: list[Chapter]):
+    tale = Story(world)
+    for chapter in story:
+        for _ in tale.happens(chapter):
+            pass
+        decisions = plan_cycle(world, POLICY, Instant(tale.now)).decisions
+        from_rows = twin(world, tale.number)
+        from_rows.enter_due(Instant(tale.now))
+        assert picture(from_rows) == picture(world)
+        commit(world, decisions, tale.now)
+
+
+def test_an_event_that_was_applied_already_changes_nothing():
+    world = a_world()
+    event = Event(Position(1), NOW, "node.seen", "n7", 1, "", node_fields(a_node("n7")))
+    world.apply([event])
+    before = world.nodes["n7"]
+    world.apply([event])
+    assert world.position == 1
+    assert world.nodes["n7"] is before
+
+
+def node_events(*positions: int) -> list[Event]:
+    """One new node for each position of the log."""
+    rows = {position: a_node(f"n{position}") for position in positions}
+    return [
+        Event(Position(p), NOW, "node.seen", row.name, 1, "", node_fields(row)) for p, row in rows.items()
+    ]
+
+
+def test_a_gap_in_the_log_is_a_mistake_and_nothing_of_the_batch_is_applied():
+    world = World()
+    world.apply(node_events(1, 2))
+    with pytest.raises(OutOfStep, match="after position 2, event 4 came: 3 is missing"):
+        world.apply(node_events(2, 4))
+    with pytest.raises(OutOfStep, match="event 5 came: 4 is missing"):
+        world.apply(node_events(3, 5))
+    assert (world.position, set(world.nodes)) == (2, {"n1", "n2"})
+
+
+def test_an_event_that_does_not_fit_the_picture_is_named_and_what_came_before_it_stands():
+    world = World()
+    lease = a_lease(a_task("run"), "gpu7", 1, version=1)
+    strange = Event(Position(2), NOW, "lease.reserved", lease.key, 1, "default", lease_fields(lease))
+    with pytest.raises(OutOfStep, match=rf"event 2 \(lease\.reserved {lease.key}\).*the picture stands at 1"):
+        world.apply([*node_events(1), strange, *node_events(3)])
+    assert (world.position, set(world.nodes)) == (1, {"n1"})
+
+
+def test_nodes_devices_and_requests_come_from_the_log():
+    world = World()
+    request = Request("r1", TaskId("t"), "default", "cancel", {}, NOW)
+    rows = [
+        ("node.seen", "n1", node_fields(a_node())),
+        ("device.seen", key("gpu0"), device_fields(a_device())),
+        ("request.made", "r1", request_fields(request)),
+    ]
+    for number, (kind, name, fields) in enumerate(rows, start=1):
+        world.apply([Event(Position(number), NOW, kind, name, 1, "", fields)])
+    assert world.books[key("gpu0")].free_mb() == 80 * GIB
+    assert world.requests == {"r1": request}
+    commit(world, Decision("t", "cancel", requests_done=("r1",)))
+    assert world.requests == {}
+
+
+def test_a_device_that_is_seen_again_keeps_its_book():
+    world = a_world(a_device(), holding(a_task("run", gpu_mb=60 * GIB), "gpu0"))
+    world.add_device(a_device(mb=90 * GIB))
+    assert world.books[key("gpu0")].free_mb() == 30 * GIB
+    assert world.by_node["n1"] == [key("gpu0")]
+
+
+def test_a_lease_on_a_device_that_nobody_registered_is_a_mistake():
+    world = a_world()
+    with pytest.raises(KeyError):
+        world.add_lease(a_lease(a_task("run"), "gpu7", 1))
+    assert world.leases == {}
+
+
+def test_an_older_sample_and_one_of_an_unknown_device_change_nothing():
+    world = a_world()
+    world.measure([a_sample("gpu0", NOW - 1.0, foreign_mb=5 * GIB), a_sample("gpu7", foreign_mb=5 * GIB)])
+    assert world.books[key("gpu0")].free_mb() == 80 * GIB
+
+
+def test_a_run_under_notice_frees_its_memory_for_its_preemptor_until_it_is_released():
+    world = a_world(
+        holding(a_task("low", priority=10, gpu_mb=60 * GIB), "gpu0"),
+        a_task("high", priority=80, gpu_mb=70 * GIB),
+    )
+    commit(world, plan_cycle(world, POLICY, NOW).decisions)
+    book = world.books[key("gpu0")]
+    assert book.yet_to_come_mb(TaskId("high")) == 60 * GIB
+    low = world.tasks["low"]
+    ended = write_move(low, Move.SUCCEEDED, finished_at=NOW)
+    leases = tuple(move_lease(lease, LeaseState.RELEASING) for lease in world.leases_of(low))
+    commit(world, Decision("low", "ended", tasks=(ended,), leases=leases))
+    assert book.yet_to_come_mb(TaskId("high")) == 60 * GIB
+    let_go(world, "low")
+    assert book.yet_to_come_mb(TaskId("high")) == 0
+
+
+def test_a_finished_task_stays_until_its_last_lease_is_released_and_is_counted_once():
+    world = a_world(a_device(), holding(a_task("run", gpu_mb=60 * GIB), "gpu0"))
+    run = world.tasks["run"]
+    leases = tuple(move_lease(lease, LeaseState.RELEASING) for lease in world.leases_of(run))
+    ended = write_move(run, Move.SUCCEEDED, finished_at=NOW)
+    commit(world, Decision("run", "ended", tasks=(ended,), leases=leases))
+    assert "run" in world.tasks
+    let_go(world, "run")
+    assert "run" not in world.tasks
+    assert world.finished == {("default", TaskState.SUCCEEDED): 1}
+
+
+def test_events_of_a_task_or_a_lease_that_is_gone_change_nothing():
+    world = a_world()
+    before = picture(world)
+    gone = f"run:gone:1:0:{key('gpu0')}"
+    world.apply(
+        [
+            Event(Position(1), NOW, "task.failed", "gone", 5, "default", {"state": "failed"}),
+            Event(Position(2), NOW, "lease.released", gone, 4, "default", {"state": "released"}),
+        ]
+    )
+    assert picture(world) == before
+
+
+def test_a_lease_of_a_holder_that_is_no_run_comes_and_goes_by_the_log():
+    world = a_world()
+    lease = replace(a_lease(a_task("m", fence=1), "gpu0", 30 * GIB, version=1), holder_kind=HolderKind.WORKER)
+    commit(world, Decision("m", "load", leases=(lease,)))
+    assert world.books[key("gpu0")].free_mb() == 50 * GIB
+    commit(world, Decision("m", "unload", leases=(move_lease(lease, LeaseState.RELEASED),)))
+    assert (world.books[key("gpu0")].free_mb(), world.leases) == (80 * GIB, {})
+
+
+def test_an_event_of_a_kind_that_nobody_knows_moves_the_position_only():
+    world = a_world()
+    before = picture(world)
+    world.apply([Event(Position(1), Instant(NOW + 5.0), "model.loaded", "m", 1, "", {})])
+    assert picture(world) == before
+    assert (world.position, world.as_of) == (1, NOW + 5.0)
+
+
+def test_amounts_of_custom_resources_add_up_to_nothing_once_everybody_has_left():
+    world = a_world(a_node())
+    for number in range(3):
+        submit(world, a_task(f"t{number}", custom={"licence": 0.1 * (number + 1)}))
+    commit(world, plan_cycle(world, POLICY, NOW).decisions)
+    assert world.custom_use == {"licence": 0.6}
+    for number in range(3):
+        let_go(world, f"t{number}")
+    assert world.custom_use == {"licence": 0.0}
+
+
+def test_a_pledge_is_gone_once_it_came_to_its_end():
+    high = a_task("high", priority=80, gpu_mb=40 * GIB)
+    world = a_world(a_device(), high, a_pledge(high, "gpu0", 40 * GIB))
+    commit(world, plan_cycle(world, POLICY, NOW).decisions)
+    assert world.pledges == {}
+    assert world.books[key("gpu0")].pledges == {}
