@@ -31,10 +31,10 @@ if TYPE_CHECKING:
         WaitTimeout,
         WrongArgument,
     )
-    from gpubroker.inference.decorators import inference
-    from gpubroker.inference.models import ServedModel
-    from gpubroker.inference.objects import ObjectUsage, StoredObject
     from gpubroker.leases.lease import Lease, LeaseEnded, LeaseState, Notice
+    from gpubroker.models.decorators import inference
+    from gpubroker.models.objects import ObjectUsage, StoredObject
+    from gpubroker.models.served import ServedModel
     from gpubroker.runtime import CheckpointTooLarge, NoCurrentTask, RunningTask, Stopped, current_task
     from gpubroker.tasks.batch import Submission
     from gpubroker.tasks.estimates import Estimate
@@ -48,7 +48,7 @@ _HOME = {
     "AsyncBroker": "async_broker",
     "Broker": "broker",
     "Submission": "tasks.batch",
-    "inference": "inference.decorators",
+    "inference": "models.decorators",
     "task": "tasks.task_functions",
     **dict.fromkeys(
         (
@@ -70,10 +70,10 @@ _HOME = {
     **dict.fromkeys(("Explanation", "Simulation"), "tasks.explanation"),
     **dict.fromkeys(("Event", "Outcome", "Page", "Task", "TaskState", "Token"), "tasks.task"),
     "FleetPlan": "cluster.plan",
-    **dict.fromkeys(("ObjectUsage", "StoredObject"), "inference.objects"),
+    **dict.fromkeys(("ObjectUsage", "StoredObject"), "models.objects"),
     "Policy": "cluster.policy",
     **dict.fromkeys(("Detection", "Quarantined", "Released"), "cluster.quarantine"),
-    "ServedModel": "inference.models",
+    "ServedModel": "models.served",
     **dict.fromkeys(
         ("CheckpointTooLarge", "NoCurrentTask", "RunningTask", "Stopped", "current_task"), "runtime"
     ),

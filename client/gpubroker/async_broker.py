@@ -11,13 +11,13 @@ from gpubroker.cluster.fleet import Gpu, Node, Stats, Tenant
 from gpubroker.cluster.plan import FleetPlan
 from gpubroker.cluster.policy import Policy
 from gpubroker.cluster.quarantine import Detection, Quarantined, Released
-from gpubroker.inference.models import ServedModel
-from gpubroker.inference.objects import AnyObject, ObjectUsage, StoredObject
-from gpubroker.inference.queued import InferLaterOptions, Inputs
-from gpubroker.inference.requests import InferOptions, triton_healthy
 from gpubroker.leases.holding import AsyncHeldLease
 from gpubroker.leases.lease import AnyLease, Lease, LeaseOptions
 from gpubroker.leases.operations import LeaseOperations
+from gpubroker.models.objects import AnyObject, ObjectUsage, StoredObject
+from gpubroker.models.queued import InferLaterOptions, Inputs
+from gpubroker.models.requests import InferOptions, triton_healthy
+from gpubroker.models.served import ServedModel
 from gpubroker.operations import (
     EVENTS_PER_PAGE,
     FOLLOW_PAUSE_SECONDS,

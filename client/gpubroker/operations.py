@@ -13,10 +13,10 @@ from gpubroker.cluster.plan import FleetPlan
 from gpubroker.cluster.policy import Policy
 from gpubroker.cluster.quarantine import Detection, Quarantined, Released
 from gpubroker.errors import TaskCancelled, TaskExpired, TaskFailed, WaitTimeout
-from gpubroker.inference.models import ServedModel
-from gpubroker.inference.objects import AnyObject, ObjectUsage, StoredObject, object_body
-from gpubroker.inference.queued import InferLaterOptions, Inputs, inference_body
-from gpubroker.inference.requests import InferOptions, about, check_model, infer
+from gpubroker.models.objects import AnyObject, ObjectUsage, StoredObject, object_body
+from gpubroker.models.queued import InferLaterOptions, Inputs, inference_body
+from gpubroker.models.requests import InferOptions, about, check_model, infer
+from gpubroker.models.served import ServedModel
 from gpubroker.tasks.batch import Answered, Wanted, submit_all
 from gpubroker.tasks.estimates import Estimate
 from gpubroker.tasks.explanation import Explanation, Simulation

@@ -18,7 +18,7 @@ def _hours(monkeypatch: pytest.MonkeyPatch) -> None:
 
 async def begins(rhythm: Rhythm) -> bool:
     """Whether a cycle begins by itself, as far as anybody can tell at once."""
-    beginning = asyncio.create_task(cycle_timing.next())
+    beginning = asyncio.create_task(rhythm.next())
     for _ in range(20):
         await asyncio.sleep(0)
     has_begun = beginning.done()

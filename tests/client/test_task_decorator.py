@@ -31,7 +31,7 @@ def test_it_is_the_function_that_it_was() -> None:
 
 
 def test_it_is_queued_as_it_says(service: RecordedService, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gpubroker.inference.decorators.default_broker", lambda: Broker(service.url, "t"))
+    monkeypatch.setattr("gpubroker.models.decorators.default_broker", lambda: Broker(service.url, "t"))
     service.told(Reply(202, a_task(FULL_ID)))
     queued = power.submit(3, exponent=4)
     assert queued.id == FULL_ID

@@ -17,12 +17,12 @@ CHANGES: Mapping[str, Mapping[str, str]] = {
         f"PROTOCOL = {messages.PROTOCOL}": f"PROTOCOL = {messages.PROTOCOL - 1}",
         **_SPOKEN,
     },
-    f"{RAY}/runner.py": {
+    f"{RAY}/agent/runner.py": {
         'forms = {"protocol": SPOKEN[0], "speaks": SPOKEN}': 'forms = {"protocol": SPOKEN[0]}',
         "RunOrder.from_wire(": "RunOrder(**",
     },
-    f"{RAY}/agent.py": {"RunOrder.from_wire(": "RunOrder(**"},
-    f"{RAY}/introduction.py": {'told.get("speaks", (told["protocol"],))': '(told["protocol"],)'},
+    f"{RAY}/agent/node_agent.py": {"RunOrder.from_wire(": "RunOrder(**"},
+    f"{RAY}/agent/handshake.py": {'told.get("speaks", (told["protocol"],))': '(told["protocol"],)'},
 }
 
 

@@ -52,6 +52,6 @@ def task(**options: Unpack[SubmitOptions]) -> Callable[[Callable[P, R_co]], Task
 
 
 def _submit(function: Callable[..., Any], *args: Any, **kwargs: Any) -> "Task":
-    from gpubroker.inference.decorators import default_broker  # where it runs nobody pays for an HTTP client
+    from gpubroker.models.decorators import default_broker  # where it runs nobody pays for an HTTP client
 
     return default_broker().submit(function, *args, kwargs=kwargs)

@@ -7,7 +7,7 @@ from rich.console import RenderableType
 from rich.text import Text
 
 from gpubroker.cli.layout import Column, Rows, ago, size
-from gpubroker.inference.models import ServedModel
+from gpubroker.models.served import ServedModel
 
 _COLUMNS = (
     Column("MODEL", share=0.3),

@@ -6,7 +6,7 @@ from rich.console import RenderableType
 from rich.text import Text
 
 from gpubroker.cli.layout import Column, Rows, ago, moment, size_of_bytes
-from gpubroker.inference.objects import StoredObject
+from gpubroker.models.objects import StoredObject
 
 _COLUMNS = (Column("ID", share=0.45), Column("SIZE"), Column("CREATED"), Column("KEPT UNTIL"))
 

@@ -22,7 +22,7 @@ from gpubroker.errors import BrokerError
 
 if TYPE_CHECKING:
     from gpubroker.broker import Broker
-    from gpubroker.inference.objects import StoredObject
+    from gpubroker.models.objects import StoredObject
 
 objects = typer.Typer(help="What your tenant has uploaded for queued inferences.")
 

@@ -10,7 +10,7 @@ from weakref import WeakKeyDictionary
 from gpubroker.async_broker import AsyncBroker
 from gpubroker.broker import Broker
 from gpubroker.errors import WrongArgument
-from gpubroker.inference.requests import InferOptions
+from gpubroker.models.requests import InferOptions
 
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any, TypedDict
 from urllib.parse import quote
 
 from gpubroker.errors import BrokerError, ModelUnavailable, WrongArgument
-from gpubroker.inference.tensors import HEAD_BYTES, read, written
+from gpubroker.models.tensors import HEAD_BYTES, read, written
 from gpubroker.transport.exchange import Answer, Call, Steps, exchange
 
 if TYPE_CHECKING:

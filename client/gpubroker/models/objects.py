@@ -5,7 +5,7 @@ from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
 from gpubroker.errors import WrongArgument
-from gpubroker.inference.tensors import described
+from gpubroker.models.tensors import described
 from gpubroker.transport.decoding import Raw
 
 if TYPE_CHECKING:

@@ -6,9 +6,9 @@ from datetime import datetime
 from typing import Any, TypedDict
 
 from gpubroker.errors import WrongArgument
-from gpubroker.inference.objects import StoredObject
-from gpubroker.inference.requests import check_model
-from gpubroker.inference.tensors import HEAD_BYTES, described, named
+from gpubroker.models.objects import StoredObject
+from gpubroker.models.requests import check_model
+from gpubroker.models.tensors import HEAD_BYTES, described, named
 from gpubroker.tasks.submission import plain
 
 Inputs = Mapping[str, Any]
