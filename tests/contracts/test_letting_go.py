@@ -15,7 +15,7 @@ from gpubroker_server.core.domain.task import StopReason, Task
 from gpubroker_server.core.domain.units import Fence, Instant, Seconds, Term
 from gpubroker_server.core.lifecycle.stopping import give_notice
 from gpubroker_server.core.world.tenant_accounts import HALF_LIFE_SECONDS
-from gpubroker_server.gateway.residency.draining import LettingGo
+from gpubroker_server.gateway.proxy.residency.draining import LettingGo
 from gpubroker_server.ports.last_values import PRESENT_SECONDS, LastValues, LeaderSeen, Presence, claim_name
 from gpubroker_server.ports.store import RunSpec, Submission
 

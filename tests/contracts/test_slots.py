@@ -9,7 +9,7 @@ from gpubroker_server.core.domain.units import Instant, Term
 from gpubroker_server.core.serving.slot_shares import FRESH_SECONDS, HOLD_SECONDS, Claim
 from gpubroker_server.gateway.http.identity import Identity
 from gpubroker_server.gateway.proxy.lanes import NO_WISH, LaneOptions, Lanes, Turn
-from gpubroker_server.gateway.residency.slot_leases import SlotLeases
+from gpubroker_server.gateway.proxy.slot_leases import SlotLeases
 from gpubroker_server.ports.last_values import LastValues, LeaderSeen, SlotStore
 from gpubroker_server.ports.store import StoreUnavailable
 

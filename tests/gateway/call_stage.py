@@ -14,9 +14,9 @@ from gpubroker_server.gateway.http.identity import new_token
 from gpubroker_server.gateway.proxy.fleet import Fleet
 from gpubroker_server.gateway.proxy.lanes import LaneOptions, Lanes
 from gpubroker_server.gateway.proxy.plane import Plane
+from gpubroker_server.gateway.proxy.residency.server_rules import ServerRules
 from gpubroker_server.gateway.proxy.rpcs import RpcDoor, Rpcs
 from gpubroker_server.gateway.proxy.server import Server
-from gpubroker_server.gateway.residency.residency import ServerRules
 from gpubroker_server.ports.backends import Metadata
 from gpubroker_server.ports.models import ModelHost
 

@@ -16,7 +16,7 @@ from gpubroker_server.core.lifecycle.change_requests import carry_out
 from gpubroker_server.core.lifecycle.model_lifecycle import seen
 from gpubroker_server.core.world.events import Event
 from gpubroker_server.gateway.proxy.lanes import LaneOptions, Lanes
-from gpubroker_server.gateway.residency.residency import ModelRules, ServerRules
+from gpubroker_server.gateway.proxy.residency.server_rules import ModelRules, ServerRules
 
 from tests.builders import GIB, a_sample
 from tests.gateway.harness import Gateway, until

@@ -21,8 +21,8 @@ from gpubroker_server.gateway.proxy.connection import in_front_of
 from gpubroker_server.gateway.proxy.fleet import Fleet
 from gpubroker_server.gateway.proxy.lanes import LaneOptions, Lanes
 from gpubroker_server.gateway.proxy.plane import Plane
+from gpubroker_server.gateway.proxy.residency.server_rules import ServerRules
 from gpubroker_server.gateway.proxy.server import Server
-from gpubroker_server.gateway.residency.residency import ServerRules
 from gpubroker_server.ports.models import ModelHost
 from uvicorn.server import ServerState
 

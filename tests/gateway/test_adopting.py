@@ -12,7 +12,7 @@ from gpubroker_server.core.domain.models.model_terms import Home
 from gpubroker_server.core.domain.task import TaskState
 from gpubroker_server.core.domain.units import Mib, Seconds
 from gpubroker_server.core.lifecycle.deadlines import due, keep_watch
-from gpubroker_server.gateway.residency.adoption import Adopting
+from gpubroker_server.gateway.proxy.residency.adoption import Adopting
 
 from tests.builders import GIB, NOW
 from tests.chaos.history import violations

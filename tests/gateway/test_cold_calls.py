@@ -11,7 +11,7 @@ from gpubroker_server.core.domain.models.model_terms import Home
 from gpubroker_server.core.domain.units import Mib, Seconds
 from gpubroker_server.core.lifecycle.model_lifecycle import seen
 from gpubroker_server.gateway.proxy.lanes import LaneOptions, Lanes
-from gpubroker_server.gateway.residency.residency import ModelRules, ServerRules
+from gpubroker_server.gateway.proxy.residency.server_rules import ModelRules, ServerRules
 from gpubroker_server.ports.protowire import field
 
 from tests.builders import GIB, a_sample

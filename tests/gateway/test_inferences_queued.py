@@ -19,8 +19,8 @@ from gpubroker_server.core.lifecycle.model_lifecycle import seen
 from gpubroker_server.core.planning.inference_admission import admissions, kept_wanted
 from gpubroker_server.core.serving.batching import FORMAT, Answer, packed, question_in
 from gpubroker_server.core.serving.tensors import tensor_of, values_of
-from gpubroker_server.gateway.residency.residency import ModelRules, ServerRules
-from gpubroker_server.gateway.residency.wanted_models import AGAIN_SECONDS, Bringing
+from gpubroker_server.gateway.proxy.residency.missing_models import AGAIN_SECONDS, Bringing
+from gpubroker_server.gateway.proxy.residency.server_rules import ModelRules, ServerRules
 
 from tests.builders import GIB
 from tests.gateway.harness import Gateway, fault, problem
@@ -308,7 +308,7 @@ async def test_a_model_that_nobody_holds_any_more_is_asked_for_again_while_infer
     async with a_gateway() as gateway:
         await ask(gateway, 1, priority=40)
         assert gateway.parts.residencies is not None
-        bringing = Bringing(gateway.parts, gateway.parts.residencies)
+        bringing = Bringing(gateway.parts.residencies)
         await bringing.look()
         first = holder(gateway)
         for lost in (first, None):

@@ -11,7 +11,7 @@ from gpubroker_server.core.domain.models.model_terms import Home
 from gpubroker_server.core.domain.task import Task, TaskState
 from gpubroker_server.core.domain.units import Mib
 from gpubroker_server.core.lifecycle.model_lifecycle import due, seen
-from gpubroker_server.gateway.residency.residency import ModelRules, ServerRules
+from gpubroker_server.gateway.proxy.residency.server_rules import ModelRules, ServerRules
 
 from tests.builders import GIB
 from tests.gateway.harness import Gateway, problem

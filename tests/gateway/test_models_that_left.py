@@ -7,7 +7,7 @@ from gpubroker_server.core.domain.task import TaskState
 from gpubroker_server.core.domain.units import Seconds
 from gpubroker_server.gateway.http.identity import Identity
 from gpubroker_server.gateway.proxy.lanes import NO_WISH
-from gpubroker_server.gateway.residency.draining import LettingGo
+from gpubroker_server.gateway.proxy.residency.draining import LettingGo
 
 from tests.gateway.harness import until
 from tests.gateway.homes import Homes, doubts_told, homes

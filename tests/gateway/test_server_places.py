@@ -6,8 +6,8 @@ import pytest
 from gpubroker_server.adapters.memory.model_host import SimulatedHost, SimulatedModel
 from gpubroker_server.adapters.triton.http_backend import HttpBackend, TritonServer
 from gpubroker_server.gateway.http.problems import Problem
+from gpubroker_server.gateway.proxy.residency.server_rules import PlaceWatch
 from gpubroker_server.gateway.proxy.server import Server
-from gpubroker_server.gateway.residency.server_places import PlaceWatch
 from structlog.testing import capture_logs
 
 from tests.builders import a_node
@@ -61,7 +61,7 @@ async def test_a_gpu_that_its_node_does_not_have_is_named() -> None:
 async def test_the_log_says_it_once_when_it_is_so_still_after_others_have_answered() -> None:
     async with Gateway() as gateway:
         rules = [RULES, replace(RULES, name="lost", node="n1e"), replace(RULES, name="late", node="n2")]
-        watch = PlaceWatch(gateway.parts, rules)
+        watch = PlaceWatch(gateway.parts.world, rules)
         with capture_logs() as logs:
             watch.look()
             gateway.world.add_node(a_node("n2"))

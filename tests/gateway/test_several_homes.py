@@ -11,8 +11,8 @@ from gpubroker_server.core.domain.models.model_terms import Home
 from gpubroker_server.core.domain.task import Task
 from gpubroker_server.core.domain.units import Mib
 from gpubroker_server.core.lifecycle.model_lifecycle import seen
-from gpubroker_server.gateway.residency.residencies import Residencies
-from gpubroker_server.gateway.residency.residency import ModelRules, ServerRules
+from gpubroker_server.gateway.proxy.residency.residencies import Residencies
+from gpubroker_server.gateway.proxy.residency.server_rules import ModelRules, ServerRules
 
 from tests.builders import GIB, a_device, a_node, a_sample, key
 from tests.gateway.harness import Gateway, problem

@@ -29,11 +29,11 @@ from gpubroker_server.gateway.proxy.connection import in_front_of
 from gpubroker_server.gateway.proxy.fleet import Fleet
 from gpubroker_server.gateway.proxy.lanes import Lanes
 from gpubroker_server.gateway.proxy.plane import Plane
+from gpubroker_server.gateway.proxy.residency.adoption import Adopting
+from gpubroker_server.gateway.proxy.residency.draining import LettingGo
+from gpubroker_server.gateway.proxy.residency.missing_models import Bringing
+from gpubroker_server.gateway.proxy.slot_leases import SlotLeases
 from gpubroker_server.gateway.proxy.watch import Watch
-from gpubroker_server.gateway.residency.adoption import Adopting
-from gpubroker_server.gateway.residency.draining import LettingGo
-from gpubroker_server.gateway.residency.slot_leases import SlotLeases
-from gpubroker_server.gateway.residency.wanted_models import Bringing
 from gpubroker_server.ports.store import StoreUnavailable
 from gpubroker_server.settings.loading import Settings
 from gpubroker_server.telemetry.metrics import Telemetry
@@ -128,7 +128,7 @@ class GatewayRole:
         jobs: list[Job] = [("tokens", self._tokens.keep_fresh(self._store.tokens_changed))]
         if self._parts.residencies is not None:
             jobs.append(("use of models", self._parts.residencies.keep_telling()))
-            jobs.append(("models of inferences", Bringing(self._parts, self._parts.residencies).keep()))
+            jobs.append(("models of inferences", Bringing(self._parts.residencies).keep()))
             jobs.append(("models without a holder", Adopting(self._parts.residencies).keep()))
         if self._letting_go is not None and self._store.is_shared:
             keep = self._letting_go.keep_saying(self._store, self._name, self._picture.clock)

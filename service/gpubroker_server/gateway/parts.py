@@ -22,9 +22,10 @@ from gpubroker_server.gateway.http.turns import Turns
 from gpubroker_server.gateway.http.waiters import Waiters
 from gpubroker_server.gateway.intake.capacity import Capacity
 from gpubroker_server.gateway.intake.gpu_size import GpuSize
+from gpubroker_server.gateway.proxy.residency.residencies import Residencies
+from gpubroker_server.gateway.proxy.residency.residency import ResidencyParts
+from gpubroker_server.gateway.proxy.residency.server_rules import ServerRules
 from gpubroker_server.gateway.proxy.server import Server
-from gpubroker_server.gateway.residency.residencies import Residencies
-from gpubroker_server.gateway.residency.residency import ServerRules
 from gpubroker_server.ports.last_values import LeaderSeen
 from gpubroker_server.ports.models import ModelHost
 from gpubroker_server.ports.store import BlobStore, Clock, Progress, TaskStore
@@ -147,8 +148,13 @@ class GatewayParts:
     pieces: Pieces = field(init=False)
 
     def __post_init__(self) -> None:
-        residencies = Residencies(self, self.served) if self.served else None
+        capacity = Capacity(self.world, self.policy)
+        object.__setattr__(self, "capacity", capacity)
+        residency_parts = ResidencyParts(
+            self.world, self.policy, self.clock, self.store, self.ids, self.waiters, capacity, self.forecasts,
+            self.limits.settle_seconds,
+        )  # fmt: skip
+        residencies = Residencies(residency_parts, self.served) if self.served else None
         object.__setattr__(self, "residencies", residencies)
-        object.__setattr__(self, "capacity", Capacity(self.world, self.policy))
         object.__setattr__(self, "pieces", Pieces(self.world, self.policy, self.clock))
         object.__setattr__(self, "pending", PendingReasons(self.world, self.policy, self.forecasts))

@@ -11,10 +11,10 @@ from gpubroker_server.gateway.answers.overview import (
 )
 from gpubroker_server.gateway.cluster.detection import detection_view
 from gpubroker_server.gateway.cluster.fragmentation import fragmentation_view
+from gpubroker_server.gateway.cluster.model_servers import model_server_views
 from gpubroker_server.gateway.cluster.stats_view import Stats
 from gpubroker_server.gateway.http.identity import Scope
 from gpubroker_server.gateway.http.routing import Call, DirectRoute, answer, needs, problems
-from gpubroker_server.gateway.residency.server_views import model_server_views
 
 router = APIRouter(route_class=DirectRoute, tags=["cluster"])
 

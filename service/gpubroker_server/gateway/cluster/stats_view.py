@@ -10,7 +10,7 @@ from gpubroker_server.gateway.answers.views import (
 )
 from gpubroker_server.gateway.cluster.detection_views import DetectionView
 from gpubroker_server.gateway.cluster.fragmentation import FragmentationView
-from gpubroker_server.gateway.residency.server_views import ModelServerView
+from gpubroker_server.gateway.cluster.model_servers import ModelServerView
 
 
 class Stats(AsOf):

@@ -30,7 +30,7 @@ from gpubroker_server.gateway.intake.permission import check_priority, check_str
 from gpubroker_server.gateway.intake.submitting import IdempotencyKey, sent_before, submitted
 from gpubroker_server.gateway.intake.timing import timing_of
 from gpubroker_server.gateway.objects.objects import values_of
-from gpubroker_server.gateway.residency.residency import UnknownModel
+from gpubroker_server.gateway.proxy.residency.residency import UnknownModel
 from gpubroker_server.ports.store import RunSpec
 
 router = APIRouter(route_class=DirectRoute, tags=["models"])

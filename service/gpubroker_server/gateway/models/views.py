@@ -11,7 +11,7 @@ from gpubroker_server.gateway.answers.quarantine_views import Time
 from gpubroker_server.gateway.answers.translate import rfc3339_or_none
 from gpubroker_server.gateway.answers.views import AsOf
 from gpubroker_server.gateway.intake.schemas import Priority
-from gpubroker_server.gateway.residency.residency import Residency
+from gpubroker_server.gateway.proxy.residency.residency import Residency
 
 Standing = Literal["cold", "waiting", "loading", "resident", "draining"]
 

@@ -7,8 +7,8 @@ from gpubroker_server.gateway.proxy.aims import Aim, Asked
 from gpubroker_server.gateway.proxy.attempt import NOTHING_SENT, Attempt
 from gpubroker_server.gateway.proxy.cold import Refusable
 from gpubroker_server.gateway.proxy.gather import Gather
+from gpubroker_server.gateway.proxy.residency.residencies import Residencies
 from gpubroker_server.gateway.proxy.server import Server
-from gpubroker_server.gateway.residency.residencies import Residencies
 from gpubroker_server.ports.backends import Asking, RequestHead, Trouble
 from gpubroker_server.telemetry.metrics import ServerRow
 

@@ -18,8 +18,8 @@ from gpubroker_server.gateway.proxy.fleet import IDEMPOTENT, Fleet
 from gpubroker_server.gateway.proxy.lanes import MODEL_TYPE, PRIORITY, TIMEOUT, Lanes, Turn, Wish
 from gpubroker_server.gateway.proxy.loads import MOST_READ_BYTES, brings_files
 from gpubroker_server.gateway.proxy.refusals import no_files, no_shared_memory
+from gpubroker_server.gateway.proxy.residency.residencies import Residencies
 from gpubroker_server.gateway.proxy.room import USUAL_BYTES, Room
-from gpubroker_server.gateway.residency.residencies import Residencies
 from gpubroker_server.ports.backends import Asking, Header, RequestHead
 
 _PRIORITY = PRIORITY.encode()

@@ -3,19 +3,15 @@
 import asyncio
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import structlog
 
 from gpubroker_server.core.domain.units import Instant, Seconds
 from gpubroker_server.core.planning.inference_admission import waiting
 from gpubroker_server.gateway.http.problems import Problem
-from gpubroker_server.gateway.residency.residencies import Residencies
-from gpubroker_server.gateway.residency.residency import UnknownModel
+from gpubroker_server.gateway.proxy.residency.residencies import Residencies
+from gpubroker_server.gateway.proxy.residency.residency import UnknownModel
 from gpubroker_server.ports.store import StoreUnavailable
-
-if TYPE_CHECKING:
-    from gpubroker_server.gateway.parts import GatewayParts
 
 log = structlog.get_logger("gpubroker.tasks.task")
 
@@ -35,8 +31,8 @@ class _Asked:
 class Bringing:
     """While a model has a holder, the leader keeps it wanted; to make one is for gateways, which insert."""
 
-    def __init__(self, parts: "GatewayParts", residencies: Residencies) -> None:
-        self._parts = parts
+    def __init__(self, residencies: Residencies) -> None:
+        self._parts = residencies.parts
         self._residencies = residencies
         self._asked: dict[str, _Asked] = {}
 

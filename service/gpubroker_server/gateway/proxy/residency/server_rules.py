@@ -1,23 +1,46 @@
 """Where servers of models are said to be, and whether there is such a place: a name may be misspelled."""
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 import structlog
 
-from gpubroker_server.core.domain.units import NodeName
+from gpubroker_server.core.domain.units import Mib, NodeName, Seconds
 from gpubroker_server.core.world.world import World
-
-if TYPE_CHECKING:
-    from gpubroker_server.gateway.parts import GatewayParts
-    from gpubroker_server.gateway.residency.residency import ServerRules
 
 log = structlog.get_logger("gpubroker.tasks.task")
 
 MOST_NAMED = 8
 
 
-def place_fault(world: World, rules: "ServerRules") -> str:
+@dataclass(frozen=True, slots=True)
+class ModelRules:
+    """What the operator says of one model."""
+
+    gpu_mb: Mib | None = None
+    priority: int | None = None
+    load_seconds: Seconds = Seconds(0.0)
+
+
+@dataclass(frozen=True, slots=True)
+class ServerRules:
+    """Where a server's models are, and how they are held."""
+
+    name: str
+    node: str
+    devices: tuple[str, ...] = ()
+    tenant: str = "default"
+    priority: int = 79
+    grace_seconds: Seconds = Seconds(30.0)
+    base_mb: Mib = Mib(0)
+    """What the server itself takes, of each of its GPUs."""
+    least_mb: Mib = Mib(512)
+    cold_seconds: Seconds = Seconds(55.0)
+    wanted_seconds: Seconds = Seconds(300.0)
+    models: Mapping[str, ModelRules] = field(default_factory=dict)
+
+
+def place_fault(world: World, rules: ServerRules) -> str:
     """Why nothing can be loaded there, as far as the place goes; empty if there is none."""
     joined = sorted(world.nodes)
     if NodeName(rules.node) not in world.nodes:
@@ -37,14 +60,14 @@ class PlaceWatch:
     """Logs once of each server that it has no place. Nodes join one after the other: what is missing at two
     looks running, while others have answered, is believed."""
 
-    def __init__(self, parts: "GatewayParts", servers: Sequence["ServerRules"]) -> None:
-        self._parts = parts
+    def __init__(self, world: World, servers: Sequence[ServerRules]) -> None:
+        self._world = world
         self._servers = servers
         self._missing: set[str] = set()
         self._told: set[str] = set()
 
     def look(self) -> None:
-        world = self._parts.world
+        world = self._world
         if not any(node.ready for node in world.nodes.values()):
             return
         faults = {rules.name: place_fault(world, rules) for rules in self._servers}

@@ -9,8 +9,8 @@ from typing import Final
 import structlog
 
 from gpubroker_server.gateway.http.problems import Problem
-from gpubroker_server.gateway.residency.residencies import Residencies
-from gpubroker_server.gateway.residency.residency import Residency, UnknownModel
+from gpubroker_server.gateway.proxy.residency.residencies import Residencies
+from gpubroker_server.gateway.proxy.residency.residency import Residency, UnknownModel
 from gpubroker_server.ports.models import Stage
 from gpubroker_server.ports.store import StoreUnavailable
 

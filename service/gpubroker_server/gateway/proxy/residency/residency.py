@@ -2,11 +2,11 @@
 
 import asyncio
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from math import ceil
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from weakref import WeakValueDictionary
 
 import structlog
@@ -15,19 +15,21 @@ from gpubroker_server.core.domain.decisions import Request
 from gpubroker_server.core.domain.demand import Demand, Where
 from gpubroker_server.core.domain.models.model_sizes import first_guess_mb
 from gpubroker_server.core.domain.models.model_terms import KIND, Home, ModelTerms
+from gpubroker_server.core.domain.policy import Policy
 from gpubroker_server.core.domain.task import Task, TaskState
-from gpubroker_server.core.domain.units import Instant, Mib, NodeName, Seconds
+from gpubroker_server.core.domain.units import Instant, NodeName, Seconds
 from gpubroker_server.core.lifecycle.model_lifecycle import is_to_be_told
 from gpubroker_server.core.lifecycle.model_measurement import learned_mb
+from gpubroker_server.core.planning.backfill import Forecast
 from gpubroker_server.core.planning.expected_start import there_at
+from gpubroker_server.core.world.world import World
+from gpubroker_server.gateway.http.ids import Ids
 from gpubroker_server.gateway.http.problems import Problem
-from gpubroker_server.gateway.http.waiters import moves_of
-from gpubroker_server.gateway.residency.server_places import place_fault
+from gpubroker_server.gateway.http.waiters import Waiters, moves_of
+from gpubroker_server.gateway.intake.capacity import Capacity
+from gpubroker_server.gateway.proxy.residency.server_rules import ModelRules, ServerRules, place_fault
 from gpubroker_server.ports.models import Described, HostFault, HostRefused, Indexed, ModelHost, Stage
-from gpubroker_server.ports.store import RunSpec, StoreUnavailable, Submission
-
-if TYPE_CHECKING:
-    from gpubroker_server.gateway.parts import GatewayParts
+from gpubroker_server.ports.store import Clock, RunSpec, StoreUnavailable, Submission, TaskStore
 
 log = structlog.get_logger("gpubroker.tasks.task")
 
@@ -46,30 +48,19 @@ LOAD_TRIES = 3
 
 
 @dataclass(frozen=True, slots=True)
-class ModelRules:
-    """What the operator says of one model."""
+class ResidencyParts:
+    """What residencies need of the gateway."""
 
-    gpu_mb: Mib | None = None
-    priority: int | None = None
-    load_seconds: Seconds = Seconds(0.0)
-
-
-@dataclass(frozen=True, slots=True)
-class ServerRules:
-    """Where a server's models are, and how they are held."""
-
-    name: str
-    node: str
-    devices: tuple[str, ...] = ()
-    tenant: str = "default"
-    priority: int = 79
-    grace_seconds: Seconds = Seconds(30.0)
-    base_mb: Mib = Mib(0)
-    """What the server itself takes, of each of its GPUs."""
-    least_mb: Mib = Mib(512)
-    cold_seconds: Seconds = Seconds(55.0)
-    wanted_seconds: Seconds = Seconds(300.0)
-    models: Mapping[str, ModelRules] = field(default_factory=dict)
+    world: World
+    policy: Policy
+    clock: Clock
+    store: TaskStore
+    ids: Ids
+    waiters: Waiters
+    capacity: Capacity
+    forecasts: Callable[[], Sequence[Forecast]]
+    settle_seconds: Seconds
+    """How long a request to the leader waits until it is carried out."""
 
 
 class UnknownModel(Exception):
@@ -79,7 +70,7 @@ class UnknownModel(Exception):
 class Residency:
     """Of one server. Only the leader loads and unloads: here it is told who wants what."""
 
-    def __init__(self, parts: "GatewayParts", rules: ServerRules, host: ModelHost) -> None:
+    def __init__(self, parts: ResidencyParts, rules: ServerRules, host: ModelHost) -> None:
         self.rules = rules
         self._parts = parts
         self._host = host
@@ -227,7 +218,7 @@ class Residency:
         request = Request(parts.ids.request(now), task.id, task.tenant, what, fields, now)
         with parts.waiters.expect(request.id) as done:
             await parts.store.request(request)
-            return await done.within(parts.limits.settle_seconds)
+            return await done.within(parts.settle_seconds)
 
     async def unloaded(self, model: str) -> None:
         """Have it unloaded, and wait until it is gone. Raises Problem model-not-ready."""

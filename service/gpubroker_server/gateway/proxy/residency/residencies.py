@@ -2,22 +2,23 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterator, Sequence
-from typing import TYPE_CHECKING
 
 from gpubroker_server.core.domain.task import Task
 from gpubroker_server.core.domain.units import NodeName, Seconds
 from gpubroker_server.gateway.http.problems import Problem
-from gpubroker_server.gateway.residency.residency import TELL_SECONDS, Residency, ServerRules, UnknownModel
-from gpubroker_server.gateway.residency.server_places import PlaceWatch
+from gpubroker_server.gateway.proxy.residency.residency import (
+    TELL_SECONDS,
+    Residency,
+    ResidencyParts,
+    UnknownModel,
+)
+from gpubroker_server.gateway.proxy.residency.server_rules import PlaceWatch, ServerRules
 from gpubroker_server.ports.models import ModelHost
-
-if TYPE_CHECKING:
-    from gpubroker_server.gateway.parts import GatewayParts
 
 
 class Residencies:
-    def __init__(self, parts: "GatewayParts", served: Sequence[tuple[ServerRules, ModelHost]]) -> None:
-        self._parts = parts
+    def __init__(self, parts: ResidencyParts, served: Sequence[tuple[ServerRules, ModelHost]]) -> None:
+        self.parts = parts
         self._each = tuple(Residency(parts, rules, host) for rules, host in served)
         self.is_up: Callable[[str], bool] = lambda _server: True
         """Whether a server answers; whoever asks them all the time says so."""
@@ -125,7 +126,7 @@ class Residencies:
             group.create_task(self._keep_looking(every_seconds))
 
     async def _keep_looking(self, every_seconds: Seconds) -> None:
-        watch = PlaceWatch(self._parts, [residency.rules for residency in self._each])
+        watch = PlaceWatch(self.parts.world, [residency.rules for residency in self._each])
         while True:
             await asyncio.sleep(every_seconds)
             watch.look()
@@ -146,7 +147,7 @@ class Residencies:
 
     def _free_mb(self, rules: ServerRules) -> int:
         """On the emptiest of its GPUs."""
-        world = self._parts.world
+        world = self.parts.world
         books = (world.books[key] for key in world.by_node.get(NodeName(rules.node), []))
         mine = (book for book in books if not rules.devices or book.device.uuid in rules.devices)
         return max((book.free_mb() for book in mine), default=0)

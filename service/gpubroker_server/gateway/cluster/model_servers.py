@@ -7,9 +7,9 @@ from pydantic import Field
 from typing_extensions import TypedDict
 
 from gpubroker_server.core.world.world import World
+from gpubroker_server.gateway.proxy.residency.residencies import Residencies
+from gpubroker_server.gateway.proxy.residency.server_rules import place_fault
 from gpubroker_server.gateway.proxy.server import Server, Way
-from gpubroker_server.gateway.residency.residencies import Residencies
-from gpubroker_server.gateway.residency.server_places import place_fault
 
 
 class WayView(TypedDict):
