@@ -7,9 +7,9 @@ from typing import Any
 import httpx
 import pytest
 from gpubroker_server.core.domain.units import Instant
-from gpubroker_server.gateway.answers.translate import rfc3339
 from gpubroker_server.gateway.http.ids import Ids, is_task_id
-from gpubroker_server.gateway.intake.schemas import MOST_TASKS
+from gpubroker_server.gateway.status.task_view import rfc3339
+from gpubroker_server.gateway.submission.task_body import MOST_TASKS
 
 from tests.builders import NOW
 from tests.gateway.harness import Client, Gateway, a_body, fault, problem

@@ -10,7 +10,7 @@ from gpubroker_server.core.domain.orders import Gone
 from gpubroker_server.core.domain.task import TaskState
 from gpubroker_server.core.domain.units import Fence, Instant, Mib, Seconds, TaskId
 from gpubroker_server.core.lifecycle.deadlines import Watch, due
-from gpubroker_server.gateway.answers.translate import rfc3339
+from gpubroker_server.gateway.status.task_view import rfc3339
 
 from tests.builders import GIB, a_device, a_node, a_sample
 from tests.gateway.harness import PATIENCE_SECONDS, Client, Gateway, a_body, before, fault, problem, until

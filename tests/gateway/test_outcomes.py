@@ -7,7 +7,7 @@ import pytest
 from gpubroker_server.core.domain.orders import Failure
 from gpubroker_server.core.domain.task import TaskState
 from gpubroker_server.core.domain.units import TaskId
-from gpubroker_server.gateway.answers.lookup import at_its_end
+from gpubroker_server.gateway.status.records import at_its_end
 
 from tests.builders import GIB
 from tests.gateway.harness import PATIENCE_SECONDS, Client, Gateway, before, fault, problem, until

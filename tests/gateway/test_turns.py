@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 from gpubroker_server.core.domain.units import Seconds
+from gpubroker_server.gateway.http.concurrency import Turns, aside
 from gpubroker_server.gateway.http.problems import Problem
-from gpubroker_server.gateway.http.turns import Turns, aside
 
 from tests.gateway.harness import Client, Gateway, before, problem, until
 

@@ -14,18 +14,18 @@ from gpubroker_server.core.lifecycle.silent_nodes import Paused
 from gpubroker_server.core.planning.asking import Asking
 from gpubroker_server.core.planning.backfill import Forecast
 from gpubroker_server.core.world.world import World
-from gpubroker_server.gateway.answers.pending import PendingReasons
 from gpubroker_server.gateway.cluster.fragmentation import Pieces
+from gpubroker_server.gateway.http.concurrency import Turns
 from gpubroker_server.gateway.http.identity import Tokens
 from gpubroker_server.gateway.http.ids import Ids
-from gpubroker_server.gateway.http.turns import Turns
 from gpubroker_server.gateway.http.waiters import Waiters
-from gpubroker_server.gateway.intake.capacity import Capacity
-from gpubroker_server.gateway.intake.gpu_size import GpuSize
 from gpubroker_server.gateway.proxy.residency.residencies import Residencies
 from gpubroker_server.gateway.proxy.residency.residency import ResidencyParts
 from gpubroker_server.gateway.proxy.residency.server_rules import ServerRules
 from gpubroker_server.gateway.proxy.server import Server
+from gpubroker_server.gateway.status.pending import PendingReasons
+from gpubroker_server.gateway.submission.capacity import Capacity
+from gpubroker_server.gateway.submission.gpu_size import GpuSize
 from gpubroker_server.ports.last_values import LeaderSeen
 from gpubroker_server.ports.models import ModelHost
 from gpubroker_server.ports.store import BlobStore, Clock, Progress, TaskStore

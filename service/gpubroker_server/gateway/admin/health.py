@@ -4,9 +4,9 @@ import asyncio
 
 from fastapi import APIRouter, Response
 
-from gpubroker_server.gateway.answers.views import Health, Readiness
 from gpubroker_server.gateway.http.routing import Call, DirectRoute, answer, problems
 from gpubroker_server.gateway.parts import GatewayParts
+from gpubroker_server.gateway.status.views import Health, Readiness
 from gpubroker_server.ports.store import StoreUnavailable
 
 router = APIRouter(route_class=DirectRoute, tags=["operations"])

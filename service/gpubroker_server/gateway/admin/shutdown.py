@@ -4,10 +4,10 @@ import contextlib
 
 from fastapi import APIRouter, Response
 
-from gpubroker_server.gateway.answers.views import Stopping
 from gpubroker_server.gateway.http.identity import Scope
 from gpubroker_server.gateway.http.routing import Call, DirectRoute, answer, needs, problems
-from gpubroker_server.gateway.intake.schemas import ShutDown
+from gpubroker_server.gateway.status.views import Stopping
+from gpubroker_server.gateway.submission.task_body import ShutDown
 from gpubroker_server.ports.store import StoreUnavailable
 
 router = APIRouter(route_class=DirectRoute, tags=["operations"])

@@ -3,12 +3,12 @@
 from fastapi import APIRouter, Response
 
 from gpubroker_server.core.domain.units import Instant
-from gpubroker_server.gateway.answers.translate import rfc3339, rfc3339_or_none
-from gpubroker_server.gateway.answers.views import NewToken, TokenList, TokenView
 from gpubroker_server.gateway.http.identity import Identity, Scope, new_token
 from gpubroker_server.gateway.http.problems import Fault, Problem
 from gpubroker_server.gateway.http.routing import Call, DirectRoute, answer, needs, problems
-from gpubroker_server.gateway.intake.schemas import CreateToken
+from gpubroker_server.gateway.status.task_view import rfc3339, rfc3339_or_none
+from gpubroker_server.gateway.status.views import NewToken, TokenList, TokenView
+from gpubroker_server.gateway.submission.task_body import CreateToken
 from gpubroker_server.ports.store import TokenRow
 
 router = APIRouter(route_class=DirectRoute, tags=["administration"])

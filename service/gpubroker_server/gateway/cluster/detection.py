@@ -1,10 +1,10 @@
 """Silent nodes that the leader does not give up, as the API tells it."""
 
 from gpubroker_server.core.lifecycle.silent_nodes import Paused
-from gpubroker_server.gateway.answers.quarantined import Reason
-from gpubroker_server.gateway.answers.translate import rfc3339
 from gpubroker_server.gateway.cluster.detection_views import DetectionView
 from gpubroker_server.gateway.http.bodies import Body
+from gpubroker_server.gateway.status.quarantine import Reason
+from gpubroker_server.gateway.status.task_view import rfc3339
 
 
 class Resume(Body):

@@ -2,12 +2,12 @@
 
 from fastapi import APIRouter, Response
 
-from gpubroker_server.gateway.answers.lookup import ask
 from gpubroker_server.gateway.cluster.detection import Resume, detection_view
 from gpubroker_server.gateway.cluster.detection_views import DetectionView
 from gpubroker_server.gateway.http.identity import Scope
 from gpubroker_server.gateway.http.problems import Problem
 from gpubroker_server.gateway.http.routing import Call, DirectRoute, answer, needs, problems
+from gpubroker_server.gateway.status.records import ask
 
 router = APIRouter(route_class=DirectRoute, tags=["cluster"])
 

@@ -5,7 +5,7 @@ from typing import Annotated
 from pydantic import Field
 from typing_extensions import TypedDict
 
-from gpubroker_server.gateway.answers.quarantine_views import Time
+from gpubroker_server.gateway.status.quarantine_views import Time
 
 
 class DetectionView(TypedDict):

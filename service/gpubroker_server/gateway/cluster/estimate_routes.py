@@ -4,10 +4,10 @@ from typing import Annotated
 
 from fastapi import APIRouter, Query, Response
 
-from gpubroker_server.gateway.answers.estimates import EstimateList, estimate_views
 from gpubroker_server.gateway.http.identity import Scope
 from gpubroker_server.gateway.http.queries import EstimateQuery
 from gpubroker_server.gateway.http.routing import Call, DirectRoute, answer, needs, problems
+from gpubroker_server.gateway.tasks.estimates import EstimateList, estimate_views
 
 router = APIRouter(route_class=DirectRoute, tags=["tasks"])
 

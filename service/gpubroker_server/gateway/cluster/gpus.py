@@ -2,10 +2,10 @@
 
 from fastapi import APIRouter, Response
 
-from gpubroker_server.gateway.answers.overview import as_of, gpu_views
-from gpubroker_server.gateway.answers.views import GpuList
+from gpubroker_server.gateway.cluster.devices import as_of, gpu_views
 from gpubroker_server.gateway.http.identity import Scope
 from gpubroker_server.gateway.http.routing import Call, DirectRoute, answer, needs, problems
+from gpubroker_server.gateway.status.views import GpuList
 
 router = APIRouter(route_class=DirectRoute, tags=["cluster"])
 

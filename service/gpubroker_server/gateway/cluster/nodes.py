@@ -2,10 +2,10 @@
 
 from fastapi import APIRouter, Response
 
-from gpubroker_server.gateway.answers.overview import as_of, node_views
-from gpubroker_server.gateway.answers.views import NodeList
+from gpubroker_server.gateway.cluster.devices import as_of, node_views
 from gpubroker_server.gateway.http.identity import Scope
 from gpubroker_server.gateway.http.routing import Call, DirectRoute, answer, needs, problems
+from gpubroker_server.gateway.status.views import NodeList
 
 router = APIRouter(route_class=DirectRoute, tags=["cluster"])
 

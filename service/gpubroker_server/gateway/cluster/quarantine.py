@@ -6,13 +6,13 @@ from fastapi import APIRouter, Response
 
 from gpubroker_server.core.domain.lease import Lease
 from gpubroker_server.core.lifecycle.quarantine import quarantined, seen_in_use
-from gpubroker_server.gateway.answers.lookup import ask, caught_up
-from gpubroker_server.gateway.answers.overview import as_of
-from gpubroker_server.gateway.answers.quarantined import ReleaseQuarantine, knows, quarantine_views
-from gpubroker_server.gateway.answers.views import QuarantineList, ReleasedView
+from gpubroker_server.gateway.cluster.devices import as_of
 from gpubroker_server.gateway.http.identity import Scope
 from gpubroker_server.gateway.http.problems import Problem
 from gpubroker_server.gateway.http.routing import Call, DirectRoute, answer, needs, problems
+from gpubroker_server.gateway.status.quarantine import ReleaseQuarantine, knows, quarantine_views
+from gpubroker_server.gateway.status.records import ask, caught_up
+from gpubroker_server.gateway.status.views import QuarantineList, ReleasedView
 
 router = APIRouter(route_class=DirectRoute, tags=["cluster"])
 

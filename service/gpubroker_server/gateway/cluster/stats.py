@@ -2,14 +2,14 @@
 
 from fastapi import APIRouter, Response
 
-from gpubroker_server.gateway.answers.overview import (
+from gpubroker_server.gateway.cluster.detection import detection_view
+from gpubroker_server.gateway.cluster.devices import (
     as_of,
     forecasts_views,
     gpu_totals,
     leader_view,
     task_counts,
 )
-from gpubroker_server.gateway.cluster.detection import detection_view
 from gpubroker_server.gateway.cluster.fragmentation import fragmentation_view
 from gpubroker_server.gateway.cluster.model_servers import model_server_views
 from gpubroker_server.gateway.cluster.stats_view import Stats

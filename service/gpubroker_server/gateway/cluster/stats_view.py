@@ -1,6 +1,9 @@
 """Totals on one page, as the API answers them."""
 
-from gpubroker_server.gateway.answers.views import (
+from gpubroker_server.gateway.cluster.detection_views import DetectionView
+from gpubroker_server.gateway.cluster.fragmentation import FragmentationView
+from gpubroker_server.gateway.cluster.model_servers import ModelServerView
+from gpubroker_server.gateway.status.views import (
     AsOf,
     ExecutorView,
     ForecastsView,
@@ -8,9 +11,6 @@ from gpubroker_server.gateway.answers.views import (
     LeaderView,
     TaskCounts,
 )
-from gpubroker_server.gateway.cluster.detection_views import DetectionView
-from gpubroker_server.gateway.cluster.fragmentation import FragmentationView
-from gpubroker_server.gateway.cluster.model_servers import ModelServerView
 
 
 class Stats(AsOf):

@@ -2,7 +2,7 @@
 
 from fastapi import APIRouter, Response
 
-from gpubroker_server.gateway.answers.overview import as_of
+from gpubroker_server.gateway.cluster.devices import as_of
 from gpubroker_server.gateway.cluster.tenants import TenantList, tenant_views
 from gpubroker_server.gateway.http.identity import Scope
 from gpubroker_server.gateway.http.routing import Call, DirectRoute, answer, needs, problems

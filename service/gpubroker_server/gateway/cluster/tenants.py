@@ -11,8 +11,8 @@ from gpubroker_server.core.domain.policy import Policy
 from gpubroker_server.core.domain.units import Instant
 from gpubroker_server.core.planning.fair_share import Levels
 from gpubroker_server.core.world.world import World
-from gpubroker_server.gateway.answers.views import AsOf
 from gpubroker_server.gateway.http.identity import Identity, Scope
+from gpubroker_server.gateway.status.views import AsOf
 
 
 class TenantView(TypedDict):

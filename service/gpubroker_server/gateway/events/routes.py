@@ -7,14 +7,14 @@ from fastapi import APIRouter, Query, Response
 
 from gpubroker_server.core.domain.units import Position, TaskId
 from gpubroker_server.core.world.events import Event, task_of
-from gpubroker_server.gateway.answers.lookup import find
-from gpubroker_server.gateway.answers.overview import sees
-from gpubroker_server.gateway.answers.translate import event_view
-from gpubroker_server.gateway.answers.views import EventPage
+from gpubroker_server.gateway.cluster.devices import sees
 from gpubroker_server.gateway.http.identity import Identity, Scope
 from gpubroker_server.gateway.http.problems import Problem
 from gpubroker_server.gateway.http.queries import EventQuery
 from gpubroker_server.gateway.http.routing import Call, DirectRoute, answer, needs, problems
+from gpubroker_server.gateway.status.records import find
+from gpubroker_server.gateway.status.task_view import event_view
+from gpubroker_server.gateway.status.views import EventPage
 
 router = APIRouter(route_class=DirectRoute, tags=["events"])
 

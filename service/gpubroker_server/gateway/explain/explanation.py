@@ -15,7 +15,8 @@ from gpubroker_server.core.explain.quota_standing import QuotaStanding
 from gpubroker_server.core.explain.verdicts import RankVerdict
 from gpubroker_server.core.world.ledger import Holding
 from gpubroker_server.core.world.world import World
-from gpubroker_server.gateway.answers.advice import (
+from gpubroker_server.gateway.cluster.devices import priority_of, sees
+from gpubroker_server.gateway.explain.advice import (
     NO_ADVICE,
     AdviceFields,
     PlacementView,
@@ -23,11 +24,10 @@ from gpubroker_server.gateway.answers.advice import (
     expected_or_none,
     place_views,
 )
-from gpubroker_server.gateway.answers.overview import priority_of, sees
-from gpubroker_server.gateway.answers.quarantine_views import AwaitedView
-from gpubroker_server.gateway.answers.quarantined import awaited_by_lease
-from gpubroker_server.gateway.answers.views import ExpectedView, InheritsView, Time
 from gpubroker_server.gateway.http.identity import Identity
+from gpubroker_server.gateway.status.quarantine import awaited_by_lease
+from gpubroker_server.gateway.status.quarantine_views import AwaitedView
+from gpubroker_server.gateway.status.views import ExpectedView, InheritsView, Time
 
 
 class BlockerView(TypedDict):

@@ -7,11 +7,11 @@ from pydantic import Field, StringConstraints, model_validator
 from pydantic_core import PydanticCustomError
 from typing_extensions import TypedDict
 
-from gpubroker_server.gateway.answers.advice import PlacementView, RunHolder
+from gpubroker_server.gateway.explain.advice import PlacementView, RunHolder
 from gpubroker_server.gateway.http.bodies import Body
 from gpubroker_server.gateway.http.text import KindName, Labels, line
-from gpubroker_server.gateway.intake.resources import Resources
-from gpubroker_server.gateway.intake.schemas import NAME, Placement, Priority, SimulateTask
+from gpubroker_server.gateway.submission.resources import Resources
+from gpubroker_server.gateway.submission.task_body import NAME, Placement, Priority, SimulateTask
 
 MOST_TASKS = 2000
 """Of all components together."""

@@ -13,20 +13,20 @@ from gpubroker_server.core.explain.fit import Component, planning
 from gpubroker_server.core.explain.planned_fleet import Machine, fleet_of
 from gpubroker_server.core.world.snapshot import still_of
 from gpubroker_server.core.world.world import World
-from gpubroker_server.gateway.answers.overview import as_of
-from gpubroker_server.gateway.answers.translate import priority_of
+from gpubroker_server.gateway.cluster.devices import as_of
 from gpubroker_server.gateway.explain.plan import MOST_TASKS, FleetPlanView, PlanFleet, PlannedNodes
 from gpubroker_server.gateway.explain.plan_views import plan_view
+from gpubroker_server.gateway.http.concurrency import aside
 from gpubroker_server.gateway.http.faults import refused
 from gpubroker_server.gateway.http.identity import Scope
 from gpubroker_server.gateway.http.problems import Fault, Problem
 from gpubroker_server.gateway.http.routing import Call, DirectRoute, answer, needs, problems
-from gpubroker_server.gateway.http.turns import aside
-from gpubroker_server.gateway.intake.demands import demand_of
-from gpubroker_server.gateway.intake.intake import demand_in
-from gpubroker_server.gateway.intake.permission import check_priority
-from gpubroker_server.gateway.intake.resources import Resources
 from gpubroker_server.gateway.parts import GatewayParts
+from gpubroker_server.gateway.status.task_view import priority_of
+from gpubroker_server.gateway.submission.demand import demand_of
+from gpubroker_server.gateway.submission.permission import check_priority
+from gpubroker_server.gateway.submission.resources import Resources
+from gpubroker_server.gateway.submission.submissions import demand_in
 
 LIMIT_SECONDS = Seconds(10.0)
 

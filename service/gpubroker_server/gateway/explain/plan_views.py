@@ -7,7 +7,7 @@ from gpubroker_server.core.domain.units import Instant, in_gib
 from gpubroker_server.core.explain.fit import Component, Displaced, FleetPlan, Placed
 from gpubroker_server.core.planning.totals import Missing
 from gpubroker_server.core.world.world import World
-from gpubroker_server.gateway.answers.advice import place_views, run_view
+from gpubroker_server.gateway.explain.advice import place_views, run_view
 from gpubroker_server.gateway.explain.plan import ComponentPlace, ComponentView, DisplacedRun, FleetPlanView
 from gpubroker_server.gateway.http.identity import Identity
 

@@ -10,12 +10,8 @@ from gpubroker_server.core.explain.blockers import Blocker
 from gpubroker_server.core.explain.explain import Explanation, ended_message, explain, explain_waiting
 from gpubroker_server.core.explain.inference_wait import sent_at
 from gpubroker_server.core.explain.verdicts import Look, look
-from gpubroker_server.gateway.answers.advice import NO_ADVICE, start_fields
-from gpubroker_server.gateway.answers.lookup import caught_up, find, reread
-from gpubroker_server.gateway.answers.overview import as_of
-from gpubroker_server.gateway.answers.pending import NOT_YET_SEEN, inherits_view
-from gpubroker_server.gateway.answers.translate import rfc3339
-from gpubroker_server.gateway.answers.unled import unled
+from gpubroker_server.gateway.cluster.devices import as_of
+from gpubroker_server.gateway.explain.advice import NO_ADVICE, start_fields
 from gpubroker_server.gateway.explain.explanation import (
     UNEXPLAINED,
     ExplainedFields,
@@ -26,7 +22,11 @@ from gpubroker_server.gateway.explain.explanation import (
 )
 from gpubroker_server.gateway.http.identity import Scope
 from gpubroker_server.gateway.http.routing import Call, DirectRoute, answer, needs, problems
-from gpubroker_server.gateway.intake.permission import highest_priority
+from gpubroker_server.gateway.status.pending import NOT_YET_SEEN, inherits_view
+from gpubroker_server.gateway.status.records import caught_up, find, reread
+from gpubroker_server.gateway.status.task_view import rfc3339
+from gpubroker_server.gateway.status.unled import unled
+from gpubroker_server.gateway.submission.permission import highest_priority
 from gpubroker_server.ports.store import TaskRecord
 
 router = APIRouter(route_class=DirectRoute, tags=["tasks"])

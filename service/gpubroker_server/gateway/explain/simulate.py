@@ -6,19 +6,19 @@ from gpubroker_server.core.domain.task import Task
 from gpubroker_server.core.explain.advice import Advice, advise
 from gpubroker_server.core.explain.explain import Explanation, explain_waiting, stands_aside
 from gpubroker_server.core.explain.verdicts import look
-from gpubroker_server.gateway.answers.advice import advice_fields, place_views, run_view
-from gpubroker_server.gateway.answers.lookup import caught_up
-from gpubroker_server.gateway.answers.overview import as_of
-from gpubroker_server.gateway.answers.translate import rfc3339, sizing_of
+from gpubroker_server.gateway.cluster.devices import as_of
+from gpubroker_server.gateway.explain.advice import advice_fields, place_views, run_view
 from gpubroker_server.gateway.explain.explanation import UNEXPLAINED, explained_fields
 from gpubroker_server.gateway.explain.simulation import SimulationView
 from gpubroker_server.gateway.http.identity import Scope
 from gpubroker_server.gateway.http.problems import Problem
 from gpubroker_server.gateway.http.routing import Call, DirectRoute, answer, needs, problems
-from gpubroker_server.gateway.intake.demands import resources_view
-from gpubroker_server.gateway.intake.intake import Intake, check_allowed, check_possible, take_in
-from gpubroker_server.gateway.intake.permission import highest_priority
-from gpubroker_server.gateway.intake.schemas import SimulateTask
+from gpubroker_server.gateway.status.records import caught_up
+from gpubroker_server.gateway.status.task_view import rfc3339, sizing_of
+from gpubroker_server.gateway.submission.demand import resources_view
+from gpubroker_server.gateway.submission.permission import highest_priority
+from gpubroker_server.gateway.submission.submissions import Intake, check_allowed, check_possible, take_in
+from gpubroker_server.gateway.submission.task_body import SimulateTask
 
 router = APIRouter(route_class=DirectRoute, tags=["tasks"])
 

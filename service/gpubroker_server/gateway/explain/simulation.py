@@ -5,12 +5,12 @@ from typing import Annotated
 from pydantic import Field
 from typing_extensions import TypedDict
 
-from gpubroker_server.gateway.answers.advice import PlacementView, RunHolder
-from gpubroker_server.gateway.answers.estimates import SizingView
-from gpubroker_server.gateway.answers.views import Time
+from gpubroker_server.gateway.explain.advice import PlacementView, RunHolder
 from gpubroker_server.gateway.explain.explanation import ExplainedFields
 from gpubroker_server.gateway.http.problems import Fault
-from gpubroker_server.gateway.intake.demand_views import DemandView
+from gpubroker_server.gateway.status.views import Time
+from gpubroker_server.gateway.submission.demand_views import DemandView
+from gpubroker_server.gateway.tasks.estimates import SizingView
 
 
 class RefusalView(TypedDict):

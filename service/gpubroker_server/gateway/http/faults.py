@@ -11,7 +11,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from gpubroker_server.gateway.http.problems import Fault, Problem
-from gpubroker_server.gateway.intake.schemas import PATTERNS_IN_WORDS
+from gpubroker_server.gateway.submission.task_body import PATTERNS_IN_WORDS
 
 WORDS_OF_OTHERS: Final[Mapping[str, str]] = {
     "gpu_memory": "gpu_mb",

@@ -8,8 +8,8 @@ from pydantic import AwareDatetime, BaseModel, ConfigDict, Field
 from gpubroker_server.core.domain.task import TaskState
 from gpubroker_server.gateway.http.bodies import LABEL_KEY
 from gpubroker_server.gateway.http.text import LabelValue, Name
-from gpubroker_server.gateway.intake.schemas import Priority
 from gpubroker_server.gateway.leases.leases import LeaseStanding
+from gpubroker_server.gateway.submission.task_body import Priority
 
 
 class Query(BaseModel):

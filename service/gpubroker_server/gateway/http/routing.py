@@ -20,6 +20,7 @@ from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Send
 from starlette.types import Scope as ScopeOfRequest
 
+from gpubroker_server.gateway.http.arguments import members_of, pieces_of, value_of
 from gpubroker_server.gateway.http.bodies import BytesBehind, InPieces
 from gpubroker_server.gateway.http.faults import (
     Faulty,
@@ -29,7 +30,6 @@ from gpubroker_server.gateway.http.faults import (
     unknown_parameter,
 )
 from gpubroker_server.gateway.http.identity import Identity, Scope
-from gpubroker_server.gateway.http.json_members import members_of, pieces_of, value_of
 from gpubroker_server.gateway.http.problems import CATALOGUE, MEDIA_TYPE, Fault, Problem
 from gpubroker_server.gateway.http.queries import Query
 from gpubroker_server.gateway.parts import GatewayParts

@@ -16,9 +16,9 @@ from gpubroker_server.gateway.http.bodies import Body, BytesBehind, Timed
 from gpubroker_server.gateway.http.faults import refused
 from gpubroker_server.gateway.http.problems import Fault
 from gpubroker_server.gateway.http.text import Labels, Name, line
-from gpubroker_server.gateway.intake.schemas import Priority, StreamName, TimeoutSeconds
-from gpubroker_server.gateway.intake.timing import Timing
 from gpubroker_server.gateway.parts import Defaults
+from gpubroker_server.gateway.submission.task_body import Priority, StreamName, TimeoutSeconds
+from gpubroker_server.gateway.submission.timing import Timing
 from gpubroker_server.ports.store import RunSpec
 
 Datatype = Literal[

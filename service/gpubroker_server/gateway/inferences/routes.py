@@ -9,10 +9,6 @@ from fastapi import APIRouter, Response
 from gpubroker_server.core.domain.task import Task
 from gpubroker_server.core.explain.explain import stands_aside
 from gpubroker_server.core.serving.batching import packed
-from gpubroker_server.gateway.answers.lookup import live_of
-from gpubroker_server.gateway.answers.pending import NOT_YET_SEEN
-from gpubroker_server.gateway.answers.translate import Live, task_view
-from gpubroker_server.gateway.answers.views import TaskView
 from gpubroker_server.gateway.http.identity import Scope
 from gpubroker_server.gateway.http.problems import Problem
 from gpubroker_server.gateway.http.routing import HEAD_LENGTH, Call, DirectRoute, answer, needs, problems
@@ -24,13 +20,17 @@ from gpubroker_server.gateway.inferences.inferences import (
     spec_of_inference,
     task_of_inference,
 )
-from gpubroker_server.gateway.intake.dependencies import dependencies_of, stands_for
-from gpubroker_server.gateway.intake.intake import digest_if_large
-from gpubroker_server.gateway.intake.permission import check_priority, check_stream
-from gpubroker_server.gateway.intake.submitting import IdempotencyKey, sent_before, submitted
-from gpubroker_server.gateway.intake.timing import timing_of
 from gpubroker_server.gateway.objects.objects import values_of
 from gpubroker_server.gateway.proxy.residency.residency import UnknownModel
+from gpubroker_server.gateway.status.pending import NOT_YET_SEEN
+from gpubroker_server.gateway.status.records import live_of
+from gpubroker_server.gateway.status.task_view import Live, task_view
+from gpubroker_server.gateway.status.views import TaskView
+from gpubroker_server.gateway.submission.dependencies import dependencies_of, stands_for
+from gpubroker_server.gateway.submission.permission import check_priority, check_stream
+from gpubroker_server.gateway.submission.submissions import digest_if_large
+from gpubroker_server.gateway.submission.submitting import IdempotencyKey, sent_before, submitted
+from gpubroker_server.gateway.submission.timing import timing_of
 from gpubroker_server.ports.store import RunSpec
 
 router = APIRouter(route_class=DirectRoute, tags=["models"])

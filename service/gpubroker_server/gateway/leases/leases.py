@@ -14,15 +14,15 @@ from gpubroker_server.core.domain.policy import band_of
 from gpubroker_server.core.domain.task import Task, TaskState
 from gpubroker_server.core.domain.units import Instant, Mib, Seconds, TaskId
 from gpubroker_server.core.world.world import World
-from gpubroker_server.gateway.answers.translate import Live, error_view, rfc3339, rfc3339_or_none, shares
-from gpubroker_server.gateway.answers.views import ErrorView, PendingView, Time
 from gpubroker_server.gateway.http.bodies import Body
 from gpubroker_server.gateway.http.faults import refused
 from gpubroker_server.gateway.http.problems import Fault, Problem
 from gpubroker_server.gateway.http.text import KindName, Labels, LabelValue, line
-from gpubroker_server.gateway.intake.demand_views import DeviceShare
-from gpubroker_server.gateway.intake.schemas import GraceSeconds, Priority
 from gpubroker_server.gateway.parts import Defaults
+from gpubroker_server.gateway.status.task_view import Live, error_view, rfc3339, rfc3339_or_none, shares
+from gpubroker_server.gateway.status.views import ErrorView, PendingView, Time
+from gpubroker_server.gateway.submission.demand_views import DeviceShare
+from gpubroker_server.gateway.submission.task_body import GraceSeconds, Priority
 from gpubroker_server.ports.store import TaskRecord
 
 DAY_SECONDS = 24 * 3600

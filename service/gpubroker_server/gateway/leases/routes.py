@@ -7,15 +7,11 @@ from fastapi import APIRouter, Query, Response
 from gpubroker_server.core.domain.external_lease import KIND
 from gpubroker_server.core.domain.task import Task, TaskState
 from gpubroker_server.core.domain.units import Seconds
-from gpubroker_server.gateway.answers.lookup import ask_leader, find, live_of, reread
-from gpubroker_server.gateway.answers.task_pages import page_of
 from gpubroker_server.gateway.http.identity import Scope
 from gpubroker_server.gateway.http.problems import Problem
 from gpubroker_server.gateway.http.queries import LeaseQuery, LeaseWaitQuery
 from gpubroker_server.gateway.http.routing import Call, DirectRoute, answer, needs, problems
 from gpubroker_server.gateway.http.waiters import moves_of
-from gpubroker_server.gateway.intake.permission import check_priority
-from gpubroker_server.gateway.intake.submitting import IdempotencyKey, sent_before, submitted
 from gpubroker_server.gateway.leases.leases import (
     AskLease,
     LeasePage,
@@ -29,6 +25,10 @@ from gpubroker_server.gateway.leases.leases import (
     states_of,
     task_of_lease,
 )
+from gpubroker_server.gateway.status.records import ask_leader, find, live_of, reread
+from gpubroker_server.gateway.status.task_pages import page_of
+from gpubroker_server.gateway.submission.permission import check_priority
+from gpubroker_server.gateway.submission.submitting import IdempotencyKey, sent_before, submitted
 from gpubroker_server.ports.store import RunSpec, TaskRecord
 
 router = APIRouter(route_class=DirectRoute, tags=["leases"])

@@ -13,12 +13,11 @@ from gpubroker_server.core.domain.models.model_orders import Indexed
 from gpubroker_server.core.domain.task import Task
 from gpubroker_server.core.domain.units import Seconds
 from gpubroker_server.core.lifecycle.model_lifecycle import HIGHEST
-from gpubroker_server.gateway.answers.overview import as_of
+from gpubroker_server.gateway.cluster.devices import as_of
 from gpubroker_server.gateway.http.identity import Scope
 from gpubroker_server.gateway.http.problems import Problem
 from gpubroker_server.gateway.http.queries import ServerQuery
 from gpubroker_server.gateway.http.routing import Call, DirectRoute, answer, needs, problems
-from gpubroker_server.gateway.intake.permission import check_priority
 from gpubroker_server.gateway.models.views import (
     LoadModel,
     ModelList,
@@ -33,6 +32,7 @@ from gpubroker_server.gateway.proxy.residency.residency import DESCRIBE_SECONDS,
 from gpubroker_server.gateway.proxy.residency.server_rules import place_fault
 from gpubroker_server.gateway.proxy.server import Server
 from gpubroker_server.gateway.proxy.watch import index_of
+from gpubroker_server.gateway.submission.permission import check_priority
 
 router = APIRouter(route_class=DirectRoute, tags=["models"])
 

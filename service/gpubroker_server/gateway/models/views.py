@@ -7,11 +7,11 @@ from pydantic import BaseModel, ConfigDict, Field
 from typing_extensions import TypedDict
 
 from gpubroker_server.core.domain.task import Task, TaskState
-from gpubroker_server.gateway.answers.quarantine_views import Time
-from gpubroker_server.gateway.answers.translate import rfc3339_or_none
-from gpubroker_server.gateway.answers.views import AsOf
-from gpubroker_server.gateway.intake.schemas import Priority
 from gpubroker_server.gateway.proxy.residency.residency import Residency
+from gpubroker_server.gateway.status.quarantine_views import Time
+from gpubroker_server.gateway.status.task_view import rfc3339_or_none
+from gpubroker_server.gateway.status.views import AsOf
+from gpubroker_server.gateway.submission.task_body import Priority
 
 Standing = Literal["cold", "waiting", "loading", "resident", "draining"]
 

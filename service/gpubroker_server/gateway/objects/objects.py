@@ -10,13 +10,13 @@ from pydantic import Field
 from typing_extensions import TypedDict
 
 from gpubroker_server.core.domain.units import Instant
-from gpubroker_server.gateway.answers.translate import rfc3339
-from gpubroker_server.gateway.answers.views import Time
-from gpubroker_server.gateway.http.cursor import filter_hash, read_cursor, write_cursor
 from gpubroker_server.gateway.http.faults import refused
+from gpubroker_server.gateway.http.pages import filter_hash, read_cursor, write_cursor
 from gpubroker_server.gateway.http.problems import Fault, Problem
 from gpubroker_server.gateway.http.queries import PageQuery
 from gpubroker_server.gateway.http.routing import Call
+from gpubroker_server.gateway.status.task_view import rfc3339
+from gpubroker_server.gateway.status.views import Time
 from gpubroker_server.ports.objects import LEAST_BYTES, Counted, Quota, StoredObject
 from gpubroker_server.ports.store import BlobCorrupt, BlobMissing
 

@@ -12,19 +12,19 @@ from gpubroker_server.core.domain.submission import RunSpec, changed_spec
 from gpubroker_server.core.domain.task import changed
 from gpubroker_server.core.domain.units import TaskId
 from gpubroker_server.core.planning.run_estimates import Size
-from gpubroker_server.gateway.answers.translate import arguments_of, spec_of
 from gpubroker_server.gateway.http.faults import body_faults, refused
 from gpubroker_server.gateway.http.problems import Fault, Problem
 from gpubroker_server.gateway.http.routing import Call
-from gpubroker_server.gateway.intake.intake import (
+from gpubroker_server.gateway.status.task_view import arguments_of, spec_of
+from gpubroker_server.gateway.submission.permission import check_run
+from gpubroker_server.gateway.submission.submissions import (
     check_allowed,
     check_possible,
     digest_if_large,
     stored_spec,
     taken_in,
 )
-from gpubroker_server.gateway.intake.permission import check_run
-from gpubroker_server.gateway.intake.schemas import SubmitTask
+from gpubroker_server.gateway.submission.task_body import SubmitTask
 from gpubroker_server.gateway.tasks.run_text import (
     Around,
     EntrypointCall,

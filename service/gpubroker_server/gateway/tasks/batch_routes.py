@@ -12,8 +12,8 @@ from gpubroker_server.core.domain.units import TaskId
 from gpubroker_server.gateway.http.identity import Scope
 from gpubroker_server.gateway.http.problems import Problem, ProblemDocument, problem_document
 from gpubroker_server.gateway.http.routing import Call, DirectRoute, json_answer, needs, problems
-from gpubroker_server.gateway.intake.schemas import SubmitBatch
-from gpubroker_server.gateway.intake.submitting import IdempotencyKey, hash_of, key_reused
+from gpubroker_server.gateway.submission.submitting import IdempotencyKey, hash_of, key_reused
+from gpubroker_server.gateway.submission.task_body import SubmitBatch
 from gpubroker_server.gateway.tasks.batch import Batch, at_item
 from gpubroker_server.ports.store import BatchSubmission, Submission, SubmitVerdict
 

@@ -4,14 +4,14 @@ from typing import Annotated
 
 from fastapi import APIRouter, Query, Response
 
-from gpubroker_server.gateway.answers.lookup import at_its_end, find, finished, live_of
-from gpubroker_server.gateway.answers.translate import error_view, task_view
-from gpubroker_server.gateway.answers.views import ResultView, TaskView
 from gpubroker_server.gateway.http.identity import Scope
 from gpubroker_server.gateway.http.problems import Problem
 from gpubroker_server.gateway.http.queries import WaitQuery
 from gpubroker_server.gateway.http.routing import Call, DirectRoute, answer, needs, problems
-from gpubroker_server.gateway.tasks.results import result_member, shown_format
+from gpubroker_server.gateway.status.records import at_its_end, find, finished, live_of
+from gpubroker_server.gateway.status.results import result_member, shown_format
+from gpubroker_server.gateway.status.task_view import error_view, task_view
+from gpubroker_server.gateway.status.views import ResultView, TaskView
 
 router = APIRouter(route_class=DirectRoute, tags=["tasks"])
 

@@ -8,20 +8,25 @@ from fastapi import APIRouter, Header, Query, Response
 
 from gpubroker_server.core.domain.task import Task, TaskState
 from gpubroker_server.core.domain.units import Instant
-from gpubroker_server.gateway.answers.lookup import ask_leader, at_its_end, find, finished, live_of, reread
-from gpubroker_server.gateway.answers.pending import NOT_YET_SEEN
-from gpubroker_server.gateway.answers.task_pages import page_of
-from gpubroker_server.gateway.answers.translate import Live, task_view
-from gpubroker_server.gateway.answers.views import TaskPage, TaskView
 from gpubroker_server.gateway.http.identity import Scope
 from gpubroker_server.gateway.http.problems import Problem
 from gpubroker_server.gateway.http.queries import TaskQuery
 from gpubroker_server.gateway.http.routing import Call, DirectRoute, answer, needs, problems
-from gpubroker_server.gateway.intake.intake import check_allowed, check_possible, stored_spec, take_in
-from gpubroker_server.gateway.intake.permission import check_priority
-from gpubroker_server.gateway.intake.schemas import CancelTask, ChangeTask, SubmitTask
-from gpubroker_server.gateway.intake.submitting import IdempotencyKey, Submitted, sent_before, submitted
-from gpubroker_server.gateway.intake.timing import changed_times
+from gpubroker_server.gateway.status.pending import NOT_YET_SEEN
+from gpubroker_server.gateway.status.records import ask_leader, at_its_end, find, finished, live_of, reread
+from gpubroker_server.gateway.status.task_pages import page_of
+from gpubroker_server.gateway.status.task_view import Live, task_view
+from gpubroker_server.gateway.status.views import TaskPage, TaskView
+from gpubroker_server.gateway.submission.permission import check_priority
+from gpubroker_server.gateway.submission.submissions import (
+    check_allowed,
+    check_possible,
+    stored_spec,
+    take_in,
+)
+from gpubroker_server.gateway.submission.submitting import IdempotencyKey, Submitted, sent_before, submitted
+from gpubroker_server.gateway.submission.task_body import CancelTask, ChangeTask, SubmitTask
+from gpubroker_server.gateway.submission.timing import changed_times
 
 router = APIRouter(route_class=DirectRoute, tags=["tasks"])
 

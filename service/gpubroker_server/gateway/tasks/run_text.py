@@ -5,7 +5,7 @@ from typing import Annotated, Any, NamedTuple
 import msgspec
 from pydantic import TypeAdapter, ValidationError
 
-from gpubroker_server.gateway.intake.schemas import Command, Entrypoint, Function
+from gpubroker_server.gateway.submission.task_body import Command, Entrypoint, Function
 
 
 class Around(NamedTuple):

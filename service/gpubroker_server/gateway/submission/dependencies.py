@@ -9,7 +9,7 @@ from gpubroker_server.gateway.http.faults import refused
 from gpubroker_server.gateway.http.ids import is_task_id
 from gpubroker_server.gateway.http.problems import Fault
 from gpubroker_server.gateway.http.routing import Call
-from gpubroker_server.gateway.intake.schemas import SubmitTask
+from gpubroker_server.gateway.submission.task_body import SubmitTask
 from gpubroker_server.ports.store import Stand
 
 if TYPE_CHECKING:

@@ -9,11 +9,11 @@ from gpubroker_server.core.domain.units import NodeName, TaskId
 from gpubroker_server.core.lifecycle.quarantine import Quarantined, quarantined
 from gpubroker_server.core.world.ledger import Holding
 from gpubroker_server.core.world.world import World
-from gpubroker_server.gateway.answers.quarantine_views import AwaitedView, QuarantinedView
-from gpubroker_server.gateway.answers.translate import rfc3339
 from gpubroker_server.gateway.http.bodies import Body
 from gpubroker_server.gateway.http.identity import Identity, Scope
 from gpubroker_server.gateway.http.text import line
+from gpubroker_server.gateway.status.quarantine_views import AwaitedView, QuarantinedView
+from gpubroker_server.gateway.status.task_view import rfc3339
 
 Reason = Annotated[
     str,

@@ -15,10 +15,13 @@ from gpubroker_server.core.planning.forecast_accuracy import topic_of
 from gpubroker_server.core.planning.fragmentation import Sum
 from gpubroker_server.core.world.ledger import Book, Holding
 from gpubroker_server.core.world.world import World
-from gpubroker_server.gateway.answers.quarantine_views import AwaitedView
-from gpubroker_server.gateway.answers.quarantined import awaited_by_lease
-from gpubroker_server.gateway.answers.translate import rfc3339, rfc3339_or_none
-from gpubroker_server.gateway.answers.views import (
+from gpubroker_server.gateway.http.identity import Identity, Scope
+from gpubroker_server.gateway.http.problems import Problem
+from gpubroker_server.gateway.parts import GatewayParts
+from gpubroker_server.gateway.status.quarantine import awaited_by_lease
+from gpubroker_server.gateway.status.quarantine_views import AwaitedView
+from gpubroker_server.gateway.status.task_view import rfc3339, rfc3339_or_none
+from gpubroker_server.gateway.status.views import (
     AgentView,
     AsOf,
     ForecastsView,
@@ -30,9 +33,6 @@ from gpubroker_server.gateway.answers.views import (
     PledgeView,
     TaskCounts,
 )
-from gpubroker_server.gateway.http.identity import Identity, Scope
-from gpubroker_server.gateway.http.problems import Problem
-from gpubroker_server.gateway.parts import GatewayParts
 from gpubroker_server.ports.last_values import LeaderSeen
 
 

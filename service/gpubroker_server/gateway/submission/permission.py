@@ -7,8 +7,8 @@ from gpubroker_server.core.domain.policy import Policy
 from gpubroker_server.gateway.http.identity import Scope
 from gpubroker_server.gateway.http.problems import Fault, Problem
 from gpubroker_server.gateway.http.routing import Call
-from gpubroker_server.gateway.intake.schemas import Command, Entrypoint, Function, Run
 from gpubroker_server.gateway.parts import GatewayParts
+from gpubroker_server.gateway.submission.task_body import Command, Entrypoint, Function, Run
 
 
 def check_run(call: Call, run: Run) -> None:

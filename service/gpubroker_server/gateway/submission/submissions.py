@@ -9,12 +9,12 @@ from gpubroker_server.core.domain.task import Task
 from gpubroker_server.core.domain.units import Instant, TaskId
 from gpubroker_server.core.explain.gang_admission import ranks_in_words
 from gpubroker_server.core.planning.run_estimates import Size, learned_size, size_of_ranks
-from gpubroker_server.gateway.answers.translate import arguments_of, spec_of, task_of
 from gpubroker_server.gateway.http.routing import Call
-from gpubroker_server.gateway.intake.demands import demand_of, subject_of
-from gpubroker_server.gateway.intake.dependencies import Stands, dependencies_of, stands_for
-from gpubroker_server.gateway.intake.permission import check_priority, check_run, check_stream
-from gpubroker_server.gateway.intake.schemas import SubmitTask
+from gpubroker_server.gateway.status.task_view import arguments_of, spec_of, task_of
+from gpubroker_server.gateway.submission.demand import demand_of, subject_of
+from gpubroker_server.gateway.submission.dependencies import Stands, dependencies_of, stands_for
+from gpubroker_server.gateway.submission.permission import check_priority, check_run, check_stream
+from gpubroker_server.gateway.submission.task_body import SubmitTask
 from gpubroker_server.ports.store import RunSpec
 
 

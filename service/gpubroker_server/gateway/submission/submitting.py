@@ -8,9 +8,9 @@ from fastapi import Header
 
 from gpubroker_server.core.domain.task import Task
 from gpubroker_server.core.domain.units import TaskId
-from gpubroker_server.gateway.answers.lookup import find
 from gpubroker_server.gateway.http.problems import Problem
 from gpubroker_server.gateway.http.routing import Call
+from gpubroker_server.gateway.status.records import find
 from gpubroker_server.ports.store import RunSpec, Submission, SubmitVerdict, TaskRecord
 
 IdempotencyKey = Annotated[

@@ -16,10 +16,10 @@ from gpubroker_server.core.planning.gang_placement import Gang
 from gpubroker_server.core.planning.run_estimates import Remaining
 from gpubroker_server.core.planning.victims import lost_gpu_seconds
 from gpubroker_server.core.world.world import World
-from gpubroker_server.gateway.answers.overview import forecasts_views, sees
-from gpubroker_server.gateway.answers.translate import expected_view
-from gpubroker_server.gateway.answers.views import ExpectedView, ForecastsView
+from gpubroker_server.gateway.cluster.devices import forecasts_views, sees
 from gpubroker_server.gateway.http.identity import Identity
+from gpubroker_server.gateway.status.task_view import expected_view
+from gpubroker_server.gateway.status.views import ExpectedView, ForecastsView
 
 
 class RunHolder(TypedDict):

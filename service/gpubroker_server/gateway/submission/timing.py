@@ -8,7 +8,7 @@ from gpubroker_server.core.domain.units import Instant, Seconds
 from gpubroker_server.gateway.http.bodies import Timed
 from gpubroker_server.gateway.http.faults import refused
 from gpubroker_server.gateway.http.problems import Fault
-from gpubroker_server.gateway.intake.schemas import CHANGEABLE_TIMES, ChangeTask
+from gpubroker_server.gateway.submission.task_body import CHANGEABLE_TIMES, ChangeTask
 
 HORIZON_SECONDS = 3650 * 24 * 3600.0
 """No time that a task may be given lies further ahead."""

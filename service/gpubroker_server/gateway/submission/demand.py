@@ -7,11 +7,11 @@ from itertools import groupby
 from gpubroker_server.core.domain.demand import ANYWHERE, Demand, Labels, Where
 from gpubroker_server.core.domain.units import Mib
 from gpubroker_server.core.planning.run_estimates import Size
-from gpubroker_server.gateway.intake.demand_views import BundleView, DemandView
-from gpubroker_server.gateway.intake.gpu_size import LEARNED, GpuSize
-from gpubroker_server.gateway.intake.resources import Amounts, Bundle
-from gpubroker_server.gateway.intake.schemas import SubmitTask
 from gpubroker_server.gateway.parts import Defaults, ModelType
+from gpubroker_server.gateway.submission.demand_views import BundleView, DemandView
+from gpubroker_server.gateway.submission.gpu_size import LEARNED, GpuSize
+from gpubroker_server.gateway.submission.resources import Amounts, Bundle
+from gpubroker_server.gateway.submission.task_body import SubmitTask
 
 Learn = Callable[[Demand], Size]
 """What earlier runs used of the devices that whoever asks for this may use."""

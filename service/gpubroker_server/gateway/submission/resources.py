@@ -7,8 +7,8 @@ from pydantic_core import PydanticCustomError
 
 from gpubroker_server.gateway.http.bodies import Body, LabelKey
 from gpubroker_server.gateway.http.text import KindName, NodeLabels, line
-from gpubroker_server.gateway.intake.gpu_size import GpuMb
-from gpubroker_server.gateway.intake.roles import Role, most_of
+from gpubroker_server.gateway.submission.gpu_size import GpuMb
+from gpubroker_server.gateway.submission.roles import Role, most_of
 
 MOST_RANKS = 256
 

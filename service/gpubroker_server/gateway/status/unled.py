@@ -3,8 +3,8 @@
 from gpubroker_server.core.domain.reasons import Reason
 from gpubroker_server.core.domain.task import Task
 from gpubroker_server.core.explain.blockers import Blocker
-from gpubroker_server.gateway.answers.views import PendingView
 from gpubroker_server.gateway.parts import GatewayParts
+from gpubroker_server.gateway.status.views import PendingView
 
 _NOBODY_LEADS = (
     "nobody leads: no broker is running, or none reaches the database, and nothing starts or stops until one "

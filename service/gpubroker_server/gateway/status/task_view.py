@@ -19,9 +19,11 @@ from gpubroker_server.core.planning.backfill import Basis
 from gpubroker_server.core.planning.expected_start import Start
 from gpubroker_server.core.planning.run_estimates import Remaining, Size
 from gpubroker_server.core.world.events import Event
-from gpubroker_server.gateway.answers.estimates import SizingView
-from gpubroker_server.gateway.answers.quarantine_views import QuarantinedView
-from gpubroker_server.gateway.answers.views import (
+from gpubroker_server.gateway.http.faults import refused
+from gpubroker_server.gateway.http.problems import Fault
+from gpubroker_server.gateway.parts import Defaults
+from gpubroker_server.gateway.status.quarantine_views import QuarantinedView
+from gpubroker_server.gateway.status.views import (
     ErrorView,
     EventView,
     ExpectedView,
@@ -30,14 +32,12 @@ from gpubroker_server.gateway.answers.views import (
     RunView,
     TaskView,
 )
-from gpubroker_server.gateway.http.faults import refused
-from gpubroker_server.gateway.http.problems import Fault
-from gpubroker_server.gateway.intake.demand_views import DeviceShare, RankView
-from gpubroker_server.gateway.intake.demands import NO_TYPE, resources_view, subject_of
-from gpubroker_server.gateway.intake.roles import ROLES_VARIABLE
-from gpubroker_server.gateway.intake.schemas import Command, Entrypoint, Function, SubmitTask
-from gpubroker_server.gateway.intake.timing import timing_of
-from gpubroker_server.gateway.parts import Defaults
+from gpubroker_server.gateway.submission.demand import NO_TYPE, resources_view, subject_of
+from gpubroker_server.gateway.submission.demand_views import DeviceShare, RankView
+from gpubroker_server.gateway.submission.roles import ROLES_VARIABLE
+from gpubroker_server.gateway.submission.task_body import Command, Entrypoint, Function, SubmitTask
+from gpubroker_server.gateway.submission.timing import timing_of
+from gpubroker_server.gateway.tasks.estimates import SizingView
 from gpubroker_server.ports.store import Progress, RunSpec, TaskRecord
 
 SHARED_BELOW_CPU = 1.0

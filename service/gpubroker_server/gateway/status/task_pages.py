@@ -6,11 +6,11 @@ from typing import Any
 from fastapi import Response
 
 from gpubroker_server.core.domain.units import TaskId
-from gpubroker_server.gateway.answers.lookup import live_of
-from gpubroker_server.gateway.answers.translate import Live
-from gpubroker_server.gateway.http.cursor import filter_hash, read_cursor, write_cursor
+from gpubroker_server.gateway.http.pages import filter_hash, read_cursor, write_cursor
 from gpubroker_server.gateway.http.queries import PageQuery
 from gpubroker_server.gateway.http.routing import Call, answer
+from gpubroker_server.gateway.status.records import live_of
+from gpubroker_server.gateway.status.task_view import Live
 from gpubroker_server.ports.store import TaskFilter, TaskRecord
 
 

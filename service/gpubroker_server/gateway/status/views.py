@@ -5,10 +5,10 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 from typing_extensions import TypedDict
 
-from gpubroker_server.gateway.answers.estimates import SizingView
-from gpubroker_server.gateway.answers.quarantine_views import AwaitedView, QuarantinedView
-from gpubroker_server.gateway.answers.quarantine_views import Time as Time
-from gpubroker_server.gateway.intake.demand_views import DeviceShare, Overused, RankView, ResourcesView
+from gpubroker_server.gateway.status.quarantine_views import AwaitedView, QuarantinedView
+from gpubroker_server.gateway.status.quarantine_views import Time as Time
+from gpubroker_server.gateway.submission.demand_views import DeviceShare, Overused, RankView, ResourcesView
+from gpubroker_server.gateway.tasks.estimates import SizingView
 
 
 class RunView(TypedDict):

@@ -14,15 +14,15 @@ from gpubroker_server.core.lifecycle.learning import kind_of_run
 from gpubroker_server.core.lifecycle.quarantine import quarantined
 from gpubroker_server.core.planning.expected_start import start_of
 from gpubroker_server.core.planning.run_estimates import remaining_seconds
-from gpubroker_server.gateway.answers.quarantined import quarantined_view
-from gpubroker_server.gateway.answers.translate import Live, expected_view, task_view
-from gpubroker_server.gateway.answers.unled import told_unled, unled
-from gpubroker_server.gateway.answers.views import ExpectedView, PendingView
 from gpubroker_server.gateway.http.ids import is_task_id
 from gpubroker_server.gateway.http.problems import Problem
 from gpubroker_server.gateway.http.routing import Call, answer
 from gpubroker_server.gateway.parts import GatewayParts
-from gpubroker_server.gateway.tasks.results import result_member
+from gpubroker_server.gateway.status.quarantine import quarantined_view
+from gpubroker_server.gateway.status.results import result_member
+from gpubroker_server.gateway.status.task_view import Live, expected_view, task_view
+from gpubroker_server.gateway.status.unled import told_unled, unled
+from gpubroker_server.gateway.status.views import ExpectedView, PendingView
 from gpubroker_server.ports.store import TaskRecord
 
 

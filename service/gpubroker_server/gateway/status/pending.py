@@ -12,7 +12,7 @@ from gpubroker_server.core.planning.backfill import Forecast
 from gpubroker_server.core.planning.fair_share import Shares
 from gpubroker_server.core.world.inherited_priority import Inherited
 from gpubroker_server.core.world.world import World
-from gpubroker_server.gateway.answers.views import InheritsView, PendingView
+from gpubroker_server.gateway.status.views import InheritsView, PendingView
 
 REMEMBERED_SECONDS = Seconds(1.0)
 """Surveying a thousand devices takes tens of milliseconds, and many tasks alike are polled."""

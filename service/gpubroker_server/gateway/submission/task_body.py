@@ -22,7 +22,7 @@ from gpubroker_server.core.domain.policy import BAND_NAMES
 from gpubroker_server.gateway.http.bodies import Body, DeadlineAt, InPieces, NotBefore, QueueTtlSeconds, Timed
 from gpubroker_server.gateway.http.identity import Scope
 from gpubroker_server.gateway.http.text import LINE, Labels, Name, Text, line
-from gpubroker_server.gateway.intake.resources import Resources
+from gpubroker_server.gateway.submission.resources import Resources
 
 ENV_BYTES = 32 * 1024
 RESERVED_ENV = ("CUDA_", "NVIDIA_", "RAY_", "GPUBROKER_", "LD_", "PYTHON")
