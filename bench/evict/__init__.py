@@ -1,9 +1,10 @@
-"""Which models stay in memory: requests of a published trace that had to wait for a load, by policy.
+"""Requests of a published trace whose model had to be loaded first, by eviction policy.
 
-Each model takes one slot. The figure is the share of requests whose model was not there, beside FIFO, LRU,
-LFU, LFU with a half-life, and Belady's choice, which knows the future. `.hours` is the time spent on loading
-where each model has a load time of its own; the clairvoyant's is then the least that any choice could reach.
-`.second_half` is of the later half of the requests: constants of the service were chosen on the earlier one.
+Each model takes one slot. `gpubroker` is the service's planner: what `plan_cycle` evicts for one more
+model when all models there are idle and past their minimum residency. Beside it stand FIFO, LRU, LFU,
+LFU with a half-life, and Belady's optimum, which knows the future. `.hours` is the time spent on loading
+when each model has its own load time; there `clairvoyant` is the least that any policy could reach.
+`.second_half` counts the later half of the requests: the service's constants were chosen on the earlier.
 
 Data: https://github.com/alibaba/clusterdata/tree/master/cluster-trace-v2026-GenAI
 """
@@ -14,22 +15,23 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from bench.evict.optimum import least_seconds
-from bench.evict.policies import BEST, LEAST_RECENT, OURS, POLICIES, policy
-from bench.evict.replay import misses
+from bench.evict.policies import BEST, LEAST_RECENT, OURS, POLICIES, misses, policy
 from bench.evict.trace import Use, read_loads, read_uses, spread
 from bench.measuring import Figure, say
 
 Missed = dict[str, list[int]]
-"""By policy the numbers of the requests that had to wait."""
+"""Policy -> the numbers of the requests that had to wait."""
 
 
 def add_options(parser: ArgumentParser) -> None:
     parser.add_argument("--data", type=Path, required=True, help="folder with the two files of the trace")
-    parser.add_argument("--slots", type=sizes, default=(2, 4, 8, 16), help="how many models fit, like 2,4,8")
+    parser.add_argument(
+        "--slots", type=sizes, default=(2, 4, 8, 16), help="how many models fit (default: 2,4,8,16)"
+    )
 
 
 def sizes(text: str) -> tuple[int, ...]:
-    """Raises ValueError if a part is no whole number from 1 on."""
+    """Raises ValueError for anything but whole numbers from 1 on."""
     parts = tuple(int(part) for part in text.split(","))
     if min(parts) < 1:
         raise ValueError(f"slots are whole numbers from 1 on, not {text!r}")
@@ -68,25 +70,25 @@ def figures(slots: int, uses: Sequence[Use], missed: Missed, hours: Mapping[str,
 
 
 def figure(name: str, value: float, unit: str, n: int, baseline: float | None = None) -> Figure:
-    """The baseline is LRU's."""
+    """The baseline is LRU's value."""
     ratio = value / baseline if baseline else None
     return Figure("evict", f"evict.{name}", value, unit, n, baseline=baseline, ratio=ratio)
 
 
 def way(values: Mapping[str, float]) -> float:
-    """How far the service's choice gets from LRU (0) to clairvoyant (1)."""
+    """How far the service gets from LRU (0) to clairvoyant (1)."""
     least, most = values[BEST], values[LEAST_RECENT]
     return (most - values[OURS]) / (most - least) if most > least else 0.0
 
 
 def show(slots: int, uses: Sequence[Use], missed: Missed, seconds: float, hours: Mapping[str, float]) -> None:
-    """The same for people."""
+    """The same as a table on stderr."""
     half = len(uses) // 2
-    say(f"\n{slots} slots         missed %  second half %  hours, all loads alike  hours, each its own")
+    say(f"\n{slots} slots         missed %  second half %  hours, equal loads  hours, own loads")
     for name, numbers in missed.items():
         late = sum(number >= half for number in numbers)
         share, late_share = 100 * len(numbers) / len(uses), 100 * late / (len(uses) - half)
-        alike = len(numbers) * seconds / 3600
-        say(f"  {name:<14}{share:>10.2f}{late_share:>15.2f}{alike:>24.1f}{hours[name]:>21.1f}")
+        equal = len(numbers) * seconds / 3600
+        say(f"  {name:<14}{share:>10.2f}{late_share:>15.2f}{equal:>20.1f}{hours[name]:>18.1f}")
     counts = {name: float(len(numbers)) for name, numbers in missed.items()}
-    say(f"  gpubroker gets {way(counts):.0%} of the way from LRU to clairvoyant, by hours {way(hours):.0%}")
+    say(f"  gpubroker gets {way(counts):.0%} of the way from LRU to clairvoyant, {way(hours):.0%} by hours")

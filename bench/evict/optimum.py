@@ -1,10 +1,9 @@
-"""The least that any policy spends on loading, if it knows all requests and models differ in load time.
+"""The least time that any policy can spend on loading when models differ in load time.
 
-Who is used again last need not be the best victim then. The optimum is a flow: to keep a model from one use
-to the next takes a slot for all requests between them, and saves a load. Each slot but the one of the request
-being served is a path through the trace, from one such stay to another or past requests; together the paths
-are to save as much as they can. Found by one shortest path after another (with potentials, after Johnson),
-each of which uses one slot more.
+Belady's choice is not optimal then. The optimum is a minimum-cost flow: keeping a model from one use to the
+next takes a slot for all requests in between and saves one load. Each slot, except the one of the request
+being served, is a path through the trace along such stays; together the paths save as much as possible.
+Solved by successive shortest paths with Johnson's potentials, one slot at a time.
 """
 
 from collections.abc import Mapping, Sequence
@@ -12,18 +11,18 @@ from heapq import heappop, heappush
 from math import inf
 
 Stay = tuple[int, int, float]
-"""(the first place at which it takes a slot, the first at which it no longer does, seconds saved)"""
+"""(first request during which it takes a slot, first request after that, seconds saved)"""
 
 
 def least_seconds(models: Sequence[str], seconds: Mapping[str, float], slots: int) -> float:
-    """Of loading, for requests for these models in this order."""
+    """Seconds of loading for requests for these models in this order."""
     order = [model for at, model in enumerate(models) if at == 0 or models[at - 1] != model]
     stays = stays_of(order, seconds)
     return sum(seconds[model] for model in order) - most_saved(len(order), stays, slots - 1)
 
 
 def stays_of(order: Sequence[str], seconds: Mapping[str, float]) -> list[Stay]:
-    """From each use to the next one of that model; no two in a row are of one."""
+    """From each use of a model to its next one. `order` never names a model twice in a row."""
     last: dict[str, int] = {}
     stays = []
     for place, model in enumerate(order):
@@ -34,7 +33,7 @@ def stays_of(order: Sequence[str], seconds: Mapping[str, float]) -> list[Stay]:
 
 
 def most_saved(places: int, stays: Sequence[Stay], slots: int) -> float:
-    """Seconds."""
+    """Seconds of loading that `slots` slots save at most."""
     starting: list[list[int]] = [[] for _ in range(places + 1)]
     ending: list[list[int]] = [[] for _ in range(places + 1)]
     for number, (start, end, _) in enumerate(stays):
@@ -45,7 +44,7 @@ def most_saved(places: int, stays: Sequence[Stay], slots: int) -> float:
         before = [potential[stays[number][0]] - stays[number][2] for number in ending[place]]
         potential[place] = min(potential[place - 1], *before) if before else potential[place - 1]
     kept = [False] * len(stays)
-    idle = [0] * places  # slots that pass a place empty
+    idle = [0] * places  # empty slots at each request
     saved = 0.0
     for _ in range(slots):
         gain = _one_more(stays, starting, ending, potential, kept, idle)
@@ -63,10 +62,10 @@ def _one_more(
     kept: list[bool],
     idle: list[int],
 ) -> float:
-    """What one slot more saves. Changes what is kept, and the potentials, in place."""
+    """Seconds that one more slot saves. Changes `potential`, `kept` and `idle` in place."""
     places = len(idle)
     distance = [inf] * (places + 1)
-    came: list[tuple[int, int]] = [(0, -1)] * (places + 1)  # (from where, by which stay; -1: past a request)
+    came: list[tuple[int, int]] = [(0, -1)] * (places + 1)  # (previous place, stay used; -1: none)
     distance[0] = 0.0
     heap = [(0.0, 0)]
     while heap:

@@ -1,36 +1,49 @@
-"""Who goes when another model needs the slot."""
+"""The policies, and the replay of a trace against one of them."""
 
 from collections.abc import Collection, Mapping, Sequence
 from typing import Protocol
 
-from gpubroker_server.core.domain.models.residency import Resident, StayRules, Usage, least_worth_first
-from gpubroker_server.core.domain.units import Instant, Seconds
-
+from bench.evict.planner import Planner
 from bench.evict.trace import Use
 
 LEAST_RECENT, OURS, BEST = "lru", "gpubroker", "clairvoyant"
 POLICIES = ("fifo", LEAST_RECENT, "lfu", "decayed_lfu", OURS, BEST)
 
 HALF_LIFE_SECONDS = 1800.0
-"""Of the decayed LFU: of single half-lives from a minute to three days about the best on that trace."""
-
-NOBODY_IS_GUARDED = StayRules(Seconds(0.0), 0.0)
-"""In a replay nobody can wait: what is asked for is loaded at once."""
+"""Of the decayed LFU: about the best single half-life for that trace, from a minute to three days."""
 
 
 class Policy(Protocol):
-    """Requests are named by their numbers, counted from 0."""
+    """Chooses the model to evict. Requests are numbered from 0."""
 
     def loaded(self, model: str, number: int, /) -> None:
-        """For this request, by which it is `used` then."""
+        """The model was loaded for this request; `used` follows."""
 
     def used(self, use: Use, number: int, /) -> None: ...
 
     def victim(self, resident: Collection[str], now: float, /) -> str: ...
 
 
+def misses(uses: Sequence[Use], slots: int, policy: Policy) -> list[int]:
+    """The numbers of the requests whose model had to be loaded, with room for `slots` models.
+
+    Requests are served one at a time; a missing model takes a free slot or that of a victim.
+    """
+    resident: set[str] = set()
+    missed: list[int] = []
+    for number, use in enumerate(uses):
+        if use.model not in resident:
+            missed.append(number)
+            if len(resident) == slots:
+                resident.remove(policy.victim(resident, use.at))
+            resident.add(use.model)
+            policy.loaded(use.model, number)
+        policy.used(use, number)
+    return missed
+
+
 def policy(name: str, uses: Sequence[Use], load_seconds: Mapping[str, float]) -> Policy:
-    """`uses`: all there will be, for whom it is given to know them."""
+    """`uses`: all requests of the replay; only the clairvoyant policy reads them in advance."""
     match name:
         case "fifo":
             return Fifo()
@@ -41,13 +54,13 @@ def policy(name: str, uses: Sequence[Use], load_seconds: Mapping[str, float]) ->
         case "decayed_lfu":
             return Lfu(HALF_LIFE_SECONDS)
         case "gpubroker":
-            return Gpubroker(load_seconds)
+            return Planner(load_seconds)
         case _:
             return Clairvoyant(uses)
 
 
 class Ranked:
-    """Who ranks lowest goes: each model has a number."""
+    """Evicts the model with the lowest rank."""
 
     def __init__(self) -> None:
         self.rank: dict[str, float] = {}
@@ -73,7 +86,7 @@ class Lru(Ranked):
 
 
 class Clairvoyant(Ranked):
-    """Who is used again last, after Belady: no policy misses fewer requests."""
+    """Evicts the model whose next use is farthest away (Belady): no policy misses fewer requests."""
 
     def __init__(self, uses: Sequence[Use]) -> None:
         super().__init__()
@@ -89,13 +102,13 @@ class Clairvoyant(Ranked):
 
 
 class Lfu:
-    """Who was used least often, each use being worth half after each half-life, if there is one. Of equals
-    who is unused for longest."""
+    """Evicts the least frequently used model, of equal ones the least recently used. With a half-life, each
+    use counts half as much after it."""
 
     def __init__(self, half_life_seconds: float | None = None) -> None:
         self._half_life = half_life_seconds
         self._counts: dict[str, tuple[float, float, int]] = {}
-        """By model its count, the moment that holds for, and its last request."""
+        """Model -> (count, time of that count, number of its last request)."""
 
     def loaded(self, _model: str, _number: int) -> None:
         pass
@@ -109,21 +122,3 @@ class Lfu:
     def _count(self, model: str, now: float) -> float:
         count, at, _ = self._counts.get(model, (0.0, now, 0))
         return count if self._half_life is None else count * 0.5 ** ((now - at) / self._half_life)
-
-
-class Gpubroker:
-    """The service's own choice, among models that are all idle and of which nobody is guarded."""
-
-    def __init__(self, load_seconds: Mapping[str, float]) -> None:
-        self._load_seconds = load_seconds
-        self._usage: dict[str, Usage] = {}
-
-    def loaded(self, _model: str, _number: int) -> None:
-        pass
-
-    def used(self, use: Use, _number: int) -> None:
-        self._usage[use.model] = self._usage.get(use.model, Usage()).used(Instant(use.at))
-
-    def victim(self, resident: Collection[str], now: float) -> str:
-        models = [Resident(name, Seconds(self._load_seconds[name]), self._usage[name]) for name in resident]
-        return least_worth_first(models, NOBODY_IS_GUARDED, Instant(now))[0].name

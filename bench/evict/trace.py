@@ -1,6 +1,6 @@
-"""Requests for models and the load times of models, as alibaba/clusterdata published them (v2026-GenAI).
+"""Requests for models and load times of models, as published by alibaba/clusterdata (v2026-GenAI).
 
-The files are read where the operator keeps them; they are no part of this repository.
+The files are not part of this repository; `--data` names their folder.
 """
 
 import csv
@@ -21,8 +21,8 @@ class Use(NamedTuple):
 
 
 def read_uses(data: Path) -> list[Use]:
-    """In order of time; of those in one second, in the order of the file. A request that names no model is
-    one for the model without a name: the service has a default."""
+    """In order of time, within one second in the order of the file. Requests that name no model count as
+    requests for one model with an empty name: that service has a default model."""
     with open(data / REQUESTS, newline="") as file:
         uses = [
             Use(instant(row["gmt_create"]), row["checkpoint_model_version_id"])
@@ -36,13 +36,13 @@ def instant(text: str) -> float:
 
 
 def read_loads(data: Path) -> list[float]:
-    """Seconds, the shortest first. The file tells milliseconds, and not of which model."""
+    """Seconds, ascending. The file gives milliseconds, and does not say of which model."""
     with open(data / LOADS, newline="") as file:
         return sorted(float(row["value"]) / 1000 for row in csv.DictReader(file))
 
 
 def spread(models: Collection[str], loads: Sequence[float]) -> dict[str, float]:
-    """Each model's own load time: the models, in the order of a digest of their names, get evenly spaced ones
-    of the published times. Which model has which is made up; how much they differ is not."""
+    """A load time for each model: evenly spaced published times, assigned by a digest of the model's name.
+    Which model gets which is made up; the distribution is the published one."""
     order = sorted(models, key=lambda model: hashlib.sha256(model.encode()).digest())
     return {model: loads[(2 * at + 1) * len(loads) // (2 * len(order))] for at, model in enumerate(order)}

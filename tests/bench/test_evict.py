@@ -1,4 +1,4 @@
-"""The short form of `python -m bench evict`: a few hundred requests, against what can be checked."""
+"""`python -m bench evict` on a few hundred requests, against results that can be computed otherwise."""
 
 import random
 from argparse import ArgumentParser
@@ -10,8 +10,7 @@ import pytest
 
 from bench import evict
 from bench.evict.optimum import least_seconds
-from bench.evict.policies import POLICIES, Clairvoyant, Fifo, Lfu, Lru, policy
-from bench.evict.replay import misses
+from bench.evict.policies import POLICIES, Clairvoyant, Fifo, Lfu, Lru, misses, policy
 from bench.evict.trace import LOADS, REQUESTS, Use, read_loads, read_uses, spread
 
 
@@ -19,8 +18,8 @@ def uses_of(models: Sequence[str], every: float = 60.0) -> list[Use]:
     return [Use(number * every, model) for number, model in enumerate(models)]
 
 
-def by_chance(seed: int, n: int = 300, models: int = 9) -> list[Use]:
-    """A few models are asked for often, the others seldom."""
+def random_uses(seed: int, n: int = 300, models: int = 9) -> list[Use]:
+    """A few models are requested often, the others seldom."""
     chance = random.Random(seed)
     names = [f"M{number}" for number in range(models)]
     picked = chance.choices(names, [1 / (number + 1) for number in range(models)], k=n)
@@ -31,7 +30,7 @@ def missed(uses: list[Use], slots: int, name: str) -> int:
     return len(misses(uses, slots, policy(name, uses, dict.fromkeys({use.model for use in uses}, 1.0))))
 
 
-def test_fifo_lru_and_lfu_choose_as_their_names_say():
+def test_fifo_lru_and_lfu_evict_as_their_names_say():
     uses = uses_of("aabaaca")
     assert misses(uses, 2, Fifo()) == [0, 2, 5, 6], "a came first"
     assert misses(uses, 2, Lru()) == [0, 2, 5], "b was used last before a"
@@ -39,36 +38,36 @@ def test_fifo_lru_and_lfu_choose_as_their_names_say():
     assert misses(uses_of("aaabbca"), 2, Lru()) == [0, 3, 5, 6]
 
 
-def test_a_half_life_forgets_what_was_used_much_long_ago():
+def test_an_lfu_with_a_half_life_forgets_old_use():
     uses = [*uses_of("aaaa"), Use(90_000, "b"), Use(90_060, "c"), Use(90_120, "b")]
     assert misses(uses, 2, Lfu()) == [0, 4, 5, 6]
     assert misses(uses, 2, Lfu(1800)) == [0, 4, 5]
 
 
 @pytest.mark.parametrize(("seed", "slots"), [*product(range(3), (2, 4))])
-def test_nobody_misses_fewer_requests_than_who_knows_the_future(seed: int, slots: int):
-    uses = by_chance(seed)
+def test_no_policy_misses_fewer_requests_than_the_clairvoyant(seed: int, slots: int):
+    uses = random_uses(seed)
     best = missed(uses, slots, "clairvoyant")
     assert all(best <= missed(uses, slots, name) for name in POLICIES)
 
 
 @pytest.mark.parametrize(("seed", "slots"), [*product(range(3), (1, 2, 4, 9))])
-def test_where_all_loads_take_as_long_the_least_time_is_that_of_who_knows_the_future(seed: int, slots: int):
-    uses = by_chance(seed)
+def test_with_equal_load_times_the_least_time_is_that_of_the_clairvoyant(seed: int, slots: int):
+    uses = random_uses(seed)
     seconds = dict.fromkeys({use.model for use in uses}, 20.0)
     least = least_seconds([use.model for use in uses], seconds, slots)
     assert least == pytest.approx(20.0 * len(misses(uses, slots, Clairvoyant(uses))))
 
 
 @pytest.mark.parametrize(("seed", "slots"), [*product(range(6), (2, 3))])
-def test_where_loads_differ_the_least_time_is_that_of_the_best_of_all_choices(seed: int, slots: int):
-    models = [use.model for use in by_chance(seed, n=14, models=5)]
+def test_with_different_load_times_the_least_time_is_that_of_the_best_of_all_choices(seed: int, slots: int):
+    models = [use.model for use in random_uses(seed, n=14, models=5)]
     seconds = {f"M{number}": float((7 * number) % 5 + 1) for number in range(5)}
     assert least_seconds(models, seconds, slots) == pytest.approx(cheapest(models, seconds, slots))
 
 
 def cheapest(models: list[str], seconds: dict[str, float], slots: int) -> float:
-    """All choices, tried out."""
+    """By trying out all choices."""
     ways: dict[frozenset[str], float] = {frozenset(): 0.0}
     for model in models:
         then: dict[frozenset[str], float] = {}
@@ -84,7 +83,7 @@ def cheapest(models: list[str], seconds: dict[str, float], slots: int) -> float:
     return min(ways.values())
 
 
-def test_the_service_misses_fewer_than_lru_where_some_models_come_once_and_others_all_the_time():
+def test_the_planner_misses_fewer_requests_than_lru_when_some_models_are_used_only_once():
     chance = random.Random(5)
     uses = uses_of([chance.choice("abc") if number % 3 else f"once-{number}" for number in range(600)])
     assert missed(uses, 4, "gpubroker") < 0.9 * missed(uses, 4, "lru")
@@ -92,7 +91,7 @@ def test_the_service_misses_fewer_than_lru_where_some_models_come_once_and_other
 
 def write_trace(folder: Path) -> None:
     rows = [
-        f"2024-11-15 16:{use.at // 60 % 60:02.0f}:{use.at % 60:02.0f},{use.model}" for use in by_chance(1)
+        f"2024-11-15 16:{use.at // 60 % 60:02.0f}:{use.at % 60:02.0f},{use.model}" for use in random_uses(1)
     ]
     head = "gmt_create,checkpoint_model_version_id"
     (folder / REQUESTS).write_text("\n".join([head, *reversed(rows)]))
@@ -100,7 +99,7 @@ def write_trace(folder: Path) -> None:
     (folder / LOADS).write_text("\n".join(["timestamp_anon,value,container_ip", *loads]))
 
 
-def test_one_command_tells_all_policies_both_halves_and_the_hours(tmp_path: Path):
+def test_the_command_yields_all_policies_both_halves_and_the_hours(tmp_path: Path):
     write_trace(tmp_path)
     parser = ArgumentParser()
     evict.add_options(parser)
@@ -116,7 +115,7 @@ def test_one_command_tells_all_policies_both_halves_and_the_hours(tmp_path: Path
     }
 
 
-def test_a_trace_is_read_in_order_of_time_and_load_times_by_length(tmp_path: Path):
+def test_requests_are_read_in_order_of_time_and_load_times_in_ascending_order(tmp_path: Path):
     write_trace(tmp_path)
     uses = read_uses(tmp_path)
     assert len(uses) == 300
@@ -124,7 +123,7 @@ def test_a_trace_is_read_in_order_of_time_and_load_times_by_length(tmp_path: Pat
     assert read_loads(tmp_path) == [2.0, 21.0, 40.0]
 
 
-def test_models_have_load_times_as_different_as_the_published_ones():
+def test_the_load_times_of_models_are_spread_like_the_published_ones():
     names = [f"M{number}" for number in range(30)]
     found = spread(names, [2.0, 21.0, 40.0])
     assert sorted(found.values()) == [2.0] * 10 + [21.0] * 10 + [40.0] * 10
@@ -132,10 +131,10 @@ def test_models_have_load_times_as_different_as_the_published_ones():
 
 
 @pytest.mark.parametrize("text", ["", "2,x", "0,4"])
-def test_slots_that_are_no_numbers_are_refused(text: str):
+def test_slots_must_be_whole_numbers(text: str):
     with pytest.raises(ValueError, match=r"slots are|invalid literal"):
         evict.sizes(text)
 
 
-def test_where_nothing_is_to_be_gained_nothing_is():
+def test_the_way_is_zero_when_lru_is_already_optimal():
     assert evict.way({"lru": 5.0, "clairvoyant": 5.0, "gpubroker": 5.0}) == 0.0

@@ -2,7 +2,7 @@
 
 from math import inf
 
-from gpubroker_server.core.domain.models.residency import StayRules, guarded_seconds
+from gpubroker_server.core.domain.models.residency import min_residency_seconds
 from gpubroker_server.core.domain.policy import Policy, band_of
 from gpubroker_server.core.domain.task import Task, changed
 from gpubroker_server.core.domain.units import Instant, Seconds
@@ -52,7 +52,7 @@ def _least_seconds(run: Task, policy: Policy) -> Seconds:
     """So long after its start it has hardly begun; a model that was loaded for it has hardly been there."""
     if run.model is None:
         return policy.min_run_seconds
-    return max(policy.min_run_seconds, guarded_seconds(run.model.load_seconds, StayRules()))
+    return max(policy.min_run_seconds, min_residency_seconds(run.model.load_seconds))
 
 
 def shielded_seconds(run: Task, policy: Policy, *, is_first: bool = False) -> Seconds:
