@@ -17,9 +17,13 @@ from bench.__main__ import BENCHMARKS
 from tests.architecture.source_tree import PYTHON_FOLDERS, ROOT, modules, pages
 
 FENCED = re.compile(r"^```(?:sh|bash|console)\n(.*?)^```", re.MULTILINE | re.DOTALL)
-LINK = re.compile(r"\[[^\]]*\]\(([^)#\s]+)(?:#[^)]*)?\)")
+LINK = re.compile(r"\[[^\]]*\]\(([^)#\s]*)(?:#([^)]*))?\)")
+FENCED_ANY = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
+HEADING = re.compile(r"^#+ (.+)$", re.MULTILINE)
 TARGET = re.compile(r"(?<=\])\([^)\s]+\)")
 MOST_COLUMNS = 140
+MOST_DECISIONS = 60
+MOST_WORDS_OF_A_DECISION = 500
 CONFLICT = re.compile(r"^(?:<{7}|>{7}) ", re.MULTILINE)
 PRIVATE_PATH = re.compile(r"(?<![\w.~}])/(?:home|root|work|Users)/\w|\.\./shared\b")
 
@@ -104,21 +108,48 @@ def test_a_command_that_does_not_exist_would_be_seen() -> None:
     assert not is_unknown(["gpubroker", "ps", "-o", "json"])
 
 
-def test_links_between_pages_lead_somewhere() -> None:
-    broken = [
-        f"{page.relative_to(ROOT)} -> {target}"
-        for page in markdown()
-        for target in LINK.findall(page.read_text(encoding="utf-8"))
-        if "://" not in target and not (page.parent / target).exists()
-    ]
-    assert broken == []
+def links() -> Iterator[tuple[str, Path, str]]:
+    """Link as written, page, and anchor of each link to a page of this repository."""
+    for page in markdown():
+        for target, anchor in LINK.findall(FENCED_ANY.sub("", page.read_text(encoding="utf-8"))):
+            if "://" not in target:
+                yield (
+                    f"{page.relative_to(ROOT)} -> {target}#{anchor}",
+                    page.parent / target if target else page,
+                    anchor,
+                )
+
+
+def anchors(page: Path) -> set[str]:
+    """The anchors that GitHub makes of a page's headings."""
+    text = FENCED_ANY.sub("", page.read_text(encoding="utf-8"))
+    plain = (re.sub(r"[`*]|\[|\]\([^)]*\)", "", heading).lower() for heading in HEADING.findall(text))
+    return {re.sub(r"[^\w\- ]", "", heading).strip().replace(" ", "-") for heading in plain}
+
+
+def test_links_between_pages_lead_to_a_file() -> None:
+    assert [link for link, page, _anchor in links() if not page.exists()] == []
+
+
+def test_links_between_pages_lead_to_a_heading() -> None:
+    assert [link for link, page, anchor in links() if anchor and anchor not in anchors(page)] == []
+
+
+def test_the_index_of_decisions_lists_each_one_and_each_is_short() -> None:
+    folder = ROOT / "docs" / "decisions"
+    index = (folder / "README.md").read_text(encoding="utf-8")
+    decisions = sorted(folder.glob("0*.md"))
+    assert len(decisions) <= MOST_DECISIONS
+    assert [page.name for page in decisions if f"]({page.name})" not in index] == []
+    words = {page.name: len(page.read_text(encoding="utf-8").split()) for page in decisions}
+    assert {name: count for name, count in words.items() if count > MOST_WORDS_OF_A_DECISION} == {}
 
 
 def test_lines_of_pages_are_short_enough_to_be_compared() -> None:
     """Tables have no narrower form, and where a link leads is not read."""
     long = [
-        f"{page.name}:{number}"
-        for page in sorted((ROOT / "docs").glob("*.md"))
+        f"{page.relative_to(ROOT)}:{number}"
+        for page in sorted((ROOT / "docs").rglob("*.md"))
         for number, line in enumerate(page.read_text(encoding="utf-8").splitlines(), 1)
         if not line.lstrip().startswith("|") and len(TARGET.sub("", line)) > MOST_COLUMNS
     ]

@@ -3,7 +3,7 @@
 Each step of a statement hands Python's interpreter lock over, and each round trip costs a wake-up, so a
 group commit must be few statements however many rows it has. SQLite takes them as VALUES of a few fixed
 lengths, PostgreSQL as one JSON parameter, or by COPY where there are many and nothing else happens to them.
-All were measured; see docs/decisions/0002 and 0095.
+All were measured; see docs/decisions/0002 and 0082.
 """
 
 from collections.abc import Callable, Iterator, Sequence
