@@ -3,7 +3,7 @@
 The work is a generated day (`--day SEED`), a trace (`--openb DIR`), or what a service did (`--history FILE`):
 the events that `gpubroker events --after 0 -o ndjson` prints. Each `--policy NAME:setting=value,...` is one
 column of the table, and so is `--policy NAME:@FILE` with the configuration file of a service; `shipped` is
-the policy as it comes. How to read it: docs/another-policy.md.
+the policy as it comes. How to read it: docs/how-to/compare-policies.md.
 """
 
 from argparse import ArgumentParser, ArgumentTypeError, Namespace

@@ -1,4 +1,4 @@
-"""docs/states.md, made from the core's tables: `python -m tests.architecture.state_diagram` writes it."""
+"""Writes docs/reference/states.md from the core's tables: `python -m tests.architecture.state_diagram`."""
 
 import ast
 from collections.abc import Iterable
@@ -12,7 +12,7 @@ from gpubroker_server.core.domain.task import TERMINAL, TRANSITIONS, Move, TaskS
 
 from tests.architecture.source_tree import ROOT
 
-PAGE = ROOT / "docs" / "states.md"
+PAGE = ROOT / "docs" / "reference" / "states.md"
 
 SOURCE = """\
 Made from the tables in `core/domain/task.py` and `core/domain/lease.py`; a test fails when they differ.

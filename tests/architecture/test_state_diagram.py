@@ -8,7 +8,7 @@ from gpubroker_server.core.domain.task import ACTIVE, TERMINAL, TRANSITIONS, Mov
 from tests.architecture.state_diagram import PAGE, page
 from tests.builders import a_lease, a_task
 
-HOW = "docs/states.md differs from the tables; write it anew: python -m tests.architecture.state_diagram"
+HOW = "docs/reference/states.md differs from the tables; run: python -m tests.architecture.state_diagram"
 
 RUN_ENDS = {Move.REQUEUED, Move.SUCCEEDED, Move.FAILED}
 """What may become of a task that has been claimed, in whatever state its end is heard of."""

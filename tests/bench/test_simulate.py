@@ -27,7 +27,7 @@ from bench.simulate.work import NoTrace, Scene, Work, a_day, a_node, an_openb_da
 from tests.patience import PATIENCE_SECONDS
 
 GIB = 1024
-MANUAL = (ROOT / "docs/another-policy.md").read_text(encoding="utf-8")
+MANUAL = (ROOT / "docs/how-to/compare-policies.md").read_text(encoding="utf-8")
 [COMMANDS] = re.findall(r"^```sh\n(.*?)^```", MANUAL, re.MULTILINE | re.DOTALL)
 
 

@@ -14,7 +14,7 @@ COMMANDS = {
     "stops": "gateways and brokers asked to end, under load on Ray",
     "simulation": "storms of faults over several brokers, each made from its seed on a clock of its own",
     "mutants": "plant faults, and see which test finds each",
-    "table": "make the table of docs/reliability.md anew",
+    "table": "make the table of docs/explanation/reliability.md anew",
 }
 """Each is a module of `commands`, and only the one that is asked for is loaded: all of them load Ray, and who
 forks at each of hundreds of points pays for every page that it has."""

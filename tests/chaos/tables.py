@@ -1,4 +1,4 @@
-"""What docs/reliability.md shows of evidence/*.json."""
+"""What docs/explanation/reliability.md shows of evidence/*.json."""
 
 import json
 from collections import Counter
@@ -9,7 +9,7 @@ from typing import Any
 
 from tests.chaos.evidence import FOLDER, ROOT
 
-PAGE = ROOT / "docs" / "reliability.md"
+PAGE = ROOT / "docs" / "explanation" / "reliability.md"
 BEGIN, END = "<!-- evidence: begin -->", "<!-- evidence: end -->"
 _KILLS = {"kills-sqlite": "SQLite", "kills-postgres": "PostgreSQL"}
 _HEAD = """\

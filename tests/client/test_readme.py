@@ -20,7 +20,7 @@ SHELL = re.findall(r"^```sh\n(.*?)^```", README, re.MULTILINE | re.DOTALL)
 [COMMANDS] = [block for block in SHELL if "gpubroker submit" in block]
 [CURL] = [block for block in SHELL if "curl" in block]
 [PROGRAM] = re.findall(r"^```python\n(.*?)^```", README, re.MULTILINE | re.DOTALL)
-PLANS = (ROOT / "docs/plan.md").read_text(encoding="utf-8")
+PLANS = (ROOT / "docs/how-to/check-whether-it-fits.md").read_text(encoding="utf-8")
 [(SHOWN_COMMAND, SHOWN)] = re.findall(
     r"^\$ (gpubroker plan [^\n]*)\n(.*?)^```", PLANS, re.MULTILINE | re.DOTALL
 )

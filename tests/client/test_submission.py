@@ -86,6 +86,6 @@ def test_what_no_service_could_accept_is_refused_with_advice(
 
 
 def test_every_option_is_told_where_help_is_looked_for() -> None:
-    page = Path(__file__).parents[2] / "docs" / "sdk.md"
+    page = Path(__file__).parents[2] / "docs" / "reference" / "sdk.md"
     for told in (Broker.submit.__doc__ or "", page.read_text(encoding="utf-8")):
         assert [name for name in SubmitOptions.__annotations__ if name not in told] == []

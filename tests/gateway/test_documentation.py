@@ -10,7 +10,7 @@ from tests.architecture.source_tree import ROOT
 from tests.gateway.harness import DOCUMENT, Client, Gateway
 
 ERRORS = (ROOT / "docs/errors.md").read_text(encoding="utf-8")
-METRICS = (ROOT / "docs/metrics.md").read_text(encoding="utf-8")
+METRICS = (ROOT / "docs/reference/metrics.md").read_text(encoding="utf-8")
 OPERATIONS = (ROOT / "docs/operations.md").read_text(encoding="utf-8")
 
 

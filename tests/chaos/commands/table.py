@@ -1,4 +1,4 @@
-"""Make the table of docs/reliability.md anew."""
+"""Make the table of docs/explanation/reliability.md anew."""
 
 import argparse
 

@@ -50,7 +50,9 @@ def _read(file: Path) -> dict[str, Any]:
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise typer.BadParameter(f"{file} cannot be read: {error}") from None
     if not isinstance(asked, dict) or not isinstance(asked.get("components"), list):
-        raise typer.BadParameter(f"{file} has no list `components`; docs/plan.md shows one")
+        raise typer.BadParameter(
+            f"{file} has no list `components`; docs/how-to/check-whether-it-fits.md shows one"
+        )
     if unknown := asked.keys() - _KNOWN:
         names = ", ".join(sorted(map(str, unknown)))
         raise typer.BadParameter(f"{file}: unknown {names}; known: {', '.join(_KNOWN)}")

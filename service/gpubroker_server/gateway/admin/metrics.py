@@ -21,7 +21,7 @@ router = APIRouter(route_class=DirectRoute, tags=["operations"])
     },
 )
 async def get_metrics(call: Call) -> Response:
-    """Read all metrics in Prometheus's text format. They are listed in docs/metrics.md."""
+    """Read all metrics in Prometheus's text format. They are listed in docs/reference/metrics.md."""
     telemetry: Telemetry = call.app.state.telemetry
     try:
         telemetry.note_held_back(await call.parts.store.held_back())
