@@ -9,7 +9,6 @@ from typing import Any
 import psycopg
 import pytest
 from gpubroker_server.adapters.sql.database import READERS
-from gpubroker_server.adapters.sql.engines.connections import Batch, Line
 from gpubroker_server.adapters.sql.engines.postgres import PostgresSession
 from gpubroker_server.adapters.sql.engines.session import CommitUnknown
 from gpubroker_server.adapters.sql.writing import statements as sql
@@ -286,14 +285,6 @@ async def test_a_process_that_hangs_in_a_commit_does_not_hold_up_the_others(post
     with pytest.raises(CommitUnknown):
         hanging.commit()
     hanging.close()
-
-
-@pytest.mark.parametrize(("library", "own"), [(psycopg.Pipeline, Batch), (psycopg.Connection, Line)])
-def test_what_we_do_otherwise_than_the_library_it_still_does_by_those_names(library: type, own: type) -> None:
-    """Most of them are not public: under others, ours would be called by nobody."""
-    ours = {name for name, value in vars(own).items() if callable(value)}
-    called_anew = ours - set(dir(library)) - {"_hand_over", "_while_patient"}
-    assert not called_anew, f"psycopg {psycopg.__version__} has no {sorted(called_anew)}"
 
 
 def test_statements_of_a_transaction_leave_together_when_somebody_waits_for_an_answer(

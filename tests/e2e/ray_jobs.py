@@ -1,7 +1,6 @@
 """What the runs of the Ray tests do."""
 
 import asyncio
-import importlib
 import os
 import signal
 import subprocess
@@ -37,22 +36,6 @@ def who() -> dict[str, Any]:
         "secret": os.environ.get("GPUBROKER_TEST_SECRET"),
         "uid": os.getuid(),
         "directory": os.getcwd(),
-    }
-
-
-def import_what_ray_seldom_uses() -> dict[str, Any]:
-    """What of it was imported when the run began, and whether it is to a run what it is to everybody."""
-    seldom = ("jsonschema", "requests")
-    before = [name for name in seldom if name in sys.modules]
-    modules = [importlib.import_module(name) for name in seldom]
-    from requests.adapters import HTTPAdapter
-
-    is_one = HTTPAdapter is modules[1].adapters.HTTPAdapter
-    return {
-        "before": before,
-        "types": [type(m).__name__ for m in modules],
-        "is_one": is_one,
-        "path": sys.path,
     }
 
 

@@ -6,6 +6,7 @@ import pwd
 import signal
 import stat
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from pathlib import Path
@@ -38,19 +39,40 @@ def session_of(head: HeadState) -> list[int]:
     return found
 
 
-async def test_nothing_listens_outside_this_machine(lab: Lab) -> None:
+MOST_LISTENERS = {
+    "gcs_server": 1,
+    "raylet": 2,
+    "ray::DashboardAge": 2,
+    "ray::RuntimeEnvA": 1,
+    "ray::": 1,
+    "python": 1,
+}
+"""Ports of one process, by how its name begins; `ray::` are the node agent and the runners."""
+RAY_CLIENT, DASHBOARD = 10001, 8265
+
+
+async def test_every_listening_port_is_known_and_closed_to_other_machines(lab: Lab) -> None:
+    """Of all processes of the head, and of the driver. Without a port for Ray Client or for the dashboard."""
     await (await lab.start("add", 1, 2, shareable=True)).result()
     ours = set(session_of(lab.head)) | {child.pid for child in psutil.Process().children()}
-    listening = {
-        (connection.pid, connection.laddr.ip.removeprefix("::ffff:"))
+    listening = [
+        (psutil.Process(connection.pid).name(), connection.laddr.ip.removeprefix("::ffff:"), connection)
         for connection in psutil.net_connections("inet")
         if connection.status == psutil.CONN_LISTEN and connection.pid in ours
-    }
-    assert len(listening) > 4
-    assert {address for _pid, address in listening} == {"127.0.0.1"}
+    ]
+    assert {address for _, address, _ in listening} == {"127.0.0.1"}
+    assert {connection.laddr.port for *_, connection in listening}.isdisjoint({RAY_CLIENT, DASHBOARD})
+    names = {name for name, *_ in listening}
+    assert {"gcs_server", "raylet"} <= names
+    ports = Counter((name, connection.pid) for name, _, connection in listening)
+    assert {key: n for key, n in ports.items() if n > _most_listeners(key[0])} == {}
 
 
-async def test_nobody_waits_for_a_dashboard(lab: Lab) -> None:
+def _most_listeners(process: str) -> int:
+    return next((n for start, n in MOST_LISTENERS.items() if process.startswith(start)), 0)
+
+
+async def test_no_process_of_the_dashboard_runs(lab: Lab) -> None:
     words = [word for pid in session_of(lab.head) for word in psutil.Process(pid).cmdline()]
     assert any(word.endswith("raylet") for word in words)
     assert not any(word.endswith("dashboard.py") for word in words)

@@ -68,12 +68,6 @@ async def test_a_run_without_devices_sees_none(lab: Lab) -> None:
     assert (await run.result())["cuda"] == ""
 
 
-async def test_what_ray_seldom_uses_is_imported_by_the_run_that_uses_it(lab: Lab) -> None:
-    seen = await (await lab.start("import_what_ray_seldom_uses", shareable=True)).result()
-    assert lab.head.temp_dir not in seen.pop("path")
-    assert seen == {"before": [], "types": ["module"] * 2, "is_one": True}
-
-
 async def test_two_hundred_small_runs_share_a_process_and_each_answers_for_itself(lab: Lab) -> None:
     runs = [await lab.start("add", number, 1, shareable=True) for number in range(200)]
     assert [await run.result() for run in runs] == [number + 1 for number in range(200)]

@@ -47,16 +47,16 @@ class Call(Request):
 
     async def body(self) -> bytes:
         """All of it. Most bodies come in one piece, for which Starlette's stream of pieces is slow."""
-        if not hasattr(self, "_body"):
+        if not hasattr(self, "_whole_body"):
             message = await self.receive()
             pieces = [message.get("body", b"")]
-            while message.get("more_body", False):
+            while message.get("more_whole_body", False):
                 message = await self.receive()
                 pieces.append(message.get("body", b""))
             if message["type"] == "http.disconnect":
                 raise ClientDisconnect
-            self._body = b"".join(pieces)
-        return self._body
+            self._whole_body = b"".join(pieces)
+        return self._whole_body
 
     @property
     def parts(self) -> GatewayParts:

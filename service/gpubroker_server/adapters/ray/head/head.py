@@ -44,7 +44,6 @@ KEPT_ENV = frozenset({"HOME", "LANG", "LD_LIBRARY_PATH", "LOGNAME", "PATH", "PYT
 
 
 SUPERVISOR = "gpubroker_server.adapters.ray.head.supervisor"
-WORKER_FILE = "worker.py"
 
 
 class HeadRefused(Exception):
@@ -74,8 +73,9 @@ class HeadState:
         return Path(self.temp_dir) / "alive"
 
     @property
-    def worker_file(self) -> Path:
-        return Path(self.temp_dir) / WORKER_FILE
+    def address_file(self) -> Path:
+        """Where the supervisor reads Ray's address once Ray is up."""
+        return Path(self.temp_dir) / "address"
 
     @property
     def ray_dir(self) -> Path:

@@ -1,37 +1,44 @@
-"""`ray start` with what a local head needs and no more.
+"""Start Ray's head processes on 127.0.0.1. The only module that uses private parts of Ray.
 
-Started as `python -m gpubroker_server.adapters.ray.head.start start …`.
-
-Ray's command line imports all of Ray Serve for commands that nobody gives here, and waits for a server of its
-dashboard, which it starts even where it is told to do without a dashboard. That was most of a head's start.
+tests/architecture/test_private_imports.py pins the release of Ray and says what would replace them.
 """
 
-import sys
+import os
 from pathlib import Path
 from typing import Any
 
-from gpubroker_server.adapters.ray.head.head import WORKER_FILE
-from gpubroker_server.adapters.ray.head.ray_worker import SELDOM_USED, put_off
+from ray._private.node import Node
+from ray._private.parameter import RayParams
 
-OTHER_COMMANDS = ("ray.dashboard.modules.job.cli", "ray.serve.scripts")
-"""Ray's command line goes on without those that cannot be imported."""
-
-
-def prepare(ray_params: Any, _head: bool) -> None:
-    """Ray's start hook. Where grpc is installed Ray would open a client server on port 10001, unasked."""
-    ray_params.ray_client_server_port = None
-    ray_params.worker_path = str(Path(ray_params.temp_dir).with_name(WORKER_FILE))
+LOCALHOST = "127.0.0.1"
 
 
-def main() -> None:
-    sys.modules.update(dict.fromkeys(OTHER_COMMANDS))  # type: ignore[arg-type]  # None: it cannot be imported
-    with put_off(SELDOM_USED):
-        from ray._private.node import Node
-        from ray.scripts.scripts import cli
+class HeadNode(Node):
+    """`Node` starts a server of the dashboard even with `include_dashboard=False`, and waits for it."""
 
-    Node.start_api_server = lambda *_, **__: None  # type: ignore[method-assign]  # Ray has no option for it
-    cli()
+    def start_api_server(self, **_: Any) -> None:
+        """No run needs the dashboard."""
 
 
-if __name__ == "__main__":
-    main()
+def start_head(temp_dir: Path, object_store_bytes: int) -> str:
+    """Back when Ray is up, with its `host:port`. Its processes outlive this one.
+
+    `ray start` would do the same, but it imports Ray Serve (1.5 s of CPU), starts the dashboard, and opens a
+    Ray Client server on port 10001 where grpc is installed.
+    """
+    params = RayParams(
+        node_ip_address=LOCALHOST,
+        node_name=LOCALHOST,
+        gcs_server_port=0,
+        min_worker_port=0,
+        max_worker_port=0,
+        ray_client_server_port=None,
+        include_dashboard=False,
+        include_log_monitor=False,  # type: ignore[arg-type]  # its annotation is wrong
+        no_monitor=True,
+        num_cpus=os.cpu_count() or 1,
+        num_gpus=0,
+        object_store_memory=object_store_bytes,
+        temp_dir=str(temp_dir),
+    )
+    return str(HeadNode(params, head=True, shutdown_at_exit=False, spawn_reaper=False).address)

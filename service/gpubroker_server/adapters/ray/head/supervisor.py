@@ -1,8 +1,8 @@
 """The process around a local Ray head: starts it, ends with it, and leaves nothing behind.
 
-Started as `python -m gpubroker_server.adapters.ray.head.supervisor '{"data_dir": ...}' DESCRIPTOR`, it goes
-into the background at once, in a session of its own, and writes a byte to the descriptor when Ray
-is up. All that Ray starts stays below this process, because it adopts orphans.
+Started as `python -m gpubroker_server.adapters.ray.head.supervisor '{"data_dir": ...}' DESCRIPTOR`. It goes
+into the background at once, in a session of its own, and writes a byte to the descriptor when Ray is up.
+Everything that Ray starts stays below this process, because it adopts orphans.
 """
 
 import contextlib
@@ -11,17 +11,16 @@ import os
 import select
 import shutil
 import signal
-import subprocess
 import sys
 import tempfile
 import time
+import traceback
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from gpubroker.runtime.process import adopt_orphans
 
-from gpubroker_server.adapters.ray.head import ray_worker
 from gpubroker_server.adapters.ray.head.head import HeadState, read_state, state_file, versions, write_state
 from gpubroker_server.adapters.ray.processes import (
     boot_id,
@@ -33,23 +32,22 @@ from gpubroker_server.adapters.ray.processes import (
 )
 
 WATCH_SECONDS = 1.0
+WATCHED_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGCHLD)
 VITAL = frozenset({"gcs_server", "raylet"})
-"""Without one of these there is no cluster left to talk to."""
-
-START = "gpubroker_server.adapters.ray.head.start"
+"""Without one of these there is no cluster."""
 
 
 @dataclass(frozen=True, slots=True)
-class Orders:
+class HeadOrders:
     data_dir: str
     object_store_bytes: int
     idle_stop_seconds: float
 
 
-class Bell:
-    """Rings when a child has ended, and when this process is told to stop.
+class SignalPipe:
+    """Wakes this process when a child has ended, and when it is told to stop.
 
-    A pipe and no `threading.Event`: a handler that interrupts the event's own code waits for itself.
+    A pipe and no `threading.Event`: a handler that interrupts the event's own code would wait for itself.
     """
 
     def __init__(self) -> None:
@@ -57,13 +55,19 @@ class Bell:
         os.set_blocking(writing, False)
         signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
         self.stop = False
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGCHLD):
+        for number in WATCHED_SIGNALS:
             signal.signal(number, self._note)
 
     def wait(self) -> None:
-        """Back when it has rung since the last time, or after a second."""
+        """Back after a signal, or after a second."""
         if select.select([self._reading], [], [], WATCH_SECONDS)[0]:
             os.read(self._reading, 4096)
+
+    def close_in_child(self) -> None:
+        """Give a forked child the default handlers."""
+        signal.set_wakeup_fd(-1)
+        for number in WATCHED_SIGNALS:
+            signal.signal(number, signal.SIG_DFL)
 
     def _note(self, number: int, _frame: Any) -> None:
         self.stop |= number != signal.SIGCHLD
@@ -71,35 +75,36 @@ class Bell:
 
 def main() -> int:
     if os.fork():
-        return 0  # who started us has no child to bury
+        return 0  # the service has no child to reap
     os.setsid()
-    return _supervise(Orders(**json.loads(sys.argv[1])), ready=int(sys.argv[2]))
+    return _supervise(HeadOrders(**json.loads(sys.argv[1])), ready=int(sys.argv[2]))
 
 
-def _supervise(orders: Orders, ready: int) -> int:
-    bell = Bell()
+def _supervise(orders: HeadOrders, ready: int) -> int:
+    signals = SignalPipe()
     adopt_orphans()
     try:
         state = _begin(orders)
     except OSError as fault:
-        print(f"no place for a Ray head: {fault}", file=sys.stderr)
+        print(f"cannot make a directory for the Ray head: {fault}", file=sys.stderr)
         return 1
     try:
-        if not _start_ray(orders, state, bell):
+        if not _start_ray(orders, state, signals):
             return 1
         vital = _vital_pids()
-        _publish(orders, state)
+        state.keepalive.touch()
+        write_state(Path(orders.data_dir), replace(state, address=state.address_file.read_text()))
         os.write(ready, b"1")
         os.close(ready)
-        while not (bell.stop or _reap() & vital or _is_idle(state, orders)):
-            bell.wait()
+        while not (signals.stop or _reap() & vital or _is_idle(state, orders)):
+            signals.wait()
     finally:
         _clear_away(orders, state)
     return 0
 
 
-def _begin(orders: Orders) -> HeadState:
-    """Who this is, for a service that must clear it away before Ray is up. Raises OSError."""
+def _begin(orders: HeadOrders) -> HeadState:
+    """Write down which process this is; the service ends it if Ray does not come up. Raises OSError."""
     mine = process_id(os.getpid())
     ray, python = versions()
     state = HeadState(
@@ -112,7 +117,6 @@ def _begin(orders: Orders) -> HeadState:
         python=python,
     )
     try:
-        shutil.copyfile(ray_worker.__file__, state.worker_file)
         write_state(Path(orders.data_dir), state)
     except OSError:
         shutil.rmtree(state.temp_dir)
@@ -120,33 +124,35 @@ def _begin(orders: Orders) -> HeadState:
     return state
 
 
-def _start_ray(orders: Orders, state: HeadState, bell: Bell) -> bool:
-    """Whether Ray is up, once that is known. What Ray says is in our output."""
-    starting = subprocess.Popen(  # noqa: S603  # Ray's own command line, as it is there
-        [
-            *(sys.executable, "-m", START, "start", "--head", "--disable-usage-stats"),
-            *("--node-ip-address=127.0.0.1", "--port=0", "--min-worker-port=0", "--max-worker-port=0"),
-            *("--include-dashboard=false", "--include-log-monitor=false", "--no-monitor"),
-            *(f"--num-cpus={os.cpu_count() or 1}", "--num-gpus=0", f"--temp-dir={state.ray_dir}"),
-            f"--object-store-memory={orders.object_store_bytes}",
-        ],
-        env={**os.environ, "RAY_START_HOOK": f"{START}.prepare"},
-    )
-    while starting.poll() is None and not bell.stop:
-        bell.wait()
-    return starting.returncode == 0
+def _start_ray(orders: HeadOrders, state: HeadState, signals: SignalPipe) -> bool:
+    """Whether Ray is up. Ray is imported in a child, which ends then: its modules take 60 MB."""
+    starting = os.fork()
+    if not starting:
+        signals.close_in_child()
+        _start_ray_and_exit(orders, state)
+    while not signals.stop:
+        ended, status = os.waitpid(starting, os.WNOHANG)
+        if ended:
+            return status == 0
+        signals.wait()
+    return False
+
+
+def _start_ray_and_exit(orders: HeadOrders, state: HeadState) -> NoReturn:
+    try:
+        from gpubroker_server.adapters.ray.head.start import start_head
+
+        state.address_file.write_text(start_head(state.ray_dir, orders.object_store_bytes))
+    except BaseException:
+        traceback.print_exc()
+        sys.stderr.flush()
+        os._exit(1)
+    os._exit(0)
 
 
 def _vital_pids() -> set[int]:
     below = descendants(os.getpid(), process_table())
     return {process.pid for process in below if name_of(process.pid) in VITAL}
-
-
-def _publish(orders: Orders, state: HeadState) -> None:
-    """Tell where Ray is, now that it is up."""
-    address = (state.ray_dir / "ray_current_cluster").read_text().strip()
-    state.keepalive.touch()
-    write_state(Path(orders.data_dir), replace(state, address=address))
 
 
 def _reap() -> set[int]:
@@ -157,20 +163,20 @@ def _reap() -> set[int]:
     return ended
 
 
-def _is_idle(state: HeadState, orders: Orders) -> bool:
-    """No agent has been of use to a broker or to a run for long."""
+def _is_idle(state: HeadState, orders: HeadOrders) -> bool:
+    """Whether no agent has had a broker or a run for long."""
     try:
         useful_at = state.keepalive.stat().st_mtime
     except OSError:
-        # Somebody swept the file away, which says nothing of the runs.
+        # A cleaner of /tmp removed the file, which says nothing about the runs.
         with contextlib.suppress(OSError):
             state.keepalive.touch()
         return False
     return time.time() - useful_at > orders.idle_stop_seconds
 
 
-def _clear_away(orders: Orders, state: HeadState) -> None:
-    """Back when not even a zombie is left: they would be somebody else's to bury."""
+def _clear_away(orders: HeadOrders, state: HeadState) -> None:
+    """Back when not even a zombie is left."""
     with contextlib.suppress(ChildProcessError):
         while True:
             kill_all(descendants(os.getpid(), process_table()))
