@@ -4,7 +4,7 @@ For `alembic revision --autogenerate`, name a database at head: `alembic -x url=
 """
 
 from alembic import context
-from gpubroker_server.adapters.sql.tables.tables import metadata
+from gpubroker_server.adapters.sql.tables import metadata
 from sqlalchemy import Connection, create_engine
 
 

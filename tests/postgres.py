@@ -17,7 +17,7 @@ from itertools import count
 from pathlib import Path
 
 import psycopg
-from gpubroker_server.adapters.sql.tables.tables import metadata
+from gpubroker_server.adapters.sql.tables import metadata
 from psycopg import sql
 from psycopg.conninfo import make_conninfo
 

@@ -35,7 +35,7 @@ USES = {
         "`ray start --head`: 1.5 s of CPU and the dashboard's process more, and a Ray Client server on port "
         "10001 that a start hook (RAY_START_HOOK) has to switch off",
     ),
-    "service/gpubroker_server/adapters/sql/engines/connections.py": Use(
+    "service/gpubroker_server/adapters/sql/connections.py": Use(
         "psycopg",
         "3.3.9",
         "_communicate_gen _enqueue_sync _fetch_gen _pipeline",

@@ -8,9 +8,9 @@ from collections.abc import Callable, Sequence
 from enum import StrEnum
 from typing import Any, TypeVar
 
-from gpubroker_server.adapters.sql.engines.postgres import PostgresSession
-from gpubroker_server.adapters.sql.engines.rowset import Row, Rows, SetStatement
-from gpubroker_server.adapters.sql.engines.session import CommitUnknown, Session
+from gpubroker_server.adapters.sql.postgres import PostgresSession
+from gpubroker_server.adapters.sql.rowset import Row, Rows, SetStatement
+from gpubroker_server.adapters.sql.session import CommitUnknown, Session
 from gpubroker_server.core.domain.units import Instant, Position, Term
 from gpubroker_server.ports.store import StoreUnavailable
 

@@ -16,7 +16,7 @@ _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(
     [
         "gpubroker_server.__main__",
-        "gpubroker_server.adapters.sql.migrating.migrate",
+        "gpubroker_server.adapters.sql.migrate",
         "gpubroker_server.bootstrap.broker_role",
         "gpubroker_server.bootstrap.commands",
         "gpubroker_server.bootstrap.gateway_role",

@@ -19,8 +19,8 @@ from typing import Any
 
 import apsw
 from gpubroker_server.adapters.sql import database
+from gpubroker_server.adapters.sql.columns import SQLITE_NOW
 from gpubroker_server.adapters.sql.store import SqlStore, migrate
-from gpubroker_server.adapters.sql.tables.columns import SQLITE_NOW
 from gpubroker_server.core.domain.units import Term
 
 from tests.chaos.disk import Disk, Image, Told, crashes

@@ -15,9 +15,8 @@ from contextlib import ExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
-from gpubroker_server.adapters.sql import database
+from gpubroker_server.adapters.sql import connections, database
 from gpubroker_server.adapters.sql.database import Database
-from gpubroker_server.adapters.sql.engines import connections
 from gpubroker_server.adapters.sql.store import SqlStore
 from gpubroker_server.core.domain.units import Term
 from gpubroker_server.core.world.world import World

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from gpubroker_server.adapters.sql.writing.rows import event_of_row
+from gpubroker_server.adapters.sql.rows import event_of_row
 from gpubroker_server.core.domain.task import TERMINAL
 from gpubroker_server.core.world.events import Event
 

@@ -4,7 +4,7 @@ import asyncio
 import time
 from itertools import pairwise
 
-from gpubroker_server.adapters.sql.engines.clock import DatabaseClock
+from gpubroker_server.adapters.clock import DatabaseClock
 from gpubroker_server.adapters.sql.store import open_store
 from gpubroker_server.core.domain.units import Instant, Seconds
 from gpubroker_server.ports.store import StoreUnavailable

@@ -8,7 +8,7 @@ from typing import Any
 
 import psycopg
 import pytest
-from gpubroker_server.adapters.sql.engines import hints
+from gpubroker_server.adapters.sql import hints
 from gpubroker_server.adapters.sql.store import SqlStore
 from gpubroker_server.bootstrap.follower import Picture
 from gpubroker_server.bootstrap.leader_status import Lead

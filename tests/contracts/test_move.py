@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from gpubroker_server.adapters.sql.engines.session import DatabaseRefused
 from gpubroker_server.adapters.sql.move_data import move_data
+from gpubroker_server.adapters.sql.session import DatabaseRefused
 from gpubroker_server.adapters.sql.store import SqlStore, migrate
-from gpubroker_server.adapters.sql.tables.tables import metadata
+from gpubroker_server.adapters.sql.tables import metadata
 from gpubroker_server.core.domain.units import Instant
 from gpubroker_server.ports.objects import Quota, StoredObject
 from gpubroker_server.ports.store import TaskFilter

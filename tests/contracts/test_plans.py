@@ -10,17 +10,16 @@ from typing import Any
 
 import psycopg
 import pytest
-from gpubroker_server.adapters.sql.engines.connections import connect_reader, connect_writer
-from gpubroker_server.adapters.sql.engines.rowset import (
+from gpubroker_server.adapters.sql import objects, reads, statements
+from gpubroker_server.adapters.sql.connections import connect_reader, connect_writer
+from gpubroker_server.adapters.sql.rowset import (
     SetStatement,
     postgres_text,
     sqlite_chunks,
     sqlite_text,
 )
-from gpubroker_server.adapters.sql.engines.sqlite import SqliteFile
-from gpubroker_server.adapters.sql.reading import objects, reads
+from gpubroker_server.adapters.sql.sqlite import SqliteFile
 from gpubroker_server.adapters.sql.store import migrate, open_store
-from gpubroker_server.adapters.sql.writing import statements
 from gpubroker_server.core.domain.retention import Cutoffs
 from gpubroker_server.core.domain.task import TaskState
 from gpubroker_server.core.domain.units import Instant, Position, TaskId

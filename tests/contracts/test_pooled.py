@@ -6,7 +6,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import psycopg
-from gpubroker_server.adapters.sql.engines.connections import TERM, wished
+from gpubroker_server.adapters.sql.connections import TERM, wished
 from gpubroker_server.adapters.sql.store import SqlStore, open_store
 from gpubroker_server.core.domain.units import TaskId, Term
 from gpubroker_server.core.world.events import Event

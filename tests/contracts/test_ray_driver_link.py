@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import ray
-from gpubroker_server.adapters.boot_clock import boot_seconds
+from gpubroker_server.adapters.clock import boot_seconds
 from gpubroker_server.adapters.ray.driver import executor
 from gpubroker_server.adapters.ray.driver import link as driver_link
 from gpubroker_server.adapters.ray.driver.executor import NOBODY, RayExecutor

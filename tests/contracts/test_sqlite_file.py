@@ -14,8 +14,8 @@ from pathlib import Path
 
 import psycopg
 import pytest
-from gpubroker_server.adapters.sql.engines.session import DatabaseRefused
-from gpubroker_server.adapters.sql.engines.sqlite import APPLICATION_ID, SqliteFile, Version
+from gpubroker_server.adapters.sql.session import DatabaseRefused
+from gpubroker_server.adapters.sql.sqlite import APPLICATION_ID, SqliteFile, Version
 from gpubroker_server.adapters.sql.store import migrate, open_store
 
 from tests.contracts.scenes import a_submission

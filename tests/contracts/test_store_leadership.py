@@ -4,9 +4,9 @@ import asyncio
 
 import psycopg
 import pytest
-from gpubroker_server.adapters.sql.engines.postgres import PostgresSession
-from gpubroker_server.adapters.sql.engines.session import CommitUnknown, ConnectionLost
-from gpubroker_server.adapters.sql.writing import statements as sql
+from gpubroker_server.adapters.sql import statements as sql
+from gpubroker_server.adapters.sql.postgres import PostgresSession
+from gpubroker_server.adapters.sql.session import CommitUnknown, ConnectionLost
 from gpubroker_server.bootstrap.start_checks import process_name
 from gpubroker_server.core.domain.units import Seconds, Term
 from gpubroker_server.ports.store import CommitVerdict, StaleTerm, StoreUnavailable, SubmitVerdict, TaskStore

@@ -8,10 +8,10 @@ from typing import Any
 
 import psycopg
 import pytest
+from gpubroker_server.adapters.sql import statements as sql
 from gpubroker_server.adapters.sql.database import READERS
-from gpubroker_server.adapters.sql.engines.postgres import PostgresSession
-from gpubroker_server.adapters.sql.engines.session import CommitUnknown
-from gpubroker_server.adapters.sql.writing import statements as sql
+from gpubroker_server.adapters.sql.postgres import PostgresSession
+from gpubroker_server.adapters.sql.session import CommitUnknown
 from gpubroker_server.core.domain.decisions import write_move
 from gpubroker_server.core.domain.task import Move, TaskState
 from gpubroker_server.core.domain.units import NodeName, TaskId

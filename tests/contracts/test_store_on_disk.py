@@ -98,8 +98,8 @@ async def test_what_postgresql_alone_refuses_fails_alone(postgres_url: str) -> N
 
 SUBMITTER = """
 import asyncio, sys
-from gpubroker_server.adapters.sql.engines.postgres import PostgresSession
-from gpubroker_server.adapters.sql.engines.session import CommitUnknown
+from gpubroker_server.adapters.sql.postgres import PostgresSession
+from gpubroker_server.adapters.sql.session import CommitUnknown
 from gpubroker_server.adapters.sql.store import open_store
 from tests.contracts.scenes import a_submission
 

@@ -4,7 +4,7 @@ import time
 from typing import Any
 
 import pytest
-from gpubroker_server.adapters.sql.tables.tables import metadata
+from gpubroker_server.adapters.sql.tables import metadata
 from gpubroker_server.core.domain.decisions import Decision, write_move
 from gpubroker_server.core.domain.retention import Cutoffs
 from gpubroker_server.core.domain.task import Dependency, Move, TaskState

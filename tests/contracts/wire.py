@@ -8,7 +8,7 @@ from enum import Enum, auto
 from pathlib import Path
 
 import pytest
-from gpubroker_server.adapters.sql.engines.connections import Line
+from gpubroker_server.adapters.sql.connections import Line
 from psycopg.conninfo import conninfo_to_dict
 
 from tests.places import short_place

@@ -19,9 +19,9 @@ from typing import Any
 
 import yaml
 from gpubroker_server.adapters.blobs.directory import DirectoryBlobs
-from gpubroker_server.adapters.boot_clock import boot_seconds
+from gpubroker_server.adapters.clock import boot_seconds
 from gpubroker_server.adapters.ray.driver import link as driver_link
-from gpubroker_server.adapters.sql.engines.postgres import PostgresSession
+from gpubroker_server.adapters.sql.postgres import PostgresSession
 from gpubroker_server.adapters.sql.store import open_store
 from gpubroker_server.bootstrap.broker_role import BrokerRole
 from gpubroker_server.bootstrap.follower import Picture

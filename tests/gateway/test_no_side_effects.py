@@ -5,7 +5,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
-from gpubroker_server.adapters.sql.engines.clock import DatabaseClock
+from gpubroker_server.adapters.clock import DatabaseClock
 from gpubroker_server.adapters.sql.store import open_store
 from gpubroker_server.gateway.http.identity import Tokens
 

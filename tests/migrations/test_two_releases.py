@@ -7,9 +7,9 @@ from pathlib import Path
 import httpx
 import psycopg
 import pytest
-from gpubroker_server.adapters.sql.engines.session import DatabaseRefused
+from gpubroker_server.adapters.sql.compatibility import READER
+from gpubroker_server.adapters.sql.session import DatabaseRefused
 from gpubroker_server.adapters.sql.store import migrate
-from gpubroker_server.adapters.sql.tables.compatibility import READER
 from gpubroker_server.ports.store import Outgrown
 
 from tests.bootstrap.refusals import WAITING, refusal

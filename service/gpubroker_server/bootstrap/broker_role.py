@@ -6,7 +6,7 @@ from dataclasses import replace
 from random import random
 
 from gpubroker_server.adapters.blobs.directory import DirectoryBlobs
-from gpubroker_server.adapters.boot_clock import boot_seconds
+from gpubroker_server.adapters.clock import boot_seconds
 from gpubroker_server.adapters.sql.store import SqlStore
 from gpubroker_server.bootstrap.compose import (
     inventory_rules_of,

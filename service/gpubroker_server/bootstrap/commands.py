@@ -7,8 +7,8 @@ from contextlib import nullcontext
 
 import uvloop
 
-from gpubroker_server.adapters.sql.engines.session import DatabaseRefused
 from gpubroker_server.adapters.sql.move_data import move_data
+from gpubroker_server.adapters.sql.session import DatabaseRefused
 from gpubroker_server.adapters.sql.store import migrate, open_store
 from gpubroker_server.bootstrap.exit_deadline import LastMoment
 from gpubroker_server.bootstrap.object_store import open_blobs

@@ -8,8 +8,7 @@ from typing import Any
 
 import structlog
 
-from gpubroker_server.adapters.boot_clock import boot_seconds
-from gpubroker_server.adapters.sql.engines.clock import DatabaseClock
+from gpubroker_server.adapters.clock import DatabaseClock, boot_seconds
 from gpubroker_server.adapters.sql.store import SqlStore
 from gpubroker_server.bootstrap.world_loading import fill, fill_anew
 from gpubroker_server.core.domain.policy import Policy

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import uvicorn
 
 from gpubroker_server.adapters.blobs.directory import DirectoryBlobs
-from gpubroker_server.adapters.boot_clock import boot_seconds
+from gpubroker_server.adapters.clock import boot_seconds
 from gpubroker_server.adapters.sql.store import SqlStore
 from gpubroker_server.bootstrap.broker_role import BrokerRole
 from gpubroker_server.bootstrap.compose import defaults_of, kinds_of, limits_of, policy_of

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from gpubroker_server.adapters.boot_clock import boot_seconds
+from gpubroker_server.adapters.clock import boot_seconds
 from gpubroker_server.core.domain.device import DeviceSample, Node
 from gpubroker_server.core.domain.leader_term import Tenure
 from gpubroker_server.core.domain.orders import (

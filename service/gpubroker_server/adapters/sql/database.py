@@ -11,11 +11,11 @@ from sqlalchemy.engine import ExceptionContext, make_url
 from sqlalchemy.exc import ArgumentError
 from sqlalchemy.pool import NullPool, QueuePool
 
-from gpubroker_server.adapters.sql.engines import connections, postgres
-from gpubroker_server.adapters.sql.engines.session import SETTING, DatabaseRefused, Session
-from gpubroker_server.adapters.sql.engines.sqlite import SqliteFile, SqliteSession
-from gpubroker_server.adapters.sql.migrating.schema import bring_to
+from gpubroker_server.adapters.sql import connections, postgres
 from gpubroker_server.adapters.sql.relocation import check_served_here
+from gpubroker_server.adapters.sql.schema import bring_to
+from gpubroker_server.adapters.sql.session import SETTING, DatabaseRefused, Session
+from gpubroker_server.adapters.sql.sqlite import SqliteFile, SqliteSession
 
 READERS = 4
 """Threads and connections that read; each query takes one for its time."""

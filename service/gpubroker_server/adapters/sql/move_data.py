@@ -22,14 +22,13 @@ from sqlalchemy import Connection, Engine, Table, create_engine, func, select, t
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.pool import NullPool
 
+from gpubroker_server.adapters.sql import connections, tables
 from gpubroker_server.adapters.sql.database import file_engine, is_file, path_of, server_engine
-from gpubroker_server.adapters.sql.engines import connections
-from gpubroker_server.adapters.sql.engines.session import DatabaseRefused
-from gpubroker_server.adapters.sql.engines.sqlite import SqliteFile
-from gpubroker_server.adapters.sql.migrating.schema import bring_to
 from gpubroker_server.adapters.sql.relocation import Mark, read_mark, set_mark
-from gpubroker_server.adapters.sql.tables import tables
-from gpubroker_server.adapters.sql.tables.stage import Stage
+from gpubroker_server.adapters.sql.schema import bring_to
+from gpubroker_server.adapters.sql.session import DatabaseRefused
+from gpubroker_server.adapters.sql.sqlite import SqliteFile
+from gpubroker_server.adapters.sql.stage import Stage
 
 Tell = Callable[[str], None]
 """Hears what has been done, in words."""

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 
 from sqlalchemy import Connection, Engine, delete, insert, select
 
-from gpubroker_server.adapters.sql.engines.session import DatabaseRefused
-from gpubroker_server.adapters.sql.reading.reads import now
-from gpubroker_server.adapters.sql.tables.stage import Stage
-from gpubroker_server.adapters.sql.tables.tables import relocation
+from gpubroker_server.adapters.sql.reads import now
+from gpubroker_server.adapters.sql.session import DatabaseRefused
+from gpubroker_server.adapters.sql.stage import Stage
+from gpubroker_server.adapters.sql.tables import relocation
 
 
 @dataclass(frozen=True, slots=True)

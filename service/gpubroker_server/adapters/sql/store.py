@@ -12,19 +12,18 @@ from typing import Any, TypeVar
 from sqlalchemy import Connection
 from sqlalchemy.exc import DataError, DBAPIError
 
+from gpubroker_server.adapters.sql import reads, terms
+from gpubroker_server.adapters.sql import statements as sql
 from gpubroker_server.adapters.sql.database import READERS, Database, migrate, open_database
-from gpubroker_server.adapters.sql.engines.hints import Hints
-from gpubroker_server.adapters.sql.engines.session import DatabaseRefused, Session
-from gpubroker_server.adapters.sql.reading import reads
-from gpubroker_server.adapters.sql.reading.last_values import SqlLastValues
-from gpubroker_server.adapters.sql.reading.objects import SqlObjects
-from gpubroker_server.adapters.sql.writing import statements as sql
-from gpubroker_server.adapters.sql.writing import terms
-from gpubroker_server.adapters.sql.writing.group import Change, NewBatch, NewRequest, NewTask, Unit
-from gpubroker_server.adapters.sql.writing.pruning import prune_step
-from gpubroker_server.adapters.sql.writing.recent import Recent
-from gpubroker_server.adapters.sql.writing.rows import token_row
-from gpubroker_server.adapters.sql.writing.writer import BeginAt, CatchUp, Work, Writer
+from gpubroker_server.adapters.sql.group import Change, NewBatch, NewRequest, NewTask, Unit
+from gpubroker_server.adapters.sql.hints import Hints
+from gpubroker_server.adapters.sql.last_values import SqlLastValues
+from gpubroker_server.adapters.sql.objects import SqlObjects
+from gpubroker_server.adapters.sql.pruning import prune_step
+from gpubroker_server.adapters.sql.recent import Recent
+from gpubroker_server.adapters.sql.rows import token_row
+from gpubroker_server.adapters.sql.session import DatabaseRefused, Session
+from gpubroker_server.adapters.sql.writer import BeginAt, CatchUp, Work, Writer
 from gpubroker_server.core.domain.decisions import Decision, Request
 from gpubroker_server.core.domain.leader_term import LeaderRow
 from gpubroker_server.core.domain.retention import Cutoffs

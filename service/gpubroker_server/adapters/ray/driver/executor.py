@@ -9,7 +9,7 @@ from uuid import uuid4
 
 import structlog
 
-from gpubroker_server.adapters.boot_clock import boot_seconds
+from gpubroker_server.adapters.clock import boot_seconds
 from gpubroker_server.adapters.ray.driver.agents import Agents
 from gpubroker_server.adapters.ray.driver.link import DriverLink
 from gpubroker_server.adapters.ray.driver.reports import MALFORMED, ReportForm, Told

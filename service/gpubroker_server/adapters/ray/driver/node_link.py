@@ -10,7 +10,7 @@ import structlog
 from ray.exceptions import RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from gpubroker_server.adapters.boot_clock import boot_seconds
+from gpubroker_server.adapters.clock import boot_seconds
 from gpubroker_server.adapters.ray.agent.node_agent import NodeAgent
 from gpubroker_server.adapters.ray.options import AgentConfig
 from gpubroker_server.adapters.ray.wire import PROTOCOL, SPOKEN, write_reports

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import ray
 import structlog
 
-from gpubroker_server.adapters.boot_clock import boot_seconds
+from gpubroker_server.adapters.clock import boot_seconds
 from gpubroker_server.adapters.ray.driver.node_link import NodeLink
 from gpubroker_server.adapters.ray.frames import frame, read_frame
 from gpubroker_server.adapters.ray.options import AgentConfig

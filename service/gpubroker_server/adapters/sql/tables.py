@@ -20,9 +20,9 @@ from sqlalchemy import (
     text,
 )
 
-from gpubroker_server.adapters.sql.tables.columns import HOT, Count, Id, one_of, where
-from gpubroker_server.adapters.sql.tables.columns import metadata as metadata
-from gpubroker_server.adapters.sql.tables.stage import Stage
+from gpubroker_server.adapters.sql.columns import HOT, Count, Id, one_of, where
+from gpubroker_server.adapters.sql.columns import metadata as metadata
+from gpubroker_server.adapters.sql.stage import Stage
 from gpubroker_server.core.domain.estimates import What
 from gpubroker_server.core.domain.lease import LeaseState
 from gpubroker_server.core.domain.task import TERMINAL, TaskState

@@ -20,10 +20,10 @@ from sqlalchemy import (
     update,
 )
 
-from gpubroker_server.adapters.sql.engines.rowset import SetStatement
-from gpubroker_server.adapters.sql.engines.session import Session
-from gpubroker_server.adapters.sql.tables.columns import Count
-from gpubroker_server.adapters.sql.tables.objects import stored_object
+from gpubroker_server.adapters.sql.columns import Count
+from gpubroker_server.adapters.sql.object_tables import stored_object
+from gpubroker_server.adapters.sql.rowset import SetStatement
+from gpubroker_server.adapters.sql.session import Session
 from gpubroker_server.core.domain.units import Instant
 from gpubroker_server.ports.objects import LEAST_BYTES, Counted, Quota, StoredObject
 

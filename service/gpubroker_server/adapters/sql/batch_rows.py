@@ -4,9 +4,9 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from gpubroker_server.adapters.sql.engines.rowset import Alike, Row, SetStatement, json_text
-from gpubroker_server.adapters.sql.writing import statements as sql
-from gpubroker_server.adapters.sql.writing.rows import new_task_row, spec_head, spec_tail
+from gpubroker_server.adapters.sql import statements as sql
+from gpubroker_server.adapters.sql.rows import new_task_row, spec_head, spec_tail
+from gpubroker_server.adapters.sql.rowset import Alike, Row, SetStatement, json_text
 from gpubroker_server.core.domain.decisions import Fields
 from gpubroker_server.core.domain.task import Task
 from gpubroker_server.core.domain.units import Instant, Position

@@ -5,16 +5,9 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from gpubroker_server.adapters.sql.engines.rowset import Row, Rows, SetStatement
-from gpubroker_server.adapters.sql.engines.session import (
-    CommitUnknown,
-    ConstraintFailed,
-    GuardMissed,
-    Session,
-)
-from gpubroker_server.adapters.sql.writing import statements as sql
-from gpubroker_server.adapters.sql.writing.batch_rows import BatchRows
-from gpubroker_server.adapters.sql.writing.rows import (
+from gpubroker_server.adapters.sql import statements as sql
+from gpubroker_server.adapters.sql.batch_rows import BatchRows
+from gpubroker_server.adapters.sql.rows import (
     Written,
     estimate_row,
     event_row,
@@ -22,6 +15,13 @@ from gpubroker_server.adapters.sql.writing.rows import (
     row_of_request,
     rows_of_decision,
     rows_of_submission,
+)
+from gpubroker_server.adapters.sql.rowset import Row, Rows, SetStatement
+from gpubroker_server.adapters.sql.session import (
+    CommitUnknown,
+    ConstraintFailed,
+    GuardMissed,
+    Session,
 )
 from gpubroker_server.core.domain.decisions import Decision, Request, released_mb, taken_mb
 from gpubroker_server.core.domain.estimates import Lesson, Topic

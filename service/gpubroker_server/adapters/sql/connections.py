@@ -19,8 +19,8 @@ from typing import Any, Literal
 import psycopg
 from psycopg.abc import PQGen
 
-from gpubroker_server.adapters.boot_clock import boot_seconds
-from gpubroker_server.adapters.sql.engines.session import SETTING, DatabaseRefused
+from gpubroker_server.adapters.clock import boot_seconds
+from gpubroker_server.adapters.sql.session import SETTING, DatabaseRefused
 
 
 class Batch(psycopg.Pipeline):

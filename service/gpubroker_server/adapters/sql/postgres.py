@@ -12,9 +12,10 @@ from typing import Any
 import psycopg
 from psycopg import errors
 
-from gpubroker_server.adapters.sql.engines.connections import TERM, WRITER, Wishes, connect_writer, wished
-from gpubroker_server.adapters.sql.engines.hints import TELL_RESIGNED
-from gpubroker_server.adapters.sql.engines.rowset import (
+from gpubroker_server.adapters.sql.compatibility import check_schema
+from gpubroker_server.adapters.sql.connections import TERM, WRITER, Wishes, connect_writer, wished
+from gpubroker_server.adapters.sql.hints import TELL_RESIGNED
+from gpubroker_server.adapters.sql.rowset import (
     Row,
     Rows,
     SetStatement,
@@ -23,14 +24,13 @@ from gpubroker_server.adapters.sql.engines.rowset import (
     postgres_rows,
     postgres_text,
 )
-from gpubroker_server.adapters.sql.engines.session import (
+from gpubroker_server.adapters.sql.session import (
     Collided,
     CommitUnknown,
     ConnectionLost,
     ConstraintFailed,
     GuardMissed,
 )
-from gpubroker_server.adapters.sql.tables.compatibility import check_schema
 from gpubroker_server.core.domain.units import Instant, Position, Term
 from gpubroker_server.core.world.events import Event
 from gpubroker_server.ports.store import StaleTerm, StoreUnavailable, Unstorable

@@ -16,7 +16,9 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from gpubroker_server.adapters.sql.engines.rowset import (
+from gpubroker_server.adapters.sql.columns import SQLITE_NOW
+from gpubroker_server.adapters.sql.compatibility import check_schema
+from gpubroker_server.adapters.sql.rowset import (
     Row,
     Rows,
     SetStatement,
@@ -24,9 +26,7 @@ from gpubroker_server.adapters.sql.engines.rowset import (
     sqlite_chunks,
     sqlite_text,
 )
-from gpubroker_server.adapters.sql.engines.session import ConstraintFailed, DatabaseRefused, GuardMissed
-from gpubroker_server.adapters.sql.tables.columns import SQLITE_NOW
-from gpubroker_server.adapters.sql.tables.compatibility import check_schema
+from gpubroker_server.adapters.sql.session import ConstraintFailed, DatabaseRefused, GuardMissed
 from gpubroker_server.core.domain.units import Instant, Position, Term
 from gpubroker_server.core.world.events import Event
 from gpubroker_server.ports.store import StaleTerm, StoreUnavailable, Unstorable

@@ -1,14 +1,21 @@
-"""The database's time without asking the database each time."""
+"""Clocks: seconds since this machine was booted, and the database's time between two readings of it."""
 
 import asyncio
 import time
 from typing import Protocol
 
-from gpubroker_server.adapters.boot_clock import boot_seconds
-from gpubroker_server.core.domain.units import Instant, Seconds
+from gpubroker_server.core.domain.units import Instant, Seconds, Ticks
 from gpubroker_server.ports.store import ReadTicks, StoreUnavailable
 
+# On Linux CLOCK_MONOTONIC stops while the machine sleeps and CLOCK_BOOTTIME does not. macOS lacks the second,
+# and its CLOCK_MONOTONIC does not stop.
+_BOOT_CLOCK: int = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)
 _ANSWERS = 3
+
+
+def boot_seconds() -> Ticks:
+    """Seconds since boot, sleep included. All processes of a machine read the same; it never jumps."""
+    return Ticks(time.clock_gettime(_BOOT_CLOCK))
 
 
 class TimeSource(Protocol):

@@ -11,11 +11,11 @@ from alembic.util import CommandError
 from sqlalchemy import Connection, Engine, inspect, text
 from sqlalchemy.exc import DBAPIError
 
-from gpubroker_server.adapters.sql.engines.session import DatabaseRefused
-from gpubroker_server.adapters.sql.tables.compatibility import SCHEMA
+from gpubroker_server.adapters.sql.compatibility import SCHEMA
+from gpubroker_server.adapters.sql.session import DatabaseRefused
 
 _INSTALLED = Path(__file__).parent / "migrations"
-_CHECKOUT = Path(__file__).parents[5] / "migrations"
+_CHECKOUT = Path(__file__).parents[4] / "migrations"
 _LOCK = 0x67706272
 """Advisory lock on PostgreSQL: of several processes that start, one migrates and the others wait."""
 _OTHERS = text("""

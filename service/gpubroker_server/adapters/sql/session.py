@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from typing import Any, Final, Protocol
 
-from gpubroker_server.adapters.sql.engines.rowset import Row, Rows, SetStatement
+from gpubroker_server.adapters.sql.rowset import Row, Rows, SetStatement
 from gpubroker_server.core.domain.units import Instant, Position, Term
 from gpubroker_server.core.world.events import Event
 

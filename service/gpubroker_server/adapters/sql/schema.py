@@ -3,7 +3,7 @@
 from sqlalchemy import Engine, text
 from sqlalchemy.exc import DBAPIError
 
-from gpubroker_server.adapters.sql.tables.compatibility import SCHEMA
+from gpubroker_server.adapters.sql.compatibility import SCHEMA
 
 NEWEST = f"{SCHEMA:04}"
 _REVISION = text("SELECT version_num FROM alembic_version")
@@ -17,7 +17,7 @@ def bring_to(engine: Engine, revision: str, name: str, *, drop_everything: bool 
     if revision == "head" and _is_newest(engine):
         return NEWEST
     # alembic: a tenth of what a start loads, and hardly any start has something to migrate.
-    from gpubroker_server.adapters.sql.migrating.migrate import migrate_to
+    from gpubroker_server.adapters.sql.migrate import migrate_to
 
     return migrate_to(engine, revision, name, drop_everything=drop_everything)
 

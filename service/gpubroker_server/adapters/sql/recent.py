@@ -8,7 +8,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
-from gpubroker_server.adapters.sql.writing.group import Change, Unit
+from gpubroker_server.adapters.sql.group import Change, Unit
 from gpubroker_server.core.domain.decisions import Outcome
 from gpubroker_server.core.domain.task import Task
 from gpubroker_server.core.domain.units import TaskId

@@ -9,9 +9,9 @@ from typing import Any
 
 from pydantic_core import from_json
 
-from gpubroker_server.adapters.sql.engines.rowset import Row, SetStatement, json_text
-from gpubroker_server.adapters.sql.tables.compatibility import check_reader
-from gpubroker_server.adapters.sql.writing import statements as sql
+from gpubroker_server.adapters.sql import statements as sql
+from gpubroker_server.adapters.sql.compatibility import check_reader
+from gpubroker_server.adapters.sql.rowset import Row, SetStatement, json_text
 from gpubroker_server.core.domain.copies import maker
 from gpubroker_server.core.domain.decisions import Decision, Outcome, Request
 from gpubroker_server.core.domain.demand import Demand

@@ -21,10 +21,10 @@ from sqlalchemy import (
     update,
 )
 
-from gpubroker_server.adapters.sql.engines.rowset import SetStatement
-from gpubroker_server.adapters.sql.tables import tables
-from gpubroker_server.adapters.sql.tables.columns import Count, now
-from gpubroker_server.adapters.sql.tables.shared import installation
+from gpubroker_server.adapters.sql import tables
+from gpubroker_server.adapters.sql.columns import Count, now
+from gpubroker_server.adapters.sql.rowset import SetStatement
+from gpubroker_server.adapters.sql.shared import installation
 from gpubroker_server.core.domain.task import HOT_FIELDS
 
 _ONE: Any = literal_column("1", Integer)

@@ -11,11 +11,11 @@ from contextlib import suppress
 from queue import Empty, SimpleQueue
 from typing import Any, TypeVar
 
-from gpubroker_server.adapters.sql.engines.session import Collided, CommitUnknown, ConnectionLost, Session
-from gpubroker_server.adapters.sql.tables.compatibility import check_schema
-from gpubroker_server.adapters.sql.writing import statements as sql
-from gpubroker_server.adapters.sql.writing.group import Unit, answer_known, write_group
-from gpubroker_server.adapters.sql.writing.rows import event_of_row
+from gpubroker_server.adapters.sql import statements as sql
+from gpubroker_server.adapters.sql.compatibility import check_schema
+from gpubroker_server.adapters.sql.group import Unit, answer_known, write_group
+from gpubroker_server.adapters.sql.rows import event_of_row
+from gpubroker_server.adapters.sql.session import Collided, CommitUnknown, ConnectionLost, Session
 from gpubroker_server.core.domain.units import Position, Seconds
 from gpubroker_server.core.world.events import Event
 from gpubroker_server.ports.store import LogShortened, Outgrown, StoreUnavailable

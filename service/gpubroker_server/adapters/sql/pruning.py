@@ -8,12 +8,12 @@ from sqlalchemy import Boolean, Column, Double, FromClause, Integer, delete, lit
 from sqlalchemy.ext.compiler import compiles
 from sqlalchemy.sql.functions import GenericFunction
 
-from gpubroker_server.adapters.sql.engines.rowset import SetStatement
-from gpubroker_server.adapters.sql.engines.session import Session
-from gpubroker_server.adapters.sql.reading.objects import prune_objects
-from gpubroker_server.adapters.sql.tables import tables
-from gpubroker_server.adapters.sql.tables.columns import Count
-from gpubroker_server.adapters.sql.writing.statements import delete_rows
+from gpubroker_server.adapters.sql import tables
+from gpubroker_server.adapters.sql.columns import Count
+from gpubroker_server.adapters.sql.objects import prune_objects
+from gpubroker_server.adapters.sql.rowset import SetStatement
+from gpubroker_server.adapters.sql.session import Session
+from gpubroker_server.adapters.sql.statements import delete_rows
 from gpubroker_server.core.domain.lease import HOLDERS_OF_TASKS
 from gpubroker_server.core.domain.retention import Cutoffs
 from gpubroker_server.core.domain.units import TaskId, Term

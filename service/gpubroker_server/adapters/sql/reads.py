@@ -22,11 +22,10 @@ from sqlalchemy import (
     select,
 )
 
-from gpubroker_server.adapters.sql.tables import tables
-from gpubroker_server.adapters.sql.tables.objects import stored_object
-from gpubroker_server.adapters.sql.tables.shared import installation
-from gpubroker_server.adapters.sql.writing import rows
-from gpubroker_server.adapters.sql.writing.statements import EVENT
+from gpubroker_server.adapters.sql import rows, tables
+from gpubroker_server.adapters.sql.object_tables import stored_object
+from gpubroker_server.adapters.sql.shared import installation
+from gpubroker_server.adapters.sql.statements import EVENT
 from gpubroker_server.core.domain.device import Device
 from gpubroker_server.core.domain.external_lease import KIND as EXTERNAL
 from gpubroker_server.core.domain.leader_term import LeaderRow

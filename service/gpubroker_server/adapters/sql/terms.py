@@ -5,8 +5,8 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
-from gpubroker_server.adapters.sql.engines.session import Collided, CommitUnknown, ConnectionLost, Session
-from gpubroker_server.adapters.sql.writing import statements as sql
+from gpubroker_server.adapters.sql import statements as sql
+from gpubroker_server.adapters.sql.session import Collided, CommitUnknown, ConnectionLost, Session
 from gpubroker_server.core.domain.leader_term import LeaderRow
 from gpubroker_server.core.domain.units import Instant, Seconds, Term
 from gpubroker_server.ports.store import StoreUnavailable

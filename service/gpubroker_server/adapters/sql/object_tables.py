@@ -2,7 +2,7 @@
 
 from sqlalchemy import Column, Double, Index, PrimaryKeyConstraint, Table, Text
 
-from gpubroker_server.adapters.sql.tables.columns import Count, metadata
+from gpubroker_server.adapters.sql.columns import Count, metadata
 
 stored_object = Table(
     "stored_object",

@@ -2,7 +2,7 @@
 
 from sqlalchemy import CheckConstraint, Column, Integer, PrimaryKeyConstraint, Table, Text, text
 
-from gpubroker_server.adapters.sql.tables.columns import HOT, Count, metadata
+from gpubroker_server.adapters.sql.columns import HOT, Count, metadata
 
 last_value = Table(
     "last_value",

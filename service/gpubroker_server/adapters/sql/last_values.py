@@ -10,8 +10,8 @@ from pydantic_core import from_json
 from sqlalchemy import Connection, FromClause, bindparam, delete, select, true
 from sqlalchemy.dialects.postgresql import insert
 
-from gpubroker_server.adapters.sql.engines.rowset import SetStatement, json_text, postgres_rows, postgres_text
-from gpubroker_server.adapters.sql.tables.shared import last_value
+from gpubroker_server.adapters.sql.rowset import SetStatement, json_text, postgres_rows, postgres_text
+from gpubroker_server.adapters.sql.shared import last_value
 from gpubroker_server.core.domain.device import DeviceSample
 from gpubroker_server.core.domain.units import Instant, TaskId, Term
 from gpubroker_server.core.lifecycle.silent_nodes import Paused

@@ -1,1 +1,0 @@
-"""SQLite and PostgreSQL: connections, sessions, sets of rows."""

@@ -1,1 +1,0 @@
-"""Bringing a database to a schema with alembic."""

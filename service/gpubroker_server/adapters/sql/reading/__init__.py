@@ -1,1 +1,0 @@
-"""Reads that never wait for the writer."""

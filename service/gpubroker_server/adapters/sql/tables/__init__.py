@@ -1,1 +1,0 @@
-"""All tables, and which schema this release needs."""

@@ -1,1 +1,0 @@
-"""The one writer: many requests in one transaction, each statement guarded."""
