@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
-from gpubroker_server.core.domain.task import changed
 from gpubroker_server.core.domain.units import TaskId
+from gpubroker_server.core.domain.values import changed
 from gpubroker_server.core.world.events import Event
 from gpubroker_server.ports.store import BatchSubmission, SubmitVerdict, TaskStore, Unstorable
 

@@ -1,7 +1,8 @@
 """What is counted of queued inferences: how they ended, and how long they waited first."""
 
-from gpubroker_server.core.domain.task import Task, TaskState, changed
+from gpubroker_server.core.domain.task import Task, TaskState
 from gpubroker_server.core.domain.units import Fence, Instant
+from gpubroker_server.core.domain.values import changed
 from gpubroker_server.core.world.answered_inferences import WAIT_BOUNDS, Answered
 
 from tests.builders import NOW, a_task

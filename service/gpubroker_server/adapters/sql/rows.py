@@ -12,7 +12,6 @@ from pydantic_core import from_json
 from gpubroker_server.adapters.sql import statements as sql
 from gpubroker_server.adapters.sql.compatibility import check_reader
 from gpubroker_server.adapters.sql.rowset import Row, SetStatement, json_text
-from gpubroker_server.core.domain.copies import maker
 from gpubroker_server.core.domain.decisions import Decision, Outcome, Request
 from gpubroker_server.core.domain.demand import Demand
 from gpubroker_server.core.domain.device import Node
@@ -247,10 +246,9 @@ def task_of_row(row: Iterable[Any]) -> Task:
         values[_TASK_STOP_REASON] = StopReason(values[_TASK_STOP_REASON])
     members = values[_TASK_MEMBERS]
     values[_TASK_MEMBERS] = () if members is None else members_from(from_json(members))
-    return _task(values)
+    return Task(*values)
 
 
-_task = maker(Task)
 _places = {field.name: place for place, field in enumerate(fields(Task))}
 _REPEATED = tuple(_places[name] for name in ("tenant", "name", "stream", "subject"))
 """Words that many tasks share: of a long queue they are kept once."""

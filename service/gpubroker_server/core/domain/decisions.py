@@ -4,7 +4,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from gpubroker_server.core.domain.copies import made_at_once
 from gpubroker_server.core.domain.device import Device, Node
 from gpubroker_server.core.domain.estimates import Lesson, Topic
 from gpubroker_server.core.domain.lease import Lease, LeaseState, Pledge, PledgeEnd
@@ -13,6 +12,7 @@ from gpubroker_server.core.domain.models.model_orders import ModelOrder
 from gpubroker_server.core.domain.orders import Checkpointed, Failure, Order
 from gpubroker_server.core.domain.task import Move, Task, move
 from gpubroker_server.core.domain.units import DeviceKey, Instant, TaskId
+from gpubroker_server.core.domain.values import value
 
 AnyOrder = Order | ModelOrder | InferenceOrder
 """To node agents, to servers of models, or to those about to ask one."""
@@ -21,8 +21,7 @@ Fields = Mapping[str, Any]
 """Plain JSON values only: what an event carries and `World.apply` reads."""
 
 
-@made_at_once
-@dataclass(frozen=True, slots=True)
+@value
 class TaskWrite:
     """One changed task row. The store writes it only where the row's version is `task.version - 1`."""
 
@@ -50,8 +49,7 @@ def withdrawn(pledges: Mapping[DeviceKey, Pledge]) -> tuple[PledgeWrite, ...]:
     return tuple(PledgeWrite(pledges[device], PledgeEnd.WITHDRAWN) for device in sorted(pledges))
 
 
-@made_at_once
-@dataclass(frozen=True, slots=True)
+@value
 class Outcome:
     """What a run left behind. The newest accepted outcome of a task is its result."""
 
@@ -80,8 +78,7 @@ class AuditNote:
     reason: str
 
 
-@made_at_once
-@dataclass(frozen=True, slots=True)
+@value
 class Decision:
     """Rows that change together, and the orders to send once they have.
 

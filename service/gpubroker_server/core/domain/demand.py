@@ -1,18 +1,15 @@
 """What a task asks for."""
 
-from dataclasses import dataclass, fields
 from functools import lru_cache
-from operator import attrgetter
 
-from gpubroker_server.core.domain.copies import made_at_once
 from gpubroker_server.core.domain.units import Mib
+from gpubroker_server.core.domain.values import value
 
 Labels = tuple[tuple[str, tuple[str, ...]], ...]
 """(label, values), sorted: one value of each. The label `node` is the node's name."""
 
 
-@made_at_once
-@dataclass(frozen=True, slots=True)
+@value
 class Where:
     """Which devices and nodes a task may use (all of it must hold) and which it would rather have."""
 
@@ -32,16 +29,8 @@ class Where:
 ANYWHERE = Where()
 
 
-class _Hashed:
-    """Has room for a hash beside what it is made of."""
-
-    __slots__ = ("_hash",)
-    _hash: int
-
-
-@made_at_once
-@dataclass(frozen=True, slots=True)
-class Demand(_Hashed):
+@value
+class Demand:
     """Sizes are per device; `cpu` and `memory_mb` are of the one node that the task runs on.
 
     `gpus` devices of `gpu_mb` MiB each; with neither `gpu_mb` nor `gpu_fraction`, whole devices.
@@ -72,15 +61,6 @@ class Demand(_Hashed):
     """The model of a server that is to answer: such a task takes nothing of nodes or devices, since the model
     holds what it takes."""
 
-    def __hash__(self) -> int:
-        """Asked for at every step of planning, so it is worked out once."""
-        try:
-            return self._hash
-        except AttributeError:
-            found = hash(_values(self))
-            object.__setattr__(self, "_hash", found)
-            return found
-
     @property
     def least_ranks(self) -> int:
         return len(self.bundles) if self.min_ranks is None else self.min_ranks
@@ -93,9 +73,6 @@ class Demand(_Hashed):
     @property
     def takes_whole_devices(self) -> bool:
         return self.gpus > 0 and (self.exclusive or (self.gpu_mb is None and self.gpu_fraction is None))
-
-
-_values = attrgetter(*(f.name for f in fields(Demand)))
 
 
 @lru_cache(4096)

@@ -5,12 +5,11 @@ relative-error guarantees", VLDB 2019): counts in buckets whose bounds grow by a
 """
 
 from bisect import bisect_left
-from dataclasses import dataclass
 from enum import StrEnum
 from math import ceil, log
 
-from gpubroker_server.core.domain.copies import made_at_once
 from gpubroker_server.core.domain.units import Instant
+from gpubroker_server.core.domain.values import value
 
 RELATIVE_ERROR = 0.02
 """No quantile is further from the value that it stands for than this share of it."""
@@ -24,8 +23,7 @@ _SMALLEST = 1e-3
 """Values below it, zero and negative ones too, count as this much."""
 
 
-@made_at_once
-@dataclass(frozen=True, slots=True)
+@value
 class Sketch:
     """A value. `add` makes the next one."""
 
@@ -88,8 +86,7 @@ class What(StrEnum):
     the forecast held if it is no more than 1."""
 
 
-@made_at_once
-@dataclass(frozen=True, slots=True)
+@value
 class Topic:
     """What one sketch is about."""
 
@@ -101,8 +98,7 @@ class Topic:
     what: What
 
 
-@made_at_once
-@dataclass(frozen=True, slots=True)
+@value
 class Lesson:
     """One value that the end of a run adds."""
 

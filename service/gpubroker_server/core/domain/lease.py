@@ -4,9 +4,9 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
-from gpubroker_server.core.domain.copies import copier, made_at_once
 from gpubroker_server.core.domain.errors import IllegalTransition
 from gpubroker_server.core.domain.units import DeviceKey, Fence, Instant, Mib, TaskId, mark_of
+from gpubroker_server.core.domain.values import changed, value
 
 
 class HolderKind(StrEnum):
@@ -59,8 +59,7 @@ NEXT_STATES = {
 before anybody has heard of its start."""
 
 
-@made_at_once
-@dataclass(frozen=True, slots=True)
+@value
 class Lease:
     """A holder's right to `mb` MiB of one device. Identity: (holder_kind, holder, fence, rank, device).
 
@@ -98,16 +97,12 @@ class Lease:
         return mark_of(self.holder, self.fence, self.rank)
 
 
-_changed = copier(Lease)
-"""The lease with some fields changed. Every lease changes several times."""
-
-
 def move_lease(lease: Lease, state: LeaseState, **changes: Any) -> Lease:
     """The lease in its next state, version + 1, and the given fields changed. Raises IllegalTransition; the
     lease is unchanged."""
     if state not in NEXT_STATES[lease.state]:
         raise IllegalTransition(f"lease {lease.key} is {lease.state}; it cannot become {state}")
-    return _changed(lease, state=state, version=lease.version + 1, **changes)
+    return changed(lease, state=state, version=lease.version + 1, **changes)
 
 
 def quarantine(lease: Lease, now: Instant) -> Lease:
@@ -122,7 +117,7 @@ def release(lease: Lease, proof: str) -> Lease:
 
 
 def mark_overused(lease: Lease, measured_mb: Mib) -> Lease:
-    return _changed(lease, overused_mb=measured_mb, version=lease.version + 1)
+    return changed(lease, overused_mb=measured_mb, version=lease.version + 1)
 
 
 class PledgeEnd(StrEnum):

@@ -8,18 +8,17 @@ it has already started.
 from dataclasses import dataclass
 from enum import StrEnum
 
-from gpubroker_server.core.domain.copies import made_at_once
 from gpubroker_server.core.domain.device import DeviceSample, Node
 from gpubroker_server.core.domain.models.model_orders import ServerSeen
 from gpubroker_server.core.domain.task import StopReason
 from gpubroker_server.core.domain.units import DeviceKey, Fence, Instant, Mib, NodeName, Seconds, TaskId
+from gpubroker_server.core.domain.values import value
 
 RunId = tuple[TaskId, Fence, int]
 """(task, fence, rank)"""
 
 
-@made_at_once
-@dataclass(frozen=True, slots=True)
+@value
 class StartOrder:
     """Start one run. The payload (entrypoint, arguments, checkpoint) is attached by dispatch on its way."""
 
@@ -94,8 +93,7 @@ class StopOrder:
     rank: int = 0
 
 
-@made_at_once
-@dataclass(frozen=True, slots=True)
+@value
 class ForgetOrder:
     """The outcome of this run is durable; the agent may drop what it kept of it."""
 
@@ -134,8 +132,7 @@ class Failure:
     traceback: str = ""
 
 
-@made_at_once
-@dataclass(frozen=True, slots=True)
+@value
 class Started:
     task: TaskId
     fence: Fence
@@ -181,8 +178,7 @@ class Checkpointed:
     rank: int = 0
 
 
-@made_at_once
-@dataclass(frozen=True, slots=True)
+@value
 class Ended:
     """The outcome of a run. Its memory is not yet free: that takes a Gone."""
 
@@ -198,8 +194,7 @@ class Ended:
     rank: int = 0
 
 
-@made_at_once
-@dataclass(frozen=True, slots=True)
+@value
 class Gone:
     """Proof that no process of this run is left. `samples` were taken after that."""
 

@@ -5,13 +5,12 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
-from gpubroker_server.core.domain.copies import copier, made_at_once
 from gpubroker_server.core.domain.task import Task
 from gpubroker_server.core.domain.units import TaskId
+from gpubroker_server.core.domain.values import value
 
 
-@made_at_once
-@dataclass(frozen=True, slots=True)
+@value
 class RunSpec:
     """What a task runs: the cold half of a task, as submitted. What is too large is a blob."""
 
@@ -34,9 +33,6 @@ class RunSpec:
     working_directory: str = ""
     sizing: Mapping[str, Any] | None = None
     """How its `gpu_mb` was learned at submit, with the fields of `Size`; None if its submitter said it."""
-
-
-changed_spec = copier(RunSpec)
 
 
 @dataclass(frozen=True, slots=True)

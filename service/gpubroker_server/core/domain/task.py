@@ -4,13 +4,13 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
-from gpubroker_server.core.domain.copies import copier, made_at_once
 from gpubroker_server.core.domain.demand import Demand
 from gpubroker_server.core.domain.errors import IllegalTransition
 from gpubroker_server.core.domain.external_lease import External
 from gpubroker_server.core.domain.gang_member import Member
 from gpubroker_server.core.domain.models.model_terms import ModelTerms
 from gpubroker_server.core.domain.units import DeviceKey, Fence, Instant, Mib, NodeName, Seconds, TaskId
+from gpubroker_server.core.domain.values import changed, value
 
 
 class TaskState(StrEnum):
@@ -122,8 +122,7 @@ class StopReason(StrEnum):
     this reason until it is admitted there."""
 
 
-@made_at_once
-@dataclass(frozen=True, slots=True)
+@value
 class Task:
     """The hot half of a task: what decisions need. Arguments, results and labels live beside it in SQL.
 
@@ -272,12 +271,7 @@ def move(task: Task, what: Move, **changes: Any) -> Task:
     return changed(task, state=state, version=task.version + 1, **changes)
 
 
-changed = copier(Task)
-"""The task with some fields changed. Every task changes several times."""
-
-
-@made_at_once
-@dataclass(frozen=True, slots=True)
+@value
 class Placement:
     """Where a task will run: one node, and one (device, MiB) pair per GPU in key order."""
 

@@ -3,18 +3,16 @@
 from collections.abc import Iterator, Sequence
 from itertools import islice
 
-from gpubroker_server.core.domain.copies import copier
 from gpubroker_server.core.domain.decisions import Decision, TaskWrite
 from gpubroker_server.core.domain.estimates import Lesson, Sketch, Topic, What
 from gpubroker_server.core.domain.gang_member import MemberState
 from gpubroker_server.core.domain.task import Move, Task, TaskState
 from gpubroker_server.core.domain.units import Instant
+from gpubroker_server.core.domain.values import changed
 from gpubroker_server.core.world.world import World
 
 MOST_TOPICS = 10_000
 """With more, those are forgotten that have learned nothing for the longest time."""
-
-_changed = copier(Decision)
 
 _OTHER_ENDS = frozenset({Move.REQUEUED, Move.FAILED, Move.CANCELLED, Move.EXPIRED})
 
@@ -38,10 +36,10 @@ def learn(
                 sketch = known.get(topic) or world.learned.sketch(topic)
                 known[topic] = sketch.add(value)
                 lessons.append(Lesson(topic, value, known[topic], now))
-        taught.append(_changed(decision, lessons=tuple(lessons)) if lessons else decision)
+        taught.append(changed(decision, lessons=tuple(lessons)) if lessons else decision)
     if known and (forgotten := _too_many(world, known, most_topics)):
         last = max(at for at, decision in enumerate(taught) if decision.lessons)
-        taught[last] = _changed(taught[last], forgotten=forgotten)
+        taught[last] = changed(taught[last], forgotten=forgotten)
     return taught
 
 

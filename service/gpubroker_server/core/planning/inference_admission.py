@@ -14,8 +14,9 @@ from gpubroker_server.core.domain.models.inference_orders import InferOrder
 from gpubroker_server.core.domain.models.model_terms import Home
 from gpubroker_server.core.domain.orders import Ended, Ending, Gone, Report
 from gpubroker_server.core.domain.policy import Policy
-from gpubroker_server.core.domain.task import Move, Task, TaskState, changed
+from gpubroker_server.core.domain.task import Move, Task, TaskState
 from gpubroker_server.core.domain.units import Fence, Instant, TaskId
+from gpubroker_server.core.domain.values import changed
 from gpubroker_server.core.lifecycle import model_lifecycle
 from gpubroker_server.core.lifecycle.stopping import after_failure, after_stop, off_the_nodes
 from gpubroker_server.core.planning.draft import Draft

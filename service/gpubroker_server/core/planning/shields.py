@@ -4,8 +4,9 @@ from math import inf
 
 from gpubroker_server.core.domain.models.residency import min_residency_seconds
 from gpubroker_server.core.domain.policy import Policy, band_of
-from gpubroker_server.core.domain.task import Task, changed
+from gpubroker_server.core.domain.task import Task
 from gpubroker_server.core.domain.units import Instant, Seconds
+from gpubroker_server.core.domain.values import changed
 from gpubroker_server.core.world.queue import aged
 
 

@@ -23,8 +23,9 @@ from gpubroker_server.core.domain.lease import (
 )
 from gpubroker_server.core.domain.models.model_terms import ModelTerms
 from gpubroker_server.core.domain.models.residency import Usage
-from gpubroker_server.core.domain.task import Dependency, OnFailure, StopReason, Task, TaskState, changed
+from gpubroker_server.core.domain.task import Dependency, OnFailure, StopReason, Task, TaskState
 from gpubroker_server.core.domain.units import TaskId
+from gpubroker_server.core.domain.values import changed
 
 _DEMAND_DEFAULTS = Demand()
 _DEMAND_NAMES = tuple(f.name for f in dataclass_fields(Demand))

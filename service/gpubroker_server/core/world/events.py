@@ -1,16 +1,16 @@
 """The event log's lines, and how a decision becomes some of them."""
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import field
 from itertools import groupby
 
-from gpubroker_server.core.domain.copies import made_at_once
 from gpubroker_server.core.domain.decisions import Decision, Fields, Request
 from gpubroker_server.core.domain.errors import OutOfStep
 from gpubroker_server.core.domain.estimates import Topic
 from gpubroker_server.core.domain.lease import HOLDERS_OF_TASKS
 from gpubroker_server.core.domain.task import Task
 from gpubroker_server.core.domain.units import Instant, Position, TaskId
+from gpubroker_server.core.domain.values import value
 from gpubroker_server.core.world.event_codec import (
     device_fields,
     lease_change,
@@ -24,8 +24,7 @@ from gpubroker_server.core.world.event_codec import (
 SUBMITTED = "task.submitted"
 
 
-@made_at_once
-@dataclass(frozen=True, slots=True)
+@value
 class Event:
     """One line of the log: what changed on which row, in commit order. Never a payload."""
 
@@ -53,8 +52,7 @@ def in_step(events: Iterable[Event], position: Position) -> list[Event]:
     return fresh
 
 
-@made_at_once
-@dataclass(frozen=True, slots=True)
+@value
 class NewEvent:
     """An event that has no position yet; the last statement before COMMIT numbers it."""
 

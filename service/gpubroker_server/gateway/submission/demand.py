@@ -1,7 +1,7 @@
 """What a task asks for, from what clients say and back. Pure."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import fields, replace
 from itertools import groupby
 
 from gpubroker_server.core.domain.demand import ANYWHERE, Demand, Labels, Where
@@ -97,9 +97,12 @@ def _demand(
     return demand if gpu_mb != LEARNED or learn is None else replace(demand, gpu_mb=learn(demand).gpu_mb)
 
 
+_WHERE_FIELDS = tuple(field.name for field in fields(Where))
+
+
 def _where_of(asked: Amounts, common: Where) -> Where:
     """As it says itself; `common` where it says nothing, which most do."""
-    if asked.model_fields_set.isdisjoint(Where.__slots__):
+    if asked.model_fields_set.isdisjoint(_WHERE_FIELDS):
         return common
     said = Where(
         kinds=tuple(asked.kinds),
@@ -109,7 +112,7 @@ def _where_of(asked: Amounts, common: Where) -> Where:
         prefer_kinds=tuple(asked.prefer_kinds),
         prefer_nodes=_labels_of(asked.prefer_nodes),
     )
-    return replace(common, **{name: value for name in Where.__slots__ if (value := getattr(said, name))})
+    return replace(common, **{name: value for name in _WHERE_FIELDS if (value := getattr(said, name))})
 
 
 def _labels_of(wanted: Mapping[str, list[str]]) -> Labels:

@@ -8,9 +8,9 @@ from typing import NamedTuple
 
 from pydantic import TypeAdapter, ValidationError
 
-from gpubroker_server.core.domain.submission import RunSpec, changed_spec
-from gpubroker_server.core.domain.task import changed
+from gpubroker_server.core.domain.submission import RunSpec
 from gpubroker_server.core.domain.units import TaskId
+from gpubroker_server.core.domain.values import changed
 from gpubroker_server.core.planning.run_estimates import Size
 from gpubroker_server.gateway.http.faults import body_faults, refused
 from gpubroker_server.gateway.http.problems import Fault, Problem
@@ -95,7 +95,7 @@ class Batch:
         call = call_within(piece, around)
         if call is None or len(call.arguments) > self._inline_bytes:
             return None
-        spec = changed_spec(first.spec, arguments=call.arguments, arguments_digest=None)
+        spec = changed(first.spec, arguments=call.arguments, arguments_digest=None)
         return Submission(changed(first.task, id=id), spec, like=first)
 
     async def _submission(self, piece: bytes, id: TaskId) -> Submission:
@@ -121,7 +121,7 @@ class Batch:
 
     async def _with_arguments(self, spec: RunSpec, arguments: bytes, id: TaskId) -> RunSpec:
         digest = await digest_if_large(self._call, arguments, id)
-        return changed_spec(spec, arguments=arguments if digest is None else b"", arguments_digest=digest)
+        return changed(spec, arguments=arguments if digest is None else b"", arguments_digest=digest)
 
     async def _met(self, piece: bytes, id: TaskId) -> _Like:
         """The first of its likes, as far as anybody knows. Raises Problem."""
