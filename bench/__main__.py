@@ -1,8 +1,10 @@
-"""`python -m bench NAME [options]`: figures as JSON lines on stdout, sentences on stderr."""
+"""Run one benchmark. Figures are JSON lines on stdout; progress and a summary go to stderr."""
 
 import signal
 import sys
-from argparse import ArgumentParser, RawDescriptionHelpFormatter
+from argparse import Action, ArgumentDefaultsHelpFormatter, ArgumentParser, RawDescriptionHelpFormatter
+from shutil import get_terminal_size
+from textwrap import fill
 from types import ModuleType
 
 from bench import (
@@ -43,21 +45,35 @@ BENCHMARKS: dict[str, ModuleType] = {
 }
 
 
+class _Help(RawDescriptionHelpFormatter, ArgumentDefaultsHelpFormatter):
+    """Keeps the paragraphs of a description, and adds its default to the help of an option."""
+
+    def _get_help_string(self, action: Action) -> str | None:
+        has_default = action.default not in (None, False, "")
+        return super()._get_help_string(action) if has_default else action.help
+
+
 def parser() -> ArgumentParser:
-    """One subcommand per benchmark; its help is the first line of its module."""
+    """One subcommand per benchmark; its help is its module's docstring."""
     root = ArgumentParser(prog="python -m bench", description=__doc__)
     names = root.add_subparsers(dest="name", metavar="NAME", required=True)
+    width = get_terminal_size().columns - 2
     for name, module in BENCHMARKS.items():
-        summary = (module.__doc__ or "").partition("\n")[0]
+        paragraphs = (module.__doc__ or "").strip().split("\n\n")
         described = names.add_parser(
-            name, help=summary, description=module.__doc__, formatter_class=RawDescriptionHelpFormatter
+            name,
+            help=paragraphs[0],
+            description="\n\n".join(
+                fill(paragraph, width, break_on_hyphens=False) for paragraph in paragraphs
+            ),
+            formatter_class=_Help,
         )
         module.add_options(described)
     return root
 
 
 def main() -> int:
-    """Also when it is told to end before it is done, it stops what it has started."""
+    """On SIGTERM a benchmark stops everything that it has started."""
     options = parser().parse_args()
     signal.signal(signal.SIGTERM, lambda number, _frame: sys.exit(128 + number))
     for figure in BENCHMARKS[options.name].measure(options):

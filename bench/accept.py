@@ -1,9 +1,8 @@
-"""How many tasks per second are accepted durably, against a bare FastAPI route that returns a constant.
+"""Tasks accepted durably per second, compared with a FastAPI route that returns a constant.
 
-Each POST is one row, its event and its place in the queue, on disk before the answer leaves; the sender is
-identified by its token, and the leader plans a queue that does not fit its one device. The bare app runs
-under the same server settings. One of the two is loaded at a time, in short alternating rounds. With two
-gateways half of the connections go to each.
+Each POST writes a row and its event, which are on disk before the answer; the token is checked, and the
+leader plans a queue that does not fit on its one device. The baseline runs under the same server settings.
+The two are loaded in turn, in short rounds. With two gateways, half of the connections go to each.
 """
 
 import json
@@ -13,15 +12,15 @@ from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from bench.deployment import Deployment, add_variants, deployed, variants_of
 from bench.http import Target
-from bench.load import Load, Measured
-from bench.measuring import Figure, Pair, median_ratio, percentile, say
+from bench.load import ClosedLoop, Measured
+from bench.measuring import Figure, Pair, median_ratio, percentile, report
 from bench.processes import bare_app
-from bench.sites import Site, add_variants, site, variants_of
 
 DEVICE_MB = 24_576
 PATIENCE_SECONDS = 10.0
-"""For a gateway to hear what the other one has taken in."""
+"""For a gateway to learn of the tasks that the other one accepted."""
 
 FULL_SETTINGS = {
     "ENGINE": "simulated",
@@ -34,45 +33,48 @@ TASK = {"run": {"entrypoint": "bench.tasks:noop"}, "resources": {"gpu_mb": 1024}
 
 def add_options(parser: ArgumentParser) -> None:
     add_variants(parser)
-    parser.add_argument("--connections", type=int, default=32)
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--seconds", type=float, default=3.0, help="of load per round and side")
+    parser.add_argument("--connections", type=int, default=32, help="keep-alive connections")
+    parser.add_argument("--rounds", type=int, default=7, help="rounds to measure")
+    parser.add_argument("--seconds", type=float, default=3.0, help="seconds of load per round and side")
 
 
 def measure(options: Namespace) -> Iterator[Figure]:
     for variant in variants_of(options):
-        with full_site(variant) as running:
+        with full_deployment(variant) as running:
             yield from rounds_against_bare(running, variant, options)
 
 
 @contextmanager
-def full_site(variant: str) -> Iterator[Site]:
-    """A site whose only device is held by a task that stays, so that nothing else fits."""
-    with site(variant, **FULL_SETTINGS) as running:
+def full_deployment(variant: str) -> Iterator[Deployment]:
+    """A deployment whose only device is held by a task that does not end."""
+    with deployed(variant, **FULL_SETTINGS) as running:
         fill_device(running)
         yield running
 
 
-def fill_device(running: Site) -> str:
-    """The id of the task that holds all of it."""
-    door = running.doors[0]
-    stays = {"entrypoint": "bench.tasks:noop", "kwargs": {"seconds": 86_400}}
-    holder = door.ask("POST", "/tasks", {"run": stays, "resources": {"gpu_mb": DEVICE_MB}})
-    door.wait_until(holder["id"], "running")
+def fill_device(running: Deployment) -> str:
+    """Returns the id of the task that holds all of its memory."""
+    gateway = running.gateways[0]
+    run = {"entrypoint": "bench.tasks:noop", "kwargs": {"seconds": 86_400}}
+    holder = gateway.ask("POST", "/tasks", {"run": run, "resources": {"gpu_mb": DEVICE_MB}})
+    gateway.wait_until(holder["id"], "running")
     return str(holder["id"])
 
 
-def rounds_against_bare(running: Site, name: str, options: Namespace) -> Iterator[Figure]:
-    ours = [Target(door.port, "POST", "/tasks", door.headers, json.dumps(TASK)) for door in running.doors]
+def rounds_against_bare(running: Deployment, name: str, options: Namespace) -> Iterator[Figure]:
+    ours = [
+        Target(gateway.port, "POST", "/tasks", gateway.headers, json.dumps(TASK))
+        for gateway in running.gateways
+    ]
     accepted: list[Measured] = []
     pairs: list[Pair] = []
-    with bare_app() as port, Load() as load:
+    with bare_app() as port, ClosedLoop() as load:
         bare = Target(port, "GET", "/")
 
         def one_round(seconds: float) -> tuple[Measured, Measured]:
             constant = load.measure(bare, connections=options.connections, seconds=seconds)
             posted = load.measure(*ours, connections=options.connections, seconds=seconds)
-            running.settle()
+            running.wait_until_idle()
             return posted.must_all_be(202), constant.must_all_be(200)
 
         warm_up, _ = one_round(0.5 * options.seconds)
@@ -80,7 +82,7 @@ def rounds_against_bare(running: Site, name: str, options: Namespace) -> Iterato
             posted, constant = one_round(options.seconds)
             accepted.append(posted)
             pairs.append(Pair(posted.per_second, constant.per_second))
-            say(f"  {name} round {number}: {posted.per_second:,.0f}/s, bare {constant.per_second:,.0f}/s")
+            report(f"  {name} round {number}: {posted.per_second:,.0f}/s, bare {constant.per_second:,.0f}/s")
     latencies = [ms for measured in accepted for ms in measured.latencies_ms]
     must_be_queued(running, len(latencies) + len(warm_up.latencies_ms))
     yield Figure(
@@ -103,11 +105,11 @@ def rounds_against_bare(running: Site, name: str, options: Namespace) -> Iterato
     )
 
 
-def must_be_queued(running: Site, accepted: int) -> None:
-    """An answer without its task would make every figure here worthless. Raises RuntimeError."""
-    for door in running.doors:
+def must_be_queued(running: Deployment, accepted: int) -> None:
+    """Raises RuntimeError unless every accepted task is in the queue."""
+    for gateway in running.gateways:
         deadline = time.monotonic() + PATIENCE_SECONDS
-        while (queued := door.ask("GET", "/stats")["tasks"]["pending"]) != accepted:
+        while (queued := gateway.ask("GET", "/stats")["tasks"]["pending"]) != accepted:
             if time.monotonic() > deadline:
-                raise RuntimeError(f"{accepted} tasks were accepted and {queued} are queued")
+                raise RuntimeError(f"{accepted} tasks were accepted, but {queued} are queued")
             time.sleep(0.2)

@@ -1,10 +1,9 @@
-"""How many tasks per second are accepted durably in batches, against a plain COPY of the very same rows.
+"""Tasks accepted durably per second in batches, compared with a plain COPY of the same rows.
 
-Each POST /tasks/batch carries 1,000 tasks, which differ in their arguments; they are on disk before the
-answer leaves, with their events and their places in the queue, and the leader plans a queue that does not fit
-its one device. On PostgreSQL the rows that a round has written are then copied once more, as text made
-before, with the same indexes and as many rows per commit, by one connection that does nothing else. On SQLite
-the baseline is their insertion by `executemany` in the same way.
+Each POST /tasks/batch carries 1,000 tasks with different arguments; rows and events are on disk before the
+answer, and the leader plans a queue that does not fit on its one device. On PostgreSQL the rows of a round
+are then copied again with COPY, from prepared text, with the same indexes and as many rows per commit, on
+one connection. On SQLite the baseline is `executemany` with the same rows.
 """
 
 import json
@@ -19,48 +18,50 @@ from pathlib import Path
 import psycopg
 from gpubroker_server.adapters.sql.store import migrate
 
-from bench.accept import full_site, must_be_queued
+from bench.accept import full_deployment, must_be_queued
+from bench.deployment import Deployment, add_variants, variants_of
 from bench.http import Target
-from bench.load import Load
-from bench.measuring import Figure, Pair, median_ratio, say
-from bench.sites import Site, add_variants, variants_of
+from bench.load import ClosedLoop
+from bench.measuring import Figure, Pair, median_ratio, report
 
 TABLES = {"task": "id", "task_spec": "task", "event": "position"}
-"""What one task is in the database: table -> the column by which its rows are ordered as they came."""
+"""The tables with a row per task -> the column that orders their rows by insertion."""
 
 
 def add_options(parser: ArgumentParser) -> None:
     add_variants(parser)
-    parser.add_argument("--connections", type=int, default=4)
-    parser.add_argument("--tasks", type=int, default=1000, help="per batch")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--seconds", type=float, default=2.0, help="of load per round")
+    parser.add_argument("--connections", type=int, default=4, help="keep-alive connections")
+    parser.add_argument("--tasks", type=int, default=1000, help="tasks per batch")
+    parser.add_argument("--rounds", type=int, default=5, help="rounds to measure")
+    parser.add_argument("--seconds", type=float, default=2.0, help="seconds of load per round")
 
 
 def measure(options: Namespace) -> Iterator[Figure]:
     for variant in variants_of(options):
-        with full_site(variant) as running:
+        with full_deployment(variant) as running:
             is_file = variant == "sqlite"
             plain = PlainSqlite(Path(running.database)) if is_file else PlainCopy(running.database)
             yield rounds(running, plain, variant, options)
 
 
-def rounds(running: Site, plain: "PlainCopy | PlainSqlite", name: str, options: Namespace) -> Figure:
+def rounds(running: Deployment, plain: "PlainCopy | PlainSqlite", name: str, options: Namespace) -> Figure:
     body = a_batch(options.tasks)
-    targets = [Target(door.port, "POST", "/tasks/batch", door.headers, body) for door in running.doors]
+    targets = [
+        Target(gateway.port, "POST", "/tasks/batch", gateway.headers, body) for gateway in running.gateways
+    ]
     pairs: list[Pair] = []
     accepted = 0
-    with Load() as load:
+    with ClosedLoop() as load:
         for number in range(options.rounds + 1):  # the first is the warm-up
             posted = load.measure(*targets, connections=options.connections, seconds=options.seconds)
             count = options.tasks * len(posted.must_all_be(207).latencies_ms)
-            running.settle()
+            running.wait_until_idle()
             copied = plain.per_second(count, options.tasks)
             pair = Pair(count / posted.seconds, copied)
             accepted += count
             if number:
                 pairs.append(pair)
-                say(
+                report(
                     f"  {name} round {number}: {pair.ours_per_second:,.0f} tasks/s, "
                     f"plain {pair.baseline_per_second:,.0f}/s"
                 )
@@ -92,20 +93,20 @@ def a_batch(tasks: int) -> str:
 
 
 class PlainCopy:
-    """The last rows of a database, copied into the same tables of another one on the same server."""
+    """Copies the last rows of a database into the same tables of another one on the same server."""
 
     def __init__(self, url: str) -> None:
         self._url = url
-        self._twin = url.replace("/postgres?", "/plain?")
-        if self._twin == url:
-            raise RuntimeError(f"{url} does not name the database postgres")
+        self._copy = url.replace("/postgres?", "/plain?")
+        if self._copy == url:
+            raise RuntimeError(f"the URL has to name the database postgres, not {url}")
         with psycopg.connect(url, autocommit=True) as connection:
             connection.execute("CREATE DATABASE plain")
-        migrate(self._twin, "head")
+        migrate(self._copy, "head")
 
     def per_second(self, tasks: int, per_commit: int) -> float:
         chunks = {table: list(self._chunks(table, tasks, per_commit)) for table in TABLES}
-        with psycopg.connect(self._twin) as connection:
+        with psycopg.connect(self._copy) as connection:
             connection.execute(f"TRUNCATE {', '.join(TABLES)}")
             connection.commit()
             began = time.perf_counter()
@@ -129,16 +130,16 @@ class PlainCopy:
 
 
 class PlainSqlite:
-    """The last rows of a file, inserted into the same tables of another one beside it."""
+    """Inserts the last rows of a file into the same tables of another file."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._twin = path.with_name("plain.db")
-        migrate(f"sqlite:///{self._twin}", "head")
+        self._copy = path.with_name("plain.db")
+        migrate(f"sqlite:///{self._copy}", "head")
 
     def per_second(self, tasks: int, per_commit: int) -> float:
         rows = {table: self._rows(table, tasks) for table in TABLES}
-        with closing(sqlite3.connect(self._twin, isolation_level=None)) as connection:
+        with closing(sqlite3.connect(self._copy, isolation_level=None)) as connection:
             connection.execute("PRAGMA synchronous = FULL")
             for table in TABLES:
                 connection.execute(f"DELETE FROM {table}")

@@ -1,4 +1,4 @@
-"""Just enough HTTP/1.1 to keep the server the busy side: one request at a time on a keep-alive connection."""
+"""A minimal HTTP/1.1 client, so that the server is the bottleneck: one request at a time per connection."""
 
 import asyncio
 import time
@@ -17,7 +17,7 @@ class Target:
     headers: Mapping[str, str] = field(default_factory=dict)
     body: str = ""
     zeros: int = 0
-    """Bytes of a tensor behind the text of the body."""
+    """Zero bytes appended to the body: the values of a tensor."""
 
     def encoded(self) -> bytes:
         body = self.body.encode() + bytes(self.zeros)
@@ -27,13 +27,14 @@ class Target:
 
 
 class Connection(asyncio.Protocol):
-    """Tells `on_answer` the status of each answer and how many ms it took. `ended` raises when it is lost."""
+    """Calls `on_answer` with the status and the latency of each answer. `ended` raises if the connection is
+    lost."""
 
     def __init__(self) -> None:
         self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._head = bytearray()
         self._left = 0
-        """Bytes of the answer that are yet to come, once its head is there."""
+        """Bytes of the body that have not arrived yet."""
         self._status = ""
         self._sent_at = 0.0
 
@@ -45,7 +46,7 @@ class Connection(asyncio.Protocol):
         self._transport.write(request)
 
     def close(self) -> None:
-        """It ends well: nothing was under way."""
+        """Close without an error; no request may be in flight."""
         if not self.ended.done():
             self.ended.set_result(None)
         self._transport.close()
@@ -68,7 +69,7 @@ class Connection(asyncio.Protocol):
             self.ended.set_exception(error or ConnectionError("the server closed a keep-alive connection"))
 
     def _read_head(self) -> bool:
-        """False if it is not there yet."""
+        """False if the head is not complete yet."""
         end = self._head.find(b"\r\n\r\n")
         if end < 0:
             return False

@@ -1,7 +1,7 @@
-"""How many queued inferences a second are answered, joined into batches and one by one, in the same run.
+"""Queued inferences answered per second, joined into batches compared with one by one.
 
-A real Triton with a model that doubles what it gets, eight rows at once. Inferences of one row each are
-submitted while another one keeps them waiting; then all may go, and the time until the last answer counts.
+A real Triton serves a model that doubles its input, up to eight rows at once. Inferences of one row each
+depend on one that is still running; from its end to the last answer is measured.
 """
 
 import json
@@ -12,18 +12,18 @@ from datetime import datetime
 
 from gpubroker import Broker, Task, TaskState
 
-from bench.measuring import Figure, Pair, median_ratio, say
+from bench.inference_servers import triton
+from bench.measuring import Figure, Pair, median_ratio, report
 from bench.processes import SQLITE_DURABILITY, service
-from bench.triton import triton
 
 MODEL = "doubles"
-HELD_UP = 10_000
-"""Given this number the model sleeps for as many milliseconds."""
+SLEEP_MS = 10_000
+"""For an input this large the model sleeps for that many milliseconds."""
 
 
 def add_options(parser: ArgumentParser) -> None:
-    parser.add_argument("--inferences", type=int, default=500, help="per round and side")
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--inferences", type=int, default=500, help="inferences per round and side")
+    parser.add_argument("--rounds", type=int, default=3, help="rounds to measure")
 
 
 def measure(options: Namespace) -> Iterator[Figure]:
@@ -33,7 +33,7 @@ def measure(options: Namespace) -> Iterator[Figure]:
         for _ in range(options.rounds):
             for name, size in sizes.items():
                 rates[name].append(per_second(server.url, size, options.inferences))
-                say(f"  {name}: {rates[name][-1]:,.0f}/s")
+                report(f"  {name}: {rates[name][-1]:,.0f}/s")
     ours, alone = statistics.median(rates["batches"]), statistics.median(rates["alone"])
     ratio = median_ratio([Pair(*both) for both in zip(rates["batches"], rates["alone"], strict=True)])
     count = options.inferences * options.rounds
@@ -41,11 +41,11 @@ def measure(options: Namespace) -> Iterator[Figure]:
 
 
 def per_second(url: str, max_size: int, count: int) -> float:
-    """From the end of what they wait for to the last answer, by the service's clock."""
+    """From the end of the inference they depend on to the last answer, by the service's clock."""
     settings = {"servers": [{"name": "main", "http_url": url}], "batch": {MODEL: {"max_size": max_size}}}
     with service(ENGINE="simulated", TRITON=json.dumps(settings)) as running:
         broker = Broker(url=f"http://127.0.0.1:{running.port}", token=running.token)
-        first = broker.infer_later(MODEL, {"INPUT0": a_row(HELD_UP)})
+        first = broker.infer_later(MODEL, {"INPUT0": a_row(SLEEP_MS)})
         tasks = [broker.infer_later(MODEL, {"INPUT0": a_row(n % 100)}, after=[first]) for n in range(count)]
         began = _ended_at(broker.wait(first))
         ends = [_ended_at(broker.wait(task)) for task in tasks]

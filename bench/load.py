@@ -1,9 +1,11 @@
-"""A load generator of its own process: many keep-alive connections, each sends again once it was answered.
+"""Load generators, each in a process of its own, over keep-alive connections.
 
-`Load` starts it and asks it for measurements.
+`ClosedLoop`: every connection sends again once it has its answer. `OpenLoop`: requests are sent at random
+moments that do not wait for answers, as those of many independent clients.
 """
 
 import asyncio
+import random
 import time
 from collections import Counter
 from dataclasses import asdict, dataclass
@@ -13,8 +15,12 @@ from typing import Any, Self
 
 import uvloop
 
-from bench.companion import Companion, answer_commands
+from bench.child_process import ChildProcess, answer_commands
 from bench.http import Connection, Target
+
+OPEN_CONNECTIONS = 16
+"""Per target of an open loop; a request waits if all of them wait for an answer."""
+SEED = 20261122
 
 
 @dataclass(frozen=True)
@@ -28,25 +34,39 @@ class Measured:
         return len(self.latencies_ms) / self.seconds
 
     def must_all_be(self, status: int) -> Self:
-        """Figures of refused requests are worthless. Raises RuntimeError."""
-        if set(self.statuses) != {str(status)}:
-            raise RuntimeError(f"every answer had to be {status}; got {self.statuses}")
+        """Raises RuntimeError if any answer had another status: then the figures are worthless."""
+        _check(self.statuses, status)
         return self
 
 
-class Load(Companion):
+def _check(statuses: dict[str, int], status: int) -> None:
+    if set(statuses) != {str(status)}:
+        raise RuntimeError(f"every answer had to be {status}; got {statuses}")
+
+
+class ClosedLoop(ChildProcess):
     module = "bench.load"
 
     def measure(self, *targets: Target, connections: int, seconds: float) -> Measured:
-        """Send for so many seconds, then let what is under way be answered; both count. Connections go to
-        the targets in turn."""
+        """Send for `seconds`, then wait for the last answers; both count. Connections go to the targets in
+        turn."""
         sent = [asdict(target) for target in targets]
         return Measured(**self.ask(targets=sent, connections=connections, seconds=seconds))
 
 
-class _Connection(Connection):
-    """Sends the request, waits for the whole answer, and sends again until the deadline."""
+class OpenLoop(ChildProcess):
+    module = "bench.load"
 
+    def send(self, targets: list[Target], *, per_second: float, seconds: float, status: int) -> int:
+        """Send to the targets in turn, `per_second` on average (Poisson); returns the number of requests.
+        Raises RuntimeError if any answer has another status."""
+        sent = [asdict(target) for target in targets]
+        statuses = self.ask(targets=sent, per_second=per_second, seconds=seconds)["statuses"]
+        _check(statuses, status)
+        return sum(statuses.values())
+
+
+class _ClosedConnection(Connection):
     def __init__(self, request: bytes) -> None:
         super().__init__()
         self.latencies_ms: list[float] = []
@@ -70,9 +90,10 @@ class _Connection(Connection):
 async def _measure(targets: list[Target], connections: int, seconds: float) -> Measured:
     loop = asyncio.get_running_loop()
     requests = [(target.port, target.encoded()) for target in targets]
-    lines: list[_Connection] = []
+    lines: list[_ClosedConnection] = []
     for port, request in islice(cycle(requests), connections):
-        lines.append((await loop.create_connection(partial(_Connection, request), "127.0.0.1", port))[1])
+        connection = partial(_ClosedConnection, request)
+        lines.append((await loop.create_connection(connection, "127.0.0.1", port))[1])
     began = time.perf_counter()
     for line in lines:
         line.begin(began + seconds)
@@ -84,8 +105,53 @@ async def _measure(targets: list[Target], connections: int, seconds: float) -> M
     return Measured(took, dict(statuses), [round(ms, 3) for line in lines for ms in line.latencies_ms])
 
 
-def carry_out(targets: list[dict[str, Any]], connections: int, seconds: float) -> dict[str, Any]:
-    return asdict(uvloop.run(_measure([Target(**target) for target in targets], connections, seconds)))
+class _OpenConnection(Connection):
+    """In the queue of idle connections unless it waits for an answer."""
+
+    def __init__(self, idle: "asyncio.Queue[_OpenConnection]", statuses: Counter[str]) -> None:
+        super().__init__()
+        self._idle = idle
+        self._statuses = statuses
+
+    def on_answer(self, status: str, _ms: float, /) -> None:
+        self._statuses[status] += 1
+        self._idle.put_nowait(self)
+
+
+async def _opened(target: Target, statuses: Counter[str]) -> asyncio.Queue[_OpenConnection]:
+    idle: asyncio.Queue[_OpenConnection] = asyncio.Queue()
+    connect = asyncio.get_running_loop().create_connection
+    for _ in range(OPEN_CONNECTIONS):
+        _, line = await connect(lambda: _OpenConnection(idle, statuses), "127.0.0.1", target.port)
+        idle.put_nowait(line)
+    return idle
+
+
+async def _send(targets: list[Target], per_second: float, seconds: float) -> dict[str, int]:
+    chance = random.Random(SEED)
+    statuses: Counter[str] = Counter()
+    lines = [(await _opened(target, statuses), target.encoded()) for target in targets]
+    began = time.perf_counter()
+    moment, sent = began, 0
+    while (moment := moment + chance.expovariate(per_second)) < began + seconds:
+        await asyncio.sleep(max(0.0, moment - time.perf_counter()))
+        idle, request = lines[sent % len(lines)]
+        (await idle.get()).send(request)
+        sent += 1
+    for idle, _ in lines:
+        for _ in range(OPEN_CONNECTIONS):
+            (await idle.get()).close()
+    return dict(statuses)
+
+
+def carry_out(
+    targets: list[dict[str, Any]], seconds: float, connections: int = 0, per_second: float = 0.0
+) -> dict[str, Any]:
+    """`connections` for a closed loop, `per_second` for an open one."""
+    to = [Target(**target) for target in targets]
+    if per_second:
+        return {"statuses": uvloop.run(_send(to, per_second, seconds))}
+    return asdict(uvloop.run(_measure(to, connections, seconds)))
 
 
 if __name__ == "__main__":

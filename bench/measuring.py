@@ -1,4 +1,4 @@
-"""What every benchmark shares: figures as JSON lines, percentiles, and what they were measured with."""
+"""Figures as JSON lines, with the versions they were measured with; percentiles and ratios."""
 
 import json
 import math
@@ -21,10 +21,9 @@ def versions() -> dict[str, str]:
 
 @dataclass(frozen=True)
 class Figure:
-    """One measured number. `ratio` is the median of `value / baseline` per round, not of their medians.
+    """One measured number. `ratio` is the median of `value / baseline` per round, not the ratio of medians.
 
-    `published` says what a baseline is that was not measured here but published, and under what conditions:
-    the ratio compares two different things.
+    `published` describes a baseline that was published instead of measured here, and its conditions.
     """
 
     bench: str
@@ -32,9 +31,9 @@ class Figure:
     value: float
     unit: str
     n: int
-    """Operations measured, rounds taken together."""
+    """Operations measured, over all rounds."""
     durability: str = ""
-    """What a committed row survives: the settings of the database that was used."""
+    """The database and its durability settings."""
     baseline: float | None = None
     ratio: float | None = None
     published: str = ""
@@ -43,33 +42,33 @@ class Figure:
 
 
 def publish(figure: Figure) -> None:
-    """One JSON object on stdout for machines, one sentence on stderr for people."""
+    """Write one JSON object to stdout and one sentence to stderr."""
     print(json.dumps(asdict(figure)), flush=True)
     against = ""
     if figure.baseline is not None and figure.ratio is not None:
         against = f", {figure.ratio:.2f} of the baseline's {_short(figure.baseline)}"
         against += f", which is {figure.published}" if figure.published else ""
     value = f"{_short(figure.value)} {figure.unit}".rstrip()
-    say(f"{figure.figure}: {value}{against} (n = {figure.n:,})")
+    report(f"{figure.figure}: {value}{against} (n = {figure.n:,})")
 
 
 def _short(value: float) -> str:
     return f"{value:,.1f}" if abs(value) >= 10 else f"{value:.2f}"
 
 
-def say(text: str) -> None:
+def report(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
 def percentile(values: Sequence[float], percent: float) -> float:
-    """The smallest value that at least `percent` of all values do not exceed (nearest rank)."""
+    """The smallest value that at least `percent` % of the values do not exceed (nearest rank)."""
     ordered = sorted(values)
     return ordered[max(0, math.ceil(percent / 100 * len(ordered)) - 1)]
 
 
 @dataclass(frozen=True)
 class Pair:
-    """One round: the same load on ours and on the baseline, one after the other."""
+    """One round: the same load on the service and on the baseline, one after the other."""
 
     ours_per_second: float
     baseline_per_second: float

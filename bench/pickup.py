@@ -1,11 +1,10 @@
-"""How long a task waits between its commit and its dispatch, where there is room for it.
+"""Time from the commit of a task to the dispatch of its start, when there is room for it.
 
-Tasks come at random moments, one by one. The wait begins when the submit's transaction takes its place in
-the log, shortly before it is on disk; it ends when the order to start has left the leader and has reached
-what carries out orders: the engine that runs nothing. In between lie the news of the submit, the plan, and
-the commit of the admission. One process that does everything is measured apart from a gateway and a broker,
-which meet in PostgreSQL alone. There the baseline is what a program without a queue would have to wait for:
-one row inserted, committed and read, by a connection of its own, again and again while the tasks come.
+Tasks arrive one by one at random moments. The wait begins when the submit's transaction takes its position
+in the log, shortly before it is on disk, and ends when the start order reaches the executor (the simulated
+engine). In between are the wake-up of the leader, the plan, and the commit of the admission. One process is
+measured apart from gateways and a broker, which meet only in PostgreSQL. There the baseline is one row
+inserted, committed and read by a connection of its own while the tasks arrive.
 """
 
 import json
@@ -21,10 +20,10 @@ from typing import Any
 
 import psycopg
 
+from bench.deployment import Deployment, add_variants, deployed, prefix_of, variants_of
 from bench.http import Target
-from bench.measuring import Figure, percentile, say
-from bench.pace import Pace
-from bench.sites import Site, add_variants, prefix_of, site, variants_of
+from bench.load import OpenLoop
+from bench.measuring import Figure, percentile, report
 
 TASK = {"run": {"entrypoint": "bench.tasks:noop"}, "resources": {"gpu_mb": 1024}}
 ROOM_MB = 1_048_576
@@ -41,14 +40,14 @@ LoggedEvent = tuple[float, str, str, str]
 
 def add_options(parser: ArgumentParser) -> None:
     add_variants(parser)
-    parser.add_argument("--per-second", type=float, default=50.0, help="tasks that come, on average")
-    parser.add_argument("--seconds", type=float, default=30.0, help="for which they come")
+    parser.add_argument("--per-second", type=float, default=50.0, help="arrivals on average")
+    parser.add_argument("--seconds", type=float, default=30.0, help="duration of the measurement")
 
 
 def measure(options: Namespace) -> Iterator[Figure]:
     for variant in variants_of(options):
-        with roomy(variant) as running, Pace() as pace:
-            send = partial(pace.send, targets_of(running), per_second=options.per_second, status=202)
+        with roomy_deployment(variant) as running, OpenLoop() as load:
+            send = partial(load.send, targets_of(running), per_second=options.per_second, status=202)
             known = send(seconds=WARM_UP_SECONDS)
             with plain_rounds(running.database) as rounds_ms:
                 sent = send(seconds=options.seconds)
@@ -59,7 +58,7 @@ def measure(options: Namespace) -> Iterator[Figure]:
 def figures(
     variant: str, waits: Sequence[float], rounds_ms: Sequence[float], durability: str
 ) -> Iterator[Figure]:
-    say(f"  {variant}: the longest of {len(waits):,} waits was {max(waits):.1f} ms")
+    report(f"  {variant}: the longest of {len(waits):,} waits was {max(waits):.1f} ms")
     for name, percent in (("p50", 50), ("p99", 99)):
         value = percentile(waits, percent)
         baseline = percentile(rounds_ms, percent) if rounds_ms else None
@@ -77,24 +76,24 @@ def figures(
 
 @contextmanager
 def plain_rounds(database: str) -> Iterator[Sequence[float]]:
-    """Milliseconds of each, filled meanwhile; none on SQLite, where others may not write."""
+    """Milliseconds of each round, appended meanwhile; empty on SQLite, where only the service may write."""
     rounds_ms: list[float] = []
     if not database.startswith("postgresql:"):
         yield rounds_ms
         return
-    is_over = Event()
-    with psycopg.connect(database, autocommit=True) as server, ThreadPoolExecutor(1) as beside:
+    stop = Event()
+    with psycopg.connect(database, autocommit=True) as server, ThreadPoolExecutor(1) as pool:
         server.execute("CREATE TABLE IF NOT EXISTS bench_round (n bigserial PRIMARY KEY, text text)")
-        going = beside.submit(_go_round, server, is_over, rounds_ms)
+        rounds = pool.submit(_repeat_round, server, stop, rounds_ms)
         try:
             yield rounds_ms
         finally:
-            is_over.set()
-            going.result()
+            stop.set()
+            rounds.result()
 
 
-def _go_round(server: "psycopg.Connection[Any]", is_over: Event, rounds_ms: list[float]) -> None:
-    while not is_over.wait(ROUND_SECONDS):
+def _repeat_round(server: "psycopg.Connection[Any]", stop: Event, rounds_ms: list[float]) -> None:
+    while not stop.wait(ROUND_SECONDS):
         began = time.perf_counter()
         with server.transaction():
             [(n,)] = server.execute("INSERT INTO bench_round (text) VALUES ('x') RETURNING n").fetchall()
@@ -103,38 +102,40 @@ def _go_round(server: "psycopg.Connection[Any]", is_over: Event, rounds_ms: list
 
 
 @contextmanager
-def roomy(variant: str) -> Iterator[Site]:
-    """With room for everything, on the engine that runs nothing."""
+def roomy_deployment(variant: str) -> Iterator[Deployment]:
+    """A deployment with room for every task, on the simulated engine."""
     devices = json.dumps([{"memory_mb": ROOM_MB}])
-    with site(variant, ENGINE="simulated", SIMULATED_DEVICES=devices, ENTRYPOINTS="bench.tasks:*") as running:
+    with deployed(
+        variant, ENGINE="simulated", SIMULATED_DEVICES=devices, ENTRYPOINTS="bench.tasks:*"
+    ) as running:
         yield running
 
 
-def targets_of(running: Site) -> list[Target]:
+def targets_of(running: Deployment) -> list[Target]:
     body = json.dumps(TASK)
-    return [Target(door.port, "POST", "/tasks", door.headers, body) for door in running.doors]
+    return [Target(gateway.port, "POST", "/tasks", gateway.headers, body) for gateway in running.gateways]
 
 
 def waits_ms(database: str, expected: int) -> list[float]:
-    """Of all tasks in the log, in the order of their commits. Raises RuntimeError if one was not started."""
+    """The waits of all tasks in the log, in commit order. Raises RuntimeError if one does not start."""
     deadline = time.monotonic() + PATIENCE_SECONDS
     while len(waits := list(waits_of(task_events(database)))) < expected:
         if time.monotonic() > deadline:
-            raise RuntimeError(f"{expected} tasks were accepted; {len(waits)} were started")
+            raise RuntimeError(f"{expected} tasks were accepted, but {len(waits)} were started")
         time.sleep(0.2)
     return waits
 
 
 def waits_of(events: Sequence[LoggedEvent]) -> Iterator[float]:
-    """Milliseconds, of those that were started."""
+    """In milliseconds, of the tasks that were started."""
     submitted: dict[str, float] = {}
-    begun: dict[str, float] = {}
+    started: dict[str, float] = {}
     for at, kind, key, fields in events:
         if kind == "task.submitted":
             submitted[key] = at
-        elif key not in begun and (since := json.loads(fields).get("started_at")) is not None:
-            begun[key] = since
-    return (1000 * (begun[task] - at) for task, at in submitted.items() if task in begun)
+        elif key not in started and (since := json.loads(fields).get("started_at")) is not None:
+            started[key] = since
+    return (1000 * (started[task] - at) for task, at in submitted.items() if task in started)
 
 
 def task_events(database: str) -> Sequence[LoggedEvent]:

@@ -1,4 +1,4 @@
-"""The baseline of `bench run`: one asyncio driver and plain warm actors on a Ray of their own."""
+"""The baseline of `bench run`: one asyncio driver and plain warm actors on their own Ray."""
 
 import asyncio
 import logging
@@ -8,7 +8,7 @@ from typing import Any
 
 import ray
 
-from bench.companion import answer_commands
+from bench.child_process import answer_commands
 from bench.tasks import noop
 
 
@@ -21,7 +21,7 @@ ACTORS: list[Any] = []
 
 
 async def call_for(seconds: float, in_flight: int) -> dict[str, float]:
-    """Keep so many calls in flight, round robin over the actors, each awaited by itself."""
+    """Keep `in_flight` calls in flight, round robin over the actors."""
     began = time.perf_counter()
     calls = 0
 

@@ -1,8 +1,7 @@
-"""How long a critical task waits for its first line of user code when a victim must be stopped first.
+"""Time from the POST of a critical task to its first line of user code when it preempts a victim.
 
 The victim holds the whole device and checkpoints within milliseconds of its notice; a spare process is ready.
-The critical task returns the clock reading of its first line; it is compared with one taken just before the
-POST was sent.
+The critical task returns the time of its first line, which is compared with the time just before the POST.
 """
 
 import json
@@ -11,7 +10,7 @@ import time
 from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator
 
-from bench.measuring import Figure, percentile, say
+from bench.measuring import Figure, percentile, report
 from bench.processes import SQLITE_DURABILITY, Service, service
 
 DEVICE_MB = 24_576
@@ -20,7 +19,10 @@ DEVICE_MB = 24_576
 def add_options(parser: ArgumentParser) -> None:
     parser.add_argument("--times", type=int, default=25, help="preemptions to measure")
     parser.add_argument(
-        "--pause", type=float, default=2.0, help="seconds between them, for spares to be made"
+        "--pause",
+        type=float,
+        default=2.0,
+        help="seconds between preemptions, in which a spare process starts",
     )
 
 
@@ -36,7 +38,7 @@ def measure(options: Namespace) -> Iterator[Figure]:
             running.wait_until(victim, "running")
             time.sleep(options.pause)
             waits_ms.append(preempted_in_ms(running))
-            say(f"  preemption {number}: {waits_ms[-1]:.0f} ms")
+            report(f"  preemption {number}: {waits_ms[-1]:.0f} ms")
         running.ask("POST", f"/tasks/{victim}/cancel", {"grace_seconds": 0})
     for figure, value in (("p50", statistics.median(waits_ms)), ("p90", percentile(waits_ms, 90))):
         yield Figure("preempt", f"preempt.{figure}_ms", value, "ms", len(waits_ms), SQLITE_DURABILITY)

@@ -1,4 +1,4 @@
-"""Server processes under measurement: the service with a data directory of its own, and the bare baseline."""
+"""The server processes of benchmarks: the service with its own data directory, and the bare FastAPI app."""
 
 import contextlib
 import json
@@ -27,16 +27,16 @@ T = TypeVar("T")
 
 
 class NotReady(RuntimeError):
-    """A server did not come up or go down in time; the text ends with its last lines."""
+    """A server was not ready or not stopped in time; the text ends with the last lines of its log."""
 
 
 class Refused(OSError):
-    """The service answered with an error; the text holds its whole answer."""
+    """The service answered with an error; the text contains the answer."""
 
 
 @dataclass(frozen=True)
 class Service:
-    """A running service and the admin token it made for itself."""
+    """A running service and its admin token."""
 
     process: psutil.Popen
     port: int
@@ -62,7 +62,7 @@ class Service:
             raise Refused(f"{method} {path}: {error.code} {error.read().decode()}") from None
 
     def wait_until(self, task: str, state: str) -> None:
-        """Raises NotReady when the task does not reach the state in time."""
+        """Raises NotReady if the task does not reach the state in time."""
         deadline = time.monotonic() + START_SECONDS
         while (seen := self.ask("GET", f"/tasks/{task}"))["state"] != state:
             if time.monotonic() > deadline:
@@ -70,19 +70,19 @@ class Service:
             time.sleep(0.02)
 
     def wait_for_leader(self) -> None:
-        """Until somebody leads, and this gateway knows the devices. Raises NotReady."""
+        """Wait until there is a leader and this gateway knows the devices. Raises NotReady."""
         deadline = time.monotonic() + START_SECONDS
         while not (self.ask("GET", "/stats")["leader"]["holder"] and self.ask("GET", "/gpus")["items"]):
             if time.monotonic() > deadline:
-                raise NotReady(f"the gateway on port {self.port} knows no leader or no devices")
+                raise NotReady(f"the gateway on port {self.port} sees no leader or no devices")
             time.sleep(0.05)
 
 
 @contextmanager
 def service(**settings: str) -> Iterator[Service]:
-    """`gpubroker serve` with these settings (environment names without GPUBROKER_), ready to be asked.
+    """`gpubroker serve` with these settings (environment names without GPUBROKER_), ready for requests.
 
-    Everything it started, its local Ray included, is stopped again, and its data directory removed.
+    Afterwards everything it started is stopped, including its local Ray, and its data directory removed.
     """
     with tempfile.TemporaryDirectory(prefix="gpb-bench-") as folder, served(Path(folder), **settings) as it:
         yield it
@@ -90,7 +90,7 @@ def service(**settings: str) -> Iterator[Service]:
 
 @contextmanager
 def served(data_dir: Path, command: str = "serve", **settings: str) -> Iterator[Service]:
-    """`gpubroker serve`, or `gateway`, with this data directory, which stays."""
+    """`gpubroker serve` or `gpubroker gateway` with this data directory, which is kept."""
     with _process(command, data_dir, {"PORT": "0", **settings}) as process:
         running = _wait_until_ready(process, data_dir)
         try:
@@ -102,7 +102,7 @@ def served(data_dir: Path, command: str = "serve", **settings: str) -> Iterator[
 
 @contextmanager
 def brokering(data_dir: Path, **settings: str) -> Iterator[psutil.Popen]:
-    """`gpubroker broker` with this data directory. Its local Ray goes on afterwards."""
+    """`gpubroker broker` with this data directory. Its local Ray keeps running afterwards."""
     with _process("broker", data_dir, settings) as process:
         yield process
 
@@ -124,15 +124,15 @@ def _log_in(data_dir: Path) -> Path:
 
 @contextmanager
 def bare_app() -> Iterator[int]:
-    """The baseline under the service's server settings; its port."""
+    """The port of the baseline, a FastAPI app under the service's server settings."""
     with tempfile.TemporaryDirectory(prefix="gpb-bare-") as folder:
         log = Path(folder) / "bare.log"
-        with started([sys.executable, "-m", "bench.bare"], dict(os.environ), log) as process:
+        with started([sys.executable, "-m", "bench.bare_app"], dict(os.environ), log) as process:
             yield int(wait_for(log.read_text, process, log))
 
 
-def settle(process: psutil.Process, *, busy: float = 0.2, patience_seconds: float = 10.0) -> None:
-    """Wait until a process uses less than `busy` of one core, so as not to disturb its rival's round."""
+def wait_until_idle(process: psutil.Process, *, busy: float = 0.2, patience_seconds: float = 10.0) -> None:
+    """Wait until a process uses less than `busy` of one core, so that it does not disturb the next round."""
     deadline = time.monotonic() + patience_seconds
     process.cpu_percent()
     while time.monotonic() < deadline:
@@ -158,7 +158,7 @@ def started(
 
 def _wait_until_ready(process: psutil.Popen, data_dir: Path) -> Service:
     def ready() -> Service:
-        """What the file says may be of an earlier process, which answers no more."""
+        """The file may still be that of an earlier process, which does not answer."""
         known = json.loads((data_dir / "client.json").read_text())
         running = Service(process, int(known["url"].rpartition(":")[2]), known["token"], data_dir)
         running.ask("GET", "/readyz")
@@ -168,7 +168,7 @@ def _wait_until_ready(process: psutil.Popen, data_dir: Path) -> Service:
 
 
 def wait_for(question: Callable[[], T], process: psutil.Popen, log: Path) -> T:
-    """Ask until there is an answer. Raises NotReady when the process ended or the time is up."""
+    """Ask until there is an answer. Raises NotReady if the process has ended or the time is up."""
     deadline = time.monotonic() + START_SECONDS
     while time.monotonic() < deadline and process.poll() is None:
         with contextlib.suppress(OSError):
@@ -176,4 +176,4 @@ def wait_for(question: Callable[[], T], process: psutil.Popen, log: Path) -> T:
                 return answer
         time.sleep(0.05)
     tail = "\n".join(log.read_text().splitlines()[-20:])
-    raise NotReady(f"{' '.join(process.args)} did not get ready; its last lines:\n{tail}")
+    raise NotReady(f"{' '.join(process.args)} is not ready; the last lines of its log:\n{tail}")

@@ -1,10 +1,9 @@
-"""How fast jobs that do nothing are taken in and worked off, beside two queues of Python on one PostgreSQL.
+"""No-op jobs enqueued and drained per second, beside two Python queues on the same PostgreSQL.
 
-All three take the same number of jobs, a thousand at a time, from one client that waits for each answer; then
-they are worked off. Procrastinate and PgQueuer do both inside this process, by function calls, and mark a job
-as done in its row. Ours are submitted over HTTP, planned against a ledger, admitted, started on the engine
-that runs nothing, ended and released, each with its lines in the log. All commits of all three are on disk
-(`synchronous_commit=on`).
+One client enqueues the jobs a thousand at a time and waits for each answer; then they are drained.
+Procrastinate and PgQueuer do both inside this process, by function calls, and mark a job as done in its row.
+The service's tasks are submitted over HTTP, planned against the ledger, admitted, started on the simulated
+engine, ended and released, each step with its events. All commits are on disk (`synchronous_commit=on`).
 """
 
 import asyncio
@@ -23,9 +22,9 @@ from pgqueuer.types import QueueExecutionMode
 from procrastinate.types import JSONDict
 
 from bench.accept import FULL_SETTINGS, fill_device, must_be_queued
+from bench.deployment import Storage, storage
 from bench.measuring import Figure
 from bench.pickup import task_events
-from bench.sites import Home, home
 
 PER_BATCH = 1000
 IN_FLIGHT = 64
@@ -38,12 +37,12 @@ class Speeds(NamedTuple):
 
 
 def add_options(parser: ArgumentParser) -> None:
-    parser.add_argument("--jobs", type=int, default=20_000)
+    parser.add_argument("--jobs", type=int, default=20_000, help="jobs per queue")
 
 
 def measure(options: Namespace) -> Iterator[Figure]:
     jobs = options.jobs - options.jobs % PER_BATCH
-    with home("postgres") as place:
+    with storage("postgres") as place:
         found = {
             "procrastinate": asyncio.run(procrastinate_speeds(_database(place, "procrastinate"), jobs)),
             "pgqueuer": asyncio.run(pgqueuer_speeds(_database(place, "pgqueuer"), jobs)),
@@ -54,8 +53,8 @@ def measure(options: Namespace) -> Iterator[Figure]:
                 yield Figure("queues", f"queues.{name}.{what}", value, "jobs/s", jobs, place.durability)
 
 
-def _database(place: Home, name: str) -> str:
-    """One of its own on the same server."""
+def _database(place: Storage, name: str) -> str:
+    """Creates a database on the same server and returns its URL."""
     with psycopg.connect(place.database, autocommit=True) as server:
         server.execute(f"CREATE DATABASE {name}")
     return place.database.replace("/postgres?", f"/{name}?")
@@ -66,7 +65,7 @@ async def procrastinate_speeds(url: str, jobs: int) -> Speeds:
 
     @app.task(name="noop")
     async def noop(number: int) -> None:
-        """What is left is the way there and back."""
+        """Takes no time: the overhead is what is measured."""
 
     async with app.open_async():
         await app.schema_manager.apply_schema_async()
@@ -114,19 +113,19 @@ async def _asyncpg(url: str) -> AsyncIterator[asyncpg.Connection]:
         await connection.close()
 
 
-def our_speeds(place: Home, jobs: int) -> Speeds:
+def our_speeds(place: Storage, jobs: int) -> Speeds:
     job = {"run": {"entrypoint": "bench.tasks:noop"}, "priority": 10, "resources": {"gpu_mb": 96}}
     with place.started(**FULL_SETTINGS) as running:
         holder = fill_device(running)
-        door = running.doors[0]
+        gateway = running.gateways[0]
         began = time.perf_counter()
         for _ in range(0, jobs, PER_BATCH):
-            door.ask("POST", "/tasks/batch", {"tasks": [job] * PER_BATCH})
+            gateway.ask("POST", "/tasks/batch", {"tasks": [job] * PER_BATCH})
         enqueued = time.perf_counter()
         must_be_queued(running, jobs)
-        door.ask("POST", f"/tasks/{holder}/cancel", {"grace_seconds": 0})
+        gateway.ask("POST", f"/tasks/{holder}/cancel", {"grace_seconds": 0})
         deadline = time.monotonic() + PATIENCE_SECONDS
-        while (done := door.ask("GET", "/stats")["tasks"]["succeeded"]) < jobs:
+        while (done := gateway.ask("GET", "/stats")["tasks"]["succeeded"]) < jobs:
             if time.monotonic() > deadline:
                 break
             time.sleep(0.5)
@@ -141,4 +140,4 @@ def our_speeds(place: Home, jobs: int) -> Speeds:
 
 def _check_all_done(name: str, done: int, jobs: int) -> None:
     if done != jobs:
-        raise RuntimeError(f"{name} had to do {jobs} jobs and did {done}")
+        raise RuntimeError(f"{name} had to run {jobs} jobs and ran {done}")

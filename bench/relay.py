@@ -1,7 +1,4 @@
-"""The floor of `bench proxy`: what passes bytes on in both directions, reads none of them, and does no more.
-
-Whatever in Python stands between clients and a server costs that much at least on this machine.
-"""
+"""The lower bound of `bench proxy`: a relay in Python that forwards bytes and reads none of them."""
 
 import asyncio
 import os
@@ -19,14 +16,14 @@ import uvloop
 from bench.processes import started, wait_for
 
 
-class _End(asyncio.Protocol):
-    """One of the two ends of a line; it writes to the other."""
+class _Peer(asyncio.Protocol):
+    """One of the two connections of a client's stream; it writes to the other."""
 
-    def __init__(self, other: "_End | None" = None) -> None:
+    def __init__(self, other: "_Peer | None" = None) -> None:
         self.other = other
         self.transport: asyncio.Transport
         self._early: list[bytes] = []
-        """Of a client, before there is a line to the server."""
+        """What a client sent before the connection to the server was made."""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.transport = cast(asyncio.Transport, transport)
@@ -50,15 +47,15 @@ class _End(asyncio.Protocol):
 
 
 async def serve(port: int) -> None:
-    """In front of the server on this port, with a line to it for each client's."""
+    """Forward every connection to the server on this port."""
     loop = asyncio.get_running_loop()
-    dialling: set[asyncio.Task[object]] = set()
+    connecting: set[asyncio.Task[object]] = set()
 
-    def on_client() -> _End:
-        client = _End()
-        dialled = loop.create_task(loop.create_connection(lambda: _End(client), "127.0.0.1", port))
-        dialling.add(dialled)
-        dialled.add_done_callback(dialling.discard)
+    def on_client() -> _Peer:
+        client = _Peer()
+        connected = loop.create_task(loop.create_connection(lambda: _Peer(client), "127.0.0.1", port))
+        connecting.add(connected)
+        connected.add_done_callback(connecting.discard)
         return client
 
     listener = socket.create_server(("127.0.0.1", 0), backlog=2048)
@@ -68,7 +65,7 @@ async def serve(port: int) -> None:
 
 @contextmanager
 def relay(port: int) -> Iterator[tuple[int, psutil.Popen]]:
-    """(its port, its process), in front of the server on that port."""
+    """(port, process) of a relay in front of the server on that port."""
     with tempfile.TemporaryDirectory(prefix="gpb-relay-") as folder:
         log = Path(folder) / "relay.log"
         with started([sys.executable, "-m", "bench.relay", str(port)], dict(os.environ), log) as process:

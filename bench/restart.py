@@ -1,9 +1,9 @@
-"""How soon a service that comes back to a long queue decides something, and how much memory the queue takes.
+"""Time from a restart with a long queue to the first decision, and memory that the queue takes.
 
-The queue is filled in batches, behind a task that holds the one device. Then all processes stop and start
-again. The engine that runs nothing has forgotten the run by then, so that the leader has to say what becomes
-of it, and to give its room to somebody: the first admission in the log is what is timed, from the start of
-the first process. Memory is the resident set of each process with the queue full, before and after.
+The queue is filled in batches, behind a task that holds the only device. Then all processes are stopped and
+started again. The simulated engine has lost the run by then, so the leader has to end it and to admit the
+next task: the time from the start of the first process to that admission in the log is measured. Memory is
+the resident set of each process with the full queue, before and after.
 """
 
 import time
@@ -13,9 +13,9 @@ from collections.abc import Iterator, Mapping
 import psutil
 
 from bench.accept import FULL_SETTINGS, fill_device, must_be_queued
-from bench.measuring import Figure, say
+from bench.deployment import Deployment, add_variants, prefix_of, storage, variants_of
+from bench.measuring import Figure, report
 from bench.pickup import task_events
-from bench.sites import Site, add_variants, home, prefix_of, variants_of
 
 PER_BATCH = 1000
 PATIENCE_SECONDS = 120.0
@@ -23,12 +23,12 @@ PATIENCE_SECONDS = 120.0
 
 def add_options(parser: ArgumentParser) -> None:
     add_variants(parser)
-    parser.add_argument("--tasks", type=int, default=100_000, help="that wait")
+    parser.add_argument("--tasks", type=int, default=100_000, help="waiting tasks")
 
 
 def measure(options: Namespace) -> Iterator[Figure]:
     for variant in variants_of(options):
-        with home(variant) as place:
+        with storage(variant) as place:
             with place.started(**FULL_SETTINGS) as running:
                 fill_device(running)
                 fill_queue(running, options.tasks)
@@ -38,7 +38,7 @@ def measure(options: Namespace) -> Iterator[Figure]:
             with place.started(**FULL_SETTINGS) as running:
                 took = first_admission_at(place.database, known) - began
                 after = memory_mb(running)
-        say(f"  {variant}: first decision after {took:.2f} s; MiB before {before}, after {after}")
+        report(f"  {variant}: first decision after {took:.2f} s; MiB before {before}, after {after}")
         prefix = prefix_of("restart", variant)
         yield Figure("restart", f"{prefix}.first_decision_s", took, "s", options.tasks, place.durability)
         for name, mb in before.items():
@@ -46,10 +46,10 @@ def measure(options: Namespace) -> Iterator[Figure]:
             yield Figure("restart", f"{prefix}.{name}_mb", most, "MiB", options.tasks, place.durability)
 
 
-def fill_queue(running: Site, tasks: int) -> None:
+def fill_queue(running: Deployment, tasks: int) -> None:
     for start in range(0, tasks, PER_BATCH):
         some = [a_task(number) for number in range(start, min(tasks, start + PER_BATCH))]
-        running.doors[0].ask("POST", "/tasks/batch", {"tasks": some})
+        running.gateways[0].ask("POST", "/tasks/batch", {"tasks": some})
     must_be_queued(running, tasks)
 
 
@@ -61,12 +61,12 @@ def a_task(number: int) -> Mapping[str, object]:
     }
 
 
-def memory_mb(running: Site) -> dict[str, float]:
-    """Resident MiB by the kind of process; of several gateways the one that takes most."""
-    doors = [_resident_mb(door.process) for door in running.doors]
+def memory_mb(running: Deployment) -> dict[str, float]:
+    """Resident MiB per kind of process; of several gateways the largest."""
+    gateways = [_resident_mb(gateway.process) for gateway in running.gateways]
     if running.broker is None:
-        return {"memory": max(doors)}
-    return {"gateway": max(doors), "broker": _resident_mb(running.broker)}
+        return {"memory": max(gateways)}
+    return {"gateway": max(gateways), "broker": _resident_mb(running.broker)}
 
 
 def _resident_mb(process: psutil.Process) -> float:
@@ -74,11 +74,11 @@ def _resident_mb(process: psutil.Process) -> float:
 
 
 def first_admission_at(database: str, known: int) -> float:
-    """When the first task was admitted after so many events of tasks. Raises RuntimeError if none is."""
+    """When the first admission after the first `known` events was logged. Raises RuntimeError if none is."""
     deadline = time.monotonic() + PATIENCE_SECONDS
     while time.monotonic() < deadline:
         for at, kind, _, _ in task_events(database)[known:]:
             if kind == "task.admitted":
                 return at
         time.sleep(0.5)
-    raise RuntimeError(f"nothing was admitted within {PATIENCE_SECONDS:g} s of the start")
+    raise RuntimeError(f"no task was admitted within {PATIENCE_SECONDS:g} s of the start")

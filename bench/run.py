@@ -1,7 +1,7 @@
-"""How many no-op tasks per second go from POST to result on warm runners, against plain warm Ray actors.
+"""No-op tasks per second from POST to result on warm runners, compared with plain warm Ray actors.
 
-The baseline is one asyncio driver that calls the same function one by one, 64 in flight, on as many plain
-actor processes of a Ray beside the service's. The two take turns in short rounds.
+The baseline is one asyncio driver that calls the same function, 64 calls in flight, on as many plain actors
+of a second Ray. The two are loaded in turn, in short rounds.
 """
 
 import json
@@ -10,20 +10,20 @@ import statistics
 from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator, Sequence
 
-from bench.companion import Companion
+from bench.child_process import ChildProcess
+from bench.deployment import Deployment, add_variants, deployed, prefix_of, variants_of
 from bench.http import Target
-from bench.load import Load, Measured
-from bench.measuring import Figure, Pair, median_ratio, say
-from bench.sites import Site, add_variants, prefix_of, site, variants_of
+from bench.load import ClosedLoop, Measured
+from bench.measuring import Figure, Pair, median_ratio, report
 
 TASK = {"run": {"entrypoint": "bench.tasks:noop"}, "resources": {"cpu": 0.02}}
 
 
-class PlainRay(Companion):
+class PlainRay(ChildProcess):
     module = "bench.plain_ray"
 
     def environment(self) -> dict[str, str]:
-        """A token of its own, before Ray is imported: reachable as little as the service's Ray is."""
+        """A token, set before Ray is imported: this Ray is protected like the service's."""
         return {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
 
     def calls_per_second(self, *, processes: int, in_flight: int, seconds: float) -> float:
@@ -33,10 +33,10 @@ class PlainRay(Companion):
 
 def add_options(parser: ArgumentParser) -> None:
     add_variants(parser)
-    parser.add_argument("--in-flight", type=int, default=64)
-    parser.add_argument("--processes", type=int, default=1, help="warm runners, and plain actors beside them")
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--seconds", type=float, default=3.0, help="of load per round and side")
+    parser.add_argument("--in-flight", type=int, default=64, help="requests in flight")
+    parser.add_argument("--processes", type=int, default=1, help="warm runners, and as many plain actors")
+    parser.add_argument("--rounds", type=int, default=7, help="rounds to measure")
+    parser.add_argument("--seconds", type=float, default=3.0, help="seconds of load per round and side")
 
 
 def measure(options: Namespace) -> Iterator[Figure]:
@@ -46,10 +46,12 @@ def measure(options: Namespace) -> Iterator[Figure]:
         "SIMULATED_DEVICES": json.dumps([{"memory_mb": 1024}]),
     }
     for variant in variants_of(options):
-        with site(variant, **settings) as running, Load() as load:
+        with deployed(variant, **settings) as running, ClosedLoop() as load:
             targets = [
-                Target(door.port, "POST", "/tasks", {**door.headers, "Prefer": "wait=30"}, json.dumps(TASK))
-                for door in running.doors
+                Target(
+                    gateway.port, "POST", "/tasks", {**gateway.headers, "Prefer": "wait=30"}, json.dumps(TASK)
+                )
+                for gateway in running.gateways
             ]
             load.measure(*targets, connections=options.in_flight, seconds=options.seconds)
             yield one_at_a_time(running, variant, load, targets, options)
@@ -57,7 +59,7 @@ def measure(options: Namespace) -> Iterator[Figure]:
 
 
 def one_at_a_time(
-    running: Site, variant: str, load: Load, targets: Sequence[Target], options: Namespace
+    running: Deployment, variant: str, load: ClosedLoop, targets: Sequence[Target], options: Namespace
 ) -> Figure:
     single = load.measure(targets[0], connections=1, seconds=options.seconds).must_all_be(201)
     p50 = statistics.median(single.latencies_ms)
@@ -66,7 +68,7 @@ def one_at_a_time(
 
 
 def rounds_against_ray(
-    running: Site, variant: str, load: Load, targets: Sequence[Target], options: Namespace
+    running: Deployment, variant: str, load: ClosedLoop, targets: Sequence[Target], options: Namespace
 ) -> Figure:
     ran: list[Measured] = []
     pairs: list[Pair] = []
@@ -83,8 +85,8 @@ def rounds_against_ray(
             measured = load.measure(*targets, connections=options.in_flight, seconds=options.seconds)
             ran.append(measured.must_all_be(201))
             pairs.append(Pair(measured.per_second, plainly))
-            running.settle()
-            say(f"  {variant} round {number}: {measured.per_second:,.0f}/s, plain Ray {plainly:,.0f}/s")
+            running.wait_until_idle()
+            report(f"  {variant} round {number}: {measured.per_second:,.0f}/s, plain Ray {plainly:,.0f}/s")
     return Figure(
         bench="run",
         figure=f"{prefix_of('run', variant)}.warm",

@@ -1,10 +1,10 @@
-"""Whether tasks are picked up as soon as ever while somebody reads the database in one long transaction.
+"""Time from commit to dispatch while another client keeps a read transaction open.
 
-What such a reader might still see cannot be cleaned away: dead rows pile up on PostgreSQL, and the log of
-SQLite grows. Tasks come at random moments, run and end. For a third of the time nobody reads; then a
-transaction that has read the tasks stays open until the end. The longest waits (99 of 100) of the last third
-are compared with those of the first. On PostgreSQL each table that is updated often says which share of its
-updates stayed on their page (HOT), reader and all.
+A long read transaction prevents clean-up: PostgreSQL keeps dead rows, and SQLite's write-ahead log grows.
+Tasks arrive at random moments, run and end. In the first third of the time there is no reader; then a
+transaction that has read the tasks stays open until the end. The p99 wait of the last third is compared with
+that of the first. On PostgreSQL the share of HOT updates (on their own page) is reported for each table that
+is updated often.
 """
 
 import sqlite3
@@ -16,10 +16,10 @@ from pathlib import Path
 
 import psycopg
 
-from bench.measuring import Figure, percentile, say
-from bench.pace import Pace
-from bench.pickup import WARM_UP_SECONDS, roomy, targets_of, waits_ms
-from bench.sites import Site, add_variants, prefix_of, variants_of
+from bench.deployment import Deployment, add_variants, prefix_of, variants_of
+from bench.load import OpenLoop
+from bench.measuring import Figure, percentile, report
+from bench.pickup import WARM_UP_SECONDS, roomy_deployment, targets_of, waits_ms
 
 UPDATES = """SELECT relname, n_tup_upd, n_tup_hot_upd FROM pg_stat_user_tables
 WHERE n_tup_upd >= %s ORDER BY relname"""
@@ -29,20 +29,22 @@ DEAD = "SELECT coalesce(sum(n_dead_tup), 0) FROM pg_stat_user_tables"
 
 def add_options(parser: ArgumentParser) -> None:
     add_variants(parser)
-    parser.add_argument("--seconds", type=float, default=180.0, help="for which tasks come, per variant")
-    parser.add_argument("--per-second", type=float, default=100.0, help="tasks that come, on average")
+    parser.add_argument(
+        "--seconds", type=float, default=180.0, help="duration of the measurement per variant"
+    )
+    parser.add_argument("--per-second", type=float, default=100.0, help="arrivals on average")
 
 
 def measure(options: Namespace) -> Iterator[Figure]:
     for variant in variants_of(options):
-        with roomy(variant) as running, Pace() as pace:
-            yield soak(running, variant, pace, options)
+        with roomy_deployment(variant) as running, OpenLoop() as load:
+            yield soak(running, variant, load, options)
             if variant != "sqlite":
                 yield from hot_updates(running, variant)
 
 
-def soak(running: Site, variant: str, pace: Pace, options: Namespace) -> Figure:
-    send = partial(pace.send, targets_of(running), per_second=options.per_second, status=202)
+def soak(running: Deployment, variant: str, load: OpenLoop, options: Namespace) -> Figure:
+    send = partial(load.send, targets_of(running), per_second=options.per_second, status=202)
     third = options.seconds / 3
     known = send(seconds=WARM_UP_SECONDS)
     before = send(seconds=third)
@@ -50,7 +52,7 @@ def soak(running: Site, variant: str, pace: Pace, options: Namespace) -> Figure:
         between = send(seconds=third)
         last = send(seconds=third)
         waits = waits_ms(running.database, known + before + between + last)
-        say(f"  {variant}: {left_behind(running.database)} while the reader stays")
+        report(f"  {variant}: {left_behind(running.database)} while the reader is there")
     quiet, read = percentile(waits[known : known + before], 99), percentile(waits[-last:], 99)
     return Figure(
         bench="soak",
@@ -64,7 +66,7 @@ def soak(running: Site, variant: str, pace: Pace, options: Namespace) -> Figure:
     )
 
 
-def hot_updates(running: Site, variant: str) -> Iterator[Figure]:
+def hot_updates(running: Deployment, variant: str) -> Iterator[Figure]:
     with psycopg.connect(running.database) as server:
         for table, updates, hot in server.execute(UPDATES, [OFTEN]).fetchall():
             name = f"{prefix_of('soak', variant)}.hot.{table}"
@@ -73,7 +75,7 @@ def hot_updates(running: Site, variant: str) -> Iterator[Figure]:
 
 @contextmanager
 def a_reader(database: str) -> Iterator[None]:
-    """A transaction that sees the tasks as they are now, for as long as the block."""
+    """A transaction that has read the tasks, open during the with-block."""
     if database.startswith("postgresql:"):
         with psycopg.connect(database) as server:
             server.execute("SET TRANSACTION ISOLATION LEVEL REPEATABLE READ")

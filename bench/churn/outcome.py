@@ -1,4 +1,4 @@
-"""What became of a load, added up from the service's own events."""
+"""The results of a load, computed from the service's events."""
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
@@ -19,13 +19,13 @@ class Outcome:
     began: float = 0.0
     ended: float = 0.0
     counts: Counter[str] = field(default_factory=Counter)
-    """Events by kind."""
+    """Number of events by kind."""
     waits: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
-    """Class -> seconds from the submit to the first admission."""
+    """Class -> seconds from submit to first admission, per task."""
     held_unit_seconds: float = 0.0
-    """From the admission until the memory was confirmed free."""
+    """Units of quota × seconds, from the admission until the memory was confirmed free."""
     cpu_seconds: float = 0.0
-    """Of the service, user and system."""
+    """User and system time of the service."""
 
     @property
     def wall_seconds(self) -> float:
@@ -33,11 +33,11 @@ class Outcome:
 
     @property
     def turnover_per_second(self) -> float:
-        """Admissions, each committed before its task was started."""
+        """Admissions per second of wall time."""
         return self.counts["task.admitted"] / self.wall_seconds
 
     def figures(self, shape: Shape) -> dict[str, tuple[float, str]]:
-        """Figure -> (value, unit). Uses are shares of the quota over the whole wall time."""
+        """Figure -> (value, unit). `use` and `held_use` are shares of the quota over the whole wall time."""
         offered = shape.units * self.wall_seconds
         return {
             "wall_s": (self.wall_seconds, "s"),
@@ -47,14 +47,14 @@ class Outcome:
             "cpu_per_admission": (1000 * self.cpu_seconds / self.counts["task.admitted"], "ms"),
             "preemptions": (float(self.counts["task.requeued"]), ""),
             **{
-                f"wait.{sort.name}_s": (mean(self.waits[sort.name]), "s")
-                for sort in sorted(shape.sorts, key=lambda sort: -sort.priority)
+                f"wait.{each.name}_s": (mean(self.waits[each.name]), "s")
+                for each in sorted(shape.classes, key=lambda each: -each.priority)
             },
         }
 
 
 def events_of(running: Service, after: int) -> Iterator[dict[str, Any]]:
-    """Everything that was logged since that position."""
+    """All events after this position of the log."""
     while True:
         page = running.ask("GET", f"/events?after={after}&limit={PAGE}")
         yield from page["items"]
@@ -65,29 +65,29 @@ def events_of(running: Service, after: int) -> Iterator[dict[str, Any]]:
 
 def outcome_of(events: Iterable[dict[str, Any]], shape: Shape, cpu_seconds: float = 0.0) -> Outcome:
     """Raises RuntimeError unless every task of the shape succeeded."""
-    seen = Outcome(cpu_seconds=cpu_seconds)
+    found = Outcome(cpu_seconds=cpu_seconds)
     submitted: dict[str, tuple[float, str]] = {}
     leased: dict[str, tuple[float, int]] = {}
     for event in events:
         kind, key, at = event["kind"], event["key"], _seconds(event["at"])
-        seen.counts[kind] += 1
+        found.counts[kind] += 1
         match kind:
             case "task.submitted":
                 submitted[key] = at, event["fields"]["name"]
-                seen.began = seen.began or at
+                found.began = found.began or at
             case "task.admitted" if key in submitted and event["fields"]["fence"] == 1:
                 since, name = submitted[key]
-                seen.waits[name].append(at - since)
+                found.waits[name].append(at - since)
             case "lease.reserved":
                 leased[key] = at, event["fields"]["mb"]
             case "lease.released":
                 since, mb = leased.pop(key)
-                seen.held_unit_seconds += (at - since) * mb / UNIT_MB
+                found.held_unit_seconds += (at - since) * mb / UNIT_MB
             case _ if kind in ENDS:
-                seen.ended = at
-    if seen.counts["task.succeeded"] != shape.tasks:
-        raise RuntimeError(f"{shape.tasks} tasks had to succeed; the log has {dict(seen.counts)}")
-    return seen
+                found.ended = at
+    if found.counts["task.succeeded"] != shape.tasks:
+        raise RuntimeError(f"{shape.tasks} tasks had to succeed; the log has {dict(found.counts)}")
+    return found
 
 
 def _seconds(at: str) -> float:

@@ -1,6 +1,6 @@
-"""Submits every task of a shape when its time has come, from a process of its own, over many connections.
+"""Submits every task of a load at its arrival time, from a process of its own.
 
-They take turns, so that none is idle for so long that the server closes it.
+Connections are used in turn, so that the server does not close one for being idle.
 """
 
 import asyncio
@@ -12,22 +12,22 @@ from typing import Any
 
 import uvloop
 
-from bench.churn.shapes import UNIT_MB, Arrival, Shape, Sort
-from bench.companion import answer_commands
+from bench.child_process import answer_commands
+from bench.churn.shapes import UNIT_MB, Arrival, Shape, WorkClass
 from bench.http import Connection, Target
 
-BEAT_SECONDS = 0.002
+TICK_SECONDS = 0.002
 
 
 class _Due:
-    """What is to be sent by now, and the connections that have nothing to do."""
+    """Requests whose time has come, and idle connections."""
 
     def __init__(self) -> None:
         self.requests: deque[bytes] = deque()
         self.idle: deque[_Submitter] = deque()
         self.statuses: Counter[str] = Counter()
 
-    def hand_out(self) -> None:
+    def send(self) -> None:
         while self.idle and self.requests:
             self.idle.popleft().send(self.requests.popleft())
 
@@ -40,16 +40,16 @@ class _Submitter(Connection):
     def on_answer(self, status: str, _ms: float, /) -> None:
         self._due.statuses[status] += 1
         self._due.idle.append(self)
-        self._due.hand_out()
+        self._due.send()
 
 
 def _request(arrival: Arrival, queues: int, port: int, tokens: Sequence[str]) -> bytes:
-    sort = arrival.sort
+    work = arrival.work
     task = {
-        "name": sort.name,
-        "run": {"entrypoint": "bench.tasks:noop", "kwargs": {"seconds": sort.runs_seconds}},
-        "priority": sort.priority,
-        "resources": {"gpu_mb": sort.units * UNIT_MB, "pool": f"cohort-{arrival.cohort}"},
+        "name": work.name,
+        "run": {"entrypoint": "bench.tasks:noop", "kwargs": {"seconds": work.runs_seconds}},
+        "priority": work.priority,
+        "resources": {"gpu_mb": work.units * UNIT_MB, "pool": f"cohort-{arrival.cohort}"},
     }
     token = tokens[arrival.cohort * queues + arrival.queue]
     headers = {"Authorization": f"Bearer {token}", "Content-Type": "application/json"}
@@ -58,7 +58,7 @@ def _request(arrival: Arrival, queues: int, port: int, tokens: Sequence[str]) ->
 
 async def _send(shape: Shape, port: int, tokens: Sequence[str], connections: int) -> dict[str, Any]:
     loop = asyncio.get_running_loop()
-    coming = deque(
+    arrivals = deque(
         (arrival.at_seconds, _request(arrival, shape.queues, port, tokens)) for arrival in shape.arrivals()
     )
     due = _Due()
@@ -68,14 +68,14 @@ async def _send(shape: Shape, port: int, tokens: Sequence[str], connections: int
     ]
     due.idle.extend(lines)
     began = time.perf_counter()
-    while coming or len(due.idle) < connections:
+    while arrivals or len(due.idle) < connections:
         lost = next((line.ended for line in lines if line.ended.done()), None)
         if lost is not None:
             lost.result()
-        while coming and coming[0][0] <= time.perf_counter() - began:
-            due.requests.append(coming.popleft()[1])
-        due.hand_out()
-        await asyncio.sleep(BEAT_SECONDS)
+        while arrivals and arrivals[0][0] <= time.perf_counter() - began:
+            due.requests.append(arrivals.popleft()[1])
+        due.send()
+        await asyncio.sleep(TICK_SECONDS)
     took = time.perf_counter() - began
     for line in lines:
         line.close()
@@ -83,8 +83,8 @@ async def _send(shape: Shape, port: int, tokens: Sequence[str], connections: int
 
 
 def carry_out(shape: dict[str, Any], port: int, tokens: list[str], connections: int) -> dict[str, Any]:
-    sorts = tuple(Sort(**sort) for sort in shape.pop("sorts"))
-    return uvloop.run(_send(Shape(**shape, sorts=sorts), port, tokens, connections))
+    classes = tuple(WorkClass(**one) for one in shape.pop("classes"))
+    return uvloop.run(_send(Shape(**shape, classes=classes), port, tokens, connections))
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
-"""The loads: cohorts of queues with a quota each, and three classes of short work that arrive on a beat.
+"""The loads: cohorts of queues with quotas, and three classes of short work with regular arrivals.
 
 After Kueue's generators, test/performance/scheduler/configs/{baseline,large-scale}/generator.yaml. One unit
-of quota is one GiB of GPU memory, a queue is a tenant, and a cohort's quota is one device, as Kueue counts
-quota and places nothing.
+of quota is one GiB of GPU memory, a queue is a tenant, and a cohort's quota is one device, since Kueue counts
+quota and does not place.
 """
 
 from collections.abc import Iterator, Mapping
@@ -14,8 +14,8 @@ UNIT_MB = 1024
 
 
 @dataclass(frozen=True, order=True)
-class Sort:
-    """One class of work: so many per queue, one every so often."""
+class WorkClass:
+    """One class of work: `count` tasks per queue, one every `every_seconds`."""
 
     name: str
     count: int
@@ -29,7 +29,7 @@ class Arrival(NamedTuple):
     at_seconds: float
     cohort: int
     queue: int
-    sort: Sort
+    work: WorkClass
 
 
 @dataclass(frozen=True)
@@ -37,14 +37,14 @@ class Shape:
     name: str
     cohorts: int
     queues: int
-    """Per cohort."""
+    """Queues per cohort."""
     quota: int
-    """Units that each queue is guaranteed."""
+    """Guaranteed units of each queue."""
     borrow: int
-    """So many more at most, of what the others of its cohort leave."""
-    sorts: tuple[Sort, ...]
+    """Units that a queue may borrow at most from its cohort."""
+    classes: tuple[WorkClass, ...]
     published: Mapping[str, float]
-    """Figure of the published run -> its value."""
+    """Figure -> published value."""
 
     @property
     def units(self) -> int:
@@ -52,30 +52,30 @@ class Shape:
 
     @property
     def tasks(self) -> int:
-        return self.cohorts * self.queues * sum(sort.count for sort in self.sorts)
+        return self.cohorts * self.queues * sum(each.count for each in self.classes)
 
     @property
     def work_unit_seconds(self) -> float:
-        each = sum(sort.count * sort.runs_seconds * sort.units for sort in self.sorts)
-        return self.cohorts * self.queues * each
+        per_queue = sum(each.count * each.runs_seconds * each.units for each in self.classes)
+        return self.cohorts * self.queues * per_queue
 
     def shortened(self, share: float) -> "Shape":
-        """The first part of it, in which queues are shorter: nothing published compares with that."""
+        """The first part of the load, which has no published figures."""
         if share == 1.0:
             return self
-        sorts = tuple(replace(sort, count=ceil(share * sort.count)) for sort in self.sorts)
-        return replace(self, sorts=sorts, published={})
+        classes = tuple(replace(each, count=ceil(share * each.count)) for each in self.classes)
+        return replace(self, classes=classes, published={})
 
     def arrivals(self) -> list[Arrival]:
-        """All of them, in order of time."""
-        return sorted(self._beats())
+        """In order of time."""
+        return sorted(self._arrivals())
 
-    def _beats(self) -> Iterator[Arrival]:
+    def _arrivals(self) -> Iterator[Arrival]:
         for cohort in range(self.cohorts):
             for queue in range(self.queues):
-                for sort in self.sorts:
-                    for number in range(sort.count):
-                        yield Arrival(number * sort.every_seconds, cohort, queue, sort)
+                for each in self.classes:
+                    for number in range(each.count):
+                        yield Arrival(number * each.every_seconds, cohort, queue, each)
 
 
 SHAPES = {
@@ -87,10 +87,10 @@ SHAPES = {
             queues=6,
             quota=20,
             borrow=100,
-            sorts=(
-                Sort("small", 350, 0.1, 0.2, 25, 1),
-                Sort("medium", 100, 0.5, 0.5, 50, 5),
-                Sort("large", 50, 1.2, 1.0, 75, 20),
+            classes=(
+                WorkClass("small", 350, 0.1, 0.2, 25, 1),
+                WorkClass("medium", 100, 0.5, 0.5, 50, 5),
+                WorkClass("large", 50, 1.2, 1.0, 75, 20),
             ),
             published={
                 "wall_s": 351.1,
@@ -106,10 +106,10 @@ SHAPES = {
             queues=100,
             quota=20,
             borrow=100,
-            sorts=(
-                Sort("small", 35, 0.06, 0.15, 25, 1),
-                Sort("medium", 11, 0.3, 0.35, 50, 5),
-                Sort("large", 4, 0.7, 0.7, 75, 20),
+            classes=(
+                WorkClass("small", 35, 0.06, 0.15, 25, 1),
+                WorkClass("medium", 11, 0.3, 0.35, 50, 5),
+                WorkClass("large", 4, 0.7, 0.7, 75, 20),
             ),
             published={"wall_s": 1179.0, "held_use": 0.386, "wait.small_s": 700.0},
         ),

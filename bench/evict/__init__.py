@@ -17,7 +17,7 @@ from pathlib import Path
 from bench.evict.optimum import least_seconds
 from bench.evict.policies import BEST, LEAST_RECENT, OURS, POLICIES, misses, policy
 from bench.evict.trace import Use, read_loads, read_uses, spread
-from bench.measuring import Figure, say
+from bench.measuring import Figure, report
 
 Missed = dict[str, list[int]]
 """Policy -> the numbers of the requests that had to wait."""
@@ -25,9 +25,7 @@ Missed = dict[str, list[int]]
 
 def add_options(parser: ArgumentParser) -> None:
     parser.add_argument("--data", type=Path, required=True, help="folder with the two files of the trace")
-    parser.add_argument(
-        "--slots", type=sizes, default=(2, 4, 8, 16), help="how many models fit (default: 2,4,8,16)"
-    )
+    parser.add_argument("--slots", type=sizes, default="2,4,8,16", help="how many models fit")
 
 
 def sizes(text: str) -> tuple[int, ...]:
@@ -43,7 +41,9 @@ def measure(options: Namespace) -> Iterator[Figure]:
     loads = read_loads(options.data)
     own = spread({use.model for use in uses}, loads)
     same = dict.fromkeys(own, statistics.fmean(loads))
-    say(f"{len(uses):,} requests for {len(own)} models; a load takes {same[uses[0].model]:.1f} s on average")
+    report(
+        f"{len(uses):,} requests for {len(own)} models; a load takes {same[uses[0].model]:.1f} s on average"
+    )
     for slots in options.slots:
         equal = {name: misses(uses, slots, policy(name, uses, same)) for name in POLICIES}
         different = {name: misses(uses, slots, policy(name, uses, own)) for name in POLICIES}
@@ -84,11 +84,13 @@ def way(values: Mapping[str, float]) -> float:
 def show(slots: int, uses: Sequence[Use], missed: Missed, seconds: float, hours: Mapping[str, float]) -> None:
     """The same as a table on stderr."""
     half = len(uses) // 2
-    say(f"\n{slots} slots         missed %  second half %  hours, equal loads  hours, own loads")
+    report(f"\n{slots} slots         missed %  second half %  hours, equal loads  hours, own loads")
     for name, numbers in missed.items():
         late = sum(number >= half for number in numbers)
         share, late_share = 100 * len(numbers) / len(uses), 100 * late / (len(uses) - half)
         equal = len(numbers) * seconds / 3600
-        say(f"  {name:<14}{share:>10.2f}{late_share:>15.2f}{equal:>20.1f}{hours[name]:>18.1f}")
+        report(f"  {name:<14}{share:>10.2f}{late_share:>15.2f}{equal:>20.1f}{hours[name]:>18.1f}")
     counts = {name: float(len(numbers)) for name, numbers in missed.items()}
-    say(f"  gpubroker gets {way(counts):.0%} of the way from LRU to clairvoyant, {way(hours):.0%} by hours")
+    report(
+        f"  gpubroker gets {way(counts):.0%} of the way from LRU to clairvoyant, {way(hours):.0%} by hours"
+    )

@@ -1,8 +1,8 @@
-"""How much of a cluster of 6,212 GPUs gets used: our placement against the policies of the FGD paper.
+"""GPUs allocated on a cluster of 6,212 GPUs, by placement policy, beside the figures of the FGD paper.
 
-The trace is shuffled and prolonged until 130 % of all GPUs are asked for; tasks come one by one and stay. The
-figure is the part of all GPUs that is allocated in the end, a mean over seeds, beside the published mean
-(`gpubroker` beside the published FGD). Everything on a node is decided by
+The trace is shuffled and extended until 130 % of all GPUs are requested; tasks arrive one by one and stay.
+The figure is the share of all GPUs that is allocated in the end, a mean over seeds, beside the published mean
+(`gpubroker` beside the published FGD). The service's measure of fragmentation is
 `gpubroker_server.core.world.fragmentation_gradient`.
 
 Data: https://github.com/alibaba/clusterdata/tree/master/cluster-trace-gpu-v2023/csv
@@ -17,51 +17,56 @@ from functools import cache
 from os import sched_getaffinity
 from pathlib import Path
 
-from bench.measuring import Figure, say
-from bench.openb.families import synthesise
+from bench.measuring import Figure, report
 from bench.openb.policies import POLICIES, policy
 from bench.openb.published import published
 from bench.openb.replay import Replay
-from bench.openb.trace import Job, arrivals, read_jobs, read_machines, renamed, total_milli, traces_in
+from bench.openb.synthesis import synthesise
+from bench.openb.trace import Job, arrivals, read_jobs, read_machines, shuffled_nodes, total_milli, traces_in
 
 FIRST_SEED = 42
-"""The paper's seeds start here; its random numbers are not ours."""
+"""The first of the paper's seeds; its random number generator is another one."""
 
 SYNTHETIC = "synthetic-"
 
 Run = tuple[Path, str, str, int, bool, tuple[int, ...]]
-"""(data, trace, policy, seed, nodes renamed, arrivals)"""
+"""(data, trace, policy, seed, nodes shuffled_nodes, arrivals)"""
 
 
 def add_options(parser: ArgumentParser) -> None:
     parser.add_argument("--data", type=Path, required=True, help="folder with the openb_*.csv files")
     parser.add_argument(
-        "--traces", type=listed, default=None, help="like default,cpu100; default: all there are"
+        "--traces",
+        type=listed,
+        default=None,
+        help="traces to replay, like default,cpu100; without it all in the folder",
     )
     parser.add_argument(
         "--synthesise",
         type=listed,
-        default=(),
-        help="families to make of the default trace, like cpu250,gpuspec33",
+        default="",
+        help="families to derive from the default trace, like cpu250,gpuspec33",
     )
-    parser.add_argument("--policies", type=listed, default=POLICIES, help=f"default: {','.join(POLICIES)}")
-    parser.add_argument("--arrival", type=percents, default=(130,), help="in %% of all GPUs, like 130,100")
-    parser.add_argument("--seeds", type=int, default=10)
+    parser.add_argument("--policies", type=listed, default=", ".join(POLICIES), help="policies to compare")
+    parser.add_argument(
+        "--arrival", type=percents, default="130", help="GPUs requested, in %% of all GPUs, like 130,100"
+    )
+    parser.add_argument("--seeds", type=int, default=10, help="runs per policy")
     parser.add_argument(
         "--node-order",
         choices=["shuffled", "name"],
         default="shuffled",
-        help="who wins ties: per seed a random order as in the paper's simulator, or the order of the file",
+        help="order that decides ties: random per seed, as in the paper's simulator, or by name",
     )
-    parser.add_argument("--processes", type=int, default=len(sched_getaffinity(0)))
+    parser.add_argument("--processes", type=int, default=len(sched_getaffinity(0)), help="parallel runs")
 
 
 def listed(text: str) -> tuple[str, ...]:
-    return tuple(part for part in text.split(",") if part)
+    return tuple(part.strip() for part in text.split(",") if part)
 
 
 def percents(text: str) -> tuple[int, ...]:
-    """Raises ValueError if a part is no whole number from 1 to 130."""
+    """Raises ValueError unless all parts are whole numbers from 1 to 130."""
     parts = tuple(int(part) for part in listed(text))
     if not parts or not all(0 < part <= 130 for part in parts):
         raise ValueError(f"arrivals are whole percents from 1 to 130, not {text!r}")
@@ -71,7 +76,7 @@ def percents(text: str) -> tuple[int, ...]:
 def measure(options: Namespace) -> Iterator[Figure]:
     unknown = sorted(set(options.policies) - set(POLICIES))
     if unknown:
-        raise SystemExit(f"no such policy: {', '.join(unknown)}; known are {', '.join(POLICIES)}")
+        raise SystemExit(f"unknown policy: {', '.join(unknown)}; policies: {', '.join(POLICIES)}")
     traces = traces_in(options.data) if options.traces is None else options.traces
     with ProcessPoolExecutor(options.processes) as pool:
         for trace in (*traces, *(SYNTHETIC + family for family in options.synthesise)):
@@ -93,12 +98,12 @@ def runs_of(options: Namespace, trace: str, name: str) -> list[Run]:
 
 
 def one_run(run: Run) -> dict[int, float]:
-    """arrival -> allocated, in % of all GPUs."""
+    """Requested GPUs -> allocated GPUs, both in % of all GPUs."""
     data, trace, name, seed, shuffled, at = run
     jobs, machines = jobs_of(data, trace), read_machines(data)
     chance = random.Random(seed)
     order = arrivals(jobs, total_milli(machines), chance)
-    nodes = renamed(machines, chance) if shuffled else machines
+    nodes = shuffled_nodes(machines, chance) if shuffled else machines
     return Replay(nodes, policy(name, jobs, machines, chance)).allocated(order, at)
 
 
@@ -110,7 +115,7 @@ def jobs_of(data: Path, trace: str) -> Sequence[Job]:
 
 
 def figures(trace: str, arrival: int, by_policy: dict[str, list[float]], *, main: bool) -> Iterator[Figure]:
-    """The first arrival asked for has the plain names, others end in `.atN`."""
+    """The first arrival has plain names; those of others end in `.atN`."""
     for name, values in by_policy.items():
         value, baseline = statistics.fmean(values), published(trace, name, arrival)
         yield Figure(
@@ -125,10 +130,10 @@ def figures(trace: str, arrival: int, by_policy: dict[str, list[float]], *, main
 
 
 def show(trace: str, arrival: int, by_policy: dict[str, list[float]]) -> None:
-    """The same for people, beside what was published."""
-    say(f"\n{trace}, {arrival} % asked for   allocated %     sd   published")
+    """The same as a table on stderr, with the published values."""
+    report(f"\n{trace}, {arrival} % requested   allocated %     sd   published")
     for name, values in by_policy.items():
         baseline = published(trace, name, arrival)
         beside = "-" if baseline is None else f"{baseline:.2f}" + (" (FGD)" if name == "gpubroker" else "")
         spread = statistics.stdev(values) if len(values) > 1 else 0.0
-        say(f"  {name:<24} {statistics.fmean(values):>11.2f}  {spread:5.2f}   {beside}")
+        report(f"  {name:<24} {statistics.fmean(values):>11.2f}  {spread:5.2f}   {beside}")

@@ -1,8 +1,8 @@
-"""The policies that are compared: those of the paper's simulator, and the service's own.
+"""The policies: those of the paper's simulator, and the service's own.
 
-Scores are the simulator's (pkg/simulator/plugin), its integer divisions included: 0..100, more is better,
-ties to the node that is named first. Where nothing else is said the tightest GPU with room is taken, and
-whole GPUs from the lowest index on.
+Scores are those of the simulator (pkg/simulator/plugin), including its integer divisions: 0..100, higher is
+better; the first node by name wins a tie. Unless a policy says otherwise, a task gets the tightest GPU with
+room, or whole GPUs from the lowest index on.
 """
 
 import random
@@ -37,24 +37,24 @@ class Node:
         self.memory_mb = machine.memory_mb
         self.room = Remainder(machine.cpu_milli, (WHOLE_GPU,) * machine.gpus, machine.kind)
         self.groups: set[str] = set()
-        """What sorts of tasks have come here, as `clustering` tells them apart."""
+        """The groups of tasks placed here, as `clustering` distinguishes them."""
 
 
 class Policy(ABC):
-    """Where a task would go on one node, and which of the nodes is taken."""
+    """Where a task would go on one node, and which node it gets."""
 
     @abstractmethod
     def spot(self, job: Job, node: Node) -> Spot | None:
-        """None if CPU or GPUs do not suffice. Memory and kind of the node have been looked at."""
+        """None if CPU or GPUs do not suffice. Memory and GPU kind of the node were checked before."""
 
     def choose(self, scores: Sequence[int]) -> int | None:
-        """The place of the best score; -1 stands for a node that is too full."""
+        """The index of the best score, None if there is none; -1 is a node without room."""
         best = max(scores)
         return None if best < 0 else scores.index(best)
 
 
 class RandomFit(Policy):
-    """Any node that has room, and on it any GPU that has."""
+    """A random node with room, and a random GPU with room on it."""
 
     def __init__(self, chance: random.Random) -> None:
         self._chance = chance
@@ -72,7 +72,7 @@ class RandomFit(Policy):
 
 
 class ByScore(Policy):
-    """A policy of the simulator that scores nodes alone and leaves the GPU to the tightest fit."""
+    """A policy of the simulator that scores nodes; on the node the tightest GPU is taken."""
 
     def spot(self, job: Job, node: Node) -> Spot | None:
         devices = tightest(job, node)
@@ -84,7 +84,7 @@ class ByScore(Policy):
 
 
 class DotProduct(ByScore):
-    """Least alignment of what is left with what is asked for (Tetris, SIGCOMM 2014)."""
+    """Smallest dot product of the node's free resources and the task's demand (Tetris, SIGCOMM 2014)."""
 
     def score(self, job: Job, node: Node) -> int:
         cpu = node.room.cpu / LARGEST_CPU_MILLI * (job.cpu_milli / LARGEST_CPU_MILLI)
@@ -93,7 +93,7 @@ class DotProduct(ByScore):
 
 
 class BestFit(ByScore):
-    """Least left afterwards, CPU and GPUs counting half each."""
+    """Least free resources afterwards; CPU and GPUs weigh half each."""
 
     def score(self, job: Job, node: Node) -> int:
         cpu = (node.room.cpu - job.cpu_milli) / LARGEST_CPU_MILLI
@@ -102,7 +102,7 @@ class BestFit(ByScore):
 
 
 class Clustering(ByScore):
-    """To its like: nodes with only such tasks, then mixed ones, then empty ones (Gandiva, OSDI 2018)."""
+    """Nodes with only tasks of the same group first, then mixed, then empty ones (Gandiva, OSDI 2018)."""
 
     def score(self, job: Job, node: Node) -> int:
         if not job.gpus:
@@ -129,7 +129,7 @@ class Packing(ByScore):
         return max(100 - sum(room * 100 // WHOLE_GPU for room in taken) // 10, 50)
 
 
-class Measured(Policy):
+class LeastStranded(Policy):
     """The node on which the least is stranded, by one of the core's measures."""
 
     def __init__(self, measure: Measure, kinds: Sequence[str]) -> None:
@@ -148,7 +148,7 @@ POLICIES = ("random", "dot_product", "clustering", "packing", "best_fit", "fgd",
 
 
 def policy(name: str, jobs: Sequence[Job], machines: Sequence[Machine], chance: random.Random) -> Policy:
-    """The policy as it stands before the first task; from `jobs`, the trace, it learns what is usual."""
+    """The policy before the first task. `jobs`, the trace, gives the usual demands."""
     match name:
         case "random":
             return RandomFit(chance)
@@ -164,7 +164,7 @@ def policy(name: str, jobs: Sequence[Job], machines: Sequence[Machine], chance: 
     kinds = sorted(stock)
     shapes = usual(Counter(shape_of(job, kinds) for job in jobs))
     measure = fgd(shapes, WHOLE_GPU) if name == "fgd" else tasks_lost(shapes, stock)
-    return Measured(measure, kinds)
+    return LeastStranded(measure, kinds)
 
 
 def shape_of(job: Job, kinds: Sequence[str]) -> Shape:
@@ -180,7 +180,7 @@ def gpus_by_kind(machines: Sequence[Machine]) -> Counter[str]:
 
 
 def tightest(job: Job, node: Node) -> tuple[int, ...] | None:
-    """The fullest GPUs with room, of equal ones the lowest; None if CPU or GPUs do not suffice."""
+    """The fullest GPUs with room, the lowest index first; None if CPU or GPUs do not suffice."""
     left = node.room.left
     if job.cpu_milli > node.room.cpu:
         return None

@@ -1,7 +1,7 @@
-"""The published results that replays are compared with.
+"""The published results: GPUs allocated, in % of all, when tasks requesting 130 % of them have arrived.
 
-GPUs allocated in % of all when tasks asking for 130 % of them have arrived, means of 10 seeds, from
-hkust-adsl/kubernetes-scheduler-simulator, experiments/analysis/expected_results/analysis_allo_discrete.csv.
+Means of 10 seeds, from hkust-adsl/kubernetes-scheduler-simulator,
+experiments/analysis/expected_results/analysis_allo_discrete.csv.
 """
 
 POLICIES = ("random", "dot_product", "clustering", "packing", "best_fit", "fgd")
@@ -33,14 +33,12 @@ AT_100: dict[tuple[str, str], float] = {
     ("gpuspec25", "fgd"): 93.91,
     ("gpuspec33", "fgd"): 87.84,
 }
-"""The same when tasks asking for exactly all GPUs have arrived, as far as it was looked up."""
+"""The same when tasks requesting 100 % have arrived; only some values were looked up."""
 
 
 def published(trace: str, policy: str, arrival: int) -> float | None:
-    """The published mean for a trace of this name; a synthetic one is compared with the one it imitates.
-
-    `gpubroker` is compared with FGD, the best that was published.
-    """
+    """The published mean, None if unknown. A synthetic trace is compared with the one it imitates, and
+    `gpubroker` with FGD, the best published policy."""
     family = trace.removeprefix("synthetic-")
     column = "fgd" if policy == "gpubroker" else policy
     if arrival == 100:

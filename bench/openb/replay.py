@@ -1,4 +1,4 @@
-"""One run of a trace through one policy: tasks come one by one, never leave, and fail if nothing has room."""
+"""A replay of a trace: tasks arrive one by one and never end; a task that fits nowhere is dropped."""
 
 from collections.abc import Collection, Sequence
 
@@ -8,21 +8,21 @@ from bench.openb.policies import Node, Policy, group
 from bench.openb.trace import Job, Machine
 
 TOO_FULL = -1
-"""Stands for the score of a node that has no room."""
+"""The score of a node without room."""
 
 
 class Candidates:
-    """The scores of all nodes for equal tasks; only what changed since is looked at again."""
+    """The scores of all nodes for equal tasks; only nodes that changed since are scored again."""
 
     def __init__(self, nodes: int) -> None:
         self.scores = [TOO_FULL] * nodes
         self.spots: list[Spot | None] = [None] * nodes
         self.seen = 0
-        """How much of the log of changes is taken into account."""
+        """The number of changes taken into account."""
 
 
 class Replay:
-    """A cluster being filled. Nodes stand in the order in which ties are decided."""
+    """A cluster that is filled. The first of `machines` wins a tie."""
 
     def __init__(self, machines: Sequence[Machine], policy: Policy) -> None:
         self.nodes = [Node(machine) for machine in machines]
@@ -33,7 +33,7 @@ class Replay:
         self._candidates: dict[Job, Candidates] = {}
 
     def allocated(self, jobs: Sequence[Job], arrivals: Collection[int]) -> dict[int, float]:
-        """For each arrival asked for the GPUs allocated by then, both in % of all; the last task ends all."""
+        """Arrival -> GPUs allocated then, both in % of all GPUs; at the end for those not reached."""
         found: dict[int, float] = {}
         waiting = sorted(arrivals)
         arrived = 0
@@ -48,7 +48,7 @@ class Replay:
         return 100 * self.allocated_milli / self.capacity_milli
 
     def place(self, job: Job) -> str | None:
-        """The name of the node that took the task; None if none could."""
+        """The name of the task's node; None if it fits nowhere."""
         candidates = self._up_to_date(job)
         chosen = self._policy.choose(candidates.scores)
         if chosen is None:

@@ -1,6 +1,6 @@
-"""Nodes and tasks of the openb traces, and in which order they come (alibaba/clusterdata, gpu-v2023).
+"""Nodes and tasks of the openb traces (alibaba/clusterdata, gpu-v2023), and the order of arrival.
 
-The files are read where the operator keeps them; they carry no licence and are no part of this repository.
+The files have no licence and are not part of this repository; `--data` names their folder.
 """
 
 import csv
@@ -13,14 +13,14 @@ WHOLE_GPU = 1000
 """Thousandths."""
 
 FULL_ARRIVAL = 130
-"""Tasks come until this many % of all GPUs are asked for."""
+"""Tasks arrive until this many % of all GPUs are requested."""
 
 NODES = "openb_node_list_gpu_node.csv"
 TASKS = "openb_pod_list_{}.csv"
 
 
 class Machine(NamedTuple):
-    """One node as it is when empty."""
+    """An empty node."""
 
     name: str
     cpu_milli: int
@@ -30,13 +30,13 @@ class Machine(NamedTuple):
 
 
 class Job(NamedTuple):
-    """What one task of a trace asks for. Without `kinds` any kind of GPU will do."""
+    """What one task of a trace requests. Without `kinds`, any kind of GPU."""
 
     cpu_milli: int
     memory_mb: int
     gpus: int
     gpu_milli: int
-    """Of each GPU."""
+    """Thousandths of each GPU."""
     kinds: tuple[str, ...] = ()
 
     @property
@@ -56,7 +56,7 @@ def read_machines(data: Path) -> list[Machine]:
 
 
 def read_jobs(data: Path, trace: str) -> list[Job]:
-    """In the order of the file, which is by name."""
+    """In the order of the file."""
     with open(data / TASKS.format(trace), newline="") as file:
         return [job_of(row) for row in csv.DictReader(file)]
 
@@ -69,7 +69,7 @@ def job_of(row: dict[str, str]) -> Job:
 
 
 def traces_in(data: Path) -> list[str]:
-    """Names of the traces whose files lie there."""
+    """The names of the traces in the folder."""
     before, after = TASKS.split("{}")
     return sorted(path.name[len(before) : -len(after)] for path in data.glob(TASKS.format("*")))
 
@@ -79,10 +79,8 @@ def total_milli(machines: Sequence[Machine]) -> int:
 
 
 def arrivals(jobs: Sequence[Job], capacity_milli: int, chance: random.Random) -> list[Job]:
-    """The trace shuffled, then tasks drawn from it until one GPU of the next would pass the full arrival.
-
-    A trace that asks for more loses tasks at random instead.
-    """
+    """The shuffled trace, then tasks drawn from it until one GPU of the next would pass the full arrival.
+    A trace that requests more than that loses random tasks instead."""
     limit = FULL_ARRIVAL * capacity_milli // 100
     order = list(jobs)
     chance.shuffle(order)
@@ -95,12 +93,9 @@ def arrivals(jobs: Sequence[Job], capacity_milli: int, chance: random.Random) ->
     return order
 
 
-def renamed(machines: Sequence[Machine], chance: random.Random) -> list[Machine]:
-    """In the order of the names that the paper's simulator gives its nodes, with a random number in front.
-
-    Ties go to the smallest name, so this order decides much. Nothing tells but the simulator itself, where
-    nodes are created (pkg/simulator/simulator.go); the random numbers are those of the run's seed.
-    """
+def shuffled_nodes(machines: Sequence[Machine], chance: random.Random) -> list[Machine]:
+    """In random order: the paper's simulator renames its nodes with a random number in front
+    (pkg/simulator/simulator.go) and lets the smallest name win a tie, which matters much."""
     order = list(machines)
     chance.shuffle(order)
     return order

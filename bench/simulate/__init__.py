@@ -1,9 +1,9 @@
-"""What another policy would have made of the same work: the planner's core against a clock that jumps.
+"""The same work under different policies: waits, use, preemptions, simulated with the service's core.
 
-The work is a generated day (`--day SEED`), a trace (`--openb DIR`), or what a service did (`--history FILE`):
-the events that `gpubroker events --after 0 -o ndjson` prints. Each `--policy NAME:setting=value,...` is one
-column of the table, and so is `--policy NAME:@FILE` with the configuration file of a service; `shipped` is
-the policy as it comes. How to read it: docs/how-to/compare-policies.md.
+The work is a generated day (`--day SEED`), a trace (`--openb DIR`), or the history of a service (`--history
+FILE`): the events that `gpubroker events --after 0 -o ndjson` prints. Each `--policy NAME:setting=value,...`
+or `--policy NAME:@FILE`, with a service's configuration file, is one column of the table; `shipped` is the
+default policy. How to read the table: docs/how-to/compare-policies.md.
 """
 
 from argparse import ArgumentParser, ArgumentTypeError, Namespace
@@ -16,10 +16,10 @@ from gpubroker_server.bootstrap.compose import policy_of
 from gpubroker_server.core.domain.policy import Policy
 from gpubroker_server.settings.loading import SettingsRefused, load_settings
 
-from bench.measuring import Figure, say
+from bench.measuring import Figure, report
 from bench.simulate.history import a_history
-from bench.simulate.replay import Replay, Seen
-from bench.simulate.work import Scene, a_day, an_openb_day
+from bench.simulate.replay import Outcome, Replay
+from bench.simulate.workload import Workload, a_day, an_openb_day
 
 Named = tuple[str, Policy]
 SHIPPED: Named = ("shipped", Policy())
@@ -27,14 +27,20 @@ SHIPPED: Named = ("shipped", Policy())
 
 def add_options(parser: ArgumentParser) -> None:
     source = parser.add_mutually_exclusive_group()
-    source.add_argument("--day", type=int, metavar="SEED", help="a day made up from this seed (default: 1)")
+    source.add_argument(
+        "--day", type=int, metavar="SEED", help="generate a day from this seed; 1 if no source is given"
+    )
     source.add_argument("--openb", type=Path, metavar="DIR", help="folder with the openb_*.csv files")
-    source.add_argument("--history", type=Path, metavar="FILE", help="events of a service, one JSON per line")
-    parser.add_argument("--trace", default="default", help="which of the folder's, such as gpushare60")
-    parser.add_argument("--hours", type=float, default=24.0, help="of the generated day")
-    parser.add_argument("--gpus", type=int, default=64, help="of the generated day, 8 per node")
-    parser.add_argument("--nodes", type=int, default=12, help="of the trace, the largest ones")
-    parser.add_argument("--load", type=float, default=1.2, help="what the day asks for, of what there is")
+    source.add_argument(
+        "--history", type=Path, metavar="FILE", help="events of a service, one JSON object per line"
+    )
+    parser.add_argument("--trace", default="default", help="trace in the folder, such as gpushare60")
+    parser.add_argument("--hours", type=float, default=24.0, help="length of the generated day")
+    parser.add_argument("--gpus", type=int, default=64, help="GPUs of the generated day, 8 per node")
+    parser.add_argument("--nodes", type=int, default=12, help="nodes of the trace, the largest ones")
+    parser.add_argument(
+        "--load", type=float, default=1.2, help="requested share of the GPU memory of the day"
+    )
     parser.add_argument(
         "--stated", type=float, default=0.5, help="share of the generated tasks that state their run time"
     )
@@ -47,7 +53,7 @@ def add_options(parser: ArgumentParser) -> None:
 
 
 def named_policy(text: str) -> Named:
-    """Raises ArgumentTypeError that names what there is to set."""
+    """Raises ArgumentTypeError, which names the settings."""
     name, _, settings = text.partition(":")
     if settings.startswith("@"):
         try:
@@ -61,7 +67,7 @@ def _setting(text: str) -> tuple[str, Any]:
     name, _, given = text.partition("=")
     plain = {f.name: f.default for f in fields(Policy) if isinstance(f.default, bool | int | float | str)}
     if name not in plain:
-        raise ArgumentTypeError(f"no setting {name!r}; known are {', '.join(plain)}")
+        raise ArgumentTypeError(f"no setting {name!r}; settings: {', '.join(plain)}")
     if isinstance(plain[name], bool):
         if given not in ("true", "false"):
             raise ArgumentTypeError(f"{name} is true or false, not {given!r}")
@@ -73,21 +79,25 @@ def _setting(text: str) -> tuple[str, Any]:
 
 
 def measure(options: Namespace) -> Iterator[Figure]:
-    scene = _scene(options)
-    hours = scene.seconds / 3600.0
-    say(f"{scene.name}: {len(scene.works):,} tasks over {hours:.1f} h on {len(scene.devices):,} GPUs")
-    seen = {
-        name: Replay(scene, policy).run(lambda far, name=name: say(f"{name}: {far}"))  # type: ignore[misc]
+    workload = _workload(options)
+    hours = workload.seconds / 3600.0
+    report(
+        f"{workload.name}: {len(workload.jobs):,} tasks over {hours:.1f} h on {len(workload.devices):,} GPUs"
+    )
+    outcomes = {
+        name: Replay(workload, policy).run(lambda done, name=name: report(f"{name}: {done}"))  # type: ignore[misc]
         for name, policy in options.policy or [SHIPPED]
     }
-    for line in table(seen):
-        say(line)
-    for name, outcome in seen.items():
+    for line in table(outcomes):
+        report(line)
+    for name, outcome in outcomes.items():
         for metric, (value, unit) in outcome.figures().items():
-            yield Figure("simulate", f"simulate.{scene.name}.{name}.{metric}", value, unit, len(scene.works))
+            yield Figure(
+                "simulate", f"simulate.{workload.name}.{name}.{metric}", value, unit, len(workload.jobs)
+            )
 
 
-def _scene(options: Namespace) -> Scene:
+def _workload(options: Namespace) -> Workload:
     if options.openb is not None:
         return an_openb_day(options.openb, options.nodes, options.trace)
     if options.history is not None:
@@ -97,19 +107,19 @@ def _scene(options: Namespace) -> Scene:
     )
 
 
-def table(seen: dict[str, Seen]) -> Iterator[str]:
-    """One row per figure, one column per policy; a dash where nobody waited whose wait it is."""
-    names = list(seen)
-    widest = max(len(metric) for outcome in seen.values() for metric in outcome.figures())
+def table(outcomes: dict[str, Outcome]) -> Iterator[str]:
+    """One row per figure, one column per policy; a dash if no task of that band waited."""
+    names = list(outcomes)
+    widest = max(len(metric) for outcome in outcomes.values() for metric in outcome.figures())
     columns = [max(12, len(name)) for name in names]
     yield (
         " " * widest
         + "  "
         + "  ".join(f"{name:>{width}}" for name, width in zip(names, columns, strict=True))
     )
-    figures = [outcome.figures() for outcome in seen.values()]
-    units = {metric: unit for told in figures for metric, (_, unit) in told.items()}
+    figures = [outcome.figures() for outcome in outcomes.values()]
+    units = {metric: unit for one in figures for metric, (_, unit) in one.items()}
     for metric, unit in units.items():
-        values = (f"{told[metric][0]:,.1f}" if metric in told else "-" for told in figures)
+        values = (f"{one[metric][0]:,.1f}" if metric in one else "-" for one in figures)
         cells = (f"{value:>{width}}" for value, width in zip(values, columns, strict=True))
         yield f"{metric:<{widest}}  {'  '.join(cells)} {unit}"

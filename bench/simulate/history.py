@@ -1,4 +1,4 @@
-"""What a service did, read back from its own events: who was there, what was asked for, how long it ran."""
+"""The history of a service, read from its events: its nodes, devices, tasks, and their run times."""
 
 import json
 from collections.abc import Container, Iterable
@@ -12,21 +12,21 @@ from gpubroker_server.core.domain.task import Task
 from gpubroker_server.core.domain.units import DeviceKey, Instant, NodeName, TaskId
 from gpubroker_server.core.world.event_codec import device_from, node_from, task_from
 
-from bench.measuring import say
-from bench.simulate.work import Scene, Work
+from bench.measuring import report
+from bench.simulate.workload import Job, Workload
 
 _ENDS = ("task.succeeded", "task.failed", "task.cancelled", "task.expired")
 _EXPORT = "gpubroker events --after 0 -o ndjson > history.ndjson"
-_BREAKS = ("task.requeued", *_ENDS)
+_RUN_ENDS = ("task.requeued", *_ENDS)
 
 
 class NoHistory(SystemExit):
-    """The file does not hold what is needed; the text says what to do."""
+    """The file is not a complete history; the text says how to export one."""
 
 
-def a_history(path: Path) -> Scene:
-    """The events of one log from its beginning. Left out are tasks that never ran, and what a replay has
-    nobody for: external leases and models. Raises NoHistory."""
+def a_history(path: Path) -> Workload:
+    """The jobs of a whole log. Tasks that never ran, external leases and models are left out. Raises
+    NoHistory."""
     events = _events(path)
     nodes: dict[NodeName, Node] = {}
     devices: dict[DeviceKey, Device] = {}
@@ -37,35 +37,35 @@ def a_history(path: Path) -> Scene:
         elif event["kind"] == "device.seen":
             device = device_from(event["fields"])
             devices[device.key] = device
-    works = list(_works(events))
-    if not devices or not works:
+    jobs = list(_jobs(events))
+    if not devices or not jobs:
         raise NoHistory(
-            f"{path} has {len(devices)} devices and {len(works)} tasks that ran; export the whole log: "
+            f"{path} has {len(devices)} devices and {len(jobs)} tasks that ran; export the whole log: "
             f"{_EXPORT}"
         )
-    works.sort(key=lambda work: (work.task.submitted_at, work.task.id))
-    return Scene(f"history-{path.stem}", list(nodes.values()), list(devices.values()), works)
+    jobs.sort(key=lambda job: (job.task.submitted_at, job.task.id))
+    return Workload(f"history-{path.stem}", list(nodes.values()), list(devices.values()), jobs)
 
 
 def _events(path: Path) -> list[dict[str, Any]]:
     try:
         lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
         events = [item for line in lines for item in line.get("items", [line])]
-        whole = all({"key", "at", "fields", "kind"} <= event.keys() for event in events)
+        is_valid = all({"key", "at", "fields", "kind"} <= event.keys() for event in events)
     except OSError as error:
         raise NoHistory(f"cannot read {path}: {error.strerror}; make it with {_EXPORT}") from None
     except (ValueError, AttributeError):
-        whole = False
-    if not whole:
-        raise NoHistory(f"{path} does not hold one event as JSON per line; make it with {_EXPORT}")
+        is_valid = False
+    if not is_valid:
+        raise NoHistory(f"{path} does not have one event as JSON per line; make it with {_EXPORT}")
     return events
 
 
-def _works(events: Iterable[dict[str, Any]]) -> Iterable[Work]:
+def _jobs(events: Iterable[dict[str, Any]]) -> Iterable[Job]:
     tasks: dict[TaskId, Task] = {}
     started: dict[TaskId, float] = {}
     ran: dict[TaskId, float] = {}
-    saved: set[TaskId] = set()
+    checkpointed: set[TaskId] = set()
     for event in events:
         key, at, fields = TaskId(event["key"]), _seconds(event["at"]), event["fields"]
         match event["kind"]:
@@ -73,28 +73,28 @@ def _works(events: Iterable[dict[str, Any]]) -> Iterable[Work]:
                 tasks[key] = task_from({name: _plain(name, value) for name, value in fields.items()})
             case "task.started":
                 started[key] = at
-            case kind if kind in _BREAKS and key in started:
+            case kind if kind in _RUN_ENDS and key in started:
                 ran[key] = ran.get(key, 0.0) + at - started.pop(key)
         if fields.get("checkpoint_at") is not None:
-            saved.add(key)
+            checkpointed.add(key)
     others = [key for key in ran if key in tasks and not tasks[key].is_run]
     if others:
-        say(f"left out: {len(others)} external leases and models, whose memory counts as free")
+        report(f"left out: {len(others)} external leases and models, whose memory counts as free")
     for key in others:
         del ran[key]
     for key, seconds in ran.items():
         if key in tasks:
-            yield Work(_after_those(tasks[key], ran), max(seconds, 0.001), checkpoints=key in saved)
+            yield Job(_without_absent(tasks[key], ran), max(seconds, 0.001), checkpoints=key in checkpointed)
 
 
-def _after_those(task: Task, ran: Container[TaskId]) -> Task:
-    """Whoever never ran is left out of the replay, and nobody can wait for him."""
+def _without_absent(task: Task, ran: Container[TaskId]) -> Task:
+    """Without the dependencies on tasks that never ran, which are not part of the replay."""
     after = tuple(dependency for dependency in task.after if dependency.task in ran)
     return replace(task, after=after, awaits=bool(after))
 
 
 def _plain(name: str, value: Any) -> Any:
-    """The API tells instants as people read them; rows keep seconds."""
+    """The API prints times as RFC 3339; rows keep seconds."""
     is_instant = name.endswith("_at") or name == "not_before"
     return Instant(_seconds(value)) if is_instant and isinstance(value, str) else value
 

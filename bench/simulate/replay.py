@@ -1,4 +1,4 @@
-"""One replay: the core decides, runs last as long as they last, and the clock jumps from event to event."""
+"""A replay of a workload: the core decides, and the clock jumps from event to event."""
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable
@@ -39,32 +39,33 @@ from gpubroker_server.core.world.events import NewEvent, events_of, submitted
 from gpubroker_server.core.world.world import World
 
 from bench.measuring import percentile
-from bench.simulate.work import Scene, Work
+from bench.simulate.workload import Job, Workload
 
 START_SECONDS = 0.1
-SAVE_SECONDS = 1.0
-"""What a run that checkpoints needs to save and leave when it is told to."""
-LOOK_SECONDS = 60.0
+CHECKPOINT_SECONDS = 1.0
+"""The time that a run that checkpoints needs to save and stop after its notice."""
+SAMPLE_SECONDS = 60.0
+"""Fragmentation is sampled once in this time."""
 WIDE_GPUS = 8
-"""Tasks of so many GPUs are looked at by themselves: small ones must not keep them waiting."""
-FOR_EVER = Seconds(1e12)
+"""Waits of batch tasks with this many GPUs are reported separately."""
+FOREVER = Seconds(1e12)
 
 
 @dataclass
-class Seen:
-    """What came of it. GPU-seconds count each GPU that a run was on."""
+class Outcome:
+    """The results of a replay. GPU-seconds count each GPU of a run."""
 
     capacity_mb: int
     seconds: float = 0.0
-    """From the first submit to the last: what the means over time are taken over."""
+    """From the first submit to the last: the time for which means are taken."""
     leased_mb_seconds: float = 0.0
     free_mb_seconds: float = 0.0
     stranded_mb_seconds: float = 0.0
-    """Free, and of no use to what was usually asked for by then; looked at once a minute."""
+    """Free memory that usual demands could not use, sampled once a minute."""
     waits: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
-    """Band -> seconds from submit to first admission."""
+    """Band -> seconds from submit to first admission, per task."""
     tenants: dict[str, float] = field(default_factory=lambda: defaultdict(float))
-    """Tenant -> GPU-MiB-seconds that it held, to the very end."""
+    """Tenant -> MiB × seconds that it held until the last run ended."""
     preemptions: int = 0
     lost_gpu_seconds: float = 0.0
     ended: int = 0
@@ -75,7 +76,7 @@ class Seen:
     def figures(self) -> dict[str, tuple[float, str]]:
         """Metric -> (value, unit)."""
         whole = self.capacity_mb * self.seconds or 1.0
-        told = {
+        found = {
             "utilisation": (100 * self.leased_mb_seconds / whole, "%"),
             "fragmentation": (100 * self.stranded_mb_seconds / (self.free_mb_seconds or 1.0), "% of free"),
             "preemptions": (float(self.preemptions), ""),
@@ -86,34 +87,34 @@ class Seen:
         for name in (*(name for name, _, _ in BANDS), "batch, 8 GPUs"):
             waits = self.waits.get(name)
             if waits:
-                told[f"wait.{name}.mean"] = (mean(waits), "s")
-                told[f"wait.{name}.p90"] = (percentile(waits, 90), "s")
+                found[f"wait.{name}.mean"] = (mean(waits), "s")
+                found[f"wait.{name}.p90"] = (percentile(waits, 90), "s")
         held = sum(self.tenants.values())
         for tenant in sorted(self.tenants) if len(self.tenants) > 1 else ():
-            told[f"share.{tenant}"] = (100 * self.tenants[tenant] / held, "% of use")
-        return told
+            found[f"share.{tenant}"] = (100 * self.tenants[tenant] / held, "% of use")
+        return found
 
 
 @dataclass
 class Run:
-    work: Work
+    job: Job
     fence: Fence
     ranks: set[int] = field(default_factory=set)
-    """Those whose process is there or on its way."""
+    """The ranks whose process is running or starting."""
     began: float | None = None
-    """When its work began: of a gang, when all ranks were ready."""
+    """The start of its work; for a gang, when all ranks were ready."""
 
 
 class Replay:
-    """Every accepted task ends, or `run` raises RuntimeError: a demand that never fits has no place here."""
+    """Replays a workload under a policy. Every task has to fit, or `run` raises RuntimeError."""
 
-    def __init__(self, scene: Scene, policy: Policy) -> None:
-        self._policy = replace(policy, sample_period_seconds=FOR_EVER)
-        self._works = {work.task.id: work for work in scene.works}
-        self._left = {work.task.id: work.seconds for work in scene.works}
-        self._last_submit = scene.works[-1].task.submitted_at
-        self._now = Instant(scene.works[0].task.submitted_at)
-        self._moments: list[tuple[float, int, Callable[[], None]]] = []
+    def __init__(self, workload: Workload, policy: Policy) -> None:
+        self._policy = replace(policy, sample_period_seconds=FOREVER)
+        self._jobs = {job.task.id: job for job in workload.jobs}
+        self._left = {job.task.id: job.seconds for job in workload.jobs}
+        self._last_submit = workload.jobs[-1].task.submitted_at
+        self._now = Instant(workload.jobs[0].task.submitted_at)
+        self._timers: list[tuple[float, int, Callable[[], None]]] = []
         self._number = count()
         self._runs: dict[TaskId, Run] = {}
         self._reports: list[Report] = []
@@ -123,168 +124,168 @@ class Replay:
         self._consolidation = Consolidation()
         self._first_submit = self._now
         self._measured_at = float(self._now)
-        self._looked_at, self._free = -inf, Sum()
+        self._sampled_at, self._free = -inf, Sum()
         self.world = World()
-        self.seen = Seen(sum(device.allocatable_mb for device in scene.devices))
-        for node in scene.nodes:
+        self.outcome = Outcome(sum(device.allocatable_mb for device in workload.devices))
+        for node in workload.nodes:
             self.world.add_node(replace(node, ready=True))
-        for device in scene.devices:
+        for device in workload.devices:
             self.world.add_device(device)
-        self.world.measure(DeviceSample(device.key, self._now, Mib(0)) for device in scene.devices)
-        for work in scene.works:
-            self._at(work.task.submitted_at, self._submission_of(work))
+        self.world.measure(DeviceSample(device.key, self._now, Mib(0)) for device in workload.devices)
+        for job in workload.jobs:
+            self._at(job.task.submitted_at, self._submission_of(job))
 
-    def run(self, tell: Callable[[str], None] = lambda _: None) -> Seen:
-        """`tell` hears after each tenth of the time in which tasks come how far it has come."""
-        told, span = 0, float(self._last_submit - self._first_submit) or 1.0
-        while self._moments:
-            tenths = min(10, int(10 * (self._moments[0][0] - self._first_submit) / span))
-            if tenths > told:
-                told = tenths
-                tell(f"{10 * told} % of the time, {self.seen.ended:,} tasks have ended")
-            moment = self._moments[0][0]
-            self._count_until(moment)
+    def run(self, report: Callable[[str], None] = lambda _: None) -> Outcome:
+        """`report` gets the progress after each tenth of the submit times."""
+        reported, span = 0, float(self._last_submit - self._first_submit) or 1.0
+        while self._timers:
+            tenths = min(10, int(10 * (self._timers[0][0] - self._first_submit) / span))
+            if tenths > reported:
+                reported = tenths
+                report(f"{10 * reported} % of the time, {self.outcome.ended:,} tasks have ended")
+            moment = self._timers[0][0]
+            self._advance_to(moment)
             self._now = Instant(moment)
-            while self._moments and self._moments[0][0] <= moment:
-                heappop(self._moments)[2]()
+            while self._timers and self._timers[0][0] <= moment:
+                heappop(self._timers)[2]()
             self._turn()
         if self.world.tasks:
             stuck = ", ".join(sorted(self.world.tasks)[:3])
             raise RuntimeError(f"{len(self.world.tasks)} tasks never ended, {stuck} among them")
-        self.seen.seconds = float(self._last_submit - self._first_submit)
-        self.seen.drained_seconds = float(self._now - self._last_submit)
-        return self.seen
+        self.outcome.seconds = float(self._last_submit - self._first_submit)
+        self.outcome.drained_seconds = float(self._now - self._last_submit)
+        return self.outcome
 
-    def _at(self, moment: float, happens: Callable[[], None]) -> None:
-        heappush(self._moments, (moment, next(self._number), happens))
+    def _at(self, moment: float, action: Callable[[], None]) -> None:
+        heappush(self._timers, (moment, next(self._number), action))
 
-    def _submission_of(self, work: Work) -> Callable[[], None]:
+    def _submission_of(self, job: Job) -> Callable[[], None]:
         def submit() -> None:
-            self._append([submitted(work.task)])
-            self._look_again(work.task)
+            self._apply([submitted(job.task)])
+            self._wake_for(job.task)
 
         return submit
 
-    def _look_again(self, task: Task) -> None:
-        """When time alone will change something for it."""
+    def _wake_for(self, task: Task) -> None:
+        """Wake up when the task has to be planned again because of the time alone."""
         for moment in (task.not_before, task.waits_until, task.stop_deadline_at):
             if moment is not None and moment > self._now and not task.is_terminal:
                 self._at(moment, lambda: None)
 
     def _turn(self) -> None:
-        """What a leader does in one cycle."""
+        """One cycle of the leader."""
         reports, self._reports = self._reports, []
-        self._carry_out(learn(self.world, react(self.world, reports, self._now, self._policy), self._now))
-        self._carry_out(due(self.world, self._now, self._policy, self._watch))
+        self._commit(learn(self.world, react(self.world, reports, self._now, self._policy), self._now))
+        self._commit(due(self.world, self._now, self._policy, self._watch))
         self._watch = keep_watch(self._watch, self._now)
         while decisions := settle(self.world, self._now):
-            self._carry_out(decisions)
+            self._commit(decisions)
         cursor = None
         while True:
             plan = plan_cycle(
                 self.world, self._policy, self._now, cursor, memory=self._memory, forecasts=self._forecasts
             )
-            self._carry_out(plan.decisions)
+            self._commit(plan.decisions)
             cursor = plan.cursor
             if cursor is None:
                 break
         move = self._consolidation.look(self.world, self._policy, self._now, self._forecasts)
         if move is not None:
-            self._carry_out([move])
+            self._commit([move])
             self._consolidation.count(move, self._now)
         *_, self._forecasts = make_forecasts(self.world, self._policy, self._now, self._forecasts)
 
-    def _carry_out(self, decisions: Iterable[Decision]) -> None:
+    def _commit(self, decisions: Iterable[Decision]) -> None:
         for decision in decisions:
-            self._append(events_of(decision))
+            self._apply(events_of(decision))
             for write in decision.tasks:
                 task = write.task
                 if task.state is TaskState.ADMITTED and task.fence == 1:
                     wait = self._now - task.submitted_at
-                    self.seen.waits[band_of(task.priority)[0]].append(wait)
+                    self.outcome.waits[band_of(task.priority)[0]].append(wait)
                     if task.demand.gpus == WIDE_GPUS and band_of(task.priority)[0] == "batch":
-                        self.seen.waits["batch, 8 GPUs"].append(wait)
-                self.seen.preemptions += "preemptions" in write.changed
-                self.seen.ended += task.is_terminal
-                self.seen.expired += task.state is TaskState.EXPIRED
-                self._look_again(task)
+                        self.outcome.waits["batch, 8 GPUs"].append(wait)
+                self.outcome.preemptions += "preemptions" in write.changed
+                self.outcome.ended += task.is_terminal
+                self.outcome.expired += task.state is TaskState.EXPIRED
+                self._wake_for(task)
             for order in decision.orders:
-                self._obey(order)
+                self._execute(order)
 
-    def _append(self, events: Iterable[NewEvent]) -> None:
+    def _apply(self, events: Iterable[NewEvent]) -> None:
         for event in events:
             self.world.apply([event.at(Position(self.world.position + 1), self._now)])
 
-    def _obey(self, order: AnyOrder) -> None:
+    def _execute(self, order: AnyOrder) -> None:
         match order:
             case StartOrder():
                 run = self._runs.get(order.task)
                 if run is None or run.fence != order.fence:
-                    run = self._runs[order.task] = Run(self._works[order.task], order.fence)
+                    run = self._runs[order.task] = Run(self._jobs[order.task], order.fence)
                 run.ranks.add(order.rank)
                 self._at(self._now + START_SECONDS, lambda: self._start(run, order))
             case GoOrder() if order.rank == 0:
-                self._go(self._runs[order.task])
+                self._begin(self._runs[order.task])
             case StopOrder():
                 self._stop(self._runs[order.task], order.rank)
             case _:
                 pass
 
     def _start(self, run: Run, order: StartOrder) -> None:
-        """Its process is there; ranks of a gang wait for each other."""
+        """The process has started; ranks of a gang wait for each other."""
         if order.rank in run.ranks:
             self._reports.append(Started(order.task, run.fence, self._now, 1, order.rank))
             if order.barrier:
                 self._reports.append(Ready(order.task, run.fence, self._now, "10.0.0.1:1", order.rank))
             else:
-                self._go(run)
+                self._begin(run)
 
-    def _go(self, run: Run) -> None:
+    def _begin(self, run: Run) -> None:
         if run.began is None:
             run.began = float(self._now)
-            self._at(run.began + self._left[run.work.task.id], lambda: self._finish(run))
+            self._at(run.began + self._left[run.job.task.id], lambda: self._finish(run))
 
     def _finish(self, run: Run) -> None:
         for rank in sorted(run.ranks):
             self._end(run, rank, Ending.SUCCEEDED)
 
     def _stop(self, run: Run, rank: int) -> None:
-        """Told to leave, with the others of its gang; once all are gone, what was done is counted."""
-        takes = SAVE_SECONDS if run.work.checkpoints else 0.0
+        """Notice to stop; the ranks of a gang get it together."""
+        takes = CHECKPOINT_SECONDS if run.job.checkpoints else 0.0
         self._at(self._now + takes, lambda: self._end(run, rank, Ending.STOPPED))
 
     def _end(self, run: Run, rank: int, ending: Ending) -> None:
-        """The first end of a rank counts: one that came to its own end had nothing left to stop."""
+        """Ignored if the rank has ended already. When the last rank has stopped, lost work is counted."""
         if rank not in run.ranks:
             return
         run.ranks.remove(rank)
-        task = run.work.task
+        task = run.job.task
         self._reports.append(Ended(task.id, run.fence, self._now, ending, rank=rank))
         self._reports.append(Gone(task.id, run.fence, self._now, "process_absent", rank=rank))
         if ending is Ending.STOPPED and not run.ranks and run.began is not None:
             done = self._now - run.began
-            if run.work.checkpoints:
+            if run.job.checkpoints:
                 self._left[task.id] = max(0.001, self._left[task.id] - done)
             else:
-                self.seen.lost_gpu_seconds += done * _gpus(task.demand)
+                self.outcome.lost_gpu_seconds += done * _gpus(task.demand)
 
-    def _count_until(self, moment: float) -> None:
-        """Add up what was leased and stranded since the last look; means only while tasks were coming."""
-        whole = moment - self._measured_at
+    def _advance_to(self, moment: float) -> None:
+        """Add up memory × time since the last call; means count only until the last submit."""
+        elapsed = moment - self._measured_at
         for tenant in self.world.accounts:
-            self.seen.tenants[tenant] += whole * self.world.accounts.held_mb(tenant)
+            self.outcome.tenants[tenant] += elapsed * self.world.accounts.held_mb(tenant)
         passed = min(moment, self._last_submit) - self._measured_at
         if passed > 0:
-            self._look_at_what_is_free()
+            self._sample_fragmentation()
             leased = sum(book.leased_mb() for book in self.world.books.values())
-            self.seen.leased_mb_seconds += passed * leased
-            self.seen.free_mb_seconds += passed * self._free.free_mb
-            self.seen.stranded_mb_seconds += passed * self._free.stranded_mb
+            self.outcome.leased_mb_seconds += passed * leased
+            self.outcome.free_mb_seconds += passed * self._free.free_mb
+            self.outcome.stranded_mb_seconds += passed * self._free.stranded_mb
         self._measured_at = float(moment)
 
-    def _look_at_what_is_free(self) -> None:
-        if self._now - self._looked_at >= LOOK_SECONDS:
-            self._looked_at = float(self._now)
+    def _sample_fragmentation(self) -> None:
+        if self._now - self._sampled_at >= SAMPLE_SECONDS:
+            self._sampled_at = float(self._now)
             self._free = fragmentation(self.world, self._policy, self._now).total
 
 

@@ -1,10 +1,10 @@
-"""The short form of `python -m bench churn`: three queues and seconds of the same work, through a service."""
+"""`python -m bench churn` with three queues and a few seconds of work, through a real service."""
 
 import pytest
 
 from bench.churn import churn, figures
 from bench.churn.outcome import outcome_of
-from bench.churn.shapes import SHAPES, UNIT_MB, Shape, Sort
+from bench.churn.shapes import SHAPES, UNIT_MB, Shape, WorkClass
 
 SMALL = Shape(
     "kueue-small",
@@ -12,10 +12,10 @@ SMALL = Shape(
     queues=3,
     quota=20,
     borrow=40,
-    sorts=(
-        Sort("small", 20, 0.05, 0.2, 25, 1),
-        Sort("medium", 6, 0.2, 0.3, 50, 5),
-        Sort("large", 2, 0.6, 0.4, 75, 20),
+    classes=(
+        WorkClass("small", 20, 0.05, 0.2, 25, 1),
+        WorkClass("medium", 6, 0.2, 0.3, 50, 5),
+        WorkClass("large", 2, 0.6, 0.4, 75, 20),
     ),
     published={"wall_s": 100.0},
 )
@@ -24,40 +24,40 @@ SMALL = Shape(
 @pytest.mark.parametrize(
     ("name", "tasks", "floor"), [("kueue-baseline", 15_000, 66), ("kueue-large", 50_000, 4)]
 )
-def test_the_loads_are_those_that_were_published(name: str, tasks: int, floor: float) -> None:
+def test_the_loads_have_the_published_sizes(name: str, tasks: int, floor: float) -> None:
     shape = SHAPES[name]
     assert shape.tasks == len(shape.arrivals()) == tasks
     assert shape.work_unit_seconds / shape.units == pytest.approx(floor, abs=0.1)
 
 
-def test_the_first_part_of_a_load_is_compared_with_nothing_published() -> None:
+def test_a_shortened_load_has_no_published_figures() -> None:
     part = SHAPES["kueue-large"].shortened(0.5)
-    assert [(sort.name, sort.count) for sort in part.sorts] == [("small", 18), ("medium", 6), ("large", 2)]
+    assert [(each.name, each.count) for each in part.classes] == [("small", 18), ("medium", 6), ("large", 2)]
     assert part.tasks == len(part.arrivals()) == 26_000
     assert not part.published
     assert SHAPES["kueue-large"].shortened(1.0).published
 
 
-def test_a_small_load_goes_through_the_whole_service() -> None:
-    seen = churn(SMALL, connections=4)
-    told = {figure.figure: figure for figure in figures(SMALL, seen, "SQLite")}
-    assert seen.counts["task.submitted"] == seen.counts["task.succeeded"] == SMALL.tasks
-    assert told["churn.small.wall_s"].value > 1.0
-    assert told["churn.small.wall_s"].ratio == pytest.approx(told["churn.small.wall_s"].value / 100.0)
-    assert "Kubernetes API server" in told["churn.small.wall_s"].published
-    assert told["churn.small.wait.large_s"].published == ""
-    assert told["churn.small.wait.large_s"].value > 0.0
-    assert told["churn.small.cpu_per_admission"].value > 0.0
-    assert 0.0 < told["churn.small.use"].value < told["churn.small.held_use"].value <= 1.0
-    assert {name for name in seen.waits if seen.waits[name]} == {"small", "medium", "large"}
+def test_a_small_load_runs_through_the_whole_service() -> None:
+    found = churn(SMALL, connections=4)
+    by_name = {figure.figure: figure for figure in figures(SMALL, found, "SQLite")}
+    assert found.counts["task.submitted"] == found.counts["task.succeeded"] == SMALL.tasks
+    assert by_name["churn.small.wall_s"].value > 1.0
+    assert by_name["churn.small.wall_s"].ratio == pytest.approx(by_name["churn.small.wall_s"].value / 100.0)
+    assert "Kubernetes API server" in by_name["churn.small.wall_s"].published
+    assert by_name["churn.small.wait.large_s"].published == ""
+    assert by_name["churn.small.wait.large_s"].value > 0.0
+    assert by_name["churn.small.cpu_per_admission"].value > 0.0
+    assert 0.0 < by_name["churn.small.use"].value < by_name["churn.small.held_use"].value <= 1.0
+    assert {name for name in found.waits if found.waits[name]} == {"small", "medium", "large"}
 
 
 def event(second: float, kind: str, key: str, **fields: object) -> dict[str, object]:
     return {"at": f"2026-01-01T00:00:{second:06.3f}Z", "kind": kind, "key": key, "fields": fields}
 
 
-def test_use_is_work_and_held_use_is_memory_over_the_quota_and_the_whole_time() -> None:
-    one = Shape("kueue-one", 1, 1, 10, 0, (Sort("only", 1, 1.0, 2.0, 50, 5),), {})
+def test_use_counts_run_time_and_held_use_counts_held_memory_as_shares_of_the_quota() -> None:
+    one = Shape("kueue-one", 1, 1, 10, 0, (WorkClass("only", 1, 1.0, 2.0, 50, 5),), {})
     log = [
         event(1, "task.submitted", "t", name="only"),
         event(2, "task.admitted", "t", fence=1),

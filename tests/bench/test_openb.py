@@ -1,4 +1,4 @@
-"""The short form of `python -m bench openb`: a twentieth of such a cluster, filled within moments."""
+"""`python -m bench openb` on a twentieth of the cluster."""
 
 import random
 from argparse import ArgumentParser
@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from bench import openb
-from bench.openb.families import synthesise
 from bench.openb.policies import POLICIES, BestFit, policy
 from bench.openb.published import published
 from bench.openb.replay import Replay
+from bench.openb.synthesis import synthesise
 from bench.openb.trace import Job, Machine, arrivals, total_milli
 
 GIB = 1024
@@ -49,17 +49,17 @@ def mean(name: str) -> float:
     return sum(filled(name, seed) for seed in range(4)) / 4
 
 
-def test_counting_what_a_placement_strands_fills_more_than_best_fit_and_counting_tasks_more_than_the_paper():
+def test_fgd_fills_more_than_best_fit_and_the_service_more_than_fgd():
     assert mean("best_fit") < mean("fgd") < mean("gpubroker")
 
 
 @pytest.mark.parametrize("name", POLICIES)
-def test_a_replay_is_the_same_for_the_same_seed(name: str):
+def test_a_replay_with_the_same_seed_gives_the_same_result(name: str):
     assert filled(name, 7) == filled(name, 7)
 
 
 @pytest.mark.parametrize("name", POLICIES)
-def test_nothing_is_given_twice_and_kinds_are_respected(name: str):
+def test_no_gpu_is_overbooked_and_kinds_are_respected(name: str):
     chance = random.Random(1)
     replay = Replay(MACHINES, policy(name, JOBS, MACHINES, chance))
     taken = Counter()
@@ -77,18 +77,18 @@ def test_nothing_is_given_twice_and_kinds_are_respected(name: str):
 
 
 @pytest.mark.parametrize("name", ["best_fit", "fgd", "gpubroker"])
-def test_of_equal_nodes_the_one_that_is_named_first_is_taken(name: str):
+def test_of_equal_nodes_the_first_wins(name: str):
     twins = [Machine(f"twin-{number}", 8_000, GIB, 2, "T4") for number in range(3)]
     jobs = [Job(1_000, 1, 1, 1000)]
     assert Replay(twins, policy(name, jobs, twins, random.Random(0))).place(jobs[0]) == "twin-0"
 
 
-def test_host_memory_only_decides_whether_a_node_is_possible():
+def test_a_node_without_enough_host_memory_is_skipped():
     poor, rich = Machine("a", 8_000, 4, 1, "T4"), Machine("b", 8_000, 64, 1, "T4")
     assert Replay([poor, rich], BestFit()).place(Job(1_000, 8, 1, 500)) == "b"
 
 
-def test_tasks_come_until_the_next_would_pass_130_percent():
+def test_tasks_arrive_until_the_next_would_pass_130_percent():
     order = arrivals(JOBS, total_milli(MACHINES), random.Random(3))
     assert set(order[: len(JOBS)]) == set(JOBS)
     asked = sum(job.total_milli for job in order)
@@ -134,7 +134,7 @@ def measured(data: Path, *words: str) -> list:
     return list(openb.measure(options))
 
 
-def test_figures_stand_beside_what_was_published(tmp_path: Path):
+def test_figures_have_the_published_values_as_baselines(tmp_path: Path):
     write_data(tmp_path)
     found = measured(tmp_path, "--traces", "default", "--policies", "fgd,gpubroker", "--arrival", "130,100")
     names = [figure.figure for figure in found]
@@ -143,7 +143,7 @@ def test_figures_stand_beside_what_was_published(tmp_path: Path):
     assert all(figure.n == 2 and figure.ratio == figure.value / figure.baseline for figure in found)
 
 
-def test_every_trace_that_is_there_is_replayed_if_none_is_named(tmp_path: Path):
+def test_without_a_name_every_trace_in_the_folder_is_replayed(tmp_path: Path):
     write_data(tmp_path)
     found = measured(tmp_path, "--policies", "best_fit", "--synthesise", "cpu250")
     assert [f.figure for f in found] == [
@@ -166,7 +166,7 @@ def test_several_kinds_in_one_cell_are_alternatives(tmp_path: Path):
     assert openb.trace.job_of({**row, "num_gpu": "0"}) == Job(1, 1, 0, 0)
 
 
-def test_only_what_was_looked_up_is_called_published():
+def test_values_that_were_not_looked_up_have_no_baseline():
     assert published("default", "gpubroker", 130) == published("default", "fgd", 130) == 95.39
     assert published("cpu250", "fgd", 100) is None
     assert published("default", "fgd", 95) is None

@@ -1,12 +1,12 @@
-"""The short form of `python -m bench pickup`: a second of tasks, through one process."""
+"""`python -m bench pickup` with one second of tasks, through one process."""
 
 import json
 
 import pytest
 
 from bench import pickup
-from bench.pace import Pace
-from bench.pickup import LoggedEvent, figures, plain_rounds, roomy, targets_of, waits_ms, waits_of
+from bench.load import OpenLoop
+from bench.pickup import LoggedEvent, figures, plain_rounds, roomy_deployment, targets_of, waits_ms, waits_of
 from tests.e2e.service_process import until
 
 
@@ -14,7 +14,7 @@ def event(at: float, kind: str, key: str, **fields: object) -> LoggedEvent:
     return at, kind, key, json.dumps(fields)
 
 
-def test_a_wait_is_from_the_commit_of_the_submit_to_the_first_start() -> None:
+def test_a_wait_lasts_from_the_commit_of_the_submit_to_the_first_start() -> None:
     log = [
         event(10.0, "task.submitted", "a"),
         event(10.1, "task.submitted", "b"),
@@ -28,20 +28,20 @@ def test_a_wait_is_from_the_commit_of_the_submit_to_the_first_start() -> None:
 
 
 def test_every_task_sent_is_measured() -> None:
-    with roomy("sqlite") as running, Pace() as pace:
-        sent = pace.send(targets_of(running), per_second=40.0, seconds=1.0, status=202)
+    with roomy_deployment("sqlite") as running, OpenLoop() as load:
+        sent = load.send(targets_of(running), per_second=40.0, seconds=1.0, status=202)
         waits = waits_ms(running.database, sent)
     assert len(waits) == sent > 20
-    told = {figure.figure: figure.value for figure in figures("sqlite", waits, [], "")}
-    assert 0.0 < told["pickup.p50_ms"] <= told["pickup.p99_ms"]
+    by_name = {figure.figure: figure.value for figure in figures("sqlite", waits, [], "")}
+    assert 0.0 < by_name["pickup.p50_ms"] <= by_name["pickup.p99_ms"]
 
 
-def test_what_a_row_takes_without_a_queue_is_the_baseline(
+def test_on_postgresql_the_baseline_is_a_plain_row(
     postgres_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(pickup, "ROUND_SECONDS", 0.0)
     with plain_rounds(postgres_url) as rounds_ms:
-        until(lambda: len(rounds_ms) > 10, "some rounds are made")
+        until(lambda: len(rounds_ms) > 10, "rounds of the baseline")
     p50, p99 = figures("postgres", [8.0, 8.0], [2.0, 4.0], "")
     assert (p50.figure, p50.baseline, p50.ratio) == ("pickup.postgres.p50_ms", 2.0, 4.0)
     assert (p99.baseline, p99.ratio) == (4.0, 2.0)

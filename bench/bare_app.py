@@ -1,4 +1,5 @@
-"""The baseline of `bench accept`: a FastAPI route that returns a constant, served as the service serves."""
+"""The baseline of `bench accept`: a FastAPI route that returns a constant, under the service's server
+settings."""
 
 import socket
 

@@ -1,7 +1,6 @@
-"""Explanations and simulations as clients get them: through the gateway and back, JSON included.
+"""Explain and simulate requests to the real gateway app over a World in this process, JSON included.
 
-The real app over a World in this process; the client's half is counted too. What is left out is the network,
-and the database's look-up of one row.
+The client's CPU time counts too. The network and the database's look-up of one row are left out.
 """
 
 import asyncio
@@ -27,15 +26,15 @@ NOTHING = httpx.ByteStream(b"")
 
 
 @dataclass(frozen=True)
-class Answered:
+class Answers:
     seconds: list[float]
-    """CPU time of each."""
+    """CPU time per request."""
     bytes: list[int]
 
 
 @dataclass(frozen=True)
-class Standstill:
-    """A clock that stands."""
+class FrozenClock:
+    """Always the same time."""
 
     at: Instant
 
@@ -43,8 +42,8 @@ class Standstill:
         return self.at
 
 
-class Rows(MemoryStore):
-    """The tasks of a World, as the database would hand them out."""
+class WorldStore(MemoryStore):
+    """Returns the tasks of a World as records of the database."""
 
     def __init__(self, world: World) -> None:
         super().__init__()
@@ -67,28 +66,28 @@ class NoBlobs:
 
 
 @dataclass(frozen=True)
-class Picture:
-    """What the gateway answers from."""
+class Gateway:
+    """The app with what it answers from."""
 
     world: World
     policy: Policy
     now: Instant
     forecasts: Sequence[Forecast]
-    meanwhile: Callable[[], None]
-    """What happens between two of them."""
+    before_each: Callable[[], None]
+    """Called before each request."""
 
-    def explained(self, tasks: Iterable[Task]) -> Answered:
+    def explained(self, tasks: Iterable[Task]) -> Answers:
         asked = [(task, "GET", f"/tasks/{task.id}/explain", None) for task in tasks]
         return asyncio.run(self._ask(asked))
 
-    def simulated(self, tasks: Iterable[Task]) -> Answered:
-        """As if somebody asked what would become of another such task."""
+    def simulated(self, tasks: Iterable[Task]) -> Answers:
+        """Ask what would become of another task like each of these."""
         asked = [(task, "POST", "/tasks/simulate", _body(task)) for task in tasks]
         return asyncio.run(self._ask(asked))
 
-    async def _ask(self, asked: Sequence[tuple[Task, str, str, Any]]) -> Answered:
-        """One after the other, each by its tenant."""
-        clock, store = Standstill(self.now), Rows(self.world)
+    async def _ask(self, asked: Sequence[tuple[Task, str, str, Any]]) -> Answers:
+        """One request after the other, with a token of the task's tenant."""
+        clock, store = FrozenClock(self.now), WorldStore(self.world)
         identity = Tokens(store, clock)
         app = create_app(
             GatewayParts(
@@ -116,17 +115,17 @@ class Picture:
             )
             await store.put_token(row, by="bench")
         await identity.load()
-        found = Answered([], [])
+        found = Answers([], [])
         transport = httpx.ASGITransport(app)
         async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as client:
             for task, method, path, body in asked:
-                self.meanwhile()
+                self.before_each()
                 headers = {"Authorization": f"Bearer {secrets[task.tenant]}"}
                 began = process_time()
                 answer = await client.request(method, path, json=body, headers=headers)
                 found.seconds.append(process_time() - began)
                 found.bytes.append(len(answer.content))
-                answer.stream = NOTHING  # it knows its answer: both would stay until the next full collection
+                answer.stream = NOTHING  # a cycle: both would stay until the next full collection
                 if answer.status_code != 200:
                     raise RuntimeError(f"{method} {path}: {answer.status_code} {answer.text}")
         return found
@@ -137,11 +136,11 @@ def _body(task: Task) -> dict[str, Any]:
 
 
 def _resources(demand: Demand) -> dict[str, Any]:
-    said = {
+    fields = {
         "gpus": demand.gpus or None,
         "gpu_mb": demand.gpu_mb,
         "gpu_fraction": demand.gpu_fraction,
         "cpu": demand.cpu,
         "memory_mb": demand.memory_mb,
     }
-    return {name: value for name, value in said.items() if value is not None}
+    return {name: value for name, value in fields.items() if value is not None}

@@ -1,9 +1,9 @@
-"""Traces like those of the paper's families, made of the default trace, for whoever has only that one.
+"""Traces like those of the paper's families, derived from the default trace.
 
-Counted in the published files: `cpuNNN` has NN.N % CPU-only tasks; `gpushareNN` asks for NN % of its GPUs by
-tasks that share one, at an unchanged number of GPU tasks; `multigpuNN` has tasks of several GPUs added until
-they ask for NN %; in `gpuspecNN` NN % of GPU tasks name the kinds they need. Which kinds is drawn here with
-the frequencies seen in two excerpts of gpuspec33, some 120 tasks.
+As counted in the published files: `cpuNNN` has NN.N % CPU-only tasks; in `gpushareNN` tasks that share a GPU
+request NN % of all GPUs, with the same number of GPU tasks; `multigpuNN` has tasks with several GPUs added
+until they request NN %; in `gpuspecNN` NN % of the GPU tasks name the kinds they need. Kinds are drawn with
+the frequencies of two excerpts of gpuspec33, about 120 tasks.
 """
 
 import random
@@ -29,12 +29,14 @@ EIGHT_KINDS = {kinds: n for kinds, n in WHOLE_KINDS.items() if {"G2", "G3", "V10
 
 
 def synthesise(family: str, default: Sequence[Job]) -> list[Job]:
-    """A trace of this family; always the same. Raises ValueError for a family that is not known."""
+    """The trace of this family, always the same. Raises ValueError for an unknown family."""
     match = re.fullmatch(r"(cpu|gpushare|multigpu|gpuspec)(\d+)", family)
     if match is None:
-        raise ValueError(f"no such family: {family!r}; known are cpuNNN, gpushareNN, multigpuNN, gpuspecNN")
+        raise ValueError(f"no such family: {family!r}; families: cpuNNN, gpushareNN, multigpuNN, gpuspecNN")
     name, number = match[1], int(match[2])
-    make = {"cpu": more_cpu, "gpushare": more_shared, "multigpu": more_multi, "gpuspec": more_picky}[name]
+    make = {"cpu": more_cpu, "gpushare": more_shared, "multigpu": more_multi, "gpuspec": more_with_kinds}[
+        name
+    ]
     return make(default, number / (1000 if name == "cpu" else 100), random.Random(family))
 
 
@@ -64,11 +66,11 @@ def more_multi(default: Sequence[Job], part: float, chance: random.Random) -> li
     return made
 
 
-def more_picky(default: Sequence[Job], part: float, chance: random.Random) -> list[Job]:
-    return [picky(job, chance) if job.gpus and chance.random() < part else job for job in default]
+def more_with_kinds(default: Sequence[Job], part: float, chance: random.Random) -> list[Job]:
+    return [with_kinds(job, chance) if job.gpus and chance.random() < part else job for job in default]
 
 
-def picky(job: Job, chance: random.Random) -> Job:
+def with_kinds(job: Job, chance: random.Random) -> Job:
     kinds = SHARED_KINDS if shares(job) else EIGHT_KINDS if job.gpus == 8 else WHOLE_KINDS
     return job._replace(kinds=chance.choices(list(kinds), list(kinds.values()))[0])
 

@@ -1,14 +1,12 @@
-"""How long planning takes on 1,000 GPUs with 100,000 tasks waiting, as the leader makes it plan, without IO.
+"""CPU time of planning cycles on 1,000 GPUs with 100,000 waiting tasks, as the leader runs them, without IO.
 
-125 nodes of 8 GPUs of three kinds, empty at first, and tasks of 200 different demands, 4 tenants and 5
-priorities. After the first plan the cluster is full; then runs end one by one, or leave because they were
-asked to, and each time a cycle follows: as many turns as it takes until nothing more is to be decided. Every
-second of that story forecasts are worked out anew, which the plans respect; they have a figure of their own.
-At the end clients ask why tasks wait, and what would become of others: through the gateway, JSON included.
-Before each answer a run ends and a cycle follows.
+125 empty nodes with 8 GPUs of three kinds, and tasks with 200 different demands, 4 tenants and 5 priorities.
+The first cycle fills the cluster. Then runs end one by one, or stop after a preemption; after each, one
+cycle runs until nothing more is to be decided. Every second of simulated time the forecasts are recomputed;
+plans respect them, and they have a figure of their own. Finally, explain and simulate requests go through
+the gateway, JSON included; before each of them a run ends and a cycle follows.
 
-All times are CPU time, since planning does nothing but compute: on a core of its own it takes no longer.
-Taking over what was decided (`World.apply`) is told beside them.
+`World.apply` of the decisions is reported on stderr.
 """
 
 import random
@@ -36,99 +34,100 @@ from gpubroker_server.core.planning.memory import Memory
 from gpubroker_server.core.world.events import events_of
 from gpubroker_server.core.world.world import World
 
-from bench.answers import Picture
-from bench.measuring import Figure, percentile, say
+from bench.measuring import Figure, percentile, report
+from bench.plan.answers import Gateway
 
 GIB = 1024
 KINDS = (("H100", 80), ("A100", 80), ("A100", 40), ("H100", 80), ("L40S", 48))
-"""(kind, GiB) of all GPUs of a node, taken in turn."""
+"""(kind, GiB) of the GPUs of a node; nodes take them in turn."""
 PRIORITIES = (5, 20, 50, 60, 80)
 TENANTS = ("research", "product", "search", "batch")
 BEGIN = 1_000_000.0
 GRACE_SECONDS = 0.2
-"""So long a run takes to leave that was asked to."""
+"""The time that a preempted run takes to stop."""
 
 T = TypeVar("T")
 
 
 def add_options(parser: ArgumentParser) -> None:
-    parser.add_argument("--nodes", type=int, default=125, help="of 8 GPUs each")
-    parser.add_argument("--tasks", type=int, default=100_000)
-    parser.add_argument("--demands", type=int, default=200)
-    parser.add_argument("--cycles", type=int, default=1000, help="one after each release")
-    parser.add_argument("--explained", type=int, default=200)
+    parser.add_argument("--nodes", type=int, default=125, help="nodes with 8 GPUs each")
+    parser.add_argument("--tasks", type=int, default=100_000, help="waiting tasks")
+    parser.add_argument("--demands", type=int, default=200, help="different demands")
+    parser.add_argument("--cycles", type=int, default=1000, help="cycles to measure, one after each release")
+    parser.add_argument("--explained", type=int, default=200, help="requests per endpoint")
     parser.add_argument(
-        "--large", action="store_true", help="10,000 GPUs and 1,000,000 tasks, whatever else is said"
+        "--large", action="store_true", help="10,000 GPUs and 1,000,000 tasks; overrides --nodes and --tasks"
     )
-    parser.add_argument("--seed", type=int, default=42)
+    parser.add_argument("--seed", type=int, default=42, help="seed of the random choices")
 
 
 def measure(options: Namespace) -> Iterator[Figure]:
     if options.large:
         options.nodes, options.tasks = 1_250, 1_000_000
     chance = random.Random(options.seed)
-    room = Room(a_cluster(options, chance))
+    leader = Leader(a_cluster(options, chance))
     make_full_collections_rare()
-    first = room.cycle()
-    say(
+    first = leader.cycle()
+    report(
         f"first plan: {len(first):,} turns, the longest {1000 * max(first):.1f} ms, "
-        f"{len(room.world.active):,} started; taking them over took {room.applied_s:.2f} s more"
+        f"{len(leader.world.active):,} started; applying the decisions took {leader.applied_s:.2f} s more"
     )
     yield _figure("first_s", sum(first), "s", len(first))
-    room.settle()
-    yield from releases(room, options.cycles, chance)
-    yield from answers(room, options.explained, chance)
+    leader.settle()
+    yield from releases(leader, options.cycles, chance)
+    yield from answers(leader, options.explained, chance)
     peak_mb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
     yield _figure("rss_mb", peak_mb, "MB", 1)
 
 
-def releases(room: "Room", count: int, chance: random.Random) -> Iterator[Figure]:
-    """A cycle is all planning after one release, be it the end of a run or the leaving of one that was
-    stopped: many turns if need be, those in which runs are stopped included."""
+def releases(leader: "Leader", count: int, chance: random.Random) -> Iterator[Figure]:
+    """One cycle after each release of memory, by a run that ended or was preempted; a cycle may take many
+    turns."""
     slices: list[float] = []
     cycles: list[float] = []
     given: list[float] = []
-    room.decided.clear()
-    room.rounds.clear()
+    leader.decided.clear()
+    leader.rounds.clear()
     for _ in range(count):
-        room.pass_time(0.02)
-        room.release_one(chance)
-        taken = room.cycle()
-        room.foresee()
+        leader.pass_time(0.02)
+        leader.release_one(chance)
+        taken = leader.cycle()
+        leader.forecast()
         slices += taken
         cycles.append(sum(taken))
-        if room.given_at_s is not None:
-            given.append(room.given_at_s)
-    say(
-        f"{count:,} cycles: {room.decided['admit']:,} tasks started, {room.decided['preempt']:,} made room "
-        f"for themselves; median {1000 * percentile(cycles, 50):.2f} ms; turns: p99 "
+        if leader.last_admission_s is not None:
+            given.append(leader.last_admission_s)
+    report(
+        f"{count:,} cycles: {leader.decided['admit']:,} tasks started, {leader.decided['preempt']:,} "
+        f"preempted others; median {1000 * percentile(cycles, 50):.2f} ms; turns: p99 "
         f"{1000 * percentile(slices, 99):.1f} ms, the longest {1000 * max(slices):.1f} ms; "
-        f"room was given to the last who got some within {1000 * percentile(given, 99):.1f} ms (p99)"
+        f"the last admission of a cycle came within {1000 * percentile(given, 99):.1f} ms (p99)"
     )
     yield _figure("cycle.p99_ms", 1000 * percentile(cycles, 99), "ms", len(cycles))
     yield _figure("slice.max_ms", 1000 * max(slices), "ms", len(slices))
-    if room.rounds:
-        steps = [step for steps in room.rounds for step in steps]
-        say(
-            f"{len(room.foresight.forecasts)} forecasts, worked out {len(room.rounds)} times, {len(steps):,} "
-            f"steps: p99 {1000 * percentile(steps, 99):.1f} ms, the longest {1000 * max(steps):.1f} ms"
+    if leader.rounds:
+        steps = [step for steps in leader.rounds for step in steps]
+        report(
+            f"{len(leader.foresight.forecasts)} forecasts, computed {len(leader.rounds)} times, "
+            f"{len(steps):,} steps: p99 {1000 * percentile(steps, 99):.1f} ms, "
+            f"the longest {1000 * max(steps):.1f} ms"
         )
-        yield _figure("forecasts.max_ms", 1000 * max(map(sum, room.rounds)), "ms", len(room.rounds))
+        yield _figure("forecasts.max_ms", 1000 * max(map(sum, leader.rounds)), "ms", len(leader.rounds))
 
 
-def answers(room: "Room", count: int, chance: random.Random) -> Iterator[Figure]:
-    """What clients wait for on a service that does nothing else meanwhile."""
+def answers(leader: "Leader", count: int, chance: random.Random) -> Iterator[Figure]:
+    """Explain and simulate requests to a gateway that does nothing else meanwhile."""
 
-    def goes_on() -> None:
-        room.release_one(chance)
-        room.cycle()
+    def next_cycle() -> None:
+        leader.release_one(chance)
+        leader.cycle()
 
-    waiting = sorted(task.id for task in room.world.tasks.values() if task.state is TaskState.PENDING)
-    picture = Picture(room.world, room.policy, room.now, room.foresight.forecasts, goes_on)
-    asked = [room.world.tasks[task] for task in chance.sample(waiting, min(count, len(waiting)))]
-    for name, ask in (("explain", picture.explained), ("simulate", picture.simulated)):
+    waiting = sorted(task.id for task in leader.world.tasks.values() if task.state is TaskState.PENDING)
+    gateway = Gateway(leader.world, leader.policy, leader.now, leader.foresight.forecasts, next_cycle)
+    asked = [leader.world.tasks[task] for task in chance.sample(waiting, min(count, len(waiting)))]
+    for name, ask in (("explain", gateway.explained), ("simulate", gateway.simulated)):
         found = ask(asked)
-        say(
+        report(
             f"{name}: median {1000 * percentile(found.seconds, 50):.1f} ms, the longest "
             f"{1000 * max(found.seconds):.1f} ms; {max(found.bytes) / 1024:,.0f} KiB at most"
         )
@@ -139,8 +138,8 @@ def _figure(name: str, value: float, unit: str, n: int) -> Figure:
     return Figure("plan", f"plan.{name}", value, unit, n)
 
 
-class Room:
-    """A World, its clock, and the planner at work on it."""
+class Leader:
+    """A World, its clock, and the planner, driven as the leader's loop drives it."""
 
     def __init__(self, world: World) -> None:
         self.world = world
@@ -149,19 +148,19 @@ class Room:
         self.memory = Memory()
         self.foresight = Foresight()
         self.rounds: list[list[float]] = []
-        """Of each round of forecasts, how long its steps took."""
+        """The seconds of each step, for each computation of the forecasts."""
         self.applied_s = 0.0
         self.decided: Counter[str] = Counter()
-        self.asked: deque[tuple[float, TaskId]] = deque()
-        """Who was asked to leave, and when."""
-        self.given_at_s: float | None = None
-        """How long the last cycle had been planned when it had started the last of its tasks."""
+        self.preempted: deque[tuple[float, TaskId]] = deque()
+        """(time of the notice, preempted task)"""
+        self.last_admission_s: float | None = None
+        """CPU seconds from the start of the last cycle to its last admission."""
 
     def cycle(self) -> list[float]:
-        """One whole cycle, made true slice by slice; seconds of each turn. What it admits begins."""
+        """Run a whole cycle and start what it admits; returns the seconds of each turn."""
         taken: list[float] = []
-        begun: list[TaskId] = []
-        self.given_at_s = None
+        admitted: list[TaskId] = []
+        self.last_admission_s = None
         cursor, turns = None, 1
         while True:
             forecasts = self.foresight.forecasts
@@ -180,26 +179,26 @@ class Room:
                 self.decided[decision.why] += 1
                 names = [write.task.id for write in decision.tasks]
                 if decision.why == "admit":
-                    begun += names
-                    self.given_at_s = sum(taken)
+                    admitted += names
+                    self.last_admission_s = sum(taken)
                 else:
-                    self.asked += ((self.now, name) for name in names)
+                    self.preempted += ((self.now, name) for name in names)
             cursor, turns = plan.cursor, MOST_TURNS
             if cursor is None:
-                self.begin(begun)
+                self.start(admitted)
                 return taken
 
-    def foresee(self) -> None:
-        """Once a second, as the leader does."""
+    def forecast(self) -> None:
+        """Compute the forecasts if they are due, once a second."""
         steps: list[float] = []
-        is_left = True
-        while is_left:
-            spent, is_left = timed(partial(self.foresight.go_on, self.world, self.policy, self.now))
+        is_unfinished = True
+        while is_unfinished:
+            spent, is_unfinished = timed(partial(self.foresight.go_on, self.world, self.policy, self.now))
             steps.append(spent)
         if len(steps) > 1:
             self.rounds.append(steps)
 
-    def begin(self, names: Iterable[TaskId]) -> None:
+    def start(self, names: Iterable[TaskId]) -> None:
         for name in names:
             task = self.world.tasks[name]
             leases = tuple(move_lease(lease, LeaseState.HELD) for lease in self.world.leases_of(task))
@@ -207,31 +206,31 @@ class Room:
             self.commit([Decision(name, "started", tasks=(started,), leases=leases)])
 
     def settle(self) -> None:
-        """Let those go who were asked to, until nobody need be stopped any more."""
+        """Stop preempted runs and plan again until nothing changes any more."""
         while True:
             self.pass_time(1.0)
             position = self.world.position
             for name in sorted(self.world.active):
                 task = self.world.tasks[name]
                 if task.state is TaskState.STOPPING:
-                    self.let_go(task)
+                    self.stop(task)
             self.cycle()
-            self.foresee()
+            self.forecast()
             if self.world.position == position:
                 return
 
-    def let_go(self, task: Task) -> None:
+    def stop(self, task: Task) -> None:
         off = {"node": None, "stop_reason": None, "stop_deadline_at": None, "freeing_for": None}
         again = write_move(task, Move.REQUEUED, preemptions=task.preemptions + 1, **off)
         leases = tuple(move_lease(lease, LeaseState.RELEASED) for lease in self.world.leases_of(task))
         self.commit([Decision(task.id, "gone", tasks=(again,), leases=leases)])
 
     def release_one(self, chance: random.Random) -> None:
-        """A run leaves that was asked to a while ago, or else one ends. Its memory is back at once."""
-        while self.asked and self.asked[0][0] <= self.now - GRACE_SECONDS:
-            task = self.world.tasks.get(self.asked.popleft()[1])
+        """Stop a run that was preempted a while ago, or else end one. Its memory is free at once."""
+        while self.preempted and self.preempted[0][0] <= self.now - GRACE_SECONDS:
+            task = self.world.tasks.get(self.preempted.popleft()[1])
             if task is not None and task.state is TaskState.STOPPING:
-                self.let_go(task)
+                self.stop(task)
                 return
         task = self.world.tasks[chance.choice(sorted(self.world.active))]
         done = write_move(task, Move.SUCCEEDED, finished_at=self.now)
@@ -241,7 +240,7 @@ class Room:
         self.commit([Decision(task.id, "gone", leases=tuple(gone))])
 
     def pass_time(self, seconds: float) -> None:
-        """Every GPU is measured anew each second, as its node's agent would."""
+        """Measure every GPU once a second, as the node agents do."""
         before, self.now = int(self.now), Instant(self.now + seconds)
         if int(self.now) != before:
             self.world.measure([an_idle_sample(key, self.now) for key in self.world.books])
@@ -263,7 +262,7 @@ def timed(what: Callable[[], T]) -> tuple[float, T]:
 
 
 def a_cluster(options: Namespace, chance: random.Random) -> World:
-    """Empty nodes, and the tasks that wait, submitted during the last hour."""
+    """Empty nodes, and waiting tasks submitted during the last hour."""
     world = World()
     world.as_of = Instant(BEGIN)
     for number in range(options.nodes):
@@ -294,7 +293,7 @@ def an_idle_sample(key: DeviceKey, at: float) -> DeviceSample:
 
 
 def some_demands(count: int, chance: random.Random) -> list[Demand]:
-    """Three of five take part of one GPU; the others a fraction, whole GPUs, parts of several, or none."""
+    """Three of five take a part of one GPU; the others a fraction, whole GPUs, parts of several, or none."""
     found: dict[Demand, None] = {}
     while len(found) < count:
         plain = Demand(cpu=float(chance.choice((1, 2, 4, 8))), memory_mb=Mib(chance.choice((2, 8, 16)) * GIB))

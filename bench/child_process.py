@@ -1,4 +1,4 @@
-"""A second process of a benchmark, asked for one thing at a time: JSON lines on its stdin and stdout."""
+"""A second process of a benchmark, which answers one command at a time: JSON lines on stdin and stdout."""
 
 import json
 import os
@@ -10,13 +10,13 @@ from types import TracebackType
 from typing import Any, Self
 
 
-class Companion:
-    """Runs `python -m MODULE` for as long as the with-block; the module answers with `answer_commands`."""
+class ChildProcess:
+    """Runs `python -m MODULE` during the with-block; the module answers with `answer_commands`."""
 
     module: str
 
     def environment(self) -> dict[str, str]:
-        """What the process finds in its environment besides ours."""
+        """Variables added to the environment of the process."""
         return {}
 
     def __enter__(self) -> Self:
@@ -37,25 +37,25 @@ class Companion:
         self._process.wait(timeout=30)
 
     def ask(self, **command: Any) -> Any:
-        """Raises RuntimeError when the process has ended."""
+        """Raises RuntimeError if the process has ended."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._process.stdin.write(json.dumps(command) + "\n")
         self._process.stdin.flush()
         answer = self._process.stdout.readline()
         if not answer:
-            raise RuntimeError(f"{self.module} ended; what it said is above")
+            raise RuntimeError(f"{self.module} ended; its output is above")
         return json.loads(answer)
 
 
 def answer_commands(carry_out: Callable[..., Any]) -> None:
-    """The companion's side: one answer per command until stdin ends."""
+    """In the child: one answer per command until stdin ends."""
     for line in sys.stdin:
-        _say(json.dumps(carry_out(**json.loads(line))) + "\n")
+        _write(json.dumps(carry_out(**json.loads(line))) + "\n")
 
 
-def _say(text: str) -> None:
-    """All of it, also through a pipe that does not take it in one piece."""
+def _write(text: str) -> None:
+    """Write all of it, also to a pipe that takes only a part at a time."""
     left = memoryview(text.encode())
     while left:
         select.select([], [1], [])

@@ -1,4 +1,4 @@
-"""What is replayed: a cluster, and tasks that arrive at their time and would run so long."""
+"""Workloads to replay: a cluster, and jobs with their submit times and run times."""
 
 import csv
 from collections.abc import Sequence
@@ -20,13 +20,13 @@ GIB = 1024
 GPUS_PER_NODE = 8
 GPU_MB = 80 * GIB
 TRACE_GPU_MB = 32 * GIB
-"""The traces tell shares of GPUs; this is what a whole one comes to."""
+"""The traces give shares of a GPU; this is the memory of a whole one."""
 CLUSTER = "simulated"
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
-    """A task that would run `seconds`, undisturbed; one that checkpoints loses nothing when it gives way."""
+class Job:
+    """A task that runs `seconds` if it is not preempted; one that checkpoints then loses no job."""
 
     task: Task
     seconds: float
@@ -34,17 +34,17 @@ class Work:
 
 
 @dataclass(frozen=True, slots=True)
-class Scene:
+class Workload:
     name: str
     nodes: Sequence[Node]
     devices: Sequence[Device]
-    works: Sequence[Work]
+    jobs: Sequence[Job]
     """In order of submission."""
 
     @property
     def seconds(self) -> float:
         """From the first submit to the last."""
-        return self.works[-1].task.submitted_at - self.works[0].task.submitted_at if self.works else 0.0
+        return self.jobs[-1].task.submitted_at - self.jobs[0].task.submitted_at if self.jobs else 0.0
 
 
 def a_node(
@@ -67,18 +67,18 @@ def a_node(
 
 
 class Kind(NamedTuple):
-    """One sort of work of a generated day."""
+    """One kind of job of a generated day."""
 
     name: str
     weight: float
     priorities: tuple[int, ...]
     gpus: tuple[int, ...]
     gib: tuple[int, ...]
-    """On each GPU."""
+    """GiB on each GPU."""
     minutes: tuple[float, float]
     checkpoints: bool = False
     by_day: bool = False
-    """Comes when people are there, most of it after noon."""
+    """Submitted during jobing hours, most of it after noon."""
 
 
 KINDS = (
@@ -90,33 +90,33 @@ KINDS = (
 )
 
 
-def a_day(seed: int, hours: float, gpus: int, load: float, stated: float = 0.0) -> Scene:
-    """Trainings and sweeps around the clock, people by day, evaluations now and then, idle fill beneath.
+def a_day(seed: int, hours: float, gpus: int, load: float, stated: float = 0.0) -> Workload:
+    """Training and sweeps around the clock, notebooks by day, evaluations now and then, idle fill.
 
-    Tasks are drawn until they ask for `load` times the memory that all GPUs have in that time. A share of
-    `stated` (0 to 1) of them says how long it will run, up to a third too long.
+    Jobs are drawn until they request `load` times the GPU memory × time of the cluster. A share of `stated`
+    (0 to 1) of them states its run time, up to a third too long.
     """
-    chance, words = Random(f"{seed}/day"), Random(f"{seed}/stated")
+    chance, statements = Random(f"{seed}/day"), Random(f"{seed}/stated")
     made = [
         a_node(f"n{i:03}", GPUS_PER_NODE, 128.0, 1024 * GIB, "H100", GPU_MB)
         for i in range(max(1, gpus // GPUS_PER_NODE))
     ]
     devices = [device for _, there in made for device in there]
     wanted = load * hours * 3600.0 * sum(device.allocatable_mb for device in devices)
-    works: list[Work] = []
+    jobs: list[Job] = []
     while wanted > 0:
-        work = _some_work(chance, hours, len(works))
-        demand = work.task.demand
-        wanted -= work.seconds * demand.gpus * (demand.gpu_mb or 0)
-        if words.random() < stated:
-            said = Seconds(work.seconds * words.uniform(1.0, 1.33))
-            work = replace(work, task=replace(work.task, expected_seconds=said))
-        works.append(work)
-    works.sort(key=lambda work: work.task.submitted_at)
-    return Scene(f"day{seed}", [node for node, _ in made], devices, works)
+        job = _random_job(chance, hours, len(jobs))
+        demand = job.task.demand
+        wanted -= job.seconds * demand.gpus * (demand.gpu_mb or 0)
+        if statements.random() < stated:
+            expected = Seconds(job.seconds * statements.uniform(1.0, 1.33))
+            job = replace(job, task=replace(job.task, expected_seconds=expected))
+        jobs.append(job)
+    jobs.sort(key=lambda job: job.task.submitted_at)
+    return Workload(f"day{seed}", [node for node, _ in made], devices, jobs)
 
 
-def _some_work(chance: Random, hours: float, number: int) -> Work:
+def _random_job(chance: Random, hours: float, number: int) -> Job:
     [kind] = chance.choices(KINDS, [kind.weight for kind in KINDS])
     hour = chance.triangular(0, hours, hours * 0.6) if kind.by_day else chance.uniform(0, hours)
     task = Task(
@@ -128,32 +128,32 @@ def _some_work(chance: Random, hours: float, number: int) -> Work:
         submitted_at=Instant(hour * 3600.0),
         subject=kind.name,
     )
-    return Work(task, 60.0 * chance.uniform(*kind.minutes), kind.checkpoints)
+    return Job(task, 60.0 * chance.uniform(*kind.minutes), kind.checkpoints)
 
 
 class NoTrace(SystemExit):
-    """The text says what there is instead."""
+    """The text names the traces that there are."""
 
 
-def an_openb_day(data: Path, nodes: int, trace: str = "default") -> Scene:
-    """The tasks of a trace when they really came, for as long as they really ran; GPU kinds left aside.
+def an_openb_day(data: Path, nodes: int, trace: str = "default") -> Workload:
+    """The tasks of a trace with their real submit times and run times; GPU kinds are ignored.
 
-    They kept a small part of their cluster busy, so only its largest nodes are taken, and of the tasks those
-    that one of them could run. Priorities by the trace's classes of service: latency-sensitive 70,
-    guaranteed 60, burstable 50, best effort 20. Raises NoTrace.
+    The tasks used a small part of their cluster, so only its largest nodes are taken, and only tasks that fit
+    on one of them. Priorities follow the trace's classes of service: latency-sensitive 70, guaranteed 60,
+    burstable 50, best effort 20. Raises NoTrace.
     """
     if trace not in traces_in(data):
-        there_are = ", ".join(traces_in(data)) or "none"
-        raise NoTrace(f"there is no trace {trace!r} in {data}; there are: {there_are}")
+        traces = ", ".join(traces_in(data)) or "none"
+        raise NoTrace(f"no trace {trace!r} in {data}; traces: {traces}")
     machines = sorted(read_machines(data), key=lambda m: (-m.gpus, -m.cpu_milli, m.name))[:nodes]
     made = [a_node(m.name, m.gpus, m.cpu_milli / 1000, m.memory_mb, m.kind, TRACE_GPU_MB) for m in machines]
     there, devices = [node for node, _ in made], [device for _, of_node in made for device in of_node]
     priorities = {"LS": 70, "Guaranteed": 60, "Burstable": 50, "BE": 20}
-    works = []
+    jobs = []
     with open(data / TASKS.format(trace), newline="") as file:
         for row in csv.DictReader(file):
             if "creation_time" not in row:
-                raise NoTrace(f"the trace {trace!r} does not say when its tasks came; take another one")
+                raise NoTrace(f"the trace {trace!r} has no submit times; take another one")
             gpus = int(row["num_gpu"])
             share = int(row["gpu_milli"]) / 1000 if gpus else 0.0
             demand = Demand(
@@ -167,6 +167,6 @@ def an_openb_day(data: Path, nodes: int, trace: str = "default") -> Scene:
             priority = priorities.get(row["qos"], 50)
             task = Task(TaskId(row["name"]), "trace", row["qos"], priority, demand, Instant(came))
             if check(demand, devices, there, Policy()) is None:
-                works.append(Work(task, max(1.0, ran)))
-    works.sort(key=lambda work: (work.task.submitted_at, work.task.id))
-    return Scene(f"openb-{trace}", there, devices, works)
+                jobs.append(Job(task, max(1.0, ran)))
+    jobs.sort(key=lambda job: (job.task.submitted_at, job.task.id))
+    return Workload(f"openb-{trace}", there, devices, jobs)
