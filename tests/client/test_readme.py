@@ -1,4 +1,4 @@
-"""What the README tells people to type first, typed as it stands, to the service of `make try`."""
+"""What the README and the tutorial tell people to type, typed as it stands, to the service of `make try`."""
 
 import json
 import re
@@ -18,7 +18,10 @@ from tests.patience import PATIENCE_SECONDS
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 SHELL = re.findall(r"^```sh\n(.*?)^```", README, re.MULTILINE | re.DOTALL)
 [COMMANDS] = [block for block in SHELL if "gpubroker submit" in block]
-[CURL] = [block for block in SHELL if "curl" in block]
+TUTORIAL = (ROOT / "docs/tutorial/getting-started.md").read_text(encoding="utf-8")
+[CURL] = [
+    block for block in re.findall(r"^```sh\n(.*?)^```", TUTORIAL, re.MULTILINE | re.DOTALL) if "curl" in block
+]
 [PROGRAM] = re.findall(r"^```python\n(.*?)^```", README, re.MULTILINE | re.DOTALL)
 PLANS = (ROOT / "docs/how-to/check-whether-it-fits.md").read_text(encoding="utf-8")
 [(SHOWN_COMMAND, SHOWN)] = re.findall(

@@ -11,7 +11,7 @@ from tests.gateway.harness import DOCUMENT, Client, Gateway
 
 ERRORS = (ROOT / "docs/errors.md").read_text(encoding="utf-8")
 METRICS = (ROOT / "docs/reference/metrics.md").read_text(encoding="utf-8")
-OPERATIONS = (ROOT / "docs/operations.md").read_text(encoding="utf-8")
+MONITORING = (ROOT / "docs/how-to/monitor.md").read_text(encoding="utf-8")
 
 
 def test_every_error_code_has_its_section_and_no_section_lacks_a_code() -> None:
@@ -53,7 +53,7 @@ def test_every_metric_is_listed_with_its_labels() -> None:
 async def test_every_metric_worth_an_alert_is_exported(gateway: Gateway, api: Client) -> None:
     await gateway.admit(await api.submit(resources={"gpu_mb": 1024}))
     exported = (await api.get("/metrics")).text
-    worth_an_alert = re.findall(r"^\| `(gpubroker_\w+)((?:\{.+\})?)` \|", OPERATIONS, re.MULTILINE)
+    worth_an_alert = re.findall(r"^\| `(gpubroker_\w+)((?:\{.+\})?)` \|", MONITORING, re.MULTILINE)
     assert len(worth_an_alert) >= 4
     for name, labels in worth_an_alert:
         assert re.search(rf"^{name}{re.escape(labels) or '[{ ]'}", exported, re.MULTILINE), name + labels
