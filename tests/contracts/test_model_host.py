@@ -101,12 +101,12 @@ async def test_a_server_that_is_away_is_not_reached_and_comes_back_as_it_was() -
     host = new_host()
     await host.load("llm", (), SOON)
     host.go_away()
-    for call in (host.load("llm", (), SOON), host.unload("llm", SOON), host.statistics(SOON)):
+    for call in (host.load("llm", (), SOON), host.unload("llm", SOON), host.index(SOON)):
         with pytest.raises(HostRefused) as refused:
             await call
         assert refused.value.fault is HostFault.UNREACHABLE
     host.come_back()
-    assert list(await host.statistics(SOON)) == ["llm"]
+    assert (await host.index(SOON)).models["llm"].stage is Stage.READY
 
 
 async def test_a_model_whose_process_was_killed_is_ready_answers_nothing_and_is_cured_by_leaving() -> None:

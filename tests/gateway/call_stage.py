@@ -11,12 +11,11 @@ from gpubroker_server.adapters.triton.http_backend import HttpBackend, TritonSer
 from gpubroker_server.core.domain.units import Seconds
 from gpubroker_server.gateway.http.access import Callers
 from gpubroker_server.gateway.http.identity import new_token
-from gpubroker_server.gateway.proxy.fleet import Fleet
+from gpubroker_server.gateway.proxy.calls import GrpcCalls, GrpcPort
 from gpubroker_server.gateway.proxy.lanes import LaneOptions, Lanes
 from gpubroker_server.gateway.proxy.plane import Plane
 from gpubroker_server.gateway.proxy.residency.server_rules import ServerRules
-from gpubroker_server.gateway.proxy.rpcs import RpcDoor, Rpcs
-from gpubroker_server.gateway.proxy.server import Server
+from gpubroker_server.gateway.proxy.servers import Fleet, Server
 from gpubroker_server.ports.backends import Metadata
 from gpubroker_server.ports.models import ModelHost
 
@@ -129,7 +128,7 @@ async def a_stage(
             takes_files=takes_files,
             residencies=gateway.parts.residencies,
         )
-        door = RpcDoor(Rpcs(plane), "127.0.0.1", 0, 64, most_body_bytes)
+        door = GrpcPort(GrpcCalls(plane), "127.0.0.1", 0, 64, most_body_bytes)
         await door.begin()
         address = f"127.0.0.1:{door.port}"
         async with grpc.aio.insecure_channel(address) as channel:

@@ -18,11 +18,10 @@ from gpubroker_server.core.domain.units import Seconds
 from gpubroker_server.gateway.http.access import Callers
 from gpubroker_server.gateway.http.identity import new_token
 from gpubroker_server.gateway.proxy.connection import in_front_of
-from gpubroker_server.gateway.proxy.fleet import Fleet
 from gpubroker_server.gateway.proxy.lanes import LaneOptions, Lanes
 from gpubroker_server.gateway.proxy.plane import Plane
 from gpubroker_server.gateway.proxy.residency.server_rules import ServerRules
-from gpubroker_server.gateway.proxy.server import Server
+from gpubroker_server.gateway.proxy.servers import Fleet, Server
 from gpubroker_server.ports.models import ModelHost
 from uvicorn.server import ServerState
 

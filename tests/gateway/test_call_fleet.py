@@ -3,12 +3,12 @@
 from collections.abc import AsyncIterator
 
 import grpc
-from gpubroker_server.gateway.proxy.server import Contents, Server
-from gpubroker_server.gateway.proxy.watch import Watch
-from gpubroker_server.ports.protowire import field
+from gpubroker_server.gateway.proxy.health_checks import HealthChecks
+from gpubroker_server.gateway.proxy.servers import Contents, Server
 from tritonclient.grpc import service_pb2 as messages
 
 from tests.gateway.call_stage import INFER, SERVICE, STREAM, Handler, Heard, Stage, a_stage
+from tests.gateway.protobuf import field
 from tests.gateway.test_fleet import SHORT
 
 Status = grpc.StatusCode
@@ -144,8 +144,8 @@ async def test_the_index_is_that_of_all() -> None:
 async def test_a_server_is_looked_after_over_grpc_as_well() -> None:
     live = messages.ServerLiveResponse(live=True).SerializeToString()
     async with a_stage(answering(live), others=[None]) as stage:
-        watch = Watch(stage.fleet.servers, SHORT)
+        watch = HealthChecks(stage.fleet.servers, SHORT)
         for _ in range(3):
-            await watch.look_at_all()
+            await watch.check_all()
         assert [server.grpc.breaker.is_open for server in stage.fleet.servers] == [False, True]
         assert [server.is_up for server in stage.fleet.servers] == [True, False]

@@ -9,12 +9,12 @@ from pathlib import Path
 import grpc
 import pytest
 from gpubroker_server.gateway.proxy.lanes import LaneOptions, Lanes
-from gpubroker_server.ports.protowire import field
 
 from tests.gateway.call_stage import INFER, SERVICE, STREAM, Heard, Stage, a_stage
 from tests.gateway.harness import until
 from tests.gateway.inference_stage import Heard as HeardOverHttp
 from tests.gateway.inference_stage import a_stage as an_http_stage
+from tests.gateway.protobuf import field
 from tests.patience import PATIENCE_SECONDS
 
 Status = grpc.StatusCode

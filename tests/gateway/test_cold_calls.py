@@ -12,12 +12,12 @@ from gpubroker_server.core.domain.units import Mib, Seconds
 from gpubroker_server.core.lifecycle.model_lifecycle import seen
 from gpubroker_server.gateway.proxy.lanes import LaneOptions, Lanes
 from gpubroker_server.gateway.proxy.residency.server_rules import ModelRules, ServerRules
-from gpubroker_server.ports.protowire import field
 
 from tests.builders import GIB, a_sample
 from tests.gateway.call_stage import INFER, Heard, a_stage
 from tests.gateway.harness import Gateway, until
 from tests.gateway.homes import doubts_told
+from tests.gateway.protobuf import field
 
 LOAD = "/inference.GRPCInferenceService/RepositoryModelLoad"
 UNLOAD = "/inference.GRPCInferenceService/RepositoryModelUnload"

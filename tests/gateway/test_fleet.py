@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 from gpubroker_server.adapters.triton.http_backend import HttpBackend
-from gpubroker_server.gateway.proxy.server import Contents, Server
-from gpubroker_server.gateway.proxy.watch import Watch, WatchRules, rows_in
+from gpubroker_server.gateway.proxy.health_checks import CheckRules, HealthChecks, rows_in
+from gpubroker_server.gateway.proxy.servers import Contents, Server
 from prometheus_client import generate_latest
 from structlog.testing import capture_logs
 
@@ -17,7 +17,7 @@ from tests.gateway.harness import problem, until
 from tests.gateway.inference_stage import INFER, OK, Handler, Heard, Stage, a_request, a_stage
 
 CERTIFICATE = Path(__file__).with_name("self_signed.pem")
-SHORT = WatchRules(look_seconds=0.0, rest_seconds=0.0, doubt_seconds=0.0, answer_seconds=5.0)  # type: ignore[arg-type]
+SHORT = CheckRules(every_seconds=0.0, rest_seconds=0.0, doubt_seconds=0.0, answer_seconds=5.0)  # type: ignore[arg-type]
 
 
 def answering(body: bytes, status: bytes = b"200 OK") -> Heard:
@@ -78,7 +78,7 @@ async def test_a_model_that_no_server_has_is_asked_at_the_first_which_says_so() 
         watched = server(stage, "b").http
         assert (await stage.ask("POST", INFER, b"{}"))[0] == 404
         assert (len(main.heads), len(b.heads)) == (1, 0)
-        assert watched.look_wanted.is_set(), "it may have been loaded a moment ago"
+        assert watched.check_wanted.is_set(), "it may have been loaded a moment ago"
 
 
 async def test_a_server_that_does_not_tell_what_it_has_is_asked_for_what_no_other_has() -> None:
@@ -205,7 +205,7 @@ async def test_a_server_that_failed_three_times_is_asked_nothing_until_it_answer
             for _ in range(4):
                 assert (await stage.ask("POST", INFER, b"{}"))[0] == 200
             assert len(b.heads) == 4
-            watch = asyncio.create_task(Watch([server(stage, "main")], SHORT).keep())
+            watch = asyncio.create_task(HealthChecks([server(stage, "main")], SHORT).keep())
             await until(lambda: server(stage, "main").is_up)
             watch.cancel()
         told = [log["event"] for log in logs if log["event"].startswith("a model server")]
@@ -311,15 +311,15 @@ async def test_what_all_servers_are_asked_may_not_be_large() -> None:
 async def test_a_server_is_looked_after_with_its_credentials_and_says_what_it_has() -> None:
     index = [{"name": "m", "version": "1", "state": "READY"}, {"name": "n"}]
     async with a_stage(main := answering(json.dumps(index).encode()), others=[None]) as stage:
-        watch = Watch(stage.fleet.servers, SHORT)
+        watch = HealthChecks(stage.fleet.servers, SHORT)
         for _ in range(3):
-            await watch.look_at_all()
+            await watch.check_all()
         assert all(b"Bearer theirs" in head for head in main.heads)
         assert server(stage, "main").contents == Contents(frozenset({b"m", b"n"}), frozenset({b"m", b"m/1"}))
         assert [one.is_up for one in stage.fleet.servers] == [True, False]
         main.answer = b"HTTP/1.1 401 Unauthorized\r\nContent-Length: 0\r\n\r\n"
         for _ in range(3):
-            await watch.look_at_all()
+            await watch.check_all()
         assert server(stage, "main").http.breaker.fault == "GET /v2/health/live was answered 401"
         assert not server(stage, "main").is_up
 
@@ -342,7 +342,7 @@ async def test_a_server_all_of_whose_connections_are_in_use_is_no_dead_one() -> 
             client.ask("POST", INFER, b"{}")
         await until(lambda: len(stage.backend._waiting) == 1 and len(asked) == 1)
         for _ in range(4):
-            await Watch(stage.fleet.servers, SHORT).look_at_all()
+            await HealthChecks(stage.fleet.servers, SHORT).check_all()
         assert (server(stage, "main").http.faults, server(stage, "main").is_up) == (0, True)
         await until(lambda: len(stage.backend._lines) == 1)
         assert len(asked) == 1, "the other request has waited for its own connection"
@@ -372,7 +372,7 @@ async def test_models_of_all_servers_are_listed_and_servers_with_their_health() 
         problem(await boss.get("/models/x"), 404, "not-found")
         problem(await boss.get("/models/m?server=b"), 404, "not-found")
         for _ in range(3):
-            await Watch(stage.fleet.servers, SHORT).look_at_all()
+            await HealthChecks(stage.fleet.servers, SHORT).check_all()
         told = (await boss.get("/stats")).json()["model_servers"]
         assert [(one["name"], one["node"], one["grpc"]) for one in told] == [
             ("main", None, None), ("b", None, None), ("c", None, None),

@@ -5,9 +5,9 @@ import json
 from typing import Any
 
 import pytest
-from gpubroker_server.gateway.proxy.aims import aim_of
 from gpubroker_server.gateway.proxy.exchange import DRAIN_STRANGER_BYTES
 from gpubroker_server.gateway.proxy.lanes import LaneOptions, Lanes
+from gpubroker_server.gateway.proxy.operations import http_target
 from structlog.testing import capture_logs
 
 from tests.gateway.harness import until
@@ -94,14 +94,14 @@ async def test_asking_and_managing_models_need_a_scope_each() -> None:
     ],
 )
 def test_what_triton_would_not_match_names_no_model(path: str) -> None:
-    aim = aim_of(b"POST", path.encode())
-    assert (aim.model, aim.route) == (b"", "/v2/unmatched")
+    target = http_target(b"POST", path.encode())
+    assert (target.model, target.operation.name) == (b"", "/v2/unmatched")
 
 
 def test_a_model_may_be_called_like_a_part_of_a_path() -> None:
-    assert aim_of(b"GET", b"/v2/models/stats").model == b""
-    assert aim_of(b"GET", b"/v2/models/ready").model == b"ready"
-    assert aim_of(b"POST", b"/v2/models/a%2Fb/versions/1/infer").model == b"a/b"
+    assert http_target(b"GET", b"/v2/models/stats").model == b""
+    assert http_target(b"GET", b"/v2/models/ready").model == b"ready"
+    assert http_target(b"POST", b"/v2/models/a%2Fb/versions/1/infer").model == b"a/b"
 
 
 @pytest.mark.parametrize("kind", ["systemsharedmemory", "cudasharedmemory"])

@@ -7,7 +7,7 @@ from gpubroker_server.core.domain.units import Seconds
 from gpubroker_server.core.serving.lane import LaneRules
 from gpubroker_server.gateway.http.identity import Identity
 from gpubroker_server.gateway.http.problems import Problem
-from gpubroker_server.gateway.proxy.cold import HELD_BYTES
+from gpubroker_server.gateway.proxy.body_buffer import BUFFER_BYTES
 from gpubroker_server.gateway.proxy.lanes import MOST_LANES, NO_WISH, LaneOptions, Lanes, Wish
 
 from tests.gateway.harness import until
@@ -265,7 +265,7 @@ async def test_of_a_large_body_that_waits_only_a_part_is_taken_until_its_turn() 
     async with a_stage(scene.model, lanes=scene.lanes) as stage:
         [first] = await scene.busy(stage, b"first")
         large = await scene.waits(stage, sent)
-        assert large.writer.transport.get_write_buffer_size() > len(sent) - 64 * HELD_BYTES
+        assert large.writer.transport.get_write_buffer_size() > len(sent) - 64 * BUFFER_BYTES
         await scene.ends(b"first", first)
         await scene.ends(sent, large)
 

@@ -1,10 +1,11 @@
 """What several servers have done is summed as one server would count it, over both protocols alike."""
 
-import json
 from typing import Any
 
 from google.protobuf.json_format import MessageToDict
-from gpubroker_server.gateway.proxy import merging, merging_calls
+from gpubroker_server.gateway.proxy.fan_out import summed_statistics
+from gpubroker_server.gateway.proxy.grpc_messages import merged_replies
+from gpubroker_server.gateway.proxy.operations import Servers
 from tritonclient.grpc import service_pb2 as messages
 
 TIMES = (
@@ -46,8 +47,7 @@ def of_m(rows: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def test_counts_and_times_are_added() -> None:
-    bodies = [json.dumps({"model_stats": rows}).encode() for rows in (ONE, OTHER)]
-    rows = json.loads(merging.summed_statistics(bodies))["model_stats"]
+    rows = summed_statistics([ONE, OTHER])
     assert [row for row in rows if row["name"] == "only" or row["version"] == "2"] == [ONE[1], OTHER[1]]
     row = of_m(rows)
     assert (row["last_inference"], row["inference_count"], row["execution_count"]) == (2000, 9, 6)
@@ -59,26 +59,20 @@ def test_counts_and_times_are_added() -> None:
 
 def test_batches_of_one_size_are_added() -> None:
     batch = {"batch_size": 4, "compute_infer": {"count": 2, "ns": 5}}
-    rows = [{"model_stats": [a_row("m", "1", 1, batch_stats=[batch])]}] * 2
-    [row] = json.loads(merging.summed_statistics([json.dumps(one).encode() for one in rows]))["model_stats"]
+    [row] = summed_statistics([[a_row("m", "1", 1, batch_stats=[batch])]] * 2)
     assert row["batch_stats"] == [{"batch_size": 4, "compute_infer": {"count": 4, "ns": 10}}]
 
 
 def test_a_model_without_a_field_is_added_all_the_same() -> None:
     short = {"name": "m", "version": "1", "inference_count": 1}
-    bodies = [json.dumps({"model_stats": [row]}).encode() for row in (short, ONE[0])]
-    [row] = json.loads(merging.summed_statistics(bodies))["model_stats"]
+    [row] = summed_statistics([[short], [ONE[0]]])
     assert (row["inference_count"], row["execution_count"]) == (4, 2)
 
 
 def test_over_grpc_the_sums_are_the_same() -> None:
-    over_http = merging.summed_statistics(
-        [json.dumps({"model_stats": rows}).encode() for rows in (ONE, OTHER)]
-    )
-    told = merging_calls.summed_statistics([a_response(rows).SerializeToString() for rows in (ONE, OTHER)])
-    found = messages.ModelStatisticsResponse.FromString(told)
-    expected = a_response(json.loads(over_http)["model_stats"])
-    assert MessageToDict(found) == MessageToDict(expected)
+    replies = [a_response(rows).SerializeToString() for rows in (ONE, OTHER)]
+    found = messages.ModelStatisticsResponse.FromString(merged_replies(Servers.STATISTICS, replies))
+    assert MessageToDict(found) == MessageToDict(a_response(summed_statistics([ONE, OTHER])))
 
 
 def a_response(rows: list[dict[str, Any]]) -> Any:

@@ -8,11 +8,14 @@ from gpubroker_server.adapters.triton.model_config import ModelConfig, config_in
 FILES = {
     "": ModelConfig(),
     'name: "m"  # a remark: {': ModelConfig(),
-    "max_batch_size: 8 instance_group [ { count: 2 kind: KIND_CPU } ]": ModelConfig(2, 8),
-    "instance_group { count: 2, gpus: [0, 1] }; instance_group < kind: KIND_CPU >": ModelConfig(5),
-    "instance_group [ {gpus: 0 gpus: 1}, {} ]": ModelConfig(3),
+    "max_batch_size: 8 instance_group [ { count: 2 kind: KIND_CPU } ]": ModelConfig(),
+    "instance_group { count: 2, gpus: [0, 1] }; instance_group < kind: KIND_CPU >": ModelConfig(),
+    "instance_group [ {gpus: 0 gpus: 1}, {} ]": ModelConfig(),
     "ensemble_scheduling { step { model_name: 'a' } step { model_name: \"b\" input_map { key: 'k' } } "
     'step { model_name: "a" } }': ModelConfig(steps=("a", "b")),
+    "input [ { name: 'step [ ' dims: [ -1, 3 ] } ] # x [\nensemble_scheduling { step [ { model_name: 'a [1' "
+    "input_map [ { key: 'k' value: 'v' } ] } ] }": ModelConfig(steps=("a [1",)),
+    "sequence_batching { control_input [ { control [ { fp32_false_true: [ 0, 1 ] } ] } ] }": ModelConfig(),
     "version_policy: { latest { num_versions: 2 } }": ModelConfig(latest=2),
     "version_policy { latest {} }": ModelConfig(),
     "version_policy: { all { } }": ModelConfig(latest=None),
@@ -21,7 +24,7 @@ FILES = {
 
 
 @pytest.mark.parametrize("text", FILES)
-def test_instances_batches_and_steps_are_found(tmp_path: Path, text: str) -> None:
+def test_steps_and_version_policy_are_read(tmp_path: Path, text: str) -> None:
     file = tmp_path / "config.pbtxt"
     file.write_text(text, encoding="utf-8")
     assert config_in(file) == FILES[text]
@@ -49,5 +52,5 @@ def test_the_versions_that_a_load_brings_are_those_of_the_policy_that_are_there(
 def test_what_ends_in_the_middle_is_no_configuration(tmp_path: Path, text: str) -> None:
     file = tmp_path / "config.pbtxt"
     file.write_text(text, encoding="utf-8")
-    with pytest.raises(ValueError, match="ends in the middle"):
+    with pytest.raises(ValueError, match="cannot be read"):
         config_in(file)

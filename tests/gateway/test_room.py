@@ -7,13 +7,13 @@ import grpc
 from gpubroker_server.core.domain.models.model_terms import Home
 from gpubroker_server.core.domain.units import Seconds
 from gpubroker_server.gateway.proxy.lanes import LaneOptions, Lanes
-from gpubroker_server.ports.protowire import field
 
 from tests.gateway.call_stage import INFER as CALL
 from tests.gateway.call_stage import STREAM, Heard
 from tests.gateway.call_stage import a_stage as a_call_stage
 from tests.gateway.harness import until
 from tests.gateway.inference_stage import INFER, a_stage
+from tests.gateway.protobuf import field
 from tests.gateway.test_cold_calls import brought, homes
 from tests.gateway.test_inference_refusals import refused
 from tests.gateway.test_lanes import Scene

@@ -7,7 +7,7 @@ from gpubroker_server.adapters.memory.model_host import SimulatedHost, Simulated
 from gpubroker_server.adapters.triton.http_backend import HttpBackend, TritonServer
 from gpubroker_server.gateway.http.problems import Problem
 from gpubroker_server.gateway.proxy.residency.server_rules import PlaceWatch
-from gpubroker_server.gateway.proxy.server import Server
+from gpubroker_server.gateway.proxy.servers import Server
 from structlog.testing import capture_logs
 
 from tests.builders import a_node
@@ -45,10 +45,9 @@ async def test_who_asks_before_any_node_has_joined_reads_that() -> None:
         says = 'its node "n1e" has not joined the cluster; there are no nodes yet'
         assert (asked.status_code, asked.json()["reason"]) == (202, says)
         assert gateway.parts.residencies is not None
-        waiting = gateway.parts.residencies.wait_for("llm", None)
-        assert waiting is not None
+        assert not gateway.parts.residencies.note_wanted("llm", None)
         with pytest.raises(Problem, match=says):
-            await waiting
+            await gateway.parts.residencies.ready_if_known("llm", None)
 
 
 async def test_a_gpu_that_its_node_does_not_have_is_named() -> None:

@@ -135,7 +135,7 @@ async def test_use_is_told_of_each_copy() -> None:
             await gateway.admin.post("/models/llm/load", json={}, params={"server": server})
             await loaded(gateway, server)
         gateway.clock.advance(100.0)
-        assert residencies(gateway).wait_for("llm", 90) is None
+        assert residencies(gateway).note_wanted("llm", 90)
         for residency in residencies(gateway):
             await residency.tell()
         tasks = [at(gateway, server) for server in ("a", "b")]

@@ -120,11 +120,11 @@ def test_every_call_is_answered_byte_for_byte_as_triton_answers_it(stubs: Stubs)
 
 
 def test_the_twenty_calls_and_no_other_are_those_that_are_known() -> None:
-    from gpubroker_server.gateway.proxy.calls import call_aim_of
+    from gpubroker_server.gateway.proxy.operations import grpc_operation
 
     of_triton = set(messages.DESCRIPTOR.services_by_name["GRPCInferenceService"].methods_by_name)
     assert len(of_triton) == 20
-    known = {call_aim_of(f"/inference.GRPCInferenceService/{name}").name for name in of_triton}
+    known = {grpc_operation(f"/inference.GRPCInferenceService/{name}").name for name in of_triton}
     assert known == of_triton
 
 

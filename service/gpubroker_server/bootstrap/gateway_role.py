@@ -26,20 +26,20 @@ from gpubroker_server.gateway.http.identity import EVERY_SCOPE, Tokens, new_toke
 from gpubroker_server.gateway.http.waiters import Waiters
 from gpubroker_server.gateway.parts import GatewayParts
 from gpubroker_server.gateway.proxy.connection import in_front_of
-from gpubroker_server.gateway.proxy.fleet import Fleet
+from gpubroker_server.gateway.proxy.health_checks import HealthChecks
 from gpubroker_server.gateway.proxy.lanes import Lanes
 from gpubroker_server.gateway.proxy.plane import Plane
 from gpubroker_server.gateway.proxy.residency.adoption import Adopting
 from gpubroker_server.gateway.proxy.residency.draining import LettingGo
 from gpubroker_server.gateway.proxy.residency.missing_models import Bringing
+from gpubroker_server.gateway.proxy.servers import Fleet
 from gpubroker_server.gateway.proxy.slot_leases import SlotLeases
-from gpubroker_server.gateway.proxy.watch import Watch
 from gpubroker_server.ports.store import StoreUnavailable
 from gpubroker_server.settings.loading import Settings
 from gpubroker_server.telemetry.metrics import Telemetry
 
 if TYPE_CHECKING:
-    from gpubroker_server.gateway.proxy.rpcs import RpcDoor
+    from gpubroker_server.gateway.proxy.calls import GrpcPort
 
 
 FIRST_LOOK_SECONDS = 1.0
@@ -105,7 +105,7 @@ class GatewayRole:
             app, http=spoken, loop="none", log_config=None, access_log=False, lifespan="off",
             server_header=False, proxy_headers=False,
         )  # fmt: skip
-        self._calls = None if plane is None else self._door_for_calls(plane)
+        self._calls = None if plane is None else self._grpc_port(plane)
         self._closing: asyncio.Task[None] | None = None
         self._server = QuietServer(config)
         picture.listen(self._waiters.on_events)
@@ -118,7 +118,7 @@ class GatewayRole:
         if len(self._parts.servers) > 1:  # whoever asks at once is to find his model
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(FIRST_LOOK_SECONDS):
-                    await Watch(self._parts.servers).look_at_all()
+                    await HealthChecks(self._parts.servers).check_all()
         if self._letting_go is not None and self._store.is_shared:
             await self._letting_go.say(self._store, self._name, self._picture.clock.now())
         if self._calls is not None:
@@ -136,7 +136,7 @@ class GatewayRole:
         if self._slots is not None:
             jobs.append(("slots of models", self._slots.keep()))
         if self._parts.servers:
-            jobs.append(("servers of models", Watch(self._parts.servers).keep()))
+            jobs.append(("servers of models", HealthChecks(self._parts.servers).keep()))
         return jobs
 
     async def serve(self) -> None:
@@ -206,13 +206,13 @@ class GatewayRole:
             residencies=parts.residencies,
         )
 
-    def _door_for_calls(self, plane: Plane) -> "RpcDoor | None":
+    def _grpc_port(self, plane: Plane) -> "GrpcPort | None":
         """Raises StartRefused."""
         if self._settings.triton.grpc_port is None:
             return None
-        from gpubroker_server.bootstrap.grpc_proxy import rpc_door_of
+        from gpubroker_server.bootstrap.grpc_proxy import grpc_port_of
 
-        return rpc_door_of(self._settings, plane, self._listener.getsockname()[0])
+        return grpc_port_of(self._settings, plane, self._listener.getsockname()[0])
 
     async def _write_client_file(self) -> None:
         """On the first start make the admin token; always say where this service is."""

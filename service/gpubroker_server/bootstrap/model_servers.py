@@ -10,7 +10,7 @@ from gpubroker_server.core.domain.units import Mib, Seconds
 from gpubroker_server.core.serving.lane import LaneRules
 from gpubroker_server.gateway.proxy.lanes import LaneOptions
 from gpubroker_server.gateway.proxy.residency.server_rules import ModelRules, ServerRules
-from gpubroker_server.gateway.proxy.server import Server
+from gpubroker_server.gateway.proxy.servers import Server
 from gpubroker_server.ports.models import ModelHost
 from gpubroker_server.settings.loading import Settings
 from gpubroker_server.settings.triton import TritonServerSettings

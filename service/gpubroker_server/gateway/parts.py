@@ -22,7 +22,7 @@ from gpubroker_server.gateway.http.waiters import Waiters
 from gpubroker_server.gateway.proxy.residency.residencies import Residencies
 from gpubroker_server.gateway.proxy.residency.residency import ResidencyParts
 from gpubroker_server.gateway.proxy.residency.server_rules import ServerRules
-from gpubroker_server.gateway.proxy.server import Server
+from gpubroker_server.gateway.proxy.servers import Server
 from gpubroker_server.gateway.status.pending import PendingReasons
 from gpubroker_server.gateway.submission.capacity import Capacity
 from gpubroker_server.gateway.submission.gpu_size import GpuSize

@@ -1,4 +1,4 @@
-"""The door of the data plane to the servers of models: bytes in, bytes out, and whose turn it is to wait."""
+"""The port of the data plane to the model servers: bytes in, bytes out, with back pressure both ways."""
 
 import asyncio
 from collections.abc import Sequence
@@ -37,60 +37,63 @@ class Trouble(StrEnum):
     """The head is longer than the server takes; nothing was sent."""
 
 
-class Answer(Protocol):
-    """Whoever asked, as the backend sees it: told once each of head and end, or of the trouble instead.
+class ResponseHandler(Protocol):
+    """The request as the backend sees it: head and end are told once each, or the trouble instead.
 
     Everything is called on the event loop's thread, and never before `ModelBackend.ask` has returned.
     """
 
     def on_head(self, status: int, headers: Sequence[Header], body_bytes: int | None) -> None:
         """The headers as they came, without those that only concern the connection. `body_bytes` is None if
-        nobody knows before its end."""
+        the length is not known before the end."""
         ...
 
     def on_body(self, data: bytes) -> None: ...
 
     def on_end(self) -> None: ...
 
-    def on_pause(self) -> None:
-        """This was all that has come for now; the client should have it."""
-        ...
-
     def on_trouble(self, trouble: Trouble, detail: str) -> None:
         """Nothing more comes."""
         ...
 
-    def hold_body(self) -> None:
+    def on_pause(self) -> None:
+        """This was all that has come for now; the client should have it."""
+        return
+
+    def pause_body(self) -> None:
         """Do not write for now: the server takes no more."""
-        ...
+        return
 
-    def go_on_with_body(self) -> None: ...
+    def resume_body(self) -> None:
+        return
 
 
-class Asking(Protocol):
-    """One request on its way, as whoever asked sees it."""
+class UpstreamRequest(Protocol):
+    """One request on its way to a server."""
 
     def write(self, data: bytes) -> None:
-        """The next bytes of the body; `flush` or `end` sends them, with the head or as one chunk. Also while
-        `hold_body` is in force they are taken, and kept."""
+        """The next bytes of the body; `flush` or `end` sends them, with the head or as one chunk. They are
+        taken, and kept, also while the body is paused."""
         ...
-
-    def flush(self) -> None: ...
 
     def end(self) -> None:
         """The body is complete."""
         ...
 
     def cancel(self) -> None:
-        """Nobody wants the answer any more: the connection is closed, which is how a server hears of it.
-        Nothing more is told. Without effect after the end."""
+        """The answer is no longer wanted: the connection is closed, which tells the server. Nothing more is
+        told. Without effect after the end."""
         ...
 
-    def hold_answer(self) -> None:
+    def flush(self) -> None:
+        return
+
+    def pause_answer(self) -> None:
         """Read nothing more for now: the client takes no more."""
-        ...
+        return
 
-    def go_on_with_answer(self) -> None: ...
+    def resume_answer(self) -> None:
+        return
 
 
 def write_together(transport: asyncio.WriteTransport, parts: Sequence[bytes]) -> None:
@@ -109,7 +112,7 @@ class ModelBackend(Protocol):
     @property
     def name(self) -> str: ...
 
-    def ask(self, head: RequestHead, answer: Answer, *, is_check: bool = False) -> Asking:
+    def ask(self, head: RequestHead, handler: ResponseHandler, *, is_check: bool = False) -> UpstreamRequest:
         """`is_check`: it waits for no connection behind others."""
         ...
 
@@ -141,13 +144,13 @@ class CallFailed(Exception):
         """Set if the server itself has said nothing."""
 
 
-class CallAnswer(NamedTuple):
+class CallReply(NamedTuple):
     message: bytes
     first: Metadata
     last: Metadata
 
 
-class Call(Protocol):
+class CallStream(Protocol):
     """Messages both ways, for as long as either side likes. Whoever waits in it may be cancelled."""
 
     async def write(self, message: bytes) -> None:
@@ -177,10 +180,10 @@ class CallBackend(Protocol):
     @property
     def name(self) -> str: ...
 
-    async def ask(self, method: str, message: bytes, metadata: Metadata, seconds: float | None) -> CallAnswer:
+    async def ask(self, method: str, message: bytes, metadata: Metadata, seconds: float | None) -> CallReply:
         """One message, one answer, before so many seconds are over. Raises CallFailed."""
         ...
 
-    def open(self, method: str, metadata: Metadata, seconds: float | None) -> Call: ...
+    def open(self, method: str, metadata: Metadata, seconds: float | None) -> CallStream: ...
 
     async def close(self) -> None: ...

@@ -1,8 +1,7 @@
-"""The door of the leader to what a server of models has in memory. One call, one answer; nobody is told
-anything unasked.
+"""The port to what a model server has in memory: load, unload, index.
 
-Whether, when and one after the other is the caller's affair: of one server it makes one call that changes
-something at a time. An answer that did not come proves nothing: what is in memory, the index says.
+The caller makes one call that changes something at a time for each server. A missing answer proves nothing:
+the index says what is in memory.
 """
 
 from collections.abc import Mapping, Sequence
@@ -12,7 +11,7 @@ from typing import Protocol
 
 from gpubroker_server.core.domain.models.model_orders import Indexed as Indexed
 from gpubroker_server.core.domain.models.model_orders import Stage as Stage
-from gpubroker_server.core.domain.units import DeviceKey, Instant, Mib, Seconds
+from gpubroker_server.core.domain.units import DeviceKey, Seconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,38 +20,19 @@ class Index:
 
     models: Mapping[str, Indexed]
     incarnation: str = ""
-    """Another one after each start of the server, where that can be told; empty if not."""
+    """Another text after each start of the server; empty where that cannot be seen."""
 
 
 @dataclass(frozen=True, slots=True)
 class Described:
-    """What is known of a model before it is loaded, for a first guess at its size."""
+    """What is known of a model before it is loaded, for a first estimate of its size."""
 
     file_bytes: int | None = None
-    """Of its files in the repository; None where they cannot be seen."""
+    """Size of its files in the repository; None where they cannot be seen."""
     steps: tuple[str, ...] = ()
-    """Of an ensemble the models that are loaded with it; empty for all others."""
-    instances: int = 1
-    most_batch: int = 1
-    """So many requests each instance takes together."""
+    """The models that are loaded with it, if it is an ensemble."""
     versions: tuple[str, ...] = ()
-    """Those that a load brings, sorted as in an index; empty where nobody can tell."""
-
-    @property
-    def slots(self) -> int:
-        """So many requests are worked on at once."""
-        return self.instances * self.most_batch
-
-
-@dataclass(frozen=True, slots=True)
-class Used:
-    """Of one model since the server started, over all its versions."""
-
-    requests: int = 0
-    """Answered, well or not."""
-    last_at: Instant | None = None
-    memory_mb: Mib | None = None
-    """As the server says (`memory_usage` of a GPU); None where it says nothing."""
+    """Those that a load brings, sorted as in an index; empty where they cannot be seen."""
 
 
 class HostFault(StrEnum):
@@ -71,7 +51,7 @@ class HostFault(StrEnum):
 
 
 class HostRefused(Exception):
-    """A call that did not do what it was to do."""
+    """A call that did not do what it was asked to do."""
 
     def __init__(self, fault: HostFault, message: str) -> None:
         super().__init__(message)
@@ -79,34 +59,30 @@ class HostRefused(Exception):
 
 
 class ModelHost(Protocol):
-    """One server of models. Each call raises HostRefused, and none waits longer than it is given."""
+    """One model server. Each call raises HostRefused, and none waits longer than it is given."""
 
     @property
     def name(self) -> str: ...
 
     async def load(self, model: str, devices: Sequence[DeviceKey], within_seconds: Seconds) -> None:
-        """Back when the model is ready; at once if it is already. `devices`: where its room is, for servers
-        that can be told."""
+        """Returns when the model is ready; at once if it is already. `devices`: where its lease is, for
+        servers that can be told."""
         ...
 
     async def unload(self, model: str, within_seconds: Seconds) -> None:
-        """Back when the server has taken it, for an ensemble with its steps; also for a model that is not
-        there. Its requests and its memory may take longer: the index says when it is gone."""
+        """Returns when the server has accepted it, for an ensemble with its steps; also for a model that is
+        not there. Its requests and its memory may take longer: the index says when it is gone."""
         ...
 
     async def index(self, within_seconds: Seconds) -> Index: ...
 
     async def describe(self, model: str, within_seconds: Seconds) -> Described: ...
 
-    async def statistics(self, within_seconds: Seconds) -> Mapping[str, Used]:
-        """Of all models that are ready, by name."""
-        ...
-
     async def answers(self, model: str, within_seconds: Seconds) -> bool:
-        """Whether a model that says it is ready does anything: one whose process was killed is ready for
-        ever, and loading it changes nothing. It is cured by unload, a wait until it is gone, and load; but
-        one that was asked after its process had died may say UNLOADING for ever (Triton 24.10), and is
-        loaded all the same. This is a request to the model: ask only where others have failed."""
+        """Whether a model that is ready answers. A model whose process was killed stays ready, and loading it
+        changes nothing; the cure is unload, wait until it is gone, load. After a request to the dead process
+        it may stay UNLOADING for ever (Triton 24.10); a load works all the same. This sends a request to the
+        model: call it only where other requests have failed."""
         ...
 
     async def close(self) -> None: ...

@@ -1,7 +1,7 @@
 """A server of models that holds nothing: loads and unloads only take time. For tests and for trying out."""
 
 import asyncio
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from gpubroker_server.core.domain.units import DeviceKey, Mib, Seconds
@@ -13,7 +13,6 @@ from gpubroker_server.ports.models import (
     Indexed,
     ModelHost,
     Stage,
-    Used,
 )
 
 MIB_BYTES = 2**20
@@ -58,7 +57,6 @@ class SimulatedHost(ModelHost):
         """Each load and unload that reached it, in order: (`load` or `unload`, model)."""
         self.devices: dict[str, tuple[DeviceKey, ...]] = {}
         """Where each model was last told to go."""
-        self.requests: dict[str, int] = {}
 
     @property
     def name(self) -> str:
@@ -125,10 +123,6 @@ class SimulatedHost(ModelHost):
         if known.unreadable:
             raise HostRefused(HostFault.FAILED, f"the configuration of {model} cannot be read")
         return Described(known.size_mb * MIB_BYTES, known.steps)
-
-    async def statistics(self, within_seconds: Seconds) -> Mapping[str, Used]:  # noqa: ARG002
-        self._reach()
-        return {name: Used(self.requests.get(name, 0)) for name in self.ready}
 
     async def answers(self, model: str, within_seconds: Seconds) -> bool:  # noqa: ARG002
         self._reach()

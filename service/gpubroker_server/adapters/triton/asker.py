@@ -9,8 +9,7 @@ from urllib.parse import quote
 from gpubroker_server.adapters.triton.http_backend import HttpBackend, TritonServer
 from gpubroker_server.core.serving.batching import Answer, Question, answer_on_wire, wire_of
 from gpubroker_server.core.serving.tensors import BadTensor
-from gpubroker_server.ports.backends import Answer as Answering
-from gpubroker_server.ports.backends import Header, RequestHead, Trouble
+from gpubroker_server.ports.backends import Header, RequestHead, ResponseHandler, Trouble
 from gpubroker_server.ports.inferences import AskFault, AskRefused, Batching, ModelAsker
 
 _HEAD_LENGTH: Final = b"Inference-Header-Content-Length"
@@ -119,7 +118,7 @@ def _refused(said: "_Said") -> AskRefused:
             return AskRefused(AskFault.DEAD if _DEAD in message else AskFault.FAILED, message)
 
 
-class _Said(Answering):
+class _Said(ResponseHandler):
     """An answer while it comes in, as a whole in the end."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, most_bytes: int) -> None:
@@ -157,18 +156,9 @@ class _Said(Answering):
         if not self.end.done():
             self.end.set_result(None)
 
-    def on_pause(self) -> None:
-        pass
-
     def on_trouble(self, trouble: Trouble, detail: str) -> None:
         fault = AskFault.UNREACHABLE if trouble in _NOTHING_SENT else AskFault.BROKEN
         if trouble is Trouble.TOO_LARGE:
             fault = AskFault.REFUSED
         if not self.end.done():
             self.end.set_exception(AskRefused(fault, detail))
-
-    def hold_body(self) -> None:
-        """All of it is here already."""
-
-    def go_on_with_body(self) -> None:
-        pass

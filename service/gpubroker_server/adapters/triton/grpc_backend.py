@@ -9,7 +9,7 @@ from typing import Any, Final
 import grpc
 
 from gpubroker_server.core.domain.units import Seconds
-from gpubroker_server.ports.backends import Call, CallAnswer, CallBackend, CallFailed, Metadata, Trouble
+from gpubroker_server.ports.backends import CallBackend, CallFailed, CallReply, CallStream, Metadata, Trouble
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +40,7 @@ class RpcBackend(CallBackend):
     def name(self) -> str:
         return self._server.name
 
-    async def ask(self, method: str, message: bytes, metadata: Metadata, seconds: float | None) -> CallAnswer:
+    async def ask(self, method: str, message: bytes, metadata: Metadata, seconds: float | None) -> CallReply:
         ask = self._asked.get(method) or self._asked.setdefault(method, self._open().unary_unary(method))
         most_seconds = self._server.silence_seconds
         is_ours = seconds is None or seconds > most_seconds
@@ -49,9 +49,9 @@ class RpcBackend(CallBackend):
             answer = await call
         except grpc.aio.AioRpcError as error:
             raise self._failure(error, is_ours) from None
-        return CallAnswer(answer, await _first(call), await _last(call))
+        return CallReply(answer, await _first(call), await _last(call))
 
-    def open(self, method: str, metadata: Metadata, seconds: float | None) -> Call:
+    def open(self, method: str, metadata: Metadata, seconds: float | None) -> CallStream:
         opened = self._open().stream_stream(method)(timeout=seconds, metadata=self._with_own(metadata))
         return _Stream(opened, self._failure)
 
@@ -104,7 +104,7 @@ _OPTIONS: Final = (
 )
 
 
-class _Stream(Call):
+class _Stream(CallStream):
     def __init__(
         self, call: grpc.aio.StreamStreamCall, failure: Callable[[grpc.aio.AioRpcError], CallFailed]
     ) -> None:

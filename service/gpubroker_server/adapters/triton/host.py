@@ -1,19 +1,20 @@
-"""What a Triton has in memory, asked and changed over gRPC alone: a load over HTTP would hold up whoever
-shares one of the server's few threads with it, and requests for health among them."""
+"""Loads, unloads and lists the models of a Triton, over gRPC alone: a load over HTTP would block one of the
+server's few HTTP threads, and health checks with it."""
 
 import asyncio
 import math
-from collections.abc import Callable, Mapping, Sequence
+import socket
+from collections.abc import Sequence
 from dataclasses import replace
-from functools import reduce
 from pathlib import Path
-from typing import Final, NamedTuple, TypeVar
+from typing import Any, Final, NamedTuple
+
+import psutil
+from google.protobuf.message import DecodeError
 
 from gpubroker_server.adapters.triton.grpc_backend import RpcBackend, TritonRpcServer
-from gpubroker_server.adapters.triton.incarnation import Incarnations
 from gpubroker_server.adapters.triton.model_config import ModelConfig, config_in, config_of
-from gpubroker_server.adapters.triton.sample_request import sample_request, verdict_on
-from gpubroker_server.core.domain.units import DeviceKey, Instant, Mib, Seconds
+from gpubroker_server.core.domain.units import DeviceKey, Seconds
 from gpubroker_server.ports.backends import CallFailed, Trouble
 from gpubroker_server.ports.models import (
     Described,
@@ -23,21 +24,19 @@ from gpubroker_server.ports.models import (
     Indexed,
     ModelHost,
     Stage,
-    Used,
 )
-from gpubroker_server.ports.protowire import Malformed, Message, field
+from gpubroker_server.ports.triton_messages import messages
 
 _SERVICE: Final = "/inference.GRPCInferenceService/"
-_MIB: Final = 2**20
 
 _STAGES: Final = {"READY": Stage.READY, "UNLOADING": Stage.UNLOADING, "LOADING": Stage.LOADING}
 _NEAREST: Final = (Stage.READY, Stage.UNLOADING, Stage.LOADING, Stage.ABSENT)
-"""Of several versions the first of these counts."""
+"""The first of these that a version of a model has is the model's."""
 
 _UNLOADED: Final = "unloaded"
 
-_LOST: Final = frozenset({1, 4, 14})
-"""CANCELLED, DEADLINE_EXCEEDED, UNAVAILABLE: whether it was done, nobody has said."""
+_UNCERTAIN: Final = frozenset({1, 4, 14})
+"""CANCELLED, DEADLINE_EXCEEDED, UNAVAILABLE: the call may have been carried out."""
 
 _CODE_NOT_FOUND: Final = 5
 
@@ -53,11 +52,20 @@ _NO_MEMORY: Final = (
 )
 """What backends say, in lowercase: there is no code for it."""
 
-T = TypeVar("T")
+_NOT_HEALTHY: Final = "is not healthy"
+"""How Triton's message about a model ends whose process is gone."""
+
+_BYTES_OF: Final = {
+    "BOOL": 1, "UINT8": 1, "INT8": 1, "UINT16": 2, "INT16": 2, "FP16": 2, "BF16": 2, "UINT32": 4, "INT32": 4,
+    "FP32": 4, "UINT64": 8, "INT64": 8, "FP64": 8, "BYTES": 4,
+}  # fmt: skip
+"""Of one value; of BYTES an empty one, which is its length alone."""
+
+_LOOPBACK: Final = ("127.", "::1")
 
 
 class _Files(NamedTuple):
-    """What a model's folder tells, as `Described`."""
+    """What a model's folder tells, as in `Described`."""
 
     config: ModelConfig | None = None
     file_bytes: int | None = None
@@ -69,70 +77,68 @@ class TritonHost(ModelHost):
         """`repository`: where this machine sees the server's models."""
         self._server = RpcBackend(replace(server, silence_seconds=Seconds(math.inf)))
         self._repository = repository
-        self._incarnations = Incarnations(server.address)
+        self._process = _ListeningProcess(server.address)
 
     @property
     def name(self) -> str:
         return self._server.name
 
-    async def load(self, model: str, devices: Sequence[DeviceKey], within_seconds: Seconds) -> None:  # noqa: ARG002  # where is in the model's configuration
-        await self._ask("RepositoryModelLoad", field(2, model), within_seconds)
+    async def load(self, model: str, devices: Sequence[DeviceKey], within_seconds: Seconds) -> None:  # noqa: ARG002  # the model's configuration names them
+        request = messages.RepositoryModelLoadRequest(model_name=model)
+        await self._ask("RepositoryModelLoad", request, within_seconds)
 
     async def unload(self, model: str, within_seconds: Seconds) -> None:
-        with_steps = field(3, field(1, "unload_dependents") + field(2, field(1, 1)))
-        await self._ask("RepositoryModelUnload", field(2, model) + with_steps, within_seconds)
+        request = messages.RepositoryModelUnloadRequest(model_name=model)
+        request.parameters["unload_dependents"].bool_param = True
+        await self._ask("RepositoryModelUnload", request, within_seconds)
 
     async def index(self, within_seconds: Seconds) -> Index:
-        answer = await self._ask("RepositoryIndex", b"", within_seconds)
-        incarnation = await asyncio.to_thread(self._incarnations.current)
-        return Index(_indexed(answer), incarnation)
+        answer = await self._ask("RepositoryIndex", None, within_seconds, messages.RepositoryIndexResponse)
+        incarnation = await asyncio.to_thread(self._process.incarnation)
+        return Index(_indexed(answer.models), incarnation)
 
     async def describe(self, model: str, within_seconds: Seconds) -> Described:
-        seen = await asyncio.to_thread(self._seen, model)
-        config = seen.config or await self._told(model, within_seconds)
-        return Described(seen.file_bytes, config.steps, config.instances, config.most_batch, seen.versions)
-
-    async def statistics(self, within_seconds: Seconds) -> Mapping[str, Used]:
-        answer = await self._ask("ModelStatistics", b"", within_seconds)
-        used: dict[str, Used] = {}
-        for one in answer.messages(1):
-            model = one.text(1)
-            used[model] = _sum(used.get(model, Used()), _used(one))
-        return used
+        files = await asyncio.to_thread(self._files_of, model)
+        config = files.config or await self._config_from_server(model, within_seconds)
+        return Described(files.file_bytes, config.steps, files.versions)
 
     async def answers(self, model: str, within_seconds: Seconds) -> bool:
-        """Whether it does what it says it is ready for. A process of a model that was killed is not missed by
-        its server: only a request finds out. This one has zeros for all inputs, and what the model makes of
-        them is its own affair."""
-        metadata = await self._ask("ModelMetadata", field(1, model), within_seconds)
+        """Sends zeros for all inputs: only a request finds out that a model's process was killed, because its
+        server calls the model ready all the same."""
+        request = messages.ModelMetadataRequest(name=model)
+        metadata = await self._ask("ModelMetadata", request, within_seconds, messages.ModelMetadataResponse)
         call = self._server.open(_SERVICE + "ModelStreamInfer", (), within_seconds)
         try:
-            await call.write(sample_request(model, metadata))
+            await call.write(_zeros_for(model, metadata.inputs))
             await call.end()
             first = answer = await call.read()
             while answer is not None:  # a stream that is left before its end may keep the model from leaving
                 answer = await call.read()
-            return verdict_on(first)
         except CallFailed as failed:
             raise _refused(failed, model) from None
         finally:
             call.cancel()
+        # No answer, and a model's own mistake, are answers of a model that is there.
+        response = messages.ModelStreamInferResponse.FromString(first or b"")
+        return _NOT_HEALTHY not in response.error_message
 
     async def close(self) -> None:
         await self._server.close()
 
-    async def _ask(self, method: str, message: bytes, within_seconds: Seconds) -> Message:
+    async def _ask(self, method: str, request: Any, within_seconds: Seconds, answer: Any = None) -> Any:
+        """`answer`: the class of the message that is expected; None: it isn't looked at."""
+        message = b"" if request is None else request.SerializeToString()
         try:
-            answer = await self._server.ask(_SERVICE + method, message, (), within_seconds)
-            return Message(answer.message)
+            found = await self._server.ask(_SERVICE + method, message, (), within_seconds)
+            return None if answer is None else answer.FromString(found.message)
         except CallFailed as failed:
             raise _refused(failed, method) from None
-        except Malformed as fault:
+        except DecodeError as fault:
             raise HostRefused(
-                HostFault.UNKNOWN, f"{self.name} answered {method} with no message: {fault}"
+                HostFault.UNKNOWN, f"{self.name} answered {method} with bytes that are no message: {fault}"
             ) from None
 
-    def _seen(self, model: str) -> "_Files":
+    def _files_of(self, model: str) -> _Files:
         """In the repository, as far as this machine sees it. Raises HostRefused NOT_FOUND."""
         if self._repository is None:
             return _Files()
@@ -152,10 +158,12 @@ class TritonHost(ModelHost):
         except (OSError, ValueError):
             return _Files(None, size)
 
-    async def _told(self, model: str, within_seconds: Seconds) -> ModelConfig:
-        """By the server, which knows the configuration of what is loaded and of nothing else."""
+    async def _config_from_server(self, model: str, within_seconds: Seconds) -> ModelConfig:
+        """The server knows the configuration of what is loaded and of nothing else."""
+        request = messages.ModelConfigRequest(name=model)
         try:
-            return config_of((await self._ask("ModelConfig", field(1, model), within_seconds)).message(1))
+            answer = await self._ask("ModelConfig", request, within_seconds, messages.ModelConfigResponse)
+            return config_of(answer.config)
         except HostRefused as refused:
             if refused.fault in (HostFault.UNREACHABLE, HostFault.UNKNOWN):
                 raise
@@ -170,7 +178,7 @@ def _refused(failed: CallFailed, what: str) -> HostRefused:
         return HostRefused(HostFault.UNREACHABLE, said)
     if _NOT_ALLOWED in said:
         return HostRefused(HostFault.NOT_ALLOWED, said)
-    if failed.code in _LOST:
+    if failed.code in _UNCERTAIN:
         return HostRefused(HostFault.UNKNOWN, f"{what}: {said}")
     if failed.code == _CODE_NOT_FOUND or any(words in said for words in _NOT_FOUND):
         return HostRefused(HostFault.NOT_FOUND, said)
@@ -179,43 +187,60 @@ def _refused(failed: CallFailed, what: str) -> HostRefused:
     return HostRefused(HostFault.FAILED, said)
 
 
-def _indexed(answer: Message) -> dict[str, Indexed]:
+def _indexed(rows: Any) -> dict[str, Indexed]:
+    """By model; an index has a row for each version."""
     models: dict[str, Indexed] = {}
-    for one in answer.messages(1):
-        model, version, reason = one.text(1), one.text(2), one.text(4)
-        stage = _STAGES.get(one.text(3), Stage.ABSENT)
-        known = models.get(model, Indexed(model, Stage.ABSENT))
-        versions = (version,) if stage is Stage.READY else ()
-        models[model] = Indexed(
-            model,
+    for row in rows:
+        stage = _STAGES.get(row.state, Stage.ABSENT)
+        known = models.get(row.name, Indexed(row.name, Stage.ABSENT))
+        versions = (row.version,) if stage is Stage.READY else ()
+        models[row.name] = Indexed(
+            row.name,
             min(known.stage, stage, key=_NEAREST.index),
             tuple(sorted((*known.versions, *versions))),
-            known.reason or ("" if reason == _UNLOADED else reason),
+            known.reason or ("" if row.reason == _UNLOADED else row.reason),
         )
     return models
 
 
-def _used(statistics: Message) -> Used:
-    """Of one version."""
-    ended = statistics.message(6)
-    last_ms = statistics.number(3)
-    on_gpus = [one.number(3) for one in statistics.messages(8) if one.text(1) == "GPU"]
-    return Used(
-        requests=ended.message(1).number(1) + ended.message(2).number(1),
-        last_at=Instant(last_ms / 1000) if last_ms else None,
-        memory_mb=Mib(math.ceil(sum(on_gpus) / _MIB)) if on_gpus else None,
-    )
+def _zeros_for(model: str, inputs: Any) -> bytes:
+    """A request that any model takes. A dimension that may have any length gets one value."""
+    request = messages.ModelInferRequest(model_name=model)
+    for tensor in inputs:
+        shape = [max(1, length) for length in tensor.shape]
+        request.inputs.add(name=tensor.name, datatype=tensor.datatype, shape=shape)
+        request.raw_input_contents.append(bytes(_BYTES_OF.get(tensor.datatype, 1) * math.prod(shape)))
+    message: bytes = request.SerializeToString()
+    return message
 
 
-def _sum(one: Used, other: Used) -> Used:
-    """Of two versions of a model."""
-    return Used(
-        one.requests + other.requests,
-        _of_both(max, one.last_at, other.last_at),
-        _of_both(lambda a, b: Mib(a + b), one.memory_mb, other.memory_mb),
-    )
+class _ListeningProcess:
+    """The process that listens at a server's address. Triton doesn't say when it was started; the operating
+    system does, for processes of this machine and user."""
 
+    def __init__(self, address: str) -> None:
+        host, _, port = address.rpartition(":")
+        self._host = host.strip("[]")
+        self._port = int(port)
+        self._process: psutil.Process | None = None
 
-def _of_both(joined: Callable[[T, T], T], one: T | None, other: T | None) -> T | None:
-    known = [value for value in (one, other) if value is not None]
-    return reduce(joined, known) if known else None
+    def incarnation(self) -> str:
+        """Another text after each start; empty where the process can't be seen."""
+        if self._process is None or not self._process.is_running():
+            self._process = self._find()
+        if self._process is None:
+            return ""
+        return f"{self._process.pid}:{self._process.create_time():.2f}"
+
+    def _find(self) -> psutil.Process | None:
+        try:
+            addresses = {found[4][0] for found in socket.getaddrinfo(self._host, self._port)}
+            if not all(str(address).startswith(_LOOPBACK) for address in addresses):
+                return None
+            for connection in psutil.net_connections("tcp"):
+                listens = connection.status == psutil.CONN_LISTEN
+                if listens and getattr(connection.laddr, "port", None) == self._port and connection.pid:
+                    return psutil.Process(connection.pid)
+        except (OSError, psutil.Error):
+            return None
+        return None

@@ -8,9 +8,16 @@ from typing import Final
 
 import structlog
 
-from gpubroker_server.adapters.triton.http_connection import Line, Request
+from gpubroker_server.adapters.triton.http_connection import HttpRequest, ServerConnection
 from gpubroker_server.core.domain.units import Seconds
-from gpubroker_server.ports.backends import Answer, Asking, Header, ModelBackend, RequestHead, Trouble
+from gpubroker_server.ports.backends import (
+    Header,
+    ModelBackend,
+    RequestHead,
+    ResponseHandler,
+    Trouble,
+    UpstreamRequest,
+)
 
 log = structlog.get_logger("gpubroker.triton")
 
@@ -47,11 +54,11 @@ class HttpBackend(ModelBackend):
 
     def __init__(self, server: TritonServer) -> None:
         self._server = server
-        self._idle: deque[Line] = deque()
+        self._idle: deque[ServerConnection] = deque()
         """Used last, last: those at the beginning grow old."""
-        self._lines: set[Line] = set()
-        self._waiting: deque[Request] = deque()
-        self._checks: deque[Request] = deque()
+        self._lines: set[ServerConnection] = set()
+        self._waiting: deque[HttpRequest] = deque()
+        self._checks: deque[HttpRequest] = deque()
         """Of those that wait, the ones for which a connection is opened beyond the limit."""
         self._opening: set[asyncio.Task[None]] = set()
         self._look: asyncio.TimerHandle | None = None
@@ -65,11 +72,11 @@ class HttpBackend(ModelBackend):
     def name(self) -> str:
         return self._server.name
 
-    def ask(self, head: RequestHead, answer: Answer, *, is_check: bool = False) -> Asking:
+    def ask(self, head: RequestHead, answer: ResponseHandler, *, is_check: bool = False) -> UpstreamRequest:
         loop = self._loop = self._loop or asyncio.get_running_loop()
         is_chunked = head.body_bytes is None
         written = self._written(head)
-        request = Request(self, written, answer, is_head=head.method == b"HEAD", is_chunked=is_chunked)
+        request = HttpRequest(self, written, answer, is_head=head.method == b"HEAD", is_chunked=is_chunked)
         if len(written) > HEAD_BYTES:
             detail = f"the head of the request has {len(written)} bytes, of which Triton takes {HEAD_BYTES}"
             loop.call_soon(request.fail, Trouble.TOO_LARGE, detail)
@@ -101,7 +108,7 @@ class HttpBackend(ModelBackend):
 
     # What lines and requests call.
 
-    def on_free(self, line: Line) -> None:
+    def on_free(self, line: ServerConnection) -> None:
         if self._checks:
             self._checks.popleft().begin_on(line)
         elif len(self._lines) > self._server.connections:
@@ -111,14 +118,14 @@ class HttpBackend(ModelBackend):
         else:
             self._idle.append(line)
 
-    def on_lost(self, line: Line) -> None:
+    def on_lost(self, line: ServerConnection) -> None:
         self._lines.discard(line)
         if line in self._idle:
             self._idle.remove(line)
         if (self._waiting or self._checks) and self._loop is not None:
             self._open_more(self._loop)
 
-    def forget(self, request: Request) -> None:
+    def forget(self, request: HttpRequest) -> None:
         for waiting in (self._checks, self._waiting):
             if request in waiting:
                 waiting.remove(request)
@@ -136,7 +143,7 @@ class HttpBackend(ModelBackend):
             parts.append(b"\r\n")
         return b"".join(parts)
 
-    def _idle_line(self) -> Line | None:
+    def _idle_line(self) -> ServerConnection | None:
         while self._idle:
             line = self._idle.pop()
             if not line.is_closing():
@@ -158,7 +165,7 @@ class HttpBackend(ModelBackend):
         try:
             async with asyncio.timeout(server.connect_seconds):
                 _, line = await loop.create_connection(
-                    lambda: Line(self, loop), server.host, server.port, ssl=server.tls
+                    lambda: ServerConnection(self, loop), server.host, server.port, ssl=server.tls
                 )
         except (OSError, TimeoutError) as fault:
             why = str(fault) or f"no connection within {server.connect_seconds:g} s"

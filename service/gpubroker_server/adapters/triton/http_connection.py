@@ -10,7 +10,7 @@ from typing import Protocol, cast
 
 from httptools import HttpParserError, HttpParserUpgrade, HttpResponseParser
 
-from gpubroker_server.ports.backends import Answer, Asking, Header, Trouble, write_together
+from gpubroker_server.ports.backends import Header, ResponseHandler, Trouble, UpstreamRequest, write_together
 
 OF_THE_CONNECTION = frozenset(
     {b"connection", b"keep-alive", b"proxy-connection", b"te", b"trailer", b"transfer-encoding", b"upgrade"}
@@ -29,16 +29,16 @@ _BODYLESS = frozenset({204, 304})
 class Pool(Protocol):
     """Where lines come from and go to."""
 
-    def on_free(self, line: "Line") -> None: ...
+    def on_free(self, line: "ServerConnection") -> None: ...
 
-    def on_lost(self, line: "Line") -> None: ...
+    def on_lost(self, line: "ServerConnection") -> None: ...
 
-    def forget(self, request: "Request") -> None:
+    def forget(self, request: "HttpRequest") -> None:
         """It no longer waits for a line."""
         ...
 
 
-class Request(Asking):
+class HttpRequest(UpstreamRequest):
     """From the moment it is asked for until its answer has ended, whichever line it is on."""
 
     __slots__ = (
@@ -54,14 +54,16 @@ class Request(Asking):
         "line",
     )
 
-    def __init__(self, pool: Pool, head: bytes, answer: Answer, *, is_head: bool, is_chunked: bool) -> None:
+    def __init__(
+        self, pool: Pool, head: bytes, answer: ResponseHandler, *, is_head: bool, is_chunked: bool
+    ) -> None:
         self._pool = pool
         self._is_chunked = is_chunked
         self.answer = answer
         self.is_head = is_head
         self.is_sent = False
         self.is_over = False
-        self.line: Line | None = None
+        self.line: ServerConnection | None = None
         self._held = [head]
         """What goes out next, in one writing."""
         self._held_bytes = 0
@@ -81,7 +83,7 @@ class Request(Asking):
         if self.line is not None:
             self._send(self.line)
         elif self._held_bytes > HELD_BYTES and not self.is_over:
-            self.answer.hold_body()
+            self.answer.pause_body()
 
     def end(self) -> None:
         if self._is_chunked:
@@ -100,22 +102,22 @@ class Request(Asking):
         else:
             line.abandon()
 
-    def hold_answer(self) -> None:
+    def pause_answer(self) -> None:
         if self.line is not None:
             self.line.hold()
 
-    def go_on_with_answer(self) -> None:
+    def resume_answer(self) -> None:
         if self.line is not None:
             self.line.go_on()
 
-    def begin_on(self, line: "Line") -> None:
+    def begin_on(self, line: "ServerConnection") -> None:
         """Of those that waited, send what has been held."""
         self.line = line
         line.carry(self)
         was_held_up = self._held_bytes > HELD_BYTES
         self._send(line)
         if was_held_up:
-            self.answer.go_on_with_body()
+            self.answer.resume_body()
 
     def fail(self, trouble: Trouble, detail: str) -> None:
         if not self.is_over:
@@ -129,7 +131,7 @@ class Request(Asking):
             self._held += (b"%x\r\n" % len(data), data, b"\r\n")
             self._held_bytes += len(data)
 
-    def _send(self, line: "Line") -> None:
+    def _send(self, line: "ServerConnection") -> None:
         held = self._held
         if held:
             line.write(held)
@@ -137,13 +139,13 @@ class Request(Asking):
             self._held_bytes = 0
 
 
-class Line(asyncio.Protocol):
+class ServerConnection(asyncio.Protocol):
     def __init__(self, pool: Pool, loop: asyncio.AbstractEventLoop) -> None:
         self._pool = pool
         self._loop = loop
         self._transport: asyncio.Transport
         self._parser = HttpResponseParser(self)
-        self._request: Request | None = None
+        self._request: HttpRequest | None = None
         self._is_held = False
         """The client takes no more."""
         self._is_full = False
@@ -154,7 +156,7 @@ class Line(asyncio.Protocol):
         """When bytes went over it last, either way."""
         self._begin_answer()
 
-    def carry(self, request: Request) -> None:
+    def carry(self, request: HttpRequest) -> None:
         self._request = request
         self.moved_at = self._loop.time()
 
@@ -230,12 +232,12 @@ class Line(asyncio.Protocol):
     def pause_writing(self) -> None:
         self._is_full = True
         if self._request is not None:
-            self._request.answer.hold_body()
+            self._request.answer.pause_body()
 
     def resume_writing(self) -> None:
         self._is_full = False
         if self._request is not None:
-            self._request.answer.go_on_with_body()
+            self._request.answer.resume_body()
 
     # What the parser calls.
 
@@ -297,7 +299,7 @@ class Line(asyncio.Protocol):
             self._left_bytes = self._length - self._seen_bytes
             self._parser = HttpResponseParser(self)
 
-    def _take_uncut(self, request: Request, data: bytes) -> None:
+    def _take_uncut(self, request: HttpRequest, data: bytes) -> None:
         """The rest of a body of known length, past the parser."""
         self._left_bytes -= len(data)
         if self._left_bytes > 0:
@@ -309,7 +311,7 @@ class Line(asyncio.Protocol):
         else:
             self.give_up(Trouble.BROKEN, "the body was longer than its head had said")
 
-    def _finish(self, request: Request) -> None:
+    def _finish(self, request: HttpRequest) -> None:
         """The answer is complete. What was not asked to the end is not answered to the end by everybody, so
         that only a line on which all was sent is used again."""
         request.is_over = True

@@ -9,7 +9,7 @@ from typing_extensions import TypedDict
 from gpubroker_server.core.world.world import World
 from gpubroker_server.gateway.proxy.residency.residencies import Residencies
 from gpubroker_server.gateway.proxy.residency.server_rules import place_fault
-from gpubroker_server.gateway.proxy.server import Server, Way
+from gpubroker_server.gateway.proxy.servers import Endpoint, Server
 
 
 class WayView(TypedDict):
@@ -49,5 +49,5 @@ def _view(server: Server, residencies: Residencies | None, world: World) -> Mode
     }
 
 
-def _way(way: Way) -> WayView:
+def _way(way: Endpoint) -> WayView:
     return {"up": not way.breaker.is_open, "fault": way.breaker.fault}

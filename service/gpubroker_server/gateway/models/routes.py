@@ -27,11 +27,11 @@ from gpubroker_server.gateway.models.views import (
     outside_view,
 )
 from gpubroker_server.gateway.proxy.fetch import NotFetched
+from gpubroker_server.gateway.proxy.health_checks import index_of
 from gpubroker_server.gateway.proxy.residency.residencies import Residencies
 from gpubroker_server.gateway.proxy.residency.residency import DESCRIBE_SECONDS, Residency, UnknownModel
 from gpubroker_server.gateway.proxy.residency.server_rules import place_fault
-from gpubroker_server.gateway.proxy.server import Server
-from gpubroker_server.gateway.proxy.watch import index_of
+from gpubroker_server.gateway.proxy.servers import Server
 from gpubroker_server.gateway.submission.permission import check_priority
 
 router = APIRouter(route_class=DirectRoute, tags=["models"])

@@ -1,135 +1,400 @@
-"""What a call over gRPC is about: the scope it needs, and what must be looked at in its message."""
+"""The data plane over gRPC, on a port of its own: messages pass as bytes, and tokens are checked before any
+message is read."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+import asyncio
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from dataclasses import replace
+from typing import Any, Final
+
+import grpc
+import structlog
 
 from gpubroker_server.gateway.http.identity import Scope
-from gpubroker_server.gateway.proxy.aims import Asked
-from gpubroker_server.ports.protowire import Malformed, fields, last_of
+from gpubroker_server.gateway.http.problems import Problem, headers_of
+from gpubroker_server.gateway.proxy.fan_out import FAN_OUT_SECONDS, ask_all
+from gpubroker_server.gateway.proxy.grpc_messages import (
+    brings_files,
+    changes_settings,
+    merged_replies,
+    target_of,
+)
+from gpubroker_server.gateway.proxy.operations import Operation, Servers, Target, grpc_operation
+from gpubroker_server.gateway.proxy.plane import IDEMPOTENT, QUEUE_HEADERS, Plane
+from gpubroker_server.gateway.proxy.proxied_request import ProxiedRequest
+from gpubroker_server.gateway.proxy.refusals import (
+    no_files,
+    no_shared_memory,
+    our_mistake,
+    problem_of,
+    says_dead,
+    says_unknown_model,
+)
+from gpubroker_server.gateway.proxy.servers import Server
+from gpubroker_server.ports.backends import (
+    CallBackend,
+    CallFailed,
+    CallReply,
+    CallStream,
+    Metadata,
+    Trouble,
+    UpstreamRequest,
+)
 
+log = structlog.get_logger("gpubroker.inference")
 
-@dataclass(frozen=True, slots=True)
-class CallAim:
-    name: str
-    """Under which it is counted."""
-    scope: Scope | None = Scope.MODELS_INFER
-    """None: open to everybody."""
-    is_stream: bool = False
-    takes_slot: bool = False
-    """Of the model that its message names."""
-    shares_memory: bool = False
-    """The client would have the server read its memory, which needs both on one machine."""
-    sets: bool = False
-    """Changes settings, if its message holds any."""
-    loads: bool = False
-    unloads: bool = False
-    model_at: int = 0
-    """Number of the field that names the model it is about; 0: it is about none."""
-    needs_model: bool = False
-    """It waits until that is there; of an unload, until it is gone."""
-    asked: Asked = Asked.ONE
-    """If there are several servers."""
-    reads: bool = False
-    """And changes nothing, so that it may be asked twice."""
+_STATUSES: Final = {status.value[0]: status for status in grpc.StatusCode}
 
-
-def model_named_in(message: bytes, number: int) -> str:
-    """Empty if it names none, or is no message: its server says so."""
-    try:
-        named = next((value for at, value in fields(message) if at == number), b"")
-    except Malformed:
-        return ""
-    return "" if isinstance(named, int) else named.decode(errors="replace")
-
-
-def call_aim_of(method: str) -> CallAim:
-    return _AIMS.get(method, _UNKNOWN)
-
-
-_SERVICE = "/inference.GRPCInferenceService/"
-_ASKING = ("ServerMetadata", "SystemSharedMemoryStatus", "CudaSharedMemoryStatus")
-_OF_MODELS = ("ModelReady", "ModelMetadata", "ModelConfig")
-_KNOWN = [
-    *(CallAim(name, None, asked=Asked.ANY, reads=True) for name in ("ServerLive", "ServerReady")),
-    *(CallAim(name, reads=True) for name in _ASKING),
-    *(CallAim(name, model_at=1, reads=True) for name in _OF_MODELS),
-    CallAim("ModelStatistics", model_at=1, asked=Asked.STATISTICS, reads=True),
-    CallAim("RepositoryIndex", asked=Asked.INDEX, reads=True),
-    CallAim("ModelInfer", takes_slot=True, model_at=1, needs_model=True),
-    CallAim("ModelStreamInfer", is_stream=True, model_at=1, needs_model=True),
-    CallAim("TraceSetting", sets=True, model_at=2, asked=Asked.EACH),
-    CallAim("LogSettings", sets=True, asked=Asked.EACH),
-    CallAim("RepositoryModelLoad", Scope.MODELS_MANAGE, loads=True, model_at=2, needs_model=True),
-    CallAim(
-        "RepositoryModelUnload",
-        Scope.MODELS_MANAGE,
-        unloads=True,
-        model_at=2,
-        needs_model=True,
-        asked=Asked.EACH,
-    ),
-    *(
-        CallAim(f"{kind}SharedMemory{deed}", shares_memory=True)
-        for kind in ("System", "Cuda")
-        for deed in ("Register", "Unregister")
-    ),
-]
-_AIMS: Mapping[str, CallAim] = {
-    **{_SERVICE + aim.name: aim for aim in _KNOWN},
-    "/grpc.health.v1.Health/Check": CallAim("Health/Check", None, asked=Asked.ANY, reads=True),
+_STATUS_OF: Final = {
+    400: grpc.StatusCode.INVALID_ARGUMENT,
+    401: grpc.StatusCode.UNAUTHENTICATED,
+    403: grpc.StatusCode.PERMISSION_DENIED,
+    413: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    429: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    501: grpc.StatusCode.UNIMPLEMENTED,
+    502: grpc.StatusCode.UNAVAILABLE,
+    503: grpc.StatusCode.UNAVAILABLE,
+    504: grpc.StatusCode.DEADLINE_EXCEEDED,
 }
-_UNKNOWN = CallAim("unmatched", Scope.MODELS_MANAGE, is_stream=True)
-"""Triton may know more than we do: a stream may be of one message each way, and what could change something
-needs the right to do so."""
+"""By status of HTTP; all others are INTERNAL."""
 
-_MODEL_NAME = 1
-_MODEL_VERSION = 2
-_SETTINGS = 1
-_LOAD_PARAMETERS = 3
-_KEY = 1
-_FILE = b"file:"
+_TO_US: Final = frozenset({"authorization", "user-agent", IDEMPOTENT, *QUEUE_HEADERS})
+"""Of a call's metadata; all else is passed on."""
 
+_UNAVAILABLE: Final = 14
+_OF_THE_CLIENT: Final = frozenset({1, 4})
+"""CANCELLED and DEADLINE_EXCEEDED say nothing of the server."""
 
-def model_in(message: bytes) -> bytes:
-    """Of a ModelInferRequest; empty if there is none."""
-    return text_in(message, _MODEL_NAME)
+Behaviour = Callable[[Any, grpc.aio.ServicerContext], Awaitable[Any]]
 
 
-def about(aim: CallAim, message: bytes) -> tuple[bytes, bytes]:
-    """Model and version that the message names; empty where it names none."""
-    if not aim.model_at:
-        return b"", b""
-    version = text_in(message, _MODEL_VERSION) if aim.model_at == _MODEL_NAME else b""
-    return text_in(message, aim.model_at), version
+class GrpcCalls(grpc.GenericRpcHandler):  # type: ignore[misc]  # grpc has no types
+    """Sees each call before any message of it is read: a refused client has sent nothing but a head."""
+
+    def __init__(self, plane: Plane) -> None:
+        self._plane = plane
+
+    def service(self, details: grpc.HandlerCallDetails) -> grpc.RpcMethodHandler:
+        metadata = [(name, value) for name, value in details.invocation_metadata if name not in _TO_US]
+        to_us = {name: value for name, value in details.invocation_metadata if name in _TO_US}
+        operation = grpc_operation(details.method)
+        call = GrpcCall(self._plane, operation, details.method, metadata)
+        try:
+            if operation.scope is not None:
+                token = to_us.get("authorization")
+                # perf_analyzer sends the space after the colon, which HTTP/1.1 would have removed
+                given = None if token is None else token.strip().encode("latin-1", "replace")
+                call.identity = self._plane.authorize(operation.scope, operation.name, given)
+                call.wish = self._plane.lanes.wish_in(call.identity, *map(to_us.get, QUEUE_HEADERS))
+                call.is_idempotent = to_us.get(IDEMPOTENT, "").lower() == "true"
+            if operation.shares_memory:
+                raise no_shared_memory()
+        except Problem as problem:
+            return grpc.stream_stream_rpc_method_handler(call.refusing(problem))
+        if operation.is_stream:
+            return grpc.stream_stream_rpc_method_handler(call.stream)
+        return grpc.unary_unary_rpc_method_handler(call.unary)
 
 
-def text_in(message: bytes, number: int) -> bytes:
-    try:
-        return last_of(message, number)
-    except Malformed:
-        return b""
+class GrpcCall(ProxiedRequest):
+    over_grpc = True
+    _reply: asyncio.Future[CallReply]
+    _context: grpc.aio.ServicerContext
+
+    def __init__(self, plane: Plane, operation: Operation, method: str, metadata: Metadata) -> None:
+        super().__init__(plane, Target(operation))
+        self._method = method
+        self._metadata = metadata
+        self._began = time.perf_counter()
+        self._request_id = plane.ids.exchange()
+
+    async def unary(self, message: bytes, context: grpc.aio.ServicerContext) -> bytes:
+        try:
+            self.target = target_of(self.target.operation, message)
+            self._context = context
+            self._reply = asyncio.get_running_loop().create_future()
+            self._look_into(message)
+            self.write(message)
+            self.is_complete = True
+            self.start()
+            reply = await self._reply
+        except Exception as fault:
+            await self._fail(fault, context)
+            raise AssertionError from None  # it has raised
+        except asyncio.CancelledError:
+            self._count(grpc.StatusCode.CANCELLED)
+            raise
+        finally:
+            self.close()
+        if reply.first:
+            await context.send_initial_metadata(reply.first)
+        context.set_trailing_metadata(self._signed(reply.last))
+        self._count(grpc.StatusCode.OK)
+        return reply.message
+
+    async def stream(self, stream: AsyncIterator[bytes], context: grpc.aio.ServicerContext) -> None:
+        """It goes where its first message belongs, once the model of that is there. It is never retried."""
+        first: list[bytes] = []
+        plane, operation = self.plane, self.target.operation
+        try:
+            if operation.model_field and (plane.fleet.has_choice(True) or plane.residencies is not None):
+                async for message in stream:
+                    first.append(message)
+                    break
+                await self._wait_for_model(b"".join(first))
+            await self._pass_stream(first, stream, context)
+            self._count(grpc.StatusCode.OK)
+        except Exception as fault:
+            await self._fail(fault, context)
+        except asyncio.CancelledError:
+            self._count(grpc.StatusCode.CANCELLED)
+            raise
+
+    def refusing(self, problem: Problem) -> Behaviour:
+        async def refuse(_stream: AsyncIterator[bytes], context: grpc.aio.ServicerContext) -> None:
+            await self._fail(problem, context)
+
+        return refuse
+
+    def _look_into(self, message: bytes) -> None:
+        """Where what it needs depends on what is in it. Raises Problem."""
+        operation = self.target.operation
+        if operation.sets and not changes_settings(message):
+            self.target = self.target._replace(operation=replace(operation, servers=Servers.ONE))
+        elif operation.sets and self.identity is not None:
+            what = f"{operation.name} with settings"
+            self.plane.check_scope(self.identity, Scope.MODELS_MANAGE, what)
+        if self.plane.reads_load(operation) and brings_files(message):
+            raise no_files()
+
+    # What the machine calls.
+
+    def _ask(self, server: Server) -> UpstreamRequest:
+        assert server.calls is not None
+        return _UnaryCall(self, server.calls)
+
+    async def ask(self, backend: CallBackend, message: bytes, seconds: float | None) -> CallReply:
+        """Raises CallFailed."""
+        return await backend.ask(self._method, message, self._metadata, seconds)
+
+    def seconds_left(self) -> float | None:
+        """Until the client's own deadline."""
+        left: float | None = self._context.time_remaining()
+        return left
+
+    def _check_body(self) -> None:
+        """`_look_into` has."""
+
+    def refuse(self, fault: Exception) -> None:
+        if not self._reply.done():
+            self._reply.set_exception(fault)
+
+    # What the server answers.
+
+    def on_reply(self, reply: CallReply) -> None:
+        self._upstream = None
+        self._begin_answer(is_success=True)
+        self._pass_reply(reply)
+
+    def _pass_reply(self, reply: CallReply) -> None:
+        if not self._reply.done():
+            self._reply.set_result(reply)
+
+    def on_failed(self, failed: CallFailed) -> None:
+        assert self.server is not None
+        _note(self.server, failed)
+        if self._was_there and says_dead(failed.detail):
+            self._report_dead()
+        is_own_word = failed.trouble is None
+        if is_own_word and says_unknown_model(failed.detail) and self._may_wait_again():
+            self._wait_for_return()
+            return
+        broke_off = Trouble.BROKEN if failed.code == _UNAVAILABLE else None
+        trouble = failed.trouble or broke_off
+        if trouble is None or not self._retry(trouble):
+            self._upstream = None
+            self.refuse(failed)
+
+    async def _fan_out(self, servers: Sequence[Server]) -> None:
+        which, message, seconds = (
+            self.target.operation.servers,
+            b"".join(self._body.pieces),
+            self.seconds_left(),
+        )
+        if which is not Servers.EACH:
+            seconds = FAN_OUT_SECONDS if seconds is None else min(seconds, FAN_OUT_SECONDS)
+        replies = await ask_all(servers, which, lambda server: self._ask_one(server, message, seconds))
+        merged = merged_replies(which, [reply.message for reply in replies])
+        self._pass_reply(replies[0]._replace(message=merged))
+
+    async def _ask_one(self, server: Server, message: bytes, seconds: float | None) -> CallReply:
+        """Raises CallFailed."""
+        assert server.calls is not None
+        server.in_flight += 1
+        try:
+            reply = await self.ask(server.calls, message, seconds)
+        except CallFailed as failed:
+            _note(server, failed)
+            raise
+        finally:
+            server.in_flight -= 1
+        server.grpc.answered()
+        if self.target.operation.unloads:
+            server.note_unload(self.target.model)
+        return reply
+
+    # Streams.
+
+    async def _wait_for_model(self, first: bytes) -> None:
+        """Raises Problem."""
+        self.target = target_of(self.target.operation, first)
+        if (bring := self._missing_model()) is not None:
+            try:
+                self._body.charge(len(first), self._tenant)
+                await bring()
+            finally:
+                self._body.release()
+
+    async def _pass_stream(
+        self, first: Sequence[bytes], stream: AsyncIterator[bytes], context: grpc.aio.ServicerContext
+    ) -> None:
+        """Raises CallFailed."""
+        server = self.plane.fleet.pick(self.target, over_grpc=True)
+        assert server is not None  # none was tried
+        assert server.calls is not None
+        self._context = context
+        call = server.calls.open(self._method, self._metadata, self.seconds_left())
+        sending = asyncio.create_task(_send_all(first, stream, call))
+        server.in_flight += 1
+        try:
+            with self.plane.lanes.streaming(self._model):
+                await context.send_initial_metadata(await call.first())
+                while (answer := await call.read()) is not None:
+                    await context.write(answer)
+                context.set_trailing_metadata(self._signed(await call.last()))
+        except CallFailed as failed:
+            _note(server, failed)
+            raise
+        finally:
+            server.in_flight -= 1
+            sending.cancel()
+            call.cancel()
+
+    # The end.
+
+    async def _fail(self, fault: Exception, context: grpc.aio.ServicerContext) -> None:
+        """End the call with that. Raises, always."""
+        status, detail, metadata = self._ending(fault)
+        self._count(status)
+        await context.abort(status, detail, self._signed(metadata))
+
+    def _ending(self, fault: Exception) -> tuple[grpc.StatusCode, str, Metadata]:
+        if isinstance(fault, CallFailed) and fault.trouble is None:
+            return _STATUSES[fault.code], fault.detail, fault.metadata
+        problem = self._problem_of(fault)
+        headers = [(name.lower(), value) for name, value in headers_of(problem).items()]
+        status = _STATUS_OF.get(problem.kind.status, grpc.StatusCode.INTERNAL)
+        return status, problem.detail, [("code", problem.code), *headers]
+
+    def _problem_of(self, fault: Exception) -> Problem:
+        if isinstance(fault, Problem):
+            return fault
+        if isinstance(fault, CallFailed) and fault.trouble is not None:
+            log.warning(
+                "no answer from Triton", request=self._request_id, server=fault.server, fault=fault.detail
+            )
+            return problem_of(fault.trouble, fault.server, fault.detail)
+        log.error("request failed", request=self._request_id, path=self.target.operation.name, exc_info=fault)
+        return our_mistake(self._request_id)
+
+    def _signed(self, metadata: Metadata) -> Metadata:
+        queued = () if self.turn is None else self.turn.headers()
+        return (*metadata, *queued, ("request-id", self._request_id))
+
+    def _count(self, status: grpc.StatusCode) -> None:
+        seconds = time.perf_counter() - self._began
+        self.plane.on_call(self.target.operation.name, status.name, seconds)
 
 
-def changes_settings(message: bytes) -> bool:
-    """Of a TraceSettingRequest or LogSettingsRequest. What is no message may change anything."""
-    try:
-        return any(number == _SETTINGS for number, _ in fields(message))
-    except Malformed:
-        return True
+class _UnaryCall(UpstreamRequest):
+    """At one server. Its message comes as a whole."""
+
+    __slots__ = ("_backend", "_call", "_message", "_task")
+
+    def __init__(self, call: GrpcCall, backend: CallBackend) -> None:
+        self._call = call
+        self._backend = backend
+        self._message = b""
+        self._task: asyncio.Task[None] | None = None
+
+    def write(self, data: bytes) -> None:
+        self._message = data
+
+    def end(self) -> None:
+        self._task = asyncio.ensure_future(self._carry_out())
+
+    def cancel(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+
+    async def _carry_out(self) -> None:
+        call = self._call
+        try:
+            reply = await call.ask(self._backend, self._message, call.seconds_left())
+        except CallFailed as failed:
+            call.on_failed(failed)
+        except Exception as fault:
+            call.refuse(fault)
+        else:
+            call.on_reply(reply)
 
 
-def brings_files(message: bytes) -> bool:
-    """Of a RepositoryModelLoadRequest."""
-    try:
-        parameters = [value for number, value in fields(message) if number == _LOAD_PARAMETERS]
-        return any(_is_file(parameter) for parameter in parameters)
-    except Malformed:
-        return True
+def _note(server: Server, failed: CallFailed) -> None:
+    """What the failure says of the server."""
+    if failed.trouble is not None:
+        server.grpc.failed(failed.trouble, failed.detail)
+    elif failed.code == _UNAVAILABLE:
+        server.grpc.check_wanted.set()  # it may be the server's own word, or the connection was lost
+    elif failed.code not in _OF_THE_CLIENT:
+        server.grpc.answered()
 
 
-def _is_file(parameter: int | bytes) -> bool:
-    """Of a pair in the map of parameters. Of several keys the last one counts, and each is looked at."""
-    if isinstance(parameter, int):
-        return True
-    keys = (value for number, value in fields(parameter) if number == _KEY)
-    return any(isinstance(key, int) or key.startswith(_FILE) for key in keys)
+class GrpcPort:
+    """Listens. Raises OSError if the port cannot be had."""
+
+    def __init__(
+        self, calls: GrpcCalls, host: str, port: int, most_calls: int, most_message_bytes: int
+    ) -> None:
+        """`most_message_bytes`: a longer one is refused before it is read, with RESOURCE_EXHAUSTED."""
+        limit = ("grpc.max_receive_message_length", min(most_message_bytes, _MOST_MESSAGE_BYTES))
+        self._server = grpc.aio.server(options=(limit, *_OPTIONS), maximum_concurrent_rpcs=most_calls)
+        self._server.add_generic_rpc_handlers((calls,))
+        address = f"[{host}]" if ":" in host else host
+        try:
+            self.port: int = self._server.add_insecure_port(f"{address}:{port}")
+        except RuntimeError as fault:
+            raise OSError(str(fault)) from None
+
+    async def begin(self) -> None:
+        await self._server.start()
+
+    async def close(self, most_seconds: float) -> None:
+        """Take no more calls; those under way may go on for so long."""
+        await self._server.stop(most_seconds)
+
+
+_MOST_MESSAGE_BYTES: Final = 2**31 - 1
+"""The library counts in 32 bits."""
+
+_OPTIONS: Final = (
+    ("grpc.max_send_message_length", -1),
+    ("grpc.so_reuseport", 0),  # or a port in use would be taken for a free one
+)
+
+
+async def _send_all(first: Sequence[bytes], stream: AsyncIterator[bytes], call: CallStream) -> None:
+    for message in first:
+        await call.write(message)
+    async for message in stream:
+        await call.write(message)
+    await call.end()

@@ -12,9 +12,9 @@ from httptools import HttpParserError, HttpParserUpgrade, HttpRequestParser
 from uvicorn._types import ASGI3Application
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
-from gpubroker_server.gateway.proxy.aims import is_claimed
-from gpubroker_server.gateway.proxy.exchange import Exchange
-from gpubroker_server.gateway.proxy.plane import Plane, Told, sorted_out
+from gpubroker_server.gateway.proxy.exchange import HttpExchange
+from gpubroker_server.gateway.proxy.operations import is_triton_path
+from gpubroker_server.gateway.proxy.plane import Plane, RequestHeaders, sorted_headers
 from gpubroker_server.ports.backends import write_together
 
 WRITE_BUFFER_BYTES = 1024 * 1024
@@ -30,7 +30,7 @@ class Known(NamedTuple):
     head: bytes
     method: bytes
     url: bytes
-    told: Told
+    headers: RequestHeaders
 
 
 class InferenceConnection(HttpToolsProtocol):
@@ -42,9 +42,9 @@ class InferenceConnection(HttpToolsProtocol):
         """The request that comes in is under /v2; None: so little of it is there that nobody knows."""
         self._is_offered = False
         """And would change the protocol if we did."""
-        self._incoming: Exchange | None = None
+        self._incoming: HttpExchange | None = None
         """Whose request is coming in."""
-        self._current: Exchange | None = None
+        self._current: HttpExchange | None = None
         """Whose turn it is to be answered."""
         self._uncut_bytes = 0
         """Of a body, that are handed on without being parsed."""
@@ -98,12 +98,12 @@ class InferenceConnection(HttpToolsProtocol):
     def pause_writing(self) -> None:
         super().pause_writing()
         if self._current is not None:
-            self._current.hold_answer()
+            self._current.pause_answer()
 
     def resume_writing(self) -> None:
         super().resume_writing()
         if self._current is not None:
-            self._current.go_on_with_answer()
+            self._current.resume_answer()
 
     # What the parser calls.
 
@@ -131,16 +131,18 @@ class InferenceConnection(HttpToolsProtocol):
         self._is_offered = parser.should_upgrade()
         is_current = parser.get_http_version() != "1.0"
         keep_alive = is_current and parser.should_keep_alive()
-        told = sorted_out(self.headers)
+        headers = sorted_headers(self.headers)
         self._parsed = None
-        if keep_alive and told.body_bytes is not None and not self._is_offered:
-            self._parsed = Known(b"", parser.get_method(), self.url, told)
-        self._take_in(parser.get_method(), self.url, told, keep_alive, is_current)
+        if keep_alive and headers.body_bytes is not None and not self._is_offered:
+            self._parsed = Known(b"", parser.get_method(), self.url, headers)
+        self._take_in(parser.get_method(), self.url, headers, keep_alive, is_current)
 
-    def _take_in(self, method: bytes, url: bytes, told: Told, keep_alive: bool, takes_chunks: bool) -> None:
+    def _take_in(
+        self, method: bytes, url: bytes, headers: RequestHeaders, keep_alive: bool, takes_chunks: bool
+    ) -> None:
         """A request has begun, which is answered when its turn comes."""
-        exchange = Exchange(
-            self.plane, self, method, url, told, keep_alive=keep_alive, takes_chunks=takes_chunks
+        exchange = HttpExchange(
+            self.plane, self, method, url, headers, keep_alive=keep_alive, takes_chunks=takes_chunks
         )
         before = cast(RequestResponseCycle | None, self.cycle)
         cycle = cast(RequestResponseCycle, exchange)
@@ -170,15 +172,15 @@ class InferenceConnection(HttpToolsProtocol):
 
     # What uvicorn's part of this calls.
 
-    def _start_asgi_task(self, cycle: RequestResponseCycle | Exchange, app: ASGI3Application) -> None:
+    def _start_asgi_task(self, cycle: RequestResponseCycle | HttpExchange, app: ASGI3Application) -> None:
         """The turn of a request has come, that waited behind another one."""
-        if isinstance(cycle, Exchange):
+        if isinstance(cycle, HttpExchange):
             self._current = cycle
             self.loop.call_soon(self._begin, cycle)
         else:
             super()._start_asgi_task(cycle, app)
 
-    def _begin(self, exchange: Exchange) -> None:
+    def _begin(self, exchange: HttpExchange) -> None:
         if not self.transport.is_closing():
             exchange.begin()
             exchange.flush()
@@ -198,13 +200,13 @@ class InferenceConnection(HttpToolsProtocol):
     def write(self, parts: Sequence[bytes]) -> None:
         write_together(self.transport, parts)
 
-    def hold_body(self) -> None:
+    def pause_body(self) -> None:
         self.flow.pause_reading()
 
-    def go_on_with_body(self) -> None:
+    def resume_body(self) -> None:
         self.flow.resume_reading()
 
-    def on_answered(self, exchange: Exchange) -> None:
+    def on_answered(self, exchange: HttpExchange) -> None:
         self._current = None
         self.timeout_keep_alive = IDLE_SECONDS
         if not exchange.keep_alive:
@@ -217,7 +219,7 @@ class InferenceConnection(HttpToolsProtocol):
     def _claim(self) -> None:
         """The target is complete. What is not ours begins as it would have begun without us."""
         url = self.url
-        self._is_claimed = is_claimed(url)
+        self._is_claimed = is_triton_path(url)
         if self._is_claimed:
             self.headers = []
         else:
@@ -258,13 +260,13 @@ class InferenceConnection(HttpToolsProtocol):
         parsed = self._parsed
         if parsed is not None:
             end = data.find(b"\r\n\r\n") + 4
-            if len(data) == end + (parsed.told.body_bytes or 0):
+            if len(data) == end + (parsed.headers.body_bytes or 0):
                 self._known = parsed._replace(head=data[:end])
 
     def _ask_again(self, known: Known, data: bytes) -> None:
         """With a head that needs no parsing. The parser, which sees nothing of this, stays between two."""
-        self._take_in(known.method, known.url, known.told, True, True)
-        self._uncut_bytes = known.told.body_bytes or 0
+        self._take_in(known.method, known.url, known.headers, True, True)
+        self._uncut_bytes = known.headers.body_bytes or 0
         rest = data[len(known.head) :]
         if rest and self._uncut_bytes:
             self._take_uncut(rest)

@@ -1,7 +1,7 @@
-"""One request under /v2 and its answer, on a client's connection.
+"""One HTTP request under /v2 and its answer, on a client's connection.
 
-The server that owns the connection takes it for one of its own cycles: it reads `response_complete`, and
-writes `keep_alive` and `disconnected`.
+The uvicorn server that owns the connection takes it for one of its own cycles: it reads `response_complete`,
+and writes `keep_alive` and `disconnected`.
 """
 
 import asyncio
@@ -12,14 +12,28 @@ from typing import Final, Protocol
 import structlog
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE
 
-from gpubroker_server.gateway.http.identity import Identity
 from gpubroker_server.gateway.http.problems import Problem
-from gpubroker_server.gateway.proxy.aims import aim_of
-from gpubroker_server.gateway.proxy.lanes import Turn
-from gpubroker_server.gateway.proxy.plane import Plane, Told
-from gpubroker_server.gateway.proxy.refusals import our_mistake, problem_of, rendered
-from gpubroker_server.gateway.proxy.server import Server
-from gpubroker_server.ports.backends import Answer, Asking, Header, RequestHead, Trouble
+from gpubroker_server.gateway.proxy.fan_out import FAN_OUT_SECONDS, ask_all, merged_response
+from gpubroker_server.gateway.proxy.fetch import Fetched, NotFetched, fetch
+from gpubroker_server.gateway.proxy.operations import http_target
+from gpubroker_server.gateway.proxy.plane import (
+    IDEMPOTENT,
+    QUEUE_HEADERS,
+    Plane,
+    RequestHeaders,
+    brings_files,
+)
+from gpubroker_server.gateway.proxy.proxied_request import ProxiedRequest
+from gpubroker_server.gateway.proxy.refusals import (
+    no_files,
+    our_mistake,
+    problem_of,
+    rendered,
+    says_dead,
+    says_unknown_model,
+)
+from gpubroker_server.gateway.proxy.servers import Server
+from gpubroker_server.ports.backends import Header, RequestHead, ResponseHandler, Trouble, UpstreamRequest
 
 log = structlog.get_logger("gpubroker.inference")
 
@@ -27,57 +41,64 @@ DRAIN_SECONDS: Final = 5.0
 DRAIN_BYTES: Final = 64 * 1024 * 1024
 DRAIN_STRANGER_BYTES: Final = 1024 * 1024
 """A client that is refused while it still sends would not read why: most send everything first. So much is
-taken from it before it is told, and less from one that nobody knows."""
+read from it before it is answered, and less from a client without a valid token."""
 
 _CONTINUE: Final = b"HTTP/1.1 100 Continue\r\n\r\n"
 
+_OK: Final = 200
+_ERROR: Final = 500
+_UNKNOWN_MODEL: Final = (404, 503)
+"""How Triton answers for a model that it does not have; 503 if the request names a version."""
+
+_LONGEST_MESSAGE_BYTES: Final = 4096
+"""Of an error of Triton that is read here."""
+
+_NOT_FOR_MERGING: Final = frozenset({b"accept-encoding", b"if-none-match", b"if-modified-since", b"range"})
+"""Headers of the client with which an answer could not be merged with others."""
+
 
 class Client(Protocol):
-    """The connection that it is on."""
+    """The client's connection."""
 
     @property
     def is_full(self) -> bool:
-        """It takes no more for now; `go_on_with_answer` is called when it does."""
+        """It takes no more for now; `resume_answer` is called when it does."""
         ...
 
     def write(self, parts: Sequence[bytes]) -> None:
         """Together."""
         ...
 
-    def hold_body(self) -> None: ...
+    def pause_body(self) -> None: ...
 
-    def go_on_with_body(self) -> None: ...
+    def resume_body(self) -> None: ...
 
-    def on_answered(self, exchange: "Exchange") -> None:
+    def on_answered(self, exchange: "HttpExchange") -> None:
         """It is over; the connection is closed unless `keep_alive`."""
         ...
 
     def cut_off(self) -> None: ...
 
 
-class Exchange(Answer):
+class HttpExchange(ProxiedRequest, ResponseHandler):
+    over_grpc = False
+
     message_event = asyncio.Event()
-    """Set when the client has gone; nobody waits for it here."""
+    """uvicorn sets it when the client has gone."""
     response_complete = False
     disconnected = False
 
     request_id = ""
     _began = 0.0
+    """When its turn on the connection came; 0: not yet."""
     _status = 0
     _seen_bytes = 0
     """Of the body."""
-    _is_complete = False
-    """All of the request has come."""
-    _reads_first = False
-    """The body is looked into before anything is sent."""
     _sends_chunks = False
-    _asking: Asking | None = None
-    turn: Turn | None = None
-    """At the model, if it needs one."""
-    server: Server | None = None
-    """That was asked."""
-    _identity: Identity | None = None
-    """Whose token it came with; None where nobody is asked for one."""
+    _is_error = False
+    _held_head: tuple[int, Sequence[Header], int | None] | None = None
+    """Of an answer that may say that the model has left: it is held back until its body is there."""
+    _held_body = b""
     _refusal: Problem | None = None
     _giving_up: asyncio.TimerHandle | None = None
 
@@ -86,131 +107,135 @@ class Exchange(Answer):
         plane: Plane,
         client: Client,
         method: bytes,
-        target: bytes,
-        told: Told,
+        path: bytes,
+        headers: RequestHeaders,
         *,
         keep_alive: bool,
         takes_chunks: bool,
     ) -> None:
+        super().__init__(plane, http_target(method, path))
         self.keep_alive = keep_alive
-        self._plane = plane
         self._client = client
         self._method = method
-        self._target = target
-        self._told = told
-        self._body_bytes = told.body_bytes
+        self._path = path
+        self._headers = headers
         self._takes_chunks = takes_chunks
-        self._aim = aim_of(method, target)
-        self._pieces: list[bytes] = []
-        """Of the body, before its turn has come."""
         self._out: list[bytes] = []
         """Of the answer, until the end of one reading."""
 
     @property
     def left_bytes(self) -> int | None:
-        """Of the body, that are yet to come; None if nobody knows."""
-        return None if self._body_bytes is None else self._body_bytes - self._seen_bytes
+        """Bytes of the body that are yet to come; None if the body comes in chunks."""
+        length = self._headers.body_bytes
+        return None if length is None else length - self._seen_bytes
 
     # What the client's connection calls.
 
     def begin(self) -> None:
-        """Its turn has come: what was asked on this connection before is answered."""
+        """Its turn has come: the requests before it on this connection are answered."""
         self._began = time.perf_counter()
-        self.request_id = self._plane.ids.exchange()
+        self.request_id = self.plane.ids.exchange()
         try:
-            self._identity = self._plane.check(self._aim, self._told)
-            self._reads_first = self._plane.reads(self._aim)
-            if not self._reads_first:
-                self._asking = self._ask()
+            self._admit()
+            self.start()
         except Exception as fault:
-            self._refuse(self._problem_of(fault))
+            self.refuse(fault)
             return
-        if self._waits_for_leave() and not self._is_complete:
+        if self._waits_for_continue() and not self.is_complete:
             self._client.write([_CONTINUE])
-        if self._asking is not None:
-            self._send_on(self._asking)
-        if self._is_complete:
-            self.on_request_end()
 
-    def _ask(self) -> Asking:
+    def _admit(self) -> None:
         """Raises Problem."""
-        head = RequestHead(self._method, self._target, self._told.passed_on, self._body_bytes)
-        return self._plane.send(head, self, self._aim, self._told, self._identity)
-
-    def _send_on(self, asking: Asking) -> None:
-        for piece in self._pieces:
-            asking.write(piece)
-        self._pieces.clear()
-
-    def _problem_of(self, fault: Exception) -> Problem:
-        if isinstance(fault, Problem):
-            return fault
-        log.error("request failed", request=self.request_id, path=self._aim.route, exc_info=fault)
-        return our_mistake(self.request_id)
+        plane, headers, operation = self.plane, self._headers, self.target.operation
+        self.identity = plane.check(operation, headers)
+        self._check_chunks()
+        if self.identity is not None and (operation.needs_model or operation.unloads):
+            self.wish = plane.lanes.wish_in(self.identity, *map(headers.text, QUEUE_HEADERS))
+        self.is_idempotent = headers.to_us.get(IDEMPOTENT.encode(), b"").lower() == b"true"
 
     def on_request_body(self, data: bytes) -> None:
         self._seen_bytes += len(data)
-        if self._asking is not None:
-            self._asking.write(data)
-        elif self._refusal is not None:
+        if self._refusal is not None:
             self._drain()
-        elif not self.response_complete:
-            self._pieces.append(data)
+            return
+        try:
+            self._check_chunks()
+        except Problem as problem:
+            self.refuse(problem)
+        else:
+            self.write(data)
 
-    def flush(self) -> None:
-        """This was all that has come for now."""
-        if self._asking is not None and self._is_short_enough():
-            self._asking.flush()
-        elif self._reads_first:
-            self._is_short_enough()
+    def _check_chunks(self) -> None:
+        """The length of a body in chunks shows only when it comes. Raises Problem."""
+        if self._headers.body_bytes is None and self._began:
+            self.plane.check_size(self.target.operation, self._seen_bytes)
 
     def on_request_end(self) -> None:
-        self._is_complete = True
-        if self._refusal is not None:
-            self._say_refusal()
-        elif self._reads_first:
-            if self._is_short_enough():
-                self._read_and_ask()
-        elif self._asking is not None and self._is_short_enough():
-            self._asking.end()
-
-    def _read_and_ask(self) -> None:
-        self._reads_first = False
-        try:
-            self._plane.check_load(b"".join(self._pieces))
-            asking = self._asking = self._ask()
-        except Exception as fault:
-            self._refuse(self._problem_of(fault))
-            return
-        self._send_on(asking)
-        asking.end()
+        if self._refusal is None:
+            self.end()
+        else:
+            self.is_complete = True
+            self._send_refusal()
 
     def on_gone(self) -> None:
         """The client has closed the connection."""
-        if self._asking is not None:
-            self._asking.cancel()
-            self._asking = None
         self._end()
 
-    def hold_answer(self) -> None:
-        if self._asking is not None:
-            self._asking.hold_answer()
+    def pause_answer(self) -> None:
+        if self._upstream is not None:
+            self._upstream.pause_answer()
 
-    def go_on_with_answer(self) -> None:
-        if self._asking is not None:
-            self._asking.go_on_with_answer()
+    def resume_answer(self) -> None:
+        if self._upstream is not None:
+            self._upstream.resume_answer()
 
-    # What the server of models answers.
+    # What the machine calls.
+
+    def _ask(self, server: Server) -> UpstreamRequest:
+        return server.backend.ask(self._head, self)
+
+    @property
+    def _head(self) -> RequestHead:
+        headers = self._headers
+        return RequestHead(self._method, self._path, headers.passed_on, headers.body_bytes)
+
+    def _check_body(self) -> None:
+        if self.plane.reads_load(self.target.operation) and brings_files(b"".join(self._body.pieces)):
+            raise no_files()
+
+    def _pause_client(self) -> None:
+        self._client.pause_body()
+
+    def _resume_client(self) -> None:
+        self._client.resume_body()
+
+    # What the server answers.
 
     def on_head(self, status: int, headers: Sequence[Header], body_bytes: int | None) -> None:
+        is_short = (body_bytes or 0) <= _LONGEST_MESSAGE_BYTES
+        if status in _UNKNOWN_MODEL and is_short and self._may_wait_again():
+            self._held_head = status, headers, body_bytes
+            return
+        self._pass_head(status, headers, body_bytes)
+
+    def _pass_head(self, status: int, headers: Sequence[Header], body_bytes: int | None) -> None:
+        self._is_error = status == _ERROR and self._was_there
+        self._begin_answer(status == _OK)
         if body_bytes is None:
             self._sends_chunks = self._takes_chunks
             self.keep_alive = self.keep_alive and self._takes_chunks
         self._write_head(status, headers, body_bytes)
-        if self._client.is_full and self._asking is not None:
-            self._asking.hold_answer()  # it has not even taken what was answered before
+        if self._client.is_full:
+            self.pause_answer()  # it has not even taken what was answered before
 
     def on_body(self, data: bytes) -> None:
+        if self._held_head is not None:
+            self._held_body += data
+            if len(self._held_body) > _LONGEST_MESSAGE_BYTES:
+                self._let_through()
+            return
+        if self._is_error and says_dead(data[:_LONGEST_MESSAGE_BYTES].decode("utf-8", "replace")):
+            self._report_dead()
         if self._method == b"HEAD":
             return
         if self._sends_chunks:
@@ -223,77 +248,103 @@ class Exchange(Answer):
             self._out = []
 
     def on_end(self) -> None:
-        self._asking = None
+        if self._held_head is not None:
+            if says_unknown_model(_error_in(self._held_body)):
+                self._held_head, self._held_body = None, b""
+                self._wait_for_return()
+                return
+            self._let_through()
+        self._upstream = None
         if self._sends_chunks and self._method != b"HEAD":
             self._out.append(b"0\r\n\r\n")
         self._end()
 
+    def _let_through(self) -> None:
+        """An answer that was held back."""
+        assert self._held_head is not None
+        head, body = self._held_head, self._held_body
+        self._held_head, self._held_body = None, b""
+        self._pass_head(*head)
+        if body:
+            self.on_body(body)
+
     def on_trouble(self, trouble: Trouble, detail: str) -> None:
-        self._asking = None
-        server = "" if self.server is None else self.server.name
-        if self.server is not None:
-            self.server.http.failed(trouble, detail)
-        log.warning("no answer from Triton", request=self.request_id, server=server, fault=detail)
+        server = self.server
+        self._held_head, self._held_body = None, b""
+        assert server is not None
+        server.http.failed(trouble, detail)
+        if self._retry(trouble):
+            return
+        log.warning("no answer from Triton", request=self.request_id, server=server.name, fault=detail)
         if self._status:
             self._client.cut_off()  # half an answer; only this tells the client
         else:
-            self._refuse(problem_of(trouble, server, detail))
+            self.refuse(problem_of(trouble, server.name, detail))
 
-    def on_refused(self, fault: Exception) -> None:
-        self._asking = None
-        self._refuse(self._problem_of(fault))
+    # Several servers.
 
-    def hold_body(self) -> None:
-        self._client.hold_body()
+    async def _fan_out(self, servers: Sequence[Server]) -> None:
+        passed_on = [
+            header for header in self._headers.passed_on if header[0].lower() not in _NOT_FOR_MERGING
+        ]
+        head, body = self._head._replace(headers=passed_on), b"".join(self._body.pieces)
+        which = self.target.operation.servers
+        found = await ask_all(servers, which, lambda server: self._fetch(server, head, body))
+        answer = merged_response(which, found, servers)
+        headers = [header for header in answer.headers if header[0].lower() != b"content-length"]
+        self.on_head(answer.status, headers, len(answer.body))
+        self.on_body(answer.body)
+        self.on_end()
 
-    def go_on_with_body(self) -> None:
-        self._client.go_on_with_body()
-
-    def _is_short_enough(self) -> bool:
-        """The length of a body in chunks shows only when it comes."""
-        if self._body_bytes is not None:
-            return True
+    async def _fetch(self, server: Server, head: RequestHead, body: bytes) -> Fetched:
+        """Raises Problem."""
         try:
-            self._plane.check_size(self._aim, self._seen_bytes)
-        except Problem as problem:
-            if self._asking is not None:
-                self._asking.cancel()
-            self._asking = None
-            self._refuse(problem)
-            return False
-        return True
+            found = await fetch(server.backend, head, body, FAN_OUT_SECONDS)
+        except NotFetched as failed:
+            if failed.trouble is not Trouble.SILENT:  # its connections may all be in use
+                server.http.failed(failed.trouble, str(failed))
+            raise problem_of(failed.trouble, server.name, str(failed)) from None
+        server.http.answered()
+        if self.target.operation.unloads and found.status == _OK:
+            server.note_unload(self.target.model)
+        return found
 
-    def _waits_for_leave(self) -> bool:
-        return self._told.to_us.get(b"expect", b"").lower() == b"100-continue"
+    # Refusals, and the end.
 
-    def _refuse(self, problem: Problem) -> None:
-        """Say so once the body is there, or as much of it as is waited for."""
-        self._refusal = problem
-        self._reads_first = False
-        if self.turn is not None:
-            self.turn.leave()
-        self._pieces.clear()
-        self._client.go_on_with_body()
-        if self._is_complete or (self._waits_for_leave() and not self._seen_bytes):
-            self._say_refusal()
+    def refuse(self, fault: Exception) -> None:
+        """Answer so once the body is there, or as much of it as is waited for."""
+        self._refusal = self._problem_of(fault)
+        self.close()
+        self._client.resume_body()
+        if self.is_complete or (self._waits_for_continue() and not self._seen_bytes):
+            self._send_refusal()
             return
-        if self._seen_bytes == self._body_bytes:
+        if self._seen_bytes == self._headers.body_bytes:
             return  # its end comes next
         loop = asyncio.get_running_loop()
-        self._giving_up = loop.call_later(DRAIN_SECONDS, self._say_refusal)
+        self._giving_up = loop.call_later(DRAIN_SECONDS, self._send_refusal)
         self._drain()
+
+    def _problem_of(self, fault: Exception) -> Problem:
+        if isinstance(fault, Problem):
+            return fault
+        log.error("request failed", request=self.request_id, path=self.target.operation.name, exc_info=fault)
+        return our_mistake(self.request_id)
+
+    def _waits_for_continue(self) -> bool:
+        return self._headers.to_us.get(b"expect", b"").lower() == b"100-continue"
 
     def _drain(self) -> None:
         is_stranger = self._refusal is not None and self._refusal.kind.status in (401, 421)
         if self._seen_bytes > (DRAIN_STRANGER_BYTES if is_stranger else DRAIN_BYTES):
-            self._say_refusal()
+            self._send_refusal()
 
-    def _say_refusal(self) -> None:
+    def _send_refusal(self) -> None:
         problem = self._refusal
         if problem is None or self.response_complete:
             return
         status, headers, body = rendered(problem, self.request_id)
-        self.keep_alive = self.keep_alive and self._is_complete
+        self.keep_alive = self.keep_alive and self.is_complete
         self._write_head(status, headers, len(body))
         if self._method != b"HEAD":
             self._out.append(body)
@@ -311,7 +362,7 @@ class Exchange(Answer):
         if not self.keep_alive:
             parts.append(b"Connection: close\r\n")
         if self.turn is not None:
-            parts += [b"%b: %b\r\n" % (name.encode(), value.encode()) for name, value in self.turn.told()]
+            parts += [b"%b: %b\r\n" % (name.encode(), value.encode()) for name, value in self.turn.headers()]
         parts.append(b"Request-Id: %b\r\n\r\n" % self.request_id.encode())
         self._out = parts
 
@@ -320,10 +371,16 @@ class Exchange(Answer):
         self.on_pause()
         if self._giving_up is not None:
             self._giving_up.cancel()
-        if self.turn is not None:
-            self.turn.leave()
+        self.close()
         self.response_complete = True
-        self._pieces.clear()
         seconds = time.perf_counter() - self._began
-        self._plane.on_request(self._method.decode(), self._aim.route, self._status, seconds)
+        self.plane.on_request(self._method.decode(), self.target.operation.name, self._status, seconds)
         self._client.on_answered(self)
+
+
+def _error_in(body: bytes) -> str:
+    """Of an error of Triton over HTTP, which is JSON whatever its type says; empty if this is none."""
+    head, tail = b'{"error":"', b'"}'
+    if not (body.startswith(head) and body.endswith(tail)):
+        return ""
+    return body[len(head) : -len(tail)].decode("utf-8", "replace")

@@ -1,10 +1,10 @@
-"""A request of our own to a server of models, answered as a whole."""
+"""A request of the service's own to a model server, answered as a whole."""
 
 import asyncio
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from gpubroker_server.ports.backends import Answer, Header, ModelBackend, RequestHead, Trouble
+from gpubroker_server.ports.backends import Header, ModelBackend, RequestHead, ResponseHandler, Trouble
 
 
 class Fetched(NamedTuple):
@@ -27,28 +27,24 @@ async def fetch(
     *,
     is_check: bool = False,
 ) -> Fetched:
-    """Over a connection as clients' requests use them; a check has one though all be in use. Raises
+    """Over a connection as clients' requests use them. `is_check`: it waits for none behind others. Raises
     NotFetched."""
-    pieces = _Pieces()
-    asking = backend.ask(head._replace(body_bytes=len(body)), pieces, is_check=is_check)
+    whole = _WholeResponse()
+    request = backend.ask(head._replace(body_bytes=len(body)), whole, is_check=is_check)
     try:
-        asking.write(body)
-        asking.end()
+        request.write(body)
+        request.end()
         async with asyncio.timeout(within_seconds):
-            return await pieces.all
+            return await whole.fetched
     except TimeoutError:
         raise NotFetched(Trouble.SILENT, f"nothing came for {within_seconds:g} s") from None
     finally:
-        asking.cancel()
+        request.cancel()
 
 
-def get(path: bytes) -> RequestHead:
-    return RequestHead(b"GET", path, (), 0)
-
-
-class _Pieces(Answer):
+class _WholeResponse(ResponseHandler):
     def __init__(self) -> None:
-        self.all: asyncio.Future[Fetched] = asyncio.get_running_loop().create_future()
+        self.fetched: asyncio.Future[Fetched] = asyncio.get_running_loop().create_future()
         self._status = 0
         self._headers: Sequence[Header] = ()
         self._body: list[bytes] = []
@@ -60,18 +56,9 @@ class _Pieces(Answer):
         self._body.append(data)
 
     def on_end(self) -> None:
-        if not self.all.done():
-            self.all.set_result(Fetched(self._status, self._headers, b"".join(self._body)))
-
-    def on_pause(self) -> None:
-        pass
+        if not self.fetched.done():
+            self.fetched.set_result(Fetched(self._status, self._headers, b"".join(self._body)))
 
     def on_trouble(self, trouble: Trouble, detail: str) -> None:
-        if not self.all.done():
-            self.all.set_exception(NotFetched(trouble, detail))
-
-    def hold_body(self) -> None:
-        pass
-
-    def go_on_with_body(self) -> None:
-        pass
+        if not self.fetched.done():
+            self.fetched.set_exception(NotFetched(trouble, detail))

@@ -97,7 +97,7 @@ class Turn:
         if self._granted is not None and (problem := await self._granted) is not None:
             raise problem
 
-    def told(self) -> Sequence[tuple[str, str]]:
+    def headers(self) -> Sequence[tuple[str, str]]:
         """Headers of the answer: none if it went at once, by the priority that it asked for."""
         if self._capped is None and self.waited_seconds is None:
             return ()

@@ -1,7 +1,9 @@
-"""What the data plane says itself, in Triton's form: clients of Triton look for `error`, ours for `code`."""
+"""Errors of the data plane: its own in Triton's form (clients of Triton look for `error`, ours for `code`),
+and those of Triton that it acts upon."""
 
 from collections.abc import Mapping
 from math import ceil
+from typing import Final
 
 from pydantic_core import to_json
 
@@ -28,6 +30,10 @@ _WORDS = {
 
 def problem_of(trouble: Trouble, server: str, detail: str) -> Problem:
     return Problem(_CODES[trouble], _WORDS[trouble].format(server=server, detail=detail))
+
+
+def body_too_large(most: str, body_bytes: int, remedy: str) -> Problem:
+    return Problem("payload-too-large", f"{most} and this one has {body_bytes} or more; {remedy}")
 
 
 def no_shared_memory() -> Problem:
@@ -119,3 +125,18 @@ def rendered(problem: Problem, request_id: str) -> tuple[int, list[Header], byte
     )
     headers = {"Content-Type": "application/json", **headers_of(problem)}
     return kind.status, [(name.encode(), value.encode()) for name, value in headers.items()], body
+
+
+_UNKNOWN_MODEL: Final = "Request for unknown model: "
+_DEAD: Final = "is not healthy"
+
+
+def says_unknown_model(message: str) -> bool:
+    """Whether Triton says that it does not have the model; it may have other versions of it and say so."""
+    lacks_version = " version " in message and message.endswith(" is not found")
+    return message.startswith(_UNKNOWN_MODEL) and not lacks_version
+
+
+def says_dead(message: str) -> bool:
+    """Whether Triton says that the model's process is gone. It calls such a model ready all the same."""
+    return _DEAD in message

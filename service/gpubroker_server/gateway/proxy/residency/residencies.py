@@ -1,7 +1,7 @@
 """Models of all servers in the ledger, for those who ask for a model and not for a server."""
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from gpubroker_server.core.domain.task import Task
 from gpubroker_server.core.domain.units import NodeName, Seconds
@@ -54,20 +54,15 @@ class Residencies:
         for residency in self.holding(model) or self._each[:1]:
             residency.note_use(model, priority)
 
-    def wait_for(self, model: str, asked: int | None) -> Awaitable[bool] | None:
-        """Until it is there; None if it is. When awaited False if no server has such a model; raises
+    def note_wanted(self, model: str, asked: int | None) -> bool:
+        """A request for the model has come. Whether it is in memory at a server that answers."""
+        self.note_use(model, self.priority_of(model, asked))
+        return self.is_there(model)
+
+    async def ready_if_known(self, model: str, asked: int | None) -> bool:
+        """Wait until the model is in memory at one of the servers. False: no server has such a model. Raises
         Problem."""
         priority = self.priority_of(model, asked)
-        self.note_use(model, priority)
-        return None if self.is_there(model) else self.ready_if_known(model, priority)
-
-    def coming(self, model: str, asked: int | None) -> Awaitable[bool] | None:
-        """The same for whoever has asked for it already: it may have left since."""
-        return None if self.have(model) else self.ready_if_known(model, self.priority_of(model, asked))
-
-    async def ready_if_known(self, model: str, priority: int) -> bool:
-        """Wait until it is at one of the servers. False: of what none of them has they tell themselves.
-        Raises Problem."""
         try:
             residency, _ = await self.want(model, priority)
             await residency.ready(model, priority)
@@ -80,7 +75,7 @@ class Residencies:
         has none."""
         if (there := self.at(server)) is not None and there.is_there(model):
             await there.back(model)
-        return await self.ready_if_known(model, self.priority_of(model, asked))
+        return await self.ready_if_known(model, asked)
 
     def doubt(self, model: str, server: str) -> None:
         """It answers as one does whose process is gone."""

@@ -1,5 +1,5 @@
-"""Each server is asked all the time whether it answers, over the connections that requests use, and what it
-has."""
+"""Checks each server all the time: whether it answers, over the connections that requests use, and what is
+in its repository."""
 
 import asyncio
 from collections.abc import Mapping, Sequence
@@ -9,70 +9,73 @@ from typing import Final, NamedTuple
 import msgspec
 
 from gpubroker_server.core.domain.units import Seconds
-from gpubroker_server.gateway.proxy.fetch import NotFetched, fetch, get
-from gpubroker_server.gateway.proxy.server import Contents, Server, Way
+from gpubroker_server.gateway.proxy.fetch import NotFetched, fetch
+from gpubroker_server.gateway.proxy.servers import Contents, Endpoint, Server
 from gpubroker_server.ports.backends import CallFailed, RequestHead, Trouble
 
-LIVE: Final = "/inference.GRPCInferenceService/ServerLive"
-INDEX: Final = RequestHead(b"POST", b"/v2/repository/index", (), 0)
+_LIVE_CALL: Final = "/inference.GRPCInferenceService/ServerLive"
+_LIVE: Final = RequestHead(b"GET", b"/v2/health/live", (), 0)
+_INDEX: Final = RequestHead(b"POST", b"/v2/repository/index", (), 0)
 
 
-class WatchRules(NamedTuple):
-    look_seconds: Seconds = Seconds(5.0)
-    """So often each server is asked."""
+class CheckRules(NamedTuple):
+    every_seconds: Seconds = Seconds(5.0)
+    """How often each server is checked."""
     rest_seconds: Seconds = Seconds(0.2)
-    """And so soon again, at most, when something went wrong, or was asked for that no server has."""
+    """The shortest time between two checks, when something went wrong or a model was asked for that no server
+    has."""
     doubt_seconds: Seconds = Seconds(1.0)
-    """So often one that did not answer the last time."""
+    """How often a server is checked that did not answer the last time."""
     answer_seconds: Seconds = Seconds(3.0)
-    """So long it may take."""
+    """How long the answer may take."""
 
 
-class Watch:
-    def __init__(self, servers: Sequence[Server], rules: WatchRules | None = None) -> None:
+class HealthChecks:
+    def __init__(self, servers: Sequence[Server], rules: CheckRules | None = None) -> None:
         self._servers = servers
-        self._rules = rules or WatchRules()
+        self._rules = rules or CheckRules()
         self._reads_index = len(servers) > 1
 
     async def keep(self) -> None:
         """Until cancelled."""
         async with asyncio.TaskGroup() as group:
             for server in self._servers:
-                for way in server.ways:
-                    group.create_task(self._keep(server, way))
+                for endpoint in server.endpoints:
+                    group.create_task(self._keep(server, endpoint))
 
-    async def look_at_all(self) -> None:
-        """Once, at all of them together."""
-        await asyncio.gather(*(self._look(server, way) for server in self._servers for way in server.ways))
+    async def check_all(self) -> None:
+        """Once, all of them together."""
+        checks = [self._check(server, endpoint) for server in self._servers for endpoint in server.endpoints]
+        await asyncio.gather(*checks)
 
-    async def _keep(self, server: Server, way: Way) -> None:
+    async def _keep(self, server: Server, endpoint: Endpoint) -> None:
         rules = self._rules
         while True:
-            await self._look(server, way)
-            if way.breaker.fault:
+            await self._check(server, endpoint)
+            if endpoint.breaker.fault:
                 await asyncio.sleep(rules.doubt_seconds)
                 continue
             await asyncio.sleep(rules.rest_seconds)
             with suppress(TimeoutError):
-                async with asyncio.timeout(rules.look_seconds):
-                    await way.look_wanted.wait()
+                async with asyncio.timeout(rules.every_seconds):
+                    await endpoint.check_wanted.wait()
 
-    async def _look(self, server: Server, way: Way) -> None:
-        way.look_wanted.clear()
+    async def _check(self, server: Server, endpoint: Endpoint) -> None:
+        endpoint.check_wanted.clear()
         try:
-            if way is server.grpc:
+            if endpoint is server.grpc:
                 await self._call(server)
             else:
                 await self._ask(server)
         except NotFetched as failed:
-            way.failed(failed.trouble, str(failed))
+            endpoint.failed(failed.trouble, str(failed))
         else:
-            way.answered()
+            endpoint.answered()
 
     async def _ask(self, server: Server) -> None:
         """Raises NotFetched."""
         within = self._rules.answer_seconds
-        found = await fetch(server.backend, get(b"/v2/health/live"), within_seconds=within, is_check=True)
+        found = await fetch(server.backend, _LIVE, within_seconds=within, is_check=True)
         if found.status != 200:
             raise NotFetched(Trouble.BROKEN, f"GET /v2/health/live was answered {found.status}")
         if self._reads_index and not server.is_managed:
@@ -83,20 +86,20 @@ class Watch:
         """Raises NotFetched."""
         assert server.calls is not None
         try:
-            await server.calls.ask(LIVE, b"", (), self._rules.answer_seconds)
+            await server.calls.ask(_LIVE_CALL, b"", (), self._rules.answer_seconds)
         except CallFailed as failed:
             raise NotFetched(failed.trouble or Trouble.BROKEN, failed.detail) from None
 
 
 async def index_of(server: Server, within_seconds: float) -> list[dict[str, str]] | None:
-    """What it says that it has, a row for each version of a model; None if that is no index. Raises
+    """The server's index, a row for each version of a model; None if the answer is no index. Raises
     NotFetched."""
-    answer = await fetch(server.backend, INDEX, within_seconds=within_seconds, is_check=True)
+    answer = await fetch(server.backend, _INDEX, within_seconds=within_seconds, is_check=True)
     return rows_in(answer.body) if answer.status == 200 else None
 
 
 def rows_in(index: bytes) -> list[dict[str, str]] | None:
-    """As `POST /v2/repository/index` is answered; None if this is something else."""
+    """Of the answer to `POST /v2/repository/index`; None if this is something else."""
     try:
         return msgspec.json.decode(index, type=list[dict[str, str]])
     except msgspec.DecodeError:

@@ -1,0 +1,186 @@
+"""What a request of Triton's protocol asks for: which scope it needs, which model and which servers.
+
+A path is matched as it came, still encoded, as Triton matches it; only a model's name is decoded. A path or
+method that is not known here is passed on: 404, 405 and UNIMPLEMENTED are Triton's to answer.
+"""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from functools import lru_cache
+from typing import Final, NamedTuple
+from urllib.parse import unquote_to_bytes
+
+from gpubroker_server.gateway.http.identity import Scope
+
+
+class Servers(StrEnum):
+    """Which of several servers a request goes to, and what is made of their answers."""
+
+    ONE = "one"
+    """The request is passed on unchanged, and so is the answer."""
+    ANY = "any"
+    """All at once: the answer is positive if one of them is."""
+    EACH = "each"
+    """All, one after the other: the first error is the answer."""
+    INDEX = "index"
+    """All at once: their models together."""
+    STATISTICS = "statistics"
+    """All at once: their counts and times added."""
+
+
+@dataclass(frozen=True, slots=True)
+class Operation:
+    name: str
+    """The label in metrics: the path's template over HTTP, the method over gRPC."""
+    scope: Scope | None = Scope.MODELS_INFER
+    """None: no token is needed."""
+    servers: Servers = Servers.ONE
+    reads: bool = False
+    """It changes nothing, so that it may be sent twice."""
+    shares_memory: bool = False
+    """The client wants the server to read its memory, which needs both on one machine."""
+    takes_slot: bool = False
+    """It makes the model work."""
+    needs_model: bool = False
+    """It waits until the model is in memory."""
+    loads: bool = False
+    """It loads a model, and its body may bring files."""
+    unloads: bool = False
+    """It unloads a model, and waits until that is gone."""
+    is_stream: bool = False
+    """Over gRPC: many messages each way."""
+    sets: bool = False
+    """Over gRPC: it changes settings if its message holds any."""
+    model_field: int = 0
+    """Over gRPC: the number of the field that names the model; 0: it is about no model."""
+
+
+class Target(NamedTuple):
+    """An operation, and the model that this request names."""
+
+    operation: Operation
+    model: bytes = b""
+    """Decoded. Empty if the request names none."""
+    version: bytes = b""
+    is_encoded: bool = False
+    """The path spells the name with escapes. Triton does not decode them, and knows no such model then."""
+
+
+_MODEL: Final = re.compile(
+    rb"/v2/models/([^/]+)(?:/versions/([0-9]+))?"
+    rb"(?:/(infer|generate|generate_stream|ready|config|stats|trace/setting))?"
+)
+_INFERS: Final = frozenset({"infer", "generate", "generate_stream"})
+_REPOSITORY: Final = re.compile(rb"/v2/repository(?:/[^/]+)?/(?:models/([^/]+)/(load|unload)|index)")
+_SHARED_MEMORY: Final = re.compile(rb"/v2/(systemsharedmemory|cudasharedmemory)(?:/region/[^/]+)?/(\w+)")
+_HEALTH: Final = frozenset({b"/v2/health/live", b"/v2/health/ready"})
+_SETTINGS: Final = frozenset({b"/v2/logging", b"/v2/trace/setting"})
+_END_OF_PATH: Final = re.compile(rb"[?#]")
+_READING: Final = frozenset({b"GET", b"HEAD"})
+
+_LONGEST_CACHED: Final = 256
+"""Bytes of a path: clients choose the paths, and long ones would fill the memory."""
+
+
+def is_triton_path(target: bytes) -> bool:
+    """`/v2`, what is below it, and either with a query."""
+    return target.startswith(b"/v2") and target[3:4] in (b"", b"/", b"?")
+
+
+def http_target(method: bytes, target: bytes) -> Target:
+    path = _END_OF_PATH.split(target, 1)[0]
+    return _cached_target(method, path) if len(path) <= _LONGEST_CACHED else _http_target(method, path)
+
+
+def _http_target(method: bytes, path: bytes) -> Target:
+    changes, reads = method != b"GET", method in _READING
+    if path in _HEALTH:
+        return Target(Operation(path.decode(), None, Servers.ANY, reads))
+    if path in _SETTINGS:
+        servers = Servers.EACH if changes else Servers.ONE
+        return Target(Operation(path.decode(), _reading_or_managing(changes), servers, reads))
+    if path == b"/v2/models/stats":
+        return Target(Operation(path.decode(), servers=Servers.STATISTICS, reads=reads))
+    if path == b"/v2":
+        return Target(Operation(path.decode(), reads=reads))
+    if found := _MODEL.fullmatch(path):
+        action = (found[3] or b"").decode()
+        operation = _model_operation(changes, reads, action)
+        return Target(operation, unquote_to_bytes(found[1]), found[2] or b"", b"%" in found[1])
+    if found := _REPOSITORY.fullmatch(path):
+        if found[1] is None:
+            return Target(Operation("/v2/repository/index", servers=Servers.INDEX, reads=reads))
+        is_load = found[2] == b"load"
+        operation = Operation(
+            f"/v2/repository/models/{{model}}/{found[2].decode()}",
+            Scope.MODELS_MANAGE,
+            Servers.ONE if is_load else Servers.EACH,
+            reads,
+            needs_model=is_load,
+            loads=is_load,
+            unloads=not is_load,
+        )
+        return Target(operation, unquote_to_bytes(found[1]))
+    if found := _SHARED_MEMORY.fullmatch(path):
+        is_status = found[2] == b"status"
+        name = f"/v2/{found[1].decode()}/{'status' if is_status else 'register'}"
+        return Target(Operation(name, reads=reads, shares_memory=not is_status))
+    # Triton may know more paths: what could change something needs the right to do so.
+    return Target(Operation("/v2/unmatched", _reading_or_managing(changes), reads=reads))
+
+
+def _model_operation(changes: bool, reads: bool, action: str) -> Operation:
+    infers = changes and action in _INFERS
+    sets = changes and action == "trace/setting"
+    return Operation(
+        "/v2/models/{model}" + (f"/{action}" if action else ""),
+        _reading_or_managing(sets),
+        Servers.EACH if sets else Servers.STATISTICS if action == "stats" else Servers.ONE,
+        reads,
+        takes_slot=infers,
+        needs_model=infers,
+    )
+
+
+_cached_target = lru_cache(4096)(_http_target)
+
+
+def _reading_or_managing(changes: bool) -> Scope:
+    return Scope.MODELS_MANAGE if changes else Scope.MODELS_INFER
+
+
+def grpc_operation(method: str) -> Operation:
+    return _BY_METHOD.get(method, _UNKNOWN)
+
+
+_SERVICE: Final = "/inference.GRPCInferenceService/"
+_OPERATIONS: Final = [
+    *(Operation(name, None, Servers.ANY, reads=True) for name in ("ServerLive", "ServerReady")),
+    *(
+        Operation(name, reads=True)
+        for name in ("ServerMetadata", "SystemSharedMemoryStatus", "CudaSharedMemoryStatus")
+    ),
+    *(Operation(name, reads=True, model_field=1) for name in ("ModelReady", "ModelMetadata", "ModelConfig")),
+    Operation("ModelStatistics", servers=Servers.STATISTICS, reads=True, model_field=1),
+    Operation("RepositoryIndex", servers=Servers.INDEX, reads=True),
+    Operation("ModelInfer", takes_slot=True, needs_model=True, model_field=1),
+    Operation("ModelStreamInfer", is_stream=True, needs_model=True, model_field=1),
+    Operation("TraceSetting", servers=Servers.EACH, sets=True, model_field=2),
+    Operation("LogSettings", servers=Servers.EACH, sets=True),
+    Operation("RepositoryModelLoad", Scope.MODELS_MANAGE, needs_model=True, loads=True, model_field=2),
+    Operation("RepositoryModelUnload", Scope.MODELS_MANAGE, Servers.EACH, unloads=True, model_field=2),
+    *(
+        Operation(f"{kind}SharedMemory{action}", shares_memory=True)
+        for kind in ("System", "Cuda")
+        for action in ("Register", "Unregister")
+    ),
+]
+_BY_METHOD: Final[Mapping[str, Operation]] = {
+    **{_SERVICE + operation.name: operation for operation in _OPERATIONS},
+    "/grpc.health.v1.Health/Check": Operation("Health/Check", None, Servers.ANY, reads=True),
+}
+_UNKNOWN: Final = Operation("unmatched", Scope.MODELS_MANAGE, is_stream=True)
+"""Triton may know more methods: a stream may be of one message each way, and what could change something
+needs the right to do so."""
