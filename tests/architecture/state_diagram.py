@@ -15,12 +15,12 @@ from tests.architecture.source_tree import ROOT
 PAGE = ROOT / "docs" / "reference" / "states.md"
 
 SOURCE = """\
-Made from the tables in `core/domain/task.py` and `core/domain/lease.py`; a test fails when they differ.
-What is not drawn cannot happen: the code refuses it, and the database guards every row by its version."""
+Generated from the tables in `core/domain/task.py` and `core/domain/lease.py`; a test fails when they differ.
+A move that is not drawn cannot happen: the code refuses it, and the database guards each row's version."""
 
 NOT_DRAWN = """\
-A change of priority, hold, checkpoint or outcome leaves the state as it is and is not drawn, nor is it
-when a task that runs after others awaits nothing any more."""
+Changes that leave the state as it is are not drawn: a new priority, a hold, a checkpoint, an outcome, or the
+end of the last task that a task runs after."""
 
 Arrow = tuple[str, str, str]
 """(from, to, label)"""
@@ -38,7 +38,7 @@ def page() -> str:
         mermaid(["[*] --> reserved: admitted"], lease_arrows(), [LeaseState.RELEASED]),
         meanings(LeaseState, Path(lease.__file__)),
         "## Pledge",
-        "A pledge is made, and comes to exactly one of these ends.",
+        "A pledge ends in exactly one of these ways.",
         meanings(PledgeEnd, Path(lease.__file__)),
     )
     return "\n\n".join(sections) + "\n"

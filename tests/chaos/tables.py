@@ -1,4 +1,4 @@
-"""What docs/explanation/reliability.md shows of evidence/*.json."""
+"""The part of docs/explanation/reliability.md that is generated from evidence/*.json."""
 
 import json
 from collections import Counter
@@ -31,7 +31,7 @@ def shown(folder: Path = FOLDER) -> str:
 
 
 def page() -> str:
-    """The page with what it shows made anew."""
+    """The page with its generated part made again."""
     text = PAGE.read_text(encoding="utf-8")
     before, _, rest = text.partition(BEGIN)
     _, _, after = rest.partition(END)
@@ -57,12 +57,12 @@ def _lines(found: Mapping[str, Record]) -> Iterator[str]:
     for file, name in _KILLS.items():
         if file in found:
             record = found[file]
-            whom = ", ".join(f"{target} {count}" for target, count in _killed(record).most_common())
+            killed = ", ".join(f"{target} {count}" for target, count in _killed(record).most_common())
             yield (
-                f"{name} ({record['runs'][0]['durability']}): killed were {whom}. Of {record['runs_seen']:,} "
-                f"runs that wrote down their beginning, {record['started_twice']} shared a claim; "
-                f"{record['released_early']} leases were released while their process was seen. "
-                f"{record['events']:,} events judged."
+                f"{name} ({record['runs'][0]['durability']}): killed {killed}. Of {record['runs_seen']:,} "
+                f"runs that wrote a line at their start, {record['started_twice']} shared a claim; "
+                f"{record['released_early']} leases were released while their process was alive. "
+                f"{record['events']:,} events checked."
             )
     yield from _sleepers(found)
     if "stops" in found:
@@ -70,11 +70,11 @@ def _lines(found: Mapping[str, Record]) -> Iterator[str]:
     if "power-loss" in found:
         record = found["power-loss"]
         yield (
-            f"Power cuts, {record['database']} ({record['durability']}): {record['images']:,} disks as they "
-            f"may be found afterwards ({record['different']:,} different), with {record['promised']:,} "
-            f"accepted tasks: {record['lost']} lost; {record['forgetful']} disks without something that was "
+            f"Power cuts, {record['database']} ({record['durability']}): {record['images']:,} possible disk "
+            f"images after a cut ({record['different']:,} different), with {record['promised']:,} "
+            f"accepted tasks: {record['lost']} lost; {record['forgetful']} images lack something that was "
             f"answered (< {record['bound']['images']:.2%}). With synchronous=NORMAL it would be "
-            f"{record['normal_forgetful']} of {record['normal_images']:,} disks, and "
+            f"{record['normal_forgetful']} of {record['normal_images']:,} images, and "
             f"{record['normal_lost']:,} of {record['normal_promised']:,} tasks."
         )
     if "simulation" in found:
@@ -86,54 +86,54 @@ def _lines(found: Mapping[str, Record]) -> Iterator[str]:
             f"Of {record['acknowledged']:,} accepted tasks {record['lost']} were lost, "
             f"{record['accepted_twice']} accepted twice; {record['double_leased_mb']} MiB leased twice "
             f"(< {record['bound']['seeds']:.2%} each, < {record['bound']['acknowledged']:.4%} per task). "
-            f"{record['events']:,} events judged."
+            f"{record['events']:,} events checked."
         )
     if "blows" in found:
         record = found["blows"]
         yield (
             f"PostgreSQL under {record['runs'][0]['offered_per_second']:g} tasks/s over HTTP: "
-            f"{record['restarts']} restarts as after a crash and {record['backends_killed']} backends ended, "
-            f"in {record['blows']} blows. Of {record['acknowledged']:,} accepted tasks {record['lost']} were "
+            f"{record['restarts']} crash restarts and {record['backends_killed']} ended backends, "
+            f"in {record['blows']} steps. Of {record['acknowledged']:,} accepted tasks {record['lost']} were "
             f"lost, {record['accepted_twice']} accepted twice; {record['double_leased_mb']} MiB leased "
-            f"twice. Five seconds later 95 % of the rate before it were back after {record['back']} of them."
+            f"twice. After {record['back']} of the steps 95 % of the earlier rate was back within 5 s."
         )
     if "network" in found:
         yield from _network(found["network"])
     if "mutants" in found:
         record = found["mutants"]
-        yield f"Faults planted on purpose: {record['seen']} of {record['planted']} seen by a named test."
+        yield f"Planted faults: {record['seen']} of {record['planted']} caught by a named test."
 
 
 def _sleepers(found: Mapping[str, Record]) -> Iterator[str]:
     if "zombies" in found:
         record = found["zombies"]
         yield (
-            f"Leaders stopped in the middle of a write and woken past their lease, {record['database']}: "
+            f"Leaders stopped in mid-write and resumed after their lease had ended, {record['database']}: "
             f"{record['refused']} of {record['pauses']} writes refused (< {record['bound']['pauses']:.1%})."
         )
     if "zombies-orders" in found:
         record = found["zombies-orders"]
         ways = ", ".join(f"{way} {count}" for way, count in record["refused_by_kind"].items())
         yield (
-            f"Orders that such leaders sent when they woke, by their own Ray drivers to agents on real Ray: "
-            f"{record['refused']} of {record['sent']} refused there, and nothing came of them "
+            f"Orders that such leaders sent after they resumed, through their drivers to agents on Ray: "
+            f"{record['refused']} of {record['sent']} refused by the agent, without effect "
             f"(< {record['bound']['sent']:.1%}; {ways})."
         )
 
 
 def _stops(record: Record) -> str:
-    whom = ", ".join(f"{target} {count}" for target, count in record["stops_by_kind"].items())
+    stopped = ", ".join(f"{target} {count}" for target, count in record["stops_by_kind"].items())
     seconds = {
         name: max(max(run["seconds"][name]) for run in record["runs"])
         for name in ("to_end", "without_a_leader", "to_the_next_start")
     }
     return (
-        f"Processes asked to end under load on real Ray: {record['stops']} "
-        f"(< {record['bound']['stops']:.1%}; {whom}). Of {record['acknowledged']:,} accepted tasks "
+        f"Processes stopped by SIGTERM under load on real Ray: {record['stops']} "
+        f"(< {record['bound']['stops']:.1%}; {stopped}). Of {record['acknowledged']:,} accepted tasks "
         f"{record['lost']} were lost, {record['accepted_twice']} accepted twice; of {record['runs_seen']:,} "
-        f"runs {record['began_again']} began again or were lost. At most {seconds['to_end']:.1f} s until a "
+        f"runs {record['began_again']} started again or were lost. At most {seconds['to_end']:.1f} s until a "
         f"process had ended, {seconds['without_a_leader']:.2f} s without a leader, and "
-        f"{seconds['to_the_next_start']:.2f} s until the next one let a task begin."
+        f"{seconds['to_the_next_start']:.2f} s until the next leader started a task."
     )
 
 
@@ -144,17 +144,18 @@ def _network(record: Record) -> Iterator[str]:
         for what in ("without_an_answer_seconds", "without_a_decision_seconds"):
             worst[one["kind"], what] = max(worst.get((one["kind"], what), 0.0), one[what])
     kinds = sorted({one["kind"] for one in met})
-    told = "; ".join(
+    times = "; ".join(
         f"{kind} {worst[kind, 'without_an_answer_seconds']:.1f} and "
         f"{worst[kind, 'without_a_decision_seconds']:.1f} s"
         for kind in kinds
     )
     longest = max(one["seconds"] for one in met)
     yield (
-        f"Lines that are late, narrow, cut into pieces, half-open, reset or closed slowly for up to "
-        f"{longest:.0f} s, of clients to a gateway and of a gateway, the leader or all to PostgreSQL: "
+        "Connections made late, narrow, fragmented, half-open, reset or slow to close for up to "
+        f"{longest:.0f} s, between clients and a gateway, "
+        f"and between a gateway, the leader or all and PostgreSQL: "
         f"{record['faults']} faults (< {record['bound']['faults']:.1%}). Of {record['acknowledged']:,} "
         f"accepted tasks {record['lost']} were lost, {record['accepted_twice']} accepted twice; "
-        f"{record['double_leased_mb']} MiB leased twice. The longest that a gateway answered nobody and that "
-        f"nothing was decided, the fault included: {told}."
+        f"{record['double_leased_mb']} MiB leased twice. The longest times without an answer from a "
+        f"gateway and without a decision, the fault included: {times}."
     )
