@@ -6,8 +6,7 @@ from gpubroker_server.core.domain.decisions import Decision
 from gpubroker_server.core.domain.demand import Demand
 from gpubroker_server.core.domain.device import Device, DeviceSample, Node
 from gpubroker_server.core.domain.lease import HolderKind, Lease, LeaseState
-from gpubroker_server.core.domain.models.model_terms import ModelTerms
-from gpubroker_server.core.domain.models.residency import Usage
+from gpubroker_server.core.domain.models import ModelTerms, Usage
 from gpubroker_server.core.domain.policy import Policy
 from gpubroker_server.core.domain.task import Task, TaskState
 from gpubroker_server.core.domain.units import Fence, Instant, Mib, NodeName, Seconds, TaskId, device_key

@@ -178,7 +178,7 @@ class Replay:
         self._commit(learn(self.world, react(self.world, reports, self._now, self._policy), self._now))
         self._commit(due(self.world, self._now, self._policy, self._watch))
         self._watch = keep_watch(self._watch, self._now)
-        while decisions := settle(self.world, self._now):
+        while decisions := settle(self.world.awaited, self.world.tasks, self._now):
             self._commit(decisions)
         cursor = None
         while True:

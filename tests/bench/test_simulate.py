@@ -11,9 +11,8 @@ from pathlib import Path
 
 import pytest
 from gpubroker_server.core.domain.demand import Demand
-from gpubroker_server.core.domain.external_lease import External
 from gpubroker_server.core.domain.policy import Policy
-from gpubroker_server.core.domain.task import Dependency, Task
+from gpubroker_server.core.domain.task import Dependency, External, Task
 from gpubroker_server.core.domain.units import Instant, Mib, TaskId
 from gpubroker_server.core.world.event_codec import device_fields, node_fields
 from gpubroker_server.core.world.events import NewEvent, submitted

@@ -9,8 +9,8 @@ from gpubroker_server.adapters.blobs.directory import DirectoryBlobs
 from gpubroker_server.adapters.sql.store import SqlStore, open_store
 from gpubroker_server.bootstrap.broker_role import BrokerRole
 from gpubroker_server.bootstrap.follower import Picture
+from gpubroker_server.core.domain.policy import HALF_LIFE_SECONDS
 from gpubroker_server.core.world.events import Event
-from gpubroker_server.core.world.tenant_accounts import HALF_LIFE_SECONDS
 from gpubroker_server.settings.loading import load_settings
 
 from tests.bootstrap.refusals import WAITING

@@ -2,7 +2,7 @@
 
 import pytest
 from gpubroker_server.bootstrap.compose import defaults_of, inventory_rules_of, policy_of, simulated_devices
-from gpubroker_server.core.domain.gpu_kinds import SHIPPED, Kind
+from gpubroker_server.core.domain.device import SHIPPED, Kind
 from gpubroker_server.core.domain.policy import CustomLimit, Maximum, Pool
 from gpubroker_server.core.lifecycle.reconcile import InventoryRules
 from gpubroker_server.gateway.parts import ModelType

@@ -8,9 +8,9 @@ from pathlib import Path
 
 from gpubroker_server.broker.inference_dispatch import MOST_LANES, BatchRules, InferenceDesk
 from gpubroker_server.core.domain.decisions import Request
-from gpubroker_server.core.domain.models.inference_orders import DropOrder, InferOrder
-from gpubroker_server.core.domain.models.inference_servers import Serving
+from gpubroker_server.core.domain.model_orders import DropOrder, InferOrder
 from gpubroker_server.core.domain.orders import Ended, Ending, Report
+from gpubroker_server.core.domain.policy import Serving
 from gpubroker_server.core.domain.task import TaskState
 from gpubroker_server.core.domain.units import Fence, Seconds, TaskId
 from gpubroker_server.core.serving.batching import Answer, Question, answer_in, packed

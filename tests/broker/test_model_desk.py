@@ -12,14 +12,14 @@ from gpubroker_server.adapters.memory.model_host import SimulatedHost, Simulated
 from gpubroker_server.broker.model_dispatch import DeskRules, ModelDesk
 from gpubroker_server.core.domain.decisions import Request
 from gpubroker_server.core.domain.leader_term import Tenure
-from gpubroker_server.core.domain.models.model_orders import (
+from gpubroker_server.core.domain.model_orders import (
     CheckOrder,
     LoadOrder,
     ServerSeen,
     Stage,
     UnloadOrder,
 )
-from gpubroker_server.core.domain.models.model_terms import ModelTerms
+from gpubroker_server.core.domain.models import ModelTerms
 from gpubroker_server.core.domain.orders import Ended, Ending, Report
 from gpubroker_server.core.domain.task import TaskState
 from gpubroker_server.core.domain.units import DeviceKey, Fence, Instant, Mib, Seconds, TaskId, Term, Ticks

@@ -3,7 +3,7 @@
 from gpubroker_server.adapters.memory.store import MemoryStore
 from gpubroker_server.broker.pruning import Pruner
 from gpubroker_server.core.domain.decisions import Decision, write_move
-from gpubroker_server.core.domain.retention import Retention
+from gpubroker_server.core.domain.policy import Retention
 from gpubroker_server.core.domain.task import Move
 from gpubroker_server.core.domain.units import Instant, Position, Seconds, TaskId, Term
 

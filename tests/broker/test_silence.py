@@ -9,7 +9,7 @@ from gpubroker_server.core.domain.decisions import Request
 from gpubroker_server.core.domain.orders import Beat, Ended, Gone, NodeLost, NodeSeen, Report
 from gpubroker_server.core.domain.policy import Policy
 from gpubroker_server.core.domain.units import Instant, Mib, NodeName, TaskId, Ticks
-from gpubroker_server.core.lifecycle.quarantine_inquiry import ASK_SECONDS
+from gpubroker_server.core.lifecycle.quarantine import ASK_SECONDS
 from gpubroker_server.core.lifecycle.reconcile import InventoryRules
 from gpubroker_server.core.world.world import World
 

@@ -11,7 +11,7 @@ from gpubroker_server.bootstrap.world_loading import fill
 from gpubroker_server.core.domain.decisions import AuditNote, Decision, Request, write_move
 from gpubroker_server.core.domain.leader_term import LeaderRow
 from gpubroker_server.core.domain.lease import Lease, LeaseState, move_lease, quarantine, release
-from gpubroker_server.core.domain.retention import Cutoffs
+from gpubroker_server.core.domain.policy import Cutoffs
 from gpubroker_server.core.domain.submission import BatchSubmission, SubmitOutcome, SubmitVerdict
 from gpubroker_server.core.domain.task import Move, Task, TaskState
 from gpubroker_server.core.domain.units import Instant, Position, Seconds, TaskId, Term

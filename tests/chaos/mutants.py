@@ -32,14 +32,14 @@ class Mutant:
 MUTANTS = (
     Mutant(
         "reports of an older claim are taken for those of the newest",
-        "service/gpubroker_server/core/world/fold.py",
+        "service/gpubroker_server/core/lifecycle/task_update.py",
         "if task is None or not task.is_active or task.fence != fence:",
         "if task is None or not task.is_active:",
         "tests/core/lifecycle/test_runs.py",
     ),
     Mutant(
         "what a task has come to is overwritten by a later report",
-        "service/gpubroker_server/core/world/fold.py",
+        "service/gpubroker_server/core/lifecycle/task_update.py",
         "if task is None or not task.is_active or task.fence != fence:",
         "if task is None or task.fence != fence:",
         "tests/core/lifecycle/test_runs.py",

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from gpubroker_server.core.domain.orders import Ending, NodeLost
-from gpubroker_server.core.domain.retention import Cutoffs
+from gpubroker_server.core.domain.policy import Cutoffs
 from gpubroker_server.core.domain.units import Instant, Position, Seconds
 from gpubroker_server.ports.store import TokenRow
 

@@ -13,11 +13,10 @@ from gpubroker_server.adapters.sql.store import SqlStore
 from gpubroker_server.bootstrap.follower import Picture
 from gpubroker_server.bootstrap.leader_status import Lead
 from gpubroker_server.bootstrap.world_loading import fill, fill_anew
-from gpubroker_server.core.domain.policy import Policy
+from gpubroker_server.core.domain.policy import HALF_LIFE_SECONDS, Policy
 from gpubroker_server.core.domain.units import Instant, NodeName, TaskId, Term
 from gpubroker_server.core.lifecycle.silent_nodes import Paused
 from gpubroker_server.core.world.events import Event
-from gpubroker_server.core.world.tenant_accounts import HALF_LIFE_SECONDS
 from gpubroker_server.core.world.world import World
 from gpubroker_server.ports.last_values import LastValues, LeaderSeen
 from gpubroker_server.ports.store import LogShortened, StoreUnavailable

@@ -10,11 +10,11 @@ from gpubroker_server.adapters.sql.store import SqlStore
 from gpubroker_server.bootstrap.follower import Picture
 from gpubroker_server.broker.gateways import Gateways
 from gpubroker_server.core.domain.decisions import Decision
-from gpubroker_server.core.domain.models.model_terms import ModelTerms
+from gpubroker_server.core.domain.models import ModelTerms
+from gpubroker_server.core.domain.policy import HALF_LIFE_SECONDS
 from gpubroker_server.core.domain.task import StopReason, Task
 from gpubroker_server.core.domain.units import Fence, Instant, Seconds, Term
 from gpubroker_server.core.lifecycle.stopping import give_notice
-from gpubroker_server.core.world.tenant_accounts import HALF_LIFE_SECONDS
 from gpubroker_server.gateway.proxy.residency.draining import LettingGo
 from gpubroker_server.ports.last_values import PRESENT_SECONDS, LastValues, LeaderSeen, Presence, claim_name
 from gpubroker_server.ports.store import RunSpec, Submission

@@ -20,7 +20,7 @@ from gpubroker_server.adapters.sql.rowset import (
 )
 from gpubroker_server.adapters.sql.sqlite import SqliteFile
 from gpubroker_server.adapters.sql.store import migrate, open_store
-from gpubroker_server.core.domain.retention import Cutoffs
+from gpubroker_server.core.domain.policy import Cutoffs
 from gpubroker_server.core.domain.task import TaskState
 from gpubroker_server.core.domain.units import Instant, Position, TaskId
 from gpubroker_server.ports.store import SubmitVerdict, TaskFilter

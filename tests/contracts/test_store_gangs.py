@@ -4,9 +4,8 @@ from dataclasses import replace
 
 from gpubroker_server.bootstrap.world_loading import fill
 from gpubroker_server.core.domain.decisions import Decision, write_move
-from gpubroker_server.core.domain.gang_member import Member, MemberState
 from gpubroker_server.core.domain.lease import HolderKind
-from gpubroker_server.core.domain.task import Move
+from gpubroker_server.core.domain.task import Member, MemberState, Move
 from gpubroker_server.core.domain.units import Fence, Instant, NodeName, TaskId
 from gpubroker_server.core.world.world import World
 from gpubroker_server.ports.store import TaskStore

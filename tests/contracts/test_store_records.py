@@ -5,8 +5,7 @@ from dataclasses import replace
 
 import pytest
 from gpubroker_server.core.domain.decisions import Decision, write_move
-from gpubroker_server.core.domain.external_lease import External
-from gpubroker_server.core.domain.task import Dependency, Move, OnFailure, TaskState
+from gpubroker_server.core.domain.task import Dependency, External, Move, OnFailure, TaskState
 from gpubroker_server.core.domain.units import Instant, Seconds, TaskId
 from gpubroker_server.ports.store import Stand, TaskFilter, TaskStore, TokenRow
 

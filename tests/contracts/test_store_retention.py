@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from gpubroker_server.adapters.sql.tables import metadata
 from gpubroker_server.core.domain.decisions import Decision, write_move
-from gpubroker_server.core.domain.retention import Cutoffs
+from gpubroker_server.core.domain.policy import Cutoffs
 from gpubroker_server.core.domain.task import Dependency, Move, TaskState
 from gpubroker_server.core.domain.units import Instant, Position, TaskId, Term
 from gpubroker_server.ports.store import StaleTerm, SubmitVerdict, TaskFilter, TaskStore

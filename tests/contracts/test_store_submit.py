@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 from gpubroker_server.core.domain.decisions import Decision, Request, write_move
 from gpubroker_server.core.domain.demand import Demand
-from gpubroker_server.core.domain.models.model_terms import ModelTerms
-from gpubroker_server.core.domain.models.residency import Usage
+from gpubroker_server.core.domain.models import ModelTerms, Usage
 from gpubroker_server.core.domain.task import Dependency, Move, OnFailure, Task
 from gpubroker_server.core.domain.units import Instant, Position, TaskId
 from gpubroker_server.core.world.event_codec import task_from

@@ -5,7 +5,6 @@ from typing import Any
 
 from gpubroker_server.core.domain.decisions import Decision
 from gpubroker_server.core.domain.demand import Demand
-from gpubroker_server.core.domain.gang_member import MemberState
 from gpubroker_server.core.domain.lease import LeaseState
 from gpubroker_server.core.domain.orders import (
     Ended,
@@ -20,7 +19,7 @@ from gpubroker_server.core.domain.orders import (
     StopOrder,
 )
 from gpubroker_server.core.domain.policy import Policy
-from gpubroker_server.core.domain.task import Task
+from gpubroker_server.core.domain.task import MemberState, Task
 from gpubroker_server.core.domain.units import Instant, NodeName, TaskId
 from gpubroker_server.core.lifecycle.runs import react
 from gpubroker_server.core.planning.cycle import plan_cycle

@@ -9,10 +9,9 @@ from itertools import combinations
 from typing import Any
 
 from gpubroker_server.core.domain.demand import Demand
-from gpubroker_server.core.domain.gang_member import Member
 from gpubroker_server.core.domain.lease import OF_SERVERS, HolderKind, Lease, LeaseState, Pledge
 from gpubroker_server.core.domain.policy import Policy
-from gpubroker_server.core.domain.task import Task, TaskState
+from gpubroker_server.core.domain.task import Member, Task, TaskState
 from gpubroker_server.core.domain.units import NodeName
 from gpubroker_server.core.world.world import World
 

@@ -5,9 +5,8 @@ from dataclasses import replace
 from itertools import combinations
 from typing import Any
 
-from gpubroker_server.core.domain.gang_member import MemberState
 from gpubroker_server.core.domain.lease import Lease
-from gpubroker_server.core.domain.task import Task, TaskState
+from gpubroker_server.core.domain.task import MemberState, Task, TaskState
 
 from tests.core.naive_gangs import runs
 from tests.core.naive_tenants import TOPS, NaiveTenants

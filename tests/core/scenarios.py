@@ -213,7 +213,7 @@ class Story:
                     let_go(self.world, run)
             case _:
                 self._change(what, pick)
-        while decisions := settle(self.world, Instant(self.now)):
+        while decisions := settle(self.world.awaited, self.world.tasks, Instant(self.now)):
             commit(self.world, decisions)
         self.measure()
 

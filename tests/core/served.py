@@ -5,8 +5,8 @@ from typing import Any
 
 from gpubroker_server.core.domain.decisions import Decision, Request
 from gpubroker_server.core.domain.lease import HolderKind, LeaseState
-from gpubroker_server.core.domain.models.model_orders import Indexed, ServerSeen, Stage
-from gpubroker_server.core.domain.models.model_terms import ModelTerms
+from gpubroker_server.core.domain.model_orders import Indexed, ServerSeen, Stage
+from gpubroker_server.core.domain.models import ModelTerms
 from gpubroker_server.core.domain.orders import Ended, Ending, Failure
 from gpubroker_server.core.domain.policy import Policy
 from gpubroker_server.core.domain.task import Task, TaskState

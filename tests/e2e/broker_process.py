@@ -27,8 +27,8 @@ from gpubroker_server.bootstrap.broker_role import BrokerRole
 from gpubroker_server.bootstrap.follower import Picture
 from gpubroker_server.core.domain.leader_term import NEVER, Tenure, TenureRules
 from gpubroker_server.core.domain.orders import Ended, Order, Report, StartOrder, StopOrder
+from gpubroker_server.core.domain.policy import HALF_LIFE_SECONDS
 from gpubroker_server.core.domain.units import TaskId, Term
-from gpubroker_server.core.world.tenant_accounts import HALF_LIFE_SECONDS
 from gpubroker_server.ports.store import RunPayload
 from gpubroker_server.settings.loading import load_settings
 from gpubroker_server.telemetry.logs import configure_logs

@@ -236,7 +236,7 @@ class Gateway:
 
     async def settle_dependencies(self) -> None:
         """Let in and fail those whose dependencies have ended, as far as the World knows of it."""
-        while decisions := settle(self.world, self.clock.now()):
+        while decisions := settle(self.world.awaited, self.world.tasks, self.clock.now()):
             await self.commit(*decisions)
 
     async def pass_time(self) -> None:

@@ -7,9 +7,9 @@ from typing import Any
 
 from gpubroker_server.adapters.memory.model_host import SimulatedHost, SimulatedModel
 from gpubroker_server.core.domain.decisions import Request
-from gpubroker_server.core.domain.models.model_orders import Indexed, ServerSeen
-from gpubroker_server.core.domain.models.model_orders import Stage as Where
-from gpubroker_server.core.domain.models.model_terms import Home
+from gpubroker_server.core.domain.model_orders import Indexed, ServerSeen
+from gpubroker_server.core.domain.model_orders import Stage as Where
+from gpubroker_server.core.domain.models import Home
 from gpubroker_server.core.domain.task import Task
 from gpubroker_server.core.domain.units import Mib, Seconds
 from gpubroker_server.core.lifecycle.change_requests import carry_out

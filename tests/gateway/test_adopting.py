@@ -7,8 +7,8 @@ from dataclasses import replace
 from typing import Any
 
 from gpubroker_server.adapters.memory.model_host import SimulatedModel
-from gpubroker_server.core.domain.models.model_orders import Stage
-from gpubroker_server.core.domain.models.model_terms import Home
+from gpubroker_server.core.domain.model_orders import Stage
+from gpubroker_server.core.domain.models import Home
 from gpubroker_server.core.domain.task import TaskState
 from gpubroker_server.core.domain.units import Mib, Seconds
 from gpubroker_server.core.lifecycle.deadlines import due, keep_watch

@@ -6,8 +6,8 @@ from collections.abc import AsyncIterator
 import grpc
 import pytest
 from gpubroker_server.adapters.memory.model_host import SimulatedHost, SimulatedModel
-from gpubroker_server.core.domain.models.model_orders import Indexed, ServerSeen, Stage
-from gpubroker_server.core.domain.models.model_terms import Home
+from gpubroker_server.core.domain.model_orders import Indexed, ServerSeen, Stage
+from gpubroker_server.core.domain.models import Home
 from gpubroker_server.core.domain.units import Mib, Seconds
 from gpubroker_server.core.lifecycle.model_lifecycle import seen
 from gpubroker_server.gateway.proxy.lanes import LaneOptions, Lanes

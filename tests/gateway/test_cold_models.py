@@ -10,7 +10,7 @@ from gpubroker_server.adapters.memory.model_host import SimulatedModel
 from gpubroker_server.core.domain.orders import Ended, Ending, Failure
 from gpubroker_server.core.domain.task import TaskState
 from gpubroker_server.core.domain.units import Mib, Seconds
-from gpubroker_server.core.lifecycle.model_measurement import topic_of
+from gpubroker_server.core.lifecycle.learning import topic_of
 from gpubroker_server.gateway.proxy.residency.server_rules import ModelRules
 
 from tests.builders import GIB, a_sample, a_sketch

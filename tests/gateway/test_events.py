@@ -1,6 +1,6 @@
 """The event log over HTTP."""
 
-from gpubroker_server.core.domain.retention import Cutoffs
+from gpubroker_server.core.domain.policy import Cutoffs
 
 from tests.builders import GIB, NOW
 from tests.gateway.harness import Client, Gateway, fault, problem

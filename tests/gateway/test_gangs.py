@@ -3,9 +3,8 @@
 from typing import Any
 
 import pytest
-from gpubroker_server.core.domain.gang_member import MemberState
 from gpubroker_server.core.domain.orders import Ended, Ending, Failure, Gone, Ready, Started
-from gpubroker_server.core.domain.task import Task
+from gpubroker_server.core.domain.task import MemberState, Task
 
 from tests.builders import GIB
 from tests.gateway.harness import Client, Gateway, a_body, fault, problem

@@ -9,10 +9,10 @@ from typing import Any
 import httpx
 import pytest
 from gpubroker_server.adapters.memory.model_host import SimulatedHost, SimulatedModel
-from gpubroker_server.core.domain.models.inference_servers import Serving
-from gpubroker_server.core.domain.models.model_orders import Indexed, ServerSeen, Stage
-from gpubroker_server.core.domain.models.model_terms import Home
+from gpubroker_server.core.domain.model_orders import Indexed, ServerSeen, Stage
+from gpubroker_server.core.domain.models import Home
 from gpubroker_server.core.domain.orders import Ended, Ending, Failure
+from gpubroker_server.core.domain.policy import Serving
 from gpubroker_server.core.domain.task import Task, TaskState
 from gpubroker_server.core.domain.units import Mib, Seconds, TaskId
 from gpubroker_server.core.lifecycle.model_lifecycle import seen

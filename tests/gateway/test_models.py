@@ -6,8 +6,8 @@ from contextlib import asynccontextmanager
 import httpx
 from gpubroker import AsyncBroker
 from gpubroker_server.adapters.memory.model_host import SimulatedHost, SimulatedModel
-from gpubroker_server.core.domain.models.model_orders import Indexed, ServerSeen, Stage
-from gpubroker_server.core.domain.models.model_terms import Home
+from gpubroker_server.core.domain.model_orders import Indexed, ServerSeen, Stage
+from gpubroker_server.core.domain.models import Home
 from gpubroker_server.core.domain.task import Task, TaskState
 from gpubroker_server.core.domain.units import Mib
 from gpubroker_server.core.lifecycle.model_lifecycle import due, seen

@@ -4,7 +4,7 @@ import re
 
 from gpubroker_server.core.domain.decisions import Decision
 from gpubroker_server.core.domain.units import Instant, NodeName
-from gpubroker_server.core.lifecycle.overuse import overuse
+from gpubroker_server.core.lifecycle.stopping import overuse
 
 from tests.builders import GIB, a_device, a_sample
 from tests.gateway.harness import Client, Gateway, problem

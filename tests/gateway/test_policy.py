@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 import pytest
-from gpubroker_server.core.domain.gpu_kinds import Kind
+from gpubroker_server.core.domain.device import Kind
 from gpubroker_server.core.domain.policy import Maximum, TenantPolicy
 from gpubroker_server.core.domain.units import Mib, Seconds
 

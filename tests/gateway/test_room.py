@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import AsyncIterator
 
 import grpc
-from gpubroker_server.core.domain.models.model_terms import Home
+from gpubroker_server.core.domain.models import Home
 from gpubroker_server.core.domain.units import Seconds
 from gpubroker_server.gateway.proxy.lanes import LaneOptions, Lanes
 

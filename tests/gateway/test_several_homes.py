@@ -6,8 +6,8 @@ from typing import Any
 
 from gpubroker_server.adapters.memory.model_host import SimulatedHost, SimulatedModel
 from gpubroker_server.core.domain.decisions import Decision
-from gpubroker_server.core.domain.models.model_orders import Indexed, ServerSeen, Stage
-from gpubroker_server.core.domain.models.model_terms import Home
+from gpubroker_server.core.domain.model_orders import Indexed, ServerSeen, Stage
+from gpubroker_server.core.domain.models import Home
 from gpubroker_server.core.domain.task import Task
 from gpubroker_server.core.domain.units import Mib
 from gpubroker_server.core.lifecycle.model_lifecycle import seen

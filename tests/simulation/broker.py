@@ -15,8 +15,7 @@ from gpubroker_server.broker.loop import Leader
 from gpubroker_server.broker.observe import Observer
 from gpubroker_server.broker.pruning import Pruner
 from gpubroker_server.core.domain.leader_term import Tenure, TenureRules
-from gpubroker_server.core.domain.policy import Policy
-from gpubroker_server.core.domain.retention import Retention
+from gpubroker_server.core.domain.policy import Policy, Retention
 from gpubroker_server.core.domain.units import Seconds, Term
 from gpubroker_server.core.lifecycle.reconcile import InventoryRules
 from gpubroker_server.ports.store import BlobStore, StoreUnavailable, TaskStore

@@ -45,8 +45,7 @@ from gpubroker_server.core.planning.consolidation import Consolidation
 from gpubroker_server.core.planning.cycle import plan_cycle
 from gpubroker_server.core.planning.forecasts import make_forecasts
 from gpubroker_server.core.planning.memory import Memory
-from gpubroker_server.core.world.dependencies import settle
-from gpubroker_server.core.world.dependents import End
+from gpubroker_server.core.world.dependencies import End, settle
 from gpubroker_server.core.world.world import World
 
 from tests.builders import NOW, a_world, check_ledger, commit, submit
@@ -218,7 +217,7 @@ class Ground:
         awaited = self.world.awaited
         asked = sorted(awaited.unknown)
         awaited.learn(asked, {task: self.ends[task] for task in asked if task in self.ends})
-        while decisions := settle(self.world, self._instant):
+        while decisions := settle(self.world.awaited, self.world.tasks, self._instant):
             self._carry(decisions)
 
     def _plan(self) -> None:

@@ -10,7 +10,7 @@ from typing import Any, Protocol, TypeVar
 from gpubroker_server.adapters.memory.store import MemoryStore
 from gpubroker_server.core.domain.decisions import Decision
 from gpubroker_server.core.domain.leader_term import LeaderRow
-from gpubroker_server.core.domain.retention import Cutoffs
+from gpubroker_server.core.domain.policy import Cutoffs
 from gpubroker_server.core.domain.units import Instant, Position, Seconds, TaskId, Term
 from gpubroker_server.core.world.events import Event
 from gpubroker_server.ports.store import (

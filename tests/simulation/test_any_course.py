@@ -5,10 +5,9 @@ from typing import Any
 
 import pytest
 from gpubroker_server.core.domain.demand import Demand
-from gpubroker_server.core.domain.external_lease import External
 from gpubroker_server.core.domain.orders import Ending
 from gpubroker_server.core.domain.policy import Policy
-from gpubroker_server.core.domain.task import ACTIVE, Dependency, OnFailure, Task, TaskState
+from gpubroker_server.core.domain.task import ACTIVE, Dependency, External, OnFailure, Task, TaskState
 from gpubroker_server.core.domain.units import Instant, Seconds
 from gpubroker_server.core.world.world import World
 from hypothesis import settings

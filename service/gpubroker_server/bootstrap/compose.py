@@ -8,12 +8,18 @@ import psutil
 from gpubroker_server.adapters.memory.executor import SimulatedNode, WaitingExecutor
 from gpubroker_server.adapters.ray.driver.executor import RayExecutor
 from gpubroker_server.adapters.ray.options import RayOptions
-from gpubroker_server.core.domain.gpu_kinds import Kind
+from gpubroker_server.core.domain.device import Kind
 from gpubroker_server.core.domain.leader_term import WHILE_THE_PROCESS_LIVES, TenureRules
-from gpubroker_server.core.domain.models.inference_servers import Serving
 from gpubroker_server.core.domain.orders import SeenDevice
-from gpubroker_server.core.domain.policy import CustomLimit, Maximum, Policy, Pool, TenantPolicy
-from gpubroker_server.core.domain.retention import Retention
+from gpubroker_server.core.domain.policy import (
+    CustomLimit,
+    Maximum,
+    Policy,
+    Pool,
+    Retention,
+    Serving,
+    TenantPolicy,
+)
 from gpubroker_server.core.domain.units import Mib, Seconds
 from gpubroker_server.core.lifecycle.reconcile import InventoryRules
 from gpubroker_server.gateway.parts import Defaults, Limits, ModelType

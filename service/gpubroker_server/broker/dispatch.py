@@ -10,8 +10,7 @@ from gpubroker_server.broker.inference_dispatch import InferenceDesk
 from gpubroker_server.broker.model_dispatch import Hear, ModelDesk
 from gpubroker_server.core.domain.decisions import Decision
 from gpubroker_server.core.domain.leader_term import Tenure
-from gpubroker_server.core.domain.models.inference_orders import DropOrder, InferOrder
-from gpubroker_server.core.domain.models.model_orders import ModelOrder
+from gpubroker_server.core.domain.model_orders import DropOrder, InferOrder, ModelOrder
 from gpubroker_server.core.domain.orders import Ended, Ending, Failure, Gone, Order, Report, StartOrder
 from gpubroker_server.core.domain.task import Task
 from gpubroker_server.core.domain.units import Fence, TaskId

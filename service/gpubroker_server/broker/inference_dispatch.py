@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import structlog
 
-from gpubroker_server.core.domain.models.inference_orders import DropOrder, InferOrder
+from gpubroker_server.core.domain.model_orders import DropOrder, InferOrder
 from gpubroker_server.core.domain.orders import Ended, Ending, Failure, Report
 from gpubroker_server.core.domain.units import Fence, Seconds, TaskId
 from gpubroker_server.core.serving.batching import (

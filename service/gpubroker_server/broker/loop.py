@@ -22,8 +22,7 @@ from gpubroker_server.core.planning.consolidation import Consolidation
 from gpubroker_server.core.planning.cycle import Slice
 from gpubroker_server.core.planning.forecast_accuracy import Foresight
 from gpubroker_server.core.planning.memory import Memory
-from gpubroker_server.core.world.dependencies import settle
-from gpubroker_server.core.world.dependents import End
+from gpubroker_server.core.world.dependencies import End, settle
 from gpubroker_server.core.world.events import Event
 from gpubroker_server.core.world.world import World
 from gpubroker_server.ports.store import (
@@ -278,7 +277,7 @@ class Leader:
             asked = sorted(awaited.unknown)[:MOST_ASKED]
             stands = await self._store.stands(asked)
             awaited.learn(asked, {task: End(at.state, at.failed_by) for task, at in stands.items()})
-        while decisions := settle(self._world, self._clock.now()):
+        while decisions := settle(self._world.awaited, self._world.tasks, self._clock.now()):
             if set(await self._carry_out(decisions)) != {COMMITTED}:
                 return
 

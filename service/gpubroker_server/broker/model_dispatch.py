@@ -15,7 +15,7 @@ from typing import NamedTuple
 import structlog
 
 from gpubroker_server.core.domain.leader_term import Tenure
-from gpubroker_server.core.domain.models.model_orders import (
+from gpubroker_server.core.domain.model_orders import (
     CheckOrder,
     LoadOrder,
     ModelOrder,

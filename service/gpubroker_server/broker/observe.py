@@ -7,7 +7,7 @@ import structlog
 
 from gpubroker_server.core.domain.decisions import Decision, Outcome
 from gpubroker_server.core.domain.device import DeviceSample
-from gpubroker_server.core.domain.models.model_orders import ServerSeen
+from gpubroker_server.core.domain.model_orders import ServerSeen
 from gpubroker_server.core.domain.orders import (
     Beat,
     Checkpointed,
@@ -27,17 +27,16 @@ from gpubroker_server.core.domain.units import DeviceKey, Fence, Instant, NodeNa
 from gpubroker_server.core.lifecycle import (
     change_requests,
     deadlines,
+    model_adoption,
     model_lifecycle,
     quarantine,
-    removed_servers,
     runs,
 )
-from gpubroker_server.core.lifecycle.learning import learn
-from gpubroker_server.core.lifecycle.model_measurement import Gauge
-from gpubroker_server.core.lifecycle.overuse import overuse
-from gpubroker_server.core.lifecycle.quarantine_inquiry import Inquiry
+from gpubroker_server.core.lifecycle.learning import Gauge, learn
+from gpubroker_server.core.lifecycle.quarantine import Inquiry
 from gpubroker_server.core.lifecycle.reconcile import InventoryRules, reconcile
 from gpubroker_server.core.lifecycle.silent_nodes import Silence, unanswered
+from gpubroker_server.core.lifecycle.stopping import overuse
 from gpubroker_server.core.planning import inference_admission
 from gpubroker_server.core.world.events import Event
 from gpubroker_server.core.world.world import World
@@ -204,7 +203,7 @@ class Observer:
         decisions += quarantine.removed(self._world)
         decisions += model_lifecycle.due(self._world, now)
         if self._servers is not None:
-            decisions += removed_servers.give_up(self._world, self._servers, now)
+            decisions += model_adoption.give_up(self._world, self._servers, now)
         self._watch = deadlines.keep_watch(self._watch, now)
         decided = {decision.subject for decision in decisions}
         decisions += self._gauge.look(self._world, now, decided)

@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import structlog
 
-from gpubroker_server.core.domain.retention import Retention
+from gpubroker_server.core.domain.policy import Retention
 from gpubroker_server.core.domain.units import Position, Seconds, Term
 from gpubroker_server.ports.store import Clock, StaleTerm, StoreUnavailable, TaskStore
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from importlib.metadata import version
 from typing import Any
 
-from gpubroker_server.core.domain.gpu_kinds import Kind
+from gpubroker_server.core.domain.device import Kind
 from gpubroker_server.core.domain.leader_term import Standing
 from gpubroker_server.core.domain.policy import BAND_NAMES, Policy
 from gpubroker_server.core.domain.units import Seconds, TaskId, Term

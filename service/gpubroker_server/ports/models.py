@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Protocol
 
-from gpubroker_server.core.domain.models.model_orders import Indexed as Indexed
-from gpubroker_server.core.domain.models.model_orders import Stage as Stage
+from gpubroker_server.core.domain.model_orders import Indexed as Indexed
+from gpubroker_server.core.domain.model_orders import Stage as Stage
 from gpubroker_server.core.domain.units import DeviceKey, Seconds
 
 

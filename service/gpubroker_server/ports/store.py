@@ -11,7 +11,7 @@ from gpubroker_server.core.domain.estimates import Sketch, Topic
 from gpubroker_server.core.domain.leader_term import LeaderRow, Tenure
 from gpubroker_server.core.domain.lease import Lease, Pledge
 from gpubroker_server.core.domain.orders import Order, Report
-from gpubroker_server.core.domain.retention import Cutoffs
+from gpubroker_server.core.domain.policy import Cutoffs
 from gpubroker_server.core.domain.submission import BatchSubmission as BatchSubmission
 from gpubroker_server.core.domain.submission import KnownKey as KnownKey
 from gpubroker_server.core.domain.submission import RunSpec as RunSpec

@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
 from pydantic_settings import NoDecode
 
-from gpubroker_server.core.domain.gpu_kinds import SHIPPED
+from gpubroker_server.core.domain.device import SHIPPED
 from gpubroker_server.core.domain.policy import BAND_NAMES
 
 

@@ -7,7 +7,7 @@ from prometheus_client.metrics_core import Metric
 
 from gpubroker_server.core.domain.task import TERMINAL
 from gpubroker_server.core.planning.inference_admission import waiting
-from gpubroker_server.core.world.answered_inferences import WAIT_BOUNDS
+from gpubroker_server.core.world.model_index import WAIT_BOUNDS
 from gpubroker_server.core.world.world import World
 
 _WAITING, _RUNNING = "gpubroker_inferences_waiting", "gpubroker_inferences_running"

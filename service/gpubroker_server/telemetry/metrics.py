@@ -18,7 +18,7 @@ from gpubroker_server.core.domain.lease import LeaseState
 from gpubroker_server.core.domain.policy import Policy, band_of
 from gpubroker_server.core.domain.task import TERMINAL, TaskState
 from gpubroker_server.core.domain.units import Instant
-from gpubroker_server.core.lifecycle.model_measurement import size_records
+from gpubroker_server.core.lifecycle.learning import size_records
 from gpubroker_server.core.lifecycle.silent_nodes import Paused
 from gpubroker_server.core.planning.backfill import Basis
 from gpubroker_server.core.planning.forecast_accuracy import topic_of

@@ -1,7 +1,7 @@
 """Which kind a device is of, by what its driver calls it."""
 
 import pytest
-from gpubroker_server.core.domain.gpu_kinds import SHIPPED, Kind, is_of_kind, kind_of
+from gpubroker_server.core.domain.device import SHIPPED, Kind, is_of_kind, kind_of
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,7 @@
 """First guesses at what a model needs."""
 
 import pytest
-from gpubroker_server.core.domain.models.model_sizes import first_guess_mb
+from gpubroker_server.core.domain.models import first_guess_mb
 from gpubroker_server.core.domain.units import Mib
 
 

@@ -2,7 +2,7 @@
 
 import json
 
-from gpubroker_server.core.domain.models.residency import (
+from gpubroker_server.core.domain.models import (
     HALF_LIVES_SECONDS,
     HORIZON_SECONDS,
     Usage,

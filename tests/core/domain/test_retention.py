@@ -1,6 +1,6 @@
 """For how long what is over stays readable."""
 
-from gpubroker_server.core.domain.retention import Cutoffs, Retention
+from gpubroker_server.core.domain.policy import Cutoffs, Retention
 from gpubroker_server.core.domain.units import Instant, Position, Seconds
 
 from tests.builders import NOW

@@ -1,8 +1,7 @@
 """When a failed task is tried again."""
 
 import pytest
-from gpubroker_server.core.domain.policy import Policy
-from gpubroker_server.core.domain.retry import next_retry_at
+from gpubroker_server.core.domain.policy import Policy, next_retry_at
 from gpubroker_server.core.domain.units import Seconds
 
 from tests.builders import NOW

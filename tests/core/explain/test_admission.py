@@ -3,8 +3,7 @@
 from typing import Any
 
 import pytest
-from gpubroker_server.core.domain.demand import Where
-from gpubroker_server.core.domain.eligibility import need_mb
+from gpubroker_server.core.domain.demand import Where, need_mb
 from gpubroker_server.core.domain.policy import CustomLimit, Maximum, Policy
 from gpubroker_server.core.explain.admission import Refusal, check, check_priority, check_times
 

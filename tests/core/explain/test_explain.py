@@ -12,7 +12,7 @@ from gpubroker_server.core.domain.units import Instant, TaskId
 from gpubroker_server.core.explain.explain import Explanation, explain
 from gpubroker_server.core.planning.cycle import plan_cycle
 from gpubroker_server.core.planning.survey import Verdict
-from gpubroker_server.core.world.dependents import End
+from gpubroker_server.core.world.dependencies import End
 from gpubroker_server.core.world.world import World
 
 from tests.builders import (

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 from gpubroker_server.core.domain.demand import Where
-from gpubroker_server.core.domain.gpu_kinds import Kind
+from gpubroker_server.core.domain.device import Kind
 from gpubroker_server.core.domain.lease import LeaseState
 from gpubroker_server.core.domain.policy import CustomLimit, Maximum, Policy, TenantPolicy
 from gpubroker_server.core.domain.reasons import Reason

@@ -5,8 +5,7 @@ from dataclasses import replace
 from math import ceil
 from typing import Any
 
-from gpubroker_server.core.domain.demand import Demand, Where
-from gpubroker_server.core.domain.eligibility import need_mb
+from gpubroker_server.core.domain.demand import Demand, Where, need_mb
 from gpubroker_server.core.domain.policy import Policy, TenantPolicy
 from gpubroker_server.core.domain.task import Task, TaskState
 from gpubroker_server.core.domain.units import Mib, TaskId

@@ -6,7 +6,6 @@ from typing import Any
 import pytest
 from gpubroker_server.core.domain.decisions import Decision, Request
 from gpubroker_server.core.domain.demand import Demand, Where
-from gpubroker_server.core.domain.external_lease import External
 from gpubroker_server.core.domain.lease import HolderKind, LeaseState
 from gpubroker_server.core.domain.orders import (
     ForgetOrder,
@@ -18,7 +17,7 @@ from gpubroker_server.core.domain.orders import (
     WatchOrder,
 )
 from gpubroker_server.core.domain.policy import Policy
-from gpubroker_server.core.domain.task import StopReason, Task, TaskState
+from gpubroker_server.core.domain.task import External, StopReason, Task, TaskState
 from gpubroker_server.core.domain.units import Fence, Instant, NodeName, Seconds, TaskId
 from gpubroker_server.core.lifecycle.change_requests import carry_out
 from gpubroker_server.core.lifecycle.deadlines import due, keep_watch

@@ -4,7 +4,6 @@ from dataclasses import replace
 
 import pytest
 from gpubroker_server.core.domain.decisions import Request
-from gpubroker_server.core.domain.gang_member import MemberState
 from gpubroker_server.core.domain.lease import LeaseState
 from gpubroker_server.core.domain.orders import (
     Checkpointed,
@@ -16,7 +15,7 @@ from gpubroker_server.core.domain.orders import (
     StartOrder,
 )
 from gpubroker_server.core.domain.policy import Policy
-from gpubroker_server.core.domain.task import StopReason, TaskState
+from gpubroker_server.core.domain.task import MemberState, StopReason, TaskState
 from gpubroker_server.core.domain.units import Fence
 from gpubroker_server.core.lifecycle.change_requests import carry_out
 from gpubroker_server.core.lifecycle.runs import react

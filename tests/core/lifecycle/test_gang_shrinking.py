@@ -2,7 +2,6 @@
 
 from gpubroker_server.core.domain.decisions import Request
 from gpubroker_server.core.domain.device import DeviceSample
-from gpubroker_server.core.domain.gang_member import Member, MemberState, members_fields, members_from
 from gpubroker_server.core.domain.lease import LeaseState
 from gpubroker_server.core.domain.orders import (
     Ending,
@@ -11,12 +10,19 @@ from gpubroker_server.core.domain.orders import (
     WorldOrder,
 )
 from gpubroker_server.core.domain.policy import Policy
-from gpubroker_server.core.domain.task import StopReason, TaskState
+from gpubroker_server.core.domain.task import (
+    Member,
+    MemberState,
+    StopReason,
+    TaskState,
+    members_fields,
+    members_from,
+)
 from gpubroker_server.core.domain.units import Instant, Mib, NodeName, Seconds, TaskId
 from gpubroker_server.core.explain.explain import explain
 from gpubroker_server.core.lifecycle.change_requests import carry_out
 from gpubroker_server.core.lifecycle.deadlines import due
-from gpubroker_server.core.lifecycle.overuse import overuse
+from gpubroker_server.core.lifecycle.stopping import overuse
 from gpubroker_server.core.planning.draft import Draft
 from gpubroker_server.core.planning.expected_ends import Departures
 

@@ -12,7 +12,7 @@ from gpubroker_server.core.domain.policy import Policy
 from gpubroker_server.core.domain.task import StopReason, TaskState
 from gpubroker_server.core.domain.units import Fence, Instant, TaskId
 from gpubroker_server.core.lifecycle.change_requests import carry_out
-from gpubroker_server.core.lifecycle.gang_shrinking import ask_to_leave
+from gpubroker_server.core.lifecycle.gang_runs import ask_to_leave
 from gpubroker_server.core.lifecycle.learning import learn
 from gpubroker_server.core.lifecycle.runs import react
 from gpubroker_server.core.world.world import World

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 from gpubroker_server.core.domain.demand import Where
 from gpubroker_server.core.domain.lease import HolderKind, LeaseState
-from gpubroker_server.core.domain.models.model_orders import Stage
-from gpubroker_server.core.domain.models.model_terms import ModelTerms
+from gpubroker_server.core.domain.model_orders import Stage
+from gpubroker_server.core.domain.models import ModelTerms
 from gpubroker_server.core.domain.task import Task, TaskState
 from gpubroker_server.core.domain.units import Mib
 from gpubroker_server.core.lifecycle.model_lifecycle import due

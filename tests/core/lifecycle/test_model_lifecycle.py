@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 from gpubroker_server.core.domain.lease import HolderKind, LeaseState
-from gpubroker_server.core.domain.models.model_orders import LoadOrder, Stage, UnloadOrder
-from gpubroker_server.core.domain.models.model_terms import Home, ModelTerms
+from gpubroker_server.core.domain.model_orders import LoadOrder, Stage, UnloadOrder
+from gpubroker_server.core.domain.models import Home, ModelTerms
 from gpubroker_server.core.domain.orders import Ending, Failure
 from gpubroker_server.core.domain.ranks import ranks_of
 from gpubroker_server.core.domain.task import StopReason, TaskState

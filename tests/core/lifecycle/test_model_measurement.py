@@ -5,11 +5,11 @@ from dataclasses import replace
 import pytest
 from gpubroker_server.core.domain.decisions import Decision
 from gpubroker_server.core.domain.estimates import What
-from gpubroker_server.core.domain.models.model_orders import Indexed, ServerSeen, Stage
-from gpubroker_server.core.domain.models.model_terms import ModelTerms
+from gpubroker_server.core.domain.model_orders import Indexed, ServerSeen, Stage
+from gpubroker_server.core.domain.models import ModelTerms
 from gpubroker_server.core.domain.units import Mib
+from gpubroker_server.core.lifecycle.learning import WARM_SECONDS, Gauge, learned_mb, size_records
 from gpubroker_server.core.lifecycle.model_lifecycle import seen
-from gpubroker_server.core.lifecycle.model_measurement import WARM_SECONDS, Gauge, learned_mb, size_records
 from gpubroker_server.core.world.world import World
 
 from tests.builders import GIB, a_device, a_sample, a_task, a_world, commit, holding, submit

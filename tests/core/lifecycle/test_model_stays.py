@@ -4,16 +4,15 @@ from dataclasses import replace
 
 import pytest
 from gpubroker_server.core.domain.lease import HolderKind, LeaseState
-from gpubroker_server.core.domain.models.model_orders import CheckOrder, Stage
-from gpubroker_server.core.domain.models.model_terms import ModelTerms
-from gpubroker_server.core.domain.models.residency import Usage
+from gpubroker_server.core.domain.model_orders import CheckOrder, Stage
+from gpubroker_server.core.domain.models import ModelTerms, Usage
 from gpubroker_server.core.domain.orders import NodeLost
 from gpubroker_server.core.domain.task import TaskState
 from gpubroker_server.core.domain.units import Fence, Mib, NodeName, Seconds
 from gpubroker_server.core.lifecycle.model_lifecycle import due as standings_due
 from gpubroker_server.core.lifecycle.model_lifecycle import in_time
-from gpubroker_server.core.lifecycle.overuse import overuse
 from gpubroker_server.core.lifecycle.runs import react
+from gpubroker_server.core.lifecycle.stopping import overuse
 from gpubroker_server.core.planning.draft import Draft
 from gpubroker_server.core.planning.trial import Planner
 from gpubroker_server.core.planning.victims import lost_gpu_seconds

@@ -10,8 +10,8 @@ from gpubroker_server.core.domain.policy import Policy
 from gpubroker_server.core.domain.task import StopReason, TaskState
 from gpubroker_server.core.domain.units import Fence, Instant, TaskId
 from gpubroker_server.core.explain.explain import explain
-from gpubroker_server.core.lifecycle.overuse import overuse
 from gpubroker_server.core.lifecycle.runs import react
+from gpubroker_server.core.lifecycle.stopping import overuse
 from gpubroker_server.core.world.events import events_of
 from gpubroker_server.core.world.world import World
 from hypothesis import given

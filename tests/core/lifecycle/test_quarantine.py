@@ -6,11 +6,10 @@ from typing import Any
 import pytest
 from gpubroker_server.core.domain.decisions import Decision, Request
 from gpubroker_server.core.domain.demand import Demand
-from gpubroker_server.core.domain.external_lease import External
-from gpubroker_server.core.domain.lease import HolderKind, Lease, LeaseState, quarantine
+from gpubroker_server.core.domain.lease import HolderKind, Lease, LeaseState, Proof, quarantine
 from gpubroker_server.core.domain.orders import Ended, Ending, Gone, NodeLost, NodeSeen, SeenDevice, Started
 from gpubroker_server.core.domain.policy import Policy
-from gpubroker_server.core.domain.task import TaskState
+from gpubroker_server.core.domain.task import External, TaskState
 from gpubroker_server.core.domain.units import Fence, Instant, Mib, NodeName, Seconds, TaskId
 from gpubroker_server.core.lifecycle.change_requests import carry_out
 from gpubroker_server.core.lifecycle.quarantine import quarantined, removed
@@ -19,7 +18,6 @@ from gpubroker_server.core.lifecycle.runs import react
 from gpubroker_server.core.planning.draft import Draft
 from gpubroker_server.core.planning.placement import Places
 from gpubroker_server.core.world.event_codec import lease_change
-from gpubroker_server.core.world.unconfirmed_ends import Proof
 from gpubroker_server.core.world.world import World
 
 from tests.builders import GIB, NOW, a_device, a_lease, a_node, a_sample, a_task, a_world, commit, holding

@@ -5,12 +5,10 @@ from dataclasses import replace
 import pytest
 from gpubroker_server.core.domain.decisions import Decision
 from gpubroker_server.core.domain.demand import Demand
-from gpubroker_server.core.domain.external_lease import External
-from gpubroker_server.core.domain.lease import HolderKind, LeaseState, release
-from gpubroker_server.core.domain.task import TaskState
+from gpubroker_server.core.domain.lease import HolderKind, LeaseState, Proof, release
+from gpubroker_server.core.domain.task import External, TaskState
 from gpubroker_server.core.domain.units import Fence, Mib, NodeName, Seconds, Ticks
-from gpubroker_server.core.lifecycle.quarantine_inquiry import ASK_SECONDS, Inquiry
-from gpubroker_server.core.world.unconfirmed_ends import Proof
+from gpubroker_server.core.lifecycle.quarantine import ASK_SECONDS, Inquiry
 from gpubroker_server.core.world.world import World
 
 from tests.builders import GIB, Part, a_device, a_lease, a_task, a_world, commit, holding

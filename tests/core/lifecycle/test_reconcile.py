@@ -5,8 +5,7 @@ from typing import Any
 
 import pytest
 from gpubroker_server.core.domain.decisions import Decision
-from gpubroker_server.core.domain.device import Device, Node
-from gpubroker_server.core.domain.gpu_kinds import Kind
+from gpubroker_server.core.domain.device import Device, Kind, Node
 from gpubroker_server.core.domain.lease import LeaseState
 from gpubroker_server.core.domain.orders import ForgetOrder, NodeSeen, SeenDevice, StopOrder
 from gpubroker_server.core.domain.policy import Policy

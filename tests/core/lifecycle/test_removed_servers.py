@@ -5,10 +5,10 @@ from dataclasses import replace
 import pytest
 from gpubroker_server.core.domain.decisions import Decision
 from gpubroker_server.core.domain.lease import HolderKind, LeaseState
-from gpubroker_server.core.domain.models.model_orders import Stage
-from gpubroker_server.core.domain.models.model_terms import ModelTerms
+from gpubroker_server.core.domain.model_orders import Stage
+from gpubroker_server.core.domain.models import ModelTerms
 from gpubroker_server.core.domain.task import TaskState
-from gpubroker_server.core.lifecycle.removed_servers import give_up
+from gpubroker_server.core.lifecycle.model_adoption import give_up
 from gpubroker_server.core.world.world import World
 
 from tests.builders import GIB, a_task, a_world, check_ledger, commit, holding, submit

@@ -7,10 +7,9 @@ from typing import Any
 
 from gpubroker_server.core.domain.demand import Where
 from gpubroker_server.core.domain.estimates import Topic, What
-from gpubroker_server.core.domain.external_lease import External
 from gpubroker_server.core.domain.lease import LeaseState
 from gpubroker_server.core.domain.policy import Policy
-from gpubroker_server.core.domain.task import Placement, Task, TaskState
+from gpubroker_server.core.domain.task import External, Placement, Task, TaskState
 from gpubroker_server.core.domain.units import Instant, NodeName, Seconds
 from gpubroker_server.core.planning.backfill import Basis, Forecast
 from gpubroker_server.core.planning.cycle import plan_cycle

@@ -6,7 +6,7 @@ from gpubroker_server.core.domain.demand import Where
 from gpubroker_server.core.domain.policy import Policy
 from gpubroker_server.core.domain.units import Instant
 from gpubroker_server.core.planning.fragmentation import Scattered, Sum, fragmentation, scattered
-from gpubroker_server.core.world.demand_mix import Mix
+from gpubroker_server.core.world.placement_scores import Mix
 from gpubroker_server.core.world.world import World
 
 from tests.builders import GIB, NOW, a_demand, a_device, a_node, a_task, a_world, holding, submit

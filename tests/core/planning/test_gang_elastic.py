@@ -2,7 +2,6 @@
 
 from dataclasses import replace
 
-from gpubroker_server.core.domain.gang_member import MemberState
 from gpubroker_server.core.domain.lease import LeaseState
 from gpubroker_server.core.domain.orders import (
     Ending,
@@ -10,7 +9,7 @@ from gpubroker_server.core.domain.orders import (
     WorldOrder,
 )
 from gpubroker_server.core.domain.policy import Policy, TenantPolicy
-from gpubroker_server.core.domain.task import StopReason, TaskState
+from gpubroker_server.core.domain.task import MemberState, StopReason, TaskState
 from gpubroker_server.core.domain.units import Instant, Mib, NodeName, Seconds
 from hypothesis import given
 from hypothesis import strategies as st

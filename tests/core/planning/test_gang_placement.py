@@ -6,8 +6,7 @@ from itertools import combinations, product
 from typing import Any
 
 import pytest
-from gpubroker_server.core.domain.demand import Where
-from gpubroker_server.core.domain.eligibility import may_use_node, need_mb
+from gpubroker_server.core.domain.demand import Where, may_use_node, need_mb
 from gpubroker_server.core.domain.policy import Policy
 from gpubroker_server.core.domain.ranks import part_of
 from gpubroker_server.core.domain.task import Placement, Task
@@ -19,7 +18,7 @@ from gpubroker_server.core.planning.gang_fill import fill
 from gpubroker_server.core.planning.gang_nodes import grounds_of
 from gpubroker_server.core.planning.gang_placement import Gang, place_gang
 from gpubroker_server.core.planning.placement import worth_of
-from gpubroker_server.core.world.demand_mix import Mix
+from gpubroker_server.core.world.placement_scores import Mix
 from gpubroker_server.core.world.world import World
 from hypothesis import given
 from hypothesis import strategies as st

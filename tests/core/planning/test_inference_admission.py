@@ -4,22 +4,17 @@ from dataclasses import replace
 
 import pytest
 from gpubroker_server.core.domain.decisions import Decision
-from gpubroker_server.core.domain.models.inference_orders import DropOrder, InferOrder
-from gpubroker_server.core.domain.models.inference_servers import Serving
-from gpubroker_server.core.domain.models.model_orders import CheckOrder, Stage
+from gpubroker_server.core.domain.model_orders import CheckOrder, DropOrder, InferOrder, Stage
 from gpubroker_server.core.domain.orders import Ended, Ending, Failure, Gone
-from gpubroker_server.core.domain.policy import CustomLimit, Policy
+from gpubroker_server.core.domain.policy import CustomLimit, Policy, Serving
 from gpubroker_server.core.domain.ranks import ranks_of
 from gpubroker_server.core.domain.reasons import Reason
 from gpubroker_server.core.domain.task import StopReason, TaskState
 from gpubroker_server.core.domain.units import Fence, Mib, Seconds, TaskId
 from gpubroker_server.core.explain.explain import explain
-from gpubroker_server.core.lifecycle.runs import react
+from gpubroker_server.core.lifecycle.runs import AGAIN_MOST_SECONDS, INFERENCE_REFUSED, LOST_RETRIES, react
 from gpubroker_server.core.planning.cycle import plan_cycle
 from gpubroker_server.core.planning.inference_admission import (
-    AGAIN_MOST_SECONDS,
-    LOST_RETRIES,
-    REFUSED,
     admissions,
     doubts,
     kept_wanted,
@@ -35,7 +30,7 @@ from tests.core.served import LLM, WANTED, a_model, an_inference, ask, at, index
 
 POLICY = Policy(serving=Serving(ledger=("main",), at_once=2))
 OPEN = Policy(serving=Serving(others=("lab",), at_once=2))
-NO_SUCH_INPUT = Failure(REFUSED, "no such input")
+NO_SUCH_INPUT = Failure(INFERENCE_REFUSED, "no such input")
 BROKE_OFF = Failure("model_server_lost", "reset by peer")
 
 

@@ -1,8 +1,7 @@
 """When a queued inference is expected to be sent, and that nothing is told where nobody can tell."""
 
-from gpubroker_server.core.domain.models.inference_servers import Serving
-from gpubroker_server.core.domain.models.model_orders import Stage
-from gpubroker_server.core.domain.policy import Policy
+from gpubroker_server.core.domain.model_orders import Stage
+from gpubroker_server.core.domain.policy import Policy, Serving
 from gpubroker_server.core.domain.task import Task
 from gpubroker_server.core.domain.units import Seconds
 from gpubroker_server.core.explain.inference_wait import sent_at

@@ -4,7 +4,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from gpubroker_server.core.domain.eligibility import need_mb
+from gpubroker_server.core.domain.demand import need_mb
 from gpubroker_server.core.domain.estimates import RELATIVE_ERROR, Sketch, Topic, What
 from gpubroker_server.core.domain.policy import Policy
 from gpubroker_server.core.domain.task import Task, TaskState

@@ -3,7 +3,7 @@
 from gpubroker_server.core.domain.task import Task, TaskState
 from gpubroker_server.core.domain.units import Fence, Instant
 from gpubroker_server.core.domain.values import changed
-from gpubroker_server.core.world.answered_inferences import WAIT_BOUNDS, Answered
+from gpubroker_server.core.world.model_index import WAIT_BOUNDS, Answered
 
 from tests.builders import NOW, a_task
 from tests.core.served import an_inference

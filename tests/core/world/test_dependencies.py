@@ -10,8 +10,7 @@ from gpubroker_server.core.domain.units import Instant, TaskId
 from gpubroker_server.core.explain.explain import explain
 from gpubroker_server.core.planning.cycle import plan_cycle
 from gpubroker_server.core.world import dependencies
-from gpubroker_server.core.world.dependencies import settle
-from gpubroker_server.core.world.dependents import End
+from gpubroker_server.core.world.dependencies import End, settle
 from gpubroker_server.core.world.world import World
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -48,7 +47,7 @@ def end_of_start(world: World, row: Task) -> Task:
 def settled(world: World) -> dict[str, str]:
     """What becomes of whom, in as many rounds as it takes."""
     told: dict[str, str] = {}
-    while decisions := settle(world, LATER):
+    while decisions := settle(world.awaited, world.tasks, LATER):
         commit(world, decisions)
         for decision in decisions:
             failure = decision.outcome.failure if decision.outcome is not None else None
@@ -59,7 +58,7 @@ def settled(world: World) -> dict[str, str]:
 def test_a_task_that_fails_with_two_of_those_before_it_fails_once() -> None:
     world = a_world(a_task("a"), a_task("b", **after("a")), a_task("c", **after("a", "b")))
     end(world, "a", "failed")
-    assert sorted(decision.subject for decision in settle(world, LATER)) == ["b", "c"]
+    assert sorted(decision.subject for decision in settle(world.awaited, world.tasks, LATER)) == ["b", "c"]
 
 
 def test_a_task_comes_in_when_the_last_of_those_before_it_has_succeeded() -> None:
@@ -99,7 +98,7 @@ def test_a_failure_cascades_in_one_round_and_names_the_first_of_the_chain() -> N
     free = a_task("free", **after("t3", ignore=True))
     world = a_world(*chain, free)
     end(world, "t1", "failed")
-    decisions = settle(world, LATER)
+    decisions = settle(world.awaited, world.tasks, LATER)
     assert [decision.subject for decision in decisions] == ["t2", "t3", "t4", "t5"]
     assert {decision.tasks[0].task.failed_by for decision in decisions} == {"t1"}
     assert settled(world) == {
@@ -116,7 +115,7 @@ def test_many_dependents_are_settled_a_bounded_number_at_a_time(monkeypatch: pyt
     first = [a_task("a"), *(a_task(f"b{n}", **after("a")) for n in range(7))]
     world = a_world(*first, *(a_task(f"c{n}", **after(f"b{n}", "a")) for n in range(7)))
     end(world, "a", "failed")
-    assert len(settle(world, LATER)) == 3
+    assert len(settle(world.awaited, world.tasks, LATER)) == 3
     assert len(settled(world)) == 14
     assert world.awaited.doomed == {}
     assert world.awaited.ripe == set()
@@ -125,7 +124,7 @@ def test_many_dependents_are_settled_a_bounded_number_at_a_time(monkeypatch: pyt
 def test_what_ended_before_the_world_heard_of_the_dependent_is_asked_for() -> None:
     world = a_world(a_node())
     submit(world, a_task("c", **after("gone", "lost")), a_task("d", **after("gone")))
-    assert settle(world, LATER) == []
+    assert settle(world.awaited, world.tasks, LATER) == []
     assert world.awaited.unknown == {"gone", "lost"}
     world.awaited.learn(["gone"], {TaskId("gone"): End(TaskState.SUCCEEDED)})
     assert settled(world) == {"d": "in"}

@@ -89,7 +89,7 @@ def test_what_has_ended_is_waited_for_by_nobody_and_inherits_nothing() -> None:
     commit(world, plan_cycle(world, Policy(), NOW).decisions)
     row = world.tasks[TaskId("a")]
     commit(world, Decision(row.id, "end", tasks=(write_move(row, Move.SUCCEEDED, finished_at=NOW),)))
-    commit(world, settle(world, NOW))
+    commit(world, settle(world.awaited, world.tasks, NOW))
     assert world.awaited.inheritance.priorities == {}
     assert TaskId("b") in world.queue
 

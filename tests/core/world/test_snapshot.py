@@ -6,7 +6,6 @@ from gpubroker_server.core.domain.task import TaskState
 from gpubroker_server.core.domain.units import Instant
 from gpubroker_server.core.explain.fit import Component, FleetPlan
 from gpubroker_server.core.planning.draft import Draft
-from gpubroker_server.core.world.snapshot import still_of
 from gpubroker_server.core.world.world import World
 
 from tests.builders import GIB, NOW, a_demand, a_device, a_pledge, a_task, a_world, holding, submit
@@ -54,18 +53,18 @@ def test_a_plan_finds_the_same_in_the_copy():
         {"cpu": 3.0},
     ):
         world = a_busy_world()
-        assert plan_of(still_of(world), **demand) == plan_of(world, **demand)
+        assert plan_of(world.snapshot(), **demand) == plan_of(world, **demand)
 
 
 def test_the_copy_shares_nothing_that_changes():
     world = a_busy_world()
-    assert [path for path in shared(world, still_of(world)) if "edition" not in path] == []
+    assert [path for path in shared(world, world.snapshot()) if "edition" not in path] == []
 
 
 def test_what_happens_afterwards_is_not_seen_in_the_copy():
     gang = at_work()
     world = gang.world
-    before = still_of(world)
+    before = world.snapshot()
     books = {key: book.taken() for key, book in before.books.items()}
     comes(gang)
     submit(world, a_task("late", cpu=1.0))

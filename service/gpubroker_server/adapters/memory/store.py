@@ -16,14 +16,14 @@ from gpubroker_server.core.domain.decisions import (
 )
 from gpubroker_server.core.domain.device import Device, Node
 from gpubroker_server.core.domain.estimates import Sketch, Topic
-from gpubroker_server.core.domain.external_lease import KIND as EXTERNAL
 from gpubroker_server.core.domain.leader_term import LeaderRow
 from gpubroker_server.core.domain.lease import Lease, LeaseState, Pledge
-from gpubroker_server.core.domain.retention import Cutoffs
+from gpubroker_server.core.domain.policy import HALF_LIFE_SECONDS, Cutoffs
+from gpubroker_server.core.domain.submission import EXTERNAL_KIND as EXTERNAL
 from gpubroker_server.core.domain.task import Task, TaskState
 from gpubroker_server.core.domain.units import DeviceKey, Instant, NodeName, Position, Seconds, TaskId, Term
 from gpubroker_server.core.world.events import Event, NewEvent, events_of, requested, submitted, task_of
-from gpubroker_server.core.world.tenant_accounts import HALF_LIFE_SECONDS, Accounts
+from gpubroker_server.core.world.tenant_accounts import Accounts
 from gpubroker_server.ports.store import (
     BatchSubmission,
     CommitVerdict,

@@ -7,7 +7,7 @@ import msgpack
 from gpubroker.runtime.messages import Report as WireReport
 from gpubroker.runtime.messages import RunOrder
 
-from gpubroker_server.core.domain.models.model_orders import ServerSeen
+from gpubroker_server.core.domain.model_orders import ServerSeen
 from gpubroker_server.core.domain.orders import (
     Beat,
     ForgetOrder,

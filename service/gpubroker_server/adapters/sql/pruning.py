@@ -15,7 +15,7 @@ from gpubroker_server.adapters.sql.rowset import SetStatement
 from gpubroker_server.adapters.sql.session import Session
 from gpubroker_server.adapters.sql.statements import delete_rows
 from gpubroker_server.core.domain.lease import HOLDERS_OF_TASKS
-from gpubroker_server.core.domain.retention import Cutoffs
+from gpubroker_server.core.domain.policy import Cutoffs
 from gpubroker_server.core.domain.units import TaskId, Term
 
 TASKS_PER_STEP: Final = 200

@@ -27,9 +27,9 @@ from gpubroker_server.adapters.sql.object_tables import stored_object
 from gpubroker_server.adapters.sql.shared import installation
 from gpubroker_server.adapters.sql.statements import EVENT
 from gpubroker_server.core.domain.device import Device
-from gpubroker_server.core.domain.external_lease import KIND as EXTERNAL
 from gpubroker_server.core.domain.leader_term import LeaderRow
 from gpubroker_server.core.domain.lease import Lease, Pledge
+from gpubroker_server.core.domain.submission import EXTERNAL_KIND as EXTERNAL
 from gpubroker_server.core.domain.task import TERMINAL, Task, TaskState
 from gpubroker_server.core.domain.units import Instant, Position, TaskId, Term
 from gpubroker_server.core.world.events import Event

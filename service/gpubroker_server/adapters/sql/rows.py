@@ -16,10 +16,16 @@ from gpubroker_server.core.domain.decisions import Decision, Outcome, Request
 from gpubroker_server.core.domain.demand import Demand
 from gpubroker_server.core.domain.device import Node
 from gpubroker_server.core.domain.estimates import Lesson, Sketch, Topic, What
-from gpubroker_server.core.domain.gang_member import members_fields, members_from
 from gpubroker_server.core.domain.lease import HolderKind, Lease, LeaseState, Pledge
 from gpubroker_server.core.domain.orders import Checkpointed
-from gpubroker_server.core.domain.task import HOT_FIELDS, StopReason, Task, TaskState
+from gpubroker_server.core.domain.task import (
+    HOT_FIELDS,
+    StopReason,
+    Task,
+    TaskState,
+    members_fields,
+    members_from,
+)
 from gpubroker_server.core.world.event_codec import (
     after_fields,
     after_from,

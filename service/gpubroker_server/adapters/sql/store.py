@@ -26,10 +26,9 @@ from gpubroker_server.adapters.sql.session import DatabaseRefused, Session
 from gpubroker_server.adapters.sql.writer import BeginAt, CatchUp, Work, Writer
 from gpubroker_server.core.domain.decisions import Decision, Request
 from gpubroker_server.core.domain.leader_term import LeaderRow
-from gpubroker_server.core.domain.retention import Cutoffs
+from gpubroker_server.core.domain.policy import HALF_LIFE_SECONDS, Cutoffs
 from gpubroker_server.core.domain.units import Instant, Position, Seconds, TaskId, Term
 from gpubroker_server.core.world.events import Event
-from gpubroker_server.core.world.tenant_accounts import HALF_LIFE_SECONDS
 from gpubroker_server.ports.store import (
     BatchSubmission,
     CommitVerdict,

@@ -7,8 +7,7 @@ from typing import Any
 from gpubroker_server.core.domain.device import Device, Node
 from gpubroker_server.core.domain.estimates import Lesson, Topic
 from gpubroker_server.core.domain.lease import Lease, LeaseState, Pledge, PledgeEnd
-from gpubroker_server.core.domain.models.inference_orders import InferenceOrder
-from gpubroker_server.core.domain.models.model_orders import ModelOrder
+from gpubroker_server.core.domain.model_orders import InferenceOrder, ModelOrder
 from gpubroker_server.core.domain.orders import Checkpointed, Failure, Order
 from gpubroker_server.core.domain.task import Move, Task, move
 from gpubroker_server.core.domain.units import DeviceKey, Instant, TaskId

@@ -158,3 +158,36 @@ class Pledge:
     @property
     def key(self) -> str:
         return f"{self.preemptor}:{self.device}"
+
+
+class Proof(StrEnum):
+    """What a holder is known to be gone by."""
+
+    PROCESS_ABSENT = "process_absent"
+    """Its node's agent looked for its process and found nothing of it."""
+    BOOT_CHANGED = "boot_changed"
+    """Its machine has been booted since."""
+    AGENT_RESTARTED = "agent_restarted"
+    """A later agent of its machine found neither its mark nor memory of its process."""
+    DEVICE_REMOVED = "device_removed"
+    """The device is no longer in the machine."""
+    UNLOADED = "unloaded"
+    """Its server's index says that it is not there: of models."""
+    HELD_ANEW = "held_anew"
+    """Another lease of the same device is for what is still there: of models."""
+    HOLDER = "released"
+    """Who held it said so: of external leases."""
+    STATEMENT = "statement"
+    """An operator said so, by name and with a reason."""
+
+
+WORDS = frozenset({Proof.HOLDER, Proof.STATEMENT})
+"""Somebody says so, and nobody has looked."""
+
+
+def is_unproven(lease: Lease) -> bool:
+    """It is released, and what it freed is to be seen: a server that has unloaded a model need not have given
+    all of its memory back."""
+    if lease.proof in WORDS:
+        return True
+    return lease.state is LeaseState.RELEASED and lease.holder_kind in OF_SERVERS

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from gpubroker_server.core.domain.device import DeviceSample, Node
-from gpubroker_server.core.domain.models.model_orders import ServerSeen
+from gpubroker_server.core.domain.model_orders import ServerSeen
 from gpubroker_server.core.domain.task import StopReason
 from gpubroker_server.core.domain.units import DeviceKey, Fence, Instant, Mib, NodeName, Seconds, TaskId
 from gpubroker_server.core.domain.values import value

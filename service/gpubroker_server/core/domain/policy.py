@@ -6,9 +6,29 @@ from functools import cache
 from typing import NamedTuple
 
 from gpubroker_server.core.domain.demand import Labels
-from gpubroker_server.core.domain.models.inference_servers import NOBODY, Serving
-from gpubroker_server.core.domain.units import Mib, Seconds
-from gpubroker_server.core.world.tenant_accounts import HALF_LIFE_SECONDS
+from gpubroker_server.core.domain.units import Instant, Mib, Position, Seconds
+
+
+@dataclass(frozen=True, slots=True)
+class Serving:
+    """The servers by name, in the order in which they are configured."""
+
+    ledger: tuple[str, ...] = ()
+    """Their models are loaded and unloaded by the leader: who asks for one waits until it is there."""
+    others: tuple[str, ...] = ()
+    """They have what they have, and say so themselves."""
+    at_once: int = 64
+    """So many inferences of one model are with its server, or about to be."""
+
+    @property
+    def is_anywhere(self) -> bool:
+        return bool(self.ledger or self.others)
+
+
+NOBODY = Serving()
+
+
+HALF_LIFE_SECONDS = Seconds(86_400.0)
 
 BANDS: tuple[tuple[str, int, int], ...] = (
     ("critical", 90, 100),
@@ -206,3 +226,47 @@ def each_of(slot: str) -> str:
     """The name of the limit that holds for each tenant, or each value of a label, by itself."""
     sign = "=" if "=" in slot else ":"
     return slot.partition(sign)[0] + sign + "*"
+
+
+_LARGEST_EXPONENT = 32
+"""Far beyond every cap; keeps the power within a float."""
+
+
+def retry_delay_seconds(failures: int, policy: Policy) -> Seconds:
+    """`retry_first_seconds` after the first failure, then `retry_factor` times longer each, up to the cap."""
+    exponent = min(failures - 1, _LARGEST_EXPONENT)
+    return Seconds(min(policy.retry_cap_seconds, policy.retry_first_seconds * policy.retry_factor**exponent))
+
+
+def next_retry_at(failures: int, now: Instant, policy: Policy) -> Instant:
+    """`failures` counts the attempts that used up a retry, the one that just failed included."""
+    return Instant(now + retry_delay_seconds(failures, policy))
+
+
+@dataclass(frozen=True, slots=True)
+class Cutoffs:
+    """What ended, was submitted with a key or was noted before these instants may go."""
+
+    finished: Instant
+    keyed: Instant
+    audited: Instant
+    heard: Position
+    """Events after it stay, whatever their age: who takes them out has yet to hear them. A clock that is set
+    far ahead makes all of them old at once."""
+
+
+@dataclass(frozen=True, slots=True)
+class Retention:
+    finished_seconds: Seconds
+    """From a task's end on, with all that belongs to it; and for events, from when they happened."""
+    idempotency_seconds: Seconds
+    """A task that was submitted with a key stays at least so long, from its submit on."""
+    audit_seconds: Seconds
+
+    def cutoffs(self, now: Instant, heard: Position) -> Cutoffs:
+        return Cutoffs(
+            finished=Instant(now - self.finished_seconds),
+            keyed=Instant(now - self.idempotency_seconds),
+            audited=Instant(now - self.audit_seconds),
+            heard=heard,
+        )

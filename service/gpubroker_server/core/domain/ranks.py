@@ -5,8 +5,7 @@ from dataclasses import replace
 from math import inf
 
 from gpubroker_server.core.domain.demand import Demand
-from gpubroker_server.core.domain.gang_member import Member
-from gpubroker_server.core.domain.task import Task, TaskState
+from gpubroker_server.core.domain.task import Member, Task, TaskState
 from gpubroker_server.core.domain.units import Instant, NodeName
 
 

@@ -9,6 +9,9 @@ from gpubroker_server.core.domain.task import Task
 from gpubroker_server.core.domain.units import TaskId
 from gpubroker_server.core.domain.values import value
 
+EXTERNAL_KIND, MODEL_KIND, INFERENCE_KIND = "external", "model", "inference"
+"""`RunSpec.kind` of tasks that no node agent starts."""
+
 
 @value
 class RunSpec:

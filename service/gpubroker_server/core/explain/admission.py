@@ -3,9 +3,8 @@
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from gpubroker_server.core.domain.demand import Demand
+from gpubroker_server.core.domain.demand import Demand, may_use_device, may_use_node, need_mb
 from gpubroker_server.core.domain.device import Device, Node
-from gpubroker_server.core.domain.eligibility import may_use_device, may_use_node, need_mb
 from gpubroker_server.core.domain.policy import Policy
 from gpubroker_server.core.domain.task import Task
 from gpubroker_server.core.domain.units import in_gib

@@ -3,11 +3,10 @@
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from gpubroker_server.core.domain.gang_member import MemberState
 from gpubroker_server.core.domain.policy import Policy
 from gpubroker_server.core.domain.ranks import nodes_of
 from gpubroker_server.core.domain.reasons import Reason
-from gpubroker_server.core.domain.task import Task, TaskState
+from gpubroker_server.core.domain.task import MemberState, Task, TaskState
 from gpubroker_server.core.domain.units import DeviceKey, Instant, Mib, NodeName, TaskId, in_gib
 from gpubroker_server.core.explain.admission import wanted
 from gpubroker_server.core.explain.blockers import Blocker, called, used_by_others
@@ -18,7 +17,7 @@ from gpubroker_server.core.planning.backfill import Forecast
 from gpubroker_server.core.planning.draft import Draft
 from gpubroker_server.core.planning.fair_share import Shares
 from gpubroker_server.core.planning.survey import DeviceFinding, Survey, Verdict, survey
-from gpubroker_server.core.world.inherited_priority import Inherited
+from gpubroker_server.core.world.dependencies import Inherited
 from gpubroker_server.core.world.ledger import Holding
 from gpubroker_server.core.world.queue import order_key, own_key
 from gpubroker_server.core.world.world import World

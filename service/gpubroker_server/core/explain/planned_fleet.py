@@ -3,8 +3,7 @@
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from gpubroker_server.core.domain.device import Device, DeviceSample, Node
-from gpubroker_server.core.domain.gpu_kinds import Kind, kind_of
+from gpubroker_server.core.domain.device import Device, DeviceSample, Kind, Node, kind_of
 from gpubroker_server.core.domain.units import Instant, Mib, NodeName, device_key
 from gpubroker_server.core.world.world import World
 

@@ -5,8 +5,7 @@ from dataclasses import replace
 from math import floor
 from typing import Any
 
-from gpubroker_server.core.domain.demand import Demand, Where
-from gpubroker_server.core.domain.eligibility import may_use_device, need_mb
+from gpubroker_server.core.domain.demand import Demand, Where, may_use_device, need_mb
 from gpubroker_server.core.domain.units import Mib, NodeName, in_gib
 from gpubroker_server.core.explain.pools import without_pool
 from gpubroker_server.core.explain.quota_standing import quota_of

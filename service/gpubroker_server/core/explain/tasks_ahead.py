@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from heapq import nsmallest
 
-from gpubroker_server.core.domain.eligibility import may_use_node
+from gpubroker_server.core.domain.demand import may_use_node
 from gpubroker_server.core.domain.ranks import nodes_of
 from gpubroker_server.core.domain.task import Task
 from gpubroker_server.core.domain.units import TaskId

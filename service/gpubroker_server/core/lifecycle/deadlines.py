@@ -5,14 +5,21 @@ from dataclasses import dataclass
 from math import inf
 
 from gpubroker_server.core.domain.decisions import Decision, Outcome, PledgeWrite, withdrawn, write_move
-from gpubroker_server.core.domain.gang_member import Member, MemberState
 from gpubroker_server.core.domain.lease import LeaseState, PledgeEnd, quarantine
 from gpubroker_server.core.domain.orders import Ending, Failure
 from gpubroker_server.core.domain.policy import Policy
 from gpubroker_server.core.domain.ranks import leavers_of
-from gpubroker_server.core.domain.task import Move, StopReason, Task, TaskState, notice_of
+from gpubroker_server.core.domain.task import (
+    Member,
+    MemberState,
+    Move,
+    StopReason,
+    Task,
+    TaskState,
+    notice_of,
+)
 from gpubroker_server.core.domain.units import Fence, Instant, Seconds, TaskId
-from gpubroker_server.core.lifecycle import gang_shrinking
+from gpubroker_server.core.lifecycle import gang_runs
 from gpubroker_server.core.lifecycle.external_leases import not_released
 from gpubroker_server.core.lifecycle.model_lifecycle import not_unloaded
 from gpubroker_server.core.lifecycle.stopping import (
@@ -77,11 +84,11 @@ def due(world: World, now: Instant, policy: Policy, watch: Watch | None) -> list
     for task, late in _late_leavers(world, now, overdue):
         lost = [m for m in late if _is_over(m.stop_deadline_at, policy.kill_patience_seconds, since, now)]
         if lost:
-            decisions.append(gang_shrinking.give_up(world, task, lost, now))
+            decisions.append(gang_runs.give_up(world, task, lost, now))
             moved.add(task.id)
             let_down |= {member.freeing_for for member in lost}
         elif watch is None or any(_is_kill_due(m.stop_deadline_at, watch.last, now) for m in late):
-            decisions.append(gang_shrinking.kills(world, task, late))
+            decisions.append(gang_runs.kills(world, task, late))
     for (holder, fence, rank), ended_at in world.unconfirmed.releasing.items():
         run = world.holder(holder, fence)
         # Of one under notice the deadline is looked at above.
@@ -251,7 +258,7 @@ def _dissolve(world: World, preemptor: TaskId, moved: Set[TaskId]) -> Decision:
         tasks=tuple(
             write_move(victim, Move.CHANGED, **changes)
             for victim in victims
-            if (changes := gang_shrinking.freed_for_nobody(victim, preemptor))
+            if (changes := gang_runs.freed_for_nobody(victim, preemptor))
         ),
         pledges=tuple(PledgeWrite(pledges[key], PledgeEnd.DISSOLVED) for key in sorted(pledges)),
     )

@@ -12,13 +12,12 @@ from gpubroker_server.core.domain.decisions import (
     withdrawn,
     write_move,
 )
-from gpubroker_server.core.domain.lease import HolderKind, Lease
+from gpubroker_server.core.domain.lease import HolderKind, Lease, Proof
 from gpubroker_server.core.domain.lease import release as leave
 from gpubroker_server.core.domain.orders import Ending, Failure, ForgetOrder, Gone, WatchOrder
 from gpubroker_server.core.domain.task import Move, Task, TaskState
 from gpubroker_server.core.domain.units import Instant, NodeName, TaskId
-from gpubroker_server.core.world.fold import Fold
-from gpubroker_server.core.world.unconfirmed_ends import Proof
+from gpubroker_server.core.lifecycle.task_update import Fold
 from gpubroker_server.core.world.world import World
 
 NOT_YOUR_PROCESS = "not_your_process"

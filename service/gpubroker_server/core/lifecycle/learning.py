@@ -1,14 +1,18 @@
 """What the end of a run teaches about the next run of the same subject."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, replace
 from itertools import islice
+from math import ceil
+from statistics import median
 
-from gpubroker_server.core.domain.decisions import Decision, TaskWrite
+from gpubroker_server.core.domain.decisions import Decision, TaskWrite, write_move
 from gpubroker_server.core.domain.estimates import Lesson, Sketch, Topic, What
-from gpubroker_server.core.domain.gang_member import MemberState
-from gpubroker_server.core.domain.task import Move, Task, TaskState
-from gpubroker_server.core.domain.units import Instant
+from gpubroker_server.core.domain.lease import HOLDERS_WITH_RUNS, HolderKind, LeaseState
+from gpubroker_server.core.domain.task import MemberState, Move, Task, TaskState
+from gpubroker_server.core.domain.units import DeviceKey, Fence, Instant, Mib, Seconds, TaskId
 from gpubroker_server.core.domain.values import changed
+from gpubroker_server.core.world.ledger import NOISE_DIVISOR, Book
 from gpubroker_server.core.world.world import World
 
 MOST_TOPICS = 10_000
@@ -98,3 +102,184 @@ def _too_many(world: World, learning: dict[Topic, Sketch], most_topics: int) -> 
     excess = len(known) + sum(topic not in known for topic in learning) - most_topics
     idle = (topic for topic in known if topic not in learning)
     return tuple(islice(idle, max(0, excess)))
+
+
+WARM_SECONDS = Seconds(30.0)
+"""So long after its load what a model takes for its first requests counts as its own."""
+
+_TOLD_APART = HOLDERS_WITH_RUNS | {HolderKind.SERVER}
+"""Beside these what a model takes more is seen for what it is: runs are measured each for itself, and a
+server takes more for its models alone."""
+
+
+def topic_of(tenant: str, model: str, kind: str, versions: Sequence[str] = ()) -> Topic:
+    """Of these versions of a model, loaded together, on a kind of device, on whichever server. No model has a
+    slash in its name: to its server it is a folder."""
+    subject = f"model {model}/{','.join(versions)}" if versions else f"model {model}"
+    return Topic(tenant, subject, kind, What.GPU_MB)
+
+
+def learned_mb(
+    world: World,
+    tenant: str,
+    model: str,
+    kinds: Collection[str],
+    margin: float,
+    versions: Sequence[str] = (),
+) -> Mib | None:
+    """What to lease for it on any of these kinds, with so much more for its requests; None while nobody has
+    seen it loaded on one. `versions`: that will be loaded, if that is known; of others than have been seen
+    nothing better is known than what the last ones took."""
+    sketches = (_sketch(world, topic_of(tenant, model, kind, versions)) for kind in sorted(kinds))
+    sizes = [size for sketch in sketches if (size := sketch.quantile(0.95)) is not None]
+    return Mib(ceil((1 + margin) * max(sizes))) if sizes else None
+
+
+def _sketch(world: World, topic: Topic) -> Sketch:
+    """Of the topic, else of those versions of the model that were seen last."""
+    known = world.learned.sketches
+    if topic in known:
+        return known[topic]
+    model = _of_any_version(topic)
+    last_first = reversed(known.items())
+    return next((sketch for other, sketch in last_first if _of_any_version(other) == model), Sketch())
+
+
+def _of_any_version(topic: Topic) -> tuple[str, ...]:
+    return topic.tenant, topic.subject.partition("/")[0], topic.kind, topic.what
+
+
+@dataclass(frozen=True, slots=True)
+class SizeRecord:
+    """How true the sizes are that are leased for the models which a server has in memory, of those that were
+    measured."""
+
+    server: str
+    ratio: float
+    """Leased to measured, in the median of the models: 1 is right, 2 twice too much."""
+    enough: float
+    """Share of them (0 to 1) of which no more was measured than is leased."""
+
+
+def size_records(world: World) -> list[SizeRecord]:
+    """By server. A model is taken to need what it did in the median of its loads."""
+    ratios: dict[str, list[float]] = {}
+    for task in world.homes.live():
+        leases = world.leases_of(task)
+        if task.state is not TaskState.RUNNING or task.model is None or len(leases) != 1:
+            continue
+        kind = world.books[leases[0].device].device.kind
+        topic = topic_of(task.tenant, task.model.model, kind, task.model.versions)
+        measured_mb = world.learned.sketch(topic).quantile(0.5)
+        if measured_mb:
+            ratios.setdefault(task.model.server, []).append(leases[0].mb / measured_mb)
+    return [
+        SizeRecord(server, median(known), sum(ratio >= 1 for ratio in known) / len(known))
+        for server, known in sorted(ratios.items())
+    ]
+
+
+@dataclass(frozen=True, slots=True)
+class _Watch:
+    """What was there before a load, and what has come since."""
+
+    fence: Fence
+    device: DeviceKey
+    used_mb: int
+    others: dict[str, int]
+    """What each other lease of the device was measured to use."""
+    peak_mb: int = 0
+    """The most that was in use beyond `used_mb` since the model is there."""
+    is_over: bool = False
+    """What comes now would not be the model's, or not be seen to be."""
+
+
+class Gauge:
+    """Of one leader, in its memory: what it does not see from the beginning it does not learn from."""
+
+    def __init__(self) -> None:
+        self._watches: dict[TaskId, _Watch] = {}
+
+    def look(self, world: World, now: Instant, but_not: Collection[str] = ()) -> list[Decision]:
+        """What was learned since; `but_not`: tasks of which something else is decided at the moment."""
+        known, self._watches = self._watches, {}
+        decisions: list[Decision] = []
+        sketches: dict[Topic, Sketch] = {}
+        for task in world.homes.live():
+            watch = known.get(task.id)
+            if watch is None or watch.fence != task.fence:
+                watch = _before(world, task)
+            if watch is None:
+                continue
+            watch = _looked(world, task, watch, now)
+            if task.id in but_not or not watch.is_over:
+                self._watches[task.id] = watch
+            else:
+                decisions += _learned(world, task, watch, sketches, now)
+        return decisions
+
+
+def _before(world: World, task: Task) -> _Watch | None:
+    """Measured before its room was given to it, with nobody else about to come or to go."""
+    leases = world.leases_of(task)
+    if task.state is not TaskState.ADMITTED or len(leases) != 1 or task.admitted_at is None:
+        return None
+    book = world.books[leases[0].device]
+    others = _others(book, task)
+    if book.sample is None or book.sample.at > task.admitted_at or others is None:
+        return None
+    return _Watch(task.fence, leases[0].device, book.sample.used_mb, others)
+
+
+def _others(book: Book, task: Task) -> dict[str, int] | None:
+    """What each is measured to use; None unless all are there to stay."""
+    others = {key: one for key, one in book.holdings.items() if one.lease.holder != task.id}
+    if any(one.lease.state is not LeaseState.HELD or one.is_leaving for one in others.values()):
+        return None
+    return {key: one.measured_mb for key, one in others.items()}
+
+
+def _looked(world: World, task: Task, watch: _Watch, now: Instant) -> _Watch:
+    """With what its device's newest sample tells."""
+    if task.state is TaskState.ADMITTED or watch.is_over:
+        return watch
+    if task.state is not TaskState.RUNNING or task.started_at is None:
+        return replace(watch, is_over=True)
+    book = world.books[watch.device]
+    if book.sample is None or book.sample.at <= task.started_at:
+        return watch
+    if not _is_alone(book, task, watch):
+        return replace(watch, is_over=True)
+    peak_mb = max(watch.peak_mb, book.sample.used_mb - watch.used_mb)
+    kinds = {book.holdings[key].lease.holder_kind for key in watch.others}
+    is_warm = now >= task.started_at + WARM_SECONDS
+    return replace(watch, peak_mb=peak_mb, is_over=is_warm or not kinds <= _TOLD_APART)
+
+
+def _is_alone(book: Book, task: Task, watch: _Watch) -> bool:
+    """Nothing else on its device has changed."""
+    others = _others(book, task)
+    if others is None or others.keys() != watch.others.keys():
+        return False
+    if others and (book.sample is None or book.sample.foreign_mb is None):
+        return False  # nobody can tell whose it is
+    changes_mb = (abs(others[key] - mb) for key, mb in watch.others.items())
+    return max(changes_mb, default=0) <= _noise_mb(book)
+
+
+def _noise_mb(book: Book) -> int:
+    return book.device.physical_mb // NOISE_DIVISOR
+
+
+def _learned(
+    world: World, task: Task, watch: _Watch, sketches: dict[Topic, Sketch], now: Instant
+) -> list[Decision]:
+    """`sketches`: with what other decisions of the same look add; of each topic the last row stays."""
+    book = world.books[watch.device]
+    assert task.model is not None
+    if watch.peak_mb <= _noise_mb(book):
+        return []
+    topic = topic_of(task.tenant, task.model.model, book.device.kind, task.model.versions)
+    sketches[topic] = (sketches.get(topic) or world.learned.sketch(topic)).add(watch.peak_mb)
+    lesson = Lesson(topic, watch.peak_mb, sketches[topic], now)
+    return [Decision(task.id, "measured", tasks=(write_move(task, Move.CHANGED),), lessons=(lesson,))]

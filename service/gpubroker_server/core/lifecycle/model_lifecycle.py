@@ -9,8 +9,8 @@ from dataclasses import replace
 from typing import Any
 
 from gpubroker_server.core.domain.decisions import AuditNote, Decision, Outcome, Request, write_move
-from gpubroker_server.core.domain.lease import LeaseState
-from gpubroker_server.core.domain.models.model_orders import (
+from gpubroker_server.core.domain.lease import LeaseState, Proof
+from gpubroker_server.core.domain.model_orders import (
     ModelOrder,
     ServerSeen,
     Stage,
@@ -18,17 +18,14 @@ from gpubroker_server.core.domain.models.model_orders import (
     load_order,
     unload_order,
 )
-from gpubroker_server.core.domain.models.model_terms import ModelTerms
-from gpubroker_server.core.domain.models.residency import Usage
+from gpubroker_server.core.domain.models import ModelTerms, Usage
 from gpubroker_server.core.domain.orders import Ended, Ending, Failure
-from gpubroker_server.core.domain.policy import Policy
-from gpubroker_server.core.domain.retry import next_retry_at
+from gpubroker_server.core.domain.policy import Policy, next_retry_at
 from gpubroker_server.core.domain.task import Move, Task, TaskState
 from gpubroker_server.core.domain.units import DeviceKey, Fence, Instant, Mib, Seconds
 from gpubroker_server.core.lifecycle.model_adoption import adopt
 from gpubroker_server.core.lifecycle.stopping import after_failure, after_stop, off_the_nodes
-from gpubroker_server.core.world.fold import Fold
-from gpubroker_server.core.world.unconfirmed_ends import Proof
+from gpubroker_server.core.lifecycle.task_update import Fold
 from gpubroker_server.core.world.world import World
 
 HIGHEST = 100

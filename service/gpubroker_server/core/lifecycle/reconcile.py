@@ -4,9 +4,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 from gpubroker_server.core.domain.decisions import Decision
-from gpubroker_server.core.domain.device import Device, Node
-from gpubroker_server.core.domain.gang_member import Member, MemberState
-from gpubroker_server.core.domain.gpu_kinds import Kind, kind_of
+from gpubroker_server.core.domain.device import Device, Kind, Node, kind_of
 from gpubroker_server.core.domain.lease import HOLDERS_WITH_RUNS
 from gpubroker_server.core.domain.orders import (
     ForgetOrder,
@@ -19,11 +17,10 @@ from gpubroker_server.core.domain.orders import (
 )
 from gpubroker_server.core.domain.policy import Policy
 from gpubroker_server.core.domain.ranks import ranks_of
-from gpubroker_server.core.domain.task import StopReason, Task, TaskState
+from gpubroker_server.core.domain.task import Member, MemberState, StopReason, Task, TaskState
 from gpubroker_server.core.domain.units import Instant, Mib, Seconds, TaskId, device_key
 from gpubroker_server.core.lifecycle import external_leases
-from gpubroker_server.core.lifecycle.gang_runs import go_order
-from gpubroker_server.core.lifecycle.gang_shrinking import stop_order, world_orders
+from gpubroker_server.core.lifecycle.gang_runs import go_order, stop_order, world_orders
 from gpubroker_server.core.lifecycle.runs import dissolved, react
 from gpubroker_server.core.lifecycle.stopping import stop_orders
 from gpubroker_server.core.world.world import World

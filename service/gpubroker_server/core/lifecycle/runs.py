@@ -7,7 +7,7 @@ from typing import Any, assert_never
 from gpubroker_server.core.domain.decisions import Decision, Outcome, PledgeWrite
 from gpubroker_server.core.domain.device import Node
 from gpubroker_server.core.domain.lease import HOLDERS_WITH_RUNS, LeaseState, PledgeEnd
-from gpubroker_server.core.domain.models.model_orders import ServerSeen
+from gpubroker_server.core.domain.model_orders import ServerSeen
 from gpubroker_server.core.domain.orders import (
     Beat,
     Checkpointed,
@@ -23,10 +23,10 @@ from gpubroker_server.core.domain.orders import (
     Sampled,
     Started,
 )
-from gpubroker_server.core.domain.policy import Policy
-from gpubroker_server.core.domain.retry import next_retry_at
+from gpubroker_server.core.domain.policy import Policy, next_retry_at
 from gpubroker_server.core.domain.task import Move, Task, TaskState
 from gpubroker_server.core.domain.units import DeviceKey, Instant, NodeName, TaskId
+from gpubroker_server.core.domain.values import changed
 from gpubroker_server.core.lifecycle import external_leases, gang_runs, model_lifecycle
 from gpubroker_server.core.lifecycle.stopping import (
     after_failure,
@@ -36,8 +36,7 @@ from gpubroker_server.core.lifecycle.stopping import (
     out_of_time,
     over_use,
 )
-from gpubroker_server.core.planning import inference_admission
-from gpubroker_server.core.world.fold import Fold, Folds
+from gpubroker_server.core.lifecycle.task_update import Fold, Folds
 from gpubroker_server.core.world.world import World
 
 _NODE_PROOFS = frozenset({"boot_changed", "agent_restarted"})
@@ -49,6 +48,17 @@ _KILLED = Failure(
 _STOPPED_UNASKED = Failure(
     "stopped_unasked", "the run says that it gave way to a stop notice, but none was given"
 )
+
+INFERENCE_REFUSED = "inference_refused"
+"""The kind of failure of a request that its model does not take: to send it again would change nothing."""
+
+LOST_RETRIES = 3
+"""So often at least one is sent again whose server broke off: most often it is no fault of the request, and
+one that brings its server down each time ends all the same."""
+
+AGE_SHARE = 0.25
+AGAIN_MOST_SECONDS = 30.0
+"""One that its server could not take is sent again after this share of its age, and after so long at most."""
 
 
 def react(world: World, reports: Iterable[Report], now: Instant, policy: Policy) -> list[Decision]:
@@ -122,7 +132,7 @@ def _ended(fold: Fold, world: World, report: Ended, now: Instant, policy: Policy
         model_lifecycle.ended(fold, task, report, now, policy)
         return
     if task.is_inference:
-        inference_admission.ended(fold, task, report, now, policy)
+        _inference_ended(fold, task, report, now, policy)
         return
     forget = forget_order(world, task, report.rank)
     at = _credible(report.at, task, now)
@@ -158,7 +168,7 @@ def _gone(fold: Fold, world: World, report: Gone, now: Instant, policy: Policy) 
         external_leases.gone(fold, world, report, now)
         return
     if fold.task is not None and fold.task.is_inference:
-        inference_admission.never_sent(fold, report, now, policy)
+        _never_sent(fold, report, now, policy)
         return
     fold.release_leases(report.fence, report.rank, report.proof)
     task = fold.live(report.fence, report.rank)
@@ -259,3 +269,52 @@ def _credible(at: Instant, task: Task, now: Instant) -> Instant:
     """An agent's clock may be wrong: nothing happens before the admission, nor after now."""
     earliest = task.started_at or task.admitted_at or now
     return Instant(min(max(at, earliest), now))
+
+
+def _inference_ended(fold: Fold, task: Task, report: Ended, now: Instant, policy: Policy) -> None:
+    """It was answered, or will not be by what was sent."""
+    failure = None if report.ending is Ending.SUCCEEDED else report.failure
+    outcome = Outcome(
+        task.id,
+        task.fence,
+        report.ending,
+        now,
+        result=report.result,
+        result_format=report.result_format,
+        failure=failure,
+    )
+    if report.ending is Ending.SUCCEEDED:
+        fold.outcome = outcome
+        fold.move(Move.SUCCEEDED, "ended", finished_at=now)
+    elif task.state is TaskState.STOPPING:
+        what, changes = after_stop(task, now, policy)
+        fold.move(what, "stopped", **changes)
+    elif report.ending is Ending.NEVER_STARTED:
+        fold.move(Move.REQUEUED, "not_taken", **off_the_nodes(task, not_before=_again_at(task, now, policy)))
+    else:
+        fold.outcome = outcome
+        what, changes = after_failure(_with_retries(task, report), now, now, policy)
+        fold.move(what, "ended" if what is Move.FAILED else "retry", **changes)
+
+
+def _never_sent(fold: Fold, report: Gone, now: Instant, policy: Policy) -> None:
+    """What was to be sent could not be read now."""
+    task = fold.live(report.fence)
+    if task is not None:
+        at = report.at
+        _inference_ended(fold, task, Ended(task.id, task.fence, at, Ending.NEVER_STARTED), now, policy)
+
+
+def _with_retries(task: Task, report: Ended) -> Task:
+    """As it stands for this end of an attempt."""
+    if report.ending is Ending.LOST:
+        return changed(task, max_retries=max(task.max_retries, LOST_RETRIES))
+    if report.failure is not None and report.failure.kind == INFERENCE_REFUSED:
+        return changed(task, max_retries=0)
+    return task
+
+
+def _again_at(task: Task, now: Instant, policy: Policy) -> Instant:
+    """A moment later at first, and less often the longer it has been tried."""
+    pause = min(AGAIN_MOST_SECONDS, AGE_SHARE * (now - task.submitted_at))
+    return Instant(now + max(policy.retry_first_seconds, pause))

@@ -1,18 +1,17 @@
 """How a run is asked to leave, and what becomes of its task once it has left."""
 
+from collections import defaultdict
 from collections.abc import Iterable
 from typing import Any
 
-from gpubroker_server.core.domain.decisions import TaskWrite, write_move
-from gpubroker_server.core.domain.lease import Lease
-from gpubroker_server.core.domain.models.inference_orders import DropOrder
-from gpubroker_server.core.domain.models.model_orders import UnloadOrder, unload_order
-from gpubroker_server.core.domain.orders import Failure, ForgetOrder, StopOrder
-from gpubroker_server.core.domain.policy import Policy
+from gpubroker_server.core.domain.decisions import Decision, Outcome, TaskWrite, write_move
+from gpubroker_server.core.domain.lease import Lease, LeaseState, mark_overused
+from gpubroker_server.core.domain.model_orders import DropOrder, UnloadOrder, unload_order
+from gpubroker_server.core.domain.orders import Ending, Failure, ForgetOrder, StopOrder
+from gpubroker_server.core.domain.policy import Policy, next_retry_at
 from gpubroker_server.core.domain.ranks import node_of, ranks_of
-from gpubroker_server.core.domain.retry import next_retry_at
-from gpubroker_server.core.domain.task import Move, StopReason, Task
-from gpubroker_server.core.domain.units import Instant, Seconds, in_gib
+from gpubroker_server.core.domain.task import Move, StopReason, Task, TaskState, notice_of
+from gpubroker_server.core.domain.units import Instant, Seconds, TaskId, in_gib
 from gpubroker_server.core.world.world import World
 
 _OFF_THE_NODE: dict[str, Any] = {
@@ -158,3 +157,41 @@ def forget_order(world: World, task: Task, rank: int) -> ForgetOrder:
     """For an active task: the agent may drop what it kept of this run."""
     node = node_of(task, rank)
     return ForgetOrder(task.id, task.fence, node, world.nodes[node].incarnation, rank)
+
+
+def overuse(world: World, now: Instant, policy: Policy) -> list[Decision]:
+    """Each such lease is marked once, for whoever asks later; by policy its run is told to stop.
+
+    Looks at what was measured above its lease only. A run that has not said that it began, or is under
+    notice, is left alone: what becomes of it is decided elsewhere.
+    """
+    over: dict[TaskId, list[str]] = defaultdict(list)
+    for key, holding in world.learned.above.items():
+        lease = holding.lease
+        task = world.holder(lease.holder, lease.fence)
+        is_over = holding.measured_mb > lease.mb * (1 + policy.overuse_tolerance)
+        if is_over and task is not None and _is_at_work(task, lease.rank):
+            over[task.id].append(key)
+    decisions = (_decision(world, world.tasks[name], over[name], now, policy) for name in sorted(over))
+    return [decision for decision in decisions if not decision.is_empty()]
+
+
+def _is_at_work(task: Task, rank: int) -> bool:
+    return task.model is None and task.state is TaskState.RUNNING and not notice_of(task, rank)[1]
+
+
+def _decision(world: World, task: Task, keys: list[str], now: Instant, policy: Policy) -> Decision:
+    leases = {lease.key: lease for lease in world.leases_of(task)}
+    marks = tuple(
+        mark_overused(leases[key], world.learned.above[key].measured_mb)
+        for key in sorted(keys)
+        if leases[key].state is LeaseState.HELD and not leases[key].overused_mb
+    )
+    if policy.overuse == "report":
+        return Decision(task.id, "overuse", leases=marks)
+    notice, orders = give_notice(world, task, StopReason.OVERUSE, task.grace_seconds, now)
+    marked = {**leases, **{lease.key: lease for lease in marks}}
+    verdict = Outcome(
+        task.id, task.fence, Ending.FAILED, now, failure=over_use(StopReason.OVERUSE, marked.values())
+    )
+    return Decision(task.id, "overuse", tasks=(notice,), leases=marks, outcome=verdict, orders=orders)

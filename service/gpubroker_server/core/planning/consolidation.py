@@ -9,8 +9,7 @@ from collections.abc import Set as AbstractSet
 from dataclasses import replace
 
 from gpubroker_server.core.domain.decisions import Decision
-from gpubroker_server.core.domain.demand import Demand
-from gpubroker_server.core.domain.eligibility import need_mb
+from gpubroker_server.core.domain.demand import Demand, need_mb
 from gpubroker_server.core.domain.interval import Pace
 from gpubroker_server.core.domain.policy import Policy, band_of
 from gpubroker_server.core.domain.task import StopReason, Task, TaskState

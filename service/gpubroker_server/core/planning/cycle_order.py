@@ -10,7 +10,7 @@ from gpubroker_server.core.domain.units import Instant, TaskId
 from gpubroker_server.core.planning.doubts import Doubts
 from gpubroker_server.core.planning.fair_share import Shares
 from gpubroker_server.core.planning.looks import A_GLANCE, A_NOD
-from gpubroker_server.core.world.inherited_priority import NOTHING
+from gpubroker_server.core.world.dependencies import NOTHING
 from gpubroker_server.core.world.queue import Group, Kin, Member, OrderKey, OwnKey, order_key, own_key
 from gpubroker_server.core.world.world import World
 

@@ -7,15 +7,14 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from gpubroker_server.core.domain.decisions import AnyOrder, Decision, PledgeWrite, TaskWrite, write_move
-from gpubroker_server.core.domain.eligibility import context_mb
-from gpubroker_server.core.domain.gang_member import Member
+from gpubroker_server.core.domain.demand import context_mb
 from gpubroker_server.core.domain.lease import HolderKind, Lease, LeaseState, Pledge, PledgeEnd
-from gpubroker_server.core.domain.models.model_orders import load_order
+from gpubroker_server.core.domain.model_orders import load_order
 from gpubroker_server.core.domain.orders import StartOrder
-from gpubroker_server.core.domain.task import Move, Placement, StopReason, Task
+from gpubroker_server.core.domain.task import Member, Move, Placement, StopReason, Task
 from gpubroker_server.core.domain.units import DeviceKey, Fence, Instant, TaskId
 from gpubroker_server.core.lifecycle import external_leases
-from gpubroker_server.core.lifecycle.gang_shrinking import ask_to_leave
+from gpubroker_server.core.lifecycle.gang_runs import ask_to_leave
 from gpubroker_server.core.lifecycle.stopping import orders_to_leave
 from gpubroker_server.core.planning.draft import Draft
 from gpubroker_server.core.planning.preemption import Eviction

@@ -5,13 +5,11 @@ from dataclasses import replace
 from math import inf
 
 from gpubroker_server.core.domain.errors import Overcommitted
-from gpubroker_server.core.domain.gang_member import MemberState
-from gpubroker_server.core.domain.headroom import Headroom
 from gpubroker_server.core.domain.lease import Lease, LeaseState, Pledge
-from gpubroker_server.core.domain.node_use import NodeUse, count_custom
+from gpubroker_server.core.domain.node_capacity import Headroom, NodeUse, count_custom
 from gpubroker_server.core.domain.policy import CustomLimit, Policy, each_of
 from gpubroker_server.core.domain.ranks import asks_for_gpus, part_of, parts_of, parts_on
-from gpubroker_server.core.domain.task import Task, TaskState, notice_of, notices_of
+from gpubroker_server.core.domain.task import MemberState, Task, TaskState, notice_of, notices_of
 from gpubroker_server.core.domain.units import DeviceKey, Instant, NodeName, TaskId
 from gpubroker_server.core.domain.values import changed
 from gpubroker_server.core.world.ledger import Book

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from math import inf
 
-from gpubroker_server.core.domain.eligibility import may_use_node, need_mb
+from gpubroker_server.core.domain.demand import may_use_node, need_mb
 from gpubroker_server.core.domain.policy import Policy
 from gpubroker_server.core.domain.task import Placement, Task
 from gpubroker_server.core.domain.units import DeviceKey, Instant, Mib, NodeName, Seconds

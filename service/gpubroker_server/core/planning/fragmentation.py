@@ -5,8 +5,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from gpubroker_server.core.domain.demand import Demand
-from gpubroker_server.core.domain.eligibility import may_use_node, need_mb
+from gpubroker_server.core.domain.demand import Demand, may_use_node, need_mb
 from gpubroker_server.core.domain.policy import Policy
 from gpubroker_server.core.domain.units import DeviceKey, Instant, Mib, NodeName
 from gpubroker_server.core.planning.draft import Draft

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from math import inf
 from typing import NamedTuple
 
-from gpubroker_server.core.domain.headroom import Headroom
+from gpubroker_server.core.domain.node_capacity import Headroom
 from gpubroker_server.core.domain.ranks import asks_for_gpus
 from gpubroker_server.core.domain.task import Placement, Task, TaskState
 from gpubroker_server.core.domain.units import DeviceKey, Instant, NodeName, Seconds

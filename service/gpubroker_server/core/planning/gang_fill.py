@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 from heapq import heapify, heappop, heappush
 
-from gpubroker_server.core.domain.eligibility import unwanted_node
+from gpubroker_server.core.domain.demand import unwanted_node
 from gpubroker_server.core.domain.task import Placement, Task
 from gpubroker_server.core.domain.units import NodeName
 from gpubroker_server.core.planning.gang_nodes import Chosen, Ground

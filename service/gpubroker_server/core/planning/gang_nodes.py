@@ -4,10 +4,9 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import combinations
 
-from gpubroker_server.core.domain.demand import Demand
+from gpubroker_server.core.domain.demand import Demand, need_mb, unwanted_device
 from gpubroker_server.core.domain.device import Device, Node
-from gpubroker_server.core.domain.eligibility import need_mb, unwanted_device
-from gpubroker_server.core.domain.headroom import Headroom
+from gpubroker_server.core.domain.node_capacity import Headroom
 from gpubroker_server.core.domain.policy import Policy
 from gpubroker_server.core.domain.task import Task
 from gpubroker_server.core.domain.units import DeviceKey, Instant, Mib, NodeName

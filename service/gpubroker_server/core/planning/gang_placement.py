@@ -3,8 +3,7 @@
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 
-from gpubroker_server.core.domain.demand import Demand
-from gpubroker_server.core.domain.eligibility import unwanted_node
+from gpubroker_server.core.domain.demand import Demand, unwanted_node
 from gpubroker_server.core.domain.ranks import part_of
 from gpubroker_server.core.domain.task import Placement, Task
 from gpubroker_server.core.domain.units import NodeName

@@ -9,35 +9,22 @@ from collections.abc import Iterable, Sequence
 from heapq import heapify, heappop, heappush
 from typing import NamedTuple
 
-from gpubroker_server.core.domain.decisions import Decision, Outcome, Request, write_move
-from gpubroker_server.core.domain.models.inference_orders import InferOrder
-from gpubroker_server.core.domain.models.model_terms import Home
-from gpubroker_server.core.domain.orders import Ended, Ending, Gone, Report
+from gpubroker_server.core.domain.decisions import Decision, Request, write_move
+from gpubroker_server.core.domain.model_orders import InferOrder
+from gpubroker_server.core.domain.models import Home
+from gpubroker_server.core.domain.orders import Ended, Report
 from gpubroker_server.core.domain.policy import Policy
 from gpubroker_server.core.domain.task import Move, Task, TaskState
 from gpubroker_server.core.domain.units import Fence, Instant, TaskId
-from gpubroker_server.core.domain.values import changed
 from gpubroker_server.core.lifecycle import model_lifecycle
-from gpubroker_server.core.lifecycle.stopping import after_failure, after_stop, off_the_nodes
+from gpubroker_server.core.lifecycle.stopping import after_stop, off_the_nodes
 from gpubroker_server.core.planning.draft import Draft
 from gpubroker_server.core.planning.fair_share import Shares
-from gpubroker_server.core.world.fold import Fold
 from gpubroker_server.core.world.queue import Group, Member, OwnKey, Rank
 from gpubroker_server.core.world.world import World
 
-REFUSED = "inference_refused"
-"""The kind of failure of a request that its model does not take: to send it again would change nothing."""
-
 PROCESS_GONE = "model_process_gone"
 """That of one whose model has no process any more, which its server has not missed."""
-
-LOST_RETRIES = 3
-"""So often at least one is sent again whose server broke off: most often it is no fault of the request, and
-one that brings its server down each time ends all the same."""
-
-AGE_SHARE = 0.25
-AGAIN_MOST_SECONDS = 30.0
-"""One that its server could not take is sent again after this share of its age, and after so long at most."""
 
 
 def servers_of(world: World, policy: Policy, model: str) -> tuple[str, ...]:
@@ -204,52 +191,3 @@ def taken_back(
             what, changes = after_stop(task, now, policy)
         decisions.append(Decision(name, "left_behind", tasks=(write_move(task, what, **changes),)))
     return decisions
-
-
-def ended(fold: Fold, task: Task, report: Ended, now: Instant, policy: Policy) -> None:
-    """It was answered, or will not be by what was sent."""
-    failure = None if report.ending is Ending.SUCCEEDED else report.failure
-    outcome = Outcome(
-        task.id,
-        task.fence,
-        report.ending,
-        now,
-        result=report.result,
-        result_format=report.result_format,
-        failure=failure,
-    )
-    if report.ending is Ending.SUCCEEDED:
-        fold.outcome = outcome
-        fold.move(Move.SUCCEEDED, "ended", finished_at=now)
-    elif task.state is TaskState.STOPPING:
-        what, changes = after_stop(task, now, policy)
-        fold.move(what, "stopped", **changes)
-    elif report.ending is Ending.NEVER_STARTED:
-        fold.move(Move.REQUEUED, "not_taken", **off_the_nodes(task, not_before=_again_at(task, now, policy)))
-    else:
-        fold.outcome = outcome
-        what, changes = after_failure(_with_retries(task, report), now, now, policy)
-        fold.move(what, "ended" if what is Move.FAILED else "retry", **changes)
-
-
-def never_sent(fold: Fold, report: Gone, now: Instant, policy: Policy) -> None:
-    """What was to be sent could not be read now."""
-    task = fold.live(report.fence)
-    if task is not None:
-        at = report.at
-        ended(fold, task, Ended(task.id, task.fence, at, Ending.NEVER_STARTED), now, policy)
-
-
-def _with_retries(task: Task, report: Ended) -> Task:
-    """As it stands for this end of an attempt."""
-    if report.ending is Ending.LOST:
-        return changed(task, max_retries=max(task.max_retries, LOST_RETRIES))
-    if report.failure is not None and report.failure.kind == REFUSED:
-        return changed(task, max_retries=0)
-    return task
-
-
-def _again_at(task: Task, now: Instant, policy: Policy) -> Instant:
-    """A moment later at first, and less often the longer it has been tried."""
-    pause = min(AGAIN_MOST_SECONDS, AGE_SHARE * (now - task.submitted_at))
-    return Instant(now + max(policy.retry_first_seconds, pause))

@@ -6,9 +6,9 @@ from dataclasses import dataclass, field
 from itertools import chain
 from operator import is_
 
+from gpubroker_server.core.domain.demand import Ceiling, ceiling, need_mb
 from gpubroker_server.core.domain.device import Device, DeviceSample
-from gpubroker_server.core.domain.eligibility import Ceiling, ceiling, need_mb
-from gpubroker_server.core.domain.headroom import Headroom
+from gpubroker_server.core.domain.node_capacity import Headroom
 from gpubroker_server.core.domain.policy import BANDS, Policy
 from gpubroker_server.core.domain.task import Placement, Task
 from gpubroker_server.core.domain.units import DeviceKey, Instant, NodeName, TaskId

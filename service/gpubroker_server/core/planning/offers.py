@@ -4,7 +4,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from gpubroker_server.core.domain.device import Device
-from gpubroker_server.core.domain.headroom import Headroom
+from gpubroker_server.core.domain.node_capacity import Headroom
 from gpubroker_server.core.domain.policy import Policy
 from gpubroker_server.core.domain.units import Instant, NodeName
 from gpubroker_server.core.planning.draft import Draft

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator
 from heapq import nsmallest
 from math import inf
 
-from gpubroker_server.core.domain.eligibility import need_mb, unwanted_device, unwanted_node
+from gpubroker_server.core.domain.demand import need_mb, unwanted_device, unwanted_node
 from gpubroker_server.core.domain.policy import Policy
 from gpubroker_server.core.domain.task import Placement, Task
 from gpubroker_server.core.domain.units import DeviceKey, Instant, Mib, NodeName, TaskId

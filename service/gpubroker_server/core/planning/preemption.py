@@ -6,7 +6,7 @@ from functools import partial
 from heapq import heapify, heappop, heappush
 from typing import NamedTuple
 
-from gpubroker_server.core.domain.eligibility import need_mb
+from gpubroker_server.core.domain.demand import need_mb
 from gpubroker_server.core.domain.ranks import asks_for_gpus, stop_deadline_of
 from gpubroker_server.core.domain.task import Task
 from gpubroker_server.core.domain.units import DeviceKey, Instant, Mib, NodeName, TaskId

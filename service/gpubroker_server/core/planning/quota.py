@@ -5,9 +5,8 @@ from dataclasses import dataclass
 from itertools import accumulate
 from types import MappingProxyType
 
-from gpubroker_server.core.domain.demand import Demand
+from gpubroker_server.core.domain.demand import Demand, need_mb
 from gpubroker_server.core.domain.device import Device
-from gpubroker_server.core.domain.eligibility import need_mb
 from gpubroker_server.core.domain.policy import Policy
 from gpubroker_server.core.domain.task import Task
 from gpubroker_server.core.domain.units import TaskId, in_gib

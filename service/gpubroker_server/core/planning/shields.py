@@ -2,7 +2,7 @@
 
 from math import inf
 
-from gpubroker_server.core.domain.models.residency import min_residency_seconds
+from gpubroker_server.core.domain.models import min_residency_seconds
 from gpubroker_server.core.domain.policy import Policy, band_of
 from gpubroker_server.core.domain.task import Task
 from gpubroker_server.core.domain.units import Instant, Seconds

@@ -4,9 +4,8 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from gpubroker_server.core.domain.demand import Demand
+from gpubroker_server.core.domain.demand import Demand, may_use_device, need_mb
 from gpubroker_server.core.domain.device import Device
-from gpubroker_server.core.domain.eligibility import may_use_device, need_mb
 from gpubroker_server.core.domain.units import DeviceKey, Mib
 from gpubroker_server.core.planning.draft import Draft
 from gpubroker_server.core.world.world import World

@@ -4,8 +4,8 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass
 from math import inf
 
-from gpubroker_server.core.domain.headroom import Headroom
-from gpubroker_server.core.domain.models.residency import expected_seconds
+from gpubroker_server.core.domain.models import expected_seconds
+from gpubroker_server.core.domain.node_capacity import Headroom
 from gpubroker_server.core.domain.policy import Policy
 from gpubroker_server.core.domain.ranks import gpus_of, part_of, ranks_of, surplus_of
 from gpubroker_server.core.domain.task import Task, TaskState

@@ -11,8 +11,6 @@ from typing import Any
 from gpubroker_server.core.domain.decisions import Fields, Request, TaskWrite
 from gpubroker_server.core.domain.demand import ANYWHERE, Demand, Where, shared
 from gpubroker_server.core.domain.device import Device, Node
-from gpubroker_server.core.domain.external_lease import External
-from gpubroker_server.core.domain.gang_member import members_fields, members_from
 from gpubroker_server.core.domain.lease import (
     HolderKind,
     Lease,
@@ -21,9 +19,17 @@ from gpubroker_server.core.domain.lease import (
     mark_overused,
     move_lease,
 )
-from gpubroker_server.core.domain.models.model_terms import ModelTerms
-from gpubroker_server.core.domain.models.residency import Usage
-from gpubroker_server.core.domain.task import Dependency, OnFailure, StopReason, Task, TaskState
+from gpubroker_server.core.domain.models import ModelTerms, Usage
+from gpubroker_server.core.domain.task import (
+    Dependency,
+    External,
+    OnFailure,
+    StopReason,
+    Task,
+    TaskState,
+    members_fields,
+    members_from,
+)
 from gpubroker_server.core.domain.units import TaskId
 from gpubroker_server.core.domain.values import changed
 

@@ -7,7 +7,8 @@ from typing import NamedTuple
 
 from gpubroker_server.core.domain.device import Device, DeviceSample
 from gpubroker_server.core.domain.lease import OF_SERVERS, Lease, LeaseState, Pledge
-from gpubroker_server.core.domain.units import Instant, Mib, TaskId
+from gpubroker_server.core.domain.orders import RunId
+from gpubroker_server.core.domain.units import Fence, Instant, Mib, TaskId
 
 NOISE_DIVISOR = 256
 """Of a device's memory, this part may be in use without a process that uses it: contexts and the driver."""
@@ -254,3 +255,31 @@ class Book:
         if self.sample is None:
             return Mib(0)
         return self.sample.by_holder.get(lease.mark, Mib(0))
+
+
+class Unconfirmed:
+    """Kept by the World beside its leases."""
+
+    def __init__(self) -> None:
+        self.releasing: dict[RunId, Instant] = {}
+        """Each run with when its end was heard of; rows tell only that it was. It gives all back together."""
+        self.quarantined: dict[str, dict[str, Lease]] = {}
+        """By holder, the leases in quarantine of all its attempts, by key."""
+
+    def note(self, lease: Lease, at: Instant) -> None:
+        run = (TaskId(lease.holder), lease.fence, lease.rank)
+        if lease.state is LeaseState.RELEASING:
+            self.releasing.setdefault(run, at)
+        else:
+            self.releasing.pop(run, None)
+        if lease.state is LeaseState.QUARANTINED:
+            self.quarantined.setdefault(lease.holder, {})[lease.key] = lease
+        elif (of_holder := self.quarantined.get(lease.holder)) is not None:
+            of_holder.pop(lease.key, None)
+            if not of_holder:
+                del self.quarantined[lease.holder]
+
+    def claims_of(self, holder: TaskId) -> set[Fence]:
+        """Those of its claims that are over, or given up, and hold something still."""
+        ending = {fence for name, fence, _ in self.releasing if name == holder}
+        return ending | {lease.fence for lease in self.quarantined.get(holder, {}).values()}

@@ -4,10 +4,9 @@ from collections.abc import Iterable, Iterator
 from math import log
 from typing import NamedTuple
 
+from gpubroker_server.core.domain.policy import HALF_LIFE_SECONDS
 from gpubroker_server.core.domain.units import Instant, Seconds
 from gpubroker_server.core.world.ledger import Book
-
-HALF_LIFE_SECONDS = Seconds(86_400.0)
 
 
 class Usage(NamedTuple):

@@ -6,13 +6,13 @@ from collections.abc import Iterable
 from gpubroker_server.core.domain.decisions import Request
 from gpubroker_server.core.domain.device import Device, DeviceSample, Node
 from gpubroker_server.core.domain.errors import OutOfStep
-from gpubroker_server.core.domain.lease import HOLDERS_OF_TASKS, Lease, LeaseState, Pledge
-from gpubroker_server.core.domain.node_use import NodeUse, count_custom
+from gpubroker_server.core.domain.lease import HOLDERS_OF_TASKS, Lease, LeaseState, Pledge, is_unproven
+from gpubroker_server.core.domain.node_capacity import NodeUse, count_custom
+from gpubroker_server.core.domain.policy import HALF_LIFE_SECONDS
 from gpubroker_server.core.domain.ranks import may_be_late_at, parts_of, surplus_of
 from gpubroker_server.core.domain.task import Task, TaskState, notice_of, notices_of
 from gpubroker_server.core.domain.units import DeviceKey, Instant, NodeName, Position, Seconds, TaskId
-from gpubroker_server.core.world.demand_mix import Mix
-from gpubroker_server.core.world.dependents import Awaited
+from gpubroker_server.core.world.dependencies import Awaited
 from gpubroker_server.core.world.due_times import Timetable
 from gpubroker_server.core.world.event_codec import (
     changed_lease,
@@ -25,13 +25,13 @@ from gpubroker_server.core.world.event_codec import (
     task_from,
 )
 from gpubroker_server.core.world.events import Event, in_step
-from gpubroker_server.core.world.ledger import Book
+from gpubroker_server.core.world.ledger import Book, Unconfirmed
 from gpubroker_server.core.world.model_index import Homes
 from gpubroker_server.core.world.past_runs import Learned
+from gpubroker_server.core.world.placement_scores import Mix
 from gpubroker_server.core.world.queue import PendingQueue
 from gpubroker_server.core.world.revisions import Marks
-from gpubroker_server.core.world.tenant_accounts import HALF_LIFE_SECONDS, Accounts
-from gpubroker_server.core.world.unconfirmed_ends import Unconfirmed, is_unproven
+from gpubroker_server.core.world.tenant_accounts import Accounts
 
 Claim = tuple[str, int]
 """(holder, fence)"""
@@ -161,6 +161,29 @@ class World:
         """Let delayed tasks whose time has come into the queue."""
         for task in self.queue.due(now):
             self.queue.enter(self.tasks[task])
+
+    def snapshot(self) -> "World":
+        """A copy without its queue, for planning in another thread: it shares nothing that changes.
+
+        Of pending tasks it knows only the tenants, so it cannot explain any of them.
+        """
+        twin = World(self.accounts.half_life_seconds)
+        twin.position, twin.as_of = self.position, self.as_of
+        twin.inventory_version = self.inventory_version
+        twin.nodes, twin.tasks = dict(self.nodes), dict(self.tasks)
+        twin.active, twin.custom_use = self.active.copy(), dict(self.custom_use)
+        twin.by_node = {node: list(keys) for node, keys in self.by_node.items()}
+        twin.books = {key: book.copy() for key, book in self.books.items()}
+        twin.use = {node: use.copy() for node, use in self.use.items()}
+        twin.runs = {node: set(names) for node, names in self.runs.items()}
+        twin.leases = {claim: dict(leases) for claim, leases in self.leases.items()}
+        twin.pledges = {task: dict(pledges) for task, pledges in self.pledges.items()}
+        twin.queue = PendingQueue(dict(self.awaited.inheritance.priorities))
+        twin.queue.tenants = Counter(self.queue.tenants)
+        twin.learned.sketches = dict(self.learned.sketches)
+        twin.mix = Mix(self.mix.edition)
+        twin.accounts = self.accounts.copy()
+        return twin
 
     def _take_over(self, event: Event) -> None:
         subject, _, what = event.kind.partition(".")

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from gpubroker_server.core.domain.device import Node
 from gpubroker_server.core.domain.estimates import What
 from gpubroker_server.core.domain.lease import Lease
-from gpubroker_server.core.domain.node_use import NodeUse
+from gpubroker_server.core.domain.node_capacity import NodeUse
 from gpubroker_server.core.domain.policy import band_of
 from gpubroker_server.core.domain.task import TaskState
 from gpubroker_server.core.domain.units import Instant, NodeName, TaskId

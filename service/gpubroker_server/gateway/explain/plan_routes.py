@@ -11,7 +11,6 @@ from gpubroker_server.core.domain.policy import Policy
 from gpubroker_server.core.domain.units import Instant, Mib, Seconds
 from gpubroker_server.core.explain.fit import Component, planning
 from gpubroker_server.core.explain.planned_fleet import Machine, fleet_of
-from gpubroker_server.core.world.snapshot import still_of
 from gpubroker_server.core.world.world import World
 from gpubroker_server.gateway.cluster.devices import as_of
 from gpubroker_server.gateway.explain.plan import MOST_TASKS, FleetPlanView, PlanFleet, PlannedNodes
@@ -66,7 +65,7 @@ async def plan_components(call: Call, body: PlanFleet) -> Response:
         raise refused([Fault(pointer="/components", detail=detail, code="too-many")])
     async with parts.plans.take():
         if body.fleet is None:
-            world, policy, forecasts = still_of(parts.world), parts.policy, parts.forecasts()
+            world, policy, forecasts = parts.world.snapshot(), parts.policy, parts.forecasts()
         else:
             world, policy, forecasts = _fleet(body.fleet, parts, now), _policy(body, parts.policy), ()
         try:

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, StringConstraints, WithJsonSchema
 
 from gpubroker_server.core.domain.demand import Demand
-from gpubroker_server.core.domain.models.inference_servers import KIND
+from gpubroker_server.core.domain.submission import INFERENCE_KIND as KIND
 from gpubroker_server.core.domain.task import Dependency, Task
 from gpubroker_server.core.domain.units import Instant, Seconds, TaskId
 from gpubroker_server.core.serving.batching import Question

@@ -8,10 +8,9 @@ from pydantic import Field
 from typing_extensions import TypedDict
 
 from gpubroker_server.core.domain.demand import Demand, Where
-from gpubroker_server.core.domain.external_lease import External
 from gpubroker_server.core.domain.lease import LeaseState
 from gpubroker_server.core.domain.policy import band_of
-from gpubroker_server.core.domain.task import Task, TaskState
+from gpubroker_server.core.domain.task import External, Task, TaskState
 from gpubroker_server.core.domain.units import Instant, Mib, Seconds, TaskId
 from gpubroker_server.core.world.world import World
 from gpubroker_server.gateway.http.bodies import Body

@@ -4,7 +4,7 @@ from typing import Annotated, Any
 
 from fastapi import APIRouter, Query, Response
 
-from gpubroker_server.core.domain.external_lease import KIND
+from gpubroker_server.core.domain.submission import EXTERNAL_KIND as KIND
 from gpubroker_server.core.domain.task import Task, TaskState
 from gpubroker_server.core.domain.units import Seconds
 from gpubroker_server.gateway.http.identity import Scope

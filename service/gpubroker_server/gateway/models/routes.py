@@ -9,7 +9,7 @@ from urllib.parse import unquote
 
 from fastapi import APIRouter, Query, Response
 
-from gpubroker_server.core.domain.models.model_orders import Indexed
+from gpubroker_server.core.domain.model_orders import Indexed
 from gpubroker_server.core.domain.task import Task
 from gpubroker_server.core.domain.units import Seconds
 from gpubroker_server.core.lifecycle.model_lifecycle import HIGHEST

@@ -10,7 +10,7 @@ from gpubroker_server.core.domain.units import Instant, Seconds
 from gpubroker_server.core.explain.explain import explain, position_of
 from gpubroker_server.core.planning.backfill import Forecast
 from gpubroker_server.core.planning.fair_share import Shares
-from gpubroker_server.core.world.inherited_priority import Inherited
+from gpubroker_server.core.world.dependencies import Inherited
 from gpubroker_server.core.world.world import World
 from gpubroker_server.gateway.status.views import InheritsView, PendingView
 

@@ -9,11 +9,10 @@ from typing import Any
 from pydantic_core import to_json
 
 from gpubroker_server.core.domain.demand import Demand
-from gpubroker_server.core.domain.gang_member import Member, MemberState
 from gpubroker_server.core.domain.lease import Lease
-from gpubroker_server.core.domain.models.inference_servers import KIND as INFERENCE
 from gpubroker_server.core.domain.policy import band_of
-from gpubroker_server.core.domain.task import Dependency, Task
+from gpubroker_server.core.domain.submission import INFERENCE_KIND as INFERENCE
+from gpubroker_server.core.domain.task import Dependency, Member, MemberState, Task
 from gpubroker_server.core.domain.units import Instant, Seconds, TaskId
 from gpubroker_server.core.planning.backfill import Basis
 from gpubroker_server.core.planning.expected_start import Start

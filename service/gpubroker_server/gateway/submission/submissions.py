@@ -3,8 +3,7 @@
 from dataclasses import replace
 from typing import NamedTuple
 
-from gpubroker_server.core.domain.demand import Demand
-from gpubroker_server.core.domain.eligibility import may_use_device
+from gpubroker_server.core.domain.demand import Demand, may_use_device
 from gpubroker_server.core.domain.task import Task
 from gpubroker_server.core.domain.units import Instant, TaskId
 from gpubroker_server.core.explain.gang_admission import ranks_in_words

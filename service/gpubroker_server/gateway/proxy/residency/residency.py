@@ -13,13 +13,13 @@ import structlog
 
 from gpubroker_server.core.domain.decisions import Request
 from gpubroker_server.core.domain.demand import Demand, Where
-from gpubroker_server.core.domain.models.model_sizes import first_guess_mb
-from gpubroker_server.core.domain.models.model_terms import KIND, Home, ModelTerms
+from gpubroker_server.core.domain.models import Home, ModelTerms, first_guess_mb
 from gpubroker_server.core.domain.policy import Policy
+from gpubroker_server.core.domain.submission import MODEL_KIND as KIND
 from gpubroker_server.core.domain.task import Task, TaskState
 from gpubroker_server.core.domain.units import Instant, NodeName, Seconds
+from gpubroker_server.core.lifecycle.learning import learned_mb
 from gpubroker_server.core.lifecycle.model_lifecycle import is_to_be_told
-from gpubroker_server.core.lifecycle.model_measurement import learned_mb
 from gpubroker_server.core.planning.backfill import Forecast
 from gpubroker_server.core.planning.expected_start import there_at
 from gpubroker_server.core.world.world import World

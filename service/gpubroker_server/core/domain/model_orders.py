@@ -107,3 +107,25 @@ def check_order(task: Task, devices: tuple[tuple[DeviceKey, Mib], ...]) -> Check
 def unload_order(task: Task, grace_seconds: Seconds) -> UnloadOrder:
     assert task.model is not None
     return UnloadOrder(task.id, task.fence, task.model.server, task.model.model, grace_seconds)
+
+
+@dataclass(frozen=True, slots=True)
+class InferOrder:
+    """Have it answered. What is asked is attached by dispatch on its way."""
+
+    task: TaskId
+    fence: Fence
+    server: str
+    model: str
+    rank: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class DropOrder:
+    """Nobody wants the answer any more. What the server has begun it ends for nobody."""
+
+    task: TaskId
+    fence: Fence
+
+
+InferenceOrder = InferOrder | DropOrder

@@ -6,9 +6,10 @@ A model used just now ranks high for minutes, one used daily ranks high for days
 """
 
 from dataclasses import dataclass
-from math import exp, log
+from math import ceil, exp, log
+from typing import NamedTuple
 
-from gpubroker_server.core.domain.units import Instant, Seconds
+from gpubroker_server.core.domain.units import Instant, Mib, Seconds
 
 HALF_LIVES_SECONDS = (60.0, 900.0, 14_400.0, 216_000.0)
 """1 min, 15 min, 4 h, 60 h: each about fifteen times the one before."""
@@ -73,3 +74,54 @@ def min_residency_seconds(load_seconds: Seconds) -> Seconds:
 def expected_seconds(load_seconds: Seconds, usage: Usage, now: Instant) -> Seconds:
     """Seconds of loading that evicting the model now is expected to cost."""
     return Seconds(load_seconds * usage.chance(now))
+
+
+class Home(NamedTuple):
+    """A model on a server. Of each home there is one holder at a time."""
+
+    server: str
+    model: str
+    """Empty: the server itself, with what it takes before it has loaded anything."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelTerms:
+    """A model that is wanted, or in memory: its server loads and unloads it, no node agent knows it."""
+
+    server: str
+    model: str
+    wanted_seconds: Seconds = Seconds(300.0)
+    """So long after each request for it, it is wanted: until then it waits for room, and then it stays with
+    the priority of those who ask for it."""
+    asked_priority: int = 50
+    """The highest of those who want it."""
+    asked_at: Instant = Instant(0.0)
+    """When it was last wanted at that priority."""
+    queued: bool = False
+    """It is inferences in the queue that want it so: when they no longer do, the leader knows."""
+    pinned: bool = False
+    """Somebody said that it stays."""
+    load_seconds: Seconds = Seconds(0.0)
+    """How long loading it took, or is expected to take."""
+    usage: Usage = NEVER_USED
+    steps: tuple[str, ...] = ()
+    """Of an ensemble the models that come and go with it; its size is theirs as well."""
+    versions: tuple[str, ...] = ()
+    """Those that its server had loaded when it was last there, sorted; empty: nobody has said."""
+
+    @property
+    def home(self) -> Home:
+        return Home(self.server, self.model)
+
+
+FILE_FACTOR = 1.25
+"""Of the size of its files: weights are laid out anew, and work needs room beside them."""
+
+MIB_BYTES = 2**20
+
+
+def first_guess_mb(file_bytes: int | None, least_mb: Mib) -> Mib:
+    """By its files, where they can be seen; at least what a small one takes with all that comes with it."""
+    if file_bytes is None:
+        return least_mb
+    return max(least_mb, Mib(ceil(FILE_FACTOR * file_bytes / MIB_BYTES)))

@@ -1,1 +1,0 @@
-"""Models as holders of GPU memory: terms, orders, sizes, residency."""
