@@ -147,6 +147,15 @@ def test_the_index_of_decisions_lists_each_one_and_each_is_short() -> None:
     assert {name: count for name, count in words.items() if count > MOST_WORDS_OF_A_DECISION} == {}
 
 
+def test_every_file_that_contributing_names_exists() -> None:
+    """A path is that of the repository, or of the server's package."""
+    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    named = re.findall(r"`([a-z][\w/.-]*/(?:[\w.-]+\.(?:py|yaml|md))?)`", text)
+    places = (ROOT, ROOT / "service" / "gpubroker_server", ROOT / "service" / "gpubroker_server" / "core")
+    assert [path for path in named if not any((place / path).exists() for place in places)] == []
+    assert len(named) >= 30
+
+
 def test_lines_of_pages_are_short_enough_to_be_compared() -> None:
     """Tables have no narrower form, and where a link leads is not read."""
     long = [
