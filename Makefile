@@ -59,21 +59,21 @@ coverage: .venv/.installed  ## every branch of the core is tested by the core's 
 properties: .venv/.installed  ## the properties, with other random examples each time
 	$(RUN) pytest -q --hypothesis-profile=random -m hypothesis tests/core tests/gateway tests/simulation tests/chaos
 
-evidence: .venv/.installed .tools/triton/.installed  ## 90 minutes: kills, sleepers, power cuts, broken lines, planted faults; adds what evidence/ does not hold yet
-	$(RUN) python -m tests.chaos kills --database sqlite --kills 20 --tasks-per-kill 125 --batches 10
-	$(RUN) python -m tests.chaos kills --database postgres --kills 20 --tasks-per-kill 125 --batches 9
-	$(RUN) python -m tests.chaos kills --database postgres --engine site --kills 20 --tasks-per-kill 125 --batches 3
-	$(RUN) python -m tests.chaos kills --database sqlite --engine ray --kills 14 --tasks-per-kill 20 --batches 4
-	$(RUN) python -m tests.chaos kills --database postgres --engine ray --kills 14 --tasks-per-kill 20 --batches 4
-	$(RUN) python -m tests.chaos zombies
-	$(RUN) python -m tests.chaos stops
+evidence: .venv/.installed .tools/triton/.installed  ## 90 minutes: kills, pauses, power loss, network faults, mutants; adds what evidence/ does not have yet
+	$(RUN) python -m tests.chaos kill --database sqlite --kills 20 --tasks-per-kill 125 --batches 10
+	$(RUN) python -m tests.chaos kill --database postgres --kills 20 --tasks-per-kill 125 --batches 9
+	$(RUN) python -m tests.chaos kill --database postgres --engine gateways --kills 20 --tasks-per-kill 125 --batches 3
+	$(RUN) python -m tests.chaos kill --database sqlite --engine ray --kills 14 --tasks-per-kill 20 --batches 4
+	$(RUN) python -m tests.chaos kill --database postgres --engine ray --kills 14 --tasks-per-kill 20 --batches 4
+	$(RUN) python -m tests.chaos pause
+	$(RUN) python -m tests.chaos shutdown
 	$(RUN) python -m tests.chaos power-loss --batches 5
-	$(RUN) python -m tests.chaos blows --restarts 5 --kills 50 --batches 6
+	$(RUN) python -m tests.chaos postgres-restart --restarts 5 --kills 50 --batches 6
 	$(RUN) python -m tests.chaos network --batches 2
 	$(RUN) python -m tests.chaos simulation --seeds 10000 --workers 2
-	$(RUN) python -m tests.chaos mutants
+	$(RUN) python -m tests.chaos mutation
 	$(RUN) pytest -q -m evidence tests/triton
-	$(RUN) python -m tests.chaos table
+	$(RUN) python -m tests.chaos evidence-page
 
 format: .venv/.installed  ## rewrite formatting and imports
 	$(RUN) ruff format .

@@ -11,7 +11,7 @@ from xdist.scheduler import LoadScopeScheduling
 ON_RAY = (
     "tests/e2e/",
     "tests/client/test_readme.py",
-    "tests/chaos/test_kills.py::test_kills_of_all_that_runs_on_ray",
+    "tests/chaos/test_runs.py::test_kills_of_processes_on_ray",
 )
 ON_TRITON = "tests/triton/"
 _IN_TURN = (

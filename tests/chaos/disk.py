@@ -1,7 +1,6 @@
-"""A disk that remembers in which order it was written to and synced, and what a power cut may leave of that.
+"""A virtual file system for SQLite that records writes and syncs, and what a power cut may leave of them.
 
-SQLite's own file system layer does the work; this one stands in front of it and takes notes (apsw, which
-brings a SQLite of its own: Python's cannot be given one).
+It wraps SQLite's own VFS. It uses apsw, which has its own SQLite: Python's module cannot take a VFS.
 """
 
 from collections import defaultdict
@@ -14,9 +13,9 @@ from typing import Any
 import apsw
 
 SECTOR = 512
-"""What a disk writes whole or not at all."""
+"""Bytes that a disk writes atomically."""
 Image = dict[str, bytes]
-"""File -> what is in it."""
+"""File -> content."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,13 +37,13 @@ class Sync:
 
 
 @dataclass(frozen=True, slots=True)
-class Told:
-    """Of the statements that are recorded, so many had been answered by now."""
+class Answered:
+    """The number of statements that were answered by now."""
 
     statements: int
 
 
-Step = Write | Truncate | Sync | Told
+Step = Write | Truncate | Sync | Answered
 
 
 class Disk(apsw.VFS):
@@ -57,7 +56,7 @@ class Disk(apsw.VFS):
 
     def xOpen(self, name: Any, flags: list[int]) -> apsw.VFSFile:  # noqa: N802
         if name is None:
-            return apsw.VFSFile("", name, flags)  # a temporary one: of no interest after a crash
+            return apsw.VFSFile("", name, flags)  # a temporary file: irrelevant after a crash
         return _File(self.steps, name, flags)
 
 
@@ -83,19 +82,19 @@ class _File(apsw.VFSFile):
 def crashes(
     steps: Sequence[Step], before: Image, points: Iterable[int], chance: Random
 ) -> Iterator[tuple[int, Image]]:
-    """(statements answered, what is on the disk) for a power cut after each of `points` many steps."""
+    """(statements answered, content of the disk) for a power cut after each of these numbers of steps."""
     synced = {file: bytearray(content) for file, content in before.items()}
     pending: dict[str, list[Write | Truncate]] = defaultdict(list)
     done, answered = 0, 0
     for point in sorted(points):
         for step in steps[done:point]:
             match step:
-                case Told(statements):
+                case Answered(statements):
                     answered = statements
                 case Sync(file):
                     content = synced.setdefault(file, bytearray())
-                    for late in pending.pop(file, ()):
-                        _do(content, late)
+                    for unsynced in pending.pop(file, ()):
+                        _apply(content, unsynced)
                 case _:
                     pending[step.file].append(step)
         done = point
@@ -103,38 +102,37 @@ def crashes(
 
 
 def _image(synced: dict[str, bytearray], pending: dict[str, list[Write | Truncate]], chance: Random) -> Image:
-    """What was synced, and of everything since then whatever the disk happened to write."""
+    """Everything synced, and a random part of what was written since."""
     image = {file: bytearray(content) for file, content in synced.items()}
-    for file, late in pending.items():
-        kept = _kept(late, len(synced.get(file, b"")), chance)
+    for file, unsynced in pending.items():
+        kept = _kept(unsynced, len(synced.get(file, b"")), chance)
         if file in image or kept:
             content = image.setdefault(file, bytearray())
             for step in kept:
-                _do(content, step)
+                _apply(content, step)
     return {file: bytes(content) for file, content in image.items()}
 
 
-def _kept(late: Sequence[Write | Truncate], size: int, chance: Random) -> list[Write | Truncate]:
+def _kept(unsynced: Sequence[Write | Truncate], size: int, chance: Random) -> list[Write | Truncate]:
     match chance.choice(("none", "all", "first", "any")):
         case "none":
             return []
         case "all":
-            return list(late)
-        case "first":  # in order, and the last of them torn
-            until = chance.randrange(len(late))
-            return [*late[:until], *_torn(late[until], size, chance)]
-        case _:  # a disk writes in what order it likes
+            return list(unsynced)
+        case "first":  # in order, the last one torn
+            until = chance.randrange(len(unsynced))
+            return [*unsynced[:until], *_torn(unsynced[until], size, chance)]
+        case _:  # in any order
             share = chance.random()
             parts: list[Write | Truncate] = []
-            for step in late:
-                whole = chance.random() < share
-                parts += [step] if whole else _torn(step, size, chance) if chance.random() < 0.3 else []
+            for step in unsynced:
+                is_complete = chance.random() < share
+                parts += [step] if is_complete else _torn(step, size, chance) if chance.random() < 0.3 else []
             return parts
 
 
 def _torn(step: Write | Truncate, size: int, chance: Random) -> list[Write | Truncate]:
-    """Some of its sectors. Of those that are missing beyond the `size` that was synced, one in twenty holds
-    what another file left there."""
+    """Some of its sectors. One in twenty of the missing ones beyond the synced `size` holds random data."""
     if isinstance(step, Truncate):
         return []
     torn: list[Write | Truncate] = []
@@ -150,7 +148,7 @@ def _torn(step: Write | Truncate, size: int, chance: Random) -> list[Write | Tru
     return torn
 
 
-def _do(content: bytearray, step: Write | Truncate) -> None:
+def _apply(content: bytearray, step: Write | Truncate) -> None:
     if isinstance(step, Truncate):
         del content[step.size :]
         return

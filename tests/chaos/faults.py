@@ -1,4 +1,4 @@
-"""A database session that breaks at one of the boundaries between what is asked of it."""
+"""A database session with a fault at one boundary between its statements."""
 
 import os
 import signal
@@ -19,40 +19,40 @@ T = TypeVar("T")
 
 class Fault(StrEnum):
     CUT = "cut"
-    """The connection breaks; a file, which is never disconnected, fails once."""
+    """The connection breaks; a SQLite file, which has none, fails once."""
     KILL = "kill"
     """kill -9 of the process."""
-    STOP = "stop"
-    """The process sleeps, and wakes up when much has happened."""
+    PAUSE = "pause"
+    """The process is paused by SIGSTOP."""
 
 
-class Breaker:
-    """Says where it breaks: between any two statements, or on either side of COMMIT."""
+class FaultPoint:
+    """The boundary at which the fault occurs: between two statements, or before or after COMMIT."""
 
     def __init__(self) -> None:
         self.fault = Fault.CUT
-        self._point: int | None = None
+        self._number: int | None = None
         self.passed: list[str] = []
-        """The boundaries since it was armed."""
+        """The boundaries passed since it was armed."""
 
-    def arm(self, fault: Fault, point: int | None) -> None:
-        """It breaks at the boundary of this number, counted from here; None: only count."""
-        self.fault, self._point, self.passed = fault, point, []
+    def arm(self, fault: Fault, number: int | None) -> None:
+        """The fault occurs at this boundary, counted from here; None: only record boundaries."""
+        self.fault, self._number, self.passed = fault, number, []
 
     def disarm(self) -> None:
-        self._point = None
+        self._number = None
 
     def is_here(self, boundary: str) -> bool:
         self.passed.append(boundary)
-        return len(self.passed) - 1 == self._point
+        return len(self.passed) - 1 == self._number
 
 
 class FaultySession:
-    """One of the connections of a process."""
+    """Wraps a session; calls pass through except at the fault point."""
 
-    def __init__(self, session: Session, breaker: Breaker) -> None:
+    def __init__(self, session: Session, fault_point: FaultPoint) -> None:
         self._session = session
-        self._breaker = breaker
+        self._fault_point = fault_point
 
     def begin(self) -> None:
         self._then("begin", self._session.begin)
@@ -73,14 +73,14 @@ class FaultySession:
         return self._then("log head", lambda: self._session.number(events))
 
     def commit(self) -> None:
-        """Cut after it: it has been done, and the answer is lost."""
+        """A cut after it loses the answer of a commit that is done."""
         self._pass("before commit")
         self._session.commit()
         if self._pass("after commit"):
-            raise CommitUnknown("the answer to COMMIT was cut off")
+            raise CommitUnknown("the connection was cut before the answer to COMMIT")
 
     def __getattr__(self, name: str) -> Any:
-        """All else goes through as it is."""
+        """Everything else is passed through."""
         return getattr(self._session, name)
 
     def _then(self, name: str, act: Callable[[], T]) -> T:
@@ -88,26 +88,26 @@ class FaultySession:
         return act()
 
     def _pass(self, boundary: str) -> bool:
-        """Whether it broke here."""
+        """Whether the connection was cut here."""
         is_file = not isinstance(self._session, PostgresSession)
-        fault = self._breaker.fault
+        fault = self._fault_point.fault
         if boundary == "after commit" and is_file and fault is Fault.CUT:
-            return False  # what a file has kept it has kept
-        if not self._breaker.is_here(boundary):
+            return False  # a file has no answer to lose
+        if not self._fault_point.is_here(boundary):
             return False
         if fault is not Fault.CUT:
-            # To this very thread: sent to the process, it may go on for a while before it is stopped.
+            # To this thread: a signal to the process may take effect only later.
             signal.pthread_kill(
                 threading.get_ident(), signal.SIGKILL if fault is Fault.KILL else signal.SIGSTOP
             )
             return False
         if is_file:
             raise StoreUnavailable("disk I/O error")
-        hang_up(self._session)
+        cut_connection(self._session)
         return True
 
 
-def hang_up(session: PostgresSession) -> None:
-    """As if the line were cut: neither side is told, and each finds out by itself."""
+def cut_connection(session: PostgresSession) -> None:
+    """Shut the socket down without a message of the protocol to either side."""
     with socket.socket(fileno=os.dup(session._connection.fileno())) as line:
         line.shutdown(socket.SHUT_RDWR)

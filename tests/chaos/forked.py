@@ -1,6 +1,6 @@
-"""`gpubroker serve` and its like, forked from a process in which everything is imported already.
+"""`gpubroker serve`, `gateway` and `broker`, forked from a process that has imported everything already.
 
-The same program and a process of its own all the same; only its interpreter need not start each time.
+Each is a process of its own; only the start of the interpreter and the imports are saved.
 """
 
 import multiprocessing
@@ -28,14 +28,13 @@ LATE = "was not imported before the fork"
 
 
 class Forking(ServiceProcess):
-    """Starts quickly, unless something is to be done before its program is executed. It has no Ray to leave
-    behind, unless whoever started it sees to that."""
+    """Starts by a fork, unless `begin` has to run before the program. Does not stop a local Ray."""
 
     def spawn(self, begin: Callable[[], None] | None = None) -> Any:
         if begin is not None:
             return super().spawn(begin)
-        words = (self.command, str(self._config), str(self._log))
-        started = _context.Process(target=_run, args=(*words, self._env))
+        arguments = (self.command, str(self._config), str(self._log))
+        started = _context.Process(target=_run, args=(*arguments, self._env))
         started.start()
         return Forked(started)
 
@@ -49,7 +48,7 @@ class ForkedService(Forking):
 
 
 class ForkedServiceOnRay(ForkedService):
-    """With a local Ray, which is stopped with it."""
+    """`gpubroker serve` with a local Ray, which is stopped with it."""
 
     def stop(self) -> None:
         ServiceProcess.stop(self)
@@ -64,7 +63,7 @@ class ForkedBroker(Forking, BrokerProcess):
 
 
 class Forked:
-    """What `ServiceProcess` asks of a subprocess.Popen."""
+    """The part of subprocess.Popen that `ServiceProcess` uses."""
 
     def __init__(self, process: Any) -> None:
         self._process = process
@@ -89,8 +88,8 @@ class Forked:
         self.send_signal(signal.SIGKILL)
 
 
-class _TellsWhatIsLate:
-    """Each module of ours that a process must import by itself costs all of them as much at every start."""
+class _ReportsLateImports:
+    """Prints modules of the service that were not preloaded: they slow down every start."""
 
     @staticmethod
     def find_spec(name: str, *_: object) -> None:
@@ -105,7 +104,7 @@ def _run(command: str, config: str, log: str, env: dict[str, str]) -> None:
     with open(log, "ab") as lines:
         os.dup2(lines.fileno(), sys.stdout.fileno())
         os.dup2(lines.fileno(), sys.stderr.fileno())
-    sys.meta_path.insert(0, _TellsWhatIsLate)
+    sys.meta_path.insert(0, _ReportsLateImports)
     sys.argv = ["gpubroker", command, "--config", config]
     from gpubroker_server.__main__ import main
 

@@ -1,4 +1,4 @@
-"""What must hold of every history, read from the event log alone: whatever was killed, cut off or late."""
+"""The invariants of every history, checked on the event log alone, whatever faults there were."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -19,10 +19,10 @@ _LIVE = frozenset({LeaseState.RESERVED, LeaseState.HELD})
 def violations(
     events: Iterable[Event], capacities: Mapping[str, int] | None = None, after: Position = BEGINNING
 ) -> list[str]:
-    """What is wrong with these events, in words; nothing if all is well.
+    """The violated invariants, in words.
 
-    `capacities`: MiB that may be leased of each device, whatever the log says of it. `after`: the position
-    that the first event follows; what happened up to it is not known, and not judged.
+    `capacities`: leasable MiB of devices, instead of what the log says. `after`: the position before the
+    first event; what happened up to it is unknown and not checked.
     """
     history = History(capacities, after)
     history.read(events)
@@ -36,9 +36,9 @@ class TaskSeen:
     version: int
     fence: int = 0
     gone: frozenset[int] = frozenset()
-    """The ranks of a gang whose processes are gone while the others go on."""
+    """The ranks of a gang whose processes are gone while the others run."""
     leaving: frozenset[int] = frozenset()
-    """Those that were asked to leave it."""
+    """The ranks that were asked to leave."""
 
 
 @dataclass(slots=True)
@@ -51,7 +51,7 @@ class LeaseSeen:
     version: int
     of_task: bool
     freed_for: str | None = None
-    """Whose pledge it is to go to; kept until it has gone, whatever becomes of its task."""
+    """The preemptor whose pledge it goes to; kept until it is released, whatever becomes of its task."""
 
 
 @dataclass(slots=True)
@@ -59,16 +59,16 @@ class DeviceSeen:
     capacity_mb: int = 0
     leased_mb: int = 0
     excess_mb: int = 0
-    """The most that was ever leased, or pledged, beyond its capacity."""
+    """The most that was ever leased or pledged beyond its capacity."""
     leases: dict[str, LeaseSeen] = field(default_factory=dict)
     pledges: dict[str, int] = field(default_factory=dict)
     """Preemptor -> MiB."""
 
 
 class History:
-    """Reads events in order, a few or many at a time; `violations` grows, and reading goes on after one.
+    """Reads events in order, in any portions; collects `violations`.
 
-    One transaction gives all its events one time. Sums that hold between transactions are judged when the
+    All events of one transaction have the same time. Sums that hold between transactions are checked when the
     next one begins, or at the `end`.
     """
 
@@ -76,7 +76,7 @@ class History:
         self.violations: list[str] = []
         self.tasks: dict[str, TaskSeen] = {}
         self.leases: dict[str, LeaseSeen] = {}
-        """Those that are not released, by key."""
+        """The leases that are not released, by key."""
         self.devices: dict[str, DeviceSeen] = {}
         self._capacities = capacities
         self._position = after
@@ -89,7 +89,7 @@ class History:
 
     @property
     def pledges(self) -> list[str]:
-        """Those that are open, as `preemptor:device`."""
+        """The open pledges, as `preemptor:device`."""
         return sorted(f"{by}:{key}" for key, device in self.devices.items() for by in device.pledges)
 
     def read(self, events: Iterable[Event]) -> None:
@@ -114,9 +114,9 @@ class History:
                     self._device(event.key).capacity_mb = given
 
     def end(self) -> None:
-        """Of a transaction: what must hold between it and the next one."""
+        """The end of a transaction: check what must hold between two."""
         for lease, event in self._just_released:
-            self._require(self._is_over(lease), "memory comes back when its run is over, not before", event)
+            self._require(self._is_over(lease), "memory is released when its run is over, not before", event)
         for key in sorted(self._grown):
             device = self.devices[key]
             staying_mb = sum(
@@ -128,7 +128,7 @@ class History:
                 device.excess_mb = max(device.excess_mb, excess_mb)
                 self.violations.append(
                     f"no byte is leased or pledged twice: by position {self._position}, of the "
-                    f"{device.capacity_mb} MiB of {key} {staying_mb} are leased to who stays and "
+                    f"{device.capacity_mb} MiB of {key} {staying_mb} are leased to holders that stay and "
                     f"{pledged_mb} pledged"
                 )
         self._just_released.clear()
@@ -153,13 +153,15 @@ class History:
             self.tasks[event.key] = TaskSeen(state, event.version)
             return
         if known is None:
-            self._require(not self._knows_the_beginning, "only what was submitted changes", event)
+            self._require(not self._knows_the_beginning, "only a submitted task changes", event)
             self.tasks[event.key] = TaskSeen(state, event.version, fields.get("fence", 0))
             return
-        self._require(known.state not in TERMINAL, "what has ended stays ended", event, known.state)
+        self._require(known.state not in TERMINAL, "an ended task stays ended", event, known.state)
         self._require(event.version == known.version + 1, "each change has the next version", event, known)
         to = TRANSITIONS.get((known.state, Move(what)))
-        self._require(known.state in TERMINAL or to is state, "a task moves as the table says", event, known)
+        self._require(
+            known.state in TERMINAL or to is state, "a task moves as the transition table says", event, known
+        )
         claims = known.state is TaskState.PENDING and state in ACTIVE
         if claims or "fence" in fields:
             self._claim(event, known, claims=claims)
@@ -168,19 +170,21 @@ class History:
             members = members_from(fields["members"])
             known.gone = frozenset(member.rank for member in members if member.gone)
             known.leaving = frozenset(member.rank for member in members if not member.takes_part)
-        self._note_notices(event, known)
+        self._note_preemptor(event, known)
 
     def _claim(self, event: Event, task: TaskSeen, *, claims: bool) -> None:
         fence = event.fields.get("fence")
         is_next = claims and fence == task.fence + 1
         if task.fence or self._knows_the_beginning:
-            self._require(is_next, "each claim has the next fence, and nothing else one", event, task.fence)
+            self._require(
+                is_next, "each claim has the next fence, and nothing else changes it", event, task.fence
+            )
         live = [lease.key for lease in self._of_holder.get(event.key, {}).values() if lease.state in _LIVE]
         self._require(not live, "a task is claimed by one run at a time", event, live or None)
         task.fence, task.gone, task.leaving = fence or task.fence, frozenset(), frozenset()
 
-    def _note_notices(self, event: Event, task: TaskSeen) -> None:
-        """For whom the memory of its runs is being freed."""
+    def _note_preemptor(self, event: Event, task: TaskSeen) -> None:
+        """Note the preemptor that the memory of its runs is freed for."""
         named: dict[int | None, str] = {}
         if event.fields.get("freeing_for") is not None:
             named[None] = event.fields["freeing_for"]
@@ -206,7 +210,7 @@ class History:
         if lease is None:
             known = event.key in self._released
             self._require(not known, "a lease is released once, and never used again", event)
-            self._require(known or not self._knows_the_beginning, "only what was leased changes", event)
+            self._require(known or not self._knows_the_beginning, "only a known lease changes", event)
             return
         self._require(event.version == lease.version + 1, "each change has the next version", event, lease)
         marks = event.kind == "lease.overused" and lease.state is state is LeaseState.HELD
@@ -256,7 +260,7 @@ class History:
         return task.state not in ACTIVE or rank in task.gone
 
     def _is_leaving(self, lease: LeaseSeen, device: DeviceSeen) -> bool:
-        """What was to come back counts for those to whom it was pledged, also when it is in doubt by now."""
+        """Memory that is being freed counts for its pledge, also if its lease is in quarantine by now."""
         if lease.state is LeaseState.RELEASING or lease.freed_for in device.pledges:
             return True
         holder, fence, rank = lease.run
@@ -286,5 +290,5 @@ class History:
         return self.devices[key]
 
     def _knows(self, device: str) -> bool:
-        """Whether it has been said how large the device is."""
+        """Whether the size of the device is known."""
         return self._knows_the_beginning or self._device(device).capacity_mb > 0

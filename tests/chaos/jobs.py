@@ -1,4 +1,4 @@
-"""What the tasks of the kill loop do: each run writes down when it began and when it ended, itself."""
+"""The tasks of chaos runs: each run records its start and its end in a file."""
 
 import json
 import os
@@ -9,20 +9,20 @@ from gpubroker import Stopped, current_task
 
 
 def work(witness: str, seconds: float, gpu_mb: int = 0) -> int:
-    """Hold what it was given for so long, unless it is told to stop. Returns its attempt."""
+    """Run for `seconds` unless asked to stop. Returns the number of the attempt."""
     task = current_task()
     run: dict[str, Any] = {"task": task.id, "fence": task.attempt, "pid": os.getpid()}
-    note(witness, what="start", devices=list(task.devices), mb=gpu_mb, **run)
+    append_line(witness, what="start", devices=list(task.devices), mb=gpu_mb, **run)
     stopped = task.wait_for_stop(seconds)
-    note(witness, what="stop", **run)
+    append_line(witness, what="stop", **run)
     if stopped:
         raise Stopped
     return task.attempt
 
 
-def note(path: str, **line: Any) -> None:
-    """One line in one write, so that lines of many processes never mix, and none is cut short by a kill."""
-    text = json.dumps({"at": time.time(), **line}) + "\n"
+def append_line(path: str, **fields: Any) -> None:
+    """One JSON line in one write: lines of several processes do not mix, and a kill does not cut one."""
+    text = json.dumps({"at": time.time(), **fields}) + "\n"
     file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     try:
         os.write(file, text.encode())

@@ -1,10 +1,10 @@
-"""Leaders that sleep between a commit and its order, and send it when they wake: real brokers on real Ray.
+"""Leaders paused between a commit and its order, which they send when they resume: real brokers on real Ray.
 
-Two brokers, each with a Ray driver of its own, stand on one PostgreSQL and one Ray. Whoever leads is stopped
-when something is committed and its order not yet sent. The other one waits until that lease is past, leads,
-and goes on with what there is. Then the sleeper goes on. It has noticed nothing, for its clock stood still,
-and its driver delivers the order. Whether the node agent refuses it is in the agent's log, and what the order
-would have done is held against what runs write down themselves.
+Two brokers, each with its own Ray driver, share one PostgreSQL and one Ray. The leader is paused when a
+decision is committed and its order not yet sent. The other broker waits for the end of the lease, leads and
+goes on. Then the paused leader resumes. It noticed nothing, because its clock stood still, and its driver
+delivers the order. The node agent's log says whether the agent refused it, and the lines that runs write say
+whether it had an effect.
 """
 
 import asyncio
@@ -28,29 +28,29 @@ from gpubroker_server.core.world.events import Event
 from gpubroker_server.ports.store import RunSpec, Submission
 
 from tests.builders import GIB, a_task
-from tests.chaos.databases import a_database
+from tests.chaos.database import a_database
 from tests.chaos.history import violations
 from tests.e2e.broker_process import BEFORE_START, BEFORE_STOP, LEAVE, NOTICES_NOTHING, BrokerProcess
 from tests.e2e.ray_lab import guest_environment, lab_options
 from tests.e2e.service_process import ROOT, until
 
 REFUSED = "refused: orders of a term that is over"
-"""As the agent says it."""
+"""In the log of the node agent."""
 WHOLE_MB = 20 * GIB
 LAST_BYTES = 4000
 
 
 class Database:
-    """What is in it, asked by a process that takes no part."""
+    """Submits tasks and reads rows, beside the brokers."""
 
     def __init__(self, url: str) -> None:
         self._url = url
 
     def submit(self, task: Task, **arguments: str) -> None:
-        """It does `tests.e2e.work:hold`."""
-        spec = json.dumps({"args": [], "kwargs": arguments}).encode()
-        work = RunSpec("entrypoint", "tests.e2e.work:hold", arguments=spec)
-        self._ask(lambda store: store.submit(Submission(task, work)))
+        """A task that runs `tests.e2e.work:hold`."""
+        data = json.dumps({"args": [], "kwargs": arguments}).encode()
+        spec = RunSpec("entrypoint", "tests.e2e.work:hold", arguments=data)
+        self._ask(lambda store: store.submit(Submission(task, spec)))
 
     def row(self, id: str) -> Task:
         record = self._ask(lambda store: store.record(TaskId(id)))
@@ -58,7 +58,7 @@ class Database:
         return record.task
 
     def leader(self) -> str:
-        """Its name, or nothing."""
+        """Its name; empty if there is none."""
         return str(self._ask(lambda store: store.leader()).holder)
 
     def log(self) -> list[Event]:
@@ -81,18 +81,18 @@ class Claim(NamedTuple):
 
 
 @dataclass
-class Late:
+class Outcome:
     sent: Counter[str] = field(default_factory=Counter)
-    """Of each way to be late, orders that a driver delivered for a leader whose term was over."""
+    """Kind of order -> orders that a driver delivered for a leader whose term was over."""
     refused: Counter[str] = field(default_factory=Counter)
-    """Of those: the agent said so, and nothing came of it."""
+    """Kind of order -> orders that the agent refused, without any effect."""
     takeovers: list[float] = field(default_factory=list)
-    """Seconds for which nobody led."""
+    """Seconds without a leader."""
     wrong: list[str] = field(default_factory=list)
 
 
-class Stand:
-    """The two brokers. Who slept is the next one's heir."""
+class TwoBrokers:
+    """After a pause the two swap roles: the successor is the next leader to be paused."""
 
     def __init__(
         self, folder: Path, url: str, head: HeadState, env: Mapping[str, str], stack: ExitStack
@@ -101,9 +101,9 @@ class Stand:
         self._witness = folder / "witness"
         self._database = Database(url)
         self._tasks = 0
-        self._begun: list[Claim] = []
-        """What should have, in this order."""
-        self.late = Late()
+        self._expected: list[Claim] = []
+        """The claims that should have started, in order."""
+        self.outcome = Outcome()
         given: dict[str, Any] = {
             "database_url": url,
             "ray": {"address": head.address, "cluster": "late", "spares": 1, "warm_runners": 1},
@@ -119,18 +119,18 @@ class Stand:
         brokers = {name: broker(name) for name in ("one", "two")}
         until(lambda: bool(self._database.leader()), "one of them leads")
         self._leader = brokers.pop(self._database.leader().partition(":")[0])
-        [self._heir] = brokers.values()
+        [self._successor] = brokers.values()
         self._leader.next("executor connected")
-        self._heir.next("executor standby")
+        self._successor.next("executor standby")
 
     def end(self) -> None:
-        """Nothing of them stays on the nodes. What is wrong by now is in `late`."""
-        self.late.wrong += violations(self._database.log())
+        """Remove the agents from the nodes, and check the log; see `outcome.wrong`."""
+        self.outcome.wrong += violations(self._database.log())
         self._leader.order(LEAVE)
         self._leader.next("left")
 
-    def last_words(self) -> str:
-        """Of the brokers, their drivers and what runs on Ray."""
+    def logs(self) -> str:
+        """The ends of the logs of brokers, drivers and Ray's workers."""
         logs = [
             *self._folder.glob("*/log"),
             *self._folder.glob("*/*.log"),
@@ -139,76 +139,76 @@ class Stand:
         texts = {log: log.read_text(encoding="utf-8", errors="replace") for log in logs}
         return "\n".join(f"== {log}\n{text[-LAST_BYTES:]}" for log, text in texts.items() if text)
 
-    def start_of_what_another_has(self) -> None:
-        """Its device is at work for a task that goes before it."""
-        late = self._sleep_over_a_start(gpu_mb=WHOLE_MB)
+    def start_on_a_leased_device(self) -> None:
+        """Meanwhile the device is leased to a task of higher priority."""
+        late = self._pause_before_a_start(gpu_mb=WHOLE_MB)
         other = self._new_task(gpu_mb=WHOLE_MB, priority=90)
         self._take_over()
-        self._begins(other, 1)
+        self._expect_start(other, 1)
         assert self._row(late).state is TaskState.PENDING
-        self._wake(late, "start of what another has")
+        self._resume(late, "start on a leased device")
         assert self._row(late).state is TaskState.PENDING
         self._end(other)
-        self._begins(late.task, 2)
+        self._expect_start(late.task, 2)
         self._end(late.task)
 
-    def start_of_what_runs_again(self) -> None:
-        """Under its next claim, on the same device."""
-        late = self._sleep_over_a_start(gpu_mb=WHOLE_MB)
-        self._runs_again(late, "start of what runs again")
+    def start_of_a_task_that_runs_again(self) -> None:
+        """Meanwhile the task runs under its next claim, on the same device."""
+        late = self._pause_before_a_start(gpu_mb=WHOLE_MB)
+        self._runs_again(late, "start of a task that runs again")
 
     def start_in_a_shared_process(self) -> None:
-        late = self._sleep_over_a_start(cpu=0.1)
+        late = self._pause_before_a_start(cpu=0.1)
         self._runs_again(late, "start in a shared process")
 
-    def stop_of_what_runs_again(self) -> None:
-        """It gave way to a task that has come and gone since."""
+    def stop_of_a_task_that_runs_again(self) -> None:
+        """It was preempted by a task that has ended meanwhile."""
         victim = self._new_task(gpu_mb=WHOLE_MB, priority=10, grace_seconds=Seconds(1.0))
-        self._begins(victim, 1)
+        self._expect_start(victim, 1)
         self._leader.order(BEFORE_STOP)
         urgent = self._new_task(gpu_mb=WHOLE_MB, priority=90)
-        self._fall_asleep()
+        self._wait_for_the_pause()
         assert self._row(Claim(victim, 1)).state is TaskState.STOPPING
         self._take_over()
-        self._begins(urgent, 1)
+        self._expect_start(urgent, 1)
         self._end(urgent)
-        self._begins(victim, 2)
-        self._wake(Claim(victim, 1), "stop of what runs again")
+        self._expect_start(victim, 2)
+        self._resume(Claim(victim, 1), "stop of a task that runs again")
         self._end(victim)
 
-    def _runs_again(self, late: Claim, how: str) -> None:
+    def _runs_again(self, late: Claim, kind: str) -> None:
         self._take_over()
-        self._begins(late.task, 2)
-        self._wake(late, how)
+        self._expect_start(late.task, 2)
+        self._resume(late, kind)
         self._end(late.task)
 
-    def _sleep_over_a_start(self, **demand: Any) -> Claim:
+    def _pause_before_a_start(self, **demand: Any) -> Claim:
         self._leader.order(BEFORE_START)
         late = Claim(self._new_task(**demand), 1)
-        self._fall_asleep()
+        self._wait_for_the_pause()
         row = self._row(late)
         assert (row.state, row.fence) == (TaskState.ADMITTED, 1)
         return late
 
-    def _fall_asleep(self) -> None:
-        self._slept_at = float(self._leader.next("stops")["at"])
-        until(self._leader.is_stopped, "the leader has stopped itself")
+    def _wait_for_the_pause(self) -> None:
+        self._paused_at = float(self._leader.next("stops")["at"])
+        until(self._leader.is_stopped, "the leader is paused")
 
     def _take_over(self) -> None:
-        self.late.takeovers.append(float(self._heir.next("leads")["at"]) - self._slept_at)
+        self.outcome.takeovers.append(float(self._successor.next("leads")["at"]) - self._paused_at)
 
-    def _wake(self, late: Claim, how: str) -> None:
-        """From here on the heir is the leader."""
+    def _resume(self, late: Claim, kind: str) -> None:
+        """The successor remains the leader."""
         refused = self._refusals()
         self._leader.send(signal.SIGCONT)
         sent = self._leader.next("sent")
-        assert (sent["task"], sent["fence"]) == late, "what it slept over is the first that it sends"
-        self.late.sent[how] += 1
-        until(lambda: self._refusals() > refused, "the agent has refused what came late")
+        assert (sent["task"], sent["fence"]) == late, "the delayed order is sent first"
+        self.outcome.sent[kind] += 1
+        until(lambda: self._refusals() > refused, "the agent has refused the late order")
         self._leader.next("stands back")
-        self._check_what_began()
-        self.late.refused[how] += 1
-        self._leader, self._heir = self._heir, self._leader
+        self._check_starts()
+        self.outcome.refused[kind] += 1
+        self._leader, self._successor = self._successor, self._leader
 
     def _refusals(self) -> int:
         logs = self._agents_log.glob("worker-*")
@@ -220,21 +220,24 @@ class Stand:
         self._database.submit(a_task(id, **fields), witness=str(self._witness), until=str(self._flag(id)))
         return id
 
-    def _begins(self, task: str, fence: int) -> None:
-        self._begun.append(Claim(task, fence))
-        until(lambda: self._has_begun() == self._begun, f"this alone has begun: {self._begun[-1]}")
+    def _expect_start(self, task: str, fence: int) -> None:
+        self._expected.append(Claim(task, fence))
+        until(
+            lambda: self._started() == self._expected,
+            f"only the expected runs have started, last {self._expected[-1]}",
+        )
 
-    def _check_what_began(self) -> None:
-        assert self._has_begun() == self._begun, (self._has_begun()[-3:], self._begun[-3:])
+    def _check_starts(self) -> None:
+        assert self._started() == self._expected, (self._started()[-3:], self._expected[-3:])
 
-    def _has_begun(self) -> list[Claim]:
+    def _started(self) -> list[Claim]:
         lines = self._witness.read_text(encoding="utf-8").splitlines() if self._witness.exists() else []
         return [Claim(task, int(fence)) for task, fence in map(str.split, lines)]
 
     def _end(self, task: str) -> None:
-        claims = [claim for claim in self._begun if claim.task == task]
+        claims = [claim for claim in self._expected if claim.task == task]
         self._flag(task).touch()
-        until(lambda: self._database.row(task).state is TaskState.SUCCEEDED, "it has ended well")
+        until(lambda: self._database.row(task).state is TaskState.SUCCEEDED, "the task has succeeded")
         assert self._database.row(task).fence == claims[-1].fence
 
     def _flag(self, task: str) -> Path:
@@ -244,17 +247,17 @@ class Stand:
         return self._database.row(claim.task)
 
 
-WAYS: Mapping[str, Callable[[Stand], None]] = {
-    "start of what another has": Stand.start_of_what_another_has,
-    "start of what runs again": Stand.start_of_what_runs_again,
-    "start in a shared process": Stand.start_in_a_shared_process,
-    "stop of what runs again": Stand.stop_of_what_runs_again,
+KINDS: Mapping[str, Callable[[TwoBrokers], None]] = {
+    "start on a leased device": TwoBrokers.start_on_a_leased_device,
+    "start of a task that runs again": TwoBrokers.start_of_a_task_that_runs_again,
+    "start in a shared process": TwoBrokers.start_in_a_shared_process,
+    "stop of a task that runs again": TwoBrokers.stop_of_a_task_that_runs_again,
 }
 
 
 @contextmanager
 def a_head() -> Iterator[tuple[HeadState, Mapping[str, str]]]:
-    """A Ray of one's own, and the environment to join it."""
+    """A new local Ray, and the environment to join it."""
     with tempfile.TemporaryDirectory(prefix="gpb-late-") as home:
         options = lab_options(Path(home))
         try:
@@ -263,30 +266,30 @@ def a_head() -> Iterator[tuple[HeadState, Mapping[str, str]]]:
             asyncio.run(stop_head(options.data_dir))
 
 
-def run(seed: int, sleepers: int) -> dict[str, Any]:
-    """The record of so many, for the evidence. The first with something wrong is the last."""
+def run(seed: int, pauses: int) -> dict[str, Any]:
+    """The record of this many pauses; it ends at the first violation."""
     chance = Random(f"{seed}/late orders")
-    ways = [chance.choice(list(WAYS)) for _ in range(sleepers)]
+    kinds = [chance.choice(list(KINDS)) for _ in range(pauses)]
     with (
         tempfile.TemporaryDirectory(prefix="gpb-chaos-") as place,
         a_database("postgres", Path(place)) as url,
         a_head() as (head, env),
         ExitStack() as stack,
     ):
-        stand = Stand(Path(place), url, head, env, stack)
-        late = stand.late
+        brokers = TwoBrokers(Path(place), url, head, env, stack)
+        outcome = brokers.outcome
         try:
-            for way in ways:
-                WAYS[way](stand)
-            stand.end()
+            for kind in kinds:
+                KINDS[kind](brokers)
+            brokers.end()
         except AssertionError as fault:
-            late.wrong.append(str(fault))
-            print(stand.last_words(), file=sys.stderr)
+            outcome.wrong.append(str(fault))
+            print(brokers.logs(), file=sys.stderr)
         return {
             "seed": seed,
-            "sleepers": len(late.takeovers),
-            "sent": dict(sorted(late.sent.items())),
-            "refused": dict(sorted(late.refused.items())),
-            "most_seconds_without_a_leader": round(max(late.takeovers, default=0.0), 2),
-            "wrong": late.wrong,
+            "pauses": len(outcome.takeovers),
+            "sent": dict(sorted(outcome.sent.items())),
+            "refused": dict(sorted(outcome.refused.items())),
+            "most_seconds_without_a_leader": round(max(outcome.takeovers, default=0.0), 2),
+            "wrong": outcome.wrong,
         }

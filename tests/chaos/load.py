@@ -1,4 +1,4 @@
-"""A client that lets nothing go: what it was told it writes down, and what it was not told it asks again."""
+"""Clients that record every answer, and send again every request without an answer."""
 
 import asyncio
 import json
@@ -12,59 +12,64 @@ from typing import Any
 
 import httpx
 
-from tests.chaos.jobs import note
+from tests.chaos.jobs import append_line
 
-LINES = 8
-_PAUSE_SECONDS = 0.05
-_ANSWER_SECONDS = 10.0
-_ASKED_AGAIN = 0.05
-"""Of the tasks that were accepted, so many are sent once more under their key."""
+CLIENTS = 8
+_RETRY_SECONDS = 0.05
+_TIMEOUT_SECONDS = 10.0
+_SENT_AGAIN = 0.05
+"""The share of accepted tasks that are sent once more under their key."""
 
 
 class Load:
-    """Submits tasks under idempotency keys until so many are accepted; dead servers do not end it."""
+    """Submits tasks under idempotency keys until a number is accepted; servers may be down meanwhile."""
 
     def __init__(
-        self, homes: Sequence[Path], told: Path, kind: "Kind", seed: str, every_seconds: float = 0.0
+        self,
+        data_dirs: Sequence[Path],
+        answers: Path,
+        kind: "Kind",
+        seed: str,
+        every_seconds: float = 0.0,
     ) -> None:
-        """`homes`: data directories of those who take tasks in. `every_seconds`: in which each of the lines
-        sends one task; by default, one after the other."""
+        """`data_dirs`: those of the gateways. `answers`: the file to record answers in. `every_seconds`: each
+        client sends one task in this time; 0: one after the other."""
         self._every_seconds = every_seconds
-        self._homes, self._told, self._kind = homes, told, kind
+        self._data_dirs, self._file, self._kind = data_dirs, answers, kind
         self._chance = Random(seed)
         self._seed = seed
         self._number = 0
         self._unanswered: deque[tuple[str, dict[str, Any]]] = deque()
         self._answers: dict[str, str] = {}
-        """Key -> the id that was told."""
+        """Idempotency key -> id of the task."""
         self.accepted = 0
         self._silent: set[str] = set()
         self._all_answered = asyncio.Event()
-        self._moment = 0
-        self._has_come = asyncio.Event()
+        self._target = 0
+        self._target_reached = asyncio.Event()
         self.contradictions: list[str] = []
         """Keys that were answered with two ids."""
 
     async def submit(self, count: int) -> None:
-        """Until so many more are accepted."""
+        """Until `count` more tasks are accepted."""
         until = self.accepted + count
-        async with httpx.AsyncClient(timeout=_ANSWER_SECONDS, verify=False) as client:
-            await asyncio.gather(*(self._keep_on(client, until) for _ in range(LINES)))
+        async with httpx.AsyncClient(timeout=_TIMEOUT_SECONDS, verify=False) as client:
+            await asyncio.gather(*(self._submit_until(client, until) for _ in range(CLIENTS)))
 
     async def reaches(self, count: int) -> None:
-        """Back when so many are accepted."""
-        self._moment = count
-        self._has_come.clear()
+        """Wait until `count` tasks are accepted."""
+        self._target = count
+        self._target_reached.clear()
         if self.accepted < count:
-            await self._has_come.wait()
+            await self._target_reached.wait()
 
     async def is_answered_by_all(self) -> None:
-        """Back when each of those who take tasks in has accepted one more."""
-        self._silent = {home.name for home in self._homes}
+        """Wait until every gateway has accepted one more task."""
+        self._silent = {data_dir.name for data_dir in self._data_dirs}
         self._all_answered.clear()
         await self._all_answered.wait()
 
-    async def _keep_on(self, client: httpx.AsyncClient, until: int) -> None:
+    async def _submit_until(self, client: httpx.AsyncClient, until: int) -> None:
         while self.accepted < until:
             began = time.monotonic()
             key, body = self._unanswered.popleft() if self._unanswered else self._next()
@@ -72,43 +77,43 @@ class Load:
                 await self._send(client, key, body)
             except (httpx.HTTPError, OSError, KeyError, ValueError):
                 self._unanswered.append((key, body))
-                await asyncio.sleep(_PAUSE_SECONDS)
+                await asyncio.sleep(_RETRY_SECONDS)
             else:
                 await asyncio.sleep(max(0.0, began + self._every_seconds - time.monotonic()))
 
     async def _send(self, client: httpx.AsyncClient, key: str, body: dict[str, Any]) -> None:
-        """Raises when nobody says that it is accepted."""
-        home = self._chance.choice(self._homes)
-        id, is_replay = await self._ask(client, home, key, body)
-        note(str(self._told), key=key, id=id, replayed=is_replay, home=home.name)
-        self._silent.discard(home.name)
+        """Raises unless the answer is that the task is accepted."""
+        data_dir = self._chance.choice(self._data_dirs)
+        id, is_replay = await self._post(client, data_dir, key, body)
+        append_line(str(self._file), key=key, id=id, replayed=is_replay, home=data_dir.name)
+        self._silent.discard(data_dir.name)
         if not self._silent:
             self._all_answered.set()
         before = self._answers.setdefault(key, id)
         if before != id:
-            self.contradictions.append(f"{key} is {before} and {id}")
+            self.contradictions.append(f"{key} was answered with {before} and {id}")
         if len(self._answers) == self.accepted:
-            return  # an answer once more
+            return  # a repeated answer
         self.accepted = len(self._answers)
-        if self.accepted >= self._moment:
-            self._has_come.set()
-        if self._chance.random() < _ASKED_AGAIN:
+        if self.accepted >= self._target:
+            self._target_reached.set()
+        if self._chance.random() < _SENT_AGAIN:
             self._unanswered.append((key, body))
         if self._chance.random() < self._kind.cancelled:
             with suppress(httpx.HTTPError):
-                await self._cancel(client, home, id)
+                await self._cancel(client, data_dir, id)
 
-    async def _ask(
-        self, client: httpx.AsyncClient, home: Path, key: str, body: dict[str, Any]
+    async def _post(
+        self, client: httpx.AsyncClient, data_dir: Path, key: str, body: dict[str, Any]
     ) -> tuple[str, bool]:
-        """The id, and whether the answer is one that was given before."""
-        url, headers = _known(home)
+        """(id of the task, whether the answer is a replay)"""
+        url, headers = _client_file(data_dir)
         answer = await client.post(f"{url}/tasks", json=body, headers={**headers, "Idempotency-Key": key})
         answer.raise_for_status()
         return answer.json()["id"], "Idempotency-Replayed" in answer.headers
 
-    async def _cancel(self, client: httpx.AsyncClient, home: Path, id: str) -> None:
-        url, headers = _known(home)
+    async def _cancel(self, client: httpx.AsyncClient, data_dir: Path, id: str) -> None:
+        url, headers = _client_file(data_dir)
         await client.post(f"{url}/tasks/{id}/cancel", json={}, headers=headers)
 
     def _next(self) -> tuple[str, dict[str, Any]]:
@@ -116,22 +121,24 @@ class Load:
         return f"{self._seed}-{self._number}", self._kind.body(self._chance)
 
 
-def _known(home: Path) -> tuple[str, dict[str, str]]:
-    known = json.loads((home / "client.json").read_text())
+def _client_file(data_dir: Path) -> tuple[str, dict[str, str]]:
+    """(URL, headers) from the file that a gateway writes for clients on its machine."""
+    known = json.loads((data_dir / "client.json").read_text())
     return known["url"], {"Authorization": f"Bearer {known['token']}"}
 
 
 class Kind:
-    """What is submitted."""
+    """The tasks that are submitted."""
 
     cancelled = 0.03
+    """The share of tasks that are cancelled right after their submit."""
 
     def body(self, chance: Random) -> dict[str, Any]:
         raise NotImplementedError
 
 
-class Waits(Kind):
-    """For the engine that only waits: all sizes and priorities, so that much is stopped for others."""
+class SimulatedTasks(Kind):
+    """For the simulated engine: all sizes and priorities, so that many preempt others."""
 
     def body(self, chance: Random) -> dict[str, Any]:
         return {
@@ -143,8 +150,8 @@ class Waits(Kind):
         }
 
 
-class Works(Kind):
-    """For real processes: most share one, some have a part of a GPU to themselves."""
+class RealTasks(Kind):
+    """For real processes: most share one, some have a part of a GPU."""
 
     def __init__(self, witness: Path) -> None:
         self._witness = str(witness)
@@ -155,7 +162,7 @@ class Works(Kind):
         resources: dict[str, Any] = {"cpu": 0.05}
         if chance.random() < 0.15:
             mb = chance.choice([4000, 9000, 14_000])
-            kwargs |= {"gpu_mb": mb, "seconds": 1 + 5 * seconds}  # long enough to be met
+            kwargs |= {"gpu_mb": mb, "seconds": 1 + 5 * seconds}  # long enough to be hit by a kill
             resources = {"gpu_mb": mb, "cpu": 0}
         return {
             "run": {"entrypoint": "tests.chaos.jobs:work", "kwargs": kwargs},

@@ -1,4 +1,4 @@
-"""A store, the picture of its leader, and machines that do what the caller says: there is no loop."""
+"""A store, the leader's World over it, and reports from machines, step by step: there is no loop."""
 
 import time
 from collections.abc import Sequence
@@ -37,8 +37,8 @@ from tests.contracts.scenes import a_submission
 DEVICES = tuple(SeenDevice(f"gpu{i}", "H100", i, Mib(80 * GIB), True) for i in range(2))
 NODE = NodeName("n1")
 RULES = InventoryRules("test")
-ROUNDS = 20
-"""More than the longest way of a task to its end takes."""
+MOST_ROUNDS = 20
+"""More rounds than a task needs to end."""
 
 
 class Scene:
@@ -47,12 +47,12 @@ class Scene:
         self.policy = Policy()
         self.world = World()
         self.accepted: set[str] = set()
-        """Tasks whose submitter was told so."""
+        """Tasks whose submit was answered with ACCEPTED."""
         self._later_seconds = 0.0
 
     @classmethod
     async def on(cls, store: TaskStore, term: Term, world: World | None = None) -> "Scene":
-        """With the picture of the rows, unless there is one."""
+        """With a World read from the rows, unless one is given."""
         scene = cls(store, term)
         if world is None:
             fill(scene.world, await store.snapshot())
@@ -68,10 +68,10 @@ class Scene:
     def task(self, id: str) -> Task:
         return self.world.tasks[TaskId(id)]
 
-    # What people do
+    # Clients
 
     async def submit(self, id: str, key: str | None = None, **fields: Any) -> SubmitOutcome:
-        """A task of 10 GiB, unless told otherwise."""
+        """A task of 10 GiB, unless `fields` say otherwise."""
         outcome = await self.store.submit(self._submission(id, key, **fields))
         if outcome.verdict is SubmitVerdict.ACCEPTED:
             self.accepted.add(id)
@@ -93,21 +93,21 @@ class Scene:
     async def ask(self, id: str, what: str, **fields: Any) -> None:
         await self.store.request(Request(f"r-{id}-{what}", TaskId(id), "default", what, fields, self.now))
 
-    # What the leader does
+    # The leader
 
-    async def carry(self, decisions: Sequence[Decision]) -> Sequence[CommitVerdict]:
+    async def commit(self, decisions: Sequence[Decision]) -> Sequence[CommitVerdict]:
         written = [decision for decision in decisions if not decision.is_empty()]
-        assert written, "a step of a story changes something"
+        assert written, "every step changes something"
         return await self.store.commit(self.term, written)
 
     def plan(self, seconds: float = 0.0) -> Sequence[Decision]:
-        """`seconds` from now."""
+        """Plan, `seconds` from now."""
         now = Instant(self.now + seconds)
         self.world.enter_due(now)
         self.world.measure(a_sample(device, now) for device in self.world.books)
         return plan_cycle(self.world, self.policy, now).decisions
 
-    def hear(self, *reports: Report) -> Sequence[Decision]:
+    def react(self, *reports: Report) -> Sequence[Decision]:
         return react(self.world, reports, self.now, self.policy)
 
     def settle_requests(self) -> Sequence[Decision]:
@@ -126,7 +126,7 @@ class Scene:
         seen = NodeSeen(a_node(), DEVICES, (), self.now)
         return reconcile(self.world, seen, self.now, self.policy, RULES)
 
-    # What machines say
+    # Reports of machines
 
     def starts(self, id: str) -> list[Report]:
         run = self._run(id)
@@ -136,7 +136,7 @@ class Scene:
         run = self._run(id)
         return [Ready(*run, self.now, "127.0.0.1:9", rank=rank) for rank in self._ranks(id)]
 
-    def saves(self, id: str, sequence: int = 1) -> Report:
+    def checkpoint(self, id: str, sequence: int = 1) -> Report:
         data = b"state"
         return Checkpointed(*self._run(id), self.now, sequence, sha256(data).hexdigest(), data, None)
 
@@ -147,8 +147,8 @@ class Scene:
             Ended(*run, self.now, ending, result=b"1", failure=failed, rank=rank) for rank in self._ranks(id)
         ]
 
-    def leaves(self, id: str, proof: str = "process_absent") -> list[Report]:
-        """Every process of the task that still has memory."""
+    def gone(self, id: str, proof: str = "process_absent") -> list[Report]:
+        """A report for each process of the task that still holds memory."""
         runs = {
             (lease.fence, lease.rank)
             for claim in self.world.leases.values()
@@ -163,40 +163,40 @@ class Scene:
     def _ranks(self, id: str) -> range:
         return range(max(1, len(self.task(id).members)))
 
-    # To the end
+    # To an end
 
     async def begin(self, id: str, **fields: Any) -> None:
-        """Until it runs."""
+        """Submit a task and let it run."""
         await self.submit(id, **fields)
-        await self.carry(self.plan())
-        await self.carry(self.hear(*self.starts(id)))
+        await self.commit(self.plan())
+        await self.commit(self.react(*self.starts(id)))
 
     async def finish(self) -> None:
-        """Whatever there is goes on to its end, and gives back what it has."""
-        for _ in range(ROUNDS):
+        """Bring every task to its end and release all memory."""
+        for _ in range(MOST_ROUNDS):
             if not (self.world.tasks or self.world.leases or self.world.requests):
                 self._later_seconds = 0.0
                 return
             self._later_seconds += 1000.0
-            for decide in (self.due_in, self._find_node, self.settle_requests, self._go_on, self.plan):
+            for decide in (self.due_in, self._find_node, self.settle_requests, self._report_ends, self.plan):
                 decisions = decide()
                 if any(not decision.is_empty() for decision in decisions):
-                    verdicts = await self.carry(decisions)
+                    verdicts = await self.commit(decisions)
                     assert set(verdicts) == {CommitVerdict.COMMITTED}, (decisions, verdicts)
-        raise AssertionError(f"not at their end: {self.world.tasks} {self.world.leases}")
+        raise AssertionError(f"not ended: {self.world.tasks} {self.world.leases}")
 
     def _find_node(self) -> Sequence[Decision]:
         return () if self.world.nodes[NODE].ready else self.node_answers()
 
-    def _go_on(self) -> Sequence[Decision]:
+    def _report_ends(self) -> Sequence[Decision]:
         reports: list[Report] = []
         for id, task in self.world.tasks.items():
             if task.members and task.state is TaskState.ADMITTED:
                 reports += self.gets_ready(id)
             elif task.state in (TaskState.ADMITTED, TaskState.RUNNING):
-                reports += [*self.starts(id), *self.ends(id), *self.leaves(id)]
+                reports += [*self.starts(id), *self.ends(id), *self.gone(id)]
             else:
-                reports += self.leaves(id)
+                reports += self.gone(id)
         holders = {holder for holder, _ in self.world.leases if holder not in self.world.tasks}
-        reports += [report for holder in sorted(holders) for report in self.leaves(holder)]
-        return self.hear(*reports)
+        reports += [report for holder in sorted(holders) for report in self.gone(holder)]
+        return self.react(*reports)

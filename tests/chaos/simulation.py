@@ -1,8 +1,10 @@
-"""Storms in the simulation, by the hundred: what each seed came to, and the sums of a batch."""
+"""Simulations of several brokers with random faults (tests/simulation/storm.py), in batches of seeds."""
 
+import argparse
 import gc
 import os
 import sys
+import time
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
@@ -10,12 +12,13 @@ from dataclasses import dataclass
 from hashlib import sha256
 from typing import Any
 
+from tests.chaos.evidence import Evidence, add_no_evidence
 from tests.simulation.storm import StormReport, storm
 
 BATCH = 100
-"""Seeds of one record."""
+"""Seeds per record."""
 STEPS = 200
-_SEEDS_AT_ONCE = 5
+_SEEDS_PER_JOB = 5
 SUMMED = (
     "seeds", "steps", "acknowledged", "lost", "accepted_twice", "double_leased_mb", "leases_left", "terms",
     "events", "virtual_seconds", "faults",
@@ -28,39 +31,44 @@ class Seeds:
     count: int
     steps: int = STEPS
 
-    def parts(self) -> Iterator[range]:
+    def jobs(self) -> Iterator[range]:
         end = self.first + self.count
-        for begin in range(self.first, end, _SEEDS_AT_ONCE):
-            yield range(begin, min(begin + _SEEDS_AT_ONCE, end))
+        for begin in range(self.first, end, _SEEDS_PER_JOB):
+            yield range(begin, min(begin + _SEEDS_PER_JOB, end))
 
 
 def with_fixed_hashes() -> None:
-    """Go on as a process in which the same texts have the same hashes as everywhere: the order of a set may
-    decide who is looked at first, and a seed must be the same storm wherever it is tried again."""
+    """Restart with a fixed hash seed: the order of a set may decide what is done first, and a seed must give
+    the same simulation everywhere."""
     if os.environ.get("PYTHONHASHSEED") != "0":
         command = [sys.executable, "-m", "tests.chaos", *sys.argv[1:]]
         os.execve(sys.executable, command, {**os.environ, "PYTHONHASHSEED": "0"})
 
 
 def run(seeds: Seeds, workers: int) -> dict[str, Any]:
-    """The record of these seeds. Says of each that went wrong how to see it again."""
+    """The record of these seeds. Prints the command that repeats a seed that went wrong."""
     if workers == 1:
-        return _record(seeds, _say(storm(seed, seeds.steps) for part in seeds.parts() for seed in part))
+        return _record(seeds, _reported(storm(seed, seeds.steps) for job in seeds.jobs() for seed in job))
     gc.freeze()
     with ProcessPoolExecutor(workers) as pool:
-        asked = [pool.submit(_several, part, seeds.steps) for part in seeds.parts()]
-        return _record(seeds, _say(report for done in asked for report in done.result()))
+        submitted = [pool.submit(_several, job, seeds.steps) for job in seeds.jobs()]
+        return _record(seeds, _reported(report for done in submitted for report in done.result()))
 
 
 def _several(seeds: range, steps: int) -> list[StormReport]:
     return [storm(seed, steps) for seed in seeds]
 
 
-def _say(reports: Iterable[StormReport]) -> Iterator[StormReport]:
+def _reported(reports: Iterable[StormReport]) -> Iterator[StormReport]:
     for report in reports:
         if report.wrong:
             again = f"python -m tests.chaos simulation --first {report.seed} --seeds 1 --no-evidence"
-            print(f"seed {report.seed} went wrong; {again}", *report.wrong, sep="\n  ", flush=True)
+            print(
+                f"seed {report.seed} went wrong; repeat it with: {again}",
+                *report.wrong,
+                sep="\n  ",
+                flush=True,
+            )
         yield report
 
 
@@ -80,3 +88,31 @@ def _record(seeds: Seeds, reports: Iterable[StormReport]) -> dict[str, Any]:
         "digest": digest.hexdigest(),
         "wrong": wrong[:20],
     }
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--seeds", type=int, default=10_000, help="simulations to run")
+    parser.add_argument("--first", type=int, default=1, help="first seed")
+    parser.add_argument("--steps", type=int, default=STEPS, help="steps per simulation")
+    parser.add_argument("--workers", type=int, default=1, help="parallel processes")
+    parser.add_argument("--most-seconds", type=float, help="start no batch of seeds after this time")
+    add_no_evidence(parser)
+
+
+def command(options: argparse.Namespace) -> None:
+    with_fixed_hashes()
+    evidence = Evidence("simulation", SUMMED, trials=("seeds", "acknowledged"))
+    began = time.monotonic()
+    end = options.first + options.seeds
+    for first in range(options.first, end, BATCH):
+        if not options.no_evidence and evidence.has(seed=first):
+            continue
+        if options.most_seconds is not None and time.monotonic() - began > options.most_seconds:
+            break
+        seeds = Seeds(first, min(BATCH, end - first), options.steps)
+        record = run(seeds, options.workers)
+        print(f"{time.monotonic() - began:.0f} s: {record}", flush=True)
+        if not options.no_evidence:
+            evidence.add(record, steps_per_seed=options.steps)
+        if record["wrong"]:
+            sys.exit(1)

@@ -1,18 +1,21 @@
-"""Every operation, broken at every boundary of every statement and COMMIT; then what is left is looked at.
+"""Every operation with a fault at every boundary of its statements and COMMIT.
 
-Two ways to break: the connection is cut and the process goes on, or the process is killed and another one
-goes on with what it finds. Afterwards rows and log must say the same, no half of anything may be there,
-what was answered must be true, and every task must still come to its end.
+Two faults: the connection is cut and the process continues, or the process is killed and another one takes
+over. Afterwards rows and log must agree, no transaction may be there in part, answers must be true, and every
+task must still reach its end.
 """
 
+import argparse
 import asyncio
 import gc
 import os
 import signal
+import tempfile
 from collections import Counter
 from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
 from contextlib import ExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from gpubroker_server.adapters.sql import connections, database
@@ -23,9 +26,9 @@ from gpubroker_server.core.world.world import World
 from gpubroker_server.ports.store import CommitVerdict, StoreUnavailable
 from sqlalchemy import Engine
 
-from tests.chaos.faults import Breaker, Fault, FaultySession
+from tests.chaos.database import DURABILITY, Checker, Reader, a_database, picture_of
+from tests.chaos.faults import Fault, FaultPoint, FaultySession
 from tests.chaos.operations import OPERATIONS, Operation
-from tests.chaos.rows import Answers, Rows, picture_of
 from tests.chaos.scene import Scene
 from tests.contracts.scenes import next_term, picture
 
@@ -33,32 +36,32 @@ _SURVIVED = 3
 _REFUSED = frozenset({CommitVerdict.UNAVAILABLE, CommitVerdict.STALE})
 
 
-class Broken(AssertionError):
-    """Something that must hold did not, after this fault."""
+class Violation(AssertionError):
+    """An invariant does not hold after a fault."""
 
 
 @dataclass
-class Swept:
+class Result:
     operations: int = 0
     points: Counter[str] = field(default_factory=Counter)
-    """Fault -> boundaries at which it was tried."""
+    """Fault -> number of boundaries at which it was injected."""
 
     def __str__(self) -> str:
         tried = ", ".join(f"{fault} at {count} points" for fault, count in sorted(self.points.items()))
-        return f"{self.operations} operations, {tried}: nothing lost, nothing half"
+        return f"{self.operations} operations, {tried}: nothing lost, nothing in part"
 
 
-class Stamp(NamedTuple):
-    """What tells whether a transaction was kept."""
+class Footprint(NamedTuple):
+    """What a transaction changes: shows whether it was committed."""
 
     position: int
     term: int
     tokens: int
     tasks: int
 
-    def since(self, before: "Stamp") -> "Stamp":
-        """A lost answer makes a leader take one more term; that is as good as one."""
-        return Stamp(
+    def since(self, before: "Footprint") -> "Footprint":
+        """After a lost answer a leader may take one more term, which counts as one."""
+        return Footprint(
             self.position - before.position,
             min(1, self.term - before.term),
             self.tokens - before.tokens,
@@ -66,200 +69,204 @@ class Stamp(NamedTuple):
         )
 
 
-NOTHING = Stamp(0, 0, 0, 0)
+NOTHING = Footprint(0, 0, 0, 0)
 
 
 @dataclass(frozen=True)
-class Plan:
-    """Of an operation that nothing disturbs."""
+class Undisturbed:
+    """An operation without a fault."""
 
     boundaries: tuple[str, ...]
-    done: Stamp
+    footprint: Footprint
 
 
 @dataclass(frozen=True)
-class Life:
-    """Of a process that is about to act for a task, with the picture that it has then."""
+class Attempt:
+    """One attempt at an operation: its task, and the state of the process before it."""
 
     id: str
-    before: Stamp
+    before: Footprint
     world: World
     where: str
 
 
 class Sweep:
-    """Of one migrated database, whose every transaction is this object's."""
+    """On one database, which nothing else uses."""
 
     def __init__(self, url: str) -> None:
         self._url = url
-        self._answers = Answers(url)
-        self._rows = Rows(self._answers)
+        self._reader = Reader(url)
+        self._checker = Checker(self._reader)
         self._term = Term(0)
         self._ids = iter(range(1, 1_000_000))
         self._accepted: set[str] = set()
         self._readers: Engine | None = None
-        """Without connections between lives, but with all that it takes a third of each life to learn."""
-        self.swept = Swept()
+        """Kept over attempts without connections: setting it up takes a third of each attempt."""
+        self.result = Result()
 
-    def run(self, faults: Iterable[Fault], operations: Mapping[str, Operation] = OPERATIONS) -> Swept:
-        """Raises Broken."""
-        with migrated_before():
-            asyncio.run(self._settle_in())
+    def run(self, faults: Iterable[Fault], operations: Mapping[str, Operation] = OPERATIONS) -> Result:
+        """Raises Violation."""
+        with without_startup_checks():
+            asyncio.run(self._initialize())
             gc.freeze()
-            self.swept.operations = len(operations)
+            self.result.operations = len(operations)
             for name, operation in operations.items():
                 for fault in faults:
-                    plan = asyncio.run(self._rehearse(fault, operation))
+                    expected = asyncio.run(self._run_undisturbed(fault, operation))
                     if fault is Fault.CUT:
-                        asyncio.run(self._cut_everywhere(name, operation, plan))
+                        asyncio.run(self._cut_everywhere(name, operation, expected))
                     else:
-                        self._kill_everywhere(name, operation, plan)
-                    asyncio.run(self._close_the_books(name))
-                    self.swept.points[fault] += len(plan.boundaries)
-        return self.swept
+                        self._kill_everywhere(name, operation, expected)
+                    asyncio.run(self._check_all_ended(name))
+                    self.result.points[fault] += len(expected.boundaries)
+        return self.result
 
-    async def _settle_in(self) -> None:
+    async def _initialize(self) -> None:
         async with self._opened() as (scene, _):
             scene.term = await next_term(scene.store)
-            await scene.carry(scene.node_answers())
+            await scene.commit(scene.node_answers())
 
-    async def _rehearse(self, fault: Fault, operation: Operation) -> Plan:
-        async with self._opened() as (scene, breaker):
+    async def _run_undisturbed(self, fault: Fault, operation: Operation) -> Undisturbed:
+        async with self._opened() as (scene, fault_point):
             id, before = await self._prepare(scene, operation)
-            breaker.arm(fault, None)
+            fault_point.arm(fault, None)
             await operation.act(scene, id)
-            boundaries, done = tuple(breaker.passed), self._stamp().since(before)
-            await self._end(scene, id, "undisturbed")
-            return Plan(boundaries, done)
+            boundaries, done = tuple(fault_point.passed), self._footprint().since(before)
+            await self._end(scene, id, "without a fault")
+            return Undisturbed(boundaries, done)
 
-    # The connection is cut, and the process goes on
+    # The connection is cut, and the process continues
 
-    async def _cut_everywhere(self, name: str, operation: Operation, plan: Plan) -> None:
-        async with self._opened() as (scene, breaker):
-            for point, boundary in enumerate(plan.boundaries):
+    async def _cut_everywhere(self, name: str, operation: Operation, expected: Undisturbed) -> None:
+        async with self._opened() as (scene, fault_point):
+            for point, boundary in enumerate(expected.boundaries):
                 where = f"{name}, cut {boundary}"
                 id, before = await self._prepare(scene, operation)
-                breaker.arm(Fault.CUT, point)
-                is_told = await said(operation.act(scene, id))
-                breaker.disarm()
-                kept = self._stamp().since(before)
-                if kept != (plan.done if is_told else NOTHING):
-                    told = "done" if is_told else "refused"
-                    raise Broken(f"{where}: it was {told}, and what was kept is {kept} of {plan.done}")
+                fault_point.arm(Fault.CUT, point)
+                is_done = await is_confirmed(operation.act(scene, id))
+                fault_point.disarm()
+                kept = self._footprint().since(before)
+                if kept != (expected.footprint if is_done else NOTHING):
+                    answer = "done" if is_done else "refused"
+                    raise Violation(
+                        f"{where}: answered {answer}, but committed was {kept} of {expected.footprint}"
+                    )
                 if picture(scene.world) != await picture_of(scene.store):
-                    raise Broken(f"{where}: whoever went on has another picture than the rows")
+                    raise Violation(f"{where}: the World of the process differs from the rows")
                 await self._end(scene, id, where)
 
-    # The process is killed, and another one finds what is left
+    # The process is killed, and another one takes over
 
-    def _kill_everywhere(self, name: str, operation: Operation, plan: Plan) -> None:
-        dead: Life | None = None
-        for point, boundary in enumerate(plan.boundaries):
+    def _kill_everywhere(self, name: str, operation: Operation, expected: Undisturbed) -> None:
+        killed: Attempt | None = None
+        for point, boundary in enumerate(expected.boundaries):
             where = f"{name}, killed {boundary}"
-            dead = asyncio.run(self._take_over_from(dead, plan, operation, where))
-            self._die(operation, dead, point)
-        asyncio.run(self._bury(dead, plan))
+            killed = asyncio.run(self._prepare_next(killed, expected, operation, where))
+            self._kill_child(operation, killed, point)
+        asyncio.run(self._take_over(killed, expected))
 
-    async def _take_over_from(self, dead: Life | None, plan: Plan, operation: Operation, where: str) -> Life:
-        """Go on where the dead process left off, and get to where the next one dies."""
+    async def _prepare_next(
+        self, killed: Attempt | None, expected: Undisturbed, operation: Operation, where: str
+    ) -> Attempt:
+        """Take over from the killed process, and prepare the next attempt."""
         async with self._opened() as (scene, _):
-            if dead is not None:
-                await self._settle(scene, dead, plan)
+            if killed is not None:
+                await self._check_committed(scene, killed, expected)
             id, before = await self._prepare(scene, operation)
-            return Life(id, before, scene.world, where)
+            return Attempt(id, before, scene.world, where)
 
-    async def _bury(self, dead: Life | None, plan: Plan) -> None:
+    async def _take_over(self, killed: Attempt | None, expected: Undisturbed) -> None:
         async with self._opened() as (scene, _):
-            if dead is not None:
-                await self._settle(scene, dead, plan)
+            if killed is not None:
+                await self._check_committed(scene, killed, expected)
 
-    async def _settle(self, scene: Scene, dead: Life, plan: Plan) -> None:
-        found = self._stamp()
-        if (kept := found.since(dead.before)) not in (NOTHING, plan.done):
-            raise Broken(f"{dead.where}: a part was kept, {kept} of {plan.done}")
+    async def _check_committed(self, scene: Scene, killed: Attempt, expected: Undisturbed) -> None:
+        found = self._footprint()
+        if (kept := found.since(killed.before)) not in (NOTHING, expected.footprint):
+            raise Violation(f"{killed.where}: a part was committed: {kept} of {expected.footprint}")
         scene.term = Term(found.term)
-        await self._end(scene, dead.id, dead.where)
+        await self._end(scene, killed.id, killed.where)
 
-    def _die(self, operation: Operation, life: Life, point: int) -> None:
+    def _kill_child(self, operation: Operation, attempt: Attempt, point: int) -> None:
         child = os.fork()
         if child == 0:
             try:
-                gc.disable()  # it would only copy what is the parent's as well
-                asyncio.run(self._act_and_die(operation, life, point))
+                gc.disable()  # it would only copy pages that are shared with the parent
+                asyncio.run(self._act_until_killed(operation, attempt, point))
             finally:
-                os._exit(_SURVIVED)  # nothing of the parent's is to be cleaned up here
+                os._exit(_SURVIVED)  # without the parent's exit handlers
         _, status = os.waitpid(child, 0)
         if not os.WIFSIGNALED(status) or os.WTERMSIG(status) != signal.SIGKILL:
-            raise Broken(f"{life.where}: the process was not killed there; status {status}")
+            raise Violation(f"{attempt.where}: the process was not killed; status {status}")
 
-    async def _act_and_die(self, operation: Operation, life: Life, point: int) -> None:
-        async with self._opened(life.world) as (scene, breaker):
-            breaker.arm(Fault.KILL, point)
-            await operation.act(scene, life.id)
+    async def _act_until_killed(self, operation: Operation, attempt: Attempt, point: int) -> None:
+        async with self._opened(attempt.world) as (scene, fault_point):
+            fault_point.arm(Fault.KILL, point)
+            await operation.act(scene, attempt.id)
 
-    # Around both
+    # For both
 
-    async def _prepare(self, scene: Scene, operation: Operation) -> tuple[str, Stamp]:
+    async def _prepare(self, scene: Scene, operation: Operation) -> tuple[str, Footprint]:
         id = f"t{next(self._ids):05}"
-        await self._read_before(operation, scene)
+        await self._read_log_before_pruning(operation, scene)
         await operation.before(scene, id)
-        await self._read_before(operation, scene)
-        return id, self._stamp()
+        await self._read_log_before_pruning(operation, scene)
+        return id, self._footprint()
 
-    async def _read_before(self, operation: Operation, scene: Scene) -> None:
-        if operation.takes_out:
-            self._rows.may_be_gone = True
-            if wrong := await self._rows.check(scene.store):
-                raise Broken("; ".join(wrong))
+    async def _read_log_before_pruning(self, operation: Operation, scene: Scene) -> None:
+        if operation.prunes:
+            self._checker.may_be_pruned = True
+            if wrong := await self._checker.check(scene.store):
+                raise Violation("; ".join(wrong))
 
     async def _end(self, scene: Scene, id: str, where: str) -> None:
-        """Look at what there is, and bring it to its end."""
-        if wrong := await self._rows.check(scene.store, since=id):
-            raise Broken(f"{where}: {'; '.join(wrong)}")
+        """Check the database, and bring every task to its end."""
+        if wrong := await self._checker.check(scene.store, since=id):
+            raise Violation(f"{where}: {'; '.join(wrong)}")
         await scene.finish()
 
-    async def _close_the_books(self, name: str) -> None:
-        """All that was accepted has ended, and the ends are as they should be."""
+    async def _check_all_ended(self, name: str) -> None:
+        """Every accepted task has ended, and rows and log agree."""
         async with self._opened() as (scene, _):
-            wrong = await self._rows.check(scene.store)
-        ended = {id for (id,) in self._answers.to("SELECT id FROM task WHERE finished")}
-        lost = self._accepted - ended - self._rows.taken_out()
+            wrong = await self._checker.check(scene.store)
+        ended = {id for (id,) in self._reader.rows("SELECT id FROM task WHERE finished")}
+        lost = self._accepted - ended - self._checker.pruned()
         if wrong or lost:
-            raise Broken(f"{name}, at last: {'; '.join(wrong)}; accepted and not ended: {sorted(lost)}")
+            raise Violation(f"{name}, in the end: {'; '.join(wrong)}; accepted but not ended: {sorted(lost)}")
 
-    def _stamp(self) -> Stamp:
-        [found] = self._answers.to(
+    def _footprint(self) -> Footprint:
+        [found] = self._reader.rows(
             "SELECT position, (SELECT term FROM leadership), (SELECT count(*) FROM token), "
             "(SELECT count(*) FROM task) FROM log_head"
         )
-        return Stamp(*found)
+        return Footprint(*found)
 
     @asynccontextmanager
-    async def _opened(self, world: World | None = None) -> AsyncIterator[tuple[Scene, Breaker]]:
-        """With a picture from the rows, if it is not given."""
-        known, breaker = database.open_database(self._url), Breaker()
+    async def _opened(self, world: World | None = None) -> AsyncIterator[tuple[Scene, FaultPoint]]:
+        """With a World read from the rows, unless one is given."""
+        known, fault_point = database.open_database(self._url), FaultPoint()
         self._readers = self._readers or known.readers
-        store = SqlStore(breaking(replace(known, readers=self._readers), breaker))
+        store = SqlStore(with_faults(replace(known, readers=self._readers), fault_point))
         try:
             scene = await Scene.on(store, self._term, world)
-            yield scene, breaker
+            yield scene, fault_point
             self._term = scene.term
             self._accepted |= scene.accepted
         finally:
             await store.close()
 
 
-def breaking(known: Database, breaker: Breaker) -> Database:
+def with_faults(known: Database, fault_point: FaultPoint) -> Database:
     connect = known.connect_term
     return replace(
         known,
-        session=FaultySession(known.session, breaker),
-        connect_term=None if connect is None else lambda: FaultySession(connect(), breaker),
+        session=FaultySession(known.session, fault_point),
+        connect_term=None if connect is None else lambda: FaultySession(connect(), fault_point),
     )
 
 
-async def said(answer: Any) -> bool:
-    """Whether whoever asked was told that it is done. What was not possible must have been refused."""
+async def is_confirmed(answer: Any) -> bool:
+    """Whether the call answered that it is done, and not that it was refused."""
     try:
         given = await answer
     except StoreUnavailable:
@@ -269,15 +276,33 @@ async def said(answer: Any) -> bool:
 
 
 @contextmanager
-def migrated_before() -> Iterator[None]:
-    """Hundreds of times the database is opened: whether its server, its schema and its place are right, which
-    has been found out before, is not asked again."""
-    with ExitStack() as put_back:
+def without_startup_checks() -> Iterator[None]:
+    """Skip the checks of server, schema and host, since the database is opened hundreds of times."""
+    with ExitStack() as stack:
         for module, name in (
             (database, "bring_to"),
             (database, "check_served_here"),
             (connections, "check_server"),
         ):
-            put_back.callback(setattr, module, name, getattr(module, name))
+            stack.callback(setattr, module, name, getattr(module, name))
             setattr(module, name, lambda *_: "head")
         yield
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    where = parser.add_mutually_exclusive_group(required=True)
+    where.add_argument("--database-url", help="an empty database with the current schema")
+    where.add_argument("--database", choices=sorted(DURABILITY), help="create a database of this kind")
+    parser.add_argument("--operation", action="append", choices=sorted(OPERATIONS), help="may be repeated")
+    faults = [Fault.CUT.value, Fault.KILL.value]
+    parser.add_argument("--fault", action="append", choices=faults, help="may be repeated")
+
+
+def command(options: argparse.Namespace) -> None:
+    faults = [Fault(name) for name in options.fault or (Fault.CUT, Fault.KILL)]
+    operations = {name: OPERATIONS[name] for name in options.operation or OPERATIONS}
+    if options.database_url is not None:
+        print(Sweep(options.database_url).run(faults, operations))
+        return
+    with tempfile.TemporaryDirectory() as folder, a_database(options.database, Path(folder)) as url:
+        print(Sweep(url).run(faults, operations))

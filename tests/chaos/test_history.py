@@ -1,4 +1,4 @@
-"""Each rule of a history has a small history that breaks it, and nothing else."""
+"""Each invariant of the history checker has a small history that violates it."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -19,12 +19,12 @@ GPU0 = key("gpu0")
 MEMORY_MB = 80 * GIB
 
 
-class Story:
-    """A preemption from its beginning to its end: `low` gives way to `high`, and comes back."""
+class Preemption:
+    """`high` preempts `low`, which runs again afterwards."""
 
     def __init__(self) -> None:
         self.events: list[Event] = []
-        self._tell(events_of(Decision("n1", "node_seen", nodes=(a_node(),), devices=(a_device(),))))
+        self._append(events_of(Decision("n1", "node_seen", nodes=(a_node(),), devices=(a_device(),))))
         low = self._submit(a_task("low", gpu_mb=60 * GIB, priority=10))
         high = self._submit(a_task("high", gpu_mb=40 * GIB, priority=80))
         low = self._claim(low, 60 * GIB)
@@ -47,18 +47,18 @@ class Story:
         self._write(self._claim(back.task, 60 * GIB), Move.SUCCEEDED, finished_at=NOW)
         self._move(self.lease, LeaseState.RELEASED)
 
-    def _tell(self, news: Any) -> None:
-        """One transaction, a second after the one before."""
+    def _append(self, new_events: Any) -> None:
+        """One transaction, one second after the last."""
         at = Instant(NOW + len({event.at for event in self.events}))
-        for new in news:
+        for new in new_events:
             self.events.append(new.at(Position(len(self.events) + 1), at))
 
     def _submit(self, task: Task) -> Task:
-        self._tell([submitted(task)])
+        self._append([submitted(task)])
         return task
 
     def _decide(self, **parts: Any) -> None:
-        self._tell(events_of(Decision("story", "told", **parts)))
+        self._append(events_of(Decision("test", "test", **parts)))
 
     def _write(self, task: Task, what: Move, **changes: Any) -> Task:
         write = write_move(task, what, **changes)
@@ -78,7 +78,7 @@ class Story:
 
 
 def at(events: Sequence[Event], kind: str, key: str = "", nth: int = 0) -> int:
-    """Where the nth event of this kind is, of those whose key begins so."""
+    """The index of the nth event of this kind whose key begins with `key`."""
     return [i for i, e in enumerate(events) if e.kind == kind and e.key.startswith(key)][nth]
 
 
@@ -93,28 +93,28 @@ def of_kind(events: list[Event], index: int, kind: str) -> list[Event]:
 
 
 def again(events: list[Event], index: int, **changes: Any) -> list[Event]:
-    """The event once more at the end, in a transaction of its own."""
+    """The event repeated at the end, in a separate transaction."""
     last = events[-1]
     echo = replace(events[index], position=last.position + 1, at=last.at + 1, **changes)
     return [*events, echo]
 
 
 def without(events: list[Event], index: int) -> list[Event]:
-    """As if it had never been written."""
+    """The events without this one, renumbered."""
     left = [*events[:index], *events[index + 1 :]]
     return [replace(event, position=Position(n)) for n, event in enumerate(left, start=1)]
 
 
-Break = Callable[[list[Event]], list[Event]]
+Mutation = Callable[[list[Event]], list[Event]]
 
-BROKEN: dict[str, Break] = {
+VIOLATING: dict[str, Mutation] = {
     "the log has no gap": lambda events: [*events[:5], *events[6:]],
     "a task is submitted once": lambda events: again(events, at(events, "task.submitted")),
     "a task begins pending": lambda events: with_fields(events, 2, state="running"),
-    "only what was submitted changes": lambda events: without(events, at(events, "task.submitted")),
-    "what has ended stays ended": lambda events: again(events, at(events, "task.started"), version=99),
+    "only a submitted task changes": lambda events: without(events, at(events, "task.submitted")),
+    "an ended task stays ended": lambda events: again(events, at(events, "task.started"), version=99),
     "each change has the next version": lambda events: without(events, at(events, "lease.held")),
-    "a task moves as the table says": lambda events: without(events, at(events, "task.requeued")),
+    "a task moves as the transition table says": lambda events: without(events, at(events, "task.requeued")),
     "each claim has the next fence": lambda events: with_fields(
         events, at(events, "task.admitted", "low", 1), fence=1
     ),
@@ -132,8 +132,8 @@ BROKEN: dict[str, Break] = {
     "quarantine ends by a proof": lambda events: with_fields(
         events, at(events, "lease.releasing"), state="quarantined"
     ),
-    "only what was leased changes": lambda events: without(events, at(events, "lease.reserved")),
-    "memory comes back when its run is over, not before": lambda events: with_fields(
+    "only a known lease changes": lambda events: without(events, at(events, "lease.reserved")),
+    "memory is released when its run is over, not before": lambda events: with_fields(
         events, at(events, "lease.held"), state="released"
     ),
     "no byte is leased twice": lambda events: with_fields(
@@ -147,29 +147,29 @@ BROKEN: dict[str, Break] = {
 }
 
 
-def test_a_preemption_from_beginning_to_end_breaks_no_rule() -> None:
-    assert violations(Story().events) == []
+def test_a_complete_preemption_violates_no_invariant() -> None:
+    assert violations(Preemption().events) == []
 
 
-@pytest.mark.parametrize("rule", BROKEN)
-def test_each_rule_has_a_history_that_breaks_it(rule: str) -> None:
-    found = violations(BROKEN[rule](Story().events))
-    assert any(line.startswith(rule) for line in found), found
+@pytest.mark.parametrize("invariant", VIOLATING)
+def test_each_invariant_has_a_history_that_violates_it(invariant: str) -> None:
+    found = violations(VIOLATING[invariant](Preemption().events))
+    assert any(line.startswith(invariant) for line in found), found
 
 
-def test_a_violation_says_where_it_is_and_what_was_found() -> None:
-    [found] = violations(BROKEN["each claim has the next fence"](Story().events))[:1]
+def test_a_violation_names_its_position_and_event() -> None:
+    [found] = violations(VIOLATING["each claim has the next fence"](Preemption().events))[:1]
     assert "position 20" in found
     assert "task.admitted low" in found
 
 
-def test_a_device_is_as_large_as_whoever_asks_says() -> None:
-    assert violations(Story().events, {GPU0: 60 * GIB}) == []
-    assert any("leased twice" in line for line in violations(Story().events, {GPU0: 60 * GIB - 1}))
+def test_given_capacities_override_those_of_the_log() -> None:
+    assert violations(Preemption().events, {GPU0: 60 * GIB}) == []
+    assert any("leased twice" in line for line in violations(Preemption().events, {GPU0: 60 * GIB - 1}))
 
 
-def test_a_device_that_shrinks_takes_nothing_from_those_who_have_it() -> None:
-    events = Story().events
+def test_a_device_that_shrinks_does_not_violate_existing_leases() -> None:
+    events = Preemption().events
     seen = events[at(events, "device.seen")]
     smaller = replace(seen, version=2, fields={**seen.fields, "physical_mb": 10 * GIB, "version": 2})
     where = at(events, "task.started")
@@ -177,9 +177,9 @@ def test_a_device_that_shrinks_takes_nothing_from_those_who_have_it() -> None:
     assert violations([replace(event, position=Position(n)) for n, event in enumerate(shrunk, 1)]) == []
 
 
-@pytest.mark.parametrize("start", range(len(Story().events)))
-def test_a_log_whose_beginning_was_pruned_is_judged_by_what_is_left(start: int) -> None:
-    events = Story().events
+@pytest.mark.parametrize("start", range(len(Preemption().events)))
+def test_a_log_whose_beginning_was_pruned_is_checked_from_there(start: int) -> None:
+    events = Preemption().events
     assert violations(events[start:], after=Position(start)) == []
     assert any("no gap" in line for line in violations(events[start + 1 :], after=Position(start))) or (
         start + 1 == len(events)

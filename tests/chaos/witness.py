@@ -1,4 +1,4 @@
-"""What really happened on the machine: which runs there were, since when, and until when for certain."""
+"""What happened on the machine: the runs that there were, and how long each was certainly there."""
 
 import json
 import threading
@@ -12,14 +12,14 @@ from typing import Any
 
 import psutil
 
-from tests.chaos.jobs import note
+from tests.chaos.jobs import append_line
 
-LOOK_SECONDS = 0.05
+POLL_SECONDS = 0.05
 
 
 @dataclass(frozen=True)
 class Span:
-    """One run. It was there at least from `began_at` to `seen_until`."""
+    """One run, which was there at least from `began_at` to `seen_until`."""
 
     task: str
     fence: int
@@ -29,17 +29,17 @@ class Span:
     seen_until: float
 
 
-class Watch:
-    """Looks at the processes of all runs that have begun, and notes until when each was seen."""
+class Observer:
+    """Polls the processes of all runs that have started, and records when each was seen."""
 
     def __init__(self, witness: Path, seen: Path) -> None:
         self._witness, self._seen = witness, seen
         self._read = 0
         self._alive: dict[tuple[str, int], psutil.Process] = {}
         self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._look_on, name="watch", daemon=True)
+        self._thread = threading.Thread(target=self._poll_all, name="observer", daemon=True)
 
-    def __enter__(self) -> "Watch":
+    def __enter__(self) -> "Observer":
         self._thread.start()
         return self
 
@@ -48,15 +48,15 @@ class Watch:
         self._thread.join()
 
     def pids(self) -> list[int]:
-        """Of the runs that are there."""
+        """The processes of the runs that are there now."""
         return sorted({process.pid for process in list(self._alive.values())})
 
-    def _look_on(self) -> None:
-        while not self._stop.wait(LOOK_SECONDS):
-            self._look()
-        self._look()
+    def _poll_all(self) -> None:
+        while not self._stop.wait(POLL_SECONDS):
+            self._poll()
+        self._poll()
 
-    def _look(self) -> None:
+    def _poll(self) -> None:
         for line in self._new_lines():
             run = (line["task"], line["fence"])
             if line["what"] == "start" and line["devices"]:
@@ -64,8 +64,8 @@ class Watch:
                     self._alive[run] = psutil.Process(line["pid"])
         for run, process in list(self._alive.items()):
             at = time.time()
-            if is_there(process):
-                note(str(self._seen), task=run[0], fence=run[1], at=at)
+            if is_running(process):
+                append_line(str(self._seen), task=run[0], fence=run[1], at=at)
             else:
                 del self._alive[run]
 
@@ -81,7 +81,7 @@ class Watch:
                 yield json.loads(line)
 
 
-def is_there(process: psutil.Process) -> bool:
+def is_running(process: psutil.Process) -> bool:
     try:
         return process.is_running() and process.status() not in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
     except psutil.NoSuchProcess:
@@ -93,7 +93,7 @@ def lines_of(path: Path) -> list[dict[str, Any]]:
 
 
 def spans(witness: Path, seen: Path) -> list[Span]:
-    """Every run that has begun."""
+    """Every run that has started."""
     until: dict[tuple[str, int], float] = defaultdict(float)
     started: list[dict[str, Any]] = []
     for line in (*lines_of(witness), *lines_of(seen)):
@@ -115,21 +115,21 @@ def spans(witness: Path, seen: Path) -> list[Span]:
 
 
 def started_twice(runs: Sequence[Span]) -> list[tuple[str, int]]:
-    """Claims under which more than one run began."""
+    """Claims under which more than one run started."""
     counted = Counter((run.task, run.fence) for run in runs)
     return sorted(claim for claim, count in counted.items() if count > 1)
 
 
 def beyond_capacity(runs: Iterable[Span], capacity_mb: int) -> int:
-    """The most MiB by which runs that were there together exceeded any device; 0 if they never did."""
-    moves: dict[str, list[tuple[float, int]]] = defaultdict(list)
+    """The most MiB by which concurrent runs exceeded a device; 0 if they never did."""
+    changes_of: dict[str, list[tuple[float, int]]] = defaultdict(list)
     for run in runs:
         for device in run.devices:
-            moves[device] += [(run.began_at, run.mb), (run.seen_until, -run.mb)]
+            changes_of[device] += [(run.began_at, run.mb), (run.seen_until, -run.mb)]
     worst = 0
-    for changes in moves.values():
+    for changes in changes_of.values():
         used = 0
-        for _, mb in sorted(changes):  # at one instant, those who leave come first
+        for _, mb in sorted(changes):  # ends before starts at the same time
             used += mb
             worst = max(worst, used - capacity_mb)
     return worst

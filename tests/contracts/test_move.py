@@ -16,7 +16,7 @@ from gpubroker_server.ports.objects import Quota, StoredObject
 from gpubroker_server.ports.store import TaskFilter
 
 from tests.builders import GIB, NOW
-from tests.chaos.rows import Answers, Rows
+from tests.chaos.database import Checker, Reader
 from tests.chaos.scene import Scene
 from tests.contracts.lived_in import all_of, live_in
 from tests.contracts.scenes import a_submission, next_term, opened
@@ -48,7 +48,7 @@ async def test_everything_that_can_be_read_of_a_service_is_the_same_after_its_mo
     async with opened(empty_postgres_url) as store:
         assert await all_of(store) == before
         assert await store.stored_object("default", "digest") == uploaded
-        assert await Rows(Answers(empty_postgres_url)).check(store) == []
+        assert await Checker(Reader(empty_postgres_url)).check(store) == []
 
 
 async def test_a_moved_service_goes_on_where_it_was(file: str, empty_postgres_url: str) -> None:
@@ -63,7 +63,7 @@ async def test_a_moved_service_goes_on_where_it_was(file: str, empty_postgres_ur
         await store.audit(by="admin", tenant="default", action="noted", subject="the move")
         await scene.submit("new")
         await scene.finish()
-        assert await Rows(Answers(empty_postgres_url)).check(store) == []
+        assert await Checker(Reader(empty_postgres_url)).check(store) == []
 
 
 async def test_a_file_that_was_moved_is_refused_and_names_where_it_went(

@@ -9,7 +9,7 @@ import pytest
 from gpubroker_server.adapters.sql.store import migrate
 from gpubroker_server.core.domain.leader_term import TenureRules
 
-from tests.chaos.stops import RaySite, Stops, fire
+from tests.chaos.shutdown import Batch, GatewaysAndBrokersOnRay, stop_under_load
 from tests.e2e.hands import Hands
 from tests.e2e.service_process import ServiceProcess, until
 from tests.patience import PATIENCE_SECONDS
@@ -26,8 +26,10 @@ def server() -> Iterator[OwnServer]:
 
 
 @pytest.fixture(scope="module")
-def site(tmp_path_factory: pytest.TempPathFactory, server: OwnServer) -> Iterator[RaySite]:
-    site = RaySite(tmp_path_factory.mktemp("site"), server.url, limits={"stale_seconds": STALE_SECONDS})
+def site(tmp_path_factory: pytest.TempPathFactory, server: OwnServer) -> Iterator[GatewaysAndBrokersOnRay]:
+    site = GatewaysAndBrokersOnRay(
+        tmp_path_factory.mktemp("site"), server.url, limits={"stale_seconds": STALE_SECONDS}
+    )
     try:
         site.start()
         yield site
@@ -44,7 +46,7 @@ def answer(gateway: ServiceProcess, path: str) -> tuple[int, str]:
 
 
 def test_any_gateway_answers_for_all_and_says_when_it_cannot(
-    tmp_path: Path, site: RaySite, server: OwnServer
+    tmp_path: Path, site: GatewaysAndBrokersOnRay, server: OwnServer
 ) -> None:
     a, b = site.gateways
     large = a.broker.submit("tests.e2e.work:add", "x" * 100_000, "y")
@@ -63,12 +65,12 @@ def test_any_gateway_answers_for_all_and_says_when_it_cannot(
 
 
 def test_processes_that_are_asked_to_end_under_load_lose_and_repeat_nothing_and_others_go_on_at_once(
-    site: RaySite,
+    site: GatewaysAndBrokersOnRay,
 ) -> None:
-    found = fire(site, Stops(seed=1, stops=2, tasks_per_stop=25, targets=("gateway", "leader")))
+    found = stop_under_load(site, Batch(seed=1, stops=2, tasks_per_stop=25, targets=("gateway", "leader")))
     assert found["stops"] == {"gateway": 1, "leader": 1}
     assert found["wrong"] == []
-    assert (found["lost"], found["accepted_twice"], found["began_again"]) == (0, 0, 0)
+    assert (found["lost"], found["accepted_twice"], found["restarted_runs"]) == (0, 0, 0)
     [seconds] = found["seconds"]["without_a_leader"]
     print(f"nobody led for {seconds:.2f} s")
     assert seconds < TenureRules().ttl_seconds / 2, "nobody waits for the lease to end"

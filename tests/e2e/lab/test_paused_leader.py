@@ -6,28 +6,28 @@ from pathlib import Path
 
 import pytest
 
-from tests.chaos.late_orders import Stand
+from tests.chaos.late_orders import TwoBrokers
 from tests.e2e.ray_lab import Lab, guest_environment
 
 TAKEOVER_SECONDS = 5.0
 
 
 @pytest.fixture
-def stand(tmp_path: Path, postgres_url: str, shared_lab: Lab) -> Iterator[Stand]:
+def brokers(tmp_path: Path, postgres_url: str, shared_lab: Lab) -> Iterator[TwoBrokers]:
     env = guest_environment(shared_lab.options.data_dir)
     with ExitStack() as stack:
-        yield Stand(tmp_path, postgres_url, shared_lab.head, env, stack)
+        yield TwoBrokers(tmp_path, postgres_url, shared_lab.head, env, stack)
 
 
 def test_a_start_that_a_stopped_leader_sends_when_it_wakes_is_refused_and_so_is_what_it_commits(
-    stand: Stand,
+    brokers: TwoBrokers,
 ) -> None:
     """Its clock stood still and its driver heard nothing, so that only the agent and the row are left."""
-    stand.start_of_what_another_has()
-    stand.end()
-    late = stand.late
-    assert late.wrong == []
-    assert late.sent.total() == late.refused.total() == 1
-    [seconds] = late.takeovers
+    brokers.start_on_a_leased_device()
+    brokers.end()
+    outcome = brokers.outcome
+    assert outcome.wrong == []
+    assert outcome.sent.total() == outcome.refused.total() == 1
+    [seconds] = outcome.takeovers
     print(f"the next one led after {seconds:.2f} s")
     assert seconds <= TAKEOVER_SECONDS

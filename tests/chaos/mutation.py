@@ -1,8 +1,9 @@
-"""Faults that are planted on purpose, each in a copy of the source, and the test that sees it.
+"""Mutation testing: known faults, each planted in a copy of the source, and the test that has to fail.
 
-A test suite that lets one of these through would let the real mistake through as well.
+A test suite that misses one of these would miss the real mistake as well.
 """
 
+import argparse
 import json
 import os
 import shutil
@@ -13,14 +14,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.chaos.evidence import FOLDER, ROOT, commit
+from tests.chaos.evidence import FOLDER, ROOT, add_no_evidence, commit
 
 _SECONDS = 300
 
 
 @dataclass(frozen=True)
 class Mutant:
-    """In `file`, `right` becomes `wrong`; `test` is to fail then."""
+    """In `file`, `right` is replaced by `wrong`; then `test` has to fail."""
 
     name: str
     file: str
@@ -31,49 +32,49 @@ class Mutant:
 
 MUTANTS = (
     Mutant(
-        "reports of an older claim are taken for those of the newest",
+        "a report of an older claim counts for the newest claim",
         "service/gpubroker_server/core/lifecycle/task_update.py",
         "if task is None or not task.is_active or task.fence != fence:",
         "if task is None or not task.is_active:",
         "tests/core/lifecycle/test_runs.py",
     ),
     Mutant(
-        "what a task has come to is overwritten by a later report",
+        "a later report overwrites the outcome of a task",
         "service/gpubroker_server/core/lifecycle/task_update.py",
         "if task is None or not task.is_active or task.fence != fence:",
         "if task is None or task.fence != fence:",
         "tests/core/lifecycle/test_runs.py",
     ),
     Mutant(
-        "memory is free once nobody has confirmed for long enough that its process is gone",
+        "memory without a proof that its process is gone is released after a timeout",
         "service/gpubroker_server/core/lifecycle/deadlines.py",
         "leases=tuple(quarantine(lease, now) for lease in leases),\n        outcome",
         "leases=tuple(move_lease(lease, LeaseState.RELEASED) for lease in leases),\n        outcome",
         "tests/core/lifecycle/test_deadlines.py",
     ),
     Mutant(
-        "memory is free when the code has ended, and not when its process is gone",
+        "memory is released when the code has ended, before its process is gone",
         "service/gpubroker_server/core/lifecycle/runs.py",
         "LeaseState.RELEASING)\n    fold.orders.append(forget)",
         "LeaseState.RELEASED)\n    fold.orders.append(forget)",
         "tests/simulation/test_day.py::test_the_same_seed_is_the_same_day",
     ),
     Mutant(
-        "the fence counts attempts that failed, and not claims",
+        "the fence counts failed attempts instead of claims",
         "service/gpubroker_server/core/planning/deciding.py",
         "fence = Fence(task.fence + 1)",
         "fence = Fence(task.failures + 1)",
         "tests/simulation/test_day.py::test_the_same_seed_is_the_same_day",
     ),
     Mutant(
-        "what is freed for one task counts as free for all",
+        "memory pledged to one task counts as free for all",
         "service/gpubroker_server/core/world/ledger.py",
         "                free -= self.claim_mb(pledge)\n",
         "                free -= 0\n",
         "tests/core/world/test_ledger.py",
     ),
     Mutant(
-        "orders leave before the decision is committed",
+        "orders are sent before the decision is committed",
         "service/gpubroker_server/broker/loop.py",
         "        written = await self._commit(writing) if writing else ()\n",
         "        await self._dispatcher.send(writing)\n"
@@ -81,14 +82,14 @@ MUTANTS = (
         "tests/broker/test_leader.py",
     ),
     Mutant(
-        "a row is written over a newer one",
+        "an older row overwrites a newer one",
         "service/gpubroker_server/adapters/sql/statements.py",
         "where(*same, table.c.version == r.c.version - _ONE)",
         "where(*same)",
         "tests/contracts/test_store_commit.py",
     ),
     Mutant(
-        "a write that changes no row is taken for done",
+        "a write that changes no row counts as done",
         "service/gpubroker_server/adapters/sql/sqlite.py",
         "if statement.exact and written != len(rows):",
         "if statement.exact and written > len(rows):",
@@ -116,28 +117,28 @@ MUTANTS = (
         "tests/contracts/test_sqlite_file.py",
     ),
     Mutant(
-        "a client is told that its task is accepted although the database refused it",
+        "a client is answered that its task is accepted although the database refused it",
         "service/gpubroker_server/adapters/sql/writer.py",
         "                    unit.on_failed(error)\n                break",
         "                    unit.on_written()\n                break",
         "sweep: submit",
     ),
     Mutant(
-        "a commit whose answer was lost is taken for done, unread",
+        "a commit whose answer was lost counts as done without a check",
         "service/gpubroker_server/adapters/sql/writer.py",
         "if not unknown.events or self._was_committed(unknown.events[0]):",
         "if True:",
         "sweep: submit on PostgreSQL",
     ),
     Mutant(
-        "a commit whose answer was lost is done again, unread",
+        "a commit whose answer was lost is repeated without a check",
         "service/gpubroker_server/adapters/sql/writer.py",
         "if not unknown.events or self._was_committed(unknown.events[0]):",
         "self._session.reconnect()\n                if not unknown.events:",
         "sweep: admit on PostgreSQL",
     ),
     Mutant(
-        "one key makes two tasks",
+        "one idempotency key makes two tasks",
         "migrations/versions/0001_first_schema.py",
         "        unique=True,\n",
         "        unique=False,\n",
@@ -151,49 +152,49 @@ MUTANTS = (
         "tests/contracts/test_store_submit.py::test_positions_have_no_gap_and_listeners_hear_each_once",
     ),
     Mutant(
-        "events are written in a transaction of their own",
+        "events are written in a separate transaction",
         "service/gpubroker_server/adapters/sql/group.py",
         "    if numbered:\n        session.write(sql.INSERT_EVENTS, numbered)\n",
         "    session.commit()\n    session.begin()\n    session.write(sql.INSERT_EVENTS, numbered)\n",
         "sweep: admit",
     ),
     Mutant(
-        "an agent carries out orders of an older term",
+        "an agent executes orders of an older term",
         "service/gpubroker_server/adapters/ray/agent/node_agent.py",
         "outdated = term < self._term",
         "outdated = False",
         "tests/contracts/test_ray_agent.py",
     ),
     Mutant(
-        "an agent starts a claim that it has started before",
+        "an agent starts a claim twice",
         "service/gpubroker_server/adapters/ray/agent/run_table.py",
         "return key.fence > self._fences.get((key.task, key.rank), 0)",
         "return True",
         "tests/e2e/lab/test_ray_executor.py::TestRayExecutor::test_a_claim_starts_once",
     ),
     Mutant(
-        "a run that was given up with its node is given up again",
+        "a run on a lost node is given up twice",
         "service/gpubroker_server/core/lifecycle/runs.py",
         "if node is not None and node.incarnation == report.incarnation:",
         "if node is not None:",
         "tests/core/lifecycle/test_node_loss.py",
     ),
     Mutant(
-        "what is taken out of the queue leaves its outcome behind",
+        "a pruned task leaves its outcome behind",
         "service/gpubroker_server/adapters/sql/pruning.py",
         '    _of_tasks(tables.outcome, "task"),\n',
         "",
-        "sweep: take out what is over",
+        "sweep: prune",
     ),
     Mutant(
-        "what an agent does not have is waited for all the same",
+        "a run that the agent does not know is waited for",
         "service/gpubroker_server/core/lifecycle/reconcile.py",
         "react(world, _absences(world, seen), now, policy)",
         "react(world, (), now, policy)",
         "simulation: 3 seeds",
     ),
     Mutant(
-        "a leader that is asked to stop goes on",
+        "a leader that is asked to stop continues",
         "service/gpubroker_server/broker/leadership.py",
         "        try:\n"
         "            ended, _ = await asyncio.wait(parts, return_when=asyncio.FIRST_COMPLETED)\n"
@@ -207,7 +208,7 @@ MUTANTS = (
 
 
 def try_all(mutants: Sequence[Mutant] = MUTANTS) -> Iterator[tuple[Mutant, bool]]:
-    """Each with whether its test saw it."""
+    """Each with whether its test failed."""
     with tempfile.TemporaryDirectory(prefix="gpb-mutants-") as place:
         copy = Path(place)
         _copy_to(copy)
@@ -216,17 +217,17 @@ def try_all(mutants: Sequence[Mutant] = MUTANTS) -> Iterator[tuple[Mutant, bool]
                 yield mutant, not _passes(copy, mutant.test)
 
 
-def unhealthy(mutants: Sequence[Mutant]) -> list[str]:
-    """Tests that fail without any mutant: they would prove nothing."""
+def failing_tests(mutants: Sequence[Mutant]) -> list[str]:
+    """The tests that fail without a mutant."""
     return [test for test in sorted({mutant.test for mutant in mutants}) if not _passes(ROOT, test)]
 
 
 def keep(tried: Mapping[str, str]) -> None:
-    """As evidence. Mutant -> the test that saw it, or nothing."""
+    """Write the evidence. `tried`: mutant -> the test that failed, or an empty string."""
     FOLDER.mkdir(exist_ok=True)
-    seen = sum(bool(test) for test in tried.values())
-    whole = {"commit": commit(), "planted": len(tried), "seen": seen, "by": dict(tried)}
-    (FOLDER / "mutants.json").write_text(json.dumps(whole, indent=1) + "\n")
+    found = sum(bool(test) for test in tried.values())
+    whole = {"commit": commit(), "planted": len(tried), "found": found, "by": dict(tried)}
+    (FOLDER / "mutation.json").write_text(json.dumps(whole, indent=1) + "\n")
 
 
 class _Planted:
@@ -235,7 +236,9 @@ class _Planted:
 
     def __enter__(self) -> None:
         self._text = self._file.read_text()
-        assert self._text.count(self._mutant.right) == 1, f"{self._mutant.name}: its place has changed"
+        assert self._text.count(self._mutant.right) == 1, (
+            f"{self._mutant.name}: {self._mutant.file} does not have the text to replace"
+        )
         self._file.write_text(self._text.replace(self._mutant.right, self._mutant.wrong))
 
     def __exit__(self, *_: object) -> None:
@@ -252,7 +255,7 @@ def _copy_to(copy: Path) -> None:
 
 
 def _copy_bytecode(copy: Path) -> None:
-    """Each of its sources is as old as the one it was compiled from, and what is planted is newer."""
+    """Copied sources keep their times, so their bytecode stays valid, except for the mutated file."""
     for folder in {path.parent for path in copy.rglob("*.py")}:
         compiled = ROOT / folder.relative_to(copy) / "__pycache__"
         if compiled.exists():
@@ -275,3 +278,22 @@ def _passes(tree: Path, test: str) -> bool:
     }
     done = subprocess.run(command, cwd=tree, env=env, capture_output=True, timeout=_SECONDS)
     return done.returncode == 0
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--first", type=int, help="only the first N mutants")
+    add_no_evidence(parser)
+
+
+def command(options: argparse.Namespace) -> None:
+    planted = MUTANTS[: options.first]
+    if failing := failing_tests(planted):
+        sys.exit(f"these tests fail without a mutant: {failing}")
+    tried: dict[str, str] = {}
+    for mutant, is_found in try_all(planted):
+        tried[mutant.name] = mutant.test if is_found else ""
+        print(f"{mutant.name}: {f'found by {mutant.test}' if is_found else 'NOT FOUND'}", flush=True)
+    if not options.no_evidence:
+        keep(tried)
+    if not all(tried.values()):
+        sys.exit(1)

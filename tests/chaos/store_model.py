@@ -1,4 +1,4 @@
-"""The store, used in any order and cut off at any statement, beside a model of it that is a few dicts."""
+"""A stateful model test of the store: random calls, cut at random statements, compared with a few dicts."""
 
 import asyncio
 from collections.abc import Callable, Coroutine
@@ -21,9 +21,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
 from tests.builders import GIB, NOW, a_device, a_task
-from tests.chaos.faults import Breaker, Fault
-from tests.chaos.rows import Answers, Rows, picture_of
-from tests.chaos.sweep import breaking
+from tests.chaos.database import Checker, Reader, picture_of
+from tests.chaos.faults import Fault, FaultPoint
+from tests.chaos.sweep import with_faults
 from tests.contracts.scenes import a_submission, admission, end, node_seen, picture
 
 T = TypeVar("T")
@@ -34,13 +34,25 @@ LATER, NEVER = Instant(NOW + 1e12), Instant(0.0)
 ALL = Position(10**9)
 PICKS = st.integers(0, 20)
 CUTS = st.one_of(st.none(), st.none(), st.none(), st.integers(0, 12))
-"""At which boundary the line is cut, counted from the beginning of the call; mostly at none."""
-ACTIONS = ("admit", "admit", "start", "start", "save", "succeed", "fail", "again", "leave", "doubt", "attest")
+"""The boundary at which the connection is cut, counted from the beginning of the call; mostly none."""
+ACTIONS = (
+    "admit",
+    "admit",
+    "start",
+    "start",
+    "checkpoint",
+    "succeed",
+    "fail",
+    "requeue",
+    "release",
+    "quarantine",
+    "attest",
+)
 
 
 @dataclass
 class Model:
-    """What must be stored: nothing but dicts."""
+    """What must be stored."""
 
     tasks: dict[TaskId, Task] = field(default_factory=dict)
     keys: dict[str, tuple[TaskId, str]] = field(default_factory=dict)
@@ -48,7 +60,7 @@ class Model:
     requests: set[str] = field(default_factory=set)
     tokens: dict[str, str] = field(default_factory=dict)
     term: Term = Term(0)
-    was_ever: set[TaskId] = field(default_factory=set)
+    all_ids: set[TaskId] = field(default_factory=set)
 
     def submit(self, first: Task, others: list[Task], key: str | None, body: str) -> SubmitOutcome:
         if key is not None and key in self.keys:
@@ -59,7 +71,7 @@ class Model:
                 return SubmitOutcome(SubmitVerdict.DUPLICATE, known)
         if first.id not in self.tasks:
             self.tasks |= {task.id: task for task in (first, *others)}
-            self.was_ever |= {task.id for task in (first, *others)}
+            self.all_ids |= {task.id for task in (first, *others)}
             if key is not None:
                 self.keys[key] = (first.id, body)
         return SubmitOutcome(SubmitVerdict.ACCEPTED, first.id)
@@ -86,15 +98,15 @@ class Model:
         mine = (lease for lease in self.leases.values() if lease.holder == task)
         return [lease for lease in mine if lease.state is not LeaseState.RELEASED]
 
-    def take_out(self) -> None:
-        """All that is over, with its keys: the beginning of the log goes with it."""
-        over = {id for id, task in self.tasks.items() if task.is_terminal and not self.live_of(id)}
-        self.tasks = {id: task for id, task in self.tasks.items() if id not in over}
-        self.keys = {key: known for key, known in self.keys.items() if known[0] not in over}
+    def prune(self) -> None:
+        """Remove ended tasks with their keys."""
+        ended = {id for id, task in self.tasks.items() if task.is_terminal and not self.live_of(id)}
+        self.tasks = {id: task for id, task in self.tasks.items() if id not in ended}
+        self.keys = {key: known for key, known in self.keys.items() if known[0] not in ended}
 
 
 def decided(model: Model, action: str, task: Task, mb: int) -> Decision | None:
-    """What a leader may make of this task now; None if this cannot be."""
+    """A leader's decision for this task; None if the action is impossible now."""
     live = model.live_of(task.id)
     is_active = task.state in (TaskState.ADMITTED, TaskState.RUNNING)
     now = Instant(NOW)
@@ -109,18 +121,20 @@ def decided(model: Model, action: str, task: Task, mb: int) -> Decision | None:
         case "start" if task.state is TaskState.ADMITTED:
             writes = (write_move(task, Move.STARTED, started_at=now),)
             return Decision(task.id, "started", tasks=writes, leases=moved(LeaseState.HELD, held[0]))
-        case "save" if is_active:
-            return Decision(task.id, "saved", tasks=(write_move(task, Move.CHANGED, checkpoint_at=now),))
+        case "checkpoint" if is_active:
+            return Decision(
+                task.id, "checkpointed", tasks=(write_move(task, Move.CHANGED, checkpoint_at=now),)
+            )
         case "succeed" if is_active:
             return replace(end(task), leases=moved(LeaseState.RELEASING, *held))
-        case "fail" | "again" if is_active:
+        case "fail" | "requeue" if is_active:
             changes: dict[str, Any] = {"finished_at": now} if action == "fail" else {"node": None}
             what = Move.FAILED if action == "fail" else Move.REQUEUED
             writes = (write_move(task, what, **changes),)
             return Decision(task.id, action, tasks=writes, leases=moved(LeaseState.RELEASING, *held))
-        case "leave" if not is_active:
+        case "release" if not is_active:
             return _of(task, moved(LeaseState.RELEASED, LeaseState.RELEASING))
-        case "doubt":
+        case "quarantine":
             return _of(task, tuple(quarantine(x, now) for x in live if x.state is LeaseState.RELEASING))
         case "attest":
             freed = tuple(release(x, "operator") for x in live if x.state is LeaseState.QUARANTINED)
@@ -134,56 +148,56 @@ def _of(task: Task, leases: tuple[Lease, ...]) -> Decision | None:
     return Decision(task.id, "leases", leases=leases) if leases else None
 
 
-class AnyUse(RuleBasedStateMachine):
-    """Of one database, as one process after another has it."""
+class StoreMachine(RuleBasedStateMachine):
+    """One database, used by one process after another."""
 
     fresh: ClassVar[Callable[[], str]]
-    """Makes a migrated database in which nothing is; its URL."""
+    """Creates an empty database with the current schema; returns its URL."""
 
     @initialize()
     def begin(self) -> None:
-        self.model, self.breaker = Model(), Breaker()
+        self.model, self.fault_point = Model(), FaultPoint()
         self.url = type(self).fresh()
         self.runner = asyncio.Runner()
-        self.answers = Answers(self.url)
-        self.rows = Rows(self.answers)
-        self.rows.may_be_gone = True
+        self.reader = Reader(self.url)
+        self.checker = Checker(self.reader)
+        self.checker.may_be_pruned = True
         self.count = self.old = 0
         self._open()
         self._take(self._do(self.store.leader()))
         self._do(self.store.commit(self.model.term, [node_seen(a_device(mb=MEMORY_MB))]))
 
-    # What gateways do
+    # Gateways
 
     @rule(
         number=st.integers(0, 8), key=st.sampled_from((None, "a", "b")), body=st.sampled_from("xy"), cut=CUTS
     )
     def submit(self, number: int, key: str | None, body: str, cut: int | None) -> None:
-        """Some ids come twice, as when a gateway does not know whether it was heard."""
+        """Some ids come twice, as from a gateway that did not get an answer."""
         task = a_task(f"t{number}", gpu_mb=10 * GIB)
-        if task.id in self.model.was_ever:
+        if task.id in self.model.all_ids:
             key, task = None, replace(task, id=self._new_id()) if key is None else task
-        is_again = task.id in self.model.was_ever
-        if is_again and self._key_of(task.id) is None:
+        is_repeated = task.id in self.model.all_ids
+        if is_repeated and self._key_of(task.id) is None:
             return
-        named = self._key_of(task.id) if is_again else (key, body)
+        named = self._key_of(task.id) if is_repeated else (key, body)
         assert named is not None
-        told = self._ask(self.store.submit(a_submission(task, *named, labels={"n": "1"})), cut)
-        if told is not None:
-            assert told == self.model.submit(task, [], *named)
+        answer = self._ask(self.store.submit(a_submission(task, *named, labels={"n": "1"})), cut)
+        if answer is not None:
+            assert answer == self.model.submit(task, [], *named)
 
     @rule(count=st.integers(1, 3), key=st.sampled_from((None, "a", "c")), cut=CUTS)
     def submit_a_batch(self, count: int, key: str | None, cut: int | None) -> None:
         tasks = [a_task(self._new_id(), gpu_mb=10 * GIB) for _ in range(count)]
         batch = BatchSubmission([a_submission(task) for task in tasks], key, "batch", "[]")
-        told = self._ask(self.store.submit_batch(batch), cut)
-        if told is not None:
-            assert told == self.model.submit(tasks[0], tasks[1:], key, "batch")
+        answer = self._ask(self.store.submit_batch(batch), cut)
+        if answer is not None:
+            assert answer == self.model.submit(tasks[0], tasks[1:], key, "batch")
 
     @precondition(lambda self: self.model.tasks)
     @rule(pick=PICKS, cut=CUTS)
     def ask_to_cancel(self, pick: int, cut: int | None) -> None:
-        """Twice under one id is once."""
+        """The same request twice counts once."""
         task = self._pick(pick)
         request = Request(f"r{self.count}", task.id, "default", "cancel", {}, Instant(NOW))
         self.count += 1
@@ -195,18 +209,18 @@ class AnyUse(RuleBasedStateMachine):
     def put_a_token(self, name: str, secret: str, cut: int | None) -> None:
         secret = f"{name}{secret}"  # two tokens never have one hash
         token = TokenRow(name, secret, "default", ("*",), 100, Instant(NOW))
-        told = self._ask(self.store.put_token(token, by="olga"), cut)
-        if told is not None:
-            assert told is (self.model.tokens.setdefault(name, secret) == secret)
+        answer = self._ask(self.store.put_token(token, by="olga"), cut)
+        if answer is not None:
+            assert answer is (self.model.tokens.setdefault(name, secret) == secret)
 
     @rule(name=st.sampled_from("pq"), cut=CUTS)
     def drop_a_token(self, name: str, cut: int | None) -> None:
-        told = self._ask(self.store.drop_token(name, by="olga"), cut)
-        if told is not None:
-            # Whoever was cut off after its commit does it again, and finds that there is none.
-            assert told is (self.model.tokens.pop(name, None) is not None) or cut is not None
+        answer = self._ask(self.store.drop_token(name, by="olga"), cut)
+        if answer is not None:
+            # A call cut after its commit is repeated, and finds no token.
+            assert answer is (self.model.tokens.pop(name, None) is not None) or cut is not None
 
-    # What leaders do
+    # Leaders
 
     @rule(
         what=st.lists(
@@ -217,7 +231,7 @@ class AnyUse(RuleBasedStateMachine):
         cut=CUTS,
     )
     def commit(self, what: list[tuple[str, int, int, int]], cut: int | None) -> None:
-        """A few at once; now and then one was made of a row that has changed since."""
+        """A few decisions; some are made from an outdated row."""
         decisions: dict[TaskId, Decision] = {}
         for action, pick, gib, luck in what if self.model.tasks else ():
             task = self._pick(pick)
@@ -242,7 +256,7 @@ class AnyUse(RuleBasedStateMachine):
 
     @precondition(lambda self: self.old)
     @rule(pick=PICKS, what=st.sampled_from(("commit", "renew", "prune")))
-    def a_leader_of_an_older_term_wakes_up(self, pick: int, what: str) -> None:
+    def a_leader_of_an_older_term_writes(self, pick: int, what: str) -> None:
         term = Term(self.old)
         calls: dict[str, Callable[[], Coroutine[Any, Any, Any]]] = {
             "commit": lambda: self.store.commit(term, [node_seen(a_device("gpu9"))]),
@@ -253,47 +267,47 @@ class AnyUse(RuleBasedStateMachine):
             self._do(calls[what]())
         except StaleTerm:
             return
-        raise AssertionError(f"a leader of term {term} was let {what}")
+        raise AssertionError(f"a leader of term {term} was allowed to {what}")
 
     @rule(sees_an_old_row=st.booleans(), cut=CUTS)
-    def somebody_takes_the_term(self, sees_an_old_row: bool, cut: int | None) -> None:
+    def take_the_term(self, sees_an_old_row: bool, cut: int | None) -> None:
         row = self._do(self.store.leader())
         assert row.term == self.model.term
         self._take(replace(row, term=Term(row.term - 1)) if sees_an_old_row else row, cut)
 
-    @rule(cut=CUTS, lets_go=st.booleans())
-    def renew_or_resign(self, cut: int | None, lets_go: bool) -> None:
-        call = self.store.resign(self.model.term) if lets_go else self.store.renew(self.model.term, TTL)
+    @rule(cut=CUTS, resigns=st.booleans())
+    def renew_or_resign(self, cut: int | None, resigns: bool) -> None:
+        call = self.store.resign(self.model.term) if resigns else self.store.renew(self.model.term, TTL)
         if self._ask(self._once(call), cut) is not None:
-            assert self._do(self.store.leader()).is_past is lets_go
+            assert self._do(self.store.leader()).is_past is resigns
 
     @rule(cut=CUTS)
     def prune(self, cut: int | None) -> None:
-        self.look()
+        self.check()
         if self._ask(self._once(self.store.prune(self.model.term, Cutoffs(LATER, LATER, NEVER, ALL))), cut):
-            self.model.take_out()
+            self.model.prune()
 
     @rule()
-    def the_process_ends_and_another_one_begins(self) -> None:
+    def restart(self) -> None:
         self._do(self.store.close())
         self._open()
 
-    # What must hold
+    # Invariants
 
     @rule()
-    def look(self) -> None:
-        """Rows, log, model, and the picture of who listened all the while."""
-        wrong = self._do(self.rows.check(self.store))
+    def check(self) -> None:
+        """Rows, log, model, and the World of a listener agree."""
+        wrong = self._do(self.checker.check(self.store))
         assert wrong == []
         self._do(self._caught_up())
         assert picture(self.world) == self._do(picture_of(self.store))
-        known = dict(self.answers.to("SELECT id, version FROM task"))
+        known = dict(self.reader.rows("SELECT id, version FROM task"))
         assert known == {task.id: task.version for task in self.model.tasks.values()}
         live = {lease.key: lease.state for lease in self.world_leases() if lease.state is not None}
-        of_model = {
+        expected = {
             key: x.state for key, x in self.model.leases.items() if x.state is not LeaseState.RELEASED
         }
-        assert live == of_model
+        assert live == expected
         assert set(self.world.requests) == self.model.requests
         assert {t.name: t.sha256 for t in self._do(self.store.tokens())} == self.model.tokens
         assert self._do(self.store.leader()).term == self.model.term
@@ -304,16 +318,16 @@ class AnyUse(RuleBasedStateMachine):
     def teardown(self) -> None:
         if hasattr(self, "store"):
             try:
-                self.look()
+                self.check()
             finally:
                 self._do(self.store.close())
-                self.answers.close()
+                self.reader.close()
                 self.runner.close()
 
-    # Around them
+    # Helpers
 
     def _open(self) -> None:
-        self.store = SqlStore(breaking(database.open_database(self.url), self.breaker))
+        self.store = SqlStore(with_faults(database.open_database(self.url), self.fault_point))
         self.world = World()
         fill(self.world, self._do(self.store.snapshot()))
         self.store.listen(self.world.apply)
@@ -324,27 +338,27 @@ class AnyUse(RuleBasedStateMachine):
 
     def _take(self, seen: LeaderRow, cut: int | None = None) -> None:
         self.count += 1
-        told = self._ask(
+        answer = self._ask(
             self._always(self.store.take_term(f"leader {self.count}", TTL, instead_of=seen)), cut
         )
-        if told is not None:
-            assert (told[0] is not None) is (seen.term == self.model.term)
+        if answer is not None:
+            assert (answer[0] is not None) is (seen.term == self.model.term)
         row = self._do(self.store.leader())
-        if told is None or told[0] is not None:
-            assert told is None or told[0] == row.term
+        if answer is None or answer[0] is not None:
+            assert answer is None or answer[0] == row.term
             self.old = self.model.term if row.term != self.model.term else self.old
             self.model.term = row.term
 
     def _ask(self, call: Coroutine[Any, Any, T], cut: int | None) -> T | None:
-        """None: it was cut off, and nothing was done."""
-        self.breaker.arm(Fault.CUT, cut)
+        """The answer; None if the call was cut and nothing was done."""
+        self.fault_point.arm(Fault.CUT, cut)
         try:
             return self._do(call)
         except StoreUnavailable:
             assert cut is not None
             return None
         finally:
-            self.breaker.disarm()
+            self.fault_point.disarm()
 
     def _do(self, call: Coroutine[Any, Any, T]) -> T:
         return self.runner.run(call)
@@ -369,7 +383,7 @@ class AnyUse(RuleBasedStateMachine):
 
 
 def _outdated(decision: Decision) -> Decision:
-    """Made of a version that never was, so that it is not the row's."""
+    """With a version that the row never had."""
     writes = tuple(replace(w, task=replace(w.task, version=w.task.version + 5)) for w in decision.tasks)
     leases = tuple(replace(x, version=x.version + 5) for x in decision.leases if not writes)
     return replace(decision, tasks=writes, leases=leases or decision.leases)

@@ -1,10 +1,13 @@
-"""Held against each other: the rows of a database, and what its own log makes of them."""
+"""A database for a run, and the check that its rows agree with its event log."""
 
 import sqlite3
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import psycopg
+from gpubroker_server.adapters.sql.store import migrate
 from gpubroker_server.bootstrap.world_loading import fill
 from gpubroker_server.core.domain.task import TERMINAL, TaskState
 from gpubroker_server.core.domain.units import Position
@@ -14,6 +17,12 @@ from gpubroker_server.ports.store import TaskStore
 
 from tests.chaos.history import History
 from tests.contracts.scenes import picture
+from tests.postgres import a_server_of_its_own
+
+DURABILITY = {
+    "sqlite": "journal_mode=WAL, synchronous=FULL",
+    "postgres": "fsync=on, synchronous_commit=on",
+}
 
 _LEDGER = """
 SELECT d.key, d.leased_mb, COALESCE(SUM(l.mb), 0) FROM device d
@@ -33,7 +42,7 @@ _ENDS = (
     "WHERE (t.state = 'succeeded' OR o.task IS NOT NULL) AND t.id >= '{}' GROUP BY t.id, t.fence, t.state "
     "HAVING count(o.task) <> 1 OR max(o.fence) <> t.fence OR t.state <> 'succeeded'"
 )
-_LEFTOVERS = " UNION ALL ".join(
+_PRUNED = " UNION ALL ".join(
     f"SELECT o.{task} FROM {table} o LEFT JOIN task t ON t.id = o.{task} "
     f"WHERE t.id IS NULL AND o.{task} >= '{{0}}'{also}"
     for table, task, also in (
@@ -48,8 +57,21 @@ _LEFTOVERS = " UNION ALL ".join(
 _TASKS = "SELECT id, state, version, fence FROM task WHERE id >= '{}'"
 
 
-class Answers:
-    """What a database says on a connection of its own, between transactions of others."""
+@contextmanager
+def a_database(name: str, folder: Path) -> Iterator[str]:
+    """The URL of a new database with the current schema, as durable as in production."""
+    if name == "sqlite":
+        url = f"sqlite:///{folder / 'gpubroker.db'}"
+        migrate(url, "head")
+        yield url
+        return
+    with a_server_of_its_own() as server:
+        migrate(server.url, "head")
+        yield server.url
+
+
+class Reader:
+    """Reads a database on its own connection, one query per transaction."""
 
     def __init__(self, url: str) -> None:
         self._connection: sqlite3.Connection | psycopg.Connection[Any]
@@ -58,7 +80,7 @@ class Answers:
         else:
             self._connection = psycopg.connect(url, autocommit=True)
 
-    def to(self, query: str) -> list[tuple[Any, ...]]:
+    def rows(self, query: str) -> list[tuple[Any, ...]]:
         return self._connection.execute(query).fetchall()
 
     def close(self) -> None:
@@ -66,72 +88,72 @@ class Answers:
 
 
 async def picture_of(store: TaskStore) -> dict[str, Any]:
-    """From the rows."""
+    """The World that the rows describe, as plain values."""
     rows = World()
     fill(rows, await store.snapshot())
     return picture(rows)
 
 
-class Rows:
-    """Follows the log of one database; `check` compares all that is kept with what the log says."""
+class Checker:
+    """Reads the event log of a database; `check` compares the rows with it."""
 
-    def __init__(self, answers: Answers) -> None:
-        self._answers = answers
+    def __init__(self, reader: Reader) -> None:
+        self._reader = reader
         self._history = History()
         self._replayed = World()
-        self.may_be_gone = False
-        """What is over may have been taken out."""
+        self.may_be_pruned = False
+        """Whether rows of ended tasks may have been pruned."""
 
     async def check(self, store: TaskStore, since: str = "") -> list[str]:
-        """What is wrong, in words. Of what is in no picture, tasks from that id on are looked at."""
-        events = await self._news(store)
+        """The differences, in words. `since`: of ended tasks, only ids from this one on are checked."""
+        events = await self._new_events(store)
         self._history.read(events)
         self._history.end()
         self._replayed.apply(events)
-        told, stored = picture(self._replayed), await picture_of(store)
+        logged, stored = picture(self._replayed), await picture_of(store)
         wrong = list(self._history.violations)
-        if told != stored:
-            wrong += [f"rows and log differ in {part}" for part in told if told[part] != stored[part]]
-        return [*wrong, *self._halves(since), *self._other_states(since)]
+        if logged != stored:
+            wrong += [f"rows and log differ in {part}" for part in logged if logged[part] != stored[part]]
+        return [*wrong, *self._incomplete_rows(since), *self._other_states(since)]
 
-    def taken_out(self) -> set[str]:
-        """Of the tasks that have ended, those that are no longer stored."""
-        stored = {id for (id,) in self._answers.to("SELECT id FROM task")}
+    def pruned(self) -> set[str]:
+        """The ended tasks that are no longer stored."""
+        stored = {id for (id,) in self._reader.rows("SELECT id FROM task")}
         return {id for id, task in self._history.tasks.items() if task.state in TERMINAL} - stored
 
-    async def _news(self, store: TaskStore) -> Sequence[Event]:
+    async def _new_events(self, store: TaskStore) -> Sequence[Event]:
         events: list[Event] = []
         while more := await store.events(Position(self._replayed.position + len(events)), 10_000):
             events += more
         return events
 
-    def _halves(self, since: str) -> list[str]:
-        """What should have been written together and was not, or not once."""
-        questions = {
+    def _incomplete_rows(self, since: str) -> list[str]:
+        """Rows that should have been written together, exactly once, and were not."""
+        rules = {
             "leased_mb is the sum of the leases": _LEDGER,
-            "a task has what it runs": _WITHOUT_SPEC,
+            "a task has a spec": _WITHOUT_SPEC,
             "a task has its labels": _WITHOUT_LABEL,
-            "nothing is left of a task that was taken out": _LEFTOVERS,
+            "a pruned task has no rows left": _PRUNED,
             "a success has one outcome, of the newest claim": _ENDS,
         }
         return [
-            f"{rule}, but not here: {found}"
-            for rule, query in questions.items()
-            if (found := self._answers.to(query.format(since)))
+            f"violated: {rule}; rows: {found}"
+            for rule, query in rules.items()
+            if (found := self._reader.rows(query.format(since)))
         ]
 
     def _other_states(self, since: str) -> list[str]:
-        """Tasks that have ended are in no picture: each row is compared with its last event."""
+        """Ended tasks are not part of a World, so each row is compared with its last event."""
         stored = {
             id: (state, version, fence)
-            for id, state, version, fence in self._answers.to(_TASKS.format(since))
+            for id, state, version, fence in self._reader.rows(_TASKS.format(since))
         }
-        seen = ((id, t) for id, t in self._history.tasks.items() if id >= since)
-        told = {id: (t.state.value, t.version, t.fence) for id, t in seen}
-        over = {id for id, (state, *_) in told.items() if TaskState(state) in TERMINAL}
-        ids = sorted(stored.keys() | (told.keys() - (over if self.may_be_gone else set())))
+        tasks = ((id, t) for id, t in self._history.tasks.items() if id >= since)
+        logged = {id: (t.state.value, t.version, t.fence) for id, t in tasks}
+        ended = {id for id, (state, *_) in logged.items() if TaskState(state) in TERMINAL}
+        ids = sorted(stored.keys() | (logged.keys() - (ended if self.may_be_pruned else set())))
         return [
-            f"task {id} is {stored.get(id)} as stored and {told.get(id)} as told"
+            f"task {id} is stored as {stored.get(id)} and logged as {logged.get(id)}"
             for id in ids
-            if stored.get(id) != told.get(id)
+            if stored.get(id) != logged.get(id)
         ]

@@ -1,4 +1,4 @@
-"""A service under fire: its processes, and who of them is killed."""
+"""The deployments of chaos runs: their processes, and how one is killed."""
 
 import os
 import signal
@@ -15,20 +15,20 @@ from gpubroker import BrokerError
 from gpubroker_server.adapters.ray.head.head import read_state
 
 from tests.chaos.forked import ForkedBroker, ForkedGateway, ForkedService, ForkedServiceOnRay
-from tests.chaos.load import Kind, Waits, Works
-from tests.chaos.witness import Watch, lines_of
+from tests.chaos.load import Kind, RealTasks, SimulatedTasks
+from tests.chaos.witness import Observer, lines_of
 from tests.e2e.service_process import GIB, ServiceProcess, until
 
 DEVICE_MB = 24 * GIB
 DRAIN_SECONDS = 240.0
 STARTS_KILLED = 0.15
-"""Of the restarts, so many are killed before they are ready."""
-SHOW_SECONDS = 60.0
-"""In which a process that is to be killed shows itself: what was killed before may not be back yet."""
+"""The share of restarts that are killed before they are ready."""
+FIND_SECONDS = 60.0
+"""How long to look for a process to kill; one that was killed before may not be back yet."""
 
 
-class Rig:
-    """A service on the engine that only waits. All that can be killed is its process."""
+class Deployment:
+    """One process on the simulated engine."""
 
     targets: ClassVar[Sequence[str]] = ("main",)
     settings: ClassVar[Mapping[str, Any]] = {"engine": "simulated"}
@@ -38,29 +38,29 @@ class Rig:
         self,
         folder: Path,
         url: str,
-        ways: Mapping[str, str] | None = None,
+        urls: Mapping[str, str] | None = None,
         settings: Mapping[str, Any] | None = None,
     ) -> None:
-        """`ways`: the URLs by which processes go to the database that have one of their own, by name."""
+        """`url`: of the database. `urls`: of the database, for processes with their own, by name."""
         self.folder = folder
-        self._given = {
+        self._settings = {
             "entrypoints": ["tests.chaos.jobs:*"],
             "policy": {"sample_period_seconds": 0.5, "kill_patience_seconds": 0.5},
             "blob_dir": str(folder / "objects"),
             **self.settings,
             **(settings or {}),
         }
-        self._url, self._ways = url, ways or {}
-        self.service = self.made(self.process, "data")
-        self.watch = Watch(folder / "witness", folder / "seen")
+        self._url, self._urls = url, urls or {}
+        self.service = self.process_of(self.process, "data")
+        self.observer = Observer(folder / "witness", folder / "seen")
         self.kills: dict[str, int] = {}
 
-    def made(self, process: type[ServiceProcess], name: str, **more: Any) -> ServiceProcess:
-        url = self._ways.get(name, self._url)
-        return process(self.folder / name, database_url=url, **self._given, **more)
+    def process_of(self, process: type[ServiceProcess], name: str, **more: Any) -> ServiceProcess:
+        url = self._urls.get(name, self._url)
+        return process(self.folder / name, database_url=url, **self._settings, **more)
 
     @property
-    def homes(self) -> list[Path]:
+    def data_dirs(self) -> list[Path]:
         return [self.service.data_dir]
 
     def start(self) -> None:
@@ -70,10 +70,10 @@ class Rig:
         self.service.stop()
 
     def kind(self) -> Kind:
-        return Waits()
+        return SimulatedTasks()
 
     def kill(self, target: str, chance: Random) -> None:
-        """SIGKILL, and start what does not start again by itself."""
+        """SIGKILL a process of this kind, and start it again unless the service does."""
         if target == "main":
             self.service.kill_9()
             self._count("main")
@@ -81,8 +81,8 @@ class Rig:
                 self._kill_a_start(chance)
             self.service.start()
 
-    def settle(self) -> None:
-        """Wait until everything has come to its end and has given back what it had."""
+    def drain(self) -> None:
+        """Wait until every task has ended and all memory is released."""
         broker = self.service.broker
         live = ("pending", "admitted", "running", "stopping")
 
@@ -90,11 +90,11 @@ class Rig:
             stats = broker.stats()
             return not any(stats.tasks.get(state) for state in live) and stats.gpu["leased_mb"] == 0
 
-        until(is_quiet, "every task has ended and all memory is free", DRAIN_SECONDS)
+        until(is_quiet, "every task has ended and all memory is released", DRAIN_SECONDS)
 
     def _kill_a_start(self, chance: Random) -> None:
         started = self.service.spawn()
-        time.sleep(chance.uniform(0.05, 1.5))  # wherever it is by then
+        time.sleep(chance.uniform(0.05, 1.5))  # at any point of its start
         started.kill()
         started.wait()
         self._count("main while it starts")
@@ -103,8 +103,8 @@ class Rig:
         self.kills[what] = self.kills.get(what, 0) + 1
 
 
-class SiteRig(Rig):
-    """Two gateways and two brokers on one PostgreSQL, on the engine that only waits."""
+class GatewaysAndBrokers(Deployment):
+    """Two gateways and two brokers on one PostgreSQL, on the simulated engine."""
 
     targets = ("gateway", "leader", "standby", "leader")
     process = ForkedGateway
@@ -113,18 +113,18 @@ class SiteRig(Rig):
         self,
         folder: Path,
         url: str,
-        ways: Mapping[str, str] | None = None,
+        urls: Mapping[str, str] | None = None,
         settings: Mapping[str, Any] | None = None,
     ) -> None:
-        super().__init__(folder, url, ways, settings)
-        self.gateways = [self.service, self.made(ForkedGateway, "other")]
+        super().__init__(folder, url, urls, settings)
+        self.gateways = [self.service, self.process_of(ForkedGateway, "other")]
         self.brokers = [self.broker(name) for name in ("one", "two")]
 
     def broker(self, name: str) -> ServiceProcess:
-        return self.made(ForkedBroker, name)
+        return self.process_of(ForkedBroker, name)
 
     @property
-    def homes(self) -> list[Path]:
+    def data_dirs(self) -> list[Path]:
         return [gateway.data_dir for gateway in self.gateways]
 
     def start(self) -> None:
@@ -136,42 +136,42 @@ class SiteRig(Rig):
             process.stop()
 
     def kill(self, target: str, chance: Random) -> None:
-        struck = (
+        killed = (
             chance.choice(self.gateways)
             if target == "gateway"
-            else self.broker_that(leads=target == "leader")
+            else self.broker_which(leads=target == "leader")
         )
-        if struck is not None:
-            struck.kill_9()
+        if killed is not None:
+            killed.kill_9()
             self._count(target)
-            time.sleep(chance.choice([0.0, 0.0, 4.0]))  # at times long enough for the standby to lead
-            struck.start()
+            time.sleep(chance.choice([0.0, 0.0, 4.0]))  # sometimes long enough for a takeover
+            killed.start()
 
-    def broker_that(self, *, leads: bool) -> ServiceProcess | None:
-        """None if nobody can tell."""
+    def broker_which(self, *, leads: bool) -> ServiceProcess | None:
+        """None if no gateway answers."""
         with suppress(httpx.HTTPError, BrokerError):
             holder = str(self.service.broker.stats().leader["holder"])
             return next((one for one in self.brokers if holder.endswith(f":{one.pid}") is leads), None)
         return None
 
 
-class RayRig(Rig):
-    """A service with a local Ray, whose tasks are real processes."""
+class OnRay(Deployment):
+    """One process with a local Ray; tasks are real processes."""
 
     targets = ("main", "driver", "agent", "run", "shared runner", "raylet")
     process = ForkedServiceOnRay
     settings: ClassVar[Mapping[str, Any]] = {"ray": {"spares": 2, "warm_runners": 1}}
 
     def kind(self) -> Kind:
-        return Works(self.folder / "witness")
+        return RealTasks(self.folder / "witness")
 
     def kill(self, target: str, chance: Random) -> None:
         if target == "main":
             super().kill(target, chance)
             return
-        deadline = time.monotonic() + SHOW_SECONDS
+        deadline = time.monotonic() + FIND_SECONDS
         while time.monotonic() < deadline:
-            with suppress(ProcessLookupError):  # it ended while we looked
+            with suppress(ProcessLookupError):  # it ended meanwhile
                 pids = self._pids(target)
                 if pids:
                     os.kill(chance.choice(pids), signal.SIGKILL)
@@ -180,7 +180,7 @@ class RayRig(Rig):
             time.sleep(0.02)
 
     def _pids(self, target: str) -> list[int]:
-        from tests.e2e.ray_lab import (  # loads Ray, which takes the other rigs a second
+        from tests.e2e.ray_lab import (  # loads Ray, which takes a second
             agents_of,
             command_lines,
         )
@@ -195,7 +195,7 @@ class RayRig(Rig):
             case "raylet" if head is not None:
                 return [pid for pid in command_lines("raylet/raylet") if os.getsid(pid) == head.pid]
             case "run":
-                return self.watch.pids()
+                return self.observer.pids()
             case "shared runner":
                 shared = [
                     line["pid"] for line in lines_of(self.folder / "witness") if line.get("devices") == []
@@ -204,4 +204,8 @@ class RayRig(Rig):
         return []
 
 
-RIGS: dict[str, type[Rig]] = {"simulated": Rig, "site": SiteRig, "ray": RayRig}
+DEPLOYMENTS: dict[str, type[Deployment]] = {
+    "simulated": Deployment,
+    "gateways": GatewaysAndBrokers,
+    "ray": OnRay,
+}

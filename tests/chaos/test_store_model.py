@@ -1,4 +1,4 @@
-"""The store does what a few dicts say, in any order of calls and wherever its line is cut."""
+"""The store behaves like its model, in any order of calls and wherever a connection is cut."""
 
 import shutil
 from collections.abc import Callable, Iterator
@@ -10,8 +10,8 @@ from gpubroker_server.adapters.sql.store import migrate
 from hypothesis import settings
 from hypothesis.stateful import run_state_machine_as_test
 
-from tests.chaos.any_use import AnyUse
-from tests.chaos.sweep import migrated_before
+from tests.chaos.store_model import StoreMachine
+from tests.chaos.sweep import without_startup_checks
 from tests.postgres import reset
 
 Fresh = Callable[[], str]
@@ -19,7 +19,7 @@ Fresh = Callable[[], str]
 
 @pytest.fixture(params=["sqlite", "postgres"])
 def fresh(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Fresh]:
-    """Makes a database in which nothing is, as often as it is called."""
+    """Creates an empty database with each call."""
     if request.param == "postgres":
         url = str(request.getfixturevalue("postgres_url"))
 
@@ -38,21 +38,21 @@ def fresh(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Fresh]:
             return f"sqlite:///{copy}"
 
         make = copied
-    with migrated_before():
+    with without_startup_checks():
         yield make
 
 
-def used(fresh: Fresh) -> type[AnyUse]:
-    return type("AnyUse", (AnyUse,), {"fresh": staticmethod(fresh)})
+def machine_on(fresh: Fresh) -> type[StoreMachine]:
+    return type("StoreMachine", (StoreMachine,), {"fresh": staticmethod(fresh)})
 
 
 @pytest.mark.hypothesis
-def test_any_use_of_the_store_is_what_the_model_says(fresh: Fresh) -> None:
-    run_state_machine_as_test(used(fresh), settings=settings(max_examples=10, stateful_step_count=20))
+def test_the_store_behaves_like_its_model(fresh: Fresh) -> None:
+    run_state_machine_as_test(machine_on(fresh), settings=settings(max_examples=10, stateful_step_count=20))
 
 
 @pytest.mark.evidence
 @pytest.mark.timeout(3600)
-def test_much_use_of_the_store_is_what_the_model_says(fresh: Fresh) -> None:
-    every = settings(max_examples=1000, stateful_step_count=50, derandomize=False)
-    run_state_machine_as_test(used(fresh), settings=every)
+def test_the_store_behaves_like_its_model_in_many_long_runs(fresh: Fresh) -> None:
+    many = settings(max_examples=1000, stateful_step_count=50, derandomize=False)
+    run_state_machine_as_test(machine_on(fresh), settings=many)
