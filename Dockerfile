@@ -1,5 +1,5 @@
 # syntax=docker/dockerfile:1
-# Build with the Python minor that your clients use: functions pickled by another minor are refused.
+# Build with the Python minor version of your clients: functions pickled by another one are refused.
 ARG PYTHON=3.11
 ARG UV=0.13.9
 
@@ -12,7 +12,7 @@ COPY pyproject.toml uv.lock README.md ./
 COPY client ./client
 COPY service ./service
 COPY migrations ./migrations
-# Compiled ahead: every start of a Ray process would otherwise compile again.
+# Compile now: otherwise every start of a Ray process compiles again.
 RUN UV_PYTHON_DOWNLOADS=never uv sync --frozen --no-default-groups --no-editable --compile-bytecode
 
 FROM python:${PYTHON}-slim

@@ -1,5 +1,5 @@
-# Everything a person needs: make demo, make try, make serve, make test, make check, make bench.
-# Needs only Python >= 3.11, pip, make and git; uv and every dependency are installed below .tools and .venv.
+# All commands: make help. Needs only Python >= 3.11, pip, make and git; uv and every dependency are installed
+# into .tools and .venv.
 .DEFAULT_GOAL := help
 PYTHON ?= python3
 UV := .tools/bin/uv
@@ -11,8 +11,8 @@ RUN := $(UV) run --frozen --no-sync
 	@$(UV) sync --quiet --frozen --compile-bytecode --python $(PYTHON)
 	@touch $@
 
-# The real Triton Inference Server of the tests. Its models run in this environment; its Python is one of those
-# for which both wheels exist.
+# The real Triton Inference Server of the tests. Its models run in this environment, whose Python has to have
+# both wheels.
 .tools/triton/.installed: tests/triton/requirements.txt | .venv/.installed
 	@echo 'installing the Triton of the tests into .tools/triton: once'
 	@$(UV) venv --quiet --clear --python '>=3.11,<3.13' .tools/triton
@@ -20,18 +20,18 @@ RUN := $(UV) run --frozen --no-sync
 	@touch $@
 
 .PHONY: help setup triton mlserver demo try serve test check coverage properties evidence format bench clean
-help:  ## what each target does
+help:  ## list the targets
 	@grep -hE '^[a-z]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 12
 
 setup: .venv/.installed  ## install uv and all dependencies into this folder
 
 triton: .tools/triton/.installed  ## install the Triton Inference Server that tests and benchmarks use
 
-mlserver: .venv/.installed  ## install MLServer, beside which `bench proxy --beside mlserver` measures
+mlserver: .venv/.installed  ## install MLServer, for `bench proxy --beside mlserver`
 	@$(UV) venv --quiet --clear --python '>=3.11,<3.13' .tools/mlserver
 	@$(UV) pip install --quiet --python .tools/mlserver/bin/python mlserver==1.7.1
 
-demo: .venv/.installed  ## the main job, live: fill two GPUs, preempt, checkpoint, resume
+demo: .venv/.installed  ## a live demo: fill two GPUs, preempt, checkpoint, resume
 	@$(RUN) python -m examples.demo
 
 try: .venv/.installed  ## start the service with two simulated GPUs and an example function
@@ -50,13 +50,13 @@ check: .venv/.installed  ## formatting, lint, types, contracts, sizes, migration
 	$(RUN) lint-imports
 	$(RUN) pytest -q tests/architecture tests/migrations
 
-coverage: .venv/.installed  ## every branch of the core is tested by the core's own tests
+coverage: .venv/.installed  ## check that tests/core covers every branch of the core
 	$(RUN) coverage erase
 	$(RUN) coverage run -m pytest -q -n 2 tests/core tests/architecture/test_state_diagram.py
 	$(RUN) coverage combine --quiet
 	$(RUN) coverage report
 
-properties: .venv/.installed  ## the properties, with other random examples each time
+properties: .venv/.installed  ## the property tests, with new random examples each time
 	$(RUN) pytest -q --hypothesis-profile=random -m hypothesis tests/core tests/gateway tests/simulation tests/chaos
 
 evidence: .venv/.installed .tools/triton/.installed  ## 90 minutes: kills, pauses, power loss, network faults, mutants; adds what evidence/ does not have yet
@@ -82,5 +82,5 @@ format: .venv/.installed  ## rewrite formatting and imports
 bench: .venv/.installed  ## list the benchmarks; run one with: make bench NAME=accept
 	@$(RUN) python -m bench $(or $(NAME),--help)
 
-clean:  ## remove what was installed and built here
+clean:  ## remove everything installed and built here
 	rm -rf .venv .tools dist build

@@ -1,4 +1,4 @@
-"""The repository's files as the architecture tests see them: parsed Python, and pages."""
+"""The repository's files for the architecture tests: parsed Python modules, and pages."""
 
 import ast
 import sys
@@ -35,7 +35,7 @@ class Module:
                 yield node
 
     def imported_tops(self) -> Iterator[tuple[int, str]]:
-        """(line, first part of the imported name), imports inside functions included."""
+        """(line, first part of the imported name), including imports inside functions."""
         for node in ast.walk(self.tree):
             if isinstance(node, ast.Import):
                 for alias in node.names:
@@ -46,7 +46,7 @@ class Module:
 
 @cache
 def modules(*folders: str) -> tuple[Module, ...]:
-    """Every Python file below these folders, in path order."""
+    """Every Python file in these folders, in path order."""
     found = []
     for folder in folders:
         for path in sorted((ROOT / folder).rglob("*.py")):
@@ -56,14 +56,14 @@ def modules(*folders: str) -> tuple[Module, ...]:
 
 
 def pages(root: Path = ROOT) -> list[Path]:
-    """Everything people read that is not Python: top-level files, documentation, deployment files."""
+    """The files for people: top-level files, documentation, deployment files."""
     top = [path for path in root.iterdir() if path.is_file() and path.suffix != ".lock"]
     below = [path for folder in PAGE_FOLDERS for path in (root / folder).rglob("*") if path.is_file()]
     return sorted(path for path in top + below if is_ours(path, root))
 
 
 def is_ours(path: Path, root: Path) -> bool:
-    """Whether a file belongs to the repository and not to whoever works in this folder."""
+    """Whether the file belongs to the repository, and is not just a local file."""
     known = committed(root)
     if known is not None:
         return path.relative_to(root).as_posix() in known
@@ -73,7 +73,7 @@ def is_ours(path: Path, root: Path) -> bool:
 
 @cache
 def committed(root: Path) -> frozenset[str] | None:
-    """What git keeps, or is about to; None in an exported tree, and where git will not read this one."""
+    """The committed or staged files; None in an exported tree, or if git refuses to read this one."""
     if not (root / ".git").exists():
         return None
     listed = run(("git", "-C", str(root), "ls-files", "-z"), check=False, capture_output=True, text=True)

@@ -1,4 +1,4 @@
-"""Log lines carry the fields of one table, so that they can be searched across the whole service."""
+"""Log lines use the fields of one table, so that they can be searched across the whole service."""
 
 import ast
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""`openapi.yaml` is what the service really speaks."""
+"""`openapi.yaml` is generated from the app."""
 
 from gpubroker_server.gateway.app import openapi_document
 from gpubroker_server.gateway.http.openapi import openapi_yaml
@@ -6,6 +6,6 @@ from gpubroker_server.gateway.http.openapi import openapi_yaml
 from tests.architecture.source_tree import ROOT
 
 
-def test_openapi_yaml_is_what_the_app_says_of_itself() -> None:
+def test_openapi_yaml_is_the_document_of_the_app() -> None:
     """If this fails: python -m gpubroker_server openapi > openapi.yaml"""
     assert (ROOT / "openapi.yaml").read_text(encoding="utf-8") == openapi_yaml(openapi_document())

@@ -1,4 +1,4 @@
-"""The page of states says what the tables say, and the tables leave no state without a way."""
+"""The page of states agrees with the transition tables, and the tables are complete."""
 
 import pytest
 from gpubroker_server.core.domain.errors import IllegalTransition
@@ -11,10 +11,10 @@ from tests.builders import a_lease, a_task
 HOW = "docs/reference/states.md differs from the tables; run: python -m tests.architecture.state_diagram"
 
 RUN_ENDS = {Move.REQUEUED, Move.SUCCEEDED, Move.FAILED}
-"""What may become of a task that has been claimed, in whatever state its end is heard of."""
+"""The possible ends of a claimed task, in any active state."""
 
 
-def test_the_page_of_states_is_made_from_the_tables() -> None:
+def test_the_page_of_states_is_generated_from_the_tables() -> None:
     assert PAGE.read_text(encoding="utf-8") == page(), HOW
 
 
@@ -23,12 +23,12 @@ def test_every_task_state_is_waiting_active_or_terminal() -> None:
     assert not ACTIVE & TERMINAL
 
 
-def test_a_task_that_has_ended_has_no_move_left() -> None:
+def test_an_ended_task_has_no_moves() -> None:
     assert {state for state, _ in TRANSITIONS} == set(TaskState) - TERMINAL
 
 
 @pytest.mark.parametrize("state", sorted(ACTIVE))
-def test_a_claimed_task_can_come_to_every_end_a_run_can_have(state: TaskState) -> None:
+def test_an_active_task_can_reach_every_end_of_a_run(state: TaskState) -> None:
     assert {what for old, what in TRANSITIONS if old is state} >= RUN_ENDS | {Move.CHANGED}
 
 
@@ -37,13 +37,13 @@ def test_every_run_can_be_asked_to_stop(state: TaskState) -> None:
     assert TRANSITIONS[state, Move.STOPPING] is TaskState.STOPPING
 
 
-def test_a_start_and_an_end_that_come_together_are_one_legal_move() -> None:
+def test_a_start_and_an_end_reported_together_are_one_legal_move() -> None:
     after_start = TRANSITIONS[TaskState.ADMITTED, Move.STARTED]
     for what in RUN_ENDS:
         assert TRANSITIONS[TaskState.ADMITTED, what] is TRANSITIONS[after_start, what]
 
 
-def test_every_state_is_reached_from_the_first() -> None:
+def test_every_state_is_reachable() -> None:
     reached = {TaskState.PENDING}
     for _ in TaskState:
         reached |= {new for (old, _), new in TRANSITIONS.items() if old in reached}
@@ -65,7 +65,7 @@ def test_the_lease_table_names_every_state_and_every_lease_can_be_released() -> 
 
 
 def test_a_lease_only_goes_forward_and_may_skip_steps() -> None:
-    """`core.fold` brings a lease from any state to any later one in one step."""
+    """`core.world.fold` moves a lease from any state to any later one in one step."""
     order = [
         LeaseState.RESERVED,
         LeaseState.HELD,

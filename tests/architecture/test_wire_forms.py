@@ -1,4 +1,4 @@
-"""Agents and run processes outlive the service: when what they are told or tell changes, its number must."""
+"""Agents and run processes outlive the service: a changed message needs a new protocol number."""
 
 import ast
 import hashlib
@@ -17,11 +17,11 @@ AGENT = (
     "service/gpubroker_server/adapters/ray/driver/reports.py",
     MESSAGES,
 )
-"""Read what driver and agent send each other."""
+"""The modules that read messages between driver and agent."""
 RUNNER = ("service/gpubroker_server/adapters/ray/agent/runner.py", MESSAGES)
-"""Read what agent and run process send each other."""
+"""The modules that read messages between agent and run process."""
 ACTORS = ("NodeAgent", "Runner")
-"""Called by handles that another release made."""
+"""Actors called through handles of another release."""
 
 FORMS = Path(__file__).parents[1] / "contracts" / "forms"
 FROZEN = {
@@ -33,8 +33,8 @@ FROZEN = {
 
 
 def form_of(*paths: str) -> str:
-    """A digest of each form that these modules match, of each report, of a run's order, and of what an actor
-    is called with."""
+    """A digest of the message forms that these modules match, of the reports, of a run's order, and of the
+    signatures of the actors."""
     read = {
         form
         for module in modules("service", "client")
@@ -52,8 +52,10 @@ def _forms(tree: ast.Module) -> Iterator[str]:
             case ast.AnnAssign(target=ast.Name("_FIELDS")):
                 yield ast.unparse(node)
             case ast.ClassDef("RunOrder"):
-                told = [field for field in node.body if isinstance(field, ast.AnnAssign)]
-                yield from (f"{ast.unparse(field.target)}: {ast.unparse(field.annotation)}" for field in told)
+                fields = [field for field in node.body if isinstance(field, ast.AnnAssign)]
+                yield from (
+                    f"{ast.unparse(field.target)}: {ast.unparse(field.annotation)}" for field in fields
+                )
             case ast.ClassDef(name) if name in ACTORS:
                 methods = (m for m in node.body if isinstance(m, ast.FunctionDef | ast.AsyncFunctionDef))
                 called = (m for m in methods if m.name == "__init__" or m.name[0] != "_")
@@ -72,17 +74,17 @@ def _digest(data: bytes) -> str:
     ],
     ids=["driver and agent", "agent and run process"],
 )
-def test_a_changed_form_has_a_new_number_and_the_one_before_is_still_spoken(
+def test_a_changed_form_has_a_new_number_and_the_previous_form_is_still_spoken(
     protocol: int, spoken: tuple[int, ...], read_by: tuple[str, ...], number: int, form: str
 ) -> None:
-    """If this fails: raise that PROTOCOL by one, write its number and the digest here, and freeze what is
-    written in the new form beside the others (tests/contracts/form_samples.py)."""
+    """If this fails: increase that PROTOCOL by one, put its number and the digest here, and freeze samples of
+    the new form (tests/contracts/form_samples.py)."""
     assert (protocol, form_of(*read_by)) == (number, form)
     assert spoken == (number - 1, number)
 
 
-def test_what_a_release_has_written_is_frozen() -> None:
-    """Agents and runs of that release go on writing it."""
+def test_the_samples_of_released_forms_are_frozen() -> None:
+    """Agents and runs of those releases still write them."""
     found = {
         name: _digest(b"\n".join(path.read_bytes() for path in sorted(FORMS.glob(f"{name}-*"))))
         for name in sorted({"-".join(path.name.split("-")[:2]) for path in FORMS.iterdir()})

@@ -117,12 +117,12 @@ class Scene:
         ]
 
     def due_in(self, seconds: float = 0.0) -> Sequence[Decision]:
-        """What time makes due for a leader that has looked all the while."""
+        """What is due `seconds` from now, for a leader that has kept watch all the time."""
         now = Instant(self.now + seconds)
         return due(self.world, now, self.policy, Watch(Instant(0.0), now))
 
     def node_answers(self) -> Sequence[Decision]:
-        """Its agent knows of no run at all."""
+        """The agent answers, and knows of no run."""
         seen = NodeSeen(a_node(), DEVICES, (), self.now)
         return reconcile(self.world, seen, self.now, self.policy, RULES)
 
